@@ -1,0 +1,47 @@
+"""The one place through which MXNet is imported: `from mxnet_compat import mx`.
+
+MXNet 1.9.1 reads names that NumPy 1.24 removed (`np.bool`), and on Python 3.12 the `distutils` that only setuptools still
+brings. Importing this module puts a finder in front of Python's own that mends both just before `import mxnet`, whoever
+imports it. `mxnet_compat.pth` in site-packages does so at every interpreter start, because horovodrun imports MXNet itself;
+where the project is used without being installed, this import alone is enough.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import Any
+
+mx: Any  # the mxnet module, imported at first use by __getattr__ below
+
+
+def _mend() -> None:
+    """Prepare NumPy, distutils and the environment for `import mxnet`."""
+    import numpy as np
+
+    if "bool" not in vars(np):
+        setattr(np, "bool", np.bool_)  # noqa: B010  (a plain assignment is a type error)
+    if sys.version_info >= (3, 12):
+        import setuptools  # noqa: F401  supplies distutils
+    # oneDNN's subgraph fusion rewrites bound Symbols and gave wrong residual sums; our own passes do the fusing.
+    os.environ.setdefault("MXNET_SUBGRAPH_BACKEND", "NONE")
+
+
+class _MendBeforeMXNet:
+    """A meta path finder that finds nothing; it acts once, when `mxnet` is looked for, and removes itself."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name == "mxnet":
+            sys.meta_path.remove(self)  # type: ignore[arg-type]
+            _mend()
+
+
+if "mxnet" not in sys.modules:
+    sys.meta_path.insert(0, _MendBeforeMXNet())  # type: ignore[arg-type]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "mx":
+        return importlib.import_module("mxnet")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
