@@ -1,0 +1,38 @@
+# make train-1gpu        train ResNet-50 on this machine's GPU, or on the CPU where there is none
+# make test              lint, type check and tests
+#
+# Both set up .venv first. PYTHON=/path/to/python uses that environment as it is and sets nothing up.
+# DATA=/path             train on your own data (folders of classes, or RecordIO files)
+# ARGS="--epochs 5 ..."  further options: make help
+
+ifdef PYTHON
+SETUP :=
+else
+PYTHON := .venv/bin/python
+SETUP := setup
+endif
+
+.PHONY: help setup train-1gpu test test-gpu lint clean
+
+help: $(SETUP)
+	@sed -n 's/^# \?//p' Makefile | head -n 7
+	@$(PYTHON) -m train --help
+
+setup:
+	@[ .venv/.ready -nt pyproject.toml ] && [ .venv/.ready -nt scripts/setup.sh ] || bash scripts/setup.sh
+
+train-1gpu: $(SETUP)
+	@$(PYTHON) -m train $(if $(DATA),--data "$(DATA)") $(ARGS)
+
+lint: $(SETUP)
+	@$(PYTHON) -m ruff check
+	@$(PYTHON) -m mypy
+
+test: lint
+	@$(PYTHON) -m pytest -m "not gpu" $(ARGS)
+
+test-gpu: $(SETUP)
+	@$(PYTHON) -m pytest -m gpu -rs $(ARGS)
+
+clean:
+	rm -rf .venv runs data .mypy_cache .ruff_cache .pytest_cache

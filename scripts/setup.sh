@@ -1,0 +1,85 @@
+#!/usr/bin/env bash
+# Set up the environment that everything runs in: setup.sh [VENV]   (default: .venv beside the Makefile)
+#
+#   1. a virtual environment of Python 3.10 to 3.12
+#   2. the project with its dependencies: extras `gpu` where there is an NVIDIA GPU, `cpu` elsewhere, and `dev`
+#   3. with a GPU: the CUDA 11 libraries that MXNet links (scripts/link_cuda11.py)
+#   4. Horovod, compiled against that MXNet (needs g++; without it one process still does everything)
+#
+# Each finished step leaves its mark in VENV, so that a second call does nothing and an interrupted one goes on.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+venv=${1:-.venv}
+bin=$venv/bin
+
+say() { printf 'setup: %s\n' "$*"; }
+fail() { printf 'error: %s\n' "$*" >&2; exit 2; }
+
+find_python() {
+    local name
+    for name in python3.12 python3.11 python3.10 python3 python; do
+        if "$name" -c 'import sys, ensurepip, venv; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null
+        then command -v "$name"; return; fi
+    done
+    return 1
+}
+
+if nvidia-smi -L 2>/dev/null | grep -q GPU; then kind=gpu; else kind=cpu; fi
+
+if ! "$bin/python" -m pip --version >/dev/null 2>&1; then
+    python=$(find_python) || fail "no Python 3.10, 3.11 or 3.12 with venv and pip on PATH; install one (Debian: apt install python3-venv) and run make again"
+    say "new environment in $venv from $("$python" --version)"
+    rm -rf "$venv"
+    "$python" -m venv "$venv"
+fi
+
+# step NAME CONTENT COMMAND...: run COMMAND unless the mark NAME says that it was already done for the same CONTENT.
+step() {
+    local mark=$venv/.done-$1 content=$2
+    shift 2
+    if [ "$(cat "$mark" 2>/dev/null)" != "$content" ]; then
+        "$@"
+        printf '%s\n' "$content" >"$mark"
+    fi
+}
+
+install_packages() {
+    local other
+    say "packages for a machine with $([ $kind = gpu ] && echo 'an NVIDIA GPU' || echo 'no GPU') (log: $venv/setup.log)"
+    # The CPU and the GPU wheel of MXNet own the same folder: only one of them can be there.
+    other=$([ $kind = gpu ] && echo mxnet || echo mxnet-cu117)
+    "$bin/pip" uninstall -q -y "$other" >>"$venv/setup.log" 2>&1 || true
+    # Horovod's build tools: its CMake files need cmake < 4, and it compiles against the MXNet that is installed here.
+    "$bin/pip" install -q --disable-pip-version-check 'cmake<4' wheel cloudpickle pyyaml packaging cffi \
+        -e ".[$kind,dev]" >>"$venv/setup.log" 2>&1 || fail "pip could not install the packages: $(grep -m1 '^ERROR' "$venv/setup.log" || tail -n1 "$venv/setup.log") (log: $venv/setup.log)"
+    [ $kind = cpu ] || "$bin/python" scripts/link_cuda11.py
+}
+
+build_horovod() {
+    say "Horovod, compiled here: one to four minutes"
+    export HOROVOD_WITH_MXNET=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_PYTORCH=1 HOROVOD_WITHOUT_MPI=1 HOROVOD_WITH_GLOO=1
+    export HOROVOD_CPU_OPERATIONS=GLOO
+    # -s drops symbols that would make the library ten times larger.
+    export LDFLAGS=-s MAKEFLAGS=-j$(nproc)
+    if [ $kind = gpu ]; then
+        local nccl
+        nccl=$("$bin/python" -c 'import nvidia.nccl; print(list(nvidia.nccl.__path__)[0])')
+        ln -sf libnccl.so.2 "$nccl/lib/libnccl.so"
+        export HOROVOD_GPU_OPERATIONS=NCCL HOROVOD_NCCL_HOME=$nccl HOROVOD_NCCL_LINK=SHARED HOROVOD_WITHOUT_NVTX=1
+    fi
+    PATH=$PWD/$bin:$PATH "$bin/pip" install -q --disable-pip-version-check --no-build-isolation --no-deps \
+        --no-binary horovod horovod==0.28.1 >>"$venv/setup.log" 2>&1 || {
+        say "Horovod did not build (see $venv/setup.log): everything but several processes works"
+        return 0
+    }
+}
+
+step packages "$kind $(cksum <pyproject.toml)" install_packages
+if ! command -v g++ >/dev/null; then
+    say "no g++, so no Horovod: everything but several processes works; install g++ and run make setup for those"
+elif [ $kind = gpu ] && ! command -v nvcc >/dev/null; then
+    say "no nvcc, so no Horovod: everything but several GPUs works; install the CUDA toolkit and run make setup for those"
+else
+    step horovod "$kind horovod 0.28.1" build_horovod
+fi
+touch "$venv/.ready"
