@@ -9,7 +9,7 @@ ifdef PYTHON
 SETUP :=
 else
 PYTHON := .venv/bin/python
-SETUP := setup
+SETUP := .venv/.ready
 endif
 
 .PHONY: help setup train-1gpu test test-gpu lint clean
@@ -19,7 +19,10 @@ help: $(SETUP)
 	@$(PYTHON) -m train --help
 
 setup:
-	@[ .venv/.ready -nt pyproject.toml ] && [ .venv/.ready -nt scripts/setup.sh ] || bash scripts/setup.sh
+	@bash scripts/setup.sh
+
+.venv/.ready: pyproject.toml scripts/setup.sh
+	@bash scripts/setup.sh
 
 train-1gpu: $(SETUP)
 	@$(PYTHON) -m train $(if $(DATA),--data "$(DATA)") $(ARGS)

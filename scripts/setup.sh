@@ -38,7 +38,7 @@ step() {
     local mark=$venv/.done-$1 content=$2
     shift 2
     if [ "$(cat "$mark" 2>/dev/null)" != "$content" ]; then
-        "$@"
+        "$@" || return
         printf '%s\n' "$content" >"$mark"
     fi
 }
@@ -52,7 +52,7 @@ install_packages() {
     # Horovod's build tools: its CMake files need cmake < 4, and it compiles against the MXNet that is installed here.
     "$bin/pip" install -q --disable-pip-version-check 'cmake<4' wheel cloudpickle pyyaml packaging cffi \
         -e ".[$kind,dev]" >>"$venv/setup.log" 2>&1 || fail "pip could not install the packages: $(grep -m1 '^ERROR' "$venv/setup.log" || tail -n1 "$venv/setup.log") (log: $venv/setup.log)"
-    [ $kind = cpu ] || "$bin/python" scripts/link_cuda11.py
+    [ $kind = cpu ] || "$bin/python" scripts/link_cuda11.py || exit
 }
 
 build_horovod() {
@@ -68,10 +68,7 @@ build_horovod() {
         export HOROVOD_GPU_OPERATIONS=NCCL HOROVOD_NCCL_HOME=$nccl HOROVOD_NCCL_LINK=SHARED HOROVOD_WITHOUT_NVTX=1
     fi
     PATH=$PWD/$bin:$PATH "$bin/pip" install -q --disable-pip-version-check --no-build-isolation --no-deps \
-        --no-binary horovod horovod==0.28.1 >>"$venv/setup.log" 2>&1 || {
-        say "Horovod did not build (see $venv/setup.log): everything but several processes works"
-        return 0
-    }
+        --no-binary horovod horovod==0.28.1 >>"$venv/setup.log" 2>&1
 }
 
 step packages "$kind $(cksum <pyproject.toml)" install_packages
@@ -80,6 +77,7 @@ if ! command -v g++ >/dev/null; then
 elif [ $kind = gpu ] && ! command -v nvcc >/dev/null; then
     say "no nvcc, so no Horovod: everything but several GPUs works; install the CUDA toolkit and run make setup for those"
 else
-    step horovod "$kind horovod 0.28.1" build_horovod
+    step horovod "$kind horovod 0.28.1" build_horovod ||
+        say "Horovod did not build (log: $venv/setup.log): everything but several processes works"
 fi
 touch "$venv/.ready"

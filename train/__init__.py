@@ -1,1 +1,5 @@
+"""Trains, validates, measures, runs and exports ResNets: `python -m train --help`."""
 
+from train.errors import TrainError
+
+__all__ = ["TrainError"]
