@@ -1,0 +1,43 @@
+"""Shared by all tests: the fp32 reference settings, the real data and the `gpu` marker."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+
+# Before anything imports MXNet: with oneDNN its arrays may lie in blocked layouts and its sums round differently, so
+# the fp32 reference is MXNet's native kernels.
+os.environ["MXNET_MKLDNN_ENABLED"] = "0"
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+def _num_gpus() -> int:
+    """Number of NVIDIA GPUs that the driver offers; 0 where there is no driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return 0
+    return count.value
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and _num_gpus() == 0:
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU; this machine has none"))
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Path:
+    """The folder with `imagenet_sample/` and `cifar10/`; tests that use it skip where it is absent."""
+    folder = Path(os.environ.get("RESNET_REAL_DATA", REPOSITORY.parent / "shared" / "data"))
+    if not folder.is_dir():
+        pytest.skip(f"no real data at {folder}; set RESNET_REAL_DATA to a folder with imagenet_sample/ and cifar10/")
+    return folder
