@@ -1,0 +1,75 @@
+"""Where a run takes place: the machine, the versions, the command and the commit, as reports and results name them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+
+def command_line() -> str:
+    """The command that started this process, ready to be copied into a shell."""
+    return shlex.join(["python", *sys.orig_argv[1:]])
+
+
+@functools.cache
+def git_commit() -> str | None:
+    """Commit of this project's checkout, with '-dirty' where tracked files differ from it; None outside a checkout."""
+    root = Path(__file__).resolve().parent.parent
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
+
+    try:
+        if Path(git("rev-parse", "--show-toplevel")).resolve() != root:
+            return None  # installed inside somebody else's checkout
+        return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the libraries that a result depends on, by package name; without importing them."""
+    found = {"python": platform.python_version(), "os": platform.platform()}
+    for package in (
+        "mxnet", "mxnet-cu117", "numpy", "nvidia-dali-cuda120", "horovod",
+        "nvidia-cudnn-cu12", "nvidia-cudnn-frontend", "nvidia-nccl-cu12", "cuda-core",
+    ):  # fmt: skip
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
+
+
+def hardware() -> dict[str, Any]:
+    """CPU model, cores that this process may use, memory in GiB, and names of the NVIDIA GPUs with their driver."""
+    cpu = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                cpu = line.partition(":")[2].strip()
+                break
+    found: dict[str, Any] = {
+        "cpu": cpu,
+        "cpu_cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "gpus": [],
+    }
+    with contextlib.suppress(Exception):  # no NVML, no driver or no GPU: the list stays empty
+        import pynvml
+
+        pynvml.nvmlInit()
+        found["driver"] = pynvml.nvmlSystemGetDriverVersion()
+        for i in range(pynvml.nvmlDeviceGetCount()):
+            found["gpus"].append(pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(i)))
+    return found

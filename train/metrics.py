@@ -1,0 +1,233 @@
+"""What a run measures: the speed of steps, and the `RunRecord` that metrics.jsonl, report.json and the report hold.
+
+A run's metrics.jsonl has one JSON object per line. `RunRecord.apply` takes in one such line: the recorder goes that way
+while a run lasts, `RunRecord.read_jsonl` afterwards, so a killed run's record is complete up to its last line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from .errors import TrainError
+
+SCHEMA = 1
+
+UNITS = {
+    "time": "s since the start of the run, summed over its sessions",
+    "step": "optimizer steps done since the start of the run",
+    "epoch": "epochs, counted from 1",
+    "step_ms": "ms",
+    "loader_wait_ms": "ms",
+    "compute_ms": "ms",
+    "images_per_sec": "images/s, all processes together",
+    "images_per_sec_uncertainty": "images/s, standard error of the mean",
+    "images_per_sec_jitter": "images/s, 1.4826 x median absolute deviation",
+    "loader_images_per_sec": "images/s, all processes together",
+    "loss": "nats per image",
+    "top1": "fraction of images",
+    "top5": "fraction of images",
+    "learning_rate": "1",
+    "hours": "h",
+    "seconds": "s",
+}
+
+
+class BatchMetrics(Protocol):
+    """Sums over images, as `Executor.read_metrics` gives them (already summed over all processes)."""
+
+    @property
+    def loss_sum(self) -> float: ...
+    @property
+    def top1(self) -> float: ...
+    @property
+    def top5(self) -> float: ...
+    @property
+    def count(self) -> float: ...
+
+
+class Speed(NamedTuple):
+    """Images/sec of a series of steps: mean, standard error of the mean, jitter."""
+
+    mean: float
+    uncertainty: float
+    jitter: float
+
+    def __str__(self) -> str:
+        return f"images/sec: {self.mean:.1f} +/- {self.uncertainty:.1f} (jitter = {self.jitter:.1f})"
+
+
+def speed(step_ms: Sequence[float] | np.ndarray, images_per_step: int) -> Speed:
+    """Speed of steps of `images_per_step` images that took `step_ms` milliseconds each, as in tf_cnn_benchmarks.
+
+    Mean: images over the mean step time. Uncertainty: standard deviation of the steps' speeds over the root of their
+    number. Jitter: 1.4826 times the median absolute deviation of the speeds, a standard deviation robust to outliers.
+    Source: github.com/tensorflow/benchmarks, scripts/tf_cnn_benchmarks/benchmark_cnn.py, `get_perf_timing`.
+    """
+    seconds = np.asarray(step_ms, dtype=np.float64) / 1e3
+    if not len(seconds):
+        raise ValueError("speed() needs at least one step")
+    speeds = images_per_step / seconds
+    return Speed(
+        mean=float(images_per_step / seconds.mean()),
+        uncertainty=float(speeds.std() / math.sqrt(len(speeds))),
+        jitter=float(1.4826 * np.median(np.abs(speeds - np.median(speeds)))),
+    )
+
+
+@dataclass
+class EpochRow:
+    """Results of one epoch. Accuracies are fractions; None where there was no validation."""
+
+    epoch: int  # counted from 1
+    hours: float  # training time since the start of the run when the epoch's validation had ended
+    images_per_sec: float | None  # training steps only; None where all of them were warm-up
+    train_loss: float | None = None
+    train_top1: float | None = None
+    val_loss: float | None = None
+    val_top1: float | None = None
+    val_top5: float | None = None
+
+
+@dataclass
+class LossPoint:
+    """Mean over the steps since the point before it."""
+
+    step: int
+    epoch: float  # with the fraction done
+    loss: float
+    top1: float
+    learning_rate: float
+
+
+@dataclass
+class RunRecord:
+    """Everything a report says about one run, over all its sessions.
+
+    In the lists by step, item i belongs to step `steps_before` + i + 1.
+    """
+
+    config: dict[str, Any]
+    command: str
+    images_per_step: int  # all processes and accumulated batches together
+    num_processes: int = 1
+    warmup_steps: int = 0  # first steps of every session that no throughput counts
+    steps_before: int = 0  # steps that the checkpoint had behind it, where a run began from another run's
+    start_date: str = ""  # ISO 8601, UTC
+    git_commit: str | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+    hardware: dict[str, Any] = field(default_factory=dict)
+    step_ms: list[float] = field(default_factory=list)  # batch asked for -> parameters updated
+    loader_wait_ms: list[float] = field(default_factory=list)  # part of it in which the step waited for its batch
+    compute_ms: list[float] = field(default_factory=list)  # the rest
+    session_starts: list[int] = field(default_factory=list)  # steps done when each session began
+    seconds: float = 0.0  # total over the sessions
+    phase_seconds: dict[str, float] = field(default_factory=dict)  # validation, checkpoint, ...: time outside the steps
+    loader_images_per_sec: float | None = None  # the loader alone, all processes together
+    epochs: list[EpochRow] = field(default_factory=list)
+    loss_curve: list[LossPoint] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)  # checkpoints, bad images, resumes, ...: {"event": ...}
+    schema: int = SCHEMA
+
+    def speed(self) -> Speed:
+        """Speed of the whole run, waits for the loader included, warm-up, validation and checkpoints excluded."""
+        return speed(np.asarray(self.step_ms)[self.counted_steps], self.images_per_step)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> RunRecord:
+        """The inverse of `to_dict`; raises TypeError or KeyError for anything else."""
+        known = {f.name for f in dataclasses.fields(cls)}
+        record = cls(**{name: value for name, value in values.items() if name in known})
+        record.epochs = [EpochRow(**row) for row in values["epochs"]]
+        record.loss_curve = [LossPoint(**point) for point in values["loss_curve"]]
+        return record
+
+    @property
+    def counted_steps(self) -> np.ndarray:
+        """Indices of the steps that throughput counts: all but the first `warmup_steps` of every session.
+
+        A run too short for that keeps its last step of each session.
+        """
+        bounds = [*self.session_starts, len(self.step_ms)] if self.session_starts else [0, len(self.step_ms)]
+        parts = [
+            np.arange(min(first + self.warmup_steps, last - 1), last)
+            for first, last in itertools.pairwise(bounds)
+            if last > first
+        ]
+        return np.concatenate(parts) if parts else np.arange(0)
+
+    @property
+    def steps_done(self) -> int:
+        return self.steps_before + len(self.step_ms)
+
+    def apply(self, line: Mapping[str, Any]) -> None:
+        """Take in one line of metrics.jsonl; recorder and `read_jsonl` both go this way, so they cannot disagree."""
+        kind = line["event"]
+        self.seconds = max(self.seconds, float(line.get("time", 0.0)))
+        if kind == "units":
+            return
+        if kind == "session":
+            self._begin_session(line)
+        elif kind == "steps":
+            self.step_ms += line["step_ms"]
+            self.loader_wait_ms += line["loader_wait_ms"]
+            self.compute_ms += line["compute_ms"]
+            if line["loss"] is not None:
+                self.loss_curve.append(LossPoint(**{f.name: line[f.name] for f in dataclasses.fields(LossPoint)}))
+        elif kind == "epoch":
+            self.epochs.append(EpochRow(**{f.name: line[f.name] for f in dataclasses.fields(EpochRow)}))
+        elif kind == "phase":
+            self.phase_seconds[line["name"]] = self.phase_seconds.get(line["name"], 0.0) + line["seconds"]
+        elif kind == "loader":
+            self.loader_images_per_sec = line["images_per_sec"]
+        else:
+            self.events.append(dict(line))
+
+    def _begin_session(self, line: Mapping[str, Any]) -> None:
+        """A first start, or a resume at `step`: what an interrupted session did beyond its last checkpoint is dropped,
+        since it is done again; only the time that it took stays in `seconds`."""
+        if not self.session_starts:
+            self.steps_before = line["step"]
+            self.start_date = line["date"]
+        else:
+            self.events.append({key: line[key] for key in ("time", "step", "date")} | {"event": "resume"})
+        keep = max(line["step"] - self.steps_before, 0)
+        for steps in (self.step_ms, self.loader_wait_ms, self.compute_ms):
+            del steps[keep:]
+        self.session_starts = [start for start in self.session_starts if start < keep] + [keep]
+        self.loss_curve = [point for point in self.loss_curve if point.step <= line["step"]]
+        self.epochs = [row for row in self.epochs if row.epoch < line["epoch"]]
+        for name in ("config", "command", "images_per_step", "num_processes", "warmup_steps"):
+            setattr(self, name, line[name])
+        for name in ("git_commit", "versions", "hardware"):
+            setattr(self, name, line[name])
+
+    @classmethod
+    def read_jsonl(cls, path: Path) -> RunRecord:
+        """Read the record of a run back from its metrics.jsonl; a last line cut off by a kill is left out.
+
+        Raises TrainError where a line is not one of a run's metrics.
+        """
+        record = cls(config={}, command="", images_per_step=1)
+        for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(keepends=True), start=1):
+            if not text.endswith("\n"):
+                break
+            try:
+                record.apply(json.loads(text))
+            except (ValueError, KeyError, TypeError, AttributeError):
+                raise TrainError(
+                    f"line {number} of {path} is not a line of a run's metrics ({text[:40].strip()!r}): "
+                    "delete that line, or the file to start the record anew"
+                ) from None
+        return record

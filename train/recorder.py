@@ -1,0 +1,388 @@
+"""The recorder: what the training loop tells it goes to the terminal, metrics.jsonl, TensorBoard and MLPerf lines.
+
+    with Recorder(folder, config=..., images_per_step=..., num_epochs=..., log_every=...) as recorder:
+        for epoch in range(first_epoch, num_epochs):
+            recorder.begin_epoch(epoch, num_steps)
+            for batch in recorder.timed(loader):
+                ...                                                 # forward, backward, update
+                recorder.end_step(learning_rate, read_metrics() if recorder.log_due else None)
+            with recorder.phase("validation"):
+                ...
+            recorder.end_epoch(validation_metrics)
+    write_report(folder / "report", recorder.record)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO, TypeVar
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+
+from . import environment
+from .errors import TrainError
+from .metrics import SCHEMA, UNITS, BatchMetrics, RunRecord, speed
+from .mlperf import MLPerfLog
+
+METRICS_FILE = "metrics.jsonl"
+SPEED_WINDOW = 100  # steps that the speed on the terminal looks back on: smooth, yet a slow-down shows
+
+T = TypeVar("T")
+
+
+class Recorder:
+    """Measures a run and writes down what happened. Methods are called in the order shown above.
+
+    Every rank makes one, since `log_due` must be the same on each; only the `enabled` one (rank 0) writes and prints.
+
+    Args:
+        folder: the run's output folder; a metrics.jsonl in it is continued (a resumed run).
+        config: the resolved configuration, as plain JSON values.
+        images_per_step: images per optimizer step, over all processes and accumulated batches.
+        num_epochs: epochs of the whole run, for the time left.
+        log_every: optimizer steps between two log lines.
+        num_processes: for the report.
+        first_step: optimizer steps that the checkpoint resumed from has behind it.
+        first_epoch: whole epochs likewise.
+        warmup_steps: first steps of a session that no throughput counts: libraries choose kernels, caches fill.
+        tensorboard, mlperf: write these logs too.
+        console: where to print; a terminal gets a progress bar, anything else plain lines without control codes.
+        clock: seconds; tests replace it.
+
+    Raises:
+        TrainError: the folder's metrics.jsonl is foreign or cannot be written.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        config: Mapping[str, Any],
+        images_per_step: int,
+        num_epochs: int,
+        log_every: int,
+        enabled: bool = True,
+        num_processes: int = 1,
+        first_step: int = 0,
+        first_epoch: int = 0,
+        warmup_steps: int = 10,
+        tensorboard: bool = True,
+        mlperf: bool = False,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.enabled = enabled
+        self.num_epochs = num_epochs
+        self.log_every = log_every
+        self.record = RunRecord(config={}, command="", images_per_step=images_per_step)
+        self._path = folder / METRICS_FILE
+        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._clock = clock
+        self._step = self._last_log = first_step
+        self._warm_step = first_step + warmup_steps
+        self._epoch, self._epoch_steps, self._epoch_first_step = first_epoch, 0, first_step
+        self._step_start = clock()
+        self._waited = 0.0  # seconds of this step so far
+        self._pending: dict[str, list[float]] = {"step_ms": [], "loader_wait_ms": [], "compute_ms": []}
+        self._recent_ms: deque[float] = deque(maxlen=SPEED_WINDOW)
+        self._validation_seconds: list[float] = []
+        self._file: TextIO | None = None
+        self._writer: Any = None  # tensorboardX.SummaryWriter
+        self._mlperf: MLPerfLog | None = None
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        if not enabled:
+            return
+
+        is_new = not self._path.is_file()
+        try:
+            if not is_new:
+                _cut_unfinished_line(self._path)
+                self.record = RunRecord.read_jsonl(self._path)
+            self._file = self._path.open("a", encoding="utf-8", buffering=1)
+        except OSError as error:
+            raise TrainError(f"cannot write {self._path} ({error.strerror}): give another --output folder") from None
+        self._run_start = clock() - self.record.seconds
+        if is_new:
+            self._emit("units", schema=SCHEMA, units=UNITS)
+        self._emit(
+            "session",
+            step=first_step,
+            epoch=first_epoch + 1,
+            date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            config=dict(config),
+            command=environment.command_line(),
+            images_per_step=images_per_step,
+            num_processes=num_processes,
+            warmup_steps=warmup_steps,
+            git_commit=environment.git_commit(),
+            versions=environment.versions(),
+            hardware=environment.hardware(),
+        )
+        if tensorboard:
+            from tensorboardX import SummaryWriter  # slow to import
+
+            # purge_step hides what an interrupted session logged beyond its last checkpoint.
+            self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step or None)
+        if mlperf:
+            self._mlperf = MLPerfLog(folder / "mlperf.log")
+            self._mlperf.point("submission_benchmark", "resnet")
+            self._mlperf.point("global_batch_size", images_per_step)
+            self._mlperf.start("run_start")
+        if self._console.is_terminal:
+            name, status = TextColumn("{task.description}"), TextColumn("{task.fields[status]}")
+            self._progress = Progress(name, BarColumn(), MofNCompleteColumn(), status, console=self._console)
+            self._progress.start()
+
+    # --- steps ---
+
+    def begin_epoch(self, epoch: int, num_steps: int, first_step: int = 0) -> None:
+        """Epoch `epoch` (from 0) of `num_steps` steps begins, at its step `first_step` if resumed in the middle."""
+        self._epoch, self._epoch_steps, self._epoch_first_step = epoch, num_steps, self._step - first_step
+        if self._mlperf:
+            self._mlperf.start("epoch_start", epoch_num=epoch + 1)
+        if self._progress:
+            name = f"epoch {epoch + 1}/{self.num_epochs}"
+            self._task = self._progress.add_task(name, total=num_steps, completed=first_step, status="")
+        self._step_start, self._waited = self._clock(), 0.0
+
+    def timed(self, batches: Iterable[T]) -> Iterator[T]:
+        """The same batches; the time that each takes to arrive counts as the step's wait for the loader."""
+        iterator = iter(batches)
+        while True:
+            start = self._clock()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            self._waited += self._clock() - start
+            yield batch
+
+    @property
+    def log_due(self) -> bool:
+        """Whether the step under way ends with a log line, so that the loop should read the metrics for it.
+
+        Reading waits for the device; that is why not every step does. The last step of an epoch always does.
+        """
+        done = self._step + 1
+        return done - self._last_log >= self.log_every or done == self._epoch_first_step + self._epoch_steps
+
+    def end_step(self, learning_rate: float, metrics: BatchMetrics | None = None) -> None:
+        """An optimizer step has ended.
+
+        Args:
+            learning_rate: of this step.
+            metrics: sums over all images since the last metrics given here, over all processes. They are always
+                written; the line on the terminal appears where `log_due` said so.
+        """
+        now = self._clock()
+        step_ms, wait_ms = 1e3 * (now - self._step_start), 1e3 * self._waited
+        self._step_start, self._waited = now, 0.0
+        log_due = self.log_due
+        self._step += 1
+        if log_due:
+            self._last_log = self._step
+        if not self.enabled:
+            return
+        self._pending["step_ms"].append(round(step_ms, 4))
+        self._pending["loader_wait_ms"].append(round(wait_ms, 4))
+        self._pending["compute_ms"].append(round(step_ms - wait_ms, 4))
+        if self._step == self._warm_step + 1:
+            self._recent_ms.clear()  # from here on only steps after the warm-up
+        self._recent_ms.append(step_ms)
+        if metrics is not None:
+            self._write_steps(learning_rate, metrics)
+        if log_due:
+            self._log_line(learning_rate)
+        if self._progress and self._task is not None:
+            self._progress.update(self._task, advance=1)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time outside the steps (`validation`, `checkpoint`, ...), told apart in the report."""
+        start = self._clock()
+        if self._mlperf and name == "validation":
+            self._mlperf.start("eval_start", epoch_num=self._epoch + 1)
+        if self._progress and self._task is not None:
+            self._progress.update(self._task, status=name)
+        yield
+        seconds = self._clock() - start
+        self._step_start += seconds  # a checkpoint in mid-epoch is no part of the next step
+        if name == "validation":
+            self._validation_seconds.append(seconds)
+            if self._mlperf:
+                self._mlperf.end("eval_stop", epoch_num=self._epoch + 1)
+        self._emit("phase", name=name, seconds=seconds)
+
+    def end_epoch(self, validation: BatchMetrics | None = None) -> None:
+        """The epoch's steps, and its validation if there was one, have ended."""
+        if not self.enabled:
+            return
+        if self._pending["step_ms"]:
+            self._write_steps(None, None)
+        record, first = self.record, self._epoch_first_step
+        # Each point of the curve is a mean over the steps since the point before.
+        points = [point for point in record.loss_curve if point.step > first]
+        weights = np.diff([first, *(point.step for point in points)])
+        counted = record.counted_steps
+        counted = counted[counted >= first - record.steps_before]
+        row = {
+            "epoch": self._epoch + 1,
+            "hours": self._now() / 3600,
+            "images_per_sec": _rate(record.images_per_step * len(counted), np.asarray(record.step_ms)[counted].sum()),
+            "train_loss": float(np.average([p.loss for p in points], weights=weights)) if points else None,
+            "train_top1": float(np.average([p.top1 for p in points], weights=weights)) if points else None,
+            "val_loss": validation.loss_sum / validation.count if validation else None,
+            "val_top1": validation.top1 / validation.count if validation else None,
+            "val_top5": validation.top5 / validation.count if validation else None,
+        }
+        self._emit("epoch", **row)
+        if self._progress and self._task is not None:
+            self._progress.remove_task(self._task)
+            self._task = None
+        self.say(_epoch_line(row, self.num_epochs))
+        if validation and self._writer:
+            for name in ("loss", "top1", "top5"):
+                self._writer.add_scalar(f"validation/{name}", row[f"val_{name}"], self._step)
+        if self._mlperf:
+            if validation:
+                self._mlperf.point("eval_accuracy", row["val_top1"], epoch_num=self._epoch + 1)
+            self._mlperf.end("epoch_stop", epoch_num=self._epoch + 1)
+
+    # --- anything else ---
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Something worth a line in metrics.jsonl and the report: `checkpoint`, `bad_image`, `stop`, ..."""
+        self._emit(kind, step=self._step, **fields)
+
+    def loader_speed(self, images_per_sec: float) -> None:
+        """Speed of the loader alone, over all processes, as the loop measured it."""
+        self._emit("loader", images_per_sec=images_per_sec)
+
+    def say(self, text: str) -> None:
+        """Print a line, above the progress bar where there is one."""
+        if self.enabled:
+            self._console.print(text, markup=False)
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._progress:
+            self._progress.stop()
+        if not self.enabled:
+            return
+        # A full disk may be the very reason for the end: what can be written is, the first error is the one to show.
+        with contextlib.suppress(OSError, TrainError):
+            if self._pending["step_ms"]:
+                self._write_steps(None, None)
+            self._emit("end", step=self._step, completed=error is None)
+        if self._mlperf:
+            self._mlperf.end("run_stop", status="aborted" if error else "success")
+            self._mlperf.close()
+        if self._writer:
+            self._writer.close()
+        if self._file:
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._file = None
+        if error is None and len(self.record.counted_steps):
+            self.say(f"total images/sec: {self.record.speed().mean:.1f}")
+
+    # --- inside ---
+
+    def _now(self) -> float:
+        return self._clock() - self._run_start
+
+    def _emit(self, event: str, **fields: Any) -> None:
+        if not self._file:
+            return
+        line = _finite({"event": event, "time": round(self._now(), 3), **fields})
+        try:
+            self._file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise TrainError(f"cannot write {self._path}: {error.strerror}; make room and use --resume") from None
+        self.record.apply(line)
+
+    def _write_steps(self, learning_rate: float | None, metrics: BatchMetrics | None) -> None:
+        loss, top1 = (metrics.loss_sum / metrics.count, metrics.top1 / metrics.count) if metrics else (None, None)
+        done = self._step - self._epoch_first_step
+        rate = speed(self._pending["step_ms"], self.record.images_per_step)
+        self._emit(
+            "steps",
+            step=self._step,
+            epoch=self._epoch + done / max(self._epoch_steps, 1),
+            loss=loss,
+            top1=top1,
+            learning_rate=learning_rate,
+            images_per_sec=rate.mean,
+            images_per_sec_uncertainty=rate.uncertainty,
+            images_per_sec_jitter=rate.jitter,
+            **self._pending,
+        )
+        self._pending = {name: [] for name in self._pending}
+        if self._writer and metrics:
+            values = {"loss": loss, "top1": top1, "learning_rate": learning_rate, "images_per_sec": rate.mean}
+            for name, value in values.items():
+                self._writer.add_scalar(f"train/{name}", value, self._step)
+
+    def _log_line(self, learning_rate: float) -> None:
+        done = self._step - self._epoch_first_step
+        rate = speed(self._recent_ms, self.record.images_per_step)
+        steps_left = (self.num_epochs - self._epoch) * self._epoch_steps - done
+        seconds_left = steps_left * float(np.mean(self._recent_ms)) / 1e3
+        if self._validation_seconds:
+            seconds_left += (self.num_epochs - self._epoch) * float(np.mean(self._validation_seconds))
+        left = timedelta(seconds=round(max(seconds_left, 0)))
+        loss = f"loss {self.record.loss_curve[-1].loss:.3f}  " if self.record.loss_curve else ""
+        place = f"epoch {self._epoch + 1}/{self.num_epochs}, step {done}/{self._epoch_steps}"
+        self.say(f"{place}  {rate}  {loss}learning rate {learning_rate:.4g}  time left {left}")
+        if self._progress and self._task is not None:
+            status = f"{rate.mean:.1f} images/sec  {loss}learning rate {learning_rate:.4g}  time left {left}"
+            self._progress.update(self._task, status=status)
+
+
+def _epoch_line(row: Mapping[str, Any], num_epochs: int) -> str:
+    parts = [f"epoch {row['epoch']}/{num_epochs} done:"]
+    if row["train_loss"] is not None:
+        parts.append(f"train loss {row['train_loss']:.3f}, top-1 {row['train_top1']:.1%}")
+    if row["val_top1"] is not None:
+        parts.append(f"| validation loss {row['val_loss']:.3f},")
+        parts.append(f"top-1 {row['val_top1']:.1%}, top-5 {row['val_top5']:.1%}")
+    return " ".join([*parts, f"| {timedelta(seconds=round(3600 * row['hours']))} so far"])
+
+
+def _rate(images: int, milliseconds: float) -> float | None:
+    return images / (milliseconds / 1e3) if milliseconds else None
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows neither NaN nor infinity: both become null."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value
+
+
+def _cut_unfinished_line(path: Path) -> None:
+    """Cut off a last line that a kill left without its end, so that appending starts on a new line."""
+    content = path.read_bytes()
+    end = content.rfind(b"\n") + 1
+    if end < len(content):
+        with path.open("r+b") as file:
+            file.truncate(end)
