@@ -20,6 +20,7 @@ import numpy as np
 from .errors import TrainError
 
 SCHEMA = 1
+METRICS_FILE = "metrics.jsonl"  # in a run's output folder
 
 UNITS = {
     "time": "s since the start of the run, summed over its sessions",

@@ -31,10 +31,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from . import environment
 from .errors import TrainError
-from .metrics import SCHEMA, UNITS, BatchMetrics, RunRecord, speed
+from .metrics import METRICS_FILE, SCHEMA, UNITS, BatchMetrics, RunRecord, speed
 from .mlperf import MLPerfLog
 
-METRICS_FILE = "metrics.jsonl"
 SPEED_WINDOW = 100  # steps that the speed on the terminal looks back on: smooth, yet a slow-down shows
 
 T = TypeVar("T")

@@ -1,0 +1,170 @@
+"""The plots of a report: PNG bytes from a RunRecord, in a light and a dark version of the same figures."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from .metrics import RunRecord
+
+MAX_POINTS = 1500  # more than a plot has pixels for: longer series are drawn as medians of equal parts
+
+
+@dataclass(frozen=True)
+class Theme:
+    """Colours of one version. The series colours stay apart for colour-blind readers and in grey print."""
+
+    background: str
+    text: str
+    muted: str
+    grid: str
+    series: tuple[str, str, str]
+    parts: tuple[str, ...]  # of a stacked bar
+
+
+LIGHT = Theme(
+    background="#ffffff",
+    text="#1f2328",
+    muted="#6e7781",
+    grid="#e4e8ec",
+    series=("#0b62c4", "#d9622b", "#2a9d6f"),
+    parts=("#0b62c4", "#d9622b", "#2a9d6f", "#8a63d2", "#a9b1ba", "#c9a227"),
+)
+DARK = Theme(
+    background="#0f1319",
+    text="#e6edf3",
+    muted="#8b949e",
+    grid="#262c35",
+    series=("#58a6ff", "#f0883e", "#4fc794"),
+    parts=("#58a6ff", "#f0883e", "#4fc794", "#b392f0", "#6e7681", "#e3c04f"),
+)
+
+
+def throughput(record: RunRecord, theme: Theme) -> bytes:
+    """Images/sec of every step over training time, with its running median and the warm-up greyed."""
+    speeds = record.images_per_step / (np.asarray(record.step_ms) / 1e3)
+    hours = np.cumsum(record.step_ms) / 3.6e6
+    unit, scale = _time_unit(hours[-1])
+    counted = np.zeros(len(speeds), dtype=bool)
+    counted[record.counted_steps] = True
+    figure, axes = _figure(theme, "Throughput", f"training time ({unit})", "images/sec")
+    x, y = _thin(hours[counted] * scale, speeds[counted])
+    dots: dict[str, Any] = {"marker": "o", "markersize": 2.5, "linestyle": "none", "markeredgewidth": 0}
+    axes.plot(x, y, color=theme.series[0], alpha=0.35, label="one step" if len(x) == counted.sum() else "steps", **dots)
+    axes.plot(hours[~counted] * scale, speeds[~counted], color=theme.muted, alpha=0.6, label="warm-up", **dots)
+    axes.plot(x, _running_median(y, max(len(y) // 20, 5)), color=theme.series[0], linewidth=1.8, label="running median")
+    typical = float(np.median(speeds[counted]))
+    # An outlier three times the typical speed is an artefact of the clock and would squash all the rest.
+    axes.set_ylim(0, 1.15 * min(float(speeds[counted].max()), 3 * typical))
+    _legend(axes, theme)
+    return _png(figure, theme)
+
+
+def loss(record: RunRecord, theme: Theme) -> bytes:
+    """Training loss by epoch, and validation loss where there is one."""
+    figure, axes = _figure(theme, "Loss", "epoch", "cross entropy (nats per image)")
+    x, y = _thin(np.array([p.epoch for p in record.loss_curve]), np.array([p.loss for p in record.loss_curve]))
+    axes.plot(x, y, color=theme.series[0], linewidth=1.6, label="training")
+    rows = [row for row in record.epochs if row.val_loss is not None]
+    if rows:
+        values = np.array([row.val_loss for row in rows], dtype=float)
+        axes.plot([row.epoch for row in rows], values, "o-", color=theme.series[1], **_DOTTED, label="validation")
+    axes.set_ylim(bottom=0)
+    axes.set_xlim(left=0)
+    _legend(axes, theme)
+    return _png(figure, theme)
+
+
+def accuracy(record: RunRecord, theme: Theme) -> bytes:
+    """Training top-1, validation top-1 and top-5 by epoch, in percent."""
+    figure, axes = _figure(theme, "Accuracy", "epoch", "correct (%)")
+    series = (
+        ("training top-1", theme.series[0], [(row.epoch, row.train_top1) for row in record.epochs]),
+        ("validation top-1", theme.series[1], [(row.epoch, row.val_top1) for row in record.epochs]),
+        ("validation top-5", theme.series[2], [(row.epoch, row.val_top5) for row in record.epochs]),
+    )
+    for label, color, points in series:
+        known = [(epoch, 100 * value) for epoch, value in points if value is not None]
+        if known:
+            x, y = zip(*known, strict=True)
+            axes.plot(x, y, "o-", color=color, label=label, **_DOTTED)
+    axes.set_ylim(0, 102)
+    axes.set_xlim(left=0)
+    _legend(axes, theme)
+    return _png(figure, theme)
+
+
+def time_split(seconds: Mapping[str, float], theme: Theme) -> bytes:
+    """One bar: where the time of the run went; `seconds` by part."""
+    figure, axes = _figure(theme, "Where the time went", "", "", height=1.6)
+    total = sum(seconds.values())
+    left = 0.0
+    for (name, value), color in zip(seconds.items(), theme.parts * len(seconds), strict=False):
+        share = 100 * value / total
+        label = f"{name} {share:.1f} %"
+        axes.barh(0, share, left=left, color=color, edgecolor=theme.background, linewidth=1.5, label=label)
+        left += share
+    axes.set_xlim(0, 100)
+    axes.set_ylim(-0.5, 0.5)
+    axes.axis("off")
+    figure.legend(
+        loc="outside lower left", ncols=3, frameon=False, labelcolor=theme.text, fontsize=9,
+        handlelength=1.0, handleheight=1.0, columnspacing=2.5,
+    )  # fmt: skip
+    return _png(figure, theme)
+
+
+_DOTTED: dict[str, Any] = {"linewidth": 1.6, "markersize": 4}
+
+
+def _figure(theme: Theme, title: str, x_label: str, y_label: str, height: float = 3.4) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(8, height), dpi=144, facecolor=theme.background, layout="constrained")
+    axes = figure.add_subplot(facecolor=theme.background)
+    axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=theme.text)
+    axes.set_xlabel(x_label, color=theme.muted)
+    axes.set_ylabel(y_label, color=theme.muted)
+    axes.tick_params(colors=theme.muted, length=0)
+    axes.grid(axis="y", color=theme.grid, linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(theme.grid)
+    return figure, axes
+
+
+def _legend(axes: Axes, theme: Theme) -> None:
+    """Above the axes, at the right of the title: never on top of data."""
+    axes.legend(
+        loc="lower right", bbox_to_anchor=(1, 1), ncols=4, frameon=False, labelcolor=theme.text, fontsize=9,
+        borderaxespad=0.2, handlelength=1.6, columnspacing=1.4,
+    )  # fmt: skip
+
+
+def _png(figure: Figure, theme: Theme) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", facecolor=theme.background)
+    return buffer.getvalue()
+
+
+def _time_unit(hours: float) -> tuple[str, float]:
+    """Unit that suits a span of time, and how many of it an hour has."""
+    return ("h", 1.0) if hours >= 3 else ("min", 60.0) if hours >= 1 / 20 else ("s", 3600.0)
+
+
+def _thin(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """At most MAX_POINTS points: medians of consecutive parts."""
+    if len(x) <= MAX_POINTS:
+        return x, y
+    parts = np.array_split(np.arange(len(x)), MAX_POINTS)
+    return np.array([np.median(x[part]) for part in parts]), np.array([np.median(y[part]) for part in parts])
+
+
+def _running_median(values: np.ndarray, width: int) -> np.ndarray:
+    half = width // 2
+    return np.array([np.median(values[max(i - half, 0) : i + half + 1]) for i in range(len(values))])
