@@ -1,0 +1,91 @@
+"""Command lines from dataclasses, with tyro; a mistake in one is a TrainError of one sentence."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import io
+import re
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+import tyro
+
+from train.errors import TrainError
+
+T = TypeVar("T")
+
+
+def parse(options: type[T], arguments: Sequence[str], *, command: str, default: T | None = None) -> T:
+    """Fill the dataclass `options` from the command line.
+
+    Args:
+        options: a dataclass; each field is an option `--field-name`, its docstring the help text.
+        arguments: what follows the command's name on the command line.
+        command: 'train', 'predict', ...: whose help `--help` shows.
+        default: values of the options that are not given, where not the dataclass's own.
+
+    Raises:
+        TrainError: an unknown option, or a value that is not allowed.
+        SystemExit: after `--help`.
+    """
+    _check_names(options, arguments, command)
+    errors = io.StringIO()
+    prog = f"python -m train {command}"
+    try:
+        with contextlib.redirect_stderr(errors):
+            if default is None:
+                return tyro.cli(options, args=arguments, prog=prog)
+            return tyro.cli(options, args=arguments, prog=prog, default=default)
+    except SystemExit as end:
+        if not end.code:
+            raise  # --help
+    raise TrainError(f"{_sentence(errors.getvalue())} (see {prog} --help)")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """'; did you mean X?' or a list of what there is, to be put behind the wrong name."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else f"; there are: {', '.join(known)}"
+
+
+def option_name(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def given_value(arguments: Sequence[str], option: str) -> str | None:
+    """The value of `option` on a command line that is not parsed yet; None where it is not given."""
+    for i, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name == option:
+            return value if equals else arguments[i + 1] if i + 1 < len(arguments) else ""
+    return None
+
+
+def _check_names(options: type, arguments: Sequence[str], command: str) -> None:
+    names = {option_name(field.name) for field in dataclasses.fields(options)}  # type: ignore[arg-type]
+    allowed = names | {name.replace("--", "--no-", 1) for name in names} | {"--help"}
+    for argument in arguments:
+        name = argument.partition("=")[0].replace("_", "-")
+        if name.startswith("--") and name not in allowed:
+            help_hint = f"(python -m train {command} --help lists all options)"
+            close = difflib.get_close_matches(name, sorted(allowed), n=1, cutoff=0.5)
+            mean = f"; did you mean {close[0]}?" if close else ""
+            raise TrainError(f"there is no option {name}{mean} {help_hint}")
+
+
+def _sentence(box: str) -> str:
+    """The first message of the box that tyro draws around an error, on one line."""
+    lines = [line.strip("│ ") for line in box.splitlines()[1:]]
+    is_rule = [line.startswith(("─", "╰")) for line in lines]
+    text = " ".join(lines[: is_rule.index(True)] if True in is_rule else lines)
+    choice = re.search(r"invalid choice '(.*)' for argument '(.*)'. Expected one of \((.*)\)", text)
+    if choice:
+        wrong, option, expected = choice.groups()
+        values = [value.strip(" '") for value in expected.split(",") if value]
+        return f"{option} {wrong} is not one of {', '.join(values)}" + (
+            f"; did you mean {close[0]}?" if (close := difflib.get_close_matches(wrong, values, n=1)) else ""
+        )
+    return text.removeprefix("Error parsing ").rstrip(".")

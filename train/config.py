@@ -1,0 +1,218 @@
+"""The configuration of a run: every knob is declared here, once, with its type, default and help text.
+
+A preset (train/configs/<name>.py) gives some knobs other defaults; the command line overrides both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import pkgutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import train.configs
+from train import cli
+from train.errors import TrainError
+
+DEFAULT_PRESET = "cpu_sample"
+SAMPLES = "samples"  # value of `data` that stands for the built-in sample set
+REFERENCE_BATCH = 256  # images; learning rates are given for this global batch, as in Goyal et al. (arXiv:1706.02677)
+MIN_IMAGE_SIZE = 32  # pixels; the network halves the image five times
+
+
+@dataclass(frozen=True)
+class Config:
+    config: str = DEFAULT_PRESET
+    """Preset that gives the defaults: a file of train/configs/."""
+
+    # --- network ---
+    depth: Literal[18, 34, 50, 101, 152] = 50
+    """Depth of the ResNet v1.5."""
+    num_classes: int = 0
+    """Classes of the network; 0: as many as the data has."""
+    label_smoothing: float = 0.1
+    """Share of the target that goes to the wrong classes."""
+
+    # --- data ---
+    data: str = SAMPLES
+    """Folder with train/ and val/, folder of class folders, or .rec file; samples: the built-in sample set; synthetic:
+    generated images."""
+    image_size: int = 224
+    """Height and width of the network's input, in pixels."""
+    batch_size: int = 256
+    """Images per process in one forward pass."""
+    random_area: tuple[float, float] = (0.08, 1.0)
+    """Smallest and largest share of an image's area that a random training crop takes."""
+    num_threads: int = 0
+    """Threads of the loader per process; 0: one for each core that the process may use."""
+    on_bad_image: Literal["skip", "error"] = "error"
+    """What to do with an image that cannot be decoded."""
+    seed: int = 0
+    """Seed of the initial weights, the order of the images and their augmentation."""
+
+    # --- optimization ---
+    epochs: int = 90
+    """Passes over the training images."""
+    learning_rate: float = 0.256
+    """Peak learning rate for a global batch of 256 images; it is scaled linearly with the global batch."""
+    schedule: Literal["cosine", "step", "polynomial"] = "cosine"
+    """How the learning rate falls after the warm-up."""
+    warmup_epochs: float = 5.0
+    """Epochs over which the learning rate first rises linearly."""
+    decay_epochs: tuple[float, ...] = (30.0, 60.0, 80.0)
+    """Schedule step: epochs at which the learning rate is multiplied by decay_factor."""
+    decay_factor: float = 0.1
+    """Schedule step: see decay_epochs."""
+    decay_power: float = 2.0
+    """Schedule polynomial: exponent."""
+    final_learning_rate: float = 0.0
+    """Schedules cosine and polynomial: learning rate at the end, scaled like learning_rate."""
+    momentum: float = 0.875
+    """Momentum of SGD."""
+    nesterov: bool = False
+    """Nesterov's momentum."""
+    weight_decay: float = 1 / 32768
+    """Weight decay; never applied to BatchNorm parameters and biases."""
+    accumulate: int = 1
+    """Batches whose gradients are averaged into one optimizer step."""
+
+    # --- the run ---
+    device: Literal["auto", "cpu", "gpu"] = "auto"
+    """Where to compute; auto: on the GPU where there is one that the executor can use."""
+    executor: Literal["auto", "mxnet", "reference", "cuda"] = "auto"
+    """What computes; auto: the fastest that runs on the device. reference is NumPy, for tests."""
+    output: str = ""
+    """Folder of the run; default: runs/<config>-<date>."""
+    resume: str = ""
+    """Run folder or checkpoint file to go on from; auto: the newest checkpoint in --output."""
+    max_steps: int = 0
+    """Stop after so many optimizer steps; 0: no limit. The schedule stays that of all epochs."""
+    time_limit: float = 0.0
+    """Stop after so many minutes, with a checkpoint; 0: no limit."""
+    target_accuracy: float = 0.0
+    """Stop when the validation top-1 reaches this fraction; 0: no target."""
+    validate_every: int = 1
+    """Epochs between two validations, the last epoch always having one; 0: none at all."""
+    checkpoint_minutes: float = 10.0
+    """Minutes between two checkpoints; 0: only at the end, on a new best accuracy and on signals."""
+    keep_checkpoints: int = 2
+    """How many of the newest checkpoints are kept, besides the best."""
+    log_every: int = 10
+    """Optimizer steps between two log lines."""
+    tensorboard: bool = True
+    """Write TensorBoard files."""
+    mlperf: bool = False
+    """Write MLPerf log lines."""
+
+    def global_batch(self, num_processes: int) -> int:
+        """Images of one optimizer step."""
+        return self.batch_size * self.accumulate * num_processes
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return json.loads(json.dumps(dataclasses.asdict(self)))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Config:
+        """The inverse of `to_dict`; knobs that `values` does not name keep their defaults.
+
+        Raises TrainError for a knob that there is not.
+        """
+        known = {field.name for field in dataclasses.fields(cls)}
+        for name in values:
+            if name not in known:
+                raise TrainError(f"the configuration has an unknown entry {name!r}{cli.nearest(name, known)}")
+        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        return cls(**fields)
+
+
+@dataclass(frozen=True)
+class ValidateConfig(Config):
+    checkpoint: str = ""
+    """Run folder or checkpoint file whose network is validated; of a run folder, its best checkpoint."""
+
+
+@dataclass(frozen=True)
+class BenchmarkConfig(Config):
+    warmup_steps: int = 10
+    """First steps, which do not count."""
+    min_steps: int = 20
+    """Steps measured at least."""
+    limit_minutes: float = 5.0
+    """End after so many minutes even if the median is still uncertain."""
+
+
+# What a value must be, by name of the knob: a test and its words.
+_LIMITS = {
+    **dict.fromkeys(("batch_size", "epochs", "accumulate", "keep_checkpoints", "log_every", "min_steps"),
+                    (lambda value: value >= 1, "at least 1")),
+    "image_size": (lambda value: value >= MIN_IMAGE_SIZE, f"at least {MIN_IMAGE_SIZE} pixels"),
+    **dict.fromkeys(("learning_rate", "decay_factor", "decay_power", "limit_minutes"),
+                    (lambda value: value > 0, "above 0")),
+    **dict.fromkeys(("num_classes", "num_threads", "seed", "max_steps", "validate_every", "weight_decay",
+                     "warmup_epochs", "final_learning_rate", "time_limit", "checkpoint_minutes", "warmup_steps"),
+                    (lambda value: value >= 0, "0 or more")),
+    **dict.fromkeys(("label_smoothing", "momentum"), (lambda value: 0 <= value < 1, "at least 0 and below 1")),
+    "target_accuracy": (lambda value: 0 <= value <= 1, "a fraction from 0 to 1"),
+    "random_area": (lambda value: 0 < value[0] <= value[1] <= 1, "two fractions above 0, the smaller first"),
+}  # fmt: skip
+
+
+def check(config: Config) -> None:
+    """Raise TrainError for a value that makes no sense."""
+    for name, (is_good, words) in _LIMITS.items():
+        value = getattr(config, name, None)
+        if value is not None and not is_good(value):
+            raise TrainError(f"{cli.option_name(name)} {_shown(value)} must be {words}")
+    if config.schedule == "step" and list(config.decay_epochs) != sorted(config.decay_epochs):
+        raise TrainError(f"--decay-epochs {_shown(config.decay_epochs)} must rise")
+    if config.warmup_epochs > config.epochs:
+        raise TrainError(
+            f"--warmup-epochs {config.warmup_epochs:g} is longer than the run of {config.epochs} epochs; lower it"
+        )
+
+
+def _shown(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def presets() -> list[str]:
+    """Names of all presets."""
+    return sorted(module.name for module in pkgutil.iter_modules(train.configs.__path__))
+
+
+def load_preset(name: str) -> Config:
+    """The configuration of train/configs/<name>.py. Raises TrainError for an unknown name."""
+    if name not in presets():
+        raise TrainError(f"there is no preset {name!r} in train/configs/{cli.nearest(name, presets())}")
+    module = importlib.import_module(f"train.configs.{name}")
+    return dataclasses.replace(module.CONFIG, config=name)
+
+
+def parse(kind: type[cli.T], arguments: Sequence[str], *, command: str, default: Config | None = None) -> cli.T:
+    """The checked configuration of a command line: knobs given there, over `default` or else the preset's.
+
+    Args:
+        kind: Config or a subclass of it.
+        arguments, command: as for `cli.parse`.
+        default: the configuration of a run that is resumed or validated; `--config` on the command line overrides it.
+
+    Raises:
+        TrainError: an unknown option or preset, or a value that is not allowed.
+    """
+    preset = cli.given_value(arguments, "--config")
+    if default is None or preset is not None:
+        default = load_preset(preset if preset is not None else DEFAULT_PRESET)
+    config = cli.parse(kind, arguments, command=command, default=kind(**vars(default)))
+    assert isinstance(config, Config)
+    check(config)
+    return config
+
+
+def write_json(config: Config, path: Path) -> None:
+    """Write the resolved configuration."""
+    path.write_text(json.dumps(config.to_dict(), indent=2) + "\n", encoding="utf-8")
