@@ -1,0 +1,369 @@
+"""The recorder and its record, on a clock that the tests turn: every time is known exactly."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import re
+import statistics
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from rich.console import Console
+
+from train.errors import TrainError
+from train.metrics import METRICS_FILE, UNITS, RunRecord, speed
+from train.recorder import Recorder
+
+IMAGES_PER_STEP = 24
+
+
+class Metrics(NamedTuple):
+    loss_sum: float
+    top1: float
+    top5: float
+    count: float
+
+
+@dataclass
+class Clock:
+    seconds: float = 100.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+class Run:
+    """A recorder with its clock and what it printed."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self.clock = Clock()
+        self.output = io.StringIO()
+        terminal = options.pop("terminal", False)
+        defaults = {"config": {"name": "test"}, "images_per_step": IMAGES_PER_STEP, "num_epochs": 3, "log_every": 4}
+        self.recorder = Recorder(
+            folder,
+            **{**defaults, "warmup_steps": 2, "tensorboard": False, **options},
+            console=Console(file=self.output, force_terminal=terminal, width=200, highlight=False),
+            clock=self.clock,
+        )
+
+    def batches(self, waits: list[float]) -> Any:
+        for wait in waits:
+            self.clock.seconds += wait
+            yield None
+
+    def epoch(
+        self, epoch: int, waits: list[float], computes: list[float], first_step: int = 0, loss: float = 2.0
+    ) -> None:
+        num_steps = first_step + len(waits)
+        self.recorder.begin_epoch(epoch, num_steps, first_step)
+        pending = 0
+        for compute, _ in zip(computes, self.recorder.timed(self.batches(waits)), strict=True):
+            self.clock.seconds += compute
+            pending += IMAGES_PER_STEP
+            metrics = Metrics(loss * pending, 0.25 * pending, 0.75 * pending, pending)
+            due = self.recorder.log_due
+            self.recorder.end_step(0.1, metrics if due else None)
+            pending = 0 if due else pending
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / METRICS_FILE).read_text().splitlines()]
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> random.Random:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    return random.Random(seed)
+
+
+def test_speed_is_that_of_tf_cnn_benchmarks(rng: random.Random) -> None:
+    times = [rng.uniform(50, 900) for _ in range(rng.randrange(3, 40))]
+    speeds = [32 / (t / 1e3) for t in times]
+    middle = statistics.median(speeds)
+    found = speed(times, 32)
+    assert found.mean == pytest.approx(32 / (statistics.fmean(times) / 1e3), rel=1e-12)
+    assert found.uncertainty == pytest.approx(statistics.pstdev(speeds) / len(times) ** 0.5, rel=1e-9)
+    assert found.jitter == pytest.approx(1.4826 * statistics.median(abs(s - middle) for s in speeds), rel=1e-9)
+    assert re.fullmatch(r"images/sec: \d+\.\d \+/- \d+\.\d \(jitter = \d+\.\d\)", str(found))
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "session_starts", "warmup", "expected"),
+    [
+        (6, [0], 2, [2, 3, 4, 5]),
+        (6, [0, 4], 1, [1, 2, 3, 5]),
+        (3, [0], 10, [2]),  # too short for its warm-up: the last step counts
+        (5, [0, 3], 10, [2, 4]),
+        (5, [0, 5], 2, [2, 3, 4]),  # a session that has not done a step yet
+        (0, [0], 2, []),
+    ],
+)
+def test_warm_up_of_every_session_is_left_out(
+    num_steps: int, session_starts: list[int], warmup: int, expected: list[int]
+) -> None:
+    record = RunRecord({}, "", 1, warmup_steps=warmup, session_starts=session_starts, step_ms=[1.0] * num_steps)
+    assert record.counted_steps.tolist() == expected
+
+
+def test_step_times_split_into_wait_and_computation(tmp_path: Path, rng: random.Random) -> None:
+    waits = [rng.uniform(0.001, 0.1) for _ in range(9)]
+    computes = [rng.uniform(0.1, 0.7) for _ in range(9)]
+    run = Run(tmp_path)
+    with run.recorder as recorder:
+        run.epoch(0, waits, computes)
+    record = recorder.record
+    # Times are written with four decimals of a millisecond.
+    assert record.loader_wait_ms == pytest.approx([1e3 * w for w in waits], abs=1e-4)
+    assert record.compute_ms == pytest.approx([1e3 * c for c in computes], abs=2e-4)
+    assert record.step_ms == pytest.approx([1e3 * (w + c) for w, c in zip(waits, computes, strict=True)], abs=1e-4)
+    assert record.seconds == pytest.approx(sum(waits) + sum(computes), abs=2e-3)
+    assert record.speed().mean == pytest.approx(
+        IMAGES_PER_STEP * 7 / (sum(waits[2:]) + sum(computes[2:])), rel=1e-5
+    )  # two steps are warm-up
+
+
+def test_several_batches_of_one_step_add_their_waits(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    with run.recorder as recorder:
+        recorder.begin_epoch(0, 1)
+        for _ in recorder.timed(run.batches([0.25, 0.5])):  # gradient accumulation: two batches, one update
+            run.clock.seconds += 1.0
+        recorder.end_step(0.1)
+    assert recorder.record.loader_wait_ms == [750.0]
+    assert recorder.record.compute_ms == [2000.0]
+
+
+def test_time_of_a_phase_is_no_step_time(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    with run.recorder as recorder:
+        recorder.begin_epoch(0, 2)
+        for wait in recorder.timed(run.batches([0.5, 0.5])):
+            assert wait is None
+            run.clock.seconds += 1.0
+            with recorder.phase("checkpoint"):
+                run.clock.seconds += 7.0
+            recorder.end_step(0.1)
+        with recorder.phase("checkpoint"):
+            run.clock.seconds += 1.0
+        recorder.end_epoch()
+    assert recorder.record.step_ms == [1500.0, 1500.0]
+    assert recorder.record.compute_ms == [1000.0, 1000.0]
+    assert recorder.record.phase_seconds == {"checkpoint": 15.0}
+    assert recorder.record.seconds == 18.0
+
+
+def test_log_is_due_on_the_same_steps_on_every_rank(tmp_path: Path) -> None:
+    due: dict[bool, list[int]] = {}
+    for enabled in (True, False):
+        folder = tmp_path / str(enabled)
+        folder.mkdir()
+        run = Run(folder, enabled=enabled)
+        due[enabled] = []
+        with run.recorder as recorder:
+            for epoch in range(2):
+                recorder.begin_epoch(epoch, 6)
+                for step in range(6):
+                    run.clock.seconds += 1.0
+                    if recorder.log_due:
+                        due[enabled].append(6 * epoch + step)
+                    recorder.end_step(0.1)
+                with recorder.phase("validation"):
+                    pass
+                recorder.end_epoch(Metrics(1.0, 1, 1, 1))
+            recorder.event("checkpoint", path="x")
+            recorder.loader_speed(5.0)
+        assert bool(run.output.getvalue()) == enabled
+    assert due[True] == due[False] == [3, 5, 9, 11]  # every 4 steps since the last, and at the end of an epoch
+    assert list((tmp_path / "False").iterdir()) == []
+
+
+def test_lines_read_back_as_the_record_and_have_units(tmp_path: Path, rng: random.Random) -> None:
+    run = Run(tmp_path)
+    with run.recorder as recorder:
+        for epoch in range(2):
+            run.epoch(epoch, [0.01] * 7, [rng.uniform(0.1, 0.2) for _ in range(7)])
+            with recorder.phase("validation"):
+                run.clock.seconds += 3.0
+            recorder.end_epoch(Metrics(150.0, 40, 90, 100))
+            recorder.event("checkpoint", path=f"checkpoints/{epoch}.npz")
+        recorder.loader_speed(1234.5)
+    written = lines(tmp_path)
+    assert written[0]["event"] == "units" and written[0]["units"] == UNITS
+    measured = {
+        key
+        for line in written[1:]
+        for key, value in line.items()
+        if isinstance(value, (float, list)) and not isinstance(value, bool)
+    }
+    without_unit = measured - UNITS.keys() - {"train_loss", "train_top1", "val_loss", "val_top1", "val_top5"}
+    assert not without_unit
+    assert RunRecord.read_jsonl(tmp_path / METRICS_FILE) == recorder.record
+    assert RunRecord.from_dict(json.loads(json.dumps(recorder.record.to_dict()))) == recorder.record
+    row = recorder.record.epochs[1]
+    assert (row.val_loss, row.val_top1, row.val_top5) == (1.5, 0.4, 0.9)
+    assert recorder.record.loader_images_per_sec == 1234.5
+    assert [event["event"] for event in recorder.record.events] == ["checkpoint", "checkpoint", "end"]
+
+
+def test_epoch_means_weigh_log_lines_by_their_steps(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    with run.recorder as recorder:
+        recorder.begin_epoch(0, 5)
+        losses = [1.0, 2.0, 3.0, 4.0, 10.0]
+        total = Metrics(0, 0, 0, 0)
+        for number, loss in enumerate(losses):
+            image_metrics = Metrics(loss * IMAGES_PER_STEP, number, number, IMAGES_PER_STEP)
+            total = Metrics(*(a + b for a, b in zip(total, image_metrics, strict=True)))
+            due = recorder.log_due  # after 4 steps, and after the fifth and last
+            run.clock.seconds += 1.0
+            recorder.end_step(0.1, total if due else None)
+            total = Metrics(0, 0, 0, 0) if due else total
+        recorder.end_epoch()
+    row = recorder.record.epochs[0]
+    assert row.train_loss == pytest.approx(statistics.fmean(losses))
+    assert row.train_top1 == pytest.approx((0 + 1 + 2 + 3 + 4) / (5 * IMAGES_PER_STEP))
+    assert row.val_top1 is None
+
+
+def test_plain_output_has_speed_loss_and_time_left_but_no_control_codes(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    with run.recorder as recorder:
+        run.epoch(0, [0.0] * 8, [0.5] * 8)
+        with recorder.phase("validation"):
+            run.clock.seconds += 10.0
+        recorder.end_epoch(Metrics(100.0, 40, 90, 100))
+        run.epoch(1, [0.0] * 8, [0.5] * 8)
+    text = run.output.getvalue()
+    assert "\x1b" not in text and "\r" not in text
+    printed = text.splitlines()
+    assert printed[0] == (
+        "epoch 1/3, step 4/8  images/sec: 48.0 +/- 0.0 (jitter = 0.0)  loss 2.000  learning rate 0.1  time left 0:00:10"
+    )
+    assert "top-1 40.0%, top-5 90.0%" in printed[2]
+    # 4 + 8 steps of half a second and two validations of ten seconds
+    assert printed[3].endswith("time left 0:00:26")
+    assert printed[-1] == "total images/sec: 48.0"
+
+
+def test_terminal_gets_a_progress_bar(tmp_path: Path) -> None:
+    run = Run(tmp_path, terminal=True)
+    with run.recorder:
+        run.epoch(0, [0.0] * 8, [0.5] * 8)
+        run.recorder._progress.refresh()  # type: ignore[union-attr]
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", run.output.getvalue())
+    assert "━" in text and "8/8" in text and "48.0 images/sec" in text
+
+
+def test_resume_drops_what_is_done_again(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.epoch(0, [0.0] * 6, [1.0] * 6)
+    run.recorder.end_epoch()
+    run.epoch(1, [0.0] * 5, [1.0] * 5)
+    # Killed at step 11, 11 s into the run, in the middle of writing a line; the last checkpoint is at step 8.
+    with (tmp_path / METRICS_FILE).open("a") as file:
+        file.write('{"event": "steps", "step_ms": [1')
+
+    run = Run(tmp_path, first_step=8, first_epoch=1)
+    run.epoch(1, [0.0] * 4, [2.0] * 4, first_step=2, loss=1.0)
+    run.recorder.end_epoch()
+    with run.recorder as recorder:
+        pass
+    record = recorder.record
+    assert record.step_ms == [1000.0] * 8 + [2000.0] * 4
+    assert record.steps_done == 12
+    assert record.session_starts == [0, 8]
+    assert [row.epoch for row in record.epochs] == [1, 2]
+    assert record.seconds == 19.0  # the repeated steps took their time too
+    assert [point.step for point in record.loss_curve] == [4, 6, 12]
+    assert [event["event"] for event in record.events] == ["resume", "end"]
+    assert RunRecord.read_jsonl(tmp_path / METRICS_FILE) == record
+
+
+def test_resume_in_a_fresh_folder_counts_from_the_checkpoint(tmp_path: Path) -> None:
+    run = Run(tmp_path, first_step=100, first_epoch=1)
+    run.epoch(1, [0.0] * 3, [1.0] * 3)
+    with run.recorder as recorder:
+        recorder.end_epoch()
+    assert recorder.record.steps_before == 100
+    assert recorder.record.steps_done == 103
+    assert recorder.record.loss_curve[-1].step == 103
+    assert recorder.record.epochs[0].images_per_sec == pytest.approx(IMAGES_PER_STEP)
+
+
+def test_nan_becomes_null_in_json(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    with run.recorder:
+        run.epoch(0, [0.0] * 2, [1.0] * 2, loss=float("nan"))
+    text = (tmp_path / METRICS_FILE).read_text()
+    assert "NaN" not in text
+    assert [line["loss"] for line in lines(tmp_path) if line["event"] == "steps"] == [None]
+
+
+def test_an_error_ends_the_log_as_not_completed(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    with pytest.raises(TrainError), run.recorder:
+        run.epoch(0, [0.0] * 3, [1.0] * 3)
+        raise TrainError("the loss is NaN")
+    assert lines(tmp_path)[-1]["completed"] is False
+    assert "total images/sec" not in run.output.getvalue()
+
+
+def test_foreign_or_unwritable_metrics_file_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / METRICS_FILE).write_text('{"event": "units"}\nhello\n')
+    with pytest.raises(TrainError, match=r"line 2 of .*metrics\.jsonl .*'hello'"):
+        Run(tmp_path)
+    with pytest.raises(TrainError, match=r"cannot write .*--output"):
+        Run(tmp_path / "missing")
+
+
+def test_mlperf_lines(tmp_path: Path) -> None:
+    run = Run(tmp_path, mlperf=True)
+    with run.recorder as recorder:
+        run.epoch(0, [0.0] * 2, [1.0] * 2)
+        with recorder.phase("validation"):
+            pass
+        recorder.end_epoch(Metrics(100.0, 25, 90, 100))
+    events = []
+    for line in (tmp_path / "mlperf.log").read_text().splitlines():
+        prefix, _, content = line.partition(" ")
+        assert prefix == ":::MLLOG"
+        event = json.loads(content)
+        assert event.keys() == {"namespace", "time_ms", "event_type", "key", "value", "metadata"}
+        assert event["metadata"]["file"].endswith("recorder.py") and event["metadata"]["lineno"] > 0
+        events.append((event["event_type"], event["key"], event["value"]))
+    assert events == [
+        ("POINT_IN_TIME", "submission_benchmark", "resnet"),
+        ("POINT_IN_TIME", "global_batch_size", IMAGES_PER_STEP),
+        ("INTERVAL_START", "run_start", None),
+        ("INTERVAL_START", "epoch_start", None),
+        ("INTERVAL_START", "eval_start", None),
+        ("INTERVAL_END", "eval_stop", None),
+        ("POINT_IN_TIME", "eval_accuracy", 0.25),
+        ("INTERVAL_END", "epoch_stop", None),
+        ("INTERVAL_END", "run_stop", None),
+    ]
+
+
+def test_tensorboard_gets_the_curves(tmp_path: Path) -> None:
+    from tensorboardX.proto.event_pb2 import Event
+
+    run = Run(tmp_path, tensorboard=True)
+    with run.recorder as recorder:
+        run.epoch(0, [0.0] * 6, [0.5] * 6)
+        recorder.end_epoch(Metrics(150.0, 40, 90, 100))
+    (path,) = (tmp_path / "tensorboard").iterdir()
+    data, scalars = path.read_bytes(), set()
+    while data:  # a TFRecord file: length (u64), its checksum (u32), content, its checksum (u32)
+        (length,) = struct.unpack("<Q", data[:8])
+        event = Event.FromString(data[12 : 12 + length])
+        scalars |= {(value.tag, event.step, round(value.simple_value, 4)) for value in event.summary.value}
+        data = data[16 + length :]
+    assert {("train/loss", 4, 2.0), ("train/images_per_sec", 6, 48.0), ("train/learning_rate", 6, 0.1)} <= scalars
+    assert {("validation/loss", 6, 1.5), ("validation/top1", 6, 0.4), ("validation/top5", 6, 0.9)} <= scalars
