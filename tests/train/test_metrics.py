@@ -44,7 +44,7 @@ class Run:
         self.clock = Clock()
         self.output = io.StringIO()
         terminal = options.pop("terminal", False)
-        defaults = {"config": {"name": "test"}, "images_per_step": IMAGES_PER_STEP, "num_epochs": 3, "log_every": 4}
+        defaults = {"config": {"config": "test"}, "images_per_step": IMAGES_PER_STEP, "num_epochs": 3, "log_every": 4}
         self.recorder = Recorder(
             folder,
             **{**defaults, "warmup_steps": 2, "tensorboard": False, **options},

@@ -38,7 +38,7 @@ def record() -> RunRecord:
     epochs += [EpochRow(3, 0.3125, 305.0, 1.0, 0.7, 1.25, 0.61234, 0.9)]
     epochs += [EpochRow(4, 0.4, 1.0, 1.0, 0.8, 1.3, 0.6, 0.95)]
     return RunRecord(
-        config={"name": "made_up", "optimizer": {"momentum": 0.875}, "depths": (18, 50)},
+        config={"config": "made_up", "optimizer": {"momentum": 0.875}, "depths": (18, 50)},
         command="python -m train train --config made_up --note 'a < b | c'",
         images_per_step=IMAGES_PER_STEP,
         num_processes=2,
