@@ -1,0 +1,57 @@
+"""Learning rates by optimizer step: pure functions of the step, so that a resumed run needs no state for them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from train.config import REFERENCE_BATCH, Config
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Linear warm-up to `peak`, then `kind` until `total_steps`. Times are in optimizer steps, counted from 0.
+
+    Warm-up: peak * (step + 1) / warmup_steps (after Goyal et al., arXiv:1706.02677, section 2.2, but from 0).
+    With p the share of the steps after the warm-up that are done:
+    cosine: final + (peak - final) * (1 + cos(pi p)) / 2 (Loshchilov and Hutter, arXiv:1608.03983, without restarts);
+    polynomial: final + (peak - final) * (1 - p) ** power;
+    step: peak * factor ** number of `milestones` reached, whatever the warm-up.
+    """
+
+    kind: str
+    peak: float
+    total_steps: int
+    warmup_steps: int = 0
+    final: float = 0.0
+    power: float = 2.0
+    milestones: tuple[int, ...] = ()
+    factor: float = 0.1
+
+    def __call__(self, step: int) -> float:
+        """The learning rate of optimizer step `step`."""
+        if step < self.warmup_steps:
+            return self.peak * (step + 1) / self.warmup_steps
+        done = min(1.0, (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
+        if self.kind == "cosine":
+            return self.final + (self.peak - self.final) * (1 + math.cos(math.pi * done)) / 2
+        if self.kind == "polynomial":
+            return self.final + (self.peak - self.final) * (1 - done) ** self.power
+        if self.kind == "step":
+            return self.peak * self.factor ** sum(step >= milestone for milestone in self.milestones)
+        raise ValueError(f"unknown schedule {self.kind!r}")
+
+
+def make_schedule(config: Config, steps_per_epoch: int, num_processes: int) -> Schedule:
+    """The schedule of a run. Learning rates are scaled linearly with the global batch (Goyal et al., section 2.1)."""
+    scale = config.global_batch(num_processes) / REFERENCE_BATCH
+    return Schedule(
+        kind=config.schedule,
+        peak=config.learning_rate * scale,
+        total_steps=config.epochs * steps_per_epoch,
+        warmup_steps=round(config.warmup_epochs * steps_per_epoch),
+        final=config.final_learning_rate * scale,
+        power=config.decay_power,
+        milestones=tuple(round(epoch * steps_per_epoch) for epoch in config.decay_epochs),
+        factor=config.decay_factor,
+    )
