@@ -1,1 +1,6 @@
+"""The graph of a network, passes that rewrite it, and executors that run it."""
 
+from graph_passes.errors import GraphError
+from graph_passes.graph import VARIABLE, Graph, Node, Ref
+
+__all__ = ["VARIABLE", "Graph", "GraphError", "Node", "Ref"]
