@@ -1,1 +1,20 @@
+"""Images from RecordIO, folders or nowhere, decoded and augmented by DALI, as batches in MXNet arrays."""
 
+from pipelines.dali_loader import DaliLoader, load_images
+from pipelines.errors import DataError
+from pipelines.graph import MEAN, STD
+from pipelines.loader import Batch, Loader, LoaderConfig
+from pipelines.sources import open_source
+from pipelines.synthetic import SyntheticLoader
+
+__all__ = ["MEAN", "STD", "Batch", "DataError", "Loader", "LoaderConfig", "load_images", "open_loader"]
+
+
+def open_loader(config: LoaderConfig, shard: tuple[int, int] = (0, 1)) -> Loader:
+    """The loader of a split; `shard` is (rank, number of processes). Raises DataError."""
+    rank, size = shard
+    if not 0 <= rank < size:
+        raise DataError(f"shard {rank} of {size} does not exist; ranks go from 0 to the number of processes less one")
+    if config.data == "synthetic":
+        return SyntheticLoader(config, shard)
+    return DaliLoader(config, shard, open_source(config.data, config.split, config.num_classes))

@@ -1,0 +1,227 @@
+"""The loader of real images: decides which images a batch holds, hands them to the DALI graph, and its output to MXNet.
+
+One process with batch 32 sees the images of two with batch 16, augmented alike. DALI gives up a whole batch when it
+cannot decode one image; then the culprit is looked for among the images under way, and the batch is made again without
+it. So clean data pays nothing for the check.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mxnet_compat import mx
+from pipelines.errors import DataError
+from pipelines.graph import GraphConfig, ImageInputs, build_pipeline, random_inputs
+from pipelines.inspect_image import inspect_image
+from pipelines.loader import Batch, Loader, LoaderConfig
+from pipelines.recordio import BrokenRecordError
+from pipelines.sources import FileSource, Source
+
+
+class _Plan(NamedTuple):
+    """A batch on its way through the pipeline, and what keeps its input alive meanwhile."""
+
+    indices: list[int]
+    num_valid: int
+    inputs: ImageInputs
+
+
+class DaliLoader(Loader):
+    """Images from a source, through the DALI graph."""
+
+    def __init__(self, config: LoaderConfig, shard: tuple[int, int], source: Source):
+        super().__init__(config, shard, len(source), source.class_names)
+        self._source = source
+        self._graph = GraphConfig(
+            training=config.split == "train",
+            image_size=config.image_size,
+            dtype=config.dtype,
+            channels=config.channels,
+            device=config.device,
+            paths=source.feeds_paths,
+            crop_fraction=config.crop_fraction,
+            hw_decoder_load=config.hw_decoder_load,
+        )
+        self._pipeline: Any = None
+        self._plans: deque[_Plan] = deque()  # made ahead, the next to be returned first
+        self._planned = (0, 0)  # epoch and batch of the plan to be made next
+        self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))  # an epoch, and its order of the images
+        # MXNet keeps an array alive until all work that it was handed to is done. A consumer that takes the bare
+        # pointer and launches work of its own has until two batches later.
+        self._recent: deque[tuple[Any, Any]] = deque(maxlen=2)
+
+    def restore(self, state: bytes) -> None:
+        super().restore(state)
+        self._pipeline = None
+
+    def close(self) -> None:
+        self._pipeline = None
+        self._plans.clear()
+        self._recent.clear()
+
+    def _name(self, i: int) -> str:
+        return self._source.name(i)
+
+    def _load(self) -> Batch:
+        while True:
+            if self._pipeline is None:
+                self._start()
+            try:
+                images, labels = self._pipeline.run()
+                break
+            except RuntimeError as error:  # DALI gives up a whole batch for one image
+                self._pipeline = None
+                if not self._exclude_undecodable():
+                    raise DataError(f"{self.config.data}: DALI failed ({_last_line(error)})") from error
+        plan = self._plans.popleft()
+        # DALI's dynamic executor (its default) gives every batch memory of its own, which the DLPack capsule owns: the
+        # array is the pipeline's output itself, and goes back to DALI's pool when MXNet drops its last reference.
+        data, label = (mx.nd.from_dlpack(output.as_tensor().__dlpack__()) for output in (images, labels))
+        self._recent.append((data, label))
+        return Batch(data, label, plan.num_valid)
+
+    def _start(self) -> None:
+        """Build the pipeline, to begin at the current position."""
+        self._plans.clear()
+        self._planned = (self.epoch, self.batch)
+        config = self.config
+        self._pipeline = build_pipeline(
+            self._graph,
+            self._plan_next,
+            config.batch_size,
+            config.num_threads or num_cores(),
+            config.device_id,
+            config.prefetch,
+        )
+
+    def _plan_next(self) -> ImageInputs:
+        """Decide on the next batch to be made; called by DALI, `prefetch` batches ahead."""
+        epoch, batch = self._planned
+        self._planned = (epoch, batch + 1) if batch + 1 < self.num_batches else (epoch + 1, 0)
+        indices, num_valid = self._choose(epoch, batch)
+        inputs = self._inputs(epoch, batch, indices)
+        self._plans.append(_Plan(indices, num_valid, inputs))
+        return inputs
+
+    def _choose(self, epoch: int, batch: int) -> tuple[list[int], int]:
+        """Images of a batch: those of this process's slice that are not bad, filled up with repetitions."""
+        rank, size = self.shard
+        count = self.config.batch_size
+        start = (batch * size + rank) * count
+        if self._graph.training:
+            if self._order[0] != epoch:
+                self._order = (epoch, np.random.default_rng([self.config.seed, epoch]).permutation(self.num_images))
+            wanted = self._order[1][start : start + count].tolist()
+        else:
+            wanted = list(range(start, min(start + count, self.num_images)))
+        good = [i for i in wanted if self._is_readable(i)]
+        filling = good or [next((i for i in range(self.num_images) if self._is_readable(i)), -1)]
+        if filling == [-1]:
+            raise DataError(f"{self.config.data}: none of the {self.num_images} images can be decoded; replace them")
+        indices = [*good, *itertools.islice(itertools.cycle(filling), count - len(good))]
+        return indices, count if self._graph.training else len(good)
+
+    def _inputs(self, epoch: int, batch: int, indices: list[int]) -> ImageInputs:
+        rank, size = self.shard
+        count = self.config.batch_size
+        encoded = [self._source.feed(i) for i in indices]
+        label = np.array([self._source.label(i) for i in indices], np.float32)
+        if not self._graph.training:
+            return ImageInputs(encoded, label)
+        # Drawn for the whole global batch and cut, so that an image's augmentation does not depend on who loads it.
+        config = self.config
+        rng = np.random.default_rng([config.seed, epoch, batch])
+        randoms = random_inputs(rng, count * size, config.random_area, config.random_ratio, config.mirror)
+        return ImageInputs(encoded, label, *(values[rank * count : (rank + 1) * count] for values in randoms))
+
+    def _is_readable(self, i: int) -> bool:
+        if i in self._bad:
+            return False
+        try:
+            self._source.feed(i)
+        except BrokenRecordError as error:
+            self._mark_bad(i, str(error))
+            return False
+        return True
+
+    def _exclude_undecodable(self) -> bool:
+        """Find the images that DALI cannot decode among those on their way; False if there are none."""
+        before = len(self._bad)
+        for i in _undecodable(self._graph, self._source, {i for plan in self._plans for i in plan.indices}):
+            self._mark_bad(i, _reason(self._source, i))
+        return len(self._bad) > before
+
+    def _mark_bad(self, i: int, reason: str) -> None:
+        if self.config.on_bad_image == "error":
+            raise DataError(
+                f"{self._source.name(i)}: {reason}; replace it, list all such images with "
+                f"`python -m pipelines verify`, or go on without them with --on-bad-image skip"
+            )
+        self._bad[i] = reason
+
+
+def _undecodable(graph: GraphConfig, source: Source, indices: Iterable[int]) -> Iterator[int]:
+    """Those of some images that DALI cannot decode, each tried alone."""
+    one: list[int] = [0]
+
+    def feed() -> ImageInputs:
+        return ImageInputs([source.feed(one[0])], np.zeros(1, np.float32))
+
+    pipeline: Any = None
+    for one[0] in sorted(indices):
+        # All of the image, whichever window was wanted: it will be wanted elsewhere in the next epoch.
+        pipeline = pipeline or build_pipeline(replace(graph, training=False), feed, 1, 1, prefetch=1)
+        try:
+            pipeline.run()
+        except RuntimeError:
+            pipeline = None
+            yield one[0]
+
+
+def _reason(source: Source, i: int) -> str:
+    try:
+        finding = inspect_image(source.read(i).tobytes())
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    return f"{finding.kind}, {finding.detail}" if finding and not finding.usable else "DALI cannot decode it"
+
+
+def _last_line(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if line and "no longer valid" not in line]
+    return lines[-1] if lines else type(error).__name__
+
+
+def num_cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def load_images(
+    paths: Sequence[str | Path],
+    image_size: int,
+    batch_size: int = 32,
+    **options: Any,
+) -> Iterator[Batch]:
+    """Given image files as batches for prediction, in order, through the validation transform.
+
+    `options` are further fields of LoaderConfig (device, dtype, channels, on_bad_image, ...). A batch's `label` holds
+    the positions of its images in `paths`; only the first `num_valid` rows count. Raises DataError that names the file.
+    """
+    files = [Path(path).expanduser() for path in paths]
+    if not files:
+        raise DataError("no image files given; name at least one")
+    for file in files:
+        if not file.is_file():
+            raise DataError(f"{file}: {'is not a file' if file.exists() else 'does not exist'}; give image files")
+    config = LoaderConfig(data="files", split="val", image_size=image_size, batch_size=batch_size, **options)
+    source = FileSource(files[0].parent, files, list(range(len(files))), [str(file) for file in files])
+    with DaliLoader(config, (0, 1), source) as loader:
+        yield from loader

@@ -1,0 +1,165 @@
+"""The one DALI graph: training and validation, CPU and GPU, and its first stages alone for measuring.
+
+    encoded image -> decode (training: only a random window) -> resize -> crop, flip, normalise, pad channels -> NHWC
+
+All random numbers come in from outside, drawn by the loader from (seed, epoch, batch), and no operator keeps a state.
+So any batch of any epoch can be computed at once: resuming needs two numbers, a broken image can be taken out without
+disturbing the others, and the CPU and GPU graphs see the same windows. (That is why the window is computed here and not
+by `decoders.image_random_crop`, whose generator is its own; the decoding is the same.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import nvidia.dali.math as dali_math
+from nvidia import dali
+
+# DALI makes its operators when it is imported, so type checkers do not know them.
+fn: Any = dali.fn
+types: Any = dali.types
+
+# Mean and standard deviation of ImageNet's training pixels, R, G, B, in units of 0 to 255 (the values of torchvision
+# and of Gluon's model zoo).
+MEAN = (123.675, 116.28, 103.53)
+STD = (58.395, 57.12, 57.375)
+
+NUM_CANDIDATES = 10  # windows drawn for each training image; the first that fits is taken (torchvision draws as many)
+STAGES = ("read", "decode", "resize", "full")
+
+
+@dataclass(frozen=True)
+class GraphConfig:
+    """What the graph computes; the loader's configuration holds the same fields."""
+
+    training: bool
+    image_size: int  # pixels, height and width of the output
+    dtype: str  # "float32" or "float16"
+    channels: int  # 3, or 4 with zeros in the last
+    device: str  # "cpu" or "gpu"
+    paths: bool = False  # the graph is fed with the paths of the images' files, not with the images
+    crop_fraction: float = 0.875  # validation: the centre crop's part of the shorter side (224 of 256)
+    hw_decoder_load: float = 0.65  # part of the images for the GPU's JPEG engine; 0.65 measured best on an H200
+    stage: str = "full"  # where to stop, one of STAGES
+
+
+class ImageInputs(NamedTuple):
+    """What the graph reads for one batch of N images: lists of N, or NumPy arrays whose first axis is N."""
+
+    encoded: Any  # uint8, the bytes of the image, or of its path
+    label: Any  # (N,) float32
+    # For training only:
+    area: Any = None  # (N, NUM_CANDIDATES) float32, the window's part of the image's area
+    log_ratio: Any = None  # (N, NUM_CANDIDATES) float32, logarithm of the window's width / height in pixels
+    position: Any = None  # (N, 2) float32 in [0, 1), where the window lies in the room that is left, x and y
+    mirror: Any = 0  # (N,) int32, 1 to flip from left to right
+
+
+def random_inputs(
+    rng: np.random.Generator, count: int, area: tuple[float, float], ratio: tuple[float, float], mirror: bool
+) -> tuple[np.ndarray, ...]:
+    """Draw the random members of ImageInputs for `count` images, in their order."""
+    shape = (count, NUM_CANDIDATES)
+    uniform = rng.random((2, *shape), np.float32)
+    low, high = math.log(ratio[0]), math.log(ratio[1])
+    return (
+        np.float32(area[0]) + np.float32(area[1] - area[0]) * uniform[0],
+        np.float32(low) + np.float32(high - low) * uniform[1],
+        rng.random((count, 2), np.float32),
+        rng.integers(0, 2, count, np.int32) * np.int32(mirror),
+    )
+
+
+def build_pipeline(
+    config: GraphConfig,
+    source: Callable[[], ImageInputs],
+    batch_size: int,
+    num_threads: int,
+    device_id: int = 0,
+    prefetch: int = 2,
+) -> Any:
+    """A built DALI pipeline whose `run()` returns (images, labels); `source` is called once for each batch.
+
+    The arrays that `source` returns are not copied: they must stay as they are until their batch has been returned.
+    Images have shape (N, image_size, image_size, channels), labels (N,) float32. A stage before "full" returns images
+    of their own sizes (uint8).
+    """
+
+    num_inputs = len(ImageInputs._fields) if config.training else 2
+
+    @dali.pipeline_def(
+        batch_size=batch_size,
+        num_threads=num_threads,
+        device_id=device_id if config.device == "gpu" else None,  # type: ignore[arg-type]  # None is "no GPU"
+        prefetch_queue_depth=prefetch,
+    )
+    def graph() -> tuple[Any, Any]:
+        inputs = ImageInputs(
+            *fn.external_source(lambda: source()[:num_inputs], num_outputs=num_inputs, batch=True, no_copy=True)
+        )
+        if config.paths:
+            inputs = inputs._replace(encoded=fn.io.file.read(inputs.encoded))
+        label = inputs.label.gpu() if config.device == "gpu" else inputs.label
+        return _image(config, inputs), label
+
+    pipeline = graph()
+    pipeline.build()
+    return pipeline
+
+
+def _image(config: GraphConfig, inputs: ImageInputs) -> Any:
+    if config.stage == "read":
+        return fn.copy(inputs.encoded)  # else nobody would touch the bytes of a mapped file
+    decode = {
+        "device": "mixed" if config.device == "gpu" else "cpu",
+        "hw_decoder_load": config.hw_decoder_load,
+        "output_type": types.RGB,
+    }
+    if config.training:
+        shape = fn.peek_image_shape(inputs.encoded, dtype=types.FLOAT)
+        start, size = _random_window(shape[0], shape[1], inputs)
+        image = fn.decoders.image_slice(inputs.encoded, start, size, **decode)
+    else:
+        image = fn.decoders.image(inputs.encoded, **decode)
+    if config.stage == "decode":
+        return image
+    # Both resizes filter before they shrink (antialias), as training and prediction must see the same pictures.
+    if config.training:
+        image = fn.resize(image, size=[config.image_size, config.image_size], interp_type=types.INTERP_LINEAR)
+    else:
+        shorter = max(config.image_size, round(config.image_size / config.crop_fraction))
+        image = fn.resize(image, resize_shorter=shorter, interp_type=types.INTERP_LINEAR)
+    if config.stage == "resize":
+        return image
+    return fn.crop_mirror_normalize(
+        image,
+        crop=(config.image_size, config.image_size),
+        mirror=inputs.mirror,
+        mean=MEAN,
+        std=STD,
+        dtype=types.FLOAT16 if config.dtype == "float16" else types.FLOAT,
+        output_layout="HWC",
+        pad_output=config.channels == 4,
+    )
+
+
+def _random_window(height: Any, width: Any, inputs: ImageInputs) -> tuple[Any, Any]:
+    """Start and size of the window to decode, both (x, y), as fractions of the image.
+
+    A window of a random part of the area and a random aspect ratio, the first of the candidates that fits into the
+    image (Szegedy et al., Going Deeper with Convolutions, 2014, section 6); if none does, the last, cut at the border.
+    """
+    aspect = dali_math.exp(inputs.log_ratio) * (height / width)  # of the fractions, not of the pixels
+    w = dali_math.sqrt(inputs.area * aspect)
+    h = dali_math.sqrt(inputs.area / aspect)
+    # The index of the first candidate that fits: one that does not is moved behind all others.
+    index = types.Constant(np.arange(NUM_CANDIDATES, dtype=np.float32), device="cpu")
+    too_big = fn.cast((w > 1) | (h > 1), dtype=types.FLOAT)
+    first = fn.reductions.min(index + NUM_CANDIDATES * too_big)
+    chosen = fn.cast(index == dali_math.min(first, NUM_CANDIDATES - 1.0), dtype=types.FLOAT)
+    size = dali_math.min(fn.stack(fn.reductions.sum(w * chosen), fn.reductions.sum(h * chosen)), 1.0)
+    return inputs.position * (1.0 - size), size

@@ -1,0 +1,48 @@
+"""What is wrong, or worth knowing, about an encoded image: found by decoding it with Pillow."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from typing import NamedTuple
+
+from PIL import Image, ImageFile, UnidentifiedImageError
+
+# What DALI's decoders read; Pillow knows more.
+DECODABLE_FORMATS = frozenset({"JPEG", "MPO", "PNG", "BMP", "TIFF", "WEBP", "PPM", "JPEG2000"})
+
+
+class Finding(NamedTuple):
+    """A remark about one image."""
+
+    kind: str  # "empty", "not an image", "truncated", "broken", "format", or "CMYK", "16-bit"
+    detail: str
+    usable: bool  # the loader decodes it all the same
+
+
+def inspect_image(encoded: bytes) -> Finding | None:
+    """The worst finding about an image, or None for one without fault."""
+    if not encoded:
+        return Finding("empty", "holds no bytes", False)
+    ImageFile.LOAD_TRUNCATED_IMAGES = False
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # odd metadata and very large images are no fault
+            with Image.open(io.BytesIO(encoded)) as image:
+                image_format, mode = image.format or "unknown", image.mode
+                image.draft("RGB", (1, 1))  # JPEG: an eighth of the size is enough to walk through all of the data
+                image.load()
+    except UnidentifiedImageError:
+        return Finding("not an image", f"begins with {encoded[:8]!r}", False)
+    except Image.DecompressionBombError as error:
+        return Finding("broken", str(error), False)
+    except (OSError, SyntaxError, ValueError, EOFError) as error:
+        kind = "truncated" if "truncated" in str(error).lower() else "broken"
+        return Finding(kind, str(error), False)
+    if image_format not in DECODABLE_FORMATS:
+        return Finding("format", f"{image_format} images cannot be decoded; convert it to JPEG", False)
+    if mode == "CMYK":
+        return Finding("CMYK", "is converted to RGB when it is read", True)
+    if mode.startswith("I;16") or mode == "I":
+        return Finding("16-bit", "is reduced to 8 bits when it is read", True)
+    return None

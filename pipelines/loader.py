@@ -1,0 +1,165 @@
+"""What every loader has in common: its configuration, its batches, and its position that can be saved and restored.
+
+What a batch holds is a function of (seed, epoch, number of the batch) and nothing else. Global batch `k` holds the
+images `k * B ... (k + 1) * B - 1` of the epoch's order, B being the batch size times the number of processes, and each
+process has its slice of them. So all processes have as many batches, and every validation image is in exactly one.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from mxnet_compat import mx
+from pipelines.errors import DataError
+
+_CHOICES = {
+    "split": ("train", "val"),
+    "dtype": ("float32", "float16"),
+    "channels": (3, 4),
+    "device": ("cpu", "gpu"),
+    "on_bad_image": ("error", "skip"),
+}
+
+
+@dataclass(frozen=True)
+class LoaderConfig:
+    """What to load and how; raises DataError for values that cannot be."""
+
+    data: str  # a path as in sources.py, or "synthetic"
+    split: str = "train"  # "train" shuffles and augments, "val" does neither
+    batch_size: int = 32  # images a process
+    image_size: int = 224  # pixels, height and width
+    dtype: str = "float32"  # or "float16"
+    channels: int = 3  # or 4: a fourth channel of zeros, for kernels that want aligned pixels
+    device: str = "cpu"  # or "gpu": decode and augment there
+    device_id: int = 0
+    num_threads: int = 0  # CPU threads of this process; 0: all cores (several processes on a machine must share them)
+    seed: int = 0
+    random_area: tuple[float, float] = (0.08, 1.0)  # training: part of the image's area that is cut out
+    random_ratio: tuple[float, float] = (3 / 4, 4 / 3)  # training: width / height of what is cut out
+    mirror: bool = True  # training: flip every other image from left to right
+    crop_fraction: float = 0.875  # validation: centre crop's part of the shorter side
+    on_bad_image: str = "error"  # or "skip": go on without images that cannot be decoded
+    num_classes: int | None = None  # of synthetic data (default 10) and of RecordIO files without classes.txt
+    synthetic_images: int = 12_800  # images an epoch of synthetic training data; validation has a tenth
+    prefetch: int = 2  # batches made ahead
+    hw_decoder_load: float = 0.65  # device "gpu": part of the images for the JPEG engine
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise DataError(f"{name} is {value!r}; choose {' or '.join(repr(choice) for choice in choices)}")
+        for name, least in (("batch_size", 1), ("image_size", 1), ("synthetic_images", 1), ("prefetch", 1)):
+            if getattr(self, name) < least:
+                raise DataError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        for name, most in (("random_area", 1.0), ("random_ratio", float("inf"))):
+            low, high = getattr(self, name)
+            if not 0 < low <= high <= most:
+                raise DataError(f"{name} is ({low:g}, {high:g}); give two rising numbers above 0, at most {most:g}")
+        for name in ("num_threads", "seed", "device_id"):
+            if getattr(self, name) < 0:
+                raise DataError(f"{name} is {getattr(self, name)}; it cannot be negative")
+        if self.num_classes is not None and self.num_classes < 1:
+            raise DataError(f"num_classes is {self.num_classes}; it must be at least 1")
+        if not 0 < self.crop_fraction <= 1:
+            raise DataError(f"crop_fraction is {self.crop_fraction:g}; it must be above 0 and at most 1")
+
+    @property
+    def context(self) -> Any:
+        """The MXNet device that batches are on."""
+        return mx.gpu(self.device_id) if self.device == "gpu" else mx.cpu()
+
+
+class Batch(NamedTuple):
+    """One batch of one process."""
+
+    data: Any  # mx.nd (N, image_size, image_size, channels), normalised; read only
+    label: Any  # mx.nd (N,) float32
+    num_valid: int  # in validation < N where images ran out or were skipped; the rest is padding that must not count
+
+
+class Loader(ABC):
+    """Iterating gives the batches of the current epoch from where it stands; its end begins the next epoch."""
+
+    def __init__(self, config: LoaderConfig, shard: tuple[int, int], num_images: int, class_names: list[str]):
+        self.config = config
+        self.shard = shard
+        self.num_images = num_images  # of the whole split
+        self.class_names = class_names
+        self._bad: dict[int, str] = {}  # image -> reason
+        self.epoch = 0
+        self.batch = 0  # the next one of this epoch
+        global_batch = config.batch_size * shard[1]
+        if config.split == "train":
+            self.num_batches = num_images // global_batch  # what is left over differs in every epoch
+            if self.num_batches == 0:
+                raise DataError(
+                    f"{config.data}: {num_images} training images are fewer than one batch of {global_batch} "
+                    f"({config.batch_size} on each of {shard[1]} processes); choose a smaller batch or add images"
+                )
+        else:
+            self.num_batches = -(-num_images // global_batch)
+
+    def __iter__(self) -> Iterator[Batch]:
+        while self.batch < self.num_batches:
+            batch = self._load()
+            self.batch += 1  # before the consumer has it, so that `state` taken meanwhile points behind it
+            yield batch
+        self.epoch, self.batch = self.epoch + 1, 0
+
+    @property
+    def bad_images(self) -> list[tuple[str, str]]:
+        """(file or record, reason) of those that this process met and skipped."""
+        return [(self._name(i), reason) for i, reason in sorted(self._bad.items())]
+
+    def _name(self, i: int) -> str:
+        return f"image {i}"
+
+    @abstractmethod
+    def _load(self) -> Batch:
+        """The batch that `epoch` and `batch` point at."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release threads and buffers."""
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _identity(self) -> dict[str, Any]:
+        """What must be the same for a position to mean the same images."""
+        return {
+            "split": self.config.split,
+            "num_images": self.num_images,
+            "global_batch": self.config.batch_size * self.shard[1],
+            "seed": self.config.seed,
+        }
+
+    def state(self) -> bytes:
+        """The position, and the bad images met so far, as JSON."""
+        position = {"epoch": self.epoch, "batch": self.batch, "bad_images": list(self._bad.items())}
+        return json.dumps(self._identity() | position).encode()
+
+    def restore(self, state: bytes) -> None:
+        """Go to the position of `state`: the next batch is bit for bit the one that would have followed there."""
+        try:
+            saved = json.loads(state)
+            epoch, batch = int(saved["epoch"]), int(saved["batch"])
+            bad = {int(i): str(reason) for i, reason in saved["bad_images"]}
+        except (ValueError, KeyError, TypeError):
+            raise DataError("the saved loader position cannot be read; start the run anew") from None
+        for key, value in self._identity().items():
+            if saved.get(key) != value:
+                raise DataError(
+                    f"the saved loader position belongs to {key} {saved.get(key)}, but this loader has {value}; "
+                    f"resume with the same data, seed and global batch"
+                )
+        self.epoch, self.batch, self._bad = epoch, batch, bad

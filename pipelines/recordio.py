@@ -1,0 +1,148 @@
+"""RecordIO, MXNet's file of many images: reading through memory mapping, and writing.
+
+A record is `magic, flag and length, payload, padding to 4 bytes`; integers are little-endian uint32, the upper three
+bits of the second are the flag. A payload that holds the magic number at a multiple of 4 is cut there into several
+parts without it (flags 1, 2 ... 2, 3; a whole record has 0). The payload of an image is `flag, label, id, id2` (uint32,
+float32, two uint64), `flag` further float32 labels if flag > 0, and the encoded image. The index is a text file with a
+line `key <tab> offset` for each record. Source: dmlc-core's recordio.h and mxnet/recordio.py.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import warnings
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from pipelines.errors import DataError
+
+MAGIC = 0xCED7230A
+_MAGIC_BYTES = struct.pack("<I", MAGIC)
+_RECORD_HEADER = struct.Struct("<II")
+_IMAGE_HEADER = struct.Struct("<IfQQ")
+_MAX_LENGTH = (1 << 29) - 1  # bytes in one part: three of the 32 bits are the flag
+
+
+class Record(NamedTuple):
+    """One image of a RecordIO file."""
+
+    label: float
+    image: np.ndarray  # uint8, the encoded image; usually a view into the mapped file
+
+
+class BrokenRecordError(ValueError):
+    """Where the index points, the file holds no whole record; the text says what is there instead."""
+
+
+def index_path(record_path: Path) -> Path:
+    """The index that belongs to a RecordIO file: the same name ending in .idx."""
+    return record_path.with_suffix(".idx")
+
+
+def read_index(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Keys and byte offsets of an index file, two int64 arrays in the file's order."""
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        raise DataError(
+            f"{path}: the index of {path.with_suffix('.rec').name} is missing; put the .idx that belongs to it there, "
+            f"or write both anew with `python -m pipelines make-records`"
+        ) from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); check the file's permissions") from None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # NumPy only warns when it stops before the end of the text
+        try:
+            numbers = np.fromstring(text.decode("ascii"), dtype=np.int64, sep=" ")
+        except (UnicodeDecodeError, ValueError, DeprecationWarning):
+            numbers = np.empty(0, np.int64)
+    if numbers.size == 0 or numbers.size % 2:
+        raise DataError(f"{path}: not an index of a RecordIO file (lines of key, tab, offset); write it anew")
+    return numbers[0::2], numbers[1::2]
+
+
+class RecordReader:
+    """Random access to the records of a .rec file in the order of its .idx.
+
+    Images are views into the mapped file, so reading one costs no copy, and the operating system fetches its pages
+    when they are first touched, in whichever thread that is.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.keys, self.offsets = read_index(index_path(path))
+        try:
+            with path.open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except ValueError:
+            raise DataError(f"{path}: is empty; write it anew with `python -m pipelines make-records`") from None
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read ({error.strerror}); check path and permissions") from None
+        self._bytes = np.frombuffer(self._map, np.uint8)
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def __getitem__(self, i: int) -> Record:
+        """Record number `i` of the index; raises BrokenRecordError."""
+        payload, _ = self._payload(int(self.offsets[i]))
+        if len(payload) < _IMAGE_HEADER.size:
+            raise BrokenRecordError(f"a record of {len(payload)} bytes has no room for an image header")
+        num_labels, label, _, _ = _IMAGE_HEADER.unpack_from(payload.data)
+        start = _IMAGE_HEADER.size + 4 * num_labels
+        if start > len(payload):
+            raise BrokenRecordError(f"its header announces {num_labels} labels, more than the record holds")
+        if num_labels:
+            (label,) = struct.unpack_from("<f", payload.data, _IMAGE_HEADER.size)
+        return Record(label, payload[start:])
+
+    def end(self, i: int) -> int:
+        """Byte offset just behind record number `i`, its padding included."""
+        return self._payload(int(self.offsets[i]))[1]
+
+    def _payload(self, offset: int) -> tuple[np.ndarray, int]:
+        parts: list[np.ndarray] = []
+        while True:
+            if offset < 0 or offset + _RECORD_HEADER.size > len(self._bytes):
+                raise BrokenRecordError(f"offset {offset} is outside the file of {len(self._bytes)} bytes")
+            magic, flag_and_length = _RECORD_HEADER.unpack_from(self._map, offset)
+            flag, length = flag_and_length >> 29, flag_and_length & _MAX_LENGTH
+            if magic != MAGIC or flag not in ((2, 3) if parts else (0, 1)):
+                raise BrokenRecordError(f"no record begins at offset {offset}")
+            start = offset + _RECORD_HEADER.size
+            if start + length > len(self._bytes):
+                raise BrokenRecordError(f"the record at offset {offset} is cut off by the end of the file")
+            parts.append(self._bytes[start : start + length])
+            offset = start + length + (-length) % 4
+            if flag == 0:
+                return parts[0], offset
+            if flag == 3:
+                return np.frombuffer(_MAGIC_BYTES.join(part.tobytes() for part in parts), np.uint8), offset
+
+
+def pack_record(label: float, image: bytes, key: int) -> bytes:
+    """The bytes of one whole record, ready to be appended to a .rec file."""
+    payload = _IMAGE_HEADER.pack(0, label, key, 0) + image
+    if len(payload) > _MAX_LENGTH:
+        raise DataError(f"image {key} has {len(image)} bytes; a RecordIO record holds at most {_MAX_LENGTH}")
+    parts = _split_at_magic(payload)
+    flags = [0] if len(parts) == 1 else [1] + [2] * (len(parts) - 2) + [3]
+    return b"".join(
+        _RECORD_HEADER.pack(MAGIC, flag << 29 | len(part)) + part + bytes(-len(part) % 4)
+        for flag, part in zip(flags, parts, strict=True)
+    )
+
+
+def _split_at_magic(payload: bytes) -> list[bytes]:
+    """Cut a payload at every magic number that lies at a multiple of 4 (it would be taken for a record's beginning)."""
+    parts, start, search = [], 0, 0
+    while (found := payload.find(_MAGIC_BYTES, search)) >= 0:
+        if found % 4:
+            search = found + 1
+        else:
+            parts.append(payload[start:found])
+            start = search = found + 4
+    return [*parts, payload[start:]]
