@@ -1,0 +1,201 @@
+"""Complete checkpoints, written atomically.
+
+A checkpoint is a NumPy .npz file: a zip of .npy arrays, each with a CRC-32, so that truncation and damage show, readable
+with `numpy.load`, without pickle. It has one more member, meta.json:
+
+    params/<name>, aux/<name>    canonical: fp32, convolution weights OHWI
+    momenta/<name>               of the optimizer, canonical
+    loader/<rank>                position in the epoch, one for each process
+    meta.json                    format, progress, configuration, class names, state of NumPy's random generator
+
+The learning rate is a function of the step, so the schedule needs no state of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import zipfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from train.config import Config
+from train.errors import TrainError
+
+FORMAT = "resnet checkpoint"
+VERSION = 1
+FOLDER = "checkpoints"  # inside the run folder
+BEST = "best.npz"
+META = "meta.json"
+
+Arrays = dict[str, np.ndarray]
+
+
+@dataclass
+class Progress:
+    """Where a run stands."""
+
+    step: int = 0  # optimizer steps done
+    epoch: int = 0  # whole epochs done, with their validation
+    epoch_step: int = 0  # optimizer steps done in the epoch under way
+    best_top1: float = -1.0  # best validation accuracy so far, a fraction; -1 before the first validation
+
+
+@dataclass
+class Checkpoint:
+    params: Arrays
+    aux: Arrays
+    momenta: Arrays
+    config: Config
+    class_names: list[str]
+    progress: Progress = field(default_factory=Progress)
+    loader_states: list[bytes] = field(default_factory=list)  # by rank
+    numpy_rng: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.params["classifier_bias"])
+
+    @property
+    def network(self) -> str:
+        """Its name in messages."""
+        return f"ResNet-{self.config.depth} with {self.num_classes} classes"
+
+
+def save(checkpoint: Checkpoint, path: Path) -> None:
+    """Write `path` in one step: after a crash or on a full disk it is either complete or as it was before.
+
+    Raises TrainError where it cannot be written.
+    """
+    meta = {
+        "format": FORMAT,
+        "version": VERSION,
+        "progress": asdict(checkpoint.progress),
+        "config": checkpoint.config.to_dict(),
+        "class_names": checkpoint.class_names,
+        "numpy_rng": checkpoint.numpy_rng,
+    }
+    with _replacing(path) as part, part.open("wb") as file:
+        with zipfile.ZipFile(file, "w") as archive:
+            for group in ("params", "aux", "momenta"):
+                for name, array in getattr(checkpoint, group).items():
+                    _write_array(archive, f"{group}/{name}", array)
+            for rank, state in enumerate(checkpoint.loader_states):
+                _write_array(archive, f"loader/{rank}", np.frombuffer(state, np.uint8))
+            archive.writestr(META, json.dumps(meta))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def load(path: Path) -> Checkpoint:
+    """Read and verify a checkpoint. Raises TrainError: missing, truncated, damaged or of another program."""
+    groups: dict[str, Any] = {"params": {}, "aux": {}, "momenta": {}, "loader": {}}
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+            meta = json.loads(archive.read(META)) if META in names else {}
+            if meta.get("format") != FORMAT:
+                raise TrainError(f"{path} is no checkpoint of this program; give a file from a run's {FOLDER}/ folder")
+            if meta["version"] != VERSION:
+                raise TrainError(f"{path} has checkpoint version {meta['version']}, but this program reads {VERSION}")
+            for member in names:
+                group, _, name = member.removesuffix(".npy").partition("/")
+                if group in groups:
+                    groups[group][name] = np.lib.format.read_array(io.BytesIO(archive.read(member)), allow_pickle=False)
+            loader = groups["loader"]
+            return Checkpoint(
+                params=groups["params"],
+                aux=groups["aux"],
+                momenta=groups["momenta"],
+                config=Config.from_dict(meta["config"]),
+                class_names=meta["class_names"],
+                progress=Progress(**meta["progress"]),
+                loader_states=[loader[str(rank)].tobytes() for rank in range(len(loader))],
+                numpy_rng=meta["numpy_rng"],
+            )
+    except OSError as error:
+        raise TrainError(f"cannot read the checkpoint {path}: {error.strerror or error}") from None
+    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, KeyError, TypeError) as error:
+        raise TrainError(f"{path} is no complete checkpoint ({error}); use another one of its folder") from None
+
+
+def find(place: str, prefer_best: bool = False) -> Path:
+    """The checkpoint file that `place` means: itself, or of a run folder the newest one, or the best one if asked for.
+
+    Raises TrainError where there is none.
+    """
+    path = Path(place)
+    if path.is_file():
+        return path
+    if not path.is_dir():
+        raise TrainError(f"there is no checkpoint or run folder {place}")
+    folder = path / FOLDER if (path / FOLDER).is_dir() else path
+    found = [*_numbered(folder)]
+    if (folder / BEST).is_file() and (prefer_best or not found):
+        return folder / BEST
+    if not found:
+        raise TrainError(f"{folder} holds no checkpoint: train first, or give another folder or file")
+    return found[-1]
+
+
+class CheckpointFolder:
+    """The checkpoints of one run: the newest `keep`, named by step, and the best, best.npz."""
+
+    def __init__(self, run_folder: Path, keep: int) -> None:
+        self.path = run_folder / FOLDER
+        self.keep = keep
+
+    def save(self, checkpoint: Checkpoint, is_best: bool = False) -> Path:
+        """Save under the checkpoint's step; also as best.npz if `is_best`. Raises TrainError where that fails."""
+        path = self.path / f"step-{checkpoint.progress.step:08d}.npz"
+        save(checkpoint, path)
+        if is_best:
+            with _replacing(self.path / BEST) as part:
+                try:
+                    os.link(path, part)
+                except OSError:  # a file system without hard links
+                    shutil.copyfile(path, part)
+        for old in _numbered(self.path)[: -self.keep]:
+            old.unlink()
+        return path
+
+
+def _numbered(folder: Path) -> list[Path]:
+    """Checkpoints by step, oldest first."""
+    return sorted(folder.glob("step-*.npz"))
+
+
+def _write_array(archive: zipfile.ZipFile, name: str, array: np.ndarray) -> None:
+    with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+        np.lib.format.write_array(member, array, allow_pickle=False)
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """A name in the same folder to write to, which takes the place of `path` when all went well."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.unlink(missing_ok=True)
+        yield part
+        os.replace(part, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # the new name must survive a power cut too
+        finally:
+            os.close(folder)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise TrainError(
+            f"cannot save the checkpoint {path} ({error.strerror or error}); earlier ones are untouched: make room and "
+            f"go on with --resume {path.parent.parent}"
+        ) from None

@@ -1,0 +1,85 @@
+"""Which device and executor a run gets."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import NamedTuple
+
+from mxnet_compat import mx
+from train.config import Config
+from train.errors import TrainError
+
+# MXNet 1.9.1's GPU wheels hold machine code for these compute capabilities only (and no PTX for newer ones).
+STOCK_MXNET_GPUS = ((5, 0), (8, 9))
+_CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76  # CUdevice_attribute in CUDA's driver API
+
+
+class Gpu(NamedTuple):
+    name: str
+    capability: tuple[int, int]
+
+    def __str__(self) -> str:
+        return f"{self.name} (compute capability {self.capability[0]}.{self.capability[1]})"
+
+
+class Placement(NamedTuple):
+    executor: str  # for create_executor
+    device: str  # likewise: "cpu(0)", "gpu(1)"
+    note: str  # what the user should know about the choice, or ""
+
+
+def find_gpus() -> list[Gpu]:
+    """The NVIDIA GPUs that this process may use, asked from the driver; empty where there is none."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return []
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return []
+    gpus = []
+    for ordinal in range(count.value):
+        device, name = ctypes.c_int(), ctypes.create_string_buffer(256)
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        driver.cuDeviceGet(ctypes.byref(device), ordinal)
+        driver.cuDeviceGetName(name, len(name), device)
+        driver.cuDeviceGetAttribute(ctypes.byref(major), _CAPABILITY_MAJOR, device)
+        driver.cuDeviceGetAttribute(ctypes.byref(minor), _CAPABILITY_MINOR, device)
+        gpus.append(Gpu(name.value.decode(), (major.value, minor.value)))
+    return gpus
+
+
+def choose(config: Config, local_rank: int) -> Placement:
+    """Device and executor of this process. Raises TrainError where what was asked for cannot be had."""
+    gpus = [] if config.device == "cpu" else find_gpus()
+    if config.device == "gpu" and len(gpus) <= local_rank:
+        found = f"only {len(gpus)} NVIDIA GPUs" if gpus else "no NVIDIA GPU"
+        raise TrainError(f"--device gpu: process {local_rank} found {found} here; use --device cpu or fewer processes")
+    if config.executor == "reference" and config.device == "gpu":
+        raise TrainError("--executor reference is NumPy and runs on the CPU only; use --device cpu")
+    if config.executor == "cuda":
+        if len(gpus) <= local_rank:
+            raise TrainError("--executor cuda needs an NVIDIA GPU, and there is none here; use --executor mxnet")
+        return Placement("cuda", f"gpu({local_rank})", "")
+
+    executor = "mxnet" if config.executor == "auto" else config.executor
+    if executor == "reference" or config.device == "cpu":
+        return Placement(executor, "cpu(0)", "")
+    if len(gpus) <= local_rank:
+        return Placement(executor, "cpu(0)", "no NVIDIA GPU found: running on the CPU")
+    obstacle = _stock_mxnet_obstacle(gpus[local_rank])
+    if not obstacle:
+        return Placement(executor, f"gpu({local_rank})", "")
+    if config.device == "gpu":
+        raise TrainError(f"--device gpu: {obstacle}; use --device cpu")
+    return Placement(executor, "cpu(0)", f"{obstacle}: running on the CPU")
+
+
+def _stock_mxnet_obstacle(gpu: Gpu) -> str:
+    """Why the mxnet executor cannot use a GPU, or ""."""
+    first, last = STOCK_MXNET_GPUS
+    if not first <= gpu.capability <= last:
+        return f"MXNet {mx.__version__} has no kernels for {gpu}, only for {first[0]}.{first[1]} to {last[0]}.{last[1]}"
+    if not mx.runtime.Features().is_enabled("CUDA"):
+        return f"MXNet is installed without GPU support, so it cannot use {gpu}"
+    return ""
