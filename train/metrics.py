@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from .errors import TrainError
+from train.errors import TrainError
 
 SCHEMA = 1
 METRICS_FILE = "metrics.jsonl"  # in a run's output folder

@@ -13,8 +13,7 @@ import numpy as np
 
 from graph_passes import Graph, Node, Ref
 from graph_passes.operators import window
-
-from .errors import TrainError
+from train.errors import TrainError
 
 if TYPE_CHECKING:
     import onnx

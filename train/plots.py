@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .metrics import RunRecord
+from train.metrics import RunRecord
 
 MAX_POINTS = 1500  # more than a plot has pixels for: longer series are drawn as medians of equal parts
 

@@ -29,10 +29,10 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-from . import environment
-from .errors import TrainError
-from .metrics import METRICS_FILE, SCHEMA, UNITS, BatchMetrics, RunRecord, speed
-from .mlperf import MLPerfLog
+from train import environment
+from train.errors import TrainError
+from train.metrics import METRICS_FILE, SCHEMA, UNITS, BatchMetrics, RunRecord, speed
+from train.mlperf import MLPerfLog
 
 SPEED_WINDOW = 100  # steps that the speed on the terminal looks back on: smooth, yet a slow-down shows
 

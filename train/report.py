@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import html
 import json
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from . import plots
-from .errors import TrainError
-from .metrics import METRICS_FILE, EpochRow, RunRecord, Speed
+from train import files, plots
+from train.errors import TrainError
+from train.metrics import METRICS_FILE, EpochRow, RunRecord, Speed
 
 WAIT_SHARE_THAT_LIMITS = 0.1  # of the step time; used only where the loader's own speed was not measured
 
@@ -121,22 +120,15 @@ def write_report(folder: Path, record: RunRecord) -> Path:
     dark = {name: draw(plots.DARK) for name, draw in figures.items()}
 
     title, blocks = _contents(record, summary, list(figures))
-    files: dict[str, bytes] = {
+    contents: dict[str, bytes] = {
         **light,
         "report.json": json.dumps({"summary": asdict(summary), **record.to_dict()}, indent=1).encode(),
         "report.md": _markdown(title, blocks).encode(),
         "report.html": _html(title, blocks, light, dark).encode(),
         "dawnbench.tsv": dawnbench_tsv(record).encode(),
     }
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, content in files.items():
-            unfinished = folder / f".{name}.unfinished"
-            unfinished.write_bytes(content)
-            os.replace(unfinished, folder / name)
-    except OSError as error:
-        remedy = f"mend that, then run 'python -m train.report {folder.parent}'"
-        raise TrainError(f"cannot write the report into {folder} ({error.strerror}): {remedy}") from None
+    for name, content in contents.items():
+        files.write(folder / name, content)
     return folder / "report.md"
 
 

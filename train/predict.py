@@ -1,0 +1,172 @@
+"""Prediction: the most likely classes of given image files.
+
+    python -m train predict --checkpoint runs/my-run picture1.jpg picture2.png [--json] [--contact-sheet sheet.png]
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import matplotlib
+import numpy as np
+import tyro
+from PIL import Image, ImageDraw, ImageFont
+from rich.console import Console
+from rich.table import Table
+
+from graph_passes import Graph
+from graph_passes.executors import create_executor
+from pipelines import MEAN, STD, load_images
+from train import checkpoint, cli, files
+from train.errors import TrainError
+from train.model import resnet
+
+
+@dataclass(frozen=True)
+class PredictOptions:
+    images: Annotated[tuple[Path, ...], tyro.conf.Positional] = ()
+    """Image files."""
+    checkpoint: str = ""
+    """Run folder or checkpoint file of the trained network; of a run folder, its best checkpoint."""
+    top: int = 5
+    """How many classes to give for each image."""
+    json: bool = False
+    """Print JSON instead of a table."""
+    contact_sheet: str = ""
+    """Also write a PNG with the images, as the network sees them, and their predictions."""
+    batch_size: int = 32
+    """Images in one forward pass."""
+    on_bad_image: Literal["error", "skip"] = "error"
+    """What to do with a file that is no readable image."""
+
+
+@dataclass(frozen=True)
+class Guess:
+    """One class that an image may belong to."""
+
+    name: str
+    index: int
+    probability: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the network says about one file, the most likely class first."""
+
+    file: Path
+    guesses: list[Guess]
+    picture: np.ndarray  # uint8 (size, size, 3): what the network saw
+
+
+def main(arguments: Sequence[str]) -> None:
+    """The command `python -m train predict`. Raises TrainError or DataError for a user's mistake."""
+    options = cli.parse(PredictOptions, arguments, command="predict")
+    predictions = predict(options)
+    if options.contact_sheet:
+        files.write(Path(options.contact_sheet), contact_sheet(predictions))
+    if options.json:
+        print(json.dumps([_plain(prediction) for prediction in predictions], indent=2))
+    else:
+        Console().print(_table(predictions))
+
+
+def predict(options: PredictOptions) -> list[Prediction]:
+    """Predictions for the given files, in their order. Raises TrainError or DataError for a user's mistake."""
+    if not options.images:
+        raise TrainError("no image files given: name at least one after the options")
+    if not options.checkpoint:
+        raise TrainError("prediction needs trained weights: give --checkpoint with a run folder or a checkpoint file")
+    for name in ("top", "batch_size"):
+        if getattr(options, name) < 1:
+            raise TrainError(f"{cli.option_name(name)} {getattr(options, name)} must be at least 1")
+    trained = checkpoint.load(checkpoint.find(options.checkpoint, prefer_best=True))
+    size = trained.config.image_size
+    batch_size = min(options.batch_size, len(options.images))
+    batches = load_images(options.images, size, batch_size, on_bad_image=options.on_bad_image)
+
+    graph = Graph.from_json(resnet(trained.config.depth, trained.num_classes).tojson())
+    shapes = {"data": (batch_size, size, size, 3), "softmax_label": (batch_size,)}
+    executor = create_executor("mxnet", graph, shapes=shapes, device="cpu(0)")
+    executor.set_params(trained.params, trained.aux)
+    predictions = []
+    for batch in batches:
+        probabilities = executor.forward(batch.data).asnumpy()[: batch.num_valid]
+        positions = batch.label.asnumpy()[: batch.num_valid].astype(int)
+        pixels = batch.data.asnumpy()[: batch.num_valid, ..., :3] * STD + MEAN
+        pictures = pixels.round().clip(0, 255).astype(np.uint8)
+        for position, row, picture in zip(positions, probabilities, pictures, strict=True):
+            best = np.argsort(-row, kind="stable")[: options.top]
+            guesses = [Guess(trained.class_names[i], int(i), float(row[i])) for i in best]
+            predictions.append(Prediction(options.images[position], guesses, picture))
+    return predictions
+
+
+def _plain(prediction: Prediction) -> dict[str, object]:
+    guesses = [{"class": g.name, "index": g.index, "probability": g.probability} for g in prediction.guesses]
+    return {"file": str(prediction.file), "predictions": guesses}
+
+
+def _table(predictions: Sequence[Prediction]) -> Table:
+    table = Table("image", "class", "probability", box=None, header_style="bold", pad_edge=False)
+    table.columns[2].no_wrap = True
+    for prediction in predictions:
+        for rank, guess in enumerate(prediction.guesses):
+            bar = "━" * round(20 * guess.probability)
+            style = "bold" if rank == 0 else "dim"
+            table.add_row(str(prediction.file) if rank == 0 else "", guess.name, f"{guess.probability:6.1%} {bar}", style=style)
+        table.add_row()
+    return table
+
+
+# --- the contact sheet ---
+
+_CELL, _GAP, _LINE, _GUESSES = 224, 20, 20, 3  # pixels of a picture, between pictures and of a line; lines of guesses
+_PAPER, _INK, _FAINT, _BAR = "#ffffff", "#1f2328", "#6e7781", "#d6e6f7"
+
+
+def contact_sheet(predictions: Sequence[Prediction], columns: int = 6) -> bytes:
+    """A PNG with every picture, its file name and its three most likely classes, each over a bar of that length.
+
+    Raises TrainError where there is no prediction to show.
+    """
+    if not predictions:
+        raise TrainError("there is no prediction to draw on the contact sheet: all images were skipped")
+    columns = min(columns, len(predictions))
+    rows = math.ceil(len(predictions) / columns)
+    height = _CELL + (1 + _GUESSES) * _LINE + 8
+    sheet = Image.new("RGB", (columns * (_CELL + _GAP) + _GAP, rows * (height + _GAP) + _GAP), _PAPER)
+    draw = ImageDraw.Draw(sheet)
+    fonts = Path(matplotlib.get_data_path()) / "fonts" / "ttf"  # the same on every machine
+    regular, bold = (ImageFont.truetype(str(fonts / f"{name}.ttf"), 13) for name in ("DejaVuSans", "DejaVuSans-Bold"))
+    for i, prediction in enumerate(predictions):
+        x = _GAP + i % columns * (_CELL + _GAP)
+        y = _GAP + i // columns * (height + _GAP)
+        sheet.paste(Image.fromarray(prediction.picture).resize((_CELL, _CELL), Image.Resampling.BICUBIC), (x, y))
+        y += _CELL + 6
+        draw.text((x, y), _fitting(prediction.file.name, regular, _CELL), _FAINT, regular)
+        for rank, guess in enumerate(prediction.guesses[:_GUESSES]):
+            y += _LINE
+            font = bold if rank == 0 else regular
+            draw.rectangle((x, y - 1, x + round(_CELL * guess.probability), y + _LINE - 4), _BAR)
+            percent = f"{guess.probability:.1%}"
+            right = x + _CELL - font.getlength(percent) - 4
+            draw.text((x + 4, y), _fitting(guess.name, font, right - x - 12), _INK, font)
+            draw.text((right, y), percent, _INK, font)
+    png = io.BytesIO()
+    sheet.save(png, "PNG")
+    return png.getvalue()
+
+
+def _fitting(text: str, font: ImageFont.FreeTypeFont, width: float) -> str:
+    """The text, cut with an ellipsis to fit into `width` pixels."""
+    if font.getlength(text) <= width:
+        return text
+    while text and font.getlength(f"{text}…") > width:
+        text = text[:-1]
+    return f"{text}…"
