@@ -8,7 +8,6 @@ it. So clean data pays nothing for the check.
 from __future__ import annotations
 
 import itertools
-import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -22,6 +21,7 @@ from pipelines.errors import DataError
 from pipelines.graph import GraphConfig, ImageInputs, build_pipeline, random_inputs
 from pipelines.inspect_image import inspect_image
 from pipelines.loader import Batch, Loader, LoaderConfig
+from pipelines.progress import num_cores
 from pipelines.recordio import BrokenRecordError
 from pipelines.sources import FileSource, Source
 
@@ -197,11 +197,6 @@ def _reason(source: Source, i: int) -> str:
 def _last_line(error: Exception) -> str:
     lines = [line for line in str(error).splitlines() if line and "no longer valid" not in line]
     return lines[-1] if lines else type(error).__name__
-
-
-def num_cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 def load_images(

@@ -1,0 +1,70 @@
+"""Work spread over threads, in order, with a progress bar that shows rate and time left.
+
+Threads and not processes: reading, hashing, NumPy and Pillow's decoding and encoding all work without Python's lock.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def num_cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+class _RateColumn(ProgressColumn):
+    """Images a second."""
+
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text(f"{speed:,.0f} images/sec" if speed else "", style="progress.data.speed")
+
+
+def map_in_order(
+    function: Callable[[Item], Result],
+    items: Iterable[Item],
+    total: int,
+    description: str,
+    num_threads: int = 0,
+    size: Callable[[Item], int] = lambda _: 1,
+) -> Iterator[Result]:
+    """Yield `function(item)` for all items in their order, a few items ahead of the consumer.
+
+    `total` and `size` (of an item) count images, for the bar; `num_threads` 0 takes all cores.
+    """
+    num_threads = num_threads or num_cores()
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _RateColumn(), TimeRemainingColumn()
+    )  # fmt: skip
+    waiting: deque[tuple[Item, Future[Result]]] = deque()
+    with Progress(*columns, console=Console(stderr=True)) as progress, ThreadPoolExecutor(num_threads) as pool:
+        task = progress.add_task(description, total=total)
+
+        def finish_first() -> Result:
+            item, future = waiting.popleft()
+            result = future.result()
+            progress.advance(task, size(item))
+            return result
+
+        try:
+            for item in items:
+                waiting.append((item, pool.submit(function, item)))
+                if len(waiting) > 4 * num_threads:
+                    yield finish_first()
+            while waiting:
+                yield finish_first()
+        finally:
+            for _, future in waiting:
+                future.cancel()

@@ -1,0 +1,230 @@
+"""The built-in sample set: twelve classes of textures, drawn by this file, for a first run without any download.
+
+Each image is a pattern in two random colours at a random scale, angle and place, bent a little, under uneven light, with
+clutter in front of it and noise on it. Colour, brightness and size say nothing about the class, so a network must see
+the pattern. It is drawn as a scalar field over plane coordinates (u, v) whose unit is the pattern's period.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from pipelines.errors import DataError
+from pipelines.progress import map_in_order
+
+NUM_TRAIN = 100  # images of each class
+NUM_VAL = 25
+_VERSION = 1  # changes with the drawing, so that an older set is not taken for this one
+_MARKER = "samples.json"
+
+Field = np.ndarray  # float32 (height, width)
+
+
+def _wave(x: Field) -> Field:
+    """A soft square wave of period 1 between 0 and 1."""
+    return np.clip(0.5 + 2.5 * np.sin(2 * np.pi * x), 0, 1)
+
+
+def _cell(x: Field) -> Field:
+    """Position in the cell of size 1, from -0.5 to 0.5."""
+    return x - np.floor(x) - 0.5
+
+
+def _inside(distance: Field) -> Field:
+    """1 where a signed distance is negative, 0 where it is positive, soft between."""
+    return np.clip(0.5 - 12 * distance, 0, 1)
+
+
+def _stripes(u: Field, v: Field, rng: np.random.Generator) -> Field:
+    return _wave(u)
+
+
+def _checkerboard(u: Field, v: Field, rng: np.random.Generator) -> Field:
+    return np.clip(0.5 + 4 * np.sin(np.pi * u) * np.sin(np.pi * v), 0, 1)
+
+
+def _dots(u: Field, v: Field, rng: np.random.Generator) -> Field:
+    return _inside(np.hypot(_cell(u), _cell(v)) - rng.uniform(0.25, 0.38))
+
+
+def _rings(u: Field, v: Field, rng: np.random.Generator) -> Field:
+    return _wave(np.hypot(u, v))
+
+
+def _bricks(u: Field, v: Field, rng: np.random.Generator) -> Field:
+    row = np.floor(v)
+    along = _cell(u / 2 + row / 2)
+    return _inside(np.maximum(np.abs(along) * 2 - 0.9, np.abs(_cell(v)) - 0.4))
+
+
+def _chevrons(u: Field, v: Field, rng: np.random.Generator) -> Field:
+    return _wave(v + 2 * np.abs(_cell(u / 2)) * rng.uniform(1.0, 1.6))
+
+
+def _honeycomb(u: Field, v: Field, rng: np.random.Generator) -> Field:
+    # The centres of the hexagons are two rectangular lattices, each in the middle of the other; the nearer one counts.
+    height = np.sqrt(np.float32(3))
+    x, y = _cell(u), height * _cell(v / height)
+    other_x, other_y = _cell(u + 0.5), height * _cell(v / height + 0.5)
+    nearer = np.hypot(x, y) < np.hypot(other_x, other_y)
+    x, y = np.abs(np.where(nearer, x, other_x)), np.abs(np.where(nearer, y, other_y))
+    return _inside(np.maximum(x, x / 2 + y * height / 2) - 0.41)
+
+
+def _spiral(u: Field, v: Field, rng: np.random.Generator) -> Field:
+    arms = int(rng.integers(2, 5)) * (1 if rng.random() < 0.5 else -1)
+    return _wave(np.hypot(u, v) + arms * np.arctan2(v, u) / (2 * np.pi))
+
+
+def _triangles(u: Field, v: Field, rng: np.random.Generator) -> Field:
+    row = np.floor(v)
+    x = np.abs(_cell(u + row / 2))
+    return _inside(2 * x + _cell(v) - 0.5)
+
+
+def _clouds(u: Field, v: Field, rng: np.random.Generator) -> Field:
+    total = np.zeros_like(u)
+    for octave in range(5):
+        for _ in range(3):
+            angle, phase = rng.uniform(0, 2 * np.pi, 2)
+            frequency = 2.0 ** (octave - 1) * rng.uniform(0.7, 1.3)
+            bent = np.cos(angle) * u + np.sin(angle) * v + 0.4 * total
+            total = total + 0.5**octave * np.sin(2 * np.pi * frequency * bent + phase) / 3
+    return np.clip(0.5 + 0.6 * total, 0, 1)
+
+
+def _rays(u: Field, v: Field, rng: np.random.Generator) -> Field:
+    return _wave(int(rng.integers(7, 15)) * np.arctan2(v, u) / (2 * np.pi))
+
+
+def _crosses(u: Field, v: Field, rng: np.random.Generator) -> Field:
+    x, y = np.abs(_cell(u)), np.abs(_cell(v))
+    arm = np.float32(rng.uniform(0.09, 0.14))
+    return _inside(np.minimum(np.maximum(x - arm, y - 0.38), np.maximum(y - arm, x - 0.38)))
+
+
+PATTERNS: dict[str, Callable[[Field, Field, np.random.Generator], Field]] = {
+    "bricks": _bricks,
+    "checkerboard": _checkerboard,
+    "chevrons": _chevrons,
+    "clouds": _clouds,
+    "crosses": _crosses,
+    "dots": _dots,
+    "honeycomb": _honeycomb,
+    "rays": _rays,
+    "rings": _rings,
+    "spiral": _spiral,
+    "stripes": _stripes,
+    "triangles": _triangles,
+}
+_CENTRED = ("rays", "rings", "spiral")  # one figure around a point in the picture, not a repeated cell
+
+
+def draw(pattern: str, rng: np.random.Generator) -> Image.Image:
+    """A picture of a class, its shorter side 160 to 320 pixels."""
+    shorter, aspect = rng.uniform(160, 320), rng.uniform(1, 1.6)
+    width, height = int(shorter * aspect), int(shorter)
+    if rng.random() < 0.4:
+        width, height = height, width
+    y, x = np.mgrid[0:height, 0:width].astype(np.float32)
+    x, y = (x - width / 2) / np.float32(shorter), (y - height / 2) / np.float32(shorter)
+
+    field = PATTERNS[pattern](*_plane(x, y, pattern in _CENTRED, rng), rng)[..., None]
+    dark, light = _two_colours(rng)
+    image = dark + (light - dark) * field
+    image = _clutter(image, x, y, rng)
+    angle, strength = rng.uniform(0, 2 * np.pi), rng.uniform(0, 0.5)
+    image *= (1 + strength * (np.cos(angle) * x + np.sin(angle) * y))[..., None]
+    image += rng.normal(0, rng.uniform(2, 14), (height, width, 1)).astype(np.float32)
+    return Image.fromarray(np.clip(image, 0, 255).astype(np.uint8))
+
+
+def _plane(x: Field, y: Field, centred: bool, rng: np.random.Generator) -> tuple[Field, Field]:
+    """Coordinates of the pattern's plane: turned, scaled, seen from the side, bent a little."""
+    angle = rng.uniform(0, 2 * np.pi)
+    periods = rng.uniform(4, 8)  # over the shorter side
+    tilt = rng.uniform(-0.35, 0.35, 2)
+    depth = 1 + tilt[0] * x + tilt[1] * y
+    phase = rng.uniform(0, 2 * np.pi, 2)
+    bend = rng.uniform(0, 0.02)
+    bent_x = x + bend * np.sin(9 * y + phase[0])
+    bent_y = y + bend * np.sin(9 * x + phase[1])
+    offset = rng.uniform(-0.25, 0.25, 2) * periods if centred else rng.uniform(0, 1, 2)
+    u = (np.cos(angle) * bent_x - np.sin(angle) * bent_y) * periods / depth + offset[0]
+    v = (np.sin(angle) * bent_x + np.cos(angle) * bent_y) * periods / depth + offset[1]
+    return u.astype(np.float32), v.astype(np.float32)
+
+
+def _two_colours(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Two colours that differ enough to be told apart."""
+    while True:
+        colours = rng.uniform(10, 245, (2, 3)).astype(np.float32)
+        if abs(float((colours[1] - colours[0]) @ (0.3, 0.59, 0.11))) > 60:  # luma of ITU-R BT.601
+            return colours[0], colours[1]
+
+
+def _clutter(image: np.ndarray, x: Field, y: Field, rng: np.random.Generator) -> np.ndarray:
+    """Up to three discs and bars of other colours in front."""
+    for _ in range(rng.integers(0, 4)):
+        centre, size, angle = rng.uniform(-0.6, 0.6, 2), rng.uniform(0.05, 0.16), rng.uniform(0, np.pi)
+        along = np.cos(angle) * (x - centre[0]) + np.sin(angle) * (y - centre[1])
+        across = np.sin(angle) * (x - centre[0]) - np.cos(angle) * (y - centre[1])
+        inside = np.hypot(along, across) < size if rng.random() < 0.5 else (abs(across) < size / 4) & (abs(along) < 0.6)
+        image = np.where(inside[..., None], rng.uniform(0, 255, 3).astype(np.float32), image)
+    return image
+
+
+def make_samples(
+    folder: Path, num_train: int = NUM_TRAIN, num_val: int = NUM_VAL, seed: int = 0, num_threads: int = 0
+) -> bool:
+    """Write the sample set into `folder` as train/CLASS/*.jpg and val/CLASS/*.jpg; raises DataError.
+
+    The same numbers and seed give the same files. Returns False, having done nothing, if the set is there already.
+    """
+    if num_train < 1 or num_val < 1:
+        raise DataError(f"{num_train} training and {num_val} validation images a class; give at least 1 of each")
+    description = {"version": _VERSION, "num_train": num_train, "num_val": num_val, "seed": seed}
+    if folder.exists():
+        marker = folder / _MARKER
+        if marker.is_file() and json.loads(marker.read_text()) == description:
+            return False
+        if not folder.is_dir() or any(folder.iterdir()):
+            raise DataError(f"{folder} holds something else than this sample set; remove it or choose another folder")
+    jobs = [
+        (split, pattern, i)
+        for split, count in (("train", num_train), ("val", num_val))
+        for pattern in PATTERNS
+        for i in range(count)
+    ]
+    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+
+    def write(job: tuple[str, str, int]) -> None:
+        split, pattern, i = job
+        rng = np.random.default_rng([seed, split == "val", list(PATTERNS).index(pattern), i])
+        path = partial / split / pattern / f"{i:04}.jpg"
+        draw(pattern, rng).save(path, quality=int(rng.integers(80, 96)))
+
+    try:
+        for split in ("train", "val"):
+            for pattern in PATTERNS:
+                (partial / split / pattern).mkdir(parents=True)
+        for _ in map_in_order(write, jobs, len(jobs), "drawing the sample set", num_threads):
+            pass
+        (partial / _MARKER).write_text(json.dumps(description))
+        if folder.exists():
+            folder.rmdir()
+        partial.rename(folder)  # all or nothing
+    except OSError as error:
+        raise DataError(
+            f"{folder}: the sample set cannot be written ({error.strerror}); free space or choose another folder"
+        ) from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return True
