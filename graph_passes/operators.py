@@ -97,6 +97,11 @@ def channel_axis(layout: str) -> int:
     return layout.index("C")
 
 
+def is_relu(node: Node) -> bool:
+    """Gluon and Symbol write a ReLU as Activation, `mx.sym.relu` as an operator of its own."""
+    return node.op == "relu" or (node.op == "Activation" and node["act_type"] == "relu")
+
+
 def infer_node_shapes(node: Node, inputs: list[Shape | None]) -> tuple[Shapes, Shapes]:
     """Complete the shapes of a node's inputs and give those of its outputs. Raises GraphError, naming the node."""
     operator = OPERATORS.get(node.op)

@@ -1,0 +1,11 @@
+"""Passes: pure functions from a graph to a graph, one a file. Only `precision` passes change what is computed."""
+
+from graph_passes.passes.add_relu import add_relu
+from graph_passes.passes.bn_add_relu import bn_add_relu
+from graph_passes.passes.bn_relu import bn_relu
+from graph_passes.passes.fold_bn import fold_bn, fold_bn_params
+from graph_passes.passes.gradient import gradient, gradient_add, output_names
+from graph_passes.passes.layout import layout, weight_layouts
+from graph_passes.passes.unfuse import unfuse
+
+__all__ = ["add_relu", "bn_add_relu", "bn_relu", "fold_bn", "fold_bn_params", "gradient", "gradient_add", "layout", "output_names", "unfuse", "weight_layouts"]

@@ -1,0 +1,81 @@
+"""Inference: a BatchNorm folded into the convolution before it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from graph_passes.graph import VARIABLE, Graph, Node, Ref
+from graph_passes.operators import channel_axis
+
+Arrays = Mapping[str, np.ndarray]
+
+
+def fold_bn(graph: Graph) -> Graph:
+    """Let a convolution with a bias compute what it and the BatchNorm behind it compute in inference.
+
+        before    x, weight -> Convolution `conv` -> BatchNorm (gamma, beta, mean, var)
+        after     x, weight, bias -> Convolution `conv_folded`
+
+    Of a fused BatchNorm, the ReLU (and the sum) remain. Not for training. The folded graph needs other values of the
+    weights and biases: `fold_bn_params`.
+    """
+
+    def fold(node: Node) -> Sequence[Node] | None:
+        conv = _convolution_before(graph, node)
+        if conv is None:
+            return None
+        bias = [] if len(conv.inputs) == 3 else [Node(VARIABLE, _bias_name(graph, conv))]
+        inputs = (*conv.inputs[:2], Ref(_bias_name(graph, conv)))
+        folded = conv.replace(name=graph.unused_name(f"{conv.name}_folded"), inputs=inputs)
+        result = [*bias, folded.with_attrs(no_bias=False)]
+        if node.op == "BatchNormRelu":
+            result.append(Node("Activation", node.name, (Ref(folded.name),), {"act_type": "relu"}))
+        elif node.op == "BatchNormAddRelu":
+            result.append(Node("AddRelu", node.name, (Ref(folded.name), node.inputs[5])))
+        return result
+
+    return graph.rewrite(fold)
+
+
+def fold_bn_params(graph: Graph, params: Arrays, aux: Arrays) -> dict[str, np.ndarray]:
+    """The parameters of `fold_bn(graph)`, from those of `graph` (weights OIHW or OHWI, as they come).
+
+    weight' = weight * scale, bias' = (bias - mean) * scale + beta, scale = gamma / sqrt(var + eps), in float64.
+    """
+    values = dict(params)
+    for node in graph:
+        conv = _convolution_before(graph, node)
+        if conv is None:
+            continue
+        gamma, beta = (params[ref.node].astype(np.float64) for ref in node.inputs[1:3])
+        mean, var = (aux[ref.node].astype(np.float64) for ref in node.inputs[3:5])
+        scale = (1.0 if node["fix_gamma"] else gamma) / np.sqrt(var + node["eps"])
+        weight, bias = conv.inputs[1].node, _bias_name(graph, conv)
+        dtype = params[weight].dtype
+        old_bias = params[bias] if len(conv.inputs) == 3 else 0.0
+        values[weight] = (params[weight] * scale[:, None, None, None]).astype(dtype)
+        values[bias] = ((old_bias - mean) * scale + beta).astype(dtype)
+    kept = set(fold_bn(graph).variables)
+    return {name: value for name, value in values.items() if name in kept}
+
+
+def _convolution_before(graph: Graph, node: Node) -> Node | None:
+    """The convolution that can swallow this node, if it is a BatchNorm over the channels of one that it alone reads."""
+    if node.op not in ("BatchNorm", "BatchNormRelu", "BatchNormAddRelu") or _reads_statistics(graph, node):
+        return None
+    conv = graph.only_used_by_one(node.inputs[0], "Convolution")
+    if conv is None or node["axis"] % 4 != channel_axis(conv["layout"]):
+        return None
+    shared = any(len(graph.consumers[ref]) > 1 or not graph[ref.node].is_variable for ref in conv.inputs[1:])
+    return None if shared else conv
+
+
+def _reads_statistics(graph: Graph, node: Node) -> bool:
+    statistics = [Ref(node.name, 1), Ref(node.name, 2)]
+    return any(ref in graph.outputs or ref in graph.consumers for ref in statistics)
+
+
+def _bias_name(graph: Graph, conv: Node) -> str:
+    return conv.inputs[2].node if len(conv.inputs) == 3 else graph.unused_name(f"{conv.name}_bias")

@@ -1,0 +1,120 @@
+"""The memory layout of images: NHWC (channels last) to NCHW (channels first) and back."""
+
+from __future__ import annotations
+
+import ast
+
+from graph_passes.errors import GraphError
+from graph_passes.graph import Graph, Node, Ref
+from graph_passes.operators import channel_axis
+
+_AXES = {"NCHW": (0, 3, 1, 2), "NHWC": (0, 2, 3, 1)}  # transpose to this layout from the other one; weights likewise
+_BATCH_NORMS = ("BatchNorm", "BatchNormRelu", "BatchNormAddRelu")
+_ELEMENTWISE = ("Activation", "relu", "elemwise_add", "AddRelu", "clip", "_copy", "BlockGrad")
+
+
+def layout(graph: Graph, to: str) -> Graph:
+    """Convert convolutions, poolings and batch norms to the layout `to`, "NCHW" or "NHWC".
+
+        before    data (NHWC) -> Convolution(layout=NHWC), weight OHWI -> BatchNorm(axis=3) -> ... -> Pooling(NHWC)
+        after     data (NHWC) -> transpose -> Convolution(layout=NCHW), weight OIHW -> BatchNorm(axis=1) -> ...
+
+    The inputs keep their layout; the weights change theirs (`weight_layouts` tells which is which). Elementwise
+    operators follow their inputs, and a tensor of one pixel (after global pooling) needs no conversion to be flattened,
+    so that a residual network gets one transpose, at its data. Anything else gets its input in the layout that it had.
+    """
+    if to not in _AXES:
+        raise GraphError(f"there is no layout '{to}': choose {' or '.join(_AXES)}")
+    return _Conversion(graph, to).run()
+
+
+def weight_layouts(graph: Graph) -> dict[str, str]:
+    """Layout of every variable that is a convolution's weight, by name: "OIHW" or "OHWI"."""
+    return {
+        node.inputs[1].node: "OIHW" if node["layout"] == "NCHW" else "OHWI"
+        for node in graph
+        if node.op == "Convolution" and graph[node.inputs[1].node].is_variable
+    }
+
+
+class _Conversion:
+    """One run of the pass: knows for every tensor in which layouts it exists already."""
+
+    def __init__(self, graph: Graph, to: str) -> None:
+        self.graph = graph
+        self.to, self.origin = to, next(name for name in _AXES if name != to)
+        self.nodes: list[Node] = []
+        self.converted: dict[Ref, Ref] = {}  # tensor of the graph -> the same in the layout `to`
+        self.restored: dict[Ref, Ref] = {}  # tensor that exists only converted -> the same in its original layout
+        self.one_pixel: set[Ref] = set()  # converted tensors of height and width 1
+
+    def run(self) -> Graph:
+        for node in self.graph:
+            self.nodes.append(self._rebuild(node))
+        outputs = [self._original(ref) for ref in self.graph.outputs]
+        return Graph(self.nodes, outputs, self.graph.attrs)
+
+    def _rebuild(self, node: Node) -> Node:
+        if node.is_variable:
+            return self._weight(node) if self._is_weight(node) else node
+        result = Ref(node.name)
+        is_converted = [ref in self.converted for ref in node.inputs]
+        if node.op in ("Convolution", "Pooling") and node["layout"] == self.origin:
+            inputs = (*map(self._convert, node.inputs[:2]), *node.inputs[2:])  # data and weight, but not the bias
+            self.converted[result] = result
+            if node.op == "Pooling" and node["global_pool"]:
+                self.one_pixel.add(result)
+            return node.with_attrs(layout=self.to).replace(inputs=inputs)
+        if node.op in _BATCH_NORMS and is_converted[0] and node["axis"] % 4 == channel_axis(self.origin):
+            inputs = (self._convert(node.inputs[0]), *node.inputs[1:5], *map(self._convert, node.inputs[5:]))
+            self.converted[result] = result
+            return node.with_attrs(axis=channel_axis(self.to)).replace(inputs=inputs)
+        if node.op in _ELEMENTWISE and any(is_converted):
+            self.converted[result] = result
+            if all(ref in self.one_pixel for ref in node.inputs):
+                self.one_pixel.add(result)
+            return node.replace(inputs=tuple(self._convert(ref) for ref in node.inputs))
+        flattens = node.op == "Flatten" or (node.op == "FullyConnected" and node["flatten"])
+        if flattens and node.inputs[0] in self.one_pixel:
+            return node
+        return node.replace(inputs=tuple(self._original(ref) for ref in node.inputs))
+
+    def _is_weight(self, variable: Node) -> bool:
+        """Is it the weight of convolutions that are converted, and nothing else?"""
+        ref = Ref(variable.name)
+        readers = self.graph.consumers.get(ref, ())
+        return ref not in self.graph.outputs and all(
+            node.op == "Convolution" and node["layout"] == self.origin and node.inputs.index(ref) == 1
+            for node in readers
+        )
+
+    def _weight(self, variable: Node) -> Node:
+        """The weight in its new layout: the caller converts the values, here only a shape hint changes."""
+        self.converted[Ref(variable.name)] = Ref(variable.name)
+        shape = ast.literal_eval(variable.attrs.get("__shape__", "()"))
+        if len(shape) != 4:
+            return variable
+        return variable.with_attrs(__shape__=str(tuple(shape[axis] for axis in _AXES[self.to])))
+
+    def _convert(self, ref: Ref) -> Ref:
+        """The tensor in the new layout, through a transpose where it does not exist in it yet."""
+        if ref not in self.converted:
+            source = self.graph[ref.node]
+            if source.op == "transpose" and source["axes"] == _AXES[self.origin]:
+                self.converted[ref] = self._original(source.inputs[0])  # it was in the new layout before that
+            else:
+                self.converted[ref] = self._transpose(ref, self.to)
+        return self.converted[ref]
+
+    def _original(self, ref: Ref) -> Ref:
+        """The tensor in the layout that it has in the graph."""
+        if self.converted.get(ref) != ref:
+            return ref
+        if ref not in self.restored:
+            self.restored[ref] = self._transpose(ref, self.origin)
+        return self.restored[ref]
+
+    def _transpose(self, ref: Ref, to: str) -> Ref:
+        name = self.graph.unused_name(f"{ref.node}_{to.lower()}")
+        self.nodes.append(Node("transpose", name, (ref,), {"axes": _AXES[to]}))
+        return Ref(name)

@@ -1,0 +1,30 @@
+"""The fused operators back to MXNet's own, for an executor that knows only those."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from graph_passes.graph import Graph, Node, Ref
+
+_STOCK = {"BatchNormRelu": "BatchNorm", "BatchNormAddRelu": "BatchNorm", "AddRelu": "elemwise_add"}
+
+
+def unfuse(graph: Graph) -> Graph:
+    """Undo `add_relu`, `bn_relu` and `bn_add_relu`; the ReLU takes the fused operator's name.
+
+        before    x, ..., shortcut -> BatchNormAddRelu `r`
+        after     x, ... -> BatchNorm `r_bn` -> elemwise_add `r_add` (with shortcut) -> Activation(relu) `r`
+    """
+
+    def expand(node: Node) -> Sequence[Node] | None:
+        if node.op not in _STOCK:
+            return None
+        nodes: list[Node] = []
+        if node.op != "AddRelu":
+            nodes.append(Node("BatchNorm", graph.unused_name(f"{node.name}_bn"), node.inputs[:5], node.attrs))
+        if node.op != "BatchNormRelu":
+            terms = (Ref(nodes[-1].name), node.inputs[5]) if nodes else node.inputs
+            nodes.append(Node("elemwise_add", graph.unused_name(f"{node.name}_add"), terms))
+        return [*nodes, Node("Activation", node.name, (Ref(nodes[-1].name),), {"act_type": "relu"})]
+
+    return graph.rewrite(expand)
