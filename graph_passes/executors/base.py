@@ -1,0 +1,138 @@
+"""The interface that all executors share, and the function that makes one.
+
+    executor = create_executor("mxnet", graph, {"data": (32, 64, 64, 3), "softmax_label": (32,)})
+    executor.set_params(params, aux)
+    executor.forward_backward(data, label)         # gradients in executor.grads
+    print(executor.read_metrics())
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from graph_passes.errors import GraphError
+from graph_passes.graph import Graph
+from graph_passes.operators import Shape
+from graph_passes.passes.layout import weight_layouts
+
+Arrays = dict[str, np.ndarray]
+TOP_K = 5  # of the second accuracy, as ImageNet's
+
+
+class Metrics(NamedTuple):
+    """Sums over images: cross entropy (nats, with the network's label smoothing), hits among the best 1 and 5."""
+
+    loss_sum: float
+    top1: int
+    top5: int
+    count: int
+
+
+class Executor(ABC):
+    """Runs one graph for one set of input shapes on one device. docs/interfaces.md describes the members.
+
+    `params`, `aux` and `grads` are live arrays in this executor's own layout; the canonical layout of a convolution's
+    weight is OHWI.
+    """
+
+    params: dict[str, Any]
+    aux: dict[str, Any]
+    grads: dict[str, Any]
+
+    def __init__(self, graph: Graph, shapes: Mapping[str, Sequence[int]]) -> None:
+        """`graph` is the one that is run, after all passes. Raises GraphError for shapes that no tensor has."""
+        for name, shape in shapes.items():
+            if not shape or min(shape) < 1:
+                raise GraphError(f"the input '{name}' has the shape {tuple(shape)}: every dimension must be at least 1")
+        self.graph = graph
+        self.input_shapes: dict[str, Shape] = {name: tuple(shape) for name, shape in shapes.items()}
+        self._weight_layouts = weight_layouts(graph)
+
+    # --- parameters ---
+
+    def to_canonical(self, name: str, array: Any) -> np.ndarray:
+        """A parameter, its gradient or its momentum from this executor's layout to the canonical one."""
+        array = np.asarray(array.asnumpy() if hasattr(array, "asnumpy") else array)
+        return np.ascontiguousarray(array.transpose(0, 2, 3, 1)) if self._is_oihw(name) else array
+
+    def from_canonical(self, name: str, array: np.ndarray) -> np.ndarray:
+        """The inverse of `to_canonical`."""
+        return np.ascontiguousarray(np.asarray(array).transpose(0, 3, 1, 2)) if self._is_oihw(name) else array
+
+    def _is_oihw(self, name: str) -> bool:
+        return self._weight_layouts.get(name) == "OIHW"
+
+    def set_params(self, params: Mapping[str, np.ndarray], aux: Mapping[str, np.ndarray]) -> None:
+        """Copy canonical values in. Raises GraphError for a missing, unknown or wrongly shaped array; then none is set.
+        """
+        for kind, given, own in (("parameter", params, self.params), ("running statistic", aux, self.aux)):
+            for name in sorted(own.keys() ^ given.keys()):
+                fault = "is missing" if name in own else "does not belong to this network"
+                raise GraphError(f"the {kind} '{name}' {fault}: the values are those of another network")
+            for name, value in given.items():
+                shape = tuple(self.from_canonical(name, value).shape) if np.ndim(value) in (0, 1, 2, 4) else None
+                if shape != tuple(own[name].shape):
+                    wanted = self.to_canonical(name, np.empty(own[name].shape, np.bool_)).shape
+                    raise GraphError(f"the {kind} '{name}' has shape {np.shape(value)}, this network needs {wanted}: "
+                                     "the values are those of another network or image format")
+        for given, own in ((params, self.params), (aux, self.aux)):
+            for name, value in given.items():
+                own[name][:] = self.from_canonical(name, value)
+
+    def get_params(self) -> tuple[Arrays, Arrays]:
+        """Canonical copies of all parameters and running statistics."""
+        self.synchronize()
+        params = {name: self.to_canonical(name, array).copy() for name, array in self.params.items()}
+        return params, {name: self.to_canonical(name, array).copy() for name, array in self.aux.items()}
+
+    # --- running ---
+
+    @abstractmethod
+    def forward_backward(self, data: Any, label: Any, accumulate: bool = False) -> None:
+        """One training pass over a batch: gradients of the mean loss in `grads` (added to what is there if
+        `accumulate`), running statistics in `aux`, metrics. Asynchronous where the device is."""
+
+    @abstractmethod
+    def forward(self, data: Any, label: Any = None) -> Any:
+        """Inference with running statistics. Returns class probabilities (N, classes) as an array of the device, which
+        the next call may overwrite. With a label, adds to the metrics."""
+
+    @abstractmethod
+    def evaluate(self, data: Any, label: Any, num_valid: int) -> None:
+        """Inference that only adds to the metrics; images from index `num_valid` on do not count."""
+
+    @abstractmethod
+    def read_metrics(self) -> Metrics:
+        """What has been counted since the last read, over training and inference; waits for the device."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until everything asked for is done."""
+
+
+def create_executor(
+    name: str, graph: Graph, shapes: Mapping[str, Sequence[int]], device: str = "cpu(0)", **options: Any
+) -> Executor:
+    """An executor of a training graph for input shapes such as {"data": (32, 224, 224, 3), "softmax_label": (32,)}.
+
+    name     "mxnet": any CPU, and GPUs that stock MXNet supports; "reference": NumPy
+    device   "cpu(0)" or "gpu(1)"
+    options  those of the executor's class
+
+    Raises GraphError for an unknown name or device, and for whatever the executor cannot run.
+    """
+    if name == "mxnet":
+        from graph_passes.executors.mxnet import MXNetExecutor
+
+        return MXNetExecutor(graph, shapes, device, **options)
+    if name == "reference":
+        from graph_passes.executors.reference import ReferenceExecutor
+
+        return ReferenceExecutor(graph, shapes, device, **options)
+    if name == "cuda":
+        raise GraphError("the executor 'cuda' is not part of this version yet: use --executor mxnet")
+    raise GraphError(f"there is no executor '{name}': choose mxnet or reference")

@@ -1,0 +1,136 @@
+"""The executor on stock MXNet: any CPU, and the GPUs that MXNet 1.9.1 has machine code for (up to sm_89).
+
+The fused operators are expanded to MXNet's own, on the CPU the graph is converted to NCHW (MXNet's CPU convolution
+knows no NHWC), and the Symbol is bound once. Equal inputs give equal bits in every run on one machine and thread count.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from graph_passes.errors import GraphError
+from graph_passes.executors.base import TOP_K, Executor, Metrics
+from graph_passes.graph import Graph, Node
+from graph_passes.passes import layout, unfuse
+from mxnet_compat import mx
+
+Array = Any  # mx.nd.NDArray; MXNet has no type stubs
+
+
+class MXNetExecutor(Executor):
+    """See `base.Executor`; arrays are mx.nd, fp32."""
+
+    def __init__(self, graph: Graph, shapes: Mapping[str, Sequence[int]], device: str = "cpu(0)") -> None:
+        self._context = _context(device)
+        graph = unfuse(graph)
+        super().__init__(layout(graph, "NCHW") if self._context.device_type == "cpu" else graph, shapes)
+        symbol = mx.sym.load_json(self.graph.to_json())
+        arguments, aux = _infer_shapes(symbol, self.input_shapes)
+        zeros = {name: mx.nd.zeros(shape, ctx=self._context) for name, shape in {**arguments, **aux}.items()}
+        self._inputs = {name: zeros[name] for name in self.input_shapes}
+        self.params = {name: zeros[name] for name in arguments if name not in self._inputs}
+        self.aux = {name: zeros[name] for name in aux}
+        self.grads = {name: mx.nd.zeros(array.shape, ctx=self._context) for name, array in self.params.items()}
+        self._symbol = symbol
+        self._executor = self._bind("write")
+        self._accumulating: Any = None  # the same Symbol, bound to add to the gradients; made when first asked for
+        self._loss = _loss_node(self.graph)
+        self._totals = mx.nd.zeros(4, dtype="float64", ctx=self._context)  # the fields of Metrics
+
+    def forward_backward(self, data: Array, label: Array, accumulate: bool = False) -> None:
+        if self._loss is None:
+            raise GraphError("the graph does not end in SoftmaxOutput: without a loss there is nothing to train")
+        if accumulate and self._accumulating is None:
+            self._accumulating = self._bind("add", shared=self._executor)
+        executor = self._accumulating if accumulate else self._executor
+        self._copy_in(data=data, softmax_label=label)
+        executor.forward(is_train=True)
+        executor.backward()
+        self._count(executor.outputs[0], label.shape[0])
+
+    def forward(self, data: Array, label: Array | None = None) -> Array:
+        given = {"data": data} if label is None else {"data": data, "softmax_label": label}
+        self._copy_in(**given)
+        probabilities = self._executor.forward(is_train=False)[0]
+        if label is not None:
+            self._count(probabilities, label.shape[0])
+        return probabilities
+
+    def evaluate(self, data: Array, label: Array, num_valid: int) -> None:
+        self._copy_in(data=data, softmax_label=label)
+        self._count(self._executor.forward(is_train=False)[0], num_valid)
+
+    def read_metrics(self) -> Metrics:
+        loss_sum, top1, top5, count = self._totals.asnumpy()
+        self._totals[:] = 0
+        return Metrics(float(loss_sum), int(top1), int(top5), int(count))
+
+    def synchronize(self) -> None:
+        mx.nd.waitall()
+
+    def _bind(self, grad_req: str, shared: Any = None) -> Any:
+        """Bind the Symbol to this executor's arrays; `shared` lends the memory of its intermediate results."""
+        requests = dict.fromkeys(self.params, grad_req) | dict.fromkeys(self._inputs, "null")
+        arguments = {**self.params, **self._inputs}
+        return self._symbol.bind(self._context, arguments, self.grads, requests, self.aux, shared_exec=shared)
+
+    def _copy_in(self, **arrays: Array) -> None:
+        for name, array in arrays.items():
+            bound = self._inputs[name]
+            if array.shape != bound.shape:
+                raise GraphError(f"'{name}' has the shape {array.shape}, but the executor was made for {bound.shape}: "
+                                 "make one for each batch and image size")
+            bound[:] = array
+
+    def _count(self, probabilities: Array, num_valid: int) -> None:
+        """Add the first `num_valid` images of the batch to the metrics. Asynchronous."""
+        if not num_valid:
+            return
+        assert self._loss is not None
+        probabilities = probabilities[:num_valid]
+        label = self._inputs["softmax_label"][:num_valid]
+        classes, smoothing = probabilities.shape[1], self._loss["smooth_alpha"]
+        # Not below the smallest normal number: a probability that underflowed costs 87 nats, not an infinity.
+        log_p = mx.nd.log(mx.nd.maximum(probabilities, 1.2e-38))
+        hit = mx.nd.pick(log_p, label)
+        loss = (1 - smoothing) * hit
+        if smoothing:
+            loss = loss + smoothing / (classes - 1) * (log_p.sum(axis=1) - hit)
+        best = mx.nd.topk(probabilities, k=min(TOP_K, classes), axis=1) == label.reshape((-1, 1))
+        sums = [-loss.sum(), best[:, 0].sum(), best.sum(), mx.nd.full(1, num_valid, ctx=self._context)]
+        self._totals += mx.nd.concat(*sums, dim=0).astype("float64")
+
+
+def _context(device: str) -> Any:
+    match = re.fullmatch(r"(cpu|gpu)(?:\((\d+)\))?", device)
+    if not match:
+        raise GraphError(f"there is no device '{device}': write cpu(0), gpu(0), gpu(1) ...")
+    kind, number = match[1], int(match[2] or 0)
+    if kind == "gpu" and number >= mx.context.num_gpus():
+        raise GraphError(f"MXNet finds {mx.context.num_gpus()} GPUs here, so {device} cannot be used: use --device cpu")
+    return mx.Context(kind, number)
+
+
+def _infer_shapes(symbol: Any, inputs: Mapping[str, Sequence[int]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Shapes of arguments and running statistics by name."""
+    for name in inputs:
+        if name not in symbol.list_arguments():
+            raise GraphError(f"the graph has no input '{name}': give shapes for its inputs only")
+    try:
+        arguments, _, aux = symbol.infer_shape(**inputs)
+    except mx.base.MXNetError as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise GraphError(f"the input shapes {dict(inputs)} do not fit the graph: {reason}") from None
+    if arguments is None:
+        raise GraphError(f"the input shapes {dict(inputs)} leave others unknown: give the shapes of all inputs")
+    return (
+        dict(zip(symbol.list_arguments(), arguments, strict=True)),
+        dict(zip(symbol.list_auxiliary_states(), aux, strict=True)),
+    )
+
+
+def _loss_node(graph: Graph) -> Node | None:
+    node = graph[graph.outputs[0].node]
+    return node if node.op == "SoftmaxOutput" else None
