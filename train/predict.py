@@ -9,7 +9,7 @@ import io
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -23,7 +23,7 @@ from rich.table import Table
 from graph_passes import Graph
 from graph_passes.executors import create_executor
 from pipelines import MEAN, STD, load_images
-from train import checkpoint, cli, files
+from train import checkpoint, cli, devices, files
 from train.errors import TrainError
 from train.model import resnet
 
@@ -44,6 +44,10 @@ class PredictOptions:
     """Images in one forward pass."""
     on_bad_image: Literal["error", "skip"] = "error"
     """What to do with a file that is no readable image."""
+    device: Literal["auto", "cpu", "gpu"] = "auto"
+    """Where to compute, as in training."""
+    executor: Literal["auto", "mxnet", "reference", "cuda"] = "auto"
+    """What computes, as in training."""
 
 
 @dataclass(frozen=True)
@@ -88,11 +92,13 @@ def predict(options: PredictOptions) -> list[Prediction]:
     trained = checkpoint.load(checkpoint.find(options.checkpoint, prefer_best=True))
     size = trained.config.image_size
     batch_size = min(options.batch_size, len(options.images))
-    batches = load_images(options.images, size, batch_size, on_bad_image=options.on_bad_image)
+    placement = devices.choose(replace(trained.config, device=options.device, executor=options.executor), local_rank=0)
+    loader_device = placement.device.partition("(")[0]
+    batches = load_images(options.images, size, batch_size, device=loader_device, on_bad_image=options.on_bad_image)
 
     graph = Graph.from_json(resnet(trained.config.depth, trained.num_classes).tojson())
     shapes = {"data": (batch_size, size, size, 3), "softmax_label": (batch_size,)}
-    executor = create_executor("mxnet", graph, shapes=shapes, device="cpu(0)")
+    executor = create_executor(placement.executor, graph, shapes, placement.device)
     executor.set_params(trained.params, trained.aux)
     predictions = []
     for batch in batches:
@@ -119,7 +125,8 @@ def _table(predictions: Sequence[Prediction]) -> Table:
         for rank, guess in enumerate(prediction.guesses):
             bar = "━" * round(20 * guess.probability)
             style = "bold" if rank == 0 else "dim"
-            table.add_row(str(prediction.file) if rank == 0 else "", guess.name, f"{guess.probability:6.1%} {bar}", style=style)
+            file = str(prediction.file) if rank == 0 else ""
+            table.add_row(file, guess.name, f"{guess.probability:6.1%} {bar}", style=style)
         table.add_row()
     return table
 

@@ -1,0 +1,184 @@
+"""Export of a trained network: ONNX, or MXNet's own Symbol JSON and .params.
+
+    python -m train export --checkpoint runs/my-run --onnx resnet50.onnx
+    python -m train export --symbol resnet50.json                 # a network without weights, for graph_passes show
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from graph_passes import Graph, Ref, passes
+from graph_passes.executors import create_executor
+from mxnet_compat import mx
+from pipelines import MEAN, STD, LoaderConfig
+from train import checkpoint, cli, files, onnx_writer
+from train.checkpoint import Checkpoint
+from train.errors import TrainError
+from train.model import resnet
+
+# Largest difference allowed between the probabilities of ONNX Runtime and of our executor. Both compute in fp32, in
+# another order; 1e-4 is far above what that makes (about 1e-6) and far below what a wrong weight makes.
+TOLERANCE = 1e-4
+
+Arrays = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    checkpoint: str = ""
+    """Run folder or checkpoint file of the trained network; of a run folder, its best checkpoint."""
+    onnx: str = ""
+    """ONNX file to write: input `data` float32 (N, 3, H, W), RGB, output `probabilities` (N, classes), BatchNorm folded
+    into the convolutions; checked with ONNX Runtime. Its metadata says how to prepare an image."""
+    symbol: str = ""
+    """Symbol JSON file to write: the network for `python -m graph_passes show --symbol` and for MXNet to load."""
+    params: str = ""
+    """MXNet parameter file to write, for the Symbol of the same --layout."""
+    layout: Literal["NHWC", "NCHW"] = "NHWC"
+    """Memory layout of --symbol and --params; stock MXNet on a CPU needs NCHW."""
+    depth: Literal[18, 34, 50, 101, 152] = 50
+    """Depth of the ResNet for --symbol without a checkpoint."""
+    num_classes: int = 1000
+    """Its number of classes."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """The command `python -m train export`. Raises TrainError for a user's mistake."""
+    options = cli.parse(ExportOptions, arguments, command="export")
+    if not (options.onnx or options.symbol or options.params):
+        raise TrainError("nothing to export: give --onnx FILE, --symbol FILE or --params FILE")
+    if (options.onnx or options.params) and not options.checkpoint:
+        wanted = "--onnx" if options.onnx else "--params"
+        raise TrainError(f"{wanted} needs trained weights: give --checkpoint with a run folder or a checkpoint file")
+    trained = checkpoint.load(checkpoint.find(options.checkpoint, prefer_best=True)) if options.checkpoint else None
+    if options.onnx:
+        assert trained
+        model, difference = export_onnx(trained)
+        files.write(Path(options.onnx), model)
+        size = trained.config.image_size
+        print(
+            f"{options.onnx}: {trained.network}, input data float32 (N, 3, {size}, {size}), output probabilities; "
+            f"largest difference between ONNX Runtime and this program: {difference:.1e}"
+        )
+    graph, params = network(trained, options)
+    if options.symbol:
+        files.write(Path(options.symbol), graph.to_json().encode())
+        print(f"{options.symbol}: {len(graph)} nodes, {options.layout}")
+    if options.params:
+        files.write(Path(options.params), mxnet_params(params))
+        print(f"{options.params}: {len(params)} arrays, {options.layout}")
+
+
+def network(trained: Checkpoint | None, options: ExportOptions) -> tuple[Graph, Arrays]:
+    """The network of a checkpoint, or one without weights, in the layout asked for.
+
+    Returns the graph and its arrays under MXNet's names in parameter files, `arg:<name>` and `aux:<name>`.
+    """
+    if trained:
+        symbol = resnet(trained.config.depth, trained.num_classes)
+    elif options.num_classes < 1:
+        raise TrainError(f"--num-classes {options.num_classes} must be at least 1")
+    else:
+        symbol = resnet(options.depth, options.num_classes)
+    graph = Graph.from_json(symbol.tojson())
+    params, aux = (trained.params, trained.aux) if trained else ({}, {})
+    if options.layout == "NCHW":
+        graph = channels_first(graph)
+        params = in_layout(graph, params)
+    return graph, {f"arg:{name}": array for name, array in params.items()} | {
+        f"aux:{name}": array for name, array in aux.items()
+    }
+
+
+def channels_first(graph: Graph) -> Graph:
+    """The graph in NCHW throughout, its input `data` too: (N, C, H, W) instead of (N, H, W, C)."""
+    graph = passes.layout(graph, "NCHW")
+    transposed = {
+        Ref(node.name): node.inputs[0] for node in graph if node.op == "transpose" and node.inputs[0] == Ref("data")
+    }
+    nodes = [node.replace(inputs=tuple(transposed.get(ref, ref) for ref in node.inputs)) for node in graph]
+    return Graph(nodes, graph.outputs, graph.attrs)
+
+
+def in_layout(graph: Graph, params: Mapping[str, np.ndarray]) -> Arrays:
+    """Canonical parameters (convolution weights OHWI) in the layout of the graph's convolutions."""
+    layouts = passes.weight_layouts(graph)
+    return {
+        name: np.ascontiguousarray(array.transpose(0, 3, 1, 2)) if layouts.get(name) == "OIHW" else array
+        for name, array in params.items()
+    }
+
+
+def mxnet_params(arrays: Mapping[str, np.ndarray]) -> bytes:
+    """The content of an MXNet parameter file."""
+    with tempfile.TemporaryDirectory() as folder:  # MXNet writes only to files that it opens itself
+        path = Path(folder) / "network.params"
+        mx.nd.save(str(path), {name: mx.nd.array(array, dtype="float32") for name, array in arrays.items()})
+        return path.read_bytes()
+
+
+def export_onnx(trained: Checkpoint) -> tuple[bytes, float]:
+    """An ONNX file of a trained network, checked.
+
+    Returns:
+        The file's content, and the largest absolute difference between the probabilities that ONNX Runtime computes
+        from it and those of our executor.
+
+    Raises:
+        TrainError: onnx or onnxruntime is not installed, or the two disagree by more than TOLERANCE.
+    """
+    try:
+        import onnx
+        import onnxruntime
+    except ImportError as error:
+        raise TrainError(f"export to ONNX needs {error.name}: pip install onnx onnxruntime") from None
+
+    graph = Graph.from_json(resnet(trained.config.depth, trained.num_classes).tojson())
+    size = trained.config.image_size
+    folded = channels_first(passes.fold_bn(graph))
+    params = passes.fold_bn_params(graph, trained.params, trained.aux)
+    model = onnx_writer.to_onnx(folded, in_layout(folded, params), (3, size, size))
+    model.producer_name = "resnet50-mxnet"
+    preparation = {
+        "class_names": json.dumps(trained.class_names),
+        "color_order": "RGB",
+        "input_layout": "NCHW",
+        "resize_shorter": str(max(size, round(size / LoaderConfig.crop_fraction))),
+        "center_crop": str(size),
+        "mean": json.dumps(MEAN),  # of pixels from 0 to 255: data = (pixel - mean) / std
+        "std": json.dumps(STD),
+        "network": trained.network,
+    }
+    onnx.helper.set_model_props(model, preparation)
+    content = model.SerializeToString()
+
+    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+    rng = np.random.default_rng(0)
+    difference = 0.0
+    for batch_size in (1, 3):
+        images_nhwc = rng.standard_normal((batch_size, size, size, 3), dtype=np.float32)
+        ours = _forward(graph, trained, images_nhwc)
+        (theirs,) = session.run(None, {"data": np.ascontiguousarray(images_nhwc.transpose(0, 3, 1, 2))})
+        difference = max(difference, float(np.abs(ours - theirs).max()))
+    if not difference <= TOLERANCE:  # NaN is a disagreement too
+        raise TrainError(
+            f"ONNX Runtime's probabilities differ from this program's by {difference:.1e}, more than {TOLERANCE:.0e}: "
+            "no file was written; please report this"
+        )
+    return content, difference
+
+
+def _forward(graph: Graph, trained: Checkpoint, images: np.ndarray) -> Any:
+    executor = create_executor(
+        "mxnet", graph, shapes={"data": images.shape, "softmax_label": images.shape[:1]}, device="cpu(0)"
+    )
+    executor.set_params(trained.params, trained.aux)
+    return executor.forward(mx.nd.array(images)).asnumpy()
