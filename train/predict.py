@@ -120,10 +120,11 @@ def _plain(prediction: Prediction) -> dict[str, object]:
 
 def _table(predictions: Sequence[Prediction]) -> Table:
     table = Table("image", "class", "probability", box=None, header_style="bold", pad_edge=False)
+    table.columns[0].overflow = table.columns[1].overflow = "fold"  # rather than cutting a file's name off
     table.columns[2].no_wrap = True
     for prediction in predictions:
         for rank, guess in enumerate(prediction.guesses):
-            bar = "━" * round(20 * guess.probability)
+            bar = "━" * round(12 * guess.probability)
             style = "bold" if rank == 0 else "dim"
             file = str(prediction.file) if rank == 0 else ""
             table.add_row(file, guess.name, f"{guess.probability:6.1%} {bar}", style=style)

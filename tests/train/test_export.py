@@ -1,0 +1,193 @@
+"""Exported files, read back by ONNX Runtime and by stock MXNet, give what our executor gives."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from graph_passes import Graph
+from graph_passes.executors import create_executor
+from mxnet_compat import mx
+from train import export, onnx_writer
+from train.checkpoint import Checkpoint, save
+from train.config import Config
+from train.errors import TrainError
+from train.model import init_params, resnet
+
+onnx = pytest.importorskip("onnx")
+onnxruntime = pytest.importorskip("onnxruntime")
+
+NUM_CLASSES, SIZE = 7, 40
+CLASS_NAMES = ["ant", "bee", "cat", "dog", "eel", "fox", "été"]
+
+
+@pytest.fixture(scope="module")
+def trained() -> Checkpoint:
+    """A ResNet-18 whose BatchNorms do something: no parameter and no statistic is 0 or 1."""
+    seed = int(np.random.default_rng().integers(2**32))
+    print(f"seed {seed}")
+    rng = np.random.default_rng(seed)
+    params, aux = init_params(resnet(18, NUM_CLASSES), seed=seed)
+    for name, array in params.items():
+        if name.endswith(("_gamma", "_beta", "_bias")):
+            low = 0.5 if name.endswith("_gamma") else -0.5
+            params[name] = rng.uniform(low, low + 1, array.shape).astype(np.float32)
+    params["classifier_weight"] *= 20  # probabilities far from uniform, or every comparison would pass
+    for name, array in aux.items():
+        low = 0.5 if name.endswith("_var") else -0.5
+        aux[name] = rng.uniform(low, low + 1, array.shape).astype(np.float32)
+    config = Config(depth=18, image_size=SIZE)
+    return Checkpoint(params=params, aux=aux, momenta={}, config=config, class_names=CLASS_NAMES)
+
+
+@pytest.fixture(scope="module")
+def saved(trained: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("run") / "checkpoints" / "best.npz"
+    save(trained, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def images() -> np.ndarray:
+    return np.random.default_rng().standard_normal((5, SIZE, SIZE, 3), dtype=np.float32)
+
+
+@pytest.fixture(scope="module")
+def ours(trained: Checkpoint, images: np.ndarray) -> np.ndarray:
+    graph = Graph.from_json(resnet(18, NUM_CLASSES).tojson())
+    shapes = {"data": images.shape, "softmax_label": images.shape[:1]}
+    executor = create_executor("mxnet", graph, shapes, "cpu(0)")
+    executor.set_params(trained.params, trained.aux)
+    probabilities = executor.forward(mx.nd.array(images)).asnumpy()
+    assert probabilities.max() > 2 / NUM_CLASSES  # the comparisons below can fail
+    return probabilities
+
+
+def test_onnx_of_the_command(
+    saved: Path, images: np.ndarray, ours: np.ndarray, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "new" / "network.onnx"
+    export.main(["--checkpoint", str(saved.parent.parent), "--onnx", str(file)])
+    printed = capsys.readouterr().out
+    assert f"input data float32 (N, 3, {SIZE}, {SIZE})" in printed and "largest difference" in printed
+    model = onnx.load(file)
+    onnx.checker.check_model(model, full_check=True)
+    assert "BatchNormalization" not in {node.op_type for node in model.graph.node}  # folded
+    session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    for count in (1, 5):  # any batch size
+        (theirs,) = session.run(["probabilities"], {"data": images[:count].transpose(0, 3, 1, 2)})
+        # fp32 in another order of summation: 1e-5 is 50 times what was seen
+        np.testing.assert_allclose(theirs, ours[:count], atol=1e-5)
+    meta = session.get_modelmeta().custom_metadata_map
+    assert json.loads(meta["class_names"]) == CLASS_NAMES
+    assert json.loads(meta["mean"]) == [123.675, 116.28, 103.53]
+    assert (meta["resize_shorter"], meta["center_crop"]) == ("46", "40")
+    assert list(file.parent.iterdir()) == [file]
+
+
+def test_a_wrong_model_is_not_written(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(*arguments: object) -> onnx.ModelProto:
+        model = right(*arguments)
+        bias = next(tensor for tensor in model.graph.initializer if tensor.name == "classifier_bias")
+        bias.CopyFrom(onnx.numpy_helper.from_array(np.linspace(0, 1, NUM_CLASSES, dtype=np.float32), bias.name))
+        return model
+
+    right = onnx_writer.to_onnx
+    monkeypatch.setattr(onnx_writer, "to_onnx", wrong)
+    with pytest.raises(TrainError, match="differ from this program's by"):
+        export.main(["--checkpoint", str(saved), "--onnx", str(tmp_path / "network.onnx")])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["resnet18_v1", "resnet18_v2", "mobilenet0.25"])
+def test_onnx_of_graphs_from_the_model_zoo(name: str) -> None:
+    rng = np.random.default_rng()
+    network = mx.gluon.model_zoo.vision.get_model(name, classes=5)
+    network.initialize(mx.init.Xavier(magnitude=8))
+    data = rng.standard_normal((2, 3, 64, 96), dtype=np.float32)  # not square
+    want = mx.nd.softmax(network(mx.nd.array(data))).asnumpy()
+    symbol = mx.sym.softmax(network(mx.sym.Variable("data")))
+    arrays = {key: value.data().asnumpy() for key, value in network.collect_params().items()}
+    model = onnx_writer.to_onnx(Graph.from_json(symbol.tojson()), arrays, data.shape[1:])
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    np.testing.assert_allclose(session.run(None, {"data": data})[0], want, atol=1e-4)  # deep, random, unscaled weights
+
+
+def test_an_operator_without_onnx_form_is_named() -> None:
+    symbol = mx.sym.softmax(mx.sym.Dropout(mx.sym.Variable("data"), name="drop"))
+    with pytest.raises(TrainError, match="operator Dropout of node 'drop' has no ONNX form"):
+        onnx_writer.to_onnx(Graph.from_json(symbol.tojson()), {}, (3, 8, 8))
+    symbol = mx.sym.softmax(mx.sym.Activation(mx.sym.Variable("data"), act_type="tanh", name="squash"))
+    with pytest.raises(TrainError, match="'squash' has act_type=tanh"):
+        onnx_writer.to_onnx(Graph.from_json(symbol.tojson()), {}, (3, 8, 8))
+
+
+def test_stock_mxnet_reads_symbol_and_params(saved: Path, images: np.ndarray, ours: np.ndarray, tmp_path: Path) -> None:
+    prefix = tmp_path / "network"
+    files = ["--symbol", f"{prefix}-symbol.json", "--params", f"{prefix}-0000.params"]
+    export.main(["--checkpoint", str(saved), "--layout", "NCHW", *files])
+    symbol, params, aux = mx.model.load_checkpoint(str(prefix), 0)
+    executor = symbol.simple_bind(mx.cpu(), data=(5, 3, SIZE, SIZE), grad_req="null")
+    executor.copy_params_from(params, aux)
+    images_nchw = mx.nd.array(images.transpose(0, 3, 1, 2))
+    theirs = executor.forward(is_train=False, data=images_nchw)[0].asnumpy()
+    np.testing.assert_allclose(theirs, ours, atol=1e-5)
+
+
+def test_canonical_params_and_symbol(saved: Path, trained: Checkpoint, tmp_path: Path) -> None:
+    files = ["--symbol", str(tmp_path / "s.json"), "--params", str(tmp_path / "p.params")]
+    export.main(["--checkpoint", str(saved), *files])
+    arrays = mx.nd.load(str(tmp_path / "p.params"))
+    assert arrays.keys() == {f"arg:{name}" for name in trained.params} | {f"aux:{name}" for name in trained.aux}
+    for name, value in trained.params.items():
+        np.testing.assert_array_equal(arrays[f"arg:{name}"].asnumpy(), value)
+    assert Graph.load(tmp_path / "s.json") == Graph.from_json(resnet(18, NUM_CLASSES).tojson())
+
+
+def test_symbol_without_a_checkpoint(tmp_path: Path) -> None:
+    export.main(["--symbol", str(tmp_path / "s.json"), "--depth", "34", "--num-classes", "12"])
+    graph = Graph.load(tmp_path / "s.json")
+    assert graph.operators()["Convolution"] == 36
+    assert graph["classifier"]["num_hidden"] == 12
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "nothing to export"),
+        (["--onnx", "x.onnx"], "--onnx needs trained weights"),
+        (["--params", "x.params"], "--params needs trained weights"),
+        (["--onnx", "x.onnx", "--checkpoint", "nowhere"], "nowhere"),
+        (["--symbol", "x.json", "--num-classes", "0"], "--num-classes 0"),
+        (["--symbol", "x.json", "--depth", "20"], "depth 20 is not one of 18, 34, 50, 101, 152"),
+        (["--onxx", "x.onnx"], "did you mean --onnx"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    arguments: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TrainError) as error:
+        export.main(arguments)
+    assert sentence in str(error.value) and "\n" not in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_missing_onnx_is_one_sentence(trained: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(TrainError, match="needs onnxruntime: pip install onnx onnxruntime"):
+        export.export_onnx(trained)
+
+
+def test_unwritable_place_is_one_sentence(saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TrainError, match="cannot write"):
+        export.main(["--checkpoint", str(saved), "--symbol", str(tmp_path / "file" / "s.json")])
+
+

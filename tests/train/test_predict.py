@@ -1,0 +1,160 @@
+"""Prediction: right classes for right files, in every form of output."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from graph_passes import Graph
+from graph_passes.executors import create_executor
+from mxnet_compat import mx
+from pipelines import DataError, load_images
+from train import predict
+from train.checkpoint import Checkpoint, save
+from train.config import Config
+from train.errors import TrainError
+from train.model import init_params, resnet
+from train.predict import Guess, Prediction, PredictOptions
+
+SIZE = 48
+CLASS_NAMES = ["red", "green", "blue", "grey", "a class with a rather long name, as ImageNet has many"]
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose network tells plain colours apart: its classifier is fitted to their features."""
+    symbol = resnet(18, len(CLASS_NAMES))
+    params, aux = init_params(symbol, seed=3)
+    for name in params:
+        if name.endswith("_gamma"):
+            params[name] = np.ones_like(params[name])
+    folder = tmp_path_factory.mktemp("run")
+    colours = [(220, 20, 20), (20, 220, 20), (20, 20, 220), (128, 128, 128)]
+    for colour, name in zip(colours, CLASS_NAMES, strict=False):
+        Image.new("RGB", (80, 60), colour).save(folder / f"{name}.png")
+    features_symbol = symbol.get_internals()["flatten_output"]
+    graph = Graph.from_json(features_symbol.tojson())
+    (batch,) = load_images([folder / f"{name}.png" for name in CLASS_NAMES[:4]], SIZE, 4)
+    executor = create_executor("mxnet", graph, {"data": (4, SIZE, SIZE, 3)}, "cpu(0)")
+    executor.set_params({k: v for k, v in params.items() if not k.startswith("classifier")}, aux)
+    features = executor.forward(batch.data).asnumpy()
+    # Scores of 8 for the right class and 0 for the others: the least-norm solution of the linear equations.
+    centre = features.mean(axis=0)
+    params["classifier_weight"] = np.zeros_like(params["classifier_weight"])
+    params["classifier_weight"][:4] = 8 * np.linalg.pinv(features - centre).T
+    params["classifier_bias"] = (-params["classifier_weight"] @ centre).astype(np.float32)
+    config = Config(depth=18, image_size=SIZE)
+    save(Checkpoint(params, aux, {}, config, CLASS_NAMES), folder / "checkpoints" / "best.npz")
+    return folder
+
+
+def test_classes_and_order(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["blue", "red", "grey", "green", "red"]
+    images = [str(run_folder / f"{name}.png") for name in names]
+    predict.main(["--checkpoint", str(run_folder), "--json", "--batch-size", "2", "--top", "3", *images])
+    printed = json.loads(capsys.readouterr().out)
+    assert [entry["file"] for entry in printed] == images
+    for name, entry in zip(names, printed, strict=True):
+        guesses = entry["predictions"]
+        assert len(guesses) == 3
+        assert guesses[0]["class"] == name
+        assert guesses[0]["index"] == CLASS_NAMES.index(name)
+        assert [g["probability"] for g in guesses] == sorted((g["probability"] for g in guesses), reverse=True)
+        assert guesses[0]["probability"] > 0.5
+
+
+def test_table_names_files_classes_and_probabilities(
+    run_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run_folder)
+    predict.main(["--checkpoint", ".", "green.png"])
+    text = capsys.readouterr().out
+    lines = text.splitlines()
+    assert "green.png" in text
+    for name in CLASS_NAMES[:4]:
+        assert name in text
+    assert sum("%" in line for line in lines) == 5  # top 5
+    assert "\x1b" not in text
+
+
+def test_probabilities_are_those_of_the_executor(run_folder: Path) -> None:
+    file = run_folder / "grey.png"
+    (found,) = predict.predict(PredictOptions(images=(file,), checkpoint=str(run_folder), top=5))
+    trained = predict.checkpoint.load(run_folder / "checkpoints" / "best.npz")
+    graph = Graph.from_json(resnet(18, len(CLASS_NAMES)).tojson())
+    executor = create_executor("mxnet", graph, {"data": (1, SIZE, SIZE, 3), "softmax_label": (1,)}, "cpu(0)")
+    executor.set_params(trained.params, trained.aux)
+    # 128 of 255 in every channel, normalised by hand with the published ImageNet statistics
+    mean, std = np.array([123.675, 116.28, 103.53]), np.array([58.395, 57.12, 57.375])
+    data = np.broadcast_to((128 - mean) / std, (1, SIZE, SIZE, 3)).astype(np.float32)
+    want = executor.forward(mx.nd.array(data)).asnumpy()[0]
+    assert {g.index: pytest.approx(g.probability, abs=1e-4) for g in found.guesses} == dict(enumerate(want))
+    assert (found.picture == 128).all()
+
+
+def test_contact_sheet_shows_every_picture(run_folder: Path, tmp_path: Path) -> None:
+    sheet = tmp_path / "sheet.png"
+    images = [str(run_folder / f"{name}.png") for name in CLASS_NAMES[:3]]
+    predict.main(["--checkpoint", str(run_folder), "--contact-sheet", str(sheet), *images])
+    picture = np.asarray(Image.open(sheet).convert("RGB")).astype(int)
+    for channel in range(3):
+        others = [c for c in range(3) if c != channel]
+        pure = (picture[..., channel] > 200) & (picture[..., others] < 60).all(axis=-1)
+        assert pure.sum() == 224 * 224
+
+
+def test_contact_sheet_cuts_long_names() -> None:
+    guess = Guess("w" * 200, 0, 0.5)
+    prediction = Prediction(Path("n" * 200), [guess] * 3, np.zeros((8, 8, 3), np.uint8))
+    with Image.open(io.BytesIO(predict.contact_sheet([prediction] * 7))) as sheet:
+        assert sheet.width == 6 * 244 + 20
+        # Nothing is written into the gaps between the pictures.
+        gap = np.asarray(sheet.convert("L"))[:, 20 + 224 + 1 : 20 + 244 - 1]
+        assert (gap == 255).all()
+    with pytest.raises(TrainError, match="all images were skipped"):
+        predict.contact_sheet([])
+
+
+def test_broken_images_are_skipped_if_asked_for(run_folder: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.jpg"
+    broken.write_bytes((run_folder / "red.png").read_bytes()[:100])
+    files = (broken, run_folder / "red.png")
+    with pytest.raises(DataError, match=r"broken\.jpg"):
+        predict.predict(PredictOptions(images=files, checkpoint=str(run_folder)))
+    (found,) = predict.predict(PredictOptions(images=files, checkpoint=str(run_folder), on_bad_image="skip"))
+    assert found.file == run_folder / "red.png" and found.guesses[0].name == "red"
+
+
+def test_real_photographs(run_folder: Path, real_data: Path) -> None:
+    photographs = tuple(sorted((real_data / "imagenet_sample").rglob("*.JPEG"))[:3])
+    if not photographs:
+        pytest.skip("no JPEG in imagenet_sample")
+    found = predict.predict(PredictOptions(images=photographs, checkpoint=str(run_folder)))
+    assert [prediction.file for prediction in found] == list(photographs)
+    for prediction in found:
+        assert sum(guess.probability for guess in prediction.guesses) == pytest.approx(1, abs=1e-5)
+        assert prediction.picture.std() > 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--checkpoint", "RUN"], "no image files given"),
+        (["RUN/red.png"], "prediction needs trained weights: give --checkpoint"),
+        (["RUN/red.png", "--checkpoint", "nowhere"], "nowhere"),
+        (["RUN/red.png", "--checkpoint", "RUN/red.png"], "red.png"),
+        (["RUN/none.png", "--checkpoint", "RUN"], "none.png"),
+        (["RUN/red.png", "--checkpoint", "RUN", "--top", "0"], "--top 0"),
+        (["RUN/red.png", "--checkpoint", "RUN", "--batch-size", "-1"], "--batch-size -1"),
+        (["RUN/red.png", "--chekpoint", "RUN"], "did you mean --checkpoint"),
+    ],
+)
+def test_bad_input_is_one_sentence(run_folder: Path, arguments: list[str], sentence: str) -> None:
+    with pytest.raises((TrainError, DataError)) as error:
+        predict.main([argument.replace("RUN", str(run_folder)) for argument in arguments])
+    assert sentence in str(error.value) and "\n" not in str(error.value)
