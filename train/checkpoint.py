@@ -1,7 +1,7 @@
 """Complete checkpoints, written atomically.
 
-A checkpoint is a NumPy .npz file: a zip of .npy arrays, each with a CRC-32, so that truncation and damage show, readable
-with `numpy.load`, without pickle. It has one more member, meta.json:
+A checkpoint is a NumPy .npz file: a zip of .npy arrays, each with a CRC-32, so that truncation and damage show; made
+without pickle, and readable with `numpy.load`. It has one more member, meta.json:
 
     params/<name>, aux/<name>    canonical: fp32, convolution weights OHWI
     momenta/<name>               of the optimizer, canonical
@@ -90,7 +90,7 @@ def save(checkpoint: Checkpoint, path: Path) -> None:
                     _write_array(archive, f"{group}/{name}", array)
             for rank, state in enumerate(checkpoint.loader_states):
                 _write_array(archive, f"loader/{rank}", np.frombuffer(state, np.uint8))
-            archive.writestr(META, json.dumps(meta))
+            archive.writestr(META, json.dumps(meta, default=np.ndarray.tolist))
         file.flush()
         os.fsync(file.fileno())
 
@@ -153,9 +153,12 @@ class CheckpointFolder:
         self.path = run_folder / FOLDER
         self.keep = keep
 
-    def save(self, checkpoint: Checkpoint, is_best: bool = False) -> Path:
+    def path_of(self, step: int) -> Path:
+        return self.path / f"step-{step:08d}.npz"
+
+    def save(self, checkpoint: Checkpoint, is_best: bool = False) -> None:
         """Save under the checkpoint's step; also as best.npz if `is_best`. Raises TrainError where that fails."""
-        path = self.path / f"step-{checkpoint.progress.step:08d}.npz"
+        path = self.path_of(checkpoint.progress.step)
         save(checkpoint, path)
         if is_best:
             with _replacing(self.path / BEST) as part:
@@ -165,7 +168,6 @@ class CheckpointFolder:
                     shutil.copyfile(path, part)
         for old in _numbered(self.path)[: -self.keep]:
             old.unlink()
-        return path
 
 
 def _numbered(folder: Path) -> list[Path]:

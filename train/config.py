@@ -11,7 +11,6 @@ import json
 import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import train.configs
@@ -142,13 +141,16 @@ class BenchmarkConfig(Config):
     """First steps, which do not count."""
     min_steps: int = 20
     """Steps measured at least."""
+    limit_steps: int = 1000
+    """Measure so many steps at most, even if the median is still uncertain."""
     limit_minutes: float = 5.0
-    """End after so many minutes even if the median is still uncertain."""
+    """End after so many minutes, likewise."""
 
 
 # What a value must be, by name of the knob: a test and its words.
 _LIMITS = {
-    **dict.fromkeys(("batch_size", "epochs", "accumulate", "keep_checkpoints", "log_every", "min_steps"),
+    **dict.fromkeys(("batch_size", "epochs", "accumulate", "keep_checkpoints", "log_every", "min_steps",
+                     "limit_steps"),
                     (lambda value: value >= 1, "at least 1")),
     "image_size": (lambda value: value >= MIN_IMAGE_SIZE, f"at least {MIN_IMAGE_SIZE} pixels"),
     **dict.fromkeys(("learning_rate", "decay_factor", "decay_power", "limit_minutes"),
@@ -211,8 +213,3 @@ def parse(kind: type[cli.T], arguments: Sequence[str], *, command: str, default:
     assert isinstance(config, Config)
     check(config)
     return config
-
-
-def write_json(config: Config, path: Path) -> None:
-    """Write the resolved configuration."""
-    path.write_text(json.dumps(config.to_dict(), indent=2) + "\n", encoding="utf-8")

@@ -25,13 +25,14 @@ class Workers:
 
     def __init__(self) -> None:
         self.size = int(os.environ.get("HOROVOD_SIZE", "1"))
-        self.rank, self.local_rank = 0, 0
+        self.rank, self.local_rank, self.local_size = 0, 0, 1
         self._hvd: Any = None
         self._votes: Any = None  # all-reduce of the last `vote`, under way
         if self.size > 1:
             self._hvd = _import_horovod(self.size)
             self._hvd.init()
             self.rank, self.local_rank = self._hvd.rank(), self._hvd.local_rank()
+            self.local_size = self._hvd.local_size()
 
     def average(self, arrays: Sequence[Any], name: str) -> None:
         """Replace each MXNet array by its mean over all ranks; `name` tells groups of arrays apart."""

@@ -1,0 +1,201 @@
+"""The program: parse, build, run, close. `python -m train --help` lists the commands."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+
+from pipelines.samples import make_samples
+from train import checkpoint, cli, devices, export, files, predict
+from train.build import SAMPLES_FOLDER, build_executor, open_split
+from train.config import SAMPLES, BenchmarkConfig, Config, ValidateConfig, parse, presets
+from train.distributed import USER_ERRORS, Workers
+from train.errors import TrainError
+from train.loop import Trainer, benchmark, measure_loader, validate
+from train.recorder import Recorder
+from train.report import write_report
+from train.signals import StoppedBySignal
+
+CONFIG_FILE = "config.json"
+EXIT_USER_ERROR = 2
+EXIT_CTRL_C = 130  # what a shell gives for SIGINT
+
+
+def train(arguments: Sequence[str]) -> None:
+    """train a network; what happens without a command"""
+    workers = Workers()
+    with workers.agreement():
+        resumed_file = _checkpoint_to_resume(arguments)
+        start = checkpoint.load(resumed_file) if resumed_file else None
+        config = parse(Config, arguments, command="train", default=_resumed_config(resumed_file, start))
+        run_folder = _run_folder(config, resumed_file)
+        placement = _prepare(config, workers)
+        train_loader = open_split(config, "train", placement, workers)
+        val_loader = open_split(config, "val", placement, workers) if config.validate_every else None
+        executor = build_executor(config, len(train_loader.class_names), placement, start)
+        trainer = Trainer(config, workers, executor, train_loader, val_loader, run_folder, start)
+    trainer.broadcast()
+    with workers.agreement():
+        recorder = _open_recorder(trainer)
+    with recorder:
+        trainer.run(recorder)
+        recorder.loader_speed(measure_loader(train_loader, workers))
+    _report(recorder, run_folder)
+
+
+def validate_trained(arguments: Sequence[str]) -> None:
+    """loss and accuracy of a trained network on validation data"""
+    workers = Workers()
+    with workers.agreement():
+        place = cli.given_value(arguments, "--checkpoint")
+        trained = checkpoint.load(checkpoint.find(place, prefer_best=True)) if place else None
+        config = parse(ValidateConfig, arguments, command="validate", default=trained.config if trained else None)
+        if trained is None:
+            raise TrainError("validation needs trained weights: give --checkpoint with a run folder or checkpoint file")
+        placement = _prepare(config, workers)
+        loader = open_split(config, "val", placement, workers)
+        executor = build_executor(config, len(loader.class_names), placement, trained)
+    sums = validate(executor, loader, workers)
+    if workers.rank == 0:
+        loss, top1, top5 = (value / sums.count for value in (sums.loss_sum, sums.top1, sums.top5))
+        print(f"{place}: {sums.count:.0f} images, loss {loss:.4f}, top-1 {top1:.2%}, top-5 {top5:.2%}")
+
+
+def benchmark_steps(arguments: Sequence[str]) -> None:
+    """speed of training steps, repeated until it is known to 1 %"""
+    workers = Workers()
+    with workers.agreement():
+        config = parse(BenchmarkConfig, arguments, command="benchmark")
+        run_folder = _run_folder(config)
+        placement = _prepare(config, workers)
+        loader = open_split(config, "train", placement, workers)
+        executor = build_executor(config, len(loader.class_names), placement, None)
+        trainer = Trainer(config, workers, executor, loader, None, run_folder, None)
+    trainer.broadcast()
+    with workers.agreement():
+        recorder = _open_recorder(trainer, config.warmup_steps)
+    with recorder:
+        recorder.say(benchmark(trainer, recorder, config))
+        recorder.loader_speed(measure_loader(loader, workers))
+    _report(recorder, run_folder)
+
+
+COMMANDS = {
+    "train": train,
+    "validate": validate_trained,
+    "benchmark": benchmark_steps,
+    "predict": predict.main,
+    "export": export.main,
+}
+HELP = """usage: python -m train [COMMAND] [--option value ...]
+
+commands:
+  train      train a network; what happens without a command
+  validate   loss and accuracy of a trained network on validation data
+  benchmark  speed of training steps, repeated until it is known to 1 %
+  predict    the most likely classes of image files
+  export     a trained network as ONNX or MXNet files, or a network's Symbol
+
+presets for --config: {presets}
+python -m train COMMAND --help lists the options of a command."""
+
+
+def _checkpoint_to_resume(arguments: Sequence[str]) -> Path | None:
+    place = cli.given_value(arguments, "--resume")
+    if place == "auto":
+        place = cli.given_value(arguments, "--output")
+        if not place:
+            raise TrainError("--resume auto needs --output with the folder of the run; or give --resume that folder")
+    return checkpoint.find(place) if place else None
+
+
+def _resumed_config(file: Path | None, start: checkpoint.Checkpoint | None) -> Config | None:
+    """The configuration of the run that is gone on with, less its limits, which were those of that session."""
+    if not (file and start):
+        return None
+    output = str(file.parent.parent) if file.parent.name == checkpoint.FOLDER else ""
+    return replace(start.config, output=output, max_steps=0, time_limit=0.0)
+
+
+def _run_folder(config: Config, resumed_file: Path | None = None) -> Path:
+    """The run's folder, which is not made yet. Raises TrainError where it holds another run."""
+    folder = Path(config.output or f"runs/{config.config}-{datetime.now():%Y%m%d-%H%M%S}")
+    goes_on_there = resumed_file is not None and folder in resumed_file.parents
+    if (folder / CONFIG_FILE).exists() and not goes_on_there:
+        has_checkpoint = (folder / checkpoint.FOLDER).is_dir()
+        way_out = f"go on with it (--resume {folder})" if has_checkpoint else "remove it"
+        raise TrainError(f"the output folder {folder} already holds a run: {way_out}, or give another --output")
+    return folder
+
+
+def _prepare(config: Config, workers: Workers) -> devices.Placement:
+    """Choose the device, saying so where it matters, and make the built-in sample set if it is asked for."""
+    placement = devices.choose(config, workers.local_rank)
+    if placement.note and workers.rank == 0:
+        print(placement.note, flush=True)
+    with workers.agreement():
+        if config.data == SAMPLES and workers.local_rank == 0:
+            make_samples(SAMPLES_FOLDER)
+    return placement
+
+
+def _open_recorder(trainer: Trainer, warmup_steps: int = 10) -> Recorder:
+    """Make the run's folder with its config.json, and the recorder in it. Raises TrainError where that fails."""
+    config, workers, progress = trainer.config, trainer.workers, trainer.progress
+    if workers.rank == 0:
+        files.write(trainer.run_folder / CONFIG_FILE, json.dumps(config.to_dict(), indent=2).encode() + b"\n")
+    return Recorder(
+        trainer.run_folder,
+        config=config.to_dict(),
+        images_per_step=config.global_batch(workers.size),
+        num_epochs=config.epochs,
+        log_every=config.log_every,
+        enabled=workers.rank == 0,
+        num_processes=workers.size,
+        first_step=progress.step,
+        first_epoch=progress.epoch,
+        warmup_steps=warmup_steps,
+        tensorboard=config.tensorboard,
+        mlperf=config.mlperf,
+    )
+
+
+def _report(recorder: Recorder, run_folder: Path) -> None:
+    if recorder.enabled:
+        print(f"report: {write_report(run_folder / 'report', recorder.record)}")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a command; returns the exit code. A user's mistake becomes one sentence on stderr and code 2."""
+    is_first = os.environ.get("HOROVOD_RANK", "0") == "0"
+    command, rest = (arguments[0], arguments[1:]) if arguments and arguments[0][:1] != "-" else ("train", arguments)
+    if arguments and arguments[0] in ("-h", "--help"):
+        print(HELP.format(presets=", ".join(presets())))
+        return 0
+    try:
+        if command not in COMMANDS:
+            close = difflib.get_close_matches(command, COMMANDS, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"there are: {', '.join(COMMANDS)}"
+            raise TrainError(f"there is no command {command!r}; {hint}", on_all_ranks=True)
+        COMMANDS[command](rest)
+    except USER_ERRORS as error:
+        if is_first or not getattr(error, "on_all_ranks", False):
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return EXIT_USER_ERROR
+    except StoppedBySignal as stop:
+        if is_first:
+            print(stop, flush=True)
+        return stop.exit_code
+    except KeyboardInterrupt:
+        return EXIT_CTRL_C
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,60 @@
+"""Builds what a run consists of from its configuration: loaders, and the network on its executor."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from graph_passes import Graph
+from graph_passes.executors import Executor, create_executor
+from pipelines import Loader, LoaderConfig, open_loader
+from train.checkpoint import Checkpoint
+from train.config import SAMPLES, Config
+from train.devices import Placement
+from train.distributed import Workers
+from train.errors import TrainError
+from train.model import init_params, resnet
+
+SAMPLES_FOLDER = Path("data/samples")
+
+
+def open_split(config: Config, split: str, placement: Placement, workers: Workers) -> Loader:
+    """The loader of "train" or "val", this process's shard of it. Raises DataError or TrainError."""
+    on_gpu = placement.device.startswith("gpu")
+    loader = open_loader(
+        LoaderConfig(
+            data=str(SAMPLES_FOLDER) if config.data == SAMPLES else config.data,
+            split=split,
+            batch_size=config.batch_size,
+            image_size=config.image_size,
+            device="gpu" if on_gpu else "cpu",
+            device_id=workers.local_rank if on_gpu else 0,
+            num_threads=config.num_threads or max(1, len(os.sched_getaffinity(0)) // workers.local_size),
+            seed=config.seed,
+            random_area=config.random_area,
+            on_bad_image=config.on_bad_image,
+            num_classes=config.num_classes or None,
+        ),
+        shard=(workers.rank, workers.size),
+    )
+    found = len(loader.class_names)
+    if 0 < config.num_classes < found:
+        raise TrainError(f"--num-classes {config.num_classes} is less than the {found} classes of {config.data}")
+    return loader
+
+
+def build_executor(config: Config, num_classes: int, placement: Placement, checkpoint: Checkpoint | None) -> Executor:
+    """The network with the parameters of `checkpoint`, or initial ones without. Raises GraphError or TrainError."""
+    symbol = resnet(config.depth, num_classes, config.label_smoothing)
+    if checkpoint is None:
+        params, aux = init_params(symbol, config.seed)
+    else:
+        wanted = f"ResNet-{config.depth} with {num_classes} classes"
+        if checkpoint.network != wanted:
+            raise TrainError(f"the checkpoint holds a {checkpoint.network}, but this run needs a {wanted}")
+        params, aux = checkpoint.params, checkpoint.aux
+    data_shape = (config.batch_size, config.image_size, config.image_size, 3)
+    shapes = {"data": data_shape, "softmax_label": data_shape[:1]}
+    executor = create_executor(placement.executor, Graph.from_json(symbol.tojson()), shapes, placement.device)
+    executor.set_params(params, aux)
+    return executor

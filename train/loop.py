@@ -1,0 +1,299 @@
+"""The training loop, validation and the benchmark.
+
+A step: batches from the loader -> executor.forward_backward -> gradients averaged over the processes -> optimizer.
+Between two steps the loop looks whether to log, to save or to stop.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from graph_passes.executors import Executor
+from pipelines import Batch, Loader
+from train.checkpoint import Checkpoint, CheckpointFolder, Progress
+from train.config import BenchmarkConfig, Config
+from train.distributed import Workers
+from train.errors import TrainError
+from train.optimizer import SGD
+from train.recorder import Recorder
+from train.schedule import make_schedule
+from train.signals import Signals, StoppedBySignal
+
+LOADER_ALONE_SECONDS = 2.0  # how long the loader alone is measured at the end of a run
+BENCHMARK_PRECISION = 0.01  # wanted standard error of the median step time, relative to it
+
+
+class Sums(NamedTuple):
+    """Metrics summed over images and processes."""
+
+    loss_sum: float
+    top1: float
+    top5: float
+    count: float  # type: ignore[assignment]  # hides tuple.count, which nobody needs here
+
+
+def read_metrics(executor: Executor, workers: Workers) -> Sums:
+    """Sums since the last read, over all processes; waits for the device."""
+    return Sums(*workers.sum(executor.read_metrics()))
+
+
+def validate(executor: Executor, loader: Loader, workers: Workers) -> Sums:
+    """Loss and accuracy over a whole split, with BatchNorm's statistics averaged over the processes first."""
+    workers.average(list(executor.aux.values()), "aux")
+    for batch in loader:
+        executor.evaluate(batch.data, batch.label, batch.num_valid)
+    return read_metrics(executor, workers)
+
+
+class Trainer:
+    """A training run from a fresh or a restored state to its end."""
+
+    def __init__(
+        self,
+        config: Config,
+        workers: Workers,
+        executor: Executor,
+        train_loader: Loader,
+        val_loader: Loader | None,
+        run_folder: Path,
+        checkpoint: Checkpoint | None,
+    ) -> None:
+        """`checkpoint` is what the run goes on from; its parameters are in `executor` already.
+
+        Raises TrainError or DataError where it does not fit this run.
+        """
+        self.config = config
+        self.workers = workers
+        self.executor = executor
+        self.train_loader = train_loader
+        self.val_loader = val_loader
+        self.run_folder = run_folder
+        self.optimizer = SGD(executor.params, config.momentum, config.weight_decay, config.nesterov)
+        self.steps_per_epoch = math.ceil(train_loader.num_batches / config.accumulate)
+        self.learning_rate = make_schedule(config, self.steps_per_epoch, workers.size)
+        self.checkpoints = CheckpointFolder(run_folder, config.keep_checkpoints)
+        self.progress = Progress()
+        self.last_saved: Path | None = None
+        self.last_saved_at = time.monotonic()
+        self.started_at = time.monotonic()
+        if checkpoint:
+            self._restore(checkpoint)
+
+    def broadcast(self) -> None:
+        """Every process starts from rank 0's state."""
+        self.workers.broadcast(list(self.executor.params.values()), "params")
+        self.workers.broadcast(list(self.executor.aux.values()), "aux")
+        self.workers.broadcast(list(self.optimizer.momenta.values()), "momenta")
+
+    # --- the loop ---
+
+    def run(self, recorder: Recorder) -> None:
+        """Train until the last epoch, or until a limit or the target is reached. Raises StoppedBySignal, TrainError."""
+        config, progress = self.config, self.progress
+        stop = ""
+        with Signals() as signals:
+            while progress.epoch < config.epochs and not stop:
+                stop = self._train_epoch(recorder, signals) or self._end_epoch(recorder)
+        if stop:
+            recorder.say(stop)
+            recorder.event("stop", reason=stop)
+        self.save(recorder)
+
+    def _train_epoch(self, recorder: Recorder, signals: Signals) -> str:
+        """The steps that the epoch has left. Returns why the run ends before them, or ""."""
+        progress = self.progress
+        recorder.begin_epoch(progress.epoch, self.steps_per_epoch, progress.epoch_step)
+        batches = recorder.timed(self.train_loader)
+        while self.step(batches):
+            save, stop_signal, time_up = self.workers.vote(
+                [signals.save or self._save_due(), signals.stop > 0, self._time_up()]
+            )
+            save |= stop_signal
+            metrics = read_metrics(self.executor, self.workers) if recorder.log_due or save else None
+            recorder.end_step(self.learning_rate(progress.step - 1), metrics)
+            if metrics and not math.isfinite(metrics.loss_sum):
+                raise self._diverged(recorder.log_every)
+            if save:
+                signals.save = False
+                self.save(recorder)
+            if stop_signal:
+                raise StoppedBySignal(
+                    signals.stop or signal.SIGTERM,  # with several processes, another one may have got it
+                    f"stopped after step {progress.step} with a checkpoint; "
+                    f"go on with: python -m train --resume {self.run_folder}",
+                )
+            if time_up:
+                return f"stopped: the time limit of {self.config.time_limit:g} minutes is reached"
+            if progress.step == self.config.max_steps:
+                return f"stopped: {progress.step} steps are done, as many as --max-steps allows"
+        return ""
+
+    def step(self, batches: Iterator[Batch]) -> bool:
+        """One optimizer step on the next batches; False where the epoch has none left."""
+        count = 0
+        for batch in itertools.islice(batches, self.config.accumulate):
+            self.executor.forward_backward(batch.data, batch.label, accumulate=count > 0)
+            count += 1
+        if count == 0:
+            return False
+        grads = self.executor.grads
+        self.workers.average(list(grads.values()), "gradients")
+        self.optimizer.step(grads, self.learning_rate(self.progress.step), scale=1 / count)
+        self.executor.synchronize()  # bounds the work under way, and makes the step times those of the steps
+        self.progress.step += 1
+        self.progress.epoch_step += 1
+        return True
+
+    def _end_epoch(self, recorder: Recorder) -> str:
+        """Validate if it is time to. Returns why the run ends here, or ""."""
+        config, progress = self.config, self.progress
+        progress.epoch, progress.epoch_step = progress.epoch + 1, 0
+        is_due = config.validate_every and (
+            progress.epoch % config.validate_every == 0 or progress.epoch == config.epochs
+        )
+        if not (self.val_loader and is_due):
+            recorder.end_epoch()
+            return ""
+        with recorder.phase("validation"):
+            metrics = validate(self.executor, self.val_loader, self.workers)
+        recorder.end_epoch(metrics)
+        top1 = metrics.top1 / metrics.count
+        if top1 > progress.best_top1:
+            progress.best_top1 = top1
+            self.save(recorder, is_best=True)
+        if 0 < config.target_accuracy <= top1:
+            return f"stopped: validation top-1 {top1:.4f} has reached the target of {config.target_accuracy:g}"
+        return ""
+
+    # --- saving and restoring ---
+
+    def save(self, recorder: Recorder, is_best: bool = False) -> None:
+        """Write a checkpoint of this state, unless the last one is it. Raises TrainError: not finite, or no room."""
+        path = self.checkpoints.path_of(self.progress.step)
+        if path == self.last_saved and not is_best:
+            return
+        with recorder.phase("checkpoint"):
+            checkpoint = self._capture()
+            with self.workers.agreement():
+                if self.workers.rank == 0:
+                    self.checkpoints.save(checkpoint, is_best)
+        self.last_saved, self.last_saved_at = path, time.monotonic()
+        recorder.event("checkpoint", file=path.name, is_best=is_best)
+
+    def _capture(self) -> Checkpoint:
+        executor = self.executor
+        executor.synchronize()
+        self.workers.average(list(executor.aux.values()), "aux")  # each process has seen other images
+        params, aux = executor.get_params()
+        if not all(np.isfinite(array).all() for arrays in (params, aux) for array in arrays.values()):
+            raise self._diverged(1)
+        return Checkpoint(
+            params=params,
+            aux=aux,
+            momenta={name: executor.to_canonical(name, array) for name, array in self.optimizer.momenta.items()},
+            config=self.config,
+            class_names=self.train_loader.class_names,
+            progress=self.progress,
+            loader_states=self.workers.gather(self.train_loader.state()),
+            numpy_rng=np.random.get_state(legacy=False),
+        )
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        """Take over all but the parameters, which the executor was built with."""
+        before, num_before = checkpoint.config, len(checkpoint.loader_states)
+        for option, old, new in (
+            ("--accumulate", before.accumulate, self.config.accumulate),
+            ("number of processes", num_before, self.workers.size),
+        ):
+            if old != new:
+                raise TrainError(f"the checkpoint was made with {option} {old}, this run has {new}; resume with {old}")
+        self.train_loader.restore(checkpoint.loader_states[self.workers.rank])
+        for name, momentum in checkpoint.momenta.items():
+            self.optimizer.momenta[name][:] = self.executor.from_canonical(name, momentum)
+        np.random.set_state(checkpoint.numpy_rng)
+        self.progress = checkpoint.progress
+
+    # --- conditions ---
+
+    def _save_due(self) -> bool:
+        minutes = self.config.checkpoint_minutes
+        return self.workers.rank == 0 and 0 < 60 * minutes <= time.monotonic() - self.last_saved_at
+
+    def _time_up(self) -> bool:
+        limit = self.config.time_limit
+        return self.workers.rank == 0 and 0 < 60 * limit <= time.monotonic() - self.started_at
+
+    def _diverged(self, num_steps: int) -> TrainError:
+        progress = self.progress
+        first = max(1, progress.step - num_steps + 1)
+        steps = f"step {progress.step}" if num_steps == 1 else f"steps {first} to {progress.step}"
+        saved = f"the last good checkpoint is {self.last_saved}" if self.last_saved else "there is no checkpoint yet"
+        return TrainError(
+            f"the loss is no finite number any more ({steps}, epoch {progress.epoch + 1}); {saved}: "
+            f"lower --learning-rate (now {self.config.learning_rate:g} per 256 images) or lengthen --warmup-epochs",
+            on_all_ranks=True,
+        )
+
+
+# --- the benchmark ---
+
+
+def benchmark(trainer: Trainer, recorder: Recorder, config: BenchmarkConfig) -> str:
+    """Repeat training steps until their median time is known well enough. Returns the result in a sentence.
+
+    Well enough: standard error of the median below 1 %, or a limit of the configuration is reached.
+    """
+    most = config.warmup_steps + config.limit_steps
+    recorder.begin_epoch(0, most)
+    batches = recorder.timed(itertools.chain.from_iterable(itertools.repeat(trainer.train_loader)))
+    times: list[float] = []  # s; of one step each
+    error, done, start = math.inf, False, time.perf_counter()
+    while not done and trainer.progress.step < most:
+        step_start = time.perf_counter()
+        trainer.step(batches)
+        times.append(time.perf_counter() - step_start)
+        metrics = read_metrics(trainer.executor, trainer.workers) if recorder.log_due else None
+        recorder.end_step(trainer.learning_rate(trainer.progress.step - 1), metrics)
+        counted = times[config.warmup_steps :]
+        if len(counted) >= config.min_steps:
+            error = standard_error_of_median(counted) / float(np.median(counted))
+        over = time.perf_counter() - start > 60 * config.limit_minutes
+        (done,) = trainer.workers.vote([error < BENCHMARK_PRECISION or (over and len(counted) >= 2)])
+
+    median = float(np.median(times[config.warmup_steps :]))
+    speed = config.global_batch(trainer.workers.size) / median
+    recorder.event("benchmark", median_step_ms=1e3 * median, images_per_sec=speed, relative_error=error)
+    result = f"median step {1e3 * median:.1f} ms = {speed:.1f} images/sec"
+    if error < BENCHMARK_PRECISION:
+        return f"{result}, standard error of the median {error:.2%}"
+    return f"{result}; ended at its limit with a standard error of the median of {error:.2%}, more than the 1 % wanted"
+
+
+def standard_error_of_median(values: Sequence[float]) -> float:
+    """From the order statistics that bound the median's 95 % confidence interval, so for any distribution.
+
+    Source: McKean and Schrader, 'A comparison of methods for studentizing the sample median', 1984.
+    """
+    ordered, z = np.sort(values), 1.96
+    below = max(0, math.floor((len(values) + 1) / 2 - z * math.sqrt(len(values) / 4)) - 1)
+    return float(ordered[len(values) - 1 - below] - ordered[below]) / (2 * z)
+
+
+def measure_loader(loader: Loader, workers: Workers) -> float:
+    """Images/sec of the loader alone, over all processes."""
+    batches = iter(itertools.chain.from_iterable(itertools.repeat(loader)))
+    for _ in range(loader.config.prefetch + 1):  # made ahead while the network still computed
+        next(batches)
+    start, count = time.perf_counter(), 0
+    while time.perf_counter() - start < LOADER_ALONE_SECONDS:
+        next(batches).data.wait_to_read()
+        count += loader.config.batch_size
+    return workers.sum([count / (time.perf_counter() - start)])[0]
