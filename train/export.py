@@ -9,24 +9,27 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from graph_passes import Graph, Ref, passes
-from graph_passes.executors import create_executor
 from mxnet_compat import mx
 from pipelines import MEAN, STD, LoaderConfig
 from train import checkpoint, cli, files, onnx_writer
+from train.build import build_executor
 from train.checkpoint import Checkpoint
+from train.devices import Placement
 from train.errors import TrainError
 from train.model import resnet
 
 # Largest difference allowed between the probabilities of ONNX Runtime and of our executor. Both compute in fp32, in
 # another order; 1e-4 is far above what that makes (about 1e-6) and far below what a wrong weight makes.
 TOLERANCE = 1e-4
+
+CPU = Placement("mxnet", "cpu(0)", "")
 
 Arrays = dict[str, np.ndarray]
 
@@ -165,7 +168,8 @@ def export_onnx(trained: Checkpoint) -> tuple[bytes, float]:
     difference = 0.0
     for batch_size in (1, 3):
         images_nhwc = rng.standard_normal((batch_size, size, size, 3), dtype=np.float32)
-        ours = _forward(graph, trained, images_nhwc)
+        executor = build_executor(replace(trained.config, batch_size=batch_size), trained.num_classes, CPU, trained)
+        ours = executor.forward(mx.nd.array(images_nhwc)).asnumpy()
         (theirs,) = session.run(None, {"data": np.ascontiguousarray(images_nhwc.transpose(0, 3, 1, 2))})
         difference = max(difference, float(np.abs(ours - theirs).max()))
     if not difference <= TOLERANCE:  # NaN is a disagreement too
@@ -175,10 +179,3 @@ def export_onnx(trained: Checkpoint) -> tuple[bytes, float]:
         )
     return content, difference
 
-
-def _forward(graph: Graph, trained: Checkpoint, images: np.ndarray) -> Any:
-    executor = create_executor(
-        "mxnet", graph, shapes={"data": images.shape, "softmax_label": images.shape[:1]}, device="cpu(0)"
-    )
-    executor.set_params(trained.params, trained.aux)
-    return executor.forward(mx.nd.array(images)).asnumpy()

@@ -18,14 +18,13 @@ import numpy as np
 import tyro
 from PIL import Image, ImageDraw, ImageFont
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from graph_passes import Graph
-from graph_passes.executors import create_executor
 from pipelines import MEAN, STD, load_images
 from train import checkpoint, cli, devices, files
+from train.build import build_executor
 from train.errors import TrainError
-from train.model import resnet
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def main(arguments: Sequence[str]) -> None:
     if options.json:
         print(json.dumps([_plain(prediction) for prediction in predictions], indent=2))
     else:
-        Console().print(_table(predictions))
+        _print(predictions)
 
 
 def predict(options: PredictOptions) -> list[Prediction]:
@@ -90,16 +89,21 @@ def predict(options: PredictOptions) -> list[Prediction]:
         if getattr(options, name) < 1:
             raise TrainError(f"{cli.option_name(name)} {getattr(options, name)} must be at least 1")
     trained = checkpoint.load(checkpoint.find(options.checkpoint, prefer_best=True))
-    size = trained.config.image_size
-    batch_size = min(options.batch_size, len(options.images))
-    placement = devices.choose(replace(trained.config, device=options.device, executor=options.executor), local_rank=0)
-    loader_device = placement.device.partition("(")[0]
-    batches = load_images(options.images, size, batch_size, device=loader_device, on_bad_image=options.on_bad_image)
-
-    graph = Graph.from_json(resnet(trained.config.depth, trained.num_classes).tojson())
-    shapes = {"data": (batch_size, size, size, 3), "softmax_label": (batch_size,)}
-    executor = create_executor(placement.executor, graph, shapes, placement.device)
-    executor.set_params(trained.params, trained.aux)
+    config = replace(
+        trained.config,
+        batch_size=min(options.batch_size, len(options.images)),
+        device=options.device,
+        executor=options.executor,
+    )
+    placement = devices.choose(config, local_rank=0)
+    batches = load_images(
+        options.images,
+        config.image_size,
+        config.batch_size,
+        device=placement.device.partition("(")[0],
+        on_bad_image=options.on_bad_image,
+    )
+    executor = build_executor(config, trained.num_classes, placement, trained)
     predictions = []
     for batch in batches:
         probabilities = executor.forward(batch.data).asnumpy()[: batch.num_valid]
@@ -118,18 +122,15 @@ def _plain(prediction: Prediction) -> dict[str, object]:
     return {"file": str(prediction.file), "predictions": guesses}
 
 
-def _table(predictions: Sequence[Prediction]) -> Table:
-    table = Table("image", "class", "probability", box=None, header_style="bold", pad_edge=False)
-    table.columns[0].overflow = table.columns[1].overflow = "fold"  # rather than cutting a file's name off
-    table.columns[2].no_wrap = True
+def _print(predictions: Sequence[Prediction]) -> None:
+    console = Console(highlight=False)
     for prediction in predictions:
-        for rank, guess in enumerate(prediction.guesses):
-            bar = "━" * round(12 * guess.probability)
-            style = "bold" if rank == 0 else "dim"
-            file = str(prediction.file) if rank == 0 else ""
-            table.add_row(file, guess.name, f"{guess.probability:6.1%} {bar}", style=style)
-        table.add_row()
-    return table
+        console.print(str(prediction.file), style="bold", markup=False, soft_wrap=True)
+        table = Table.grid(padding=(0, 2))
+        for guess in prediction.guesses:
+            bar = "━" * round(20 * guess.probability)
+            table.add_row("", f"{guess.probability:6.1%}", f"{bar:20}", escape(guess.name))
+        console.print(table)
 
 
 # --- the contact sheet ---
