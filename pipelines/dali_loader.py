@@ -35,9 +35,9 @@ class _Plan(NamedTuple):
 
 
 class DaliLoader(Loader):
-    """Images from a source, through the DALI graph."""
+    """Images from a source, through the DALI graph (or its first stages)."""
 
-    def __init__(self, config: LoaderConfig, shard: tuple[int, int], source: Source):
+    def __init__(self, config: LoaderConfig, shard: tuple[int, int], source: Source, stage: str = "full"):
         super().__init__(config, shard, len(source), source.class_names)
         self._source = source
         self._graph = GraphConfig(
@@ -49,6 +49,7 @@ class DaliLoader(Loader):
             paths=source.feeds_paths,
             crop_fraction=config.crop_fraction,
             hw_decoder_load=config.hw_decoder_load,
+            stage=stage,
         )
         self._pipeline: Any = None
         self._plans: deque[_Plan] = deque()  # made ahead, the next to be returned first
@@ -70,23 +71,25 @@ class DaliLoader(Loader):
     def _name(self, i: int) -> str:
         return self._source.name(i)
 
-    def _load(self) -> Batch:
+    def run(self) -> tuple[Any, Any, int]:
+        """Images and labels of the next batch as DALI's own lists of tensors, and how many of them are valid."""
         while True:
             if self._pipeline is None:
                 self._start()
             try:
-                images, labels = self._pipeline.run()
-                break
+                return (*self._pipeline.run(), self._plans.popleft().num_valid)
             except RuntimeError as error:  # DALI gives up a whole batch for one image
                 self._pipeline = None
                 if not self._exclude_undecodable():
                     raise DataError(f"{self.config.data}: DALI failed ({_last_line(error)})") from error
-        plan = self._plans.popleft()
+
+    def _load(self) -> Batch:
+        images, labels, num_valid = self.run()
         # DALI's dynamic executor (its default) gives every batch memory of its own, which the DLPack capsule owns: the
         # array is the pipeline's output itself, and goes back to DALI's pool when MXNet drops its last reference.
         data, label = (mx.nd.from_dlpack(output.as_tensor().__dlpack__()) for output in (images, labels))
         self._recent.append((data, label))
-        return Batch(data, label, plan.num_valid)
+        return Batch(data, label, num_valid)
 
     def _start(self) -> None:
         """Build the pipeline, to begin at the current position."""

@@ -20,8 +20,8 @@ class Finding(NamedTuple):
     usable: bool  # the loader decodes it all the same
 
 
-def inspect_image(encoded: bytes) -> Finding | None:
-    """The worst finding about an image, or None for one without fault."""
+def inspect_image(encoded: bytes, decode: bool = True) -> Finding | None:
+    """The worst finding about an image, or None for one without fault; without `decode` only its header is read."""
     if not encoded:
         return Finding("empty", "holds no bytes", False)
     ImageFile.LOAD_TRUNCATED_IMAGES = False
@@ -30,8 +30,9 @@ def inspect_image(encoded: bytes) -> Finding | None:
             warnings.simplefilter("ignore")  # odd metadata and very large images are no fault
             with Image.open(io.BytesIO(encoded)) as image:
                 image_format, mode = image.format or "unknown", image.mode
-                image.draft("RGB", (1, 1))  # JPEG: an eighth of the size is enough to walk through all of the data
-                image.load()
+                if decode:
+                    image.draft("RGB", (1, 1))  # JPEG: an eighth of the size is enough to walk through all of the data
+                    image.load()
     except UnidentifiedImageError:
         return Finding("not an image", f"begins with {encoded[:8]!r}", False)
     except Image.DecompressionBombError as error:

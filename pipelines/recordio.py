@@ -12,6 +12,7 @@ from __future__ import annotations
 import mmap
 import struct
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,16 +65,14 @@ def read_index(path: Path) -> tuple[np.ndarray, np.ndarray]:
     return numbers[0::2], numbers[1::2]
 
 
-class RecordReader:
-    """Random access to the records of a .rec file in the order of its .idx.
+class RecordFile:
+    """Random access to the records of a .rec file by their byte offsets.
 
     Images are views into the mapped file, so reading one costs no copy, and the operating system fetches its pages
     when they are first touched, in whichever thread that is.
     """
 
     def __init__(self, path: Path):
-        self.path = path
-        self.keys, self.offsets = read_index(index_path(path))
         try:
             with path.open("rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -83,12 +82,9 @@ class RecordReader:
             raise DataError(f"{path}: cannot be read ({error.strerror}); check path and permissions") from None
         self._bytes = np.frombuffer(self._map, np.uint8)
 
-    def __len__(self) -> int:
-        return len(self.offsets)
-
-    def __getitem__(self, i: int) -> Record:
-        """Record number `i` of the index; raises BrokenRecordError."""
-        payload, _ = self._payload(int(self.offsets[i]))
+    def read(self, offset: int) -> Record:
+        """The record at a byte offset; raises BrokenRecordError."""
+        payload, _ = self._payload(offset)
         if len(payload) < _IMAGE_HEADER.size:
             raise BrokenRecordError(f"a record of {len(payload)} bytes has no room for an image header")
         num_labels, label, _, _ = _IMAGE_HEADER.unpack_from(payload.data)
@@ -99,9 +95,23 @@ class RecordReader:
             (label,) = struct.unpack_from("<f", payload.data, _IMAGE_HEADER.size)
         return Record(label, payload[start:])
 
-    def end(self, i: int) -> int:
-        """Byte offset just behind record number `i`, its padding included."""
-        return self._payload(int(self.offsets[i]))[1]
+    def scan(self) -> Iterator[int]:
+        """Offsets of all whole records from the file's beginning on; damaged stretches are passed over."""
+        offset = 0
+        while 0 <= offset < len(self._bytes):
+            try:
+                _, end = self._payload(offset)
+            except BrokenRecordError:
+                offset = self._next_magic(offset + 4)
+                continue
+            yield offset
+            offset = end
+
+    def _next_magic(self, offset: int) -> int:
+        """Where the magic number next stands at a multiple of 4; -1 if nowhere."""
+        while (offset := self._map.find(_MAGIC_BYTES, offset)) % 4 and offset >= 0:
+            offset += 1
+        return offset
 
     def _payload(self, offset: int) -> tuple[np.ndarray, int]:
         parts: list[np.ndarray] = []

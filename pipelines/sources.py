@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from pipelines.errors import DataError
-from pipelines.recordio import BrokenRecordError, RecordReader, index_path
+from pipelines.recordio import BrokenRecordError, Record, RecordFile, index_path, read_index
 
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff", ".webp", ".ppm"})
 _NUM_SPOT_CHECKS = 1024  # records whose place and label are checked when a file is opened; the others when read
@@ -63,22 +63,23 @@ class RecordSource(Source):
 
     def __init__(self, path: Path, num_classes: int | None = None):
         self.path = path
-        self._reader = RecordReader(path)
+        self._keys, self._offsets = read_index(index_path(path))
+        self._file = RecordFile(path)
         self.class_names = [shown for _, shown in read_classes(path.parent)]
         self._spot_check()
         if not self.class_names:
             # No list of classes: as many as asked for, or as the labels need (reads the header of every record).
-            count = num_classes or 1 + max(int(self._reader[i].label) for i in range(len(self)))
+            count = num_classes or 1 + max(int(self._record(i).label) for i in range(len(self)))
             self.class_names = [str(label) for label in range(count)]
 
     def __len__(self) -> int:
-        return len(self._reader)
+        return len(self._offsets)
 
     def name(self, i: int) -> str:
-        return f"{self.path} record {self._reader.keys[i]}"
+        return f"{self.path} record {self._keys[i]}"
 
     def label(self, i: int) -> int:
-        label = self._reader[i].label
+        label = self._record(i).label
         if not (0 <= label < len(self.class_names) and label == int(label)):
             raise DataError(
                 f"{self.name(i)}: label {label:g} is outside the {len(self.class_names)} classes (0 to "
@@ -88,21 +89,24 @@ class RecordSource(Source):
         return int(label)
 
     def feed(self, i: int) -> np.ndarray:
-        return self._reader[i].image
+        return self._record(i).image
 
     def read(self, i: int) -> np.ndarray:
-        return self._reader[i].image
+        return self._record(i).image
+
+    def _record(self, i: int) -> Record:
+        return self._file.read(int(self._offsets[i]))
 
     def _spot_check(self) -> None:
         """Notice a wrong index when the file is opened, without touching all of a big file."""
         for i in np.unique(np.linspace(0, len(self) - 1, _NUM_SPOT_CHECKS, dtype=np.int64)):
             try:
-                self._reader[int(i)]
+                self._record(int(i))
                 if self.class_names:
                     self.label(int(i))
             except BrokenRecordError as error:
                 raise DataError(
-                    f"{index_path(self.path)}: does not fit {self.path.name} (key {self._reader.keys[i]}: {error}); "
+                    f"{index_path(self.path)}: does not fit {self.path.name} (key {self._keys[i]}: {error}); "
                     f"put the right index there, or mend it with `python -m pipelines verify --write-clean`"
                 ) from None
 
@@ -200,22 +204,25 @@ def image_files(folder: Path) -> list[str]:
         )
 
 
-def _scan_folders(path: Path, split: str) -> FileSource:
+def folder_classes(path: Path, split: str) -> list[tuple[str, str]]:
+    """(folder name, name to show) of the classes of a folder of class folders; raises DataError if it holds none."""
     folders = class_folders(path)
     if not folders:
         inside = "only files" if any(path.iterdir()) else "nothing"
         raise DataError(
             f"data path {path} holds {inside}, no class folders; put the images of each class into a folder of its own"
         )
-    classes = read_classes(path)
-    if not classes:
-        train = path.parent / "train"
-        names = class_folders(train) if split != "train" and path.name == split and train.is_dir() else folders
-        classes = [(name, name) for name in names or folders]
+    train = path.parent / "train"
+    names = class_folders(train) if split != "train" and path.name == split and train.is_dir() else folders
+    return read_classes(path) or [(name, name) for name in names or folders]
+
+
+def _scan_folders(path: Path, split: str) -> FileSource:
+    classes = folder_classes(path, split)
     number = {key: label for label, (key, _) in enumerate(classes)}
     files: list[Path] = []
     labels: list[int] = []
-    for name in folders:
+    for name in class_folders(path):
         found = image_files(path / name)
         if found and name not in number:
             raise DataError(

@@ -1,0 +1,276 @@
+"""Data preparation and inspection: `python -m pipelines COMMAND --help`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from pipelines import DataError, LoaderConfig, open_loader
+from pipelines.bench import STAGE_TITLES, bench_loader
+from pipelines.make_records import (
+    Options,
+    is_train_tar,
+    plan_folder,
+    plan_train_tar,
+    plan_val_tar,
+    read_class_list,
+    write_records,
+)
+from pipelines.samples import NUM_TRAIN, NUM_VAL, PATTERNS, make_samples
+from pipelines.show import contact_sheet, save_png
+from pipelines.sources import read_classes
+from pipelines.verify import print_report, splits_of, verify_split, write_clean
+
+Split = Literal["train", "val"]
+
+
+Data = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
+Source = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
+Output = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUTPUT")]
+
+
+def make_records(
+    source: Source,
+    output: Output,
+    split: Split | None = None,
+    labels: Path | None = None,
+    classes: Path | None = None,
+    resize: int = 0,
+    quality: int = 95,
+    seed: int = 0,
+    num_threads: int = 0,
+    on_bad_image: Literal["error", "skip"] = "error",
+) -> int:
+    """Convert class folders or ILSVRC2012 tar files to RecordIO.
+
+    Writes OUTPUT/train.rec, train.idx (or val) and classes.txt. Interrupted, the same command goes on where it stopped.
+
+    Args:
+        source: A folder with train/ and val/, a folder of class folders, ILSVRC2012_img_train.tar or
+            ILSVRC2012_img_val.tar.
+        output: The folder to write into.
+        split: What to convert; default: all that SOURCE holds.
+        labels: Labels of the validation tar: a synset on each line, or lines of file name and label.
+        classes: List of synsets in the order of their labels, perhaps with names to show (synset_words.txt).
+        resize: Shrink images to this many pixels on the shorter side; 0 copies them unchanged.
+        quality: JPEG quality of images that are shrunk.
+        seed: Seed of the order in which images are written.
+        num_threads: 0 takes all cores.
+        on_bad_image: What to do with files that are no images (with --resize: that cannot be decoded).
+    """
+    if resize < 0 or not 1 <= quality <= 100:
+        raise DataError(f"resize {resize}, quality {quality}: resize cannot be negative, quality goes from 1 to 100")
+    options = Options(resize, quality, seed, num_threads, on_bad_image == "skip")
+    if source.is_file():
+        known = read_class_list(classes) if classes else read_classes(output)
+        kind = "train" if is_train_tar(source) else "val"
+        if split not in (None, kind):
+            raise DataError(f"{source}: holds the {kind} images, not {split}; leave --split away")
+        plans = {kind: plan_train_tar(source, known) if kind == "train" else plan_val_tar(source, labels, known)}
+    else:
+        plans = {name: plan_folder(source, name) for name in ([split] if split else splits_of(str(source)))}
+    for name, plan in plans.items():
+        count, skipped = write_records(plan, output, name, options)
+        for image, reason in skipped:
+            print(f"skipped {image}: {reason}")
+        print(f"{output / name}.rec: {count:,} images of {len(plan.classes):,} classes")
+    return 0
+
+
+def verify(
+    data: Data,
+    split: Split | None = None,
+    write_clean_index: Annotated[bool, tyro.conf.arg(name="write-clean")] = False,
+    num_classes: int | None = None,
+    num_threads: int = 0,
+) -> int:
+    """Find truncated, empty, non-image, CMYK and mislabelled images; exit code 1 if some are unusable.
+
+    Args:
+        data: A folder with train/ and val/, a folder of class folders, a .rec or a .lst file.
+        split: What to look at; default: all that DATA holds.
+        write_clean_index: Write an .idx (RecordIO) or a .lst (folders) without the unusable ones, which the loader then
+            uses; the former one is kept as NAME.orig. A missing or wrong .idx is made anew from the .rec file.
+        num_classes: How many classes a .rec file without a classes.txt has.
+        num_threads: 0 takes all cores.
+    """
+    console = Console()
+    unusable = 0
+    for name in [split] if split else splits_of(data):
+        report = verify_split(data, name, num_threads, num_classes)
+        print_report(report, console)
+        if write_clean_index:
+            write_clean(report)
+            console.print(f"{report.clean_path}: {len(report.clean_lines):,} usable images")
+        else:
+            unusable += report.num_unusable
+    return 1 if unusable else 0
+
+
+def bench(
+    data: Data,
+    split: Split = "train",
+    batch_size: int = 32,
+    image_size: int = 224,
+    dtype: Literal["float32", "float16"] = "float32",
+    channels: Literal["3", "4"] = "3",
+    device: Literal["cpu", "gpu"] = "cpu",
+    num_threads: int = 0,
+    seconds: float = 4.0,
+    json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None,
+) -> int:
+    """Measure the loader alone: images/sec up to each of its stages.
+
+    Args:
+        data: A folder with train/ and val/, a folder of class folders, a .rec or a .lst file.
+        split: train decodes a random window of each image, val all of it.
+        batch_size: Images in a batch.
+        image_size: Pixels, height and width.
+        dtype: Type of the batches.
+        channels: 4 adds a channel of zeros.
+        device: Where to decode and augment.
+        num_threads: CPU threads; 0 takes all cores.
+        seconds: Time for each stage.
+        json_file: Write the figures there too, with all raw times.
+    """
+    config = LoaderConfig(
+        data=data,
+        split=split,
+        batch_size=batch_size,
+        image_size=image_size,
+        dtype=dtype,
+        channels=int(channels),
+        device=device,
+        num_threads=num_threads,
+    )
+    if data == "synthetic":
+        raise DataError("synthetic images take no time to load, there is nothing to measure; give a path")
+    if seconds <= 0:
+        raise DataError(f"seconds is {seconds:g}; give the time for each stage, above 0")
+    stages = bench_loader(config, seconds)
+    table = Table(title=f"{data} {split}, {device}, batch {batch_size}, {image_size} px, {dtype}", title_justify="left")
+    table.add_column("up to this stage")
+    table.add_column("images/sec", justify="right")
+    table.add_column("ms a batch", justify="right")
+    for stage, speed, spread, _ in stages:
+        table.add_row(STAGE_TITLES[stage], f"{speed:,.0f} ± {spread:,.0f}", f"{batch_size * 1000 / speed:,.2f}")
+    Console().print(table)
+    if json_file:
+        record = {"config": vars(config), "unit": "images/sec", "stages": [stage._asdict() for stage in stages]}
+        json_file.write_text(json.dumps(record, indent=1) + "\n")
+    return 0
+
+
+def show(
+    data: Data,
+    output: Output,
+    split: Split = "train",
+    image_size: int = 224,
+    rows: int = 4,
+    columns: int = 7,
+    seed: int = 0,
+    device: Literal["cpu", "gpu"] = "cpu",
+) -> int:
+    """Write a contact sheet (PNG) of augmented samples with their class names: what the network sees.
+
+    Args:
+        data: A folder with train/ and val/, a folder of class folders, a .rec or .lst file, or "synthetic".
+        output: The PNG file.
+        split: train shows augmented samples, val those of the validation.
+        image_size: Pixels, height and width.
+        rows: Rows of the sheet.
+        columns: Columns of the sheet.
+        seed: Another seed shows other samples.
+        device: Where to decode and augment.
+    """
+    config = LoaderConfig(
+        data=data, split=split, batch_size=1, image_size=image_size, seed=seed, device=device, on_bad_image="skip"
+    )
+    with open_loader(config) as loader:
+        title = f"{data}: {split}, {image_size} px"
+        save_png(contact_sheet(loader, rows, columns, title), output)
+    print(output)
+    return 0
+
+
+def make_sample_set(
+    output: Output, num_train: int = NUM_TRAIN, num_val: int = NUM_VAL, seed: int = 0, num_threads: int = 0
+) -> int:
+    """Draw the built-in sample set: twelve classes of textures as JPEG files in class folders.
+
+    Args:
+        output: The folder to write; a set that is there already is left as it is.
+        num_train: Training images of each class.
+        num_val: Validation images of each class.
+        seed: Another seed draws other images.
+        num_threads: 0 takes all cores.
+    """
+    made = make_samples(output, num_train, num_val, seed, num_threads)
+    already = "" if made else " (was there already)"
+    print(f"{output}: {num_train} training and {num_val} validation images of each of {len(PATTERNS)} classes{already}")
+    return 0
+
+
+COMMANDS: dict[str, Callable[..., int]] = {
+    "make-records": make_records,
+    "verify": verify,
+    "bench": bench,
+    "show": show,
+    "make-samples": make_sample_set,
+}
+
+
+def main(arguments: list[str]) -> int:
+    """Run one command; its exit code. A user's mistake is printed in one sentence and gives 2."""
+    try:
+        return _parse(arguments)()
+    except DataError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _parse(arguments: list[str]) -> Callable[[], int]:
+    """The command to run, with its options filled in; exits after --help."""
+
+    def deferred(function: Callable[..., int]) -> Callable[..., Callable[[], int]]:
+        return functools.wraps(function)(lambda *values, **options: functools.partial(function, *values, **options))
+
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors):
+            return tyro.extras.subcommand_cli_from_dict(
+                {name: deferred(command) for name, command in COMMANDS.items()},
+                prog="python -m pipelines",
+                description="Prepare and inspect image data.",
+                args=arguments,
+            )
+    except SystemExit as end:
+        if not end.code:
+            raise
+    raise DataError(_one_sentence(errors.getvalue()))
+
+
+def _one_sentence(box: str) -> str:
+    """What tyro's framed message says: the first section, and the option that it takes for meant."""
+    text = " ".join(line.strip("│╭╮╰╯ ") for line in box.splitlines()[1:])
+    problem, *hints = (" ".join(part.split()) for part in re.split("─{2,}", text))
+    meant = next((re.search(r"--[\w-]+", hint) for hint in hints if hint.startswith("Perhaps you meant")), None)
+    return problem.rstrip(". ") + (f"; did you mean {meant[0]}?" if meant else "; see --help")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

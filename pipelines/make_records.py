@@ -1,0 +1,337 @@
+"""Write RecordIO from the ILSVRC2012 tar files as they are downloaded, or from class folders.
+
+A .rec file is read in long strides instead of a million small files. Images are copied unchanged unless `resize` asks
+for smaller ones, in an order that is random once and for all, so that readers that only shuffle within a window
+(MXNet's ImageRecordIter among them) see all classes mixed.
+
+The work can be interrupted at any time: a journal beside the unfinished file says how far it is whole, and the same
+command goes on from there. The finished file appears under its name in one step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import tarfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from pipelines.errors import DataError
+from pipelines.inspect_image import inspect_image
+from pipelines.progress import map_in_order
+from pipelines.recordio import index_path, pack_record
+from pipelines.sources import class_folders, folder_classes, image_files, locate
+
+Classes = list[tuple[str, str]]  # (folder or synset, name to show) in the order of the labels
+
+_COMMIT_EVERY = 1024  # images between two entries in the journal
+
+
+class Entry(NamedTuple):
+    """One image to be written: a stretch of a file (of a tar file, or the whole of its own)."""
+
+    label: int
+    file: Path
+    offset: int  # bytes
+    size: int  # bytes
+    name: str  # for messages
+
+
+class Plan(NamedTuple):
+    """What goes into one .rec file, in this order."""
+
+    entries: list[Entry]
+    classes: Classes
+
+
+def plan_folder(path: Path, split: str) -> Plan:
+    """All images of one split in class folders."""
+    found = locate(path, split)
+    if not found.is_dir():
+        raise DataError(f"{found} is no folder of class folders; give the folder that holds train/ or the classes")
+    classes = folder_classes(found, split)
+    number = {key: label for label, (key, _) in enumerate(classes)}
+    entries = []
+    for folder in class_folders(found):
+        for file in image_files(found / folder):
+            if folder not in number:
+                raise DataError(f"{found / folder}: class {folder!r} is not among the {len(classes)} known classes")
+            path = found / folder / file
+            entries.append(Entry(number[folder], path, 0, path.stat().st_size, str(path)))
+    if not entries:
+        raise DataError(f"data path {found} has class folders but no image in them; JPEG and PNG files are looked for")
+    return Plan(entries, classes)
+
+
+def plan_train_tar(path: Path, classes: Classes) -> Plan:
+    """ILSVRC2012_img_train.tar: one tar file for each synset, n01440764.tar and so on."""
+    entries: list[Entry] = []
+    with tarfile.open(path) as outer:
+        members = sorted((member for member in outer if member.name.endswith(".tar")), key=lambda member: member.name)
+        classes = classes or [(Path(member.name).stem, Path(member.name).stem) for member in members]
+        number = {key: label for label, (key, _) in enumerate(classes)}
+        for member in members:
+            synset = Path(member.name).stem
+            if synset not in number:
+                raise DataError(f"{path}: synset {synset} is not among the {len(classes)} classes of the list")
+            with tarfile.open(fileobj=outer.extractfile(member)) as inner:
+                entries += _members(path, inner, member.offset_data, {"": number[synset]}, f"{path}/{member.name}")
+    return Plan(entries, classes)
+
+
+def plan_val_tar(path: Path, labels: Path | None, classes: Classes) -> Plan:
+    """ILSVRC2012_img_val.tar: images without labels, which come from a second file."""
+    if labels is None:
+        raise DataError(f"{path}: the validation tar has no labels in it; give a file of them with --labels")
+    if not classes:
+        raise DataError(
+            f"{path}: the order of the classes is not known; convert the training set into the same folder first, or "
+            f"give a list of synsets with --classes"
+        )
+    with tarfile.open(path) as tar:
+        names = sorted(member.name for member in tar if member.isfile())
+        label_of = read_labels(labels, names, classes)
+        return Plan(list(_members(path, tar, 0, label_of, str(path))), classes)
+
+
+def _members(file: Path, tar: tarfile.TarFile, start: int, label_of: dict[str, int], where: str) -> Iterator[Entry]:
+    """The files of an uncompressed tar that begins at byte `start` of `file`; label "" is for those without another."""
+    for member in tar:
+        if member.isfile():
+            label = label_of.get(Path(member.name).stem, label_of.get("", -1))
+            yield Entry(label, file, start + member.offset_data, member.size, f"{where}/{member.name}")
+
+
+def read_labels(path: Path, names: list[str], classes: Classes) -> dict[str, int]:
+    """Labels of the validation images, by file name without its ending.
+
+    Lines are `n01751748` for the images in the order of their names; or `ILSVRC2012_val_00000001.JPEG 65`, or
+    `ILSVRC2012_val_00000001,n01751748 ...` with a header (Kaggle's LOC_val_solution.csv).
+    """
+    number = {key: label for label, (key, _) in enumerate(classes)}
+    lines = [line.replace(",", " ").split() for line in path.read_text().splitlines() if line.strip()]
+    lines = [fields for fields in lines if fields[0] != "ImageId"]
+    if all(len(fields) == 1 for fields in lines):
+        if lines and lines[0][0].isdigit():
+            raise DataError(
+                f"{path}: bare numbers are ILSVRC2012 ids, which do not count the synsets in order; give a file of "
+                f"synsets (n01751748), one a line, or of file name and label"
+            )
+        if len(lines) != len(names):
+            raise DataError(f"{path}: has {len(lines)} labels for {len(names)} images; give the file for these images")
+        lines = [[name, *fields] for name, fields in zip(names, lines, strict=True)]
+    label_of: dict[str, int] = {}
+    for fields in lines:
+        value = fields[1]
+        label = int(value) if value.isdigit() else number.get(value, -1)
+        if not 0 <= label < len(classes):
+            raise DataError(f"{path}: label {value} of {fields[0]} is outside the {len(classes)} classes")
+        label_of[Path(fields[0]).stem] = label
+    missing = [name for name in names if Path(name).stem not in label_of]
+    if missing:
+        raise DataError(f"{path}: has no label for {missing[0]} and {len(missing) - 1} others; give a complete file")
+    return label_of
+
+
+def read_class_list(path: Path) -> Classes:
+    """A list of classes, one a line: the synset or folder, then perhaps a name to show (as in synset_words.txt)."""
+    try:
+        lines = [line.split(maxsplit=1) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except OSError as error:
+        raise DataError(f"{path}: the list of classes cannot be read ({error.strerror})") from None
+    return [(fields[0], fields[-1].strip()) for fields in lines]
+
+
+class Options(NamedTuple):
+    """How images are written."""
+
+    resize: int = 0  # pixels of the shorter side, where it is longer; 0: images are copied as they are
+    quality: int = 95  # of the JPEGs that resizing writes
+    seed: int = 0  # of the order
+    num_threads: int = 0
+    skip_bad: bool = False
+
+
+def write_records(plan: Plan, output: Path, split: str, options: Options) -> tuple[int, list[tuple[str, str]]]:
+    """Write output/SPLIT.rec, SPLIT.idx and classes.txt; returns the number of images and the (name, reason) skipped.
+
+    Raises DataError; what is finished so far stays and the next call goes on from there.
+    """
+    record_path = output / f"{split}.rec"
+    if record_path.exists():
+        raise DataError(f"{record_path} exists; remove it or choose another output folder")
+    order = np.random.default_rng(options.seed).permutation(len(plan.entries))
+    entries = [plan.entries[i] for i in order]
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        _write_classes(output / "classes.txt", plan.classes)
+        with _Journal(output, split, _fingerprint(entries, options)) as journal:
+            skipped = _append(journal, entries, options, f"writing {record_path.name}")
+            return journal.finish(record_path), skipped
+    except OSError as error:
+        raise DataError(
+            f"{output}: cannot be written ({error.strerror}); mend that, and the same command goes on where it stopped"
+        ) from None
+
+
+def _append(journal: _Journal, entries: list[Entry], options: Options, title: str) -> list[tuple[str, str]]:
+    def encode(numbered: tuple[int, Entry]) -> tuple[int, Entry, bytes, str]:
+        key, entry = numbered
+        image, problem = _read(entry, options)
+        return key, entry, b"" if problem else pack_record(entry.label, image, key), problem
+
+    skipped = []
+    left: Iterable[tuple[int, Entry]] = list(enumerate(entries))[journal.num_done :]
+    if journal.num_done:
+        title += f" (going on after {journal.num_done:,})"
+    for key, entry, record, problem in map_in_order(
+        encode, left, len(entries) - journal.num_done, title, options.num_threads
+    ):
+        if not problem:
+            journal.append(key, record)
+        elif options.skip_bad:
+            skipped.append((entry.name, problem))
+        else:
+            raise DataError(f"{entry.name}: {problem}; replace it, or leave such images out with --on-bad-image skip")
+    return skipped
+
+
+def _read(entry: Entry, options: Options) -> tuple[bytes, str]:
+    """An image as it is to be written, and what is wrong with it ("" if nothing)."""
+    with entry.file.open("rb") as file:
+        file.seek(entry.offset)
+        image = file.read(entry.size)
+    if len(image) < entry.size:
+        return b"", f"{entry.file} ends before it"
+    finding = inspect_image(image, decode=options.resize > 0)
+    if finding and not finding.usable:
+        return b"", f"{finding.kind}, {finding.detail}"
+    return (_shrink(image, options) if options.resize else image), ""
+
+
+def _shrink(encoded: bytes, options: Options) -> bytes:
+    """The image with its shorter side at most `resize` pixels, as a JPEG; unchanged if it is small enough."""
+    with Image.open(io.BytesIO(encoded)) as image:
+        scale = options.resize / min(image.size)
+        if scale >= 1:
+            return encoded
+        size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
+        # Twice the size is left by the fast shrinking within the JPEG decoder, as it has no good filter.
+        image.draft("RGB", (2 * size[0], 2 * size[1]))
+        buffer = io.BytesIO()
+        exif = image.getexif()  # its orientation is applied by whoever decodes
+        image.convert("RGB").resize(size, Image.Resampling.LANCZOS).save(
+            buffer, "JPEG", quality=options.quality, exif=exif
+        )
+        return buffer.getvalue()
+
+
+class _Journal:
+    """The unfinished .rec file and how far it is whole: lines of `key, offset, end`, written after the records are."""
+
+    def __init__(self, output: Path, split: str, fingerprint: str):
+        self._records_path = output / f".{split}.rec.partial"
+        self._path = output / f".{split}.journal"
+        self._lines: list[tuple[int, int, int]] = []
+        done = 0
+        if self._path.exists():
+            first, *lines = self._path.read_text().splitlines(keepends=True) or [""]
+            if first.strip() != fingerprint:
+                raise DataError(
+                    f"{self._path}: an interrupted conversion of other images or options lies there; repeat that "
+                    f"command, or remove .{split}.journal and .{split}.rec.partial"
+                )
+            for line in lines:
+                if line.endswith("\n"):  # else the interruption came while it was written
+                    key, offset, end = map(int, line.split())
+                    self._lines.append((key, offset, end))
+            done = self._lines[-1][2] if self._lines else 0
+        self._records = self._records_path.open("ab")
+        self._records.truncate(done)  # what came after the journal's last line may be torn
+        self._end = done
+        self._committed = len(self._lines)
+        self._rewrite(fingerprint)
+
+    @property
+    def num_done(self) -> int:
+        """Entries of the plan that need not be looked at again."""
+        return self._lines[-1][0] + 1 if self._lines else 0
+
+    def append(self, key: int, record: bytes) -> None:
+        self._records.write(record)
+        self._lines.append((key, self._end, self._end + len(record)))
+        self._end += len(record)
+        if len(self._lines) - self._committed >= _COMMIT_EVERY:
+            self._commit()
+
+    def finish(self, record_path: Path) -> int:
+        """Give the finished files their names; returns the number of records."""
+        if not self._lines:
+            raise DataError(f"{record_path}: none of the images can be written; look at them with `verify`")
+        self._commit()
+        index = index_path(record_path)
+        partial = index.with_name(f".{index.name}.partial")
+        partial.write_text("".join(f"{key}\t{offset}\n" for key, offset, _ in self._lines))
+        os.replace(partial, index)
+        os.replace(self._records_path, record_path)
+        self._path.unlink()
+        return len(self._lines)
+
+    def __enter__(self) -> _Journal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._path.exists():
+            self._commit()
+        self._records.close()
+        self._journal.close()
+
+    def _rewrite(self, fingerprint: str) -> None:
+        partial = self._path.with_suffix(".journal.partial")
+        partial.write_text(fingerprint + "\n" + "".join(f"{key} {offset} {end}\n" for key, offset, end in self._lines))
+        os.replace(partial, self._path)
+        self._journal = self._path.open("a")
+
+    def _commit(self) -> None:
+        self._records.flush()
+        os.fsync(self._records.fileno())
+        self._journal.write("".join(f"{key} {offset} {end}\n" for key, offset, end in self._lines[self._committed :]))
+        self._journal.flush()
+        self._committed = len(self._lines)
+
+
+def _fingerprint(entries: list[Entry], options: Options) -> str:
+    """What must be the same for an interrupted conversion to go on."""
+    digest = hashlib.sha256(json.dumps([options.resize, options.quality, options.seed]).encode())
+    for entry in entries:
+        digest.update(f"{entry.label} {entry.name} {entry.size}\n".encode())
+    return digest.hexdigest()
+
+
+def _write_classes(path: Path, classes: Classes) -> None:
+    text = "".join(f"{key}\n" if key == shown else f"{key}\t{shown}\n" for key, shown in classes)
+    if path.exists():
+        if path.read_text(encoding="utf-8") != text:
+            raise DataError(f"{path}: lists other classes than the images have; choose another output folder")
+        return
+    partial = path.with_name(".classes.txt.partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+def is_train_tar(path: Path) -> bool:
+    """Whether a tar file holds tar files (training) and not images (validation); raises DataError."""
+    try:
+        with tarfile.open(path, "r:") as tar:
+            first = next((member for member in tar if member.isfile()), None)
+    except (tarfile.TarError, OSError) as error:
+        raise DataError(f"{path}: not a tar file that can be read ({error}); download it again") from None
+    if first is None:
+        raise DataError(f"{path}: the tar file is empty; download it again")
+    return first.name.endswith(".tar")

@@ -1,0 +1,188 @@
+"""Look at every image of a data set: whether it is there, whole, an image, and labelled with a class that exists.
+
+    python -m pipelines verify DATA                  lists what it finds
+    python -m pipelines verify DATA --write-clean    and writes an index (RecordIO) or list (folders) of the good ones
+
+Every byte of every image is decoded. That finds what is truncated or no image at all; damage in the middle of a JPEG
+that still decodes (to a grey or torn picture) cannot be told from a picture and is not found, here or in training.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from pipelines.errors import DataError
+from pipelines.inspect_image import Finding, inspect_image
+from pipelines.progress import map_in_order
+from pipelines.recordio import BrokenRecordError, RecordFile, index_path, read_index
+from pipelines.sources import class_folders, folder_classes, image_files, locate, read_classes
+
+_NUM_SHOWN = 40  # findings listed one by one
+
+
+class Item(NamedTuple):
+    """One entry of a data set."""
+
+    name: str
+    line: str  # of the clean index or list
+    label: int | None  # None: not a class of the list
+    read: Callable[[], bytes]
+
+
+class Report(NamedTuple):
+    """What `verify_split` found."""
+
+    path: Path
+    num_images: int
+    findings: list[tuple[str, Finding]]  # (file or record, finding)
+    clean_path: Path  # where the index or list without the unusable images goes
+    clean_lines: list[str]
+
+    @property
+    def num_unusable(self) -> int:
+        """Images that the loader would refuse."""
+        return self.num_images - len(self.clean_lines)
+
+
+def verify_split(data: str, split: str, num_threads: int = 0, num_classes: int | None = None) -> Report:
+    """Look at all images of one split; raises DataError if there is no such data."""
+    path = locate(data, split)
+    findings: list[tuple[str, Finding]] = []
+    if path.suffix == ".rec":
+        items, clean_path = _record_items(path, num_classes, findings), index_path(path)
+    elif path.suffix == ".lst":
+        items, clean_path = _list_items(path), path
+    else:
+        items = _folder_items(path, split)
+        clean_path = path / f"{split}.lst" if path == Path(data).expanduser() else path.parent / f"{split}.lst"
+        items = [item._replace(line=_relative(item, clean_path.parent)) for item in items]
+    clean_lines = []
+    num_images = len(items) + len(findings)  # so far these are entries of an index that point at nothing
+    results = map_in_order(_look_at, items, len(items), f"verifying {path.name}", num_threads)
+    for item, finding in zip(items, results, strict=True):
+        if finding:
+            findings.append((item.name, finding))
+        if not finding or finding.usable:
+            clean_lines.append(item.line)
+    return Report(path, num_images, findings, clean_path, clean_lines)
+
+
+def write_clean(report: Report) -> None:
+    """Write the index or list of the usable images; one that is there already is kept as NAME.orig."""
+    if not report.clean_lines:
+        raise DataError(f"{report.path}: none of its {report.num_images} images is usable; nothing is written")
+    path = report.clean_path
+    try:
+        partial = path.with_name(f".{path.name}.partial")
+        partial.write_text("".join(report.clean_lines), encoding="utf-8")
+        original = path.with_name(path.name + ".orig")
+        if path.exists() and not original.exists():
+            os.link(path, original)
+        os.replace(partial, path)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be written ({error.strerror}); check permissions and space") from None
+
+
+def print_report(report: Report, console: Console) -> None:
+    """A table of what was found, and the sums."""
+    if report.findings:
+        table = Table(title=f"{report.path}", title_justify="left")
+        for column in ("image", "finding", "what", "usable"):
+            table.add_column(column, overflow="fold")
+        for name, finding in report.findings[:_NUM_SHOWN]:
+            table.add_row(name, finding.kind, finding.detail, "yes" if finding.usable else "[red]no[/]")
+        console.print(table)
+        if len(report.findings) > _NUM_SHOWN:
+            console.print(f"... and {len(report.findings) - _NUM_SHOWN:,} more")
+    kinds = Counter(finding.kind for _, finding in report.findings)
+    console.print(
+        f"{report.path}: {report.num_images:,} images, {report.num_unusable:,} unusable"
+        + (": " + ", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common()) if kinds else "")
+    )
+
+
+def _look_at(item: Item) -> Finding | None:
+    try:
+        encoded = item.read()
+    except BrokenRecordError as error:
+        return Finding("index", str(error), False)
+    except OSError as error:
+        return Finding("unreadable", error.strerror or str(error), False)
+    if item.label is None:
+        return Finding("label", "its label is not one of the classes", False)
+    return inspect_image(encoded)
+
+
+def _record_items(path: Path, num_classes: int | None, findings: list[tuple[str, Finding]]) -> list[Item]:
+    """The records in the index's order; if the index is missing or wrong, those that are found in the file."""
+    file = RecordFile(path)
+    there = list(file.scan())
+    try:
+        keys, offsets = read_index(index_path(path))
+        entries = list(zip(keys.tolist(), offsets.tolist(), strict=True))
+    except DataError as error:
+        findings.append((str(index_path(path)), Finding("index", str(error), False)))
+        entries = []
+    starts = set(there)
+    wrong = [(key, offset) for key, offset in entries if offset not in starts]
+    for key, offset in wrong:
+        what = f"no record begins at offset {offset}"
+        findings.append((f"{path} record {key}", Finding("index", what, False)))
+    if wrong or not entries:
+        entries = list(enumerate(there))
+    count = len(read_classes(path.parent)) or num_classes
+
+    def item(key: int, offset: int) -> Item:
+        try:
+            label = file.read(offset).label
+        except BrokenRecordError:
+            label = -1.0
+        known = label == int(label) and label >= 0 and (count is None or label < count)
+        name = f"{path} record {key}"
+        return Item(
+            name, f"{key}\t{offset}\n", int(label) if known else None, lambda: file.read(offset).image.tobytes()
+        )
+
+    return [item(key, offset) for key, offset in entries]
+
+
+def _folder_items(path: Path, split: str) -> list[Item]:
+    number = {key: label for label, (key, _) in enumerate(folder_classes(path, split))}
+    files = ((folder, path / folder / name) for folder in class_folders(path) for name in image_files(path / folder))
+    return [Item(str(file), "", number.get(folder), file.read_bytes) for folder, file in files]
+
+
+def _list_items(path: Path) -> list[Item]:
+    count = len(read_classes(path.parent))
+    items = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        _, _, rest = line.partition("\t")
+        label, _, name = rest.partition("\t")
+        known = label.replace(".", "", 1).isdigit() and (not count or float(label) < count)
+        file = path.parent / name
+        items.append(Item(str(file), line + "\n", int(float(label)) if known else None, file.read_bytes))
+    return items
+
+
+def _relative(item: Item, folder: Path) -> str:
+    return f"0\t{item.label}\t{os.path.relpath(item.name, folder)}\n"
+
+
+def splits_of(data: str) -> Iterator[str]:
+    """The splits that a data path has; raises DataError if there is nothing."""
+    path = Path(data).expanduser()
+    found = [
+        split
+        for split in ("train", "val")
+        if path.is_dir() and any((path / f"{split}{end}").exists() for end in ("", ".rec", ".lst"))
+    ]
+    if not found:
+        locate(data, "train")
+    yield from found or ["train"]
