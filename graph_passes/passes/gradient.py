@@ -103,19 +103,19 @@ def _needing_gradient(graph: Graph, parameters: Sequence[str]) -> set[str]:
 
 def _training_variant(graph: Graph, node: Node) -> Node:
     """The node, or the operator that also leaves what its gradient needs. Keeps the name."""
+    where = f"{node.op} '{node.name}'"
     if node.op in ("BatchNorm", "BatchNormRelu", "BatchNormAddRelu"):
         if node["use_global_stats"]:
-            raise GraphError(f"{node.op} '{node.name}' with use_global_stats=True has no gradient here: set it to False")
+            raise GraphError(f"{where} has use_global_stats=True, which has no gradient here: set it to False")
         if any(Ref(node.name, index) in graph.consumers for index in (1, 2)):
-            raise GraphError(f"another operator reads the mean or variance of {node.op} '{node.name}', which has no gradient "
-                             "here: read its first output only")
+            raise GraphError(f"the mean or variance of {where} is read, which has no gradient here: read output 0 only")
         return node.replace(op=f"{node.op}Train", num_outputs=0)
     if node.op == "Pooling" and node["pool_type"] == "max":
         return node.replace(op="MaxPoolingTrain", num_outputs=0)
     if node.op == "SoftmaxOutput":
         if node["use_ignore"] or node["multi_output"] or node["normalization"] == "valid":
-            raise GraphError(f"SoftmaxOutput '{node.name}' with use_ignore, multi_output or normalization='valid' has no "
-                             "gradient here: remove them")
+            raise GraphError(f"{where} has use_ignore, multi_output or normalization='valid', which have no gradient "
+                             "here: leave them out")
         return node.replace(op="SoftmaxCrossEntropy", num_outputs=0)
     if not node.is_variable and node.op not in _RULES:
         raise GraphError(f"operator {node.op} of node '{node.name}' has no gradient; there are {', '.join(_RULES)}")
@@ -179,7 +179,7 @@ def _pooling(node: Node, dy: Ref, shapes: Shapes) -> tuple[list[Node], Gradients
         backward = Node("MaxPoolingBackward", f"{node.name}_backward", (dy, Ref(node.name, 1)), attrs)
     else:
         kind = f"pool_type={node['pool_type']}, global_pool={node['global_pool']}"
-        raise GraphError(f"Pooling '{node.name}' ({kind}) has no gradient here: use average pooling or max over windows")
+        raise GraphError(f"Pooling '{node.name}' ({kind}) has no gradient here: use avg, or max over windows")
     return [backward], {"data": Ref(backward.name)}
 
 
