@@ -92,6 +92,26 @@ def window(node: Node) -> Window:
     return Window(kernel, node["stride"] or (1, 1), node["pad"] or (0, 0), dilate or (1, 1))
 
 
+def output_size(node: Node, size: Shape) -> Shape:
+    """Height and width after a convolution or pooling of images of height and width `size`."""
+    if node.op == "Pooling" and node["global_pool"]:
+        return (1, 1)
+    if node.op == "Pooling" and node["pooling_convention"] == "same":
+        raise GraphError(f"Pooling '{node.name}' has pooling_convention='same': supported are 'valid' and 'full'")
+    kernel, stride, pad, dilate = window(node)
+    round_up = node.op == "Pooling" and node["pooling_convention"] == "full"
+    result = []
+    for s, k, st, p, d in zip(size, kernel, stride, pad, dilate, strict=True):
+        span = s + 2 * p - (d * (k - 1) + 1)
+        if span < 0:
+            raise GraphError(
+                f"{node.op} '{node.name}': its kernel {kernel} is larger than its padded {size[0]}x{size[1]} input: "
+                "use larger images"
+            )
+        result.append((math.ceil(span / st) if round_up else span // st) + 1)
+    return tuple(result)
+
+
 def channel_axis(layout: str) -> int:
     """1 for NCHW, 3 for NHWC."""
     return layout.index("C")
@@ -163,22 +183,6 @@ def _image_batch(node: Node, shapes: list[Shape | None]) -> Shape:
     return shape
 
 
-def _window_output(node: Node, size: Shape) -> Shape:
-    """Height and width after a convolution or pooling of height and width `size`."""
-    kernel, stride, pad, dilate = window(node)
-    round_up = node.op == "Pooling" and node["pooling_convention"] == "full"
-    result = []
-    for s, k, st, p, d in zip(size, kernel, stride, pad, dilate, strict=True):
-        span = s + 2 * p - (d * (k - 1) + 1)
-        if span < 0:
-            raise GraphError(
-                f"{node.op} '{node.name}': its kernel {kernel} is larger than its padded {size[0]}x{size[1]} input: "
-                "use larger images"
-            )
-        result.append((math.ceil(span / st) if round_up else span // st) + 1)
-    return tuple(result)
-
-
 def _convolution(node: Node, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
     data, layout, filters, groups = _image_batch(node, shapes), node["layout"], node["num_filter"], node["num_group"]
     axis = channel_axis(layout)
@@ -187,7 +191,7 @@ def _convolution(node: Node, shapes: list[Shape | None]) -> tuple[Shapes, Shapes
         raise GraphError(
             f"Convolution '{node.name}': {channels} channels and {filters} filters do not divide into {groups} groups"
         )
-    height, width = _window_output(node, data[2:] if layout == "NCHW" else data[1:3])
+    height, width = output_size(node, data[2:] if layout == "NCHW" else data[1:3])
     weight = (filters, channels // groups, *kernel) if layout == "NCHW" else (filters, *kernel, channels // groups)
     output = (data[0], filters, height, width) if layout == "NCHW" else (data[0], height, width, filters)
     return [data, weight] if node["no_bias"] else [data, weight, (filters,)], [output]
@@ -196,7 +200,7 @@ def _convolution(node: Node, shapes: list[Shape | None]) -> tuple[Shapes, Shapes
 def _pooling(node: Node, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
     data, layout = _image_batch(node, shapes), node["layout"]
     size = data[2:] if layout == "NCHW" else data[1:3]
-    height, width = (1, 1) if node["global_pool"] else _window_output(node, size)
+    height, width = output_size(node, size)
     channels = data[channel_axis(layout)]
     return [data], [(data[0], channels, height, width) if layout == "NCHW" else (data[0], height, width, channels)]
 

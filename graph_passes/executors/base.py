@@ -29,7 +29,7 @@ class Metrics(NamedTuple):
     loss_sum: float
     top1: int
     top5: int
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody needs here
 
 
 class Executor(ABC):
