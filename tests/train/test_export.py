@@ -25,9 +25,17 @@ NUM_CLASSES, SIZE = 7, 40
 CLASS_NAMES = ["ant", "bee", "cat", "dog", "eel", "fox", "été"]
 
 
+def probabilities(params: dict[str, np.ndarray], aux: dict[str, np.ndarray], images: np.ndarray) -> np.ndarray:
+    """Those of our executor."""
+    graph = Graph.from_json(resnet(18, NUM_CLASSES).tojson())
+    executor = create_executor("mxnet", graph, {"data": images.shape, "softmax_label": images.shape[:1]}, "cpu(0)")
+    executor.set_params(params, aux)
+    return executor.forward(mx.nd.array(images)).asnumpy()
+
+
 @pytest.fixture(scope="module")
 def trained() -> Checkpoint:
-    """A ResNet-18 whose BatchNorms do something: no parameter and no statistic is 0 or 1."""
+    """A ResNet-18 whose BatchNorms do something, and whose probabilities are neither alike nor all 0 or 1."""
     seed = int(np.random.default_rng().integers(2**32))
     print(f"seed {seed}")
     rng = np.random.default_rng(seed)
@@ -36,10 +44,14 @@ def trained() -> Checkpoint:
         if name.endswith(("_gamma", "_beta", "_bias")):
             low = 0.5 if name.endswith("_gamma") else -0.5
             params[name] = rng.uniform(low, low + 1, array.shape).astype(np.float32)
-    params["classifier_weight"] *= 20  # probabilities far from uniform, or every comparison would pass
     for name, array in aux.items():
         low = 0.5 if name.endswith("_var") else -0.5
         aux[name] = rng.uniform(low, low + 1, array.shape).astype(np.float32)
+    noise = rng.standard_normal((4, SIZE, SIZE, 3), dtype=np.float32)
+    params["classifier_bias"][:] = 0
+    spread = np.log(probabilities(params, aux, noise)).std()
+    params["classifier_weight"] *= 1.5 / spread
+    params["classifier_bias"][:] = rng.uniform(-0.5, 0.5, NUM_CLASSES)
     config = Config(depth=18, image_size=SIZE)
     return Checkpoint(params=params, aux=aux, momenta={}, config=config, class_names=CLASS_NAMES)
 
@@ -58,13 +70,9 @@ def images() -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def ours(trained: Checkpoint, images: np.ndarray) -> np.ndarray:
-    graph = Graph.from_json(resnet(18, NUM_CLASSES).tojson())
-    shapes = {"data": images.shape, "softmax_label": images.shape[:1]}
-    executor = create_executor("mxnet", graph, shapes, "cpu(0)")
-    executor.set_params(trained.params, trained.aux)
-    probabilities = executor.forward(mx.nd.array(images)).asnumpy()
-    assert probabilities.max() > 2 / NUM_CLASSES  # the comparisons below can fail
-    return probabilities
+    found = probabilities(trained.params, trained.aux, images)
+    assert np.ptp(found, axis=1).min() > 0.1  # else the comparisons below could not fail
+    return found
 
 
 def test_onnx_of_the_command(
@@ -89,13 +97,12 @@ def test_onnx_of_the_command(
     assert list(file.parent.iterdir()) == [file]
 
 
-def test_a_wrong_model_is_not_written(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_model_is_not_written(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(*arguments: object) -> onnx.ModelProto:
         model = right(*arguments)
         bias = next(tensor for tensor in model.graph.initializer if tensor.name == "classifier_bias")
-        bias.CopyFrom(onnx.numpy_helper.from_array(np.linspace(0, 1, NUM_CLASSES, dtype=np.float32), bias.name))
+        wrong_bias = onnx.numpy_helper.to_array(bias) + np.arange(NUM_CLASSES, dtype=np.float32) / 100
+        bias.CopyFrom(onnx.numpy_helper.from_array(wrong_bias, bias.name))
         return model
 
     right = onnx_writer.to_onnx
