@@ -100,6 +100,7 @@ class Recorder:
         self._mlperf: MLPerfLog | None = None
         self._progress: Progress | None = None
         self._task: TaskID | None = None
+        self._status = ""  # beside the bar
         if not enabled:
             return
 
@@ -152,7 +153,7 @@ class Recorder:
             self._mlperf.start("epoch_start", epoch_num=epoch + 1)
         if self._progress:
             name = f"epoch {epoch + 1}/{self.num_epochs}"
-            self._task = self._progress.add_task(name, total=num_steps, completed=first_step, status="")
+            self._task = self._progress.add_task(name, total=num_steps, completed=first_step, status=self._status)
         self._step_start, self._waited = self._clock(), 0.0
 
     def timed(self, batches: Iterable[T]) -> Iterator[T]:
@@ -212,10 +213,10 @@ class Recorder:
         start = self._clock()
         if self._mlperf and name == "validation":
             self._mlperf.start("eval_start", epoch_num=self._epoch + 1)
-        if self._progress and self._task is not None:
-            self._progress.update(self._task, status=name)
+        self._show(name)
         yield
         seconds = self._clock() - start
+        self._show(self._status)
         self._step_start += seconds  # a checkpoint in mid-epoch is no part of the next step
         if name == "validation":
             self._validation_seconds.append(seconds)
@@ -348,8 +349,12 @@ class Recorder:
         loss = f"loss {self.record.loss_curve[-1].loss:.3f}  " if self.record.loss_curve else ""
         place = f"epoch {self._epoch + 1}/{self.num_epochs}, step {done}/{self._epoch_steps}"
         self.say(f"{place}  {rate}  {loss}learning rate {learning_rate:.4g}  time left {left}")
+        self._status = f"{rate.mean:.1f} images/sec  {loss}learning rate {learning_rate:.4g}  time left {left}"
+        self._show(self._status)
+
+    def _show(self, status: str) -> None:
+        """Put a text beside the progress bar, if there is one."""
         if self._progress and self._task is not None:
-            status = f"{rate.mean:.1f} images/sec  {loss}learning rate {learning_rate:.4g}  time left {left}"
             self._progress.update(self._task, status=status)
 
 

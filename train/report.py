@@ -98,7 +98,7 @@ def _limit(compute: float, loader: float | None, wait_share: float) -> tuple[str
         )
     return "computation", (
         f"Computation limits this run: it takes {compute:,.1f} images/sec, and the loader alone delivers "
-        f"{loader:,.1f}, {loader / compute:,.1f} times as many; {waiting}."
+        f"{loader:,.1f}, {loader / compute:,.{0 if loader > 10 * compute else 1}f} times as many; {waiting}."
     )
 
 
