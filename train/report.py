@@ -96,9 +96,10 @@ def _limit(compute: float, loader: float | None, wait_share: float) -> tuple[str
             f"The loader limits this run: alone it delivers {loader:,.1f} images/sec, and the computation could take "
             f"{compute:,.1f}; {waiting}. More loader threads, images resized on disk or GPU decoding would help."
         )
+    times = loader / compute
     return "computation", (
         f"Computation limits this run: it takes {compute:,.1f} images/sec, and the loader alone delivers "
-        f"{loader:,.1f}, {loader / compute:,.{0 if loader > 10 * compute else 1}f} times as many; {waiting}."
+        f"{loader:,.1f}, {f'{times:,.0f}' if times > 10 else f'{times:.1f}'} times as many; {waiting}."
     )
 
 
