@@ -21,7 +21,7 @@ from pipelines.bench import STAGE_TITLES, bench_loader
 from pipelines.make_records import (
     Options,
     is_train_tar,
-    plan_folder,
+    plan_files,
     plan_train_tar,
     plan_val_tar,
     read_class_list,
@@ -57,7 +57,7 @@ def make_records(
     Writes OUTPUT/train.rec, train.idx (or val) and classes.txt. Interrupted, the same command goes on where it stopped.
 
     Args:
-        source: A folder with train/ and val/, a folder of class folders, ILSVRC2012_img_train.tar or
+        source: A folder with train/ and val/, a folder of class folders, a .lst file, ILSVRC2012_img_train.tar or
             ILSVRC2012_img_val.tar.
         output: The folder to write into.
         split: What to convert; default: all that SOURCE holds.
@@ -72,14 +72,14 @@ def make_records(
     if resize < 0 or not 1 <= quality <= 100:
         raise DataError(f"resize {resize}, quality {quality}: resize cannot be negative, quality goes from 1 to 100")
     options = Options(resize, quality, seed, num_threads, on_bad_image == "skip")
-    if source.is_file():
+    if source.is_file() and source.suffix != ".lst":
         known = read_class_list(classes) if classes else read_classes(output)
         kind = "train" if is_train_tar(source) else "val"
         if split not in (None, kind):
             raise DataError(f"{source}: holds the {kind} images, not {split}; leave --split away")
         plans = {kind: plan_train_tar(source, known) if kind == "train" else plan_val_tar(source, labels, known)}
     else:
-        plans = {name: plan_folder(source, name) for name in ([split] if split else splits_of(str(source)))}
+        plans = {name: plan_files(source, name) for name in ([split] if split else splits_of(str(source)))}
     for name, plan in plans.items():
         count, skipped = write_records(plan, output, name, options)
         for image, reason in skipped:

@@ -220,6 +220,6 @@ def load_images(
         if not file.is_file():
             raise DataError(f"{file}: {'is not a file' if file.exists() else 'does not exist'}; give image files")
     config = LoaderConfig(data="files", split="val", image_size=image_size, batch_size=batch_size, **options)
-    source = FileSource(files[0].parent, files, list(range(len(files))), [str(file) for file in files])
+    source = FileSource(files[0].parent, files, list(range(len(files))), [(str(file), str(file)) for file in files])
     with DaliLoader(config, (0, 1), source) as loader:
         yield from loader

@@ -26,9 +26,7 @@ from pipelines.errors import DataError
 from pipelines.inspect_image import inspect_image
 from pipelines.progress import map_in_order
 from pipelines.recordio import index_path, pack_record
-from pipelines.sources import class_folders, folder_classes, image_files, locate
-
-Classes = list[tuple[str, str]]  # (folder or synset, name to show) in the order of the labels
+from pipelines.sources import Classes, FileSource, open_source
 
 _COMMIT_EVERY = 1024  # images between two entries in the journal
 
@@ -50,23 +48,15 @@ class Plan(NamedTuple):
     classes: Classes
 
 
-def plan_folder(path: Path, split: str) -> Plan:
-    """All images of one split in class folders."""
-    found = locate(path, split)
-    if not found.is_dir():
-        raise DataError(f"{found} is no folder of class folders; give the folder that holds train/ or the classes")
-    classes = folder_classes(found, split)
-    number = {key: label for label, (key, _) in enumerate(classes)}
-    entries = []
-    for folder in class_folders(found):
-        for file in image_files(found / folder):
-            if folder not in number:
-                raise DataError(f"{found / folder}: class {folder!r} is not among the {len(classes)} known classes")
-            path = found / folder / file
-            entries.append(Entry(number[folder], path, 0, path.stat().st_size, str(path)))
-    if not entries:
-        raise DataError(f"data path {found} has class folders but no image in them; JPEG and PNG files are looked for")
-    return Plan(entries, classes)
+def plan_files(path: Path, split: str) -> Plan:
+    """All images of one split in class folders, or of a list."""
+    source = open_source(path, split)
+    if not isinstance(source, FileSource):
+        raise DataError(f"{source.path} is RecordIO already; give class folders, a .lst file or a tar file")
+    files = [source.file(i) for i in range(len(source))]
+    sizes = [file.stat().st_size if file.is_file() else 0 for file in files]
+    entries = [Entry(source.label(i), file, 0, sizes[i], str(file)) for i, file in enumerate(files)]
+    return Plan(entries, source.classes)
 
 
 def plan_train_tar(path: Path, classes: Classes) -> Plan:
@@ -204,9 +194,12 @@ def _append(journal: _Journal, entries: list[Entry], options: Options, title: st
 
 def _read(entry: Entry, options: Options) -> tuple[bytes, str]:
     """An image as it is to be written, and what is wrong with it ("" if nothing)."""
-    with entry.file.open("rb") as file:
-        file.seek(entry.offset)
-        image = file.read(entry.size)
+    try:
+        with entry.file.open("rb") as file:
+            file.seek(entry.offset)
+            image = file.read(entry.size)
+    except OSError as error:
+        return b"", f"cannot be read ({error.strerror})"
     if len(image) < entry.size:
         return b"", f"{entry.file} ends before it"
     finding = inspect_image(image, decode=options.resize > 0)

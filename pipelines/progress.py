@@ -29,7 +29,7 @@ class _RateColumn(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         speed = task.finished_speed or task.speed
-        return Text(f"{speed:,.0f} images/sec" if speed else "", style="progress.data.speed")
+        return Text(f"{speed:,.0f} images/sec" if speed else "", style="progress.data.speed", no_wrap=True)
 
 
 def map_in_order(

@@ -24,6 +24,8 @@ import numpy as np
 from pipelines.errors import DataError
 from pipelines.recordio import BrokenRecordError, Record, RecordFile, index_path, read_index
 
+Classes = list[tuple[str, str]]  # (folder or synset, name to show) in the order of the labels
+
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff", ".webp", ".ppm"})
 _NUM_SPOT_CHECKS = 1024  # records whose place and label are checked when a file is opened; the others when read
 
@@ -32,8 +34,13 @@ class Source(ABC):
     """The encoded images of one split with their labels, numbered from 0."""
 
     path: Path
-    class_names: list[str]
+    classes: Classes
     feeds_paths: bool  # what `feed` gives
+
+    @property
+    def class_names(self) -> list[str]:
+        """Names to show, in the order of the labels."""
+        return [shown for _, shown in self.classes]
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -65,12 +72,12 @@ class RecordSource(Source):
         self.path = path
         self._keys, self._offsets = read_index(index_path(path))
         self._file = RecordFile(path)
-        self.class_names = [shown for _, shown in read_classes(path.parent)]
+        self.classes = read_classes(path.parent)
         self._spot_check()
-        if not self.class_names:
+        if not self.classes:
             # No list of classes: as many as asked for, or as the labels need (reads the header of every record).
             count = num_classes or 1 + max(int(self._record(i).label) for i in range(len(self)))
-            self.class_names = [str(label) for label in range(count)]
+            self.classes = [(str(label), str(label)) for label in range(count)]
 
     def __len__(self) -> int:
         return len(self._offsets)
@@ -80,10 +87,10 @@ class RecordSource(Source):
 
     def label(self, i: int) -> int:
         label = self._record(i).label
-        if not (0 <= label < len(self.class_names) and label == int(label)):
+        if not (0 <= label < len(self.classes) and label == int(label)):
             raise DataError(
-                f"{self.name(i)}: label {label:g} is outside the {len(self.class_names)} classes (0 to "
-                f"{len(self.class_names) - 1}); check classes.txt, or list all such records with "
+                f"{self.name(i)}: label {label:g} is outside the {len(self.classes)} classes (0 to "
+                f"{len(self.classes) - 1}); check classes.txt, or list all such records with "
                 f"`python -m pipelines verify`"
             )
         return int(label)
@@ -102,7 +109,7 @@ class RecordSource(Source):
         for i in np.unique(np.linspace(0, len(self) - 1, _NUM_SPOT_CHECKS, dtype=np.int64)):
             try:
                 self._record(int(i))
-                if self.class_names:
+                if self.classes:
                     self.label(int(i))
             except BrokenRecordError as error:
                 raise DataError(
@@ -116,8 +123,8 @@ class FileSource(Source):
 
     feeds_paths = True
 
-    def __init__(self, path: Path, files: list[Path], labels: list[int], class_names: list[str]):
-        self.path, self.class_names = path, class_names
+    def __init__(self, path: Path, files: list[Path], labels: list[int], classes: Classes):
+        self.path, self.classes = path, classes
         self._files, self._labels = files, labels
 
     def __len__(self) -> int:
@@ -173,8 +180,8 @@ def locate(data: str | Path, split: str) -> Path:
     return path
 
 
-def read_classes(folder: Path) -> list[tuple[str, str]]:
-    """(folder name, name to show) of every class from classes.txt in a folder or the one above; [] if there is none."""
+def read_classes(folder: Path) -> Classes:
+    """The classes of classes.txt in a folder or the one above; [] if there is none."""
     for path in (folder / "classes.txt", folder.parent / "classes.txt"):
         if path.is_file():
             lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -204,8 +211,8 @@ def image_files(folder: Path) -> list[str]:
         )
 
 
-def folder_classes(path: Path, split: str) -> list[tuple[str, str]]:
-    """(folder name, name to show) of the classes of a folder of class folders; raises DataError if it holds none."""
+def folder_classes(path: Path, split: str) -> Classes:
+    """The classes of a folder of class folders; raises DataError if it holds none."""
     folders = class_folders(path)
     if not folders:
         inside = "only files" if any(path.iterdir()) else "nothing"
@@ -233,7 +240,7 @@ def _scan_folders(path: Path, split: str) -> FileSource:
         labels += [number[name]] * len(found)
     if not files:
         raise DataError(f"data path {path} has class folders but no image in them; JPEG and PNG files are looked for")
-    return FileSource(path, files, labels, [shown for _, shown in classes])
+    return FileSource(path, files, labels, classes)
 
 
 def _read_list(path: Path) -> FileSource:
@@ -252,10 +259,11 @@ def _read_list(path: Path) -> FileSource:
             ) from None
     if not files:
         raise DataError(f"{path}: the list names no files; write it anew")
-    classes = [shown for _, shown in read_classes(path.parent)]
+    classes = read_classes(path.parent)
     if not classes:
         folder_of = dict(zip(labels, (file.parent.name for file in files), strict=True))
-        classes = [folder_of.get(label, str(label)) for label in range(max(labels) + 1)]
+        names = [folder_of.get(label, str(label)) for label in range(max(labels) + 1)]
+        classes = [(name, name) for name in names]
     for file, label in zip(files, labels, strict=True):
         if not 0 <= label < len(classes):
             raise DataError(f"{path}: label {label} of {file.name} is outside the {len(classes)} classes; correct it")
