@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -71,6 +72,8 @@ def main(arguments: Sequence[str]) -> None:
     """The command `python -m train predict`. Raises TrainError or DataError for a user's mistake."""
     options = cli.parse(PredictOptions, arguments, command="predict")
     predictions = predict(options)
+    for file in sorted(set(options.images) - {prediction.file for prediction in predictions}):
+        print(f"skipped, no readable image: {file}", file=sys.stderr)
     if options.contact_sheet:
         files.write(Path(options.contact_sheet), contact_sheet(predictions))
     if options.json:

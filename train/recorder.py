@@ -36,6 +36,12 @@ from train.mlperf import MLPerfLog
 
 SPEED_WINDOW = 100  # steps that the speed on the terminal looks back on: smooth, yet a slow-down shows
 
+MLPERF_OPTIONS = {  # MLPerf's name -> ours
+    "seed": "seed",
+    "opt_weight_decay": "weight_decay",
+    "opt_learning_rate_warmup_epochs": "warmup_epochs",
+}
+
 T = TypeVar("T")
 
 
@@ -138,6 +144,10 @@ class Recorder:
             self._mlperf = MLPerfLog(folder / "mlperf.log")
             self._mlperf.point("submission_benchmark", "resnet")
             self._mlperf.point("global_batch_size", images_per_step)
+            self._mlperf.point("opt_name", "sgd")
+            for key, option in MLPERF_OPTIONS.items():
+                if option in config:
+                    self._mlperf.point(key, config[option])
             self._mlperf.start("run_start")
         if self._console.is_terminal:
             name, status = TextColumn("{task.description}"), TextColumn("{task.fields[status]}")

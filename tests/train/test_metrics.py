@@ -324,7 +324,7 @@ def test_foreign_or_unwritable_metrics_file_is_one_sentence(tmp_path: Path) -> N
 
 
 def test_mlperf_lines(tmp_path: Path) -> None:
-    run = Run(tmp_path, mlperf=True)
+    run = Run(tmp_path, mlperf=True, config={"seed": 7, "weight_decay": 1e-4})
     with run.recorder as recorder:
         run.epoch(0, [0.0] * 2, [1.0] * 2)
         with recorder.phase("validation"):
@@ -341,6 +341,9 @@ def test_mlperf_lines(tmp_path: Path) -> None:
     assert events == [
         ("POINT_IN_TIME", "submission_benchmark", "resnet"),
         ("POINT_IN_TIME", "global_batch_size", IMAGES_PER_STEP),
+        ("POINT_IN_TIME", "opt_name", "sgd"),
+        ("POINT_IN_TIME", "seed", 7),
+        ("POINT_IN_TIME", "opt_weight_decay", 1e-4),
         ("INTERVAL_START", "run_start", None),
         ("INTERVAL_START", "epoch_start", None),
         ("INTERVAL_START", "eval_start", None),

@@ -120,14 +120,20 @@ def test_contact_sheet_cuts_long_names() -> None:
         predict.contact_sheet([])
 
 
-def test_broken_images_are_skipped_if_asked_for(run_folder: Path, tmp_path: Path) -> None:
+def test_broken_images_are_skipped_if_asked_for(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     broken = tmp_path / "broken.jpg"
     broken.write_bytes((run_folder / "red.png").read_bytes()[:100])
     files = (broken, run_folder / "red.png")
     with pytest.raises(DataError, match=r"broken\.jpg"):
         predict.predict(PredictOptions(images=files, checkpoint=str(run_folder)))
-    (found,) = predict.predict(PredictOptions(images=files, checkpoint=str(run_folder), on_bad_image="skip"))
-    assert found.file == run_folder / "red.png" and found.guesses[0].name == "red"
+    arguments = ["--checkpoint", str(run_folder), "--on-bad-image", "skip", "--json", *map(str, files)]
+    predict.main(arguments)
+    printed = capsys.readouterr()
+    (found,) = json.loads(printed.out)
+    assert found["file"] == str(files[1]) and found["predictions"][0]["class"] == "red"
+    assert f"skipped, no readable image: {broken}" in printed.err
 
 
 def test_real_photographs(run_folder: Path, real_data: Path) -> None:
