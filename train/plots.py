@@ -25,7 +25,7 @@ class Theme:
     muted: str
     grid: str
     series: tuple[str, str, str]
-    parts: tuple[str, ...]  # of a stacked bar
+    parts: tuple[str, ...]  # of a stacked bar, whose last part is muted
 
 
 LIGHT = Theme(
@@ -34,7 +34,7 @@ LIGHT = Theme(
     muted="#6e7781",
     grid="#e4e8ec",
     series=("#0b62c4", "#d9622b", "#2a9d6f"),
-    parts=("#0b62c4", "#d9622b", "#2a9d6f", "#8a63d2", "#a9b1ba", "#c9a227"),
+    parts=("#0b62c4", "#d9622b", "#2a9d6f", "#8a63d2", "#c9a227"),
 )
 DARK = Theme(
     background="#0f1319",
@@ -42,7 +42,7 @@ DARK = Theme(
     muted="#8b949e",
     grid="#262c35",
     series=("#58a6ff", "#f0883e", "#4fc794"),
-    parts=("#58a6ff", "#f0883e", "#4fc794", "#b392f0", "#6e7681", "#e3c04f"),
+    parts=("#58a6ff", "#f0883e", "#4fc794", "#b392f0", "#e3c04f"),
 )
 
 
@@ -75,7 +75,7 @@ def loss(record: RunRecord, theme: Theme) -> bytes:
     if rows:
         values = np.array([row.val_loss for row in rows], dtype=float)
         axes.plot([row.epoch for row in rows], values, "o-", color=theme.series[1], **_DOTTED, label="validation")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.08 * axes.dataLim.ymax)
     axes.set_xlim(left=0)
     _legend(axes, theme)
     return _png(figure, theme)
@@ -101,11 +101,12 @@ def accuracy(record: RunRecord, theme: Theme) -> bytes:
 
 
 def time_split(seconds: Mapping[str, float], theme: Theme) -> bytes:
-    """One bar: where the time of the run went; `seconds` by part."""
+    """One bar: where the time of the run went; `seconds` by part, the last one being the rest."""
     figure, axes = _figure(theme, "Where the time went", "", "", height=1.6)
     total = sum(seconds.values())
     left = 0.0
-    for (name, value), color in zip(seconds.items(), theme.parts * len(seconds), strict=False):
+    colors = [*(theme.parts * len(seconds))[: len(seconds) - 1], theme.muted]
+    for (name, value), color in zip(seconds.items(), colors, strict=True):
         share = 100 * value / total
         label = f"{name} {share:.1f} %"
         axes.barh(0, share, left=left, color=color, edgecolor=theme.background, linewidth=1.5, label=label)

@@ -346,7 +346,7 @@ th { text-align: left; color: var(--muted); font-weight: 600; }
 th, td { padding: .3rem 1.25rem .3rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
 td { overflow-wrap: anywhere; }
 pre { background: var(--soft); border: 1px solid var(--line); border-radius: .4rem; padding: .6rem .8rem;
-      overflow-x: auto; font-size: .85rem; }
+      white-space: pre-wrap; overflow-wrap: anywhere; font-size: .85rem; }
 figure { margin: 1rem 0; }
 img { width: 100%; height: auto; border-radius: .4rem; }
 figcaption { color: var(--muted); font-size: .85rem; }
