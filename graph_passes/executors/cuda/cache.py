@@ -1,0 +1,61 @@
+"""What is worked out once per machine and kept on disk: compiled kernels and the choice of cuDNN plans.
+
+Files lie in `$RESNET_CACHE`, else `$XDG_CACHE_HOME/resnet50-mxnet`, else `~/.cache/resnet50-mxnet`, in a folder named
+after the GPU and the versions of driver and libraries, so that nothing made for another machine is ever read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import re
+import tempfile
+from pathlib import Path
+
+_MAGIC = b"resnet50-mxnet cache 1\n"
+log = logging.getLogger("graph_passes.cuda")
+
+
+def default_folder() -> Path:
+    if folder := os.environ.get("RESNET_CACHE"):
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "resnet50-mxnet"
+
+
+class Cache:
+    """Named byte strings in one folder. A damaged entry counts as absent, with a warning; a folder that cannot be
+    written only costs the time of working things out again."""
+
+    def __init__(self, machine: str, root: Path | None = None) -> None:
+        self.folder = (root or default_folder()) / re.sub(r"[^\w.+-]+", "_", machine)
+
+    def read(self, name: str) -> bytes | None:
+        path = self.folder / name
+        try:
+            content = path.read_bytes()
+        except OSError:
+            return None
+        head, body = content[: len(_MAGIC) + 32], content[len(_MAGIC) + 32 :]
+        if head != _MAGIC + hashlib.sha256(body).digest():
+            log.warning("the cache file %s is damaged: it is made anew", path)
+            return None
+        return body
+
+    def write(self, name: str, body: bytes) -> None:
+        """Atomic: other processes that start at the same time see the old entry or the new one."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            descriptor, temporary = tempfile.mkstemp(dir=self.folder)
+            try:
+                with os.fdopen(descriptor, "wb") as file:
+                    file.write(_MAGIC + hashlib.sha256(body).digest() + body)
+                os.replace(temporary, self.folder / name)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)
+                raise
+        except OSError as error:
+            log.warning("the cache folder %s cannot be written (%s): the next start will be slower",
+                        self.folder, error.strerror)

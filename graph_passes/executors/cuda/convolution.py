@@ -1,0 +1,259 @@
+"""Convolutions through cuDNN 9's graph API: forward (fprop), gradient of the data (dgrad) and of the weights (wgrad).
+
+Everything is NHWC with OHWI weights. A fully connected layer is a 1x1 convolution of a 1x1 image. For each problem cuDNN
+proposes several plans (engine and tile sizes); they are timed once, the best one's name is kept on disk, and the next
+start builds only that one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import logging
+import math
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from graph_passes.errors import GraphError
+from graph_passes.executors.cuda.cache import Cache
+from graph_passes.executors.cuda.device import Gpu
+
+MIN_CUDNN = 90100  # 9.1.0
+MAX_CANDIDATES = 24  # plans timed per problem; cuDNN lists the most promising ones first
+
+_INSTALL = "pip install nvidia-cudnn-cu12 nvidia-cudnn-frontend"
+log = logging.getLogger("graph_passes.cuda")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What cuDNN is asked to compute. `kind`: 'fprop', 'fprop_stats' (also per-channel sum and sum of squares of the
+    output, fp32), 'dgrad' or 'wgrad'. `x` and `y` are NHWC shapes, `w` is OHWI; dgrad writes x, wgrad writes w."""
+
+    kind: str
+    x: tuple[int, int, int, int]
+    w: tuple[int, int, int, int]
+    y: tuple[int, int, int, int]
+    pad: tuple[int, int]
+    stride: tuple[int, int]
+    dilate: tuple[int, int]
+    dtype: str  # float16, bfloat16, float32
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions."""
+        n, h, w, filters = self.y
+        return 2 * n * h * w * filters * self.w[1] * self.w[2] * self.w[3]
+
+    @property
+    def key(self) -> str:
+        return json.dumps(dataclasses.astuple(self))
+
+
+class Plan:
+    """A built cuDNN plan for one problem, ready to be enqueued on any buffers of its shapes."""
+
+    def __init__(self, library: ConvolutionLibrary, problem: Problem) -> None:
+        self._library, self.problem = library, problem
+        self._graph, self._tensors = library.describe(problem)
+        self._index = 0
+        self.name = ""
+        self.time_ms = float("nan")
+        self.workspace_bytes = 0
+
+    def names(self) -> list[str]:
+        return [self._graph.get_plan_name_at_index(i) for i in range(self._graph.get_execution_plan_count())]
+
+    def select(self, index: int) -> None:
+        """Build the plan of that index. Raises cuDNN's exception where the GPU does not support it."""
+        self._graph.build_plan_at_index(index)
+        self._index, self.name = index, self._graph.get_plan_name_at_index(index)
+        self.workspace_bytes = self._graph.get_workspace_size_plan_at_index(index)
+
+    def enqueue(self, *addresses: int, workspace: int) -> None:
+        """`addresses`: fprop x, w, y[, sum, sum of squares]; dgrad dy, w, dx; wgrad x, dy, dw."""
+        pack = dict(zip(self._tensors, addresses, strict=True))
+        self._graph.execute_plan_at_index(pack, workspace, self._index, handle=self._library.handle)
+
+
+class ConvolutionLibrary:
+    """cuDNN on one GPU. `tf32` lets fp32 convolutions round their inputs to TF32; `deterministic` leaves out plans that
+    sum in a varying order."""
+
+    def __init__(self, gpu: Gpu, store: Cache, tf32: bool = True, deterministic: bool = False) -> None:
+        self._cudnn = import_cudnn()
+        self._gpu, self._store = gpu, store
+        self._tf32, self._deterministic = tf32, deterministic
+        self.handle = self._cudnn.create_handle()
+        self._cudnn.set_stream(handle=self.handle, stream=gpu.stream_handle)
+        self._plans: dict[Problem, Plan] = {}
+        self._choices_name = f"plans-tf32_{int(tf32)}-deterministic_{int(deterministic)}"
+        self._choices = self._read_choices()  # problem key -> [plan name, milliseconds]
+        self._known = len(self._choices)
+        self._tuning_buffers: dict[str, tuple[int, int]] = {}  # name -> address, bytes
+
+    def plan(self, problem: Problem) -> Plan:
+        """The fastest plan for the problem, built. Times all proposals the first time that this machine meets it.
+
+        Raises GraphError where cuDNN has no plan.
+        """
+        if problem not in self._plans:
+            self._plans[problem] = self._remembered(problem) or self._tuned(problem)
+        return self._plans[problem]
+
+    def save(self) -> None:
+        """Keep the choices made since the last call on disk, and free the buffers that timing needed."""
+        for address, _ in self._tuning_buffers.values():
+            self._gpu.free(address)
+        self._tuning_buffers.clear()
+        if len(self._choices) > self._known:
+            merged = {**self._read_choices(), **self._choices}  # another process may have written meanwhile
+            self._store.write(self._choices_name, json.dumps(merged, indent=0).encode())
+            self._known = len(self._choices)
+
+    # --- choosing ---
+
+    def _remembered(self, problem: Problem) -> Plan | None:
+        choice = self._choices.get(problem.key)
+        if choice is None:
+            return None
+        plan = Plan(self, problem)
+        names = plan.names()
+        if choice[0] not in names:
+            log.warning("the remembered cuDNN plan for %s is not offered any more: it is chosen anew", problem)
+            return None
+        plan.select(names.index(choice[0]))
+        plan.time_ms = choice[1]
+        return plan
+
+    def _tuned(self, problem: Problem) -> Plan:
+        started = time.monotonic()
+        plan = Plan(self, problem)
+        addresses = self._tuning_data(problem)
+        timed: list[tuple[float, int]] = []
+        reason = "it proposes no plan"
+        for index in range(len(plan.names())):
+            if len(timed) == MAX_CANDIDATES:
+                break
+            try:
+                plan.select(index)
+                workspace = self._tuning_buffer("workspace", plan.workspace_bytes)
+                timed.append((self._gpu.time_ms(partial(plan.enqueue, *addresses, workspace=workspace)), index))
+            except GraphError:
+                raise
+            except Exception as error:  # cuDNN refuses some of its own proposals while building or running them
+                reason = (str(error).splitlines() or [type(error).__name__])[0]
+        if not timed:
+            raise GraphError(f"cuDNN has no {problem.kind} for input {problem.x}, weight {problem.w}, stride "
+                             f"{problem.stride}, {problem.dtype} ({reason}): use channels that are multiples of 8")
+        best_ms, best = min(timed)
+        plan.select(best)
+        plan.time_ms = best_ms
+        self._choices[problem.key] = [plan.name, best_ms]
+        log.debug("%s: %s, %.4f ms, best of %d, chosen in %.1f s", problem, plan.name, best_ms, len(timed),
+                  time.monotonic() - started)
+        return plan
+
+    def _tuning_data(self, problem: Problem) -> list[int]:
+        """Addresses to time a problem with, in the order of `Plan.enqueue`: random contents, as zeros run faster."""
+        size = {"float32": 4}.get(problem.dtype, 2)
+        roles = {"fprop": "xwy", "fprop_stats": "xwyss", "dgrad": "ywx", "wgrad": "xyw"}[problem.kind]
+        lengths = [problem.y[3] * 4 if role == "s" else math.prod(getattr(problem, role)) * size for role in roles]
+        starts = list(itertools.accumulate((-(-length // 256) * 256 for length in lengths), initial=0))
+        base = self._tuning_buffer("data", starts[-1])
+        self._gpu.fill_random(base, starts[-1], problem.dtype)
+        return [base + start for start in starts[:-1]]
+
+    def _tuning_buffer(self, name: str, num_bytes: int) -> int:
+        address, length = self._tuning_buffers.get(name, (0, 0))
+        if length < num_bytes:
+            if address:
+                self._gpu.free(address)
+                del self._tuning_buffers[name]
+            address = self._gpu.allocate(num_bytes)
+            self._tuning_buffers[name] = (address, num_bytes)
+        return address
+
+    def _read_choices(self) -> dict[str, list[Any]]:
+        body = self._store.read(self._choices_name)
+        return json.loads(body) if body else {}
+
+    # --- describing a problem to cuDNN ---
+
+    def describe(self, problem: Problem) -> tuple[Any, list[Any]]:
+        """cuDNN's graph with its proposals listed, and its tensors in the order of `Plan.enqueue`."""
+        cudnn = self._cudnn
+        fp32 = cudnn.data_type.FLOAT
+        dtype = {"float16": cudnn.data_type.HALF, "bfloat16": cudnn.data_type.BFLOAT16, "float32": fp32}[problem.dtype]
+        graph = cudnn.pygraph(io_data_type=dtype, intermediate_data_type=fp32, compute_data_type=fp32,
+                              handle=self.handle)
+        window = {"padding": list(problem.pad), "stride": list(problem.stride), "dilation": list(problem.dilate)}
+
+        def tensor(name: str, shape: tuple[int, int, int, int]) -> Any:
+            return graph.tensor(name=name, dim=_nchw(shape), stride=_nchw_strides(shape), data_type=dtype)
+
+        def result(output: Any, shape: tuple[int, int, int, int]) -> Any:
+            return output.set_dim(_nchw(shape)).set_stride(_nchw_strides(shape)).set_output(True).set_data_type(dtype)
+
+        if problem.kind in ("fprop", "fprop_stats"):
+            x, w = tensor("x", problem.x), tensor("w", problem.w)
+            y = graph.conv_fprop(image=x, weight=w, **window)
+            result(y, problem.y)
+            tensors = [x, w, y]
+            if problem.kind == "fprop_stats":
+                for sums in graph.genstats(input=y):
+                    sums.set_output(True).set_data_type(fp32)
+                    tensors.append(sums)
+        elif problem.kind == "dgrad":
+            dy, w = tensor("dy", problem.y), tensor("w", problem.w)
+            dx = graph.conv_dgrad(loss=dy, filter=w, **window)
+            result(dx, problem.x)
+            tensors = [dy, w, dx]
+        else:
+            x, dy = tensor("x", problem.x), tensor("dy", problem.y)
+            dw = graph.conv_wgrad(image=x, loss=dy, **window)
+            result(dw, problem.w)
+            tensors = [x, dy, dw]
+        try:
+            graph.validate()
+            graph.build_operation_graph()
+            graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+            if self._deterministic:
+                graph.deselect_numeric_notes([cudnn.numerical_note.NONDETERMINISTIC])
+            if problem.dtype == "float32" and not self._tf32:
+                notes = cudnn.numerical_note
+                graph.deselect_numeric_notes([notes.TENSOR_CORE, notes.DOWN_CONVERT_INPUTS])
+        except Exception as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise GraphError(f"cuDNN refuses the {problem.kind} of input {problem.x} with weight {problem.w}, stride "
+                             f"{problem.stride}, {problem.dtype} ({reason})") from None
+        return graph, tensors
+
+
+def import_cudnn() -> Any:
+    """The cudnn module of nvidia-cudnn-frontend, with a cuDNN that is new enough. Raises GraphError."""
+    try:
+        import cudnn
+    except ImportError as error:
+        raise GraphError(f"the cuda executor needs nvidia-cudnn-frontend ({error}): {_INSTALL}") from None
+    try:
+        version = cudnn.backend_version()
+    except Exception:
+        raise GraphError(f"the cuDNN library (libcudnn.so.9) is missing: {_INSTALL}") from None
+    if version < MIN_CUDNN:
+        raise GraphError(f"cuDNN {version} is too old, 9.1 or newer is needed: {_INSTALL}")
+    return cudnn
+
+
+def _nchw(shape: tuple[int, int, int, int]) -> list[int]:
+    """cuDNN names dimensions as NCHW whatever the memory order is."""
+    n, h, w, c = shape
+    return [n, c, h, w]
+
+
+def _nchw_strides(shape: tuple[int, int, int, int]) -> list[int]:
+    _, h, w, c = shape
+    return [h * w * c, 1, w * c, c]

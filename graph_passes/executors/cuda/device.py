@@ -1,0 +1,203 @@
+"""One GPU: its stream, memory copies, CUDA graphs and timing. The only module that calls the CUDA driver.
+
+Everything of the executor runs on `Gpu.stream`, in order. The libraries (cuda-core and cuda-bindings) are imported when
+a `Gpu` is made, so that the package can be imported where they are missing.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from graph_passes.errors import GraphError
+
+MIN_COMPUTE_CAPABILITY = (7, 5)  # below, cuDNN 9 and CUDA 13 have no kernels
+MIN_DRIVER_CUDA = 12000  # CUDA 12.0, as cuDriverGetVersion counts
+
+_NO_GPU = "install a driver and a GPU, or use --executor mxnet"
+_INSTALL = "install the GPU packages: pip install 'resnet50-mxnet[gpu]'"
+
+
+class Gpu:
+    """The current device of this process, one stream on it, and what the executor asks of the driver.
+
+    Raises GraphError where there is no such GPU, or the driver or a library is missing or too old.
+    """
+
+    def __init__(self, device_id: int = 0) -> None:
+        try:
+            from cuda.bindings import driver
+            from cuda.core import Device
+        except ImportError as error:
+            raise GraphError(f"the cuda executor needs cuda-core and cuda-bindings ({error}): {_INSTALL}") from None
+        except Exception as error:  # cuda-pathfinder's own exception where libcuda.so is missing
+            raise GraphError(f"no NVIDIA driver was found ({_first_line(error)}): {_NO_GPU}") from None
+        self._driver = driver
+        try:
+            self.check(driver.cuInit(0))
+            version = self.check(driver.cuDriverGetVersion())
+            count = self.check(driver.cuDeviceGetCount())
+        except Exception as error:
+            raise GraphError(f"the NVIDIA driver does not answer ({_first_line(error)}): {_NO_GPU}") from None
+        if version < MIN_DRIVER_CUDA:
+            raise GraphError(f"the NVIDIA driver supports CUDA {version // 1000}.{version % 1000 // 10} only; "
+                             "the cuda executor needs 12.0 or newer: update the driver")
+        if not 0 <= device_id < count:
+            raise GraphError(f"there is no GPU {device_id}: this machine has {count}, numbered from 0")
+        self.device = Device(device_id)
+        self.device.set_current()
+        self.device_id = device_id
+        self.capability = tuple(self.device.compute_capability)
+        self.name: str = self.device.name
+        if self.capability < MIN_COMPUTE_CAPABILITY:
+            major, minor = self.capability
+            raise GraphError(f"GPU {device_id} ({self.name}) has compute capability {major}.{minor}; cuDNN 9 needs 7.5 or "
+                             "newer: use --executor mxnet")
+        self.driver_version: int = version
+        properties = self.device.properties
+        self.num_multiprocessors: int = properties.multiprocessor_count
+        # Bytes/s that the memory's clock (kHz) and bus width (bits) give at two transfers a clock, of which copies
+        # reach about 0.87 (4.25 of 4.9 TB/s measured on an H200).
+        self.bandwidth: float = 0.87 * 2e3 * properties.memory_clock_rate * properties.global_memory_bus_width / 8
+        self.stream = self.device.create_stream()
+        self.stream_handle = int(self.stream.handle)
+
+    def check(self, result: tuple[Any, ...]) -> Any:
+        """The value of a driver call, or RuntimeError with CUDA's own words."""
+        status, *values = result
+        if int(status) != 0:
+            _, text = self._driver.cuGetErrorString(status)
+            raise RuntimeError(f"CUDA error {int(status)}: {text.decode() if text else 'unknown'}")
+        return values[0] if len(values) == 1 else tuple(values)
+
+    # --- memory ---
+
+    def memory(self) -> tuple[int, int]:
+        """Free and total bytes of the GPU's memory."""
+        return self.check(self._driver.cuMemGetInfo())
+
+    def allocate(self, num_bytes: int) -> int:
+        """Address of fresh device memory; freed with the process. Raises GraphError where it does not fit."""
+        free, total = self.memory()
+        if num_bytes > free:
+            raise GraphError(f"the GPU has {free / 2**30:.1f} of {total / 2**30:.1f} GiB free, "
+                             f"{num_bytes / 2**30:.1f} GiB more are needed: use a smaller batch size")
+        return int(self.check(self._driver.cuMemAlloc(max(num_bytes, 1))))
+
+    def free(self, address: int) -> None:
+        self.check(self._driver.cuMemFree(address))
+
+    def upload(self, address: int, array: np.ndarray) -> None:
+        """Copy host to device, in order with the stream; returns when `array` may change."""
+        array = np.ascontiguousarray(array)
+        self.check(self._driver.cuMemcpyHtoDAsync(address, array.ctypes.data, array.nbytes, self.stream_handle))
+        self.synchronize()
+
+    def download(self, address: int, shape: Iterable[int], dtype: Any) -> np.ndarray:
+        """Copy device to host, after everything on the stream."""
+        array = np.empty(tuple(shape), dtype)
+        self.check(self._driver.cuMemcpyDtoHAsync(array.ctypes.data, address, array.nbytes, self.stream_handle))
+        self.synchronize()
+        return array
+
+    def copy(self, to: int, source: int, num_bytes: int) -> None:
+        """Copy within the device, asynchronous."""
+        self.check(self._driver.cuMemcpyDtoDAsync(to, source, num_bytes, self.stream_handle))
+
+    def fill(self, address: int, byte: int, num_bytes: int) -> None:
+        """Set every byte, asynchronous."""
+        if num_bytes:
+            self.check(self._driver.cuMemsetD8Async(address, byte, num_bytes, self.stream_handle))
+
+    def fill_random(self, address: int, num_bytes: int, dtype: str) -> None:
+        """Fill with uniform values in [-1, 1): something to time kernels with."""
+        block = np.random.default_rng(0).uniform(-1, 1, 1 << 16).astype(np.float32)
+        if dtype == "float16":
+            block = block.astype(np.float16)
+        elif dtype == "bfloat16":
+            block = (block.view(np.uint32) >> 16).astype(np.uint16)
+        first = min(num_bytes, block.nbytes)
+        self.upload(address, block.view(np.uint8)[:first])
+        filled = first
+        while filled < num_bytes:  # double what is there
+            self.copy(address + filled, address, min(filled, num_bytes - filled))
+            filled *= 2
+
+    def write_word(self, address: int, value: np.float32 | np.uint32) -> None:
+        """Write 4 bytes in order with the stream, without waiting: the value travels with the call."""
+        bits = int(np.asarray(value).view(np.uint32))
+        self.check(self._driver.cuMemsetD32Async(address, bits, 1, self.stream_handle))
+
+    # --- work ---
+
+    def launch(self, function: int, grid: tuple[int, int, int], block: tuple[int, int, int], shared_bytes: int,
+               arguments: Any) -> None:
+        """Enqueue a kernel; `arguments` is a C array of pointers to its arguments."""
+        function = self._driver.CUfunction(function)  # a CUkernel handle, which cuLaunchKernel takes as well
+        self.check(self._driver.cuLaunchKernel(function, *grid, *block, shared_bytes, self.stream_handle, arguments, 0))
+
+    def synchronize(self) -> None:
+        self.stream.sync()
+
+    def record_event(self) -> Any:
+        """A new event that fires when all work enqueued so far is done; `event.sync()` waits for it."""
+        return self.stream.record()
+
+    def capture(self, enqueue: Callable[[], None]) -> Any:
+        """The work that `enqueue` puts on the stream, as an executable CUDA graph for `replay`."""
+        # Thread-local: MXNet's and Horovod's threads may allocate meanwhile.
+        mode = self._driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        self.check(self._driver.cuStreamBeginCapture(self.stream_handle, mode))
+        try:
+            enqueue()
+        finally:
+            status, graph = self._driver.cuStreamEndCapture(self.stream_handle)
+        self.check((status, graph))
+        executable = self.check(self._driver.cuGraphInstantiate(graph, 0))
+        self.check(self._driver.cuGraphDestroy(graph))
+        return executable
+
+    def replay(self, executable: Any) -> None:
+        """Launch a captured graph, asynchronous."""
+        self.check(self._driver.cuGraphLaunch(executable, self.stream_handle))
+
+    # --- timing ---
+
+    def timing_event(self) -> Any:
+        return self.check(self._driver.cuEventCreate(0))
+
+    def record_in_graph(self, event: Any) -> None:
+        """Record a timing event; while capturing it becomes a node of the graph that records at every replay."""
+        self.check(self._driver.cuEventRecordWithFlags(event, self.stream_handle,
+                                                       self._driver.CUevent_record_flags.CU_EVENT_RECORD_EXTERNAL))
+
+    def elapsed_ms(self, start: Any, end: Any) -> float:
+        return float(self.check(self._driver.cuEventElapsedTime(start, end)))
+
+    def time_ms(self, enqueue: Callable[[], None], launches: int = 8, repeats: int = 3) -> float:
+        """Milliseconds of what `enqueue` does: median over `repeats` of the mean of `launches` in one CUDA graph.
+
+        A graph, because enqueueing from Python takes longer than many kernels run.
+        """
+        def enqueue_all() -> None:
+            for _ in range(launches):
+                enqueue()
+
+        executable = self.capture(enqueue_all)
+        start, end = self.timing_event(), self.timing_event()
+        times = []
+        for _ in range(repeats + 1):  # the first one warms up
+            self.check(self._driver.cuEventRecord(start, self.stream_handle))
+            self.replay(executable)
+            self.check(self._driver.cuEventRecord(end, self.stream_handle))
+            self.synchronize()
+            times.append(self.elapsed_ms(start, end) / launches)
+        self.check(self._driver.cuGraphExecDestroy(executable))
+        return statistics.median(times[1:])
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

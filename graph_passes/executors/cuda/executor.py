@@ -1,0 +1,232 @@
+"""The cuda executor: the compiled training step on MXNet's GPU arrays, ordered with MXNet's engine.
+
+Parameters, gradients and running statistics lie in MXNet arrays on `mx.gpu()`, so that MXNet and Horovod can work with
+them; the step itself runs on a stream of its own. What keeps both in order are gates: an operation that is pushed to
+MXNet's engine as the writer of an array, and that ends when the step's CUDA event has fired. Whatever MXNet or Horovod
+is asked to do with that array afterwards waits for it. A gate costs about 40 us of host time, so one is pushed only
+when somebody looks: the properties `params`, `aux` and `grads` push it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from graph_passes.errors import GraphError
+from graph_passes.executors.base import Arrays, Executor, Metrics
+from graph_passes.executors.cuda.optimizer import OptimizerConfig
+from graph_passes.executors.cuda.training_step import TrainingStep
+from graph_passes.graph import Graph
+from mxnet_compat import mx
+
+Array = Any  # mx.nd.NDArray; MXNet has no type stubs
+_ENGINE_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)
+
+
+class _Context(ctypes.Structure):
+    """MXNet's Context as its C API takes it."""
+
+    _fields_ = (("device_type", ctypes.c_int), ("device_id", ctypes.c_int32))
+
+
+class CudaExecutor(Executor):
+    """See `base.Executor`. Made for one batch size and image size.
+
+    Differs from the other executors in three ways:
+
+    - Gradients are in `dtype`, except those of gamma, beta and bias (fp32), and multiplied by `loss_scale()`. In
+      bfloat16, which MXNet cannot hold, `grads` has the fp32 ones only.
+    - Stock MXNet has no kernels for new GPUs, so the optimizer is the executor's own: `update`.
+    - `params`, `aux` and `grads` are to be asked for anew in every step: it is the asking that waits for the step.
+
+    `num_buckets` cuts the backward pass, so that `on_bucket` of `forward_backward` is called with the gradients of the
+    last layers while the first ones are still being computed.
+    """
+
+    def __init__(self, graph: Graph, shapes: Mapping[str, Sequence[int]], device: str = "gpu(0)",
+                 dtype: str = "float16", optimizer: OptimizerConfig | None = None, tf32: bool = True,
+                 deterministic: bool = False, num_buckets: int = 1) -> None:
+        super().__init__(graph, shapes)
+        kind, _, number = device.rstrip(")").partition("(")
+        if kind != "gpu" or not (number or "0").isdigit():
+            raise GraphError(f"the cuda executor cannot run on the device '{device}': give gpu(0), gpu(1), ...")
+        self._context = mx.gpu(int(number or 0))
+        self._dtype = dtype
+        self._arrays: dict[str, Array] = {}
+        self._seen: list[Array] = []  # arrays that MXNet may be reading or writing
+        self._pending: dict[int, Any] = {}  # number of a gate that the engine has not passed yet -> its CUDA event
+        self._num_gates = 0
+        self._pass_gate = _ENGINE_CALLBACK(lambda run_context, number: self._pending.pop(number).sync())
+        self._step = TrainingStep(graph, self.input_shapes, dtype, self._context.device_id, optimizer, tf32,
+                                  deterministic, num_buckets, self._allocate)
+        store = self._step.store
+        self._params = self._views("master", store.master.starts)
+        self._aux = self._views("statistics", store.statistics.starts)
+        self._momenta = self._views("momentum", store.momentum.starts)
+        self._grads = self._views("other_gradients", store.other_gradients.starts)
+        if dtype != "bfloat16":
+            self._grads |= self._views("weight_gradients", store.weight_gradients.starts)
+        self._buckets = [[self._grads[name] for name in names if name in self._grads] for names in self._step.buckets]
+        self._num_valid = self.input_shapes["data"][0]
+
+    # --- arrays ---
+
+    def _allocate(self, name: str, num_bytes: int) -> int | None:
+        """MXNet arrays for what MXNet or Horovod may want to see; the step takes plain memory for the rest."""
+        dtypes = {"master": "float32", "momentum": "float32", "statistics": "float32", "other_gradients": "float32",
+                  "probabilities": "float32", "weight_gradients": "uint8" if self._dtype == "bfloat16" else self._dtype}
+        if name not in dtypes:
+            return None
+        dtype = dtypes[name]
+        array = mx.nd.empty((max(1, num_bytes // np.dtype(dtype).itemsize),), ctx=self._context, dtype=dtype)
+        self._arrays[name] = array
+        return self._address(array)
+
+    def _views(self, name: str, starts: Mapping[str, int]) -> dict[str, Array]:
+        """Slices of one flat array; they share its memory and its place in the engine."""
+        flat = self._arrays[name]
+        shapes = {tensor: self._step.store.arrays[name].slices[tensor].shape for tensor in starts}
+        return {tensor: flat[start : start + int(np.prod(shapes[tensor]))].reshape(shapes[tensor])
+                for tensor, start in starts.items()}
+
+    @property
+    def params(self) -> dict[str, Array]:  # type: ignore[override]
+        """fp32 master weights; the network's own copies follow at the next `update`, or at once by `set_params`."""
+        self._gate([self._arrays["master"]])
+        return self._params
+
+    @property
+    def aux(self) -> dict[str, Array]:  # type: ignore[override]
+        self._gate([self._arrays["statistics"]])
+        return self._aux
+
+    @property
+    def grads(self) -> dict[str, Array]:  # type: ignore[override]
+        self._gate([self._arrays["weight_gradients"], self._arrays["other_gradients"]])
+        return self._grads
+
+    def to_canonical(self, name: str, array: Any) -> np.ndarray:
+        array = np.asarray(array.asnumpy() if hasattr(array, "asnumpy") else array)
+        parameter = self._step.store.parameters.get(name)
+        return parameter.to_canonical(array.ravel()) if parameter else array
+
+    def from_canonical(self, name: str, array: np.ndarray) -> np.ndarray:
+        parameter = self._step.store.parameters.get(name)
+        return parameter.to_device(array).reshape(parameter.device_shape) if parameter else np.asarray(array)
+
+    def set_params(self, params: Mapping[str, np.ndarray], aux: Mapping[str, np.ndarray]) -> None:
+        self._wait_for_mxnet()
+        self._step.set_params(params, aux)
+
+    def get_params(self) -> tuple[Arrays, Arrays]:
+        self._wait_for_mxnet()
+        return self._step.get_params()
+
+    def set_momenta(self, momenta: Mapping[str, np.ndarray]) -> None:
+        """The optimizer's momentum by parameter name, canonical."""
+        self._step.set_momenta(momenta)
+
+    def get_momenta(self) -> Arrays:
+        return self._step.get_momenta()
+
+    def loss_scale(self) -> float:
+        """What the gradients of the latest pass are multiplied by; waits for the GPU."""
+        return float(self._step.optimizer.read_state().loss_scale)
+
+    # --- running ---
+
+    def forward_backward(self, data: Array, label: Array, accumulate: bool = False,
+                         on_bucket: Callable[[list[Array]], None] | None = None) -> None:
+        """As the base class says. `on_bucket` gets the gradients of one bucket after the other, each as soon as what
+        computes them is launched; what MXNet or Horovod is asked to do with them waits until they are computed."""
+        self._wait_for_mxnet()
+        self._load(data, label, self.input_shapes["data"][0])
+
+        def after_bucket(number: int) -> None:
+            assert on_bucket
+            self._gate(self._buckets[number])
+            on_bucket(self._buckets[number])
+
+        self._step.forward_backward(accumulate, after_bucket if on_bucket else None)
+
+    def update(self, learning_rate: float, gradient_scale: float = 1.0) -> None:
+        """One step of the optimizer; gradients are first multiplied by `gradient_scale`. Asynchronous."""
+        self._wait_for_mxnet()
+        self._step.update(learning_rate, gradient_scale)
+
+    def forward(self, data: Array, label: Array | None = None) -> Array:
+        self._load(data, label, 0 if label is None else self.input_shapes["data"][0])
+        self._step.infer()
+        probabilities = self._arrays["probabilities"].reshape(self._step.persistent.probabilities.shape)
+        self._gate([probabilities])
+        return probabilities
+
+    def evaluate(self, data: Array, label: Array, num_valid: int) -> None:
+        self._load(data, label, num_valid)
+        self._step.infer()
+
+    def read_metrics(self) -> Metrics:
+        return Metrics(*self._step.read_metrics())
+
+    def synchronize(self) -> None:
+        self._step.gpu.synchronize()
+        mx.nd.waitall()
+
+    def _load(self, data: Array, label: Array | None, num_valid: int) -> None:
+        shape = self.input_shapes["data"]
+        for name, array in (("data", data), ("softmax_label", label)):
+            wanted = shape if name == "data" else shape[:1]
+            if array is not None and tuple(array.shape) != wanted:
+                raise GraphError(f"'{name}' has the shape {array.shape}, but the executor was made for {wanted}: "
+                                 "make one for each batch and image size")
+        data = self._here(data)
+        self._step.load_from_device(self._address(data), np.dtype(data.dtype).name, data.shape)
+        used = [data]
+        if label is not None:
+            label = self._here(label)
+            target = self._step.persistent.label
+            self._step.gpu.copy(target.address, self._address(label), target.num_bytes)
+            used.append(label)
+        if num_valid != self._num_valid:
+            self._step.set_num_valid(num_valid)
+            self._num_valid = num_valid
+        self._gate(used, reading=True)  # nobody may overwrite the batch before it is copied
+
+    def _here(self, array: Array) -> Array:
+        """The array on this GPU, in a dtype that the step reads."""
+        return array if array.context == self._context else array.as_in_context(self._context)
+
+    # --- order with MXNet's engine ---
+
+    def _address(self, array: Array) -> int:
+        array.wait_to_read()
+        address = ctypes.c_void_p()
+        _call("MXNDArrayGetData", array.handle, ctypes.byref(address))
+        return int(address.value or 0)
+
+    def _gate(self, arrays: Sequence[Array], reading: bool = False) -> None:
+        """Make what MXNet does with the arrays from now on wait for what is on the step's stream: everything, or with
+        `reading` what would overwrite them."""
+        self._num_gates += 1
+        self._pending[self._num_gates] = self._step.gpu.record_event()
+        handles = (ctypes.c_void_p * len(arrays))(*(array.handle for array in arrays))
+        read, written = ((handles, len(arrays)), (None, 0)) if reading else ((None, 0), (handles, len(arrays)))
+        cpu = _Context(1, 0)  # a CPU worker waits, so that MXNet's own GPU worker stays free
+        _call("MXEnginePushSyncND", self._pass_gate, ctypes.c_void_p(self._num_gates), None, ctypes.byref(cpu),
+              *read, *written, None, 0, b"gate")
+        if not reading:
+            self._seen += arrays
+
+    def _wait_for_mxnet(self) -> None:
+        """Wait until MXNet has done what it was asked to do with arrays that it has been shown."""
+        for array in self._seen:
+            _call("MXNDArrayWaitToWrite", array.handle)
+        self._seen.clear()
+
+
+def _call(function: str, *arguments: Any) -> None:
+    """A function of MXNet's C API."""
+    mx.base.check_call(getattr(mx.base._LIB, function)(*arguments))

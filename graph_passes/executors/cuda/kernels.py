@@ -1,0 +1,90 @@
+"""Our CUDA C++ kernels (kernels/*.cu): compiled by NVRTC at first use, kept on disk, launched with typed arguments.
+
+    kernel = KernelLibrary(gpu, cache).get("pooling.cu", "max_pool<half>")
+    kernel.launch((blocks, 1, 1), (256, 1, 1), x_address, y_address, ctypes.c_uint32(vectors))
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from graph_passes.errors import GraphError
+from graph_passes.executors.cuda.cache import Cache
+from graph_passes.executors.cuda.device import Gpu
+
+SOURCES = Path(__file__).with_name("kernels")
+C_TYPES = {"float16": "half", "bfloat16": "bfloat16", "float32": "float"}  # our dtype names -> names in the .cu files
+
+
+def compile_kernel(source: str, expression: str, arch: str) -> tuple[bytes, str]:
+    """Machine code of one kernel of kernels/`source` and its symbol name; `expression` is `name` or `name<arguments>`.
+
+    `arch` is NVRTC's, such as 'sm_90'. Needs NVRTC but no GPU and no driver.
+    """
+    from cuda.core import Program, ProgramOptions
+
+    options = ProgramOptions(arch=arch, std="c++17", include_path=[str(SOURCES)], name=source)
+    compiled = Program((SOURCES / source).read_text(), "c++", options).compile("cubin", name_expressions=(expression,))
+    return bytes(compiled.code), _text(compiled.symbol_mapping[expression])
+
+
+class Kernel:
+    """A loaded kernel."""
+
+    def __init__(self, gpu: Gpu, cubin: bytes, symbol: str) -> None:
+        from cuda.core import ObjectCode
+
+        self._gpu = gpu
+        self._code = ObjectCode.from_cubin(cubin)
+        self._kernel = self._code.get_kernel(symbol)
+
+    def launch(self, grid: tuple[int, int, int], block: tuple[int, int, int], *arguments: Any,
+               shared_bytes: int = 0) -> None:
+        """Enqueue on the GPU's stream. An `int` argument is a device address, every other one a ctypes value."""
+        values = [ctypes.c_void_p(a) if isinstance(a, int) else a for a in arguments]
+        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        self._gpu.launch(int(self._kernel.handle), grid, block, shared_bytes, ctypes.addressof(pointers))
+
+
+class KernelLibrary:
+    """All kernels of one GPU."""
+
+    def __init__(self, gpu: Gpu, store: Cache) -> None:
+        self._gpu, self._store = gpu, store
+        self._loaded: dict[tuple[str, str], Kernel] = {}
+
+    def get(self, source: str, expression: str) -> Kernel:
+        """The kernel `expression` of kernels/`source`, compiled unless this machine has done so before."""
+        key = (source, expression)
+        if key not in self._loaded:
+            self._loaded[key] = Kernel(self._gpu, *self._compiled(source, expression))
+        return self._loaded[key]
+
+    def _compiled(self, source: str, expression: str) -> tuple[bytes, str]:
+        arch = f"sm_{self._gpu.capability[0]}{self._gpu.capability[1]}"
+        name = "kernel-" + hashlib.sha256(f"{_sources_digest()} {source} {expression} {arch}".encode()).hexdigest()[:32]
+        if entry := self._store.read(name):
+            head, cubin = entry.split(b"\n", 1)
+            return cubin, json.loads(head)["symbol"]
+        try:
+            cubin, symbol = compile_kernel(source, expression, arch)
+        except ImportError as error:
+            raise GraphError(f"NVRTC is missing ({error}): pip install 'cuda-core[cu12]' or '[cu13]'") from None
+        description = {"source": source, "expression": expression, "arch": arch, "symbol": symbol}
+        self._store.write(name, json.dumps(description).encode() + b"\n" + cubin)
+        return cubin, symbol
+
+
+@cache
+def _sources_digest() -> str:
+    """Changes with every edit of a kernel."""
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(SOURCES.iterdir()))).hexdigest()
+
+
+def _text(symbol: bytes | str) -> str:
+    return symbol.decode() if isinstance(symbol, bytes) else symbol

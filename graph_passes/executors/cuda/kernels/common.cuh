@@ -1,0 +1,98 @@
+// Element types, 16-byte vectors and small helpers shared by all kernels.
+//
+// The 16-bit types are our own, converted by PTX instructions: NVRTC then needs no header of the CUDA toolkit, and the
+// user no toolkit. All arithmetic is fp32; half and bfloat16 are storage only.
+#pragma once
+
+using uint8 = unsigned char;
+using uint16 = unsigned short;
+using uint32 = unsigned int;
+using uint64 = unsigned long long;
+using int64_t = long long;
+using size_t = decltype(sizeof(0));
+
+struct half { uint16 bits; };
+struct bfloat16 { uint16 bits; };
+
+constexpr int VEC = 8;   // neighbouring channels a thread works on at once: one 16-byte access in 16-bit types
+constexpr int WARP = 32;
+#define INF __int_as_float(0x7f800000)
+#define NOT_A_NUMBER __int_as_float(0x7fc00000)
+
+// --- scalars ---
+
+__device__ inline float to_float(float v) { return v; }
+__device__ inline float to_float(bfloat16 v) { return __uint_as_float(uint32(v.bits) << 16); }
+__device__ inline float to_float(half v) {
+    float f;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(v.bits));
+    return f;
+}
+
+template <class T> __device__ inline T from_float(float f);
+template <> __device__ inline float from_float<float>(float f) { return f; }
+template <> __device__ inline half from_float<half>(float f) {
+    half h;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h.bits) : "f"(f));  // beyond 65504 it gives infinity: loss scaling relies on it
+    return h;
+}
+template <> __device__ inline bfloat16 from_float<bfloat16>(float f) {
+    uint32 bits = __float_as_uint(f);
+    if (f != f) return {uint16(0x7fc0)};
+    bits += 0x7fff + ((bits >> 16) & 1);  // round to nearest, ties to even
+    return {uint16(bits >> 16)};
+}
+
+// --- vectors of 8 elements: kept packed while loads are in flight, unpacked to fp32 for arithmetic ---
+
+template <class T> struct alignas(16) Packed { T element[VEC]; };
+
+template <class T> __device__ inline Packed<T> load(const T *p) {
+    Packed<T> v;
+    const uint4 *from = reinterpret_cast<const uint4 *>(p);
+    uint4 *to = reinterpret_cast<uint4 *>(&v);
+#pragma unroll
+    for (int i = 0; i < int(sizeof(v) / sizeof(uint4)); ++i) to[i] = from[i];
+    return v;
+}
+
+template <class T> __device__ inline void store(T *p, const Packed<T> &v) {
+    const uint4 *from = reinterpret_cast<const uint4 *>(&v);
+    uint4 *to = reinterpret_cast<uint4 *>(p);
+#pragma unroll
+    for (int i = 0; i < int(sizeof(v) / sizeof(uint4)); ++i) to[i] = from[i];
+}
+
+template <class T> __device__ inline void unpack(const Packed<T> &v, float (&f)[VEC]) {
+#pragma unroll
+    for (int k = 0; k < VEC; ++k) f[k] = to_float(v.element[k]);
+}
+
+template <class T> __device__ inline Packed<T> pack(const float (&f)[VEC]) {
+    Packed<T> v;
+#pragma unroll
+    for (int k = 0; k < VEC; ++k) v.element[k] = from_float<T>(f[k]);
+    return v;
+}
+
+__device__ inline void load_floats(const float *p, float (&f)[VEC]) { unpack(load(p), f); }
+__device__ inline void store_floats(float *p, const float (&f)[VEC]) { store(p, pack<float>(f)); }
+
+// --- reductions over a block; every thread must call them, thread 0 gets the result ---
+
+template <class Op> __device__ inline float block_reduce(float v, float identity, Op op) {
+    __shared__ float of_warp[WARP];
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = (blockDim.x + WARP - 1) / WARP;
+#pragma unroll
+    for (int d = WARP / 2; d; d /= 2) v = op(v, __shfl_xor_sync(0xffffffff, v, d));
+    if (lane == 0) of_warp[warp] = v;
+    __syncthreads();
+    v = lane < warps ? of_warp[lane] : identity;
+#pragma unroll
+    for (int d = WARP / 2; d; d /= 2) v = op(v, __shfl_xor_sync(0xffffffff, v, d));
+    __syncthreads();  // of_warp may be used again at once
+    return v;         // every warp did the second step, so every thread has the result
+}
+
+struct Sum { __device__ float operator()(float a, float b) const { return a + b; } };
+struct Max { __device__ float operator()(float a, float b) const { return fmaxf(a, b); } };

@@ -1,0 +1,35 @@
+// Small elementwise kernels: the network's input, sums of gradients.
+#include "common.cuh"
+
+// y (pixels, to_channels) = x (pixels, from_channels) converted, further channels 0: RGB images become 4-channel ones,
+// which cuDNN's tensor-core kernels can load. One thread a pixel.
+template <class From, class T>
+__global__ void convert_input(const From *x, T *y, int64_t pixels, int from_channels, int to_channels) {
+    const int64_t pixel = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (pixel >= pixels) return;
+    for (int c = 0; c < to_channels; ++c)
+        y[pixel * to_channels + c] = from_float<T>(c < from_channels ? to_float(x[pixel * from_channels + c]) : 0);
+}
+
+// z = x + y
+template <class T>
+__global__ void add(const Packed<T> *x, const Packed<T> *y, Packed<T> *z, uint32 vectors) {
+    const uint32 at = blockIdx.x * blockDim.x + threadIdx.x;
+    if (at >= vectors) return;
+    float a[VEC], b[VEC];
+    unpack(x[at], a);
+    unpack(y[at], b);
+#pragma unroll
+    for (int k = 0; k < VEC; ++k) a[k] += b[k];
+    z[at] = pack<T>(a);
+}
+
+// to = from, 4 vectors of 16 bytes a thread: what memory can do at best, for the profile's ceiling.
+__global__ void copy(const uint4 *from, uint4 *to) {
+    const size_t at = size_t(blockIdx.x) * blockDim.x * 4 + threadIdx.x;
+    uint4 v[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) v[i] = from[at + i * blockDim.x];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) to[at + i * blockDim.x] = v[i];
+}

@@ -1,0 +1,109 @@
+// Pooling in NHWC: max over windows, and the average over the whole image. A thread works on 8 neighbouring channels.
+#include "common.cuh"
+
+struct Window {
+    int height, width;          // of the input
+    int out_height, out_width;  // of the output
+    int kernel_h, kernel_w, stride_h, stride_w, pad_h, pad_w;
+};
+
+// y = maximum over the window; `winner` = its place in the window (row * kernel_w + column), for the backward pass. Of
+// equal values the first one wins, as in MXNet. Padding never wins.
+template <class T>
+__global__ void max_pool(const Packed<T> *x, Packed<T> *y, uint8 *winner, Window w, uint32 vectors, int pitch) {
+    const uint32 at = blockIdx.x * blockDim.x + threadIdx.x;
+    if (at >= vectors) return;
+    const uint32 group = at % pitch, column = at / pitch % w.out_width, row = at / pitch / w.out_width % w.out_height;
+    const uint32 image = at / pitch / w.out_width / w.out_height;
+    float best[VEC];
+    uint32 place[VEC];
+    bool first = true;
+    for (int i = 0; i < w.kernel_h; ++i) {
+        const int h = int(row) * w.stride_h - w.pad_h + i;
+        if (h < 0 || h >= w.height) continue;
+        for (int j = 0; j < w.kernel_w; ++j) {
+            const int c = int(column) * w.stride_w - w.pad_w + j;
+            if (c < 0 || c >= w.width) continue;
+            float v[VEC];
+            unpack(x[((image * w.height + h) * w.width + c) * pitch + group], v);
+#pragma unroll
+            for (int k = 0; k < VEC; ++k) {
+                if (first || v[k] > best[k] || v[k] != v[k]) {  // NaN wins, so that it stays visible
+                    best[k] = v[k];
+                    place[k] = i * w.kernel_w + j;
+                }
+            }
+            first = false;
+        }
+    }
+    y[at] = pack<T>(best);
+    uint2 places = {0, 0};
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        places.x |= place[k] << 8 * k;
+        places.y |= place[k + 4] << 8 * k;
+    }
+    if (winner) reinterpret_cast<uint2 *>(winner)[at] = places;
+}
+
+// dx = sum of dy (or dy + dy2) of the windows that this element won. Gathers, so it needs no atomics and no zeroed dx.
+template <class T, bool TWO>
+__global__ void max_pool_backward(const Packed<T> *dy, const Packed<T> *dy2, const uint8 *winner, Packed<T> *dx, Window w,
+                                  uint32 vectors, int pitch) {
+    const uint32 at = blockIdx.x * blockDim.x + threadIdx.x;
+    if (at >= vectors) return;
+    const uint32 group = at % pitch, column = at / pitch % w.width, row = at / pitch / w.width % w.height;
+    const uint32 image = at / pitch / w.width / w.height;
+    // Windows that cover the element start at most `kernel - 1` before it.
+    const int top = row + w.pad_h, left = column + w.pad_w;
+    const int first_h = max(0, (top - w.kernel_h + w.stride_h) / w.stride_h), last_h = min(w.out_height - 1, top / w.stride_h);
+    const int first_w = max(0, (left - w.kernel_w + w.stride_w) / w.stride_w), last_w = min(w.out_width - 1, left / w.stride_w);
+    float sum[VEC] = {};
+    for (int i = first_h; i <= last_h; ++i) {
+        for (int j = first_w; j <= last_w; ++j) {
+            const uint32 source = ((image * w.out_height + i) * w.out_width + j) * pitch + group;
+            const uint32 place = (top - i * w.stride_h) * w.kernel_w + left - j * w.stride_w;
+            const uint2 places = reinterpret_cast<const uint2 *>(winner)[source];
+            float g[VEC], g2[VEC];
+            unpack(dy[source], g);
+            if (TWO) unpack(dy2[source], g2);
+#pragma unroll
+            for (int k = 0; k < VEC; ++k) {
+                const uint32 won = (k < 4 ? places.x : places.y) >> 8 * (k % 4) & 0xff;
+                if (won == place) sum[k] += TWO ? g[k] + g2[k] : g[k];
+            }
+        }
+    }
+    dx[at] = pack<T>(sum);
+}
+
+// y (images, channels) = average of x (images, pixels, channels).
+template <class T>
+__global__ void global_average_pool(const Packed<T> *x, Packed<T> *y, uint32 vectors, int pixels, int pitch) {
+    const uint32 at = blockIdx.x * blockDim.x + threadIdx.x;  // over images * pitch
+    if (at >= vectors) return;
+    const Packed<T> *image = x + size_t(at / pitch) * pixels * pitch + at % pitch;
+    float sum[VEC] = {};
+#pragma unroll 8
+    for (int pixel = 0; pixel < pixels; ++pixel) {
+        float v[VEC];
+        unpack(image[pixel * pitch], v);
+#pragma unroll
+        for (int k = 0; k < VEC; ++k) sum[k] += v[k];
+    }
+#pragma unroll
+    for (int k = 0; k < VEC; ++k) sum[k] /= pixels;
+    y[at] = pack<T>(sum);
+}
+
+// dx = dy / pixels, for every pixel of the image.
+template <class T>
+__global__ void global_average_pool_backward(const Packed<T> *dy, Packed<T> *dx, uint32 vectors, int pixels, int pitch) {
+    const uint32 at = blockIdx.x * blockDim.x + threadIdx.x;  // over images * pixels * pitch
+    if (at >= vectors) return;
+    float v[VEC];
+    unpack(dy[at / (pitch * pixels) * pitch + at % pitch], v);
+#pragma unroll
+    for (int k = 0; k < VEC; ++k) v[k] /= pixels;
+    dx[at] = pack<T>(v);
+}

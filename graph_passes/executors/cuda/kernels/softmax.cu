@@ -1,0 +1,100 @@
+// The classifier's end: bias, softmax, cross entropy with label smoothing, its gradient, top-1 and top-5.
+#include "common.cuh"
+
+struct Metrics {
+    double loss_sum;
+    uint64 top1, top5, count;
+};
+
+// One block a row. `scores` (rows, pitch), of which the first `classes` count; the bias is added here, in fp32.
+// Targets are 1 - smoothing for the label and smoothing / (classes - 1) for every other class, as MXNet's SoftmaxOutput
+// has them. Written where the pointer is not null:
+//   probabilities (rows, classes) fp32
+//   gradient (rows, pitch): (probability - target) * gradient_scale * *loss_scale, 0 beyond `classes`
+//   row_loss (rows): cross entropy against those targets; NaN for a label outside the classes, so that it is noticed
+//   row_rank (rows): number of classes that come before the label: 0 is a top-1 hit, below 5 a top-5 hit
+template <class T>
+__global__ void softmax_cross_entropy(const T *scores, const float *bias, const float *labels, float *probabilities,
+                                      T *gradient, float *row_loss, int *row_rank, const float *loss_scale,
+                                      float gradient_scale, float smoothing, int classes, int pitch) {
+    extern __shared__ float score[];  // of this row, later exp(score - maximum)
+    const int row = blockIdx.x;
+    float largest = -INF;
+    for (int c = threadIdx.x; c < classes; c += blockDim.x) {
+        score[c] = to_float(scores[size_t(row) * pitch + c]) + (bias ? bias[c] : 0);
+        largest = fmaxf(largest, score[c]);
+    }
+    largest = block_reduce(largest, -INF, Max());
+
+    const int label = labels ? int(labels[row]) : -1;
+    const bool valid = label >= 0 && label < classes;
+    const float label_score = valid ? score[label] : 0;
+    float exp_sum = 0, score_sum = 0, rank = 0;
+    for (int c = threadIdx.x; c < classes; c += blockDim.x) {
+        exp_sum += expf(score[c] - largest);
+        score_sum += score[c] - largest;
+        rank += score[c] > label_score || (score[c] == label_score && c < label);
+    }
+    exp_sum = block_reduce(exp_sum, 0.f, Sum());
+    score_sum = block_reduce(score_sum, 0.f, Sum());
+    rank = block_reduce(rank, 0.f, Sum());
+
+    const float other = classes > 1 ? smoothing / (classes - 1) : 0;
+    if (threadIdx.x == 0 && row_loss) {
+        // -sum of target * log(probability), with log(probability) = score - largest - log(exp_sum)
+        const float log_sum = logf(exp_sum), log_label = label_score - largest - log_sum;
+        const float log_others = score_sum - classes * log_sum - log_label;
+        row_loss[row] = valid ? -(1 - smoothing) * log_label - other * log_others : NOT_A_NUMBER;
+        row_rank[row] = valid && label_score == label_score ? int(rank) : classes;
+    }
+    const float scale = gradient ? gradient_scale * *loss_scale : 0;
+    for (int c = threadIdx.x; c < pitch; c += blockDim.x) {
+        const float p = c < classes ? expf(score[c] - largest) / exp_sum : 0;
+        if (probabilities && c < classes) probabilities[size_t(row) * classes + c] = p;
+        if (gradient) {
+            const float target = c >= classes ? 0 : c == label ? 1 - smoothing : other;
+            gradient[size_t(row) * pitch + c] = from_float<T>((p - target) * scale);
+        }
+    }
+}
+
+// Adds the first `*num_valid` rows to the metrics, always in the same order. One block.
+__global__ void add_metrics(const float *row_loss, const int *row_rank, const int *num_valid, Metrics *metrics) {
+    __shared__ double loss_of[WARP];
+    float top1 = 0, top5 = 0;
+    double loss = 0;
+    for (int row = threadIdx.x; row < *num_valid; row += blockDim.x) {
+        loss += row_loss[row];
+        top1 += row_rank[row] < 1;
+        top5 += row_rank[row] < 5;
+    }
+    top1 = block_reduce(top1, 0.f, Sum());
+    top5 = block_reduce(top5, 0.f, Sum());
+#pragma unroll
+    for (int d = WARP / 2; d; d /= 2) loss += __shfl_xor_sync(0xffffffff, loss, d);
+    if (threadIdx.x % WARP == 0) loss_of[threadIdx.x / WARP] = loss;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        for (int warp = 0; warp < blockDim.x / WARP; ++warp) metrics->loss_sum += loss_of[warp];
+        metrics->top1 += uint64(top1);
+        metrics->top5 += uint64(top5);
+        metrics->count += *num_valid;
+    }
+}
+
+// bias_gradient[c] = sum of gradient (rows, pitch) over the rows. One block a 32-class strip: 32 x 32 threads.
+template <class T>
+__global__ void bias_gradient(const T *gradient, float *sum, int rows, int classes, int pitch) {
+    __shared__ float partial[WARP][WARP + 1];
+    const int c = blockIdx.x * WARP + threadIdx.x;
+    float total = 0;
+    if (c < classes)
+        for (int row = threadIdx.y; row < rows; row += WARP) total += to_float(gradient[size_t(row) * pitch + c]);
+    partial[threadIdx.y][threadIdx.x] = total;
+    __syncthreads();
+    if (threadIdx.y == 0 && c < classes) {
+        total = 0;
+        for (int y = 0; y < WARP; ++y) total += partial[y][threadIdx.x];
+        sum[c] = total;
+    }
+}

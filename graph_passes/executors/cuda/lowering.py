@@ -1,0 +1,436 @@
+"""From a graph to launches on buffers: one method per operator.
+
+The graph is NHWC and fused (passes `layout`, `bn_relu`, `bn_add_relu`); for training it holds the backward pass too
+(`gradient`, `gradient_add`), and `precision` has marked its tensors. Nodes are lowered in the graph's order, which is the
+order of the launches.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from graph_passes.errors import GraphError
+from graph_passes.executors.cuda.convolution import ConvolutionLibrary, Problem
+from graph_passes.executors.cuda.device import Gpu
+from graph_passes.executors.cuda.kernels import C_TYPES, KernelLibrary
+from graph_passes.executors.cuda.parameters import Parameter, ParameterStore, padded
+from graph_passes.executors.cuda.program import ITEM_BYTES, Buffer, Launch, Program
+from graph_passes.graph import Graph, Node, Ref
+from graph_passes.operators import Shape, window
+from graph_passes.operators_backward import FORWARD_OF, forward_node
+from graph_passes.passes.gradient import output_names
+from graph_passes.passes.precision import tensor_dtypes
+
+VECTOR = 8  # VEC of common.cuh
+Size = tuple[int, int, int]
+Buffers = tuple["Buffer | None", ...]
+TILE_CHANNELS = 64  # channels that a block of batch_norm.cu works on
+REDUCE_BLOCK: Size = (8, 64, 1)  # threads: vectors along the channels, rows
+APPLY_BLOCK: Size = (8, 32, 1)
+REDUCE_BLOCKS_PER_MULTIPROCESSOR, APPLY_BLOCKS_PER_MULTIPROCESSOR = 2, 4  # resident at once, by their launch bounds
+STATISTICS_LAUNCH_MS = 0.003  # what a separate statistics launch costs besides its bytes
+
+
+def count(value: int) -> ctypes.c_uint32:
+    """An unsigned 32-bit kernel argument."""
+    return ctypes.c_uint32(value)
+
+
+class _Window(ctypes.Structure):
+    """`Window` of pooling.cu."""
+
+    _fields_ = tuple((name, ctypes.c_int) for name in (
+        "height", "width", "out_height", "out_width", "kernel_h", "kernel_w", "stride_h", "stride_w", "pad_h", "pad_w"))
+
+
+@dataclass
+class Persistent:
+    """Buffers beside the parameters that outlive a step."""
+
+    data: Buffer  # (N, H, W, C padded), the network's dtype
+    label: Buffer  # (N,) float32
+    probabilities: Buffer  # (N, classes) float32
+    metrics: Buffer  # softmax.cu's Metrics
+    num_valid: Buffer  # int32: how many rows of the batch count
+    loss_scale: Buffer  # float32, part of the optimizer's state
+    tickets: Buffer  # zeros, left as zeros by every reduction
+
+
+def parameters_of(graph: Graph, shapes: Mapping[Ref, Shape], inputs: tuple[str, ...]) -> list[Parameter]:
+    """Every parameter of a forward graph, the last layer's first: the order in which their gradients are ready."""
+    parameters: dict[str, Parameter] = {}
+    for node in reversed(list(graph)):
+        for position, ref in enumerate(node.inputs):
+            name = ref.node
+            if not graph[name].is_variable or name in graph.aux or name in inputs or name in parameters:
+                continue
+            shape = tuple(shapes[ref])
+            is_weight = position == 1 and node.op in ("Convolution", "FullyConnected")
+            if is_weight and node.op == "FullyConnected":
+                device_shape: tuple[int, ...] = (padded(shape[0]), 1, 1, shape[1])
+            elif is_weight:
+                device_shape = (*shape[:3], padded_channels(shape[3]))
+            else:
+                device_shape = (*shape[:-1], padded(shape[-1]))
+            parameters[name] = Parameter(name, shape, device_shape, is_weight)
+    return list(parameters.values())
+
+
+def padded_channels(channels: int) -> int:
+    """Channels of a convolution's input: 3 become 4, for which cuDNN has tensor-core kernels; others stay."""
+    return 4 if channels == 3 else channels
+
+
+class Lowering:
+    """One pass over the graph. `program` holds the result, `ready` after how many launches each gradient is final.
+
+    `scratch` are buffers that one launch at a time uses; the owner of the program gives them memory.
+    """
+
+    def __init__(self, graph: Graph, shapes: Mapping[Ref, Shape], store: ParameterStore, persistent: Persistent,
+                 gpu: Gpu, kernels: KernelLibrary, convolutions: ConvolutionLibrary) -> None:
+        self._graph, self._shapes, self._store, self._persistent = graph, shapes, store, persistent
+        self._dtypes = tensor_dtypes(graph)
+        self._gpu, self._kernels, self._convolutions = gpu, kernels, convolutions
+        self._dtype, self._c_type = store.dtype, C_TYPES[store.dtype]
+        self._item_bytes = ITEM_BYTES[store.dtype]
+        self._buffers: dict[Ref, Buffer] = {Ref("data"): persistent.data}
+        self._sums: dict[Ref, Buffer] = {}  # sum and sum of squares that a convolution has left beside its output
+        self._workspace = Buffer("workspace", (0,), "uint8", persistent=True)
+        self._partials = Buffer("partials", (0,), "float32", persistent=True)
+        self.scratch = (self._workspace, self._partials)
+        self.program = Program()
+        self._bind_variables()
+        for node in graph:
+            if not node.is_variable:
+                self._rule(node)(node)
+        self.program.plan_memory()
+        self.ready = {name: number for number, launch in enumerate(self.program.launches, start=1)
+                      for name, gradient in store.gradients.items() if gradient in launch.writes}
+
+    def _bind_variables(self) -> None:
+        """Parameters, running statistics and gradients have their places already."""
+        for name in self._store.parameters:
+            self._buffers[Ref(name)] = self._store.value(name)
+        for name, buffer in self._store.statistics.slices.items():
+            self._buffers[Ref(name)] = buffer
+        if "output_names" in self._graph.attrs:
+            for name, ref in output_names(self._graph).items():
+                if name.endswith("_grad"):
+                    self._buffers[ref] = self._store.gradients[name.removesuffix("_grad")]
+
+    def _rule(self, node: Node) -> Callable[[Node], None]:
+        forward = FORWARD_OF.get(node.op, node.op)
+        if forward in ("Convolution", "FullyConnected"):
+            kinds = {"Wgrad": self._wgrad, "Dgrad": self._dgrad}
+            return kinds.get(node.op[-5:], self._convolution if forward == "Convolution" else self._fully_connected)
+        if forward in ("BatchNorm", "BatchNormRelu", "BatchNormAddRelu"):
+            return self._batch_norm_backward if node.op.endswith("Backward") else self._batch_norm
+        rules = {
+            "Pooling": self._pooling,
+            "MaxPoolingTrain": self._pooling,
+            "MaxPoolingBackward": self._max_pool_backward,
+            "AvgPoolingBackward": self._average_pool_backward,
+            "Flatten": self._flatten,
+            "FlattenBackward": self._flatten,
+            "SoftmaxOutput": self._softmax,
+            "SoftmaxCrossEntropy": self._softmax,
+            "BiasGrad": self._bias_gradient,
+            "elemwise_add": self._add,
+        }
+        if node.op not in rules:
+            raise GraphError(f"operator {node.op} of node '{node.name}' has no GPU lowering: use --executor mxnet, or "
+                             "the passes that fuse it into one that has")
+        return rules[node.op]
+
+    # --- helpers of the rules ---
+
+    def _input(self, node: Node, index: int) -> Buffer:
+        return self._buffers[node.inputs[index]]
+
+    def _output(self, node: Node, index: int = 0, shape: Shape | None = None) -> Buffer:
+        """The buffer of one output of a node; gradients of parameters have theirs already."""
+        ref = Ref(node.name, index)
+        if ref not in self._buffers:
+            name = node.name if index == 0 else f"{node.name}:{index}"
+            self._buffers[ref] = Buffer(name, tuple(shape or self._shapes[ref]), self._dtypes[ref])
+        return self._buffers[ref]
+
+    def _launch(self, node: Node, source: str, kernel: str, grid: Size, block: Size, arguments: tuple[Any, ...],
+                reads: Buffers, writes: Buffers, in_place: tuple[Buffer, Buffer] | None = None,
+                shared_bytes: int = 0) -> None:
+        """Emit a kernel of ours. None is a null pointer among the arguments, and nothing among reads and writes."""
+        function = self._kernels.get(source, kernel)
+
+        def enqueue() -> None:
+            values = (a.address if isinstance(a, Buffer) else 0 if a is None else a for a in arguments)
+            function.launch(grid, block, *values, shared_bytes=shared_bytes)
+
+        self.program.launches.append(Launch(
+            node.name, kernel.split("<")[0], enqueue, tuple(b for b in reads if b), tuple(b for b in writes if b),
+            in_place=in_place))
+
+    def _kernel(self, name: str, *flags: bool) -> str:
+        """A kernel's instantiation for the network's dtype."""
+        return f"{name}<{', '.join([self._c_type, *(str(flag).lower() for flag in flags)])}>"
+
+    def _vectors(self, buffer: Buffer) -> int:
+        return buffer.num_bytes // (VECTOR * self._item_bytes)
+
+    def _require(self, condition: bool, node: Node, problem: str) -> None:
+        if not condition:
+            raise GraphError(f"{node.op} '{node.name}' {problem}")
+
+    # --- convolution and classifier ---
+
+    def _convolution(self, node: Node) -> None:
+        x, w = self._input(node, 0), self._input(node, 1)
+        self._require(node["layout"] == "NHWC", node, "is not NHWC: run the layout pass first")
+        self._require(node["num_group"] == 1, node, f"has {node['num_group']} groups, which have no GPU lowering")
+        self._require(node["no_bias"], node, "has a bias, which has no GPU lowering: put a BatchNorm behind it instead")
+        y = self._output(node)
+        self._require(y.shape[3] % VECTOR == 0, node, f"has {y.shape[3]} filters: use a multiple of {VECTOR}")
+        plain, fused = (self._problem(kind, node, x, w, y) for kind in ("fprop", "fprop_stats"))
+        readers = self._graph.consumers.get(Ref(node.name), ())
+        wants_sums = any(reader.op.startswith("BatchNorm") and reader.op.endswith("Train") for reader in readers)
+        if wants_sums and self._fusing_statistics_pays(plain, fused, y):
+            sums = Buffer(f"{node.name}:sums", (2, y.shape[3]), "float32")
+            self._sums[Ref(node.name)] = sums
+            self._plan(node, fused, (x, w), (y, sums))
+        else:
+            self._plan(node, plain, (x, w), (y,))
+
+    def _fully_connected(self, node: Node) -> None:
+        """A 1x1 convolution of a 1x1 image. The bias is added by the softmax kernel, in fp32."""
+        readers = [reader.op for reader in self._graph.consumers.get(Ref(node.name), ())]
+        self._require(bool(readers) and set(readers) <= {"SoftmaxOutput", "SoftmaxCrossEntropy"}, node,
+                      "does not feed a SoftmaxOutput alone: only the classifier has a GPU lowering")
+        x, w = self._input(node, 0), self._input(node, 1)
+        images = x.shape[0]
+        y = self._output(node, shape=(images, 1, 1, padded(node["num_hidden"])))
+        self._plan(node, self._problem("fprop", node, x, w, y), (x, w), (y,))
+
+    def _wgrad(self, node: Node) -> None:
+        dy, x = self._input(node, 0), self._input(node, 1)
+        dw = self._output(node)
+        self._plan(node, self._problem("wgrad", node, x, dw, dy), (x, dy), (dw,))
+
+    def _dgrad(self, node: Node) -> None:
+        dy, w = self._input(node, 0), self._input(node, 1)
+        dx = self._output(node)
+        self._plan(node, self._problem("dgrad", node, dx, w, dy), (dy, w), (dx,))
+
+    def _problem(self, kind: str, node: Node, x: Buffer, w: Buffer, y: Buffer) -> Problem:
+        forward = forward_node(node) if node.op in FORWARD_OF else node
+        if forward.op == "FullyConnected":
+            rows, columns = y.shape[0], math.prod(x.shape[1:])
+            return Problem(kind, (rows, 1, 1, columns), _four(w.shape), (rows, 1, 1, math.prod(y.shape[1:])),
+                           (0, 0), (1, 1), (1, 1), self._dtype)
+        size = window(forward)
+        return Problem(kind, _four(x.shape), _four(w.shape), _four(y.shape), size.pad, size.stride, size.dilate,
+                       self._dtype)
+
+    def _plan(self, node: Node, problem: Problem, reads: tuple[Buffer, ...], writes: tuple[Buffer, ...]) -> None:
+        """Emit a cuDNN plan."""
+        plan = self._convolutions.plan(problem)
+        self._workspace.shape = (max(self._workspace.shape[0], plan.workspace_bytes),)
+
+        def enqueue() -> None:
+            addresses = [buffer.address for buffer in (*reads, *writes)]
+            if problem.kind == "fprop_stats":
+                addresses.append(addresses[-1] + writes[-1].num_bytes // 2)  # the second half: sums of squares
+            plan.enqueue(*addresses, workspace=self._workspace.address)
+
+        self.program.launches.append(Launch(node.name, problem.kind, enqueue, reads, writes, flops=problem.flops))
+
+    def _fusing_statistics_pays(self, plain: Problem, fused: Problem, y: Buffer) -> bool:
+        """Is a convolution with statistics in its epilogue faster than one without and a launch that reads y again?"""
+        try:
+            fused_ms = self._convolutions.plan(fused).time_ms
+        except GraphError:
+            return False
+        separate_ms = y.num_bytes / self._gpu.bandwidth * 1e3 + STATISTICS_LAUNCH_MS
+        return fused_ms < self._convolutions.plan(plain).time_ms + separate_ms
+
+    # --- batch norm ---
+
+    def _batch_norm(self, node: Node) -> None:
+        """Forward, in training (with the batch's statistics) and inference (with the running ones)."""
+        training = node.op.endswith("Train")
+        forward = forward_node(node) if training else node
+        add, relu = forward.op == "BatchNormAddRelu", forward.op != "BatchNorm"
+        self._require(node["axis"] in (3, -1), node, f"has axis={node['axis']}: the cuda executor needs NHWC, axis=3")
+        self._require(not node["fix_gamma"], node, "has fix_gamma=True, which has no GPU lowering: set it to False")
+        x, gamma, beta, running_mean, running_var = (self._input(node, index) for index in range(5))
+        addend = self._input(node, 5) if add else None
+        y = self._output(node)
+        rows, channels = self._rows(node, x)
+        size = (count(rows), ctypes.c_int(channels))
+        reduce_grid, apply_grid = self._grids(rows, channels)
+
+        sums = self._sums.get(node.inputs[0]) or Buffer(f"{node.name}:sums", (2, channels), "float32")
+        if not training:
+            self._launch(node, "batch_norm.cu", "sums_from_running", *_threads(channels),
+                         (running_mean, running_var, sums, *size), (running_mean, running_var), (sums,))
+        elif node.inputs[0] not in self._sums:
+            self._launch(node, "batch_norm.cu", self._kernel("batch_norm_statistics"), reduce_grid, REDUCE_BLOCK,
+                         (x, sums, self._partials, self._persistent.tickets, *size), (x,), (sums,))
+        saved = self._output(node, 1) if training else None
+        mask = self._output(node, 4) if training and add else None
+        running = (running_mean, running_var) if training else (None, None)
+        self._launch(node, "batch_norm.cu", self._kernel("batch_norm_apply", add, relu), apply_grid, APPLY_BLOCK,
+                     (x, addend, sums, gamma, beta, y, mask, saved, *running, ctypes.c_float(node["eps"]),
+                      ctypes.c_float(node["momentum"]), *size),
+                     (x, addend, sums, gamma, beta), (y, saved, mask), in_place=(x, y))
+
+    def _batch_norm_backward(self, node: Node) -> None:
+        forward = forward_node(node)
+        add = forward.op == "BatchNormAddRelu"
+        relu = {"BatchNorm": "NO_RELU", "BatchNormRelu": "RECOMPUTED", "BatchNormAddRelu": "BITS"}[forward.op]
+        dy, x, gamma, saved = (self._input(node, index) for index in range(4))
+        beta = self._input(node, 4) if relu == "RECOMPUTED" else None
+        mask = self._input(node, 4) if relu == "BITS" else None
+        dy2 = None if node["single_grad"] else self._buffers[node.inputs[-1]]
+        dx, dgamma, dbeta = (self._output(node, index) for index in range(3))
+        rows, channels = self._rows(node, x)
+        size = (count(rows), ctypes.c_int(channels))
+        reduce_grid, apply_grid = self._grids(rows, channels)
+
+        # Where the masked sum of the gradients is wanted (by the addend) or costs more than one read, it is stored.
+        dz = self._output(node, 3) if add else Buffer(f"{node.name}:dz", x.shape, x.dtype) if dy2 else None
+        kernel = f"batch_norm_backward_reduce<{self._c_type}, {relu}, {_bool(dy2)}, {_bool(dz)}>"
+        self._launch(node, "batch_norm.cu", kernel, reduce_grid, REDUCE_BLOCK,
+                     (x, dy, dy2, mask, dz, saved, gamma, beta, dgamma, dbeta, self._partials, self._persistent.tickets,
+                      *size),
+                     (x, dy, dy2, mask, saved, gamma, beta), (dz, dgamma, dbeta), in_place=(dy, dz) if dz else None)
+        relu = "NO_RELU" if dz else relu
+        source = dz or dy
+        kernel = f"batch_norm_backward_apply<{self._c_type}, {relu}>"
+        self._launch(node, "batch_norm.cu", kernel, apply_grid, APPLY_BLOCK,
+                     (x, source, dx, saved, gamma, beta, dgamma, dbeta, *size),
+                     (x, source, saved, gamma, beta, dgamma, dbeta), (dx,), in_place=(source, dx))
+
+    def _rows(self, node: Node, x: Buffer) -> tuple[int, int]:
+        channels = x.shape[-1]
+        self._require(channels % VECTOR == 0, node, f"has {channels} channels: use a multiple of {VECTOR}")
+        rows = math.prod(x.shape[:-1])
+        self._require(rows * channels // VECTOR < 2**32, node, f"has {rows} x {channels} elements: use a smaller batch")
+        return rows, channels
+
+    def _grids(self, rows: int, channels: int) -> tuple[Size, Size]:
+        """Grids of the reducing and the elementwise kernels: as many blocks as the GPU holds at once."""
+        tiles = -(-channels // TILE_CHANNELS)
+
+        def grid(blocks_per_multiprocessor: int, rows_per_block: int) -> Size:
+            blocks = self._gpu.num_multiprocessors * blocks_per_multiprocessor
+            return tiles, max(1, min(blocks // tiles, -(-rows // rows_per_block))), 1
+
+        reduce_grid = grid(REDUCE_BLOCKS_PER_MULTIPROCESSOR, REDUCE_BLOCK[1])
+        self._partials.shape = (max(self._partials.shape[0], 2 * channels * reduce_grid[1]),)
+        return reduce_grid, grid(APPLY_BLOCKS_PER_MULTIPROCESSOR, APPLY_BLOCK[1])
+
+    # --- pooling ---
+
+    def _pooling(self, node: Node) -> None:
+        x, y = self._input(node, 0), self._output(node)
+        self._require(node["layout"] == "NHWC", node, "is not NHWC: run the layout pass first")
+        self._require(x.shape[3] % VECTOR == 0, node, f"has {x.shape[3]} channels: use a multiple of {VECTOR}")
+        size = (count(self._vectors(y)), *self._pixels_and_pitch(x))
+        if node["pool_type"] == "avg" and node["global_pool"]:
+            self._launch(node, "pooling.cu", self._kernel("global_average_pool"), *_threads(self._vectors(y)),
+                         (x, y, *size), (x,), (y,))
+        elif node["pool_type"] == "max" and not node["global_pool"]:
+            winner = self._output(node, 1) if node.op == "MaxPoolingTrain" else None
+            self._launch(node, "pooling.cu", self._kernel("max_pool"), *_threads(self._vectors(y)),
+                         (x, y, winner, _pool_window(node, x, y), size[0], size[2]), (x,), (y, winner))
+        else:
+            raise GraphError(f"Pooling '{node.name}' ({node['pool_type']}, global_pool={node['global_pool']}) has no "
+                             "GPU lowering: there are max pooling and global average pooling")
+
+    def _max_pool_backward(self, node: Node) -> None:
+        dy, winner = self._input(node, 0), self._input(node, 1)
+        dy2 = None if node["single_grad"] else self._input(node, 2)
+        dx = self._output(node)
+        kernel = self._kernel("max_pool_backward", dy2 is not None)
+        self._launch(node, "pooling.cu", kernel, *_threads(self._vectors(dx)),
+                     (dy, dy2, winner, dx, _pool_window(forward_node(node), dx, dy), count(self._vectors(dx)),
+                      self._pixels_and_pitch(dx)[1]),
+                     (dy, dy2, winner), (dx,))
+
+    def _average_pool_backward(self, node: Node) -> None:
+        self._require(node["global_pool"], node, "is not global, and has no GPU lowering")
+        dy, dx = self._input(node, 0), self._output(node)
+        self._launch(node, "pooling.cu", self._kernel("global_average_pool_backward"), *_threads(self._vectors(dx)),
+                     (dy, dx, count(self._vectors(dx)), *self._pixels_and_pitch(dx)), (dy,), (dx,))
+
+    def _pixels_and_pitch(self, x: Buffer) -> tuple[ctypes.c_int, ctypes.c_int]:
+        return ctypes.c_int(x.shape[1] * x.shape[2]), ctypes.c_int(x.shape[3] // VECTOR)
+
+    # --- the rest ---
+
+    def _flatten(self, node: Node) -> None:
+        """The same memory, forward and backward."""
+        source = self._input(node, 0)
+        self._require(source.num_bytes == math.prod(self._shapes[Ref(node.name)]) * self._item_bytes, node,
+                      "changes its number of elements by padding, which has no GPU lowering")
+        self._buffers[Ref(node.name)] = source
+
+    def _add(self, node: Node) -> None:
+        a, b = self._input(node, 0), self._input(node, 1)
+        total = self._output(node)
+        self._launch(node, "elementwise.cu", self._kernel("add"), *_threads(self._vectors(total)),
+                     (a, b, total, count(self._vectors(total))), (a, b), (total,), in_place=(a, total))
+
+    def _softmax(self, node: Node) -> None:
+        """Training: loss, metrics and the gradient of the scores. Inference: probabilities and metrics."""
+        training = node.op == "SoftmaxCrossEntropy"
+        classifier = self._graph[node.inputs[0].node]
+        self._require(classifier.op == "FullyConnected", node, "is not fed by a FullyConnected, and has no GPU lowering")
+        scores = self._input(node, 0)
+        images, pitch, classes = scores.shape[0], scores.shape[3], classifier["num_hidden"]
+        bias = None if classifier["no_bias"] else self._input(classifier, 2)
+        keep = self._persistent
+        gradient = self._output(node, shape=scores.shape) if training else None
+        probabilities = None if training else keep.probabilities
+        row_loss = Buffer(f"{node.name}:row_loss", (images,), "float32")
+        row_rank = Buffer(f"{node.name}:row_rank", (images,), "int32")
+        scale = node["grad_scale"] / (images if node["normalization"] == "batch" else 1)
+        self._launch(node, "softmax.cu", self._kernel("softmax_cross_entropy"), (images, 1, 1), (256, 1, 1),
+                     (scores, bias, keep.label, probabilities, gradient, row_loss, row_rank, keep.loss_scale,
+                      ctypes.c_float(scale), ctypes.c_float(node["smooth_alpha"]), ctypes.c_int(classes),
+                      ctypes.c_int(pitch)),
+                     (scores, bias, keep.label), (probabilities, gradient, row_loss, row_rank),
+                     shared_bytes=4 * classes)
+        self._launch(node, "softmax.cu", "add_metrics", (1, 1, 1), (256, 1, 1),
+                     (row_loss, row_rank, keep.num_valid, keep.metrics), (row_loss, row_rank), (keep.metrics,))
+
+    def _bias_gradient(self, node: Node) -> None:
+        dy, dbias = self._input(node, 0), self._output(node)
+        classes = self._shapes[Ref(node.name)][0]
+        pitch = dy.shape[-1]
+        self._launch(node, "softmax.cu", self._kernel("bias_gradient"), (-(-classes // 32), 1, 1), (32, 32, 1),
+                     (dy, dbias, ctypes.c_int(math.prod(dy.shape[:-1])), ctypes.c_int(classes), ctypes.c_int(pitch)),
+                     (dy,), (dbias,))
+
+
+def _four(shape: tuple[int, ...]) -> tuple[int, int, int, int]:
+    a, b, c, d = shape
+    return a, b, c, d
+
+
+def _bool(value: object) -> str:
+    return "true" if value else "false"
+
+
+def _threads(vectors: int) -> tuple[Size, Size]:
+    """Grid and block with one thread for each."""
+    return (-(-vectors // 256), 1, 1), (256, 1, 1)
+
+
+def _pool_window(node: Node, x: Buffer, y: Buffer) -> _Window:
+    size = window(node)
+    return _Window(*x.shape[1:3], *y.shape[1:3], *size.kernel, *size.stride, *size.pad)

@@ -1,0 +1,117 @@
+"""Where parameters, gradients and running statistics lie: a few flat arrays, each tensor a slice of them.
+
+Flat, so that the optimizer is one launch and a bucket of gradients is one contiguous array for the all-reduce. Tensors
+follow each other in the order in which the backward pass finishes their gradients: the classifier first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from graph_passes.executors.cuda.program import ITEM_BYTES, Buffer
+
+SLICE_ALIGNMENT = 64  # elements: 128 bytes in 16-bit types
+VECTOR = 8  # channels and classes are padded to multiples of it, as kernels and tensor cores want them
+
+
+def padded(size: int) -> int:
+    """The next multiple of 8."""
+    return -(-size // VECTOR) * VECTOR
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A learned tensor. `shape` is canonical (fp32, OHWI), `device_shape` the padded one; what is padded stays 0.
+
+    `is_weight`: of a convolution or the classifier, held in the network's dtype beside the fp32 master, with a gradient
+    in that dtype, and with weight decay. The others (BatchNorm's gamma and beta, biases) are fp32 throughout.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    device_shape: tuple[int, ...]
+    is_weight: bool
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.device_shape)
+
+    def to_device(self, array: np.ndarray) -> np.ndarray:
+        """Canonical array -> flat fp32, padded."""
+        canonical = self._aligned(array)
+        padding = [(0, large - small) for small, large in zip(canonical.shape, self.device_shape, strict=True)]
+        return np.pad(canonical.astype(np.float32), padding).ravel()
+
+    def to_canonical(self, flat: np.ndarray) -> np.ndarray:
+        """Flat array from the device -> canonical, fp32."""
+        array = np.asarray(flat, np.float32).reshape(self.device_shape)
+        inner = tuple(slice(0, size) for size in self._aligned_shape)
+        return array[inner].reshape(self.shape).copy()
+
+    @property
+    def _aligned_shape(self) -> tuple[int, ...]:
+        """The canonical shape with the device's number of dimensions: a classifier (K, C) is (K, 1, 1, C) there."""
+        if len(self.shape) == len(self.device_shape):
+            return self.shape
+        return (self.shape[0], *(1,) * (len(self.device_shape) - len(self.shape)), *self.shape[1:])
+
+    def _aligned(self, array: np.ndarray) -> np.ndarray:
+        return np.asarray(array).reshape(self._aligned_shape)
+
+
+class FlatArray:
+    """One flat array of device memory and the named slices of it."""
+
+    def __init__(self, dtype: str, tensors: Iterable[tuple[str, tuple[int, ...]]]) -> None:
+        self.dtype = dtype
+        self.slices: dict[str, Buffer] = {}
+        self.starts: dict[str, int] = {}  # in elements
+        self.address = 0
+        self.size = 0
+        for name, shape in tensors:
+            self.starts[name] = self.size
+            self.slices[name] = Buffer(name, shape, dtype, persistent=True)
+            self.size += -(-math.prod(shape) // SLICE_ALIGNMENT) * SLICE_ALIGNMENT
+
+    @property
+    def num_bytes(self) -> int:
+        return self.size * ITEM_BYTES[self.dtype]
+
+    def place(self, address: int) -> None:
+        self.address = address
+        for name, buffer in self.slices.items():
+            buffer.address = address + self.starts[name] * ITEM_BYTES[self.dtype]
+
+
+class ParameterStore:
+    """All state of a network that outlives a step. `dtype` is that of the network's tensors."""
+
+    def __init__(self, parameters: Iterable[Parameter], statistics: dict[str, tuple[int, ...]], dtype: str) -> None:
+        self.parameters = {parameter.name: parameter for parameter in parameters}
+        self.dtype = dtype
+        everything = [(p.name, p.device_shape) for p in self.parameters.values()]
+        weights = [(p.name, p.device_shape) for p in self.parameters.values() if p.is_weight]
+        others = [(p.name, p.device_shape) for p in self.parameters.values() if not p.is_weight]
+        self.master = FlatArray("float32", everything)
+        self.momentum = FlatArray("float32", everything)
+        self.weight_gradients = FlatArray(dtype, weights)
+        self.other_gradients = FlatArray("float32", others)
+        self.statistics = FlatArray("float32", statistics.items())
+        self.copies = FlatArray(dtype, weights if dtype != "float32" else ())
+
+    @property
+    def arrays(self) -> dict[str, FlatArray]:
+        return {"master": self.master, "momentum": self.momentum, "weight_gradients": self.weight_gradients,
+                "other_gradients": self.other_gradients, "statistics": self.statistics, "copies": self.copies}
+
+    def value(self, name: str) -> Buffer:
+        """What the network computes with: the copy in the network's dtype, or the fp32 master."""
+        return self.copies.slices.get(name) or self.master.slices[name]
+
+    @property
+    def gradients(self) -> dict[str, Buffer]:
+        return {**self.weight_gradients.slices, **self.other_gradients.slices}

@@ -1,0 +1,97 @@
+"""Where the time of a step goes: the step's own launches, with a timing event between each two of them.
+
+The events become nodes of the CUDA graph, so every kernel is timed in its place in the step, with the caches as it
+finds them. The memory ceiling for the percentages is measured on the same GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from dataclasses import dataclass
+
+from graph_passes.executors.cuda.training_step import TrainingStep
+
+COPY_BYTES = 2 << 30  # large against every cache
+
+
+@dataclass(frozen=True)
+class Row:
+    """One launch of the step. `milliseconds`: median over the replays, the timing event (about 1 us) included."""
+
+    node: str
+    operation: str
+    milliseconds: float
+    num_bytes: int
+    flops: int
+
+    @property
+    def gigabytes_per_second(self) -> float:
+        return self.num_bytes / self.milliseconds / 1e6
+
+    @property
+    def teraflops(self) -> float:
+        return self.flops / self.milliseconds / 1e9
+
+
+def profile(step: TrainingStep, replays: int = 10) -> list[Row]:
+    """One row per launch of forward and backward; the batch that is loaded is used."""
+    gpu, launches = step.gpu, step.training.program.launches
+    events = [gpu.timing_event() for _ in range(len(launches) + 1)]
+
+    def enqueue() -> None:
+        gpu.record_in_graph(events[0])
+        for launch, event in zip(launches, events[1:], strict=True):
+            launch.enqueue()
+            gpu.record_in_graph(event)
+
+    graph = gpu.capture(enqueue)
+    times: list[list[float]] = [[] for _ in launches]
+    for replay in range(replays + 2):
+        gpu.replay(graph)
+        gpu.synchronize()
+        if replay >= 2:  # the first ones warm up
+            for number, (start, end) in enumerate(itertools.pairwise(events)):
+                times[number].append(gpu.elapsed_ms(start, end))
+    return [Row(launch.node, launch.operation, statistics.median(ms), launch.num_bytes, launch.flops)
+            for launch, ms in zip(launches, times, strict=True)]
+
+
+def copy_gigabytes_per_second(step: TrainingStep) -> float:
+    """The memory ceiling: bytes read plus bytes written by a kernel that copies 2 GiB within the device."""
+    gpu = step.gpu
+    address = gpu.allocate(2 * COPY_BYTES)
+    gpu.fill_random(address, COPY_BYTES, "float16")
+    kernel = step.kernels.get("elementwise.cu", "copy")
+    vectors = COPY_BYTES // 16
+    grid, block = (vectors // 1024, 1, 1), (256, 1, 1)  # four vectors a thread
+    milliseconds = gpu.time_ms(lambda: kernel.launch(grid, block, address, address + COPY_BYTES), launches=4)
+    gpu.free(address)
+    return 2 * COPY_BYTES / milliseconds / 1e6
+
+
+def format_table(rows: list[Row], ceiling: float) -> str:
+    """The rows as text. `ceiling`: GB/s of `copy_gigabytes_per_second`."""
+    lines = [f"{'node':<34}{'operation':<30}{'ms':>9}{'TFLOP/s':>9}{'GB/s':>7}{'of copy':>9}"]
+    for row in rows:
+        lines.append(f"{row.node[:33]:<34}{row.operation[:29]:<30}{row.milliseconds:>9.4f}{row.teraflops:>9.1f}"
+                     f"{row.gigabytes_per_second:>7.0f}{row.gigabytes_per_second / ceiling:>9.0%}")
+    return "\n".join(lines)
+
+
+def format_summary(rows: list[Row], ceiling: float) -> str:
+    """Sums by operation."""
+    lines = [f"{'operation':<32}{'launches':>9}{'ms':>9}{'TFLOP/s':>9}{'GB/s':>7}{'of copy':>9}"]
+    groups = {row.operation: [r for r in rows if r.operation == row.operation] for row in rows}
+    totals = [_total(operation, group) for operation, group in groups.items()]
+    for total in sorted(totals, key=lambda row: -row.milliseconds):
+        lines.append(f"{total.operation:<32}{len(groups[total.operation]):>9}{total.milliseconds:>9.3f}{total.teraflops:>9.1f}"
+                     f"{total.gigabytes_per_second:>7.0f}{total.gigabytes_per_second / ceiling:>9.0%}")
+    total = _total("sum", rows)
+    lines.append(f"{'sum':<32}{len(rows):>9}{total.milliseconds:>9.3f}{total.teraflops:>9.1f}{total.gigabytes_per_second:>7.0f}")
+    return "\n".join(lines)
+
+
+def _total(operation: str, rows: list[Row]) -> Row:
+    return Row("", operation, sum(row.milliseconds for row in rows), sum(row.num_bytes for row in rows),
+               sum(row.flops for row in rows))

@@ -1,0 +1,268 @@
+"""The compiled training step: a graph on one GPU, without MXNet. `executor.py` puts it on MXNet's arrays and engine.
+
+    step = TrainingStep(graph, {"data": (256, 224, 224, 4), "softmax_label": (256,)}, "float16")
+    step.set_params(params, aux)
+    step.load(images, labels); step.forward_backward(); step.update(learning_rate=0.1)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from graph_passes.errors import GraphError
+from graph_passes.executors.cuda.cache import Cache
+from graph_passes.executors.cuda.convolution import ConvolutionLibrary, import_cudnn
+from graph_passes.executors.cuda.device import Gpu
+from graph_passes.executors.cuda.kernels import C_TYPES, KernelLibrary
+from graph_passes.executors.cuda.lowering import Lowering, Persistent, padded_channels, parameters_of
+from graph_passes.executors.cuda.optimizer import Optimizer, OptimizerConfig, State
+from graph_passes.executors.cuda.parameters import VECTOR, FlatArray, ParameterStore
+from graph_passes.executors.cuda.program import Buffer, run
+from graph_passes.graph import Graph, Ref
+from graph_passes.passes.gradient import gradient, gradient_add
+from graph_passes.passes.precision import precision
+
+Arrays = dict[str, np.ndarray]
+Allocate = Callable[[str, int], int | None]  # name, bytes -> device address
+
+
+class _Metrics(ctypes.Structure):
+    """`Metrics` of softmax.cu."""
+
+    _fields_ = (("loss_sum", ctypes.c_double), ("top1", ctypes.c_uint64), ("top5", ctypes.c_uint64),
+                ("num_images", ctypes.c_uint64))
+
+
+class TrainingStep:
+    """Forward, loss, backward and update of one network on one GPU, each a CUDA graph.
+
+    `shapes`: of the inputs `data` (NHWC) and `softmax_label`. `dtype`: of tensors and weights: float16, bfloat16 or
+    float32. `num_buckets` cuts the backward pass into that many graphs of about equally many bytes of gradients, so
+    that those of the first are ready while the others run; `buckets` has their names. `allocate` is asked for memory by
+    name; where it answers None, plain device memory is taken.
+
+    Raises GraphError for an operator without a lowering, a shape that cuDNN refuses, too little memory, and what `Gpu`
+    raises.
+    """
+
+    def __init__(self, graph: Graph, shapes: Mapping[str, tuple[int, ...]], dtype: str = "float16", device_id: int = 0,
+                 optimizer: OptimizerConfig | None = None, tf32: bool = True, deterministic: bool = False,
+                 num_buckets: int = 1, allocate: Allocate | None = None, cache_folder: Path | None = None) -> None:
+        if dtype not in C_TYPES:
+            raise GraphError(f"the cuda executor has no dtype '{dtype}': choose one of {', '.join(C_TYPES)}")
+        self.gpu = Gpu(device_id)
+        store = Cache(_machine(self.gpu), cache_folder)
+        self.kernels = KernelLibrary(self.gpu, store)
+        self._convolutions = ConvolutionLibrary(self.gpu, store, tf32, deterministic)
+        self._allocate_for_owner = allocate
+        self._graph, self._shapes, self.dtype = graph, dict(shapes), dtype
+        inferred = graph.infer_shapes(shapes)
+        self.store = ParameterStore(
+            parameters_of(graph, inferred, tuple(shapes)), {name: inferred[Ref(name)] for name in graph.aux}, dtype)
+        self._place_parameters()
+        self.persistent = self._persistent(shapes["data"], inferred[graph.outputs[0]])
+        self.optimizer = Optimizer(self.gpu, self.kernels, self.store, optimizer or OptimizerConfig(),
+                                   self.persistent.loss_scale.address - State.loss_scale.offset)
+        self.training = self._lower(precision(gradient_add(gradient(graph, shapes)), dtype), "training")
+        self._convolutions.save()
+        self._segments = self._capture_buckets(num_buckets)
+        self._gradient_backup: dict[str, int] = {}
+        self._update = self.gpu.capture(self.optimizer.enqueue_update)
+        self._inference: Any = None
+
+    # --- building ---
+
+    def _place_parameters(self) -> None:
+        for name, array in self.store.arrays.items():
+            address = self._allocate(name, array.num_bytes)
+            self.gpu.fill(address, 0, array.num_bytes)
+            array.place(address)
+
+    def _persistent(self, data: tuple[int, ...], probabilities: tuple[int, ...]) -> Persistent:
+        images, height, width, channels = data
+        state = self._zeros(ctypes.sizeof(State))
+        sized: dict[str, tuple[tuple[int, ...], str]] = {
+            "data": ((images, height, width, padded_channels(channels)), self.dtype),
+            "label": ((images,), "float32"),
+            "metrics": ((ctypes.sizeof(_Metrics),), "uint8"),
+            "num_valid": ((1,), "int32"),
+            "tickets": ((4096,), "int32"),
+        }
+        buffers = {name: Buffer(name, shape, dtype, persistent=True) for name, (shape, dtype) in sized.items()}
+        for buffer in buffers.values():
+            buffer.address = self._zeros(buffer.num_bytes)
+        answer = Buffer("probabilities", tuple(probabilities), "float32", persistent=True)
+        answer.address = self._allocate(answer.name, answer.num_bytes)
+        self.gpu.upload(buffers["num_valid"].address, np.array([images], np.int32))
+        loss_scale = Buffer("loss_scale", (1,), "float32", state + State.loss_scale.offset, persistent=True)
+        return Persistent(**buffers, probabilities=answer, loss_scale=loss_scale)
+
+    def _allocate(self, name: str, num_bytes: int) -> int:
+        address = self._allocate_for_owner(name, num_bytes) if self._allocate_for_owner else None
+        return self.gpu.allocate(num_bytes) if address is None else address
+
+    def _zeros(self, num_bytes: int) -> int:
+        address = self.gpu.allocate(num_bytes)
+        self.gpu.fill(address, 0, num_bytes)
+        return address
+
+    def _lower(self, graph: Graph, use: str) -> Lowering:
+        shapes = graph.infer_shapes(self._shapes)
+        lowering = Lowering(graph, shapes, self.store, self.persistent, self.gpu, self.kernels, self._convolutions)
+        for buffer in lowering.scratch:
+            buffer.address = self._allocate(f"{use} {buffer.name}", max(buffer.num_bytes, 1))
+        lowering.program.place(self._allocate(f"{use} arena", lowering.program.arena_bytes))
+        return lowering
+
+    def _capture_buckets(self, num_buckets: int) -> list[Any]:
+        """CUDA graphs that make up forward and backward, one a bucket. The first holds the forward pass too."""
+        launches, ready = self.training.program.launches, self.training.ready
+        sizes = {name: buffer.num_bytes for name, buffer in self.store.gradients.items()}
+        self.buckets: list[list[str]] = [[] for _ in range(num_buckets)]
+        before = 0
+        for name in sorted(ready, key=lambda name: ready[name]):
+            self.buckets[min(before * num_buckets // sum(sizes.values()), num_buckets - 1)].append(name)
+            before += sizes[name]
+        self.buckets = [names for names in self.buckets if names]
+        ends = [max(ready[name] for name in names) for names in self.buckets[:-1]] + [len(launches)]
+        return [self.gpu.capture(partial(run, launches[start:end])) for start, end in itertools.pairwise([0, *ends])]
+
+    # --- parameters ---
+
+    def set_params(self, params: Mapping[str, np.ndarray], aux: Mapping[str, np.ndarray]) -> None:
+        """Set from canonical arrays (fp32, OHWI). Raises GraphError for one that is missing or has another shape."""
+        for name, parameter in self.store.parameters.items():
+            self._check(name, params.get(name), parameter.shape)
+            self.gpu.upload(self.store.master.slices[name].address, parameter.to_device(params[name]))
+        for name, buffer in self.store.statistics.slices.items():
+            self._check(name, aux.get(name), buffer.shape)
+            self.gpu.upload(buffer.address, np.asarray(aux[name], np.float32))
+        self.optimizer.enqueue_copy()
+
+    @staticmethod
+    def _check(name: str, array: np.ndarray | None, shape: tuple[int, ...]) -> None:
+        if array is None or tuple(np.shape(array)) != tuple(shape):
+            given = "is missing" if array is None else f"has the shape {tuple(np.shape(array))}"
+            raise GraphError(f"'{name}' {given}: the network needs {tuple(shape)}")
+
+    def get_params(self) -> tuple[Arrays, Arrays]:
+        """Canonical copies of parameters and running statistics."""
+        params = {name: self._read(self.store.master.slices[name], name) for name in self.store.parameters}
+        statistics = self.store.statistics.slices
+        aux = {name: self.gpu.download(buffer.address, buffer.shape, np.float32) for name, buffer in statistics.items()}
+        return params, aux
+
+    def get_momenta(self) -> Arrays:
+        return {name: self._read(self.store.momentum.slices[name], name) for name in self.store.parameters}
+
+    def set_momenta(self, momenta: Mapping[str, np.ndarray]) -> None:
+        for name, parameter in self.store.parameters.items():
+            self.gpu.upload(self.store.momentum.slices[name].address, parameter.to_device(momenta[name]))
+
+    def get_gradients(self) -> Arrays:
+        """Canonical gradients of the latest pass, without the loss scale."""
+        scale = self.optimizer.read_state().loss_scale
+        return {name: self._read(buffer, name) / np.float32(scale) for name, buffer in self.store.gradients.items()}
+
+    def _read(self, buffer: Buffer, name: str) -> np.ndarray:
+        parameter = self.store.parameters[name]
+        if buffer.dtype == "bfloat16":
+            bits = self.gpu.download(buffer.address, (parameter.size,), np.uint16)
+            return parameter.to_canonical((bits.astype(np.uint32) << 16).view(np.float32))
+        return parameter.to_canonical(self.gpu.download(buffer.address, (parameter.size,), buffer.dtype))
+
+    # --- running ---
+
+    def load(self, data: np.ndarray, label: np.ndarray) -> None:
+        """Copy a batch from the host: `data` NHWC, float32 or float16, `label` (N,)."""
+        data = np.ascontiguousarray(data)
+        staging = self.gpu.allocate(data.nbytes)
+        self.gpu.upload(staging, data)
+        self.load_from_device(staging, data.dtype.name, data.shape)
+        self.gpu.upload(self.persistent.label.address, np.asarray(label, np.float32))
+        self.gpu.free(staging)
+
+    def load_from_device(self, address: int, dtype: str, shape: tuple[int, ...]) -> None:
+        """Take a batch that lies on the GPU: convert and pad it to the network's own input, asynchronous."""
+        target = self.persistent.data
+        if len(shape) != 4 or shape[:3] != target.shape[:3] or shape[3] > target.shape[3]:
+            raise GraphError(f"data has the shape {tuple(shape)}: the network was built for {target.shape}")
+        if dtype == target.dtype and tuple(shape) == target.shape:
+            self.gpu.copy(target.address, address, target.num_bytes)
+            return
+        kernel = self.kernels.get("elementwise.cu", f"convert_input<{C_TYPES[dtype]}, {C_TYPES[target.dtype]}>")
+        pixels = shape[0] * shape[1] * shape[2]
+        kernel.launch((-(-pixels // 256), 1, 1), (256, 1, 1), address, target.address, ctypes.c_int64(pixels),
+                      ctypes.c_int(shape[3]), ctypes.c_int(target.shape[3]))
+
+    def forward_backward(self, accumulate: bool = False, after_bucket: Callable[[int], None] | None = None) -> None:
+        """One pass over the loaded batch; gradients, times the loss scale, are in the store, added to what was there if
+        `accumulate`. `after_bucket` is called with each bucket's number once its launches are enqueued. Asynchronous.
+        """
+        if accumulate:
+            self._back_up_gradients()
+        for number, segment in enumerate(self._segments):
+            self.gpu.replay(segment)
+            if after_bucket and not accumulate:
+                after_bucket(number)
+        if accumulate:
+            self._add_gradient_backup()
+            for number in range(len(self._segments) if after_bucket else 0):
+                after_bucket(number)  # type: ignore[misc]
+
+    def _back_up_gradients(self) -> None:
+        for name, array in self._gradient_arrays.items():
+            if name not in self._gradient_backup:
+                self._gradient_backup[name] = self.gpu.allocate(array.num_bytes)
+            self.gpu.copy(self._gradient_backup[name], array.address, array.num_bytes)
+
+    def _add_gradient_backup(self) -> None:
+        for name, array in self._gradient_arrays.items():
+            vectors = array.size // VECTOR
+            kernel = self.kernels.get("elementwise.cu", f"add<{C_TYPES[array.dtype]}>")
+            kernel.launch((-(-vectors // 256), 1, 1), (256, 1, 1), array.address, self._gradient_backup[name],
+                          array.address, ctypes.c_uint32(vectors))
+
+    @property
+    def _gradient_arrays(self) -> dict[str, FlatArray]:
+        return {"weights": self.store.weight_gradients, "others": self.store.other_gradients}
+
+    def update(self, learning_rate: float, gradient_scale: float = 1.0) -> None:
+        """One optimizer step. Asynchronous."""
+        self.optimizer.set_step(learning_rate, gradient_scale)
+        self.gpu.replay(self._update)
+
+    def infer(self) -> None:
+        """Forward with running statistics: fills the probabilities, adds to the metrics. Asynchronous."""
+        if self._inference is None:
+            lowering = self._lower(precision(self._graph, self.dtype), "inference")
+            self._convolutions.save()
+            self._inference = self.gpu.capture(partial(run, lowering.program.launches))
+        self.gpu.replay(self._inference)
+
+    def set_num_valid(self, num_valid: int) -> None:
+        """How many rows of the next batches count in the metrics."""
+        self.gpu.write_word(self.persistent.num_valid.address, np.uint32(num_valid))
+
+    def probabilities(self) -> np.ndarray:
+        """Of the latest `infer` (N, classes); waits."""
+        return self.gpu.download(self.persistent.probabilities.address, self.persistent.probabilities.shape, np.float32)
+
+    def read_metrics(self) -> tuple[float, int, int, int]:
+        """Sum of the loss, top-1 hits, top-5 hits and images of all passes since the last call; waits and resets."""
+        buffer = self.persistent.metrics
+        sums = _Metrics.from_buffer_copy(self.gpu.download(buffer.address, buffer.shape, np.uint8).tobytes())
+        self.gpu.fill(buffer.address, 0, buffer.num_bytes)
+        return sums.loss_sum, sums.top1, sums.top5, sums.num_images
+
+
+def _machine(gpu: Gpu) -> str:
+    """What compiled kernels and timed plans depend on."""
+    return f"{gpu.name} driver {gpu.driver_version} cudnn {import_cudnn().backend_version()}"
