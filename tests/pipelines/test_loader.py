@@ -1,0 +1,255 @@
+"""The loader: which images a batch holds, what they look like, and that it goes on where it stopped."""
+
+import io
+import itertools
+import json
+
+import numpy as np
+import pytest
+from image_helpers import write_folder, write_records
+from PIL import Image
+
+from mxnet_compat import mx
+from pipelines import MEAN, STD, DataError, LoaderConfig, load_images, open_loader
+from pipelines.graph import random_inputs
+from pipelines.sources import open_source
+
+
+def config(data, **options):
+    return LoaderConfig(data=str(data), **{"batch_size": 4, "image_size": 24, "num_threads": 2, **options})
+
+
+def epoch_of(loader):
+    """(pixels, labels) of each batch of one epoch, the valid rows only."""
+    return [(b.data.asnumpy()[: b.num_valid], b.label.asnumpy()[: b.num_valid].astype(int)) for b in loader]
+
+
+def labels_of(loader):
+    return [labels.tolist() for _, labels in epoch_of(loader)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_validation_counts_every_image_once(numbered, size):
+    loaders = [open_loader(config(numbered, split="val", batch_size=5), (rank, size)) for rank in range(size)]
+    assert len({loader.num_batches for loader in loaders}) == 1
+    seen = []
+    for loader in loaders:
+        batches = list(loader)
+        assert len(batches) == loader.num_batches
+        assert all(batch.data.shape == (5, 24, 24, 3) and batch.label.shape == (5,) for batch in batches)
+        seen += [int(label) for batch in batches for label in batch.label.asnumpy()[: batch.num_valid]]
+    assert sorted(seen) == list(range(37))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_training_shards_are_equally_long_and_disjoint(numbered, size):
+    loaders = [open_loader(config(numbered), (rank, size)) for rank in range(size)]
+    for _ in range(2):
+        epochs = [labels_of(loader) for loader in loaders]
+        assert {len(epoch) for epoch in epochs} == {37 // (4 * size)}
+        seen = [label for epoch in epochs for labels in epoch for label in labels]
+        assert len(seen) == len(set(seen)) == 37 // (4 * size) * 4 * size
+
+
+def test_epochs_are_reshuffled_by_the_seed(numbered):
+    first, again, other = (open_loader(config(numbered, seed=seed)) for seed in (5, 5, 6))
+    one, two = labels_of(first), labels_of(first)
+    assert one != two
+    assert (one, two) == (labels_of(again), labels_of(again))
+    assert one != labels_of(other)
+
+
+def test_two_processes_see_what_one_with_twice_the_batch_sees(numbered):
+    whole = epoch_of(open_loader(config(numbered, batch_size=8)))
+    halves = [epoch_of(open_loader(config(numbered, batch_size=4), (rank, 2))) for rank in range(2)]
+    for (pixels, labels), *parts in zip(whole, *halves, strict=True):
+        np.testing.assert_array_equal(labels, np.concatenate([part[1] for part in parts]))
+        np.testing.assert_array_equal(pixels, np.concatenate([part[0] for part in parts]))
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+@pytest.mark.parametrize("stop", [1, 5, "last", "after the end"])
+def test_restored_loader_gives_equal_bits(numbered, split, stop):
+    unbroken = open_loader(config(numbered, split=split))
+    first, second = epoch_of(unbroken), epoch_of(unbroken)
+
+    broken = open_loader(config(numbered, split=split))
+    if stop == "after the end":
+        epoch_of(broken)
+        expected = [second]
+    else:
+        stop = broken.num_batches if stop == "last" else stop
+        list(itertools.islice(broken, stop))
+        expected = [first[stop:], second]
+    resumed = open_loader(config(numbered, split=split, num_threads=1))
+    next(iter(resumed))  # it has started elsewhere already
+    resumed.restore(broken.state())
+    for epoch in expected:
+        for (pixels, labels), (wanted_pixels, wanted_labels) in zip(epoch_of(resumed), epoch, strict=True):
+            np.testing.assert_array_equal(labels, wanted_labels)
+            np.testing.assert_array_equal(pixels, wanted_pixels)
+
+
+def test_foreign_states_are_refused(numbered, folder):
+    loader = open_loader(config(numbered))
+    others = (config(numbered, seed=1), config(numbered, batch_size=5), config(folder), config(numbered, split="val"))
+    for other in others:
+        with pytest.raises(DataError, match="the saved loader position belongs to"):
+            loader.restore(open_loader(other).state())
+    for garbage in (b"", b"[]", b"\xff", loader.state()[:-5], json.dumps({"epoch": 1}).encode()):
+        with pytest.raises(DataError, match="cannot be read"):
+            loader.restore(garbage)
+
+
+def normalised(image: Image.Image) -> np.ndarray:
+    return (np.asarray(image, np.float32) - np.float32(MEAN)) / np.float32(STD)
+
+
+def assert_close(pixels, image):
+    """Equal to Pillow's picture but for rounding to 8 bits between the steps and the place of cut edges.
+
+    The images have no sharp edges: at most 2 levels of 255 apart on average, 16 anywhere.
+    """
+    difference = np.abs(pixels[..., :3].astype(np.float32) - normalised(image)) * np.float32(STD)
+    assert difference.mean() < 2
+    assert difference.max() < 16
+
+
+def test_validation_transform_against_pillow(folder):
+    files = sorted(folder.rglob("*.JPEG"))
+    loader = open_loader(config(folder, split="val", image_size=32, crop_fraction=0.8))
+    pixels = np.concatenate([pixels for pixels, _ in epoch_of(loader)])
+    for got, file in zip(pixels, files, strict=True):
+        with Image.open(file) as image:
+            scale = 40 / min(image.size)
+            width, height = round(image.width * scale), round(image.height * scale)
+            resized = image.resize((width, height), Image.Resampling.BILINEAR)
+            left, top = (width - 32 + 1) // 2, (height - 32 + 1) // 2
+            expected = resized.crop((left, top, left + 32, top + 32))
+        assert_close(got, expected)
+
+
+def test_training_transform_against_pillow(numbered):
+    """Windows recomputed here from the same random numbers: rejection as torchvision's RandomResizedCrop does it."""
+    settings = config(numbered, seed=3, random_area=(0.1, 0.7), random_ratio=(0.6, 1.5))
+    source = open_source(numbered, "train")
+    loader = open_loader(settings)
+    flips = 0
+    for k, (pixels, labels) in enumerate(epoch_of(loader)):
+        rng = np.random.default_rng([3, 0, k])
+        area, log_ratio, position, mirror = random_inputs(rng, 4, (0.1, 0.7), (0.6, 1.5), True)
+        for i, label in enumerate(labels):
+            with Image.open(io.BytesIO(source.read(int(label)).tobytes())) as image:
+                for part, ratio in zip(area[i], np.exp(log_ratio[i]), strict=True):
+                    w = np.sqrt(part * ratio * image.width * image.height)
+                    h = np.sqrt(part / ratio * image.width * image.height)
+                    if w <= image.width and h <= image.height:
+                        break
+                else:
+                    w, h = min(w, image.width), min(h, image.height)
+                assert 0.55 < w / h < 1.65
+                x, y = position[i] * (image.width - w, image.height - h)
+                box = (round(x), round(y), min(image.width, round(x + w)), min(image.height, round(y + h)))
+                expected = image.resize((24, 24), Image.Resampling.BILINEAR, box=box)
+            if mirror[i]:
+                expected = expected.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+                flips += 1
+            assert_close(pixels[i], expected)
+    assert 0 < flips < 36
+
+
+def test_random_windows_cover_area_and_ratio_as_asked():
+    area, log_ratio, position, mirror = random_inputs(np.random.default_rng(1), 2000, (0.08, 1.0), (0.75, 4 / 3), True)
+    assert area.min() >= 0.08 - 1e-6 and area.max() <= 1 + 1e-6
+    assert abs(area.mean() - 0.54) < 0.01  # of 20,000 uniform numbers: standard error 0.002
+    assert abs(log_ratio).max() <= np.log(4 / 3) + 1e-6 and abs(log_ratio.mean()) < 0.01
+    assert position.min() >= 0 and position.max() < 1
+    assert abs(mirror.mean() - 0.5) < 0.06  # standard error 0.011
+    assert not random_inputs(np.random.default_rng(1), 50, (0.08, 1.0), (0.75, 4 / 3), False)[3].any()
+
+
+def test_types_and_channels(numbered):
+    full = epoch_of(open_loader(config(numbered)))
+    half = epoch_of(open_loader(config(numbered, dtype="float16", channels=4)))
+    for (pixels, labels), (pixels16, labels16) in zip(full, half, strict=True):
+        assert pixels.dtype == np.float32 and pixels16.dtype == np.float16
+        assert pixels16.shape == (4, 24, 24, 4)
+        assert not pixels16[..., 3].any()
+        np.testing.assert_array_equal(pixels16[..., :3], pixels.astype(np.float16))
+        np.testing.assert_array_equal(labels, labels16)
+
+
+def test_batches_stay_valid_while_mxnet_is_late(numbered):
+    """The arrays are DALI's own memory: MXNet must hold it until the work that reads it is done."""
+    expected = epoch_of(open_loader(config(numbered)))
+    slow = mx.nd.ones((700, 700))
+    for _ in range(20):
+        slow = mx.nd.dot(slow, slow) * 1e-3
+    zero = slow[0, 0].reshape((1, 1, 1, 1)) * 0
+    copies = [batch.data + zero for batch in open_loader(config(numbered))]  # queued behind the slow work
+    for copy, (pixels, _) in zip(copies, expected, strict=True):
+        np.testing.assert_array_equal(np.nan_to_num(copy.asnumpy()), pixels)
+
+
+def test_load_images_keeps_order_and_names_mistakes(folder, tmp_path):
+    files = [folder / name for name in ("c02/002.JPEG", "c00/000.JPEG", "c01/004.JPEG")]
+    batches = list(load_images(files, 24, batch_size=2))
+    assert [batch.label.asnumpy()[: batch.num_valid].tolist() for batch in batches] == [[0, 1], [2]]
+    one = next(iter(load_images(files[2:], 24)))
+    np.testing.assert_array_equal(batches[1].data[0].asnumpy(), one.data[0].asnumpy())
+    (tmp_path / "text.jpg").write_text("hello")
+    for wrong, message in (
+        ([], "no image files given"),
+        ([tmp_path / "none.jpg"], r"none\.jpg: does not exist"),
+        ([tmp_path], "is not a file"),
+        ([*files, tmp_path / "text.jpg"], r"text\.jpg: not an image"),
+    ):
+        with pytest.raises(DataError, match=message):
+            list(load_images(wrong, 24))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "batch_size is 0; it must be at least 1"),
+        ({"batch_size": 38}, "37 training images are fewer than one batch of 38"),
+        ({"image_size": 0}, "image_size is 0"),
+        ({"image_size": -3}, "image_size is -3"),
+        ({"split": "test"}, "split is 'test'; choose 'train' or 'val'"),
+        ({"dtype": "int8"}, "dtype is 'int8'"),
+        ({"channels": 5}, "channels is 5; choose 3 or 4"),
+        ({"device": "tpu"}, "device is 'tpu'"),
+        ({"on_bad_image": "ask"}, "on_bad_image is 'ask'"),
+        ({"random_area": (0.5, 0.2)}, r"random_area is \(0.5, 0.2\)"),
+        ({"random_area": (0.0, 1.0)}, r"random_area is \(0, 1\)"),
+        ({"crop_fraction": 1.5}, "crop_fraction is 1.5"),
+        ({"num_threads": -1}, "num_threads is -1"),
+        ({"seed": -1}, "seed is -1"),
+    ],
+)
+def test_values_that_cannot_be(numbered, options, message):
+    with pytest.raises(DataError, match=message):
+        open_loader(config(numbered, **options))
+
+
+def test_shards_that_cannot_be(numbered):
+    for shard in ((1, 1), (-1, 2), (0, 0)):
+        with pytest.raises(DataError, match="does not exist"):
+            open_loader(config(numbered), shard)
+    with pytest.raises(DataError, match="fewer than one batch of 40"):
+        open_loader(config(numbered), (0, 10))
+
+
+def test_folders_and_records_give_the_same_batches(tmp_path):
+    files = write_folder(tmp_path / "f", 9, 3, seed=4)
+    source = open_source(tmp_path / "f", "train")
+    images = [source.read(i).tobytes() for i in range(9)]
+    assert images == [file.read_bytes() for file in files]
+    write_records(tmp_path / "r.rec", images, [float(source.label(i)) for i in range(9)])
+    for split in ("train", "val"):
+        from_files, from_records = (
+            epoch_of(open_loader(config(tmp_path / name, split=split))) for name in ("f", "r.rec")
+        )
+        for (a, la), (b, lb) in zip(from_files, from_records, strict=True):
+            np.testing.assert_array_equal(a, b)
+            np.testing.assert_array_equal(la, lb)

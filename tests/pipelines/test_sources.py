@@ -1,0 +1,189 @@
+"""Where data is looked for, and what is said when it is not as it should be."""
+
+import os
+import shutil
+
+import numpy as np
+import pytest
+from image_helpers import encode, smooth_image, write_folder, write_records
+
+from pipelines import DataError
+from pipelines.sources import open_source
+
+
+def found(data, split):
+    source = open_source(data, split)
+    return [(os.path.basename(source.name(i)), source.label(i)) for i in range(len(source))], source.class_names
+
+
+def test_layouts_of_folders(tmp_path):
+    write_folder(tmp_path / "all/train", 6, 3, seed=1)
+    write_folder(tmp_path / "all/val", 2, 1, seed=2)
+    shutil.move(tmp_path / "all/val/c00", tmp_path / "all/val/c01")  # validation has only the second class
+    (tmp_path / "all/train/.hidden").mkdir()
+    (tmp_path / "all/train/c00/notes.txt").write_text("no image")
+    images, names = found(tmp_path / "all", "train")
+    expected = [("000.JPEG", 0), ("003.JPEG", 0), ("001.JPEG", 1), ("004.JPEG", 1), ("002.JPEG", 2), ("005.JPEG", 2)]
+    assert images == expected
+    assert names == ["c00", "c01", "c02"]
+    assert found(tmp_path / "all", "val") == ([("000.JPEG", 1), ("001.JPEG", 1)], names)
+    # Class folders without splits serve both.
+    assert found(tmp_path / "all/train", "train") == found(tmp_path / "all/train", "val") == (expected, names)
+    # classes.txt decides on numbers and names.
+    (tmp_path / "all/classes.txt").write_text("c02\tthird\nc01\nc00\tfirst, of all\n")
+    images, names = found(tmp_path / "all", "train")
+    assert dict(images)["000.JPEG"] == 2
+    assert names == ["third", "c01", "first, of all"]
+    # A list goes before the folder.
+    (tmp_path / "all/train.lst").write_text("7\t1\ttrain/c01/001.JPEG\n8\t0.0\ttrain/c02/002.JPEG\n")
+    assert found(tmp_path / "all", "train")[0] == [("001.JPEG", 1), ("002.JPEG", 0)]
+
+
+def test_layouts_of_records(tmp_path, numbered):
+    for target in ("a/train.rec", "b/train/train.rec", "c/anything.rec"):
+        path = tmp_path / target
+        path.parent.mkdir(parents=True)
+        for end in (".rec", ".idx"):
+            shutil.copy(numbered.with_suffix(end), path.with_suffix(end))
+    for data in ("a", "b", "c/anything.rec"):
+        source = open_source(tmp_path / data, "train")
+        assert len(source) == 37
+        assert source.class_names == [str(i) for i in range(37)]
+        assert source.label(11) == 11
+
+
+def records(tmp_path, labels=(0.0, 1.0), classes="a\nb\n"):
+    rng = np.random.default_rng(0)
+    path = tmp_path / "train.rec"
+    write_records(path, [encode(smooth_image(rng, 20, 30)) for _ in labels], list(labels))
+    if classes:
+        (tmp_path / "classes.txt").write_text(classes)
+    return path
+
+
+def missing(tmp_path):
+    return tmp_path / "nowhere", r"nowhere does not exist; give"
+
+
+def no_data_file(tmp_path):
+    (tmp_path / "a.txt").write_text("x")
+    return tmp_path / "a.txt", r"a\.txt is neither a folder nor a \.rec"
+
+
+def empty_folder(tmp_path):
+    return tmp_path, r"holds nothing, no class folders; put"
+
+
+def files_only(tmp_path):
+    (tmp_path / "a.jpg").write_bytes(b"x")
+    return tmp_path, r"holds only files, no class folders; put"
+
+
+def empty_class_folders(tmp_path):
+    (tmp_path / "cat").mkdir()
+    return tmp_path, r"has class folders but no image in them"
+
+
+def other_split_only(tmp_path):
+    (tmp_path / "val/cat").mkdir(parents=True)
+    return tmp_path, r"has val but no train; add train/"
+
+
+def unknown_class_folder(tmp_path):
+    write_folder(tmp_path / "train", 2, 2, seed=1)
+    (tmp_path / "classes.txt").write_text("c00\n")
+    return tmp_path, r"c01: class 'c01' is not among the 1 known classes"
+
+
+def no_index(tmp_path):
+    path = records(tmp_path)
+    path.with_suffix(".idx").unlink()
+    return path, r"train\.idx: the index of train\.rec is missing; put"
+
+
+def wrong_index(tmp_path):
+    path = records(tmp_path)
+    path.with_suffix(".idx").write_text("0\t0\n1\t12\n")
+    return path, r"train\.idx: does not fit train\.rec \(key 1: no record begins at offset 12\); put"
+
+
+def index_of_a_longer_file(tmp_path):
+    path = records(tmp_path)
+    path.with_suffix(".idx").write_text("0\t0\n1\t99999992\n")
+    return path, r"does not fit train\.rec \(key 1: offset 99999992 is outside the file"
+
+
+def truncated_records(tmp_path):
+    path = records(tmp_path)
+    path.write_bytes(path.read_bytes()[:-10])
+    return path, r"does not fit train\.rec \(key 1: the record at offset \d+ is cut off"
+
+
+def empty_records(tmp_path):
+    path = records(tmp_path)
+    path.write_bytes(b"")
+    return path, r"train\.rec: is empty; write it anew"
+
+
+def label_outside_classes(tmp_path):
+    return records(tmp_path, labels=(0.0, 2.0)), r"record 1: label 2 is outside the 2 classes \(0 to 1\)"
+
+
+def fractional_label(tmp_path):
+    return records(tmp_path, labels=(0.5, 1.0)), r"record 0: label 0\.5 is outside"
+
+
+def empty_class_list(tmp_path):
+    return records(tmp_path, classes="\n"), r"classes\.txt: the list of classes is empty"
+
+
+def doubled_class(tmp_path):
+    return records(tmp_path, classes="a\na\n"), r"classes\.txt: a class name occurs twice"
+
+
+def broken_list(tmp_path):
+    (tmp_path / "train.lst").write_text("0\t0\ta.jpg\n1 1 b.jpg\n")
+    return tmp_path, r"train\.lst line 2: '1 1 b\.jpg' is not"
+
+
+def empty_list(tmp_path):
+    (tmp_path / "train.lst").write_text("\n")
+    return tmp_path, r"train\.lst: the list names no files"
+
+
+MISTAKES = [
+    missing,
+    no_data_file,
+    empty_folder,
+    files_only,
+    empty_class_folders,
+    other_split_only,
+    unknown_class_folder,
+    no_index,
+    wrong_index,
+    index_of_a_longer_file,
+    truncated_records,
+    empty_records,
+    label_outside_classes,
+    fractional_label,
+    empty_class_list,
+    doubled_class,
+    broken_list,
+    empty_list,
+]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
+def test_mistakes_get_one_sentence(tmp_path, mistake):
+    data, message = mistake(tmp_path)
+    with pytest.raises(DataError, match=message) as caught:
+        open_source(data, "train")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_unreadable(tmp_path):
+    write_folder(tmp_path / "train", 2, 2, seed=1)
+    (tmp_path / "train").chmod(0)
+    with pytest.raises(DataError, match="permission denied"):
+        open_source(tmp_path, "train")
