@@ -173,7 +173,7 @@ def _add(node: Node, dy: Ref, shapes: Shapes) -> tuple[list[Node], Gradients]:
 
 def _pooling(node: Node, dy: Ref, shapes: Shapes) -> tuple[list[Node], Gradients]:
     attrs: dict[str, Any] = {**node.attrs, "data_shape": shapes[node.inputs[0]]}
-    if node["pool_type"] == "avg":
+    if node["pool_type"] in ("avg", "sum"):
         backward = Node("AvgPoolingBackward", f"{node.name}_backward", (dy,), attrs)
     elif node["pool_type"] == "max" and not node["global_pool"]:
         backward = Node("MaxPoolingBackward", f"{node.name}_backward", (dy, Ref(node.name, 1)), attrs)

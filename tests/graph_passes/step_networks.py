@@ -1,0 +1,59 @@
+"""Small training graphs, and values for their variables, for the tests of the passes gradient, precision and memory."""
+
+import numpy as np
+
+from graph_passes import Graph, Ref, passes
+from mxnet_compat import mx
+
+
+def fused(symbol) -> Graph:
+    return passes.bn_relu(passes.bn_add_relu(Graph.from_json(symbol.tojson())))
+
+
+def block(x, name, width, stride, bottleneck, project, layout="NHWC"):
+    """A residual block with few channels, written independently of train/model.py."""
+    axis = layout.index("C")
+
+    def conv_bn(x, name, filters, kernel, stride):
+        pad = (kernel // 2,) * 2
+        x = mx.sym.Convolution(x, num_filter=filters, kernel=(kernel, kernel), stride=(stride, stride), pad=pad,
+                               no_bias=True, layout=layout, name=f"{name}_conv")
+        return mx.sym.BatchNorm(x, axis=axis, eps=1e-5, momentum=0.8, fix_gamma=False, name=f"{name}_bn")
+
+    convs = [(width, 3, stride), (width, 3, 1)]
+    if bottleneck:
+        convs = [(width, 1, 1), (width, 3, stride), (2 * width, 1, 1)]
+    y = x
+    for i, (filters, kernel, conv_stride) in enumerate(convs):
+        y = conv_bn(y if i == 0 else mx.sym.relu(y), f"{name}_{i}", filters, kernel, conv_stride)
+    shortcut = conv_bn(x, f"{name}_s", convs[-1][0], 1, stride) if project else x
+    return mx.sym.Activation(mx.sym.elemwise_add(y, shortcut, name=f"{name}_add"), act_type="relu", name=f"{name}_out")
+
+
+def small_resnet(bottleneck, layout="NHWC", classes=7):
+    """Stem with max pooling, an identity and two projection blocks, average pooling, classifier."""
+    window = {"kernel": (3, 3), "stride": (2, 2), "pad": (1, 1), "layout": layout}
+    x = mx.sym.Convolution(mx.sym.Variable("data"), num_filter=6, name="stem", **window)  # with a bias
+    x = mx.sym.BatchNorm(x, axis=layout.index("C"), eps=1e-5, fix_gamma=True, name="stem_bn")
+    x = mx.sym.Pooling(mx.sym.relu(x), pool_type="max", name="pool", **window)
+    x = block(x, "a", 5, 1, bottleneck, project=True, layout=layout)
+    x = block(x, "b", 5, 1, bottleneck, project=False, layout=layout)
+    x = block(x, "c", 7, 2, bottleneck, project=True, layout=layout)
+    x = mx.sym.Pooling(x, global_pool=True, kernel=(1, 1), pool_type="avg", layout=layout, name="mean")
+    x = mx.sym.FullyConnected(mx.sym.Flatten(x), num_hidden=classes, name="fc")
+    return mx.sym.SoftmaxOutput(x, normalization="batch", smooth_alpha=0.1, name="softmax")
+
+
+def random_variables(graph, shapes, rng, classes=7, dtype=np.float64):
+    """A value for every variable of a training graph. Scaled so that no ReLU is all on or off."""
+    values = {}
+    for name, shape in ((name, graph.infer_shapes(shapes)[Ref(name)]) for name in graph.variables):
+        values[name] = rng.standard_normal(shape)
+        if name == "softmax_label":
+            values[name] = rng.integers(0, classes, shape).astype(float)
+        elif name.endswith(("_gamma", "_var")):
+            values[name] = rng.uniform(0.5, 1.5, shape)
+        elif name.endswith("weight"):
+            values[name] /= np.sqrt(np.prod(shape[1:]))
+        values[name] = values[name].astype(dtype)
+    return values
