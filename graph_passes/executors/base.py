@@ -81,7 +81,10 @@ class Executor(ABC):
                                      "the values are those of another network or image format")
         for given, own in ((params, self.params), (aux, self.aux)):
             for name, value in given.items():
-                own[name][:] = self.from_canonical(name, value)
+                self._assign(own[name], self.from_canonical(name, value))
+
+    def _assign(self, array: Any, value: np.ndarray) -> None:
+        array[:] = value
 
     def get_params(self) -> tuple[Arrays, Arrays]:
         """Canonical copies of all parameters and running statistics."""

@@ -10,6 +10,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from graph_passes.errors import GraphError
 from graph_passes.executors.base import TOP_K, Executor, Metrics
 from graph_passes.graph import Graph, Node
@@ -69,6 +71,11 @@ class MXNetExecutor(Executor):
 
     def synchronize(self) -> None:
         mx.nd.waitall()
+
+    def _assign(self, array: Array, value: np.ndarray) -> None:
+        # After inference oneDNN keeps convolution weights in a blocked layout of its own (training undoes it). Every MXNet
+        # operator knows that, but assigning NumPy to such an array fails, and its pointer must not be given away.
+        array[:] = mx.nd.array(value, ctx=self._context)
 
     def _bind(self, grad_req: str, shared: Any = None) -> Any:
         """Bind the Symbol to this executor's arrays; `shared` lends the memory of its intermediate results."""
