@@ -1,0 +1,77 @@
+"""Writes a published figure with its raw data to benchmarks/results/<name>.json; README.md there says what it holds.
+
+    from record import write_result
+    write_result("step_cpu", images_per_step=32, step_ms=ours, peer_name="stock Gluon", peer_step_ms=theirs)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import statistics
+import sys
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:  # a program in this folder may be started without the project being installed
+    sys.path.insert(0, str(ROOT))
+
+from train import environment  # noqa: E402
+
+
+def speed(step_ms: Sequence[float], images_per_step: int | None) -> tuple[float, float, str]:
+    """Median, half the interquartile range and unit: images/sec, or seconds where there are no images to count."""
+    values = [images_per_step * 1e3 / ms if images_per_step else ms / 1e3 for ms in step_ms]
+    quartile1, median, quartile3 = statistics.quantiles(values, n=4, method="inclusive")
+    return median, (quartile3 - quartile1) / 2, "images/sec" if images_per_step else "seconds"
+
+
+def write_result(
+    name: str,
+    step_ms: Sequence[float],
+    images_per_step: int | None = None,
+    peer_name: str | None = None,
+    peer_step_ms: Sequence[float] = (),
+    peer_value: float | None = None,
+    folder: Path = ROOT / "benchmarks" / "results",
+) -> Path:
+    """Write one figure and print it.
+
+    step_ms          raw times of all counted steps, warm-up left out, in ms; at least 5
+    images_per_step  images in one step (of all GPUs); None for a figure in seconds
+    peer_step_ms     the peer's times for steps of as many images; or give its figure, `peer_value`
+    """
+    value, spread, unit = speed(step_ms, images_per_step)
+    if peer_step_ms:
+        peer_value = speed(peer_step_ms, images_per_step)[0]
+    script, *arguments = sys.argv
+    result = {
+        "name": name,
+        "value": value,
+        "unit": unit,
+        "spread": spread,
+        "peer": {"name": peer_name, "value": peer_value} if peer_value else None,
+        "ratio": value / peer_value if peer_value else None,
+        "hardware": _hardware(),
+        "versions": environment.versions(),
+        "commit": environment.git_commit() or "",
+        "command": shlex.join(["python", os.path.relpath(script, ROOT), *arguments]),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "step_ms": [round(ms, 3) for ms in step_ms],
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    against = f", {value / peer_value:.3f} times {peer_name} ({peer_value:,.1f})" if peer_value else ""
+    print(f"{name}: {value:,.1f} +/- {spread:,.1f} {unit}{against} -> {os.path.relpath(path)}")
+    return path
+
+
+def _hardware() -> str:
+    machine = environment.hardware()
+    if machine["gpus"]:
+        return f"{len(machine['gpus'])}x {machine['gpus'][0]}"
+    return f"{machine['cpu_cores']} cores of {machine['cpu']}, {machine['memory_gib']:.0f} GiB"
