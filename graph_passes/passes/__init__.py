@@ -6,6 +6,24 @@ from graph_passes.passes.bn_relu import bn_relu
 from graph_passes.passes.fold_bn import fold_bn, fold_bn_params
 from graph_passes.passes.gradient import gradient, gradient_add, output_names
 from graph_passes.passes.layout import layout, weight_layouts
+from graph_passes.passes.memory import MemoryPlan, memory
+from graph_passes.passes.precision import precision, tensor_dtypes
 from graph_passes.passes.unfuse import unfuse
 
-__all__ = ["add_relu", "bn_add_relu", "bn_relu", "fold_bn", "fold_bn_params", "gradient", "gradient_add", "layout", "output_names", "unfuse", "weight_layouts"]
+__all__ = [
+    "MemoryPlan",
+    "add_relu",
+    "bn_add_relu",
+    "bn_relu",
+    "fold_bn",
+    "fold_bn_params",
+    "gradient",
+    "gradient_add",
+    "layout",
+    "memory",
+    "output_names",
+    "precision",
+    "tensor_dtypes",
+    "unfuse",
+    "weight_layouts",
+]
