@@ -161,7 +161,8 @@ def contact_sheet(predictions: Sequence[Prediction], columns: int = 6) -> bytes:
         y = _GAP + i // columns * (height + _GAP)
         sheet.paste(Image.fromarray(prediction.picture).resize((_CELL, _CELL), Image.Resampling.BICUBIC), (x, y))
         y += _CELL + 6
-        draw.text((x, y), _fitting(prediction.file.name, regular, _CELL), _FAINT, regular)
+        name = str(Path(*prediction.file.parts[-2:]))  # the folder is often the true class
+        draw.text((x, y), _fitting(name, regular, _CELL), _FAINT, regular)
         for rank, guess in enumerate(prediction.guesses[:_GUESSES]):
             y += _LINE
             font = bold if rank == 0 else regular

@@ -396,8 +396,12 @@ def _data_url(png: bytes) -> str:
 
 def main(arguments: Sequence[str]) -> None:
     """Make the report of a run folder anew. Raises TrainError for a folder without a run's record."""
-    if len(arguments) != 1 or arguments[0] in ("-h", "--help"):
-        raise TrainError("usage: python -m train.report RUN_FOLDER (the folder with a run's metrics.jsonl)")
+    usage = f"usage: python -m train.report RUN_FOLDER (the folder with a run's {METRICS_FILE})"
+    if any(argument in ("-h", "--help") for argument in arguments):
+        print(usage)
+        return
+    if len(arguments) != 1:
+        raise TrainError(usage)
     folder = Path(arguments[0])
     path = folder / METRICS_FILE
     if not path.is_file():
