@@ -286,6 +286,21 @@ def test_resume_drops_what_is_done_again(tmp_path: Path) -> None:
     assert RunRecord.read_jsonl(tmp_path / METRICS_FILE) == record
 
 
+def test_resume_from_an_older_checkpoint_drops_the_epochs_after_it(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    with run.recorder as recorder:
+        for epoch in range(3):
+            run.epoch(epoch, [0.0] * 5, [1.0] * 5)
+            recorder.end_epoch(Metrics(1.0, epoch, epoch, 10))
+    run = Run(tmp_path, first_step=5, first_epoch=1)
+    assert [row.epoch for row in run.recorder.record.epochs] == [1]
+    assert run.recorder.record.step_ms == [1000.0] * 5
+    run.epoch(1, [0.0] * 5, [1.0] * 5)
+    with run.recorder as recorder:
+        recorder.end_epoch(Metrics(1.0, 9, 9, 10))
+    assert [(row.epoch, row.val_top1) for row in recorder.record.epochs] == [(1, 0.0), (2, 0.9)]
+
+
 def test_resume_in_a_fresh_folder_counts_from_the_checkpoint(tmp_path: Path) -> None:
     run = Run(tmp_path, first_step=100, first_epoch=1)
     run.epoch(1, [0.0] * 3, [1.0] * 3)
