@@ -23,7 +23,10 @@ def command_line() -> str:
 
 @functools.cache
 def git_commit() -> str | None:
-    """Commit of this project's checkout, with '-dirty' where tracked files differ from it; None outside a checkout."""
+    """Commit of this project's checkout, with '-dirty' where tracked files differ from it; None outside a checkout.
+
+    Benchmark results do not count as a difference: measuring one figure must not mark the next one as dirty.
+    """
     root = Path(__file__).resolve().parent.parent
 
     def git(*arguments: str) -> str:
@@ -34,7 +37,8 @@ def git_commit() -> str | None:
     try:
         if Path(git("rev-parse", "--show-toplevel")).resolve() != root:
             return None  # installed inside somebody else's checkout
-        return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")
+        changes = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
+        return git("rev-parse", "HEAD") + ("-dirty" if changes else "")
     except (OSError, subprocess.SubprocessError):
         return None
 
