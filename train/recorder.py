@@ -19,7 +19,7 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from types import TracebackType
@@ -107,6 +107,7 @@ class Recorder:
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._status = ""  # beside the bar
+        self._named_bad: set[str] | None = None  # bad images of the loader that have been named
         if not enabled:
             return
 
@@ -167,8 +168,13 @@ class Recorder:
         self._step_start, self._waited = self._clock(), 0.0
 
     def timed(self, batches: Iterable[T]) -> Iterator[T]:
-        """The same batches; the time that each takes to arrive counts as the step's wait for the loader."""
+        """The same batches; the time that each takes to arrive counts as the step's wait for the loader.
+
+        A loader's `bad_images` (file or record, reason) become events, and lines on the terminal, as they are found.
+        """
         iterator = iter(batches)
+        if self._named_bad is None:
+            self._named_bad = {file for file, _ in _bad_images(batches)}  # those of the session before, when resumed
         while True:
             start = self._clock()
             try:
@@ -176,6 +182,11 @@ class Recorder:
             except StopIteration:
                 return
             self._waited += self._clock() - start
+            for file, reason in _bad_images(batches):
+                if file not in self._named_bad:
+                    self._named_bad.add(file)
+                    self.event("bad_image", file=file, reason=reason)
+                    self.say(f"skipped a bad image: {file}: {reason}")
             yield batch
 
     @property
@@ -366,6 +377,11 @@ class Recorder:
         """Put a text beside the progress bar, if there is one."""
         if self._progress and self._task is not None:
             self._progress.update(self._task, status=status)
+
+
+def _bad_images(batches: object) -> Sequence[tuple[str, str]]:
+    """(file or record, reason) of the images that a loader has skipped so far; plain iterables have none."""
+    return getattr(batches, "bad_images", ())
 
 
 def _epoch_line(row: Mapping[str, Any], num_epochs: int) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import random
 import re
 import statistics
 import struct
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -138,6 +140,27 @@ def test_several_batches_of_one_step_add_their_waits(tmp_path: Path) -> None:
         recorder.end_step(0.1)
     assert recorder.record.loader_wait_ms == [750.0]
     assert recorder.record.compute_ms == [2000.0]
+
+
+def test_bad_images_of_the_loader_are_named_once(tmp_path: Path) -> None:
+    class Loader:
+        bad_images: Sequence[tuple[str, str]] = [("old.jpg", "found before the resume")]
+
+        def __iter__(self) -> Iterator[int]:
+            yield 0
+            self.bad_images = [("a.jpg", "truncated"), *self.bad_images]
+            yield 1
+            yield 2
+
+    run, loader = Run(tmp_path), Loader()
+    with run.recorder as recorder:
+        recorder.begin_epoch(0, 6)
+        for _ in itertools.chain(recorder.timed(loader), recorder.timed(loader)):
+            run.clock.seconds += 1.0
+            recorder.end_step(0.1)
+    named = [(event["file"], event["step"]) for event in recorder.record.events if event["event"] == "bad_image"]
+    assert named == [("a.jpg", 1)]  # after one step, and not again in the second epoch
+    assert run.output.getvalue().count("skipped a bad image: a.jpg: truncated") == 1
 
 
 def test_time_of_a_phase_is_no_step_time(tmp_path: Path) -> None:
