@@ -51,7 +51,7 @@ install_packages() {
     "$bin/pip" uninstall -q -y "$other" >>"$venv/setup.log" 2>&1 || true
     # Horovod's build tools: its CMake files need cmake < 4, and it compiles against the MXNet that is installed here.
     "$bin/pip" install -q --disable-pip-version-check 'cmake<4' wheel cloudpickle pyyaml packaging cffi \
-        -e ".[$kind,dev]" >>"$venv/setup.log" 2>&1 || fail "pip could not install the packages: $(grep -m1 '^ERROR' "$venv/setup.log" || tail -n1 "$venv/setup.log") (log: $venv/setup.log)"
+        -e ".[$kind,onnx,dev]" >>"$venv/setup.log" 2>&1 || fail "pip could not install the packages: $(grep -m1 '^ERROR' "$venv/setup.log" || tail -n1 "$venv/setup.log") (log: $venv/setup.log)"
     [ $kind = cpu ] || "$bin/python" scripts/link_cuda11.py || exit
 }
 
