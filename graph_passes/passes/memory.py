@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from graph_passes.graph import Graph, Node, Ref
 from graph_passes.operators import OPERATORS
 from graph_passes.passes.precision import ITEM_BYTES, tensor_dtypes
+
+Tensor = TypeVar("Tensor", bound=Hashable)  # whatever names a tensor: here Ref, or a buffer of a lowered graph
 
 ALIGNMENT = 256  # bytes, as cudaMalloc's: more than any vector load and cuDNN ask for
 
@@ -38,19 +40,21 @@ _IN_PLACE: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 class Allocation(NamedTuple):
-    """A tensor's place: `offset` and `num_bytes` in the arena, alive from node number `first` to `last`, both included
-    (numbers in the order of the graph, variables counted). `replaces`: the tensor whose place it took over."""
+    """A tensor's place: `offset` and `num_bytes` in the arena, alive from step `first` to `last`, both included."""
 
     offset: int
     num_bytes: int
     first: int
     last: int
-    replaces: Ref | None = None
+    in_place: bool  # it took over the place of a tensor that died in step `first`
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Offsets of all tensors of a graph but its variables and outputs, which outlive the step and lie elsewhere."""
+    """Offsets of all tensors of a graph but its variables and outputs, which outlive the step and lie elsewhere.
+
+    The steps of its allocations are the numbers of the nodes in the order of the graph, variables counted.
+    """
 
     graph: Graph
     allocations: Mapping[Ref, Allocation]
@@ -63,7 +67,7 @@ class MemoryPlan:
         change = [0] * (len(self.graph) + 1)
         for allocation in self.allocations.values():
             # A tensor that takes over a place shares the node with the one before it, which is counted there.
-            change[allocation.first + (allocation.replaces is not None)] += _aligned(allocation.num_bytes)
+            change[allocation.first + allocation.in_place] += _aligned(allocation.num_bytes)
             change[allocation.last + 1] -= _aligned(allocation.num_bytes)
         live, total = [], 0
         for step in change[:-1]:
@@ -86,7 +90,7 @@ class MemoryPlan:
         number = self.live_bytes.index(self.lower_bound)
         node = list(self.graph)[number]
         at_peak = {ref: a for ref, a in self.allocations.items() if a.first <= number <= a.last}
-        in_place = sum(a.replaces is not None for a in self.allocations.values())
+        in_place = sum(a.in_place for a in self.allocations.values())
         outside = sum(self.external.values())
         lines = [
             f"arena        {_mib(self.arena_bytes)}   {len(self.allocations)} tensors, {in_place} of them in place",
@@ -110,82 +114,84 @@ def memory(graph: Graph, shapes: Mapping[str, Sequence[int]]) -> MemoryPlan:
     that writes it to the last one that reads it. Offsets are multiples of 256 bytes. Scratch space of single kernels is
     not a tensor of the graph and not planned here.
 
-    The largest tensor is placed first, each at the lowest offset where nothing lies that is alive at the same time
-    (greedy by size: Pisarchyk and Lee, arXiv:2001.03288), and tried again with size * lifetime as the order; the
-    smaller arena wins. ResNet-50, fused, fp16, 224 px, batch 256: 10,043 MiB, the lower bound; all tensors side
-    by side are 24,870 MiB.
+    ResNet-50, fused, fp16, 224 px, batch 256: 10,043 MiB, the lower bound; all tensors side by side are 24,870 MiB.
     """
     sizes, dtypes = graph.infer_shapes(shapes), tensor_dtypes(graph)
     num_bytes = {ref: math.prod(shape) * ITEM_BYTES[dtypes[ref]] for ref, shape in sizes.items()}
     external = {ref: size for ref, size in num_bytes.items() if graph[ref.node].is_variable or ref in graph.outputs}
-
-    first: dict[Ref, int] = {}
-    last: dict[Ref, int] = {}
-    for number, node in enumerate(graph):
-        for ref in (*node.inputs, *(Ref(node.name, index) for index in range(node.num_outputs))):
-            if ref not in external:
-                first.setdefault(ref, number)
-                last[ref] = number
-
-    replaces: dict[Ref, Ref] = {}
-    for number, node in enumerate(graph):
-        for ref, candidates in _may_replace(node):
-            for old in candidates:
-                dies = last.get(old) == number and old not in replaces.values()
-                if ref in first and dies and num_bytes[old] == num_bytes[ref]:
-                    replaces[ref] = old
-                    break
-
-    places = _places(first, last, replaces, num_bytes)
-    by_size = _offsets(places, lambda place: place.num_bytes)
-    by_area = _offsets(places, lambda place: place.num_bytes * (place.last - place.first + 1))
-    offsets, arena_bytes = min(by_size, by_area, key=lambda result: result[1])
-    allocations = {
-        ref: Allocation(offset, num_bytes[ref], first[ref], last[ref], replaces.get(ref))
-        for place, offset in zip(places, offsets, strict=True)
-        for ref in place.tensors
-    }
+    steps = [
+        Step(
+            reads=[ref for ref in node.inputs if ref not in external],
+            writes=[ref for ref in _outputs(node) if ref not in external],
+            in_place=_in_place(node),
+        )
+        for node in graph
+    ]
+    allocations, arena_bytes = plan_arena(steps, num_bytes)
     return MemoryPlan(graph, allocations, external, arena_bytes)
 
 
-def _may_replace(node: Node) -> Iterable[tuple[Ref, list[Ref]]]:
-    """Outputs of a node and the inputs whose place each may take, the preferred one first."""
-    for output, names in _IN_PLACE.get(node.op, {}).items():
-        operator = OPERATORS[node.op]
-        inputs = dict(zip(operator.input_names(node), node.inputs, strict=True))
-        # An input that the node reads twice, under two names, would be overwritten before the second is read.
-        free = [inputs[name] for name in names if name in inputs and node.inputs.count(inputs[name]) == 1]
-        yield Ref(node.name, operator.outputs.index(output)), free
+@dataclass(frozen=True)
+class Step(Generic[Tensor]):
+    """What one node, or one launch, does to the tensors in the arena. `in_place`: for each output that may take over
+    the place of an input, those inputs, the preferred one first."""
+
+    reads: Iterable[Tensor]
+    writes: Iterable[Tensor]
+    in_place: Mapping[Tensor, Sequence[Tensor]]
+
+
+def plan_arena(
+    steps: Sequence[Step[Tensor]], num_bytes: Mapping[Tensor, int]
+) -> tuple[dict[Tensor, Allocation], int]:
+    """A place for every tensor that the steps, run one after the other, read or write; and the bytes of the arena.
+
+    A tensor lives from the step that writes it first to the last one that reads it. It takes over the place of one that
+    dies when it is born, where the step allows it and both have the same size. Then the largest is placed first, each at
+    the lowest offset where nothing lies that is alive at the same time (greedy by size: Pisarchyk and Lee,
+    arXiv:2001.03288); once more with size * lifetime as the order, and the smaller arena wins.
+    """
+    first: dict[Tensor, int] = {}
+    last: dict[Tensor, int] = {}
+    for number, step in enumerate(steps):
+        for tensor in (*step.reads, *step.writes):
+            first.setdefault(tensor, number)
+            last[tensor] = number
+
+    chains: dict[Tensor, list[Tensor]] = {}  # last tensor of a place -> all that hold it, one after the other
+    for number, step in enumerate(steps):
+        for tensor in step.writes:
+            if first[tensor] < number:
+                continue  # written before, for instance to be added to
+            dying = [old for old in step.in_place.get(tensor, ()) if last.get(old) == number and old in chains]
+            same_size = [old for old in dying if num_bytes[old] == num_bytes[tensor]]
+            chains[tensor] = [*(chains.pop(same_size[0]) if same_size else []), tensor]
+
+    places = [_Place(_aligned(num_bytes[end]), first[chain[0]], last[end]) for end, chain in chains.items()]
+    by_size = _offsets(places, [place.num_bytes for place in places])
+    by_area = _offsets(places, [place.num_bytes * (place.last - place.first + 1) for place in places])
+    offsets, arena_bytes = min(by_size, by_area, key=lambda result: result[1])
+    allocations = {
+        tensor: Allocation(offset, num_bytes[tensor], first[tensor], last[tensor], in_place=tensor != chain[0])
+        for chain, offset in zip(chains.values(), offsets, strict=True)
+        for tensor in chain
+    }
+    return allocations, arena_bytes
 
 
 class _Place(NamedTuple):
-    """Bytes of the arena that tensors hold one after the other."""
+    """Bytes of the arena that are taken from step `first` to `last`."""
 
-    tensors: tuple[Ref, ...]
     num_bytes: int
     first: int
     last: int
 
 
-def _places(first: Mapping[Ref, int], last: Mapping[Ref, int], replaces: Mapping[Ref, Ref],
-            num_bytes: Mapping[Ref, int]) -> list[_Place]:
-    """Chains of tensors that replace each other."""
-    successor = {old: new for new, old in replaces.items()}
-    places = []
-    for head in (ref for ref in first if ref not in replaces):
-        chain = [head]
-        while chain[-1] in successor:
-            chain.append(successor[chain[-1]])
-        places.append(_Place(tuple(chain), _aligned(num_bytes[head]), first[head], last[chain[-1]]))
-    return places
-
-
-def _offsets(places: Sequence[_Place], importance: Callable[[_Place], int]) -> tuple[list[int], int]:
-    """An offset for each place, and the bytes of the arena. The most important place is put first, each at the lowest
-    offset where it fits."""
+def _offsets(places: Sequence[_Place], importance: Sequence[int]) -> tuple[list[int], int]:
+    """An offset for each place and the bytes of the arena: the most important first, each as low as it fits."""
     offsets = [0] * len(places)
     placed: list[int] = []
-    for index in sorted(range(len(places)), key=lambda i: (-importance(places[i]), places[i].first)):
+    for index in sorted(range(len(places)), key=lambda i: (-importance[i], places[i].first)):
         place = places[index]
         neighbours = [i for i in placed if places[i].first <= place.last and place.first <= places[i].last]
         offset = 0
@@ -195,7 +201,25 @@ def _offsets(places: Sequence[_Place], importance: Callable[[_Place], int]) -> t
             offset = max(offset, offsets[other] + places[other].num_bytes)
         offsets[index] = offset
         placed.append(index)
-    return offsets, max((o + p.num_bytes for o, p in zip(offsets, places, strict=True)), default=0)
+    return offsets, max((offset + place.num_bytes for offset, place in zip(offsets, places, strict=True)), default=0)
+
+
+def _outputs(node: Node) -> list[Ref]:
+    return [Ref(node.name, index) for index in range(node.num_outputs)]
+
+
+def _in_place(node: Node) -> dict[Ref, list[Ref]]:
+    """The table of replacements, for one node."""
+    if node.op not in _IN_PLACE:
+        return {}
+    operator = OPERATORS[node.op]
+    inputs = dict(zip(operator.input_names(node), node.inputs, strict=True))
+    outputs = dict(zip(operator.outputs, _outputs(node), strict=True))
+    # An input that the node reads twice, under two names, would be overwritten before the second is read.
+    return {
+        outputs[output]: [inputs[name] for name in names if name in inputs and node.inputs.count(inputs[name]) == 1]
+        for output, names in _IN_PLACE[node.op].items()
+    }
 
 
 def _aligned(num_bytes: int) -> int:
