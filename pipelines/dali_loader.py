@@ -27,11 +27,10 @@ from pipelines.sources import FileSource, Source
 
 
 class _Plan(NamedTuple):
-    """A batch on its way through the pipeline, and what keeps its input alive meanwhile."""
+    """A batch on its way through the pipeline."""
 
     indices: list[int]
     num_valid: int
-    inputs: ImageInputs
 
 
 class DaliLoader(Loader):
@@ -110,9 +109,8 @@ class DaliLoader(Loader):
         epoch, batch = self._planned
         self._planned = (epoch, batch + 1) if batch + 1 < self.num_batches else (epoch + 1, 0)
         indices, num_valid = self._choose(epoch, batch)
-        inputs = self._inputs(epoch, batch, indices)
-        self._plans.append(_Plan(indices, num_valid, inputs))
-        return inputs
+        self._plans.append(_Plan(indices, num_valid))
+        return self._inputs(epoch, batch, indices)
 
     def _choose(self, epoch: int, batch: int) -> tuple[list[int], int]:
         """Images of a batch: those of this process's slice that are not bad, filled up with repetitions."""

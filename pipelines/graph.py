@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -85,12 +86,19 @@ def build_pipeline(
 ) -> Any:
     """A built DALI pipeline whose `run()` returns (images, labels); `source` is called once for each batch.
 
-    The arrays that `source` returns are not copied: they must stay as they are until their batch has been returned.
+    The arrays that `source` returns are not copied, so it must not change them later.
     Images have shape (N, image_size, image_size, channels), labels (N,) float32. A stage before "full" returns images
     of their own sizes (uint8).
     """
 
     num_inputs = len(ImageInputs._fields) if config.training else 2
+    # DALI reads the arrays' memory without holding the arrays. The pipeline owns this list of those under way, through
+    # `feed`, and joins its threads before it lets go of it.
+    under_way: deque[ImageInputs] = deque(maxlen=prefetch + 2)
+
+    def feed() -> tuple[Any, ...]:
+        under_way.append(source())
+        return under_way[-1][:num_inputs]
 
     @dali.pipeline_def(
         batch_size=batch_size,
@@ -99,9 +107,7 @@ def build_pipeline(
         prefetch_queue_depth=prefetch,
     )
     def graph() -> tuple[Any, Any]:
-        inputs = ImageInputs(
-            *fn.external_source(lambda: source()[:num_inputs], num_outputs=num_inputs, batch=True, no_copy=True)
-        )
+        inputs = ImageInputs(*fn.external_source(feed, num_outputs=num_inputs, batch=True, no_copy=True))
         if config.paths:
             inputs = inputs._replace(encoded=fn.io.file.read(inputs.encoded))
         label = inputs.label.gpu() if config.device == "gpu" else inputs.label
@@ -118,17 +124,19 @@ def build_pipeline(
 def _image(config: GraphConfig, inputs: ImageInputs) -> Any:
     if config.stage == "read":
         return fn.copy(inputs.encoded)  # else nobody would touch the bytes of a mapped file
-    decode = {
-        "device": "mixed" if config.device == "gpu" else "cpu",
-        "hw_decoder_load": config.hw_decoder_load,
-        "output_type": types.RGB,
-    }
-    if config.training:
-        shape = fn.peek_image_shape(inputs.encoded, dtype=types.FLOAT)
-        start, size = _random_window(shape[0], shape[1], inputs)
-        image = fn.decoders.image_slice(inputs.encoded, start, size, **decode)
-    else:
-        image = fn.decoders.image(inputs.encoded, **decode)
+    # The window depends on the image's header in validation too, so that what is no image ends there with an error:
+    # the decoder of DALI 2.4 reads freed memory when it meets several of those in one batch.
+    shape = fn.peek_image_shape(inputs.encoded, dtype=types.FLOAT)
+    height, width = shape[0], shape[1]
+    start, size = _random_window(height, width, inputs) if config.training else _whole(height, width)
+    image = fn.decoders.image_slice(
+        inputs.encoded,
+        start,
+        size,
+        device="mixed" if config.device == "gpu" else "cpu",
+        hw_decoder_load=config.hw_decoder_load,
+        output_type=types.RGB,
+    )
     if config.stage == "decode":
         return image
     # Both resizes filter before they shrink (antialias), as training and prediction must see the same pictures.
@@ -149,6 +157,12 @@ def _image(config: GraphConfig, inputs: ImageInputs) -> Any:
         output_layout="HWC",
         pad_output=config.channels == 4,
     )
+
+
+def _whole(height: Any, width: Any) -> tuple[Any, Any]:
+    """Start and size of the window that is all of the image, as fractions (x, y)."""
+    zero = 0.0 * fn.stack(width, height)
+    return zero, zero + 1.0
 
 
 def _random_window(height: Any, width: Any, inputs: ImageInputs) -> tuple[Any, Any]:
