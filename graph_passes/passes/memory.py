@@ -94,8 +94,8 @@ class MemoryPlan:
         outside = sum(self.external.values())
         lines = [
             f"arena        {_mib(self.arena_bytes)}   {len(self.allocations)} tensors, {in_place} of them in place",
-            f"lower bound  {_mib(self.lower_bound)}   arena / bound = {self.arena_bytes / self.lower_bound:.4f}",
-            f"all tensors  {_mib(self.tensor_bytes)}   all / arena = {self.tensor_bytes / self.arena_bytes:.2f}",
+            f"lower bound  {_mib(self.lower_bound)}   arena / bound = {self.arena_bytes / max(self.lower_bound, 1):.4f}",
+            f"all tensors  {_mib(self.tensor_bytes)}   all / arena = {self.tensor_bytes / max(self.arena_bytes, 1):.2f}",
             f"outside      {_mib(outside)}   {len(self.external)} variables and outputs",
             f"most is alive at {node.op} '{node.name}', node {number} of {len(self.graph)}; the largest tensors there:",
         ]
@@ -147,8 +147,8 @@ def plan_arena(
     """A place for every tensor that the steps, run one after the other, read or write; and the bytes of the arena.
 
     A tensor lives from the step that writes it first to the last one that reads it. It takes over the place of one that
-    dies when it is born, where the step allows it and both have the same size. Then the largest is placed first, each at
-    the lowest offset where nothing lies that is alive at the same time (greedy by size: Pisarchyk and Lee,
+    dies when it is born, where the step allows it and both have the same size. The largest is placed first, each at the
+    lowest offset where nothing lies that is alive at the same time (greedy by size: Pisarchyk and Lee,
     arXiv:2001.03288); once more with size * lifetime as the order, and the smaller arena wins.
     """
     first: dict[Tensor, int] = {}

@@ -206,6 +206,12 @@ def test_in_place_where_the_input_dies():
     assert plan.external == {Ref("x"): 2000, Ref("c"): 2000}
 
 
+def test_a_graph_without_tensors_of_its_own():
+    plan = passes.memory(chain(relu("a", "x"), outputs=["a"]), {"x": (5, 100)})
+    assert (plan.arena_bytes, plan.lower_bound, dict(plan.allocations)) == (0, 0, {})
+    assert "0.0 MiB   0 tensors" in plan.table()
+
+
 def test_not_in_place_where_somebody_reads_the_input_later():
     add = Node("elemwise_add", "c", (Ref("b"), Ref("a")))
     graph = chain(relu("a", "x"), relu("b", "a"), add, relu("d", "c"), outputs=["d"])
