@@ -1,0 +1,60 @@
+"""Fixtures of the training tests: a seeded generator, a tiny data set, the program run in this process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+NUM_CLASSES = 3
+IMAGES_PER_CLASS = 9
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    """A freshly seeded generator; the seed is printed, so that a failure can be repeated with RESNET_TEST_SEED."""
+    seed = int(os.environ.get("RESNET_TEST_SEED", np.random.SeedSequence().entropy % 2**32))  # type: ignore[operator]
+    print(f"RESNET_TEST_SEED={seed}")
+    return np.random.default_rng(seed)
+
+
+@pytest.fixture(scope="session")
+def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Class folders of small random JPEGs in three tints."""
+    folder = tmp_path_factory.mktemp("tiny_data")
+    rng = np.random.default_rng()
+    for label in range(NUM_CLASSES):
+        (folder / f"class{label}").mkdir()
+        for i in range(IMAGES_PER_CLASS):
+            height, width = rng.integers(33, 60, 2)
+            pixels = rng.integers(0, 120, (height, width, 3), np.uint8)
+            pixels[..., label] += 120
+            Image.fromarray(pixels).save(folder / f"class{label}" / f"{i}.jpg")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_options(tiny_data: Path) -> list[str]:
+    """Options of a run that takes seconds: 27 images in batches of 4 are 6 steps an epoch, and there are 2 epochs."""
+    return [
+        "--data", str(tiny_data), "--depth", "18", "--image-size", "32", "--batch-size", "4", "--epochs", "2",
+        "--device", "cpu", "--num-threads", "1", "--no-tensorboard", "--warmup-epochs", "0", "--learning-rate", "0.5",
+        "--checkpoint-minutes", "0",
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def run_train(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Runs `python -m train ARGUMENTS` in this process: (exit code, stdout, stderr)."""
+    from train.__main__ import main
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        capfd.readouterr()
+        code = main([str(argument) for argument in arguments])
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    return run

@@ -1,0 +1,123 @@
+"""An interrupted and resumed run ends with the same bits as an unbroken one, wherever it was interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+
+from train import checkpoint
+from train.loop import Trainer
+
+STEPS_PER_EPOCH = 6  # of tiny_options
+LAST = f"step-{2 * STEPS_PER_EPOCH:08d}.npz"
+
+
+@pytest.fixture(scope="module")
+def unbroken(tiny_options, tmp_path_factory):
+    """The last checkpoint of an unbroken run."""
+    from train.__main__ import main
+
+    folder = tmp_path_factory.mktemp("unbroken") / "run"
+    assert main(["--output", str(folder), *tiny_options]) == 0
+    return checkpoint.load(folder / "checkpoints" / LAST)
+
+
+def assert_same_end(folder, unbroken_end):
+    end = checkpoint.load(folder / "checkpoints" / LAST)
+    assert end.progress == unbroken_end.progress
+    assert end.loader_states == unbroken_end.loader_states
+    for group in ("params", "aux", "momenta"):
+        ours, theirs = getattr(end, group), getattr(unbroken_end, group)
+        assert ours.keys() == theirs.keys()
+        for name in ours:
+            assert np.array_equal(ours[name], theirs[name]), f"{group} {name} differs"
+
+
+@pytest.mark.parametrize("signal_at", [2, STEPS_PER_EPOCH, STEPS_PER_EPOCH + 4], ids=lambda step: f"step{step}")
+def test_sigterm(unbroken, tiny_options, tmp_path, run_train, monkeypatch, signal_at):
+    folder = tmp_path / "run"
+    step = Trainer.step
+
+    def signalled_step(self, batches):
+        if self.progress.step == signal_at - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, batches)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "step", signalled_step)
+        code, out, err = run_train("--output", folder, *tiny_options)
+    assert code == 128 + signal.SIGTERM
+    assert f"go on with: python -m train --resume {folder}" in out
+    assert checkpoint.load(checkpoint.find(str(folder))).progress.step == signal_at
+
+    code, out, err = run_train("--resume", folder)  # the options are those of the checkpoint
+    assert code == 0, err
+    assert_same_end(folder, unbroken)
+    steps = json.loads((folder / "report" / "report.json").read_text())["step_ms"]
+    assert len(steps) == 2 * STEPS_PER_EPOCH
+
+
+def test_sigkill_in_mid_epoch_after_a_timed_checkpoint(unbroken, tiny_options, tmp_path, run_train):
+    """The process dies at once at step 9; a checkpoint was due by the clock after every step until step 8."""
+    folder = tmp_path / "run"
+    script = textwrap.dedent("""
+        import os, signal, sys
+        from train.__main__ import main
+        from train.loop import Trainer
+
+        step = Trainer.step
+
+        def dying_step(self, batches):
+            if self.progress.step == 8:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return step(self, batches)
+
+        Trainer.step = dying_step
+        main(sys.argv[1:])
+    """)
+    arguments = ["--output", str(folder), *tiny_options, "--checkpoint-minutes", "0.00001"]
+    killed = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    found = checkpoint.find(str(folder))
+    assert found.name == "step-00000008.npz"
+    assert len(list(found.parent.glob("step-*"))) == 2  # --keep-checkpoints
+
+    code, _, err = run_train("--resume", "auto", "--output", folder, "--checkpoint-minutes", "0")
+    assert code == 0, err
+    assert_same_end(folder, unbroken)
+
+
+def test_sigusr1_saves_and_goes_on(unbroken, tiny_options, tmp_path, run_train, monkeypatch):
+    folder = tmp_path / "run"
+    step = Trainer.step
+
+    def signalled_step(self, batches):
+        if self.progress.step == 3:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return step(self, batches)
+
+    monkeypatch.setattr(Trainer, "step", signalled_step)
+    code, _, err = run_train("--output", folder, *tiny_options, "--keep-checkpoints", "9")
+    assert code == 0, err
+    assert (folder / "checkpoints" / "step-00000004.npz").exists()
+    assert_same_end(folder, unbroken)
+
+
+def test_best_is_kept_and_validated(tiny_options, tmp_path, run_train):
+    folder = tmp_path / "run"
+    code, _, err = run_train("--output", folder, *tiny_options, "--keep-checkpoints", "1", "--max-steps", "9")
+    assert code == 0, err
+    best = checkpoint.load(folder / "checkpoints" / "best.npz")
+    assert best.progress.epoch == 1
+    assert best.progress.step == STEPS_PER_EPOCH
+    code, out, err = run_train("validate", "--checkpoint", folder)
+    assert code == 0, err
+    assert "27 images, loss" in out
+    assert f"top-1 {best.progress.best_top1:.2%}" in out
