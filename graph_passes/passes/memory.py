@@ -92,10 +92,12 @@ class MemoryPlan:
         at_peak = {ref: a for ref, a in self.allocations.items() if a.first <= number <= a.last}
         in_place = sum(a.in_place for a in self.allocations.values())
         outside = sum(self.external.values())
+        over_bound = self.arena_bytes / max(self.lower_bound, 1)
+        over_arena = self.tensor_bytes / max(self.arena_bytes, 1)
         lines = [
             f"arena        {_mib(self.arena_bytes)}   {len(self.allocations)} tensors, {in_place} of them in place",
-            f"lower bound  {_mib(self.lower_bound)}   arena / bound = {self.arena_bytes / max(self.lower_bound, 1):.4f}",
-            f"all tensors  {_mib(self.tensor_bytes)}   all / arena = {self.tensor_bytes / max(self.arena_bytes, 1):.2f}",
+            f"lower bound  {_mib(self.lower_bound)}   arena / bound = {over_bound:.4f}",
+            f"all tensors  {_mib(self.tensor_bytes)}   all / arena = {over_arena:.2f}",
             f"outside      {_mib(outside)}   {len(self.external)} variables and outputs",
             f"most is alive at {node.op} '{node.name}', node {number} of {len(self.graph)}; the largest tensors there:",
         ]
