@@ -1,0 +1,154 @@
+"""Odd and broken images: the decodable ones just work, the broken ones are named, and skipped or refused."""
+
+import numpy as np
+import pytest
+from image_helpers import encode, smooth_image, write_records
+from PIL import Image
+
+from pipelines import DataError, LoaderConfig, open_loader
+from pipelines.inspect_image import inspect_image
+
+
+def colour_image(seed: int) -> Image.Image:
+    return smooth_image(np.random.default_rng(seed), 80, 60)
+
+
+def sixteen_bits(seed: int) -> Image.Image:
+    return Image.fromarray(np.asarray(colour_image(seed).convert("L"), np.uint16) * 257)
+
+
+DECODABLE = {
+    "RGB JPEG": lambda seed: encode(colour_image(seed)),
+    "progressive JPEG": lambda seed: encode(colour_image(seed), progressive=True),
+    "CMYK JPEG": lambda seed: encode(colour_image(seed).convert("CMYK")),
+    "grey JPEG": lambda seed: encode(colour_image(seed).convert("L")),
+    "PNG": lambda seed: encode(colour_image(seed), "PNG"),
+    "PNG with alpha": lambda seed: encode(colour_image(seed).convert("RGBA"), "PNG"),
+    "PNG with palette": lambda seed: encode(colour_image(seed).convert("P"), "PNG"),
+    "16-bit PNG": lambda seed: encode(sixteen_bits(seed), "PNG"),
+    "BMP": lambda seed: encode(colour_image(seed), "BMP"),
+    "one pixel": lambda seed: encode(Image.new("RGB", (1, 1), (seed, 100, 200))),
+}
+BROKEN = {
+    "empty": lambda seed: b"",
+    "text": lambda seed: b"<html>404 not found</html>",
+    "zeros": lambda seed: bytes(3000),
+    "truncated header": lambda seed: encode(colour_image(seed))[:100],
+    "truncated JPEG": lambda seed: encode(colour_image(seed))[:-400],
+    "truncated PNG": lambda seed: encode(colour_image(seed), "PNG")[:500],
+    "GIF": lambda seed: encode(colour_image(seed), "GIF"),
+}
+
+
+def config(path, **options):
+    return LoaderConfig(data=str(path), **{"batch_size": 8, "image_size": 16, "num_threads": 2, **options})
+
+
+@pytest.mark.parametrize("kind", DECODABLE)
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_decodable_images_just_work(tmp_path, kind, split):
+    path = tmp_path / "data.rec"
+    write_records(path, [DECODABLE[kind](seed) for seed in range(8)], [0.0] * 8)
+    loader = open_loader(config(path, split=split))
+    batch = next(iter(loader))
+    assert batch.num_valid == 8 and not loader.bad_images
+    assert np.isfinite(batch.data.asnumpy()).all()
+
+
+def test_all_kinds_show_the_same_picture(tmp_path):
+    kinds = [kind for kind in DECODABLE if kind not in ("one pixel", "16-bit PNG", "grey JPEG", "PNG with palette")]
+    path = tmp_path / "data.rec"
+    write_records(path, [DECODABLE[kind](5) for kind in kinds], [0.0] * len(kinds))
+    pixels = next(iter(open_loader(config(path, split="val")))).data.asnumpy()[: len(kinds)] * 57  # about 0 to 255
+    for kind, image in zip(kinds, pixels, strict=True):
+        assert np.abs(image - pixels[0]).mean() < 8, kind  # JPEG of quality 75, and CMYK's way there and back
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_broken_images_are_named_and_skipped(tmp_path, kind, split):
+    """Several in one batch and one in another; all the others are still seen, the broken ones in no batch."""
+    images = [encode(colour_image(i)) for i in range(24)]
+    broken = [3, 4, 17]
+    for i in broken:
+        images[i] = BROKEN[kind](i)
+    path = tmp_path / "data.rec"
+    write_records(path, images, [float(i) for i in range(24)])
+    with open_loader(config(path, split=split, on_bad_image="skip")) as loader:
+        for _ in range(2):
+            valid = [b.label.asnumpy()[: b.num_valid].astype(int).tolist() for b in loader]
+            seen = [label for labels in valid for label in labels]
+            assert set(seen) == set(range(24)) - set(broken)
+            assert len(seen) == (24 if split == "train" else 21)
+        assert [name for name, _ in loader.bad_images] == [f"{path} record {i}" for i in broken]
+        assert all(reason and "\n" not in reason for _, reason in loader.bad_images)
+    with (
+        pytest.raises(DataError, match=r"record (3|4|17): .+; replace it, .*--on-bad-image skip") as caught,
+        open_loader(config(path, split=split)) as loader,
+    ):
+        list(loader)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_inspection_agrees_with_the_decoder(kind):
+    finding = inspect_image(BROKEN[kind](1))
+    assert finding is not None and not finding.usable
+    for decodable in DECODABLE.values():
+        finding = inspect_image(decodable(1))
+        assert finding is None or finding.usable
+    assert inspect_image(DECODABLE["CMYK JPEG"](1)).kind == "CMYK"
+    assert inspect_image(DECODABLE["16-bit PNG"](1)).kind == "16-bit"
+
+
+def test_broken_images_in_a_folder(folder):
+    files = sorted(folder.rglob("*.JPEG"))
+    files[2].write_bytes(b"")
+    files[7].write_bytes(files[7].read_bytes()[:200])
+    png = encode(Image.open(files[5]), "PNG")
+    files[5].write_bytes(png)  # a PNG named .JPEG
+    loader = open_loader(config(folder, batch_size=4, on_bad_image="skip"))
+    list(loader)
+    assert [name for name, _ in loader.bad_images] == [str(files[2]), str(files[7])]
+    files[9].unlink()  # while it runs
+    list(loader)
+    assert (str(files[9]), "cannot be read (No such file or directory)") in loader.bad_images
+
+
+def test_resuming_among_broken_images_gives_equal_bits(tmp_path):
+    rng = np.random.default_rng(0)
+    images = [encode(colour_image(i)) for i in range(40)]
+    for i in rng.choice(40, 8, replace=False):
+        images[i] = images[i][: int(rng.integers(0, len(images[i])))]
+    path = tmp_path / "data.rec"
+    write_records(path, images, [float(i) for i in range(40)])
+    settings = config(path, on_bad_image="skip")
+    unbroken = open_loader(settings)
+    batches = [batch.data.asnumpy() for _ in range(2) for batch in unbroken]
+    for stop in range(5):
+        first = open_loader(settings)
+        for _, _ in zip(range(stop), first, strict=False):
+            pass
+        second = open_loader(settings)
+        second.restore(first.state())
+        rest = [batch.data.asnumpy() for _ in range(2) for batch in second]
+        for got, wanted in zip(rest, batches[stop:], strict=True):
+            np.testing.assert_array_equal(got, wanted)
+
+
+def test_nothing_but_broken_images(tmp_path):
+    path = tmp_path / "data.rec"
+    write_records(path, [b"no image"] * 9, [0.0] * 9)
+    with pytest.raises(DataError, match="none of the 9 images can be decoded"):
+        list(open_loader(config(path, on_bad_image="skip")))
+
+
+def test_a_record_that_the_index_misses(tmp_path):
+    """The spot check of a big file may pass over one wrong line; it is then met in its batch."""
+    path = tmp_path / "data.rec"
+    write_records(path, [encode(colour_image(i)) for i in range(10)], [float(i) for i in range(10)])
+    loader = open_loader(config(path, split="val", on_bad_image="skip"))
+    loader._source._offsets[6] += 4
+    seen = [label for b in loader for label in b.label.asnumpy()[: b.num_valid].astype(int)]
+    assert seen == [0, 1, 2, 3, 4, 5, 7, 8, 9]
+    assert loader.bad_images[0][1].startswith("no record begins at offset")

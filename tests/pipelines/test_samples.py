@@ -1,0 +1,71 @@
+"""The built-in sample set."""
+
+import numpy as np
+import pytest
+
+from pipelines import DataError
+from pipelines.samples import PATTERNS, draw, make_samples
+
+
+def contents(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_made_once_and_the_same_for_the_same_seed(tmp_path):
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        assert make_samples(tmp_path / name, 2, 1, seed)
+    first = contents(tmp_path / "a")
+    assert first == contents(tmp_path / "b")
+    assert len(first) == 3 * len(PATTERNS) + 1 and len(PATTERNS) >= 10
+    other = contents(tmp_path / "c")
+    assert all(first[name] != other[name] for name in first)
+    assert len(set(first.values())) == len(first)  # no picture twice
+    assert not make_samples(tmp_path / "a", 2, 1, 0)
+    with pytest.raises(DataError, match="holds something else than this sample set"):
+        make_samples(tmp_path / "a", 3, 1, 0)
+    assert contents(tmp_path / "a") == first
+
+
+def test_interrupted_leaves_nothing(tmp_path, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pipelines.samples.draw", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        make_samples(tmp_path / "a", 2, 1, num_threads=1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_pictures_have_realistic_sizes():
+    rng = np.random.default_rng(1)
+    sizes = np.array([draw(pattern, rng).size for pattern in PATTERNS for _ in range(3)])
+    assert sizes.min() >= 150 and sizes.max() <= 520
+    ratios = sizes[:, 0] / sizes[:, 1]
+    assert ratios.min() < 0.9 and ratios.max() > 1.2
+
+
+def test_colour_does_not_give_the_class_away():
+    """The nearest class mean of mean and deviation of each colour is hardly better than chance (1 in 12 = 0.083)."""
+    rng = np.random.default_rng(7)
+
+    def features(pattern):
+        pixels = np.asarray(draw(pattern, rng).resize((48, 48)), np.float64)
+        return np.concatenate([pixels.mean((0, 1)), pixels.std((0, 1))])
+
+    train, val = ({pattern: np.array([features(pattern) for _ in range(n)]) for pattern in PATTERNS} for n in (12, 8))
+    means = np.array([train[pattern].mean(0) for pattern in PATTERNS])
+    hits = [
+        int(((row - means) ** 2).sum(1).argmin()) == label
+        for label, pattern in enumerate(PATTERNS)
+        for row in val[pattern]
+    ]
+    assert np.mean(hits) < 0.3
+
+
+def test_no_place_to_write(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(DataError, match=r"cannot be written|holds something else"):
+        make_samples(tmp_path / "file" / "set", 1, 1)
+    with pytest.raises(DataError, match="holds something else"):
+        make_samples(tmp_path / "file", 1, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
