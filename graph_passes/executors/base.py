@@ -122,7 +122,7 @@ def create_executor(
 ) -> Executor:
     """An executor of a training graph for input shapes such as {"data": (32, 224, 224, 3), "softmax_label": (32,)}.
 
-    name     "mxnet": any CPU, and GPUs that stock MXNet supports; "reference": NumPy
+    name     "mxnet": any CPU, and GPUs that stock MXNet supports; "cuda": NVIDIA GPUs, compiled; "reference": NumPy
     device   "cpu(0)" or "gpu(1)"
     options  those of the executor's class
 
@@ -137,5 +137,7 @@ def create_executor(
 
         return ReferenceExecutor(graph, shapes, device, **options)
     if name == "cuda":
-        raise GraphError("the executor 'cuda' is not part of this version yet: use --executor mxnet")
-    raise GraphError(f"there is no executor '{name}': choose mxnet or reference")
+        from graph_passes.executors.cuda.executor import CudaExecutor
+
+        return CudaExecutor(graph, shapes, device, **options)
+    raise GraphError(f"there is no executor '{name}': choose mxnet, cuda or reference")

@@ -1,8 +1,8 @@
 """Convolutions through cuDNN 9's graph API: forward (fprop), gradient of the data (dgrad) and of the weights (wgrad).
 
-Everything is NHWC with OHWI weights. A fully connected layer is a 1x1 convolution of a 1x1 image. For each problem cuDNN
-proposes several plans (engine and tile sizes); they are timed once, the best one's name is kept on disk, and the next
-start builds only that one.
+Everything is NHWC with OHWI weights. A fully connected layer is a 1x1 convolution of a 1x1 image. For each problem
+cuDNN proposes several plans (engine and tile sizes); they are timed once, the best one's name is kept on disk, and the
+next start builds only that one.
 """
 
 from __future__ import annotations

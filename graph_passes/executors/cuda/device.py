@@ -54,8 +54,8 @@ class Gpu:
         self.name: str = self.device.name
         if self.capability < MIN_COMPUTE_CAPABILITY:
             major, minor = self.capability
-            raise GraphError(f"GPU {device_id} ({self.name}) has compute capability {major}.{minor}; cuDNN 9 needs 7.5 or "
-                             "newer: use --executor mxnet")
+            raise GraphError(f"GPU {device_id} ({self.name}) has compute capability {major}.{minor}; cuDNN 9 needs "
+                             "7.5 or newer: use --executor mxnet")
         self.driver_version: int = version
         properties = self.device.properties
         self.num_multiprocessors: int = properties.multiprocessor_count

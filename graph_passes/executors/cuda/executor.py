@@ -105,8 +105,12 @@ class CudaExecutor(Executor):
 
     @property
     def grads(self) -> dict[str, Array]:  # type: ignore[override]
-        self._gate([self._arrays["weight_gradients"], self._arrays["other_gradients"]])
+        self._gate(self._gradient_arrays)
         return self._grads
+
+    @property
+    def _gradient_arrays(self) -> list[Array]:
+        return [self._arrays["weight_gradients"], self._arrays["other_gradients"]]
 
     def to_canonical(self, name: str, array: Any) -> np.ndarray:
         array = np.asarray(array.asnumpy() if hasattr(array, "asnumpy") else array)
@@ -147,7 +151,7 @@ class CudaExecutor(Executor):
 
         def after_bucket(number: int) -> None:
             assert on_bucket
-            self._gate(self._buckets[number])
+            self._gate(self._gradient_arrays)
             on_bucket(self._buckets[number])
 
         self._step.forward_backward(accumulate, after_bucket if on_bucket else None)
@@ -209,7 +213,8 @@ class CudaExecutor(Executor):
 
     def _gate(self, arrays: Sequence[Array], reading: bool = False) -> None:
         """Make what MXNet does with the arrays from now on wait for what is on the step's stream: everything, or with
-        `reading` what would overwrite them."""
+        `reading` what would overwrite them. No array twice, nor a slice beside its whole: the engine knows them as one
+        and would wait for itself."""
         self._num_gates += 1
         self._pending[self._num_gates] = self._step.gpu.record_event()
         handles = (ctypes.c_void_p * len(arrays))(*(array.handle for array in arrays))

@@ -1,8 +1,8 @@
 """From a graph to launches on buffers: one method per operator.
 
 The graph is NHWC and fused (passes `layout`, `bn_relu`, `bn_add_relu`); for training it holds the backward pass too
-(`gradient`, `gradient_add`), and `precision` has marked its tensors. Nodes are lowered in the graph's order, which is the
-order of the launches.
+(`gradient`, `gradient_add`), and `precision` has marked its tensors. Nodes are lowered in the graph's order, which is
+the order of the launches.
 """
 
 from __future__ import annotations
@@ -389,7 +389,7 @@ class Lowering:
         """Training: loss, metrics and the gradient of the scores. Inference: probabilities and metrics."""
         training = node.op == "SoftmaxCrossEntropy"
         classifier = self._graph[node.inputs[0].node]
-        self._require(classifier.op == "FullyConnected", node, "is not fed by a FullyConnected, and has no GPU lowering")
+        self._require(classifier.op == "FullyConnected", node, "does not follow a FullyConnected: no GPU lowering")
         scores = self._input(node, 0)
         images, pitch, classes = scores.shape[0], scores.shape[3], classifier["num_hidden"]
         bias = None if classifier["no_bias"] else self._input(classifier, 2)

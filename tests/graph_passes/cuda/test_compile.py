@@ -1,0 +1,61 @@
+"""Every kernel compiles to machine code, wherever NVRTC can be had; no GPU needed."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from graph_passes.executors.cuda.kernels import C_TYPES, SOURCES, compile_kernel
+
+# Template arguments behind the dtype that the executor asks for.
+FLAGS = {
+    "batch_norm_apply": ["false, false", "false, true", "true, true"],
+    "batch_norm_backward_reduce": ["NO_RELU, false, false", "NO_RELU, true, true", "RECOMPUTED, false, false",
+                                   "RECOMPUTED, true, true", "BITS, false, true", "BITS, true, true"],
+    "batch_norm_backward_apply": ["NO_RELU", "RECOMPUTED"],
+    "max_pool_backward": ["false", "true"],
+    "inspect_gradients": ["false", "true"],
+    "sgd_update": ["false, false", "false, true", "true, false", "true, true"],
+}
+
+
+def kernels() -> list[tuple[str, str]]:
+    """(file, kernel) of all __global__ functions of kernels/."""
+    found = []
+    for path in sorted(SOURCES.glob("*.cu")):
+        text = re.sub(r"__launch_bounds__\([^)]*\)", "", path.read_text())
+        for template, name in re.findall(r"(template <[^>]*>\s*)?__global__ void\s+(\w+)\(", text):
+            found.append((path.name, name if template else f"{name}!"))
+    return found
+
+
+def expressions(kernel: str, c_type: str) -> list[str]:
+    if kernel.endswith("!"):  # no template
+        return [kernel[:-1]]
+    if kernel == "convert_input":
+        return [f"convert_input<float, {c_type}>", f"convert_input<half, {c_type}>"]
+    return [f"{kernel}<{c_type}{', ' + flags if flags else ''}>" for flags in FLAGS.get(kernel, [""])]
+
+
+def test_all_sources_are_found() -> None:
+    assert {source for source, _ in kernels()} == {path.name for path in SOURCES.glob("*.cu")}
+    assert {"batch_norm_apply", "sgd_update", "add_metrics!"} <= {kernel for _, kernel in kernels()}
+
+
+@pytest.mark.parametrize("source, kernel", kernels())
+def test_compiles(source: str, kernel: str) -> None:
+    pytest.importorskip("cuda.core", reason="cuda-core is not installed")
+    try:
+        compile_kernel("elementwise.cu", "add<float>", "sm_90")
+    except (ImportError, RuntimeError, OSError) as error:
+        if "nvrtc" in str(error).lower() and "COMPILATION" not in str(error):
+            pytest.skip(f"NVRTC is not installed: {error}")
+        raise
+    done = set()
+    for c_type in C_TYPES.values():
+        for expression in expressions(kernel, c_type):
+            if expression not in done:
+                cubin, symbol = compile_kernel(source, expression, "sm_90")
+                assert cubin[:4] == b"\x7fELF" and symbol.encode() in cubin
+                done.add(expression)

@@ -1,0 +1,98 @@
+"""The cuda executor on MXNet arrays: order with MXNet's engine, metrics, buckets, the common interface."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gpu_arrays import relative_error
+from test_training_step import CLASSES, fused, random_batch, random_state, small_network
+
+from graph_passes import GraphError
+from graph_passes.executors import create_executor
+from graph_passes.executors.cuda.executor import CudaExecutor
+from mxnet_compat import mx
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = {"data": (9, 33, 31, 3), "softmax_label": (9,)}
+
+
+@pytest.fixture
+def executor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CudaExecutor:
+    monkeypatch.setenv("RESNET_CACHE", str(tmp_path))
+    graph = fused(small_network())
+    made = create_executor("cuda", graph, SHAPES, device="gpu(0)", dtype="float32", tf32=False, num_buckets=3)
+    assert isinstance(made, CudaExecutor)
+    made.set_params(*random_state(graph, SHAPES, seed=1))
+    return made
+
+
+def batch(seed: int) -> tuple:
+    data, label = random_batch(SHAPES, seed)
+    return mx.nd.array(data, ctx=mx.gpu(0)), mx.nd.array(label, ctx=mx.gpu(0))
+
+
+def test_gradients_match_the_reference_and_are_waited_for(executor: CudaExecutor) -> None:
+    reference = create_executor("reference", executor.graph, SHAPES, dtype="float64")
+    reference.set_params(*executor.get_params())
+    for seed in range(3):  # each time other gradients, read at once: a missing gate would show the old ones
+        data, label = batch(seed)
+        executor.forward_backward(data, label)
+        got = {name: executor.to_canonical(name, grad) for name, grad in executor.grads.items()}
+        reference.forward_backward(data.asnumpy(), label.asnumpy())
+        for name, grad in reference.grads.items():
+            assert relative_error(got[name], grad) < 1e-4, name
+    for name, value in reference.aux.items():
+        assert relative_error(executor.to_canonical(name, executor.aux[name]), value) < 1e-4, name
+    wanted, metrics = reference.read_metrics(), executor.read_metrics()
+    assert metrics[1:] == wanted[1:] and abs(metrics.loss_sum - wanted.loss_sum) < 1e-4 * wanted.loss_sum
+
+
+def test_buckets_hold_every_gradient_once_and_in_time(executor: CudaExecutor) -> None:
+    seen = []
+    data, label = batch(0)
+    executor.forward_backward(data, label, on_bucket=lambda arrays: seen.append([a.asnumpy() for a in arrays]))
+    assert len(seen) == 3 and sum(len(bucket) for bucket in seen) == len(executor.grads)
+    final = sorted(float(np.abs(a.asnumpy()).sum()) for a in executor.grads.values())
+    assert np.allclose(sorted(float(np.abs(a).sum()) for bucket in seen for a in bucket), final)
+
+
+def test_update_follows_what_mxnet_did_to_the_gradients(executor: CudaExecutor) -> None:
+    before, _ = executor.get_params()
+    data, label = batch(0)
+    executor.forward_backward(data, label)
+    half = {name: 0.5 * grad.asnumpy() for name, grad in executor.grads.items()}
+    for name, grad in executor.grads.items():
+        grad[:] = mx.nd.array(half[name])  # as an all-reduce would: a write by MXNet, not waited for here
+    executor.update(0.1)
+    after, _ = executor.get_params()
+    for name, value in executor.params.items():
+        assert np.array_equal(executor.to_canonical(name, value), after[name])
+    moved = after["fc_bias"] - before["fc_bias"]
+    assert relative_error(moved, -0.1 * executor.to_canonical("fc_bias", half["fc_bias"])) < 1e-4
+
+
+def test_inference_and_metrics(executor: CudaExecutor) -> None:
+    reference = create_executor("reference", executor.graph, SHAPES, dtype="float64")
+    reference.set_params(*executor.get_params())
+    data, label = batch(7)
+    wanted = reference.forward(data.asnumpy())
+    assert relative_error(executor.forward(data).asnumpy(), wanted) < 1e-4
+    assert executor.read_metrics().count == 0, "without a label nothing is counted"
+    executor.evaluate(data, label, num_valid=4)
+    reference.evaluate(data.asnumpy(), label.asnumpy(), 4)
+    assert executor.read_metrics()[1:] == reference.read_metrics()[1:]
+    executor.forward_backward(data, label)
+    assert executor.read_metrics().count == SHAPES["data"][0]
+
+
+def test_half_precision_images_and_other_shapes(executor: CudaExecutor) -> None:
+    data, label = batch(0)
+    executor.forward_backward(mx.nd.array(data.asnumpy(), ctx=mx.gpu(0), dtype="float16"), label)
+    assert 0 < executor.read_metrics().loss_sum < 100 * CLASSES
+    with pytest.raises(GraphError, match=r"\(9, 33, 31, 3\)"):
+        executor.forward_backward(mx.nd.zeros((2, 33, 31, 3)), label)
+    with pytest.raises(GraphError, match="cpu"):
+        create_executor("cuda", executor.graph, SHAPES, device="cpu(0)")

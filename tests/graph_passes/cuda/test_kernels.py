@@ -1,0 +1,258 @@
+"""Our kernels against float64 NumPy: random values, odd sizes, poisoned outputs, all dtypes."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+from gpu_arrays import DTYPES, PRECISION, Device, relative_error, rounded
+
+from graph_passes.executors.cuda.kernels import C_TYPES
+from graph_passes.executors.cuda.lowering import _Window
+from graph_passes.executors.cuda.training_step import _Metrics
+
+pytestmark = pytest.mark.gpu
+
+EPS, MOMENTUM = 1e-5, 0.9
+SHAPES = [(1, 8), (7, 24), (1000, 64), (333, 72), (4099, 256), (49, 2048)]  # rows, channels
+
+
+class BatchNormCase:
+    """A random batch norm, its reference and its device arrays."""
+
+    def __init__(self, device: Device, rows: int, channels: int, dtype: str, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        self.device, self.dtype, self.rows, self.channels = device, dtype, rows, channels
+        self.x = rounded(random.normal(random.normal(0, 1, channels), 1.5, (rows, channels)), dtype)
+        self.addend = rounded(random.normal(0, 1, (rows, channels)), dtype)
+        self.gamma = rounded(random.uniform(0.5, 1.5, channels), "float32")
+        self.beta = rounded(random.normal(0, 0.5, channels), "float32")
+        self.mean, self.var = self.x.mean(0), self.x.var(0)
+        self.invstd = 1 / np.sqrt(self.var + EPS)
+        self.normal = (self.x - self.mean) * self.invstd
+        self.tiles = -(-channels // 64)
+        self.partials = device.poisoned((2 * 5 * channels,))
+        self.tickets = device.zeros(4 * self.tiles)
+        self.size = (ctypes.c_uint32(rows), ctypes.c_int(channels))
+
+    def kernel(self, name: str, *arguments: str) -> str:
+        return f"{name}<{', '.join([C_TYPES[self.dtype], *arguments])}>"
+
+    def saved(self) -> int:
+        return self.device.put(np.stack([self.mean, self.invstd]))
+
+
+@pytest.fixture(params=DTYPES)
+def dtype(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.mark.parametrize("rows, channels", SHAPES)
+def test_statistics(device: Device, dtype: str, rows: int, channels: int) -> None:
+    case = BatchNormCase(device, rows, channels, dtype, seed=rows)
+    sums = device.poisoned((2, channels))
+    for _ in range(2):  # twice: the tickets must be back at zero
+        device.run("batch_norm.cu", case.kernel("batch_norm_statistics"), (case.tiles, 5, 1), (8, 64, 1),
+                   device.put(case.x, dtype), sums, case.partials, case.tickets, *case.size)
+    wanted = np.stack([case.x.sum(0), (case.x**2).sum(0)])
+    scale = np.stack([np.abs(case.x).sum(0), (case.x**2).sum(0)])  # a sum near zero is exact against its terms only
+    assert np.max(np.abs(device.get(sums, (2, channels)) - wanted) / scale) < 1e-5  # fp32 sums of up to 4099 terms
+
+
+@pytest.mark.parametrize("rows, channels", SHAPES)
+@pytest.mark.parametrize("add, relu", [(False, False), (False, True), (True, True)])
+def test_batch_norm_forward(device: Device, dtype: str, rows: int, channels: int, add: bool, relu: bool) -> None:
+    case = BatchNormCase(device, rows, channels, dtype, seed=channels)
+    y, mask = device.poisoned((rows, channels), dtype), device.poisoned((rows, channels // 8), "uint8")
+    saved = device.poisoned((2, channels))
+    running = [np.full(channels, 0.25), np.full(channels, 2.0)]
+    running_mean, running_var = (device.put(value) for value in running)
+    sums = device.put(np.stack([case.x.sum(0), (case.x**2).sum(0)]))
+    device.run("batch_norm.cu", case.kernel("batch_norm_apply", str(add).lower(), str(relu).lower()),
+               (case.tiles, 3, 1), (8, 32, 1), device.put(case.x, dtype), device.put(case.addend, dtype), sums,
+               device.put(case.gamma), device.put(case.beta), y, mask, saved, running_mean, running_var,
+               ctypes.c_float(EPS), ctypes.c_float(MOMENTUM), *case.size)
+    before_relu = case.normal * case.gamma + case.beta + (case.addend if add else 0)
+    wanted = np.maximum(before_relu, 0) if relu else before_relu
+    got = device.get(y, (rows, channels), dtype)
+    if rows > 1:  # of one row the variance is 0 and what fp32 makes of it differs
+        assert relative_error(got, wanted) < PRECISION[dtype] + 2e-5  # rounding of y; fp32 variance from sums
+        # Statistics that the backward pass and inference use.
+        assert relative_error(device.get(saved, (2, channels)), np.stack([case.mean, case.invstd])) < 1e-4
+        new = zip((running_mean, running_var), running, (case.mean, case.var), strict=True)
+        for address, old, value in new:
+            wanted = MOMENTUM * old + (1 - MOMENTUM) * value
+            assert relative_error(device.get(address, (channels,)), wanted) < 1e-5
+    if relu:
+        bits = np.unpackbits(device.get(mask, (rows, channels // 8), "uint8"), axis=1, bitorder="little")
+        clear = np.abs(before_relu) > 1e-3  # near zero either answer is right
+        assert np.array_equal(bits[clear], (before_relu > 0)[clear])
+
+
+@pytest.mark.parametrize("rows, channels", SHAPES[1:])
+@pytest.mark.parametrize("relu", ["NO_RELU", "RECOMPUTED", "BITS"])
+@pytest.mark.parametrize("two", [False, True])
+@pytest.mark.parametrize("write", [False, True])
+def test_batch_norm_backward(device: Device, dtype: str, rows: int, channels: int, relu: str, two: bool,
+                             write: bool) -> None:
+    if two and not write:
+        pytest.skip("the sum of two gradients is always stored")
+    case = BatchNormCase(device, rows, channels, dtype, seed=rows + channels)
+    random = np.random.default_rng(rows)
+    dy, dy2 = (rounded(random.normal(0.1, 1, (rows, channels)), dtype) for _ in range(2))
+    sign = case.normal * case.gamma + case.beta if relu == "RECOMPUTED" else random.normal(0, 1, (rows, channels))
+    mask = np.packbits(sign > 0, axis=1, bitorder="little")
+    dz = (dy + (dy2 if two else 0)) * (1 if relu == "NO_RELU" else sign > 0)
+
+    x, gamma, beta, saved = device.put(case.x, dtype), device.put(case.gamma), device.put(case.beta), case.saved()
+    dy_address = device.put(dy, dtype)
+    dz_address = device.poisoned((rows, channels), dtype) if write else 0
+    dgamma, dbeta = device.poisoned((channels,)), device.poisoned((channels,))
+    device.run("batch_norm.cu", case.kernel("batch_norm_backward_reduce", relu, str(two).lower(), str(write).lower()),
+               (case.tiles, 5, 1), (8, 64, 1), x, dy_address, device.put(dy2, dtype), device.put(mask, "uint8"),
+               dz_address, saved, gamma, beta, dgamma, dbeta, case.partials, case.tickets, *case.size)
+    got_dgamma, got_dbeta = device.get(dgamma, (channels,)), device.get(dbeta, (channels,))
+    assert relative_error(got_dbeta, dz.sum(0)) < 1e-4
+    assert relative_error(got_dgamma, (dz * case.normal).sum(0)) < 1e-4
+    if write:
+        dz = rounded(dz, dtype)
+        assert relative_error(device.get(dz_address, (rows, channels), dtype), dz) < PRECISION[dtype]
+
+    dx = device.poisoned((rows, channels), dtype)
+    masked = "NO_RELU" if write or relu == "BITS" else relu
+    source = dz_address if write else device.put(dz, dtype) if relu == "BITS" else dy_address
+    device.run("batch_norm.cu", case.kernel("batch_norm_backward_apply", masked), (case.tiles, 3, 1), (8, 32, 1),
+               x, source, dx, saved, gamma, beta, dgamma, dbeta, *case.size)
+    wanted = case.gamma * case.invstd * (dz - got_dbeta / rows - case.normal * got_dgamma / rows)
+    assert relative_error(device.get(dx, (rows, channels), dtype), wanted) < PRECISION[dtype] + 1e-4
+
+
+def pool_reference(x: np.ndarray, window: _Window) -> tuple[np.ndarray, np.ndarray]:
+    """Maximum over each window and the place of the first maximum in it."""
+    n, height, width, channels = x.shape
+    y = np.full((n, window.out_height, window.out_width, channels), -np.inf)
+    winner = np.zeros(y.shape, np.uint8)
+    for i in range(window.kernel_h):
+        for j in range(window.kernel_w):
+            for row in range(window.out_height):
+                for column in range(window.out_width):
+                    h, w = row * window.stride_h - window.pad_h + i, column * window.stride_w - window.pad_w + j
+                    if 0 <= h < height and 0 <= w < width:
+                        better = x[:, h, w] > y[:, row, column]
+                        y[:, row, column][better] = x[:, h, w][better]
+                        winner[:, row, column][better] = i * window.kernel_w + j
+    return y, winner
+
+
+@pytest.mark.parametrize("two", [False, True])
+@pytest.mark.parametrize("size, kernel, stride, pad", [((11, 9), 3, 2, 1), ((8, 8), 2, 2, 0), ((7, 5), 3, 1, 1)])
+def test_max_pool(device: Device, dtype: str, size: tuple[int, int], kernel: int, stride: int, pad: int,
+                  two: bool) -> None:
+    n, channels = 3, 24
+    random = np.random.default_rng(kernel)
+    x = rounded(random.integers(-4, 4, (n, *size, channels)).astype(np.float64), dtype)  # many ties
+    out = tuple((s + 2 * pad - kernel) // stride + 1 for s in size)
+    window = _Window(*size, *out, kernel, kernel, stride, stride, pad, pad)
+    wanted, wanted_winner = pool_reference(x, window)
+    shape = (n, *out, channels)
+    y, winner = device.poisoned(shape, dtype), device.poisoned(shape, "uint8")
+    vectors, pitch = n * out[0] * out[1] * channels // 8, ctypes.c_int(channels // 8)
+    device.run("pooling.cu", f"max_pool<{C_TYPES[dtype]}>", (-(-vectors // 256), 1, 1), (256, 1, 1),
+               device.put(x, dtype), y, winner, window, ctypes.c_uint32(vectors), pitch)
+    assert np.array_equal(device.get(y, shape, dtype), wanted)
+    assert np.array_equal(device.get(winner, shape, "uint8"), wanted_winner)
+
+    dy, dy2 = (rounded(random.normal(0, 1, shape), dtype) for _ in range(2))
+    dx = device.poisoned(x.shape, dtype)
+    vectors = x.size // 8
+    device.run("pooling.cu", f"max_pool_backward<{C_TYPES[dtype]}, {str(two).lower()}>", (-(-vectors // 256), 1, 1),
+               (256, 1, 1), device.put(dy, dtype), device.put(dy2, dtype), winner, dx, window, ctypes.c_uint32(vectors),
+               pitch)
+    wanted_dx = np.zeros(x.shape)
+    total = dy + dy2 if two else dy
+    for image, row, column, channel in np.ndindex(shape):
+        place = int(wanted_winner[image, row, column, channel])
+        h, w = row * stride - pad + place // kernel, column * stride - pad + place % kernel
+        wanted_dx[image, h, w, channel] += total[image, row, column, channel]
+    assert relative_error(device.get(dx, x.shape, dtype), wanted_dx) < PRECISION[dtype]
+
+
+def test_global_average_pool(device: Device, dtype: str) -> None:
+    n, pixels, channels = 5, 49, 40
+    random = np.random.default_rng(0)
+    x = rounded(random.normal(0, 1, (n, pixels, channels)), dtype)
+    dy = rounded(random.normal(0, 1, (n, channels)), dtype)
+    y, dx = device.poisoned((n, channels), dtype), device.poisoned(x.shape, dtype)
+    size, c_type = (ctypes.c_int(pixels), ctypes.c_int(channels // 8)), C_TYPES[dtype]
+    device.run("pooling.cu", f"global_average_pool<{c_type}>", (1, 1, 1), (256, 1, 1), device.put(x, dtype), y,
+               ctypes.c_uint32(n * channels // 8), *size)
+    assert relative_error(device.get(y, (n, channels), dtype), x.mean(1)) < PRECISION[dtype]
+    device.run("pooling.cu", f"global_average_pool_backward<{c_type}>", (5, 1, 1), (256, 1, 1), device.put(dy, dtype),
+               dx, ctypes.c_uint32(x.size // 8), *size)
+    wanted = np.broadcast_to(dy[:, None] / pixels, x.shape)
+    assert relative_error(device.get(dx, x.shape, dtype), wanted) < PRECISION[dtype]
+
+
+@pytest.mark.parametrize("rows, classes, smoothing", [(33, 10, 0.0), (5, 1000, 0.1), (3, 2, 0.2)])
+def test_softmax_cross_entropy(device: Device, dtype: str, rows: int, classes: int, smoothing: float) -> None:
+    random = np.random.default_rng(classes)
+    pitch, loss_scale, gradient_scale, valid = -(-classes // 8) * 8, 64.0, 1 / rows, rows - 1
+    scores = rounded(random.normal(0, 3, (rows, pitch)), dtype)
+    bias = rounded(random.normal(0, 1, classes), "float32")
+    labels = random.integers(0, classes, rows)
+    probabilities, gradient = device.poisoned((rows, classes)), device.poisoned((rows, pitch), dtype)
+    row_loss, row_rank = device.poisoned((rows,)), device.poisoned((rows,), "int32")
+    metrics, dbias = device.zeros(32), device.poisoned((classes,))
+    device.run("softmax.cu", f"softmax_cross_entropy<{C_TYPES[dtype]}>", (rows, 1, 1), (256, 1, 1),
+               device.put(scores, dtype), device.put(bias), device.put(labels), probabilities, gradient, row_loss,
+               row_rank, device.put(np.array([loss_scale])), ctypes.c_float(gradient_scale), ctypes.c_float(smoothing),
+               ctypes.c_int(classes), ctypes.c_int(pitch), shared_bytes=4 * classes)
+    device.run("softmax.cu", "add_metrics", (1, 1, 1), (256, 1, 1), row_loss, row_rank,
+               device.put(np.array([valid]), "int32"), metrics)
+    device.run("softmax.cu", f"bias_gradient<{C_TYPES[dtype]}>", (-(-classes // 32), 1, 1), (32, 32, 1), gradient,
+               dbias, ctypes.c_int(rows), ctypes.c_int(classes), ctypes.c_int(pitch))
+
+    z = scores[:, :classes] + bias
+    log_p = z - z.max(1, keepdims=True)
+    log_p -= np.log(np.exp(log_p).sum(1, keepdims=True))
+    target = np.full((rows, classes), smoothing / (classes - 1))
+    target[np.arange(rows), labels] = 1 - smoothing
+    loss = -(target * log_p).sum(1)
+    wanted = np.zeros((rows, pitch))
+    wanted[:, :classes] = (np.exp(log_p) - target) * gradient_scale * loss_scale
+    assert relative_error(device.get(probabilities, (rows, classes)), np.exp(log_p)) < 1e-5
+    assert relative_error(device.get(row_loss, (rows,)), loss) < 1e-5
+    got = device.get(gradient, (rows, pitch), dtype)
+    assert relative_error(got, wanted) < PRECISION[dtype] + 1e-5
+    assert relative_error(device.get(dbias, (classes,)), got[:, :classes].sum(0)) < 1e-5
+    rank = (z > z[np.arange(rows), labels][:, None]).sum(1)[:valid]
+    sums = _Metrics.from_buffer_copy(device.get(metrics, (32,), "uint8").tobytes())
+    assert (sums.top1, sums.top5, sums.num_images) == ((rank < 1).sum(), (rank < 5).sum(), valid)
+    assert abs(sums.loss_sum - loss[:valid].sum()) < 1e-4 * loss[:valid].sum()
+
+
+def test_a_label_outside_the_classes_gives_nan(device: Device) -> None:
+    metrics, row_loss, row_rank = device.zeros(32), device.poisoned((1,)), device.poisoned((1,), "int32")
+    device.run("softmax.cu", "softmax_cross_entropy<float>", (1, 1, 1), (256, 1, 1), device.put(np.zeros((1, 16))), 0,
+               device.put(np.array([10.0])), 0, 0, row_loss, row_rank, 0, ctypes.c_float(1), ctypes.c_float(0),
+               ctypes.c_int(10), ctypes.c_int(16), shared_bytes=40)
+    device.run("softmax.cu", "add_metrics", (1, 1, 1), (256, 1, 1), row_loss, row_rank,
+               device.put(np.array([1]), "int32"), metrics)
+    sums = _Metrics.from_buffer_copy(device.get(metrics, (32,), "uint8").tobytes())
+    assert np.isnan(sums.loss_sum) and sums.top5 == 0
+
+
+def test_elementwise(device: Device, dtype: str) -> None:
+    random = np.random.default_rng(0)
+    x, y = (rounded(random.normal(0, 1, (37, 8)), dtype) for _ in range(2))
+    total = device.poisoned(x.shape, dtype)
+    device.run("elementwise.cu", f"add<{C_TYPES[dtype]}>", (1, 1, 1), (256, 1, 1), device.put(x, dtype),
+               device.put(y, dtype), total, ctypes.c_uint32(37))
+    assert relative_error(device.get(total, x.shape, dtype), x + y) < PRECISION[dtype]
+    image = random.normal(0, 1, (301, 3)).astype(np.float32)
+    converted = device.poisoned((301, 4), dtype)
+    device.run("elementwise.cu", f"convert_input<float, {C_TYPES[dtype]}>", (2, 1, 1), (256, 1, 1),
+               device.put(image), converted, ctypes.c_int64(301), ctypes.c_int(3), ctypes.c_int(4))
+    got = device.get(converted, (301, 4), dtype)
+    assert np.array_equal(got[:, :3], rounded(image, dtype)) and not got[:, 3].any()

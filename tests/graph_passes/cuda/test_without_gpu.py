@@ -1,0 +1,166 @@
+"""What of the cuda executor needs no GPU: the lowering of whole networks, memory, parameters, the cache."""
+
+from __future__ import annotations
+
+import logging
+from itertools import combinations
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from graph_passes import Graph, GraphError, Ref, passes
+from graph_passes.executors.cuda.cache import Cache
+from graph_passes.executors.cuda.lowering import Lowering, Persistent, padded_channels, parameters_of
+from graph_passes.executors.cuda.parameters import Parameter, ParameterStore
+from graph_passes.executors.cuda.program import Buffer, Launch, Program
+from graph_passes.passes.gradient import gradient, gradient_add
+from graph_passes.passes.precision import precision
+from mxnet_compat import mx
+from train.model import resnet
+
+
+class FakeKernels:
+    def get(self, source: str, kernel: str) -> Any:
+        return SimpleNamespace(launch=lambda *arguments, **options: None)
+
+
+class FakeConvolutions:
+    def plan(self, problem: Any) -> Any:
+        return SimpleNamespace(workspace_bytes=4096, time_ms=1.0, enqueue=lambda *addresses, workspace: None)
+
+
+def lower(depth: int, batch: int, size: int, training: bool) -> tuple[Lowering, ParameterStore]:
+    graph = passes.bn_relu(passes.bn_add_relu(Graph.from_json(resnet(depth, 1000).tojson())))
+    return lower_graph(graph, {"data": (batch, size, size, 3), "softmax_label": (batch,)}, training)
+
+
+def lower_graph(graph: Graph, shapes: dict[str, tuple[int, ...]], training: bool) -> tuple[Lowering, ParameterStore]:
+    dtype, (batch, height, width, channels) = "float16", shapes["data"]
+    inferred = graph.infer_shapes(shapes)
+    store = ParameterStore(
+        parameters_of(graph, inferred, tuple(shapes)), {name: inferred[Ref(name)] for name in graph.aux}, dtype)
+
+    def kept(name: str, shape: tuple[int, ...], dtype: str) -> Buffer:
+        return Buffer(name, shape, dtype, persistent=True)
+
+    persistent = Persistent(
+        kept("data", (batch, height, width, padded_channels(channels)), dtype), kept("label", (batch,), "float32"),
+        kept("probabilities", (batch, 1000), "float32"), kept("metrics", (32,), "uint8"),
+        kept("num_valid", (1,), "int32"), kept("loss_scale", (1,), "float32"), kept("tickets", (64,), "int32"))
+    if training:
+        graph = gradient_add(gradient(graph, shapes))
+    graph = precision(graph, dtype)
+    gpu: Any = SimpleNamespace(num_multiprocessors=132, bandwidth=4e12)
+    kernels: Any = FakeKernels()
+    convolutions: Any = FakeConvolutions()
+    return Lowering(graph, graph.infer_shapes(shapes), store, persistent, gpu, kernels, convolutions), store
+
+
+@pytest.mark.parametrize("depth, batch_norms", [(18, 20), (50, 53), (152, 155)])
+def test_launches_of_a_training_step(depth: int, batch_norms: int) -> None:
+    lowering, store = lower(depth, 4, 64, training=True)
+    operations = [launch.operation for launch in lowering.program.launches]
+    assert operations.count("fprop_stats") == batch_norms, "the statistics of every BatchNorm come with its convolution"
+    assert operations.count("wgrad") == batch_norms + 1 and operations.count("dgrad") == batch_norms
+    assert operations.count("batch_norm_apply") == operations.count("batch_norm_backward_apply") == batch_norms
+    assert "add" not in operations, "sums of gradients are taken by the kernels that read them"
+    assert lowering.ready.keys() == store.parameters.keys()
+    assert lowering.ready["classifier_weight"] < lowering.ready["stem_conv_weight"] == len(operations)
+    for launch in lowering.program.launches:
+        launch.enqueue()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_no_two_living_buffers_of_a_network_share_memory(training: bool) -> None:
+    lowering, _ = lower(18, 4, 64, training)
+    check_memory(lowering.program)
+
+
+def check_memory(program: Program) -> None:
+    """Execute the plan: every read must see what was last written to that buffer, whole."""
+    memory: dict[int, tuple[Buffer, int]] = {}  # 256-byte page -> who wrote it, at which launch
+    written: dict[Buffer, int] = {}
+
+    def pages(buffer: Buffer) -> range:
+        return range(buffer.address // 256, -(-(buffer.address + buffer.num_bytes) // 256))
+
+    for number, launch in enumerate(program.launches):
+        for buffer in launch.reads:
+            if not buffer.persistent:
+                untouched = all(memory[page] == (buffer, written[buffer]) for page in pages(buffer))
+                assert untouched, (launch.node, buffer.name)
+        for one, other in combinations([b for b in launch.writes if not b.persistent], 2):
+            assert not set(pages(one)) & set(pages(other)), (launch.node, one.name, other.name)
+        for buffer in launch.writes:
+            if buffer.persistent:
+                continue
+            assert buffer.address + buffer.num_bytes <= program.arena_bytes
+            overwritten = {memory[page][0] for page in pages(buffer) if page in memory} & set(launch.reads)
+            allowed = {launch.in_place[0]} if launch.in_place and launch.in_place[1] is buffer else set()
+            assert overwritten - {buffer} <= allowed, (launch.node, buffer.name)
+            written[buffer] = number
+            memory.update(dict.fromkeys(pages(buffer), (buffer, number)))
+
+
+def test_memory_of_random_programs() -> None:
+    random = np.random.default_rng(0)
+    for _ in range(50):
+        program, alive = Program(), []
+        for number in range(40):
+            reads = [alive[i] for i in random.permutation(len(alive))[:2]]
+            write = Buffer(f"b{number}", (int(random.integers(1, 5000)),), "uint8")
+            if reads and random.random() < 0.5:
+                write.shape = reads[0].shape
+            in_place = (reads[0], write) if reads and write.shape == reads[0].shape else None
+            program.launches.append(Launch("n", "o", lambda: None, tuple(reads), (write,), in_place=in_place))
+            alive = [*alive[-4:], write]
+        program.plan_memory()
+        check_memory(program)
+        total = sum(buffer.num_bytes for buffer in program.buffers())
+        assert program.arena_bytes < total, "memory is used again"
+
+
+@pytest.mark.parametrize("shape, device_shape", [
+    ((64, 7, 7, 3), (64, 7, 7, 4)), ((10, 512), (16, 1, 1, 512)), ((10,), (16,)), ((8, 3, 3, 8), (8, 3, 3, 8))])
+def test_parameters_keep_their_values(shape: tuple[int, ...], device_shape: tuple[int, ...]) -> None:
+    values = np.random.default_rng(0).normal(1, 1, shape).astype(np.float32)
+    parameter = Parameter("p", shape, device_shape, is_weight=True)
+    flat = parameter.to_device(values)
+    assert flat.size == np.prod(device_shape) and np.count_nonzero(flat) == values.size
+    assert np.array_equal(parameter.to_canonical(flat), values)
+
+
+def test_a_damaged_cache_entry_counts_as_absent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cache = Cache("NVIDIA H200 / driver 13000", tmp_path)
+    assert cache.read("plans") is None
+    cache.write("plans", b"content")
+    assert cache.read("plans") == b"content" and Cache("another GPU", tmp_path).read("plans") is None
+    path = next(cache.folder.iterdir())
+    for damage in (b"", b"foreign", path.read_bytes()[:-1], path.read_bytes()[:-1] + b"x"):
+        path.write_bytes(damage)
+        with caplog.at_level(logging.WARNING):
+            assert cache.read("plans") is None
+        assert "damaged" in caplog.text
+    cache.write("plans", b"new")
+    assert cache.read("plans") == b"new"
+
+
+def test_a_cache_folder_that_cannot_be_written_only_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    with caplog.at_level(logging.WARNING):
+        Cache("gpu", tmp_path / "file").write("plans", b"content")
+    assert "cannot be written" in caplog.text
+
+
+def test_refusals_name_the_node() -> None:
+    data = mx.sym.Activation(mx.sym.Variable("data"), act_type="tanh", name="squash")
+    head = mx.sym.FullyConnected(mx.sym.Flatten(data), num_hidden=8, name="fc")
+    graph = Graph.from_json(mx.sym.SoftmaxOutput(head, name="softmax").tojson())
+    with pytest.raises(GraphError, match="'squash' has no GPU lowering"):
+        lower_graph(graph, {"data": (2, 8, 8, 8), "softmax_label": (2,)}, training=False)
+    nchw = mx.sym.Convolution(mx.sym.Variable("data"), kernel=(3, 3), num_filter=8, no_bias=True, name="conv")
+    with pytest.raises(GraphError, match="'conv' is not NHWC: run the layout pass"):
+        lower_graph(Graph.from_json(nchw.tojson()), {"data": (2, 8, 8, 8)}, training=False)
