@@ -1,0 +1,96 @@
+"""Our ResNet-50 training step on the CPU against stock Gluon's, in turn, in one run. Writes results/step_cpu.json.
+
+    python benchmarks/step_cpu.py
+
+Ours is what `python -m train` does: the mxnet executor on the fused graph, SGD with momentum, loss, top-1 and top-5. The
+peer is MXNet's own recipe: the model zoo's resnet50_v1, hybridized with static memory, gluon.Trainer with the same SGD,
+no metrics. It does less arithmetic than our v1.5, as its stride is in the first 1x1 convolution of a block. Synthetic
+data that lies ready in memory: ours NHWC, as the loader gives it, theirs NCHW. fp32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from record import write_result  # noqa: E402
+
+from graph_passes import Graph, passes  # noqa: E402
+from graph_passes.executors import create_executor  # noqa: E402
+from mxnet_compat import mx  # noqa: E402
+from train.model import init_params, resnet  # noqa: E402
+from train.optimizer import SGD  # noqa: E402
+
+CLASSES, LEARNING_RATE, MOMENTUM, WEIGHT_DECAY = 1000, 0.1, 0.9, 1e-4
+Step = Callable[[], None]
+
+
+def our_step(batch: int, size: int) -> Step:
+    symbol = resnet(50, CLASSES)
+    graph = passes.bn_relu(passes.bn_add_relu(Graph.from_json(symbol.tojson())))
+    executor = create_executor("mxnet", graph, {"data": (batch, size, size, 3), "softmax_label": (batch,)})
+    executor.set_params(*init_params(symbol, seed=0))
+    optimizer = SGD(executor.params, MOMENTUM, WEIGHT_DECAY)
+    data, label = mx.nd.random.normal(shape=(batch, size, size, 3)), _labels(batch)
+
+    def step() -> None:
+        executor.forward_backward(data, label)
+        optimizer.step(executor.grads, LEARNING_RATE)
+        executor.synchronize()
+
+    return step
+
+
+def gluon_step(batch: int, size: int) -> Step:
+    network = mx.gluon.model_zoo.vision.resnet50_v1(classes=CLASSES)
+    network.initialize(mx.init.MSRAPrelu())
+    network.hybridize(static_alloc=True, static_shape=True)
+    loss_function = mx.gluon.loss.SoftmaxCrossEntropyLoss()
+    settings = {"learning_rate": LEARNING_RATE, "momentum": MOMENTUM, "wd": WEIGHT_DECAY}
+    trainer = mx.gluon.Trainer(network.collect_params(), "sgd", settings)
+    data, label = mx.nd.random.normal(shape=(batch, 3, size, size)), _labels(batch)
+
+    def step() -> None:
+        with mx.autograd.record():
+            loss = loss_function(network(data), label)
+        loss.backward()
+        trainer.step(batch)
+        mx.nd.waitall()
+
+    return step
+
+
+def _labels(batch: int) -> mx.nd.NDArray:
+    return mx.nd.random.randint(0, CLASSES, shape=batch).astype("float32")
+
+
+def measure(steps: dict[str, Step], num_rounds: int, warm_up: int) -> dict[str, list[float]]:
+    """Times in ms. The programs take turns, one step each, so that a slow spell of the machine hits them all."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for round_number in range(warm_up + num_rounds):
+        for name, step in steps.items():
+            start = time.perf_counter()
+            step()
+            if round_number >= warm_up:
+                times[name].append((time.perf_counter() - start) * 1e3)
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, default=32, help="images a step (default: %(default)s)")
+    parser.add_argument("--size", type=int, default=64, help="height and width of an image (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=60, help="steps of each program that count (default: %(default)s)")
+    arguments = parser.parse_args()
+    steps = {"ours": our_step(arguments.batch, arguments.size), "gluon": gluon_step(arguments.batch, arguments.size)}
+    times = measure(steps, arguments.rounds, warm_up=5)
+    write_result("step_cpu", times["ours"], arguments.batch, "stock Gluon resnet50_v1", times["gluon"])
+
+
+if __name__ == "__main__":
+    main()

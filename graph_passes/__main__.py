@@ -1,0 +1,191 @@
+"""What the passes do to a network: `python -m graph_passes show --help`."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from rich.console import Console
+from rich.table import Table
+
+from graph_passes import Graph, GraphError, Ref, passes
+from graph_passes.drawing import FUSED, draw_svg
+from graph_passes.operators import Shape
+
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+EXAMPLES = """
+examples:
+  python -m graph_passes show --model resnet50_v1               a network of MXNet's model zoo
+  python -m train export --symbol resnet50.json                 our own ResNet-50 as a Symbol JSON file ...
+  python -m graph_passes show --symbol resnet50.json            ... and what the passes do to it
+"""
+PASSES: dict[str, Callable[[Graph], Graph]] = {
+    "layout": lambda graph: passes.layout(graph, "NHWC"),
+    "add_relu": passes.add_relu,
+    "bn_relu": passes.bn_relu,
+    "bn_add_relu": passes.bn_add_relu,
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise GraphError(f"{message} (see {self.prog} --help)")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    try:
+        options = _parse(arguments)
+        show(options.symbol, options.model, options.batch_size, options.image_size, options.dtype, options.inference,
+             options.output)
+    except GraphError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = _Parser(prog="python -m graph_passes")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="show")
+    command = commands.add_parser(
+        "show", help="a table and a drawing of a network before and after the passes", epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter, prog="python -m graph_passes show",
+    )
+    source = command.add_mutually_exclusive_group(required=True)
+    source.add_argument("--symbol", type=Path, metavar="FILE", help="a Symbol JSON file, as symbol.save() writes it")
+    source.add_argument("--model", metavar="NAME", help="a network of MXNet's Gluon model zoo, such as resnet50_v1")
+    command.add_argument("--batch-size", type=int, default=256, metavar="N", help="images in a batch (%(default)s)")
+    command.add_argument("--image-size", type=int, default=224, metavar="N", help="height and width (%(default)s)")
+    command.add_argument("--dtype", choices=ITEM_BYTES, default="float16", help="of the tensors (%(default)s)")
+    command.add_argument("--inference", action="store_true", help="fold BatchNorm into the convolutions as well")
+    command.add_argument("--output", type=Path, metavar="FOLDER",
+                         help="write before.svg, after.svg and after.json here (default: no files)")
+    return parser.parse_args(arguments)
+
+
+def show(symbol: Path | None, model: str | None, batch_size: int, image_size: int, dtype: str, inference: bool,
+         output: Path | None) -> None:
+    """Print what each pass found and what is gained; write the drawings. Raises GraphError for a user's mistake."""
+    if batch_size < 1 or image_size < 1:
+        raise GraphError(f"batch size {batch_size}, image size {image_size}: both must be at least 1")
+    before = Graph.load(symbol) if symbol else _zoo_graph(model or "")
+    name = symbol.stem if symbol else model
+    inputs = {"data": _data_shape(before, batch_size, image_size)}
+    console = Console(highlight=False, soft_wrap=True)
+
+    table = Table("pass", "matched", "operators", title=f"{name}: passes", title_justify="left", caption_justify="left")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    graph = before
+    chosen = PASSES | ({"fold_bn": passes.fold_bn} if inference else {})
+    for pass_name, function in chosen.items():
+        rewritten = function(graph)
+        table.add_row(pass_name, _matched(pass_name, graph, rewritten),
+                      f"{graph.operators().total()} -> {rewritten.operators().total()}")
+        graph = rewritten
+    console.print(table)
+    console.print(_count_table(before, graph))
+
+    shapes_before = shapes_after = None
+    try:
+        shapes_before, shapes_after = before.infer_shapes(inputs), graph.infer_shapes(inputs)
+        _print_bytes(console, before, graph, shapes_before, shapes_after, ITEM_BYTES[dtype], inference)
+        setting = f"batch {batch_size}, {image_size}x{image_size} pixels, {dtype}"
+        console.print(f"({setting}; each operator reads its input tensors and writes its result once)", style="dim")
+    except GraphError as error:
+        if not str(error).startswith("operator "):
+            raise
+        console.print(f"Bytes and shapes are left out: {error}")
+
+    if output:
+        files = {
+            "before.svg": draw_svg(before, f"{name}, before", shapes_before),
+            "after.svg": draw_svg(graph, f"{name}, after {', '.join(chosen)}", shapes_after),
+            "after.json": graph.to_json(),
+        }
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+            for file_name, text in files.items():
+                (output / file_name).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise GraphError(f"cannot write to {output} ({error.strerror}): choose another --output") from None
+        console.print(f"wrote {', '.join(str(output / file_name) for file_name in files)}")
+
+
+def _zoo_graph(name: str) -> Graph:
+    from mxnet_compat import mx
+
+    vision = mx.gluon.model_zoo.vision
+    models = sorted(n for n in vars(vision) if n[0].islower() and callable(getattr(vision, n)) and n[-1].isdigit())
+    if name not in models:
+        close = difflib.get_close_matches(name, models, n=1, cutoff=0.3)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise GraphError(f"MXNet's model zoo has no '{name}': {hint}For our own networks, write the Symbol with "
+                         "`python -m train export --symbol FILE` and give --symbol FILE")
+    return Graph.from_json(getattr(vision, name)()(mx.sym.var("data")).tojson())
+
+
+def _data_shape(graph: Graph, batch_size: int, image_size: int) -> Shape:
+    """Shape of the input `data`, in the layout in which the graph reads it."""
+    if "data" not in graph.arguments:
+        raise GraphError(f"the graph has no input 'data': it has {', '.join(graph.arguments[:3])} ...")
+    layouts = [node["layout"] for node in graph if node.op == "Convolution"]
+    size = (image_size, image_size)
+    return (batch_size, *size, 3) if layouts and layouts[0] == "NHWC" else (batch_size, 3, *size)
+
+
+def _matched(name: str, before: Graph, after: Graph) -> str:
+    """How often a pass found its pattern."""
+    if name == "layout":
+        changed = sum(before[n.name]["layout"] != n["layout"] for n in after if n.op == "Convolution")
+        return f"{changed} convolutions" if changed else "0 (is NHWC)"
+    if name == "fold_bn":
+        folded = sum(n.op == "Convolution" and n.name not in before.nodes for n in after)
+        return f"{folded} convolutions"
+    return str(sum(node.op in FUSED and node.name not in before.nodes for node in after))
+
+
+def _count_table(before: Graph, after: Graph) -> Table:
+    table = Table("operator", "before", "after", title="operators", title_justify="left")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    counts = before.operators(), after.operators()
+    for op in sorted(set(counts[0]) | set(counts[1]), key=lambda op: (-counts[0][op], op)):
+        table.add_row(op, *(str(c[op] or "") for c in counts), style="bold" if op in FUSED else "")
+    table.add_section()
+    table.add_row("all", *(str(c.total()) for c in counts))
+    return table
+
+
+def forward_bytes(graph: Graph, shapes: dict[Ref, Shape], item_bytes: int) -> int:
+    """Bytes of activations that the forward pass reads and writes, if each operator reads its inputs and writes its
+    first output once. Parameters are left out, and Flatten, which moves nothing."""
+    total = 0
+    for node in graph:
+        if node.is_variable or node.op == "Flatten":
+            continue
+        tensors = [ref for ref in node.inputs if not graph[ref.node].is_variable or ref.node == "data"]
+        for ref in (*tensors, Ref(node.name)):
+            size = item_bytes
+            for dimension in shapes[ref]:
+                size *= dimension
+            total += size
+    return total
+
+
+def _print_bytes(console: Console, before: Graph, after: Graph, shapes_before: dict[Ref, Shape],
+                 shapes_after: dict[Ref, Shape], item_bytes: int, inference: bool) -> None:
+    old = forward_bytes(before, shapes_before, item_bytes)
+    new = forward_bytes(after, shapes_after, item_bytes)
+    console.print(f"Activations read and written, forward: {old / 1e9:.2f} -> {new / 1e9:.2f} GB, "
+                  f"[bold]{(old - new) / 1e9:.2f} GB ({1 - new / old:.0%}) saved[/bold]")
+    if not inference:
+        console.print(f"Backward saves at least as much again, on the gradients of the same tensors: "
+                      f"{2 * (old - new) / 1e9:.2f} GB a training step")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
