@@ -63,10 +63,9 @@ class Workers:
         """
         if self.size == 1:
             return list(requests)
-        last, self._votes = self._votes, self._hvd.allreduce(
-            mx.nd.array(requests, dtype="int32"), op=self._hvd.Sum, name="vote"
-        )
-        return [False] * len(requests) if last is None else [bool(count) for count in last.asnumpy()]
+        answer = [False] * len(requests) if self._votes is None else [bool(n) for n in self._votes.asnumpy()]
+        self._votes = self._hvd.allreduce(mx.nd.array(requests, dtype="int32"), op=self._hvd.Sum, name="vote")
+        return answer
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, on every rank, by rank."""

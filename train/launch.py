@@ -65,12 +65,14 @@ def _start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess
 def _wait(workers: Sequence[subprocess.Popen[bytes]]) -> int:
     """Until all have ended, or until GRACE_SECONDS after the first one that failed."""
     failure, deadline = 0, float("inf")
-    while any(worker.poll() is None for worker in workers) and time.monotonic() < deadline:
-        failed = [worker.returncode for worker in workers if worker.returncode]
-        if failed and not failure:
-            failure, deadline = failed[0], time.monotonic() + GRACE_SECONDS
+    while time.monotonic() < deadline:
+        codes = [worker.poll() for worker in workers]
+        if not failure and any(codes):
+            failure = next(code for code in codes if code)
+            deadline = time.monotonic() + GRACE_SECONDS
+        if None not in codes:
+            break
         time.sleep(POLL_SECONDS)
-    failure = failure or next((worker.returncode for worker in workers if worker.returncode), 0)
     return 128 - failure if failure < 0 else failure  # a shell's code for a process that a signal ended
 
 

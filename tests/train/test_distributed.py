@@ -1,0 +1,147 @@
+"""Two processes over Gloo: averaged gradients, statistics, votes, and a mistake on one rank that ends both."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from train.distributed import Workers
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+needs_horovod = pytest.mark.skipif(find_spec("horovod") is None, reason="Horovod is not installed (no g++ at set-up)")
+
+
+def run_processes(script: str, *arguments: object, count: int = 2) -> subprocess.CompletedProcess[str]:
+    """Run a Python script in several processes by the launcher of `python -m train.launch`."""
+    starter = "import sys; from train.launch import launch; sys.exit(launch(int(sys.argv[1]), sys.argv[2:]))"
+    command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    starting = [sys.executable, "-c", starter, str(count), *command]
+    return subprocess.run(starting, capture_output=True, text=True, env=environment, timeout=90)
+
+
+AVERAGED_GRADIENTS = """
+    import sys
+    import numpy as np
+    from graph_passes import Graph
+    from graph_passes.executors import create_executor
+    from mxnet_compat import mx
+    from train.distributed import Workers
+    from train.model import init_params, resnet
+
+    folder = sys.argv[1]
+    workers = Workers()
+    symbol = resnet(18, num_classes=5)
+    shapes = {"data": (16, 32, 32, 3), "softmax_label": (16,)}
+    executor = create_executor("mxnet", Graph.from_json(symbol.tojson()), shapes)
+    executor.set_params(*init_params(symbol, seed=1 + workers.rank))  # the broadcast must make them equal
+    workers.broadcast(list(executor.params.values()), "params")
+
+    batch = np.load(f"{folder}/batch{workers.rank}.npz")
+    executor.forward_backward(mx.nd.array(batch["data"]), mx.nd.array(batch["label"]))
+    local = {name: grad.asnumpy() for name, grad in executor.grads.items()}
+    workers.average(list(executor.grads.values()), "gradients")
+    workers.average(list(executor.aux.values()), "aux")
+    np.savez(f"{folder}/rank{workers.rank}.npz",
+             **{f"local/{name}": grad for name, grad in local.items()},
+             **{f"averaged/{name}": grad.asnumpy() for name, grad in executor.grads.items()},
+             **{f"params/{name}": param.asnumpy() for name, param in executor.params.items()},
+             **{f"aux/{name}": value.asnumpy() for name, value in executor.aux.items()})
+
+    # the vote is that of the call before, the same on both ranks
+    votes = [workers.vote([workers.rank == 1, False]), workers.vote([False, False]), workers.vote([False, True])]
+    assert votes == [[False, False], [True, False], [False, False]], votes
+    assert workers.sum([workers.rank + 1, 0.5]) == [3.0, 1.0]
+    assert workers.gather(f"rank {workers.rank}") == ["rank 0", "rank 1"]
+"""
+
+
+@needs_horovod
+def test_averaged_gradients(tmp_path, rng):
+    """Batch 16 on each of two processes: both get the mean of the two local gradients, to 1e-6 (relative)."""
+    for rank in range(2):
+        np.savez(
+            tmp_path / f"batch{rank}.npz",
+            data=rng.standard_normal((16, 32, 32, 3), np.float32),
+            label=rng.integers(0, 5, 16).astype(np.float32),
+        )
+    done = run_processes(AVERAGED_GRADIENTS, tmp_path)
+    assert done.returncode == 0, done.stderr
+    first, second = (np.load(tmp_path / f"rank{rank}.npz") for rank in range(2))
+    names = [name.partition("/")[2] for name in first.files if name.startswith("local/")]
+    assert len(names) == 62  # 20 convolutions, 20 BatchNorms, the classifier's weight and bias
+    for name in names:
+        assert np.array_equal(first[f"params/{name}"], second[f"params/{name}"]), name
+        expected = (first[f"local/{name}"].astype(np.float64) + second[f"local/{name}"]) / 2
+        for averaged in (first[f"averaged/{name}"], second[f"averaged/{name}"]):
+            np.testing.assert_allclose(averaged, expected, rtol=1e-6, atol=1e-6 * np.abs(expected).max(), err_msg=name)
+    assert any(not np.array_equal(first[f"local/{name}"], second[f"local/{name}"]) for name in names)
+    statistics = [name for name in first.files if name.startswith("aux/")]
+    assert len(statistics) == 40
+    assert all(np.array_equal(first[name], second[name]) for name in statistics)
+
+
+@needs_horovod
+def test_mistake_on_one_rank_ends_all_with_one_sentence():
+    script = """
+        import sys
+        from train import __main__ as program
+        from train.distributed import Workers
+        from train.errors import TrainError
+
+        def command(arguments):
+            workers = Workers()
+            with workers.agreement():
+                if workers.rank == 1:
+                    raise TrainError("disk 7 of rank 1 is on fire; put it out")
+            workers.sum([1.0])  # rank 0 would wait here forever
+
+        program.COMMANDS["train"] = command
+        sys.exit(program.main(["train"]))
+    """
+    done = run_processes(script)
+    assert done.returncode == 2
+    assert [line for line in done.stderr.splitlines() if "graph_executor" not in line] == [
+        "error: disk 7 of rank 1 is on fire; put it out"
+    ]
+
+
+@needs_horovod
+def test_process_that_dies_ends_the_others():
+    script = """
+        import os, sys, time
+        if os.environ["HOROVOD_RANK"] == "1":
+            sys.exit(7)
+        time.sleep(60)
+    """
+    start = time.monotonic()
+    done = run_processes(script)
+    assert done.returncode == 7
+    assert time.monotonic() - start < 30
+
+
+def test_single_process_does_not_import_horovod():
+    script = "import sys; from train.distributed import Workers; Workers(); assert 'horovod' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_without_horovod(monkeypatch):
+    monkeypatch.setenv("HOROVOD_SIZE", "2")
+    monkeypatch.setitem(sys.modules, "horovod.mxnet", None)  # makes the import fail
+    with pytest.raises(Exception, match=r"2 processes need Horovod, which is not installed here .*: install g"):
+        Workers()
+
+
+def test_one_process_is_its_own_mean():
+    workers = Workers()
+    assert workers.sum([1.5, 2.0]) == [1.5, 2.0]
+    assert workers.vote([True, False]) == [True, False]
+    assert workers.gather("x") == ["x"]
