@@ -112,7 +112,7 @@ def verify(
         print_report(report, console)
         if write_clean_index:
             write_clean(report)
-            console.print(f"{report.clean_path}: {len(report.clean_lines):,} usable images")
+            console.print(f"{report.clean_path}: {len(report.clean_lines):,} usable images", soft_wrap=True)
         else:
             unusable += report.num_unusable
     return 1 if unusable else 0
@@ -266,8 +266,10 @@ def _parse(arguments: list[str]) -> Callable[[], int]:
 
 def _one_sentence(box: str) -> str:
     """What tyro's framed message says: the first section, and the option that it takes for meant."""
-    text = " ".join(line.strip("│╭╮╰╯ ") for line in box.splitlines()[1:])
-    problem, *hints = (" ".join(part.split()) for part in re.split("─{2,}", text))
+    text = " ".join(line.strip("│ ") for line in box.splitlines() if not line.startswith(("╭", "╰")))
+    sections = [" ".join(part.split()) for part in re.split("[─-]{3,}", text) if part.strip()]
+    # On a terminal without line drawing the title is not in the frame but in a section of its own.
+    problem, *hints = sections if box.startswith("╭") else sections[1:]
     meant = next((re.search(r"--[\w-]+", hint) for hint in hints if hint.startswith("Perhaps you meant")), None)
     return problem.rstrip(". ") + (f"; did you mean {meant[0]}?" if meant else "; see --help")
 

@@ -104,7 +104,8 @@ def print_report(report: Report, console: Console) -> None:
     kinds = Counter(finding.kind for _, finding in report.findings)
     console.print(
         f"{report.path}: {report.num_images:,} images, {report.num_unusable:,} unusable"
-        + (": " + ", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common()) if kinds else "")
+        + (": " + ", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common()) if kinds else ""),
+        soft_wrap=True,
     )
 
 

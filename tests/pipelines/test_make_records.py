@@ -1,0 +1,206 @@
+"""Writing RecordIO: from folders and from tar files like ILSVRC2012's, interrupted and not."""
+
+import io
+import tarfile
+
+import numpy as np
+import pytest
+from image_helpers import encode, smooth_image, write_folder
+from PIL import Image
+
+from mxnet_compat import mx
+from pipelines import DataError, make_records
+from pipelines.make_records import Options, plan_files, plan_train_tar, plan_val_tar, write_records
+from pipelines.sources import open_source
+
+SYNSETS = ["n01440764", "n01443537", "n02084071"]
+
+
+def add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
+    info = tarfile.TarInfo(name)
+    info.size = len(content)
+    tar.addfile(info, io.BytesIO(content))
+
+
+def tar_of(files: dict[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for name, content in files.items():
+            add(tar, name, content)
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def tars(tmp_path):
+    """A training and a validation tar as ILSVRC2012 has them, and what is in them: name -> bytes."""
+    rng = np.random.default_rng(3)
+
+    def picture():
+        return encode(smooth_image(rng, *map(int, rng.integers(30, 90, 2))))
+
+    train = {synset: {f"{synset}_{i}.JPEG": picture() for i in range(4)} for synset in SYNSETS}
+    val = {f"ILSVRC2012_val_{i + 1:08}.JPEG": picture() for i in range(5)}
+    (tmp_path / "train.tar").write_bytes(tar_of({f"{synset}.tar": tar_of(train[synset]) for synset in SYNSETS[::-1]}))
+    (tmp_path / "val.tar").write_bytes(tar_of(val))
+    return tmp_path, train, val
+
+
+def contents(path):
+    """{image bytes: label} of a .rec file, and its number of records."""
+    source = open_source(path, "train")
+    return {source.read(i).tobytes(): source.label(i) for i in range(len(source))}, len(source)
+
+
+def test_train_tar(tars):
+    folder, train, _ = tars
+    plan = plan_train_tar(folder / "train.tar", [])
+    assert plan.classes == [(synset, synset) for synset in SYNSETS]
+    assert write_records(plan, folder / "out", "train", Options()) == (12, [])
+    expected = {image: label for label, synset in enumerate(SYNSETS) for image in train[synset].values()}
+    assert contents(folder / "out/train.rec") == (expected, 12)
+    assert sorted(path.name for path in (folder / "out").iterdir()) == ["classes.txt", "train.idx", "train.rec"]
+    with pytest.raises(DataError, match=r"train\.rec exists; remove it"):
+        write_records(plan, folder / "out", "train", Options())
+    with pytest.raises(DataError, match="synset n01440764 is not among the 1 classes"):
+        plan_train_tar(folder / "train.tar", [(SYNSETS[1], "goldfish")])
+
+
+LABELS = [2, 0, 1, 1, 2]
+NAMES = [f"ILSVRC2012_val_{i + 1:08}" for i in range(5)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "".join(f"{SYNSETS[label]}\n" for label in LABELS),
+        "".join(f"{name}.JPEG {label}\n" for name, label in zip(NAMES, LABELS, strict=True)),
+        "ImageId,PredictionString\n"
+        + "".join(f"{NAMES[i]},{SYNSETS[LABELS[i]]} 1 2 3 4\n" for i in (4, 2, 0, 1, 3)),
+    ],
+    ids=["synsets", "name and number", "Kaggle"],
+)
+def test_val_tar(tars, text):
+    folder, _, val = tars
+    (folder / "labels.txt").write_text(text)
+    classes = [(synset, synset) for synset in SYNSETS]
+    write_records(plan_val_tar(folder / "val.tar", folder / "labels.txt", classes), folder / "out", "val", Options())
+    assert contents(folder / "out/val.rec")[0] == dict(zip(val.values(), LABELS, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("490\n361\n171\n822\n297\n", "bare numbers are ILSVRC2012 ids"),
+        ("n01440764\n", "has 1 labels for 5 images"),
+        ("n01440764\n" * 4 + "n99999999\n", "label n99999999 of ILSVRC2012_val_00000005.JPEG is outside the 3 classes"),
+        (f"{NAMES[0]}.JPEG 1\n", f"has no label for {NAMES[1]}.JPEG and 3 others"),
+        (f"{NAMES[0]}.JPEG 3\n", "label 3 of .* is outside the 3 classes"),
+    ],
+)
+def test_wrong_labels(tars, text, message):
+    folder, _, _ = tars
+    (folder / "labels.txt").write_text(text)
+    classes = [(synset, synset) for synset in SYNSETS]
+    with pytest.raises(DataError, match=message):
+        plan_val_tar(folder / "val.tar", folder / "labels.txt", classes)
+    with pytest.raises(DataError, match="give a file of them with --labels"):
+        plan_val_tar(folder / "val.tar", None, classes)
+    with pytest.raises(DataError, match="the order of the classes is not known"):
+        plan_val_tar(folder / "val.tar", folder / "labels.txt", [])
+
+
+@pytest.mark.parametrize("stop", [0, 1, 7, 29])
+def test_interrupted_work_goes_on_to_equal_files(tmp_path, monkeypatch, stop):
+    write_folder(tmp_path / "images", 30, 3, seed=stop)
+    plan = plan_files(tmp_path / "images", "train")
+    write_records(plan, tmp_path / "whole", "train", Options(seed=4))
+
+    monkeypatch.setattr(make_records, "_COMMIT_EVERY", 4)
+    read, calls = make_records._read, []
+
+    def read_until(entry, options):
+        calls.append(entry)
+        if len(calls) > stop:
+            raise KeyboardInterrupt
+        return read(entry, options)
+
+    monkeypatch.setattr(make_records, "_read", read_until)
+    options = Options(seed=4, num_threads=1)
+    with pytest.raises(KeyboardInterrupt):
+        write_records(plan, tmp_path / "parts", "train", options)
+    assert not (tmp_path / "parts/train.rec").exists()
+    # As if the machine had stopped in the middle of both writes.
+    with (tmp_path / "parts/.train.rec.partial").open("ab") as file:
+        file.write(b"torn")
+    with (tmp_path / "parts/.train.journal").open("a") as file:
+        file.write("999 99")
+    calls.clear()
+    monkeypatch.setattr(make_records, "_read", lambda entry, options: calls.append(entry) or read(entry, options))
+    with pytest.raises(DataError, match="interrupted conversion of other images or options"):
+        write_records(plan, tmp_path / "parts", "train", Options(seed=5))
+    assert write_records(plan, tmp_path / "parts", "train", options)[0] == 30
+    assert len(calls) == 30 - stop  # nothing was done twice
+    for name in ("train.rec", "train.idx", "classes.txt"):
+        assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert len(list((tmp_path / "parts").iterdir())) == 3
+
+
+def test_resize(tmp_path):
+    rng = np.random.default_rng(0)
+    originals = {}
+    for i, (width, height) in enumerate([(120, 90), (64, 200), (30, 41), (48, 48), (47, 300)]):
+        image = smooth_image(rng, width, height)
+        path = tmp_path / "images" / "c" / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        image.save(path)
+        originals[width, height] = np.asarray(image, np.float32)
+    write_records(plan_files(tmp_path / "images", "train"), tmp_path / "out", "train", Options(resize=48, quality=95))
+    expected = {(64, 48): (120, 90), (48, 150): (64, 200), (30, 41): (30, 41), (48, 48): (48, 48), (47, 300): (47, 300)}
+    images, _ = contents(tmp_path / "out/train.rec")
+    for encoded in images:
+        with Image.open(io.BytesIO(encoded)) as image:
+            width, height = expected.pop(image.size)
+            shrunk = image.size != (width, height)
+            assert image.format == ("JPEG" if shrunk else "PNG")
+            back = np.asarray(image.resize((width, height), Image.Resampling.BICUBIC), np.float32)
+        assert np.abs(back - originals[width, height]).mean() < (4 if shrunk else 1e-6)
+    assert not expected
+
+
+def test_bad_images(tmp_path):
+    files = write_folder(tmp_path / "images", 9, 3, seed=1)
+    files[4].write_bytes(b"")
+    files[6].write_bytes(files[6].read_bytes()[:-100])
+    plan = plan_files(tmp_path / "images", "train")
+    with pytest.raises(DataError, match=r"empty, holds no bytes; replace it"):
+        write_records(plan, tmp_path / "out", "train", Options())
+    # Copying looks at the headers only; what is shrunk is decoded, so the truncated one is found too.
+    count, skipped = write_records(plan, tmp_path / "out", "train", Options(skip_bad=True))
+    assert (count, [name for name, _ in skipped]) == (8, [str(files[4])])
+    count, skipped = write_records(plan, tmp_path / "small", "train", Options(resize=32, skip_bad=True))
+    assert (count, sorted(name for name, _ in skipped)) == (7, sorted([str(files[4]), str(files[6])]))
+    assert len(open_source(tmp_path / "out", "train")) == 8
+
+
+def test_other_classes_are_not_mixed_in(tmp_path):
+    write_folder(tmp_path / "a", 4, 2, seed=1)
+    write_folder(tmp_path / "b", 4, 4, seed=1)
+    write_records(plan_files(tmp_path / "a", "train"), tmp_path / "out", "train", Options())
+    with pytest.raises(DataError, match=r"classes\.txt: lists other classes"):
+        write_records(plan_files(tmp_path / "b", "train"), tmp_path / "out", "val", Options())
+
+
+def test_mxnet_reads_the_file(tmp_path):
+    write_folder(tmp_path / "images", 8, 4, seed=9)
+    write_records(plan_files(tmp_path / "images", "train"), tmp_path / "out", "train", Options())
+    source = open_source(tmp_path / "out", "train")
+    iterator = mx.io.ImageRecordIter(
+        path_imgrec=str(tmp_path / "out/train.rec"),
+        path_imgidx=str(tmp_path / "out/train.idx"),
+        data_shape=(3, 24, 24),
+        batch_size=8,
+        resize=24,
+        preprocess_threads=1,
+    )
+    labels = iterator.next().label[0].asnumpy().astype(int).tolist()
+    assert labels == [source.label(i) for i in range(8)]

@@ -1,0 +1,103 @@
+"""`python -m pipelines`: the commands as a user calls them."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from image_helpers import write_folder
+from PIL import Image
+
+from pipelines.__main__ import main
+
+
+def run(capsys, *arguments):
+    """Exit code, stdout and stderr of a command, in this process."""
+    code = main([str(argument) for argument in arguments])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_from_folders_to_a_contact_sheet(tmp_path, capsys):
+    write_folder(tmp_path / "in/train", 12, 3, seed=1)
+    write_folder(tmp_path / "in/val", 6, 3, seed=2)
+    code, out, _ = run(capsys, "make-records", tmp_path / "in", tmp_path / "rec")
+    assert code == 0 and "train.rec: 12 images of 3 classes" in out and "val.rec: 6 images" in out
+
+    code, out, _ = run(capsys, "verify", tmp_path / "rec")
+    assert code == 0 and "12 images, 0 unusable" in out and "6 images, 0 unusable" in out
+
+    sheet = tmp_path / "sheets/sheet.png"
+    code, out, _ = run(capsys, "show", tmp_path / "rec", sheet, "--rows", 2, "--columns", 3, "--image-size", 128)
+    assert code == 0
+    with Image.open(sheet) as image:
+        assert image.width > 3 * 128 and image.height > 2 * 128
+        assert np.asarray(image.convert("RGB")).std() > 20
+    assert [path.name for path in sheet.parent.iterdir()] == ["sheet.png"]
+
+    figures = tmp_path / "bench.json"
+    code, out, _ = run(
+        capsys, "bench", tmp_path / "rec", "--seconds", 0.2, "--batch-size", 4, "--image-size", 32, "--json", figures
+    )
+    assert code == 0 and "+ decode and crop" in out
+    stages = json.loads(figures.read_text())["stages"]
+    assert [stage["stage"] for stage in stages] == ["read", "decode", "resize", "full"]
+    for stage in stages:
+        speeds = [4000 / ms for ms in stage["step_ms"]]
+        assert stage["images_per_sec"] == pytest.approx(np.median(speeds))
+        assert min(speeds) > 0
+
+
+def test_verify_says_so_with_its_exit_code_and_mends(tmp_path, capsys):
+    files = write_folder(tmp_path / "train", 6, 2, seed=1)
+    files[3].write_bytes(b"no image")
+    code, out, _ = run(capsys, "verify", tmp_path)
+    assert code == 1 and "6 images, 1 unusable: 1 not an image" in out
+    code, out, _ = run(capsys, "verify", tmp_path, "--write-clean")
+    assert code == 0 and "train.lst: 5 usable images" in out
+    assert run(capsys, "verify", tmp_path)[0] == 0
+
+
+def test_make_samples(tmp_path, capsys):
+    arguments = ("make-samples", tmp_path / "s", "--num-train", 1, "--num-val", 1)
+    code, out, _ = run(capsys, *arguments)
+    assert code == 0 and "1 training and 1 validation images of each of 12 classes" in out
+    assert "was there already" in run(capsys, *arguments)[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "Expected one of"),
+        (["verfy"], "verfy"),
+        (["verify"], "DATA"),
+        (["verify", "x", "--splt", "val"], "did you mean --split?"),
+        (["bench", "x", "--batch-size", "many"], "many"),
+        (["bench", "x", "--split", "test"], "test"),
+        (["verify", "{tmp}/none"], "none does not exist; give"),
+        (["bench", "{tmp}"], "no class folders; put"),
+        (["bench", "synthetic"], "nothing to measure"),
+        (["bench", "{tmp}", "--batch-size", "0"], "batch_size is 0"),
+        (["show", "synthetic", "{tmp}/a.png", "--image-size", "0"], "image_size is 0"),
+        (["show", "synthetic", "{tmp}/a.png", "--rows", "0"], "0 rows"),
+        (["make-records", "{tmp}/none", "{tmp}/out"], "none does not exist"),
+        (["make-records", "{tmp}/text.tar", "{tmp}/out"], "not a tar file"),
+        (["make-records", "{tmp}", "{tmp}/out", "--resize", "-1"], "resize -1"),
+        (["make-samples", "{tmp}", "--num-train", "0"], "0 training"),
+        (["make-samples", "{tmp}/text.tar"], "holds something else"),
+    ],
+)
+def test_mistakes_get_one_sentence_and_exit_code_2(tmp_path, capsys, arguments, message):
+    (tmp_path / "text.tar").write_text("no tar")
+    code, out, err = run(capsys, *(argument.format(tmp=tmp_path) for argument in arguments))
+    assert code == 2 and not out
+    assert err.startswith("error: ") and err.count("\n") == 1 and message in err
+    assert [path.name for path in tmp_path.iterdir()] == ["text.tar"]
+
+
+def test_as_a_program(tmp_path):
+    command = [sys.executable, "-m", "pipelines", "verify", str(tmp_path / "none")]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: data path") and "Traceback" not in result.stderr

@@ -1,0 +1,90 @@
+"""verify: every kind of damage is found, and what it writes clean is clean."""
+
+import numpy as np
+import pytest
+from image_helpers import encode, smooth_image, write_folder, write_records
+
+from pipelines import DataError, LoaderConfig, open_loader
+from pipelines.sources import open_source
+from pipelines.verify import verify_split, write_clean
+
+
+def kinds(report):
+    """{last part of the name: kind}"""
+    return {name.replace(" ", "/").rsplit("/", 1)[1]: finding.kind for name, finding in report.findings}
+
+
+def images(count: int) -> list[bytes]:
+    rng = np.random.default_rng(count)
+    return [encode(smooth_image(rng, 60, 50)) for _ in range(count)]
+
+
+def test_records(tmp_path):
+    path = tmp_path / "train.rec"
+    encoded = images(10)
+    encoded[2] = encoded[2][:-200]
+    encoded[3] = b""
+    encoded[5] = b"no image"
+    encoded[6] = encode(smooth_image(np.random.default_rng(1), 60, 50).convert("CMYK"))
+    write_records(path, encoded, [0.0, 1.0, 0.0, 1.0, 7.0, 1.0, 0.0, 1.0, 0.5, 1.0])
+    (tmp_path / "classes.txt").write_text("a\nb\n")
+    report = verify_split(str(path), "train", num_threads=2)
+    assert kinds(report) == {
+        "2": "truncated", "3": "empty", "4": "label", "5": "not an image", "6": "CMYK", "8": "label",
+    }  # fmt: skip
+    assert (report.num_images, report.num_unusable) == (10, 5)
+    before = path.with_suffix(".idx").read_text()
+    write_clean(report)
+    assert (tmp_path / "train.idx.orig").read_text() == before
+    again = verify_split(str(path), "train")
+    assert (again.num_images, again.num_unusable) == (5, 0)
+    loader = open_loader(LoaderConfig(data=str(path), split="val", batch_size=5, image_size=16))
+    assert next(iter(loader)).num_valid == 5 and not loader.bad_images
+
+
+@pytest.mark.parametrize("index", [None, "0\t0\n1\t52\n", "rubbish"])
+def test_a_missing_or_wrong_index_is_made_anew(tmp_path, index):
+    path = tmp_path / "train.rec"
+    write_records(path, images(6), [0.0] * 6)
+    good = path.with_suffix(".idx").read_text()
+    path.with_suffix(".idx").unlink()
+    if index is not None:
+        path.with_suffix(".idx").write_text(index)
+    report = verify_split(str(path), "train")
+    assert [finding.kind for _, finding in report.findings] == ["index"]
+    write_clean(report)
+    assert path.with_suffix(".idx").read_text() == good
+
+
+def test_folders(tmp_path):
+    files = write_folder(tmp_path / "train", 9, 3, seed=2)
+    write_folder(tmp_path / "val", 3, 3, seed=3)
+    files[1].write_bytes(b"")
+    files[3].write_bytes(files[3].read_bytes()[:-100])
+    (tmp_path / "classes.txt").write_text("c00\nc01\n")  # c02 is not in it
+    report = verify_split(str(tmp_path), "train")
+    expected = {files[1].name: "empty", files[3].name: "truncated"} | {file.name: "label" for file in files[6:]}
+    assert kinds(report) == expected
+    with pytest.raises(DataError, match="c02"):
+        open_source(tmp_path, "train")
+    write_clean(report)
+    source = open_source(tmp_path, "train")
+    assert [(source.name(i), source.label(i)) for i in range(len(source))] == [
+        (str(files[i]), i // 3) for i in (0, 2, 4, 5)
+    ]
+    assert verify_split(str(tmp_path), "train").num_unusable == 0
+    # Once more, now from the list, with new damage.
+    files[0].unlink()
+    report = verify_split(str(tmp_path), "train")
+    assert kinds(report) == {files[0].name: "unreadable"}
+    write_clean(report)
+    assert len(open_source(tmp_path, "train")) == 3
+
+
+def test_nothing_usable(tmp_path):
+    path = tmp_path / "train.rec"
+    write_records(path, [b"x"] * 3, [0.0] * 3)
+    report = verify_split(str(path), "train")
+    assert report.num_unusable == 3
+    with pytest.raises(DataError, match="none of its 3 images is usable; nothing is written"):
+        write_clean(report)
