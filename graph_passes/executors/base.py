@@ -117,6 +117,12 @@ class Executor(ABC):
         """Wait until everything asked for is done."""
 
 
+def wrong_shape(name: str, shape: Sequence[int], expected: Sequence[int]) -> GraphError:
+    """The error for a batch that is not of the shape that an executor was made for."""
+    return GraphError(f"'{name}' has the shape {tuple(shape)}, but the executor was made for {tuple(expected)}: "
+                      "make one for each batch and image size")
+
+
 def create_executor(
     name: str, graph: Graph, shapes: Mapping[str, Sequence[int]], device: str = "cpu(0)", **options: Any
 ) -> Executor:

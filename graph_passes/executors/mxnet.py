@@ -6,14 +6,17 @@ knows no NHWC), and the Symbol is bound once. Equal inputs give equal bits in ev
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from graph_passes.errors import GraphError
-from graph_passes.executors.base import TOP_K, Executor, Metrics
+from graph_passes.executors.base import TOP_K, Executor, Metrics, wrong_shape
 from graph_passes.graph import Graph, Node
 from graph_passes.passes import layout, unfuse
 from mxnet_compat import mx
@@ -73,22 +76,22 @@ class MXNetExecutor(Executor):
         mx.nd.waitall()
 
     def _assign(self, array: Array, value: np.ndarray) -> None:
-        # After inference oneDNN keeps convolution weights in a blocked layout of its own (training undoes it). Every MXNet
-        # operator knows that, but assigning NumPy to such an array fails, and its pointer must not be given away.
+        # After inference oneDNN keeps convolution weights in a blocked layout of its own (training undoes it). Every
+        # MXNet operator knows that, but assigning NumPy to such an array fails, and its pointer must not be given away.
         array[:] = mx.nd.array(value, ctx=self._context)
 
     def _bind(self, grad_req: str, shared: Any = None) -> Any:
         """Bind the Symbol to this executor's arrays; `shared` lends the memory of its intermediate results."""
         requests = dict.fromkeys(self.params, grad_req) | dict.fromkeys(self._inputs, "null")
         arguments = {**self.params, **self._inputs}
-        return self._symbol.bind(self._context, arguments, self.grads, requests, self.aux, shared_exec=shared)
+        with _stderr_closed():
+            return self._symbol.bind(self._context, arguments, self.grads, requests, self.aux, shared_exec=shared)
 
     def _copy_in(self, **arrays: Array) -> None:
         for name, array in arrays.items():
             bound = self._inputs[name]
             if array.shape != bound.shape:
-                raise GraphError(f"'{name}' has the shape {array.shape}, but the executor was made for {bound.shape}: "
-                                 "make one for each batch and image size")
+                raise wrong_shape(name, array.shape, bound.shape)
             bound[:] = array
 
     def _count(self, probabilities: Array, num_valid: int) -> None:
@@ -136,6 +139,20 @@ def _infer_shapes(symbol: Any, inputs: Mapping[str, Sequence[int]]) -> tuple[dic
         dict(zip(symbol.list_arguments(), arguments, strict=True)),
         dict(zip(symbol.list_auxiliary_states(), aux, strict=True)),
     )
+
+
+@contextlib.contextmanager
+def _stderr_closed() -> Iterator[None]:
+    """Binding logs a line about MXNET_SUBGRAPH_BACKEND (see mxnet_compat.py) that no setting of MXNet turns off."""
+    sys.stderr.flush()
+    saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(nowhere)
 
 
 def _loss_node(graph: Graph) -> Node | None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from graph_passes.errors import GraphError
 from graph_passes.executors import reference_operators as ops
-from graph_passes.executors.base import TOP_K, Executor, Metrics
+from graph_passes.executors.base import TOP_K, Executor, Metrics, wrong_shape
 from graph_passes.graph import Graph, Node, Ref
 from graph_passes.operators import OPERATORS, is_relu
 
@@ -53,9 +53,9 @@ class ReferenceExecutor(Executor):
         for name, grad in self.grads.items():
             grad[...] = gradients.get(Ref(name), 0.0) + (grad if accumulate else 0.0)
         for node in self.graph:
-            for old, new in zip(OPERATORS[node.op].aux_inputs(node) if not node.is_variable else (),
-                                _new_running_statistics(node, values), strict=True):
-                self.aux[old.node][...] = new
+            if not node.is_variable and OPERATORS[node.op].aux:
+                for ref, new in zip(node.inputs[3:5], _new_running_statistics(node, values), strict=True):
+                    self.aux[ref.node][...] = new
         self._count(values, label, len(label))
 
     def forward(self, data: Any, label: Any = None) -> Array:
@@ -82,8 +82,7 @@ class ReferenceExecutor(Executor):
             array = given.get(name)
             array = np.zeros(shape) if array is None else _numpy(array)  # inference does not read the label
             if array.shape != shape:
-                raise GraphError(f"'{name}' has the shape {array.shape}, but the executor was made for {shape}: "
-                                 "make one for each batch and image size")
+                raise wrong_shape(name, array.shape, shape)
             values[Ref(name)] = array.astype(self._dtype)
         return forward(self.graph, values, training)
 
@@ -107,13 +106,16 @@ def forward(graph: Graph, values: Mapping[Ref, Array], training: bool) -> Values
     return values
 
 
-def backward(graph: Graph, values: Mapping[Ref, Array], training: bool = True) -> Values:
+def backward(
+    graph: Graph, values: Mapping[Ref, Array], training: bool = True, output_gradient: Array | None = None
+) -> Values:
     """Gradients of a loss with regard to all tensors, from the values that `forward` gave.
 
-    The first output of the graph is a SoftmaxOutput, which is its own loss; any other gets the gradient 1.
+    `output_gradient` is that of the graph's first output; a SoftmaxOutput, which is its own loss, needs none.
     """
     gradients: dict[Ref, Array] = defaultdict(lambda: np.zeros(()))
-    gradients[graph.outputs[0]] = np.ones_like(values[graph.outputs[0]])
+    output = graph.outputs[0]
+    gradients[output] = np.ones_like(values[output]) if output_gradient is None else output_gradient
     for node in reversed(list(graph)):
         if node.is_variable or Ref(node.name) not in gradients:
             continue
@@ -165,10 +167,8 @@ def _batch_norm_backward(
     return [*gradients, None, None, *([dy] if node.op == "BatchNormAddRelu" else [])]
 
 
-def _new_running_statistics(node: Node, values: Mapping[Ref, Array]) -> Sequence[Array]:
-    """Running mean and variance after a training step, for an operator that has them."""
-    if node.is_variable or not OPERATORS[node.op].aux:
-        return ()
+def _new_running_statistics(node: Node, values: Mapping[Ref, Array]) -> ops.Statistics:
+    """Running mean and variance of a batch norm after a training step."""
     running = ops.Statistics(*(values[ref] for ref in node.inputs[3:5]))
     if node["use_global_stats"]:
         return running
