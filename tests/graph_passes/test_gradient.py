@@ -99,8 +99,8 @@ def check_against_mxnet(graph, symbol, shapes, rng):
     """Gradients, running statistics, loss and counts of `graph` against MXNet's autograd on `symbol`.
 
     Both compute in float64, but MXNet keeps attributes such as eps and smooth_alpha in fp32, with a rounding error of
-    6e-8. Relative to the largest element of a tensor, or to the network's largest gradient where a tensor's is almost 0,
-    as that of a bias in front of a BatchNorm.
+    6e-8. Errors are relative to the largest element of a tensor, or to a thousandth of the network's largest gradient:
+    some are 0 but for rounding, as that of a bias in front of a BatchNorm.
     """
     values = random_variables(graph, shapes, rng)
     grads, aux, probabilities = mxnet_gradients(symbol, values)
