@@ -102,7 +102,7 @@ def load(path: Path) -> Checkpoint:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
             meta = json.loads(archive.read(META)) if META in names else {}
-            if meta.get("format") != FORMAT:
+            if not isinstance(meta, dict) or meta.get("format") != FORMAT:
                 raise TrainError(f"{path} is no checkpoint of this program; give a file from a run's {FOLDER}/ folder")
             if meta["version"] != VERSION:
                 raise TrainError(f"{path} has checkpoint version {meta['version']}, but this program reads {VERSION}")

@@ -220,6 +220,8 @@ class Trainer:
             self.optimizer.momenta[name][:] = self.executor.from_canonical(name, momentum)
         np.random.set_state(checkpoint.numpy_rng)
         self.progress = checkpoint.progress
+        resumed = self.checkpoints.path_of(self.progress.step)
+        self.last_saved = resumed if resumed.exists() else None
 
     # --- conditions ---
 

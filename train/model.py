@@ -98,8 +98,8 @@ def init_params(symbol: Symbol, seed: int, channels: int = 3, zero_gamma: bool =
 
     Convolutions: He et al. (arXiv:1502.01852), normal with variance 2 / fan_out. Classifier: normal with standard
     deviation 0.01, bias 0. BatchNorm: beta 0, gamma 1, but with `zero_gamma` 0 in the last one of each residual branch,
-    so that a block starts as its shortcut (both from Goyal et al., arXiv:1706.02677, section 5.1). Each array depends on
-    the seed and its own name alone; the weights of a fourth, padded input channel are 0 and get no gradient.
+    so that a block starts as its shortcut (both from Goyal et al., arXiv:1706.02677, section 5.1). Each array depends
+    on the seed and its own name alone; the weights of a fourth, padded input channel are 0 and get no gradient.
     """
     arg_shapes, _, aux_shapes = symbol.infer_shape(data=(1, 224, 224, channels))
     shapes = dict(zip(symbol.list_arguments(), arg_shapes, strict=True))

@@ -47,9 +47,14 @@ def tiny_options(tiny_data: Path) -> list[str]:
 
 
 @pytest.fixture
-def run_train(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+def run_train(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int, str, str]]:
     """Runs `python -m train ARGUMENTS` in this process: (exit code, stdout, stderr)."""
+    from train import loop
     from train.__main__ import main
+
+    monkeypatch.setattr(loop, "LOADER_ALONE_SECONDS", 0.05)  # no test here looks at the loader's speed
 
     def run(*arguments: object) -> tuple[int, str, str]:
         capfd.readouterr()

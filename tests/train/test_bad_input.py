@@ -1,0 +1,168 @@
+"""What a user's mistakes get: exit code 2, one sentence with the value and the way out, nothing half-written."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+
+import numpy as np
+import pytest
+
+from train import checkpoint, devices
+from train.devices import Gpu
+from train.loop import Trainer
+
+H200 = Gpu("NVIDIA H200", (9, 0))
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_options, tmp_path_factory):
+    """A run of three steps, and its checkpoint."""
+    from train.__main__ import main
+
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    assert main(["--output", str(folder), *tiny_options, "--max-steps", "3"]) == 0
+    return folder
+
+
+@pytest.fixture
+def fails(run_train):
+    """Runs a command that must fail with code 2 and one sentence, which it returns."""
+
+    def run(*arguments):
+        code, out, err = run_train(*arguments)
+        lines = [line for line in err.splitlines() if not line.startswith("[")]  # MXNet's own log
+        assert code == 2, (code, out, err)
+        assert len(lines) == 1, err
+        assert lines[0].startswith("error: ")
+        return lines[0]
+
+    return run
+
+
+def test_unknown_command(fails):
+    assert "there is no command 'valdate'; did you mean validate?" in fails("valdate")
+
+
+@pytest.mark.parametrize("options, sentence", [
+    (["--data", "/nowhere"], "/nowhere"),
+    (["--batch-size", "28"], "27 training images are fewer than one batch of 28"),
+    (["--num-classes", "2"], "--num-classes 2 is less than the 3 classes"),
+    (["--image-size", "0"], "--image-size 0 must be at least 32"),
+    (["--executor", "cuda"], "--executor cuda needs an NVIDIA GPU"),
+    (["--resume", "/nowhere"], "there is no checkpoint or run folder /nowhere"),
+    (["--resume", "auto"], "--resume auto needs --output"),
+])  # fmt: skip
+def test_mistakes_leave_no_output_folder(options, sentence, fails, tiny_options, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(devices, "find_gpus", lambda: [])
+    assert sentence in fails(*tiny_options, *options)
+    assert os.listdir(tmp_path) == []
+
+
+def test_output_folder_with_another_run(fails, tiny_options, trained):
+    before = (trained / "config.json").read_bytes()
+    sentence = fails(*tiny_options, "--output", trained)
+    assert f"the output folder {trained} already holds a run: go on with it (--resume {trained})" in sentence
+    assert (trained / "config.json").read_bytes() == before
+
+
+def test_output_folder_that_cannot_be_made(fails, tiny_options, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert f"cannot write {tmp_path}/file/run" in fails(*tiny_options, "--output", tmp_path / "file" / "run")
+
+
+def test_resume_of_a_run_without_checkpoint(fails, tiny_options, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert "holds no checkpoint" in fails("--resume", tmp_path)
+    assert "already holds a run: remove it" in fails(*tiny_options, "--output", tmp_path)
+
+
+def test_truncated_and_foreign_checkpoints(fails, trained, tmp_path):
+    content = checkpoint.find(str(trained)).read_bytes()
+    broken = tmp_path / "broken.npz"
+    broken.write_bytes(content[: len(content) // 2])
+    for command, option in (("train", "--resume"), ("validate", "--checkpoint"), ("predict", "--checkpoint")):
+        picture = [tmp_path / "a.jpg"] if command == "predict" else []
+        assert f"{broken} is no complete checkpoint" in fails(command, *picture, option, broken)
+    np.savez(broken, weights=np.zeros(3))
+    assert f"{broken} is no checkpoint of this program" in fails("--resume", broken)
+
+
+@pytest.mark.parametrize("options, sentence", [
+    (["--depth", "34"], "the checkpoint holds a ResNet-18 with 3 classes, but this run needs a ResNet-34"),
+    (["--batch-size", "8"], "belongs to global_batch 4, but this loader has 8"),
+    (["--accumulate", "2"], "made with --accumulate 1, this run has 2"),
+])  # fmt: skip
+def test_resume_with_something_else(options, sentence, fails, trained):
+    assert sentence in fails("--resume", trained, *options)
+
+
+def test_other_classes_than_the_checkpoint(fails, trained, tiny_data, tmp_path):
+    shutil.copytree(tiny_data, tmp_path / "data")
+    shutil.copytree(tiny_data / "class0", tmp_path / "data" / "class3")
+    sentence = fails("validate", "--checkpoint", trained, "--data", tmp_path / "data")
+    assert "the checkpoint holds a ResNet-18 with 3 classes, but this run needs a ResNet-18 with 4 classes" in sentence
+
+
+def test_validation_and_prediction_without_weights(fails, tmp_path):
+    assert "validation needs trained weights" in fails("validate")
+    assert "holds no checkpoint" in fails("validate", "--checkpoint", tmp_path)
+    assert "prediction needs trained weights" in fails("predict", "a.jpg")
+
+
+def test_full_disk_while_saving(fails, tiny_options, tmp_path, monkeypatch):
+    """The second checkpoint finds no room; the first stays, and the run goes on from it when there is room again."""
+    save, count = os.fsync, 0
+
+    def no_room_at_last(descriptor):
+        nonlocal count
+        count += 1
+        if count > 2:  # of the file and of the folder, for the first checkpoint
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        save(descriptor)
+
+    folder = tmp_path / "run"
+    monkeypatch.setattr(os, "fsync", no_room_at_last)
+    options = [*tiny_options, "--checkpoint-minutes", "0.00001"]
+    sentence = fails("--output", folder, *options)
+    assert "step-00000002.npz (No space left on device); earlier ones are untouched" in sentence
+    assert os.listdir(folder / "checkpoints") == ["step-00000001.npz"]
+    assert checkpoint.load(checkpoint.find(str(folder))).progress.step == 1
+
+
+def test_nan_stops_and_keeps_the_last_good_checkpoint(fails, tiny_options, tmp_path, monkeypatch):
+    """One weight becomes NaN after step 4: the loss of step 5 is NaN, and nothing of it is saved."""
+    step = Trainer.step
+
+    def poisoned_step(self, batches):
+        if self.progress.step == 4:
+            self.executor.params["classifier_weight"][0, 0] = np.nan
+        return step(self, batches)
+
+    monkeypatch.setattr(Trainer, "step", poisoned_step)
+    folder = tmp_path / "run"
+    sentence = fails("--output", folder, *tiny_options, "--checkpoint-minutes", "0.00001", "--log-every", "1")
+    assert "the loss is no finite number any more (step 5, epoch 1)" in sentence
+    assert f"the last good checkpoint is {folder}/checkpoints/step-00000004.npz" in sentence
+    assert "lower --learning-rate (now 0.5 per 256 images)" in sentence
+    found = checkpoint.find(str(folder))
+    assert found.name == "step-00000004.npz"
+    assert all(np.isfinite(array).all() for array in checkpoint.load(found).params.values())
+
+
+def test_devices(monkeypatch, tiny_options, fails, run_train, tmp_path):
+    monkeypatch.setattr(devices, "find_gpus", lambda: [])
+    on_gpu = [*tiny_options, "--device", "gpu"]
+    assert "--device gpu: process 0 found no NVIDIA GPU here; use --device cpu" in fails(*on_gpu)
+    monkeypatch.setattr(devices, "find_gpus", lambda: [H200])
+    sentence = fails(*on_gpu, "--executor", "mxnet")
+    assert "MXNet 1.9.1 has no kernels for NVIDIA H200 (compute capability 9.0), only for 5.0 to 8.9" in sentence
+    assert "reference is NumPy and runs on the CPU only" in fails(*on_gpu, "--executor", "reference")
+    code, out, _ = run_train(*tiny_options, "--device", "auto", "--executor", "mxnet", "--output", tmp_path / "run",
+                             "--max-steps", "1")  # fmt: skip
+    assert code == 0
+    assert "NVIDIA H200 (compute capability 9.0), only for 5.0 to 8.9: running on the CPU" in out
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["device"] == "auto"

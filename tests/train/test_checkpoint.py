@@ -1,0 +1,121 @@
+"""Checkpoints: complete, atomic, verified; the newest and the best are kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+import re
+import zipfile
+
+import numpy as np
+import pytest
+
+from train import TrainError, checkpoint
+from train.checkpoint import Checkpoint, CheckpointFolder, Progress
+from train.config import Config
+
+
+@pytest.fixture
+def state(rng):
+    """A checkpoint of random arrays in odd shapes."""
+    arrays = {"stem_conv_weight": rng.standard_normal((5, 7, 7, 3), np.float32),
+              "classifier_bias": rng.standard_normal(11, np.float32)}  # fmt: skip
+    np.random.seed(int(rng.integers(2**32)))
+    return Checkpoint(
+        params=arrays,
+        aux={"bn_moving_mean": rng.standard_normal(3, np.float32)},
+        momenta={name: 2 * array for name, array in arrays.items()},
+        config=Config(depth=18, decay_epochs=(1.5, 2.0), output="runs/x"),
+        class_names=["Käfer", "b"],
+        progress=Progress(step=42, epoch=3, epoch_step=2, best_top1=0.5),
+        loader_states=[b"position 0", bytes(rng.integers(0, 256, 99, np.uint8))],
+        numpy_rng=np.random.get_state(legacy=False),
+    )
+
+
+def test_round_trip(state, tmp_path):
+    path = tmp_path / "c.npz"
+    checkpoint.save(state, path)
+    expected = np.random.random(3)  # what the generator gives after the state that was saved
+    loaded = checkpoint.load(path)
+    for group in ("params", "aux", "momenta"):
+        assert getattr(loaded, group).keys() == getattr(state, group).keys()
+        for name, array in getattr(state, group).items():
+            assert getattr(loaded, group)[name].dtype == np.float32
+            assert np.array_equal(getattr(loaded, group)[name], array)
+    for name in ("config", "class_names", "progress", "loader_states"):
+        assert getattr(loaded, name) == getattr(state, name), name
+    np.random.set_state(loaded.numpy_rng)
+    assert np.array_equal(np.random.random(3), expected)
+    assert loaded.network == "ResNet-18 with 11 classes"
+    assert np.array_equal(np.load(path)["params/classifier_bias"], state.params["classifier_bias"])  # plain NumPy
+
+
+def test_truncated_anywhere_is_refused(state, tmp_path, rng):
+    path = tmp_path / "c.npz"
+    checkpoint.save(state, path)
+    content = path.read_bytes()
+    for size in [0, 1, len(content) - 1, *rng.integers(2, len(content) - 1, 8)]:
+        path.write_bytes(content[:size])
+        with pytest.raises(TrainError, match=rf"{re.escape(str(path))} is no complete checkpoint"):
+            checkpoint.load(path)
+
+
+def test_flipped_bit_in_an_array_is_refused(state, tmp_path):
+    path = tmp_path / "c.npz"
+    checkpoint.save(state, path)
+    content = bytearray(path.read_bytes())
+    place = bytes(content).index(state.params["stem_conv_weight"].tobytes()[:64])
+    content[place + 7] ^= 16
+    path.write_bytes(content)
+    with pytest.raises(TrainError, match=r"is no complete checkpoint .*CRC"):
+        checkpoint.load(path)
+
+
+def test_foreign_files_are_refused(tmp_path):
+    other = tmp_path / "other.npz"
+    np.savez(other, weights=np.zeros(3))
+    with pytest.raises(TrainError, match="is no checkpoint of this program"):
+        checkpoint.load(other)
+    with zipfile.ZipFile(other, "w") as archive:
+        archive.writestr("meta.json", "[1, 2]")
+    with pytest.raises(TrainError, match="is no checkpoint of this program"):
+        checkpoint.load(other)
+    with pytest.raises(TrainError, match=r"cannot read the checkpoint .*No such file"):
+        checkpoint.load(tmp_path / "missing.npz")
+
+
+def test_full_disk_leaves_the_last_good_one(state, tmp_path, monkeypatch):
+    folder = CheckpointFolder(tmp_path / "run", keep=1)
+    folder.save(state)
+
+    def no_room(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    later = dataclasses.replace(state, progress=Progress(step=43))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", no_room)
+        with pytest.raises(TrainError, match=r"cannot save the checkpoint .*No space left.*--resume") as error:
+            folder.save(later)
+    assert "\n" not in str(error.value)
+    assert os.listdir(folder.path) == ["step-00000042.npz"]
+    assert checkpoint.load(folder.path_of(42)).progress == state.progress
+
+
+def test_newest_and_best_are_kept(state, tmp_path):
+    folder = CheckpointFolder(tmp_path / "run", keep=2)
+    for step, is_best in ((1, False), (2, True), (3, False), (10, False)):
+        folder.save(dataclasses.replace(state, progress=Progress(step=step)), is_best)
+    assert sorted(os.listdir(folder.path)) == ["best.npz", "step-00000003.npz", "step-00000010.npz"]
+    assert checkpoint.load(folder.path / "best.npz").progress.step == 2
+    assert checkpoint.find(str(tmp_path / "run")) == folder.path_of(10)
+    assert checkpoint.find(str(tmp_path / "run"), prefer_best=True) == folder.path / "best.npz"
+    assert checkpoint.find(str(folder.path_of(3))) == folder.path_of(3)
+
+
+def test_find_without_checkpoint(tmp_path):
+    with pytest.raises(TrainError, match="there is no checkpoint or run folder"):
+        checkpoint.find(str(tmp_path / "missing"))
+    with pytest.raises(TrainError, match="holds no checkpoint"):
+        checkpoint.find(str(tmp_path))

@@ -1,0 +1,86 @@
+"""Configuration: presets, the command line, and the sentences that mistakes get."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+
+import pytest
+
+from train import TrainError, cli
+from train.config import BenchmarkConfig, Config, check, load_preset, parse, presets
+
+
+@pytest.mark.parametrize("name", presets())
+def test_presets_are_sound_and_say_what_to_expect(name):
+    config = load_preset(name)
+    assert config.config == name
+    check(config)
+    text = importlib.import_module(f"train.configs.{name}").__doc__
+    assert f"--config {name}" in text
+    for word in ("Hardware:", "Images/sec:", "Accuracy:"):
+        assert word in text, f"the docstring does not state {word}"
+
+
+def test_command_line_overrides_the_preset():
+    config = parse(Config, ["--config", "resnet50_90ep", "--depth", "18", "--decay-epochs", "3", "4.5", "--nesterov"],
+                   command="train")  # fmt: skip
+    preset = load_preset("resnet50_90ep")
+    assert config == dataclasses.replace(preset, depth=18, decay_epochs=(3.0, 4.5), nesterov=True)
+
+
+def test_benchmark_has_the_knobs_of_training_too():
+    config = parse(BenchmarkConfig, ["--batch_size=7", "--min-steps", "3"], command="benchmark")
+    assert (config.batch_size, config.min_steps) == (7, 3)
+
+
+def test_json_round_trip():
+    config = Config(depth=34, decay_epochs=(1.0, 2.5), random_area=(0.3, 0.7), mlperf=True)
+    assert Config.from_dict(config.to_dict()) == config
+    with pytest.raises(TrainError, match="unknown entry 'dept'; did you mean depth"):
+        Config.from_dict({"dept": 18})
+
+
+MISTAKES = {
+    "--detph 50": "there is no option --detph; did you mean --depth?",
+    "--zzzzz": "there is no option --zzzzz",
+    "--config cpu_smaple": "there is no preset 'cpu_smaple' in train/configs/; did you mean cpu_sample?",
+    "--depth 20": "--depth 20 is not one of 18, 34, 50, 101, 152",
+    "--schedule cosin": "--schedule cosin is not one of cosine, step, polynomial; did you mean cosine?",
+    "--executor mxet": "--executor mxet is not one of auto, mxnet, reference, cuda; did you mean mxnet?",
+    "--device tpu": "--device tpu is not one of auto, cpu, gpu",
+    "--learning-rate fast": "--learning-rate: could not convert string to float: 'fast'",
+    "--epochs 0.5": "--epochs: invalid literal for int() with base 10: '0.5'",
+    "--batch-size": "Missing value for argument '--batch-size'",
+    "--batch-size 0": "--batch-size 0 must be at least 1",
+    "--batch-size -3": "--batch-size -3 must be at least 1",
+    "--image-size 0": "--image-size 0 must be at least 32 pixels",
+    "--epochs 0": "--epochs 0 must be at least 1",
+    "--accumulate 0": "--accumulate 0 must be at least 1",
+    "--learning-rate 0": "--learning-rate 0.0 must be above 0",
+    "--learning-rate nan": "--learning-rate nan must be above 0",
+    "--momentum 1": "--momentum 1.0 must be at least 0 and below 1",
+    "--random-area 0.5 0.1": "--random-area 0.5 0.1 must be two fractions above 0, the smaller first",
+    "--target-accuracy 76": "--target-accuracy 76.0 must be a fraction from 0 to 1",
+    "--schedule step --decay-epochs 3 2": "--decay-epochs 3.0 2.0 must rise",
+    "--epochs 2 --warmup-epochs 3": "--warmup-epochs 3 is longer than the run of 2 epochs",
+    "stray": "Unrecognized options: stray",
+}
+
+
+@pytest.mark.parametrize("arguments", MISTAKES)
+def test_mistakes_get_one_sentence(arguments):
+    with pytest.raises(TrainError) as error:
+        parse(Config, arguments.split(), command="train")
+    sentence = str(error.value)
+    assert sentence.startswith(MISTAKES[arguments])
+    assert "\n" not in sentence
+
+
+def test_help_names_every_option(capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.parse(Config, ["--help"], command="train")
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    for field in dataclasses.fields(Config):
+        assert cli.option_name(field.name) in text

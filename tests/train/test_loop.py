@@ -1,0 +1,135 @@
+"""The loop: accumulation, limits, schedules in use, validation over processes' shards, and the benchmark."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from graph_passes import Graph
+from graph_passes.executors import create_executor
+from mxnet_compat import mx
+from train import checkpoint
+from train.loop import standard_error_of_median
+from train.model import init_params, resnet
+from train.optimizer import SGD
+
+
+def read_lines(folder: Path, event: str) -> list[dict]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if line["event"] == event]
+
+
+def test_accumulation_averages_the_gradients_of_its_batches(rng):
+    """One step on two accumulated batches moves the weights by the mean of the two batches' gradients.
+
+    BatchNorm normalises each batch by itself, so this is not a batch of twice the size; it is compared with the
+    gradients of the two batches taken one by one. Tolerance: one fp32 rounding more than the oracle's float64 has.
+    """
+    symbol = resnet(18, num_classes=4)
+    params, aux = init_params(symbol, seed=int(rng.integers(1000)))
+    shapes = {"data": (3, 32, 32, 3), "softmax_label": (3,)}
+    executor = create_executor("mxnet", Graph.from_json(symbol.tojson()), shapes)
+    batches = [(mx.nd.array(rng.standard_normal((3, 32, 32, 3))), mx.nd.array(rng.integers(0, 4, 3))) for _ in range(2)]
+
+    alone = []
+    for batch in batches:
+        executor.set_params(params, aux)
+        executor.forward_backward(*batch)
+        alone.append({name: executor.to_canonical(name, grad).copy() for name, grad in executor.grads.items()})
+
+    executor.set_params(params, aux)
+    optimizer = SGD(executor.params, momentum=0.9, weight_decay=0.0)
+    executor.forward_backward(*batches[0])
+    executor.forward_backward(*batches[1], accumulate=True)
+    optimizer.step(executor.grads, learning_rate=0.1, scale=0.5)
+    for name in params:
+        step = -0.1 * (alone[0][name].astype(np.float64) + alone[1][name]) / 2
+        got = executor.to_canonical(name, optimizer.momenta[name])
+        np.testing.assert_allclose(got, step, rtol=1e-5, atol=1e-6 * np.abs(step).max() + 1e-12, err_msg=name)
+
+
+def test_accumulating_run(run_train, tiny_options, tmp_path):
+    """6 batches of 4 images are 4 + 2 of them in the two steps of an epoch; the learning rate counts 16 images."""
+    folder = tmp_path / "run"
+    code, _, err = run_train("--output", folder, *tiny_options, "--accumulate", "4", "--log-every", "1",
+                             "--schedule", "polynomial", "--decay-power", "1")  # fmt: skip
+    assert code == 0, err
+    assert checkpoint.load(checkpoint.find(str(folder))).progress.step == 4
+    rates = [line["learning_rate"] for line in read_lines(folder, "steps")]
+    assert rates == pytest.approx([0.5 * 16 / 256 * (1 - k / 4) for k in range(4)])
+
+
+def test_learns_and_validates_every_image_once(run_train, tiny_options, tmp_path):
+    folder = tmp_path / "run"
+    code, out, err = run_train("--output", folder, *tiny_options, "--epochs", "3", "--batch-size", "5")
+    assert code == 0, err
+    rows = read_lines(folder, "epoch")
+    assert [row["epoch"] for row in rows] == [1, 2, 3]
+    assert rows[-1]["train_loss"] < rows[0]["train_loss"]
+    assert rows[-1]["val_top1"] > 0.6  # three tints, so chance is a third
+    assert rows[-1]["val_top1"] * 27 == pytest.approx(round(rows[-1]["val_top1"] * 27))  # of 27 images, none twice
+    assert "total images/sec" in out
+    assert (folder / "report" / "report.html").exists()
+    assert json.loads((folder / "config.json").read_text())["batch_size"] == 5
+
+
+@pytest.mark.parametrize("options, steps, sentence", [
+    (["--max-steps", "4"], 4, "stopped: 4 steps are done, as many as --max-steps allows"),
+    (["--time-limit", "0.00001"], 1, "stopped: the time limit of 1e-05 minutes is reached"),
+    (["--target-accuracy", "0.01"], 6, "has reached the target of 0.01"),
+])  # fmt: skip
+def test_limits(options, steps, sentence, run_train, tiny_options, tmp_path):
+    folder = tmp_path / "run"
+    code, out, err = run_train("--output", folder, *tiny_options, *options)
+    assert code == 0, err
+    assert sentence in out
+    assert checkpoint.load(checkpoint.find(str(folder))).progress.step == steps
+    assert len(read_lines(folder, "stop")) == 1
+
+
+def test_without_validation(run_train, tiny_options, tmp_path):
+    folder = tmp_path / "run"
+    code, _, err = run_train("--output", folder, *tiny_options, "--epochs", "1", "--validate-every", "0")
+    assert code == 0, err
+    assert [row["val_top1"] for row in read_lines(folder, "epoch")] == [None]
+
+
+def test_reference_executor_trains_like_mxnet(run_train, tiny_options, tmp_path):
+    """The same two steps on both executors; fp32 networks of this depth agree to a few thousandths in the loss."""
+    losses = {}
+    for executor in ("mxnet", "reference"):
+        folder = tmp_path / executor
+        code, _, err = run_train("--output", folder, *tiny_options, "--executor", executor, "--max-steps", "2",
+                                 "--log-every", "1", "--validate-every", "0", "--batch-size", "3")  # fmt: skip
+        assert code == 0, err
+        losses[executor] = [line["loss"] for line in read_lines(folder, "steps")]
+    assert len(losses["mxnet"]) == 2
+    assert losses["reference"] == pytest.approx(losses["mxnet"], rel=5e-3)
+
+
+def test_benchmark_on_synthetic_data(run_train, tmp_path):
+    folder = tmp_path / "run"
+    code, out, err = run_train(
+        "benchmark", "--output", folder, "--data", "synthetic", "--depth", "18", "--image-size", "32",
+        "--batch-size", "2", "--device", "cpu", "--no-tensorboard", "--warmup-steps", "2", "--min-steps", "5", "--limit-steps", "8",
+    )  # fmt: skip
+    assert code == 0, err
+    (result,) = read_lines(folder, "benchmark")
+    assert f"= {result['images_per_sec']:.1f} images/sec" in out
+    times = list(itertools.chain.from_iterable(line["step_ms"] for line in read_lines(folder, "steps")))
+    assert 2 + 5 <= len(times) <= 2 + 8
+    # the recorder's times hold a little bookkeeping more than the benchmark's
+    assert result["median_step_ms"] == pytest.approx(np.median(times[2:]), rel=0.1)
+    assert "standard error of the median" in out
+    assert ("more than the 1 % wanted" in out) == (result["relative_error"] >= 0.01)
+
+
+def test_standard_error_of_median(rng):
+    """For normal values it is known: 1.2533 sigma / sqrt(n); the mean of many estimates must come near it."""
+    estimates = [standard_error_of_median(rng.normal(100, 2, 201)) for _ in range(300)]
+    assert np.mean(estimates) == pytest.approx(1.2533 * 2 / np.sqrt(201), rel=0.1)
+    assert standard_error_of_median([3.0]) == 0.0
