@@ -115,7 +115,8 @@ def test_benchmark_on_synthetic_data(run_train, tmp_path):
     folder = tmp_path / "run"
     code, out, err = run_train(
         "benchmark", "--output", folder, "--data", "synthetic", "--depth", "18", "--image-size", "32",
-        "--batch-size", "2", "--device", "cpu", "--no-tensorboard", "--warmup-steps", "2", "--min-steps", "5", "--limit-steps", "8",
+        "--batch-size", "2", "--device", "cpu", "--no-tensorboard", "--warmup-steps", "2", "--min-steps", "5",
+        "--limit-steps", "8",
     )  # fmt: skip
     assert code == 0, err
     (result,) = read_lines(folder, "benchmark")
