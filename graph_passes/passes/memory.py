@@ -217,9 +217,8 @@ def _in_place(node: Node) -> dict[Ref, list[Ref]]:
     operator = OPERATORS[node.op]
     inputs = dict(zip(operator.input_names(node), node.inputs, strict=True))
     outputs = dict(zip(operator.outputs, _outputs(node), strict=True))
-    # An input that the node reads twice, under two names, would be overwritten before the second is read.
     return {
-        outputs[output]: [inputs[name] for name in names if name in inputs and node.inputs.count(inputs[name]) == 1]
+        outputs[output]: [inputs[name] for name in names if name in inputs]
         for output, names in _IN_PLACE[node.op].items()
     }
 

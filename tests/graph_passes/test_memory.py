@@ -230,6 +230,13 @@ def test_one_successor_for_a_place():
     assert arena_bytes == 2 * 512
 
 
+def test_not_in_place_between_sizes():
+    """Element i of a 16-bit output does not lie where element i of a 32-bit input lay."""
+    steps = [Step([], ["x"], {}), Step(["x"], ["y"], {"y": ["x"]}), Step(["y"], [], {})]
+    allocations, arena_bytes = plan_arena(steps, {"x": 512, "y": 256})
+    assert not allocations["y"].in_place and arena_bytes == 768
+
+
 def test_a_tensor_may_be_written_in_several_steps():
     steps = [Step([], ["sum"], {}), Step([], ["part"], {}), Step(["part", "sum"], ["sum"], {"sum": ["part"]})]
     allocations, arena_bytes = plan_arena(steps, {"sum": 256, "part": 256})
