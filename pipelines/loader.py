@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from nvidia.dali import backend
+
 from mxnet_compat import mx
 from pipelines.errors import DataError
 
@@ -87,6 +89,8 @@ class Loader(ABC):
     """Iterating gives the batches of the current epoch from where it stands; its end begins the next epoch."""
 
     def __init__(self, config: LoaderConfig, shard: tuple[int, int], num_images: int, class_names: list[str]):
+        if config.device == "gpu":
+            _require_gpu(config.device_id)
         self.config = config
         self.shard = shard
         self.num_images = num_images  # of the whole split
@@ -163,3 +167,14 @@ class Loader(ABC):
                     f"resume with the same data, seed and global batch"
                 )
         self.epoch, self.batch, self._bad = epoch, batch, bad
+
+
+def _require_gpu(device_id: int) -> None:
+    try:
+        count = backend.GetCUDADeviceCount()  # type: ignore[attr-defined]  # compiled
+    except RuntimeError:  # no driver
+        count = 0
+    if device_id >= count:
+        raise DataError(f"GPU {device_id} is asked for, but CUDA finds {count} here; load on the CPU")
+    if not mx.runtime.Features().is_enabled("CUDA"):
+        raise DataError("batches on the GPU need MXNet with CUDA; install the extra gpu, or load on the CPU")
