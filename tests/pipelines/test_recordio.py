@@ -33,6 +33,13 @@ def test_mxnet_reads_what_we_write_and_we_what_mxnet_writes(tmp_path, seed):
         assert (header.label, header.id, image) == (label, i, payload)
     assert reader.read() is None
 
+    same = tmp_path / "same.rec"
+    writer = mx.recordio.MXRecordIO(str(same), "w")
+    for i, (label, payload) in enumerate(zip(labels, payloads, strict=True)):
+        writer.write(mx.recordio.pack(mx.recordio.IRHeader(0, label, i, 0), payload))
+    writer.close()
+    assert same.read_bytes() == ours.read_bytes()
+
     theirs = tmp_path / "theirs.rec"
     writer = mx.recordio.MXIndexedRecordIO(str(theirs.with_suffix(".idx")), str(theirs), "w")
     for i, (label, payload) in enumerate(zip(labels, payloads, strict=True)):
