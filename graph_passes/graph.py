@@ -25,6 +25,7 @@ from graph_passes.operators import OPERATORS, Shape, infer_node_shapes
 
 VARIABLE = "null"  # MXNet's operator name of a variable: an input, a parameter or a running statistic
 _OLD_NAMES = {"_Plus": "elemwise_add", "_plus": "elemwise_add", "_add": "elemwise_add"}  # in JSON of MXNet before 1.0
+_OLD_HINTS = ("ctx_group", "lr_mult", "wd_mult", "force_mirroring", "mirror_stage")  # now __ctx_group__ and so on
 
 
 class Ref(NamedTuple):
@@ -263,7 +264,8 @@ def _from_document(cls: type[Graph], document: dict[str, Any]) -> Graph:
             if not 0 <= source < number:
                 raise GraphError(f"node '{name}' ({op}) reads node {source}, which does not come before it")
             inputs.append(Ref(nodes[source].name, index))
-        attrs = {**entry.get("param", {}), **entry.get("attr", {}), **entry.get("attrs", {})}
+        hints = {f"__{key}__" if key in _OLD_HINTS else key: value for key, value in entry.get("attr", {}).items()}
+        attrs = {**entry.get("param", {}), **hints, **entry.get("attrs", {})}
         # MXNet knows best: for operators that are not in our table, and for hidden outputs (a workspace of Pooling).
         num_outputs = rows[number + 1] - rows[number] if rows else 0
         nodes.append(Node(op, name, tuple(inputs), attrs, num_outputs))

@@ -55,8 +55,8 @@ class Executor(ABC):
     # --- parameters ---
 
     def to_canonical(self, name: str, array: Any) -> np.ndarray:
-        """A parameter, its gradient or its momentum from this executor's layout to the canonical one."""
-        array = np.asarray(array.asnumpy() if hasattr(array, "asnumpy") else array)
+        """A copy of a parameter, its gradient or its momentum, from this executor's layout to the canonical one."""
+        array = array.asnumpy() if hasattr(array, "asnumpy") else np.array(array)
         return np.ascontiguousarray(array.transpose(0, 2, 3, 1)) if self._is_oihw(name) else array
 
     def from_canonical(self, name: str, array: np.ndarray) -> np.ndarray:
@@ -89,8 +89,8 @@ class Executor(ABC):
     def get_params(self) -> tuple[Arrays, Arrays]:
         """Canonical copies of all parameters and running statistics."""
         self.synchronize()
-        params = {name: self.to_canonical(name, array).copy() for name, array in self.params.items()}
-        return params, {name: self.to_canonical(name, array).copy() for name, array in self.aux.items()}
+        params = {name: self.to_canonical(name, array) for name, array in self.params.items()}
+        return params, {name: self.to_canonical(name, array) for name, array in self.aux.items()}
 
     # --- running ---
 

@@ -1,7 +1,7 @@
 """The executor on stock MXNet: any CPU, and the GPUs that MXNet 1.9.1 has machine code for (up to sm_89).
 
 The fused operators are expanded to MXNet's own, on the CPU the graph is converted to NCHW (MXNet's CPU convolution
-knows no NHWC), and the Symbol is bound once. Equal inputs give equal bits in every run on one machine and thread count.
+knows no NHWC), and the Symbol is bound. Equal inputs give equal bits in every run on one machine and thread count.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -39,17 +40,16 @@ class MXNetExecutor(Executor):
         self.aux = {name: zeros[name] for name in aux}
         self.grads = {name: mx.nd.zeros(array.shape, ctx=self._context) for name, array in self.params.items()}
         self._symbol = symbol
-        self._executor = self._bind("write")
-        self._accumulating: Any = None  # the same Symbol, bound to add to the gradients; made when first asked for
+        # The Symbol is bound once for each use: forward(is_train) of a bound Symbol sets a flag that operators which
+        # still wait in the engine read when their turn comes. One that both trained and inferred would mix up the two.
+        self._executors = {"write": self._bind("write")}
         self._loss = _loss_node(self.graph)
         self._totals = mx.nd.zeros(4, dtype="float64", ctx=self._context)  # the fields of Metrics
 
     def forward_backward(self, data: Array, label: Array, accumulate: bool = False) -> None:
         if self._loss is None:
             raise GraphError("the graph does not end in SoftmaxOutput: without a loss there is nothing to train")
-        if accumulate and self._accumulating is None:
-            self._accumulating = self._bind("add", shared=self._executor)
-        executor = self._accumulating if accumulate else self._executor
+        executor = self._executor("add" if accumulate else "write")
         self._copy_in(data=data, softmax_label=label)
         executor.forward(is_train=True)
         executor.backward()
@@ -58,14 +58,14 @@ class MXNetExecutor(Executor):
     def forward(self, data: Array, label: Array | None = None) -> Array:
         given = {"data": data} if label is None else {"data": data, "softmax_label": label}
         self._copy_in(**given)
-        probabilities = self._executor.forward(is_train=False)[0]
+        probabilities = self._executor("null").forward(is_train=False)[0]
         if label is not None:
             self._count(probabilities, label.shape[0])
         return probabilities
 
     def evaluate(self, data: Array, label: Array, num_valid: int) -> None:
         self._copy_in(data=data, softmax_label=label)
-        self._count(self._executor.forward(is_train=False)[0], num_valid)
+        self._count(self._executor("null").forward(is_train=False)[0], num_valid)
 
     def read_metrics(self) -> Metrics:
         loss_sum, top1, top5, count = self._totals.asnumpy()
@@ -80,8 +80,13 @@ class MXNetExecutor(Executor):
         # MXNet operator knows that, but assigning NumPy to such an array fails, and its pointer must not be given away.
         array[:] = mx.nd.array(value, ctx=self._context)
 
+    def _executor(self, grad_req: str) -> Any:
+        """The Symbol bound to write gradients, to add to them, or to infer ("null"); all share their working memory."""
+        if grad_req not in self._executors:
+            self._executors[grad_req] = self._bind(grad_req, shared=self._executors["write"])
+        return self._executors[grad_req]
+
     def _bind(self, grad_req: str, shared: Any = None) -> Any:
-        """Bind the Symbol to this executor's arrays; `shared` lends the memory of its intermediate results."""
         requests = dict.fromkeys(self.params, grad_req) | dict.fromkeys(self._inputs, "null")
         arguments = {**self.params, **self._inputs}
         with _stderr_closed():
@@ -129,7 +134,9 @@ def _infer_shapes(symbol: Any, inputs: Mapping[str, Sequence[int]]) -> tuple[dic
         if name not in symbol.list_arguments():
             raise GraphError(f"the graph has no input '{name}': give shapes for its inputs only")
     try:
-        arguments, _, aux = symbol.infer_shape(**inputs)
+        with warnings.catch_warnings():  # it warns of what the last error below says
+            warnings.simplefilter("ignore")
+            arguments, _, aux = symbol.infer_shape(**inputs)
     except mx.base.MXNetError as error:
         reason = str(error).strip().splitlines()[-1]
         raise GraphError(f"the input shapes {dict(inputs)} do not fit the graph: {reason}") from None

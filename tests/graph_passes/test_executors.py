@@ -1,0 +1,252 @@
+"""The executors `mxnet` and `reference` behind their one interface, and the production settings of oneDNN."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from step_networks import fused, random_variables, small_resnet
+
+from graph_passes import GraphError, passes
+from graph_passes.executors import Metrics, create_executor
+from mxnet_compat import mx
+
+CLASSES = 7
+KINDS = ["mxnet", "reference"]
+
+
+@pytest.fixture
+def problem(rng):
+    return make_problem(rng, bottleneck=bool(rng.integers(2)), channels=int(rng.choice([3, 4])))
+
+
+def make_problem(rng, bottleneck=True, channels=3):
+    """A fused network, its input shapes, canonical values, and two batches."""
+    graph = fused(small_resnet(bottleneck, classes=CLASSES))
+    n, height, width = int(rng.integers(5, 8)), int(rng.integers(17, 24)), int(rng.integers(17, 24))
+    shapes = {"data": (n, height, width, channels), "softmax_label": (n,)}
+    values = random_variables(graph, shapes, rng, CLASSES, np.float32)
+    params = {name: values[name] for name in graph.arguments if name not in shapes}
+    aux = {name: values[name] for name in graph.aux}
+    batches = [(rng.standard_normal(shapes["data"]).astype("f"), rng.integers(0, CLASSES, n).astype("f"))
+               for _ in range(2)]  # fmt: skip
+    return graph, shapes, params, aux, batches
+
+
+def executors(problem, *kinds, **options):
+    graph, shapes, params, aux, _ = problem
+    made = [create_executor(kind, graph, shapes, **(options if kind == "reference" else {})) for kind in kinds]
+    for executor in made:
+        executor.set_params(params, aux)
+    return made
+
+
+def nd(batch):
+    return tuple(mx.nd.array(array) for array in batch)
+
+
+def canonical_grads(executor):
+    return {name: executor.to_canonical(name, array) for name, array in executor.grads.items()}
+
+
+def assert_close(results, expected, tolerance):
+    """Relative to each tensor's largest element, or to a hundredth of the largest of all where that is more (a bias
+    before a BatchNorm has the gradient 0 plus rounding)."""
+    floor = 1e-2 * max(np.abs(array).max() for array in expected.values())
+    for name, array in expected.items():
+        scale = max(np.abs(array).max(), floor)
+        np.testing.assert_allclose(results[name], array, rtol=0, atol=tolerance * scale, err_msg=name)
+
+
+def test_mxnet_equals_the_reference(problem):
+    """Two training passes: gradients, running statistics, metrics and inference, fp32 against float64."""
+    stock, reference = executors(problem, *KINDS, dtype="float64")
+    for batch in problem[4]:
+        for executor in (stock, reference):
+            executor.forward_backward(*nd(batch))
+        assert_close(canonical_grads(stock), canonical_grads(reference), 1e-4)
+    assert_close(stock.get_params()[1], reference.get_params()[1], 1e-5)
+    metrics, expected = stock.read_metrics(), reference.read_metrics()
+    assert metrics[1:] == expected[1:]
+    assert metrics.loss_sum == pytest.approx(expected.loss_sum, rel=1e-5)
+    data = problem[4][0][0]
+    np.testing.assert_allclose(stock.forward(mx.nd.array(data)).asnumpy(), reference.forward(data), rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_come_back_as_they_were_given(kind, problem):
+    (executor,) = executors(problem, kind)
+    params, aux = executor.get_params()
+    for given, returned in ((problem[2], params), (problem[3], aux)):
+        assert given.keys() == returned.keys()
+        for name in given:
+            np.testing.assert_array_equal(given[name], returned[name])
+    shape = problem[2]["a_1_conv_weight"].shape
+    own = executor.from_canonical("a_1_conv_weight", problem[2]["a_1_conv_weight"])
+    assert own.shape == executor.params["a_1_conv_weight"].shape
+    assert executor.to_canonical("a_1_conv_weight", executor.grads["a_1_conv_weight"]).shape == shape
+    params["fc_bias"][:] = 99  # a copy
+    assert 99 not in executor.get_params()[0]["fc_bias"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_accumulate(kind, problem):
+    (executor,) = executors(problem, kind)
+    separate = []
+    for batch in problem[4]:
+        executor.forward_backward(*nd(batch))
+        separate.append(canonical_grads(executor))
+    for number, batch in enumerate(problem[4]):
+        executor.forward_backward(*nd(batch), accumulate=number > 0)
+    assert_close(canonical_grads(executor), {n: separate[0][n] + separate[1][n] for n in separate[0]}, 1e-6)
+    executor.forward_backward(*nd(problem[4][1]))  # and without, they start again
+    assert_close(canonical_grads(executor), separate[1], 1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_metrics_count_what_they_should(kind, problem, rng):
+    """Loss with label smoothing 0.1, top-1 and top-5 written out again; images beyond num_valid do not count."""
+    (executor,) = executors(problem, kind)
+    loss, top1, top5, count = 0.0, 0, 0, 0
+    for data, label in problem[4]:
+        num_valid = int(rng.integers(0, len(label) + 1))
+        executor.evaluate(*nd((data, label)), num_valid)
+        output = executor.forward(mx.nd.array(data))
+        probabilities = output.asnumpy() if kind == "mxnet" else output
+        for p, target in zip(probabilities[:num_valid], label[:num_valid].astype(int), strict=True):
+            loss -= 0.9 * np.log(p[target]) + sum(0.1 / 6 * np.log(p[k]) for k in range(CLASSES) if k != target)
+            rank = sum(p > p[target])
+            top1, top5, count = top1 + (rank < 1), top5 + (rank < 5), count + 1
+    metrics = executor.read_metrics()
+    assert metrics[1:] == (top1, top5, count)
+    assert metrics.loss_sum == pytest.approx(loss, rel=1e-5)
+    assert executor.read_metrics() == Metrics(0.0, 0, 0, 0)
+
+
+def test_two_runs_give_equal_bits(problem):
+    results = []
+    for _ in range(2):
+        (executor,) = executors(problem, "mxnet")
+        for batch in problem[4]:
+            executor.forward_backward(*nd(batch))
+        results.append((canonical_grads(executor), executor.get_params()[1], executor.read_metrics()))
+    for first, second in zip(*(result[:2] for result in results), strict=True):
+        for name in first:
+            assert first[name].tobytes() == second[name].tobytes(), name
+    assert results[0][2] == results[1][2]
+
+
+def test_half_precision_batches_are_taken(problem):
+    (executor,) = executors(problem, "mxnet")
+    data = mx.nd.array(problem[4][0][0])
+    expected = executor.forward(data.astype("float16").astype("float32")).asnumpy()
+    np.testing.assert_array_equal(executor.forward(data.astype("float16")).asnumpy(), expected)
+
+
+def test_a_network_without_a_loss_infers_only(problem):
+    """Of class scores, as an exported network gives them."""
+    scores = fused(small_resnet(True).get_internals()["fc_output"])
+    executor = create_executor("mxnet", scores, {"data": (2, 19, 19, 3)})
+    assert executor.forward(mx.nd.zeros((2, 19, 19, 3))).shape == (2, CLASSES)
+    with pytest.raises(GraphError, match="does not end in SoftmaxOutput"):
+        executor.forward_backward(mx.nd.zeros((2, 19, 19, 3)), mx.nd.zeros(2))
+
+
+# --- bad input ---
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_wrong_batches_are_refused(kind, problem):
+    (executor,) = executors(problem, kind)
+    data, label = problem[4][0]
+    with pytest.raises(GraphError, match=r"'data' has the shape .* but the executor was made for"):
+        executor.forward_backward(mx.nd.array(data[:-1]), mx.nd.array(label))
+    with pytest.raises(GraphError, match="'softmax_label' has the shape"):
+        executor.evaluate(mx.nd.array(data), mx.nd.array(label[:-1]), 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda p: p.pop("stem_weight"), "parameter 'stem_weight' is missing"),
+        (lambda p: p.update(extra=np.zeros(3)), "parameter 'extra' does not belong"),
+        (lambda p: p.update(fc_bias=np.zeros(9)), r"'fc_bias' has shape \(9,\), this network needs \(7,\)"),
+        (lambda p: p.update(stem_weight=np.zeros((6, 3, 3, 5))), r"'stem_weight' has shape \(6, 3, 3, 5\)"),
+    ],
+)
+def test_values_of_another_network_are_refused(kind, change, message, problem):
+    (executor,) = executors(problem, kind)
+    params = dict(problem[2])
+    change(params)
+    params["fc_weight"] = params["fc_weight"] + 1
+    with pytest.raises(GraphError, match=message):
+        executor.set_params(params, problem[3])
+    np.testing.assert_array_equal(executor.get_params()[0]["fc_weight"], problem[2]["fc_weight"])  # none was set
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes", "device", "message"),
+    [
+        ("mxnett", {"data": (2, 19, 19, 3)}, "cpu(0)", "no executor 'mxnett'"),
+        ("mxnet", {"data": (2, 19, 19, 3)}, "tpu(0)", r"no device 'tpu\(0\)'"),
+        ("mxnet", {"data": (2, 19, 19, 3)}, "gpu(99)", "GPUs here"),
+        ("reference", {"data": (2, 19, 19, 3)}, "gpu(0)", "runs on cpu"),
+        ("mxnet", {"image": (2, 19, 19, 3)}, "cpu(0)", "no input 'image'"),
+        ("mxnet", {"data": (0, 19, 19, 3)}, "cpu(0)", "every dimension must be at least 1"),
+        ("mxnet", {"data": (2, 19, 3)}, "cpu(0)", r"do not fit the graph|4 dimensions"),
+        ("mxnet", {"softmax_label": (3,)}, "cpu(0)", "give the shapes of all inputs|do not fit"),
+        ("reference", {"data": (2, 19, 3)}, "cpu(0)", "needs a batch of images"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(name, shapes, device, message):
+    with pytest.raises(GraphError, match=message) as error:
+        create_executor(name, fused(small_resnet(True)), shapes, device)
+    assert "\n" not in str(error.value)
+
+
+# --- oneDNN, which production uses on the CPU and this process does not ---
+
+
+def one_dnn_run(seed: int) -> dict:
+    """Train, infer, set parameters after inference, train, infer: gradients, outputs and running statistics."""
+    problem = make_problem(np.random.default_rng(seed), bottleneck=seed % 2 == 0, channels=4)
+    (executor,) = executors(problem, "mxnet")
+    executor.forward_backward(*nd(problem[4][0]))
+    outputs = [executor.forward(mx.nd.array(problem[4][1][0])).asnumpy()]  # reorders weights in place
+    executor.set_params(problem[2], problem[3])
+    for name, array in executor.params.items():
+        array[:] = 0.5 * mx.nd.array(executor.from_canonical(name, problem[2][name]))
+    executor.forward_backward(*nd(problem[4][1]))
+    outputs.append(executor.forward(mx.nd.array(problem[4][0][0])).asnumpy())
+    results = canonical_grads(executor) | dict(zip(("first", "second"), outputs, strict=True))
+    return {name: array.astype(float).tolist() for name, array in (results | executor.get_params()[1]).items()}
+
+
+def test_training_with_onednn_equals_training_without():
+    """It differs from MXNet's native kernels by rounding only, also after inference, which leaves the weights in
+    oneDNN's own layout. Nothing waits between training and inference: they must not disturb each other (one bound
+    Symbol for both gave wrong running statistics and gradients here)."""
+    seed = int.from_bytes(os.urandom(2), "little")
+    print(f"seed {seed}")
+    environment = {**os.environ, "MXNET_MKLDNN_ENABLED": "1"}
+    path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
+    for s in (seed, seed + 1):
+        code = (f"import json, test_executors as t; first, second = t.one_dnn_run({s}), t.one_dnn_run({s}); "
+                "assert first == second, 'not deterministic'; print(json.dumps(first))")
+        run = subprocess.run([sys.executable, "-c", code], env={**environment, "PYTHONPATH": path}, text=True,
+                             capture_output=True, timeout=120)  # fmt: skip
+        assert run.returncode == 0, run.stderr
+        with_onednn = {name: np.array(value) for name, value in json.loads(run.stdout).items()}
+        expected = {name: np.array(value) for name, value in one_dnn_run(s).items()}
+        assert_close(with_onednn, expected, 1e-4)
+
+
+def test_layout_of_what_is_run():
+    """On the CPU the executor runs NCHW with one transpose, whatever it was given."""
+    executor = create_executor("mxnet", fused(small_resnet(True)), {"data": (2, 19, 19, 3)})
+    assert executor.graph.operators()["transpose"] == 1
+    assert set(passes.weight_layouts(executor.graph).values()) == {"OIHW"}

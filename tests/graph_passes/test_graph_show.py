@@ -1,0 +1,117 @@
+"""`python -m graph_passes show`: tables, bytes, drawings, and one sentence for a mistake."""
+
+import math
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from graph_passes import Graph, Ref, passes
+from graph_passes.__main__ import forward_bytes, main
+from graph_passes.drawing import draw_svg
+from mxnet_compat import mx
+from train.model import resnet
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def boxes(svg):
+    """(operator and name, border width, centre) of each box, checked to be inside the picture."""
+    root = ET.fromstring(svg)
+    width, height = float(root.get("width")), float(root.get("height"))
+    found = []
+    for group in root.iter(f"{SVG}g"):
+        rect = group.find(f"{SVG}rect")
+        x, y, w, h = (float(rect.get(key)) for key in ("x", "y", "width", "height"))
+        assert 0 <= x <= x + w <= width and 0 <= y <= y + h <= height
+        found.append((group.find(f"{SVG}title").text, float(rect.get("stroke-width")), (x, y, w, h)))
+    return found
+
+
+def fused(graph):
+    return passes.bn_relu(passes.bn_add_relu(graph))
+
+
+@pytest.mark.parametrize("depth", [18, 50, 152])
+def test_drawing_of_a_resnet(depth):
+    before = Graph.from_json(resnet(depth).tojson())
+    after = fused(before)
+    shapes = after.infer_shapes({"data": (4, 224, 224, 3)})
+    svg = draw_svg(after, "a <title> & more", shapes)
+    drawn = boxes(svg)
+    assert sorted(text for text, _, _ in drawn) == sorted(
+        f"{node.op} {node.name}" for node in after if not node.is_variable
+    )
+    highlighted = [text for text, border, _ in drawn if border > 2]
+    assert len(highlighted) == after.operators()["BatchNormRelu"] + after.operators()["BatchNormAddRelu"]
+    for i, (_, _, (x, y, w, h)) in enumerate(drawn):  # no two boxes overlap
+        for _, _, (x2, y2, w2, h2) in drawn[:i]:
+            assert x + w <= x2 or x2 + w2 <= x or y + h <= y2 or y2 + h2 <= y
+    assert "4×56×56×64" in svg
+    assert len(boxes(draw_svg(before, "before"))) == before.operators().total()
+
+
+@pytest.mark.parametrize("name", ["densenet121", "inception_v3", "mobilenet_v2_0_25"])
+def test_drawing_of_other_networks(name):
+    graph = Graph.from_json(getattr(mx.gluon.model_zoo.vision, name)()(mx.sym.var("data")).tojson())
+    assert len(boxes(draw_svg(graph, name))) == graph.operators().total()
+
+
+def test_bytes_that_fusion_saves():
+    """Each tensor that is no longer written to memory saves a write and a read: counted here from the pattern alone."""
+    before = Graph.from_json(resnet(50).tojson())
+    shapes = before.infer_shapes({"data": (8, 96, 96, 3)})
+    vanished = 0
+    for node in before:
+        if (node.op == "BatchNorm" and "shortcut" not in node.name) or node.op == "elemwise_add":
+            vanished += math.prod(shapes[Ref(node.name)])
+    after = fused(before)
+    saved = forward_bytes(before, shapes, 2) - forward_bytes(after, after.infer_shapes({"data": (8, 96, 96, 3)}), 2)
+    assert saved == 2 * 2 * vanished
+
+
+def test_show_a_network_of_the_zoo(capsys, tmp_path):
+    arguments = ["show", "--model", "resnet50_v1", "--batch-size", "2", "--image-size", "64", "--inference"]
+    assert main([*arguments, "--output", str(tmp_path / "new")]) == 0
+    output = capsys.readouterr().out
+    for row in (r"layout\W+53 convolutions", r"add_relu\W+16 ", r"bn_relu\W+33 ", r"bn_add_relu\W+16 ",
+                r"fold_bn\W+53 convolutions", r"BatchNorm\W+53\W+\n"):  # fmt: skip
+        assert re.search(row, output), row
+    after = Graph.load(tmp_path / "new" / "after.json")
+    assert after.operators()["AddRelu"] == 16
+    assert len(boxes((tmp_path / "new" / "after.svg").read_text())) == after.operators().total()
+    assert len(boxes((tmp_path / "new" / "before.svg").read_text())) == 53 + 53 + 49 + 16 + 2 + 1
+
+
+def test_show_our_own_symbol(capsys, tmp_path):
+    resnet(50).save(str(tmp_path / "ours.json"))
+    assert main(["show", "--symbol", str(tmp_path / "ours.json")]) == 0
+    output = capsys.readouterr().out
+    assert re.search(r"bn_add_relu\W+16 \W+127 -> 111", output)
+    assert "15.49 GB (37%) saved" in output  # batch 256, 224 pixels, fp16; test_bytes_that_fusion_saves checks the sum
+    assert not list(tmp_path.glob("*.svg"))
+
+
+def test_an_operator_without_a_shape_rule_is_drawn_without_shapes(capsys, tmp_path):
+    assert main(["show", "--model", "mobilenet_v2_0_25", "--output", str(tmp_path)]) == 0
+    assert "Bytes and shapes are left out: operator clip of node" in capsys.readouterr().out
+    assert (tmp_path / "after.svg").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "required: show"),
+        (["show"], "one of the arguments --symbol --model is required"),
+        (["show", "--model", "resnet50"], "model zoo has no 'resnet50': did you mean resnet50_v"),
+        (["show", "--symbol", "missing.json"], "cannot read the graph file missing.json"),
+        (["show", "--model", "resnet18_v1", "--batch-size", "0"], "both must be at least 1"),
+        (["show", "--model", "resnet18_v1", "--dtype", "int8"], "invalid choice: 'int8'"),
+        (["show", "--model", "resnet18_v1", "--output", "/dev/null/x"], "cannot write to /dev/null/x"),
+    ],
+)
+def test_mistakes_get_one_sentence(arguments, message, capsys):
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+    assert message in error

@@ -1,0 +1,198 @@
+"""Every operator of the reference executor, forward and backward: against MXNet's autograd in fp32, and its gradients
+against finite differences in float64."""
+
+import numpy as np
+import pytest
+
+from graph_passes import VARIABLE, Graph, GraphError, Node, Ref, passes
+from graph_passes.executors.reference import OPERATIONS, backward, forward
+from graph_passes.operators import OPERATORS
+from mxnet_compat import mx
+
+# Relative to the largest element of a tensor. fp32 rounds to 6e-8; the sums here have up to a few hundred terms.
+FP32_TOLERANCE = 2e-5
+# A central difference with step h errs by h^2 times the third derivative and by rounding, 1e-16 / h.
+STEP, DIFFERENCE_TOLERANCE = 1e-6, 1e-7
+
+
+def size(rng, low=3, high=9):
+    return int(rng.integers(low, high))
+
+
+def batch(rng, layout, channels):
+    n, h, w = size(rng, 1, 4), size(rng, 5, 12), size(rng, 5, 12)
+    return (n, h, w, channels) if layout == "NHWC" else (n, channels, h, w)
+
+
+def single(op, data_shape, rng, num_data=1, **attrs):
+    """A graph of one operator; its inputs are variables of fitting shapes."""
+    node = Node(op, "y", (), attrs)
+    names = OPERATORS[op].input_names(node)
+    graph = Graph([*(Node(VARIABLE, name) for name in names), node.replace(inputs=tuple(map(Ref, names)))], [Ref("y")])
+    data_names = [name for name in names if name in ("data", "lhs", "rhs", "addend")]
+    return graph, dict.fromkeys(data_names, data_shape)
+
+
+def convolution(rng, layout):
+    groups = int(rng.choice([1, 1, 2, 3]))
+    kernel = (size(rng, 1, 4), size(rng, 1, 4))
+    return single("Convolution", batch(rng, layout, 6), rng, layout=layout, kernel=kernel, num_filter=2 * 3,
+                  num_group=groups, stride=(size(rng, 1, 4), size(rng, 1, 3)), pad=(size(rng, 0, 3), size(rng, 0, 3)),
+                  dilate=(size(rng, 1, 3), 1), no_bias=bool(rng.integers(2)))
+
+
+def pooling(rng, layout, kind):
+    kernel, pad = (size(rng, 2, 4), size(rng, 2, 4)), (size(rng, 0, 2), size(rng, 0, 2))
+    stride = tuple(size(rng, 1, k - p + 1) for k, p in zip(kernel, pad, strict=True))  # no window of padding alone
+    return single("Pooling", batch(rng, layout, 3), rng, layout=layout, pool_type=kind, kernel=kernel, stride=stride,
+                  pad=pad, pooling_convention=str(rng.choice(["valid", "full"])),
+                  count_include_pad=bool(rng.integers(2)))
+
+
+def global_pooling(rng, layout, kind):
+    return single("Pooling", batch(rng, layout, 3), rng, layout=layout, pool_type=kind, kernel=(1, 1), global_pool=True)
+
+
+def batch_norm(rng, layout, op, **attrs):
+    settings = {"eps": 1e-3, "momentum": 0.7, "fix_gamma": bool(rng.integers(2)), **attrs}
+    return single(op, batch(rng, layout, 3), rng, axis=layout.index("C"), **settings)
+
+
+CASES = {
+    **{f"Convolution {layout}": lambda rng, k=layout: convolution(rng, k) for layout in ("NHWC", "NCHW")},
+    **{f"Pooling {kind} {layout}": lambda rng, k=kind, la=layout: pooling(rng, la, k)
+       for kind in ("max", "avg", "sum") for layout in ("NHWC", "NCHW")},
+    **{f"Pooling global {kind}": lambda rng, k=kind: global_pooling(rng, "NHWC", k) for kind in ("max", "avg")},
+    **{f"{op} {layout}": lambda rng, o=op, la=layout: batch_norm(rng, la, o)
+       for op in ("BatchNorm", "BatchNormRelu", "BatchNormAddRelu") for layout in ("NHWC", "NCHW")},
+    "BatchNorm with running statistics": lambda rng: batch_norm(rng, "NHWC", "BatchNormRelu", use_global_stats=True),
+    "BatchNorm of vectors": lambda rng: single("BatchNorm", (size(rng), size(rng)), rng, axis=1, fix_gamma=False),
+    "AddRelu": lambda rng: single("AddRelu", batch(rng, "NHWC", 3), rng),
+    "elemwise_add": lambda rng: single("elemwise_add", batch(rng, "NHWC", 3), rng),
+    "relu": lambda rng: single("relu", (size(rng), size(rng)), rng),
+    "Activation": lambda rng: single("Activation", batch(rng, "NHWC", 2), rng, act_type="relu"),
+    "FullyConnected": lambda rng: single("FullyConnected", batch(rng, "NHWC", 2), rng, num_hidden=size(rng),
+                                         no_bias=bool(rng.integers(2))),
+    "FullyConnected of rows": lambda rng: single("FullyConnected", (size(rng), size(rng), size(rng)), rng,
+                                                 num_hidden=size(rng), flatten=False),
+    "Flatten": lambda rng: single("Flatten", batch(rng, "NHWC", 2), rng),
+    "transpose": lambda rng: single("transpose", batch(rng, "NHWC", 2), rng, axes=(0, 3, 1, 2)),
+    "transpose of all": lambda rng: single("transpose", (2, size(rng), size(rng)), rng),
+    "softmax": lambda rng: single("softmax", (size(rng), size(rng), size(rng)), rng, axis=int(rng.integers(3))),
+}  # fmt: skip
+
+
+def test_every_operator_has_a_case():
+    tested = {name.split()[0] for name in CASES} | {"SoftmaxOutput"}
+    assert tested == set(OPERATIONS)
+
+
+def random_values(graph, shapes, rng):
+    inferred = graph.infer_shapes(shapes)
+    return {
+        Ref(name): rng.uniform(0.5, 1.5, inferred[Ref(name)]) if name.endswith(("gamma", "var"))
+        else rng.standard_normal(inferred[Ref(name)])
+        for name in graph.variables
+    }  # fmt: skip
+
+
+def with_mxnet(graph, values, head, training):
+    """Output and gradients of a graph in MXNet's fp32, which wants NCHW and stock operators."""
+    nchw = passes.layout(passes.unfuse(graph), "NCHW")
+    to_nchw = [name for name, kind in passes.weight_layouts(graph).items() if kind == "OHWI"]
+    arrays = {r.node: mx.nd.array(v.transpose(0, 3, 1, 2) if r.node in to_nchw else v) for r, v in values.items()}
+    symbol = mx.sym.load_json(nchw.to_json())
+    grads = {name: mx.nd.zeros(arrays[name].shape) for name in symbol.list_arguments()}
+    aux = {name: arrays[name] for name in symbol.list_auxiliary_states()}
+    executor = symbol.bind(mx.cpu(), {name: arrays[name] for name in grads}, grads, aux_states=aux)
+    (output,) = executor.forward(is_train=training)
+    if training:
+        executor.backward(mx.nd.array(head))
+    gradients = {
+        Ref(name): grad.asnumpy().transpose(0, 2, 3, 1) if name in to_nchw else grad.asnumpy()
+        for name, grad in grads.items()
+    }
+    return output.asnumpy(), gradients
+
+
+def close(result, expected, tolerance, scale=None):
+    scale = np.abs(expected).max() if scale is None else scale
+    np.testing.assert_allclose(result, expected, rtol=0, atol=tolerance * max(scale, 1.0))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_against_mxnet(case, rng):
+    for _ in range(4):
+        graph, shapes = CASES[case](rng)
+        values = {ref: v.astype(np.float32) for ref, v in random_values(graph, shapes, rng).items()}
+        results = forward(graph, values, training=True)
+        output = results[Ref("y")]
+        assert output.dtype == np.float32
+        head = rng.standard_normal(output.shape).astype(np.float32)
+        expected, gradients = with_mxnet(graph, values, head, training=True)
+        close(output, expected, FP32_TOLERANCE)
+        own = backward(graph, results, True, head)
+        scale = max(np.abs(g).max() for g in gradients.values())
+        for ref, gradient in gradients.items():
+            close(own.get(ref, np.zeros(())) + np.zeros_like(gradient), gradient, FP32_TOLERANCE, scale)
+        close(forward(graph, values, False)[Ref("y")], with_mxnet(graph, values, head, False)[0], FP32_TOLERANCE)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_against_finite_differences(case, training, rng):
+    """Along random directions, for each variable: (f(v + h d) - f(v - h d)) / 2 h = gradient . d, f = head . output."""
+    graph, shapes = CASES[case](rng)
+    values = random_values(graph, shapes, rng)
+    results = forward(graph, values, training)
+    head = rng.standard_normal(results[Ref("y")].shape)
+    gradients = backward(graph, results, training, head)
+    for ref in values:
+        if ref.node in graph.aux:
+            assert ref not in gradients
+            continue
+        direction = rng.standard_normal(values[ref].shape)
+        ahead, behind = (
+            (forward(graph, {**values, ref: values[ref] + step * direction}, training)[Ref("y")] * head).sum()
+            for step in (STEP, -STEP)
+        )
+        expected = (ahead - behind) / (2 * STEP)
+        scale = np.linalg.norm(gradients[ref]) * np.linalg.norm(direction) + np.abs(results[Ref("y")] * head).sum()
+        assert abs((gradients[ref] * direction).sum() - expected) < DIFFERENCE_TOLERANCE * scale, ref
+
+
+@pytest.mark.parametrize("normalization", ["batch", "null", "valid"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_softmax_output(normalization, smoothing, rng):
+    """Against MXNet, and the gradient against differences of the smoothed cross entropy written out."""
+    n, classes = size(rng), size(rng)
+    data, label = rng.standard_normal((n, classes)), rng.integers(0, classes, n)
+    attrs = {"normalization": normalization, "smooth_alpha": smoothing, "grad_scale": 0.5}
+    nodes = [Node(VARIABLE, "data"), Node(VARIABLE, "label"),
+             Node("SoftmaxOutput", "y", (Ref("data"), Ref("label")), attrs)]  # fmt: skip
+    graph = Graph(nodes, [Ref("y")])
+    results = forward(graph, {Ref("data"): data, Ref("label"): label.astype(float)}, True)
+    gradient = backward(graph, results)[Ref("data")]
+    arrays = {Ref("data"): data.astype("f"), Ref("label"): label.astype("f")}
+    expected, gradients = with_mxnet(graph, arrays, np.ones((n, classes)), True)
+    close(results[Ref("y")], expected, FP32_TOLERANCE)
+    close(gradient, gradients[Ref("data")], FP32_TOLERANCE)
+
+    def loss(scores):
+        log_p = scores - np.log(np.exp(scores).sum(axis=1, keepdims=True))
+        targets = np.where(np.arange(classes) == label[:, None], 1 - smoothing, smoothing / (classes - 1))
+        return -(targets * log_p).sum() * 0.5 / (1 if normalization == "null" else n)
+
+    direction = rng.standard_normal(data.shape)
+    difference = (loss(data + STEP * direction) - loss(data - STEP * direction)) / (2 * STEP)
+    assert abs((gradient * direction).sum() - difference) < DIFFERENCE_TOLERANCE * n * classes
+
+
+@pytest.mark.parametrize("symbol", [
+    mx.sym.Activation(mx.sym.var("data"), act_type="tanh", name="y"),
+    mx.sym.Pooling(mx.sym.var("data"), kernel=(2, 2), pool_type="lp", p_value=2, name="y"),
+    mx.sym.clip(mx.sym.var("data"), 0, 6, name="y"),
+], ids=["tanh", "lp", "clip"])  # fmt: skip
+def test_what_it_does_not_have_is_named(symbol, rng):
+    with pytest.raises(GraphError, match="'y'.*reference executor has|reference executor has .*'y'"):
+        forward(Graph.from_json(symbol.tojson()), {Ref("data"): rng.standard_normal((1, 2, 4, 4))}, True)
