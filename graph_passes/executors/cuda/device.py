@@ -169,6 +169,10 @@ class Gpu:
     def timing_event(self) -> Any:
         return self.check(self._driver.cuEventCreate(0))
 
+    def record(self, event: Any) -> None:
+        """Record a timing event on the stream."""
+        self.check(self._driver.cuEventRecord(event, self.stream_handle))
+
     def record_in_graph(self, event: Any) -> None:
         """Record a timing event; while capturing it becomes a node of the graph that records at every replay."""
         self.check(self._driver.cuEventRecordWithFlags(event, self.stream_handle,
@@ -190,9 +194,9 @@ class Gpu:
         start, end = self.timing_event(), self.timing_event()
         times = []
         for _ in range(repeats + 1):  # the first one warms up
-            self.check(self._driver.cuEventRecord(start, self.stream_handle))
+            self.record(start)
             self.replay(executable)
-            self.check(self._driver.cuEventRecord(end, self.stream_handle))
+            self.record(end)
             self.synchronize()
             times.append(self.elapsed_ms(start, end) / launches)
         self.check(self._driver.cuGraphExecDestroy(executable))

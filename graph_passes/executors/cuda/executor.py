@@ -17,7 +17,9 @@ import numpy as np
 
 from graph_passes.errors import GraphError
 from graph_passes.executors.base import Arrays, Executor, Metrics
+from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.optimizer import OptimizerConfig
+from graph_passes.executors.cuda.profile import Row, copy_gigabytes_per_second, profile
 from graph_passes.executors.cuda.training_step import TrainingStep
 from graph_passes.graph import Graph
 from mxnet_compat import mx
@@ -174,6 +176,18 @@ class CudaExecutor(Executor):
 
     def read_metrics(self) -> Metrics:
         return Metrics(*self._step.read_metrics())
+
+    @property
+    def gpu(self) -> Gpu:
+        return self._step.gpu
+
+    def profile(self) -> list[Row]:
+        """Time, bytes and operations of every kernel of forward and backward, for the batch given last."""
+        return profile(self._step)
+
+    def copy_gigabytes_per_second(self) -> float:
+        """The memory ceiling that `profile` is to be seen against."""
+        return copy_gigabytes_per_second(self._step)
 
     def synchronize(self) -> None:
         self._step.gpu.synchronize()

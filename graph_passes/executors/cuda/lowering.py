@@ -22,8 +22,7 @@ from graph_passes.executors.cuda.program import ITEM_BYTES, Buffer, Launch, Prog
 from graph_passes.graph import Graph, Node, Ref
 from graph_passes.operators import Shape, window
 from graph_passes.operators_backward import FORWARD_OF, forward_node
-from graph_passes.passes.gradient import output_names
-from graph_passes.passes.precision import tensor_dtypes
+from graph_passes.passes import output_names, tensor_dtypes
 
 VECTOR = 8  # VEC of common.cuh
 Size = tuple[int, int, int]
@@ -45,6 +44,12 @@ class _Window(ctypes.Structure):
 
     _fields_ = tuple((name, ctypes.c_int) for name in (
         "height", "width", "out_height", "out_width", "kernel_h", "kernel_w", "stride_h", "stride_w", "pad_h", "pad_w"))
+
+
+class _Image(ctypes.Structure):
+    """`Image` of batch_norm_pool.cu."""
+
+    _fields_ = tuple((name, ctypes.c_int) for name in ("height", "width", "out_height", "out_width"))
 
 
 @dataclass
@@ -100,6 +105,8 @@ class Lowering:
         self._item_bytes = ITEM_BYTES[store.dtype]
         self._buffers: dict[Ref, Buffer] = {Ref("data"): persistent.data}
         self._sums: dict[Ref, Buffer] = {}  # sum and sum of squares that a convolution has left beside its output
+        # Max poolings that are one launch with the BatchNormRelu before them -> that one's input where it won.
+        self._pooled: dict[str, Buffer] = {}
         self._workspace = Buffer("workspace", (0,), "uint8", persistent=True)
         self._partials = Buffer("partials", (0,), "float32", persistent=True)
         self.scratch = (self._workspace, self._partials)
@@ -267,7 +274,6 @@ class Lowering:
         self._require(not node["fix_gamma"], node, "has fix_gamma=True, which has no GPU lowering: set it to False")
         x, gamma, beta, running_mean, running_var = (self._input(node, index) for index in range(5))
         addend = self._input(node, 5) if add else None
-        y = self._output(node)
         rows, channels = self._rows(node, x)
         size = (count(rows), ctypes.c_int(channels))
         reduce_grid, apply_grid = self._grids(rows, channels)
@@ -280,15 +286,61 @@ class Lowering:
             self._launch(node, "batch_norm.cu", self._kernel("batch_norm_statistics"), reduce_grid, REDUCE_BLOCK,
                          (x, sums, self._partials, self._persistent.tickets, *size), (x,), (sums,))
         saved = self._output(node, 1) if training else None
+        constants = (ctypes.c_float(node["eps"]), ctypes.c_float(node["momentum"]))
+        if pool := self._max_pool_behind(node):
+            y, winner = self._output(pool, 0), self._output(pool, 1)
+            x_winner = Buffer(f"{pool.name}:x_winner", y.shape, y.dtype)
+            self._pooled[pool.name] = x_winner
+            outputs = math.prod(y.shape[:-1])
+            _, grid = self._grids(outputs, channels)
+            self._launch(node, "batch_norm_pool.cu", self._kernel("batch_norm_relu_max_pool"), grid, APPLY_BLOCK,
+                         (x, sums, gamma, beta, y, winner, x_winner, saved, running_mean, running_var, *constants,
+                          _image(x, y), count(rows), count(outputs), ctypes.c_int(channels)),
+                         (x, sums, gamma, beta), (y, winner, x_winner, saved))
+            return
+        y = self._output(node)
         mask = self._output(node, 4) if training and add else None
         running = (running_mean, running_var) if training else (None, None)
         self._launch(node, "batch_norm.cu", self._kernel("batch_norm_apply", add, relu), apply_grid, APPLY_BLOCK,
-                     (x, addend, sums, gamma, beta, y, mask, saved, *running, ctypes.c_float(node["eps"]),
-                      ctypes.c_float(node["momentum"]), *size),
+                     (x, addend, sums, gamma, beta, y, mask, saved, *running, *constants, *size),
                      (x, addend, sums, gamma, beta), (y, saved, mask), in_place=(x, y))
+
+    def _max_pool_behind(self, node: Node) -> Node | None:
+        """The 3x3 max pooling with stride 2 that alone reads a BatchNormRelu in training, as in ResNet's stem."""
+        readers = self._graph.consumers.get(Ref(node.name), ())
+        if node.op != "BatchNormReluTrain" or len(readers) != 1 or readers[0].op != "MaxPoolingTrain":
+            return None
+        size = window(forward_node(readers[0]))
+        return readers[0] if size[:3] == ((3, 3), (2, 2), (1, 1)) else None
+
+    def _batch_norm_pool_backward(self, node: Node, pool: Node) -> None:
+        """Of what `_batch_norm` made one launch; `pool` is the MaxPoolingBackward."""
+        x, gamma, saved = (self._input(node, index) for index in (1, 2, 3))
+        dy, winner = self._input(pool, 0), self._input(pool, 1)
+        dy2 = None if pool["single_grad"] else self._input(pool, 2)
+        x_winner = self._pooled[pool.inputs[1].node]
+        dx, dgamma, dbeta = (self._output(node, index) for index in range(3))
+        rows, channels = self._rows(node, x)
+        outputs, squares = math.prod(dy.shape[:-1]), x.shape[0] * -(-x.shape[1] // 2) * -(-x.shape[2] // 2)
+        reduce_grid, _ = self._grids(outputs, channels)
+        _, apply_grid = self._grids(squares, channels)
+        two, image, last = dy2 is not None, _image(x, dy), ctypes.c_int(channels)
+        self._launch(node, "batch_norm_pool.cu", self._kernel("batch_norm_relu_max_pool_backward_reduce", two),
+                     reduce_grid, REDUCE_BLOCK,
+                     (x_winner, dy, dy2, winner, saved, dgamma, dbeta, self._partials, self._persistent.tickets,
+                      count(outputs), last),
+                     (x_winner, dy, dy2, winner, saved), (dgamma, dbeta))
+        self._launch(node, "batch_norm_pool.cu", self._kernel("batch_norm_relu_max_pool_backward_apply", two),
+                     apply_grid, APPLY_BLOCK,
+                     (x, dy, dy2, winner, dx, saved, gamma, dgamma, dbeta, image, count(rows), count(squares), last),
+                     (x, dy, dy2, winner, saved, gamma, dgamma, dbeta), (dx,))
 
     def _batch_norm_backward(self, node: Node) -> None:
         forward = forward_node(node)
+        behind = self._graph[node.inputs[0].node]
+        if behind.op == "MaxPoolingBackward" and behind.inputs[1].node in self._pooled:
+            self._batch_norm_pool_backward(node, behind)
+            return
         add = forward.op == "BatchNormAddRelu"
         relu = {"BatchNorm": "NO_RELU", "BatchNormRelu": "RECOMPUTED", "BatchNormAddRelu": "BITS"}[forward.op]
         dy, x, gamma, saved = (self._input(node, index) for index in range(4))
@@ -336,6 +388,8 @@ class Lowering:
     # --- pooling ---
 
     def _pooling(self, node: Node) -> None:
+        if node.name in self._pooled:
+            return
         x, y = self._input(node, 0), self._output(node)
         self._require(node["layout"] == "NHWC", node, "is not NHWC: run the layout pass first")
         self._require(x.shape[3] % VECTOR == 0, node, f"has {x.shape[3]} channels: use a multiple of {VECTOR}")
@@ -352,6 +406,8 @@ class Lowering:
                              "GPU lowering: there are max pooling and global average pooling")
 
     def _max_pool_backward(self, node: Node) -> None:
+        if node.inputs[1].node in self._pooled:
+            return
         dy, winner = self._input(node, 0), self._input(node, 1)
         dy2 = None if node["single_grad"] else self._input(node, 2)
         dx = self._output(node)
@@ -429,6 +485,10 @@ def _bool(value: object) -> str:
 def _threads(vectors: int) -> tuple[Size, Size]:
     """Grid and block with one thread for each."""
     return (-(-vectors // 256), 1, 1), (256, 1, 1)
+
+
+def _image(x: Buffer, y: Buffer) -> _Image:
+    return _Image(*x.shape[1:3], *y.shape[1:3])
 
 
 def _pool_window(node: Node, x: Buffer, y: Buffer) -> _Window:

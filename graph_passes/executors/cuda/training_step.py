@@ -26,8 +26,7 @@ from graph_passes.executors.cuda.optimizer import Optimizer, OptimizerConfig, St
 from graph_passes.executors.cuda.parameters import VECTOR, FlatArray, ParameterStore
 from graph_passes.executors.cuda.program import Buffer, run
 from graph_passes.graph import Graph, Ref
-from graph_passes.passes.gradient import gradient, gradient_add
-from graph_passes.passes.precision import precision
+from graph_passes.passes import gradient, gradient_add, precision
 
 Arrays = dict[str, np.ndarray]
 Allocate = Callable[[str, int], int | None]  # name, bytes -> device address

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_arrays import DTYPES, relative_error
+from gpu_arrays import DTYPES, relative_error, rounded
 
 from graph_passes import Graph, GraphError, Ref, passes
-from graph_passes.executors import create_executor
-from graph_passes.executors.cuda.optimizer import OptimizerConfig
+from graph_passes.executors import create_executor, reference_backward
+from graph_passes.executors.cuda.optimizer import INITIAL_LOSS_SCALE, OptimizerConfig
 from graph_passes.executors.cuda.training_step import TrainingStep
 from mxnet_compat import mx
 from train.model import init_params, resnet
@@ -20,9 +20,12 @@ from train.model import init_params, resnet
 pytestmark = pytest.mark.gpu
 
 CLASSES = 10
-# Norm of the error over the norm, per tensor. Small network: a handful of layers, each rounding its output (2^-11 or
-# 2^-8) and its gradient, amplified by BatchNorm's backward pass.
-SMALL = {"float16": 2e-2, "bfloat16": 1.5e-1, "float32": 1e-4}
+# Norm of the error over the norm, per tensor, against a reference that rounds where the device does. What is left is
+# the order of sums, and where it decides how a value is rounded, one unit in the last place, in ten layers.
+SMALL = {"float16": 2e-2, "bfloat16": 1e-1, "float32": 1e-4}
+# Whole networks against unrounded fp32. Where the sign at a ReLU is a matter of rounding, all gradients below move:
+# (median, maximum) over the tensors. Seen on an H200: fp32 1e-6 to 5e-6, up to 1e-2; fp16 4e-2 to 8e-2, up to 1.1e-1.
+WHOLE = {"float32": (5e-5, 2e-2), "float16": (1.2e-1, 2e-1)}
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +58,24 @@ def small_network(channels: int = 16) -> Any:
     return mx.sym.SoftmaxOutput(x, normalization="batch", smooth_alpha=0.1, name="softmax")
 
 
-def open_relus(params: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Every beta 3: BatchNorm's output is then above 0 except in one of 700 places. Near 0, rounding decides whether a
-    ReLU lets a gradient through, which changes gradients far more than rounding them does: with betas of 0, fp16 moves
-    those of a random ResNet by 5 to 10 %, whoever computes them."""
-    return {name: np.full_like(p, 3) if name.endswith("_beta") else p for name, p in params.items()}
+def rounded_reference(graph: Graph, shapes: dict[str, tuple[int, ...]], values: dict[str, np.ndarray],
+                      dtype: str) -> dict[str, np.ndarray]:
+    """Outputs of the training graph in float64, every tensor rounded to the type that the precision pass gives it, as
+    the device stores it. Against unrounded arithmetic, 16-bit types differ by some percent, whoever computes: rounding
+    decides whether a ReLU near 0 lets a gradient through.
+    """
+    step = passes.precision(passes.gradient_add(passes.gradient(graph, shapes)), dtype)
+    dtypes = passes.tensor_dtypes(step)
+    values = {**values, "loss_scale": np.array([INITIAL_LOSS_SCALE])}
+    tensors = {Ref(name): rounded(values[name], dtypes[Ref(name)]) for name in step.variables}
+    for node in step:
+        if not node.is_variable:
+            outputs = reference_backward.evaluate(node, [tensors[ref] for ref in node.inputs])
+            for index, output in enumerate(outputs):
+                kept = dtypes[Ref(node.name, index)]
+                is_float = kept in DTYPES
+                tensors[Ref(node.name, index)] = rounded(output, kept) if is_float else output
+    return {name: tensors[ref] for name, ref in passes.output_names(step).items()}
 
 
 def random_state(graph: Graph, shapes: dict[str, tuple[int, ...]], seed: int) -> tuple[dict, dict]:
@@ -91,54 +107,46 @@ def random_batch(shapes: dict[str, tuple[int, ...]], seed: int) -> tuple[np.ndar
 def test_small_network_against_the_reference(cache: Path, dtype: str, size: tuple[int, ...]) -> None:
     graph, shapes = fused(small_network()), {"data": size, "softmax_label": size[:1]}
     params, aux = random_state(graph, shapes, seed=size[0])
-    params = params if dtype == "float32" else open_relus(params)
     data, label = random_batch(shapes, seed=size[1])
+    wanted = rounded_reference(graph, shapes, {**params, **aux, "data": data, "softmax_label": label}, dtype)
+    scale = INITIAL_LOSS_SCALE if dtype == "float16" else 1.0
+    gradients = {name: wanted[f"{name}_grad"] / scale for name in params}
+
     step = TrainingStep(graph, shapes, dtype, tf32=False, cache_folder=cache)
     step.set_params(params, aux)
-    # The reference gets what the device holds: rounding the weights and images is not the error that is looked for.
-    if dtype == "float16":
-        params = {n: p.astype(np.float16).astype(np.float32) if n.endswith("_weight") else p for n, p in params.items()}
-        data = data.astype(np.float16).astype(np.float32)
-    reference = create_executor("reference", graph, shapes, dtype="float64")
-    reference.set_params(params, aux)
-    reference.forward_backward(data, label)
-    wanted = reference.read_metrics()
-
     step.load(data, label)
     step.forward_backward()
-    loss_sum, *_, count = step.read_metrics()
-    assert count == size[0] and abs(loss_sum - wanted.loss_sum) < SMALL[dtype] * wanted.loss_sum
-    errors = {name: relative_error(grad, reference.grads[name]) for name, grad in step.get_gradients().items()}
-    assert errors.keys() == reference.grads.keys() and max(errors.values()) < SMALL[dtype], errors
-    _, new_aux = step.get_params()
+    loss_sum, top1, top5, count = step.read_metrics()
+    assert count == size[0] and abs(loss_sum - wanted["loss"]) < SMALL[dtype] * wanted["loss"]
+    assert abs(top1 - wanted["top1"]) <= 1 and abs(top5 - wanted["top5"]) <= 1, "but for a near tie"
+    errors = {name: relative_error(grad, gradients[name]) for name, grad in step.get_gradients().items()}
+    assert errors.keys() == params.keys()
+    assert max(errors.values()) < SMALL[dtype], sorted(errors.items(), key=lambda item: -item[1])[:5]
+    new_params, new_aux = step.get_params()
     for name, value in new_aux.items():
-        assert relative_error(value, reference.aux[name]) < SMALL[dtype], name
+        assert relative_error(value, wanted[name]) < SMALL[dtype], name
 
     step.forward_backward(accumulate=True)  # the same batch again: twice the gradient
     for name, grad in step.get_gradients().items():
-        assert relative_error(grad, 2 * reference.grads[name]) < SMALL[dtype], name
+        assert relative_error(grad, 2 * gradients[name]) < SMALL[dtype], name
 
-    _, new_aux = step.get_params()  # inference with what the device has, on both sides
-    reference.set_params(params, new_aux)
-    step.read_metrics()
+    new_params, new_aux = step.get_params()  # inference with what the device has, on both sides
+    reference = create_executor("reference", graph, shapes, dtype="float64")
+    reference.set_params(new_params, new_aux)
     step.set_num_valid(size[0] - 1)
+    step.read_metrics()
     step.infer()
     assert relative_error(step.probabilities(), reference.forward(data, label)) < SMALL[dtype]
     assert step.read_metrics()[3] == size[0] - 1
 
 
-@pytest.mark.parametrize("depth, dtype, limit", [
-    (18, "float32", 1e-4), (50, "float32", 1e-4), (101, "float32", 1e-4),
-    (18, "float16", 2e-2), (50, "float16", 2e-2), (101, "float16", 2e-2)])
-def test_whole_network_against_mxnet_on_the_cpu(cache: Path, depth: int, dtype: str, limit: float) -> None:
+@pytest.mark.parametrize("dtype", WHOLE)
+@pytest.mark.parametrize("depth", [18, 50, 101])
+def test_whole_network_against_mxnet_on_the_cpu(cache: Path, depth: int, dtype: str) -> None:
     symbol, shapes = resnet(depth, CLASSES, 0.1), {"data": (8, 64, 64, 3), "softmax_label": (8,)}
     graph = fused(symbol)
     params, aux = init_params(symbol, seed=depth)
-    params = open_relus(params)
     data, label = random_batch(shapes, seed=depth)
-    if dtype == "float16":
-        params = {n: p.astype(np.float16).astype(np.float32) if n.endswith("_weight") else p for n, p in params.items()}
-        data = data.astype(np.float16).astype(np.float32)
     cpu = create_executor("mxnet", graph, shapes)
     cpu.set_params(params, aux)
     cpu.forward_backward(mx.nd.array(data), mx.nd.array(label))
@@ -147,14 +155,17 @@ def test_whole_network_against_mxnet_on_the_cpu(cache: Path, depth: int, dtype: 
     step.load(data, label)
     step.forward_backward()
     wanted_loss = cpu.read_metrics().loss_sum
-    assert abs(step.read_metrics()[0] - wanted_loss) < limit * wanted_loss
-    wanted = {name: cpu.to_canonical(name, grad) for name, grad in cpu.grads.items()}
-    errors = {name: relative_error(grad, wanted[name]) for name, grad in step.get_gradients().items()
-              if np.any(wanted[name])}  # behind a gamma of 0 the gradient is 0
+    assert abs(step.read_metrics()[0] - wanted_loss) < 1e-3 * wanted_loss
+    errors = {}
     for name, grad in step.get_gradients().items():
-        if name not in errors:
-            assert not grad.any(), name
-    assert max(errors.values()) < limit, sorted(errors.items(), key=lambda item: -item[1])[:5]
+        wanted = cpu.to_canonical(name, cpu.grads[name])
+        if wanted.any():
+            errors[name] = relative_error(grad, wanted)
+        else:
+            assert not grad.any(), f"behind a gamma of 0 the gradient is 0: {name}"
+    print(f"median {np.median(list(errors.values())):.1e}, maximum {max(errors.values()):.1e}")
+    median, maximum = WHOLE[dtype]
+    assert np.median(list(errors.values())) < median and max(errors.values()) < maximum
 
 
 def numpy_update(config: OptimizerConfig, w: np.ndarray, v: np.ndarray, g: np.ndarray, is_weight: bool,
@@ -254,6 +265,7 @@ def test_unsupported_graphs_are_refused_in_one_sentence(cache: Path) -> None:
     graph = Graph.from_json(mx.sym.SoftmaxOutput(head, name="softmax").tojson())
     with pytest.raises(GraphError, match="squash"):
         TrainingStep(graph, {"data": (2, 8, 8, 8), "softmax_label": (2,)}, "float16", cache_folder=cache)
-    with pytest.raises(GraphError, match="smaller batch"):
-        shapes = {"data": (1 << 15, 112, 112, 4), "softmax_label": (1 << 15,)}
-        TrainingStep(fused(small_network(512)), shapes, "float16", cache_folder=cache)
+    shapes = {"data": (1, 16, 16, 3), "softmax_label": (1,)}
+    step = TrainingStep(fused(small_network(8)), shapes, cache_folder=cache)
+    with pytest.raises(GraphError, match=r"the GPU has .* GiB free, 1048576.0 GiB more are needed: use a smaller"):
+        step.gpu.allocate(1 << 50)

@@ -1,0 +1,70 @@
+"""The peer: PyTorch's ResNet training step on one GPU, synthetic data. Prints one line of JSON; started by step_gpu.py.
+
+    python benchmarks/peer_pytorch.py --batch 256 --mode compile
+
+torchvision's ResNet (v1.5, as ours), channels_last, automatic mixed precision, gradient scaler in fp16, fused SGD with
+momentum, cuDNN autotuning; `--mode compile` puts the network through torch.compile. Runs in an interpreter of its own
+(step_gpu.py starts the one named by PEER_PYTHON): this project itself never imports PyTorch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+
+import torch
+import torchvision
+
+WARM_UP = 15
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--depth", type=int, default=50)
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--size", type=int, default=224)
+    parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), default="float16")
+    parser.add_argument("--mode", choices=("eager", "compile"), default="compile")
+    parser.add_argument("--steps", type=int, default=50)
+    arguments = parser.parse_args()
+
+    torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
+    dtype = getattr(torch, arguments.dtype)
+    network = getattr(torchvision.models, f"resnet{arguments.depth}")().cuda().to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-5, fused=True)
+    scaler = torch.amp.GradScaler("cuda", enabled=dtype is torch.float16)
+    loss_function = torch.nn.CrossEntropyLoss(label_smoothing=0.1)
+    forward = torch.compile(network) if arguments.mode == "compile" else network
+    shape = (arguments.batch, 3, arguments.size, arguments.size)
+    data = torch.randn(shape, device="cuda", dtype=dtype).to(memory_format=torch.channels_last)
+    label = torch.randint(0, 1000, (arguments.batch,), device="cuda")
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast("cuda", dtype=dtype, enabled=dtype is not torch.float32):
+            loss = loss_function(forward(data), label)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    for _ in range(WARM_UP):
+        step()
+    torch.cuda.reset_peak_memory_stats()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(arguments.steps + 1)]
+    events[0].record()
+    for event in events[1:]:
+        step()
+        event.record()
+    torch.cuda.synchronize()
+    times = [start.elapsed_time(end) for start, end in itertools.pairwise(events)]
+    free, total = torch.cuda.mem_get_info()
+    print(json.dumps({
+        "name": f"PyTorch {torch.__version__} {arguments.mode}", "step_ms": times,
+        "peak_allocated_bytes": torch.cuda.max_memory_allocated(), "used_bytes": total - free,
+    }))
+
+
+if __name__ == "__main__":
+    main()
