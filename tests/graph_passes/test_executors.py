@@ -153,6 +153,8 @@ def test_a_network_without_a_loss_infers_only(problem):
     assert executor.forward(mx.nd.zeros((2, 19, 19, 3))).shape == (2, CLASSES)
     with pytest.raises(GraphError, match="does not end in SoftmaxOutput"):
         executor.forward_backward(mx.nd.zeros((2, 19, 19, 3)), mx.nd.zeros(2))
+    with pytest.raises(GraphError, match="made without a shape for 'softmax_label': it has data"):
+        executor.evaluate(mx.nd.zeros((2, 19, 19, 3)), mx.nd.zeros(2), 2)
 
 
 # --- bad input ---
