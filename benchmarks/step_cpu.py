@@ -2,10 +2,10 @@
 
     python benchmarks/step_cpu.py
 
-Ours is what `python -m train` does: the mxnet executor on the fused graph, SGD with momentum, loss, top-1 and top-5. The
-peer is MXNet's own recipe: the model zoo's resnet50_v1, hybridized with static memory, gluon.Trainer with the same SGD,
-no metrics. It does less arithmetic than our v1.5, as its stride is in the first 1x1 convolution of a block. Synthetic
-data that lies ready in memory: ours NHWC, as the loader gives it, theirs NCHW. fp32.
+Ours is what `python -m train` does: the mxnet executor on the fused graph, SGD with momentum, loss, top-1 and top-5.
+The peer is MXNet's own recipe: the model zoo's resnet50_v1, hybridized with static memory, gluon.Trainer with the same
+SGD, no metrics. It does less arithmetic than our v1.5, as its stride is in the first 1x1 convolution of a block.
+Synthetic data that lies ready in memory: ours NHWC, as the loader gives it, theirs NCHW. fp32.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from record import write_result  # noqa: E402
+from record import write_result
 
-from graph_passes import Graph, passes  # noqa: E402
-from graph_passes.executors import create_executor  # noqa: E402
-from mxnet_compat import mx  # noqa: E402
-from train.model import init_params, resnet  # noqa: E402
-from train.optimizer import SGD  # noqa: E402
+from graph_passes import Graph, passes
+from graph_passes.executors import create_executor
+from mxnet_compat import mx
+from train.model import init_params, resnet
+from train.optimizer import SGD
 
 CLASSES, LEARNING_RATE, MOMENTUM, WEIGHT_DECAY = 1000, 0.1, 0.9, 1e-4
 Step = Callable[[], None]
@@ -85,7 +85,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=32, help="images a step (default: %(default)s)")
     parser.add_argument("--size", type=int, default=64, help="height and width of an image (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=60, help="steps of each program that count (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=60, help="counted steps of each program (default: %(default)s)")
     arguments = parser.parse_args()
     steps = {"ours": our_step(arguments.batch, arguments.size), "gluon": gluon_step(arguments.batch, arguments.size)}
     times = measure(steps, arguments.rounds, warm_up=5)

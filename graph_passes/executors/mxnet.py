@@ -95,7 +95,8 @@ class MXNetExecutor(Executor):
     def _copy_in(self, **arrays: Array) -> None:
         for name, array in arrays.items():
             if name not in self._inputs:
-                raise GraphError(f"the executor was made without a shape for '{name}': it has {', '.join(self._inputs)}")
+                known = ", ".join(self._inputs)
+                raise GraphError(f"the executor was made without a shape for '{name}': it has {known}")
             bound = self._inputs[name]
             if array.shape != bound.shape:
                 raise wrong_shape(name, array.shape, bound.shape)
