@@ -81,6 +81,7 @@ class Trainer:
         self.learning_rate = make_schedule(config, self.steps_per_epoch, workers.size)
         self.checkpoints = CheckpointFolder(run_folder, config.keep_checkpoints)
         self.progress = Progress()
+        self.reported_bad: set[tuple[str, str]] = set()
         self.last_saved: Path | None = None
         self.last_saved_at = time.monotonic()
         self.started_at = time.monotonic()
@@ -156,6 +157,7 @@ class Trainer:
         """Validate if it is time to. Returns why the run ends here, or ""."""
         config, progress = self.config, self.progress
         progress.epoch, progress.epoch_step = progress.epoch + 1, 0
+        self._report_bad_images(recorder)
         is_due = config.validate_every and (
             progress.epoch % config.validate_every == 0 or progress.epoch == config.epochs
         )
@@ -172,6 +174,14 @@ class Trainer:
         if 0 < config.target_accuracy <= top1:
             return f"stopped: validation top-1 {top1:.4f} has reached the target of {config.target_accuracy:g}"
         return ""
+
+    def _report_bad_images(self, recorder: Recorder) -> None:
+        """Name the images that the other processes have skipped; the recorder names those of its own."""
+        for found in self.workers.gather(self.train_loader.bad_images)[1:]:
+            for file, reason in sorted(set(found) - self.reported_bad):
+                recorder.say(f"skipped {file}: {reason}")
+                recorder.event("bad_image", file=file, reason=reason)
+            self.reported_bad.update(found)
 
     # --- saving and restoring ---
 

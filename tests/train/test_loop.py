@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -89,6 +90,23 @@ def test_limits(options, steps, sentence, run_train, tiny_options, tmp_path):
     assert sentence in out
     assert checkpoint.load(checkpoint.find(str(folder))).progress.step == steps
     assert len(read_lines(folder, "stop")) == 1
+
+
+def test_skipped_images_are_named_once(run_train, tiny_data, tiny_options, tmp_path):
+    shutil.copytree(tiny_data, tmp_path / "data")
+    broken = tmp_path / "data" / "class1" / "3.jpg"
+    broken.write_bytes(broken.read_bytes()[:100])
+    folder = tmp_path / "run"
+    options = [*tiny_options, "--output", folder, "--data", tmp_path / "data", "--validate-every", "0"]
+    code, out, err = run_train(*options, "--on-bad-image", "skip")
+    assert code == 0, err
+    (bad,) = read_lines(folder, "bad_image")
+    assert str(broken) in bad["file"]
+    assert out.count(str(broken)) == 1
+
+    code, out, err = run_train(*options, "--output", tmp_path / "other")
+    assert code == 2
+    assert str(broken) in err.splitlines()[-1]
 
 
 def test_without_validation(run_train, tiny_options, tmp_path):
