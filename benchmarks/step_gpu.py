@@ -16,6 +16,7 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,9 @@ def main() -> None:
     ours: list[float] = []
     theirs: list[float] = []
     peer: dict[str, Any] = {}
+    started = time.monotonic()
     executor, data, label = make_step(arguments.depth, arguments.batch, arguments.size, arguments.dtype)
+    print(f"ready after {time.monotonic() - started:.1f} s (the first time on a machine, plans are timed)")
     free, total = executor.gpu.memory()
     used = total - free
     for _ in range(arguments.rounds):

@@ -28,9 +28,9 @@ VECTOR = 8  # VEC of common.cuh
 Size = tuple[int, int, int]
 Buffers = tuple["Buffer | None", ...]
 TILE_CHANNELS = 64  # channels that a block of batch_norm.cu works on
-REDUCE_BLOCK: Size = (8, 64, 1)  # threads: vectors along the channels, rows
+REDUCE_BLOCK: Size = (8, 96, 1)  # threads: vectors along the channels, rows
 APPLY_BLOCK: Size = (8, 32, 1)
-REDUCE_BLOCKS_PER_MULTIPROCESSOR, APPLY_BLOCKS_PER_MULTIPROCESSOR = 2, 4  # resident at once, by their launch bounds
+REDUCE_BLOCKS_PER_MULTIPROCESSOR, APPLY_BLOCKS_PER_MULTIPROCESSOR = 1, 4  # resident at once, by their launch bounds
 STATISTICS_LAUNCH_MS = 0.003  # what a separate statistics launch costs besides its bytes
 
 

@@ -9,7 +9,7 @@ import pytest
 from gpu_arrays import DTYPES, PRECISION, Device, relative_error, rounded
 
 from graph_passes.executors.cuda.kernels import C_TYPES
-from graph_passes.executors.cuda.lowering import _Window
+from graph_passes.executors.cuda.lowering import APPLY_BLOCK, REDUCE_BLOCK, _Window
 from graph_passes.executors.cuda.training_step import _Metrics
 
 pytestmark = pytest.mark.gpu
@@ -53,7 +53,7 @@ def test_statistics(device: Device, dtype: str, rows: int, channels: int) -> Non
     case = BatchNormCase(device, rows, channels, dtype, seed=rows)
     sums = device.poisoned((2, channels))
     for _ in range(2):  # twice: the tickets must be back at zero
-        device.run("batch_norm.cu", case.kernel("batch_norm_statistics"), (case.tiles, 5, 1), (8, 64, 1),
+        device.run("batch_norm.cu", case.kernel("batch_norm_statistics"), (case.tiles, 5, 1), REDUCE_BLOCK,
                    device.put(case.x, dtype), sums, case.partials, case.tickets, *case.size)
     wanted = np.stack([case.x.sum(0), (case.x**2).sum(0)])
     scale = np.stack([np.abs(case.x).sum(0), (case.x**2).sum(0)])  # a sum near zero is exact against its terms only
@@ -70,7 +70,7 @@ def test_batch_norm_forward(device: Device, dtype: str, rows: int, channels: int
     running_mean, running_var = (device.put(value) for value in running)
     sums = device.put(np.stack([case.x.sum(0), (case.x**2).sum(0)]))
     device.run("batch_norm.cu", case.kernel("batch_norm_apply", str(add).lower(), str(relu).lower()),
-               (case.tiles, 3, 1), (8, 32, 1), device.put(case.x, dtype), device.put(case.addend, dtype), sums,
+               (case.tiles, 3, 1), APPLY_BLOCK, device.put(case.x, dtype), device.put(case.addend, dtype), sums,
                device.put(case.gamma), device.put(case.beta), y, mask, saved, running_mean, running_var,
                ctypes.c_float(EPS), ctypes.c_float(MOMENTUM), *case.size)
     before_relu = case.normal * case.gamma + case.beta + (case.addend if add else 0)
@@ -110,7 +110,7 @@ def test_batch_norm_backward(device: Device, dtype: str, rows: int, channels: in
     dz_address = device.poisoned((rows, channels), dtype) if write else 0
     dgamma, dbeta = device.poisoned((channels,)), device.poisoned((channels,))
     device.run("batch_norm.cu", case.kernel("batch_norm_backward_reduce", relu, str(two).lower(), str(write).lower()),
-               (case.tiles, 5, 1), (8, 64, 1), x, dy_address, device.put(dy2, dtype), device.put(mask, "uint8"),
+               (case.tiles, 5, 1), REDUCE_BLOCK, x, dy_address, device.put(dy2, dtype), device.put(mask, "uint8"),
                dz_address, saved, gamma, beta, dgamma, dbeta, case.partials, case.tickets, *case.size)
     got_dgamma, got_dbeta = device.get(dgamma, (channels,)), device.get(dbeta, (channels,))
     assert relative_error(got_dbeta, dz.sum(0)) < 1e-4
@@ -122,7 +122,7 @@ def test_batch_norm_backward(device: Device, dtype: str, rows: int, channels: in
     dx = device.poisoned((rows, channels), dtype)
     masked = "NO_RELU" if write or relu == "BITS" else relu
     source = dz_address if write else device.put(dz, dtype) if relu == "BITS" else dy_address
-    device.run("batch_norm.cu", case.kernel("batch_norm_backward_apply", masked), (case.tiles, 3, 1), (8, 32, 1),
+    device.run("batch_norm.cu", case.kernel("batch_norm_backward_apply", masked), (case.tiles, 3, 1), APPLY_BLOCK,
                x, source, dx, saved, gamma, beta, dgamma, dbeta, *case.size)
     wanted = case.gamma * case.invstd * (dz - got_dbeta / rows - case.normal * got_dgamma / rows)
     assert relative_error(device.get(dx, (rows, channels), dtype), wanted) < PRECISION[dtype] + 1e-4

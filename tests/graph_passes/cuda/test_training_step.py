@@ -24,8 +24,9 @@ CLASSES = 10
 # the order of sums, and where it decides how a value is rounded, one unit in the last place, in ten layers.
 SMALL = {"float16": 2e-2, "bfloat16": 1e-1, "float32": 1e-4}
 # Whole networks against unrounded fp32. Where the sign at a ReLU is a matter of rounding, all gradients below move:
-# (median, maximum) over the tensors. Seen on an H200: fp32 1e-6 to 5e-6, up to 1e-2; fp16 4e-2 to 8e-2, up to 1.1e-1.
-WHOLE = {"float32": (5e-5, 2e-2), "float16": (1.2e-1, 2e-1)}
+# (median, maximum) over the tensors. On an H200: fp32 2e-6 and 9e-6 (other batches: up to 1e-2, where one ReLU flips),
+# fp16 3.6e-2 to 5.3e-2 and 6.7e-2; PyTorch's automatic mixed precision has 4.1e-2 to 5.3e-2 and 7.3e-2.
+WHOLE = {"float32": (1e-5, 2e-2), "float16": (8e-2, 1.2e-1)}
 
 
 @pytest.fixture(scope="module")

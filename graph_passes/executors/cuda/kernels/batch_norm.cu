@@ -9,7 +9,7 @@
 
 // sums[0][c] = sum of x, sums[1][c] = sum of x * x: what cuDNN's genstats gives too.
 template <class T>
-__global__ void __launch_bounds__(REDUCE_THREADS, 2)
+__global__ void __launch_bounds__(REDUCE_THREADS, 1)
 batch_norm_statistics(const Packed<T> *x, float *sums, float *partials, uint32 *tickets, uint32 rows, int channels) {
     const int channel = (blockIdx.x * TILE + threadIdx.x) * VEC;
     const uint32 stride = gridDim.y * REDUCE_ROWS, pitch = channels / VEC;
@@ -101,7 +101,7 @@ enum Relu { NO_RELU, RECOMPUTED, BITS };  // how the backward pass knows where R
 // dbeta = sum of dz, dgamma = sum of dz * (x - mean) * invstd, where dz is dy, or dy + dy2, where ReLU let it through.
 // With WRITE, dz is stored: it is the residual's gradient, and batch_norm_backward_apply then reads it instead of dy.
 template <class T, Relu RELU, bool TWO, bool WRITE>
-__global__ void __launch_bounds__(REDUCE_THREADS, 2)
+__global__ void __launch_bounds__(REDUCE_THREADS, 1)
 batch_norm_backward_reduce(const Packed<T> *x, const Packed<T> *dy, const Packed<T> *dy2, const uint8 *mask,
                            Packed<T> *dz, const float *saved, const float *gamma, const float *beta, float *dgamma,
                            float *dbeta, float *partials, uint32 *tickets, uint32 rows, int channels) {

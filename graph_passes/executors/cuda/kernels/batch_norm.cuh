@@ -1,0 +1,147 @@
+// What the BatchNorm kernels share: how work is laid out, sums over rows, and the arithmetic per channel.
+//
+// A tensor is (rows, channels) with rows = N*H*W, channels a multiple of 8, NHWC, seen as vectors of 8 channels. A block
+// works on a tile of 64 channels; blocks with the same blockIdx.x share a tile and split its rows.
+// Formulas: Ioffe and Szegedy, arXiv:1502.03167; running variance from the biased one, as MXNet's BatchNorm does.
+#pragma once
+#include "common.cuh"
+
+constexpr int TILE = 8;                      // threads along the channels: 64 channels, one 128-byte line of a 16-bit type
+// Rows a reducing block reads at once (blockDim.y). One block of 768 threads a multiprocessor leaves 85 registers a
+// thread; two of 512 have 64, which spill, and were 10 to 20 % slower on an H200.
+constexpr int REDUCE_ROWS = 96;
+constexpr int REDUCE_THREADS = TILE * REDUCE_ROWS;
+constexpr int APPLY_ROWS = 32;               // the same for the elementwise kernels
+constexpr int APPLY_THREADS = TILE * APPLY_ROWS;
+constexpr int LOADS = 4;                     // independent 16-byte loads that a thread has in flight
+
+// --- two sums per channel over all rows ---
+
+// Adds up `sums` (2 x 8 channels a thread) over the block and over all blocks of the tile, always in the same order, so
+// equal inputs give equal bits. The last block to arrive finishes and calls `finish(channel, first sum, second sum)`.
+// `partials` holds 2 * gridDim.y * channels floats; `tickets` one counter a tile, 0 before the launch and after it.
+template <class Finish>
+__device__ void reduce_over_rows(float (&sums)[2][VEC], float *partials, uint32 *tickets, int channels, Finish finish) {
+    constexpr int VALUES = 2 * TILE * VEC;              // 2 sums x 64 channels
+    constexpr int PARTS = REDUCE_THREADS / VALUES;      // threads for each of them
+    constexpr int WARPS = REDUCE_THREADS / WARP;
+    __shared__ float shared[WARPS * VALUES];
+    __shared__ bool last;
+    const int thread = threadIdx.y * TILE + threadIdx.x;
+
+    // Over the 4 rows of a warp, then over the warps.
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+#pragma unroll
+        for (int k = 0; k < VEC; ++k) {
+            float v = sums[j][k];
+#pragma unroll
+            for (int distance = TILE; distance < WARP; distance *= 2) v += __shfl_xor_sync(0xffffffff, v, distance);
+            if (thread % WARP < TILE) shared[thread / WARP * VALUES + j * TILE * VEC + threadIdx.x * VEC + k] = v;
+        }
+    }
+    __syncthreads();
+    const int value = thread % VALUES, part = thread / VALUES;
+    const int c = blockIdx.x * TILE * VEC + value % (VALUES / 2);
+    const size_t column = size_t(value / (VALUES / 2)) * channels + c;
+    if (part == 0 && c < channels) {
+        float total = 0;
+#pragma unroll
+        for (int warp = 0; warp < WARPS; ++warp) total += shared[warp * VALUES + value];
+        partials[size_t(blockIdx.y) * 2 * channels + column] = total;
+        __threadfence();
+    }
+    __syncthreads();
+    if (thread == 0) {
+        last = atomicAdd(&tickets[blockIdx.x], 1) == gridDim.y - 1;
+        if (last) tickets[blockIdx.x] = 0;
+    }
+    __syncthreads();
+    if (!last) return;
+    __threadfence();
+
+    float total = 0;
+    if (c < channels)
+#pragma unroll 16
+        for (int split = part; split < gridDim.y; split += PARTS)
+            total += __ldcg(partials + size_t(split) * 2 * channels + column);
+    shared[thread] = total;
+    __syncthreads();
+    if (thread < VALUES / 2 && c < channels) {
+        float first = 0, second = 0;
+        for (int p = 0; p < PARTS; ++p) {
+            first += shared[p * VALUES + thread];
+            second += shared[p * VALUES + VALUES / 2 + thread];
+        }
+        finish(c, first, second);
+    }
+}
+
+// --- arithmetic per channel ---
+
+// Scale and shift of a thread's 8 channels in the forward pass: y = x * scale + shift, from the sums of this batch. One
+// thread a channel, the `keeper`, also writes what is kept: mean and 1 / sqrt(var + eps) in `saved` (2, channels), and the
+// running statistics, running = momentum * running + (1 - momentum) * new. Null pointers leave them out (inference).
+struct Forward {
+    float scale[VEC], shift[VEC];
+
+    __device__ Forward(const float *sums, const float *gamma, const float *beta, float *saved, float *running_mean,
+                       float *running_var, float eps, float momentum, uint32 rows, int channel, int channels) {
+        float sum[VEC], sum_of_squares[VEC], g[VEC], b[VEC], mean[VEC], invstd[VEC];
+        load_floats(sums + channel, sum);
+        load_floats(sums + channels + channel, sum_of_squares);
+        load_floats(gamma + channel, g);
+        load_floats(beta + channel, b);
+        const bool keeper = blockIdx.y == 0 && threadIdx.y == 0;
+#pragma unroll
+        for (int k = 0; k < VEC; ++k) {
+            mean[k] = sum[k] / rows;
+            const float var = fmaxf(sum_of_squares[k] / rows - mean[k] * mean[k], 0.f);
+            invstd[k] = rsqrtf(var + eps);
+            scale[k] = g[k] * invstd[k];
+            shift[k] = b[k] - mean[k] * scale[k];
+            if (keeper && running_mean) {
+                running_mean[channel + k] = momentum * running_mean[channel + k] + (1 - momentum) * mean[k];
+                running_var[channel + k] = momentum * running_var[channel + k] + (1 - momentum) * var;
+            }
+        }
+        if (keeper && saved) {
+            store_floats(saved + channel, mean);
+            store_floats(saved + channels + channel, invstd);
+        }
+    }
+};
+
+// The same in the backward pass, from what was saved: x * scale + shift has the bits that it had in the forward pass.
+// Without betas there is no shift.
+struct Backward {
+    float mean[VEC], invstd[VEC], gamma[VEC], scale[VEC], shift[VEC];
+
+    __device__ Backward(const float *saved, const float *gammas, const float *betas, int channel, int channels) {
+        load_floats(saved + channel, mean);
+        load_floats(saved + channels + channel, invstd);
+        load_floats(gammas + channel, gamma);
+        if (betas) load_floats(betas + channel, shift);
+#pragma unroll
+        for (int k = 0; k < VEC; ++k) {
+            scale[k] = gamma[k] * invstd[k];
+            shift[k] -= mean[k] * scale[k];
+        }
+    }
+};
+
+// dx = scale * dz + b * x + c, which is gamma * invstd * (dz - dbeta / rows - (x - mean) * invstd * dgamma / rows).
+struct InputGradient {
+    float b[VEC], c[VEC];
+
+    __device__ InputGradient(const Backward &of, const float *dgamma, const float *dbeta, uint32 rows, int channel) {
+        float dg[VEC], db[VEC];
+        load_floats(dgamma + channel, dg);
+        load_floats(dbeta + channel, db);
+#pragma unroll
+        for (int k = 0; k < VEC; ++k) {
+            b[k] = -of.scale[k] * of.invstd[k] * dg[k] / rows;
+            c[k] = -of.scale[k] * db[k] / rows - b[k] * of.mean[k];
+        }
+    }
+};
