@@ -1,8 +1,9 @@
 """The built-in sample set: twelve classes of textures, drawn by this file, for a first run without any download.
 
-Each image is a light pattern on a dark ground, both of random colour, at a random scale, angle and place, bent a little,
-under uneven light, with clutter in front of it and noise on it. Colour, brightness and size say nothing about the class,
-so a network must see the pattern. It is drawn as a scalar field over plane coordinates (u, v) whose unit is the pattern's period.
+Each image is a light pattern on a dark ground, both of random colour, at a random scale, angle and place, bent a
+little, under uneven light, with clutter in front of it and noise on it. Colour, brightness and size say nothing about
+the class, so a network must see the pattern. It is drawn as a scalar field over plane coordinates (u, v) whose unit is
+the pattern's period.
 """
 
 from __future__ import annotations

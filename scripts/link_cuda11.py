@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Give an installed mxnet-cu117 the CUDA 11 libraries that it links. Run by scripts/setup.sh with the environment's Python.
+"""Give an installed mxnet-cu117 the CUDA 11 libraries that it links. scripts/setup.sh runs it in the new environment.
 
 libmxnet.so searches its own folder first (RPATH $ORIGIN), so each library gets a link there:
 
-- where a wheel has brought the real library (always CUDA's runtime, NVTX and NCCL; the rest with the extra `cuda11`), a link
-  to that;
-- otherwise a stub, compiled here: handle-creating functions answer 'success', every other one fails. The real libraries are
-  2.6 GB, and the cuda executor calls none of them. Stock MXNet operators then fail on the GPU, as they do on any GPU of
-  compute capability 9.0 and later, for which mxnet-cu117 has no kernels.
+- where a wheel has brought the real library (always CUDA's runtime, NVTX and NCCL; the rest with the extra `cuda11`),
+  a link to that;
+- otherwise a stub, compiled here: handle-creating functions answer 'success', every other one fails. The real libraries
+  are 2.6 GB, and the cuda executor calls none of them. Stock MXNet operators then fail on the GPU, as they do on any
+  GPU of compute capability 9.0 and later, for which mxnet-cu117 has no kernels.
 
 Needs gcc and binutils' nm where stubs are to be made. Repeatable: it makes everything anew.
 """
@@ -85,7 +85,7 @@ def main() -> None:
     real = {path.name: path for path in site.glob("nvidia/*/lib/*.so*")}
     missing = [name for name in REAL if name not in real]
     if not (mxnet / "libmxnet.so").exists() or missing:
-        sys.exit(f"error: {site} lacks {', '.join(missing) or 'MXNet'}; run `make setup` on a machine with an NVIDIA GPU")
+        sys.exit(f"error: {site} lacks {', '.join(missing) or 'MXNet'}; run make setup where there is an NVIDIA GPU")
 
     def replace(name: str) -> Path:
         (mxnet / name).unlink(missing_ok=True)
@@ -100,7 +100,7 @@ def main() -> None:
             link.symlink_to(real[soname])
             continue
         if not shutil.which("gcc") or not shutil.which("nm"):
-            sys.exit(f"error: no gcc to build a stub of {soname}; install gcc, or the real one: pip install -e '.[cuda11]'")
+            sys.exit(f"error: no gcc to build a stub of {soname}; install gcc, or the real one: pip install '.[cuda11]'")
         functions = functions or imported_functions(mxnet / "libmxnet.so")
         build_stub(prefix, soname, bodies, functions, mxnet)
 
