@@ -100,7 +100,7 @@ def main() -> None:
             link.symlink_to(real[soname])
             continue
         if not shutil.which("gcc") or not shutil.which("nm"):
-            sys.exit(f"error: no gcc to build a stub of {soname}; install gcc, or the real one: pip install '.[cuda11]'")
+            sys.exit(f"error: no gcc to build a stub of {soname}; install gcc, or the real one: pip install .[cuda11]")
         functions = functions or imported_functions(mxnet / "libmxnet.so")
         build_stub(prefix, soname, bodies, functions, mxnet)
 
