@@ -6,6 +6,7 @@ a `Gpu` is made, so that the package can be imported where they are missing.
 
 from __future__ import annotations
 
+import gc
 import statistics
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -151,10 +152,15 @@ class Gpu:
         # Thread-local: MXNet's and Horovod's threads may allocate meanwhile.
         mode = self._driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         self.check(self._driver.cuStreamBeginCapture(self.stream_handle, mode))
+        # Python must not collect garbage meanwhile: unloading an old kernel or freeing an event breaks the capture.
+        collects = gc.isenabled()
+        gc.disable()
         try:
             enqueue()
         finally:
             status, graph = self._driver.cuStreamEndCapture(self.stream_handle)
+            if collects:
+                gc.enable()
         self.check((status, graph))
         executable = self.check(self._driver.cuGraphInstantiate(graph, 0))
         self.check(self._driver.cuGraphDestroy(graph))

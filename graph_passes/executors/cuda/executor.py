@@ -22,6 +22,7 @@ from graph_passes.executors.cuda.optimizer import OptimizerConfig
 from graph_passes.executors.cuda.profile import Row, copy_gigabytes_per_second, profile
 from graph_passes.executors.cuda.training_step import TrainingStep
 from graph_passes.graph import Graph
+from graph_passes.passes import bn_add_relu, bn_relu
 from mxnet_compat import mx
 
 Array = Any  # mx.nd.NDArray; MXNet has no type stubs
@@ -35,13 +36,14 @@ class _Context(ctypes.Structure):
 
 
 class CudaExecutor(Executor):
-    """See `base.Executor`. Made for one batch size and image size.
+    """See `base.Executor`. Made for one batch size and image size; fuses the graph itself where it is not.
 
     Differs from the other executors in three ways:
 
     - Gradients are in `dtype`, except those of gamma, beta and bias (fp32), and multiplied by `loss_scale()`. In
       bfloat16, which MXNet cannot hold, `grads` has the fp32 ones only.
-    - Stock MXNet has no kernels for new GPUs, so the optimizer is the executor's own: `update`.
+    - Stock MXNet has no kernels for new GPUs, so the optimizer is the executor's own: `update`, or `create_optimizer`
+      for one with the interface of `train.optimizer.SGD`.
     - `params`, `aux` and `grads` are to be asked for anew in every step: it is the asking that waits for the step.
 
     `num_buckets` cuts the backward pass, so that `on_bucket` of `forward_backward` is called with the gradients of the
@@ -51,6 +53,7 @@ class CudaExecutor(Executor):
     def __init__(self, graph: Graph, shapes: Mapping[str, Sequence[int]], device: str = "gpu(0)",
                  dtype: str = "float16", optimizer: OptimizerConfig | None = None, tf32: bool = True,
                  deterministic: bool = False, num_buckets: int = 1) -> None:
+        graph = bn_relu(bn_add_relu(graph))
         super().__init__(graph, shapes)
         kind, _, number = device.rstrip(")").partition("(")
         if kind != "gpu" or not (number or "0").isdigit():
@@ -130,6 +133,17 @@ class CudaExecutor(Executor):
     def get_params(self) -> tuple[Arrays, Arrays]:
         self._wait_for_mxnet()
         return self._step.get_params()
+
+    @property
+    def momenta(self) -> dict[str, Array]:
+        """The optimizer's momentum, fp32; to be asked for anew in every step."""
+        self._gate([self._arrays["momentum"]])
+        return self._momenta
+
+    def create_optimizer(self, momentum: float, weight_decay: float, nesterov: bool = False) -> DeviceSGD:
+        """SGD with these constants; weight decay spares gamma, beta and biases."""
+        self._step.set_optimizer(OptimizerConfig(momentum, weight_decay, nesterov))
+        return DeviceSGD(self)
 
     def set_momenta(self, momenta: Mapping[str, np.ndarray]) -> None:
         """The optimizer's momentum by parameter name, canonical."""
@@ -244,6 +258,21 @@ class CudaExecutor(Executor):
         for array in self._seen:
             _call("MXNDArrayWaitToWrite", array.handle)
         self._seen.clear()
+
+
+class DeviceSGD:
+    """What a training loop calls: `momenta` by parameter name, and `step` on the executor's own gradients."""
+
+    def __init__(self, executor: CudaExecutor) -> None:
+        self._executor = executor
+
+    @property
+    def momenta(self) -> dict[str, Array]:
+        return self._executor.momenta
+
+    def step(self, grads: Mapping[str, Array], learning_rate: float, scale: float = 1.0) -> None:
+        """`grads` are the executor's own, as `grads` gave them; they are first multiplied by `scale`."""
+        self._executor.update(learning_rate, scale)
 
 
 def _call(function: str, *arguments: Any) -> None:

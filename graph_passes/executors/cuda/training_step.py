@@ -67,13 +67,11 @@ class TrainingStep:
             parameters_of(graph, inferred, tuple(shapes)), {name: inferred[Ref(name)] for name in graph.aux}, dtype)
         self._place_parameters()
         self.persistent = self._persistent(shapes["data"], inferred[graph.outputs[0]])
-        self.optimizer = Optimizer(self.gpu, self.kernels, self.store, optimizer or OptimizerConfig(),
-                                   self.persistent.loss_scale.address - State.loss_scale.offset)
+        self.set_optimizer(optimizer or OptimizerConfig())
         self.training = self._lower(precision(gradient_add(gradient(graph, shapes)), dtype), "training")
         self._convolutions.save()
         self._segments = self._capture_buckets(num_buckets)
         self._gradient_backup: dict[str, int] = {}
-        self._update = self.gpu.capture(self.optimizer.enqueue_update)
         self._inference: Any = None
 
     # --- building ---
@@ -132,6 +130,12 @@ class TrainingStep:
         self.buckets = [names for names in self.buckets if names]
         ends = [max(ready[name] for name in names) for names in self.buckets[:-1]] + [len(launches)]
         return [self.gpu.capture(partial(run, launches[start:end])) for start, end in itertools.pairwise([0, *ends])]
+
+    def set_optimizer(self, config: OptimizerConfig) -> None:
+        """Another optimizer from now on; parameters and momentum stay, the loss scale starts anew."""
+        state = self.persistent.loss_scale.address - State.loss_scale.offset
+        self.optimizer = Optimizer(self.gpu, self.kernels, self.store, config, state)
+        self._update = self.gpu.capture(self.optimizer.enqueue_update)
 
     # --- parameters ---
 

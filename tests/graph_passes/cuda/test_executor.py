@@ -9,10 +9,11 @@ import pytest
 from gpu_arrays import relative_error
 from test_training_step import CLASSES, fused, random_batch, random_state, small_network
 
-from graph_passes import GraphError
+from graph_passes import Graph, GraphError
 from graph_passes.executors import create_executor
 from graph_passes.executors.cuda.executor import CudaExecutor
 from mxnet_compat import mx
+from train.optimizer import SGD
 
 pytestmark = pytest.mark.gpu
 
@@ -72,6 +73,32 @@ def test_update_follows_what_mxnet_did_to_the_gradients(executor: CudaExecutor) 
         assert np.array_equal(executor.to_canonical(name, value), after[name])
     moved = after["fc_bias"] - before["fc_bias"]
     assert relative_error(moved, -0.1 * executor.to_canonical("fc_bias", half["fc_bias"])) < 1e-4
+
+
+def test_its_optimizer_does_what_the_training_loop_s_sgd_does(executor: CudaExecutor) -> None:
+    optimizer = executor.create_optimizer(momentum=0.8, weight_decay=0.01, nesterov=True)
+    params, _ = executor.get_params()
+    oracle = SGD(params, momentum=0.8, weight_decay=0.01, nesterov=True)
+    data, label = batch(3)
+    for rate in (0.1, 0.05, 0.02):
+        executor.forward_backward(data, label)
+        grads = executor.grads
+        oracle.step({name: executor.to_canonical(name, grad) for name, grad in grads.items()}, rate, scale=0.5)
+        optimizer.step(grads, rate, scale=0.5)
+    after, _ = executor.get_params()
+    for name, value in params.items():
+        assert relative_error(after[name], value) < 1e-5, name
+        assert relative_error(executor.to_canonical(name, optimizer.momenta[name]), oracle.momenta[name]) < 1e-4, name
+    for name, momentum in oracle.momenta.items():  # as a restored checkpoint does
+        optimizer.momenta[name][:] = executor.from_canonical(name, 2 * momentum)
+    for name, momentum in executor.get_momenta().items():
+        assert np.array_equal(momentum, 2 * oracle.momenta[name]), name
+
+
+def test_a_graph_that_nobody_fused(executor: CudaExecutor) -> None:
+    unfused = Graph.from_json(small_network().tojson())
+    made = create_executor("cuda", unfused, SHAPES, device="gpu(0)", dtype="float32", tf32=False)
+    assert made.graph.operators() == executor.graph.operators() != unfused.operators()
 
 
 def test_inference_and_metrics(executor: CudaExecutor) -> None:
