@@ -51,14 +51,17 @@ def run_train(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[int, str, str]]:
     """Runs `python -m train ARGUMENTS` in this process: (exit code, stdout, stderr)."""
+    from train import __main__ as program
     from train import loop
-    from train.__main__ import main
 
     monkeypatch.setattr(loop, "LOADER_ALONE_SECONDS", 0.05)  # no test here looks at the loader's speed
 
-    def run(*arguments: object) -> tuple[int, str, str]:
+    def run(*arguments: object, report: bool = False) -> tuple[int, str, str]:
         capfd.readouterr()
-        code = main([str(argument) for argument in arguments])
+        with monkeypatch.context() as patch:
+            if not report:  # its plots take longer than the run
+                patch.setattr(program, "write_report", lambda folder, record: folder)
+            code = program.main([str(argument) for argument in arguments])
         out, err = capfd.readouterr()
         return code, out, err
 

@@ -66,7 +66,7 @@ def test_accumulating_run(run_train, tiny_options, tmp_path):
 
 def test_learns_and_validates_every_image_once(run_train, tiny_options, tmp_path):
     folder = tmp_path / "run"
-    code, out, err = run_train("--output", folder, *tiny_options, "--epochs", "3", "--batch-size", "5")
+    code, out, err = run_train("--output", folder, *tiny_options, "--epochs", "3", "--batch-size", "5", report=True)
     assert code == 0, err
     rows = read_lines(folder, "epoch")
     assert [row["epoch"] for row in rows] == [1, 2, 3]

@@ -57,7 +57,7 @@ def test_sigterm(unbroken, tiny_options, tmp_path, run_train, monkeypatch, signa
     assert f"go on with: python -m train --resume {folder}" in out
     assert checkpoint.load(checkpoint.find(str(folder))).progress.step == signal_at
 
-    code, out, err = run_train("--resume", folder)  # the options are those of the checkpoint
+    code, out, err = run_train("--resume", folder, report=True)  # the options are those of the checkpoint
     assert code == 0, err
     assert_same_end(folder, unbroken)
     steps = json.loads((folder / "report" / "report.json").read_text())["step_ms"]

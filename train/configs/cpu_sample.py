@@ -1,6 +1,9 @@
 """ResNet-50 on the built-in sample set at 48 pixels: what `make train-1gpu` runs on a machine without a GPU.
 
     python -m train --config cpu_sample
+
+Hardware: two CPU cores. Images/sec: 59. Accuracy: 85 % validation top-1 of 12 classes after 4 min 52 s, validation and
+checkpoints included (measured once, on a shared machine).
 """
 
 from train.config import Config
@@ -12,7 +15,7 @@ CONFIG = Config(
     image_size=48,
     batch_size=32,
     random_area=(0.5, 1.0),  # at 48 pixels a crop of 8 % of an image holds little of its class
-    epochs=11,
+    epochs=9,
     learning_rate=0.24,
     warmup_epochs=1.0,
     momentum=0.9,

@@ -4,8 +4,12 @@
     cp -r $(ls -d /path/to/imagenet/train/n* | head -n 100) data/overfit_100/       # one image or more of each class
     python -m train --config overfit_100
 
-Training and validation see the same images. A loss near 0 and a top-1 of 100 % say that images and labels belong
-together, that gradients point downhill and that BatchNorm's running statistics serve inference.
+Training and validation see the same images, training through random crops, validation through the centre crop. A loss
+near 0 says that images and labels belong together, that gradients point downhill and that BatchNorm's running
+statistics serve inference.
+
+Hardware: two CPU cores. Images/sec: 96. Accuracy: training top-1 100 % at a loss of 0.05, validation top-1 96 % after
+58 s, on 100 classes of ImageNet with one image each (benchmarks/results/overfit_100_cpu.jsonl).
 """
 
 from train.config import Config
@@ -17,8 +21,8 @@ CONFIG = Config(
     image_size=64,
     batch_size=20,
     random_area=(0.8, 1.0),
-    epochs=40,
-    learning_rate=0.25,
+    epochs=50,
+    learning_rate=1.0,
     warmup_epochs=2.0,
     momentum=0.9,
     weight_decay=0.0,
