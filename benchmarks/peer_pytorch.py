@@ -1,9 +1,10 @@
-"""The peer: PyTorch's ResNet training step on one GPU, synthetic data. Prints one line of JSON; started by step_gpu.py.
+"""The peer: PyTorch's ResNet training step on one GPU, synthetic data; step_gpu.py starts it and takes turns with it.
 
     python benchmarks/peer_pytorch.py --batch 256 --mode compile
 
 torchvision's ResNet (v1.5, as ours), channels_last, automatic mixed precision, gradient scaler in fp16, fused SGD with
-momentum, cuDNN autotuning; `--mode compile` puts the network through torch.compile. Runs in an interpreter of its own
+momentum, cuDNN autotuning; `--mode compile` puts the network through torch.compile. For every line on its standard
+input it measures `--steps` steps and prints one line of JSON; it ends with its input. Runs in an interpreter of its own
 (step_gpu.py starts the one named by PEER_PYTHON): this project itself never imports PyTorch.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import sys
 
 import torch
 import torchvision
@@ -20,18 +22,19 @@ WARM_UP = 15
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--depth", type=int, default=50)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--size", type=int, default=224)
-    parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), default="float16")
+    parser.add_argument("--dtype", choices=("float16", "bfloat16", "tf32", "float32"), default="float16")
     parser.add_argument("--mode", choices=("eager", "compile"), default="compile")
     parser.add_argument("--steps", type=int, default=50)
     arguments = parser.parse_args()
 
     torch.backends.cudnn.benchmark = True
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
-    dtype = getattr(torch, arguments.dtype)
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = arguments.dtype == "tf32"
+    mixed = arguments.dtype in ("float16", "bfloat16")
+    dtype = getattr(torch, arguments.dtype) if mixed else torch.float32
     network = getattr(torchvision.models, f"resnet{arguments.depth}")().cuda().to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-5, fused=True)
     scaler = torch.amp.GradScaler("cuda", enabled=dtype is torch.float16)
@@ -43,27 +46,27 @@ def main() -> None:
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
-        with torch.autocast("cuda", dtype=dtype, enabled=dtype is not torch.float32):
+        with torch.autocast("cuda", dtype=dtype, enabled=mixed):
             loss = loss_function(forward(data), label)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
 
-    for _ in range(WARM_UP):
-        step()
-    torch.cuda.reset_peak_memory_stats()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(arguments.steps + 1)]
-    events[0].record()
-    for event in events[1:]:
-        step()
-        event.record()
-    torch.cuda.synchronize()
-    times = [start.elapsed_time(end) for start, end in itertools.pairwise(events)]
-    free, total = torch.cuda.mem_get_info()
-    print(json.dumps({
-        "name": f"PyTorch {torch.__version__} {arguments.mode}", "step_ms": times,
-        "peak_allocated_bytes": torch.cuda.max_memory_allocated(), "used_bytes": total - free,
-    }))
+    for _ in sys.stdin:
+        for _ in range(WARM_UP):
+            step()
+        torch.cuda.reset_peak_memory_stats()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(arguments.steps + 1)]
+        events[0].record()
+        for event in events[1:]:
+            step()
+            event.record()
+        torch.cuda.synchronize()
+        print(json.dumps({
+            "name": f"PyTorch {torch.__version__} {arguments.mode}",
+            "step_ms": [start.elapsed_time(end) for start, end in itertools.pairwise(events)],
+            "allocated_bytes": torch.cuda.max_memory_allocated(),
+        }), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,19 @@
 """Our compiled training step on one GPU against PyTorch's, in turn, in one run, on synthetic data.
 
     PEER_PYTHON=/path/to/python-with-torch python benchmarks/step_gpu.py --batch 256 --profile profile.txt
+    PEER_PYTHON=/path/to/python-with-torch python benchmarks/step_gpu.py --sweep
 
-Writes results/resnet<depth>_<fp16|bf16|fp32>_b<batch>_synthetic_1gpu.json. Ours is what a training step of the cuda
-executor is: taking the batch from an MXNet array on the GPU, forward, loss and top-1/top-5, backward, optimizer with
-loss scaling. The peer (benchmarks/peer_pytorch.py) does the same without top-1/top-5. Step times are from CUDA events,
-one after each step; nothing waits for the host. Without PEER_PYTHON there is no peer.
+Writes results/resnet<depth>_<fp16|bf16|tf32|fp32>_b<batch>_synthetic_1gpu.json, and the memory that both need as a line
+of results/memory_1gpu.jsonl. Ours is what a training step of the cuda executor is: taking the batch from an MXNet array
+on the GPU, forward, loss and top-1/top-5, backward, optimizer with loss scaling. The peer (benchmarks/peer_pytorch.py)
+does the same without top-1/top-5. Step times are from CUDA events, one after each step; nothing waits for the host.
+Without PEER_PYTHON there is no peer. `--sweep` measures all of SWEEP, each in a process of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -34,8 +37,16 @@ from mxnet_compat import mx
 from train.model import init_params, resnet
 
 CLASSES, LEARNING_RATE, WARM_UP = 1000, 0.1, 15
-SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+SHORT = {"float16": "fp16", "bfloat16": "bf16", "tf32": "tf32", "float32": "fp32"}
+ROOT = Path(__file__).resolve().parents[1]
 PEER = Path(__file__).with_name("peer_pytorch.py")
+MEMORY = ROOT / "benchmarks" / "results" / "memory_1gpu.jsonl"
+# torch.compile takes about a minute for each network, batch size and dtype: the peer is compiled where it matters most.
+SWEEP = (
+    "--batch 256 --peer compile", "--batch 64 --peer eager", "--batch 128 --peer eager", "--batch 512 --peer eager",
+    "--depth 18 --peer eager", "--depth 34 --peer eager", "--depth 101 --peer eager", "--depth 152 --peer eager",
+    "--dtype bfloat16 --peer eager", "--dtype tf32 --peer eager --steps 30", "--dtype float32 --peer eager --steps 10",
+)
 
 
 def make_step(depth: int, batch: int, size: int, dtype: str) -> tuple[CudaExecutor, Any, Any]:
@@ -43,7 +54,8 @@ def make_step(depth: int, batch: int, size: int, dtype: str) -> tuple[CudaExecut
     symbol = resnet(depth, CLASSES, label_smoothing=0.1)
     graph = passes.bn_relu(passes.bn_add_relu(Graph.from_json(symbol.tojson())))
     shapes = {"data": (batch, size, size, 4), "softmax_label": (batch,)}
-    executor = create_executor("cuda", graph, shapes, device="gpu(0)", dtype=dtype)
+    executor = create_executor("cuda", graph, shapes, device="gpu(0)", dtype="float32" if dtype == "tf32" else dtype,
+                               tf32=dtype == "tf32")
     assert isinstance(executor, CudaExecutor)
     executor.set_params(*init_params(symbol, seed=0, channels=4))
     data = mx.nd.random.normal(shape=shapes["data"])
@@ -69,16 +81,42 @@ def measure(executor: CudaExecutor, data: Any, label: Any, steps: int) -> list[f
     return [gpu.elapsed_ms(start, end) for start, end in itertools.pairwise(events)]
 
 
-def measure_peer(arguments: argparse.Namespace, mode: str) -> dict[str, Any]:
-    command = [os.environ["PEER_PYTHON"], str(PEER), "--mode", mode]
-    for name in ("depth", "batch", "size", "dtype", "steps"):
-        command += [f"--{name}", str(getattr(arguments, name))]
-    clean = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "LD_LIBRARY_PATH")}
-    done = subprocess.run(command, env=clean, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"error: the peer failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
+class Peer:
+    """The other program, kept running between its turns."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        command = [os.environ["PEER_PYTHON"], str(PEER), "--mode", arguments.peer]
+        for name in ("depth", "batch", "size", "dtype", "steps"):
+            command += [f"--{name}", str(getattr(arguments, name))]
+        clean = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "LD_LIBRARY_PATH")}
+        self._process = subprocess.Popen(command, env=clean, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def measure(self) -> dict[str, Any]:
+        """One turn: what peer_pytorch.py prints."""
+        assert self._process.stdin and self._process.stdout
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which the empty answer tells
+            print("go", file=self._process.stdin, flush=True)
+        line = self._process.stdout.readline()
+        if not line:
+            sys.exit(f"error: the peer ended with exit code {self._process.wait()}: see its message above")
+        result: dict[str, Any] = json.loads(line)
+        return result
+
+    def close(self) -> None:
+        assert self._process.stdin
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def write_memory(name: str, figures: dict[str, Any]) -> None:
+    """Put one line into results/memory_1gpu.jsonl, in place of the one of that name."""
+    lines = MEMORY.read_text().splitlines() if MEMORY.exists() else []
+    others = [line for line in lines if json.loads(line)["name"] != name]
+    MEMORY.write_text("\n".join([*others, json.dumps({"name": name, **figures})]) + "\n")
+
+
+def gib(num_bytes: int) -> float:
+    return round(num_bytes / 2**30, 2)
 
 
 def main() -> None:
@@ -91,26 +129,34 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="turns of ours and the peer")
     parser.add_argument("--peer", choices=("eager", "compile"), default="compile")
     parser.add_argument("--profile", type=Path, help="write one line per kernel of the step to this file")
+    parser.add_argument("--sweep", action="store_true", help="measure all of SWEEP instead")
     arguments = parser.parse_args()
+    if arguments.sweep:
+        failed = [line for line in SWEEP if subprocess.run([sys.executable, __file__, *line.split()]).returncode]
+        sys.exit(f"error: these failed: {'; '.join(failed)}" if failed else None)
 
-    ours: list[float] = []
-    theirs: list[float] = []
-    peer: dict[str, Any] = {}
     started = time.monotonic()
     executor, data, label = make_step(arguments.depth, arguments.batch, arguments.size, arguments.dtype)
     print(f"ready after {time.monotonic() - started:.1f} s (the first time on a machine, plans are timed)")
+    ours: list[float] = []
+    theirs: list[float] = []
+    turn: dict[str, Any] = {}
     free, total = executor.gpu.memory()
-    used = total - free
+    memory: dict[str, Any] = {"ours_in_use_gib": gib(total - free)}
+    peer = Peer(arguments) if "PEER_PYTHON" in os.environ else None
     for _ in range(arguments.rounds):
         ours += measure(executor, data, label, arguments.steps)
-        if "PEER_PYTHON" in os.environ:
-            peer = measure_peer(arguments, arguments.peer)
-            theirs += peer["step_ms"]
+        if peer:
+            turn = peer.measure()
+            theirs += turn["step_ms"]
+    if peer:
+        memory |= {"peer": turn["name"], "peer_in_use_gib": gib(free - executor.gpu.memory()[0]),
+                   "peer_peak_allocated_gib": gib(turn["allocated_bytes"])}
+        peer.close()
     name = f"resnet{arguments.depth}_{SHORT[arguments.dtype]}_b{arguments.batch}_synthetic_1gpu"
-    write_result(name, ours, arguments.batch, peer.get("name"), theirs)
-    print(f"GPU memory in use: ours {used / 2**30:.2f} GiB"
-          + (f", peer {peer['used_bytes'] / 2**30:.2f} GiB, of which {peer['peak_allocated_bytes'] / 2**30:.2f} GiB "
-             "allocated at its peak" if peer else ""))
+    write_result(name, ours, arguments.batch, turn.get("name"), theirs)
+    write_memory(name, memory)
+    print(f"GPU memory: {memory}")
     if arguments.profile:
         rows = executor.profile()
         ceiling = executor.copy_gigabytes_per_second()

@@ -1,0 +1,106 @@
+"""Does it learn? 200 steps of the cuda executor on one fixed batch of real JPEGs, in each precision.
+
+    python benchmarks/learn_gpu.py --images ../shared/data/imagenet_sample
+    python benchmarks/learn_gpu.py --plot
+
+The first writes results/learn_fixed_batch_1gpu.jsonl: one line per dtype with the loss (nats per image) and the top-1
+hits of every step, before its update. `--plot` draws that file as results/learn_fixed_batch_1gpu.png. The batch: the
+first image of each of the first 64 classes, shorter side resized to 256, the middle 224 x 224; ResNet-50, the same
+initial weights, SGD with momentum, the learning rate falling to 0 along a cosine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from graph_passes import Graph
+from graph_passes.executors.cuda.optimizer import OptimizerConfig
+from graph_passes.executors.cuda.training_step import TrainingStep
+from graph_passes.passes import bn_add_relu, bn_relu
+from train import environment
+from train.model import init_params, resnet
+
+STEPS, BATCH, SIZE, CLASSES, LEARNING_RATE = 200, 64, 224, 1000, 0.05
+# Of ImageNet's RGB, in 8-bit units
+MEAN, STD = np.array([123.68, 116.78, 103.94], np.float32), np.array([58.4, 57.12, 57.38], np.float32)
+RESULT = Path(__file__).with_name("results") / "learn_fixed_batch_1gpu.jsonl"
+
+
+def load_batch(folder: Path, size: int = SIZE) -> tuple[np.ndarray, np.ndarray]:
+    """Images (BATCH, size, size, 3) normalised, float32, and labels; the folder has a folder for each class."""
+    from PIL import Image
+
+    classes = sorted(path for path in folder.iterdir() if path.is_dir())[:BATCH]
+    if len(classes) < BATCH:
+        sys.exit(f"error: {folder} has {len(classes)} class folders, {BATCH} are needed: give --images another one")
+    images = []
+    for path in classes:
+        with Image.open(min(path.glob("*.JPEG"))) as file:
+            image = file.convert("RGB")
+        scale = size * 8 / 7 / min(image.size)
+        width, height = (round(side * scale) for side in image.size)
+        left, top = (width - size) // 2, (height - size) // 2
+        resized = image.resize((width, height), Image.Resampling.BILINEAR)
+        images.append(np.asarray(resized.crop((left, top, left + size, top + size)), np.float32))
+    normalised = (np.stack(images) - MEAN) / STD
+    return normalised, np.arange(BATCH, dtype=np.float32)
+
+
+def learn(dtype: str, data: np.ndarray, label: np.ndarray) -> dict[str, Any]:
+    symbol = resnet(50, CLASSES)
+    graph = bn_relu(bn_add_relu(Graph.from_json(symbol.tojson())))
+    step = TrainingStep(graph, {"data": data.shape, "softmax_label": label.shape}, dtype,
+                        optimizer=OptimizerConfig(momentum=0.9, weight_decay=0.0))
+    step.set_params(*init_params(symbol, seed=0))
+    step.load(data, label)
+    losses, hits = [], []
+    for number in range(STEPS):
+        step.forward_backward()
+        step.update(LEARNING_RATE * (1 + math.cos(math.pi * number / STEPS)) / 2)
+        loss_sum, top1, _, count = step.read_metrics()
+        losses.append(round(loss_sum / count, 6))
+        hits.append(top1)
+    return {"dtype": dtype, "gpu": step.gpu.name, "commit": environment.git_commit(), "loss": losses, "top1": hits}
+
+
+def plot() -> None:
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
+    for line in RESULT.read_text().splitlines():
+        run = json.loads(line)
+        axes.semilogy(range(1, len(run["loss"]) + 1), run["loss"], label=run["dtype"], linewidth=1.2)
+        title = f"ResNet-50, one batch of {BATCH} JPEGs at {SIZE} px, {run['gpu']}"
+    axes.set(title=title, xlabel="step", ylabel="loss (nats per image)")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(RESULT.with_suffix(".png"), dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--images", type=Path, help="folder of class folders with JPEGs")
+    parser.add_argument("--plot", action="store_true", help="draw what an earlier run has written")
+    arguments = parser.parse_args()
+    if arguments.images:
+        data, label = load_batch(arguments.images)
+        runs = [learn(dtype, data, label) for dtype in ("float16", "bfloat16", "float32")]
+        RESULT.write_text("".join(f"{json.dumps(run)}\n" for run in runs))
+        for run in runs:
+            shown = ", ".join(f"{number}: {run['loss'][number - 1]:.4f}" for number in (1, 10, 25, 50, 100, STEPS))
+            print(f"{run['dtype']}: loss at step {shown}; {run['top1'][-1]} of {BATCH} right at the end")
+    if arguments.plot:
+        plot()
+
+
+if __name__ == "__main__":
+    main()
