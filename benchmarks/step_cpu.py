@@ -35,12 +35,12 @@ def our_step(batch: int, size: int) -> Step:
     graph = passes.bn_relu(passes.bn_add_relu(Graph.from_json(symbol.tojson())))
     executor = create_executor("mxnet", graph, {"data": (batch, size, size, 3), "softmax_label": (batch,)})
     executor.set_params(*init_params(symbol, seed=0))
-    optimizer = SGD(executor.params, MOMENTUM, WEIGHT_DECAY)
+    optimizer = SGD(executor.params, executor.grads, MOMENTUM, WEIGHT_DECAY)
     data, label = mx.nd.random.normal(shape=(batch, size, size, 3)), _labels(batch)
 
     def step() -> None:
         executor.forward_backward(data, label)
-        optimizer.step(executor.grads, LEARNING_RATE)
+        optimizer.step(LEARNING_RATE)
         executor.synchronize()
 
     return step

@@ -7,6 +7,7 @@ and one that does not stays at chance.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,7 @@ class SyntheticLoader(Loader):
         return pool
 
 
+@functools.lru_cache(maxsize=64)
 def _pattern(label: int, pixels: int) -> np.ndarray:
     """The smooth field of a class, (pixels, pixels, 3) float32 with a standard deviation of about 1."""
     rng = np.random.default_rng([_PATTERNS_SEED, label])

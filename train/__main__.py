@@ -18,6 +18,7 @@ from train.config import SAMPLES, BenchmarkConfig, Config, ValidateConfig, parse
 from train.distributed import USER_ERRORS, Workers
 from train.errors import TrainError
 from train.loop import Trainer, benchmark, measure_loader, validate
+from train.profile import write_profile
 from train.recorder import Recorder
 from train.report import write_report
 from train.signals import StoppedBySignal
@@ -74,6 +75,9 @@ def benchmark_steps(arguments: Sequence[str]) -> None:
         config = parse(BenchmarkConfig, arguments, command="benchmark")
         run_folder = _run_folder(config)
         placement = _prepare(config, workers)
+        if config.profile and placement.executor != "cuda":
+            raise TrainError(f"--profile measures the kernels of the cuda executor, but the executor of this run is "
+                             f"{placement.executor}: leave it out")
         loader = open_split(config, "train", placement, workers)
         executor = build_executor(config, len(loader.class_names), placement, None)
         trainer = Trainer(config, workers, executor, loader, None, run_folder, None)
@@ -81,7 +85,10 @@ def benchmark_steps(arguments: Sequence[str]) -> None:
     with workers.agreement():
         recorder = _open_recorder(trainer, config.warmup_steps)
     with recorder:
-        recorder.say(benchmark(trainer, recorder, config))
+        result = benchmark(trainer, recorder, config)
+        recorder.say(result.sentence)
+        if config.profile and workers.rank == 0:
+            recorder.say(write_profile(run_folder / "profile.txt", executor, result.step_ms))
         recorder.loader_speed(measure_loader(loader, workers))
     _report(recorder, run_folder)
 
@@ -136,7 +143,7 @@ def _run_folder(config: Config, resumed_file: Path | None = None) -> Path:
 
 def _prepare(config: Config, workers: Workers) -> devices.Placement:
     """Choose the device, saying so where it matters, and make the built-in sample set if it is asked for."""
-    placement = devices.choose(config, workers.local_rank)
+    placement = devices.choose(config, workers.local_rank, workers.size)
     if placement.note and workers.rank == 0:
         print(placement.note, flush=True)
     with workers.agreement():

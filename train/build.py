@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from graph_passes import Graph
 from graph_passes.executors import Executor, create_executor
@@ -18,15 +19,26 @@ from train.model import init_params, resnet
 SAMPLES_FOLDER = Path("data/samples")
 
 
+def network_dtype(config: Config, placement: Placement) -> str:
+    """The type of the network's tensors: "float16", "bfloat16" or "float32"."""
+    if config.dtype != "auto":
+        return config.dtype
+    return "float16" if placement.executor == "cuda" else "float32"
+
+
 def open_split(config: Config, split: str, placement: Placement, workers: Workers) -> Loader:
     """The loader of "train" or "val", this process's shard of it. Raises DataError or TrainError."""
     on_gpu = placement.device.startswith("gpu")
+    # The cuda executor's first convolution reads four channels: a batch that has them is copied as it is.
+    channels = 4 if placement.executor == "cuda" else 3
     loader = open_loader(
         LoaderConfig(
             data=str(SAMPLES_FOLDER) if config.data == SAMPLES else config.data,
             split=split,
             batch_size=config.batch_size,
             image_size=config.image_size,
+            dtype="float16" if network_dtype(config, placement) == "float16" else "float32",
+            channels=channels,
             device="gpu" if on_gpu else "cpu",
             device_id=workers.local_rank if on_gpu else 0,
             num_threads=config.num_threads or max(1, len(os.sched_getaffinity(0)) // workers.local_size),
@@ -55,6 +67,11 @@ def build_executor(config: Config, num_classes: int, placement: Placement, check
         params, aux = checkpoint.params, checkpoint.aux
     data_shape = (config.batch_size, config.image_size, config.image_size, 3)
     shapes = {"data": data_shape, "softmax_label": data_shape[:1]}
-    executor = create_executor(placement.executor, Graph.from_json(symbol.tojson()), shapes, placement.device)
+    options: dict[str, Any] = {}
+    if placement.executor == "cuda":
+        dtype = network_dtype(config, placement)
+        options = {"dtype": dtype, "tf32": config.tf32, "deterministic": config.deterministic}
+    graph = Graph.from_json(symbol.tojson())
+    executor = create_executor(placement.executor, graph, shapes, placement.device, **options)
     executor.set_params(params, aux)
     return executor

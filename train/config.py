@@ -86,6 +86,13 @@ class Config:
     """Where to compute; auto: on the GPU where there is one that the executor can use."""
     executor: Literal["auto", "mxnet", "reference", "cuda"] = "auto"
     """What computes; auto: the fastest that runs on the device. reference is NumPy, for tests."""
+    dtype: Literal["auto", "float16", "bfloat16", "float32"] = "auto"
+    """Type of the network's tensors (master weights and statistics are float32 in any case); auto: float16 with the
+    executor cuda, float32 with the others, which have no other."""
+    tf32: bool = True
+    """Executor cuda with dtype float32: convolutions round their inputs to TF32, which tensor cores compute with."""
+    deterministic: bool = False
+    """Executor cuda: leave out convolution kernels that sum in a varying order, so that equal runs give equal bits."""
     output: str = ""
     """Folder of the run; default: runs/<config>-<date>."""
     resume: str = ""
@@ -147,6 +154,8 @@ class BenchmarkConfig(Config):
     """Measure so many steps at most, even if the median is still uncertain."""
     limit_minutes: float = 5.0
     """End after so many minutes, likewise."""
+    profile: bool = False
+    """Executor cuda: also measure each operator of the step; printed, and written to profile.txt in the run folder."""
 
 
 # What a value must be, by name of the knob: a test and its words.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 from typing import NamedTuple
 
+from graph_passes import GraphError
+from graph_passes.executors.cuda.requirements import check_requirements
 from mxnet_compat import mx
 from train.config import Config
 from train.errors import TrainError
@@ -49,30 +51,58 @@ def find_gpus() -> list[Gpu]:
     return gpus
 
 
-def choose(config: Config, local_rank: int) -> Placement:
+def choose(config: Config, local_rank: int, num_processes: int = 1) -> Placement:
     """Device and executor of this process. Raises TrainError where what was asked for cannot be had."""
+    placement = _place(config, local_rank, num_processes)
+    if placement.executor != "cuda" and config.dtype in ("float16", "bfloat16"):
+        raise TrainError(
+            f"--dtype {config.dtype} needs the cuda executor, and this run has the {placement.executor} executor, "
+            "which computes in float32 only; use --dtype auto"
+        )
+    return placement
+
+
+def _place(config: Config, local_rank: int, num_processes: int) -> Placement:
     gpus = [] if config.device == "cpu" else find_gpus()
     if config.device == "gpu" and len(gpus) <= local_rank:
         found = f"only {len(gpus)} NVIDIA GPUs" if gpus else "no NVIDIA GPU"
         raise TrainError(f"--device gpu: process {local_rank} found {found} here; use --device cpu or fewer processes")
     if config.executor == "reference" and config.device == "gpu":
         raise TrainError("--executor reference is NumPy and runs on the CPU only; use --device cpu")
-    if config.executor == "cuda":
-        if len(gpus) <= local_rank:
-            raise TrainError("--executor cuda needs an NVIDIA GPU, and there is none here; use --executor mxnet")
-        return Placement("cuda", f"gpu({local_rank})", "")
+    if config.executor == "cuda" and len(gpus) <= local_rank:
+        reason = "but --device is cpu" if config.device == "cpu" else "and there is none here"
+        raise TrainError(f"--executor cuda needs an NVIDIA GPU, {reason}; use --executor mxnet")
 
-    executor = "mxnet" if config.executor == "auto" else config.executor
-    if executor == "reference" or config.device == "cpu":
-        return Placement(executor, "cpu(0)", "")
+    on_cpu = "reference" if config.executor == "reference" else "mxnet"
+    if config.executor == "reference" or config.device == "cpu":
+        return Placement(on_cpu, "cpu(0)", "")
     if len(gpus) <= local_rank:
-        return Placement(executor, "cpu(0)", "no NVIDIA GPU found: running on the CPU")
-    obstacle = _stock_mxnet_obstacle(gpus[local_rank])
-    if not obstacle:
-        return Placement(executor, f"gpu({local_rank})", "")
+        return Placement(on_cpu, "cpu(0)", "no NVIDIA GPU found: running on the CPU")
+    obstacles = []
+    for executor in ("cuda", "mxnet") if config.executor == "auto" else (config.executor,):
+        if executor == "cuda":
+            obstacle = _cuda_obstacle(local_rank, num_processes)
+        else:
+            obstacle = _stock_mxnet_obstacle(gpus[local_rank])
+        if not obstacle:
+            return Placement(executor, f"gpu({local_rank})", "")
+        obstacles.append(obstacle)
+    if config.executor == "cuda":
+        raise TrainError(f"--executor cuda: {obstacles[0]}")
     if config.device == "gpu":
-        raise TrainError(f"--device gpu: {obstacle}; use --device cpu")
-    return Placement(executor, "cpu(0)", f"{obstacle}: running on the CPU")
+        raise TrainError(f"--device gpu: {'; '.join(obstacles)}; or use --device cpu")
+    return Placement(on_cpu, "cpu(0)", f"running on the CPU: {obstacles[0]}")
+
+
+def _cuda_obstacle(local_rank: int, num_processes: int) -> str:
+    """Why the cuda executor cannot use this process's GPU, with the way out, or ""."""
+    if num_processes > 1:
+        return f"the cuda executor runs in one process so far, not in {num_processes}; start one"
+    try:
+        check_requirements(local_rank)
+    except GraphError as error:
+        return str(error)
+    return ""
 
 
 def _stock_mxnet_obstacle(gpu: Gpu) -> str:

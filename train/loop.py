@@ -22,7 +22,7 @@ from train.checkpoint import Checkpoint, CheckpointFolder, Progress
 from train.config import BenchmarkConfig, Config
 from train.distributed import Workers
 from train.errors import TrainError
-from train.optimizer import SGD
+from train.optimizer import make_optimizer
 from train.recorder import Recorder
 from train.schedule import make_schedule
 from train.signals import Signals, StoppedBySignal
@@ -76,7 +76,7 @@ class Trainer:
         self.train_loader = train_loader
         self.val_loader = val_loader
         self.run_folder = run_folder
-        self.optimizer = SGD(executor.params, config.momentum, config.weight_decay, config.nesterov)
+        self.optimizer = make_optimizer(executor, config)
         self.steps_per_epoch = math.ceil(train_loader.num_batches / config.accumulate)
         self.learning_rate = make_schedule(config, self.steps_per_epoch, workers.size)
         self.checkpoints = CheckpointFolder(run_folder, config.keep_checkpoints)
@@ -145,10 +145,10 @@ class Trainer:
             count += 1
         if count == 0:
             return False
-        grads = self.executor.grads
-        self.workers.average(list(grads.values()), "gradients")
-        self.optimizer.step(grads, self.learning_rate(self.progress.step), scale=1 / count)
-        self.executor.synchronize()  # bounds the work under way, and makes the step times those of the steps
+        if self.workers.size > 1:  # a process alone does not even ask for the gradients, which would wait for a GPU
+            self.workers.average(list(self.executor.grads.values()), "gradients")
+        self.optimizer.step(self.learning_rate(self.progress.step), scale=1 / count)
+        self.executor.end_step()
         self.progress.step += 1
         self.progress.epoch_step += 1
         return True
@@ -226,8 +226,9 @@ class Trainer:
             if old != new:
                 raise TrainError(f"the checkpoint was made with {option} {old}, this run has {new}; resume with {old}")
         self.train_loader.restore(checkpoint.loader_states[self.workers.rank])
+        momenta = self.optimizer.momenta
         for name, momentum in checkpoint.momenta.items():
-            self.optimizer.momenta[name][:] = self.executor.from_canonical(name, momentum)
+            momenta[name][:] = self.executor.from_canonical(name, momentum)
         np.random.set_state(checkpoint.numpy_rng)
         self.progress = checkpoint.progress
         resumed = self.checkpoints.path_of(self.progress.step)
@@ -258,26 +259,35 @@ class Trainer:
 # --- the benchmark ---
 
 
-def benchmark(trainer: Trainer, recorder: Recorder, config: BenchmarkConfig) -> str:
-    """Repeat training steps until their median time is known well enough. Returns the result in a sentence.
+class BenchmarkResult(NamedTuple):
+    step_ms: float  # median
+    sentence: str
 
-    Well enough: standard error of the median below 1 %, or a limit of the configuration is reached.
+
+def benchmark(trainer: Trainer, recorder: Recorder, config: BenchmarkConfig) -> BenchmarkResult:
+    """Repeat training steps until their median time is known well enough.
+
+    Well enough: standard error of the median below 1 %, or a limit of the configuration is reached. The time of a step
+    is that between the ends of two steps, so it holds all that the loop does. A GPU works one step ahead of its end
+    (`Executor.end_step`); where the metrics are read, it is caught up with, and a long step is followed by a short one.
     """
     most = config.warmup_steps + config.limit_steps
     recorder.begin_epoch(0, most)
     batches = recorder.timed(itertools.chain.from_iterable(itertools.repeat(trainer.train_loader)))
     times: list[float] = []  # s; of one step each
-    error, done, start = math.inf, False, time.perf_counter()
+    error, done = math.inf, False
+    start = last_end = time.perf_counter()
     while not done and trainer.progress.step < most:
-        step_start = time.perf_counter()
         trainer.step(batches)
-        times.append(time.perf_counter() - step_start)
         metrics = read_metrics(trainer.executor, trainer.workers) if recorder.log_due else None
         recorder.end_step(trainer.learning_rate(trainer.progress.step - 1), metrics)
+        now = time.perf_counter()
+        times.append(now - last_end)
+        last_end = now
         counted = times[config.warmup_steps :]
         if len(counted) >= config.min_steps:
             error = standard_error_of_median(counted) / float(np.median(counted))
-        over = time.perf_counter() - start > 60 * config.limit_minutes
+        over = now - start > 60 * config.limit_minutes
         (done,) = trainer.workers.vote([error < BENCHMARK_PRECISION or (over and len(counted) >= 2)])
 
     median = float(np.median(times[config.warmup_steps :]))
@@ -285,8 +295,12 @@ def benchmark(trainer: Trainer, recorder: Recorder, config: BenchmarkConfig) -> 
     recorder.event("benchmark", median_step_ms=1e3 * median, images_per_sec=speed, relative_error=error)
     result = f"median step {1e3 * median:.1f} ms = {speed:.1f} images/sec"
     if error < BENCHMARK_PRECISION:
-        return f"{result}, standard error of the median {error:.2%}"
-    return f"{result}; ended at its limit with a standard error of the median of {error:.2%}, more than the 1 % wanted"
+        sentence = f"{result}, standard error of the median {error:.2%}"
+    else:
+        sentence = (
+            f"{result}; ended at its limit with a standard error of the median of {error:.2%}, more than the 1 % wanted"
+        )
+    return BenchmarkResult(1e3 * median, sentence)
 
 
 def standard_error_of_median(values: Sequence[float]) -> float:

@@ -97,6 +97,7 @@ def predict(options: PredictOptions) -> list[Prediction]:
         batch_size=min(options.batch_size, len(options.images)),
         device=options.device,
         executor=options.executor,
+        dtype="auto",
     )
     placement = devices.choose(config, local_rank=0)
     batches = load_images(

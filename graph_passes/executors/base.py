@@ -116,6 +116,11 @@ class Executor(ABC):
     def synchronize(self) -> None:
         """Wait until everything asked for is done."""
 
+    def end_step(self) -> None:
+        """To be called after each optimizer step: bounds the work under way. Here it waits for all of it; where a
+        device is to be kept busy, for the step before, so that the time between two calls is still that of a step."""
+        self.synchronize()
+
 
 def wrong_shape(name: str, shape: Sequence[int], expected: Sequence[int]) -> GraphError:
     """The error for a batch that is not of the shape that an executor was made for."""

@@ -10,8 +10,11 @@ import shutil
 import numpy as np
 import pytest
 
+from graph_passes import GraphError
 from train import checkpoint, devices
+from train.config import Config
 from train.devices import Gpu
+from train.errors import TrainError
 from train.loop import Trainer
 
 H200 = Gpu("NVIDIA H200", (9, 0))
@@ -164,5 +167,42 @@ def test_devices(monkeypatch, tiny_options, fails, run_train, tmp_path):
     code, out, _ = run_train(*tiny_options, "--device", "auto", "--executor", "mxnet", "--output", tmp_path / "run",
                              "--max-steps", "1")  # fmt: skip
     assert code == 0
-    assert "NVIDIA H200 (compute capability 9.0), only for 5.0 to 8.9: running on the CPU" in out
+    assert "running on the CPU: MXNet 1.9.1 has no kernels for NVIDIA H200 (compute capability 9.0)" in out
     assert json.loads((tmp_path / "run" / "config.json").read_text())["device"] == "auto"
+
+
+def test_dtype_and_profile_need_the_cuda_executor(fails, tiny_options, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for dtype in ("float16", "bfloat16"):
+        assert f"--dtype {dtype} needs the cuda executor" in fails(*tiny_options, "--dtype", dtype)
+    assert "--profile measures the kernels of the cuda executor" in fails("benchmark", *tiny_options[:-4], "--profile")
+    assert "--executor cuda needs an NVIDIA GPU, but --device is cpu" in fails(*tiny_options, "--executor", "cuda")
+    assert os.listdir(tmp_path) == []
+
+
+def place(num_processes=1, **options):
+    return devices.choose(Config(**options), local_rank=0, num_processes=num_processes)
+
+
+def test_the_cuda_executor_is_chosen_where_it_can_run(monkeypatch):
+    monkeypatch.setattr(devices, "find_gpus", lambda: [H200])
+    monkeypatch.setattr(devices, "check_requirements", lambda device_id: None)
+    for options in ({}, {"device": "gpu"}, {"executor": "cuda"}, {"dtype": "bfloat16"}):
+        assert place(**options) == ("cuda", "gpu(0)", "")
+    assert place(device="cpu") == ("mxnet", "cpu(0)", "")
+    assert place(executor="reference") == ("reference", "cpu(0)", "")
+
+
+def test_what_is_missing_for_the_cuda_executor_is_named(monkeypatch):
+    def requirements(device_id):
+        raise GraphError("NVRTC is missing: pip install it")
+
+    monkeypatch.setattr(devices, "find_gpus", lambda: [H200])
+    monkeypatch.setattr(devices, "check_requirements", requirements)
+    assert place() == ("mxnet", "cpu(0)", "running on the CPU: NVRTC is missing: pip install it")
+    for options in ({"executor": "cuda"}, {"device": "gpu"}, {"dtype": "float16"}):
+        with pytest.raises(TrainError, match="NVRTC is missing: pip install it|--dtype float16 needs"):
+            place(**options)
+    monkeypatch.setattr(devices, "check_requirements", lambda device_id: None)
+    with pytest.raises(TrainError, match="runs in one process so far, not in 2"):
+        place(executor="cuda", num_processes=2)

@@ -43,10 +43,10 @@ def test_accumulation_averages_the_gradients_of_its_batches(rng):
         alone.append({name: executor.to_canonical(name, grad).copy() for name, grad in executor.grads.items()})
 
     executor.set_params(params, aux)
-    optimizer = SGD(executor.params, momentum=0.9, weight_decay=0.0)
+    optimizer = SGD(executor.params, executor.grads, momentum=0.9, weight_decay=0.0)
     executor.forward_backward(*batches[0])
     executor.forward_backward(*batches[1], accumulate=True)
-    optimizer.step(executor.grads, learning_rate=0.1, scale=0.5)
+    optimizer.step(learning_rate=0.1, scale=0.5)
     for name in params:
         step = -0.1 * (alone[0][name].astype(np.float64) + alone[1][name]) / 2
         got = executor.to_canonical(name, optimizer.momenta[name])

@@ -37,9 +37,11 @@ def test_against_oracle(backend, nesterov):
 
     convert = mx.nd.array if backend == "mxnet" else np.array
     params = {name: convert(p) for name, p in start.items()}
-    optimizer = SGD(params, momentum=0.875, weight_decay=0.01, nesterov=nesterov)
+    live: dict = {}
+    optimizer = SGD(params, live, momentum=0.875, weight_decay=0.01, nesterov=nesterov)
     for grads, rate in zip(gradients, rates, strict=True):
-        optimizer.step({name: convert(g) for name, g in grads.items()}, rate, scale=0.5)
+        live.update({name: convert(g) for name, g in grads.items()})
+        optimizer.step(rate, scale=0.5)
 
     expected, moved = oracle(start, gradients, rates, 0.875, 0.01, nesterov, 0.5)
     for name in shapes:
@@ -52,6 +54,7 @@ def test_against_oracle(backend, nesterov):
 def test_weight_decay_spares_norm_and_bias():
     names = ("conv_weight", "bn_gamma", "bn_beta", "classifier_bias")
     params = {name: mx.nd.ones((3,)) for name in names}
-    SGD(params, momentum=0.9, weight_decay=0.5).step({name: mx.nd.zeros((3,)) for name in names}, learning_rate=0.1)
+    grads = {name: mx.nd.zeros((3,)) for name in names}
+    SGD(params, grads, momentum=0.9, weight_decay=0.5).step(learning_rate=0.1)
     for name, value in params.items():
         np.testing.assert_allclose(value.asnumpy(), 0.95 if name == "conv_weight" else 1.0)

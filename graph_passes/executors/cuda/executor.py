@@ -76,6 +76,7 @@ class CudaExecutor(Executor):
             self._grads |= self._views("weight_gradients", store.weight_gradients.starts)
         self._buckets = [[self._grads[name] for name in names if name in self._grads] for names in self._step.buckets]
         self._num_valid = self.input_shapes["data"][0]
+        self._last_step: Any = None  # CUDA event at the end of the latest step
 
     # --- arrays ---
 
@@ -207,11 +208,18 @@ class CudaExecutor(Executor):
         self._step.gpu.synchronize()
         mx.nd.waitall()
 
+    def end_step(self) -> None:
+        """Wait for the step before the latest one: the GPU always has the next one waiting, and no more than that."""
+        step_before, self._last_step = self._last_step, self._step.gpu.record_event()
+        if step_before:
+            step_before.sync()
+
     def _load(self, data: Array, label: Array | None, num_valid: int) -> None:
         shape = self.input_shapes["data"]
+        padded = self._step.persistent.data.shape  # a batch may have the channels that the network really reads
         for name, array in (("data", data), ("softmax_label", label)):
             wanted = shape if name == "data" else shape[:1]
-            if array is not None and tuple(array.shape) != wanted:
+            if array is not None and tuple(array.shape) not in (wanted, padded):
                 raise GraphError(f"'{name}' has the shape {array.shape}, but the executor was made for {wanted}: "
                                  "make one for each batch and image size")
         data = self._here(data)
@@ -261,7 +269,7 @@ class CudaExecutor(Executor):
 
 
 class DeviceSGD:
-    """What a training loop calls: `momenta` by parameter name, and `step` on the executor's own gradients."""
+    """What a training loop calls: `momenta` by parameter name, and `step`."""
 
     def __init__(self, executor: CudaExecutor) -> None:
         self._executor = executor
@@ -270,8 +278,8 @@ class DeviceSGD:
     def momenta(self) -> dict[str, Array]:
         return self._executor.momenta
 
-    def step(self, grads: Mapping[str, Array], learning_rate: float, scale: float = 1.0) -> None:
-        """`grads` are the executor's own, as `grads` gave them; they are first multiplied by `scale`."""
+    def step(self, learning_rate: float, scale: float = 1.0) -> None:
+        """From the executor's own gradients, which are first multiplied by `scale`. Asynchronous."""
         self._executor.update(learning_rate, scale)
 
 

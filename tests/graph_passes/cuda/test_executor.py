@@ -78,13 +78,15 @@ def test_update_follows_what_mxnet_did_to_the_gradients(executor: CudaExecutor) 
 def test_its_optimizer_does_what_the_training_loop_s_sgd_does(executor: CudaExecutor) -> None:
     optimizer = executor.create_optimizer(momentum=0.8, weight_decay=0.01, nesterov=True)
     params, _ = executor.get_params()
-    oracle = SGD(params, momentum=0.8, weight_decay=0.01, nesterov=True)
+    live: dict = {}
+    oracle = SGD(params, live, momentum=0.8, weight_decay=0.01, nesterov=True)
     data, label = batch(3)
     for rate in (0.1, 0.05, 0.02):
         executor.forward_backward(data, label)
         grads = executor.grads
-        oracle.step({name: executor.to_canonical(name, grad) for name, grad in grads.items()}, rate, scale=0.5)
-        optimizer.step(grads, rate, scale=0.5)
+        live.update({name: executor.to_canonical(name, grad) for name, grad in grads.items()})
+        oracle.step(rate, scale=0.5)
+        optimizer.step(rate, scale=0.5)
     after, _ = executor.get_params()
     for name, value in params.items():
         assert relative_error(after[name], value) < 1e-5, name

@@ -1,0 +1,88 @@
+"""Whole runs on the cuda executor: training, checkpoints that the CPU reads, resuming, the benchmark with its profile."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from train import checkpoint
+
+pytestmark = pytest.mark.gpu
+
+# 50 steps an epoch; the smallest network, on images that it tells apart within one epoch.
+OPTIONS = [
+    "--data", "synthetic", "--depth", "18", "--image-size", "33", "--batch-size", "256", "--epochs", "3",
+    "--warmup-epochs", "1", "--learning-rate", "0.1", "--no-tensorboard", "--checkpoint-minutes", "0",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("RESNET_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+def lines(folder: Path, event: str) -> list[dict]:
+    found = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line for line in found if line["event"] == event]
+
+
+def validated(out: str) -> tuple[float, float]:
+    """Loss and top-1 as `python -m train validate` prints them."""
+    found = re.search(r"1280 images, loss ([\d.]+), top-1 ([\d.]+)%", out)
+    assert found, out
+    return float(found[1]), float(found[2]) / 100
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_a_run_learns_goes_on_and_moves_to_the_cpu(dtype, run_train, tmp_path):
+    folder = tmp_path / "run"
+    code, _, err = run_train(*OPTIONS, "--dtype", dtype, "--output", folder, "--max-steps", "70")
+    assert code == 0, err
+    stopped = checkpoint.load(checkpoint.find(str(folder)))
+    assert stopped.progress.step == 70 and stopped.params["stem_conv_weight"].shape == (64, 7, 7, 3)
+    assert all(np.abs(momentum).max() > 0 for momentum in stopped.momenta.values())
+
+    code, _, err = run_train("--resume", folder)
+    assert code == 0, err
+    rows = lines(folder, "epoch")
+    assert [row["epoch"] for row in rows] == [1, 2, 3]
+    assert rows[0]["train_loss"] > rows[2]["train_loss"] and rows[2]["val_top1"] > 0.9  # chance is 0.1
+
+    on_gpu = run_train("validate", "--checkpoint", folder)
+    on_cpu = run_train("validate", "--checkpoint", folder, "--dtype", "auto", "--device", "cpu", "--batch-size", "64")
+    (loss, top1), (cpu_loss, cpu_top1) = validated(on_gpu[1]), validated(on_cpu[1])
+    # bfloat16 has 8 bits: roundings of 0.4 % in every one of 20 layers
+    assert loss == pytest.approx(cpu_loss, rel={"float16": 1e-2, "bfloat16": 5e-2, "float32": 1e-2}[dtype])
+    assert top1 == pytest.approx(cpu_top1, abs=0.01)
+
+
+def test_resuming_changes_nothing(run_train, tmp_path):
+    """With --deterministic, a run in two parts has the bits of a run in one."""
+    options = [*OPTIONS, "--deterministic", "--dtype", "float32", "--validate-every", "0"]
+    for name, steps in (("whole", "30"), ("parts", "20")):
+        code, _, err = run_train(*options, "--output", tmp_path / name, "--max-steps", steps)
+        assert code == 0, err
+    code, _, err = run_train("--resume", tmp_path / "parts", "--max-steps", "30")
+    assert code == 0, err
+    whole, parts = (checkpoint.load(checkpoint.find(str(tmp_path / name))) for name in ("whole", "parts"))
+    assert whole.progress.step == parts.progress.step == 30
+    for group in ("params", "aux", "momenta"):
+        for name, value in getattr(whole, group).items():
+            np.testing.assert_array_equal(value, getattr(parts, group)[name], err_msg=name)
+
+
+def test_benchmark_with_profile(run_train, tmp_path):
+    folder = tmp_path / "run"
+    code, out, err = run_train("benchmark", *OPTIONS, "--profile", "--output", folder)
+    assert code == 0, err
+    (result,) = lines(folder, "benchmark")
+    table = (folder / "profile.txt").read_text()
+    for operation in ("fprop", "dgrad", "wgrad", "batch_norm_apply", "copy on this GPU"):
+        assert operation in table
+    assert "copy on this GPU" in out
+    total = re.search(r"^sum +\d+ +([\d.]+)", table, re.MULTILINE)
+    assert total and 0.3 * result["median_step_ms"] < float(total[1]) < 2 * result["median_step_ms"]

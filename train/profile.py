@@ -1,0 +1,28 @@
+"""The profile of a training step: where its time goes, operator by operator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from graph_passes.executors import Executor
+from train import files
+
+
+def write_profile(path: Path, executor: Executor, step_ms: float) -> str:
+    """Measure each launch of forward and backward on the latest batch, write the table, and return its sums as text.
+
+    Args:
+        executor: a cuda executor that has trained.
+        step_ms: what a whole step took, milliseconds, to be seen beside the sum; it holds the optimizer too.
+    """
+    from graph_passes.executors.cuda.executor import CudaExecutor
+    from graph_passes.executors.cuda.profile import format_summary, format_table
+
+    assert isinstance(executor, CudaExecutor)
+    rows, ceiling = executor.profile(), executor.copy_gigabytes_per_second()
+    summary = (
+        f"{format_summary(rows, ceiling)}\n"
+        f"copy on this GPU {ceiling:.0f} GB/s; step {step_ms:.2f} ms with loading, optimizer and metrics"
+    )
+    files.write(path, f"{format_table(rows, ceiling)}\n\n{summary}\n".encode())
+    return f"{summary}\nall operators: {path}"
