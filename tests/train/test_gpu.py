@@ -1,4 +1,4 @@
-"""Whole runs on the cuda executor: training, checkpoints that the CPU reads, resuming, the benchmark with its profile."""
+"""Whole runs on the cuda executor: training, checkpoints that the CPU reads, resuming, benchmark and profile."""
 
 from __future__ import annotations
 
