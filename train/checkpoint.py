@@ -6,7 +6,8 @@ without pickle, and readable with `numpy.load`. It has one more member, meta.jso
     params/<name>, aux/<name>    canonical: fp32, convolution weights OHWI
     momenta/<name>               of the optimizer, canonical
     loader/<rank>                position in the epoch, one for each process
-    meta.json                    format, progress, configuration, class names, state of NumPy's random generator
+    meta.json                    format, progress, configuration, class names, state of NumPy's random generator, loss
+                                 scaling
 
 The learning rate is a function of the step, so the schedule needs no state of its own.
 """
@@ -59,6 +60,7 @@ class Checkpoint:
     progress: Progress = field(default_factory=Progress)
     loader_states: list[bytes] = field(default_factory=list)  # by rank
     numpy_rng: dict[str, Any] = field(default_factory=dict)
+    loss_scaling: dict[str, float] = field(default_factory=dict)  # of an optimizer that scales the loss dynamically
 
     @property
     def num_classes(self) -> int:
@@ -82,6 +84,7 @@ def save(checkpoint: Checkpoint, path: Path) -> None:
         "config": checkpoint.config.to_dict(),
         "class_names": checkpoint.class_names,
         "numpy_rng": checkpoint.numpy_rng,
+        "loss_scaling": checkpoint.loss_scaling,
     }
     with _replacing(path) as part, part.open("wb") as file:
         with zipfile.ZipFile(file, "w") as archive:
@@ -120,6 +123,7 @@ def load(path: Path) -> Checkpoint:
                 progress=Progress(**meta["progress"]),
                 loader_states=[loader[str(rank)].tobytes() for rank in range(len(loader))],
                 numpy_rng=meta["numpy_rng"],
+                loss_scaling=meta.get("loss_scaling", {}),
             )
     except OSError as error:
         raise TrainError(f"cannot read the checkpoint {path}: {error.strerror or error}") from None

@@ -209,6 +209,7 @@ class Trainer:
             params=params,
             aux=aux,
             momenta={name: executor.to_canonical(name, array) for name, array in self.optimizer.momenta.items()},
+            loss_scaling=dict(self.optimizer.scaling),
             config=self.config,
             class_names=self.train_loader.class_names,
             progress=self.progress,
@@ -229,6 +230,7 @@ class Trainer:
         momenta = self.optimizer.momenta
         for name, momentum in checkpoint.momenta.items():
             momenta[name][:] = self.executor.from_canonical(name, momentum)
+        self.optimizer.scaling = checkpoint.loss_scaling
         np.random.set_state(checkpoint.numpy_rng)
         self.progress = checkpoint.progress
         resumed = self.checkpoints.path_of(self.progress.step)

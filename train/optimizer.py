@@ -22,6 +22,9 @@ class Optimizer(Protocol):
     def momenta(self) -> Mapping[str, Any]:
         """Live arrays by parameter name, in the executor's layout."""
 
+    scaling: Mapping[str, float]
+    """Where dynamic loss scaling stands, to be saved and set again; empty where there is none."""
+
     def step(self, learning_rate: float, scale: float = 1.0) -> None:
         """Update all parameters from the executor's gradients, which are first multiplied by `scale`. Asynchronous
         where the device is."""
@@ -53,6 +56,7 @@ class SGD:
         self.grads = grads
         self.momentum = momentum
         self.nesterov = nesterov
+        self.scaling: Mapping[str, float] = {}
         self.weight_decays = {name: 0.0 if name.endswith(NO_DECAY) else weight_decay for name in params}
         self.momenta = {
             name: np.zeros_like(p) if isinstance(p, np.ndarray) else mx.nd.zeros(p.shape, p.context, p.dtype)

@@ -31,6 +31,7 @@ def state(rng):
         progress=Progress(step=42, epoch=3, epoch_step=2, best_top1=0.5),
         loader_states=[b"position 0", bytes(rng.integers(0, 256, 99, np.uint8))],
         numpy_rng=np.random.get_state(legacy=False),
+        loss_scaling={"loss_scale": 2048.0, "good_steps": 17},
     )
 
 
@@ -44,7 +45,7 @@ def test_round_trip(state, tmp_path):
         for name, array in getattr(state, group).items():
             assert getattr(loaded, group)[name].dtype == np.float32
             assert np.array_equal(getattr(loaded, group)[name], array)
-    for name in ("config", "class_names", "progress", "loader_states"):
+    for name in ("config", "class_names", "progress", "loader_states", "loss_scaling"):
         assert getattr(loaded, name) == getattr(state, name), name
     np.random.set_state(loaded.numpy_rng)
     assert np.array_equal(np.random.random(3), expected)

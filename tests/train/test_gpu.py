@@ -62,7 +62,7 @@ def test_a_run_learns_goes_on_and_moves_to_the_cpu(dtype, run_train, tmp_path):
 
 def test_resuming_changes_nothing(run_train, tmp_path):
     """With --deterministic, a run in two parts has the bits of a run in one."""
-    options = [*OPTIONS, "--deterministic", "--dtype", "float32", "--validate-every", "0"]
+    options = [*OPTIONS, "--deterministic", "--validate-every", "0"]
     for name, steps in (("whole", "30"), ("parts", "20")):
         code, _, err = run_train(*options, "--output", tmp_path / name, "--max-steps", steps)
         assert code == 0, err

@@ -157,6 +157,13 @@ class CudaExecutor(Executor):
         """What the gradients of the latest pass are multiplied by; waits for the GPU."""
         return float(self._step.optimizer.read_state().loss_scale)
 
+    def get_scaling(self) -> dict[str, float]:
+        """Where dynamic loss scaling stands; waits for the GPU."""
+        return self._step.optimizer.get_scaling()
+
+    def set_scaling(self, scaling: Mapping[str, float]) -> None:
+        self._step.optimizer.set_scaling(scaling)
+
     # --- running ---
 
     def forward_backward(self, data: Array, label: Array, accumulate: bool = False,
@@ -277,6 +284,15 @@ class DeviceSGD:
     @property
     def momenta(self) -> dict[str, Array]:
         return self._executor.momenta
+
+    @property
+    def scaling(self) -> Mapping[str, float]:
+        """The dynamic loss scale, as it is saved and restored beside the momenta; waits for the GPU."""
+        return self._executor.get_scaling()
+
+    @scaling.setter
+    def scaling(self, scaling: Mapping[str, float]) -> None:
+        self._executor.set_scaling(scaling)
 
     def step(self, learning_rate: float, scale: float = 1.0) -> None:
         """From the executor's own gradients, which are first multiplied by `scale`. Asynchronous."""

@@ -7,6 +7,7 @@ learning rate into it.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +19,9 @@ from graph_passes.executors.cuda.parameters import ParameterStore
 CHUNK = 8192  # elements a block updates; CHUNK of optimizer.cu
 THREADS = 256  # THREADS of optimizer.cu
 INITIAL_LOSS_SCALE = 1024.0  # of float16; the gradients of a batch mean are small, ResNet-50's fit far above and below
+
+
+_SCALING = ("loss_scale", "good_steps")  # fields of State
 
 
 @dataclass(frozen=True)
@@ -145,3 +149,15 @@ class Optimizer:
         """Waits for the GPU."""
         content = self._gpu.download(self._state_address, (ctypes.sizeof(State),), np.uint8)
         return State.from_buffer_copy(content.tobytes())
+
+    def get_scaling(self) -> dict[str, float]:
+        """Where dynamic loss scaling stands, so that a run can go on with it; empty where there is none. Waits."""
+        state = self.read_state()
+        return {name: getattr(state, name) for name in _SCALING} if state.growth_interval else {}
+
+    def set_scaling(self, scaling: Mapping[str, float]) -> None:
+        """Go on with what `get_scaling` gave; changes nothing where the loss scale is not dynamic. Waits."""
+        state = self.read_state()
+        if scaling and state.growth_interval:
+            state.loss_scale, state.good_steps = float(scaling["loss_scale"]), int(scaling["good_steps"])
+            self._write_state(state)
