@@ -5,8 +5,8 @@
 Ours is what `python -m train` does: the mxnet executor on the fused graph, SGD with momentum, loss, top-1 and top-5.
 The peer is MXNet's own recipe: the model zoo's resnet50_v1, hybridized with static memory, gluon.Trainer with the same
 SGD, no metrics. It does less arithmetic than our v1.5, as its stride is in the first 1x1 convolution of a block.
-Synthetic data that lies ready in memory: ours NHWC, as the loader gives it, theirs NCHW. fp32. Both compute on all physical cores
-(mxnet_compat.py); left to itself, MXNet would take half of the logical ones and Gluon's step would be slower.
+Synthetic data that lies ready in memory: ours NHWC, as the loader gives it, theirs NCHW. fp32. Both compute on all
+physical cores (mxnet_compat.py); left to itself, MXNet takes half of the logical ones.
 """
 
 from __future__ import annotations
