@@ -80,12 +80,16 @@ class Gpu:
         """Free and total bytes of the GPU's memory."""
         return self.check(self._driver.cuMemGetInfo())
 
-    def allocate(self, num_bytes: int) -> int:
-        """Address of fresh device memory; freed with the process. Raises GraphError where it does not fit."""
+    def check_free(self, num_bytes: int) -> None:
+        """Raise GraphError, with what is needed and free, where so many bytes do not fit."""
         free, total = self.memory()
         if num_bytes > free:
             raise GraphError(f"the GPU has {free / 2**30:.1f} of {total / 2**30:.1f} GiB free, "
                              f"{num_bytes / 2**30:.1f} GiB more are needed: use a smaller batch size")
+
+    def allocate(self, num_bytes: int) -> int:
+        """Address of fresh device memory; freed with the process. Raises GraphError where it does not fit."""
+        self.check_free(num_bytes)
         return int(self.check(self._driver.cuMemAlloc(max(num_bytes, 1))))
 
     def free(self, address: int) -> None:

@@ -102,6 +102,7 @@ class TrainingStep:
         return Persistent(**buffers, probabilities=answer, loss_scale=loss_scale)
 
     def _allocate(self, name: str, num_bytes: int) -> int:
+        self.gpu.check_free(num_bytes)  # MXNet's own words for it are a stack trace
         address = self._allocate_for_owner(name, num_bytes) if self._allocate_for_owner else None
         return self.gpu.allocate(num_bytes) if address is None else address
 
