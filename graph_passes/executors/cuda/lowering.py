@@ -18,11 +18,12 @@ from graph_passes.executors.cuda.convolution import ConvolutionLibrary, Problem
 from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.kernels import C_TYPES, KernelLibrary
 from graph_passes.executors.cuda.parameters import Parameter, ParameterStore, padded
-from graph_passes.executors.cuda.program import ITEM_BYTES, Buffer, Launch, Program
+from graph_passes.executors.cuda.program import Buffer, Launch, Program
 from graph_passes.graph import Graph, Node, Ref
 from graph_passes.operators import Shape, window
 from graph_passes.operators_backward import FORWARD_OF, forward_node
 from graph_passes.passes import output_names, tensor_dtypes
+from graph_passes.passes.precision import ITEM_BYTES
 
 VECTOR = 8  # VEC of common.cuh
 Size = tuple[int, int, int]

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from graph_passes.executors.cuda.program import ITEM_BYTES, Buffer
+from graph_passes.executors.cuda.program import Buffer
+from graph_passes.passes.precision import ITEM_BYTES
 
 SLICE_ALIGNMENT = 64  # elements: 128 bytes in 16-bit types
 VECTOR = 8  # channels and classes are padded to multiples of it, as kernels and tensor cores want them

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "int32": 4, "uint8": 1}
-ALIGNMENT = 256  # bytes, as cudaMalloc's; 16 would do for our vectors and for cuDNN
+from graph_passes.passes.memory import Step, plan_arena
+from graph_passes.passes.precision import ITEM_BYTES
 
 
 @dataclass(eq=False)
@@ -52,42 +52,17 @@ class Program:
     arena_bytes: int = 0
 
     def plan_memory(self) -> None:
-        """Give every buffer that is not persistent its offset in the arena, as `address`, from lifetimes.
-
-        A buffer lives from the launch that writes it first to the last one that reads it. The largest buffer is placed
-        first, each at the lowest offset where nothing lies that is alive at the same time (greedy by size: Pisarchyk
-        and Lee, arXiv:2001.03288).
-        """
-        first: dict[Buffer, int] = {}
-        last: dict[Buffer, int] = {}
-        for step, launch in enumerate(self.launches):
-            for buffer in (*launch.writes, *launch.reads):
-                if not buffer.persistent:
-                    first.setdefault(buffer, step)
-                    last[buffer] = step
-        owner: dict[Buffer, Buffer] = {}  # a buffer that took over another one's memory -> that one
-        for step, launch in enumerate(self.launches):
-            if launch.in_place:
-                source, target = (owner.get(buffer, buffer) for buffer in launch.in_place)
-                fits = source in last and target in last and source is not target
-                if fits and last[source] == step and first[target] == step and source.num_bytes >= target.num_bytes:
-                    owner[target] = source
-                    last[source] = last.pop(target)
-                    del first[target]
-        placed: list[tuple[int, int, int, int]] = []  # first, last, start, end
-        for buffer in sorted(first, key=lambda b: (-b.num_bytes, first[b])):
-            start = 0
-            for other_first, other_last, other_start, other_end in sorted(placed, key=lambda p: p[2]):
-                if other_first <= last[buffer] and first[buffer] <= other_last:
-                    if other_start - start >= buffer.num_bytes:
-                        break
-                    start = max(start, other_end)
-            end = start + -(-buffer.num_bytes // ALIGNMENT) * ALIGNMENT
-            placed.append((first[buffer], last[buffer], start, end))
-            buffer.address = start
-        for buffer, source in owner.items():
-            buffer.address = source.address
-        self.arena_bytes = max((end for *_, end in placed), default=0)
+        """Give every buffer that is not persistent its offset in the arena, as `address`; see `plan_arena`."""
+        steps = [
+            Step(reads=[buffer for buffer in launch.reads if not buffer.persistent],
+                 writes=[buffer for buffer in launch.writes if not buffer.persistent],
+                 in_place={launch.in_place[1]: [launch.in_place[0]]} if launch.in_place else {})
+            for launch in self.launches
+        ]
+        num_bytes = {buffer: buffer.num_bytes for buffer in self.buffers()}
+        allocations, self.arena_bytes = plan_arena(steps, num_bytes)
+        for buffer, allocation in allocations.items():
+            buffer.address = allocation.offset
 
     def place(self, arena: int) -> None:
         """Turn offsets into addresses in the arena that starts at `arena`."""
