@@ -93,11 +93,13 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.images:
         data, label = load_batch(arguments.images)
-        runs = [learn(dtype, data, label) for dtype in ("float16", "bfloat16", "float32")]
-        RESULT.write_text("".join(f"{json.dumps(run)}\n" for run in runs))
-        for run in runs:
+        RESULT.write_text("")
+        for dtype in ("float16", "bfloat16", "float32"):
+            run = learn(dtype, data, label)
+            with RESULT.open("a") as file:
+                file.write(f"{json.dumps(run)}\n")
             shown = ", ".join(f"{number}: {run['loss'][number - 1]:.4f}" for number in (1, 10, 25, 50, 100, STEPS))
-            print(f"{run['dtype']}: loss at step {shown}; {run['top1'][-1]} of {BATCH} right at the end")
+            print(f"{run['dtype']}: loss at step {shown}; {run['top1'][-1]} of {BATCH} right at the end", flush=True)
     if arguments.plot:
         plot()
 
