@@ -114,6 +114,7 @@ class Trainer:
         recorder.begin_epoch(progress.epoch, self.steps_per_epoch, progress.epoch_step)
         batches = recorder.timed(self.train_loader)
         while self.step(batches):
+            recorder.stop_clock()
             save, stop_signal, time_up = self.workers.vote(
                 [signals.save or self._save_due(), signals.stop > 0, self._time_up()]
             )
@@ -270,8 +271,7 @@ def benchmark(trainer: Trainer, recorder: Recorder, config: BenchmarkConfig) -> 
     """Repeat training steps until their median time is known well enough.
 
     Well enough: standard error of the median below 1 %, or a limit of the configuration is reached. The time of a step
-    is that between the ends of two steps, so it holds all that the loop does. A GPU works one step ahead of its end
-    (`Executor.end_step`); where the metrics are read, it is caught up with, and a long step is followed by a short one.
+    is that between the ends of two steps, so it holds all that the loop does in between (`Recorder.stop_clock`).
     """
     most = config.warmup_steps + config.limit_steps
     recorder.begin_epoch(0, most)
@@ -281,11 +281,12 @@ def benchmark(trainer: Trainer, recorder: Recorder, config: BenchmarkConfig) -> 
     start = last_end = time.perf_counter()
     while not done and trainer.progress.step < most:
         trainer.step(batches)
-        metrics = read_metrics(trainer.executor, trainer.workers) if recorder.log_due else None
-        recorder.end_step(trainer.learning_rate(trainer.progress.step - 1), metrics)
+        recorder.stop_clock()
         now = time.perf_counter()
         times.append(now - last_end)
         last_end = now
+        metrics = read_metrics(trainer.executor, trainer.workers) if recorder.log_due else None
+        recorder.end_step(trainer.learning_rate(trainer.progress.step - 1), metrics)
         counted = times[config.warmup_steps :]
         if len(counted) >= config.min_steps:
             error = standard_error_of_median(counted) / float(np.median(counted))

@@ -5,6 +5,7 @@
             recorder.begin_epoch(epoch, num_steps)
             for batch in recorder.timed(loader):
                 ...                                                 # forward, backward, update
+                recorder.stop_clock()
                 recorder.end_step(learning_rate, read_metrics() if recorder.log_due else None)
             with recorder.phase("validation"):
                 ...
@@ -97,6 +98,8 @@ class Recorder:
         self._warm_step = first_step + warmup_steps
         self._epoch, self._epoch_steps, self._epoch_first_step = first_epoch, 0, first_step
         self._step_start = clock()
+        self._step_end: float | None = None  # where `stop_clock` has been called
+        self._overhang = 0.0  # seconds from the last step's end until `end_step`: they belong to the next step
         self._waited = 0.0  # seconds of this step so far
         self._pending: dict[str, list[float]] = {"step_ms": [], "loader_wait_ms": [], "compute_ms": []}
         self._recent_ms: deque[float] = deque(maxlen=SPEED_WINDOW)
@@ -165,7 +168,7 @@ class Recorder:
         if self._progress:
             name = f"epoch {epoch + 1}/{self.num_epochs}"
             self._task = self._progress.add_task(name, total=num_steps, completed=first_step, status=self._status)
-        self._step_start, self._waited = self._clock(), 0.0
+        self._step_start, self._waited = self._clock() - self._overhang, 0.0
 
     def timed(self, batches: Iterable[T]) -> Iterator[T]:
         """The same batches; the time that each takes to arrive counts as the step's wait for the loader.
@@ -198,6 +201,14 @@ class Recorder:
         done = self._step + 1
         return done - self._last_log >= self.log_every or done == self._epoch_first_step + self._epoch_steps
 
+    def stop_clock(self) -> None:
+        """The step under way is over; what follows until `end_step` counts in the next step.
+
+        For devices that work a step ahead (`Executor.end_step`), whose step ends when the one before it is done: to
+        read the metrics is then to wait for the latest step, as the next step would have done.
+        """
+        self._step_end = self._clock()
+
     def end_step(self, learning_rate: float, metrics: BatchMetrics | None = None) -> None:
         """An optimizer step has ended.
 
@@ -207,8 +218,10 @@ class Recorder:
                 written; the line on the terminal appears where `log_due` said so.
         """
         now = self._clock()
-        step_ms, wait_ms = 1e3 * (now - self._step_start), 1e3 * self._waited
-        self._step_start, self._waited = now, 0.0
+        step_end = now if self._step_end is None else self._step_end
+        self._step_end = None
+        step_ms, wait_ms = 1e3 * (step_end - self._step_start), 1e3 * self._waited
+        self._step_start, self._overhang, self._waited = step_end, now - step_end, 0.0
         log_due = self.log_due
         self._step += 1
         if log_due:

@@ -96,6 +96,30 @@ def test_speed_is_that_of_tf_cnn_benchmarks(rng: random.Random) -> None:
     assert re.fullmatch(r"images/sec: \d+\.\d \+/- \d+\.\d \(jitter = \d+\.\d\)", str(found))
 
 
+def test_a_device_that_works_a_step_ahead(tmp_path: Path, rng: random.Random) -> None:
+    """Every step but a session's first has its own time, although reading the metrics waits for the latest one."""
+    run, done, expected = Run(tmp_path, log_every=3), [100.5], []  # 0.5 s of other work come first
+    with run.recorder as recorder:
+        for epoch in range(3):
+            recorder.begin_epoch(epoch, 5)
+            for _ in recorder.timed(run.batches([0.0] * 5)):
+                seconds = rng.uniform(1, 2)
+                expected.append(1e3 * seconds)
+                done.append(max(done[-1], run.clock.seconds) + seconds)
+                run.clock.seconds = max(run.clock.seconds, done[-2])  # the step before is done
+                recorder.stop_clock()
+                if recorder.log_due:
+                    run.clock.seconds = done[-1]
+                    recorder.end_step(0.1, Metrics(1.0, 0.0, 0.0, IMAGES_PER_STEP))
+                else:
+                    recorder.end_step(0.1)
+            with recorder.phase("validation"):
+                run.clock.seconds += 7.0
+                done.append(run.clock.seconds)
+            recorder.end_epoch()
+        assert recorder.record.step_ms[1:] == pytest.approx(expected[:-1], abs=1e-3)
+
+
 @pytest.mark.parametrize(
     ("num_steps", "session_starts", "warmup", "expected"),
     [
