@@ -22,8 +22,8 @@ def write_profile(path: Path, executor: Executor, step_ms: float) -> str:
     rows, ceiling = executor.profile(), executor.copy_gigabytes_per_second()
     summary = (
         f"{format_summary(rows, ceiling)}\n"
-        f"copy on this GPU {ceiling:.0f} GB/s; a whole step took {step_ms:.2f} ms: it holds the optimizer too, the sum a "
-        "timing event of about 1 us per launch"
+        f"copy on this GPU {ceiling:.0f} GB/s; a whole step took {step_ms:.2f} ms: it holds the optimizer too, the sum "
+        "a timing event of about 1 us per launch"
     )
     files.write(path, f"{format_table(rows, ceiling)}\n\n{summary}\n".encode())
     return f"{summary}\nall operators: {path}"
