@@ -1,0 +1,54 @@
+"""Who may import whom (docs/interfaces.md), read from the source, so that imports inside functions count too."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+PACKAGES = ("train", "pipelines", "graph_passes")
+CUDA_LIBRARIES = {"cuda", "cudnn", "cupy", "torch"}
+CUDA_FOLDER = Path("graph_passes/executors/cuda")
+
+
+def imported(source: str) -> set[str]:
+    """Top-level names of all modules that a source file imports."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names.update(alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names.add((node.module or "").split(".")[0])
+    return names
+
+
+def files(folder: str) -> list[Path]:
+    found = sorted((REPOSITORY / folder).rglob("*.py"))
+    assert found
+    return found
+
+
+def test_the_check_sees_imports_inside_functions() -> None:
+    assert imported("def f():\n    import mxnet.nd as nd\n    from cuda.core import Device") == {"mxnet", "cuda"}
+
+
+@pytest.mark.parametrize("folder", [*PACKAGES, "tests", "benchmarks", "scripts"])
+def test_mxnet_comes_through_one_place(folder: str) -> None:
+    assert [path for path in files(folder) if "mxnet" in imported(path.read_text())] == []
+
+
+@pytest.mark.parametrize(
+    ("package", "others"),
+    [("pipelines", {"train", "graph_passes"}), ("graph_passes", {"train", "pipelines"}), ("train", set())],
+)
+def test_packages_import_only_what_is_below_them(package: str, others: set[str]) -> None:
+    forbidden = others | {"scripts", "tests", "benchmarks"}
+    assert [path for path in files(package) if imported(path.read_text()) & forbidden] == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_cuda_libraries_stay_in_the_cuda_executor(package: str) -> None:
+    outside = [path for path in files(package) if CUDA_FOLDER not in path.relative_to(REPOSITORY).parents]
+    assert [path for path in outside if imported(path.read_text()) & CUDA_LIBRARIES] == []
