@@ -44,9 +44,13 @@ def train(arguments: Sequence[str]) -> None:
     trainer.broadcast()
     with workers.agreement():
         recorder = _open_recorder(trainer)
-    with recorder:
-        trainer.run(recorder)
-        recorder.loader_speed(measure_loader(train_loader, workers))
+    try:
+        with recorder:
+            trainer.run(recorder)
+            recorder.loader_speed(measure_loader(train_loader, workers))
+    except StoppedBySignal:
+        _report(recorder, run_folder)
+        raise
     _report(recorder, run_folder)
 
 

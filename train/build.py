@@ -59,7 +59,7 @@ def build_executor(config: Config, num_classes: int, placement: Placement, check
     """The network with the parameters of `checkpoint`, or initial ones without. Raises GraphError or TrainError."""
     symbol = resnet(config.depth, num_classes, config.label_smoothing)
     if checkpoint is None:
-        params, aux = init_params(symbol, config.seed, zero_gamma=config.zero_gamma)
+        params, aux = init_params(symbol, config.seed)
     else:
         wanted = f"ResNet-{config.depth} with {num_classes} classes"
         if checkpoint.network != wanted:

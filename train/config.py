@@ -33,8 +33,6 @@ class Config:
     """Depth of the ResNet v1.5."""
     num_classes: int = 0
     """Classes of the network; 0: as many as the data has."""
-    zero_gamma: bool = True
-    """Start every residual block as its shortcut: better after many epochs, slow at first."""
     label_smoothing: float = 0.1
     """Share of the target that goes to the wrong classes."""
 

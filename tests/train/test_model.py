@@ -57,11 +57,6 @@ def test_initial_values(depth, last):
     assert all(np.all(value == (1 if name.endswith("var") else 0)) for name, value in aux.items())
 
 
-def test_without_zero_gamma():
-    params, _ = init_params(resnet(50, num_classes=7), seed=3, zero_gamma=False)
-    assert all(np.all(value == 1) for name, value in params.items() if name.endswith("_gamma"))
-
-
 def test_initial_values_depend_on_seed_only():
     symbol = resnet(18, num_classes=5)
     first, again, other = (init_params(symbol, seed)[0] for seed in (1, 1, 2))

@@ -52,8 +52,9 @@ def test_sigterm(unbroken, tiny_options, tmp_path, run_train, monkeypatch, signa
 
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "step", signalled_step)
-        code, out, err = run_train("--output", folder, *tiny_options)
+        code, out, err = run_train("--output", folder, *tiny_options, report=True)
     assert code == 128 + signal.SIGTERM
+    assert len(json.loads((folder / "report" / "report.json").read_text())["step_ms"]) == signal_at
     assert f"go on with: python -m train --resume {folder}" in out
     assert checkpoint.load(checkpoint.find(str(folder))).progress.step == signal_at
 
