@@ -16,8 +16,8 @@ CONFIG = Config(
     batch_size=32,
     random_area=(0.5, 1.0),  # at 48 pixels a crop of 8 % of an image holds little of its class
     epochs=10,
-    learning_rate=0.24,
-    warmup_epochs=1.0,
+    learning_rate=0.16,
+    warmup_epochs=2.0,
     momentum=0.9,
     weight_decay=1e-4,
 )
