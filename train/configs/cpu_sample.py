@@ -2,7 +2,7 @@
 
     python -m train --config cpu_sample
 
-Hardware: two CPU cores. Images/sec: 94. Accuracy: 89 % validation top-1 of 12 classes after 3 min 29 s, validation and
+Hardware: two CPU cores. Images/sec: 97. Accuracy: 87 % validation top-1 of 12 classes after 3 min 21 s, validation and
 checkpoints included (one run, benchmarks/results/cpu_sample.jsonl).
 """
 
