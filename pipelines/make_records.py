@@ -23,6 +23,7 @@ import numpy as np
 from PIL import Image
 
 from pipelines.errors import DataError
+from pipelines.files import write_text
 from pipelines.inspect_image import inspect_image
 from pipelines.progress import map_in_order
 from pipelines.recordio import index_path, pack_record
@@ -269,9 +270,7 @@ class _Journal:
             raise DataError(f"{record_path}: none of the images can be written; look at them with `verify`")
         self._commit()
         index = index_path(record_path)
-        partial = index.with_name(f".{index.name}.partial")
-        partial.write_text("".join(f"{key}\t{offset}\n" for key, offset, _ in self._lines))
-        os.replace(partial, index)
+        write_text(index, "".join(f"{key}\t{offset}\n" for key, offset, _ in self._lines))
         os.replace(self._records_path, record_path)
         self._path.unlink()
         return len(self._lines)
@@ -286,9 +285,8 @@ class _Journal:
         self._journal.close()
 
     def _rewrite(self, fingerprint: str) -> None:
-        partial = self._path.with_suffix(".journal.partial")
-        partial.write_text(fingerprint + "\n" + "".join(f"{key} {offset} {end}\n" for key, offset, end in self._lines))
-        os.replace(partial, self._path)
+        lines = "".join(f"{key} {offset} {end}\n" for key, offset, end in self._lines)
+        write_text(self._path, f"{fingerprint}\n{lines}")
         self._journal = self._path.open("a")
 
     def _commit(self) -> None:
@@ -313,9 +311,7 @@ def _write_classes(path: Path, classes: Classes) -> None:
         if path.read_text(encoding="utf-8") != text:
             raise DataError(f"{path}: lists other classes than the images have; choose another output folder")
         return
-    partial = path.with_name(".classes.txt.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    write_text(path, text)
 
 
 def is_train_tar(path: Path) -> bool:

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipelines.errors import DataError
+from pipelines.files import write_text
 from pipelines.inspect_image import Finding, inspect_image
 from pipelines.progress import map_in_order
 from pipelines.recordio import BrokenRecordError, RecordFile, index_path, read_index
@@ -80,12 +81,10 @@ def write_clean(report: Report) -> None:
         raise DataError(f"{report.path}: none of its {report.num_images} images is usable; nothing is written")
     path = report.clean_path
     try:
-        partial = path.with_name(f".{path.name}.partial")
-        partial.write_text("".join(report.clean_lines), encoding="utf-8")
         original = path.with_name(path.name + ".orig")
         if path.exists() and not original.exists():
             os.link(path, original)
-        os.replace(partial, path)
+        write_text(path, "".join(report.clean_lines))
     except OSError as error:
         raise DataError(f"{path}: cannot be written ({error.strerror}); check permissions and space") from None
 
