@@ -29,8 +29,8 @@ from pipelines.make_records import (
 )
 from pipelines.samples import NUM_TRAIN, NUM_VAL, PATTERNS, make_samples
 from pipelines.show import contact_sheet, save_png
-from pipelines.sources import read_classes
-from pipelines.verify import print_report, splits_of, verify_split, write_clean
+from pipelines.sources import read_classes, splits_of
+from pipelines.verify import print_report, verify_split, write_clean
 
 Split = Literal["train", "val"]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +23,8 @@ from pipelines.files import write_text
 from pipelines.inspect_image import Finding, inspect_image
 from pipelines.progress import map_in_order
 from pipelines.recordio import BrokenRecordError, RecordFile, index_path, read_index
-from pipelines.sources import class_folders, folder_classes, image_files, locate, read_classes
+from pipelines.sources import Source, locate, open_source, read_classes
+from pipelines.sources.folders import class_folders, folder_classes, image_files
 
 _NUM_SHOWN = 40  # findings listed one by one
 
@@ -43,7 +44,7 @@ class Report(NamedTuple):
     path: Path
     num_images: int
     findings: list[tuple[str, Finding]]  # (file or record, finding)
-    clean_path: Path  # where the index or list without the unusable images goes
+    clean_path: Path | None  # where the index or list without the unusable images goes; None: the format has neither
     clean_lines: list[str]
 
     @property
@@ -54,16 +55,20 @@ class Report(NamedTuple):
 
 def verify_split(data: str, split: str, num_threads: int = 0, num_classes: int | None = None) -> Report:
     """Look at all images of one split; raises DataError if there is no such data."""
-    path = locate(data, split)
+    found = locate(data, split)
+    path = found.path
     findings: list[tuple[str, Finding]] = []
-    if path.suffix == ".rec":
+    clean_path: Path | None = None
+    if found.format == "RecordIO":
         items, clean_path = _record_items(path, num_classes, findings), index_path(path)
-    elif path.suffix == ".lst":
+    elif found.format == "list":
         items, clean_path = _list_items(path), path
-    else:
+    elif found.format == "folders":
         items = _folder_items(path, split)
         clean_path = path / f"{split}.lst" if path == Path(data).expanduser() else path.parent / f"{split}.lst"
         items = [item._replace(line=_relative(item, clean_path.parent)) for item in items]
+    else:
+        items = _source_items(open_source(data, split, num_classes))
     clean_lines = []
     num_images = len(items) + len(findings)  # so far these are entries of an index that point at nothing
     results = map_in_order(_look_at, items, len(items), f"verifying {path.name}", num_threads)
@@ -80,6 +85,11 @@ def write_clean(report: Report) -> None:
     if not report.clean_lines:
         raise DataError(f"{report.path}: none of its {report.num_images} images is usable; nothing is written")
     path = report.clean_path
+    if path is None:
+        raise DataError(
+            f"{report.path}: there is no index or list beside it that could leave images out; train with "
+            f"--on-bad-image skip, or convert it with `python -m pipelines make-records --on-bad-image skip`"
+        )
     try:
         original = path.with_name(path.name + ".orig")
         if path.exists() and not original.exists():
@@ -171,18 +181,19 @@ def _list_items(path: Path) -> list[Item]:
     return items
 
 
+def _source_items(source: Source) -> list[Item]:
+    def item(i: int) -> Item:
+        return Item(source.name(i), "", _label(source, i), lambda: source.read(i).tobytes())
+
+    return [item(i) for i in range(len(source))]
+
+
+def _label(source: Source, i: int) -> int | None:
+    try:
+        return source.label(i)
+    except DataError:
+        return None
+
+
 def _relative(item: Item, folder: Path) -> str:
     return f"0\t{item.label}\t{os.path.relpath(item.name, folder)}\n"
-
-
-def splits_of(data: str) -> Iterator[str]:
-    """The splits that a data path has; raises DataError if there is nothing."""
-    path = Path(data).expanduser()
-    found = [
-        split
-        for split in ("train", "val")
-        if path.is_dir() and any((path / f"{split}{end}").exists() for end in ("", ".rec", ".lst"))
-    ]
-    if not found:
-        locate(data, "train")
-    yield from found or ["train"]

@@ -67,7 +67,7 @@ def missing(tmp_path):
 
 def no_data_file(tmp_path):
     (tmp_path / "a.txt").write_text("x")
-    return tmp_path / "a.txt", r"a\.txt is neither a folder nor a \.rec"
+    return tmp_path / "a.txt", r"a\.txt is in none of the known formats; give a"
 
 
 def empty_folder(tmp_path):

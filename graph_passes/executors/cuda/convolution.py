@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from disk_cache import Cache
 from graph_passes.errors import GraphError
-from graph_passes.executors.cuda.cache import Cache
 from graph_passes.executors.cuda.device import Gpu
 
 MIN_CUDNN = 90100  # 9.1.0

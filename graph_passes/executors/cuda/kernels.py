@@ -13,8 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from disk_cache import Cache
 from graph_passes.errors import GraphError
-from graph_passes.executors.cuda.cache import Cache
 from graph_passes.executors.cuda.device import Gpu
 
 SOURCES = Path(__file__).with_name("kernels")

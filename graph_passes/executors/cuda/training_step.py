@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from disk_cache import Cache
 from graph_passes.errors import GraphError
-from graph_passes.executors.cuda.cache import Cache
 from graph_passes.executors.cuda.convolution import ConvolutionLibrary, import_cudnn
 from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.kernels import C_TYPES, KernelLibrary

@@ -9,9 +9,9 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from disk_cache import Cache
 from graph_passes import GraphError
 from graph_passes.executors.cuda import convolution, requirements
-from graph_passes.executors.cuda.cache import Cache
 from graph_passes.executors.cuda.convolution import ConvolutionLibrary, Problem, import_cudnn
 from graph_passes.executors.cuda.device import Gpu
 

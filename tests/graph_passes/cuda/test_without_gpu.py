@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 from itertools import combinations
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +10,6 @@ import numpy as np
 import pytest
 
 from graph_passes import Graph, GraphError, Ref, passes
-from graph_passes.executors.cuda.cache import Cache
 from graph_passes.executors.cuda.lowering import Lowering, Persistent, padded_channels, parameters_of
 from graph_passes.executors.cuda.parameters import Parameter, ParameterStore
 from graph_passes.executors.cuda.program import Buffer, Launch, Program
@@ -130,28 +127,6 @@ def test_parameters_keep_their_values(shape: tuple[int, ...], device_shape: tupl
     flat = parameter.to_device(values)
     assert flat.size == np.prod(device_shape) and np.count_nonzero(flat) == values.size
     assert np.array_equal(parameter.to_canonical(flat), values)
-
-
-def test_a_damaged_cache_entry_counts_as_absent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    cache = Cache("NVIDIA H200 / driver 13000", tmp_path)
-    assert cache.read("plans") is None
-    cache.write("plans", b"content")
-    assert cache.read("plans") == b"content" and Cache("another GPU", tmp_path).read("plans") is None
-    path = next(cache.folder.iterdir())
-    for damage in (b"", b"foreign", path.read_bytes()[:-1], path.read_bytes()[:-1] + b"x"):
-        path.write_bytes(damage)
-        with caplog.at_level(logging.WARNING):
-            assert cache.read("plans") is None
-        assert "damaged" in caplog.text
-    cache.write("plans", b"new")
-    assert cache.read("plans") == b"new"
-
-
-def test_a_cache_folder_that_cannot_be_written_only_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "file").write_text("")
-    with caplog.at_level(logging.WARNING):
-        Cache("gpu", tmp_path / "file").write("plans", b"content")
-    assert "cannot be written" in caplog.text
 
 
 def test_refusals_name_the_node() -> None:

@@ -1,7 +1,7 @@
-"""What is worked out once per machine and kept on disk: compiled kernels and the choice of cuDNN plans.
+"""What is worked out once and kept on disk: compiled kernels, the choice of cuDNN plans, loader settings, indexes.
 
 Files lie in `$RESNET_CACHE`, else `$XDG_CACHE_HOME/resnet50-mxnet`, else `~/.cache/resnet50-mxnet`, in a folder named
-after the GPU and the versions of driver and libraries, so that nothing made for another machine is ever read.
+after what they hold good for (GPU, versions of driver and libraries), so that nothing made for another is ever read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 _MAGIC = b"resnet50-mxnet cache 1\n"
-log = logging.getLogger("graph_passes.cuda")
+log = logging.getLogger("disk_cache")
 
 
 def default_folder() -> Path:
@@ -28,8 +28,8 @@ class Cache:
     """Named byte strings in one folder. A damaged entry counts as absent, with a warning; a folder that cannot be
     written only costs the time of working things out again."""
 
-    def __init__(self, machine: str, root: Path | None = None) -> None:
-        self.folder = (root or default_folder()) / re.sub(r"[^\w.+-]+", "_", machine)
+    def __init__(self, holds_for: str, root: Path | None = None) -> None:
+        self.folder = (root or default_folder()) / re.sub(r"[^\w.+-]+", "_", holds_for)
 
     def read(self, name: str) -> bytes | None:
         path = self.folder / name

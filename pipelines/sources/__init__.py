@@ -1,0 +1,91 @@
+"""Where the images are: one module for each way of storing them, behind one small interface (base.py).
+
+What may be given as the data path (`LoaderConfig.data`), for the split `train` (and likewise for `val`), is in FORMATS.
+Class numbers are the lines of a classes.txt beside the split (`name`, or `folder <tab> name to show`), else what the
+format itself has: sorted class folders of the training split, or the numbers in the files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from pipelines.errors import DataError
+from pipelines.sources import folders, records
+from pipelines.sources.base import Classes, Source, read_classes
+from pipelines.sources.folders import FileSource
+from pipelines.sources.records import RecordSource
+
+__all__ = ["FORMATS", "Classes", "FileSource", "Location", "RecordSource", "Source", "locate", "open_source",
+           "read_classes"]
+
+
+class Format(NamedTuple):
+    """One way of storing a split."""
+
+    looks_like: str  # in messages
+    find: Callable[[Path, str], list[Path]]  # the files or the folder that hold a split at a data path; [] if none do
+    open: Callable[[list[Path], str, int | None], Source]  # what was found, the split, the number of classes if given
+
+
+# In the order in which they are looked for: a list is what `verify --write-clean` writes, so it goes before the folder
+# that it lists.
+FORMATS = {
+    "list": Format("a .lst file", folders.find_list, lambda files, split, _: folders.open_list(files[0])),
+    "RecordIO": Format("a .rec file", records.find, lambda files, split, count: RecordSource(files[0], count)),
+    "folders": Format(
+        "a folder of class folders", folders.find_folders, lambda files, split, _: folders.open_folders(files[0], split)
+    ),
+}
+
+
+class Location(NamedTuple):
+    """Where one split is."""
+
+    format: str  # a key of FORMATS
+    files: list[Path]  # or the one folder
+
+    @property
+    def path(self) -> Path:
+        return self.files[0]
+
+
+def open_source(data: str | Path, split: str, num_classes: int | None = None) -> Source:
+    """Find and open one split of a data set; raises DataError. `num_classes` is for formats that do not know it."""
+    try:
+        found = locate(data, split)
+        return FORMATS[found.format].open(found.files, split, num_classes)
+    except PermissionError as error:
+        raise DataError(f"{error.filename}: cannot be read (permission denied); check its permissions") from None
+
+
+def locate(data: str | Path, split: str) -> Location:
+    """Where a split is; raises DataError."""
+    path = Path(data).expanduser()
+    if found := _find(path, split):
+        return found
+    other = "val" if split == "train" else "train"
+    if path.is_dir() and _find(path, other):
+        raise DataError(f"data path {path} has {other} but no {split}; add {split}/, {split}.rec or {split}.lst")
+    known = ", ".join(entry.looks_like for entry in FORMATS.values())
+    problem = "is in none of the known formats" if path.exists() else "does not exist"
+    raise DataError(
+        f"data path {path} {problem}; give {known}, a folder with train and val as any of these, or 'synthetic'"
+    )
+
+
+def splits_of(data: str | Path) -> list[str]:
+    """The splits that a data path has; images without splits count as "train". Raises DataError if there is nothing."""
+    path = Path(data).expanduser()
+    found = {split: where for split in ("train", "val") if (where := _find(path, split))}
+    if not found:
+        locate(data, "train")
+    return list(found) if len({tuple(where.files) for where in found.values()}) == len(found) else ["train"]
+
+
+def _find(path: Path, split: str) -> Location | None:
+    for name, entry in FORMATS.items():
+        if files := entry.find(path, split):
+            return Location(name, files)
+    return None

@@ -1,0 +1,66 @@
+"""What every source of images has in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from pipelines.errors import DataError
+
+Classes = list[tuple[str, str]]  # (folder or synset, name to show) in the order of the labels
+
+IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff", ".webp", ".ppm"})
+
+
+class Source(ABC):
+    """The encoded images of one split with their labels, numbered from 0."""
+
+    path: Path
+    classes: Classes
+    feeds_paths: bool  # what `feed` gives
+
+    @property
+    def class_names(self) -> list[str]:
+        """Names to show, in the order of the labels."""
+        return [shown for _, shown in self.classes]
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def name(self, i: int) -> str:
+        """How messages call image `i`: its file, or its record."""
+
+    @abstractmethod
+    def label(self, i: int) -> int:
+        """Class number of image `i`; raises DataError if there is no such class."""
+
+    @abstractmethod
+    def feed(self, i: int) -> np.ndarray:
+        """What the DALI graph gets for image `i` (uint8): its encoded bytes, or the path of its file, which DALI then
+        reads in its own threads. Raises BrokenRecordError."""
+
+    @abstractmethod
+    def read(self, i: int) -> np.ndarray:
+        """The encoded bytes of image `i` (uint8). Raises OSError or BrokenRecordError."""
+
+    def read_ahead(self, indices: Iterable[int]) -> None:  # noqa: B027  # to do nothing is right for most
+        """These images will be asked for soon: fetch them from the disk meanwhile, without waiting."""
+
+
+def read_classes(folder: Path) -> Classes:
+    """The classes of classes.txt in a folder or the one above; [] if there is none."""
+    for path in (folder / "classes.txt", folder.parent / "classes.txt"):
+        if path.is_file():
+            lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+            columns = [line.partition("\t") for line in lines]
+            classes = [(key.strip(), shown.strip() or key.strip()) for key, _, shown in columns]
+            if not classes:
+                raise DataError(f"{path}: the list of classes is empty; write one class name in each line")
+            if len({key for key, _ in classes}) < len(classes):
+                raise DataError(f"{path}: a class name occurs twice; every line must name another class")
+            return classes
+    return []

@@ -1,0 +1,75 @@
+"""RecordIO files as a source of images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from pipelines.errors import DataError
+from pipelines.recordio import BrokenRecordError, Record, RecordFile, index_path, read_index
+from pipelines.sources.base import Source, read_classes
+
+_NUM_SPOT_CHECKS = 1024  # records whose place and label are checked when a file is opened; the others when read
+
+
+def find(path: Path, split: str) -> list[Path]:
+    """PATH.rec, PATH/train.rec or PATH/train/train.rec."""
+    if path.suffix == ".rec":
+        return [path] if path.is_file() else []
+    return [found for found in (path / f"{split}.rec", path / split / f"{split}.rec") if found.is_file()][:1]
+
+
+class RecordSource(Source):
+    """A RecordIO file."""
+
+    feeds_paths = False
+
+    def __init__(self, path: Path, num_classes: int | None = None):
+        self.path = path
+        self._keys, self._offsets = read_index(index_path(path))
+        self._file = RecordFile(path)
+        self.classes = read_classes(path.parent)
+        self._spot_check()
+        if not self.classes:
+            # No list of classes: as many as asked for, or as the labels need (reads the header of every record).
+            count = num_classes or 1 + max(int(self._record(i).label) for i in range(len(self)))
+            self.classes = [(str(label), str(label)) for label in range(count)]
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def name(self, i: int) -> str:
+        return f"{self.path} record {self._keys[i]}"
+
+    def label(self, i: int) -> int:
+        label = self._record(i).label
+        if not (0 <= label < len(self.classes) and label == int(label)):
+            raise DataError(
+                f"{self.name(i)}: label {label:g} is outside the {len(self.classes)} classes (0 to "
+                f"{len(self.classes) - 1}); check classes.txt, or list all such records with "
+                f"`python -m pipelines verify`"
+            )
+        return int(label)
+
+    def feed(self, i: int) -> np.ndarray:
+        return self._record(i).image
+
+    def read(self, i: int) -> np.ndarray:
+        return self._record(i).image
+
+    def _record(self, i: int) -> Record:
+        return self._file.read(int(self._offsets[i]))
+
+    def _spot_check(self) -> None:
+        """Notice a wrong index when the file is opened, without touching all of a big file."""
+        for i in np.unique(np.linspace(0, len(self) - 1, _NUM_SPOT_CHECKS, dtype=np.int64)):
+            try:
+                self._record(int(i))
+                if self.classes:
+                    self.label(int(i))
+            except BrokenRecordError as error:
+                raise DataError(
+                    f"{index_path(self.path)}: does not fit {self.path.name} (key {self._keys[i]}: {error}); "
+                    f"put the right index there, or mend it with `python -m pipelines verify --write-clean`"
+                ) from None

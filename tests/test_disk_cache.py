@@ -1,0 +1,32 @@
+"""What is kept on disk between runs: read back whole, or not at all."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from disk_cache import Cache
+
+
+def test_a_damaged_cache_entry_counts_as_absent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cache = Cache("NVIDIA H200 / driver 13000", tmp_path)
+    assert cache.read("plans") is None
+    cache.write("plans", b"content")
+    assert cache.read("plans") == b"content" and Cache("another GPU", tmp_path).read("plans") is None
+    path = next(cache.folder.iterdir())
+    for damage in (b"", b"foreign", path.read_bytes()[:-1], path.read_bytes()[:-1] + b"x"):
+        path.write_bytes(damage)
+        with caplog.at_level(logging.WARNING):
+            assert cache.read("plans") is None
+        assert "damaged" in caplog.text
+    cache.write("plans", b"new")
+    assert cache.read("plans") == b"new"
+
+
+def test_a_cache_folder_that_cannot_be_written_only_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    with caplog.at_level(logging.WARNING):
+        Cache("gpu", tmp_path / "file").write("plans", b"content")
+    assert "cannot be written" in caplog.text
