@@ -141,7 +141,9 @@ class DaliLoader(Loader):
         config = self.config
         rng = np.random.default_rng([config.seed, epoch, batch])
         randoms = random_inputs(rng, count * size, config.random_area, config.random_ratio, config.mirror)
-        return ImageInputs(encoded, label, *(values[rank * count : (rank + 1) * count] for values in randoms))
+        mine = (values[rank * count : (rank + 1) * count] for values in randoms)
+        pixels = np.full((count, 2), config.size_in(epoch), np.float32)
+        return ImageInputs(encoded, label, *mine)._replace(size=pixels)
 
     def _is_readable(self, i: int) -> bool:
         if i in self._bad:

@@ -39,7 +39,7 @@ class GraphConfig:
     """What the graph computes; the loader's configuration holds the same fields."""
 
     training: bool
-    image_size: int  # pixels, height and width of the output
+    image_size: int  # validation: pixels, height and width of the output
     dtype: str  # "float32" or "float16"
     channels: int  # 3, or 4 with zeros in the last
     device: str  # "cpu" or "gpu"
@@ -59,6 +59,7 @@ class ImageInputs(NamedTuple):
     log_ratio: Any = None  # (N, NUM_CANDIDATES) float32, logarithm of the window's width / height in pixels
     position: Any = None  # (N, 2) float32 in [0, 1), where the window lies in the room that is left, x and y
     mirror: Any = 0  # (N,) int32, 1 to flip from left to right
+    size: Any = None  # (N, 2) float32, height and width of the output in pixels, equal for all images of a batch
 
 
 def random_inputs(
@@ -87,8 +88,8 @@ def build_pipeline(
     """A built DALI pipeline whose `run()` returns (images, labels); `source` is called once for each batch.
 
     The arrays that `source` returns are not copied, so it must not change them later.
-    Images have shape (N, image_size, image_size, channels), labels (N,) float32. A stage before "full" returns images
-    of their own sizes (uint8).
+    Images have shape (N, height, width, channels), labels (N,) float32. A stage before "full" returns images of their
+    own sizes (uint8).
     """
 
     num_inputs = len(ImageInputs._fields) if config.training else 2
@@ -141,7 +142,7 @@ def _image(config: GraphConfig, inputs: ImageInputs) -> Any:
         return image
     # Both resizes filter before they shrink (antialias), as training and prediction must see the same pictures.
     if config.training:
-        image = fn.resize(image, size=[config.image_size, config.image_size], interp_type=types.INTERP_LINEAR)
+        image = fn.resize(image, size=inputs.size, interp_type=types.INTERP_LINEAR)
     else:
         shorter = max(config.image_size, round(config.image_size / config.crop_fraction))
         image = fn.resize(image, resize_shorter=shorter, interp_type=types.INTERP_LINEAR)
@@ -149,7 +150,7 @@ def _image(config: GraphConfig, inputs: ImageInputs) -> Any:
         return image
     return fn.crop_mirror_normalize(
         image,
-        crop=(config.image_size, config.image_size),
+        **({} if config.training else {"crop": (config.image_size, config.image_size)}),
         mirror=inputs.mirror,
         mean=MEAN,
         std=STD,

@@ -35,6 +35,7 @@ class LoaderConfig:
     split: str = "train"  # "train" shuffles and augments, "val" does neither
     batch_size: int = 32  # images a process
     image_size: int = 224  # pixels, height and width
+    image_sizes: tuple[int, ...] = ()  # training: of the first epochs, one by one; image_size holds after them
     dtype: str = "float32"  # or "float16"
     channels: int = 3  # or 4: a fourth channel of zeros, for kernels that want aligned pixels
     device: str = "cpu"  # or "gpu": decode and augment there
@@ -63,6 +64,8 @@ class LoaderConfig:
             low, high = getattr(self, name)
             if not 0 < low <= high <= most:
                 raise DataError(f"{name} is ({low:g}, {high:g}); give two rising numbers above 0, at most {most:g}")
+        if min(self.image_sizes, default=1) < 1:
+            raise DataError(f"image_sizes has {min(self.image_sizes)}; every size must be at least 1")
         for name in ("num_threads", "seed", "device_id"):
             if getattr(self, name) < 0:
                 raise DataError(f"{name} is {getattr(self, name)}; it cannot be negative")
@@ -70,6 +73,12 @@ class LoaderConfig:
             raise DataError(f"num_classes is {self.num_classes}; it must be at least 1")
         if not 0 < self.crop_fraction <= 1:
             raise DataError(f"crop_fraction is {self.crop_fraction:g}; it must be above 0 and at most 1")
+
+    def size_in(self, epoch: int) -> int:
+        """Height and width of the images in an epoch, in pixels."""
+        if self.split == "train" and epoch < len(self.image_sizes):
+            return self.image_sizes[epoch]
+        return self.image_size
 
     @property
     def context(self) -> Any:
@@ -80,7 +89,7 @@ class LoaderConfig:
 class Batch(NamedTuple):
     """One batch of one process."""
 
-    data: Any  # mx.nd (N, image_size, image_size, channels), normalised; read only
+    data: Any  # mx.nd (N, size, size, channels), normalised, size being that of the epoch; read only
     label: Any  # mx.nd (N,) float32
     num_valid: int  # in validation < N where images ran out or were skipped; the rest is padding that must not count
 

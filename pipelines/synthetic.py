@@ -28,23 +28,26 @@ class SyntheticLoader(Loader):
         num_images = config.synthetic_images if config.split == "train" else max(1, config.synthetic_images // 10)
         super().__init__(config, shard, num_images, [f"pattern {label}" for label in range(num_classes)])
         self._pool: list[tuple[Any, Any]] = []
+        self._pool_size = 0  # pixels
 
     def close(self) -> None:
         self._pool.clear()
 
     def _load(self) -> Batch:
         count = self.config.batch_size
-        if not self._pool:
-            self._pool = self._make_pool(min(self.num_batches, max(2, _NUM_DISTINCT // count)))
+        pixels = self.config.size_in(self.epoch)
+        if pixels != self._pool_size or not self._pool:
+            self.close()  # before the next pool takes memory
+            self._pool = self._make_pool(min(self.num_batches, max(2, _NUM_DISTINCT // count)), pixels)
+            self._pool_size = pixels
         data, label = self._pool[(self.epoch * self.num_batches + self.batch) % len(self._pool)]
         rank, size = self.shard
         left = self.num_images - (self.batch * size + rank) * count
         return Batch(data, label, max(0, min(count, left)))
 
-    def _make_pool(self, num_batches: int) -> list[tuple[Any, Any]]:
+    def _make_pool(self, num_batches: int, pixels: int) -> list[tuple[Any, Any]]:
         config = self.config
         rng = np.random.default_rng([config.seed, config.split == "val", self.shard[0]])
-        pixels = config.image_size
         # One field of noise, of which every image takes another cut-out: drawing it all anew would take minutes.
         noise = rng.standard_normal((2 * pixels, 2 * pixels, 3), np.float32)
         pool = []

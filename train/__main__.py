@@ -39,7 +39,8 @@ def train(arguments: Sequence[str]) -> None:
         placement = _prepare(config, workers)
         train_loader = open_split(config, "train", placement, workers)
         val_loader = open_split(config, "val", placement, workers) if config.validate_every else None
-        executor = build_executor(config, len(train_loader.class_names), placement, start)
+        image_size = train_loader.config.size_in(start.progress.epoch if start else 0)
+        executor = build_executor(config, len(train_loader.class_names), image_size, placement, start)
         trainer = Trainer(config, workers, executor, train_loader, val_loader, run_folder, start)
     trainer.broadcast()
     with workers.agreement():
@@ -65,7 +66,7 @@ def validate_trained(arguments: Sequence[str]) -> None:
             raise TrainError("validation needs trained weights: give --checkpoint with a run folder or checkpoint file")
         placement = _prepare(config, workers)
         loader = open_split(config, "val", placement, workers)
-        executor = build_executor(config, len(loader.class_names), placement, trained)
+        executor = build_executor(config, len(loader.class_names), loader.config.image_size, placement, trained)
     sums = validate(executor, loader, workers)
     if workers.rank == 0:
         loss, top1, top5 = (value / sums.count for value in (sums.loss_sum, sums.top1, sums.top5))
@@ -76,14 +77,15 @@ def benchmark_steps(arguments: Sequence[str]) -> None:
     """speed of training steps, repeated until it is known to 1 %"""
     workers = Workers()
     with workers.agreement():
-        config = parse(BenchmarkConfig, arguments, command="benchmark")
+        # Progressive resizing would mix the steps of several sizes.
+        config = replace(parse(BenchmarkConfig, arguments, command="benchmark"), first_image_size=0)
         run_folder = _run_folder(config)
         placement = _prepare(config, workers)
         if config.profile and placement.executor != "cuda":
             raise TrainError(f"--profile measures the kernels of the cuda executor, but the executor of this run is "
                              f"{placement.executor}: leave it out")
         loader = open_split(config, "train", placement, workers)
-        executor = build_executor(config, len(loader.class_names), placement, None)
+        executor = build_executor(config, len(loader.class_names), loader.config.size_in(0), placement, None)
         trainer = Trainer(config, workers, executor, loader, None, run_folder, None)
     trainer.broadcast()
     with workers.agreement():

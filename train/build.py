@@ -15,6 +15,7 @@ from train.devices import Placement
 from train.distributed import Workers
 from train.errors import TrainError
 from train.model import init_params, resnet
+from train.schedule import image_sizes
 
 SAMPLES_FOLDER = Path("data/samples")
 
@@ -36,7 +37,8 @@ def open_split(config: Config, split: str, placement: Placement, workers: Worker
             data=str(SAMPLES_FOLDER) if config.data == SAMPLES else config.data,
             split=split,
             batch_size=config.batch_size,
-            image_size=config.image_size,
+            image_size=config.image_size if split == "train" else config.inference_image_size,
+            image_sizes=image_sizes(config),
             dtype="float16" if network_dtype(config, placement) == "float16" else "float32",
             channels=channels,
             device="gpu" if on_gpu else "cpu",
@@ -55,8 +57,13 @@ def open_split(config: Config, split: str, placement: Placement, workers: Worker
     return loader
 
 
-def build_executor(config: Config, num_classes: int, placement: Placement, checkpoint: Checkpoint | None) -> Executor:
-    """The network with the parameters of `checkpoint`, or initial ones without. Raises GraphError or TrainError."""
+def build_executor(
+    config: Config, num_classes: int, image_size: int, placement: Placement, checkpoint: Checkpoint | None
+) -> Executor:
+    """The network with the parameters of `checkpoint`, or initial ones without. Raises GraphError or TrainError.
+
+    `image_size` is that of the first batches, in pixels: for others the executor is built when they come.
+    """
     symbol = resnet(config.depth, num_classes, config.label_smoothing)
     if checkpoint is None:
         params, aux = init_params(symbol, config.seed)
@@ -65,7 +72,7 @@ def build_executor(config: Config, num_classes: int, placement: Placement, check
         if checkpoint.network != wanted:
             raise TrainError(f"the checkpoint holds a {checkpoint.network}, but this run needs a {wanted}")
         params, aux = checkpoint.params, checkpoint.aux
-    data_shape = (config.batch_size, config.image_size, config.image_size, 3)
+    data_shape = (config.batch_size, image_size, image_size, 3)
     shapes = {"data": data_shape, "softmax_label": data_shape[:1]}
     options: dict[str, Any] = {}
     if placement.executor == "cuda":

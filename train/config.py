@@ -42,6 +42,14 @@ class Config:
     generated images."""
     image_size: int = 224
     """Height and width of the network's input, in pixels."""
+    first_image_size: int = 0
+    """Progressive resizing: image size of the first epochs, which then rises to image_size in multiples of 32 pixels;
+    0: image_size from the start."""
+    resize_epochs: tuple[float, float] = (0.0, 0.0)
+    """Progressive resizing: the epochs between which the image size rises, linearly."""
+    val_image_size: int = 0
+    """Image size in validation and prediction, in pixels; 0: image_size. A network sees objects larger in random crops
+    than in whole images, so it does better on images about 1.15 to 1.3 times as large (arXiv:1906.06423)."""
     batch_size: int = 256
     """Images per process in one forward pass."""
     random_area: tuple[float, float] = (0.08, 1.0)
@@ -70,6 +78,10 @@ class Config:
     """Schedule polynomial: exponent."""
     final_learning_rate: float = 0.0
     """Schedules cosine and polynomial: learning rate at the end, scaled like learning_rate."""
+    optimizer: Literal["sgd", "lars"] = "sgd"
+    """sgd: with momentum; lars: the same with a learning rate for each layer, for large batches (arXiv:1708.03888)."""
+    trust_coefficient: float = 0.001
+    """Optimizer lars: the learning rate of a layer is multiplied by this times |weights| / |decayed gradient|."""
     momentum: float = 0.875
     """Momentum of SGD."""
     nesterov: bool = False
@@ -113,6 +125,11 @@ class Config:
     """Write TensorBoard files."""
     mlperf: bool = False
     """Write MLPerf log lines."""
+
+    @property
+    def inference_image_size(self) -> int:
+        """Image size in validation and prediction, in pixels."""
+        return self.val_image_size or self.image_size
 
     def global_batch(self, num_processes: int) -> int:
         """Images of one optimizer step."""
@@ -162,7 +179,10 @@ _LIMITS = {
                      "limit_steps"),
                     (lambda value: value >= 1, "at least 1")),
     "image_size": (lambda value: value >= MIN_IMAGE_SIZE, f"at least {MIN_IMAGE_SIZE} pixels"),
-    **dict.fromkeys(("learning_rate", "decay_factor", "decay_power", "limit_minutes"),
+    **dict.fromkeys(("first_image_size", "val_image_size"),
+                    (lambda value: value == 0 or value >= MIN_IMAGE_SIZE, f"0, or at least {MIN_IMAGE_SIZE} pixels")),
+    "resize_epochs": (lambda value: 0 <= value[0] <= value[1], "two numbers of epochs from 0 on, the smaller first"),
+    **dict.fromkeys(("learning_rate", "decay_factor", "decay_power", "limit_minutes", "trust_coefficient"),
                     (lambda value: value > 0, "above 0")),
     **dict.fromkeys(("num_classes", "num_threads", "seed", "max_steps", "validate_every", "weight_decay",
                      "warmup_epochs", "final_learning_rate", "time_limit", "checkpoint_minutes", "warmup_steps"),
@@ -181,6 +201,13 @@ def check(config: Config) -> None:
             raise TrainError(f"{cli.option_name(name)} {_shown(value)} must be {words}")
     if config.schedule == "step" and list(config.decay_epochs) != sorted(config.decay_epochs):
         raise TrainError(f"--decay-epochs {_shown(config.decay_epochs)} must rise")
+    if config.first_image_size > config.image_size:
+        raise TrainError(
+            f"--first-image-size {config.first_image_size} is larger than --image-size {config.image_size}, to which "
+            f"it is to rise; lower it"
+        )
+    if config.resize_epochs[1] > 0 and not config.first_image_size:
+        raise TrainError("--resize-epochs is given without --first-image-size, from which the size is to rise; add it")
     if config.warmup_epochs > config.epochs:
         raise TrainError(
             f"--warmup-epochs {config.warmup_epochs:g} is longer than the run of {config.epochs} epochs; lower it"

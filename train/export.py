@@ -66,7 +66,7 @@ def main(arguments: Sequence[str]) -> None:
         assert trained
         model, difference = export_onnx(trained)
         files.write(Path(options.onnx), model)
-        size = trained.config.image_size
+        size = trained.config.inference_image_size
         print(
             f"{options.onnx}: {trained.network}, input data float32 (N, 3, {size}, {size}), output probabilities; "
             f"largest difference between ONNX Runtime and this program: {difference:.1e}"
@@ -145,7 +145,7 @@ def export_onnx(trained: Checkpoint) -> tuple[bytes, float]:
         raise TrainError(f"export to ONNX needs {error.name}: pip install onnx onnxruntime") from None
 
     graph = Graph.from_json(resnet(trained.config.depth, trained.num_classes).tojson())
-    size = trained.config.image_size
+    size = trained.config.inference_image_size
     folded = channels_first(passes.fold_bn(graph))
     params = passes.fold_bn_params(graph, trained.params, trained.aux)
     model = onnx_writer.to_onnx(folded, in_layout(folded, params), (3, size, size))
@@ -168,7 +168,8 @@ def export_onnx(trained: Checkpoint) -> tuple[bytes, float]:
     difference = 0.0
     for batch_size in (1, 3):
         images_nhwc = rng.standard_normal((batch_size, size, size, 3), dtype=np.float32)
-        executor = build_executor(replace(trained.config, batch_size=batch_size), trained.num_classes, CPU, trained)
+        config = replace(trained.config, batch_size=batch_size)
+        executor = build_executor(config, trained.num_classes, size, CPU, trained)
         ours = executor.forward(mx.nd.array(images_nhwc)).asnumpy()
         (theirs,) = session.run(None, {"data": np.ascontiguousarray(images_nhwc.transpose(0, 3, 1, 2))})
         difference = max(difference, float(np.abs(ours - theirs).max()))

@@ -111,6 +111,9 @@ class Trainer:
     def _train_epoch(self, recorder: Recorder, signals: Signals) -> str:
         """The steps that the epoch has left. Returns why the run ends before them, or ""."""
         progress = self.progress
+        sizes = self.train_loader.config
+        if progress.epoch and sizes.size_in(progress.epoch) != sizes.size_in(progress.epoch - 1):
+            recorder.say(f"epoch {progress.epoch + 1}: images of {sizes.size_in(progress.epoch)} pixels from now on")
         recorder.begin_epoch(progress.epoch, self.steps_per_epoch, progress.epoch_step)
         batches = recorder.timed(self.train_loader)
         while self.step(batches):

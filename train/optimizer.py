@@ -1,4 +1,4 @@
-"""The optimizer: SGD with momentum, the executor's own where it has one, else on the executor's live arrays."""
+"""The optimizer: SGD with momentum, or LARS; the executor's own where it has one, else on its live arrays."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ class Optimizer(Protocol):
 
 
 def make_optimizer(executor: Executor, config: Config) -> Optimizer:
-    """SGD with the constants of the configuration, for all parameters of the executor."""
-    constants = (config.momentum, config.weight_decay, config.nesterov)
+    """The optimizer of the configuration, for all parameters of the executor."""
+    trust_coefficient = config.trust_coefficient if config.optimizer == "lars" else None
+    constants = (config.momentum, config.weight_decay, config.nesterov, trust_coefficient)
     if hasattr(executor, "create_optimizer"):  # where MXNet's operators cannot run
         return executor.create_optimizer(*constants)
     return SGD(executor.params, executor.grads, *constants)
@@ -45,17 +46,23 @@ class SGD:
         m = momentum * m - learning_rate * g
         w = w + m                                       or with Nesterov: w = w + momentum * m - learning_rate * g
 
-    Weight decay spares BatchNorm's gamma and beta and all biases. `momenta` holds m by parameter name, in the layout of
+    With a `trust_coefficient` it is LARS (You, Gitman, Ginsburg, arXiv:1708.03888, equation 6): g is multiplied by
+
+        trust_coefficient * |w| / (|scale * gradient| + weight_decay * |w|)
+
+    of its parameter, or by 1 where a norm is 0. Weight decay and LARS spare BatchNorm's gamma and beta and all biases.
+    `momenta` holds m by parameter name, in the layout of
     the parameter. Parameters are MXNet arrays, or NumPy arrays for the reference executor; they are updated in place,
     from what `grads` holds at that time.
     """
 
     def __init__(self, params: Mapping[str, Any], grads: Mapping[str, Any], momentum: float, weight_decay: float,
-                 nesterov: bool = False) -> None:
+                 nesterov: bool = False, trust_coefficient: float | None = None) -> None:
         self.params = params
         self.grads = grads
         self.momentum = momentum
         self.nesterov = nesterov
+        self.trust_coefficient = trust_coefficient
         self.scaling: Mapping[str, float] = {}
         self.weight_decays = {name: 0.0 if name.endswith(NO_DECAY) else weight_decay for name in params}
         self.momenta = {
@@ -75,15 +82,29 @@ class SGD:
         for name, param in self.params.items():
             grad, momentum, decay = self.grads[name], self.momenta[name], self.weight_decays[name]
             common = {"lr": learning_rate, "momentum": self.momentum, "out": param}
-            if self.nesterov:
+            update = mx.nd.nag_mom_update if self.nesterov else mx.nd.sgd_mom_update
+            if self._adapts(name):
+                update(param, self._trusted(param, scale * grad, decay, mx.nd), momentum, **common)
+            elif self.nesterov:
                 # The operator's own weight decay would read the parameter after its update in place.
-                mx.nd.nag_mom_update(param, scale * grad + decay * param, momentum, **common)
+                update(param, scale * grad + decay * param, momentum, **common)
             else:
-                mx.nd.sgd_mom_update(param, grad, momentum, wd=decay, rescale_grad=scale, **common)
+                update(param, grad, momentum, wd=decay, rescale_grad=scale, **common)
 
     def _step_numpy(self, learning_rate: float, scale: float) -> None:
         for name, param in self.params.items():
-            m = self.momenta[name]
-            step = learning_rate * (scale * self.grads[name] + self.weight_decays[name] * param)
+            m, grad, decay = self.momenta[name], scale * self.grads[name], self.weight_decays[name]
+            trusted = self._trusted(param, grad, decay, np) if self._adapts(name) else grad + decay * param
+            step = learning_rate * trusted
             m[...] = self.momentum * m - step
             param += self.momentum * m - step if self.nesterov else m
+
+    def _adapts(self, name: str) -> bool:
+        return self.trust_coefficient is not None and not name.endswith(NO_DECAY)
+
+    def _trusted(self, param: Any, grad: Any, decay: float, arrays: Any) -> Any:
+        """The gradient with weight decay times LARS's trust ratio. `arrays` is mx.nd or np; nothing waits."""
+        w, g = arrays.sqrt((param * param).sum()), arrays.sqrt((grad * grad).sum())
+        is_safe = (w > 0) * (g > 0)
+        ratio = self.trust_coefficient * w / (g + decay * w + (1 - is_safe))
+        return (grad + decay * param) * (is_safe * ratio + (1 - is_safe))

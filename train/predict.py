@@ -102,12 +102,12 @@ def predict(options: PredictOptions) -> list[Prediction]:
     placement = devices.choose(config, local_rank=0)
     batches = load_images(
         options.images,
-        config.image_size,
+        config.inference_image_size,
         config.batch_size,
         device=placement.device.partition("(")[0],
         on_bad_image=options.on_bad_image,
     )
-    executor = build_executor(config, trained.num_classes, placement, trained)
+    executor = build_executor(config, trained.num_classes, config.inference_image_size, placement, trained)
     predictions = []
     for batch in batches:
         probabilities = executor.forward(batch.data).asnumpy()[: batch.num_valid]

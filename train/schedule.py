@@ -1,4 +1,5 @@
-"""Learning rates by optimizer step: pure functions of the step, so that a resumed run needs no state for them."""
+"""Learning rates by optimizer step and image sizes by epoch: pure functions, so that a resumed run needs no state for
+them."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ import math
 from dataclasses import dataclass
 
 from train.config import REFERENCE_BATCH, Config
+
+IMAGE_SIZE_STEP = 32  # pixels; the network halves the image five times
 
 
 @dataclass(frozen=True)
@@ -55,3 +58,23 @@ def make_schedule(config: Config, steps_per_epoch: int, num_processes: int) -> S
         milestones=tuple(round(epoch * steps_per_epoch) for epoch in config.decay_epochs),
         factor=config.decay_factor,
     )
+
+
+def image_sizes(config: Config) -> tuple[int, ...]:
+    """Height and width of the training images in each epoch of a run, in pixels.
+
+    first_image_size until the first of resize_epochs, then linearly, rounded to multiples of 32, to image_size at the
+    second (progressive resizing, as in libffcv/ffcv-imagenet).
+    """
+    small, large = config.first_image_size or config.image_size, config.image_size
+    start, end = config.resize_epochs
+
+    def size_in(epoch: int) -> int:
+        if epoch >= end:
+            return large
+        if epoch <= start:
+            return small
+        exact = small + (large - small) * (epoch - start) / (end - start)
+        return min(max(IMAGE_SIZE_STEP * round(exact / IMAGE_SIZE_STEP), small), large)
+
+    return tuple(size_in(epoch) for epoch in range(config.epochs))

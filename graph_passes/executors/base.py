@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from graph_passes.errors import GraphError
-from graph_passes.graph import Graph
+from graph_passes.graph import Graph, Ref
 from graph_passes.operators import Shape
 from graph_passes.passes.layout import weight_layouts
 
@@ -33,7 +33,11 @@ class Metrics(NamedTuple):
 
 
 class Executor(ABC):
-    """Runs one graph for one set of input shapes on one device. docs/interfaces.md describes the members.
+    """Runs one graph on one device. docs/interfaces.md describes the members.
+
+    Made for one batch size; images may come in another height and width than it was made with: the network is built for
+    the new size when a batch of it is first seen, on the same parameters. Training and inference may differ in size;
+    each keeps what it was built for last.
 
     `params`, `aux` and `grads` are live arrays in this executor's own layout; the canonical layout of a convolution's
     weight is OHWI.
@@ -51,6 +55,7 @@ class Executor(ABC):
         self.graph = graph
         self.input_shapes: dict[str, Shape] = {name: tuple(shape) for name, shape in shapes.items()}
         self._weight_layouts = weight_layouts(graph)
+        self._accepted = {name: {shape} for name, shape in self.input_shapes.items()}  # by `check_input`
 
     # --- parameters ---
 
@@ -92,6 +97,25 @@ class Executor(ABC):
         params = {name: self.to_canonical(name, array) for name, array in self.params.items()}
         return params, {name: self.to_canonical(name, array) for name, array in self.aux.items()}
 
+    def check_input(self, name: str, shape: Sequence[int]) -> None:
+        """Raise GraphError for a batch of another shape than this executor was made for. Images may have another height
+        and width, where the network's parameters do not depend on them."""
+        shape = tuple(shape)
+        if name not in self.input_shapes:
+            known = ", ".join(self.input_shapes)
+            raise GraphError(f"the executor was made without a shape for '{name}': it has {known}")
+        if shape in self._accepted[name]:
+            return
+        made = self.input_shapes[name]
+        if not (name == "data" and len(shape) == len(made) == 4 and (shape[0], shape[3]) == (made[0], made[3])):
+            raise wrong_shape(name, shape, made)
+        before, after = (self.graph.infer_shapes(self.input_shapes | {name: size}) for size in (made, shape))
+        for parameter in (*self.params, *self.aux):
+            if before[Ref(parameter)] != after[Ref(parameter)]:
+                raise GraphError(f"'{name}' has the shape {shape}, for which '{parameter}' would need another shape: "
+                                 f"this network works with images of {made[1]}x{made[2]} only")
+        self._accepted[name].add(shape)
+
     # --- running ---
 
     @abstractmethod
@@ -125,7 +149,7 @@ class Executor(ABC):
 def wrong_shape(name: str, shape: Sequence[int], expected: Sequence[int]) -> GraphError:
     """The error for a batch that is not of the shape that an executor was made for."""
     return GraphError(f"'{name}' has the shape {tuple(shape)}, but the executor was made for {tuple(expected)}: "
-                      "make one for each batch and image size")
+                      "make one for each batch size")
 
 
 def create_executor(

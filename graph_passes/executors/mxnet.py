@@ -12,17 +12,24 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from graph_passes.errors import GraphError
-from graph_passes.executors.base import TOP_K, Executor, Metrics, wrong_shape
+from graph_passes.executors.base import TOP_K, Executor, Metrics
 from graph_passes.graph import Graph, Node
 from graph_passes.passes import layout, unfuse
 from mxnet_compat import mx
 
 Array = Any  # mx.nd.NDArray; MXNet has no type stubs
+
+
+class _Bound(NamedTuple):
+    """The Symbol bound for one use and one image size."""
+
+    executor: Any
+    inputs: dict[str, Array]
 
 
 class MXNetExecutor(Executor):
@@ -35,37 +42,36 @@ class MXNetExecutor(Executor):
         symbol = mx.sym.load_json(self.graph.to_json())
         arguments, aux = _infer_shapes(symbol, self.input_shapes)
         zeros = {name: mx.nd.zeros(shape, ctx=self._context) for name, shape in {**arguments, **aux}.items()}
-        self._inputs = {name: zeros[name] for name in self.input_shapes}
-        self.params = {name: zeros[name] for name in arguments if name not in self._inputs}
+        self.params = {name: zeros[name] for name in arguments if name not in self.input_shapes}
         self.aux = {name: zeros[name] for name in aux}
         self.grads = {name: mx.nd.zeros(array.shape, ctx=self._context) for name, array in self.params.items()}
         self._symbol = symbol
         # The Symbol is bound once for each use: forward(is_train) of a bound Symbol sets a flag that operators which
         # still wait in the engine read when their turn comes. One that both trained and inferred would mix up the two.
-        self._executors = {"write": self._bind("write")}
+        self._bound: dict[str, _Bound] = {}  # by grad_req: to write gradients, to add to them, or to infer ("null")
+        self._bind("write", self.input_shapes)
         self._loss = _loss_node(self.graph)
         self._totals = mx.nd.zeros(4, dtype="float64", ctx=self._context)  # the fields of Metrics
 
     def forward_backward(self, data: Array, label: Array, accumulate: bool = False) -> None:
         if self._loss is None:
             raise GraphError("the graph does not end in SoftmaxOutput: without a loss there is nothing to train")
-        executor = self._executor("add" if accumulate else "write")
-        self._copy_in(data=data, softmax_label=label)
-        executor.forward(is_train=True)
-        executor.backward()
-        self._count(executor.outputs[0], label.shape[0])
+        bound = self._load("add" if accumulate else "write", data=data, softmax_label=label)
+        bound.executor.forward(is_train=True)
+        bound.executor.backward()
+        self._count(bound.executor.outputs[0], bound.inputs["softmax_label"], label.shape[0])
 
     def forward(self, data: Array, label: Array | None = None) -> Array:
         given = {"data": data} if label is None else {"data": data, "softmax_label": label}
-        self._copy_in(**given)
-        probabilities = self._executor("null").forward(is_train=False)[0]
+        bound = self._load("null", **given)
+        probabilities = bound.executor.forward(is_train=False)[0]
         if label is not None:
-            self._count(probabilities, label.shape[0])
+            self._count(probabilities, bound.inputs["softmax_label"], label.shape[0])
         return probabilities
 
     def evaluate(self, data: Array, label: Array, num_valid: int) -> None:
-        self._copy_in(data=data, softmax_label=label)
-        self._count(self._executor("null").forward(is_train=False)[0], num_valid)
+        bound = self._load("null", data=data, softmax_label=label)
+        self._count(bound.executor.forward(is_train=False)[0], bound.inputs["softmax_label"], num_valid)
 
     def read_metrics(self) -> Metrics:
         loss_sum, top1, top5, count = self._totals.asnumpy()
@@ -80,35 +86,36 @@ class MXNetExecutor(Executor):
         # MXNet operator knows that, but assigning NumPy to such an array fails, and its pointer must not be given away.
         array[:] = mx.nd.array(value, ctx=self._context)
 
-    def _executor(self, grad_req: str) -> Any:
-        """The Symbol bound to write gradients, to add to them, or to infer ("null"); all share their working memory."""
-        if grad_req not in self._executors:
-            self._executors[grad_req] = self._bind(grad_req, shared=self._executors["write"])
-        return self._executors[grad_req]
-
-    def _bind(self, grad_req: str, shared: Any = None) -> Any:
-        requests = dict.fromkeys(self.params, grad_req) | dict.fromkeys(self._inputs, "null")
-        arguments = {**self.params, **self._inputs}
-        with _stderr_closed():
-            return self._symbol.bind(self._context, arguments, self.grads, requests, self.aux, shared_exec=shared)
-
-    def _copy_in(self, **arrays: Array) -> None:
+    def _load(self, grad_req: str, **arrays: Array) -> _Bound:
+        """The Symbol bound for a use and the size of this batch, with the batch in its inputs."""
         for name, array in arrays.items():
-            if name not in self._inputs:
-                known = ", ".join(self._inputs)
-                raise GraphError(f"the executor was made without a shape for '{name}': it has {known}")
-            bound = self._inputs[name]
-            if array.shape != bound.shape:
-                raise wrong_shape(name, array.shape, bound.shape)
-            bound[:] = array
+            self.check_input(name, array.shape)
+        bound = self._bound.get(grad_req)
+        if not bound or bound.inputs["data"].shape != arrays["data"].shape:
+            bound = self._bind(grad_req, self.input_shapes | {"data": arrays["data"].shape})
+        for name, array in arrays.items():
+            bound.inputs[name][:] = array
+        return bound
 
-    def _count(self, probabilities: Array, num_valid: int) -> None:
+    def _bind(self, grad_req: str, shapes: Mapping[str, Sequence[int]]) -> _Bound:
+        shared = next((bound.executor for bound in self._bound.values()), None)  # all share their working memory
+        inputs = {name: mx.nd.zeros(shape, ctx=self._context) for name, shape in shapes.items()}
+        requests = dict.fromkeys(self.params, grad_req) | dict.fromkeys(inputs, "null")
+        arguments = {**self.params, **inputs}
+        with _stderr_closed():
+            executor = self._symbol.bind(
+                self._context, arguments, self.grads, requests, self.aux, shared_exec=shared
+            )
+        self._bound[grad_req] = _Bound(executor, inputs)
+        return self._bound[grad_req]
+
+    def _count(self, probabilities: Array, label: Array, num_valid: int) -> None:
         """Add the first `num_valid` images of the batch to the metrics. Asynchronous."""
         if not num_valid:
             return
         assert self._loss is not None
         probabilities = probabilities[:num_valid]
-        label = self._inputs["softmax_label"][:num_valid]
+        label = label[:num_valid]
         classes, smoothing = probabilities.shape[1], self._loss["smooth_alpha"]
         # Not below the smallest normal number: a probability that underflowed costs 87 nats, not an infinity.
         log_p = mx.nd.log(mx.nd.maximum(probabilities, 1.2e-38))

@@ -14,7 +14,7 @@ import numpy as np
 
 from graph_passes.errors import GraphError
 from graph_passes.executors import reference_operators as ops
-from graph_passes.executors.base import TOP_K, Executor, Metrics, wrong_shape
+from graph_passes.executors.base import TOP_K, Executor, Metrics
 from graph_passes.graph import Graph, Node, Ref
 from graph_passes.operators import OPERATORS, is_relu
 
@@ -81,8 +81,7 @@ class ReferenceExecutor(Executor):
         for name, shape in self.input_shapes.items():
             array = given.get(name)
             array = np.zeros(shape) if array is None else _numpy(array)  # inference does not read the label
-            if array.shape != shape:
-                raise wrong_shape(name, array.shape, shape)
+            self.check_input(name, array.shape)
             values[Ref(name)] = array.astype(self._dtype)
         return forward(self.graph, values, training)
 

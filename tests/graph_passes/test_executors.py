@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from step_networks import fused, random_variables, small_resnet
 
-from graph_passes import GraphError, passes
+from graph_passes import Graph, GraphError, passes
 from graph_passes.executors import Metrics, create_executor
 from mxnet_compat import mx
 
@@ -155,6 +155,44 @@ def test_a_network_without_a_loss_infers_only(problem):
         executor.forward_backward(mx.nd.zeros((2, 19, 19, 3)), mx.nd.zeros(2))
     with pytest.raises(GraphError, match="made without a shape for 'softmax_label': it has data"):
         executor.evaluate(mx.nd.zeros((2, 19, 19, 3)), mx.nd.zeros(2), 2)
+
+
+# --- other image sizes ---
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_images_of_another_size(kind, problem, rng):
+    """Training goes from size to size, with inference at yet another one in between, as with an executor that was made
+    for that size and given the parameters: to the bit."""
+    graph, shapes, *_ = problem
+    (executor,) = executors(problem, kind)
+    n, _, _, channels = shapes["data"]
+    for height, width in [(19, 21), (33, 30), (18, 18), (33, 30)]:
+        train_shape, larger = (n, height, width, channels), (n, height + 5, width + 3, channels)
+        data, label = rng.standard_normal(train_shape).astype("f"), rng.integers(0, CLASSES, n).astype("f")
+        images = rng.standard_normal(larger).astype("f")
+        (fresh,) = executors((graph, shapes | {"data": train_shape}, *executor.get_params(), None), kind)
+        (inferring,) = executors((graph, shapes | {"data": larger}, *executor.get_params(), None), kind)
+        for one, other in ((executor, executor), (fresh, inferring)):
+            other.evaluate(mx.nd.array(images), mx.nd.array(label), n - 1)
+            one.forward_backward(*nd((data, label)))
+            one.forward_backward(*nd((data, label)), accumulate=True)
+        together, alone = executor.read_metrics(), [fresh.read_metrics(), inferring.read_metrics()]
+        np.testing.assert_allclose(together, np.sum(alone, axis=0), rtol=1e-6)  # summed in another order
+        assert together.count == 3 * n - 1
+        for name, gradient in canonical_grads(fresh).items():
+            np.testing.assert_array_equal(canonical_grads(executor)[name], gradient, name)
+        for name, array in executor.params.items():
+            array[:] = array - 0.01 * executor.grads[name]  # the next size starts from other parameters
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_network_that_works_at_one_size_only(kind, rng):
+    data = mx.sym.FullyConnected(mx.sym.Variable("data"), num_hidden=3, name="fc")
+    graph = Graph.from_json(mx.sym.SoftmaxOutput(data, name="softmax").tojson())
+    executor = create_executor(kind, graph, {"data": (2, 5, 5, 3), "softmax_label": (2,)})
+    with pytest.raises(GraphError, match=r"'fc_weight' would need another shape: .* images of 5x5 only"):
+        executor.forward(mx.nd.zeros((2, 6, 5, 3)))
 
 
 # --- bad input ---

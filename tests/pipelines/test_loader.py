@@ -90,6 +90,32 @@ def test_restored_loader_gives_equal_bits(numbered, split, stop):
             np.testing.assert_array_equal(pixels, wanted_pixels)
 
 
+def test_image_sizes_by_epoch(numbered):
+    """The size changes at the start of an epoch although batches are made ahead, and so for a loader that is restored;
+    a batch holds the same images, in the same windows, as without the schedule."""
+    sizes = (16, 16, 31)
+    loader = open_loader(config(numbered, image_size=24, image_sizes=sizes))
+    epochs = [epoch_of(loader) for _ in range(4)]
+    for epoch, size in zip(epochs, (*sizes, 24), strict=True):
+        assert len(epoch) == loader.num_batches
+        assert {pixels.shape for pixels, _ in epoch} == {(4, size, size, 3)}
+    plain = open_loader(config(numbered, image_size=24))
+    for (pixels, labels), (wanted_pixels, wanted_labels) in zip(
+        epochs[3], [epoch_of(plain) for _ in range(4)][3], strict=True
+    ):
+        np.testing.assert_array_equal(labels, wanted_labels)
+        np.testing.assert_array_equal(pixels, wanted_pixels)
+
+    position = open_loader(config(numbered))
+    list(itertools.islice(itertools.chain.from_iterable(itertools.repeat(position)), 2 * position.num_batches + 1))
+    resumed = open_loader(config(numbered, image_size=24, image_sizes=sizes))
+    resumed.restore(position.state())
+    for (pixels, _), (wanted, _) in zip(epoch_of(resumed), epochs[2][1:], strict=True):
+        np.testing.assert_array_equal(pixels, wanted)
+
+    assert epoch_of(open_loader(config(numbered, split="val", image_sizes=sizes)))[0][0].shape == (4, 24, 24, 3)
+
+
 def test_foreign_states_are_refused(numbered, folder):
     loader = open_loader(config(numbered))
     others = (config(numbered, seed=1), config(numbered, batch_size=5), config(folder), config(numbered, split="val"))
@@ -215,6 +241,7 @@ def test_load_images_keeps_order_and_names_mistakes(folder, tmp_path):
         ({"batch_size": 38}, "37 training images are fewer than one batch of 38"),
         ({"image_size": 0}, "image_size is 0"),
         ({"image_size": -3}, "image_size is -3"),
+        ({"image_sizes": (16, 0)}, "image_sizes has 0"),
         ({"split": "test"}, "split is 'test'; choose 'train' or 'val'"),
         ({"dtype": "int8"}, "dtype is 'int8'"),
         ({"channels": 5}, "channels is 5; choose 3 or 4"),

@@ -10,6 +10,11 @@ def load(**options):
     return open_loader(LoaderConfig(data="synthetic", **{"batch_size": 16, "image_size": 20, **options}))
 
 
+def test_image_sizes_by_epoch():
+    loader = load(image_size=9, image_sizes=(20, 8), synthetic_images=32)
+    assert [{batch.data.shape for batch in loader} for _ in range(3)] == [{(16, s, s, 3)} for s in (20, 8, 9)]
+
+
 @pytest.mark.parametrize("image_size", [1, 7, 33])
 def test_shapes(image_size):
     loader = load(image_size=image_size, dtype="float16", channels=4, num_classes=3, synthetic_images=50)

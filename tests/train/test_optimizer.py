@@ -9,22 +9,27 @@ from train.optimizer import SGD
 DECAYED = ("conv_weight", "classifier_weight")
 
 
-def oracle(params, gradients, rates, momentum, weight_decay, nesterov, scale):
+def oracle(params, gradients, rates, momentum, weight_decay, nesterov, scale, trust=None):
     """Plain SGD in float64, written with the velocity v = -m / rate free of the code under test's order of terms."""
     params = {name: p.astype(np.float64) for name, p in params.items()}
     moved = {name: np.zeros_like(p) for name, p in params.items()}
     for grads, rate in zip(gradients, rates, strict=True):
         for name in params:
             decay = weight_decay if name.endswith(DECAYED) else 0.0
-            descent = -rate * (scale * grads[name].astype(np.float64) + decay * params[name])
+            gradient = scale * grads[name].astype(np.float64)
+            norm, gradient_norm = np.linalg.norm(params[name]), np.linalg.norm(gradient)
+            descent = -rate * (gradient + decay * params[name])
+            if trust and name.endswith(DECAYED) and norm and gradient_norm:
+                descent *= trust * norm / (gradient_norm + decay * norm)
             moved[name] = momentum * moved[name] + descent
             params[name] = params[name] + (momentum * moved[name] + descent if nesterov else moved[name])
     return params, moved
 
 
+@pytest.mark.parametrize("trust", [None, 0.3])
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("backend", ["mxnet", "numpy"])
-def test_against_oracle(backend, nesterov):
+def test_against_oracle(backend, nesterov, trust):
     seed = np.random.SeedSequence().entropy
     print("seed", seed)
     rng = np.random.default_rng(seed)
@@ -33,17 +38,18 @@ def test_against_oracle(backend, nesterov):
     shapes |= {f"layer{i}_conv_weight": (3, 1, 1, i + 1) for i in range(3)}
     start = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
     rates = [0.1, 0.3, 0.05, 0.2]
+    start["layer0_conv_weight"][:] = 0  # LARS leaves the learning rate as it is where a norm is 0
     gradients = [{name: rng.standard_normal(s).astype(np.float32) for name, s in shapes.items()} for _ in rates]
 
     convert = mx.nd.array if backend == "mxnet" else np.array
     params = {name: convert(p) for name, p in start.items()}
     live: dict = {}
-    optimizer = SGD(params, live, momentum=0.875, weight_decay=0.01, nesterov=nesterov)
+    optimizer = SGD(params, live, momentum=0.875, weight_decay=0.01, nesterov=nesterov, trust_coefficient=trust)
     for grads, rate in zip(gradients, rates, strict=True):
         live.update({name: convert(g) for name, g in grads.items()})
         optimizer.step(rate, scale=0.5)
 
-    expected, moved = oracle(start, gradients, rates, 0.875, 0.01, nesterov, 0.5)
+    expected, moved = oracle(start, gradients, rates, 0.875, 0.01, nesterov, 0.5, trust)
     for name in shapes:
         got, got_moved = (a.asnumpy() if backend == "mxnet" else a for a in (params[name], optimizer.momenta[name]))
         # four fp32 updates of values near 1: a few rounding errors of 6e-8 each

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from train.config import Config
-from train.schedule import Schedule, make_schedule
+from train.schedule import Schedule, image_sizes, make_schedule
 
 
 def test_warmup_is_linear_and_reaches_the_peak():
@@ -51,3 +51,12 @@ def test_learning_rate_follows_the_global_batch():
 def test_unknown_kind():
     with pytest.raises(ValueError, match="unknown schedule 'linear'"):
         Schedule("linear", peak=1.0, total_steps=1)(0)
+
+
+def test_image_sizes():
+    config = Config(epochs=7, first_image_size=100, image_size=180, resize_epochs=(1.5, 5.0), warmup_epochs=0)
+    # 100 until epoch 1.5, then 100 + 80 * (epoch - 1.5) / 3.5 = 111, 134, 157 to the nearest multiple of 32, at 5 the end
+    assert image_sizes(config) == (100, 100, 100, 128, 160, 180, 180)
+    assert image_sizes(Config(epochs=3, image_size=48)) == (48, 48, 48)
+    at_once = Config(epochs=4, first_image_size=64, image_size=96, resize_epochs=(2, 2), warmup_epochs=0)
+    assert image_sizes(at_once) == (64, 64, 96, 96)

@@ -141,9 +141,13 @@ class CudaExecutor(Executor):
         self._gate([self._arrays["momentum"]])
         return self._momenta
 
-    def create_optimizer(self, momentum: float, weight_decay: float, nesterov: bool = False) -> DeviceSGD:
-        """SGD with these constants; weight decay spares gamma, beta and biases."""
-        self._step.set_optimizer(OptimizerConfig(momentum, weight_decay, nesterov))
+    def create_optimizer(self, momentum: float, weight_decay: float, nesterov: bool = False,
+                         trust_coefficient: float | None = None) -> DeviceSGD:
+        """SGD with these constants, or LARS where there is a `trust_coefficient`. Weight decay and LARS spare gamma,
+        beta and biases."""
+        lars = trust_coefficient is not None
+        self._step.set_optimizer(
+            OptimizerConfig(momentum, weight_decay, nesterov, lars, trust_coefficient=trust_coefficient or 0.0))
         return DeviceSGD(self)
 
     def set_momenta(self, momenta: Mapping[str, np.ndarray]) -> None:
