@@ -55,7 +55,7 @@ def test_unknown_kind():
 
 def test_image_sizes():
     config = Config(epochs=7, first_image_size=100, image_size=180, resize_epochs=(1.5, 5.0), warmup_epochs=0)
-    # 100 until epoch 1.5, then 100 + 80 * (epoch - 1.5) / 3.5 = 111, 134, 157 to the nearest multiple of 32, at 5 the end
+    # 100 + 80 * (epoch - 1.5) / 3.5 in epochs 2, 3 and 4: 111, 134, 157, each to the nearest multiple of 32
     assert image_sizes(config) == (100, 100, 100, 128, 160, 180, 180)
     assert image_sizes(Config(epochs=3, image_size=48)) == (48, 48, 48)
     at_once = Config(epochs=4, first_image_size=64, image_size=96, resize_epochs=(2, 2), warmup_epochs=0)
