@@ -64,7 +64,7 @@ MISTAKES = {
     "--target-accuracy 76": "--target-accuracy 76.0 must be a fraction from 0 to 1",
     "--schedule step --decay-epochs 3 2": "--decay-epochs 3.0 2.0 must rise",
     "--epochs 2 --warmup-epochs 3": "--warmup-epochs 3 is longer than the run of 2 epochs",
-    "--first-image-size 96 --image-size 64": "--first-image-size 96 is larger than --image-size 64, to which it is to rise",
+    "--first-image-size 96 --image-size 64": "--first-image-size 96 is larger than --image-size 64, to which",
     "--first-image-size 16": "--first-image-size 16 must be 0, or at least 32 pixels",
     "--resize-epochs 3 5": "--resize-epochs is given without --first-image-size",
     "--first-image-size 64 --resize-epochs 5 3": "--resize-epochs 5.0 3.0 must be two numbers of epochs from 0 on",
