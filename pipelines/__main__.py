@@ -52,13 +52,13 @@ def make_records(
     num_threads: int = 0,
     on_bad_image: Literal["error", "skip"] = "error",
 ) -> int:
-    """Convert class folders or ILSVRC2012 tar files to RecordIO.
+    """Convert class folders, shards or ILSVRC2012 tar files to RecordIO.
 
     Writes OUTPUT/train.rec, train.idx (or val) and classes.txt. Interrupted, the same command goes on where it stopped.
 
     Args:
-        source: A folder with train/ and val/, a folder of class folders, a .lst file, ILSVRC2012_img_train.tar or
-            ILSVRC2012_img_val.tar.
+        source: A folder with train/ and val/, a folder of class folders or of shards (WebDataset, TFRecord), a .lst
+            file, ILSVRC2012_img_train.tar or ILSVRC2012_img_val.tar.
         output: The folder to write into.
         split: What to convert; default: all that SOURCE holds.
         labels: Labels of the validation tar: a synset on each line, or lines of file name and label.
@@ -72,7 +72,7 @@ def make_records(
     if resize < 0 or not 1 <= quality <= 100:
         raise DataError(f"resize {resize}, quality {quality}: resize cannot be negative, quality goes from 1 to 100")
     options = Options(resize, quality, seed, num_threads, on_bad_image == "skip")
-    if source.is_file() and source.suffix != ".lst":
+    if source.is_file() and source.suffix == ".tar":
         known = read_class_list(classes) if classes else read_classes(output)
         kind = "train" if is_train_tar(source) else "val"
         if split not in (None, kind):
@@ -98,7 +98,7 @@ def verify(
     """Find truncated, empty, non-image, CMYK and mislabelled images; exit code 1 if some are unusable.
 
     Args:
-        data: A folder with train/ and val/, a folder of class folders, a .rec or a .lst file.
+        data: Where the images are, in any of the forms of docs/data.md.
         split: What to look at; default: all that DATA holds.
         write_clean_index: Write an .idx (RecordIO) or a .lst (folders) without the unusable ones, which the loader then
             uses; the former one is kept as NAME.orig. A missing or wrong .idx is made anew from the .rec file.
@@ -133,7 +133,7 @@ def bench(
     """Measure the loader alone: images/sec up to each of its stages.
 
     Args:
-        data: A folder with train/ and val/, a folder of class folders, a .rec or a .lst file.
+        data: Where the images are, in any of the forms of docs/data.md.
         split: train decodes a random window of each image, val all of it.
         batch_size: Images in a batch.
         image_size: Pixels, height and width.
@@ -185,7 +185,7 @@ def show(
     """Write a contact sheet (PNG) of augmented samples with their class names: what the network sees.
 
     Args:
-        data: A folder with train/ and val/, a folder of class folders, a .rec or .lst file, or "synthetic".
+        data: Where the images are, in any of the forms of docs/data.md, or "synthetic".
         output: The PNG file.
         split: train shows augmented samples, val those of the validation.
         image_size: Pixels, height and width.

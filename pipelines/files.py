@@ -1,9 +1,14 @@
-"""Writing files so that they are there complete or not at all."""
+"""Files: written so that they are there complete or not at all, and read through memory mapping."""
 
 from __future__ import annotations
 
+import mmap
 import os
 from pathlib import Path
+
+import numpy as np
+
+from pipelines.errors import DataError
 
 
 def write_text(path: Path, text: str) -> None:
@@ -11,3 +16,30 @@ def write_text(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)
+
+
+class MappedFile:
+    """A file mapped into memory: reading a stretch costs no copy, and the operating system fetches its pages when they
+    are first touched, in whichever thread that is, or before, by `read_ahead`.
+
+    Raises DataError for a file that is empty or cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            with path.open("rb") as file:
+                self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except ValueError:
+            raise DataError(f"{path}: is empty; write it anew") from None
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read ({error.strerror}); check path and permissions") from None
+        self.bytes = np.frombuffer(self.map, np.uint8)
+
+    def stretch(self, offset: int, size: int) -> np.ndarray:
+        """A view of some bytes."""
+        return self.bytes[offset : offset + size]
+
+    def read_ahead(self, offset: int, size: int) -> None:
+        """These bytes will be wanted soon: have them read from the disk meanwhile, without waiting."""
+        start = offset - offset % mmap.PAGESIZE
+        self.map.madvise(mmap.MADV_WILLNEED, start, min(offset + size, len(self.map)) - start)

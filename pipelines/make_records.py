@@ -27,7 +27,7 @@ from pipelines.files import write_text
 from pipelines.inspect_image import inspect_image
 from pipelines.progress import map_in_order
 from pipelines.recordio import index_path, pack_record
-from pipelines.sources import Classes, FileSource, open_source
+from pipelines.sources import Classes, FileSource, ShardSource, open_source
 
 _COMMIT_EVERY = 1024  # images between two entries in the journal
 
@@ -50,13 +50,11 @@ class Plan(NamedTuple):
 
 
 def plan_files(path: Path, split: str) -> Plan:
-    """All images of one split in class folders, or of a list."""
+    """All images of one split in class folders, of a list or of shards."""
     source = open_source(path, split)
-    if not isinstance(source, FileSource):
-        raise DataError(f"{source.path} is RecordIO already; give class folders, a .lst file or a tar file")
-    files = [source.file(i) for i in range(len(source))]
-    sizes = [file.stat().st_size if file.is_file() else 0 for file in files]
-    entries = [Entry(source.label(i), file, 0, sizes[i], str(file)) for i, file in enumerate(files)]
+    if not isinstance(source, FileSource | ShardSource):
+        raise DataError(f"{source.path} is RecordIO already; give class folders, a .lst file, shards or a tar file")
+    entries = [Entry(source.label(i), *source.location(i), source.name(i)) for i in range(len(source))]
     return Plan(entries, source.classes)
 
 

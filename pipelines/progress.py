@@ -25,11 +25,15 @@ def num_cores() -> int:
 
 
 class _RateColumn(ProgressColumn):
-    """Images a second."""
+    """Images (or what `unit` says) a second."""
+
+    def __init__(self, unit: str) -> None:
+        super().__init__()
+        self._unit = unit
 
     def render(self, task: Task) -> Text:
         speed = task.finished_speed or task.speed
-        return Text(f"{speed:,.0f} images/sec" if speed else "", style="progress.data.speed", no_wrap=True)
+        return Text(f"{speed:,.0f} {self._unit}/sec" if speed else "", style="progress.data.speed", no_wrap=True)
 
 
 def map_in_order(
@@ -39,17 +43,25 @@ def map_in_order(
     description: str,
     num_threads: int = 0,
     size: Callable[[Item], int] = lambda _: 1,
+    unit: str = "images",
+    transient: bool = False,
 ) -> Iterator[Result]:
     """Yield `function(item)` for all items in their order, a few items ahead of the consumer.
 
-    `total` and `size` (of an item) count images, for the bar; `num_threads` 0 takes all cores.
+    `total` and `size` (of an item) count images (or what `unit` says), for the bar; `num_threads` 0 takes all cores; a
+    `transient` bar is for terminals and leaves nothing behind.
     """
     num_threads = num_threads or num_cores()
     columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _RateColumn(), TimeRemainingColumn()
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _RateColumn(unit), TimeRemainingColumn()
     )  # fmt: skip
     waiting: deque[tuple[Item, Future[Result]]] = deque()
-    with Progress(*columns, console=Console(stderr=True)) as progress, ThreadPoolExecutor(num_threads) as pool:
+    console = Console(stderr=True)
+    hidden = transient and not console.is_terminal
+    with (
+        Progress(*columns, console=console, transient=transient, disable=hidden) as progress,
+        ThreadPoolExecutor(num_threads) as pool,
+    ):
         task = progress.add_task(description, total=total)
 
         def finish_first() -> Result:

@@ -9,7 +9,6 @@ line `key <tab> offset` for each record. Source: dmlc-core's recordio.h and mxne
 
 from __future__ import annotations
 
-import mmap
 import struct
 import warnings
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipelines.errors import DataError
+from pipelines.files import MappedFile
 
 MAGIC = 0xCED7230A
 _MAGIC_BYTES = struct.pack("<I", MAGIC)
@@ -65,22 +65,8 @@ def read_index(path: Path) -> tuple[np.ndarray, np.ndarray]:
     return numbers[0::2], numbers[1::2]
 
 
-class RecordFile:
-    """Random access to the records of a .rec file by their byte offsets.
-
-    Images are views into the mapped file, so reading one costs no copy, and the operating system fetches its pages
-    when they are first touched, in whichever thread that is.
-    """
-
-    def __init__(self, path: Path):
-        try:
-            with path.open("rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except ValueError:
-            raise DataError(f"{path}: is empty; write it anew with `python -m pipelines make-records`") from None
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read ({error.strerror}); check path and permissions") from None
-        self._bytes = np.frombuffer(self._map, np.uint8)
+class RecordFile(MappedFile):
+    """Random access to the records of a .rec file by their byte offsets. Images are views into the mapped file."""
 
     def read(self, offset: int) -> Record:
         """The record at a byte offset; raises BrokenRecordError."""
@@ -98,7 +84,7 @@ class RecordFile:
     def scan(self) -> Iterator[int]:
         """Offsets of all whole records from the file's beginning on; damaged stretches are passed over."""
         offset = 0
-        while 0 <= offset < len(self._bytes):
+        while 0 <= offset < len(self.bytes):
             try:
                 _, end = self._payload(offset)
             except BrokenRecordError:
@@ -109,23 +95,23 @@ class RecordFile:
 
     def _next_magic(self, offset: int) -> int:
         """Where the magic number next stands at a multiple of 4; -1 if nowhere."""
-        while (offset := self._map.find(_MAGIC_BYTES, offset)) % 4 and offset >= 0:
+        while (offset := self.map.find(_MAGIC_BYTES, offset)) % 4 and offset >= 0:
             offset += 1
         return offset
 
     def _payload(self, offset: int) -> tuple[np.ndarray, int]:
         parts: list[np.ndarray] = []
         while True:
-            if offset < 0 or offset + _RECORD_HEADER.size > len(self._bytes):
-                raise BrokenRecordError(f"offset {offset} is outside the file of {len(self._bytes)} bytes")
-            magic, flag_and_length = _RECORD_HEADER.unpack_from(self._map, offset)
+            if offset < 0 or offset + _RECORD_HEADER.size > len(self.bytes):
+                raise BrokenRecordError(f"offset {offset} is outside the file of {len(self.bytes)} bytes")
+            magic, flag_and_length = _RECORD_HEADER.unpack_from(self.map, offset)
             flag, length = flag_and_length >> 29, flag_and_length & _MAX_LENGTH
             if magic != MAGIC or flag not in ((2, 3) if parts else (0, 1)):
                 raise BrokenRecordError(f"no record begins at offset {offset}")
             start = offset + _RECORD_HEADER.size
-            if start + length > len(self._bytes):
+            if start + length > len(self.bytes):
                 raise BrokenRecordError(f"the record at offset {offset} is cut off by the end of the file")
-            parts.append(self._bytes[start : start + length])
+            parts.append(self.bytes[start : start + length])
             offset = start + length + (-length) % 4
             if flag == 0:
                 return parts[0], offset

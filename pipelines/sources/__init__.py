@@ -12,13 +12,27 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipelines.errors import DataError
-from pipelines.sources import folders, records
+from pipelines.sources import folders, records, shards
 from pipelines.sources.base import Classes, Source, read_classes
 from pipelines.sources.folders import FileSource
 from pipelines.sources.records import RecordSource
+from pipelines.sources.shards import ShardSource
+from pipelines.sources.tfrecord import TFRecordSource, is_tfrecord
+from pipelines.sources.webdataset import TarSource, is_tar
 
-__all__ = ["FORMATS", "Classes", "FileSource", "Location", "RecordSource", "Source", "locate", "open_source",
-           "read_classes"]
+__all__ = [
+    "FORMATS",
+    "Classes",
+    "FileSource",
+    "Location",
+    "RecordSource",
+    "ShardSource",
+    "Source",
+    "locate",
+    "open_source",
+    "read_classes",
+    "splits_of",
+]
 
 
 class Format(NamedTuple):
@@ -34,6 +48,12 @@ class Format(NamedTuple):
 FORMATS = {
     "list": Format("a .lst file", folders.find_list, lambda files, split, _: folders.open_list(files[0])),
     "RecordIO": Format("a .rec file", records.find, lambda files, split, count: RecordSource(files[0], count)),
+    "WebDataset": Format(
+        "tar shards (WebDataset)", shards.find(is_tar), lambda files, split, count: TarSource(files, count)
+    ),
+    "TFRecord": Format(
+        "TFRecord files", shards.find(is_tfrecord), lambda files, split, count: TFRecordSource(files, count)
+    ),
     "folders": Format(
         "a folder of class folders", folders.find_folders, lambda files, split, _: folders.open_folders(files[0], split)
     ),
@@ -68,6 +88,8 @@ def locate(data: str | Path, split: str) -> Location:
     other = "val" if split == "train" else "train"
     if path.is_dir() and _find(path, other):
         raise DataError(f"data path {path} has {other} but no {split}; add {split}/, {split}.rec or {split}.lst")
+    if path.is_dir():
+        folders.folder_classes(path, split)  # raises
     known = ", ".join(entry.looks_like for entry in FORMATS.values())
     problem = "is in none of the known formats" if path.exists() else "does not exist"
     raise DataError(

@@ -21,7 +21,8 @@ def find_folders(path: Path, split: str) -> list[Path]:
     """PATH/train with a folder for each class, or PATH itself with them: then all splits are the same images."""
     if (path / split).exists():
         return [path / split]
-    return [path] if path.is_dir() and not (path / ("val" if split == "train" else "train")).exists() else []
+    has_splits = (path / "train").exists() or (path / "val").exists()
+    return [path] if path.is_dir() and not has_splits and class_folders(path) else []
 
 
 class FileSource(Source):
@@ -48,9 +49,10 @@ class FileSource(Source):
     def read(self, i: int) -> np.ndarray:
         return np.fromfile(self._files[i], np.uint8)
 
-    def file(self, i: int) -> Path:
-        """The file of image `i`."""
-        return self._files[i]
+    def location(self, i: int) -> tuple[Path, int, int]:
+        """File, offset and size of image `i`; a file that is missing has no bytes."""
+        file = self._files[i]
+        return file, 0, file.stat().st_size if file.is_file() else 0
 
 
 def class_folders(folder: Path) -> list[str]:

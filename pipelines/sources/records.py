@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,8 @@ class RecordSource(Source):
         self.path = path
         self._keys, self._offsets = read_index(index_path(path))
         self._file = RecordFile(path)
+        starts = np.append(np.unique(self._offsets), len(self._file.bytes))
+        self._ends = starts[np.searchsorted(starts, self._offsets, side="right").clip(max=len(starts) - 1)]
         self.classes = read_classes(path.parent)
         self._spot_check()
         if not self.classes:
@@ -57,6 +60,10 @@ class RecordSource(Source):
 
     def read(self, i: int) -> np.ndarray:
         return self._record(i).image
+
+    def read_ahead(self, indices: Iterable[int]) -> None:
+        for i in indices:
+            self._file.read_ahead(int(self._offsets[i]), int(self._ends[i] - self._offsets[i]))
 
     def _record(self, i: int) -> Record:
         return self._file.read(int(self._offsets[i]))

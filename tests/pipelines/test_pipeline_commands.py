@@ -76,7 +76,7 @@ def test_make_samples(tmp_path, capsys):
         (["bench", "x", "--batch-size", "many"], "many"),
         (["bench", "x", "--split", "test"], "test"),
         (["verify", "{tmp}/none"], "none does not exist; give"),
-        (["bench", "{tmp}"], "no class folders; put"),
+        (["bench", "{tmp}"], "text.tar: is truncated or no tar file"),
         (["bench", "synthetic"], "nothing to measure"),
         (["bench", "{tmp}", "--batch-size", "0"], "batch_size is 0"),
         (["show", "synthetic", "{tmp}/a.png", "--image-size", "0"], "image_size is 0"),

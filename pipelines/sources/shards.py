@@ -1,0 +1,155 @@
+"""Shards as a source: large files that hold many images each, in the formats of WebDataset (tar) and TFRecord.
+
+When a data set is first opened, its shards are walked through once for an index of (file, offset, size, label), which
+is kept on disk. From then on each image is a stretch of a mapped file, as in RecordIO, so that any batch of any epoch
+can be put together at once and the shuffle is over all images. DALI's own readers of these formats shuffle within a
+buffer only, and their position cannot be set.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import re
+import resource
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from disk_cache import Cache
+from pipelines.errors import DataError
+from pipelines.files import MappedFile
+from pipelines.progress import map_in_order
+from pipelines.sources.base import Source, read_classes
+
+SPLIT_NAMES = {"train": "train", "val": "val(?:id(?:ation)?)?"}
+
+
+class Entry(NamedTuple):
+    """One image of a shard."""
+
+    offset: int  # of its encoded bytes in the shard
+    size: int  # bytes
+    label: int
+
+
+class ShardSource(Source):
+    """The images of some shards; `scan` and `describe` are what the formats differ in."""
+
+    feeds_paths = False
+    INDEX_VERSION = 1  # to be raised when `scan` comes to find something else
+
+    def __init__(self, files: list[Path], num_classes: int | None = None) -> None:
+        self.path = files[0].parent if len(files) > 1 else files[0]
+        self.files = files
+        self._file, self._offset, self._size, self._label = self._index()
+        self._label = self.count_from_zero(self._label)
+        self.classes = read_classes(files[0].parent)
+        if not self.classes:
+            count = max(num_classes or 1, 1 + int(self._label.max()))
+            self.classes = [(str(label), str(label)) for label in range(count)]
+        _allow_open_files(len(files))
+        self._maps = [MappedFile(file) for file in files]
+
+    @staticmethod
+    @abstractmethod
+    def scan(file: Path) -> list[Entry]:
+        """The images of one shard, in its order; raises DataError."""
+
+    @abstractmethod
+    def describe(self, file: Path, offset: int) -> str:
+        """How messages call the image whose bytes begin there."""
+
+    def count_from_zero(self, labels: np.ndarray) -> np.ndarray:
+        """Class numbers as they are meant by what `scan` found."""
+        return labels
+
+    def __len__(self) -> int:
+        return len(self._offset)
+
+    def name(self, i: int) -> str:
+        return self.describe(self.files[self._file[i]], int(self._offset[i]))
+
+    def label(self, i: int) -> int:
+        label = int(self._label[i])
+        if label >= len(self.classes):
+            raise DataError(
+                f"{self.name(i)}: label {label} is outside the {len(self.classes)} classes (0 to "
+                f"{len(self.classes) - 1}); check classes.txt"
+            )
+        return label
+
+    def feed(self, i: int) -> np.ndarray:
+        return self._maps[self._file[i]].stretch(int(self._offset[i]), int(self._size[i]))
+
+    def read(self, i: int) -> np.ndarray:
+        return self.feed(i)
+
+    def read_ahead(self, indices: Iterable[int]) -> None:
+        for i in indices:
+            self._maps[self._file[i]].read_ahead(int(self._offset[i]), int(self._size[i]))
+
+    def location(self, i: int) -> tuple[Path, int, int]:
+        """File, offset and size of image `i`."""
+        return self.files[self._file[i]], int(self._offset[i]), int(self._size[i])
+
+    def _index(self) -> tuple[np.ndarray, ...]:
+        """Of all images: number of the file, offset, size (int64) and label."""
+        stats = [file.stat() for file in self.files]
+        identity = [type(self).__name__, self.INDEX_VERSION] + [
+            [str(file.resolve()), stat.st_size, stat.st_mtime_ns]
+            for file, stat in zip(self.files, stats, strict=True)
+        ]
+        key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+        cache = Cache("indexes of shards")
+        if saved := cache.read(key):
+            return tuple(np.load(io.BytesIO(saved)))
+        title = f"indexing {self.path.name}"
+        shards = list(map_in_order(self.scan, self.files, len(self.files), title, unit="shards", transient=True))
+        rows = [(number, *entry) for number, entries in enumerate(shards) for entry in entries]
+        if not rows:
+            raise DataError(f"{self.path}: the {len(self.files)} shards hold no image; write them anew")
+        index = np.array(rows, np.int64).T
+        buffer = io.BytesIO()
+        np.save(buffer, index)
+        cache.write(key, buffer.getvalue())
+        return tuple(index)
+
+
+def find(is_shard: Callable[[Path], bool]) -> Callable[[Path, str], list[Path]]:
+    """What looks for the shards of a split at a data path: PATH itself, all in PATH/train, those in PATH whose names
+    hold the split, or, where no name holds any, all in PATH. In the order of their names."""
+
+    def find_shards(path: Path, split: str) -> list[Path]:
+        if path.is_file():
+            return [path] if is_shard(path) else []
+        if any((path / name).is_dir() for name in SPLIT_NAMES):
+            return _all(path / split)
+        shards = _all(path)
+        named = {name: [file for file in shards if _names(file, name)] for name in SPLIT_NAMES}
+        return named[split] if any(named.values()) else shards
+
+    def _all(folder: Path) -> list[Path]:
+        return sorted(file for file in folder.iterdir() if is_shard(file)) if folder.is_dir() else []
+
+    return find_shards
+
+
+def _names(file: Path, split: str) -> bool:
+    return re.search(rf"(?:^|[-_.]){SPLIT_NAMES[split]}(?:[-_.\d]|$)", file.name) is not None
+
+
+def _allow_open_files(count: int) -> None:
+    """Raise this process's limit of open files, where it is the usual 1,024 and there are more shards than that."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * count + 256
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+        if most < count + 64:
+            raise DataError(f"{count} shards are more than the {most} files that a process may open here; raise "
+                            "`ulimit -n`, or convert them with `python -m pipelines make-records`")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

@@ -1,0 +1,80 @@
+"""WebDataset shards as a source: tar files with an image and its label side by side.
+
+A sample is the members that share a name up to its first dot: `n01440764_18.jpg` with the image, `n01440764_18.cls`
+with the class number as text. Other members (.json and the like) are passed over.
+Source: https://github.com/webdataset/webdataset, 'The WebDataset Format'.
+"""
+
+from __future__ import annotations
+
+import tarfile
+from pathlib import Path
+
+from pipelines.errors import DataError
+from pipelines.sources.base import IMAGE_SUFFIXES
+from pipelines.sources.shards import Entry, ShardSource
+
+_BLOCK = 512  # bytes, the unit of a tar file
+_COMPRESSED = (".tar.gz", ".tgz", ".tar.xz", ".tar.bz2", ".tar.zst")
+
+
+class TarSource(ShardSource):
+    """Images in tar shards."""
+
+    @staticmethod
+    def scan(file: Path) -> list[Entry]:
+        if file.name.endswith(_COMPRESSED):
+            raise DataError(f"{file}: is compressed, and images are read from the middle of shards; unpack it to .tar")
+        images: dict[str, tuple[int, int]] = {}
+        labels: dict[str, int] = {}
+        try:
+            with tarfile.open(file, "r:") as tar:
+                for member in tar:
+                    if not member.isfile():
+                        continue
+                    folder, _, name = member.name.rpartition("/")
+                    stem, _, ending = name.partition(".")
+                    key = f"{folder}/{stem}"
+                    if ending == "tar":
+                        raise DataError(f"{file}: holds tar files, as ILSVRC2012_img_train.tar does, no images; "
+                                        "convert it with `python -m pipelines make-records`")
+                    if ending == "cls":
+                        labels[key] = _parse_label(tar, member, file)
+                    elif f".{ending.lower()}" in IMAGE_SUFFIXES:
+                        images[key] = member.offset_data, member.size
+                _check_end(file, tar.offset)
+        except tarfile.TarError as error:
+            raise DataError(f"{file}: is truncated or no tar file ({error}); download it again") from None
+        except OSError as error:
+            raise DataError(f"{file}: cannot be read ({error.strerror}); check the disk and permissions") from None
+        missing = ((images, labels, "an image but no .cls with its label"), (labels, images, "a label but no image"))
+        for some, others, what in missing:
+            if alone := next((key for key in some if key not in others), None):
+                raise DataError(f"{file}: sample {alone.lstrip('/')} has {what}; write the shard anew")
+        return [Entry(*place, labels[key]) for key, place in images.items()]
+
+    def describe(self, file: Path, offset: int) -> str:
+        with file.open("rb") as opened:
+            opened.seek(offset - _BLOCK)  # a member's header, which begins with its name, is the block before its bytes
+            name = opened.read(100).rstrip(b"\0")
+        return f"{file}/{name.decode(errors='replace')}"
+
+
+def is_tar(path: Path) -> bool:
+    return path.suffix == ".tar" or path.name.endswith(_COMPRESSED)
+
+
+def _parse_label(tar: tarfile.TarFile, member: tarfile.TarInfo, file: Path) -> int:
+    content = tar.extractfile(member)
+    text = content.read(32) if content else b""
+    if text.strip().isdigit():
+        return int(text)
+    raise DataError(f"{file}/{member.name}: holds {text[:16]!r}, not a class number; write the shard anew")
+
+
+def _check_end(file: Path, offset: int) -> None:
+    """A tar file ends in zeros, or at once; tarfile takes a header that is cut off for such an end."""
+    with file.open("rb") as opened:
+        opened.seek(offset)
+        if opened.read(_BLOCK).strip(b"\0"):
+            raise tarfile.ReadError("it ends in the middle of a header")

@@ -1,0 +1,293 @@
+"""WebDataset and TFRecord shards: the same images and labels as in the files they were made of, and what is refused."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import struct
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from image_helpers import encode, smooth_image
+
+from pipelines import DataError, LoaderConfig, open_loader
+from pipelines.__main__ import main
+from pipelines.sources import open_source
+from pipelines.verify import verify_split
+
+Images = list[tuple[bytes, int]]  # encoded image, label
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("RESNET_CACHE", str(tmp_path / "cache"))
+
+
+def make_images(count: int, classes: int = 4) -> Images:
+    rng = np.random.default_rng()
+    sizes = rng.integers(30, 90, (count, 2))
+    return [(encode(smooth_image(rng, int(w), int(h))), i % classes) for i, (w, h) in enumerate(sizes)]
+
+
+def write_tar(path: Path, members: dict[str, bytes], format: int = tarfile.USTAR_FORMAT) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w", format=format) as tar:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+
+
+def samples(images: Images, start: int = 0, folder: str = "") -> dict[str, bytes]:
+    members = {}
+    for i, (image, label) in enumerate(images, start):
+        members |= {f"{folder}{i:04}.json": b"{}", f"{folder}{i:04}.cls": b"%d\n" % label, f"{folder}{i:04}.jpg": image}
+    return members
+
+
+def varint(value: int) -> bytes:
+    out = b""
+    while value >= 0x80:
+        out, value = out + bytes([value & 0x7F | 0x80]), value >> 7
+    return out + bytes([value])
+
+
+def field(number: int, content: bytes) -> bytes:
+    return varint(number << 3 | 2) + varint(len(content)) + content
+
+
+def example(image: bytes, label: int, keys: tuple[str, str] = ("image/encoded", "image/class/label"),
+            packed: bool = True) -> bytes:
+    number = varint(label & (1 << 64) - 1)
+    features = {
+        keys[0]: field(1, field(1, image)),
+        "image/class/text": field(1, field(1, b"a name") + field(1, b"another")),
+        "image/object/bbox/xmin": field(2, field(1, struct.pack("<2f", 0.5, 1))),
+        keys[1]: field(3, field(1, number) if packed else varint(1 << 3) + number),
+    }
+    return field(1, b"".join(field(1, field(1, key.encode()) + field(2, value)) for key, value in features.items()))
+
+
+def write_tfrecord(path: Path, payloads: list[bytes]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"".join(struct.pack("<QI", len(data), 0) + data + bytes(4) for data in payloads))
+
+
+def content(data: Path, split: str = "train") -> Images:
+    source = open_source(data, split)
+    return [(source.read(i).tobytes(), source.label(i)) for i in range(len(source))]
+
+
+# One way of naming and writing shards each: path of the two shards of training, and of the one of validation.
+TAR_LAYOUTS = {
+    "folders": ("train/000000.tar", "train/000001.tar", "val/000000.tar"),
+    "names": ("imagenet1k-train-0000.tar", "imagenet1k-train-0001.tar", "imagenet1k-validation-00.tar"),
+}
+TFRECORD_LAYOUTS = {
+    "TensorFlow": ("train-00000-of-00002", "train-00001-of-00002", "validation-00000-of-00001"),
+    "TFDS": ("i2012-train.tfrecord-00000-of-00002", "i2012-train.tfrecord-00001-of-00002", "i2012-val.tfrecord"),
+}
+
+
+@pytest.mark.parametrize("layout", TAR_LAYOUTS)
+@pytest.mark.parametrize("tar_format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_tar_shards(tmp_path, layout, tar_format):
+    first, second, val = make_images(5), make_images(4), make_images(3)
+    a, b, c = (tmp_path / name for name in TAR_LAYOUTS[layout])
+    write_tar(a, samples(first), tar_format)
+    write_tar(b, samples(second, 5, folder="deep/" + "x" * 120 + "/"), tar_format)  # longer than a plain header holds
+    write_tar(c, samples(val), tar_format)
+    assert content(tmp_path) == first + second
+    assert content(tmp_path, "val") == val
+    assert content(a) == first
+    assert open_source(tmp_path, "train").name(2) == f"{a}/0002.jpg"
+
+
+@pytest.mark.parametrize("layout", TFRECORD_LAYOUTS)
+def test_tfrecord_shards(tmp_path, layout):
+    first, second, val = make_images(5), make_images(4), make_images(3)
+    a, b, c = (tmp_path / name for name in TFRECORD_LAYOUTS[layout])
+    # TensorFlow's ImageNet counts its classes from 1, TFDS from 0.
+    keys, base = (("image", "label"), 0) if layout == "TFDS" else (("image/encoded", "image/class/label"), 1)
+    write_tfrecord(a, [example(image, label + base, keys) for image, label in first])
+    write_tfrecord(b, [example(image, label + base, keys, packed=False) for image, label in second])
+    write_tfrecord(c, [example(image, label + base, keys) for image, label in val])
+    assert content(tmp_path) == first + second
+    assert content(tmp_path, "val") == val
+    assert content(c, "val") == val
+
+
+def test_labels_that_begin_at_0_stay(tmp_path):
+    images = make_images(5)
+    write_tfrecord(tmp_path / "train.tfrecord", [example(image, label) for image, label in images])
+    assert content(tmp_path) == images
+
+
+def test_shards_give_the_batches_of_the_files_they_were_made_of(tmp_path):
+    """A batch is a function of seed, epoch and number, whatever the images are stored in."""
+    images = make_images(11)
+    write_tar(tmp_path / "tar/train-0.tar", samples(images[:6]))
+    write_tar(tmp_path / "tar/train-1.tar", samples(images[6:], 6))
+    write_tfrecord(tmp_path / "tf/train-00000-of-00001", [example(image, label + 1) for image, label in images])
+    (tmp_path / "files").mkdir()
+    for i, (image, _) in enumerate(images):
+        (tmp_path / f"files/{i}.jpg").write_bytes(image)
+    lines = [f"{i}\t{label}\tfiles/{i}.jpg\n" for i, (_, label) in enumerate(images)]
+    (tmp_path / "train.lst").write_text("".join(lines))
+    found = []
+    for data in (tmp_path, tmp_path / "tar", tmp_path / "tf"):
+        with open_loader(LoaderConfig(data=str(data), batch_size=3, image_size=24, seed=7)) as loader:
+            found.append([(b.data.asnumpy(), b.label.asnumpy()) for _ in range(2) for b in loader])
+    for other in found[1:]:
+        for (data, label), (other_data, other_label) in zip(found[0], other, strict=True):
+            np.testing.assert_array_equal(label, other_label)
+            np.testing.assert_array_equal(data, other_data)
+
+
+def test_the_index_is_made_once_and_anew_when_a_shard_changes(tmp_path, monkeypatch):
+    shard, images = tmp_path / "data/train.tar", make_images(4)
+    write_tar(shard, samples(images))
+    content(shard.parent)
+    with monkeypatch.context() as patch:
+        patch.setattr(tarfile, "open", lambda *_, **__: pytest.fail("the shard is walked through again"))
+        assert content(shard.parent) == images
+    write_tar(shard, samples(images[:2]))
+    os.utime(shard, ns=(1, 1))
+    assert content(shard.parent) == images[:2]
+
+
+def test_make_records_and_verify_take_shards(tmp_path, capsys):
+    images = make_images(6)
+    images[3] = images[3][0][:100], images[3][1]
+    write_tar(tmp_path / "tar/train-0.tar", samples(images))
+    report = verify_split(str(tmp_path / "tar"), "train")
+    assert [(name, finding.usable) for name, finding in report.findings] == [
+        (f"{tmp_path}/tar/train-0.tar/0003.jpg", False)
+    ]
+    assert main(["verify", str(tmp_path / "tar"), "--write-clean"]) == 2
+    assert "--on-bad-image skip" in capsys.readouterr().err
+    # Without decoding, only what has no image header is noticed; with --resize everything is.
+    arguments = ["make-records", str(tmp_path / "tar"), str(tmp_path / "rec"), "--resize", "1000"]
+    assert main(arguments) == 2
+    assert "train-0.tar/0003.jpg: " in capsys.readouterr().err
+    assert main([*arguments, "--on-bad-image", "skip"]) == 0
+    assert sorted(content(tmp_path / "rec")) == sorted(images[:3] + images[4:])
+
+
+def truncated_tar(path: Path, image: bytes) -> str:
+    write_tar(path, samples([(image, 0)]))
+    path.write_bytes(path.read_bytes()[: 5 * 512 + len(image) // 2])
+    return r"is truncated or no tar file \(unexpected end of data\); download"
+
+
+def tar_cut_in_a_header(path: Path, image: bytes) -> str:
+    write_tar(path, {"a.cls": b"0", "b.cls": b"0"})
+    path.write_bytes(path.read_bytes()[: 2 * 512 + 100])
+    return r"is truncated or no tar file"
+
+
+def no_tar(path: Path, image: bytes) -> str:
+    path.write_bytes(image)
+    return r"is truncated or no tar file"
+
+
+def tar_without_a_label(path: Path, image: bytes) -> str:
+    write_tar(path, {"a/1.jpg": image, "a/1.cls": b"0", "a/2.jpg": image})
+    return r"sample a/2 has an image but no \.cls with its label"
+
+
+def tar_without_an_image(path: Path, image: bytes) -> str:
+    write_tar(path, {"1.cls": b"0"})
+    return r"sample 1 has a label but no image"
+
+
+def tar_with_a_word_for_a_label(path: Path, image: bytes) -> str:
+    write_tar(path, {"1.cls": b"hen", "1.jpg": image})
+    return r"/1\.cls: holds b'hen', not a class number"
+
+
+def tar_without_samples(path: Path, image: bytes) -> str:
+    write_tar(path, {"readme.txt": b"x"})
+    return r"hold no image"
+
+
+def tar_of_tars(path: Path, image: bytes) -> str:
+    write_tar(path, {"n01440764.tar": b"x"})
+    return r"holds tar files, as ILSVRC2012_img_train\.tar does"
+
+
+def truncated_tfrecord(path: Path, image: bytes) -> str:
+    write_tfrecord(path, [example(image, 0), example(image, 1)])
+    path.write_bytes(path.read_bytes()[:-100])
+    return r"is truncated or no TFRecord file \(the record at byte \d+ ends behind its \d+ bytes\); download"
+
+
+def tfrecord_cut_in_a_length(path: Path, image: bytes) -> str:
+    write_tfrecord(path, [example(image, 0)])
+    path.write_bytes(path.read_bytes() + b"abc")
+    return r"is truncated or no TFRecord file"
+
+
+def empty_tfrecord(path: Path, image: bytes) -> str:
+    path.write_bytes(b"")
+    return r"is empty; write it anew"
+
+
+def compressed_tfrecord(path: Path, image: bytes) -> str:
+    path.write_bytes(gzip.compress(example(image, 0)))
+    return r"is compressed with gzip"
+
+
+def foreign_features(path: Path, image: bytes) -> str:
+    write_tfrecord(path, [example(image, 0, ("picture", "kind"))])
+    return r"has the features image/class/text, image/object/bbox/xmin, kind, picture; an image .* image/encoded or"
+
+
+def label_of_another_type(path: Path, image: bytes) -> str:
+    write_tfrecord(path, [example(image, 0).replace(b"image/class/text", b"image/class/labe_").replace(
+        b"image/class/label", b"image/class/texts").replace(b"image/class/labe_", b"image/class/text")])
+    return r"a class number \(int64\) as image/class/label or label"
+
+
+def no_label(path: Path, image: bytes) -> str:
+    write_tfrecord(path, [example(image, -1, ("image", "label"))])
+    return r"has the label -1"
+
+
+def no_example(path: Path, image: bytes) -> str:
+    write_tfrecord(path, [b"\xff" * 40])
+    return r"the record at byte 0 holds no tf\.train\.Example"
+
+
+
+TAR_MISTAKES = [truncated_tar, tar_cut_in_a_header, no_tar, tar_without_a_label, tar_without_an_image,
+                tar_with_a_word_for_a_label, tar_without_samples, tar_of_tars]
+TFRECORD_MISTAKES = [truncated_tfrecord, tfrecord_cut_in_a_length, empty_tfrecord, compressed_tfrecord,
+                     foreign_features, label_of_another_type, no_label, no_example]
+
+
+@pytest.mark.parametrize("mistake", TAR_MISTAKES + TFRECORD_MISTAKES, ids=lambda mistake: mistake.__name__)
+def test_mistakes_get_one_sentence(tmp_path, mistake):
+    path = tmp_path / ("train-0.tar" if mistake in TAR_MISTAKES else "train-00000-of-00001")
+    message = mistake(path, make_images(1)[0][0])
+    with pytest.raises(DataError, match=message) as caught:
+        open_source(tmp_path, "train")
+    assert "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)
+
+
+def test_compressed_tar(tmp_path):
+    (tmp_path / "train-0.tar.gz").write_bytes(gzip.compress(b"x"))
+    with pytest.raises(DataError, match=r"train-0\.tar\.gz: is compressed, and images"):
+        open_source(tmp_path, "train")
+
+
+def test_label_outside_the_classes(tmp_path):
+    write_tar(tmp_path / "train.tar", samples(make_images(3)))
+    (tmp_path / "classes.txt").write_text("a\nb\n")
+    source = open_source(tmp_path, "train")
+    assert source.class_names == ["a", "b"] and source.label(1) == 1
+    with pytest.raises(DataError, match=r"train\.tar/0002\.jpg: label 2 is outside the 2 classes \(0 to 1\)"):
+        source.label(2)
