@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipelines.errors import DataError
-from pipelines.sources import folders, records, shards
+from pipelines.sources import cifar, folders, records, shards
 from pipelines.sources.base import Classes, Source, read_classes
+from pipelines.sources.cifar import CifarSource
 from pipelines.sources.folders import FileSource
 from pipelines.sources.records import RecordSource
 from pipelines.sources.shards import ShardSource
@@ -54,6 +55,7 @@ FORMATS = {
     "TFRecord": Format(
         "TFRecord files", shards.find(is_tfrecord), lambda files, split, count: TFRecordSource(files, count)
     ),
+    "CIFAR-10": Format("CIFAR-10's own files", cifar.find, lambda files, split, _: CifarSource(files)),
     "folders": Format(
         "a folder of class folders", folders.find_folders, lambda files, split, _: folders.open_folders(files[0], split)
     ),

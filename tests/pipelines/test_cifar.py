@@ -1,0 +1,102 @@
+"""The original CIFAR-10 files, in both of their forms, as a source."""
+
+import pickle
+import subprocess
+
+import numpy as np
+import pytest
+
+from pipelines import MEAN, STD, DataError, LoaderConfig, open_loader
+from pipelines.sources import open_source
+from pipelines.sources.cifar import CLASSES
+
+
+def write(folder, images, labels, kind, name):
+    """`images` (N, 3, 32, 32) uint8, as the files hold them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if kind == "bin":
+        rows = [bytes([label]) + image.tobytes() for image, label in zip(images, labels, strict=True)]
+        (folder / f"{name}.bin").write_bytes(b"".join(rows))
+    else:
+        batch = {b"data": images.reshape(len(images), -1), b"labels": labels.tolist(), b"batch_label": b"some batch"}
+        (folder / name).write_bytes(pickle.dumps(batch, protocol=2))
+
+
+@pytest.fixture
+def rng():
+    seed = np.random.SeedSequence().entropy
+    print("seed", seed)
+    return np.random.default_rng(seed)
+
+
+@pytest.fixture(params=["bin", "py"])
+def cifar(request, tmp_path, rng):
+    """A folder with 5 x 3 training and 4 test images, and what they are."""
+    folder = tmp_path / f"cifar-10-batches-{request.param}"
+    images, labels = rng.integers(0, 256, (19, 3, 32, 32), np.uint8), rng.integers(0, 10, 19)
+    for number in range(5):
+        part = slice(3 * number, 3 * number + 3)
+        write(folder, images[part], labels[part], request.param, f"data_batch_{number + 1}")
+    write(folder, images[15:], labels[15:], request.param, "test_batch")
+    return folder, images, labels
+
+
+def test_pixels_and_labels(cifar):
+    folder, images, labels = cifar
+    for data in (folder, folder.parent):
+        source = open_source(data, "train")
+        assert len(source) == 15 and source.class_names == list(CLASSES)
+        assert [source.label(i) for i in range(15)] == labels[:15].tolist()
+    assert "data_batch_3" in source.name(7) and "image 1" in source.name(7)
+
+    loader = open_loader(
+        LoaderConfig(data=str(folder), split="val", batch_size=4, image_size=32, crop_fraction=1.0, num_threads=1)
+    )
+    (batch,) = loader
+    np.testing.assert_array_equal(batch.label.asnumpy(), labels[15:])
+    pixels = batch.data.asnumpy() * np.float32(STD) + np.float32(MEAN)
+    np.testing.assert_allclose(pixels, images[15:].transpose(0, 2, 3, 1), atol=1e-3)  # no JPEG in between
+
+    train = open_loader(LoaderConfig(data=str(folder), batch_size=5, image_size=64, num_threads=1))
+    assert [batch.data.shape for batch in train] == [(5, 64, 64, 3)] * 3
+
+
+def one_file(folder):
+    return next(iter(sorted(folder.glob("data_batch_2*"))))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda file: file.unlink(), "is missing beside CIFAR-10's other files"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-5]), "is no CIFAR-10 file"),
+        (lambda file: file.write_bytes(b""), "is no CIFAR-10 file"),
+        (lambda file: file.write_bytes(file.read_bytes()[:40]), "is no CIFAR-10 file"),
+    ],
+)
+def test_broken_files(cifar, spoil, message):
+    folder, *_ = cifar
+    spoil(one_file(folder))
+    with pytest.raises(DataError, match=message) as error:
+        open_source(folder, "train")
+    assert "data_batch_2" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_foreign_labels_are_refused(tmp_path, rng):
+    for name in ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5"):
+        write(tmp_path, rng.integers(0, 256, (2, 3, 32, 32), np.uint8), np.array([1, 77]), "bin", name)
+    with pytest.raises(DataError, match="data_batch_1.bin image 1: label 77 is outside the 10 classes"):
+        open_source(tmp_path, "train")
+
+
+class Harmful:
+    def __reduce__(self):
+        return subprocess.call, (["touch", "harmed"],)
+
+
+def test_pickles_run_no_code(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "test_batch").write_bytes(pickle.dumps({b"data": Harmful(), b"labels": []}))
+    with pytest.raises(DataError, match=r"it asks for subprocess.call"):
+        open_source(tmp_path, "val")
+    assert not (tmp_path / "harmed").exists()
