@@ -11,6 +11,7 @@ from PIL import Image
 
 from mxnet_compat import mx
 from pipelines import MEAN, STD, DataError, LoaderConfig, load_images, open_loader
+from pipelines.dali_loader import READ_AHEAD, DaliLoader
 from pipelines.graph import random_inputs
 from pipelines.sources import open_source
 
@@ -297,3 +298,27 @@ def test_folders_and_records_give_the_same_batches(tmp_path):
         for (a, la), (b, lb) in zip(from_files, from_records, strict=True):
             np.testing.assert_array_equal(a, b)
             np.testing.assert_array_equal(la, lb)
+
+
+def test_images_are_asked_for_before_they_are_read(numbered, monkeypatch):
+    source = open_source(numbered, "train")
+    asked: list[list[int]] = []
+    fed: list[int] = []
+    read_ahead, feed = source.read_ahead, source.feed
+
+    def watch_read_ahead(indices):
+        asked.append(list(indices))
+        read_ahead(asked[-1])
+
+    def watch_feed(i):
+        assert i in asked[len(fed) // 5]  # batches are asked for in their order,
+        assert len(asked) > len(fed) // 5 + READ_AHEAD  # and so many before this one is read
+        fed.append(i)
+        return feed(i)
+
+    monkeypatch.setattr(source, "read_ahead", watch_read_ahead)
+    monkeypatch.setattr(source, "feed", watch_feed)
+    with DaliLoader(LoaderConfig(data=str(numbered), batch_size=5, image_size=16), (0, 1), source) as loader:
+        for _ in range(2):  # epochs: what is asked for goes on into the next one
+            labels = [batch.label.asnumpy() for batch in loader]
+        assert len(labels) == 7 and len(fed) >= 2 * 35
