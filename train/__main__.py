@@ -34,7 +34,8 @@ def train(arguments: Sequence[str]) -> None:
     with workers.agreement():
         resumed_file = _checkpoint_to_resume(arguments)
         start = checkpoint.load(resumed_file) if resumed_file else None
-        config = parse(Config, arguments, command="train", default=_resumed_config(resumed_file, start))
+        default = _resumed_config(resumed_file, start) or _default_config(arguments, workers)
+        config = parse(Config, arguments, command="train", default=default)
         run_folder = _run_folder(config, resumed_file)
         placement = _prepare(config, workers)
         train_loader = open_split(config, "train", placement, workers)
@@ -77,8 +78,8 @@ def benchmark_steps(arguments: Sequence[str]) -> None:
     """speed of training steps, repeated until it is known to 1 %"""
     workers = Workers()
     with workers.agreement():
-        # Progressive resizing would mix the steps of several sizes.
-        config = replace(parse(BenchmarkConfig, arguments, command="benchmark"), first_image_size=0)
+        config = parse(BenchmarkConfig, arguments, command="benchmark", default=_default_config(arguments, workers))
+        config = replace(config, first_image_size=0)  # progressive resizing would mix steps of several sizes
         run_folder = _run_folder(config)
         placement = _prepare(config, workers)
         if config.profile and placement.executor != "cuda":
@@ -134,6 +135,16 @@ def _resumed_config(file: Path | None, start: checkpoint.Checkpoint | None) -> C
         return None
     output = str(file.parent.parent) if file.parent.name == checkpoint.FOLDER else ""
     return replace(start.config, output=output, max_steps=0, time_limit=0.0)
+
+
+def _default_config(arguments: Sequence[str], workers: Workers) -> Config:
+    """Where no preset is named: the one for this data and machine, said where it is somebody's own data."""
+    default = devices.default_config(arguments, workers.local_rank, workers.size)
+    if workers.rank == 0 and cli.given_value(arguments, "--data") and not cli.given_value(arguments, "--config"):
+        recipe = f"{default.epochs} epochs at {default.image_size} pixels"
+        others = ", ".join(name for name in presets() if name != default.config)
+        print(f"preset {default.config} ({recipe}); --config takes others: {others}", flush=True)
+    return default
 
 
 def _run_folder(config: Config, resumed_file: Path | None = None) -> Path:

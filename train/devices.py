@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from graph_passes import GraphError
 from graph_passes.executors.cuda.requirements import check_requirements
 from mxnet_compat import mx
-from train.config import Config
+from train import cli
+from train.config import DEFAULT_PRESET, SAMPLES, Config, load_preset
 from train.errors import TrainError
 
 # MXNet 1.9.1's GPU wheels hold machine code for these compute capabilities only (and no PTX for newer ones).
 STOCK_MXNET_GPUS = ((5, 0), (8, 9))
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76  # CUdevice_attribute in CUDA's driver API
+
+
+IMAGENET_PRESET = "resnet50_90ep"
 
 
 class Gpu(NamedTuple):
@@ -49,6 +54,20 @@ def find_gpus() -> list[Gpu]:
         driver.cuDeviceGetAttribute(ctypes.byref(minor), _CAPABILITY_MINOR, device)
         gpus.append(Gpu(name.value.decode(), (major.value, minor.value)))
     return gpus
+
+
+def default_config(arguments: Sequence[str], local_rank: int, num_processes: int) -> Config:
+    """The preset of a command line that names none: ImageNet's recipe for data of one's own on a GPU, else the sample
+    set's."""
+    data, device, executor = (cli.given_value(arguments, option) for option in ("--data", "--device", "--executor"))
+    if data in (None, SAMPLES):
+        return load_preset(DEFAULT_PRESET)
+    wanted = Config(device=device or "auto", executor=executor or "auto")  # type: ignore[arg-type]  # not checked yet
+    try:
+        on_gpu = _place(wanted, local_rank, num_processes).device.startswith("gpu")
+    except TrainError:  # which is raised again when the command line is taken in full
+        on_gpu = False
+    return load_preset(IMAGENET_PRESET if on_gpu else DEFAULT_PRESET)
 
 
 def choose(config: Config, local_rank: int, num_processes: int = 1) -> Placement:

@@ -193,6 +193,21 @@ def test_the_cuda_executor_is_chosen_where_it_can_run(monkeypatch):
     assert place(executor="reference") == ("reference", "cpu(0)", "")
 
 
+def test_preset_of_a_command_line_that_names_none(monkeypatch, run_train, tiny_data, tmp_path):
+    def preset(line):
+        return devices.default_config(line.split(), 0, 1).config
+
+    monkeypatch.setattr(devices, "check_requirements", lambda device_id: None)
+    monkeypatch.setattr(devices, "find_gpus", lambda: [H200])
+    assert preset("") == preset("--data samples") == "cpu_sample"
+    assert preset("--data /images --epochs 3") == preset("--data=synthetic") == "resnet50_90ep"
+    assert preset("--data /images --device cpu") == preset("--data /images --executor reference") == "cpu_sample"
+    monkeypatch.setattr(devices, "find_gpus", lambda: [])
+    assert preset("--data /images") == preset("--data /images --device gpu") == "cpu_sample"
+    code, out, _ = run_train("--data", tiny_data, "--batch-size", "99", "--output", tmp_path / "run")
+    assert code == 2 and out.startswith("preset cpu_sample (10 epochs at 48 pixels); --config takes others: ")
+
+
 def test_what_is_missing_for_the_cuda_executor_is_named(monkeypatch):
     def requirements(device_id):
         raise GraphError("NVRTC is missing: pip install it")

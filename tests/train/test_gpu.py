@@ -15,6 +15,7 @@ pytestmark = pytest.mark.gpu
 
 # 50 steps an epoch; the smallest network, on images that it tells apart within one epoch.
 OPTIONS = [
+    "--config", "cpu_sample",
     "--data", "synthetic", "--depth", "18", "--image-size", "33", "--batch-size", "256", "--epochs", "3",
     "--warmup-epochs", "1", "--learning-rate", "0.1", "--no-tensorboard", "--checkpoint-minutes", "0",
 ]  # fmt: skip
