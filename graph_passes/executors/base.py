@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -119,9 +119,14 @@ class Executor(ABC):
     # --- running ---
 
     @abstractmethod
-    def forward_backward(self, data: Any, label: Any, accumulate: bool = False) -> None:
+    def forward_backward(self, data: Any, label: Any, accumulate: bool = False, mixup: float = 1.0) -> None:
         """One training pass over a batch: gradients of the mean loss in `grads` (added to what is there if
-        `accumulate`), running statistics in `aux`, metrics. Asynchronous where the device is."""
+        `accumulate`), running statistics in `aux`, metrics. Asynchronous where the device is.
+
+        `mixup` is lambda of Zhang et al., arXiv:1710.09412, from 0.5 to 1: each image becomes lambda * itself
+        + (1 - lambda) * the one at the same place from the end of the batch, and its target likewise. The loss is that
+        of the mixed targets; hits are counted for an image's own label, whose share is the larger one.
+        """
 
     @abstractmethod
     def forward(self, data: Any, label: Any = None) -> Any:
@@ -135,6 +140,12 @@ class Executor(ABC):
     @abstractmethod
     def read_metrics(self) -> Metrics:
         """What has been counted since the last read, over training and inference; waits for the device."""
+
+    def request_metrics(self) -> Callable[[], Metrics]:
+        """`read_metrics` as of now, but without waiting: what is returned, to be called once, waits for what has been
+        asked for so far, and gives the metrics of that. Here they are read at once."""
+        metrics = self.read_metrics()
+        return lambda: metrics
 
     @abstractmethod
     def synchronize(self) -> None:

@@ -22,6 +22,7 @@ from graph_passes.graph import Graph, Node
 from graph_passes.passes import layout, unfuse
 from mxnet_compat import mx
 
+LABEL = "softmax_label"
 Array = Any  # mx.nd.NDArray; MXNet has no type stubs
 
 
@@ -39,8 +40,14 @@ class MXNetExecutor(Executor):
         self._context = _context(device)
         graph = unfuse(graph)
         super().__init__(layout(graph, "NCHW") if self._context.device_type == "cpu" else graph, shapes)
-        symbol = mx.sym.load_json(self.graph.to_json())
-        arguments, aux = _infer_shapes(symbol, self.input_shapes)
+        self._loss = _loss_node(self.graph)
+        self._shapes, graph = self.input_shapes, self.graph  # as the Symbol has them
+        if self._loss and LABEL in self._shapes:
+            images, self._classes = graph.infer_shapes(self._shapes)[graph.outputs[0]]
+            self._shapes = self._shapes | {LABEL: (images, self._classes)}
+            graph = _with_targets(graph, self._loss, images)
+        symbol = mx.sym.load_json(graph.to_json())
+        arguments, aux = _infer_shapes(symbol, self._shapes)
         zeros = {name: mx.nd.zeros(shape, ctx=self._context) for name, shape in {**arguments, **aux}.items()}
         self.params = {name: zeros[name] for name in arguments if name not in self.input_shapes}
         self.aux = {name: zeros[name] for name in aux}
@@ -49,29 +56,28 @@ class MXNetExecutor(Executor):
         # The Symbol is bound once for each use: forward(is_train) of a bound Symbol sets a flag that operators which
         # still wait in the engine read when their turn comes. One that both trained and inferred would mix up the two.
         self._bound: dict[str, _Bound] = {}  # by grad_req: to write gradients, to add to them, or to infer ("null")
-        self._bind("write", self.input_shapes)
-        self._loss = _loss_node(self.graph)
+        self._bind("write", self._shapes)
         self._totals = mx.nd.zeros(4, dtype="float64", ctx=self._context)  # the fields of Metrics
 
-    def forward_backward(self, data: Array, label: Array, accumulate: bool = False) -> None:
+    def forward_backward(self, data: Array, label: Array, accumulate: bool = False, mixup: float = 1.0) -> None:
         if self._loss is None:
             raise GraphError("the graph does not end in SoftmaxOutput: without a loss there is nothing to train")
-        bound = self._load("add" if accumulate else "write", data=data, softmax_label=label)
+        bound = self._load("add" if accumulate else "write", data, label, mixup)
         bound.executor.forward(is_train=True)
         bound.executor.backward()
-        self._count(bound.executor.outputs[0], bound.inputs["softmax_label"], label.shape[0])
+        self._count(bound, label, label.shape[0])
 
     def forward(self, data: Array, label: Array | None = None) -> Array:
-        given = {"data": data} if label is None else {"data": data, "softmax_label": label}
-        bound = self._load("null", **given)
+        bound = self._load("null", data, label)
         probabilities = bound.executor.forward(is_train=False)[0]
         if label is not None:
-            self._count(probabilities, bound.inputs["softmax_label"], label.shape[0])
+            self._count(bound, label, label.shape[0])
         return probabilities
 
     def evaluate(self, data: Array, label: Array, num_valid: int) -> None:
-        bound = self._load("null", data=data, softmax_label=label)
-        self._count(bound.executor.forward(is_train=False)[0], bound.inputs["softmax_label"], num_valid)
+        bound = self._load("null", data, label)
+        bound.executor.forward(is_train=False)
+        self._count(bound, label, num_valid)
 
     def read_metrics(self) -> Metrics:
         loss_sum, top1, top5, count = self._totals.asnumpy()
@@ -86,16 +92,27 @@ class MXNetExecutor(Executor):
         # MXNet operator knows that, but assigning NumPy to such an array fails, and its pointer must not be given away.
         array[:] = mx.nd.array(value, ctx=self._context)
 
-    def _load(self, grad_req: str, **arrays: Array) -> _Bound:
+    def _load(self, grad_req: str, data: Array, label: Array | None, mixup: float = 1.0) -> _Bound:
         """The Symbol bound for a use and the size of this batch, with the batch in its inputs."""
+        arrays = {"data": data} if label is None else {"data": data, LABEL: label}
         for name, array in arrays.items():
             self.check_input(name, array.shape)
         bound = self._bound.get(grad_req)
-        if not bound or bound.inputs["data"].shape != arrays["data"].shape:
-            bound = self._bind(grad_req, self.input_shapes | {"data": arrays["data"].shape})
+        if not bound or bound.inputs["data"].shape != data.shape:
+            bound = self._bind(grad_req, self._shapes | {"data": data.shape})
+        if label is not None:
+            arrays[LABEL] = self._targets(label)
         for name, array in arrays.items():
-            bound.inputs[name][:] = array
+            # Reversed along the batch: the partners of mixup.
+            bound.inputs[name][:] = array if mixup == 1 else mixup * array + (1 - mixup) * mx.nd.flip(array, axis=0)
         return bound
+
+    def _targets(self, label: Array) -> Array:
+        """(N, classes): what the network should answer, with label smoothing."""
+        assert self._loss is not None
+        smoothing = self._loss["smooth_alpha"]
+        elsewhere = smoothing / (self._classes - 1) if smoothing else 0.0
+        return mx.nd.one_hot(label.as_in_context(self._context), self._classes, 1 - smoothing, elsewhere)
 
     def _bind(self, grad_req: str, shapes: Mapping[str, Sequence[int]]) -> _Bound:
         shared = next((bound.executor for bound in self._bound.values()), None)  # all share their working memory
@@ -109,21 +126,15 @@ class MXNetExecutor(Executor):
         self._bound[grad_req] = _Bound(executor, inputs)
         return self._bound[grad_req]
 
-    def _count(self, probabilities: Array, label: Array, num_valid: int) -> None:
+    def _count(self, bound: _Bound, label: Array, num_valid: int) -> None:
         """Add the first `num_valid` images of the batch to the metrics. Asynchronous."""
         if not num_valid:
             return
-        assert self._loss is not None
-        probabilities = probabilities[:num_valid]
-        label = label[:num_valid]
-        classes, smoothing = probabilities.shape[1], self._loss["smooth_alpha"]
+        probabilities, targets = bound.executor.outputs[0][:num_valid], bound.inputs[LABEL][:num_valid]
+        label = label[:num_valid].as_in_context(self._context)
         # Not below the smallest normal number: a probability that underflowed costs 87 nats, not an infinity.
-        log_p = mx.nd.log(mx.nd.maximum(probabilities, 1.2e-38))
-        hit = mx.nd.pick(log_p, label)
-        loss = (1 - smoothing) * hit
-        if smoothing:
-            loss = loss + smoothing / (classes - 1) * (log_p.sum(axis=1) - hit)
-        best = mx.nd.topk(probabilities, k=min(TOP_K, classes), axis=1) == label.reshape((-1, 1))
+        loss = targets * mx.nd.log(mx.nd.maximum(probabilities, 1.2e-38))
+        best = mx.nd.topk(probabilities, k=min(TOP_K, self._classes), axis=1) == label.reshape((-1, 1))
         sums = [-loss.sum(), best[:, 0].sum(), best.sum(), mx.nd.full(1, num_valid, ctx=self._context)]
         self._totals += mx.nd.concat(*sums, dim=0).astype("float64")
 
@@ -170,6 +181,14 @@ def _stderr_closed() -> Iterator[None]:
         os.dup2(saved, 2)
         os.close(saved)
         os.close(nowhere)
+
+
+def _with_targets(graph: Graph, loss: Node, images: int) -> Graph:
+    """The graph for targets (N, classes) in place of labels (N,), which mixup needs: SoftmaxOutput takes either, but it
+    neither smooths targets nor divides by the batch then."""
+    scale = loss["grad_scale"] / (1 if loss["normalization"] == "null" else images)
+    changed = loss.with_attrs(grad_scale=scale, normalization="null", smooth_alpha=0.0)
+    return graph.rewrite(lambda node: changed if node.name == loss.name else None)
 
 
 def _loss_node(graph: Graph) -> Node | None:

@@ -47,8 +47,8 @@ class ReferenceExecutor(Executor):
         self.grads = {name: np.zeros_like(array) for name, array in self.params.items()}
         self._sums = np.zeros(4)  # the fields of Metrics
 
-    def forward_backward(self, data: Any, label: Any, accumulate: bool = False) -> None:
-        values = self._forward(data, label, training=True)
+    def forward_backward(self, data: Any, label: Any, accumulate: bool = False, mixup: float = 1.0) -> None:
+        values = self._forward(data, label, training=True, mixup=mixup)
         gradients = backward(self.graph, values)
         for name, grad in self.grads.items():
             grad[...] = gradients.get(Ref(name), 0.0) + (grad if accumulate else 0.0)
@@ -75,7 +75,7 @@ class ReferenceExecutor(Executor):
     def synchronize(self) -> None:
         """Nothing to wait for."""
 
-    def _forward(self, data: Any, label: Any, training: bool) -> Values:
+    def _forward(self, data: Any, label: Any, training: bool, mixup: float = 1.0) -> Values:
         given = {"data": data, "softmax_label": label}
         values: Values = {Ref(name): array for name, array in (self.params | self.aux).items()}
         for name, shape in self.input_shapes.items():
@@ -83,13 +83,20 @@ class ReferenceExecutor(Executor):
             array = np.zeros(shape) if array is None else _numpy(array)  # inference does not read the label
             self.check_input(name, array.shape)
             values[Ref(name)] = array.astype(self._dtype)
+        if mixup < 1:
+            loss = self.graph[self.graph.outputs[0].node]
+            scores = self.graph.infer_shapes(self.input_shapes)[loss.inputs[0]]
+            values[loss.inputs[1]] = ops.smoothed_targets(loss, values[loss.inputs[1]], scores[1], self._dtype)
+            for ref in (Ref("data"), loss.inputs[1]):
+                values[ref] = mixup * values[ref] + (1 - mixup) * values[ref][::-1]
         return forward(self.graph, values, training)
 
     def _count(self, values: Values, label: Any, num_valid: int) -> None:
         """Add the first `num_valid` images of a batch to the metrics."""
         output = self.graph.outputs[0]
         probabilities, label = values[output][:num_valid], _numpy(label)[:num_valid].astype(int)
-        targets = ops.smoothed_targets(self.graph[output.node], label, probabilities.shape[1], np.dtype(float))
+        node, classes = self.graph[output.node], probabilities.shape[1]
+        targets = ops.smoothed_targets(node, values[node.inputs[1]][:num_valid], classes, np.dtype(float))
         loss = -(targets * np.log(np.maximum(probabilities, 1.2e-38))).sum()
         best = np.argsort(-probabilities, axis=1, kind="stable")[:, :TOP_K] == label[:, None]
         self._sums += loss, best[:, 0].sum(), best.sum(), len(label)

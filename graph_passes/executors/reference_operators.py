@@ -196,7 +196,10 @@ def smoothed_targets(node: Node, label: Array, num_classes: int, dtype: np.dtype
     """(N, classes): 1 - smooth_alpha for the label, smooth_alpha / (classes - 1) elsewhere, as MXNet smooths.
 
     (Szegedy et al., arXiv:1512.00567, spread it over all classes; the two agree after a rescaling of smooth_alpha.)
+    A label of shape (N, classes) is taken as the targets themselves, as MXNet takes it.
     """
+    if label.ndim == 2:
+        return label.astype(dtype)
     smoothing = node["smooth_alpha"]
     elsewhere = smoothing / (num_classes - 1) if smoothing else 0.0
     targets = np.full((len(label), num_classes), elsewhere, dtype)

@@ -6,6 +6,7 @@ a `Gpu` is made, so that the package can be imported where they are missing.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import statistics
 from collections.abc import Callable, Iterable
@@ -107,6 +108,16 @@ class Gpu:
         self.check(self._driver.cuMemcpyDtoHAsync(array.ctypes.data, address, array.nbytes, self.stream_handle))
         self.synchronize()
         return array
+
+    def pinned(self, num_bytes: int) -> np.ndarray:
+        """Page-locked bytes of host memory, which `start_download` needs; freed with the process."""
+        address = int(self.check(self._driver.cuMemAllocHost(num_bytes)))
+        return np.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), np.uint8)
+
+    def start_download(self, pinned: np.ndarray, address: int) -> Any:
+        """Copy device to host, as many bytes as `pinned` has, without waiting: `sync()` of the event returned does."""
+        self.check(self._driver.cuMemcpyDtoHAsync(pinned.ctypes.data, address, pinned.nbytes, self.stream_handle))
+        return self.record_event()
 
     def copy(self, to: int, source: int, num_bytes: int) -> None:
         """Copy within the device, asynchronous."""

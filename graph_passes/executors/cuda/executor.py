@@ -19,6 +19,7 @@ from graph_passes.errors import GraphError
 from graph_passes.executors.base import Arrays, Executor, Metrics
 from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.optimizer import OptimizerConfig
+from graph_passes.executors.cuda.parameters import FlatArray
 from graph_passes.executors.cuda.profile import Row, copy_gigabytes_per_second, profile
 from graph_passes.executors.cuda.training_step import TrainingStep
 from graph_passes.graph import Graph
@@ -68,12 +69,13 @@ class CudaExecutor(Executor):
         self._step = TrainingStep(graph, self.input_shapes, dtype, self._context.device_id, optimizer, tf32,
                                   deterministic, num_buckets, self._allocate)
         store = self._step.store
-        self._params = self._views("master", store.master.starts)
-        self._aux = self._views("statistics", store.statistics.starts)
-        self._momenta = self._views("momentum", store.momentum.starts)
-        self._grads = self._views("other_gradients", store.other_gradients.starts)
+        self._params = self._views("master", store.master)
+        self._aux = self._views("statistics", store.statistics)
+        self._averages: dict[str, Array] = {}
+        self._momenta = self._views("momentum", store.momentum)
+        self._grads = self._views("other_gradients", store.other_gradients)
         if dtype != "bfloat16":
-            self._grads |= self._views("weight_gradients", store.weight_gradients.starts)
+            self._grads |= self._views("weight_gradients", store.weight_gradients)
         self._buckets = [[self._grads[name] for name in names if name in self._grads] for names in self._step.buckets]
         self._num_valid = self.input_shapes["data"][0]
         self._last_step: Any = None  # CUDA event at the end of the latest step
@@ -83,7 +85,8 @@ class CudaExecutor(Executor):
     def _allocate(self, name: str, num_bytes: int) -> int | None:
         """MXNet arrays for what MXNet or Horovod may want to see; the step takes plain memory for the rest."""
         dtypes = {"master": "float32", "momentum": "float32", "statistics": "float32", "other_gradients": "float32",
-                  "probabilities": "float32", "weight_gradients": "uint8" if self._dtype == "bfloat16" else self._dtype}
+                  "averages": "float32", "average_statistics": "float32", "probabilities": "float32",
+                  "weight_gradients": "uint8" if self._dtype == "bfloat16" else self._dtype}
         if name not in dtypes:
             return None
         dtype = dtypes[name]
@@ -91,12 +94,11 @@ class CudaExecutor(Executor):
         self._arrays[name] = array
         return self._address(array)
 
-    def _views(self, name: str, starts: Mapping[str, int]) -> dict[str, Array]:
+    def _views(self, name: str, tensors: FlatArray) -> dict[str, Array]:
         """Slices of one flat array; they share its memory and its place in the engine."""
         flat = self._arrays[name]
-        shapes = {tensor: self._step.store.arrays[name].slices[tensor].shape for tensor in starts}
-        return {tensor: flat[start : start + int(np.prod(shapes[tensor]))].reshape(shapes[tensor])
-                for tensor, start in starts.items()}
+        return {tensor: flat[start : start + int(np.prod(tensors.slices[tensor].shape))].reshape(
+                    tensors.slices[tensor].shape) for tensor, start in tensors.starts.items()}
 
     @property
     def params(self) -> dict[str, Array]:  # type: ignore[override]
@@ -141,13 +143,31 @@ class CudaExecutor(Executor):
         self._gate([self._arrays["momentum"]])
         return self._momenta
 
+    @property
+    def averages(self) -> dict[str, Array]:
+        """Moving averages of parameters and running statistics, fp32; to be asked for anew in every step. Empty where
+        the optimizer keeps none."""
+        store = self._step.store
+        if not store.averages.address:
+            return {}
+        if not self._averages:
+            self._averages = (self._views("averages", store.averages)
+                              | self._views("average_statistics", store.average_statistics))
+        self._gate([self._arrays["averages"], self._arrays["average_statistics"]])
+        return self._averages
+
+    def swap_averages(self) -> None:
+        """Exchange parameters and running statistics with their moving averages. Asynchronous."""
+        self._wait_for_mxnet()
+        self._step.swap_averages()
+
     def create_optimizer(self, momentum: float, weight_decay: float, nesterov: bool = False,
-                         trust_coefficient: float | None = None) -> DeviceSGD:
+                         trust_coefficient: float | None = None, averages: bool = False) -> DeviceSGD:
         """SGD with these constants, or LARS where there is a `trust_coefficient`. Weight decay and LARS spare gamma,
-        beta and biases."""
+        beta and biases. `averages`: keep moving averages."""
         lars = trust_coefficient is not None
-        self._step.set_optimizer(
-            OptimizerConfig(momentum, weight_decay, nesterov, lars, trust_coefficient=trust_coefficient or 0.0))
+        self._step.set_optimizer(OptimizerConfig(momentum, weight_decay, nesterov, lars, averages=averages,
+                                                 trust_coefficient=trust_coefficient or 0.0))
         return DeviceSGD(self)
 
     def set_momenta(self, momenta: Mapping[str, np.ndarray]) -> None:
@@ -170,12 +190,13 @@ class CudaExecutor(Executor):
 
     # --- running ---
 
-    def forward_backward(self, data: Array, label: Array, accumulate: bool = False,
+    def forward_backward(self, data: Array, label: Array, accumulate: bool = False, mixup: float = 1.0,
                          on_bucket: Callable[[list[Array]], None] | None = None) -> None:
         """As the base class says. `on_bucket` gets the gradients of one bucket after the other, each as soon as what
         computes them is launched; what MXNet or Horovod is asked to do with them waits until they are computed."""
         self._wait_for_mxnet()
         self._load(data, label, self.input_shapes["data"][0])
+        self._step.mix(mixup)
 
         def after_bucket(number: int) -> None:
             assert on_bucket
@@ -184,10 +205,10 @@ class CudaExecutor(Executor):
 
         self._step.forward_backward(accumulate, after_bucket if on_bucket else None)
 
-    def update(self, learning_rate: float, gradient_scale: float = 1.0) -> None:
+    def update(self, learning_rate: float, gradient_scale: float = 1.0, average_decay: float = 0.0) -> None:
         """One step of the optimizer; gradients are first multiplied by `gradient_scale`. Asynchronous."""
         self._wait_for_mxnet()
-        self._step.update(learning_rate, gradient_scale)
+        self._step.update(learning_rate, gradient_scale, average_decay)
 
     def forward(self, data: Array, label: Array | None = None) -> Array:
         self._load(data, label, 0 if label is None else self.input_shapes["data"][0])
@@ -202,6 +223,10 @@ class CudaExecutor(Executor):
 
     def read_metrics(self) -> Metrics:
         return Metrics(*self._step.read_metrics())
+
+    def request_metrics(self) -> Callable[[], Metrics]:
+        receive = self._step.request_metrics()
+        return lambda: Metrics(*receive())
 
     @property
     def gpu(self) -> Gpu:
@@ -280,7 +305,7 @@ class CudaExecutor(Executor):
 
 
 class DeviceSGD:
-    """What a training loop calls: `momenta` by parameter name, and `step`."""
+    """What a training loop calls; the members are those of `train.optimizer.Optimizer`."""
 
     def __init__(self, executor: CudaExecutor) -> None:
         self._executor = executor
@@ -288,6 +313,13 @@ class DeviceSGD:
     @property
     def momenta(self) -> dict[str, Array]:
         return self._executor.momenta
+
+    @property
+    def averages(self) -> dict[str, Array]:
+        return self._executor.averages
+
+    def swap_averages(self) -> None:
+        self._executor.swap_averages()
 
     @property
     def scaling(self) -> Mapping[str, float]:
@@ -298,9 +330,9 @@ class DeviceSGD:
     def scaling(self, scaling: Mapping[str, float]) -> None:
         self._executor.set_scaling(scaling)
 
-    def step(self, learning_rate: float, scale: float = 1.0) -> None:
+    def step(self, learning_rate: float, scale: float = 1.0, average_decay: float = 0.0) -> None:
         """From the executor's own gradients, which are first multiplied by `scale`. Asynchronous."""
-        self._executor.update(learning_rate, scale)
+        self._executor.update(learning_rate, scale, average_decay)
 
 
 def _call(function: str, *arguments: Any) -> None:

@@ -59,6 +59,7 @@ class Persistent:
 
     data: Buffer  # (N, H, W, C padded), the network's dtype
     label: Buffer  # (N,) float32
+    mixup: Buffer  # float32: lambda of mixup, 1 without
     probabilities: Buffer  # (N, classes) float32
     metrics: Buffer  # softmax.cu's Metrics
     num_valid: Buffer  # int32: how many rows of the batch count
@@ -452,15 +453,15 @@ class Lowering:
         bias = None if classifier["no_bias"] else self._input(classifier, 2)
         keep = self._persistent
         gradient = self._output(node, shape=scores.shape) if training else None
-        probabilities = None if training else keep.probabilities
+        probabilities, mixup = (None, keep.mixup) if training else (keep.probabilities, None)
         row_loss = Buffer(f"{node.name}:row_loss", (images,), "float32")
         row_rank = Buffer(f"{node.name}:row_rank", (images,), "int32")
         scale = node["grad_scale"] / (images if node["normalization"] == "batch" else 1)
         self._launch(node, "softmax.cu", self._kernel("softmax_cross_entropy"), (images, 1, 1), (256, 1, 1),
-                     (scores, bias, keep.label, probabilities, gradient, row_loss, row_rank, keep.loss_scale,
+                     (scores, bias, keep.label, mixup, probabilities, gradient, row_loss, row_rank, keep.loss_scale,
                       ctypes.c_float(scale), ctypes.c_float(node["smooth_alpha"]), ctypes.c_int(classes),
                       ctypes.c_int(pitch)),
-                     (scores, bias, keep.label), (probabilities, gradient, row_loss, row_rank),
+                     (scores, bias, keep.label, mixup), (probabilities, gradient, row_loss, row_rank),
                      shared_bytes=4 * classes)
         self._launch(node, "softmax.cu", "add_metrics", (1, 1, 1), (256, 1, 1),
                      (row_loss, row_rank, keep.num_valid, keep.metrics), (row_loss, row_rank), (keep.metrics,))

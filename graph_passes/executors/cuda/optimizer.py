@@ -14,7 +14,7 @@ import numpy as np
 
 from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.kernels import C_TYPES, KernelLibrary
-from graph_passes.executors.cuda.parameters import ParameterStore
+from graph_passes.executors.cuda.parameters import VECTOR, ParameterStore
 
 CHUNK = 8192  # elements a block updates; CHUNK of optimizer.cu
 THREADS = 256  # THREADS of optimizer.cu
@@ -30,6 +30,7 @@ class OptimizerConfig:
 
     `loss_scale`: a constant, or None for dynamic scaling in float16 and 1 in other types. `growth_interval`: good steps
     after which a dynamic loss scale doubles. `lars`: trust ratios of You et al., arXiv:1708.03888, for weights.
+    `averages`: keep moving averages of parameters and running statistics, with the decay that is given at every step.
     """
 
     momentum: float = 0.9
@@ -40,6 +41,7 @@ class OptimizerConfig:
     trust_epsilon: float = 0.0
     loss_scale: float | None = None
     growth_interval: int = 2000
+    averages: bool = False
 
 
 class State(ctypes.Structure):
@@ -49,7 +51,7 @@ class State(ctypes.Structure):
         ("learning_rate", ctypes.c_float), ("momentum", ctypes.c_float), ("gradient_scale", ctypes.c_float),
         ("loss_scale", ctypes.c_float), ("overflow", ctypes.c_uint32), ("good_steps", ctypes.c_uint32),
         ("skipped_steps", ctypes.c_uint32), ("growth_interval", ctypes.c_uint32),
-        ("trust_coefficient", ctypes.c_float), ("trust_epsilon", ctypes.c_float),
+        ("trust_coefficient", ctypes.c_float), ("trust_epsilon", ctypes.c_float), ("average_decay", ctypes.c_float),
     )
 
 
@@ -58,9 +60,9 @@ class _Tensor(ctypes.Structure):
 
     _fields_ = (
         ("gradient", ctypes.c_void_p), ("master", ctypes.c_void_p), ("momentum", ctypes.c_void_p),
-        ("copy", ctypes.c_void_p), ("size", ctypes.c_uint32), ("first_chunk", ctypes.c_uint32),
-        ("num_chunks", ctypes.c_uint32), ("fp32_gradient", ctypes.c_uint32), ("adapt", ctypes.c_uint32),
-        ("weight_decay", ctypes.c_float),
+        ("average", ctypes.c_void_p), ("copy", ctypes.c_void_p), ("size", ctypes.c_uint32),
+        ("first_chunk", ctypes.c_uint32), ("num_chunks", ctypes.c_uint32), ("fp32_gradient", ctypes.c_uint32),
+        ("adapt", ctypes.c_uint32), ("weight_decay", ctypes.c_float),
     )
 
 
@@ -80,6 +82,7 @@ class Optimizer:
         self._update = kernels.get("optimizer.cu",
                                    f"sgd_update<{c_type}, {variants[config.lars]}, {variants[config.nesterov]}>")
         self._end_step = kernels.get("optimizer.cu", "end_step")
+        self._average_statistics = kernels.get("optimizer.cu", "average_statistics")
         self._copy = kernels.get("optimizer.cu", f"copy_weights<{c_type}>")
 
         tensors, chunks = self._tables()
@@ -104,11 +107,12 @@ class Optimizer:
         for number, parameter in enumerate(store.parameters.values()):
             size = parameter.size
             copy = store.copies.slices.get(parameter.name)
+            average = store.averages.slices[parameter.name] if self.config.averages else None
             num_chunks = -(-size // CHUNK)
             rows.append(_Tensor(
                 gradients[parameter.name].address, store.master.slices[parameter.name].address,
-                store.momentum.slices[parameter.name].address, copy.address if copy else None,
-                size, len(chunks), num_chunks,
+                store.momentum.slices[parameter.name].address, average.address if average else None,
+                copy.address if copy else None, size, len(chunks), num_chunks,
                 int(gradients[parameter.name].dtype == "float32"), int(parameter.is_weight),
                 self.config.weight_decay if parameter.is_weight else 0.0))
             chunks += [(number, start) for start in range(0, size, CHUNK)]
@@ -133,6 +137,10 @@ class Optimizer:
             self._trust_ratios.launch((self._num_tensors, 1, 1), block, self._tensors, self._state_address, self._norms,
                                       self._trust)
         self._update.launch(every_chunk, block, self._tensors, self._chunks, self._state_address, self._trust)
+        if self.config.averages:
+            own, average = self._store.statistics, self._store.average_statistics
+            self._average_statistics.launch((-(-own.size // (THREADS * VECTOR)), 1, 1), block, own.address,
+                                            average.address, self._state_address, ctypes.c_uint32(own.size))
         self._end_step.launch((1, 1, 1), (1, 1, 1), self._state_address)
 
     def enqueue_copy(self) -> None:
@@ -140,10 +148,12 @@ class Optimizer:
         if self._store.dtype != "float32":
             self._copy.launch((self._num_chunks, 1, 1), (THREADS, 1, 1), self._tensors, self._chunks)
 
-    def set_step(self, learning_rate: float, gradient_scale: float = 1.0) -> None:
+    def set_step(self, learning_rate: float, gradient_scale: float = 1.0, average_decay: float = 0.0) -> None:
         """What the next update uses, in order with the stream, without waiting."""
         self._gpu.write_word(self._state_address + State.learning_rate.offset, np.float32(learning_rate))
         self._gpu.write_word(self._state_address + State.gradient_scale.offset, np.float32(gradient_scale))
+        if self.config.averages:
+            self._gpu.write_word(self._state_address + State.average_decay.offset, np.float32(average_decay))
 
     def read_state(self) -> State:
         """Waits for the GPU."""

@@ -103,6 +103,9 @@ class ParameterStore:
         self.other_gradients = FlatArray("float32", others)
         self.statistics = FlatArray("float32", statistics.items())
         self.copies = FlatArray(dtype, weights if dtype != "float32" else ())
+        # Moving averages, which have memory only where an optimizer keeps them.
+        self.averages = FlatArray("float32", everything)
+        self.average_statistics = FlatArray("float32", statistics.items())
 
     @property
     def arrays(self) -> dict[str, FlatArray]:

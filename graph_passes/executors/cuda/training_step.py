@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -71,6 +72,8 @@ class TrainingStep:
         self.training = self._lower(precision(gradient_add(gradient(graph, shapes)), dtype), "training")
         self._convolutions.save()
         self._segments = self._capture_buckets(num_buckets)
+        self._mixup = 1.0  # as the GPU has it
+        self._free_pinned: list[np.ndarray] = []
         self._gradient_backup: dict[str, int] = {}
         self._inference: Any = None
 
@@ -78,9 +81,11 @@ class TrainingStep:
 
     def _place_parameters(self) -> None:
         for name, array in self.store.arrays.items():
-            address = self._allocate(name, array.num_bytes)
-            self.gpu.fill(address, 0, array.num_bytes)
-            array.place(address)
+            self._place(name, array)
+
+    def _place(self, name: str, array: FlatArray) -> None:
+        array.place(self._allocate(name, array.num_bytes))
+        self.gpu.fill(array.address, 0, array.num_bytes)
 
     def _persistent(self, data: tuple[int, ...], probabilities: tuple[int, ...]) -> Persistent:
         images, height, width, channels = data
@@ -88,6 +93,7 @@ class TrainingStep:
         sized: dict[str, tuple[tuple[int, ...], str]] = {
             "data": ((images, height, width, padded_channels(channels)), self.dtype),
             "label": ((images,), "float32"),
+            "mixup": ((1,), "float32"),
             "metrics": ((ctypes.sizeof(_Metrics),), "uint8"),
             "num_valid": ((1,), "int32"),
             "tickets": ((4096,), "int32"),
@@ -98,6 +104,7 @@ class TrainingStep:
         answer = Buffer("probabilities", tuple(probabilities), "float32", persistent=True)
         answer.address = self._allocate(answer.name, answer.num_bytes)
         self.gpu.upload(buffers["num_valid"].address, np.array([images], np.int32))
+        self.gpu.upload(buffers["mixup"].address, np.ones(1, np.float32))
         loss_scale = Buffer("loss_scale", (1,), "float32", state + State.loss_scale.offset, persistent=True)
         return Persistent(**buffers, probabilities=answer, loss_scale=loss_scale)
 
@@ -134,6 +141,9 @@ class TrainingStep:
 
     def set_optimizer(self, config: OptimizerConfig) -> None:
         """Another optimizer from now on; parameters and momentum stay, the loss scale starts anew."""
+        if config.averages and not self.store.averages.address:
+            self._place("averages", self.store.averages)
+            self._place("average_statistics", self.store.average_statistics)
         state = self.persistent.loss_scale.address - State.loss_scale.offset
         self.optimizer = Optimizer(self.gpu, self.kernels, self.store, config, state)
         self._update = self.gpu.capture(self.optimizer.enqueue_update)
@@ -162,6 +172,15 @@ class TrainingStep:
         statistics = self.store.statistics.slices
         aux = {name: self.gpu.download(buffer.address, buffer.shape, np.float32) for name, buffer in statistics.items()}
         return params, aux
+
+    def swap_averages(self) -> None:
+        """Exchange parameters and running statistics with their moving averages. Asynchronous."""
+        store, kernel = self.store, self.kernels.get("elementwise.cu", "exchange")
+        for own, average in ((store.master, store.averages), (store.statistics, store.average_statistics)):
+            vectors = own.size // 4
+            kernel.launch((-(-vectors // 256), 1, 1), (256, 1, 1), own.address, average.address,
+                          ctypes.c_uint32(vectors))
+        self.optimizer.enqueue_copy()
 
     def get_momenta(self) -> Arrays:
         return {name: self._read(self.store.momentum.slices[name], name) for name in self.store.parameters}
@@ -206,6 +225,19 @@ class TrainingStep:
         kernel.launch((-(-pixels // 256), 1, 1), (256, 1, 1), address, target.address, ctypes.c_int64(pixels),
                       ctypes.c_int(shape[3]), ctypes.c_int(target.shape[3]))
 
+    def mix(self, mixup: float) -> None:
+        """Mix the loaded batch and the labels of the next passes over it as `Executor.forward_backward` says. `mixup`:
+        lambda; 1 leaves the batch as it is. Asynchronous."""
+        if mixup != self._mixup:
+            self.gpu.write_word(self.persistent.mixup.address, np.float32(mixup))
+            self._mixup = mixup
+        if mixup < 1:
+            data = self.persistent.data
+            images, size = data.shape[0], math.prod(data.shape[1:])
+            kernel = self.kernels.get("elementwise.cu", f"mix_images<{C_TYPES[data.dtype]}>")
+            kernel.launch((-(-size // 1024), -(-images // 2), 1), (256, 1, 1), data.address, ctypes.c_int64(size),
+                          ctypes.c_int(images), ctypes.c_float(mixup))
+
     def forward_backward(self, accumulate: bool = False, after_bucket: Callable[[int], None] | None = None) -> None:
         """One pass over the loaded batch; gradients, times the loss scale, are in the store, added to what was there if
         `accumulate`. `after_bucket` is called with each bucket's number once its launches are enqueued. Asynchronous.
@@ -238,9 +270,9 @@ class TrainingStep:
     def _gradient_arrays(self) -> dict[str, FlatArray]:
         return {"weights": self.store.weight_gradients, "others": self.store.other_gradients}
 
-    def update(self, learning_rate: float, gradient_scale: float = 1.0) -> None:
+    def update(self, learning_rate: float, gradient_scale: float = 1.0, average_decay: float = 0.0) -> None:
         """One optimizer step. Asynchronous."""
-        self.optimizer.set_step(learning_rate, gradient_scale)
+        self.optimizer.set_step(learning_rate, gradient_scale, average_decay)
         self.gpu.replay(self._update)
 
     def infer(self) -> None:
@@ -261,10 +293,22 @@ class TrainingStep:
 
     def read_metrics(self) -> tuple[float, int, int, int]:
         """Sum of the loss, top-1 hits, top-5 hits and images of all passes since the last call; waits and resets."""
+        return self.request_metrics()()
+
+    def request_metrics(self) -> Callable[[], tuple[float, int, int, int]]:
+        """The same without waiting: what is returned, to be called once, waits for the passes enqueued so far only."""
         buffer = self.persistent.metrics
-        sums = _Metrics.from_buffer_copy(self.gpu.download(buffer.address, buffer.shape, np.uint8).tobytes())
+        pinned = self._free_pinned.pop() if self._free_pinned else self.gpu.pinned(buffer.num_bytes)
+        copied = self.gpu.start_download(pinned, buffer.address)
         self.gpu.fill(buffer.address, 0, buffer.num_bytes)
-        return sums.loss_sum, sums.top1, sums.top5, sums.num_images
+
+        def receive() -> tuple[float, int, int, int]:
+            copied.sync()
+            sums = _Metrics.from_buffer_copy(pinned.tobytes())
+            self._free_pinned.append(pinned)
+            return sums.loss_sum, sums.top1, sums.top5, sums.num_images
+
+        return receive
 
 
 def _machine(gpu: Gpu) -> str:

@@ -97,6 +97,62 @@ def test_its_optimizer_does_what_the_training_loop_s_sgd_does(executor: CudaExec
         assert np.array_equal(momentum, 2 * oracle.momenta[name]), name
 
 
+def test_mixup_against_the_reference(executor: CudaExecutor) -> None:
+    reference = create_executor("reference", executor.graph, SHAPES, dtype="float64")
+    reference.set_params(*executor.get_params())
+    for mixup in (0.6, 1.0, 0.75):
+        data, label = batch(5)
+        executor.forward_backward(data, label, mixup=mixup)
+        reference.forward_backward(data.asnumpy(), label.asnumpy(), mixup=mixup)
+        for name, grad in reference.grads.items():
+            assert relative_error(executor.to_canonical(name, executor.grads[name]), grad) < 1e-4, name
+        wanted, metrics = reference.read_metrics(), executor.read_metrics()
+        assert metrics[1:] == wanted[1:] and abs(metrics.loss_sum - wanted.loss_sum) < 1e-4 * wanted.loss_sum
+
+
+def test_metrics_that_are_asked_for_before_they_are_waited_for(executor: CudaExecutor) -> None:
+    data, label = batch(2)
+    executor.forward_backward(data, label)
+    wanted = executor.read_metrics()
+    requests = []
+    for number in range(3):  # each request has what came after the one before, however late it is received
+        for _ in range(number):
+            executor.forward_backward(data, label)
+        requests.append(executor.request_metrics())
+    executor.forward_backward(data, label)
+    received = [receive() for receive in reversed(requests)][::-1]
+    for number, metrics in enumerate(received):
+        assert metrics.count == number * wanted.count and metrics.top1 == number * wanted.top1
+        assert abs(metrics.loss_sum - number * wanted.loss_sum) <= 1e-4 * wanted.loss_sum
+    assert executor.read_metrics().count == wanted.count, "and the rest is not lost"
+
+
+def test_moving_averages(executor: CudaExecutor) -> None:
+    """Against NumPy in float64 over the weights that the executor really has after each step."""
+    optimizer = executor.create_optimizer(momentum=0.8, weight_decay=0.01, averages=True)
+    data, label = batch(4)
+    wanted: dict = {}
+    for decay in (0.0, 0.5, 0.9):
+        executor.forward_backward(data, label)
+        optimizer.step(0.05, average_decay=decay)
+        params, aux = executor.get_params()
+        now = {**params, **aux}
+        wanted = {name: decay * wanted.get(name, 0.0) + (1 - decay) * value for name, value in now.items()}
+    averages = {name: executor.to_canonical(name, value) for name, value in optimizer.averages.items()}
+    assert averages.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert relative_error(averages[name], value) < 1e-6, name
+    own = executor.forward(data).asnumpy()
+    optimizer.swap_averages()
+    reference = create_executor("reference", executor.graph, SHAPES, dtype="float64")
+    reference.set_params({name: wanted[name] for name in params}, {name: wanted[name] for name in aux})
+    assert relative_error(executor.forward(data).asnumpy(), reference.forward(data.asnumpy())) < 1e-4
+    optimizer.swap_averages()
+    assert np.array_equal(executor.forward(data).asnumpy(), own)
+    for name, value in executor.get_params()[0].items():
+        assert np.array_equal(value, params[name]), name
+
+
 def test_a_graph_that_nobody_fused(executor: CudaExecutor) -> None:
     unfused = Graph.from_json(small_network().tojson())
     made = create_executor("cuda", unfused, SHAPES, device="gpu(0)", dtype="float32", tf32=False)

@@ -192,7 +192,9 @@ def test_global_average_pool(device: Device, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("rows, classes, smoothing", [(33, 10, 0.0), (5, 1000, 0.1), (3, 2, 0.2)])
-def test_softmax_cross_entropy(device: Device, dtype: str, rows: int, classes: int, smoothing: float) -> None:
+@pytest.mark.parametrize("mixup", [1.0, 0.625])
+def test_softmax_cross_entropy(device: Device, dtype: str, rows: int, classes: int, smoothing: float,
+                               mixup: float) -> None:
     random = np.random.default_rng(classes)
     pitch, loss_scale, gradient_scale, valid = -(-classes // 8) * 8, 64.0, 1 / rows, rows - 1
     scores = rounded(random.normal(0, 3, (rows, pitch)), dtype)
@@ -202,9 +204,10 @@ def test_softmax_cross_entropy(device: Device, dtype: str, rows: int, classes: i
     row_loss, row_rank = device.poisoned((rows,)), device.poisoned((rows,), "int32")
     metrics, dbias = device.zeros(32), device.poisoned((classes,))
     device.run("softmax.cu", f"softmax_cross_entropy<{C_TYPES[dtype]}>", (rows, 1, 1), (256, 1, 1),
-               device.put(scores, dtype), device.put(bias), device.put(labels), probabilities, gradient, row_loss,
-               row_rank, device.put(np.array([loss_scale])), ctypes.c_float(gradient_scale), ctypes.c_float(smoothing),
-               ctypes.c_int(classes), ctypes.c_int(pitch), shared_bytes=4 * classes)
+               device.put(scores, dtype), device.put(bias), device.put(labels), device.put(np.array([mixup])),
+               probabilities, gradient, row_loss, row_rank, device.put(np.array([loss_scale])),
+               ctypes.c_float(gradient_scale), ctypes.c_float(smoothing), ctypes.c_int(classes), ctypes.c_int(pitch),
+               shared_bytes=4 * classes)
     device.run("softmax.cu", "add_metrics", (1, 1, 1), (256, 1, 1), row_loss, row_rank,
                device.put(np.array([valid]), "int32"), metrics)
     device.run("softmax.cu", f"bias_gradient<{C_TYPES[dtype]}>", (-(-classes // 32), 1, 1), (32, 32, 1), gradient,
@@ -215,6 +218,7 @@ def test_softmax_cross_entropy(device: Device, dtype: str, rows: int, classes: i
     log_p -= np.log(np.exp(log_p).sum(1, keepdims=True))
     target = np.full((rows, classes), smoothing / (classes - 1))
     target[np.arange(rows), labels] = 1 - smoothing
+    target = mixup * target + (1 - mixup) * target[::-1]
     loss = -(target * log_p).sum(1)
     wanted = np.zeros((rows, pitch))
     wanted[:, :classes] = (np.exp(log_p) - target) * gradient_scale * loss_scale
@@ -232,12 +236,22 @@ def test_softmax_cross_entropy(device: Device, dtype: str, rows: int, classes: i
 def test_a_label_outside_the_classes_gives_nan(device: Device) -> None:
     metrics, row_loss, row_rank = device.zeros(32), device.poisoned((1,)), device.poisoned((1,), "int32")
     device.run("softmax.cu", "softmax_cross_entropy<float>", (1, 1, 1), (256, 1, 1), device.put(np.zeros((1, 16))), 0,
-               device.put(np.array([10.0])), 0, 0, row_loss, row_rank, 0, ctypes.c_float(1), ctypes.c_float(0),
+               device.put(np.array([10.0])), 0, 0, 0, row_loss, row_rank, 0, ctypes.c_float(1), ctypes.c_float(0),
                ctypes.c_int(10), ctypes.c_int(16), shared_bytes=40)
     device.run("softmax.cu", "add_metrics", (1, 1, 1), (256, 1, 1), row_loss, row_rank,
                device.put(np.array([1]), "int32"), metrics)
     sums = _Metrics.from_buffer_copy(device.get(metrics, (32,), "uint8").tobytes())
     assert np.isnan(sums.loss_sum) and sums.top5 == 0
+
+
+@pytest.mark.parametrize("images", [2, 5])
+def test_mix_images(device: Device, dtype: str, images: int) -> None:
+    x, mixup = rounded(np.random.default_rng(images).normal(0, 1, (images, 37, 29, 4)), dtype), 0.7
+    mixed, size = device.put(x, dtype), x[0].size
+    device.run("elementwise.cu", f"mix_images<{C_TYPES[dtype]}>", (-(-size // 1024), -(-images // 2), 1), (256, 1, 1),
+               mixed, ctypes.c_int64(size), ctypes.c_int(images), ctypes.c_float(mixup))
+    got = device.get(mixed, x.shape, dtype)
+    assert relative_error(got, mixup * x + (1 - mixup) * x[::-1]) < PRECISION[dtype]
 
 
 def test_elementwise(device: Device, dtype: str) -> None:

@@ -207,7 +207,8 @@ def test_fifty_optimizer_steps_against_numpy(cache: Path, dtype: str, config: Op
 
 def test_an_overflow_skips_the_step_and_halves_the_loss_scale(cache: Path) -> None:
     graph, shapes = fused(small_network(8)), {"data": (4, 16, 16, 3), "softmax_label": (4,)}
-    step = TrainingStep(graph, shapes, "float16", optimizer=OptimizerConfig(growth_interval=2), cache_folder=cache)
+    step = TrainingStep(graph, shapes, "float16", optimizer=OptimizerConfig(growth_interval=2, averages=True),
+                        cache_folder=cache)
     params, aux = random_state(graph, shapes, seed=1)
     step.set_params(params, aux)
     data, label = random_batch(shapes, seed=2)
@@ -216,8 +217,11 @@ def test_an_overflow_skips_the_step_and_halves_the_loss_scale(cache: Path) -> No
     broken[0, 0, 0, 0] = np.inf
     step.load(broken, label)
     step.forward_backward()
-    step.update(0.1)
+    step.update(0.1, average_decay=0.75)  # of averages that begin as 0
     state, after = step.optimizer.read_state(), step.get_params()[0]
+    step.swap_averages()
+    averages = step.get_params()[0]
+    assert all(relative_error(averages[name], 0.25 * params[name]) < 1e-6 for name in params), "averaged all the same"
     assert (state.loss_scale, state.skipped_steps, state.overflow) == (scale / 2, 1, 0)
     assert all(np.array_equal(after[name], params[name]) for name in params)
     step.set_params(params, aux)

@@ -11,6 +11,26 @@ __global__ void convert_input(const From *x, T *y, int64_t pixels, int from_chan
         y[pixel * to_channels + c] = from_float<T>(c < from_channels ? to_float(x[pixel * from_channels + c]) : 0);
 }
 
+// Mixup (Zhang et al., arXiv:1710.09412): each image x becomes lambda * x + (1 - lambda) * the one at the same place from
+// the end, in place. One thread mixes 4 elements of such a pair; `size`: elements of an image.
+template <class T>
+__global__ void mix_images(T *images, int64_t size, int num_images, float lambda) {
+    struct alignas(4 * sizeof(T)) Four { T value[4]; };
+    const int64_t at = 4 * (int64_t(blockIdx.x) * blockDim.x + threadIdx.x);
+    if (at >= size) return;
+    Four *first = reinterpret_cast<Four *>(images + blockIdx.y * size + at);
+    Four *last = reinterpret_cast<Four *>(images + (num_images - 1 - blockIdx.y) * size + at);
+    Four a = *first, b = *last;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        const float x = to_float(a.value[k]), y = to_float(b.value[k]);
+        a.value[k] = from_float<T>(lambda * x + (1 - lambda) * y);
+        b.value[k] = from_float<T>(lambda * y + (1 - lambda) * x);
+    }
+    *first = a;
+    *last = b;
+}
+
 // z = x + y
 template <class T>
 __global__ void add(const Packed<T> *x, const Packed<T> *y, Packed<T> *z, uint32 vectors) {
@@ -22,6 +42,15 @@ __global__ void add(const Packed<T> *x, const Packed<T> *y, Packed<T> *z, uint32
 #pragma unroll
     for (int k = 0; k < VEC; ++k) a[k] += b[k];
     z[at] = pack<T>(a);
+}
+
+// Exchanges x and y.
+__global__ void exchange(float4 *x, float4 *y, uint32 vectors) {
+    const uint32 at = blockIdx.x * blockDim.x + threadIdx.x;
+    if (at >= vectors) return;
+    const float4 a = x[at];
+    x[at] = y[at];
+    y[at] = a;
 }
 
 // to = from, 4 vectors of 16 bytes a thread: what memory can do at best, for the profile's ceiling.

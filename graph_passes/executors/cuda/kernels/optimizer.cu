@@ -10,6 +10,7 @@ constexpr int THREADS = 256;
 struct Tensor {
     const void *gradient;  // T, or fp32 where `fp32_gradient`; scaled by the loss scale
     float *master, *momentum;
+    float *average;        // moving average of the weights, or null
     void *copy;            // the network's own weights of type T, or null
     uint32 size;           // elements, a multiple of 8
     uint32 first_chunk, num_chunks;
@@ -29,11 +30,21 @@ struct State {
     uint32 skipped_steps;      // in total
     uint32 growth_interval;    // good steps after which the loss scale doubles; 0: constant loss scale
     float trust_coefficient, trust_epsilon;
+    float average_decay;       // average = average_decay * average + (1 - average_decay) * weight
 };
 
 template <class T> __device__ inline void load_gradient(const Tensor &t, uint32 at, float (&g)[VEC]) {
     if (t.fp32_gradient) load_floats(static_cast<const float *>(t.gradient) + at, g);
     else unpack(load(static_cast<const T *>(t.gradient) + at), g);
+}
+
+// average = decay * average + (1 - decay) * values
+__device__ inline void average_in(float *average, const float (&values)[VEC], float decay) {
+    float a[VEC];
+    load_floats(average, a);
+#pragma unroll
+    for (int k = 0; k < VEC; ++k) a[k] = decay * a[k] + (1 - decay) * values[k];
+    store_floats(average, a);
 }
 
 // Sets state->overflow if a gradient is not finite. With NORMS also leaves the sums of squares of weights and gradients
@@ -88,31 +99,45 @@ __global__ void trust_ratios(const Tensor *tensors, const State *state, const fl
 }
 
 // momentum = m * momentum - rate * (gradient + weight_decay * weight); weight += momentum, or with NESTEROV
-// weight += m * momentum - rate * (gradient + weight_decay * weight). MXNet's sgd_mom_update has this form.
+// weight += m * momentum - rate * (gradient + weight_decay * weight). MXNet's sgd_mom_update has this form. Then the
+// moving average of the weight, which a skipped step moves too: as often as the host has counted.
 template <class T, bool LARS, bool NESTEROV>
 __global__ void __launch_bounds__(THREADS)
 sgd_update(const Tensor *tensors, const Chunk *chunks, const State *state, const float *trust) {
-    if (state->overflow) return;
     const Chunk chunk = chunks[blockIdx.x];
     const Tensor t = tensors[chunk.tensor];
+    const bool skip = state->overflow;
+    if (skip && !t.average) return;
     const uint32 end = min(t.size, chunk.start + CHUNK);
     const float rate = state->learning_rate * (LARS ? trust[chunk.tensor] : 1.f);
     const float unscale = state->gradient_scale / state->loss_scale, m = state->momentum;
     for (uint32 at = chunk.start + threadIdx.x * VEC; at < end; at += THREADS * VEC) {
         float g[VEC], w[VEC], v[VEC];
-        load_gradient<T>(t, at, g);
         load_floats(t.master + at, w);
-        load_floats(t.momentum + at, v);
+        if (!skip) {
+            load_gradient<T>(t, at, g);
+            load_floats(t.momentum + at, v);
 #pragma unroll
-        for (int k = 0; k < VEC; ++k) {
-            const float step = rate * (g[k] * unscale + t.weight_decay * w[k]);
-            v[k] = m * v[k] - step;
-            w[k] += NESTEROV ? m * v[k] - step : v[k];
+            for (int k = 0; k < VEC; ++k) {
+                const float step = rate * (g[k] * unscale + t.weight_decay * w[k]);
+                v[k] = m * v[k] - step;
+                w[k] += NESTEROV ? m * v[k] - step : v[k];
+            }
+            store_floats(t.momentum + at, v);
+            store_floats(t.master + at, w);
+            if (t.copy) store(static_cast<T *>(t.copy) + at, pack<T>(w));
         }
-        store_floats(t.momentum + at, v);
-        store_floats(t.master + at, w);
-        if (t.copy) store(static_cast<T *>(t.copy) + at, pack<T>(w));
+        if (t.average) average_in(t.average + at, w, state->average_decay);
     }
+}
+
+// The moving average of the running statistics, `size` a multiple of VEC.
+__global__ void average_statistics(const float *statistics, float *average, const State *state, uint32 size) {
+    const uint32 at = (blockIdx.x * blockDim.x + threadIdx.x) * VEC;
+    if (at >= size) return;
+    float values[VEC];
+    load_floats(statistics + at, values);
+    average_in(average + at, values, state->average_decay);
 }
 
 // After the update: halves the loss scale after an overflow, doubles it after growth_interval good steps in a row

@@ -8,15 +8,17 @@ struct Metrics {
 
 // One block a row. `scores` (rows, pitch), of which the first `classes` count; the bias is added here, in fp32.
 // Targets are 1 - smoothing for the label and smoothing / (classes - 1) for every other class, as MXNet's SoftmaxOutput
-// has them. Written where the pointer is not null:
+// has them. With mixup (`lambda` not null) a row's target is `*lambda` of that for its label and 1 - `*lambda` of that for
+// the label of the row at the same place from the end; what is ranked is its own label. Written where the pointer is not null:
 //   probabilities (rows, classes) fp32
 //   gradient (rows, pitch): (probability - target) * gradient_scale * *loss_scale, 0 beyond `classes`
 //   row_loss (rows): cross entropy against those targets; NaN for a label outside the classes, so that it is noticed
 //   row_rank (rows): number of classes that come before the label: 0 is a top-1 hit, below 5 a top-5 hit
 template <class T>
-__global__ void softmax_cross_entropy(const T *scores, const float *bias, const float *labels, float *probabilities,
-                                      T *gradient, float *row_loss, int *row_rank, const float *loss_scale,
-                                      float gradient_scale, float smoothing, int classes, int pitch) {
+__global__ void softmax_cross_entropy(const T *scores, const float *bias, const float *labels, const float *lambda,
+                                      float *probabilities, T *gradient, float *row_loss, int *row_rank,
+                                      const float *loss_scale, float gradient_scale, float smoothing, int classes,
+                                      int pitch) {
     extern __shared__ float score[];  // of this row, later exp(score - maximum)
     const int row = blockIdx.x;
     float largest = -INF;
@@ -27,7 +29,9 @@ __global__ void softmax_cross_entropy(const T *scores, const float *bias, const 
     largest = block_reduce(largest, -INF, Max());
 
     const int label = labels ? int(labels[row]) : -1;
-    const bool valid = label >= 0 && label < classes;
+    const float own = lambda ? *lambda : 1;
+    const int partner = own < 1 ? int(labels[gridDim.x - 1 - row]) : label;
+    const bool valid = label >= 0 && label < classes && partner >= 0 && partner < classes;
     const float label_score = valid ? score[label] : 0;
     float exp_sum = 0, score_sum = 0, rank = 0;
     for (int c = threadIdx.x; c < classes; c += blockDim.x) {
@@ -42,7 +46,8 @@ __global__ void softmax_cross_entropy(const T *scores, const float *bias, const 
     const float other = classes > 1 ? smoothing / (classes - 1) : 0;
     if (threadIdx.x == 0 && row_loss) {
         // -sum of target * log(probability), with log(probability) = score - largest - log(exp_sum)
-        const float log_sum = logf(exp_sum), log_label = label_score - largest - log_sum;
+        const float log_sum = logf(exp_sum), partner_score = valid ? score[partner] : 0;
+        const float log_label = own * label_score + (1 - own) * partner_score - largest - log_sum;
         const float log_others = score_sum - classes * log_sum - log_label;
         row_loss[row] = valid ? -(1 - smoothing) * log_label - other * log_others : NOT_A_NUMBER;
         row_rank[row] = valid && label_score == label_score ? int(rank) : classes;
@@ -52,7 +57,8 @@ __global__ void softmax_cross_entropy(const T *scores, const float *bias, const 
         const float p = c < classes ? expf(score[c] - largest) / exp_sum : 0;
         if (probabilities && c < classes) probabilities[size_t(row) * classes + c] = p;
         if (gradient) {
-            const float target = c >= classes ? 0 : c == label ? 1 - smoothing : other;
+            const float hit = own * (c == label) + (1 - own) * (c == partner);
+            const float target = c < classes ? other + (1 - smoothing - other) * hit : 0;
             gradient[size_t(row) * pitch + c] = from_float<T>((p - target) * scale);
         }
     }
