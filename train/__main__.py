@@ -14,7 +14,7 @@ from pathlib import Path
 from pipelines.samples import make_samples
 from train import checkpoint, cli, devices, export, files, predict
 from train.build import SAMPLES_FOLDER, build_executor, open_split
-from train.config import SAMPLES, BenchmarkConfig, Config, ValidateConfig, parse, presets
+from train.config import SAMPLES, SYNTHETIC, BenchmarkConfig, Config, ValidateConfig, parse, presets
 from train.distributed import USER_ERRORS, Workers
 from train.errors import TrainError
 from train.loop import Trainer, benchmark, measure_loader, validate
@@ -45,11 +45,12 @@ def train(arguments: Sequence[str]) -> None:
         trainer = Trainer(config, workers, executor, train_loader, val_loader, run_folder, start)
     trainer.broadcast()
     with workers.agreement():
-        recorder = _open_recorder(trainer)
+        recorder = _open_recorder(trainer, config.epochs)
     try:
         with recorder:
             trainer.run(recorder)
-            recorder.loader_speed(measure_loader(train_loader, workers))
+            if config.data != SYNTHETIC:  # which is made once and costs nothing
+                recorder.loader_speed(measure_loader(train_loader, workers))
     except StoppedBySignal:
         _report(recorder, run_folder)
         raise
@@ -61,7 +62,7 @@ def validate_trained(arguments: Sequence[str]) -> None:
     workers = Workers()
     with workers.agreement():
         place = cli.given_value(arguments, "--checkpoint")
-        trained = checkpoint.load(checkpoint.find(place, prefer_best=True)) if place else None
+        trained = checkpoint.load_trained(place) if place else None
         config = parse(ValidateConfig, arguments, command="validate", default=trained.config if trained else None)
         if trained is None:
             raise TrainError("validation needs trained weights: give --checkpoint with a run folder or checkpoint file")
@@ -90,13 +91,14 @@ def benchmark_steps(arguments: Sequence[str]) -> None:
         trainer = Trainer(config, workers, executor, loader, None, run_folder, None)
     trainer.broadcast()
     with workers.agreement():
-        recorder = _open_recorder(trainer, config.warmup_steps)
+        recorder = _open_recorder(trainer, num_epochs=None, warmup_steps=config.warmup_steps)
     with recorder:
         result = benchmark(trainer, recorder, config)
         recorder.say(result.sentence)
         if config.profile and workers.rank == 0:
             recorder.say(write_profile(run_folder / "profile.txt", executor, result.step_ms))
-        recorder.loader_speed(measure_loader(loader, workers))
+        if config.data != SYNTHETIC:
+            recorder.loader_speed(measure_loader(loader, workers))
     _report(recorder, run_folder)
 
 
@@ -169,7 +171,7 @@ def _prepare(config: Config, workers: Workers) -> devices.Placement:
     return placement
 
 
-def _open_recorder(trainer: Trainer, warmup_steps: int = 10) -> Recorder:
+def _open_recorder(trainer: Trainer, num_epochs: int | None, warmup_steps: int = 10) -> Recorder:
     """Make the run's folder with its config.json, and the recorder in it. Raises TrainError where that fails."""
     config, workers, progress = trainer.config, trainer.workers, trainer.progress
     if workers.rank == 0:
@@ -178,7 +180,7 @@ def _open_recorder(trainer: Trainer, warmup_steps: int = 10) -> Recorder:
         trainer.run_folder,
         config=config.to_dict(),
         images_per_step=config.global_batch(workers.size),
-        num_epochs=config.epochs,
+        num_epochs=num_epochs,
         log_every=config.log_every,
         enabled=workers.rank == 0,
         num_processes=workers.size,

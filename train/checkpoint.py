@@ -5,6 +5,7 @@ without pickle, and readable with `numpy.load`. It has one more member, meta.jso
 
     params/<name>, aux/<name>    canonical: fp32, convolution weights OHWI
     momenta/<name>               of the optimizer, canonical
+    averages/<name>              moving averages of params and aux, canonical, where the run keeps them
     loader/<rank>                position in the epoch, one for each process
     meta.json                    format, progress, configuration, class names, state of NumPy's random generator, loss
                                  scaling
@@ -22,7 +23,7 @@ import shutil
 import zipfile
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ class Checkpoint:
     config: Config
     class_names: list[str]
     progress: Progress = field(default_factory=Progress)
+    averages: Arrays = field(default_factory=dict)  # of params and aux; empty without --ema-decay
     loader_states: list[bytes] = field(default_factory=list)  # by rank
     numpy_rng: dict[str, Any] = field(default_factory=dict)
     loss_scaling: dict[str, float] = field(default_factory=dict)  # of an optimizer that scales the loss dynamically
@@ -88,7 +90,7 @@ def save(checkpoint: Checkpoint, path: Path) -> None:
     }
     with _replacing(path) as part, part.open("wb") as file:
         with zipfile.ZipFile(file, "w") as archive:
-            for group in ("params", "aux", "momenta"):
+            for group in ("params", "aux", "momenta", "averages"):
                 for name, array in getattr(checkpoint, group).items():
                     _write_array(archive, f"{group}/{name}", array)
             for rank, state in enumerate(checkpoint.loader_states):
@@ -100,7 +102,7 @@ def save(checkpoint: Checkpoint, path: Path) -> None:
 
 def load(path: Path) -> Checkpoint:
     """Read and verify a checkpoint. Raises TrainError: missing, truncated, damaged or of another program."""
-    groups: dict[str, Any] = {"params": {}, "aux": {}, "momenta": {}, "loader": {}}
+    groups: dict[str, Any] = {"params": {}, "aux": {}, "momenta": {}, "averages": {}, "loader": {}}
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
@@ -118,6 +120,7 @@ def load(path: Path) -> Checkpoint:
                 params=groups["params"],
                 aux=groups["aux"],
                 momenta=groups["momenta"],
+                averages=groups["averages"],
                 config=Config.from_dict(meta["config"]),
                 class_names=meta["class_names"],
                 progress=Progress(**meta["progress"]),
@@ -129,6 +132,16 @@ def load(path: Path) -> Checkpoint:
         raise TrainError(f"cannot read the checkpoint {path}: {error.strerror or error}") from None
     except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, KeyError, TypeError) as error:
         raise TrainError(f"{path} is no complete checkpoint ({error}); use another one of its folder") from None
+
+
+def load_trained(place: str) -> Checkpoint:
+    """The network to validate, predict with or export: the best of a run folder, or that of a checkpoint file, with the
+    moving averages as `params` and `aux` where the run keeps them. Raises TrainError as `find` and `load` do."""
+    trained = load(find(place, prefer_best=True))
+    if not trained.averages:
+        return trained
+    params, aux = ({name: trained.averages[name] for name in arrays} for arrays in (trained.params, trained.aux))
+    return replace(trained, params=params, aux=aux, averages={})
 
 
 def find(place: str, prefer_best: bool = False) -> Path:

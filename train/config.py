@@ -19,6 +19,7 @@ from train.errors import TrainError
 
 DEFAULT_PRESET = "cpu_sample"
 SAMPLES = "samples"  # value of `data` that stands for the built-in sample set
+SYNTHETIC = "synthetic"  # value of `data` for generated images
 REFERENCE_BATCH = 256  # images; learning rates are given for this global batch, as in Goyal et al. (arXiv:1706.02677)
 MIN_IMAGE_SIZE = 32  # pixels; the network halves the image five times
 
@@ -88,6 +89,12 @@ class Config:
     """Nesterov's momentum."""
     weight_decay: float = 1 / 32768
     """Weight decay; never applied to BatchNorm parameters and biases."""
+    mixup: float = 0.0
+    """Mix each image and its label with another of its batch, by a share drawn from Beta(mixup, mixup); 0: no mixup.
+    Training loss and accuracy are then those of the mixed images."""
+    ema_decay: float = 0.0
+    """Keep an exponential moving average of the weights with this decay per optimizer step, and validate and export
+    that; 0: no average. The decay of the first steps is lower, so that the average leaves the initial weights soon."""
     accumulate: int = 1
     """Batches whose gradients are averaged into one optimizer step."""
 
@@ -185,9 +192,11 @@ _LIMITS = {
     **dict.fromkeys(("learning_rate", "decay_factor", "decay_power", "limit_minutes", "trust_coefficient"),
                     (lambda value: value > 0, "above 0")),
     **dict.fromkeys(("num_classes", "num_threads", "seed", "max_steps", "validate_every", "weight_decay",
-                     "warmup_epochs", "final_learning_rate", "time_limit", "checkpoint_minutes", "warmup_steps"),
+                     "warmup_epochs", "mixup", "final_learning_rate", "time_limit", "checkpoint_minutes",
+                     "warmup_steps"),
                     (lambda value: value >= 0, "0 or more")),
-    **dict.fromkeys(("label_smoothing", "momentum"), (lambda value: 0 <= value < 1, "at least 0 and below 1")),
+    **dict.fromkeys(("label_smoothing", "momentum", "ema_decay"),
+                    (lambda value: 0 <= value < 1, "at least 0 and below 1")),
     "target_accuracy": (lambda value: 0 <= value <= 1, "a fraction from 0 to 1"),
     "random_area": (lambda value: 0 < value[0] <= value[1] <= 1, "two fractions above 0, the smaller first"),
 }  # fmt: skip

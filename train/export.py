@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> None:
     if (options.onnx or options.params) and not options.checkpoint:
         wanted = "--onnx" if options.onnx else "--params"
         raise TrainError(f"{wanted} needs trained weights: give --checkpoint with a run folder or a checkpoint file")
-    trained = checkpoint.load(checkpoint.find(options.checkpoint, prefer_best=True)) if options.checkpoint else None
+    trained = checkpoint.load_trained(options.checkpoint) if options.checkpoint else None
     if options.onnx:
         assert trained
         model, difference = export_onnx(trained)

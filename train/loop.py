@@ -10,19 +10,20 @@ import itertools
 import math
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from graph_passes.executors import Executor
+from graph_passes.executors import Executor, Metrics
 from pipelines import Batch, Loader
 from train.checkpoint import Checkpoint, CheckpointFolder, Progress
 from train.config import BenchmarkConfig, Config
 from train.distributed import Workers
 from train.errors import TrainError
-from train.optimizer import make_optimizer
+from train.mixup import draw_lambda
+from train.optimizer import average_decay, averages_in_use, make_optimizer
 from train.recorder import Recorder
 from train.schedule import make_schedule
 from train.signals import Signals, StoppedBySignal
@@ -40,17 +41,12 @@ class Sums(NamedTuple):
     count: float  # type: ignore[assignment]  # hides tuple.count, which nobody needs here
 
 
-def read_metrics(executor: Executor, workers: Workers) -> Sums:
-    """Sums since the last read, over all processes; waits for the device."""
-    return Sums(*workers.sum(executor.read_metrics()))
-
-
 def validate(executor: Executor, loader: Loader, workers: Workers) -> Sums:
     """Loss and accuracy over a whole split, with BatchNorm's statistics averaged over the processes first."""
     workers.average(list(executor.aux.values()), "aux")
     for batch in loader:
         executor.evaluate(batch.data, batch.label, batch.num_valid)
-    return read_metrics(executor, workers)
+    return Sums(*workers.sum(executor.read_metrics()))
 
 
 class Trainer:
@@ -81,6 +77,8 @@ class Trainer:
         self.learning_rate = make_schedule(config, self.steps_per_epoch, workers.size)
         self.checkpoints = CheckpointFolder(run_folder, config.keep_checkpoints)
         self.progress = Progress()
+        self.receive_metrics: Callable[[], Metrics] | None = None  # those asked for at the last log line
+        self.metrics_steps = (1, 0)  # first and last step that they are of
         self.reported_bad: set[tuple[str, str]] = set()
         self.last_saved: Path | None = None
         self.last_saved_at = time.monotonic()
@@ -93,6 +91,7 @@ class Trainer:
         self.workers.broadcast(list(self.executor.params.values()), "params")
         self.workers.broadcast(list(self.executor.aux.values()), "aux")
         self.workers.broadcast(list(self.optimizer.momenta.values()), "momenta")
+        self.workers.broadcast(list(self.optimizer.averages.values()), "averages")
 
     # --- the loop ---
 
@@ -122,10 +121,7 @@ class Trainer:
                 [signals.save or self._save_due(), signals.stop > 0, self._time_up()]
             )
             save |= stop_signal
-            metrics = read_metrics(self.executor, self.workers) if recorder.log_due or save else None
-            recorder.end_step(self.learning_rate(progress.step - 1), metrics)
-            if metrics and not math.isfinite(metrics.loss_sum):
-                raise self._diverged(recorder.log_every)
+            self.end_step(recorder, read_now=save or time_up or progress.step == self.config.max_steps)
             if save:
                 signals.save = False
                 self.save(recorder)
@@ -145,17 +141,48 @@ class Trainer:
         """One optimizer step on the next batches; False where the epoch has none left."""
         count = 0
         for batch in itertools.islice(batches, self.config.accumulate):
-            self.executor.forward_backward(batch.data, batch.label, accumulate=count > 0)
+            self.executor.forward_backward(batch.data, batch.label, accumulate=count > 0, mixup=self._mixup(count))
             count += 1
         if count == 0:
             return False
         if self.workers.size > 1:  # a process alone does not even ask for the gradients, which would wait for a GPU
             self.workers.average(list(self.executor.grads.values()), "gradients")
-        self.optimizer.step(self.learning_rate(self.progress.step), scale=1 / count)
+        decay = average_decay(self.config.ema_decay, self.progress.step)
+        self.optimizer.step(self.learning_rate(self.progress.step), scale=1 / count, average_decay=decay)
         self.executor.end_step()
         self.progress.step += 1
         self.progress.epoch_step += 1
         return True
+
+    def _mixup(self, number: int) -> float:
+        """Lambda of batch `number` of the step under way."""
+        config, progress = self.config, self.progress
+        batch = progress.epoch_step * config.accumulate + number
+        return draw_lambda(config.mixup, config.seed, progress.epoch, batch, self.workers.rank)
+
+    def end_step(self, recorder: Recorder, read_now: bool = False) -> None:
+        """Tell the recorder of the step, and of the metrics of the log line before: they are asked for at one step and
+        received after the next is under way, so that a GPU never waits for them. Raises TrainError: not finite.
+
+        `read_now`: the metrics of all steps so far are received, as a checkpoint and the end of an epoch need them.
+        """
+        recorder.end_step(self.learning_rate(self.progress.step - 1))
+        self._log(recorder)
+        if recorder.log_due or read_now:
+            recorder.close_interval()
+            self.receive_metrics = self.executor.request_metrics()
+            self.metrics_steps = (self.metrics_steps[1] + 1, self.progress.step)
+        if read_now or self.progress.epoch_step == self.steps_per_epoch:
+            self._log(recorder)
+
+    def _log(self, recorder: Recorder) -> None:
+        """Receive the metrics that have been asked for, if any."""
+        if self.receive_metrics:
+            metrics = Sums(*self.workers.sum(self.receive_metrics()))
+            self.receive_metrics = None
+            recorder.log(metrics)
+            if not math.isfinite(metrics.loss_sum):
+                raise self._diverged(*self.metrics_steps)
 
     def _end_epoch(self, recorder: Recorder) -> str:
         """Validate if it is time to. Returns why the run ends here, or ""."""
@@ -168,7 +195,7 @@ class Trainer:
         if not (self.val_loader and is_due):
             recorder.end_epoch()
             return ""
-        with recorder.phase("validation"):
+        with recorder.phase("validation"), averages_in_use(self.optimizer):
             metrics = validate(self.executor, self.val_loader, self.workers)
         recorder.end_epoch(metrics)
         top1 = metrics.top1 / metrics.count
@@ -207,12 +234,15 @@ class Trainer:
         executor.synchronize()
         self.workers.average(list(executor.aux.values()), "aux")  # each process has seen other images
         params, aux = executor.get_params()
+        averages = self.optimizer.averages
+        self.workers.average([averages[name] for name in aux if name in averages], "average aux")
         if not all(np.isfinite(array).all() for arrays in (params, aux) for array in arrays.values()):
-            raise self._diverged(1)
+            raise self._diverged(self.progress.step, self.progress.step)
         return Checkpoint(
             params=params,
             aux=aux,
             momenta={name: executor.to_canonical(name, array) for name, array in self.optimizer.momenta.items()},
+            averages={name: executor.to_canonical(name, array) for name, array in averages.items()},
             loss_scaling=dict(self.optimizer.scaling),
             config=self.config,
             class_names=self.train_loader.class_names,
@@ -234,9 +264,14 @@ class Trainer:
         momenta = self.optimizer.momenta
         for name, momentum in checkpoint.momenta.items():
             momenta[name][:] = self.executor.from_canonical(name, momentum)
+        averages = self.optimizer.averages
+        for name, average in (checkpoint.averages or {**checkpoint.params, **checkpoint.aux}).items():
+            if averages:
+                averages[name][:] = self.executor.from_canonical(name, average)
         self.optimizer.scaling = checkpoint.loss_scaling
         np.random.set_state(checkpoint.numpy_rng)
         self.progress = checkpoint.progress
+        self.metrics_steps = (self.progress.step, self.progress.step)
         resumed = self.checkpoints.path_of(self.progress.step)
         self.last_saved = resumed if resumed.exists() else None
 
@@ -250,13 +285,11 @@ class Trainer:
         limit = self.config.time_limit
         return self.workers.rank == 0 and 0 < 60 * limit <= time.monotonic() - self.started_at
 
-    def _diverged(self, num_steps: int) -> TrainError:
-        progress = self.progress
-        first = max(1, progress.step - num_steps + 1)
-        steps = f"step {progress.step}" if num_steps == 1 else f"steps {first} to {progress.step}"
+    def _diverged(self, first: int, last: int) -> TrainError:
+        steps = f"step {last}" if first == last else f"steps {first} to {last}"
         saved = f"the last good checkpoint is {self.last_saved}" if self.last_saved else "there is no checkpoint yet"
         return TrainError(
-            f"the loss is no finite number any more ({steps}, epoch {progress.epoch + 1}); {saved}: "
+            f"the loss is no finite number any more ({steps}, epoch {self.progress.epoch + 1}); {saved}: "
             f"lower --learning-rate (now {self.config.learning_rate:g} per 256 images) or lengthen --warmup-epochs",
             on_all_ranks=True,
         )
@@ -288,8 +321,7 @@ def benchmark(trainer: Trainer, recorder: Recorder, config: BenchmarkConfig) -> 
         now = time.perf_counter()
         times.append(now - last_end)
         last_end = now
-        metrics = read_metrics(trainer.executor, trainer.workers) if recorder.log_due else None
-        recorder.end_step(trainer.learning_rate(trainer.progress.step - 1), metrics)
+        trainer.end_step(recorder)
         counted = times[config.warmup_steps :]
         if len(counted) >= config.min_steps:
             error = standard_error_of_median(counted) / float(np.median(counted))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,9 +26,38 @@ class Optimizer(Protocol):
     scaling: Mapping[str, float]
     """Where dynamic loss scaling stands, to be saved and set again; empty where there is none."""
 
-    def step(self, learning_rate: float, scale: float = 1.0) -> None:
-        """Update all parameters from the executor's gradients, which are first multiplied by `scale`. Asynchronous
-        where the device is."""
+    @property
+    def averages(self) -> Mapping[str, Any]:
+        """Moving averages of parameters and running statistics, live arrays in the executor's layout; or empty."""
+
+    def step(self, learning_rate: float, scale: float = 1.0, average_decay: float = 0.0) -> None:
+        """Update all parameters from the executor's gradients, which are first multiplied by `scale`, and then the
+        averages. Asynchronous where the device is."""
+
+    def swap_averages(self) -> None:
+        """Exchange the executor's parameters and running statistics with their averages."""
+
+
+def average_decay(decay: float, step: int) -> float:
+    """Decay of the moving averages at optimizer step `step`, counted from 0: `decay`, but less in the first steps, so
+    that the average is of the weights so far and not of the initial ones.
+
+    Source: tf.train.ExponentialMovingAverage, min(decay, (1 + n) / (10 + n)), with n = step - 1.
+    """
+    return min(decay, step / (9 + step))
+
+
+@contextlib.contextmanager
+def averages_in_use(optimizer: Optimizer) -> Iterator[None]:
+    """Inside, the network computes with the averages, if there are any."""
+    if not optimizer.averages:
+        yield
+        return
+    optimizer.swap_averages()
+    try:
+        yield
+    finally:
+        optimizer.swap_averages()
 
 
 def make_optimizer(executor: Executor, config: Config) -> Optimizer:
@@ -35,8 +65,9 @@ def make_optimizer(executor: Executor, config: Config) -> Optimizer:
     trust_coefficient = config.trust_coefficient if config.optimizer == "lars" else None
     constants = (config.momentum, config.weight_decay, config.nesterov, trust_coefficient)
     if hasattr(executor, "create_optimizer"):  # where MXNet's operators cannot run
-        return executor.create_optimizer(*constants)
-    return SGD(executor.params, executor.grads, *constants)
+        return executor.create_optimizer(*constants, averages=config.ema_decay > 0)
+    averaged = {**executor.params, **executor.aux} if config.ema_decay else {}
+    return SGD(executor.params, executor.grads, *constants, averaged=averaged)
 
 
 class SGD:
@@ -53,11 +84,14 @@ class SGD:
     of its parameter, or by 1 where a norm is 0. Weight decay and LARS spare BatchNorm's gamma and beta and all biases.
     `momenta` holds m by parameter name, in the layout of
     the parameter. Parameters are MXNet arrays, or NumPy arrays for the reference executor; they are updated in place,
-    from what `grads` holds at that time.
+    from what `grads` holds at that time. `averages` holds a moving average of each array of `averaged`:
+
+        average = decay * average + (1 - decay) * array
     """
 
     def __init__(self, params: Mapping[str, Any], grads: Mapping[str, Any], momentum: float, weight_decay: float,
-                 nesterov: bool = False, trust_coefficient: float | None = None) -> None:
+                 nesterov: bool = False, trust_coefficient: float | None = None,
+                 averaged: Mapping[str, Any] | None = None) -> None:
         self.params = params
         self.grads = grads
         self.momentum = momentum
@@ -65,13 +99,23 @@ class SGD:
         self.trust_coefficient = trust_coefficient
         self.scaling: Mapping[str, float] = {}
         self.weight_decays = {name: 0.0 if name.endswith(NO_DECAY) else weight_decay for name in params}
-        self.momenta = {
-            name: np.zeros_like(p) if isinstance(p, np.ndarray) else mx.nd.zeros(p.shape, p.context, p.dtype)
-            for name, p in params.items()
-        }
+        self.averaged = averaged or {}
+        self.momenta = {name: _zeros_like(array) for name, array in params.items()}
+        self.averages = {name: _zeros_like(array) for name, array in self.averaged.items()}
 
-    def step(self, learning_rate: float, scale: float = 1.0) -> None:
+    def step(self, learning_rate: float, scale: float = 1.0, average_decay: float = 0.0) -> None:
         """Update all parameters; gradients are first multiplied by `scale`. Asynchronous on MXNet arrays."""
+        self._update(learning_rate, scale)
+        for name, array in self.averaged.items():
+            self.averages[name][:] = average_decay * self.averages[name] + (1 - average_decay) * array
+
+    def swap_averages(self) -> None:
+        for name, array in self.averaged.items():
+            own = array.copy()
+            array[:] = self.averages[name]
+            self.averages[name][:] = own
+
+    def _update(self, learning_rate: float, scale: float) -> None:
         if isinstance(next(iter(self.params.values())), np.ndarray):
             self._step_numpy(learning_rate, scale)
         else:
@@ -108,3 +152,9 @@ class SGD:
         is_safe = (w > 0) * (g > 0)
         ratio = self.trust_coefficient * w / (g + decay * w + (1 - is_safe))
         return (grad + decay * param) * (is_safe * ratio + (1 - is_safe))
+
+
+def _zeros_like(array: Any) -> Any:
+    if isinstance(array, np.ndarray):
+        return np.zeros_like(array)
+    return mx.nd.zeros(array.shape, array.context, array.dtype)

@@ -91,7 +91,7 @@ def predict(options: PredictOptions) -> list[Prediction]:
     for name in ("top", "batch_size"):
         if getattr(options, name) < 1:
             raise TrainError(f"{cli.option_name(name)} {getattr(options, name)} must be at least 1")
-    trained = checkpoint.load(checkpoint.find(options.checkpoint, prefer_best=True))
+    trained = checkpoint.load_trained(options.checkpoint)
     config = replace(
         trained.config,
         batch_size=min(options.batch_size, len(options.images)),

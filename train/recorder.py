@@ -6,7 +6,10 @@
             for batch in recorder.timed(loader):
                 ...                                                 # forward, backward, update
                 recorder.stop_clock()
-                recorder.end_step(learning_rate, read_metrics() if recorder.log_due else None)
+                recorder.end_step(learning_rate)
+                if recorder.log_due:
+                    recorder.close_interval()
+                    recorder.log(read_metrics())                    # now, or one step later
             with recorder.phase("validation"):
                 ...
             recorder.end_epoch(validation_metrics)
@@ -21,19 +24,20 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import datetime, timedelta, timezone
+from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO, TypeVar
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from train import environment
 from train.errors import TrainError
-from train.metrics import METRICS_FILE, SCHEMA, UNITS, BatchMetrics, RunRecord, speed
+from train.metrics import METRICS_FILE, SCHEMA, UNITS, BatchMetrics, RunRecord, Speed, speed
 from train.mlperf import MLPerfLog
+from train.terminal import Terminal
 
 SPEED_WINDOW = 100  # steps that the speed on the terminal looks back on: smooth, yet a slow-down shows
 
@@ -46,6 +50,20 @@ MLPERF_OPTIONS = {  # MLPerf's name -> ours
 T = TypeVar("T")
 
 
+@dataclass
+class _Interval:
+    """Steps whose metrics are summed: those since the interval before, up to `step`."""
+
+    step: int
+    epoch: float  # with the fraction done
+    place: str  # the same for people
+    learning_rate: float  # of its last step
+    is_logged: bool  # with a line on the terminal
+    seconds_left: float  # of the run
+    rate: Speed  # of the latest steps, for people
+    times: dict[str, list[float]]  # by name of the RunRecord's lists, ms
+
+
 class Recorder:
     """Measures a run and writes down what happened. Methods are called in the order shown above.
 
@@ -55,14 +73,14 @@ class Recorder:
         folder: the run's output folder; a metrics.jsonl in it is continued (a resumed run).
         config: the resolved configuration, as plain JSON values.
         images_per_step: images per optimizer step, over all processes and accumulated batches.
-        num_epochs: epochs of the whole run, for the time left.
+        num_epochs: epochs of the whole run, for the time left; None: nobody can tell its end.
         log_every: optimizer steps between two log lines.
         num_processes: for the report.
         first_step: optimizer steps that the checkpoint resumed from has behind it.
         first_epoch: whole epochs likewise.
         warmup_steps: first steps of a session that no throughput counts: libraries choose kernels, caches fill.
         tensorboard, mlperf: write these logs too.
-        console: where to print; a terminal gets a progress bar, anything else plain lines without control codes.
+        console: where to print, see `Terminal`.
         clock: seconds; tests replace it.
 
     Raises:
@@ -75,7 +93,7 @@ class Recorder:
         *,
         config: Mapping[str, Any],
         images_per_step: int,
-        num_epochs: int,
+        num_epochs: int | None,
         log_every: int,
         enabled: bool = True,
         num_processes: int = 1,
@@ -92,24 +110,23 @@ class Recorder:
         self.log_every = log_every
         self.record = RunRecord(config={}, command="", images_per_step=images_per_step)
         self._path = folder / METRICS_FILE
-        self._console = console or Console(highlight=False, soft_wrap=True)
         self._clock = clock
         self._step = self._last_log = first_step
         self._warm_step = first_step + warmup_steps
         self._epoch, self._epoch_steps, self._epoch_first_step = first_epoch, 0, first_step
         self._step_start = clock()
         self._step_end: float | None = None  # where `stop_clock` has been called
-        self._overhang = 0.0  # seconds from the last step's end until `end_step`: they belong to the next step
+        self._overhang = 0.0  # seconds from the last step's end until `end_step` or `log`: they belong to the next step
         self._waited = 0.0  # seconds of this step so far
         self._pending: dict[str, list[float]] = {"step_ms": [], "loader_wait_ms": [], "compute_ms": []}
+        self._learning_rate = 0.0  # of the last step
+        self._interval: _Interval | None = None  # closed, its metrics still to come
         self._recent_ms: deque[float] = deque(maxlen=SPEED_WINDOW)
         self._validation_seconds: list[float] = []
         self._file: TextIO | None = None
         self._writer: Any = None  # tensorboardX.SummaryWriter
         self._mlperf: MLPerfLog | None = None
-        self._progress: Progress | None = None
-        self._task: TaskID | None = None
-        self._status = ""  # beside the bar
+        self._terminal: Terminal | None = None
         self._named_bad: set[str] | None = None  # bad images of the loader that have been named
         if not enabled:
             return
@@ -153,10 +170,7 @@ class Recorder:
                 if option in config:
                     self._mlperf.point(key, config[option])
             self._mlperf.start("run_start")
-        if self._console.is_terminal:
-            name, status = TextColumn("{task.description}"), TextColumn("{task.fields[status]}")
-            self._progress = Progress(name, BarColumn(), MofNCompleteColumn(), status, console=self._console)
-            self._progress.start()
+        self._terminal = Terminal(num_epochs, console)
 
     # --- steps ---
 
@@ -165,9 +179,8 @@ class Recorder:
         self._epoch, self._epoch_steps, self._epoch_first_step = epoch, num_steps, self._step - first_step
         if self._mlperf:
             self._mlperf.start("epoch_start", epoch_num=epoch + 1)
-        if self._progress:
-            name = f"epoch {epoch + 1}/{self.num_epochs}"
-            self._task = self._progress.add_task(name, total=num_steps, completed=first_step, status=self._status)
+        if self._terminal:
+            self._terminal.begin_epoch(epoch, num_steps, first_step)
         self._step_start, self._waited = self._clock() - self._overhang, 0.0
 
     def timed(self, batches: Iterable[T]) -> Iterator[T]:
@@ -194,52 +207,76 @@ class Recorder:
 
     @property
     def log_due(self) -> bool:
-        """Whether the step under way ends with a log line, so that the loop should read the metrics for it.
+        """Whether the step that has just ended is one with a log line, so that the loop should ask for the metrics.
 
-        Reading waits for the device; that is why not every step does. The last step of an epoch always does.
+        The last step of an epoch always is.
         """
-        done = self._step + 1
-        return done - self._last_log >= self.log_every or done == self._epoch_first_step + self._epoch_steps
+        is_last = self._step == self._epoch_first_step + self._epoch_steps
+        return self._step > self._last_log and (self._step - self._last_log >= self.log_every or is_last)
 
     def stop_clock(self) -> None:
         """The step under way is over; what follows until `end_step` counts in the next step.
 
         For devices that work a step ahead (`Executor.end_step`), whose step ends when the one before it is done: to
-        read the metrics is then to wait for the latest step, as the next step would have done.
+        wait for the device then is to wait for the latest step, as the next step would have done.
         """
         self._step_end = self._clock()
 
-    def end_step(self, learning_rate: float, metrics: BatchMetrics | None = None) -> None:
-        """An optimizer step has ended.
-
-        Args:
-            learning_rate: of this step.
-            metrics: sums over all images since the last metrics given here, over all processes. They are always
-                written; the line on the terminal appears where `log_due` said so.
-        """
+    def end_step(self, learning_rate: float) -> None:
+        """An optimizer step with this learning rate has ended."""
         now = self._clock()
         step_end = now if self._step_end is None else self._step_end
         self._step_end = None
         step_ms, wait_ms = 1e3 * (step_end - self._step_start), 1e3 * self._waited
         self._step_start, self._overhang, self._waited = step_end, now - step_end, 0.0
-        log_due = self.log_due
         self._step += 1
-        if log_due:
-            self._last_log = self._step
-        if not self.enabled:
-            return
+        self._learning_rate = learning_rate
         self._pending["step_ms"].append(round(step_ms, 4))
         self._pending["loader_wait_ms"].append(round(wait_ms, 4))
         self._pending["compute_ms"].append(round(step_ms - wait_ms, 4))
         if self._step == self._warm_step + 1:
             self._recent_ms.clear()  # from here on only steps after the warm-up
         self._recent_ms.append(step_ms)
-        if metrics is not None:
-            self._write_steps(learning_rate, metrics)
-        if log_due:
-            self._log_line(learning_rate)
-        if self._progress and self._task is not None:
-            self._progress.update(self._task, advance=1)
+        if self._terminal:
+            self._terminal.end_step()
+
+    def close_interval(self) -> None:
+        """The metrics have been asked for: those that `log` gets belong to the steps up to the one that has just ended.
+
+        To be called where `log_due` says so, which puts a line on the terminal, and wherever else metrics are read.
+        """
+        assert self._interval is None, "the metrics of the interval before have not come yet"
+        done = self._step - self._epoch_first_step
+        steps_left = ((self.num_epochs or 0) - self._epoch) * self._epoch_steps - done
+        seconds_left = steps_left * float(np.mean(self._recent_ms)) / 1e3
+        if self._validation_seconds:
+            seconds_left += ((self.num_epochs or 0) - self._epoch) * float(np.mean(self._validation_seconds))
+        epochs = "" if self.num_epochs is None else f"epoch {self._epoch + 1}/{self.num_epochs}, "
+        self._interval = _Interval(
+            step=self._step,
+            epoch=self._epoch + done / max(self._epoch_steps, 1),
+            place=f"{epochs}step {done}/{self._epoch_steps}" if epochs else f"step {done}",
+            learning_rate=self._learning_rate,
+            is_logged=self.log_due,
+            seconds_left=seconds_left,
+            rate=speed(self._recent_ms, self.record.images_per_step),
+            times=self._pending,
+        )
+        if self.log_due:
+            self._last_log = self._step
+        self._pending = {name: [] for name in self._pending}
+
+    def log(self, metrics: BatchMetrics) -> None:
+        """The metrics of the closed interval: sums over all its images, over all processes."""
+        interval, self._interval = self._interval, None
+        assert interval, "close_interval() comes first"
+        self._overhang = self._clock() - self._step_start  # the wait for them
+        if not self._terminal:
+            return
+        self._write_steps(interval, metrics)
+        if interval.is_logged:
+            loss = self.record.loss_curve[-1].loss if self.record.loss_curve else None
+            self._terminal.log_step(interval.place, interval.rate, loss, interval.learning_rate, interval.seconds_left)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -247,10 +284,12 @@ class Recorder:
         start = self._clock()
         if self._mlperf and name == "validation":
             self._mlperf.start("eval_start", epoch_num=self._epoch + 1)
-        self._show(name)
+        if self._terminal:
+            self._terminal.show(name)
         yield
         seconds = self._clock() - start
-        self._show(self._status)
+        if self._terminal:
+            self._terminal.show()
         self._step_start += seconds  # a checkpoint in mid-epoch is no part of the next step
         if name == "validation":
             self._validation_seconds.append(seconds)
@@ -260,10 +299,9 @@ class Recorder:
 
     def end_epoch(self, validation: BatchMetrics | None = None) -> None:
         """The epoch's steps, and its validation if there was one, have ended."""
-        if not self.enabled:
+        if not self._terminal:
             return
-        if self._pending["step_ms"]:
-            self._write_steps(None, None)
+        self._write_unread()
         record, first = self.record, self._epoch_first_step
         # Each point of the curve is a mean over the steps since the point before.
         points = [point for point in record.loss_curve if point.step > first]
@@ -281,10 +319,7 @@ class Recorder:
             "val_top5": validation.top5 / validation.count if validation else None,
         }
         self._emit("epoch", **row)
-        if self._progress and self._task is not None:
-            self._progress.remove_task(self._task)
-            self._task = None
-        self.say(_epoch_line(row, self.num_epochs))
+        self._terminal.end_epoch(row)
         if validation and self._writer:
             for name in ("loss", "top1", "top5"):
                 self._writer.add_scalar(f"validation/{name}", row[f"val_{name}"], self._step)
@@ -305,8 +340,8 @@ class Recorder:
 
     def say(self, text: str) -> None:
         """Print a line, above the progress bar where there is one."""
-        if self.enabled:
-            self._console.print(text, markup=False)
+        if self._terminal:
+            self._terminal.say(text)
 
     def __enter__(self) -> Recorder:
         return self
@@ -314,14 +349,12 @@ class Recorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._progress:
-            self._progress.stop()
-        if not self.enabled:
+        if not self._terminal:
             return
+        self._terminal.close()
         # A full disk may be the very reason for the end: what can be written is, the first error is the one to show.
         with contextlib.suppress(OSError, TrainError):
-            if self._pending["step_ms"]:
-                self._write_steps(None, None)
+            self._write_unread()
             self._emit("end", step=self._step, completed=error is None)
         if self._mlperf:
             self._mlperf.end("run_stop", status="aborted" if error else "success")
@@ -350,61 +383,39 @@ class Recorder:
             raise TrainError(f"cannot write {self._path}: {error.strerror}; make room and use --resume") from None
         self.record.apply(line)
 
-    def _write_steps(self, learning_rate: float | None, metrics: BatchMetrics | None) -> None:
+    def _write_unread(self) -> None:
+        """Write the steps whose metrics nobody has read, or will read."""
+        if self._interval:
+            self._write_steps(self._interval, None)
+            self._interval = None
+        if self._pending["step_ms"]:
+            self.close_interval()
+            self._write_unread()
+
+    def _write_steps(self, interval: _Interval, metrics: BatchMetrics | None) -> None:
         loss, top1 = (metrics.loss_sum / metrics.count, metrics.top1 / metrics.count) if metrics else (None, None)
-        done = self._step - self._epoch_first_step
-        rate = speed(self._pending["step_ms"], self.record.images_per_step)
+        rate = speed(interval.times["step_ms"], self.record.images_per_step)
         self._emit(
             "steps",
-            step=self._step,
-            epoch=self._epoch + done / max(self._epoch_steps, 1),
+            step=interval.step,
+            epoch=interval.epoch,
             loss=loss,
             top1=top1,
-            learning_rate=learning_rate,
+            learning_rate=interval.learning_rate,
             images_per_sec=rate.mean,
             images_per_sec_uncertainty=rate.uncertainty,
             images_per_sec_jitter=rate.jitter,
-            **self._pending,
+            **interval.times,
         )
-        self._pending = {name: [] for name in self._pending}
         if self._writer and metrics:
-            values = {"loss": loss, "top1": top1, "learning_rate": learning_rate, "images_per_sec": rate.mean}
+            values = {"loss": loss, "top1": top1, "learning_rate": interval.learning_rate, "images_per_sec": rate.mean}
             for name, value in values.items():
-                self._writer.add_scalar(f"train/{name}", value, self._step)
-
-    def _log_line(self, learning_rate: float) -> None:
-        done = self._step - self._epoch_first_step
-        rate = speed(self._recent_ms, self.record.images_per_step)
-        steps_left = (self.num_epochs - self._epoch) * self._epoch_steps - done
-        seconds_left = steps_left * float(np.mean(self._recent_ms)) / 1e3
-        if self._validation_seconds:
-            seconds_left += (self.num_epochs - self._epoch) * float(np.mean(self._validation_seconds))
-        left = timedelta(seconds=round(max(seconds_left, 0)))
-        loss = f"loss {self.record.loss_curve[-1].loss:.3f}  " if self.record.loss_curve else ""
-        place = f"epoch {self._epoch + 1}/{self.num_epochs}, step {done}/{self._epoch_steps}"
-        self.say(f"{place}  {rate}  {loss}learning rate {learning_rate:.4g}  time left {left}")
-        self._status = f"{rate.mean:.1f} images/sec  {loss}learning rate {learning_rate:.4g}  time left {left}"
-        self._show(self._status)
-
-    def _show(self, status: str) -> None:
-        """Put a text beside the progress bar, if there is one."""
-        if self._progress and self._task is not None:
-            self._progress.update(self._task, status=status)
+                self._writer.add_scalar(f"train/{name}", value, interval.step)
 
 
 def _bad_images(batches: object) -> Sequence[tuple[str, str]]:
     """(file or record, reason) of the images that a loader has skipped so far; plain iterables have none."""
     return getattr(batches, "bad_images", ())
-
-
-def _epoch_line(row: Mapping[str, Any], num_epochs: int) -> str:
-    parts = [f"epoch {row['epoch']}/{num_epochs} done:"]
-    if row["train_loss"] is not None:
-        parts.append(f"train loss {row['train_loss']:.3f}, top-1 {row['train_top1']:.1%}")
-    if row["val_top1"] is not None:
-        parts.append(f"| validation loss {row['val_loss']:.3f},")
-        parts.append(f"top-1 {row['val_top1']:.1%}, top-5 {row['val_top5']:.1%}")
-    return " ".join([*parts, f"| {timedelta(seconds=round(3600 * row['hours']))} so far"])
 
 
 def _rate(images: int, milliseconds: float) -> float | None:

@@ -68,10 +68,11 @@ class Run:
         for compute, _ in zip(computes, self.recorder.timed(self.batches(waits)), strict=True):
             self.clock.seconds += compute
             pending += IMAGES_PER_STEP
-            metrics = Metrics(loss * pending, 0.25 * pending, 0.75 * pending, pending)
-            due = self.recorder.log_due
-            self.recorder.end_step(0.1, metrics if due else None)
-            pending = 0 if due else pending
+            self.recorder.end_step(0.1)
+            if self.recorder.log_due:
+                self.recorder.close_interval()
+                self.recorder.log(Metrics(loss * pending, 0.25 * pending, 0.75 * pending, pending))
+                pending = 0
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -108,11 +109,11 @@ def test_a_device_that_works_a_step_ahead(tmp_path: Path, rng: random.Random) ->
                 done.append(max(done[-1], run.clock.seconds) + seconds)
                 run.clock.seconds = max(run.clock.seconds, done[-2])  # the step before is done
                 recorder.stop_clock()
+                recorder.end_step(0.1)
                 if recorder.log_due:
                     run.clock.seconds = done[-1]
-                    recorder.end_step(0.1, Metrics(1.0, 0.0, 0.0, IMAGES_PER_STEP))
-                else:
-                    recorder.end_step(0.1)
+                    recorder.close_interval()
+                    recorder.log(Metrics(1.0, 0.0, 0.0, IMAGES_PER_STEP))
             with recorder.phase("validation"):
                 run.clock.seconds += 7.0
                 done.append(run.clock.seconds)
@@ -218,9 +219,11 @@ def test_log_is_due_on_the_same_steps_on_every_rank(tmp_path: Path) -> None:
                 recorder.begin_epoch(epoch, 6)
                 for step in range(6):
                     run.clock.seconds += 1.0
+                    recorder.end_step(0.1)
                     if recorder.log_due:
                         due[enabled].append(6 * epoch + step)
-                    recorder.end_step(0.1)
+                        recorder.close_interval()
+                        recorder.log(Metrics(1.0, 1, 1, 1))
                 with recorder.phase("validation"):
                     pass
                 recorder.end_epoch(Metrics(1.0, 1, 1, 1))
@@ -259,6 +262,42 @@ def test_lines_read_back_as_the_record_and_have_units(tmp_path: Path, rng: rando
     assert [event["event"] for event in recorder.record.events] == ["checkpoint", "checkpoint", "end"]
 
 
+def test_metrics_may_come_a_step_late(tmp_path: Path) -> None:
+    """Times, losses and lines belong to the steps that they were asked for at; none is lost at an end or an error."""
+    run = Run(tmp_path, log_every=2)
+    with pytest.raises(TrainError), run.recorder as recorder:
+        recorder.begin_epoch(0, 9)
+        for number in range(7):
+            run.clock.seconds += 1.0 + number
+            recorder.end_step(0.1 * number)
+            if number in (2, 4):
+                recorder.log(Metrics(float(number), 0, 0, 1))
+            if recorder.log_due:
+                recorder.close_interval()
+        raise TrainError("a reason")
+    steps = [line for line in lines(tmp_path) if line["event"] == "steps"]
+    assert [line["step"] for line in steps] == [2, 4, 6, 7]
+    assert [line["loss"] for line in steps] == [2.0, 4.0, None, None]
+    assert [line["step_ms"] for line in steps] == [[1000.0, 2000.0], [3000.0, 4000.0], [5000.0, 6000.0], [7000.0]]
+    assert [line["learning_rate"] for line in steps] == pytest.approx([0.1, 0.3, 0.5, 0.6])
+    assert [line.split("  ")[0] for line in run.output.getvalue().splitlines()] == [
+        "epoch 1/3, step 2/9", "epoch 1/3, step 4/9",
+    ]  # fmt: skip
+
+
+def test_a_run_whose_end_nobody_knows(tmp_path: Path) -> None:
+    run = Run(tmp_path, num_epochs=None)
+    with run.recorder as recorder:
+        recorder.begin_epoch(0, 1000)
+        for _ in recorder.timed(run.batches([0.0] * 4)):
+            run.clock.seconds += 0.5
+            recorder.end_step(0.1)
+        recorder.close_interval()
+        recorder.log(Metrics(2.0, 0, 0, 1))
+    (line, _) = run.output.getvalue().splitlines()
+    assert line == "step 4  images/sec: 48.0 +/- 0.0 (jitter = 0.0)  loss 2.000  learning rate 0.1"
+
+
 def test_epoch_means_weigh_log_lines_by_their_steps(tmp_path: Path) -> None:
     run = Run(tmp_path)
     with run.recorder as recorder:
@@ -268,10 +307,12 @@ def test_epoch_means_weigh_log_lines_by_their_steps(tmp_path: Path) -> None:
         for number, loss in enumerate(losses):
             image_metrics = Metrics(loss * IMAGES_PER_STEP, number, number, IMAGES_PER_STEP)
             total = Metrics(*(a + b for a, b in zip(total, image_metrics, strict=True)))
-            due = recorder.log_due  # after 4 steps, and after the fifth and last
             run.clock.seconds += 1.0
-            recorder.end_step(0.1, total if due else None)
-            total = Metrics(0, 0, 0, 0) if due else total
+            recorder.end_step(0.1)
+            if recorder.log_due:  # after 4 steps, and after the fifth and last
+                recorder.close_interval()
+                recorder.log(total)
+                total = Metrics(0, 0, 0, 0)
         recorder.end_epoch()
     row = recorder.record.epochs[0]
     assert row.train_loss == pytest.approx(statistics.fmean(losses))
@@ -303,7 +344,7 @@ def test_terminal_gets_a_progress_bar(tmp_path: Path) -> None:
     run = Run(tmp_path, terminal=True)
     with run.recorder:
         run.epoch(0, [0.0] * 8, [0.5] * 8)
-        run.recorder._progress.refresh()  # type: ignore[union-attr]
+        run.recorder._terminal.progress.refresh()  # type: ignore[union-attr]
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", run.output.getvalue())
     assert "━" in text and "8/8" in text and "48.0 images/sec" in text
 

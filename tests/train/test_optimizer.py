@@ -1,10 +1,10 @@
-"""SGD with momentum against a float64 oracle, over several steps, on MXNet and on NumPy arrays."""
+"""SGD with momentum, and moving averages, against float64 oracles, over several steps, on MXNet and NumPy arrays."""
 
 import numpy as np
 import pytest
 
 from mxnet_compat import mx
-from train.optimizer import SGD
+from train.optimizer import SGD, average_decay, averages_in_use
 
 DECAYED = ("conv_weight", "classifier_weight")
 
@@ -55,6 +55,31 @@ def test_against_oracle(backend, nesterov, trust):
         # four fp32 updates of values near 1: a few rounding errors of 6e-8 each
         np.testing.assert_allclose(got, expected[name], atol=2e-6, err_msg=name)
         np.testing.assert_allclose(got_moved, moved[name], atol=2e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("backend", ["mxnet", "numpy"])
+def test_moving_averages_against_oracle(backend, rng):
+    convert = mx.nd.array if backend == "mxnet" else np.array
+    numpy = (lambda array: array.asnumpy().copy()) if backend == "mxnet" else np.copy
+    params = {"conv_weight": convert(rng.standard_normal((3, 2, 2, 5)).astype(np.float32))}
+    aux = {"bn_moving_mean": convert(np.zeros(4, np.float32))}
+    grads = {"conv_weight": convert(rng.standard_normal((3, 2, 2, 5)).astype(np.float32))}
+    optimizer = SGD(params, grads, momentum=0.9, weight_decay=0.0, averaged={**params, **aux})
+    history = []
+    for step in range(30):
+        aux["bn_moving_mean"][:] = convert(rng.standard_normal(4).astype(np.float32))
+        optimizer.step(0.1, average_decay=average_decay(0.75, step))
+        history.append({name: numpy(array).astype(np.float64) for name, array in (params | aux).items()})
+    expected = history[0]  # the first step's values, whatever the averages were before
+    for step, values in enumerate(history[1:], start=1):
+        decay = 0.75 if step >= 27 else step / (step + 9)
+        expected = {name: decay * expected[name] + (1 - decay) * value for name, value in values.items()}
+    with averages_in_use(optimizer):
+        for name, array in (params | aux).items():
+            # each step rounds to fp32 three times and forgets at least a quarter of what was before
+            np.testing.assert_allclose(numpy(array), expected[name], atol=1e-6, err_msg=name)
+    for name, array in (params | aux).items():
+        assert np.array_equal(numpy(array), history[-1][name].astype(np.float32)), "and the weights are back"
 
 
 def test_weight_decay_spares_norm_and_bias():

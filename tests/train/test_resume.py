@@ -33,7 +33,7 @@ def assert_same_end(folder, unbroken_end):
     end = checkpoint.load(folder / "checkpoints" / LAST)
     assert end.progress == unbroken_end.progress
     assert end.loader_states == unbroken_end.loader_states
-    for group in ("params", "aux", "momenta"):
+    for group in ("params", "aux", "momenta", "averages"):
         ours, theirs = getattr(end, group), getattr(unbroken_end, group)
         assert ours.keys() == theirs.keys()
         for name in ours:
@@ -63,6 +63,33 @@ def test_sigterm(unbroken, tiny_options, tmp_path, run_train, monkeypatch, signa
     assert_same_end(folder, unbroken)
     steps = json.loads((folder / "report" / "report.json").read_text())["step_ms"]
     assert len(steps) == 2 * STEPS_PER_EPOCH
+
+
+def test_mixup_and_averages_go_on(tiny_options, tmp_path, run_train):
+    options = [*tiny_options, "--mixup", "0.4", "--ema-decay", "0.9", "--validate-every", "2"]
+    for name, limit in (("whole", ()), ("parts", ("--max-steps", "4"))):
+        code, _, err = run_train("--output", tmp_path / name, *options, *limit)
+        assert code == 0, err
+    code, _, err = run_train("--resume", tmp_path / "parts")
+    assert code == 0, err
+    whole = checkpoint.load(tmp_path / "whole" / "checkpoints" / LAST)
+    assert whole.averages.keys() == whole.params.keys() | whole.aux.keys()
+    assert_same_end(tmp_path / "parts", whole)
+
+
+def test_averages_begin_in_mid_run(tiny_options, tmp_path, run_train):
+    """A run that is resumed with --ema-decay for the first time averages from the weights that it has."""
+    folder = tmp_path / "run"
+    code, _, err = run_train("--output", folder, *tiny_options, "--max-steps", "5")
+    assert code == 0, err
+    before = checkpoint.load(checkpoint.find(str(folder)))
+    code, _, err = run_train("--resume", folder, "--ema-decay", "0.99", "--max-steps", "6", "--validate-every", "0")
+    assert code == 0, err
+    after = checkpoint.load(checkpoint.find(str(folder)))
+    decay = 5 / 14  # of the sixth step
+    for name, start in (before.params | before.aux).items():
+        expected = decay * start + (1 - decay) * (after.params | after.aux)[name]
+        np.testing.assert_allclose(after.averages[name], expected, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 def test_sigkill_in_mid_epoch_after_a_timed_checkpoint(unbroken, tiny_options, tmp_path, run_train):
@@ -111,16 +138,25 @@ def test_sigusr1_saves_and_goes_on(unbroken, tiny_options, tmp_path, run_train, 
     assert_same_end(folder, unbroken)
 
 
-def test_best_is_kept_and_validated(tiny_options, tmp_path, run_train):
+@pytest.mark.parametrize("ema_decay", ["0", "0.9"])
+def test_best_is_kept_and_validated(ema_decay, tiny_options, tmp_path, run_train):
     folder = tmp_path / "run"
-    code, _, err = run_train("--output", folder, *tiny_options, "--keep-checkpoints", "1", "--max-steps", "9")
+    code, _, err = run_train("--output", folder, *tiny_options, "--keep-checkpoints", "1", "--max-steps", "9",
+                             "--ema-decay", ema_decay)  # fmt: skip
     assert code == 0, err
+    (row,) = (line for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+              if line["event"] == "epoch")  # fmt: skip
     best = checkpoint.load(folder / "checkpoints" / "best.npz")
     assert best.progress.epoch == 1
     assert best.progress.step == STEPS_PER_EPOCH
     code, out, err = run_train("validate", "--checkpoint", folder)
     assert code == 0, err
-    assert "27 images, loss" in out
+    assert f"27 images, loss {row['val_loss']:.4f}" in out, "validated with what the run was validated with"
+    if ema_decay != "0":
+        assert not np.array_equal(best.averages["classifier_weight"], best.params["classifier_weight"])
+        trained = checkpoint.load_trained(str(folder))
+        for name, array in (trained.params | trained.aux).items():
+            assert np.array_equal(array, best.averages[name])
     assert f"top-1 {best.progress.best_top1:.2%}" in out
 
 

@@ -112,7 +112,7 @@ class Gpu:
     def pinned(self, num_bytes: int) -> np.ndarray:
         """Page-locked bytes of host memory, which `start_download` needs; freed with the process."""
         address = int(self.check(self._driver.cuMemAllocHost(num_bytes)))
-        return np.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), np.uint8)
+        return np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))
 
     def start_download(self, pinned: np.ndarray, address: int) -> Any:
         """Copy device to host, as many bytes as `pinned` has, without waiting: `sync()` of the event returned does."""

@@ -1,0 +1,75 @@
+"""What a run shows on the terminal: log lines, and a progress bar where somebody watches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+
+from train.metrics import Speed
+
+
+class Terminal:
+    """Prints lines; a terminal gets a progress bar below them, anything else plain lines without control codes.
+
+    `num_epochs`: of the whole run; None for a run that ends when its figure is known, whose end nobody can foretell.
+    """
+
+    def __init__(self, num_epochs: int | None, console: Console | None = None) -> None:
+        self.num_epochs = num_epochs
+        self.console = console or Console(highlight=False, soft_wrap=True)
+        self.progress: Progress | None = None
+        self._task: TaskID | None = None
+        self._status = ""  # beside the bar
+        if self.console.is_terminal:
+            name, status = TextColumn("{task.description}"), TextColumn("{task.fields[status]}")
+            self.progress = Progress(name, BarColumn(), MofNCompleteColumn(), status, console=self.console)
+            self.progress.start()
+
+    def say(self, text: str) -> None:
+        """Print a line, above the progress bar where there is one."""
+        self.console.print(text, markup=False)
+
+    def begin_epoch(self, epoch: int, num_steps: int, steps_done: int) -> None:
+        if self.progress:
+            name = "benchmark" if self.num_epochs is None else f"epoch {epoch + 1}/{self.num_epochs}"
+            self._task = self.progress.add_task(name, total=num_steps, completed=steps_done, status=self._status)
+
+    def end_step(self) -> None:
+        if self.progress and self._task is not None:
+            self.progress.update(self._task, advance=1)
+
+    def log_step(self, place: str, rate: Speed, loss: float | None, learning_rate: float, seconds_left: float) -> None:
+        """The line of some steps; `seconds_left` is shown where the run's end is known."""
+        rest = f"loss {loss:.3f}  " if loss is not None else ""
+        rest += f"learning rate {learning_rate:.4g}"
+        if self.num_epochs is not None:
+            rest += f"  time left {timedelta(seconds=round(max(seconds_left, 0)))}"
+        self.say(f"{place}  {rate}  {rest}")
+        self._status = f"{rate.mean:.1f} images/sec  {rest}"
+        self.show()
+
+    def show(self, activity: str = "") -> None:
+        """Put what is being done beside the bar; nothing: what the last steps gave."""
+        if self.progress and self._task is not None:
+            self.progress.update(self._task, status=activity or self._status)
+
+    def end_epoch(self, row: Mapping[str, Any]) -> None:
+        """The line of an epoch; `row` has the fields of `metrics.EpochRow`."""
+        if self.progress and self._task is not None:
+            self.progress.remove_task(self._task)
+            self._task = None
+        parts = [f"epoch {row['epoch']}/{self.num_epochs} done:"]
+        if row["train_loss"] is not None:
+            parts.append(f"train loss {row['train_loss']:.3f}, top-1 {row['train_top1']:.1%}")
+        if row["val_top1"] is not None:
+            parts.append(f"| validation loss {row['val_loss']:.3f},")
+            parts.append(f"top-1 {row['val_top1']:.1%}, top-5 {row['val_top5']:.1%}")
+        self.say(" ".join([*parts, f"| {timedelta(seconds=round(3600 * row['hours']))} so far"]))
+
+    def close(self) -> None:
+        if self.progress:
+            self.progress.stop()
