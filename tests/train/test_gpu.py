@@ -87,3 +87,54 @@ def test_benchmark_with_profile(run_train, tmp_path):
     assert "copy on this GPU" in out
     total = re.search(r"^sum +\d+ +([\d.]+)", table, re.MULTILINE)
     assert total and 0.3 * result["median_step_ms"] < float(total[1]) < 2 * result["median_step_ms"]
+
+
+def test_accumulation_mixup_and_averages_go_on(run_train, tmp_path):
+    """All options at once, with --deterministic: a run in two parts has the bits of a run in one, and it learns."""
+    options = [*OPTIONS, "--deterministic", "--validate-every", "0", "--batch-size", "128", "--accumulate", "2",
+               "--mixup", "0.2", "--ema-decay", "0.95", "--log-every", "7"]  # fmt: skip
+    for name, steps in (("whole", "60"), ("parts", "40")):
+        code, _, err = run_train(*options, "--output", tmp_path / name, "--max-steps", steps)
+        assert code == 0, err
+    code, _, err = run_train("--resume", tmp_path / "parts", "--max-steps", "60")
+    assert code == 0, err
+    whole, parts = (checkpoint.load(checkpoint.find(str(tmp_path / name))) for name in ("whole", "parts"))
+    assert whole.averages.keys() == whole.params.keys() | whole.aux.keys()
+    for group in ("params", "aux", "momenta", "averages"):
+        for name, value in getattr(whole, group).items():
+            np.testing.assert_array_equal(value, getattr(parts, group)[name], err_msg=name)
+    for folder in (tmp_path / "whole", tmp_path / "parts"):
+        steps = lines(folder, "steps")
+        assert all(line["loss"] is not None for line in steps), "every step's metrics were read"
+        assert sum(len(line["step_ms"]) for line in steps) == 60
+        assert steps[-1]["loss"] < 0.7 * steps[0]["loss"]
+    code, out, err = run_train("validate", "--checkpoint", tmp_path / "whole")
+    assert code == 0, err
+    assert validated(out)[1] > 0.9, "of the averaged weights; chance is 0.1"
+
+
+def test_predict_and_export_from_a_gpu_run(run_train, tiny_data, tmp_path):
+    """JPEGs through the GPU loader and the compiled step; the CPU gives the same answers for the same checkpoint."""
+    folder = tmp_path / "run"
+    options = ["--data", tiny_data, "--depth", "18", "--image-size", "32", "--batch-size", "8", "--epochs", "8",
+               "--warmup-epochs", "1", "--learning-rate", "1", "--no-tensorboard", "--random-area", "0.5", "1",
+               "--ema-decay", "0.9"]  # fmt: skip
+    code, _, err = run_train(*options, "--output", folder)
+    assert code == 0, err
+    assert lines(folder, "epoch")[-1]["val_top1"] > 0.6  # three tints, so chance is a third
+    images = sorted(tiny_data.glob("*/*.jpg"))
+    answers = {}
+    for device in ("gpu", "cpu"):
+        code, out, err = run_train("predict", "--checkpoint", folder, "--json", "--batch-size", "4", "--device", device,
+                                   *images)  # fmt: skip
+        assert code == 0, err
+        answers[device] = json.loads(out)
+    for on_gpu, on_cpu in zip(answers["gpu"], answers["cpu"], strict=True):
+        guesses = (on_gpu["predictions"], on_cpu["predictions"])
+        probabilities = [{guess["class"]: guess["probability"] for guess in found} for found in guesses]
+        # The GPU decodes JPEGs otherwise than the CPU does, and computes in 16 bits.
+        assert probabilities[0] == pytest.approx(probabilities[1], abs=0.1)
+    code, out, err = run_train("export", "--checkpoint", folder, "--symbol", tmp_path / "net.json",
+                               "--params", tmp_path / "net.params")  # fmt: skip
+    assert code == 0, err
+    assert (tmp_path / "net.params").stat().st_size > 40e6
