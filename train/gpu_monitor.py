@@ -1,0 +1,109 @@
+"""Readings of a GPU while a run lasts: power, utilisation, memory in use, through NVML.
+
+A thread takes them, so that the training loop never waits for NVML. What a GPU, its driver or a missing library refuses
+is NaN in the readings, and named in `problem`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+SAMPLE_SECONDS = 0.2  # NVML's own counters move about every 0.1 s
+
+
+class GpuReadings(NamedTuple):
+    """Of one GPU, or of several: power added up, the others averaged. NaN: not known."""
+
+    power: float  # W
+    utilization: float  # fraction of the time in which a kernel ran
+    memory: float  # GiB in use, by whatever program
+
+
+class _Sample(NamedTuple):
+    seconds: float
+    joules: float  # since the driver was loaded
+    readings: GpuReadings
+
+
+UNKNOWN = GpuReadings(float("nan"), float("nan"), float("nan"))
+
+
+class GpuMonitor:
+    """Watches the GPU with the PCI bus id `bus_id` (such as "0000:1B:00.0") from `start` to `close`.
+
+    `nvml` and `clock` (seconds) are for tests.
+    """
+
+    def __init__(self, bus_id: str, nvml: Any = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._refused: dict[str, str] = {}  # reading -> why
+        self._lock = threading.Lock()
+        self._samples: list[_Sample] = []  # since the last `take`, and the one before
+        self._last = UNKNOWN
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._nvml: Any = None
+        try:
+            if nvml is None:
+                import pynvml as nvml
+            nvml.nvmlInit()
+            self._device = nvml.nvmlDeviceGetHandleByPciBusId(bus_id)
+            self._nvml = nvml
+        except Exception as error:  # no library, no driver, no such GPU: each has an exception of its own
+            self._refused["anything"] = str(error)
+
+    @property
+    def problem(self) -> str:
+        """What cannot be read, and why; empty where everything can."""
+        return "; ".join(f"NVML does not give {what}: {why}" for what, why in self._refused.items())
+
+    def start(self) -> None:
+        if self._nvml:
+            self.sample()
+            self._thread = threading.Thread(target=self._run, name="gpu monitor", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Stop watching; `take` still gives what has been seen."""
+        self._stop.set()
+        if self._thread:
+            self._thread.join()
+
+    def take(self) -> GpuReadings:
+        """Means since the last call; where there is no sample since, what that call gave."""
+        with self._lock:
+            samples, self._samples = self._samples, self._samples[-1:]
+        if len(samples) > 1:
+            first, last = samples[0], samples[-1]
+            # The GPU's own meter misses nothing between two samples.
+            metered = (last.joules - first.joules) / max(last.seconds - first.seconds, 1e-9)
+            means = GpuReadings(*(sum(values) / len(values) for values in
+                                  zip(*(sample.readings for sample in samples[1:]), strict=True)))
+            self._last = means._replace(power=metered if metered == metered else means.power)
+        return self._last
+
+    def sample(self) -> None:
+        """Read everything once."""
+        joules = self._read("energy", lambda: self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._device) / 1e3)
+        readings = GpuReadings(
+            self._read("power", lambda: self._nvml.nvmlDeviceGetPowerUsage(self._device) / 1e3),
+            self._read("utilisation", lambda: self._nvml.nvmlDeviceGetUtilizationRates(self._device).gpu / 100),
+            self._read("memory in use", lambda: self._nvml.nvmlDeviceGetMemoryInfo(self._device).used / 2**30),
+        )
+        with self._lock:
+            self._samples.append(_Sample(self._clock(), joules, readings))
+
+    def _read(self, what: str, read: Callable[[], float]) -> float:
+        if what not in self._refused:
+            try:
+                return float(read())
+            except Exception as error:  # NVMLError, and whatever a driver that goes away makes of it
+                self._refused[what] = str(error)
+        return float("nan")
+
+    def _run(self) -> None:
+        while not self._stop.wait(SAMPLE_SECONDS):
+            self.sample()
