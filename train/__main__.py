@@ -93,7 +93,8 @@ def benchmark_steps(arguments: Sequence[str]) -> None:
     with workers.agreement():
         recorder = _open_recorder(trainer, num_epochs=None, warmup_steps=config.warmup_steps)
     with recorder:
-        result = benchmark(trainer, recorder, config)
+        with trainer.monitoring(recorder):
+            result = benchmark(trainer, recorder, config)
         recorder.say(result.sentence)
         if config.profile and workers.rank == 0:
             recorder.say(write_profile(run_folder / "profile.txt", executor, result.step_ms))

@@ -128,6 +128,9 @@ class Config:
     """How many of the newest checkpoints are kept, besides the best."""
     log_every: int = 10
     """Optimizer steps between two log lines."""
+    price_per_hour: float = 0.0
+    """What an hour of the run's machines costs, in any currency; the report then has the price of the run. 0: not
+    known."""
     tensorboard: bool = True
     """Write TensorBoard files."""
     mlperf: bool = False
@@ -192,8 +195,8 @@ _LIMITS = {
     **dict.fromkeys(("learning_rate", "decay_factor", "decay_power", "limit_minutes", "trust_coefficient"),
                     (lambda value: value > 0, "above 0")),
     **dict.fromkeys(("num_classes", "num_threads", "seed", "max_steps", "validate_every", "weight_decay",
-                     "warmup_epochs", "mixup", "final_learning_rate", "time_limit", "checkpoint_minutes",
-                     "warmup_steps"),
+                     "warmup_epochs", "mixup", "price_per_hour", "final_learning_rate", "time_limit",
+                     "checkpoint_minutes", "warmup_steps"),
                     (lambda value: value >= 0, "0 or more")),
     **dict.fromkeys(("label_smoothing", "momentum", "ema_decay"),
                     (lambda value: 0 <= value < 1, "at least 0 and below 1")),

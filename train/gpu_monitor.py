@@ -6,6 +6,7 @@ is NaN in the readings, and named in `problem`.
 
 from __future__ import annotations
 
+import importlib
 import threading
 import time
 from collections.abc import Callable
@@ -47,8 +48,7 @@ class GpuMonitor:
         self._thread: threading.Thread | None = None
         self._nvml: Any = None
         try:
-            if nvml is None:
-                import pynvml as nvml
+            nvml = nvml or importlib.import_module("pynvml")
             nvml.nvmlInit()
             self._device = nvml.nvmlDeviceGetHandleByPciBusId(bus_id)
             self._nvml = nvml

@@ -6,6 +6,7 @@ Between two steps the loop looks whether to log, to save or to stop.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import signal
@@ -22,6 +23,7 @@ from train.checkpoint import Checkpoint, CheckpointFolder, Progress
 from train.config import BenchmarkConfig, Config
 from train.distributed import Workers
 from train.errors import TrainError
+from train.gpu_monitor import GpuMonitor, GpuReadings
 from train.mixup import draw_lambda
 from train.optimizer import average_decay, averages_in_use, make_optimizer
 from train.recorder import Recorder
@@ -79,6 +81,7 @@ class Trainer:
         self.progress = Progress()
         self.receive_metrics: Callable[[], Metrics] | None = None  # those asked for at the last log line
         self.metrics_steps = (1, 0)  # first and last step that they are of
+        self.monitor = GpuMonitor(executor.gpu_bus_id) if executor.gpu_bus_id else None
         self.reported_bad: set[tuple[str, str]] = set()
         self.last_saved: Path | None = None
         self.last_saved_at = time.monotonic()
@@ -99,13 +102,26 @@ class Trainer:
         """Train until the last epoch, or until a limit or the target is reached. Raises StoppedBySignal, TrainError."""
         config, progress = self.config, self.progress
         stop = ""
-        with Signals() as signals:
+        with Signals() as signals, self.monitoring(recorder):
             while progress.epoch < config.epochs and not stop:
                 stop = self._train_epoch(recorder, signals) or self._end_epoch(recorder)
         if stop:
             recorder.say(stop)
             recorder.event("stop", reason=stop)
         self.save(recorder)
+
+    @contextlib.contextmanager
+    def monitoring(self, recorder: Recorder) -> Iterator[None]:
+        """Inside, the GPU is watched, where there is one; what cannot be read of it becomes an event."""
+        if self.monitor:
+            self.monitor.start()
+        try:
+            yield
+        finally:
+            if self.monitor:
+                self.monitor.close()
+                if self.monitor.problem:
+                    recorder.event("gpu_readings", problem=self.monitor.problem)
 
     def _train_epoch(self, recorder: Recorder, signals: Signals) -> str:
         """The steps that the epoch has left. Returns why the run ends before them, or ""."""
@@ -178,9 +194,11 @@ class Trainer:
     def _log(self, recorder: Recorder) -> None:
         """Receive the metrics that have been asked for, if any."""
         if self.receive_metrics:
-            metrics = Sums(*self.workers.sum(self.receive_metrics()))
+            readings = self.monitor.take() if self.monitor else ()
+            values = self.workers.sum([*self.receive_metrics(), *readings])
             self.receive_metrics = None
-            recorder.log(metrics)
+            metrics, means = Sums(*values[:4]), [value / self.workers.size for value in values[4:]]
+            recorder.log(metrics, GpuReadings(*means)._replace(power=values[4]) if means else None)
             if not math.isfinite(metrics.loss_sum):
                 raise self._diverged(*self.metrics_steps)
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from train.errors import TrainError
+from train.gpu_monitor import GpuReadings
 
 SCHEMA = 1
 METRICS_FILE = "metrics.jsonl"  # in a run's output folder
@@ -37,6 +38,10 @@ UNITS = {
     "top1": "fraction of images",
     "top5": "fraction of images",
     "learning_rate": "1",
+    "gpu_power": "W, all GPUs together",
+    "gpu_utilization": "fraction of the time in which a kernel ran, mean of the GPUs",
+    "gpu_memory": "GiB in use by any program, mean of the GPUs",
+    "price": "whatever --price-per-hour is in",
     "hours": "h",
     "seconds": "s",
 }
@@ -110,6 +115,16 @@ class LossPoint:
 
 
 @dataclass
+class GpuPoint:
+    """Readings over the steps since the point before it, see `gpu_monitor.GpuReadings`; None: not known."""
+
+    step: int
+    power: float | None
+    utilization: float | None
+    memory: float | None
+
+
+@dataclass
 class RunRecord:
     """Everything a report says about one run, over all its sessions.
 
@@ -135,6 +150,7 @@ class RunRecord:
     loader_images_per_sec: float | None = None  # the loader alone, all processes together
     epochs: list[EpochRow] = field(default_factory=list)
     loss_curve: list[LossPoint] = field(default_factory=list)
+    gpu_curve: list[GpuPoint] = field(default_factory=list)  # empty without a GPU
     events: list[dict[str, Any]] = field(default_factory=list)  # checkpoints, bad images, resumes, ...: {"event": ...}
     schema: int = SCHEMA
 
@@ -152,6 +168,7 @@ class RunRecord:
         record = cls(**{name: value for name, value in values.items() if name in known})
         record.epochs = [EpochRow(**row) for row in values["epochs"]]
         record.loss_curve = [LossPoint(**point) for point in values["loss_curve"]]
+        record.gpu_curve = [GpuPoint(**point) for point in values.get("gpu_curve", ())]
         return record
 
     @property
@@ -167,6 +184,12 @@ class RunRecord:
             if last > first
         ]
         return np.concatenate(parts) if parts else np.arange(0)
+
+    @property
+    def price(self) -> float | None:
+        """Of the whole run so far, validation and interruptions that ran on included; None without a price per hour."""
+        per_hour = self.config.get("price_per_hour")
+        return per_hour * self.seconds / 3600 if per_hour else None
 
     @property
     def steps_done(self) -> int:
@@ -186,6 +209,8 @@ class RunRecord:
             self.compute_ms += line["compute_ms"]
             if line["loss"] is not None:
                 self.loss_curve.append(LossPoint(**{f.name: line[f.name] for f in dataclasses.fields(LossPoint)}))
+            if "gpu_power" in line:
+                self.gpu_curve.append(GpuPoint(line["step"], *(line[f"gpu_{f}"] for f in GpuReadings._fields)))
         elif kind == "epoch":
             self.epochs.append(EpochRow(**{f.name: line[f.name] for f in dataclasses.fields(EpochRow)}))
         elif kind == "phase":
@@ -208,6 +233,7 @@ class RunRecord:
             del steps[keep:]
         self.session_starts = [start for start in self.session_starts if start < keep] + [keep]
         self.loss_curve = [point for point in self.loss_curve if point.step <= line["step"]]
+        self.gpu_curve = [point for point in self.gpu_curve if point.step <= line["step"]]
         self.epochs = [row for row in self.epochs if row.epoch < line["epoch"]]
         for name in ("config", "command", "images_per_step", "num_processes", "warmup_steps"):
             setattr(self, name, line[name])

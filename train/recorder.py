@@ -35,6 +35,7 @@ from rich.console import Console
 
 from train import environment
 from train.errors import TrainError
+from train.gpu_monitor import GpuReadings
 from train.metrics import METRICS_FILE, SCHEMA, UNITS, BatchMetrics, RunRecord, Speed, speed
 from train.mlperf import MLPerfLog
 from train.terminal import Terminal
@@ -266,14 +267,14 @@ class Recorder:
             self._last_log = self._step
         self._pending = {name: [] for name in self._pending}
 
-    def log(self, metrics: BatchMetrics) -> None:
-        """The metrics of the closed interval: sums over all its images, over all processes."""
+    def log(self, metrics: BatchMetrics, gpu: GpuReadings | None = None) -> None:
+        """The metrics of the closed interval: sums over all its images, over all processes; and the GPUs' readings."""
         interval, self._interval = self._interval, None
         assert interval, "close_interval() comes first"
         self._overhang = self._clock() - self._step_start  # the wait for them
         if not self._terminal:
             return
-        self._write_steps(interval, metrics)
+        self._write_steps(interval, metrics, gpu)
         if interval.is_logged:
             loss = self.record.loss_curve[-1].loss if self.record.loss_curve else None
             self._terminal.log_step(interval.place, interval.rate, loss, interval.learning_rate, interval.seconds_left)
@@ -355,7 +356,8 @@ class Recorder:
         # A full disk may be the very reason for the end: what can be written is, the first error is the one to show.
         with contextlib.suppress(OSError, TrainError):
             self._write_unread()
-            self._emit("end", step=self._step, completed=error is None)
+            price = {} if self.record.price is None else {"price": self.record.price}
+            self._emit("end", step=self._step, completed=error is None, **price)
         if self._mlperf:
             self._mlperf.end("run_stop", status="aborted" if error else "success")
             self._mlperf.close()
@@ -392,7 +394,9 @@ class Recorder:
             self.close_interval()
             self._write_unread()
 
-    def _write_steps(self, interval: _Interval, metrics: BatchMetrics | None) -> None:
+    def _write_steps(
+        self, interval: _Interval, metrics: BatchMetrics | None, gpu: GpuReadings | None = None
+    ) -> None:
         loss, top1 = (metrics.loss_sum / metrics.count, metrics.top1 / metrics.count) if metrics else (None, None)
         rate = speed(interval.times["step_ms"], self.record.images_per_step)
         self._emit(
@@ -405,12 +409,15 @@ class Recorder:
             images_per_sec=rate.mean,
             images_per_sec_uncertainty=rate.uncertainty,
             images_per_sec_jitter=rate.jitter,
+            **({f"gpu_{name}": value for name, value in gpu._asdict().items()} if gpu else {}),
             **interval.times,
         )
         if self._writer and metrics:
             values = {"loss": loss, "top1": top1, "learning_rate": interval.learning_rate, "images_per_sec": rate.mean}
             for name, value in values.items():
                 self._writer.add_scalar(f"train/{name}", value, interval.step)
+            for name, value in (gpu._asdict() if gpu else {}).items():
+                self._writer.add_scalar(f"gpu/{name}", value, interval.step)
 
 
 def _bad_images(batches: object) -> Sequence[tuple[str, str]]:

@@ -46,6 +46,8 @@ class Executor(ABC):
     params: dict[str, Any]
     aux: dict[str, Any]
     grads: dict[str, Any]
+    gpu_bus_id: str = ""
+    """PCI bus id of the GPU it runs on, such as "0000:1B:00.0", by which NVML knows it; empty where it does not say."""
 
     def __init__(self, graph: Graph, shapes: Mapping[str, Sequence[int]]) -> None:
         """`graph` is the one that is run, after all passes. Raises GraphError for shapes that no tensor has."""

@@ -78,6 +78,7 @@ class CudaExecutor(Executor):
             self._grads |= self._views("weight_gradients", store.weight_gradients)
         self._buckets = [[self._grads[name] for name in names if name in self._grads] for names in self._step.buckets]
         self._num_valid = self.input_shapes["data"][0]
+        self.gpu_bus_id = self._step.gpu.device.pci_bus_id
         self._last_step: Any = None  # CUDA event at the end of the latest step
 
     # --- arrays ---
