@@ -8,7 +8,7 @@ from typing import Any
 from graph_passes import Graph
 from graph_passes.executors import Executor, create_executor
 from pipelines import Loader, LoaderConfig, open_loader
-from pipelines.progress import num_cores
+from train import topology
 from train.checkpoint import Checkpoint
 from train.config import SAMPLES, Config
 from train.devices import Placement
@@ -43,7 +43,7 @@ def open_split(config: Config, split: str, placement: Placement, workers: Worker
             channels=channels,
             device="gpu" if on_gpu else "cpu",
             device_id=workers.local_rank if on_gpu else 0,
-            num_threads=config.num_threads or max(1, num_cores() // workers.local_size),
+            num_threads=config.num_threads or topology.cores_of_process(workers.local_size),
             seed=config.seed,
             random_area=config.random_area,
             on_bad_image=config.on_bad_image,

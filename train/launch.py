@@ -1,90 +1,324 @@
-"""Starts several processes of `python -m train` on this machine: `python -m train.launch NUM_PROCESSES ARGUMENTS`.
+"""Starts the processes of a run on this machine, one for each GPU: `scripts/dgx1_8gpu.sh`, or `python -m train.launch`.
 
-As horovodrun does with Gloo, but the terminal stays rank 0's (progress bar, no prefixes), signals reach all processes,
-and the exit code is that of the first process that failed. Over several machines use horovodrun itself.
+As horovodrun does with Gloo, but it checks the GPUs first and binds each process to the cores beside its GPU, the
+terminal stays rank 0's (progress bar, no prefixes), signals reach all processes, and the exit code is that of the
+process that failed first. Over several machines horovodrun starts `python -m train.launch` in its place
+(scripts/multi_host.sh): each process then only binds itself to its cores and becomes `python -m train`.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
+from train import topology
 from train.errors import TrainError
 
-LOOPBACK = {"HOROVOD_GLOO_IFACE": "lo", "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "NCCL_SOCKET_IFNAME": "lo"}
+LOOPBACK = {"HOROVOD_GLOO_IFACE": "lo", "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "NCCL_SOCKET_IFNAME": "lo",
+            "HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}  # fmt: skip
+DEFAULT_PROCESSES = 8  # a DGX-1 has 8 GPUs; a machine with fewer gets one process for each
 GRACE_SECONDS = 3.0  # for the others to end by themselves when one process has failed
 POLL_SECONDS = 0.05
+TOLD = (2, 128 + signal.SIGINT, 128 + signal.SIGTERM)  # exit codes of processes that have said why they end
+EXIT_USER_ERROR = 2
+
+HELP = """usage: scripts/dgx1_8gpu.sh [-n PROCESSES] [-b BATCH] [-e EPOCHS] [any option of python -m train]
+
+Train on several GPUs of this machine, or in several processes on a machine without one (Horovod: NCCL or Gloo).
+
+  -n, --processes N   processes, one for each GPU                     (default: all GPUs, 8 at most; without GPUs 8)
+  -b N                images per process in one forward pass, --batch-size         (default: the preset's)
+  -e N                epochs, --epochs                                             (default: the preset's)
+  --min-np N          elastic: when a process is lost, go on from the last committed state as long as N are left
+  --cooldown SECONDS  elastic: start a lost process again after about so long, longer each time; 0: never (default: 0)
+  -p, --platform NAME settings of scripts/platforms/NAME.sh                        (only through the scripts)
+  -h, --help          this help; python -m train train --help lists all further options
+
+The learning rate is given for a global batch of 256 images; the program scales it with PROCESSES x BATCH.
+PYTHON=/path/to/python uses that environment instead of .venv. Example, two processes on a CPU:
+
+  scripts/dgx1_8gpu.sh -n 2 -b 16 -e 8 --config cpu_sample"""
 
 
-def launch(num_processes: int, command: Sequence[str]) -> int:
+class Slot(NamedTuple):
+    """What a process gets."""
+
+    number: int
+    gpu: topology.Gpu | None
+    cores: frozenset[int]
+    bound: bool  # to these cores; else it only has as many threads
+
+    @property
+    def environment(self) -> dict[str, str]:
+        count = str(len(self.cores))
+        return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", count), topology.CORES_VARIABLE: count}
+
+    def __str__(self) -> str:
+        where = f"GPU {self.gpu.visible} ({self.gpu})" if self.gpu else "CPU"
+        return f"process {self.number}: {where}" + (f", cores {topology.format_cores(self.cores)}" * self.bound)
+
+
+class Worker(NamedTuple):
+    slot: Slot
+    process: subprocess.Popen[bytes]
+
+    def last_words(self) -> str:
+        """Why it ended."""
+        code = self.process.returncode
+        gpu = f"GPU {self.slot.gpu.visible}, " if self.slot.gpu else ""
+        place = f"process {self.slot.number} ({gpu}pid {self.process.pid})"
+        if code >= 0:
+            return f"{place} failed with exit code {code}"
+        name = signal.Signals(-code).name
+        memory = ", as the kernel does when the machine's memory runs out" if -code == signal.SIGKILL else ""
+        return f"{place} was killed by {name}{memory}"
+
+
+def plan(num_processes: int | None, on_cpu: bool) -> tuple[list[Slot], list[str]]:
+    """What each process gets, and what the user should know about it. Raises TrainError where it cannot be had."""
+    gpus = [] if on_cpu else topology.read_gpus()
+    count = num_processes or (min(len(gpus), DEFAULT_PROCESSES) or DEFAULT_PROCESSES)
+    notes = topology.check(gpus, count) if gpus else []
+    shares = topology.assign_cores(gpus, count)
+    slots = [Slot(i, gpus[i] if gpus else None, cores, bound=bool(gpus)) for i, cores in enumerate(shares)]
+    return slots, notes
+
+
+def launch(num_processes: int, command: Sequence[str], slots: Sequence[Slot] = ()) -> int:
     """Run `command` in so many processes, each with its rank in the environment.
 
     Returns the exit code: 0, or that of the first process that failed, whereupon the others are ended.
 
     Raises TrainError where Horovod is missing.
     """
-    try:
-        from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
-        from horovod.runner.gloo_run import create_slot_env_vars
-        from horovod.runner.http.http_server import RendezvousServer
-    except ImportError as error:
-        raise TrainError(
-            f"{num_processes} processes need Horovod, which is not installed here ({error}): install g++ and make setup"
-        ) from None
-    slots = get_host_assignments(parse_hosts(f"localhost:{num_processes}"), num_processes)
+    _require_horovod(num_processes)
+    from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
+    from horovod.runner.gloo_run import create_slot_env_vars
+    from horovod.runner.http.http_server import RendezvousServer
+
+    slots = slots or plan(num_processes, on_cpu=True)[0]
+    ranks = get_host_assignments(parse_hosts(f"localhost:{num_processes}"), num_processes)
     server = RendezvousServer()
-    port = server.start()
-    server.init(slots)
-    common = {**os.environ, **LOOPBACK, "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
-              "HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}  # fmt: skip
-    workers = [_start(command, {**common, **create_slot_env_vars(slot)}) for slot in slots]
+    common = {**LOOPBACK, "HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.start())}
+    server.init(ranks)
+    workers: list[Worker] = []
+    with _signals_forwarded(workers):
+        try:
+            for rank, slot in zip(ranks, slots, strict=True):
+                workers.append(_start(command, slot, {**common, **create_slot_env_vars(rank)}))
+            return _wait(workers)
+        finally:
+            for worker in workers:
+                worker.process.kill()
+            server.stop()
+
+
+def launch_elastic(slots: Sequence[Slot], command: Sequence[str], min_processes: int, cooldown: int = 0) -> int:
+    """The same in Horovod's elastic mode: when a process is lost, the others go on as long as `min_processes` are left.
+
+    To Horovod every slot is a host of its own, because it is whole hosts that Horovod gives up. A slot given up comes
+    back after `cooldown` seconds, twice as long each time, if that is not 0; a process that is started there joins.
+    """
+    _require_horovod(len(slots))
+    from horovod.runner.elastic.discovery import HostDiscovery
+    from horovod.runner.elastic.driver import ElasticDriver
+    from horovod.runner.elastic.rendezvous import create_rendezvous_handler
+    from horovod.runner.gloo_run import create_slot_env_vars
+    from horovod.runner.http.http_server import RendezvousServer
+
+    by_host = {f"slot{slot.number}": slot for slot in slots}
+
+    class Slots(HostDiscovery):  # type: ignore[misc]  # Horovod is untyped
+        def find_available_hosts_and_slots(self) -> dict[str, int]:
+            return dict.fromkeys(by_host, 1)
+
+    server = RendezvousServer()
+    cooldown_range = (cooldown, 3600) if cooldown else None  # Horovod allows an hour at most
+    driver = ElasticDriver(server, Slots(), min_processes, len(slots), cooldown_range=cooldown_range)
+    common = {**LOOPBACK, "HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.start(create_rendezvous_handler(driver))),
+              "HOROVOD_ELASTIC": "1"}  # fmt: skip
+    workers: list[Worker] = []
+    lost: list[Worker] = []
+
+    def run_worker(rank: Any, events: Sequence[threading.Event]) -> tuple[int, float]:
+        """Start a process where Horovod wants one and wait for its end; in a thread of Horovod's."""
+        slot = by_host[rank.hostname]
+        visible = {"CUDA_VISIBLE_DEVICES": slot.gpu.visible} if slot.gpu else {}  # each is the only one on its host
+        worker = _start(command, slot, {**common, **visible, **create_slot_env_vars(rank)})
+        workers.append(worker)
+        while worker.process.poll() is None and not any(event.is_set() for event in events):
+            time.sleep(POLL_SECONDS)
+        try:
+            code = worker.process.wait(GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            worker.process.kill()
+            code = worker.process.wait()
+        if code not in (0, *TOLD):
+            lost.append(worker)
+            left = sum(other.process.poll() is None for other in workers)
+            enough = left >= min_processes or cooldown
+            verdict = f"{left} go on from the last committed state" if enough else (
+                f"{left} are left and --min-np is {min_processes}: the run ends; go on with --resume and its folder")
+            print(f"{'elastic' if enough else 'error'}: {worker.last_words()}; {verdict}", file=sys.stderr, flush=True)
+            if not enough:
+                for other in workers:
+                    other.process.kill()
+        return _exit_code(code), time.time()
+
+    with _signals_forwarded(workers):
+        try:
+            driver.start(len(slots), run_worker)
+            codes = [code for code, _ in driver.get_results().worker_results.values()]
+            return max(codes) if codes else _exit_code(lost[-1].process.returncode) if lost else 1
+        finally:
+            for worker in workers:
+                worker.process.kill()
+            if not driver.finished():
+                driver.stop()
+
+
+@contextlib.contextmanager
+def _signals_forwarded(workers: Sequence[Worker]) -> Iterator[None]:
+    """Signals to this process reach all workers that there are by then."""
 
     def forward(number: int, frame: object) -> None:
         for worker in workers:
-            worker.send_signal(number)
+            worker.process.send_signal(number)
 
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, forward)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group by itself
+    # Ctrl-C reaches the whole process group by itself.
+    wanted: dict[int, Any] = {signal.SIGTERM: forward, signal.SIGUSR1: forward, signal.SIGINT: signal.SIG_IGN}
+    before = {number: signal.signal(number, handler) for number, handler in wanted.items()}
     try:
-        return _wait(workers)
+        yield
     finally:
-        for worker in workers:
-            worker.kill()
-        server.stop()
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def _start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(command, env=environment)
+def _start(command: Sequence[str], slot: Slot, environment: Mapping[str, str]) -> Worker:
+    process = subprocess.Popen(command, env={**os.environ, **slot.environment, **environment})
+    if slot.bound:
+        with contextlib.suppress(ProcessLookupError):  # it has ended already
+            os.sched_setaffinity(process.pid, slot.cores)
+    return Worker(slot, process)
 
 
-def _wait(workers: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Until all have ended, or until GRACE_SECONDS after the first one that failed."""
-    failure, deadline = 0, float("inf")
+def _wait(workers: Sequence[Worker]) -> int:
+    """Until all have ended, or until GRACE_SECONDS after the first one that failed, whose last words are printed."""
+    culprit: Worker | None = None
+    deadline = float("inf")
     while time.monotonic() < deadline:
-        codes = [worker.poll() for worker in workers]
-        if not failure and any(codes):
-            failure = next(code for code in codes if code)
+        codes = [worker.process.poll() for worker in workers]
+        failed = [worker for worker, code in zip(workers, codes, strict=True) if code]
+        if failed and culprit is None:
+            # When one dies, others fail because of it, perhaps before the next look at them.
+            culprit = min(failed, key=lambda worker: worker.process.returncode)
             deadline = time.monotonic() + GRACE_SECONDS
         if None not in codes:
             break
         time.sleep(POLL_SECONDS)
-    return 128 - failure if failure < 0 else failure  # a shell's code for a process that a signal ended
+    if culprit is None:
+        return 0
+    code = culprit.process.returncode
+    if code not in TOLD:
+        print(f"error: {culprit.last_words()}, so the run ends; the last checkpoint is whole: go on with --resume and "
+              "the run's folder", file=sys.stderr, flush=True)
+    return _exit_code(code)
+
+
+def _exit_code(code: int) -> int:
+    return 128 - code if code < 0 else code  # a shell's code for a process that a signal ended
+
+
+def _require_horovod(num_processes: int) -> None:
+    try:
+        import horovod.runner.gloo_run  # noqa: F401  # heavy, and not there without g++
+    except ImportError as error:
+        raise TrainError(
+            f"{num_processes} processes need Horovod, which is not installed here ({error}): install g++ and make setup"
+        ) from None
+
+
+# --- the command line ---
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise TrainError(f"{message.removeprefix('argument ')} (scripts/dgx1_8gpu.sh -h)")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"needs a whole number above 0, not {text!r}")
+    return int(text)
+
+
+def _seconds(text: str) -> int:
+    if not text.isdecimal() or int(text) > 3600:
+        raise argparse.ArgumentTypeError(f"needs whole seconds from 0 to 3600, not {text!r}")
+    return int(text)
+
+
+def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The launcher's own options, and the arguments of `python -m train`. Raises TrainError for a wrong value."""
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("-n", "--processes", type=_count)
+    parser.add_argument("-b", type=_count, dest="batch_size")
+    parser.add_argument("-e", type=_count, dest="epochs")
+    parser.add_argument("--min-np", type=_count)
+    parser.add_argument("--cooldown", type=_seconds, default=0)
+    parser.add_argument("-h", "--help", action="store_true")
+    own, passed = parser.parse_known_args(arguments)
+    for option, value in (("--batch-size", own.batch_size), ("--epochs", own.epochs)):
+        if value is not None:
+            passed += [option, str(value)]
+    if own.min_np and own.processes and own.min_np > own.processes:
+        raise TrainError(f"--min-np {own.min_np} is more than the {own.processes} processes of -n; lower it")
+    if own.cooldown and not own.min_np:
+        raise TrainError("--cooldown is for elastic runs; give --min-np too, or leave it out")
+    return own, passed
 
 
 def main(arguments: Sequence[str]) -> int:
-    if not arguments or not arguments[0].isdecimal() or int(arguments[0]) < 1:
-        print("error: usage: python -m train.launch NUM_PROCESSES ARGUMENTS_OF_TRAIN", file=sys.stderr)
-        return 2
     try:
-        return launch(int(arguments[0]), [sys.executable, "-m", "train", *arguments[1:]])
+        own, passed = parse(arguments)
+        if own.help:
+            print(HELP)
+            return 0
+        on_cpu = "cpu" in (passed[i + 1] for i, name in enumerate(passed[:-1]) if name == "--device") or (
+            "--device=cpu" in passed)
+        command = [sys.executable, "-m", "train", *passed]
+        if "HOROVOD_LOCAL_RANK" in os.environ:  # started by horovodrun
+            _become(command, on_cpu)
+        slots, notes = plan(own.processes, on_cpu)
+        if own.min_np and own.min_np > len(slots):
+            raise TrainError(f"--min-np {own.min_np} is more than the {len(slots)} GPUs of this machine; lower it")
+        for line in (*map(str, slots), *notes):
+            print(line, flush=True)
+        print(" ".join([f"{name}={value}" for name, value in slots[0].environment.items()] + command[1:]), flush=True)
+        if own.min_np:
+            return launch_elastic(slots, command, own.min_np, own.cooldown)
+        return launch(len(slots), command, slots)
     except TrainError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return EXIT_USER_ERROR
+
+
+def _become(command: list[str], on_cpu: bool) -> NoReturn:
+    """Bind this process to its part of the machine and go on as `command`."""
+    slots, _ = plan(int(os.environ["HOROVOD_LOCAL_SIZE"]), on_cpu)
+    slot = slots[int(os.environ["HOROVOD_LOCAL_RANK"])]
+    if slot.bound:
+        os.sched_setaffinity(0, slot.cores)
+    os.execve(command[0], command, {**os.environ, **slot.environment})
 
 
 if __name__ == "__main__":

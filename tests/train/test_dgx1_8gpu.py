@@ -1,4 +1,4 @@
-"""scripts/dgx1_8gpu.sh: what it passes on, what it refuses, and a run of two processes on the CPU."""
+"""scripts/dgx1_8gpu.sh: what it passes on, what it refuses, and runs of two processes on the CPU."""
 
 from __future__ import annotations
 
@@ -34,31 +34,30 @@ def run_script(*arguments: object, python: object = sys.executable, **environmen
     )  # fmt: skip
 
 
-def test_options_are_passed_on(fake_python):
-    done = run_script("-n", 4, "-b", 96, "-e", 3, "--config", "cpu_sample", "--data", "a folder", python=fake_python)
+def test_arguments_reach_the_launcher(fake_python):
+    done = run_script("-n", 4, "--config", "cpu_sample", "--data", "a folder", python=fake_python)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == (
-        "-m|train.launch|4|--batch-size|96|--epochs|3|--config|cpu_sample|--data|a folder|"
-    )
+    assert done.stdout == "-m|train.launch|-n|4|--config|cpu_sample|--data|a folder|"
 
 
-def test_environment_is_printed_and_may_be_given(fake_python):
-    assert "OMP_NUM_THREADS=3\n" in run_script(python=fake_python, OMP_NUM_THREADS="3").stdout
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    done = subprocess.run(["bash", SCRIPT, "-n", "1"], capture_output=True, text=True,
-                          env={**environment, "PYTHON": str(fake_python)})  # fmt: skip
-    cores = len(os.sched_getaffinity(0))
-    assert f"OMP_NUM_THREADS={cores}\n" in done.stdout
+@pytest.mark.parametrize("platform, batch", [("dgx1_v100", 192), ("dgx_a100", 256), ("dgx_h100", 400)])
+def test_platform(platform, batch, fake_python):
+    """A platform's options come first, so that the user's win."""
+    done = run_script("-b", 32, "-p", platform, python=fake_python)
+    assert done.stdout == f"-m|train.launch|-b|{batch}|-b|32|"
 
 
 @pytest.mark.parametrize("arguments, sentence", [
-    (["-n"], "error: -n needs a number behind it"),
-    (["-n", "0"], "error: -n needs a whole number above 0, not '0'"),
-    (["-b", "many"], "error: -b needs a whole number above 0, not 'many'"),
-    (["-e", "1.5"], "error: -e needs a whole number above 0, not '1.5'"),
+    (["-n"], "error: -n/--processes: expected one argument"),
+    (["-n", "0"], "error: -n/--processes: needs a whole number above 0, not '0'"),
+    (["-b", "many"], "error: -b: needs a whole number above 0, not 'many'"),
+    (["-e", "1.5"], "error: -e: needs a whole number above 0, not '1.5'"),
+    (["-n", "2", "--min-np", "3"], "error: --min-np 3 is more than the 2 processes"),
+    (["--cooldown", "5"], "error: --cooldown is for elastic runs"),
+    (["-p", "dgx_9"], "error: there is no platform 'dgx_9'; there are: dgx1_v100 dgx_a100 dgx_h100"),
 ])  # fmt: skip
-def test_mistakes(arguments, sentence, fake_python):
-    done = run_script(*arguments, python=fake_python)
+def test_mistakes(arguments, sentence):
+    done = run_script(*arguments)
     assert done.returncode == 2
     assert done.stderr.startswith(sentence)
     assert len(done.stderr.splitlines()) == 1
@@ -71,10 +70,9 @@ def test_missing_python():
 
 
 def test_help():
-    done = run_script("-h", python="/nowhere/python")
+    done = run_script("-h")
     assert done.returncode == 0
-    assert "-b  images per process" in done.stdout
-    assert "set -euo" not in done.stdout
+    assert "--min-np N" in done.stdout
 
 
 @needs_horovod

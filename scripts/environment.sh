@@ -1,0 +1,26 @@
+# Sourced by the launchers: finds Python, and takes `-p NAME`, a file of scripts/platforms/, out of the arguments.
+#
+#   root, python       the repository, the interpreter
+#   platform_options   options of the platform's file; those of the user come behind them and so win
+#   passed             the other arguments
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+fail() { printf 'error: %s\n' "$*" >&2; exit 2; }
+
+python=${PYTHON:-$root/.venv/bin/python}
+command -v "$python" >/dev/null || fail "there is no Python at $python: run make setup, or set PYTHON"
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
+
+platform_options=()
+passed=()
+while [ $# -gt 0 ]; do
+    case $1 in
+        -p|--platform)
+            file=$root/scripts/platforms/${2:-}.sh
+            [ -n "${2:-}" ] && [ -f "$file" ] ||
+                fail "there is no platform '${2:-}'; there are: $(cd "$root/scripts/platforms" && ls | sed 's/\.sh$//' | paste -sd ' ')"
+            # shellcheck source=/dev/null
+            . "$file"
+            shift 2 ;;
+        *) passed+=("$1"); shift ;;
+    esac
+done

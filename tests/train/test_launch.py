@@ -1,0 +1,193 @@
+"""The launcher: GPUs as NVML reports them (a stand-in), cores for each process, and what a process that dies leaves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from train import launch, topology
+from train.errors import TrainError
+
+GIB = 2**30
+
+
+class FakeNvml:
+    """The part of pynvml that is asked: GPUs given as dicts."""
+
+    NVML_NVLINK_MAX_LINKS = 18
+    NVML_FEATURE_ENABLED = 1
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, *gpus: dict) -> None:
+        self.gpus = gpus
+
+    def nvmlInit(self):
+        if not self.gpus:
+            raise self.NVMLError("driver not loaded")
+
+    def nvmlShutdown(self):
+        pass
+
+    def nvmlDeviceGetCount(self):
+        return len(self.gpus)
+
+    def nvmlDeviceGetHandleByIndex(self, index):
+        return self.gpus[index]
+
+    def nvmlDeviceGetHandleByUUID(self, uuid):
+        for gpu in self.gpus:
+            if gpu["uuid"] == uuid:
+                return gpu
+        raise self.NVMLError("not found")
+
+    def nvmlDeviceGetMemoryInfo(self, gpu):
+        return SimpleNamespace(free=gpu.get("free", 140) * GIB, total=141 * GIB)
+
+    def nvmlDeviceGetCpuAffinity(self, gpu, num_words):
+        if "cores" not in gpu:
+            raise self.NVMLError("not supported")
+        words = [0] * num_words
+        for core in gpu["cores"]:
+            words[core // 64] |= 1 << core % 64
+        return words
+
+    def nvmlDeviceGetNvLinkState(self, gpu, link):
+        if link >= gpu.get("links", 18):
+            raise self.NVMLError("no such link")
+        return 1
+
+    def nvmlDeviceGetComputeRunningProcesses(self, gpu):
+        return [SimpleNamespace(pid=pid) for pid in gpu.get("pids", ())]
+
+    def nvmlDeviceGetName(self, gpu):
+        return gpu.get("name", "NVIDIA H200")
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Sets what NVML reports, the cores that this process may use and CUDA_VISIBLE_DEVICES; returns the GPUs."""
+
+    def build(*gpus: dict, allowed=range(192), visible=None):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(allowed))
+        monkeypatch.setattr(os, "cpu_count", lambda: 192)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        return topology.read_gpus(FakeNvml(*({"uuid": f"GPU-{i}", **gpu} for i, gpu in enumerate(gpus))))
+
+    return build
+
+
+def test_gpus(machine):
+    first, second = machine({"cores": range(96), "pids": [17]}, {"cores": range(96, 192), "links": 0, "free": 3})
+    assert first == ("0", "NVIDIA H200", 140 * GIB, 141 * GIB, frozenset(range(96)), 18, (17,))
+    assert second.cores == frozenset(range(96, 192))
+    assert str(second) == "NVIDIA H200, 3.0 of 141.0 GiB free, no NVLink"
+
+
+def test_no_driver(machine):
+    assert machine() == []
+
+
+def test_visible_devices(machine):
+    gpus = machine({"name": "a"}, {"name": "b"}, {"name": "c"}, visible="2,GPU-0")
+    assert [(gpu.visible, gpu.name) for gpu in gpus] == [("2", "c"), ("GPU-0", "a")]
+    for wrong in ("3", "GPU-9"):
+        with pytest.raises(TrainError, match=f"CUDA_VISIBLE_DEVICES names .*{wrong}.*; correct it"):
+            machine({}, {}, {}, visible=wrong)
+
+
+def test_cores_beside_the_gpu(machine):
+    """GPUs that share a NUMA node share its cores evenly; of those only the allowed ones count."""
+    node0, node1 = {"cores": range(96)}, {"cores": range(96, 192)}
+    gpus = machine(node0, node0, node0, node1, allowed=[*range(7), *range(100, 104)])
+    shares = topology.assign_cores(gpus, 4)
+    assert [topology.format_cores(cores) for cores in shares] == ["0-1", "2-3", "4-6", "100-103"]
+
+
+def test_cores_without_affinity(machine):
+    """A container may forbid all of a GPU's own cores: then its process gets a share of what there is."""
+    gpus = machine({"cores": range(96, 192)}, {}, allowed=range(4))
+    assert topology.assign_cores(gpus, 2) == [{0, 1}, {2, 3}]
+    assert topology.assign_cores([], 3) == [{0}, {1}, {2, 3}]
+    shares = topology.assign_cores([], 9)
+    assert len(shares) == 9
+    assert all(len(cores) == 1 for cores in shares)
+
+
+def test_format_cores():
+    assert topology.format_cores(frozenset([9, 0, 1, 2, 8, 5])) == "0-2,5,8-9"
+
+
+def test_checks(machine):
+    gpus = machine({}, {"free": 100, "pids": [4, 5]}, {"links": 0}, {"free": 1, "pids": [9]}, {"name": "NVIDIA A100"})
+    assert topology.check(gpus, 1) == []
+    (in_use,) = topology.check(gpus, 2)
+    assert in_use.startswith("GPU 1 is in use by another program (processes 4, 5)")
+    assert "NVLink" in topology.check(gpus, 3)[1]
+    with pytest.raises(TrainError, match=r"GPU 3 has only 1.0 of 141.0 GiB free \(processes 9\): end what uses it"):
+        topology.check(gpus, 4)
+    with pytest.raises(TrainError, match="-n 6 needs 6 GPUs, but there are only 5"):
+        topology.check(gpus, 6)
+    assert "the GPUs differ" in topology.check([gpus[0], gpus[4]], 2)[0]
+
+
+def test_plan(machine, monkeypatch):
+    gpus = machine({"cores": range(0, 8)}, {"cores": range(8, 16)}, {"cores": range(0, 8)}, allowed=range(16))
+    monkeypatch.setattr(topology, "read_gpus", lambda: gpus)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    slots, notes = launch.plan(None, on_cpu=False)
+    assert notes == []
+    assert [topology.format_cores(slot.cores) for slot in slots] == ["0-3", "8-15", "4-7"]
+    assert slots[1].environment == {"OMP_NUM_THREADS": "8", "RESNET_CORES": "8"}
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert slots[1].environment["OMP_NUM_THREADS"] == "3"
+    assert str(slots[1]) == "process 1: GPU 1 (NVIDIA H200, 140.0 of 141.0 GiB free, 18 NVLinks), cores 8-15"
+    on_cpu, _ = launch.plan(None, on_cpu=True)
+    assert len(on_cpu) == launch.DEFAULT_PROCESSES
+    assert not any(slot.bound for slot in on_cpu)
+
+
+def test_parse():
+    own, passed = launch.parse(["benchmark", "-n", "4", "-b", "96", "-e", "3", "--data", "a folder", "-b", "64"])
+    assert own.processes == 4
+    assert passed == ["benchmark", "--data", "a folder", "--batch-size", "64", "--epochs", "3"]
+
+
+def test_worker_of_horovodrun_binds_itself():
+    """With a rank in its environment the launcher becomes `python -m train`."""
+    environment = {**os.environ, "HOROVOD_LOCAL_RANK": "1", "HOROVOD_LOCAL_SIZE": "2"}
+    done = subprocess.run([sys.executable, "-m", "train.launch", "--device", "cpu", "--nonsense"], env=environment,
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 2
+    assert "there is no option --nonsense" in done.stderr
+
+
+@pytest.mark.parametrize("ending, code, words", [
+    ("os.kill(os.getpid(), 9)", 128 + signal.SIGKILL, "was killed by SIGKILL, as the kernel does when the machine's"),
+    ("sys.exit(7)", 7, "failed with exit code 7"),
+    ("sys.exit(2)", 2, None),  # has told its user's mistake itself
+])  # fmt: skip
+def test_last_words(ending, code, words, capfd):
+    script = f"""
+import os, sys, time
+if os.environ["HOROVOD_RANK"] == "1":
+    {ending}
+time.sleep(60)
+"""
+    pytest.importorskip("horovod")
+    assert launch.launch(2, [sys.executable, "-c", script]) == code
+    told = capfd.readouterr().err
+    if words is None:
+        assert told == ""
+    else:
+        assert told.startswith("error: process 1 (pid ")
+        assert words in told
+        assert len(told.splitlines()) == 1

@@ -1,0 +1,142 @@
+"""The GPUs of this machine as the launcher needs them: memory, NVLink and the cores beside each, from NVML."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from train.errors import TrainError
+
+CORES_VARIABLE = "RESNET_CORES"  # environment variable: how many cores the launcher meant for a process
+MIN_FREE_BYTES = 2 * 2**30  # less holds no ResNet-50 at all: 3.4 GiB at batch 64 (benchmarks/results/memory_1gpu.jsonl)
+MAX_IN_USE = 0.1  # share of a GPU's memory; more is another program, whose load slows every process of the job
+
+
+class Gpu(NamedTuple):
+    visible: str  # what CUDA_VISIBLE_DEVICES calls it
+    name: str
+    free_bytes: int
+    total_bytes: int
+    cores: frozenset[int]  # CPU cores on the GPU's NUMA node; empty where unknown
+    num_nvlinks: int  # active ones
+    processes: tuple[int, ...]  # ids of those that compute on it; in a container, those outside are not seen
+
+    def __str__(self) -> str:
+        links = f"{self.num_nvlinks} NVLinks" if self.num_nvlinks else "no NVLink"
+        return f"{self.name}, {self.free_bytes / 2**30:.1f} of {self.total_bytes / 2**30:.1f} GiB free, {links}"
+
+
+def read_gpus(nvml: Any = None) -> list[Gpu]:
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves visible, in CUDA's order; none where NVML or a driver is missing.
+
+    `nvml` is the module pynvml; tests give another one.
+
+    Raises TrainError for an entry of CUDA_VISIBLE_DEVICES that is no GPU of this machine.
+    """
+    if nvml is None:
+        try:
+            nvml = importlib.import_module("pynvml")
+        except ImportError:
+            return []
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return []
+    try:
+        count = nvml.nvmlDeviceGetCount()
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))))
+        return [_read(nvml, name.strip(), count) for name in visible.split(",") if name.strip()]
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _read(nvml: Any, visible: str, count: int) -> Gpu:
+    try:
+        if not visible.isdecimal():
+            handle = nvml.nvmlDeviceGetHandleByUUID(visible)
+        elif int(visible) < count:
+            handle = nvml.nvmlDeviceGetHandleByIndex(int(visible))
+        else:
+            raise TrainError(f"CUDA_VISIBLE_DEVICES names GPU {visible}, but this machine has {count}; correct it")
+    except nvml.NVMLError:
+        raise TrainError(f"CUDA_VISIBLE_DEVICES names {visible!r}, which is no GPU here; correct it") from None
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    cores: frozenset[int] = frozenset()
+    with contextlib.suppress(nvml.NVMLError):
+        words = nvml.nvmlDeviceGetCpuAffinity(handle, -(-(os.cpu_count() or 1) // 64))
+        cores = frozenset(64 * i + bit for i, word in enumerate(words) for bit in range(64) if word >> bit & 1)
+    num_nvlinks = 0
+    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
+        try:
+            num_nvlinks += nvml.nvmlDeviceGetNvLinkState(handle, link) == nvml.NVML_FEATURE_ENABLED
+        except nvml.NVMLError:  # this GPU has not so many, or none
+            break
+    processes: tuple[int, ...] = ()
+    with contextlib.suppress(nvml.NVMLError):
+        processes = tuple(process.pid for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle))
+    name = nvml.nvmlDeviceGetName(handle)
+    return Gpu(visible, name, memory.free, memory.total, cores, num_nvlinks, processes)
+
+
+def check(gpus: Sequence[Gpu], num_processes: int) -> list[str]:
+    """What the user should know before `num_processes` processes start on the first so many GPUs, in sentences.
+
+    Raises TrainError where they cannot work.
+    """
+    if num_processes > len(gpus):
+        names = ", ".join(sorted({gpu.name for gpu in gpus}))
+        found = f"only {len(gpus)} GPU{'s' * (len(gpus) > 1)} here ({names})"
+        raise TrainError(f"-n {num_processes} needs {num_processes} GPUs, but there {'are' if len(gpus) > 1 else 'is'} "
+                         f"{found}: give -n {len(gpus)}, or --device cpu")
+    notes = []
+    gpus = gpus[:num_processes]
+    for gpu in gpus:
+        others = f" (processes {', '.join(map(str, gpu.processes))})" if gpu.processes else ""
+        free, total = gpu.free_bytes / 2**30, gpu.total_bytes / 2**30
+        if gpu.free_bytes < MIN_FREE_BYTES:
+            raise TrainError(f"GPU {gpu.visible} has only {free:.1f} of {total:.1f} GiB free{others}: end what uses "
+                             f"it, or choose other GPUs with CUDA_VISIBLE_DEVICES")
+        if total - free > MAX_IN_USE * total:
+            notes.append(f"GPU {gpu.visible} is in use by another program{others}, which may slow all processes: "
+                         f"{free:.1f} of {total:.1f} GiB are free")
+    if num_processes > 1 and not all(gpu.num_nvlinks for gpu in gpus):
+        notes.append("not every GPU has an active NVLink: gradients cross PCIe or the host's memory, which is slower")
+    if len({gpu.name for gpu in gpus}) > 1:
+        notes.append(f"the GPUs differ ({', '.join(gpu.name for gpu in gpus)}): every step waits for the slowest")
+    return notes
+
+
+def assign_cores(gpus: Sequence[Gpu], num_processes: int) -> list[frozenset[int]]:
+    """CPU cores for each process: an equal share of those beside its GPU, of which this process may use.
+
+    Where a GPU's are unknown or none of them may be used, and without GPUs, shares of all. Processes share cores where
+    there are more of them than cores.
+    """
+    allowed = frozenset(os.sched_getaffinity(0))
+    near = [gpu.cores & allowed or allowed for gpu in gpus[:num_processes]] or [allowed] * num_processes
+    shares = []
+    for number, cores in enumerate(near):
+        sharing = [other for other, others in enumerate(near) if others == cores]
+        ordered, place, count = sorted(cores), sharing.index(number), len(sharing)
+        first, last = place * len(ordered) // count, (place + 1) * len(ordered) // count
+        shares.append(frozenset(ordered[first:last] or [ordered[place % len(ordered)]]))
+    return shares
+
+
+def cores_of_process(local_size: int) -> int:
+    """How many cores are this process's part of the machine, on which `local_size` processes run."""
+    return int(os.environ.get(CORES_VARIABLE, 0)) or max(1, len(os.sched_getaffinity(0)) // local_size)
+
+
+def format_cores(cores: frozenset[int]) -> str:
+    """As the kernel writes them: 0-3,8."""
+    runs: list[list[int]] = []
+    for core in sorted(cores):
+        if runs and core == runs[-1][1] + 1:
+            runs[-1][1] = core
+        else:
+            runs.append([core, core])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
