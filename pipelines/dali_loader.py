@@ -11,6 +11,7 @@ import functools
 import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,6 +58,7 @@ class DaliLoader(Loader):
         self._plans: deque[_Plan] = deque()  # made ahead, the next to be returned first
         self._planned = 0  # the plan to be made next, batches counted through all epochs
         self._read_ahead = 0  # the batch to be asked for next, counted likewise
+        self._num_looked_ahead = 0  # batches, see _exclude_undecodable
         self._order = functools.lru_cache(maxsize=2)(self._shuffle)  # of this epoch and the next
         # MXNet keeps an array alive until all work that it was handed to is done. A consumer that takes the bare
         # pointer and launches work of its own has until two batches later.
@@ -174,11 +176,34 @@ class DaliLoader(Loader):
         return ImageInputs(inputs.encoded, inputs.label, *mine)._replace(size=pixels)
 
     def _exclude_undecodable(self) -> bool:
-        """Find the images that DALI cannot decode among those on their way; False if there are none."""
+        """Find the images that cannot be decoded among those on their way; False if there are none.
+
+        To look costs about as much as to load. But each failure costs a new pipeline, so every further one looks ahead
+        at twice as many batches: a data set with many broken images pays for a `verify`, one with a single one hardly.
+        """
         before = len(self._bad)
-        for i in _undecodable(self._graph, self._source, {i for plan in self._plans for i in plan.indices}):
-            self._mark_bad(i, _reason(self._source, i))
+        under_way = {i for plan in self._plans for i in plan.indices}
+        ahead = range(self._planned, self._planned + self._num_looked_ahead)
+        soon = {i for number in ahead for i in self._wanted(*divmod(number, self.num_batches))}
+        looked_at = sorted((under_way | soon) - self._bad.keys())
+        with ThreadPoolExecutor(self.config.num_threads or num_cores()) as pool:
+            for i, reason in zip(looked_at, pool.map(self._fault, looked_at), strict=True):
+                if reason:
+                    self._mark_bad(i, reason)
+        if self._bad.keys().isdisjoint(under_way):
+            for i in _undecodable(self._graph, self._source, under_way):
+                self._mark_bad(i, "DALI cannot decode it")
+        if self.config.on_bad_image == "skip":
+            self._num_looked_ahead = min(max(1, 2 * self._num_looked_ahead), self.num_batches)
         return len(self._bad) > before
+
+    def _fault(self, i: int) -> str:
+        """Why an image cannot be decoded, or ""."""
+        try:
+            finding = inspect_image(self._source.read(i).tobytes())
+        except (OSError, BrokenRecordError) as error:
+            return f"cannot be read ({getattr(error, 'strerror', None) or error})"
+        return f"{finding.kind}, {finding.detail}" if finding and not finding.usable else ""
 
     def _mark_bad(self, i: int, reason: str) -> None:
         if self.config.on_bad_image == "error":
@@ -205,14 +230,6 @@ def _undecodable(graph: GraphConfig, source: Source, indices: Iterable[int]) -> 
         except RuntimeError:
             pipeline = None
             yield one[0]
-
-
-def _reason(source: Source, i: int) -> str:
-    try:
-        finding = inspect_image(source.read(i).tobytes())
-    except OSError as error:
-        return f"cannot be read ({error.strerror})"
-    return f"{finding.kind}, {finding.detail}" if finding and not finding.usable else "DALI cannot decode it"
 
 
 def _last_line(error: Exception) -> str:

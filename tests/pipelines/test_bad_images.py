@@ -6,6 +6,7 @@ from image_helpers import encode, smooth_image, write_records
 from PIL import Image
 
 from pipelines import DataError, LoaderConfig, open_loader
+from pipelines.dali_loader import DaliLoader
 from pipelines.inspect_image import inspect_image
 
 
@@ -152,3 +153,20 @@ def test_a_record_that_the_index_misses(tmp_path):
     seen = [label for b in loader for label in b.label.asnumpy()[: b.num_valid].astype(int)]
     assert seen == [0, 1, 2, 3, 4, 5, 7, 8, 9]
     assert loader.bad_images[0][1].startswith("no record begins at offset")
+
+
+def test_many_broken_images_cost_few_new_pipelines(tmp_path, monkeypatch):
+    """Each failure looks twice as far ahead as the one before."""
+    images = [encode(smooth_image(np.random.default_rng(i), 30, 40)) for i in range(200)]
+    broken = list(range(0, 200, 5))
+    for i in broken:
+        images[i] = images[i][:-60]
+    write_records(tmp_path / "train.rec", images, [float(i) for i in range(200)])
+    starts = []
+    start = DaliLoader._start
+    monkeypatch.setattr(DaliLoader, "_start", lambda loader: (starts.append(loader.batch), start(loader)))
+    with open_loader(config(tmp_path / "train.rec", batch_size=2, on_bad_image="skip")) as loader:
+        labels = {int(label) for batch in loader for label in batch.label.asnumpy()}
+        assert len(loader.bad_images) == len(broken)
+    assert labels == set(range(200)) - set(broken)
+    assert 3 <= len(starts) <= 9  # 1, 2, 4, ... 64 batches ahead; 40 broken images in 100 batches
