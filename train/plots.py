@@ -100,6 +100,28 @@ def accuracy(record: RunRecord, theme: Theme) -> bytes:
     return _png(figure, theme)
 
 
+def gpu(record: RunRecord, theme: Theme) -> bytes:
+    """Utilisation and power of the GPUs over training time, one above the other."""
+    hours = np.cumsum(record.step_ms) / 3.6e6
+    unit, scale = _time_unit(hours[-1])
+    figure = Figure(figsize=(8, 4.6), dpi=144, facecolor=theme.background, layout="constrained")
+    panels = (
+        ("GPU utilisation", "%", theme.series[0], [(p.step, 100 * p.utilization) for p in record.gpu_curve
+                                                   if p.utilization is not None]),
+        ("GPU power", "W", theme.series[1], [(p.step, p.power) for p in record.gpu_curve if p.power is not None]),
+    )
+    for row, (title, what, color, points) in enumerate(panels, start=1):
+        axes = _styled(figure.add_subplot(2, 1, row, facecolor=theme.background), theme, title,
+                       f"training time ({unit})" if row == 2 else "", what)
+        if points:
+            steps, values = (np.array(column, dtype=float) for column in zip(*points, strict=True))
+            x, y = _thin(hours[steps.astype(int) - record.steps_before - 1] * scale, values)
+            axes.plot(x, y, color=color, linewidth=1.6)
+            axes.set_ylim(0, 1.15 * float(y.max()) if row == 2 else 105)
+        axes.set_xlim(0, float(hours[-1]) * scale)
+    return _png(figure, theme)
+
+
 def time_split(seconds: Mapping[str, float], theme: Theme) -> bytes:
     """One bar: where the time of the run went; `seconds` by part, the last one being the rest."""
     figure, axes = _figure(theme, "Where the time went", "", "", height=1.6)
@@ -126,7 +148,10 @@ _DOTTED: dict[str, Any] = {"linewidth": 1.6, "markersize": 4}
 
 def _figure(theme: Theme, title: str, x_label: str, y_label: str, height: float = 3.4) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(8, height), dpi=144, facecolor=theme.background, layout="constrained")
-    axes = figure.add_subplot(facecolor=theme.background)
+    return figure, _styled(figure.add_subplot(facecolor=theme.background), theme, title, x_label, y_label)
+
+
+def _styled(axes: Axes, theme: Theme, title: str, x_label: str, y_label: str) -> Axes:
     axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=theme.text)
     axes.set_xlabel(x_label, color=theme.muted)
     axes.set_ylabel(y_label, color=theme.muted)
@@ -136,7 +161,7 @@ def _figure(theme: Theme, title: str, x_label: str, y_label: str, height: float 
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color(theme.grid)
-    return figure, axes
+    return axes
 
 
 def _legend(axes: Axes, theme: Theme) -> None:

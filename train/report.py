@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-import base64
-import html
+import itertools
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from train import files, plots
+from train.document import Block, Code, Heading, Plot, Table, Text, Tiles, html_page, markdown
 from train.errors import TrainError
 from train.metrics import METRICS_FILE, EpochRow, RunRecord, Speed
 
@@ -30,6 +30,7 @@ class Summary:
 
     Total: steps from asking for the batch to updated parameters. Compute-only: the same without waiting for batches.
     Loader-only: the loader running alone. Whole run: all images over all the time, validation and the rest included.
+    The GPUs' figures are means over the same steps; None: not read.
     """
 
     total: Speed
@@ -45,6 +46,11 @@ class Summary:
     limit_text: str
     time_split_seconds: dict[str, float]
     best: EpochRow | None  # the epoch with the highest validation top-1
+    gpu_power: float | None  # W, all GPUs together
+    gpu_utilization: float | None  # fraction of the time in which a kernel ran
+    gpu_memory: float | None  # GiB, the most in use on a GPU
+    joules_per_image: float | None  # of the GPUs, training steps only
+    price: float | None  # of the run so far, in the currency of --price-per-hour
 
 
 def summarize(record: RunRecord) -> Summary:
@@ -81,7 +87,33 @@ def summarize(record: RunRecord) -> Summary:
         limit_text=text,
         time_split_seconds=split,
         best=max(validated, key=lambda row: row.val_top1 or 0.0, default=None),
+        **_gpu_figures(record),
+        price=record.price,
     )
+
+
+def _gpu_figures(record: RunRecord) -> dict[str, float | None]:
+    """The GPUs' fields of `Summary`."""
+    step_ms, counted = np.asarray(record.step_ms), np.zeros(len(record.step_ms), dtype=bool)
+    counted[record.counted_steps] = True
+    # Each point is a mean over the steps since the point before, and counts for as long as these took.
+    ends = [point.step - record.steps_before for point in record.gpu_curve]
+    parts = [np.arange(start, end)[counted[start:end]] for start, end in itertools.pairwise([0, *ends])]
+    seconds = np.array([step_ms[part].sum() / 1e3 for part in parts])
+    images = np.array([record.images_per_step * len(part) for part in parts])
+    readings = [(point.power, point.utilization, point.memory) for point in record.gpu_curve]
+    power, utilization, memory = np.array(readings, dtype=float).reshape(-1, 3).T  # None becomes NaN
+
+    def total_per(values: np.ndarray, weights: np.ndarray) -> float | None:
+        known = ~np.isnan(values)
+        return float((values * seconds)[known].sum() / weights[known].sum()) if weights[known].any() else None
+
+    return {
+        "gpu_power": total_per(power, seconds),
+        "gpu_utilization": total_per(utilization, seconds),
+        "gpu_memory": None if np.isnan(memory).all() else float(np.nanmax(memory)),
+        "joules_per_image": total_per(power, images),
+    }
 
 
 def _limit(compute: float, loader: float | None, wait_share: float) -> tuple[str, str]:
@@ -115,6 +147,8 @@ def write_report(folder: Path, record: RunRecord) -> Path:
     }
     if record.loss_curve:
         figures["loss.png"] = lambda theme: plots.loss(record, theme)
+    if any(point.power is not None or point.utilization is not None for point in record.gpu_curve):
+        figures["gpu.png"] = lambda theme: plots.gpu(record, theme)
     if record.epochs:
         figures["accuracy.png"] = lambda theme: plots.accuracy(record, theme)
     light = {name: draw(plots.LIGHT) for name, draw in figures.items()}
@@ -124,8 +158,8 @@ def write_report(folder: Path, record: RunRecord) -> Path:
     contents: dict[str, bytes] = {
         **light,
         "report.json": json.dumps({"summary": asdict(summary), **record.to_dict()}, indent=1).encode(),
-        "report.md": _markdown(title, blocks).encode(),
-        "report.html": _html(title, blocks, light, dark).encode(),
+        "report.md": markdown(title, blocks).encode(),
+        "report.html": html_page(title, blocks, light, dark).encode(),
         "dawnbench.tsv": dawnbench_tsv(record).encode(),
     }
     for name, content in contents.items():
@@ -145,49 +179,12 @@ def dawnbench_tsv(record: RunRecord) -> str:
     return "\n".join(lines) + "\n"
 
 
-# --- contents: one list of blocks, rendered as Markdown and as HTML ---
-
-
-@dataclass(frozen=True)
-class Heading:
-    text: str
-
-
-@dataclass(frozen=True)
-class Text:
-    text: str
-
-
-@dataclass(frozen=True)
-class Code:
-    text: str
-
-
-@dataclass(frozen=True)
-class Plot:
-    file: str
-    caption: str
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """A few figures to see first: (value, what it is)."""
-
-    figures: Sequence[tuple[str, str]]
-
-
-@dataclass(frozen=True)
-class Table:
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    folded: str = ""  # title under which HTML hides a long table
-
-
-Block = Heading | Text | Code | Plot | Tiles | Table
+# --- contents ---
 
 CAPTIONS = {
     "throughput.png": "Speed of every training step over the time spent in steps.",
     "time_split.png": "All time of the run, from its start to its end.",
+    "gpu.png": "Means between two log lines, over the time spent in steps.",
     "loss.png": "Mean training loss between two log lines; validation loss after an epoch.",
     "accuracy.png": "Share of images whose class is the first guess (top-1) or among the first five (top-5).",
 }
@@ -201,6 +198,8 @@ def _contents(record: RunRecord, summary: Summary, figures: Sequence[str]) -> tu
         tiles += [(f"{summary.best.val_top1:.1%}", f"validation top-1, epoch {summary.best.epoch}")]
         tiles += [(f"{summary.best.val_top5:.1%}", "top-5 of the same epoch")]
     tiles += [(_duration(record.seconds), f"on {record.num_processes} process{'es' * (record.num_processes > 1)}")]
+    if summary.price is not None:
+        tiles += [(f"{summary.price:,.2f}", "price of the run")]
     blocks: list[Block] = [
         Tiles(tiles),
         Text(summary.limit_text),
@@ -224,7 +223,8 @@ def _contents(record: RunRecord, summary: Summary, figures: Sequence[str]) -> tu
             ],
         ),
     ]
-    if len(figures) > 2:
+    blocks += _gpu_blocks(record, summary, figures)
+    if record.loss_curve or record.epochs:
         blocks += [Heading("Learning")]
         blocks += [Plot(name, CAPTIONS[name]) for name in ("loss.png", "accuracy.png") if name in figures]
     if record.epochs:
@@ -238,6 +238,31 @@ def _contents(record: RunRecord, summary: Summary, figures: Sequence[str]) -> tu
         Table(("option", "value"), [(k, _plain(v)) for k, v in _flat(record.config).items()], folded="All options"),
     ]
     return title, blocks
+
+
+def _gpu_blocks(record: RunRecord, summary: Summary, figures: Sequence[str]) -> list[Block]:
+    """The GPUs' readings and the price; nothing for a run on a CPU that has no price."""
+    problems = [event["problem"] for event in record.events if event["event"] == "gpu_readings"]
+    rows: list[tuple[str, str, str]] = []
+    if record.gpu_curve:
+        several = " together" if record.num_processes > 1 else ""
+        for name, value, form, what in (
+            ("utilisation", summary.gpu_utilization, "{:.0%}", "of the time, some kernel ran"),
+            ("power", summary.gpu_power, "{:,.0f} W", f"of the GPU{'s' * bool(several)}{several}"),
+            ("energy", summary.joules_per_image, "{:.3g} J", "an image, in training steps"),
+            ("memory", summary.gpu_memory, "{:.1f} GiB", "in use at most, by any program"),
+        ):
+            rows.append((name, "not known" if value is None else form.format(value), what))
+    if summary.price is not None:
+        rows.append(("price", f"{summary.price:,.2f}", f"at {record.config['price_per_hour']:g} an hour"))
+    blocks: list[Block] = []
+    if rows or problems:
+        blocks += [Heading("GPU and price" if record.gpu_curve or problems else "Price")]
+    if rows:
+        blocks += [Table(("", "", ""), rows)]
+    if "gpu.png" in figures:
+        blocks += [Plot("gpu.png", CAPTIONS["gpu.png"])]
+    return blocks + [Text(f"{problem}.") for problem in dict.fromkeys(problems)]
 
 
 def _throughput_table(summary: Summary) -> Table:
@@ -301,97 +326,6 @@ def _plain(value: Any) -> str:
 
 def _duration(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds))) if seconds >= 60 else f"{seconds:.1f} s"
-
-
-# --- rendering ---
-
-
-def _markdown(title: str, blocks: Sequence[Block]) -> str:
-    parts = [f"# {title}"]
-    for block in blocks:
-        match block:
-            case Heading(text):
-                parts.append(f"## {text}")
-            case Text(text):
-                parts.append(text)
-            case Code(text):
-                parts.append(f"    {text}")
-            case Plot(file, caption):
-                parts.append(f"![{caption}]({file})")
-            case Tiles(figures):
-                parts.append(" · ".join(f"**{value}** {what}" for value, what in figures))
-            case Table(header, rows):
-                lines = [header, ["---"] * len(header), *rows]
-                cells = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in line] for line in lines]
-                parts.append("\n".join(f"| {' | '.join(line)} |" for line in cells))
-    return "\n\n".join(parts) + "\n"
-
-
-STYLE = """
-:root { color-scheme: light dark; --back: #fff; --text: #1f2328; --muted: #6e7781; --line: #e4e8ec; --soft: #f6f8fa; }
-@media (prefers-color-scheme: dark) {
-  :root { --back: #0f1319; --text: #e6edf3; --muted: #8b949e; --line: #262c35; --soft: #171c24; }
-}
-body { background: var(--back); color: var(--text); font: 16px/1.55 system-ui, sans-serif; margin: 0; }
-main { max-width: 56rem; margin: 0 auto; padding: 2rem 1.25rem 4rem; }
-h1 { font-size: 1.7rem; margin: 0 0 1.25rem; }
-h2 { font-size: 1.2rem; margin: 2.5rem 0 .75rem; padding-bottom: .3rem; border-bottom: 1px solid var(--line); }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(11rem, 1fr)); gap: .75rem; margin: 1rem 0; }
-.tile { background: var(--soft); border: 1px solid var(--line); border-radius: .5rem; padding: .8rem 1rem; }
-.tile b { display: block; font-size: 1.6rem; line-height: 1.2; font-variant-numeric: tabular-nums; }
-.tile span { color: var(--muted); font-size: .85rem; }
-.scroll { overflow-x: auto; margin: .75rem 0; }
-table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
-th { text-align: left; color: var(--muted); font-weight: 600; }
-th, td { padding: .3rem 1.25rem .3rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
-td { overflow-wrap: anywhere; }
-pre { background: var(--soft); border: 1px solid var(--line); border-radius: .4rem; padding: .6rem .8rem;
-      white-space: pre-wrap; overflow-wrap: anywhere; font-size: .85rem; }
-figure { margin: 1rem 0; }
-img { width: 100%; height: auto; border-radius: .4rem; }
-figcaption { color: var(--muted); font-size: .85rem; }
-summary { cursor: pointer; }
-"""
-
-
-def _html(title: str, blocks: Sequence[Block], light: Mapping[str, bytes], dark: Mapping[str, bytes]) -> str:
-    text_of = html.escape
-    parts = []
-    for block in blocks:
-        match block:
-            case Heading(text):
-                parts.append(f"<h2>{text_of(text)}</h2>")
-            case Text(text):
-                parts.append(f"<p>{text_of(text)}</p>")
-            case Code(text):
-                parts.append(f"<pre>{text_of(text)}</pre>")
-            case Plot(file, caption):
-                parts.append(
-                    f'<figure><picture><source media="(prefers-color-scheme: dark)" srcset="{_data_url(dark[file])}">'
-                    f'<img src="{_data_url(light[file])}" alt="{text_of(caption)}"></picture>'
-                    f"<figcaption>{text_of(caption)}</figcaption></figure>"
-                )
-            case Tiles(figures):
-                tiles = "".join(
-                    f'<div class="tile"><b>{text_of(value)}</b><span>{text_of(what)}</span></div>'
-                    for value, what in figures
-                )
-                parts.append(f'<div class="tiles">{tiles}</div>')
-            case Table(header, rows, folded):
-                head = "".join(f"<th>{text_of(cell)}</th>" for cell in header) if any(header) else ""
-                body = "".join(f"<tr>{''.join(f'<td>{text_of(str(c))}</td>' for c in row)}</tr>" for row in rows)
-                table = f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
-                parts.append(f"<details><summary>{text_of(folded)}</summary>{table}</details>" if folded else table)
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{text_of(title)}</title><style>{STYLE}</style></head>\n"
-        f"<body><main><h1>{text_of(title)}</h1>\n" + "\n".join(parts) + "\n</main></body></html>\n"
-    )
-
-
-def _data_url(png: bytes) -> str:
-    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -18,6 +18,7 @@ import pytest
 from rich.console import Console
 
 from train.errors import TrainError
+from train.gpu_monitor import GpuReadings
 from train.metrics import METRICS_FILE, UNITS, RunRecord, speed
 from train.recorder import Recorder
 
@@ -283,6 +284,31 @@ def test_metrics_may_come_a_step_late(tmp_path: Path) -> None:
     assert [line.split("  ")[0] for line in run.output.getvalue().splitlines()] == [
         "epoch 1/3, step 2/9", "epoch 1/3, step 4/9",
     ]  # fmt: skip
+
+
+def test_gpu_readings_and_price(tmp_path: Path) -> None:
+    run = Run(tmp_path, config={"price_per_hour": 36.0})
+    with run.recorder as recorder:
+        recorder.begin_epoch(0, 10)
+        for number in range(4):
+            run.clock.seconds += 50.0
+            recorder.end_step(0.1)
+            recorder.close_interval()
+            memory = float("nan") if number == 1 else 10.0 + number
+            recorder.log(Metrics(1.0, 0, 0, 1), GpuReadings(100.0 * number, 0.25 * number, memory) if number else None)
+    record = recorder.record
+    assert [(point.step, point.power, point.utilization, point.memory) for point in record.gpu_curve] == [
+        (2, 100.0, 0.25, None), (3, 200.0, 0.5, 12.0), (4, 300.0, 0.75, 13.0),
+    ]  # fmt: skip
+    assert record.price == pytest.approx(2.0)  # 200 s
+    assert lines(tmp_path)[-1]["price"] == pytest.approx(2.0)
+    assert RunRecord.read_jsonl(tmp_path / METRICS_FILE) == record
+    assert RunRecord.from_dict(json.loads(json.dumps(record.to_dict()))) == record
+    written = [line for line in lines(tmp_path) if line["event"] == "steps"]
+    assert {"gpu_power", "gpu_utilization", "gpu_memory"} <= written[-1].keys() & UNITS.keys()
+    assert "gpu_power" not in written[0]
+    resumed = Run(tmp_path, first_step=3).recorder
+    assert [point.step for point in resumed.record.gpu_curve] == [2, 3]
 
 
 def test_a_run_whose_end_nobody_knows(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from PIL import Image
 
 from train import plots, report
 from train.errors import TrainError
-from train.metrics import METRICS_FILE, EpochRow, LossPoint, RunRecord
+from train.metrics import METRICS_FILE, EpochRow, GpuPoint, LossPoint, RunRecord
 from train.recorder import Recorder
 
 IMAGES_PER_STEP = 48
@@ -62,6 +62,35 @@ def record() -> RunRecord:
 def counted(values: list[float]) -> list[float]:
     """Both sessions without their warm-up."""
     return values[WARMUP:FIRST_SESSION] + values[FIRST_SESSION + WARMUP :]
+
+
+def test_gpu_figures_weigh_by_counted_time(record: RunRecord, tmp_path: Path) -> None:
+    """Points every 5 steps, beginning with the warm-up, which counts neither joules nor images."""
+    assert "GPU" not in report.write_report(tmp_path, record).read_text(), "a run on a CPU does not speak of it"
+    record.config["price_per_hour"] = 3.5
+    points = range(5, FIRST_SESSION + SECOND_SESSION + 1, 5)
+    record.gpu_curve = [GpuPoint(step, 10.0 * step, None if step == 20 else 0.5, step / 2) for step in points]
+    counted = [*range(WARMUP, FIRST_SESSION), *range(FIRST_SESSION + WARMUP, FIRST_SESSION + SECOND_SESSION)]
+    assert len(record.step_ms) == points[-1]
+    joules = sum(10.0 * (5 * (i // 5) + 5) * record.step_ms[i] / 1e3 for i in counted)
+    found = report.summarize(record)
+    assert found.joules_per_image == pytest.approx(joules / (IMAGES_PER_STEP * len(counted)))
+    assert found.gpu_power == pytest.approx(joules / sum(record.step_ms[i] / 1e3 for i in counted))
+    assert (found.gpu_utilization, found.gpu_memory) == pytest.approx((0.5, 27.5))
+    assert found.price == pytest.approx(3.5 * record.seconds / 3600)
+    record.events.append({"event": "gpu_readings", "time": 2.0, "problem": "NVML does not give energy: Not Supported"})
+    text = report.write_report(tmp_path, record).read_text()
+    for cell in (f"| energy | {found.joules_per_image:.3g} J |", "| utilisation | 50% |", "at 3.5 an hour",
+                 "NVML does not give energy: Not Supported."):  # fmt: skip
+        assert cell in text, cell
+    assert Image.open(tmp_path / "gpu.png").size[0] > 500
+
+
+def test_a_gpu_that_tells_nothing(record: RunRecord, tmp_path: Path) -> None:
+    record.gpu_curve = [GpuPoint(10, None, None, None)]
+    text = report.write_report(tmp_path, record).read_text()
+    assert "| power | not known |" in text and "gpu.png" not in text
+    assert report.summarize(record).joules_per_image is None
 
 
 def test_every_figure_of_the_summary(record: RunRecord) -> None:
