@@ -149,23 +149,27 @@ class Loader(ABC):
 
     def _identity(self) -> dict[str, Any]:
         """What must be the same for a position to mean the same images."""
-        return {
-            "split": self.config.split,
-            "num_images": self.num_images,
-            "global_batch": self.config.batch_size * self.shard[1],
-            "seed": self.config.seed,
-        }
+        return {"split": self.config.split, "num_images": self.num_images, "seed": self.config.seed}
+
+    @property
+    def global_batch(self) -> int:
+        """Images of a batch, over all processes."""
+        return self.config.batch_size * self.shard[1]
 
     def state(self) -> bytes:
         """The position, and the bad images met so far, as JSON."""
-        position = {"epoch": self.epoch, "batch": self.batch, "bad_images": list(self._bad.items())}
-        return json.dumps(self._identity() | position).encode()
+        position = {"epoch": self.epoch, "batch": self.batch, "global_batch": self.global_batch}
+        return json.dumps(self._identity() | position | {"bad_images": list(self._bad.items())}).encode()
 
     def restore(self, state: bytes) -> None:
-        """Go to the position of `state`: the next batch is bit for bit the one that would have followed there."""
+        """Go to the position of `state`: the next batch is bit for bit the one that would have followed there.
+
+        Where the global batch was another one, it is the first batch that holds none of the images seen in the epoch:
+        fewer than one batch of images are passed over.
+        """
         try:
             saved = json.loads(state)
-            epoch, batch = int(saved["epoch"]), int(saved["batch"])
+            epoch, num_seen = int(saved["epoch"]), int(saved["batch"]) * int(saved["global_batch"])
             bad = {int(i): str(reason) for i, reason in saved["bad_images"]}
         except (ValueError, KeyError, TypeError):
             raise DataError("the saved loader position cannot be read; start the run anew") from None
@@ -173,9 +177,10 @@ class Loader(ABC):
             if saved.get(key) != value:
                 raise DataError(
                     f"the saved loader position belongs to {key} {saved.get(key)}, but this loader has {value}; "
-                    f"resume with the same data, seed and global batch"
+                    f"resume with the same data and seed"
                 )
-        self.epoch, self.batch, self._bad = epoch, batch, bad
+        self.epoch, self._bad = epoch, bad
+        self.batch = min(-(-num_seen // self.global_batch), self.num_batches)
 
 
 def _require_gpu(device_id: int) -> None:

@@ -12,6 +12,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -79,6 +80,7 @@ class Trainer:
         self.learning_rate = make_schedule(config, self.steps_per_epoch, workers.size)
         self.checkpoints = CheckpointFolder(run_folder, config.keep_checkpoints)
         self.progress = Progress()
+        self.note = ""  # what the user should know about how the run goes on
         self.receive_metrics: Callable[[], Metrics] | None = None  # those asked for at the last log line
         self.metrics_steps = (1, 0)  # first and last step that they are of
         self.monitor = GpuMonitor(executor.gpu_bus_id) if executor.gpu_bus_id else None
@@ -102,6 +104,8 @@ class Trainer:
         """Train until the last epoch, or until a limit or the target is reached. Raises StoppedBySignal, TrainError."""
         config, progress = self.config, self.progress
         stop = ""
+        if self.note:
+            recorder.say(self.note)
         with Signals() as signals, self.monitoring(recorder):
             while progress.epoch < config.epochs and not stop:
                 stop = self._train_epoch(recorder, signals) or self._end_epoch(recorder)
@@ -153,6 +157,11 @@ class Trainer:
                 return f"stopped: {progress.step} steps are done, as many as --max-steps allows"
         return ""
 
+    @property
+    def schedule_step(self) -> int:
+        """The optimizer steps done, had all of them had today's global batch: what the schedule counts."""
+        return self.progress.epoch * self.steps_per_epoch + self.progress.epoch_step
+
     def step(self, batches: Iterator[Batch]) -> bool:
         """One optimizer step on the next batches; False where the epoch has none left."""
         count = 0
@@ -164,7 +173,7 @@ class Trainer:
         if self.workers.size > 1:  # a process alone does not even ask for the gradients, which would wait for a GPU
             self.workers.average(list(self.executor.grads.values()), "gradients")
         decay = average_decay(self.config.ema_decay, self.progress.step)
-        self.optimizer.step(self.learning_rate(self.progress.step), scale=1 / count, average_decay=decay)
+        self.optimizer.step(self.learning_rate(self.schedule_step), scale=1 / count, average_decay=decay)
         self.executor.end_step()
         self.progress.step += 1
         self.progress.epoch_step += 1
@@ -182,7 +191,7 @@ class Trainer:
 
         `read_now`: the metrics of all steps so far are received, as a checkpoint and the end of an epoch need them.
         """
-        recorder.end_step(self.learning_rate(self.progress.step - 1))
+        recorder.end_step(self.learning_rate(self.schedule_step - 1))
         self._log(recorder)
         if recorder.log_due or read_now:
             recorder.close_interval()
@@ -264,31 +273,32 @@ class Trainer:
             loss_scaling=dict(self.optimizer.scaling),
             config=self.config,
             class_names=self.train_loader.class_names,
-            progress=self.progress,
+            progress=replace(self.progress),
             loader_states=self.workers.gather(self.train_loader.state()),
             numpy_rng=np.random.get_state(legacy=False),
         )
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         """Take over all but the parameters, which the executor was built with."""
-        before, num_before = checkpoint.config, len(checkpoint.loader_states)
-        for option, old, new in (
-            ("--accumulate", before.accumulate, self.config.accumulate),
-            ("number of processes", num_before, self.workers.size),
-        ):
-            if old != new:
-                raise TrainError(f"the checkpoint was made with {option} {old}, this run has {new}; resume with {old}")
-        self.train_loader.restore(checkpoint.loader_states[self.workers.rank])
+        before, states = checkpoint.config, checkpoint.loader_states
+        self.train_loader.restore(states[self.workers.rank % len(states)])
+        images, images_before = self.config.global_batch(self.workers.size), before.global_batch(len(states))
+        if images != images_before:
+            self.note = (f"going on with {images} images a step ({self.workers.size} processes) after {images_before} "
+                         f"({len(states)}): the learning rate is scaled with them")
         momenta = self.optimizer.momenta
         for name, momentum in checkpoint.momenta.items():
-            momenta[name][:] = self.executor.from_canonical(name, momentum)
+            # The learning rate is inside the momentum, so it follows it (Goyal et al., arXiv:1706.02677, section 3).
+            momenta[name][:] = self.executor.from_canonical(name, momentum * np.float32(images / images_before))
         averages = self.optimizer.averages
         for name, average in (checkpoint.averages or {**checkpoint.params, **checkpoint.aux}).items():
             if averages:
                 averages[name][:] = self.executor.from_canonical(name, average)
         self.optimizer.scaling = checkpoint.loss_scaling
         np.random.set_state(checkpoint.numpy_rng)
-        self.progress = checkpoint.progress
+        self.progress = replace(checkpoint.progress)
+        if self.train_loader.epoch == self.progress.epoch:
+            self.progress.epoch_step = math.ceil(self.train_loader.batch / self.config.accumulate)
         self.metrics_steps = (self.progress.step, self.progress.step)
         resumed = self.checkpoints.path_of(self.progress.step)
         self.last_saved = resumed if resumed.exists() else None

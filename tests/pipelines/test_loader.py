@@ -117,9 +117,27 @@ def test_image_sizes_by_epoch(numbered):
     assert epoch_of(open_loader(config(numbered, split="val", image_sizes=sizes)))[0][0].shape == (4, 24, 24, 3)
 
 
+@pytest.mark.parametrize("size, num_left", [(1, 3), (2, 1), (3, 0), (7, 0)])
+def test_position_with_another_global_batch(numbered, size, num_left):
+    """18 of 37 images are seen in batches of 3 on each of 3 processes; none comes again with 5 on each of `size`."""
+    before = [open_loader(config(numbered, batch_size=3), (rank, 3)) for rank in range(3)]
+    seen = [int(label) for loader in before for batch in itertools.islice(loader, 2) for label in batch.label.asnumpy()]
+    assert len(set(seen)) == 18
+    labels = []
+    for rank in range(size):
+        after = open_loader(config(numbered, batch_size=5), (rank, size))
+        after.restore(before[0].state())
+        left = labels_of(after)
+        assert len(left) == num_left
+        assert after.epoch == 1
+        labels += [label for batch in left for label in batch]
+    assert len(set(labels)) == 5 * size * num_left
+    assert not set(labels) & set(seen)
+
+
 def test_foreign_states_are_refused(numbered, folder):
     loader = open_loader(config(numbered))
-    others = (config(numbered, seed=1), config(numbered, batch_size=5), config(folder), config(numbered, split="val"))
+    others = (config(numbered, seed=1), config(folder), config(numbered, split="val"))
     for other in others:
         with pytest.raises(DataError, match="the saved loader position belongs to"):
             loader.restore(open_loader(other).state())

@@ -175,3 +175,34 @@ def test_in_mid_schedule_of_image_sizes_and_with_lars(tiny_options, tmp_path, ru
 
     best = checkpoint.load(checkpoint.find(str(whole), prefer_best=True)).progress.best_top1
     assert f"top-1 {best:.2%}" in run_train("validate", "--checkpoint", whole)[1]
+
+
+def test_another_global_batch(tiny_options, tmp_path, run_train):
+    """After 3 steps of 4 images the run goes on with 8: at the 17th of 27 images, with rate and momentum doubled."""
+    folder = tmp_path / "run"
+    assert run_train("--output", folder, *tiny_options, "--max-steps", "3")[0] == 0
+    stopped = checkpoint.load(checkpoint.find(str(folder)))
+    seen: dict[str, object] = {}
+    step = Trainer.step
+
+    def watched_step(self, batches):
+        if not seen:
+            seen.update({name: array.asnumpy() for name, array in self.optimizer.momenta.items()}, trainer=self,
+                        start=(self.train_loader.batch, self.schedule_step, self.progress.step))
+        return step(self, batches)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "step", watched_step)
+        code, out, err = run_train("--resume", folder, "--batch-size", "8", "--log-every", "1")
+    assert code == 0, err
+    assert "going on with 8 images a step (1 processes) after 4 (1): the learning rate is scaled" in out
+    assert seen["start"] == (2, 2, 3)
+    for name, momentum in stopped.momenta.items():
+        if name.endswith(("gamma", "bias")):  # in the same layout everywhere
+            np.testing.assert_array_equal(seen[name], 2 * momentum)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rates = [line["learning_rate"] for line in lines if line["event"] == "steps"]
+    peak = 0.5 * 8 / 256
+    expected = [peak * (1 + np.cos(np.pi * k / 6)) / 2 for k in range(2, 6)]  # 2 epochs of 3 steps, 2 of them done
+    np.testing.assert_allclose(rates[-4:], expected, rtol=1e-6)
+    assert checkpoint.load(checkpoint.find(str(folder))).progress.step == 3 + 4
