@@ -85,6 +85,11 @@ class DaliLoader(Loader):
                 return (*self._pipeline.run(), self._plans.popleft().num_valid)
             except RuntimeError as error:  # DALI gives up a whole batch for one image
                 self._pipeline = None
+                if "CUDA allocation failed" in str(error):  # DALI's words
+                    raise DataError(
+                        f"{self.config.data}: the GPU has no memory left for the loader's batches of "
+                        f"{self.config.batch_size} images; use a smaller batch size, or free memory on that GPU"
+                    ) from error
                 if not self._exclude_undecodable():
                     raise DataError(f"{self.config.data}: DALI failed ({_last_line(error)})") from error
 

@@ -170,3 +170,19 @@ def test_many_broken_images_cost_few_new_pipelines(tmp_path, monkeypatch):
         assert len(loader.bad_images) == len(broken)
     assert labels == set(range(200)) - set(broken)
     assert 3 <= len(starts) <= 9  # 1, 2, 4, ... 64 batches ahead; 40 broken images in 100 batches
+
+
+def test_no_gpu_memory_left_is_no_bad_image(tmp_path, monkeypatch):
+    """DALI's error, as github.com/NVIDIA/DALI/issues/2525 shows it; a search for a broken image would find none."""
+    path = tmp_path / "data.rec"
+    write_records(path, [DECODABLE["RGB JPEG"](seed) for seed in range(8)], [0.0] * 8)
+    loader = open_loader(config(path))
+
+    class FullGpu:
+        def run(self):
+            raise RuntimeError("Critical error in pipeline:\nError when executing Mixed operator decoders__ImageSlice\n"
+                               "CUDA allocation failed\nCurrent pipeline object is no longer valid.")  # fmt: skip
+
+    monkeypatch.setattr(loader, "_start", lambda: setattr(loader, "_pipeline", FullGpu()))
+    with pytest.raises(DataError, match="the GPU has no memory left for the loader's batches of 8 images; use a small"):
+        next(iter(loader))

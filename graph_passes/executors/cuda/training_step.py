@@ -19,6 +19,7 @@ import numpy as np
 
 from disk_cache import Cache
 from graph_passes.errors import GraphError
+from graph_passes.executors.cuda.capacity import check_fits, too_little_memory
 from graph_passes.executors.cuda.convolution import ConvolutionLibrary, import_cudnn
 from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.kernels import C_TYPES, KernelLibrary
@@ -66,10 +67,12 @@ class TrainingStep:
         inferred = graph.infer_shapes(shapes)
         self.store = ParameterStore(
             parameters_of(graph, inferred, tuple(shapes)), {name: inferred[Ref(name)] for name in graph.aux}, dtype)
+        step = precision(gradient_add(gradient(graph, shapes)), dtype)
+        check_fits(step, self._shapes, self.store, *self.gpu.memory())
         self._place_parameters()
         self.persistent = self._persistent(shapes["data"], inferred[graph.outputs[0]])
         self.set_optimizer(optimizer or OptimizerConfig())
-        self.training = self._lower(precision(gradient_add(gradient(graph, shapes)), dtype), "training")
+        self.training = self._lower(step, "training")
         self._convolutions.save()
         self._segments = self._capture_buckets(num_buckets)
         self._mixup = 1.0  # as the GPU has it
@@ -123,7 +126,10 @@ class TrainingStep:
         lowering = Lowering(graph, shapes, self.store, self.persistent, self.gpu, self.kernels, self._convolutions)
         for buffer in lowering.scratch:
             buffer.address = self._allocate(f"{use} {buffer.name}", max(buffer.num_bytes, 1))
-        lowering.program.place(self._allocate(f"{use} arena", lowering.program.arena_bytes))
+        arena_bytes, (free, total) = lowering.program.arena_bytes, self.gpu.memory()
+        if arena_bytes > free:
+            raise too_little_memory(self._shapes["data"], arena_bytes, 0, free, total)
+        lowering.program.place(self._allocate(f"{use} arena", arena_bytes))
         return lowering
 
     def _capture_buckets(self, num_buckets: int) -> list[Any]:

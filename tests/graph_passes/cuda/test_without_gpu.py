@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from graph_passes import Graph, GraphError, Ref, passes
+from graph_passes.executors.cuda.capacity import check_fits
 from graph_passes.executors.cuda.lowering import Lowering, Persistent, padded_channels, parameters_of
 from graph_passes.executors.cuda.parameters import Parameter, ParameterStore
 from graph_passes.executors.cuda.program import Buffer, Launch, Program
@@ -32,8 +33,9 @@ def lower(depth: int, batch: int, size: int, training: bool) -> tuple[Lowering, 
     return lower_graph(graph, {"data": (batch, size, size, 3), "softmax_label": (batch,)}, training)
 
 
-def lower_graph(graph: Graph, shapes: dict[str, tuple[int, ...]], training: bool) -> tuple[Lowering, ParameterStore]:
-    dtype, (batch, height, width, channels) = "float16", shapes["data"]
+def lower_graph(graph: Graph, shapes: dict[str, tuple[int, ...]], training: bool,
+                dtype: str = "float16") -> tuple[Lowering, ParameterStore]:
+    batch, height, width, channels = shapes["data"]
     inferred = graph.infer_shapes(shapes)
     store = ParameterStore(
         parameters_of(graph, inferred, tuple(shapes)), {name: inferred[Ref(name)] for name in graph.aux}, dtype)
@@ -128,6 +130,36 @@ def test_parameters_keep_their_values(shape: tuple[int, ...], device_shape: tupl
     flat = parameter.to_device(values)
     assert flat.size == np.prod(device_shape) and np.count_nonzero(flat) == values.size
     assert np.array_equal(parameter.to_canonical(flat), values)
+
+
+@pytest.mark.parametrize("depth, dtype", [(18, "float32"), (50, "float16")])
+def test_too_little_memory_names_the_largest_batch_that_fits(depth: int, dtype: str) -> None:
+    """For any free memory the step that is really lowered fits with the batch that the sentence gives, which is no less
+    than 4/5 of what the memory would hold."""
+    graph = passes.bn_relu(passes.bn_add_relu(Graph.from_json(resnet(depth, 1000).tojson())))
+    free = int(np.random.default_rng().uniform(1.5, 20) * 2**30)
+    print("free", free)
+
+    def check(batch: int, free: int = free) -> ParameterStore:
+        shapes = {"data": (batch, 224, 160, 3), "softmax_label": (batch,)}
+        inferred = graph.infer_shapes(shapes)
+        statistics = {name: inferred[Ref(name)] for name in graph.aux}
+        store = ParameterStore(parameters_of(graph, inferred, tuple(shapes)), statistics, dtype)
+        step = passes.precision(passes.gradient_add(passes.gradient(graph, shapes)), dtype)
+        check_fits(step, shapes, store, free, 80 * 2**30)
+        return store
+
+    with pytest.raises(GraphError, match=r"of 80.0 GiB free, but training with batches of 5000 images of 224x160 needs "
+                                         r"[\d.]+ GiB: use a batch size of at most (\d+)$") as error:
+        check(5000)
+    largest = int(str(error.value).rsplit(" ", 1)[1])
+    store = check(largest)
+    fixed = sum(array.num_bytes for array in store.arrays.values())
+    lowered = lower_graph(graph, {"data": (largest, 224, 160, 3), "softmax_label": (largest,)}, True, dtype)[0]
+    images = largest * 224 * 160 * 4 * np.dtype(dtype).itemsize
+    assert 0.8 * free < lowered.program.arena_bytes + images + fixed < free
+    with pytest.raises(GraphError, match="free memory on it, or use smaller images"):
+        check(1, free=2**27)
 
 
 def test_refusals_name_the_node() -> None:

@@ -1,0 +1,47 @@
+"""Whether a training step fits into a GPU's memory, and the largest batch that does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from graph_passes.errors import GraphError
+from graph_passes.executors.cuda.lowering import padded_channels
+from graph_passes.executors.cuda.parameters import ParameterStore
+from graph_passes.graph import Graph, Ref
+from graph_passes.passes import memory, tensor_dtypes
+from graph_passes.passes.precision import ITEM_BYTES
+
+GIB = 2**30
+# What a batch may need beyond the planner's arena, relative to it: the lowered step's has workspaces of convolutions and
+# partial sums too (5 % in ResNet-18, 1.4 % in ResNet-50, by tests/graph_passes/cuda/test_without_gpu.py), and the
+# loader's images lie on the same GPU.
+HEADROOM = 0.1
+
+
+def check_fits(step: Graph, shapes: Mapping[str, tuple[int, ...]], store: ParameterStore, free: int,
+               total: int) -> None:
+    """Raise GraphError where the GPU is certain to have too little memory, before kernels are chosen and timed.
+
+    Args:
+        step: the training graph, after the passes gradient and precision.
+        shapes: of its inputs `data` (NHWC) and `softmax_label`.
+        store: the parameters and all else that does not grow with the batch.
+        free, total: bytes of the GPU.
+    """
+    images, height, width, channels = shapes["data"]
+    scale = {"loss_scale": (1,)} if "loss_scale" in step.variables else {}
+    pixel_bytes = padded_channels(channels) * ITEM_BYTES[tensor_dtypes(step)[Ref("data")]]
+    growing = memory(step, {**shapes, **scale}).arena_bytes + images * height * width * pixel_bytes
+    fixed = sum(array.num_bytes for array in store.arrays.values())
+    if growing + fixed > free:
+        raise too_little_memory(shapes["data"], growing, fixed, free, total)
+
+
+def too_little_memory(data: tuple[int, ...], growing: int, fixed: int, free: int, total: int) -> GraphError:
+    """The error that names the largest batch that is sure to fit. `growing`: bytes that batches of the shape `data`
+    need, in proportion to their size; `fixed`: bytes needed besides."""
+    images, height, width, _ = data
+    largest = int(max(0, free - fixed) * images / (growing * (1 + HEADROOM)))
+    advice = f"use a batch size of at most {largest}" if largest else "free memory on it, or use smaller images"
+    return GraphError(f"the GPU has {free / GIB:.1f} of {total / GIB:.1f} GiB free, but training with batches of "
+                      f"{images} images of {height}x{width} needs {(growing + fixed) / GIB:.1f} GiB: {advice}")
