@@ -12,11 +12,13 @@ import pytest
 
 from graph_passes import Graph
 from graph_passes.executors import create_executor
+from graph_passes.executors.mxnet import MXNetExecutor
 from mxnet_compat import mx
 from train import checkpoint
 from train.loop import standard_error_of_median
 from train.model import init_params, resnet
 from train.optimizer import SGD
+from train.recorder import Recorder
 
 
 def read_lines(folder: Path, event: str) -> list[dict]:
@@ -152,3 +154,44 @@ def test_standard_error_of_median(rng):
     estimates = [standard_error_of_median(rng.normal(100, 2, 201)) for _ in range(300)]
     assert np.mean(estimates) == pytest.approx(1.2533 * 2 / np.sqrt(201), rel=0.1)
     assert standard_error_of_median([3.0]) == 0.0
+
+
+def test_metrics_are_received_a_step_late_and_none_is_lost(run_train, tiny_options, tmp_path, monkeypatch):
+    """Asked for after a step, received after the next one was handed to the device; at once at an epoch's end, at a
+    checkpoint and at a limit. Every image of every step is in exactly one line, in a resumed run too."""
+    happened: list[str] = []
+    logged: list[tuple[int, float]] = []  # step, images
+
+    class Late(MXNetExecutor):
+        def forward_backward(self, *arguments, **options):
+            happened.append("step")
+            super().forward_backward(*arguments, **options)
+
+        def request_metrics(self):
+            happened.append("ask")
+            receive = super().request_metrics()
+
+            def receive_late():
+                happened.append("receive")
+                return receive()
+
+            return receive_late
+
+    log = Recorder.log
+
+    def spy(self, metrics, gpu=None):
+        logged.append((self._interval.step, metrics.count))
+        log(self, metrics, gpu)
+
+    monkeypatch.setattr("graph_passes.executors.mxnet.MXNetExecutor", Late)
+    monkeypatch.setattr(Recorder, "log", spy)
+    folder = tmp_path / "run"
+    options = [*tiny_options, "--log-every", "4", "--validate-every", "0"]
+    code, _, err = run_train("--output", folder, *options, "--max-steps", "9")  # of 6 in an epoch, 4 images each
+    assert code == 0, err
+    step, ask, receive = "step", "ask", "receive"
+    assert happened == [step] * 4 + [ask, step, receive, step, ask, receive] + [step] * 3 + [ask, receive]
+    code, _, err = run_train("--resume", folder)
+    assert code == 0, err
+    assert logged == [(4, 16.0), (6, 8.0), (9, 12.0), (12, 12.0)]
+    assert [line["step"] for line in read_lines(folder, "steps")] == [4, 6, 9, 12]
