@@ -31,7 +31,6 @@ Buffers = tuple["Buffer | None", ...]
 TILE_CHANNELS = 64  # channels that a block of batch_norm.cu works on
 REDUCE_BLOCK: Size = (8, 96, 1)  # threads: vectors along the channels, rows
 APPLY_BLOCK: Size = (8, 32, 1)
-REDUCE_BLOCKS_PER_MULTIPROCESSOR, APPLY_BLOCKS_PER_MULTIPROCESSOR = 1, 4  # resident at once, by their launch bounds
 STATISTICS_LAUNCH_MS = 0.003  # what a separate statistics launch costs besides its bytes
 
 
@@ -109,6 +108,7 @@ class Lowering:
         self._sums: dict[Ref, Buffer] = {}  # sum and sum of squares that a convolution has left beside its output
         # Max poolings that are one launch with the BatchNormRelu before them -> that one's input where it won.
         self._pooled: dict[str, Buffer] = {}
+        self._paired: set[str] = set()  # BatchNorms that are one launch with the BatchNormAddRelu that adds them
         self._workspace = Buffer("workspace", (0,), "uint8", persistent=True)
         self._partials = Buffer("partials", (0,), "float32", persistent=True)
         self.scratch = (self._workspace, self._partials)
@@ -275,18 +275,23 @@ class Lowering:
         self._require(node["axis"] in (3, -1), node, f"has axis={node['axis']}: the cuda executor needs NHWC, axis=3")
         self._require(not node["fix_gamma"], node, "has fix_gamma=True, which has no GPU lowering: set it to False")
         x, gamma, beta, running_mean, running_var = (self._input(node, index) for index in range(5))
-        addend = self._input(node, 5) if add else None
         rows, channels = self._rows(node, x)
         size = (count(rows), ctypes.c_int(channels))
-        reduce_grid, apply_grid = self._grids(rows, channels)
 
         sums = self._sums.get(node.inputs[0]) or Buffer(f"{node.name}:sums", (2, channels), "float32")
         if not training:
             self._launch(node, "batch_norm.cu", "sums_from_running", *_threads(channels),
                          (running_mean, running_var, sums, *size), (running_mean, running_var), (sums,))
         elif node.inputs[0] not in self._sums:
-            self._launch(node, "batch_norm.cu", self._kernel("batch_norm_statistics"), reduce_grid, REDUCE_BLOCK,
+            self._launch(node, "batch_norm.cu", self._kernel("batch_norm_statistics"),
+                         self._reduce_grid(rows, channels), REDUCE_BLOCK,
                          (x, sums, self._partials, self._persistent.tickets, *size), (x,), (sums,))
+            self._sums[node.inputs[0]] = sums
+        if self._added_by(node):
+            return  # `_batch_norm_pair`, at the node that adds it
+        if training and add and self._added_by(shortcut := self._graph[node.inputs[5].node]):
+            self._batch_norm_pair(node, shortcut)
+            return
         saved = self._output(node, 1) if training else None
         constants = (ctypes.c_float(node["eps"]), ctypes.c_float(node["momentum"]))
         if pool := self._max_pool_behind(node):
@@ -294,18 +299,63 @@ class Lowering:
             x_winner = Buffer(f"{pool.name}:x_winner", y.shape, y.dtype)
             self._pooled[pool.name] = x_winner
             outputs = math.prod(y.shape[:-1])
-            _, grid = self._grids(outputs, channels)
-            self._launch(node, "batch_norm_pool.cu", self._kernel("batch_norm_relu_max_pool"), grid, APPLY_BLOCK,
+            self._launch(node, "batch_norm_pool.cu", self._kernel("batch_norm_relu_max_pool"),
+                         self._grid(outputs, channels, blocks_per_multiprocessor=3), APPLY_BLOCK,
                          (x, sums, gamma, beta, y, winner, x_winner, saved, running_mean, running_var, *constants,
                           _image(x, y), count(rows), count(outputs), ctypes.c_int(channels)),
                          (x, sums, gamma, beta), (y, winner, x_winner, saved))
             return
         y = self._output(node)
+        addend = self._input(node, 5) if add else None
         mask = self._output(node, 4) if training and add else None
         running = (running_mean, running_var) if training else (None, None)
-        self._launch(node, "batch_norm.cu", self._kernel("batch_norm_apply", add, relu), apply_grid, APPLY_BLOCK,
+        self._launch(node, "batch_norm.cu", self._kernel("batch_norm_apply", add, relu), self._grid(rows, channels),
+                     APPLY_BLOCK,
                      (x, addend, sums, gamma, beta, y, mask, saved, *running, *constants, *size),
                      (x, addend, sums, gamma, beta), (y, saved, mask), in_place=(x, y))
+
+    def _added_by(self, node: Node) -> Node | None:
+        """The BatchNormAddRelu in training that alone reads this BatchNorm, as its addend: a projection shortcut's."""
+        readers = self._graph.consumers.get(Ref(node.name), ())
+        if node.op != "BatchNormTrain" or [reader.op for reader in readers] != ["BatchNormAddReluTrain"]:
+            return None
+        same = all(readers[0][name] == node[name] for name in ("eps", "momentum"))
+        return readers[0] if same and readers[0].inputs[5] == Ref(node.name) else None
+
+    def _batch_norm_pair(self, node: Node, shortcut: Node) -> None:
+        """A BatchNormAddRelu and the BatchNorm that it adds, whose sums are there: neither's output is written."""
+        self._paired |= {node.name, shortcut.name}
+        x, *pairs = ((self._input(node, index), self._input(shortcut, index)) for index in range(5))
+        gamma, beta, running_mean, running_var = pairs
+        sums = (self._sums[node.inputs[0]], self._sums[shortcut.inputs[0]])
+        saved = (self._output(node, 1), self._output(shortcut, 1))
+        y, mask = self._output(node), self._output(node, 4)
+        rows, channels = self._rows(node, x[0])
+        self._launch(node, "batch_norm_pair.cu", self._kernel("batch_norm_pair_apply"), self._grid(rows, channels),
+                     APPLY_BLOCK,
+                     (*x, *sums, *gamma, *beta, y, mask, *saved, *running_mean, *running_var,
+                      ctypes.c_float(node["eps"]), ctypes.c_float(node["momentum"]), count(rows),
+                      ctypes.c_int(channels)),
+                     (*x, *sums, *gamma, *beta), (y, mask, *saved))
+
+    def _batch_norm_pair_backward(self, node: Node) -> None:
+        """Of what `_batch_norm` made one launch; `node` is the BatchNormAddReluBackward."""
+        shortcut, = self._graph.consumers[Ref(node.name, 3)]
+        dy, mask = self._input(node, 0), self._input(node, 4)
+        dy2 = None if node["single_grad"] else self._input(node, 5)
+        x, gamma, saved = ((self._input(node, index), self._input(shortcut, index)) for index in (1, 2, 3))
+        dx, dgamma, dbeta = ((self._output(node, index), self._output(shortcut, index)) for index in range(3))
+        dz = self._output(node, 3)
+        rows, channels = self._rows(node, x[0])
+        size = (count(rows), ctypes.c_int(channels))
+        self._launch(node, "batch_norm_pair.cu", self._kernel("batch_norm_pair_backward_reduce", dy2 is not None),
+                     self._reduce_grid(rows, channels, num_sums=3), REDUCE_BLOCK,
+                     (*x, dy, dy2, mask, dz, *saved, *dgamma, *dbeta, self._partials, self._persistent.tickets, *size),
+                     (*x, dy, dy2, mask, *saved), (dz, *dgamma, *dbeta), in_place=(dy, dz))
+        self._launch(node, "batch_norm_pair.cu", self._kernel("batch_norm_pair_backward_apply"),
+                     self._grid(rows, channels, blocks_per_multiprocessor=2), APPLY_BLOCK,
+                     (*x, dz, *dx, *saved, *gamma, *dgamma, dbeta[0], *size),
+                     (*x, dz, *saved, *gamma, *dgamma, dbeta[0]), dx, in_place=(dz, dx[0]))
 
     def _max_pool_behind(self, node: Node) -> Node | None:
         """The 3x3 max pooling with stride 2 that alone reads a BatchNormRelu in training, as in ResNet's stem."""
@@ -324,24 +374,28 @@ class Lowering:
         dx, dgamma, dbeta = (self._output(node, index) for index in range(3))
         rows, channels = self._rows(node, x)
         outputs, squares = math.prod(dy.shape[:-1]), x.shape[0] * -(-x.shape[1] // 2) * -(-x.shape[2] // 2)
-        reduce_grid, _ = self._grids(outputs, channels)
-        _, apply_grid = self._grids(squares, channels)
-        two, image, last = dy2 is not None, _image(x, dy), ctypes.c_int(channels)
-        self._launch(node, "batch_norm_pool.cu", self._kernel("batch_norm_relu_max_pool_backward_reduce", two),
-                     reduce_grid, REDUCE_BLOCK,
-                     (x_winner, dy, dy2, winner, saved, dgamma, dbeta, self._partials, self._persistent.tickets,
+        image, last = _image(x, dy), ctypes.c_int(channels)
+        dz = Buffer(f"{pool.name}:dz", dy.shape, dy.dtype) if dy2 else dy
+        kernel = self._kernel("batch_norm_relu_max_pool_backward_reduce", dy2 is not None)
+        self._launch(node, "batch_norm_pool.cu", kernel, self._reduce_grid(outputs, channels), REDUCE_BLOCK,
+                     (x_winner, dy, dy2, winner, dz, saved, dgamma, dbeta, self._partials, self._persistent.tickets,
                       count(outputs), last),
-                     (x_winner, dy, dy2, winner, saved), (dgamma, dbeta))
-        self._launch(node, "batch_norm_pool.cu", self._kernel("batch_norm_relu_max_pool_backward_apply", two),
-                     apply_grid, APPLY_BLOCK,
-                     (x, dy, dy2, winner, dx, saved, gamma, dgamma, dbeta, image, count(rows), count(squares), last),
-                     (x, dy, dy2, winner, saved, gamma, dgamma, dbeta), (dx,))
+                     (x_winner, dy, dy2, winner, saved), (dz if dy2 else None, dgamma, dbeta),
+                     in_place=(dy, dz) if dy2 else None)
+        self._launch(node, "batch_norm_pool.cu", self._kernel("batch_norm_relu_max_pool_backward_apply"),
+                     self._grid(squares, channels, blocks_per_multiprocessor=2), APPLY_BLOCK,
+                     (x, dz, winner, dx, saved, gamma, dgamma, dbeta, image, count(rows), count(squares), last),
+                     (x, dz, winner, saved, gamma, dgamma, dbeta), (dx,))
 
     def _batch_norm_backward(self, node: Node) -> None:
         forward = forward_node(node)
         behind = self._graph[node.inputs[0].node]
         if behind.op == "MaxPoolingBackward" and behind.inputs[1].node in self._pooled:
             self._batch_norm_pool_backward(node, behind)
+            return
+        if node.inputs[3].node in self._paired:
+            if forward.op == "BatchNormAddRelu":
+                self._batch_norm_pair_backward(node)
             return
         add = forward.op == "BatchNormAddRelu"
         relu = {"BatchNorm": "NO_RELU", "BatchNormRelu": "RECOMPUTED", "BatchNormAddRelu": "BITS"}[forward.op]
@@ -352,19 +406,18 @@ class Lowering:
         dx, dgamma, dbeta = (self._output(node, index) for index in range(3))
         rows, channels = self._rows(node, x)
         size = (count(rows), ctypes.c_int(channels))
-        reduce_grid, apply_grid = self._grids(rows, channels)
-
         # Where the masked sum of the gradients is wanted (by the addend) or costs more than one read, it is stored.
         dz = self._output(node, 3) if add else Buffer(f"{node.name}:dz", x.shape, x.dtype) if dy2 else None
-        kernel = f"batch_norm_backward_reduce<{self._c_type}, {relu}, {_bool(dy2)}, {_bool(dz)}>"
-        self._launch(node, "batch_norm.cu", kernel, reduce_grid, REDUCE_BLOCK,
+        flags = ", ".join((self._c_type, relu, _bool(dy2), _bool(dz)))
+        self._launch(node, "batch_norm.cu", f"batch_norm_backward_reduce<{flags}>", self._reduce_grid(rows, channels),
+                     REDUCE_BLOCK,
                      (x, dy, dy2, mask, dz, saved, gamma, beta, dgamma, dbeta, self._partials, self._persistent.tickets,
                       *size),
                      (x, dy, dy2, mask, saved, gamma, beta), (dz, dgamma, dbeta), in_place=(dy, dz) if dz else None)
         relu = "NO_RELU" if dz else relu
         source = dz or dy
         kernel = f"batch_norm_backward_apply<{self._c_type}, {relu}>"
-        self._launch(node, "batch_norm.cu", kernel, apply_grid, APPLY_BLOCK,
+        self._launch(node, "batch_norm.cu", kernel, self._grid(rows, channels), APPLY_BLOCK,
                      (x, source, dx, saved, gamma, beta, dgamma, dbeta, *size),
                      (x, source, saved, gamma, beta, dgamma, dbeta), (dx,), in_place=(source, dx))
 
@@ -375,17 +428,16 @@ class Lowering:
         self._require(rows * channels // VECTOR < 2**32, node, f"has {rows} x {channels} elements: use a smaller batch")
         return rows, channels
 
-    def _grids(self, rows: int, channels: int) -> tuple[Size, Size]:
-        """Grids of the reducing and the elementwise kernels: as many blocks as the GPU holds at once."""
+    def _reduce_grid(self, rows: int, channels: int, num_sums: int = 2) -> Size:
+        grid = self._grid(rows, channels, REDUCE_BLOCK, blocks_per_multiprocessor=1)
+        self._partials.shape = (max(self._partials.shape[0], num_sums * channels * grid[1]),)
+        return grid
+
+    def _grid(self, rows: int, channels: int, block: Size = APPLY_BLOCK, blocks_per_multiprocessor: int = 4) -> Size:
+        """As many blocks as the GPU holds at once, by the launch bounds of the kernel."""
         tiles = -(-channels // TILE_CHANNELS)
-
-        def grid(blocks_per_multiprocessor: int, rows_per_block: int) -> Size:
-            blocks = self._gpu.num_multiprocessors * blocks_per_multiprocessor
-            return tiles, max(1, min(blocks // tiles, -(-rows // rows_per_block))), 1
-
-        reduce_grid = grid(REDUCE_BLOCKS_PER_MULTIPROCESSOR, REDUCE_BLOCK[1])
-        self._partials.shape = (max(self._partials.shape[0], 2 * channels * reduce_grid[1]),)
-        return reduce_grid, grid(APPLY_BLOCKS_PER_MULTIPROCESSOR, APPLY_BLOCK[1])
+        blocks = self._gpu.num_multiprocessors * blocks_per_multiprocessor
+        return tiles, max(1, min(blocks // tiles, -(-rows // block[1]))), 1
 
     # --- pooling ---
 

@@ -15,7 +15,7 @@ FLAGS = {
                                    "RECOMPUTED, true, true", "BITS, false, true", "BITS, true, true"],
     "batch_norm_backward_apply": ["NO_RELU", "RECOMPUTED"],
     "batch_norm_relu_max_pool_backward_reduce": ["false", "true"],
-    "batch_norm_relu_max_pool_backward_apply": ["false", "true"],
+    "batch_norm_pair_backward_reduce": ["false", "true"],
     "max_pool_backward": ["false", "true"],
     "inspect_gradients": ["false", "true"],
     "sgd_update": ["false, false", "false, true", "true, false", "true, true"],

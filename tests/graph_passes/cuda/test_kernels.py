@@ -125,6 +125,62 @@ def test_batch_norm_backward(device: Device, dtype: str, rows: int, channels: in
     assert relative_error(device.get(dx, (rows, channels), dtype), wanted) < PRECISION[dtype] + 1e-4
 
 
+@pytest.mark.parametrize("rows, channels", SHAPES[1:])
+def test_batch_norm_pair_forward(device: Device, dtype: str, rows: int, channels: int) -> None:
+    cases = [BatchNormCase(device, rows, channels, dtype, seed) for seed in (rows, channels)]
+    y, mask = device.poisoned((rows, channels), dtype), device.poisoned((rows, channels // 8), "uint8")
+    saved = [device.poisoned((2, channels)) for _ in cases]
+    running = [device.put(np.full(channels, value)) for value in (0.25, 0.5, 2.0, 3.0)]
+    device.run("batch_norm_pair.cu", cases[0].kernel("batch_norm_pair_apply"), (cases[0].tiles, 3, 1), APPLY_BLOCK,
+               *(device.put(case.x, dtype) for case in cases),
+               *(device.put(np.stack([case.x.sum(0), (case.x**2).sum(0)])) for case in cases),
+               *(device.put(case.gamma) for case in cases), *(device.put(case.beta) for case in cases), y, mask, *saved,
+               *running, ctypes.c_float(EPS), ctypes.c_float(MOMENTUM), *cases[0].size)
+    before_relu = sum(case.normal * case.gamma + case.beta for case in cases)
+    got = device.get(y, (rows, channels), dtype)
+    assert relative_error(got, np.maximum(before_relu, 0)) < PRECISION[dtype] + 2e-5  # as in test_batch_norm_forward
+    bits = np.unpackbits(device.get(mask, (rows, channels // 8), "uint8"), axis=1, bitorder="little")
+    clear = np.abs(before_relu) > 1e-3
+    assert np.array_equal(bits[clear], (before_relu > 0)[clear])
+    for number, case in enumerate(cases):
+        kept = device.get(saved[number], (2, channels))
+        assert relative_error(kept, np.stack([case.mean, case.invstd])) < 1e-4
+        for address, old, value in ((running[number], (0.25, 0.5)[number], case.mean),
+                                    (running[2 + number], (2.0, 3.0)[number], case.var)):
+            wanted = MOMENTUM * old + (1 - MOMENTUM) * value
+            assert relative_error(device.get(address, (channels,)), wanted) < 1e-5
+
+
+@pytest.mark.parametrize("rows, channels", SHAPES[1:])
+@pytest.mark.parametrize("two", [False, True])
+def test_batch_norm_pair_backward(device: Device, dtype: str, rows: int, channels: int, two: bool) -> None:
+    cases = [BatchNormCase(device, rows, channels, dtype, seed) for seed in (rows, channels)]
+    random = np.random.default_rng(rows + channels)
+    dy, dy2 = (rounded(random.normal(0.1, 1, (rows, channels)), dtype) for _ in range(2))
+    let_through = random.normal(0, 1, (rows, channels)) > 0
+    dz = (dy + (dy2 if two else 0)) * let_through
+    x, saved = [device.put(case.x, dtype) for case in cases], [case.saved() for case in cases]
+    dgamma, dbeta = ([device.poisoned((channels,)) for _ in cases] for _ in range(2))
+    dz_address = device.poisoned((rows, channels), dtype)
+    partials = device.poisoned((3 * 5 * channels,))
+    mask = device.put(np.packbits(let_through, axis=1, bitorder="little"), "uint8")
+    for _ in range(2):  # twice: the tickets must be back at zero
+        device.run("batch_norm_pair.cu", cases[0].kernel("batch_norm_pair_backward_reduce", str(two).lower()),
+                   (cases[0].tiles, 5, 1), REDUCE_BLOCK, *x, device.put(dy, dtype), device.put(dy2, dtype), mask,
+                   dz_address, *saved, *dgamma, *dbeta, partials, cases[0].tickets, *cases[0].size)
+    sums = [[device.get(address, (channels,)) for address in pair] for pair in (dgamma, dbeta)]
+    dx = [device.poisoned((rows, channels), dtype) for _ in cases]
+    device.run("batch_norm_pair.cu", cases[0].kernel("batch_norm_pair_backward_apply"), (cases[0].tiles, 3, 1),
+               APPLY_BLOCK, *x, dz_address, *dx, *saved, *(device.put(case.gamma) for case in cases), *dgamma, dbeta[0],
+               *cases[0].size)
+    assert relative_error(device.get(dz_address, (rows, channels), dtype), rounded(dz, dtype)) < PRECISION[dtype]
+    for case, address, got_dgamma, got_dbeta in zip(cases, dx, *sums, strict=True):
+        assert relative_error(got_dbeta, dz.sum(0)) < 1e-4
+        assert relative_error(got_dgamma, (dz * case.normal).sum(0)) < 1e-4
+        wanted = case.gamma * case.invstd * (rounded(dz, dtype) - got_dbeta / rows - case.normal * got_dgamma / rows)
+        assert relative_error(device.get(address, (rows, channels), dtype), wanted) < PRECISION[dtype] + 1e-4
+
+
 def pool_reference(x: np.ndarray, window: _Window) -> tuple[np.ndarray, np.ndarray]:
     """Maximum over each window and the place of the first maximum in it."""
     n, height, width, channels = x.shape

@@ -57,13 +57,16 @@ def lower_graph(graph: Graph, shapes: dict[str, tuple[int, ...]], training: bool
     return Lowering(graph, graph.infer_shapes(shapes), store, persistent, gpu, kernels, convolutions), store
 
 
-@pytest.mark.parametrize("depth, batch_norms", [(18, 20), (50, 53), (152, 155)])
-def test_launches_of_a_training_step(depth: int, batch_norms: int) -> None:
+@pytest.mark.parametrize("depth, batch_norms, projections", [(18, 20, 3), (50, 53, 4), (152, 155, 4)])
+def test_launches_of_a_training_step(depth: int, batch_norms: int, projections: int) -> None:
     lowering, store = lower(depth, 4, 64, training=True)
     operations = [launch.operation for launch in lowering.program.launches]
     assert operations.count("fprop_stats") == batch_norms, "the statistics of every BatchNorm come with its convolution"
     assert operations.count("wgrad") == batch_norms + 1 and operations.count("dgrad") == batch_norms
-    assert operations.count("batch_norm_apply") == operations.count("batch_norm_backward_apply") == batch_norms - 1
+    alone = batch_norms - 1 - 2 * projections  # without the stem's, and those that are summed up in one launch
+    assert operations.count("batch_norm_apply") == operations.count("batch_norm_backward_apply") == alone
+    assert operations.count("batch_norm_pair_apply") == projections
+    assert operations.count("batch_norm_pair_backward_apply") == projections
     assert operations.count("batch_norm_relu_max_pool") == 1, "the stem's"
     assert "add" not in operations, "sums of gradients are taken by the kernels that read them"
     assert lowering.ready.keys() == store.parameters.keys()

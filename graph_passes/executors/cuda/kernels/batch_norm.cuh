@@ -15,40 +15,42 @@ constexpr int APPLY_ROWS = 32;               // the same for the elementwise ker
 constexpr int APPLY_THREADS = TILE * APPLY_ROWS;
 constexpr int LOADS = 4;                     // independent 16-byte loads that a thread has in flight
 
-// --- two sums per channel over all rows ---
+// --- sums per channel over all rows ---
 
-// Adds up `sums` (2 x 8 channels a thread) over the block and over all blocks of the tile, always in the same order, so
-// equal inputs give equal bits. The last block to arrive finishes and calls `finish(channel, first sum, second sum)`.
-// `partials` holds 2 * gridDim.y * channels floats; `tickets` one counter a tile, 0 before the launch and after it.
-template <class Finish>
-__device__ void reduce_over_rows(float (&sums)[2][VEC], float *partials, uint32 *tickets, int channels, Finish finish) {
-    constexpr int VALUES = 2 * TILE * VEC;              // 2 sums x 64 channels
+// Adds up `sums` (N x 8 channels a thread) over the block and over all blocks of the tile, always in the same order, so
+// equal inputs give equal bits. The last block to arrive finishes and calls `finish(channel, the N sums)`.
+// `partials` holds N * gridDim.y * channels floats; `tickets` one counter a tile, 0 before the launch and after it.
+template <int N, class Finish>
+__device__ void reduce_over_rows(float (&sums)[N][VEC], float *partials, uint32 *tickets, int channels, Finish finish) {
+    constexpr int CHANNELS = TILE * VEC;
+    constexpr int VALUES = N * CHANNELS;
     constexpr int PARTS = REDUCE_THREADS / VALUES;      // threads for each of them
     constexpr int WARPS = REDUCE_THREADS / WARP;
+    static_assert(REDUCE_THREADS % VALUES == 0);
     __shared__ float shared[WARPS * VALUES];
     __shared__ bool last;
     const int thread = threadIdx.y * TILE + threadIdx.x;
 
     // Over the 4 rows of a warp, then over the warps.
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
+    for (int j = 0; j < N; ++j) {
 #pragma unroll
         for (int k = 0; k < VEC; ++k) {
             float v = sums[j][k];
 #pragma unroll
             for (int distance = TILE; distance < WARP; distance *= 2) v += __shfl_xor_sync(0xffffffff, v, distance);
-            if (thread % WARP < TILE) shared[thread / WARP * VALUES + j * TILE * VEC + threadIdx.x * VEC + k] = v;
+            if (thread % WARP < TILE) shared[thread / WARP * VALUES + j * CHANNELS + threadIdx.x * VEC + k] = v;
         }
     }
     __syncthreads();
     const int value = thread % VALUES, part = thread / VALUES;
-    const int c = blockIdx.x * TILE * VEC + value % (VALUES / 2);
-    const size_t column = size_t(value / (VALUES / 2)) * channels + c;
+    const int c = blockIdx.x * CHANNELS + value % CHANNELS;
+    const size_t column = size_t(value / CHANNELS) * channels + c;
     if (part == 0 && c < channels) {
         float total = 0;
 #pragma unroll
         for (int warp = 0; warp < WARPS; ++warp) total += shared[warp * VALUES + value];
-        partials[size_t(blockIdx.y) * 2 * channels + column] = total;
+        partials[size_t(blockIdx.y) * N * channels + column] = total;
         __threadfence();
     }
     __syncthreads();
@@ -64,16 +66,15 @@ __device__ void reduce_over_rows(float (&sums)[2][VEC], float *partials, uint32 
     if (c < channels)
 #pragma unroll 16
         for (int split = part; split < gridDim.y; split += PARTS)
-            total += __ldcg(partials + size_t(split) * 2 * channels + column);
+            total += __ldcg(partials + size_t(split) * N * channels + column);
     shared[thread] = total;
     __syncthreads();
-    if (thread < VALUES / 2 && c < channels) {
-        float first = 0, second = 0;
-        for (int p = 0; p < PARTS; ++p) {
-            first += shared[p * VALUES + thread];
-            second += shared[p * VALUES + VALUES / 2 + thread];
-        }
-        finish(c, first, second);
+    if (thread < CHANNELS && c < channels) {
+        float totals[N] = {};
+        for (int p = 0; p < PARTS; ++p)
+#pragma unroll
+            for (int j = 0; j < N; ++j) totals[j] += shared[p * VALUES + j * CHANNELS + thread];
+        finish(c, totals);
     }
 }
 

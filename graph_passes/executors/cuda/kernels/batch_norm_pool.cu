@@ -18,79 +18,125 @@ struct Place {
         : image(pixel / width / height), row(pixel / width % height), column(pixel % width) {}
 };
 
-// y = max over the window of relu(x * scale + shift), over `outputs` pixels of the pooled image.
+// --- forward: comparisons are done in packed words, two 16-bit channels at once ---
+
+template <class T> constexpr int LANE_BITS = sizeof(T) * 8;                   // bits of a channel in a word
+template <class T> constexpr int WORDS = sizeof(Packed<T>) / sizeof(uint32);  // words of 8 channels
+template <class T> union Words {
+    Packed<T> packed;
+    uint32 word[WORDS<T>];
+    __device__ Words() {}
+};
+
+// `value` in every lane of a word.
+template <class T> __device__ constexpr uint32 in_lanes(uint32 value) {
+    return LANE_BITS<T> == 16 ? value | value << 16 : value;
+}
+
+// All bits of each lane where a > b.
+template <class T> __device__ inline uint32 greater(uint32 a, uint32 b) {
+    const T *one = reinterpret_cast<const T *>(&a), *other = reinterpret_cast<const T *>(&b);
+    uint32 bits = 0;
+#pragma unroll
+    for (int lane = 0; lane < 32 / LANE_BITS<T>; ++lane)
+        if (to_float(one[lane]) > to_float(other[lane])) bits |= ~0u >> (32 - LANE_BITS<T>) << lane * LANE_BITS<T>;
+    return bits;
+}
+template <> __device__ inline uint32 greater<half>(uint32 a, uint32 b) {
+    uint32 bits;
+    asm("set.gt.u32.f16x2 %0, %1, %2;" : "=r"(bits) : "r"(a), "r"(b));
+    return bits;
+}
+#if __CUDA_ARCH__ >= 900
+template <> __device__ inline uint32 greater<bfloat16>(uint32 a, uint32 b) {
+    uint32 bits;
+    asm("set.gt.u32.bf16x2 %0, %1, %2;" : "=r"(bits) : "r"(a), "r"(b));
+    return bits;
+}
+#endif
+
+// y = max over the window of relu(x * scale + shift), over `outputs` pixels of the pooled image. The largest is where x is
+// the largest, or the smallest if scale < 0: signs are flipped then. A NaN needs no care: it is in the statistics, so that
+// scale and all of its channel are NaN.
 template <class T>
-__global__ void __launch_bounds__(APPLY_THREADS, 4)
+__global__ void __launch_bounds__(APPLY_THREADS, 3)
 batch_norm_relu_max_pool(const Packed<T> *x, const float *sums, const float *gamma, const float *beta, Packed<T> *y,
                          uint2 *winner, Packed<T> *x_winner, float *saved, float *running_mean, float *running_var, float eps, float momentum,
                          Image size, uint32 rows, uint32 outputs, int channels) {
     const int channel = (blockIdx.x * TILE + threadIdx.x) * VEC, pitch = channels / VEC;
     if (channel >= channels) return;
     const Forward of(sums, gamma, beta, saved, running_mean, running_var, eps, momentum, rows, channel, channels);
+    Words<T> flip, lowest;
+#pragma unroll
+    for (int k = 0; k < VEC; ++k) {
+        flip.packed.element[k] = from_float<T>(of.scale[k] < 0 ? -0.f : 0.f);  // the sign bit alone
+        lowest.packed.element[k] = from_float<T>(of.scale[k] < 0 ? INF : -INF);
+    }
     for (uint32 pixel = blockIdx.y * APPLY_ROWS + threadIdx.y; pixel < outputs; pixel += gridDim.y * APPLY_ROWS) {
         const Place at(pixel, size.out_height, size.out_width);
-        float best[VEC] = {};
-        T x_best[VEC] = {};
-        uint32 place[VEC];
-#pragma unroll
-        for (int k = 0; k < VEC; ++k) place[k] = NOBODY;
+        Words<T> here[KERNEL][KERNEL], best;  // all loads first, to have them in flight together
+        uint32 place[WORDS<T>];
 #pragma unroll
         for (int i = 0; i < KERNEL; ++i) {
-            const int row = at.row * STRIDE - PAD + i;
-            if (row < 0 || row >= size.height) continue;
 #pragma unroll
             for (int j = 0; j < KERNEL; ++j) {
-                const int column = at.column * STRIDE - PAD + j;
-                if (column < 0 || column >= size.width) continue;
-                const Packed<T> here = x[((at.image * size.height + row) * size.width + column) * pitch + channel / VEC];
-                float v[VEC];
-                unpack(here, v);
+                const int row = at.row * STRIDE - PAD + i, column = at.column * STRIDE - PAD + j;
+                here[i][j] = lowest;
+                if (row >= 0 && row < size.height && column >= 0 && column < size.width)
+                    here[i][j].packed = x[((at.image * size.height + row) * size.width + column) * pitch + channel / VEC];
+            }
+        }
 #pragma unroll
-                for (int k = 0; k < VEC; ++k) {
-                    v[k] = v[k] * of.scale[k] + of.shift[k];
-                    if (v[k] > best[k] || v[k] != v[k]) {  // NaN wins, so that it stays visible
-                        best[k] = v[k];
-                        x_best[k] = here.element[k];
-                        place[k] = i * KERNEL + j;
-                    }
+        for (int w = 0; w < WORDS<T>; ++w) {
+            best.word[w] = lowest.word[w] ^ flip.word[w];  // -infinity
+            place[w] = in_lanes<T>(NOBODY);
+        }
+#pragma unroll
+        for (int i = 0; i < KERNEL; ++i) {
+#pragma unroll
+            for (int j = 0; j < KERNEL; ++j) {
+#pragma unroll
+                for (int w = 0; w < WORDS<T>; ++w) {
+                    const uint32 value = here[i][j].word[w] ^ flip.word[w];
+                    const uint32 better = greater<T>(value, best.word[w]);
+                    best.word[w] = (value & better) | (best.word[w] & ~better);
+                    place[w] = (in_lanes<T>(i * KERNEL + j) & better) | (place[w] & ~better);
                 }
             }
         }
-        y[pixel * pitch + channel / VEC] = pack<T>(best);
-        Packed<T> packed;
+        const uint32 to = pixel * pitch + channel / VEC;
 #pragma unroll
-        for (int k = 0; k < VEC; ++k) packed.element[k] = x_best[k];
-        x_winner[pixel * pitch + channel / VEC] = packed;
+        for (int w = 0; w < WORDS<T>; ++w) best.word[w] ^= flip.word[w];
+        x_winner[to] = best.packed;
+        float v[VEC];
+        unpack(best.packed, v);
         uint2 places = {0, 0};
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            places.x |= place[k] << 8 * k;
-            places.y |= place[k + 4] << 8 * k;
+        for (int k = 0; k < VEC; ++k) {
+            v[k] = v[k] * of.scale[k] + of.shift[k];
+            uint32 p = place[k * LANE_BITS<T> / 32] >> k * LANE_BITS<T> % 32 & 0xff;
+            if (v[k] <= 0) {
+                v[k] = 0;
+                p = NOBODY;
+            }
+            (k < 4 ? places.x : places.y) |= p << 8 * (k % 4);
         }
-        winner[pixel * pitch + channel / VEC] = places;
+        y[to] = pack<T>(v);
+        winner[to] = places;
     }
 }
 
 __device__ inline uint32 winner_of(uint2 places, int k) { return (k < 4 ? places.x : places.y) >> 8 * (k % 4) & 0xff; }
 
-// The gradient of an output pixel: dy, or dy + dy2.
-template <class T, bool TWO>
-__device__ inline void output_gradient(const Packed<T> *dy, const Packed<T> *dy2, uint32 at, float (&g)[VEC]) {
-    unpack(dy[at], g);
-    if (TWO) {
-        float other[VEC];
-        unpack(dy2[at], other);
-#pragma unroll
-        for (int k = 0; k < VEC; ++k) g[k] += other[k];
-    }
-}
+// --- backward ---
 
-// dbeta and dgamma as in batch_norm_backward_reduce, summed over output pixels: each gradient goes to one winner.
+// dbeta and dgamma as in batch_norm_backward_reduce, summed over output pixels: each gradient goes to one winner. The
+// gradient is dy; with TWO it is dy + dy2, which is stored as dz.
 template <class T, bool TWO>
 __global__ void __launch_bounds__(REDUCE_THREADS, 1)
 batch_norm_relu_max_pool_backward_reduce(const Packed<T> *x_winner, const Packed<T> *dy, const Packed<T> *dy2,
-                                         const uint2 *winner, const float *saved, float *dgamma, float *dbeta,
-                                         float *partials, uint32 *tickets, uint32 outputs, int channels) {
+                                         const uint2 *winner, Packed<T> *dz, const float *saved, float *dgamma,
+                                         float *dbeta, float *partials, uint32 *tickets, uint32 outputs, int channels) {
     const int channel = (blockIdx.x * TILE + threadIdx.x) * VEC, pitch = channels / VEC;
     float acc[2][VEC] = {};
     if (channel < channels) {
@@ -100,54 +146,75 @@ batch_norm_relu_max_pool_backward_reduce(const Packed<T> *x_winner, const Packed
         for (uint32 pixel = blockIdx.y * REDUCE_ROWS + threadIdx.y; pixel < outputs; pixel += gridDim.y * REDUCE_ROWS) {
             const uint32 at = pixel * pitch + channel / VEC;
             const uint2 places = winner[at];
-            float g[VEC], v[VEC];
-            output_gradient<T, TWO>(dy, dy2, at, g);
+            float g[VEC], g2[VEC], v[VEC];
+            unpack(dy[at], g);
+            if (TWO) unpack(dy2[at], g2);
             unpack(x_winner[at], v);
 #pragma unroll
             for (int k = 0; k < VEC; ++k) {
+                if (TWO) g[k] += g2[k];
                 if (winner_of(places, k) == NOBODY) g[k] = 0;
                 acc[0][k] += g[k];
                 acc[1][k] += g[k] * (v[k] - mean[k]);
             }
+            if (TWO) dz[at] = pack<T>(g);
         }
     }
-    reduce_over_rows(acc, partials, tickets, channels, [=](int c, float sum, float sum_times_x) {
-        dbeta[c] = sum;
-        dgamma[c] = sum_times_x * saved[channels + c];
+    reduce_over_rows(acc, partials, tickets, channels, [=](int c, const float (&of)[2]) {
+        dbeta[c] = of[0];
+        dgamma[c] = of[1] * saved[channels + c];
     });
 }
 
 // dx as in batch_norm_backward_apply. A thread does the 2x2 input pixels that start at twice its own coordinates: they
 // lie in the same four windows, so that each window is read once for four pixels.
-template <class T, bool TWO>
+template <class T>
 __global__ void __launch_bounds__(APPLY_THREADS, 2)
-batch_norm_relu_max_pool_backward_apply(const Packed<T> *x, const Packed<T> *dy, const Packed<T> *dy2, const uint2 *winner,
-                                        Packed<T> *dx, const float *saved, const float *gamma, const float *dgamma,
-                                        const float *dbeta, Image size, uint32 rows, uint32 squares, int channels) {
+batch_norm_relu_max_pool_backward_apply(const Packed<T> *x, const Packed<T> *dz, const uint2 *winner, Packed<T> *dx,
+                                        const float *saved, const float *gamma, const float *dgamma, const float *dbeta,
+                                        Image size, uint32 rows, uint32 squares, int channels) {
     const int channel = (blockIdx.x * TILE + threadIdx.x) * VEC, pitch = channels / VEC;
     if (channel >= channels) return;
     const Backward of(saved, gamma, nullptr, channel, channels);
     const InputGradient to(of, dgamma, dbeta, rows, channel);
     for (uint32 square = blockIdx.y * APPLY_ROWS + threadIdx.y; square < squares; square += gridDim.y * APPLY_ROWS) {
         const Place at(square, (size.height + 1) / 2, (size.width + 1) / 2);
-        float dz[2][2][VEC] = {};
+        uint2 places[2][2];
+        Packed<T> packed_dz[2][2], packed[2][2];
+        bool inside[2][2];
+        uint32 target[2][2];
 #pragma unroll
         for (int a = 0; a < 2; ++a) {
 #pragma unroll
             for (int b = 0; b < 2; ++b) {
-                const int row = at.row + a, column = at.column + b;  // of the window
-                if (row >= size.out_height || column >= size.out_width) continue;
-                const uint32 source = ((at.image * size.out_height + row) * size.out_width + column) * pitch + channel / VEC;
-                const uint2 places = winner[source];
+                const int window_row = at.row + a, window_column = at.column + b;
+                places[a][b] = {~0u, ~0u};
+                if (window_row < size.out_height && window_column < size.out_width) {
+                    const uint32 source =
+                        ((at.image * size.out_height + window_row) * size.out_width + window_column) * pitch + channel / VEC;
+                    places[a][b] = winner[source];
+                    packed_dz[a][b] = dz[source];
+                }
+                const int row = 2 * at.row + a, column = 2 * at.column + b;
+                inside[a][b] = row < size.height && column < size.width;
+                target[a][b] = ((at.image * size.height + row) * size.width + column) * pitch + channel / VEC;
+                if (inside[a][b]) packed[a][b] = x[target[a][b]];
+            }
+        }
+        float sum[2][2][VEC] = {};
+#pragma unroll
+        for (int a = 0; a < 2; ++a) {
+#pragma unroll
+            for (int b = 0; b < 2; ++b) {
                 float g[VEC];
-                output_gradient<T, TWO>(dy, dy2, source, g);
+                unpack(packed_dz[a][b], g);
 #pragma unroll
                 for (int r = a; r < 2; ++r) {  // the second window of each direction holds the second pixel only
 #pragma unroll
                     for (int c = b; c < 2; ++c) {
                         const int place = (r + PAD - STRIDE * a) * KERNEL + c + PAD - STRIDE * b;
 #pragma unroll
-                        for (int k = 0; k < VEC; ++k) dz[r][c][k] += winner_of(places, k) == place ? g[k] : 0;
+                        for (int k = 0; k < VEC; ++k) sum[r][c][k] += winner_of(places[a][b], k) == place ? g[k] : 0;
                     }
                 }
             }
@@ -156,14 +223,12 @@ batch_norm_relu_max_pool_backward_apply(const Packed<T> *x, const Packed<T> *dy,
         for (int r = 0; r < 2; ++r) {
 #pragma unroll
             for (int c = 0; c < 2; ++c) {
-                const int row = 2 * at.row + r, column = 2 * at.column + c;
-                if (row >= size.height || column >= size.width) continue;
-                const uint32 target = ((at.image * size.height + row) * size.width + column) * pitch + channel / VEC;
+                if (!inside[r][c]) continue;
                 float v[VEC];
-                unpack(x[target], v);
+                unpack(packed[r][c], v);
 #pragma unroll
-                for (int k = 0; k < VEC; ++k) v[k] = of.scale[k] * dz[r][c][k] + to.b[k] * v[k] + to.c[k];
-                dx[target] = pack<T>(v);
+                for (int k = 0; k < VEC; ++k) v[k] = of.scale[k] * sum[r][c][k] + to.b[k] * v[k] + to.c[k];
+                dx[target[r][c]] = pack<T>(v);
             }
         }
     }

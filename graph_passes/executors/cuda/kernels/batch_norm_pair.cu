@@ -1,0 +1,156 @@
+// Two BatchNorms whose sum goes through ReLU, in one (the end of a block with a projection shortcut), forward and backward:
+// the shortcut's normalised tensor is never written, and the gradient that both share is read once for both.
+//
+// y = relu(norm(x) + norm_2(x_2)). ReLU leaves one bit per element, as in batch_norm.cu.
+#include "batch_norm.cuh"
+
+// Rows from the end, as in batch_norm_apply. `saved` and the running statistics: what `Forward` keeps, of each norm.
+template <class T>
+__global__ void __launch_bounds__(APPLY_THREADS, 4)
+batch_norm_pair_apply(const Packed<T> *x, const Packed<T> *x_2, const float *sums, const float *sums_2,
+                      const float *gamma, const float *gamma_2, const float *beta, const float *beta_2, Packed<T> *y,
+                      uint8 *mask, float *saved, float *saved_2, float *running_mean, float *running_mean_2,
+                      float *running_var, float *running_var_2, float eps, float momentum, uint32 rows, int channels) {
+    constexpr int DEPTH = LOADS / 2;
+    const int channel = (blockIdx.x * TILE + threadIdx.x) * VEC;
+    if (channel >= channels) return;
+    float scale[VEC], scale_2[VEC], shift[VEC];
+    {
+        const Forward of(sums, gamma, beta, saved, running_mean, running_var, eps, momentum, rows, channel, channels);
+        const Forward of_2(sums_2, gamma_2, beta_2, saved_2, running_mean_2, running_var_2, eps, momentum, rows, channel,
+                           channels);
+#pragma unroll
+        for (int k = 0; k < VEC; ++k) {
+            scale[k] = of.scale[k];
+            scale_2[k] = of_2.scale[k];
+            shift[k] = of.shift[k] + of_2.shift[k];
+        }
+    }
+    const uint32 stride = gridDim.y * APPLY_ROWS, pitch = channels / VEC;
+    for (uint32 i = blockIdx.y * APPLY_ROWS + threadIdx.y; i < rows; i += DEPTH * stride) {
+        Packed<T> packed[DEPTH], packed_2[DEPTH];
+#pragma unroll
+        for (int u = 0; u < DEPTH; ++u) {
+            if (i + u * stride >= rows) continue;
+            const uint32 at = (rows - 1 - (i + u * stride)) * pitch + channel / VEC;
+            packed[u] = x[at];
+            packed_2[u] = x_2[at];
+        }
+#pragma unroll
+        for (int u = 0; u < DEPTH; ++u) {
+            if (i + u * stride >= rows) continue;
+            const uint32 at = (rows - 1 - (i + u * stride)) * pitch + channel / VEC;
+            float v[VEC], v_2[VEC];
+            unpack(packed[u], v);
+            unpack(packed_2[u], v_2);
+            uint32 bits = 0;
+#pragma unroll
+            for (int k = 0; k < VEC; ++k) {
+                v[k] = v[k] * scale[k] + (v_2[k] * scale_2[k] + shift[k]);
+                bits |= uint32(v[k] > 0) << k;
+                v[k] = v[k] > 0 || v[k] != v[k] ? v[k] : 0;  // NaN stays visible
+            }
+            y[at] = pack<T>(v);
+            mask[at] = uint8(bits);
+        }
+    }
+}
+
+// The sums of both norms, as in batch_norm_backward_reduce; dbeta is the same for both. dz, which is dy, or dy + dy2,
+// where ReLU let it through, is stored for batch_norm_pair_backward_apply.
+template <class T, bool TWO>
+__global__ void __launch_bounds__(REDUCE_THREADS, 1)
+batch_norm_pair_backward_reduce(const Packed<T> *x, const Packed<T> *x_2, const Packed<T> *dy, const Packed<T> *dy2,
+                                const uint8 *mask, Packed<T> *dz, const float *saved, const float *saved_2,
+                                float *dgamma, float *dgamma_2, float *dbeta, float *dbeta_2, float *partials,
+                                uint32 *tickets, uint32 rows, int channels) {
+    constexpr int DEPTH = LOADS / 4;
+    const int channel = (blockIdx.x * TILE + threadIdx.x) * VEC;
+    const uint32 stride = gridDim.y * REDUCE_ROWS, pitch = channels / VEC;
+    float acc[3][VEC] = {};
+    if (channel < channels) {
+        float mean[VEC], mean_2[VEC];
+        load_floats(saved + channel, mean);
+        load_floats(saved_2 + channel, mean_2);
+        for (uint32 row = blockIdx.y * REDUCE_ROWS + threadIdx.y; row < rows; row += DEPTH * stride) {
+            Packed<T> px[DEPTH], px_2[DEPTH], pdy[DEPTH], pdy2[DEPTH];
+            uint32 bits[DEPTH];
+#pragma unroll
+            for (int u = 0; u < DEPTH; ++u) {
+                if (row + u * stride >= rows) continue;
+                const uint32 at = (row + u * stride) * pitch + channel / VEC;
+                px[u] = x[at];
+                px_2[u] = x_2[at];
+                pdy[u] = dy[at];
+                if (TWO) pdy2[u] = dy2[at];
+                bits[u] = mask[at];
+            }
+#pragma unroll
+            for (int u = 0; u < DEPTH; ++u) {
+                if (row + u * stride >= rows) continue;
+                float v[VEC], v_2[VEC], g[VEC], g2[VEC];
+                unpack(px[u], v);
+                unpack(px_2[u], v_2);
+                unpack(pdy[u], g);
+                if (TWO) unpack(pdy2[u], g2);
+#pragma unroll
+                for (int k = 0; k < VEC; ++k) {
+                    if (TWO) g[k] += g2[k];
+                    if (!(bits[u] >> k & 1)) g[k] = 0;
+                    acc[0][k] += g[k];
+                    acc[1][k] += g[k] * (v[k] - mean[k]);
+                    acc[2][k] += g[k] * (v_2[k] - mean_2[k]);
+                }
+                dz[(row + u * stride) * pitch + channel / VEC] = pack<T>(g);
+            }
+        }
+    }
+    reduce_over_rows(acc, partials, tickets, channels, [=](int c, const float (&of)[3]) {
+        dbeta[c] = of[0];
+        dbeta_2[c] = of[0];
+        dgamma[c] = of[1] * saved[channels + c];
+        dgamma_2[c] = of[2] * saved_2[channels + c];
+    });
+}
+
+// dx and dx_2 as `InputGradient` has them. Rows from the end.
+template <class T>
+__global__ void __launch_bounds__(APPLY_THREADS, 2)
+batch_norm_pair_backward_apply(const Packed<T> *x, const Packed<T> *x_2, const Packed<T> *dz, Packed<T> *dx,
+                               Packed<T> *dx_2, const float *saved, const float *saved_2, const float *gamma,
+                               const float *gamma_2, const float *dgamma, const float *dgamma_2, const float *dbeta,
+                               uint32 rows, int channels) {
+    constexpr int DEPTH = LOADS / 2;
+    const int channel = (blockIdx.x * TILE + threadIdx.x) * VEC;
+    if (channel >= channels) return;
+    const Backward of(saved, gamma, nullptr, channel, channels), of_2(saved_2, gamma_2, nullptr, channel, channels);
+    const InputGradient to(of, dgamma, dbeta, rows, channel), to_2(of_2, dgamma_2, dbeta, rows, channel);
+    const uint32 stride = gridDim.y * APPLY_ROWS, pitch = channels / VEC;
+    for (uint32 i = blockIdx.y * APPLY_ROWS + threadIdx.y; i < rows; i += DEPTH * stride) {
+        Packed<T> px[DEPTH], px_2[DEPTH], pdz[DEPTH];
+#pragma unroll
+        for (int u = 0; u < DEPTH; ++u) {
+            if (i + u * stride >= rows) continue;
+            const uint32 at = (rows - 1 - (i + u * stride)) * pitch + channel / VEC;
+            px[u] = x[at];
+            px_2[u] = x_2[at];
+            pdz[u] = dz[at];
+        }
+#pragma unroll
+        for (int u = 0; u < DEPTH; ++u) {
+            if (i + u * stride >= rows) continue;
+            const uint32 at = (rows - 1 - (i + u * stride)) * pitch + channel / VEC;
+            float v[VEC], v_2[VEC], g[VEC];
+            unpack(px[u], v);
+            unpack(px_2[u], v_2);
+            unpack(pdz[u], g);
+#pragma unroll
+            for (int k = 0; k < VEC; ++k) {
+                v[k] = of.scale[k] * g[k] + to.b[k] * v[k] + to.c[k];
+                v_2[k] = of_2.scale[k] * g[k] + to_2.b[k] * v_2[k] + to_2.c[k];
+            }
+            dx[at] = pack<T>(v);
+            dx_2[at] = pack<T>(v_2);
+        }
+    }
+}
