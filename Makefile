@@ -12,7 +12,7 @@ PYTHON := .venv/bin/python
 SETUP := .venv/.ready
 endif
 
-.PHONY: help setup train-1gpu test test-gpu lint clean
+.PHONY: help setup train-1gpu test test-gpu lint clean bench-scaling
 
 help: $(SETUP)
 	@sed -n 's/^# \?//p' Makefile | head -n 7
@@ -36,6 +36,9 @@ test: lint
 
 test-gpu: $(SETUP)
 	@$(PYTHON) -m pytest -m gpu -rs $(ARGS)
+
+bench-scaling: $(SETUP)
+	@$(PYTHON) benchmarks/scaling.py $(if $(DATA),--data "$(DATA)") $(ARGS)
 
 clean:
 	rm -rf .venv runs data .mypy_cache .ruff_cache .pytest_cache

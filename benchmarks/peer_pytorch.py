@@ -1,11 +1,13 @@
-"""The peer: PyTorch's ResNet training step on one GPU, synthetic data; step_gpu.py starts it and takes turns with it.
+"""The peer: PyTorch's ResNet training step on synthetic data; step_gpu.py starts it and takes turns with it.
 
     python benchmarks/peer_pytorch.py --batch 256 --mode compile
+    python -m torch.distributed.run --standalone --nproc_per_node=4 benchmarks/peer_pytorch.py --ddp
 
 torchvision's ResNet (v1.5, as ours), channels_last, automatic mixed precision, gradient scaler in fp16, fused SGD with
 momentum, cuDNN autotuning; `--mode compile` puts the network through torch.compile. For every line on its standard
-input it measures `--steps` steps and prints one line of JSON; it ends with its input. Runs in an interpreter of its own
-(step_gpu.py starts the one named by PEER_PYTHON): this project itself never imports PyTorch.
+input it measures `--steps` steps and prints one line of JSON; it ends with its input. With `--ddp`, on several GPUs
+through DistributedDataParallel, it measures once, and the first process prints. Runs in an interpreter of its own
+(step_gpu.py and scaling.py start the one named by PEER_PYTHON): this project itself never imports PyTorch.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import sys
 
 import torch
@@ -29,7 +32,12 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float16", "bfloat16", "tf32", "float32"), default="float16")
     parser.add_argument("--mode", choices=("eager", "compile"), default="compile")
     parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--ddp", action="store_true", help="one of the processes that torch.distributed.run started")
     arguments = parser.parse_args()
+    rank = int(os.environ["LOCAL_RANK"]) if arguments.ddp else 0
+    torch.cuda.set_device(rank)
+    if arguments.ddp:
+        torch.distributed.init_process_group("nccl")
 
     torch.backends.cudnn.benchmark = True
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = arguments.dtype == "tf32"
@@ -39,6 +47,8 @@ def main() -> None:
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-5, fused=True)
     scaler = torch.amp.GradScaler("cuda", enabled=dtype is torch.float16)
     loss_function = torch.nn.CrossEntropyLoss(label_smoothing=0.1)
+    if arguments.ddp:
+        network = torch.nn.parallel.DistributedDataParallel(network, device_ids=[rank], gradient_as_bucket_view=True)
     forward = torch.compile(network) if arguments.mode == "compile" else network
     shape = (arguments.batch, 3, arguments.size, arguments.size)
     data = torch.randn(shape, device="cuda", dtype=dtype).to(memory_format=torch.channels_last)
@@ -52,7 +62,7 @@ def main() -> None:
         scaler.step(optimizer)
         scaler.update()
 
-    for _ in sys.stdin:
+    for _ in range(1) if arguments.ddp else sys.stdin:
         for _ in range(WARM_UP):
             step()
         torch.cuda.reset_peak_memory_stats()
@@ -62,11 +72,14 @@ def main() -> None:
             step()
             event.record()
         torch.cuda.synchronize()
-        print(json.dumps({
-            "name": f"PyTorch {torch.__version__} {arguments.mode}",
-            "step_ms": [start.elapsed_time(end) for start, end in itertools.pairwise(events)],
-            "allocated_bytes": torch.cuda.max_memory_allocated(),
-        }), flush=True)
+        if rank == 0:
+            print(json.dumps({
+                "name": f"PyTorch {torch.__version__} {arguments.mode}{' DDP' if arguments.ddp else ''}",
+                "step_ms": [start.elapsed_time(end) for start, end in itertools.pairwise(events)],
+                "allocated_bytes": torch.cuda.max_memory_allocated(),
+            }), flush=True)
+    if arguments.ddp:
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

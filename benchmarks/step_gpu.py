@@ -49,20 +49,22 @@ SWEEP = (
 )
 
 
-def make_step(depth: int, batch: int, size: int, dtype: str) -> tuple[CudaExecutor, Any, Any]:
+def make_step(depth: int, batch: int, size: int, dtype: str, device_id: int = 0,
+              **options: Any) -> tuple[CudaExecutor, Any, Any]:
     """The executor and a batch on the GPU, as a loader gives it: NHWC, 16-bit, padded to 4 channels."""
+    gpu = mx.gpu(device_id)
     symbol = resnet(depth, CLASSES, label_smoothing=0.1)
     graph = passes.bn_relu(passes.bn_add_relu(Graph.from_json(symbol.tojson())))
     shapes = {"data": (batch, size, size, 4), "softmax_label": (batch,)}
-    executor = create_executor("cuda", graph, shapes, device="gpu(0)", dtype="float32" if dtype == "tf32" else dtype,
-                               tf32=dtype == "tf32")
+    executor = create_executor("cuda", graph, shapes, device=f"gpu({device_id})",
+                               dtype="float32" if dtype == "tf32" else dtype, tf32=dtype == "tf32", **options)
     assert isinstance(executor, CudaExecutor)
     executor.set_params(*init_params(symbol, seed=0, channels=4))
     data = mx.nd.random.normal(shape=shapes["data"])
     data[:, :, :, 3] = 0
     label = mx.nd.floor(mx.nd.random.uniform(0, CLASSES, (batch,)))
-    on_gpu = data.astype("float16" if dtype == "float16" else "float32").as_in_context(mx.gpu(0))
-    return executor, on_gpu, label.as_in_context(mx.gpu(0))
+    on_gpu = data.astype("float16" if dtype == "float16" else "float32").as_in_context(gpu)
+    return executor, on_gpu, label.as_in_context(gpu)
 
 
 def measure(executor: CudaExecutor, data: Any, label: Any, steps: int) -> list[float]:

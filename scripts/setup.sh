@@ -69,9 +69,14 @@ build_horovod() {
         # nvcc on PATH may be a link or a wrapper script; it knows best where its toolkit lies.
         export HOROVOD_CUDA_HOME; HOROVOD_CUDA_HOME=$(realpath "$(nvcc --dryrun -x cu /dev/null 2>&1 | sed -n 's/^#\$ TOP=//p')")
     fi
-    # pip's cache would hand the wheel of a CPU build to a GPU machine, and the other way round.
-    PATH=$PWD/$bin:$PATH "$bin/pip" install -q --disable-pip-version-check --no-build-isolation --no-deps \
-        --no-cache-dir --no-binary horovod horovod==0.28.1 >>"$venv/setup.log" 2>&1
+    # From its source, kept for the headers that build_allreduce.sh needs.
+    local source=$venv/src/horovod-0.28.1
+    {
+        "$bin/pip" download -q --disable-pip-version-check --no-build-isolation --no-deps --no-binary horovod \
+            -d "$venv/src" horovod==0.28.1 && tar -xzf "$source.tar.gz" -C "$venv/src" &&
+            PATH=$PWD/$bin:$PATH "$bin/pip" install -q --disable-pip-version-check --no-build-isolation --no-deps \
+                --no-cache-dir "$source" && bash scripts/build_allreduce.sh "$bin/python" "$source"
+    } >>"$venv/setup.log" 2>&1
 }
 
 step packages "$kind $(cksum <pyproject.toml)" install_packages

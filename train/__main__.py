@@ -41,7 +41,8 @@ def train(arguments: Sequence[str]) -> None:
         train_loader = open_split(config, "train", placement, workers)
         val_loader = open_split(config, "val", placement, workers) if config.validate_every else None
         image_size = train_loader.config.size_in(start.progress.epoch if start else 0)
-        executor = build_executor(config, len(train_loader.class_names), image_size, placement, start)
+        executor = build_executor(config, len(train_loader.class_names), image_size, placement, start,
+                                  not workers.alone)
         trainer = Trainer(config, workers, executor, train_loader, val_loader, run_folder, start)
     trainer.broadcast()
     with workers.agreement():
@@ -87,7 +88,8 @@ def benchmark_steps(arguments: Sequence[str]) -> None:
             raise TrainError(f"--profile measures the kernels of the cuda executor, but the executor of this run is "
                              f"{placement.executor}: leave it out")
         loader = open_split(config, "train", placement, workers)
-        executor = build_executor(config, len(loader.class_names), loader.config.size_in(0), placement, None)
+        executor = build_executor(config, len(loader.class_names), loader.config.size_in(0), placement, None,
+                                  not workers.alone)
         trainer = Trainer(config, workers, executor, loader, None, run_folder, None)
     trainer.broadcast()
     with workers.agreement():
@@ -142,7 +144,7 @@ def _resumed_config(file: Path | None, start: checkpoint.Checkpoint | None) -> C
 
 def _default_config(arguments: Sequence[str], workers: Workers) -> Config:
     """Where no preset is named: the one for this data and machine, said where it is somebody's own data."""
-    default = devices.default_config(arguments, workers.local_rank, workers.size)
+    default = devices.default_config(arguments, workers.local_rank)
     if workers.rank == 0 and cli.given_value(arguments, "--data") and not cli.given_value(arguments, "--config"):
         recipe = f"{default.epochs} epochs at {default.image_size} pixels"
         others = ", ".join(name for name in presets() if name != default.config)
@@ -163,7 +165,7 @@ def _run_folder(config: Config, resumed_file: Path | None = None) -> Path:
 
 def _prepare(config: Config, workers: Workers) -> devices.Placement:
     """Choose the device, saying so where it matters, and make the built-in sample set if it is asked for."""
-    placement = devices.choose(config, workers.local_rank, workers.size)
+    placement = devices.choose(config, workers.local_rank)
     if placement.note and workers.rank == 0:
         print(placement.note, flush=True)
     with workers.agreement():
@@ -177,7 +179,7 @@ def _open_recorder(trainer: Trainer, num_epochs: int | None, warmup_steps: int =
     config, workers, progress = trainer.config, trainer.workers, trainer.progress
     if workers.rank == 0:
         files.write(trainer.run_folder / CONFIG_FILE, json.dumps(config.to_dict(), indent=2).encode() + b"\n")
-    return Recorder(
+    recorder = Recorder(
         trainer.run_folder,
         config=config.to_dict(),
         images_per_step=config.global_batch(workers.size),
@@ -191,6 +193,9 @@ def _open_recorder(trainer: Trainer, num_epochs: int | None, warmup_steps: int =
         tensorboard=config.tensorboard,
         mlperf=config.mlperf,
     )
+    if trainer.average:
+        recorder.say(workers.describe(trainer.average))
+    return recorder
 
 
 def _report(recorder: Recorder, run_folder: Path) -> None:

@@ -58,11 +58,17 @@ def open_split(config: Config, split: str, placement: Placement, workers: Worker
 
 
 def build_executor(
-    config: Config, num_classes: int, image_size: int, placement: Placement, checkpoint: Checkpoint | None
+    config: Config,
+    num_classes: int,
+    image_size: int,
+    placement: Placement,
+    checkpoint: Checkpoint | None,
+    averages: bool = False,
 ) -> Executor:
     """The network with the parameters of `checkpoint`, or initial ones without. Raises GraphError or TrainError.
 
-    `image_size` is that of the first batches, in pixels: for others the executor is built when they come.
+    `image_size` is that of the first batches, in pixels: for others the executor is built when they come. `averages`:
+    its gradients will be averaged with those of other processes.
     """
     symbol = resnet(config.depth, num_classes, config.label_smoothing)
     if checkpoint is None:
@@ -78,6 +84,10 @@ def build_executor(
     if placement.executor == "cuda":
         dtype = network_dtype(config, placement)
         options = {"dtype": dtype, "tf32": config.tf32, "deterministic": config.deterministic}
+        if averages:
+            # Horovod's MXNet library knows no bfloat16.
+            wide = config.wire_dtype == "float32" or dtype == "bfloat16"
+            options |= {"num_buckets": config.buckets, "wire_dtype": "float32" if wide else None}
     graph = Graph.from_json(symbol.tojson())
     executor = create_executor(placement.executor, graph, shapes, placement.device, **options)
     executor.set_params(params, aux)

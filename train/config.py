@@ -97,6 +97,10 @@ class Config:
     that; 0: no average. The decay of the first steps is lower, so that the average leaves the initial weights soon."""
     accumulate: int = 1
     """Batches whose gradients are averaged into one optimizer step."""
+    buckets: int = 2
+    """Executor cuda on several GPUs: parts in which the gradients are averaged while the backward pass goes on."""
+    wire_dtype: Literal["auto", "float32"] = "auto"
+    """Executor cuda on several GPUs: type in which gradients are averaged; auto: float16 where dtype is."""
 
     # --- the run ---
     device: Literal["auto", "cpu", "gpu"] = "auto"
@@ -185,7 +189,7 @@ class BenchmarkConfig(Config):
 
 # What a value must be, by name of the knob: a test and its words.
 _LIMITS = {
-    **dict.fromkeys(("batch_size", "epochs", "accumulate", "keep_checkpoints", "log_every", "min_steps",
+    **dict.fromkeys(("batch_size", "epochs", "accumulate", "buckets", "keep_checkpoints", "log_every", "min_steps",
                      "limit_steps"),
                     (lambda value: value >= 1, "at least 1")),
     "image_size": (lambda value: value >= MIN_IMAGE_SIZE, f"at least {MIN_IMAGE_SIZE} pixels"),

@@ -56,7 +56,7 @@ def find_gpus() -> list[Gpu]:
     return gpus
 
 
-def default_config(arguments: Sequence[str], local_rank: int, num_processes: int) -> Config:
+def default_config(arguments: Sequence[str], local_rank: int) -> Config:
     """The preset of a command line that names none: ImageNet's recipe for data of one's own on a GPU, else the sample
     set's."""
     data, device, executor = (cli.given_value(arguments, option) for option in ("--data", "--device", "--executor"))
@@ -64,15 +64,15 @@ def default_config(arguments: Sequence[str], local_rank: int, num_processes: int
         return load_preset(DEFAULT_PRESET)
     wanted = Config(device=device or "auto", executor=executor or "auto")  # type: ignore[arg-type]  # not checked yet
     try:
-        on_gpu = _place(wanted, local_rank, num_processes).device.startswith("gpu")
+        on_gpu = _place(wanted, local_rank).device.startswith("gpu")
     except TrainError:  # which is raised again when the command line is taken in full
         on_gpu = False
     return load_preset(IMAGENET_PRESET if on_gpu else DEFAULT_PRESET)
 
 
-def choose(config: Config, local_rank: int, num_processes: int = 1) -> Placement:
+def choose(config: Config, local_rank: int) -> Placement:
     """Device and executor of this process. Raises TrainError where what was asked for cannot be had."""
-    placement = _place(config, local_rank, num_processes)
+    placement = _place(config, local_rank)
     if placement.executor != "cuda" and config.dtype in ("float16", "bfloat16"):
         raise TrainError(
             f"--dtype {config.dtype} needs the cuda executor, and this run has the {placement.executor} executor, "
@@ -81,7 +81,7 @@ def choose(config: Config, local_rank: int, num_processes: int = 1) -> Placement
     return placement
 
 
-def _place(config: Config, local_rank: int, num_processes: int) -> Placement:
+def _place(config: Config, local_rank: int) -> Placement:
     gpus = [] if config.device == "cpu" else find_gpus()
     if config.device == "gpu" and len(gpus) <= local_rank:
         found = f"only {len(gpus)} NVIDIA GPUs" if gpus else "no NVIDIA GPU"
@@ -99,10 +99,7 @@ def _place(config: Config, local_rank: int, num_processes: int) -> Placement:
         return Placement(on_cpu, "cpu(0)", "no NVIDIA GPU found: running on the CPU")
     obstacles = []
     for executor in ("cuda", "mxnet") if config.executor == "auto" else (config.executor,):
-        if executor == "cuda":
-            obstacle = _cuda_obstacle(local_rank, num_processes)
-        else:
-            obstacle = _stock_mxnet_obstacle(gpus[local_rank])
+        obstacle = _cuda_obstacle(local_rank) if executor == "cuda" else _stock_mxnet_obstacle(gpus[local_rank])
         if not obstacle:
             return Placement(executor, f"gpu({local_rank})", "")
         obstacles.append(obstacle)
@@ -113,10 +110,8 @@ def _place(config: Config, local_rank: int, num_processes: int) -> Placement:
     return Placement(on_cpu, "cpu(0)", f"running on the CPU: {obstacles[0]}")
 
 
-def _cuda_obstacle(local_rank: int, num_processes: int) -> str:
+def _cuda_obstacle(local_rank: int) -> str:
     """Why the cuda executor cannot use this process's GPU, with the way out, or ""."""
-    if num_processes > 1:
-        return f"the cuda executor runs in one process so far, not in {num_processes}; start one"
     try:
         check_requirements(local_rank)
     except GraphError as error:

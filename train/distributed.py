@@ -1,58 +1,119 @@
 """Several processes with Horovod: Gloo between CPUs, NCCL between GPUs, the same calls for both.
 
 A process started on its own never imports Horovod. Started by `scripts/dgx1_8gpu.sh` (or horovodrun), each process is
-one rank; rank 0 alone writes files and prints.
+one rank; rank 0 alone writes files and prints. docs/multi_gpu.md says how the pieces work together.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
 
 from graph_passes import GraphError
+from graph_passes.executors import Executor
+from graph_passes.executors.cuda.executor import CudaExecutor
 from mxnet_compat import mx
 from pipelines import DataError
+from train.allreduce import BucketAverage
 from train.errors import TrainError
 
 USER_ERRORS = (TrainError, DataError, GraphError)
 BUCKET_BYTES = 25 * 2**20  # gradients are averaged in groups of about this size, as PyTorch's DDP does
+
+# Horovod's settings where the environment has none; docs/multi_gpu.md has the measurements behind them.
+HOROVOD_SETTINGS = {
+    "HOROVOD_CYCLE_TIME": "1",  # ms between two looks for what is to be done
+    "HOROVOD_FUSION_THRESHOLD": "0",  # gradients come in buckets, which nobody needs to join
+    "HOROVOD_NUM_NCCL_STREAMS": "1",
+    "HOROVOD_ENABLE_ASYNC_COMPLETION": "1",  # an all-reduce is over for the host once it is enqueued on the GPU
+}
+
+
+class GradientAverage(Protocol):
+    """The mean of an executor's gradients over all processes."""
+
+    @property
+    def description(self) -> str:
+        """What is averaged how, for the log."""
+
+    @property
+    def start(self) -> Callable[[Any], None] | None:
+        """To be called with each bucket as soon as the executor has it; None where it has no buckets."""
+
+    def finish(self) -> None:
+        """What the optimizer is asked for from now on uses the mean."""
 
 
 class Workers:
     """The processes of this run. Every method is a collective operation: all ranks call it, in the same order."""
 
     def __init__(self) -> None:
-        self.size = int(os.environ.get("HOROVOD_SIZE", "1"))
-        self.rank, self.local_rank, self.local_size = 0, 0, 1
+        self.size, self.rank, self.local_rank, self.local_size = 1, 0, 0, 1
         self._hvd: Any = None
         self._votes: Any = None  # all-reduce of the last `vote`, under way
-        if self.size > 1:
-            self._hvd = _import_horovod(self.size)
+        if "HOROVOD_SIZE" in os.environ:  # a launcher has started this process, though perhaps alone
+            self._hvd = _import_horovod(int(os.environ["HOROVOD_SIZE"]))
+            for name, value in HOROVOD_SETTINGS.items():
+                os.environ.setdefault(name, value)
             self._hvd.init()
-            self.rank, self.local_rank = self._hvd.rank(), self._hvd.local_rank()
-            self.local_size = self._hvd.local_size()
+            self.size, self.rank = self._hvd.size(), self._hvd.rank()
+            self.local_rank, self.local_size = self._hvd.local_rank(), self._hvd.local_size()
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is nobody to work together with, so that Horovod is not even there."""
+        return self._hvd is None
+
+    def describe(self, average: GradientAverage) -> str:
+        """How these processes work together, for the log."""
+        settings = " ".join(f"{name}={os.environ[name]}" for name in HOROVOD_SETTINGS)
+        return f"{self.size} processes; {average.description}; {settings}"
+
+    def gradient_average(self, executor: Executor) -> GradientAverage:
+        """For as long as there are these workers and this executor."""
+        if isinstance(executor, CudaExecutor):
+            return BucketAverage(executor, self.local_rank)
+        return _ArrayAverage(self, executor)
 
     def average(self, arrays: Sequence[Any], name: str) -> None:
         """Replace each MXNet array by its mean over all ranks; `name` tells groups of arrays apart."""
-        if self.size > 1:
+        if self._hvd:
             for flat in self._flattened(arrays):
                 self._hvd.allreduce_(flat.array, op=self._hvd.Average, name=f"{name}.{flat.number}")
                 flat.write_back()
 
-    def broadcast(self, arrays: Sequence[Any], name: str) -> None:
-        """Replace each MXNet array by that of rank 0."""
-        if self.size > 1:
-            for flat in self._flattened(arrays):
-                self._hvd.broadcast_(flat.array, root_rank=0, name=f"{name}.{flat.number}")
-                flat.write_back()
+    def average_on_host(self, arrays: Sequence[Any], name: str) -> None:
+        """The same through the host's memory: for a few small arrays of any device."""
+        if self._hvd:
+            copies = [array.as_in_context(mx.cpu()) for array in arrays]
+            self.average(copies, name)
+            for array, copy in zip(arrays, copies, strict=True):
+                if copy is not array:
+                    array[:] = copy
+
+    def broadcast(self, arrays: Mapping[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
+        """Rank 0's fp32 arrays, on every rank."""
+        if not (self._hvd and arrays):
+            return dict(arrays)
+        flat = mx.nd.array(np.concatenate([array.ravel() for array in arrays.values()]), dtype="float32")
+        self._hvd.broadcast_(flat, root_rank=0, name=name)
+        values, start = flat.asnumpy(), 0
+        result = {}
+        for key, array in arrays.items():
+            result[key] = values[start : start + array.size].reshape(array.shape)
+            start += array.size
+        return result
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Sums over all ranks."""
-        if self.size == 1:
+        if not self._hvd:
             return list(values)
-        total = self._hvd.allreduce(mx.nd.array(values, dtype="float64"), op=self._hvd.Sum, name="sum")
+        total = mx.nd.array(values, dtype="float64")
+        self._hvd.allreduce_(total, op=self._hvd.Sum, name="sum")
         return [float(value) for value in total.asnumpy()]
 
     def vote(self, requests: Sequence[bool]) -> list[bool]:
@@ -61,15 +122,16 @@ class Workers:
         With several ranks it is the answer to the requests of the call before, whose all-reduce has run beside a
         training step meanwhile, so that nobody waits for it.
         """
-        if self.size == 1:
+        if not self._hvd:
             return list(requests)
         answer = [False] * len(requests) if self._votes is None else [bool(n) for n in self._votes.asnumpy()]
-        self._votes = self._hvd.allreduce(mx.nd.array(requests, dtype="int32"), op=self._hvd.Sum, name="vote")
+        self._votes = mx.nd.array(requests, dtype="int32")
+        self._hvd.allreduce_(self._votes, op=self._hvd.Sum, name="vote")
         return answer
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, on every rank, by rank."""
-        return [value] if self.size == 1 else self._hvd.allgather_object(value, name="gather")
+        return [value] if not self._hvd else self._hvd.allgather_object(value, name="gather")
 
     @contextlib.contextmanager
     def agreement(self) -> Iterator[None]:
@@ -78,7 +140,7 @@ class Workers:
         try:
             yield
         except USER_ERRORS as error:
-            if self.size == 1:
+            if not self._hvd:
                 raise
             mistake = str(error)
         mistakes = [found for found in self.gather(mistake) if found]
@@ -97,6 +159,19 @@ class Workers:
             groups[-1].append(array)
             filled += num_bytes
         return [_Flat(number, group) for number, group in enumerate(groups) if group]
+
+
+class _ArrayAverage:
+    """Of gradients that are MXNet arrays, after the backward pass."""
+
+    start = None
+    description = "gradients averaged after the backward pass"
+
+    def __init__(self, workers: Workers, executor: Executor) -> None:
+        self._workers, self._executor = workers, executor
+
+    def finish(self) -> None:
+        self._workers.average(list(self._executor.grads.values()), "gradients")
 
 
 class _Flat:

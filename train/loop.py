@@ -11,10 +11,10 @@ import itertools
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,7 +46,7 @@ class Sums(NamedTuple):
 
 def validate(executor: Executor, loader: Loader, workers: Workers) -> Sums:
     """Loss and accuracy over a whole split, with BatchNorm's statistics averaged over the processes first."""
-    workers.average(list(executor.aux.values()), "aux")
+    workers.average_on_host(list(executor.aux.values()), "aux")
     for batch in loader:
         executor.evaluate(batch.data, batch.label, batch.num_valid)
     return Sums(*workers.sum(executor.read_metrics()))
@@ -76,6 +76,7 @@ class Trainer:
         self.val_loader = val_loader
         self.run_folder = run_folder
         self.optimizer = make_optimizer(executor, config)
+        self.average = None if workers.alone else workers.gradient_average(executor)
         self.steps_per_epoch = math.ceil(train_loader.num_batches / config.accumulate)
         self.learning_rate = make_schedule(config, self.steps_per_epoch, workers.size)
         self.checkpoints = CheckpointFolder(run_folder, config.keep_checkpoints)
@@ -93,10 +94,19 @@ class Trainer:
 
     def broadcast(self) -> None:
         """Every process starts from rank 0's state."""
-        self.workers.broadcast(list(self.executor.params.values()), "params")
-        self.workers.broadcast(list(self.executor.aux.values()), "aux")
-        self.workers.broadcast(list(self.optimizer.momenta.values()), "momenta")
-        self.workers.broadcast(list(self.optimizer.averages.values()), "averages")
+        if self.workers.alone:
+            return
+        executor, broadcast = self.executor, self.workers.broadcast
+        params, aux = executor.get_params()
+        executor.set_params(broadcast(params, "params"), broadcast(aux, "aux"))
+        for name, live in (("momenta", self.optimizer.momenta), ("averages", self.optimizer.averages)):
+            canonical = {key: executor.to_canonical(key, array) for key, array in live.items()}
+            self._assign(live, broadcast(canonical, name))
+
+    def _assign(self, live: Mapping[str, Any], values: Mapping[str, np.ndarray]) -> None:
+        """Set the executor's or optimizer's arrays from canonical ones."""
+        for name, value in values.items():
+            live[name][:] = self.executor.from_canonical(name, value)
 
     # --- the loop ---
 
@@ -165,13 +175,18 @@ class Trainer:
     def step(self, batches: Iterator[Batch]) -> bool:
         """One optimizer step on the next batches; False where the epoch has none left."""
         count = 0
+        overlap: dict[str, Any] = {}
+        if self.average and self.average.start and self.config.accumulate == 1:
+            overlap["on_bucket"] = self.average.start
         for batch in itertools.islice(batches, self.config.accumulate):
-            self.executor.forward_backward(batch.data, batch.label, accumulate=count > 0, mixup=self._mixup(count))
+            self.executor.forward_backward(
+                batch.data, batch.label, accumulate=count > 0, mixup=self._mixup(count), **overlap
+            )
             count += 1
         if count == 0:
             return False
-        if self.workers.size > 1:  # a process alone does not even ask for the gradients, which would wait for a GPU
-            self.workers.average(list(self.executor.grads.values()), "gradients")
+        if self.average:
+            self.average.finish()
         decay = average_decay(self.config.ema_decay, self.progress.step)
         self.optimizer.step(self.learning_rate(self.schedule_step), scale=1 / count, average_decay=decay)
         self.executor.end_step()
@@ -259,10 +274,10 @@ class Trainer:
     def _capture(self) -> Checkpoint:
         executor = self.executor
         executor.synchronize()
-        self.workers.average(list(executor.aux.values()), "aux")  # each process has seen other images
+        self.workers.average_on_host(list(executor.aux.values()), "aux")  # each process has seen other images
         params, aux = executor.get_params()
         averages = self.optimizer.averages
-        self.workers.average([averages[name] for name in aux if name in averages], "average aux")
+        self.workers.average_on_host([averages[name] for name in aux if name in averages], "average aux")
         if not all(np.isfinite(array).all() for arrays in (params, aux) for array in arrays.values()):
             raise self._diverged(self.progress.step, self.progress.step)
         return Checkpoint(
@@ -286,14 +301,11 @@ class Trainer:
         if images != images_before:
             self.note = (f"going on with {images} images a step ({self.workers.size} processes) after {images_before} "
                          f"({len(states)}): the learning rate is scaled with them")
-        momenta = self.optimizer.momenta
-        for name, momentum in checkpoint.momenta.items():
-            # The learning rate is inside the momentum, so it follows it (Goyal et al., arXiv:1706.02677, section 3).
-            momenta[name][:] = self.executor.from_canonical(name, momentum * np.float32(images / images_before))
-        averages = self.optimizer.averages
-        for name, average in (checkpoint.averages or {**checkpoint.params, **checkpoint.aux}).items():
-            if averages:
-                averages[name][:] = self.executor.from_canonical(name, average)
+        # The learning rate is inside the momentum, so it follows it (Goyal et al., arXiv:1706.02677, section 3).
+        scale = np.float32(images / images_before)
+        self._assign(self.optimizer.momenta, {name: momentum * scale for name, momentum in checkpoint.momenta.items()})
+        if self.optimizer.averages:
+            self._assign(self.optimizer.averages, checkpoint.averages or {**checkpoint.params, **checkpoint.aux})
         self.optimizer.scaling = checkpoint.loss_scaling
         np.random.set_state(checkpoint.numpy_rng)
         self.progress = replace(checkpoint.progress)

@@ -179,8 +179,8 @@ def test_dtype_and_profile_need_the_cuda_executor(fails, tiny_options, tmp_path,
     assert os.listdir(tmp_path) == []
 
 
-def place(num_processes=1, **options):
-    return devices.choose(Config(**options), local_rank=0, num_processes=num_processes)
+def place(**options):
+    return devices.choose(Config(**options), local_rank=0)
 
 
 def test_the_cuda_executor_is_chosen_where_it_can_run(monkeypatch):
@@ -194,7 +194,7 @@ def test_the_cuda_executor_is_chosen_where_it_can_run(monkeypatch):
 
 def test_preset_of_a_command_line_that_names_none(monkeypatch, run_train, tiny_data, tmp_path):
     def preset(line):
-        return devices.default_config(line.split(), 0, 1).config
+        return devices.default_config(line.split(), 0).config
 
     monkeypatch.setattr(devices, "check_requirements", lambda device_id: None)
     monkeypatch.setattr(devices, "find_gpus", lambda: [H200])
@@ -217,6 +217,3 @@ def test_what_is_missing_for_the_cuda_executor_is_named(monkeypatch):
     for options in ({"executor": "cuda"}, {"device": "gpu"}, {"dtype": "float16"}):
         with pytest.raises(TrainError, match="NVRTC is missing: pip install it|--dtype float16 needs"):
             place(**options)
-    monkeypatch.setattr(devices, "check_requirements", lambda device_id: None)
-    with pytest.raises(TrainError, match="runs in one process so far, not in 2"):
-        place(executor="cuda", num_processes=2)

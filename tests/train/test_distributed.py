@@ -43,13 +43,14 @@ AVERAGED_GRADIENTS = """
     shapes = {"data": (16, 32, 32, 3), "softmax_label": (16,)}
     executor = create_executor("mxnet", Graph.from_json(symbol.tojson()), shapes)
     executor.set_params(*init_params(symbol, seed=1 + workers.rank))  # the broadcast must make them equal
-    workers.broadcast(list(executor.params.values()), "params")
+    params, aux = executor.get_params()
+    executor.set_params(workers.broadcast(params, "params"), aux)
 
     batch = np.load(f"{folder}/batch{workers.rank}.npz")
     executor.forward_backward(mx.nd.array(batch["data"]), mx.nd.array(batch["label"]))
     local = {name: grad.asnumpy() for name, grad in executor.grads.items()}
     workers.average(list(executor.grads.values()), "gradients")
-    workers.average(list(executor.aux.values()), "aux")
+    workers.average_on_host(list(executor.aux.values()), "aux")
     np.savez(f"{folder}/rank{workers.rank}.npz",
              **{f"local/{name}": grad for name, grad in local.items()},
              **{f"averaged/{name}": grad.asnumpy() for name, grad in executor.grads.items()},

@@ -194,6 +194,10 @@ class Gpu:
         """Record a timing event on the stream."""
         self.check(self._driver.cuEventRecord(event, self.stream_handle))
 
+    def wait_for(self, event: Any) -> None:
+        """Let what is enqueued from now on wait for an event of another stream; the host goes on."""
+        self.check(self._driver.cuStreamWaitEvent(self.stream_handle, event, 0))
+
     def record_in_graph(self, event: Any) -> None:
         """Record a timing event; while capturing it becomes a node of the graph that records at every replay."""
         self.check(self._driver.cuEventRecordWithFlags(event, self.stream_handle,

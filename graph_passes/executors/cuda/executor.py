@@ -17,11 +17,12 @@ import numpy as np
 
 from graph_passes.errors import GraphError
 from graph_passes.executors.base import Arrays, Executor, Metrics
+from graph_passes.executors.cuda.buckets import Bucket
 from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.optimizer import OptimizerConfig
 from graph_passes.executors.cuda.parameters import FlatArray
 from graph_passes.executors.cuda.profile import Row, copy_gigabytes_per_second, profile
-from graph_passes.executors.cuda.training_step import TrainingStep
+from graph_passes.executors.cuda.training_step import OnBucket, TrainingStep
 from graph_passes.graph import Graph
 from graph_passes.passes import bn_add_relu, bn_relu
 from mxnet_compat import mx
@@ -47,13 +48,14 @@ class CudaExecutor(Executor):
       for one with the interface of `train.optimizer.SGD`.
     - `params`, `aux` and `grads` are to be asked for anew in every step: it is the asking that waits for the step.
 
-    `num_buckets` cuts the backward pass, so that `on_bucket` of `forward_backward` is called with the gradients of the
-    last layers while the first ones are still being computed.
+    For several GPUs (docs/multi_gpu.md), `num_buckets` cuts the backward pass, so that `on_bucket` of
+    `forward_backward` is called with the gradients of the last layers while the first ones are still being computed.
+    `wire_dtype="float32"` hands them over in that type whatever theirs is.
     """
 
     def __init__(self, graph: Graph, shapes: Mapping[str, Sequence[int]], device: str = "gpu(0)",
                  dtype: str = "float16", optimizer: OptimizerConfig | None = None, tf32: bool = True,
-                 deterministic: bool = False, num_buckets: int = 1) -> None:
+                 deterministic: bool = False, num_buckets: int = 1, wire_dtype: str | None = None) -> None:
         graph = bn_relu(bn_add_relu(graph))
         super().__init__(graph, shapes)
         kind, _, number = device.rstrip(")").partition("(")
@@ -67,7 +69,7 @@ class CudaExecutor(Executor):
         self._num_gates = 0
         self._pass_gate = _ENGINE_CALLBACK(lambda run_context, number: self._pending.pop(number).sync())
         self._step = TrainingStep(graph, self.input_shapes, dtype, self._context.device_id, optimizer, tf32,
-                                  deterministic, num_buckets, self._allocate)
+                                  deterministic, num_buckets, wire_dtype, self._allocate)
         store = self._step.store
         self._params = self._views("master", store.master)
         self._aux = self._views("statistics", store.statistics)
@@ -76,7 +78,6 @@ class CudaExecutor(Executor):
         self._grads = self._views("other_gradients", store.other_gradients)
         if dtype != "bfloat16":
             self._grads |= self._views("weight_gradients", store.weight_gradients)
-        self._buckets = [[self._grads[name] for name in names if name in self._grads] for names in self._step.buckets]
         self._num_valid = self.input_shapes["data"][0]
         self.gpu_bus_id = self._step.gpu.device.pci_bus_id
         self._last_step: Any = None  # CUDA event at the end of the latest step
@@ -192,19 +193,27 @@ class CudaExecutor(Executor):
     # --- running ---
 
     def forward_backward(self, data: Array, label: Array, accumulate: bool = False, mixup: float = 1.0,
-                         on_bucket: Callable[[list[Array]], None] | None = None) -> None:
-        """As the base class says. `on_bucket` gets the gradients of one bucket after the other, each as soon as what
-        computes them is launched; what MXNet or Horovod is asked to do with them waits until they are computed."""
+                         on_bucket: OnBucket | None = None) -> None:
+        """As the base class says. `on_bucket` gets one bucket of gradients after the other, each as soon as what
+        computes it is launched; its event `ready` says when it is computed."""
         self._wait_for_mxnet()
         self._load(data, label, self.input_shapes["data"][0])
         self._step.mix(mixup)
+        self._step.forward_backward(accumulate, on_bucket)
 
-        def after_bucket(number: int) -> None:
-            assert on_bucket
-            self._gate(self._gradient_arrays)
-            on_bucket(self._buckets[number])
+    def hand_over(self, on_bucket: OnBucket) -> None:
+        """Call `on_bucket` with each bucket of the gradients as they are: after several passes."""
+        self._wait_for_mxnet()
+        self._step.hand_over(on_bucket)
 
-        self._step.forward_backward(accumulate, after_bucket if on_bucket else None)
+    def follow(self, bucket: Bucket) -> None:
+        """Let what is asked for from now on, such as `update`, wait on the GPU for the bucket's event `done`."""
+        self._step.gpu.wait_for(bucket.done)
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """In the order in which they are handed over."""
+        return [bucket for buckets in self._step.buckets for bucket in buckets]
 
     def update(self, learning_rate: float, gradient_scale: float = 1.0, average_decay: float = 0.0) -> None:
         """One step of the optimizer; gradients are first multiplied by `gradient_scale`. Asynchronous."""
@@ -212,6 +221,7 @@ class CudaExecutor(Executor):
         self._step.update(learning_rate, gradient_scale, average_decay)
 
     def forward(self, data: Array, label: Array | None = None) -> Array:
+        self._wait_for_mxnet()
         self._load(data, label, 0 if label is None else self.input_shapes["data"][0])
         self._step.infer()
         probabilities = self._arrays["probabilities"].reshape(self._step.persistent.probabilities.shape)
@@ -219,6 +229,7 @@ class CudaExecutor(Executor):
         return probabilities
 
     def evaluate(self, data: Array, label: Array, num_valid: int) -> None:
+        self._wait_for_mxnet()
         self._load(data, label, num_valid)
         self._step.infer()
 

@@ -101,7 +101,7 @@ class Optimizer:
             trust_coefficient=config.trust_coefficient, trust_epsilon=config.trust_epsilon))
 
     def _tables(self) -> tuple[ctypes.Array[_Tensor], np.ndarray]:
-        store, gradients = self._store, self._store.gradients
+        store, gradients = self._store, self._store.averaged_gradients
         rows: list[_Tensor] = []
         chunks: list[tuple[int, int]] = []
         for number, parameter in enumerate(store.parameters.values()):

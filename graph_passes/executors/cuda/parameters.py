@@ -89,9 +89,14 @@ class FlatArray:
 
 
 class ParameterStore:
-    """All state of a network that outlives a step. `dtype` is that of the network's tensors."""
+    """All state of a network that outlives a step. `dtype` is that of the network's tensors.
 
-    def __init__(self, parameters: Iterable[Parameter], statistics: dict[str, tuple[int, ...]], dtype: str) -> None:
+    `wire_dtype`: the one in which gradients are averaged over several GPUs. Where it is not `dtype`, the gradients of
+    the weights are copied to `wire_gradients` for that, and the optimizer reads those.
+    """
+
+    def __init__(self, parameters: Iterable[Parameter], statistics: dict[str, tuple[int, ...]], dtype: str,
+                 wire_dtype: str | None = None) -> None:
         self.parameters = {parameter.name: parameter for parameter in parameters}
         self.dtype = dtype
         everything = [(p.name, p.device_shape) for p in self.parameters.values()]
@@ -101,6 +106,7 @@ class ParameterStore:
         self.momentum = FlatArray("float32", everything)
         self.weight_gradients = FlatArray(dtype, weights)
         self.other_gradients = FlatArray("float32", others)
+        self.wire_gradients = FlatArray(wire_dtype or dtype, weights if wire_dtype not in (None, dtype) else ())
         self.statistics = FlatArray("float32", statistics.items())
         self.copies = FlatArray(dtype, weights if dtype != "float32" else ())
         # Moving averages, which have memory only where an optimizer keeps them.
@@ -110,7 +116,8 @@ class ParameterStore:
     @property
     def arrays(self) -> dict[str, FlatArray]:
         return {"master": self.master, "momentum": self.momentum, "weight_gradients": self.weight_gradients,
-                "other_gradients": self.other_gradients, "statistics": self.statistics, "copies": self.copies}
+                "other_gradients": self.other_gradients, "wire_gradients": self.wire_gradients,
+                "statistics": self.statistics, "copies": self.copies}
 
     def value(self, name: str) -> Buffer:
         """What the network computes with: the copy in the network's dtype, or the fp32 master."""
@@ -118,4 +125,10 @@ class ParameterStore:
 
     @property
     def gradients(self) -> dict[str, Buffer]:
+        """What the backward pass computes."""
         return {**self.weight_gradients.slices, **self.other_gradients.slices}
+
+    @property
+    def averaged_gradients(self) -> dict[str, Buffer]:
+        """What the optimizer reads."""
+        return {**self.gradients, **self.wire_gradients.slices}

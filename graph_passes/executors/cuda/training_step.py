@@ -19,6 +19,7 @@ import numpy as np
 
 from disk_cache import Cache
 from graph_passes.errors import GraphError
+from graph_passes.executors.cuda.buckets import Bucket, bucket_of, cut
 from graph_passes.executors.cuda.capacity import check_fits, too_little_memory
 from graph_passes.executors.cuda.convolution import ConvolutionLibrary, import_cudnn
 from graph_passes.executors.cuda.device import Gpu
@@ -29,9 +30,11 @@ from graph_passes.executors.cuda.parameters import VECTOR, FlatArray, ParameterS
 from graph_passes.executors.cuda.program import Buffer, run
 from graph_passes.graph import Graph, Ref
 from graph_passes.passes import gradient, gradient_add, precision
+from graph_passes.passes.precision import ITEM_BYTES
 
 Arrays = dict[str, np.ndarray]
 Allocate = Callable[[str, int], int | None]  # name, bytes -> device address
+OnBucket = Callable[[Bucket], None]
 
 
 class _Metrics(ctypes.Structure):
@@ -45,9 +48,10 @@ class TrainingStep:
     """Forward, loss, backward and update of one network on one GPU, each a CUDA graph.
 
     `shapes`: of the inputs `data` (NHWC) and `softmax_label`. `dtype`: of tensors and weights: float16, bfloat16 or
-    float32. `num_buckets` cuts the backward pass into that many graphs of about equally many bytes of gradients, so
-    that those of the first are ready while the others run; `buckets` has their names. `allocate` is asked for memory by
-    name; where it answers None, plain device memory is taken.
+    float32. `num_buckets` cuts the backward pass into that many graphs (`buckets.cut`), so that the gradients of the
+    first are ready while the others run; `buckets` has what each of them completes. `wire_dtype`: float32 to hand
+    gradients over in that type whatever theirs is; every update must then follow `forward_backward` with `on_bucket`,
+    or `hand_over`. `allocate` is asked for memory by name; where it answers None, plain device memory is taken.
 
     Raises GraphError for an operator without a lowering, a shape that cuDNN refuses, too little memory, and what `Gpu`
     raises.
@@ -55,7 +59,8 @@ class TrainingStep:
 
     def __init__(self, graph: Graph, shapes: Mapping[str, tuple[int, ...]], dtype: str = "float16", device_id: int = 0,
                  optimizer: OptimizerConfig | None = None, tf32: bool = True, deterministic: bool = False,
-                 num_buckets: int = 1, allocate: Allocate | None = None, cache_folder: Path | None = None) -> None:
+                 num_buckets: int = 1, wire_dtype: str | None = None, allocate: Allocate | None = None,
+                 cache_folder: Path | None = None) -> None:
         if dtype not in C_TYPES:
             raise GraphError(f"the cuda executor has no dtype '{dtype}': choose one of {', '.join(C_TYPES)}")
         self.gpu = Gpu(device_id)
@@ -66,7 +71,8 @@ class TrainingStep:
         self._graph, self._shapes, self.dtype = graph, dict(shapes), dtype
         inferred = graph.infer_shapes(shapes)
         self.store = ParameterStore(
-            parameters_of(graph, inferred, tuple(shapes)), {name: inferred[Ref(name)] for name in graph.aux}, dtype)
+            parameters_of(graph, inferred, tuple(shapes)), {name: inferred[Ref(name)] for name in graph.aux}, dtype,
+            wire_dtype)
         step = precision(gradient_add(gradient(graph, shapes)), dtype)
         check_fits(step, self._shapes, self.store, *self.gpu.memory())
         self._place_parameters()
@@ -74,7 +80,8 @@ class TrainingStep:
         self.set_optimizer(optimizer or OptimizerConfig())
         self.training = self._lower(step, "training")
         self._convolutions.save()
-        self._segments = self._capture_buckets(num_buckets)
+        self.buckets, parts = self._cut_buckets(num_buckets)
+        self._segments = self._capture_segments(self.training, parts)
         self._mixup = 1.0  # as the GPU has it
         self._free_pinned: list[np.ndarray] = []
         self._gradient_backup: dict[str, int] = {}
@@ -132,18 +139,26 @@ class TrainingStep:
         lowering.program.place(self._allocate(f"{use} arena", arena_bytes))
         return lowering
 
-    def _capture_buckets(self, num_buckets: int) -> list[Any]:
-        """CUDA graphs that make up forward and backward, one a bucket. The first holds the forward pass too."""
-        launches, ready = self.training.program.launches, self.training.ready
-        sizes = {name: buffer.num_bytes for name, buffer in self.store.gradients.items()}
-        self.buckets: list[list[str]] = [[] for _ in range(num_buckets)]
-        before = 0
-        for name in sorted(ready, key=lambda name: ready[name]):
-            self.buckets[min(before * num_buckets // sum(sizes.values()), num_buckets - 1)].append(name)
-            before += sizes[name]
-        self.buckets = [names for names in self.buckets if names]
-        ends = [max(ready[name] for name in names) for names in self.buckets[:-1]] + [len(launches)]
-        return [self.gpu.capture(partial(run, launches[start:end])) for start, end in itertools.pairwise([0, *ends])]
+    def _cut_buckets(self, num_buckets: int) -> tuple[list[list[Bucket]], list[list[str]]]:
+        """What each part of the backward pass completes, and the weights whose gradients it ends with."""
+        store = self.store
+        weights = list(store.weight_gradients.slices)
+        gradients = store.wire_gradients if store.wire_gradients.size else store.weight_gradients
+        ranges = cut([gradients.slices[name].num_bytes for name in weights], num_buckets)
+        parts = [weights[first:end] for first, end in ranges]
+        buckets = [[bucket_of(self.gpu, f"weights {number}", gradients, part)] for number, part in enumerate(parts, 1)]
+        # BatchNorm's and the biases' are few, so they travel together at the end.
+        others = store.other_gradients
+        buckets[-1].append(bucket_of(self.gpu, "others", others, list(others.slices)))
+        return buckets, parts
+
+    def _capture_segments(self, lowering: Lowering, parts: list[list[str]]) -> list[Any]:
+        """CUDA graphs that make up forward and backward, one for each part. The first holds the forward pass too."""
+        launches, ends = lowering.program.launches, [0]
+        for part in parts[:-1]:
+            ends.append(max(ends[-1], *(lowering.ready[name] for name in part)))
+        return [self.gpu.capture(partial(run, launches[start:end]))
+                for start, end in itertools.pairwise([*ends, len(launches)])]
 
     def set_optimizer(self, config: OptimizerConfig) -> None:
         """Another optimizer from now on; parameters and momentum stay, the loss scale starts anew."""
@@ -244,20 +259,36 @@ class TrainingStep:
             kernel.launch((-(-size // 1024), -(-images // 2), 1), (256, 1, 1), data.address, ctypes.c_int64(size),
                           ctypes.c_int(images), ctypes.c_float(mixup))
 
-    def forward_backward(self, accumulate: bool = False, after_bucket: Callable[[int], None] | None = None) -> None:
+    def forward_backward(self, accumulate: bool = False, on_bucket: OnBucket | None = None) -> None:
         """One pass over the loaded batch; gradients, times the loss scale, are in the store, added to what was there if
-        `accumulate`. `after_bucket` is called with each bucket's number once its launches are enqueued. Asynchronous.
-        """
+        `accumulate`. `on_bucket` is called with each bucket once what computes it is enqueued. Asynchronous."""
         if accumulate:
             self._back_up_gradients()
         for number, segment in enumerate(self._segments):
             self.gpu.replay(segment)
-            if after_bucket and not accumulate:
-                after_bucket(number)
+            if on_bucket and not accumulate:
+                self._hand_over(number, on_bucket)
         if accumulate:
             self._add_gradient_backup()
-            for number in range(len(self._segments) if after_bucket else 0):
-                after_bucket(number)  # type: ignore[misc]
+            if on_bucket:
+                self.hand_over(on_bucket)
+
+    def hand_over(self, on_bucket: OnBucket) -> None:
+        """Call `on_bucket` with each bucket of the gradients as they are."""
+        for number in range(len(self._segments)):
+            self._hand_over(number, on_bucket)
+
+    def _hand_over(self, number: int, on_bucket: OnBucket) -> None:
+        if self.store.wire_gradients.size:
+            source, bucket = self.store.weight_gradients, self.buckets[number][0]
+            start = (bucket.address - self.store.wire_gradients.address) // ITEM_BYTES[bucket.dtype]
+            vectors = bucket.num_elements // VECTOR
+            kernel = self.kernels.get("elementwise.cu", f"widen<{C_TYPES[source.dtype]}>")
+            kernel.launch((-(-vectors // 256), 1, 1), (256, 1, 1), source.address + start * ITEM_BYTES[source.dtype],
+                          bucket.address, ctypes.c_uint32(vectors))
+        for bucket in self.buckets[number]:
+            self.gpu.record(bucket.ready)
+            on_bucket(bucket)
 
     def _back_up_gradients(self) -> None:
         for name, array in self._gradient_arrays.items():

@@ -11,6 +11,7 @@ from test_training_step import CLASSES, fused, random_batch, random_state, small
 
 from graph_passes import Graph, GraphError
 from graph_passes.executors import create_executor
+from graph_passes.executors.cuda.buckets import Bucket
 from graph_passes.executors.cuda.executor import CudaExecutor
 from mxnet_compat import mx
 from train.optimizer import SGD
@@ -52,12 +53,20 @@ def test_gradients_match_the_reference_and_are_waited_for(executor: CudaExecutor
 
 
 def test_buckets_hold_every_gradient_once_and_in_time(executor: CudaExecutor) -> None:
-    seen = []
     data, label = batch(0)
-    executor.forward_backward(data, label, on_bucket=lambda arrays: seen.append([a.asnumpy() for a in arrays]))
-    assert len(seen) == 3 and sum(len(bucket) for bucket in seen) == len(executor.grads)
-    final = sorted(float(np.abs(a.asnumpy()).sum()) for a in executor.grads.values())
-    assert np.allclose(sorted(float(np.abs(a).sum()) for bucket in seen for a in bucket), final)
+    gpu, seen = executor.gpu, {}
+
+    def download(bucket: Bucket) -> None:
+        gpu.synchronize()
+        seen[bucket.name] = gpu.download(bucket.address, (bucket.num_elements,), bucket.dtype)
+
+    executor.forward_backward(data, label, on_bucket=download)
+    assert list(seen) == ["weights 1", "weights 2", "weights 3", "others"]
+    for bucket in executor.buckets:  # what a bucket held when it came is what it holds at the end
+        final = gpu.download(bucket.address, (bucket.num_elements,), bucket.dtype)
+        assert np.array_equal(seen[bucket.name], final) and np.abs(final).max() > 0, bucket.name
+    total = sum(float(np.abs(grad.asnumpy()).sum()) for grad in executor.grads.values())
+    assert np.isclose(sum(float(np.abs(values).sum()) for values in seen.values()), total)
 
 
 def test_update_follows_what_mxnet_did_to_the_gradients(executor: CudaExecutor) -> None:

@@ -1,4 +1,4 @@
-// Small elementwise kernels: the network's input, sums of gradients.
+// Small elementwise kernels: the network's input, sums and conversions of gradients.
 #include "common.cuh"
 
 // y (pixels, to_channels) = x (pixels, from_channels) converted, further channels 0: RGB images become 4-channel ones,
@@ -29,6 +29,16 @@ __global__ void mix_images(T *images, int64_t size, int num_images, float lambda
     }
     *first = a;
     *last = b;
+}
+
+// y = x in fp32: gradients for an all-reduce in fp32.
+template <class T>
+__global__ void widen(const Packed<T> *x, float *y, uint32 vectors) {
+    const uint32 at = blockIdx.x * blockDim.x + threadIdx.x;
+    if (at >= vectors) return;
+    float a[VEC];
+    unpack(x[at], a);
+    store_floats(y + size_t(at) * VEC, a);
 }
 
 // z = x + y

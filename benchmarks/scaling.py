@@ -1,0 +1,307 @@
+"""Training on 1, 2, 4 and 8 GPUs of one machine, each with the same batch: images/sec, and what the all-reduce costs.
+
+    PEER_PYTHON=/path/to/python-with-torch python benchmarks/scaling.py --data /path/to/imagenet
+
+For each number of GPUs as far as the machine has them: our compiled step on synthetic data that lies on the GPU; the
+whole program, `python -m train benchmark`, on the JPEGs of --data; PyTorch's DistributedDataParallel with torch.compile
+on synthetic data. Leave out --data or PEER_PYTHON, and their part is left out. Writes results/scaling.jsonl (one line
+for each measurement, raw times included), results/scaling.png, results/allreduce_timeline.png and, for two GPUs and
+more, results/resnet50_fp16_b<batch>_<synthetic|jpeg>_<n>gpu.json, whose peer is our own figure for one GPU, times n. A
+step's time is that of the slowest process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from record import write_result
+from step_gpu import LEARNING_RATE, WARM_UP, make_step
+
+from train.devices import find_gpus
+from train.distributed import Workers
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PEER = Path(__file__).with_name("peer_pytorch.py")
+LAUNCH = "import sys; from train.launch import launch; sys.exit(launch(int(sys.argv[1]), sys.argv[2:]))"
+ALONE_STEPS = 20  # all-reduces measured with nothing beside them
+Row = dict[str, Any]
+
+
+# --- one process ---
+
+
+def measure_synthetic(arguments: argparse.Namespace) -> None:
+    """What each process of `run_synthetic` does; rank 0 writes the row to --worker."""
+    workers = Workers()
+    wire = None if arguments.wire_dtype == "auto" else arguments.wire_dtype
+    options: dict[str, Any] = {} if workers.alone else {"num_buckets": arguments.buckets, "wire_dtype": wire}
+    executor, data, label = make_step(50, arguments.batch, 224, "float16", workers.local_rank, **options)
+    average = None if workers.alone else workers.gradient_average(executor)
+    overlap: dict[str, Any] = {"on_bucket": average.start} if average else {}
+    gpu = executor.gpu
+    moments = [[gpu.timing_event() for _ in range(4)] for _ in range(arguments.steps)]
+
+    def step(start: Any, computed: Any, averaged: Any, end: Any) -> None:
+        gpu.record(start)
+        executor.forward_backward(data, label, **overlap)
+        gpu.record(computed)
+        if average:
+            average.finish()
+        gpu.record(averaged)
+        executor.update(LEARNING_RATE)
+        gpu.record(end)
+        executor.end_step()
+
+    for _ in range(WARM_UP):
+        step(*moments[0])
+    workers.sum([0])  # all start together
+    sent_before = nvlink_bytes(workers.local_rank)
+    for events in moments:
+        step(*events)
+    executor.synchronize()
+    sent_after = nvlink_bytes(workers.local_rank)
+    step_ms = [gpu.elapsed_ms(first[3], second[3]) for first, second in itertools.pairwise(moments)]
+    row: Row = {"what": "synthetic", "gpus": workers.size, "batch": arguments.batch}
+    if average:
+        row |= {
+            "buckets": [(bucket.name, bucket.num_bytes, bucket.dtype) for bucket in executor.buckets],
+            # time on the GPU between the end of the backward pass and the moment when all gradients are averaged
+            "exposed_ms": [gpu.elapsed_ms(computed, averaged) for _, computed, averaged, _ in moments],
+            # of the last step: when each bucket was computed and averaged, and the parts of the step
+            "timeline": {
+                "buckets": [[gpu.elapsed_ms(moments[-1][0], event) for event in (bucket.ready, bucket.done)]
+                            for bucket in executor.buckets],
+                "parts": [gpu.elapsed_ms(moments[-1][0], event) for event in moments[-1][1:]],
+            },
+            "nvlink_bytes": None if sent_before is None or sent_after is None
+            else (sent_after - sent_before) / arguments.steps,
+        }  # fmt: skip
+        start, end = moments[0][:2]
+        row["alone_ms"] = []
+        for _ in range(ALONE_STEPS):
+            executor.synchronize()
+            workers.sum([0])
+            gpu.record(start)
+            average.finish()  # hands over what is there
+            gpu.record(end)
+            executor.synchronize()
+            row["alone_ms"].append(gpu.elapsed_ms(start, end))
+    every = workers.gather(step_ms)
+    row["step_ms"] = [max(times) for times in zip(*every, strict=True)]
+    if workers.rank == 0:
+        arguments.worker.write_text(json.dumps(row))
+
+
+def nvlink_bytes(device_id: int) -> int | None:
+    """Payload that this GPU has sent over all its NVLinks since the driver started; None where NVML does not tell."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByIndex(device_id)
+        every_link = 0xFFFFFFFF
+        (value,) = pynvml.nvmlDeviceGetFieldValues(
+            handle, [(pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, every_link)]
+        )
+    except pynvml.NVMLError:
+        return None
+    return None if value.nvmlReturn != pynvml.NVML_SUCCESS else 1024 * int(value.value.ullVal)  # it counts KiB
+
+
+# --- all of them ---
+
+
+def launched(count: int, *command: object) -> list[str]:
+    """The command line that runs a Python program in so many processes; directly for one."""
+    program = [sys.executable, *(str(word) for word in command)]
+    return program if count == 1 else [sys.executable, "-c", LAUNCH, str(count), *program]
+
+
+def run(command: list[str], environment: dict[str, str] | None = None) -> str:
+    """What a command prints, or "" where it failed, with its last words on our standard error."""
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", **(environment or {})}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT)
+    if done.returncode:
+        print(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}", file=sys.stderr)
+        return ""
+    return done.stdout or " "
+
+
+def run_synthetic(count: int, arguments: argparse.Namespace, folder: Path) -> Row | None:
+    out = folder / f"synthetic{count}.json"
+    command = launched(count, __file__, "--worker", out, "--batch", arguments.batch, "--steps", arguments.steps,
+                       "--buckets", arguments.buckets, "--wire-dtype", arguments.wire_dtype)
+    return json.loads(out.read_text()) if run(command) else None
+
+
+def run_jpeg(count: int, arguments: argparse.Namespace, folder: Path) -> Row | None:
+    output = folder / f"jpeg{count}"
+    command = launched(count, "-m", "train", "benchmark", "--data", arguments.data, "--batch-size", arguments.batch,
+                       "--output", output, "--no-tensorboard", "--min-steps", arguments.steps,
+                       "--warmup-steps", WARM_UP, "--buckets", arguments.buckets, "--wire-dtype", arguments.wire_dtype)
+    if not run(command):
+        return None
+    record = json.loads((output / "report" / "report.json").read_text())
+    step_ms = record["step_ms"][WARM_UP:]
+    return {"what": "jpeg", "gpus": count, "batch": arguments.batch, "step_ms": step_ms,
+            "loader_wait_ms": record["loader_wait_ms"][WARM_UP:]}
+
+
+def run_peer(count: int, arguments: argparse.Namespace) -> Row | None:
+    """PyTorch's DistributedDataParallel, in an environment without our own libraries."""
+    command = [os.environ["PEER_PYTHON"], "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}",
+               str(PEER), "--ddp", "--batch", str(arguments.batch), "--steps", str(arguments.steps)]
+    environment = dict.fromkeys(("PYTHONPATH", "LD_LIBRARY_PATH"), "")
+    lines = [line for line in run(command, environment).splitlines() if line.startswith("{")]
+    if not lines:
+        return None
+    result = json.loads(lines[-1])
+    return {"what": result["name"], "gpus": count, "batch": arguments.batch, "step_ms": result["step_ms"]}
+
+
+def images_per_sec(row: Row) -> float:
+    return row["gpus"] * row["batch"] * 1e3 / statistics.median(row["step_ms"])
+
+
+def sent_bytes(row: Row) -> float:
+    """What each GPU must send in a step: a ring all-reduce of M bytes over n GPUs sends 2 M (n - 1) / n."""
+    return 2 * (row["gpus"] - 1) / row["gpus"] * sum(num_bytes for _, num_bytes, _ in row["buckets"])
+
+
+def table(rows: list[Row]) -> str:
+    """Markdown."""
+    heads = ("", "GPUs", "images/sec", "per GPU", "efficiency", "all-reduce alone", "exposed", "hidden", "GPU sends")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for row in rows:
+        single = next((other for other in rows if other["what"] == row["what"] and other["gpus"] == 1), None)
+        speed = images_per_sec(row)
+        per_gpu = speed / row["gpus"]
+        cells = [row["what"], str(row["gpus"]), f"{speed:,.0f}", f"{per_gpu:,.0f}",
+                 f"{per_gpu / images_per_sec(single):.1%}" if single else ""]
+        if "alone_ms" in row:
+            alone, exposed = statistics.median(row["alone_ms"]), statistics.median(row["exposed_ms"])
+            moved = f"{row['nvlink_bytes'] / 1e6:.0f} MB" if row["nvlink_bytes"] else f"{sent_bytes(row) / 1e6:.0f} MB"
+            cells += [f"{alone:.2f} ms", f"{exposed:.2f} ms", f"{max(0.0, 1 - exposed / alone):.0%}",
+                      f"{moved} ({'NVML' if row['nvlink_bytes'] else 'computed'})"]
+        else:
+            cells += [""] * 4
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def plot(rows: list[Row], path: Path) -> None:
+    """Images/sec a GPU against GPUs, one line for each kind of measurement."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (total, each) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for what in dict.fromkeys(row["what"] for row in rows):
+        points = [(row["gpus"], images_per_sec(row)) for row in rows if row["what"] == what]
+        gpus, speeds = zip(*points, strict=True)
+        total.plot(gpus, speeds, "o-", label=what)
+        each.plot(gpus, [speed / count for count, speed in points], "o-", label=what)
+    for axes, title in ((total, "images/sec, all GPUs"), (each, "images/sec per GPU")):
+        axes.set(title=title, xlabel="GPUs", ylim=(0, None), xticks=sorted({row["gpus"] for row in rows}))
+        axes.grid(alpha=0.3)
+    each.legend(loc="lower left")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def plot_timeline(row: Row, path: Path) -> None:
+    """The last step that was measured: computing above, all-reduces below."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    computed, averaged, end = row["timeline"]["parts"]
+    figure, axes = plt.subplots(figsize=(10, 2.6), layout="constrained")
+    for start, stop, name, colour in ((0.0, computed, "forward and backward", "tab:blue"),
+                                      (averaged, end, "optimizer", "tab:green")):
+        axes.broken_barh([(start, stop - start)], (1.1, 0.8), color=colour, label=name)
+    before = 0.0
+    for (name, num_bytes, dtype), (ready, done) in zip(row["buckets"], row["timeline"]["buckets"], strict=True):
+        start = max(ready, before)  # NCCL takes one bucket after the other
+        axes.broken_barh([(start, done - start)], (0.1, 0.8), color="tab:orange", edgecolor="black", linewidth=0.5)
+        axes.annotate(f"{name}: {num_bytes / 1e6:.1f} MB {dtype}", (start, 0.5), (-4, 0), textcoords="offset points",
+                      ha="right", va="center", fontsize=8) if num_bytes > 2e6 else None
+        axes.axvline(ready, color="black", linewidth=0.5, linestyle=":")
+        before = done
+    axes.set(yticks=[0.5, 1.5], yticklabels=["all-reduce", "GPU 0"], xlim=(0, end * 1.01))
+    axes.set(xlabel="ms since the step began; dotted: the moment when a bucket of gradients is computed",
+             title=f"A step of ResNet-50, batch {row['batch']} on each of {row['gpus']} GPUs")
+    axes.legend(loc="lower left", fontsize=8)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", help="folder or RecordIO file of JPEGs, as python -m train takes it")
+    parser.add_argument("--batch", type=int, default=256, help="images on each GPU")
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--buckets", type=int, default=2)
+    parser.add_argument("--wire-dtype", choices=("auto", "float32"), default="auto")
+    parser.add_argument("--gpus", type=int, nargs="+", default=(1, 2, 4, 8))
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        measure_synthetic(arguments)
+        return
+    gpus = find_gpus()
+    counts = [count for count in arguments.gpus if count <= len(gpus)]
+    if not counts:
+        sys.exit(f"error: there are {len(gpus)} GPUs here, fewer than {min(arguments.gpus)}")
+    rows: list[Row | None] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        for count in counts:
+            rows.append(run_synthetic(count, arguments, folder))
+            if arguments.data:
+                rows.append(run_jpeg(count, arguments, folder))
+            if "PEER_PYTHON" in os.environ:
+                rows.append(run_peer(count, arguments))
+    measured = sorted((row for row in rows if row), key=lambda row: row["what"] not in ("synthetic", "jpeg"))
+    write(measured, arguments.results, str(gpus[0].name))
+    if len(measured) < len(rows):
+        sys.exit(f"error: {len(rows) - len(measured)} of {len(rows)} measurements failed, see above")
+
+
+def write(rows: list[Row], folder: Path, gpu: str) -> None:
+    """All files, and the table on the terminal."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "scaling.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    single = next((row for row in rows if row["what"] == "synthetic" and row["gpus"] == 1), None)
+    for row in rows:
+        if row["what"] in ("synthetic", "jpeg") and row["gpus"] > 1 and single:
+            name = f"resnet50_fp16_b{row['batch']}_{row['what']}_{row['gpus']}gpu"
+            write_result(name, row["step_ms"], row["gpus"] * row["batch"],
+                         f"{row['gpus']} times one GPU, synthetic, same run",
+                         peer_value=row["gpus"] * images_per_sec(single), hardware=f"{row['gpus']}x {gpu}",
+                         folder=folder)
+    if rows:
+        plot(rows, folder / "scaling.png")
+    with_timeline = [row for row in rows if "timeline" in row]
+    if with_timeline:
+        plot_timeline(with_timeline[-1], folder / "allreduce_timeline.png")
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Buckets: pieces of the gradients that are averaged over several GPUs while the backward pass goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from graph_passes.executors.cuda.device import Gpu
+from graph_passes.executors.cuda.parameters import FlatArray
+from graph_passes.passes.precision import ITEM_BYTES
+
+# Nothing is left to hide the last all-reduce behind, so it is to be small.
+LAST_BUCKET_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients that are all-reduced in one message: `num_elements` of `dtype` ("float16", "float32") at `address` on
+    the GPU.
+
+    Two CUDA events keep the order there: the gradients are computed when `ready` fires, and what follows the bucket
+    (`CudaExecutor.follow`) runs when `done` has fired, which whoever averages the gradients records.
+    """
+
+    name: str
+    address: int
+    num_elements: int
+    dtype: str
+    ready: Any  # CUevent
+    done: Any
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * ITEM_BYTES[self.dtype]
+
+
+def cut(sizes: Sequence[int], num_buckets: int) -> list[tuple[int, int]]:
+    """Cut tensors of so many bytes, in order, into at most `num_buckets` ranges (first, end) of their numbers.
+
+    The last range is no larger than the others, and has at most LAST_BUCKET_BYTES (but one tensor at least); the others
+    are about equally large.
+    """
+    if num_buckets == 1 or len(sizes) == 1:
+        return [(0, len(sizes))]
+    last, rest = len(sizes) - 1, sum(sizes[:-1])
+    while last > 1 and sum(sizes[last - 1 :]) <= min(LAST_BUCKET_BYTES, sum(sizes) // num_buckets):
+        last -= 1
+        rest -= sizes[last]
+    bounds, before = [0], 0
+    for number in range(last):
+        if before * (num_buckets - 1) >= rest * len(bounds):
+            bounds.append(number)
+        before += sizes[number]
+    return list(pairwise([*bounds, last, len(sizes)]))
+
+
+def bucket_of(gpu: Gpu, name: str, array: FlatArray, tensors: Sequence[str]) -> Bucket:
+    """The bucket of neighbouring tensors of a flat array."""
+    first = array.starts[tensors[0]]
+    last = array.slices[tensors[-1]]
+    end = array.starts[tensors[-1]] + last.num_bytes // ITEM_BYTES[array.dtype]
+    address = array.address + first * ITEM_BYTES[array.dtype]
+    return Bucket(name, address, end - first, array.dtype, gpu.timing_event(), gpu.timing_event())

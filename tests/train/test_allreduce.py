@@ -1,0 +1,98 @@
+"""The library that hands buckets of gradients to Horovod, on memory of the host; on GPUs: test_multi_gpu.py."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_distributed import needs_horovod, run_processes
+
+from train.allreduce import LIBRARY
+
+BUCKETS = """
+    import os
+    import sys
+    from types import SimpleNamespace
+    import numpy as np
+    from graph_passes.executors.cuda.buckets import Bucket
+    from train.allreduce import ON_HOST, BucketAverage
+    from train.distributed import Workers
+
+    workers = Workers()
+    values = dict(np.load(f"{sys.argv[1]}/rank{workers.rank}.npz"))
+    buckets = [Bucket(name, array.ctypes.data, array.size, str(array.dtype), 0, 0)
+               for name, array in sorted(values.items())]
+    followed = []
+
+    def hand_over(on_bucket):
+        for bucket in buckets:
+            on_bucket(bucket)
+
+    executor = SimpleNamespace(buckets=buckets, follow=followed.append, hand_over=hand_over)
+    average = BucketAverage(executor, ON_HOST)
+    assert "first 0.0 MB float16" in average.description
+    for bucket in buckets if sys.argv[2] == "overlapped" else ():
+        average.start(bucket)
+    average.finish()
+    assert followed == buckets
+    np.savez(f"{sys.argv[1]}/mean{workers.rank}.npz", **values)
+"""
+
+
+def library_exists() -> bool:
+    horovod = find_spec("horovod")
+    return bool(horovod and horovod.origin and (Path(horovod.origin).parent / "mxnet" / LIBRARY).exists())
+
+
+needs_library = pytest.mark.skipif(not library_exists(), reason="scripts/build_allreduce.sh has not been run")
+
+
+@needs_horovod
+@needs_library
+@pytest.mark.parametrize("how", ["overlapped", "afterwards"])
+def test_buckets_become_their_mean(how, tmp_path, rng):
+    sent = []
+    for rank in range(2):
+        sent.append({
+            "first": rng.standard_normal(1001).astype(np.float16),
+            "second": rng.standard_normal(7).astype(np.float32),
+        })  # fmt: skip
+        np.savez(tmp_path / f"rank{rank}.npz", **sent[rank])
+    done = run_processes(BUCKETS, tmp_path, how)
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        got = np.load(tmp_path / f"mean{rank}.npz")
+        for name, tolerance in (("first", 2e-3), ("second", 1e-6)):  # two roundings of 2^-11 in float16
+            mean = (sent[0][name].astype(np.float64) + sent[1][name]) / 2
+            np.testing.assert_allclose(got[name], mean, rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+@needs_horovod
+@needs_library
+def test_a_process_that_is_gone_is_an_error_not_a_hang(tmp_path):
+    script = """
+        import os, sys
+        import numpy as np
+        from types import SimpleNamespace
+        from graph_passes.executors.cuda.buckets import Bucket
+        from train.allreduce import ON_HOST, BucketAverage
+        from train.distributed import Workers
+
+        workers = Workers()
+        if workers.rank == 1:
+            os._exit(0)  # without a word: not even the launcher takes it for a failure
+        values = np.ones(10, np.float32)
+        bucket = Bucket("only", values.ctypes.data, 10, "float32", 0, 0)
+        average = BucketAverage(SimpleNamespace(buckets=[bucket]), ON_HOST)
+        average.start(bucket)
+        try:
+            average.finish()
+        except RuntimeError as error:
+            print(error)
+            os._exit(0)
+    """
+    done = run_processes(script)
+    assert done.returncode == 0, done.stderr
+    assert "the all-reduce of gradients (only) failed: " in done.stdout

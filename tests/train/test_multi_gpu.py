@@ -1,0 +1,185 @@
+"""Gradients averaged over GPUs by NCCL, through Horovod: against their mean, and whole steps against one GPU alone.
+
+With one GPU the same runs in one process, through the same library and NCCL; the mean is then the gradient itself.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+from test_distributed import needs_horovod, run_processes
+
+from train.devices import find_gpus
+
+pytestmark = [pytest.mark.gpu, needs_horovod]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("RESNET_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+def run_on_gpus(count: int, script: str, *arguments: object) -> str:
+    """The output of a script run in one process for each of `count` GPUs."""
+    if len(find_gpus()) < count:
+        pytest.skip(f"{count} GPUs are needed, {len(find_gpus())} are there")
+    done = run_processes(script, *arguments, count=count)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+PREPARE = """
+import sys
+import numpy as np
+from graph_passes import Graph
+from graph_passes.executors import create_executor
+from mxnet_compat import mx
+from train.distributed import Workers
+from train.model import init_params, resnet
+
+SHAPES = {"data": (12, 64, 64, 3), "softmax_label": (12,)}
+workers = Workers()
+gpu = mx.gpu(workers.local_rank)
+symbol = resnet(18, num_classes=10)
+
+
+def make(dtype, **options):
+    graph, device = Graph.from_json(symbol.tojson()), f"gpu({workers.local_rank})"
+    executor = create_executor("cuda", graph, SHAPES, device, dtype=dtype, tf32=False, deterministic=True, **options)
+    executor.set_params(*init_params(symbol, seed=5))
+    return executor
+
+
+def batch(seed):
+    rng = np.random.default_rng(seed)
+    data = rng.standard_normal(SHAPES["data"]).astype(np.float32)
+    label = rng.integers(0, 10, SHAPES["softmax_label"]).astype(np.float32)
+    return mx.nd.array(data, ctx=gpu), mx.nd.array(label, ctx=gpu)
+
+
+def flat(arrays):
+    return np.concatenate([arrays[name].ravel() for name in sorted(arrays)])
+"""
+
+MEANS = """
+dtype, wire = sys.argv[1], sys.argv[2]
+executor = make(dtype, num_buckets=3, wire_dtype=wire)
+assert len(executor.buckets) == 4
+average = workers.gradient_average(executor)
+
+
+def gradients():
+    executor.synchronize()
+    return {b.name: executor.gpu.download(b.address, (b.num_elements,), b.dtype) for b in executor.buckets}
+
+
+for seed in range(3):
+    data, label = batch(workers.rank + 10 * seed)
+    executor.forward_backward(data, label)
+    executor.hand_over(lambda bucket: None)
+    every = workers.gather(gradients())
+    executor.forward_backward(data, label, on_bucket=average.start)
+    average.finish()
+    got = gradients()
+    for name, values in got.items():
+        local = np.stack([rank[name].astype(np.float64) for rank in every])
+        assert np.abs(local).max() > 0
+        assert workers.size == 1 or np.abs(local[0] - local[1]).max() > 0
+        error = np.abs(values - local.mean(0))
+        # Sums of `size` terms, each rounded: 2^-11 in float16 (and its smallest numbers), 1e-6 in float32.
+        half = values.dtype == np.float16
+        bound = 2.0**-11 * workers.size * np.abs(local).mean(0) + 2.0**-24 if half else 1e-6 * np.abs(local).max()
+        assert (error <= bound).all(), (name, error.max())
+        print("worst", name, error.max() / np.abs(local).max())
+"""
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("dtype, wire", [("float32", "float32"), ("float16", "float32"), ("float16", "float16")])
+def test_gradients_become_their_mean(count, dtype, wire):
+    out = run_on_gpus(count, PREPARE + MEANS, dtype, wire)
+    assert out.count("worst") == count * 12
+
+
+HUNDRED_STEPS = """
+import hashlib
+executor = make(sys.argv[1], num_buckets=2, wire_dtype="float32" if sys.argv[1] == "bfloat16" else None)
+average = workers.gradient_average(executor)
+for step in range(100):
+    data, label = batch(1000 * workers.rank + step)
+    if step in (40, 70) and workers.rank == workers.size - 1 and sys.argv[1] == "float16":
+        data[:] = np.inf  # one rank's overflow: all must leave this step out
+    executor.forward_backward(data, label, on_bucket=average.start)
+    average.finish()
+    executor.update(0.05)
+    executor.end_step()
+params, _ = executor.get_params()
+digests = workers.gather([hashlib.sha256(flat(params).tobytes()).hexdigest(),
+                          hashlib.sha256(flat(executor.get_momenta()).tobytes()).hexdigest(), executor.get_scaling()])
+assert all(digest == digests[0] for digest in digests), digests
+assert np.isfinite(flat(params)).all()
+moved = np.abs(flat(params) - flat(init_params(symbol, seed=5)[0])).max()
+assert moved > 1e-2, moved
+print("scaling", executor.get_scaling(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_weights_are_the_same_bits_after_100_steps(count, dtype):
+    out = run_on_gpus(count, PREPARE + HUNDRED_STEPS, dtype)
+    scales = re.findall(r"'loss_scale': ([\d.]+)", out)
+    # 1024 at first, halved for each of the two steps that were left out
+    assert scales == (["256.0"] * count if dtype == "float16" else [])
+
+
+SAME_AS_ONE = """
+executor = make("float32", num_buckets=2)
+average = workers.gradient_average(executor)
+for step in range(3):
+    for part in range(2):  # two passes in each step
+        executor.forward_backward(*batch(100 * step + 10 * part + workers.rank), accumulate=part > 0)
+    average.finish()
+    executor.update(0.1, gradient_scale=1 / 2)
+if workers.rank == 0:
+    alone = make("float32")
+    for step in range(3):
+        for number in range(2 * workers.size):
+            part, rank = divmod(number, workers.size)
+            alone.forward_backward(*batch(100 * step + 10 * part + rank), accumulate=number > 0)
+        alone.update(0.1, gradient_scale=1 / (2 * workers.size))
+    start, got, wanted = (flat(p) for p in (init_params(symbol, seed=5)[0], executor.get_params()[0],
+                                            alone.get_params()[0]))
+    error = np.linalg.norm(got - wanted) / np.linalg.norm(wanted - start)
+    print("error", error)
+    assert error < 1e-4, error  # fp32 sums in another order, over three steps
+workers.sum([0.0])
+"""
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_several_gpus_do_what_one_does_with_as_many_batches(count):
+    assert "error" in run_on_gpus(count, PREPARE + SAME_AS_ONE)
+
+
+PROGRAM = """
+import sys
+from train.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_program(count, tmp_path):
+    """Every validation image counts once."""
+    options = ["--data", "synthetic", "--depth", "18", "--image-size", "33", "--batch-size", str(512 // count),
+               "--epochs", "2", "--warmup-epochs", "1", "--learning-rate", "0.1", "--no-tensorboard",
+               "--output", tmp_path / "run"]  # fmt: skip
+    out = run_on_gpus(count, PROGRAM, *options)
+    assert f"{count} processes; gradients averaged beside the backward pass in buckets: weights 1" in out
+    assert "HOROVOD_CYCLE_TIME=" in out
+    validated = run_on_gpus(count, PROGRAM, "validate", "--checkpoint", tmp_path / "run")
+    assert "1280 images" in validated
+    assert os.listdir(tmp_path) == ["run"]

@@ -1,0 +1,97 @@
+"""The mean of gradients over the GPUs of a run, through Horovod, while the backward pass goes on.
+
+    average = BucketAverage(executor, device_id)
+    executor.forward_backward(data, label, on_bucket=average.start)
+    average.finish()
+    executor.update(learning_rate)          # waits on the GPU for the mean; the host does not
+
+Horovod's own MXNet functions begin to talk to the other processes when a gradient has been computed, and what follows
+can be launched when its mean is there: twice the time of a host in every step. allreduce.cc hands a bucket over before
+it is computed, with the event that says so, as Horovod's PyTorch functions do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+from typing import Any
+
+from graph_passes.executors.cuda.buckets import Bucket
+from graph_passes.executors.cuda.executor import CudaExecutor
+from train.errors import TrainError
+
+LIBRARY = "bucket_allreduce.so"  # beside Horovod's own library, against which it is compiled
+ON_HOST = -1
+
+
+class BucketAverage:
+    """Averages the buckets of one executor. All processes start the same buckets in the same order."""
+
+    def __init__(self, executor: CudaExecutor, device_id: int) -> None:
+        """Raises TrainError where Horovod has no such library."""
+        self._library = load_library()
+        self._executor = executor
+        self._device_id = device_id
+        self._buckets = executor.buckets
+        self._slots = {bucket.name: self._library.allreduce_slot() for bucket in self._buckets}
+        self._started: list[Bucket] = []
+
+    @property
+    def description(self) -> str:
+        buckets = ", ".join(f"{bucket.name} {bucket.num_bytes / 1e6:.1f} MB {bucket.dtype}" for bucket in self._buckets)
+        return f"gradients averaged beside the backward pass in buckets: {buckets}"
+
+    def start(self, bucket: Bucket) -> None:
+        """Replace the gradients by their mean over all processes once `bucket.ready` fires. Returns at once."""
+        self._library.allreduce_start(
+            self._slots[bucket.name], f"gradients.{bucket.name}".encode(), bucket.address, bucket.num_elements,
+            bucket.dtype == "float16", self._device_id, int(bucket.ready), int(bucket.done),
+        )  # fmt: skip
+        self._started.append(bucket)
+
+    def finish(self) -> None:
+        """Let what the executor does from now on follow the means on the GPU, those of all buckets where none has been
+        started. Waits until all processes have come here, not until anything is computed.
+
+        Raises HorovodInternalError with Horovod's own words where that failed, as when another process has died.
+        """
+        if not self._started:
+            self._executor.hand_over(self.start)
+        for bucket in self._started:
+            fault = self._library.allreduce_wait(self._slots[bucket.name])
+            if fault:
+                self._started.clear()
+                raise _internal_error(f"the all-reduce of gradients ({bucket.name}) failed: {fault.decode()}")
+            self._executor.follow(bucket)
+        self._started.clear()
+
+
+def _internal_error(text: str) -> Exception:
+    from horovod.common.exceptions import HorovodInternalError  # what Horovod's elastic mode looks for
+
+    error: Exception = HorovodInternalError(text)
+    return error
+
+
+@functools.cache
+def load_library() -> Any:
+    """The compiled allreduce.cc. Raises TrainError where it is missing or does not fit."""
+    import horovod.mxnet  # makes its own symbols visible to the library
+
+    path = Path(horovod.mxnet.__file__).with_name(LIBRARY)
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise TrainError(
+            f"several GPUs need {path}, which cannot be loaded ({error}): run scripts/build_allreduce.sh"
+        ) from None
+    library.allreduce_slot.restype = ctypes.c_void_p
+    library.allreduce_start.argtypes = [
+        ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int,
+        ctypes.c_void_p, ctypes.c_void_p,
+    ]  # fmt: skip
+    library.allreduce_start.restype = None
+    library.allreduce_wait.argtypes = [ctypes.c_void_p]
+    library.allreduce_wait.restype = ctypes.c_char_p
+    return library
