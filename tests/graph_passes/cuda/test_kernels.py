@@ -323,3 +323,7 @@ def test_elementwise(device: Device, dtype: str) -> None:
                device.put(image), converted, ctypes.c_int64(301), ctypes.c_int(3), ctypes.c_int(4))
     got = device.get(converted, (301, 4), dtype)
     assert np.array_equal(got[:, :3], rounded(image, dtype)) and not got[:, 3].any()
+    wide = device.poisoned(x.shape)
+    device.run("elementwise.cu", f"widen<{C_TYPES[dtype]}>", (1, 1, 1), (256, 1, 1), device.put(x, dtype), wide,
+               ctypes.c_uint32(37))
+    assert np.array_equal(device.get(wide, x.shape), x)
