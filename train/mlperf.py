@@ -9,10 +9,17 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 PREFIX = ":::MLLOG"
+OPTIONS = {  # MLPerf's name -> ours
+    "opt_name": "optimizer",
+    "seed": "seed",
+    "opt_weight_decay": "weight_decay",
+    "opt_learning_rate_warmup_epochs": "warmup_epochs",
+}
 
 
 class MLPerfLog:
@@ -20,6 +27,15 @@ class MLPerfLog:
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", encoding="utf-8")
+
+    def run(self, config: Mapping[str, Any], global_batch: int) -> None:
+        """A run with these options starts."""
+        self.point("submission_benchmark", "resnet")
+        self.point("global_batch_size", global_batch)
+        for key, option in OPTIONS.items():
+            if option in config:
+                self.point(key, config[option])
+        self.start("run_start")
 
     def start(self, key: str, value: Any = None, **metadata: Any) -> None:
         """The start of an interval; `key` ends in `_start`."""

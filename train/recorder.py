@@ -19,8 +19,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +26,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from rich.console import Console
@@ -36,17 +34,12 @@ from rich.console import Console
 from train import environment
 from train.errors import TrainError
 from train.gpu_monitor import GpuReadings
-from train.metrics import METRICS_FILE, SCHEMA, UNITS, BatchMetrics, RunRecord, Speed, speed
+from train.metrics import METRICS_FILE, BatchMetrics, RunRecord, Speed, speed
+from train.metrics_file import MetricsFile
 from train.mlperf import MLPerfLog
 from train.terminal import Terminal
 
 SPEED_WINDOW = 100  # steps that the speed on the terminal looks back on: smooth, yet a slow-down shows
-
-MLPERF_OPTIONS = {  # MLPerf's name -> ours
-    "seed": "seed",
-    "opt_weight_decay": "weight_decay",
-    "opt_learning_rate_warmup_epochs": "warmup_epochs",
-}
 
 T = TypeVar("T")
 
@@ -110,7 +103,6 @@ class Recorder:
         self.num_epochs = num_epochs
         self.log_every = log_every
         self.record = RunRecord(config={}, command="", images_per_step=images_per_step)
-        self._path = folder / METRICS_FILE
         self._clock = clock
         self._step = self._last_log = first_step
         self._warm_step = first_step + warmup_steps
@@ -124,7 +116,7 @@ class Recorder:
         self._interval: _Interval | None = None  # closed, its metrics still to come
         self._recent_ms: deque[float] = deque(maxlen=SPEED_WINDOW)
         self._validation_seconds: list[float] = []
-        self._file: TextIO | None = None
+        self._file: MetricsFile | None = None
         self._writer: Any = None  # tensorboardX.SummaryWriter
         self._mlperf: MLPerfLog | None = None
         self._terminal: Terminal | None = None
@@ -132,17 +124,8 @@ class Recorder:
         if not enabled:
             return
 
-        is_new = not self._path.is_file()
-        try:
-            if not is_new:
-                _cut_unfinished_line(self._path)
-                self.record = RunRecord.read_jsonl(self._path)
-            self._file = self._path.open("a", encoding="utf-8", buffering=1)
-        except OSError as error:
-            raise TrainError(f"cannot write {self._path} ({error.strerror}): give another --output folder") from None
-        self._run_start = clock() - self.record.seconds
-        if is_new:
-            self._emit("units", schema=SCHEMA, units=UNITS)
+        self._file = MetricsFile(folder / METRICS_FILE, clock)
+        self.record = self._file.record
         self._emit(
             "session",
             step=first_step,
@@ -164,13 +147,7 @@ class Recorder:
             self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step or None)
         if mlperf:
             self._mlperf = MLPerfLog(folder / "mlperf.log")
-            self._mlperf.point("submission_benchmark", "resnet")
-            self._mlperf.point("global_batch_size", images_per_step)
-            self._mlperf.point("opt_name", "sgd")
-            for key, option in MLPERF_OPTIONS.items():
-                if option in config:
-                    self._mlperf.point(key, config[option])
-            self._mlperf.start("run_start")
+            self._mlperf.run(config, images_per_step)
         self._terminal = Terminal(num_epochs, console)
 
     # --- steps ---
@@ -300,7 +277,7 @@ class Recorder:
 
     def end_epoch(self, validation: BatchMetrics | None = None) -> None:
         """The epoch's steps, and its validation if there was one, have ended."""
-        if not self._terminal:
+        if not (self._terminal and self._file):
             return
         self._write_unread()
         record, first = self.record, self._epoch_first_step
@@ -311,7 +288,7 @@ class Recorder:
         counted = counted[counted >= first - record.steps_before]
         row = {
             "epoch": self._epoch + 1,
-            "hours": self._now() / 3600,
+            "hours": self._file.seconds() / 3600,
             "images_per_sec": _rate(record.images_per_step * len(counted), np.asarray(record.step_ms)[counted].sum()),
             "train_loss": float(np.average([p.loss for p in points], weights=weights)) if points else None,
             "train_top1": float(np.average([p.top1 for p in points], weights=weights)) if points else None,
@@ -364,26 +341,15 @@ class Recorder:
         if self._writer:
             self._writer.close()
         if self._file:
-            with contextlib.suppress(OSError):
-                self._file.close()
-            self._file = None
+            self._file.close()
         if error is None and len(self.record.counted_steps):
             self.say(f"total images/sec: {self.record.speed().mean:.1f}")
 
     # --- inside ---
 
-    def _now(self) -> float:
-        return self._clock() - self._run_start
-
     def _emit(self, event: str, **fields: Any) -> None:
-        if not self._file:
-            return
-        line = _finite({"event": event, "time": round(self._now(), 3), **fields})
-        try:
-            self._file.write(json.dumps(line) + "\n")
-        except OSError as error:
-            raise TrainError(f"cannot write {self._path}: {error.strerror}; make room and use --resume") from None
-        self.record.apply(line)
+        if self._file:
+            self._file.write(event, **fields)
 
     def _write_unread(self) -> None:
         """Write the steps whose metrics nobody has read, or will read."""
@@ -427,23 +393,3 @@ def _bad_images(batches: object) -> Sequence[tuple[str, str]]:
 
 def _rate(images: int, milliseconds: float) -> float | None:
     return images / (milliseconds / 1e3) if milliseconds else None
-
-
-def _finite(value: Any) -> Any:
-    """JSON knows neither NaN nor infinity: both become null."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return value
-
-
-def _cut_unfinished_line(path: Path) -> None:
-    """Cut off a last line that a kill left without its end, so that appending starts on a new line."""
-    content = path.read_bytes()
-    end = content.rfind(b"\n") + 1
-    if end < len(content):
-        with path.open("r+b") as file:
-            file.truncate(end)

@@ -199,7 +199,7 @@ def _contents(record: RunRecord, summary: Summary, figures: Sequence[str]) -> tu
         tiles += [(f"{summary.best.val_top5:.1%}", "top-5 of the same epoch")]
     tiles += [(_duration(record.seconds), f"on {record.num_processes} process{'es' * (record.num_processes > 1)}")]
     if summary.price is not None:
-        tiles += [(f"{summary.price:,.2f}", "price of the run")]
+        tiles += [(_amount(summary.price), "price of the run")]
     blocks: list[Block] = [
         Tiles(tiles),
         Text(summary.limit_text),
@@ -254,7 +254,7 @@ def _gpu_blocks(record: RunRecord, summary: Summary, figures: Sequence[str]) -> 
         ):
             rows.append((name, "not known" if value is None else form.format(value), what))
     if summary.price is not None:
-        rows.append(("price", f"{summary.price:,.2f}", f"at {record.config['price_per_hour']:g} an hour"))
+        rows.append(("price", _amount(summary.price), f"at {record.config['price_per_hour']:g} an hour"))
     blocks: list[Block] = []
     if rows or problems:
         blocks += [Heading("GPU and price" if record.gpu_curve or problems else "Price")]
@@ -263,6 +263,10 @@ def _gpu_blocks(record: RunRecord, summary: Summary, figures: Sequence[str]) -> 
     if "gpu.png" in figures:
         blocks += [Plot("gpu.png", CAPTIONS["gpu.png"])]
     return blocks + [Text(f"{problem}.") for problem in dict.fromkeys(problems)]
+
+
+def _amount(price: float) -> str:
+    return f"{price:,.2f}" if price >= 1 else f"{price:.2g}"
 
 
 def _throughput_table(summary: Summary) -> Table:
