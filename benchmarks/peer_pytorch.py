@@ -33,6 +33,7 @@ def main() -> None:
     parser.add_argument("--mode", choices=("eager", "compile"), default="compile")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--ddp", action="store_true", help="one of the processes that torch.distributed.run started")
+    parser.add_argument("--inference", action="store_true", help="weights in the given dtype, no gradients")
     arguments = parser.parse_args()
     rank = int(os.environ["LOCAL_RANK"]) if arguments.ddp else 0
     torch.cuda.set_device(rank)
@@ -54,7 +55,11 @@ def main() -> None:
     data = torch.randn(shape, device="cuda", dtype=dtype).to(memory_format=torch.channels_last)
     label = torch.randint(0, 1000, (arguments.batch,), device="cuda")
 
-    def step() -> None:
+    @torch.inference_mode()
+    def infer() -> None:
+        torch.softmax(forward(data).float(), 1)
+
+    def train() -> None:
         optimizer.zero_grad(set_to_none=True)
         with torch.autocast("cuda", dtype=dtype, enabled=mixed):
             loss = loss_function(forward(data), label)
@@ -62,6 +67,9 @@ def main() -> None:
         scaler.step(optimizer)
         scaler.update()
 
+    if arguments.inference:
+        network.eval().to(dtype)
+    step = infer if arguments.inference else train
     for _ in range(1) if arguments.ddp else sys.stdin:
         for _ in range(WARM_UP):
             step()

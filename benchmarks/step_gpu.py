@@ -7,7 +7,8 @@ Writes results/resnet<depth>_<fp16|bf16|tf32|fp32>_b<batch>_synthetic_1gpu.json,
 of results/memory_1gpu.jsonl. Ours is what a training step of the cuda executor is: taking the batch from an MXNet array
 on the GPU, forward, loss and top-1/top-5, backward, optimizer with loss scaling. The peer (benchmarks/peer_pytorch.py)
 does the same without top-1/top-5. Step times are from CUDA events, one after each step; nothing waits for the host.
-Without PEER_PYTHON there is no peer. `--sweep` measures all of SWEEP, each in a process of its own.
+Without PEER_PYTHON there is no peer. `--inference` measures inference, up to the probabilities on the GPU. `--sweep`
+measures all of SWEEP, each in a process of its own.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ MEMORY = ROOT / "benchmarks" / "results" / "memory_1gpu.jsonl"
 SWEEP = (
     "--batch 256 --peer compile", "--batch 64 --peer eager", "--batch 128 --peer eager", "--batch 512 --peer eager",
     "--depth 18 --peer eager", "--depth 34 --peer eager", "--depth 101 --peer eager", "--depth 152 --peer eager",
+    "--inference --batch 1 --peer eager", "--inference --batch 64 --peer eager", "--inference --peer eager",
     "--dtype bfloat16 --peer eager", "--dtype tf32 --peer eager --steps 30", "--dtype float32 --peer eager --steps 10",
 )
 
@@ -67,17 +69,22 @@ def make_step(depth: int, batch: int, size: int, dtype: str, device_id: int = 0,
     return executor, on_gpu, label.as_in_context(gpu)
 
 
-def measure(executor: CudaExecutor, data: Any, label: Any, steps: int) -> list[float]:
+def measure(executor: CudaExecutor, data: Any, label: Any, steps: int, inference: bool) -> list[float]:
     """Milliseconds of each step after warm-up."""
+    def step() -> None:
+        if inference:
+            executor.forward(data)
+            return
+        executor.forward_backward(data, label)
+        executor.update(LEARNING_RATE)
+
     gpu = executor.gpu
     events = [gpu.timing_event() for _ in range(steps + 1)]
     for _ in range(WARM_UP):
-        executor.forward_backward(data, label)
-        executor.update(LEARNING_RATE)
+        step()
     gpu.record(events[0])
     for event in events[1:]:
-        executor.forward_backward(data, label)
-        executor.update(LEARNING_RATE)
+        step()
         gpu.record(event)
     executor.synchronize()
     return [gpu.elapsed_ms(start, end) for start, end in itertools.pairwise(events)]
@@ -90,6 +97,7 @@ class Peer:
         command = [os.environ["PEER_PYTHON"], str(PEER), "--mode", arguments.peer]
         for name in ("depth", "batch", "size", "dtype", "steps"):
             command += [f"--{name}", str(getattr(arguments, name))]
+        command += ["--inference"] * arguments.inference
         clean = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "LD_LIBRARY_PATH")}
         self._process = subprocess.Popen(command, env=clean, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
@@ -131,6 +139,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="turns of ours and the peer")
     parser.add_argument("--peer", choices=("eager", "compile"), default="compile")
     parser.add_argument("--profile", type=Path, help="write one line per kernel of the step to this file")
+    parser.add_argument("--inference", action="store_true", help="forward with folded BatchNorm, from batch to answer")
     parser.add_argument("--sweep", action="store_true", help="measure all of SWEEP instead")
     arguments = parser.parse_args()
     if arguments.sweep:
@@ -147,7 +156,7 @@ def main() -> None:
     memory: dict[str, Any] = {"ours_in_use_gib": gib(total - free)}
     peer = Peer(arguments) if "PEER_PYTHON" in os.environ else None
     for _ in range(arguments.rounds):
-        ours += measure(executor, data, label, arguments.steps)
+        ours += measure(executor, data, label, arguments.steps, arguments.inference)
         if peer:
             turn = peer.measure()
             theirs += turn["step_ms"]
@@ -155,10 +164,12 @@ def main() -> None:
         memory |= {"peer": turn["name"], "peer_in_use_gib": gib(free - executor.gpu.memory()[0]),
                    "peer_peak_allocated_gib": gib(turn["allocated_bytes"])}
         peer.close()
-    name = f"resnet{arguments.depth}_{SHORT[arguments.dtype]}_b{arguments.batch}_synthetic_1gpu"
+    use = "inference_synthetic" if arguments.inference else "synthetic"
+    name = f"resnet{arguments.depth}_{SHORT[arguments.dtype]}_b{arguments.batch}_{use}_1gpu"
     write_result(name, ours, arguments.batch, turn.get("name"), theirs)
-    write_memory(name, memory)
-    print(f"GPU memory: {memory}")
+    if not arguments.inference:
+        write_memory(name, memory)
+        print(f"GPU memory: {memory}")
     if arguments.profile:
         rows = executor.profile()
         ceiling = executor.copy_gigabytes_per_second()

@@ -31,7 +31,9 @@ log = logging.getLogger("graph_passes.cuda")
 @dataclass(frozen=True)
 class Problem:
     """What cuDNN is asked to compute. `kind`: 'fprop', 'fprop_stats' (also per-channel sum and sum of squares of the
-    output, fp32), 'dgrad' or 'wgrad'. `x` and `y` are NHWC shapes, `w` is OHWI; dgrad writes x, wgrad writes w."""
+    output, fp32), 'fprop_bias' (+ fp32 bias; with '_add' + a tensor like the output, with '_relu' then ReLU: the parts
+    of the name are in the order of the operations), 'dgrad' or 'wgrad'. `x` and `y` are NHWC shapes, `w` is OHWI; dgrad
+    writes x, wgrad writes w."""
 
     kind: str
     x: tuple[int, int, int, int]
@@ -74,7 +76,7 @@ class Plan:
         self.workspace_bytes = self._graph.get_workspace_size_plan_at_index(index)
 
     def enqueue(self, *addresses: int, workspace: int) -> None:
-        """`addresses`: fprop x, w, y[, sum, sum of squares]; dgrad dy, w, dx; wgrad x, dy, dw."""
+        """`addresses`: fprop x, w[, bias][, addend], y[, sum, sum of squares]; dgrad dy, w, dx; wgrad x, dy, dw."""
         pack = dict(zip(self._tensors, addresses, strict=True))
         self._graph.execute_plan_at_index(pack, workspace, self._index, handle=self._library.handle)
 
@@ -160,8 +162,9 @@ class ConvolutionLibrary:
     def _tuning_data(self, problem: Problem) -> list[int]:
         """Addresses to time a problem with, in the order of `Plan.enqueue`: random contents, as zeros run faster."""
         size = {"float32": 4}.get(problem.dtype, 2)
-        roles = {"fprop": "xwy", "fprop_stats": "xwyss", "dgrad": "ywx", "wgrad": "xyw"}[problem.kind]
-        lengths = [problem.y[3] * 4 if role == "s" else math.prod(getattr(problem, role)) * size for role in roles]
+        roles = {"fprop": "xwy", "fprop_stats": "xwyss", "fprop_bias": "xwcy", "fprop_bias_relu": "xwcy",
+                 "fprop_bias_add_relu": "xwcyy", "dgrad": "ywx", "wgrad": "xyw"}[problem.kind]
+        lengths = [problem.y[3] * 4 if role in "cs" else math.prod(getattr(problem, role)) * size for role in roles]
         starts = list(itertools.accumulate((-(-length // 256) * 256 for length in lengths), initial=0))
         base = self._tuning_buffer("data", starts[-1])
         self._gpu.fill_random(base, starts[-1], problem.dtype)
@@ -198,12 +201,23 @@ class ConvolutionLibrary:
         def result(output: Any, shape: tuple[int, int, int, int]) -> Any:
             return output.set_dim(_nchw(shape)).set_stride(_nchw_strides(shape)).set_output(True).set_data_type(dtype)
 
-        if problem.kind in ("fprop", "fprop_stats"):
+        if problem.kind.startswith("fprop"):
+            _, *epilogue = problem.kind.split("_")
             x, w = tensor("x", problem.x), tensor("w", problem.w)
             y = graph.conv_fprop(image=x, weight=w, **window)
-            result(y, problem.y)
-            tensors = [x, w, y]
-            if problem.kind == "fprop_stats":
+            tensors = [x, w]
+            if "bias" in epilogue:
+                channels = (1, 1, 1, problem.y[3])
+                tensors.append(graph.tensor(name="bias", dim=_nchw(channels), stride=_nchw_strides(channels),
+                                            data_type=fp32))
+                y = graph.bias(input=y, bias=tensors[-1])
+            if "add" in epilogue:
+                tensors.append(tensor("addend", problem.y))
+                y = graph.add(a=y, b=tensors[-1])
+            if "relu" in epilogue:
+                y = graph.relu(input=y)
+            tensors.append(result(y, problem.y))
+            if "stats" in epilogue:
                 for sums in graph.genstats(input=y):
                     sums.set_output(True).set_data_type(fp32)
                     tensors.append(sums)

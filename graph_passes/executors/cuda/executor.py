@@ -106,11 +106,13 @@ class CudaExecutor(Executor):
     def params(self) -> dict[str, Array]:  # type: ignore[override]
         """fp32 master weights; the network's own copies follow at the next `update`, or at once by `set_params`."""
         self._gate([self._arrays["master"]])
+        self._step.parameters_changed()  # whoever asks may write them
         return self._params
 
     @property
     def aux(self) -> dict[str, Array]:  # type: ignore[override]
         self._gate([self._arrays["statistics"]])
+        self._step.parameters_changed()
         return self._aux
 
     @property
@@ -197,7 +199,8 @@ class CudaExecutor(Executor):
         """As the base class says. `on_bucket` gets one bucket of gradients after the other, each as soon as what
         computes it is launched; its event `ready` says when it is computed."""
         self._wait_for_mxnet()
-        self._load(data, label, self.input_shapes["data"][0])
+        num_images = self.input_shapes["data"][0]
+        self._load(data, label, num_images, num_images)
         self._step.mix(mixup)
         self._step.forward_backward(accumulate, on_bucket)
 
@@ -221,17 +224,22 @@ class CudaExecutor(Executor):
         self._step.update(learning_rate, gradient_scale, average_decay)
 
     def forward(self, data: Array, label: Array | None = None) -> Array:
+        """As the base class says; the batch may be smaller than the one that the executor was made for."""
         self._wait_for_mxnet()
-        self._load(data, label, 0 if label is None else self.input_shapes["data"][0])
-        self._step.infer()
-        probabilities = self._arrays["probabilities"].reshape(self._step.persistent.probabilities.shape)
+        num_images = min(data.shape[0], self.input_shapes["data"][0])
+        self._load(data, label, 0 if label is None else num_images, num_images)
+        self._step.infer(num_images)
+        shape = self._step.persistent.probabilities.shape
+        probabilities = self._arrays["probabilities"].reshape(shape)[:num_images]
         self._gate([probabilities])
         return probabilities
 
     def evaluate(self, data: Array, label: Array, num_valid: int) -> None:
+        """As the base class says; the batch may be smaller than the one that the executor was made for."""
         self._wait_for_mxnet()
-        self._load(data, label, num_valid)
-        self._step.infer()
+        num_images = min(data.shape[0], self.input_shapes["data"][0])
+        self._load(data, label, min(num_valid, num_images), num_images)
+        self._step.infer(num_images)
 
     def read_metrics(self) -> Metrics:
         return Metrics(*self._step.read_metrics())
@@ -262,21 +270,23 @@ class CudaExecutor(Executor):
         if step_before:
             step_before.sync()
 
-    def _load(self, data: Array, label: Array | None, num_valid: int) -> None:
-        shape = self.input_shapes["data"]
-        padded = self._step.persistent.data.shape  # a batch may have the channels that the network really reads
+    def _load(self, data: Array, label: Array | None, num_valid: int, num_images: int) -> None:
+        shape = (num_images, *self.input_shapes["data"][1:])
+        channels = self._step.persistent.data.shape[3]  # a batch may have those that the network really reads
+        padded = (*shape[:3], channels)
         for name, array in (("data", data), ("softmax_label", label)):
             wanted = shape if name == "data" else shape[:1]
             if array is not None and tuple(array.shape) not in (wanted, padded):
-                raise GraphError(f"'{name}' has the shape {array.shape}, but the executor was made for {wanted}: "
-                                 "make one for each batch and image size")
+                raise GraphError(f"'{name}' has the shape {array.shape}, but the executor was made for "
+                                 f"{self.input_shapes[name]}: make one for each image size, and for "
+                                 "each batch size of training")
         data = self._here(data)
         self._step.load_from_device(self._address(data), np.dtype(data.dtype).name, data.shape)
         used = [data]
         if label is not None:
             label = self._here(label)
             target = self._step.persistent.label
-            self._step.gpu.copy(target.address, self._address(label), target.num_bytes)
+            self._step.gpu.copy(target.address, self._address(label), target.num_bytes // target.shape[0] * num_images)
             used.append(label)
         if num_valid != self._num_valid:
             self._step.set_num_valid(num_valid)

@@ -31,7 +31,7 @@ Buffers = tuple["Buffer | None", ...]
 TILE_CHANNELS = 64  # channels that a block of batch_norm.cu works on
 REDUCE_BLOCK: Size = (8, 96, 1)  # threads: vectors along the channels, rows
 APPLY_BLOCK: Size = (8, 32, 1)
-STATISTICS_LAUNCH_MS = 0.003  # what a separate statistics launch costs besides its bytes
+LAUNCH_MS = 0.003  # what a separate launch costs besides its bytes
 
 
 def count(value: int) -> ctypes.c_uint32:
@@ -150,11 +150,18 @@ class Lowering:
             "SoftmaxCrossEntropy": self._softmax,
             "BiasGrad": self._bias_gradient,
             "elemwise_add": self._add,
+            "AddRelu": self._epilogue,
         }
+        if node.op == "relu" or (node.op == "Activation" and node["act_type"] == "relu"):
+            return self._epilogue
         if node.op not in rules:
-            raise GraphError(f"operator {node.op} of node '{node.name}' has no GPU lowering: use --executor mxnet, or "
-                             "the passes that fuse it into one that has")
+            raise self._no_lowering(node)
         return rules[node.op]
+
+    @staticmethod
+    def _no_lowering(node: Node) -> GraphError:
+        return GraphError(f"operator {node.op} of node '{node.name}' has no GPU lowering: use --executor mxnet, or "
+                          "the passes that fuse it into one that has")
 
     # --- helpers of the rules ---
 
@@ -200,18 +207,58 @@ class Lowering:
         x, w = self._input(node, 0), self._input(node, 1)
         self._require(node["layout"] == "NHWC", node, "is not NHWC: run the layout pass first")
         self._require(node["num_group"] == 1, node, f"has {node['num_group']} groups, which have no GPU lowering")
-        self._require(node["no_bias"], node, "has a bias, which has no GPU lowering: put a BatchNorm behind it instead")
+        if not node["no_bias"]:
+            training = "output_names" in self._graph.attrs
+            self._require(not training, node, "has a bias, which has no GPU lowering in training: use a BatchNorm")
+            if not self._has_epilogue(node):
+                self._biased_convolution(node, node, relu=False)
+            return
         y = self._output(node)
         self._require(y.shape[3] % VECTOR == 0, node, f"has {y.shape[3]} filters: use a multiple of {VECTOR}")
         plain, fused = (self._problem(kind, node, x, w, y) for kind in ("fprop", "fprop_stats"))
         readers = self._graph.consumers.get(Ref(node.name), ())
         wants_sums = any(reader.op.startswith("BatchNorm") and reader.op.endswith("Train") for reader in readers)
-        if wants_sums and self._fusing_statistics_pays(plain, fused, y):
+        if wants_sums and self._fusing_pays(plain, fused, y.num_bytes):
             sums = Buffer(f"{node.name}:sums", (2, y.shape[3]), "float32")
             self._sums[Ref(node.name)] = sums
             self._plan(node, fused, (x, w), (y, sums))
         else:
             self._plan(node, plain, (x, w), (y,))
+
+    def _has_epilogue(self, node: Node) -> bool:
+        """Is this a convolution with bias (of inference) whose ReLU, or sum and ReLU, alone reads it? It is launched
+        in their place."""
+        readers = self._graph.consumers.get(Ref(node.name), ())
+        ops = [reader.op for reader in readers if reader.op != "Activation" or reader["act_type"] == "relu"]
+        return node.op == "Convolution" and not node["no_bias"] and ops in (["Activation"], ["relu"], ["AddRelu"])
+
+    def _epilogue(self, node: Node) -> None:
+        """ReLU, or the sum of two tensors and ReLU, behind one or two convolutions with bias."""
+        first, *others = sorted(node.inputs, key=lambda ref: not self._has_epilogue(self._graph[ref.node]))
+        if not self._has_epilogue(self._graph[first.node]):
+            raise self._no_lowering(node)
+        for ref in others:
+            if self._has_epilogue(self._graph[ref.node]):
+                self._biased_convolution(self._graph[ref.node], self._graph[ref.node], relu=False)
+        self._biased_convolution(self._graph[first.node], node, True, *(self._buffers[ref] for ref in others))
+
+    def _biased_convolution(self, node: Node, result: Node, relu: bool, *addend: Buffer) -> None:
+        """Convolution + bias (+ addend) (+ ReLU) as the output of `result`: one cuDNN plan, or two launches where these
+        are faster or cuDNN has none."""
+        x, w, bias = (self._input(node, index) for index in range(3))
+        y = self._output(result)
+        self._require(y.shape[3] % VECTOR == 0, node, f"has {y.shape[3]} filters: use a multiple of {VECTOR}")
+        plain = self._problem("fprop", node, x, w, y)
+        fused = self._problem(f"fprop_bias{'_add' if addend else ''}{'_relu' if relu else ''}", node, x, w, y)
+        if self._fusing_pays(plain, fused, 2 * y.num_bytes):
+            self._plan(node, fused, (x, w, bias, *addend), (y,))
+            return
+        product = Buffer(f"{node.name}:product", y.shape, y.dtype)
+        self._plan(node, plain, (x, w), (product,))
+        vectors = self._vectors(y)
+        self._launch(result, "elementwise.cu", self._kernel("bias_add_relu", bool(addend), relu), *_threads(vectors),
+                     (product, bias, addend[0] if addend else None, y, count(vectors), count(y.shape[3] // VECTOR)),
+                     (product, bias, *addend), (y,), in_place=(product, y))
 
     def _fully_connected(self, node: Node) -> None:
         """A 1x1 convolution of a 1x1 image. The bias is added by the softmax kernel, in fp32."""
@@ -256,13 +303,13 @@ class Lowering:
 
         self.program.launches.append(Launch(node.name, problem.kind, enqueue, reads, writes, flops=problem.flops))
 
-    def _fusing_statistics_pays(self, plain: Problem, fused: Problem, y: Buffer) -> bool:
-        """Is a convolution with statistics in its epilogue faster than one without and a launch that reads y again?"""
+    def _fusing_pays(self, plain: Problem, fused: Problem, separate_bytes: int) -> bool:
+        """Is a convolution with something in its epilogue faster than one without and a launch that moves so much?"""
         try:
             fused_ms = self._convolutions.plan(fused).time_ms
         except GraphError:
             return False
-        separate_ms = y.num_bytes / self._gpu.bandwidth * 1e3 + STATISTICS_LAUNCH_MS
+        separate_ms = separate_bytes / self._gpu.bandwidth * 1e3 + LAUNCH_MS
         return fused_ms < self._convolutions.plan(plain).time_ms + separate_ms
 
     # --- batch norm ---

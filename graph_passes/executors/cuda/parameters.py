@@ -24,6 +24,14 @@ def padded(size: int) -> int:
     return -(-size // VECTOR) * VECTOR
 
 
+def to_dtype(array: np.ndarray, dtype: str) -> np.ndarray:
+    """fp32 rounded to the nearest value of `dtype`; bfloat16, which NumPy lacks, as its bits."""
+    if dtype != "bfloat16":
+        return array.astype(dtype)
+    bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
 @dataclass(frozen=True)
 class Parameter:
     """A learned tensor. `shape` is canonical (fp32, OHWI), `device_shape` the padded one; what is padded stays 0.
@@ -92,20 +100,21 @@ class ParameterStore:
     """All state of a network that outlives a step. `dtype` is that of the network's tensors.
 
     `wire_dtype`: the one in which gradients are averaged over several GPUs. Where it is not `dtype`, the gradients of
-    the weights are copied to `wire_gradients` for that, and the optimizer reads those.
+    the weights are copied to `wire_gradients` for that, and the optimizer reads those. Where nothing is `trained` there
+    are no gradients and no momentum, and no fp32 masters of 16-bit weights.
     """
 
     def __init__(self, parameters: Iterable[Parameter], statistics: dict[str, tuple[int, ...]], dtype: str,
-                 wire_dtype: str | None = None) -> None:
+                 wire_dtype: str | None = None, trained: bool = True) -> None:
         self.parameters = {parameter.name: parameter for parameter in parameters}
         self.dtype = dtype
         everything = [(p.name, p.device_shape) for p in self.parameters.values()]
         weights = [(p.name, p.device_shape) for p in self.parameters.values() if p.is_weight]
         others = [(p.name, p.device_shape) for p in self.parameters.values() if not p.is_weight]
-        self.master = FlatArray("float32", everything)
-        self.momentum = FlatArray("float32", everything)
-        self.weight_gradients = FlatArray(dtype, weights)
-        self.other_gradients = FlatArray("float32", others)
+        self.master = FlatArray("float32", everything if trained or dtype == "float32" else others)
+        self.momentum = FlatArray("float32", everything if trained else ())
+        self.weight_gradients = FlatArray(dtype, weights if trained else ())
+        self.other_gradients = FlatArray("float32", others if trained else ())
         self.wire_gradients = FlatArray(wire_dtype or dtype, weights if wire_dtype not in (None, dtype) else ())
         self.statistics = FlatArray("float32", statistics.items())
         self.copies = FlatArray(dtype, weights if dtype != "float32" else ())

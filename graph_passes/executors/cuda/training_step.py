@@ -23,6 +23,7 @@ from graph_passes.executors.cuda.buckets import Bucket, bucket_of, cut
 from graph_passes.executors.cuda.capacity import check_fits, too_little_memory
 from graph_passes.executors.cuda.convolution import ConvolutionLibrary, import_cudnn
 from graph_passes.executors.cuda.device import Gpu
+from graph_passes.executors.cuda.inference import Inference
 from graph_passes.executors.cuda.kernels import C_TYPES, KernelLibrary
 from graph_passes.executors.cuda.lowering import Lowering, Persistent, padded_channels, parameters_of
 from graph_passes.executors.cuda.optimizer import Optimizer, OptimizerConfig, State
@@ -78,14 +79,15 @@ class TrainingStep:
         self._place_parameters()
         self.persistent = self._persistent(shapes["data"], inferred[graph.outputs[0]])
         self.set_optimizer(optimizer or OptimizerConfig())
-        self.training = self._lower(step, "training")
+        self.training = self._lower(step)
         self._convolutions.save()
         self.buckets, parts = self._cut_buckets(num_buckets)
         self._segments = self._capture_segments(self.training, parts)
         self._mixup = 1.0  # as the GPU has it
         self._free_pinned: list[np.ndarray] = []
         self._gradient_backup: dict[str, int] = {}
-        self._inference: Any = None
+        self._inference: Inference | None = None
+        self._inference_is_current = False
 
     # --- building ---
 
@@ -128,15 +130,15 @@ class TrainingStep:
         self.gpu.fill(address, 0, num_bytes)
         return address
 
-    def _lower(self, graph: Graph, use: str) -> Lowering:
+    def _lower(self, graph: Graph) -> Lowering:
         shapes = graph.infer_shapes(self._shapes)
         lowering = Lowering(graph, shapes, self.store, self.persistent, self.gpu, self.kernels, self._convolutions)
         for buffer in lowering.scratch:
-            buffer.address = self._allocate(f"{use} {buffer.name}", max(buffer.num_bytes, 1))
+            buffer.address = self.gpu.allocate(max(buffer.num_bytes, 1))
         arena_bytes, (free, total) = lowering.program.arena_bytes, self.gpu.memory()
         if arena_bytes > free:
             raise too_little_memory(self._shapes["data"], arena_bytes, 0, free, total)
-        lowering.program.place(self._allocate(f"{use} arena", arena_bytes))
+        lowering.program.place(self.gpu.allocate(arena_bytes))
         return lowering
 
     def _cut_buckets(self, num_buckets: int) -> tuple[list[list[Bucket]], list[list[str]]]:
@@ -180,6 +182,12 @@ class TrainingStep:
             self._check(name, aux.get(name), buffer.shape)
             self.gpu.upload(buffer.address, np.asarray(aux[name], np.float32))
         self.optimizer.enqueue_copy()
+        self.parameters_changed()
+
+    def parameters_changed(self) -> None:
+        """To be called by whoever writes parameters or running statistics by their addresses: inference holds folded
+        copies, which are made anew when it is used next."""
+        self._inference_is_current = False
 
     @staticmethod
     def _check(name: str, array: np.ndarray | None, shape: tuple[int, ...]) -> None:
@@ -196,6 +204,7 @@ class TrainingStep:
 
     def swap_averages(self) -> None:
         """Exchange parameters and running statistics with their moving averages. Asynchronous."""
+        self.parameters_changed()
         store, kernel = self.store, self.kernels.get("elementwise.cu", "exchange")
         for own, average in ((store.master, store.averages), (store.statistics, store.average_statistics)):
             vectors = own.size // 4
@@ -236,10 +245,11 @@ class TrainingStep:
     def load_from_device(self, address: int, dtype: str, shape: tuple[int, ...]) -> None:
         """Take a batch that lies on the GPU: convert and pad it to the network's own input, asynchronous."""
         target = self.persistent.data
-        if len(shape) != 4 or shape[:3] != target.shape[:3] or shape[3] > target.shape[3]:
+        fits = len(shape) == 4 and all(given <= most for given, most in zip(shape, target.shape, strict=True))
+        if not fits or shape[1:3] != target.shape[1:3]:
             raise GraphError(f"data has the shape {tuple(shape)}: the network was built for {target.shape}")
-        if dtype == target.dtype and tuple(shape) == target.shape:
-            self.gpu.copy(target.address, address, target.num_bytes)
+        if dtype == target.dtype and shape[3] == target.shape[3]:
+            self.gpu.copy(target.address, address, target.num_bytes // target.shape[0] * shape[0])
             return
         kernel = self.kernels.get("elementwise.cu", f"convert_input<{C_TYPES[dtype]}, {C_TYPES[target.dtype]}>")
         pixels = shape[0] * shape[1] * shape[2]
@@ -262,6 +272,7 @@ class TrainingStep:
     def forward_backward(self, accumulate: bool = False, on_bucket: OnBucket | None = None) -> None:
         """One pass over the loaded batch; gradients, times the loss scale, are in the store, added to what was there if
         `accumulate`. `on_bucket` is called with each bucket once what computes it is enqueued. Asynchronous."""
+        self.parameters_changed()  # the running statistics
         if accumulate:
             self._back_up_gradients()
         for number, segment in enumerate(self._segments):
@@ -309,16 +320,23 @@ class TrainingStep:
 
     def update(self, learning_rate: float, gradient_scale: float = 1.0, average_decay: float = 0.0) -> None:
         """One optimizer step. Asynchronous."""
+        self.parameters_changed()
         self.optimizer.set_step(learning_rate, gradient_scale, average_decay)
         self.gpu.replay(self._update)
 
-    def infer(self) -> None:
-        """Forward with running statistics: fills the probabilities, adds to the metrics. Asynchronous."""
+    def infer(self, num_images: int | None = None) -> None:
+        """Forward with running statistics: fills the probabilities, adds to the metrics.
+
+        `num_images`: of a batch smaller than the step's. Asynchronous, but where parameters have changed since the last
+        call: then they are read and folded on the host (about half a second for ResNet-50).
+        """
         if self._inference is None:
-            lowering = self._lower(precision(self._graph, self.dtype), "inference")
-            self._convolutions.save()
-            self._inference = self.gpu.capture(partial(run, lowering.program.launches))
-        self.gpu.replay(self._inference)
+            self._inference = Inference(self._graph, self._shapes, self.dtype, self.persistent, self.gpu, self.kernels,
+                                        self._convolutions)
+        if not self._inference_is_current:
+            self._inference.set_params(*self.get_params())
+            self._inference_is_current = True
+        self._inference.run(num_images or self._shapes["data"][0])
 
     def set_num_valid(self, num_valid: int) -> None:
         """How many rows of the next batches count in the metrics."""

@@ -16,6 +16,7 @@ FLAGS = {
     "batch_norm_backward_apply": ["NO_RELU", "RECOMPUTED"],
     "batch_norm_relu_max_pool_backward_reduce": ["false", "true"],
     "batch_norm_pair_backward_reduce": ["false", "true"],
+    "bias_add_relu": ["false, false", "false, true", "true, true"],
     "max_pool_backward": ["false", "true"],
     "inspect_gradients": ["false", "true"],
     "sgd_update": ["false, false", "false, true", "true, false", "true, true"],

@@ -180,6 +180,13 @@ def test_inference_and_metrics(executor: CudaExecutor) -> None:
     assert executor.read_metrics()[1:] == reference.read_metrics()[1:]
     executor.forward_backward(data, label)
     assert executor.read_metrics().count == SHAPES["data"][0]
+    # The running statistics have moved, and a part of a batch has its own graph.
+    reference.set_params(*executor.get_params())
+    few = executor.forward(data[:2], label[:2])
+    assert few.shape == (2, CLASSES) and executor.read_metrics().count == 2
+    assert relative_error(few.asnumpy(), reference.forward(data.asnumpy())[:2]) < 1e-4
+    executor.params["fc_bias"][:] = mx.nd.array(executor.from_canonical("fc_bias", 1000 * np.eye(CLASSES)[3]))
+    assert (executor.forward(data).asnumpy().argmax(1) == 3).all(), "inference sees parameters that MXNet has written"
 
 
 def test_half_precision_images_and_other_shapes(executor: CudaExecutor) -> None:

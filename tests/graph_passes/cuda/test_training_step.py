@@ -169,6 +169,32 @@ def test_whole_network_against_mxnet_on_the_cpu(cache: Path, depth: int, dtype: 
     assert np.median(list(errors.values())) < median and max(errors.values()) < maximum
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("depth", [18, 50])
+def test_folded_inference_of_a_trained_network(cache: Path, depth: int, dtype: str) -> None:
+    """Against the unfolded network in fp32 on the CPU, with weights and statistics after ten steps. Probabilities: each
+    of up to 50 layers rounds its output once, to 2^-11 (fp16) or 2^-8 (bf16); folding rounds other weights."""
+    symbol, shapes = resnet(depth, CLASSES), {"data": (9, 64, 64, 3), "softmax_label": (9,)}
+    graph = fused(symbol)
+    step = TrainingStep(graph, shapes, dtype, tf32=False, cache_folder=cache)
+    step.set_params(*init_params(symbol, seed=depth))
+    data, label = random_batch(shapes, seed=depth)
+    step.load(data, label)
+    for _ in range(10):
+        step.forward_backward()
+        step.update(0.01)
+    cpu = create_executor("mxnet", graph, shapes)
+    cpu.set_params(*step.get_params())
+    wanted = cpu.forward(mx.nd.array(data)).asnumpy()
+    assert not np.allclose(wanted, wanted[0], rtol=0.1), "images must differ in their answers"
+    step.infer()
+    error = relative_error(step.probabilities(), wanted)
+    print(f"error {error:.1e}")
+    assert error < {"float16": 2e-2, "bfloat16": 1e-1, "float32": 1e-4}[dtype]
+    step.infer(num_images=1)
+    assert relative_error(step.probabilities()[:1], wanted[:1]) < {"float16": 2e-2, "bfloat16": 1e-1}.get(dtype, 1e-4)
+
+
 def numpy_update(config: OptimizerConfig, w: np.ndarray, v: np.ndarray, g: np.ndarray, is_weight: bool,
                  rate: float) -> None:
     decay = config.weight_decay if is_weight else 0.0

@@ -75,6 +75,18 @@ def test_launches_of_a_training_step(depth: int, batch_norms: int, projections: 
         launch.enqueue()
 
 
+def test_launches_of_folded_inference() -> None:
+    graph = passes.fold_bn(passes.bn_relu(passes.bn_add_relu(Graph.from_json(resnet(50, 1000).tojson()))))
+    lowering, store = lower_graph(graph, {"data": (4, 64, 64, 3), "softmax_label": (4,)}, training=False)
+    operations = [launch.operation for launch in lowering.program.launches]
+    assert operations.count("fprop_bias_relu") == 33 and operations.count("fprop_bias_add_relu") == 16
+    assert operations.count("fprop_bias") == 4, "the shortcuts with a convolution"
+    assert sorted(set(operations) - {"fprop_bias", "fprop_bias_relu", "fprop_bias_add_relu"}) == [
+        "add_metrics", "fprop", "global_average_pool", "max_pool", "softmax_cross_entropy"]
+    assert not store.statistics.slices
+    check_memory(lowering.program)
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_no_two_living_buffers_of_a_network_share_memory(training: bool) -> None:
     lowering, _ = lower(18, 4, 64, training)

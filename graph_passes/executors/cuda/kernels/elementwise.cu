@@ -63,6 +63,25 @@ __global__ void exchange(float4 *x, float4 *y, uint32 vectors) {
     y[at] = a;
 }
 
+// y = x + bias (+ addend), ReLU of it if RELU: what follows a convolution in inference where cuDNN does not fuse it.
+// `pitch`: vectors of a pixel. y may be x.
+template <class T, bool ADD, bool RELU>
+__global__ void bias_add_relu(const Packed<T> *x, const float *bias, const Packed<T> *addend, Packed<T> *y,
+                              uint32 vectors, uint32 pitch) {
+    const uint32 at = blockIdx.x * blockDim.x + threadIdx.x;
+    if (at >= vectors) return;
+    const float *b = bias + at % pitch * VEC;
+    float v[VEC], a[VEC] = {};
+    unpack(x[at], v);
+    if (ADD) unpack(addend[at], a);
+#pragma unroll
+    for (int k = 0; k < VEC; ++k) {
+        v[k] += b[k] + a[k];
+        if (RELU) v[k] = v[k] < 0 ? 0 : v[k];  // NaN stays
+    }
+    y[at] = pack<T>(v);
+}
+
 // to = from, 4 vectors of 16 bytes a thread: what memory can do at best, for the profile's ceiling.
 __global__ void copy(const uint4 *from, uint4 *to) {
     const size_t at = size_t(blockIdx.x) * blockDim.x * 4 + threadIdx.x;
