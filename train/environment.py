@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
+import importlib.util
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -44,15 +47,35 @@ def git_commit() -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the libraries that a result depends on, by package name; without importing them."""
+    """Versions of Python and of the libraries that a result depends on, by package name; without importing them.
+
+    What pip does not know, because it was copied or comes with the system, is asked for its version itself.
+    """
     found = {"python": platform.python_version(), "os": platform.platform()}
     for package in (
-        "mxnet", "mxnet-cu117", "numpy", "nvidia-dali-cuda120", "horovod",
-        "nvidia-cudnn-cu12", "nvidia-cudnn-frontend", "nvidia-nccl-cu12", "cuda-core",
+        "mxnet", "mxnet-cu117", "numpy", "nvidia-dali-cuda120", "horovod", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13",
+        "nvidia-cudnn-frontend", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "cuda-core",
     ):  # fmt: skip
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
+    if not found.keys() & {"mxnet", "mxnet-cu117"} and (version := _mxnet_version()):
+        found["mxnet"] = version
+    if not found.keys() & {"nvidia-cudnn-cu12", "nvidia-cudnn-cu13"}:
+        with contextlib.suppress(OSError):
+            number = ctypes.CDLL("libcudnn.so.9").cudnnGetVersion()  # 91900 is 9.19.0
+            found["cudnn"] = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
     return found
+
+
+def _mxnet_version() -> str | None:
+    """What MXNet's own files say, without importing it."""
+    with contextlib.suppress(ImportError, OSError):
+        spec = importlib.util.find_spec("mxnet")
+        if spec and spec.origin:
+            text = (Path(spec.origin).parent / "libinfo.py").read_text()
+            if match := re.search(r"^__version__ = ['\"]([\w.]+)", text, re.MULTILINE):
+                return match[1]
+    return None
 
 
 def hardware() -> dict[str, Any]:

@@ -163,6 +163,11 @@ class Lowering:
         return GraphError(f"operator {node.op} of node '{node.name}' has no GPU lowering: use --executor mxnet, or "
                           "the passes that fuse it into one that has")
 
+    @property
+    def buffers(self) -> Mapping[Ref, Buffer]:
+        """Where the tensors lie that exist on the device; what is fused away has none."""
+        return self._buffers
+
     # --- helpers of the rules ---
 
     def _input(self, node: Node, index: int) -> Buffer:
