@@ -1,0 +1,214 @@
+"""Do we train as PyTorch does? Both from the same weights, on the same batches in the same order, with one recipe.
+
+    PEER_PYTHON=/path/to/python-with-torch python benchmarks/parity_pytorch.py --data ../shared/data/cifar10
+
+Trains a ResNet for 300 steps: ours and PyTorch (parity_peer.py) in float16 and in float32 without TF32, and both once
+more in float16 on another order of the images with other crops, as another seed gives. What implementations differ by
+must be small beside what seeds differ by. Writes results/parity_pytorch.jsonl, one line for each run with the loss of
+every step, and last a line that compares; and results/parity_pytorch.png. Where there is no GPU only float32 is run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from graph_passes.executors.cuda.optimizer import INITIAL_LOSS_SCALE
+from mxnet_compat import mx
+from pipelines import LoaderConfig, open_loader
+from train import devices, environment
+from train.build import build_executor
+from train.config import Config
+from train.model import init_params, resnet
+from train.optimizer import make_optimizer
+from train.schedule import make_schedule
+
+RESULT = Path(__file__).with_name("results") / "parity_pytorch.jsonl"
+PEER = Path(__file__).with_name("parity_peer.py")
+VAL_IMAGES = 2048
+WINDOW = 20  # steps over which losses are averaged before they are compared
+Run = dict[str, Any]  # side, dtype, order, loss, val_loss, val_top1
+
+
+def make_config(arguments: argparse.Namespace) -> Config:
+    """One 'epoch' of so many steps, a sixth of them warm-up; the constants are those of resnet50_90ep."""
+    return Config(data=str(arguments.data), depth=arguments.depth, image_size=arguments.size, seed=1,
+                  batch_size=arguments.batch, epochs=1, warmup_epochs=1 / 6, random_area=(0.25, 1.0),
+                  label_smoothing=0.1, momentum=0.875, weight_decay=1 / 32768, learning_rate=0.256)
+
+
+def write_batches(folder: Path, name: str, config: Config, split: str, num_batches: int, seed: int) -> int:
+    """What our loader gives, as (batches, N, H, W, 3) float16 and (batches, N) float32; returns the number of classes.
+    """
+    loader = open_loader(LoaderConfig(data=config.data, split=split, batch_size=config.batch_size, seed=seed,
+                                      image_size=config.image_size, random_area=config.random_area))
+    shape = (num_batches, config.batch_size, config.image_size, config.image_size, 3)
+    data = np.lib.format.open_memmap(folder / f"{name}_data.npy", "w+", np.float16, shape)
+    label = np.lib.format.open_memmap(folder / f"{name}_label.npy", "w+", np.float32, shape[:2])
+    number = 0
+    while number < num_batches:
+        for batch in loader:
+            if number == num_batches or batch.num_valid < config.batch_size:
+                break
+            data[number], label[number] = batch.data.asnumpy(), batch.label.asnumpy()
+            number += 1
+    loader.close()
+    return len(loader.class_names)
+
+
+def prepare(folder: Path, config: Config, steps: int) -> dict[str, Any]:
+    """Batches, initial weights and recipe as files that both sides read; returns the recipe."""
+    val_batches = VAL_IMAGES // config.batch_size
+    for order in (0, 1):
+        num_classes = write_batches(folder, f"order{order}", config, "train", steps, seed=order)
+    write_batches(folder, "val", config, "val", val_batches, seed=0)
+    params, aux = init_params(resnet(config.depth, num_classes), config.seed)
+    np.savez(folder / "weights.npz", **params, **aux)
+    schedule = make_schedule(config, steps, num_processes=1)
+    recipe = {"depth": config.depth, "num_classes": num_classes, "momentum": config.momentum,
+              "weight_decay": config.weight_decay, "label_smoothing": config.label_smoothing,
+              "loss_scale": INITIAL_LOSS_SCALE, "val_batches": val_batches,
+              "learning_rates": [schedule(step) for step in range(steps)]}
+    (folder / "recipe.json").write_text(json.dumps(recipe))
+    return recipe
+
+
+def train_ours(folder: Path, config: Config, recipe: dict[str, Any], order: int) -> Run:
+    placement = devices.choose(config, local_rank=0)
+    executor = build_executor(config, recipe["num_classes"], placement, None)
+    optimizer = make_optimizer(executor, config)
+    kind, _, number = placement.device.rstrip(")").partition("(")
+    context = mx.Context(kind, int(number))
+
+    def batches(name: str) -> Any:
+        data, label = (np.load(folder / f"{name}_{what}.npy", mmap_mode="r") for what in ("data", "label"))
+        for images, classes in zip(data, label, strict=True):
+            yield mx.nd.array(images, ctx=context, dtype="float32"), mx.nd.array(classes, ctx=context)
+
+    losses = []
+    for rate, (data, label) in zip(recipe["learning_rates"], batches(f"order{order}"), strict=True):
+        executor.forward_backward(data, label)
+        optimizer.step(rate)
+        metrics = executor.read_metrics()
+        losses.append(round(metrics.loss_sum / metrics.count, 6))
+    for data, label in batches("val"):
+        executor.evaluate(data, label, config.batch_size)
+    metrics = executor.read_metrics()
+    return {"side": "ours", "dtype": config.dtype, "order": order, "loss": losses,
+            "val_loss": metrics.loss_sum / metrics.count, "val_top1": metrics.top1 / metrics.count}
+
+
+def run_peer(folder: Path, runs: list[str]) -> list[Run]:
+    clean = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "LD_LIBRARY_PATH")}
+    done = subprocess.run([os.environ["PEER_PYTHON"], str(PEER), str(folder), *runs], env=clean, text=True,
+                          stdout=subprocess.PIPE)
+    if done.returncode:
+        sys.exit(f"error: the peer ended with exit code {done.returncode}: see its message above")
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def smoothed(run: Run) -> np.ndarray:
+    """The loss, averaged over WINDOW steps."""
+    return np.convolve(run["loss"], np.ones(WINDOW) / WINDOW, mode="valid")
+
+
+def difference(a: Run, b: Run) -> np.ndarray:
+    return np.abs(smoothed(a) - smoothed(b))
+
+
+def pairs(runs: list[Run]) -> dict[str, tuple[Run, Run]]:
+    """The curves to compare, by what tells them apart."""
+    found = {(run["side"].split()[0], run["dtype"], run["order"]): run for run in runs}
+    compared = {}
+    for dtype in dict.fromkeys(run["dtype"] for run in runs):
+        for order in (0, 1):
+            if ("ours", dtype, order) in found:
+                words = f"ours and PyTorch, {dtype}, batches of seed {order}"
+                compared[words] = found["ours", dtype, order], found["PyTorch", dtype, order]
+    first = runs[0]["dtype"]
+    compared["PyTorch and PyTorch with another seed"] = found["PyTorch", first, 0], found["PyTorch", first, 1]
+    compared["ours and ours with another seed"] = found["ours", first, 0], found["ours", first, 1]
+    return compared
+
+
+def compare(runs: list[Run]) -> dict[str, dict[str, float]]:
+    """Mean and largest difference of the smoothed losses, and that of the first 20 steps' own losses."""
+    return {words: {"mean": float(difference(a, b).mean()), "max": float(difference(a, b).max()),
+                    "first_20_steps_max": float(np.abs(np.subtract(a["loss"], b["loss"])[:20]).max())}
+            for words, (a, b) in pairs(runs).items()}
+
+
+def plot(runs: list[Run], title: str) -> None:
+    import matplotlib.pyplot as plt
+
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(7, 7), layout="constrained", sharex=True)
+    for run in runs:
+        side = run["side"].split("+")[0]
+        style = "-" if run["side"] == "ours" else "--"
+        top.plot(np.arange(WINDOW, len(run["loss"]) + 1), smoothed(run), style, linewidth=1.1,
+                 label=f"{side}, {run['dtype']}, seed {run['order']}")
+    for words, (a, b) in pairs(runs).items():
+        steps = np.arange(WINDOW, len(a["loss"]) + 1)
+        bottom.semilogy(steps, np.maximum(difference(a, b), 1e-7), linewidth=1.1, label=words)
+    top.set(title=title, ylabel=f"loss (nats per image, mean of {WINDOW} steps)")
+    bottom.set(xlabel="step", ylabel="difference of the loss (nats)")
+    for axes in (top, bottom):
+        axes.legend(fontsize=8)
+        axes.grid(alpha=0.3)
+    figure.savefig(RESULT.with_suffix(".png"), dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="images, as for python -m train")
+    parser.add_argument("--depth", type=int, default=50)
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--size", type=int, default=128, help="pixels")
+    parser.add_argument("--steps", type=int, default=300)
+    arguments = parser.parse_args()
+    if "PEER_PYTHON" not in os.environ:
+        sys.exit("error: PEER_PYTHON is not set: let it name a Python interpreter with PyTorch and torchvision")
+    config = make_config(arguments)
+    on_gpu = devices.choose(config, local_rank=0).executor == "cuda"
+    kinds = ["float16:0", "float32:0", "float16:1"] if on_gpu else ["float32:0", "float32:1"]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        recipe = prepare(folder, config, arguments.steps)
+        runs = []
+        for kind in kinds:
+            dtype, order = kind.split(":")
+            # TF32 off: the same arithmetic on both sides
+            own = Config.from_dict({**config.to_dict(), "dtype": dtype, "tf32": False})
+            runs.append(train_ours(folder, own, recipe, int(order)))
+            print(f"ours {kind}: loss {runs[-1]['loss'][-1]:.4f}, validation top-1 {runs[-1]['val_top1']:.2%}")
+        theirs = run_peer(folder, kinds)
+    for run in theirs:
+        print(f"{run['side']} {run['dtype']}:{run['order']}: loss {run['loss'][-1]:.4f}, validation top-1 "
+              f"{run['val_top1']:.2%}")
+    runs += theirs
+    comparison = compare(runs)
+    for words, figures in comparison.items():
+        print(f"{words}: mean difference {figures['mean']:.5f}, largest {figures['max']:.5f} nats")
+    hardware = environment.hardware()
+    machine = hardware["gpus"][0] if hardware["gpus"] else hardware["cpu"]
+    about = {"hardware": machine, "versions": environment.versions(), "commit": environment.git_commit() or "",
+             "command": f"python benchmarks/parity_pytorch.py --data {arguments.data.name}", "recipe": config.to_dict(),
+             "comparison": comparison}
+    about["recipe"]["data"] = arguments.data.name
+    RESULT.write_text("".join(f"{json.dumps(line)}\n" for line in [*runs, about]))
+    plot(runs, f"ResNet-{config.depth}, {arguments.data.name} at {config.image_size} px, batch {config.batch_size}, "
+         f"{machine}")
+
+
+if __name__ == "__main__":
+    main()
