@@ -12,9 +12,9 @@ from datetime import datetime
 from pathlib import Path
 
 from pipelines.samples import make_samples
-from train import checkpoint, cli, devices, export, files, predict
+from train import checkpoint, cli, compare_precision, devices, export, files, predict
 from train.build import SAMPLES_FOLDER, build_executor, open_split
-from train.config import SAMPLES, SYNTHETIC, BenchmarkConfig, Config, ValidateConfig, parse, presets
+from train.config import CONFIG_FILE, SAMPLES, SYNTHETIC, BenchmarkConfig, Config, ValidateConfig, parse, presets
 from train.distributed import USER_ERRORS, Workers
 from train.errors import TrainError
 from train.loop import Trainer, benchmark, measure_loader, validate
@@ -23,7 +23,6 @@ from train.recorder import Recorder
 from train.report import write_report
 from train.signals import StoppedBySignal
 
-CONFIG_FILE = "config.json"
 EXIT_USER_ERROR = 2
 EXIT_CTRL_C = 130  # what a shell gives for SIGINT
 
@@ -49,6 +48,8 @@ def train(arguments: Sequence[str]) -> None:
         recorder = _open_recorder(trainer, config.epochs)
     try:
         with recorder:
+            if largest_batch := executor.largest_batch():
+                recorder.event("memory", largest_batch=largest_batch)
             trainer.run(recorder)
             if config.data != SYNTHETIC:  # which is made once and costs nothing
                 recorder.loader_speed(measure_loader(train_loader, workers))
@@ -109,17 +110,19 @@ COMMANDS = {
     "train": train,
     "validate": validate_trained,
     "benchmark": benchmark_steps,
+    "compare-precision": compare_precision.main,
     "predict": predict.main,
     "export": export.main,
 }
 HELP = """usage: python -m train [COMMAND] [--option value ...]
 
 commands:
-  train      train a network; what happens without a command
-  validate   loss and accuracy of a trained network on validation data
-  benchmark  speed of training steps, repeated until it is known to 1 %
-  predict    the most likely classes of image files
-  export     a trained network as ONNX or MXNet files, or a network's Symbol
+  train              train a network; what happens without a command
+  validate           loss and accuracy of a trained network on validation data
+  benchmark          speed of training steps, repeated until it is known to 1 %
+  compare-precision  the same training in fp32, TF32, fp16 and bf16, side by side
+  predict            the most likely classes of image files
+  export             a trained network as ONNX or MXNet files, or a network's Symbol
 
 presets for --config: {presets}
 python -m train COMMAND --help lists the options of a command."""

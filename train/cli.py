@@ -44,6 +44,20 @@ def parse(options: type[T], arguments: Sequence[str], *, command: str, default: 
     raise TrainError(f"{_sentence(errors.getvalue())} (see {prog} --help)")
 
 
+def to_arguments(config: object, default: object) -> list[str]:
+    """The options that make `config` out of `default`, a dataclass of the same kind."""
+    arguments = []
+    for field in dataclasses.fields(config):  # type: ignore[arg-type]
+        value, option = getattr(config, field.name), option_name(field.name)
+        if value == getattr(default, field.name):
+            continue
+        if isinstance(value, bool):
+            arguments.append(option if value else option.replace("--", "--no-", 1))
+        else:
+            arguments += [option, *map(str, value if isinstance(value, tuple) else (value,))]
+    return arguments
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """'; did you mean X?' or a list of what there is, to be put behind the wrong name."""
     known = sorted(known)

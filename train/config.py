@@ -18,6 +18,7 @@ from train import cli
 from train.errors import TrainError
 
 DEFAULT_PRESET = "cpu_sample"
+CONFIG_FILE = "config.json"  # in a run's folder: its configuration
 SAMPLES = "samples"  # value of `data` that stands for the built-in sample set
 SYNTHETIC = "synthetic"  # value of `data` for generated images
 REFERENCE_BATCH = 256  # images; learning rates are given for this global batch, as in Goyal et al. (arXiv:1706.02677)

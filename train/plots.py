@@ -143,6 +143,34 @@ def time_split(seconds: Mapping[str, float], theme: Theme) -> bytes:
     return _png(figure, theme)
 
 
+def precisions(runs: Mapping[int, Mapping[str, RunRecord]], title: str) -> bytes:
+    """Runs by depth and precision: accuracy (without validation: loss) over the time of the run, and images/sec."""
+    theme, depths = LIGHT, list(runs)
+    figure = Figure(figsize=(9, 3.2 * len(depths) + 0.4), dpi=144, facecolor=theme.background, layout="constrained")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=theme.text)
+    grid = figure.subplots(len(depths), 2, squeeze=False, width_ratios=(2, 1))
+    for (left, right), depth in zip(grid, depths, strict=True):
+        for color, (name, record) in zip(theme.parts, runs[depth].items(), strict=False):
+            rows = [(row.hours, row.val_top1) for row in record.epochs if row.val_top1 is not None]
+            if rows:
+                hours, top1 = (np.array(values) for values in zip(*rows, strict=True))
+                left.plot(3600 * hours, 100 * top1, "o-", color=color, label=name, **_DOTTED)
+            else:
+                seconds = np.cumsum(record.step_ms) / 1e3
+                points = [point for point in record.loss_curve if point.step <= len(seconds)]
+                left.plot([seconds[point.step - 1] for point in points], [point.loss for point in points], color=color,
+                          label=name, linewidth=1.6)
+            bar = right.barh(name, record.speed().mean, color=color)
+            right.bar_label(bar, fmt="{:,.0f}", padding=3, color=theme.muted, fontsize=9)
+        _styled(left, theme, f"ResNet-{depth}", "training time (s)", "validation top-1 (%)" if rows else "training loss")
+        _styled(right, theme, "", "images/sec", "")
+        right.grid(visible=False)
+        right.invert_yaxis()
+        right.set_xmargin(0.25)
+        _legend(left, theme)
+    return _png(figure, theme)
+
+
 _DOTTED: dict[str, Any] = {"linewidth": 1.6, "markersize": 4}
 
 

@@ -153,6 +153,11 @@ class Executor(ABC):
     def synchronize(self) -> None:
         """Wait until everything asked for is done."""
 
+    def largest_batch(self) -> int | None:
+        """How many images a training step could have here, from the memory that this one's takes; None where memory is
+        not a device's own."""
+        return None
+
     def end_step(self) -> None:
         """To be called after each optimizer step: bounds the work under way. Here it waits for all of it; where a
         device is to be kept busy, for the step before, so that the time between two calls is still that of a step."""

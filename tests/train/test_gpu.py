@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -74,6 +80,93 @@ def test_resuming_changes_nothing(run_train, tmp_path):
     for group in ("params", "aux", "momenta"):
         for name, value in getattr(whole, group).items():
             np.testing.assert_array_equal(value, getattr(parts, group)[name], err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def photographs(real_data, tmp_path_factory):
+    """Class folders of 300 JPEGs of ImageNet."""
+    folder = tmp_path_factory.mktemp("photographs")
+    for path in sorted((real_data / "imagenet_sample").iterdir())[:300]:
+        shutil.copytree(path, folder / path.name)
+    return folder
+
+
+# 9 steps an epoch
+PHOTOGRAPH_OPTIONS = [
+    "--depth", "18", "--image-size", "64", "--batch-size", "32", "--epochs", "12", "--num-classes", "1000",
+    "--label-smoothing", "0", "--random-area", "0.7", "1", "--warmup-epochs", "2", "--learning-rate", "0.4",
+    "--validate-every", "12", "--no-tensorboard", "--deterministic", "--log-every", "5",
+]  # fmt: skip
+
+
+def end_of(folder: Path) -> tuple[float, float]:
+    """Validation loss and top-1 of the last epoch, of which there is one line."""
+    (row,) = [row for row in lines(folder, "epoch") if row["epoch"] == 12]
+    return row["val_loss"], row["val_top1"]
+
+
+@pytest.mark.parametrize("death", [signal.SIGTERM, signal.SIGKILL], ids=lambda death: death.name)
+def test_a_run_from_jpegs_that_is_stopped_ends_like_an_unbroken_one(death, photographs, run_train, tmp_path):
+    options = ["--data", str(photographs), *PHOTOGRAPH_OPTIONS]
+    ends = []
+    for name in ("unbroken", "again"):
+        code, _, err = run_train(*options, "--checkpoint-minutes", "0", "--output", tmp_path / name)
+        assert code == 0, err
+        ends.append(end_of(tmp_path / name))
+
+    folder = tmp_path / "stopped"
+    run = subprocess.Popen([sys.executable, "-W", "ignore", "-m", "train", *options, "--checkpoint-minutes", "0.002",
+                            "--output", str(folder)], stdout=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 60
+        while not (folder / "metrics.jsonl").exists() or not any(row["step"] > 40 for row in lines(folder, "steps")):
+            assert run.poll() is None and time.monotonic() < deadline, "it ended before it could be stopped"
+            time.sleep(0.005)
+        os.kill(run.pid, death)
+        out, _ = run.communicate(timeout=60)
+    finally:
+        run.kill()
+    assert run.returncode == (128 + death if death == signal.SIGTERM else -death)
+    assert (f"go on with: python -m train --resume {folder}" in out) == (death == signal.SIGTERM)
+    stopped_at = checkpoint.load(checkpoint.find(str(folder))).progress.step
+    assert 10 < stopped_at < 108
+
+    code, _, err = run_train("--resume", "auto", "--output", folder, "--checkpoint-minutes", "0")
+    assert code == 0, err
+    loss, top1 = end_of(folder)
+    print(f"stopped at step {stopped_at}: loss {loss}, unbroken {ends}")
+    # Noise: what two unbroken runs differ by, which is 0 where the JPEG decoder is deterministic too.
+    noise = abs(ends[0][0] - ends[1][0])
+    assert abs(loss - ends[0][0]) <= 3 * noise + 1e-6 * loss and abs(top1 - ends[0][1]) <= 3 * noise
+    assert {row["epoch"] for row in lines(folder, "epoch")} == set(range(1, 13))
+
+
+def test_broken_files_are_skipped_and_listed(photographs, run_train, tmp_path):
+    data = tmp_path / "data"
+    shutil.copytree(photographs, data)
+    random = np.random.default_rng()
+    images = sorted(data.glob("*/*.JPEG"))
+    broken = {
+        path.name: content(path.read_bytes())
+        for path, content in zip(random.choice(images, 3, replace=False), [  # type: ignore[arg-type]
+            lambda image: b"", lambda image: random.bytes(len(image)), lambda image: image[: len(image) // 3]],
+            strict=True)
+    }
+    for path in images:
+        if path.name in broken:
+            path.write_bytes(broken[path.name])
+    options = ["--data", str(data), *PHOTOGRAPH_OPTIONS, "--epochs", "3", "--validate-every", "3"]
+    code, _, err = run_train(*options, "--output", tmp_path / "refused")
+    assert code == 2 and any(name in err for name in broken) and err.count("\n") == 1, err
+
+    folder = tmp_path / "run"
+    code, _, err = run_train(*options, "--on-bad-image", "skip", "--output", folder, report=True)
+    assert code == 0, err
+    listed = {Path(line["file"]).name for line in lines(folder, "bad_image")}
+    assert listed == set(broken)
+    rows = lines(folder, "epoch")
+    assert len(rows) == 3 and np.isfinite([row["train_loss"] for row in rows]).all()
+    assert all(name in (folder / "report" / "report.md").read_text() for name in broken)
 
 
 def test_benchmark_with_profile(run_train, tmp_path):

@@ -260,6 +260,9 @@ class CudaExecutor(Executor):
         """The memory ceiling that `profile` is to be seen against."""
         return copy_gigabytes_per_second(self._step)
 
+    def largest_batch(self) -> int:
+        return self._step.largest_batch()
+
     def synchronize(self) -> None:
         self._step.gpu.synchronize()
         mx.nd.waitall()

@@ -338,6 +338,13 @@ class TrainingStep:
             self._inference_is_current = True
         self._inference.run(num_images or self._shapes["data"][0])
 
+    def largest_batch(self) -> int:
+        """How many images a training step may have on this GPU, with what else is in its memory now: what grows with
+        the batch is the arena and the inputs."""
+        free, _ = self.gpu.memory()
+        growing = self.training.program.arena_bytes + self.persistent.data.num_bytes
+        return int((free + growing) * self._shapes["data"][0] // growing)
+
     def set_num_valid(self, num_valid: int) -> None:
         """How many rows of the next batches count in the metrics."""
         self.gpu.write_word(self.persistent.num_valid.address, np.uint32(num_valid))

@@ -1,0 +1,69 @@
+"""compare-precision on the CPU, where there is float32 only: the runs, going on, the tables and the plot."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from train import cli, compare_precision, plots
+from train.config import Config, load_preset
+from train.metrics import EpochRow, RunRecord
+
+OPTIONS = ["--epochs", "1", "--log-every", "2", "--label-smoothing", "0", "--validate-every", "0"]
+
+
+def test_compare_goes_on_where_it_was_stopped(tiny_options, tmp_path, run_train):
+    folder = tmp_path / "compared"
+    run = folder / "resnet18_float32"
+    code, _, err = run_train(*tiny_options, *OPTIONS, "--dtype", "float32", "--no-tf32", "--max-steps", "2",
+                             "--output", run)
+    assert code == 0, err
+    metrics = run / "metrics.jsonl"
+    lines = metrics.read_bytes().splitlines(keepends=True)
+    metrics.write_bytes(b"".join(lines[:-1]))  # as if it had been killed after its checkpoint: no word of its end
+
+    arguments = ["compare-precision", *tiny_options, *OPTIONS, "--max-steps", "4", "--output", folder]
+    code, out, err = run_train(*arguments)
+    assert code == 0, err
+    assert "only float32 is trained here" in out and "mxnet executor" in out
+    (row,) = json.loads((folder / "comparison.json").read_text())
+    assert (row["depth"], row["precision"], row["largest_batch"]) == (18, "float32", None)
+    record = RunRecord.read_jsonl(metrics)
+    assert len(record.step_ms) == 4 and len(record.session_starts) == 2
+    assert row["images_per_sec"] == pytest.approx(record.speed().mean)
+    assert "| ResNet-18 | float32 | - |" in (folder / "comparison.md").read_text()
+    assert (folder / "comparison.png").read_bytes().startswith(b"\x89PNG")
+
+    before = metrics.read_bytes()
+    code, out, err = run_train(*arguments)
+    assert code == 0 and "complete: not done again" in out, err
+    assert metrics.read_bytes() == before
+
+    code, out, err = run_train(*arguments, "--seed", "3")
+    assert code == 2 and err == (f"error: the run in {run} was made with --seed 0, this comparison has 3: "
+                                 "give another --output, or the same --seed\n")
+
+
+def test_options_that_make_a_configuration():
+    preset = load_preset("cpu_sample")
+    config = Config.from_dict({**preset.to_dict(), "data": "/some where/x", "random_area": [0.25, 0.5],
+                               "tensorboard": False, "learning_rate": 1 / 3, "nesterov": True})
+    arguments = cli.to_arguments(config, preset)
+    assert cli.parse(Config, arguments, command="train", default=preset) == config
+    assert cli.to_arguments(preset, preset) == []
+
+
+def test_table_and_plot_of_two_networks():
+    runs = {}
+    for depth in (18, 50):
+        for number, precision in enumerate(("float32", "float16"), start=1):
+            record = RunRecord(config={}, command="", images_per_step=100, seconds=9.0, step_ms=[1000 / number] * 3)
+            record.epochs = [EpochRow(1, 0.1, 100.0, 1.5, 0.5, 1.25, 0.625, 0.875)]
+            record.events = [{"event": "memory", "largest_batch": 1000 * number}]
+            runs[depth, precision] = record
+    rows = [compare_precision._row(depth, precision, record) for (depth, precision), record in runs.items()]
+    assert compare_precision._markdown(rows).splitlines()[-1] == (
+        "| ResNet-50 | float16 | 2,000 | 200.0 | 2.00 | 9.0 s | 1.5000 | 62.50% | 87.50% |")
+    by_depth = {depth: {p: runs[depth, p] for p in ("float32", "float16")} for depth in (18, 50)}
+    assert plots.precisions(by_depth, "title").startswith(b"\x89PNG")

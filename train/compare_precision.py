@@ -1,0 +1,195 @@
+"""The command compare-precision: one preset trained in each precision, and what that costs and gives, side by side.
+
+Every run is a process of its own, `python -m train` with the same options, in a folder of its own. The command may be
+repeated: runs that are complete are not done again, one that was interrupted goes on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from train import checkpoint, cli, devices, files, plots
+from train.config import CONFIG_FILE, Config, load_preset, parse
+from train.errors import TrainError
+from train.metrics import METRICS_FILE, RunRecord
+from train.signals import StoppedBySignal
+
+# What tells a precision's runs apart, as fields of the configuration
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32", "tf32": False},
+    "tf32": {"dtype": "float32", "tf32": True},
+    "float16": {"dtype": "float16"},
+    "bfloat16": {"dtype": "bfloat16"},
+}
+_NOT_COMPARED = ("output", "resume", "max_steps", "time_limit")  # a run that goes on may have others of these
+
+
+@dataclass(frozen=True)
+class CompareConfig(Config):
+    precisions: tuple[Literal["float32", "tf32", "float16", "bfloat16"], ...] = (
+        "float32", "tf32", "float16", "bfloat16",
+    )  # fmt: skip
+    """Precisions to train in; the CPU has float32 only."""
+    depths: tuple[Literal[18, 34, 50, 101, 152], ...] = ()
+    """Depths of the network to train; default: the one of --depth."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run's part of the comparison."""
+
+    depth: int
+    precision: str
+    largest_batch: int | None  # images that the GPU's memory holds in training; None on the CPU
+    images_per_sec: float
+    seconds: float  # of the whole run, validation and checkpoints included
+    train_loss: float | None  # of the last epoch, nats per image
+    val_top1: float | None  # of the last epoch, fraction of images
+    val_top5: float | None
+
+
+def main(arguments: Sequence[str]) -> None:
+    """the same training in fp32, TF32, fp16 and bf16, side by side"""
+    config = parse(CompareConfig, arguments, command="compare-precision")
+    if config.resume:
+        raise TrainError("compare-precision goes on by itself with what it finds in --output: leave out --resume")
+    placement = devices.choose(_plain(config), local_rank=0)
+    precisions: Sequence[str] = config.precisions
+    if placement.executor != "cuda":
+        precisions = ["float32"]
+        print(f"only float32 is trained here: the other precisions need the cuda executor, and this run has the "
+              f"{placement.executor} executor", flush=True)
+    output = Path(config.output or f"runs/compare_precision-{config.config}")
+    runs = {}
+    for depth in config.depths or (config.depth,):
+        for precision in precisions:
+            folder = output / f"resnet{depth}_{precision}"
+            own = replace(_plain(config), depth=depth, output=str(folder), **PRECISIONS[precision])
+            print(f"== ResNet-{depth} in {precision}", flush=True)
+            runs[depth, precision] = _train(own, folder)
+    rows = [_row(depth, precision, record) for (depth, precision), record in runs.items()]
+    title = f"{config.config}: {_machine(next(iter(runs.values())))}"
+    figure = plots.precisions({depth: {p: runs[depth, p] for d, p in runs if d == depth} for depth, _ in runs}, title)
+    files.write(output / "comparison.json", json.dumps([dataclasses.asdict(row) for row in rows], indent=1).encode())
+    files.write(output / "comparison.md", f"# {title}\n\n{_markdown(rows)}".encode())
+    files.write(output / "comparison.png", figure)
+    _print(rows)
+    print(f"comparison: {output / 'comparison.md'}, {output / 'comparison.png'}")
+
+
+def _plain(config: CompareConfig) -> Config:
+    return Config(**{field.name: getattr(config, field.name) for field in dataclasses.fields(Config)})
+
+
+# --- the runs ---
+
+
+def _train(config: Config, folder: Path) -> RunRecord:
+    """Train, or go on, or do nothing where the run is complete; returns its record. Raises TrainError where it fails,
+    and StoppedBySignal."""
+    arguments = cli.to_arguments(config, load_preset(config.config))
+    config_file = folder / CONFIG_FILE
+    if config_file.exists():
+        _check_same(config, config_file)
+        record = RunRecord.read_jsonl(folder / METRICS_FILE) if (folder / METRICS_FILE).exists() else None
+        if record and record.events and record.events[-1].get("completed"):
+            print("complete: not done again", flush=True)
+            return record
+        if any((folder / checkpoint.FOLDER).glob("*.npz")):
+            limits = cli.to_arguments(config, replace(config, max_steps=0, time_limit=0.0))
+            arguments = ["--resume", str(folder), *limits]
+        else:
+            shutil.rmtree(folder)  # ended before its first checkpoint
+    command = [sys.executable, *(f"-W{option}" for option in sys.warnoptions), "-m", "train", *arguments]
+    with subprocess.Popen(command) as child, _passing_on_signals(child):
+        code = child.wait()
+    if code in (128 + signal.SIGTERM, 128 + signal.SIGINT):
+        raise StoppedBySignal(signal.Signals(code - 128), "stopped: repeat the command to go on")
+    if code:
+        raise TrainError(f"the run in {folder} ended with exit code {code}, see its message above; "
+                         "repeat the command to go on")
+    return RunRecord.read_jsonl(folder / METRICS_FILE)
+
+
+@contextmanager
+def _passing_on_signals(child: subprocess.Popen) -> Iterator[None]:
+    """The child saves a checkpoint when it is told to stop; this process waits for that. Ctrl-C reaches both."""
+    before = {
+        signal.SIGINT: signal.signal(signal.SIGINT, lambda number, frame: None),
+        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda number, frame: child.send_signal(number)),
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _check_same(config: Config, config_file: Path) -> None:
+    """Raise TrainError where the run in the folder has other settings."""
+    there, here = json.loads(config_file.read_text()), config.to_dict()
+    for name, value in here.items():
+        if name not in _NOT_COMPARED and there.get(name) != value:
+            option = cli.option_name(name)
+            raise TrainError(f"the run in {config_file.parent} was made with {option} {there.get(name)}, this "
+                             f"comparison has {value}: give another --output, or the same {option}")
+
+
+# --- the result ---
+
+
+def _row(depth: int, precision: str, record: RunRecord) -> Row:
+    memory = [event for event in record.events if event["event"] == "memory"]
+    last = record.epochs[-1] if record.epochs else None
+    loss = last.train_loss if last else record.loss_curve[-1].loss if record.loss_curve else None
+    return Row(depth, precision, memory[-1]["largest_batch"] if memory else None, record.speed().mean, record.seconds,
+               loss, last.val_top1 if last else None, last.val_top5 if last else None)
+
+
+def _machine(record: RunRecord) -> str:
+    return (record.hardware.get("gpus") or [record.hardware.get("cpu", "")])[0]
+
+
+_HEADINGS = ("network", "precision", "largest batch", "images/sec", "speed-up", "time", "training loss",
+             "validation top-1", "top-5")
+
+
+def _cells(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
+    """The table's cells; the speed-up is that over the first precision of the same network."""
+    first: dict[int, float] = {}
+    for row in rows:
+        speed_up = row.images_per_sec / first.setdefault(row.depth, row.images_per_sec)
+        yield (f"ResNet-{row.depth}", row.precision, _shown(row.largest_batch, ",d"), f"{row.images_per_sec:,.1f}",
+               f"{speed_up:.2f}", f"{row.seconds:,.1f} s", _shown(row.train_loss, ".4f"), _shown(row.val_top1, ".2%"),
+               _shown(row.val_top5, ".2%"))
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _markdown(rows: Sequence[Row]) -> str:
+    lines = [_HEADINGS, tuple("---" for _ in _HEADINGS), *_cells(rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _print(rows: Sequence[Row]) -> None:
+    table = Table(box=None, pad_edge=False)
+    for number, heading in enumerate(_HEADINGS):
+        table.add_column(heading, justify="left" if number < 2 else "right")
+    for cells in _cells(rows):
+        table.add_row(*cells)
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
