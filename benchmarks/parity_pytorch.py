@@ -85,7 +85,7 @@ def prepare(folder: Path, config: Config, steps: int) -> dict[str, Any]:
 
 def train_ours(folder: Path, config: Config, recipe: dict[str, Any], order: int) -> Run:
     placement = devices.choose(config, local_rank=0)
-    executor = build_executor(config, recipe["num_classes"], placement, None)
+    executor = build_executor(config, recipe["num_classes"], config.image_size, placement, None)
     optimizer = make_optimizer(executor, config)
     kind, _, number = placement.device.rstrip(")").partition("(")
     context = mx.Context(kind, int(number))

@@ -63,7 +63,8 @@ class Row:
 
 def main(arguments: Sequence[str]) -> None:
     """the same training in fp32, TF32, fp16 and bf16, side by side"""
-    config = parse(CompareConfig, arguments, command="compare-precision")
+    default = devices.default_config(arguments, local_rank=0, num_processes=1)
+    config = parse(CompareConfig, arguments, command="compare-precision", default=default)
     if config.resume:
         raise TrainError("compare-precision goes on by itself with what it finds in --output: leave out --resume")
     placement = devices.choose(_plain(config), local_rank=0)
