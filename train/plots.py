@@ -162,7 +162,8 @@ def precisions(runs: Mapping[int, Mapping[str, RunRecord]], title: str) -> bytes
                           label=name, linewidth=1.6)
             bar = right.barh(name, record.speed().mean, color=color)
             right.bar_label(bar, fmt="{:,.0f}", padding=3, color=theme.muted, fontsize=9)
-        _styled(left, theme, f"ResNet-{depth}", "training time (s)", "validation top-1 (%)" if rows else "training loss")
+        what = "validation top-1 (%)" if rows else "training loss"
+        _styled(left, theme, f"ResNet-{depth}", "training time (s)", what)
         _styled(right, theme, "", "images/sec", "")
         right.grid(visible=False)
         right.invert_yaxis()

@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,6 +24,10 @@ from graph_passes.executors.cuda.device import Gpu
 
 MIN_CUDNN = 90100  # 9.1.0
 MAX_CANDIDATES = 24  # plans timed per problem; cuDNN lists the most promising ones first
+# s for one problem, where it has a plan by then. In 16 bits 24 plans take 0.1 s; but fp32 kernels run for milliseconds,
+# and cuDNN compiles fused plans of some kinds when they are built: those of ResNet-18's inference took 90 s and more.
+TUNING_SECONDS = 1.0
+REFUSED = ""  # in place of a plan's name: a fused problem for which none was found
 
 _INSTALL = "pip install nvidia-cudnn-cu12 nvidia-cudnn-frontend"
 log = logging.getLogger("graph_passes.cuda")
@@ -49,6 +54,11 @@ class Problem:
         """Multiplications and additions."""
         n, h, w, filters = self.y
         return 2 * n * h * w * filters * self.w[1] * self.w[2] * self.w[3]
+
+    @property
+    def is_fused(self) -> bool:
+        """More than a convolution, which one that is not fused and another launch can do as well."""
+        return "_" in self.kind
 
     @property
     def key(self) -> str:
@@ -122,6 +132,8 @@ class ConvolutionLibrary:
         choice = self._choices.get(problem.key)
         if choice is None:
             return None
+        if choice[0] == REFUSED:
+            raise self._no_plan(problem, "as found before")
         plan = Plan(self, problem)
         names = plan.names()
         if choice[0] not in names:
@@ -138,19 +150,21 @@ class ConvolutionLibrary:
         timed: list[tuple[float, int]] = []
         reason = "it proposes no plan"
         for index in range(len(plan.names())):
-            if len(timed) == MAX_CANDIDATES:
+            is_late = time.monotonic() - started > TUNING_SECONDS
+            if len(timed) == MAX_CANDIDATES or (is_late and (timed or problem.is_fused)):
                 break
             try:
                 plan.select(index)
                 workspace = self._tuning_buffer("workspace", plan.workspace_bytes)
-                timed.append((self._gpu.time_ms(partial(plan.enqueue, *addresses, workspace=workspace)), index))
+                timed.append((self._time_ms(partial(plan.enqueue, *addresses, workspace=workspace), timed), index))
             except GraphError:
                 raise
             except Exception as error:  # cuDNN refuses some of its own proposals while building or running them
                 reason = (str(error).splitlines() or [type(error).__name__])[0]
         if not timed:
-            raise GraphError(f"cuDNN has no {problem.kind} for input {problem.x}, weight {problem.w}, stride "
-                             f"{problem.stride}, {problem.dtype} ({reason}): use channels that are multiples of 8")
+            if problem.is_fused:
+                self._choices[problem.key] = [REFUSED, 0.0]
+            raise self._no_plan(problem, reason)
         best_ms, best = min(timed)
         plan.select(best)
         plan.time_ms = best_ms
@@ -158,6 +172,18 @@ class ConvolutionLibrary:
         log.debug("%s: %s, %.4f ms, best of %d, chosen in %.1f s", problem, plan.name, best_ms, len(timed),
                   time.monotonic() - started)
         return plan
+
+    def _time_ms(self, enqueue: Callable[[], None], timed: list[tuple[float, int]]) -> float:
+        """Milliseconds; roughly where it is no rival of what is timed already, else over a millisecond or more."""
+        rough = self._gpu.time_ms(enqueue, launches=1, repeats=1)
+        if timed and rough > 2 * min(timed)[0] + 0.01:  # a single launch has 0.005 ms of its own
+            return rough
+        return self._gpu.time_ms(enqueue, launches=min(8, max(1, round(1 / rough))))
+
+    @staticmethod
+    def _no_plan(problem: Problem, reason: str) -> GraphError:
+        return GraphError(f"cuDNN has no {problem.kind} for input {problem.x}, weight {problem.w}, stride "
+                          f"{problem.stride}, {problem.dtype} ({reason}): use channels that are multiples of 8")
 
     def _tuning_data(self, problem: Problem) -> list[int]:
         """Addresses to time a problem with, in the order of `Plan.enqueue`: random contents, as zeros run faster."""
