@@ -63,7 +63,7 @@ class Row:
 
 def main(arguments: Sequence[str]) -> None:
     """the same training in fp32, TF32, fp16 and bf16, side by side"""
-    default = devices.default_config(arguments, local_rank=0, num_processes=1)
+    default = devices.default_config(arguments, local_rank=0)
     config = parse(CompareConfig, arguments, command="compare-precision", default=default)
     if config.resume:
         raise TrainError("compare-precision goes on by itself with what it finds in --output: leave out --resume")
