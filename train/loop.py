@@ -146,7 +146,7 @@ class Trainer:
         recorder.begin_epoch(progress.epoch, self.steps_per_epoch, progress.epoch_step)
         batches = recorder.timed(self.train_loader)
         while self.step(batches):
-            recorder.stop_clock()
+            recorder.stop_clock(self.executor.idle_seconds)
             save, stop_signal, time_up = self.workers.vote(
                 [signals.save or self._save_due(), signals.stop > 0, self._time_up()]
             )
@@ -357,7 +357,7 @@ def benchmark(trainer: Trainer, recorder: Recorder, config: BenchmarkConfig) -> 
     start = last_end = time.perf_counter()
     while not done and trainer.progress.step < most:
         trainer.step(batches)
-        recorder.stop_clock()
+        recorder.stop_clock(trainer.executor.idle_seconds)
         now = time.perf_counter()
         times.append(now - last_end)
         last_end = now

@@ -111,6 +111,7 @@ class Recorder:
         self._step_end: float | None = None  # where `stop_clock` has been called
         self._overhang = 0.0  # seconds from the last step's end until `end_step` or `log`: they belong to the next step
         self._waited = 0.0  # seconds of this step so far
+        self._waited_before = 0.0  # of the step before, where the device works ahead
         self._pending: dict[str, list[float]] = {"step_ms": [], "loader_wait_ms": [], "compute_ms": []}
         self._learning_rate = 0.0  # of the last step
         self._interval: _Interval | None = None  # closed, its metrics still to come
@@ -192,13 +193,18 @@ class Recorder:
         is_last = self._step == self._epoch_first_step + self._epoch_steps
         return self._step > self._last_log and (self._step - self._last_log >= self.log_every or is_last)
 
-    def stop_clock(self) -> None:
+    def stop_clock(self, idle_seconds: float | None = None) -> None:
         """The step under way is over; what follows until `end_step` counts in the next step.
 
         For devices that work a step ahead (`Executor.end_step`), whose step ends when the one before it is done: to
-        wait for the device then is to wait for the latest step, as the next step would have done.
+        wait for the device then is to wait for the latest step, as the next step would have done. Such a device still
+        computes while the loop waits for a batch; `idle_seconds`, for which it stood still in the step before, is all
+        that this waiting can have cost (`Executor.idle_seconds`).
         """
         self._step_end = self._clock()
+        if idle_seconds is not None:
+            waited_before, self._waited_before = self._waited_before, self._waited
+            self._waited = min(waited_before, idle_seconds)
 
     def end_step(self, learning_rate: float) -> None:
         """An optimizer step with this learning rate has ended."""

@@ -158,6 +158,10 @@ class Executor(ABC):
         not a device's own."""
         return None
 
+    # Where a device works ahead of its caller: how long it stood still for want of a batch in the step that the latest
+    # `end_step` waited for.
+    idle_seconds: float | None = None
+
     def end_step(self) -> None:
         """To be called after each optimizer step: bounds the work under way. Here it waits for all of it; where a
         device is to be kept busy, for the step before, so that the time between two calls is still that of a step."""

@@ -499,3 +499,21 @@ def test_tensorboard_gets_the_curves(tmp_path: Path) -> None:
         data = data[16 + length :]
     assert {("train/loss", 4, 2.0), ("train/images_per_sec", 6, 48.0), ("train/learning_rate", 6, 0.1)} <= scalars
     assert {("validation/loss", 6, 1.5), ("validation/top1", 6, 0.4), ("validation/top5", 6, 0.9)} <= scalars
+
+
+def test_a_device_that_works_ahead_waits_only_while_it_stands_still(tmp_path: Path) -> None:
+    """The loop fetches the next batch while the device computes: only where that stood still did a step wait."""
+    run = Run(tmp_path)
+    fetched = [0.02, 0.03, 0.01, 0.05]  # seconds that the loop spent on each batch
+    idle = [None, 0.0, 0.012, 0.5]  # of the step before, as the device tells at the end of each step
+    with run.recorder as recorder:
+        recorder.begin_epoch(0, 4)
+        for _, idle_seconds in zip(recorder.timed(run.batches(fetched)), idle, strict=True):
+            run.clock.seconds += 0.1
+            recorder.stop_clock(idle_seconds)
+            recorder.end_step(0.1)
+            recorder.close_interval()
+            recorder.log(Metrics(1, 1, 1, IMAGES_PER_STEP))
+    # The first step has no word from the device yet. The last idle time has other causes than the 10 ms of the batch.
+    assert run.recorder.record.loader_wait_ms == pytest.approx([20, 0, 12, 10])
+    assert run.recorder.record.step_ms == pytest.approx([120, 130, 110, 150])

@@ -19,6 +19,7 @@ from graph_passes.errors import GraphError
 from graph_passes.executors.base import Arrays, Executor, Metrics
 from graph_passes.executors.cuda.buckets import Bucket
 from graph_passes.executors.cuda.device import Gpu
+from graph_passes.executors.cuda.idle import IdleClock
 from graph_passes.executors.cuda.optimizer import OptimizerConfig
 from graph_passes.executors.cuda.parameters import FlatArray
 from graph_passes.executors.cuda.profile import Row, copy_gigabytes_per_second, profile
@@ -81,6 +82,7 @@ class CudaExecutor(Executor):
         self._num_valid = self.input_shapes["data"][0]
         self.gpu_bus_id = self._step.gpu.device.pci_bus_id
         self._last_step: Any = None  # CUDA event at the end of the latest step
+        self._idle = IdleClock(self._step.gpu)
 
     # --- arrays ---
 
@@ -199,10 +201,12 @@ class CudaExecutor(Executor):
         """As the base class says. `on_bucket` gets one bucket of gradients after the other, each as soon as what
         computes it is launched; its event `ready` says when it is computed."""
         self._wait_for_mxnet()
+        self._idle.begin()
         num_images = self.input_shapes["data"][0]
         self._load(data, label, num_images, num_images)
         self._step.mix(mixup)
         self._step.forward_backward(accumulate, on_bucket)
+        self._idle.end()
 
     def hand_over(self, on_bucket: OnBucket) -> None:
         """Call `on_bucket` with each bucket of the gradients as they are: after several passes."""
@@ -237,6 +241,7 @@ class CudaExecutor(Executor):
     def evaluate(self, data: Array, label: Array, num_valid: int) -> None:
         """As the base class says; the batch may be smaller than the one that the executor was made for."""
         self._wait_for_mxnet()
+        self._idle.forget()
         num_images = min(data.shape[0], self.input_shapes["data"][0])
         self._load(data, label, min(num_valid, num_images), num_images)
         self._step.infer(num_images)
@@ -269,9 +274,11 @@ class CudaExecutor(Executor):
 
     def end_step(self) -> None:
         """Wait for the step before the latest one: the GPU always has the next one waiting, and no more than that."""
+        self._idle.end_step()
         step_before, self._last_step = self._last_step, self._step.gpu.record_event()
         if step_before:
             step_before.sync()
+            self.idle_seconds = self._idle.take_seconds()
 
     def _load(self, data: Array, label: Array | None, num_valid: int, num_images: int) -> None:
         shape = (num_images, *self.input_shapes["data"][1:])
