@@ -150,7 +150,7 @@ def test_parameters_keep_their_values(shape: tuple[int, ...], device_shape: tupl
 @pytest.mark.parametrize("depth, dtype", [(18, "float32"), (50, "float16")])
 def test_too_little_memory_names_the_largest_batch_that_fits(depth: int, dtype: str) -> None:
     """For any free memory the step that is really lowered fits with the batch that the sentence gives, which is no less
-    than 4/5 of what the memory would hold."""
+    than 3/4 of what the memory would hold."""
     graph = passes.bn_relu(passes.bn_add_relu(Graph.from_json(resnet(depth, 1000).tojson())))
     free = int(np.random.default_rng().uniform(1.5, 20) * 2**30)
     print("free", free)
@@ -172,7 +172,7 @@ def test_too_little_memory_names_the_largest_batch_that_fits(depth: int, dtype: 
     fixed = sum(array.num_bytes for array in store.arrays.values())
     lowered = lower_graph(graph, {"data": (largest, 224, 160, 3), "softmax_label": (largest,)}, True, dtype)[0]
     images = largest * 224 * 160 * 4 * np.dtype(dtype).itemsize
-    assert 0.8 * free < lowered.program.arena_bytes + images + fixed < free
+    assert 0.75 * free < lowered.program.arena_bytes + images + fixed < free
     with pytest.raises(GraphError, match="free memory on it, or use smaller images"):
         check(1, free=2**27)
 
