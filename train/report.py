@@ -227,6 +227,9 @@ def _contents(record: RunRecord, summary: Summary, figures: Sequence[str]) -> tu
     if record.loss_curve or record.epochs:
         blocks += [Heading("Learning")]
         blocks += [Plot(name, CAPTIONS[name]) for name in ("loss.png", "accuracy.png") if name in figures]
+    if record.config.get("mixup"):
+        blocks += [Text("Training loss and accuracy are those of mixed images (--mixup), which are harder than "
+                        "those of validation.")]
     if record.epochs:
         blocks += [_epoch_table(record)]
     if record.events:
