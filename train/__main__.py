@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import os
@@ -9,13 +10,16 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from mxnet_compat import mx
 from pipelines.samples import make_samples
 from train import checkpoint, cli, compare_precision, devices, export, files, predict
 from train.build import SAMPLES_FOLDER, build_executor, open_split
 from train.config import CONFIG_FILE, SAMPLES, SYNTHETIC, BenchmarkConfig, Config, ValidateConfig, parse, presets
-from train.distributed import USER_ERRORS, Workers
+from train.distributed import USER_ERRORS, Workers, drain_engine, is_lost_process
 from train.errors import TrainError
 from train.loop import Trainer, benchmark, measure_loader, validate
 from train.profile import write_profile
@@ -23,40 +27,74 @@ from train.recorder import Recorder
 from train.report import write_report
 from train.signals import StoppedBySignal
 
+if TYPE_CHECKING:
+    from train.elastic import RunState  # needs Horovod
+
 EXIT_USER_ERROR = 2
 EXIT_CTRL_C = 130  # what a shell gives for SIGINT
 
 
 def train(arguments: Sequence[str]) -> None:
     """train a network; what happens without a command"""
+    if os.environ.get("HOROVOD_ELASTIC") == "1":
+        from train import elastic  # needs Horovod
+
+        elastic.run(partial(_train, arguments))
+    else:
+        _train(arguments)
+
+
+def _train(arguments: Sequence[str], state: RunState | None = None) -> None:
+    """One session: the whole of an ordinary run; of an elastic one, which has a `state`, until processes come or go."""
     workers = Workers()
-    with workers.agreement():
-        resumed_file = _checkpoint_to_resume(arguments)
-        start = checkpoint.load(resumed_file) if resumed_file else None
-        default = _resumed_config(resumed_file, start) or _default_config(arguments, workers)
-        config = parse(Config, arguments, command="train", default=default)
-        run_folder = _run_folder(config, resumed_file)
-        placement = _prepare(config, workers)
-        train_loader = open_split(config, "train", placement, workers)
-        val_loader = open_split(config, "val", placement, workers) if config.validate_every else None
-        image_size = train_loader.config.size_in(start.progress.epoch if start else 0)
-        executor = build_executor(config, len(train_loader.class_names), image_size, placement, start,
-                                  not workers.alone)
-        trainer = Trainer(config, workers, executor, train_loader, val_loader, run_folder, start)
-    trainer.broadcast()
-    with workers.agreement():
-        recorder = _open_recorder(trainer, config.epochs)
-    try:
-        with recorder:
-            if largest_batch := executor.largest_batch():
-                recorder.event("memory", largest_batch=largest_batch)
-            trainer.run(recorder)
-            if config.data != SYNTHETIC:  # which is made once and costs nothing
-                recorder.loader_speed(measure_loader(train_loader, workers))
-    except StoppedBySignal:
+    with contextlib.ExitStack() as loaders:
+        with workers.agreement():
+            start: checkpoint.Checkpoint | None
+            if state and state.committed:  # this is not the first session of this run
+                start, config, run_folder = state.committed, state.committed.config, state.run_folder or Path()
+            else:
+                resumed_file = _checkpoint_to_resume(arguments)
+                start = checkpoint.load(resumed_file) if resumed_file else None
+                default = _resumed_config(resumed_file, start) or _default_config(arguments, workers)
+                config = parse(Config, arguments, command="train", default=default)
+                run_folder = _run_folder(config, resumed_file)
+            placement = _prepare(config, workers)
+            train_loader = loaders.enter_context(open_split(config, "train", placement, workers))
+            val_loader = None
+            if config.validate_every:
+                val_loader = loaders.enter_context(open_split(config, "val", placement, workers))
+            image_size = train_loader.config.size_in(start.progress.epoch if start else 0)
+            if state and state.executor and start:
+                executor = state.executor
+                executor.set_params(start.params, start.aux)
+                executor.read_metrics()  # those of steps that are undone
+            else:
+                executor = build_executor(config, len(train_loader.class_names), image_size, placement, start,
+                                          not workers.alone)  # fmt: skip
+            trainer = Trainer(config, workers, executor, train_loader, val_loader, run_folder, start,
+                              state.commit if state else None)  # fmt: skip
+        if state:
+            state.capture, state.executor, state.run_folder = trainer.capture, executor, run_folder
+        trainer.broadcast()
+        with workers.agreement():
+            recorder = _open_recorder(trainer, config.epochs)
+        try:
+            with recorder:
+                if largest_batch := executor.largest_batch():
+                    recorder.event("memory", largest_batch=largest_batch)
+                trainer.run(recorder)
+                if config.data != SYNTHETIC:  # which is made once and costs nothing
+                    recorder.loader_speed(measure_loader(train_loader, workers))
+        except StoppedBySignal:
+            _report(recorder, run_folder)
+            raise
+        except mx.base.MXNetError as error:
+            if state or not is_lost_process(error):
+                raise
+            drain_engine()
+            raise TrainError(f"another process of this run has ended; go on from the last checkpoint with: "
+                             f"python -m train --resume {run_folder}", on_all_ranks=True) from None
         _report(recorder, run_folder)
-        raise
-    _report(recorder, run_folder)
 
 
 def validate_trained(arguments: Sequence[str]) -> None:
@@ -206,9 +244,12 @@ def _report(recorder: Recorder, run_folder: Path) -> None:
         print(f"report: {write_report(run_folder / 'report', recorder.record)}")
 
 
+def _is_first() -> bool:
+    return os.environ.get("HOROVOD_RANK", "0") == "0"
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run a command; returns the exit code. A user's mistake becomes one sentence on stderr and code 2."""
-    is_first = os.environ.get("HOROVOD_RANK", "0") == "0"
     command, rest = (arguments[0], arguments[1:]) if arguments and arguments[0][:1] != "-" else ("train", arguments)
     if arguments and arguments[0] in ("-h", "--help"):
         print(HELP.format(presets=", ".join(presets())))
@@ -220,11 +261,11 @@ def main(arguments: Sequence[str]) -> int:
             raise TrainError(f"there is no command {command!r}; {hint}", on_all_ranks=True)
         COMMANDS[command](rest)
     except USER_ERRORS as error:
-        if is_first or not getattr(error, "on_all_ranks", False):
+        if _is_first() or not getattr(error, "on_all_ranks", False):
             print(f"error: {error}", file=sys.stderr, flush=True)
         return EXIT_USER_ERROR
     except StoppedBySignal as stop:
-        if is_first:
+        if _is_first():
             print(stop, flush=True)
         return stop.exit_code
     except KeyboardInterrupt:

@@ -129,6 +129,8 @@ class Config:
     """Epochs between two validations, the last epoch always having one; 0: none at all."""
     checkpoint_minutes: float = 10.0
     """Minutes between two checkpoints; 0: only at the end, on a new best accuracy and on signals."""
+    commit_every: int = 100
+    """Elastic runs: optimizer steps between two commits, from which the others go on when a process is lost."""
     keep_checkpoints: int = 2
     """How many of the newest checkpoints are kept, besides the best."""
     log_every: int = 10
@@ -190,8 +192,8 @@ class BenchmarkConfig(Config):
 
 # What a value must be, by name of the knob: a test and its words.
 _LIMITS = {
-    **dict.fromkeys(("batch_size", "epochs", "accumulate", "buckets", "keep_checkpoints", "log_every", "min_steps",
-                     "limit_steps"),
+    **dict.fromkeys(("batch_size", "epochs", "accumulate", "buckets", "commit_every", "keep_checkpoints", "log_every",
+                     "min_steps", "limit_steps"),
                     (lambda value: value >= 1, "at least 1")),
     "image_size": (lambda value: value >= MIN_IMAGE_SIZE, f"at least {MIN_IMAGE_SIZE} pixels"),
     **dict.fromkeys(("first_image_size", "val_image_size"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -22,6 +23,7 @@ from train.allreduce import BucketAverage
 from train.errors import TrainError
 
 USER_ERRORS = (TrainError, DataError, GraphError)
+LOST_PROCESS = re.compile("horovod|gloo|nccl|by peer|broken pipe|timed out waiting", re.IGNORECASE)
 BUCKET_BYTES = 25 * 2**20  # gradients are averaged in groups of about this size, as PyTorch's DDP does
 
 # Horovod's settings where the environment has none; docs/multi_gpu.md has the measurements behind them.
@@ -188,6 +190,25 @@ class _Flat:
         for array in self.arrays:
             array[:] = self.array[start : start + array.size].reshape(array.shape)
             start += array.size
+
+
+def is_lost_process(error: Exception) -> bool:
+    """Whether an MXNetError says that an operation among the processes failed, as when one of them has ended.
+
+    What Gloo, NCCL and Horovod say reaches Python as MXNet's error, of which only the text tells.
+    """
+    return LOST_PROCESS.search(str(error)) is not None
+
+
+def drain_engine() -> None:
+    """Wait for all that MXNet has under way, and forget its errors: they would come up again wherever it waits next."""
+    done = False
+    while not done:
+        try:
+            mx.nd.waitall()
+            done = True
+        except mx.base.MXNetError:
+            pass
 
 
 def _import_horovod(size: int) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -147,6 +148,7 @@ def launch_elastic(slots: Sequence[Slot], command: Sequence[str], min_processes:
               "HOROVOD_ELASTIC": "1"}  # fmt: skip
     workers: list[Worker] = []
     lost: list[Worker] = []
+    given_up = threading.Event()
 
     def run_worker(rank: Any, events: Sequence[threading.Event]) -> tuple[int, float]:
         """Start a process where Horovod wants one and wait for its end; in a thread of Horovod's."""
@@ -161,18 +163,20 @@ def launch_elastic(slots: Sequence[Slot], command: Sequence[str], min_processes:
         except subprocess.TimeoutExpired:
             worker.process.kill()
             code = worker.process.wait()
-        if code not in (0, *TOLD):
+        if code not in (0, *TOLD) and not given_up.is_set():
             lost.append(worker)
             left = sum(other.process.poll() is None for other in workers)
-            enough = left >= min_processes or cooldown
-            verdict = f"{left} go on from the last committed state" if enough else (
-                f"{left} are left and --min-np is {min_processes}: the run ends; go on with --resume and its folder")
-            print(f"{'elastic' if enough else 'error'}: {worker.last_words()}; {verdict}", file=sys.stderr, flush=True)
-            if not enough:
+            if left < min_processes and not cooldown:
+                given_up.set()
+                print(f"error: {worker.last_words()}; {left} are left, but --min-np is {min_processes}, so the run "
+                      "ends: go on with --resume and its folder", file=sys.stderr, flush=True)
                 for other in workers:
                     other.process.kill()
+            else:
+                print(f"{worker.last_words()}; {left} go on from the last commit", file=sys.stderr, flush=True)
         return _exit_code(code), time.time()
 
+    logging.disable(logging.ERROR)  # Horovod's, of what is told here
     with _signals_forwarded(workers):
         try:
             driver.start(len(slots), run_worker)
@@ -220,7 +224,7 @@ def _wait(workers: Sequence[Worker]) -> int:
         failed = [worker for worker, code in zip(workers, codes, strict=True) if code]
         if failed and culprit is None:
             # When one dies, others fail because of it, perhaps before the next look at them.
-            culprit = min(failed, key=lambda worker: worker.process.returncode)
+            culprit = min(failed, key=lambda worker: (worker.process.returncode in TOLD, worker.process.returncode))
             deadline = time.monotonic() + GRACE_SECONDS
         if None not in codes:
             break

@@ -64,8 +64,10 @@ class Trainer:
         val_loader: Loader | None,
         run_folder: Path,
         checkpoint: Checkpoint | None,
+        commit: Callable[[], None] | None = None,
     ) -> None:
-        """`checkpoint` is what the run goes on from; its parameters are in `executor` already.
+        """`checkpoint` is what the run goes on from; its parameters are in `executor` already. `commit`, of an elastic
+        run, is called every so many steps; it may ask for `capture`, and end the session.
 
         Raises TrainError or DataError where it does not fit this run.
         """
@@ -75,6 +77,7 @@ class Trainer:
         self.train_loader = train_loader
         self.val_loader = val_loader
         self.run_folder = run_folder
+        self.commit = commit
         self.optimizer = make_optimizer(executor, config)
         self.average = None if workers.alone else workers.gradient_average(executor)
         self.steps_per_epoch = math.ceil(train_loader.num_batches / config.accumulate)
@@ -116,6 +119,8 @@ class Trainer:
         stop = ""
         if self.note:
             recorder.say(self.note)
+        if self.commit:
+            self.commit()
         with Signals() as signals, self.monitoring(recorder):
             while progress.epoch < config.epochs and not stop:
                 stop = self._train_epoch(recorder, signals) or self._end_epoch(recorder)
@@ -155,6 +160,9 @@ class Trainer:
             if save:
                 signals.save = False
                 self.save(recorder)
+            if self.commit and progress.step % self.config.commit_every == 0:
+                with recorder.phase("commit"):
+                    self.commit()
             if stop_signal:
                 raise StoppedBySignal(
                     signals.stop or signal.SIGTERM,  # with several processes, another one may have got it
@@ -264,14 +272,15 @@ class Trainer:
         if path == self.last_saved and not is_best:
             return
         with recorder.phase("checkpoint"):
-            checkpoint = self._capture()
+            checkpoint = self.capture()
             with self.workers.agreement():
                 if self.workers.rank == 0:
                     self.checkpoints.save(checkpoint, is_best)
         self.last_saved, self.last_saved_at = path, time.monotonic()
         recorder.event("checkpoint", file=path.name, is_best=is_best)
 
-    def _capture(self) -> Checkpoint:
+    def capture(self) -> Checkpoint:
+        """All of this run's state; a collective operation. Raises TrainError where parameters are not finite."""
         executor = self.executor
         executor.synchronize()
         self.workers.average_on_host(list(executor.aux.values()), "aux")  # each process has seen other images

@@ -1,0 +1,152 @@
+"""A process that is killed in mid-epoch: the run ends with its last words, or in elastic mode goes on without it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from train import checkpoint
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "dgx1_8gpu.sh"
+BATCH, COMMIT_EVERY = 4, 5
+pytestmark = pytest.mark.skipif(find_spec("horovod") is None, reason="Horovod is not installed (no g++ at set-up)")
+
+
+class Run:
+    """A run of three processes on generated images; an epoch of them is longer than any test."""
+
+    def __init__(self, folder: Path, *options: str, environment: dict[str, str] | None = None) -> None:
+        self.folder = folder
+        self.process = subprocess.Popen(
+            ["bash", SCRIPT, *options, "-b", str(BATCH), "--data", "synthetic", "--depth", "18", "--image-size", "32",
+             "--device", "cpu", "--num-threads", "1", "--no-tensorboard", "--warmup-epochs", "0", "--log-every", "1",
+             "--checkpoint-minutes", "0", "--validate-every", "0", "--commit-every", str(COMMIT_EVERY),
+             "--output", folder],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **(environment or {})},
+        )  # fmt: skip
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        path = self.folder / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        found = []
+        for line in lines:
+            if f'"event": "{kind}"' in line and line.endswith("}"):
+                found.append(json.loads(line))
+        return found
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float = 90) -> None:
+        end = time.monotonic() + seconds
+        while not condition():
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < end, self.events("session")
+            time.sleep(0.05)
+
+    def last_step(self) -> int:
+        return max((event["step"] for event in self.events("steps")), default=0)
+
+    def workers(self) -> dict[int, int]:
+        """Process ids by the rank that each started with."""
+        found = {}
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        for pid in {*children, *_children_of_threads(self.process.pid)}:
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            rank = [entry for entry in variables if entry.startswith(b"HOROVOD_RANK=")]
+            if rank:
+                found[int(rank[0].partition(b"=")[2])] = int(pid)
+        return found
+
+    def end(self) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=60)
+        return self.process.returncode, out, err
+
+
+def _children_of_threads(pid: int) -> Iterator[str]:
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        yield from (task / "children").read_text().split()
+
+
+@pytest.fixture
+def start(tmp_path):
+    runs = []
+
+    def build(*options: str, **environment: str) -> Run:
+        runs.append(Run(tmp_path / "run", *options, environment=environment))
+        return runs[-1]
+
+    yield build
+    for run in runs:
+        if run.process.poll() is None:
+            run.process.terminate()
+            try:
+                run.process.wait(20)
+            finally:
+                run.process.kill()
+
+
+def test_elastic_run_loses_a_process_and_gets_one(start, rng):
+    """Three processes become two and three again. No commit is lost, and the position counts images, not steps."""
+    run = start("-n", "3", "--min-np", "2", "--cooldown", "1")
+    run.wait_for(lambda: run.last_step() >= COMMIT_EVERY + 2)
+    victim = int(rng.integers(3))  # rank 0, whose part is more, like any other
+    os.kill(run.workers()[victim], signal.SIGKILL)
+    killed_after = run.last_step()
+    run.wait_for(lambda: len(run.events("session")) == 2, seconds=25)  # Gloo's time-out of 30 s has not been waited for
+    run.wait_for(lambda: len(run.events("session")) == 3)
+    steps = len(run.events("steps"))
+    run.wait_for(lambda: len(run.events("steps")) >= steps + COMMIT_EVERY + 1)
+    run.process.send_signal(signal.SIGTERM)
+    code, out, err = run.end()
+    assert code == 128 + signal.SIGTERM, err
+    assert "was killed by SIGKILL" in err
+    assert "2 go on from the last commit" in err
+    assert "going on with 8 images a step (2 processes) after 12 (3)" in out
+    assert "going on with 12 images a step (3 processes) after 8 (2)" in out
+
+    sessions = run.events("session")
+    assert [session["num_processes"] for session in sessions] == [3, 2, 3]
+    first, second, third = (session["step"] for session in sessions)
+    assert first == 0
+    assert killed_after - COMMIT_EVERY <= second <= killed_after + COMMIT_EVERY
+    assert second % COMMIT_EVERY == third % COMMIT_EVERY == 0
+    rates = {}
+    for event in run.events("steps"):
+        rates[event["step"]] = event["learning_rate"]  # a step that is done again counts as it was done last
+    sizes = {step: 8 if second < step <= third else 12 for step in rates}
+    assert rates[third] / rates[third + 1] == pytest.approx(8 / 12, rel=1e-3)  # cosine: hardly below its peak
+
+    last = checkpoint.load(checkpoint.find(str(run.folder)))
+    assert len(last.loader_states) == 3
+    state = json.loads(last.loader_states[0])
+    num_seen = sum(sizes[step] for step in range(1, last.progress.step + 1))
+    assert num_seen <= 12 * state["batch"] < num_seen + 8 + 12  # less than a batch passed over at each change
+
+
+def test_killed_process_ends_the_run(start, rng):
+    """Without elastic mode: within seconds, with what happened and what to do; the checkpoint of before is whole."""
+    run = start("-n", "3")
+    run.wait_for(lambda: run.last_step() >= 2)
+    run.process.send_signal(signal.SIGUSR1)
+    run.wait_for(lambda: len(run.events("checkpoint")) == 1)
+    os.kill(run.workers()[int(rng.integers(3))], signal.SIGKILL)
+    start_time = time.monotonic()
+    code, _, err = run.end()
+    assert time.monotonic() - start_time < 10
+    assert code == 128 + signal.SIGKILL
+    last = err.splitlines()[-1]
+    assert last.startswith("error: process ")
+    assert "was killed by SIGKILL, as the kernel does when the machine's memory runs out" in last
+    assert "go on with --resume" in last
+    assert "Traceback" not in err
+    step = run.events("checkpoint")[0]["step"]
+    assert checkpoint.load(checkpoint.find(str(run.folder))).progress.step == step

@@ -1,0 +1,105 @@
+"""Elastic runs: processes may be lost or join, and training goes on, through Horovod's elastic mode.
+
+Horovod's part is to notice a change, to give out new ranks, and to call `sync` and the session again in every process
+(horovod.common.elastic); ours is `RunState`, which Horovod has for other frameworks but not for MXNet. A session is an
+ordinary run that starts from a checkpoint, only that this one is in memory: the last commit, made every
+`--commit-every` steps. So a change costs the steps since then and whatever a resumed run costs, and what holds for
+resuming with another number of processes holds here: the batch of each process stays, the learning rate follows the
+global batch, and no image comes twice in an epoch (Trainer._restore). docs/elastic.md tells more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import horovod.mxnet as hvd
+from horovod.common.elastic import State, run_fn
+from horovod.common.exceptions import HorovodInternalError
+from horovod.mxnet.functions import broadcast_object
+
+from graph_passes.executors import Executor
+from mxnet_compat import mx
+from train.checkpoint import Checkpoint
+from train.distributed import Workers, drain_engine, is_lost_process
+
+
+class RunState(State):  # type: ignore[misc]  # Horovod is untyped
+    """What a process takes from one session into the next. `commit()` keeps the trainer's state in memory, then looks
+    whether processes have come or gone: all raise HostsUpdatedInterrupt if so, which ends the session."""
+
+    def __init__(self) -> None:
+        super().__init__(bcast_object=lambda value: broadcast_object(value, name="elastic"), get_rank=hvd.rank)
+        self.committed: Checkpoint | None = None
+        self.run_folder: Path | None = None
+        self.executor: Executor | None = None  # kept: its batch stays, and compiled steps are not thrown away
+        self.capture: Callable[[], Checkpoint]  # of the session's trainer
+
+    def save(self) -> None:
+        """Part of `commit`."""
+        self.committed = self.capture()
+
+    def restore(self) -> None:
+        """After a loss; the next session starts from `committed` in any case."""
+
+    def sync(self) -> None:
+        """A process that joins takes over what rank 0 has, which is never one that joins."""
+        self.committed, self.run_folder = self._bcast_object((self.committed, self.run_folder))
+
+
+def run(session: Callable[[RunState], None]) -> None:
+    """Call `session` in this process, and again after each change, until it returns. Raises whatever else it raises."""
+    connections = _join()
+
+    def guarded(state: RunState) -> None:
+        try:
+            session(state)
+        except mx.base.MXNetError as error:  # in which MXNet wraps what Horovod's operations have met
+            if not is_lost_process(error):
+                raise
+            raise HorovodInternalError(str(error)) from None
+        finally:
+            drain_engine()
+
+    def reset() -> None:
+        nonlocal connections
+        _hang_up(connections)
+        hvd.shutdown()
+        connections = _join()
+
+    run_fn(guarded, reset)(RunState())
+
+
+def _join() -> dict[int, str]:
+    """Become one of the processes that Horovod wants now; returns the connections made for that, by descriptor."""
+    before = _sockets()
+    Workers()  # sets Horovod up as for any run
+    hvd.init()
+    os.environ.update(HOROVOD_RANK=str(hvd.rank()), HOROVOD_SIZE=str(hvd.size()))
+    return {number: name for number, name in _sockets().items() if before.get(number) != name}
+
+
+def _sockets() -> dict[int, str]:
+    """This process's open sockets, by descriptor, as the kernel names them."""
+    found = {}
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed by now
+            if stat.S_ISSOCK(os.fstat(int(entry)).st_mode):
+                found[int(entry)] = os.readlink(f"/proc/self/fd/{entry}")
+    return found
+
+
+def _hang_up(connections: dict[int, str]) -> None:
+    """End the connections to the other processes, which else would wait for this one until Gloo's time-out of 30 s.
+
+    Horovod keeps them open when it has met an error, and only those that talked to the lost process meet it at once.
+    """
+    still_open = _sockets()
+    for number, name in connections.items():
+        if still_open.get(number) == name:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
