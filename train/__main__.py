@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mxnet_compat import mx
 from pipelines.samples import make_samples
 from train import checkpoint, cli, compare_precision, devices, export, files, predict
 from train.build import SAMPLES_FOLDER, build_executor, open_split
@@ -88,7 +87,7 @@ def _train(arguments: Sequence[str], state: RunState | None = None) -> None:
         except StoppedBySignal:
             _report(recorder, run_folder)
             raise
-        except mx.base.MXNetError as error:
+        except Exception as error:
             if state or not is_lost_process(error):
                 raise
             drain_engine()

@@ -34,6 +34,9 @@ HOROVOD_SETTINGS = {
     "HOROVOD_ENABLE_ASYNC_COMPLETION": "1",  # an all-reduce is over for the host once it is enqueued on the GPU
 }
 
+# Horovod 0.28.1 writes beyond its table of parameters when it is set up a second time with one of these.
+NOT_ELASTIC = ("HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD")
+
 
 class GradientAverage(Protocol):
     """The mean of an executor's gradients over all processes."""
@@ -61,6 +64,9 @@ class Workers:
             self._hvd = _import_horovod(int(os.environ["HOROVOD_SIZE"]))
             for name, value in HOROVOD_SETTINGS.items():
                 os.environ.setdefault(name, value)
+            if os.environ.get("HOROVOD_ELASTIC") == "1":
+                for name in NOT_ELASTIC:
+                    os.environ.pop(name, None)
             self._hvd.init()
             self.size, self.rank = self._hvd.size(), self._hvd.rank()
             self.local_rank, self.local_size = self._hvd.local_rank(), self._hvd.local_size()
@@ -72,7 +78,7 @@ class Workers:
 
     def describe(self, average: GradientAverage) -> str:
         """How these processes work together, for the log."""
-        settings = " ".join(f"{name}={os.environ[name]}" for name in HOROVOD_SETTINGS)
+        settings = " ".join(f"{name}={os.environ[name]}" for name in HOROVOD_SETTINGS if name in os.environ)
         return f"{self.size} processes; {average.description}; {settings}"
 
     def gradient_average(self, executor: Executor) -> GradientAverage:
@@ -193,11 +199,14 @@ class _Flat:
 
 
 def is_lost_process(error: Exception) -> bool:
-    """Whether an MXNetError says that an operation among the processes failed, as when one of them has ended.
+    """Whether `error` says that an operation among the processes failed, as when one of them has ended.
 
-    What Gloo, NCCL and Horovod say reaches Python as MXNet's error, of which only the text tells.
+    Where it went through MXNet's engine, what Gloo, NCCL or Horovod said arrives as MXNet's error, whose text alone
+    tells; else it is Horovod's HorovodInternalError.
     """
-    return LOST_PROCESS.search(str(error)) is not None
+    if isinstance(error, mx.base.MXNetError):
+        return LOST_PROCESS.search(str(error)) is not None
+    return type(error).__name__ == "HorovodInternalError"  # not imported where a process is alone
 
 
 def drain_engine() -> None:

@@ -23,7 +23,6 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.mxnet.functions import broadcast_object
 
 from graph_passes.executors import Executor
-from mxnet_compat import mx
 from train.checkpoint import Checkpoint
 from train.distributed import Workers, drain_engine, is_lost_process
 
@@ -58,7 +57,7 @@ def run(session: Callable[[RunState], None]) -> None:
     def guarded(state: RunState) -> None:
         try:
             session(state)
-        except mx.base.MXNetError as error:  # in which MXNet wraps what Horovod's operations have met
+        except Exception as error:
             if not is_lost_process(error):
                 raise
             raise HorovodInternalError(str(error)) from None
