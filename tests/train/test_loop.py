@@ -15,6 +15,7 @@ from graph_passes.executors import create_executor
 from graph_passes.executors.mxnet import MXNetExecutor
 from mxnet_compat import mx
 from train import checkpoint
+from train.gpu_monitor import GpuReadings
 from train.loop import standard_error_of_median
 from train.model import init_params, resnet
 from train.optimizer import SGD
@@ -195,3 +196,35 @@ def test_metrics_are_received_a_step_late_and_none_is_lost(run_train, tiny_optio
     assert code == 0, err
     assert logged == [(4, 16.0), (6, 8.0), (9, 12.0), (12, 12.0)]
     assert [line["step"] for line in read_lines(folder, "steps")] == [4, 6, 9, 12]
+
+
+def test_gpu_readings_go_with_the_log_lines(run_train, tiny_options, tmp_path, monkeypatch):
+    class Monitor:
+        problem = "NVML does not give energy: Not Supported"
+        state = "new"
+
+        def __init__(self, bus_id):
+            assert bus_id == "0000:1B:00.0"
+            monitors.append(self)
+
+        def start(self):
+            self.state = "started"
+
+        def take(self):
+            assert self.state == "started"
+            return GpuReadings(300.0, 0.5, float("nan"))
+
+        def close(self):
+            self.state = "closed"
+
+    monitors: list[Monitor] = []
+    monkeypatch.setattr("train.loop.GpuMonitor", Monitor)
+    monkeypatch.setattr(MXNetExecutor, "gpu_bus_id", "0000:1B:00.0")
+    folder = tmp_path / "run"
+    code, _, err = run_train("--output", folder, *tiny_options, "--validate-every", "0", "--max-steps", "3")
+    assert code == 0, err
+    assert [monitor.state for monitor in monitors] == ["closed"]
+    (line,) = read_lines(folder, "steps")
+    assert (line["gpu_power"], line["gpu_utilization"], line["gpu_memory"]) == (300.0, 0.5, None)
+    (event,) = read_lines(folder, "gpu_readings")
+    assert event["problem"] == Monitor.problem
