@@ -31,8 +31,9 @@ if [ "$gpu" = 1 ]; then
     library=$(find -L "$top/lib64" "$top/targets" -name libcudart_static.a 2>/dev/null | head -n1)
     [ -n "$library" ] || fail "there is no libcudart_static.a in $top: install the CUDA toolkit"
     include=$(dirname "$(find -L "$top/include" "$top/targets" -name cuda_runtime.h 2>/dev/null | head -n1)")
-    cuda=(-DHAVE_CUDA=1 -DHAVE_GPU=1 "-I$include" "$library" -ldl -lrt -lpthread)
+    # CUDA's runtime of its own, hidden: MXNet's is another version.
+    cuda=(-DHAVE_CUDA=1 -DHAVE_GPU=1 "-I$include" "$library" -Wl,--exclude-libs,ALL -ldl -lrt -lpthread)
 fi
-g++ -std=c++17 -O2 -fPIC -shared -s "$root/train/allreduce.cc" "-I$source" -o "$folder/bucket_allreduce.so" \
+g++ -std=c++17 -O2 -fPIC -shared -s -Wl,-Bsymbolic "$root/train/allreduce.cc" "-I$source" -o "$folder/bucket_allreduce.so" \
     ${cuda[@]+"${cuda[@]}"}
 printf '%s\n' "$folder/bucket_allreduce.so"

@@ -116,13 +116,14 @@ Slot* allreduce_slot() { return new Slot; }
 void allreduce_start(Slot* slot, const char* name, void* data, int64_t num_elements, int is_float16, int device,
                      void* ready, void* done) {
   slot->busy = true;
-  auto finished = [slot, done](const Status& status) {
+  auto finished = [slot, device, done](const Status& status) {
     std::string error = status.ok() ? "" : status.reason();
 #if HAVE_CUDA
     // With HOROVOD_ENABLE_ASYNC_COMPLETION the all-reduce is only enqueued by now, on this stream; else it is done.
-    if (status.ok() && status.event.event &&
-        cudaEventRecord(static_cast<cudaEvent_t>(done), status.event.stream) != cudaSuccess) {
-      error = "CUDA cannot record the event behind an all-reduce";
+    if (status.ok() && status.event.event) {
+      cudaError_t fault = cudaSetDevice(device);
+      if (fault == cudaSuccess) fault = cudaEventRecord(static_cast<cudaEvent_t>(done), status.event.stream);
+      if (fault != cudaSuccess) error = cudaGetErrorString(fault);
     }
 #endif
     slot->finish(error);

@@ -64,75 +64,73 @@ def flat(arrays):
 """
 
 MEANS = """
-dtype, wire = sys.argv[1], sys.argv[2]
-executor = make(dtype, num_buckets=3, wire_dtype=wire)
-assert len(executor.buckets) == 4
-average = workers.gradient_average(executor)
-
-
-def gradients():
+def gradients(executor):
     executor.synchronize()
     return {b.name: executor.gpu.download(b.address, (b.num_elements,), b.dtype) for b in executor.buckets}
 
 
-for seed in range(3):
-    data, label = batch(workers.rank + 10 * seed)
-    executor.forward_backward(data, label)
-    executor.hand_over(lambda bucket: None)
-    every = workers.gather(gradients())
-    executor.forward_backward(data, label, on_bucket=average.start)
-    average.finish()
-    got = gradients()
-    for name, values in got.items():
-        local = np.stack([rank[name].astype(np.float64) for rank in every])
-        assert np.abs(local).max() > 0
-        assert workers.size == 1 or np.abs(local[0] - local[1]).max() > 0
-        error = np.abs(values - local.mean(0))
-        # Sums of `size` terms, each rounded: 2^-11 in float16 (and its smallest numbers), 1e-6 in float32.
-        half = values.dtype == np.float16
-        bound = 2.0**-11 * workers.size * np.abs(local).mean(0) + 2.0**-24 if half else 1e-6 * np.abs(local).max()
-        assert (error <= bound).all(), (name, error.max())
-        print("worst", name, error.max() / np.abs(local).max())
+for dtype, wire in (("float32", "float32"), ("float16", "float32"), ("float16", "float16")):
+    executor = make(dtype, num_buckets=3, wire_dtype=wire)
+    assert len(executor.buckets) == 4
+    average = workers.gradient_average(executor)
+    for seed in range(3):
+        data, label = batch(workers.rank + 10 * seed)
+        executor.forward_backward(data, label)
+        executor.hand_over(lambda bucket: None)
+        every = workers.gather(gradients(executor))
+        executor.forward_backward(data, label, on_bucket=average.start)
+        average.finish()
+        for name, values in gradients(executor).items():
+            local = np.stack([rank[name].astype(np.float64) for rank in every])
+            assert np.abs(local).max() > 0
+            assert workers.size == 1 or np.abs(local[0] - local[1]).max() > 0
+            error = np.abs(values - local.mean(0))
+            # In float32 1e-6. In float16 each of `size` terms and sums is rounded, by 2^-11 or to a subnormal number.
+            half = values.dtype == np.float16
+            rounding = workers.size * (2.0**-11 * np.abs(local).sum(0) / workers.size + 2.0**-25)
+            bound = rounding if half else 1e-6 * np.abs(local).max()
+            assert (error <= bound).all(), (dtype, wire, name, error.max())
+            print("worst", dtype, wire, name, error.max() / np.abs(local).max(), flush=True)
 """
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
-@pytest.mark.parametrize("dtype, wire", [("float32", "float32"), ("float16", "float32"), ("float16", "float16")])
-def test_gradients_become_their_mean(count, dtype, wire):
-    out = run_on_gpus(count, PREPARE + MEANS, dtype, wire)
-    assert out.count("worst") == count * 12
+def test_gradients_become_their_mean(count):
+    out = run_on_gpus(count, PREPARE + MEANS)
+    print("\n".join(line for line in out.splitlines() if "weights 1" in line))
+    assert out.count("worst") == count * 3 * 3 * 4
 
 
 HUNDRED_STEPS = """
 import hashlib
-executor = make(sys.argv[1], num_buckets=2, wire_dtype="float32" if sys.argv[1] == "bfloat16" else None)
-average = workers.gradient_average(executor)
-for step in range(100):
-    data, label = batch(1000 * workers.rank + step)
-    if step in (40, 70) and workers.rank == workers.size - 1 and sys.argv[1] == "float16":
-        data[:] = np.inf  # one rank's overflow: all must leave this step out
-    executor.forward_backward(data, label, on_bucket=average.start)
-    average.finish()
-    executor.update(0.05)
-    executor.end_step()
-params, _ = executor.get_params()
-digests = workers.gather([hashlib.sha256(flat(params).tobytes()).hexdigest(),
-                          hashlib.sha256(flat(executor.get_momenta()).tobytes()).hexdigest(), executor.get_scaling()])
-assert all(digest == digests[0] for digest in digests), digests
-assert np.isfinite(flat(params)).all()
-moved = np.abs(flat(params) - flat(init_params(symbol, seed=5)[0])).max()
-assert moved > 1e-2, moved
-print("scaling", executor.get_scaling(), flush=True)
+for dtype in ("float16", "bfloat16"):
+    executor = make(dtype, num_buckets=2, wire_dtype="float32" if dtype == "bfloat16" else None)
+    average = workers.gradient_average(executor)
+    for step in range(100):
+        data, label = batch(1000 * workers.rank + step)
+        if step in (40, 70) and workers.rank == workers.size - 1 and dtype == "float16":
+            # One rank's overflow: all must leave this step out.
+            data = mx.nd.array(np.full(SHAPES["data"], np.inf), ctx=gpu)
+        executor.forward_backward(data, label, on_bucket=average.start)
+        average.finish()
+        executor.update(0.05)
+        executor.end_step()
+    params, _ = executor.get_params()
+    digests = workers.gather([hashlib.sha256(flat(values).tobytes()).hexdigest()
+                              for values in (params, executor.get_momenta())] + [executor.get_scaling()])
+    assert all(digest == digests[0] for digest in digests), digests
+    assert np.isfinite(flat(params)).all()
+    moved = np.abs(flat(params) - flat(init_params(symbol, seed=5)[0])).max()
+    assert moved > 1e-2, moved
+    print("scaling", executor.get_scaling(), flush=True)
 """
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_weights_are_the_same_bits_after_100_steps(count, dtype):
-    out = run_on_gpus(count, PREPARE + HUNDRED_STEPS, dtype)
-    scales = re.findall(r"'loss_scale': ([\d.]+)", out)
+def test_weights_are_the_same_bits_after_100_steps(count):
+    out = run_on_gpus(count, PREPARE + HUNDRED_STEPS)
     # 1024 at first, halved for each of the two steps that were left out
-    assert scales == (["256.0"] * count if dtype == "float16" else [])
+    assert re.findall(r"'loss_scale': ([\d.]+)", out) == ["256.0"] * count
 
 
 SAME_AS_ONE = """
