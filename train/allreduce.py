@@ -29,8 +29,11 @@ class BucketAverage:
     """Averages the buckets of one executor. All processes start the same buckets in the same order."""
 
     def __init__(self, executor: CudaExecutor, device_id: int) -> None:
-        """Raises TrainError where Horovod has no such library."""
-        self._library = load_library()
+        """`device_id`: number of the executor's GPU, or ON_HOST for buckets in the host's memory.
+
+        Raises TrainError where Horovod cannot average on GPUs, or lacks the library.
+        """
+        self._library = load_library(on_gpu=device_id != ON_HOST)
         self._executor = executor
         self._device_id = device_id
         self._buckets = executor.buckets
@@ -75,10 +78,13 @@ def _internal_error(text: str) -> Exception:
 
 
 @functools.cache
-def load_library() -> Any:
-    """The compiled allreduce.cc. Raises TrainError where it is missing or does not fit."""
+def load_library(on_gpu: bool) -> Any:
+    """The compiled allreduce.cc. Raises TrainError where it is missing, does not fit, or cannot do it on GPUs."""
     import horovod.mxnet  # makes its own symbols visible to the library
 
+    if on_gpu and not horovod.mxnet.nccl_built():
+        raise TrainError("this Horovod was built without NCCL, so it cannot average gradients on GPUs: remove it "
+                         "(pip uninstall horovod) and run make setup, with nvcc on PATH")
     path = Path(horovod.mxnet.__file__).with_name(LIBRARY)
     try:
         library = ctypes.CDLL(str(path))

@@ -10,6 +10,7 @@ import pytest
 from test_distributed import needs_horovod, run_processes
 
 from train.allreduce import LIBRARY
+from train.errors import TrainError
 
 BUCKETS = """
     import os
@@ -67,6 +68,20 @@ def test_buckets_become_their_mean(how, tmp_path, rng):
         for name, tolerance in (("first", 2e-3), ("second", 1e-6)):  # two roundings of 2^-11 in float16
             mean = (sent[0][name].astype(np.float64) + sent[1][name]) / 2
             np.testing.assert_allclose(got[name], mean, rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+@needs_horovod
+def test_horovod_without_nccl_or_library_is_one_sentence(monkeypatch):
+    import horovod.mxnet
+
+    from train import allreduce
+
+    monkeypatch.setattr(horovod.mxnet, "nccl_built", lambda: 0)
+    with pytest.raises(TrainError, match="this Horovod was built without NCCL"):
+        allreduce.load_library(on_gpu=True)
+    monkeypatch.setattr(allreduce, "LIBRARY", "there_is_no_such.so")
+    with pytest.raises(TrainError, match=r"there_is_no_such\.so, which cannot be loaded .*run scripts/build_allreduce"):
+        allreduce.load_library(on_gpu=False)
 
 
 @needs_horovod

@@ -23,7 +23,8 @@ def run_processes(script: str, *arguments: object, count: int = 2) -> subprocess
     """Run a Python script in several processes by the launcher of `python -m train.launch`."""
     starter = "import sys; from train.launch import launch; sys.exit(launch(int(sys.argv[1]), sys.argv[2:]))"
     command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    path = f"{REPOSITORY}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     starting = [sys.executable, "-c", starter, str(count), *command]
     return subprocess.run(starting, capture_output=True, text=True, env=environment, timeout=90)
 
