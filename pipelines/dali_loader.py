@@ -7,6 +7,7 @@ it. So clean data pays nothing for the check.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections import deque
@@ -30,6 +31,12 @@ from pipelines.sources import FileSource, Source
 READ_AHEAD = 4  # batches that are fetched from the disk before they are planned: 0.1 s at 10,000 images/s, many seeks
 
 
+# Images of fewer bytes are decoded on the CPU for a GPU too: what the GPU's decoders take for an image, however small
+# it is, exceeds the decoding.
+THUMBNAIL_BYTES = 8192
+_NUM_SAMPLED = 64  # images whose size is looked at
+
+
 class _Plan(NamedTuple):
     """A batch on its way through the pipeline."""
 
@@ -51,6 +58,7 @@ class DaliLoader(Loader):
             device=config.device,
             paths=source.feeds_paths,
             crop_fraction=config.crop_fraction,
+            cpu_decoder=decodes_on_cpu(config, source),
             hw_decoder_load=config.hw_decoder_load,
             stage=stage,
         )
@@ -217,6 +225,18 @@ class DaliLoader(Loader):
                 f"`python -m pipelines verify`, or go on without them with --on-bad-image skip"
             )
         self._bad[i] = reason
+
+
+def decodes_on_cpu(config: LoaderConfig, source: Source) -> bool:
+    """Whether a pipeline on the GPU is to decode on the CPU."""
+    if config.device == "cpu" or config.decoder != "auto":
+        return config.device == "gpu" and config.decoder == "cpu"
+    sample = np.linspace(0, len(source) - 1, _NUM_SAMPLED, dtype=np.int64)
+    sizes = []
+    for i in np.unique(sample):
+        with contextlib.suppress(OSError, BrokenRecordError):
+            sizes.append(source.read(int(i)).nbytes)
+    return bool(sizes) and float(np.mean(sizes)) < THUMBNAIL_BYTES
 
 
 def _undecodable(graph: GraphConfig, source: Source, indices: Iterable[int]) -> Iterator[int]:

@@ -23,6 +23,7 @@ _CHOICES = {
     "dtype": ("float32", "float16"),
     "channels": (3, 4),
     "device": ("cpu", "gpu"),
+    "decoder": ("auto", "cpu", "gpu"),
     "on_bad_image": ("error", "skip"),
 }
 
@@ -50,6 +51,7 @@ class LoaderConfig:
     num_classes: int | None = None  # of synthetic data (default 10) and of RecordIO files without classes.txt
     synthetic_images: int = 12_800  # images an epoch of synthetic training data; validation has a tenth
     prefetch: int = 2  # batches made ahead
+    decoder: str = "auto"  # device "gpu": decode on the "gpu" or the "cpu"; auto: thumbnails on the CPU
     hw_decoder_load: float = 0.65  # device "gpu": part of the images for the JPEG engine
 
     def __post_init__(self) -> None:

@@ -39,6 +39,7 @@ def open_split(config: Config, split: str, placement: Placement, workers: Worker
             batch_size=config.batch_size,
             image_size=config.image_size if split == "train" else config.inference_image_size,
             image_sizes=image_sizes(config),
+            crop_fraction=config.val_crop_fraction,
             dtype="float16" if network_dtype(config, placement) == "float16" else "float32",
             channels=channels,
             device="gpu" if on_gpu else "cpu",

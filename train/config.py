@@ -52,6 +52,8 @@ class Config:
     val_image_size: int = 0
     """Image size in validation and prediction, in pixels; 0: image_size. A network sees objects larger in random crops
     than in whole images, so it does better on images about 1.15 to 1.3 times as large (arXiv:1906.06423)."""
+    val_crop_fraction: float = 0.875
+    """Part of an image's shorter side that the centre crop of validation and prediction takes (224 of 256 pixels)."""
     batch_size: int = 256
     """Images per process in one forward pass."""
     random_area: tuple[float, float] = (0.08, 1.0)
@@ -207,6 +209,7 @@ _LIMITS = {
                     (lambda value: value >= 0, "0 or more")),
     **dict.fromkeys(("label_smoothing", "momentum", "ema_decay"),
                     (lambda value: 0 <= value < 1, "at least 0 and below 1")),
+    "val_crop_fraction": (lambda value: 0 < value <= 1, "above 0 and at most 1"),
     "target_accuracy": (lambda value: 0 <= value <= 1, "a fraction from 0 to 1"),
     "random_area": (lambda value: 0 < value[0] <= value[1] <= 1, "two fractions above 0, the smaller first"),
 }  # fmt: skip

@@ -17,7 +17,7 @@ import numpy as np
 
 from graph_passes import Graph, Ref, passes
 from mxnet_compat import mx
-from pipelines import MEAN, STD, LoaderConfig
+from pipelines import MEAN, STD
 from train import checkpoint, cli, files, onnx_writer
 from train.build import build_executor
 from train.checkpoint import Checkpoint
@@ -154,7 +154,7 @@ def export_onnx(trained: Checkpoint) -> tuple[bytes, float]:
         "class_names": json.dumps(trained.class_names),
         "color_order": "RGB",
         "input_layout": "NCHW",
-        "resize_shorter": str(max(size, round(size / LoaderConfig.crop_fraction))),
+        "resize_shorter": str(max(size, round(size / trained.config.val_crop_fraction))),
         "center_crop": str(size),
         "mean": json.dumps(MEAN),  # of pixels from 0 to 255: data = (pixel - mean) / std
         "std": json.dumps(STD),

@@ -11,7 +11,7 @@ from PIL import Image
 
 from mxnet_compat import mx
 from pipelines import MEAN, STD, DataError, LoaderConfig, load_images, open_loader
-from pipelines.dali_loader import READ_AHEAD, DaliLoader
+from pipelines.dali_loader import READ_AHEAD, DaliLoader, decodes_on_cpu
 from pipelines.graph import random_inputs
 from pipelines.sources import open_source
 
@@ -340,3 +340,12 @@ def test_images_are_asked_for_before_they_are_read(numbered, monkeypatch):
         for _ in range(2):  # epochs: what is asked for goes on into the next one
             labels = [batch.label.asnumpy() for batch in loader]
         assert len(labels) == 7 and len(fed) >= 2 * 35
+
+
+@pytest.mark.parametrize(("encoded_bytes", "decoder", "on_cpu"), [
+    (3000, "auto", True), (30000, "auto", False), (3000, "gpu", False), (30000, "cpu", True)])  # fmt: skip
+def test_thumbnails_are_decoded_on_the_cpu_for_a_gpu(tmp_path, encoded_bytes, decoder, on_cpu):
+    write_records(tmp_path / "train.rec", [bytes(encoded_bytes)] * 3, [0.0, 1.0, 2.0])
+    source = open_source(tmp_path, "train")
+    assert decodes_on_cpu(config(tmp_path, device="gpu", decoder=decoder), source) is on_cpu
+    assert not decodes_on_cpu(config(tmp_path, decoder="auto"), source)  # nothing to choose on the CPU

@@ -52,7 +52,7 @@ def trained() -> Checkpoint:
     spread = np.log(probabilities(params, aux, noise)).std()
     params["classifier_weight"] *= 1.5 / spread
     params["classifier_bias"][:] = rng.uniform(-0.5, 0.5, NUM_CLASSES)
-    config = Config(depth=18, image_size=SIZE)
+    config = Config(depth=18, image_size=SIZE - 8, val_image_size=SIZE, val_crop_fraction=0.8)
     return Checkpoint(params=params, aux=aux, momenta={}, config=config, class_names=CLASS_NAMES)
 
 
@@ -93,7 +93,7 @@ def test_onnx_of_the_command(
     meta = session.get_modelmeta().custom_metadata_map
     assert json.loads(meta["class_names"]) == CLASS_NAMES
     assert json.loads(meta["mean"]) == [123.675, 116.28, 103.53]
-    assert (meta["resize_shorter"], meta["center_crop"]) == ("46", "40")
+    assert (meta["resize_shorter"], meta["center_crop"]) == ("50", "40")
     assert list(file.parent.iterdir()) == [file]
 
 

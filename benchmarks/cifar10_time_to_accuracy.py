@@ -1,0 +1,213 @@
+"""Time to accuracy on CIFAR-10: ours from JPEGs against PyTorch with the same recipe, in turn, in one run.
+
+    PEER_PYTHON=/path/to/python-with-torch python benchmarks/cifar10_time_to_accuracy.py
+
+Ours is `python -m train --config cifar10_resnet18` as a user starts it: records decoded, cut, resized and mirrored by
+the DALI graph in every epoch. PyTorch (peer_cifar10.py) has all images decoded on the GPU before its clock starts. Both
+train with the same constants, see random windows of the same distribution, and validate after the same epochs.
+
+What counts as time: from the beginning of the first training step to the end of a validation, all training and all
+validations in between. What does not: start-up (imports, opening and for PyTorch decoding the data, compilation and
+choice of kernels; given apart) and ours' writing of checkpoints, which PyTorch's side does not do.
+
+The target is PyTorch's own final accuracy: the mean of its seeds less twice their standard deviation, so that every
+seed of an equally good program reaches it. Writes results/cifar10_time_to_accuracy.json (seconds to the target, one for
+each seed), .jsonl (a line for each validation of all runs) and .png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from record import ROOT, write_result
+
+from pipelines import MEAN, STD
+from pipelines.sources import open_source
+from train.config import Config, load_preset
+from train.schedule import image_sizes, make_schedule
+
+NAME = "cifar10_time_to_accuracy"
+PEER = Path(__file__).with_name("peer_cifar10.py")
+RESULTS = ROOT / "benchmarks" / "results"
+DEFAULT_DATA = Path(os.environ.get("RESNET_REAL_DATA", ROOT.parent / "shared" / "data")) / "cifar10"
+
+Line = dict[str, Any]  # of the .jsonl
+
+
+def decoded(data: Path) -> dict[str, np.ndarray]:
+    """All images (N, 32, 32, 3) uint8 and labels (N,) of both splits."""
+    from PIL import Image
+
+    arrays: dict[str, np.ndarray] = {"mean": np.array(MEAN, np.float32), "std": np.array(STD, np.float32)}
+    for split in ("train", "val"):
+        source = open_source(data, split)
+
+        def image(i: int, source: Any = source) -> np.ndarray:
+            return np.asarray(Image.open(io.BytesIO(source.read(i).tobytes())).convert("RGB"))
+
+        with ThreadPoolExecutor() as pool:
+            arrays[f"{split}_images"] = np.stack(list(pool.map(image, range(len(source)))))
+        arrays[f"{split}_labels"] = np.array([source.label(i) for i in range(len(source))])
+    return arrays
+
+
+def recipe(config: Config, num_classes: int, num_images: int) -> dict[str, Any]:
+    """The preset as peer_cifar10.py takes it."""
+    peak = make_schedule(config, num_images // config.batch_size, num_processes=1)
+    if config.schedule != "cosine" or config.optimizer != "sgd":
+        sys.exit(f"error: the peer knows SGD with a cosine schedule only, the preset {config.config} has another")
+    names = ("depth", "batch_size", "epochs", "warmup_epochs", "momentum", "nesterov", "weight_decay",
+             "label_smoothing", "random_area", "validate_every")  # fmt: skip
+    return {name: getattr(config, name) for name in names} | {
+        "num_classes": num_classes,
+        "image_sizes": image_sizes(config),
+        "val_image_size": config.inference_image_size,
+        "peak_learning_rate": peak.peak,
+        "final_learning_rate": peak.final,
+    }
+
+
+def run_ours(preset: str, data: Path, seed: int, folder: Path, options: Sequence[str]) -> Iterator[Line]:
+    """A run of the program; its validations."""
+    command = [sys.executable, "-m", "train", "--config", preset, "--data", str(data), "--seed", str(seed), "--output",
+               str(folder), "--no-tensorboard", *options]  # fmt: skip
+    launched = time.time()
+    subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr)
+    startup = (folder / "config.json").stat().st_mtime - launched  # written when everything is built
+    apart = 0.0  # seconds
+    for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
+        if line["event"] == "phase" and line["name"] == "checkpoint":
+            apart += line["seconds"]
+        elif line["event"] == "epoch" and line["val_top1"] is not None:
+            yield {"program": "ours", "seed": seed, "epoch": line["epoch"], "seconds": line["time"] - apart,
+                   "top1": line["val_top1"], "train_loss": line["train_loss"], "startup_seconds": startup}  # fmt: skip
+
+
+class Peer:
+    """peer_cifar10.py, started once: it stays compiled between the seeds."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        clean = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "LD_LIBRARY_PATH")}
+        command = [os.environ["PEER_PYTHON"], str(PEER)]
+        self._process = subprocess.Popen(command, env=clean, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._say(json.dumps(config))
+        self._started = json.loads(self._answer())
+        self.name = f"PyTorch {self._started['torch']}, torch.compile"
+
+    def run(self, seed: int) -> Iterator[Line]:
+        """Train once; its validations."""
+        self._say(str(seed))
+        while line := self._answer().strip():
+            yield {"program": "pytorch", "seed": seed, **json.loads(line),
+                   "startup_seconds": self._started["startup_seconds"]}  # fmt: skip
+
+    def close(self) -> None:
+        self._process.communicate()
+
+    def _say(self, text: str) -> None:
+        assert self._process.stdin
+        print(text, file=self._process.stdin, flush=True)
+
+    def _answer(self) -> str:
+        assert self._process.stdout
+        line = self._process.stdout.readline()
+        if not line:
+            sys.exit(f"error: {PEER.name} ended with code {self._process.wait()}")
+        return line
+
+
+def by_seed(lines: Sequence[Line], program: str) -> list[list[Line]]:
+    """The validations of each run, in order."""
+    seeds = sorted({line["seed"] for line in lines if line["program"] == program})
+    return [[line for line in lines if line["program"] == program and line["seed"] == seed] for seed in seeds]
+
+
+def seconds_to(target: float, runs: Sequence[Sequence[Line]]) -> list[float]:
+    """Of each run, when it first reached the target."""
+    reached = [next((line["seconds"] for line in run if line["top1"] >= target), None) for run in runs]
+    if None in reached:
+        missed = runs[reached.index(None)][0]
+        sys.exit(f"error: {missed['program']}, seed {missed['seed']}, did not reach {target:.2%}; nothing is published")
+    return [seconds for seconds in reached if seconds is not None]
+
+
+def summary(name: str, runs: Sequence[Sequence[Line]]) -> str:
+    finals, ends = [run[-1]["top1"] for run in runs], [run[-1]["seconds"] for run in runs]
+    return (f"{name}: final top-1 {statistics.mean(finals):.2%} +/- {statistics.stdev(finals):.2%} "
+            f"({min(finals):.2%} to {max(finals):.2%}), whole run {statistics.median(ends):.1f} s, "
+            f"start-up {runs[0][0]['startup_seconds']:.1f} s")  # fmt: skip
+
+
+def plot(lines: Sequence[Line], target: float, peer_name: str, path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    for program, label, color in (("ours", "ours, from JPEG", "C0"), ("pytorch", peer_name, "C1")):
+        for number, run in enumerate(by_seed(lines, program)):
+            axes.plot([line["seconds"] for line in run], [100 * line["top1"] for line in run], color=color, linewidth=1,
+                      marker=".", label=None if number else label)  # fmt: skip
+    axes.axhline(100 * target, color="grey", linestyle="--", linewidth=1, label=f"target {target:.2%}")
+    axes.set_xlabel("seconds of training and validation")
+    axes.set_ylabel("validation top-1, %")
+    axes.set_ylim(bottom=max(0.0, 100 * min(line["top1"] for line in lines) - 2))
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def publish(lines: Sequence[Line], peer_name: str, folder: Path = RESULTS) -> None:
+    """The three files of the result from the validations of all runs."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{NAME}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    ours, theirs = by_seed(lines, "ours"), by_seed(lines, "pytorch")
+    finals = [run[-1]["top1"] for run in theirs]
+    target = statistics.mean(finals) - 2 * statistics.stdev(finals)
+    print(summary("ours", ours), summary(peer_name, theirs), f"target {target:.2%}", sep="\n")
+    plot(lines, target, peer_name, folder / f"{NAME}.png")
+    write_result(NAME, [1e3 * s for s in seconds_to(target, ours)], peer_name=f"{peer_name}, same recipe",
+                 peer_step_ms=[1e3 * s for s in seconds_to(target, theirs)], folder=folder)  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="cifar10_resnet18")
+    parser.add_argument("--data", type=Path, default=DEFAULT_DATA, help="CIFAR-10 in any form that the loader reads")
+    parser.add_argument("--seeds", type=int, default=5, help="runs of each; a published result needs 5")
+    arguments, options = parser.parse_known_args()
+    if "PEER_PYTHON" not in os.environ:
+        parser.error("set PEER_PYTHON to a Python that has PyTorch and torchvision")
+
+    config = load_preset(arguments.preset)
+    arrays = decoded(arguments.data)
+    lines: list[Line] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        np.savez(Path(scratch) / "arrays.npz", **arrays)
+        constants = recipe(config, int(arrays["val_labels"].max()) + 1, len(arrays["train_labels"]))
+        peer = Peer(constants | {"arrays": str(Path(scratch) / "arrays.npz")})
+        # The first run fills the caches of compiled kernels and chosen plans, as PyTorch's warm-up does.
+        list(run_ours(arguments.preset, arguments.data, 0, Path(scratch) / "warm-up", [*options, "--max-steps", "20"]))
+        for seed in range(1, arguments.seeds + 1):
+            lines += run_ours(arguments.preset, arguments.data, seed, Path(scratch) / f"ours-{seed}", options)
+            lines += peer.run(seed)
+            print(*(line for line in lines[-1:]), file=sys.stderr, flush=True)
+        peer.close()
+    publish(lines, peer.name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""ResNet-18 on CIFAR-10, upscaled to 128 pixels: the stem then works on one value for each pixel of the original.
+
+    python -m train --config cifar10_resnet18 --data /path/to/cifar10
+
+The data may be RecordIO, folders, or CIFAR-10's own files, on which 94 % (DAWNBench's target) is the aim: not measured
+here.
+
+Hardware: one NVIDIA GPU. Images/sec: not measured yet. Accuracy: not measured yet.
+"""
+
+from train.config import Config
+
+CONFIG = Config(
+    depth=18,
+    label_smoothing=0.1,
+    data="data/cifar10",
+    image_size=128,
+    val_image_size=160,
+    val_crop_fraction=1.0,
+    batch_size=512,
+    random_area=(0.35, 1.0),
+    epochs=24,
+    learning_rate=0.2,
+    warmup_epochs=4.0,
+    momentum=0.9,
+    nesterov=True,
+    weight_decay=5e-4,
+    validate_every=2,
+)
