@@ -4,7 +4,7 @@
 
 For each number of GPUs as far as the machine has them: our compiled step on synthetic data that lies on the GPU; the
 whole program, `python -m train benchmark`, on the JPEGs of --data; PyTorch's DistributedDataParallel with torch.compile
-on synthetic data. Leave out --data or PEER_PYTHON, and their part is left out. Writes results/scaling.jsonl (one line
+on synthetic data, on the fewest and the most GPUs. Without --data or PEER_PYTHON their part is left out. Writes results/scaling.jsonl (one line
 for each measurement, raw times included), results/scaling.png, results/allreduce_timeline.png and, for two GPUs and
 more, results/resnet50_fp16_b<batch>_<synthetic|jpeg>_<n>gpu.json, whose peer is our own figure for one GPU, times n. A
 step's time is that of the slowest process.
@@ -275,7 +275,7 @@ def main() -> None:
             rows.append(run_synthetic(count, arguments, folder))
             if arguments.data:
                 rows.append(run_jpeg(count, arguments, folder))
-            if "PEER_PYTHON" in os.environ:
+            if "PEER_PYTHON" in os.environ and count in (counts[0], counts[-1]):
                 rows.append(run_peer(count, arguments))
     measured = sorted((row for row in rows if row), key=lambda row: row["what"] not in ("synthetic", "jpeg"))
     write(measured, arguments.results, str(gpus[0].name))
