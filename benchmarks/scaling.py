@@ -4,10 +4,10 @@
 
 For each number of GPUs as far as the machine has them: our compiled step on synthetic data that lies on the GPU; the
 whole program, `python -m train benchmark`, on the JPEGs of --data; PyTorch's DistributedDataParallel with torch.compile
-on synthetic data, on the fewest and the most GPUs. Without --data or PEER_PYTHON their part is left out. Writes results/scaling.jsonl (one line
-for each measurement, raw times included), results/scaling.png, results/allreduce_timeline.png and, for two GPUs and
-more, results/resnet50_fp16_b<batch>_<synthetic|jpeg>_<n>gpu.json, whose peer is our own figure for one GPU, times n. A
-step's time is that of the slowest process.
+on synthetic data, on the fewest and the most GPUs. Without --data or PEER_PYTHON their part is left out. Writes
+results/scaling.jsonl (one line for each measurement, raw times included), results/scaling.png,
+results/allreduce_timeline.png and, for two GPUs and more, results/resnet50_fp16_b<batch>_<synthetic|jpeg>_<n>gpu.json,
+whose peer is our own figure for one GPU, times n. A step's time is that of the slowest process.
 """
 
 from __future__ import annotations
