@@ -6,6 +6,7 @@ from pipelines.graph import MEAN, STD
 from pipelines.loader import Batch, Loader, LoaderConfig
 from pipelines.sources import open_source
 from pipelines.synthetic import SyntheticLoader
+from pipelines.tuning import tune
 
 __all__ = ["MEAN", "STD", "Batch", "DataError", "Loader", "LoaderConfig", "load_images", "open_loader"]
 
@@ -17,4 +18,5 @@ def open_loader(config: LoaderConfig, shard: tuple[int, int] = (0, 1)) -> Loader
         raise DataError(f"shard {rank} of {size} does not exist; ranks go from 0 to the number of processes less one")
     if config.data == "synthetic":
         return SyntheticLoader(config, shard)
-    return DaliLoader(config, shard, open_source(config.data, config.split, config.num_classes))
+    source = open_source(config.data, config.split, config.num_classes)
+    return DaliLoader(tune(config, source, shard), shard, source)

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipelines import DataError, LoaderConfig, open_loader
-from pipelines.bench import STAGE_TITLES, bench_loader
+from pipelines.bench import STAGE_TITLES, LoaderSpeed, bench_settings, bench_stages
 from pipelines.make_records import (
     Options,
     is_train_tar,
@@ -127,7 +127,9 @@ def bench(
     channels: Literal["3", "4"] = "3",
     device: Literal["cpu", "gpu"] = "cpu",
     num_threads: int = 0,
+    hw_decoder_load: float | None = None,
     seconds: float = 4.0,
+    sweep: bool = False,
     json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None,
 ) -> int:
     """Measure the loader alone: images/sec up to each of its stages.
@@ -141,7 +143,9 @@ def bench(
         channels: 4 adds a channel of zeros.
         device: Where to decode and augment.
         num_threads: CPU threads; 0 takes all cores.
-        seconds: Time for each stage.
+        hw_decoder_load: On the GPU, the part of the images that its JPEG engine decodes; default: 0.65.
+        seconds: Time for each stage or setting.
+        sweep: Also measure the loader with other settings: part of the JPEG engine, threads, prefetch, batch size, CPU.
         json_file: Write the figures there too, with all raw times.
     """
     config = LoaderConfig(
@@ -153,23 +157,42 @@ def bench(
         channels=int(channels),
         device=device,
         num_threads=num_threads,
+        hw_decoder_load=hw_decoder_load,
     )
     if data == "synthetic":
         raise DataError("synthetic images take no time to load, there is nothing to measure; give a path")
     if seconds <= 0:
         raise DataError(f"seconds is {seconds:g}; give the time for each stage, above 0")
-    stages = bench_loader(config, seconds)
-    table = Table(title=f"{data} {split}, {device}, batch {batch_size}, {image_size} px, {dtype}", title_justify="left")
-    table.add_column("up to this stage")
-    table.add_column("images/sec", justify="right")
-    table.add_column("ms a batch", justify="right")
-    for stage, speed, spread, _ in stages:
-        table.add_row(STAGE_TITLES[stage], f"{speed:,.0f} ± {spread:,.0f}", f"{batch_size * 1000 / speed:,.2f}")
-    Console().print(table)
+    title = f"{data} {split}, {device}, batch {batch_size}, {image_size} px, {dtype}"
+    stages = bench_stages(config, seconds)
+    rows = {STAGE_TITLES[stage]: (batch_size, speed) for stage, speed in stages.items()}
+    _print_speeds(title, "up to this stage", rows)
+    settings = bench_settings(config, seconds) if sweep else []
+    if settings:
+        named = {", ".join(f"{name} {value}" for name, value in changes.items()) or "as above": (changes, speed)
+                 for changes, speed in settings}
+        rows = {name: (changes.get("batch_size", batch_size), speed) for name, (changes, speed) in named.items()}
+        _print_speeds(title, "with this changed", rows)
     if json_file:
-        record = {"config": vars(config), "unit": "images/sec", "stages": [stage._asdict() for stage in stages]}
+        record = {
+            "config": vars(config),
+            "unit": "images/sec",
+            "stages": [{"stage": stage, **speed._asdict()} for stage, speed in stages.items()],
+            "settings": [{"changes": changes, **speed._asdict()} for changes, speed in settings],
+        }
         json_file.write_text(json.dumps(record, indent=1) + "\n")
     return 0
+
+
+def _print_speeds(title: str, column: str, rows: dict[str, tuple[int, LoaderSpeed]]) -> None:
+    """A table of batch size and speed by name."""
+    table = Table(title=title, title_justify="left")
+    table.add_column(column)
+    table.add_column("images/sec", justify="right")
+    table.add_column("ms a batch", justify="right")
+    for name, (batch_size, (speed, spread, _)) in rows.items():
+        table.add_row(name, f"{speed:,.0f} ± {spread:,.0f}", f"{batch_size * 1000 / speed:,.2f}")
+    Console().print(table)
 
 
 def show(

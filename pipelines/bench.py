@@ -1,35 +1,60 @@
-"""The loader alone: images/sec when the graph stops after each of its stages."""
+"""The loader alone: images/sec when the graph stops after each of its stages, and with other settings."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from pipelines.dali_loader import DaliLoader
 from pipelines.graph import STAGES
 from pipelines.loader import LoaderConfig
+from pipelines.progress import num_cores
 from pipelines.sources import open_source
 
 STAGE_TITLES = {"read": "read", "decode": "+ decode and crop", "resize": "+ resize", "full": "+ flip, normalise"}
 
 
-class StageSpeed(NamedTuple):
-    """Throughput up to one stage."""
+class LoaderSpeed(NamedTuple):
+    """Throughput of a loader."""
 
-    stage: str
     images_per_sec: float  # median over the batches
     spread: float  # half the interquartile range, images/sec
     step_ms: list[float]  # every timed stretch, per batch
 
 
-def bench_loader(config: LoaderConfig, seconds: float = 4.0) -> list[StageSpeed]:
-    """Time each stage for about `seconds`, after a warm-up that fills the queues; raises DataError."""
+def bench_stages(config: LoaderConfig, seconds: float = 4.0) -> dict[str, LoaderSpeed]:
+    """Time the loader up to each stage for about `seconds`; raises DataError."""
     source = open_source(config.data, config.split, config.num_classes)
-    return [_time_stage(DaliLoader(config, (0, 1), source, stage), stage, seconds) for stage in STAGES]
+    return {stage: time_loader(DaliLoader(config, (0, 1), source, stage), seconds) for stage in STAGES}
 
 
-def _time_stage(loader: DaliLoader, stage: str, seconds: float) -> StageSpeed:
+def bench_settings(config: LoaderConfig, seconds: float = 4.0) -> list[tuple[dict[str, Any], LoaderSpeed]]:
+    """Time the whole loader with other settings for about `seconds` each: what differs from `config`, and the speed.
+    On the GPU the last is the loader on the CPU. Raises DataError."""
+    source = open_source(config.data, config.split, config.num_classes)
+    return [
+        (changes, time_loader(DaliLoader(replace(config, **changes), (0, 1), source), seconds))
+        for changes in _changes(config)
+    ]
+
+
+def _changes(config: LoaderConfig) -> list[dict[str, Any]]:
+    threads = config.num_threads or num_cores()
+    on_gpu = config.device == "gpu"
+    return [
+        {},
+        *({"hw_decoder_load": load} for load in (0.0, 0.5, 0.65, 0.8, 0.9, 1.0) if on_gpu),
+        *({"num_threads": count} for count in (threads // 2, threads * 3 // 4) if 0 < count < threads),
+        *({"prefetch": depth} for depth in (1, 3) if depth != config.prefetch),
+        *({"batch_size": size} for size in (config.batch_size // 2, 2 * config.batch_size) if size),
+        *({"device": "cpu"} for _ in range(on_gpu)),
+    ]
+
+
+def time_loader(loader: DaliLoader, seconds: float) -> LoaderSpeed:
+    """Time a fresh loader for about `seconds`, after a warm-up that fills its queues; closes it. Raises DataError."""
     with loader:
         for _ in range(loader.config.prefetch + 2):
             loader.run()
@@ -44,4 +69,4 @@ def _time_stage(loader: DaliLoader, stage: str, seconds: float) -> StageSpeed:
             step_ms.append((time.perf_counter() - start) * 1000 / count)
     speeds = [loader.config.batch_size * 1000 / ms for ms in step_ms]
     quarters = statistics.quantiles(speeds, n=4)
-    return StageSpeed(stage, statistics.median(speeds), (quarters[2] - quarters[0]) / 2, step_ms)
+    return LoaderSpeed(statistics.median(speeds), (quarters[2] - quarters[0]) / 2, step_ms)

@@ -71,15 +71,32 @@ class DaliLoader(Loader):
         # MXNet keeps an array alive until all work that it was handed to is done. A consumer that takes the bare
         # pointer and launches work of its own has until two batches later.
         self._recent: deque[tuple[Any, Any]] = deque(maxlen=2)
+        self._cache: list[Batch] = []  # decoded validation batches, the first ones of the split
+        self._cache_size = 0
+        if not self._graph.training:
+            self._cache_size = min(int(config.cache_gib * 2**30 / self.batch_bytes), self.num_batches)
+
+    @property
+    def batch_bytes(self) -> int:
+        """Memory that one decoded batch takes."""
+        config = self.config
+        pixels = config.image_size**2 * config.channels * np.dtype(config.dtype).itemsize
+        return config.batch_size * (pixels + np.dtype(np.float32).itemsize)
+
+    @property
+    def cache_bytes(self) -> int:
+        return self._cache_size * self.batch_bytes
 
     def restore(self, state: bytes) -> None:
         super().restore(state)
         self._pipeline = None
+        self._cache_size, self._cache = 0, []  # from the middle of an epoch, not all of its first batches are met
 
     def close(self) -> None:
         self._pipeline = None
         self._plans.clear()
         self._recent.clear()
+        self._cache.clear()
 
     def _name(self, i: int) -> str:
         return self._source.name(i)
@@ -102,12 +119,17 @@ class DaliLoader(Loader):
                     raise DataError(f"{self.config.data}: DALI failed ({_last_line(error)})") from error
 
     def _load(self) -> Batch:
+        if self.batch < len(self._cache):
+            return self._cache[self.batch]
         images, labels, num_valid = self.run()
         # DALI's dynamic executor (its default) gives every batch memory of its own, which the DLPack capsule owns: the
         # array is the pipeline's output itself, and goes back to DALI's pool when MXNet drops its last reference.
         data, label = (mx.nd.from_dlpack(output.as_tensor().__dlpack__()) for output in (images, labels))
         self._recent.append((data, label))
-        return Batch(data, label, num_valid)
+        batch = Batch(data, label, num_valid)
+        if self.batch < self._cache_size:
+            self._cache.append(batch)
+        return batch
 
     def _start(self) -> None:
         """Build the pipeline, to begin at the current position."""
@@ -127,6 +149,8 @@ class DaliLoader(Loader):
         """Decide on the next batch to be made; called by DALI, `prefetch` batches ahead."""
         epoch, batch = divmod(self._planned, self.num_batches)
         self._planned += 1
+        if batch + 1 == self.num_batches and self._cache_size < self.num_batches:
+            self._planned += self._cache_size  # the next epoch begins with those that are decoded already
         while self._read_ahead < self._planned + READ_AHEAD:
             self._source.read_ahead(self._wanted(*divmod(self._read_ahead, self.num_batches)))
             self._read_ahead += 1

@@ -31,6 +31,7 @@ MEAN = (123.675, 116.28, 103.53)
 STD = (58.395, 57.12, 57.375)
 
 NUM_CANDIDATES = 10  # windows drawn for each training image; the first that fits is taken (torchvision draws as many)
+DEFAULT_HW_DECODER_LOAD = 0.65  # DALI's own
 STAGES = ("read", "decode", "resize", "full")
 
 
@@ -46,7 +47,7 @@ class GraphConfig:
     paths: bool = False  # the graph is fed with the paths of the images' files, not with the images
     crop_fraction: float = 0.875  # validation: the centre crop's part of the shorter side (224 of 256)
     cpu_decoder: bool = False  # device "gpu": decode on the CPU, which is faster for thumbnails
-    hw_decoder_load: float = 0.65  # part of the images for the GPU's JPEG engine; 0.65 measured best on an H200
+    hw_decoder_load: float | None = None  # part of the images for the GPU's JPEG engine
     stage: str = "full"  # where to stop, one of STAGES
 
 
@@ -136,7 +137,7 @@ def _image(config: GraphConfig, inputs: ImageInputs) -> Any:
         start,
         size,
         device="mixed" if config.device == "gpu" and not config.cpu_decoder else "cpu",
-        hw_decoder_load=config.hw_decoder_load,
+        hw_decoder_load=DEFAULT_HW_DECODER_LOAD if config.hw_decoder_load is None else config.hw_decoder_load,
         output_type=types.RGB,
     )
     if config.device == "gpu" and config.cpu_decoder:

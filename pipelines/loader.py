@@ -52,7 +52,8 @@ class LoaderConfig:
     synthetic_images: int = 12_800  # images an epoch of synthetic training data; validation has a tenth
     prefetch: int = 2  # batches made ahead
     decoder: str = "auto"  # device "gpu": decode on the "gpu" or the "cpu"; auto: thumbnails on the CPU
-    hw_decoder_load: float = 0.65  # device "gpu": part of the images for the JPEG engine
+    hw_decoder_load: float | None = None  # device "gpu": part of the images for the JPEG engine; None: measured once
+    cache_gib: float = 0.0  # validation: keep decoded batches in the device's memory, up to so much
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -73,6 +74,10 @@ class LoaderConfig:
                 raise DataError(f"{name} is {getattr(self, name)}; it cannot be negative")
         if self.num_classes is not None and self.num_classes < 1:
             raise DataError(f"num_classes is {self.num_classes}; it must be at least 1")
+        if self.hw_decoder_load is not None and not 0 <= self.hw_decoder_load <= 1:
+            raise DataError(f"hw_decoder_load is {self.hw_decoder_load:g}; it must be from 0 to 1")
+        if self.cache_gib < 0:
+            raise DataError(f"cache_gib is {self.cache_gib:g}; it cannot be negative")
         if not 0 < self.crop_fraction <= 1:
             raise DataError(f"crop_fraction is {self.crop_fraction:g}; it must be above 0 and at most 1")
 
@@ -101,7 +106,7 @@ class Loader(ABC):
 
     def __init__(self, config: LoaderConfig, shard: tuple[int, int], num_images: int, class_names: list[str]):
         if config.device == "gpu":
-            _require_gpu(config.device_id)
+            require_gpu(config.device_id)
         self.config = config
         self.shard = shard
         self.num_images = num_images  # of the whole split
@@ -131,6 +136,11 @@ class Loader(ABC):
     def bad_images(self) -> list[tuple[str, str]]:
         """(file or record, reason) of those that this process met and skipped."""
         return [(self._name(i), reason) for i, reason in sorted(self._bad.items())]
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory that decoded batches take which are kept (`cache_gib`)."""
+        return 0
 
     def _name(self, i: int) -> str:
         return f"image {i}"
@@ -185,7 +195,8 @@ class Loader(ABC):
         self.batch = min(-(-num_seen // self.global_batch), self.num_batches)
 
 
-def _require_gpu(device_id: int) -> None:
+def require_gpu(device_id: int) -> None:
+    """Raise DataError where batches cannot be on that GPU."""
     try:
         count = backend.GetCUDADeviceCount()  # type: ignore[attr-defined]  # compiled
     except RuntimeError:  # no driver

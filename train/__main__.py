@@ -81,6 +81,9 @@ def _train(arguments: Sequence[str], state: RunState | None = None) -> None:
             with recorder:
                 if largest_batch := executor.largest_batch():
                     recorder.event("memory", largest_batch=largest_batch)
+                if val_loader and val_loader.cache_bytes:
+                    gib = val_loader.cache_bytes / 2**30
+                    recorder.say(f"decoded validation images stay in memory: {gib:.2f} GiB")
                 trainer.run(recorder)
                 if config.data != SYNTHETIC:  # which is made once and costs nothing
                     recorder.loader_speed(measure_loader(train_loader, workers))

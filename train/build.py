@@ -47,6 +47,8 @@ def open_split(config: Config, split: str, placement: Placement, workers: Worker
             num_threads=config.num_threads or topology.cores_of_process(workers.local_size),
             seed=config.seed,
             random_area=config.random_area,
+            hw_decoder_load=config.hw_decoder_load if config.hw_decoder_load >= 0 else None,
+            cache_gib=config.cache_val,
             on_bad_image=config.on_bad_image,
             num_classes=config.num_classes or None,
         ),

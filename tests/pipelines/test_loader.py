@@ -349,3 +349,24 @@ def test_thumbnails_are_decoded_on_the_cpu_for_a_gpu(tmp_path, encoded_bytes, de
     source = open_source(tmp_path, "train")
     assert decodes_on_cpu(config(tmp_path, device="gpu", decoder=decoder), source) is on_cpu
     assert not decodes_on_cpu(config(tmp_path, decoder="auto"), source)  # nothing to choose on the CPU
+
+
+@pytest.mark.parametrize("room", [0, 1, 3, 9, 100])
+def test_validation_batches_are_decoded_once_where_there_is_room(numbered, room, monkeypatch):
+    settings = config(numbered, split="val")
+    num_batches = 10
+    with open_loader(settings) as plain:
+        expected = epoch_of(plain)
+        batch_bytes = plain.batch_bytes
+    decoded = []
+    run = DaliLoader.run
+    monkeypatch.setattr(DaliLoader, "run", lambda loader: (decoded.append(loader.batch), run(loader))[1])
+    with open_loader(config(numbered, split="val", cache_gib=(room + 0.5) * batch_bytes / 2**30)) as loader:
+        assert loader.cache_bytes == min(room, num_batches) * batch_bytes
+        for epoch in range(3):
+            decoded.clear()
+            for (pixels, labels), (wanted, wanted_labels) in zip(epoch_of(loader), expected, strict=True):
+                np.testing.assert_array_equal(pixels, wanted)
+                np.testing.assert_array_equal(labels, wanted_labels)
+            assert decoded == list(range(room if epoch else 0, num_batches))
+        assert loader.epoch == 3

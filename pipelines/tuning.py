@@ -1,0 +1,57 @@
+"""The share of the images that the GPU's JPEG engine decodes, where it is not given: measured once, and kept on disk.
+
+What is fastest depends on the GPU, the number of CPU threads beside it, and the images: the engine, the CPU's Huffman
+decoding and the CUDA cores each do a part.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from dataclasses import replace
+
+import nvidia.dali
+
+from disk_cache import Cache
+from pipelines.bench import time_loader
+from pipelines.dali_loader import DaliLoader, decodes_on_cpu
+from pipelines.loader import LoaderConfig, require_gpu
+from pipelines.progress import num_cores
+from pipelines.sources import Source
+
+CANDIDATES = (0.5, 0.65, 0.8, 0.9, 1.0)
+SECONDS = 0.6  # for each, after a warm-up
+MIN_BATCHES = 100  # an epoch of fewer is over before the measurement has paid
+
+log = logging.getLogger("pipelines.tuning")
+
+
+def tune(config: LoaderConfig, source: Source, shard: tuple[int, int]) -> LoaderConfig:
+    """The configuration with `hw_decoder_load` set: what was found for this machine and data before, else by a sweep
+    (about five seconds) of the training loader; left open, to take the graph's default, where neither is to be had."""
+    if config.device != "gpu" or config.hw_decoder_load is not None or decodes_on_cpu(config, source):
+        return config
+    require_gpu(config.device_id)
+    threads = config.num_threads or num_cores()
+    cache = Cache(f"loader {_gpu_name(config.device_id)} dali {nvidia.dali.__version__}")
+    entry = f"hw_decoder_load-{threads}-{config.batch_size}-{config.image_size}-{len(source)}-{source.path.name}"
+    if saved := cache.read(entry):
+        return replace(config, hw_decoder_load=float(saved))
+    if config.split != "train" or len(source) < MIN_BATCHES * config.batch_size * shard[1]:
+        return config
+    speeds = {
+        load: time_loader(DaliLoader(replace(config, hw_decoder_load=load), shard, source), SECONDS).images_per_sec
+        for load in CANDIDATES
+    }
+    best = max(speeds, key=lambda load: speeds[load])
+    log.info("hw_decoder_load %g: %s", best, ", ".join(f"{load:g} {speed:,.0f}/s" for load, speed in speeds.items()))
+    cache.write(entry, str(best).encode())
+    return replace(config, hw_decoder_load=best)
+
+
+def _gpu_name(device_id: int) -> str:
+    driver, device, name = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.create_string_buffer(256)
+    driver.cuInit(0)
+    driver.cuDeviceGet(ctypes.byref(device), device_id)
+    driver.cuDeviceGetName(name, len(name), device)
+    return name.value.decode()
