@@ -35,6 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PEER = Path(__file__).with_name("peer_pytorch.py")
 LAUNCH = "import sys; from train.launch import launch; sys.exit(launch(int(sys.argv[1]), sys.argv[2:]))"
+LABELS = {"synthetic": "ours, synthetic", "jpeg": "ours, JPEGs"}  # the peer's is its own name
 ALONE_STEPS = 20  # all-reduces measured with nothing beside them
 Row = dict[str, Any]
 
@@ -188,7 +189,7 @@ def table(rows: list[Row]) -> str:
         single = next((other for other in rows if other["what"] == row["what"] and other["gpus"] == 1), None)
         speed = images_per_sec(row)
         per_gpu = speed / row["gpus"]
-        cells = [row["what"], str(row["gpus"]), f"{speed:,.0f}", f"{per_gpu:,.0f}",
+        cells = [LABELS.get(row["what"], row["what"]), str(row["gpus"]), f"{speed:,.0f}", f"{per_gpu:,.0f}",
                  f"{per_gpu / images_per_sec(single):.1%}" if single else ""]
         if "alone_ms" in row:
             alone, exposed = statistics.median(row["alone_ms"]), statistics.median(row["exposed_ms"])
@@ -212,8 +213,8 @@ def plot(rows: list[Row], path: Path) -> None:
     for what in dict.fromkeys(row["what"] for row in rows):
         points = [(row["gpus"], images_per_sec(row)) for row in rows if row["what"] == what]
         gpus, speeds = zip(*points, strict=True)
-        total.plot(gpus, speeds, "o-", label=what)
-        each.plot(gpus, [speed / count for count, speed in points], "o-", label=what)
+        total.plot(gpus, speeds, "o-")
+        each.plot(gpus, [speed / count for count, speed in points], "o-", label=LABELS.get(what, what))
     for axes, title in ((total, "images/sec, all GPUs"), (each, "images/sec per GPU")):
         axes.set(title=title, xlabel="GPUs", ylim=(0, None), xticks=sorted({row["gpus"] for row in rows}))
         axes.grid(alpha=0.3)
@@ -277,7 +278,7 @@ def main() -> None:
                 rows.append(run_jpeg(count, arguments, folder))
             if "PEER_PYTHON" in os.environ and count in (counts[0], counts[-1]):
                 rows.append(run_peer(count, arguments))
-    measured = sorted((row for row in rows if row), key=lambda row: row["what"] not in ("synthetic", "jpeg"))
+    measured = sorted((row for row in rows if row), key=lambda row: row["what"] not in LABELS)
     write(measured, arguments.results, str(gpus[0].name))
     if len(measured) < len(rows):
         sys.exit(f"error: {len(rows) - len(measured)} of {len(rows)} measurements failed, see above")
@@ -289,7 +290,7 @@ def write(rows: list[Row], folder: Path, gpu: str) -> None:
     (folder / "scaling.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     single = next((row for row in rows if row["what"] == "synthetic" and row["gpus"] == 1), None)
     for row in rows:
-        if row["what"] in ("synthetic", "jpeg") and row["gpus"] > 1 and single:
+        if row["what"] in LABELS and row["gpus"] > 1 and single:
             name = f"resnet50_fp16_b{row['batch']}_{row['what']}_{row['gpus']}gpu"
             write_result(name, row["step_ms"], row["gpus"] * row["batch"],
                          f"{row['gpus']} times one GPU, synthetic, same run",
