@@ -152,8 +152,8 @@ if workers.rank == 0:
                                             alone.get_params()[0]))
     error = np.linalg.norm(got - wanted) / np.linalg.norm(wanted - start)
     print("error", error)
-    # fp32 sums in another order, over three steps; where that changes the sign at a ReLU, gradients below it move by up to
-    # 1e-2 (docs/cuda_executor.md). One of n independent batches left out or counted twice makes about 1 / sqrt(n).
+    # fp32 sums in another order, over three steps; where that changes the sign at a ReLU, gradients below it move by up
+    # to 1e-2 (docs/cuda_executor.md). One of n independent batches left out or counted twice makes about 1 / sqrt(n).
     assert error < 5e-3, error
 workers.sum([0.0])
 """
