@@ -1,13 +1,16 @@
-"""The peer: PyTorch's ResNet training step on synthetic data; step_gpu.py starts it and takes turns with it.
+"""The peer: PyTorch's ResNet training step on synthetic data or JPEGs; step_gpu.py starts it and takes turns with it.
 
     python benchmarks/peer_pytorch.py --batch 256 --mode compile
+    python benchmarks/peer_pytorch.py --mode eager --data IMAGES --workers 16
     python -m torch.distributed.run --standalone --nproc_per_node=4 benchmarks/peer_pytorch.py --ddp
 
 torchvision's ResNet (v1.5, as ours), channels_last, automatic mixed precision, gradient scaler in fp16, fused SGD with
 momentum, cuDNN autotuning; `--mode compile` puts the network through torch.compile. For every line on its standard
 input it measures `--steps` steps and prints one line of JSON; it ends with its input. With `--ddp`, on several GPUs
-through DistributedDataParallel, it measures once, and the first process prints. Runs in an interpreter of its own
-(step_gpu.py and scaling.py start the one named by PEER_PYTHON): this project itself never imports PyTorch.
+through DistributedDataParallel, it measures once, and the first process prints. With `--data`, a folder of class
+folders, the batches come from torchvision as usual: ImageFolder, RandomResizedCrop, flip, normalise, a DataLoader with
+`--workers` processes and pinned memory; with `--loader-only` nothing is done with them. Runs in an interpreter of its
+own (the programs beside it start the one named by PEER_PYTHON): this project itself never imports PyTorch.
 """
 
 from __future__ import annotations
@@ -17,11 +20,41 @@ import itertools
 import json
 import os
 import sys
+import time
+from collections.abc import Iterator
 
 import torch
 import torchvision
 
 WARM_UP = 15
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+REPEATS = 100  # of a small set of images, so that no epoch ends while it is measured
+
+Batches = Iterator[tuple[torch.Tensor, torch.Tensor]]
+
+
+def load_batches(folder: str, batch: int, size: int, workers: int) -> Batches:
+    """Batches on the host, without end."""
+    from torchvision import transforms
+
+    transform = transforms.Compose([
+        transforms.RandomResizedCrop(size), transforms.RandomHorizontalFlip(), transforms.ToTensor(),
+        transforms.Normalize(MEAN, STD),
+    ])
+    images = torchvision.datasets.ImageFolder(folder, transform)
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.ConcatDataset([images] * REPEATS), batch, shuffle=True, num_workers=workers, pin_memory=True,
+        drop_last=True, persistent_workers=True, prefetch_factor=4)
+    return itertools.chain.from_iterable(itertools.repeat(loader))
+
+
+def measure_loader(batches: Batches, steps: int) -> list[float]:
+    """Milliseconds of each batch."""
+    times = [time.perf_counter()]
+    for _ in range(steps):
+        next(batches)
+        times.append(time.perf_counter())
+    return [1e3 * (end - start) for start, end in itertools.pairwise(times)]
 
 
 def main() -> None:
@@ -34,7 +67,19 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--ddp", action="store_true", help="one of the processes that torch.distributed.run started")
     parser.add_argument("--inference", action="store_true", help="weights in the given dtype, no gradients")
+    parser.add_argument("--data", help="folder of class folders; without it the data is synthetic")
+    parser.add_argument("--workers", type=int, default=16, help="processes that load --data")
+    parser.add_argument("--loader-only", action="store_true", help="load --data, and nothing else; needs no GPU")
     arguments = parser.parse_args()
+    batches: Batches | None = None
+    loader = f"torchvision DataLoader with {arguments.workers} workers"
+    if arguments.data:
+        batches = load_batches(arguments.data, arguments.batch, arguments.size, arguments.workers)
+    if batches and arguments.loader_only:
+        for _ in sys.stdin:
+            measure_loader(batches, WARM_UP)
+            print(json.dumps({"name": loader, "step_ms": measure_loader(batches, arguments.steps)}), flush=True)
+        return
     rank = int(os.environ["LOCAL_RANK"]) if arguments.ddp else 0
     torch.cuda.set_device(rank)
     if arguments.ddp:
@@ -60,6 +105,11 @@ def main() -> None:
         torch.softmax(forward(data).float(), 1)
 
     def train() -> None:
+        nonlocal data, label
+        if batches:
+            images, classes = next(batches)
+            data = images.cuda(non_blocking=True).to(memory_format=torch.channels_last)
+            label = classes.cuda(non_blocking=True)
         optimizer.zero_grad(set_to_none=True)
         with torch.autocast("cuda", dtype=dtype, enabled=mixed):
             loss = loss_function(forward(data), label)
@@ -82,7 +132,8 @@ def main() -> None:
         torch.cuda.synchronize()
         if rank == 0:
             print(json.dumps({
-                "name": f"PyTorch {torch.__version__} {arguments.mode}{' DDP' if arguments.ddp else ''}",
+                "name": f"PyTorch {torch.__version__} {arguments.mode}{' DDP' if arguments.ddp else ''}"
+                        f"{', ' + loader if batches else ''}",
                 "step_ms": [start.elapsed_time(end) for start, end in itertools.pairwise(events)],
                 "allocated_bytes": torch.cuda.max_memory_allocated(),
             }), flush=True)

@@ -14,7 +14,6 @@ measures all of SWEEP, each in a process of its own.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import statistics
@@ -29,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import itertools
 
 from record import write_result
+from torch_peer import TorchPeer
 
 from graph_passes import Graph, passes
 from graph_passes.executors import create_executor
@@ -40,7 +40,6 @@ from train.model import init_params, resnet
 CLASSES, LEARNING_RATE, WARM_UP = 1000, 0.1, 15
 SHORT = {"float16": "fp16", "bfloat16": "bf16", "tf32": "tf32", "float32": "fp32"}
 ROOT = Path(__file__).resolve().parents[1]
-PEER = Path(__file__).with_name("peer_pytorch.py")
 MEMORY = ROOT / "benchmarks" / "results" / "memory_1gpu.jsonl"
 # torch.compile takes about a minute for each network, batch size and dtype: the peer is compiled where it matters most.
 SWEEP = (
@@ -90,32 +89,10 @@ def measure(executor: CudaExecutor, data: Any, label: Any, steps: int, inference
     return [gpu.elapsed_ms(start, end) for start, end in itertools.pairwise(events)]
 
 
-class Peer:
-    """The other program, kept running between its turns."""
-
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        command = [os.environ["PEER_PYTHON"], str(PEER), "--mode", arguments.peer]
-        for name in ("depth", "batch", "size", "dtype", "steps"):
-            command += [f"--{name}", str(getattr(arguments, name))]
-        command += ["--inference"] * arguments.inference
-        clean = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "LD_LIBRARY_PATH")}
-        self._process = subprocess.Popen(command, env=clean, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def measure(self) -> dict[str, Any]:
-        """One turn: what peer_pytorch.py prints."""
-        assert self._process.stdin and self._process.stdout
-        with contextlib.suppress(BrokenPipeError):  # it has ended, which the empty answer tells
-            print("go", file=self._process.stdin, flush=True)
-        line = self._process.stdout.readline()
-        if not line:
-            sys.exit(f"error: the peer ended with exit code {self._process.wait()}: see its message above")
-        result: dict[str, Any] = json.loads(line)
-        return result
-
-    def close(self) -> None:
-        assert self._process.stdin
-        self._process.stdin.close()
-        self._process.wait()
+def start_peer(arguments: argparse.Namespace) -> TorchPeer:
+    names = ("depth", "batch", "size", "dtype", "steps")
+    options = [part for name in names for part in (f"--{name}", str(getattr(arguments, name)))]
+    return TorchPeer("--mode", arguments.peer, *options, *["--inference"] * arguments.inference)
 
 
 def write_memory(name: str, figures: dict[str, Any]) -> None:
@@ -154,7 +131,7 @@ def main() -> None:
     turn: dict[str, Any] = {}
     free, total = executor.gpu.memory()
     memory: dict[str, Any] = {"ours_in_use_gib": gib(total - free)}
-    peer = Peer(arguments) if "PEER_PYTHON" in os.environ else None
+    peer = start_peer(arguments) if "PEER_PYTHON" in os.environ else None
     for _ in range(arguments.rounds):
         ours += measure(executor, data, label, arguments.steps, arguments.inference)
         if peer:

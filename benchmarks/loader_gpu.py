@@ -1,0 +1,96 @@
+"""Our loader on the GPU against torchvision's DataLoader, on the same images, in turn, in one run.
+
+    PEER_PYTHON=/path/to/python-with-torch python benchmarks/loader_gpu.py [--data FOLDER]
+
+Writes results/loader_jpeg_1gpu.json, and the speed with other settings, the loader on the CPU among them, as lines of
+results/loader_jpeg_1gpu.jsonl. Both read the given images (default: the real ImageNet JPEGs in $RESNET_REAL_DATA) over
+and over, ours from a RecordIO file made of them, the peer from their folders. Ours decodes a random window, resizes it,
+flips and normalises to batches of NHWC fp16 with 4 channels in the GPU's memory; the peer's are fp32 in pinned memory
+of the host. Both have all cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from record import ROOT, write_result
+from torch_peer import TorchPeer
+
+from pipelines import LoaderConfig
+from pipelines.bench import bench_settings, time_loader
+from pipelines.dali_loader import DaliLoader
+from pipelines.make_records import Options, plan_files, write_records
+from pipelines.progress import num_cores
+from pipelines.sources import open_source
+from pipelines.tuning import tune
+
+NAME = "loader_jpeg_1gpu"
+REPEATS = 100  # of the images in an epoch, which are few
+
+
+def repeated_records(images: Path, folder: Path) -> Path:
+    """A RecordIO file of the images, with an index that names each of them many times; returns its folder."""
+    count, _ = write_records(plan_files(images, "train"), folder, "train", Options())
+    offsets = [line.split("\t")[1] for line in (folder / "train.idx").read_text().splitlines()]
+    lines = [f"{turn * count + key}\t{offset}\n" for turn in range(REPEATS) for key, offset in enumerate(offsets)]
+    (folder / "train.idx").write_text("".join(lines))
+    return folder
+
+
+def write_lines(name: str, lines: list[dict[str, Any]]) -> None:
+    """What was measured beside a published figure, one JSON object a line."""
+    path = ROOT / "benchmarks" / "results" / f"{name}.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def main() -> None:
+    default = Path(os.environ.get("RESNET_REAL_DATA", ROOT.parent / "shared" / "data")) / "imagenet_sample"
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=default, help="class folders with JPEGs")
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--size", type=int, default=224)
+    parser.add_argument("--workers", type=int, default=num_cores(), help="of the peer (default: all cores)")
+    parser.add_argument("--rounds", type=int, default=2, help="turns of ours and the peer")
+    parser.add_argument("--seconds", type=float, default=3.0, help="for each turn of ours, and half for each setting")
+    parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu", help="cpu: to try this program out")
+    arguments = parser.parse_args()
+    peer = None
+    if "PEER_PYTHON" in os.environ:
+        peer = TorchPeer("--loader-only", "--data", str(arguments.data), "--workers", str(arguments.workers),
+                         "--batch", str(arguments.batch), "--size", str(arguments.size), "--steps", "12")
+    with tempfile.TemporaryDirectory() as folder:
+        config = LoaderConfig(
+            data=str(repeated_records(arguments.data, Path(folder))), batch_size=arguments.batch,
+            image_size=arguments.size, dtype="float16", channels=4, device=arguments.device)
+        source = open_source(config.data, "train")
+        config = tune(config, source, (0, 1))
+        ours: list[float] = []
+        theirs: list[float] = []
+        turn: dict[str, Any] = {}
+        for _ in range(arguments.rounds):
+            ours += time_loader(DaliLoader(config, (0, 1), source), arguments.seconds).step_ms
+            if peer:
+                turn = peer.measure()
+                theirs += turn["step_ms"]
+        if peer:
+            peer.close()
+        write_result(NAME, ours, arguments.batch, turn.get("name"), theirs)
+        tuned = {"num_threads": num_cores(), "prefetch": config.prefetch, "hw_decoder_load": config.hw_decoder_load,
+                 "batch_size": config.batch_size, "device": config.device}
+        lines = []
+        for changes, speed in bench_settings(config, arguments.seconds / 2):
+            lines.append({**tuned, **changes, **speed._asdict()})
+            print({**tuned, **changes}, f"{speed.images_per_sec:,.0f} images/sec")
+        write_lines(NAME, lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Training from JPEGs against the same training on synthetic data, in turn, in one run; and PyTorch beside it.
+
+    PEER_PYTHON=/path/to/python-with-torch python benchmarks/step_jpeg.py [--data FOLDER]
+
+Writes results/resnet<depth>_fp16_b<batch>_jpeg_1gpu.json, whose peer is our own step on synthetic data, and, as lines
+of the .jsonl file of that name, both with the time for which the GPU stood still, and PyTorch's training step fed by
+torchvision's DataLoader (peer_pytorch.py; eager, which its loader does not keep busy). Ours are the steps of
+`python -m train`: the loader, the executor and the optimizer of the preset resnet50_90ep, through `Trainer.step`. The
+images are those of loader_gpu.py. Step times are from CUDA events, one after each step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from loader_gpu import repeated_records, write_lines
+from record import ROOT, write_result
+from torch_peer import TorchPeer
+
+from graph_passes.executors.cuda.executor import CudaExecutor
+from pipelines import Batch, Loader
+from pipelines.progress import num_cores
+from train import devices
+from train.build import build_executor, open_split
+from train.config import SYNTHETIC, Config, load_preset
+from train.distributed import Workers
+from train.loop import Trainer
+
+WARM_UP = 15  # steps: more than lie ready when a turn begins
+
+
+def endless(loader: Loader) -> Iterator[Batch]:
+    return itertools.chain.from_iterable(itertools.repeat(loader))
+
+
+def measure(trainer: Trainer, batches: Iterator[Batch], steps: int) -> tuple[list[float], float]:
+    """Milliseconds of each step after warm-up, and the part of that time for which the GPU waited for batches."""
+    executor = trainer.executor
+    assert isinstance(executor, CudaExecutor)
+    gpu = executor.gpu
+    events = [gpu.timing_event() for _ in range(steps + 1)]
+    idle = 0.0
+    for i in range(-WARM_UP, steps + 1):
+        if i >= 0:
+            gpu.record(events[i])
+        if i < steps:
+            trainer.step(batches)
+            idle += executor.idle_seconds or 0.0 if i > 0 else 0.0  # `idle_seconds` is that of the step before
+    executor.synchronize()
+    times = [gpu.elapsed_ms(start, end) for start, end in itertools.pairwise(events)]
+    return times, 1e3 * idle / sum(times)
+
+
+def main() -> None:
+    default = Path(os.environ.get("RESNET_REAL_DATA", ROOT.parent / "shared" / "data")) / "imagenet_sample"
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=default, help="class folders with JPEGs")
+    parser.add_argument("--depth", type=int, default=50, choices=(18, 34, 50, 101, 152))
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=80, help="counted steps in each turn")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of both")
+    parser.add_argument("--workers", type=int, default=num_cores(), help="of the peer's loader (default: all cores)")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        records = str(repeated_records(arguments.data, Path(folder)))
+        config = replace(load_preset("resnet50_90ep"), data=records, depth=arguments.depth,
+                         batch_size=arguments.batch, num_classes=1000, dtype="float16", executor="cuda")
+        lines = run_ours(config, Path(folder) / "run", arguments.rounds, arguments.steps)
+    name = f"resnet{arguments.depth}_fp16_b{arguments.batch}_jpeg_1gpu"
+    jpeg, synthetic = lines
+    write_result(name, jpeg["step_ms"], arguments.batch, "our synthetic step", synthetic["step_ms"])
+    if "PEER_PYTHON" in os.environ:
+        peer = TorchPeer("--mode", "eager", "--data", str(arguments.data), "--workers", str(arguments.workers),
+                         "--depth", str(arguments.depth), "--batch", str(arguments.batch), "--steps", "20")
+        lines.append(peer.measure())
+        peer.close()
+    for line in lines:
+        line["images_per_sec"] = arguments.batch * 1e3 / statistics.median(line["step_ms"])
+        idle = f", the GPU waited {line['idle_share']:.1%} of the time" if "idle_share" in line else ""
+        print(f"{line['name']}: {line['images_per_sec']:,.0f} images/sec{idle}")
+    write_lines(name, lines)
+
+
+def run_ours(config: Config, run_folder: Path, rounds: int, steps: int) -> list[dict[str, Any]]:
+    """Name, step times and share of idle time: from JPEGs, and on synthetic data."""
+    workers = Workers()
+    placement = devices.choose(config, 0)
+    loader = open_split(config, "train", placement, workers)
+    synthetic = open_split(replace(config, data=SYNTHETIC), "train", placement, workers)
+    executor = build_executor(config, config.num_classes, config.image_size, placement, None, False)
+    trainer = Trainer(config, workers, executor, loader, None, run_folder, None)
+    names = {f"JPEG, hw_decoder_load {loader.config.hw_decoder_load}": endless(loader), "synthetic": endless(synthetic)}
+    turns: dict[str, list[tuple[list[float], float]]] = {name: [] for name in names}
+    for _ in range(rounds):
+        for name, batches in names.items():
+            turns[name].append(measure(trainer, batches, steps))
+    loader.close()
+    return [
+        {"name": f"ours, {name}", "step_ms": [round(ms, 3) for times, _ in found for ms in times],
+         "idle_share": statistics.fmean(share for _, share in found)}
+        for name, found in turns.items()
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""Starts peer_pytorch.py and takes turns with it: PyTorch runs in an interpreter of its own, named by PEER_PYTHON."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+PEER = Path(__file__).with_name("peer_pytorch.py")
+
+
+class TorchPeer:
+    """peer_pytorch.py with these options, kept running between its turns."""
+
+    def __init__(self, *options: str) -> None:
+        clean = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "LD_LIBRARY_PATH")}
+        command = [os.environ["PEER_PYTHON"], str(PEER), *options]
+        self._process = subprocess.Popen(command, env=clean, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def measure(self) -> dict[str, Any]:
+        """One turn: what peer_pytorch.py prints."""
+        assert self._process.stdin and self._process.stdout
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which the empty answer tells
+            print("go", file=self._process.stdin, flush=True)
+        line = self._process.stdout.readline()
+        if not line:
+            sys.exit(f"error: the peer ended with exit code {self._process.wait()}: see its message above")
+        result: dict[str, Any] = json.loads(line)
+        return result
+
+    def close(self) -> None:
+        assert self._process.stdin
+        self._process.stdin.close()
+        self._process.wait()
