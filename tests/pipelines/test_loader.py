@@ -286,9 +286,10 @@ def test_a_gpu_that_is_not_there(numbered):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_the_gpu_makes_the_same_batches(numbered, split):
+@pytest.mark.parametrize("decoder", ["gpu", "cpu"])
+def test_the_gpu_makes_the_same_batches(numbered, split, decoder):
     on_cpu = epoch_of(open_loader(config(numbered, split=split)))
-    on_gpu = epoch_of(open_loader(config(numbered, split=split, device="gpu")))
+    on_gpu = epoch_of(open_loader(config(numbered, split=split, device="gpu", decoder=decoder)))
     for (pixels, labels), (gpu_pixels, gpu_labels) in zip(on_cpu, on_gpu, strict=True):
         np.testing.assert_array_equal(labels, gpu_labels)
         # Other decoders and resizers: images without sharp edges differ by less than 3 of 255 levels on average.
