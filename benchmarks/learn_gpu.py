@@ -1,4 +1,5 @@
-"""Does it learn? 200 steps of the cuda executor on one fixed batch of real JPEGs, in each precision.
+"""Does it learn? 200 steps of the cuda executor on one fixed batch of real JPEGs, in each precision (float32
+without TF32).
 
     python benchmarks/learn_gpu.py --images ../shared/data/imagenet_sample
     python benchmarks/learn_gpu.py --plot
@@ -58,7 +59,7 @@ def load_batch(folder: Path, size: int = SIZE) -> tuple[np.ndarray, np.ndarray]:
 def learn(dtype: str, data: np.ndarray, label: np.ndarray) -> dict[str, Any]:
     symbol = resnet(50, CLASSES)
     graph = bn_relu(bn_add_relu(Graph.from_json(symbol.tojson())))
-    step = TrainingStep(graph, {"data": data.shape, "softmax_label": label.shape}, dtype,
+    step = TrainingStep(graph, {"data": data.shape, "softmax_label": label.shape}, dtype, tf32=False,
                         optimizer=OptimizerConfig(momentum=0.9, weight_decay=0.0))
     step.set_params(*init_params(symbol, seed=0))
     step.load(data, label)
