@@ -4,9 +4,9 @@ without TF32).
     python benchmarks/learn_gpu.py --images ../shared/data/imagenet_sample
     python benchmarks/learn_gpu.py --plot
 
-The first writes results/learn_fixed_batch_1gpu.jsonl: one line per dtype with the loss (nats per image) and the top-1
-hits of every step, before its update. `--plot` draws that file as results/learn_fixed_batch_1gpu.png. The batch: the
-first image of each of the first 64 classes, shorter side resized to 256, the middle 224 x 224; ResNet-50, the same
+The first writes results/learn_fixed_batch_1gpu.jsonl: a line for each dtype with the loss (nats per image) and the
+top-1 hits of every step, before its update. `--plot` draws that file as results/learn_fixed_batch_1gpu.png. The batch:
+the first image of each of the first 64 classes, shorter side resized to 256, the middle 224 x 224; ResNet-50, the same
 initial weights, SGD with momentum, the learning rate falling to 0 along a cosine.
 """
 
@@ -30,6 +30,7 @@ from graph_passes.passes import bn_add_relu, bn_relu
 from train import environment
 from train.model import init_params, resnet
 
+DTYPES = ("float16", "bfloat16", "float32")
 STEPS, BATCH, SIZE, CLASSES, LEARNING_RATE = 200, 64, 224, 1000, 0.05
 # Of ImageNet's RGB, in 8-bit units
 MEAN, STD = np.array([123.68, 116.78, 103.94], np.float32), np.array([58.4, 57.12, 57.38], np.float32)
@@ -73,12 +74,15 @@ def learn(dtype: str, data: np.ndarray, label: np.ndarray) -> dict[str, Any]:
     return {"dtype": dtype, "gpu": step.gpu.name, "commit": environment.git_commit(), "loss": losses, "top1": hits}
 
 
+def read_runs() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in RESULT.read_text().splitlines()] if RESULT.exists() else []
+
+
 def plot() -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
-    for line in RESULT.read_text().splitlines():
-        run = json.loads(line)
+    for run in read_runs():
         axes.semilogy(range(1, len(run["loss"]) + 1), run["loss"], label=run["dtype"], linewidth=1.2)
         title = f"ResNet-50, one batch of {BATCH} JPEGs at {SIZE} px, {run['gpu']}"
     axes.set(title=title, xlabel="step", ylabel="loss (nats per image)")
@@ -90,15 +94,15 @@ def plot() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=Path, help="folder of class folders with JPEGs")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES, help="default: all")
     parser.add_argument("--plot", action="store_true", help="draw what an earlier run has written")
     arguments = parser.parse_args()
     if arguments.images:
         data, label = load_batch(arguments.images)
-        RESULT.write_text("")
-        for dtype in ("float16", "bfloat16", "float32"):
-            run = learn(dtype, data, label)
-            with RESULT.open("a") as file:
-                file.write(f"{json.dumps(run)}\n")
+        runs = {run["dtype"]: run for run in read_runs()}
+        for dtype in arguments.dtypes:
+            runs[dtype] = run = learn(dtype, data, label)
+            RESULT.write_text("".join(f"{json.dumps(runs[dtype])}\n" for dtype in DTYPES if dtype in runs))
             shown = ", ".join(f"{number}: {run['loss'][number - 1]:.4f}" for number in (1, 10, 25, 50, 100, STEPS))
             print(f"{run['dtype']}: loss at step {shown}; {run['top1'][-1]} of {BATCH} right at the end", flush=True)
     if arguments.plot:

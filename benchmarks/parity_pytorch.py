@@ -93,7 +93,8 @@ def train_ours(folder: Path, config: Config, recipe: dict[str, Any], order: int)
     def batches(name: str) -> Any:
         data, label = (np.load(folder / f"{name}_{what}.npy", mmap_mode="r") for what in ("data", "label"))
         for images, classes in zip(data, label, strict=True):
-            yield mx.nd.array(images, ctx=context, dtype="float32"), mx.nd.array(classes, ctx=context)
+            on_host = mx.nd.array(images, dtype="float32"), mx.nd.array(classes)
+            yield tuple(array.as_in_context(context) for array in on_host)
 
     losses = []
     for rate, (data, label) in zip(recipe["learning_rates"], batches(f"order{order}"), strict=True):

@@ -84,16 +84,16 @@ def test_resuming_changes_nothing(run_train, tmp_path):
 
 @pytest.fixture(scope="module")
 def photographs(real_data, tmp_path_factory):
-    """Class folders of 300 JPEGs of ImageNet."""
+    """Class folders of 108 JPEGs of ImageNet."""
     folder = tmp_path_factory.mktemp("photographs")
-    for path in sorted((real_data / "imagenet_sample").iterdir())[:300]:
+    for path in sorted((real_data / "imagenet_sample").iterdir())[:108]:
         shutil.copytree(path, folder / path.name)
     return folder
 
 
 # 9 steps an epoch
 PHOTOGRAPH_OPTIONS = [
-    "--depth", "18", "--image-size", "64", "--batch-size", "32", "--epochs", "12", "--num-classes", "1000",
+    "--depth", "18", "--image-size", "64", "--batch-size", "12", "--epochs", "12", "--num-classes", "1000",
     "--label-smoothing", "0", "--random-area", "0.7", "1", "--warmup-epochs", "2", "--learning-rate", "0.4",
     "--validate-every", "12", "--no-tensorboard", "--deterministic", "--log-every", "5",
 ]  # fmt: skip
