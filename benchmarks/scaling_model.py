@@ -1,0 +1,373 @@
+"""Training on many machines, as a model: what a step costs on 1 to 3,584 GPUs, and where it breaks.
+
+    python benchmarks/scaling_model.py [--results benchmarks/results]
+
+Fits what can be fitted to what was measured (the results of step_gpu.py on one GPU and of scaling.py on a few), takes
+the rest from `Machine`, simulates steps, and prints the tables of docs/scaling_model.md, which explains it. Writes
+scaling_model.jsonl and scaling_model.png beside the measurements. Needs no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from graph_passes.executors.cuda.buckets import cut
+from train.model import init_params, resnet
+
+RESULTS = Path(__file__).with_name("results")
+PROFILE = "resnet50_fp16_b256_profile.txt"
+SINGLE_GPU = "resnet50_fp16_b{}_synthetic_1gpu.json"
+BATCHES = (64, 128, 256, 512)  # with such a file
+WIRE_BYTES = 2  # of a gradient: fp16
+ALGORITHMS = ("ring", "tree", "in-network")
+NCCL = ALGORITHMS[:2]  # what NCCL chooses from without a network that computes
+
+
+@dataclass(frozen=True)
+class Machine:
+    """All parameters. Those of the first group are fitted by `fit`; the defaults there are only for tests."""
+
+    step_fixed_ms: float = 2.0  # of a step, whatever the batch
+    step_image_ms: float = 0.1  # and for each image
+    step_jitter: float = 1e-3  # standard deviation of one GPU's step times, relative
+    nvlink_gbs: float = 300.0  # GB/s that a GPU sends in an all-reduce within a host
+    message_us: float = 30.0  # of an all-reduce of nothing, between two GPUs
+
+    # Not measured here.
+    gpus_per_host: int = 8
+    nvlink_hop_us: float = 3.0  # each further hop within a host. NCCL's tuner has 3.4 us for Simple over NVLink
+    network_gbs: float = 45.0  # a GPU's share of the network: 400 Gbit/s (NVIDIA DGX H100), 90 % of it
+    network_hop_us: float = 8.0  # one hop between hosts. NCCL's tuner has 14 us for Simple, 5 us for LL over a network
+    gpu_spread: float = 0.01  # standard deviation of the speeds of GPUs of one kind, relative: an assumption
+    speed: float = 1.0  # of a GPU, in H200
+
+
+class Gradient(NamedTuple):
+    """One tensor, in the order of the backward pass."""
+
+    num_bytes: int
+    ready: float  # when it is computed, as a share of the step
+
+
+class Bucket(NamedTuple):
+    num_bytes: int
+    ready: float
+
+
+class Prediction(NamedTuple):
+    gpus: int
+    batch: int  # a GPU
+    num_buckets: int
+    algorithm: str  # of the largest bucket
+    compute_ms: float  # of an average GPU
+    slowest_ms: float  # of the slowest one, which all others wait for
+    all_reduce_ms: float
+    exposed_ms: float  # of it, what nothing hides
+    step_ms: float
+
+    @property
+    def images_per_sec_per_gpu(self) -> float:
+        return 1e3 * self.batch / self.step_ms
+
+
+# --- the all-reduce ---
+
+
+def all_reduce_ms(num_bytes: float, gpus: int, machine: Machine, algorithm: str) -> float:
+    """Time of one all-reduce of `num_bytes` on each of `gpus` GPUs.
+
+    ring: 2 (n - 1) steps, each of which moves 1/n of the bytes (Patarasuk and Yuan, 2009). As NCCL does it, there is a
+        ring for each network card, so hosts exchange bytes with all of them.
+    tree: a chain in each host and two binary trees between the hosts, each for half of the bytes (Sanders, Speck and
+        Traeff, 2009): as many bytes, but only 2 log2(hosts) hops of the network.
+    in-network: switches add (SHARP, NVLink SHARP), so each byte is sent once, and up and down the switches is enough.
+    """
+    if gpus == 1:
+        return 0.0
+    hosts = math.ceil(gpus / machine.gpus_per_host)
+    local = min(gpus, machine.gpus_per_host)
+    bandwidth = machine.nvlink_gbs
+    if hosts > 1:
+        bandwidth = min(bandwidth, machine.gpus_per_host * machine.network_gbs)
+    if algorithm == "ring":
+        hops_us = 2 * (gpus - hosts) * machine.nvlink_hop_us + 2 * hosts * (hosts > 1) * machine.network_hop_us
+        sent = 2 * (gpus - 1) / gpus * num_bytes
+    elif algorithm == "tree":
+        hops_us = 2 * (local - 1) * machine.nvlink_hop_us + 2 * math.ceil(math.log2(hosts)) * machine.network_hop_us
+        sent = 2 * num_bytes
+    elif algorithm == "in-network":
+        levels = math.ceil(math.log(hosts, 32)) if hosts > 1 else 0  # switches of 64 ports, half of them up
+        hops_us = 2 * machine.nvlink_hop_us + 2 * levels * machine.network_hop_us
+        sent = num_bytes
+    else:
+        raise ValueError(f"unknown algorithm {algorithm!r}")
+    # message_us is measured between two GPUs, whose two hops are in it.
+    latency_us = machine.message_us + max(0.0, hops_us - 2 * machine.nvlink_hop_us)
+    return latency_us / 1e3 + sent / (bandwidth * 1e6)
+
+
+def best_all_reduce(num_bytes: float, gpus: int, machine: Machine, allowed: Sequence[str]) -> tuple[float, str]:
+    """The fastest of the allowed algorithms, as NCCL's tuner chooses: (ms, name)."""
+    return min((all_reduce_ms(num_bytes, gpus, machine, algorithm), algorithm) for algorithm in allowed)
+
+
+# --- the step ---
+
+
+def read_gradients(profile: str) -> list[Gradient]:
+    """ResNet-50's gradients, with their places in a step by the times of its launches, measured by --profile."""
+    symbol = resnet(50)
+    params, _ = init_params(symbol, seed=0)
+    launches, _, _ = profile.partition("\n\n")  # the rest are sums by operation
+    rows = re.findall(r"^(\w+) +(\w+) +([\d.]+) +[\d.]+ +\d+ +\d+%$", launches, re.MULTILINE)
+    total = sum(float(ms) for _, _, ms in rows)
+    done, found = 0.0, []
+    for node, _, ms in rows:
+        done += float(ms)
+        if node.endswith("_wgrad"):
+            weight = params[node.removesuffix("_wgrad") + "_weight"]
+            found.append(Gradient(WIRE_BYTES * weight.size, done / total))
+    # BatchNorm's and the bias' gradients travel in fp32, in one message behind all others.
+    rest = sum(4 * array.size for name, array in params.items() if not name.endswith("_weight"))
+    return [*found, Gradient(rest, done / total)]
+
+
+def cut_buckets(gradients: Sequence[Gradient], num_buckets: int) -> list[Bucket]:
+    """The buckets that the cuda executor makes of these gradients; the fp32 ones are a message more."""
+    *weights, small = gradients
+    ranges = cut([gradient.num_bytes for gradient in weights], num_buckets)
+    buckets = [Bucket(sum(g.num_bytes for g in weights[first:end]), weights[end - 1].ready) for first, end in ranges]
+    return [*buckets, Bucket(*small)]
+
+
+def step_of_one_gpu_ms(batch: int, machine: Machine) -> float:
+    return (machine.step_fixed_ms + batch * machine.step_image_ms) / machine.speed
+
+
+def simulate(machine: Machine, gradients: Sequence[Gradient], gpus: int, batch: int, num_buckets: int = 2,
+             allowed: Sequence[str] = NCCL, num_steps: int = 200, seed: int = 0) -> Prediction:
+    """Means over `num_steps` steps of `gpus` GPUs that all wait for each other in each.
+
+    Every GPU has a speed of its own and jitter in each step. A bucket's all-reduce starts when the slowest GPU has
+    computed it and the all-reduce before is over; the step ends when the last one is over and the GPU has computed.
+    """
+    rng = np.random.default_rng(seed)
+    compute = step_of_one_gpu_ms(batch, machine)
+    chips = 1 + machine.gpu_spread * rng.standard_normal(gpus)
+    buckets = cut_buckets(gradients, num_buckets)
+    costs = [best_all_reduce(bucket.num_bytes, gpus, machine, allowed) for bucket in buckets]
+    slowest_ms, exposed_ms = [], []
+    for _ in range(num_steps):
+        slowest = compute * float((chips * (1 + machine.step_jitter * rng.standard_normal(gpus))).max())
+        network_free = 0.0
+        for bucket, (cost, _) in zip(buckets, costs, strict=True):
+            network_free = max(network_free, bucket.ready * slowest) + cost
+        slowest_ms.append(slowest)
+        exposed_ms.append(max(0.0, network_free - slowest))
+    slowest, exposed = statistics.fmean(slowest_ms), statistics.fmean(exposed_ms)
+    largest = max(range(len(buckets)), key=lambda i: buckets[i].num_bytes)
+    return Prediction(gpus, batch, num_buckets, costs[largest][1] if gpus > 1 else "none", compute, slowest,
+                      sum(cost for cost, _ in costs), exposed, slowest + exposed)
+
+
+def best_buckets(machine: Machine, gradients: Sequence[Gradient], gpus: int, batch: int,
+                 allowed: Sequence[str] = NCCL) -> Prediction:
+    """With the number of buckets, a power of two, that makes the fastest step."""
+    return min((simulate(machine, gradients, gpus, batch, count, allowed) for count in (1, 2, 4, 8, 16)),
+               key=lambda prediction: prediction.step_ms)
+
+
+# --- the fit ---
+
+
+def fit(results: Path) -> tuple[Machine, list[str]]:
+    """The machine whose parameters follow what was measured, and for each fit a sentence on how well it does."""
+    batches, times, jitters = [], [], []
+    for batch in BATCHES:
+        step_ms = json.loads((results / SINGLE_GPU.format(batch)).read_text())["step_ms"]
+        batches.append(batch)
+        times.append(statistics.median(step_ms))
+        jitters.append(statistics.stdev(step_ms) / times[-1])
+    slope, fixed = np.polyfit(batches, times, 1, w=1 / np.asarray(times))
+    errors = [abs(fixed + slope * batch - ms) / ms for batch, ms in zip(batches, times, strict=True)]
+    machine = Machine(step_fixed_ms=float(fixed), step_image_ms=float(slope), step_jitter=statistics.fmean(jitters))
+    shown = ", ".join(map(str, batches))
+    notes = [f"step of one GPU: {fixed:.2f} ms + {slope:.4f} ms an image, within {max(errors):.1%} of the measured "
+             f"at {shown} images; jitter {machine.step_jitter:.2%}"]  # fmt: skip
+    file = results / "scaling.jsonl"
+    if not file.exists():
+        return machine, [*notes, f"NVLink: not fitted, there is no {file.name}: {machine.nvlink_gbs:.0f} GB/s and "
+                         f"{machine.message_us:.0f} us a message are assumed"]
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    machine = fit_nvlink(machine, [row for row in rows if row["what"] == "synthetic" and row["gpus"] > 1])
+    notes.append(f"all-reduce within a host: {machine.nvlink_gbs:.0f} GB/s, {machine.message_us:.0f} us a message")
+    gradients = read_gradients((results / PROFILE).read_text())
+    for row in rows:
+        if row["what"] == "synthetic":
+            num_buckets = max(1, len(row.get("buckets", ())) - 1)
+            predicted = simulate(machine, gradients, row["gpus"], row["batch"], num_buckets).step_ms
+            measured = statistics.median(row["step_ms"])
+            notes.append(f"{row['gpus']} GPUs, batch {row['batch']}: {predicted:.2f} ms a step are predicted, "
+                         f"{measured:.2f} ms were measured ({predicted / measured - 1:+.1%})")
+    return machine, notes
+
+
+def fit_nvlink(machine: Machine, rows: Sequence[dict[str, Any]]) -> Machine:
+    """Bandwidth and latency from the times of single buckets: `ready` to `done`, or from the bucket before to `done`,
+    since one all-reduce follows the other. Least squares, relative to the times."""
+    points = []  # (bytes sent, hops beyond two in us, ms)
+    for row in rows:
+        n, free = row["gpus"], 0.0
+        for (_, num_bytes, _), (ready, done) in zip(row["buckets"], row["timeline"]["buckets"], strict=True):
+            points.append((2 * (n - 1) / n * num_bytes, 2 * (n - 2) * machine.nvlink_hop_us, done - max(ready, free)))
+            free = done
+    sent, hops_us, ms = (np.asarray(column) for column in zip(*points, strict=True))
+    design = np.stack([sent, np.ones_like(sent)], axis=1) / ms[:, None]
+    (ms_per_byte, message_ms), *_ = np.linalg.lstsq(design, (ms - hops_us / 1e3) / ms, rcond=None)
+    return replace(machine, nvlink_gbs=float(1e-6 / ms_per_byte), message_us=float(1e3 * max(0.0, message_ms)))
+
+
+# --- published points ---
+
+
+class Published(NamedTuple):
+    gpus: int
+    batch: int
+    images_per_sec_per_gpu: float
+    source: str
+
+
+# NVIDIA's MXNet with LARS, real data. An H100's memory has 3.35 TB/s, an H200's 4.8, and the step is bound by memory.
+H100_SPEED = 3.35 / 4.8
+MLPERF = (
+    Published(64, 50, 4908.0, "MLPerf Training, 64 H100"),
+    Published(3584, 16, 2815.0, "MLPerf Training, 3,584 H100"),
+)
+
+
+def calibrated(machine: Machine, gradients: Sequence[Gradient], point: Published) -> Machine:
+    """With the speed of a GPU at which the model meets a published point: their program and their GPU, not ours."""
+    low, high = 0.1, 10.0
+    while high / low > 1.0001:
+        middle = math.sqrt(low * high)
+        reached = best_buckets(replace(machine, speed=middle), gradients, point.gpus, point.batch)
+        low, high = (middle, high) if reached.images_per_sec_per_gpu < point.images_per_sec_per_gpu else (low, middle)
+    return replace(machine, speed=low)
+
+
+# --- output ---
+
+
+def compare(machine: Machine, gradients: Sequence[Gradient]) -> str:
+    """Table of the published points."""
+    h100 = replace(machine, speed=H100_SPEED)
+    as_nvidia = calibrated(machine, gradients, MLPERF[0])
+    lines = ["| GPUs, batch a GPU | published | our step at an H100's bandwidth | calibrated on the first |",
+             "|---" * 4 + "|"]
+    for point in MLPERF:
+        cells = [f"{point.gpus:,} H100, {point.batch}", f"{point.images_per_sec_per_gpu:,.0f}"]
+        for candidate in (h100, as_nvidia):
+            speed = best_buckets(candidate, gradients, point.gpus, point.batch).images_per_sec_per_gpu
+            cells.append(f"{speed:,.0f} ({speed / point.images_per_sec_per_gpu - 1:+.1%})")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def table(predictions: Sequence[Prediction]) -> str:
+    heads = ("GPUs", "batch a GPU", "step, ms", "of an average GPU", "waiting for the slowest", "all-reduce", "exposed",
+             "by", "buckets", "images/sec a GPU", "efficiency")  # fmt: skip
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for p in predictions:
+        cells = (f"{p.gpus:,}", p.batch, f"{p.step_ms:.2f}", f"{p.compute_ms:.2f}",
+                 f"{p.slowest_ms - p.compute_ms:.2f}",
+                 f"{p.all_reduce_ms:.2f}", f"{p.exposed_ms:.2f}", p.algorithm, p.num_buckets,
+                 f"{p.images_per_sec_per_gpu:,.0f}", f"{p.compute_ms / p.step_ms:.1%}")  # fmt: skip
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+ASSUMED = ("nvlink_gbs", "message_us", "nvlink_hop_us", "network_gbs", "network_hop_us", "gpu_spread")
+
+
+def sensitivity(machine: Machine, gradients: Sequence[Gradient], gpus: int = 3584, batch: int = 16) -> str:
+    """Table: what half and twice of each parameter that is not measured on one GPU do to the speed."""
+    base = best_buckets(machine, gradients, gpus, batch).images_per_sec_per_gpu
+    lines = [f"| at {gpus:,} GPUs, batch {batch} | value | half of it | twice |", "|---" * 4 + "|"]
+    for name in ASSUMED:
+        value = getattr(machine, name)
+        half, twice = (
+            best_buckets(replace(machine, **{name: factor * value}), gradients, gpus, batch).images_per_sec_per_gpu
+            for factor in (0.5, 2.0)
+        )
+        lines.append(f"| `{name}` | {value:.4g} | {half / base - 1:+.1%} | {twice / base - 1:+.1%} |")
+    return "\n".join(lines)
+
+
+def plot(machine: Machine, gradients: Sequence[Gradient], path: Path) -> None:
+    """Images/sec a GPU against GPUs, and the all-reduce of all gradients by each algorithm."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    counts = [1, 2, 4, *(8 * 2**k for k in range(9)), 3584]
+    figure, (speeds, reduces) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    for batch in (256, 64, 16):
+        values = [best_buckets(machine, gradients, gpus, batch).images_per_sec_per_gpu for gpus in counts]
+        speeds.plot(counts, values, "o-", markersize=3, label=f"H200, batch {batch}")
+    as_nvidia = calibrated(machine, gradients, MLPERF[0])
+    for point in MLPERF:
+        values = [best_buckets(as_nvidia, gradients, gpus, point.batch).images_per_sec_per_gpu for gpus in counts]
+        speeds.plot(counts, values, "--", linewidth=1, label=f"H100 as in MLPerf, batch {point.batch}")
+        speeds.plot(point.gpus, point.images_per_sec_per_gpu, "k*", markersize=10)
+    total = sum(gradient.num_bytes for gradient in gradients)
+    for algorithm in ALGORITHMS:
+        times = [all_reduce_ms(total, gpus, machine, algorithm) for gpus in counts[1:]]
+        reduces.plot(counts[1:], times, label=algorithm)
+    reduces.axhline(step_of_one_gpu_ms(16, machine), color="grey", linewidth=1, linestyle=":", label="step at batch 16")
+    reduces.set(yscale="log", title=f"all-reduce of {total / 1e6:.0f} MB, ms", xlabel="GPUs", xscale="log")
+    speeds.set(title="images/sec a GPU (stars: published)", xlabel="GPUs", xscale="log", ylim=(0, None))
+    for axes in (speeds, reduces):
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the measurements")
+    results = parser.parse_args().results
+    needed = [results / PROFILE, *(results / SINGLE_GPU.format(batch) for batch in BATCHES)]
+    missing = [file for file in needed if not file.is_file()]
+    if missing:
+        sys.exit(f"error: {missing[0]} is missing: measure it as benchmarks/README.md says, or give --results")
+    machine, notes = fit(results)
+    gradients = read_gradients((results / PROFILE).read_text())
+    print(*notes, sep="\n")
+    predictions = [best_buckets(machine, gradients, gpus, batch)
+                   for batch in (256, 64, 16) for gpus in (1, 4, 8, 16, 64, 512, 3584)]  # fmt: skip
+    ideal = [best_buckets(machine, gradients, 3584, 16, ALGORITHMS)]
+    print(f"\n{table(predictions)}\n\nwith switches that add:\n\n{table(ideal)}\n\n{compare(machine, gradients)}"
+          f"\n\n{sensitivity(machine, gradients)}")
+    lines = [{"machine": asdict(machine)}, *({**p._asdict(), "images_per_sec_per_gpu": p.images_per_sec_per_gpu}
+                                             for p in (*predictions, *ideal))]  # fmt: skip
+    (results / "scaling_model.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    plot(machine, gradients, results / "scaling_model.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""The model of training on many machines: limits that any such model must keep, and its fits."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import scaling_model
+
+    return scaling_model
+
+
+@pytest.fixture
+def gradients(model: Any) -> Any:
+    return model.read_gradients((BENCHMARKS / "results" / model.PROFILE).read_text())
+
+
+def test_gradients_are_those_of_resnet50(gradients: Any) -> None:
+    """25.56 M parameters: 25.50 M weights in fp16, 54,120 of BatchNorm and the classifier's bias in fp32."""
+    assert sum(gradient.num_bytes for gradient in gradients[:-1]) == 2 * 25_502_912
+    assert gradients[-1].num_bytes == 4 * 54_120
+    ready = [gradient.ready for gradient in gradients]
+    assert ready == sorted(ready)
+    assert 0.25 < ready[0] < 0.45  # the forward pass is about a third of the step
+    assert ready[-1] == pytest.approx(1)
+
+
+def test_ring_formula(model: Any) -> None:
+    """n GPUs of one host: 2 (n - 1) / n of the bytes, and 2 (n - 1) hops, of which two are in message_us."""
+    machine = model.Machine(nvlink_gbs=100.0, message_us=40.0, nvlink_hop_us=5.0)
+    for gpus in range(2, 9):
+        expected = 2 * (gpus - 1) / gpus * 50e6 / 100e9 * 1e3 + (40 + (2 * (gpus - 1) - 2) * 5) / 1e3
+        assert model.all_reduce_ms(50e6, gpus, machine, "ring") == pytest.approx(expected)
+    assert model.all_reduce_ms(50e6, 1, machine, "ring") == 0
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "tree", "in-network"])
+def test_all_reduce_grows_with_bytes_and_hosts(model: Any, algorithm: str) -> None:
+    machine = model.Machine()
+    times = [model.all_reduce_ms(50e6, 8 * hosts, machine, algorithm) for hosts in (1, 2, 3, 8, 64, 448)]
+    assert times == sorted(times)
+    sizes = [model.all_reduce_ms(10.0**k, 64, machine, algorithm) for k in range(9)]
+    assert sizes == sorted(sizes)
+    # without latency what remains is bytes over bandwidth, for any number of hosts
+    free = replace(machine, nvlink_hop_us=0.0, network_hop_us=0.0, message_us=0.0)
+    least = 50e6 / (1e6 * min(free.nvlink_gbs, 8 * free.network_gbs))
+    assert least <= model.all_reduce_ms(50e6, 3584, free, algorithm) <= 2 * least
+
+
+def test_algorithms_take_over_from_each_other(model: Any) -> None:
+    """Few GPUs and many bytes: the ring; many hosts: the tree, whose hops grow with the logarithm."""
+    machine = model.Machine()
+    assert model.best_all_reduce(50e6, 4, machine, model.NCCL)[1] == "ring"
+    assert model.best_all_reduce(50e6, 3584, machine, model.NCCL)[1] == "tree"
+    assert model.all_reduce_ms(0, 3584, machine, "ring") > 10 > model.all_reduce_ms(0, 3584, machine, "tree") * 10
+    with pytest.raises(ValueError, match="unknown algorithm 'star'"):
+        model.all_reduce_ms(1, 2, machine, "star")
+
+
+def test_one_gpu_is_as_measured(model: Any, gradients: Any) -> None:
+    machine, _ = model.fit(BENCHMARKS / "results")
+    for batch in model.BATCHES:
+        step_ms = json.loads((BENCHMARKS / "results" / model.SINGLE_GPU.format(batch)).read_text())["step_ms"]
+        predicted = model.simulate(replace(machine, gpu_spread=0.0), gradients, 1, batch)
+        assert predicted.step_ms == pytest.approx(statistics.median(step_ms), rel=0.01)
+        assert predicted.all_reduce_ms == predicted.exposed_ms == 0
+
+
+def test_more_gpus_are_never_faster_for_each(model: Any, gradients: Any) -> None:
+    """But for the luck of the draw, which a second decimal of a percent is allowed."""
+    machine = model.Machine()
+    for batch in (16, 256):
+        speeds = [model.simulate(machine, gradients, gpus, batch).images_per_sec_per_gpu
+                  for gpus in (2, 4, 8, 32, 256, 3584)]  # fmt: skip
+        assert all(later <= 1.005 * earlier for earlier, later in itertools.pairwise(speeds))
+    ideal = replace(machine, gpu_spread=0.0, step_jitter=0.0, nvlink_gbs=1e9, network_gbs=1e9, message_us=0.0,
+                    nvlink_hop_us=0.0, network_hop_us=0.0)  # fmt: skip
+    step = model.simulate(ideal, gradients, 3584, 16)
+    assert step.step_ms == pytest.approx(model.step_of_one_gpu_ms(16, ideal), rel=1e-3)
+
+
+def test_overlap(model: Any, gradients: Any) -> None:
+    """One bucket, ready at the end, hides nothing of itself; two leave little but the second."""
+    machine = replace(model.Machine(), gpu_spread=0.0, step_jitter=0.0)
+    one, two = (model.simulate(machine, gradients, 8, 256, count) for count in (1, 2))
+    assert one.exposed_ms == pytest.approx(one.all_reduce_ms, rel=0.05)
+    assert two.exposed_ms < 0.5 * one.exposed_ms
+
+
+def test_the_slowest_is_waited_for(model: Any, gradients: Any) -> None:
+    """The largest of n normal variables is about sqrt(2 ln n) standard deviations above the mean, a little less."""
+    machine = replace(model.Machine(), gpu_spread=0.0, step_jitter=0.01)
+    step = model.simulate(machine, gradients, 1000, 256)
+    excess = (step.slowest_ms / step.compute_ms - 1) / 0.01
+    assert 3.0 < excess < math.sqrt(2 * math.log(1000))  # 3.24 is the mean of the largest of 1,000
+
+
+def test_fit_of_nvlink(model: Any) -> None:
+    """Times made by the model itself, with 1 % of noise, give its parameters back."""
+    rng = np.random.default_rng()
+    truth = model.Machine(nvlink_gbs=float(rng.uniform(100, 400)), message_us=float(rng.uniform(20, 60)))
+    rows = []
+    for gpus in (2, 4):
+        moments, free = [], 0.0
+        for ready, num_bytes in ((10.0, 25e6), (12.0, 25e6), (20.0, 1e6), (20.01, 2e5)):
+            cost = model.all_reduce_ms(num_bytes, gpus, truth, "ring") * float(rng.normal(1, 0.01))
+            free = max(ready, free) + cost
+            moments.append([ready, free])
+        rows.append({"gpus": gpus, "buckets": [["", n, ""] for n in (25e6, 25e6, 1e6, 2e5)],
+                     "timeline": {"buckets": moments}})  # fmt: skip
+    fitted = model.fit_nvlink(model.Machine(), rows)
+    assert fitted.nvlink_gbs == pytest.approx(truth.nvlink_gbs, rel=0.15)
+    assert fitted.message_us == pytest.approx(truth.message_us, rel=0.15)
+
+
+def test_calibration_meets_its_point(model: Any, gradients: Any) -> None:
+    point = model.MLPERF[0]
+    machine = model.calibrated(model.Machine(), gradients, point)
+    reached = model.best_buckets(machine, gradients, point.gpus, point.batch)
+    assert reached.images_per_sec_per_gpu == pytest.approx(point.images_per_sec_per_gpu, rel=1e-3)
+
+
+def test_missing_measurements(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["scaling_model.py", "--results", str(tmp_path)])
+    with pytest.raises(SystemExit, match=r"error: .*_profile.txt is missing: measure it"):
+        model.main()
