@@ -22,7 +22,7 @@ help: $(SETUP)
 setup:
 	@bash scripts/setup.sh
 
-.venv/.ready: pyproject.toml scripts/setup.sh
+.venv/.ready: pyproject.toml scripts/setup.sh train/allreduce.cc
 	@bash scripts/setup.sh
 
 train-1gpu: $(SETUP)

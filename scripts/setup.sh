@@ -4,7 +4,8 @@
 #   1. a virtual environment of Python 3.10 to 3.12
 #   2. the project with its dependencies: extras `gpu` where there is an NVIDIA GPU, `cpu` elsewhere, and `dev`
 #   3. with a GPU: the CUDA 11 libraries that MXNet links (scripts/link_cuda11.py)
-#   4. Horovod, compiled against that MXNet (needs g++; without it one process still does everything)
+#   4. Horovod, compiled against that MXNet, and train/allreduce.cc against that Horovod (need g++, and nvcc for GPUs;
+#      without them one process still does everything)
 #
 # Each finished step leaves its mark in VENV, so that a second call does nothing and an interrupted one goes on.
 set -euo pipefail
@@ -69,14 +70,13 @@ build_horovod() {
         # nvcc on PATH may be a link or a wrapper script; it knows best where its toolkit lies.
         export HOROVOD_CUDA_HOME; HOROVOD_CUDA_HOME=$(realpath "$(nvcc --dryrun -x cu /dev/null 2>&1 | sed -n 's/^#\$ TOP=//p')")
     fi
-    # From its source, kept for the headers that build_allreduce.sh needs.
-    local source=$venv/src/horovod-0.28.1
-    {
-        "$bin/pip" download -q --disable-pip-version-check --no-build-isolation --no-deps --no-binary horovod \
-            -d "$venv/src" horovod==0.28.1 && tar -xzf "$source.tar.gz" -C "$venv/src" &&
-            PATH=$PWD/$bin:$PATH "$bin/pip" install -q --disable-pip-version-check --no-build-isolation --no-deps \
-                --no-cache-dir "$source" && bash scripts/build_allreduce.sh "$bin/python" "$source"
-    } >>"$venv/setup.log" 2>&1
+    # pip's cache would hand the wheel of a CPU build to a GPU machine, and the other way round.
+    PATH=$PWD/$bin:$PATH "$bin/pip" install -q --disable-pip-version-check --no-build-isolation --no-deps \
+        --no-cache-dir --no-binary horovod horovod==0.28.1 >>"$venv/setup.log" 2>&1
+}
+
+build_allreduce() {
+    bash scripts/build_allreduce.sh "$bin/python" >>"$venv/setup.log" 2>&1
 }
 
 step packages "$kind $(cksum <pyproject.toml)" install_packages
@@ -85,7 +85,11 @@ if ! command -v g++ >/dev/null; then
 elif [ $kind = gpu ] && ! command -v nvcc >/dev/null; then
     say "no nvcc, so no Horovod: everything but several GPUs works; install the CUDA toolkit and run make setup for those"
 else
-    step horovod "$kind horovod 0.28.1" build_horovod ||
+    if step horovod "$kind horovod 0.28.1" build_horovod; then
+        step allreduce "$kind $(cksum <train/allreduce.cc)" build_allreduce ||
+            say "train/allreduce.cc did not build (log: $venv/setup.log): everything but several GPUs works"
+    else
         say "Horovod did not build (log: $venv/setup.log): everything but several processes works"
+    fi
 fi
 touch "$venv/.ready"
