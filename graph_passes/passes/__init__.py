@@ -3,7 +3,7 @@
 from graph_passes.passes.add_relu import add_relu
 from graph_passes.passes.bn_add_relu import bn_add_relu
 from graph_passes.passes.bn_relu import bn_relu
-from graph_passes.passes.fold_bn import fold_bn, fold_bn_params
+from graph_passes.passes.fold_bn import fold_bn, fold_bn_params, foldings
 from graph_passes.passes.gradient import gradient, gradient_add, output_names
 from graph_passes.passes.layout import layout, weight_layouts
 from graph_passes.passes.memory import MemoryPlan, memory
@@ -17,6 +17,7 @@ __all__ = [
     "bn_relu",
     "fold_bn",
     "fold_bn_params",
+    "foldings",
     "gradient",
     "gradient_add",
     "layout",

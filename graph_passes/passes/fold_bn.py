@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -39,20 +40,32 @@ def fold_bn(graph: Graph) -> Graph:
     return graph.rewrite(fold)
 
 
+class Folding(NamedTuple):
+    """A BatchNorm that `fold_bn` folds, the convolution before it, and the name of that one's bias afterwards."""
+
+    norm: Node
+    convolution: Node
+    bias: str
+
+
+def foldings(graph: Graph) -> Iterator[Folding]:
+    """What `fold_bn(graph)` folds, in the graph's order."""
+    for node in graph:
+        if conv := _convolution_before(graph, node):
+            yield Folding(node, conv, _bias_name(graph, conv))
+
+
 def fold_bn_params(graph: Graph, params: Arrays, aux: Arrays) -> dict[str, np.ndarray]:
     """The parameters of `fold_bn(graph)`, from those of `graph` (weights OIHW or OHWI, as they come).
 
     weight' = weight * scale, bias' = (bias - mean) * scale + beta, scale = gamma / sqrt(var + eps), in float64.
     """
     values = dict(params)
-    for node in graph:
-        conv = _convolution_before(graph, node)
-        if conv is None:
-            continue
+    for node, conv, bias in foldings(graph):
         gamma, beta = (params[ref.node].astype(np.float64) for ref in node.inputs[1:3])
         mean, var = (aux[ref.node].astype(np.float64) for ref in node.inputs[3:5])
         scale = (1.0 if node["fix_gamma"] else gamma) / np.sqrt(var + node["eps"])
-        weight, bias = conv.inputs[1].node, _bias_name(graph, conv)
+        weight = conv.inputs[1].node
         dtype = params[weight].dtype
         old_bias = params[bias] if len(conv.inputs) == 3 else 0.0
         values[weight] = (params[weight] * scale[:, None, None, None]).astype(dtype)

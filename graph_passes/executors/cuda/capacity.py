@@ -37,11 +37,16 @@ def check_fits(step: Graph, shapes: Mapping[str, tuple[int, ...]], store: Parame
         raise too_little_memory(shapes["data"], growing, fixed, free, total)
 
 
+def largest_batch(images: int, growing: int, free: int) -> int:
+    """How many images are sure to fit into `free` bytes where `images` need `growing` bytes."""
+    return int(max(0, free) * images / (growing * (1 + HEADROOM)))
+
+
 def too_little_memory(data: tuple[int, ...], growing: int, fixed: int, free: int, total: int) -> GraphError:
     """The error that names the largest batch that is sure to fit. `growing`: bytes that batches of the shape `data`
     need, in proportion to their size; `fixed`: bytes needed besides."""
     images, height, width, _ = data
-    largest = int(max(0, free - fixed) * images / (growing * (1 + HEADROOM)))
+    largest = largest_batch(images, growing, free - fixed)
     advice = f"use a batch size of at most {largest}" if largest else "free memory on it, or use smaller images"
     return GraphError(f"the GPU has {free / GIB:.1f} of {total / GIB:.1f} GiB free, but training with batches of "
                       f"{images} images of {height}x{width} needs {(growing + fixed) / GIB:.1f} GiB: {advice}")

@@ -20,7 +20,7 @@ import numpy as np
 from disk_cache import Cache
 from graph_passes.errors import GraphError
 from graph_passes.executors.cuda.buckets import Bucket, bucket_of, cut
-from graph_passes.executors.cuda.capacity import check_fits, too_little_memory
+from graph_passes.executors.cuda.capacity import check_fits, largest_batch, too_little_memory
 from graph_passes.executors.cuda.convolution import ConvolutionLibrary, import_cudnn
 from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.inference import Inference
@@ -339,11 +339,10 @@ class TrainingStep:
         self._inference.run(num_images or self._shapes["data"][0])
 
     def largest_batch(self) -> int:
-        """How many images a training step may have on this GPU, with what else is in its memory now: what grows with
-        the batch is the arena and the inputs."""
+        """How many images a training step may have on this GPU, with what else is in its memory now."""
         free, _ = self.gpu.memory()
         growing = self.training.program.arena_bytes + self.persistent.data.num_bytes
-        return int((free + growing) * self._shapes["data"][0] // growing)
+        return largest_batch(self._shapes["data"][0], growing, free + growing)
 
     def set_num_valid(self, num_valid: int) -> None:
         """How many rows of the next batches count in the metrics."""
