@@ -69,7 +69,8 @@ def _pattern(label: int, pixels: int) -> np.ndarray:
     rng = np.random.default_rng([_PATTERNS_SEED, label])
     grid = rng.standard_normal((_PATTERN_CELLS, _PATTERN_CELLS, 3), np.float32)
     weights = _interpolation(pixels)
-    return np.einsum("yi,xj,ijc->yxc", weights, weights, grid, optimize=True)
+    columns = np.tensordot(weights, grid, axes=(1, 1))  # (x, cell of y, c)
+    return np.tensordot(weights, columns, axes=(1, 1))
 
 
 def _interpolation(pixels: int) -> np.ndarray:
