@@ -50,5 +50,10 @@ fi
 
 command=("$(command -v "$python")" -m train.launch ${options[@]+"${options[@]}"})
 printf 'horovodrun --gloo -np %s' "$processes"; printf ' %q' "${run[@]}" "${command[@]}"; printf '\n'
-exec "$python" -c 'from horovod.runner.launch import run_commandline; run_commandline()' \
-    --gloo -np "$processes" "${run[@]}" "${command[@]}"
+exec "$python" -c '
+import sys
+from horovod.runner.launch import run_commandline
+try:
+    run_commandline()
+except RuntimeError as error:  # a process failed; it has said why
+    sys.exit("error: " + " ".join(str(error).split()))' --gloo -np "$processes" "${run[@]}" "${command[@]}"

@@ -29,6 +29,7 @@ from train.signals import StoppedBySignal
 if TYPE_CHECKING:
     from train.elastic import RunState  # needs Horovod
 
+EXIT_FAILURE = 1
 EXIT_USER_ERROR = 2
 EXIT_CTRL_C = 130  # what a shell gives for SIGINT
 
@@ -272,6 +273,10 @@ def main(arguments: Sequence[str]) -> int:
         return stop.exit_code
     except KeyboardInterrupt:
         return EXIT_CTRL_C
+    except MemoryError as error:
+        print(f"error: the machine's memory does not hold this ({error or 'MemoryError'}): lower --batch-size or "
+              "--num-threads, or start fewer processes", file=sys.stderr, flush=True)  # fmt: skip
+        return EXIT_FAILURE
     return 0
 
 

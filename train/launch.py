@@ -133,8 +133,9 @@ def launch_elastic(slots: Sequence[Slot], command: Sequence[str], min_processes:
     from horovod.runner.elastic.driver import ElasticDriver
     from horovod.runner.elastic.rendezvous import create_rendezvous_handler
     from horovod.runner.gloo_run import create_slot_env_vars
-    from horovod.runner.http.http_server import RendezvousServer
+    from horovod.runner.http.http_server import RendezvousHTTPServer, RendezvousServer
 
+    RendezvousHTTPServer.daemon_threads = True  # one that waits for a dead process must not keep this one
     by_host = {f"slot{slot.number}": slot for slot in slots}
 
     class Slots(HostDiscovery):  # type: ignore[misc]  # Horovod is untyped
@@ -180,13 +181,33 @@ def launch_elastic(slots: Sequence[Slot], command: Sequence[str], min_processes:
     with _signals_forwarded(workers):
         try:
             driver.start(len(slots), run_worker)
-            codes = [code for code, _ in driver.get_results().worker_results.values()]
+            codes = _results(driver, workers)
             return max(codes) if codes else _exit_code(lost[-1].process.returncode) if lost else 1
         finally:
             for worker in workers:
                 worker.process.kill()
-            if not driver.finished():
-                driver.stop()
+
+
+def _results(driver: Any, workers: Sequence[Worker]) -> list[int]:
+    """Exit codes of the processes that an elastic run ended with; none where Horovod has lost count.
+
+    It does when a process dies while it counts those that are ready: then it would wait for dead processes forever.
+    """
+    codes: list[int] = []
+
+    def wait() -> None:
+        codes.extend(code for code, _ in driver.get_results().worker_results.values())
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    deadline = float("inf")
+    while waiting.is_alive() and time.monotonic() < deadline:
+        waiting.join(POLL_SECONDS)
+        if any(worker.process.poll() is None for worker in workers):
+            deadline = float("inf")
+        elif deadline == float("inf"):
+            deadline = time.monotonic() + GRACE_SECONDS
+    return codes
 
 
 @contextlib.contextmanager

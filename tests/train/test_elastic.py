@@ -9,34 +9,34 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from test_distributed import needs_horovod, run_processes
 
 from train import checkpoint
 from train.devices import find_gpus
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "dgx1_8gpu.sh"
-BATCH, COMMIT_EVERY = 4, 5
-pytestmark = pytest.mark.skipif(find_spec("horovod") is None, reason="Horovod is not installed (no g++ at set-up)")
+BATCH, COMMIT_EVERY = 4, 2
+pytestmark = needs_horovod
 
 
 class Run:
-    """A run of three processes on generated images; on the CPU an epoch of them is longer than any test."""
+    """A run on generated images; on the CPU an epoch of them is longer than any test."""
 
-    def __init__(self, folder: Path, device: str, *options: str) -> None:
+    def __init__(self, folder: Path, device: str, processes: int, *options: str) -> None:
         self.folder = folder
         environment = {**os.environ, "PYTHON": sys.executable}
         if device == "cpu":
             options = (*options, "--depth", "18", "--image-size", "32", "--num-threads", "1")
             environment["OMP_NUM_THREADS"] = "1"
         self.process = subprocess.Popen(
-            ["bash", SCRIPT, "-n", "3", *options, "-b", str(BATCH), "--device", device, "--data", "synthetic",
-             "--config", "cpu_sample", "--epochs", "90", "--no-tensorboard", "--warmup-epochs", "0", "--log-every", "1",
-             "--checkpoint-minutes", "0", "--validate-every", "0", "--commit-every", str(COMMIT_EVERY),
-             "--output", folder],
+            ["bash", SCRIPT, "-n", str(processes), *options, "-b", str(BATCH), "--device", device, "--epochs", "90",
+             "--config", "cpu_sample", "--data", "synthetic", "--no-tensorboard", "--warmup-epochs", "0",
+             "--log-every", "1", "--checkpoint-minutes", "0", "--validate-every", "0",
+             "--commit-every", str(COMMIT_EVERY), "--output", folder],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
         )  # fmt: skip
 
@@ -82,13 +82,13 @@ def _children_of_threads(pid: int) -> Iterator[str]:
 
 @pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def start(tmp_path, request):
-    """Starts a run with further options of the launcher."""
-    if request.param == "gpu" and len(find_gpus()) < 3:
-        pytest.skip(f"3 GPUs are needed, {len(find_gpus())} are there")
+    """Starts a run of so many processes, with further options of the launcher."""
     runs = []
 
-    def build(*options: str) -> Run:
-        runs.append(Run(tmp_path / "run", request.param, *options))
+    def build(processes: int, *options: str) -> Run:
+        if request.param == "gpu" and len(find_gpus()) < processes:
+            pytest.skip(f"{processes} GPUs are needed, {len(find_gpus())} are there")
+        runs.append(Run(tmp_path / "run", request.param, processes, *options))
         return runs[-1]
 
     yield build
@@ -103,8 +103,8 @@ def start(tmp_path, request):
 
 def test_elastic_run_loses_a_process_and_gets_one(start, rng):
     """Three processes become two and three again. No commit is lost, and the position counts images, not steps."""
-    run = start("--min-np", "2", "--cooldown", "1")
-    run.wait_for(lambda: run.last_step() >= COMMIT_EVERY + 2)
+    run = start(3, "--min-np", "2", "--cooldown", "1")
+    run.wait_for(lambda: run.last_step() >= COMMIT_EVERY + 1)
     victim = int(rng.integers(3))  # rank 0, whose part is more, like any other
     os.kill(run.workers()[victim], signal.SIGKILL)
     killed_after = run.last_step()
@@ -142,11 +142,11 @@ def test_elastic_run_loses_a_process_and_gets_one(start, rng):
 
 def test_killed_process_ends_the_run(start, rng):
     """Without elastic mode: within seconds, with what happened and what to do; the checkpoint of before is whole."""
-    run = start()
-    run.wait_for(lambda: run.last_step() >= 2)
+    run = start(2)
+    run.wait_for(lambda: run.last_step() >= 1)
     run.process.send_signal(signal.SIGUSR1)
     run.wait_for(lambda: len(run.events("checkpoint")) == 1)
-    os.kill(run.workers()[int(rng.integers(3))], signal.SIGKILL)
+    os.kill(run.workers()[int(rng.integers(2))], signal.SIGKILL)
     start_time = time.monotonic()
     code, _, err = run.end()
     assert time.monotonic() - start_time < 10
@@ -158,3 +158,42 @@ def test_killed_process_ends_the_run(start, rng):
     assert "Traceback" not in err
     step = run.events("checkpoint")[0]["step"]
     assert checkpoint.load(checkpoint.find(str(run.folder))).progress.step == step
+
+
+def test_process_without_memory_ends_the_run(tiny_options, tmp_path):
+    """An allocation that fails on one of two processes, in mid-epoch: both end, and what was saved is whole."""
+    script = """
+        import sys
+        from train import __main__ as program
+        from train.loop import Trainer
+
+        step = Trainer.step
+
+        def failing_step(self, batches):
+            if self.workers.rank == 1 and self.progress.step == 2:
+                raise MemoryError("std::bad_alloc")
+            return step(self, batches)
+
+        Trainer.step = failing_step
+        sys.exit(program.main(sys.argv[1:]))
+    """
+    done = run_processes(script, *tiny_options, "--output", tmp_path / "run", "--checkpoint-minutes", "1e-6")
+    assert done.returncode == 1
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert errors[0].startswith("error: the machine's memory does not hold this (std::bad_alloc): lower --batch-size")
+    assert errors[-1].startswith("error: process 1 (pid ")
+    assert "failed with exit code 1, so the run ends" in errors[-1]
+    assert "Traceback" not in done.stderr
+    assert checkpoint.load(checkpoint.find(str(tmp_path / "run"))).progress.step in (1, 2)
+
+
+def test_too_few_left(start):
+    """An elastic run of which fewer than --min-np are left ends and says so."""
+    run = start(2, "--min-np", "2")
+    run.wait_for(lambda: run.last_step() >= 1)
+    os.kill(run.workers()[1], signal.SIGKILL)
+    code, _, err = run.end()
+    assert code == 128 + signal.SIGKILL
+    last = err.splitlines()[-1]
+    assert last.startswith("error: process ")
+    assert last.endswith("1 are left, but --min-np is 2, so the run ends: go on with --resume and its folder")
