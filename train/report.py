@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from train import files, plots
+from train.config import SYNTHETIC
 from train.document import Block, Code, Heading, Plot, Table, Text, Tiles, html_page, markdown
 from train.errors import TrainError
 from train.metrics import METRICS_FILE, EpochRow, RunRecord, Speed
@@ -206,7 +207,7 @@ def _contents(record: RunRecord, summary: Summary, figures: Sequence[str]) -> tu
         Text(f"Started {record.start_date} on {where}, {record.images_per_step} images per step, by:"),
         Code(record.command),
         Heading("Throughput"),
-        _throughput_table(summary),
+        _throughput_table(record, summary),
         Text(
             f"Counted are {summary.num_steps_counted:,} steps; the first {record.warmup_steps} steps of each session "
             f"({summary.num_steps_warmup:,} in all) are warm-up and excluded. Uncertainty and jitter as in "
@@ -272,16 +273,17 @@ def _amount(price: float) -> str:
     return f"{price:,.2f}" if price >= 1 else f"{price:.2g}"
 
 
-def _throughput_table(summary: Summary) -> Table:
+def _throughput_table(record: RunRecord, summary: Summary) -> Table:
     total = summary.total
     loader = summary.loader_images_per_sec
+    how = "synthetic images, nothing to load" if record.config.get("data") == SYNTHETIC else "the loader running alone"
     return Table(
         ("", "images/sec", ""),
         [
             ("total", f"{total.mean:,.1f}", f"+/- {total.uncertainty:,.1f} (jitter = {total.jitter:,.1f})"),
             ("total, median step", f"{summary.total_median:,.1f}", f"+/- {summary.total_spread:,.1f} (half IQR)"),
             ("compute-only", f"{summary.compute_images_per_sec:,.1f}", "steps without their wait for a batch"),
-            ("loader-only", f"{loader:,.1f}" if loader else "not measured", "the loader running alone"),
+            ("loader-only", f"{loader:,.1f}" if loader else "not measured", how),
             ("whole run", f"{summary.whole_run_images_per_sec:,.1f}", "training images over all the time of the run"),
         ],
     )  # fmt: skip
