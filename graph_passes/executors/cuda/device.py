@@ -61,6 +61,7 @@ class Gpu:
         self.driver_version: int = version
         properties = self.device.properties
         self.num_multiprocessors: int = properties.multiprocessor_count
+        self.max_shared_bytes: int = properties.max_shared_memory_per_block_optin
         # Bytes/s that the memory's clock (kHz) and bus width (bits) give at two transfers a clock, of which copies
         # reach about 0.87 (4.25 of 4.9 TB/s measured on an H200).
         self.bandwidth: float = 0.87 * 2e3 * properties.memory_clock_rate * properties.global_memory_bus_width / 8
@@ -154,6 +155,12 @@ class Gpu:
         """Enqueue a kernel; `arguments` is a C array of pointers to its arguments."""
         function = self._driver.CUfunction(function)  # a CUkernel handle, which cuLaunchKernel takes as well
         self.check(self._driver.cuLaunchKernel(function, *grid, *block, shared_bytes, self.stream_handle, arguments, 0))
+
+    def allow_shared_bytes(self, function: int, shared_bytes: int) -> None:
+        """Let launches of a kernel ask for so much dynamic shared memory."""
+        attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        self.check(self._driver.cuKernelSetAttribute(attribute, shared_bytes, self._driver.CUkernel(function),
+                                                     self._driver.CUdevice(self.device_id)))
 
     def synchronize(self) -> None:
         self.stream.sync()

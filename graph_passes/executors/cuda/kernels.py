@@ -17,6 +17,7 @@ from disk_cache import Cache
 from graph_passes.errors import GraphError
 from graph_passes.executors.cuda.device import Gpu
 
+DEFAULT_SHARED_BYTES = 32 << 10  # of dynamic shared memory beside a static part; 48 KiB together need no permission
 SOURCES = Path(__file__).with_name("kernels")
 C_TYPES = {"float16": "half", "bfloat16": "bfloat16", "float32": "float"}  # our dtype names -> names in the .cu files
 
@@ -42,10 +43,14 @@ class Kernel:
         self._gpu = gpu
         self._code = ObjectCode.from_cubin(cubin)
         self._kernel = self._code.get_kernel(symbol)
+        self._shared_bytes = DEFAULT_SHARED_BYTES
 
     def launch(self, grid: tuple[int, int, int], block: tuple[int, int, int], *arguments: Any,
                shared_bytes: int = 0) -> None:
         """Enqueue on the GPU's stream. An `int` argument is a device address, every other one a ctypes value."""
+        if shared_bytes > self._shared_bytes:
+            self._gpu.allow_shared_bytes(int(self._kernel.handle), shared_bytes)
+            self._shared_bytes = shared_bytes
         values = [ctypes.c_void_p(a) if isinstance(a, int) else a for a in arguments]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         self._gpu.launch(int(self._kernel.handle), grid, block, shared_bytes, ctypes.addressof(pointers))

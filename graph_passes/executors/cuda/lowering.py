@@ -31,12 +31,25 @@ Buffers = tuple["Buffer | None", ...]
 TILE_CHANNELS = 64  # channels that a block of batch_norm.cu works on
 REDUCE_BLOCK: Size = (8, 96, 1)  # threads: vectors along the channels, rows
 APPLY_BLOCK: Size = (8, 32, 1)
+STEM_BLOCK: Size = (256, 1, 1)
+STEM_FILTERS, STEM_SIZE, STEM_OUT_ROWS = 64, 7, 4  # FILTERS, SIZE and OUT_ROWS of stem.cu
+STEM_SHARE = STEM_FILTERS * STEM_SIZE * 32  # floats of the weights' gradient that a block of stem_wgrad leaves
 LAUNCH_MS = 0.003  # what a separate launch costs besides its bytes
 
 
 def count(value: int) -> ctypes.c_uint32:
     """An unsigned 32-bit kernel argument."""
     return ctypes.c_uint32(value)
+
+
+def stem_work(out_shape: Shape) -> tuple[int, int, int, int]:
+    """How stem.cu divides an output (N, H, W, 64): items of work, tiles of 16 pixels in a row, and the bytes of shared
+    memory that an item's rows of the image and of the output's gradient take."""
+    images, height, width, filters = out_shape
+    tiles = -(-width // 16)
+    in_rows = 2 * STEM_OUT_ROWS + STEM_SIZE - 2
+    return (images * -(-height // STEM_OUT_ROWS), tiles, in_rows * (16 * tiles + 3) * 16,
+            STEM_OUT_ROWS * 16 * tiles * filters * 2)
 
 
 class _Window(ctypes.Structure):
@@ -108,6 +121,10 @@ class Lowering:
         self._sums: dict[Ref, Buffer] = {}  # sum and sum of squares that a convolution has left beside its output
         # Max poolings that are one launch with the BatchNormRelu before them -> that one's input where it won.
         self._pooled: dict[str, Buffer] = {}
+        self._stems: set[str] = set()  # convolutions that are launches of stem.cu
+        # Gradients of a stem's output that are not written, but made by the launch that reads them -> what makes them:
+        # the BatchNormReluBackward, the MaxPoolingBackward behind it, and what that reads.
+        self._pool_gradients: dict[Ref, tuple[Node, Node, Buffer]] = {}
         self._paired: set[str] = set()  # BatchNorms that are one launch with the BatchNormAddRelu that adds them
         self._workspace = Buffer("workspace", (0,), "uint8", persistent=True)
         self._partials = Buffer("partials", (0,), "float32", persistent=True)
@@ -183,7 +200,7 @@ class Lowering:
 
     def _launch(self, node: Node, source: str, kernel: str, grid: Size, block: Size, arguments: tuple[Any, ...],
                 reads: Buffers, writes: Buffers, in_place: tuple[Buffer, Buffer] | None = None,
-                shared_bytes: int = 0) -> None:
+                shared_bytes: int = 0, flops: int = 0) -> None:
         """Emit a kernel of ours. None is a null pointer among the arguments, and nothing among reads and writes."""
         function = self._kernels.get(source, kernel)
 
@@ -193,7 +210,7 @@ class Lowering:
 
         self.program.launches.append(Launch(
             node.name, kernel.split("<")[0], enqueue, tuple(b for b in reads if b), tuple(b for b in writes if b),
-            in_place=in_place))
+            flops, in_place))
 
     def _kernel(self, name: str, *flags: bool) -> str:
         """A kernel's instantiation for the network's dtype."""
@@ -223,7 +240,9 @@ class Lowering:
         plain, fused = (self._problem(kind, node, x, w, y) for kind in ("fprop", "fprop_stats"))
         readers = self._graph.consumers.get(Ref(node.name), ())
         wants_sums = any(reader.op.startswith("BatchNorm") and reader.op.endswith("Train") for reader in readers)
-        if wants_sums and self._fusing_pays(plain, fused, y.num_bytes):
+        if wants_sums and self._stem_serves(node):
+            self._stem(node)
+        elif wants_sums and self._fusing_pays(plain, fused, y.num_bytes):
             sums = Buffer(f"{node.name}:sums", (2, y.shape[3]), "float32")
             self._sums[Ref(node.name)] = sums
             self._plan(node, fused, (x, w), (y, sums))
@@ -265,6 +284,46 @@ class Lowering:
                      (product, bias, addend[0] if addend else None, y, count(vectors), count(y.shape[3] // VECTOR)),
                      (product, bias, *addend), (y,), in_place=(product, y))
 
+    def _stem_serves(self, node: Node) -> bool:
+        """Is this the convolution that stem.cu is for?"""
+        x, w = self._input(node, 0), self._input(node, 1)
+        return (window(node) == ((7, 7), (2, 2), (3, 3), (1, 1)) and w.shape == (STEM_FILTERS, STEM_SIZE, STEM_SIZE, 4)
+                and x.shape[2] % 2 == 0 and self._item_bytes == 2 and self._gpu.capability >= (8, 0))
+
+    def _stem(self, node: Node) -> None:
+        """The convolution with the sums of its output."""
+        x, w, y = self._input(node, 0), self._input(node, 1), self._output(node)
+        sums = Buffer(f"{node.name}:sums", (2, y.shape[3]), "float32")
+        self._sums[Ref(node.name)] = sums
+        self._stems.add(node.name)
+        items, tiles, image_bytes, _ = stem_work(y.shape)
+        blocks = min(self._gpu.num_multiprocessors, items)
+        self._reserve_partials(blocks * 2 * STEM_FILTERS)
+        self._launch(node, "stem.cu", self._kernel("stem_fprop"), (blocks, 1, 1), STEM_BLOCK,
+                     (x, w, y, sums, self._partials, self._persistent.tickets, _image(x, y), count(items),
+                      ctypes.c_int(tiles)),
+                     (x, w), (y, sums), shared_bytes=2 * image_bytes, flops=self._problem("fprop", node, x, w, y).flops)
+
+    def _stem_wgrad(self, node: Node, batch_norm: Node, pool: Node, dz: Buffer) -> None:
+        """The gradient of the weights, from what makes the gradient of the convolution's output."""
+        x, gamma, saved = (self._input(batch_norm, index) for index in (1, 2, 3))
+        dgamma, dbeta = self._output(batch_norm, 1), self._output(batch_norm, 2)
+        winner, data, dw = self._input(pool, 1), self._input(node, 1), self._output(node)
+        items, tiles, image_bytes, gradient_bytes = stem_work(x.shape)
+        blocks = min(2 * self._gpu.num_multiprocessors, items)
+        self._reserve_partials(blocks * STEM_SHARE)
+        rows, _ = self._rows(batch_norm, x)
+        self._launch(node, "stem.cu", self._kernel("stem_wgrad"), (blocks, 1, 1), STEM_BLOCK,
+                     (data, x, dz, winner, saved, gamma, dgamma, dbeta, self._partials, _image(data, x), _image(x, dz),
+                      count(rows), count(items), ctypes.c_int(tiles)),
+                     (data, x, dz, winner, saved, gamma, dgamma, dbeta), (),
+                     shared_bytes=image_bytes + gradient_bytes, flops=self._problem("wgrad", node, data, dw, x).flops)
+        self._launch(node, "stem.cu", self._kernel("stem_wgrad_sum"), (STEM_FILTERS * STEM_SIZE, 1, 1), (32, 8, 1),
+                     (self._partials, dw, ctypes.c_int(blocks)), (), (dw,))
+
+    def _reserve_partials(self, floats: int) -> None:
+        self._partials.shape = (max(self._partials.shape[0], floats),)
+
     def _fully_connected(self, node: Node) -> None:
         """A 1x1 convolution of a 1x1 image. The bias is added by the softmax kernel, in fp32."""
         readers = [reader.op for reader in self._graph.consumers.get(Ref(node.name), ())]
@@ -276,6 +335,9 @@ class Lowering:
         self._plan(node, self._problem("fprop", node, x, w, y), (x, w), (y,))
 
     def _wgrad(self, node: Node) -> None:
+        if node.inputs[0] in self._pool_gradients:
+            self._stem_wgrad(node, *self._pool_gradients[node.inputs[0]])
+            return
         dy, x = self._input(node, 0), self._input(node, 1)
         dw = self._output(node)
         self._plan(node, self._problem("wgrad", node, x, dw, dy), (x, dy), (dw,))
@@ -352,7 +414,7 @@ class Lowering:
             self._pooled[pool.name] = x_winner
             outputs = math.prod(y.shape[:-1])
             self._launch(node, "batch_norm_pool.cu", self._kernel("batch_norm_relu_max_pool"),
-                         self._grid(outputs, channels, blocks_per_multiprocessor=3), APPLY_BLOCK,
+                         self._grid(outputs, channels), APPLY_BLOCK,
                          (x, sums, gamma, beta, y, winner, x_winner, saved, running_mean, running_var, *constants,
                           _image(x, y), count(rows), count(outputs), ctypes.c_int(channels)),
                          (x, sums, gamma, beta), (y, winner, x_winner, saved))
@@ -434,6 +496,10 @@ class Lowering:
                       count(outputs), last),
                      (x_winner, dy, dy2, winner, saved), (dz if dy2 else None, dgamma, dbeta),
                      in_place=(dy, dz) if dy2 else None)
+        readers = [reader.op for reader in self._graph.consumers[Ref(node.name)]]
+        if node.inputs[1].node in self._stems and readers == ["ConvolutionWgrad"]:
+            self._pool_gradients[Ref(node.name)] = (node, pool, dz)
+            return
         self._launch(node, "batch_norm_pool.cu", self._kernel("batch_norm_relu_max_pool_backward_apply"),
                      self._grid(squares, channels, blocks_per_multiprocessor=2), APPLY_BLOCK,
                      (x, dz, winner, dx, saved, gamma, dgamma, dbeta, image, count(rows), count(squares), last),
@@ -482,7 +548,7 @@ class Lowering:
 
     def _reduce_grid(self, rows: int, channels: int, num_sums: int = 2) -> Size:
         grid = self._grid(rows, channels, REDUCE_BLOCK, blocks_per_multiprocessor=1)
-        self._partials.shape = (max(self._partials.shape[0], num_sums * channels * grid[1]),)
+        self._reserve_partials(num_sums * channels * grid[1])
         return grid
 
     def _grid(self, rows: int, channels: int, block: Size = APPLY_BLOCK, blocks_per_multiprocessor: int = 4) -> Size:

@@ -56,7 +56,8 @@ def test_compiles(source: str, kernel: str) -> None:
             pytest.skip(f"NVRTC is not installed: {error}")
         raise
     done = set()
-    for c_type in C_TYPES.values():
+    types = C_TYPES if source != "stem.cu" else {"float16", "bfloat16"}
+    for c_type in (C_TYPES[dtype] for dtype in types):
         for expression in expressions(kernel, c_type):
             if expression not in done:
                 cubin, symbol = compile_kernel(source, expression, "sm_90")

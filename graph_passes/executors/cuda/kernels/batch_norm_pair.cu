@@ -11,7 +11,6 @@ batch_norm_pair_apply(const Packed<T> *x, const Packed<T> *x_2, const float *sum
                       const float *gamma, const float *gamma_2, const float *beta, const float *beta_2, Packed<T> *y,
                       uint8 *mask, float *saved, float *saved_2, float *running_mean, float *running_mean_2,
                       float *running_var, float *running_var_2, float eps, float momentum, uint32 rows, int channels) {
-    constexpr int DEPTH = LOADS / 2;
     const int channel = (blockIdx.x * TILE + threadIdx.x) * VEC;
     if (channel >= channels) return;
     float scale[VEC], scale_2[VEC], shift[VEC];
@@ -26,33 +25,21 @@ batch_norm_pair_apply(const Packed<T> *x, const Packed<T> *x_2, const float *sum
             shift[k] = of.shift[k] + of_2.shift[k];
         }
     }
-    const uint32 stride = gridDim.y * APPLY_ROWS, pitch = channels / VEC;
-    for (uint32 i = blockIdx.y * APPLY_ROWS + threadIdx.y; i < rows; i += DEPTH * stride) {
-        Packed<T> packed[DEPTH], packed_2[DEPTH];
+    const uint32 pitch = channels / VEC;
+    for (uint32 i = blockIdx.y * APPLY_ROWS + threadIdx.y; i < rows; i += gridDim.y * APPLY_ROWS) {
+        const uint32 at = (rows - 1 - i) * pitch + channel / VEC;
+        float v[VEC], v_2[VEC];
+        unpack(x[at], v);
+        unpack(x_2[at], v_2);
+        uint32 bits = 0;
 #pragma unroll
-        for (int u = 0; u < DEPTH; ++u) {
-            if (i + u * stride >= rows) continue;
-            const uint32 at = (rows - 1 - (i + u * stride)) * pitch + channel / VEC;
-            packed[u] = x[at];
-            packed_2[u] = x_2[at];
+        for (int k = 0; k < VEC; ++k) {
+            v[k] = v[k] * scale[k] + (v_2[k] * scale_2[k] + shift[k]);
+            bits |= uint32(v[k] > 0) << k;
+            v[k] = v[k] > 0 || v[k] != v[k] ? v[k] : 0;  // NaN stays visible
         }
-#pragma unroll
-        for (int u = 0; u < DEPTH; ++u) {
-            if (i + u * stride >= rows) continue;
-            const uint32 at = (rows - 1 - (i + u * stride)) * pitch + channel / VEC;
-            float v[VEC], v_2[VEC];
-            unpack(packed[u], v);
-            unpack(packed_2[u], v_2);
-            uint32 bits = 0;
-#pragma unroll
-            for (int k = 0; k < VEC; ++k) {
-                v[k] = v[k] * scale[k] + (v_2[k] * scale_2[k] + shift[k]);
-                bits |= uint32(v[k] > 0) << k;
-                v[k] = v[k] > 0 || v[k] != v[k] ? v[k] : 0;  // NaN stays visible
-            }
-            y[at] = pack<T>(v);
-            mask[at] = uint8(bits);
-        }
+        y[at] = pack<T>(v);
+        mask[at] = uint8(bits);
     }
 }
 
@@ -64,45 +51,28 @@ batch_norm_pair_backward_reduce(const Packed<T> *x, const Packed<T> *x_2, const 
                                 const uint8 *mask, Packed<T> *dz, const float *saved, const float *saved_2,
                                 float *dgamma, float *dgamma_2, float *dbeta, float *dbeta_2, float *partials,
                                 uint32 *tickets, uint32 rows, int channels) {
-    constexpr int DEPTH = LOADS / 4;
-    const int channel = (blockIdx.x * TILE + threadIdx.x) * VEC;
-    const uint32 stride = gridDim.y * REDUCE_ROWS, pitch = channels / VEC;
+    const int channel = (blockIdx.x * TILE + threadIdx.x) * VEC, pitch = channels / VEC;
     float acc[3][VEC] = {};
     if (channel < channels) {
         float mean[VEC], mean_2[VEC];
         load_floats(saved + channel, mean);
         load_floats(saved_2 + channel, mean_2);
-        for (uint32 row = blockIdx.y * REDUCE_ROWS + threadIdx.y; row < rows; row += DEPTH * stride) {
-            Packed<T> px[DEPTH], px_2[DEPTH], pdy[DEPTH], pdy2[DEPTH];
-            uint32 bits[DEPTH];
+        for (uint32 row = blockIdx.y * REDUCE_ROWS + threadIdx.y; row < rows; row += gridDim.y * REDUCE_ROWS) {
+            const uint32 at = row * pitch + channel / VEC, bits = mask[at];
+            float v[VEC], v_2[VEC], g[VEC], g2[VEC];
+            unpack(x[at], v);
+            unpack(x_2[at], v_2);
+            unpack(dy[at], g);
+            if (TWO) unpack(dy2[at], g2);
 #pragma unroll
-            for (int u = 0; u < DEPTH; ++u) {
-                if (row + u * stride >= rows) continue;
-                const uint32 at = (row + u * stride) * pitch + channel / VEC;
-                px[u] = x[at];
-                px_2[u] = x_2[at];
-                pdy[u] = dy[at];
-                if (TWO) pdy2[u] = dy2[at];
-                bits[u] = mask[at];
+            for (int k = 0; k < VEC; ++k) {
+                if (TWO) g[k] += g2[k];
+                if (!(bits >> k & 1)) g[k] = 0;
+                acc[0][k] += g[k];
+                acc[1][k] += g[k] * (v[k] - mean[k]);
+                acc[2][k] += g[k] * (v_2[k] - mean_2[k]);
             }
-#pragma unroll
-            for (int u = 0; u < DEPTH; ++u) {
-                if (row + u * stride >= rows) continue;
-                float v[VEC], v_2[VEC], g[VEC], g2[VEC];
-                unpack(px[u], v);
-                unpack(px_2[u], v_2);
-                unpack(pdy[u], g);
-                if (TWO) unpack(pdy2[u], g2);
-#pragma unroll
-                for (int k = 0; k < VEC; ++k) {
-                    if (TWO) g[k] += g2[k];
-                    if (!(bits[u] >> k & 1)) g[k] = 0;
-                    acc[0][k] += g[k];
-                    acc[1][k] += g[k] * (v[k] - mean[k]);
-                    acc[2][k] += g[k] * (v_2[k] - mean_2[k]);
-                }
-                dz[(row + u * stride) * pitch + channel / VEC] = pack<T>(g);
-            }
+            dz[at] = pack<T>(g);
         }
     }
     reduce_over_rows(acc, partials, tickets, channels, [=](int c, const float (&of)[3]) {

@@ -3,20 +3,7 @@
 //
 // `winner` is the place of the maximum in its window (row * 3 + column), or NOBODY where no value is above 0: ReLU then
 // lets no gradient through. `x_winner` is x there, so that the sums of the backward pass need not look for it.
-#include "batch_norm.cuh"
-
-constexpr int KERNEL = 3, STRIDE = 2, PAD = 1;
-constexpr uint8 NOBODY = 255;
-
-struct Image { int height, width, out_height, out_width; };
-
-// Where an output pixel's window lies.
-struct Place {
-    int image, row, column;
-
-    __device__ Place(uint32 pixel, int height, int width)
-        : image(pixel / width / height), row(pixel / width % height), column(pixel % width) {}
-};
+#include "batch_norm_pool.cuh"
 
 // --- forward: comparisons are done in packed words, two 16-bit channels at once ---
 
@@ -59,7 +46,7 @@ template <> __device__ inline uint32 greater<bfloat16>(uint32 a, uint32 b) {
 // the largest, or the smallest if scale < 0: signs are flipped then. A NaN needs no care: it is in the statistics, so that
 // scale and all of its channel are NaN.
 template <class T>
-__global__ void __launch_bounds__(APPLY_THREADS, 3)
+__global__ void __launch_bounds__(APPLY_THREADS, 4)
 batch_norm_relu_max_pool(const Packed<T> *x, const float *sums, const float *gamma, const float *beta, Packed<T> *y,
                          uint2 *winner, Packed<T> *x_winner, float *saved, float *running_mean, float *running_var, float eps, float momentum,
                          Image size, uint32 rows, uint32 outputs, int channels) {
@@ -74,18 +61,8 @@ batch_norm_relu_max_pool(const Packed<T> *x, const float *sums, const float *gam
     }
     for (uint32 pixel = blockIdx.y * APPLY_ROWS + threadIdx.y; pixel < outputs; pixel += gridDim.y * APPLY_ROWS) {
         const Place at(pixel, size.out_height, size.out_width);
-        Words<T> here[KERNEL][KERNEL], best;  // all loads first, to have them in flight together
+        Words<T> best;
         uint32 place[WORDS<T>];
-#pragma unroll
-        for (int i = 0; i < KERNEL; ++i) {
-#pragma unroll
-            for (int j = 0; j < KERNEL; ++j) {
-                const int row = at.row * STRIDE - PAD + i, column = at.column * STRIDE - PAD + j;
-                here[i][j] = lowest;
-                if (row >= 0 && row < size.height && column >= 0 && column < size.width)
-                    here[i][j].packed = x[((at.image * size.height + row) * size.width + column) * pitch + channel / VEC];
-            }
-        }
 #pragma unroll
         for (int w = 0; w < WORDS<T>; ++w) {
             best.word[w] = lowest.word[w] ^ flip.word[w];  // -infinity
@@ -93,11 +70,20 @@ batch_norm_relu_max_pool(const Packed<T> *x, const float *sums, const float *gam
         }
 #pragma unroll
         for (int i = 0; i < KERNEL; ++i) {
+            const int row = at.row * STRIDE - PAD + i;
+            Words<T> here[KERNEL];
+#pragma unroll
+            for (int j = 0; j < KERNEL; ++j) {
+                const int column = at.column * STRIDE - PAD + j;
+                here[j] = lowest;
+                if (row >= 0 && row < size.height && column >= 0 && column < size.width)
+                    here[j].packed = x[((at.image * size.height + row) * size.width + column) * pitch + channel / VEC];
+            }
 #pragma unroll
             for (int j = 0; j < KERNEL; ++j) {
 #pragma unroll
                 for (int w = 0; w < WORDS<T>; ++w) {
-                    const uint32 value = here[i][j].word[w] ^ flip.word[w];
+                    const uint32 value = here[j].word[w] ^ flip.word[w];
                     const uint32 better = greater<T>(value, best.word[w]);
                     best.word[w] = (value & better) | (best.word[w] & ~better);
                     place[w] = (in_lanes<T>(i * KERNEL + j) & better) | (place[w] & ~better);
@@ -125,8 +111,6 @@ batch_norm_relu_max_pool(const Packed<T> *x, const float *sums, const float *gam
         winner[to] = places;
     }
 }
-
-__device__ inline uint32 winner_of(uint2 places, int k) { return (k < 4 ? places.x : places.y) >> 8 * (k % 4) & 0xff; }
 
 // --- backward ---
 
@@ -166,8 +150,7 @@ batch_norm_relu_max_pool_backward_reduce(const Packed<T> *x_winner, const Packed
     });
 }
 
-// dx as in batch_norm_backward_apply. A thread does the 2x2 input pixels that start at twice its own coordinates: they
-// lie in the same four windows, so that each window is read once for four pixels.
+// The gradient of x, a thread a square of 2x2 pixels.
 template <class T>
 __global__ void __launch_bounds__(APPLY_THREADS, 2)
 batch_norm_relu_max_pool_backward_apply(const Packed<T> *x, const Packed<T> *dz, const uint2 *winner, Packed<T> *dx,
@@ -175,61 +158,13 @@ batch_norm_relu_max_pool_backward_apply(const Packed<T> *x, const Packed<T> *dz,
                                         Image size, uint32 rows, uint32 squares, int channels) {
     const int channel = (blockIdx.x * TILE + threadIdx.x) * VEC, pitch = channels / VEC;
     if (channel >= channels) return;
-    const Backward of(saved, gamma, nullptr, channel, channels);
-    const InputGradient to(of, dgamma, dbeta, rows, channel);
+    const PoolGradient<T> gradient(saved, gamma, dgamma, dbeta, rows, channel, channels);
     for (uint32 square = blockIdx.y * APPLY_ROWS + threadIdx.y; square < squares; square += gridDim.y * APPLY_ROWS) {
         const Place at(square, (size.height + 1) / 2, (size.width + 1) / 2);
-        uint2 places[2][2];
-        Packed<T> packed_dz[2][2], packed[2][2];
-        bool inside[2][2];
-        uint32 target[2][2];
-#pragma unroll
-        for (int a = 0; a < 2; ++a) {
-#pragma unroll
-            for (int b = 0; b < 2; ++b) {
-                const int window_row = at.row + a, window_column = at.column + b;
-                places[a][b] = {~0u, ~0u};
-                if (window_row < size.out_height && window_column < size.out_width) {
-                    const uint32 source =
-                        ((at.image * size.out_height + window_row) * size.out_width + window_column) * pitch + channel / VEC;
-                    places[a][b] = winner[source];
-                    packed_dz[a][b] = dz[source];
-                }
-                const int row = 2 * at.row + a, column = 2 * at.column + b;
-                inside[a][b] = row < size.height && column < size.width;
-                target[a][b] = ((at.image * size.height + row) * size.width + column) * pitch + channel / VEC;
-                if (inside[a][b]) packed[a][b] = x[target[a][b]];
-            }
-        }
-        float sum[2][2][VEC] = {};
-#pragma unroll
-        for (int a = 0; a < 2; ++a) {
-#pragma unroll
-            for (int b = 0; b < 2; ++b) {
-                float g[VEC];
-                unpack(packed_dz[a][b], g);
-#pragma unroll
-                for (int r = a; r < 2; ++r) {  // the second window of each direction holds the second pixel only
-#pragma unroll
-                    for (int c = b; c < 2; ++c) {
-                        const int place = (r + PAD - STRIDE * a) * KERNEL + c + PAD - STRIDE * b;
-#pragma unroll
-                        for (int k = 0; k < VEC; ++k) sum[r][c][k] += winner_of(places[a][b], k) == place ? g[k] : 0;
-                    }
-                }
-            }
-        }
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-#pragma unroll
-            for (int c = 0; c < 2; ++c) {
-                if (!inside[r][c]) continue;
-                float v[VEC];
-                unpack(packed[r][c], v);
-#pragma unroll
-                for (int k = 0; k < VEC; ++k) v[k] = of.scale[k] * sum[r][c][k] + to.b[k] * v[k] + to.c[k];
-                dx[target[r][c]] = pack<T>(v);
-            }
-        }
+        gradient.square(x, dz, winner, at.image, at.row, at.column, size, pitch, channel / VEC,
+                        [=](int r, int s, bool inside, const Packed<T> &v) {
+            const uint32 pixel = (at.image * size.height + 2 * at.row + r) * size.width + 2 * at.column + s;
+            if (inside) dx[pixel * pitch + channel / VEC] = v;
+        });
     }
 }

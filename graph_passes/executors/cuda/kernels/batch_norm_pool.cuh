@@ -1,0 +1,85 @@
+// The gradient of BatchNorm + ReLU + 3x3 max pooling with stride 2 at the input, for the kernels that write it and that which
+// uses it at once. See batch_norm_pool.cu.
+#pragma once
+#include "batch_norm.cuh"
+
+constexpr int KERNEL = 3, STRIDE = 2, PAD = 1;
+constexpr uint8 NOBODY = 255;
+
+struct Image { int height, width, out_height, out_width; };
+
+// Where an output pixel's window lies.
+struct Place {
+    int image, row, column;
+
+    __device__ Place(uint32 pixel, int height, int width)
+        : image(pixel / width / height), row(pixel / width % height), column(pixel % width) {}
+};
+
+__device__ inline uint32 winner_of(uint2 places, int k) { return (k < 4 ? places.x : places.y) >> 8 * (k % 4) & 0xff; }
+
+// dx as in batch_norm_backward_apply, for a thread's 8 channels.
+template <class T> struct PoolGradient {
+    float scale[VEC], b[VEC], c[VEC];
+
+    __device__ PoolGradient(const float *saved, const float *gamma, const float *dgamma, const float *dbeta, uint32 rows,
+                            int channel, int channels) {
+        const Backward of(saved, gamma, nullptr, channel, channels);
+        const InputGradient to(of, dgamma, dbeta, rows, channel);
+#pragma unroll
+        for (int k = 0; k < VEC; ++k) {
+            scale[k] = of.scale[k];
+            b[k] = to.b[k];
+            c[k] = to.c[k];
+        }
+    }
+
+    // Of the 2x2 input pixels that start at twice the given row and column: they lie in the same four windows, so that each
+    // window is read once for four pixels. Calls `store(row, column, inside, dx)` for each, row and column 0 or 1. A pixel
+    // has `pitch` vectors, of which `vector` is this thread's.
+    template <class Store>
+    __device__ void square(const Packed<T> *x, const Packed<T> *dz, const uint2 *winner, int image, int square_row,
+                           int square_column, Image size, int pitch, int vector, Store store) const {
+        uint2 places[2][2];
+        Packed<T> packed_dz[2][2], packed[2][2];
+        bool inside[2][2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const int window_row = square_row + i, window_column = square_column + j;
+                places[i][j] = {~0u, ~0u};
+                if (window_row < size.out_height && window_column < size.out_width) {
+                    const uint32 window = (image * size.out_height + window_row) * size.out_width + window_column;
+                    places[i][j] = winner[window * pitch + vector];
+                    packed_dz[i][j] = dz[window * pitch + vector];
+                }
+                const int row = 2 * square_row + i, column = 2 * square_column + j;
+                inside[i][j] = row < size.height && column < size.width;
+                if (inside[i][j]) packed[i][j] = x[((image * size.height + row) * size.width + column) * pitch + vector];
+            }
+        }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+#pragma unroll
+            for (int s = 0; s < 2; ++s) {
+                float sum[VEC] = {}, v[VEC];
+#pragma unroll
+                for (int i = 0; i <= r; ++i) {  // the second window of each direction holds the second pixel only
+#pragma unroll
+                    for (int j = 0; j <= s; ++j) {
+                        const int place = (r + PAD - STRIDE * i) * KERNEL + s + PAD - STRIDE * j;
+                        float g[VEC];
+                        unpack(packed_dz[i][j], g);
+#pragma unroll
+                        for (int k = 0; k < VEC; ++k) sum[k] += winner_of(places[i][j], k) == place ? g[k] : 0;
+                    }
+                }
+                unpack(packed[r][s], v);
+#pragma unroll
+                for (int k = 0; k < VEC; ++k) v[k] = scale[k] * sum[k] + b[k] * v[k] + c[k];
+                store(r, s, inside[r][s], pack<T>(v));
+            }
+        }
+    }
+};
