@@ -32,6 +32,10 @@ STD = (58.395, 57.12, 57.375)
 
 NUM_CANDIDATES = 10  # windows drawn for each training image; the first that fits is taken (torchvision draws as many)
 DEFAULT_HW_DECODER_LOAD = 0.65  # DALI's own
+# Pixels, width and height, that the GPU's decoders have memory ready for; larger images are decoded all the same, and
+# cost a pause: none of 900 of ImageNet. Without it memory is taken and given back in every batch, for which the GPU stops all
+# its work: a training step beside it took 29.8 instead of 26.6 ms (ResNet-50, batch 256, one H200).
+PREALLOCATED_PIXELS = 2500
 STAGES = ("read", "decode", "resize", "full")
 
 
@@ -138,6 +142,8 @@ def _image(config: GraphConfig, inputs: ImageInputs) -> Any:
         size,
         device="mixed" if config.device == "gpu" and not config.cpu_decoder else "cpu",
         hw_decoder_load=DEFAULT_HW_DECODER_LOAD if config.hw_decoder_load is None else config.hw_decoder_load,
+        preallocate_width_hint=PREALLOCATED_PIXELS,
+        preallocate_height_hint=PREALLOCATED_PIXELS,
         output_type=types.RGB,
     )
     if config.device == "gpu" and config.cpu_decoder:
