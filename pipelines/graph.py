@@ -33,8 +33,8 @@ STD = (58.395, 57.12, 57.375)
 NUM_CANDIDATES = 10  # windows drawn for each training image; the first that fits is taken (torchvision draws as many)
 DEFAULT_HW_DECODER_LOAD = 0.65  # DALI's own
 # Pixels, width and height, that the GPU's decoders have memory ready for; larger images are decoded all the same, and
-# cost a pause: none of 900 of ImageNet. Without it memory is taken and given back in every batch, for which the GPU stops all
-# its work: a training step beside it took 29.8 instead of 26.6 ms (ResNet-50, batch 256, one H200).
+# cost a pause (none of 900 of ImageNet is). Without it memory is taken and given back in every batch, for which the GPU
+# stops all its work: a training step beside it took 29.8 instead of 26.6 ms (ResNet-50, batch 256, one H200).
 PREALLOCATED_PIXELS = 2500
 STAGES = ("read", "decode", "resize", "full")
 
