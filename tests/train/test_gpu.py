@@ -222,11 +222,13 @@ def test_predict_and_export_from_a_gpu_run(run_train, tiny_data, tmp_path):
                                    *images)  # fmt: skip
         assert code == 0, err
         answers[device] = json.loads(out)
+    differences = []
     for on_gpu, on_cpu in zip(answers["gpu"], answers["cpu"], strict=True):
         guesses = (on_gpu["predictions"], on_cpu["predictions"])
-        probabilities = [{guess["class"]: guess["probability"] for guess in found} for found in guesses]
-        # The GPU decodes JPEGs otherwise than the CPU does, and computes in 16 bits.
-        assert probabilities[0] == pytest.approx(probabilities[1], abs=0.1)
+        gpu, cpu = ({guess["class"]: guess["probability"] for guess in found} for found in guesses)
+        differences += [abs(gpu[name] - cpu[name]) for name in cpu]
+    # The GPU decodes JPEGs otherwise than the CPU does, which shows in images of noise, and computes in 16 bits.
+    assert len(differences) == 3 * len(images) and np.mean(differences) < 0.05
     code, out, err = run_train("export", "--checkpoint", folder, "--symbol", tmp_path / "net.json",
                                "--params", tmp_path / "net.params")  # fmt: skip
     assert code == 0, err
