@@ -70,12 +70,14 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--steps", type=int, default=80, help="counted steps in each turn")
     parser.add_argument("--rounds", type=int, default=3, help="turns of both")
+    parser.add_argument("--threads", type=int, default=0, help="of our loader (default: all cores)")
     parser.add_argument("--workers", type=int, default=num_cores(), help="of the peer's loader (default: all cores)")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         records = str(repeated_records(arguments.data, Path(folder)))
         config = replace(load_preset("resnet50_90ep"), data=records, depth=arguments.depth,
-                         batch_size=arguments.batch, num_classes=1000, dtype="float16", executor="cuda")
+                         batch_size=arguments.batch, num_classes=1000, dtype="float16", executor="cuda",
+                         num_threads=arguments.threads)
         lines = run_ours(config, Path(folder) / "run", arguments.rounds, arguments.steps)
     name = f"resnet{arguments.depth}_fp16_b{arguments.batch}_jpeg_1gpu"
     jpeg, synthetic = lines
