@@ -76,8 +76,8 @@ def test_moving_averages_against_oracle(backend, rng):
         expected = {name: decay * expected[name] + (1 - decay) * value for name, value in values.items()}
     with averages_in_use(optimizer):
         for name, array in (params | aux).items():
-            # Each step rounds to fp32 three times (6e-8 each) and forgets at least a quarter of what was before: 12 times
-            # that at most, of the largest value on the way.
+            # Each step rounds to fp32 three times (6e-8 each) and forgets at least a quarter of what was before: 12
+            # times that at most, of the largest value on the way.
             np.testing.assert_allclose(numpy(array), expected[name], rtol=1e-6, atol=2e-6, err_msg=name)
     for name, array in (params | aux).items():
         assert np.array_equal(numpy(array), history[-1][name].astype(np.float32)), "and the weights are back"
