@@ -19,7 +19,7 @@ from train import checkpoint, cli, compare_precision, devices, export, files, pr
 from train.build import SAMPLES_FOLDER, build_executor, open_split
 from train.config import CONFIG_FILE, SAMPLES, SYNTHETIC, BenchmarkConfig, Config, ValidateConfig, parse, presets
 from train.distributed import USER_ERRORS, Workers, drain_engine, is_lost_process
-from train.errors import TrainError
+from train.errors import EXIT_FAILURE, EXIT_LOST_PROCESS, EXIT_USER_ERROR, LostProcessError, TrainError
 from train.loop import Trainer, benchmark, measure_loader, validate
 from train.profile import write_profile
 from train.recorder import Recorder
@@ -29,8 +29,6 @@ from train.signals import StoppedBySignal
 if TYPE_CHECKING:
     from train.elastic import RunState  # needs Horovod
 
-EXIT_FAILURE = 1
-EXIT_USER_ERROR = 2
 EXIT_CTRL_C = 130  # what a shell gives for SIGINT
 
 
@@ -95,8 +93,8 @@ def _train(arguments: Sequence[str], state: RunState | None = None) -> None:
             if state or not is_lost_process(error):
                 raise
             drain_engine()
-            raise TrainError(f"another process of this run has ended; go on from the last checkpoint with: "
-                             f"python -m train --resume {run_folder}", on_all_ranks=True) from None
+            raise LostProcessError(f"another process of this run has ended; go on from the last checkpoint with: "
+                                   f"python -m train --resume {run_folder}") from None
         _report(recorder, run_folder)
 
 
@@ -266,7 +264,7 @@ def main(arguments: Sequence[str]) -> int:
     except USER_ERRORS as error:
         if _is_first() or not getattr(error, "on_all_ranks", False):
             print(f"error: {error}", file=sys.stderr, flush=True)
-        return EXIT_USER_ERROR
+        return EXIT_LOST_PROCESS if isinstance(error, LostProcessError) else EXIT_USER_ERROR
     except StoppedBySignal as stop:
         if _is_first():
             print(stop, flush=True)

@@ -1,6 +1,10 @@
-"""The one exception for a user's mistake in `train`."""
+"""The exception for a user's mistake in `train`, and exit codes."""
 
 from __future__ import annotations
+
+EXIT_FAILURE = 1
+EXIT_USER_ERROR = 2
+EXIT_LOST_PROCESS = 3  # this process is well, but another one of its run has ended
 
 
 class TrainError(Exception):
@@ -13,3 +17,10 @@ class TrainError(Exception):
     def __init__(self, sentence: str, on_all_ranks: bool = False) -> None:
         super().__init__(sentence)
         self.on_all_ranks = on_all_ranks
+
+
+class LostProcessError(TrainError):
+    """Another process of this run has ended before its time; the same on all that are left."""
+
+    def __init__(self, sentence: str) -> None:
+        super().__init__(sentence, on_all_ranks=True)

@@ -21,15 +21,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from train import topology
-from train.errors import TrainError
+from train.errors import EXIT_LOST_PROCESS, EXIT_USER_ERROR, TrainError
 
 LOOPBACK = {"HOROVOD_GLOO_IFACE": "lo", "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "NCCL_SOCKET_IFNAME": "lo",
             "HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}  # fmt: skip
 DEFAULT_PROCESSES = 8  # a DGX-1 has 8 GPUs; a machine with fewer gets one process for each
 GRACE_SECONDS = 3.0  # for the others to end by themselves when one process has failed
 POLL_SECONDS = 0.05
-TOLD = (2, 128 + signal.SIGINT, 128 + signal.SIGTERM)  # exit codes of processes that have said why they end
-EXIT_USER_ERROR = 2
+# Exit codes of processes that have said why they end.
+TOLD = (EXIT_USER_ERROR, EXIT_LOST_PROCESS, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 HELP = """usage: scripts/dgx1_8gpu.sh [-n PROCESSES] [-b BATCH] [-e EPOCHS] [any option of python -m train]
 
@@ -237,21 +237,23 @@ def _start(command: Sequence[str], slot: Slot, environment: Mapping[str, str]) -
 
 
 def _wait(workers: Sequence[Worker]) -> int:
-    """Until all have ended, or until GRACE_SECONDS after the first one that failed, whose last words are printed."""
-    culprit: Worker | None = None
+    """Until all have ended, or until GRACE_SECONDS after the first one that failed.
+
+    Prints the last words of the one whose fault it was: the others fail because of it, perhaps even before it is gone.
+    """
+    failed: list[Worker] = []  # in the order in which they were seen
     deadline = float("inf")
     while time.monotonic() < deadline:
         codes = [worker.process.poll() for worker in workers]
-        failed = [worker for worker, code in zip(workers, codes, strict=True) if code]
-        if failed and culprit is None:
-            # When one dies, others fail because of it, perhaps before the next look at them.
-            culprit = min(failed, key=lambda worker: (worker.process.returncode in TOLD, worker.process.returncode))
+        failed += [worker for worker, code in zip(workers, codes, strict=True) if code and worker not in failed]
+        if failed and deadline == float("inf"):
             deadline = time.monotonic() + GRACE_SECONDS
         if None not in codes:
             break
         time.sleep(POLL_SECONDS)
-    if culprit is None:
+    if not failed:
         return 0
+    culprit = next((worker for worker in failed if worker.process.returncode != EXIT_LOST_PROCESS), failed[0])
     code = culprit.process.returncode
     if code not in TOLD:
         print(f"error: {culprit.last_words()}, so the run ends; the last checkpoint is whole: go on with --resume and "
