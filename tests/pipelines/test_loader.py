@@ -3,6 +3,8 @@
 import io
 import itertools
 import json
+import os
+import re
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from PIL import Image
 from mxnet_compat import mx
 from pipelines import MEAN, STD, DataError, LoaderConfig, load_images, open_loader
 from pipelines.dali_loader import READ_AHEAD, DaliLoader, decodes_on_cpu
-from pipelines.graph import random_inputs
+from pipelines.graph import random_inputs, without_lines
 from pipelines.sources import open_source
 
 
@@ -371,3 +373,13 @@ def test_validation_batches_are_decoded_once_where_there_is_room(numbered, room,
                 np.testing.assert_array_equal(labels, wanted_labels)
             assert decoded == list(range(room if epoch else 0, num_batches))
         assert loader.epoch == 3
+
+
+def test_lines_that_libraries_write_are_kept_off_stderr(capfd):
+    with without_lines(re.compile(rb"unwanted")):
+        os.write(2, b"one\nunwanted: two\nthree\n")
+    os.write(2, b"unwanted later\n")
+    with pytest.raises(ValueError), without_lines(re.compile(rb"unwanted")):
+        os.write(2, b"unwanted\nbefore the error\n")
+        raise ValueError
+    assert capfd.readouterr().err == "one\nthree\nunwanted later\nbefore the error\n"
