@@ -1,0 +1,97 @@
+"""scripts/setup.sh: which packages and Horovod a machine gets, with stand-ins for its tools; nothing is installed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "setup.sh"
+TOOLS = ("bash", "cat", "cksum", "dirname", "env", "grep", "ln", "nproc", "realpath", "rm", "sed", "sort", "tail", "touch",
+         "tr")  # of any Linux
+GPU = 'echo "GPU 0: NVIDIA H200"'
+
+
+def write_program(path: Path, body: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!{shutil.which('bash')}\n{body}\n")
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def run_setup(tmp_path: Path) -> Callable[..., tuple[str, str]]:
+    """Runs setup.sh on a machine that has just the tools given, by name and what they do.
+
+    Returns what it says, and a line for each call of pip: its arguments and Horovod's settings.
+    """
+    venv, log = tmp_path / "venv", tmp_path / "calls"
+    (tmp_path / "nccl" / "lib").mkdir(parents=True)
+    write_program(venv / "bin" / "pip", f'echo "$* $(env | grep ^HOROVOD | sort | tr "\\n" " ")" >>{log}')
+    write_program(venv / "bin" / "python", f'case $1 in -c) echo {tmp_path}/nccl ;; -W) exit 1 ;; esac')
+
+    def run(**tools: str) -> tuple[str, str]:
+        path = tmp_path / "path"
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir()
+        for name in TOOLS:
+            (path / name).symlink_to(shutil.which(name) or name)
+        for name, body in tools.items():
+            write_program(path / name.replace("gxx", "g++").replace("_", "-"), body)
+        log.write_text("")
+        done = subprocess.run([path / "bash", SCRIPT, venv], capture_output=True, text=True,
+                              env={"PATH": str(path), "HOME": os.environ["HOME"]})  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert (venv / ".ready").exists()
+        return done.stdout, log.read_text()
+
+    return run
+
+
+def test_gpu_without_nvcc(run_setup):
+    """One sentence, and all but Horovod is set up; once there is nvcc, only that is made up for."""
+    said, calls = run_setup(nvidia_smi=GPU, gxx="")
+    assert "setup: no nvcc, so no Horovod: everything but several GPUs works; install the CUDA toolkit" in said
+    assert ".[gpu,onnx,dev]" in calls
+    assert "uninstall -q -y mxnet \n" in calls
+    assert "horovod" not in calls
+    said, calls = run_setup(nvidia_smi=GPU, gxx="", nvcc="echo '#$ TOP=/opt/cuda' >&2")
+    assert "horovod==0.28.1" in calls
+    assert "[gpu" not in calls
+
+
+def test_gpu_with_nvcc(run_setup, tmp_path):
+    said, calls = run_setup(nvidia_smi=GPU, gxx="", nvcc="echo '#$ TOP=/opt/cuda/bin/..' >&2")
+    (horovod,) = (line for line in calls.splitlines() if "horovod==" in line)
+    for setting in ("HOROVOD_GPU_OPERATIONS=NCCL", "HOROVOD_CPU_OPERATIONS=GLOO", f"HOROVOD_NCCL_HOME={tmp_path}/nccl"):
+        assert setting in horovod
+    assert (tmp_path / "nccl" / "lib" / "libnccl.so").is_symlink()
+    assert "allreduce.cc did not build" in said  # its stand-in fails, and the rest is none the worse
+    _, calls = run_setup(nvidia_smi=GPU, gxx="", nvcc="")
+    assert calls == ""  # all done
+
+
+@pytest.mark.parametrize("nvidia_smi", ["exit 9", "echo 'No devices were found'"])
+def test_no_gpu(run_setup, nvidia_smi):
+    said, calls = run_setup(nvidia_smi=nvidia_smi, gxx="", nvcc="")
+    assert "packages for a machine with no GPU" in said
+    assert ".[cpu,onnx,dev]" in calls
+    (horovod,) = (line for line in calls.splitlines() if "horovod==" in line)
+    assert "HOROVOD_GPU_OPERATIONS" not in horovod
+
+
+def test_no_compiler(run_setup):
+    said, calls = run_setup()
+    assert "setup: no g++, so no Horovod: everything but several processes works" in said
+    assert "horovod" not in calls
+
+
+def test_horovod_does_not_build(run_setup, tmp_path):
+    pip = tmp_path / "venv" / "bin" / "pip"
+    pip.write_text(pip.read_text() + '[[ "$*" != *horovod* ]]\n')
+    said, _ = run_setup(gxx="")
+    assert "setup: Horovod did not build (log: " in said
+    assert "everything but several processes works" in said
