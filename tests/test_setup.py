@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "setup.sh"
-TOOLS = ("bash", "cat", "cksum", "dirname", "env", "grep", "ln", "nproc", "realpath", "rm", "sed", "sort", "tail", "touch",
-         "tr")  # of any Linux
+TOOLS = ("bash", "cat", "cksum", "dirname", "env", "grep", "ln", "nproc", "realpath", "rm", "sed", "sort", "tail",
+         "touch", "tr")  # of any Linux
 GPU = 'echo "GPU 0: NVIDIA H200"'
 
 

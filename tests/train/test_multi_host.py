@@ -39,7 +39,7 @@ def test_hosts(run_script):
     assert run == ["--gloo", "-np", "12", "-H", "node1:8,node2:4"]
     assert train == ["-b", "96", "--config", "resnet50_90ep", "--data", "a folder"]
     run, train = asked(run_script("-p", "dgx_h100", "-H", "node1:8", "-n", 2, "--ssh-port", 99))
-    assert run == ["--gloo", "-np", "2", "-H", "node1:8", "--ssh-port", "99"]
+    assert run == ["--gloo", "-np", "2", "--ssh-port", "99", "-H", "node1:8"]
     assert train == ["-b", "400"]
 
 
