@@ -37,6 +37,7 @@ REDUCE_BLOCK: Size = (8, 96, 1)  # threads: vectors along the channels, rows
 APPLY_BLOCK: Size = (8, 32, 1)
 STEM_BLOCK: Size = (256, 1, 1)
 STEM_FILTERS, STEM_SIZE, STEM_OUT_ROWS = 64, 7, 4  # FILTERS, SIZE and OUT_ROWS of stem.cu
+STEM_STATIC_BYTES = 2100  # of shared memory, beside what `stem_work` says
 STEM_SHARE = STEM_FILTERS * STEM_SIZE * 32  # floats of the weights' gradient that a block of stem_wgrad leaves
 # How batch_norm.cu knows where ReLU let the gradient through.
 _RELU = {"BatchNormBackward": "NO_RELU", "BatchNormReluBackward": "RECOMPUTED", "BatchNormAddReluBackward": "BITS"}
@@ -322,10 +323,14 @@ class Lowering:
                      (product, bias, *addend), (y,), in_place=(product, y))
 
     def _stem_serves(self, node: Node) -> bool:
-        """Is this the convolution that stem.cu is for?"""
+        """Is this the convolution that stem.cu is for, on a GPU that has the shared memory for it?"""
         x, w = self._input(node, 0), self._input(node, 1)
-        return (window(node) == ((7, 7), (2, 2), (3, 3), (1, 1)) and w.shape == (STEM_FILTERS, STEM_SIZE, STEM_SIZE, 4)
-                and x.shape[2] % 2 == 0 and self._item_bytes == 2 and self._gpu.capability >= (8, 0))
+        if (window(node) != ((7, 7), (2, 2), (3, 3), (1, 1)) or w.shape != (STEM_FILTERS, STEM_SIZE, STEM_SIZE, 4)
+                or x.shape[2] % 2 or self._item_bytes != 2 or self._gpu.capability < (8, 0)):
+            return False
+        _, _, image_bytes, gradient_bytes = stem_work(self._output(node).shape)
+        needed = image_bytes + max(image_bytes, gradient_bytes) + STEM_STATIC_BYTES
+        return needed <= self._gpu.max_shared_bytes
 
     def _stem(self, node: Node) -> None:
         """The convolution with the sums of its output."""

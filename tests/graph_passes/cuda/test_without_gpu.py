@@ -106,6 +106,13 @@ def test_launches_of_folded_inference() -> None:
     check_memory(lowering.program)
 
 
+@pytest.mark.parametrize("size, is_ours", [(224, True), (225, False), (1024, False)])
+def test_the_stem_is_ours_where_its_rows_are_aligned_and_fit(size: int, is_ours: bool) -> None:
+    lowering, _ = lower(18, 1, size, training=True)
+    operations = [launch.operation for launch in lowering.program.launches if launch.node.startswith("stem_conv")]
+    assert operations == (["stem_fprop", "stem_wgrad", "stem_wgrad_sum"] if is_ours else ["fprop_stats", "wgrad"])
+
+
 def test_launches_of_the_fused_backward_pass() -> None:
     """Gradients of the data of 1x1 convolutions come with the sums of the BatchNorm that reads them; in stage 1 one
     launch goes from a BatchNorm to the one before the convolution before it. Nothing is done twice or left out."""
