@@ -186,6 +186,7 @@ def launch_elastic(slots: Sequence[Slot], command: Sequence[str], min_processes:
         finally:
             for worker in workers:
                 worker.process.kill()
+            logging.disable(logging.NOTSET)
 
 
 def _results(driver: Any, workers: Sequence[Worker]) -> list[int]:

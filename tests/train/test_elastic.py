@@ -185,15 +185,3 @@ def test_process_without_memory_ends_the_run(tiny_options, tmp_path):
     assert "failed with exit code 1, so the run ends" in errors[-1]
     assert "Traceback" not in done.stderr
     assert checkpoint.load(checkpoint.find(str(tmp_path / "run"))).progress.step in (1, 2)
-
-
-def test_too_few_left(start):
-    """An elastic run of which fewer than --min-np are left ends and says so."""
-    run = start(2, "--min-np", "2")
-    run.wait_for(lambda: run.last_step() >= 1)
-    os.kill(run.workers()[1], signal.SIGKILL)
-    code, _, err = run.end()
-    assert code == 128 + signal.SIGKILL
-    last = err.splitlines()[-1]
-    assert last.startswith("error: process ")
-    assert last.endswith("1 are left, but --min-np is 2, so the run ends: go on with --resume and its folder")

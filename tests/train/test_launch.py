@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -161,13 +160,26 @@ def test_parse():
     assert passed == ["benchmark", "--data", "a folder", "--batch-size", "64", "--epochs", "3"]
 
 
-def test_worker_of_horovodrun_binds_itself():
-    """With a rank in its environment the launcher becomes `python -m train`."""
-    environment = {**os.environ, "HOROVOD_LOCAL_RANK": "1", "HOROVOD_LOCAL_SIZE": "2"}
-    done = subprocess.run([sys.executable, "-m", "train.launch", "--device", "cpu", "--nonsense"], env=environment,
-                          capture_output=True, text=True)  # fmt: skip
-    assert done.returncode == 2
-    assert "there is no option --nonsense" in done.stderr
+def test_worker_of_horovodrun_binds_itself(machine, monkeypatch):
+    """With a rank in its environment the launcher becomes `python -m train`, on the cores of that rank's GPU."""
+    gpus = machine({"cores": range(4)}, {"cores": range(4, 8)})
+    monkeypatch.setattr(topology, "read_gpus", lambda: gpus)
+    monkeypatch.setenv("HOROVOD_LOCAL_RANK", "1")
+    monkeypatch.setenv("HOROVOD_LOCAL_SIZE", "2")
+    called = {}
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: called.update(pid=pid, cores=cores))
+
+    def execve(*arguments):
+        called.update(execve=arguments)
+        raise SystemExit
+
+    monkeypatch.setattr(os, "execve", execve)
+    with pytest.raises(SystemExit):
+        launch.main(["-b", "32", "--data", "synthetic"])
+    assert (called["pid"], called["cores"]) == (0, frozenset(range(4, 8)))
+    program, command, environment = called["execve"]
+    assert [program, *command[1:]] == [sys.executable, "-m", "train", "--data", "synthetic", "--batch-size", "32"]
+    assert environment["RESNET_CORES"] == "4"
 
 
 @pytest.mark.parametrize("ending, code, words", [
@@ -175,7 +187,8 @@ def test_worker_of_horovodrun_binds_itself():
     ("sys.exit(7)", 7, "failed with exit code 7"),
     ("sys.exit(2)", 2, None),  # has told its user's mistake itself
 ])  # fmt: skip
-def test_last_words(ending, code, words, capfd):
+def test_last_words(ending, code, words, capfd, monkeypatch):
+    monkeypatch.setattr(launch, "GRACE_SECONDS", 0.2)
     script = f"""
 import os, sys, time
 if os.environ["HOROVOD_RANK"] == "1":
@@ -191,3 +204,14 @@ time.sleep(60)
         assert told.startswith("error: process 1 (pid ")
         assert words in told
         assert len(told.splitlines()) == 1
+
+
+def test_too_few_left(capfd):
+    """An elastic run of which fewer than the least number are left ends at once, and says so."""
+    pytest.importorskip("horovod")
+    script = "import os, time; os.environ['HOROVOD_RANK'] == '1' and os.kill(os.getpid(), 9); time.sleep(60)"
+    slots, _ = launch.plan(3, on_cpu=True)
+    assert launch.launch_elastic(slots, [sys.executable, "-c", script], min_processes=3) == 128 + signal.SIGKILL
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("error: process ")
+    assert line.endswith("2 are left, but --min-np is 3, so the run ends: go on with --resume and its folder")
