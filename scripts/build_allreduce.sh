@@ -34,6 +34,7 @@ if [ "$gpu" = 1 ]; then
     # CUDA's runtime of its own, hidden: MXNet's is another version.
     cuda=(-DHAVE_CUDA=1 -DHAVE_GPU=1 "-I$include" "$library" -Wl,--exclude-libs,ALL -ldl -lrt -lpthread)
 fi
+library=$(cd "$folder" && ls mpi_lib*.so) || fail "$folder does not hold Horovod's library"
 g++ -std=c++17 -O2 -fPIC -shared -s -Wl,-Bsymbolic "$root/train/allreduce.cc" "-I$source" -o "$folder/bucket_allreduce.so" \
-    ${cuda[@]+"${cuda[@]}"}
+    "-L$folder" "-l:$library" '-Wl,-rpath,$ORIGIN' ${cuda[@]+"${cuda[@]}"}
 printf '%s\n' "$folder/bucket_allreduce.so"

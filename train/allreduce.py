@@ -80,12 +80,12 @@ def _internal_error(text: str) -> Exception:
 @functools.cache
 def load_library(on_gpu: bool) -> Any:
     """The compiled allreduce.cc. Raises TrainError where it is missing, does not fit, or cannot do it on GPUs."""
-    import horovod.mxnet  # makes its own symbols visible to the library
+    from train.horovod_mxnet import hvd
 
-    if on_gpu and not horovod.mxnet.nccl_built():
+    if on_gpu and not hvd.nccl_built():
         raise TrainError("this Horovod was built without NCCL, so it cannot average gradients on GPUs: remove it "
                          "(pip uninstall horovod) and run make setup, with nvcc on PATH")
-    path = Path(horovod.mxnet.__file__).with_name(LIBRARY)
+    path = Path(hvd.__file__).with_name(LIBRARY)
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:

@@ -222,7 +222,7 @@ def drain_engine() -> None:
 
 def _import_horovod(size: int) -> Any:
     try:
-        import horovod.mxnet as hvd
+        from train.horovod_mxnet import hvd
     except ImportError as error:
         raise TrainError(
             f"{size} processes need Horovod, which is not installed here ({error}): install g++ and run make setup",

@@ -17,14 +17,13 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
-import horovod.mxnet as hvd
 from horovod.common.elastic import State, run_fn
 from horovod.common.exceptions import HorovodInternalError
-from horovod.mxnet.functions import broadcast_object
 
 from graph_passes.executors import Executor
 from train.checkpoint import Checkpoint
 from train.distributed import Workers, drain_engine, is_lost_process
+from train.horovod_mxnet import hvd
 
 
 class RunState(State):  # type: ignore[misc]  # Horovod is untyped
@@ -32,7 +31,7 @@ class RunState(State):  # type: ignore[misc]  # Horovod is untyped
     whether processes have come or gone: all raise HostsUpdatedInterrupt if so, which ends the session."""
 
     def __init__(self) -> None:
-        super().__init__(bcast_object=lambda value: broadcast_object(value, name="elastic"), get_rank=hvd.rank)
+        super().__init__(bcast_object=lambda value: hvd.broadcast_object(value, name="elastic"), get_rank=hvd.rank)
         self.committed: Checkpoint | None = None
         self.run_folder: Path | None = None
         self.executor: Executor | None = None  # kept: its batch stays, and compiled steps are not thrown away

@@ -13,7 +13,7 @@ from train.allreduce import LIBRARY
 from train.errors import TrainError
 
 BUCKETS = """
-    import os
+    import ctypes
     import sys
     from types import SimpleNamespace
     import numpy as np
@@ -22,6 +22,9 @@ BUCKETS = """
     from train.distributed import Workers
 
     workers = Workers()
+    # Nor must what Horovod's library links be there for everybody (train/horovod_mxnet.py): CUDA's old libraries on a GPU.
+    everybody = ctypes.CDLL(None)
+    assert not hasattr(everybody, "horovod_size") and not hasattr(everybody, "MXGetVersion")
     values = dict(np.load(f"{sys.argv[1]}/rank{workers.rank}.npz"))
     buckets = [Bucket(name, array.ctypes.data, array.size, str(array.dtype), 0, 0)
                for name, array in sorted(values.items())]
@@ -77,11 +80,10 @@ def test_buckets_become_their_mean(tmp_path, rng):
 
 @needs_horovod
 def test_horovod_without_nccl_or_library_is_one_sentence(monkeypatch):
-    import horovod.mxnet
-
     from train import allreduce
+    from train.horovod_mxnet import hvd
 
-    monkeypatch.setattr(horovod.mxnet, "nccl_built", lambda: 0)
+    monkeypatch.setattr(hvd, "nccl_built", lambda: 0)
     with pytest.raises(TrainError, match="this Horovod was built without NCCL"):
         allreduce.load_library(on_gpu=True)
     monkeypatch.setattr(allreduce, "LIBRARY", "there_is_no_such.so")

@@ -1,0 +1,19 @@
+"""The one place through which Horovod is imported: `from train.horovod_mxnet import hvd`; ImportError where it is missing.
+
+Horovod opens its library to the whole process (RTLD_GLOBAL), and with it all that MXNet links: CUDA 11's NVRTC, cuBLAS
+and cuDNN 8. Newer ones that are loaded later, such as the cuda executor's, then call the old ones' functions of the same
+names: NVRTC 13 crashed in its first compilation. Nobody but allreduce.cc needs Horovod's symbols, and it links the
+library by name, so here it is opened for itself alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+_for_all, ctypes.RTLD_GLOBAL = ctypes.RTLD_GLOBAL, ctypes.RTLD_LOCAL
+try:
+    import horovod.mxnet as hvd
+finally:
+    ctypes.RTLD_GLOBAL = _for_all
+
+__all__ = ["hvd"]
