@@ -22,7 +22,7 @@ BUCKETS = """
     from train.distributed import Workers
 
     workers = Workers()
-    # Nor must what Horovod's library links be there for everybody (train/horovod_mxnet.py): CUDA's old libraries on a GPU.
+    # What Horovod's library links must not be there for everybody: CUDA's old libraries on a GPU (horovod_mxnet.py).
     everybody = ctypes.CDLL(None)
     assert not hasattr(everybody, "horovod_size") and not hasattr(everybody, "MXGetVersion")
     values = dict(np.load(f"{sys.argv[1]}/rank{workers.rank}.npz"))
