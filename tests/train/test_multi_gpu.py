@@ -16,11 +16,6 @@ from train.devices import find_gpus
 pytestmark = [pytest.mark.gpu, needs_horovod]
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("RESNET_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-
-
 def run_on_gpus(count: int, script: str, *arguments: object) -> str:
     """The output of a script run in one process for each of `count` GPUs."""
     if len(find_gpus()) < count:
