@@ -1,11 +1,11 @@
 """Training on 1, 2, 4 and 8 GPUs of one machine, each with the same batch: images/sec, and what the all-reduce costs.
 
-    PEER_PYTHON=/path/to/python-with-torch python benchmarks/scaling.py --data /path/to/imagenet
+    PEER_PYTHON=/path/to/python-with-torch python benchmarks/scaling.py [--data FOLDER]
 
 For each number of GPUs as far as the machine has them: our compiled step on synthetic data that lies on the GPU; the
-whole program, `python -m train benchmark`, on the JPEGs of --data; PyTorch's DistributedDataParallel with torch.compile
-on synthetic data, on the fewest and the most GPUs. Without --data or PEER_PYTHON their part is left out. Writes
-results/scaling.jsonl (one line for each measurement, raw times included), results/scaling.png,
+whole program, `python -m train benchmark`, on JPEGs (those of loader_gpu.py); PyTorch's DistributedDataParallel with
+torch.compile on synthetic data, on the fewest and the most GPUs. Without images or PEER_PYTHON their part is left out.
+Writes results/scaling.jsonl (one line for each measurement, raw times included), results/scaling.png,
 results/allreduce_timeline.png and, for two GPUs and more, results/resnet50_fp16_b<batch>_<synthetic|jpeg>_<n>gpu.json,
 whose peer is our own figure for one GPU, times n. A step's time is that of the slowest process.
 """
@@ -25,6 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from loader_gpu import repeated_records
 from record import write_result
 from step_gpu import LEARNING_RATE, WARM_UP, make_step
 
@@ -147,11 +148,11 @@ def run_synthetic(count: int, arguments: argparse.Namespace, folder: Path) -> Ro
     return json.loads(out.read_text()) if run(command) else None
 
 
-def run_jpeg(count: int, arguments: argparse.Namespace, folder: Path) -> Row | None:
+def run_jpeg(count: int, arguments: argparse.Namespace, folder: Path, records: Path) -> Row | None:
     output = folder / f"jpeg{count}"
-    command = launched(count, "-m", "train", "benchmark", "--data", arguments.data, "--batch-size", arguments.batch,
-                       "--output", output, "--no-tensorboard", "--min-steps", arguments.steps,
-                       "--warmup-steps", WARM_UP, "--buckets", arguments.buckets, "--wire-dtype", arguments.wire_dtype)
+    command = launched(count, "-m", "train", "benchmark", "--config", "resnet50_90ep", "--data", records,
+                       "--num-classes", 1000, "--batch-size", arguments.batch, "--output", output, "--no-tensorboard",
+                       "--min-steps", arguments.steps, "--warmup-steps", WARM_UP, "--buckets", arguments.buckets, "--wire-dtype", arguments.wire_dtype)
     if not run(command):
         return None
     record = json.loads((output / "report" / "report.json").read_text())
@@ -252,8 +253,9 @@ def plot_timeline(row: Row, path: Path) -> None:
 
 
 def main() -> None:
+    default = Path(os.environ.get("RESNET_REAL_DATA", ROOT.parent / "shared" / "data")) / "imagenet_sample"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", help="folder or RecordIO file of JPEGs, as python -m train takes it")
+    parser.add_argument("--data", type=Path, default=default, help="class folders with JPEGs")
     parser.add_argument("--batch", type=int, default=256, help="images on each GPU")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--buckets", type=int, default=2)
@@ -272,10 +274,13 @@ def main() -> None:
     rows: list[Row | None] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
+        records = repeated_records(arguments.data, folder / "records") if arguments.data.is_dir() else None
+        if not records:
+            print(f"{arguments.data} is no folder: nothing is measured from JPEGs", file=sys.stderr)
         for count in counts:
             rows.append(run_synthetic(count, arguments, folder))
-            if arguments.data:
-                rows.append(run_jpeg(count, arguments, folder))
+            if records:
+                rows.append(run_jpeg(count, arguments, folder, records))
             if "PEER_PYTHON" in os.environ and count in (counts[0], counts[-1]):
                 rows.append(run_peer(count, arguments))
     measured = sorted((row for row in rows if row), key=lambda row: row["what"] not in LABELS)
