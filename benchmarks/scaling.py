@@ -152,7 +152,8 @@ def run_jpeg(count: int, arguments: argparse.Namespace, folder: Path, records: P
     output = folder / f"jpeg{count}"
     command = launched(count, "-m", "train", "benchmark", "--config", "resnet50_90ep", "--data", records,
                        "--num-classes", 1000, "--batch-size", arguments.batch, "--output", output, "--no-tensorboard",
-                       "--min-steps", arguments.steps, "--warmup-steps", WARM_UP, "--buckets", arguments.buckets, "--wire-dtype", arguments.wire_dtype)
+                       "--min-steps", arguments.steps, "--warmup-steps", WARM_UP,
+                       "--buckets", arguments.buckets, "--wire-dtype", arguments.wire_dtype)
     if not run(command):
         return None
     record = json.loads((output / "report" / "report.json").read_text())
