@@ -167,14 +167,15 @@ def launch_elastic(slots: Sequence[Slot], command: Sequence[str], min_processes:
         if code not in (0, *TOLD) and not given_up.is_set():
             lost.append(worker)
             left = sum(other.process.poll() is None for other in workers)
-            if left < min_processes and not cooldown:
+            if left == 0 or (left < min_processes and not cooldown):
                 given_up.set()
                 print(f"error: {worker.last_words()}; {left} are left, but --min-np is {min_processes}, so the run "
                       "ends: go on with --resume and its folder", file=sys.stderr, flush=True)
                 for other in workers:
                     other.process.kill()
             else:
-                print(f"{worker.last_words()}; {left} go on from the last commit", file=sys.stderr, flush=True)
+                they = "go on from" if left >= min_processes else f"wait for more, to be {min_processes}, at"
+                print(f"{worker.last_words()}; {left} {they} the last commit", file=sys.stderr, flush=True)
         return _exit_code(code), time.time()
 
     logging.disable(logging.ERROR)  # Horovod's, of what is told here
