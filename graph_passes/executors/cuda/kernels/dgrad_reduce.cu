@@ -16,7 +16,7 @@ dgrad_reduce(const Packed<T> *dy, const T *w, const Packed<T> *x, const Packed<T
     constexpr int BLOCK_COLUMNS = WARPS_N * COLUMN_TILES * 8;
     static_assert(K % 32 == 0 && COLUMN_TILES % 4 == 0, "a thread's share is 8 channels");
     extern __shared__ uint4 weights[];
-    __shared__ float means[1 + PAIR][BLOCK_COLUMNS];
+    __shared__ alignas(16) float means[1 + PAIR][BLOCK_COLUMNS];  // read as vectors
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warp_m = warp / WARPS_N, warp_n = warp % WARPS_N;
     const int in_block = warp_n * COLUMN_TILES * 8 + lane % 4 * VEC, column = blockIdx.x * BLOCK_COLUMNS + in_block;
     load_weights<T, K, BLOCK_COLUMNS>(weights, w, blockIdx.x * BLOCK_COLUMNS, columns);
