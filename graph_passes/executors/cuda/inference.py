@@ -14,7 +14,6 @@ from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.kernels import KernelLibrary
 from graph_passes.executors.cuda.lowering import Lowering, Persistent, parameters_of
 from graph_passes.executors.cuda.parameters import ParameterStore, to_dtype
-from graph_passes.executors.cuda.planner import Planner
 from graph_passes.executors.cuda.program import Buffer, run
 from graph_passes.graph import Graph, Ref
 from graph_passes.passes import fold_bn, fold_bn_params, precision
@@ -27,10 +26,9 @@ class Inference:
     """
 
     def __init__(self, graph: Graph, shapes: Mapping[str, tuple[int, ...]], dtype: str, persistent: Persistent,
-                 gpu: Gpu, kernels: KernelLibrary, convolutions: ConvolutionLibrary, planner: Planner) -> None:
+                 gpu: Gpu, kernels: KernelLibrary, convolutions: ConvolutionLibrary) -> None:
         self._unfolded, self._graph, self._shapes = graph, precision(fold_bn(graph), dtype), dict(shapes)
-        self._persistent, self._gpu, self._kernels = persistent, gpu, kernels
-        self._convolutions, self._planner = convolutions, planner
+        self._persistent, self._gpu, self._kernels, self._convolutions = persistent, gpu, kernels, convolutions
         inferred = self._graph.infer_shapes(shapes)
         statistics = {name: inferred[Ref(name)] for name in self._graph.aux}  # of what could not be folded
         parameters = parameters_of(self._graph, inferred, tuple(shapes))
@@ -62,10 +60,8 @@ class Inference:
         persistent = dataclasses.replace(keep, data=first(keep.data), label=first(keep.label),
                                          probabilities=first(keep.probabilities))
         shapes = self._graph.infer_shapes({name: (num_images, *shape[1:]) for name, shape in self._shapes.items()})
-        lowering = Lowering(self._graph, shapes, self._store, persistent, self._gpu, self._kernels, self._convolutions,
-                            self._planner)
+        lowering = Lowering(self._graph, shapes, self._store, persistent, self._gpu, self._kernels, self._convolutions)
         self._convolutions.save()
-        self._planner.save()
         for buffer in lowering.scratch:
             buffer.address = self._gpu.allocate(max(buffer.num_bytes, 1))
         lowering.program.place(self._gpu.allocate(max(lowering.program.arena_bytes, 1)))

@@ -28,7 +28,6 @@ from graph_passes.executors.cuda.kernels import C_TYPES, KernelLibrary
 from graph_passes.executors.cuda.lowering import Lowering, Persistent, padded_channels, parameters_of
 from graph_passes.executors.cuda.optimizer import Optimizer, OptimizerConfig, State
 from graph_passes.executors.cuda.parameters import VECTOR, FlatArray, ParameterStore
-from graph_passes.executors.cuda.planner import Planner
 from graph_passes.executors.cuda.program import Buffer, run
 from graph_passes.graph import Graph, Ref
 from graph_passes.passes import gradient, gradient_add, precision
@@ -69,7 +68,6 @@ class TrainingStep:
         store = Cache(_machine(self.gpu), cache_folder)
         self.kernels = KernelLibrary(self.gpu, store)
         self._convolutions = ConvolutionLibrary(self.gpu, store, tf32, deterministic)
-        self._planner = Planner(self.gpu, store, self._convolutions.variant)
         self._allocate_for_owner = allocate
         self._graph, self._shapes, self.dtype = graph, dict(shapes), dtype
         inferred = graph.infer_shapes(shapes)
@@ -82,6 +80,7 @@ class TrainingStep:
         self.persistent = self._persistent(shapes["data"], inferred[graph.outputs[0]])
         self.set_optimizer(optimizer or OptimizerConfig())
         self.training = self._lower(step)
+        self._convolutions.save()
         self.buckets, parts = self._cut_buckets(num_buckets)
         self._segments = self._capture_segments(self.training, parts)
         self._mixup = 1.0  # as the GPU has it
@@ -133,10 +132,7 @@ class TrainingStep:
 
     def _lower(self, graph: Graph) -> Lowering:
         shapes = graph.infer_shapes(self._shapes)
-        lowering = Lowering(graph, shapes, self.store, self.persistent, self.gpu, self.kernels, self._convolutions,
-                            self._planner)
-        self._convolutions.save()
-        self._planner.save()
+        lowering = Lowering(graph, shapes, self.store, self.persistent, self.gpu, self.kernels, self._convolutions)
         for buffer in lowering.scratch:
             buffer.address = self.gpu.allocate(max(buffer.num_bytes, 1))
         arena_bytes, (free, total) = lowering.program.arena_bytes, self.gpu.memory()
@@ -336,7 +332,7 @@ class TrainingStep:
         """
         if self._inference is None:
             self._inference = Inference(self._graph, self._shapes, self.dtype, self.persistent, self.gpu, self.kernels,
-                                        self._convolutions, self._planner)
+                                        self._convolutions)
         if not self._inference_is_current:
             self._inference.set_params(*self.get_params())
             self._inference_is_current = True
