@@ -65,7 +65,7 @@ def main() -> None:
     peer = None
     if "PEER_PYTHON" in os.environ:
         peer = TorchPeer("--loader-only", "--data", str(arguments.data), "--workers", str(arguments.workers),
-                         "--batch", str(arguments.batch), "--size", str(arguments.size), "--steps", "12")
+                         "--batch", str(arguments.batch), "--size", str(arguments.size))
     with tempfile.TemporaryDirectory() as folder:
         config = LoaderConfig(
             data=str(repeated_records(arguments.data, Path(folder))), batch_size=arguments.batch,
@@ -89,7 +89,7 @@ def main() -> None:
         for changes, speed in bench_settings(config, arguments.seconds / 2):
             lines.append({**tuned, **changes, **speed._asdict()})
             print({**tuned, **changes}, f"{speed.images_per_sec:,.0f} images/sec")
-        write_lines(NAME, lines)
+            write_lines(NAME, lines)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,8 @@ import torchvision
 WARM_UP = 15
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 REPEATS = 100  # of a small set of images, so that no epoch ends while it is measured
+PREFETCH = 2  # batches that each worker has ready, PyTorch's default
+STRETCHES = 5  # that the loader is timed for
 
 Batches = Iterator[tuple[torch.Tensor, torch.Tensor]]
 
@@ -44,17 +46,24 @@ def load_batches(folder: str, batch: int, size: int, workers: int) -> Batches:
     images = torchvision.datasets.ImageFolder(folder, transform)
     loader = torch.utils.data.DataLoader(
         torch.utils.data.ConcatDataset([images] * REPEATS), batch, shuffle=True, num_workers=workers, pin_memory=True,
-        drop_last=True, persistent_workers=True, prefetch_factor=4)
+        drop_last=True, persistent_workers=True, prefetch_factor=PREFETCH)
     return itertools.chain.from_iterable(itertools.repeat(loader))
 
 
-def measure_loader(batches: Batches, steps: int) -> list[float]:
-    """Milliseconds of each batch."""
-    times = [time.perf_counter()]
-    for _ in range(steps):
+def drain(batches: Batches, workers: int) -> None:
+    """Take what lies ready, which was loaded while nobody waited for it, and one batch more of each worker."""
+    for _ in range((PREFETCH + 1) * workers):
         next(batches)
+
+
+def measure_loader(batches: Batches, workers: int) -> list[float]:
+    """Milliseconds of a batch, each the mean of a stretch of one batch of every worker: they come in bursts."""
+    times = [time.perf_counter()]
+    for _ in range(STRETCHES):
+        for _ in range(workers):
+            next(batches)
         times.append(time.perf_counter())
-    return [1e3 * (end - start) for start, end in itertools.pairwise(times)]
+    return [1e3 * (end - start) / workers for start, end in itertools.pairwise(times)]
 
 
 def main() -> None:
@@ -77,8 +86,8 @@ def main() -> None:
         batches = load_batches(arguments.data, arguments.batch, arguments.size, arguments.workers)
     if batches and arguments.loader_only:
         for _ in sys.stdin:
-            measure_loader(batches, WARM_UP)
-            print(json.dumps({"name": loader, "step_ms": measure_loader(batches, arguments.steps)}), flush=True)
+            drain(batches, arguments.workers)
+            print(json.dumps({"name": loader, "step_ms": measure_loader(batches, arguments.workers)}), flush=True)
         return
     rank = int(os.environ["LOCAL_RANK"]) if arguments.ddp else 0
     torch.cuda.set_device(rank)
@@ -123,6 +132,8 @@ def main() -> None:
     for _ in range(1) if arguments.ddp else sys.stdin:
         for _ in range(WARM_UP):
             step()
+        if batches:
+            drain(batches, arguments.workers)
         torch.cuda.reset_peak_memory_stats()
         events = [torch.cuda.Event(enable_timing=True) for _ in range(arguments.steps + 1)]
         events[0].record()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import statistics
 import sys
@@ -57,7 +58,7 @@ def write_result(
         "spread": spread,
         "peer": {"name": peer_name, "value": peer_value} if peer_value else None,
         "ratio": value / peer_value if peer_value else None,
-        "hardware": hardware or _hardware(),
+        "hardware": hardware or _hardware(name),
         "versions": environment.versions(),
         "commit": environment.git_commit() or "",
         "command": shlex.join(["python", os.path.relpath(script, ROOT), *arguments]),
@@ -72,8 +73,10 @@ def write_result(
     return path
 
 
-def _hardware() -> str:
+def _hardware(name: str) -> str:
+    """The GPUs that the figure's name tells of, though the machine may have more; else its cores."""
     machine = environment.hardware()
     if machine["gpus"]:
-        return f"{len(machine['gpus'])}x {machine['gpus'][0]}"
+        used = re.search(r"(\d+)gpu$", name)
+        return f"{used[1] if used else len(machine['gpus'])}x {machine['gpus'][0]}"
     return f"{machine['cpu_cores']} cores of {machine['cpu']}, {machine['memory_gib']:.0f} GiB"

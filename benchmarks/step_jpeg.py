@@ -22,6 +22,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from loader_gpu import repeated_records, write_lines
@@ -82,13 +84,25 @@ def main() -> None:
     name = f"resnet{arguments.depth}_fp16_b{arguments.batch}_jpeg_1gpu"
     jpeg, synthetic = lines
     write_result(name, jpeg["step_ms"], arguments.batch, "our synthetic step", synthetic["step_ms"])
+    publish(name, lines, arguments.batch)
     if "PEER_PYTHON" in os.environ:
-        peer = TorchPeer("--mode", "eager", "--data", str(arguments.data), "--workers", str(arguments.workers),
-                         "--depth", str(arguments.depth), "--batch", str(arguments.batch), "--steps", "20")
-        lines.append(peer.measure())
+        # The peer's batches come in bursts, one of each worker: a time is the mean of such a stretch.
+        options = {"data": arguments.data, "workers": arguments.workers, "depth": arguments.depth,
+                   "batch": arguments.batch, "steps": 5 * arguments.workers}
+        flags = [text for key, value in options.items() for text in (f"--{key}", str(value))]
+        peer = TorchPeer("--mode", "eager", *flags)
+        turn = peer.measure()
+        stretches = np.reshape(turn["step_ms"], (-1, arguments.workers)).mean(axis=1)
         peer.close()
+        publish(name, [*lines, {"name": turn["name"], "step_ms": [round(float(ms), 3) for ms in stretches]}],
+                arguments.batch)
+
+
+def publish(name: str, lines: list[dict[str, Any]], batch: int) -> None:
+    """Write what was measured, and print what is new of it: ours, then the peer."""
     for line in lines:
-        line["images_per_sec"] = arguments.batch * 1e3 / statistics.median(line["step_ms"])
+        line["images_per_sec"] = batch * 1e3 / statistics.median(line["step_ms"])
+    for line in lines if len(lines) == 2 else lines[2:]:
         idle = f", the GPU waited {line['idle_share']:.1%} of the time" if "idle_share" in line else ""
         print(f"{line['name']}: {line['images_per_sec']:,.0f} images/sec{idle}")
     write_lines(name, lines)

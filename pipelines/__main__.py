@@ -167,7 +167,7 @@ def bench(
     stages = bench_stages(config, seconds)
     rows = {STAGE_TITLES[stage]: (batch_size, speed) for stage, speed in stages.items()}
     _print_speeds(title, "up to this stage", rows)
-    settings = bench_settings(config, seconds) if sweep else []
+    settings = list(bench_settings(config, seconds)) if sweep else []
     if settings:
         named = {", ".join(f"{name} {value}" for name, value in changes.items()) or "as above": (changes, speed)
                  for changes, speed in settings}

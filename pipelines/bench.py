@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -30,14 +31,12 @@ def bench_stages(config: LoaderConfig, seconds: float = 4.0) -> dict[str, Loader
     return {stage: time_loader(DaliLoader(config, (0, 1), source, stage), seconds) for stage in STAGES}
 
 
-def bench_settings(config: LoaderConfig, seconds: float = 4.0) -> list[tuple[dict[str, Any], LoaderSpeed]]:
+def bench_settings(config: LoaderConfig, seconds: float = 4.0) -> Iterator[tuple[dict[str, Any], LoaderSpeed]]:
     """Time the whole loader with other settings for about `seconds` each: what differs from `config`, and the speed.
     On the GPU the last is the loader on the CPU. Raises DataError."""
     source = open_source(config.data, config.split, config.num_classes)
-    return [
-        (changes, time_loader(DaliLoader(replace(config, **changes), (0, 1), source), seconds))
-        for changes in _changes(config)
-    ]
+    for changes in _changes(config):
+        yield changes, time_loader(DaliLoader(replace(config, **changes), (0, 1), source), seconds)
 
 
 def _changes(config: LoaderConfig) -> list[dict[str, Any]]:
