@@ -153,6 +153,11 @@ class Executor(ABC):
     def synchronize(self) -> None:
         """Wait until everything asked for is done."""
 
+    def close(self) -> None:
+        """Give back the device's memory now, instead of at the end of the process. The executor is not to be used any
+        more; arrays that it gave out stay."""
+        self.synchronize()
+
     def largest_batch(self) -> int | None:
         """How many images a training step could have here, from the memory that this one's takes; None where memory is
         not a device's own."""

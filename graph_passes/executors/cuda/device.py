@@ -67,6 +67,7 @@ class Gpu:
         self.bandwidth: float = 0.87 * 2e3 * properties.memory_clock_rate * properties.global_memory_bus_width / 8
         self.stream = self.device.create_stream()
         self.stream_handle = int(self.stream.handle)
+        self._allocated: set[int] = set()
 
     def check(self, result: tuple[Any, ...]) -> Any:
         """The value of a driver call, or RuntimeError with CUDA's own words."""
@@ -92,10 +93,19 @@ class Gpu:
     def allocate(self, num_bytes: int) -> int:
         """Address of fresh device memory; freed with the process. Raises GraphError where it does not fit."""
         self.check_free(num_bytes)
-        return int(self.check(self._driver.cuMemAlloc(max(num_bytes, 1))))
+        address = int(self.check(self._driver.cuMemAlloc(max(num_bytes, 1))))
+        self._allocated.add(address)
+        return address
 
     def free(self, address: int) -> None:
         self.check(self._driver.cuMemFree(address))
+        self._allocated.remove(address)
+
+    def free_all(self) -> None:
+        """Wait for the work under way and free all that `allocate` gave."""
+        self.synchronize()
+        for address in tuple(self._allocated):
+            self.free(address)
 
     def upload(self, address: int, array: np.ndarray) -> None:
         """Copy host to device, in order with the stream; returns when `array` may change."""

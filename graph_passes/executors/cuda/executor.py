@@ -265,6 +265,9 @@ class CudaExecutor(Executor):
         """The memory ceiling that `profile` is to be seen against."""
         return copy_gigabytes_per_second(self._step)
 
+    def close(self) -> None:
+        self._step.gpu.free_all()
+
     def largest_batch(self) -> int:
         return self._step.largest_batch()
 

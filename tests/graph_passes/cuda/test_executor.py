@@ -197,3 +197,12 @@ def test_half_precision_images_and_other_shapes(executor: CudaExecutor) -> None:
         executor.forward_backward(mx.nd.zeros((2, 33, 31, 3)), label)
     with pytest.raises(GraphError, match="cpu"):
         create_executor("cuda", executor.graph, SHAPES, device="cpu(0)")
+
+
+def test_close_gives_the_memory_back(executor: CudaExecutor) -> None:
+    before = executor.gpu.memory()[0]
+    shapes = {"data": (1024, 64, 64, 3), "softmax_label": (1024,)}
+    large = create_executor("cuda", executor.graph, shapes, device="gpu(0)", dtype="float32", tf32=False)
+    used = before - executor.gpu.memory()[0]
+    large.close()
+    assert used > 2**28 and before - executor.gpu.memory()[0] < used / 4, "but for the code of kernels"
