@@ -105,15 +105,21 @@ def end_of(folder: Path) -> tuple[float, float]:
     return row["val_loss"], row["val_top1"]
 
 
-@pytest.mark.parametrize("death", [signal.SIGTERM, signal.SIGKILL], ids=lambda death: death.name)
-def test_a_run_from_jpegs_that_is_stopped_ends_like_an_unbroken_one(death, photographs, run_train, tmp_path):
-    options = ["--data", str(photographs), *PHOTOGRAPH_OPTIONS]
-    ends = []
-    for name in ("unbroken", "again"):
-        code, _, err = run_train(*options, "--checkpoint-minutes", "0", "--output", tmp_path / name)
-        assert code == 0, err
-        ends.append(end_of(tmp_path / name))
+@pytest.fixture(scope="module")
+def unbroken(photographs, tmp_path_factory):
+    """The ends of two unbroken runs."""
+    from train.__main__ import main
 
+    folders = [tmp_path_factory.mktemp(name) / "run" for name in ("first", "second")]
+    for folder in folders:
+        assert main(["--data", str(photographs), *PHOTOGRAPH_OPTIONS, "--checkpoint-minutes", "0",
+                     "--output", str(folder)]) == 0
+    return [end_of(folder) for folder in folders]
+
+
+@pytest.mark.parametrize("death", [signal.SIGTERM, signal.SIGKILL], ids=lambda death: death.name)
+def test_a_run_from_jpegs_that_is_stopped_ends_like_an_unbroken_one(death, photographs, unbroken, run_train, tmp_path):
+    options = ["--data", str(photographs), *PHOTOGRAPH_OPTIONS]
     folder = tmp_path / "stopped"
     run = subprocess.Popen([sys.executable, "-W", "ignore", "-m", "train", *options, "--checkpoint-minutes", "0.002",
                             "--output", str(folder)], stdout=subprocess.PIPE, text=True)
@@ -134,10 +140,10 @@ def test_a_run_from_jpegs_that_is_stopped_ends_like_an_unbroken_one(death, photo
     code, _, err = run_train("--resume", "auto", "--output", folder, "--checkpoint-minutes", "0")
     assert code == 0, err
     loss, top1 = end_of(folder)
-    print(f"stopped at step {stopped_at}: loss {loss}, unbroken {ends}")
+    print(f"stopped at step {stopped_at}: loss {loss}, unbroken {unbroken}")
     # Noise: what two unbroken runs differ by, which is 0 where the JPEG decoder is deterministic too.
-    noise = abs(ends[0][0] - ends[1][0])
-    assert abs(loss - ends[0][0]) <= 3 * noise + 1e-6 * loss and abs(top1 - ends[0][1]) <= 3 * noise
+    noise = abs(unbroken[0][0] - unbroken[1][0])
+    assert abs(loss - unbroken[0][0]) <= 3 * noise + 1e-6 * loss and abs(top1 - unbroken[0][1]) <= 3 * noise
     assert {row["epoch"] for row in lines(folder, "epoch")} == set(range(1, 13))
 
 
@@ -157,7 +163,8 @@ def test_broken_files_are_skipped_and_listed(photographs, run_train, tmp_path):
             path.write_bytes(broken[path.name])
     options = ["--data", str(data), *PHOTOGRAPH_OPTIONS, "--epochs", "3", "--validate-every", "3"]
     code, _, err = run_train(*options, "--output", tmp_path / "refused")
-    assert code == 2 and any(name in err for name in broken) and err.count("\n") == 1, err
+    sentence = err.splitlines()[-1]  # before it, DALI may name libraries that it does not need
+    assert code == 2 and sentence.startswith("error: ") and any(name in sentence for name in broken), err
 
     folder = tmp_path / "run"
     code, _, err = run_train(*options, "--on-bad-image", "skip", "--output", folder, report=True)

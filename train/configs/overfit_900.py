@@ -7,7 +7,9 @@ classes at 224 pixels, on one GPU in well under a minute.
 
 Training and validation see the same images, as in overfit_100, its like for the CPU.
 
-Hardware: one NVIDIA GPU. Images/sec: not measured here. Accuracy: not measured here.
+Hardware: one NVIDIA H200. Images/sec: 2,740, while it shared the GPU with others. Accuracy: training top-1 99.3 %
+at a loss of 0.05, validation top-1 100 % after 57 s, on 900 classes with one image each
+(benchmarks/results/overfit_900_1gpu.jsonl).
 """
 
 from train.config import Config
@@ -21,7 +23,7 @@ CONFIG = Config(
     batch_size=60,
     random_area=(0.5, 1.0),
     epochs=60,
-    learning_rate=0.3,
+    learning_rate=0.6,
     warmup_epochs=5.0,
     momentum=0.9,
     weight_decay=0.0,

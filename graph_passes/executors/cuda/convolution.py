@@ -26,7 +26,7 @@ MIN_CUDNN = 90100  # 9.1.0
 MAX_CANDIDATES = 24  # plans timed per problem; cuDNN lists the most promising ones first
 # s for one problem, where it has a plan by then. In 16 bits 24 plans take 0.1 s; but fp32 kernels run for milliseconds,
 # and cuDNN compiles fused plans of some kinds when they are built: those of ResNet-18's inference took 90 s and more.
-TUNING_SECONDS = 1.0
+TUNING_SECONDS = 0.5
 REFUSED = ""  # in place of a plan's name: a fused problem for which none was found
 
 _INSTALL = "pip install nvidia-cudnn-cu12 nvidia-cudnn-frontend"
