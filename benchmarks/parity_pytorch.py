@@ -109,13 +109,17 @@ def train_ours(folder: Path, config: Config, recipe: dict[str, Any], order: int)
             "val_loss": metrics.loss_sum / metrics.count, "val_top1": metrics.top1 / metrics.count}
 
 
-def run_peer(folder: Path, runs: list[str]) -> list[Run]:
+def start_peer(folder: Path, runs: list[str]) -> subprocess.Popen[str]:
     clean = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "LD_LIBRARY_PATH")}
-    done = subprocess.run([os.environ["PEER_PYTHON"], str(PEER), str(folder), *runs], env=clean, text=True,
-                          stdout=subprocess.PIPE)
-    if done.returncode:
-        sys.exit(f"error: the peer ended with exit code {done.returncode}: see its message above")
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return subprocess.Popen([os.environ["PEER_PYTHON"], str(PEER), str(folder), *runs], env=clean, text=True,
+                            stdout=subprocess.PIPE)
+
+
+def end_peer(peer: subprocess.Popen[str]) -> list[Run]:
+    lines, _ = peer.communicate()
+    if peer.returncode:
+        sys.exit(f"error: the peer ended with exit code {peer.returncode}: see its message above")
+    return [json.loads(line) for line in lines.splitlines()]
 
 
 def smoothed(run: Run) -> np.ndarray:
@@ -173,8 +177,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="images, as for python -m train")
     parser.add_argument("--depth", type=int, default=50)
-    parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--size", type=int, default=128, help="pixels")
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--size", type=int, default=112, help="pixels")
     parser.add_argument("--steps", type=int, default=300)
     arguments = parser.parse_args()
     if "PEER_PYTHON" not in os.environ:
@@ -185,14 +189,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         recipe = prepare(folder, config, arguments.steps)
-        runs = []
+        peer, runs = start_peer(folder, kinds), []
         for kind in kinds:
             dtype, order = kind.split(":")
             # TF32 off: the same arithmetic on both sides
             own = Config.from_dict({**config.to_dict(), "dtype": dtype, "tf32": False})
             runs.append(train_ours(folder, own, recipe, int(order)))
             print(f"ours {kind}: loss {runs[-1]['loss'][-1]:.4f}, validation top-1 {runs[-1]['val_top1']:.2%}")
-        theirs = run_peer(folder, kinds)
+        theirs = end_peer(peer)
     for run in theirs:
         print(f"{run['side']} {run['dtype']}:{run['order']}: loss {run['loss'][-1]:.4f}, validation top-1 "
               f"{run['val_top1']:.2%}")
