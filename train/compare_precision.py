@@ -169,10 +169,12 @@ _HEADINGS = ("network", "precision", "largest batch", "images/sec", "speed-up", 
 
 
 def _cells(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
-    """The table's cells; the speed-up is that over the first precision of the same network."""
-    first: dict[int, float] = {}
+    """The table's cells; the speed-up is that over fp32 with the same network, or over the first where there is none."""
+    base: dict[int, float] = {}
+    for row in sorted(rows, key=lambda row: row.precision != "float32"):
+        base.setdefault(row.depth, row.images_per_sec)
     for row in rows:
-        speed_up = row.images_per_sec / first.setdefault(row.depth, row.images_per_sec)
+        speed_up = row.images_per_sec / base[row.depth]
         yield (f"ResNet-{row.depth}", row.precision, _shown(row.largest_batch, ",d"), f"{row.images_per_sec:,.1f}",
                f"{speed_up:.2f}", f"{row.seconds:,.1f} s", _shown(row.train_loss, ".4f"), _shown(row.val_top1, ".2%"),
                _shown(row.val_top5, ".2%"))
