@@ -23,7 +23,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from graph_passes import Graph
+from graph_passes import Graph, GraphError
 from graph_passes.executors.cuda.optimizer import OptimizerConfig
 from graph_passes.executors.cuda.training_step import TrainingStep
 from graph_passes.passes import bn_add_relu, bn_relu
@@ -101,7 +101,10 @@ def main() -> None:
         data, label = load_batch(arguments.images)
         runs = {run["dtype"]: run for run in read_runs()}
         for dtype in arguments.dtypes:
-            runs[dtype] = run = learn(dtype, data, label)
+            try:
+                runs[dtype] = run = learn(dtype, data, label)
+            except GraphError as error:
+                sys.exit(f"error: {error}")
             RESULT.write_text("".join(f"{json.dumps(runs[dtype])}\n" for dtype in DTYPES if dtype in runs))
             shown = ", ".join(f"{number}: {run['loss'][number - 1]:.4f}" for number in (1, 10, 25, 50, 100, STEPS))
             print(f"{run['dtype']}: loss at step {shown}; {run['top1'][-1]} of {BATCH} right at the end", flush=True)

@@ -30,7 +30,7 @@ import itertools
 from record import write_result
 from torch_peer import TorchPeer
 
-from graph_passes import Graph, passes
+from graph_passes import Graph, GraphError, passes
 from graph_passes.executors import create_executor
 from graph_passes.executors.cuda import profile
 from graph_passes.executors.cuda.executor import CudaExecutor
@@ -124,7 +124,10 @@ def main() -> None:
         sys.exit(f"error: these failed: {'; '.join(failed)}" if failed else None)
 
     started = time.monotonic()
-    executor, data, label = make_step(arguments.depth, arguments.batch, arguments.size, arguments.dtype)
+    try:
+        executor, data, label = make_step(arguments.depth, arguments.batch, arguments.size, arguments.dtype)
+    except GraphError as error:
+        sys.exit(f"error: {error}")
     print(f"ready after {time.monotonic() - started:.1f} s (the first time on a machine, plans are timed)")
     ours: list[float] = []
     theirs: list[float] = []
