@@ -169,7 +169,7 @@ _HEADINGS = ("network", "precision", "largest batch", "images/sec", "speed-up", 
 
 
 def _cells(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
-    """The table's cells; the speed-up is that over fp32 with the same network, or over the first where there is none."""
+    """The table's cells; the speed-up is over fp32 with the same network, or over the first where there is none."""
     base: dict[int, float] = {}
     for row in sorted(rows, key=lambda row: row.precision != "float32"):
         base.setdefault(row.depth, row.images_per_sec)
