@@ -308,8 +308,9 @@ class Trainer:
         self.train_loader.restore(states[self.workers.rank % len(states)])
         images, images_before = self.config.global_batch(self.workers.size), before.global_batch(len(states))
         if images != images_before:
-            self.note = (f"going on with {images} images a step ({self.workers.size} processes) after {images_before} "
-                         f"({len(states)}): the learning rate is scaled with them")
+            processes = "1 process" if self.workers.size == 1 else f"{self.workers.size} processes"
+            self.note = (f"going on with {images} images a step ({processes}) after {images_before} ({len(states)}): "
+                         "the learning rate is scaled with them")
         # The learning rate is inside the momentum, so it follows it (Goyal et al., arXiv:1706.02677, section 3).
         scale = np.float32(images / images_before)
         self._assign(self.optimizer.momenta, {name: momentum * scale for name, momentum in checkpoint.momenta.items()})

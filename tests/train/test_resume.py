@@ -195,7 +195,7 @@ def test_another_global_batch(tiny_options, tmp_path, run_train):
         patch.setattr(Trainer, "step", watched_step)
         code, out, err = run_train("--resume", folder, "--batch-size", "8", "--log-every", "1")
     assert code == 0, err
-    assert "going on with 8 images a step (1 processes) after 4 (1): the learning rate is scaled" in out
+    assert "going on with 8 images a step (1 process) after 4 (1): the learning rate is scaled" in out
     assert seen["start"] == (2, 2, 3)
     for name, momentum in stopped.momenta.items():
         if name.endswith(("gamma", "bias")):  # in the same layout everywhere
