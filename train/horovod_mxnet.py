@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import ctypes
 
-_for_all, ctypes.RTLD_GLOBAL = ctypes.RTLD_GLOBAL, ctypes.RTLD_LOCAL
+_for_all, ctypes.RTLD_GLOBAL = ctypes.RTLD_GLOBAL, ctypes.RTLD_LOCAL  # type: ignore[misc]  # a constant by its name
 try:
     import horovod.mxnet as hvd
 finally:
-    ctypes.RTLD_GLOBAL = _for_all
+    ctypes.RTLD_GLOBAL = _for_all  # type: ignore[misc]
 
 __all__ = ["hvd"]
