@@ -175,6 +175,23 @@ def test_broken_files_are_skipped_and_listed(photographs, run_train, tmp_path):
     assert len(rows) == 3 and np.isfinite([row["train_loss"] for row in rows]).all()
     assert all(name in (folder / "report" / "report.md").read_text() for name in broken)
 
+def test_sizes_change_and_a_run_goes_on_in_mid_schedule(run_train, tmp_path):
+    """Training at 33, then 64 pixels, validation at 80: with --deterministic a run in two parts has the bits of one."""
+    options = [*OPTIONS, "--deterministic", "--first-image-size", "33", "--image-size", "64", "--resize-epochs", "1",
+               "1", "--val-image-size", "80", "--optimizer", "lars", "--learning-rate", "5"]  # fmt: skip
+    for name, steps in (("whole", "70"), ("parts", "60")):
+        code, out, err = run_train(*options, "--output", tmp_path / name, "--max-steps", steps)
+        assert code == 0, err
+        assert "epoch 2: images of 64 pixels from now on" in out
+    code, _, err = run_train("--resume", tmp_path / "parts", "--max-steps", "70")
+    assert code == 0, err
+    whole, parts = (checkpoint.load(checkpoint.find(str(tmp_path / name))) for name in ("whole", "parts"))
+    for group in ("params", "aux", "momenta"):
+        for name, value in getattr(whole, group).items():
+            np.testing.assert_array_equal(value, getattr(parts, group)[name], err_msg=name)
+    (row,) = lines(tmp_path / "whole", "epoch")
+    assert np.isfinite(row["val_loss"])
+
 
 def test_benchmark_with_profile(run_train, tmp_path):
     folder = tmp_path / "run"

@@ -91,7 +91,7 @@ class Gpu:
                              f"{num_bytes / 2**30:.1f} GiB more are needed: use a smaller batch size")
 
     def allocate(self, num_bytes: int) -> int:
-        """Address of fresh device memory; freed with the process. Raises GraphError where it does not fit."""
+        """Address of fresh device memory, for `free`. Raises GraphError where it does not fit."""
         self.check_free(num_bytes)
         address = int(self.check(self._driver.cuMemAlloc(max(num_bytes, 1))))
         self._allocated.add(address)
@@ -202,6 +202,10 @@ class Gpu:
         """Launch a captured graph, asynchronous."""
         self.check(self._driver.cuGraphLaunch(executable, self.stream_handle))
 
+    def destroy(self, executable: Any) -> None:
+        """Free a captured graph that no longer runs."""
+        self.check(self._driver.cuGraphExecDestroy(executable))
+
     # --- timing ---
 
     def timing_event(self) -> Any:
@@ -241,7 +245,7 @@ class Gpu:
             self.record(end)
             self.synchronize()
             times.append(self.elapsed_ms(start, end) / launches)
-        self.check(self._driver.cuGraphExecDestroy(executable))
+        self.destroy(executable)
         return statistics.median(times[1:])
 
 

@@ -284,15 +284,14 @@ class CudaExecutor(Executor):
             self.idle_seconds = self._idle.take_seconds()
 
     def _load(self, data: Array, label: Array | None, num_valid: int, num_images: int) -> None:
-        shape = (num_images, *self.input_shapes["data"][1:])
-        channels = self._step.persistent.data.shape[3]  # a batch may have those that the network really reads
-        padded = (*shape[:3], channels)
+        made = self.input_shapes["data"]
         for name, array in (("data", data), ("softmax_label", label)):
-            wanted = shape if name == "data" else shape[:1]
-            if array is not None and tuple(array.shape) not in (wanted, padded):
-                raise GraphError(f"'{name}' has the shape {array.shape}, but the executor was made for "
-                                 f"{self.input_shapes[name]}: make one for each image size, and for "
-                                 "each batch size of training")
+            if array is not None:
+                shape = tuple(array.shape)
+                if name == "data" and shape[-1] == self._step.persistent.data.shape[3]:
+                    shape = (*shape[:-1], made[3])  # it has the channels that the network really reads
+                whole = made[0] if shape[0] == num_images else shape[0]  # `num_images` may be a part of a batch
+                self.check_input(name, (whole, *shape[1:]))
         data = self._here(data)
         self._step.load_from_device(self._address(data), np.dtype(data.dtype).name, data.shape)
         used = [data]

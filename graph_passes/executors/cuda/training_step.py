@@ -8,19 +8,18 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from disk_cache import Cache
 from graph_passes.errors import GraphError
 from graph_passes.executors.cuda.buckets import Bucket, bucket_of, cut
-from graph_passes.executors.cuda.capacity import check_fits, largest_batch, too_little_memory
+from graph_passes.executors.cuda.capacity import check_fits, largest_batch
+from graph_passes.executors.cuda.compiled import CompiledGraph
 from graph_passes.executors.cuda.convolution import ConvolutionLibrary, import_cudnn
 from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.inference import Inference
@@ -28,7 +27,7 @@ from graph_passes.executors.cuda.kernels import C_TYPES, KernelLibrary
 from graph_passes.executors.cuda.lowering import Lowering, Persistent, padded_channels, parameters_of
 from graph_passes.executors.cuda.optimizer import Optimizer, OptimizerConfig, State
 from graph_passes.executors.cuda.parameters import VECTOR, FlatArray, ParameterStore
-from graph_passes.executors.cuda.program import Buffer, run
+from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Graph, Ref
 from graph_passes.passes import gradient, gradient_add, precision
 from graph_passes.passes.precision import ITEM_BYTES
@@ -54,6 +53,9 @@ class TrainingStep:
     gradients over in that type whatever theirs is; every update must then follow `forward_backward` with `on_bucket`,
     or `hand_over`. `allocate` is asked for memory by name; where it answers None, plain device memory is taken.
 
+    Images may come in another size than that of `shapes`: what it takes is compiled when they are first used, in place
+    of what was compiled for the size before, for training and for inference apart.
+
     Raises GraphError for an operator without a lowering, a shape that cuDNN refuses, too little memory, and what `Gpu`
     raises.
     """
@@ -74,15 +76,14 @@ class TrainingStep:
         self.store = ParameterStore(
             parameters_of(graph, inferred, tuple(shapes)), {name: inferred[Ref(name)] for name in graph.aux}, dtype,
             wire_dtype)
-        step = precision(gradient_add(gradient(graph, shapes)), dtype)
+        step = self._step_graph(self._shapes)
         check_fits(step, self._shapes, self.store, *self.gpu.memory())
         self._place_parameters()
         self.persistent = self._persistent(shapes["data"], inferred[graph.outputs[0]])
+        self._inputs = {self.persistent.data.shape[1:3]: self.persistent.data}  # by height and width of the images
         self.set_optimizer(optimizer or OptimizerConfig())
-        self.training = self._lower(step)
-        self._convolutions.save()
-        self.buckets, parts = self._cut_buckets(num_buckets)
-        self._segments = self._capture_segments(self.training, parts)
+        self.buckets, self._parts = self._cut_buckets(num_buckets)
+        self._training = self._compile(step)
         self._mixup = 1.0  # as the GPU has it
         self._free_pinned: list[np.ndarray] = []
         self._gradient_backup: dict[str, int] = {}
@@ -130,16 +131,10 @@ class TrainingStep:
         self.gpu.fill(address, 0, num_bytes)
         return address
 
-    def _lower(self, graph: Graph) -> Lowering:
-        shapes = graph.infer_shapes(self._shapes)
-        lowering = Lowering(graph, shapes, self.store, self.persistent, self.gpu, self.kernels, self._convolutions)
-        for buffer in lowering.scratch:
-            buffer.address = self.gpu.allocate(max(buffer.num_bytes, 1))
-        arena_bytes, (free, total) = lowering.program.arena_bytes, self.gpu.memory()
-        if arena_bytes > free:
-            raise too_little_memory(self._shapes["data"], arena_bytes, 0, free, total)
-        lowering.program.place(self.gpu.allocate(arena_bytes))
-        return lowering
+    @property
+    def training(self) -> Lowering:
+        """Forward and backward, for the images of the latest training pass."""
+        return self._training.lowering
 
     def _cut_buckets(self, num_buckets: int) -> tuple[list[list[Bucket]], list[list[str]]]:
         """What each part of the backward pass completes, and the weights whose gradients it ends with."""
@@ -154,13 +149,42 @@ class TrainingStep:
         buckets[-1].append(bucket_of(self.gpu, "others", others, list(others.slices)))
         return buckets, parts
 
-    def _capture_segments(self, lowering: Lowering, parts: list[list[str]]) -> list[Any]:
-        """CUDA graphs that make up forward and backward, one for each part. The first holds the forward pass too."""
-        launches, ends = lowering.program.launches, [0]
-        for part in parts[:-1]:
-            ends.append(max(ends[-1], *(lowering.ready[name] for name in part)))
-        return [self.gpu.capture(partial(run, launches[start:end]))
-                for start, end in itertools.pairwise([*ends, len(launches)])]
+    def _step_graph(self, shapes: Mapping[str, tuple[int, ...]]) -> Graph:
+        return precision(gradient_add(gradient(self._graph, shapes)), self.dtype)
+
+    def _loaded_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the graph's inputs, for images of the size that is loaded."""
+        images, _, _, channels = self._shapes["data"]
+        return self._shapes | {"data": (images, *self.persistent.data.shape[1:3], channels)}
+
+    def _compile(self, step: Graph) -> CompiledGraph:
+        """Forward and backward for images of the size that is loaded, a CUDA graph for each part of the weights; the
+        first holds the forward pass too."""
+        compiled = CompiledGraph(step, self._loaded_shapes(), self.store, self.persistent, self.gpu, self.kernels,
+                                 self._convolutions)
+        ready, cuts = compiled.lowering.ready, [0]
+        for part in self._parts[:-1]:
+            cuts.append(max(cuts[-1], *(ready[name] for name in part)))
+        compiled.capture(cuts[1:])
+        return compiled
+
+    def _select_input(self, image_size: tuple[int, ...]) -> None:
+        """Make the input for images of this size the one that is loaded and used."""
+        if image_size not in self._inputs:
+            images, _, _, channels = self.persistent.data.shape
+            buffer = Buffer("data", (images, *image_size, channels), self.dtype, persistent=True)
+            buffer.address = self._zeros(buffer.num_bytes)
+            self._inputs[image_size] = buffer
+        self.persistent = dataclasses.replace(self.persistent, data=self._inputs[image_size])
+
+    def _free_inputs(self) -> None:
+        """Those of sizes for which nothing is compiled any more."""
+        used = {self._training.image_size, self.persistent.data.shape[1:3]}
+        if self._inference:
+            used.add(self._inference.image_size)
+        for image_size in self._inputs.keys() - used:
+            self.gpu.synchronize()
+            self.gpu.free(self._inputs.pop(image_size).address)
 
     def set_optimizer(self, config: OptimizerConfig) -> None:
         """Another optimizer from now on; parameters and momentum stay, the loss scale starts anew."""
@@ -244,10 +268,11 @@ class TrainingStep:
 
     def load_from_device(self, address: int, dtype: str, shape: tuple[int, ...]) -> None:
         """Take a batch that lies on the GPU: convert and pad it to the network's own input, asynchronous."""
+        made = self.persistent.data.shape
+        if len(shape) != 4 or shape[0] > made[0] or shape[3] > made[3]:
+            raise GraphError(f"data has the shape {tuple(shape)}: the network was built for {made}")
+        self._select_input(tuple(shape[1:3]))
         target = self.persistent.data
-        fits = len(shape) == 4 and all(given <= most for given, most in zip(shape, target.shape, strict=True))
-        if not fits or shape[1:3] != target.shape[1:3]:
-            raise GraphError(f"data has the shape {tuple(shape)}: the network was built for {target.shape}")
         if dtype == target.dtype and shape[3] == target.shape[3]:
             self.gpu.copy(target.address, address, target.num_bytes // target.shape[0] * shape[0])
             return
@@ -273,10 +298,14 @@ class TrainingStep:
         """One pass over the loaded batch; gradients, times the loss scale, are in the store, added to what was there if
         `accumulate`. `on_bucket` is called with each bucket once what computes it is enqueued. Asynchronous."""
         self.parameters_changed()  # the running statistics
+        if self._training.image_size != self.persistent.data.shape[1:3]:
+            self._training.close()
+            self._training = self._compile(self._step_graph(self._loaded_shapes()))
+            self._free_inputs()
         if accumulate:
             self._back_up_gradients()
-        for number, segment in enumerate(self._segments):
-            self.gpu.replay(segment)
+        for number in range(self._training.num_segments):
+            self._training.replay(number)
             if on_bucket and not accumulate:
                 self._hand_over(number, on_bucket)
         if accumulate:
@@ -286,7 +315,7 @@ class TrainingStep:
 
     def hand_over(self, on_bucket: OnBucket) -> None:
         """Call `on_bucket` with each bucket of the gradients as they are."""
-        for number in range(len(self._segments)):
+        for number in range(self._training.num_segments):
             self._hand_over(number, on_bucket)
 
     def _hand_over(self, number: int, on_bucket: OnBucket) -> None:
@@ -331,12 +360,15 @@ class TrainingStep:
         call: then they are read and folded on the host (about half a second for ResNet-50).
         """
         if self._inference is None:
-            self._inference = Inference(self._graph, self._shapes, self.dtype, self.persistent, self.gpu, self.kernels,
+            self._inference = Inference(self._graph, self._shapes, self.dtype, self.gpu, self.kernels,
                                         self._convolutions)
         if not self._inference_is_current:
             self._inference.set_params(*self.get_params())
             self._inference_is_current = True
-        self._inference.run(num_images or self._shapes["data"][0])
+        size_before = self._inference.image_size
+        self._inference.run(num_images or self._shapes["data"][0], self.persistent)
+        if self._inference.image_size != size_before:
+            self._free_inputs()
 
     def largest_batch(self) -> int:
         """How many images a training step may have on this GPU, with what else is in its memory now."""

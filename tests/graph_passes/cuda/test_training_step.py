@@ -322,6 +322,45 @@ def test_an_overflow_skips_the_step_and_halves_the_loss_scale(cache: Path) -> No
     assert (state.loss_scale, state.skipped_steps) == (scale, 1), "two good steps double it again"
 
 
+def test_images_of_other_sizes(cache: Path) -> None:
+    """Training goes from size to size, with inference at yet another one in between, to the bits of steps that were
+    made for these sizes; what was compiled for the sizes before is given back."""
+    graph, shapes = fused(small_network(8)), {"data": (6, 24, 24, 3), "softmax_label": (6,)}
+
+    def make(size: int) -> TrainingStep:
+        return TrainingStep(graph, shapes | {"data": (6, size, size, 3)}, "float16", deterministic=True,
+                            cache_folder=cache)
+
+    def results(step: TrainingStep, other: TrainingStep, size: int, larger: int) -> dict[str, np.ndarray]:
+        step.load(*random_batch(shapes | {"data": (6, size, size, 3)}, seed=size))
+        step.forward_backward()
+        step.update(0.01)
+        gradients = step.get_gradients()
+        if other is not step:
+            other.set_params(*step.get_params())
+        other.load(*random_batch(shapes | {"data": (6, larger, larger, 3)}, seed=larger))
+        other.infer()
+        return gradients | {"probabilities": other.probabilities()}
+
+    step = make(24)
+    step.set_params(*random_state(graph, shapes, seed=3))
+    for size, larger in [(16, 24), (40, 32), (16, 24), (40, 32)]:
+        own, inferring = make(size), make(larger)
+        own.set_params(*step.get_params())
+        own.set_momenta(step.get_momenta())
+        wanted = results(own, inferring, size, larger)
+        got = results(step, step, size, larger)
+        for name, array in wanted.items():
+            assert np.array_equal(got[name], array), (size, larger, name)
+    step.load(*random_batch(shapes | {"data": (6, 16, 16, 3)}, seed=1))
+    step.forward_backward()
+    before = step.gpu.memory()[0]
+    for size in (128, 40, 16):
+        step.load(*random_batch(shapes | {"data": (6, size, size, 3)}, seed=1))
+        step.forward_backward()
+    assert step.gpu.memory()[0] > before - 2**23, "memory of sizes gone by is still taken"
+
+
 def test_deterministic_runs_give_equal_bits(cache: Path) -> None:
     symbol, shapes = resnet(18, CLASSES), {"data": (16, 64, 64, 3), "softmax_label": (16,)}
     graph = fused(symbol)
