@@ -15,6 +15,7 @@ CONFIG = Config(
     label_smoothing=0.1,
     data="data/cifar10",
     image_size=128,
+    val_image_size=160,
     val_crop_fraction=1.0,
     batch_size=512,
     random_area=(0.35, 1.0),
