@@ -28,6 +28,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,10 +84,11 @@ def recipe(config: Config, num_classes: int, num_images: int) -> dict[str, Any]:
     }
 
 
-def run_ours(preset: str, data: Path, seed: int, folder: Path, options: Sequence[str]) -> Iterator[Line]:
+def run_ours(config: Config, data: Path, seed: int, folder: Path) -> Iterator[Line]:
     """A run of the program; its validations."""
-    command = [sys.executable, "-m", "train", "--config", preset, "--data", str(data), "--seed", str(seed), "--output",
-               str(folder), "--no-tensorboard", *options]  # fmt: skip
+    command = [sys.executable, "-W", "ignore", "-m", "train", "--config", config.config, "--data", str(data),
+               "--seed", str(seed), "--epochs", str(config.epochs), "--warmup-epochs", str(config.warmup_epochs),
+               "--output", str(folder), "--no-tensorboard"]  # fmt: skip
     launched = time.time()
     subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr)
     startup = (folder / "config.json").stat().st_mtime - launched  # written when everything is built
@@ -107,8 +109,11 @@ class Peer:
         command = [os.environ["PEER_PYTHON"], str(PEER)]
         self._process = subprocess.Popen(command, env=clean, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._say(json.dumps(config))
+
+    def wait(self) -> str:
+        """Until it is ready; its name."""
         self._started = json.loads(self._answer())
-        self.name = f"PyTorch {self._started['torch']}, torch.compile"
+        return f"PyTorch {self._started['torch']}, torch.compile"
 
     def run(self, seed: int) -> Iterator[Line]:
         """Train once; its validations."""
@@ -187,26 +192,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="cifar10_resnet18")
     parser.add_argument("--data", type=Path, default=DEFAULT_DATA, help="CIFAR-10 in any form that the loader reads")
-    parser.add_argument("--seeds", type=int, default=5, help="runs of each; a published result needs 5")
-    arguments, options = parser.parse_known_args()
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each; a published result needs 3")
+    parser.add_argument("--epochs", type=int, default=0, help="of both; 0: those of the preset")
+    arguments = parser.parse_args()
     if "PEER_PYTHON" not in os.environ:
         parser.error("set PEER_PYTHON to a Python that has PyTorch and torchvision")
 
     config = load_preset(arguments.preset)
+    if arguments.epochs:
+        config = replace(config, epochs=arguments.epochs)
     arrays = decoded(arguments.data)
     lines: list[Line] = []
     with tempfile.TemporaryDirectory() as scratch:
         np.savez(Path(scratch) / "arrays.npz", **arrays)
         constants = recipe(config, int(arrays["val_labels"].max()) + 1, len(arrays["train_labels"]))
         peer = Peer(constants | {"arrays": str(Path(scratch) / "arrays.npz")})
-        # The first run fills the caches of compiled kernels and chosen plans, as PyTorch's warm-up does.
-        list(run_ours(arguments.preset, arguments.data, 0, Path(scratch) / "warm-up", [*options, "--max-steps", "20"]))
+        # This run fills the caches of compiled kernels and chosen plans, as PyTorch's warm-up does meanwhile.
+        short = replace(config, epochs=1, warmup_epochs=0.0)
+        list(run_ours(short, arguments.data, 0, Path(scratch) / "warm-up"))
+        peer_name = peer.wait()
         for seed in range(1, arguments.seeds + 1):
-            lines += run_ours(arguments.preset, arguments.data, seed, Path(scratch) / f"ours-{seed}", options)
+            lines += run_ours(config, arguments.data, seed, Path(scratch) / f"ours-{seed}")
             lines += peer.run(seed)
-            print(*(line for line in lines[-1:]), file=sys.stderr, flush=True)
+            print(lines[-1], file=sys.stderr, flush=True)
         peer.close()
-    publish(lines, peer.name)
+    publish(lines, peer_name)
 
 
 if __name__ == "__main__":

@@ -30,8 +30,9 @@ def faults(result: dict[str, Any], file_name: str) -> list[str]:
         found.append("the name is not the file's")
     if not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
         return [*found, f"the value {value} is no positive number"]
-    if len(times) < 5 or not all(isinstance(t, (int, float)) and t > 0 for t in times):
-        return [*found, "step_ms needs at least 5 positive times"]
+    least = 3 if unit == "seconds" else 5  # seconds are of whole runs
+    if len(times) < least or not all(isinstance(t, (int, float)) and t > 0 for t in times):
+        return [*found, f"step_ms needs at least {least} positive times"]
 
     if unit == "images/sec":
         batch = re.search(r"_b(\d+)_.*_(\d+)gpu", file_name)
