@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, count
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from graph_passes import Graph, GraphError, Ref, passes
+from graph_passes.executors.cuda import training_step
 from graph_passes.executors.cuda.capacity import check_fits
 from graph_passes.executors.cuda.lowering import Lowering, Persistent, padded_channels, parameters_of
 from graph_passes.executors.cuda.parameters import Parameter, ParameterStore
@@ -194,3 +196,76 @@ def test_refusals_name_the_node() -> None:
     nchw = mx.sym.Convolution(mx.sym.Variable("data"), kernel=(3, 3), num_filter=8, no_bias=True, name="conv")
     with pytest.raises(GraphError, match="'conv' is not NHWC: run the layout pass"):
         lower_graph(Graph.from_json(nchw.tojson()), {"data": (2, 8, 8, 8)}, training=False)
+
+
+class FakeGpu:
+    """Memory that is only counted, launches that do nothing, CUDA graphs that say when they run."""
+
+    name, driver_version, num_multiprocessors, bandwidth, capability = "fake", 1, 132, 4e12, (9, 0)
+
+    def __init__(self, device_id: int) -> None:
+        self.sizes: dict[int, int] = {}  # by address
+        self.graphs: dict[int, bool] = {}  # replayed?
+        self.numbers = count(1 << 20, 1 << 20)
+
+    def memory(self) -> tuple[int, int]:
+        return (1 << 40) - sum(self.sizes.values()), 1 << 40
+
+    def allocate(self, num_bytes: int) -> int:
+        address = next(self.numbers)
+        self.sizes[address] = num_bytes
+        return address
+
+    def free(self, address: int) -> None:
+        del self.sizes[address]
+
+    def capture(self, enqueue: Any) -> int:
+        enqueue()
+        self.graphs[number := next(self.numbers)] = False
+        return number
+
+    def replay(self, graph: int) -> None:
+        self.graphs[graph] = True
+
+    def destroy(self, graph: int) -> None:
+        del self.graphs[graph]
+
+    def download(self, address: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        return np.ones(shape, dtype)
+
+    def timing_event(self) -> None: ...
+    def check_free(self, num_bytes: int) -> None: ...
+    def synchronize(self) -> None: ...
+    def fill(self, address: int, byte: int, num_bytes: int) -> None: ...
+    def upload(self, address: int, array: np.ndarray) -> None: ...
+    def copy(self, to: int, source: int, num_bytes: int) -> None: ...
+
+
+def test_what_is_compiled_for_a_size_is_given_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A step goes through sizes of training and inference: it ends up with what one made for the last ones has."""
+    convolutions = FakeConvolutions()
+    convolutions.save = lambda: None  # type: ignore[attr-defined]
+    monkeypatch.setattr(training_step, "Gpu", FakeGpu)
+    monkeypatch.setattr(training_step, "KernelLibrary", lambda *_: FakeKernels())
+    monkeypatch.setattr(training_step, "ConvolutionLibrary", lambda *_: convolutions)
+    monkeypatch.setattr(training_step, "_machine", lambda gpu: "fake")
+    graph = passes.bn_relu(passes.bn_add_relu(Graph.from_json(resnet(18, 10).tojson())))
+
+    def make(size: int) -> training_step.TrainingStep:
+        shapes = {"data": (4, size, size, 3), "softmax_label": (4,)}
+        return training_step.TrainingStep(graph, shapes, num_buckets=3, cache_folder=tmp_path)
+
+    def use(step: training_step.TrainingStep, size: int, larger: int) -> Any:
+        step.load_from_device(1, "float16", (4, size, size, 4))
+        step.forward_backward()
+        step.load_from_device(1, "float16", (4, larger, larger, 4))
+        step.infer()
+        return step.gpu
+
+    step = make(64)
+    for size, larger in ((64, 64), (96, 128), (32, 160), (160, 96), (64, 96)):
+        gpu = use(step, size, larger)
+        assert step.training.program.launches[0].reads[0].shape == (4, size, size, 4)
+    expected = use(make(64), 64, 96)
+    assert sorted(gpu.sizes.values()) == sorted(expected.sizes.values())
+    assert len(gpu.graphs) == len(expected.graphs) == 3 + 1 + 1  # buckets, inference, optimizer
