@@ -212,9 +212,10 @@ def main() -> None:
         list(run_ours(short, arguments.data, 0, Path(scratch) / "warm-up"))
         peer_name = peer.wait()
         for seed in range(1, arguments.seeds + 1):
-            lines += run_ours(config, arguments.data, seed, Path(scratch) / f"ours-{seed}")
-            lines += peer.run(seed)
-            print(lines[-1], file=sys.stderr, flush=True)
+            for run in (run_ours(config, arguments.data, seed, Path(scratch) / f"ours-{seed}"), peer.run(seed)):
+                for line in run:
+                    lines.append(line)
+                    print(json.dumps(line), flush=True)
         peer.close()
     publish(lines, peer_name)
 
