@@ -25,5 +25,5 @@ CONFIG = Config(
     momentum=0.9,
     nesterov=True,
     weight_decay=5e-4,
-    validate_every=4,
+    validate_every=2,
 )
