@@ -26,6 +26,10 @@ class FakeKernels:
 
 
 class FakeConvolutions:
+    variant = "fake"
+
+    def save(self) -> None: ...
+
     def plan(self, problem: Any) -> Any:
         return SimpleNamespace(workspace_bytes=4096, time_ms=1.0, enqueue=lambda *addresses, workspace: None)
 
@@ -243,11 +247,9 @@ class FakeGpu:
 
 def test_what_is_compiled_for_a_size_is_given_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A step goes through sizes of training and inference: it ends up with what one made for the last ones has."""
-    convolutions = FakeConvolutions()
-    convolutions.save = lambda: None  # type: ignore[attr-defined]
     monkeypatch.setattr(training_step, "Gpu", FakeGpu)
     monkeypatch.setattr(training_step, "KernelLibrary", lambda *_: FakeKernels())
-    monkeypatch.setattr(training_step, "ConvolutionLibrary", lambda *_: convolutions)
+    monkeypatch.setattr(training_step, "ConvolutionLibrary", lambda *_: FakeConvolutions())
     monkeypatch.setattr(training_step, "_machine", lambda gpu: "fake")
     graph = passes.bn_relu(passes.bn_add_relu(Graph.from_json(resnet(18, 10).tojson())))
 
