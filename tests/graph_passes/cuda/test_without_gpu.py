@@ -206,6 +206,7 @@ class FakeGpu:
     """Memory that is only counted, launches that do nothing, CUDA graphs that say when they run."""
 
     name, driver_version, num_multiprocessors, bandwidth, capability = "fake", 1, 132, 4e12, (9, 0)
+    max_shared_bytes = 232448
 
     def __init__(self, device_id: int) -> None:
         self.sizes: dict[int, int] = {}  # by address
