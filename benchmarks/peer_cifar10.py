@@ -51,7 +51,7 @@ class Recipe:
         )
         self.mean, self.std = (torch.tensor(arrays[k], device=device).view(1, 3, 1, 1) for k in ("mean", "std"))
         self.model = self.network().to(device, memory_format=torch.channels_last)
-        self.compiled = torch.compile(self.model)
+        self.compiled = torch.compile(self.model, dynamic=False)  # one graph for training, one for validation
         weights = [p for p in self.model.parameters() if p.ndim > 1]
         others = [p for p in self.model.parameters() if p.ndim <= 1]
         self.optimizer = torch.optim.SGD(
@@ -61,8 +61,12 @@ class Recipe:
         self.reset(seed=0)
 
     def network(self) -> torch.nn.Module:
-        """With initial weights."""
-        return getattr(torchvision.models, f"resnet{self.config['depth']}")(num_classes=self.config["num_classes"])
+        """With initial weights of the same distributions as ours (train/model.py: init_params)."""
+        make = getattr(torchvision.models, f"resnet{self.config['depth']}")
+        network = make(num_classes=self.config["num_classes"], zero_init_residual=True)
+        torch.nn.init.normal_(network.fc.weight, std=0.01)
+        torch.nn.init.zeros_(network.fc.bias)
+        return network
 
     def reset(self, seed: int) -> None:
         """Begin anew, with what is compiled."""

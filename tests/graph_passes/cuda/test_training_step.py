@@ -344,7 +344,7 @@ def test_images_of_other_sizes(cache: Path) -> None:
 
     step = make(24)
     step.set_params(*random_state(graph, shapes, seed=3))
-    for size, larger in [(16, 24), (40, 32), (16, 24), (40, 32)]:
+    for size, larger in [(16, 24), (40, 32)]:
         own, inferring = make(size), make(larger)
         own.set_params(*step.get_params())
         own.set_momenta(step.get_momenta())
@@ -355,7 +355,7 @@ def test_images_of_other_sizes(cache: Path) -> None:
     step.load(*random_batch(shapes | {"data": (6, 16, 16, 3)}, seed=1))
     step.forward_backward()
     before = step.gpu.memory()[0]
-    for size in (128, 40, 16):
+    for size in (40, 16):
         step.load(*random_batch(shapes | {"data": (6, size, size, 3)}, seed=1))
         step.forward_backward()
     assert step.gpu.memory()[0] > before - 2**23, "memory of sizes gone by is still taken"
