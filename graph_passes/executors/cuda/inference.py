@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import math
 from collections.abc import Mapping
-
-import numpy as np
+from functools import partial
+from typing import Any
 
 from graph_passes.executors.cuda.compiled import CompiledGraph
 from graph_passes.executors.cuda.convolution import ConvolutionLibrary
 from graph_passes.executors.cuda.device import Gpu
-from graph_passes.executors.cuda.kernels import KernelLibrary
+from graph_passes.executors.cuda.kernels import C_TYPES, KernelLibrary
 from graph_passes.executors.cuda.lowering import Persistent, parameters_of
-from graph_passes.executors.cuda.parameters import ParameterStore, to_dtype
+from graph_passes.executors.cuda.parameters import ParameterStore
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Graph, Ref
-from graph_passes.passes import fold_bn, fold_bn_params, precision
+from graph_passes.passes import fold_bn, foldings, precision
 
 
 class Inference:
@@ -35,17 +37,35 @@ class Inference:
         self._store = ParameterStore(parameters, statistics, dtype, trained=False)
         for array in self._store.arrays.values():
             array.place(gpu.allocate(max(array.num_bytes, 1)))
+        self._kernel = f"fold_batch_norm<{C_TYPES[dtype]}>"
+        self._folding: Any = None  # a CUDA graph
         self._compiled: dict[int, CompiledGraph] = {}  # by number of images
         self.image_size = tuple(shapes["data"][1:3])
 
-    def set_params(self, params: Mapping[str, np.ndarray], aux: Mapping[str, np.ndarray]) -> None:
-        """Fold on the host, in float64, and upload. Canonical arrays of the unfolded network."""
-        folded = fold_bn_params(self._unfolded, params, aux)
-        for name, parameter in self._store.parameters.items():
-            target = self._store.value(name)
-            self._gpu.upload(target.address, to_dtype(parameter.to_device(folded[name]), target.dtype))
-        for name, buffer in self._store.statistics.slices.items():
-            self._gpu.upload(buffer.address, np.asarray(aux[name], np.float32))
+    def fold(self, trained: ParameterStore) -> None:
+        """Take over the parameters and running statistics of the training step. Asynchronous."""
+        if self._folding is None:
+            self._kernels.get("elementwise.cu", self._kernel)  # compiled before capturing
+            self._folding = self._gpu.capture(partial(self._enqueue_fold, trained))
+        self._gpu.replay(self._folding)
+
+    def _enqueue_fold(self, trained: ParameterStore) -> None:
+        own, kernel = self._store, self._kernels.get("elementwise.cu", self._kernel)
+        left = dict.fromkeys(own.parameters)
+        for norm, convolution, bias in foldings(self._unfolded):
+            gamma, beta, mean, var = (ref.node for ref in norm.inputs[1:5])
+            weight = convolution.inputs[1].node
+            source = trained.master.slices[weight]
+            filters = source.shape[0]
+            kernel.launch((filters, 1, 1), (256, 1, 1), source.address, trained.master.slices[gamma].address,
+                          trained.master.slices[beta].address, trained.statistics.slices[mean].address,
+                          trained.statistics.slices[var].address, own.value(weight).address, own.value(bias).address,
+                          ctypes.c_float(norm["eps"]), ctypes.c_uint32(math.prod(source.shape[1:])))
+            del left[weight], left[bias]
+        for name in left:
+            self._gpu.copy(own.value(name).address, trained.value(name).address, own.value(name).num_bytes)
+        for name, buffer in own.statistics.slices.items():
+            self._gpu.copy(buffer.address, trained.statistics.slices[name].address, buffer.num_bytes)
 
     def run(self, num_images: int, persistent: Persistent) -> None:
         """Probabilities and metrics of the first `num_images` images in `persistent`. Asynchronous, but for the first

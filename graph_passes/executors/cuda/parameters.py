@@ -24,14 +24,6 @@ def padded(size: int) -> int:
     return -(-size // VECTOR) * VECTOR
 
 
-def to_dtype(array: np.ndarray, dtype: str) -> np.ndarray:
-    """fp32 rounded to the nearest value of `dtype`; bfloat16, which NumPy lacks, as its bits."""
-    if dtype != "bfloat16":
-        return array.astype(dtype)
-    bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-
-
 @dataclass(frozen=True)
 class Parameter:
     """A learned tensor. `shape` is canonical (fp32, OHWI), `device_shape` the padded one; what is padded stays 0.

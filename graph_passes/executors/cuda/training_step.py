@@ -356,14 +356,14 @@ class TrainingStep:
     def infer(self, num_images: int | None = None) -> None:
         """Forward with running statistics: fills the probabilities, adds to the metrics.
 
-        `num_images`: of a batch smaller than the step's. Asynchronous, but where parameters have changed since the last
-        call: then they are read and folded on the host (about half a second for ResNet-50).
+        `num_images`: of a batch smaller than the step's. Asynchronous, but for the first time that images are so many
+        or so large. Where parameters have changed since the last call, they are folded again first.
         """
         if self._inference is None:
             self._inference = Inference(self._graph, self._shapes, self.dtype, self.gpu, self.kernels,
                                         self._convolutions)
         if not self._inference_is_current:
-            self._inference.set_params(*self.get_params())
+            self._inference.fold(self.store)
             self._inference_is_current = True
         size_before = self._inference.image_size
         self._inference.run(num_images or self._shapes["data"][0], self.persistent)

@@ -13,6 +13,7 @@ import pytest
 from graph_passes import Graph, GraphError, Ref, passes
 from graph_passes.executors.cuda import training_step
 from graph_passes.executors.cuda.capacity import check_fits
+from graph_passes.executors.cuda.inference import Inference
 from graph_passes.executors.cuda.lowering import Lowering, Persistent, padded_channels, parameters_of
 from graph_passes.executors.cuda.parameters import Parameter, ParameterStore
 from graph_passes.executors.cuda.program import Buffer, Launch, Program
@@ -92,6 +93,28 @@ def test_launches_of_folded_inference() -> None:
         "add_metrics", "fprop", "global_average_pool", "max_pool", "softmax_cross_entropy"]
     assert not store.statistics.slices
     check_memory(lowering.program)
+
+
+def test_inference_takes_over_every_parameter() -> None:
+    graph = passes.bn_relu(passes.bn_add_relu(Graph.from_json(resnet(50, 1000).tojson())))
+    shapes: dict[str, tuple[int, ...]] = {"data": (4, 64, 64, 3), "softmax_label": (4,)}
+    _, trained = lower_graph(graph, shapes, training=True)
+    launched: list[tuple[Any, ...]] = []
+    copied: list[tuple[int, int, int]] = []
+    memory = count(1 << 40, 1 << 30)
+    gpu: Any = SimpleNamespace(allocate=lambda num_bytes: next(memory), copy=lambda *copy: copied.append(copy),
+                               capture=lambda enqueue: enqueue(), replay=lambda graph: None)
+    kernel = SimpleNamespace(launch=lambda grid, block, *arguments: launched.append((grid[0], *arguments)))
+    kernels: Any = SimpleNamespace(get=lambda source, name: kernel)
+    nothing: Any = None  # in place of what compiles
+    inference = Inference(graph, shapes, "float16", gpu, kernels, nothing)
+    inference.fold(trained)
+    own = inference._store
+    assert len(launched) == 53 and not own.statistics.slices, "every BatchNorm is folded"
+    assert launched[0][0] == 64 and launched[0][-1].value == 7 * 7 * 4, "the stem, a padded channel included"
+    written = [address for launch in launched for address in launch[6:8]] + [to for to, _, _ in copied]
+    assert sorted(written) == sorted(own.value(name).address for name in own.parameters)
+    assert [size for _, _, size in copied] == [2 * 1000 * 2048, 4 * 1000]
 
 
 @pytest.mark.parametrize("size, is_ours", [(224, True), (225, False), (1024, False)])
@@ -271,4 +294,4 @@ def test_what_is_compiled_for_a_size_is_given_back(monkeypatch: pytest.MonkeyPat
         assert step.training.program.launches[0].reads[0].shape == (4, size, size, 4)
     expected = use(make(64), 64, 96)
     assert sorted(gpu.sizes.values()) == sorted(expected.sizes.values())
-    assert len(gpu.graphs) == len(expected.graphs) == 3 + 1 + 1  # buckets, inference, optimizer
+    assert len(gpu.graphs) == len(expected.graphs) == 3 + 2 + 1  # buckets, inference and its folding, optimizer
