@@ -26,7 +26,7 @@ USER_ERRORS = (TrainError, DataError, GraphError)
 LOST_PROCESS = re.compile("horovod|gloo|nccl|by peer|broken pipe|timed out waiting", re.IGNORECASE)
 BUCKET_BYTES = 25 * 2**20  # gradients are averaged in groups of about this size, as PyTorch's DDP does
 
-# Horovod's settings where the environment has none; docs/multi_gpu.md has the measurements behind them.
+# Horovod's settings where the environment has none; docs/multi_gpu.md has the reasons.
 HOROVOD_SETTINGS = {
     "HOROVOD_CYCLE_TIME": "1",  # ms between two looks for what is to be done
     "HOROVOD_FUSION_THRESHOLD": "0",  # gradients come in buckets, which nobody needs to join
