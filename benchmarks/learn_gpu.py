@@ -1,7 +1,7 @@
 """Does it learn? 200 steps of the cuda executor on one fixed batch of real JPEGs, in each precision (float32
 without TF32).
 
-    python benchmarks/learn_gpu.py --images ../shared/data/imagenet_sample
+    python benchmarks/learn_gpu.py --data /path/to/imagenet_sample
     python benchmarks/learn_gpu.py --plot
 
 The first writes results/learn_fixed_batch_1gpu.jsonl: a line for each dtype with the loss (nats per image) and the
@@ -23,27 +23,31 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from graph_passes import Graph, GraphError
+from record import RESULTS, run
+
+from graph_passes import Graph
 from graph_passes.executors.cuda.optimizer import OptimizerConfig
 from graph_passes.executors.cuda.training_step import TrainingStep
 from graph_passes.passes import bn_add_relu, bn_relu
 from train import environment
+from train.errors import TrainError
 from train.model import init_params, resnet
 
 DTYPES = ("float16", "bfloat16", "float32")
 STEPS, BATCH, SIZE, CLASSES, LEARNING_RATE = 200, 64, 224, 1000, 0.05
 # Of ImageNet's RGB, in 8-bit units
 MEAN, STD = np.array([123.68, 116.78, 103.94], np.float32), np.array([58.4, 57.12, 57.38], np.float32)
-RESULT = Path(__file__).with_name("results") / "learn_fixed_batch_1gpu.jsonl"
+RESULT = RESULTS / "learn_fixed_batch_1gpu.jsonl"
 
 
 def load_batch(folder: Path, size: int = SIZE) -> tuple[np.ndarray, np.ndarray]:
     """Images (BATCH, size, size, 3) normalised, float32, and labels; the folder has a folder for each class."""
     from PIL import Image
 
-    classes = sorted(path for path in folder.iterdir() if path.is_dir())[:BATCH]
+    classes = sorted({path.parent for path in folder.glob("*/*.JPEG")})[:BATCH]
     if len(classes) < BATCH:
-        sys.exit(f"error: {folder} has {len(classes)} class folders, {BATCH} are needed: give --images another one")
+        raise TrainError(f"--data {folder} has {len(classes)} folders with .JPEG files, {BATCH} are needed; "
+                         "give another one")
     images = []
     for path in classes:
         with Image.open(min(path.glob("*.JPEG"))) as file:
@@ -74,7 +78,7 @@ def learn(dtype: str, data: np.ndarray, label: np.ndarray) -> dict[str, Any]:
     return {"dtype": dtype, "gpu": step.gpu.name, "commit": environment.git_commit(), "loss": losses, "top1": hits}
 
 
-def read_runs() -> list[dict[str, Any]]:
+def read_curves() -> list[dict[str, Any]]:
     return [json.loads(line) for line in RESULT.read_text().splitlines()] if RESULT.exists() else []
 
 
@@ -82,9 +86,12 @@ def plot() -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
-    for run in read_runs():
-        axes.semilogy(range(1, len(run["loss"]) + 1), run["loss"], label=run["dtype"], linewidth=1.2)
-        title = f"ResNet-50, one batch of {BATCH} JPEGs at {SIZE} px, {run['gpu']}"
+    curves = read_curves()
+    if not curves:
+        raise TrainError(f"--plot: there is no {RESULT} to draw; give --data to make it")
+    for curve in curves:
+        axes.semilogy(range(1, len(curve["loss"]) + 1), curve["loss"], label=curve["dtype"], linewidth=1.2)
+    title = f"ResNet-50, one batch of {BATCH} JPEGs at {SIZE} px, {curves[-1]['gpu']}"
     axes.set(title=title, xlabel="step", ylabel="loss (nats per image)")
     axes.legend()
     axes.grid(alpha=0.3)
@@ -93,24 +100,23 @@ def plot() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--images", type=Path, help="folder of class folders with JPEGs")
+    parser.add_argument("--data", type=Path, help="folder of class folders with JPEGs")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES, help="default: all")
     parser.add_argument("--plot", action="store_true", help="draw what an earlier run has written")
     arguments = parser.parse_args()
-    if arguments.images:
-        data, label = load_batch(arguments.images)
-        runs = {run["dtype"]: run for run in read_runs()}
+    if not (arguments.data or arguments.plot):
+        parser.error("nothing to do: give --data or --plot")
+    if arguments.data:
+        data, label = load_batch(arguments.data)
+        curves = {curve["dtype"]: curve for curve in read_curves()}
         for dtype in arguments.dtypes:
-            try:
-                runs[dtype] = run = learn(dtype, data, label)
-            except GraphError as error:
-                sys.exit(f"error: {error}")
-            RESULT.write_text("".join(f"{json.dumps(runs[dtype])}\n" for dtype in DTYPES if dtype in runs))
-            shown = ", ".join(f"{number}: {run['loss'][number - 1]:.4f}" for number in (1, 10, 25, 50, 100, STEPS))
-            print(f"{run['dtype']}: loss at step {shown}; {run['top1'][-1]} of {BATCH} right at the end", flush=True)
+            curves[dtype] = new = learn(dtype, data, label)
+            RESULT.write_text("".join(f"{json.dumps(curves[dtype])}\n" for dtype in DTYPES if dtype in curves))
+            shown = ", ".join(f"{number}: {new['loss'][number - 1]:.4f}" for number in (1, 10, 25, 50, 100, STEPS))
+            print(f"{dtype}: loss at step {shown}; {new['top1'][-1]} of {BATCH} right at the end", flush=True)
     if arguments.plot:
         plot()
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import sys
 import tempfile
 import time
@@ -23,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from record import ROOT, write_result
+from record import SAMPLE, run, write_result
 
 from mxnet_compat import mx
 from pipelines import MEAN, STD, LoaderConfig, open_loader
@@ -89,9 +88,8 @@ def measure(programs: dict[str, NextBatch], num_rounds: int, num_batches: int, w
 
 
 def main() -> None:
-    default = Path(os.environ.get("RESNET_REAL_DATA", ROOT.parent / "shared" / "data")) / "imagenet_sample"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=default, help="class folders with JPEGs")
+    parser.add_argument("--data", type=Path, default=SAMPLE, help="class folders with JPEGs")
     parser.add_argument("--batch", type=int, default=32, help="images in a batch (default: %(default)s)")
     parser.add_argument("--size", type=int, default=224, help="height and width of an image (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=num_cores(), help="of each program (default: all cores)")
@@ -109,4 +107,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from record import ROOT, write_result
+from record import RESULTS, SAMPLE, run, write_result
 from torch_peer import TorchPeer
 
 from pipelines import LoaderConfig
@@ -47,14 +47,12 @@ def repeated_records(images: Path, folder: Path) -> Path:
 
 def write_lines(name: str, lines: list[dict[str, Any]]) -> None:
     """What was measured beside a published figure, one JSON object a line."""
-    path = ROOT / "benchmarks" / "results" / f"{name}.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (RESULTS / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def main() -> None:
-    default = Path(os.environ.get("RESNET_REAL_DATA", ROOT.parent / "shared" / "data")) / "imagenet_sample"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=default, help="class folders with JPEGs")
+    parser.add_argument("--data", type=Path, default=SAMPLE, help="class folders with JPEGs")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--workers", type=int, default=num_cores(), help="of the peer (default: all cores)")
@@ -93,4 +91,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

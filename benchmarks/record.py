@@ -1,4 +1,5 @@
-"""Writes a published figure with its raw data to benchmarks/results/<name>.json; README.md there says what it holds.
+"""What the programs of this folder share, above all `write_result`: a published figure with its raw data, written to
+benchmarks/results/<name>.json; README.md says what that holds.
 
     from record import write_result
     write_result("step_cpu", images_per_step=32, step_ms=ours, peer_name="stock Gluon", peer_step_ms=theirs)
@@ -12,7 +13,7 @@ import re
 import shlex
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -21,6 +22,20 @@ if str(ROOT) not in sys.path:  # a program in this folder may be started without
     sys.path.insert(0, str(ROOT))
 
 from train import environment  # noqa: E402
+from train.distributed import USER_ERRORS  # noqa: E402
+from train.errors import EXIT_USER_ERROR  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results"
+SAMPLE = Path(os.environ.get("RESNET_REAL_DATA", ROOT.parent / "shared" / "data")) / "imagenet_sample"
+
+
+def run(main: Callable[[], None]) -> None:
+    """Run a program of this folder; a user's mistake ends it with its sentence and exit code 2."""
+    try:
+        main()
+    except USER_ERRORS as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(EXIT_USER_ERROR)
 
 
 def speed(step_ms: Sequence[float], images_per_step: int | None) -> tuple[float, float, str]:
@@ -38,7 +53,7 @@ def write_result(
     peer_step_ms: Sequence[float] = (),
     peer_value: float | None = None,
     hardware: str | None = None,
-    folder: Path = ROOT / "benchmarks" / "results",
+    folder: Path = RESULTS,
 ) -> Path:
     """Write one figure and print it.
 

@@ -26,14 +26,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from loader_gpu import repeated_records
-from record import write_result
+from record import RESULTS, ROOT, SAMPLE, run, write_result
 from step_gpu import LEARNING_RATE, WARM_UP, make_step
 
 from train.devices import find_gpus
 from train.distributed import Workers
+from train.errors import TrainError
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 PEER = Path(__file__).with_name("peer_pytorch.py")
 LAUNCH = "import sys; from train.launch import launch; sys.exit(launch(int(sys.argv[1]), sys.argv[2:]))"
 LABELS = {"synthetic": "ours, synthetic", "jpeg": "ours, JPEGs"}  # the peer's is its own name
@@ -131,7 +130,7 @@ def launched(count: int, *command: object) -> list[str]:
     return program if count == 1 else [sys.executable, "-c", LAUNCH, str(count), *program]
 
 
-def run(command: list[str], environment: dict[str, str] | None = None) -> str:
+def run_command(command: list[str], environment: dict[str, str] | None = None) -> str:
     """What a command prints, or "" where it failed, with its last words on our standard error."""
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", **(environment or {})}
     done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT)
@@ -145,7 +144,7 @@ def run_synthetic(count: int, arguments: argparse.Namespace, folder: Path) -> Ro
     out = folder / f"synthetic{count}.json"
     command = launched(count, __file__, "--worker", out, "--batch", arguments.batch, "--steps", arguments.steps,
                        "--buckets", arguments.buckets, "--wire-dtype", arguments.wire_dtype)
-    return json.loads(out.read_text()) if run(command) else None
+    return json.loads(out.read_text()) if run_command(command) else None
 
 
 def run_jpeg(count: int, arguments: argparse.Namespace, folder: Path, records: Path) -> Row | None:
@@ -154,7 +153,7 @@ def run_jpeg(count: int, arguments: argparse.Namespace, folder: Path, records: P
                        "--num-classes", 1000, "--batch-size", arguments.batch, "--output", output, "--no-tensorboard",
                        "--min-steps", arguments.steps, "--warmup-steps", WARM_UP,
                        "--buckets", arguments.buckets, "--wire-dtype", arguments.wire_dtype)
-    if not run(command):
+    if not run_command(command):
         return None
     record = json.loads((output / "report" / "report.json").read_text())
     step_ms = record["step_ms"][WARM_UP:]
@@ -167,7 +166,7 @@ def run_peer(count: int, arguments: argparse.Namespace) -> Row | None:
     command = [os.environ["PEER_PYTHON"], "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}",
                str(PEER), "--ddp", "--batch", str(arguments.batch), "--steps", str(arguments.steps)]
     environment = dict.fromkeys(("PYTHONPATH", "LD_LIBRARY_PATH"), "")
-    lines = [line for line in run(command, environment).splitlines() if line.startswith("{")]
+    lines = [line for line in run_command(command, environment).splitlines() if line.startswith("{")]
     if not lines:
         return None
     result = json.loads(lines[-1])
@@ -254,9 +253,8 @@ def plot_timeline(row: Row, path: Path) -> None:
 
 
 def main() -> None:
-    default = Path(os.environ.get("RESNET_REAL_DATA", ROOT.parent / "shared" / "data")) / "imagenet_sample"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=default, help="class folders with JPEGs")
+    parser.add_argument("--data", type=Path, default=SAMPLE, help="class folders with JPEGs")
     parser.add_argument("--batch", type=int, default=256, help="images on each GPU")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--buckets", type=int, default=2)
@@ -271,7 +269,7 @@ def main() -> None:
     gpus = find_gpus()
     counts = [count for count in arguments.gpus if count <= len(gpus)]
     if not counts:
-        sys.exit(f"error: there are {len(gpus)} GPUs here, fewer than {min(arguments.gpus)}")
+        raise TrainError(f"--gpus {min(arguments.gpus)} is more than the {len(gpus)} NVIDIA GPUs here")
     rows: list[Row | None] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -311,4 +309,4 @@ def write(rows: list[Row], folder: Path, gpu: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

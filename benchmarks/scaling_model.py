@@ -24,10 +24,12 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from record import RESULTS, run
+
 from graph_passes.executors.cuda.buckets import cut
+from train.errors import TrainError
 from train.model import init_params, resnet
 
-RESULTS = Path(__file__).with_name("results")
 PROFILE = "resnet50_fp16_b256_profile.txt"
 SINGLE_GPU = "resnet50_fp16_b{}_synthetic_1gpu.json"
 BATCHES = (64, 128, 256, 512)  # with such a file
@@ -354,7 +356,7 @@ def main() -> None:
     needed = [results / PROFILE, *(results / SINGLE_GPU.format(batch) for batch in BATCHES)]
     missing = [file for file in needed if not file.is_file()]
     if missing:
-        sys.exit(f"error: {missing[0]} is missing: measure it as benchmarks/README.md says, or give --results")
+        raise TrainError(f"{missing[0]} is missing: measure it as benchmarks/README.md says, or give --results")
     machine, notes = fit(results)
     gradients = read_gradients((results / PROFILE).read_text())
     print(*notes, sep="\n")
@@ -370,4 +372,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -14,6 +14,7 @@ measures all of SWEEP, each in a process of its own.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -25,12 +26,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import itertools
-
-from record import write_result
+from record import RESULTS, run, write_result
 from torch_peer import TorchPeer
 
-from graph_passes import Graph, GraphError, passes
+from graph_passes import Graph
 from graph_passes.executors import create_executor
 from graph_passes.executors.cuda import profile
 from graph_passes.executors.cuda.executor import CudaExecutor
@@ -39,8 +38,7 @@ from train.model import init_params, resnet
 
 CLASSES, LEARNING_RATE, WARM_UP = 1000, 0.1, 15
 SHORT = {"float16": "fp16", "bfloat16": "bf16", "tf32": "tf32", "float32": "fp32"}
-ROOT = Path(__file__).resolve().parents[1]
-MEMORY = ROOT / "benchmarks" / "results" / "memory_1gpu.jsonl"
+MEMORY = RESULTS / "memory_1gpu.jsonl"
 # torch.compile takes about a minute for each network, batch size and dtype: the peer is compiled where it matters most.
 SWEEP = (
     "--batch 256 --peer compile", "--batch 64 --peer eager", "--batch 128 --peer eager", "--batch 512 --peer eager",
@@ -55,9 +53,8 @@ def make_step(depth: int, batch: int, size: int, dtype: str, device_id: int = 0,
     """The executor and a batch on the GPU, as a loader gives it: NHWC, 16-bit, padded to 4 channels."""
     gpu = mx.gpu(device_id)
     symbol = resnet(depth, CLASSES, label_smoothing=0.1)
-    graph = passes.bn_relu(passes.bn_add_relu(Graph.from_json(symbol.tojson())))
     shapes = {"data": (batch, size, size, 4), "softmax_label": (batch,)}
-    executor = create_executor("cuda", graph, shapes, device=f"gpu({device_id})",
+    executor = create_executor("cuda", Graph.from_json(symbol.tojson()), shapes, device=f"gpu({device_id})",
                                dtype="float32" if dtype == "tf32" else dtype, tf32=dtype == "tf32", **options)
     assert isinstance(executor, CudaExecutor)
     executor.set_params(*init_params(symbol, seed=0, channels=4))
@@ -124,10 +121,7 @@ def main() -> None:
         sys.exit(f"error: these failed: {'; '.join(failed)}" if failed else None)
 
     started = time.monotonic()
-    try:
-        executor, data, label = make_step(arguments.depth, arguments.batch, arguments.size, arguments.dtype)
-    except GraphError as error:
-        sys.exit(f"error: {error}")
+    executor, data, label = make_step(arguments.depth, arguments.batch, arguments.size, arguments.dtype)
     print(f"ready after {time.monotonic() - started:.1f} s (the first time on a machine, plans are timed)")
     ours: list[float] = []
     theirs: list[float] = []
@@ -159,4 +153,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

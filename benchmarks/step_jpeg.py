@@ -27,7 +27,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from loader_gpu import repeated_records, write_lines
-from record import ROOT, write_result
+from record import SAMPLE, run, write_result
 from torch_peer import TorchPeer
 
 from graph_passes.executors.cuda.executor import CudaExecutor
@@ -65,9 +65,8 @@ def measure(trainer: Trainer, batches: Iterator[Batch], steps: int) -> tuple[lis
 
 
 def main() -> None:
-    default = Path(os.environ.get("RESNET_REAL_DATA", ROOT.parent / "shared" / "data")) / "imagenet_sample"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=default, help="class folders with JPEGs")
+    parser.add_argument("--data", type=Path, default=SAMPLE, help="class folders with JPEGs")
     parser.add_argument("--depth", type=int, default=50, choices=(18, 34, 50, 101, 152))
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--steps", type=int, default=80, help="counted steps in each turn")
@@ -130,4 +129,4 @@ def run_ours(config: Config, run_folder: Path, rounds: int, steps: int) -> list[
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import random
@@ -150,3 +151,22 @@ def test_what_the_benchmarks_write_has_no_faults(
 )
 def test_a_wrong_result_is_found(key: str, wrong: Any) -> None:
     assert faults({**good_result(), key: wrong}, NAME)
+
+
+@pytest.mark.parametrize("program, arguments, sentence", [
+    ("loader_cpu", ("--data", "nowhere"), "error: data path nowhere does not exist"),
+    ("learn_gpu", ("--data", "."), "error: --data . has 0 folders with .JPEG files"),
+    ("scaling_model", ("--results", "nowhere"), "error: nowhere/resnet50_fp16_b256_profile.txt is missing"),
+])  # fmt: skip
+def test_bad_input_of_a_program(program, arguments, sentence, tmp_path, monkeypatch, capsys):
+    """One sentence and exit code 2, as from every command line of this project."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setattr("sys.argv", [f"{program}.py", *arguments])
+    from record import run
+
+    with pytest.raises(SystemExit) as end:
+        run(importlib.import_module(program).main)
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(sentence)

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from train.errors import TrainError
+
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
 
@@ -136,5 +138,5 @@ def test_calibration_meets_its_point(model: Any, gradients: Any) -> None:
 
 def test_missing_measurements(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["scaling_model.py", "--results", str(tmp_path)])
-    with pytest.raises(SystemExit, match=r"error: .*_profile.txt is missing: measure it"):
+    with pytest.raises(TrainError, match=r".*_profile.txt is missing: measure it"):
         model.main()
