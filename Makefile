@@ -1,8 +1,10 @@
 # make train-1gpu         train ResNet-50 on this machine's GPU, or on the CPU where there is none
-# make compare-precision train the same preset in fp32, TF32, fp16 and bf16: time, memory, speed, accuracy side by side
+# make compare-precision  train the same preset in fp32, TF32, fp16 and bf16: time, memory, speed, accuracy side by side
+# make bench-scaling      images/sec on 1, 2, 4 and 8 GPUs of this machine, with plots
 # make test               lint, type check and tests
+# make test-gpu           the tests that need a GPU
 #
-# Both set up .venv first. PYTHON=/path/to/python uses that environment as it is and sets nothing up.
+# All of them set up .venv first. PYTHON=/path/to/python uses that environment as it is and sets nothing up.
 # DATA=/path              train on your own data (folders of classes, or RecordIO files)
 # ARGS="--epochs 5 ..."   further options: make help
 
@@ -13,10 +15,10 @@ PYTHON := .venv/bin/python
 SETUP := .venv/.ready
 endif
 
-.PHONY: help setup train-1gpu compare-precision test test-gpu lint clean bench-scaling
+.PHONY: help setup train-1gpu compare-precision bench-scaling lint test test-gpu clean
 
 help: $(SETUP)
-	@sed -n 's/^# \?//p' Makefile | head -n 8
+	@sed -n 's/^# \?//p' Makefile | head -n 9
 	@$(PYTHON) -m train --help
 
 setup:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from pathlib import Path
 
@@ -12,24 +11,14 @@ os.environ["MXNET_MKLDNN_ENABLED"] = "0"
 
 import pytest
 
+from train.devices import find_gpus
+
 REPOSITORY = Path(__file__).resolve().parents[1]
-
-
-def _num_gpus() -> int:
-    """Number of NVIDIA GPUs that the driver offers; 0 where there is no driver."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return 0
-    count = ctypes.c_int(0)
-    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
-        return 0
-    return count.value
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     marked = [item for item in items if item.get_closest_marker("gpu")]
-    if marked and _num_gpus() == 0:
+    if marked and not find_gpus():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU; this machine has none"))
 

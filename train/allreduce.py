@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,8 @@ def load_library(on_gpu: bool) -> Any:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise TrainError(
-            f"several GPUs need {path}, which cannot be loaded ({error}): run scripts/build_allreduce.sh"
+            f"several GPUs need {path}, which cannot be loaded ({error}): run scripts/build_allreduce.sh "
+            f"{sys.executable}"
         ) from None
     library.allreduce_slot.restype = ctypes.c_void_p
     library.allreduce_start.argtypes = [

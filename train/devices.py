@@ -16,8 +16,6 @@ from train.errors import TrainError
 # MXNet 1.9.1's GPU wheels hold machine code for these compute capabilities only (and no PTX for newer ones).
 STOCK_MXNET_GPUS = ((5, 0), (8, 9))
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76  # CUdevice_attribute in CUDA's driver API
-
-
 IMAGENET_PRESET = "resnet50_90ep"
 
 
