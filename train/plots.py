@@ -5,13 +5,15 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from train.metrics import RunRecord
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 MAX_POINTS = 1500  # more than a plot has pixels for: longer series are drawn as medians of equal parts
 
@@ -53,7 +55,7 @@ def throughput(record: RunRecord, theme: Theme) -> bytes:
     unit, scale = _time_unit(hours[-1])
     counted = np.zeros(len(speeds), dtype=bool)
     counted[record.counted_steps] = True
-    figure, axes = _figure(theme, "Throughput", f"training time ({unit})", "images/sec")
+    figure, axes = _figure_with_axes(theme, "Throughput", f"training time ({unit})", "images/sec")
     x, y = _thin(hours[counted] * scale, speeds[counted])
     dots: dict[str, Any] = {"marker": "o", "markersize": 2.5, "linestyle": "none", "markeredgewidth": 0}
     axes.plot(x, y, color=theme.series[0], alpha=0.35, label="one step" if len(x) == counted.sum() else "steps", **dots)
@@ -68,7 +70,7 @@ def throughput(record: RunRecord, theme: Theme) -> bytes:
 
 def loss(record: RunRecord, theme: Theme) -> bytes:
     """Training loss by epoch, and validation loss where there is one."""
-    figure, axes = _figure(theme, "Loss", "epoch", "cross entropy (nats per image)")
+    figure, axes = _figure_with_axes(theme, "Loss", "epoch", "cross entropy (nats per image)")
     x, y = _thin(np.array([p.epoch for p in record.loss_curve]), np.array([p.loss for p in record.loss_curve]))
     axes.plot(x, y, color=theme.series[0], linewidth=1.6, label="training")
     rows = [row for row in record.epochs if row.val_loss is not None]
@@ -83,7 +85,7 @@ def loss(record: RunRecord, theme: Theme) -> bytes:
 
 def accuracy(record: RunRecord, theme: Theme) -> bytes:
     """Training top-1, validation top-1 and top-5 by epoch, in percent."""
-    figure, axes = _figure(theme, "Accuracy", "epoch", "correct (%)")
+    figure, axes = _figure_with_axes(theme, "Accuracy", "epoch", "correct (%)")
     series = (
         ("training top-1", theme.series[0], [(row.epoch, row.train_top1) for row in record.epochs]),
         ("validation top-1", theme.series[1], [(row.epoch, row.val_top1) for row in record.epochs]),
@@ -104,7 +106,7 @@ def gpu(record: RunRecord, theme: Theme) -> bytes:
     """Utilisation and power of the GPUs over training time, one above the other."""
     hours = np.cumsum(record.step_ms) / 3.6e6
     unit, scale = _time_unit(hours[-1])
-    figure = Figure(figsize=(8, 4.6), dpi=144, facecolor=theme.background, layout="constrained")
+    figure = _figure(8, 4.6, theme)
     panels = (
         ("GPU utilisation", "%", theme.series[0], [(p.step, 100 * p.utilization) for p in record.gpu_curve
                                                    if p.utilization is not None]),
@@ -124,7 +126,7 @@ def gpu(record: RunRecord, theme: Theme) -> bytes:
 
 def time_split(seconds: Mapping[str, float], theme: Theme) -> bytes:
     """One bar: where the time of the run went; `seconds` by part, the last one being the rest."""
-    figure, axes = _figure(theme, "Where the time went", "", "", height=1.6)
+    figure, axes = _figure_with_axes(theme, "Where the time went", "", "", height=1.6)
     total = sum(seconds.values())
     left = 0.0
     colors = [*(theme.parts * len(seconds))[: len(seconds) - 1], theme.muted]
@@ -146,7 +148,7 @@ def time_split(seconds: Mapping[str, float], theme: Theme) -> bytes:
 def precisions(runs: Mapping[int, Mapping[str, RunRecord]], title: str) -> bytes:
     """Runs by depth and precision: accuracy (without validation: loss) over the time of the run, and images/sec."""
     theme, depths = LIGHT, list(runs)
-    figure = Figure(figsize=(9, 3.2 * len(depths) + 0.4), dpi=144, facecolor=theme.background, layout="constrained")
+    figure = _figure(9, 3.2 * len(depths) + 0.4, theme)
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=theme.text)
     grid = figure.subplots(len(depths), 2, squeeze=False, width_ratios=(2, 1))
     for (left, right), depth in zip(grid, depths, strict=True):
@@ -175,8 +177,15 @@ def precisions(runs: Mapping[int, Mapping[str, RunRecord]], title: str) -> bytes
 _DOTTED: dict[str, Any] = {"linewidth": 1.6, "markersize": 4}
 
 
-def _figure(theme: Theme, title: str, x_label: str, y_label: str, height: float = 3.4) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(8, height), dpi=144, facecolor=theme.background, layout="constrained")
+def _figure(width: float, height: float, theme: Theme) -> Figure:
+    """An empty figure; inches."""
+    from matplotlib.figure import Figure  # slow to import, and most processes of a run draw nothing
+
+    return Figure(figsize=(width, height), dpi=144, facecolor=theme.background, layout="constrained")
+
+
+def _figure_with_axes(theme: Theme, title: str, x_label: str, y_label: str, height: float = 3.4) -> tuple[Figure, Axes]:
+    figure = _figure(8, height, theme)
     return figure, _styled(figure.add_subplot(facecolor=theme.background), theme, title, x_label, y_label)
 
 

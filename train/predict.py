@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-import matplotlib
 import numpy as np
 import tyro
 from PIL import Image, ImageDraw, ImageFont
@@ -156,6 +155,8 @@ def contact_sheet(predictions: Sequence[Prediction], columns: int = 6) -> bytes:
     height = _CELL + (1 + _GUESSES) * _LINE + 8
     sheet = Image.new("RGB", (columns * (_CELL + _GAP) + _GAP, rows * (height + _GAP) + _GAP), _PAPER)
     draw = ImageDraw.Draw(sheet)
+    import matplotlib  # slow to import
+
     fonts = Path(matplotlib.get_data_path()) / "fonts" / "ttf"  # the same on every machine
     regular, bold = (ImageFont.truetype(str(fonts / f"{name}.ttf"), 13) for name in ("DejaVuSans", "DejaVuSans-Bold"))
     for i, prediction in enumerate(predictions):

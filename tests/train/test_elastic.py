@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -64,7 +65,10 @@ class Run:
         found = {}
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         for pid in {*children, *_children_of_threads(self.process.pid)}:
-            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            try:
+                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+                continue
             rank = [entry for entry in variables if entry.startswith(b"HOROVOD_RANK=")]
             if rank:
                 found[int(rank[0].partition(b"=")[2])] = int(pid)
@@ -77,7 +81,8 @@ class Run:
 
 def _children_of_threads(pid: int) -> Iterator[str]:
     for task in Path(f"/proc/{pid}/task").iterdir():
-        yield from (task / "children").read_text().split()
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended meanwhile
+            yield from (task / "children").read_text().split()
 
 
 @pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])

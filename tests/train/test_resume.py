@@ -163,7 +163,8 @@ def test_best_is_kept_and_validated(ema_decay, tiny_options, tmp_path, run_train
 def test_in_mid_schedule_of_image_sizes_and_with_lars(tiny_options, tmp_path, run_train):
     """Epoch 1 at 32 pixels, epoch 2 at 48, validation at 64; stopped in epoch 2, a run goes on to the same bits."""
     options = [*tiny_options, "--first-image-size", "32", "--image-size", "48", "--resize-epochs", "1", "1",
-               "--val-image-size", "64", "--optimizer", "lars", "--learning-rate", "5"]  # fmt: skip
+               "--val-image-size", "64", "--validate-every", "2", "--optimizer", "lars",
+               "--learning-rate", "5"]  # fmt: skip
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     code, out, err = run_train("--output", whole, *options)
     assert code == 0, err
