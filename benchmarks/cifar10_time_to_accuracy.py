@@ -74,7 +74,7 @@ def recipe(config: Config, num_classes: int, num_images: int) -> dict[str, Any]:
     if config.schedule != "cosine" or config.optimizer != "sgd":
         sys.exit(f"error: the peer knows SGD with a cosine schedule only, the preset {config.config} has another")
     names = ("depth", "batch_size", "epochs", "warmup_epochs", "momentum", "nesterov", "weight_decay", "random_area",
-             "validate_every")  # fmt: skip
+             "validate_every", "zero_init_residual")  # fmt: skip
     return {name: getattr(config, name) for name in names} | {
         # Ours goes to the wrong classes only, as MXNet has it, PyTorch's to all of them.
         "label_smoothing": config.label_smoothing * num_classes / (num_classes - 1),

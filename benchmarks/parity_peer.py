@@ -1,10 +1,11 @@
 """PyTorch's side of parity_pytorch.py: trains from the same weights on the same batches with the same recipe.
 
-    python benchmarks/parity_peer.py FOLDER float16:0 float32:0 float16:1
+    python benchmarks/parity_peer.py FOLDER float16:0 float32:0 float16:1 float32:0:nudged
 
-FOLDER is what parity_pytorch.py has prepared; each run is a precision and the number of an order of batches. Prints one
-line of JSON for each run. torchvision's ResNet (v1.5, as ours), channels_last, float16 through automatic mixed
-precision. Runs in an interpreter of its own (PEER_PYTHON): this project itself never imports PyTorch.
+FOLDER is what parity_pytorch.py has prepared; each run is a precision and the number of an order of batches; "nudged"
+changes the initial weights in their last digit. Prints one line of JSON for each run. torchvision's ResNet (v1.5, as
+ours), channels_last, float16 through automatic mixed precision. Runs in an interpreter of its own (PEER_PYTHON): this
+project itself never imports PyTorch.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 import torchvision
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NUDGE = 1e-7  # relative; float32 has steps of 0.6e-7 to 1.2e-7
 # Ends of our names -> torchvision's
 ENDS = {"_gamma": ".weight", "_beta": ".bias", "_weight": ".weight", "_bias": ".bias",
         "_moving_mean": ".running_mean", "_moving_var": ".running_var"}
@@ -36,28 +37,32 @@ def torchvision_name(name: str) -> str:
     return name.removesuffix(end) + ENDS[end]
 
 
-def load_network(folder: Path, depth: int, num_classes: int) -> torch.nn.Module:
+def load_network(folder: Path, depth: int, num_classes: int, nudged: bool) -> torch.nn.Module:
     network = getattr(torchvision.models, f"resnet{depth}")(num_classes=num_classes)
     ours = {torchvision_name(name): array for name, array in np.load(folder / "weights.npz").items()}
     state = network.state_dict()
     left = state.keys() - ours.keys()
     assert ours.keys() <= state.keys() and all(name.endswith("num_batches_tracked") for name in left), left
+    rng = np.random.default_rng(0)
     for name, array in ours.items():
+        if nudged:
+            array = array * (1 + NUDGE * rng.standard_normal(array.shape)).astype(np.float32)
         tensor = torch.from_numpy(array)
         state[name] = tensor.permute(0, 3, 1, 2) if array.ndim == 4 else tensor  # OHWI -> OIHW
     network.load_state_dict(state)
-    return network.to(DEVICE).to(memory_format=torch.channels_last)
+    return network.to(memory_format=torch.channels_last)
 
 
 class Sgd:
     """SGD with the learning rate inside the momentum, as MXNet has it: torch's own, with the momentum scaled wherever
     the learning rate changes. No weight decay for BatchNorm and biases."""
 
-    def __init__(self, network: torch.nn.Module, momentum: float, weight_decay: float) -> None:
+    def __init__(self, network: torch.nn.Module, momentum: float, nesterov: bool,
+                 weight_decay: float) -> None:
         parameters = list(network.parameters())
         groups = [{"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
                   {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0}]
-        self.torch = torch.optim.SGD(groups, lr=1.0, momentum=momentum)
+        self.torch = torch.optim.SGD(groups, lr=1.0, momentum=momentum, nesterov=nesterov)
         self._rate = 0.0
 
     def set_rate(self, rate: float) -> None:
@@ -69,20 +74,21 @@ class Sgd:
         self._rate = rate
 
 
-def train(folder: Path, recipe: dict[str, Any], dtype: str, order: int) -> dict[str, Any]:
+def train(folder: Path, recipe: dict[str, Any], dtype: str, order: int, nudged: bool) -> dict[str, Any]:
     """Loss of every step, before its update; loss and top-1 of the validation images at the end."""
-    network = load_network(folder, recipe["depth"], recipe["num_classes"])
-    optimizer = Sgd(network, recipe["momentum"], recipe["weight_decay"])
+    device = recipe["device"]
+    network = load_network(folder, recipe["depth"], recipe["num_classes"], nudged).to(device)
+    optimizer = Sgd(network, recipe["momentum"], recipe["nesterov"], recipe["weight_decay"])
     mixed = dtype == "float16"
-    scaler = torch.amp.GradScaler(DEVICE, enabled=mixed, init_scale=recipe["loss_scale"])
+    scaler = torch.amp.GradScaler(device, enabled=mixed, init_scale=recipe["loss_scale"])
     smoothing, num_classes = recipe["label_smoothing"], recipe["num_classes"]
 
     def load(name: str, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         data = np.load(folder / f"{name}_data.npy", mmap_mode="r")[number]
-        images = torch.from_numpy(np.ascontiguousarray(data)).to(DEVICE)
+        images = torch.from_numpy(np.array(data)).to(device)
         label = np.load(folder / f"{name}_label.npy", mmap_mode="r")[number]
         # NHWC in memory, as channels_last has it
-        return images.permute(0, 3, 1, 2).float(), torch.from_numpy(label.astype(np.int64)).to(DEVICE)
+        return images.permute(0, 3, 1, 2).float(), torch.from_numpy(label.astype(np.int64)).to(device)
 
     def loss_of(scores: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
         """Targets as MXNet's: smoothing / (classes - 1) for each wrong class."""
@@ -91,7 +97,7 @@ def train(folder: Path, recipe: dict[str, Any], dtype: str, order: int) -> dict[
         return torch.nn.functional.cross_entropy(scores.float(), targets)
 
     def forward(images: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(DEVICE, dtype=torch.float16, enabled=mixed):
+        with torch.autocast(device, dtype=torch.float16, enabled=mixed):
             return network(images)
 
     losses = []
@@ -113,7 +119,7 @@ def train(folder: Path, recipe: dict[str, Any], dtype: str, order: int) -> dict[
             loss_sum += float(loss_of(scores, label)) * len(label)
             hits += int((scores.argmax(1) == label).sum())
             count += len(label)
-    return {"side": f"PyTorch {torch.__version__}", "dtype": dtype, "order": order,
+    return {"side": f"PyTorch {torch.__version__}", "dtype": dtype, "order": order, "nudged": nudged,
             "loss": [round(float(loss), 6) for loss in losses], "val_loss": loss_sum / count, "val_top1": hits / count}
 
 
@@ -123,8 +129,8 @@ def main() -> None:
     torch.backends.cudnn.benchmark = True
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     for run in runs:
-        dtype, order = run.split(":")
-        print(json.dumps(train(folder, recipe, dtype, int(order))), flush=True)
+        dtype, order, *nudged = run.split(":")
+        print(json.dumps(train(folder, recipe, dtype, int(order), bool(nudged))), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,15 @@
 """Do we train as PyTorch does? Both from the same weights, on the same batches in the same order, with one recipe.
 
     PEER_PYTHON=/path/to/python-with-torch python benchmarks/parity_pytorch.py --data ../shared/data/cifar10
+    ... --device cpu --preset cifar10_resnet18 --batch 32 --size 64 --steps 40                # minutes on two cores
 
-Trains a ResNet for 300 steps: ours and PyTorch (parity_peer.py) in float16 and in float32 without TF32, and both once
-more in float16 on another order of the images with other crops, as another seed gives. What implementations differ by
-must be small beside what seeds differ by. Writes results/parity_pytorch.jsonl, one line for each run with the loss of
-every step, and last a line that compares; and results/parity_pytorch.png. Where there is no GPU only float32 is run.
+Trains a ResNet with the constants of a preset: ours and PyTorch (parity_peer.py) in float16 and in float32 without
+TF32, on a CPU in float32 only. Two yardsticks for the difference: both once more on another order of the images with
+other crops, as another seed gives; and PyTorch in float32 once more from initial weights that differ in their last
+digit. The latter is what rounding alone does, as training magnifies it: no two correct programs can agree better.
+
+Writes results/parity_pytorch.jsonl (of a CPU: parity_pytorch_cpu.jsonl), one line for each run with the loss of every
+step, and last a line that compares; and a .png beside it.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,30 +33,31 @@ from mxnet_compat import mx
 from pipelines import LoaderConfig, open_loader
 from train import devices, environment
 from train.build import build_executor
-from train.config import Config
+from train.config import Config, load_preset
 from train.model import init_params, resnet
 from train.optimizer import make_optimizer
 from train.schedule import make_schedule
 
-RESULT = Path(__file__).with_name("results") / "parity_pytorch.jsonl"
+RESULTS = Path(__file__).with_name("results")
 PEER = Path(__file__).with_name("parity_peer.py")
-VAL_IMAGES = 2048
+VAL_IMAGES = 1024
 WINDOW = 20  # steps over which losses are averaged before they are compared
-Run = dict[str, Any]  # side, dtype, order, loss, val_loss, val_top1
+Run = dict[str, Any]  # side, dtype, order, nudged, loss, val_loss, val_top1
 
 
 def make_config(arguments: argparse.Namespace) -> Config:
-    """One 'epoch' of so many steps, a sixth of them warm-up; the constants are those of resnet50_90ep."""
-    return Config(data=str(arguments.data), depth=arguments.depth, image_size=arguments.size, seed=1,
-                  batch_size=arguments.batch, epochs=1, warmup_epochs=1 / 6, random_area=(0.25, 1.0),
-                  label_smoothing=0.1, momentum=0.875, weight_decay=1 / 32768, learning_rate=0.256)
+    """The preset's constants in one 'epoch' of so many steps, a sixth of them warm-up."""
+    preset = load_preset(arguments.preset)
+    return replace(preset, data=str(arguments.data), depth=arguments.depth or preset.depth, image_size=arguments.size,
+                   batch_size=arguments.batch, seed=1, epochs=1, warmup_epochs=1 / 6, device=arguments.device)
 
 
 def write_batches(folder: Path, name: str, config: Config, split: str, num_batches: int, seed: int) -> int:
     """What our loader gives, as (batches, N, H, W, 3) float16 and (batches, N) float32; returns the number of classes.
     """
     loader = open_loader(LoaderConfig(data=config.data, split=split, batch_size=config.batch_size, seed=seed,
-                                      image_size=config.image_size, random_area=config.random_area))
+                                      image_size=config.image_size, random_area=config.random_area,
+                                      crop_fraction=config.val_crop_fraction))
     shape = (num_batches, config.batch_size, config.image_size, config.image_size, 3)
     data = np.lib.format.open_memmap(folder / f"{name}_data.npy", "w+", np.float16, shape)
     label = np.lib.format.open_memmap(folder / f"{name}_label.npy", "w+", np.float32, shape[:2])
@@ -66,17 +72,19 @@ def write_batches(folder: Path, name: str, config: Config, split: str, num_batch
     return len(loader.class_names)
 
 
-def prepare(folder: Path, config: Config, steps: int) -> dict[str, Any]:
+def prepare(folder: Path, config: Config, steps: int, on_gpu: bool) -> dict[str, Any]:
     """Batches, initial weights and recipe as files that both sides read; returns the recipe."""
     val_batches = VAL_IMAGES // config.batch_size
     for order in (0, 1):
         num_classes = write_batches(folder, f"order{order}", config, "train", steps, seed=order)
     write_batches(folder, "val", config, "val", val_batches, seed=0)
-    params, aux = init_params(resnet(config.depth, num_classes), config.seed)
+    params, aux = init_params(resnet(config.depth, num_classes), config.seed,
+                              zero_init_residual=config.zero_init_residual)
     np.savez(folder / "weights.npz", **params, **aux)
     schedule = make_schedule(config, steps, num_processes=1)
     recipe = {"depth": config.depth, "num_classes": num_classes, "momentum": config.momentum,
-              "weight_decay": config.weight_decay, "label_smoothing": config.label_smoothing,
+              "nesterov": config.nesterov, "weight_decay": config.weight_decay,
+              "label_smoothing": config.label_smoothing, "device": "cuda" if on_gpu else "cpu",
               "loss_scale": INITIAL_LOSS_SCALE, "val_batches": val_batches,
               "learning_rates": [schedule(step) for step in range(steps)]}
     (folder / "recipe.json").write_text(json.dumps(recipe))
@@ -105,7 +113,7 @@ def train_ours(folder: Path, config: Config, recipe: dict[str, Any], order: int)
     for data, label in batches("val"):
         executor.evaluate(data, label, config.batch_size)
     metrics = executor.read_metrics()
-    return {"side": "ours", "dtype": config.dtype, "order": order, "loss": losses,
+    return {"side": "ours", "dtype": config.dtype, "order": order, "nudged": False, "loss": losses,
             "val_loss": metrics.loss_sum / metrics.count, "val_top1": metrics.top1 / metrics.count}
 
 
@@ -133,7 +141,7 @@ def difference(a: Run, b: Run) -> np.ndarray:
 
 def pairs(runs: list[Run]) -> dict[str, tuple[Run, Run]]:
     """The curves to compare, by what tells them apart."""
-    found = {(run["side"].split()[0], run["dtype"], run["order"]): run for run in runs}
+    found = {(run["side"].split()[0], run["dtype"], run["order"]): run for run in runs if not run["nudged"]}
     compared = {}
     for dtype in dict.fromkeys(run["dtype"] for run in runs):
         for order in (0, 1):
@@ -143,6 +151,8 @@ def pairs(runs: list[Run]) -> dict[str, tuple[Run, Run]]:
     first = runs[0]["dtype"]
     compared["PyTorch and PyTorch with another seed"] = found["PyTorch", first, 0], found["PyTorch", first, 1]
     compared["ours and ours with another seed"] = found["ours", first, 0], found["ours", first, 1]
+    nudged = next(run for run in runs if run["nudged"])
+    compared["PyTorch and PyTorch from weights nudged in their last digit"] = found["PyTorch", "float32", 0], nudged
     return compared
 
 
@@ -153,15 +163,15 @@ def compare(runs: list[Run]) -> dict[str, dict[str, float]]:
             for words, (a, b) in pairs(runs).items()}
 
 
-def plot(runs: list[Run], title: str) -> None:
+def plot(runs: list[Run], title: str, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, (top, bottom) = plt.subplots(2, 1, figsize=(7, 7), layout="constrained", sharex=True)
     for run in runs:
         side = run["side"].split("+")[0]
-        style = "-" if run["side"] == "ours" else "--"
+        style = ":" if run["nudged"] else "-" if run["side"] == "ours" else "--"
         top.plot(np.arange(WINDOW, len(run["loss"]) + 1), smoothed(run), style, linewidth=1.1,
-                 label=f"{side}, {run['dtype']}, seed {run['order']}")
+                 label=f"{side}, {run['dtype']}, seed {run['order']}{', nudged' * run['nudged']}")
     for words, (a, b) in pairs(runs).items():
         steps = np.arange(WINDOW, len(a["loss"]) + 1)
         bottom.semilogy(steps, np.maximum(difference(a, b), 1e-7), linewidth=1.1, label=words)
@@ -170,13 +180,21 @@ def plot(runs: list[Run], title: str) -> None:
     for axes in (top, bottom):
         axes.legend(fontsize=8)
         axes.grid(alpha=0.3)
-    figure.savefig(RESULT.with_suffix(".png"), dpi=120)
+    figure.savefig(path, dpi=120)
+
+
+def command(arguments: argparse.Namespace) -> str:
+    """The command line that does it again, without this machine's paths."""
+    given = {**vars(arguments), "data": arguments.data.name}
+    return " ".join(["python benchmarks/parity_pytorch.py", *(f"--{key} {value}" for key, value in given.items())])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="images, as for python -m train")
-    parser.add_argument("--depth", type=int, default=50)
+    parser.add_argument("--preset", default="resnet50_90ep", help="whose constants both take")
+    parser.add_argument("--depth", type=int, default=0, help="0: that of the preset")
+    parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--size", type=int, default=112, help="pixels")
     parser.add_argument("--steps", type=int, default=300)
@@ -186,20 +204,20 @@ def main() -> None:
     config = make_config(arguments)
     on_gpu = devices.choose(config, local_rank=0).executor == "cuda"
     kinds = ["float16:0", "float32:0", "float16:1"] if on_gpu else ["float32:0", "float32:1"]
+    result = RESULTS / ("parity_pytorch.jsonl" if on_gpu else "parity_pytorch_cpu.jsonl")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        recipe = prepare(folder, config, arguments.steps)
-        peer, runs = start_peer(folder, kinds), []
+        recipe = prepare(folder, config, arguments.steps, on_gpu)
+        peer, runs = start_peer(folder, [*kinds, "float32:0:nudged"]), []
         for kind in kinds:
             dtype, order = kind.split(":")
             # TF32 off: the same arithmetic on both sides
-            own = Config.from_dict({**config.to_dict(), "dtype": dtype, "tf32": False})
-            runs.append(train_ours(folder, own, recipe, int(order)))
+            runs.append(train_ours(folder, replace(config, dtype=dtype, tf32=False), recipe, int(order)))
             print(f"ours {kind}: loss {runs[-1]['loss'][-1]:.4f}, validation top-1 {runs[-1]['val_top1']:.2%}")
         theirs = end_peer(peer)
     for run in theirs:
-        print(f"{run['side']} {run['dtype']}:{run['order']}: loss {run['loss'][-1]:.4f}, validation top-1 "
-              f"{run['val_top1']:.2%}")
+        print(f"{run['side']} {run['dtype']}:{run['order']}{':nudged' * run['nudged']}: loss {run['loss'][-1]:.4f}, "
+              f"validation top-1 {run['val_top1']:.2%}")
     runs += theirs
     comparison = compare(runs)
     for words, figures in comparison.items():
@@ -207,12 +225,12 @@ def main() -> None:
     hardware = environment.hardware()
     machine = hardware["gpus"][0] if hardware["gpus"] else hardware["cpu"]
     about = {"hardware": machine, "versions": environment.versions(), "commit": environment.git_commit() or "",
-             "command": f"python benchmarks/parity_pytorch.py --data {arguments.data.name}", "recipe": config.to_dict(),
+             "command": command(arguments), "recipe": config.to_dict(),
              "comparison": comparison}
     about["recipe"]["data"] = arguments.data.name
-    RESULT.write_text("".join(f"{json.dumps(line)}\n" for line in [*runs, about]))
+    result.write_text("".join(f"{json.dumps(line)}\n" for line in [*runs, about]))
     plot(runs, f"ResNet-{config.depth}, {arguments.data.name} at {config.image_size} px, batch {config.batch_size}, "
-         f"{machine}")
+         f"{machine}", result.with_suffix(".png"))
 
 
 if __name__ == "__main__":

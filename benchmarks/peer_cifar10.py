@@ -22,8 +22,9 @@ NUM_CANDIDATES = 10  # windows drawn for each image; the first that fits is take
 VAL_BATCH = 1000
 
 
-def windows(count: int, area: tuple[float, float], device: str) -> torch.Tensor:
-    """Random windows with mirroring as affine transforms (count, 2, 3) of the unit square [-1, 1]."""
+def windows(count: int, area: tuple[float, float], side: int, device: str) -> torch.Tensor:
+    """Random windows of square images of `side` pixels: left, top, right, bottom (count, 4), in whole pixels as in our
+    pipeline and torchvision's RandomResizedCrop."""
     shape = (count, NUM_CANDIDATES)
     areas = torch.empty(shape, device=device).uniform_(*area)
     ratios = torch.empty(shape, device=device).uniform_(math.log(3 / 4), math.log(4 / 3)).exp()
@@ -31,11 +32,23 @@ def windows(count: int, area: tuple[float, float], device: str) -> torch.Tensor:
     fits = ((w <= 1) & (h <= 1)).float()
     fits[:, -1] += 0.5  # where none fits: the last, cut at the border
     chosen = fits.argmax(1, keepdim=True)
-    w, h = (size.gather(1, chosen)[:, 0].clamp(max=1) for size in (w, h))
-    x, y = ((2 * torch.rand(count, device=device) - 1) * (1 - size) for size in (w, h))
-    mirror = torch.randint(0, 2, (count,), device=device) * 2.0 - 1
-    zero = torch.zeros_like(w)
-    return torch.stack([w * mirror, zero, x, zero, h, y], dim=1).view(count, 2, 3)
+    size = torch.cat([w.gather(1, chosen), h.gather(1, chosen)], dim=1).clamp(max=1)
+    start = torch.rand(count, 2, device=device) * (1 - size)
+    return (torch.cat([start, start + size], dim=1) * side).round()
+
+
+def cut(images: torch.Tensor, boxes: torch.Tensor, mirror: torch.Tensor, size: int) -> torch.Tensor:
+    """The windows of square images (N, C, side, side), mirrored where `mirror` (N,) is -1 and not 1, resized to `size`
+    pixels. Bilinear, and without a look beyond a window's edge, as where only the window is decoded."""
+    side = images.shape[-1]
+    start, end = boxes.split(2, dim=1)
+    (scale_x, scale_y), (x, y) = ((end - start) / side).unbind(1), ((start + end) / side - 1).unbind(1)
+    zero = torch.zeros_like(x)
+    theta = torch.stack([scale_x * mirror, zero, x, zero, scale_y, y], dim=1).view(-1, 2, 3)
+    grid = F.affine_grid(theta, [*images.shape[:2], size, size], align_corners=False)
+    first, last = (2 * start + 1) / side - 1, (2 * end - 1) / side - 1  # centres of the window's outermost pixels
+    grid = grid.clamp(first[:, None, None], last[:, None, None]).to(images.dtype)
+    return F.grid_sample(images, grid, padding_mode="border", align_corners=False)
 
 
 class Recipe:
@@ -63,7 +76,7 @@ class Recipe:
     def network(self) -> torch.nn.Module:
         """With initial weights of the same distributions as ours (train/model.py: init_params)."""
         make = getattr(torchvision.models, f"resnet{self.config['depth']}")
-        network = make(num_classes=self.config["num_classes"], zero_init_residual=True)
+        network = make(num_classes=self.config["num_classes"], zero_init_residual=self.config["zero_init_residual"])
         torch.nn.init.normal_(network.fc.weight, std=0.01)
         torch.nn.init.zeros_(network.fc.bias)
         return network
@@ -88,11 +101,10 @@ class Recipe:
 
     def step(self, indices: torch.Tensor, image_size: int) -> torch.Tensor:
         config, count = self.config, len(indices)
-        theta = windows(count, config["random_area"], self.device)
-        grid = F.affine_grid(theta, [count, 3, image_size, image_size], align_corners=False).half()
         images = self.normalised(self.train_x[indices])
-        images = F.grid_sample(images, grid, padding_mode="border", align_corners=False)
-        images = images.contiguous(memory_format=torch.channels_last)
+        boxes = windows(count, config["random_area"], images.shape[-1], self.device)
+        mirror = torch.randint(0, 2, (count,), device=self.device) * 2 - 1
+        images = cut(images, boxes, mirror, image_size).contiguous(memory_format=torch.channels_last)
         with torch.autocast(self.device, torch.float16):
             loss = F.cross_entropy(self.compiled(images), self.train_y[indices],
                                    label_smoothing=config["label_smoothing"])  # fmt: skip

@@ -75,7 +75,7 @@ def build_executor(
     """
     symbol = resnet(config.depth, num_classes, config.label_smoothing)
     if checkpoint is None:
-        params, aux = init_params(symbol, config.seed)
+        params, aux = init_params(symbol, config.seed, zero_init_residual=config.zero_init_residual)
     else:
         wanted = f"ResNet-{config.depth} with {num_classes} classes"
         if checkpoint.network != wanted:

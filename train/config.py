@@ -98,6 +98,9 @@ class Config:
     """Nesterov's momentum."""
     weight_decay: float = 1 / 32768
     """Weight decay; never applied to BatchNorm parameters and biases."""
+    zero_init_residual: bool = True
+    """Each residual block starts as its shortcut: the gamma of its last BatchNorm is 0 at first, and not 1
+    (arXiv:1706.02677, section 5.1)."""
     mixup: float = 0.0
     """Mix each image and its label with another of its batch, by a share drawn from Beta(mixup, mixup); 0: no mixup.
     Training loss and accuracy are then those of the mixed images."""

@@ -93,18 +93,19 @@ def resnet(depth: int = 50, num_classes: int = 1000, label_smoothing: float = 0.
     return mx.sym.SoftmaxOutput(x, normalization="batch", smooth_alpha=label_smoothing, name="softmax")
 
 
-def init_params(symbol: Symbol, seed: int, channels: int = 3) -> tuple[Arrays, Arrays]:
+def init_params(symbol: Symbol, seed: int, channels: int = 3,
+                zero_init_residual: bool = True) -> tuple[Arrays, Arrays]:
     """Initial (params, aux) of a network of `resnet`, canonical: fp32, convolution weights OHWI.
 
     Convolutions: He et al. (arXiv:1502.01852), normal with variance 2 / fan_out. Classifier: normal with standard
-    deviation 0.01, bias 0. BatchNorm: beta 0, gamma 1, but 0 in the last one of each residual branch, so that a block
-    starts as its shortcut (both from Goyal et al., arXiv:1706.02677, section 5.1). Each array depends on the seed and
-    its own name alone; the weights of a fourth, padded input channel are 0 and get no gradient.
+    deviation 0.01, bias 0. BatchNorm: beta 0, gamma 1, but with `zero_init_residual` 0 in the last one of each residual
+    branch, so that a block starts as its shortcut (both from Goyal et al., arXiv:1706.02677, section 5.1). Each array
+    depends on the seed and its own name alone; the weights of a fourth, padded input channel are 0 and get no gradient.
     """
     arg_shapes, _, aux_shapes = symbol.infer_shape(data=(1, 224, 224, channels))
     shapes = dict(zip(symbol.list_arguments(), arg_shapes, strict=True))
     del shapes["data"], shapes["softmax_label"]
-    zero_gammas = _last_gammas(list(shapes))
+    zero_gammas = _last_gammas(list(shapes)) if zero_init_residual else set()
 
     params: Arrays = {}
     for name, shape in shapes.items():

@@ -41,13 +41,13 @@ def test_spatial_sizes(size, final):
     assert shapes["softmax_output"] == (3, 1000)
 
 
-@pytest.mark.parametrize("depth, last", [(18, "bn2"), (50, "bn3")])
-def test_initial_values(depth, last):
-    params, aux = init_params(resnet(depth, num_classes=7), seed=3)
+@pytest.mark.parametrize("depth, last, zero_init", [(18, "bn2", True), (18, "bn2", False), (50, "bn3", True)])
+def test_initial_values(depth, last, zero_init):
+    params, aux = init_params(resnet(depth, num_classes=7), seed=3, zero_init_residual=zero_init)
     for name, value in params.items():
         assert value.dtype == np.float32
         if name.endswith("_gamma"):
-            assert np.all(value == (0 if f"_{last}_" in name and "shortcut" not in name else 1)), name
+            assert np.all(value == (0 if zero_init and f"_{last}_" in name and "shortcut" not in name else 1)), name
         elif name.endswith(("_beta", "_bias")):
             assert not value.any(), name
     # He: variance 2 / fan_out; the standard error of a sample standard deviation is std / sqrt(2 n)
