@@ -1,6 +1,7 @@
 """Images from RecordIO, folders or nowhere, decoded and augmented by DALI, as batches in MXNet arrays."""
 
 from pipelines.dali_loader import DaliLoader, load_images
+from pipelines.decoded import decode_once
 from pipelines.errors import DataError
 from pipelines.graph import MEAN, STD
 from pipelines.loader import Batch, Loader, LoaderConfig
@@ -18,5 +19,5 @@ def open_loader(config: LoaderConfig, shard: tuple[int, int] = (0, 1)) -> Loader
         raise DataError(f"shard {rank} of {size} does not exist; ranks go from 0 to the number of processes less one")
     if config.data == "synthetic":
         return SyntheticLoader(config, shard)
-    source = open_source(config.data, config.split, config.num_classes)
+    source = decode_once(config, open_source(config.data, config.split, config.num_classes))
     return DaliLoader(tune(config, source, shard), shard, source)

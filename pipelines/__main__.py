@@ -128,6 +128,7 @@ def bench(
     device: Literal["cpu", "gpu"] = "cpu",
     num_threads: int = 0,
     hw_decoder_load: float | None = None,
+    cache: float = 0.0,
     seconds: float = 4.0,
     sweep: bool = False,
     json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None,
@@ -144,6 +145,7 @@ def bench(
         device: Where to decode and augment.
         num_threads: CPU threads; 0 takes all cores.
         hw_decoder_load: On the GPU, the part of the images that its JPEG engine decodes; default: 0.65.
+        cache: GiB of memory; a split that takes no more is decoded before the measurement, and fed as pixels.
         seconds: Time for each stage or setting.
         sweep: Also measure the loader with other settings: part of the JPEG engine, threads, prefetch, batch size, CPU.
         json_file: Write the figures there too, with all raw times.
@@ -158,6 +160,7 @@ def bench(
         device=device,
         num_threads=num_threads,
         hw_decoder_load=hw_decoder_load,
+        cache_gib=cache,
     )
     if data == "synthetic":
         raise DataError("synthetic images take no time to load, there is nothing to measure; give a path")

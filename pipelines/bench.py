@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from pipelines.dali_loader import DaliLoader
+from pipelines.decoded import decode_once
 from pipelines.graph import STAGES
 from pipelines.loader import LoaderConfig
 from pipelines.progress import num_cores
@@ -27,14 +28,14 @@ class LoaderSpeed(NamedTuple):
 
 def bench_stages(config: LoaderConfig, seconds: float = 4.0) -> dict[str, LoaderSpeed]:
     """Time the loader up to each stage for about `seconds`; raises DataError."""
-    source = open_source(config.data, config.split, config.num_classes)
+    source = decode_once(config, open_source(config.data, config.split, config.num_classes))
     return {stage: time_loader(DaliLoader(config, (0, 1), source, stage), seconds) for stage in STAGES}
 
 
 def bench_settings(config: LoaderConfig, seconds: float = 4.0) -> Iterator[tuple[dict[str, Any], LoaderSpeed]]:
     """Time the whole loader with other settings for about `seconds` each: what differs from `config`, and the speed.
     On the GPU the last is the loader on the CPU. Raises DataError."""
-    source = open_source(config.data, config.split, config.num_classes)
+    source = decode_once(config, open_source(config.data, config.split, config.num_classes))
     for changes in _changes(config):
         yield changes, time_loader(DaliLoader(replace(config, **changes), (0, 1), source), seconds)
 

@@ -2,6 +2,8 @@
 
     encoded image -> decode (training: only a random window) -> resize -> crop, flip, normalise, pad channels -> NHWC
 
+Where the images come decoded (decoded.py), the window is cut out of the pixels instead.
+
 All random numbers come in from outside, drawn by the loader from (seed, epoch, batch), and no operator keeps a state.
 So any batch of any epoch can be computed at once: resuming needs two numbers, a broken image can be taken out without
 disturbing the others, and the CPU and GPU graphs see the same windows. (That is why the window is computed here and not
@@ -56,7 +58,7 @@ class GraphConfig:
     dtype: str  # "float32" or "float16"
     channels: int  # 3, or 4 with zeros in the last
     device: str  # "cpu" or "gpu"
-    paths: bool = False  # the graph is fed with the paths of the images' files, not with the images
+    feeds: str = "bytes"  # what the graph is fed with for each image: its "bytes", its file's "paths", or its "pixels"
     crop_fraction: float = 0.875  # validation: the centre crop's part of the shorter side (224 of 256)
     cpu_decoder: bool = False  # device "gpu": decode on the CPU, which is faster for thumbnails
     hw_decoder_load: float | None = None  # part of the images for the GPU's JPEG engine
@@ -66,7 +68,7 @@ class GraphConfig:
 class ImageInputs(NamedTuple):
     """What the graph reads for one batch of N images: lists of N, or NumPy arrays whose first axis is N."""
 
-    encoded: Any  # uint8, the bytes of the image, or of its path
+    image: Any  # uint8, the bytes of the image, or of its path, or its pixels (height, width, 3)
     label: Any  # (N,) float32
     # For training only:
     area: Any = None  # (N, NUM_CANDIDATES) float32, the window's part of the image's area
@@ -123,8 +125,8 @@ def build_pipeline(
     )
     def graph() -> tuple[Any, Any]:
         inputs = ImageInputs(*fn.external_source(feed, num_outputs=num_inputs, batch=True, no_copy=True))
-        if config.paths:
-            inputs = inputs._replace(encoded=fn.io.file.read(inputs.encoded))
+        if config.feeds == "paths":
+            inputs = inputs._replace(image=fn.io.file.read(inputs.image))
         label = inputs.label.gpu() if config.device == "gpu" else inputs.label
         return _image(config, inputs), label
 
@@ -156,24 +158,8 @@ def without_lines(unwanted: re.Pattern[bytes]) -> Iterator[None]:
 
 def _image(config: GraphConfig, inputs: ImageInputs) -> Any:
     if config.stage == "read":
-        return fn.copy(inputs.encoded)  # else nobody would touch the bytes of a mapped file
-    # The window depends on the image's header in validation too, so that what is no image ends there with an error:
-    # the decoder of DALI 2.4 reads freed memory when it meets several of those in one batch.
-    shape = fn.peek_image_shape(inputs.encoded, dtype=types.FLOAT)
-    height, width = shape[0], shape[1]
-    start, size = _random_window(height, width, inputs) if config.training else _whole(height, width)
-    image = fn.decoders.image_slice(
-        inputs.encoded,
-        start,
-        size,
-        device="mixed" if config.device == "gpu" and not config.cpu_decoder else "cpu",
-        hw_decoder_load=DEFAULT_HW_DECODER_LOAD if config.hw_decoder_load is None else config.hw_decoder_load,
-        preallocate_width_hint=PREALLOCATED_PIXELS,
-        preallocate_height_hint=PREALLOCATED_PIXELS,
-        output_type=types.RGB,
-    )
-    if config.device == "gpu" and config.cpu_decoder:
-        image = image.gpu()
+        return fn.copy(inputs.image)  # else nobody would touch the bytes of a mapped file
+    image = _window(config, inputs)
     if config.stage == "decode":
         return image
     # Both resizes filter before they shrink (antialias), as training and prediction must see the same pictures.
@@ -194,6 +180,31 @@ def _image(config: GraphConfig, inputs: ImageInputs) -> Any:
         output_layout="HWC",
         pad_output=config.channels == 4,
     )
+
+
+def _window(config: GraphConfig, inputs: ImageInputs) -> Any:
+    """The decoded part of the image that is wanted, on the graph's device."""
+    # The window depends on the image's header in validation too, so that what is no image ends there with an error:
+    # the decoder of DALI 2.4 reads freed memory when it meets several of those in one batch.
+    pixels = config.feeds == "pixels"
+    shape = inputs.image.shape(dtype=types.FLOAT) if pixels else fn.peek_image_shape(inputs.image, dtype=types.FLOAT)
+    height, width = shape[0], shape[1]
+    start, size = _random_window(height, width, inputs) if config.training else _whole(height, width)
+    if pixels:
+        image = fn.reinterpret(inputs.image, layout="HWC")
+        # Thumbnails whole, and cut there: one copy to the GPU, and less work for the CPU.
+        return fn.slice(image.gpu() if config.device == "gpu" else image, start, size, axis_names="WH")
+    image = fn.decoders.image_slice(
+        inputs.image,
+        start,
+        size,
+        device="mixed" if config.device == "gpu" and not config.cpu_decoder else "cpu",
+        hw_decoder_load=DEFAULT_HW_DECODER_LOAD if config.hw_decoder_load is None else config.hw_decoder_load,
+        preallocate_width_hint=PREALLOCATED_PIXELS,
+        preallocate_height_hint=PREALLOCATED_PIXELS,
+        output_type=types.RGB,
+    )
+    return image.gpu() if config.device == "gpu" and config.cpu_decoder else image
 
 
 def _whole(height: Any, width: Any) -> tuple[Any, Any]:

@@ -53,7 +53,7 @@ class LoaderConfig:
     prefetch: int = 2  # batches made ahead
     decoder: str = "auto"  # device "gpu": decode on the "gpu" or the "cpu"; auto: thumbnails on the CPU
     hw_decoder_load: float | None = None  # device "gpu": part of the images for the JPEG engine; None: measured once
-    cache_gib: float = 0.0  # validation: keep decoded batches in the device's memory, up to so much
+    cache_gib: float | None = 0.0  # keep the split decoded in memory if it takes no more; None: if it is small
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -76,7 +76,7 @@ class LoaderConfig:
             raise DataError(f"num_classes is {self.num_classes}; it must be at least 1")
         if self.hw_decoder_load is not None and not 0 <= self.hw_decoder_load <= 1:
             raise DataError(f"hw_decoder_load is {self.hw_decoder_load:g}; it must be from 0 to 1")
-        if self.cache_gib < 0:
+        if self.cache_gib is not None and self.cache_gib < 0:
             raise DataError(f"cache_gib is {self.cache_gib:g}; it cannot be negative")
         if not 0 < self.crop_fraction <= 1:
             raise DataError(f"crop_fraction is {self.crop_fraction:g}; it must be above 0 and at most 1")
@@ -139,7 +139,7 @@ class Loader(ABC):
 
     @property
     def cache_bytes(self) -> int:
-        """Memory that decoded batches take which are kept (`cache_gib`)."""
+        """Memory that images take which are kept decoded (`cache_gib`)."""
         return 0
 
     def _name(self, i: int) -> str:

@@ -80,9 +80,8 @@ def _train(arguments: Sequence[str], state: RunState | None = None) -> None:
             with recorder:
                 if largest_batch := executor.largest_batch():
                     recorder.event("memory", largest_batch=largest_batch)
-                if val_loader and val_loader.cache_bytes:
-                    gib = val_loader.cache_bytes / 2**30
-                    recorder.say(f"decoded validation images stay in memory: {gib:.2f} GiB")
+                if cached := train_loader.cache_bytes + (val_loader.cache_bytes if val_loader else 0):
+                    recorder.say(f"decoded images stay in memory: {cached / 2**30:.2f} GiB per process (--cache)")
                 trainer.run(recorder)
                 if config.data != SYNTHETIC:  # which is made once and costs nothing
                     recorder.loader_speed(measure_loader(train_loader, workers))
@@ -108,7 +107,7 @@ def validate_trained(arguments: Sequence[str]) -> None:
         if trained is None:
             raise TrainError("validation needs trained weights: give --checkpoint with a run folder or checkpoint file")
         placement = _prepare(config, workers)
-        loader = open_split(config, "val", placement, workers)
+        loader = open_split(replace(config, cache=0), "val", placement, workers)  # each image is needed once
         executor = build_executor(config, len(loader.class_names), loader.config.image_size, placement, trained)
     sums = validate(executor, loader, workers)
     if workers.rank == 0:

@@ -48,7 +48,7 @@ def open_split(config: Config, split: str, placement: Placement, workers: Worker
             seed=config.seed,
             random_area=config.random_area,
             hw_decoder_load=config.hw_decoder_load if config.hw_decoder_load >= 0 else None,
-            cache_gib=config.cache_val,
+            cache_gib=config.cache if config.cache >= 0 else None,
             on_bad_image=config.on_bad_image,
             num_classes=config.num_classes or None,
         ),

@@ -63,9 +63,9 @@ class Config:
     hw_decoder_load: float = -1.0
     """On a GPU, the part of the JPEGs that its JPEG engine decodes, from 0 to 1; -1: the fastest for this GPU, data and
     number of threads, found by a sweep of five seconds at the first start."""
-    cache_val: float = 0.0
-    """GiB of memory per process (of the GPU, with --device gpu) for decoded validation images, so that validations
-    after the first need not decode them again; what does not fit is decoded each time."""
+    cache: float = -1.0
+    """GiB of host memory, per process and split, in which the images are kept decoded, so that each is decoded only
+    once; a split that takes more is decoded in every epoch. -1: splits of up to 0.25 GiB; 0: none."""
     on_bad_image: Literal["skip", "error"] = "error"
     """What to do with an image that cannot be decoded."""
     seed: int = 0
@@ -214,11 +214,12 @@ _LIMITS = {
                     (lambda value: value > 0, "above 0")),
     **dict.fromkeys(("num_classes", "num_threads", "seed", "max_steps", "validate_every", "weight_decay",
                      "warmup_epochs", "mixup", "price_per_hour", "final_learning_rate", "time_limit",
-                     "checkpoint_minutes", "warmup_steps", "cache_val"),
+                     "checkpoint_minutes", "warmup_steps"),
                     (lambda value: value >= 0, "0 or more")),
     **dict.fromkeys(("label_smoothing", "momentum", "ema_decay"),
                     (lambda value: 0 <= value < 1, "at least 0 and below 1")),
     "val_crop_fraction": (lambda value: 0 < value <= 1, "above 0 and at most 1"),
+    "cache": (lambda value: value == -1 or value >= 0, "0 or more, or -1"),
     "hw_decoder_load": (lambda value: value == -1 or 0 <= value <= 1, "a fraction from 0 to 1, or -1"),
     "target_accuracy": (lambda value: 0 <= value <= 1, "a fraction from 0 to 1"),
     "random_area": (lambda value: 0 < value[0] <= value[1] <= 1, "two fractions above 0, the smaller first"),

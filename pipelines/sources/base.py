@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 
 from pipelines.errors import DataError
+from pipelines.recordio import BrokenRecordError
 
 Classes = list[tuple[str, str]]  # (folder or synset, name to show) in the order of the labels
 
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff", ".webp", ".ppm"})
+_NUM_SAMPLED = 64  # images
 
 
 class Source(ABC):
@@ -20,7 +23,8 @@ class Source(ABC):
 
     path: Path
     classes: Classes
-    feeds_paths: bool  # what `feed` gives
+    feeds: str  # what `feed` gives: "bytes", "paths" or "pixels"
+    cache_bytes: int = 0  # memory that decoded images take
 
     @property
     def class_names(self) -> list[str]:
@@ -40,12 +44,18 @@ class Source(ABC):
 
     @abstractmethod
     def feed(self, i: int) -> np.ndarray:
-        """What the DALI graph gets for image `i` (uint8): its encoded bytes, or the path of its file, which DALI then
-        reads in its own threads. Raises BrokenRecordError."""
+        """What the DALI graph gets for image `i` (uint8): its encoded bytes, the path of its file, which DALI then
+        reads in its own threads, or its pixels (height, width, RGB). Raises BrokenRecordError."""
 
     @abstractmethod
     def read(self, i: int) -> np.ndarray:
         """The encoded bytes of image `i` (uint8). Raises OSError or BrokenRecordError."""
+
+    def sample(self) -> Iterator[bytes]:
+        """The encoded bytes of some images from all over the split, to see what they are like."""
+        for i in np.unique(np.linspace(0, len(self) - 1, _NUM_SAMPLED, dtype=np.int64)):
+            with contextlib.suppress(OSError, BrokenRecordError):
+                yield self.read(int(i)).tobytes()
 
     def read_ahead(self, indices: Iterable[int]) -> None:  # noqa: B027  # to do nothing is right for most
         """These images will be asked for soon: fetch them from the disk meanwhile, without waiting."""

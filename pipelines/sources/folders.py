@@ -28,7 +28,7 @@ def find_folders(path: Path, split: str) -> list[Path]:
 class FileSource(Source):
     """Image files, from class folders or from a list."""
 
-    feeds_paths = True
+    feeds = "paths"
 
     def __init__(self, path: Path, files: list[Path], labels: list[int], classes: Classes):
         self.path, self.classes = path, classes

@@ -27,7 +27,7 @@ def find(path: Path, split: str) -> list[Path]:
 class RecordSource(Source):
     """A RecordIO file."""
 
-    feeds_paths = False
+    feeds = "bytes"
 
     def __init__(self, path: Path, num_classes: int | None = None):
         self.path = path

@@ -40,7 +40,7 @@ class Entry(NamedTuple):
 class ShardSource(Source):
     """The images of some shards; `scan` and `describe` are what the formats differ in."""
 
-    feeds_paths = False
+    feeds = "bytes"
     INDEX_VERSION = 1  # to be raised when `scan` comes to find something else
 
     def __init__(self, files: list[Path], num_classes: int | None = None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -86,18 +85,3 @@ def test_broken_images_are_skipped_on_the_gpu(tmp_path):
             seen = {int(label) for batch in loader for label in batch.label.asnumpy()}
         assert [name.rsplit(" ", 1)[1] for name, _ in loader.bad_images] == [str(i) for i in sorted(broken)]
     assert seen == set(range(60)) - set(broken)
-
-
-def test_validation_batches_stay_decoded_on_the_gpu(config):
-    """The first three of five batches are handed out again as they are, the others decoded anew."""
-    with open_loader(replace(config, split="val")) as plain:
-        expected = [(batch.data.asnumpy(), batch.label.asnumpy()) for batch in plain]
-        room = 3.5 * plain.batch_bytes / 2**30
-    with open_loader(replace(config, split="val", cache_gib=room)) as loader:
-        epochs = [[(batch.data, batch.label) for batch in loader] for _ in range(3)]
-    for epoch in epochs:
-        for (data, label), (wanted, wanted_label) in zip(epoch, expected, strict=True):
-            np.testing.assert_array_equal(label.asnumpy(), wanted_label)
-            assert np.abs(data.asnumpy().astype(np.float32) - wanted).mean() < 0.05
-    for first, later in zip(epochs[0], epochs[2], strict=True):
-        assert (first[0] is later[0]) == (first[1].asnumpy()[0] < 3 * BATCH)

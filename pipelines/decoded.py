@@ -1,0 +1,104 @@
+"""Images that are decoded once and kept in memory as pixels, for data sets that have room there.
+
+A thumbnail costs more to hand to DALI and to decode than to resize, and the same again in every epoch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from pipelines.dali_loader import DaliLoader
+from pipelines.loader import LoaderConfig
+from pipelines.recordio import BrokenRecordError
+from pipelines.sources import Source
+
+# What is kept unasked. CIFAR-10 takes 0.14 GiB. With images of a photograph's size the GPU's JPEG engine is faster than
+# the way of their pixels to the GPU.
+SMALL_GIB = 0.25
+_BATCH_SIZE = 64
+
+log = logging.getLogger("pipelines.decoded")
+
+
+class DecodedSource(Source):
+    """The images of another source, decoded. One that is broken is met where it would be there."""
+
+    feeds = "pixels"
+
+    def __init__(self, source: Source, pixels: dict[int, np.ndarray], broken: dict[int, str]):
+        self.path: Path = source.path
+        self.classes = source.classes
+        self.cache_bytes = sum(image.nbytes for image in pixels.values())
+        self._source = source
+        self._pixels = pixels  # of image i, uint8 (height, width, 3); each image is here or in `broken`
+        self._broken = broken  # image -> reason
+        self._labels = {i: source.label(i) for i in pixels}
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def name(self, i: int) -> str:
+        return self._source.name(i)
+
+    def label(self, i: int) -> int:
+        return self._labels[i]
+
+    def feed(self, i: int) -> np.ndarray:
+        if i in self._broken:
+            raise BrokenRecordError(self._broken[i])
+        return self._pixels[i]
+
+    def read(self, i: int) -> np.ndarray:
+        return self._source.read(i)
+
+
+def decode_once(config: LoaderConfig, source: Source) -> Source:
+    """The source with all its images decoded, if they take no more than `cache_gib`; else the source as it is."""
+    limit = (SMALL_GIB if config.cache_gib is None else config.cache_gib) * 2**30
+    if not limit:
+        return source
+    decoded = _decode(config, source, limit) if _estimated_bytes(source) <= limit else None
+    if not decoded and config.cache_gib:
+        log.warning(
+            "%s: the decoded %s images take more than the cache of %g GiB (about %.3g GiB); they are decoded in every "
+            "epoch", config.data, config.split, config.cache_gib, _estimated_bytes(source) / 2**30,
+        )  # fmt: skip
+    return decoded or source
+
+
+def _decode(config: LoaderConfig, source: Source, limit: float) -> DecodedSource | None:
+    """Decode everything on the CPU, on all its threads; None as soon as it takes more than `limit` bytes."""
+    whole = replace(config, split="val", device="cpu", batch_size=_BATCH_SIZE, on_bad_image="skip")
+    pixels: dict[int, np.ndarray] = {}
+    num_bytes = 0
+    loader = DaliLoader(whole, (0, 1), source, stage="decode")
+    with loader:
+        while loader.batch < loader.num_batches:
+            images, _, plan = loader.run()
+            loader.batch += 1
+            for place, i in enumerate(plan.indices[: plan.num_valid]):
+                pixels[i] = np.array(images.at(place))
+                num_bytes += pixels[i].nbytes
+            if num_bytes > limit:
+                return None
+        return DecodedSource(source, pixels, loader._bad)
+
+
+def _estimated_bytes(source: Source) -> float:
+    """What the decoded images take, by the headers of some."""
+    sizes = []
+    for encoded in source.sample():
+        # Pillow's errors for what is no image, or is broken: the decoder will say so.
+        with (
+            contextlib.suppress(OSError, ValueError, SyntaxError, Image.DecompressionBombError),
+            Image.open(io.BytesIO(encoded)) as image,
+        ):
+            sizes.append(3 * image.width * image.height)
+    return len(source) * float(np.mean(sizes)) if sizes else 0.0
