@@ -169,7 +169,7 @@ class DaliLoader(Loader):
 
     def _feed(self, i: int) -> np.ndarray | None:
         """What the graph gets for an image; None for one that is bad."""
-        if i in self._bad:
+        if i in self.bad:
             return None
         try:
             return self._source.feed(i)
@@ -196,21 +196,21 @@ class DaliLoader(Loader):
         To look costs about as much as to load. But each failure costs a new pipeline, so every further one looks ahead
         at twice as many batches: a data set with many broken images pays for a `verify`, one with a single one hardly.
         """
-        before = len(self._bad)
+        before = len(self.bad)
         under_way = {i for plan in self._plans for i in plan.indices}
         ahead = range(self._planned, self._planned + self._num_looked_ahead)
         soon = {i for number in ahead for i in self._wanted(*divmod(number, self.num_batches))}
-        looked_at = sorted((under_way | soon) - self._bad.keys())
+        looked_at = sorted((under_way | soon) - self.bad.keys())
         with ThreadPoolExecutor(self.config.num_threads or num_cores()) as pool:
             for i, reason in zip(looked_at, pool.map(self._fault, looked_at), strict=True):
                 if reason:
                     self._mark_bad(i, reason)
-        if self._bad.keys().isdisjoint(under_way):
+        if self.bad.keys().isdisjoint(under_way):
             for i in _undecodable(self._graph, self._source, under_way):
                 self._mark_bad(i, "DALI cannot decode it")
         if self.config.on_bad_image == "skip":
             self._num_looked_ahead = min(max(1, 2 * self._num_looked_ahead), self.num_batches)
-        return len(self._bad) > before
+        return len(self.bad) > before
 
     def _fault(self, i: int) -> str:
         """Why an image cannot be decoded, or ""."""
@@ -226,7 +226,7 @@ class DaliLoader(Loader):
                 f"{self._source.name(i)}: {reason}; replace it, list all such images with "
                 f"`python -m pipelines verify`, or go on without them with --on-bad-image skip"
             )
-        self._bad[i] = reason
+        self.bad[i] = reason
 
 
 def _joined(images: list[np.ndarray]) -> list[np.ndarray] | np.ndarray:

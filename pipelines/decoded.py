@@ -88,7 +88,7 @@ def _decode(config: LoaderConfig, source: Source, limit: float) -> DecodedSource
                 num_bytes += pixels[i].nbytes
             if num_bytes > limit:
                 return None
-        return DecodedSource(source, pixels, loader._bad)
+        return DecodedSource(source, pixels, loader.bad)
 
 
 def _estimated_bytes(source: Source) -> float:

@@ -111,7 +111,7 @@ class Loader(ABC):
         self.shard = shard
         self.num_images = num_images  # of the whole split
         self.class_names = class_names
-        self._bad: dict[int, str] = {}  # image -> reason
+        self.bad: dict[int, str] = {}  # image -> reason
         self.epoch = 0
         self.batch = 0  # the next one of this epoch
         global_batch = config.batch_size * shard[1]
@@ -135,7 +135,7 @@ class Loader(ABC):
     @property
     def bad_images(self) -> list[tuple[str, str]]:
         """(file or record, reason) of those that this process met and skipped."""
-        return [(self._name(i), reason) for i, reason in sorted(self._bad.items())]
+        return [(self._name(i), reason) for i, reason in sorted(self.bad.items())]
 
     @property
     def cache_bytes(self) -> int:
@@ -171,7 +171,7 @@ class Loader(ABC):
     def state(self) -> bytes:
         """The position, and the bad images met so far, as JSON."""
         position = {"epoch": self.epoch, "batch": self.batch, "global_batch": self.global_batch}
-        return json.dumps(self._identity() | position | {"bad_images": list(self._bad.items())}).encode()
+        return json.dumps(self._identity() | position | {"bad_images": list(self.bad.items())}).encode()
 
     def restore(self, state: bytes) -> None:
         """Go to the position of `state`: the next batch is bit for bit the one that would have followed there.
@@ -191,7 +191,7 @@ class Loader(ABC):
                     f"the saved loader position belongs to {key} {saved.get(key)}, but this loader has {value}; "
                     f"resume with the same data and seed"
                 )
-        self.epoch, self._bad = epoch, bad
+        self.epoch, self.bad = epoch, bad
         self.batch = min(-(-num_seen // self.global_batch), self.num_batches)
 
 

@@ -61,6 +61,7 @@ MISTAKES = {
     "--learning-rate nan": "--learning-rate nan must be above 0",
     "--momentum 1": "--momentum 1.0 must be at least 0 and below 1",
     "--random-area 0.5 0.1": "--random-area 0.5 0.1 must be two fractions above 0, the smaller first",
+    "--cache -2": "--cache -2.0 must be 0 or more, or -1",
     "--target-accuracy 76": "--target-accuracy 76.0 must be a fraction from 0 to 1",
     "--schedule step --decay-epochs 3 2": "--decay-epochs 3.0 2.0 must rise",
     "--epochs 2 --warmup-epochs 3": "--warmup-epochs 3 is longer than the run of 2 epochs",
