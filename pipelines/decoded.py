@@ -1,6 +1,7 @@
 """Images that are decoded once and kept in memory as pixels, for data sets that have room there.
 
-A thumbnail costs more to hand to DALI and to decode than to resize, and the same again in every epoch.
+What a thumbnail costs the CPU beside a GPU is handing it to DALI and decoding it, in every epoch. Pixels of one size are
+handed over as one array a batch, and need no decoding.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ def decode_once(config: LoaderConfig, source: Source) -> Source:
 
 def _decode(config: LoaderConfig, source: Source, limit: float) -> DecodedSource | None:
     """Decode everything on the CPU, on all its threads; None as soon as it takes more than `limit` bytes."""
+    # As in validation: every image once, in order, and all of it.
     whole = replace(config, split="val", device="cpu", batch_size=_BATCH_SIZE, on_bad_image="skip")
     pixels: dict[int, np.ndarray] = {}
     num_bytes = 0
