@@ -1,7 +1,7 @@
 """Images that are decoded once and kept in memory as pixels, for data sets that have room there.
 
-What a thumbnail costs the CPU beside a GPU is handing it to DALI and decoding it, in every epoch. Pixels of one size are
-handed over as one array a batch, and need no decoding.
+What a thumbnail costs the CPU beside a GPU is handing it to DALI and decoding it, in every epoch. Pixels of one size
+are handed over as one array a batch, and need no decoding.
 """
 
 from __future__ import annotations
