@@ -148,6 +148,8 @@ def contact_sheet(predictions: Sequence[Prediction], columns: int = 6) -> bytes:
 
     Raises TrainError where there is no prediction to show.
     """
+    import matplotlib  # slow to import
+
     if not predictions:
         raise TrainError("there is no prediction to draw on the contact sheet: all images were skipped")
     columns = min(columns, len(predictions))
@@ -155,8 +157,6 @@ def contact_sheet(predictions: Sequence[Prediction], columns: int = 6) -> bytes:
     height = _CELL + (1 + _GUESSES) * _LINE + 8
     sheet = Image.new("RGB", (columns * (_CELL + _GAP) + _GAP, rows * (height + _GAP) + _GAP), _PAPER)
     draw = ImageDraw.Draw(sheet)
-    import matplotlib  # slow to import
-
     fonts = Path(matplotlib.get_data_path()) / "fonts" / "ttf"  # the same on every machine
     regular, bold = (ImageFont.truetype(str(fonts / f"{name}.ttf"), 13) for name in ("DejaVuSans", "DejaVuSans-Bold"))
     for i, prediction in enumerate(predictions):

@@ -154,7 +154,7 @@ def test_killed_process_ends_the_run(start, rng):
     os.kill(run.workers()[int(rng.integers(2))], signal.SIGKILL)
     start_time = time.monotonic()
     code, _, err = run.end()
-    assert time.monotonic() - start_time < 10
+    assert time.monotonic() - start_time < 25  # on its own it would wait for Gloo's time-out of 30 s
     assert code == 128 + signal.SIGKILL
     last = err.splitlines()[-1]
     assert last.startswith("error: process ")
