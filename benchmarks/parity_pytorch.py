@@ -49,7 +49,8 @@ def make_config(arguments: argparse.Namespace) -> Config:
     """The preset's constants in one 'epoch' of so many steps, a sixth of them warm-up."""
     preset = load_preset(arguments.preset)
     return replace(preset, data=str(arguments.data), depth=arguments.depth or preset.depth, image_size=arguments.size,
-                   batch_size=arguments.batch, seed=1, epochs=1, warmup_epochs=1 / 6, device=arguments.device)
+                   learning_rate=arguments.learning_rate or preset.learning_rate, batch_size=arguments.batch,
+                   seed=1, epochs=1, warmup_epochs=1 / 6, device=arguments.device)
 
 
 def write_batches(folder: Path, name: str, config: Config, split: str, num_batches: int, seed: int) -> int:
@@ -194,6 +195,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="images, as for python -m train")
     parser.add_argument("--preset", default="resnet50_90ep", help="whose constants both take")
     parser.add_argument("--depth", type=int, default=0, help="0: that of the preset")
+    parser.add_argument("--learning-rate", type=float, default=0.0, help="for 256 images; 0: that of the preset")
     parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--size", type=int, default=112, help="pixels")

@@ -7,7 +7,8 @@ here.
 
 Hardware: one NVIDIA H200, 16 CPU cores. Images/sec: 24,400 to 28,600, the loader being the likely limit. Accuracy: 87.8
 and 87.7 % in two runs of 18 epochs, 40 s each; 36 epochs were not run. The images were those re-encoded at JPEG quality
-75 with halved colour. A first measurement, on code of which kernels have since been taken out (docs/recipes.md).
+75 with halved colour. A first measurement, with blocks that began as their shortcuts, and on code of which kernels have
+since been taken out (docs/recipes.md).
 """
 
 from train.config import Config
