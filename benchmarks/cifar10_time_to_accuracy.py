@@ -37,6 +37,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from record import ROOT, write_result
+from torch_peer import start_peer
 
 from pipelines import MEAN, STD
 from pipelines.sources import open_source
@@ -107,9 +108,7 @@ class Peer:
     """peer_cifar10.py, started once: it stays compiled between the seeds."""
 
     def __init__(self, config: dict[str, Any]) -> None:
-        clean = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "LD_LIBRARY_PATH")}
-        command = [os.environ["PEER_PYTHON"], str(PEER)]
-        self._process = subprocess.Popen(command, env=clean, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = start_peer(PEER)
         self._say(json.dumps(config))
 
     def wait(self) -> str:

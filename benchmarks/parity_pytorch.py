@@ -28,6 +28,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from torch_peer import start_peer
+
 from graph_passes.executors.cuda.optimizer import INITIAL_LOSS_SCALE
 from mxnet_compat import mx
 from pipelines import LoaderConfig, open_loader
@@ -118,12 +120,6 @@ def train_ours(folder: Path, config: Config, recipe: dict[str, Any], order: int)
             "val_loss": metrics.loss_sum / metrics.count, "val_top1": metrics.top1 / metrics.count}
 
 
-def start_peer(folder: Path, runs: list[str]) -> subprocess.Popen[str]:
-    clean = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "LD_LIBRARY_PATH")}
-    return subprocess.Popen([os.environ["PEER_PYTHON"], str(PEER), str(folder), *runs], env=clean, text=True,
-                            stdout=subprocess.PIPE)
-
-
 def end_peer(peer: subprocess.Popen[str]) -> list[Run]:
     lines, _ = peer.communicate()
     if peer.returncode:
@@ -210,7 +206,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         recipe = prepare(folder, config, arguments.steps, on_gpu)
-        peer, runs = start_peer(folder, [*kinds, "float32:0:nudged"]), []
+        peer, runs = start_peer(PEER, folder, *kinds, "float32:0:nudged"), []
         for kind in kinds:
             dtype, order = kind.split(":")
             # TF32 off: the same arithmetic on both sides

@@ -1,4 +1,4 @@
-"""Starts peer_pytorch.py and takes turns with it: PyTorch runs in an interpreter of its own, named by PEER_PYTHON."""
+"""Starts the peers, and takes turns with peer_pytorch.py. PyTorch runs in an interpreter of its own: PEER_PYTHON."""
 
 from __future__ import annotations
 
@@ -13,13 +13,18 @@ from typing import Any
 PEER = Path(__file__).with_name("peer_pytorch.py")
 
 
+def start_peer(script: Path, *options: object) -> subprocess.Popen[str]:
+    """Start a peer's program with these options, in an environment without our own libraries."""
+    clean = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "LD_LIBRARY_PATH")}
+    command = [os.environ["PEER_PYTHON"], str(script), *map(str, options)]
+    return subprocess.Popen(command, env=clean, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
 class TorchPeer:
     """peer_pytorch.py with these options, kept running between its turns."""
 
     def __init__(self, *options: str) -> None:
-        clean = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "LD_LIBRARY_PATH")}
-        command = [os.environ["PEER_PYTHON"], str(PEER), *options]
-        self._process = subprocess.Popen(command, env=clean, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = start_peer(PEER, *options)
 
     def measure(self) -> dict[str, Any]:
         """One turn: what peer_pytorch.py prints."""
