@@ -29,7 +29,6 @@ from pipelines.sources import FileSource, Source
 
 READ_AHEAD = 4  # batches that are fetched from the disk before they are planned: 0.1 s at 10,000 images/s, many seeks
 
-
 # Images of fewer bytes are decoded on the CPU for a GPU too: what the GPU's decoders take for an image, however small
 # it is, exceeds the decoding.
 THUMBNAIL_BYTES = 8192
@@ -238,8 +237,7 @@ def decodes_on_cpu(config: LoaderConfig, source: Source) -> bool:
     """Whether a pipeline on the GPU is to decode on the CPU."""
     if config.device == "cpu" or config.decoder != "auto":
         return config.device == "gpu" and config.decoder == "cpu"
-    sizes = [len(encoded) for encoded in source.sample()]
-    return bool(sizes) and float(np.mean(sizes)) < THUMBNAIL_BYTES
+    return 0 < source.mean_encoded_bytes < THUMBNAIL_BYTES
 
 
 def _undecodable(graph: GraphConfig, source: Source, indices: Iterable[int]) -> Iterator[int]:

@@ -82,9 +82,9 @@ class SGD:
         trust_coefficient * |w| / (|scale * gradient| + weight_decay * |w|)
 
     of its parameter, or by 1 where a norm is 0. Weight decay and LARS spare BatchNorm's gamma and beta and all biases.
-    `momenta` holds m by parameter name, in the layout of
-    the parameter. Parameters are MXNet arrays, or NumPy arrays for the reference executor; they are updated in place,
-    from what `grads` holds at that time. `averages` holds a moving average of each array of `averaged`:
+    `momenta` holds m by parameter name, in the layout of the parameter. Parameters are MXNet arrays, or NumPy arrays
+    for the reference executor; they are updated in place, from what `grads` holds at that time. `averages` holds a
+    moving average of each array of `averaged`:
 
         average = decay * average + (1 - decay) * array
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -50,6 +51,12 @@ class Source(ABC):
     @abstractmethod
     def read(self, i: int) -> np.ndarray:
         """The encoded bytes of image `i` (uint8). Raises OSError or BrokenRecordError."""
+
+    @functools.cached_property
+    def mean_encoded_bytes(self) -> float:
+        """Of an encoded image, from some of them; 0 where none can be read."""
+        sizes = [len(encoded) for encoded in self.sample()]
+        return float(np.mean(sizes)) if sizes else 0.0
 
     def sample(self) -> Iterator[bytes]:
         """The encoded bytes of some images from all over the split, to see what they are like."""
