@@ -148,7 +148,8 @@ def main() -> None:
         rows = executor.profile()
         ceiling = executor.copy_gigabytes_per_second()
         text = f"{profile.format_table(rows, ceiling)}\n\n{profile.format_summary(rows, ceiling)}\n"
-        arguments.profile.write_text(f"{text}copy {ceiling:.0f} GB/s; step {statistics.median(ours):.3f} ms\n")
+        text += f"copy {ceiling:.0f} GB/s; step {statistics.median(ours):.3f} ms\n"
+        arguments.profile.write_text(f"{text}\n{profile.format_decisions(executor.decisions)}\n")
         print(profile.format_summary(rows, ceiling))
 
 

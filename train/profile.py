@@ -9,14 +9,15 @@ from train import files
 
 
 def write_profile(path: Path, executor: Executor, step_ms: float) -> str:
-    """Measure each launch of forward and backward on the latest batch, write the table, and return its sums as text.
+    """Measure each launch of forward and backward on the latest batch, write the table and what the planner chose, and
+    return the sums as text.
 
     Args:
         executor: a cuda executor that has trained.
         step_ms: what a whole step took, milliseconds, to be seen beside the sum; it holds the optimizer too.
     """
     from graph_passes.executors.cuda.executor import CudaExecutor
-    from graph_passes.executors.cuda.profile import format_summary, format_table
+    from graph_passes.executors.cuda.profile import format_decisions, format_summary, format_table
 
     assert isinstance(executor, CudaExecutor)
     rows, ceiling = executor.profile(), executor.copy_gigabytes_per_second()
@@ -25,5 +26,6 @@ def write_profile(path: Path, executor: Executor, step_ms: float) -> str:
         f"copy on this GPU {ceiling:.0f} GB/s; a whole step took {step_ms:.2f} ms: it holds the optimizer too, the sum "
         "a timing event of about 1 us per launch"
     )
-    files.write(path, f"{format_table(rows, ceiling)}\n\n{summary}\n".encode())
+    decisions = f"chosen, of the ways that were timed:\n{format_decisions(executor.decisions)}"
+    files.write(path, f"{format_table(rows, ceiling)}\n\n{summary}\n\n{decisions}\n".encode())
     return f"{summary}\nall operators: {path}"

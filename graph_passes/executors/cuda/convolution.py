@@ -102,7 +102,8 @@ class ConvolutionLibrary:
         self.handle = self._cudnn.create_handle()
         self._cudnn.set_stream(handle=self.handle, stream=gpu.stream_handle)
         self._plans: dict[Problem, Plan] = {}
-        self._choices_name = f"plans-tf32_{int(tf32)}-deterministic_{int(deterministic)}"
+        self.variant = f"tf32_{int(tf32)}-deterministic_{int(deterministic)}"
+        self._choices_name = f"plans-{self.variant}"
         self._choices = self._read_choices()  # problem key -> [plan name, milliseconds]
         self._known = len(self._choices)
         self._tuning_buffers: dict[str, tuple[int, int]] = {}  # name -> address, bytes

@@ -22,6 +22,7 @@ from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.idle import IdleClock
 from graph_passes.executors.cuda.optimizer import OptimizerConfig
 from graph_passes.executors.cuda.parameters import FlatArray
+from graph_passes.executors.cuda.planner import Decision
 from graph_passes.executors.cuda.profile import Row, copy_gigabytes_per_second, profile
 from graph_passes.executors.cuda.training_step import OnBucket, TrainingStep
 from graph_passes.graph import Graph
@@ -260,6 +261,11 @@ class CudaExecutor(Executor):
     def profile(self) -> list[Row]:
         """Time, bytes and operations of every kernel of forward and backward, for the batch given last."""
         return profile(self._step)
+
+    @property
+    def decisions(self) -> list[Decision]:
+        """Where the step could be computed in several ways: which was chosen, and the time of each."""
+        return self._step.training.decisions
 
     def copy_gigabytes_per_second(self) -> float:
         """The memory ceiling that `profile` is to be seen against."""

@@ -15,6 +15,7 @@ from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.kernels import C_TYPES, KernelLibrary
 from graph_passes.executors.cuda.lowering import Persistent, parameters_of
 from graph_passes.executors.cuda.parameters import ParameterStore
+from graph_passes.executors.cuda.planner import Planner
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Graph, Ref
 from graph_passes.passes import fold_bn, foldings, precision
@@ -28,9 +29,9 @@ class Inference:
     """
 
     def __init__(self, graph: Graph, shapes: Mapping[str, tuple[int, ...]], dtype: str, gpu: Gpu,
-                 kernels: KernelLibrary, convolutions: ConvolutionLibrary) -> None:
+                 kernels: KernelLibrary, convolutions: ConvolutionLibrary, planner: Planner) -> None:
         self._unfolded, self._graph, self._shapes = graph, precision(fold_bn(graph), dtype), dict(shapes)
-        self._gpu, self._kernels, self._convolutions = gpu, kernels, convolutions
+        self._gpu, self._kernels, self._convolutions, self._planner = gpu, kernels, convolutions, planner
         inferred = self._graph.infer_shapes(shapes)
         statistics = {name: inferred[Ref(name)] for name in self._graph.aux}  # of what could not be folded
         parameters = parameters_of(self._graph, inferred, tuple(shapes))
@@ -89,6 +90,6 @@ class Inference:
         part = dataclasses.replace(persistent, data=first(persistent.data), label=first(persistent.label),
                                    probabilities=first(persistent.probabilities))
         compiled = CompiledGraph(self._graph, shapes | {"data": (num_images, *self.image_size, channels)}, self._store,
-                                 part, self._gpu, self._kernels, self._convolutions)
+                                 part, self._gpu, self._kernels, self._convolutions, self._planner)
         compiled.capture()
         return compiled

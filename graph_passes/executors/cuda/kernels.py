@@ -72,7 +72,7 @@ class KernelLibrary:
 
     def _compiled(self, source: str, expression: str) -> tuple[bytes, str]:
         arch = f"sm_{self._gpu.capability[0]}{self._gpu.capability[1]}"
-        name = "kernel-" + hashlib.sha256(f"{_sources_digest()} {source} {expression} {arch}".encode()).hexdigest()[:32]
+        name = "kernel-" + hashlib.sha256(f"{sources_digest()} {source} {expression} {arch}".encode()).hexdigest()[:32]
         if entry := self._store.read(name):
             head, cubin = entry.split(b"\n", 1)
             return cubin, json.loads(head)["symbol"]
@@ -86,7 +86,7 @@ class KernelLibrary:
 
 
 @cache
-def _sources_digest() -> str:
+def sources_digest() -> str:
     """Changes with every edit of a kernel."""
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(SOURCES.iterdir()))).hexdigest()
 

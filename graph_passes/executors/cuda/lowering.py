@@ -11,13 +11,17 @@ import ctypes
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from graph_passes.errors import GraphError
+from graph_passes.executors.cuda import pointwise
 from graph_passes.executors.cuda.convolution import ConvolutionLibrary, Problem
 from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.kernels import C_TYPES, KernelLibrary
 from graph_passes.executors.cuda.parameters import Parameter, ParameterStore, padded
+from graph_passes.executors.cuda.planner import Decision, Planner, Way
+from graph_passes.executors.cuda.pointwise import DgradReduce, NormBackward
 from graph_passes.executors.cuda.program import Buffer, Launch, Program
 from graph_passes.graph import Graph, Node, Ref
 from graph_passes.operators import Shape, window
@@ -35,6 +39,8 @@ STEM_BLOCK: Size = (256, 1, 1)
 STEM_FILTERS, STEM_SIZE, STEM_OUT_ROWS = 64, 7, 4  # FILTERS, SIZE and OUT_ROWS of stem.cu
 STEM_STATIC_BYTES = 2100  # of shared memory, beside what `stem_work` says
 STEM_SHARE = STEM_FILTERS * STEM_SIZE * 32  # floats of the weights' gradient that a block of stem_wgrad leaves
+# How batch_norm.cu knows where ReLU let the gradient through.
+_RELU = {"BatchNormBackward": "NO_RELU", "BatchNormReluBackward": "RECOMPUTED", "BatchNormAddReluBackward": "BITS"}
 LAUNCH_MS = 0.003  # what a separate launch costs besides its bytes
 
 
@@ -80,6 +86,16 @@ class Persistent:
     tickets: Buffer  # zeros, left as zeros by every reduction
 
 
+@dataclass(frozen=True)
+class _Pointwise:
+    """The backward pass of a BatchNorm and of the 1x1 convolution before it, as far as one launch can make it."""
+
+    norm: Node
+    wgrad: Node
+    dgrad: Node
+    behind: Node | None  # the BatchNormReluBackward that reads the dgrad, if its sums can be made too
+
+
 def parameters_of(graph: Graph, shapes: Mapping[Ref, Shape], inputs: tuple[str, ...]) -> list[Parameter]:
     """Every parameter of a forward graph, the last layer's first: the order in which their gradients are ready."""
     parameters: dict[str, Parameter] = {}
@@ -112,10 +128,10 @@ class Lowering:
     """
 
     def __init__(self, graph: Graph, shapes: Mapping[Ref, Shape], store: ParameterStore, persistent: Persistent,
-                 gpu: Gpu, kernels: KernelLibrary, convolutions: ConvolutionLibrary) -> None:
+                 gpu: Gpu, kernels: KernelLibrary, convolutions: ConvolutionLibrary, planner: Planner) -> None:
         self._graph, self._shapes, self._store, self._persistent = graph, shapes, store, persistent
         self._dtypes = tensor_dtypes(graph)
-        self._gpu, self._kernels, self._convolutions = gpu, kernels, convolutions
+        self._gpu, self._kernels, self._convolutions, self._planner = gpu, kernels, convolutions, planner
         self._dtype, self._c_type = store.dtype, C_TYPES[store.dtype]
         self._item_bytes = ITEM_BYTES[store.dtype]
         self._buffers: dict[Ref, Buffer] = {Ref("data"): persistent.data}
@@ -127,13 +143,18 @@ class Lowering:
         # the BatchNormReluBackward, the MaxPoolingBackward behind it, and what that reads.
         self._pool_gradients: dict[Ref, tuple[Node, Node, Buffer]] = {}
         self._paired: set[str] = set()  # BatchNorms that are one launch with the BatchNormAddRelu that adds them
+        # Gradients of a convolution's data that the BatchNorm reading them may make itself -> their node.
+        self._held: dict[Ref, Node] = {}
+        self._masked: dict[str, Buffer] = {}  # BatchNorm + ReLU without addend -> its `_dz`
+        self._done: set[str] = set()  # nodes whose launches have been emitted with an earlier one's
+        self.decisions: list[Decision] = []
         self._workspace = Buffer("workspace", (0,), "uint8", persistent=True)
         self._partials = Buffer("partials", (0,), "float32", persistent=True)
         self.scratch = (self._workspace, self._partials)
         self.program = Program()
         self._bind_variables()
         for node in graph:
-            if not node.is_variable:
+            if not node.is_variable and node.name not in self._done:
                 self._rule(node)(node)
         self.program.plan_memory()
         self.ready = {name: number for number, launch in enumerate(self.program.launches, start=1)
@@ -212,6 +233,22 @@ class Lowering:
         self.program.launches.append(Launch(
             node.name, kernel.split("<")[0], enqueue, tuple(b for b in reads if b), tuple(b for b in writes if b),
             flops, in_place))
+
+    def _fastest(self, node: Node, problem: str, ways: dict[str, Way]) -> None:
+        """Emit the launches of the fastest of several ways; see `Planner`."""
+        decision, launches = self._planner.fastest(node.name, problem, ways, self.scratch)
+        self.program.launches += launches
+        self.decisions.append(decision)
+
+    def _emitted(self, *rules: Callable[[], None]) -> list[Launch]:
+        """What rules would emit."""
+        before, self.program.launches = self.program.launches, []
+        try:
+            for rule in rules:
+                rule()
+            return self.program.launches
+        finally:
+            self.program.launches = before
 
     def _kernel(self, name: str, *flags: bool) -> str:
         """A kernel's instantiation for the network's dtype."""
@@ -348,9 +385,23 @@ class Lowering:
         self._plan(node, self._problem("wgrad", node, x, dw, dy), (x, dy), (dw,))
 
     def _dgrad(self, node: Node) -> None:
+        if self._may_be_fused(node):
+            self._held[Ref(node.name)] = node
+        else:
+            self._plain_dgrad(node)
+
+    def _plain_dgrad(self, node: Node) -> None:
         dy, w = self._input(node, 0), self._input(node, 1)
         dx = self._output(node)
         self._plan(node, self._problem("dgrad", node, dx, w, dy), (dy, w), (dx,))
+
+    def _may_be_fused(self, dgrad: Node) -> bool:
+        """Can the BatchNorm that alone reads this gradient make it itself (`_dgrad_reduce`)?"""
+        readers = self._graph.consumers.get(Ref(dgrad.name), ())
+        if len(readers) != 1 or readers[0].op != "BatchNormAddReluBackward":
+            return False
+        forward, w = forward_node(dgrad), self._input(dgrad, 1)
+        return forward.op == "Convolution" and pointwise.serves(self._gpu, self._dtype, w.shape, window(forward))
 
     def _problem(self, kind: str, node: Node, x: Buffer, w: Buffer, y: Buffer) -> Problem:
         forward = forward_node(node) if node.op in FORWARD_OF else node
@@ -457,24 +508,31 @@ class Lowering:
                       ctypes.c_int(channels)),
                      (*x, *sums, *gamma, *beta), (y, mask, *saved))
 
-    def _batch_norm_pair_backward(self, node: Node) -> None:
+    def _batch_norm_pair_backward_reduce(self, node: Node) -> None:
         """Of what `_batch_norm` made one launch; `node` is the BatchNormAddReluBackward."""
         shortcut, = self._graph.consumers[Ref(node.name, 3)]
         dy, mask = self._input(node, 0), self._input(node, 4)
         dy2 = None if node["single_grad"] else self._input(node, 5)
-        x, gamma, saved = ((self._input(node, index), self._input(shortcut, index)) for index in (1, 2, 3))
-        dx, dgamma, dbeta = ((self._output(node, index), self._output(shortcut, index)) for index in range(3))
-        dz = self._output(node, 3)
+        x, saved = ((self._input(node, index), self._input(shortcut, index)) for index in (1, 3))
+        dgamma, dbeta = ((self._output(node, index), self._output(shortcut, index)) for index in (1, 2))
+        dz = self._dz(node)
         rows, channels = self._rows(node, x[0])
-        size = (count(rows), ctypes.c_int(channels))
         self._launch(node, "batch_norm_pair.cu", self._kernel("batch_norm_pair_backward_reduce", dy2 is not None),
                      self._reduce_grid(rows, channels, num_sums=3), REDUCE_BLOCK,
-                     (*x, dy, dy2, mask, dz, *saved, *dgamma, *dbeta, self._partials, self._persistent.tickets, *size),
+                     (*x, dy, dy2, mask, dz, *saved, *dgamma, *dbeta, self._partials, self._persistent.tickets,
+                      count(rows), ctypes.c_int(channels)),
                      (*x, dy, dy2, mask, *saved), (dz, *dgamma, *dbeta), in_place=(dy, dz))
+
+    def _batch_norm_pair_backward_apply(self, node: Node) -> None:
+        """The gradients of both inputs, from dz and the sums."""
+        shortcut, = self._graph.consumers[Ref(node.name, 3)]
+        x, gamma, saved = ((self._input(node, index), self._input(shortcut, index)) for index in (1, 2, 3))
+        dx, dgamma, (dbeta, _) = ((self._output(node, index), self._output(shortcut, index)) for index in range(3))
+        dz, (rows, channels) = self._dz(node), self._rows(node, x[0])
         self._launch(node, "batch_norm_pair.cu", self._kernel("batch_norm_pair_backward_apply"),
                      self._grid(rows, channels, blocks_per_multiprocessor=2), APPLY_BLOCK,
-                     (*x, dz, *dx, *saved, *gamma, *dgamma, dbeta[0], *size),
-                     (*x, dz, *saved, *gamma, *dgamma, dbeta[0]), dx, in_place=(dz, dx[0]))
+                     (*x, dz, *dx, *saved, *gamma, *dgamma, dbeta, count(rows), ctypes.c_int(channels)),
+                     (*x, dz, *saved, *gamma, *dgamma, dbeta), dx, in_place=(dz, dx[0]))
 
     def _max_pool_behind(self, node: Node) -> Node | None:
         """The 3x3 max pooling with stride 2 that alone reads a BatchNormRelu in training, as in ResNet's stem."""
@@ -511,37 +569,178 @@ class Lowering:
                      (x, dz, winner, saved, gamma, dgamma, dbeta), (dx,))
 
     def _batch_norm_backward(self, node: Node) -> None:
-        forward = forward_node(node)
         behind = self._graph[node.inputs[0].node]
         if behind.op == "MaxPoolingBackward" and behind.inputs[1].node in self._pooled:
             self._batch_norm_pool_backward(node, behind)
             return
-        if node.inputs[3].node in self._paired:
-            if forward.op == "BatchNormAddRelu":
-                self._batch_norm_pair_backward(node)
+        norms = self._norms(node)
+        held = [self._held.pop(ref) for ref in dict.fromkeys(node.inputs) if ref in self._held]
+        for other in held[1:]:
+            self._plain_dgrad(other)
+        if held:
+            self._reduce_after(held[0], node)
+        else:
+            self._batch_norm_backward_reduce(node)
+        self._done |= {norm.name for norm in norms}
+        convolutions = [convolution for norm in norms if (convolution := self._pointwise_behind(norm))]
+        if len(convolutions) == len(norms):
+            self._backward_through(node, convolutions)
+        else:
+            self._batch_norm_backward_apply(node, self._stores_dz(node))
+
+    def _norms(self, node: Node) -> list[Node]:
+        """The BatchNorm backward itself, and that of the shortcut where both are made in one."""
+        return [node, *(self._graph.consumers[Ref(node.name, 3)] if node.inputs[3].node in self._paired else ())]
+
+    def _reduce_after(self, dgrad: Node, node: Node) -> None:
+        """The gradient of a 1x1 convolution's data, and the sums of the BatchNorm backward that reads it."""
+        k, (rows, columns) = self._input(dgrad, 1).shape[0], self._rows(node, self._input(node, 1))
+        paired = len(self._norms(node)) == 2
+        ways: dict[str, Way] = {"separate": partial(self._emitted, partial(self._plain_dgrad, dgrad),
+                                                    partial(self._batch_norm_backward_reduce, node))}
+        for way in pointwise.dgrad_reduce_ways(self._gpu, k, columns, paired):
+            ways[f"dgrad_reduce<{way}>"] = partial(self._emitted, partial(self._dgrad_reduce, dgrad, node, way))
+        if len(ways) == 1:
+            self.program.launches += ways["separate"]()
             return
-        add = forward.op == "BatchNormAddRelu"
-        relu = {"BatchNorm": "NO_RELU", "BatchNormRelu": "RECOMPUTED", "BatchNormAddRelu": "BITS"}[forward.op]
+        names = f"{node.op}{' of a pair' * paired}{'' if node['single_grad'] else ' with another gradient'}"
+        self._fastest(node, f"dgrad {rows}x{k} -> {columns}, {names}, {self._dtype}", ways)
+
+    def _dgrad_reduce(self, dgrad: Node, node: Node, way: DgradReduce) -> None:
+        """Both in one launch."""
+        norms, (dy, w) = self._norms(node), (self._input(dgrad, index) for index in range(2))
+        x, saved = ([self._input(norm, index) for norm in norms] for index in (1, 3))
+        dgamma, dbeta = ([self._output(norm, index) for norm in norms] for index in (1, 2))
+        mask, dz = self._input(node, 4), self._dz(node)
+        gradients = (node.inputs[0],) if node["single_grad"] else (node.inputs[0], node.inputs[-1])
+        addend = next((self._buffers[ref] for ref in gradients if ref != Ref(dgrad.name)), None)
+        rows, columns = self._rows(node, x[0])
+        grid = way.grid(rows, columns, self._gpu.num_multiprocessors)
+        self._reserve_partials((1 + len(norms)) * columns * grid[1])
+        second = [None] * (2 - len(norms))
+        flags = ", ".join(_bool(flag) for flag in (addend, len(norms) == 2))
+        self._launch(node, "dgrad_reduce.cu", f"dgrad_reduce<{self._c_type}, {way}, {flags}>", grid, way.block,
+                     (dy, w, *x, *second, addend, mask, dz, *saved, *second, *dgamma, *second, *dbeta, *second,
+                      self._partials, self._persistent.tickets, count(rows), ctypes.c_int(columns)),
+                     (dy, w, *x, addend, mask, *saved), (dz, *dgamma, *dbeta),
+                     in_place=(addend, dz) if addend else None, shared_bytes=way.shared_bytes(1 + len(norms)),
+                     flops=2 * rows * columns * way.k)
+
+    def _pointwise_behind(self, norm: Node) -> _Pointwise | None:
+        """The 1x1 convolution whose output a BatchNorm backward makes the gradient of, where one launch may make that
+        gradient and all that comes of it."""
+        readers = self._graph.consumers.get(Ref(norm.name), ())
+        kinds = {reader.op: reader for reader in readers}
+        if len(readers) != 2 or kinds.keys() != {"ConvolutionWgrad", "ConvolutionDgrad"}:
+            return None
+        wgrad, dgrad = kinds["ConvolutionWgrad"], kinds["ConvolutionDgrad"]
+        w = self._input(dgrad, 1)
+        if not (pointwise.serves(self._gpu, self._dtype, w.shape, window(forward_node(dgrad)))
+                and NormBackward.serves(self._gpu, w.shape[0], w.shape[3])):
+            return None
+        behind = self._graph.consumers.get(Ref(dgrad.name), ())
+        reduces = [reader.op for reader in behind] == ["BatchNormReluBackward"] and behind[0]["single_grad"]
+        return _Pointwise(norm, wgrad, dgrad, behind[0] if reduces else None)
+
+    def _backward_through(self, node: Node, convolutions: list[_Pointwise]) -> None:
+        """From dz through BatchNorm and the 1x1 convolutions before it, to the BatchNorm that each of them has read."""
+        masked, relu = self._stores_dz(node), self._relu_is_missing(node)
+        separate: list[Callable[[], None]] = [partial(self._batch_norm_backward_apply, node, masked)]
+        fused: list[Callable[[], None]] = []
+        problem = []
+        for one in convolutions:
+            separate += [partial(self._wgrad, one.wgrad), partial(self._plain_dgrad, one.dgrad)]
+            fused += [partial(self._norm_backward, one, self._dz(node) if masked else self._input(node, 0), relu)]
+            if one.behind:
+                separate += [partial(self._batch_norm_backward_alone, one.behind)]
+                fused += [partial(self._batch_norm_backward_apply, one.behind, True)]
+            x, w = self._input(one.wgrad, 1), self._input(one.dgrad, 1)
+            problem += [f"{x.shape} -> {w.shape[0]}{' after BatchNormRelu' * bool(one.behind)}"]
+            self._done |= {each.name for each in (one.wgrad, one.dgrad, one.behind) if each}
+        self._fastest(node, f"backward of {node.op} and 1x1 convolution: {', '.join(problem)}, {self._dtype}",
+                      {"separate": partial(self._emitted, *separate), "norm_backward": partial(self._emitted, *fused)})
+
+    def _norm_backward(self, one: _Pointwise, dz: Buffer, relu: bool) -> None:
+        """The gradients of the weights and of the data, or the sums of the BatchNorm that reads the latter. `relu`: has
+        it still to be applied to `dz`?"""
+        x, saved, gamma = (self._input(one.norm, index) for index in (1, 3, 2))
+        dgamma, dbeta = self._output(one.norm, 1), self._output(one.norm, 2)
+        w, dw, beta = self._input(one.dgrad, 1), self._output(one.wgrad), self._input(one.norm, 4) if relu else None
+        (rows, k), columns, way = self._rows(one.norm, x), w.shape[3], NormBackward(w.shape[0])
+        grid = way.grid(rows, self._gpu.num_multiprocessors)
+        self._reserve_partials(2 * columns * grid[1])
+        parts = Buffer(f"{one.wgrad.name}:parts", (grid[1], k, columns), "float32")
+        more: Buffers
+        if one.behind:
+            behind, gamma_2, saved_2, beta_2 = (self._input(one.behind, index) for index in range(1, 5))
+            out, more = self._dz(one.behind), (saved_2, gamma_2, beta_2)
+            sums: Buffers = (self._output(one.behind, 1), self._output(one.behind, 2))
+        else:
+            behind, out = self._input(one.wgrad, 1), self._output(one.dgrad)
+            more, sums = (None, None, None), (None, None)
+        reads = (dz, x, saved, gamma, beta, dgamma, dbeta, w, behind)
+        flags = f"{k}, {_bool(relu)}, {_bool(one.behind)}"
+        self._launch(one.norm, "norm_backward.cu", f"norm_backward<{self._c_type}, {flags}>", grid, way.block,
+                     (*reads, out, *more, *sums, parts, self._partials, self._persistent.tickets, count(rows)),
+                     (*reads, *more), (out, *sums, parts), shared_bytes=way.shared_bytes, flops=4 * rows * columns * k)
+        vectors = k * columns // VECTOR
+        self._launch(one.wgrad, "norm_backward.cu", f"sum_parts<{C_TYPES[dw.dtype]}>", (-(-vectors // 64), 1, 1),
+                     (64, 1, 1), (parts, dw, ctypes.c_int(grid[1]), count(vectors)), (parts,), (dw,))
+
+    def _dz(self, node: Node) -> Buffer:
+        """The gradient of a BatchNorm + ReLU's output where ReLU let it through: what its addend gets."""
+        if node.op == "BatchNormAddReluBackward":
+            return self._output(node, 3)
+        x = self._input(node, 1)
+        return self._masked.setdefault(node.name, Buffer(f"{node.name}:dz", x.shape, x.dtype))
+
+    @staticmethod
+    def _stores_dz(node: Node) -> bool:
+        """Where it is wanted (by the addend), or would cost more than one read."""
+        return node.op == "BatchNormAddReluBackward" or not node["single_grad"]
+
+    def _relu_is_missing(self, node: Node) -> bool:
+        """Is ReLU's part not in the gradient that the second half of the backward pass starts from?"""
+        return node.op == "BatchNormReluBackward" and not self._stores_dz(node)
+
+    def _batch_norm_backward_alone(self, node: Node) -> None:
+        self._batch_norm_backward_reduce(node)
+        self._batch_norm_backward_apply(node, self._stores_dz(node))
+
+    def _batch_norm_backward_reduce(self, node: Node) -> None:
+        """The sums of a BatchNorm's backward pass, and `_dz` where it is stored."""
+        if len(self._norms(node)) == 2:
+            self._batch_norm_pair_backward_reduce(node)
+            return
+        relu = _RELU[node.op]
         dy, x, gamma, saved = (self._input(node, index) for index in range(4))
         beta = self._input(node, 4) if relu == "RECOMPUTED" else None
         mask = self._input(node, 4) if relu == "BITS" else None
         dy2 = None if node["single_grad"] else self._buffers[node.inputs[-1]]
-        dx, dgamma, dbeta = (self._output(node, index) for index in range(3))
+        dz = self._dz(node) if self._stores_dz(node) else None
+        dgamma, dbeta = self._output(node, 1), self._output(node, 2)
         rows, channels = self._rows(node, x)
-        size = (count(rows), ctypes.c_int(channels))
-        # Where the masked sum of the gradients is wanted (by the addend) or costs more than one read, it is stored.
-        dz = self._output(node, 3) if add else Buffer(f"{node.name}:dz", x.shape, x.dtype) if dy2 else None
         flags = ", ".join((self._c_type, relu, _bool(dy2), _bool(dz)))
         self._launch(node, "batch_norm.cu", f"batch_norm_backward_reduce<{flags}>", self._reduce_grid(rows, channels),
                      REDUCE_BLOCK,
                      (x, dy, dy2, mask, dz, saved, gamma, beta, dgamma, dbeta, self._partials, self._persistent.tickets,
-                      *size),
+                      count(rows), ctypes.c_int(channels)),
                      (x, dy, dy2, mask, saved, gamma, beta), (dz, dgamma, dbeta), in_place=(dy, dz) if dz else None)
-        relu = "NO_RELU" if dz else relu
-        source = dz or dy
+
+    def _batch_norm_backward_apply(self, node: Node, masked: bool) -> None:
+        """The gradient of the input, from the sums and `_dz` if `masked`, else the gradient of the output."""
+        if len(self._norms(node)) == 2:
+            self._batch_norm_pair_backward_apply(node)
+            return
+        relu = "NO_RELU" if masked else _RELU[node.op]
+        source = self._dz(node) if masked else self._input(node, 0)
+        x, gamma, saved = (self._input(node, index) for index in range(1, 4))
+        beta = self._input(node, 4) if relu == "RECOMPUTED" else None
+        dx, dgamma, dbeta = (self._output(node, index) for index in range(3))
+        rows, channels = self._rows(node, x)
         kernel = f"batch_norm_backward_apply<{self._c_type}, {relu}>"
         self._launch(node, "batch_norm.cu", kernel, self._grid(rows, channels), APPLY_BLOCK,
-                     (x, source, dx, saved, gamma, beta, dgamma, dbeta, *size),
+                     (x, source, dx, saved, gamma, beta, dgamma, dbeta, count(rows), ctypes.c_int(channels)),
                      (x, source, saved, gamma, beta, dgamma, dbeta), (dx,), in_place=(source, dx))
 
     def _rows(self, node: Node, x: Buffer) -> tuple[int, int]:

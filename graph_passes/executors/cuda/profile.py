@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from graph_passes.executors.cuda.planner import Decision
 from graph_passes.executors.cuda.training_step import TrainingStep
 
 COPY_BYTES = 2 << 30  # large against every cache
@@ -89,6 +91,20 @@ def format_summary(rows: list[Row], ceiling: float) -> str:
                      f"{total.gigabytes_per_second:>7.0f}{total.gigabytes_per_second / ceiling:>9.0%}")
     total = _total("sum", rows)
     lines.append(f"{'sum':<32}{len(rows):>9}{total.milliseconds:>9.3f}{total.teraflops:>9.1f}{total.gigabytes_per_second:>7.0f}")
+    return "\n".join(lines)
+
+
+def format_decisions(decisions: Iterable[Decision]) -> str:
+    """What the planner chose, and the milliseconds of all ways; nodes of the same problem on one line."""
+    groups: dict[str, list[Decision]] = {}
+    for decision in decisions:
+        groups.setdefault(decision.problem, []).append(decision)
+    lines = []
+    for problem, group in groups.items():
+        nodes = group[0].node if len(group) == 1 else f"{group[0].node} and {len(group) - 1} more"
+        lines.append(f"{nodes}: {problem}")
+        for way, milliseconds in sorted(group[0].times.items(), key=lambda item: item[1]):
+            lines.append(f"  {'*' if way == group[0].chosen else ' '} {way:<44}{milliseconds:>9.4f} ms")
     return "\n".join(lines)
 
 

@@ -27,6 +27,7 @@ from graph_passes.executors.cuda.kernels import C_TYPES, KernelLibrary
 from graph_passes.executors.cuda.lowering import Lowering, Persistent, padded_channels, parameters_of
 from graph_passes.executors.cuda.optimizer import Optimizer, OptimizerConfig, State
 from graph_passes.executors.cuda.parameters import VECTOR, FlatArray, ParameterStore
+from graph_passes.executors.cuda.planner import Planner
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Graph, Ref
 from graph_passes.passes import gradient, gradient_add, precision
@@ -70,6 +71,7 @@ class TrainingStep:
         store = Cache(_machine(self.gpu), cache_folder)
         self.kernels = KernelLibrary(self.gpu, store)
         self._convolutions = ConvolutionLibrary(self.gpu, store, tf32, deterministic)
+        self._planner = Planner(self.gpu, store, self._convolutions.variant)
         self._allocate_for_owner = allocate
         self._graph, self._shapes, self.dtype = graph, dict(shapes), dtype
         inferred = graph.infer_shapes(shapes)
@@ -161,7 +163,7 @@ class TrainingStep:
         """Forward and backward for images of the size that is loaded, a CUDA graph for each part of the weights; the
         first holds the forward pass too."""
         compiled = CompiledGraph(step, self._loaded_shapes(), self.store, self.persistent, self.gpu, self.kernels,
-                                 self._convolutions)
+                                 self._convolutions, self._planner)
         ready, cuts = compiled.lowering.ready, [0]
         for part in self._parts[:-1]:
             cuts.append(max(cuts[-1], *(ready[name] for name in part)))
@@ -361,7 +363,7 @@ class TrainingStep:
         """
         if self._inference is None:
             self._inference = Inference(self._graph, self._shapes, self.dtype, self.gpu, self.kernels,
-                                        self._convolutions)
+                                        self._convolutions, self._planner)
         if not self._inference_is_current:
             self._inference.fold(self.store)
             self._inference_is_current = True

@@ -7,9 +7,12 @@ import re
 import pytest
 
 from graph_passes.executors.cuda.kernels import C_TYPES, SOURCES, compile_kernel
+from graph_passes.executors.cuda.pointwise import NormBackward
 
 # Template arguments behind the dtype that the executor asks for.
 FLAGS = {
+    "dgrad_reduce": ["64, 3, 4, 8, true, true", "256, 3, 4, 4, false, false"],
+    "norm_backward": ["64, true, false", "128, true, true", "256, false, true"],
     "batch_norm_apply": ["false, false", "false, true", "true, true"],
     "batch_norm_backward_reduce": ["NO_RELU, false, false", "NO_RELU, true, true", "RECOMPUTED, false, false",
                                    "RECOMPUTED, true, true", "BITS, false, true", "BITS, true, true"],
@@ -38,6 +41,8 @@ def expressions(kernel: str, c_type: str) -> list[str]:
         return [kernel[:-1]]
     if kernel == "convert_input":
         return [f"convert_input<float, {c_type}>", f"convert_input<half, {c_type}>"]
+    if c_type == "float" and kernel in ("dgrad_reduce", "norm_backward"):  # on tensor cores, of 16-bit types only
+        return []
     return [f"{kernel}<{c_type}{', ' + flags if flags else ''}>" for flags in FLAGS.get(kernel, [""])]
 
 
@@ -46,8 +51,8 @@ def test_all_sources_are_found() -> None:
     assert {"batch_norm_apply", "sgd_update", "add_metrics!"} <= {kernel for _, kernel in kernels()}
 
 
-@pytest.mark.parametrize("source, kernel", kernels())
-def test_compiles(source: str, kernel: str) -> None:
+@pytest.fixture(scope="module")
+def nvrtc() -> None:
     pytest.importorskip("cuda.core", reason="cuda-core is not installed")
     try:
         compile_kernel("elementwise.cu", "add<float>", "sm_90")
@@ -55,6 +60,11 @@ def test_compiles(source: str, kernel: str) -> None:
         if "nvrtc" in str(error).lower() and "COMPILATION" not in str(error):
             pytest.skip(f"NVRTC is not installed: {error}")
         raise
+
+
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("source, kernel", kernels())
+def test_compiles(source: str, kernel: str) -> None:
     done = set()
     types = C_TYPES if source != "stem.cu" else {"float16", "bfloat16"}
     for c_type in (C_TYPES[dtype] for dtype in types):
@@ -63,3 +73,13 @@ def test_compiles(source: str, kernel: str) -> None:
                 cubin, symbol = compile_kernel(source, expression, "sm_90")
                 assert cubin[:4] == b"\x7fELF" and symbol.encode() in cubin
                 done.add(expression)
+
+
+@pytest.mark.usefixtures("nvrtc")
+def test_shared_memory_of_norm_backward() -> None:
+    """Python counts the bytes that a launch asks for, the kernel lays them out."""
+    from cuda.core import Program, ProgramOptions
+
+    sizes = [f"static_assert(sizeof(Shared<Shape<{k}>>) == {NormBackward(k).shared_bytes});\n" for k in (64, 128, 256)]
+    options = ProgramOptions(arch="sm_90", std="c++17", include_path=[str(SOURCES)])
+    Program('#include "norm_backward.cu"\n' + "".join(sizes), "c++", options).compile("cubin")

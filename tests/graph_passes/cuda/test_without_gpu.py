@@ -16,13 +16,18 @@ from graph_passes.executors.cuda.capacity import check_fits
 from graph_passes.executors.cuda.inference import Inference
 from graph_passes.executors.cuda.lowering import Lowering, Persistent, padded_channels, parameters_of
 from graph_passes.executors.cuda.parameters import Parameter, ParameterStore
+from graph_passes.executors.cuda.planner import Decision
 from graph_passes.executors.cuda.program import Buffer, Launch, Program
 from mxnet_compat import mx
 from train.model import resnet
 
 
 class FakeKernels:
+    def __init__(self) -> None:
+        self.used: set[tuple[str, str]] = set()
+
     def get(self, source: str, kernel: str) -> Any:
+        self.used.add((source, kernel))
         return SimpleNamespace(launch=lambda *arguments, **options: None)
 
 
@@ -35,13 +40,25 @@ class FakeConvolutions:
         return SimpleNamespace(workspace_bytes=4096, time_ms=1.0, enqueue=lambda *addresses, workspace: None)
 
 
-def lower(depth: int, batch: int, size: int, training: bool) -> tuple[Lowering, ParameterStore]:
+class FakePlanner:
+    """Takes the last of the ways that are offered, or the first."""
+
+    def __init__(self, fused: bool) -> None:
+        self.fused = fused
+
+    def fastest(self, node: str, problem: str, ways: dict[str, Any], scratch: Any) -> tuple[Decision, list[Launch]]:
+        emitted = {way: emit() for way, emit in ways.items()}
+        way = list(ways)[-1 if self.fused else 0]
+        return Decision(node, problem, {way: 1.0}), emitted[way]
+
+
+def lower(depth: int, batch: int, size: int, training: bool, fused: bool = False) -> tuple[Lowering, ParameterStore]:
     graph = passes.bn_relu(passes.bn_add_relu(Graph.from_json(resnet(depth, 1000).tojson())))
-    return lower_graph(graph, {"data": (batch, size, size, 3), "softmax_label": (batch,)}, training)
+    return lower_graph(graph, {"data": (batch, size, size, 3), "softmax_label": (batch,)}, training, fused=fused)
 
 
-def lower_graph(graph: Graph, shapes: dict[str, tuple[int, ...]], training: bool,
-                dtype: str = "float16") -> tuple[Lowering, ParameterStore]:
+def lower_graph(graph: Graph, shapes: dict[str, tuple[int, ...]], training: bool, dtype: str = "float16",
+                fused: bool = False) -> tuple[Lowering, ParameterStore]:
     batch, height, width, channels = shapes["data"]
     inferred = graph.infer_shapes(shapes)
     store = ParameterStore(
@@ -61,7 +78,8 @@ def lower_graph(graph: Graph, shapes: dict[str, tuple[int, ...]], training: bool
     gpu: Any = SimpleNamespace(num_multiprocessors=132, bandwidth=4e12, capability=(9, 0), max_shared_bytes=227 << 10)
     kernels: Any = FakeKernels()
     convolutions: Any = FakeConvolutions()
-    return Lowering(graph, graph.infer_shapes(shapes), store, persistent, gpu, kernels, convolutions), store
+    planner: Any = FakePlanner(fused)
+    return Lowering(graph, graph.infer_shapes(shapes), store, persistent, gpu, kernels, convolutions, planner), store
 
 
 @pytest.mark.parametrize("depth, batch_norms, projections", [(18, 20, 3), (50, 53, 4), (152, 155, 4)])
@@ -107,7 +125,7 @@ def test_inference_takes_over_every_parameter() -> None:
     kernel = SimpleNamespace(launch=lambda grid, block, *arguments: launched.append((grid[0], *arguments)))
     kernels: Any = SimpleNamespace(get=lambda source, name: kernel)
     nothing: Any = None  # in place of what compiles
-    inference = Inference(graph, shapes, "float16", gpu, kernels, nothing)
+    inference = Inference(graph, shapes, "float16", gpu, kernels, nothing, nothing)
     inference.fold(trained)
     own = inference._store
     assert len(launched) == 53 and not own.statistics.slices, "every BatchNorm is folded"
@@ -124,9 +142,27 @@ def test_the_stem_is_ours_where_its_rows_are_aligned_and_fit(size: int, is_ours:
     assert operations == (["stem_fprop", "stem_wgrad", "stem_wgrad_sum"] if is_ours else ["fprop_stats", "wgrad"])
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_no_two_living_buffers_of_a_network_share_memory(training: bool) -> None:
-    lowering, _ = lower(18, 4, 64, training)
+def test_launches_of_the_fused_backward_pass() -> None:
+    """Gradients of the data of 1x1 convolutions come with the sums of the BatchNorm that reads them; in stage 1 one
+    launch goes from a BatchNorm to the one before the convolution before it. Nothing is done twice or left out."""
+    lowering, store = lower(50, 256, 224, training=True, fused=True)
+    launches = lowering.program.launches
+    operations = [launch.operation for launch in launches]
+    assert operations.count("norm_backward") == 5
+    assert operations.count("sum_parts") == 5 and operations.count("wgrad") == 53 - 5, "without the stem's"
+    fused = operations.count("dgrad_reduce")
+    assert fused == 6 and operations.count("dgrad") == 54 - 1 - 5 - fused
+    assert len(lowering.decisions) == fused + 4 and {decision.chosen for decision in lowering.decisions} != {"separate"}
+    assert lowering.ready.keys() == store.parameters.keys()
+    written = [buffer for launch in launches for buffer in launch.writes if buffer in store.gradients.values()]
+    assert len(written) == len(set(written)) == len(store.parameters)
+    plain, _ = lower(50, 256, 224, training=True)
+    assert lowering.program.arena_bytes < plain.program.arena_bytes, "the gradients in stage 1 are not stored"
+
+
+@pytest.mark.parametrize("depth, training, fused", [(18, True, False), (18, False, False), (50, True, True)])
+def test_no_two_living_buffers_of_a_network_share_memory(depth: int, training: bool, fused: bool) -> None:
+    lowering, _ = lower(depth, 4, 64, training, fused)
     check_memory(lowering.program)
 
 

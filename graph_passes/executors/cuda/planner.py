@@ -1,0 +1,116 @@
+"""Which of several ways to compute the same is the fastest here: whole sequences of launches, timed once per problem.
+
+The times are kept on disk beside the choice of cuDNN plans, so the next start only builds what won.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from disk_cache import Cache
+from graph_passes.errors import GraphError
+from graph_passes.executors.cuda.device import Gpu
+from graph_passes.executors.cuda.kernels import sources_digest
+from graph_passes.executors.cuda.program import Buffer, Launch, run
+
+Way = Callable[[], "list[Launch]"]  # emits its launches when it is called
+log = logging.getLogger("graph_passes.cuda")
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What was chosen for one node of the graph. `times`: milliseconds of each way."""
+
+    node: str
+    problem: str
+    times: dict[str, float]
+
+    @property
+    def chosen(self) -> str:
+        return min(self.times, key=lambda way: self.times[way])
+
+
+class Planner:
+    """`variant` names what else the times depend on, such as options of the convolutions."""
+
+    def __init__(self, gpu: Gpu, store: Cache, variant: str) -> None:
+        self._gpu, self._store = gpu, store
+        self._name = f"ways-{sources_digest()[:16]}-{variant}"
+        self._times: dict[str, dict[str, float]] = self._read()
+        self._known = len(self._times)
+        self._memory: tuple[int, int] = (0, 0)  # address and bytes of what the launches work on while they are timed
+
+    def fastest(self, node: str, problem: str, ways: Mapping[str, Way],
+                scratch: Iterable[Buffer]) -> tuple[Decision, list[Launch]]:
+        """The launches of the fastest way. `problem` says all that the times depend on.
+
+        While ways are timed, the buffers that they read and write and those in `scratch` lie in memory of its own,
+        with random contents. Raises GraphError where no way can be had.
+        """
+        times = self._times.get(problem, {})
+        if set(times) != set(ways):
+            emitted: dict[str, list[Launch]] = {}
+            times, reason = {}, ""
+            for way, emit in ways.items():
+                try:
+                    emitted[way] = emit()
+                    times[way] = self._time_ms(emitted[way], scratch)
+                except GraphError as error:
+                    times[way], reason = float("inf"), str(error)
+            decision = Decision(node, problem, times)
+            if times[decision.chosen] == float("inf"):
+                raise GraphError(reason)
+            self._times[problem] = times
+            log.debug("%s: %s", problem, times)
+            return decision, emitted[decision.chosen]
+        decision = Decision(node, problem, times)
+        return decision, ways[decision.chosen]()
+
+    def save(self) -> None:
+        """Keep the times taken since the last call on disk, and free the memory that timing needed."""
+        if self._memory[1]:
+            self._gpu.free(self._memory[0])
+            self._memory = (0, 0)
+        if len(self._times) > self._known:
+            self._times = {**self._read(), **self._times}  # another process may have written meanwhile
+            self._store.write(self._name, json.dumps(self._times, indent=0).encode())
+            self._known = len(self._times)
+
+    def _read(self) -> dict[str, dict[str, float]]:
+        body = self._store.read(self._name)
+        return json.loads(body) if body else {}
+
+    def _time_ms(self, launches: list[Launch], scratch: Iterable[Buffer]) -> float:
+        buffers = {buffer for launch in launches for buffer in (*launch.reads, *launch.writes)} | set(scratch)
+        with self._placed(buffers):
+            return self._gpu.time_ms(partial(run, launches))
+
+    @contextlib.contextmanager
+    def _placed(self, buffers: set[Buffer]) -> Iterator[None]:
+        """Give buffers memory of ours for a while."""
+        before = {buffer: buffer.address for buffer in buffers}
+        size = sum(_aligned(buffer.num_bytes) for buffer in buffers)
+        if self._memory[1] < size:
+            if self._memory[1]:
+                self._gpu.free(self._memory[0])
+            self._memory = (self._gpu.allocate(size), size)
+        address = self._memory[0]
+        for buffer in sorted(buffers, key=lambda buffer: buffer.name):
+            buffer.address = address
+            if buffer.num_bytes:
+                self._gpu.fill_random(address, buffer.num_bytes, buffer.dtype)
+            address += _aligned(buffer.num_bytes)
+        try:
+            yield
+        finally:
+            for buffer, old in before.items():
+                buffer.address = old
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // 256) * 256
