@@ -22,6 +22,7 @@ examples:
   python -m graph_passes show --model resnet50_v1               a network of MXNet's model zoo
   python -m train export --symbol resnet50.json                 our own ResNet-50 as a Symbol JSON file ...
   python -m graph_passes show --symbol resnet50.json            ... and what the passes do to it
+  python -m graph_passes show --symbol resnet50.json --gpu 0    ... and how this GPU computes it fastest
 """
 PASSES: dict[str, Callable[[Graph], Graph]] = {
     "layout": lambda graph: passes.layout(graph, "NHWC"),
@@ -40,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         options = _parse(arguments)
         show(options.symbol, options.model, options.batch_size, options.image_size, options.dtype, options.inference,
-             options.output)
+             options.output, options.gpu)
     except GraphError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -63,14 +64,19 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     command.add_argument("--inference", action="store_true", help="fold BatchNorm into the convolutions as well")
     command.add_argument("--output", type=Path, metavar="FOLDER",
                          help="write before.svg, after.svg and after.json here (default: no files)")
+    command.add_argument("--gpu", type=int, metavar="N",
+                         help="build the training step on this GPU and list where it was chosen among several ways to "
+                         "compute the same, with the time of each (default: no list)")
     return parser.parse_args(arguments)
 
 
 def show(symbol: Path | None, model: str | None, batch_size: int, image_size: int, dtype: str, inference: bool,
-         output: Path | None) -> None:
+         output: Path | None, gpu: int | None) -> None:
     """Print what each pass found and what is gained; write the drawings. Raises GraphError for a user's mistake."""
     if batch_size < 1 or image_size < 1:
         raise GraphError(f"batch size {batch_size}, image size {image_size}: both must be at least 1")
+    if inference and gpu is not None:
+        raise GraphError("--gpu builds a training step: leave out --inference")
     before = Graph.load(symbol) if symbol else _zoo_graph(model or "")
     name = symbol.stem if symbol else model
     inputs = {"data": _data_shape(before, batch_size, image_size)}
@@ -86,6 +92,7 @@ def show(symbol: Path | None, model: str | None, batch_size: int, image_size: in
         table.add_row(pass_name, _matched(pass_name, graph, rewritten),
                       f"{graph.operators().total()} -> {rewritten.operators().total()}")
         graph = rewritten
+    decisions = _decisions(graph, batch_size, image_size, dtype, gpu) if gpu is not None else ""
     console.print(table)
     console.print(_count_table(before, graph))
 
@@ -100,6 +107,8 @@ def show(symbol: Path | None, model: str | None, batch_size: int, image_size: in
             raise
         console.print(f"Bytes and shapes are left out: {error}")
 
+    if decisions:
+        console.print(f"Chosen on GPU {gpu}, of the ways that were timed:\n{decisions}", markup=False)
     if output:
         files = {
             "before.svg": draw_svg(before, f"{name}, before", shapes_before),
@@ -113,6 +122,14 @@ def show(symbol: Path | None, model: str | None, batch_size: int, image_size: in
         except OSError as error:
             raise GraphError(f"cannot write to {output} ({error.strerror}): choose another --output") from None
         console.print(f"wrote {', '.join(str(output / file_name) for file_name in files)}")
+
+
+def _decisions(graph: Graph, batch_size: int, image_size: int, dtype: str, gpu: int) -> str:
+    from graph_passes.executors.cuda.profile import format_decisions
+    from graph_passes.executors.cuda.training_step import TrainingStep
+
+    shapes = {"data": (batch_size, image_size, image_size, 3), "softmax_label": (batch_size,)}
+    return format_decisions(TrainingStep(graph, shapes, dtype, gpu).training.decisions)
 
 
 def _zoo_graph(name: str) -> Graph:

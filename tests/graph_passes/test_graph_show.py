@@ -3,12 +3,15 @@
 import math
 import re
 import xml.etree.ElementTree as ET
+from types import SimpleNamespace
 
 import pytest
 
 from graph_passes import Graph, Ref, passes
 from graph_passes.__main__ import forward_bytes, main
 from graph_passes.drawing import draw_svg
+from graph_passes.executors.cuda import training_step
+from graph_passes.executors.cuda.planner import Decision
 from mxnet_compat import mx
 from train.model import resnet
 
@@ -98,6 +101,24 @@ def test_an_operator_without_a_shape_rule_is_drawn_without_shapes(capsys, tmp_pa
     assert (tmp_path / "after.svg").exists()
 
 
+def test_show_what_a_gpu_chose(capsys, monkeypatch, tmp_path):
+    """The step is built for the network after its passes, and all that it chose among is listed."""
+    asked = []
+
+    def build(graph, shapes, dtype, device_id):
+        asked.append((graph.operators()["BatchNormRelu"], shapes["data"], dtype, device_id))
+        decisions = [Decision("conv1", "a [bold] problem", {"separate": 0.5, "fused": 0.25})]
+        return SimpleNamespace(training=SimpleNamespace(decisions=decisions))
+
+    monkeypatch.setattr(training_step, "TrainingStep", build)
+    resnet(50).save(str(tmp_path / "ours.json"))
+    assert main(["show", "--symbol", str(tmp_path / "ours.json"), "--batch-size", "7", "--image-size", "96", "--dtype",
+                 "bfloat16", "--gpu", "3"]) == 0
+    assert asked == [(33, (7, 96, 96, 3), "bfloat16", 3)]
+    assert re.search(r"GPU 3.*\nconv1: a \[bold\] problem\n  \* fused +0.2500 ms\n +separate +0.5000 ms",
+                     capsys.readouterr().out)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -108,6 +129,8 @@ def test_an_operator_without_a_shape_rule_is_drawn_without_shapes(capsys, tmp_pa
         (["show", "--model", "resnet18_v1", "--batch-size", "0"], "both must be at least 1"),
         (["show", "--model", "resnet18_v1", "--dtype", "int8"], "invalid choice: 'int8'"),
         (["show", "--model", "resnet18_v1", "--output", "/dev/null/x"], "cannot write to /dev/null/x"),
+        (["show", "--model", "resnet18_v1", "--gpu", "0", "--inference"], "leave out --inference"),
+        (["show", "--model", "resnet18_v1", "--gpu", "99"], "GPU"),  # none at all, or not so many
     ],
 )
 def test_mistakes_get_one_sentence(arguments, message, capsys):

@@ -60,6 +60,10 @@ class Problem:
         """More than a convolution, which one that is not fused and another launch can do as well."""
         return "_" in self.kind
 
+    def __str__(self) -> str:
+        size, strides = "x".join(map(str, self.w[1:3])), ", ".join(map(str, self.stride))
+        return f"{self.kind} {self.x} -> {self.y}, {size}, stride ({strides}), {self.dtype}"
+
     @property
     def key(self) -> str:
         return json.dumps(dataclasses.astuple(self))

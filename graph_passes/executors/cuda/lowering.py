@@ -280,7 +280,7 @@ class Lowering:
         wants_sums = any(reader.op.startswith("BatchNorm") and reader.op.endswith("Train") for reader in readers)
         if wants_sums and self._stem_serves(node):
             self._stem(node)
-        elif wants_sums and self._fusing_pays(plain, fused, y.num_bytes):
+        elif wants_sums and self._fusing_pays(node, plain, fused, y.num_bytes):
             sums = Buffer(f"{node.name}:sums", (2, y.shape[3]), "float32")
             self._sums[Ref(node.name)] = sums
             self._plan(node, fused, (x, w), (y, sums))
@@ -312,7 +312,7 @@ class Lowering:
         self._require(y.shape[3] % VECTOR == 0, node, f"has {y.shape[3]} filters: use a multiple of {VECTOR}")
         plain = self._problem("fprop", node, x, w, y)
         fused = self._problem(f"fprop_bias{'_add' if addend else ''}{'_relu' if relu else ''}", node, x, w, y)
-        if self._fusing_pays(plain, fused, 2 * y.num_bytes):
+        if self._fusing_pays(node, plain, fused, 2 * y.num_bytes):
             self._plan(node, fused, (x, w, bias, *addend), (y,))
             return
         product = Buffer(f"{node.name}:product", y.shape, y.dtype)
@@ -426,14 +426,16 @@ class Lowering:
 
         self.program.launches.append(Launch(node.name, problem.kind, enqueue, reads, writes, flops=problem.flops))
 
-    def _fusing_pays(self, plain: Problem, fused: Problem, separate_bytes: int) -> bool:
+    def _fusing_pays(self, node: Node, plain: Problem, fused: Problem, separate_bytes: int) -> bool:
         """Is a convolution with something in its epilogue faster than one without and a launch that moves so much?"""
         try:
             fused_ms = self._convolutions.plan(fused).time_ms
         except GraphError:
-            return False
+            fused_ms = float("inf")
         separate_ms = separate_bytes / self._gpu.bandwidth * 1e3 + LAUNCH_MS
-        return fused_ms < self._convolutions.plan(plain).time_ms + separate_ms
+        times = {"separate": self._convolutions.plan(plain).time_ms + separate_ms, fused.kind: fused_ms}
+        self.decisions.append(Decision(node.name, str(fused), times))
+        return self.decisions[-1].chosen == fused.kind
 
     # --- batch norm ---
 

@@ -1,5 +1,5 @@
-"""The fused 1x1 convolutions against float64 NumPy: random values, odd numbers of rows, columns that do
-not fill the last block, poisoned outputs."""
+"""The fused 1x1 convolutions against float64 NumPy: random values, odd numbers of rows, columns that do not
+fill the last block, poisoned outputs."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ STORED = {dtype: PRECISION[dtype] + 2e-5 for dtype in ("float16", "bfloat16")}
 # Per channel, of the sum of the absolute values of its terms. Terms that are made on the way are not rounded to the
 # dtype, and those that are stored may be rounded to the other side.
 SUMS = {"float16": 2e-4, "bfloat16": 2e-3}
+
+
 def check_sums(got: np.ndarray, terms: np.ndarray, dtype: str) -> None:
     """`got` (channels,) against the sum of `terms` (rows, channels)."""
     assert np.max(np.abs(got - terms.sum(0)) / (np.abs(terms).sum(0) + 1e-6)) < SUMS[dtype]
