@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from pipelines.samples import make_samples
 from train import checkpoint, cli, compare_precision, devices, export, files, predict
-from train.build import SAMPLES_FOLDER, build_executor, open_split
+from train.build import SAMPLES_FOLDER, build_executor, join_bn_group, open_split
 from train.config import CONFIG_FILE, SAMPLES, SYNTHETIC, BenchmarkConfig, Config, ValidateConfig, parse, presets
 from train.distributed import USER_ERRORS, Workers, drain_engine, is_lost_process
 from train.errors import EXIT_FAILURE, EXIT_LOST_PROCESS, EXIT_USER_ERROR, LostProcessError, TrainError
@@ -57,6 +57,7 @@ def _train(arguments: Sequence[str], state: RunState | None = None) -> None:
                 config = parse(Config, arguments, command="train", default=default)
                 run_folder = _run_folder(config, resumed_file)
             placement = _prepare(config, workers)
+            bn_group = join_bn_group(config, placement, workers)
             train_loader = loaders.enter_context(open_split(config, "train", placement, workers))
             val_loader = None
             if config.validate_every:
@@ -68,7 +69,7 @@ def _train(arguments: Sequence[str], state: RunState | None = None) -> None:
                 executor.read_metrics()  # those of steps that are undone
             else:
                 executor = build_executor(config, len(train_loader.class_names), image_size, placement, start,
-                                          not workers.alone)  # fmt: skip
+                                          not workers.alone, bn_group)  # fmt: skip
             trainer = Trainer(config, workers, executor, train_loader, val_loader, run_folder, start,
                               state.commit if state else None)  # fmt: skip
         if state:
@@ -91,6 +92,8 @@ def _train(arguments: Sequence[str], state: RunState | None = None) -> None:
         except Exception as error:
             if state or not is_lost_process(error):
                 raise
+            if bn_group:
+                bn_group.give_up()  # the GPU would wait for the lost one
             drain_engine()
             raise LostProcessError(f"another process of this run has ended; go on from the last checkpoint with: "
                                    f"python -m train --resume {run_folder}") from None
@@ -126,9 +129,10 @@ def benchmark_steps(arguments: Sequence[str]) -> None:
         if config.profile and placement.executor != "cuda":
             raise TrainError(f"--profile measures the kernels of the cuda executor, but the executor of this run is "
                              f"{placement.executor}: leave it out")
+        bn_group = join_bn_group(config, placement, workers)
         loader = open_split(config, "train", placement, workers)
         executor = build_executor(config, len(loader.class_names), loader.config.size_in(0), placement, None,
-                                  not workers.alone)
+                                  not workers.alone, bn_group)
         trainer = Trainer(config, workers, executor, loader, None, run_folder, None)
     trainer.broadcast()
     with workers.agreement():

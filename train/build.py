@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 from graph_passes import Graph
 from graph_passes.executors import Executor, create_executor
+from graph_passes.executors.cuda.statistics_group import StatisticsGroup
 from pipelines import Loader, LoaderConfig, open_loader
 from train import topology
 from train.checkpoint import Checkpoint
@@ -60,6 +62,34 @@ def open_split(config: Config, split: str, placement: Placement, workers: Worker
     return loader
 
 
+def join_bn_group(config: Config, placement: Placement, workers: Workers) -> StatisticsGroup | None:
+    """The GPUs with which this process's shares BatchNorm's statistics (`--bn-group`), or None: it has its own.
+
+    A collective operation. Raises TrainError where there can be no such group.
+    """
+    size = config.bn_group
+    if size == 1:
+        return None
+    with workers.agreement():
+        if placement.executor != "cuda":
+            raise TrainError(f"--bn-group {size} needs the cuda executor, and this run has the {placement.executor} "
+                             "executor: leave it out")
+        if os.environ.get("HOROVOD_ELASTIC") == "1":
+            raise TrainError(f"--bn-group {size} is not for elastic runs, whose groups would lose members: leave out "
+                             "either it or --min-np")
+        if workers.local_size % size:
+            raise TrainError(f"--bn-group {size} does not divide the number of processes on this machine, "
+                             f"{workers.local_size}: give one that does, or leave it out")
+        group = StatisticsGroup(workers.local_rank)
+        invitation = group.invitation
+    own = workers.local_rank % size
+    first = workers.rank - own  # the ranks on a machine follow each other
+    invitations = workers.gather(invitation)[first : first + size]
+    with workers.agreement():
+        group.join(invitations, own)
+    return group
+
+
 def build_executor(
     config: Config,
     num_classes: int,
@@ -67,11 +97,12 @@ def build_executor(
     placement: Placement,
     checkpoint: Checkpoint | None,
     averages: bool = False,
+    bn_group: StatisticsGroup | None = None,
 ) -> Executor:
     """The network with the parameters of `checkpoint`, or initial ones without. Raises GraphError or TrainError.
 
     `image_size` is that of the first batches, in pixels: for others the executor is built when they come. `averages`:
-    its gradients will be averaged with those of other processes.
+    its gradients will be averaged with those of other processes. `bn_group`: see `join_bn_group`.
     """
     symbol = resnet(config.depth, num_classes, config.label_smoothing)
     if checkpoint is None:
@@ -86,7 +117,7 @@ def build_executor(
     options: dict[str, Any] = {}
     if placement.executor == "cuda":
         dtype = network_dtype(config, placement)
-        options = {"dtype": dtype, "tf32": config.tf32, "deterministic": config.deterministic}
+        options = {"dtype": dtype, "tf32": config.tf32, "deterministic": config.deterministic, "group": bn_group}
         if averages:
             # Horovod's MXNet library knows no bfloat16.
             wide = config.wire_dtype == "float32" or dtype == "bfloat16"

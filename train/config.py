@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import train.configs
+from graph_passes.executors.cuda.statistics_group import MAX_MEMBERS
 from train import cli
 from train.errors import TrainError
 
@@ -113,6 +114,9 @@ class Config:
     """Executor cuda on several GPUs: parts in which the gradients are averaged while the backward pass goes on."""
     wire_dtype: Literal["auto", "float32"] = "auto"
     """Executor cuda on several GPUs: type in which gradients are averaged; auto: float16 where dtype is."""
+    bn_group: int = 1
+    """Executor cuda on several GPUs: so many neighbours on a machine share the BatchNorm statistics of each batch, for
+    few images on each of them; 1: every GPU has its own."""
 
     # --- the run ---
     device: Literal["auto", "cpu", "gpu"] = "auto"
@@ -206,6 +210,7 @@ _LIMITS = {
     **dict.fromkeys(("batch_size", "epochs", "accumulate", "buckets", "commit_every", "keep_checkpoints", "log_every",
                      "min_steps", "limit_steps"),
                     (lambda value: value >= 1, "at least 1")),
+    "bn_group": (lambda value: 1 <= value <= MAX_MEMBERS, f"from 1 to {MAX_MEMBERS}"),
     "image_size": (lambda value: value >= MIN_IMAGE_SIZE, f"at least {MIN_IMAGE_SIZE} pixels"),
     **dict.fromkeys(("first_image_size", "val_image_size"),
                     (lambda value: value == 0 or value >= MIN_IMAGE_SIZE, f"0, or at least {MIN_IMAGE_SIZE} pixels")),
@@ -244,6 +249,11 @@ def check(config: Config) -> None:
     if config.warmup_epochs > config.epochs:
         raise TrainError(
             f"--warmup-epochs {config.warmup_epochs:g} is longer than the run of {config.epochs} epochs; lower it"
+        )
+    if config.bn_group > 1 and isinstance(config, BenchmarkConfig) and config.profile:
+        raise TrainError(
+            f"--profile measures one GPU alone, which with --bn-group {config.bn_group} would wait for others; leave out "
+            "one of the two"
         )
 
 

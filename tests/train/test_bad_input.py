@@ -55,6 +55,7 @@ def test_unknown_command(fails):
     (["--num-classes", "2"], "--num-classes 2 is less than the 3 classes"),
     (["--image-size", "0"], "--image-size 0 must be at least 32"),
     (["--executor", "cuda"], "--executor cuda needs an NVIDIA GPU"),
+    (["--bn-group", "2"], "--bn-group 2 needs the cuda executor, and this run has the mxnet executor: leave it out"),
     (["--resume", "/nowhere"], "there is no checkpoint or run folder /nowhere"),
     (["--resume", "auto"], "--resume auto needs --output"),
 ])  # fmt: skip

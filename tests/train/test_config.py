@@ -56,6 +56,8 @@ MISTAKES = {
     "--batch-size -3": "--batch-size -3 must be at least 1",
     "--image-size 0": "--image-size 0 must be at least 32 pixels",
     "--epochs 0": "--epochs 0 must be at least 1",
+    "--bn-group 0": "--bn-group 0 must be from 1 to 16",
+    "--bn-group 17": "--bn-group 17 must be from 1 to 16",
     "--accumulate 0": "--accumulate 0 must be at least 1",
     "--learning-rate 0": "--learning-rate 0.0 must be above 0",
     "--learning-rate nan": "--learning-rate nan must be above 0",
@@ -81,6 +83,11 @@ def test_mistakes_get_one_sentence(arguments):
     sentence = str(error.value)
     assert sentence.startswith(MISTAKES[arguments])
     assert "\n" not in sentence
+
+
+def test_a_profile_is_of_one_gpu():
+    with pytest.raises(TrainError, match=r"^--profile measures one GPU alone, which with --bn-group 4 would wait for"):
+        parse(BenchmarkConfig, ["--profile", "--bn-group", "4"], command="benchmark")
 
 
 def test_help_names_every_option(capsys):

@@ -15,6 +15,7 @@ from graph_passes.executors.cuda.lowering import Lowering, Persistent
 from graph_passes.executors.cuda.parameters import ParameterStore
 from graph_passes.executors.cuda.planner import Planner
 from graph_passes.executors.cuda.program import run
+from graph_passes.executors.cuda.statistics_group import StatisticsGroup
 from graph_passes.graph import Graph
 
 
@@ -26,13 +27,13 @@ class CompiledGraph:
 
     def __init__(self, graph: Graph, input_shapes: Mapping[str, Sequence[int]], store: ParameterStore,
                  persistent: Persistent, gpu: Gpu, kernels: KernelLibrary, convolutions: ConvolutionLibrary,
-                 planner: Planner) -> None:
+                 planner: Planner, group: StatisticsGroup | None = None) -> None:
         self._gpu = gpu
         self._memory: list[int] = []
         self._segments: list[Any] = []
         self.image_size = tuple(input_shapes["data"][1:3])
         self.lowering = Lowering(graph, graph.infer_shapes(input_shapes), store, persistent, gpu, kernels, convolutions,
-                                 planner)
+                                 planner, group)
         convolutions.save()
         planner.save()
         for buffer in self.lowering.scratch:

@@ -19,6 +19,8 @@ from graph_passes.errors import GraphError
 MIN_COMPUTE_CAPABILITY = (7, 5)  # below, cuDNN 9 and CUDA 13 have no kernels
 MIN_DRIVER_CUDA = 12000  # CUDA 12.0, as cuDriverGetVersion counts
 
+IPC_HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
+
 _NO_GPU = "install a driver and a GPU, or use --executor mxnet"
 _INSTALL = "install the GPU packages: pip install 'resnet50-mxnet[gpu]'"
 
@@ -106,6 +108,25 @@ class Gpu:
         self.synchronize()
         for address in tuple(self._allocated):
             self.free(address)
+
+    def share(self, address: int) -> bytes:
+        """What another process of this machine needs to `open_shared` memory that `allocate` gave."""
+        return ctypes.string_at(self.check(self._driver.cuIpcGetMemHandle(address)).getPtr(), IPC_HANDLE_BYTES)
+
+    def open_shared(self, handle: bytes) -> int:
+        """Address here of memory that another process shares, perhaps of another GPU: see `can_access`."""
+        opaque = self._driver.CUipcMemHandle()
+        ctypes.memmove(opaque.getPtr(), handle, IPC_HANDLE_BYTES)
+        peer_access = self._driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+        return int(self.check(self._driver.cuIpcOpenMemHandle(opaque, peer_access)))
+
+    def can_access(self, bus_id: str) -> bool:
+        """Can this GPU reach the memory of that one? Not if this process does not see it."""
+        status, other = self._driver.cuDeviceGetByPCIBusId(bus_id.encode())
+        if int(status) != 0:
+            return False
+        own = self._driver.CUdevice(self.device_id)
+        return int(other) == self.device_id or bool(self.check(self._driver.cuDeviceCanAccessPeer(own, other)))
 
     def upload(self, address: int, array: np.ndarray) -> None:
         """Copy host to device, in order with the stream; returns when `array` may change."""

@@ -24,6 +24,7 @@ from graph_passes.executors.cuda.optimizer import OptimizerConfig
 from graph_passes.executors.cuda.parameters import FlatArray
 from graph_passes.executors.cuda.planner import Decision
 from graph_passes.executors.cuda.profile import Row, copy_gigabytes_per_second, profile
+from graph_passes.executors.cuda.statistics_group import StatisticsGroup
 from graph_passes.executors.cuda.training_step import OnBucket, TrainingStep
 from graph_passes.graph import Graph
 from graph_passes.passes import bn_add_relu, bn_relu
@@ -52,12 +53,14 @@ class CudaExecutor(Executor):
 
     For several GPUs (docs/multi_gpu.md), `num_buckets` cuts the backward pass, so that `on_bucket` of
     `forward_backward` is called with the gradients of the last layers while the first ones are still being computed.
-    `wire_dtype="float32"` hands them over in that type whatever theirs is.
+    `wire_dtype="float32"` hands them over in that type whatever theirs is. `group`: the GPUs that BatchNorm's statistics
+    are shared with in training.
     """
 
     def __init__(self, graph: Graph, shapes: Mapping[str, Sequence[int]], device: str = "gpu(0)",
                  dtype: str = "float16", optimizer: OptimizerConfig | None = None, tf32: bool = True,
-                 deterministic: bool = False, num_buckets: int = 1, wire_dtype: str | None = None) -> None:
+                 deterministic: bool = False, num_buckets: int = 1, wire_dtype: str | None = None,
+                 group: StatisticsGroup | None = None) -> None:
         graph = bn_relu(bn_add_relu(graph))
         super().__init__(graph, shapes)
         kind, _, number = device.rstrip(")").partition("(")
@@ -71,7 +74,7 @@ class CudaExecutor(Executor):
         self._num_gates = 0
         self._pass_gate = _ENGINE_CALLBACK(lambda run_context, number: self._pending.pop(number).sync())
         self._step = TrainingStep(graph, self.input_shapes, dtype, self._context.device_id, optimizer, tf32,
-                                  deterministic, num_buckets, wire_dtype, self._allocate)
+                                  deterministic, num_buckets, wire_dtype, group, self._allocate)
         store = self._step.store
         self._params = self._views("master", store.master)
         self._aux = self._views("statistics", store.statistics)

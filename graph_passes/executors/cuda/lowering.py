@@ -23,6 +23,7 @@ from graph_passes.executors.cuda.parameters import Parameter, ParameterStore, pa
 from graph_passes.executors.cuda.planner import Decision, Planner, Way
 from graph_passes.executors.cuda.pointwise import DgradReduce, NormBackward
 from graph_passes.executors.cuda.program import Buffer, Launch, Program
+from graph_passes.executors.cuda.statistics_group import MAX_ARRAYS, MAX_VALUES, THREADS, StatisticsGroup
 from graph_passes.graph import Graph, Node, Ref
 from graph_passes.operators import Shape, window
 from graph_passes.operators_backward import FORWARD_OF, forward_node
@@ -124,14 +125,17 @@ def padded_channels(channels: int) -> int:
 class Lowering:
     """One pass over the graph. `program` holds the result, `ready` after how many launches each gradient is final.
 
-    `scratch` are buffers that one launch at a time uses; the owner of the program gives them memory.
+    `scratch` are buffers that one launch at a time uses; the owner of the program gives them memory. `group`: the GPUs
+    that BatchNorm's statistics are shared with.
     """
 
     def __init__(self, graph: Graph, shapes: Mapping[Ref, Shape], store: ParameterStore, persistent: Persistent,
-                 gpu: Gpu, kernels: KernelLibrary, convolutions: ConvolutionLibrary, planner: Planner) -> None:
+                 gpu: Gpu, kernels: KernelLibrary, convolutions: ConvolutionLibrary, planner: Planner,
+                 group: StatisticsGroup | None = None) -> None:
         self._graph, self._shapes, self._store, self._persistent = graph, shapes, store, persistent
         self._dtypes = tensor_dtypes(graph)
-        self._gpu, self._kernels, self._convolutions, self._planner = gpu, kernels, convolutions, planner
+        self._gpu, self._kernels, self._convolutions = gpu, kernels, convolutions
+        self._planner, self._group = planner, group
         self._dtype, self._c_type = store.dtype, C_TYPES[store.dtype]
         self._item_bytes = ITEM_BYTES[store.dtype]
         self._buffers: dict[Ref, Buffer] = {Ref("data"): persistent.data}
@@ -459,6 +463,8 @@ class Lowering:
                          self._reduce_grid(rows, channels), REDUCE_BLOCK,
                          (x, sums, self._partials, self._persistent.tickets, *size), (x,), (sums,))
             self._sums[node.inputs[0]] = sums
+        if training:
+            self._share(node, sums)
         if self._added_by(node):
             return  # `_batch_norm_pair`, at the node that adds it
         if training and add and self._added_by(shortcut := self._graph[node.inputs[5].node]):
@@ -485,6 +491,16 @@ class Lowering:
                      APPLY_BLOCK,
                      (x, addend, sums, gamma, beta, y, mask, saved, *running, *constants, *size),
                      (x, addend, sums, gamma, beta), (y, saved, mask), in_place=(x, y))
+
+    def _share(self, node: Node, *arrays: Buffer) -> None:
+        """Replace sums over this GPU's rows by their means over the group, where there is one."""
+        if self._group is None:
+            return
+        values = math.prod(arrays[0].shape)
+        self._require(values <= MAX_VALUES, node, f"has {values // 2} channels: a group shares {MAX_VALUES // 2} at most")
+        missing = (None,) * (MAX_ARRAYS - len(arrays))
+        self._launch(node, "batch_norm_group.cu", "average_over_group", (-(-values // THREADS), 1, 1), (THREADS, 1, 1),
+                     (*arrays, *missing, *self._group.arguments(values)), arrays, arrays)
 
     def _added_by(self, node: Node) -> Node | None:
         """The BatchNormAddRelu in training that alone reads this BatchNorm, as its addend: a projection shortcut's."""
@@ -561,6 +577,7 @@ class Lowering:
                       count(outputs), last),
                      (x_winner, dy, dy2, winner, saved), (dz if dy2 else None, dgamma, dbeta),
                      in_place=(dy, dz) if dy2 else None)
+        self._share(node, dgamma, dbeta)
         readers = [reader.op for reader in self._graph.consumers[Ref(node.name)]]
         if node.inputs[1].node in self._stems and readers == ["ConvolutionWgrad"]:
             self._pool_gradients[Ref(node.name)] = (node, pool, dz)
@@ -583,6 +600,7 @@ class Lowering:
             self._reduce_after(held[0], node)
         else:
             self._batch_norm_backward_reduce(node)
+        self._share(node, *(self._output(norm, index) for index in (1, 2) for norm in norms))
         self._done |= {norm.name for norm in norms}
         convolutions = [convolution for norm in norms if (convolution := self._pointwise_behind(norm))]
         if len(convolutions) == len(norms):
@@ -642,6 +660,8 @@ class Lowering:
             return None
         behind = self._graph.consumers.get(Ref(dgrad.name), ())
         reduces = [reader.op for reader in behind] == ["BatchNormReluBackward"] and behind[0]["single_grad"]
+        if self._group:
+            reduces = False  # its sums are to be shared before they are used, and that has no place in a way that is timed
         return _Pointwise(norm, wgrad, dgrad, behind[0] if reduces else None)
 
     def _backward_through(self, node: Node, convolutions: list[_Pointwise]) -> None:

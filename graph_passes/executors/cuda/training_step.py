@@ -29,6 +29,7 @@ from graph_passes.executors.cuda.optimizer import Optimizer, OptimizerConfig, St
 from graph_passes.executors.cuda.parameters import VECTOR, FlatArray, ParameterStore
 from graph_passes.executors.cuda.planner import Planner
 from graph_passes.executors.cuda.program import Buffer
+from graph_passes.executors.cuda.statistics_group import StatisticsGroup
 from graph_passes.graph import Graph, Ref
 from graph_passes.passes import gradient, gradient_add, precision
 from graph_passes.passes.precision import ITEM_BYTES
@@ -52,7 +53,9 @@ class TrainingStep:
     float32. `num_buckets` cuts the backward pass into that many graphs (`buckets.cut`), so that the gradients of the
     first are ready while the others run; `buckets` has what each of them completes. `wire_dtype`: float32 to hand
     gradients over in that type whatever theirs is; every update must then follow `forward_backward` with `on_bucket`,
-    or `hand_over`. `allocate` is asked for memory by name; where it answers None, plain device memory is taken.
+    or `hand_over`. `group`: the GPUs that BatchNorm's statistics are shared with in training, joined already; all of
+    them must then run the same passes. `allocate` is asked for memory by name; where it answers None, plain device
+    memory is taken.
 
     Images may come in another size than that of `shapes`: what it takes is compiled when they are first used, in place
     of what was compiled for the size before, for training and for inference apart.
@@ -63,8 +66,8 @@ class TrainingStep:
 
     def __init__(self, graph: Graph, shapes: Mapping[str, tuple[int, ...]], dtype: str = "float16", device_id: int = 0,
                  optimizer: OptimizerConfig | None = None, tf32: bool = True, deterministic: bool = False,
-                 num_buckets: int = 1, wire_dtype: str | None = None, allocate: Allocate | None = None,
-                 cache_folder: Path | None = None) -> None:
+                 num_buckets: int = 1, wire_dtype: str | None = None, group: StatisticsGroup | None = None,
+                 allocate: Allocate | None = None, cache_folder: Path | None = None) -> None:
         if dtype not in C_TYPES:
             raise GraphError(f"the cuda executor has no dtype '{dtype}': choose one of {', '.join(C_TYPES)}")
         self.gpu = Gpu(device_id)
@@ -72,7 +75,7 @@ class TrainingStep:
         self.kernels = KernelLibrary(self.gpu, store)
         self._convolutions = ConvolutionLibrary(self.gpu, store, tf32, deterministic)
         self._planner = Planner(self.gpu, store, self._convolutions.variant)
-        self._allocate_for_owner = allocate
+        self._allocate_for_owner, self._group = allocate, group
         self._graph, self._shapes, self.dtype = graph, dict(shapes), dtype
         inferred = graph.infer_shapes(shapes)
         self.store = ParameterStore(
@@ -163,7 +166,7 @@ class TrainingStep:
         """Forward and backward for images of the size that is loaded, a CUDA graph for each part of the weights; the
         first holds the forward pass too."""
         compiled = CompiledGraph(step, self._loaded_shapes(), self.store, self.persistent, self.gpu, self.kernels,
-                                 self._convolutions, self._planner)
+                                 self._convolutions, self._planner, self._group)
         ready, cuts = compiled.lowering.ready, [0]
         for part in self._parts[:-1]:
             cuts.append(max(cuts[-1], *(ready[name] for name in part)))
@@ -387,7 +390,10 @@ class TrainingStep:
         return self.gpu.download(self.persistent.probabilities.address, self.persistent.probabilities.shape, np.float32)
 
     def read_metrics(self) -> tuple[float, int, int, int]:
-        """Sum of the loss, top-1 hits, top-5 hits and images of all passes since the last call; waits and resets."""
+        """Sum of the loss, top-1 hits, top-5 hits and images of all passes since the last call; waits and resets.
+
+        Raises GraphError where another GPU of the group was waited for in vain.
+        """
         return self.request_metrics()()
 
     def request_metrics(self) -> Callable[[], tuple[float, int, int, int]]:
@@ -399,6 +405,8 @@ class TrainingStep:
 
         def receive() -> tuple[float, int, int, int]:
             copied.sync()
+            if self._group:
+                self._group.check()
             sums = _Metrics.from_buffer_copy(pinned.tobytes())
             self._free_pinned.append(pinned)
             return sums.loss_sum, sums.top1, sums.top5, sums.num_images

@@ -53,13 +53,15 @@ class FakePlanner:
         return Decision(node, problem, {way: 1.0}), emitted[way]
 
 
-def lower(depth: int, batch: int, size: int, training: bool, fused: bool = False) -> tuple[Lowering, ParameterStore]:
+def lower(depth: int, batch: int, size: int, training: bool, fused: bool = False,
+          group: Any = None) -> tuple[Lowering, ParameterStore]:
     graph = passes.bn_relu(passes.bn_add_relu(Graph.from_json(resnet(depth, 1000).tojson())))
-    return lower_graph(graph, {"data": (batch, size, size, 3), "softmax_label": (batch,)}, training, fused=fused)
+    return lower_graph(graph, {"data": (batch, size, size, 3), "softmax_label": (batch,)}, training, fused=fused,
+                       group=group)
 
 
 def lower_graph(graph: Graph, shapes: dict[str, tuple[int, ...]], training: bool, dtype: str = "float16",
-                fused: bool = False) -> tuple[Lowering, ParameterStore]:
+                fused: bool = False, group: Any = None) -> tuple[Lowering, ParameterStore]:
     batch, height, width, channels = shapes["data"]
     inferred = graph.infer_shapes(shapes)
     store = ParameterStore(
@@ -80,7 +82,8 @@ def lower_graph(graph: Graph, shapes: dict[str, tuple[int, ...]], training: bool
     kernels: Any = FakeKernels()
     convolutions: Any = FakeConvolutions()
     planner: Any = FakePlanner(fused)
-    return Lowering(graph, graph.infer_shapes(shapes), store, persistent, gpu, kernels, convolutions, planner), store
+    lowering = Lowering(graph, graph.infer_shapes(shapes), store, persistent, gpu, kernels, convolutions, planner, group)
+    return lowering, store
 
 
 @pytest.mark.parametrize("depth, batch_norms, projections", [(18, 20, 3), (50, 53, 4), (152, 155, 4)])

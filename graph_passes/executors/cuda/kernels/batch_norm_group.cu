@@ -1,0 +1,86 @@
+// The sums of a BatchNorm, averaged over a group of GPUs by the GPUs themselves: within a step there is no host that could.
+//
+// Every member has a mailbox that all of them can write. A word of it is a float and the number of the exchange that it
+// belongs to, stored as 64 bits at once: whoever finds the number that it waits for has the float too, so there are no flags
+// and no fences. (NCCL's protocol LL works likewise.) A mailbox has two halves, for exchanges with even and odd numbers: a
+// member writes words of exchange n + 2 when it has those of n + 1, which the others sent when they had read all of n.
+#include "common.cuh"
+
+constexpr int THREADS = 256;
+constexpr int MAX_ARRAYS = 4, MAX_VALUES = 8192;  // of one exchange
+constexpr int MAX_MEMBERS = 16;
+constexpr int SPINS = 256;  // looks at a word between two looks at the clock
+
+struct Mailboxes { uint64 *of[MAX_MEMBERS]; };
+
+// Where a member's word lies in a mailbox of a group of `size`.
+__device__ inline uint64 *word_of(uint64 *mailbox, uint32 number, int size, int member, int array, int value) {
+    return mailbox + (size_t(number % 2 * size + member) * MAX_ARRAYS + array) * MAX_VALUES + value;
+}
+
+__device__ inline void send(uint64 *word, uint32 number, float value) {
+    const uint64 bits = uint64(number) << 32 | __float_as_uint(value);
+    asm volatile("st.relaxed.sys.u64 [%0], %1;" :: "l"(word), "l"(bits) : "memory");
+}
+
+__device__ inline uint64 nanoseconds() {
+    uint64 now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    return now;
+}
+
+// The float of exchange `number`, once it is there. NaN if that takes longer than `limit` nanoseconds, which sets `fault`, or
+// if `fault` is set meanwhile.
+__device__ inline float receive(const uint64 *word, uint32 number, uint32 *fault, uint64 limit) {
+    const uint64 start = nanoseconds();
+    while (true) {
+#pragma unroll 1
+        for (int spin = 0; spin < SPINS; ++spin) {
+            uint64 bits;
+            asm volatile("ld.relaxed.sys.u64 %0, [%1];" : "=l"(bits) : "l"(word) : "memory");
+            if (bits >> 32 == number) return __uint_as_float(uint32(bits));
+        }
+        uint32 given_up;
+        asm volatile("ld.relaxed.sys.u32 %0, [%1];" : "=r"(given_up) : "l"(fault) : "memory");
+        if (!given_up && nanoseconds() - start < limit) continue;
+        asm volatile("st.relaxed.sys.u32 [%0], %1;" :: "l"(fault), "r"(1) : "memory");
+        return NOT_A_NUMBER;
+    }
+}
+
+// Replaces the first `values` floats of up to four arrays (the others are null) by their means over the group, added up in the
+// order of its members: all get the same bits. `own`: this GPU's place among the `size` members. `numbers`: of the latest
+// exchange of each block; blocks exchange independently.
+__global__ void __launch_bounds__(THREADS)
+average_over_group(float *a, float *b, float *c, float *d, Mailboxes mailboxes, int own, int size, uint32 *numbers,
+                   uint32 *fault, uint64 limit, int values) {
+    float *const arrays[MAX_ARRAYS] = {a, b, c, d};
+    const uint32 number = numbers[blockIdx.x] + 1;
+    const int value = blockIdx.x * THREADS + threadIdx.x;
+    if (value < values) {
+        float own_value[MAX_ARRAYS];
+#pragma unroll
+        for (int array = 0; array < MAX_ARRAYS; ++array) {
+            if (!arrays[array]) continue;
+            own_value[array] = arrays[array][value];
+#pragma unroll 1
+            for (int i = 1; i < size; ++i) {
+                uint64 *const mailbox = mailboxes.of[(own + i) % size];  // not all write to the same one first
+                send(word_of(mailbox, number, size, own, array, value), number, own_value[array]);
+            }
+        }
+#pragma unroll
+        for (int array = 0; array < MAX_ARRAYS; ++array) {
+            if (!arrays[array]) continue;
+            float sum = 0;
+#pragma unroll 1
+            for (int member = 0; member < size; ++member) {
+                const uint64 *const word = word_of(mailboxes.of[own], number, size, member, array, value);
+                sum += member == own ? own_value[array] : receive(word, number, fault, limit);
+            }
+            arrays[array][value] = sum / size;
+        }
+    }
+    __syncthreads();  // all have read the number
+    if (threadIdx.x == 0) numbers[blockIdx.x] = number;
+}

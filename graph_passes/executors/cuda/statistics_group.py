@@ -1,0 +1,116 @@
+"""GPUs of one machine whose BatchNorms share the statistics of each batch, which they exchange themselves.
+
+    group = StatisticsGroup(device_id)                      # in each process
+    group.join(invitations, own)                            # those of all members, in the same order everywhere
+    step = TrainingStep(graph, shapes, group=group)
+
+Statistics are those of all images that the members have in a step. With n members that have `rows` rows each,
+
+    mean = sum of x / (n * rows),    var = sum of x * x / (n * rows) - mean^2                      over all members
+    dx_i = gamma / sqrt(var + eps) * (dy_i - sum of dy / (n * rows) - x^_i * sum of dy * x^ / (n * rows))
+
+(Ioffe and Szegedy, arXiv:1502.03167, where a mini-batch is that of the group), dy being a member's gradient of its own mean
+loss, which is n times that of the group's. So it is the sums' means over the group that stand where one GPU has its own
+sums: `kernels/batch_norm_group.cu` puts them there, and what reads them does not know of the group. The sums of the backward
+pass are the gradients of gamma and beta as well. Their mean over the group may stay there: it is the mean over all processes
+that the optimizer sees, and groups are equally large, so that is the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from graph_passes.errors import GraphError
+from graph_passes.executors.cuda.device import Gpu
+
+THREADS, MAX_ARRAYS, MAX_VALUES, MAX_MEMBERS = 256, 4, 8192, 16  # of batch_norm_group.cu
+# How long a member waits for another one before the run ends: longer than a checkpoint or a late batch keeps a process.
+LIMIT_SECONDS = 60.0
+SHARED_UNIT = 2 << 20  # bytes; what is shared should not lie in one piece of memory with anything else
+
+
+class Invitation(NamedTuple):
+    """What a member tells the others, so that their GPUs can write into its mailbox."""
+
+    bus_id: str  # of its GPU
+    handle: bytes  # of CUDA's interprocess communication
+
+
+class _Mailboxes(ctypes.Structure):
+    """`Mailboxes` of batch_norm_group.cu."""
+
+    _fields_ = (("of", ctypes.c_uint64 * MAX_MEMBERS),)
+
+
+class StatisticsGroup:
+    """This process's part in the group. It stays for as long as the process: others may have its memory open.
+
+    Raises GraphError where the GPU's memory cannot be shared between processes.
+    """
+
+    def __init__(self, device_id: int, limit_seconds: float = LIMIT_SECONDS) -> None:
+        self._gpu = Gpu(device_id)
+        words = 2 * MAX_MEMBERS * MAX_ARRAYS * MAX_VALUES
+        num_blocks = MAX_VALUES // THREADS
+        num_bytes = 8 * words + 4 * num_blocks
+        num_bytes = -(-num_bytes // SHARED_UNIT) * SHARED_UNIT
+        self.mailbox = self._gpu.allocate(num_bytes)
+        self._numbers = self.mailbox + 8 * words
+        self._gpu.fill(self.mailbox, 0, num_bytes)
+        self._gpu.synchronize()  # before anybody writes into it
+        self._fault = self._gpu.pinned(4)  # the GPU writes it, and reads it while it waits
+        self._fault[:] = 0
+        self._limit_seconds = limit_seconds
+        self._mailboxes, self._own, self.size = _Mailboxes(), 0, 1
+
+    @property
+    def invitation(self) -> Invitation:
+        try:
+            return Invitation(self._gpu.device.pci_bus_id, self._gpu.share(self.mailbox))
+        except RuntimeError as error:
+            raise GraphError(f"GPU {self._gpu.device_id} cannot share memory with other processes ({error}), which "
+                             "common BatchNorm statistics need: leave out --bn-group") from None
+
+    def join(self, invitations: Sequence[Invitation], own: int) -> None:
+        """Open the mailboxes of the others. `own`: which of the members is this process.
+
+        Raises GraphError for a GPU whose memory this one cannot write.
+        """
+        mailboxes = []
+        for member, (bus_id, handle) in enumerate(invitations):
+            if member != own and not self._gpu.can_access(bus_id):
+                raise GraphError(f"GPU {self._gpu.device.pci_bus_id} cannot write into the memory of GPU {bus_id}, which "
+                                 "common BatchNorm statistics need: leave out --bn-group")
+            try:
+                mailboxes.append(self.mailbox if member == own else self._gpu.open_shared(handle))
+            except RuntimeError as error:
+                raise GraphError(f"the memory of GPU {bus_id} cannot be opened from another process ({error}), which "
+                                 "common BatchNorm statistics need: run all processes in one container, or leave out "
+                                 "--bn-group") from None
+        self.connect(mailboxes, own)
+
+    def connect(self, mailboxes: Sequence[int], own: int) -> None:
+        """The same with addresses of mailboxes that this process can use already."""
+        self.size, self._own = len(mailboxes), own
+        self._mailboxes.of[: self.size] = list(mailboxes)
+
+    def arguments(self, num_values: int) -> tuple[Any, ...]:
+        """Of the kernel `average_over_group`, behind its four arrays of so many floats each."""
+        return (self._mailboxes, ctypes.c_int(self._own), ctypes.c_int(self.size), self._numbers,
+                self._fault.ctypes.data, ctypes.c_uint64(round(self._limit_seconds * 1e9)), ctypes.c_int(num_values))
+
+    def give_up(self) -> None:
+        """End all waiting, from now on: after another process was lost."""
+        self._fault.view(np.uint32)[0] = 1
+
+    def check(self) -> None:
+        """Raise GraphError where a wait has ended without an answer. For what the GPU has done so far."""
+        if self._fault.any():
+            raise GraphError(
+                f"GPU {self._gpu.device_id} has waited {self._limit_seconds:g} s for the BatchNorm statistics of another "
+                f"one of its group of {self.size}: a process hangs or has ended; go on from the last checkpoint with "
+                "--resume and the run's folder")

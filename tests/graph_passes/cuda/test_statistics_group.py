@@ -1,0 +1,250 @@
+"""BatchNorm statistics shared by a group of GPUs: the arithmetic, where the exchanges are in a step, and the exchange itself
+between streams of one GPU. tests/train/test_multi_gpu.py has the same between GPUs."""
+
+from __future__ import annotations
+
+import re
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from test_without_gpu import check_memory, lower, lower_graph
+
+from disk_cache import Cache
+from graph_passes import Graph, GraphError
+from graph_passes.executors import reference_operators
+from graph_passes.executors.cuda import statistics_group
+from graph_passes.executors.cuda.device import Gpu
+from graph_passes.executors.cuda.kernels import SOURCES, KernelLibrary
+from graph_passes.executors.cuda.statistics_group import MAX_VALUES, THREADS, StatisticsGroup
+from mxnet_compat import mx
+
+EPS = 1e-5
+
+
+@pytest.mark.parametrize("members, rows, channels", [(2, 35, 3), (3, 8, 7), (8, 2, 1)])
+def test_means_of_sums_give_what_one_gpu_has_for_all_images(members: int, rows: int, channels: int) -> None:
+    """The formulas of batch_norm.cuh, with the group's means in place of a GPU's own sums, against the reference operators
+    on the images of all members. The loss of all is the mean of the members' losses."""
+    random = np.random.default_rng()
+    graph = Graph.from_json(mx.sym.BatchNorm(mx.sym.Variable("x"), axis=3, eps=EPS, fix_gamma=False, name="bn").tojson())
+    node = graph["bn"]
+    x = random.normal(random.normal(0, 2, (members, 1, 1, 1, channels)), 1.5, (members, rows, 1, 1, channels))
+    dy = random.normal(0.3, 1, x.shape)  # of each member's own loss
+    gamma = random.uniform(0.5, 1.5, channels)
+    whole = x.reshape(-1, 1, 1, channels)
+    statistics = reference_operators.batch_statistics(node, whole)
+    dx, dgamma, dbeta = reference_operators.batch_norm_backward(
+        node, dy.reshape(whole.shape) / members, whole, gamma, statistics)
+
+    x, dy = x.reshape(members, rows, channels), dy.reshape(members, rows, channels)
+    mean = x.sum(1).mean(0) / rows
+    var = (x * x).sum(1).mean(0) / rows - mean**2
+    invstd = 1 / np.sqrt(var + EPS)
+    shared_dbeta, shared_dgamma = dy.sum(1).mean(0), (dy * (x - mean) * invstd).sum(1).mean(0)
+    shared_dx = gamma * invstd * (dy - shared_dbeta / rows - (x - mean) * invstd * shared_dgamma / rows)
+
+    for shared, wanted in ((mean, statistics.mean), (var, statistics.var), (shared_dgamma, dgamma),
+                           (shared_dbeta, dbeta), (shared_dx.ravel() / members, dx.ravel())):
+        np.testing.assert_allclose(shared, wanted, rtol=1e-9, atol=1e-12)  # float64
+
+
+FAKE_GROUP = SimpleNamespace(arguments=lambda num_values: ())
+
+
+@pytest.mark.parametrize("depth, batch_norms, projections, fused", [(18, 20, 3, False), (50, 53, 4, False),
+                                                                     (50, 53, 4, True)])
+def test_no_sum_is_read_before_it_is_shared(depth: int, batch_norms: int, projections: int, fused: bool) -> None:
+    lowering, store = lower(depth, 4, 64, True, fused, FAKE_GROUP)
+    launches = lowering.program.launches
+    exchanges = [launch for launch in launches if launch.operation == "average_over_group"]
+    assert len(exchanges) == 2 * batch_norms - projections, "both BatchNorms of a pair exchange at once on the way back"
+    shared = [buffer for launch in exchanges for buffer in launch.writes]
+    gradients = {store.gradients[name] for name in store.gradients if name.endswith(("_gamma", "_beta"))}
+    assert len(gradients) == 2 * batch_norms and gradients <= set(shared)
+    assert len(shared) == len(set(shared)) == 3 * batch_norms, "the sums of the forward pass lie in one buffer"
+    fresh = set()  # written since they were shared
+    for launch in launches:
+        if launch.operation != "average_over_group":
+            assert not fresh & set(launch.reads), launch.node
+            fresh |= set(launch.writes) & set(shared)
+        else:
+            assert set(launch.writes) <= fresh, launch.node
+            fresh -= set(launch.writes)
+    assert not fresh
+    operations = {launch.operation for launch in launches}
+    assert fused == ("dgrad_reduce" in operations) == ("norm_backward" in operations)
+    check_memory(lowering.program)
+    # A gradient is handed over when it is the group's.
+    for name, number in lowering.ready.items():
+        if store.gradients[name] in gradients:
+            assert launches[number - 1] in exchanges, name
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_without_a_group_nothing_is_launched_for_it(training: bool) -> None:
+    alone, grouped = (lower(18, 4, 64, training, group=group)[0].program for group in (None, FAKE_GROUP))
+    steps = [[(launch.node, launch.operation) for launch in program.launches] for program in (alone, grouped)]
+    assert "average_over_group" not in {operation for _, operation in steps[0]}
+    assert steps[0] == [step for step in steps[1] if step[1] != "average_over_group"]
+    if not training:
+        assert steps[0] == steps[1], "inference has the running statistics"
+
+
+def test_too_many_channels_are_refused() -> None:
+    x = mx.sym.Convolution(mx.sym.Variable("data"), kernel=(1, 1), num_filter=MAX_VALUES // 2 + 8, no_bias=True,
+                           layout="NHWC", name="conv")
+    x = mx.sym.Flatten(mx.sym.BatchNorm(x, axis=3, fix_gamma=False, name="wide"))
+    graph = Graph.from_json(mx.sym.SoftmaxOutput(mx.sym.FullyConnected(x, num_hidden=8), name="softmax").tojson())
+    shapes: dict[str, tuple[int, ...]] = {"data": (2, 1, 1, 8), "softmax_label": (2,)}
+    lower_graph(graph, shapes, training=True)
+    with pytest.raises(GraphError, match="BatchNormTrain 'wide' has 4104 channels: a group shares 4096 at most$"):
+        lower_graph(graph, shapes, training=True, group=FAKE_GROUP)
+
+
+def test_sizes_are_those_of_the_kernel() -> None:
+    source = (SOURCES / "batch_norm_group.cu").read_text()
+    for name in ("THREADS", "MAX_ARRAYS", "MAX_VALUES", "MAX_MEMBERS"):
+        found = re.search(rf"\b{name} = (\d+)", source)
+        assert found and int(found[1]) == getattr(statistics_group, name)
+
+
+class FakeGpu:
+    """What `StatisticsGroup` asks of a GPU; `unreachable` and `closed` are bus ids and handles that it cannot use."""
+
+    unreachable: str | None = None
+    closed: bytes | None = None
+
+    def __init__(self, device_id: int) -> None:
+        self.device_id, self.device = device_id, SimpleNamespace(pci_bus_id=f"bus {device_id}")
+
+    def allocate(self, num_bytes: int) -> int:
+        assert num_bytes % (2 << 20) == 0
+        return 1000 + self.device_id
+
+    def can_access(self, bus_id: str) -> bool:
+        return bus_id != self.unreachable
+
+    def open_shared(self, handle: bytes) -> int:
+        if handle == self.closed:
+            raise RuntimeError("CUDA error 201: invalid device context")
+        return 7000 + handle[0]
+
+    def share(self, address: int) -> bytes:
+        return bytes([self.device_id])
+
+    def pinned(self, num_bytes: int) -> np.ndarray:
+        return np.full(num_bytes, 255, np.uint8)
+
+    def fill(self, address: int, byte: int, num_bytes: int) -> None: ...
+    def synchronize(self) -> None: ...
+
+
+def test_joining(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(statistics_group, "Gpu", FakeGpu)
+    group, *others = (StatisticsGroup(device_id) for device_id in (5, 6, 7))
+    invitations = [others[0].invitation, group.invitation, others[1].invitation]
+    group.join(invitations, own=1)
+    group.check()
+    mailboxes, own, size, *_, num_values = group.arguments(520)
+    assert list(mailboxes.of[:4]) == [7006, 1005, 7007, 0]
+    assert (own.value, size.value, group.size, num_values.value) == (1, 3, 3, 520)
+
+    monkeypatch.setattr(FakeGpu, "closed", invitations[2].handle)
+    with pytest.raises(GraphError, match="^the memory of GPU bus 7 cannot be opened from another process .CUDA error 201"):
+        group.join(invitations, own=1)
+    monkeypatch.setattr(FakeGpu, "unreachable", "bus 7")
+    with pytest.raises(GraphError, match="^GPU bus 5 cannot write into the memory of GPU bus 7, .*: leave out --bn-group$"):
+        group.join(invitations, own=1)
+
+
+# --- the exchange: members are streams of one GPU ---
+
+
+class Member:
+    def __init__(self, library: KernelLibrary, gpu: Gpu, limit_seconds: float) -> None:
+        self.gpu, self.group = gpu, StatisticsGroup(gpu.device_id, limit_seconds)
+        self._library = library
+
+    def exchange(self, *arrays: int, values: int) -> None:
+        grid = (max(1, -(-values // THREADS)), 1, 1)
+        pointers = (*arrays, *(0,) * (4 - len(arrays)))
+        self._library.get("batch_norm_group.cu", "average_over_group").launch(
+            grid, (THREADS, 1, 1), *pointers, *self.group.arguments(values))
+
+
+@pytest.fixture
+def make_members(tmp_path: Any) -> Any:
+    """Members of one group, each with a stream of its own. Their kernel is loaded: later that would wait for a member that
+    waits for another one."""
+    def make(count: int, limit_seconds: float = 5.0) -> list[Member]:
+        cache = Cache("tests", tmp_path)
+        gpus = [Gpu() for _ in range(count)]  # streams made in a row do not queue behind each other
+        members = [Member(KernelLibrary(gpu, cache), gpu, limit_seconds) for gpu in gpus]
+        for own, member in enumerate(members):
+            member.group.connect([other.group.mailbox for other in members], own)
+            member.exchange(values=0)
+            member.gpu.synchronize()
+        return members
+
+    return make
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_exchange(make_members: Any, count: int) -> None:
+    """Many in a row, of changing sizes, one member far ahead of the others at times."""
+    random = np.random.default_rng()
+    members = make_members(count)
+    expected, addresses = [], []
+    for number in range(60):
+        values = int(random.choice([1, 8, 64, 256, 520, 2048, MAX_VALUES]))
+        num_arrays = int(random.choice([1, 2, 4]))
+        x = random.normal(0, 10.0 ** random.integers(-4, 5), (count, num_arrays, values)).astype(np.float32)
+        x[0, 0, 0] = random.choice([np.inf, np.nan, -0.0, 1e-42])
+        expected.append(x)
+        addresses.append([])
+        for member, arrays in zip(members, x, strict=True):
+            addresses[-1].append([member.gpu.allocate(array.nbytes) for array in arrays])
+            for address, array in zip(addresses[-1][-1], arrays, strict=True):
+                member.gpu.upload(address, array)
+    for first in range(0, 60, 20):
+        for own in random.permutation(count):
+            for number in range(first, first + 20):
+                members[own].exchange(*addresses[number][own], values=expected[number].shape[2])
+    for x, of_members in zip(expected, addresses, strict=True):
+        got = np.stack([[member.gpu.download(address, x.shape[2:], np.float32) for address in own]
+                        for member, own in zip(members, of_members, strict=True)])
+        assert all(member.tobytes() == got[0].tobytes() for member in got), "all have the same bits"
+        wanted = x.astype(np.float64).mean(0)
+        finite = np.isfinite(wanted)
+        assert np.array_equal(np.isnan(wanted), np.isnan(got[0])) and np.array_equal(finite, np.isfinite(got[0]))
+        # each of `count` additions and the division is rounded
+        bound = (count + 1) * (2.0**-24 * np.abs(x.astype(np.float64)).sum(0) + 2.0**-149)
+        assert (np.abs(got[0] - wanted)[finite] <= bound[finite]).all()
+    for member in members:
+        member.group.check()
+
+
+@pytest.mark.gpu
+def test_a_lost_member_is_told_of_and_not_waited_for(make_members: Any) -> None:
+    present, absent = make_members(2, limit_seconds=0.2)
+    sums = [present.gpu.allocate(4 * 300) for _ in range(20)]
+    started = time.monotonic()
+    for address in sums:
+        present.exchange(address, values=300)
+    present.gpu.synchronize()
+    seconds = time.monotonic() - started
+    assert 0.2 <= seconds < 1, "one wait, not twenty"
+    assert np.isnan(present.gpu.download(sums[-1], (300,), np.float32)).all()
+    with pytest.raises(GraphError, match=r"^GPU 0 has waited 0.2 s for the BatchNorm statistics of another one of its group "
+                                         r"of 2: .*go on from the last checkpoint"):
+        present.group.check()
+    absent.group.check()
+    absent.group.give_up()
+    started = time.monotonic()
+    absent.exchange(sums[0], values=300)  # the other one is far beyond this exchange
+    absent.gpu.synchronize()
+    assert time.monotonic() - started < 0.2
