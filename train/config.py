@@ -252,8 +252,8 @@ def check(config: Config) -> None:
         )
     if config.bn_group > 1 and isinstance(config, BenchmarkConfig) and config.profile:
         raise TrainError(
-            f"--profile measures one GPU alone, which with --bn-group {config.bn_group} would wait for others; leave out "
-            "one of the two"
+            f"--profile measures one GPU alone, which with --bn-group {config.bn_group} would wait for others; leave "
+            "out one of the two"
         )
 
 

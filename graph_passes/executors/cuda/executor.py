@@ -53,8 +53,8 @@ class CudaExecutor(Executor):
 
     For several GPUs (docs/multi_gpu.md), `num_buckets` cuts the backward pass, so that `on_bucket` of
     `forward_backward` is called with the gradients of the last layers while the first ones are still being computed.
-    `wire_dtype="float32"` hands them over in that type whatever theirs is. `group`: the GPUs that BatchNorm's statistics
-    are shared with in training.
+    `wire_dtype="float32"` hands them over in that type whatever theirs is. `group`: the GPUs that BatchNorm's
+    statistics are shared with in training.
     """
 
     def __init__(self, graph: Graph, shapes: Mapping[str, Sequence[int]], device: str = "gpu(0)",

@@ -497,7 +497,8 @@ class Lowering:
         if self._group is None:
             return
         values = math.prod(arrays[0].shape)
-        self._require(values <= MAX_VALUES, node, f"has {values // 2} channels: a group shares {MAX_VALUES // 2} at most")
+        self._require(values <= MAX_VALUES, node,
+                      f"has {values // 2} channels: a group shares {MAX_VALUES // 2} at most")
         missing = (None,) * (MAX_ARRAYS - len(arrays))
         self._launch(node, "batch_norm_group.cu", "average_over_group", (-(-values // THREADS), 1, 1), (THREADS, 1, 1),
                      (*arrays, *missing, *self._group.arguments(values)), arrays, arrays)
@@ -661,7 +662,7 @@ class Lowering:
         behind = self._graph.consumers.get(Ref(dgrad.name), ())
         reduces = [reader.op for reader in behind] == ["BatchNormReluBackward"] and behind[0]["single_grad"]
         if self._group:
-            reduces = False  # its sums are to be shared before they are used, and that has no place in a way that is timed
+            reduces = False  # its sums are shared before they are used: that has no place in a way that is timed
         return _Pointwise(norm, wgrad, dgrad, behind[0] if reduces else None)
 
     def _backward_through(self, node: Node, convolutions: list[_Pointwise]) -> None:

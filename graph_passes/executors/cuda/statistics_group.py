@@ -9,11 +9,11 @@ Statistics are those of all images that the members have in a step. With n membe
     mean = sum of x / (n * rows),    var = sum of x * x / (n * rows) - mean^2                      over all members
     dx_i = gamma / sqrt(var + eps) * (dy_i - sum of dy / (n * rows) - x^_i * sum of dy * x^ / (n * rows))
 
-(Ioffe and Szegedy, arXiv:1502.03167, where a mini-batch is that of the group), dy being a member's gradient of its own mean
-loss, which is n times that of the group's. So it is the sums' means over the group that stand where one GPU has its own
-sums: `kernels/batch_norm_group.cu` puts them there, and what reads them does not know of the group. The sums of the backward
-pass are the gradients of gamma and beta as well. Their mean over the group may stay there: it is the mean over all processes
-that the optimizer sees, and groups are equally large, so that is the same.
+(Ioffe and Szegedy, arXiv:1502.03167, where a mini-batch is that of the group), dy being a member's gradient of its own
+mean loss, which is n times that of the group's. So it is the sums' means over the group that stand where one GPU has
+its own sums: `kernels/batch_norm_group.cu` puts them there, and what reads them does not know of the group. The sums of
+the backward pass are the gradients of gamma and beta as well. Their mean over the group may stay there: the optimizer
+sees their mean over all processes, and groups are equally large, so that is the same.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class StatisticsGroup:
         mailboxes = []
         for member, (bus_id, handle) in enumerate(invitations):
             if member != own and not self._gpu.can_access(bus_id):
-                raise GraphError(f"GPU {self._gpu.device.pci_bus_id} cannot write into the memory of GPU {bus_id}, which "
-                                 "common BatchNorm statistics need: leave out --bn-group")
+                raise GraphError(f"GPU {self._gpu.device.pci_bus_id} cannot write into the memory of GPU {bus_id}, "
+                                 "which common BatchNorm statistics need: leave out --bn-group")
             try:
                 mailboxes.append(self.mailbox if member == own else self._gpu.open_shared(handle))
             except RuntimeError as error:
@@ -111,6 +111,6 @@ class StatisticsGroup:
         """Raise GraphError where a wait has ended without an answer. For what the GPU has done so far."""
         if self._fault.any():
             raise GraphError(
-                f"GPU {self._gpu.device_id} has waited {self._limit_seconds:g} s for the BatchNorm statistics of another "
-                f"one of its group of {self.size}: a process hangs or has ended; go on from the last checkpoint with "
-                "--resume and the run's folder")
+                f"GPU {self._gpu.device_id} has waited {self._limit_seconds:g} s for the BatchNorm statistics of "
+                f"another one of its group of {self.size}: a process hangs or has ended; go on from the last "
+                "checkpoint with --resume and the run's folder")

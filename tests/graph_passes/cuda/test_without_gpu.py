@@ -82,8 +82,8 @@ def lower_graph(graph: Graph, shapes: dict[str, tuple[int, ...]], training: bool
     kernels: Any = FakeKernels()
     convolutions: Any = FakeConvolutions()
     planner: Any = FakePlanner(fused)
-    lowering = Lowering(graph, graph.infer_shapes(shapes), store, persistent, gpu, kernels, convolutions, planner, group)
-    return lowering, store
+    return Lowering(graph, graph.infer_shapes(shapes), store, persistent, gpu, kernels, convolutions, planner,
+                    group), store
 
 
 @pytest.mark.parametrize("depth, batch_norms, projections", [(18, 20, 3), (50, 53, 4), (152, 155, 4)])
