@@ -2,9 +2,9 @@
 
     python benchmarks/bn_group.py [--gpus 4] [--batch 64]
 
-Groups of 1, 2, 4 ... GPUs as far as there are, one after the other in the same processes. Writes, for each size above 1,
-results/resnet50_fp16_b<batch>_bn_group<size>_synthetic_<n>gpu.json; the peer is the step without groups. A step's time
-is that of the slowest process.
+Groups of 1, 2, 4 ... GPUs as far as there are, one after the other in the same processes. Writes, for each size above
+1, results/resnet50_fp16_b<batch>_bn_group<size>_synthetic_<n>gpu.json; the peer is the step without groups. A step's
+time is that of the slowest process.
 """
 
 from __future__ import annotations
