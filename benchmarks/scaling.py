@@ -29,7 +29,7 @@ from loader_gpu import repeated_records
 from record import RESULTS, ROOT, SAMPLE, run, write_result
 from step_gpu import LEARNING_RATE, WARM_UP, make_step
 
-from train.devices import find_gpus
+from nvidia_gpus import find_gpus
 from train.distributed import Workers
 from train.errors import TrainError
 

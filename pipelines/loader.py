@@ -13,9 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from nvidia.dali import backend
-
 from mxnet_compat import mx
+from nvidia_gpus import find_gpus
 from pipelines.errors import DataError
 
 _CHOICES = {
@@ -197,10 +196,7 @@ class Loader(ABC):
 
 def require_gpu(device_id: int) -> None:
     """Raise DataError where batches cannot be on that GPU."""
-    try:
-        count = backend.GetCUDADeviceCount()  # type: ignore[attr-defined]  # compiled
-    except RuntimeError:  # no driver
-        count = 0
+    count = len(find_gpus())
     if device_id >= count:
         raise DataError(f"GPU {device_id} is asked for, but CUDA finds {count} here; load on the CPU")
     if not mx.runtime.Features().is_enabled("CUDA"):

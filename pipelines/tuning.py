@@ -6,13 +6,13 @@ decoding and the CUDA cores each do a part.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 from dataclasses import replace
 
 import nvidia.dali
 
 from disk_cache import Cache
+from nvidia_gpus import find_gpus
 from pipelines.bench import time_loader
 from pipelines.dali_loader import DaliLoader, decodes_on_cpu
 from pipelines.loader import LoaderConfig, require_gpu
@@ -35,7 +35,7 @@ def tune(config: LoaderConfig, source: Source, shard: tuple[int, int]) -> Loader
         return config
     require_gpu(config.device_id)
     threads = config.num_threads or num_cores()
-    cache = Cache(f"loader {_gpu_name(config.device_id)} dali {nvidia.dali.__version__}")
+    cache = Cache(f"loader {find_gpus()[config.device_id].name} dali {nvidia.dali.__version__}")
     entry = f"hw_decoder_load-{threads}-{config.batch_size}-{config.image_size}-{len(source)}-{source.path.name}"
     if saved := cache.read(entry):
         return replace(config, hw_decoder_load=float(saved))
@@ -49,11 +49,3 @@ def tune(config: LoaderConfig, source: Source, shard: tuple[int, int]) -> Loader
     log.info("hw_decoder_load %g: %s", best, ", ".join(f"{load:g} {speed:,.0f}/s" for load, speed in speeds.items()))
     cache.write(entry, str(best).encode())
     return replace(config, hw_decoder_load=best)
-
-
-def _gpu_name(device_id: int) -> str:
-    driver, device, name = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.create_string_buffer(256)
-    driver.cuInit(0)
-    driver.cuDeviceGet(ctypes.byref(device), device_id)
-    driver.cuDeviceGetName(name, len(name), device)
-    return name.value.decode()

@@ -11,7 +11,7 @@ os.environ["MXNET_MKLDNN_ENABLED"] = "0"
 
 import pytest
 
-from train.devices import find_gpus
+from nvidia_gpus import find_gpus
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 

@@ -2,56 +2,26 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from graph_passes import GraphError
 from graph_passes.executors.cuda.requirements import check_requirements
 from mxnet_compat import mx
+from nvidia_gpus import Gpu, find_gpus
 from train import cli
 from train.config import DEFAULT_PRESET, SAMPLES, Config, load_preset
 from train.errors import TrainError
 
 # MXNet 1.9.1's GPU wheels hold machine code for these compute capabilities only (and no PTX for newer ones).
 STOCK_MXNET_GPUS = ((5, 0), (8, 9))
-_CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76  # CUdevice_attribute in CUDA's driver API
 IMAGENET_PRESET = "resnet50_90ep"
-
-
-class Gpu(NamedTuple):
-    name: str
-    capability: tuple[int, int]
-
-    def __str__(self) -> str:
-        return f"{self.name} (compute capability {self.capability[0]}.{self.capability[1]})"
 
 
 class Placement(NamedTuple):
     executor: str  # for create_executor
     device: str  # likewise: "cpu(0)", "gpu(1)"
     note: str  # what the user should know about the choice, or ""
-
-
-def find_gpus() -> list[Gpu]:
-    """The NVIDIA GPUs that this process may use, asked from the driver; empty where there is none."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return []
-    count = ctypes.c_int(0)
-    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
-        return []
-    gpus = []
-    for ordinal in range(count.value):
-        device, name = ctypes.c_int(), ctypes.create_string_buffer(256)
-        major, minor = ctypes.c_int(), ctypes.c_int()
-        driver.cuDeviceGet(ctypes.byref(device), ordinal)
-        driver.cuDeviceGetName(name, len(name), device)
-        driver.cuDeviceGetAttribute(ctypes.byref(major), _CAPABILITY_MAJOR, device)
-        driver.cuDeviceGetAttribute(ctypes.byref(minor), _CAPABILITY_MINOR, device)
-        gpus.append(Gpu(name.value.decode(), (major.value, minor.value)))
-    return gpus
 
 
 def default_config(arguments: Sequence[str], local_rank: int) -> Config:

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from graph_passes import GraphError
+from nvidia_gpus import Gpu
 from train import checkpoint, devices
 from train.config import Config
-from train.devices import Gpu
 from train.errors import TrainError
 from train.loop import Trainer
 

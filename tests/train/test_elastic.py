@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from test_distributed import needs_horovod, run_processes
 
+from nvidia_gpus import find_gpus
 from train import checkpoint
-from train.devices import find_gpus
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "dgx1_8gpu.sh"
 BATCH, COMMIT_EVERY = 4, 2

@@ -11,7 +11,7 @@ import re
 import pytest
 from test_distributed import needs_horovod, run_processes
 
-from train.devices import find_gpus
+from nvidia_gpus import find_gpus
 
 pytestmark = [pytest.mark.gpu, needs_horovod]
 
