@@ -89,9 +89,10 @@ def write_result(
 
 
 def _hardware(name: str) -> str:
-    """The GPUs that the figure's name tells of, though the machine may have more; else its cores."""
+    """The GPUs that the figure's name tells of, or one, though the machine may have more. Of a figure whose name says
+    'cpu', and where there is no GPU, its cores."""
     machine = environment.hardware()
-    if machine["gpus"]:
+    if machine["gpus"] and not name.endswith("cpu"):
         used = re.search(r"(\d+)gpu$", name)
-        return f"{used[1] if used else len(machine['gpus'])}x {machine['gpus'][0]}"
+        return f"{used[1] if used else 1}x {machine['gpus'][0]}"
     return f"{machine['cpu_cores']} cores of {machine['cpu']}, {machine['memory_gib']:.0f} GiB"

@@ -129,6 +129,21 @@ def test_what_the_benchmarks_write_has_no_faults(
     assert result["command"] == "python benchmarks/some.py --batch 17"
 
 
+@pytest.mark.parametrize("name, gpus, expected", [
+    ("resnet50_fp16_b256_jpeg_2gpu", 4, "2x NVIDIA H200"),
+    ("cifar10_time_to_accuracy", 4, "1x NVIDIA H200"),
+    ("step_cpu", 4, "8 cores of a CPU, 16 GiB"),
+    ("cifar10_time_to_accuracy", 0, "8 cores of a CPU, 16 GiB"),
+])  # fmt: skip
+def test_hardware_of_a_figure(name: str, gpus: int, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import record
+
+    machine = {"cpu": "a CPU", "cpu_cores": 8, "memory_gib": 15.9, "gpus": ["NVIDIA H200"] * gpus}
+    monkeypatch.setattr(record.environment, "hardware", lambda: machine)
+    assert record._hardware(name) == expected
+
+
 @pytest.mark.parametrize(
     ("key", "wrong"),
     [

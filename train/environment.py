@@ -18,6 +18,8 @@ from typing import Any
 
 import psutil
 
+from nvidia_gpus import find_gpus
+
 
 def command_line() -> str:
     """The command that started this process, ready to be copied into a shell."""
@@ -26,11 +28,14 @@ def command_line() -> str:
 
 @functools.cache
 def git_commit() -> str | None:
-    """Commit of this project's checkout, with '-dirty' where tracked files differ from it; None outside a checkout.
+    """Commit of this project's checkout, with '-dirty' where tracked files differ from it; or of the source archive
+    that was unpacked here, in whose `.git_archival.txt` git has written it. None where it is neither.
 
     Benchmark results do not count as a difference: measuring one figure must not mark the next one as dirty.
     """
     root = Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return _archived_commit(root)
 
     def git(*arguments: str) -> str:
         return subprocess.run(
@@ -38,12 +43,17 @@ def git_commit() -> str | None:
         ).stdout.strip()
 
     try:
-        if Path(git("rev-parse", "--show-toplevel")).resolve() != root:
-            return None  # installed inside somebody else's checkout
         changes = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
         return git("rev-parse", "HEAD") + ("-dirty" if changes else "")
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def _archived_commit(root: Path) -> str | None:
+    with contextlib.suppress(OSError):
+        if match := re.fullmatch(r"node: ([0-9a-f]{40}(-dirty)?)\n", (root / ".git_archival.txt").read_text()):
+            return match[1]
+    return None
 
 
 def versions() -> dict[str, str]:
@@ -79,7 +89,7 @@ def _mxnet_version() -> str | None:
 
 
 def hardware() -> dict[str, Any]:
-    """CPU model, cores that this process may use, memory in GiB, and names of the NVIDIA GPUs with their driver."""
+    """CPU model; cores and NVIDIA GPUs that this process may use; memory in GiB; the GPUs' driver, where NVML tells."""
     cpu = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -90,13 +100,11 @@ def hardware() -> dict[str, Any]:
         "cpu": cpu,
         "cpu_cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "gpus": [],
+        "gpus": [gpu.name for gpu in find_gpus()],
     }
-    with contextlib.suppress(Exception):  # no NVML, no driver or no GPU: the list stays empty
+    with contextlib.suppress(Exception):  # no NVML, no driver
         import pynvml
 
         pynvml.nvmlInit()
         found["driver"] = pynvml.nvmlSystemGetDriverVersion()
-        for i in range(pynvml.nvmlDeviceGetCount()):
-            found["gpus"].append(pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(i)))
     return found
