@@ -206,6 +206,9 @@ def show(
     rows: int = 4,
     columns: int = 7,
     seed: int = 0,
+    random_area: tuple[float, float] = LoaderConfig.random_area,
+    crop_padding: int = 0,
+    cutout: float = 0.0,
     device: Literal["cpu", "gpu"] = "cpu",
 ) -> int:
     """Write a contact sheet (PNG) of augmented samples with their class names: what the network sees.
@@ -218,11 +221,15 @@ def show(
         rows: Rows of the sheet.
         columns: Columns of the sheet.
         seed: Another seed shows other samples.
+        random_area: Smallest and largest share of an image's area that a random crop takes.
+        crop_padding: Pixels of padding for crops of the image's own size, instead of a random area; 0: off.
+        cutout: Side of the square that is filled with the mean colour, as part of the image's side; 0: none.
         device: Where to decode and augment.
     """
     config = LoaderConfig(
-        data=data, split=split, batch_size=1, image_size=image_size, seed=seed, device=device, on_bad_image="skip"
-    )
+        data=data, split=split, batch_size=1, image_size=image_size, seed=seed, random_area=random_area,
+        crop_padding=crop_padding, cutout=cutout, device=device, on_bad_image="skip",
+    )  # fmt: skip
     with open_loader(config) as loader:
         title = f"{data}: {split}, {image_size} px"
         save_png(contact_sheet(loader, rows, columns, title), output)

@@ -55,6 +55,8 @@ class DaliLoader(Loader):
             device=config.device,
             feeds=source.feeds,
             crop_fraction=config.crop_fraction,
+            crop_padding=config.crop_padding,
+            cutout=config.cutout,
             cpu_decoder=decodes_on_cpu(config, source),
             hw_decoder_load=config.hw_decoder_load,
             stage=stage,

@@ -2,7 +2,8 @@
 
     encoded image -> decode (training: only a random window) -> resize -> crop, flip, normalise, pad channels -> NHWC
 
-Where the images come decoded (decoded.py), the window is cut out of the pixels instead.
+Where the images come decoded (decoded.py), the window is cut out of the pixels instead, and so it is where it may
+reach beyond the image (`crop_padding`). Cutout, where it is wanted, follows the window.
 
 All random numbers come in from outside, drawn by the loader from (seed, epoch, batch), and no operator keeps a state.
 So any batch of any epoch can be computed at once: resuming needs two numbers, a broken image can be taken out without
@@ -36,6 +37,7 @@ types: Any = dali.types
 # and of Gluon's model zoo).
 MEAN = (123.675, 116.28, 103.53)
 STD = (58.395, 57.12, 57.375)
+MEAN_COLOUR = tuple(round(value) for value in MEAN)  # as pixels have it
 
 NUM_CANDIDATES = 10  # windows drawn for each training image; the first that fits is taken (torchvision draws as many)
 DEFAULT_HW_DECODER_LOAD = 0.65  # DALI's own
@@ -60,6 +62,8 @@ class GraphConfig:
     device: str  # "cpu" or "gpu"
     feeds: str = "bytes"  # what the graph is fed with for each image: its "bytes", its file's "paths", or its "pixels"
     crop_fraction: float = 0.875  # validation: the centre crop's part of the shorter side (224 of 256)
+    crop_padding: int = 0  # training: pixels; above 0 windows have the image's size and lie in the padded image
+    cutout: float = 0.0  # training: side of the square that is filled with the mean colour, as part of the window's
     cpu_decoder: bool = False  # device "gpu": decode on the CPU, which is faster for thumbnails
     hw_decoder_load: float | None = None  # part of the images for the GPU's JPEG engine
     stage: str = "full"  # where to stop, one of STAGES
@@ -75,6 +79,7 @@ class ImageInputs(NamedTuple):
     log_ratio: Any = None  # (N, NUM_CANDIDATES) float32, logarithm of the window's width / height in pixels
     position: Any = None  # (N, 2) float32 in [0, 1), where the window lies in the room that is left, x and y
     mirror: Any = 0  # (N,) int32, 1 to flip from left to right
+    hole: Any = None  # (N, 2) float32 in [0, 1), centre of the cutout in the window before it is flipped, x and y
     size: Any = None  # (N, 2) float32, height and width of the output in pixels, equal for all images of a batch
 
 
@@ -90,6 +95,7 @@ def random_inputs(
         np.float32(low) + np.float32(high - low) * uniform[1],
         rng.random((count, 2), np.float32),
         rng.integers(0, 2, count, np.int32) * np.int32(mirror),
+        rng.random((count, 2), np.float32),
     )
 
 
@@ -162,6 +168,8 @@ def _image(config: GraphConfig, inputs: ImageInputs) -> Any:
     image = _window(config, inputs)
     if config.stage == "decode":
         return image
+    if config.training and config.cutout:
+        image = _with_hole(image, inputs.hole, config.cutout)
     # Both resizes filter before they shrink (antialias), as training and prediction must see the same pictures.
     if config.training:
         image = fn.resize(image, size=inputs.size, interp_type=types.INTERP_LINEAR)
@@ -189,15 +197,28 @@ def _window(config: GraphConfig, inputs: ImageInputs) -> Any:
     pixels = config.feeds == "pixels"
     shape = inputs.image.shape(dtype=types.FLOAT) if pixels else fn.peek_image_shape(inputs.image, dtype=types.FLOAT)
     height, width = shape[0], shape[1]
-    start, size = _random_window(height, width, inputs) if config.training else _whole(height, width)
+    padding = config.crop_padding if config.training else 0
+    window = whole = _whole(height, width)
+    if padding:
+        window = _padded_window(height, width, inputs, padding)
+    elif config.training:
+        window = _random_window(height, width, inputs)
     if pixels:
-        image = fn.reinterpret(inputs.image, layout="HWC")
         # Thumbnails whole, and cut there: one copy to the GPU, and less work for the CPU.
-        return fn.slice(image.gpu() if config.device == "gpu" else image, start, size, axis_names="WH")
+        image = fn.reinterpret(inputs.image, layout="HWC")
+        image = image.gpu() if config.device == "gpu" else image
+    else:
+        image = _decoded(config, inputs, whole if padding else window)
+    if pixels or padding:
+        image = fn.slice(image, *window, axis_names="WH", out_of_bounds_policy="pad", fill_values=MEAN_COLOUR)
+    return image
+
+
+def _decoded(config: GraphConfig, inputs: ImageInputs, window: tuple[Any, Any]) -> Any:
+    """A window of the image, decoded, on the graph's device."""
     image = fn.decoders.image_slice(
         inputs.image,
-        start,
-        size,
+        *window,
         device="mixed" if config.device == "gpu" and not config.cpu_decoder else "cpu",
         hw_decoder_load=DEFAULT_HW_DECODER_LOAD if config.hw_decoder_load is None else config.hw_decoder_load,
         preallocate_width_hint=PREALLOCATED_PIXELS,
@@ -211,6 +232,14 @@ def _whole(height: Any, width: Any) -> tuple[Any, Any]:
     """Start and size of the window that is all of the image, as fractions (x, y)."""
     zero = 0.0 * fn.stack(width, height)
     return zero, zero + 1.0
+
+
+def _padded_window(height: Any, width: Any, inputs: ImageInputs, padding: int) -> tuple[Any, Any]:
+    """Start and size of a window of the image's size, at a random place of the image with `padding` pixels on each side
+    (He et al., arXiv:1512.03385, section 4.2); both (x, y), as fractions of the image."""
+    start = dali_math.floor(inputs.position * (2 * padding + 1.0)) - float(padding)
+    zero, whole = _whole(height, width)
+    return zero + start / fn.stack(width, height), whole
 
 
 def _random_window(height: Any, width: Any, inputs: ImageInputs) -> tuple[Any, Any]:
@@ -229,3 +258,10 @@ def _random_window(height: Any, width: Any, inputs: ImageInputs) -> tuple[Any, A
     chosen = fn.cast(index == dali_math.min(first, NUM_CANDIDATES - 1.0), dtype=types.FLOAT)
     size = dali_math.min(fn.stack(fn.reductions.sum(w * chosen), fn.reductions.sum(h * chosen)), 1.0)
     return inputs.position * (1.0 - size), size
+
+
+def _with_hole(image: Any, centre: Any, side: float) -> Any:
+    """The image with a rectangle of `side` times its height and width in the mean colour, around `centre` (x, y), cut
+    at the border (DeVries and Taylor, arXiv:1708.04552). All in fractions of the image."""
+    start, shape = centre - side / 2, types.Constant(np.array([side, side], np.float32), device="cpu")
+    return fn.erase(image, anchor=start, shape=shape, axis_names="WH", normalized=True, fill_value=MEAN_COLOUR)

@@ -44,6 +44,8 @@ class LoaderConfig:
     seed: int = 0
     random_area: tuple[float, float] = (0.08, 1.0)  # training: part of the image's area that is cut out
     random_ratio: tuple[float, float] = (3 / 4, 4 / 3)  # training: width / height of what is cut out
+    crop_padding: int = 0  # training: pixels; if above 0, shift images by up to so many instead of cutting random areas
+    cutout: float = 0.0  # training: side of a square that is filled with the mean colour, as part of the image's
     mirror: bool = True  # training: flip every other image from left to right
     crop_fraction: float = 0.875  # validation: centre crop's part of the shorter side
     on_bad_image: str = "error"  # or "skip": go on without images that cannot be decoded
@@ -68,7 +70,7 @@ class LoaderConfig:
                 raise DataError(f"{name} is ({low:g}, {high:g}); give two rising numbers above 0, at most {most:g}")
         if min(self.image_sizes, default=1) < 1:
             raise DataError(f"image_sizes has {min(self.image_sizes)}; every size must be at least 1")
-        for name in ("num_threads", "seed", "device_id"):
+        for name in ("num_threads", "seed", "device_id", "crop_padding"):
             if getattr(self, name) < 0:
                 raise DataError(f"{name} is {getattr(self, name)}; it cannot be negative")
         if self.num_classes is not None and self.num_classes < 1:
@@ -77,6 +79,8 @@ class LoaderConfig:
             raise DataError(f"hw_decoder_load is {self.hw_decoder_load:g}; it must be from 0 to 1")
         if self.cache_gib is not None and self.cache_gib < 0:
             raise DataError(f"cache_gib is {self.cache_gib:g}; it cannot be negative")
+        if not 0 <= self.cutout <= 1:
+            raise DataError(f"cutout is {self.cutout:g}; it must be from 0 to 1")
         if not 0 < self.crop_fraction <= 1:
             raise DataError(f"crop_fraction is {self.crop_fraction:g}; it must be above 0 and at most 1")
 

@@ -59,7 +59,7 @@ def test_cifar10_training_images(real_data, tmp_path):
     chosen = np.random.default_rng([seed, 0]).permutation(len(source))[:count].tolist()
     decoded = np.stack([np.asarray(Image.open(io.BytesIO(source.read(i).tobytes()))) for i in chosen])
     draws = np.random.default_rng([seed, 0, 0])
-    *window, mirror = random_inputs(draws, count, AREA, config.random_ratio, True)
+    *window, mirror, _ = random_inputs(draws, count, AREA, config.random_ratio, True)
     np.savez(tmp_path / "given.npz", images=(decoded - np.float32(MEAN)) / np.float32(STD), boxes=boxes_of(*window),
              mirror=1 - 2 * mirror)  # fmt: skip
     subprocess.run([os.environ["PEER_PYTHON"], "-c", PEER, str(tmp_path), str(BENCHMARKS)], check=True)

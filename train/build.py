@@ -49,6 +49,8 @@ def open_split(config: Config, split: str, placement: Placement, workers: Worker
             num_threads=config.num_threads or topology.cores_of_process(workers.local_size),
             seed=config.seed,
             random_area=config.random_area,
+            crop_padding=config.crop_padding,
+            cutout=config.cutout,
             hw_decoder_load=config.hw_decoder_load if config.hw_decoder_load >= 0 else None,
             cache_gib=config.cache if config.cache >= 0 else None,
             on_bad_image=config.on_bad_image,

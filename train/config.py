@@ -59,6 +59,12 @@ class Config:
     """Images per process in one forward pass."""
     random_area: tuple[float, float] = (0.08, 1.0)
     """Smallest and largest share of an image's area that a random training crop takes."""
+    crop_padding: int = 0
+    """Pixels, measured in the stored image, by which a training image is padded on each side with the mean colour
+    before a crop of its own size is taken, instead of a random area: as is usual for CIFAR-10, with 4. 0: off."""
+    cutout: float = 0.0
+    """Side of the square that is filled with the mean colour at a random place of each training image, as part of the
+    image's side (arXiv:1708.04552: 0.25 to 0.5 for CIFAR-10); 0: none."""
     num_threads: int = 0
     """Threads of the loader per process; 0: one for each core that the process may use."""
     hw_decoder_load: float = -1.0
@@ -219,14 +225,14 @@ _LIMITS = {
                     (lambda value: value > 0, "above 0")),
     **dict.fromkeys(("num_classes", "num_threads", "seed", "max_steps", "validate_every", "weight_decay",
                      "warmup_epochs", "mixup", "price_per_hour", "final_learning_rate", "time_limit",
-                     "checkpoint_minutes", "warmup_steps"),
+                     "checkpoint_minutes", "warmup_steps", "crop_padding"),
                     (lambda value: value >= 0, "0 or more")),
     **dict.fromkeys(("label_smoothing", "momentum", "ema_decay"),
                     (lambda value: 0 <= value < 1, "at least 0 and below 1")),
     "val_crop_fraction": (lambda value: 0 < value <= 1, "above 0 and at most 1"),
     "cache": (lambda value: value == -1 or value >= 0, "0 or more, or -1"),
     "hw_decoder_load": (lambda value: value == -1 or 0 <= value <= 1, "a fraction from 0 to 1, or -1"),
-    "target_accuracy": (lambda value: 0 <= value <= 1, "a fraction from 0 to 1"),
+    **dict.fromkeys(("target_accuracy", "cutout"), (lambda value: 0 <= value <= 1, "a fraction from 0 to 1")),
     "random_area": (lambda value: 0 < value[0] <= value[1] <= 1, "two fractions above 0, the smaller first"),
 }  # fmt: skip
 

@@ -41,9 +41,11 @@ def thumbnails(tmp_path):
 
 @pytest.mark.parametrize("split", ["train", "val"])
 @pytest.mark.parametrize("kind", ["numbered", "thumbnails", "folder"])  # many sizes, one size, files
-def test_the_same_batches_to_the_bit(kind, split, request):
+@pytest.mark.parametrize("padding", [0, 3])
+def test_the_same_batches_to_the_bit(kind, split, padding, request):
     data = request.getfixturevalue(kind)
-    plain, cached = (open_loader(config(data, split=split, seed=7, cache_gib=gib)) for gib in (0.0, 1.0))
+    options = {"split": split, "seed": 7, "crop_padding": padding}
+    plain, cached = (open_loader(config(data, **options, cache_gib=gib)) for gib in (0.0, 1.0))
     source = open_source(data, "train")
     assert plain.cache_bytes == 0
     sizes = [Image.open(io.BytesIO(source.read(i).tobytes())).size for i in range(len(source))]
@@ -52,7 +54,7 @@ def test_the_same_batches_to_the_bit(kind, split, request):
     for epoch in expected:
         assert_equal_bits(images_of(cached), epoch)
 
-    stopped = open_loader(config(data, split=split, seed=7))
+    stopped = open_loader(config(data, **options))
     list(itertools.islice(stopped, 1))
     cached.restore(stopped.state())
     assert_equal_bits(images_of(cached), expected[0][1:])

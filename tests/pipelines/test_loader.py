@@ -184,7 +184,7 @@ def test_training_transform_against_pillow(numbered):
     flips = 0
     for k, (pixels, labels) in enumerate(epoch_of(loader)):
         rng = np.random.default_rng([3, 0, k])
-        area, log_ratio, position, mirror = random_inputs(rng, 4, (0.1, 0.7), (0.6, 1.5), True)
+        area, log_ratio, position, mirror, _ = random_inputs(rng, 4, (0.1, 0.7), (0.6, 1.5), True)
         for i, label in enumerate(labels):
             with Image.open(io.BytesIO(source.read(int(label)).tobytes())) as image:
                 for part, ratio in zip(area[i], np.exp(log_ratio[i]), strict=True):
@@ -205,12 +205,46 @@ def test_training_transform_against_pillow(numbered):
     assert 0 < flips < 36
 
 
+@pytest.mark.parametrize("cache_gib", [0.0, 1.0])  # fed with bytes, or with pixels
+def test_padded_windows_and_cutout_against_numpy(numbered, cache_gib):
+    """Padded, cut, erased and flipped in NumPy, and resized by Pillow. `numbered` has images of 40 to 130 pixels."""
+    padding, side, seed = 9, 0.3, int(np.random.default_rng().integers(1 << 16))
+    settings = config(numbered, seed=seed, crop_padding=padding, cutout=side, cache_gib=cache_gib, image_size=32)
+    source = open_source(numbered, "train")
+    for k, (pixels, labels) in enumerate(epoch_of(open_loader(settings))):
+        rng = np.random.default_rng([seed, 0, k])
+        *_, position, mirror, hole = random_inputs(rng, 4, settings.random_area, settings.random_ratio, True)
+        for i, label in enumerate(labels):
+            image = np.asarray(Image.open(io.BytesIO(source.read(int(label)).tobytes())))
+            height, width = image.shape[:2]
+            canvas = np.full((height + 2 * padding, width + 2 * padding, 3), np.round(MEAN), np.uint8)
+            canvas[padding:-padding, padding:-padding] = image
+            x, y = (position[i] * (2 * padding + 1)).astype(int)
+            window = canvas[y : y + height, x : x + width]
+            (left, top), (right, bottom) = (np.floor((hole[i] + end * side / 2) * (width, height)) for end in (-1, 1))
+            hole_pixels = slice(max(0, int(top)), int(bottom)), slice(max(0, int(left)), int(right))
+            assert 0.01 < window[hole_pixels].size / window.size < 0.11  # 0.3 x 0.3, cut at the border
+            window[hole_pixels] = np.round(MEAN)
+            expected = Image.fromarray(window).resize((32, 32), Image.Resampling.BILINEAR)
+            if mirror[i]:
+                expected = expected.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+            assert_close(pixels[i], expected)
+
+
+def test_validation_has_no_augmentation(numbered):
+    plain, other = (open_loader(config(numbered, split="val", **options))
+                    for options in ({}, {"crop_padding": 5, "cutout": 0.5, "random_area": (0.1, 0.2)}))  # fmt: skip
+    for (pixels, _), (wanted, _) in zip(epoch_of(other), epoch_of(plain), strict=True):
+        np.testing.assert_array_equal(pixels, wanted)
+
+
 def test_random_windows_cover_area_and_ratio_as_asked():
-    area, log_ratio, position, mirror = random_inputs(np.random.default_rng(1), 2000, (0.08, 1.0), (0.75, 4 / 3), True)
+    rng = np.random.default_rng(1)
+    area, log_ratio, position, mirror, hole = random_inputs(rng, 2000, (0.08, 1.0), (0.75, 4 / 3), True)
     assert area.min() >= 0.08 - 1e-6 and area.max() <= 1 + 1e-6
     assert abs(area.mean() - 0.54) < 0.01  # of 20,000 uniform numbers: standard error 0.002
     assert abs(log_ratio).max() <= np.log(4 / 3) + 1e-6 and abs(log_ratio.mean()) < 0.01
-    assert position.min() >= 0 and position.max() < 1
+    assert min(position.min(), hole.min()) >= 0 and max(position.max(), hole.max()) < 1
     assert abs(mirror.mean() - 0.5) < 0.06  # standard error 0.011
     assert not random_inputs(np.random.default_rng(1), 50, (0.08, 1.0), (0.75, 4 / 3), False)[3].any()
 
@@ -271,6 +305,8 @@ def test_load_images_keeps_order_and_names_mistakes(folder, tmp_path):
         ({"random_area": (0.5, 0.2)}, r"random_area is \(0.5, 0.2\)"),
         ({"random_area": (0.0, 1.0)}, r"random_area is \(0, 1\)"),
         ({"crop_fraction": 1.5}, "crop_fraction is 1.5"),
+        ({"crop_padding": -4}, "crop_padding is -4; it cannot be negative"),
+        ({"cutout": 8.0}, "cutout is 8; it must be from 0 to 1"),
         ({"num_threads": -1}, "num_threads is -1"),
         ({"seed": -1}, "seed is -1"),
         ({"cache_gib": -0.5}, "cache_gib is -0.5; it cannot be negative"),
@@ -290,9 +326,10 @@ def test_a_gpu_that_is_not_there(numbered):
 @pytest.mark.gpu
 @pytest.mark.parametrize("split", ["train", "val"])
 @pytest.mark.parametrize("options", [{"decoder": "gpu"}, {"decoder": "cpu"}, {"cache_gib": 1.0}])
-def test_the_gpu_makes_the_same_batches(numbered, split, options):
-    on_cpu = epoch_of(open_loader(config(numbered, split=split)))
-    on_gpu = epoch_of(open_loader(config(numbered, split=split, device="gpu", **options)))
+@pytest.mark.parametrize("augmentation", [{}, {"crop_padding": 9, "cutout": 0.3}])
+def test_the_gpu_makes_the_same_batches(numbered, split, options, augmentation):
+    on_cpu = epoch_of(open_loader(config(numbered, split=split, **augmentation)))
+    on_gpu = epoch_of(open_loader(config(numbered, split=split, device="gpu", **options, **augmentation)))
     for (pixels, labels), (gpu_pixels, gpu_labels) in zip(on_cpu, on_gpu, strict=True):
         np.testing.assert_array_equal(labels, gpu_labels)
         # Other decoders and resizers: images without sharp edges differ by less than 3 of 255 levels on average.
