@@ -90,8 +90,10 @@ def main() -> None:
             print(json.dumps({"name": loader, "step_ms": measure_loader(batches, arguments.workers)}), flush=True)
         return
     rank = int(os.environ["LOCAL_RANK"]) if arguments.ddp else 0
-    torch.cuda.set_device(rank)
     if arguments.ddp:
+        # Each process sees its own GPU alone, as number 0, so that all share what torch.compile keeps on disk.
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[rank] if visible else str(rank)
         torch.distributed.init_process_group("nccl")
 
     torch.backends.cudnn.benchmark = True
@@ -103,7 +105,7 @@ def main() -> None:
     scaler = torch.amp.GradScaler("cuda", enabled=dtype is torch.float16)
     loss_function = torch.nn.CrossEntropyLoss(label_smoothing=0.1)
     if arguments.ddp:
-        network = torch.nn.parallel.DistributedDataParallel(network, device_ids=[rank], gradient_as_bucket_view=True)
+        network = torch.nn.parallel.DistributedDataParallel(network, device_ids=[0], gradient_as_bucket_view=True)
     forward = torch.compile(network) if arguments.mode == "compile" else network
     shape = (arguments.batch, 3, arguments.size, arguments.size)
     data = torch.randn(shape, device="cuda", dtype=dtype).to(memory_format=torch.channels_last)
