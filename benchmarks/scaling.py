@@ -16,12 +16,14 @@ import argparse
 import itertools
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -29,78 +31,126 @@ from loader_gpu import repeated_records
 from record import RESULTS, ROOT, SAMPLE, run, write_result
 from step_gpu import LEARNING_RATE, WARM_UP, make_step
 
+from graph_passes.executors.cuda.buckets import Bucket
+from graph_passes.executors.cuda.training_step import OnBucket
 from nvidia_gpus import find_gpus
+from train.allreduce import BucketAverage
 from train.distributed import Workers
 from train.errors import TrainError
 
 PEER = Path(__file__).with_name("peer_pytorch.py")
-LAUNCH = "import sys; from train.launch import launch; sys.exit(launch(int(sys.argv[1]), sys.argv[2:]))"
+LAUNCH = """import sys
+from train.launch import launch, plan
+count = int(sys.argv[1])
+sys.exit(launch(count, sys.argv[2:], plan(count, on_cpu=False)[0]))"""
 LABELS = {"synthetic": "ours, synthetic", "jpeg": "ours, JPEGs"}  # the peer's is its own name
-ALONE_STEPS = 20  # all-reduces measured with nothing beside them
+ALONE_REPEATS = 10  # of the all-reduces that are measured with nothing beside them
 Row = dict[str, Any]
 
 
 # --- one process ---
 
 
+class Moments(NamedTuple):
+    """CUDA events of a step, in their order."""
+
+    start: Any
+    computed: Any  # the backward pass is over
+    averaged: Any  # all gradients are averaged
+    end: Any
+
+
+class Steps:
+    """Training steps on a batch that lies on this process's GPU."""
+
+    def __init__(self, workers: Workers, arguments: argparse.Namespace) -> None:
+        wire = None if arguments.wire_dtype == "auto" else arguments.wire_dtype
+        options: dict[str, Any] = {} if workers.alone else {"num_buckets": arguments.buckets, "wire_dtype": wire}
+        self.executor, self.data, self.label = make_step(50, arguments.batch, 224, "float16", workers.local_rank,
+                                                         **options)
+        self.average = BucketAverage(self.executor, workers.local_rank) if not workers.alone else None
+
+    def run(self, count: int, on_bucket: OnBucket | None) -> list[Moments]:
+        """So many steps; with what is done with each bucket, or without the other processes."""
+        executor, gpu = self.executor, self.executor.gpu
+        steps = [Moments(*(gpu.timing_event() for _ in range(4))) for _ in range(count)]
+        for moments in steps:
+            gpu.record(moments.start)
+            executor.forward_backward(self.data, self.label, on_bucket=on_bucket)
+            gpu.record(moments.computed)
+            if self.average and on_bucket:
+                self.average.finish()
+            gpu.record(moments.averaged)
+            executor.update(LEARNING_RATE)
+            gpu.record(moments.end)
+            executor.end_step()
+        executor.synchronize()
+        return steps
+
+    def step_ms(self, steps: Sequence[Moments]) -> list[float]:
+        return [self.executor.gpu.elapsed_ms(first.end, second.end) for first, second in itertools.pairwise(steps)]
+
+    def timeline(self, average: BucketAverage) -> Row:
+        """Of one step, in ms since its begin: when each bucket was computed and averaged, and the step's other moments.
+
+        Each bucket is handed over when the one before is in the GPU's queue: in a usual step all of them may be there
+        by the time that `done` is recorded, which then tells of the last one.
+        """
+        def start(bucket: Bucket) -> None:
+            average.start(bucket)
+            average.wait()
+
+        gpu = self.executor.gpu
+        begin, *others = self.run(3, start)[-1]
+        return {"buckets": [[gpu.elapsed_ms(begin, event) for event in (bucket.ready, bucket.done)]
+                            for bucket in self.executor.buckets],
+                "parts": [gpu.elapsed_ms(begin, event) for event in others]}  # fmt: skip
+
+    def all_reduce_ms(self, average: BucketAverage) -> list[float]:
+        """Of each bucket's all-reduce with nothing beside it.
+
+        It follows those of a whole pass, which the GPUs leave at the same time, and is enqueued while that pass still
+        runs: so there is no wait in it, neither for another GPU nor for a host.
+        """
+        executor = self.executor
+        executor.forward_backward(self.data, self.label, on_bucket=average.start)
+        average.finish()
+        for bucket in executor.buckets:
+            executor.gpu.record(bucket.ready)
+            average.start(bucket)
+            average.finish()
+        executor.synchronize()
+        return [executor.gpu.elapsed_ms(bucket.ready, bucket.done) for bucket in executor.buckets]
+
+
 def measure_synthetic(arguments: argparse.Namespace) -> None:
     """What each process of `run_synthetic` does; rank 0 writes the row to --worker."""
     workers = Workers()
-    wire = None if arguments.wire_dtype == "auto" else arguments.wire_dtype
-    options: dict[str, Any] = {} if workers.alone else {"num_buckets": arguments.buckets, "wire_dtype": wire}
-    executor, data, label = make_step(50, arguments.batch, 224, "float16", workers.local_rank, **options)
-    average = None if workers.alone else workers.gradient_average(executor)
-    overlap: dict[str, Any] = {"on_bucket": average.start} if average else {}
-    gpu = executor.gpu
-    moments = [[gpu.timing_event() for _ in range(4)] for _ in range(arguments.steps)]
-
-    def step(start: Any, computed: Any, averaged: Any, end: Any) -> None:
-        gpu.record(start)
-        executor.forward_backward(data, label, **overlap)
-        gpu.record(computed)
-        if average:
-            average.finish()
-        gpu.record(averaged)
-        executor.update(LEARNING_RATE)
-        gpu.record(end)
-        executor.end_step()
-
-    for _ in range(WARM_UP):
-        step(*moments[0])
-    workers.sum([0])  # all start together
-    sent_before = nvlink_bytes(workers.local_rank)
-    for events in moments:
-        step(*events)
-    executor.synchronize()
-    sent_after = nvlink_bytes(workers.local_rank)
-    step_ms = [gpu.elapsed_ms(first[3], second[3]) for first, second in itertools.pairwise(moments)]
+    steps = Steps(workers, arguments)
     row: Row = {"what": "synthetic", "gpus": workers.size, "batch": arguments.batch}
+    steps.run(WARM_UP, None)
+    workers.sum([0])  # all start together
+    alone = steps.step_ms(steps.run(arguments.steps, None))
+    average, buckets = steps.average, steps.executor.buckets
     if average:
-        row |= {
-            "buckets": [(bucket.name, bucket.num_bytes, bucket.dtype) for bucket in executor.buckets],
-            # time on the GPU between the end of the backward pass and the moment when all gradients are averaged
-            "exposed_ms": [gpu.elapsed_ms(computed, averaged) for _, computed, averaged, _ in moments],
-            # of the last step: when each bucket was computed and averaged, and the parts of the step
-            "timeline": {
-                "buckets": [[gpu.elapsed_ms(moments[-1][0], event) for event in (bucket.ready, bucket.done)]
-                            for bucket in executor.buckets],
-                "parts": [gpu.elapsed_ms(moments[-1][0], event) for event in moments[-1][1:]],
-            },
-            "nvlink_bytes": None if sent_before is None or sent_after is None
-            else (sent_after - sent_before) / arguments.steps,
-        }  # fmt: skip
-        start, end = moments[0][:2]
-        row["alone_ms"] = []
-        for _ in range(ALONE_STEPS):
-            executor.synchronize()
-            workers.sum([0])
-            gpu.record(start)
-            average.finish()  # hands over what is there
-            gpu.record(end)
-            executor.synchronize()
-            row["alone_ms"].append(gpu.elapsed_ms(start, end))
-    every = workers.gather(step_ms)
-    row["step_ms"] = [max(times) for times in zip(*every, strict=True)]
+        row["each_alone_ms"] = [statistics.median(times) for times in workers.gather(alone)]
+        row["buckets"] = [(bucket.name, bucket.num_bytes, bucket.dtype) for bucket in buckets]
+        steps.run(WARM_UP, average.start)
+        sent_before = nvlink_bytes(workers.local_rank)
+        measured = steps.run(arguments.steps, average.start)
+        sent_after = nvlink_bytes(workers.local_rank)
+        known = sent_before is not None and sent_after is not None
+        row["nvlink_bytes"] = (sent_after - sent_before) / arguments.steps if known else None
+        # The GPU that is computed last waits for nothing but the all-reduce.
+        waits = [steps.executor.gpu.elapsed_ms(moments.computed, moments.averaged) for moments in measured]
+        row["exposed_ms"] = [min(times) for times in zip(*workers.gather(waits), strict=True)]
+        row["timeline"] = steps.timeline(average)
+        repeats = [steps.all_reduce_ms(average) for _ in range(ALONE_REPEATS)]
+        row["all_reduce_ms"] = [statistics.median(times) for times in zip(*repeats, strict=True)]  # of each bucket
+        every = workers.gather(steps.step_ms(measured))
+        row["step_ms"] = [max(times) for times in zip(*every, strict=True)]
+    else:
+        row["step_ms"] = alone
     if workers.rank == 0:
         arguments.worker.write_text(json.dumps(row))
 
@@ -124,35 +174,32 @@ def nvlink_bytes(device_id: int) -> int | None:
 # --- all of them ---
 
 
-def launched(count: int, *command: object) -> list[str]:
-    """The command line that runs a Python program in so many processes; directly for one."""
-    program = [sys.executable, *(str(word) for word in command)]
-    return program if count == 1 else [sys.executable, "-c", LAUNCH, str(count), *program]
-
-
-def run_command(command: list[str], environment: dict[str, str] | None = None) -> str:
+def run_command(command: Sequence[object], environment: dict[str, str] | None = None) -> str:
     """What a command prints, or "" where it failed, with its last words on our standard error."""
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", **(environment or {})}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT)
+    words = [str(word) for word in command]
+    done = subprocess.run(words, capture_output=True, text=True, env=env, cwd=ROOT)
     if done.returncode:
-        print(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}", file=sys.stderr)
+        print(f"{shlex.join(words)} ended with {done.returncode}:\n{done.stderr[-2000:]}", file=sys.stderr)
         return ""
     return done.stdout or " "
 
 
 def run_synthetic(count: int, arguments: argparse.Namespace, folder: Path) -> Row | None:
     out = folder / f"synthetic{count}.json"
-    command = launched(count, __file__, "--worker", out, "--batch", arguments.batch, "--steps", arguments.steps,
-                       "--buckets", arguments.buckets, "--wire-dtype", arguments.wire_dtype)
+    start = [] if count == 1 else [sys.executable, "-c", LAUNCH, count]
+    command = [*start, sys.executable, __file__, "--worker", out, "--batch", arguments.batch, "--steps",
+               arguments.steps, "--buckets", arguments.buckets, "--wire-dtype", arguments.wire_dtype]
     return json.loads(out.read_text()) if run_command(command) else None
 
 
 def run_jpeg(count: int, arguments: argparse.Namespace, folder: Path, records: Path) -> Row | None:
     output = folder / f"jpeg{count}"
-    command = launched(count, "-m", "train", "benchmark", "--config", "resnet50_90ep", "--data", records,
-                       "--num-classes", 1000, "--batch-size", arguments.batch, "--output", output, "--no-tensorboard",
-                       "--min-steps", arguments.steps, "--warmup-steps", WARM_UP,
-                       "--buckets", arguments.buckets, "--wire-dtype", arguments.wire_dtype)
+    start = ["-m", "train"] if count == 1 else ["-m", "train.launch", "-n", count]
+    command = [sys.executable, *start, "benchmark", "--config", "resnet50_90ep", "--data", records,
+               "--num-classes", 1000, "--batch-size", arguments.batch, "--output", output, "--no-tensorboard",
+               "--min-steps", arguments.steps, "--warmup-steps", WARM_UP,
+               "--buckets", arguments.buckets, "--wire-dtype", arguments.wire_dtype]
     if not run_command(command):
         return None
     record = json.loads((output / "report" / "report.json").read_text())
@@ -184,7 +231,8 @@ def sent_bytes(row: Row) -> float:
 
 def table(rows: list[Row]) -> str:
     """Markdown."""
-    heads = ("", "GPUs", "images/sec", "per GPU", "efficiency", "all-reduce alone", "exposed", "hidden", "GPU sends")
+    heads = ("", "GPUs", "images/sec", "per GPU", "efficiency", "slowest GPU alone", "all-reduce alone", "exposed",
+             "hidden", "GPU sends")  # fmt: skip
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in rows:
         single = next((other for other in rows if other["what"] == row["what"] and other["gpus"] == 1), None)
@@ -192,13 +240,14 @@ def table(rows: list[Row]) -> str:
         per_gpu = speed / row["gpus"]
         cells = [LABELS.get(row["what"], row["what"]), str(row["gpus"]), f"{speed:,.0f}", f"{per_gpu:,.0f}",
                  f"{per_gpu / images_per_sec(single):.1%}" if single else ""]
-        if "alone_ms" in row:
-            alone, exposed = statistics.median(row["alone_ms"]), statistics.median(row["exposed_ms"])
-            moved = f"{row['nvlink_bytes'] / 1e6:.0f} MB" if row["nvlink_bytes"] else f"{sent_bytes(row) / 1e6:.0f} MB"
-            cells += [f"{alone:.2f} ms", f"{exposed:.2f} ms", f"{max(0.0, 1 - exposed / alone):.0%}",
-                      f"{moved} ({'NVML' if row['nvlink_bytes'] else 'computed'})"]
+        if "buckets" in row:
+            slowest = row["batch"] * 1e3 / max(row["each_alone_ms"])
+            alone, exposed = sum(row["all_reduce_ms"]), statistics.median(row["exposed_ms"])
+            moved, source = (row["nvlink_bytes"], "NVML") if row["nvlink_bytes"] else (sent_bytes(row), "computed")
+            cells += [f"{slowest:,.0f}", f"{alone:.2f} ms", f"{exposed:.2f} ms", f"{max(0.0, 1 - exposed / alone):.0%}",
+                      f"{moved / 1e6:.0f} MB ({source})"]
         else:
-            cells += [""] * 4
+            cells += [""] * 5
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

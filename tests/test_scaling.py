@@ -26,7 +26,7 @@ def rows() -> list[dict[str, Any]]:
     both = {
         "what": "synthetic", "gpus": 2, "batch": 100, "step_ms": [25.0] * 8, "nvlink_bytes": None,
         "buckets": [["weights 1", 30_000_000, "float16"], ["others", 2_000_000, "float32"]],
-        "exposed_ms": [1.0] * 8, "alone_ms": [4.0] * 5,
+        "each_alone_ms": [20.0, 22.0], "exposed_ms": [1.0] * 8, "all_reduce_ms": [3.5, 0.5],
         "timeline": {"buckets": [[15.0, 19.0], [24.0, 24.5]], "parts": [24.0, 24.5, 25.0]},
     }  # fmt: skip
     return [{"what": "synthetic", "gpus": 1, "batch": 100, "step_ms": [20.0] * 8}, both]
@@ -36,7 +36,7 @@ def test_table(scaling: Any) -> None:
     _, _, one, two = scaling.table(rows()).splitlines()
     assert [cell.strip() for cell in one.split("|")[1:6]] == ["ours, synthetic", "1", "5,000", "5,000", "100.0%"]
     assert [cell.strip() for cell in two.split("|")[1:-1]] == [
-        "ours, synthetic", "2", "8,000", "4,000", "80.0%", "4.00 ms", "1.00 ms", "75%", "32 MB (computed)"
+        "ours, synthetic", "2", "8,000", "4,000", "80.0%", "4,545", "4.00 ms", "1.00 ms", "75%", "32 MB (computed)"
     ]  # fmt: skip
 
 

@@ -115,15 +115,9 @@ def test_fit_of_nvlink(model: Any) -> None:
     """Times made by the model itself, with 1 % of noise, give its parameters back."""
     rng = np.random.default_rng()
     truth = model.Machine(nvlink_gbs=float(rng.uniform(100, 400)), message_us=float(rng.uniform(20, 60)))
-    rows = []
-    for gpus in (2, 4):
-        moments, free = [], 0.0
-        for ready, num_bytes in ((10.0, 25e6), (12.0, 25e6), (20.0, 1e6), (20.01, 2e5)):
-            cost = model.all_reduce_ms(num_bytes, gpus, truth, "ring") * float(rng.normal(1, 0.01))
-            free = max(ready, free) + cost
-            moments.append([ready, free])
-        rows.append({"gpus": gpus, "buckets": [["", n, ""] for n in (25e6, 25e6, 1e6, 2e5)],
-                     "timeline": {"buckets": moments}})  # fmt: skip
+    rows = [{"gpus": gpus, "buckets": [["", num_bytes, ""] for num_bytes in (25e6, 25e6, 1e6, 2e5)],
+             "all_reduce_ms": [model.all_reduce_ms(num_bytes, gpus, truth, "ring") * float(rng.normal(1, 0.01))
+                               for num_bytes in (25e6, 25e6, 1e6, 2e5)]} for gpus in (2, 4)]  # fmt: skip
     fitted = model.fit_nvlink(model.Machine(), rows)
     assert fitted.nvlink_gbs == pytest.approx(truth.nvlink_gbs, rel=0.15)
     assert fitted.message_us == pytest.approx(truth.message_us, rel=0.15)

@@ -54,19 +54,24 @@ class BucketAverage:
         )  # fmt: skip
         self._started.append(bucket)
 
-    def finish(self) -> None:
-        """Let what the executor does from now on follow the means on the GPU, those of all buckets where none has been
-        started. Waits until all processes have come here, not until anything is computed.
+    def wait(self) -> None:
+        """Wait until all processes have started what this one has: its all-reduces are in the GPU's queue then.
 
         Raises HorovodInternalError with Horovod's own words where that failed, as when another process has died.
         """
-        if not self._started:
-            self._executor.hand_over(self.start)
         for bucket in self._started:
             fault = self._library.allreduce_wait(self._slots[bucket.name])
             if fault:
                 self._started.clear()
                 raise _internal_error(f"the all-reduce of gradients ({bucket.name}) failed: {fault.decode()}")
+
+    def finish(self) -> None:
+        """Let what the executor does from now on follow the means on the GPU, those of all buckets where none has been
+        started. Waits, and raises, as `wait` does; nothing needs to be computed by then."""
+        if not self._started:
+            self._executor.hand_over(self.start)
+        self.wait()
+        for bucket in self._started:
             self._executor.follow(bucket)
         self._started.clear()
 
