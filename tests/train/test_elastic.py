@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -190,3 +191,34 @@ def test_process_without_memory_ends_the_run(tiny_options, tmp_path):
     assert "failed with exit code 1, so the run ends" in errors[-1]
     assert "Traceback" not in done.stderr
     assert checkpoint.load(checkpoint.find(str(tmp_path / "run"))).progress.step in (1, 2)
+
+
+@pytest.mark.gpu
+def test_gpu_without_memory_ends_the_run(tiny_options, tmp_path):
+    """Something takes all memory of one of two GPUs in mid-epoch; the first validation then has none."""
+    if len(find_gpus()) < 2:
+        pytest.skip(f"2 GPUs are needed, {len(find_gpus())} are there")
+    script = """
+        import sys
+        from train import __main__ as program
+        from train.loop import Trainer
+
+        step = Trainer.step
+
+        def taking_step(self, batches):
+            if self.workers.rank == 1 and self.progress.step == 2:
+                gpu = self.executor.gpu
+                gpu.allocate(gpu.memory()[0] - 2**22)
+            return step(self, batches)
+
+        Trainer.step = taking_step
+        sys.exit(program.main(sys.argv[1:]))
+    """
+    options = ["gpu" if option == "cpu" else option for option in tiny_options]
+    done = run_processes(script, *options, "--output", tmp_path / "run", "--checkpoint-minutes", "1e-6")
+    assert done.returncode == 2, done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert re.search(r"the GPU has (no memory left|[\d.]+ of [\d.]+ GiB free)", errors[0])
+    assert "Traceback" not in done.stderr
+    assert checkpoint.load(checkpoint.find(str(tmp_path / "run"))).progress.step >= 1

@@ -17,6 +17,7 @@ import numpy as np
 from graph_passes.errors import GraphError
 
 MIN_COMPUTE_CAPABILITY = (7, 5)  # below, cuDNN 9 and CUDA 13 have no kernels
+OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 MIN_DRIVER_CUDA = 12000  # CUDA 12.0, as cuDriverGetVersion counts
 
 IPC_HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
@@ -72,8 +73,10 @@ class Gpu:
         self._allocated: set[int] = set()
 
     def check(self, result: tuple[Any, ...]) -> Any:
-        """The value of a driver call, or RuntimeError with CUDA's own words."""
+        """The value of a driver call; GraphError where the GPU's memory ran out, else RuntimeError with CUDA's words."""
         status, *values = result
+        if int(status) == OUT_OF_MEMORY:
+            raise GraphError("the GPU has no memory left: use a smaller batch size, or end what else uses that GPU")
         if int(status) != 0:
             _, text = self._driver.cuGetErrorString(status)
             raise RuntimeError(f"CUDA error {int(status)}: {text.decode() if text else 'unknown'}")
