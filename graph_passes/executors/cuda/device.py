@@ -73,7 +73,7 @@ class Gpu:
         self._allocated: set[int] = set()
 
     def check(self, result: tuple[Any, ...]) -> Any:
-        """The value of a driver call; GraphError where the GPU ran out of memory, else RuntimeError with CUDA's words."""
+        """The value of a driver call; GraphError where the GPU has no memory left, else RuntimeError."""
         status, *values = result
         if int(status) == OUT_OF_MEMORY:
             raise GraphError("the GPU has no memory left: use a smaller batch size, or end what else uses that GPU")
