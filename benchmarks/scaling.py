@@ -21,7 +21,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -319,28 +320,35 @@ def main() -> None:
     counts = [count for count in arguments.gpus if count <= len(gpus)]
     if not counts:
         raise TrainError(f"--gpus {min(arguments.gpus)} is more than the {len(gpus)} NVIDIA GPUs here")
-    rows: list[Row | None] = []
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         records = repeated_records(arguments.data, folder / "records") if arguments.data.is_dir() else None
         if not records:
             print(f"{arguments.data} is no folder: nothing is measured from JPEGs", file=sys.stderr)
+        measurements: list[Callable[[], Row | None]] = []
         for count in counts:
-            rows.append(run_synthetic(count, arguments, folder))
+            measurements.append(partial(run_synthetic, count, arguments, folder))
             if records:
-                rows.append(run_jpeg(count, arguments, folder, records))
-            if "PEER_PYTHON" in os.environ and count in (counts[0], counts[-1]):
-                rows.append(run_peer(count, arguments))
-    measured = sorted((row for row in rows if row), key=lambda row: row["what"] not in LABELS)
-    write(measured, arguments.results, str(gpus[0].name))
-    if len(measured) < len(rows):
-        sys.exit(f"error: {len(rows) - len(measured)} of {len(rows)} measurements failed, see above")
+                measurements.append(partial(run_jpeg, count, arguments, folder, records))
+        if "PEER_PYTHON" in os.environ:
+            measurements += [partial(run_peer, count, arguments) for count in sorted({counts[0], counts[-1]})]
+        arguments.results.mkdir(parents=True, exist_ok=True)
+        for measure in measurements:
+            row = measure()
+            rows += [row] if row else []
+            write_lines(rows, arguments.results)  # at once, as the peer may take minutes to compile
+    write_figures(rows, arguments.results, str(gpus[0].name))
+    if len(rows) < len(measurements):
+        sys.exit(f"error: {len(measurements) - len(rows)} of {len(measurements)} measurements failed, see above")
 
 
-def write(rows: list[Row], folder: Path, gpu: str) -> None:
-    """All files, and the table on the terminal."""
-    folder.mkdir(parents=True, exist_ok=True)
+def write_lines(rows: list[Row], folder: Path) -> None:
     (folder / "scaling.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_figures(rows: list[Row], folder: Path, gpu: str) -> None:
+    """What follows from the rows: figures, plots, and the table on the terminal."""
     single = next((row for row in rows if row["what"] == "synthetic" and row["gpus"] == 1), None)
     for row in rows:
         if row["what"] in LABELS and row["gpus"] > 1 and single:

@@ -41,7 +41,8 @@ def test_table(scaling: Any) -> None:
 
 
 def test_files(scaling: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    scaling.write(rows(), tmp_path, "NVIDIA Something")
+    scaling.write_lines(rows(), tmp_path)
+    scaling.write_figures(rows(), tmp_path, "NVIDIA Something")
     result = json.loads((tmp_path / "resnet50_fp16_b100_synthetic_2gpu.json").read_text())
     result["commit"] = result["commit"] or "0" * 40
     assert faults(result, "resnet50_fp16_b100_synthetic_2gpu.json") == []
