@@ -47,13 +47,13 @@ class Machine:
     step_jitter: float = 1e-3  # standard deviation of one GPU's step times, relative
     nvlink_gbs: float = 300.0  # GB/s that a GPU sends in an all-reduce within a host
     message_us: float = 30.0  # of an all-reduce of nothing, between two GPUs
+    gpu_spread: float = 0.01  # standard deviation of the speeds of GPUs of one kind, relative
 
     # Not measured here.
     gpus_per_host: int = 8
     nvlink_hop_us: float = 3.0  # each further hop within a host. NCCL's tuner has 3.4 us for Simple over NVLink
     network_gbs: float = 45.0  # a GPU's share of the network: 400 Gbit/s (NVIDIA DGX H100), 90 % of it
     network_hop_us: float = 8.0  # one hop between hosts. NCCL's tuner has 14 us for Simple, 5 us for LL over a network
-    gpu_spread: float = 0.01  # standard deviation of the speeds of GPUs of one kind, relative: an assumption
     speed: float = 1.0  # of a GPU, in H200
 
 
@@ -211,11 +211,16 @@ def fit(results: Path) -> tuple[Machine, list[str]]:
              f"at {shown} images; jitter {machine.step_jitter:.2%}"]  # fmt: skip
     file = results / "scaling.jsonl"
     if not file.exists():
-        return machine, [*notes, f"NVLink: not fitted, there is no {file.name}: {machine.nvlink_gbs:.0f} GB/s and "
-                         f"{machine.message_us:.0f} us a message are assumed"]
+        return machine, [*notes, f"NVLink: not fitted, there is no {file.name}: {machine.nvlink_gbs:.0f} GB/s, "
+                         f"{machine.message_us:.0f} us a message and GPUs that differ by {machine.gpu_spread:.1%} "
+                         "are assumed"]
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    machine = fit_nvlink(machine, [row for row in rows if row["what"] == "synthetic" and row["gpus"] > 1])
+    several = [row for row in rows if row["what"] == "synthetic" and row["gpus"] > 1]
+    machine = fit_nvlink(machine, several)
     notes.append(f"all-reduce within a host: {machine.nvlink_gbs:.0f} GB/s, {machine.message_us:.0f} us a message")
+    each = several[-1]["each_alone_ms"]
+    machine = replace(machine, gpu_spread=statistics.stdev(each) / statistics.fmean(each))
+    notes.append(f"speeds of {len(each)} GPUs: they differ by {machine.gpu_spread:.2%} (standard deviation)")
     gradients = read_gradients((results / PROFILE).read_text())
     for row in rows:
         if row["what"] == "synthetic":

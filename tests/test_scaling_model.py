@@ -123,6 +123,25 @@ def test_fit_of_nvlink(model: Any) -> None:
     assert fitted.message_us == pytest.approx(truth.message_us, rel=0.15)
 
 
+def test_fit_of_several_gpus(model: Any, tmp_path: Path) -> None:
+    """The spread of GPUs comes from their speeds alone, and each row of scaling.jsonl is predicted."""
+    for name in (model.PROFILE, *(model.SINGLE_GPU.format(batch) for batch in model.BATCHES)):
+        (tmp_path / name).write_bytes((BENCHMARKS / "results" / name).read_bytes())
+    machine, notes = model.fit(tmp_path)
+    assert "there is no scaling.jsonl" in notes[-1]
+    row = {"what": "synthetic", "gpus": 4, "batch": 256, "step_ms": [2 * model.step_of_one_gpu_ms(256, machine)] * 5,
+           "each_alone_ms": [19.0, 20.0, 20.0, 21.0], "all_reduce_ms": [0.4, 0.04, 0.03],
+           "buckets": [["weights 1", 50e6, "float16"], ["weights 2", 1e6, "float16"], ["others", 2e5, "float32"]]}
+    single = {"what": "synthetic", "gpus": 1, "batch": 256, "step_ms": [20.0] * 5}
+    jpeg = {"what": "jpeg", "gpus": 4, "batch": 256, "step_ms": [21.0] * 5}
+    (tmp_path / "scaling.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (single, jpeg, row)))
+    machine, notes = model.fit(tmp_path)
+    assert machine.gpu_spread == pytest.approx(math.sqrt(2 / 3) / 20)
+    assert notes[-1].startswith("4 GPUs, batch 256: ")
+    assert float(notes[-1].split("(")[1].rstrip("%)")) == pytest.approx(-50, abs=5)
+    assert notes[-2].startswith("1 GPUs, batch 256: ")
+
+
 def test_calibration_meets_its_point(model: Any, gradients: Any) -> None:
     point = model.MLPERF[0]
     machine = model.calibrated(model.Machine(), gradients, point)
