@@ -23,9 +23,10 @@ from record import RESULTS, run, write_result
 from scaling import launched, run_command
 from step_gpu import LEARNING_RATE, WARM_UP, make_step
 
+from nvidia_gpus import find_gpus
 from train.build import join_bn_group
 from train.config import Config
-from train.devices import Placement, find_gpus
+from train.devices import Placement
 from train.distributed import Workers
 from train.errors import TrainError
 
@@ -71,9 +72,9 @@ def main() -> None:
     if arguments.worker:
         measure(arguments)
         return
-    gpus, count, batch = find_gpus(), arguments.gpus, arguments.batch
-    if len(gpus) < count or count < 2:
-        raise TrainError(f"--gpus {count} must be from 2 to the number of NVIDIA GPUs here, {len(gpus)}")
+    num_gpus, count, batch = len(find_gpus()), arguments.gpus, arguments.batch
+    if num_gpus < count or count < 2:
+        raise TrainError(f"--gpus {count} must be from 2 to the number of NVIDIA GPUs here, {num_gpus}")
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "times.json"
         if not run_command(launched(count, __file__, "--worker", out, "--batch", batch, "--steps", arguments.steps)):
@@ -81,7 +82,7 @@ def main() -> None:
         times = {int(size): step_ms for size, step_ms in json.loads(out.read_text()).items()}
     for size in sizes(count)[1:]:
         write_result(f"resnet50_fp16_b{batch}_bn_group{size}_synthetic_{count}gpu", times[size], count * batch,
-                     "the same without groups", times[1], hardware=f"{count}x {gpus[0].name}", folder=arguments.results)
+                     "the same without groups", times[1], folder=arguments.results)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from record import RESULTS, SAMPLE, run, write_result
-from torch_peer import TorchPeer
+from torch_peer import TorchPeer, take_turns
 
 from pipelines import LoaderConfig
 from pipelines.bench import bench_settings, time_loader
@@ -70,14 +70,8 @@ def main() -> None:
             image_size=arguments.size, dtype="float16", channels=4, device=arguments.device)
         source = open_source(config.data, "train")
         config = tune(config, source, (0, 1))
-        ours: list[float] = []
-        theirs: list[float] = []
-        turn: dict[str, Any] = {}
-        for _ in range(arguments.rounds):
-            ours += time_loader(DaliLoader(config, (0, 1), source), arguments.seconds).step_ms
-            if peer:
-                turn = peer.measure()
-                theirs += turn["step_ms"]
+        ours, theirs, turn = take_turns(
+            arguments.rounds, lambda: time_loader(DaliLoader(config, (0, 1), source), arguments.seconds).step_ms, peer)
         if peer:
             peer.close()
         write_result(NAME, ours, arguments.batch, turn.get("name"), theirs)

@@ -52,14 +52,12 @@ def write_result(
     peer_name: str | None = None,
     peer_step_ms: Sequence[float] = (),
     peer_value: float | None = None,
-    hardware: str | None = None,
     folder: Path = RESULTS,
 ) -> Path:
     """Write one figure and print it.
 
     step_ms          raw times of all counted steps, warm-up left out, in ms; at least 5
     images_per_step  images in one step (of all GPUs); None for a figure in seconds
-    hardware         the part of the machine that was used, where that is not all of it
     peer_step_ms     the peer's times for steps of as many images; or give its figure, `peer_value`
     """
     value, spread, unit = speed(step_ms, images_per_step)
@@ -73,7 +71,7 @@ def write_result(
         "spread": spread,
         "peer": {"name": peer_name, "value": peer_value} if peer_value else None,
         "ratio": value / peer_value if peer_value else None,
-        "hardware": hardware or _hardware(name),
+        "hardware": _hardware(name),
         "versions": environment.versions(),
         "commit": environment.git_commit() or "",
         "command": shlex.join(["python", os.path.relpath(script, ROOT), *arguments]),

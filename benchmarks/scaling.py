@@ -316,10 +316,10 @@ def main() -> None:
     if arguments.worker:
         measure_synthetic(arguments)
         return
-    gpus = find_gpus()
-    counts = [count for count in arguments.gpus if count <= len(gpus)]
+    num_gpus = len(find_gpus())
+    counts = [count for count in arguments.gpus if count <= num_gpus]
     if not counts:
-        raise TrainError(f"--gpus {min(arguments.gpus)} is more than the {len(gpus)} NVIDIA GPUs here")
+        raise TrainError(f"--gpus {min(arguments.gpus)} is more than the {num_gpus} NVIDIA GPUs here")
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -338,7 +338,7 @@ def main() -> None:
             row = measure()
             rows += [row] if row else []
             write_lines(rows, arguments.results)  # at once, as the peer may take minutes to compile
-    write_figures(rows, arguments.results, str(gpus[0].name))
+    write_figures(rows, arguments.results)
     if len(rows) < len(measurements):
         sys.exit(f"error: {len(measurements) - len(rows)} of {len(measurements)} measurements failed, see above")
 
@@ -347,7 +347,7 @@ def write_lines(rows: list[Row], folder: Path) -> None:
     (folder / "scaling.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def write_figures(rows: list[Row], folder: Path, gpu: str) -> None:
+def write_figures(rows: list[Row], folder: Path) -> None:
     """What follows from the rows: figures, plots, and the table on the terminal."""
     single = next((row for row in rows if row["what"] == "synthetic" and row["gpus"] == 1), None)
     for row in rows:
@@ -355,8 +355,7 @@ def write_figures(rows: list[Row], folder: Path, gpu: str) -> None:
             name = f"resnet50_fp16_b{row['batch']}_{row['what']}_{row['gpus']}gpu"
             write_result(name, row["step_ms"], row["gpus"] * row["batch"],
                          f"{row['gpus']} times one GPU, synthetic, same run",
-                         peer_value=row["gpus"] * images_per_sec(single), hardware=f"{row['gpus']}x {gpu}",
-                         folder=folder)
+                         peer_value=row["gpus"] * images_per_sec(single), folder=folder)
     if rows:
         plot(rows, folder / "scaling.png")
     with_timeline = [row for row in rows if "timeline" in row]

@@ -27,7 +27,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from record import RESULTS, run, write_result
-from torch_peer import TorchPeer
+from torch_peer import TorchPeer, take_turns
 
 from graph_passes import Graph
 from graph_passes.executors import create_executor
@@ -123,17 +123,11 @@ def main() -> None:
     started = time.monotonic()
     executor, data, label = make_step(arguments.depth, arguments.batch, arguments.size, arguments.dtype)
     print(f"ready after {time.monotonic() - started:.1f} s (the first time on a machine, plans are timed)")
-    ours: list[float] = []
-    theirs: list[float] = []
-    turn: dict[str, Any] = {}
     free, total = executor.gpu.memory()
     memory: dict[str, Any] = {"ours_in_use_gib": gib(total - free)}
     peer = start_peer(arguments) if "PEER_PYTHON" in os.environ else None
-    for _ in range(arguments.rounds):
-        ours += measure(executor, data, label, arguments.steps, arguments.inference)
-        if peer:
-            turn = peer.measure()
-            theirs += turn["step_ms"]
+    ours, theirs, turn = take_turns(
+        arguments.rounds, lambda: measure(executor, data, label, arguments.steps, arguments.inference), peer)
     if peer:
         memory |= {"peer": turn["name"], "peer_in_use_gib": gib(free - executor.gpu.memory()[0]),
                    "peer_peak_allocated_gib": gib(turn["allocated_bytes"])}

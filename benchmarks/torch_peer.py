@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,3 +42,17 @@ class TorchPeer:
         assert self._process.stdin
         self._process.stdin.close()
         self._process.wait()
+
+
+def take_turns(rounds: int, measure: Callable[[], list[float]],
+               peer: TorchPeer | None) -> tuple[list[float], list[float], dict[str, Any]]:
+    """Milliseconds of ours, as `measure` gives them, and of the peer, where there is one; and all of its last turn."""
+    ours: list[float] = []
+    theirs: list[float] = []
+    turn: dict[str, Any] = {}
+    for _ in range(rounds):
+        ours += measure()
+        if peer:
+            turn = peer.measure()
+            theirs += turn["step_ms"]
+    return ours, theirs, turn

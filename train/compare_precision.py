@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +24,7 @@ from train import checkpoint, cli, devices, files, plots
 from train.config import CONFIG_FILE, Config, load_preset, parse
 from train.errors import TrainError
 from train.metrics import METRICS_FILE, RunRecord
-from train.signals import StoppedBySignal
+from train.signals import StoppedBySignal, handled
 
 # What tells a precision's runs apart, as fields of the configuration
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -115,7 +114,10 @@ def _train(config: Config, folder: Path) -> RunRecord:
         else:
             shutil.rmtree(folder)  # ended before its first checkpoint
     command = [sys.executable, *(f"-W{option}" for option in sys.warnoptions), "-m", "train", *arguments]
-    with subprocess.Popen(command) as child, _passing_on_signals(child):
+    # The child saves a checkpoint when it is told to stop; this process waits for that. Ctrl-C reaches both.
+    with subprocess.Popen(command) as child, handled(
+        {signal.SIGTERM: lambda number, frame: child.send_signal(number), signal.SIGINT: signal.SIG_IGN}
+    ):
         code = child.wait()
     if code in (128 + signal.SIGTERM, 128 + signal.SIGINT):
         raise StoppedBySignal(signal.Signals(code - 128), "stopped: repeat the command to go on")
@@ -123,20 +125,6 @@ def _train(config: Config, folder: Path) -> RunRecord:
         raise TrainError(f"the run in {folder} ended with exit code {code}, see its message above; "
                          "repeat the command to go on")
     return RunRecord.read_jsonl(folder / METRICS_FILE)
-
-
-@contextmanager
-def _passing_on_signals(child: subprocess.Popen) -> Iterator[None]:
-    """The child saves a checkpoint when it is told to stop; this process waits for that. Ctrl-C reaches both."""
-    before = {
-        signal.SIGINT: signal.signal(signal.SIGINT, lambda number, frame: None),
-        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda number, frame: child.send_signal(number)),
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _check_same(config: Config, config_file: Path) -> None:

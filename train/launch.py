@@ -17,11 +17,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, NoReturn
 
 from train import topology
 from train.errors import EXIT_LOST_PROCESS, EXIT_USER_ERROR, TrainError
+from train.signals import handled
 
 LOOPBACK = {"HOROVOD_GLOO_IFACE": "lo", "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "NCCL_SOCKET_IFNAME": "lo",
             "HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}  # fmt: skip
@@ -212,8 +214,7 @@ def _results(driver: Any, workers: Sequence[Worker]) -> list[int]:
     return codes
 
 
-@contextlib.contextmanager
-def _signals_forwarded(workers: Sequence[Worker]) -> Iterator[None]:
+def _signals_forwarded(workers: Sequence[Worker]) -> AbstractContextManager[None]:
     """Signals to this process reach all workers that there are by then."""
 
     def forward(number: int, frame: object) -> None:
@@ -221,13 +222,7 @@ def _signals_forwarded(workers: Sequence[Worker]) -> Iterator[None]:
             worker.process.send_signal(number)
 
     # Ctrl-C reaches the whole process group by itself.
-    wanted: dict[int, Any] = {signal.SIGTERM: forward, signal.SIGUSR1: forward, signal.SIGINT: signal.SIG_IGN}
-    before = {number: signal.signal(number, handler) for number, handler in wanted.items()}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return handled({signal.SIGTERM: forward, signal.SIGUSR1: forward, signal.SIGINT: signal.SIG_IGN})
 
 
 def _start(command: Sequence[str], slot: Slot, environment: Mapping[str, str]) -> Worker:

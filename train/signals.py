@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType, TracebackType
-from typing import Any
 
 STOPPING = (signal.SIGTERM, signal.SIGINT)
+
+
+Handler = Callable[[int, "FrameType | None"], object]
+
+
+@contextlib.contextmanager
+def handled(handlers: Mapping[int, Handler | signal.Handlers]) -> Iterator[None]:
+    """What signals do for a while, by their numbers."""
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class StoppedBySignal(Exception):
@@ -26,18 +41,16 @@ class Signals:
     def __init__(self) -> None:
         self.stop: int = 0  # number of the signal that asked for it
         self.save = False
-        self._before: dict[int, Any] = {}
+        self._handled = handled(dict.fromkeys((*STOPPING, signal.SIGUSR1), self._handle))
 
     def __enter__(self) -> Signals:
-        for number in (*STOPPING, signal.SIGUSR1):
-            self._before[number] = signal.signal(number, self._handle)
+        self._handled.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self._handled.__exit__(kind, error, trace)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGUSR1:

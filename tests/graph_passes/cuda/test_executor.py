@@ -10,7 +10,7 @@ from gpu_arrays import relative_error
 from test_training_step import CLASSES, fused, random_batch, random_state, small_network
 
 from graph_passes import Graph, GraphError
-from graph_passes.executors import create_executor
+from graph_passes.executors import Executor, create_executor
 from graph_passes.executors.cuda.buckets import Bucket
 from graph_passes.executors.cuda.executor import CudaExecutor
 from mxnet_compat import mx
@@ -36,20 +36,25 @@ def batch(seed: int) -> tuple:
     return mx.nd.array(data, ctx=mx.gpu(0)), mx.nd.array(label, ctx=mx.gpu(0))
 
 
+def check_pass(executor: CudaExecutor, reference: Executor, seed: int, mixup: float = 1.0) -> None:
+    """Gradients, read at once, and metrics of one pass over the same batch."""
+    data, label = batch(seed)
+    executor.forward_backward(data, label, mixup=mixup)
+    got = {name: executor.to_canonical(name, grad) for name, grad in executor.grads.items()}
+    reference.forward_backward(data.asnumpy(), label.asnumpy(), mixup=mixup)
+    for name, grad in reference.grads.items():
+        assert relative_error(got[name], grad) < 1e-4, name
+    wanted, metrics = reference.read_metrics(), executor.read_metrics()
+    assert metrics[1:] == wanted[1:] and abs(metrics.loss_sum - wanted.loss_sum) < 1e-4 * wanted.loss_sum
+
+
 def test_gradients_match_the_reference_and_are_waited_for(executor: CudaExecutor) -> None:
     reference = create_executor("reference", executor.graph, SHAPES, dtype="float64")
     reference.set_params(*executor.get_params())
     for seed in range(3):  # each time other gradients, read at once: a missing gate would show the old ones
-        data, label = batch(seed)
-        executor.forward_backward(data, label)
-        got = {name: executor.to_canonical(name, grad) for name, grad in executor.grads.items()}
-        reference.forward_backward(data.asnumpy(), label.asnumpy())
-        for name, grad in reference.grads.items():
-            assert relative_error(got[name], grad) < 1e-4, name
+        check_pass(executor, reference, seed)
     for name, value in reference.aux.items():
         assert relative_error(executor.to_canonical(name, executor.aux[name]), value) < 1e-4, name
-    wanted, metrics = reference.read_metrics(), executor.read_metrics()
-    assert metrics[1:] == wanted[1:] and abs(metrics.loss_sum - wanted.loss_sum) < 1e-4 * wanted.loss_sum
 
 
 def test_buckets_hold_every_gradient_once_and_in_time(executor: CudaExecutor) -> None:
@@ -110,13 +115,7 @@ def test_mixup_against_the_reference(executor: CudaExecutor) -> None:
     reference = create_executor("reference", executor.graph, SHAPES, dtype="float64")
     reference.set_params(*executor.get_params())
     for mixup in (0.6, 1.0, 0.75):
-        data, label = batch(5)
-        executor.forward_backward(data, label, mixup=mixup)
-        reference.forward_backward(data.asnumpy(), label.asnumpy(), mixup=mixup)
-        for name, grad in reference.grads.items():
-            assert relative_error(executor.to_canonical(name, executor.grads[name]), grad) < 1e-4, name
-        wanted, metrics = reference.read_metrics(), executor.read_metrics()
-        assert metrics[1:] == wanted[1:] and abs(metrics.loss_sum - wanted.loss_sum) < 1e-4 * wanted.loss_sum
+        check_pass(executor, reference, seed=5, mixup=mixup)
 
 
 def test_metrics_that_are_asked_for_before_they_are_waited_for(executor: CudaExecutor) -> None:
