@@ -7,7 +7,8 @@
 #   4. Horovod, compiled against that MXNet, and train/allreduce.cc against that Horovod (need g++, and nvcc for GPUs;
 #      without them one process still does everything)
 #
-# Each finished step leaves its mark in VENV, so that a second call does nothing and an interrupted one goes on.
+# Each finished step leaves its mark in VENV, so that a second call does nothing and an interrupted one goes on; what its
+# programs said is in VENV/setup-STEP.log.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=${1:-.venv}
@@ -25,7 +26,9 @@ find_python() {
     return 1
 }
 
-if nvidia-smi -L 2>/dev/null | grep -q GPU; then kind=gpu; else kind=cpu; fi
+[[ $(nvidia-smi -L 2>/dev/null) == *GPU* ]] && kind=gpu || kind=cpu
+# Where NVIDIA's own installer puts nvcc, which it leaves to the user to add to PATH.
+command -v nvcc >/dev/null || export PATH=$PATH:${CUDA_HOME:-/usr/local/cuda}/bin
 
 if ! "$bin/python" -m pip --version >/dev/null 2>&1; then
     python=$(find_python) || fail "no Python 3.10, 3.11 or 3.12 with venv and pip on PATH; install one (Debian: apt install python3-venv) and run make again"
@@ -37,6 +40,7 @@ fi
 # step NAME CONTENT COMMAND...: run COMMAND unless the mark NAME says that it was already done for the same CONTENT.
 step() {
     local mark=$venv/.done-$1 content=$2
+    log=$venv/setup-$1.log
     shift 2
     if [ "$(cat "$mark" 2>/dev/null)" != "$content" ]; then
         "$@" || return
@@ -44,15 +48,18 @@ step() {
     fi
 }
 
+# What went wrong, from the log of the last step: its first error, or else its last line.
+reason() { printf %.300s "$(grep -m1 -oE '(ERROR|fatal error|CMake Error)[ :].*' "$log" || tail -n1 "$log")"; }
+
 install_packages() {
     local other
-    say "packages for a machine with $([ $kind = gpu ] && echo 'an NVIDIA GPU' || echo 'no GPU') (log: $venv/setup.log)"
+    say "packages for a machine with $([ $kind = gpu ] && echo 'an NVIDIA GPU' || echo 'no GPU') (log: $log)"
     # The CPU and the GPU wheel of MXNet own the same folder: only one of them can be there.
     other=$([ $kind = gpu ] && echo mxnet || echo mxnet-cu117)
-    "$bin/pip" uninstall -q -y "$other" >>"$venv/setup.log" 2>&1 || true
+    "$bin/pip" uninstall -q -y "$other" >"$log" 2>&1 || true
     # Horovod's build tools: its CMake files need cmake < 4, and it compiles against the MXNet that is installed here.
     "$bin/pip" install -q --disable-pip-version-check 'cmake<4' wheel cloudpickle pyyaml packaging cffi \
-        -e ".[$kind,onnx,dev]" >>"$venv/setup.log" 2>&1 || fail "pip could not install the packages: $(grep -m1 '^ERROR' "$venv/setup.log" || tail -n1 "$venv/setup.log") (log: $venv/setup.log)"
+        -e ".[$kind,onnx,dev]" >>"$log" 2>&1 || fail "pip could not install the packages: $(reason) (log: $log)"
     [ $kind = cpu ] || "$bin/python" scripts/link_cuda11.py || exit
 }
 
@@ -72,11 +79,11 @@ build_horovod() {
     fi
     # pip's cache would hand the wheel of a CPU build to a GPU machine, and the other way round.
     PATH=$PWD/$bin:$PATH "$bin/pip" install -q --disable-pip-version-check --no-build-isolation --no-deps \
-        --no-cache-dir --no-binary horovod horovod==0.28.1 >>"$venv/setup.log" 2>&1
+        --no-cache-dir --no-binary horovod horovod==0.28.1 >"$log" 2>&1
 }
 
 build_allreduce() {
-    bash scripts/build_allreduce.sh "$bin/python" >>"$venv/setup.log" 2>&1
+    bash scripts/build_allreduce.sh "$bin/python" >"$log" 2>&1
 }
 
 step packages "$kind $(cksum <pyproject.toml)" install_packages
@@ -87,9 +94,9 @@ elif [ $kind = gpu ] && ! command -v nvcc >/dev/null; then
 else
     if step horovod "$kind horovod 0.28.1" build_horovod; then
         step allreduce "$kind $(cksum <train/allreduce.cc)" build_allreduce ||
-            say "train/allreduce.cc did not build (log: $venv/setup.log): everything but several GPUs works"
+            say "train/allreduce.cc did not build: $(reason) (log: $log); everything but several GPUs works"
     else
-        say "Horovod did not build (log: $venv/setup.log): everything but several processes works"
+        say "Horovod did not build: $(reason) (log: $log); everything but several processes works"
     fi
 fi
 touch "$venv/.ready"

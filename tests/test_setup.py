@@ -42,8 +42,8 @@ def run_setup(tmp_path: Path) -> Callable[..., tuple[str, str]]:
         for name, body in tools.items():
             write_program(path / name.replace("gxx", "g++").replace("_", "-"), body)
         log.write_text("")
-        done = subprocess.run([path / "bash", SCRIPT, venv], capture_output=True, text=True,
-                              env={"PATH": str(path), "HOME": os.environ["HOME"]})  # fmt: skip
+        environment = {"PATH": str(path), "HOME": os.environ["HOME"], "CUDA_HOME": str(tmp_path / "cuda")}
+        done = subprocess.run([path / "bash", SCRIPT, venv], capture_output=True, text=True, env=environment)
         assert done.returncode == 0, done.stderr
         assert (venv / ".ready").exists()
         return done.stdout, log.read_text()
@@ -61,6 +61,13 @@ def test_gpu_without_nvcc(run_setup):
     said, calls = run_setup(nvidia_smi=GPU, gxx="", nvcc="echo '#$ TOP=/opt/cuda' >&2")
     assert "horovod==0.28.1" in calls
     assert "[gpu" not in calls
+
+
+def test_nvcc_beside_path(run_setup, tmp_path):
+    """NVIDIA's installer leaves it to the user to add nvcc to PATH."""
+    write_program(tmp_path / "cuda" / "bin" / "nvcc", "echo '#$ TOP=/opt/cuda' >&2")
+    _, calls = run_setup(nvidia_smi=GPU, gxx="")
+    assert "HOROVOD_CUDA_HOME=/opt/cuda " in calls
 
 
 def test_gpu_with_nvcc(run_setup, tmp_path):
@@ -91,7 +98,11 @@ def test_no_compiler(run_setup):
 
 def test_horovod_does_not_build(run_setup, tmp_path):
     pip = tmp_path / "venv" / "bin" / "pip"
-    pip.write_text(pip.read_text() + '[[ "$*" != *horovod* ]]\n')
+    compiler = "base.h:3:10: fatal error: cublas_v2.h: No such file or directory"
+    pip.write_text(pip.read_text()
+                   + f'[[ "$*" != *horovod* ]] || {{ echo " | {compiler}"; echo ERROR: no wheel; exit 1; }}\n')
     said, _ = run_setup(gxx="")
-    assert "setup: Horovod did not build (log: " in said
+    log = tmp_path / "venv" / "setup-horovod.log"
+    assert f"Horovod did not build: fatal error: cublas_v2.h: No such file or directory (log: {log})" in said
     assert "everything but several processes works" in said
+    assert "ERROR: no wheel" in log.read_text()

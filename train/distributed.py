@@ -225,7 +225,8 @@ def _import_horovod(size: int) -> Any:
         from train.horovod_mxnet import hvd
     except ImportError as error:
         raise TrainError(
-            f"{size} processes need Horovod, which is not installed here ({error}): install g++ and run make setup",
+            f"{size} processes need Horovod, which is not installed here ({error}): run make setup, which "
+            "says what it lacks",
             on_all_ranks=True,
         ) from None
     return hvd

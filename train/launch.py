@@ -267,7 +267,8 @@ def _require_horovod(num_processes: int) -> None:
         import horovod.runner.gloo_run  # noqa: F401  # heavy, and not there without g++
     except ImportError as error:
         raise TrainError(
-            f"{num_processes} processes need Horovod, which is not installed here ({error}): install g++ and make setup"
+            f"{num_processes} processes need Horovod, which is not installed here ({error}): run make setup, which "
+            "says what it lacks"
         ) from None
 
 

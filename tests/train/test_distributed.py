@@ -139,7 +139,7 @@ def test_without_horovod(monkeypatch):
     monkeypatch.setenv("HOROVOD_SIZE", "2")
     monkeypatch.delitem(sys.modules, "train.horovod_mxnet", raising=False)
     monkeypatch.setitem(sys.modules, "horovod.mxnet", None)  # makes the import fail
-    with pytest.raises(Exception, match=r"2 processes need Horovod, which is not installed here .*: install g"):
+    with pytest.raises(Exception, match=r"2 processes need Horovod, which is not installed here .*: run make setup"):
         Workers()
 
 
