@@ -78,7 +78,7 @@ build_horovod() {
         export HOROVOD_CUDA_HOME; HOROVOD_CUDA_HOME=$(realpath "$(nvcc --dryrun -x cu /dev/null 2>&1 | sed -n 's/^#\$ TOP=//p')")
     fi
     # pip's cache would hand the wheel of a CPU build to a GPU machine, and the other way round.
-    PATH=$PWD/$bin:$PATH "$bin/pip" install -q --disable-pip-version-check --no-build-isolation --no-deps \
+    PATH=$(realpath "$bin"):$PATH "$bin/pip" install -q --disable-pip-version-check --no-build-isolation --no-deps \
         --no-cache-dir --no-binary horovod horovod==0.28.1 >"$log" 2>&1
 }
 
