@@ -3,13 +3,14 @@
 from pipelines.dali_loader import DaliLoader, load_images
 from pipelines.decoded import decode_once
 from pipelines.errors import DataError
-from pipelines.graph import MEAN, STD
+from pipelines.graph import DEFAULT_HW_DECODER_LOAD, MEAN, STD
 from pipelines.loader import Batch, Loader, LoaderConfig
 from pipelines.sources import open_source
 from pipelines.synthetic import SyntheticLoader
 from pipelines.tuning import tune
 
-__all__ = ["MEAN", "STD", "Batch", "DataError", "Loader", "LoaderConfig", "load_images", "open_loader"]
+__all__ = ["DEFAULT_HW_DECODER_LOAD", "MEAN", "STD", "Batch", "DataError", "Loader", "LoaderConfig", "load_images",
+           "open_loader"]
 
 
 def open_loader(config: LoaderConfig, shard: tuple[int, int] = (0, 1)) -> Loader:

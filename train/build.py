@@ -9,7 +9,7 @@ from typing import Any
 from graph_passes import Graph
 from graph_passes.executors import Executor, create_executor
 from graph_passes.executors.cuda.statistics_group import StatisticsGroup
-from pipelines import Loader, LoaderConfig, open_loader
+from pipelines import DEFAULT_HW_DECODER_LOAD, Loader, LoaderConfig, open_loader
 from train import topology
 from train.checkpoint import Checkpoint
 from train.config import SAMPLES, Config
@@ -34,6 +34,9 @@ def open_split(config: Config, split: str, placement: Placement, workers: Worker
     on_gpu = placement.device.startswith("gpu")
     # The cuda executor's first convolution reads four channels: a batch that has them is copied as it is.
     channels = 4 if placement.executor == "cuda" else 3
+    hw_decoder_load = config.hw_decoder_load
+    if hw_decoder_load < 0 and config.deterministic:
+        hw_decoder_load = DEFAULT_HW_DECODER_LOAD  # not the fastest: an image's pixels depend on which decoder has it
     loader = open_loader(
         LoaderConfig(
             data=str(SAMPLES_FOLDER) if config.data == SAMPLES else config.data,
@@ -51,7 +54,7 @@ def open_split(config: Config, split: str, placement: Placement, workers: Worker
             random_area=config.random_area,
             crop_padding=config.crop_padding,
             cutout=config.cutout,
-            hw_decoder_load=config.hw_decoder_load if config.hw_decoder_load >= 0 else None,
+            hw_decoder_load=hw_decoder_load if hw_decoder_load >= 0 else None,
             cache_gib=config.cache if config.cache >= 0 else None,
             on_bad_image=config.on_bad_image,
             num_classes=config.num_classes or None,

@@ -69,7 +69,7 @@ class Config:
     """Threads of the loader per process; 0: one for each core that the process may use."""
     hw_decoder_load: float = -1.0
     """On a GPU, the part of the JPEGs that its JPEG engine decodes, from 0 to 1; -1: the fastest for this GPU, data and
-    number of threads, found by a sweep of five seconds at the first start."""
+    number of threads, found by a sweep of five seconds at the first start; 0.65 with --deterministic."""
     cache: float = -1.0
     """GiB of host memory, per process and split, in which the images are kept decoded, so that each is decoded only
     once; a split that takes more is decoded in every epoch. -1: splits of up to 0.25 GiB; 0: none."""
@@ -135,7 +135,8 @@ class Config:
     tf32: bool = True
     """Executor cuda with dtype float32: convolutions round their inputs to TF32, which tensor cores compute with."""
     deterministic: bool = False
-    """Executor cuda: leave out convolution kernels that sum in a varying order, so that equal runs give equal bits."""
+    """Equal runs on equal machines give equal bits, also in parts (--resume). Executor cuda: convolution kernels that
+    sum in a varying order are left out, and nothing is chosen by timing it, which makes steps slower."""
     output: str = ""
     """Folder of the run; default: runs/<config>-<date>."""
     resume: str = ""

@@ -27,14 +27,26 @@ OPTIONS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("RESNET_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RESNET_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 def lines(folder: Path, event: str) -> list[dict]:
     found = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [line for line in found if line["event"] == event]
+
+
+def assert_equal_bits(run: Path, other: Path) -> None:
+    """Of all that the newest checkpoints of two runs hold."""
+    one, two = (checkpoint.load(checkpoint.find(str(folder))) for folder in (run, other))
+    assert one.progress.step == two.progress.step
+    for group in ("params", "aux", "momenta", "averages"):
+        assert getattr(one, group).keys() == getattr(two, group).keys()
+        for name, value in getattr(one, group).items():
+            np.testing.assert_array_equal(value, getattr(two, group)[name], err_msg=f"{group}: {name}")
 
 
 def validated(out: str) -> tuple[float, float]:
@@ -75,11 +87,7 @@ def test_resuming_changes_nothing(run_train, tmp_path):
         assert code == 0, err
     code, _, err = run_train("--resume", tmp_path / "parts", "--max-steps", "30")
     assert code == 0, err
-    whole, parts = (checkpoint.load(checkpoint.find(str(tmp_path / name))) for name in ("whole", "parts"))
-    assert whole.progress.step == parts.progress.step == 30
-    for group in ("params", "aux", "momenta"):
-        for name, value in getattr(whole, group).items():
-            np.testing.assert_array_equal(value, getattr(parts, group)[name], err_msg=name)
+    assert_equal_bits(tmp_path / "whole", tmp_path / "parts")
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +107,9 @@ PHOTOGRAPH_OPTIONS = [
 ]  # fmt: skip
 
 
+DECODED_EVERY_EPOCH = ["--cache", "0"]  # by the GPU, as ImageNet is
+
+
 def end_of(folder: Path) -> tuple[float, float]:
     """Validation loss and top-1 of the last epoch, of which there is one line."""
     (row,) = [row for row in lines(folder, "epoch") if row["epoch"] == 12]
@@ -112,20 +123,28 @@ def unbroken(photographs, tmp_path_factory):
 
     folders = [tmp_path_factory.mktemp(name) / "run" for name in ("first", "second")]
     for folder in folders:
-        assert main(["--data", str(photographs), *PHOTOGRAPH_OPTIONS, "--checkpoint-minutes", "0",
+        assert main(["--data", str(photographs), *PHOTOGRAPH_OPTIONS, *DECODED_EVERY_EPOCH, "--checkpoint-minutes", "0",
                      "--output", str(folder)]) == 0
     return [end_of(folder) for folder in folders]
 
 
+def saved_step(folder: Path) -> int:
+    """That of a run's newest checkpoint; 0 before there is one."""
+    return max((int(path.stem.removeprefix("step-")) for path in folder.glob("checkpoints/step-*.npz")), default=0)
+
+
 @pytest.mark.parametrize("death", [signal.SIGTERM, signal.SIGKILL], ids=lambda death: death.name)
-def test_a_run_from_jpegs_that_is_stopped_ends_like_an_unbroken_one(death, photographs, unbroken, run_train, tmp_path):
-    options = ["--data", str(photographs), *PHOTOGRAPH_OPTIONS]
+def test_a_run_from_jpegs_that_is_stopped_ends_like_an_unbroken_one(death, photographs, unbroken, run_train, tmp_path,
+                                                                    monkeypatch):
+    # What another process has found out about this machine, such as the fastest kernels, must not decide about bits.
+    monkeypatch.setenv("RESNET_CACHE", str(tmp_path / "cache"))
+    options = ["--data", str(photographs), *PHOTOGRAPH_OPTIONS, *DECODED_EVERY_EPOCH]
     folder = tmp_path / "stopped"
-    run = subprocess.Popen([sys.executable, "-W", "ignore", "-m", "train", *options, "--checkpoint-minutes", "0.002",
+    run = subprocess.Popen([sys.executable, "-W", "ignore", "-m", "train", *options, "--checkpoint-minutes", "0.0005",
                             "--output", str(folder)], stdout=subprocess.PIPE, text=True)
     try:
         deadline = time.monotonic() + 60
-        while not (folder / "metrics.jsonl").exists() or not any(row["step"] > 40 for row in lines(folder, "steps")):
+        while saved_step(folder) <= 10:
             assert run.poll() is None and time.monotonic() < deadline, "it ended before it could be stopped"
             time.sleep(0.005)
         os.kill(run.pid, death)
@@ -135,7 +154,7 @@ def test_a_run_from_jpegs_that_is_stopped_ends_like_an_unbroken_one(death, photo
     assert run.returncode == (128 + death if death == signal.SIGTERM else -death)
     assert (f"go on with: python -m train --resume {folder}" in out) == (death == signal.SIGTERM)
     stopped_at = checkpoint.load(checkpoint.find(str(folder))).progress.step
-    assert 10 < stopped_at < 108
+    assert 10 < stopped_at == saved_step(folder) < 108
 
     code, _, err = run_train("--resume", "auto", "--output", folder, "--checkpoint-minutes", "0")
     assert code == 0, err
@@ -175,12 +194,9 @@ def test_broken_files_are_skipped_and_listed(photographs, run_train, tmp_path):
     assert len(rows) == 3 and np.isfinite([row["train_loss"] for row in rows]).all()
     assert all(name in (folder / "report" / "report.md").read_text() for name in broken)
 
-def test_sizes_change_and_a_run_goes_on_in_mid_schedule(run_train, tmp_path):
-    """Training at 33, then 64 pixels, validation at 80, with LARS: a run in two parts ends where one in one does.
 
-    Within rounding: the bits differed on an H200 (weights by 1.5e-4 of 0.06), why is not known. On the CPU they are
-    equal (test_resume.py).
-    """
+def test_sizes_change_and_a_run_goes_on_in_mid_schedule(run_train, tmp_path):
+    """Training at 33, then 64 pixels, validation at 80, with LARS: a run in two parts has the bits of a run in one."""
     options = [*OPTIONS, "--deterministic", "--first-image-size", "33", "--image-size", "64", "--resize-epochs", "1",
                "1", "--val-image-size", "80", "--optimizer", "lars", "--learning-rate", "5"]  # fmt: skip
     for name, steps in (("whole", "70"), ("parts", "60")):
@@ -189,10 +205,7 @@ def test_sizes_change_and_a_run_goes_on_in_mid_schedule(run_train, tmp_path):
         assert "epoch 2: images of 64 pixels from now on" in out
     code, _, err = run_train("--resume", tmp_path / "parts", "--max-steps", "70")
     assert code == 0, err
-    whole, parts = (checkpoint.load(checkpoint.find(str(tmp_path / name))) for name in ("whole", "parts"))
-    for name, value in whole.params.items():
-        np.testing.assert_allclose(parts.params[name], value, rtol=0, atol=2e-2 * max(0.1, np.abs(value).max()),
-                                   err_msg=name)
+    assert_equal_bits(tmp_path / "whole", tmp_path / "parts")
     (row,) = lines(tmp_path / "whole", "epoch")
     assert np.isfinite(row["val_loss"])
 
@@ -219,11 +232,9 @@ def test_accumulation_mixup_and_averages_go_on(run_train, tmp_path):
         assert code == 0, err
     code, _, err = run_train("--resume", tmp_path / "parts", "--max-steps", "100")
     assert code == 0, err
-    whole, parts = (checkpoint.load(checkpoint.find(str(tmp_path / name))) for name in ("whole", "parts"))
+    assert_equal_bits(tmp_path / "whole", tmp_path / "parts")
+    whole = checkpoint.load(checkpoint.find(str(tmp_path / "whole")))
     assert whole.averages.keys() == whole.params.keys() | whole.aux.keys()
-    for group in ("params", "aux", "momenta", "averages"):
-        for name, value in getattr(whole, group).items():
-            np.testing.assert_array_equal(value, getattr(parts, group)[name], err_msg=name)
     for folder in (tmp_path / "whole", tmp_path / "parts"):
         steps = lines(folder, "steps")
         assert all(line["loss"] is not None for line in steps), "every step's metrics were read"

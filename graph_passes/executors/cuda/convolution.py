@@ -2,7 +2,7 @@
 
 Everything is NHWC with OHWI weights. A fully connected layer is a 1x1 convolution of a 1x1 image. For each problem
 cuDNN proposes several plans (engine and tile sizes); they are timed once, the best one's name is kept on disk, and the
-next start builds only that one.
+next start builds only that one. Where runs are to be repeatable nothing is timed: cuDNN's first proposal is taken.
 """
 
 from __future__ import annotations
@@ -96,29 +96,32 @@ class Plan:
 
 
 class ConvolutionLibrary:
-    """cuDNN on one GPU. `tf32` lets fp32 convolutions round their inputs to TF32; `deterministic` leaves out plans that
-    sum in a varying order."""
+    """cuDNN on one GPU. `tf32` lets fp32 convolutions round their inputs to TF32. `deterministic` leaves out plans that
+    sum in a varying order, and lets neither time nor what is on disk decide between the others: each plan has its own
+    order of sums, so another choice gives other bits."""
 
     def __init__(self, gpu: Gpu, store: Cache, tf32: bool = True, deterministic: bool = False) -> None:
         self._cudnn = import_cudnn()
         self._gpu, self._store = gpu, store
-        self._tf32, self._deterministic = tf32, deterministic
+        self._tf32, self.deterministic = tf32, deterministic
         self.handle = self._cudnn.create_handle()
         self._cudnn.set_stream(handle=self.handle, stream=gpu.stream_handle)
         self._plans: dict[Problem, Plan] = {}
-        self.variant = f"tf32_{int(tf32)}-deterministic_{int(deterministic)}"
+        self.variant = f"tf32_{int(tf32)}"
         self._choices_name = f"plans-{self.variant}"
         self._choices = self._read_choices()  # problem key -> [plan name, milliseconds]
         self._known = len(self._choices)
         self._tuning_buffers: dict[str, tuple[int, int]] = {}  # name -> address, bytes
 
     def plan(self, problem: Problem) -> Plan:
-        """The fastest plan for the problem, built. Times all proposals the first time that this machine meets it.
+        """The fastest plan for the problem, built; the first that runs, if `deterministic`. Times all proposals the
+        first time that this machine meets it.
 
         Raises GraphError where cuDNN has no plan.
         """
         if problem not in self._plans:
-            self._plans[problem] = self._remembered(problem) or self._tuned(problem)
+            chosen = None if self.deterministic else self._remembered(problem)
+            self._plans[problem] = chosen or self._tuned(problem)
         return self._plans[problem]
 
     def save(self) -> None:
@@ -126,7 +129,7 @@ class ConvolutionLibrary:
         for address, _ in self._tuning_buffers.values():
             self._gpu.free(address)
         self._tuning_buffers.clear()
-        if len(self._choices) > self._known:
+        if len(self._choices) > self._known and not self.deterministic:
             merged = {**self._read_choices(), **self._choices}  # another process may have written meanwhile
             self._store.write(self._choices_name, json.dumps(merged, indent=0).encode())
             self._known = len(self._choices)
@@ -153,10 +156,11 @@ class ConvolutionLibrary:
         plan = Plan(self, problem)
         addresses = self._tuning_data(problem)
         timed: list[tuple[float, int]] = []
+        most = 1 if self.deterministic else MAX_CANDIDATES
         reason = "it proposes no plan"
         for index in range(len(plan.names())):
-            is_late = time.monotonic() - started > TUNING_SECONDS
-            if len(timed) == MAX_CANDIDATES or (is_late and (timed or problem.is_fused)):
+            is_late = time.monotonic() - started > TUNING_SECONDS and not self.deterministic
+            if len(timed) == most or (is_late and (timed or problem.is_fused)):
                 break
             try:
                 plan.select(index)
@@ -266,7 +270,7 @@ class ConvolutionLibrary:
             graph.validate()
             graph.build_operation_graph()
             graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
-            if self._deterministic:
+            if self.deterministic:
                 graph.deselect_numeric_notes([cudnn.numerical_note.NONDETERMINISTIC])
             if problem.dtype == "float32" and not self._tf32:
                 notes = cudnn.numerical_note

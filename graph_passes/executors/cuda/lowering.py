@@ -431,7 +431,10 @@ class Lowering:
         self.program.launches.append(Launch(node.name, problem.kind, enqueue, reads, writes, flops=problem.flops))
 
     def _fusing_pays(self, node: Node, plain: Problem, fused: Problem, separate_bytes: int) -> bool:
-        """Is a convolution with something in its epilogue faster than one without and a launch that moves so much?"""
+        """Is a convolution with something in its epilogue faster than one without and a launch that moves so much? No
+        where runs are to be repeatable."""
+        if self._convolutions.deterministic:
+            return False
         try:
             fused_ms = self._convolutions.plan(fused).time_ms
         except GraphError:

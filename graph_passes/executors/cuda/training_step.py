@@ -74,7 +74,7 @@ class TrainingStep:
         store = Cache(_machine(self.gpu), cache_folder)
         self.kernels = KernelLibrary(self.gpu, store)
         self._convolutions = ConvolutionLibrary(self.gpu, store, tf32, deterministic)
-        self._planner = Planner(self.gpu, store, self._convolutions.variant)
+        self._planner = Planner(self.gpu, store, self._convolutions.variant, deterministic)
         self._allocate_for_owner, self._group = allocate, group
         self._graph, self._shapes, self.dtype = graph, dict(shapes), dtype
         inferred = graph.infer_shapes(shapes)

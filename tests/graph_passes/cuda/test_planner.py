@@ -38,9 +38,9 @@ class FakeGpu:
         return self.clock - start
 
 
-def planner(gpu: FakeGpu, folder: Path) -> Planner:
+def planner(gpu: FakeGpu, folder: Path, deterministic: bool = False) -> Planner:
     fake: Any = gpu
-    return Planner(fake, Cache("machine", folder), "variant")
+    return Planner(fake, Cache("machine", folder), "variant", deterministic)
 
 
 def way(gpu: FakeGpu, name: str, *milliseconds: float, refused: bool = False) -> Any:
@@ -80,6 +80,18 @@ def test_the_fastest_way_wins_and_is_remembered(tmp_path: Path) -> None:
     fewer = {name: emits[name] for name in ("one",)}
     assert planner(gpu, tmp_path).fastest("node", "a problem", fewer, scratch=())[0].chosen == "one"
     assert gpu.timed == 3, "other ways, so they are timed"
+
+
+def test_time_decides_nothing_where_runs_are_to_be_repeatable(tmp_path: Path) -> None:
+    gpu = FakeGpu()
+    emits = {name: way(gpu, name, milliseconds).emit for name, milliseconds in (("slow", 2.0), ("fast", 1.0))}
+    quickest = planner(gpu, tmp_path)
+    assert quickest.fastest("node", "problem", emits, scratch=())[0].chosen == "fast"
+    quickest.save()
+    timed = gpu.timed
+    decision, launches = planner(gpu, tmp_path, deterministic=True).fastest("node", "problem", emits, scratch=())
+    assert decision.chosen == launches[0].node == "slow", "the first, not the fastest"
+    assert gpu.timed == timed
 
 
 def test_no_way_at_all_is_an_error(tmp_path: Path) -> None:

@@ -411,12 +411,15 @@ def test_images_of_other_sizes(cache: Path) -> None:
     assert step.gpu.memory()[0] > before - 2**23, "memory of sizes gone by is still taken"
 
 
-def test_deterministic_runs_give_equal_bits(cache: Path) -> None:
-    symbol, shapes = resnet(18, CLASSES), {"data": (16, 64, 64, 3), "softmax_label": (16,)}
+@pytest.mark.parametrize("lars", [False, True], ids=["sgd", "lars"])
+def test_deterministic_runs_give_equal_bits(cache: Path, tmp_path: Path, lars: bool) -> None:
+    """Whatever the cache holds, and with a batch that is many blocks of every kernel."""
+    symbol, shapes = resnet(18, CLASSES), {"data": (201, 64, 64, 3), "softmax_label": (201,)}
     graph = fused(symbol)
     results = []
-    for _ in range(2):
-        step = TrainingStep(graph, shapes, "float16", deterministic=True, cache_folder=cache)
+    for folder in (cache, tmp_path):
+        step = TrainingStep(graph, shapes, "float16", optimizer=OptimizerConfig(lars=lars), deterministic=True,
+                            cache_folder=folder)
         step.set_params(*init_params(symbol, seed=3))
         step.load(*random_batch(shapes, seed=4))
         for _ in range(5):

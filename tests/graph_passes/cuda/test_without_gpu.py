@@ -33,7 +33,7 @@ class FakeKernels:
 
 
 class FakeConvolutions:
-    variant = "fake"
+    variant, deterministic = "fake", False
 
     def save(self) -> None: ...
 
@@ -84,6 +84,13 @@ def lower_graph(graph: Graph, shapes: dict[str, tuple[int, ...]], training: bool
     planner: Any = FakePlanner(fused)
     return Lowering(graph, graph.infer_shapes(shapes), store, persistent, gpu, kernels, convolutions, planner,
                     group), store
+
+
+def test_nothing_is_fused_by_its_speed_where_runs_are_to_be_repeatable(monkeypatch: pytest.MonkeyPatch) -> None:
+    for deterministic in (False, True):
+        monkeypatch.setattr(FakeConvolutions, "deterministic", deterministic)
+        operations = {launch.operation for launch in lower(18, 4, 64, training=True)[0].program.launches}
+        assert ("fprop_stats" not in operations) == ("batch_norm_statistics" in operations) == deterministic
 
 
 @pytest.mark.parametrize("depth, batch_norms, projections", [(18, 20, 3), (50, 53, 4), (152, 155, 4)])

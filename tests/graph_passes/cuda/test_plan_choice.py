@@ -1,0 +1,67 @@
+"""Which of cuDNN's plans is taken: the fastest, which is remembered; the first, where runs are to be repeatable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+from disk_cache import Cache
+from graph_passes.executors.cuda import convolution
+from graph_passes.executors.cuda.convolution import ConvolutionLibrary, Problem
+
+PROBLEM = Problem("wgrad", (4, 9, 9, 16), (8, 3, 3, 16), (4, 9, 9, 8), (1, 1), (1, 1), (1, 1), "float16")
+MILLISECONDS = (float("nan"), 3.0, 1.0, 2.0)  # of each plan; cuDNN refuses to build the first
+
+
+class FakeCudnn:
+    """Four plans of fixed speed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.running, self.built = -1, []
+        graph = MagicMock()
+        graph.get_execution_plan_count.return_value = len(MILLISECONDS)
+        graph.get_plan_name_at_index.side_effect = "engine {}".format
+        graph.get_workspace_size_plan_at_index.return_value = 0
+        graph.build_plan_at_index.side_effect = self.build
+        graph.execute_plan_at_index.side_effect = self.execute
+        cudnn = MagicMock()
+        cudnn.pygraph.return_value = graph
+        monkeypatch.setattr(convolution, "import_cudnn", lambda: cudnn)
+        self.gpu: Any = MagicMock(time_ms=self.time_ms)
+
+    def build(self, index: int) -> None:
+        if index == 0:
+            raise RuntimeError("not supported")
+        self.built.append(index)
+
+    def execute(self, pack: Any, workspace: int, index: int, handle: Any) -> None:
+        self.running = index
+
+    def time_ms(self, enqueue: Callable[[], None], **options: int) -> float:
+        enqueue()
+        return MILLISECONDS[self.running]
+
+    def choose(self, folder: Path, deterministic: bool) -> str:
+        library = ConvolutionLibrary(self.gpu, Cache("machine", folder), deterministic=deterministic)
+        name = library.plan(PROBLEM).name
+        library.save()
+        return name
+
+
+def test_the_fastest_plan_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cudnn = FakeCudnn(monkeypatch)
+    assert cudnn.choose(tmp_path, deterministic=False) == "engine 2" and set(cudnn.built) == {1, 2, 3}
+    cudnn.built.clear()
+    assert cudnn.choose(tmp_path, deterministic=False) == "engine 2" and cudnn.built == [2]
+
+
+def test_the_first_plan_is_taken_where_runs_are_to_be_repeatable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+                                                                 ) -> None:
+    cudnn = FakeCudnn(monkeypatch)
+    assert cudnn.choose(tmp_path, deterministic=True) == "engine 1", "the first that cuDNN builds"
+    assert cudnn.choose(tmp_path, deterministic=False) == "engine 2", "and it is not remembered as the fastest"
+    assert cudnn.choose(tmp_path, deterministic=True) == "engine 1", "whatever is remembered"
