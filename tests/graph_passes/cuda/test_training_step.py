@@ -3,6 +3,7 @@ optimizer against NumPy, determinism, learning."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -182,8 +183,7 @@ def written_tensors(step: TrainingStep, graph: Graph, shapes: dict[str, tuple[in
     return tensors
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("depth", [18, 50])
+@pytest.mark.parametrize("depth, dtype", [*itertools.product((18, 50), DTYPES), (101, "float16")])
 def test_every_tensor_of_a_whole_network_follows_from_its_inputs(cache: Path, depth: int, dtype: str) -> None:
     """Forward and backward, operator by operator: float64 applied to what the device has written before, so that one
     ReLU whose sign is a matter of rounding does not move everything behind it, as it does from end to end."""
