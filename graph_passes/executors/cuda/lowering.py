@@ -432,7 +432,8 @@ class Lowering:
 
     def _fusing_pays(self, node: Node, plain: Problem, fused: Problem, separate_bytes: int) -> bool:
         """Is a convolution with something in its epilogue faster than one without and a launch that moves so much? No
-        where runs are to be repeatable."""
+        where runs are to be repeatable: time must not decide then, and cuDNN's sums for a BatchNorm are added up in a
+        varying order, which its notes on plans do not say (cuDNN 9.19 on an H200: other bits in each of 20 runs)."""
         if self._convolutions.deterministic:
             return False
         try:
