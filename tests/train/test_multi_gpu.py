@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import time
 
 import pytest
 from test_distributed import needs_horovod, run_processes
@@ -168,7 +170,7 @@ from disk_cache import Cache
 from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.kernels import KernelLibrary
 from graph_passes.executors.cuda.statistics_group import THREADS, StatisticsGroup
-from train.devices import find_gpus
+from nvidia_gpus import find_gpus
 from train.distributed import Workers
 
 workers = Workers()
@@ -278,15 +280,52 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_program(count, tmp_path):
+@pytest.mark.parametrize("count, group", [(1, 1), (2, 1), (4, 1), (2, 2)])
+def test_program(count, group, tmp_path):
     """Every validation image counts once."""
     options = ["--data", "synthetic", "--depth", "18", "--image-size", "33", "--batch-size", str(512 // count),
                "--epochs", "2", "--warmup-epochs", "1", "--learning-rate", "0.1", "--no-tensorboard",
-               "--output", tmp_path / "run"]  # fmt: skip
+               "--bn-group", group, "--output", tmp_path / "run"]  # fmt: skip
     out = run_on_gpus(count, PROGRAM, *options)
     assert f"{count} processes; gradients averaged beside the backward pass in buckets: weights 1" in out
     assert "HOROVOD_CYCLE_TIME=" in out
     validated = run_on_gpus(count, PROGRAM, "validate", "--checkpoint", tmp_path / "run")
     assert "1280 images" in validated
     assert os.listdir(tmp_path) == ["run"]
+
+
+DIES = """
+import os
+import pathlib
+import signal
+import sys
+from train.__main__ import main
+from train.loop import Trainer
+
+step = Trainer.step
+
+
+def step_or_die(trainer, batches):
+    if trainer.progress.step == 5 and trainer.workers.rank == 1:
+        pathlib.Path(sys.argv[1]).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(trainer, batches)
+
+
+Trainer.step = step_or_die
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+def test_a_lost_member_of_a_group_ends_the_run(tmp_path):
+    """Within seconds, though the other GPU waits for its statistics in the middle of a step."""
+    if len(find_gpus()) < 2:
+        pytest.skip(f"2 GPUs are needed, {len(find_gpus())} are there")
+    died = tmp_path / "died"
+    done = run_processes(DIES, died, "--data", "synthetic", "--depth", 18, "--image-size", 33, "--batch-size", 64,
+                         "--bn-group", 2, "--no-tensorboard", "--output", tmp_path / "run")  # fmt: skip
+    seconds = time.time() - died.stat().st_mtime
+    print(f"ended after {seconds:.1f} s")
+    assert done.returncode == 128 + signal.SIGKILL, done.stderr
+    assert "was killed by SIGKILL" in done.stderr.splitlines()[-1]
+    assert seconds < 15
