@@ -1,0 +1,70 @@
+"""compute-sanitizer over steps of small networks, with every kernel that the lowering and the planner may take."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_training_step import bottlenecks, fused, random_batch, random_state, small_network
+
+from graph_passes.executors.cuda.planner import Decision, Planner
+from graph_passes.executors.cuda.program import Launch
+from graph_passes.executors.cuda.training_step import TrainingStep
+from train.model import resnet
+
+pytestmark = pytest.mark.gpu
+
+# cuDNN's own kernels are not looked at for races: they synchronise by means that racecheck does not know.
+OURS = ("batch_norm", "pool", "stem", "dgrad_reduce", "norm_backward", "softmax", "gradient", "metrics", "trust", "sgd")
+TOOLS = {
+    "memcheck": [],
+    "racecheck": [option for name in OURS for option in ("--kernel-name", f"kernel_substring={name}")],
+}
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_sanitizer_finds_nothing(tool: str, tmp_path: Path) -> None:
+    sanitizer = shutil.which("compute-sanitizer")
+    if not sanitizer:
+        pytest.skip("compute-sanitizer is not installed; it comes with the CUDA toolkit")
+    run = subprocess.run([sanitizer, "--tool", tool, *TOOLS[tool], "--error-exitcode", "9", sys.executable, "-W",
+                          "ignore", __file__, str(tmp_path)], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-1000:]
+    assert run.stdout.count("steps are done") == 3 and "SUMMARY: 0 " in run.stdout
+
+
+def every_fusion(self: Planner, node: str, problem: str, ways: dict[str, Any], scratch: Any
+                 ) -> tuple[Decision, list[Launch]]:
+    """In place of `Planner.fastest`: the last way that is offered."""
+    name, emit = list(ways.items())[-1]
+    return Decision(node, problem, {name: 1.0}), emit()
+
+
+def main(cache: Path) -> None:
+    """What the sanitizer looks at. Deterministic, so that no plans are timed, which takes minutes under a sanitizer."""
+    Planner.fastest = every_fusion  # type: ignore[method-assign]
+    for name, network, size, dtype in (
+        ("all operators", small_network(), (3, 29, 23, 3), "float32"),
+        ("all fusions", bottlenecks(), (3, 19, 23, 4), "float16"),
+        ("ResNet-18", resnet(18, 10), (3, 36, 38, 3), "float16"),
+    ):
+        graph, shapes = fused(network), {"data": size, "softmax_label": size[:1]}
+        step = TrainingStep(graph, shapes, dtype, deterministic=True, cache_folder=cache)
+        step.set_params(*random_state(graph, shapes, seed=1))
+        step.load(*random_batch(shapes, seed=2))
+        for accumulate in (False, True):
+            step.forward_backward(accumulate)
+            step.update(0.1)
+        step.infer()
+        step.set_num_valid(2)
+        step.infer(num_images=2)
+        assert step.read_metrics()[3] > 0
+        print(f"{name}: steps are done", flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
