@@ -48,9 +48,9 @@ def main(cache: Path) -> None:
     """What the sanitizer looks at. Deterministic, so that no plans are timed, which takes minutes under a sanitizer."""
     Planner.fastest = every_fusion  # type: ignore[method-assign]
     for name, network, size, dtype in (
-        ("all operators", small_network(), (3, 29, 23, 3), "float32"),
         ("all fusions", bottlenecks(), (3, 19, 23, 4), "float16"),
         ("ResNet-18", resnet(18, 10), (3, 36, 38, 3), "float16"),
+        ("all operators", small_network(), (3, 29, 23, 3), "float32"),
     ):
         graph, shapes = fused(network), {"data": size, "softmax_label": size[:1]}
         step = TrainingStep(graph, shapes, dtype, deterministic=True, cache_folder=cache)
