@@ -214,7 +214,8 @@ def test_a_batch_that_does_not_fit(run_train, tmp_path):
     options = [*OPTIONS, "--depth", "152", "--image-size", "224", "--batch-size", "12000", "--output", tmp_path / "run"]
     code, _, err = run_train("benchmark", *options)
     sentence = err.splitlines()[-1]  # before it, DALI may name libraries that it does not need
-    found = re.fullmatch(r"error: the GPU has .* 12000 images of 224x224 .*: use a batch size of at most (\d+)", sentence)
+    found = re.fullmatch(r"error: the GPU has .* 12000 images of 224x224 .*: use a batch size of at most (\d+)",
+                         sentence)
     assert code == 2 and found and 100 < int(found[1]) < 6000, err
     assert not (tmp_path / "run").exists()
 
