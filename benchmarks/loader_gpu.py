@@ -33,7 +33,7 @@ from pipelines.sources import open_source
 from pipelines.tuning import tune
 
 NAME = "loader_jpeg_1gpu"
-REPEATS = 100  # of the images in an epoch, which are few
+REPEATS = 400  # of the images in an epoch, which are few: more than a benchmark takes, on several GPUs too
 
 
 def repeated_records(images: Path, folder: Path) -> Path:

@@ -26,7 +26,6 @@ from collections.abc import Iterator
 import torch
 import torchvision
 
-WARM_UP = 15
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 REPEATS = 100  # of a small set of images, so that no epoch ends while it is measured
 PREFETCH = 2  # batches that each worker has ready, PyTorch's default
@@ -74,6 +73,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float16", "bfloat16", "tf32", "float32"), default="float16")
     parser.add_argument("--mode", choices=("eager", "compile"), default="compile")
     parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--warm-up", type=int, default=15, help="steps before")
     parser.add_argument("--ddp", action="store_true", help="one of the processes that torch.distributed.run started")
     parser.add_argument("--inference", action="store_true", help="weights in the given dtype, no gradients")
     parser.add_argument("--data", help="folder of class folders; without it the data is synthetic")
@@ -132,7 +132,7 @@ def main() -> None:
         network.eval().to(dtype)
     step = infer if arguments.inference else train
     for _ in range(1) if arguments.ddp else sys.stdin:
-        for _ in range(WARM_UP):
+        for _ in range(arguments.warm_up):
             step()
         if batches:
             drain(batches, arguments.workers)

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from loader_gpu import repeated_records
 from record import RESULTS, ROOT, SAMPLE, run, write_result
-from step_gpu import LEARNING_RATE, WARM_UP, make_step
+from step_gpu import LEARNING_RATE, make_step
 
 from graph_passes.executors.cuda.buckets import Bucket
 from graph_passes.executors.cuda.training_step import OnBucket
@@ -45,6 +45,7 @@ from train.launch import launch, plan
 count = int(sys.argv[1])
 sys.exit(launch(count, sys.argv[2:], plan(count, on_cpu=False)[0]))"""
 LABELS = {"synthetic": "ours, synthetic", "jpeg": "ours, JPEGs"}  # the peer's is its own name
+TURNS = 2  # of each GPU alone and all together
 ALONE_REPEATS = 10  # of the all-reduces that are measured with nothing beside them
 Row = dict[str, Any]
 
@@ -128,30 +129,34 @@ def measure_synthetic(arguments: argparse.Namespace) -> None:
     """What each process of `run_synthetic` does; rank 0 writes the row to --worker."""
     workers = Workers()
     steps = Steps(workers, arguments)
-    row: Row = {"what": "synthetic", "gpus": workers.size, "batch": arguments.batch}
-    steps.run(WARM_UP, None)
-    workers.sum([0])  # all start together
-    alone = steps.step_ms(steps.run(arguments.steps, None))
-    average, buckets = steps.average, steps.executor.buckets
+    gpu, average = steps.executor.gpu, steps.average
+    start = average.start if average else None
+    steps.run(arguments.warm_up, start)
+    alone: list[float] = []
+    together: list[float] = []
+    waits: list[float] = []
+    sent: list[int | None] = []
+    for _ in range(TURNS):  # so that a slow spell hits both
+        workers.sum([0])  # all start together
+        alone += steps.step_ms(steps.run(arguments.steps, None))
+        if average:
+            before = nvlink_bytes(workers.local_rank)
+            measured = steps.run(arguments.steps, average.start)
+            after = nvlink_bytes(workers.local_rank)
+            together += steps.step_ms(measured)
+            waits += [gpu.elapsed_ms(moments.computed, moments.averaged) for moments in measured]
+            sent.append(None if before is None or after is None else (after - before) // arguments.steps)
+    row: Row = {"what": "synthetic", "gpus": workers.size, "batch": arguments.batch, "step_ms": alone}
     if average:
+        row["step_ms"] = [max(times) for times in zip(*workers.gather(together), strict=True)]
         row["each_alone_ms"] = [statistics.median(times) for times in workers.gather(alone)]
-        row["buckets"] = [(bucket.name, bucket.num_bytes, bucket.dtype) for bucket in buckets]
-        steps.run(WARM_UP, average.start)
-        sent_before = nvlink_bytes(workers.local_rank)
-        measured = steps.run(arguments.steps, average.start)
-        sent_after = nvlink_bytes(workers.local_rank)
-        known = sent_before is not None and sent_after is not None
-        row["nvlink_bytes"] = (sent_after - sent_before) / arguments.steps if known else None
-        # The GPU that is computed last waits for nothing but the all-reduce.
-        waits = [steps.executor.gpu.elapsed_ms(moments.computed, moments.averaged) for moments in measured]
+        row["buckets"] = [(bucket.name, bucket.num_bytes, bucket.dtype) for bucket in steps.executor.buckets]
+        row["nvlink_bytes"] = sent[-1]
+        # The GPU that is the last to have computed waits for nothing but the all-reduce.
         row["exposed_ms"] = [min(times) for times in zip(*workers.gather(waits), strict=True)]
         row["timeline"] = steps.timeline(average)
         repeats = [steps.all_reduce_ms(average) for _ in range(ALONE_REPEATS)]
         row["all_reduce_ms"] = [statistics.median(times) for times in zip(*repeats, strict=True)]  # of each bucket
-        every = workers.gather(steps.step_ms(measured))
-        row["step_ms"] = [max(times) for times in zip(*every, strict=True)]
-    else:
-        row["step_ms"] = alone
     if workers.rank == 0:
         arguments.worker.write_text(json.dumps(row))
 
@@ -189,8 +194,9 @@ def run_command(command: Sequence[object], environment: dict[str, str] | None = 
 def run_synthetic(count: int, arguments: argparse.Namespace, folder: Path) -> Row | None:
     out = folder / f"synthetic{count}.json"
     start = [] if count == 1 else [sys.executable, "-c", LAUNCH, count]
-    command = [*start, sys.executable, __file__, "--worker", out, "--batch", arguments.batch, "--steps",
-               arguments.steps, "--buckets", arguments.buckets, "--wire-dtype", arguments.wire_dtype]
+    command = [*start, sys.executable, __file__, "--worker", out, "--batch", arguments.batch,
+               "--steps", arguments.steps, "--warm-up", arguments.warm_up,
+               "--buckets", arguments.buckets, "--wire-dtype", arguments.wire_dtype]
     return json.loads(out.read_text()) if run_command(command) else None
 
 
@@ -199,20 +205,19 @@ def run_jpeg(count: int, arguments: argparse.Namespace, folder: Path, records: P
     start = ["-m", "train"] if count == 1 else ["-m", "train.launch", "-n", count]
     command = [sys.executable, *start, "benchmark", "--config", "resnet50_90ep", "--data", records,
                "--num-classes", 1000, "--batch-size", arguments.batch, "--output", output, "--no-tensorboard",
-               "--min-steps", arguments.steps, "--warmup-steps", WARM_UP,
+               "--min-steps", arguments.steps, "--warmup-steps", arguments.warm_up,
                "--buckets", arguments.buckets, "--wire-dtype", arguments.wire_dtype]
     if not run_command(command):
         return None
     record = json.loads((output / "report" / "report.json").read_text())
-    step_ms = record["step_ms"][WARM_UP:]
-    return {"what": "jpeg", "gpus": count, "batch": arguments.batch, "step_ms": step_ms,
-            "loader_wait_ms": record["loader_wait_ms"][WARM_UP:]}
+    return {"what": "jpeg", "gpus": count, "batch": arguments.batch, "step_ms": record["step_ms"][arguments.warm_up :],
+            "loader_wait_ms": record["loader_wait_ms"][arguments.warm_up :]}
 
 
 def run_peer(count: int, arguments: argparse.Namespace) -> Row | None:
     """PyTorch's DistributedDataParallel, in an environment without our own libraries."""
     command = [os.environ["PEER_PYTHON"], "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}",
-               str(PEER), "--ddp", "--batch", str(arguments.batch), "--steps", str(arguments.steps)]
+               PEER, "--ddp", "--batch", arguments.batch, "--steps", arguments.steps, "--warm-up", arguments.warm_up]
     environment = dict.fromkeys(("PYTHONPATH", "LD_LIBRARY_PATH"), "")
     lines = [line for line in run_command(command, environment).splitlines() if line.startswith("{")]
     if not lines:
@@ -306,7 +311,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=SAMPLE, help="class folders with JPEGs")
     parser.add_argument("--batch", type=int, default=256, help="images on each GPU")
-    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=50, help="counted steps in each turn")
+    parser.add_argument("--warm-up", type=int, default=120, help="steps before; 3 s of work, since a GPU that has been "
+                        "idle exceeds its power limit for the first second (docs/multi_gpu.md)")
     parser.add_argument("--buckets", type=int, default=2)
     parser.add_argument("--wire-dtype", choices=("auto", "float32"), default="auto")
     parser.add_argument("--gpus", type=int, nargs="+", default=(1, 2, 4, 8))
@@ -332,15 +339,20 @@ def main() -> None:
             if records:
                 measurements.append(partial(run_jpeg, count, arguments, folder, records))
         if "PEER_PYTHON" in os.environ:
-            measurements += [partial(run_peer, count, arguments) for count in sorted({counts[0], counts[-1]})]
+            measurements += [partial(run_peer, count, arguments) for count in sorted({min(counts), max(counts)})]
         arguments.results.mkdir(parents=True, exist_ok=True)
         for measure in measurements:
             row = measure()
-            rows += [row] if row else []
+            rows = sorted([*rows, row], key=order) if row else rows
             write_lines(rows, arguments.results)  # at once, as the peer may take minutes to compile
     write_figures(rows, arguments.results)
     if len(rows) < len(measurements):
         sys.exit(f"error: {len(measurements) - len(rows)} of {len(measurements)} measurements failed, see above")
+
+
+def order(row: Row) -> tuple[bool, int]:
+    """Ours first."""
+    return row["what"] not in LABELS, row["gpus"]
 
 
 def write_lines(rows: list[Row], folder: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,3 +53,86 @@ def test_files(scaling: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     for name in ("scaling.png", "allreduce_timeline.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     assert "80.0%" in capsys.readouterr().out
+
+
+class Clock:
+    """Stands in for the GPU, on which time passes by what is asked of it; an event is a dict."""
+
+    def __init__(self) -> None:
+        self.now = 0.0  # ms
+
+    def timing_event(self) -> dict[str, float]:
+        return {}
+
+    def record(self, event: dict[str, float]) -> None:
+        event["ms"] = self.now
+
+    def elapsed_ms(self, start: dict[str, float], end: dict[str, float]) -> float:
+        return end["ms"] - start["ms"]
+
+
+class Executor:
+    """A pass takes 20 ms, of which the last bucket needs the last 2, and the optimizer half a ms."""
+
+    def __init__(self, gpu: Clock) -> None:
+        self.gpu = gpu
+        self.buckets = [SimpleNamespace(name=name, num_bytes=num_bytes, dtype="float16", ready={}, done={})
+                        for name, num_bytes in (("weights 1", 50e6), ("others", 2e5))]  # fmt: skip
+
+    def forward_backward(self, data: Any, label: Any, on_bucket: Any) -> None:
+        for bucket, ms in zip(self.buckets, (18.0, 2.0), strict=True):
+            self.gpu.now += ms
+            self.gpu.record(bucket.ready)
+            if on_bucket:
+                on_bucket(bucket)
+
+    def update(self, learning_rate: float) -> None:
+        self.gpu.now += 0.5
+
+    def end_step(self) -> None: ...
+
+    synchronize = end_step
+
+
+class Average:
+    """An all-reduce takes 10 ns a kB, beside the pass or after it."""
+
+    def __init__(self, executor: Executor) -> None:
+        self.gpu, self.free = executor.gpu, 0.0
+
+    def start(self, bucket: Any) -> None:
+        self.free = max(self.free, self.gpu.now) + 1e-8 * bucket.num_bytes
+        bucket.done["ms"] = self.free
+
+    def wait(self) -> None: ...
+
+    def finish(self) -> None:
+        self.gpu.now = max(self.gpu.now, self.free)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_measurement(scaling: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """What a process makes of the events of its steps, two processes being alike."""
+    workers = SimpleNamespace(size=size, rank=0, local_rank=0, alone=size == 1, sum=list,
+                              gather=lambda value: [value] * size)  # fmt: skip
+    monkeypatch.setattr(scaling, "Workers", lambda: workers)
+    monkeypatch.setattr(scaling, "make_step", lambda *_, **options: (Executor(Clock()), options, None))
+    monkeypatch.setattr(scaling, "BucketAverage", lambda executor, device_id: Average(executor))
+    counter = iter(range(0, 10_000, 700))
+    monkeypatch.setattr(scaling, "nvlink_bytes", lambda device_id: next(counter))
+    options = Namespace(batch=256, steps=7, warm_up=3, buckets=2, wire_dtype="auto", worker=tmp_path / "row.json")
+    scaling.measure_synthetic(options)
+    row = json.loads(options.worker.read_text())
+    assert (row["what"], row["gpus"], row["batch"]) == ("synthetic", size, 256)
+    assert len(row["step_ms"]) == scaling.TURNS * (options.steps - 1)
+    if size == 1:
+        assert row["step_ms"] == pytest.approx([20.5] * len(row["step_ms"]))
+        return
+    # 0.5 ms of the first bucket are hidden by the 2 ms that the pass goes on for, the second's 2 us are not
+    assert row["step_ms"] == pytest.approx([20.502] * len(row["step_ms"]))
+    assert row["exposed_ms"] == pytest.approx([0.002] * scaling.TURNS * options.steps)
+    assert row["each_alone_ms"] == pytest.approx([20.5] * 2)
+    assert row["all_reduce_ms"] == pytest.approx([0.5, 0.002])
+    assert row["timeline"]["buckets"] == [pytest.approx([18, 18.5]), pytest.approx([20, 20.002])]
+    assert row["timeline"]["parts"] == pytest.approx([20, 20.002, 20.502])
+    assert row["nvlink_bytes"] == 100
