@@ -19,13 +19,19 @@ from graph_passes.executors.cuda.device import Gpu
 
 DEFAULT_SHARED_BYTES = 32 << 10  # of dynamic shared memory beside a static part; 48 KiB together need no permission
 SOURCES = Path(__file__).with_name("kernels")
+HOPPER = (9, 0)
 C_TYPES = {"float16": "half", "bfloat16": "bfloat16", "float32": "float"}  # our dtype names -> names in the .cu files
+
+
+def architecture(capability: tuple[int, ...]) -> str:
+    """NVRTC's name for a GPU: on Hopper with the instructions that only it has."""
+    return f"sm_{capability[0]}{capability[1]}{'a' if capability == HOPPER else ''}"
 
 
 def compile_kernel(source: str, expression: str, arch: str) -> tuple[bytes, str]:
     """Machine code of one kernel of kernels/`source` and its symbol name; `expression` is `name` or `name<arguments>`.
 
-    `arch` is NVRTC's, such as 'sm_90'. Needs NVRTC but no GPU and no driver.
+    `arch` is NVRTC's, such as 'sm_90a'. Needs NVRTC but no GPU and no driver.
     """
     from cuda.core import Program, ProgramOptions
 
@@ -71,7 +77,7 @@ class KernelLibrary:
         return self._loaded[key]
 
     def _compiled(self, source: str, expression: str) -> tuple[bytes, str]:
-        arch = f"sm_{self._gpu.capability[0]}{self._gpu.capability[1]}"
+        arch = architecture(self._gpu.capability)
         name = "kernel-" + hashlib.sha256(f"{sources_digest()} {source} {expression} {arch}".encode()).hexdigest()[:32]
         if entry := self._store.read(name):
             head, cubin = entry.split(b"\n", 1)

@@ -711,8 +711,8 @@ class Lowering:
                      (*reads, out, *more, *sums, parts, self._partials, self._persistent.tickets, count(rows)),
                      (*reads, *more), (out, *sums, parts), shared_bytes=way.shared_bytes, flops=4 * rows * columns * k)
         vectors = k * columns // VECTOR
-        self._launch(one.wgrad, "norm_backward.cu", f"sum_parts<{C_TYPES[dw.dtype]}>", (-(-vectors // 64), 1, 1),
-                     (64, 1, 1), (parts, dw, ctypes.c_int(grid[1]), count(vectors)), (parts,), (dw,))
+        self._launch(one.wgrad, "norm_backward.cu", f"sum_parts<{C_TYPES[dw.dtype]}>", (-(-vectors // 16), 1, 1),
+                     (256, 1, 1), (parts, dw, ctypes.c_int(grid[1]), count(vectors)), (parts,), (dw,))
 
     def _dz(self, node: Node) -> Buffer:
         """The gradient of a BatchNorm + ReLU's output where ReLU let it through: what its addend gets."""

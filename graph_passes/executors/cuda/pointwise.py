@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass
 
 from graph_passes.executors.cuda.device import Gpu
+from graph_passes.executors.cuda.kernels import HOPPER
 from graph_passes.operators import Window
 
 WARP, VECTOR_BYTES, FLOAT_BYTES = 32, 16, 4
 CHANNELS = 32  # of input and output must be multiples of it
-MIN_COMPUTE_CAPABILITY = (8, 0)  # mma.sync of bfloat16, asynchronous copies
+MIN_COMPUTE_CAPABILITY = (8, 0)  # mma.sync of bfloat16
 Size = tuple[int, int, int]
 
 
@@ -69,8 +70,8 @@ class NormBackward:
 
     @staticmethod
     def serves(gpu: Gpu, k: int, columns: int) -> bool:
-        return k in (64, 128, 256) and columns == NormBackward.COLUMNS and (
-            NormBackward(k).shared_bytes <= gpu.max_shared_bytes)
+        """Only Hopper has these matrix products, and they want chunks of 64 channels."""
+        return gpu.capability == HOPPER and k in (64, 128, 256) and columns == NormBackward.COLUMNS
 
     def grid(self, rows: int, num_multiprocessors: int) -> Size:
         return 1, min(num_multiprocessors, -(-rows // self.ROWS)), 1

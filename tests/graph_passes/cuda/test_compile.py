@@ -55,7 +55,7 @@ def test_all_sources_are_found() -> None:
 def nvrtc() -> None:
     pytest.importorskip("cuda.core", reason="cuda-core is not installed")
     try:
-        compile_kernel("elementwise.cu", "add<float>", "sm_90")
+        compile_kernel("elementwise.cu", "add<float>", "sm_90a")
     except (ImportError, RuntimeError, OSError) as error:
         if "nvrtc" in str(error).lower() and "COMPILATION" not in str(error):
             pytest.skip(f"NVRTC is not installed: {error}")
@@ -70,7 +70,7 @@ def test_compiles(source: str, kernel: str) -> None:
     for c_type in (C_TYPES[dtype] for dtype in types):
         for expression in expressions(kernel, c_type):
             if expression not in done:
-                cubin, symbol = compile_kernel(source, expression, "sm_90")
+                cubin, symbol = compile_kernel(source, expression, "sm_90a")
                 assert cubin[:4] == b"\x7fELF" and symbol.encode() in cubin
                 done.add(expression)
 
@@ -81,5 +81,5 @@ def test_shared_memory_of_norm_backward() -> None:
     from cuda.core import Program, ProgramOptions
 
     sizes = [f"static_assert(sizeof(Shared<Shape<{k}>>) == {NormBackward(k).shared_bytes});\n" for k in (64, 128, 256)]
-    options = ProgramOptions(arch="sm_90", std="c++17", include_path=[str(SOURCES)])
+    options = ProgramOptions(arch="sm_90a", std="c++17", include_path=[str(SOURCES)])
     Program('#include "norm_backward.cu"\n' + "".join(sizes), "c++", options).compile("cubin")

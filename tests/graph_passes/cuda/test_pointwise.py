@@ -104,6 +104,6 @@ def test_norm_backward(device: Device, dtype: str, k: int, rows: int, reduces: b
         check_sums(device.get(dgamma, (columns,)), np.where(clear, wanted, got) * norm.normal, dtype)
     dw = device.poisoned((k, columns), dtype)
     vectors = k * columns // 8
-    device.run("norm_backward.cu", f"sum_parts<{C_TYPES[dtype]}>", (-(-vectors // 64), 1, 1), (64, 1, 1), dw_parts, dw,
-               ctypes.c_int(BLOCKS), ctypes.c_uint32(vectors))
+    device.run("norm_backward.cu", f"sum_parts<{C_TYPES[dtype]}>", (-(-vectors // 16), 1, 1), (256, 1, 1), dw_parts,
+               dw, ctypes.c_int(BLOCKS), ctypes.c_uint32(vectors))
     assert relative_error(device.get(dw, (k, columns), dtype), dy.T @ x) < STORED[dtype]

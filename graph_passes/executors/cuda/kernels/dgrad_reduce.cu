@@ -82,7 +82,7 @@ dgrad_reduce(const Packed<T> *dy, const T *w, const Packed<T> *x, const Packed<T
             }
         }
     }
-    reduce_columns<WARPS_M, WARPS_N>(sums, reinterpret_cast<float *>(weights), partials, tickets, columns,
+    reduce_columns<WARPS_M, WARPS_N>(sums, warp_m, warp_n, reinterpret_cast<float *>(weights), partials, tickets, columns,
                                      [=](int n, const float (&of)[SUMS]) {
         dbeta[n] = of[0];
         dgamma[n] = of[1] * saved[columns + n];

@@ -1,4 +1,4 @@
-// 1x1 convolutions on tensor cores: what dgrad_reduce.cu and norm_backward.cu share.
+// 1x1 convolutions on tensor cores: what dgrad_reduce.cu and norm_backward.cu share, and the products of the former.
 //
 //     out[row, n] = sum over k of a[row, k] * w[k, n]          rows = N*H*W
 //
@@ -26,14 +26,6 @@ __device__ inline void multiply_add(float (&c)[4], uint32 a0, uint32 a1, uint32 
 template <class T> __device__ inline void multiply_add(float (&products)[4], uint4 low, uint4 high, uint4 w) {
     multiply_add(products, low.x, high.x, low.y, high.y, w.x, w.y, T{});
     multiply_add(products, low.z, high.z, low.w, high.w, w.z, w.w, T{});
-}
-
-// Four 8x8 matrices from shared memory, transposed; lane l points to row l % 8 of matrix l / 8. PTX ISA, `ldmatrix`.
-__device__ inline uint4 load_transposed(const uint4 *row) {
-    uint4 v;
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(uint32(__cvta_generic_to_shared(row))) : "memory");
-    return v;
 }
 
 template <class T> __device__ inline uint4 words(const Packed<T> &v) { return *reinterpret_cast<const uint4 *>(&v); }
@@ -65,15 +57,15 @@ __device__ void load_weights(uint4 *weights, const T *w, int first, int columns)
 
 // Adds up N sums per column over a block's WARPS_M x WARPS_N warps, each with its VECTORS * 32 columns, and over all blocks of
 // the same columns, in the same order every time; as `reduce_over_rows`. `shared` holds N * WARPS_M * (columns of the block)
-// floats, `partials` N * gridDim.y * columns. Further warps of the block only help.
+// floats, `partials` N * gridDim.y * columns. `warp_m` and `warp_n` are this warp's place; further warps of the block only help.
 template <int WARPS_M, int WARPS_N, int N, int VECTORS, class Finish>
-__device__ void reduce_columns(const float (&sums)[N][VECTORS][VEC], float *shared, float *partials, uint32 *tickets, int columns,
-                               Finish finish) {
+__device__ void reduce_columns(const float (&sums)[N][VECTORS][VEC], int warp_m, int warp_n, float *shared, float *partials,
+                               uint32 *tickets, int columns, Finish finish) {
     constexpr int COLUMNS = VECTORS * 32, BLOCK_COLUMNS = WARPS_N * COLUMNS;
     __shared__ bool last;
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warp_m = warp / WARPS_N, warp_n = warp % WARPS_N;
+    const int lane = threadIdx.x % WARP;
     __syncthreads();  // the weights were here
-    if (warp < WARPS_M * WARPS_N)
+    if (threadIdx.x < WARPS_M * WARPS_N * WARP)
 #pragma unroll
         for (int j = 0; j < N; ++j)
 #pragma unroll
