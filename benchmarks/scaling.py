@@ -339,7 +339,7 @@ def main() -> None:
             if records:
                 measurements.append(partial(run_jpeg, count, arguments, folder, records))
         if "PEER_PYTHON" in os.environ:
-            measurements += [partial(run_peer, count, arguments) for count in {max(counts), min(counts)}]
+            measurements += [partial(run_peer, count, arguments) for count in dict.fromkeys((max(counts), min(counts)))]
         arguments.results.mkdir(parents=True, exist_ok=True)
         for measure in measurements:
             row = measure()
