@@ -2,9 +2,9 @@
 
     PEER_PYTHON=/path/to/python-with-torch python benchmarks/cifar10_time_to_accuracy.py
 
-Ours is `python -m train --config cifar10_resnet18` as a user starts it: records decoded, cut, resized and mirrored by
-the DALI graph in every epoch. PyTorch (peer_cifar10.py) has all images decoded on the GPU before its clock starts. Both
-train with the same constants, see random windows of the same distribution, and validate after the same epochs.
+Ours is `python -m train --config cifar10_resnet18` as a user starts it: images decoded once at its start, and cropped,
+resized and mirrored by the DALI graph in every epoch. PyTorch (peer_cifar10.py) has all images decoded on the GPU. Both
+train with the same constants, augment alike, and validate the moving average of the weights after the same epochs.
 
 What counts as time: from the beginning of the first training step to the end of a validation, all training and all
 validations in between. What does not: start-up (imports, opening and for PyTorch decoding the data, compilation and
@@ -74,8 +74,10 @@ def recipe(config: Config, num_classes: int, num_images: int) -> dict[str, Any]:
     peak = make_schedule(config, num_images // config.batch_size, num_processes=1)
     if config.schedule != "cosine" or config.optimizer != "sgd":
         sys.exit(f"error: the peer knows SGD with a cosine schedule only, the preset {config.config} has another")
-    names = ("depth", "batch_size", "epochs", "warmup_epochs", "momentum", "nesterov", "weight_decay", "random_area",
-             "validate_every", "zero_init_residual")  # fmt: skip
+    if not config.crop_padding or config.mixup:
+        sys.exit(f"error: the peer knows crops of padded images only, and no mixup; {config.config} differs")
+    names = ("depth", "batch_size", "epochs", "warmup_epochs", "momentum", "nesterov", "weight_decay", "crop_padding",
+             "cutout", "ema_decay", "validate_every", "zero_init_residual")  # fmt: skip
     return {name: getattr(config, name) for name in names} | {
         # Ours goes to the wrong classes only, as MXNet has it, PyTorch's to all of them.
         "label_smoothing": config.label_smoothing * num_classes / (num_classes - 1),
@@ -87,11 +89,24 @@ def recipe(config: Config, num_classes: int, num_images: int) -> dict[str, Any]:
     }
 
 
+def in_epochs(config: Config, epochs: int) -> Config:
+    """The recipe in so many epochs: the image size rises in the same part of them."""
+    start, end = (epoch * epochs / config.epochs for epoch in config.resize_epochs)
+    return replace(config, epochs=epochs, resize_epochs=(start, end))
+
+
+def one_of_each_size(config: Config) -> Config:
+    """A run with one epoch of each image size, the shortest that meets all kernels."""
+    last = len(set(image_sizes(config))) - 1
+    return replace(config, epochs=last + 1, warmup_epochs=0.0, resize_epochs=(0.0, float(last)))
+
+
 def run_ours(config: Config, data: Path, seed: int, folder: Path) -> Iterator[Line]:
     """A run of the program; its validations."""
     command = [sys.executable, "-W", "ignore", "-m", "train", "--config", config.config, "--data", str(data),
                "--seed", str(seed), "--epochs", str(config.epochs), "--warmup-epochs", str(config.warmup_epochs),
-               "--output", str(folder), "--no-tensorboard"]  # fmt: skip
+               "--resize-epochs", *map(str, config.resize_epochs), "--output", str(folder),
+               "--no-tensorboard"]  # fmt: skip
     launched = time.time()
     subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr)
     startup = (folder / "config.json").stat().st_mtime - launched  # written when everything is built
@@ -201,16 +216,15 @@ def main() -> None:
 
     config = load_preset(arguments.preset)
     if arguments.epochs:
-        config = replace(config, epochs=arguments.epochs)
+        config = in_epochs(config, arguments.epochs)
     arrays = decoded(arguments.data)
     lines: list[Line] = []
     with tempfile.TemporaryDirectory() as scratch:
         np.savez(Path(scratch) / "arrays.npz", **arrays)
         constants = recipe(config, int(arrays["val_labels"].max()) + 1, len(arrays["train_labels"]))
+        # Fills the caches of compiled kernels and chosen plans, as PyTorch's warm-up does, one after the other.
+        list(run_ours(one_of_each_size(config), arguments.data, 0, Path(scratch) / "warm-up"))
         peer = Peer(constants | {"arrays": str(Path(scratch) / "arrays.npz")})
-        # This run fills the caches of compiled kernels and chosen plans, as PyTorch's warm-up does meanwhile.
-        short = replace(config, epochs=1, warmup_epochs=0.0)
-        list(run_ours(short, arguments.data, 0, Path(scratch) / "warm-up"))
         peer_name = peer.wait()
         for seed in range(1, arguments.seeds + 1):
             for run in (run_ours(config, arguments.data, seed, Path(scratch) / f"ours-{seed}"), peer.run(seed)):

@@ -60,6 +60,7 @@ def write_batches(folder: Path, name: str, config: Config, split: str, num_batch
     """
     loader = open_loader(LoaderConfig(data=config.data, split=split, batch_size=config.batch_size, seed=seed,
                                       image_size=config.image_size, random_area=config.random_area,
+                                      crop_padding=config.crop_padding, cutout=config.cutout,
                                       crop_fraction=config.val_crop_fraction))
     shape = (num_batches, config.batch_size, config.image_size, config.image_size, 3)
     data = np.lib.format.open_memmap(folder / f"{name}_data.npy", "w+", np.float16, shape)

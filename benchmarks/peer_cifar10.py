@@ -1,8 +1,9 @@
 """PyTorch's side of cifar10_time_to_accuracy.py, which starts it: the same recipe with PyTorch's usual best practice.
 
-Images lie decoded on the GPU before the clock starts; random windows, mirroring and resizing run there too;
-torchvision's ResNet v1.5, channels_last, fp16 autocast with a gradient scaler, fused SGD, `torch.compile`. Reads the
-recipe, a JSON object, and then a seed a line from standard input, and prints a JSON line for each validation.
+Images lie decoded and padded on the GPU before the clock starts; crops, mirroring, cutout and resizing run there too,
+compiled; torchvision's ResNet v1.5, channels_last, fp16 autocast with a gradient scaler, fused
+SGD, `torch.compile`, moving averages in one launch. Reads the recipe, a JSON object, and then a seed a line from
+standard input, and prints a JSON line for each validation.
 """
 
 from __future__ import annotations
@@ -18,37 +19,29 @@ import torch
 import torch.nn.functional as F
 import torchvision
 
-NUM_CANDIDATES = 10  # windows drawn for each image; the first that fits is taken, as in our pipeline
 VAL_BATCH = 1000
 
 
-def windows(count: int, area: tuple[float, float], side: int, device: str) -> torch.Tensor:
-    """Random windows of square images of `side` pixels: left, top, right, bottom (count, 4), in whole pixels as in our
-    pipeline and torchvision's RandomResizedCrop."""
-    shape = (count, NUM_CANDIDATES)
-    areas = torch.empty(shape, device=device).uniform_(*area)
-    ratios = torch.empty(shape, device=device).uniform_(math.log(3 / 4), math.log(4 / 3)).exp()
-    w, h = (areas * ratios).sqrt(), (areas / ratios).sqrt()
-    fits = ((w <= 1) & (h <= 1)).float()
-    fits[:, -1] += 0.5  # where none fits: the last, cut at the border
-    chosen = fits.argmax(1, keepdim=True)
-    size = torch.cat([w.gather(1, chosen), h.gather(1, chosen)], dim=1).clamp(max=1)
-    start = torch.rand(count, 2, device=device) * (1 - size)
-    return (torch.cat([start, start + size], dim=1) * side).round()
+def crops(padded: torch.Tensor, indices: torch.Tensor, corner: torch.Tensor, mirror: torch.Tensor, hole: torch.Tensor,
+          cutout: float, fill: torch.Tensor, side: int) -> torch.Tensor:
+    """Square crops of `side` pixels with a hole, as our pipeline makes them: (N, side, side, C).
 
-
-def cut(images: torch.Tensor, boxes: torch.Tensor, mirror: torch.Tensor, size: int) -> torch.Tensor:
-    """The windows of square images (N, C, side, side), mirrored where `mirror` (N,) is -1 and not 1, resized to `size`
-    pixels. Bilinear, and without a look beyond a window's edge, as where only the window is decoded."""
-    side = images.shape[-1]
-    start, end = boxes.split(2, dim=1)
-    (scale_x, scale_y), (x, y) = ((end - start) / side).unbind(1), ((start + end) / side - 1).unbind(1)
-    zero = torch.zeros_like(x)
-    theta = torch.stack([scale_x * mirror, zero, x, zero, scale_y, y], dim=1).view(-1, 2, 3)
-    grid = F.affine_grid(theta, [*images.shape[:2], size, size], align_corners=False)
-    first, last = (2 * start + 1) / side - 1, (2 * end - 1) / side - 1  # centres of the window's outermost pixels
-    grid = grid.clamp(first[:, None, None], last[:, None, None]).to(images.dtype)
-    return F.grid_sample(images, grid, padding_mode="border", align_corners=False)
+    Args:
+        padded: all images, (num_images, height, width, C).
+        indices: of the images to take, (N,).
+        corner: left and top of each crop, (N, 2) integers.
+        mirror: whether to flip a crop from left to right, (N,) bool.
+        hole: centre of the square that is filled, before the flip, x and y in [0, 1), (N, 2).
+        cutout: side of that square as part of the crop's.
+        fill: its colour, (C,).
+    """
+    pixels = torch.arange(side, device=padded.device)
+    x, y = torch.where(mirror[:, None], pixels.flip(0), pixels), pixels.expand(len(indices), side)
+    start, end = ((hole + sign * cutout / 2) * side for sign in (-1, 1))
+    in_x, in_y = ((start[:, i, None].floor() <= at) & (at < end[:, i, None].floor()) for i, at in ((0, x), (1, y)))
+    rows, columns = corner[:, 1, None] + y, corner[:, 0, None] + x
+    images = padded[indices[:, None, None], rows[:, :, None], columns[:, None, :]]
+    return torch.where((in_y[:, :, None] & in_x[:, None, :])[..., None], fill, images)
 
 
 class Recipe:
@@ -56,21 +49,27 @@ class Recipe:
 
     def __init__(self, config: dict[str, Any], arrays: Any, device: str = "cuda") -> None:
         self.config, self.device = config, device
-        self.train_x, self.val_x = (
-            torch.from_numpy(arrays[f"{split}_images"]).to(device).permute(0, 3, 1, 2) for split in ("train", "val")
-        )
+        self.mean, self.std = (torch.tensor(arrays[k], device=device) for k in ("mean", "std"))
+        self.fill = self.mean.round().to(torch.uint8)
+        images, self.val_x = (torch.from_numpy(arrays[f"{split}_images"]).to(device) for split in ("train", "val"))
         self.train_y, self.val_y = (
             torch.from_numpy(arrays[f"{split}_labels"]).to(device) for split in ("train", "val")
         )
-        self.mean, self.std = (torch.tensor(arrays[k], device=device).view(1, 3, 1, 1) for k in ("mean", "std"))
+        count, self.side, padding = len(images), images.shape[1], config["crop_padding"]
+        self.padded = self.fill.repeat(count, self.side + 2 * padding, self.side + 2 * padding, 1)
+        self.padded[:, padding : padding + self.side, padding : padding + self.side] = images
         self.model = self.network().to(device, memory_format=torch.channels_last)
         self.compiled = torch.compile(self.model, dynamic=False)  # one graph for training, one for validation
+        self.inputs = torch.compile(self.network_input, dynamic=False)
+        self.crops = torch.compile(crops, dynamic=False)
         weights = [p for p in self.model.parameters() if p.ndim > 1]
         others = [p for p in self.model.parameters() if p.ndim <= 1]
         self.optimizer = torch.optim.SGD(
             [{"params": weights, "weight_decay": config["weight_decay"]}, {"params": others, "weight_decay": 0.0}],
             lr=config["peak_learning_rate"], momentum=config["momentum"], nesterov=config["nesterov"], fused=True,
         )  # fmt: skip
+        self.averaged = [tensor for tensor in self.model.state_dict().values() if tensor.is_floating_point()]
+        self.averages = [tensor.clone() for tensor in self.averaged]
         self.reset(seed=0)
 
     def network(self) -> torch.nn.Module:
@@ -88,8 +87,19 @@ class Recipe:
         self.optimizer.state.clear()
         self.scaler = torch.amp.GradScaler()
 
-    def normalised(self, images: torch.Tensor) -> torch.Tensor:
-        return ((images.float() - self.mean) / self.std).half().contiguous(memory_format=torch.channels_last)
+    def network_input(self, images: torch.Tensor, size: int) -> torch.Tensor:
+        """uint8 images (N, height, width, C) normalised and resized: (N, C, size, size), channels_last, float16."""
+        pixels = ((images.float() - self.mean) / self.std).permute(0, 3, 1, 2)
+        pixels = F.interpolate(pixels, size=(size, size), mode="bilinear", align_corners=False)
+        return pixels.half().contiguous(memory_format=torch.channels_last)
+
+    def training_images(self, indices: torch.Tensor) -> torch.Tensor:
+        """Augmented, (N, side, side, C) uint8."""
+        config, count = self.config, len(indices)
+        corner = torch.randint(0, 2 * config["crop_padding"] + 1, (count, 2), device=self.device)
+        mirror = torch.rand(count, device=self.device) < 0.5
+        hole = torch.rand(count, 2, device=self.device)
+        return self.crops(self.padded, indices, corner, mirror, hole, config["cutout"], self.fill, self.side)
 
     def learning_rate(self, step: int, steps: int, warmup: int) -> float:
         """As train/schedule.py: linear warm-up, then a cosine."""
@@ -99,12 +109,10 @@ class Recipe:
         done = (step - warmup) / max(1, steps - warmup)
         return final + (self.config["peak_learning_rate"] - final) * (1 + math.cos(math.pi * done)) / 2
 
-    def step(self, indices: torch.Tensor, image_size: int) -> torch.Tensor:
-        config, count = self.config, len(indices)
-        images = self.normalised(self.train_x[indices])
-        boxes = windows(count, config["random_area"], images.shape[-1], self.device)
-        mirror = torch.randint(0, 2, (count,), device=self.device) * 2 - 1
-        images = cut(images, boxes, mirror, image_size).contiguous(memory_format=torch.channels_last)
+    def step(self, number: int, indices: torch.Tensor, image_size: int) -> torch.Tensor:
+        """Optimizer step `number`, from 0, on some images; their loss."""
+        config = self.config
+        images = self.inputs(self.training_images(indices), image_size)
         with torch.autocast(self.device, torch.float16):
             loss = F.cross_entropy(self.compiled(images), self.train_y[indices],
                                    label_smoothing=config["label_smoothing"])  # fmt: skip
@@ -112,35 +120,41 @@ class Recipe:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
+        if config["ema_decay"]:
+            decay = min(config["ema_decay"], number / (9 + number))  # as train/optimizer.py
+            with torch.no_grad():
+                torch._foreach_lerp_(self.averages, self.averaged, 1 - decay)
         return loss.detach()
 
     @torch.no_grad()
     def validate(self) -> float:
-        """Top-1 as a fraction."""
+        """Top-1 as a fraction, of the averages where there are any."""
+        if self.config["ema_decay"]:
+            own = [tensor.clone() for tensor in self.averaged]
+            torch._foreach_copy_(self.averaged, self.averages)
         self.model.eval()
         hits = torch.zeros((), dtype=torch.int64, device=self.device)
-        size = self.config["val_image_size"]
         for start in range(0, len(self.val_x), VAL_BATCH):
-            images = self.normalised(self.val_x[start : start + VAL_BATCH])
-            images = F.interpolate(images, size=size, mode="bilinear", align_corners=False)
-            images = images.contiguous(memory_format=torch.channels_last)
+            images = self.inputs(self.val_x[start : start + VAL_BATCH], self.config["val_image_size"])
             with torch.autocast(self.device, torch.float16):
                 hits += (self.compiled(images).argmax(1) == self.val_y[start : start + VAL_BATCH]).sum()
         self.model.train()
+        if self.config["ema_decay"]:
+            torch._foreach_copy_(self.averaged, own)
         return hits.item() / len(self.val_x)
 
     def warm_up(self) -> None:
         """Compile, let cuDNN choose and memory be allocated."""
         for image_size in sorted(set(self.config["image_sizes"])):
-            for _ in range(3):
-                self.step(torch.arange(self.config["batch_size"], device=self.device), image_size)
+            for number in range(3):
+                self.step(number, torch.arange(self.config["batch_size"], device=self.device), image_size)
         self.validate()
 
 
 def train(recipe: Recipe, seed: int) -> None:
     """The whole run; a line for each validation, with the seconds since the first step began, and an empty one."""
     recipe.reset(seed)
-    config, count = recipe.config, len(recipe.train_x)
+    config, count = recipe.config, len(recipe.padded)
     batch, epochs = config["batch_size"], config["epochs"]
     per_epoch = count // batch
     torch.cuda.synchronize()
@@ -153,7 +167,7 @@ def train(recipe: Recipe, seed: int) -> None:
             for group in recipe.optimizer.param_groups:
                 group["lr"] = rate
             indices = order[number * batch : (number + 1) * batch]
-            losses.append(recipe.step(indices, config["image_sizes"][epoch]))
+            losses.append(recipe.step(step, indices, config["image_sizes"][epoch]))
             step += 1
         if (epoch + 1) % config["validate_every"] == 0 or epoch + 1 == epochs:
             top1, loss = recipe.validate(), torch.stack(losses).mean().item()

@@ -9,6 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from train.config import Config, check
+from train.schedule import image_sizes
+
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
 
@@ -46,3 +49,14 @@ def test_nothing_is_published_where_a_run_misses_the_target(benchmark, tmp_path)
     with pytest.raises(SystemExit, match="ours, seed 1, did not reach 90.99%"):
         benchmark.publish(lines, "PyTorch 9", tmp_path)
     assert not (tmp_path / "cifar10_time_to_accuracy.json").exists()
+
+
+@pytest.mark.parametrize("sizes", [(64, 128), (96, 128), (0, 128), (64, 224)])
+def test_the_image_size_rises_in_the_same_part_of_a_shorter_run(benchmark, sizes):
+    small, large = sizes
+    config = Config(first_image_size=small, image_size=large, epochs=30, resize_epochs=(0.0, 24.0) if small else (0, 0))
+    whole, third = (image_sizes(run) for run in (config, benchmark.in_epochs(config, 10)))
+    assert third == whole[::3]
+    warm_up = benchmark.one_of_each_size(config)
+    assert image_sizes(warm_up) == tuple(sorted(set(whole)))
+    check(warm_up)
