@@ -18,7 +18,6 @@ each seed), .jsonl (a line for each validation of all runs) and .png.
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import os
 import statistics
@@ -27,7 +26,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +37,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from record import ROOT, write_result
 from torch_peer import start_peer
 
-from pipelines import MEAN, STD
+from pipelines import MEAN, STD, LoaderConfig
+from pipelines.decoded import decode_once
 from pipelines.sources import open_source
 from train.config import Config, load_preset
 from train.schedule import image_sizes, make_schedule
@@ -54,17 +53,10 @@ Line = dict[str, Any]  # of the .jsonl
 
 def decoded(data: Path) -> dict[str, np.ndarray]:
     """All images (N, 32, 32, 3) uint8 and labels (N,) of both splits."""
-    from PIL import Image
-
     arrays: dict[str, np.ndarray] = {"mean": np.array(MEAN, np.float32), "std": np.array(STD, np.float32)}
     for split in ("train", "val"):
-        source = open_source(data, split)
-
-        def image(i: int, source: Any = source) -> np.ndarray:
-            return np.asarray(Image.open(io.BytesIO(source.read(i).tobytes())).convert("RGB"))
-
-        with ThreadPoolExecutor() as pool:
-            arrays[f"{split}_images"] = np.stack(list(pool.map(image, range(len(source)))))
+        source = decode_once(LoaderConfig(data=str(data), split=split, cache_gib=None), open_source(data, split))
+        arrays[f"{split}_images"] = np.stack([source.feed(i) for i in range(len(source))])
         arrays[f"{split}_labels"] = np.array([source.label(i) for i in range(len(source))])
     return arrays
 
@@ -222,9 +214,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         np.savez(Path(scratch) / "arrays.npz", **arrays)
         constants = recipe(config, int(arrays["val_labels"].max()) + 1, len(arrays["train_labels"]))
-        # Fills the caches of compiled kernels and chosen plans, as PyTorch's warm-up does, one after the other.
-        list(run_ours(one_of_each_size(config), arguments.data, 0, Path(scratch) / "warm-up"))
         peer = Peer(constants | {"arrays": str(Path(scratch) / "arrays.npz")})
+        # This run fills the caches of compiled kernels and chosen plans, as PyTorch's warm-up does meanwhile.
+        list(run_ours(one_of_each_size(config), arguments.data, 0, Path(scratch) / "warm-up"))
         peer_name = peer.wait()
         for seed in range(1, arguments.seeds + 1):
             for run in (run_ours(config, arguments.data, seed, Path(scratch) / f"ours-{seed}"), peer.run(seed)):

@@ -186,7 +186,8 @@ class DaliLoader(Loader):
         # Drawn for the whole global batch and cut, so that an image's augmentation does not depend on who loads it.
         config = self.config
         rng = np.random.default_rng([config.seed, epoch, batch])
-        randoms = random_inputs(rng, count * size, config.random_area, config.random_ratio, config.mirror)
+        randoms = random_inputs(rng, count * size, config.random_area, config.random_ratio, config.mirror,
+                                config.crop_padding, config.cutout)  # fmt: skip
         mine = (values[rank * count : (rank + 1) * count] for values in randoms)
         pixels = np.full((count, 2), config.size_in(epoch), np.float32)
         return ImageInputs(inputs.image, inputs.label, *mine)._replace(size=pixels)

@@ -8,7 +8,8 @@ reach beyond the image (`crop_padding`). Cutout, where it is wanted, follows the
 All random numbers come in from outside, drawn by the loader from (seed, epoch, batch), and no operator keeps a state.
 So any batch of any epoch can be computed at once: resuming needs two numbers, a broken image can be taken out without
 disturbing the others, and the CPU and GPU graphs see the same windows. (That is why the window is computed here and not
-by `decoders.image_random_crop`, whose generator is its own; the decoding is the same.)
+by `decoders.image_random_crop`, whose generator is its own; the decoding is the same.) What does not depend on the
+image is computed outside, for a whole batch at once: an operator on the numbers of 512 images takes DALI 0.5 ms.
 """
 
 from __future__ import annotations
@@ -79,23 +80,32 @@ class ImageInputs(NamedTuple):
     log_ratio: Any = None  # (N, NUM_CANDIDATES) float32, logarithm of the window's width / height in pixels
     position: Any = None  # (N, 2) float32 in [0, 1), where the window lies in the room that is left, x and y
     mirror: Any = 0  # (N,) int32, 1 to flip from left to right
-    hole: Any = None  # (N, 2) float32 in [0, 1), centre of the cutout in the window before it is flipped, x and y
+    shift: Any = None  # (N, 2) int32, for crop_padding: left and top of the window in the image, in pixels
+    hole: Any = None  # (N, 2) float32, for cutout: left and top of the hole in the window, as fractions of that
     size: Any = None  # (N, 2) float32, height and width of the output in pixels, equal for all images of a batch
 
 
 def random_inputs(
-    rng: np.random.Generator, count: int, area: tuple[float, float], ratio: tuple[float, float], mirror: bool
+    rng: np.random.Generator,
+    count: int,
+    area: tuple[float, float],
+    ratio: tuple[float, float],
+    mirror: bool,
+    crop_padding: int = 0,
+    cutout: float = 0.0,
 ) -> tuple[np.ndarray, ...]:
     """Draw the random members of ImageInputs for `count` images, in their order."""
     shape = (count, NUM_CANDIDATES)
     uniform = rng.random((2, *shape), np.float32)
     low, high = math.log(ratio[0]), math.log(ratio[1])
+    position = rng.random((count, 2), np.float32)
     return (
         np.float32(area[0]) + np.float32(area[1] - area[0]) * uniform[0],
         np.float32(low) + np.float32(high - low) * uniform[1],
-        rng.random((count, 2), np.float32),
+        position,
         rng.integers(0, 2, count, np.int32) * np.int32(mirror),
-        rng.random((count, 2), np.float32),
+        (position * (2 * crop_padding + 1)).astype(np.int32) - np.int32(crop_padding),
+        rng.random((count, 2), np.float32) - np.float32(cutout / 2),
     )
 
 
@@ -169,7 +179,9 @@ def _image(config: GraphConfig, inputs: ImageInputs) -> Any:
     if config.stage == "decode":
         return image
     if config.training and config.cutout:
-        image = _with_hole(image, inputs.hole, config.cutout)
+        # DeVries and Taylor, arXiv:1708.04552. Its centre is anywhere in the image, so part of it may lie outside.
+        hole = {"anchor": inputs.hole, "shape": 2 * [config.cutout], "axis_names": "WH", "normalized": True}
+        image = fn.erase(image, **hole, fill_value=MEAN_COLOUR)
     # Both resizes filter before they shrink (antialias), as training and prediction must see the same pictures.
     if config.training:
         image = fn.resize(image, size=inputs.size, interp_type=types.INTERP_LINEAR)
@@ -191,34 +203,32 @@ def _image(config: GraphConfig, inputs: ImageInputs) -> Any:
 
 
 def _window(config: GraphConfig, inputs: ImageInputs) -> Any:
-    """The decoded part of the image that is wanted, on the graph's device."""
-    # The window depends on the image's header in validation too, so that what is no image ends there with an error:
-    # the decoder of DALI 2.4 reads freed memory when it meets several of those in one batch.
-    pixels = config.feeds == "pixels"
-    shape = inputs.image.shape(dtype=types.FLOAT) if pixels else fn.peek_image_shape(inputs.image, dtype=types.FLOAT)
-    height, width = shape[0], shape[1]
-    padding = config.crop_padding if config.training else 0
-    window = whole = _whole(height, width)
-    if padding:
-        window = _padded_window(height, width, inputs, padding)
-    elif config.training:
-        window = _random_window(height, width, inputs)
-    if pixels:
+    """The part of the image that is wanted, decoded, on the graph's device."""
+    padding = config.training and config.crop_padding > 0
+    if config.feeds == "pixels":
         # Thumbnails whole, and cut there: one copy to the GPU, and less work for the CPU.
         image = fn.reinterpret(inputs.image, layout="HWC")
         image = image.gpu() if config.device == "gpu" else image
+        if config.training and not padding:
+            shape = inputs.image.shape(dtype=types.FLOAT)
+            image = fn.slice(image, *_random_window(shape[0], shape[1], inputs), axis_names="WH")
     else:
-        image = _decoded(config, inputs, whole if padding else window)
-    if pixels or padding:
-        image = fn.slice(image, *window, axis_names="WH", out_of_bounds_policy="pad", fill_values=MEAN_COLOUR)
+        image = _decoded(config, inputs, whole=padding or not config.training)
+    if padding:  # He et al., arXiv:1512.03385, section 4.2
+        window = {"start": inputs.shift, "rel_shape": [1.0, 1.0], "axis_names": "WH"}
+        image = fn.slice(image, **window, out_of_bounds_policy="pad", fill_values=MEAN_COLOUR)
     return image
 
 
-def _decoded(config: GraphConfig, inputs: ImageInputs, window: tuple[Any, Any]) -> Any:
-    """A window of the image, decoded, on the graph's device."""
+def _decoded(config: GraphConfig, inputs: ImageInputs, whole: bool) -> Any:
+    """The whole image decoded, or a random window of it, on the graph's device."""
+    # The window depends on the image's header even where it is all of it, so that what is no image ends there with an
+    # error: the decoder of DALI 2.4 reads freed memory when it meets several of those in one batch.
+    shape = fn.peek_image_shape(inputs.image, dtype=types.FLOAT)
+    height, width = shape[0], shape[1]
     image = fn.decoders.image_slice(
         inputs.image,
-        *window,
+        *(_whole(height, width) if whole else _random_window(height, width, inputs)),
         device="mixed" if config.device == "gpu" and not config.cpu_decoder else "cpu",
         hw_decoder_load=DEFAULT_HW_DECODER_LOAD if config.hw_decoder_load is None else config.hw_decoder_load,
         preallocate_width_hint=PREALLOCATED_PIXELS,
@@ -232,14 +242,6 @@ def _whole(height: Any, width: Any) -> tuple[Any, Any]:
     """Start and size of the window that is all of the image, as fractions (x, y)."""
     zero = 0.0 * fn.stack(width, height)
     return zero, zero + 1.0
-
-
-def _padded_window(height: Any, width: Any, inputs: ImageInputs, padding: int) -> tuple[Any, Any]:
-    """Start and size of a window of the image's size, at a random place of the image with `padding` pixels on each side
-    (He et al., arXiv:1512.03385, section 4.2); both (x, y), as fractions of the image."""
-    start = dali_math.floor(inputs.position * (2 * padding + 1.0)) - float(padding)
-    zero, whole = _whole(height, width)
-    return zero + start / fn.stack(width, height), whole
 
 
 def _random_window(height: Any, width: Any, inputs: ImageInputs) -> tuple[Any, Any]:
@@ -258,10 +260,3 @@ def _random_window(height: Any, width: Any, inputs: ImageInputs) -> tuple[Any, A
     chosen = fn.cast(index == dali_math.min(first, NUM_CANDIDATES - 1.0), dtype=types.FLOAT)
     size = dali_math.min(fn.stack(fn.reductions.sum(w * chosen), fn.reductions.sum(h * chosen)), 1.0)
     return inputs.position * (1.0 - size), size
-
-
-def _with_hole(image: Any, centre: Any, side: float) -> Any:
-    """The image with a rectangle of `side` times its height and width in the mean colour, around `centre` (x, y), cut
-    at the border (DeVries and Taylor, arXiv:1708.04552). All in fractions of the image."""
-    start, shape = centre - side / 2, types.Constant(np.array([side, side], np.float32), device="cpu")
-    return fn.erase(image, anchor=start, shape=shape, axis_names="WH", normalized=True, fill_value=MEAN_COLOUR)

@@ -52,8 +52,8 @@ def test_cifar10_training_images(real_data, tmp_path):
     for canvas, i in zip(padded, chosen, strict=True):
         canvas[padding:-padding, padding:-padding] = Image.open(io.BytesIO(source.read(i).tobytes()))
     draws = np.random.default_rng([seed, 0, 0])
-    *_, position, mirror, hole = random_inputs(draws, count, config.random_area, config.random_ratio, True)
-    np.savez(tmp_path / "given.npz", padded=padded, corner=(position * (2 * padding + 1)).astype(np.int64),
+    *_, mirror, shift, hole = random_inputs(draws, count, config.random_area, config.random_ratio, True, padding)
+    np.savez(tmp_path / "given.npz", padded=padded, corner=shift.astype(np.int64) + padding,
              mirror=mirror.astype(bool), hole=hole, mean=np.float32(MEAN), std=np.float32(STD))  # fmt: skip
     subprocess.run([os.environ["PEER_PYTHON"], "-c", PEER, str(tmp_path), str(BENCHMARKS),
                     json.dumps({"cutout": config.cutout})], check=True)  # fmt: skip
