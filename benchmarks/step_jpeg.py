@@ -7,6 +7,9 @@ of the .jsonl file of that name, both with the time for which the GPU stood stil
 torchvision's DataLoader (peer_pytorch.py; eager, which its loader does not keep busy). Ours are the steps of
 `python -m train`: the loader, the executor and the optimizer of the preset resnet50_90ep, through `Trainer.step`. The
 images are those of loader_gpu.py. Step times are from CUDA events, one after each step.
+
+`--sweep` measures instead how much the loader slows the step down with other settings, each in turn with synthetic
+data, and writes them to results/resnet<depth>_fp16_b<batch>_jpeg_settings.jsonl.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from record import SAMPLE, run, write_result
 from torch_peer import TorchPeer
 
 from graph_passes.executors.cuda.executor import CudaExecutor
-from pipelines import Batch, Loader
+from pipelines import Batch, Loader, open_loader
 from pipelines.progress import num_cores
 from train import devices
 from train.build import build_executor, open_split
@@ -73,14 +76,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="turns of both")
     parser.add_argument("--threads", type=int, default=0, help="of our loader (default: all cores)")
     parser.add_argument("--workers", type=int, default=num_cores(), help="of the peer's loader (default: all cores)")
+    parser.add_argument("--sweep", action="store_true", help="measure other settings of the loader, and nothing else")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         records = str(repeated_records(arguments.data, Path(folder)))
         config = replace(load_preset("resnet50_90ep"), data=records, depth=arguments.depth,
                          batch_size=arguments.batch, num_classes=1000, dtype="float16", executor="cuda",
                          num_threads=arguments.threads)
+        training = f"resnet{arguments.depth}_fp16_b{arguments.batch}_jpeg"
+        if arguments.sweep:
+            sweep(config, Path(folder) / "run", arguments.rounds, arguments.steps, f"{training}_settings")
+            return
         lines = run_ours(config, Path(folder) / "run", arguments.rounds, arguments.steps)
-    name = f"resnet{arguments.depth}_fp16_b{arguments.batch}_jpeg_1gpu"
+    name = f"{training}_1gpu"
     jpeg, synthetic = lines
     write_result(name, jpeg["step_ms"], arguments.batch, "our synthetic step", synthetic["step_ms"])
     publish(name, lines, arguments.batch)
@@ -107,14 +115,19 @@ def publish(name: str, lines: list[dict[str, Any]], batch: int) -> None:
     write_lines(name, lines)
 
 
-def run_ours(config: Config, run_folder: Path, rounds: int, steps: int) -> list[dict[str, Any]]:
-    """Name, step times and share of idle time: from JPEGs, and on synthetic data."""
+def start(config: Config, run_folder: Path) -> tuple[Trainer, Loader, Loader]:
+    """What trains; and the loaders, from JPEGs and of synthetic data."""
     workers = Workers()
     placement = devices.choose(config, 0)
     loader = open_split(config, "train", placement, workers)
     synthetic = open_split(replace(config, data=SYNTHETIC), "train", placement, workers)
     executor = build_executor(config, config.num_classes, config.image_size, placement, None, False)
-    trainer = Trainer(config, workers, executor, loader, None, run_folder, None)
+    return Trainer(config, workers, executor, loader, None, run_folder, None), loader, synthetic
+
+
+def run_ours(config: Config, run_folder: Path, rounds: int, steps: int) -> list[dict[str, Any]]:
+    """Name, step times and share of idle time: from JPEGs, and on synthetic data."""
+    trainer, loader, synthetic = start(config, run_folder)
     names = {f"JPEG, hw_decoder_load {loader.config.hw_decoder_load}": endless(loader), "synthetic": endless(synthetic)}
     turns: dict[str, list[tuple[list[float], float]]] = {name: [] for name in names}
     for _ in range(rounds):
@@ -126,6 +139,31 @@ def run_ours(config: Config, run_folder: Path, rounds: int, steps: int) -> list[
          "idle_share": statistics.fmean(share for _, share in found)}
         for name, found in turns.items()
     ]
+
+
+def sweep(config: Config, run_folder: Path, rounds: int, steps: int, name: str) -> None:
+    """Time the step with other settings of the loader, each in turn with synthetic data; print and write them."""
+    trainer, first, synthetic = start(config, run_folder)
+    default, generated = first.config, endless(synthetic)
+    first.close()
+    settings: list[dict[str, Any]] = [
+        *({"hw_decoder_load": load} for load in (0.5, 0.65, 0.8, 0.9, 0.95, 1.0)),
+        *({"num_threads": threads, "hw_decoder_load": load} for threads in (4, 8) for load in (0.8, 1.0)),
+        *({"prefetch": depth, "hw_decoder_load": 1.0} for depth in (3, 4)),
+    ]
+    lines: list[dict[str, Any]] = []
+    for turn in range(1, rounds + 1):
+        for changes in settings:
+            with open_loader(replace(default, **changes)) as loader:
+                times, idle_share = measure(trainer, endless(loader), steps)
+            alone = measure(trainer, generated, steps // 2)[0]
+            share = statistics.median(alone) / statistics.median(times)
+            print(f"turn {turn} {changes}: {statistics.median(times):.2f} ms (mean {statistics.fmean(times):.2f}), "
+                  f"{share:.1%} of synthetic ({statistics.median(alone):.2f}), waited {idle_share:.1%}", flush=True)
+            lines.append({"turn": turn, "num_threads": default.num_threads, "prefetch": default.prefetch, **changes,
+                          "step_ms": [round(ms, 3) for ms in times], "synthetic_ms": [round(ms, 3) for ms in alone],
+                          "idle_share": idle_share})
+            write_lines(name, lines)
 
 
 if __name__ == "__main__":
