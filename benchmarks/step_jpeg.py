@@ -3,10 +3,11 @@
     PEER_PYTHON=/path/to/python-with-torch python benchmarks/step_jpeg.py [--data FOLDER]
 
 Writes results/resnet<depth>_fp16_b<batch>_jpeg_1gpu.json, whose peer is our own step on synthetic data, and, as lines
-of the .jsonl file of that name, both with the time for which the GPU stood still, and PyTorch's training step fed by
-torchvision's DataLoader (peer_pytorch.py; eager, which its loader does not keep busy). Ours are the steps of
-`python -m train`: the loader, the executor and the optimizer of the preset resnet50_90ep, through `Trainer.step`. The
-images are those of loader_gpu.py. Step times are from CUDA events, one after each step.
+of the .jsonl file of that name, both with the time for which the GPU stood still, its power and its clock (a GPU at
+its power limit lowers its clock), and PyTorch's training step fed by torchvision's DataLoader (peer_pytorch.py;
+eager, which its loader does not keep busy). Ours are the steps of `python -m train`: the loader, the executor and the
+optimizer of the preset resnet50_90ep, through `Trainer.step`. The images are those of loader_gpu.py. Step times are
+from CUDA events, one after each step.
 
 `--sweep` measures instead how much the loader slows the step down with other settings, each in turn with synthetic
 data, and writes them to results/resnet<depth>_fp16_b<batch>_jpeg_settings.jsonl.
@@ -23,7 +24,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,8 +41,10 @@ from train import devices
 from train.build import build_executor, open_split
 from train.config import SYNTHETIC, Config, load_preset
 from train.distributed import Workers
+from train.gpu_monitor import GpuReadings
 from train.loop import Trainer
 
+GPU_READINGS = ("power", "clock", "power_capped")  # units: train/gpu_monitor.py
 WARM_UP = 15  # steps: more than lie ready when a turn begins
 
 
@@ -49,22 +52,31 @@ def endless(loader: Loader) -> Iterator[Batch]:
     return itertools.chain.from_iterable(itertools.repeat(loader))
 
 
-def measure(trainer: Trainer, batches: Iterator[Batch], steps: int) -> tuple[list[float], float]:
-    """Milliseconds of each step after warm-up, and the part of that time for which the GPU waited for batches."""
+class Turn(NamedTuple):
+    """Some steps in a row, warm-up left out."""
+
+    step_ms: list[float]
+    idle_share: float  # fraction of the time for which the GPU waited for batches
+    gpu: GpuReadings  # means
+
+
+def measure(trainer: Trainer, batches: Iterator[Batch], steps: int) -> Turn:
     executor = trainer.executor
-    assert isinstance(executor, CudaExecutor)
+    assert isinstance(executor, CudaExecutor) and trainer.monitor
     gpu = executor.gpu
     events = [gpu.timing_event() for _ in range(steps + 1)]
     idle = 0.0
     for i in range(-WARM_UP, steps + 1):
         if i >= 0:
             gpu.record(events[i])
+        if i == 0:
+            trainer.monitor.take()  # what comes now is of these steps
         if i < steps:
             trainer.step(batches)
             idle += executor.idle_seconds or 0.0 if i > 0 else 0.0  # `idle_seconds` is that of the step before
     executor.synchronize()
     times = [gpu.elapsed_ms(start, end) for start, end in itertools.pairwise(events)]
-    return times, 1e3 * idle / sum(times)
+    return Turn(times, 1e3 * idle / sum(times), trainer.monitor.take())
 
 
 def main() -> None:
@@ -110,8 +122,11 @@ def publish(name: str, lines: list[dict[str, Any]], batch: int) -> None:
     for line in lines:
         line["images_per_sec"] = batch * 1e3 / statistics.median(line["step_ms"])
     for line in lines if len(lines) == 2 else lines[2:]:
-        idle = f", the GPU waited {line['idle_share']:.1%} of the time" if "idle_share" in line else ""
-        print(f"{line['name']}: {line['images_per_sec']:,.0f} images/sec{idle}")
+        text = f"{line['name']}: {line['images_per_sec']:,.0f} images/sec"
+        if "idle_share" in line:
+            text += f", the GPU waited {line['idle_share']:.1%} of the time, "
+            text += f"{line['power']:.0f} W at {line['clock']:,.0f} MHz"
+        print(text)
     write_lines(name, lines)
 
 
@@ -122,21 +137,25 @@ def start(config: Config, run_folder: Path) -> tuple[Trainer, Loader, Loader]:
     loader = open_split(config, "train", placement, workers)
     synthetic = open_split(replace(config, data=SYNTHETIC), "train", placement, workers)
     executor = build_executor(config, config.num_classes, config.image_size, placement, None, False)
-    return Trainer(config, workers, executor, loader, None, run_folder, None), loader, synthetic
+    trainer = Trainer(config, workers, executor, loader, None, run_folder, None)
+    assert trainer.monitor
+    trainer.monitor.start()
+    return trainer, loader, synthetic
 
 
 def run_ours(config: Config, run_folder: Path, rounds: int, steps: int) -> list[dict[str, Any]]:
     """Name, step times and share of idle time: from JPEGs, and on synthetic data."""
     trainer, loader, synthetic = start(config, run_folder)
     names = {f"JPEG, hw_decoder_load {loader.config.hw_decoder_load}": endless(loader), "synthetic": endless(synthetic)}
-    turns: dict[str, list[tuple[list[float], float]]] = {name: [] for name in names}
+    turns: dict[str, list[Turn]] = {name: [] for name in names}
     for _ in range(rounds):
         for name, batches in names.items():
             turns[name].append(measure(trainer, batches, steps))
     loader.close()
     return [
-        {"name": f"ours, {name}", "step_ms": [round(ms, 3) for times, _ in found for ms in times],
-         "idle_share": statistics.fmean(share for _, share in found)}
+        {"name": f"ours, {name}", "step_ms": [round(ms, 3) for turn in found for ms in turn.step_ms],
+         "idle_share": statistics.fmean(turn.idle_share for turn in found),
+         **{what: statistics.fmean(getattr(turn.gpu, what) for turn in found) for what in GPU_READINGS}}
         for name, found in turns.items()
     ]
 
@@ -149,20 +168,22 @@ def sweep(config: Config, run_folder: Path, rounds: int, steps: int, name: str) 
     settings: list[dict[str, Any]] = [
         *({"hw_decoder_load": load} for load in (0.5, 0.65, 0.8, 0.9, 0.95, 1.0)),
         *({"num_threads": threads, "hw_decoder_load": load} for threads in (4, 8) for load in (0.8, 1.0)),
-        *({"prefetch": depth, "hw_decoder_load": 1.0} for depth in (3, 4)),
+        *({"prefetch": depth, "hw_decoder_load": 1.0} for depth in (2, 4)),
     ]
     lines: list[dict[str, Any]] = []
-    for turn in range(1, rounds + 1):
+    for number in range(1, rounds + 1):
         for changes in settings:
             with open_loader(replace(default, **changes)) as loader:
-                times, idle_share = measure(trainer, endless(loader), steps)
-            alone = measure(trainer, generated, steps // 2)[0]
-            share = statistics.median(alone) / statistics.median(times)
-            print(f"turn {turn} {changes}: {statistics.median(times):.2f} ms (mean {statistics.fmean(times):.2f}), "
-                  f"{share:.1%} of synthetic ({statistics.median(alone):.2f}), waited {idle_share:.1%}", flush=True)
-            lines.append({"turn": turn, "num_threads": default.num_threads, "prefetch": default.prefetch, **changes,
-                          "step_ms": [round(ms, 3) for ms in times], "synthetic_ms": [round(ms, 3) for ms in alone],
-                          "idle_share": idle_share})
+                turn = measure(trainer, endless(loader), steps)
+            alone = measure(trainer, generated, steps // 2)
+            medians = statistics.median(turn.step_ms), statistics.median(alone.step_ms)
+            print(f"turn {number} {changes}: {medians[0]:.2f} ms (mean {statistics.fmean(turn.step_ms):.2f}), "
+                  f"{medians[1] / medians[0]:.1%} of synthetic ({medians[1]:.2f}), waited {turn.idle_share:.1%}, "
+                  f"{turn.gpu.power:.0f} W at {turn.gpu.clock:,.0f} MHz ({alone.gpu.clock:,.0f})", flush=True)
+            lines.append({"turn": number, "num_threads": default.num_threads, "prefetch": default.prefetch, **changes,
+                          "step_ms": [round(ms, 3) for ms in turn.step_ms],
+                          "synthetic_ms": [round(ms, 3) for ms in alone.step_ms], "idle_share": turn.idle_share,
+                          **{what: getattr(turn.gpu, what) for what in GPU_READINGS}})
             write_lines(name, lines)
 
 

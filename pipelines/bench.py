@@ -47,7 +47,7 @@ def _changes(config: LoaderConfig) -> list[dict[str, Any]]:
         {},
         *({"hw_decoder_load": load} for load in (0.0, 0.5, 0.65, 0.8, 0.9, 1.0) if on_gpu),
         *({"num_threads": count} for count in (threads // 2, threads * 3 // 4) if 0 < count < threads),
-        *({"prefetch": depth} for depth in (1, 3) if depth != config.prefetch),
+        *({"prefetch": depth} for depth in (1, 2) if depth != config.prefetch),
         *({"batch_size": size} for size in (config.batch_size // 2, 2 * config.batch_size) if size),
         *({"device": "cpu"} for _ in range(on_gpu)),
     ]

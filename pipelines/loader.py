@@ -51,7 +51,7 @@ class LoaderConfig:
     on_bad_image: str = "error"  # or "skip": go on without images that cannot be decoded
     num_classes: int | None = None  # of synthetic data (default 10) and of RecordIO files without classes.txt
     synthetic_images: int = 12_800  # images an epoch of synthetic training data; validation has a tenth
-    prefetch: int = 2  # batches made ahead
+    prefetch: int = 3  # batches made ahead: one late batch does not stop the step
     decoder: str = "auto"  # device "gpu": decode on the "gpu" or the "cpu"; auto: thumbnails on the CPU
     hw_decoder_load: float | None = None  # device "gpu": part of the images for the JPEG engine; None: measured once
     cache_gib: float | None = 0.0  # keep the split decoded in memory if it takes no more; None: if it is small

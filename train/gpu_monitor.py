@@ -1,4 +1,4 @@
-"""Readings of a GPU while a run lasts: power, utilisation, memory in use, through NVML.
+"""Readings of a GPU while a run lasts: power, utilisation, memory in use, clock, through NVML.
 
 A thread takes them, so that the training loop never waits for NVML. What a GPU, its driver or a missing library refuses
 is NaN in the readings, and named in `problem`.
@@ -13,6 +13,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 SAMPLE_SECONDS = 0.2  # NVML's own counters move about every 0.1 s
+# nvml.h: nvmlClocksEventReasonSwPowerCap and nvmlClocksEventReasonHwPowerBrakeSlowdown
+POWER_REASONS = 0x4 | 0x80
 
 
 class GpuReadings(NamedTuple):
@@ -21,6 +23,8 @@ class GpuReadings(NamedTuple):
     power: float  # W
     utilization: float  # fraction of the time in which a kernel ran
     memory: float  # GiB in use, by whatever program
+    clock: float  # MHz of the multiprocessors
+    power_capped: float  # fraction of the time in which the power limit held the clock down
 
 
 class _Sample(NamedTuple):
@@ -29,7 +33,7 @@ class _Sample(NamedTuple):
     readings: GpuReadings
 
 
-UNKNOWN = GpuReadings(float("nan"), float("nan"), float("nan"))
+UNKNOWN = GpuReadings(*(float("nan") for _ in GpuReadings._fields))
 
 
 class GpuMonitor:
@@ -92,9 +96,14 @@ class GpuMonitor:
             self._read("power", lambda: self._nvml.nvmlDeviceGetPowerUsage(self._device) / 1e3),
             self._read("utilisation", lambda: self._nvml.nvmlDeviceGetUtilizationRates(self._device).gpu / 100),
             self._read("memory in use", lambda: self._nvml.nvmlDeviceGetMemoryInfo(self._device).used / 2**30),
+            self._read("clock", lambda: self._nvml.nvmlDeviceGetClockInfo(self._device, self._nvml.NVML_CLOCK_SM)),
+            self._read("what holds the clock down", self._power_capped),
         )
         with self._lock:
             self._samples.append(_Sample(self._clock(), joules, readings))
+
+    def _power_capped(self) -> bool:
+        return self._nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._device) & POWER_REASONS != 0
 
     def _read(self, what: str, read: Callable[[], float]) -> float:
         if what not in self._refused:

@@ -41,6 +41,8 @@ UNITS = {
     "gpu_power": "W, all GPUs together",
     "gpu_utilization": "fraction of the time in which a kernel ran, mean of the GPUs",
     "gpu_memory": "GiB in use by any program, mean of the GPUs",
+    "gpu_clock": "MHz of the multiprocessors, mean of the GPUs",
+    "gpu_power_capped": "fraction of the time in which the power limit held the clock down, mean of the GPUs",
     "price": "whatever --price-per-hour is in",
     "hours": "h",
     "seconds": "s",
@@ -122,6 +124,8 @@ class GpuPoint:
     power: float | None
     utilization: float | None
     memory: float | None
+    clock: float | None = None  # runs of earlier versions have neither
+    power_capped: float | None = None
 
 
 @dataclass
@@ -210,7 +214,7 @@ class RunRecord:
             if line["loss"] is not None:
                 self.loss_curve.append(LossPoint(**{f.name: line[f.name] for f in dataclasses.fields(LossPoint)}))
             if "gpu_power" in line:
-                self.gpu_curve.append(GpuPoint(line["step"], *(line[f"gpu_{f}"] for f in GpuReadings._fields)))
+                self.gpu_curve.append(GpuPoint(line["step"], *(line.get(f"gpu_{f}") for f in GpuReadings._fields)))
         elif kind == "epoch":
             self.epochs.append(EpochRow(**{f.name: line[f.name] for f in dataclasses.fields(EpochRow)}))
         elif kind == "phase":

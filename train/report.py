@@ -50,6 +50,8 @@ class Summary:
     gpu_power: float | None  # W, all GPUs together
     gpu_utilization: float | None  # fraction of the time in which a kernel ran
     gpu_memory: float | None  # GiB, the most in use on a GPU
+    gpu_clock: float | None  # MHz of the multiprocessors
+    gpu_power_capped: float | None  # fraction of the time in which the power limit held the clock down
     joules_per_image: float | None  # of the GPUs, training steps only
     price: float | None  # of the run so far, in the currency of --price-per-hour
 
@@ -102,8 +104,8 @@ def _gpu_figures(record: RunRecord) -> dict[str, float | None]:
     parts = [np.arange(start, end)[counted[start:end]] for start, end in itertools.pairwise([0, *ends])]
     seconds = np.array([step_ms[part].sum() / 1e3 for part in parts])
     images = np.array([record.images_per_step * len(part) for part in parts])
-    readings = [(point.power, point.utilization, point.memory) for point in record.gpu_curve]
-    power, utilization, memory = np.array(readings, dtype=float).reshape(-1, 3).T  # None becomes NaN
+    readings = [(p.power, p.utilization, p.memory, p.clock, p.power_capped) for p in record.gpu_curve]
+    power, utilization, memory, clock, capped = np.array(readings, dtype=float).reshape(-1, 5).T  # None becomes NaN
 
     def total_per(values: np.ndarray, weights: np.ndarray) -> float | None:
         known = ~np.isnan(values)
@@ -113,6 +115,8 @@ def _gpu_figures(record: RunRecord) -> dict[str, float | None]:
         "gpu_power": total_per(power, seconds),
         "gpu_utilization": total_per(utilization, seconds),
         "gpu_memory": None if np.isnan(memory).all() else float(np.nanmax(memory)),
+        "gpu_clock": total_per(clock, seconds),
+        "gpu_power_capped": total_per(capped, seconds),
         "joules_per_image": total_per(power, images),
     }
 
@@ -255,6 +259,8 @@ def _gpu_blocks(record: RunRecord, summary: Summary, figures: Sequence[str]) -> 
             ("power", summary.gpu_power, "{:,.0f} W", f"of the GPU{'s' * bool(several)}{several}"),
             ("energy", summary.joules_per_image, "{:.3g} J", "an image, in training steps"),
             ("memory", summary.gpu_memory, "{:.1f} GiB", "in use at most, by any program"),
+            ("clock", summary.gpu_clock, "{:,.0f} MHz", "of the multiprocessors"),
+            ("at the power limit", summary.gpu_power_capped, "{:.0%}", "of the time, it held the clock down"),
         ):
             rows.append((name, "not known" if value is None else form.format(value), what))
     if summary.price is not None:

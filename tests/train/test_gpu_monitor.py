@@ -14,9 +14,12 @@ from train.gpu_monitor import GpuMonitor
 class FakeNvml:
     """A GPU that draws `power` W; what is in `refuses` raises, as NVML does."""
 
+    NVML_CLOCK_SM = 1
+
     def __init__(self, *refuses: str) -> None:
         self.refuses = refuses
         self.power, self.utilization, self.gib = 0.0, 0.0, 0.0
+        self.clock, self.reasons = 0, 0
         self.joules, self.seconds = 1234.5, 0.0
 
     def advance(self, seconds: float, power: float) -> None:
@@ -32,6 +35,8 @@ class FakeNvml:
             "nvmlDeviceGetPowerUsage": lambda _: round(1e3 * self.power),
             "nvmlDeviceGetUtilizationRates": lambda _: SimpleNamespace(gpu=round(100 * self.utilization)),
             "nvmlDeviceGetMemoryInfo": lambda _: SimpleNamespace(used=int(self.gib * 2**30)),
+            "nvmlDeviceGetClockInfo": lambda _, kind: self.clock if kind == self.NVML_CLOCK_SM else -1,
+            "nvmlDeviceGetCurrentClocksThrottleReasons": lambda _: self.reasons,
         }
 
         def call(*arguments: Any) -> Any:
@@ -53,6 +58,8 @@ def feed(made: GpuMonitor, nvml: FakeNvml) -> None:
     for seconds, power, utilization, gib in ((3.0, 100.0, 0.5, 10.0), (1.0, 500.0, 1.0, 12.0)):
         nvml.advance(seconds, power)
         nvml.utilization, nvml.gib = utilization, gib
+        # At 500 W the limit holds the clock down (nvml.h: 0x4); at 100 W a user's setting does (0x2).
+        nvml.clock, nvml.reasons = (1980, 0x2) if power < 500 else (1500, 0x4 | 0x2)
         made.sample()
 
 
@@ -64,6 +71,7 @@ def test_means_since_the_last_call() -> None:
     readings = made.take()
     assert readings.power == pytest.approx(200.0), "the meter's 800 J in 4 s, not the mean of the two samples"
     assert (readings.utilization, readings.memory) == pytest.approx((0.75, 11.0))
+    assert (readings.clock, readings.power_capped) == pytest.approx((1740.0, 0.5))
     assert made.take() == readings, "no sample since"
     nvml.advance(2.0, 50.0)
     made.sample()

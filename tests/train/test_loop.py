@@ -212,7 +212,7 @@ def test_gpu_readings_go_with_the_log_lines(run_train, tiny_options, tmp_path, m
 
         def take(self):
             assert self.state == "started"
-            return GpuReadings(300.0, 0.5, float("nan"))
+            return GpuReadings(300.0, 0.5, float("nan"), 1980.0, 0.0)
 
         def close(self):
             self.state = "closed"

@@ -295,7 +295,8 @@ def test_gpu_readings_and_price(tmp_path: Path) -> None:
             recorder.end_step(0.1)
             recorder.close_interval()
             memory = float("nan") if number == 1 else 10.0 + number
-            recorder.log(Metrics(1.0, 0, 0, 1), GpuReadings(100.0 * number, 0.25 * number, memory) if number else None)
+            readings = GpuReadings(100.0 * number, 0.25 * number, memory, 1900.0 - number, 0.5)
+            recorder.log(Metrics(1.0, 0, 0, 1), readings if number else None)
     record = recorder.record
     assert [(point.step, point.power, point.utilization, point.memory) for point in record.gpu_curve] == [
         (2, 100.0, 0.25, None), (3, 200.0, 0.5, 12.0), (4, 300.0, 0.75, 13.0),
@@ -305,7 +306,8 @@ def test_gpu_readings_and_price(tmp_path: Path) -> None:
     assert RunRecord.read_jsonl(tmp_path / METRICS_FILE) == record
     assert RunRecord.from_dict(json.loads(json.dumps(record.to_dict()))) == record
     written = [line for line in lines(tmp_path) if line["event"] == "steps"]
-    assert {"gpu_power", "gpu_utilization", "gpu_memory"} <= written[-1].keys() & UNITS.keys()
+    assert {f"gpu_{name}" for name in GpuReadings._fields} <= written[-1].keys() & UNITS.keys()
+    assert (record.gpu_curve[-1].clock, record.gpu_curve[-1].power_capped) == (1897.0, 0.5)
     assert "gpu_power" not in written[0]
     resumed = Run(tmp_path, first_step=3).recorder
     assert [point.step for point in resumed.record.gpu_curve] == [2, 3]

@@ -70,7 +70,8 @@ def test_gpu_figures_weigh_by_counted_time(record: RunRecord, tmp_path: Path) ->
     record.config["price_per_hour"] = 3.5
     record.config["mixup"] = 0.2
     points = range(5, FIRST_SESSION + SECOND_SESSION + 1, 5)
-    record.gpu_curve = [GpuPoint(step, 10.0 * step, None if step == 20 else 0.5, step / 2) for step in points]
+    record.gpu_curve = [GpuPoint(step, 10.0 * step, None if step == 20 else 0.5, step / 2, 1500.0, 0.25)
+                        for step in points]
     counted = [*range(WARMUP, FIRST_SESSION), *range(FIRST_SESSION + WARMUP, FIRST_SESSION + SECOND_SESSION)]
     assert len(record.step_ms) == points[-1]
     joules = sum(10.0 * (5 * (i // 5) + 5) * record.step_ms[i] / 1e3 for i in counted)
@@ -82,6 +83,7 @@ def test_gpu_figures_weigh_by_counted_time(record: RunRecord, tmp_path: Path) ->
     record.events.append({"event": "gpu_readings", "time": 2.0, "problem": "NVML does not give energy: Not Supported"})
     text = report.write_report(tmp_path, record).read_text()
     for cell in (f"| energy | {found.joules_per_image:.3g} J |", "| utilisation | 50% |", "at 3.5 an hour",
+                 "| clock | 1,500 MHz |", "| at the power limit | 25% |",
                  "NVML does not give energy: Not Supported.", "those of mixed images (--mixup)"):  # fmt: skip
         assert cell in text, cell
     assert Image.open(tmp_path / "gpu.png").size[0] > 500
