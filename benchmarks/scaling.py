@@ -280,29 +280,38 @@ def plot(rows: list[Row], path: Path) -> None:
 
 
 def plot_timeline(row: Row, path: Path) -> None:
-    """The last step that was measured: computing above, all-reduces below."""
+    """A step: computing above, all-reduces below; and its end once more, where microseconds can be seen."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     computed, averaged, end = row["timeline"]["parts"]
-    figure, axes = plt.subplots(figsize=(10, 2.6), layout="constrained")
-    for start, stop, name, colour in ((0.0, computed, "forward and backward", "tab:blue"),
-                                      (averaged, end, "optimizer", "tab:green")):
-        axes.broken_barh([(start, stop - start)], (1.1, 0.8), color=colour, label=name)
-    before = 0.0
-    for (name, num_bytes, dtype), (ready, done) in zip(row["buckets"], row["timeline"]["buckets"], strict=True):
-        start = max(ready, before)  # NCCL takes one bucket after the other
-        axes.broken_barh([(start, done - start)], (0.1, 0.8), color="tab:orange", edgecolor="black", linewidth=0.5)
-        axes.annotate(f"{name}: {num_bytes / 1e6:.1f} MB {dtype}", (start, 0.5), (-4, 0), textcoords="offset points",
-                      ha="right", va="center", fontsize=8) if num_bytes > 2e6 else None
-        axes.axvline(ready, color="black", linewidth=0.5, linestyle=":")
-        before = done
-    axes.set(yticks=[0.5, 1.5], yticklabels=["all-reduce", "GPU 0"], xlim=(0, end * 1.01))
-    axes.set(xlabel="ms since the step began; dotted: the moment when a bucket of gradients is computed",
-             title=f"A step of ResNet-50, batch {row['batch']} on each of {row['gpus']} GPUs")
-    axes.legend(loc="lower left", fontsize=8)
+    figure, (whole, close) = plt.subplots(1, 2, figsize=(11, 2.8), layout="constrained", width_ratios=(2, 1))
+    for axes in (whole, close):
+        for start, stop, name, colour in ((0.0, computed, "forward and backward", "tab:blue"),
+                                          (averaged, end, "optimizer", "tab:green")):
+            axes.broken_barh([(start, stop - start)], (1.1, 0.8), color=colour, label=name)
+        before, small = 0.0, []
+        for (name, num_bytes, dtype), (ready, done) in zip(row["buckets"], row["timeline"]["buckets"], strict=True):
+            start = max(ready, before)  # NCCL takes one bucket after the other
+            axes.broken_barh([(start, done - start)], (0.1, 0.8), color="tab:orange", edgecolor="black", linewidth=0.5)
+            text = f"{name}, {num_bytes / 1e6:.1f} MB {dtype}: {1e3 * (done - start):.0f} us"
+            if num_bytes < 2e6:
+                small.append(text)
+            elif axes is whole:
+                axes.annotate(text, (start, 0.5), (-4, 0), textcoords="offset points", ha="right", va="center",
+                              fontsize=8)
+            axes.axvline(ready, color="black", linewidth=0.5, linestyle=":")
+            before = done
+        if axes is close:
+            axes.annotate("\n".join(small), (before, 0.5), (4, 0), textcoords="offset points", va="center", fontsize=8)
+    last = row["timeline"]["buckets"][-1][0]
+    whole.set(yticks=[0.5, 1.5], yticklabels=["all-reduce", "GPU 0"], xlim=(0, end * 1.01))
+    whole.set(xlabel="ms since the step began; dotted: the moment when a bucket of gradients is computed",
+              title=f"A step of ResNet-50, batch {row['batch']} on each of {row['gpus']} GPUs")
+    close.set(yticks=[], xlim=(last - (end - last) / 3, end + (end - last) / 10), xlabel="ms", title="its end")
+    whole.legend(loc="lower left", fontsize=8)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
