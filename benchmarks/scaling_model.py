@@ -136,15 +136,16 @@ def read_gradients(profile: str) -> list[Gradient]:
     launches, _, _ = profile.partition("\n\n")  # the rest are sums by operation
     rows = re.findall(r"^(\w+) +(\w+) +([\d.]+) +[\d.]+ +\d+ +\d+%$", launches, re.MULTILINE)
     total = sum(float(ms) for _, _, ms in rows)
-    done, found = 0.0, []
+    done = 0.0
+    found: dict[str, Gradient] = {}  # by node, whose last launch counts
     for node, _, ms in rows:
         done += float(ms)
         if node.endswith("_wgrad"):
             weight = params[node.removesuffix("_wgrad") + "_weight"]
-            found.append(Gradient(WIRE_BYTES * weight.size, done / total))
+            found[node] = Gradient(WIRE_BYTES * weight.size, done / total)
     # BatchNorm's and the bias' gradients travel in fp32, in one message behind all others.
     rest = sum(4 * array.size for name, array in params.items() if not name.endswith("_weight"))
-    return [*found, Gradient(rest, done / total)]
+    return [*found.values(), Gradient(rest, done / total)]
 
 
 def cut_buckets(gradients: Sequence[Gradient], num_buckets: int) -> list[Bucket]:

@@ -142,6 +142,18 @@ def test_fit_of_several_gpus(model: Any, tmp_path: Path) -> None:
     assert notes[-2].startswith("1 GPUs, batch 256: ")
 
 
+def test_a_gradient_is_there_after_the_last_launch_of_its_node(model: Any) -> None:
+    """Some are left in parts by one launch and added up by another."""
+    table = (BENCHMARKS / "results" / model.PROFILE).read_text().partition("\n\n")[0]
+    row = "stage1_block1_conv3_wgrad         sum_parts                      100.0000      0.0    100      3%"
+    before, after = model.read_gradients(table), model.read_gradients(f"{table}\n{row}\n")
+    assert [gradient.num_bytes for gradient in after] == [gradient.num_bytes for gradient in before]
+    late = [number for number, gradient in enumerate(after[:-1]) if gradient.ready == 1]
+    conv3 = 2 * 256 * 64  # bytes of its weights
+    assert [after[number].num_bytes for number in late] == [conv3]
+    assert sum(gradient.ready < 0.5 for gradient in after) == len(after) - 2, "but BatchNorm's, which come last"
+
+
 def test_calibration_meets_its_point(model: Any, gradients: Any) -> None:
     point = model.MLPERF[0]
     machine = model.calibrated(model.Machine(), gradients, point)

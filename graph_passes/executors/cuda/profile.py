@@ -82,16 +82,23 @@ def format_table(rows: list[Row], ceiling: float) -> str:
 
 
 def format_summary(rows: list[Row], ceiling: float) -> str:
-    """Sums by operation."""
-    lines = [f"{'operation':<32}{'launches':>9}{'ms':>9}{'TFLOP/s':>9}{'GB/s':>7}{'of copy':>9}"]
-    groups = {row.operation: [r for r in rows if r.operation == row.operation] for row in rows}
-    totals = [_total(operation, group) for operation, group in groups.items()]
-    for total in sorted(totals, key=lambda row: -row.milliseconds):
-        lines.append(f"{total.operation:<32}{len(groups[total.operation]):>9}{total.milliseconds:>9.3f}{total.teraflops:>9.1f}"
-                     f"{total.gigabytes_per_second:>7.0f}{total.gigabytes_per_second / ceiling:>9.0%}")
-    total = _total("sum", rows)
-    lines.append(f"{'sum':<32}{len(rows):>9}{total.milliseconds:>9.3f}{total.teraflops:>9.1f}{total.gigabytes_per_second:>7.0f}")
-    return "\n".join(lines)
+    """Sums by operation. `least`: milliseconds that the launches would take if each moved its bytes at the copy's
+    speed, or multiplied at the highest TFLOP/s that any launch of the step reaches, whichever takes longer."""
+    peak = max(row.teraflops for row in rows) or 1.0
+
+    def line(operation: str, group: list[Row]) -> str:
+        total = Row("", operation, sum(row.milliseconds for row in group), sum(row.num_bytes for row in group),
+                    sum(row.flops for row in group))
+        least = sum(max(row.num_bytes / ceiling / 1e6, row.flops / peak / 1e9) for row in group)
+        return (f"{operation:<42}{len(group):>9}{total.milliseconds:>9.3f}{least:>9.3f}{total.teraflops:>9.1f}"
+                f"{total.gigabytes_per_second:>7.0f}{total.gigabytes_per_second / ceiling:>9.0%}")
+
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row.operation, []).append(row)
+    by_time = sorted(groups.items(), key=lambda item: -sum(row.milliseconds for row in item[1]))
+    head = f"{'operation':<42}{'launches':>9}{'ms':>9}{'least':>9}{'TFLOP/s':>9}{'GB/s':>7}{'of copy':>9}"
+    return "\n".join([head, *(line(operation, group) for operation, group in by_time), line("sum", rows)])
 
 
 def format_decisions(decisions: Iterable[Decision]) -> str:
@@ -106,8 +113,3 @@ def format_decisions(decisions: Iterable[Decision]) -> str:
         for way, milliseconds in sorted(group[0].times.items(), key=lambda item: item[1]):
             lines.append(f"  {'*' if way == group[0].chosen else ' '} {way:<44}{milliseconds:>9.4f} ms")
     return "\n".join(lines)
-
-
-def _total(operation: str, rows: list[Row]) -> Row:
-    return Row("", operation, sum(row.milliseconds for row in rows), sum(row.num_bytes for row in rows),
-               sum(row.flops for row in rows))
