@@ -23,7 +23,9 @@ from pipelines.sources import Source
 # What is kept unasked. CIFAR-10 takes 0.14 GiB. With images of a photograph's size the GPU's JPEG engine is faster than
 # the way of their pixels to the GPU.
 SMALL_GIB = 0.25
-_BATCH_SIZE = 64
+# A batch while the cache is filled: of many thumbnails, as there is a cost to each batch, and of few photographs, for
+# their memory.
+_BATCH_BYTES, _MOST_IMAGES = 32 * 2**20, 1024
 
 log = logging.getLogger("pipelines.decoded")
 
@@ -65,19 +67,22 @@ def decode_once(config: LoaderConfig, source: Source) -> Source:
     limit = (SMALL_GIB if config.cache_gib is None else config.cache_gib) * 2**30
     if not limit:
         return source
-    decoded = _decode(config, source, limit) if _estimated_bytes(source) <= limit else None
+    image_bytes = _mean_decoded_bytes(source)
+    num_bytes = len(source) * image_bytes
+    batch_size = max(1, min(len(source), _MOST_IMAGES, int(_BATCH_BYTES / max(image_bytes, 1.0))))
+    decoded = _decode(config, source, batch_size, limit) if num_bytes <= limit else None
     if not decoded and config.cache_gib:
         log.warning(
             "%s: the decoded %s images take more than the cache of %g GiB (about %.3g GiB); they are decoded in every "
-            "epoch", config.data, config.split, config.cache_gib, _estimated_bytes(source) / 2**30,
+            "epoch", config.data, config.split, config.cache_gib, num_bytes / 2**30,
         )  # fmt: skip
     return decoded or source
 
 
-def _decode(config: LoaderConfig, source: Source, limit: float) -> DecodedSource | None:
+def _decode(config: LoaderConfig, source: Source, batch_size: int, limit: float) -> DecodedSource | None:
     """Decode everything on the CPU, on all its threads; None as soon as it takes more than `limit` bytes."""
     # As in validation: every image once, in order, and all of it.
-    whole = replace(config, split="val", device="cpu", batch_size=_BATCH_SIZE, on_bad_image="skip")
+    whole = replace(config, split="val", device="cpu", batch_size=batch_size, on_bad_image="skip")
     pixels: dict[int, np.ndarray] = {}
     num_bytes = 0
     loader = DaliLoader(whole, (0, 1), source, stage="decode")
@@ -93,8 +98,8 @@ def _decode(config: LoaderConfig, source: Source, limit: float) -> DecodedSource
         return DecodedSource(source, pixels, loader.bad)
 
 
-def _estimated_bytes(source: Source) -> float:
-    """What the decoded images take, by the headers of some."""
+def _mean_decoded_bytes(source: Source) -> float:
+    """What a decoded image takes, by the headers of some; 0 where none can be read."""
     sizes = []
     for encoded in source.sample():
         # Pillow's errors for what is no image, or is broken: the decoder will say so.
@@ -103,4 +108,4 @@ def _estimated_bytes(source: Source) -> float:
             Image.open(io.BytesIO(encoded)) as image,
         ):
             sizes.append(3 * image.width * image.height)
-    return len(source) * float(np.mean(sizes)) if sizes else 0.0
+    return float(np.mean(sizes)) if sizes else 0.0

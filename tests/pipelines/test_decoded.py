@@ -125,6 +125,6 @@ def test_what_does_not_fit_is_decoded_in_every_epoch(numbered, monkeypatch, capl
         monkeypatch.setattr(decoded, "SMALL_GIB", (size - 1) / 2**30)
         assert not kept(None) and not caplog.text
         # An estimate that is too low: decoding stops at the limit.
-        monkeypatch.setattr(decoded, "_estimated_bytes", lambda source: 1.0)
+        monkeypatch.setattr(decoded, "_mean_decoded_bytes", lambda source: 1.0)
         assert not kept((size - 1) / 2**30) and caplog.text
         assert kept(size / 2**30)
