@@ -24,6 +24,7 @@ from train.loop import Trainer, benchmark, measure_loader, validate
 from train.profile import write_profile
 from train.recorder import Recorder
 from train.report import write_report
+from train.schedule import image_sizes
 from train.signals import StoppedBySignal
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def _train(arguments: Sequence[str], state: RunState | None = None) -> None:
                 executor.read_metrics()  # those of steps that are undone
             else:
                 executor = build_executor(config, len(train_loader.class_names), image_size, placement, start,
-                                          not workers.alone, bn_group)  # fmt: skip
+                                          not workers.alone, bn_group, max(image_sizes(config)))  # fmt: skip
             trainer = Trainer(config, workers, executor, train_loader, val_loader, run_folder, start,
                               state.commit if state else None)  # fmt: skip
         if state:

@@ -103,11 +103,13 @@ def build_executor(
     checkpoint: Checkpoint | None,
     averages: bool = False,
     bn_group: StatisticsGroup | None = None,
+    largest_image_size: int = 0,
 ) -> Executor:
     """The network with the parameters of `checkpoint`, or initial ones without. Raises GraphError or TrainError.
 
     `image_size` is that of the first batches, in pixels: for others the executor is built when they come. `averages`:
     its gradients will be averaged with those of other processes. `bn_group`: see `join_bn_group`.
+    `largest_image_size`: of the training images to come, for whose memory the cuda executor asks at once.
     """
     symbol = resnet(config.depth, num_classes, config.label_smoothing)
     if checkpoint is None:
@@ -122,7 +124,8 @@ def build_executor(
     options: dict[str, Any] = {}
     if placement.executor == "cuda":
         dtype = network_dtype(config, placement)
-        options = {"dtype": dtype, "tf32": config.tf32, "deterministic": config.deterministic, "group": bn_group}
+        options = {"dtype": dtype, "tf32": config.tf32, "deterministic": config.deterministic, "group": bn_group,
+                   "largest_image_size": largest_image_size}  # fmt: skip
         if averages:
             # Horovod's MXNet library knows no bfloat16.
             wide = config.wire_dtype == "float32" or dtype == "bfloat16"

@@ -67,8 +67,8 @@ class MemoryPlan:
         change = [0] * (len(self.graph) + 1)
         for allocation in self.allocations.values():
             # A tensor that takes over a place shares the node with the one before it, which is counted there.
-            change[allocation.first + allocation.in_place] += _aligned(allocation.num_bytes)
-            change[allocation.last + 1] -= _aligned(allocation.num_bytes)
+            change[allocation.first + allocation.in_place] += aligned(allocation.num_bytes)
+            change[allocation.last + 1] -= aligned(allocation.num_bytes)
         live, total = [], 0
         for step in change[:-1]:
             total += step
@@ -83,7 +83,7 @@ class MemoryPlan:
     @property
     def tensor_bytes(self) -> int:
         """Bytes of all tensors side by side, as if nothing were ever reused."""
-        return sum(_aligned(allocation.num_bytes) for allocation in self.allocations.values())
+        return sum(aligned(allocation.num_bytes) for allocation in self.allocations.values())
 
     def table(self) -> str:
         """A few lines for people: totals, the node where the peak is, and the largest tensors there."""
@@ -169,7 +169,7 @@ def plan_arena(
             same_size = [old for old in dying if num_bytes[old] == num_bytes[tensor]]
             chains[tensor] = [*(chains.pop(same_size[0]) if same_size else []), tensor]
 
-    places = [_Place(_aligned(num_bytes[end]), first[chain[0]], last[end]) for end, chain in chains.items()]
+    places = [_Place(aligned(num_bytes[end]), first[chain[0]], last[end]) for end, chain in chains.items()]
     by_size = _offsets(places, [place.num_bytes for place in places])
     by_area = _offsets(places, [place.num_bytes * (place.last - place.first + 1) for place in places])
     offsets, arena_bytes = min(by_size, by_area, key=lambda result: result[1])
@@ -223,7 +223,8 @@ def _in_place(node: Node) -> dict[Ref, list[Ref]]:
     }
 
 
-def _aligned(num_bytes: int) -> int:
+def aligned(num_bytes: int) -> int:
+    """The next multiple of ALIGNMENT."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 

@@ -19,8 +19,9 @@ HEADROOM = 0.15
 
 
 def check_fits(step: Graph, shapes: Mapping[str, tuple[int, ...]], store: ParameterStore, free: int,
-               total: int) -> None:
-    """Raise GraphError where the GPU is certain to have too little memory, before kernels are chosen and timed.
+               total: int) -> int:
+    """Bytes of the step's arena, but for what single kernels need besides. Raises GraphError where the GPU is certain
+    to have too little memory, before kernels are chosen and timed.
 
     Args:
         step: the training graph, after the passes gradient and precision.
@@ -31,10 +32,12 @@ def check_fits(step: Graph, shapes: Mapping[str, tuple[int, ...]], store: Parame
     images, height, width, channels = shapes["data"]
     scale = {"loss_scale": (1,)} if "loss_scale" in step.variables else {}
     pixel_bytes = padded_channels(channels) * ITEM_BYTES[tensor_dtypes(step)[Ref("data")]]
-    growing = memory(step, {**shapes, **scale}).arena_bytes + images * height * width * pixel_bytes
+    arena_bytes = memory(step, {**shapes, **scale}).arena_bytes
+    growing = arena_bytes + images * height * width * pixel_bytes
     fixed = sum(array.num_bytes for array in store.arrays.values())
     if growing + fixed > free:
         raise too_little_memory(shapes["data"], growing, fixed, free, total)
+    return arena_bytes
 
 
 def largest_batch(images: int, growing: int, free: int) -> int:
@@ -48,5 +51,5 @@ def too_little_memory(data: tuple[int, ...], growing: int, fixed: int, free: int
     images, height, width, _ = data
     largest = largest_batch(images, growing, free - fixed)
     advice = f"use a batch size of at most {largest}" if largest else "free memory on it, or use smaller images"
-    return GraphError(f"the GPU has {free / GIB:.1f} of {total / GIB:.1f} GiB free, but training with batches of "
-                      f"{images} images of {height}x{width} needs {(growing + fixed) / GIB:.1f} GiB: {advice}")
+    return GraphError(f"the GPU has {free / GIB:.1f} of {total / GIB:.1f} GiB free, but batches of {images} images "
+                      f"of {height}x{width} need {(growing + fixed) / GIB:.1f} GiB: {advice}")

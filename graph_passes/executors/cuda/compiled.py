@@ -1,4 +1,4 @@
-"""A graph compiled for one size of batch: lowered, with the memory that it works in, captured as CUDA graphs."""
+"""A graph compiled for one size of batch: lowered, placed in the arena, captured as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from graph_passes.executors.cuda.arena import Arena
 from graph_passes.executors.cuda.capacity import too_little_memory
 from graph_passes.executors.cuda.convolution import ConvolutionLibrary
 from graph_passes.executors.cuda.device import Gpu
@@ -20,37 +21,38 @@ from graph_passes.graph import Graph
 
 
 class CompiledGraph:
-    """`graph` for the shapes of its inputs, on parameters, inputs and outputs that outlive it.
+    """`graph` for the shapes of its inputs, on parameters, inputs and outputs that outlive it. All else that it writes
+    lies in the arena, where the next that runs may overwrite it. To be run, it must be captured.
 
     Raises GraphError for what cannot be lowered, and where memory does not suffice.
     """
 
     def __init__(self, graph: Graph, input_shapes: Mapping[str, Sequence[int]], store: ParameterStore,
                  persistent: Persistent, gpu: Gpu, kernels: KernelLibrary, convolutions: ConvolutionLibrary,
-                 planner: Planner, group: StatisticsGroup | None = None) -> None:
-        self._gpu = gpu
-        self._memory: list[int] = []
+                 planner: Planner, arena: Arena, group: StatisticsGroup | None = None) -> None:
+        self._gpu, self._arena = gpu, arena
         self._segments: list[Any] = []
+        self._cuts: tuple[int, ...] = ()
         self.image_size = tuple(input_shapes["data"][1:3])
         self.lowering = Lowering(graph, graph.infer_shapes(input_shapes), store, persistent, gpu, kernels, convolutions,
                                  planner, group)
         convolutions.save()
         planner.save()
-        for buffer in self.lowering.scratch:
-            buffer.address = self._allocate(buffer.num_bytes)
-        arena_bytes, (free, total) = self.lowering.program.arena_bytes, gpu.memory()
-        if arena_bytes > free:
-            raise too_little_memory(tuple(input_shapes["data"]), arena_bytes, 0, free, total)
-        self.lowering.program.place(self._allocate(arena_bytes))
-
-    def _allocate(self, num_bytes: int) -> int:
-        self._memory.append(self._gpu.allocate(num_bytes))
-        return self._memory[-1]
+        num_bytes, (free, total) = self.lowering.program.arena_bytes, gpu.memory()
+        if num_bytes > free + arena.num_bytes:
+            raise too_little_memory(tuple(input_shapes["data"]), num_bytes, 0, free + arena.num_bytes, total)
 
     def capture(self, cuts: Sequence[int] = ()) -> None:
         """Make the CUDA graphs: one, or several that the launches are cut into, before those with numbers `cuts`."""
+        self._cuts = tuple(cuts)
+        self._arena.admit(self.lowering.program.arena_bytes, self._place)
+
+    def _place(self, arena: int) -> None:
+        """Addresses are part of a CUDA graph, so those made for another place are made anew."""
+        self._destroy()
+        self.lowering.program.place(arena)
         launches = self.lowering.program.launches
-        ends = [0, *cuts, len(launches)]
+        ends = [0, *self._cuts, len(launches)]
         self._segments = [self._gpu.capture(partial(run, launches[start:end]))
                           for start, end in itertools.pairwise(ends)]
 
@@ -63,11 +65,12 @@ class CompiledGraph:
         self._gpu.replay(self._segments[segment])
 
     def close(self) -> None:
-        """Wait for the GPU and give the memory back."""
+        """Wait for the GPU and leave the arena."""
         self._gpu.synchronize()
+        self._arena.dismiss(self._place)
+        self._destroy()
+
+    def _destroy(self) -> None:
         for segment in self._segments:
             self._gpu.destroy(segment)
-        for address in self._memory:
-            self._gpu.free(address)
         self._segments.clear()
-        self._memory.clear()

@@ -20,7 +20,10 @@ from typing import Any
 
 from disk_cache import Cache
 from graph_passes.errors import GraphError
+from graph_passes.executors.cuda.arena import Arena
 from graph_passes.executors.cuda.device import Gpu
+from graph_passes.passes.memory import aligned
+from graph_passes.passes.precision import ITEM_BYTES
 
 MIN_CUDNN = 90100  # 9.1.0
 MAX_CANDIDATES = 24  # plans timed per problem; cuDNN lists the most promising ones first
@@ -96,13 +99,13 @@ class Plan:
 
 
 class ConvolutionLibrary:
-    """cuDNN on one GPU. `tf32` lets fp32 convolutions round their inputs to TF32. `deterministic` leaves out plans that
-    sum in a varying order, and lets neither time nor what is on disk decide between the others: each plan has its own
-    order of sums, so another choice gives other bits."""
+    """cuDNN on one GPU; plans are timed in `arena`. `tf32` lets fp32 convolutions round their inputs to TF32.
+    `deterministic` leaves out plans that sum in a varying order, and lets neither time nor what is on disk decide
+    between the others: each plan has its own order of sums, so another choice gives other bits."""
 
-    def __init__(self, gpu: Gpu, store: Cache, tf32: bool = True, deterministic: bool = False) -> None:
+    def __init__(self, gpu: Gpu, store: Cache, arena: Arena, tf32: bool = True, deterministic: bool = False) -> None:
         self._cudnn = import_cudnn()
-        self._gpu, self._store = gpu, store
+        self._gpu, self._store, self._arena = gpu, store, arena
         self._tf32, self.deterministic = tf32, deterministic
         self.handle = self._cudnn.create_handle()
         self._cudnn.set_stream(handle=self.handle, stream=gpu.stream_handle)
@@ -111,7 +114,6 @@ class ConvolutionLibrary:
         self._choices_name = f"plans-{self.variant}"
         self._choices = self._read_choices()  # problem key -> [plan name, milliseconds]
         self._known = len(self._choices)
-        self._tuning_buffers: dict[str, tuple[int, int]] = {}  # name -> address, bytes
 
     def plan(self, problem: Problem) -> Plan:
         """The fastest plan for the problem, built; the first that runs, if `deterministic`. Times all proposals the
@@ -125,10 +127,7 @@ class ConvolutionLibrary:
         return self._plans[problem]
 
     def save(self) -> None:
-        """Keep the choices made since the last call on disk, and free the buffers that timing needed."""
-        for address, _ in self._tuning_buffers.values():
-            self._gpu.free(address)
-        self._tuning_buffers.clear()
+        """Keep the choices made since the last call on disk."""
         if len(self._choices) > self._known and not self.deterministic:
             merged = {**self._read_choices(), **self._choices}  # another process may have written meanwhile
             self._store.write(self._choices_name, json.dumps(merged, indent=0).encode())
@@ -154,7 +153,8 @@ class ConvolutionLibrary:
     def _tuned(self, problem: Problem) -> Plan:
         started = time.monotonic()
         plan = Plan(self, problem)
-        addresses = self._tuning_data(problem)
+        starts, data_bytes = _offsets(problem)
+        arena_bytes = 0
         timed: list[tuple[float, int]] = []
         most = 1 if self.deterministic else MAX_CANDIDATES
         reason = "it proposes no plan"
@@ -164,8 +164,13 @@ class ConvolutionLibrary:
                 break
             try:
                 plan.select(index)
-                workspace = self._tuning_buffer("workspace", plan.workspace_bytes)
-                timed.append((self._time_ms(partial(plan.enqueue, *addresses, workspace=workspace), timed), index))
+                base = self._arena.reserve(data_bytes + plan.workspace_bytes)
+                if self._arena.num_bytes != arena_bytes:  # it is fresh, or has moved
+                    arena_bytes = self._arena.num_bytes
+                    self._gpu.fill_random(base, data_bytes, problem.dtype)  # zeros run faster
+                addresses = [base + start for start in starts]
+                enqueue = partial(plan.enqueue, *addresses, workspace=base + data_bytes)
+                timed.append((self._time_ms(enqueue, timed), index))
             except GraphError:
                 raise
             except Exception as error:  # cuDNN refuses some of its own proposals while building or running them
@@ -193,27 +198,6 @@ class ConvolutionLibrary:
     def _no_plan(problem: Problem, reason: str) -> GraphError:
         return GraphError(f"cuDNN has no {problem.kind} for input {problem.x}, weight {problem.w}, stride "
                           f"{problem.stride}, {problem.dtype} ({reason}): use channels that are multiples of 8")
-
-    def _tuning_data(self, problem: Problem) -> list[int]:
-        """Addresses to time a problem with, in the order of `Plan.enqueue`: random contents, as zeros run faster."""
-        size = {"float32": 4}.get(problem.dtype, 2)
-        roles = {"fprop": "xwy", "fprop_stats": "xwyss", "fprop_bias": "xwcy", "fprop_bias_relu": "xwcy",
-                 "fprop_bias_add_relu": "xwcyy", "dgrad": "ywx", "wgrad": "xyw"}[problem.kind]
-        lengths = [problem.y[3] * 4 if role in "cs" else math.prod(getattr(problem, role)) * size for role in roles]
-        starts = list(itertools.accumulate((-(-length // 256) * 256 for length in lengths), initial=0))
-        base = self._tuning_buffer("data", starts[-1])
-        self._gpu.fill_random(base, starts[-1], problem.dtype)
-        return [base + start for start in starts[:-1]]
-
-    def _tuning_buffer(self, name: str, num_bytes: int) -> int:
-        address, length = self._tuning_buffers.get(name, (0, 0))
-        if length < num_bytes:
-            if address:
-                self._gpu.free(address)
-                del self._tuning_buffers[name]
-            address = self._gpu.allocate(num_bytes)
-            self._tuning_buffers[name] = (address, num_bytes)
-        return address
 
     def _read_choices(self) -> dict[str, list[Any]]:
         body = self._store.read(self._choices_name)
@@ -295,6 +279,16 @@ def import_cudnn() -> Any:
     if version < MIN_CUDNN:
         raise GraphError(f"cuDNN {version} is too old, 9.1 or newer is needed: {_INSTALL}")
     return cudnn
+
+
+def _offsets(problem: Problem) -> tuple[list[int], int]:
+    """Where a problem's tensors lie while it is timed, in the order of `Plan.enqueue`; and the bytes of all of them."""
+    roles = {"fprop": "xwy", "fprop_stats": "xwyss", "fprop_bias": "xwcy", "fprop_bias_relu": "xwcy",
+             "fprop_bias_add_relu": "xwcyy", "dgrad": "ywx", "wgrad": "xyw"}[problem.kind]
+    channels, item_bytes = problem.y[3], ITEM_BYTES[problem.dtype]
+    sizes = [channels * 4 if role in "cs" else math.prod(getattr(problem, role)) * item_bytes for role in roles]
+    starts = list(itertools.accumulate(map(aligned, sizes), initial=0))
+    return starts[:-1], starts[-1]
 
 
 def _nchw(shape: tuple[int, int, int, int]) -> list[int]:

@@ -55,12 +55,15 @@ class CudaExecutor(Executor):
     `forward_backward` is called with the gradients of the last layers while the first ones are still being computed.
     `wire_dtype="float32"` hands them over in that type whatever theirs is. `group`: the GPUs that BatchNorm's
     statistics are shared with in training.
+
+    `largest_image_size`: pixels of the largest training images to come, where those of `shapes` are smaller: memory for
+    them is asked for, and taken, at once.
     """
 
     def __init__(self, graph: Graph, shapes: Mapping[str, Sequence[int]], device: str = "gpu(0)",
                  dtype: str = "float16", optimizer: OptimizerConfig | None = None, tf32: bool = True,
                  deterministic: bool = False, num_buckets: int = 1, wire_dtype: str | None = None,
-                 group: StatisticsGroup | None = None) -> None:
+                 group: StatisticsGroup | None = None, largest_image_size: int = 0) -> None:
         graph = bn_relu(bn_add_relu(graph))
         super().__init__(graph, shapes)
         kind, _, number = device.rstrip(")").partition("(")
@@ -74,7 +77,7 @@ class CudaExecutor(Executor):
         self._num_gates = 0
         self._pass_gate = _ENGINE_CALLBACK(lambda run_context, number: self._pending.pop(number).sync())
         self._step = TrainingStep(graph, self.input_shapes, dtype, self._context.device_id, optimizer, tf32,
-                                  deterministic, num_buckets, wire_dtype, group, self._allocate)
+                                  deterministic, num_buckets, wire_dtype, group, largest_image_size, self._allocate)
         store = self._step.store
         self._params = self._views("master", store.master)
         self._aux = self._views("statistics", store.statistics)

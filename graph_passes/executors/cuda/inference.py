@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from graph_passes.executors.cuda.arena import Arena
 from graph_passes.executors.cuda.compiled import CompiledGraph
 from graph_passes.executors.cuda.convolution import ConvolutionLibrary
 from graph_passes.executors.cuda.device import Gpu
@@ -29,9 +30,10 @@ class Inference:
     """
 
     def __init__(self, graph: Graph, shapes: Mapping[str, tuple[int, ...]], dtype: str, gpu: Gpu,
-                 kernels: KernelLibrary, convolutions: ConvolutionLibrary, planner: Planner) -> None:
+                 kernels: KernelLibrary, convolutions: ConvolutionLibrary, planner: Planner, arena: Arena) -> None:
         self._unfolded, self._graph, self._shapes = graph, precision(fold_bn(graph), dtype), dict(shapes)
         self._gpu, self._kernels, self._convolutions, self._planner = gpu, kernels, convolutions, planner
+        self._arena = arena
         inferred = self._graph.infer_shapes(shapes)
         statistics = {name: inferred[Ref(name)] for name in self._graph.aux}  # of what could not be folded
         parameters = parameters_of(self._graph, inferred, tuple(shapes))
@@ -90,6 +92,6 @@ class Inference:
         part = dataclasses.replace(persistent, data=first(persistent.data), label=first(persistent.label),
                                    probabilities=first(persistent.probabilities))
         compiled = CompiledGraph(self._graph, shapes | {"data": (num_images, *self.image_size, channels)}, self._store,
-                                 part, self._gpu, self._kernels, self._convolutions, self._planner)
+                                 part, self._gpu, self._kernels, self._convolutions, self._planner, self._arena)
         compiled.capture()
         return compiled

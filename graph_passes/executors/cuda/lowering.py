@@ -124,9 +124,7 @@ def padded_channels(channels: int) -> int:
 
 class Lowering:
     """One pass over the graph. `program` holds the result, `ready` after how many launches each gradient is final.
-
-    `scratch` are buffers that one launch at a time uses; the owner of the program gives them memory. `group`: the GPUs
-    that BatchNorm's statistics are shared with.
+    `group`: the GPUs that BatchNorm's statistics are shared with.
     """
 
     def __init__(self, graph: Graph, shapes: Mapping[Ref, Shape], store: ParameterStore, persistent: Persistent,
@@ -152,10 +150,8 @@ class Lowering:
         self._masked: dict[str, Buffer] = {}  # BatchNorm + ReLU without addend -> its `_dz`
         self._done: set[str] = set()  # nodes whose launches have been emitted with an earlier one's
         self.decisions: list[Decision] = []
-        self._workspace = Buffer("workspace", (0,), "uint8", persistent=True)
-        self._partials = Buffer("partials", (0,), "float32", persistent=True)
-        self.scratch = (self._workspace, self._partials)
-        self.program = Program()
+        self._workspace, self._partials = Buffer("workspace", (0,), "uint8"), Buffer("partials", (0,), "float32")
+        self.program = Program(scratch=(self._workspace, self._partials))
         self._bind_variables()
         for node in graph:
             if not node.is_variable and node.name not in self._done:
@@ -240,7 +236,7 @@ class Lowering:
 
     def _fastest(self, node: Node, problem: str, ways: dict[str, Way]) -> None:
         """Emit the launches of the fastest of several ways; see `Planner`."""
-        decision, launches = self._planner.fastest(node.name, problem, ways, self.scratch)
+        decision, launches = self._planner.fastest(node.name, problem, ways, self.program.scratch)
         self.program.launches += launches
         self.decisions.append(decision)
 

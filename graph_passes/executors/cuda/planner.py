@@ -14,9 +14,11 @@ from functools import partial
 
 from disk_cache import Cache
 from graph_passes.errors import GraphError
+from graph_passes.executors.cuda.arena import Arena
 from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.kernels import sources_digest
 from graph_passes.executors.cuda.program import Buffer, Launch, run
+from graph_passes.passes.memory import aligned
 
 Way = Callable[[], "list[Launch]"]  # emits its launches when it is called
 log = logging.getLogger("graph_passes.cuda")
@@ -36,22 +38,21 @@ class Decision:
 
 
 class Planner:
-    """`variant` names what else the times depend on, such as options of the convolutions. `deterministic`: times decide
-    nothing, as each way has an order of sums of its own; the first way is taken."""
+    """Ways are timed in `arena`. `variant` names what else the times depend on, such as options of the convolutions.
+    `deterministic`: times decide nothing, as each way has an order of sums of its own; the first way is taken."""
 
-    def __init__(self, gpu: Gpu, store: Cache, variant: str, deterministic: bool = False) -> None:
-        self._gpu, self._store, self._deterministic = gpu, store, deterministic
+    def __init__(self, gpu: Gpu, store: Cache, arena: Arena, variant: str, deterministic: bool = False) -> None:
+        self._gpu, self._store, self._arena, self._deterministic = gpu, store, arena, deterministic
         self._name = f"ways-{sources_digest()[:16]}-{variant}"
         self._times: dict[str, dict[str, float]] = self._read()
         self._known = len(self._times)
-        self._memory: tuple[int, int] = (0, 0)  # address and bytes of what the launches work on while they are timed
 
     def fastest(self, node: str, problem: str, ways: Mapping[str, Way],
                 scratch: Iterable[Buffer]) -> tuple[Decision, list[Launch]]:
         """The launches of the fastest way. `problem` says all that the times depend on.
 
-        While ways are timed, the buffers that they read and write and those in `scratch` lie in memory of its own,
-        with random contents. Raises GraphError where no way can be had.
+        While ways are timed, all that they read and write, and `scratch`, lies in the arena, with random contents.
+        Raises GraphError where no way can be had.
         """
         if self._deterministic:
             way, emit = next(iter(ways.items()))
@@ -76,10 +77,7 @@ class Planner:
         return decision, ways[decision.chosen]()
 
     def save(self) -> None:
-        """Keep the times taken since the last call on disk, and free the memory that timing needed."""
-        if self._memory[1]:
-            self._gpu.free(self._memory[0])
-            self._memory = (0, 0)
+        """Keep the times taken since the last call on disk."""
         if len(self._times) > self._known:
             self._times = {**self._read(), **self._times}  # another process may have written meanwhile
             self._store.write(self._name, json.dumps(self._times, indent=0).encode())
@@ -96,25 +94,16 @@ class Planner:
 
     @contextlib.contextmanager
     def _placed(self, buffers: set[Buffer]) -> Iterator[None]:
-        """Give buffers memory of ours for a while."""
+        """Have the buffers in the arena for a while, side by side."""
+        address = self._arena.reserve(sum(aligned(buffer.num_bytes) for buffer in buffers))
         before = {buffer: buffer.address for buffer in buffers}
-        size = sum(_aligned(buffer.num_bytes) for buffer in buffers)
-        if self._memory[1] < size:
-            if self._memory[1]:
-                self._gpu.free(self._memory[0])
-            self._memory = (self._gpu.allocate(size), size)
-        address = self._memory[0]
         for buffer in sorted(buffers, key=lambda buffer: buffer.name):
             buffer.address = address
             if buffer.num_bytes:
                 self._gpu.fill_random(address, buffer.num_bytes, buffer.dtype)
-            address += _aligned(buffer.num_bytes)
+            address += aligned(buffer.num_bytes)
         try:
             yield
         finally:
             for buffer, old in before.items():
                 buffer.address = old
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // 256) * 256

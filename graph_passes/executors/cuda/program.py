@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from graph_passes.passes.memory import Step, plan_arena
+from graph_passes.passes.memory import Step, aligned, plan_arena
 from graph_passes.passes.precision import ITEM_BYTES
 
 
@@ -46,13 +46,17 @@ class Launch:
 
 @dataclass
 class Program:
-    """Launches in order, and the number of bytes of the arena that they need."""
+    """Launches in order, and the number of bytes of the arena that they need. `scratch` are buffers that one launch at
+    a time uses, beside what it reads and writes."""
 
     launches: list[Launch] = field(default_factory=list)
+    scratch: tuple[Buffer, ...] = ()
     arena_bytes: int = 0
+    _arena: int = 0  # address of the arena that the buffers lie in
 
     def plan_memory(self) -> None:
-        """Give every buffer that is not persistent its offset in the arena, as `address`; see `plan_arena`."""
+        """Give every buffer that is not persistent its offset in the arena, as `address`; see `plan_arena`. Scratch
+        lies behind the others."""
         steps = [
             Step(reads=[buffer for buffer in launch.reads if not buffer.persistent],
                  writes=[buffer for buffer in launch.writes if not buffer.persistent],
@@ -63,12 +67,16 @@ class Program:
         allocations, self.arena_bytes = plan_arena(steps, num_bytes)
         for buffer, allocation in allocations.items():
             buffer.address = allocation.offset
+        for buffer in self.scratch:
+            buffer.address = self.arena_bytes
+            self.arena_bytes += aligned(buffer.num_bytes)
 
     def place(self, arena: int) -> None:
-        """Turn offsets into addresses in the arena that starts at `arena`."""
-        for buffer in self.buffers():
+        """Move the buffers to the arena that starts at `arena`."""
+        for buffer in (*self.buffers(), *self.scratch):
             if not buffer.persistent:
-                buffer.address += arena
+                buffer.address += arena - self._arena
+        self._arena = arena
 
     def buffers(self) -> Iterable[Buffer]:
         return dict.fromkeys(buffer for launch in self.launches for buffer in (*launch.writes, *launch.reads))

@@ -17,6 +17,7 @@ import numpy as np
 
 from disk_cache import Cache
 from graph_passes.errors import GraphError
+from graph_passes.executors.cuda.arena import Arena
 from graph_passes.executors.cuda.buckets import Bucket, bucket_of, cut
 from graph_passes.executors.cuda.capacity import check_fits, largest_batch
 from graph_passes.executors.cuda.compiled import CompiledGraph
@@ -58,7 +59,9 @@ class TrainingStep:
     memory is taken.
 
     Images may come in another size than that of `shapes`: what it takes is compiled when they are first used, in place
-    of what was compiled for the size before, for training and for inference apart.
+    of what was compiled for the size before, for training and for inference apart. All of it works in one arena.
+    `largest_image_size`: height and width of the largest training images to come, where those of `shapes` are smaller;
+    their memory is taken at once.
 
     Raises GraphError for an operator without a lowering, a shape that cuDNN refuses, too little memory, and what `Gpu`
     raises.
@@ -67,27 +70,31 @@ class TrainingStep:
     def __init__(self, graph: Graph, shapes: Mapping[str, tuple[int, ...]], dtype: str = "float16", device_id: int = 0,
                  optimizer: OptimizerConfig | None = None, tf32: bool = True, deterministic: bool = False,
                  num_buckets: int = 1, wire_dtype: str | None = None, group: StatisticsGroup | None = None,
-                 allocate: Allocate | None = None, cache_folder: Path | None = None) -> None:
+                 largest_image_size: int = 0, allocate: Allocate | None = None,
+                 cache_folder: Path | None = None) -> None:
         if dtype not in C_TYPES:
             raise GraphError(f"the cuda executor has no dtype '{dtype}': choose one of {', '.join(C_TYPES)}")
         self.gpu = Gpu(device_id)
         store = Cache(_machine(self.gpu), cache_folder)
         self.kernels = KernelLibrary(self.gpu, store)
-        self._convolutions = ConvolutionLibrary(self.gpu, store, tf32, deterministic)
-        self._planner = Planner(self.gpu, store, self._convolutions.variant, deterministic)
+        self._arena = Arena(self.gpu)
+        self._convolutions = ConvolutionLibrary(self.gpu, store, self._arena, tf32, deterministic)
+        self._planner = Planner(self.gpu, store, self._arena, self._convolutions.variant, deterministic)
         self._allocate_for_owner, self._group = allocate, group
         self._graph, self._shapes, self.dtype = graph, dict(shapes), dtype
         inferred = graph.infer_shapes(shapes)
         self.store = ParameterStore(
             parameters_of(graph, inferred, tuple(shapes)), {name: inferred[Ref(name)] for name in graph.aux}, dtype,
             wire_dtype)
-        step = self._step_graph(self._shapes)
-        check_fits(step, self._shapes, self.store, *self.gpu.memory())
+        step, largest = self._step_graph(self._shapes), self._largest_shapes(largest_image_size)
+        arena_bytes = check_fits(self._step_graph(largest), largest, self.store, *self.gpu.memory())
         self._place_parameters()
         self.persistent = self._persistent(shapes["data"], inferred[graph.outputs[0]])
         self._inputs = {self.persistent.data.shape[1:3]: self.persistent.data}  # by height and width of the images
         self.set_optimizer(optimizer or OptimizerConfig())
         self.buckets, self._parts = self._cut_buckets(num_buckets)
+        if largest != self._shapes:
+            self._arena.reserve(arena_bytes)
         self._training = self._compile(step)
         self._mixup = 1.0  # as the GPU has it
         self._free_pinned: list[np.ndarray] = []
@@ -157,6 +164,11 @@ class TrainingStep:
     def _step_graph(self, shapes: Mapping[str, tuple[int, ...]]) -> Graph:
         return precision(gradient_add(gradient(self._graph, shapes)), self.dtype)
 
+    def _largest_shapes(self, image_size: int) -> dict[str, tuple[int, ...]]:
+        """Of the graph's inputs, when training images have grown to so many pixels."""
+        images, height, width, channels = self._shapes["data"]
+        return self._shapes | {"data": (images, max(height, image_size), max(width, image_size), channels)}
+
     def _loaded_shapes(self) -> dict[str, tuple[int, ...]]:
         """Of the graph's inputs, for images of the size that is loaded."""
         images, _, _, channels = self._shapes["data"]
@@ -166,7 +178,7 @@ class TrainingStep:
         """Forward and backward for images of the size that is loaded, a CUDA graph for each part of the weights; the
         first holds the forward pass too."""
         compiled = CompiledGraph(step, self._loaded_shapes(), self.store, self.persistent, self.gpu, self.kernels,
-                                 self._convolutions, self._planner, self._group)
+                                 self._convolutions, self._planner, self._arena, self._group)
         ready, cuts = compiled.lowering.ready, [0]
         for part in self._parts[:-1]:
             cuts.append(max(cuts[-1], *(ready[name] for name in part)))
@@ -366,7 +378,7 @@ class TrainingStep:
         """
         if self._inference is None:
             self._inference = Inference(self._graph, self._shapes, self.dtype, self.gpu, self.kernels,
-                                        self._convolutions, self._planner)
+                                        self._convolutions, self._planner, self._arena)
         if not self._inference_is_current:
             self._inference.fold(self.store)
             self._inference_is_current = True
@@ -378,7 +390,7 @@ class TrainingStep:
     def largest_batch(self) -> int:
         """How many images a training step may have on this GPU, with what else is in its memory now."""
         free, _ = self.gpu.memory()
-        growing = self.training.program.arena_bytes + self.persistent.data.num_bytes
+        growing = self._arena.num_bytes + self.persistent.data.num_bytes
         return largest_batch(self._shapes["data"][0], growing, free + growing)
 
     def set_num_valid(self, num_valid: int) -> None:

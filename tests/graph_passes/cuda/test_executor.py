@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from test_training_step import CLASSES, fused, random_batch, random_state, small
 
 from graph_passes import Graph, GraphError
 from graph_passes.executors import Executor, create_executor
+from graph_passes.executors.base import Metrics
 from graph_passes.executors.cuda.buckets import Bucket
 from graph_passes.executors.cuda.executor import CudaExecutor
 from mxnet_compat import mx
@@ -186,6 +188,48 @@ def test_inference_and_metrics(executor: CudaExecutor) -> None:
     assert relative_error(few.asnumpy(), reference.forward(data.asnumpy())[:2]) < 1e-4
     executor.params["fc_bias"][:] = mx.nd.array(executor.from_canonical("fc_bias", 1000 * np.eye(CLASSES)[3]))
     assert (executor.forward(data).asnumpy().argmax(1) == 3).all(), "inference sees parameters that MXNet has written"
+
+
+def test_validation_between_steps_changes_no_bit_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inference works in the memory of the training step, and large images make that memory move. Here it comes between
+    gradients and update, and the metrics of both are received at the end."""
+    monkeypatch.setenv("RESNET_CACHE", str(tmp_path))
+    graph = fused(small_network())
+
+    def batches(*shapes: tuple[int, ...]) -> list[tuple[np.ndarray, np.ndarray]]:
+        return [random_batch({"data": shape, "softmax_label": shape[:1]}, seed=sum(shape)) for shape in shapes]
+
+    trained = batches(*[SHAPES["data"]] * 5)
+    validated = batches((9, 33, 31, 3), (4, 33, 31, 3), (9, 210, 190, 3), (9, 33, 31, 3), (2, 45, 60, 3))
+
+    def run(validates: bool) -> tuple[CudaExecutor, list[Metrics], list[Any]]:
+        executor = create_executor("cuda", graph, SHAPES, device="gpu(0)", dtype="float16", deterministic=True,
+                                   num_buckets=3)
+        assert isinstance(executor, CudaExecutor)
+        executor.set_params(*random_state(graph, SHAPES, seed=1))
+        requests, answers = [], []
+        for (data, label), (other_data, other_label) in zip(trained, validated, strict=True):
+            executor.forward_backward(mx.nd.array(data), mx.nd.array(label))
+            requests.append(executor.request_metrics())
+            if validates:
+                executor.evaluate(mx.nd.array(other_data), mx.nd.array(other_label), len(other_label) - 1)
+                answers.append((executor.get_params(), executor.request_metrics(),
+                                executor.forward(mx.nd.array(other_data)).asnumpy()))
+            executor.update(0.05)
+        return executor, [receive() for receive in requests], answers
+
+    alone, wanted, _ = run(validates=False)
+    executor, got, answers = run(validates=True)
+    assert got == wanted and wanted[0] != wanted[4]
+    for ours, theirs in zip((*executor.get_params(), executor.get_momenta()),
+                            (*alone.get_params(), alone.get_momenta()), strict=True):
+        for name, value in theirs.items():
+            assert np.array_equal(ours[name], value), name
+    for (data, label), (params, metrics, probabilities) in zip(validated, answers, strict=True):
+        alone.set_params(*params)
+        assert np.array_equal(alone.forward(mx.nd.array(data)).asnumpy(), probabilities), data.shape
+        alone.evaluate(mx.nd.array(data), mx.nd.array(label), len(label) - 1)
+        assert metrics() == alone.read_metrics()
 
 
 def test_half_precision_images_and_other_shapes(executor: CudaExecutor) -> None:

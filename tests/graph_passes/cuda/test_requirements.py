@@ -12,6 +12,7 @@ import pytest
 from disk_cache import Cache
 from graph_passes import GraphError
 from graph_passes.executors.cuda import convolution, requirements
+from graph_passes.executors.cuda.arena import Arena
 from graph_passes.executors.cuda.convolution import ConvolutionLibrary, Problem, import_cudnn
 from graph_passes.executors.cuda.device import Gpu
 
@@ -101,7 +102,7 @@ def test_a_shape_that_cudnn_refuses(refusing: str, sentence: str, monkeypatch: p
     graph.get_execution_plan_count.return_value = 2
     getattr(graph, refusing).side_effect = RuntimeError("BAD_PARAM\nmore")
     monkeypatch.setattr(convolution, "import_cudnn", lambda: cudnn)
-    library = ConvolutionLibrary(gpu, Cache("machine", tmp_path))
+    library = ConvolutionLibrary(gpu, Cache("machine", tmp_path), Arena(gpu))
     problem = Problem("dgrad", (2, 9, 9, 5), (8, 3, 3, 5), (2, 9, 9, 8), (1, 1), (1, 1), (1, 1), "float16")
     with pytest.raises(GraphError, match=sentence):
         library.plan(problem)

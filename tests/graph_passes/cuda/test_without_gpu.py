@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from itertools import combinations, count
 from pathlib import Path
 from types import SimpleNamespace
@@ -136,7 +137,7 @@ def test_inference_takes_over_every_parameter() -> None:
     kernel = SimpleNamespace(launch=lambda grid, block, *arguments: launched.append((grid[0], *arguments)))
     kernels: Any = SimpleNamespace(get=lambda source, name: kernel)
     nothing: Any = None  # in place of what compiles
-    inference = Inference(graph, shapes, "float16", gpu, kernels, nothing, nothing)
+    inference = Inference(graph, shapes, "float16", gpu, kernels, nothing, nothing, nothing)
     inference.fold(trained)
     own = inference._store
     assert len(launched) == 53 and not own.statistics.slices, "every BatchNorm is folded"
@@ -249,7 +250,7 @@ def test_too_little_memory_names_the_largest_batch_that_fits(depth: int, dtype: 
         check_fits(step, shapes, store, free, 80 * 2**30)
         return store
 
-    with pytest.raises(GraphError, match=r"of 80.0 GiB free, but training with batches of 5000 images of 224x160 needs "
+    with pytest.raises(GraphError, match=r"of 80.0 GiB free, but batches of 5000 images of 224x160 need "
                                          r"[\d.]+ GiB: use a batch size of at most (\d+)$") as error:
         check(5000)
     largest = int(str(error.value).rsplit(" ", 1)[1])
@@ -282,7 +283,7 @@ class FakeGpu:
     def __init__(self, device_id: int) -> None:
         self.sizes: dict[int, int] = {}  # by address
         self.graphs: dict[int, bool] = {}  # replayed?
-        self.numbers = count(1 << 20, 1 << 20)
+        self.numbers = count(1 << 40, 1 << 40)
 
     def memory(self) -> tuple[int, int]:
         return (1 << 40) - sum(self.sizes.values()), 1 << 40
@@ -317,29 +318,97 @@ class FakeGpu:
     def copy(self, to: int, source: int, num_bytes: int) -> None: ...
 
 
-def test_what_is_compiled_for_a_size_is_given_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A step goes through sizes of training and inference: it ends up with what one made for the last ones has."""
+@pytest.fixture
+def make_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., training_step.TrainingStep]:
+    """Makes a ResNet-18's training step for square images of so many pixels, where nothing is computed."""
     monkeypatch.setattr(training_step, "Gpu", FakeGpu)
     monkeypatch.setattr(training_step, "KernelLibrary", lambda *_: FakeKernels())
     monkeypatch.setattr(training_step, "ConvolutionLibrary", lambda *_: FakeConvolutions())
     monkeypatch.setattr(training_step, "_machine", lambda gpu: "fake")
     graph = passes.bn_relu(passes.bn_add_relu(Graph.from_json(resnet(18, 10).tojson())))
 
-    def make(size: int) -> training_step.TrainingStep:
+    def make(size: int, **options: Any) -> training_step.TrainingStep:
         shapes = {"data": (4, size, size, 3), "softmax_label": (4,)}
-        return training_step.TrainingStep(graph, shapes, num_buckets=3, cache_folder=tmp_path)
+        return training_step.TrainingStep(graph, shapes, num_buckets=3, cache_folder=tmp_path, **options)
 
-    def use(step: training_step.TrainingStep, size: int, larger: int) -> Any:
-        step.load_from_device(1, "float16", (4, size, size, 4))
-        step.forward_backward()
-        step.load_from_device(1, "float16", (4, larger, larger, 4))
-        step.infer()
-        return step.gpu
+    return make
 
-    step = make(64)
-    for size, larger in ((64, 64), (96, 128), (32, 160), (160, 96), (64, 96)):
-        gpu = use(step, size, larger)
+
+def train(step: training_step.TrainingStep, size: int) -> None:
+    step.load_from_device(1, "float16", (4, size, size, 4))
+    step.forward_backward()
+
+
+def infer(step: training_step.TrainingStep, size: int, num_images: int = 4) -> None:
+    step.load_from_device(1, "float16", (num_images, size, size, 4))
+    step.infer(num_images)
+
+
+def check_arena(step: training_step.TrainingStep) -> None:
+    """All that is compiled lies in the one arena, where it is now, and its CUDA graphs were captured there."""
+    gpu: Any = step.gpu
+    compiled = [step._training, *(step._inference._compiled.values() if step._inference else ())]
+    start, end = step._arena._address, step._arena._address + step._arena.num_bytes
+    assert gpu.sizes[start] == step._arena.num_bytes
+    assert {segment for graph in compiled for segment in graph._segments} <= gpu.graphs.keys()
+    for program in (graph.lowering.program for graph in compiled):
+        placed = {buffer for buffer in (*program.buffers(), *program.scratch) if not buffer.persistent}
+        assert all(start <= buffer.address and buffer.address + buffer.num_bytes <= end for buffer in placed)
+        behind = min(buffer.address for buffer in program.scratch)
+        assert all(buffer.address + buffer.num_bytes <= behind for buffer in placed - set(program.scratch))
+
+
+def test_sizes_of_images_share_one_arena(make_step: Callable[..., training_step.TrainingStep]) -> None:
+    """A step goes through sizes of training and inference, some of which make the arena grow and move: it ends up with
+    what one made for the last ones has, but for an arena of the largest."""
+    step = make_step(64)
+    gpu: Any = step.gpu
+    largest = 0
+    for size, larger in ((64, 64), (96, 128), (32, 256), (160, 96), (64, 96)):
+        train(step, size)
+        check_arena(step)
+        infer(step, larger)
+        infer(step, larger, num_images=3)
+        check_arena(step)
         assert step.training.program.launches[0].reads[0].shape == (4, size, size, 4)
-    expected = use(make(64), 64, 96)
-    assert sorted(gpu.sizes.values()) == sorted(expected.sizes.values())
-    assert len(gpu.graphs) == len(expected.graphs) == 3 + 2 + 1  # buckets, inference and its folding, optimizer
+        assert step._arena.num_bytes >= largest
+        largest = step._arena.num_bytes
+    expected = make_step(64)
+    train(expected, 64)
+    infer(expected, 96)
+    infer(expected, 96, num_images=3)
+    assert largest > expected._arena.num_bytes > 0
+    sizes, wanted = (Counter(s.gpu.sizes.values()) for s in (step, expected))  # type: ignore[attr-defined]
+    assert sizes - wanted == Counter([largest]) and wanted - sizes == Counter([expected._arena.num_bytes])
+    assert len(gpu.graphs) == len(expected.gpu.graphs) == 3 + 2 * 1 + 2  # buckets, inference; its folding, optimizer
+
+
+def test_validation_takes_no_memory_but_that_of_its_weights(make_step: Callable[..., training_step.TrainingStep]
+                                                            ) -> None:
+    step = make_step(64)
+    gpu: Any = step.gpu
+    train(step, 64)
+    before, graphs = Counter(gpu.sizes.values()), set(gpu.graphs)
+    for num_images in (4, 1):
+        infer(step, 64, num_images)
+    taken = Counter(gpu.sizes.values()) - before
+    assert 0 < sum(size * number for size, number in taken.items()) < 1.1 * step.store.copies.num_bytes
+    assert graphs < gpu.graphs.keys(), "training has not moved"
+    check_arena(step)
+
+
+def test_memory_for_images_that_grow_is_asked_for_at_once(make_step: Callable[..., training_step.TrainingStep],
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    step = make_step(64, largest_image_size=160)
+    reserved = step._arena.num_bytes
+    train(step, 160)
+    partial_sums = step.training.program.scratch[1].num_bytes
+    assert reserved < step._arena.num_bytes < 1.1 * reserved + partial_sums, "but for what single kernels need"
+    small = make_step(64)
+    assert make_step(160)._arena.num_bytes == step._arena.num_bytes > small._arena.num_bytes
+    capacity = sum(small.gpu.sizes.values()) + reserved // 4  # type: ignore[attr-defined]
+    monkeypatch.setattr(FakeGpu, "memory", lambda self: (capacity - sum(self.sizes.values()), 1 << 40))
+    with pytest.raises(GraphError, match="batches of 4 images of 160x160 need"):
+        make_step(64, largest_image_size=160)
+    with pytest.raises(GraphError, match="batches of 4 images of 512x512 need"):
+        train(make_step(64), 512)
