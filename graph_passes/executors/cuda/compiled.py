@@ -7,16 +7,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from graph_passes.executors.cuda.arena import Arena
 from graph_passes.executors.cuda.capacity import too_little_memory
-from graph_passes.executors.cuda.convolution import ConvolutionLibrary
-from graph_passes.executors.cuda.device import Gpu
-from graph_passes.executors.cuda.kernels import KernelLibrary
 from graph_passes.executors.cuda.lowering import Lowering, Persistent
 from graph_passes.executors.cuda.parameters import ParameterStore
-from graph_passes.executors.cuda.planner import Planner
 from graph_passes.executors.cuda.program import run
 from graph_passes.executors.cuda.statistics_group import StatisticsGroup
+from graph_passes.executors.cuda.toolchain import Toolchain
 from graph_passes.graph import Graph
 
 
@@ -28,19 +24,18 @@ class CompiledGraph:
     """
 
     def __init__(self, graph: Graph, input_shapes: Mapping[str, Sequence[int]], store: ParameterStore,
-                 persistent: Persistent, gpu: Gpu, kernels: KernelLibrary, convolutions: ConvolutionLibrary,
-                 planner: Planner, arena: Arena, group: StatisticsGroup | None = None) -> None:
-        self._gpu, self._arena = gpu, arena
+                 persistent: Persistent, tools: Toolchain, group: StatisticsGroup | None = None) -> None:
+        self._gpu, self._arena = tools.gpu, tools.arena
         self._segments: list[Any] = []
         self._cuts: tuple[int, ...] = ()
         self.image_size = tuple(input_shapes["data"][1:3])
-        self.lowering = Lowering(graph, graph.infer_shapes(input_shapes), store, persistent, gpu, kernels, convolutions,
-                                 planner, group)
-        convolutions.save()
-        planner.save()
-        num_bytes, (free, total) = self.lowering.program.arena_bytes, gpu.memory()
-        if num_bytes > free + arena.num_bytes:
-            raise too_little_memory(tuple(input_shapes["data"]), num_bytes, 0, free + arena.num_bytes, total)
+        self.lowering = Lowering(graph, graph.infer_shapes(input_shapes), store, persistent, tools, group)
+        tools.convolutions.save()
+        tools.planner.save()
+        num_bytes, (free, total) = self.lowering.program.arena_bytes, self._gpu.memory()
+        available = free + self._arena.num_bytes
+        if num_bytes > available:
+            raise too_little_memory(tuple(input_shapes["data"]), num_bytes, 0, available, total)
 
     def capture(self, cuts: Sequence[int] = ()) -> None:
         """Make the CUDA graphs: one, or several that the launches are cut into, before those with numbers `cuts`."""

@@ -9,15 +9,12 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from graph_passes.executors.cuda.arena import Arena
 from graph_passes.executors.cuda.compiled import CompiledGraph
-from graph_passes.executors.cuda.convolution import ConvolutionLibrary
-from graph_passes.executors.cuda.device import Gpu
-from graph_passes.executors.cuda.kernels import C_TYPES, KernelLibrary
+from graph_passes.executors.cuda.kernels import C_TYPES
 from graph_passes.executors.cuda.lowering import Persistent, parameters_of
 from graph_passes.executors.cuda.parameters import ParameterStore
-from graph_passes.executors.cuda.planner import Planner
 from graph_passes.executors.cuda.program import Buffer
+from graph_passes.executors.cuda.toolchain import Toolchain
 from graph_passes.graph import Graph, Ref
 from graph_passes.passes import fold_bn, foldings, precision
 
@@ -29,17 +26,15 @@ class Inference:
     was compiled for one image size is kept until images of another one come.
     """
 
-    def __init__(self, graph: Graph, shapes: Mapping[str, tuple[int, ...]], dtype: str, gpu: Gpu,
-                 kernels: KernelLibrary, convolutions: ConvolutionLibrary, planner: Planner, arena: Arena) -> None:
+    def __init__(self, graph: Graph, shapes: Mapping[str, tuple[int, ...]], dtype: str, tools: Toolchain) -> None:
         self._unfolded, self._graph, self._shapes = graph, precision(fold_bn(graph), dtype), dict(shapes)
-        self._gpu, self._kernels, self._convolutions, self._planner = gpu, kernels, convolutions, planner
-        self._arena = arena
+        self._tools, self._gpu, self._kernels = tools, tools.gpu, tools.kernels
         inferred = self._graph.infer_shapes(shapes)
         statistics = {name: inferred[Ref(name)] for name in self._graph.aux}  # of what could not be folded
         parameters = parameters_of(self._graph, inferred, tuple(shapes))
         self._store = ParameterStore(parameters, statistics, dtype, trained=False)
         for array in self._store.arrays.values():
-            array.place(gpu.allocate(max(array.num_bytes, 1)))
+            array.place(self._gpu.allocate(max(array.num_bytes, 1)))
         self._kernel = f"fold_batch_norm<{C_TYPES[dtype]}>"
         self._folding: Any = None  # a CUDA graph
         self._compiled: dict[int, CompiledGraph] = {}  # by number of images
@@ -92,6 +87,6 @@ class Inference:
         part = dataclasses.replace(persistent, data=first(persistent.data), label=first(persistent.label),
                                    probabilities=first(persistent.probabilities))
         compiled = CompiledGraph(self._graph, shapes | {"data": (num_images, *self.image_size, channels)}, self._store,
-                                 part, self._gpu, self._kernels, self._convolutions, self._planner, self._arena)
+                                 part, self._tools)
         compiled.capture()
         return compiled

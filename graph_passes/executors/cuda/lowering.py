@@ -16,14 +16,14 @@ from typing import Any
 
 from graph_passes.errors import GraphError
 from graph_passes.executors.cuda import pointwise
-from graph_passes.executors.cuda.convolution import ConvolutionLibrary, Problem
-from graph_passes.executors.cuda.device import Gpu
-from graph_passes.executors.cuda.kernels import C_TYPES, KernelLibrary
+from graph_passes.executors.cuda.convolution import Problem
+from graph_passes.executors.cuda.kernels import C_TYPES
 from graph_passes.executors.cuda.parameters import Parameter, ParameterStore, padded
-from graph_passes.executors.cuda.planner import Decision, Planner, Way
+from graph_passes.executors.cuda.planner import Decision, Way
 from graph_passes.executors.cuda.pointwise import DgradReduce, NormBackward
 from graph_passes.executors.cuda.program import Buffer, Launch, Program
 from graph_passes.executors.cuda.statistics_group import MAX_ARRAYS, MAX_VALUES, THREADS, StatisticsGroup
+from graph_passes.executors.cuda.toolchain import Toolchain
 from graph_passes.graph import Graph, Node, Ref
 from graph_passes.operators import Shape, window
 from graph_passes.operators_backward import FORWARD_OF, forward_node
@@ -128,12 +128,11 @@ class Lowering:
     """
 
     def __init__(self, graph: Graph, shapes: Mapping[Ref, Shape], store: ParameterStore, persistent: Persistent,
-                 gpu: Gpu, kernels: KernelLibrary, convolutions: ConvolutionLibrary, planner: Planner,
-                 group: StatisticsGroup | None = None) -> None:
+                 tools: Toolchain, group: StatisticsGroup | None = None) -> None:
         self._graph, self._shapes, self._store, self._persistent = graph, shapes, store, persistent
         self._dtypes = tensor_dtypes(graph)
-        self._gpu, self._kernels, self._convolutions = gpu, kernels, convolutions
-        self._planner, self._group = planner, group
+        self._gpu, self._kernels, self._convolutions = tools.gpu, tools.kernels, tools.convolutions
+        self._planner, self._group = tools.planner, group
         self._dtype, self._c_type = store.dtype, C_TYPES[store.dtype]
         self._item_bytes = ITEM_BYTES[store.dtype]
         self._buffers: dict[Ref, Buffer] = {Ref("data"): persistent.data}

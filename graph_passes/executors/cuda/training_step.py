@@ -31,6 +31,7 @@ from graph_passes.executors.cuda.parameters import VECTOR, FlatArray, ParameterS
 from graph_passes.executors.cuda.planner import Planner
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.executors.cuda.statistics_group import StatisticsGroup
+from graph_passes.executors.cuda.toolchain import Toolchain
 from graph_passes.graph import Graph, Ref
 from graph_passes.passes import gradient, gradient_add, precision
 from graph_passes.passes.precision import ITEM_BYTES
@@ -78,8 +79,9 @@ class TrainingStep:
         store = Cache(_machine(self.gpu), cache_folder)
         self.kernels = KernelLibrary(self.gpu, store)
         self._arena = Arena(self.gpu)
-        self._convolutions = ConvolutionLibrary(self.gpu, store, self._arena, tf32, deterministic)
-        self._planner = Planner(self.gpu, store, self._arena, self._convolutions.variant, deterministic)
+        convolutions = ConvolutionLibrary(self.gpu, store, self._arena, tf32, deterministic)
+        planner = Planner(self.gpu, store, self._arena, convolutions.variant, deterministic)
+        self._tools = Toolchain(self.gpu, self.kernels, convolutions, planner, self._arena)
         self._allocate_for_owner, self._group = allocate, group
         self._graph, self._shapes, self.dtype = graph, dict(shapes), dtype
         inferred = graph.infer_shapes(shapes)
@@ -177,8 +179,8 @@ class TrainingStep:
     def _compile(self, step: Graph) -> CompiledGraph:
         """Forward and backward for images of the size that is loaded, a CUDA graph for each part of the weights; the
         first holds the forward pass too."""
-        compiled = CompiledGraph(step, self._loaded_shapes(), self.store, self.persistent, self.gpu, self.kernels,
-                                 self._convolutions, self._planner, self._arena, self._group)
+        compiled = CompiledGraph(step, self._loaded_shapes(), self.store, self.persistent, self._tools,
+                                 self._group)
         ready, cuts = compiled.lowering.ready, [0]
         for part in self._parts[:-1]:
             cuts.append(max(cuts[-1], *(ready[name] for name in part)))
@@ -377,8 +379,7 @@ class TrainingStep:
         or so large. Where parameters have changed since the last call, they are folded again first.
         """
         if self._inference is None:
-            self._inference = Inference(self._graph, self._shapes, self.dtype, self.gpu, self.kernels,
-                                        self._convolutions, self._planner, self._arena)
+            self._inference = Inference(self._graph, self._shapes, self.dtype, self._tools)
         if not self._inference_is_current:
             self._inference.fold(self.store)
             self._inference_is_current = True

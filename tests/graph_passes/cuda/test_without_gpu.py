@@ -79,12 +79,10 @@ def lower_graph(graph: Graph, shapes: dict[str, tuple[int, ...]], training: bool
     if training:
         graph = passes.gradient_add(passes.gradient(graph, shapes))
     graph = passes.precision(graph, dtype)
-    gpu: Any = SimpleNamespace(num_multiprocessors=132, bandwidth=4e12, capability=(9, 0), max_shared_bytes=227 << 10)
-    kernels: Any = FakeKernels()
-    convolutions: Any = FakeConvolutions()
-    planner: Any = FakePlanner(fused)
-    return Lowering(graph, graph.infer_shapes(shapes), store, persistent, gpu, kernels, convolutions, planner,
-                    group), store
+    gpu = SimpleNamespace(num_multiprocessors=132, bandwidth=4e12, capability=(9, 0), max_shared_bytes=227 << 10)
+    tools: Any = SimpleNamespace(gpu=gpu, kernels=FakeKernels(), convolutions=FakeConvolutions(),
+                                 planner=FakePlanner(fused))
+    return Lowering(graph, graph.infer_shapes(shapes), store, persistent, tools, group), store
 
 
 def test_nothing_is_fused_by_its_speed_where_runs_are_to_be_repeatable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,12 +130,11 @@ def test_inference_takes_over_every_parameter() -> None:
     launched: list[tuple[Any, ...]] = []
     copied: list[tuple[int, int, int]] = []
     memory = count(1 << 40, 1 << 30)
-    gpu: Any = SimpleNamespace(allocate=lambda num_bytes: next(memory), copy=lambda *copy: copied.append(copy),
-                               capture=lambda enqueue: enqueue(), replay=lambda graph: None)
+    gpu = SimpleNamespace(allocate=lambda num_bytes: next(memory), copy=lambda *copy: copied.append(copy),
+                          capture=lambda enqueue: enqueue(), replay=lambda graph: None)
     kernel = SimpleNamespace(launch=lambda grid, block, *arguments: launched.append((grid[0], *arguments)))
-    kernels: Any = SimpleNamespace(get=lambda source, name: kernel)
-    nothing: Any = None  # in place of what compiles
-    inference = Inference(graph, shapes, "float16", gpu, kernels, nothing, nothing, nothing)
+    tools: Any = SimpleNamespace(gpu=gpu, kernels=SimpleNamespace(get=lambda source, name: kernel))
+    inference = Inference(graph, shapes, "float16", tools)
     inference.fold(trained)
     own = inference._store
     assert len(launched) == 53 and not own.statistics.slices, "every BatchNorm is folded"
