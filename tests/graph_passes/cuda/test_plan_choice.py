@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ import pytest
 
 from disk_cache import Cache
 from graph_passes.executors.cuda import convolution
+from graph_passes.executors.cuda.arena import Arena
 from graph_passes.executors.cuda.convolution import ConvolutionLibrary, Problem
 
 PROBLEM = Problem("wgrad", (4, 9, 9, 16), (8, 3, 3, 16), (4, 9, 9, 8), (1, 1), (1, 1), (1, 1), "float16")
 MILLISECONDS = (float("nan"), 3.0, 1.0, 2.0)  # of each plan; cuDNN refuses to build the first
+WORKSPACES = (0, 0, 4096, 512)  # bytes, of each plan
 
 
 class FakeCudnn:
@@ -23,22 +26,36 @@ class FakeCudnn:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.running, self.built = -1, []
         graph = MagicMock()
+        graph.tensor.side_effect = lambda **description: MagicMock()
         graph.get_execution_plan_count.return_value = len(MILLISECONDS)
         graph.get_plan_name_at_index.side_effect = "engine {}".format
-        graph.get_workspace_size_plan_at_index.return_value = 0
+        graph.get_workspace_size_plan_at_index.side_effect = WORKSPACES.__getitem__
         graph.build_plan_at_index.side_effect = self.build
         graph.execute_plan_at_index.side_effect = self.execute
         cudnn = MagicMock()
         cudnn.pygraph.return_value = graph
         monkeypatch.setattr(convolution, "import_cudnn", lambda: cudnn)
-        self.gpu: Any = MagicMock(time_ms=self.time_ms)
+        self.gpu: Any = MagicMock(time_ms=self.time_ms, allocate=self.allocate, fill_random=self.fill_random)
+        self.memory = self.filled = range(0)
 
     def build(self, index: int) -> None:
         if index == 0:
             raise RuntimeError("not supported")
         self.built.append(index)
 
-    def execute(self, pack: Any, workspace: int, index: int, handle: Any) -> None:
+    def allocate(self, num_bytes: int) -> int:
+        self.memory, self.filled = range(1 << 20, (1 << 20) + num_bytes), range(0)
+        return self.memory.start
+
+    def fill_random(self, address: int, num_bytes: int, dtype: str) -> None:
+        self.filled = range(address, address + num_bytes)
+
+    def execute(self, pack: dict[Any, int], workspace: int, index: int, handle: Any) -> None:
+        """x, dy and dw lie side by side in memory that has been filled, and the workspace behind them."""
+        sizes = [2 * math.prod(shape) for shape in (PROBLEM.x, PROBLEM.y, PROBLEM.w)]
+        for address, size, end in zip(pack.values(), sizes, [*list(pack.values())[1:], workspace], strict=True):
+            assert self.filled.start <= address and address + size <= min(end, self.filled.stop)
+        assert self.filled.stop <= workspace and workspace + WORKSPACES[index] <= self.memory.stop
         self.running = index
 
     def time_ms(self, enqueue: Callable[[], None], **options: int) -> float:
@@ -46,7 +63,7 @@ class FakeCudnn:
         return MILLISECONDS[self.running]
 
     def choose(self, folder: Path, deterministic: bool) -> str:
-        library = ConvolutionLibrary(self.gpu, Cache("machine", folder), deterministic=deterministic)
+        library = ConvolutionLibrary(self.gpu, Cache("machine", folder), Arena(self.gpu), deterministic=deterministic)
         name = library.plan(PROBLEM).name
         library.save()
         return name
