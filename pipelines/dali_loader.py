@@ -63,6 +63,7 @@ class DaliLoader(Loader):
         )
         self._pipeline: Any = None
         self._plans: deque[Plan] = deque()  # made ahead, the next to be returned first
+        self._prepared: tuple[Any, Any, Plan] | None = None
         self._planned = 0  # the plan to be made next, batches counted through all epochs
         self._read_ahead = 0  # the batch to be asked for next, counted likewise
         self._num_looked_ahead = 0  # batches, see _exclude_undecodable
@@ -77,10 +78,13 @@ class DaliLoader(Loader):
 
     def restore(self, state: bytes) -> None:
         super().restore(state)
-        self._pipeline = None
+        self._pipeline = self._prepared = None
+
+    def prepare(self) -> None:
+        self._prepared = self.run()
 
     def close(self) -> None:
-        self._pipeline = None
+        self._pipeline = self._prepared = None
         self._plans.clear()
         self._recent.clear()
 
@@ -89,18 +93,23 @@ class DaliLoader(Loader):
 
     def run(self) -> tuple[Any, Any, Plan]:
         """Images and labels of the next batch as DALI's own lists of tensors, and which images these are."""
+        if self._prepared:
+            prepared, self._prepared = self._prepared, None
+            return prepared
         while True:
-            if self._pipeline is None:
-                self._start()
             try:
+                if self._pipeline is None:
+                    self._start()
                 return (*self._pipeline.run(), self._plans.popleft())
-            except RuntimeError as error:  # DALI gives up a whole batch for one image
+            except (RuntimeError, MemoryError) as error:  # DALI gives up a whole batch for one image
                 self._pipeline = None
                 if "CUDA allocation failed" in str(error):  # DALI's words
                     raise DataError(
                         f"{self.config.data}: the GPU has no memory left for the loader's batches of "
                         f"{self.config.batch_size} images; use a smaller batch size, or free memory on that GPU"
                     ) from error
+                if isinstance(error, MemoryError):
+                    raise
                 if not self._exclude_undecodable():
                     raise DataError(f"{self.config.data}: DALI failed ({_last_line(error)})") from error
 

@@ -135,6 +135,9 @@ class Loader(ABC):
             yield batch
         self.epoch, self.batch = self.epoch + 1, 0
 
+    def prepare(self) -> None:  # noqa: B027  # where a batch costs nothing there is nothing to do
+        """Make the next batch before it is asked for, so that the memory that batches need is taken now."""
+
     @property
     def bad_images(self) -> list[tuple[str, str]]:
         """(file or record, reason) of those that this process met and skipped."""

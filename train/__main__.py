@@ -63,6 +63,11 @@ def _train(arguments: Sequence[str], state: RunState | None = None) -> None:
             val_loader = None
             if config.validate_every:
                 val_loader = loaders.enter_context(open_split(config, "val", placement, workers))
+            if not start and placement.device.startswith("gpu"):
+                # The network asks how much memory is left: it is to know of the loaders', of validation's too.
+                for loader in (train_loader, val_loader):
+                    if loader:
+                        loader.prepare()
             image_size = train_loader.config.size_in(start.progress.epoch if start else 0)
             if state and state.executor and start:
                 executor = state.executor

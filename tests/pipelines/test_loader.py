@@ -12,7 +12,7 @@ from image_helpers import write_folder, write_records
 from PIL import Image
 
 from mxnet_compat import mx
-from pipelines import MEAN, STD, DataError, LoaderConfig, load_images, open_loader
+from pipelines import MEAN, STD, DataError, LoaderConfig, dali_loader, load_images, open_loader
 from pipelines.dali_loader import READ_AHEAD, DaliLoader, decodes_on_cpu
 from pipelines.graph import random_inputs, without_lines
 from pipelines.sources import open_source
@@ -68,6 +68,33 @@ def test_two_processes_see_what_one_with_twice_the_batch_sees(numbered):
     for (pixels, labels), *parts in zip(whole, *halves, strict=True):
         np.testing.assert_array_equal(labels, np.concatenate([part[1] for part in parts]))
         np.testing.assert_array_equal(pixels, np.concatenate([part[0] for part in parts]))
+
+
+def test_a_prepared_batch_is_the_next_one(numbered):
+    plain, prepared = open_loader(config(numbered)), open_loader(config(numbered))
+    wanted = epoch_of(plain)
+    for position in (0, 2, plain.num_batches - 1):
+        list(itertools.islice(prepared, position - prepared.batch))
+        state = prepared.state()
+        prepared.prepare()
+        assert prepared.state() == state
+    np.testing.assert_array_equal(next(iter(prepared)).data.asnumpy(), wanted[-1][0])
+    prepared.prepare()
+    prepared.restore(state)  # which is elsewhere
+    np.testing.assert_array_equal(next(iter(prepared)).data.asnumpy(), wanted[-1][0])
+
+
+@pytest.mark.parametrize("sentence, kind", [("[cuda] CUDA allocation failed", DataError), ("no more", MemoryError)])
+def test_too_little_memory(numbered, monkeypatch, sentence, kind):
+    """Of the GPU, which DALI finds when it builds its pipeline or later; and of the machine."""
+    loader = open_loader(config(numbered))
+
+    def build(*_):
+        raise MemoryError(sentence)
+
+    monkeypatch.setattr(dali_loader, "build_pipeline", build)
+    with pytest.raises(kind, match="the GPU has no memory left for the loader's batches of 4 images|no more"):
+        loader.prepare()
 
 
 @pytest.mark.parametrize("split", ["train", "val"])

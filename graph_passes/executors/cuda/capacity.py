@@ -13,8 +13,8 @@ from graph_passes.passes.precision import ITEM_BYTES
 
 GIB = 2**30
 # What a batch may need beyond the planner's arena, relative to it: the lowered step has workspaces of convolutions and
-# partial sums besides (5 % in ResNet-18, 1.4 % in ResNet-50, see tests/graph_passes/cuda/test_without_gpu.py),
-# validation an arena of its own (9 % in ResNet-50), and the loader's images lie on the same GPU.
+# partial sums besides (6 % in ResNet-18, 1.6 % in ResNet-50), validation has folded weights; and where a batch is
+# larger than the loader's, the loader will take more of the same memory.
 HEADROOM = 0.15
 
 
