@@ -1,28 +1,20 @@
 #!/usr/bin/env bash
-# Compile train/allreduce.cc against the Horovod that PYTHON imports: build_allreduce.sh PYTHON [HOROVOD_SOURCE]
+# Compile train/allreduce.cc against the Horovod that PYTHON imports: build_allreduce.sh PYTHON HOROVOD_SOURCE
 #
-# HOROVOD_SOURCE is the unpacked source of the same Horovod, whose headers are needed; without it, it is downloaded.
+# HOROVOD_SOURCE is the unpacked source of the same Horovod, whose headers are needed (make setup leaves it in .venv).
 # Needs g++, and where Horovod was built for GPUs the headers and the static runtime of CUDA, beside nvcc. make setup does
 # this after it has built Horovod.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 fail() { printf 'error: %s\n' "$*" >&2; exit 2; }
-[ $# -ge 1 ] || fail "usage: scripts/build_allreduce.sh PYTHON [HOROVOD_SOURCE]"
-python=$1 source=${2:-}
+[ $# = 2 ] || fail "usage: scripts/build_allreduce.sh PYTHON HOROVOD_SOURCE"
+python=$1 source=$2
 
 mapfile -t found < <(PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} "$python" -W ignore -c '
-import mxnet_compat, horovod, horovod.mxnet as hvd
-print(hvd.__path__[0], horovod.__version__, int(bool(hvd.nccl_built())), sep="\n")')
-[ ${#found[@]} = 3 ] || fail "$python cannot import horovod.mxnet: run make setup"
-folder=${found[0]} version=${found[1]} gpu=${found[2]}
-if [ -z "$source" ]; then
-    work=$(mktemp -d)
-    trap 'rm -rf "$work"' EXIT
-    "$python" -m pip download -q --no-deps --no-build-isolation --no-binary horovod -d "$work" "horovod==$version" ||
-        fail "pip cannot download the source of Horovod $version"
-    tar -xzf "$work/horovod-$version.tar.gz" -C "$work"
-    source=$work/horovod-$version
-fi
+import mxnet_compat, horovod.mxnet as hvd
+print(hvd.__path__[0], int(bool(hvd.nccl_built())), sep="\n")')
+[ ${#found[@]} = 2 ] || fail "$python cannot import horovod.mxnet: run make setup"
+folder=${found[0]} gpu=${found[1]}
 [ -e "$source/horovod/common/operations.h" ] || fail "$source does not hold the source of Horovod"
 
 cuda=()

@@ -13,6 +13,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=${1:-.venv}
 bin=$venv/bin
+horovod=0.28.1
+source=$venv/horovod-$horovod
 
 say() { printf 'setup: %s\n' "$*"; }
 fail() { printf 'error: %s\n' "$*" >&2; exit 2; }
@@ -49,7 +51,7 @@ step() {
 }
 
 # What went wrong, from the log of the last step: its first error, or else its last line.
-reason() { printf %.300s "$(grep -m1 -oE '(ERROR|fatal error|CMake Error)[ :].*' "$log" || tail -n1 "$log")"; }
+reason() { printf %.300s "$(grep -m1 -oE 'ERROR: .*|CMake Error.*|[^/ ]+: (fatal )?error: .*' "$log" || tail -n1 "$log")"; }
 
 install_packages() {
     local other
@@ -61,6 +63,19 @@ install_packages() {
     "$bin/pip" install -q --disable-pip-version-check 'cmake<4' wheel cloudpickle pyyaml packaging cffi \
         -e ".[$kind,onnx,dev]" >>"$log" 2>&1 || fail "pip could not install the packages: $(reason) (log: $log)"
     [ $kind = cpu ] || "$bin/python" scripts/link_cuda11.py || exit
+}
+
+unpack_horovod() {
+    "$bin/pip" download -q --disable-pip-version-check --no-deps --no-build-isolation --no-binary horovod -d "$venv" \
+        "horovod==$horovod" >"$log" 2>&1 || return
+    rm -rf "$source"
+    tar -xzf "$venv/horovod-$horovod.tar.gz" -C "$venv" || return
+    # Headers that other headers of g++ brought along until 13 (cstdint: until 15), and an assignment to a constant, which
+    # g++ overlooked until 14.
+    sed -i '1i #include <stdexcept>' "$source/horovod/common/common.h"
+    sed -i '1i #include <string>' "$source/horovod/common/group_table.h"
+    sed -i '1i #include <cstdint>' "$source/third_party/gloo/gloo/types.h"
+    sed -i 's/const size_type count_;/size_type count_;/' "$source/third_party/flatbuffers/include/flatbuffers/stl_emulation.h"
 }
 
 build_horovod() {
@@ -77,13 +92,13 @@ build_horovod() {
         # nvcc on PATH may be a link or a wrapper script; it knows best where its toolkit lies.
         export HOROVOD_CUDA_HOME; HOROVOD_CUDA_HOME=$(realpath "$(nvcc --dryrun -x cu /dev/null 2>&1 | sed -n 's/^#\$ TOP=//p')")
     fi
-    # pip's cache would hand the wheel of a CPU build to a GPU machine, and the other way round.
+    rm -rf "$source/build"
     PATH=$(realpath "$bin"):$PATH "$bin/pip" install -q --disable-pip-version-check --no-build-isolation --no-deps \
-        --no-cache-dir --no-binary horovod horovod==0.28.1 >"$log" 2>&1
+        --force-reinstall "$(realpath "$source")" >"$log" 2>&1 && rm -rf "$source/build"
 }
 
 build_allreduce() {
-    bash scripts/build_allreduce.sh "$bin/python" >"$log" 2>&1
+    bash scripts/build_allreduce.sh "$bin/python" "$source" >"$log" 2>&1
 }
 
 step packages "$kind $(cksum <pyproject.toml)" install_packages
@@ -92,8 +107,8 @@ if ! command -v g++ >/dev/null; then
 elif [ $kind = gpu ] && ! command -v nvcc >/dev/null; then
     say "no nvcc, so no Horovod: everything but several GPUs works; install the CUDA toolkit and run make setup for those"
 else
-    if step horovod "$kind horovod 0.28.1" build_horovod; then
-        step allreduce "$kind $(cksum <train/allreduce.cc)" build_allreduce ||
+    if step source "horovod $horovod" unpack_horovod && step horovod "$kind horovod $horovod" build_horovod; then
+        step allreduce "$kind horovod $horovod $(cksum <train/allreduce.cc)" build_allreduce ||
             say "train/allreduce.cc did not build: $(reason) (log: $log); everything but several GPUs works"
     else
         say "Horovod did not build: $(reason) (log: $log); everything but several processes works"

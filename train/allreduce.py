@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -89,16 +88,13 @@ def load_library(on_gpu: bool) -> Any:
     from train.horovod_mxnet import hvd
 
     if on_gpu and not hvd.nccl_built():
-        raise TrainError("this Horovod was built without NCCL, so it cannot average gradients on GPUs: remove it "
-                         "(pip uninstall horovod) and run make setup, with nvcc on PATH")
+        raise TrainError("this Horovod was built without NCCL, so it cannot average gradients on GPUs: run "
+                         "make setup, with nvcc on PATH")
     path = Path(hvd.__file__).with_name(LIBRARY)
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
-        raise TrainError(
-            f"several GPUs need {path}, which cannot be loaded ({error}): run scripts/build_allreduce.sh "
-            f"{sys.executable}"
-        ) from None
+        raise TrainError(f"several GPUs need {path}, which cannot be loaded ({error}): run make setup") from None
     library.allreduce_slot.restype = ctypes.c_void_p
     library.allreduce_start.argtypes = [
         ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int,

@@ -87,7 +87,7 @@ def test_horovod_without_nccl_or_library_is_one_sentence(monkeypatch):
     with pytest.raises(TrainError, match="this Horovod was built without NCCL"):
         allreduce.load_library(on_gpu=True)
     monkeypatch.setattr(allreduce, "LIBRARY", "there_is_no_such.so")
-    with pytest.raises(TrainError, match=r"there_is_no_such\.so, which cannot be loaded .*run scripts/build_allreduce"):
+    with pytest.raises(TrainError, match=r"there_is_no_such\.so, which cannot be loaded .*run make setup"):
         allreduce.load_library(on_gpu=False)
 
 
