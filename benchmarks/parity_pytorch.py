@@ -155,10 +155,15 @@ def pairs(runs: list[Run]) -> dict[str, tuple[Run, Run]]:
 
 
 def compare(runs: list[Run]) -> dict[str, dict[str, float]]:
-    """Mean and largest difference of the smoothed losses, and that of the first 20 steps' own losses."""
-    return {words: {"mean": float(difference(a, b).mean()), "max": float(difference(a, b).max()),
-                    "first_20_steps_max": float(np.abs(np.subtract(a["loss"], b["loss"])[:20]).max())}
-            for words, (a, b) in pairs(runs).items()}
+    """Mean and largest difference of the smoothed losses, the mean over the later half of the steps, when the learning
+    rate falls, and the largest of the first 20 steps' own losses."""
+    compared = {}
+    for words, (a, b) in pairs(runs).items():
+        apart = difference(a, b)
+        compared[words] = {"mean": float(apart.mean()), "max": float(apart.max()),
+                           "later_half_mean": float(apart[len(apart) // 2 :].mean()),
+                           "first_20_steps_max": float(np.abs(np.subtract(a["loss"], b["loss"])[:20]).max())}
+    return compared
 
 
 def plot(runs: list[Run], title: str, path: Path) -> None:
@@ -184,7 +189,8 @@ def plot(runs: list[Run], title: str, path: Path) -> None:
 def command(arguments: argparse.Namespace) -> str:
     """The command line that does it again, without this machine's paths."""
     given = {**vars(arguments), "data": arguments.data.name}
-    return " ".join(["python benchmarks/parity_pytorch.py", *(f"--{key} {value}" for key, value in given.items())])
+    options = (f"--{key.replace('_', '-')} {value}" for key, value in given.items())
+    return " ".join(["python benchmarks/parity_pytorch.py", *options])
 
 
 def main() -> None:
@@ -220,7 +226,8 @@ def main() -> None:
     runs += theirs
     comparison = compare(runs)
     for words, figures in comparison.items():
-        print(f"{words}: mean difference {figures['mean']:.5f}, largest {figures['max']:.5f} nats")
+        print(f"{words}: mean difference {figures['mean']:.5f} (later half {figures['later_half_mean']:.5f}), "
+              f"largest {figures['max']:.5f} nats")
     hardware = environment.hardware()
     machine = hardware["gpus"][0] if hardware["gpus"] else hardware["cpu"]
     about = {"hardware": machine, "versions": environment.versions(), "commit": environment.git_commit() or "",
