@@ -219,6 +219,11 @@ def fit(results: Path) -> tuple[Machine, list[str]]:
     several = [row for row in rows if row["what"] == "synthetic" and row["gpus"] > 1]
     machine = fit_nvlink(machine, several)
     notes.append(f"all-reduce within a host: {machine.nvlink_gbs:.0f} GB/s, {machine.message_us:.0f} us a message")
+    for row in rows:
+        if row["what"] == "synthetic" and row["gpus"] == 1:
+            jitter = statistics.stdev(row["step_ms"]) / statistics.median(row["step_ms"])
+            machine = replace(machine, step_jitter=jitter)
+            notes.append(f"jitter of one GPU after 3 s of work, at its power limit: {jitter:.2%}")
     each = several[-1]["each_alone_ms"]
     machine = replace(machine, gpu_spread=statistics.stdev(each) / statistics.fmean(each))
     notes.append(f"speeds of {len(each)} GPUs: they differ by {machine.gpu_spread:.2%} (standard deviation)")
