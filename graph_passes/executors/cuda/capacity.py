@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from graph_passes.errors import GraphError
-from graph_passes.executors.cuda.lowering import padded_channels
-from graph_passes.executors.cuda.parameters import ParameterStore
+from graph_passes.executors.cuda.parameters import ParameterStore, padded_channels
 from graph_passes.graph import Graph, Ref
 from graph_passes.passes import memory, tensor_dtypes
 from graph_passes.passes.precision import ITEM_BYTES

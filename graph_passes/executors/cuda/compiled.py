@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from graph_passes.executors.cuda.capacity import too_little_memory
-from graph_passes.executors.cuda.lowering import Lowering, Persistent
+from graph_passes.executors.cuda.lowering import Persistent, lower
 from graph_passes.executors.cuda.parameters import ParameterStore
 from graph_passes.executors.cuda.program import run
 from graph_passes.executors.cuda.statistics_group import StatisticsGroup
@@ -29,7 +29,7 @@ class CompiledGraph:
         self._segments: list[Any] = []
         self._cuts: tuple[int, ...] = ()
         self.image_size = tuple(input_shapes["data"][1:3])
-        self.lowering = Lowering(graph, graph.infer_shapes(input_shapes), store, persistent, tools, group)
+        self.lowering = lower(graph, graph.infer_shapes(input_shapes), store, persistent, tools, group)
         tools.convolutions.save()
         tools.planner.save()
         num_bytes, (free, total) = self.lowering.program.arena_bytes, self._gpu.memory()

@@ -10,9 +10,9 @@ from functools import partial
 from typing import Any
 
 from graph_passes.executors.cuda.compiled import CompiledGraph
-from graph_passes.executors.cuda.kernels import C_TYPES
-from graph_passes.executors.cuda.lowering import Persistent, parameters_of
-from graph_passes.executors.cuda.parameters import ParameterStore
+from graph_passes.executors.cuda.kernels import C_TYPES, count
+from graph_passes.executors.cuda.lowering import Persistent
+from graph_passes.executors.cuda.parameters import ParameterStore, parameters_of
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.executors.cuda.toolchain import Toolchain
 from graph_passes.graph import Graph, Ref
@@ -58,7 +58,7 @@ class Inference:
             kernel.launch((filters, 1, 1), (256, 1, 1), source.address, trained.master.slices[gamma].address,
                           trained.master.slices[beta].address, trained.statistics.slices[mean].address,
                           trained.statistics.slices[var].address, own.value(weight).address, own.value(bias).address,
-                          ctypes.c_float(norm["eps"]), ctypes.c_uint32(math.prod(source.shape[1:])))
+                          ctypes.c_float(norm["eps"]), count(math.prod(source.shape[1:])))
             del left[weight], left[bias]
         for name in left:
             self._gpu.copy(own.value(name).address, trained.value(name).address, own.value(name).num_bytes)

@@ -1,7 +1,7 @@
 """Our CUDA C++ kernels (kernels/*.cu): compiled by NVRTC at first use, kept on disk, launched with typed arguments.
 
     kernel = KernelLibrary(gpu, cache).get("pooling.cu", "max_pool<half>")
-    kernel.launch((blocks, 1, 1), (256, 1, 1), x_address, y_address, ctypes.c_uint32(vectors))
+    kernel.launch(*threads(vectors), x_address, y_address, count(vectors))
 """
 
 from __future__ import annotations
@@ -17,10 +17,21 @@ from disk_cache import Cache
 from graph_passes.errors import GraphError
 from graph_passes.executors.cuda.device import Gpu
 
+Size = tuple[int, int, int]  # of a grid in blocks, of a block in threads
 DEFAULT_SHARED_BYTES = 32 << 10  # of dynamic shared memory beside a static part; 48 KiB together need no permission
 SOURCES = Path(__file__).with_name("kernels")
 HOPPER = (9, 0)
 C_TYPES = {"float16": "half", "bfloat16": "bfloat16", "float32": "float"}  # our dtype names -> names in the .cu files
+
+
+def threads(items: int) -> tuple[Size, Size]:
+    """Grid and block with one thread for each."""
+    return (-(-items // 256), 1, 1), (256, 1, 1)
+
+
+def count(value: int) -> ctypes.c_uint32:
+    """An unsigned 32-bit kernel argument."""
+    return ctypes.c_uint32(value)
 
 
 def architecture(capability: tuple[int, ...]) -> str:
@@ -51,8 +62,7 @@ class Kernel:
         self._kernel = self._code.get_kernel(symbol)
         self._shared_bytes = DEFAULT_SHARED_BYTES
 
-    def launch(self, grid: tuple[int, int, int], block: tuple[int, int, int], *arguments: Any,
-               shared_bytes: int = 0) -> None:
+    def launch(self, grid: Size, block: Size, *arguments: Any, shared_bytes: int = 0) -> None:
         """Enqueue on the GPU's stream. An `int` argument is a device address, every other one a ctypes value."""
         if shared_bytes > self._shared_bytes:
             self._gpu.allow_shared_bytes(int(self._kernel.handle), shared_bytes)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from graph_passes.executors.cuda.device import Gpu
-from graph_passes.executors.cuda.kernels import C_TYPES, KernelLibrary
+from graph_passes.executors.cuda.kernels import C_TYPES, KernelLibrary, count
 from graph_passes.executors.cuda.parameters import VECTOR, ParameterStore
 
 CHUNK = 8192  # elements a block updates; CHUNK of optimizer.cu
@@ -140,7 +140,7 @@ class Optimizer:
         if self.config.averages:
             own, average = self._store.statistics, self._store.average_statistics
             self._average_statistics.launch((-(-own.size // (THREADS * VECTOR)), 1, 1), block, own.address,
-                                            average.address, self._state_address, ctypes.c_uint32(own.size))
+                                            average.address, self._state_address, count(own.size))
         self._end_step.launch((1, 1, 1), (1, 1, 1), self._state_address)
 
     def enqueue_copy(self) -> None:

@@ -7,21 +7,28 @@ follow each other in the order in which the backward pass finishes their gradien
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from graph_passes.executors.cuda.program import Buffer
+from graph_passes.graph import Graph, Ref
+from graph_passes.operators import Shape
 from graph_passes.passes.precision import ITEM_BYTES
 
 SLICE_ALIGNMENT = 64  # elements: 128 bytes in 16-bit types
-VECTOR = 8  # channels and classes are padded to multiples of it, as kernels and tensor cores want them
+VECTOR = 8  # VEC of common.cuh; channels and classes are padded to multiples of it, as tensor cores want them
 
 
 def padded(size: int) -> int:
     """The next multiple of 8."""
     return -(-size // VECTOR) * VECTOR
+
+
+def padded_channels(channels: int) -> int:
+    """Channels of a convolution's input: 3 become 4, for which cuDNN has tensor-core kernels; others stay."""
+    return 4 if channels == 3 else channels
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,26 @@ class Parameter:
 
     def _aligned(self, array: np.ndarray) -> np.ndarray:
         return np.asarray(array).reshape(self._aligned_shape)
+
+
+def parameters_of(graph: Graph, shapes: Mapping[Ref, Shape], inputs: tuple[str, ...]) -> list[Parameter]:
+    """Every parameter of a forward graph, the last layer's first: the order in which their gradients are ready."""
+    parameters: dict[str, Parameter] = {}
+    for node in reversed(list(graph)):
+        for position, ref in enumerate(node.inputs):
+            name = ref.node
+            if not graph[name].is_variable or name in graph.aux or name in inputs or name in parameters:
+                continue
+            shape = tuple(shapes[ref])
+            is_weight = position == 1 and node.op in ("Convolution", "FullyConnected")
+            if is_weight and node.op == "FullyConnected":
+                device_shape: tuple[int, ...] = (padded(shape[0]), 1, 1, shape[1])
+            elif is_weight:
+                device_shape = (*shape[:3], padded_channels(shape[3]))
+            else:
+                device_shape = (*shape[:-1], padded(shape[-1]))
+            parameters[name] = Parameter(name, shape, device_shape, is_weight)
+    return list(parameters.values())
 
 
 class FlatArray:

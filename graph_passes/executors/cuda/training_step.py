@@ -24,10 +24,10 @@ from graph_passes.executors.cuda.compiled import CompiledGraph
 from graph_passes.executors.cuda.convolution import ConvolutionLibrary, import_cudnn
 from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.inference import Inference
-from graph_passes.executors.cuda.kernels import C_TYPES, KernelLibrary
-from graph_passes.executors.cuda.lowering import Lowering, Persistent, padded_channels, parameters_of
+from graph_passes.executors.cuda.kernels import C_TYPES, KernelLibrary, count, threads
+from graph_passes.executors.cuda.lowering import LoweredGraph, Persistent
 from graph_passes.executors.cuda.optimizer import Optimizer, OptimizerConfig, State
-from graph_passes.executors.cuda.parameters import VECTOR, FlatArray, ParameterStore
+from graph_passes.executors.cuda.parameters import VECTOR, FlatArray, ParameterStore, padded_channels, parameters_of
 from graph_passes.executors.cuda.planner import Planner
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.executors.cuda.statistics_group import StatisticsGroup
@@ -146,7 +146,7 @@ class TrainingStep:
         return address
 
     @property
-    def training(self) -> Lowering:
+    def training(self) -> LoweredGraph:
         """Forward and backward, for the images of the latest training pass."""
         return self._training.lowering
 
@@ -251,8 +251,7 @@ class TrainingStep:
         store, kernel = self.store, self.kernels.get("elementwise.cu", "exchange")
         for own, average in ((store.master, store.averages), (store.statistics, store.average_statistics)):
             vectors = own.size // 4
-            kernel.launch((-(-vectors // 256), 1, 1), (256, 1, 1), own.address, average.address,
-                          ctypes.c_uint32(vectors))
+            kernel.launch(*threads(vectors), own.address, average.address, count(vectors))
         self.optimizer.enqueue_copy()
 
     def get_momenta(self) -> Arrays:
@@ -297,8 +296,8 @@ class TrainingStep:
             return
         kernel = self.kernels.get("elementwise.cu", f"convert_input<{C_TYPES[dtype]}, {C_TYPES[target.dtype]}>")
         pixels = shape[0] * shape[1] * shape[2]
-        kernel.launch((-(-pixels // 256), 1, 1), (256, 1, 1), address, target.address, ctypes.c_int64(pixels),
-                      ctypes.c_int(shape[3]), ctypes.c_int(target.shape[3]))
+        kernel.launch(*threads(pixels), address, target.address, ctypes.c_int64(pixels), ctypes.c_int(shape[3]),
+                      ctypes.c_int(target.shape[3]))
 
     def mix(self, mixup: float) -> None:
         """Mix the loaded batch and the labels of the next passes over it as `Executor.forward_backward` says. `mixup`:
@@ -343,8 +342,8 @@ class TrainingStep:
             start = (bucket.address - self.store.wire_gradients.address) // ITEM_BYTES[bucket.dtype]
             vectors = bucket.num_elements // VECTOR
             kernel = self.kernels.get("elementwise.cu", f"widen<{C_TYPES[source.dtype]}>")
-            kernel.launch((-(-vectors // 256), 1, 1), (256, 1, 1), source.address + start * ITEM_BYTES[source.dtype],
-                          bucket.address, ctypes.c_uint32(vectors))
+            kernel.launch(*threads(vectors), source.address + start * ITEM_BYTES[source.dtype], bucket.address,
+                          count(vectors))
         for bucket in self.buckets[number]:
             self.gpu.record(bucket.ready)
             on_bucket(bucket)
@@ -359,8 +358,7 @@ class TrainingStep:
         for name, array in self._gradient_arrays.items():
             vectors = array.size // VECTOR
             kernel = self.kernels.get("elementwise.cu", f"add<{C_TYPES[array.dtype]}>")
-            kernel.launch((-(-vectors // 256), 1, 1), (256, 1, 1), array.address, self._gradient_backup[name],
-                          array.address, ctypes.c_uint32(vectors))
+            kernel.launch(*threads(vectors), array.address, self._gradient_backup[name], array.address, count(vectors))
 
     @property
     def _gradient_arrays(self) -> dict[str, FlatArray]:

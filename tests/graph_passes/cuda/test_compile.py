@@ -7,7 +7,7 @@ import re
 import pytest
 
 from graph_passes.executors.cuda.kernels import C_TYPES, SOURCES, compile_kernel
-from graph_passes.executors.cuda.pointwise import NormBackward
+from graph_passes.executors.cuda.lowering.pointwise import NormBackward
 
 # Template arguments behind the dtype that the executor asks for.
 FLAGS = {

@@ -9,7 +9,10 @@ import pytest
 from gpu_arrays import DTYPES, PRECISION, Device, relative_error, rounded
 
 from graph_passes.executors.cuda.kernels import C_TYPES
-from graph_passes.executors.cuda.lowering import APPLY_BLOCK, REDUCE_BLOCK, STEM_BLOCK, _Image, _Window, stem_work
+from graph_passes.executors.cuda.lowering.batch_norm_pool import Image
+from graph_passes.executors.cuda.lowering.builder import APPLY_BLOCK, REDUCE_BLOCK
+from graph_passes.executors.cuda.lowering.pooling import Window
+from graph_passes.executors.cuda.lowering.stem import STEM_BLOCK, stem_work
 from graph_passes.executors.cuda.training_step import _Metrics
 
 pytestmark = pytest.mark.gpu
@@ -188,7 +191,7 @@ def test_stem(device: Device, stem_dtype: str, height: int, width: int) -> None:
     n, filters, random = 3, 64, np.random.default_rng(height)
     image = (height + 1) // 2, (width + 1) // 2
     pooled = (image[0] + 1) // 2, (image[1] + 1) // 2
-    sizes, pool = _Image(height, width, *image), _Image(*image, *pooled)
+    sizes, pool = Image(height, width, *image), Image(*image, *pooled)
     items, tiles, image_bytes, gradient_bytes = stem_work((n, *image, filters))
     blocks, rows = 3, n * image[0] * image[1]
     data = rounded(random.normal(0, 1, (n, height, width, 4)), stem_dtype)
@@ -234,7 +237,7 @@ def test_stem(device: Device, stem_dtype: str, height: int, width: int) -> None:
     assert relative_error(device.get(dw, w.shape, stem_dtype), wanted) < 2 * PRECISION[stem_dtype]
 
 
-def pool_reference(x: np.ndarray, window: _Window) -> tuple[np.ndarray, np.ndarray]:
+def pool_reference(x: np.ndarray, window: Window) -> tuple[np.ndarray, np.ndarray]:
     """Maximum over each window and the place of the first maximum in it."""
     n, height, width, channels = x.shape
     y = np.full((n, window.out_height, window.out_width, channels), -np.inf)
@@ -259,7 +262,7 @@ def test_max_pool(device: Device, dtype: str, size: tuple[int, int], kernel: int
     random = np.random.default_rng(kernel)
     x = rounded(random.integers(-4, 4, (n, *size, channels)).astype(np.float64), dtype)  # many ties
     out = tuple((s + 2 * pad - kernel) // stride + 1 for s in size)
-    window = _Window(*size, *out, kernel, kernel, stride, stride, pad, pad)
+    window = Window(*size, *out, kernel, kernel, stride, stride, pad, pad)
     wanted, wanted_winner = pool_reference(x, window)
     shape = (n, *out, channels)
     y, winner = device.poisoned(shape, dtype), device.poisoned(shape, "uint8")

@@ -16,8 +16,9 @@ from graph_passes import Graph, GraphError, Ref, passes
 from graph_passes.executors.cuda import training_step
 from graph_passes.executors.cuda.capacity import check_fits
 from graph_passes.executors.cuda.inference import Inference
-from graph_passes.executors.cuda.lowering import Lowering, Persistent, padded_channels, parameters_of
-from graph_passes.executors.cuda.parameters import Parameter, ParameterStore
+from graph_passes.executors.cuda.lowering import LoweredGraph, Persistent
+from graph_passes.executors.cuda.lowering import lower as lower_to_launches
+from graph_passes.executors.cuda.parameters import Parameter, ParameterStore, padded_channels, parameters_of
 from graph_passes.executors.cuda.planner import Decision
 from graph_passes.executors.cuda.program import Buffer, Launch, Program
 from mxnet_compat import mx
@@ -55,14 +56,14 @@ class FakePlanner:
 
 
 def lower(depth: int, batch: int, size: int, training: bool, fused: bool = False,
-          group: Any = None) -> tuple[Lowering, ParameterStore]:
+          group: Any = None) -> tuple[LoweredGraph, ParameterStore]:
     graph = passes.bn_relu(passes.bn_add_relu(Graph.from_json(resnet(depth, 1000).tojson())))
     return lower_graph(graph, {"data": (batch, size, size, 3), "softmax_label": (batch,)}, training, fused=fused,
                        group=group)
 
 
 def lower_graph(graph: Graph, shapes: dict[str, tuple[int, ...]], training: bool, dtype: str = "float16",
-                fused: bool = False, group: Any = None) -> tuple[Lowering, ParameterStore]:
+                fused: bool = False, group: Any = None) -> tuple[LoweredGraph, ParameterStore]:
     batch, height, width, channels = shapes["data"]
     inferred = graph.infer_shapes(shapes)
     store = ParameterStore(
@@ -82,7 +83,7 @@ def lower_graph(graph: Graph, shapes: dict[str, tuple[int, ...]], training: bool
     gpu = SimpleNamespace(num_multiprocessors=132, bandwidth=4e12, capability=(9, 0), max_shared_bytes=227 << 10)
     tools: Any = SimpleNamespace(gpu=gpu, kernels=FakeKernels(), convolutions=FakeConvolutions(),
                                  planner=FakePlanner(fused))
-    return Lowering(graph, graph.infer_shapes(shapes), store, persistent, tools, group), store
+    return lower_to_launches(graph, graph.infer_shapes(shapes), store, persistent, tools, group), store
 
 
 def test_nothing_is_fused_by_its_speed_where_runs_are_to_be_repeatable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,71 @@
+"""Max pooling and global average pooling."""
+
+from __future__ import annotations
+
+import ctypes
+
+from graph_passes.errors import GraphError
+from graph_passes.executors.cuda.kernels import count, threads
+from graph_passes.executors.cuda.lowering.builder import Builder, require
+from graph_passes.executors.cuda.parameters import VECTOR
+from graph_passes.executors.cuda.program import Buffer
+from graph_passes.graph import Node
+from graph_passes.operators import window
+from graph_passes.operators_backward import forward_node
+
+
+class Window(ctypes.Structure):
+    """`Window` of pooling.cu."""
+
+    _fields_ = tuple((name, ctypes.c_int) for name in (
+        "height", "width", "out_height", "out_width", "kernel_h", "kernel_w", "stride_h", "stride_w", "pad_h", "pad_w"))
+
+    @classmethod
+    def of(cls, node: Node, x: Buffer, y: Buffer) -> Window:
+        """Of a Pooling from `x` to `y`."""
+        size = window(node)
+        return cls(*x.shape[1:3], *y.shape[1:3], *size.kernel, *size.stride, *size.pad)
+
+
+def forward(builder: Builder, node: Node) -> None:
+    if node.name in builder.fusions.pooled:
+        return
+    x, y = builder.input(node, 0), builder.output(node)
+    require(node["layout"] == "NHWC", node, "is not NHWC: run the layout pass first")
+    require(x.shape[3] % VECTOR == 0, node, f"has {x.shape[3]} channels: use a multiple of {VECTOR}")
+    vectors, (pixels, pitch) = builder.vectors(y), _pixels_and_pitch(x)
+    if node["pool_type"] == "avg" and node["global_pool"]:
+        builder.launch(node, "pooling.cu", builder.kernel("global_average_pool"), *threads(vectors),
+                       (x, y, count(vectors), pixels, pitch), (x,), (y,))
+    elif node["pool_type"] == "max" and not node["global_pool"]:
+        winner = builder.output(node, 1) if node.op == "MaxPoolingTrain" else None
+        builder.launch(node, "pooling.cu", builder.kernel("max_pool"), *threads(vectors),
+                       (x, y, winner, Window.of(node, x, y), count(vectors), pitch), (x,), (y, winner))
+    else:
+        raise GraphError(f"Pooling '{node.name}' ({node['pool_type']}, global_pool={node['global_pool']}) has no "
+                         "GPU lowering: there are max pooling and global average pooling")
+
+
+def max_backward(builder: Builder, node: Node) -> None:
+    if node.inputs[1].node in builder.fusions.pooled:
+        return
+    dy, winner = builder.input(node, 0), builder.input(node, 1)
+    dy2 = None if node["single_grad"] else builder.input(node, 2)
+    dx = builder.output(node)
+    vectors, (_, pitch) = builder.vectors(dx), _pixels_and_pitch(dx)
+    builder.launch(node, "pooling.cu", builder.kernel("max_pool_backward", dy2 is not None), *threads(vectors),
+                   (dy, dy2, winner, dx, Window.of(forward_node(node), dx, dy), count(vectors), pitch),
+                   (dy, dy2, winner), (dx,))
+
+
+def average_backward(builder: Builder, node: Node) -> None:
+    require(node["global_pool"], node, "is not global, and has no GPU lowering")
+    dy, dx = builder.input(node, 0), builder.output(node)
+    vectors = builder.vectors(dx)
+    builder.launch(node, "pooling.cu", builder.kernel("global_average_pool_backward"), *threads(vectors),
+                   (dy, dx, count(vectors), *_pixels_and_pitch(dx)), (dy,), (dx,))
+
+
+def _pixels_and_pitch(x: Buffer) -> tuple[ctypes.c_int, ctypes.c_int]:
+    """Pixels of an image, and vectors of a pixel."""
+    return ctypes.c_int(x.shape[1] * x.shape[2]), ctypes.c_int(x.shape[3] // VECTOR)
