@@ -171,7 +171,7 @@ def plot(lines: Sequence[Line], target: float, peer_name: str, path: Path) -> No
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    for program, label, color in (("ours", "ours, from JPEG", "C0"), ("pytorch", peer_name, "C1")):
+    for program, label, color in (("ours", "ours", "C0"), ("pytorch", peer_name, "C1")):
         for number, run in enumerate(by_seed(lines, program)):
             axes.plot([line["seconds"] for line in run], [100 * line["top1"] for line in run], color=color, linewidth=1,
                       marker=".", label=None if number else label)  # fmt: skip
