@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -18,21 +19,16 @@ from train.model import resnet
 
 pytestmark = pytest.mark.gpu
 
-# cuDNN's own kernels are not looked at for races: they synchronise by means that racecheck does not know.
-OURS = ("batch_norm", "pool", "stem", "dgrad_reduce", "norm_backward", "softmax", "gradient", "metrics", "trust", "sgd")
-TOOLS = {
-    "memcheck": [],
-    "racecheck": [option for name in OURS for option in ("--kernel-name", f"kernel_substring={name}")],
-}
+REPOSITORY = Path(__file__).resolve().parents[3]
 
 
-@pytest.mark.parametrize("tool", TOOLS)
-def test_a_sanitizer_finds_nothing(tool: str, tmp_path: Path) -> None:
+def test_a_sanitizer_finds_nothing(tmp_path: Path) -> None:
     sanitizer = shutil.which("compute-sanitizer")
     if not sanitizer:
         pytest.skip("compute-sanitizer is not installed; it comes with the CUDA toolkit")
-    run = subprocess.run([sanitizer, "--tool", tool, *TOOLS[tool], "--error-exitcode", "9", sys.executable, "-W",
-                          "ignore", __file__, str(tmp_path)], capture_output=True, text=True, timeout=300)
+    run = subprocess.run([sanitizer, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-W", "ignore",
+                          __file__, str(tmp_path)], capture_output=True, text=True, timeout=300,
+                         env={**os.environ, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"})
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-1000:]
     assert run.stdout.count("steps are done") == 3 and "SUMMARY: 0 " in run.stdout
 
