@@ -26,9 +26,10 @@ def test_a_sanitizer_finds_nothing(tmp_path: Path) -> None:
     sanitizer = shutil.which("compute-sanitizer")
     if not sanitizer:
         pytest.skip("compute-sanitizer is not installed; it comes with the CUDA toolkit")
+    path = f"{REPOSITORY}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     run = subprocess.run([sanitizer, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-W", "ignore",
                           __file__, str(tmp_path)], capture_output=True, text=True, timeout=300,
-                         env={**os.environ, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"})
+                         env={**os.environ, "PYTHONPATH": path})
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-1000:]
     assert run.stdout.count("steps are done") == 3 and "SUMMARY: 0 " in run.stdout
 
