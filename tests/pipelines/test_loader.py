@@ -179,14 +179,14 @@ def normalised(image: Image.Image) -> np.ndarray:
     return (np.asarray(image, np.float32) - np.float32(MEAN)) / np.float32(STD)
 
 
-def assert_close(pixels, image):
+def assert_close(pixels, image, largest=16):
     """Equal to Pillow's picture but for rounding to 8 bits between the steps and the place of cut edges.
 
-    The images have no sharp edges: at most 2 levels of 255 apart on average, 16 anywhere.
+    At most 2 levels of 255 apart on average, and `largest` anywhere: 16 where the images have no sharp edges.
     """
     difference = np.abs(pixels[..., :3].astype(np.float32) - normalised(image)) * np.float32(STD)
     assert difference.mean() < 2
-    assert difference.max() < 16
+    assert difference.max() < largest
 
 
 def test_validation_transform_against_pillow(folder):
@@ -256,7 +256,9 @@ def test_padded_windows_and_cutout_against_numpy(numbered, cache_gib):
             expected = Image.fromarray(window).resize((32, 32), Image.Resampling.BILINEAR)
             if mirror[i]:
                 expected = expected.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-            assert_close(pixels[i], expected)
+            # The hole's edges are sharp, and the two resizes weigh them differently: up to 18 was seen. Holes a
+            # pixel beside their place differ by 28 in the median.
+            assert_close(pixels[i], expected, largest=24)
 
 
 def test_validation_has_no_augmentation(numbered):
