@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import json
 import os
 import sys
@@ -34,7 +33,7 @@ EXIT_CTRL_C = 130  # what a shell gives for SIGINT
 
 
 def train(arguments: Sequence[str]) -> None:
-    """train a network; what happens without a command"""
+    """Train a network; what happens without a command."""
     if os.environ.get("HOROVOD_ELASTIC") == "1":
         from train import elastic  # needs Horovod
 
@@ -107,7 +106,7 @@ def _train(arguments: Sequence[str], state: RunState | None = None) -> None:
 
 
 def validate_trained(arguments: Sequence[str]) -> None:
-    """loss and accuracy of a trained network on validation data"""
+    """Print loss and accuracy of a trained network on validation data."""
     workers = Workers()
     with workers.agreement():
         place = cli.given_value(arguments, "--checkpoint")
@@ -125,7 +124,7 @@ def validate_trained(arguments: Sequence[str]) -> None:
 
 
 def benchmark_steps(arguments: Sequence[str]) -> None:
-    """speed of training steps, repeated until it is known to 1 %"""
+    """Measure the speed of training steps, which are repeated until it is known to 1 %."""
     workers = Workers()
     with workers.agreement():
         config = parse(BenchmarkConfig, arguments, command="benchmark", default=_default_config(arguments, workers))
@@ -266,9 +265,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     try:
         if command not in COMMANDS:
-            close = difflib.get_close_matches(command, COMMANDS, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"there are: {', '.join(COMMANDS)}"
-            raise TrainError(f"there is no command {command!r}; {hint}", on_all_ranks=True)
+            raise TrainError(f"there is no command {command!r}{cli.nearest(command, COMMANDS)}", on_all_ranks=True)
         COMMANDS[command](rest)
     except USER_ERRORS as error:
         if _is_first() or not getattr(error, "on_all_ranks", False):
@@ -278,6 +275,10 @@ def main(arguments: Sequence[str]) -> int:
         if _is_first():
             print(stop, flush=True)
         return stop.exit_code
+    except BrokenPipeError:
+        if not cli.asks_for_help(arguments):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # `--help | head`: Python still wants to flush
     except KeyboardInterrupt:
         return EXIT_CTRL_C
     except MemoryError as error:

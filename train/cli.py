@@ -8,8 +8,10 @@ import difflib
 import io
 import re
 from collections.abc import Iterable, Sequence
+from types import MappingProxyType
 from typing import TypeVar
 
+import docstring_parser  # tyro's own
 import tyro
 
 from train.errors import TrainError
@@ -31,6 +33,8 @@ def parse(options: type[T], arguments: Sequence[str], *, command: str, default: 
         SystemExit: after `--help`.
     """
     _check_names(options, arguments, command)
+    if asks_for_help(arguments):
+        _join_help_lines(options)
     errors = io.StringIO()
     prog = f"python -m train {command}"
     try:
@@ -69,13 +73,19 @@ def option_name(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
+def asks_for_help(arguments: Sequence[str]) -> bool:
+    return "-h" in arguments or "--help" in arguments
+
+
 def given_value(arguments: Sequence[str], option: str) -> str | None:
-    """The value of `option` on a command line that is not parsed yet; None where it is not given."""
+    """The value of `option` on a command line that is not parsed yet, the last one if given twice, as tyro takes it;
+    None where it is not given."""
+    found = None
     for i, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
         if name == option:
-            return value if equals else arguments[i + 1] if i + 1 < len(arguments) else ""
-    return None
+            found = value if equals else arguments[i + 1] if i + 1 < len(arguments) else ""
+    return found
 
 
 def _check_names(options: type, arguments: Sequence[str], command: str) -> None:
@@ -90,6 +100,15 @@ def _check_names(options: type, arguments: Sequence[str], command: str) -> None:
             raise TrainError(f"there is no option {name}{mean} {help_hint}")
 
 
+def _join_help_lines(options: type) -> None:
+    """Make each field's docstring one line of help, which tyro would break wherever the source does."""
+    for kind in filter(dataclasses.is_dataclass, options.__mro__):
+        fields = {field.name: field for field in dataclasses.fields(kind)}
+        for text in docstring_parser.parse_from_object(kind).params:
+            if text.arg_name in fields and text.description:
+                fields[text.arg_name].metadata = MappingProxyType({"help": " ".join(text.description.split())})
+
+
 def _sentence(box: str) -> str:
     """The first message of the box that tyro draws around an error, on one line."""
     lines = [line.strip("│ ") for line in box.splitlines()[1:]]
@@ -102,4 +121,6 @@ def _sentence(box: str) -> str:
         return f"{option} {wrong} is not one of {', '.join(values)}" + (
             f"; did you mean {close[0]}?" if (close := difflib.get_close_matches(wrong, values, n=1)) else ""
         )
+    text = re.sub(r"invalid literal for int\(\) with base 10:", "needs a whole number, not", text)
+    text = text.replace("could not convert string to float:", "needs a number, not")
     return text.removeprefix("Error parsing ").rstrip(".")

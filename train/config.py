@@ -41,8 +41,8 @@ class Config:
 
     # --- data ---
     data: str = SAMPLES
-    """Folder with train/ and val/, folder of class folders, or .rec file; samples: the built-in sample set; synthetic:
-    generated images."""
+    """Folder or file of images, in any form of docs/data.md: folders of classes, RecordIO, WebDataset, TFRecord,
+    CIFAR-10's own files; samples: the built-in sample set; synthetic: generated images."""
     image_size: int = 224
     """Height and width of the network's input, in pixels."""
     first_image_size: int = 0

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, NoReturn
 
-from train import topology
+from train import cli, topology
 from train.errors import EXIT_LOST_PROCESS, EXIT_USER_ERROR, TrainError
 from train.signals import handled
 
@@ -318,8 +318,7 @@ def main(arguments: Sequence[str]) -> int:
         if own.help:
             print(HELP)
             return 0
-        on_cpu = "cpu" in (passed[i + 1] for i, name in enumerate(passed[:-1]) if name == "--device") or (
-            "--device=cpu" in passed)
+        on_cpu = cli.given_value(passed, "--device") == "cpu"
         command = [sys.executable, "-m", "train", *passed]
         if "HOROVOD_LOCAL_RANK" in os.environ:  # started by horovodrun
             _become(command, on_cpu)

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from train import files, plots
+from train import cli, files, plots
 from train.config import SYNTHETIC
 from train.document import Block, Code, Heading, Plot, Table, Text, Tiles, html_page, markdown
-from train.errors import TrainError
+from train.errors import EXIT_USER_ERROR, TrainError
 from train.metrics import METRICS_FILE, EpochRow, RunRecord, Speed
 
 WAIT_SHARE_THAT_LIMITS = 0.1  # of the step time; used only where the loader's own speed was not measured
@@ -346,7 +346,7 @@ def _duration(seconds: float) -> str:
 def main(arguments: Sequence[str]) -> None:
     """Make the report of a run folder anew. Raises TrainError for a folder without a run's record."""
     usage = f"usage: python -m train.report RUN_FOLDER (the folder with a run's {METRICS_FILE})"
-    if any(argument in ("-h", "--help") for argument in arguments):
+    if cli.asks_for_help(arguments):
         print(usage)
         return
     if len(arguments) != 1:
@@ -363,4 +363,4 @@ if __name__ == "__main__":
         main(sys.argv[1:])
     except TrainError as mistake:
         print(f"error: {mistake}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(EXIT_USER_ERROR)

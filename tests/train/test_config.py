@@ -49,8 +49,8 @@ MISTAKES = {
     "--schedule cosin": "--schedule cosin is not one of cosine, step, polynomial; did you mean cosine?",
     "--executor mxet": "--executor mxet is not one of auto, mxnet, reference, cuda; did you mean mxnet?",
     "--device tpu": "--device tpu is not one of auto, cpu, gpu",
-    "--learning-rate fast": "--learning-rate: could not convert string to float: 'fast'",
-    "--epochs 0.5": "--epochs: invalid literal for int() with base 10: '0.5'",
+    "--learning-rate fast": "--learning-rate: needs a number, not 'fast'",
+    "--epochs 0.5": "--epochs: needs a whole number, not '0.5'",
     "--batch-size": "Missing value for argument '--batch-size'",
     "--batch-size 0": "--batch-size 0 must be at least 1",
     "--batch-size -3": "--batch-size -3 must be at least 1",
@@ -85,6 +85,11 @@ def test_mistakes_get_one_sentence(arguments):
     assert "\n" not in sentence
 
 
+def test_of_two_presets_the_last_one_is_taken():
+    config = parse(Config, ["--config", "cpu_sample", "--config=overfit_100"], command="train")
+    assert config == load_preset("overfit_100")
+
+
 def test_a_profile_is_of_one_gpu():
     with pytest.raises(TrainError, match=r"^--profile measures one GPU alone, which with --bn-group 4 would wait for"):
         parse(BenchmarkConfig, ["--profile", "--bn-group", "4"], command="benchmark")
@@ -97,3 +102,12 @@ def test_help_names_every_option(capsys):
     text = capsys.readouterr().out
     for field in dataclasses.fields(Config):
         assert cli.option_name(field.name) in text
+
+
+def test_help_breaks_no_line_where_the_source_does(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")
+    with pytest.raises(SystemExit):
+        cli.parse(BenchmarkConfig, ["-h"], command="benchmark")
+    text = capsys.readouterr().out
+    assert "with the mean colour before a crop of its own size" in text  # two lines of config.py
+    assert "the fastest for this GPU, data and number of threads" in text
