@@ -3,10 +3,11 @@
 # make bench-scaling      images/sec on 1, 2, 4 and 8 GPUs of this machine, with plots
 # make test               lint, type check and tests
 # make test-gpu           the tests that need a GPU
+# make setup              .venv alone; make clean removes it
 #
 # All of them set up .venv first. PYTHON=/path/to/python uses that environment as it is and sets nothing up.
-# DATA=/path              train on your own data (folders of classes, or RecordIO files)
-# ARGS="--epochs 5 ..."   further options: make help
+# DATA=/path              train on your own data: folders of classes, RecordIO and others (docs/data.md)
+# ARGS="--epochs 5 ..."   further options: .venv/bin/python -m train train --help lists them
 
 ifdef PYTHON
 SETUP :=
@@ -17,9 +18,8 @@ endif
 
 .PHONY: help setup train-1gpu compare-precision bench-scaling lint test test-gpu clean
 
-help: $(SETUP)
-	@sed -n 's/^# \?//p' Makefile | head -n 9
-	@$(PYTHON) -m train --help
+help:
+	@sed -n '/^$$/q; s/^# \?//p' Makefile
 
 setup:
 	@bash scripts/setup.sh
@@ -47,4 +47,4 @@ bench-scaling: $(SETUP)
 	@$(PYTHON) benchmarks/scaling.py $(if $(DATA),--data "$(DATA)") $(ARGS)
 
 clean:
-	rm -rf .venv runs data .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache
