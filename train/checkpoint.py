@@ -110,7 +110,8 @@ def load(path: Path) -> Checkpoint:
             if not isinstance(meta, dict) or meta.get("format") != FORMAT:
                 raise TrainError(f"{path} is no checkpoint of this program; give a file from a run's {FOLDER}/ folder")
             if meta["version"] != VERSION:
-                raise TrainError(f"{path} has checkpoint version {meta['version']}, but this program reads {VERSION}")
+                raise TrainError(f"{path} has checkpoint version {meta['version']}, but this program reads {VERSION}: "
+                                 "use the version of this program that wrote it")
             for member in names:
                 group, _, name = member.removesuffix(".npy").partition("/")
                 if group in groups:
@@ -153,7 +154,8 @@ def find(place: str, prefer_best: bool = False) -> Path:
     if path.is_file():
         return path
     if not path.is_dir():
-        raise TrainError(f"there is no checkpoint or run folder {place}")
+        raise TrainError(f"there is no checkpoint or run folder {place}: give the folder of a run, or a file of its "
+                         f"{FOLDER}/ folder")
     folder = path / FOLDER if (path / FOLDER).is_dir() else path
     found = [*_numbered(folder)]
     if (folder / BEST).is_file() and (prefer_best or not found):

@@ -61,7 +61,7 @@ class Row:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """the same training in fp32, TF32, fp16 and bf16, side by side"""
+    """The command `python -m train compare-precision`. Raises TrainError for a user's mistake, and StoppedBySignal."""
     default = devices.default_config(arguments, local_rank=0)
     config = parse(CompareConfig, arguments, command="compare-precision", default=default)
     if config.resume:

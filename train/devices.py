@@ -52,7 +52,7 @@ def choose(config: Config, local_rank: int) -> Placement:
 def _place(config: Config, local_rank: int) -> Placement:
     gpus = [] if config.device == "cpu" else find_gpus()
     if config.device == "gpu" and len(gpus) <= local_rank:
-        found = f"only {len(gpus)} NVIDIA GPUs" if gpus else "no NVIDIA GPU"
+        found = f"only {len(gpus)} NVIDIA GPU{'s' * (len(gpus) > 1)}" if gpus else "no NVIDIA GPU"
         raise TrainError(f"--device gpu: process {local_rank} found {found} here; use --device cpu or fewer processes")
     if config.executor == "reference" and config.device == "gpu":
         raise TrainError("--executor reference is NumPy and runs on the CPU only; use --device cpu")

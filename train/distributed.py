@@ -54,7 +54,8 @@ class GradientAverage(Protocol):
 
 
 class Workers:
-    """The processes of this run. Every method is a collective operation: all ranks call it, in the same order."""
+    """The processes of this run. What talks to the others is a collective operation: all ranks call it, in the same
+    order."""
 
     def __init__(self) -> None:
         self.size, self.rank, self.local_rank, self.local_size = 1, 0, 0, 1

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from graph_passes.executors import Executor
+from graph_passes.executors.cuda.executor import CudaExecutor
+from graph_passes.executors.cuda.profile import format_decisions, format_summary, format_table
 from train import files
 
 
@@ -16,9 +18,6 @@ def write_profile(path: Path, executor: Executor, step_ms: float) -> str:
         executor: a cuda executor that has trained.
         step_ms: what a whole step took, milliseconds, to be seen beside the sum; it holds the optimizer too.
     """
-    from graph_passes.executors.cuda.executor import CudaExecutor
-    from graph_passes.executors.cuda.profile import format_decisions, format_summary, format_table
-
     assert isinstance(executor, CudaExecutor)
     rows, ceiling = executor.profile(), executor.copy_gigabytes_per_second()
     summary = (

@@ -9,7 +9,6 @@ from types import FrameType, TracebackType
 
 STOPPING = (signal.SIGTERM, signal.SIGINT)
 
-
 Handler = Callable[[int, "FrameType | None"], object]
 
 
