@@ -123,6 +123,8 @@ class ConvolutionLibrary:
         """
         if problem not in self._plans:
             chosen = None if self.deterministic else self._remembered(problem)
+            if chosen is None and not self.deterministic and len(self._choices) == self._known:
+                log.warning("choosing the fastest kernels for this GPU and these shapes, once: up to half a minute")
             self._plans[problem] = chosen or self._tuned(problem)
         return self._plans[problem]
 

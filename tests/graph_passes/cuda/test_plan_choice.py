@@ -69,11 +69,16 @@ class FakeCudnn:
         return name
 
 
-def test_the_fastest_plan_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_fastest_plan_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                        caplog: pytest.LogCaptureFixture) -> None:
     cudnn = FakeCudnn(monkeypatch)
     assert cudnn.choose(tmp_path, deterministic=False) == "engine 2" and set(cudnn.built) == {1, 2, 3}
+    assert [record.message.split(",")[0] for record in caplog.records] == [
+        "choosing the fastest kernels for this GPU and these shapes"]
     cudnn.built.clear()
+    caplog.clear()
     assert cudnn.choose(tmp_path, deterministic=False) == "engine 2" and cudnn.built == [2]
+    assert not caplog.records
 
 
 def test_the_first_plan_is_taken_where_runs_are_to_be_repeatable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
