@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from record import RESULTS, run, write_result
-from scaling import launched, run_command
+from scaling import LAUNCH, run_command
 from step_gpu import LEARNING_RATE, WARM_UP, make_step
 
 from nvidia_gpus import find_gpus
@@ -80,7 +80,9 @@ def main() -> None:
         raise TrainError(f"--gpus {count} must be from 2 to the number of NVIDIA GPUs here, {num_gpus}")
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "times.json"
-        if not run_command(launched(count, __file__, "--worker", out, "--batch", batch, "--steps", arguments.steps)):
+        command = [sys.executable, "-c", LAUNCH, count, sys.executable, __file__,
+                   "--worker", out, "--batch", batch, "--steps", arguments.steps]
+        if not run_command(command):
             raise TrainError(f"the measurement on {count} GPUs failed, see above")
         times = {int(size): step_ms for size, step_ms in json.loads(out.read_text()).items()}
     for size in sizes(count)[1:]:

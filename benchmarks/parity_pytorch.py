@@ -1,6 +1,6 @@
 """Do we train as PyTorch does? Both from the same weights, on the same batches in the same order, with one recipe.
 
-    PEER_PYTHON=/path/to/python-with-torch python benchmarks/parity_pytorch.py --data ../shared/data/cifar10
+    PEER_PYTHON=/path/to/python-with-torch python benchmarks/parity_pytorch.py --data /path/to/cifar10
     ... --device cpu --preset cifar10_resnet18 --batch 32 --size 64 --steps 40                # minutes on two cores
 
 Trains a ResNet with the constants of a preset: ours and PyTorch (parity_peer.py) in float16 and in float32 without
@@ -28,6 +28,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import record
 from torch_peer import start_peer
 
 from graph_passes.executors.cuda.optimizer import INITIAL_LOSS_SCALE
@@ -36,11 +37,11 @@ from pipelines import LoaderConfig, open_loader
 from train import devices, environment
 from train.build import build_executor
 from train.config import Config, load_preset
+from train.errors import TrainError
 from train.model import init_params, resnet
 from train.optimizer import make_optimizer
 from train.schedule import make_schedule
 
-RESULTS = Path(__file__).with_name("results")
 PEER = Path(__file__).with_name("parity_peer.py")
 VAL_IMAGES = 1024
 WINDOW = 20  # steps over which losses are averaged before they are compared
@@ -205,11 +206,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     arguments = parser.parse_args()
     if "PEER_PYTHON" not in os.environ:
-        sys.exit("error: PEER_PYTHON is not set: let it name a Python interpreter with PyTorch and torchvision")
+        raise TrainError("PEER_PYTHON is not set: let it name a Python interpreter with PyTorch and torchvision")
     config = make_config(arguments)
     on_gpu = devices.choose(config, local_rank=0).executor == "cuda"
     kinds = ["float16:0", "float32:0", "float16:1"] if on_gpu else ["float32:0", "float32:1"]
-    result = RESULTS / ("parity_pytorch.jsonl" if on_gpu else "parity_pytorch_cpu.jsonl")
+    result = record.RESULTS / ("parity_pytorch.jsonl" if on_gpu else "parity_pytorch_cpu.jsonl")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         recipe = prepare(folder, config, arguments.steps, on_gpu)
@@ -240,4 +241,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    record.run(main)

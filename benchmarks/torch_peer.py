@@ -11,14 +11,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from train.errors import TrainError
+
 PEER = Path(__file__).with_name("peer_pytorch.py")
 
 
 def start_peer(script: Path, *options: object) -> subprocess.Popen[str]:
-    """Start a peer's program with these options, in an environment without our own libraries."""
+    """Start a peer's program with these options, in an environment without our own libraries. Raises TrainError."""
     clean = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "LD_LIBRARY_PATH")}
     command = [os.environ["PEER_PYTHON"], str(script), *map(str, options)]
-    return subprocess.Popen(command, env=clean, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        return subprocess.Popen(command, env=clean, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    except OSError as error:
+        raise TrainError(f"PEER_PYTHON={command[0]} cannot be started ({error.strerror}): let it name a Python "
+                         "interpreter with PyTorch and torchvision") from None
 
 
 class TorchPeer:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,3 +54,11 @@ def test_packages_import_only_what_is_below_them(package: str, others: set[str])
 def test_cuda_libraries_stay_in_the_cuda_executor(package: str) -> None:
     outside = [path for path in files(package) if CUDA_FOLDER not in path.relative_to(REPOSITORY).parents]
     assert [path for path in outside if imported(path.read_text()) & CUDA_LIBRARIES] == []
+
+
+def test_benchmarks_find_what_they_import() -> None:
+    """Most of them run on a GPU only, so no other test would notice. The peers need PyTorch."""
+    programs = [path.stem for path in files("benchmarks") if "torch" not in imported(path.read_text())]
+    command = [sys.executable, "-c", f"import {', '.join(programs)}"]
+    result = subprocess.run(command, cwd=REPOSITORY / "benchmarks", capture_output=True, text=True, check=False)
+    assert "bn_group" in programs and result.returncode == 0, result.stderr
