@@ -1,4 +1,4 @@
-"""Images from RecordIO, folders or nowhere, decoded and augmented by DALI, as batches in MXNet arrays."""
+"""Images from any of the formats in sources/, decoded and augmented by DALI, as batches in MXNet arrays."""
 
 from pipelines.dali_loader import DaliLoader, load_images
 from pipelines.decoded import decode_once

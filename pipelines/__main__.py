@@ -18,6 +18,7 @@ from rich.table import Table
 
 from pipelines import DataError, LoaderConfig, open_loader
 from pipelines.bench import STAGE_TITLES, LoaderSpeed, bench_settings, bench_stages
+from pipelines.files import write_text
 from pipelines.make_records import (
     Options,
     is_train_tar,
@@ -33,8 +34,6 @@ from pipelines.sources import read_classes, splits_of
 from pipelines.verify import print_report, verify_split, write_clean
 
 Split = Literal["train", "val"]
-
-
 Data = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
 Source = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
 Output = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUTPUT")]
@@ -183,7 +182,11 @@ def bench(
             "stages": [{"stage": stage, **speed._asdict()} for stage, speed in stages.items()],
             "settings": [{"changes": changes, **speed._asdict()} for changes, speed in settings],
         }
-        json_file.write_text(json.dumps(record, indent=1) + "\n")
+        try:
+            json_file.parent.mkdir(parents=True, exist_ok=True)
+            write_text(json_file, json.dumps(record, indent=1) + "\n")
+        except OSError as error:
+            raise DataError(f"{json_file}: cannot be written ({error.strerror}); choose another file") from None
     return 0
 
 

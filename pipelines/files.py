@@ -1,4 +1,4 @@
-"""Files: written so that they are there complete or not at all, and read through memory mapping."""
+"""Files: written so that they are there complete or not at all, and read as lines or through memory mapping."""
 
 from __future__ import annotations
 
@@ -16,6 +16,16 @@ def write_text(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)
+
+
+def read_lines(path: Path) -> list[str]:
+    """The lines of a text file that a user may have written; raises DataError."""
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); check path and permissions") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: is no UTF-8 text (byte {error.start}); save it as UTF-8") from None
 
 
 class MappedFile:

@@ -31,7 +31,7 @@ _CHOICES = {
 class LoaderConfig:
     """What to load and how; raises DataError for values that cannot be."""
 
-    data: str  # a path as in sources.py, or "synthetic"
+    data: str  # a path as in sources/, or "synthetic"
     split: str = "train"  # "train" shuffles and augments, "val" does neither
     batch_size: int = 32  # images a process
     image_size: int = 224  # pixels, height and width
@@ -46,7 +46,7 @@ class LoaderConfig:
     random_ratio: tuple[float, float] = (3 / 4, 4 / 3)  # training: width / height of what is cut out
     crop_padding: int = 0  # training: pixels; if above 0, shift images by up to so many instead of cutting random areas
     cutout: float = 0.0  # training: side of a square that is filled with the mean colour, as part of the image's
-    mirror: bool = True  # training: flip every other image from left to right
+    mirror: bool = True  # training: flip images from left to right, each with probability 1/2
     crop_fraction: float = 0.875  # validation: centre crop's part of the shorter side
     on_bad_image: str = "error"  # or "skip": go on without images that cannot be decoded
     num_classes: int | None = None  # of synthetic data (default 10) and of RecordIO files without classes.txt

@@ -10,6 +10,7 @@ command goes on from there. The finished file appears under its name in one step
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
@@ -23,11 +24,12 @@ import numpy as np
 from PIL import Image
 
 from pipelines.errors import DataError
-from pipelines.files import write_text
+from pipelines.files import read_lines, write_text
 from pipelines.inspect_image import inspect_image
 from pipelines.progress import map_in_order
 from pipelines.recordio import index_path, pack_record
 from pipelines.sources import Classes, FileSource, ShardSource, open_source
+from pipelines.sources.webdataset import check_end
 
 _COMMIT_EVERY = 1024  # images between two entries in the journal
 
@@ -61,15 +63,19 @@ def plan_files(path: Path, split: str) -> Plan:
 def plan_train_tar(path: Path, classes: Classes) -> Plan:
     """ILSVRC2012_img_train.tar: one tar file for each synset, n01440764.tar and so on."""
     entries: list[Entry] = []
-    with tarfile.open(path) as outer:
+    with _open_tar(path) as outer:
         members = sorted((member for member in outer if member.name.endswith(".tar")), key=lambda member: member.name)
+        check_end(path, outer.offset)
         classes = classes or [(Path(member.name).stem, Path(member.name).stem) for member in members]
         number = {key: label for label, (key, _) in enumerate(classes)}
         for member in members:
             synset = Path(member.name).stem
             if synset not in number:
-                raise DataError(f"{path}: synset {synset} is not among the {len(classes)} classes of the list")
-            with tarfile.open(fileobj=outer.extractfile(member)) as inner:
+                raise DataError(
+                    f"{path}: synset {synset} is not among the {len(classes)} classes of the list; give a complete one "
+                    f"with --classes"
+                )
+            with tarfile.open(fileobj=outer.extractfile(member), mode="r:") as inner:
                 entries += _members(path, inner, member.offset_data, {"": number[synset]}, f"{path}/{member.name}")
     return Plan(entries, classes)
 
@@ -83,10 +89,21 @@ def plan_val_tar(path: Path, labels: Path | None, classes: Classes) -> Plan:
             f"{path}: the order of the classes is not known; convert the training set into the same folder first, or "
             f"give a list of synsets with --classes"
         )
-    with tarfile.open(path) as tar:
+    with _open_tar(path) as tar:
         names = sorted(member.name for member in tar if member.isfile())
+        check_end(path, tar.offset)
         label_of = read_labels(labels, names, classes)
         return Plan(list(_members(path, tar, 0, label_of, str(path))), classes)
+
+
+@contextlib.contextmanager
+def _open_tar(path: Path) -> Iterator[tarfile.TarFile]:
+    """An uncompressed tar file; raises DataError, also where it turns out to be cut off while it is read."""
+    try:
+        with tarfile.open(path, "r:") as tar:
+            yield tar
+    except (tarfile.TarError, OSError) as error:
+        raise DataError(f"{path}: not a tar file that can be read ({error}); download it again") from None
 
 
 def _members(file: Path, tar: tarfile.TarFile, start: int, label_of: dict[str, int], where: str) -> Iterator[Entry]:
@@ -104,7 +121,7 @@ def read_labels(path: Path, names: list[str], classes: Classes) -> dict[str, int
     `ILSVRC2012_val_00000001,n01751748 ...` with a header (Kaggle's LOC_val_solution.csv).
     """
     number = {key: label for label, (key, _) in enumerate(classes)}
-    lines = [line.replace(",", " ").split() for line in path.read_text().splitlines() if line.strip()]
+    lines = [line.replace(",", " ").split() for line in read_lines(path) if line.strip()]
     lines = [fields for fields in lines if fields[0] != "ImageId"]
     if all(len(fields) == 1 for fields in lines):
         if lines and lines[0][0].isdigit():
@@ -117,10 +134,12 @@ def read_labels(path: Path, names: list[str], classes: Classes) -> dict[str, int
         lines = [[name, *fields] for name, fields in zip(names, lines, strict=True)]
     label_of: dict[str, int] = {}
     for fields in lines:
+        if len(fields) < 2:
+            raise DataError(f"{path}: {fields[0]!r} is alone in a line where others have file name and label; mend it")
         value = fields[1]
         label = int(value) if value.isdigit() else number.get(value, -1)
         if not 0 <= label < len(classes):
-            raise DataError(f"{path}: label {value} of {fields[0]} is outside the {len(classes)} classes")
+            raise DataError(f"{path}: label {value} of {fields[0]} is outside the {len(classes)} classes; correct it")
         label_of[Path(fields[0]).stem] = label
     missing = [name for name in names if Path(name).stem not in label_of]
     if missing:
@@ -130,10 +149,7 @@ def read_labels(path: Path, names: list[str], classes: Classes) -> dict[str, int
 
 def read_class_list(path: Path) -> Classes:
     """A list of classes, one a line: the synset or folder, then perhaps a name to show (as in synset_words.txt)."""
-    try:
-        lines = [line.split(maxsplit=1) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except OSError as error:
-        raise DataError(f"{path}: the list of classes cannot be read ({error.strerror})") from None
+    lines = [line.split(maxsplit=1) for line in read_lines(path) if line.strip()]
     return [(fields[0], fields[-1].strip()) for fields in lines]
 
 
@@ -314,11 +330,8 @@ def _write_classes(path: Path, classes: Classes) -> None:
 
 def is_train_tar(path: Path) -> bool:
     """Whether a tar file holds tar files (training) and not images (validation); raises DataError."""
-    try:
-        with tarfile.open(path, "r:") as tar:
-            first = next((member for member in tar if member.isfile()), None)
-    except (tarfile.TarError, OSError) as error:
-        raise DataError(f"{path}: not a tar file that can be read ({error}); download it again") from None
+    with _open_tar(path) as tar:
+        first = next((member for member in tar if member.isfile()), None)
     if first is None:
         raise DataError(f"{path}: the tar file is empty; download it again")
     return first.name.endswith(".tar")

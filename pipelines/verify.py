@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipelines.errors import DataError
-from pipelines.files import write_text
+from pipelines.files import read_lines, write_text
 from pipelines.inspect_image import Finding, inspect_image
 from pipelines.progress import map_in_order
 from pipelines.recordio import BrokenRecordError, RecordFile, index_path, read_index
@@ -154,7 +154,7 @@ def _record_items(path: Path, num_classes: int | None, findings: list[tuple[str,
             label = file.read(offset).label
         except BrokenRecordError:
             label = -1.0
-        known = label == int(label) and label >= 0 and (count is None or label < count)
+        known = label.is_integer() and label >= 0 and (count is None or label < count)
         name = f"{path} record {key}"
         return Item(
             name, f"{key}\t{offset}\n", int(label) if known else None, lambda: file.read(offset).image.tobytes()
@@ -172,7 +172,7 @@ def _folder_items(path: Path, split: str) -> list[Item]:
 def _list_items(path: Path) -> list[Item]:
     count = len(read_classes(path.parent))
     items = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in filter(str.strip, read_lines(path)):
         _, _, rest = line.partition("\t")
         label, _, name = rest.partition("\t")
         known = label.replace(".", "", 1).isdigit() and (not count or float(label) < count)

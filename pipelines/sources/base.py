@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from pipelines.errors import DataError
+from pipelines.files import read_lines
 from pipelines.recordio import BrokenRecordError
 
 Classes = list[tuple[str, str]]  # (folder or synset, name to show) in the order of the labels
@@ -72,7 +73,7 @@ def read_classes(folder: Path) -> Classes:
     """The classes of classes.txt in a folder or the one above; [] if there is none."""
     for path in (folder / "classes.txt", folder.parent / "classes.txt"):
         if path.is_file():
-            lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+            lines = [line.strip() for line in read_lines(path) if line.strip()]
             columns = [line.partition("\t") for line in lines]
             classes = [(key.strip(), shown.strip() or key.strip()) for key, _, shown in columns]
             if not classes:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from pipelines.errors import DataError
+from pipelines.files import read_lines
 from pipelines.sources.base import IMAGE_SUFFIXES, Classes, Source, read_classes
 
 
@@ -106,14 +107,14 @@ def open_folders(path: Path, split: str) -> FileSource:
 def open_list(path: Path) -> FileSource:
     files: list[Path] = []
     labels: list[int] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(read_lines(path), start=1):
         if not line.strip():
             continue
         fields = line.split("\t")
         try:
             labels.append(int(float(fields[1])))
             files.append(path.parent / fields[2])
-        except (IndexError, ValueError):
+        except (IndexError, ValueError, OverflowError):  # the last: an infinite label
             raise DataError(
                 f"{path} line {number}: {line.strip()[:60]!r} is not `index <tab> label <tab> file`; correct it"
             ) from None

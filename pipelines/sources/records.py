@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 
@@ -45,7 +46,7 @@ class RecordSource(Source):
         self._spot_check()
         if not self.classes:
             # No list of classes: as many as asked for, or as the labels need (reads the header of every record).
-            count = num_classes or 1 + max(int(self._record(i).label) for i in range(len(self)))
+            count = num_classes or 1 + max(int(label) for label in self._labels())
             self.classes = [(str(label), str(label)) for label in range(count)]
 
     def __len__(self) -> int:
@@ -76,6 +77,12 @@ class RecordSource(Source):
 
     def _parse(self, i: int) -> Record:
         return self._file.read(int(self._offsets[i]))
+
+    def _labels(self) -> Iterator[float]:
+        """Of all records but broken ones, which are met when their images are wanted."""
+        for i in range(len(self)):
+            with contextlib.suppress(BrokenRecordError):
+                yield self._record(i).label
 
     def _spot_check(self) -> None:
         """Notice a wrong index when the file is opened, without touching all of a big file."""

@@ -42,7 +42,7 @@ class TarSource(ShardSource):
                         labels[key] = _parse_label(tar, member, file)
                     elif f".{ending.lower()}" in IMAGE_SUFFIXES:
                         images[key] = member.offset_data, member.size
-                _check_end(file, tar.offset)
+                check_end(file, tar.offset)
         except tarfile.TarError as error:
             raise DataError(f"{file}: is truncated or no tar file ({error}); download it again") from None
         except OSError as error:
@@ -72,8 +72,9 @@ def _parse_label(tar: tarfile.TarFile, member: tarfile.TarInfo, file: Path) -> i
     raise DataError(f"{file}/{member.name}: holds {text[:16]!r}, not a class number; write the shard anew")
 
 
-def _check_end(file: Path, offset: int) -> None:
-    """A tar file ends in zeros, or at once; tarfile takes a header that is cut off for such an end."""
+def check_end(file: Path, offset: int) -> None:
+    """Raise ReadError for a tar file that does not end at `offset`, where tarfile stopped to read: the end is zeros, or
+    that of the file, and tarfile takes a header that is cut off for it."""
     with file.open("rb") as opened:
         opened.seek(offset)
         if opened.read(_BLOCK).strip(b"\0"):

@@ -95,6 +95,7 @@ def test_val_tar(tars, text):
         ("n01440764\n" * 4 + "n99999999\n", "label n99999999 of ILSVRC2012_val_00000005.JPEG is outside the 3 classes"),
         (f"{NAMES[0]}.JPEG 1\n", f"has no label for {NAMES[1]}.JPEG and 3 others"),
         (f"{NAMES[0]}.JPEG 3\n", "label 3 of .* is outside the 3 classes"),
+        (f"{NAMES[0]}.JPEG 1\nn01440764\n", "'n01440764' is alone in a line"),
     ],
 )
 def test_wrong_labels(tars, text, message):
@@ -107,6 +108,24 @@ def test_wrong_labels(tars, text, message):
         plan_val_tar(folder / "val.tar", None, classes)
     with pytest.raises(DataError, match="the order of the classes is not known"):
         plan_val_tar(folder / "val.tar", folder / "labels.txt", [])
+    (folder / "labels.txt").unlink()
+    with pytest.raises(DataError, match=r"labels\.txt: cannot be read \(No such file"):
+        plan_val_tar(folder / "val.tar", folder / "labels.txt", classes)
+
+
+@pytest.mark.parametrize("in_header", [False, True])
+def test_tar_that_is_cut_off(tars, in_header):
+    folder, _, _ = tars
+    (folder / "labels.txt").write_text(f"{SYNSETS[0]}\n" * 5)
+    classes = [(synset, synset) for synset in SYNSETS]
+    plans = {"train": plan_train_tar, "val": lambda path, classes: plan_val_tar(path, folder / "labels.txt", classes)}
+    for name, plan in plans.items():
+        path = folder / f"{name}.tar"
+        with tarfile.open(path) as tar:
+            last = tar.getmembers()[-1]
+        path.write_bytes(path.read_bytes()[: last.offset + 100 if in_header else last.offset_data + last.size // 2])
+        with pytest.raises(DataError, match=rf"{name}\.tar: not a tar file that can be read .*; download it again"):
+            plan(path, classes)
 
 
 @pytest.mark.parametrize("stop", [0, 1, 7, 29])

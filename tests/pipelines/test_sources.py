@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from image_helpers import encode, smooth_image, write_folder, write_records
 
-from pipelines import DataError
+from pipelines import DataError, sources
 from pipelines.sources import open_source
 
 
@@ -59,6 +59,16 @@ def records(tmp_path, labels=(0.0, 1.0), classes="a\nb\n"):
     if classes:
         (tmp_path / "classes.txt").write_text(classes)
     return path
+
+
+def test_a_broken_record_does_not_hide_the_classes(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources.records, "_NUM_SPOT_CHECKS", 1)  # so that it is not noticed when the file is opened
+    path = records(tmp_path, labels=(0.0, 4.0, 2.0), classes="")
+    offset = int(path.with_suffix(".idx").read_text().split()[5])
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(b"????")
+    assert open_source(path, "train").class_names == ["0", "1", "2", "3", "4"]
 
 
 def missing(tmp_path):
@@ -141,6 +151,12 @@ def doubled_class(tmp_path):
     return records(tmp_path, classes="a\na\n"), r"classes\.txt: a class name occurs twice"
 
 
+def class_list_in_latin1(tmp_path):
+    path = records(tmp_path)
+    (path.parent / "classes.txt").write_bytes("a\ncafé\n".encode("latin-1"))
+    return path, r"classes\.txt: is no UTF-8 text \(byte 5\); save it as UTF-8"
+
+
 def broken_list(tmp_path):
     (tmp_path / "train.lst").write_text("0\t0\ta.jpg\n1 1 b.jpg\n")
     return tmp_path, r"train\.lst line 2: '1 1 b\.jpg' is not"
@@ -168,6 +184,7 @@ MISTAKES = [
     fractional_label,
     empty_class_list,
     doubled_class,
+    class_list_in_latin1,
     broken_list,
     empty_list,
 ]
