@@ -136,7 +136,8 @@ def _zoo_graph(name: str) -> Graph:
     from mxnet_compat import mx
 
     vision = mx.gluon.model_zoo.vision
-    models = sorted(n for n in vars(vision) if n[0].islower() and callable(getattr(vision, n)) and n[-1].isdigit())
+    functions = (n for n in vars(vision) if n[0].islower() and callable(getattr(vision, n)))
+    models = sorted(n for n in functions if not n.startswith("get_"))
     if name not in models:
         close = difflib.get_close_matches(name, models, n=1, cutoff=0.3)
         hint = f"did you mean {close[0]}? " if close else ""

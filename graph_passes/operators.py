@@ -248,7 +248,7 @@ def _softmax_output(node: Node, shapes: list[Shape | None]) -> tuple[Shapes, Sha
 # --- the table ---
 
 _LAYOUT = Attribute(_layout, "NCHW")
-_FALSE, _TRUE = Attribute(_boolean, False), Attribute(_boolean, True)
+_FALSE, TRUE = Attribute(_boolean, False), Attribute(_boolean, True)
 _OPTIONAL_SIZES = Attribute(_integers, ())
 
 _BATCH_NORM_INPUTS = ("data", "gamma", "beta", "moving_mean", "moving_var")
@@ -259,7 +259,7 @@ _BATCH_NORM: dict[str, Any] = {
     "attrs": {
         "eps": Attribute(float, 1e-3),
         "momentum": Attribute(float, 0.9),
-        "fix_gamma": _TRUE,  # gamma counts as 1 and gets no gradient
+        "fix_gamma": TRUE,  # gamma counts as 1 and gets no gradient
         "use_global_stats": _FALSE,
         "axis": Attribute(int, 1),
     },
@@ -307,7 +307,7 @@ OPERATORS: dict[str, Operator] = {
                 "pool_type": Attribute(_one_of("max", "avg", "sum", "lp"), "max"),
                 "global_pool": _FALSE,
                 "pooling_convention": Attribute(_one_of("valid", "full", "same"), "valid"),
-                "count_include_pad": _TRUE,
+                "count_include_pad": TRUE,
                 "layout": _LAYOUT,
             },
         ),
@@ -315,7 +315,7 @@ OPERATORS: dict[str, Operator] = {
             "FullyConnected",
             ("data", "weight", "bias"),
             _fully_connected,
-            {"num_hidden": Attribute(int), "no_bias": _FALSE, "flatten": _TRUE},
+            {"num_hidden": Attribute(int), "no_bias": _FALSE, "flatten": TRUE},
             optional_input=("bias", "no_bias"),
         ),
         Operator("Flatten", ("data",), _flatten),

@@ -43,7 +43,7 @@ from typing import Any
 
 from graph_passes.errors import GraphError
 from graph_passes.graph import Node
-from graph_passes.operators import OPERATORS, Attribute, Operator, Shape, Shapes, channel_axis, window
+from graph_passes.operators import OPERATORS, TRUE, Attribute, Operator, Shape, Shapes, channel_axis, window
 
 Infer = Callable[[Node, list[Shape | None]], tuple[Shapes, Shapes]]
 
@@ -155,8 +155,8 @@ def _shape(value: Any) -> Shape:
 
 
 _DATA_SHAPE = {"data_shape": Attribute(_shape)}  # of the forward operator's data: the gradient's shape does not tell
-_SINGLE_GRAD = {"single_grad": OPERATORS["BatchNorm"].attrs["fix_gamma"]._replace(default=True)}
-_NO_LOSS_SCALE = {"no_loss_scale": _SINGLE_GRAD["single_grad"]}
+_SINGLE_GRAD = {"single_grad": TRUE}
+_NO_LOSS_SCALE = {"no_loss_scale": TRUE}
 
 
 def _row(name: str, inputs: str, outputs: str, infer: Infer, own: dict[str, Attribute] | None = None) -> Operator:

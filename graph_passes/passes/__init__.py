@@ -1,4 +1,4 @@
-"""Passes: pure functions from a graph to a graph, one a file. Only `precision` passes change what is computed."""
+"""Passes: pure functions from a graph to a graph, one a file. Only `precision` changes what is computed."""
 
 from graph_passes.passes.add_relu import add_relu
 from graph_passes.passes.bn_add_relu import bn_add_relu
