@@ -1,4 +1,4 @@
-"""Write RecordIO from the ILSVRC2012 tar files as they are downloaded, or from class folders.
+"""Write RecordIO from the ILSVRC2012 tar files as they are downloaded, from class folders, lists or shards.
 
 A .rec file is read in long strides instead of a million small files. Images are copied unchanged unless `resize` asks
 for smaller ones, in an order that is random once and for all, so that readers that only shuffle within a window
@@ -55,7 +55,10 @@ def plan_files(path: Path, split: str) -> Plan:
     """All images of one split in class folders, of a list or of shards."""
     source = open_source(path, split)
     if not isinstance(source, FileSource | ShardSource):
-        raise DataError(f"{source.path} is RecordIO already; give class folders, a .lst file, shards or a tar file")
+        raise DataError(
+            f"{source.path}: RecordIO and CIFAR-10's own files need no conversion; give class folders, a .lst "
+            f"file, shards or a tar file, or train on it as it is"
+        )
     entries = [Entry(source.label(i), *source.location(i), source.name(i)) for i in range(len(source))]
     return Plan(entries, source.classes)
 

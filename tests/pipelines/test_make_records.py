@@ -223,3 +223,10 @@ def test_mxnet_reads_the_file(tmp_path):
     )
     labels = iterator.next().label[0].asnumpy().astype(int).tolist()
     assert labels == [source.label(i) for i in range(8)]
+
+
+def test_records_are_not_converted_again(tmp_path):
+    write_folder(tmp_path / "images", 4, 2, seed=1)
+    write_records(plan_files(tmp_path / "images", "train"), tmp_path / "out", "train", Options())
+    with pytest.raises(DataError, match=r"train\.rec: RecordIO .* no conversion; give class folders"):
+        plan_files(tmp_path / "out", "train")
