@@ -142,7 +142,8 @@ class Config:
     resume: str = ""
     """Run folder or checkpoint file to go on from; auto: the newest checkpoint in --output."""
     max_steps: int = 0
-    """Stop after so many optimizer steps; 0: no limit. The schedule stays that of all epochs."""
+    """Stop after so many optimizer steps, counted from the run's first one; 0: no limit. The schedule stays that of all
+    epochs."""
     time_limit: float = 0.0
     """Stop after so many minutes, with a checkpoint; 0: no limit."""
     target_accuracy: float = 0.0

@@ -116,7 +116,7 @@ class Trainer:
     def run(self, recorder: Recorder) -> None:
         """Train until the last epoch, or until a limit or the target is reached. Raises StoppedBySignal, TrainError."""
         config, progress = self.config, self.progress
-        stop = ""
+        stop = self._steps_used_up()  # a resumed run may have taken them before
         if self.note:
             recorder.say(self.note)
         if self.commit:
@@ -171,8 +171,8 @@ class Trainer:
                 )
             if time_up:
                 return f"stopped: the time limit of {self.config.time_limit:g} minutes is reached"
-            if progress.step == self.config.max_steps:
-                return f"stopped: {progress.step} steps are done, as many as --max-steps allows"
+            if stop := self._steps_used_up():
+                return stop
         return ""
 
     @property
@@ -334,6 +334,11 @@ class Trainer:
     def _time_up(self) -> bool:
         limit = self.config.time_limit
         return self.workers.rank == 0 and 0 < 60 * limit <= time.monotonic() - self.started_at
+
+    def _steps_used_up(self) -> str:
+        """Why the run ends here where --max-steps are done, else ""."""
+        done, limit = self.progress.step, self.config.max_steps
+        return f"stopped: {done} steps are done, and --max-steps allows {limit}" if 0 < limit <= done else ""
 
     def _diverged(self, first: int, last: int) -> TrainError:
         steps = f"step {last}" if first == last else f"steps {first} to {last}"

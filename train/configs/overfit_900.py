@@ -1,5 +1,5 @@
 """ResNet-50 learns 900 photographs of 900 of ImageNet's classes by heart: the whole path of ImageNet training, 1,000
-classes at 224 pixels, on one GPU in well under a minute.
+classes at 224 pixels, on one GPU in about a minute.
 
     mkdir -p data/overfit_900
     cp -r $(ls -d /path/to/imagenet/train/n* | head -n 900) data/overfit_900/       # one image of each class, or more
