@@ -20,7 +20,7 @@ from graph_passes.executors.cuda.executor import CudaExecutor
 from mxnet_compat import mx
 from pipelines import DataError
 from train.allreduce import BucketAverage
-from train.errors import TrainError
+from train.errors import NoHorovodError, TrainError
 
 USER_ERRORS = (TrainError, DataError, GraphError)
 LOST_PROCESS = re.compile("horovod|gloo|nccl|by peer|broken pipe|timed out waiting", re.IGNORECASE)
@@ -225,9 +225,5 @@ def _import_horovod(size: int) -> Any:
     try:
         from train.horovod_mxnet import hvd
     except ImportError as error:
-        raise TrainError(
-            f"{size} processes need Horovod, which is not installed here ({error}): run make setup, which "
-            "says what it lacks",
-            on_all_ranks=True,
-        ) from None
+        raise NoHorovodError(size, error) from None
     return hvd

@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, NoReturn
 
 from train import cli, topology
-from train.errors import EXIT_LOST_PROCESS, EXIT_USER_ERROR, TrainError
+from train.errors import EXIT_LOST_PROCESS, EXIT_USER_ERROR, NoHorovodError, TrainError
 from train.signals import handled
 
 LOOPBACK = {"HOROVOD_GLOO_IFACE": "lo", "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "NCCL_SOCKET_IFNAME": "lo",
@@ -266,10 +266,7 @@ def _require_horovod(num_processes: int) -> None:
     try:
         import horovod.runner.gloo_run  # noqa: F401  # heavy, and not there without g++
     except ImportError as error:
-        raise TrainError(
-            f"{num_processes} processes need Horovod, which is not installed here ({error}): run make setup, which "
-            "says what it lacks"
-        ) from None
+        raise NoHorovodError(num_processes, error) from None
 
 
 # --- the command line ---
