@@ -176,7 +176,8 @@ def launch_elastic(slots: Sequence[Slot], command: Sequence[str], min_processes:
                 for other in workers:
                     other.process.kill()
             else:
-                they = "go on from" if left >= min_processes else f"wait for more, to be {min_processes}, at"
+                go, wait = ("go", "wait") if left > 1 else ("goes", "waits")
+                they = f"{go} on from" if left >= min_processes else f"{wait} for more, to be {min_processes}, at"
                 print(f"{worker.last_words()}; {left} {they} the last commit", file=sys.stderr, flush=True)
         return _exit_code(code), time.time()
 
