@@ -5,9 +5,10 @@
 For each number of GPUs as far as the machine has them: our compiled step on synthetic data that lies on the GPU; the
 whole program, `python -m train benchmark`, on JPEGs (those of loader_gpu.py); PyTorch's DistributedDataParallel with
 torch.compile on synthetic data, on the fewest and the most GPUs. Without images or PEER_PYTHON their part is left out.
-Writes results/scaling.jsonl (one line for each measurement, raw times included), results/scaling.png,
-results/allreduce_timeline.png and, for two GPUs and more, results/resnet50_fp16_b<batch>_<synthetic|jpeg>_<n>gpu.json,
-whose peer is our own figure for one GPU, times n. A step's time is that of the slowest process.
+Writes, n being the most GPUs, results/scaling_<n>gpu.jsonl (one line for each measurement, raw times included),
+scaling_<n>gpu.png and allreduce_timeline_<n>gpu.png; and for each number from two on
+resnet50_fp16_b<batch>_<synthetic|jpeg>_<number>gpu.json, whose peer is so many times our own figure for one GPU. A
+step's time is that of the slowest process. Each row is written as soon as it is measured.
 """
 
 from __future__ import annotations
@@ -349,12 +350,12 @@ def main() -> None:
                 measurements.append(partial(run_jpeg, count, arguments, folder, records))
         if "PEER_PYTHON" in os.environ:
             measurements += [partial(run_peer, count, arguments) for count in dict.fromkeys((max(counts), min(counts)))]
-        arguments.results.mkdir(parents=True, exist_ok=True)
         for measure in measurements:
-            row = measure()
-            rows = sorted([*rows, row], key=order) if row else rows
-            write_lines(rows, arguments.results)  # at once, as the peer may take minutes to compile
-    write_figures(rows, arguments.results)
+            if row := measure():
+                rows = sorted([*rows, row], key=order)
+                write(rows, max(counts), arguments.results)  # at once, as the peer may take minutes to compile
+                publish(row, rows, arguments.results)
+    print(table(rows))
     if len(rows) < len(measurements):
         sys.exit(f"error: {len(measurements) - len(rows)} of {len(measurements)} measurements failed, see above")
 
@@ -364,25 +365,23 @@ def order(row: Row) -> tuple[bool, int]:
     return row["what"] not in LABELS, row["gpus"]
 
 
-def write_lines(rows: list[Row], folder: Path) -> None:
-    (folder / "scaling.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def write_figures(rows: list[Row], folder: Path) -> None:
-    """What follows from the rows: figures, plots, and the table on the terminal."""
-    single = next((row for row in rows if row["what"] == "synthetic" and row["gpus"] == 1), None)
-    for row in rows:
-        if row["what"] in LABELS and row["gpus"] > 1 and single:
-            name = f"resnet50_fp16_b{row['batch']}_{row['what']}_{row['gpus']}gpu"
-            write_result(name, row["step_ms"], row["gpus"] * row["batch"],
-                         f"{row['gpus']} times one GPU, synthetic, same run",
-                         peer_value=row["gpus"] * images_per_sec(single), folder=folder)
-    if rows:
-        plot(rows, folder / "scaling.png")
+def write(rows: list[Row], num_gpus: int, folder: Path) -> None:
+    """The rows and their plots, under the name of the whole run."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"scaling_{num_gpus}gpu.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    plot(rows, folder / f"scaling_{num_gpus}gpu.png")
     with_timeline = [row for row in rows if "timeline" in row]
     if with_timeline:
-        plot_timeline(with_timeline[-1], folder / "allreduce_timeline.png")
-    print(table(rows))
+        plot_timeline(with_timeline[-1], folder / f"allreduce_timeline_{num_gpus}gpu.png")
+
+
+def publish(row: Row, rows: list[Row], folder: Path) -> None:
+    """A row of ours on several GPUs as a figure, beside one GPU of the same run."""
+    single = next((other for other in rows if other["what"] == "synthetic" and other["gpus"] == 1), None)
+    if row["what"] in LABELS and row["gpus"] > 1 and single:
+        write_result(f"resnet50_fp16_b{row['batch']}_{row['what']}_{row['gpus']}gpu", row["step_ms"],
+                     row["gpus"] * row["batch"], f"{row['gpus']} times one GPU, synthetic, same run",
+                     peer_value=row["gpus"] * images_per_sec(single), folder=folder)
 
 
 if __name__ == "__main__":

@@ -210,31 +210,35 @@ def fit(results: Path) -> tuple[Machine, list[str]]:
     shown = ", ".join(map(str, batches))
     notes = [f"step of one GPU: {fixed:.2f} ms + {slope:.4f} ms an image, within {max(errors):.1%} of the measured "
              f"at {shown} images; jitter {machine.step_jitter:.2%}"]  # fmt: skip
-    file = results / "scaling.jsonl"
-    if not file.exists():
-        return machine, [*notes, f"NVLink: not fitted, there is no {file.name}: {machine.nvlink_gbs:.0f} GB/s, "
-                         f"{machine.message_us:.0f} us a message and GPUs that differ by {machine.gpu_spread:.1%} "
-                         "are assumed"]
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    several = [row for row in rows if row["what"] == "synthetic" and row["gpus"] > 1]
+    files = sorted(results.glob("scaling_*gpu.jsonl"))  # of each machine that scaling.py has measured
+    runs = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+    synthetic = [{row["gpus"]: row for row in rows if row["what"] == "synthetic"} for rows in runs]
+    several = [row for rows in synthetic for count, row in rows.items() if count > 1]
+    if not several:
+        return machine, [*notes, "NVLink: not fitted, there is no scaling_<n>gpu.jsonl of several GPUs: "
+                         f"{machine.nvlink_gbs:.0f} GB/s, {machine.message_us:.0f} us a message and GPUs that differ "
+                         f"by {machine.gpu_spread:.1%} are assumed"]
     machine = fit_nvlink(machine, several)
     notes.append(f"all-reduce within a host: {machine.nvlink_gbs:.0f} GB/s, {machine.message_us:.0f} us a message")
-    for row in rows:
-        if row["what"] == "synthetic" and row["gpus"] == 1:
-            jitter = statistics.stdev(row["step_ms"]) / statistics.median(row["step_ms"])
-            machine = replace(machine, step_jitter=jitter)
-            notes.append(f"jitter of one GPU after 3 s of work, at its power limit: {jitter:.2%}")
-    each = several[-1]["each_alone_ms"]
+    single = [rows[1]["step_ms"] for rows in synthetic if 1 in rows]
+    if single:
+        jitter = statistics.fmean(statistics.stdev(step_ms) / statistics.median(step_ms) for step_ms in single)
+        machine = replace(machine, step_jitter=jitter)
+        notes.append(f"jitter of one GPU after 3 s of work, at its power limit: {jitter:.2%}")
+    each = max(several, key=lambda row: len(row["each_alone_ms"]))["each_alone_ms"]
     machine = replace(machine, gpu_spread=statistics.stdev(each) / statistics.fmean(each))
     notes.append(f"speeds of {len(each)} GPUs: they differ by {machine.gpu_spread:.2%} (standard deviation)")
     gradients = read_gradients((results / PROFILE).read_text())
-    for row in rows:
-        if row["what"] == "synthetic":
-            num_buckets = max(1, len(row.get("buckets", ())) - 1)
-            predicted = simulate(machine, gradients, row["gpus"], row["batch"], num_buckets).step_ms
-            measured = statistics.median(row["step_ms"])
-            notes.append(f"{row['gpus']} GPUs, batch {row['batch']}: {predicted:.2f} ms a step are predicted, "
-                         f"{measured:.2f} ms were measured ({predicted / measured - 1:+.1%})")
+    # Against one GPU of the same run: the step may have become faster from one run to the next.
+    for file, rows in zip(files, synthetic, strict=True):
+        for gpus, row in rows.items():
+            if gpus > 1 and 1 in rows:
+                predicted, one = (simulate(machine, gradients, count, row["batch"], len(row["buckets"]) - 1).step_ms
+                                  for count in (gpus, 1))  # fmt: skip
+                measured = statistics.median(row["step_ms"]) / statistics.median(rows[1]["step_ms"])
+                notes.append(f"{gpus} GPUs, batch {row['batch']}: a step longer than one GPU's by "
+                             f"{predicted / one - 1:.1%} is predicted, by {measured - 1:.1%} was measured "
+                             f"({file.name})")
     return machine, notes
 
 

@@ -43,16 +43,22 @@ def test_table(scaling: Any) -> None:
 
 
 def test_files(scaling: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    scaling.write_lines(rows(), tmp_path)
-    scaling.write_figures(rows(), tmp_path)
-    result = json.loads((tmp_path / "resnet50_fp16_b100_synthetic_2gpu.json").read_text())
+    measured = rows()
+    scaling.write(measured, 2, tmp_path)
+    for row in measured:
+        scaling.publish(row, measured, tmp_path)
+    figure = "resnet50_fp16_b100_synthetic_2gpu.json"
+    assert {path.name for path in tmp_path.iterdir()} == {
+        figure, "allreduce_timeline_2gpu.png", "scaling_2gpu.jsonl", "scaling_2gpu.png"
+    }  # fmt: skip
+    result = json.loads((tmp_path / figure).read_text())
     result["commit"] = result["commit"] or "0" * 40
-    assert faults(result, "resnet50_fp16_b100_synthetic_2gpu.json") == []
+    assert faults(result, figure) == []
     assert result["ratio"] == 0.8
-    assert [json.loads(line) for line in (tmp_path / "scaling.jsonl").read_text().splitlines()] == rows()
-    for name in ("scaling.png", "allreduce_timeline.png"):
+    assert [json.loads(line) for line in (tmp_path / "scaling_2gpu.jsonl").read_text().splitlines()] == measured
+    for name in ("scaling_2gpu.png", "allreduce_timeline_2gpu.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
-    assert "80.0%" in capsys.readouterr().out
+    assert "0.800 times 2 times one GPU" in capsys.readouterr().out
 
 
 class Clock:

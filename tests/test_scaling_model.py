@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -125,23 +126,26 @@ def test_fit_of_nvlink(model: Any) -> None:
 
 
 def test_fit_of_several_gpus(model: Any, tmp_path: Path) -> None:
-    """The spread of GPUs comes from their speeds alone, and each row of scaling.jsonl is predicted."""
+    """The spread of GPUs comes from their speeds alone, and each run of scaling.py is predicted from its one GPU."""
     for name in (model.PROFILE, *(model.SINGLE_GPU.format(batch) for batch in model.BATCHES)):
         (tmp_path / name).write_bytes((BENCHMARKS / "results" / name).read_bytes())
-    machine, notes = model.fit(tmp_path)
-    assert "there is no scaling.jsonl" in notes[-1]
-    row = {"what": "synthetic", "gpus": 4, "batch": 256, "step_ms": [2 * model.step_of_one_gpu_ms(256, machine)] * 5,
-           "each_alone_ms": [19.0, 20.0, 20.0, 21.0], "all_reduce_ms": [0.4, 0.04, 0.03],
-           "buckets": [["weights 1", 50e6, "float16"], ["weights 2", 1e6, "float16"], ["others", 2e5, "float32"]]}
+    _, notes = model.fit(tmp_path)
+    assert "there is no scaling_<n>gpu.jsonl" in notes[-1]
     single = {"what": "synthetic", "gpus": 1, "batch": 256, "step_ms": [19.8, 20.0, 20.2]}
     jpeg = {"what": "jpeg", "gpus": 4, "batch": 256, "step_ms": [21.0] * 5}
-    (tmp_path / "scaling.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (single, jpeg, row)))
+    for gpus, ratio in ((2, 1.25), (4, 1.5)):
+        row = {"what": "synthetic", "gpus": gpus, "batch": 256, "step_ms": [20.0 * ratio] * 5,
+               "each_alone_ms": [19.0, 20.0, 20.0, 21.0][:gpus], "all_reduce_ms": [0.4, 0.04, 0.03],
+               "buckets": [["weights 1", 50e6, "float16"], ["weights 2", 1e6, "float16"], ["others", 2e5, "float32"]]}
+        (tmp_path / f"scaling_{gpus}gpu.jsonl").write_text("".join(json.dumps(r) + "\n" for r in (single, jpeg, row)))
     machine, notes = model.fit(tmp_path)
     assert machine.gpu_spread == pytest.approx(math.sqrt(2 / 3) / 20)
     assert machine.step_jitter == pytest.approx(0.01)
-    assert notes[-1].startswith("4 GPUs, batch 256: ")
-    assert float(notes[-1].split("(")[1].rstrip("%)")) == pytest.approx(-50, abs=5)
-    assert notes[-2].startswith("1 GPUs, batch 256: ")
+    for note, gpus, measured in ((notes[-2], 2, "25.0%"), (notes[-1], 4, "50.0%")):
+        assert note.startswith(f"{gpus} GPUs, batch 256: ")
+        assert note.endswith(f"by {measured} was measured (scaling_{gpus}gpu.jsonl)")
+        predicted = re.search(r"by ([\d.]+)% is predicted", note)
+        assert predicted and 0 < float(predicted[1]) < 10  # GPUs that differ by 4 %
 
 
 def test_a_gradient_is_there_after_the_last_launch_of_its_node(model: Any) -> None:

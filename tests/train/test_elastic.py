@@ -152,7 +152,8 @@ def test_elastic_run_loses_a_process_and_gets_one(start, on_gpu, rng):
     state = json.loads(last.loader_states[0])
     if last.progress.epoch == 0:
         num_seen = sum(sizes[step] for step in range(1, last.progress.step + 1))
-        assert num_seen <= more * state["batch"] < num_seen + less + more  # less than a batch passed over at each change
+        # less than a batch is passed over at each change
+        assert num_seen <= more * state["batch"] < num_seen + less + more
 
 
 def test_killed_process_ends_the_run(start, rng):
