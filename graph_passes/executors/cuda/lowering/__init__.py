@@ -56,7 +56,7 @@ RULES: Mapping[str, Callable[[Builder, Node], None]] = {
     "MaxPoolingBackward": pooling.max_backward,
     "AvgPoolingBackward": pooling.average_backward,
     "Flatten": elementwise.flatten,
-    "FlattenBackward": elementwise.flatten,
+    "FlattenBackward": elementwise.flatten_backward,
     "elemwise_add": elementwise.add,
     "SoftmaxOutput": softmax.softmax,
     "SoftmaxCrossEntropy": softmax.softmax,

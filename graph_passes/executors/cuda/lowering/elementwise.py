@@ -30,8 +30,15 @@ def bias_add_relu(builder: Builder, node: Node, x: Buffer, bias: Buffer, addend:
 
 
 def flatten(builder: Builder, node: Node) -> None:
-    """The same memory, forward and backward."""
-    source = builder.input(node, 0)
-    require(source.num_bytes == math.prod(builder.shapes[Ref(node.name)]) * builder.item_bytes, node,
+    """The same memory."""
+    x = builder.input(node, 0)
+    require(x.num_bytes == math.prod(builder.shapes[Ref(node.name)]) * builder.item_bytes, node,
             "changes its number of elements by padding, which has no GPU lowering")
-    builder.buffers[Ref(node.name)] = source
+    builder.buffers[Ref(node.name)] = x
+
+
+def flatten_backward(builder: Builder, node: Node) -> None:
+    """The same memory, from now on in the shape of what was flattened: what reads it looks at height and width."""
+    dx = builder.input(node, 0)
+    dx.shape = builder.shapes[Ref(node.name)]
+    builder.buffers[Ref(node.name)] = dx
