@@ -12,7 +12,7 @@ from typing import NoReturn
 from rich.console import Console
 from rich.table import Table
 
-from graph_passes import Graph, GraphError, Ref, passes
+from graph_passes import VARIABLE, Graph, GraphError, Node, Ref, passes
 from graph_passes.drawing import FUSED, draw_svg
 from graph_passes.operators import Shape
 
@@ -25,7 +25,7 @@ examples:
   python -m graph_passes show --symbol resnet50.json --gpu 0    ... and how this GPU computes it fastest
 """
 PASSES: dict[str, Callable[[Graph], Graph]] = {
-    "layout": lambda graph: passes.layout(graph, "NHWC"),
+    "layout": lambda graph: passes.layout(graph, "NHWC", inputs=["data"]),
     "add_relu": passes.add_relu,
     "bn_relu": passes.bn_relu,
     "bn_add_relu": passes.bn_add_relu,
@@ -79,7 +79,8 @@ def show(symbol: Path | None, model: str | None, batch_size: int, image_size: in
         raise GraphError("--gpu builds a training step: leave out --inference")
     before = Graph.load(symbol) if symbol else _zoo_graph(model or "")
     name = symbol.stem if symbol else model
-    inputs = {"data": _data_shape(before, batch_size, image_size)}
+    if "data" not in before.arguments:
+        raise GraphError(f"the graph has no input 'data': it has {', '.join(before.arguments[:3])} ...")
     console = Console(highlight=False, soft_wrap=True)
 
     table = Table("pass", "matched", "operators", title=f"{name}: passes", title_justify="left", caption_justify="left")
@@ -98,7 +99,8 @@ def show(symbol: Path | None, model: str | None, batch_size: int, image_size: in
 
     shapes_before = shapes_after = None
     try:
-        shapes_before, shapes_after = before.infer_shapes(inputs), graph.infer_shapes(inputs)
+        shapes_before, shapes_after = (g.infer_shapes({"data": _data_shape(g, batch_size, image_size)})
+                                       for g in (before, graph))
         _print_bytes(console, before, graph, shapes_before, shapes_after, ITEM_BYTES[dtype], inference)
         setting = f"batch {batch_size}, {image_size}x{image_size} pixels, {dtype}"
         console.print(f"({setting}; each operator reads its input tensors and writes its result once)", style="dim")
@@ -128,6 +130,10 @@ def _decisions(graph: Graph, batch_size: int, image_size: int, dtype: str, gpu: 
     from graph_passes.executors.cuda.profile import format_decisions
     from graph_passes.executors.cuda.training_step import TrainingStep
 
+    scores = graph.outputs[0]
+    if graph[scores.node].op != "SoftmaxOutput":  # as networks of the zoo end in scores
+        loss = Node("SoftmaxOutput", "softmax", (scores, Ref("softmax_label")), {"normalization": "batch"})
+        graph = Graph([*graph, Node(VARIABLE, "softmax_label"), loss], [Ref(loss.name)])
     shapes = {"data": (batch_size, image_size, image_size, 3), "softmax_label": (batch_size,)}
     return format_decisions(TrainingStep(graph, shapes, dtype, gpu).training.decisions)
 
@@ -148,8 +154,6 @@ def _zoo_graph(name: str) -> Graph:
 
 def _data_shape(graph: Graph, batch_size: int, image_size: int) -> Shape:
     """Shape of the input `data`, in the layout in which the graph reads it."""
-    if "data" not in graph.arguments:
-        raise GraphError(f"the graph has no input 'data': it has {', '.join(graph.arguments[:3])} ...")
     layouts = [node["layout"] for node in graph if node.op == "Convolution"]
     size = (image_size, image_size)
     return (batch_size, *size, 3) if layouts and layouts[0] == "NHWC" else (batch_size, 3, *size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
 
 from graph_passes.errors import GraphError
 from graph_passes.graph import Graph, Node, Ref
@@ -13,19 +14,25 @@ _BATCH_NORMS = ("BatchNorm", "BatchNormRelu", "BatchNormAddRelu")
 _ELEMENTWISE = ("Activation", "relu", "elemwise_add", "AddRelu", "clip", "_copy", "BlockGrad")
 
 
-def layout(graph: Graph, to: str) -> Graph:
+def layout(graph: Graph, to: str, inputs: Sequence[str] = ()) -> Graph:
     """Convert convolutions, poolings and batch norms to the layout `to`, "NCHW" or "NHWC".
 
         before    data (NHWC) -> Convolution(layout=NHWC), weight OHWI -> BatchNorm(axis=3) -> ... -> Pooling(NHWC)
         after     data (NHWC) -> transpose -> Convolution(layout=NCHW), weight OIHW -> BatchNorm(axis=1) -> ...
 
-    The inputs keep their layout; the weights change theirs (`weight_layouts` tells which is which). Elementwise
-    operators follow their inputs, and a tensor of one pixel (after global pooling) needs no conversion to be flattened,
-    so that a residual network gets one transpose, at its data. Anything else gets its input in the layout that it had.
+    The weights change their layout (`weight_layouts` tells which is which), and so do the graph's inputs that `inputs`
+    names, where they are read in the other one; the rest keep theirs. Elementwise operators follow their inputs, and a
+    tensor of one pixel (after global pooling) needs no conversion to be flattened, so that a residual network gets one
+    transpose, at its data, or none with `inputs=["data"]`. Anything else gets its input in the layout that it had.
+
+    Raises GraphError for an unknown layout or input.
     """
     if to not in _AXES:
         raise GraphError(f"there is no layout '{to}': choose {' or '.join(_AXES)}")
-    return _Conversion(graph, to).run()
+    for name in inputs:
+        if name not in graph.arguments:
+            raise GraphError(f"the graph has no input '{name}', which is to become {to}: name one that it has")
+    return _Conversion(graph, to, inputs).run()
 
 
 def weight_layouts(graph: Graph) -> dict[str, str]:
@@ -40,8 +47,8 @@ def weight_layouts(graph: Graph) -> dict[str, str]:
 class _Conversion:
     """One run of the pass: knows for every tensor in which layouts it exists already."""
 
-    def __init__(self, graph: Graph, to: str) -> None:
-        self.graph = graph
+    def __init__(self, graph: Graph, to: str, inputs: Sequence[str]) -> None:
+        self.graph, self.inputs = graph, inputs
         self.to, self.origin = to, next(name for name in _AXES if name != to)
         self.nodes: list[Node] = []
         self.converted: dict[Ref, Ref] = {}  # tensor of the graph -> the same in the layout `to`
@@ -56,16 +63,16 @@ class _Conversion:
 
     def _rebuild(self, node: Node) -> Node:
         if node.is_variable:
-            return self._weight(node) if self._is_weight(node) else node
+            return self._variable(node) if self._is_weight(node) or self._is_input(node) else node
         result = Ref(node.name)
         is_converted = [ref in self.converted for ref in node.inputs]
-        if node.op in ("Convolution", "Pooling") and node["layout"] == self.origin:
+        if node.op in ("Convolution", "Pooling") and self._is_to_convert(node):
             inputs = (*map(self._convert, node.inputs[:2]), *node.inputs[2:])  # data and weight, but not the bias
             self.converted[result] = result
             if node.op == "Pooling" and node["global_pool"]:
                 self.one_pixel.add(result)
             return node.with_attrs(layout=self.to).replace(inputs=inputs)
-        if node.op in _BATCH_NORMS and is_converted[0] and node["axis"] % 4 == channel_axis(self.origin):
+        if node.op in _BATCH_NORMS and is_converted[0] and self._is_to_convert(node):
             inputs = (self._convert(node.inputs[0]), *node.inputs[1:5], *map(self._convert, node.inputs[5:]))
             self.converted[result] = result
             return node.with_attrs(axis=channel_axis(self.to)).replace(inputs=inputs)
@@ -79,6 +86,17 @@ class _Conversion:
             return node
         return node.replace(inputs=tuple(self._original(ref) for ref in node.inputs))
 
+    def _is_to_convert(self, node: Node) -> bool:
+        """Does it work on images in the layout to be left?"""
+        if node.op in ("Convolution", "Pooling"):
+            return node["layout"] == self.origin
+        return node.op in _BATCH_NORMS and node["axis"] % 4 == channel_axis(self.origin)
+
+    def _is_input(self, variable: Node) -> bool:
+        """Is it an input that is to come in the new layout and does not do so already?"""
+        readers = self.graph.consumers.get(Ref(variable.name), ())
+        return variable.name in self.inputs and any(map(self._is_to_convert, readers))
+
     def _is_weight(self, variable: Node) -> bool:
         """Is it the weight of convolutions that are converted, and nothing else?"""
         ref = Ref(variable.name)
@@ -88,8 +106,8 @@ class _Conversion:
             for node in readers
         )
 
-    def _weight(self, variable: Node) -> Node:
-        """The weight in its new layout: the caller converts the values, here only a shape hint changes."""
+    def _variable(self, variable: Node) -> Node:
+        """A variable in its new layout: the caller converts the values, here only a shape hint changes."""
         self.converted[Ref(variable.name)] = Ref(variable.name)
         shape = ast.literal_eval(variable.attrs.get("__shape__", "()"))
         if len(shape) != 4:

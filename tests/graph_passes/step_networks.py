@@ -44,6 +44,19 @@ def small_resnet(bottleneck, layout="NHWC", classes=7):
     return mx.sym.SoftmaxOutput(x, normalization="batch", smooth_alpha=0.1, name="softmax")
 
 
+def flattened(last, classes=7):
+    """A convolution or a max pooling of several pixels right before the classifier."""
+    x = mx.sym.Variable("data")
+    x = mx.sym.Convolution(x, num_filter=16, kernel=(3, 3), no_bias=True, layout="NHWC", name="conv")
+    x = mx.sym.relu(mx.sym.BatchNorm(x, axis=3, fix_gamma=False, name="bn"))
+    if last == "Convolution":
+        x = mx.sym.Convolution(x, num_filter=8, kernel=(3, 3), stride=(2, 2), no_bias=True, layout="NHWC", name="last")
+    else:
+        x = mx.sym.Pooling(x, kernel=(3, 2), stride=(2, 1), pad=(1, 0), pool_type="max", layout="NHWC", name="last")
+    x = mx.sym.FullyConnected(mx.sym.Flatten(x), num_hidden=classes, name="fc")
+    return mx.sym.SoftmaxOutput(x, normalization="batch", name="softmax")
+
+
 def random_variables(graph, shapes, rng, classes=7, dtype=np.float64):
     """A value for every variable of a training graph. Scaled so that no ReLU is all on or off."""
     values = {}

@@ -258,9 +258,27 @@ def test_a_weight_that_is_read_otherwise_too_keeps_its_layout():
     assert alone["w"].attrs["__shape__"] == "(4, 2, 2, 3)"
 
 
-def test_unknown_layouts_are_refused():
+def test_the_data_may_change_its_layout_too(rng):
+    """Without a transpose then, and with the same result; data that comes in the layout already stays as it is."""
+    nchw = graph_of(small_resnet(True, layout="NCHW"))
+    nhwc = passes.layout(nchw, "NHWC", inputs=["data"])
+    assert "transpose" not in nhwc.operators()
+    assert passes.layout(nhwc, "NHWC", inputs=["data"]) == nhwc
+    through_transpose = passes.layout(nhwc, "NCHW")
+    assert passes.layout(through_transpose, "NHWC", inputs=["data"]) == nhwc
+    values = random_variables(nchw, {"data": (2, 3, 13, 18)}, rng)
+    converted = {"data", *passes.weight_layouts(nchw)}
+    result = forward(nhwc, {Ref(name): value.transpose(0, 2, 3, 1) if name in converted else value
+                            for name, value in values.items()}, training=True)
+    expected = forward(nchw, {Ref(name): value for name, value in values.items()}, training=True)
+    np.testing.assert_allclose(result[nhwc.outputs[0]], expected[nchw.outputs[0]], rtol=1e-12)
+
+
+def test_unknown_layouts_and_inputs_are_refused():
     with pytest.raises(GraphError, match="no layout 'NWHC': choose NCHW or NHWC"):
         passes.layout(graph_of(small_resnet(False)), "NWHC")
+    with pytest.raises(GraphError, match="no input 'images', which is to become NCHW"):
+        passes.layout(graph_of(small_resnet(False)), "NCHW", inputs=["images"])
 
 
 # --- fold_bn ---

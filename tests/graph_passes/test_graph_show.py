@@ -106,17 +106,19 @@ def test_show_what_a_gpu_chose(capsys, monkeypatch, tmp_path):
     asked = []
 
     def build(graph, shapes, dtype, device_id):
+        passes.gradient(graph, shapes)  # it is a network that can be trained, on NHWC images
         asked.append((graph.operators()["BatchNormRelu"], shapes["data"], dtype, device_id))
         decisions = [Decision("conv1", "a [bold] problem", {"separate": 0.5, "fused": 0.25})]
         return SimpleNamespace(training=SimpleNamespace(decisions=decisions))
 
     monkeypatch.setattr(training_step, "TrainingStep", build)
     resnet(50).save(str(tmp_path / "ours.json"))
-    assert main(["show", "--symbol", str(tmp_path / "ours.json"), "--batch-size", "7", "--image-size", "96", "--dtype",
-                 "bfloat16", "--gpu", "3"]) == 0
-    assert asked == [(33, (7, 96, 96, 3), "bfloat16", 3)]
-    assert re.search(r"GPU 3.*\nconv1: a \[bold\] problem\n  \* fused +0.2500 ms\n +separate +0.5000 ms",
-                     capsys.readouterr().out)
+    for source in (["--symbol", str(tmp_path / "ours.json")], ["--model", "resnet50_v1"]):
+        options = ["--batch-size", "7", "--image-size", "96", "--dtype", "bfloat16", "--gpu", "3"]
+        assert main(["show", *source, *options]) == 0
+        assert asked.pop() == (33, (7, 96, 96, 3), "bfloat16", 3)
+        assert re.search(r"GPU 3.*\nconv1: a \[bold\] problem\n  \* fused +0.2500 ms\n +separate +0.5000 ms",
+                         capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(

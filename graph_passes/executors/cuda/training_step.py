@@ -25,7 +25,7 @@ from graph_passes.executors.cuda.convolution import ConvolutionLibrary, import_c
 from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.inference import Inference
 from graph_passes.executors.cuda.kernels import C_TYPES, KernelLibrary, count, threads
-from graph_passes.executors.cuda.lowering import LoweredGraph, Persistent
+from graph_passes.executors.cuda.lowering import LoweredGraph, Persistent, check_operators
 from graph_passes.executors.cuda.optimizer import Optimizer, OptimizerConfig, State
 from graph_passes.executors.cuda.parameters import VECTOR, FlatArray, ParameterStore, padded_channels, parameters_of
 from graph_passes.executors.cuda.planner import Planner
@@ -64,8 +64,8 @@ class TrainingStep:
     `largest_image_size`: height and width of the largest training images to come, where those of `shapes` are smaller;
     their memory is taken at once.
 
-    Raises GraphError for an operator without a lowering, a shape that cuDNN refuses, too little memory, and what `Gpu`
-    raises.
+    Raises GraphError for an operator without a lowering, a network that is not NHWC, a shape that cuDNN refuses, too
+    little memory, and what `Gpu` raises.
     """
 
     def __init__(self, graph: Graph, shapes: Mapping[str, tuple[int, ...]], dtype: str = "float16", device_id: int = 0,
@@ -75,6 +75,7 @@ class TrainingStep:
                  cache_folder: Path | None = None) -> None:
         if dtype not in C_TYPES:
             raise GraphError(f"the cuda executor has no dtype '{dtype}': choose one of {', '.join(C_TYPES)}")
+        check_operators(graph)
         self.gpu = Gpu(device_id)
         store = Cache(_machine(self.gpu), cache_folder)
         self.kernels = KernelLibrary(self.gpu, store)

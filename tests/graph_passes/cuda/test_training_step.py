@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gpu_arrays import DTYPES, Device, relative_error, rounded
+from step_networks import flattened
 
 from graph_passes import Graph, GraphError, Ref, passes
 from graph_passes.executors import create_executor, reference_backward
@@ -60,19 +61,6 @@ def small_network(channels: int = 16) -> Any:
     x = mx.sym.Pooling(x, global_pool=True, kernel=(1, 1), pool_type="avg", layout="NHWC", name="mean")
     x = mx.sym.FullyConnected(mx.sym.Flatten(x), num_hidden=CLASSES, name="fc")
     return mx.sym.SoftmaxOutput(x, normalization="batch", smooth_alpha=0.1, name="softmax")
-
-
-def flattened(last: str) -> Any:
-    """A convolution or max pooling over several pixels right before the classifier."""
-    x = mx.sym.Variable("data")
-    x = mx.sym.Convolution(x, num_filter=16, kernel=(3, 3), no_bias=True, layout="NHWC", name="conv")
-    x = mx.sym.relu(mx.sym.BatchNorm(x, axis=3, fix_gamma=False, name="bn"))
-    if last == "Convolution":
-        x = mx.sym.Convolution(x, num_filter=8, kernel=(3, 3), stride=(2, 2), no_bias=True, layout="NHWC", name="last")
-    else:
-        x = mx.sym.Pooling(x, kernel=(3, 2), stride=(2, 1), pad=(1, 0), pool_type="max", layout="NHWC", name="last")
-    x = mx.sym.FullyConnected(mx.sym.Flatten(x), num_hidden=CLASSES, name="fc")
-    return mx.sym.SoftmaxOutput(x, normalization="batch", name="softmax")
 
 
 def bottlenecks() -> Any:
@@ -142,8 +130,8 @@ def random_batch(shapes: dict[str, tuple[int, ...]], seed: int) -> tuple[np.ndar
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("network, size", [
     pytest.param(small_network(), (3, 29, 23, 3), id="odd"), pytest.param(small_network(), (17, 32, 32, 4), id="even"),
-    pytest.param(flattened("Convolution"), (5, 12, 9, 3), id="flattened_convolution"),
-    pytest.param(flattened("Pooling"), (5, 11, 8, 4), id="flattened_pooling")])
+    pytest.param(flattened("Convolution", CLASSES), (5, 12, 9, 3), id="flattened_convolution"),
+    pytest.param(flattened("Pooling", CLASSES), (5, 11, 8, 4), id="flattened_pooling")])
 def test_small_network_against_the_reference(cache: Path, dtype: str, network: Any, size: tuple[int, ...]) -> None:
     graph, shapes = fused(network), {"data": size, "softmax_label": size[:1]}
     params, aux = random_state(graph, shapes, seed=size[0])

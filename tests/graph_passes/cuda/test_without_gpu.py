@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import combinations, count
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,12 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from step_networks import flattened
 
 from graph_passes import Graph, GraphError, Ref, passes
 from graph_passes.executors.cuda import training_step
 from graph_passes.executors.cuda.capacity import check_fits
 from graph_passes.executors.cuda.inference import Inference
-from graph_passes.executors.cuda.lowering import LoweredGraph, Persistent
+from graph_passes.executors.cuda.lowering import LoweredGraph, Persistent, check_operators
 from graph_passes.executors.cuda.lowering import lower as lower_to_launches
 from graph_passes.executors.cuda.parameters import Parameter, ParameterStore, padded_channels, parameters_of
 from graph_passes.executors.cuda.planner import Decision
@@ -265,11 +267,47 @@ def test_refusals_name_the_node() -> None:
     data = mx.sym.Activation(mx.sym.Variable("data"), act_type="tanh", name="squash")
     head = mx.sym.FullyConnected(mx.sym.Flatten(data), num_hidden=8, name="fc")
     graph = Graph.from_json(mx.sym.SoftmaxOutput(head, name="softmax").tojson())
-    with pytest.raises(GraphError, match="'squash' has no GPU lowering"):
+    with pytest.raises(GraphError, match="cannot run Activation 'squash': use the executor mxnet"):
         lower_graph(graph, {"data": (2, 8, 8, 8), "softmax_label": (2,)}, training=False)
-    nchw = mx.sym.Convolution(mx.sym.Variable("data"), kernel=(3, 3), num_filter=8, no_bias=True, name="conv")
-    with pytest.raises(GraphError, match="'conv' is not NHWC: run the layout pass"):
-        lower_graph(Graph.from_json(nchw.tojson()), {"data": (2, 8, 8, 8)}, training=False)
+    data = mx.sym.Convolution(mx.sym.Variable("data"), kernel=(3, 3), num_filter=8, no_bias=True, layout="NHWC")
+    head = mx.sym.FullyConnected(mx.sym.relu(data, name="bare"), num_hidden=8, name="fc")
+    graph = Graph.from_json(mx.sym.SoftmaxOutput(head, name="softmax").tojson())
+    with pytest.raises(GraphError, match="relu 'bare' follows no BatchNorm, .*: put one before it"):
+        lower_graph(graph, {"data": (2, 8, 8, 8), "softmax_label": (2,)}, training=True)
+
+
+def test_networks_of_the_zoo(tmp_path: Path) -> None:
+    """Each is lowered, or refused in a sentence that names an operator of its own."""
+    refusals = {
+        "resnet18_v1": "",
+        "resnet50_v1": "Convolution '.*' has a bias, .*: set no_bias=True, and put a BatchNorm behind it$",
+        "resnet18_v2": "BatchNormTrain '.*' has fix_gamma=True, .*: set it to False$",
+        "mobilenet1_0": "Convolution '.*' has 32 groups, .*: use the executor mxnet, or one group$",
+        "mobilenet_v2_1_0": "cannot run clip '.*_relu6': use the executor mxnet",
+        "vgg11": "cannot run Dropout '",
+        "densenet121": "cannot run Concat '",
+    }
+    shapes = {"data": (2, 64, 64, 3), "softmax_label": (2,)}
+    for name, refusal in refusals.items():
+        scores = getattr(mx.gluon.model_zoo.vision, name)()(mx.sym.var("data"))
+        nchw = Graph.from_json(mx.sym.SoftmaxOutput(scores, name="softmax").tojson())
+        if refusal in ("", refusals["resnet50_v1"]):
+            with pytest.raises(GraphError, match=r"^Convolution '.*' is not NHWC: run passes.layout"):
+                check_operators(nchw)
+        graph = passes.bn_relu(passes.bn_add_relu(passes.layout(nchw, "NHWC", inputs=["data"])))
+        with pytest.raises(GraphError, match=refusal) if refusal else nullcontext():
+            check_operators(graph)
+            lower_graph(graph, shapes, training=True)
+
+
+@pytest.mark.parametrize("last", ["Convolution", "Pooling"])
+def test_the_gradient_of_what_was_flattened_has_its_shape(last: str) -> None:
+    shapes = {"data": (5, 12, 9, 3), "softmax_label": (5,)}
+    graph = passes.bn_relu(Graph.from_json(flattened(last).tojson()))
+    lowering, _ = lower_graph(graph, shapes, training=True)
+    expected = graph.infer_shapes(shapes)[Ref("last")]
+    assert lowering.buffers[Ref("last")].shape == expected == lowering.buffers[Ref("fc_dgrad")].shape
+    check_memory(lowering.program)
 
 
 class FakeGpu:

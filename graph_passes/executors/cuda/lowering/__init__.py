@@ -21,7 +21,7 @@ from graph_passes.executors.cuda.lowering import (
     pooling,
     softmax,
 )
-from graph_passes.executors.cuda.lowering.builder import Builder, Persistent, no_lowering
+from graph_passes.executors.cuda.lowering.builder import Builder, Persistent, no_lowering, require
 from graph_passes.executors.cuda.parameters import ParameterStore
 from graph_passes.executors.cuda.planner import Decision
 from graph_passes.executors.cuda.program import Buffer, Program
@@ -30,7 +30,7 @@ from graph_passes.executors.cuda.toolchain import Toolchain
 from graph_passes.graph import Graph, Node, Ref
 from graph_passes.operators import Shape
 
-__all__ = ["LoweredGraph", "Persistent", "lower"]
+__all__ = ["LoweredGraph", "Persistent", "check_operators", "lower"]
 
 RULES: Mapping[str, Callable[[Builder, Node], None]] = {
     "Convolution": convolution.forward,
@@ -62,6 +62,17 @@ RULES: Mapping[str, Callable[[Builder, Node], None]] = {
     "SoftmaxCrossEntropy": softmax.softmax,
     "BiasGrad": softmax.bias_gradient,
 }
+
+
+def check_operators(graph: Graph) -> None:
+    """Raise GraphError for the first node of a network that can have no lowering: another operator, or not NHWC."""
+    unknown = [node for node in graph if not node.is_variable and node.op not in RULES]
+    if unknown:  # a transpose may be there only because of the operator that the layout pass does not know
+        raise no_lowering(next((node for node in unknown if node.op != "transpose"), unknown[0]))
+    for node in graph:
+        is_nchw = ((node.op in ("Convolution", "Pooling") and node["layout"] == "NCHW")
+                   or (node.op.startswith("BatchNorm") and node["axis"] not in (3, -1)))
+        require(not is_nchw, node, "is not NHWC: run passes.layout(graph, 'NHWC', inputs=['data']) first")
 
 
 @dataclass(frozen=True)

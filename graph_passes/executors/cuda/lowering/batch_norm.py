@@ -20,7 +20,6 @@ _RELU = {"BatchNormBackward": "NO_RELU", "BatchNormReluBackward": "RECOMPUTED", 
 
 def forward(builder: Builder, node: Node) -> None:
     """In training (with the batch's statistics) and inference (with the running ones)."""
-    require(node["axis"] in (3, -1), node, f"has axis={node['axis']}: the cuda executor needs NHWC, axis=3")
     require(not node["fix_gamma"], node, "has fix_gamma=True, which has no GPU lowering: set it to False")
     sums = _sums(builder, node)
     if batch_norm_pair.added_by(builder, node):

@@ -209,8 +209,8 @@ def require(condition: bool, node: Node, problem: str) -> None:
 
 
 def no_lowering(node: Node) -> GraphError:
-    return GraphError(f"operator {node.op} of node '{node.name}' has no GPU lowering: use --executor mxnet, or "
-                      "the passes that fuse it into one that has")
+    return GraphError(f"the cuda executor cannot run {node.op} '{node.name}': use the executor mxnet, or a network of "
+                      "the operators that docs/cuda_executor.md lists")
 
 
 def _four(shape: tuple[int, ...]) -> tuple[int, int, int, int]:

@@ -10,7 +10,7 @@ from graph_passes.executors.cuda.parameters import VECTOR, padded
 from graph_passes.executors.cuda.planner import Decision
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Node, Ref
-from graph_passes.operators import window
+from graph_passes.operators import is_relu, window
 from graph_passes.operators_backward import forward_node
 
 LAUNCH_MS = 0.003  # what a separate launch costs besides its bytes
@@ -20,11 +20,11 @@ def forward(builder: Builder, node: Node) -> None:
     """Without bias: with the sums for the BatchNorm of a training step that reads it, where that is faster. With bias,
     of inference: here, or by the rule of its epilogue."""
     x, w = builder.input(node, 0), builder.input(node, 1)
-    require(node["layout"] == "NHWC", node, "is not NHWC: run the layout pass first")
-    require(node["num_group"] == 1, node, f"has {node['num_group']} groups, which have no GPU lowering")
+    require(node["num_group"] == 1, node,
+            f"has {node['num_group']} groups, which have no GPU lowering: use the executor mxnet, or one group")
     if not node["no_bias"]:
         require(not builder.is_training, node,
-                "has a bias, which has no GPU lowering in training: use a BatchNorm")
+                "has a bias, which has no GPU lowering in training: set no_bias=True, and put a BatchNorm behind it")
         if not _has_epilogue(builder, node):
             _biased(builder, node, node, relu=False)
         return
@@ -46,23 +46,25 @@ def forward(builder: Builder, node: Node) -> None:
 def epilogue(builder: Builder, node: Node) -> None:
     """ReLU, or the sum of two tensors and ReLU, behind one or two convolutions with bias."""
     first, *others = sorted(node.inputs, key=lambda ref: not _has_epilogue(builder, builder.graph[ref.node]))
-    if not _is_relu(node) or not _has_epilogue(builder, builder.graph[first.node]):
+    if not _ends_in_relu(node):
         raise no_lowering(node)
+    require(_has_epilogue(builder, builder.graph[first.node]), node,
+            "follows no BatchNorm, which has no GPU lowering: put one before it")
     for ref in others:
         if _has_epilogue(builder, builder.graph[ref.node]):
             _biased(builder, builder.graph[ref.node], builder.graph[ref.node], relu=False)
     _biased(builder, builder.graph[first.node], node, True, *(builder.buffers[ref] for ref in others))
 
 
-def _is_relu(node: Node) -> bool:
-    return node.op in ("relu", "AddRelu") or (node.op == "Activation" and node["act_type"] == "relu")
+def _ends_in_relu(node: Node) -> bool:
+    return is_relu(node) or node.op == "AddRelu"
 
 
 def _has_epilogue(builder: Builder, node: Node) -> bool:
     """Is this a convolution with bias (of inference) whose ReLU, or sum and ReLU, alone reads it? It is launched in
     their place."""
     readers = builder.readers(node)
-    return node.op == "Convolution" and not node["no_bias"] and len(readers) == 1 and _is_relu(readers[0])
+    return node.op == "Convolution" and not node["no_bias"] and len(readers) == 1 and _ends_in_relu(readers[0])
 
 
 def _biased(builder: Builder, node: Node, result: Node, relu: bool, *addend: Buffer) -> None:

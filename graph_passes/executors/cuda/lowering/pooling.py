@@ -31,7 +31,6 @@ def forward(builder: Builder, node: Node) -> None:
     if node.name in builder.fusions.pooled:
         return
     x, y = builder.input(node, 0), builder.output(node)
-    require(node["layout"] == "NHWC", node, "is not NHWC: run the layout pass first")
     require(x.shape[3] % VECTOR == 0, node, f"has {x.shape[3]} channels: use a multiple of {VECTOR}")
     vectors, (pixels, pitch) = builder.vectors(y), _pixels_and_pitch(x)
     if node["pool_type"] == "avg" and node["global_pool"]:
