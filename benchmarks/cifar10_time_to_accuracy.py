@@ -93,22 +93,31 @@ def one_of_each_size(config: Config) -> Config:
     return replace(config, epochs=last + 1, warmup_epochs=0.0, resize_epochs=(0.0, float(last)))
 
 
-def run_ours(config: Config, data: Path, seed: int, folder: Path) -> Iterator[Line]:
-    """A run of the program; its validations."""
-    command = [sys.executable, "-W", "ignore", "-m", "train", "--config", config.config, "--data", str(data),
-               "--seed", str(seed), "--epochs", str(config.epochs), "--warmup-epochs", str(config.warmup_epochs),
-               "--resize-epochs", *map(str, config.resize_epochs), "--output", str(folder),
-               "--no-tensorboard"]  # fmt: skip
-    launched = time.time()
-    subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr)
+def train_options(config: Config, data: Path, seed: int, folder: Path) -> list[str]:
+    """Options of `python -m train` for this recipe."""
+    return ["--config", config.config, "--data", str(data), "--seed", str(seed), "--epochs", str(config.epochs),
+            "--warmup-epochs", str(config.warmup_epochs), "--resize-epochs", *map(str, config.resize_epochs),
+            "--output", str(folder), "--no-tensorboard"]  # fmt: skip
+
+
+def validations(folder: Path, launched: float, program: str, seed: int) -> Iterator[Line]:
+    """Those of a run that was launched at `launched`, as time.time() has it."""
     startup = (folder / "config.json").stat().st_mtime - launched  # written when everything is built
     apart = 0.0  # seconds
     for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
         if line["event"] == "phase" and line["name"] == "checkpoint":
             apart += line["seconds"]
         elif line["event"] == "epoch" and line["val_top1"] is not None:
-            yield {"program": "ours", "seed": seed, "epoch": line["epoch"], "seconds": line["time"] - apart,
+            yield {"program": program, "seed": seed, "epoch": line["epoch"], "seconds": line["time"] - apart,
                    "top1": line["val_top1"], "train_loss": line["train_loss"], "startup_seconds": startup}  # fmt: skip
+
+
+def run_ours(config: Config, data: Path, seed: int, folder: Path) -> Iterator[Line]:
+    """A run of the program; its validations."""
+    launched = time.time()
+    subprocess.run([sys.executable, "-W", "ignore", "-m", "train", *train_options(config, data, seed, folder)],
+                   cwd=ROOT, check=True, stdout=sys.stderr)  # fmt: skip
+    yield from validations(folder, launched, "ours", seed)
 
 
 class Peer:

@@ -1,0 +1,134 @@
+"""Accuracy on several GPUs against one: CIFAR-10, the batch and the learning rate scaled with the GPUs.
+
+    python benchmarks/cifar10_gpus.py [--gpus 2] [--epochs 18]
+
+The preset's recipe in three ways, each from several seeds:
+
+    1 GPU                 as the preset has it
+    1 GPU, n passes       a step for n batches (`--accumulate n`): the global batch of n GPUs, on one
+    n GPUs                each with the preset's batch
+
+The second and the third are one recipe, so their accuracies must agree within the seeds; the first shows what the
+larger batch itself costs. The runs on one GPU go side by side, each on its own GPU and cores. Writes
+results/cifar10_<epochs>ep_<n>gpu.jsonl (every validation), .png and .json: seconds of training and validation on n
+GPUs, one for each seed; the peer is one GPU with n passes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from cifar10_time_to_accuracy import DEFAULT_DATA, Line, by_seed, in_epochs, summary, train_options, validations
+from record import RESULTS, ROOT, run, write_result
+
+from nvidia_gpus import find_gpus
+from train.config import Config, load_preset
+from train.errors import TrainError
+from train.launch import Slot, plan
+from train.topology import format_cores
+
+
+class Way(NamedTuple):
+    """To train."""
+
+    name: str
+    gpus: int
+    passes: int  # of a step
+
+
+def ways(num_gpus: int) -> tuple[Way, Way, Way]:
+    return Way("1 GPU", 1, 1), Way(f"1 GPU, {num_gpus} passes", 1, num_gpus), Way(f"{num_gpus} GPUs", num_gpus, 1)
+
+
+def start(way: Way, slot: Slot, options: Sequence[str]) -> subprocess.Popen[bytes]:
+    """The program on the GPU and the cores of `slot`, or on as many GPUs as the way has."""
+    environment, command = dict(os.environ), [sys.executable, "-m", "train.launch", "-n", str(way.gpus)]
+    if way.gpus == 1 and slot.gpu:
+        environment["CUDA_VISIBLE_DEVICES"] = slot.gpu.visible
+        command = ["taskset", "-c", format_cores(slot.cores), sys.executable, "-m", "train"]
+    return subprocess.Popen([*command, *options, "--accumulate", str(way.passes)], cwd=ROOT, env=environment,
+                            stdout=sys.stderr)  # fmt: skip
+
+
+def train(side_by_side: Sequence[Way], slots: Sequence[Slot], config: Config, data: Path, seed: int) -> list[Line]:
+    """One run of each way, each with its slot; their validations."""
+    with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as running:
+        launched = time.time()
+        folders = [Path(scratch) / str(number) for number, _ in enumerate(side_by_side)]
+        processes = [running.enter_context(start(way, slot, train_options(config, data, seed, folder)))
+                     for way, slot, folder in zip(side_by_side, slots, folders, strict=False)]  # fmt: skip
+        lines: list[Line] = []
+        for way, process, folder in zip(side_by_side, processes, folders, strict=True):
+            if process.wait():
+                raise TrainError(f"training on {way.name} failed with code {process.returncode}, see above")
+            lines += validations(folder, launched, way.name, seed)
+    return lines
+
+
+def plot(lines: Sequence[Line], num_gpus: int, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    for color, way in enumerate(ways(num_gpus)):
+        for number, validated in enumerate(by_seed(lines, way.name)):
+            epochs, top1 = zip(*((line["epoch"], 100 * line["top1"]) for line in validated), strict=True)
+            axes.plot(epochs, top1, f"C{color}.-", linewidth=1, label=None if number else way.name)
+    axes.set(xlabel="epochs", ylabel="validation top-1, %")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def publish(lines: Sequence[Line], num_gpus: int, epochs: int, folder: Path) -> None:
+    """The three files of the result from the validations of all runs."""
+    name = f"cifar10_{epochs}ep_{num_gpus}gpu"
+    plot(lines, num_gpus, folder / f"{name}.png")
+    runs = {way: by_seed(lines, way.name) for way in ways(num_gpus)}
+    print(*(summary(way.name, validated) for way, validated in runs.items()), sep="\n")
+    _, one, several = ([1e3 * validated[-1]["seconds"] for validated in of_way] for of_way in runs.values())
+    write_result(name, several, peer_name=f"{ways(num_gpus)[1].name}, same recipe", peer_step_ms=one, folder=folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="cifar10_resnet18")
+    parser.add_argument("--data", type=Path, default=DEFAULT_DATA, help="CIFAR-10 in any form that the loader reads")
+    parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each; a published result needs 3")
+    parser.add_argument("--epochs", type=int, default=18)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
+    arguments = parser.parse_args()
+    num_gpus = len(find_gpus())
+    if not 2 <= arguments.gpus <= num_gpus:
+        raise TrainError(f"--gpus {arguments.gpus} must be from 2 to the number of NVIDIA GPUs here, {num_gpus}")
+    config = in_epochs(load_preset(arguments.preset), arguments.epochs)
+    slots, _ = plan(arguments.gpus, on_cpu=False)
+    arguments.results.mkdir(parents=True, exist_ok=True)
+    raw = arguments.results / f"cifar10_{arguments.epochs}ep_{arguments.gpus}gpu.jsonl"
+    *alone, together = ways(arguments.gpus)
+    lines: list[Line] = []
+    for seed in range(1, arguments.seeds + 1):
+        for side_by_side in (alone, [together]):
+            lines += train(side_by_side, slots, config, arguments.data, seed)
+            raw.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    publish(lines, arguments.gpus, arguments.epochs, arguments.results)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,72 @@
+"""What benchmarks/cifar10_gpus.py starts, and what it makes of the validations of its runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_results import faults
+
+from train.config import load_preset
+from train.errors import TrainError
+from train.launch import plan
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setattr(sys, "argv", ["cifar10_gpus.py"])
+    import cifar10_gpus
+
+    return cifar10_gpus
+
+
+def test_files(benchmark, tmp_path):
+    rng = np.random.default_rng()
+    seconds = {way.name: rng.uniform(10, 20, 3) for way in benchmark.ways(4)}
+    lines = [{"program": name, "seed": seed, "epoch": epoch, "seconds": epoch * times[seed] / 2, "top1": 0.4 * epoch,
+              "train_loss": 1.0, "startup_seconds": 3.0}
+             for name, times in seconds.items() for seed in range(3) for epoch in (1, 2)]  # fmt: skip
+    benchmark.publish(lines, 4, 2, tmp_path)
+    result = json.loads((tmp_path / "cifar10_2ep_4gpu.json").read_text())
+    result["commit"] = result["commit"] or "0" * 40
+    assert faults(result, "cifar10_2ep_4gpu.json") == []
+    assert result["value"] == pytest.approx(sorted(seconds["4 GPUs"])[1])
+    assert result["peer"] == {"name": "1 GPU, 4 passes, same recipe",
+                              "value": pytest.approx(sorted(seconds["1 GPU, 4 passes"])[1])}  # fmt: skip
+    assert (tmp_path / "cifar10_2ep_4gpu.png").read_bytes().startswith(b"\x89PNG")
+
+
+PROGRAM = """
+import json, pathlib, sys
+output, passes = (sys.argv[sys.argv.index(option) + 1] for option in ("--output", "--accumulate"))
+if passes == "3":
+    sys.exit(2)
+folder = pathlib.Path(output)
+folder.mkdir()
+(folder / "config.json").write_text("{}")
+lines = [{"event": "phase", "name": "checkpoint", "seconds": 0.5},
+         {"event": "epoch", "epoch": 1, "time": 7.0, "val_top1": 0.1 * int(passes), "train_loss": 1.0}]
+(folder / "metrics.jsonl").write_text("".join(json.dumps(line) + chr(10) for line in lines))
+"""
+
+
+def test_runs_side_by_side(benchmark, tmp_path, monkeypatch):
+    def start(way, slot, options):
+        return subprocess.Popen([sys.executable, "-c", PROGRAM, *options, "--accumulate", str(way.passes)])
+
+    monkeypatch.setattr(benchmark, "start", start)
+    config, slots = load_preset("cifar10_resnet18"), plan(2, on_cpu=True)[0]
+    *alone, together = benchmark.ways(2)
+    lines = benchmark.train(alone, slots, config, tmp_path, seed=5)
+    assert [(line["program"], line["seed"], line["top1"], line["seconds"]) for line in lines] == [
+        ("1 GPU", 5, 0.1, 6.5), ("1 GPU, 2 passes", 5, 0.2, 6.5)
+    ]  # fmt: skip
+    with pytest.raises(TrainError, match="training on 1 GPU, 3 passes failed with code 2"):
+        benchmark.train([together, benchmark.ways(3)[1]], slots, config, tmp_path, seed=5)
