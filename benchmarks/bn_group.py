@@ -12,14 +12,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import sys
-import tempfile
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from record import RESULTS, run, write_result
-from scaling import LAUNCH, run_command
+from record import flags, run, write_result
+from several_gpus import make_parser, measure_in_processes
 from step_gpu import LEARNING_RATE, WARM_UP, make_step
 
 from nvidia_gpus import find_gpus
@@ -65,12 +60,8 @@ def measure(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, batch=64, steps=20)
     parser.add_argument("--gpus", type=int, default=4)
-    parser.add_argument("--batch", type=int, default=64, help="images on each GPU")
-    parser.add_argument("--steps", type=int, default=20, help="in each of the three turns")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
         measure(arguments)
@@ -78,16 +69,12 @@ def main() -> None:
     num_gpus, count, batch = len(find_gpus()), arguments.gpus, arguments.batch
     if num_gpus < count or count < 2:
         raise TrainError(f"--gpus {count} must be from 2 to the number of NVIDIA GPUs here, {num_gpus}")
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "times.json"
-        command = [sys.executable, "-c", LAUNCH, count, sys.executable, __file__,
-                   "--worker", out, "--batch", batch, "--steps", arguments.steps]
-        if not run_command(command):
-            raise TrainError(f"the measurement on {count} GPUs failed, see above")
-        times = {int(size): step_ms for size, step_ms in json.loads(out.read_text()).items()}
+    times = measure_in_processes(count, __file__, flags(arguments, "batch", "steps"))
+    if times is None:
+        raise TrainError(f"the measurement on {count} GPUs failed, see above")
     for size in sizes(count)[1:]:
-        write_result(f"resnet50_fp16_b{batch}_bn_group{size}_synthetic_{count}gpu", times[size], count * batch,
-                     "the same without groups", times[1], folder=arguments.results)
+        write_result(f"resnet50_fp16_b{batch}_bn_group{size}_synthetic_{count}gpu", times[str(size)], count * batch,
+                     "the same without groups", times["1"], folder=arguments.results)
 
 
 if __name__ == "__main__":

@@ -28,8 +28,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from cifar10_time_to_accuracy import DEFAULT_DATA, Line, by_seed, in_epochs, summary, train_options, validations
 from record import RESULTS, ROOT, run, write_result
 

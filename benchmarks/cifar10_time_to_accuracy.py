@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -31,22 +30,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from record import ROOT, write_result
-from torch_peer import start_peer
+import record
+from torch_peer import require_peer, start_peer
 
 from pipelines import MEAN, STD, LoaderConfig
 from pipelines.decoded import decode_once
 from pipelines.sources import open_source
 from train.config import Config, load_preset
+from train.errors import TrainError
 from train.schedule import image_sizes, make_schedule
 
 NAME = "cifar10_time_to_accuracy"
 PEER = Path(__file__).with_name("peer_cifar10.py")
-RESULTS = ROOT / "benchmarks" / "results"
-DEFAULT_DATA = Path(os.environ.get("RESNET_REAL_DATA", ROOT.parent / "shared" / "data")) / "cifar10"
+DEFAULT_DATA = record.REAL_DATA / "cifar10"
 
 Line = dict[str, Any]  # of the .jsonl
 
@@ -65,9 +61,11 @@ def recipe(config: Config, num_classes: int, num_images: int) -> dict[str, Any]:
     """The preset as peer_cifar10.py takes it."""
     peak = make_schedule(config, num_images // config.batch_size, num_processes=1)
     if config.schedule != "cosine" or config.optimizer != "sgd":
-        sys.exit(f"error: the peer knows SGD with a cosine schedule only, the preset {config.config} has another")
+        raise TrainError(f"--preset {config.config} has another schedule or optimizer than the peer, which knows SGD "
+                         "with a cosine schedule only: give one that has these")
     if not config.crop_padding or config.mixup:
-        sys.exit(f"error: the peer knows crops of padded images only, and no mixup; {config.config} differs")
+        raise TrainError(f"--preset {config.config} has mixup, or other crops than the peer, which knows those of "
+                         "padded images only: give one that has these")
     names = ("depth", "batch_size", "epochs", "warmup_epochs", "momentum", "nesterov", "weight_decay", "crop_padding",
              "cutout", "ema_decay", "validate_every", "zero_init_residual")  # fmt: skip
     return {name: getattr(config, name) for name in names} | {
@@ -115,8 +113,9 @@ def validations(folder: Path, launched: float, program: str, seed: int) -> Itera
 def run_ours(config: Config, data: Path, seed: int, folder: Path) -> Iterator[Line]:
     """A run of the program; its validations."""
     launched = time.time()
-    subprocess.run([sys.executable, "-W", "ignore", "-m", "train", *train_options(config, data, seed, folder)],
-                   cwd=ROOT, check=True, stdout=sys.stderr)  # fmt: skip
+    command = [sys.executable, "-W", "ignore", "-m", "train", *train_options(config, data, seed, folder)]
+    if code := subprocess.run(command, cwd=record.ROOT, stdout=sys.stderr).returncode:
+        sys.exit(f"error: our run of seed {seed} ended with exit code {code}, see its message above")
     yield from validations(folder, launched, "ours", seed)
 
 
@@ -192,7 +191,7 @@ def plot(lines: Sequence[Line], target: float, peer_name: str, path: Path) -> No
     figure.savefig(path, dpi=150)
 
 
-def publish(lines: Sequence[Line], peer_name: str, folder: Path = RESULTS) -> None:
+def publish(lines: Sequence[Line], peer_name: str, folder: Path = record.RESULTS) -> None:
     """The three files of the result from the validations of all runs."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{NAME}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -201,7 +200,7 @@ def publish(lines: Sequence[Line], peer_name: str, folder: Path = RESULTS) -> No
     target = statistics.mean(finals) - 2 * statistics.stdev(finals)
     print(summary("ours", ours), summary(peer_name, theirs), f"target {target:.2%}", sep="\n")
     plot(lines, target, peer_name, folder / f"{NAME}.png")
-    write_result(NAME, [1e3 * s for s in seconds_to(target, ours)], peer_name=f"{peer_name}, same recipe",
+    record.write_result(NAME, [1e3 * s for s in seconds_to(target, ours)], peer_name=f"{peer_name}, same recipe",
                  peer_step_ms=[1e3 * s for s in seconds_to(target, theirs)], folder=folder)  # fmt: skip
 
 
@@ -209,12 +208,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="cifar10_resnet18")
     parser.add_argument("--data", type=Path, default=DEFAULT_DATA, help="CIFAR-10 in any form that the loader reads")
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each; a published result needs 3")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each, at least 2; a published result needs 3")
     parser.add_argument("--epochs", type=int, default=0, help="of both; 0: those of the preset")
     arguments = parser.parse_args()
-    if "PEER_PYTHON" not in os.environ:
-        parser.error("set PEER_PYTHON to a Python that has PyTorch and torchvision")
-
+    if arguments.seeds < 2:
+        raise TrainError(f"--seeds {arguments.seeds}: at least 2 are needed, for the spread that makes the target")
+    require_peer()
     config = load_preset(arguments.preset)
     if arguments.epochs:
         config = in_epochs(config, arguments.epochs)
@@ -237,4 +236,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    record.run(main)

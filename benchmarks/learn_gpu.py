@@ -15,28 +15,23 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from record import RESULTS, run
 
 from graph_passes import Graph
 from graph_passes.executors.cuda.optimizer import OptimizerConfig
 from graph_passes.executors.cuda.training_step import TrainingStep
 from graph_passes.passes import bn_add_relu, bn_relu
+from pipelines import MEAN, STD
 from train import environment
 from train.errors import TrainError
 from train.model import init_params, resnet
 
 DTYPES = ("float16", "bfloat16", "float32")
 STEPS, BATCH, SIZE, CLASSES, LEARNING_RATE = 200, 64, 224, 1000, 0.05
-# Of ImageNet's RGB, in 8-bit units
-MEAN, STD = np.array([123.68, 116.78, 103.94], np.float32), np.array([58.4, 57.12, 57.38], np.float32)
 RESULT = RESULTS / "learn_fixed_batch_1gpu.jsonl"
 
 
@@ -57,7 +52,7 @@ def load_batch(folder: Path, size: int = SIZE) -> tuple[np.ndarray, np.ndarray]:
         left, top = (width - size) // 2, (height - size) // 2
         resized = image.resize((width, height), Image.Resampling.BILINEAR)
         images.append(np.asarray(resized.crop((left, top, left + size, top + size)), np.float32))
-    normalised = (np.stack(images) - MEAN) / STD
+    normalised = (np.stack(images) - np.array(MEAN, np.float32)) / np.array(STD, np.float32)
     return normalised, np.arange(BATCH, dtype=np.float32)
 
 

@@ -14,14 +14,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from record import RESULTS, SAMPLE, run, write_result
+from record import RESULTS, SAMPLE, flags, run, write_result
 from torch_peer import TorchPeer, take_turns
 
 from pipelines import LoaderConfig
@@ -62,8 +59,7 @@ def main() -> None:
     arguments = parser.parse_args()
     peer = None
     if "PEER_PYTHON" in os.environ:
-        peer = TorchPeer("--loader-only", "--data", str(arguments.data), "--workers", str(arguments.workers),
-                         "--batch", str(arguments.batch), "--size", str(arguments.size))
+        peer = TorchPeer("--loader-only", *flags(arguments, "data", "workers", "batch", "size"))
     with tempfile.TemporaryDirectory() as folder:
         config = LoaderConfig(
             data=str(repeated_records(arguments.data, Path(folder))), batch_size=arguments.batch,

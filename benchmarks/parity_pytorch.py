@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -25,11 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import record
-from torch_peer import start_peer
+from torch_peer import require_peer, start_peer
 
 from graph_passes.executors.cuda.optimizer import INITIAL_LOSS_SCALE
 from mxnet_compat import mx
@@ -37,7 +33,6 @@ from pipelines import LoaderConfig, open_loader
 from train import devices, environment
 from train.build import build_executor
 from train.config import Config, load_preset
-from train.errors import TrainError
 from train.model import init_params, resnet
 from train.optimizer import make_optimizer
 from train.schedule import make_schedule
@@ -205,8 +200,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=112, help="pixels")
     parser.add_argument("--steps", type=int, default=300)
     arguments = parser.parse_args()
-    if "PEER_PYTHON" not in os.environ:
-        raise TrainError("PEER_PYTHON is not set: let it name a Python interpreter with PyTorch and torchvision")
+    require_peer()
     config = make_config(arguments)
     on_gpu = devices.choose(config, local_rank=0).executor == "cuda"
     kinds = ["float16:0", "float32:0", "float16:1"] if on_gpu else ["float32:0", "float32:1"]

@@ -7,6 +7,7 @@ benchmarks/results/<name>.json; README.md says what that holds.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -18,7 +19,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT) not in sys.path:  # a program in this folder may be started without the project being installed
+if str(ROOT) not in sys.path:  # the project need not be installed: all programs here import this first
     sys.path.insert(0, str(ROOT))
 
 from train import environment  # noqa: E402
@@ -26,7 +27,8 @@ from train.distributed import USER_ERRORS  # noqa: E402
 from train.errors import EXIT_USER_ERROR  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
-SAMPLE = Path(os.environ.get("RESNET_REAL_DATA", ROOT.parent / "shared" / "data")) / "imagenet_sample"
+REAL_DATA = Path(os.environ.get("RESNET_REAL_DATA", ROOT.parent / "shared" / "data"))
+SAMPLE = REAL_DATA / "imagenet_sample"
 
 
 def run(main: Callable[[], None]) -> None:
@@ -36,6 +38,11 @@ def run(main: Callable[[], None]) -> None:
     except USER_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(EXIT_USER_ERROR)
+
+
+def flags(arguments: argparse.Namespace, *names: str) -> list[str]:
+    """These options as another program takes them."""
+    return [text for name in names for text in (f"--{name.replace('_', '-')}", str(getattr(arguments, name)))]
 
 
 def speed(step_ms: Sequence[float], images_per_step: int | None) -> tuple[float, float, str]:

@@ -17,9 +17,7 @@ import argparse
 import itertools
 import json
 import os
-import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -27,10 +25,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from loader_gpu import repeated_records
-from record import RESULTS, ROOT, SAMPLE, run, write_result
+from record import SAMPLE, flags, run, write_result
+from several_gpus import make_parser, measure_in_processes, run_command
 from step_gpu import LEARNING_RATE, make_step
 
 from graph_passes.executors.cuda.buckets import Bucket
@@ -41,10 +38,6 @@ from train.distributed import Workers
 from train.errors import TrainError
 
 PEER = Path(__file__).with_name("peer_pytorch.py")
-LAUNCH = """import sys
-from train.launch import launch, plan
-count = int(sys.argv[1])
-sys.exit(launch(count, sys.argv[2:], plan(count, on_cpu=False)[0]))"""
 LABELS = {"synthetic": "ours, synthetic", "jpeg": "ours, JPEGs"}  # the peer's is its own name
 TURNS = 2  # of each GPU alone and all together
 ALONE_REPEATS = 10  # of the all-reduces that are measured with nothing beside them
@@ -181,24 +174,9 @@ def nvlink_bytes(device_id: int) -> int | None:
 # --- all of them ---
 
 
-def run_command(command: Sequence[object], environment: dict[str, str] | None = None) -> str:
-    """What a command prints, or "" where it failed, with its last words on our standard error."""
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", **(environment or {})}
-    words = [str(word) for word in command]
-    done = subprocess.run(words, capture_output=True, text=True, env=env, cwd=ROOT)
-    if done.returncode:
-        print(f"{shlex.join(words)} ended with {done.returncode}:\n{done.stderr[-2000:]}", file=sys.stderr)
-        return ""
-    return done.stdout or " "
-
-
-def run_synthetic(count: int, arguments: argparse.Namespace, folder: Path) -> Row | None:
-    out = folder / f"synthetic{count}.json"
-    start = [] if count == 1 else [sys.executable, "-c", LAUNCH, count]
-    command = [*start, sys.executable, __file__, "--worker", out, "--batch", arguments.batch,
-               "--steps", arguments.steps, "--warm-up", arguments.warm_up,
-               "--buckets", arguments.buckets, "--wire-dtype", arguments.wire_dtype]
-    return json.loads(out.read_text()) if run_command(command) else None
+def run_synthetic(count: int, arguments: argparse.Namespace) -> Row | None:
+    options = flags(arguments, "batch", "steps", "warm_up", "buckets", "wire_dtype")
+    return measure_in_processes(count, __file__, options)
 
 
 def run_jpeg(count: int, arguments: argparse.Namespace, folder: Path, records: Path) -> Row | None:
@@ -207,8 +185,8 @@ def run_jpeg(count: int, arguments: argparse.Namespace, folder: Path, records: P
     command = [sys.executable, *start, "benchmark", "--config", "resnet50_90ep", "--data", records,
                "--num-classes", 1000, "--batch-size", arguments.batch, "--output", output, "--no-tensorboard",
                "--min-steps", arguments.steps, "--warmup-steps", arguments.warm_up,
-               "--buckets", arguments.buckets, "--wire-dtype", arguments.wire_dtype]
-    if not run_command(command):
+               *flags(arguments, "buckets", "wire_dtype")]
+    if run_command(command) is None:
         return None
     record = json.loads((output / "report" / "report.json").read_text())
     return {"what": "jpeg", "gpus": count, "batch": arguments.batch, "step_ms": record["step_ms"][arguments.warm_up :],
@@ -218,9 +196,9 @@ def run_jpeg(count: int, arguments: argparse.Namespace, folder: Path, records: P
 def run_peer(count: int, arguments: argparse.Namespace) -> Row | None:
     """PyTorch's DistributedDataParallel, in an environment without our own libraries."""
     command = [os.environ["PEER_PYTHON"], "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}",
-               PEER, "--ddp", "--batch", arguments.batch, "--steps", arguments.steps, "--warm-up", arguments.warm_up]
+               PEER, "--ddp", *flags(arguments, "batch", "steps", "warm_up")]
     environment = dict.fromkeys(("PYTHONPATH", "LD_LIBRARY_PATH"), "")
-    lines = [line for line in run_command(command, environment).splitlines() if line.startswith("{")]
+    lines = [line for line in (run_command(command, environment) or "").splitlines() if line.startswith("{")]
     if not lines:
         return None
     result = json.loads(lines[-1])
@@ -318,17 +296,13 @@ def plot_timeline(row: Row, path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, batch=256, steps=50)
     parser.add_argument("--data", type=Path, default=SAMPLE, help="class folders with JPEGs")
-    parser.add_argument("--batch", type=int, default=256, help="images on each GPU")
-    parser.add_argument("--steps", type=int, default=50, help="counted steps in each turn")
     parser.add_argument("--warm-up", type=int, default=120, help="steps before; 3 s of work, since a GPU that has been "
                         "idle exceeds its power limit for the first second (docs/multi_gpu.md)")
     parser.add_argument("--buckets", type=int, default=2)
     parser.add_argument("--wire-dtype", choices=("auto", "float32"), default="auto")
     parser.add_argument("--gpus", type=int, nargs="+", default=(1, 2, 4, 8))
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
         measure_synthetic(arguments)
@@ -345,7 +319,7 @@ def main() -> None:
             print(f"{arguments.data} is no folder: nothing is measured from JPEGs", file=sys.stderr)
         measurements: list[Callable[[], Row | None]] = []
         for count in counts:
-            measurements.append(partial(run_synthetic, count, arguments, folder))
+            measurements.append(partial(run_synthetic, count, arguments))
             if records:
                 measurements.append(partial(run_jpeg, count, arguments, folder, records))
         if "PEER_PYTHON" in os.environ:

@@ -14,16 +14,12 @@ import json
 import math
 import re
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from record import RESULTS, run
 
 from graph_passes.executors.cuda.buckets import cut

@@ -12,12 +12,8 @@ physical cores (mxnet_compat.py); left to itself, MXNet takes half of the logica
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from record import run, write_result
 

@@ -24,9 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from record import RESULTS, run, write_result
+from record import RESULTS, flags, run, write_result
 from torch_peer import TorchPeer, take_turns
 
 from graph_passes import Graph
@@ -87,8 +85,7 @@ def measure(executor: CudaExecutor, data: Any, label: Any, steps: int, inference
 
 
 def start_peer(arguments: argparse.Namespace) -> TorchPeer:
-    names = ("depth", "batch", "size", "dtype", "steps")
-    options = [part for name in names for part in (f"--{name}", str(getattr(arguments, name)))]
+    options = flags(arguments, "depth", "batch", "size", "dtype", "steps")
     return TorchPeer("--mode", arguments.peer, *options, *["--inference"] * arguments.inference)
 
 

@@ -19,7 +19,6 @@ import argparse
 import itertools
 import os
 import statistics
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -27,11 +26,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from loader_gpu import repeated_records, write_lines
-from record import SAMPLE, run, write_result
+from record import SAMPLE, flags, run, write_result
 from torch_peer import TorchPeer
 
 from graph_passes.executors.cuda.executor import CudaExecutor
@@ -106,10 +102,8 @@ def main() -> None:
     publish(name, lines, arguments.batch)
     if "PEER_PYTHON" in os.environ:
         # The peer's batches come in bursts, one of each worker: a time is the mean of such a stretch.
-        options = {"data": arguments.data, "workers": arguments.workers, "depth": arguments.depth,
-                   "batch": arguments.batch, "steps": 5 * arguments.workers}
-        flags = [text for key, value in options.items() for text in (f"--{key}", str(value))]
-        peer = TorchPeer("--mode", "eager", *flags)
+        peer = TorchPeer("--mode", "eager", *flags(arguments, "data", "workers", "depth", "batch"),
+                         "--steps", str(5 * arguments.workers))
         turn = peer.measure()
         stretches = np.reshape(turn["step_ms"], (-1, arguments.workers)).mean(axis=1)
         peer.close()

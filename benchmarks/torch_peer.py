@@ -16,6 +16,12 @@ from train.errors import TrainError
 PEER = Path(__file__).with_name("peer_pytorch.py")
 
 
+def require_peer() -> None:
+    """Raise TrainError where there is no interpreter for it."""
+    if "PEER_PYTHON" not in os.environ:
+        raise TrainError("PEER_PYTHON is not set: let it name a Python interpreter with PyTorch and torchvision")
+
+
 def start_peer(script: Path, *options: object) -> subprocess.Popen[str]:
     """Start a peer's program with these options, in an environment without our own libraries. Raises TrainError."""
     clean = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "LD_LIBRARY_PATH")}

@@ -171,6 +171,9 @@ def test_a_wrong_result_is_found(key: str, wrong: Any) -> None:
 @pytest.mark.parametrize("program, arguments, sentence", [
     ("loader_cpu", ("--data", "nowhere"), "error: data path nowhere does not exist"),
     ("learn_gpu", ("--data", "."), "error: --data . has 0 folders with .JPEG files"),
+    ("parity_pytorch", ("--data", "nowhere"), "error: PEER_PYTHON is not set"),
+    ("cifar10_time_to_accuracy", ("--seeds", "1"), "error: --seeds 1: at least 2 are needed"),
+    ("bn_group", ("--gpus", "64"), "error: --gpus 64 must be from 2 to the number of NVIDIA GPUs here"),
     ("scaling_model", ("--results", "nowhere"), "error: nowhere/resnet50_fp16_b256_profile.txt is missing"),
 ])  # fmt: skip
 def test_bad_input_of_a_program(program, arguments, sentence, tmp_path, monkeypatch, capsys):
@@ -178,6 +181,7 @@ def test_bad_input_of_a_program(program, arguments, sentence, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.setattr("sys.argv", [f"{program}.py", *arguments])
+    monkeypatch.delenv("PEER_PYTHON", raising=False)
     from record import run
 
     with pytest.raises(SystemExit) as end:

@@ -42,6 +42,21 @@ def test_table(scaling: Any) -> None:
     ]  # fmt: skip
 
 
+def test_what_the_processes_of_a_program_measure(scaling: Any, tmp_path: Path,
+                                                 capsys: pytest.CaptureFixture[str]) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import argparse, json, pathlib\n"
+                       "parser = argparse.ArgumentParser()\n"
+                       "parser.add_argument('--worker', type=pathlib.Path)\n"
+                       "parser.add_argument('--warm-up', type=int)\n"
+                       "arguments = parser.parse_args()\n"
+                       "arguments.worker.write_text(json.dumps({'warm_up': arguments.warm_up}))\n")
+    options = scaling.flags(Namespace(warm_up=7), "warm_up")
+    assert scaling.measure_in_processes(1, str(program), options) == {"warm_up": 7}
+    assert scaling.measure_in_processes(1, str(program), ["--warm-up", "long"]) is None
+    assert "invalid int value: 'long'" in capsys.readouterr().err
+
+
 def test_files(scaling: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     measured = rows()
     scaling.write(measured, 2, tmp_path)

@@ -1,0 +1,52 @@
+"""What the programs that measure on several GPUs share: options, and the processes in which they measure."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from record import RESULTS, ROOT
+
+LAUNCH = """import sys
+from train.launch import launch, plan
+count = int(sys.argv[1])
+sys.exit(launch(count, sys.argv[2:], plan(count, on_cpu=False)[0]))"""
+
+
+def make_parser(description: str | None, batch: int, steps: int) -> argparse.ArgumentParser:
+    """With the options that all of them have, and these defaults. --worker: what `measure_in_processes` starts."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, default=batch, help="images on each GPU")
+    parser.add_argument("--steps", type=int, default=steps, help="counted steps in each turn")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    return parser
+
+
+def measure_in_processes(count: int, program: str, options: Sequence[str]) -> Any:
+    """Start a program of this folder with these options and `--worker FILE` in so many processes, each with a GPU; what
+    its first process has written to that file as JSON, or None where it failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "measured.json"
+        launch = [] if count == 1 else [sys.executable, "-c", LAUNCH, count]
+        done = run_command([*launch, sys.executable, program, "--worker", out, *options])
+        return None if done is None else json.loads(out.read_text())
+
+
+def run_command(command: Sequence[object], environment: dict[str, str] | None = None) -> str | None:
+    """What a command prints, or None where it failed, with its last words on our standard error."""
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", **(environment or {})}
+    words = [str(word) for word in command]
+    done = subprocess.run(words, capture_output=True, text=True, env=env, cwd=ROOT)
+    if done.returncode:
+        print(f"{shlex.join(words)} ended with {done.returncode}:\n{done.stderr[-2000:]}", file=sys.stderr)
+        return None
+    return done.stdout
