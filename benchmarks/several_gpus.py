@@ -17,8 +17,7 @@ from record import RESULTS, ROOT
 
 LAUNCH = """import sys
 from train.launch import launch, plan
-count = int(sys.argv[1])
-sys.exit(launch(count, sys.argv[2:], plan(count, on_cpu=False)[0]))"""
+sys.exit(launch(plan(int(sys.argv[1]), on_cpu=False)[0], sys.argv[2:]))"""
 
 
 def make_parser(description: str | None, batch: int, steps: int) -> argparse.ArgumentParser:

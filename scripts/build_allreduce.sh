@@ -19,7 +19,7 @@ folder=${found[0]} gpu=${found[1]}
 
 cuda=()
 if [ "$gpu" = 1 ]; then
-    top=$(realpath "$(nvcc --dryrun -x cu /dev/null 2>&1 | sed -n 's/^#\$ TOP=//p')") || fail "there is no nvcc on PATH"
+    top=$(bash "$root/scripts/cuda_toolkit.sh")
     library=$(find -L "$top/lib64" "$top/targets" -name libcudart_static.a 2>/dev/null | head -n1)
     [ -n "$library" ] || fail "there is no libcudart_static.a in $top: install the CUDA toolkit"
     include=$(dirname "$(find -L "$top/include" "$top/targets" -name cuda_runtime.h 2>/dev/null | head -n1)")

@@ -89,8 +89,7 @@ build_horovod() {
         nccl=$("$bin/python" -c 'import nvidia.nccl; print(list(nvidia.nccl.__path__)[0])')
         ln -sf libnccl.so.2 "$nccl/lib/libnccl.so"
         export HOROVOD_GPU_OPERATIONS=NCCL HOROVOD_NCCL_HOME=$nccl HOROVOD_NCCL_LINK=SHARED HOROVOD_WITHOUT_NVTX=1
-        # nvcc on PATH may be a link or a wrapper script; it knows best where its toolkit lies.
-        export HOROVOD_CUDA_HOME; HOROVOD_CUDA_HOME=$(realpath "$(nvcc --dryrun -x cu /dev/null 2>&1 | sed -n 's/^#\$ TOP=//p')")
+        export HOROVOD_CUDA_HOME; HOROVOD_CUDA_HOME=$(bash scripts/cuda_toolkit.sh)
     fi
     rm -rf "$source/build"
     PATH=$(realpath "$bin"):$PATH "$bin/pip" install -q --disable-pip-version-check --no-build-isolation --no-deps \

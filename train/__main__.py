@@ -17,7 +17,7 @@ from pipelines.samples import make_samples
 from train import checkpoint, cli, compare_precision, devices, export, files, predict
 from train.build import SAMPLES_FOLDER, build_executor, join_bn_group, open_split
 from train.config import CONFIG_FILE, SAMPLES, SYNTHETIC, BenchmarkConfig, Config, ValidateConfig, parse, presets
-from train.distributed import USER_ERRORS, Workers, drain_engine, is_lost_process
+from train.distributed import USER_ERRORS, Workers, drain_engine, is_elastic, is_lost_process
 from train.errors import EXIT_FAILURE, EXIT_LOST_PROCESS, EXIT_USER_ERROR, LostProcessError, TrainError
 from train.loop import Trainer, benchmark, measure_loader, validate
 from train.profile import write_profile
@@ -34,7 +34,7 @@ EXIT_CTRL_C = 130  # what a shell gives for SIGINT
 
 def train(arguments: Sequence[str]) -> None:
     """Train a network; what happens without a command."""
-    if os.environ.get("HOROVOD_ELASTIC") == "1":
+    if is_elastic():
         from train import elastic  # needs Horovod
 
         elastic.run(partial(_train, arguments))

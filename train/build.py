@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from train import topology
 from train.checkpoint import Checkpoint
 from train.config import SAMPLES, Config
 from train.devices import Placement
-from train.distributed import Workers
+from train.distributed import Workers, is_elastic
 from train.errors import TrainError
 from train.model import init_params, resnet
 from train.schedule import image_sizes
@@ -79,7 +78,7 @@ def join_bn_group(config: Config, placement: Placement, workers: Workers) -> Sta
         if placement.executor != "cuda":
             raise TrainError(f"--bn-group {size} needs the cuda executor, and this run has the {placement.executor} "
                              "executor: leave it out")
-        if os.environ.get("HOROVOD_ELASTIC") == "1":
+        if is_elastic():
             raise TrainError(f"--bn-group {size} is not for elastic runs, whose groups would lose members: leave out "
                              "either it or --min-np")
         if workers.local_size % size:

@@ -38,6 +38,11 @@ HOROVOD_SETTINGS = {
 NOT_ELASTIC = ("HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD")
 
 
+def is_elastic() -> bool:
+    """Whether the launcher, ours or horovodrun, has started this process for a run that others may leave and join."""
+    return os.environ.get("HOROVOD_ELASTIC") == "1"
+
+
 class GradientAverage(Protocol):
     """The mean of an executor's gradients over all processes."""
 
@@ -65,7 +70,7 @@ class Workers:
             self._hvd = _import_horovod(int(os.environ["HOROVOD_SIZE"]))
             for name, value in HOROVOD_SETTINGS.items():
                 os.environ.setdefault(name, value)
-            if os.environ.get("HOROVOD_ELASTIC") == "1":
+            if is_elastic():
                 for name in NOT_ELASTIC:
                     os.environ.pop(name, None)
             self._hvd.init()

@@ -27,7 +27,7 @@ from train.signals import handled
 
 LOOPBACK = {"HOROVOD_GLOO_IFACE": "lo", "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "NCCL_SOCKET_IFNAME": "lo",
             "HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}  # fmt: skip
-DEFAULT_PROCESSES = 8  # a DGX-1 has 8 GPUs; a machine with fewer gets one process for each
+MAX_PROCESSES = 8  # without -n: a DGX-1 has 8 GPUs
 GRACE_SECONDS = 3.0  # for the others to end by themselves when one process has failed
 POLL_SECONDS = 0.05
 # Exit codes of processes that have said why they end.
@@ -37,7 +37,7 @@ HELP = """usage: scripts/dgx1_8gpu.sh [-n PROCESSES] [-b BATCH] [-e EPOCHS] [any
 
 Train on several GPUs of this machine, or in several processes on a machine without one (Horovod: NCCL or Gloo).
 
-  -n, --processes N   processes, one for each GPU                     (default: all GPUs, 8 at most; without GPUs 8)
+  -n, --processes N   processes, one for each GPU                     (default: all GPUs, else all cores; 8 at most)
   -b N                images per process in one forward pass, --batch-size         (default: the preset's)
   -e N                epochs, --epochs                                             (default: the preset's)
   --min-np N          elastic: when a process is lost, go on from the last committed state as long as N are left
@@ -62,7 +62,8 @@ class Slot(NamedTuple):
     @property
     def environment(self) -> dict[str, str]:
         count = str(len(self.cores))
-        return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", count), topology.CORES_VARIABLE: count}
+        order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if self.gpu else {}  # NVML's order; CUDA's own: fastest first
+        return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", count), topology.CORES_VARIABLE: count, **order}
 
     def __str__(self) -> str:
         where = f"GPU {self.gpu.visible} ({self.gpu})" if self.gpu else "CPU"
@@ -88,27 +89,29 @@ class Worker(NamedTuple):
 def plan(num_processes: int | None, on_cpu: bool) -> tuple[list[Slot], list[str]]:
     """What each process gets, and what the user should know about it. Raises TrainError where it cannot be had."""
     gpus = [] if on_cpu else topology.read_gpus()
-    count = num_processes or (min(len(gpus), DEFAULT_PROCESSES) or DEFAULT_PROCESSES)
-    notes = topology.check(gpus, count) if gpus else []
+    count = num_processes or min(len(gpus) or len(os.sched_getaffinity(0)), MAX_PROCESSES)
+    if gpus:
+        notes = topology.check(gpus, count)
+    else:
+        notes = [] if on_cpu else ["no NVIDIA GPU is visible here, so the processes train on the CPU"]
     shares = topology.assign_cores(gpus, count)
     slots = [Slot(i, gpus[i] if gpus else None, cores, bound=bool(gpus)) for i, cores in enumerate(shares)]
     return slots, notes
 
 
-def launch(num_processes: int, command: Sequence[str], slots: Sequence[Slot] = ()) -> int:
-    """Run `command` in so many processes, each with its rank in the environment.
+def launch(slots: Sequence[Slot], command: Sequence[str]) -> int:
+    """Run `command` in a process for each slot, with its rank in the environment.
 
     Returns the exit code: 0, or that of the first process that failed, whereupon the others are ended.
 
     Raises TrainError where Horovod is missing.
     """
-    _require_horovod(num_processes)
+    _require_horovod(len(slots))
     from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
     from horovod.runner.gloo_run import create_slot_env_vars
     from horovod.runner.http.http_server import RendezvousServer
 
-    slots = slots or plan(num_processes, on_cpu=True)[0]
-    ranks = get_host_assignments(parse_hosts(f"localhost:{num_processes}"), num_processes)
+    ranks = get_host_assignments(parse_hosts(f"localhost:{len(slots)}"), len(slots))
     server = RendezvousServer()
     common = {**LOOPBACK, "HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.start())}
     server.init(ranks)
@@ -328,7 +331,7 @@ def main(arguments: Sequence[str]) -> int:
         print(" ".join([f"{name}={value}" for name, value in slots[0].environment.items()] + command[1:]), flush=True)
         if own.min_np:
             return launch_elastic(slots, command, own.min_np, own.cooldown)
-        return launch(len(slots), command, slots)
+        return launch(slots, command)
     except TrainError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USER_ERROR

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -30,7 +31,8 @@ class Gpu(NamedTuple):
 
 
 def read_gpus(nvml: Any = None) -> list[Gpu]:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves visible, in CUDA's order; none where NVML or a driver is missing.
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves visible, in its order or that of the PCI bus; none where NVML or a
+    driver is missing.
 
     `nvml` is the module pynvml; tests give another one.
 
@@ -47,8 +49,9 @@ def read_gpus(nvml: Any = None) -> list[Gpu]:
         return []
     try:
         count = nvml.nvmlDeviceGetCount()
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))))
-        return [_read(nvml, name.strip(), count) for name in visible.split(",") if name.strip()]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).replace(" ", "")
+        names = itertools.takewhile(lambda name: name not in ("", "-1"), visible.split(","))  # CUDA sees none behind it
+        return [_read(nvml, name, count) for name in names]
     finally:
         nvml.nvmlShutdown()
 

@@ -21,7 +21,8 @@ needs_horovod = pytest.mark.skipif(find_spec("horovod") is None, reason="Horovod
 
 def run_processes(script: str, *arguments: object, count: int = 2) -> subprocess.CompletedProcess[str]:
     """Run a Python script in several processes by the launcher of `python -m train.launch`."""
-    starter = "import sys; from train.launch import launch; sys.exit(launch(int(sys.argv[1]), sys.argv[2:]))"
+    starter = ("import sys; from train.launch import launch, plan; "
+               "sys.exit(launch(plan(int(sys.argv[1]), on_cpu=True)[0], sys.argv[2:]))")
     command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
     path = f"{REPOSITORY}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}

@@ -98,6 +98,8 @@ def test_no_driver(machine):
 def test_visible_devices(machine):
     gpus = machine({"name": "a"}, {"name": "b"}, {"name": "c"}, visible="2,GPU-0")
     assert [(gpu.visible, gpu.name) for gpu in gpus] == [("2", "c"), ("GPU-0", "a")]
+    assert [gpu.visible for gpu in machine({}, {}, visible="1, -1,0")] == ["1"]
+    assert machine({}, visible="") == machine({}, visible="-1") == []
     for wrong in ("3", "GPU-9"):
         with pytest.raises(TrainError, match=f"CUDA_VISIBLE_DEVICES names .*{wrong}.*; correct it"):
             machine({}, {}, {}, visible=wrong)
@@ -145,13 +147,19 @@ def test_plan(machine, monkeypatch):
     slots, notes = launch.plan(None, on_cpu=False)
     assert notes == []
     assert [topology.format_cores(slot.cores) for slot in slots] == ["0-3", "8-15", "4-7"]
-    assert slots[1].environment == {"OMP_NUM_THREADS": "8", "RESNET_CORES": "8"}
+    assert slots[1].environment == {"OMP_NUM_THREADS": "8", "RESNET_CORES": "8", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert slots[1].environment["OMP_NUM_THREADS"] == "3"
     assert str(slots[1]) == "process 1: GPU 1 (NVIDIA H200, 140.0 of 141.0 GiB free, 18 NVLinks), cores 8-15"
     on_cpu, _ = launch.plan(None, on_cpu=True)
-    assert len(on_cpu) == launch.DEFAULT_PROCESSES
+    assert len(on_cpu) == launch.MAX_PROCESSES
     assert not any(slot.bound for slot in on_cpu)
+    assert "CUDA_DEVICE_ORDER" not in on_cpu[0].environment
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
+    monkeypatch.setattr(topology, "read_gpus", list)
+    slots, (note,) = launch.plan(None, on_cpu=False)
+    assert len(slots) == 3
+    assert note.startswith("no NVIDIA GPU is visible here")
 
 
 def test_parse():
@@ -196,7 +204,7 @@ if os.environ["HOROVOD_RANK"] == "1":
 time.sleep(60)
 """
     pytest.importorskip("horovod")
-    assert launch.launch(2, [sys.executable, "-c", script]) == code
+    assert launch.launch(launch.plan(2, on_cpu=True)[0], [sys.executable, "-c", script]) == code
     told = capfd.readouterr().err
     if words is None:
         assert told == ""
