@@ -1,0 +1,70 @@
+"""The README's picture: training ResNet-50 on H200 GPUs, images/sec of each, from the files in results/.
+
+    python benchmarks/overview.py       # writes results/overview.png; needs no GPU
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from record import RESULTS
+
+# NVIDIA's entry to MLPerf Training 4.0 on 8 H200, in images/sec: median `throughput` of the last nine epochs in
+# NVIDIA/results/h200_ngc24.04_mxnet/resnet/result_0.txt of github.com/mlcommons/training_results_v4.0. ImageNet, batch
+# 400 per GPU, LARS.
+MLPERF_8_H200 = 63_559
+OURS, OTHERS = "#1f77b4", "#b0b0b0"
+
+
+class Bar(NamedTuple):
+    label: str
+    images_per_sec: float  # of one GPU
+    is_ours: bool = False
+
+
+def result(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def bars() -> list[Bar]:
+    """Fastest first."""
+    # torch.compile beside our step, or else beside our step of an earlier day (benchmarks/README.md)
+    peers = [result(f"resnet50_fp16_b256_{kind}_1gpu")["peer"] for kind in ("synthetic", "separate_synthetic")]
+    compiled = next(peer for peer in peers if peer and "compile" in peer["name"])
+    lines = (RESULTS / "resnet50_fp16_b256_jpeg_1gpu.jsonl").read_text().splitlines()
+    eager = next(row for row in map(json.loads, lines) if row["name"].startswith("PyTorch"))
+    return sorted([
+        Bar("ours, synthetic data", result("resnet50_fp16_b256_synthetic_1gpu")["value"], True),
+        Bar("ours, from JPEGs", result("resnet50_fp16_b256_jpeg_1gpu")["value"], True),
+        Bar("ours, from JPEGs, 4 GPUs", result("resnet50_fp16_b256_jpeg_4gpu")["value"] / 4, True),
+        Bar("MLPerf 4.0: NVIDIA's MXNet, ImageNet, 8 GPUs", MLPERF_8_H200 / 8),
+        Bar("PyTorch, torch.compile, synthetic data", compiled["value"]),
+        Bar("PyTorch and torchvision's DataLoader, from JPEGs", eager["images_per_sec"]),
+    ], key=lambda bar: -bar.images_per_sec)
+
+
+def plot(bars: list[Bar], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 2.9), layout="constrained")
+    drawn = axes.barh([bar.label for bar in bars], [bar.images_per_sec for bar in bars], height=0.7,
+                      color=[OURS if bar.is_ours else OTHERS for bar in bars])
+    axes.bar_label(drawn, [f"{bar.images_per_sec:,.0f}" for bar in bars], padding=4)
+    axes.set_title("ResNet-50 training in 16 bits on NVIDIA H200, images/sec per GPU", fontsize=11, loc="left", x=0)
+    axes.margins(x=0.1)
+    axes.invert_yaxis()
+    axes.xaxis.set_visible(False)
+    axes.tick_params(left=False)
+    axes.spines[:].set_visible(False)
+    # The figures go into the file, too: a test tells when the picture is older than the results.
+    figure.savefig(path, dpi=150, metadata={"Description": json.dumps(bars)})
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    plot(bars(), RESULTS / "overview.png")

@@ -1,0 +1,71 @@
+"""README and docs: links lead somewhere, and figures agree with the files under benchmarks/results/ that they link."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = {str(path.relative_to(ROOT)): path for path in (ROOT / "README.md", ROOT / "benchmarks/README.md",
+                                                        *sorted((ROOT / "docs").glob("*.md")))}
+LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
+
+
+def anchors(page: str) -> set[str]:
+    """Names by which GitHub links to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", page, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
+
+
+def dead_links(text: str, folder: Path) -> list[str]:
+    found = []
+    for _, target in LINK.findall(text):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        page = folder / path
+        if not page.exists() or (anchor and anchor not in anchors(page.read_text() if path else text)):
+            found.append(target)
+    return found
+
+
+def wrong_figures(text: str, folder: Path) -> Iterator[str]:
+    """Figures whose link leads to a result with another value, to as many digits as are given."""
+    for shown, target in LINK.findall(text):
+        number = re.match(r"[\d,]+(?:\.(\d+))?", shown)
+        if number and target.endswith(".json"):
+            value = json.loads((folder / target).read_text())["value"]
+            if float(number[0].replace(",", "")) != round(value, len(number[1] or "")):
+                yield f"{shown}, where {target} has {value}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links(page: str) -> None:
+    assert dead_links(PAGES[page].read_text(), PAGES[page].parent) == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_figures(page: str) -> None:
+    assert list(wrong_figures(PAGES[page].read_text(), PAGES[page].parent)) == []
+
+
+def test_picture_shows_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If not, `python benchmarks/overview.py` draws it anew."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    overview = importlib.import_module("overview")
+    with Image.open(ROOT / "benchmarks/results/overview.png") as picture:
+        assert json.loads(picture.text["Description"]) == [list(bar) for bar in overview.bars()]
+
+
+def test_mistakes_are_found(tmp_path: Path) -> None:
+    (tmp_path / "result.json").write_text('{"value": 1234.56}')
+    (tmp_path / "page.md").write_text("# The `cuda` executor\n")
+    text = "[1,235](result.json) [1,234.5 s](result.json) [a](page.md#the-cuda-executor) [b](#below) [c](none.md)"
+    assert dead_links(text, tmp_path) == ["#below", "none.md"]
+    assert list(wrong_figures(text, tmp_path)) == ["1,234.5 s, where result.json has 1234.56"]
