@@ -27,6 +27,7 @@ import numpy as np
 import record
 from torch_peer import require_peer, start_peer
 
+from graph_passes.executors.base import parse_device
 from graph_passes.executors.cuda.optimizer import INITIAL_LOSS_SCALE
 from mxnet_compat import mx
 from pipelines import LoaderConfig, open_loader
@@ -95,8 +96,7 @@ def train_ours(folder: Path, config: Config, recipe: dict[str, Any], order: int)
     placement = devices.choose(config, local_rank=0)
     executor = build_executor(config, recipe["num_classes"], config.image_size, placement, None)
     optimizer = make_optimizer(executor, config)
-    kind, _, number = placement.device.rstrip(")").partition("(")
-    context = mx.Context(kind, int(number))
+    context = mx.Context(*parse_device(placement.device))
 
     def batches(name: str) -> Any:
         data, label = (np.load(folder / f"{name}_{what}.npy", mmap_mode="r") for what in ("data", "label"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +16,8 @@ from rich.table import Table
 from graph_passes import VARIABLE, Graph, GraphError, Node, Ref, passes
 from graph_passes.drawing import FUSED, draw_svg
 from graph_passes.operators import Shape
+from graph_passes.passes.precision import DTYPES, ITEM_BYTES
 
-ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 EXAMPLES = """
 examples:
   python -m graph_passes show --model resnet50_v1               a network of MXNet's model zoo
@@ -60,7 +61,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     source.add_argument("--model", metavar="NAME", help="a network of MXNet's Gluon model zoo, such as resnet50_v1")
     command.add_argument("--batch-size", type=int, default=256, metavar="N", help="images in a batch (%(default)s)")
     command.add_argument("--image-size", type=int, default=224, metavar="N", help="height and width (%(default)s)")
-    command.add_argument("--dtype", choices=ITEM_BYTES, default="float16", help="of the tensors (%(default)s)")
+    command.add_argument("--dtype", choices=DTYPES, default="float16", help="of the tensors (%(default)s)")
     command.add_argument("--inference", action="store_true", help="fold BatchNorm into the convolutions as well")
     command.add_argument("--output", type=Path, metavar="FOLDER",
                          help="write before.svg, after.svg and after.json here (default: no files)")
@@ -190,11 +191,7 @@ def forward_bytes(graph: Graph, shapes: dict[Ref, Shape], item_bytes: int) -> in
         if node.is_variable or node.op == "Flatten":
             continue
         tensors = [ref for ref in node.inputs if not graph[ref.node].is_variable or ref.node == "data"]
-        for ref in (*tensors, Ref(node.name)):
-            size = item_bytes
-            for dimension in shapes[ref]:
-                size *= dimension
-            total += size
+        total += sum(item_bytes * math.prod(shapes[ref]) for ref in (*tensors, Ref(node.name)))
     return total
 
 

@@ -112,6 +112,9 @@ def output_size(node: Node, size: Shape) -> Shape:
     return tuple(result)
 
 
+BATCH_NORMS = ("BatchNorm", "BatchNormRelu", "BatchNormAddRelu")
+
+
 def channel_axis(layout: str) -> int:
     """1 for NCHW, 3 for NHWC."""
     return layout.index("C")

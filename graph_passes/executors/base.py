@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -171,6 +172,14 @@ class Executor(ABC):
         """To be called after each optimizer step: bounds the work under way. Here it waits for all of it; where a
         device is to be kept busy, for the step before, so that the time between two calls is still that of a step."""
         self.synchronize()
+
+
+def parse_device(device: str) -> tuple[str, int]:
+    """Kind and number of a device: ("gpu", 1) for "gpu(1)", ("cpu", 0) for "cpu". Raises GraphError."""
+    match = re.fullmatch(r"(cpu|gpu)(?:\((\d+)\))?", device)
+    if not match:
+        raise GraphError(f"there is no device '{device}': write cpu(0), gpu(0), gpu(1) ...")
+    return match[1], int(match[2] or 0)
 
 
 def wrong_shape(name: str, shape: Sequence[int], expected: Sequence[int]) -> GraphError:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from graph_passes.errors import GraphError
-from graph_passes.executors.base import TOP_K, Executor, Metrics
+from graph_passes.executors.base import TOP_K, Executor, Metrics, parse_device
 from graph_passes.graph import Graph, Node
 from graph_passes.passes import layout, unfuse
 from mxnet_compat import mx
@@ -140,10 +139,7 @@ class MXNetExecutor(Executor):
 
 
 def _context(device: str) -> Any:
-    match = re.fullmatch(r"(cpu|gpu)(?:\((\d+)\))?", device)
-    if not match:
-        raise GraphError(f"there is no device '{device}': write cpu(0), gpu(0), gpu(1) ...")
-    kind, number = match[1], int(match[2] or 0)
+    kind, number = parse_device(device)
     if kind == "gpu" and number >= mx.context.num_gpus():
         raise GraphError(f"MXNet finds {mx.context.num_gpus()} GPUs here, so {device} cannot be used: use --device cpu")
     return mx.Context(kind, number)

@@ -14,9 +14,10 @@ import numpy as np
 
 from graph_passes.errors import GraphError
 from graph_passes.executors import reference_operators as ops
-from graph_passes.executors.base import TOP_K, Executor, Metrics
+from graph_passes.executors.base import TOP_K, Executor, Metrics, parse_device
 from graph_passes.graph import Graph, Node, Ref
 from graph_passes.operators import OPERATORS, is_relu
+from graph_passes.operators_backward import bias_axis
 
 Array = np.ndarray
 Values = dict[Ref, Array]
@@ -37,8 +38,8 @@ class ReferenceExecutor(Executor):
         self, graph: Graph, shapes: Mapping[str, Sequence[int]], device: str = "cpu(0)", dtype: str = "float32"
     ) -> None:
         super().__init__(graph, shapes)
-        if not device.startswith("cpu"):
-            raise GraphError(f"the reference executor has no device '{device}': it runs on cpu(0)")
+        if parse_device(device)[0] != "cpu":
+            raise GraphError(f"the reference executor cannot run on the device '{device}': give cpu(0)")
         sizes = graph.infer_shapes(self.input_shapes)
         self._dtype = np.dtype(dtype)
         arrays = {name: np.zeros(sizes[Ref(name)], self._dtype) for name in graph.variables}
@@ -188,7 +189,7 @@ def _convolution_backward(
     node: Node, inputs: Sequence[Array], outputs: Sequence[Array], dy: Array, training: bool
 ) -> list[Array | None]:
     x, weight = inputs[:2]
-    bias = [] if len(inputs) == 2 else [ops.bias_grad(dy, 1 if node["layout"] == "NCHW" else 3)]
+    bias = [] if len(inputs) == 2 else [ops.bias_grad(dy, bias_axis(node))]
     return [ops.convolution_dgrad(node, dy, weight, x.shape), ops.convolution_wgrad(node, dy, x), *bias]
 
 
@@ -196,7 +197,7 @@ def _fully_connected_backward(
     node: Node, inputs: Sequence[Array], outputs: Sequence[Array], dy: Array, training: bool
 ) -> list[Array | None]:
     x, weight = inputs[:2]
-    bias = [] if len(inputs) == 2 else [ops.bias_grad(dy, -1)]
+    bias = [] if len(inputs) == 2 else [ops.bias_grad(dy, bias_axis(node))]
     return [ops.fully_connected_dgrad(dy, weight, x.shape), ops.fully_connected_wgrad(node, dy, x), *bias]
 
 

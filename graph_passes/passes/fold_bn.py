@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from graph_passes.graph import VARIABLE, Graph, Node, Ref
-from graph_passes.operators import channel_axis
+from graph_passes.operators import BATCH_NORMS, channel_axis
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -76,7 +76,7 @@ def fold_bn_params(graph: Graph, params: Arrays, aux: Arrays) -> dict[str, np.nd
 
 def _convolution_before(graph: Graph, node: Node) -> Node | None:
     """The convolution that can swallow this node, if it is a BatchNorm over the channels of one that it alone reads."""
-    if node.op not in ("BatchNorm", "BatchNormRelu", "BatchNormAddRelu") or _reads_statistics(graph, node):
+    if node.op not in BATCH_NORMS or _reads_statistics(graph, node):
         return None
     conv = graph.only_used_by_one(node.inputs[0], "Convolution")
     if conv is None or node["axis"] % 4 != channel_axis(conv["layout"]):

@@ -7,12 +7,11 @@ from typing import Any
 
 from graph_passes.errors import GraphError
 from graph_passes.graph import Graph, Node, Ref
-from graph_passes.operators import OPERATORS, Shape, is_relu
+from graph_passes.operators import BATCH_NORMS, OPERATORS, Shape, is_relu
 from graph_passes.operators_backward import TAKES_TWO_GRADIENTS, bias_axis
 
 Shapes = Mapping[Ref, Shape]
 Gradients = dict[str, Ref]  # name of an operator's input -> its gradient
-_BATCH_NORMS = ("BatchNorm", "BatchNormRelu", "BatchNormAddRelu")
 
 
 def gradient(graph: Graph, shapes: Mapping[str, Sequence[int]]) -> Graph:
@@ -58,7 +57,7 @@ def gradient(graph: Graph, shapes: Mapping[str, Sequence[int]]) -> Graph:
 
     outputs = {name: Ref(loss.name, index) for index, name in enumerate(("loss", "top1", "top5"), start=1)}
     for node in graph:
-        if node.op in _BATCH_NORMS:
+        if node.op in BATCH_NORMS:
             outputs.update({ref.node: Ref(node.name, index) for index, ref in enumerate(node.inputs[3:5], start=2)})
     for parameter, gradients_of_readers in pending.items():
         total, sums = _sum(parameter.node, gradients_of_readers)
@@ -105,7 +104,7 @@ def _needing_gradient(graph: Graph, parameters: Sequence[str]) -> set[str]:
 def _training_variant(graph: Graph, node: Node) -> Node:
     """The node, or the operator that also leaves what its gradient needs. Keeps the name."""
     where = f"{node.op} '{node.name}'"
-    if node.op in _BATCH_NORMS:
+    if node.op in BATCH_NORMS:
         if node["use_global_stats"]:
             raise GraphError(f"{where} has use_global_stats=True, which has no gradient here: set it to False")
         if any(Ref(node.name, index) in graph.consumers for index in (1, 2)):

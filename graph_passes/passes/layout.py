@@ -7,10 +7,9 @@ from collections.abc import Sequence
 
 from graph_passes.errors import GraphError
 from graph_passes.graph import Graph, Node, Ref
-from graph_passes.operators import channel_axis
+from graph_passes.operators import BATCH_NORMS, channel_axis
 
 _AXES = {"NCHW": (0, 3, 1, 2), "NHWC": (0, 2, 3, 1)}  # transpose to this layout from the other one; weights likewise
-_BATCH_NORMS = ("BatchNorm", "BatchNormRelu", "BatchNormAddRelu")
 _ELEMENTWISE = ("Activation", "relu", "elemwise_add", "AddRelu", "clip", "_copy", "BlockGrad")
 
 
@@ -72,7 +71,7 @@ class _Conversion:
             if node.op == "Pooling" and node["global_pool"]:
                 self.one_pixel.add(result)
             return node.with_attrs(layout=self.to).replace(inputs=inputs)
-        if node.op in _BATCH_NORMS and is_converted[0] and self._is_to_convert(node):
+        if node.op in BATCH_NORMS and is_converted[0] and self._is_to_convert(node):
             inputs = (self._convert(node.inputs[0]), *node.inputs[1:5], *map(self._convert, node.inputs[5:]))
             self.converted[result] = result
             return node.with_attrs(axis=channel_axis(self.to)).replace(inputs=inputs)
@@ -90,7 +89,7 @@ class _Conversion:
         """Does it work on images in the layout to be left?"""
         if node.op in ("Convolution", "Pooling"):
             return node["layout"] == self.origin
-        return node.op in _BATCH_NORMS and node["axis"] % 4 == channel_axis(self.origin)
+        return node.op in BATCH_NORMS and node["axis"] % 4 == channel_axis(self.origin)
 
     def _is_input(self, variable: Node) -> bool:
         """Is it an input that is to come in the new layout and does not do so already?"""

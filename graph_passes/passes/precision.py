@@ -7,6 +7,7 @@ from graph_passes.graph import Graph, Node, Ref
 from graph_passes.operators import OPERATORS
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4, "uint8": 1}
+DTYPES = ("float16", "bfloat16", "float32")  # of a network
 LOSS_SCALE = "loss_scale"
 
 # What keeps its dtype whatever the network's precision is, by its name in the operator table.
@@ -41,8 +42,8 @@ def precision(graph: Graph, dtype: str) -> Graph:
 
     Raises GraphError for another dtype.
     """
-    if dtype not in ("float16", "bfloat16", "float32"):
-        raise GraphError(f"there is no precision '{dtype}': choose float16, bfloat16 or float32")
+    if dtype not in DTYPES:
+        raise GraphError(f"there is no precision '{dtype}': choose one of {', '.join(DTYPES)}")
     if dtype == "float32":
         return graph
     fixed = {

@@ -260,7 +260,7 @@ def test_values_of_another_network_are_refused(kind, change, message, problem):
         ("mxnett", {"data": (2, 19, 19, 3)}, "cpu(0)", "no executor 'mxnett'"),
         ("mxnet", {"data": (2, 19, 19, 3)}, "tpu(0)", r"no device 'tpu\(0\)'"),
         ("mxnet", {"data": (2, 19, 19, 3)}, "gpu(99)", "GPUs here"),
-        ("reference", {"data": (2, 19, 19, 3)}, "gpu(0)", "runs on cpu"),
+        ("reference", {"data": (2, 19, 19, 3)}, "gpu(0)", r"cannot run on the device 'gpu\(0\)': give cpu"),
         ("mxnet", {"image": (2, 19, 19, 3)}, "cpu(0)", "no input 'image'"),
         ("mxnet", {"data": (0, 19, 19, 3)}, "cpu(0)", "every dimension must be at least 1"),
         ("mxnet", {"data": (2, 19, 3)}, "cpu(0)", r"do not fit the graph|4 dimensions"),

@@ -137,5 +137,5 @@ def test_without_a_loss_scale_small_gradients_vanish_in_fp16(rng):
 
 
 def test_unknown_precision():
-    with pytest.raises(GraphError, match="no precision 'int8': choose float16, bfloat16 or float32"):
+    with pytest.raises(GraphError, match="no precision 'int8': choose one of float16, bfloat16, float32"):
         passes.precision(Graph.from_json(small_resnet(False).tojson()), "int8")

@@ -21,7 +21,7 @@ from typing import Any
 from disk_cache import Cache
 from graph_passes.errors import GraphError
 from graph_passes.executors.cuda.arena import Arena
-from graph_passes.executors.cuda.device import Gpu
+from graph_passes.executors.cuda.device import INSTALL, Gpu, first_line
 from graph_passes.passes.memory import aligned
 from graph_passes.passes.precision import ITEM_BYTES
 
@@ -32,7 +32,6 @@ MAX_CANDIDATES = 24  # plans timed per problem; cuDNN lists the most promising o
 TUNING_SECONDS = 0.5
 REFUSED = ""  # in place of a plan's name: a fused problem for which none was found
 
-_INSTALL = "pip install nvidia-cudnn-cu12 nvidia-cudnn-frontend"
 log = logging.getLogger("graph_passes.cuda")
 
 
@@ -176,7 +175,7 @@ class ConvolutionLibrary:
             except GraphError:
                 raise
             except Exception as error:  # cuDNN refuses some of its own proposals while building or running them
-                reason = (str(error).splitlines() or [type(error).__name__])[0]
+                reason = first_line(error)
         if not timed:
             if problem.is_fused:
                 self._choices[problem.key] = [REFUSED, 0.0]
@@ -262,9 +261,8 @@ class ConvolutionLibrary:
                 notes = cudnn.numerical_note
                 graph.deselect_numeric_notes([notes.TENSOR_CORE, notes.DOWN_CONVERT_INPUTS])
         except Exception as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise GraphError(f"cuDNN refuses the {problem.kind} of input {problem.x} with weight {problem.w}, stride "
-                             f"{problem.stride}, {problem.dtype} ({reason})") from None
+                             f"{problem.stride}, {problem.dtype} ({first_line(error)})") from None
         return graph, tensors
 
 
@@ -273,13 +271,13 @@ def import_cudnn() -> Any:
     try:
         import cudnn
     except ImportError as error:
-        raise GraphError(f"the cuda executor needs nvidia-cudnn-frontend ({error}): {_INSTALL}") from None
+        raise GraphError(f"the cuda executor needs nvidia-cudnn-frontend ({error}): {INSTALL}") from None
     try:
         version = cudnn.backend_version()
     except Exception:
-        raise GraphError(f"the cuDNN library (libcudnn.so.9) is missing: {_INSTALL}") from None
+        raise GraphError(f"the cuDNN library (libcudnn.so.9) is missing: {INSTALL}") from None
     if version < MIN_CUDNN:
-        raise GraphError(f"cuDNN {version} is too old, 9.1 or newer is needed: {_INSTALL}")
+        raise GraphError(f"cuDNN {version} is too old, 9.1 or newer is needed: {INSTALL}")
     return cudnn
 
 

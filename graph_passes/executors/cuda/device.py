@@ -23,7 +23,7 @@ MIN_DRIVER_CUDA = 12000  # CUDA 12.0, as cuDriverGetVersion counts
 IPC_HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
 
 _NO_GPU = "install a driver and a GPU, or use --executor mxnet"
-_INSTALL = "install the GPU packages: pip install 'resnet50-mxnet[gpu]'"
+INSTALL = "install the GPU packages: `make setup`, or pip install '.[gpu]' in this project's folder"
 
 
 class Gpu:
@@ -37,16 +37,16 @@ class Gpu:
             from cuda.bindings import driver
             from cuda.core import Device
         except ImportError as error:
-            raise GraphError(f"the cuda executor needs cuda-core and cuda-bindings ({error}): {_INSTALL}") from None
+            raise GraphError(f"the cuda executor needs cuda-core and cuda-bindings ({error}): {INSTALL}") from None
         except Exception as error:  # cuda-pathfinder's own exception where libcuda.so is missing
-            raise GraphError(f"no NVIDIA driver was found ({_first_line(error)}): {_NO_GPU}") from None
+            raise GraphError(f"no NVIDIA driver was found ({first_line(error)}): {_NO_GPU}") from None
         self._driver = driver
         try:
             self.check(driver.cuInit(0))
             version = self.check(driver.cuDriverGetVersion())
             count = self.check(driver.cuDeviceGetCount())
         except Exception as error:
-            raise GraphError(f"the NVIDIA driver does not answer ({_first_line(error)}): {_NO_GPU}") from None
+            raise GraphError(f"the NVIDIA driver does not answer ({first_line(error)}): {_NO_GPU}") from None
         if version < MIN_DRIVER_CUDA:
             raise GraphError(f"the NVIDIA driver supports CUDA {version // 1000}.{version % 1000 // 10} only; "
                              "the cuda executor needs 12.0 or newer: update the driver")
@@ -273,5 +273,6 @@ class Gpu:
         return statistics.median(times[1:])
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Of its message, or the name of its class."""
     return (str(error).splitlines() or [type(error).__name__])[0]

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from graph_passes.errors import GraphError
-from graph_passes.executors.base import Arrays, Executor, Metrics
+from graph_passes.executors.base import Arrays, Executor, Metrics, parse_device
 from graph_passes.executors.cuda.buckets import Bucket
 from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.idle import IdleClock
@@ -66,10 +66,10 @@ class CudaExecutor(Executor):
                  group: StatisticsGroup | None = None, largest_image_size: int = 0) -> None:
         graph = bn_relu(bn_add_relu(graph))
         super().__init__(graph, shapes)
-        kind, _, number = device.rstrip(")").partition("(")
-        if kind != "gpu" or not (number or "0").isdigit():
+        kind, number = parse_device(device)
+        if kind != "gpu":
             raise GraphError(f"the cuda executor cannot run on the device '{device}': give gpu(0), gpu(1), ...")
-        self._context = mx.gpu(int(number or 0))
+        self._context = mx.gpu(number)
         self._dtype = dtype
         self._arrays: dict[str, Array] = {}
         self._seen: list[Array] = []  # arrays that MXNet may be reading or writing
@@ -308,6 +308,8 @@ class CudaExecutor(Executor):
         self._step.load_from_device(self._address(data), np.dtype(data.dtype).name, data.shape)
         used = [data]
         if label is not None:
+            if label.dtype != np.float32:  # its bytes are copied
+                raise GraphError(f"'softmax_label' has the dtype {np.dtype(label.dtype).name}: give float32")
             label = self._here(label)
             target = self._step.persistent.label
             self._step.gpu.copy(target.address, self._address(label), target.num_bytes // target.shape[0] * num_images)
@@ -318,7 +320,7 @@ class CudaExecutor(Executor):
         self._gate(used, reading=True)  # nobody may overwrite the batch before it is copied
 
     def _here(self, array: Array) -> Array:
-        """The array on this GPU, in a dtype that the step reads."""
+        """The array on this GPU."""
         return array if array.context == self._context else array.as_in_context(self._context)
 
     # --- order with MXNet's engine ---

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from graph_passes.executors.cuda.compiled import CompiledGraph
-from graph_passes.executors.cuda.kernels import C_TYPES, count
+from graph_passes.executors.cuda.kernels import count, instance
 from graph_passes.executors.cuda.lowering import Persistent
 from graph_passes.executors.cuda.parameters import ParameterStore, parameters_of
 from graph_passes.executors.cuda.program import Buffer
@@ -35,7 +35,7 @@ class Inference:
         self._store = ParameterStore(parameters, statistics, dtype, trained=False)
         for array in self._store.arrays.values():
             array.place(self._gpu.allocate(max(array.num_bytes, 1)))
-        self._kernel = f"fold_batch_norm<{C_TYPES[dtype]}>"
+        self._kernel = instance("fold_batch_norm", dtype)
         self._folding: Any = None  # a CUDA graph
         self._compiled: dict[int, CompiledGraph] = {}  # by number of images
         self.image_size = tuple(shapes["data"][1:3])

@@ -15,7 +15,7 @@ from typing import Any
 
 from disk_cache import Cache
 from graph_passes.errors import GraphError
-from graph_passes.executors.cuda.device import Gpu
+from graph_passes.executors.cuda.device import INSTALL, Gpu
 
 Size = tuple[int, int, int]  # of a grid in blocks, of a block in threads
 DEFAULT_SHARED_BYTES = 32 << 10  # of dynamic shared memory beside a static part; 48 KiB together need no permission
@@ -32,6 +32,14 @@ def threads(items: int) -> tuple[Size, Size]:
 def count(value: int) -> ctypes.c_uint32:
     """An unsigned 32-bit kernel argument."""
     return ctypes.c_uint32(value)
+
+
+def instance(name: str, *arguments: object) -> str:
+    """The name of a template's instance: `instance("add", "float16", True)` is "add<half, true>"."""
+    def spelled(argument: object) -> str:
+        return str(argument).lower() if isinstance(argument, bool) else C_TYPES.get(str(argument), str(argument))
+
+    return f"{name}<{', '.join(map(spelled, arguments))}>"
 
 
 def architecture(capability: tuple[int, ...]) -> str:
@@ -95,7 +103,7 @@ class KernelLibrary:
         try:
             cubin, symbol = compile_kernel(source, expression, arch)
         except ImportError as error:
-            raise GraphError(f"NVRTC is missing ({error}): pip install 'cuda-core[cu12]' or '[cu13]'") from None
+            raise GraphError(f"NVRTC is missing ({error}): {INSTALL}") from None
         description = {"source": source, "expression": expression, "arch": arch, "symbol": symbol}
         self._store.write(name, json.dumps(description).encode() + b"\n" + cubin)
         return cubin, symbol

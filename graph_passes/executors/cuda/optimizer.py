@@ -13,14 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from graph_passes.executors.cuda.device import Gpu
-from graph_passes.executors.cuda.kernels import C_TYPES, KernelLibrary, count
+from graph_passes.executors.cuda.kernels import KernelLibrary, count, instance
 from graph_passes.executors.cuda.parameters import VECTOR, ParameterStore
 
 CHUNK = 8192  # elements a block updates; CHUNK of optimizer.cu
 THREADS = 256  # THREADS of optimizer.cu
 INITIAL_LOSS_SCALE = 1024.0  # of float16; the gradients of a batch mean are small, ResNet-50's fit far above and below
-
-
 _SCALING = ("loss_scale", "good_steps")  # fields of State
 
 
@@ -75,15 +73,12 @@ class Optimizer:
     def __init__(self, gpu: Gpu, kernels: KernelLibrary, store: ParameterStore, config: OptimizerConfig,
                  state_address: int) -> None:
         self._gpu, self._store, self.config, self._state_address = gpu, store, config, state_address
-        c_type = C_TYPES[store.dtype]
-        variants = {True: "true", False: "false"}
-        self._inspect = kernels.get("optimizer.cu", f"inspect_gradients<{c_type}, {variants[config.lars]}>")
+        self._inspect = kernels.get("optimizer.cu", instance("inspect_gradients", store.dtype, config.lars))
         self._trust_ratios = kernels.get("optimizer.cu", "trust_ratios")
-        self._update = kernels.get("optimizer.cu",
-                                   f"sgd_update<{c_type}, {variants[config.lars]}, {variants[config.nesterov]}>")
+        self._update = kernels.get("optimizer.cu", instance("sgd_update", store.dtype, config.lars, config.nesterov))
         self._end_step = kernels.get("optimizer.cu", "end_step")
         self._average_statistics = kernels.get("optimizer.cu", "average_statistics")
-        self._copy = kernels.get("optimizer.cu", f"copy_weights<{c_type}>")
+        self._copy = kernels.get("optimizer.cu", instance("copy_weights", store.dtype))
 
         tensors, chunks = self._tables()
         self._num_tensors, self._num_chunks = len(tensors), len(chunks)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from graph_passes.errors import GraphError
 from graph_passes.executors.cuda.convolution import import_cudnn
-from graph_passes.executors.cuda.device import Gpu
+from graph_passes.executors.cuda.device import INSTALL, Gpu
 from mxnet_compat import mx
-
-_INSTALL = "pip install 'resnet50-mxnet[gpu]'"
 
 
 def check_requirements(device_id: int) -> None:
     """Raise GraphError, in one sentence with the way out, where the GPU, the driver or a library is missing or too old.
     """
     if not mx.runtime.Features().is_enabled("CUDA"):
-        raise GraphError(f"MXNet is installed without GPU support: {_INSTALL}")
+        raise GraphError(f"MXNet is installed without GPU support: {INSTALL}")
     Gpu(device_id)
     import_cudnn()
     _find_nvrtc()
@@ -26,4 +24,4 @@ def _find_nvrtc() -> None:
     try:
         load_nvidia_dynamic_lib("nvrtc")
     except DynamicLibNotFoundError:
-        raise GraphError(f"NVRTC (libnvrtc.so) is missing, which compiles the kernels: {_INSTALL}") from None
+        raise GraphError(f"NVRTC (libnvrtc.so) is missing, which compiles the kernels: {INSTALL}") from None

@@ -24,7 +24,7 @@ from graph_passes.executors.cuda.compiled import CompiledGraph
 from graph_passes.executors.cuda.convolution import ConvolutionLibrary, import_cudnn
 from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.inference import Inference
-from graph_passes.executors.cuda.kernels import C_TYPES, KernelLibrary, count, threads
+from graph_passes.executors.cuda.kernels import C_TYPES, KernelLibrary, count, instance, threads
 from graph_passes.executors.cuda.lowering import LoweredGraph, Persistent, check_operators
 from graph_passes.executors.cuda.optimizer import Optimizer, OptimizerConfig, State
 from graph_passes.executors.cuda.parameters import VECTOR, FlatArray, ParameterStore, padded_channels, parameters_of
@@ -90,7 +90,8 @@ class TrainingStep:
             parameters_of(graph, inferred, tuple(shapes)), {name: inferred[Ref(name)] for name in graph.aux}, dtype,
             wire_dtype)
         step, largest = self._step_graph(self._shapes), self._largest_shapes(largest_image_size)
-        arena_bytes = check_fits(self._step_graph(largest), largest, self.store, *self.gpu.memory())
+        largest_step = self._step_graph(largest) if largest != self._shapes else step
+        arena_bytes = check_fits(largest_step, largest, self.store, *self.gpu.memory())
         self._place_parameters()
         self.persistent = self._persistent(shapes["data"], inferred[graph.outputs[0]])
         self._inputs = {self.persistent.data.shape[1:3]: self.persistent.data}  # by height and width of the images
@@ -290,12 +291,14 @@ class TrainingStep:
         made = self.persistent.data.shape
         if len(shape) != 4 or shape[0] > made[0] or shape[3] > made[3]:
             raise GraphError(f"data has the shape {tuple(shape)}: the network was built for {made}")
+        if dtype not in C_TYPES:
+            raise GraphError(f"data has the dtype {dtype}: give one of {', '.join(C_TYPES)}")
         self._select_input(tuple(shape[1:3]))
         target = self.persistent.data
         if dtype == target.dtype and shape[3] == target.shape[3]:
             self.gpu.copy(target.address, address, target.num_bytes // target.shape[0] * shape[0])
             return
-        kernel = self.kernels.get("elementwise.cu", f"convert_input<{C_TYPES[dtype]}, {C_TYPES[target.dtype]}>")
+        kernel = self.kernels.get("elementwise.cu", instance("convert_input", dtype, target.dtype))
         pixels = shape[0] * shape[1] * shape[2]
         kernel.launch(*threads(pixels), address, target.address, ctypes.c_int64(pixels), ctypes.c_int(shape[3]),
                       ctypes.c_int(target.shape[3]))
@@ -309,7 +312,7 @@ class TrainingStep:
         if mixup < 1:
             data = self.persistent.data
             images, size = data.shape[0], math.prod(data.shape[1:])
-            kernel = self.kernels.get("elementwise.cu", f"mix_images<{C_TYPES[data.dtype]}>")
+            kernel = self.kernels.get("elementwise.cu", instance("mix_images", data.dtype))
             kernel.launch((-(-size // 1024), -(-images // 2), 1), (256, 1, 1), data.address, ctypes.c_int64(size),
                           ctypes.c_int(images), ctypes.c_float(mixup))
 
@@ -342,7 +345,7 @@ class TrainingStep:
             source, bucket = self.store.weight_gradients, self.buckets[number][0]
             start = (bucket.address - self.store.wire_gradients.address) // ITEM_BYTES[bucket.dtype]
             vectors = bucket.num_elements // VECTOR
-            kernel = self.kernels.get("elementwise.cu", f"widen<{C_TYPES[source.dtype]}>")
+            kernel = self.kernels.get("elementwise.cu", instance("widen", source.dtype))
             kernel.launch(*threads(vectors), source.address + start * ITEM_BYTES[source.dtype], bucket.address,
                           count(vectors))
         for bucket in self.buckets[number]:
@@ -358,7 +361,7 @@ class TrainingStep:
     def _add_gradient_backup(self) -> None:
         for name, array in self._gradient_arrays.items():
             vectors = array.size // VECTOR
-            kernel = self.kernels.get("elementwise.cu", f"add<{C_TYPES[array.dtype]}>")
+            kernel = self.kernels.get("elementwise.cu", instance("add", array.dtype))
             kernel.launch(*threads(vectors), array.address, self._gradient_backup[name], array.address, count(vectors))
 
     @property

@@ -238,6 +238,10 @@ def test_half_precision_images_and_other_shapes(executor: CudaExecutor) -> None:
     assert 0 < executor.read_metrics().loss_sum < 100 * CLASSES
     with pytest.raises(GraphError, match=r"\(9, 33, 31, 3\)"):
         executor.forward_backward(mx.nd.zeros((2, 33, 31, 3)), label)
+    with pytest.raises(GraphError, match="data has the dtype float64: give one of float16, bfloat16, float32"):
+        executor.forward_backward(mx.nd.array(data.asnumpy(), ctx=mx.gpu(0), dtype="float64"), label)
+    with pytest.raises(GraphError, match="'softmax_label' has the dtype int32: give float32"):
+        executor.forward_backward(data, mx.nd.array(label.asnumpy(), dtype="int32"))
     with pytest.raises(GraphError, match="cpu"):
         create_executor("cuda", executor.graph, SHAPES, device="cpu(0)")
 

@@ -419,6 +419,11 @@ def test_sizes_of_images_share_one_arena(make_step: Callable[..., training_step.
     assert len(gpu.graphs) == len(expected.gpu.graphs) == 3 + 2 * 1 + 2  # buckets, inference; its folding, optimizer
 
 
+def test_images_of_other_types_are_refused(make_step: Callable[..., training_step.TrainingStep]) -> None:
+    with pytest.raises(GraphError, match="data has the dtype float64: give one of float16, bfloat16, float32"):
+        make_step(64).load_from_device(1, "float64", (4, 64, 64, 4))
+
+
 def test_validation_takes_no_memory_but_that_of_its_weights(make_step: Callable[..., training_step.TrainingStep]
                                                             ) -> None:
     step = make_step(64)

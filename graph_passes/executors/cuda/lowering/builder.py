@@ -10,7 +10,7 @@ from typing import Any
 
 from graph_passes.errors import GraphError
 from graph_passes.executors.cuda.convolution import Problem
-from graph_passes.executors.cuda.kernels import C_TYPES, Size
+from graph_passes.executors.cuda.kernels import Size, instance
 from graph_passes.executors.cuda.parameters import VECTOR, ParameterStore
 from graph_passes.executors.cuda.planner import Decision
 from graph_passes.executors.cuda.program import Buffer, Launch, Program
@@ -115,9 +115,8 @@ class Builder:
     # --- kernels of ours ---
 
     def kernel(self, name: str, *arguments: object) -> str:
-        """A kernel's instantiation for the network's dtype. `arguments`: of the template, behind the dtype."""
-        spelled = (str(argument).lower() if isinstance(argument, bool) else str(argument) for argument in arguments)
-        return f"{name}<{', '.join([C_TYPES[self.dtype], *spelled])}>"
+        """A template's instance for the network's dtype, which is its first argument."""
+        return instance(name, self.dtype, *arguments)
 
     def launch(self, node: Node, source: str, kernel: str, grid: Size, block: Size, arguments: tuple[Any, ...],
                reads: Buffers, writes: Buffers, in_place: tuple[Buffer, Buffer] | None = None, shared_bytes: int = 0,
