@@ -26,7 +26,7 @@ def test_a_sanitizer_finds_nothing(tmp_path: Path) -> None:
     sanitizer = shutil.which("compute-sanitizer")
     if not sanitizer:
         pytest.skip("compute-sanitizer is not installed; it comes with the CUDA toolkit")
-    path = f"{REPOSITORY}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    path = os.pathsep.join([str(REPOSITORY), *sys.path])  # with the folders of the tests' own modules
     run = subprocess.run([sanitizer, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-W", "ignore",
                           __file__, str(tmp_path)], capture_output=True, text=True, timeout=300,
                          env={**os.environ, "PYTHONPATH": path})
