@@ -60,15 +60,15 @@ def start(way: Way, slot: Slot, options: Sequence[str]) -> subprocess.Popen[byte
                             stdout=sys.stderr)  # fmt: skip
 
 
-def train(side_by_side: Sequence[Way], slots: Sequence[Slot], config: Config, data: Path, seed: int) -> list[Line]:
-    """One run of each way, each with its slot; their validations."""
+def train(runs: Sequence[tuple[Way, int]], slots: Sequence[Slot], config: Config, data: Path) -> list[Line]:
+    """Runs side by side, each a way and a seed, with a slot of its own; their validations."""
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as running:
         launched = time.time()
-        folders = [Path(scratch) / str(number) for number, _ in enumerate(side_by_side)]
+        folders = [Path(scratch) / str(number) for number, _ in enumerate(runs)]
         processes = [running.enter_context(start(way, slot, train_options(config, data, seed, folder)))
-                     for way, slot, folder in zip(side_by_side, slots, folders, strict=False)]  # fmt: skip
+                     for (way, seed), slot, folder in zip(runs, slots, folders, strict=False)]  # fmt: skip
         lines: list[Line] = []
-        for way, process, folder in zip(side_by_side, processes, folders, strict=True):
+        for (way, seed), process, folder in zip(runs, processes, folders, strict=True):
             if process.wait():
                 raise TrainError(f"training on {way.name} failed with code {process.returncode}, see above")
             lines += validations(folder, launched, way.name, seed)
@@ -120,11 +120,13 @@ def main() -> None:
     arguments.results.mkdir(parents=True, exist_ok=True)
     raw = arguments.results / f"cifar10_{arguments.epochs}ep_{arguments.gpus}gpu.jsonl"
     *alone, together = ways(arguments.gpus)
+    seeds = range(1, arguments.seeds + 1)
+    runs = [(way, seed) for seed in seeds for way in alone]
+    rounds = [runs[first : first + arguments.gpus] for first in range(0, len(runs), arguments.gpus)]
     lines: list[Line] = []
-    for seed in range(1, arguments.seeds + 1):
-        for side_by_side in (alone, [together]):
-            lines += train(side_by_side, slots, config, arguments.data, seed)
-            raw.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for side_by_side in (*rounds, *([(together, seed)] for seed in seeds)):
+        lines += train(side_by_side, slots, config, arguments.data)
+        raw.write_text("".join(json.dumps(line) + "\n" for line in lines))
     publish(lines, arguments.gpus, arguments.epochs, arguments.results)
 
 

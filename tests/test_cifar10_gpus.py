@@ -64,9 +64,9 @@ def test_runs_side_by_side(benchmark, tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark, "start", start)
     config, slots = load_preset("cifar10_resnet18"), plan(2, on_cpu=True)[0]
     *alone, together = benchmark.ways(2)
-    lines = benchmark.train(alone, slots, config, tmp_path, seed=5)
+    lines = benchmark.train([(alone[0], 5), (alone[1], 6)], slots, config, tmp_path)
     assert [(line["program"], line["seed"], line["top1"], line["seconds"]) for line in lines] == [
-        ("1 GPU", 5, 0.1, 6.5), ("1 GPU, 2 passes", 5, 0.2, 6.5)
+        ("1 GPU", 5, 0.1, 6.5), ("1 GPU, 2 passes", 6, 0.2, 6.5)
     ]  # fmt: skip
     with pytest.raises(TrainError, match="training on 1 GPU, 3 passes failed with code 2"):
-        benchmark.train([together, benchmark.ways(3)[1]], slots, config, tmp_path, seed=5)
+        benchmark.train([(together, 5), (benchmark.ways(3)[1], 5)], slots, config, tmp_path)
