@@ -114,17 +114,21 @@ def show(symbol: Path | None, model: str | None, batch_size: int, image_size: in
         console.print(f"Chosen on GPU {gpu}, of the ways that were timed:\n{decisions}", markup=False)
     if output:
         files = {
-            "before.svg": draw_svg(before, f"{name}, before", shapes_before),
-            "after.svg": draw_svg(graph, f"{name}, after {', '.join(chosen)}", shapes_after),
-            "after.json": graph.to_json(),
+            output / "before.svg": draw_svg(before, f"{name}, before", shapes_before),
+            output / "after.svg": draw_svg(graph, f"{name}, after {', '.join(chosen)}", shapes_after),
+            output / "after.json": graph.to_json(),
         }
+        _write(files)
+        console.print(f"wrote {', '.join(map(str, files))}")
+
+
+def _write(files: dict[Path, str]) -> None:
+    for path, text in files.items():
         try:
-            output.mkdir(parents=True, exist_ok=True)
-            for file_name, text in files.items():
-                (output / file_name).write_text(text, encoding="utf-8")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
         except OSError as error:
-            raise GraphError(f"cannot write to {output} ({error.strerror}): choose another --output") from None
-        console.print(f"wrote {', '.join(str(output / file_name) for file_name in files)}")
+            raise GraphError(f"cannot write {path} ({error.strerror}): choose another --output") from None
 
 
 def _decisions(graph: Graph, batch_size: int, image_size: int, dtype: str, gpu: int) -> str:

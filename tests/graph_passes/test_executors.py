@@ -193,7 +193,7 @@ def test_images_of_another_size(kind, problem, rng):
     graph, shapes, *_ = problem
     (executor,) = executors(problem, kind)
     n, _, _, channels = shapes["data"]
-    for height, width in [(19, 21), (33, 30), (18, 18), (33, 30)]:
+    for height, width in [(33, 30), (18, 18), (33, 30)]:
         train_shape, larger = (n, height, width, channels), (n, height + 5, width + 3, channels)
         data, label = rng.standard_normal(train_shape).astype("f"), rng.integers(0, CLASSES, n).astype("f")
         images = rng.standard_normal(larger).astype("f")
@@ -298,15 +298,15 @@ def test_training_with_onednn_equals_training_without():
     Symbol for both gave wrong running statistics and gradients here)."""
     seed = int.from_bytes(os.urandom(2), "little")
     print(f"seed {seed}")
-    environment = {**os.environ, "MXNET_MKLDNN_ENABLED": "1"}
     path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
-    for s in (seed, seed + 1):
-        code = (f"import json, test_executors as t; first, second = t.one_dnn_run({s}), t.one_dnn_run({s}); "
-                "assert first == second, 'not deterministic'; print(json.dumps(first))")
-        run = subprocess.run([sys.executable, "-c", code], env={**environment, "PYTHONPATH": path}, text=True,
-                             capture_output=True, timeout=120)  # fmt: skip
-        assert run.returncode == 0, run.stderr
-        with_onednn = {name: np.array(value) for name, value in json.loads(run.stdout).items()}
+    environment = {**os.environ, "MXNET_MKLDNN_ENABLED": "1", "PYTHONPATH": path}
+    seeds = (seed, seed + 1)
+    code = (f"import json, test_executors as t; one, two = ([t.one_dnn_run(s) for s in {seeds}] for _ in range(2)); "
+            "assert one == two, 'not deterministic'; print(json.dumps(one))")
+    run = subprocess.run([sys.executable, "-c", code], env=environment, text=True, capture_output=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    for s, result in zip(seeds, json.loads(run.stdout), strict=True):
+        with_onednn = {name: np.array(value) for name, value in result.items()}
         expected = {name: np.array(value) for name, value in one_dnn_run(s).items()}
         assert_close(with_onednn, expected, 1e-4)
 

@@ -130,7 +130,7 @@ def test_show_what_a_gpu_chose(capsys, monkeypatch, tmp_path):
         (["show", "--symbol", "missing.json"], "cannot read the graph file missing.json"),
         (["show", "--model", "resnet18_v1", "--batch-size", "0"], "both must be at least 1"),
         (["show", "--model", "resnet18_v1", "--dtype", "int8"], "invalid choice: 'int8'"),
-        (["show", "--model", "resnet18_v1", "--output", "/dev/null/x"], "cannot write to /dev/null/x"),
+        (["show", "--model", "resnet18_v1", "--output", "/dev/null/x"], "cannot write /dev/null/x/before.svg"),
         (["show", "--model", "resnet18_v1", "--gpu", "0", "--inference"], "leave out --inference"),
         (["show", "--model", "resnet18_v1", "--gpu", "99"], "GPU"),  # none at all, or not so many
     ],

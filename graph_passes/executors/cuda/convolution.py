@@ -102,9 +102,9 @@ class ConvolutionLibrary:
     `deterministic` leaves out plans that sum in a varying order, and lets neither time nor what is on disk decide
     between the others: each plan has its own order of sums, so another choice gives other bits."""
 
-    def __init__(self, gpu: Gpu, store: Cache, arena: Arena, tf32: bool = True, deterministic: bool = False) -> None:
+    def __init__(self, gpu: Gpu, cache: Cache, arena: Arena, tf32: bool = True, deterministic: bool = False) -> None:
         self._cudnn = import_cudnn()
-        self._gpu, self._store, self._arena = gpu, store, arena
+        self._gpu, self._cache, self._arena = gpu, cache, arena
         self._tf32, self.deterministic = tf32, deterministic
         self.handle = self._cudnn.create_handle()
         self._cudnn.set_stream(handle=self.handle, stream=gpu.stream_handle)
@@ -131,7 +131,7 @@ class ConvolutionLibrary:
         """Keep the choices made since the last call on disk."""
         if len(self._choices) > self._known and not self.deterministic:
             merged = {**self._read_choices(), **self._choices}  # another process may have written meanwhile
-            self._store.write(self._choices_name, json.dumps(merged, indent=0).encode())
+            self._cache.write(self._choices_name, json.dumps(merged, indent=0).encode())
             self._known = len(self._choices)
 
     # --- choosing ---
@@ -201,7 +201,7 @@ class ConvolutionLibrary:
                           f"{problem.stride}, {problem.dtype} ({reason}): use channels that are multiples of 8")
 
     def _read_choices(self) -> dict[str, list[Any]]:
-        body = self._store.read(self._choices_name)
+        body = self._cache.read(self._choices_name)
         return json.loads(body) if body else {}
 
     # --- describing a problem to cuDNN ---

@@ -83,8 +83,8 @@ class Kernel:
 class KernelLibrary:
     """All kernels of one GPU."""
 
-    def __init__(self, gpu: Gpu, store: Cache) -> None:
-        self._gpu, self._store = gpu, store
+    def __init__(self, gpu: Gpu, cache: Cache) -> None:
+        self._gpu, self._cache = gpu, cache
         self._loaded: dict[tuple[str, str], Kernel] = {}
 
     def get(self, source: str, expression: str) -> Kernel:
@@ -97,7 +97,7 @@ class KernelLibrary:
     def _compiled(self, source: str, expression: str) -> tuple[bytes, str]:
         arch = architecture(self._gpu.capability)
         name = "kernel-" + hashlib.sha256(f"{sources_digest()} {source} {expression} {arch}".encode()).hexdigest()[:32]
-        if entry := self._store.read(name):
+        if entry := self._cache.read(name):
             head, cubin = entry.split(b"\n", 1)
             return cubin, json.loads(head)["symbol"]
         try:
@@ -105,7 +105,7 @@ class KernelLibrary:
         except ImportError as error:
             raise GraphError(f"NVRTC is missing ({error}): {INSTALL}") from None
         description = {"source": source, "expression": expression, "arch": arch, "symbol": symbol}
-        self._store.write(name, json.dumps(description).encode() + b"\n" + cubin)
+        self._cache.write(name, json.dumps(description).encode() + b"\n" + cubin)
         return cubin, symbol
 
 

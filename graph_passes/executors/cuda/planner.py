@@ -41,8 +41,8 @@ class Planner:
     """Ways are timed in `arena`. `variant` names what else the times depend on, such as options of the convolutions.
     `deterministic`: times decide nothing, as each way has an order of sums of its own; the first way is taken."""
 
-    def __init__(self, gpu: Gpu, store: Cache, arena: Arena, variant: str, deterministic: bool = False) -> None:
-        self._gpu, self._store, self._arena, self._deterministic = gpu, store, arena, deterministic
+    def __init__(self, gpu: Gpu, cache: Cache, arena: Arena, variant: str, deterministic: bool = False) -> None:
+        self._gpu, self._cache, self._arena, self._deterministic = gpu, cache, arena, deterministic
         self._name = f"ways-{sources_digest()[:16]}-{variant}"
         self._times: dict[str, dict[str, float]] = self._read()
         self._known = len(self._times)
@@ -80,11 +80,11 @@ class Planner:
         """Keep the times taken since the last call on disk."""
         if len(self._times) > self._known:
             self._times = {**self._read(), **self._times}  # another process may have written meanwhile
-            self._store.write(self._name, json.dumps(self._times, indent=0).encode())
+            self._cache.write(self._name, json.dumps(self._times, indent=0).encode())
             self._known = len(self._times)
 
     def _read(self) -> dict[str, dict[str, float]]:
-        body = self._store.read(self._name)
+        body = self._cache.read(self._name)
         return json.loads(body) if body else {}
 
     def _time_ms(self, launches: list[Launch], scratch: Iterable[Buffer]) -> float:

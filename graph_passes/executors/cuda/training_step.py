@@ -77,11 +77,11 @@ class TrainingStep:
             raise GraphError(f"the cuda executor has no dtype '{dtype}': choose one of {', '.join(C_TYPES)}")
         check_operators(graph)
         self.gpu = Gpu(device_id)
-        store = Cache(_machine(self.gpu), cache_folder)
-        self.kernels = KernelLibrary(self.gpu, store)
+        cache = Cache(_machine(self.gpu), cache_folder)
+        self.kernels = KernelLibrary(self.gpu, cache)
         self._arena = Arena(self.gpu)
-        convolutions = ConvolutionLibrary(self.gpu, store, self._arena, tf32, deterministic)
-        planner = Planner(self.gpu, store, self._arena, convolutions.variant, deterministic)
+        convolutions = ConvolutionLibrary(self.gpu, cache, self._arena, tf32, deterministic)
+        planner = Planner(self.gpu, cache, self._arena, convolutions.variant, deterministic)
         self._tools = Toolchain(self.gpu, self.kernels, convolutions, planner, self._arena)
         self._allocate_for_owner, self._group = allocate, group
         self._graph, self._shapes, self.dtype = graph, dict(shapes), dtype

@@ -1,7 +1,6 @@
 // BatchNorm, with the addition of a residual and ReLU fused in, forward and backward.
 //
-// Forward is one read for the statistics, then one read
-// and one write; backward is the same count for each of its inputs.
+// Forward is one read for the statistics, then one read and one write; backward is the same count for each of its inputs.
 //
 // Where a residual is added, ReLU leaves one bit per element (was the output > 0?): 1/16 of the bytes that reading the
 // output again would cost. Without a residual the backward pass computes the sign again from x, which it reads anyway.

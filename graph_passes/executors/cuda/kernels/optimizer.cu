@@ -152,7 +152,7 @@ __global__ void end_step(State *state) {
     }
     state->good_steps += 1;
     if (state->growth_interval && state->good_steps >= state->growth_interval) {
-        state->loss_scale = fminf(65536.f * 256, state->loss_scale * 2);
+        state->loss_scale = fminf(16777216.f, state->loss_scale * 2);  // 2^24, as NVIDIA's Apex
         state->good_steps = 0;
     }
 }

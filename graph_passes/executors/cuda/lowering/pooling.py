@@ -58,7 +58,6 @@ def max_backward(builder: Builder, node: Node) -> None:
 
 
 def average_backward(builder: Builder, node: Node) -> None:
-    require(node["global_pool"], node, "is not global, and has no GPU lowering")
     dy, dx = builder.input(node, 0), builder.output(node)
     vectors = builder.vectors(dx)
     builder.launch(node, "pooling.cu", builder.kernel("global_average_pool_backward"), *threads(vectors),
