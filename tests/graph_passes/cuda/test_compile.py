@@ -7,11 +7,11 @@ import re
 import pytest
 
 from graph_passes.executors.cuda.kernels import C_TYPES, SOURCES, compile_kernel
-from graph_passes.executors.cuda.lowering.pointwise import NormBackward
+from graph_passes.executors.cuda.lowering.pointwise import OUT_CHANNELS, DgradReduce, NormBackward
 
 # Template arguments behind the dtype that the executor asks for.
 FLAGS = {
-    "dgrad_reduce": ["64, 3, 4, 8, true, true", "256, 3, 4, 4, false, false"],
+    "dgrad_reduce": ["64, false, true", "128, true, false", "256, true, true"],
     "norm_backward": ["64, true, false", "128, true, true", "256, false, true"],
     "batch_norm_apply": ["false, false", "false, true", "true, true"],
     "batch_norm_backward_reduce": ["NO_RELU, false, false", "NO_RELU, true, true", "RECOMPUTED, false, false",
@@ -76,10 +76,16 @@ def test_compiles(source: str, kernel: str) -> None:
 
 
 @pytest.mark.usefixtures("nvrtc")
-def test_shared_memory_of_norm_backward() -> None:
+def test_shared_memory() -> None:
     """Python counts the bytes that a launch asks for, the kernel lays them out."""
     from cuda.core import Program, ProgramOptions
 
-    sizes = [f"static_assert(sizeof(Shared<Shape<{k}>>) == {NormBackward(k).shared_bytes});\n" for k in (64, 128, 256)]
+    sizes = {
+        "norm_backward.cu": [(f"{k}", NormBackward(k).shared_bytes) for k in OUT_CHANNELS],
+        "dgrad_reduce.cu": [(f"{k}, {str(add).lower()}, {str(pair).lower()}", DgradReduce(k).shared_bytes(add, pair))
+                            for k in OUT_CHANNELS for add in (False, True) for pair in (False, True)]}
     options = ProgramOptions(arch="sm_90a", std="c++17", include_path=[str(SOURCES)])
-    Program('#include "norm_backward.cu"\n' + "".join(sizes), "c++", options).compile("cubin")
+    for source, shapes in sizes.items():
+        assert max(size for _, size in shapes) <= (227 - 2) << 10, "what Hopper has, less what is not asked for"
+        asserts = "".join(f"static_assert(sizeof(Shared<Shape<{shape}>>) == {size});\n" for shape, size in shapes)
+        Program(f'#include "{source}"\n' + asserts, "c++", options).compile("cubin")

@@ -11,7 +11,7 @@ from gpu_arrays import PRECISION, Device, relative_error, rounded
 from test_kernels import BatchNormCase
 
 from graph_passes.executors.cuda.kernels import C_TYPES
-from graph_passes.executors.cuda.lowering.pointwise import DgradReduce, NormBackward
+from graph_passes.executors.cuda.lowering.pointwise import BLOCK, DgradReduce, NormBackward
 
 pytestmark = pytest.mark.gpu
 
@@ -28,33 +28,32 @@ def check_sums(got: np.ndarray, terms: np.ndarray, dtype: str) -> None:
     assert np.max(np.abs(got - terms.sum(0)) / (np.abs(terms).sum(0) + 1e-6)) < SUMS[dtype]
 
 
-@pytest.mark.parametrize("dtype, way, rows, columns, add, pair", [
-    ("float16", DgradReduce(32, 1, 1, 4), 1, 32, True, False),
-    ("bfloat16", DgradReduce(32, 1, 1, 4), 45, 96, False, False),
-    ("float16", DgradReduce(64, 3, 4, 8), 1003, 256, True, False),
-    ("bfloat16", DgradReduce(64, 3, 4, 4), 77, 320, True, True),
-    ("float16", DgradReduce(128, 2, 4, 8), 333, 320, True, True),
-    ("bfloat16", DgradReduce(128, 3, 4, 8), 517, 160, True, False),
-    ("float16", DgradReduce(128, 3, 4, 4), 129, 128, False, True),
-    ("float16", DgradReduce(256, 3, 4, 4), 259, 128, True, False)])
-def test_dgrad_reduce(device: Device, dtype: str, way: DgradReduce, rows: int, columns: int, add: bool,
-                      pair: bool) -> None:
+@pytest.mark.parametrize("dtype, k, rows, columns, add, pair", [
+    ("float16", 64, 1, 128, True, False),
+    ("float16", 64, 129, 136, False, True),
+    ("bfloat16", 64, 1003, 256, True, True),
+    ("float16", 128, 10003, 256, True, False),
+    ("bfloat16", 128, 333, 320, True, True),
+    ("float16", 128, 517, 128, False, False),
+    ("bfloat16", 256, 517, 160, True, False),
+    ("float16", 256, 259, 512, True, True)])
+def test_dgrad_reduce(device: Device, dtype: str, k: int, rows: int, columns: int, add: bool, pair: bool) -> None:
     norms = [BatchNormCase(device, rows, columns, dtype, seed=seed) for seed in (rows, columns)]
     random = np.random.default_rng(rows + columns)
-    dy = rounded(random.normal(0, 1, (rows, way.k)), dtype)
-    w = rounded(random.normal(0, way.k**-0.5, (way.k, columns)), dtype)
+    dy = rounded(random.normal(0, 1, (rows, k)), dtype)
+    w = rounded(random.normal(0, k**-0.5, (k, columns)), dtype)
     addend = rounded(random.normal(0, 1, (rows, columns)), dtype)
     mask = random.integers(0, 2, (rows, columns)).astype(bool)
     dz, (dgamma, dgamma_2, dbeta, dbeta_2) = (device.poisoned((rows, columns), dtype),
                                               [device.poisoned((columns,)) for _ in range(4)])
-    kernel = f"dgrad_reduce<{C_TYPES[dtype]}, {way}, {str(add).lower()}, {str(pair).lower()}>"
+    kernel = f"dgrad_reduce<{C_TYPES[dtype]}, {k}, {str(add).lower()}, {str(pair).lower()}>"
     partials, tickets = device.poisoned((3 * BLOCKS * columns,)), device.zeros(4 * columns)
     for _ in range(2):  # twice: the tickets must be back at zero
-        device.run("dgrad_reduce.cu", kernel, (-(-columns // way.block_columns), BLOCKS, 1), way.block,
+        device.run("dgrad_reduce.cu", kernel, (-(-columns // DgradReduce.COLUMNS), BLOCKS, 1), BLOCK,
                    device.put(dy, dtype), device.put(w, dtype), *(device.put(norm.x, dtype) for norm in norms),
                    device.put(addend, dtype), device.put(np.packbits(mask, axis=1, bitorder="little"), "uint8"), dz,
                    *(norm.saved() for norm in norms), dgamma, dgamma_2, dbeta, dbeta_2, partials, tickets,
-                   ctypes.c_uint32(rows), ctypes.c_int(columns), shared_bytes=way.shared_bytes(3))
+                   ctypes.c_uint32(rows), ctypes.c_int(columns), shared_bytes=DgradReduce(k).shared_bytes(add, pair))
     wanted = np.where(mask, dy @ w + (addend if add else 0), 0)
     assert relative_error(device.get(dz, (rows, columns), dtype), wanted) < STORED[dtype]
     check_sums(device.get(dbeta, (columns,)), wanted, dtype)
@@ -70,7 +69,7 @@ def test_dgrad_reduce(device: Device, dtype: str, way: DgradReduce, rows: int, c
     ("bfloat16", 128, 64, False, False), ("float16", 64, 517, False, True)])
 def test_norm_backward(device: Device, dtype: str, k: int, rows: int, reduces: bool, relu: bool) -> None:
     """Gradients of a BatchNorm's input (never stored), of the 1x1 convolution before it, and of its input."""
-    way, columns = NormBackward(k), 64
+    columns = NormBackward.COLUMNS
     out, norm = (BatchNormCase(device, rows, channels, dtype, seed=channels + rows) for channels in (k, columns))
     random = np.random.default_rng(rows)
     given = rounded(random.normal(0, 1, (rows, k)), dtype)
@@ -87,11 +86,11 @@ def test_norm_backward(device: Device, dtype: str, k: int, rows: int, reduces: b
     partials, tickets = device.poisoned((2 * BLOCKS * columns,)), device.zeros(4)
     kernel = f"norm_backward<{C_TYPES[dtype]}, {k}, {str(relu).lower()}, {str(reduces).lower()}>"
     for _ in range(2):  # twice: the tickets must be back at zero
-        device.run("norm_backward.cu", kernel, (1, BLOCKS, 1), way.block, device.put(given, dtype),
+        device.run("norm_backward.cu", kernel, (1, BLOCKS, 1), BLOCK, device.put(given, dtype),
                    device.put(out.x, dtype), out.saved(), device.put(out.gamma), device.put(out.beta),
                    device.put(out_dgamma), device.put(out_dbeta), device.put(w, dtype), device.put(norm.x, dtype), dx,
                    norm.saved(), device.put(norm.gamma), device.put(norm.beta), dgamma, dbeta, dw_parts, partials,
-                   tickets, ctypes.c_uint32(rows), shared_bytes=way.shared_bytes)
+                   tickets, ctypes.c_uint32(rows), shared_bytes=NormBackward(k).shared_bytes)
     if reduces:
         x = rounded(np.maximum(before_relu, 0), dtype)
         wanted, clear = np.where(before_relu > 0, dy @ w, 0), np.abs(before_relu) > 1e-3

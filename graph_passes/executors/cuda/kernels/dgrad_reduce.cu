@@ -1,89 +1,123 @@
 // The gradient of a 1x1 convolution's input, and the sums of the BatchNorm backward that reads it.
-#include "tensor_cores.cuh"
+#include "pointwise.cuh"
+
+// A block works on 128 columns and walks over tiles of 64 rows, of which STAGES have a place in shared memory: all but the one
+// that is worked on are on their way there. Each of the block's four groups of warps makes 32 columns.
+template <int K_, bool ADD_, bool PAIR_> struct Shape {
+    static constexpr int K = K_, ADD = ADD_, PAIR = PAIR_, COLUMNS = 128, ROWS = 64, WARPS_M = 4, WARPS_N = 4;
+    static constexpr int STAGES = K > 128 ? 2 : 3;  // what fits; with four for K = 64 an H200 was no faster
+    static constexpr int CHUNKS = K / 64, COLUMN_CHUNKS = COLUMNS / 64, THREADS = WARPS_M * WARPS_N * WARP;
+    static_assert(THREADS * VEC == ROWS * 64, "a thread copies a vector of every chunk");
+};
+
+// Of one tile: tiles as in warpgroup.cuh, by chunks of 64 channels.
+template <class S> struct Stage {
+    uint4 dy[S::CHUNKS][S::ROWS * 8];
+    uint4 behind[1 + S::ADD + S::PAIR][S::COLUMN_CHUNKS][S::ROWS * 8];  // x, addend, x_2
+};
+
+template <class S> struct Shared {
+    uint4 weights[S::CHUNKS][S::COLUMNS * 8];
+    Stage<S> stages[S::STAGES];
+};
 
 // dz = dy * w, plus `addend` with ADD, where the ReLU bits in `mask` let it through; and of dz the sums that
 // batch_norm_backward_reduce makes, or with PAIR those of batch_norm_pair_backward_reduce. Weights are (k, n), which is OHWI.
-//
-// A block has WARPS_M x WARPS_N warps; a warp works on 16 rows of COLUMN_TILES * 8 columns, from global memory to registers
-// and back, and no warp waits for another: while some compute, the loads of others are in flight. All loads of a tile come
-// first; loading the next tile's as registers become free was slower, since a wait for one load is a wait for later ones too.
-template <class T, int K, int WARPS_M, int WARPS_N, int COLUMN_TILES, bool ADD, bool PAIR>
-__global__ void __launch_bounds__(WARPS_M * WARPS_N * WARP, 1)
+template <class T, int K, bool ADD, bool PAIR>
+__global__ void __launch_bounds__(Shape<K, ADD, PAIR>::THREADS, 1)
 dgrad_reduce(const Packed<T> *dy, const T *w, const Packed<T> *x, const Packed<T> *x_2, const Packed<T> *addend,
              const uint8 *mask, Packed<T> *dz, const float *saved, const float *saved_2, float *dgamma, float *dgamma_2,
              float *dbeta, float *dbeta_2, float *partials, uint32 *tickets, uint32 rows, int columns) {
-    constexpr int STEPS = K / 32, VECTORS = COLUMN_TILES / 4, SUMS = 2 + PAIR, TILE_ROWS = 16;
-    constexpr int BLOCK_COLUMNS = WARPS_N * COLUMN_TILES * 8;
-    static_assert(K % 32 == 0 && COLUMN_TILES % 4 == 0, "a thread's share is 8 channels");
-    extern __shared__ uint4 weights[];
-    __shared__ alignas(16) float means[1 + PAIR][BLOCK_COLUMNS];  // read as vectors
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warp_m = warp / WARPS_N, warp_n = warp % WARPS_N;
-    const int in_block = warp_n * COLUMN_TILES * 8 + lane % 4 * VEC, column = blockIdx.x * BLOCK_COLUMNS + in_block;
-    load_weights<T, K, BLOCK_COLUMNS>(weights, w, blockIdx.x * BLOCK_COLUMNS, columns);
-    for (int n = threadIdx.x; n < BLOCK_COLUMNS && blockIdx.x * BLOCK_COLUMNS + n < columns; n += blockDim.x) {
-        means[0][n] = saved[blockIdx.x * BLOCK_COLUMNS + n];
-        if (PAIR) means[PAIR][n] = saved_2[blockIdx.x * BLOCK_COLUMNS + n];
-    }
-    __syncthreads();
+    using S = Shape<K, ADD, PAIR>;
+    constexpr int SUMS = 2 + PAIR, STAGES = S::STAGES;
+    extern __shared__ __align__(1024) uint4 memory[];
+    Shared<S> &shared = *reinterpret_cast<Shared<S> *>(memory);
+    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // one for all, to the compiler
+    const int warp_m = warp % S::WARPS_M, warp_n = warp / S::WARPS_M;
+    const uint32 tiles = (rows + S::ROWS - 1) / S::ROWS;
+    const int first_column = blockIdx.x * S::COLUMNS;
 
-    float sums[SUMS][VECTORS][VEC] = {};
-    for (uint32 tile = blockIdx.y * WARPS_M + warp_m; tile * TILE_ROWS < rows; tile += gridDim.y * WARPS_M) {
-        const uint32 row = tile * TILE_ROWS + lane / 4;  // and the eighth behind it
-        Packed<T> a[STEPS][2], of_x[2][VECTORS], of_x_2[2][VECTORS], more[2][VECTORS];
-        uint32 bits[2][VECTORS];
-#pragma unroll
-        for (int step = 0; step < STEPS; ++step)
-#pragma unroll
-            for (int r = 0; r < 2; ++r)
-                if (row + r * 8 < rows) a[step][r] = dy[(row + r * 8) * (K / VEC) + step * 4 + lane % 4];
-#pragma unroll
-        for (int r = 0; r < 2; ++r)
-#pragma unroll
-            for (int q = 0; q < VECTORS; ++q) {
-                if (row + r * 8 >= rows || column + q * 32 >= columns) continue;
-                const uint32 at = ((row + r * 8) * columns + column) / VEC + q * 4;
-                of_x[r][q] = x[at];
-                if (PAIR) of_x_2[r][q] = x_2[at];
-                if (ADD) more[r][q] = addend[at];
-                bits[r][q] = mask[at];
-            }
+    // A thread copies one vector of each chunk, and makes 8 columns of two rows.
+    const int copied_row = threadIdx.x / 8, copied_vector = threadIdx.x % 8, copied = swizzled(copied_row, copied_vector);
+    const int vector = warp_n % 2 * 4 + lane % 4, column = first_column + warp_n / 2 * 64 + vector * VEC;
 
-        float products[COLUMN_TILES][4] = {};
+    const auto copy_tile = [&](uint32 tile, Stage<S> &stage) {
+        if (tile < tiles) {
+            const uint32 row = tile * S::ROWS + copied_row;
 #pragma unroll
-        for (int step = 0; step < STEPS; ++step)
+            for (int c = 0; c < S::CHUNKS; ++c)
+                copy_ahead(&stage.dy[c][copied], dy + (row < rows ? row * (K / VEC) + c * 8 + copied_vector : 0), row < rows);
 #pragma unroll
-            for (int n = 0; n < COLUMN_TILES; ++n)
-                multiply_add<T>(products[n], words(a[step][0]), words(a[step][1]),
-                                weights[((step * WARPS_N + warp_n) * COLUMN_TILES + n) * WARP + lane]);
-
-#pragma unroll
-        for (int q = 0; q < VECTORS; ++q) {
-            if (column + q * 32 >= columns) continue;
-            float mean[VEC], mean_2[VEC];
-            load_floats(means[0] + in_block + q * 32, mean);
-            if (PAIR) load_floats(means[PAIR] + in_block + q * 32, mean_2);
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                if (row + r * 8 >= rows) continue;
-                float g[VEC], g2[VEC], v[VEC], v_2[VEC];
-                columns_of(products, q * 4, r, g);
-                unpack(of_x[r][q], v);
-                if (PAIR) unpack(of_x_2[r][q], v_2);
-                if (ADD) unpack(more[r][q], g2);
-#pragma unroll
-                for (int k = 0; k < VEC; ++k) {
-                    if (ADD) g[k] += g2[k];
-                    if (!(bits[r][q] >> k & 1)) g[k] = 0;
-                    sums[0][q][k] += g[k];
-                    sums[1][q][k] += g[k] * (v[k] - mean[k]);
-                    if (PAIR) sums[SUMS - 1][q][k] += g[k] * (v_2[k] - mean_2[k]);
-                }
-                dz[((row + r * 8) * columns + column) / VEC + q * 4] = pack<T>(g);
+            for (int c = 0; c < S::COLUMN_CHUNKS; ++c) {
+                const int at_column = first_column + c * 64 + copied_vector * VEC;
+                const bool there = row < rows && at_column < columns;
+                const size_t at = there ? (size_t(row) * columns + at_column) / VEC : 0;
+                copy_ahead(&stage.behind[0][c][copied], x + at, there);
+                if (ADD) copy_ahead(&stage.behind[S::ADD][c][copied], addend + at, there);
+                if (PAIR) copy_ahead(&stage.behind[S::ADD + S::PAIR][c][copied], x_2 + at, there);
             }
         }
+        close_copies();
+    };
+    uint32 bits[2];
+    const auto load_bits = [&](uint32 tile) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const uint32 row = tile * S::ROWS + warp_m * 16 + r * 8 + lane / 4;
+            bits[r] = row < rows && column < columns ? mask[(size_t(row) * columns + column) / VEC] : 0;
+        }
+    };
+
+#pragma unroll
+    for (int s = 0; s < STAGES - 1; ++s) copy_tile(blockIdx.y + s * gridDim.y, shared.stages[s]);
+    load_bits(blockIdx.y);
+    load_weights<T, K, S::COLUMNS>(shared.weights, w, first_column, columns);
+    float mean[VEC] = {}, mean_2[VEC] = {};
+    if (column < columns) {
+        load_floats(saved + column, mean);
+        if (PAIR) load_floats(saved_2 + column, mean_2);
     }
-    reduce_columns<WARPS_M, WARPS_N>(sums, warp_m, warp_n, reinterpret_cast<float *>(weights), partials, tickets, columns,
-                                     [=](int n, const float (&of)[SUMS]) {
+
+    float sums[SUMS][VEC] = {};
+    int now = 0;
+    for (uint32 tile = blockIdx.y; tile < tiles; tile += gridDim.y, now = (now + 1) % STAGES) {
+        const Stage<S> &stage = shared.stages[now];
+        wait_for_copies<STAGES - 2>();
+        show_to_products();
+        __syncthreads();  // the tile is there, and everybody is done with the one before
+        copy_tile(tile + (STAGES - 1) * gridDim.y, shared.stages[(now + STAGES - 1) % STAGES]);
+
+        float products[4][4] = {};
+        open_products();
+#pragma unroll
+        for (int s = 0; s < K / 16; ++s)
+            multiply_rows(products, matrix(stage.dy[s / 4] + s % 4 * 2),
+                          matrix(shared.weights[s / 4] + warp_n * 32 * 8 + s % 4 * 2), T{});
+        close_products();
+        wait_for_products();
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int in_tile = warp_m * 16 + r * 8 + lane / 4, at = swizzled(in_tile, vector);
+            const uint32 row = tile * S::ROWS + in_tile;
+            float g[VEC], g2[VEC], v[VEC], v_2[VEC];
+            columns_of(products, r, g);
+            unpack(packed<T>(stage.behind[0][warp_n / 2][at]), v);
+            if (ADD) unpack(packed<T>(stage.behind[S::ADD][warp_n / 2][at]), g2);
+            if (PAIR) unpack(packed<T>(stage.behind[S::ADD + S::PAIR][warp_n / 2][at]), v_2);
+#pragma unroll
+            for (int k = 0; k < VEC; ++k) {
+                if (ADD) g[k] += g2[k];
+                if (!(bits[r] >> k & 1)) g[k] = 0;  // as of rows that are not there
+                sums[0][k] += g[k];
+                sums[1][k] += g[k] * (v[k] - mean[k]);
+                if (PAIR) sums[SUMS - 1][k] += g[k] * (v_2[k] - mean_2[k]);
+            }
+            if (row < rows && column < columns) dz[(size_t(row) * columns + column) / VEC] = pack<T>(g);
+        }
+        load_bits(tile + gridDim.y);
+    }
+    reduce_columns<S::WARPS_M, S::WARPS_N>(sums, warp_m, warp_n, reinterpret_cast<float *>(memory), partials, tickets, columns,
+                                           [=](int n, const float (&of)[SUMS]) {
         dbeta[n] = of[0];
         dgamma[n] = of[1] * saved[columns + n];
         if (PAIR) dbeta_2[n] = of[0];

@@ -1,27 +1,20 @@
 // The backward pass from one BatchNorm through the 1x1 convolution before it to the BatchNorm before that: one launch, in
 // which the gradient between BatchNorm and convolution is made on the way and never stored.
-#include "tensor_cores.cuh"
-#include "warpgroup.cuh"
-
-// Copies to shared memory that nobody waits for; zeros where `there` is false.
-__device__ inline void copy_ahead(uint4 *to, const void *from, bool there) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                 :: "r"(uint32(__cvta_generic_to_shared(to))), "l"(from), "r"(there ? 16 : 0) : "memory");
-}
-__device__ inline void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-__device__ inline void wait_for_copies() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
+#include "pointwise.cuh"
 
 // All threads of the block meet, wherever in the code they are.
 __device__ inline void meet() { asm volatile("barrier.sync 0;" ::: "memory"); }
 
 // How the work is shared. The convolution makes K channels of COLUMNS; a tile is 64 rows. All 16 warps prepare a tile, then
 // two groups of four (`data`) make the gradient of the convolution's input, 32 columns each, and the other two (`weight`) add
-// up that of its weights, every second chunk of 64 channels each.
+// up that of its weights, every second chunk of 64 channels each. STAGES tiles have a place in shared memory: all but the one
+// that is worked on are on their way there.
 template <int K_> struct Shape {
     static constexpr int K = K_, COLUMNS = 64, ROWS = 64, CHUNKS = K / 64, WARPS = 16, THREADS = WARPS * WARP;
     static constexpr int DATA_WARPS_M = 4, DATA_WARPS_N = 2, DATA_WARPS = DATA_WARPS_M * DATA_WARPS_N;
     static constexpr int ROWS_AT_ONCE = WARPS / CHUNKS * 4;  // a warp prepares 4 rows of a chunk at once
     static constexpr int CHUNKS_PER_GROUP = (CHUNKS + 1) / 2;
+    static constexpr int STAGES = K > 128 ? 2 : 3;  // what fits; with four for K = 64 an H200 was slower
     static_assert(WARPS % CHUNKS == 0 && ROWS % ROWS_AT_ONCE == 0 && THREADS * VEC == ROWS * COLUMNS, "shares");
 };
 
@@ -34,24 +27,11 @@ template <class S> struct Stage {
 };
 
 template <class S> struct Shared {
-    uint4 weights[S::CHUNKS][S::COLUMNS * 8];  // transposed: rows of channels
-    Stage<S> stages[2];
+    uint4 weights[S::CHUNKS][S::COLUMNS * 8];
+    Stage<S> stages[S::STAGES];
     float scale[S::K], shift[S::K], b[S::K], c[S::K];  // of the later BatchNorm, and of the earlier one:
     float behind_mean[S::COLUMNS], behind_scale[S::COLUMNS], behind_shift[S::COLUMNS];
 };
-
-// Weights (k, n), transposed and with the columns in such an order that the 8 columns of one row of the product that a
-// thread has are neighbours (as in tensor_cores.cuh): of 32, its columns 2t, 2t + 1 of product j are 8t + 2j, 8t + 2j + 1.
-template <class S, class T> __device__ inline void load_weights_transposed(Shared<S> &shared, const T *w) {
-    for (int i = threadIdx.x; i < S::K / VEC * S::COLUMNS; i += blockDim.x) {
-        const int c = i % S::COLUMNS, vector = i / S::COLUMNS;
-        const int n = c / 32 * 32 + c % 8 / 2 * 8 + c % 32 / 8 * 2 + c % 2;
-        Packed<T> v;
-#pragma unroll
-        for (int j = 0; j < VEC; ++j) v.element[j] = w[(vector * VEC + j) * S::COLUMNS + n];
-        shared.weights[vector / 8][swizzled(c, vector % 8)] = words(v);
-    }
-}
 
 // For each channel of the later BatchNorm: dx = scale * dz + b * x + c; with RELU, dz counts where x * scale + shift > 0.
 // REDUCE: the convolution has read relu(BatchNorm(behind)). Stored are that BatchNorm's dz, which is the gradient where ReLU
@@ -65,6 +45,7 @@ norm_backward(const Packed<T> *dz, const Packed<T> *x, const float *saved, const
               const float *behind_saved, const float *behind_gamma, const float *behind_beta, float *behind_dgamma,
               float *behind_dbeta, float *dw_parts, float *partials, uint32 *tickets, uint32 rows) {
     using S = Shape<K>;
+    constexpr int STAGES = S::STAGES;
     extern __shared__ __align__(1024) uint4 memory[];
     Shared<S> &shared = *reinterpret_cast<Shared<S> *>(memory);
     const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // one for all, to the compiler
@@ -90,8 +71,9 @@ norm_backward(const Packed<T> *dz, const Packed<T> *x, const float *saved, const
         close_copies();
     };
 
-    copy_tile(blockIdx.y, shared.stages[0]);
-    load_weights_transposed(shared, w);
+#pragma unroll
+    for (int s = 0; s < STAGES - 1; ++s) copy_tile(blockIdx.y + s * gridDim.y, shared.stages[s]);
+    load_weights<T, K, S::COLUMNS>(shared.weights, w, 0, S::COLUMNS);
     if (threadIdx.x < K / VEC) {
         const int at = threadIdx.x * VEC;
         const Backward of(saved, gamma, RELU ? beta : nullptr, at, K);
@@ -114,7 +96,7 @@ norm_backward(const Packed<T> *dz, const Packed<T> *x, const float *saved, const
     // Waits for a tile, prepares it with all others and starts copying the next one. Each thread changes what it has copied.
     const auto prepare = [&](uint32 tile, int now) -> Stage<S> & {
         Stage<S> &stage = shared.stages[now];
-        wait_for_copies();
+        wait_for_copies<STAGES - 2>();
         float scale[VEC], shift[VEC], b[VEC], c[VEC];
         load_floats(shared.scale + channel, scale);
         if (RELU) load_floats(shared.shift + channel, shift);
@@ -149,15 +131,15 @@ norm_backward(const Packed<T> *dz, const Packed<T> *x, const float *saved, const
         wait_for_products();
         show_to_products();
         meet();  // the tile is prepared, and everybody is done with the one before
-        copy_tile(tile + gridDim.y, shared.stages[now ^ 1]);
+        copy_tile(tile + (STAGES - 1) * gridDim.y, shared.stages[(now + STAGES - 1) % STAGES]);
         return stage;
     };
 
-    float sums[2][1][VEC] = {};  // per column
+    float sums[2][VEC] = {};  // per column
     int now = 0;
     if (warp < S::DATA_WARPS) {
         const int column = warp_n * 32 + lane % 4 * VEC;
-        for (uint32 tile = blockIdx.y; tile < tiles; tile += gridDim.y, now ^= 1) {
+        for (uint32 tile = blockIdx.y; tile < tiles; tile += gridDim.y, now = (now + 1) % STAGES) {
             const Stage<S> &stage = prepare(tile, now);
             float products[4][4] = {};
             open_products();
@@ -172,7 +154,7 @@ norm_backward(const Packed<T> *dz, const Packed<T> *x, const float *saved, const
                 const int in_tile = warp_m * 16 + r * 8 + lane / 4;
                 const uint32 row = tile * S::ROWS + in_tile;
                 float g[VEC], v[VEC];
-                columns_of(products, 0, r, g);
+                columns_of(products, r, g);
                 if (REDUCE) {
                     float mean[VEC], scale[VEC], shift[VEC];
                     load_floats(shared.behind_mean + column, mean);
@@ -182,8 +164,8 @@ norm_backward(const Packed<T> *dz, const Packed<T> *x, const float *saved, const
 #pragma unroll
                     for (int k = 0; k < VEC; ++k) {
                         if (!(v[k] * scale[k] + shift[k] > 0)) g[k] = 0;
-                        sums[0][0][k] += g[k];  // rows that are not there have a g of 0
-                        sums[1][0][k] += g[k] * (v[k] - mean[k]);
+                        sums[0][k] += g[k];  // rows that are not there have a g of 0
+                        sums[1][k] += g[k] * (v[k] - mean[k]);
                     }
                 }
                 if (row < rows) out[(row * S::COLUMNS + column) / VEC] = pack<T>(g);
@@ -192,7 +174,7 @@ norm_backward(const Packed<T> *dz, const Packed<T> *x, const float *saved, const
     } else {
         const int part = warp_n - S::DATA_WARPS_N;
         float dw[S::CHUNKS_PER_GROUP][8][4] = {};
-        for (uint32 tile = blockIdx.y; tile < tiles; tile += gridDim.y, now ^= 1) {
+        for (uint32 tile = blockIdx.y; tile < tiles; tile += gridDim.y, now = (now + 1) % STAGES) {
             const Stage<S> &stage = prepare(tile, now);
             const uint4 *const input = REDUCE ? stage.input : stage.behind;
             open_products();

@@ -6,7 +6,14 @@
 #pragma once
 #include "common.cuh"
 
-constexpr int WARPGROUP = 128;  // threads
+// Copies to shared memory that nobody waits for; zeros where `there` is false.
+__device__ inline void copy_ahead(uint4 *to, const void *from, bool there) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 :: "r"(uint32(__cvta_generic_to_shared(to))), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
+__device__ inline void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until at most `OPEN` of the groups of copies that this thread has closed are under way.
+template <int OPEN> __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_group %0;" :: "n"(OPEN) : "memory"); }
 
 __device__ inline int swizzled(int row, int vector) { return row * 8 + (vector ^ row % 8); }
 

@@ -8,7 +8,6 @@ may go on through the 1x1 convolution before it, to the sums of the BatchNorm be
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 from graph_passes.executors.cuda.lowering import batch_norm, batch_norm_pair, batch_norm_pool, convolution, pointwise
@@ -60,14 +59,9 @@ def _reduce_after(builder: Builder, dgrad: Node, node: Node) -> None:
 
     k, (rows, columns) = builder.input(dgrad, 1).shape[0], rows_and_channels(node, builder.input(node, 1))
     paired = len(batch_norm_pair.norms(builder, node)) == 2
-    ways: dict[str, Callable[[], None]] = {"separate": separate}
-    for way in pointwise.dgrad_reduce_ways(builder.gpu, k, columns, paired):
-        ways[f"dgrad_reduce<{way}>"] = partial(pointwise.dgrad_reduce, builder, dgrad, node, way)
-    if len(ways) == 1:
-        separate()
-        return
     names = f"{node.op}{' of a pair' * paired}{'' if node['single_grad'] else ' with another gradient'}"
-    builder.fastest(node, f"dgrad {rows}x{k} -> {columns}, {names}, {builder.dtype}", ways)
+    builder.fastest(node, f"dgrad {rows}x{k} -> {columns}, {names}, {builder.dtype}",
+                    {"separate": separate, "dgrad_reduce": partial(pointwise.dgrad_reduce, builder, dgrad, node)})
 
 
 def _backward_through(builder: Builder, node: Node, convolutions: list[NormConvolution]) -> None:

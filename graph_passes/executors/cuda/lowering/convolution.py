@@ -10,8 +10,7 @@ from graph_passes.executors.cuda.parameters import VECTOR, padded
 from graph_passes.executors.cuda.planner import Decision
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Node, Ref
-from graph_passes.operators import is_relu, window
-from graph_passes.operators_backward import forward_node
+from graph_passes.operators import is_relu
 
 LAUNCH_MS = 0.003  # what a separate launch costs besides its bytes
 
@@ -141,6 +140,5 @@ def plain_dgrad(builder: Builder, node: Node) -> None:
 
 def _may_be_fused(builder: Builder, node: Node) -> bool:
     """Can the BatchNorm that alone reads this gradient make it itself (`pointwise.dgrad_reduce`)?"""
-    forward, w = forward_node(node), builder.input(node, 1)
     return ([reader.op for reader in builder.readers(node)] == ["BatchNormAddReluBackward"]
-            and forward.op == "Convolution" and pointwise.serves(builder.gpu, builder.dtype, w.shape, window(forward)))
+            and pointwise.DgradReduce.serves(builder, node))

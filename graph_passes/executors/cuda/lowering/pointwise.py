@@ -4,72 +4,67 @@ launches."""
 from __future__ import annotations
 
 import ctypes
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
-from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.kernels import C_TYPES, HOPPER, Size, count
 from graph_passes.executors.cuda.lowering import batch_norm, batch_norm_pair
 from graph_passes.executors.cuda.lowering.builder import Buffers, Builder, rows_and_channels
 from graph_passes.executors.cuda.parameters import VECTOR
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Node, Ref
-from graph_passes.operators import Window, window
+from graph_passes.operators import window
 from graph_passes.operators_backward import forward_node
 
-WARP, VECTOR_BYTES, FLOAT_BYTES = 32, 16, 4
-CHANNELS = 32  # of input and output must be multiples of it
-MIN_COMPUTE_CAPABILITY = (8, 0)  # mma.sync of bfloat16
+VECTOR_BYTES, FLOAT_BYTES = 16, 4
+OUT_CHANNELS = (64, 128, 256)  # of the convolution: chunks of 64 whose tiles fit into shared memory
+BLOCK: Size = (512, 1, 1)
+TILE_ROWS = 64
 
 
-def serves(gpu: Gpu, dtype: str, w_ohwi: tuple[int, ...], window: Window) -> bool:
-    """Can tensor cores compute this convolution's backward pass as a matrix product?"""
-    pointwise = window.kernel == (1, 1) and window.stride == (1, 1) and window.pad == (0, 0)
-    return (gpu.capability >= MIN_COMPUTE_CAPABILITY and dtype in ("float16", "bfloat16") and pointwise
-            and w_ohwi[0] % CHANNELS == 0 and w_ohwi[3] % CHANNELS == 0)
+def _serves(builder: Builder, dgrad: Node) -> bool:
+    """Is this the data gradient of a 1x1 convolution that the kernels can make, with the products that Hopper has?"""
+    forward = forward_node(dgrad)
+    if forward.op != "Convolution":
+        return False
+    sizes = window(forward)
+    return (builder.gpu.capability == HOPPER and builder.dtype in ("float16", "bfloat16")
+            and sizes.kernel == (1, 1) and sizes.stride == (1, 1) and sizes.pad == (0, 0)
+            and builder.input(dgrad, 1).shape[0] in OUT_CHANNELS)
+
+
+def _stages(k: int) -> int:
+    """Tiles of rows that have a place in shared memory: `Shape::STAGES` of both kernels."""
+    return 2 if k > 128 else 3
 
 
 # --- the gradient of the data, with the sums of the BatchNorm that reads it ---
 
 
-@dataclass(frozen=True)
 class DgradReduce:
-    """The template arguments of `dgrad_reduce` that are open to choice. `k`: channels of the convolution's output."""
+    """`dgrad_reduce`, for convolutions of at least 128 channels to `k`."""
 
-    k: int
-    warps_m: int
-    warps_n: int
-    column_tiles: int
+    COLUMNS = 128
 
-    def __str__(self) -> str:
-        return ", ".join(map(str, astuple(self)))
+    def __init__(self, k: int) -> None:
+        self.k = k
 
-    @property
-    def block(self) -> Size:
-        return self.warps_m * self.warps_n * WARP, 1, 1
-
-    @property
-    def block_columns(self) -> int:
-        return self.warps_n * self.column_tiles * 8
+    @staticmethod
+    def serves(builder: Builder, dgrad: Node) -> bool:
+        return _serves(builder, dgrad) and builder.input(dgrad, 1).shape[3] >= DgradReduce.COLUMNS
 
     def grid(self, rows: int, columns: int, num_multiprocessors: int) -> Size:
         """Blocks for columns and rows, one for each multiprocessor."""
-        blocks = -(-columns // self.block_columns)
-        return blocks, max(1, min(num_multiprocessors // blocks, -(-rows // (self.warps_m * 16)))), 1
+        blocks = -(-columns // self.COLUMNS)
+        return blocks, max(1, min(num_multiprocessors // blocks, -(-rows // TILE_ROWS))), 1
 
-    def shared_bytes(self, num_sums: int) -> int:
-        """For the weights, and when all is done for sums."""
-        weights = self.k // 8 * self.block_columns * VECTOR_BYTES
-        return max(weights, num_sums * self.warps_m * self.block_columns * FLOAT_BYTES)
-
-
-def dgrad_reduce_ways(gpu: Gpu, k: int, columns: int, pair: bool) -> list[DgradReduce]:
-    """Those worth timing, by what was fast on an H200. From 256 channels on none was: docs/performance.md."""
-    offered = (DgradReduce(k, *sizes) for sizes in (((3, 4, 4), (2, 4, 8)) if pair else ((3, 4, 8), (3, 4, 4))))
-    return [way for way in offered
-            if k <= 128 and way.block_columns <= columns and way.shared_bytes(3) + (4 << 10) <= gpu.max_shared_bytes]
+    def shared_bytes(self, add: bool, pair: bool) -> int:
+        """sizeof(Shared<Shape<k, add, pair>>) of dgrad_reduce.cu."""
+        weights = self.k * self.COLUMNS // VECTOR * VECTOR_BYTES
+        stage = (self.k + (1 + add + pair) * self.COLUMNS) * TILE_ROWS // VECTOR * VECTOR_BYTES
+        return weights + _stages(self.k) * stage
 
 
-def dgrad_reduce(builder: Builder, dgrad: Node, node: Node, way: DgradReduce) -> None:
+def dgrad_reduce(builder: Builder, dgrad: Node, node: Node) -> None:
     """The gradient of a convolution's data, the residual's added to it, masked as `batch_norm.dz`, and the sums of the
     BatchNormAddReluBackward `node` (and its shortcut's)."""
     norms, (dy, w) = batch_norm_pair.norms(builder, node), (builder.input(dgrad, index) for index in range(2))
@@ -78,17 +73,17 @@ def dgrad_reduce(builder: Builder, dgrad: Node, node: Node, way: DgradReduce) ->
     mask, dz = builder.input(node, 4), batch_norm.dz(builder, node)
     gradients = (node.inputs[0],) if node["single_grad"] else (node.inputs[0], node.inputs[-1])
     addend = next((builder.buffers[ref] for ref in gradients if ref != Ref(dgrad.name)), None)
-    rows, columns = rows_and_channels(node, x[0])
+    (rows, columns), k, flags = rows_and_channels(node, x[0]), w.shape[0], (addend is not None, len(norms) == 2)
+    way = DgradReduce(k)
     grid = way.grid(rows, columns, builder.gpu.num_multiprocessors)
     builder.reserve_partials((1 + len(norms)) * columns * grid[1])
     second = [None] * (2 - len(norms))
-    builder.launch(node, "dgrad_reduce.cu",
-                   builder.kernel("dgrad_reduce", way, addend is not None, len(norms) == 2), grid, way.block,
+    builder.launch(node, "dgrad_reduce.cu", builder.kernel("dgrad_reduce", k, *flags), grid, BLOCK,
                    (dy, w, *x, *second, addend, mask, dz, *saved, *second, *dgamma, *second, *dbeta, *second,
                     builder.partials, builder.persistent.tickets, count(rows), ctypes.c_int(columns)),
                    (dy, w, *x, addend, mask, *saved), (dz, *dgamma, *dbeta),
-                   in_place=(addend, dz) if addend else None, shared_bytes=way.shared_bytes(1 + len(norms)),
-                   flops=2 * rows * columns * way.k)
+                   in_place=(addend, dz) if addend else None, shared_bytes=way.shared_bytes(*flags),
+                   flops=2 * rows * columns * k)
 
 
 # --- from a BatchNorm through the convolution before it to the BatchNorm before that ---
@@ -112,9 +107,7 @@ def convolution_before(builder: Builder, norm: Node) -> NormConvolution | None:
     if len(readers) != 2 or kinds.keys() != {"ConvolutionWgrad", "ConvolutionDgrad"}:
         return None
     wgrad, dgrad = kinds["ConvolutionWgrad"], kinds["ConvolutionDgrad"]
-    w = builder.input(dgrad, 1)
-    if not (serves(builder.gpu, builder.dtype, w.shape, window(forward_node(dgrad)))
-            and NormBackward.serves(builder.gpu, w.shape[0], w.shape[3])):
+    if not NormBackward.serves(builder, dgrad):
         return None
     behind = builder.readers(dgrad)
     reduces = [reader.op for reader in behind] == ["BatchNormReluBackward"] and behind[0]["single_grad"]
@@ -126,26 +119,24 @@ def convolution_before(builder: Builder, norm: Node) -> NormConvolution | None:
 class NormBackward:
     """`norm_backward`, for convolutions of 64 channels to `k`: the weights' gradient fits into a block's registers."""
 
-    COLUMNS, ROWS = 64, 64
-    block: Size = (512, 1, 1)
+    COLUMNS = 64
 
     def __init__(self, k: int) -> None:
         self.k = k
 
     @staticmethod
-    def serves(gpu: Gpu, k: int, columns: int) -> bool:
-        """Only Hopper has these matrix products, and they want chunks of 64 channels."""
-        return gpu.capability == HOPPER and k in (64, 128, 256) and columns == NormBackward.COLUMNS
+    def serves(builder: Builder, dgrad: Node) -> bool:
+        return _serves(builder, dgrad) and builder.input(dgrad, 1).shape[3] == NormBackward.COLUMNS
 
     def grid(self, rows: int, num_multiprocessors: int) -> Size:
-        return 1, min(num_multiprocessors, -(-rows // self.ROWS)), 1
+        return 1, min(num_multiprocessors, -(-rows // TILE_ROWS)), 1
 
     @property
     def shared_bytes(self) -> int:
         """sizeof(Shared<Shape<k>>) of norm_backward.cu."""
-        weights = self.k // 8 * self.COLUMNS * VECTOR_BYTES
-        stage = (2 * self.k + 2 * self.COLUMNS) * self.ROWS // 8 * VECTOR_BYTES
-        return weights + 2 * stage + (4 * self.k + 3 * self.COLUMNS) * FLOAT_BYTES
+        weights = self.k * self.COLUMNS // VECTOR * VECTOR_BYTES
+        stage = (2 * self.k + 2 * self.COLUMNS) * TILE_ROWS // VECTOR * VECTOR_BYTES
+        return weights + _stages(self.k) * stage + (4 * self.k + 3 * self.COLUMNS) * FLOAT_BYTES
 
 
 def norm_backward(builder: Builder, one: NormConvolution, dz: Buffer, relu: bool) -> None:
@@ -168,7 +159,7 @@ def norm_backward(builder: Builder, one: NormConvolution, dz: Buffer, relu: bool
         more, sums = (None, None, None), (None, None)
     reads = (dz, x, saved, gamma, beta, dgamma, dbeta, w, behind)
     builder.launch(one.norm, "norm_backward.cu", builder.kernel("norm_backward", k, relu, one.behind is not None), grid,
-                   way.block,
+                   BLOCK,
                    (*reads, out, *more, *sums, parts, builder.partials, builder.persistent.tickets, count(rows)),
                    (*reads, *more), (out, *sums, parts), shared_bytes=way.shared_bytes, flops=4 * rows * columns * k)
     vectors = k * columns // VECTOR
