@@ -23,7 +23,8 @@ def forward(builder: Builder, node: Node) -> None:
             f"has {node['num_group']} groups, which have no GPU lowering: use the executor mxnet, or one group")
     if not node["no_bias"]:
         require(not builder.is_training, node,
-                "has a bias, which has no GPU lowering in training: set no_bias=True, and put a BatchNorm behind it")
+                "has a bias, which has no GPU lowering in training: set no_bias=True (in Gluon use_bias=False), and "
+                "put a BatchNorm behind it")
         if not _has_epilogue(builder, node):
             _biased(builder, node, node, relu=False)
         return
