@@ -75,9 +75,8 @@ def run(session: Callable[[RunState], None]) -> None:
 def _join() -> dict[int, str]:
     """Become one of the processes that Horovod wants now; returns the connections made for that, by descriptor."""
     before = _sockets()
-    Workers()  # sets Horovod up as for any run
-    hvd.init()
-    os.environ.update(HOROVOD_RANK=str(hvd.rank()), HOROVOD_SIZE=str(hvd.size()))
+    workers = Workers()
+    os.environ.update(HOROVOD_RANK=str(workers.rank), HOROVOD_SIZE=str(workers.size))
     return {number: name for number, name in _sockets().items() if before.get(number) != name}
 
 

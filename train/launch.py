@@ -225,8 +225,10 @@ def _signals_forwarded(workers: Sequence[Worker]) -> AbstractContextManager[None
         for worker in workers:
             worker.process.send_signal(number)
 
-    # Ctrl-C reaches the whole process group by itself.
-    return handled({signal.SIGTERM: forward, signal.SIGUSR1: forward, signal.SIGINT: signal.SIG_IGN})
+    def leave(number: int, frame: object) -> None:
+        """Ctrl-C reaches the whole process group by itself. Not SIG_IGN, which the workers would inherit."""
+
+    return handled({signal.SIGTERM: forward, signal.SIGUSR1: forward, signal.SIGINT: leave})
 
 
 def _start(command: Sequence[str], slot: Slot, environment: Mapping[str, str]) -> Worker:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -212,6 +215,26 @@ time.sleep(60)
         assert told.startswith("error: process 1 (pid ")
         assert words in told
         assert len(told.splitlines()) == 1
+
+
+def test_ctrl_c_reaches_the_processes(tmp_path):
+    """Also before they have a handler of their own, as while they start, and in commands that need none."""
+    pytest.importorskip("horovod")
+    script = ("import os, pathlib, time; "
+              f"pathlib.Path({str(tmp_path)!r}, os.environ['HOROVOD_RANK']).touch(); time.sleep(60)")
+    starter = ("import sys; from train.launch import launch, plan; "
+               "sys.exit(launch(plan(2, on_cpu=True)[0], [sys.executable, '-c', sys.argv[1]]))")
+    command = [sys.executable, "-c", starter, script]
+    with subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL) as launcher:
+        end = time.monotonic() + 30
+        while len(os.listdir(tmp_path)) < 2 and time.monotonic() < end:
+            time.sleep(0.05)
+        os.killpg(launcher.pid, signal.SIGINT)  # as a terminal does
+        try:
+            assert launcher.wait(20) == 128 + signal.SIGINT
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(launcher.pid, signal.SIGKILL)
 
 
 def test_too_few_left(capfd):
