@@ -38,7 +38,7 @@ from train.build import build_executor, open_split
 from train.config import SYNTHETIC, Config, load_preset
 from train.distributed import Workers
 from train.gpu_monitor import GpuReadings
-from train.loop import Trainer
+from train.loop import Trainer, frozen_heap
 
 GPU_READINGS = ("power", "clock", "power_capped")  # units: train/gpu_monitor.py
 WARM_UP = 15  # steps: more than lie ready when a turn begins
@@ -62,14 +62,15 @@ def measure(trainer: Trainer, batches: Iterator[Batch], steps: int) -> Turn:
     gpu = executor.gpu
     events = [gpu.timing_event() for _ in range(steps + 1)]
     idle = 0.0
-    for i in range(-WARM_UP, steps + 1):
-        if i >= 0:
-            gpu.record(events[i])
-        if i == 0:
-            trainer.monitor.take()  # what comes now is of these steps
-        if i < steps:
-            trainer.step(batches)
-            idle += executor.idle_seconds or 0.0 if i > 0 else 0.0  # `idle_seconds` is that of the step before
+    with frozen_heap():
+        for i in range(-WARM_UP, steps + 1):
+            if i >= 0:
+                gpu.record(events[i])
+            if i == 0:
+                trainer.monitor.take()  # what comes now is of these steps
+            if i < steps:
+                trainer.step(batches)
+                idle += executor.idle_seconds or 0.0 if i > 0 else 0.0  # `idle_seconds` is that of the step before
     executor.synchronize()
     times = [gpu.elapsed_ms(start, end) for start, end in itertools.pairwise(events)]
     return Turn(times, 1e3 * idle / sum(times), trainer.monitor.take())

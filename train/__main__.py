@@ -19,7 +19,7 @@ from train.build import SAMPLES_FOLDER, build_executor, join_bn_group, open_spli
 from train.config import CONFIG_FILE, SAMPLES, SYNTHETIC, BenchmarkConfig, Config, ValidateConfig, parse, presets
 from train.distributed import USER_ERRORS, Workers, drain_engine, is_elastic, is_lost_process
 from train.errors import EXIT_FAILURE, EXIT_LOST_PROCESS, EXIT_USER_ERROR, LostProcessError, TrainError
-from train.loop import Trainer, benchmark, measure_loader, validate
+from train.loop import Trainer, benchmark, frozen_heap, measure_loader, validate
 from train.profile import write_profile
 from train.recorder import Recorder
 from train.report import write_report
@@ -143,7 +143,7 @@ def benchmark_steps(arguments: Sequence[str]) -> None:
     with workers.agreement():
         recorder = _open_recorder(trainer, num_epochs=None, warmup_steps=config.warmup_steps)
     with recorder:
-        with trainer.monitoring(recorder):
+        with trainer.monitoring(recorder), frozen_heap():
             result = benchmark(trainer, recorder, config)
         recorder.say(result.sentence)
         if config.profile and workers.rank == 0:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +16,10 @@ from graph_passes import Graph
 from graph_passes.executors import create_executor
 from graph_passes.executors.mxnet import MXNetExecutor
 from mxnet_compat import mx
+from pipelines import Batch
 from train import checkpoint
 from train.gpu_monitor import GpuReadings
-from train.loop import standard_error_of_median
+from train.loop import Trainer, standard_error_of_median
 from train.model import init_params, resnet
 from train.optimizer import SGD
 from train.recorder import Recorder
@@ -148,6 +151,30 @@ def test_benchmark_on_synthetic_data(run_train, tmp_path):
     assert result["median_step_ms"] == pytest.approx(np.median(times[2:]), rel=0.1)
     assert "standard error of the median" in out
     assert ("more than the 1 % wanted" in out) == (result["relative_error"] >= 0.01)
+
+
+@pytest.mark.parametrize("command", ["train", "benchmark"])
+def test_the_collector_passes_over_what_a_run_is_made_of(command, run_train, tmp_path, monkeypatch):
+    """All that was there before the first step, and that only until the run ends."""
+    step, looked_at = Trainer.step, []
+    frozen_before = gc.get_freeze_count()
+
+    def look(trainer: Trainer, batches: Iterator[Batch]) -> bool:
+        looked_at.append(any(known is trainer for known in gc.get_objects()))
+        return step(trainer, batches)
+
+    monkeypatch.setattr(Trainer, "step", look)
+    limits = {
+        "train": ("--max-steps", 2, "--validate-every", 0),
+        "benchmark": ("--limit-steps", 2, "--warmup-steps", 0, "--min-steps", 2),
+    }
+    code, _, err = run_train(
+        command, "--output", tmp_path / "run", "--data", "synthetic", "--depth", "18", "--image-size", "32",
+        "--batch-size", "2", "--device", "cpu", "--no-tensorboard", *limits[command],
+    )  # fmt: skip
+    assert code == 0, err
+    assert looked_at == [False, False]
+    assert gc.get_freeze_count() == frozen_before
 
 
 def test_standard_error_of_median(rng):
