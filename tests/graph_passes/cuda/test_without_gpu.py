@@ -300,6 +300,56 @@ def test_networks_of_the_zoo(tmp_path: Path) -> None:
             lower_graph(graph, shapes, training=True)
 
 
+def random_network(rng: np.random.Generator) -> Any:
+    """Convolutions, BatchNorms, sums of any of these, ReLUs behind BatchNorms and max poolings, in any order."""
+    def conv(x: Any, filters: int, stride: int = 1) -> Any:
+        size = int(rng.choice([1, 1, 3]))
+        return mx.sym.Convolution(x, num_filter=filters, kernel=(size, size), stride=(stride, stride), no_bias=True,
+                                  pad=(size // 2, size // 2), layout="NHWC")
+
+    def norm(x: Any) -> Any:
+        return mx.sym.BatchNorm(x, axis=3, eps=float(rng.choice([1e-3, 1e-5])), fix_gamma=False)
+
+    width = 64
+    x = conv(mx.sym.Variable("data"), width)
+    for kind in rng.integers(6, size=rng.integers(1, 8)):
+        if kind == 0:
+            x = mx.sym.relu(norm(x))
+        elif kind == 1:
+            shortcut = x if rng.integers(2) else norm(conv(x, width))
+            terms = [norm(conv(x, width)), shortcut]
+            x = mx.sym.elemwise_add(*(terms[i] for i in rng.permutation(2)))
+            x = mx.sym.relu(x) if rng.integers(4) else x
+        elif kind == 2:
+            width = int(rng.choice([32, 64, 128]))
+            x = conv(x, width, stride=int(rng.integers(1, 3)))
+        elif kind == 3:
+            x = mx.sym.Pooling(x, kernel=(3, 3), stride=(2, 2), pad=(1, 1), pool_type="max", layout="NHWC")
+        elif kind == 4:
+            x = norm(x)
+        else:
+            x = mx.sym.elemwise_add(x, x)
+    if rng.integers(2):
+        x = mx.sym.Pooling(x, kernel=(1, 1), global_pool=True, pool_type="avg", layout="NHWC")
+    x = mx.sym.Flatten(x) if rng.integers(2) else x
+    return mx.sym.SoftmaxOutput(mx.sym.FullyConnected(x, num_hidden=7), name="softmax")
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_random_networks(fused: bool, rng: np.random.Generator) -> None:
+    """Whatever follows what: every tensor has the graph's shape, every gradient is written, no memory is shared."""
+    shapes: dict[str, tuple[int, ...]] = {"data": (3, 17, 21, 4), "softmax_label": (3,)}
+    for _ in range(20):
+        graph = passes.bn_relu(passes.bn_add_relu(Graph.from_json(random_network(rng).tojson())))
+        lowering, store = lower_graph(graph, shapes, training=True, fused=fused)
+        sizes = passes.gradient_add(passes.gradient(graph, shapes)).infer_shapes(shapes)
+        for ref, buffer in lowering.buffers.items():
+            if len(sizes.get(ref, ())) == 4 and ref.node not in graph.variables:
+                assert buffer.shape == sizes[ref], ref
+        assert lowering.ready.keys() == store.parameters.keys()
+        check_memory(lowering.program)
+
+
 @pytest.mark.parametrize("last", ["Convolution", "Pooling"])
 def test_the_gradient_of_what_was_flattened_has_its_shape(last: str) -> None:
     shapes = {"data": (5, 12, 9, 3), "softmax_label": (5,)}
