@@ -86,6 +86,9 @@ class Steps:
     def step_ms(self, steps: Sequence[Moments]) -> list[float]:
         return [self.executor.gpu.elapsed_ms(first.end, second.end) for first, second in itertools.pairwise(steps)]
 
+    def pass_ms(self, steps: Sequence[Moments]) -> list[float]:
+        return [self.executor.gpu.elapsed_ms(moments.start, moments.computed) for moments in steps]
+
     def timeline(self, average: BucketAverage) -> Row:
         """Of one step, in ms since its begin: when each bucket was computed and averaged, and the step's other moments.
 
@@ -128,16 +131,21 @@ def measure_synthetic(arguments: argparse.Namespace) -> None:
     steps.run(arguments.warm_up, start)
     alone: list[float] = []
     together: list[float] = []
+    passes_alone: list[float] = []
+    passes: list[float] = []
     waits: list[float] = []
     sent: list[int | None] = []
     for _ in range(TURNS):  # so that a slow spell hits both
         workers.sum([0])  # all start together
-        alone += steps.step_ms(steps.run(arguments.steps, None))
+        measured = steps.run(arguments.steps, None)
+        alone += steps.step_ms(measured)
+        passes_alone += steps.pass_ms(measured)
         if average:
             before = nvlink_bytes(workers.local_rank)
             measured = steps.run(arguments.steps, average.start)
             after = nvlink_bytes(workers.local_rank)
             together += steps.step_ms(measured)
+            passes += steps.pass_ms(measured)
             waits += [gpu.elapsed_ms(moments.computed, moments.averaged) for moments in measured]
             sent.append(None if before is None or after is None else (after - before) // arguments.steps)
     row: Row = {"what": "synthetic", "gpus": workers.size, "batch": arguments.batch, "step_ms": alone}
@@ -146,6 +154,9 @@ def measure_synthetic(arguments: argparse.Namespace) -> None:
         row["each_alone_ms"] = [statistics.median(times) for times in workers.gather(alone)]
         row["buckets"] = [(bucket.name, bucket.num_bytes, bucket.dtype) for bucket in steps.executor.buckets]
         row["nvlink_bytes"] = sent[-1]
+        # Means over the GPUs, of each step: of the passes, and of what they wait for until gradients are averaged.
+        for name, times in (("pass_alone_ms", passes_alone), ("pass_ms", passes), ("wait_ms", waits)):
+            row[name] = [statistics.fmean(each) for each in zip(*workers.gather(times), strict=True)]
         # The GPU that is the last to have computed waits for nothing but the all-reduce.
         row["exposed_ms"] = [min(times) for times in zip(*workers.gather(waits), strict=True)]
         row["timeline"] = steps.timeline(average)
@@ -215,9 +226,10 @@ def sent_bytes(row: Row) -> float:
 
 
 def table(rows: list[Row]) -> str:
-    """Markdown."""
-    heads = ("", "GPUs", "images/sec", "per GPU", "efficiency", "slowest GPU alone", "all-reduce alone", "exposed",
-             "hidden", "GPU sends")  # fmt: skip
+    """Markdown. What a step of several GPUs takes longer than that of a mean GPU alone is in three columns: the pass
+    slowed by the all-reduces beside it, the wait for the slowest GPU, and what is exposed of the all-reduces."""
+    heads = ("", "GPUs", "images/sec", "per GPU", "efficiency", "slowest GPU alone", "pass slowed by",
+             "wait for the slowest", "all-reduce alone", "exposed", "hidden", "GPU sends")  # fmt: skip
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in rows:
         single = next((other for other in rows if other["what"] == row["what"] and other["gpus"] == 1), None)
@@ -228,11 +240,13 @@ def table(rows: list[Row]) -> str:
         if "buckets" in row:
             slowest = row["batch"] * 1e3 / max(row["each_alone_ms"])
             alone, exposed = sum(row["all_reduce_ms"]), statistics.median(row["exposed_ms"])
+            slowed = statistics.median(row["pass_ms"]) - statistics.median(row["pass_alone_ms"])
+            straggling = statistics.median(row["wait_ms"]) - exposed
             moved, source = (row["nvlink_bytes"], "NVML") if row["nvlink_bytes"] else (sent_bytes(row), "computed")
-            cells += [f"{slowest:,.0f}", f"{alone:.2f} ms", f"{exposed:.2f} ms", f"{max(0.0, 1 - exposed / alone):.0%}",
-                      f"{moved / 1e6:.0f} MB ({source})"]
+            cells += [f"{slowest:,.0f}", f"{slowed:.2f} ms", f"{straggling:.2f} ms", f"{alone:.2f} ms",
+                      f"{exposed:.2f} ms", f"{max(0.0, 1 - exposed / alone):.0%}", f"{moved / 1e6:.0f} MB ({source})"]
         else:
-            cells += [""] * 5
+            cells += [""] * 7
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

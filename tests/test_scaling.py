@@ -29,6 +29,7 @@ def rows() -> list[dict[str, Any]]:
         "what": "synthetic", "gpus": 2, "batch": 100, "step_ms": [25.0] * 8, "nvlink_bytes": None,
         "buckets": [["weights 1", 30_000_000, "float16"], ["others", 2_000_000, "float32"]],
         "each_alone_ms": [20.0, 22.0], "exposed_ms": [1.0] * 8, "all_reduce_ms": [3.5, 0.5],
+        "pass_alone_ms": [20.0] * 8, "pass_ms": [22.0] * 8, "wait_ms": [2.5] * 8,
         "timeline": {"buckets": [[15.0, 19.0], [24.0, 24.5]], "parts": [24.0, 24.5, 25.0]},
     }  # fmt: skip
     return [{"what": "synthetic", "gpus": 1, "batch": 100, "step_ms": [20.0] * 8}, both]
@@ -38,7 +39,8 @@ def test_table(scaling: Any) -> None:
     _, _, one, two = scaling.table(rows()).splitlines()
     assert [cell.strip() for cell in one.split("|")[1:6]] == ["ours, synthetic", "1", "5,000", "5,000", "100.0%"]
     assert [cell.strip() for cell in two.split("|")[1:-1]] == [
-        "ours, synthetic", "2", "8,000", "4,000", "80.0%", "4,545", "4.00 ms", "1.00 ms", "75%", "32 MB (computed)"
+        "ours, synthetic", "2", "8,000", "4,000", "80.0%", "4,545", "2.00 ms", "1.50 ms", "4.00 ms", "1.00 ms", "75%",
+        "32 MB (computed)"
     ]  # fmt: skip
 
 
@@ -153,6 +155,9 @@ def test_measurement(scaling: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert row["step_ms"] == pytest.approx([20.502] * len(row["step_ms"]))
     assert row["exposed_ms"] == pytest.approx([0.002] * scaling.TURNS * options.steps)
     assert row["each_alone_ms"] == pytest.approx([20.5] * 2)
+    for name in ("pass_alone_ms", "pass_ms"):
+        assert row[name] == pytest.approx([20.0] * scaling.TURNS * options.steps)
+    assert row["wait_ms"] == pytest.approx(row["exposed_ms"])  # the processes are alike: none waits for another
     assert row["all_reduce_ms"] == pytest.approx([0.5, 0.002])
     assert row["timeline"]["buckets"] == [pytest.approx([18, 18.5]), pytest.approx([20, 20.002])]
     assert row["timeline"]["parts"] == pytest.approx([20, 20.002, 20.502])
