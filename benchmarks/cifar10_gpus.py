@@ -35,7 +35,6 @@ from nvidia_gpus import find_gpus
 from train.config import Config, load_preset
 from train.errors import TrainError
 from train.launch import Slot, plan
-from train.topology import format_cores
 
 
 class Way(NamedTuple):
@@ -52,12 +51,14 @@ def ways(num_gpus: int) -> tuple[Way, Way, Way]:
 
 def start(way: Way, slot: Slot, options: Sequence[str]) -> subprocess.Popen[bytes]:
     """The program on the GPU and the cores of `slot`, or on as many GPUs as the way has."""
-    environment, command = dict(os.environ), [sys.executable, "-m", "train.launch", "-n", str(way.gpus)]
-    if way.gpus == 1 and slot.gpu:
-        environment["CUDA_VISIBLE_DEVICES"] = slot.gpu.visible
-        command = ["taskset", "-c", format_cores(slot.cores), sys.executable, "-m", "train"]
-    return subprocess.Popen([*command, *options, "--accumulate", str(way.passes)], cwd=ROOT, env=environment,
-                            stdout=sys.stderr)  # fmt: skip
+    alone = way.gpus == 1
+    module = ["train"] if alone else ["train.launch", "-n", str(way.gpus)]
+    visible = {"CUDA_VISIBLE_DEVICES": slot.gpu.visible, **slot.environment} if alone and slot.gpu else {}
+    process = subprocess.Popen([sys.executable, "-m", *module, *options, "--accumulate", str(way.passes)], cwd=ROOT,
+                               env={**os.environ, **visible}, stdout=sys.stderr)  # fmt: skip
+    if alone:
+        os.sched_setaffinity(process.pid, slot.cores)
+    return process
 
 
 def train(runs: Sequence[tuple[Way, int]], slots: Sequence[Slot], config: Config, data: Path) -> list[Line]:
