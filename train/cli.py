@@ -6,8 +6,9 @@ import contextlib
 import dataclasses
 import difflib
 import io
+import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -81,23 +82,34 @@ def given_value(arguments: Sequence[str], option: str) -> str | None:
     """The value of `option` on a command line that is not parsed yet, the last one if given twice, as tyro takes it;
     None where it is not given."""
     found = None
-    for i, argument in enumerate(arguments):
-        name, equals, value = argument.partition("=")
+    for name, value in _options(arguments):
         if name == option:
-            found = value if equals else arguments[i + 1] if i + 1 < len(arguments) else ""
+            found = value
     return found
+
+
+def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """(name, value) of each option; the value is "" where nothing follows. An underscore in a name stands for a hyphen,
+    as tyro takes it."""
+    for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
+        if argument.startswith("--"):
+            name, equals, value = argument.partition("=")
+            yield name.replace("_", "-"), value if equals else following
 
 
 def _check_names(options: type, arguments: Sequence[str], command: str) -> None:
     names = {option_name(field.name) for field in dataclasses.fields(options)}  # type: ignore[arg-type]
     allowed = names | {name.replace("--", "--no-", 1) for name in names} | {"--help"}
-    for argument in arguments:
-        name = argument.partition("=")[0].replace("_", "-")
-        if name.startswith("--") and name not in allowed:
+    for name, _ in _options(arguments):
+        if name not in allowed:
             help_hint = f"(python -m train {command} --help lists all options)"
             close = difflib.get_close_matches(name, sorted(allowed), n=1, cutoff=0.5)
             mean = f"; did you mean {close[0]}?" if close else ""
             raise TrainError(f"there is no option {name}{mean} {help_hint}")
+    for i, argument in enumerate(arguments):
+        if not argument or (argument.startswith("--") and argument.endswith("=")):  # a shell variable that is not set
+            option = argument or arguments[max(i - 1, 0)]
+            raise TrainError(f"{option.removesuffix('=')} is followed by an empty value: give one, or leave it out")
 
 
 def _join_help_lines(options: type) -> None:
@@ -111,9 +123,11 @@ def _join_help_lines(options: type) -> None:
 
 def _sentence(box: str) -> str:
     """The first message of the box that tyro draws around an error, on one line."""
+    # The title, a rule where the terminal's encoding has no boxes, the message, a rule, and more.
     lines = [line.strip("│ ") for line in box.splitlines()[1:]]
-    is_rule = [line.startswith(("─", "╰")) for line in lines]
-    text = " ".join(lines[: is_rule.index(True)] if True in is_rule else lines)
+    is_text = [bool(line.strip("─╰╯-")) for line in lines]
+    start = is_text.index(True)
+    text = " ".join(lines[start : is_text.index(False, start)])
     choice = re.search(r"invalid choice '(.*)' for argument '(.*)'. Expected one of \((.*)\)", text)
     if choice:
         wrong, option, expected = choice.groups()
@@ -121,6 +135,11 @@ def _sentence(box: str) -> str:
         return f"{option} {wrong} is not one of {', '.join(values)}" + (
             f"; did you mean {close[0]}?" if (close := difflib.get_close_matches(wrong, values, n=1)) else ""
         )
+    if missing := re.match(r"Missing value for argument '(.*)'. Expected (\d+) values", text):
+        option, count = missing.groups()
+        return f"{option} needs {'a value' if count == '1' else f'{count} values'}"
+    if stray := re.match("Unrecognized options: (.*)", text):
+        return f"{stray[1]} belongs to no option"
     text = re.sub(r"invalid literal for int\(\) with base 10:", "needs a whole number, not", text)
     text = text.replace("could not convert string to float:", "needs a number, not")
     return text.removeprefix("Error parsing ").rstrip(".")

@@ -51,7 +51,7 @@ MISTAKES = {
     "--device tpu": "--device tpu is not one of auto, cpu, gpu",
     "--learning-rate fast": "--learning-rate: needs a number, not 'fast'",
     "--epochs 0.5": "--epochs: needs a whole number, not '0.5'",
-    "--batch-size": "Missing value for argument '--batch-size'",
+    "--batch-size": "--batch-size needs a value (see",
     "--batch-size 0": "--batch-size 0 must be at least 1",
     "--batch-size -3": "--batch-size -3 must be at least 1",
     "--image-size 0": "--image-size 0 must be at least 32 pixels",
@@ -72,7 +72,10 @@ MISTAKES = {
     "--resize-epochs 3 5": "--resize-epochs is given without --first-image-size",
     "--first-image-size 64 --resize-epochs 5 3": "--resize-epochs 5.0 3.0 must be two numbers of epochs from 0 on",
     "--optimizer adam": "--optimizer adam is not one of sgd, lars",
-    "stray": "Unrecognized options: stray",
+    "--random-area 0.5": "--random-area needs 2 values (see",
+    "--data=": "--data is followed by an empty value: give one, or leave it out",
+    "stray": "stray belongs to no option (see",
+    "-x": "-x belongs to no option (see",
 }
 
 
@@ -83,6 +86,16 @@ def test_mistakes_get_one_sentence(arguments):
     sentence = str(error.value)
     assert sentence.startswith(MISTAKES[arguments])
     assert "\n" not in sentence
+
+
+def test_an_empty_shell_variable_is_no_value():
+    with pytest.raises(TrainError, match="^--resume is followed by an empty value"):
+        parse(Config, ["--epochs", "2", "--resume", ""], command="train")
+
+
+def test_an_underscore_in_an_option_is_a_hyphen():
+    assert parse(Config, ["--batch_size", "12"], command="train").batch_size == 12
+    assert cli.given_value(["--warmup_epochs=3"], "--warmup-epochs") == "3"
 
 
 def test_of_two_presets_the_last_one_is_taken():
