@@ -53,8 +53,10 @@ def _train(arguments: Sequence[str], state: RunState | None = None) -> None:
             else:
                 resumed_file = _checkpoint_to_resume(arguments)
                 start = checkpoint.load(resumed_file) if resumed_file else None
-                default = _resumed_config(resumed_file, start) or _default_config(arguments, workers)
+                default = _resumed_config(resumed_file, start) or devices.default_config(arguments, workers.local_rank)
                 config = parse(Config, arguments, command="train", default=default)
+                if not start:
+                    _name_preset(config, arguments, workers)
                 run_folder = _run_folder(config, resumed_file)
             placement = _prepare(config, workers)
             bn_group = join_bn_group(config, placement, workers)
@@ -87,7 +89,8 @@ def _train(arguments: Sequence[str], state: RunState | None = None) -> None:
                 if largest_batch := executor.largest_batch():
                     recorder.event("memory", largest_batch=largest_batch)
                 if cached := train_loader.cache_bytes + (val_loader.cache_bytes if val_loader else 0):
-                    recorder.say(f"decoded images stay in memory: {cached / 2**30:.2f} GiB per process (--cache)")
+                    size = f"{cached / 2**30:.2f} GiB" if cached >= 2**30 / 10 else f"{cached / 2**20:.1f} MiB"
+                    recorder.say(f"decoded images stay in memory: {size} per process (--cache)")
                 trainer.run(recorder)
                 if config.data != SYNTHETIC:  # which is made once and costs nothing
                     recorder.loader_speed(measure_loader(train_loader, workers))
@@ -127,7 +130,9 @@ def benchmark_steps(arguments: Sequence[str]) -> None:
     """Measure the speed of training steps, which are repeated until it is known to 1 %."""
     workers = Workers()
     with workers.agreement():
-        config = parse(BenchmarkConfig, arguments, command="benchmark", default=_default_config(arguments, workers))
+        default = devices.default_config(arguments, workers.local_rank)
+        config = parse(BenchmarkConfig, arguments, command="benchmark", default=default)
+        _name_preset(config, arguments, workers)
         config = replace(config, first_image_size=0)  # progressive resizing would mix steps of several sizes
         run_folder = _run_folder(config)
         placement = _prepare(config, workers)
@@ -192,14 +197,12 @@ def _resumed_config(file: Path | None, start: checkpoint.Checkpoint | None) -> C
     return replace(start.config, output=output, max_steps=0, time_limit=0.0)
 
 
-def _default_config(arguments: Sequence[str], workers: Workers) -> Config:
-    """Where no preset is named: the one for this data and machine, said where it is somebody's own data."""
-    default = devices.default_config(arguments, workers.local_rank)
+def _name_preset(config: Config, arguments: Sequence[str], workers: Workers) -> None:
+    """Where somebody's own data came without a preset: say which one it got."""
     if workers.rank == 0 and cli.given_value(arguments, "--data") and not cli.given_value(arguments, "--config"):
-        recipe = f"{default.epochs} epochs at {default.image_size} pixels"
-        others = ", ".join(name for name in presets() if name != default.config)
-        print(f"preset {default.config} ({recipe}); --config takes others: {others}", flush=True)
-    return default
+        recipe = f"{config.epochs} epoch{'s' * (config.epochs > 1)} at {config.image_size} pixels"
+        others = ", ".join(name for name in presets() if name != config.config)
+        print(f"preset {config.config}: {recipe}; --config takes others: {others}", flush=True)
 
 
 def _run_folder(config: Config, resumed_file: Path | None = None) -> Path:

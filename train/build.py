@@ -116,7 +116,8 @@ def build_executor(
     else:
         wanted = f"ResNet-{config.depth} with {num_classes} classes"
         if checkpoint.network != wanted:
-            raise TrainError(f"the checkpoint holds a {checkpoint.network}, but this run needs a {wanted}")
+            raise TrainError(f"the checkpoint holds a {checkpoint.network}, but this run needs a {wanted}: give the "
+                             "--data and --depth that it was trained with")
         params, aux = checkpoint.params, checkpoint.aux
     data_shape = (config.batch_size, image_size, image_size, 3)
     shapes = {"data": data_shape, "softmax_label": data_shape[:1]}

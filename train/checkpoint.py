@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 
+from train import files
 from train.config import Config
 from train.errors import TrainError
 
@@ -122,7 +123,7 @@ def load(path: Path) -> Checkpoint:
                 aux=groups["aux"],
                 momenta=groups["momenta"],
                 averages=groups["averages"],
-                config=Config.from_dict(meta["config"]),
+                config=_config(meta["config"], path),
                 class_names=meta["class_names"],
                 progress=Progress(**meta["progress"]),
                 loader_states=[loader[str(rank)].tobytes() for rank in range(len(loader))],
@@ -186,12 +187,19 @@ class CheckpointFolder:
                 except OSError:  # a file system without hard links
                     shutil.copyfile(path, part)
         for old in _numbered(self.path)[: -self.keep]:
-            old.unlink()
+            old.unlink(missing_ok=True)
 
 
 def _numbered(folder: Path) -> list[Path]:
     """Checkpoints by step, oldest first."""
     return sorted(folder.glob("step-*.npz"))
+
+
+def _config(values: dict[str, Any], path: Path) -> Config:
+    try:
+        return Config.from_dict(values)
+    except TrainError as error:
+        raise TrainError(f"cannot read the checkpoint {path}: {error}") from None
 
 
 def _write_array(archive: zipfile.ZipFile, name: str, array: np.ndarray) -> None:
@@ -201,22 +209,16 @@ def _write_array(archive: zipfile.ZipFile, name: str, array: np.ndarray) -> None
 
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """A name in the same folder to write to, which takes the place of `path` when all went well."""
-    part = path.with_name(f".{path.name}.part")
+    """`files.replacing`, safe from a power cut too. Raises TrainError where the file cannot be written."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.unlink(missing_ok=True)
-        yield part
-        os.replace(part, path)
+        with files.replacing(path) as part:
+            yield part
         folder = os.open(path.parent, os.O_RDONLY)
         try:
-            os.fsync(folder)  # the new name must survive a power cut too
+            os.fsync(folder)  # of the new name
         finally:
             os.close(folder)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
-        raise TrainError(
-            f"cannot save the checkpoint {path} ({error.strerror or error}); earlier ones are untouched: make room and "
-            f"go on with --resume {path.parent.parent}"
-        ) from None
+        way_out = files.way_out(error, "see that its folder can be written")
+        raise TrainError(f"cannot save the checkpoint {path} ({error.strerror or error}); earlier ones are untouched: "
+                         f"{way_out} and go on with --resume {path.parent.parent}") from None

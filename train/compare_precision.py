@@ -21,10 +21,10 @@ from rich.console import Console
 from rich.table import Table
 
 from train import checkpoint, cli, devices, files, plots
-from train.config import CONFIG_FILE, Config, load_preset, parse
+from train.config import CONFIG_FILE, Config, default_warmup, load_preset, parse
 from train.errors import TrainError
 from train.metrics import METRICS_FILE, RunRecord
-from train.signals import StoppedBySignal, handled
+from train.signals import STOPPING, StoppedBySignal, handled
 
 # What tells a precision's runs apart, as fields of the configuration
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -68,6 +68,8 @@ def main(arguments: Sequence[str]) -> None:
         raise TrainError("compare-precision goes on by itself with what it finds in --output: leave out --resume")
     placement = devices.choose(_plain(config), local_rank=0)
     precisions: Sequence[str] = config.precisions
+    if not precisions:
+        raise TrainError(f"--precisions names none: give one or more of {', '.join(PRECISIONS)}, or leave it out")
     if placement.executor != "cuda":
         precisions = ["float32"]
         print(f"only float32 is trained here: the other precisions need the cuda executor, and this run has the "
@@ -97,10 +99,17 @@ def _plain(config: CompareConfig) -> Config:
 # --- the runs ---
 
 
+def fresh_run(config: Config) -> list[str]:
+    """The arguments of `python -m train` that make a run of this configuration."""
+    preset = load_preset(config.config)
+    preset = replace(preset, warmup_epochs=default_warmup(preset, config.epochs))  # as that run will have it
+    return ["--config", config.config, *cli.to_arguments(config, preset)]
+
+
 def _train(config: Config, folder: Path) -> RunRecord:
     """Train, or go on, or do nothing where the run is complete; returns its record. Raises TrainError where it fails,
     and StoppedBySignal."""
-    arguments = cli.to_arguments(config, load_preset(config.config))
+    arguments = fresh_run(config)
     config_file = folder / CONFIG_FILE
     if config_file.exists():
         _check_same(config, config_file)
@@ -119,8 +128,9 @@ def _train(config: Config, folder: Path) -> RunRecord:
         {signal.SIGTERM: lambda number, frame: child.send_signal(number), signal.SIGINT: signal.SIG_IGN}
     ):
         code = child.wait()
-    if code in (128 + signal.SIGTERM, 128 + signal.SIGINT):
-        raise StoppedBySignal(signal.Signals(code - 128), "stopped: repeat the command to go on")
+    for number in STOPPING:
+        if code in (128 + number, -number):  # the latter where it came before the training loop
+            raise StoppedBySignal(number, "stopped: repeat the command to go on")
     if code:
         raise TrainError(f"the run in {folder} ended with exit code {code}, see its message above; "
                          "repeat the command to go on")

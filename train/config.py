@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import math
 import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ CONFIG_FILE = "config.json"  # in a run's folder: its configuration
 SAMPLES = "samples"  # value of `data` that stands for the built-in sample set
 SYNTHETIC = "synthetic"  # value of `data` for generated images
 REFERENCE_BATCH = 256  # images; learning rates are given for this global batch, as in Goyal et al. (arXiv:1706.02677)
+LONGEST_WARMUP = 0.2  # part of a run that is shorter than its preset's
+MAX_THREADS = 1024  # of a loader; a process cannot have any number of them
 MIN_IMAGE_SIZE = 32  # pixels; the network halves the image five times
 
 
@@ -86,7 +89,8 @@ class Config:
     schedule: Literal["cosine", "step", "polynomial"] = "cosine"
     """How the learning rate falls after the warm-up."""
     warmup_epochs: float = 5.0
-    """Epochs over which the learning rate first rises linearly."""
+    """Epochs over which the learning rate first rises linearly. Where --epochs is given and shortens the run, the default
+    is a fifth of the epochs at most."""
     decay_epochs: tuple[float, ...] = (30.0, 60.0, 80.0)
     """Schedule step: epochs at which the learning rate is multiplied by decay_factor."""
     decay_factor: float = 0.1
@@ -183,12 +187,13 @@ class Config:
     def from_dict(cls, values: Mapping[str, Any]) -> Config:
         """The inverse of `to_dict`; knobs that `values` does not name keep their defaults.
 
-        Raises TrainError for a knob that there is not.
+        Raises TrainError for a knob that there is not: another version of this program has written them.
         """
         known = {field.name for field in dataclasses.fields(cls)}
         for name in values:
             if name not in known:
-                raise TrainError(f"the configuration has an unknown entry {name!r}{cli.nearest(name, known)}")
+                raise TrainError(f"its run had the option {cli.option_name(name)}, which this version of the program "
+                                 "does not know: use the version that the run was made with")
         fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
         return cls(**fields)
 
@@ -225,7 +230,8 @@ _LIMITS = {
     "resize_epochs": (lambda value: 0 <= value[0] <= value[1], "two numbers of epochs from 0 on, the smaller first"),
     **dict.fromkeys(("learning_rate", "decay_factor", "decay_power", "limit_minutes", "trust_coefficient"),
                     (lambda value: value > 0, "above 0")),
-    **dict.fromkeys(("num_classes", "num_threads", "seed", "max_steps", "validate_every", "weight_decay",
+    "num_threads": (lambda value: 0 <= value <= MAX_THREADS, f"from 0 to {MAX_THREADS}"),
+    **dict.fromkeys(("num_classes", "seed", "max_steps", "validate_every", "weight_decay",
                      "warmup_epochs", "mixup", "price_per_hour", "final_learning_rate", "time_limit",
                      "checkpoint_minutes", "warmup_steps", "crop_padding"),
                     (lambda value: value >= 0, "0 or more")),
@@ -245,6 +251,9 @@ def check(config: Config) -> None:
         value = getattr(config, name, None)
         if value is not None and not is_good(value):
             raise TrainError(f"{cli.option_name(name)} {_shown(value)} must be {words}")
+    for name, value in vars(config).items():
+        if value in (math.inf, -math.inf):
+            raise TrainError(f"{cli.option_name(name)} {value} must be a finite number")
     if config.schedule == "step" and list(config.decay_epochs) != sorted(config.decay_epochs):
         raise TrainError(f"--decay-epochs {_shown(config.decay_epochs)} must rise")
     if config.first_image_size > config.image_size:
@@ -282,6 +291,13 @@ def load_preset(name: str) -> Config:
     return dataclasses.replace(module.CONFIG, config=name)
 
 
+def default_warmup(default: Config, epochs: int) -> float:
+    """Epochs of warm-up of a run with so many epochs, where `default`'s may be meant for more."""
+    if epochs >= default.epochs:
+        return default.warmup_epochs
+    return min(default.warmup_epochs, LONGEST_WARMUP * epochs)
+
+
 def parse(kind: type[cli.T], arguments: Sequence[str], *, command: str, default: Config | None = None) -> cli.T:
     """The checked configuration of a command line: knobs given there, over `default` or else the preset's.
 
@@ -298,5 +314,7 @@ def parse(kind: type[cli.T], arguments: Sequence[str], *, command: str, default:
         default = load_preset(preset if preset is not None else DEFAULT_PRESET)
     config = cli.parse(kind, arguments, command=command, default=kind(**vars(default)))
     assert isinstance(config, Config)
+    if cli.given_value(arguments, "--warmup-epochs") is None:
+        config = dataclasses.replace(config, warmup_epochs=default_warmup(default, config.epochs))
     check(config)
     return config

@@ -354,7 +354,7 @@ class Trainer:
     def _steps_used_up(self) -> str:
         """Why the run ends here where --max-steps are done, else ""."""
         done, limit = self.progress.step, self.config.max_steps
-        return f"stopped: {done} steps are done, and --max-steps allows {limit}" if 0 < limit <= done else ""
+        return f"stopped after step {done}: --max-steps is {limit}" if 0 < limit <= done else ""
 
     def _diverged(self, first: int, last: int) -> TrainError:
         steps = f"step {last}" if first == last else f"steps {first} to {last}"

@@ -74,6 +74,15 @@ def test_flipped_bit_in_an_array_is_refused(state, tmp_path):
         checkpoint.load(path)
 
 
+def test_an_option_of_a_later_version_is_named(state, tmp_path, monkeypatch):
+    path = tmp_path / "later.npz"
+    monkeypatch.setattr(Config, "to_dict", lambda config: {**dataclasses.asdict(config), "warp_drive": 9})
+    checkpoint.save(state, path)
+    sentence = f"cannot read the checkpoint {path}: its run had the option --warp-drive, which this version"
+    with pytest.raises(TrainError, match=f"^{re.escape(sentence)}"):
+        checkpoint.load(path)
+
+
 def test_foreign_files_are_refused(tmp_path):
     other = tmp_path / "other.npz"
     np.savez(other, weights=np.zeros(3))

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from train import cli, compare_precision, plots
-from train.config import Config, load_preset
+from train.config import Config, load_preset, parse
 from train.metrics import EpochRow, RunRecord
 
 OPTIONS = ["--epochs", "1", "--log-every", "2", "--label-smoothing", "0", "--validate-every", "0"]
@@ -52,6 +52,19 @@ def test_options_that_make_a_configuration():
     arguments = cli.to_arguments(config, preset)
     assert cli.parse(Config, arguments, command="train", default=preset) == config
     assert cli.to_arguments(preset, preset) == []
+
+
+@pytest.mark.parametrize("options", [[], ["--epochs", "9", "--warmup-epochs", "2"], ["--epochs", "2"]])
+@pytest.mark.parametrize("preset", ["overfit_100", "cpu_sample", "resnet50_fast_16ep"])
+def test_a_run_of_the_comparison_has_its_preset(preset, options):
+    config = parse(Config, ["--config", preset, *options], command="train")
+    assert parse(Config, compare_precision.fresh_run(config), command="train") == config
+    assert config.config == preset
+
+
+def test_a_comparison_of_nothing(run_train, tiny_options):
+    code, _, err = run_train("compare-precision", *tiny_options, "--precisions")
+    assert code == 2 and err.startswith("error: --precisions names none: give one or more of float32, tf32")
 
 
 def test_table_and_plot_of_two_networks():

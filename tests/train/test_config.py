@@ -37,8 +37,8 @@ def test_benchmark_has_the_knobs_of_training_too():
 def test_json_round_trip():
     config = Config(depth=34, decay_epochs=(1.0, 2.5), random_area=(0.3, 0.7), mlperf=True)
     assert Config.from_dict(config.to_dict()) == config
-    with pytest.raises(TrainError, match="unknown entry 'dept'; did you mean depth"):
-        Config.from_dict({"dept": 18})
+    with pytest.raises(TrainError, match="^its run had the option --new-knob, which this version"):
+        Config.from_dict({"depth": 18, "new_knob": 1})
 
 
 MISTAKES = {
@@ -61,6 +61,8 @@ MISTAKES = {
     "--accumulate 0": "--accumulate 0 must be at least 1",
     "--learning-rate 0": "--learning-rate 0.0 must be above 0",
     "--learning-rate nan": "--learning-rate nan must be above 0",
+    "--learning-rate inf": "--learning-rate inf must be a finite number",
+    "--num-threads 100000": "--num-threads 100000 must be from 0 to 1024",
     "--momentum 1": "--momentum 1.0 must be at least 0 and below 1",
     "--random-area 0.5 0.1": "--random-area 0.5 0.1 must be two fractions above 0, the smaller first",
     "--cache -2": "--cache -2.0 must be 0 or more, or -1",
@@ -86,6 +88,18 @@ def test_mistakes_get_one_sentence(arguments):
     sentence = str(error.value)
     assert sentence.startswith(MISTAKES[arguments])
     assert "\n" not in sentence
+
+
+@pytest.mark.parametrize("arguments, warmup", [
+    ("--epochs 2", 0.4),  # a fifth
+    ("--epochs 60", 5),  # the preset's
+    ("--epochs 200", 5),
+    ("--epochs 2 --warmup-epochs 1.5", 1.5),
+    ("--epochs=2 --warmup_epochs=0", 0),
+])
+def test_warmup_of_a_shortened_run(arguments, warmup):
+    config = parse(Config, ["--config", "resnet50_90ep", *arguments.split()], command="train")
+    assert config.warmup_epochs == pytest.approx(warmup)
 
 
 def test_an_empty_shell_variable_is_no_value():

@@ -85,7 +85,7 @@ def test_learns_and_validates_every_image_once(run_train, tiny_options, tmp_path
 
 
 @pytest.mark.parametrize("options, steps, sentence", [
-    (["--max-steps", "4"], 4, "stopped: 4 steps are done, and --max-steps allows 4"),
+    (["--max-steps", "4"], 4, "stopped after step 4: --max-steps is 4"),
     (["--time-limit", "0.00001"], 1, "stopped: the time limit of 1e-05 minutes is reached"),
     (["--target-accuracy", "0.01"], 6, "has reached the target of 0.01"),
 ])  # fmt: skip

@@ -85,7 +85,7 @@ def test_averages_begin_in_mid_run(tiny_options, tmp_path, run_train):
     before = checkpoint.load(checkpoint.find(str(folder)))
     code, out, err = run_train("--resume", folder, "--max-steps", "3")  # fewer than are done: no step more
     assert code == 0, err
-    assert "stopped: 5 steps are done, and --max-steps allows 3" in out
+    assert "stopped after step 5: --max-steps is 3" in out
     assert checkpoint.load(checkpoint.find(str(folder))).progress == before.progress
     code, _, err = run_train("--resume", folder, "--ema-decay", "0.99", "--max-steps", "6", "--validate-every", "0")
     assert code == 0, err
