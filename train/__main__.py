@@ -228,10 +228,8 @@ def _prepare(config: Config, workers: Workers) -> devices.Placement:
 
 
 def _open_recorder(trainer: Trainer, num_epochs: int | None, warmup_steps: int = 10) -> Recorder:
-    """Make the run's folder with its config.json, and the recorder in it. Raises TrainError where that fails."""
+    """Make the run's folder with the recorder in it, and its config.json. Raises TrainError where that fails."""
     config, workers, progress = trainer.config, trainer.workers, trainer.progress
-    if workers.rank == 0:
-        files.write(trainer.run_folder / CONFIG_FILE, json.dumps(config.to_dict(), indent=2).encode() + b"\n")
     recorder = Recorder(
         trainer.run_folder,
         config=config.to_dict(),
@@ -246,6 +244,8 @@ def _open_recorder(trainer: Trainer, num_epochs: int | None, warmup_steps: int =
         tensorboard=config.tensorboard,
         mlperf=config.mlperf,
     )
+    if workers.rank == 0:  # once the recorder has the folder for itself
+        files.write(trainer.run_folder / CONFIG_FILE, json.dumps(config.to_dict(), indent=2).encode() + b"\n")
     if trainer.average:
         recorder.say(workers.describe(trainer.average))
     return recorder

@@ -89,8 +89,8 @@ class Config:
     schedule: Literal["cosine", "step", "polynomial"] = "cosine"
     """How the learning rate falls after the warm-up."""
     warmup_epochs: float = 5.0
-    """Epochs over which the learning rate first rises linearly. Where --epochs is given and shortens the run, the default
-    is a fifth of the epochs at most."""
+    """Epochs over which the learning rate first rises linearly. Where --epochs makes a run shorter than its preset, the
+    default is a fifth of the epochs at most."""
     decay_epochs: tuple[float, ...] = (30.0, 60.0, 80.0)
     """Schedule step: epochs at which the learning rate is multiplied by decay_factor."""
     decay_factor: float = 0.1

@@ -30,7 +30,7 @@ UNITS = {
     "step_ms": "ms",
     "loader_wait_ms": "ms",
     "compute_ms": "ms",
-    "images_per_sec": "images/s, all processes together",
+    "images_per_sec": "images/s, all processes together; without a session's first step where there are others",
     "images_per_sec_uncertainty": "images/s, standard error of the mean",
     "images_per_sec_jitter": "images/s, 1.4826 x median absolute deviation",
     "loader_images_per_sec": "images/s, all processes together",

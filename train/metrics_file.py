@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+from train import files
 from train.errors import TrainError
 from train.metrics import SCHEMA, UNITS, RunRecord
 
@@ -17,22 +19,23 @@ class MetricsFile:
     """Begins the file `path`, or continues the one that is there (a resumed run).
 
     Each event becomes one line at once, so that a killed run keeps what it has logged, and goes into `record`.
-    `clock` tells seconds. Raises TrainError where the file is foreign or cannot be written.
+    `clock` tells seconds. The file's folder is made if need be. While it is open it is locked, so that no two processes
+    write into one run. Raises TrainError where the file is foreign, locked or cannot be written.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
         self.record = RunRecord(config={}, command="", images_per_step=1)
         self._path, self._clock = path, clock
-        is_new = not path.is_file()
         try:
-            if not is_new:
-                _cut_unfinished_line(path)
-                self.record = RunRecord.read_jsonl(path)
+            path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a", encoding="utf-8", buffering=1)
+            _lock(self._file, path)
+            _cut_unfinished_line(path)
+            self.record = RunRecord.read_jsonl(path)
         except OSError as error:
             raise TrainError(f"cannot write {path} ({error.strerror}): give another --output folder") from None
         self._run_start = clock() - self.record.seconds
-        if is_new:
+        if path.stat().st_size == 0:
             self.write("units", schema=SCHEMA, units=UNITS)
 
     def seconds(self) -> float:
@@ -47,7 +50,9 @@ class MetricsFile:
         try:
             self._file.write(json.dumps(line) + "\n")
         except OSError as error:
-            raise TrainError(f"cannot write {self._path}: {error.strerror}; make room and use --resume") from None
+            way_out = files.way_out(error, "see that it can be written")
+            raise TrainError(f"cannot write {self._path} ({error.strerror}): {way_out} and go on with --resume "
+                             f"{self._path.parent}") from None
         self.record.apply(line)
 
     def close(self) -> None:
@@ -64,6 +69,17 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_finite(item) for item in value]
     return value
+
+
+def _lock(file: TextIO, path: Path) -> None:
+    """Until the file is closed, which the end of the process does too."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise TrainError(f"another process is at work on the run in {path.parent}: wait for its end, or give another "
+                         "--output folder") from None
+    except OSError:
+        pass  # some network file systems have no locks
 
 
 def _cut_unfinished_line(path: Path) -> None:

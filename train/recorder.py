@@ -19,6 +19,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -78,7 +79,7 @@ class Recorder:
         clock: seconds; tests replace it.
 
     Raises:
-        TrainError: the folder's metrics.jsonl is foreign or cannot be written.
+        TrainError: the folder's metrics.jsonl is foreign, cannot be written, or is being written by another process.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class Recorder:
         self.record = RunRecord(config={}, command="", images_per_step=images_per_step)
         self._clock = clock
         self._step = self._last_log = first_step
-        self._warm_step = first_step + warmup_steps
+        self._first_step, self._warm_step = first_step, first_step + warmup_steps
         self._epoch, self._epoch_steps, self._epoch_first_step = first_epoch, 0, first_step
         self._step_start = clock()
         self._step_end: float | None = None  # where `stop_clock` has been called
@@ -218,8 +219,8 @@ class Recorder:
         self._pending["step_ms"].append(round(step_ms, 4))
         self._pending["loader_wait_ms"].append(round(wait_ms, 4))
         self._pending["compute_ms"].append(round(step_ms - wait_ms, 4))
-        if self._step == self._warm_step + 1:
-            self._recent_ms.clear()  # from here on only steps after the warm-up
+        if self._step in (self._first_step + 2, self._warm_step + 1):
+            self._recent_ms.clear()  # of the first step, which starts everything; of the warm-up
         self._recent_ms.append(step_ms)
         if self._terminal:
             self._terminal.end_step()
@@ -304,9 +305,7 @@ class Recorder:
         }
         self._emit("epoch", **row)
         self._terminal.end_epoch(row)
-        if validation and self._writer:
-            for name in ("loss", "top1", "top5"):
-                self._writer.add_scalar(f"validation/{name}", row[f"val_{name}"], self._step)
+        self._plot("validation", self._step, **{name: row[f"val_{name}"] for name in ("loss", "top1", "top5")})
         if self._mlperf:
             if validation:
                 self._mlperf.point("eval_accuracy", row["val_top1"], epoch_num=self._epoch + 1)
@@ -370,7 +369,8 @@ class Recorder:
         self, interval: _Interval, metrics: BatchMetrics | None, gpu: GpuReadings | None = None
     ) -> None:
         loss, top1 = (metrics.loss_sum / metrics.count, metrics.top1 / metrics.count) if metrics else (None, None)
-        rate = speed(interval.times["step_ms"], self.record.images_per_step)
+        has_first = interval.step - len(interval.times["step_ms"]) == self._first_step
+        rate = speed(interval.times["step_ms"][has_first:] or interval.times["step_ms"], self.record.images_per_step)
         self._emit(
             "steps",
             step=interval.step,
@@ -384,12 +384,16 @@ class Recorder:
             **({f"gpu_{name}": value for name, value in gpu._asdict().items()} if gpu else {}),
             **interval.times,
         )
-        if self._writer and metrics:
-            values = {"loss": loss, "top1": top1, "learning_rate": interval.learning_rate, "images_per_sec": rate.mean}
-            for name, value in values.items():
-                self._writer.add_scalar(f"train/{name}", value, interval.step)
-            for name, value in (gpu._asdict() if gpu else {}).items():
-                self._writer.add_scalar(f"gpu/{name}", value, interval.step)
+        if metrics:
+            self._plot("train", interval.step, loss=loss, top1=top1, learning_rate=interval.learning_rate,
+                       images_per_sec=rate.mean)
+            self._plot("gpu", interval.step, **(gpu._asdict() if gpu else {}))
+
+    def _plot(self, group: str, step: int, **values: float | None) -> None:
+        """Give TensorBoard what is known of the values."""
+        for name, value in values.items() if self._writer else ():
+            if value is not None and math.isfinite(value):
+                self._writer.add_scalar(f"{group}/{name}", value, step)
 
 
 def _bad_images(batches: object) -> Sequence[tuple[str, str]]:

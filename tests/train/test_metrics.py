@@ -385,6 +385,7 @@ def test_resume_drops_what_is_done_again(tmp_path: Path) -> None:
     # Killed at step 11, 11 s into the run, in the middle of writing a line; the last checkpoint is at step 8.
     with (tmp_path / METRICS_FILE).open("a") as file:
         file.write('{"event": "steps", "step_ms": [1')
+    del run
 
     run = Run(tmp_path, first_step=8, first_epoch=1)
     run.epoch(1, [0.0] * 4, [2.0] * 4, first_step=2, loss=1.0)
@@ -450,8 +451,41 @@ def test_foreign_or_unwritable_metrics_file_is_one_sentence(tmp_path: Path) -> N
     (tmp_path / METRICS_FILE).write_text('{"event": "units"}\nhello\n')
     with pytest.raises(TrainError, match=r"line 2 of .*metrics\.jsonl .*'hello'"):
         Run(tmp_path)
+    (tmp_path / "file").write_text("")
     with pytest.raises(TrainError, match=r"cannot write .*--output"):
-        Run(tmp_path / "missing")
+        Run(tmp_path / "file" / "run")
+
+
+def test_two_processes_do_not_write_into_one_run(tmp_path: Path) -> None:
+    first = Run(tmp_path)
+    with first.recorder:
+        first.epoch(0, [0.0], [1.0])
+        before = (tmp_path / METRICS_FILE).read_bytes()
+        with pytest.raises(TrainError, match=f"^another process is at work on the run in {re.escape(str(tmp_path))}:"):
+            Run(tmp_path)
+        assert (tmp_path / METRICS_FILE).read_bytes() == before
+    with Run(tmp_path, first_step=1).recorder as recorder:
+        assert recorder.record.step_ms == [1000.0]
+
+
+@pytest.mark.parametrize("first_step", [0, 2])
+def test_the_first_step_of_a_session_is_in_no_speed_but_its_own(tmp_path: Path, first_step: int) -> None:
+    run = Run(tmp_path, first_step=first_step, log_every=3, warmup_steps=5)
+    with run.recorder:
+        run.epoch(0, [9.0] + [0.0] * 5, [1.0] + [0.5] * 5, first_step)
+    first, second = [line for line in run.output.getvalue().splitlines() if "step" in line]
+    assert "images/sec: 48.0 +/- 0.0" in first and "images/sec: 48.0 +/- 0.0" in second
+    first_line, second_line = [line for line in lines(tmp_path) if line["event"] == "steps"]
+    assert first_line["step_ms"] == [10_000, 500, 500] and second_line["step_ms"] == [500] * 3
+    assert first_line["images_per_sec"] == second_line["images_per_sec"] == pytest.approx(48)
+
+
+def test_a_first_step_that_is_all_there_is(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    with run.recorder:
+        run.epoch(0, [0.0], [2.0])
+    assert "images/sec: 12.0 +/- 0.0" in run.output.getvalue()
+    assert [line["images_per_sec"] for line in lines(tmp_path) if line["event"] == "steps"] == [pytest.approx(12)]
 
 
 def test_mlperf_lines(tmp_path: Path) -> None:
