@@ -12,7 +12,7 @@ import math
 import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import train.configs
 from graph_passes.executors.cuda.statistics_group import MAX_MEMBERS
@@ -198,6 +198,9 @@ class Config:
         return cls(**fields)
 
 
+C = TypeVar("C", bound=Config)
+
+
 @dataclass(frozen=True)
 class ValidateConfig(Config):
     checkpoint: str = ""
@@ -298,7 +301,7 @@ def default_warmup(default: Config, epochs: int) -> float:
     return min(default.warmup_epochs, LONGEST_WARMUP * epochs)
 
 
-def parse(kind: type[cli.T], arguments: Sequence[str], *, command: str, default: Config | None = None) -> cli.T:
+def parse(kind: type[C], arguments: Sequence[str], *, command: str, default: Config | None = None) -> C:
     """The checked configuration of a command line: knobs given there, over `default` or else the preset's.
 
     Args:
@@ -313,7 +316,6 @@ def parse(kind: type[cli.T], arguments: Sequence[str], *, command: str, default:
     if default is None or preset is not None:
         default = load_preset(preset if preset is not None else DEFAULT_PRESET)
     config = cli.parse(kind, arguments, command=command, default=kind(**vars(default)))
-    assert isinstance(config, Config)
     if cli.given_value(arguments, "--warmup-epochs") is None:
         config = dataclasses.replace(config, warmup_epochs=default_warmup(default, config.epochs))
     check(config)
