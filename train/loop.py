@@ -243,10 +243,14 @@ class Trainer:
         """Receive the metrics that have been asked for, if any."""
         if self.receive_metrics:
             readings = self.monitor.take() if self.monitor else ()
-            values = self.workers.sum([*self.receive_metrics(), *readings])
+            waits = np.zeros((self.workers.size, len(recorder.loader_waits)))  # the others' rows come with the sum
+            waits[self.workers.rank] = recorder.loader_waits
+            values = self.workers.sum([*waits.ravel(), *self.receive_metrics(), *readings])
             self.receive_metrics = None
-            metrics, means = Sums(*values[:4]), [value / self.workers.size for value in values[4:]]
-            recorder.log(metrics, GpuReadings(*means)._replace(power=values[4]) if means else None)
+            slowest = np.reshape(values[: waits.size], waits.shape).max(axis=0).tolist()
+            metrics, sums = Sums(*values[waits.size :][:4]), values[waits.size + 4 :]
+            gpu = GpuReadings(*(value / self.workers.size for value in sums))._replace(power=sums[0]) if sums else None
+            recorder.log(metrics, gpu, slowest)
             if not math.isfinite(metrics.loss_sum):
                 raise self._diverged(*self.metrics_steps)
 
@@ -386,18 +390,19 @@ def benchmark(trainer: Trainer, recorder: Recorder, config: BenchmarkConfig) -> 
     times: list[float] = []  # s; of one step each
     error, done = math.inf, False
     start = last_end = time.perf_counter()
-    while not done and trainer.progress.step < most:
+    while not done:
         trainer.step(batches)
         recorder.stop_clock(trainer.executor.idle_seconds)
         now = time.perf_counter()
         times.append(now - last_end)
         last_end = now
-        trainer.end_step(recorder)
         counted = times[config.warmup_steps :]
         if len(counted) >= config.min_steps:
             error = standard_error_of_median(counted) / float(np.median(counted))
         over = now - start > 60 * config.limit_minutes
         (done,) = trainer.workers.vote([error < BENCHMARK_PRECISION or (over and len(counted) >= 2)])
+        done |= trainer.progress.step == most
+        trainer.end_step(recorder, read_now=done)
 
     median = float(np.median(times[config.warmup_steps :]))
     speed = config.global_batch(trainer.workers.size) / median

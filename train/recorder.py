@@ -251,10 +251,26 @@ class Recorder:
             self._last_log = self._step
         self._pending = {name: [] for name in self._pending}
 
-    def log(self, metrics: BatchMetrics, gpu: GpuReadings | None = None) -> None:
-        """The metrics of the closed interval: sums over all its images, over all processes; and the GPUs' readings."""
+    @property
+    def loader_waits(self) -> list[float]:
+        """Of each step of the closed interval: ms for which this process waited for its batch."""
+        assert self._interval, "close_interval() comes first"
+        return self._interval.times["loader_wait_ms"]
+
+    def log(
+        self, metrics: BatchMetrics, gpu: GpuReadings | None = None, loader_waits: Sequence[float] | None = None
+    ) -> None:
+        """The metrics of the closed interval: sums over all its images, over all processes; and the GPUs' readings.
+
+        `loader_waits`: as the property of that name, but of the process that waited longest, for which all wait.
+        """
         interval, self._interval = self._interval, None
         assert interval, "close_interval() comes first"
+        if loader_waits is not None:
+            times = interval.times
+            waits = [min(wait, step) for wait, step in zip(loader_waits, times["step_ms"], strict=True)]
+            times["loader_wait_ms"] = waits
+            times["compute_ms"] = [round(step - wait, 4) for wait, step in zip(waits, times["step_ms"], strict=True)]
         self._overhang = self._clock() - self._step_start  # the wait for them
         if not self._terminal:
             return

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from train.distributed import Workers
+from train.metrics import METRICS_FILE, RunRecord
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 needs_horovod = pytest.mark.skipif(find_spec("horovod") is None, reason="Horovod is not installed (no g++ at set-up)")
@@ -115,6 +116,37 @@ def test_mistake_on_one_rank_ends_all_with_one_sentence():
     assert [line for line in done.stderr.splitlines() if "graph_executor" not in line] == [
         "error: disk 7 of rank 1 is on fire; put it out"
     ]
+
+
+LATE_LOADER = """
+    import sys, time
+    from pipelines.synthetic import SyntheticLoader
+    from train.__main__ import main
+
+    load = SyntheticLoader._load
+
+    def late(self):
+        time.sleep(0.3 * self.shard[0])
+        return load(self)
+
+    SyntheticLoader._load = late
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
+@needs_horovod
+def test_wait_for_a_loader_is_that_of_the_process_that_waits_longest(tmp_path):
+    """Rank 0 records the run, and the loader of rank 1 takes 0.3 s for each batch."""
+    done = run_processes(
+        LATE_LOADER, "benchmark", "--output", tmp_path, "--data", "synthetic", "--depth", 18, "--image-size", 32,
+        "--batch-size", 2, "--device", "cpu", "--no-tensorboard", "--warmup-steps", 0, "--min-steps", 5,
+        "--limit-steps", 5, "--log-every", 2,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    record = RunRecord.read_jsonl(tmp_path / METRICS_FILE)
+    assert len(record.step_ms) == 5
+    assert min(record.loader_wait_ms) >= 300
+    assert np.add(record.loader_wait_ms, record.compute_ms) == pytest.approx(record.step_ms, abs=1e-3)
 
 
 @needs_horovod

@@ -207,9 +207,9 @@ def test_metrics_are_received_a_step_late_and_none_is_lost(run_train, tiny_optio
 
     log = Recorder.log
 
-    def spy(self, metrics, gpu=None):
+    def spy(self, metrics, *others):
         logged.append((self._interval.step, metrics.count))
-        log(self, metrics, gpu)
+        log(self, metrics, *others)
 
     monkeypatch.setattr("graph_passes.executors.mxnet.MXNetExecutor", Late)
     monkeypatch.setattr(Recorder, "log", spy)
