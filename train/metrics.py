@@ -146,7 +146,7 @@ class RunRecord:
     versions: dict[str, str] = field(default_factory=dict)
     hardware: dict[str, Any] = field(default_factory=dict)
     step_ms: list[float] = field(default_factory=list)  # batch asked for -> parameters updated
-    loader_wait_ms: list[float] = field(default_factory=list)  # part of it in which the process that waited longest waited for its batch
+    loader_wait_ms: list[float] = field(default_factory=list)  # of it, the longest that a process waited for its batch
     compute_ms: list[float] = field(default_factory=list)  # the rest
     session_starts: list[int] = field(default_factory=list)  # steps done when each session began
     seconds: float = 0.0  # total over the sessions
