@@ -55,9 +55,11 @@ class Inference:
             weight = convolution.inputs[1].node
             source = trained.master.slices[weight]
             filters = source.shape[0]
-            kernel.launch((filters, 1, 1), (256, 1, 1), source.address, trained.master.slices[gamma].address,
-                          trained.master.slices[beta].address, trained.statistics.slices[mean].address,
-                          trained.statistics.slices[var].address, own.value(weight).address, own.value(bias).address,
+            own_bias = trained.master.slices.get(bias)  # of the convolution
+            kernel.launch((filters, 1, 1), (256, 1, 1), source.address, own_bias.address if own_bias else 0,
+                          trained.master.slices[gamma].address, trained.master.slices[beta].address,
+                          trained.statistics.slices[mean].address, trained.statistics.slices[var].address,
+                          own.value(weight).address, own.value(bias).address,
                           ctypes.c_float(norm["eps"]), count(math.prod(source.shape[1:])))
             del left[weight], left[bias]
         for name in left:

@@ -376,6 +376,36 @@ def test_an_overflow_skips_the_step_and_halves_the_loss_scale(cache: Path) -> No
     assert (state.loss_scale, state.skipped_steps) == (scale, 1), "two good steps double it again"
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_convolutions_with_bias(cache: Path, dtype: str) -> None:
+    """As Gluon makes them: in front of a BatchNorm, where a bias has no gradient and moves the running mean only, and
+    without one. Against MXNet in fp32, off which rounding to fp16 is by 1e-3: there is one ReLU only."""
+    x = mx.sym.Convolution(mx.sym.Variable("data"), num_filter=16, kernel=(3, 3), layout="NHWC", name="first")
+    x = mx.sym.relu(mx.sym.BatchNorm(x, axis=3, fix_gamma=False, momentum=0.5, name="bn"))
+    x = mx.sym.Convolution(x, num_filter=8, kernel=(3, 3), stride=(2, 2), layout="NHWC", name="last")
+    x = mx.sym.FullyConnected(mx.sym.Flatten(x), num_hidden=CLASSES, name="fc")
+    graph = fused(mx.sym.SoftmaxOutput(x, normalization="batch", name="softmax"))
+    shapes = {"data": (7, 13, 16, 3), "softmax_label": (7,)}
+    params, aux = random_state(graph, shapes, seed=1)
+    data, label = random_batch(shapes, seed=2)
+    cpu = create_executor("mxnet", graph, shapes)
+    step = TrainingStep(graph, shapes, dtype, tf32=False, cache_folder=cache)
+    for executor in (cpu, step):
+        executor.set_params(params, aux)
+    cpu.forward_backward(mx.nd.array(data), mx.nd.array(label))
+    step.load(data, label)
+    step.forward_backward()
+    gradients = step.get_gradients()
+    assert not gradients.pop("first_bias").any()
+    for name, gradient in gradients.items():
+        assert relative_error(gradient, cpu.to_canonical(name, cpu.grads[name])) < SMALL[dtype], name
+    wanted = cpu.get_params()[1]
+    for name, value in step.get_params()[1].items():
+        assert relative_error(value, wanted[name]) < SMALL[dtype], name
+    step.infer()
+    assert relative_error(step.probabilities(), cpu.forward(mx.nd.array(data)).asnumpy()) < SMALL[dtype]
+
+
 def test_images_of_other_sizes(cache: Path) -> None:
     """Training goes from size to size, with inference at yet another one in between, to the bits of steps that were
     made for these sizes; what was compiled for the sizes before is given back."""

@@ -82,15 +82,16 @@ __global__ void bias_add_relu(const Packed<T> *x, const float *bias, const Packe
     y[at] = pack<T>(v);
 }
 
-// A BatchNorm folded into the convolution before it, for inference. One block a filter, `size` weights each.
+// A BatchNorm folded into the convolution before it, which may have a bias of its own (else `own_bias` is null), for
+// inference. One block a filter, `size` weights each.
 template <class T>
-__global__ void fold_batch_norm(const float *weight, const float *gamma, const float *beta, const float *mean,
-                                const float *var, T *folded, float *bias, float eps, uint32 size) {
+__global__ void fold_batch_norm(const float *weight, const float *own_bias, const float *gamma, const float *beta,
+                                const float *mean, const float *var, T *folded, float *bias, float eps, uint32 size) {
     const uint32 filter = blockIdx.x;
     const float scale = gamma[filter] / sqrtf(var[filter] + eps);
     for (uint32 at = threadIdx.x; at < size; at += blockDim.x)
         folded[filter * size + at] = from_float<T>(weight[filter * size + at] * scale);
-    if (threadIdx.x == 0) bias[filter] = beta[filter] - mean[filter] * scale;
+    if (threadIdx.x == 0) bias[filter] = beta[filter] + ((own_bias ? own_bias[filter] : 0) - mean[filter]) * scale;
 }
 
 // to = from, 4 vectors of 16 bytes a thread: what memory can do at best, for the profile's ceiling.

@@ -16,15 +16,12 @@ LAUNCH_MS = 0.003  # what a separate launch costs besides its bytes
 
 
 def forward(builder: Builder, node: Node) -> None:
-    """Without bias: with the sums for the BatchNorm of a training step that reads it, where that is faster. With bias,
-    of inference: here, or by the rule of its epilogue."""
+    """Without bias: with the sums for the BatchNorm of a training step that reads it, where that is faster. With bias:
+    here, or in inference by the rule of its epilogue."""
     x, w = builder.input(node, 0), builder.input(node, 1)
     require(node["num_group"] == 1, node,
             f"has {node['num_group']} groups, which have no GPU lowering: use the executor mxnet, or one group")
     if not node["no_bias"]:
-        require(not builder.is_training, node,
-                "has a bias, which has no GPU lowering in training: set no_bias=True (in Gluon use_bias=False), and "
-                "put a BatchNorm behind it")
         if not _has_epilogue(builder, node):
             _biased(builder, node, node, relu=False)
         return
@@ -44,11 +41,11 @@ def forward(builder: Builder, node: Node) -> None:
 
 
 def epilogue(builder: Builder, node: Node) -> None:
-    """ReLU, or the sum of two tensors and ReLU, behind one or two convolutions with bias."""
+    """ReLU, or the sum of two tensors and ReLU, behind one or two convolutions with bias, of inference."""
     first, *others = sorted(node.inputs, key=lambda ref: not _has_epilogue(builder, builder.graph[ref.node]))
     if not _ends_in_relu(node):
         raise no_lowering(node)
-    require(_has_epilogue(builder, builder.graph[first.node]), node,
+    require(not builder.is_training and _has_epilogue(builder, builder.graph[first.node]), node,
             "follows no BatchNorm, which has no GPU lowering: put one before it")
     for ref in others:
         if _has_epilogue(builder, builder.graph[ref.node]):
@@ -61,8 +58,7 @@ def _ends_in_relu(node: Node) -> bool:
 
 
 def _has_epilogue(builder: Builder, node: Node) -> bool:
-    """Is this a convolution with bias (of inference) whose ReLU, or sum and ReLU, alone reads it? It is launched in
-    their place."""
+    """Is this a convolution with bias whose ReLU, or sum and ReLU, alone reads it? It is launched in their place."""
     readers = builder.readers(node)
     return node.op == "Convolution" and not node["no_bias"] and len(readers) == 1 and _ends_in_relu(readers[0])
 

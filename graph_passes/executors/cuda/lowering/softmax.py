@@ -35,6 +35,11 @@ def softmax(builder: Builder, node: Node) -> None:
 
 
 def bias_gradient(builder: Builder, node: Node) -> None:
+    """Of the classifier, or of a convolution. In front of a BatchNorm, which takes away the mean, it is 0: as what is
+    never written is."""
+    source, output = node.inputs[0]
+    if output == 0 and builder.graph[source].op.startswith("BatchNorm"):
+        return
     dy, dbias = builder.input(node, 0), builder.output(node)
     classes, rows = builder.shapes[Ref(node.name)][0], math.prod(dy.shape[:-1])
     builder.launch(node, "softmax.cu", builder.kernel("bias_gradient"), (-(-classes // 32), 1, 1), (32, 32, 1),
