@@ -410,6 +410,8 @@ def benchmark(trainer: Trainer, recorder: Recorder, config: BenchmarkConfig) -> 
     result = f"median step {1e3 * median:.1f} ms = {speed:.1f} images/sec"
     if error < BENCHMARK_PRECISION:
         sentence = f"{result}, standard error of the median {error:.2%}"
+    elif math.isinf(error):
+        sentence = f"{result}; ended at its limit before the {config.min_steps} steps that tell how exact that is"
     else:
         sentence = (
             f"{result}; ended at its limit with a standard error of the median of {error:.2%}, more than the 1 % wanted"

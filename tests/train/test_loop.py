@@ -137,11 +137,9 @@ def test_reference_executor_trains_like_mxnet(run_train, tiny_options, tmp_path)
 
 def test_benchmark_on_synthetic_data(run_train, tmp_path):
     folder = tmp_path / "run"
-    code, out, err = run_train(
-        "benchmark", "--output", folder, "--data", "synthetic", "--depth", "18", "--image-size", "32",
-        "--batch-size", "2", "--device", "cpu", "--no-tensorboard", "--warmup-steps", "2", "--min-steps", "5",
-        "--limit-steps", "8",
-    )  # fmt: skip
+    options = ("benchmark", "--data", "synthetic", "--depth", "18", "--image-size", "32", "--batch-size", "2",
+               "--device", "cpu", "--no-tensorboard", "--warmup-steps", "2", "--min-steps", "5")  # fmt: skip
+    code, out, err = run_train(*options, "--output", folder, "--limit-steps", "8")
     assert code == 0, err
     (result,) = read_lines(folder, "benchmark")
     assert f"= {result['images_per_sec']:.1f} images/sec" in out
@@ -151,6 +149,9 @@ def test_benchmark_on_synthetic_data(run_train, tmp_path):
     assert result["median_step_ms"] == pytest.approx(np.median(times[2:]), rel=0.1)
     assert "standard error of the median" in out
     assert ("more than the 1 % wanted" in out) == (result["relative_error"] >= 0.01)
+
+    code, out, err = run_train(*options, "--output", tmp_path / "short", "--limit-steps", "3")
+    assert code == 0 and "before the 5 steps that tell how exact that is" in out, err
 
 
 @pytest.mark.parametrize("command", ["train", "benchmark"])
