@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import logging
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -330,7 +331,8 @@ def main(arguments: Sequence[str]) -> int:
             raise TrainError(f"--min-np {own.min_np} is more than the {len(slots)} GPUs of this machine; lower it")
         for line in (*map(str, slots), *notes):
             print(line, flush=True)
-        print(" ".join([f"{name}={value}" for name, value in slots[0].environment.items()] + command[1:]), flush=True)
+        variables = [f"{name}={value}" for name, value in slots[0].environment.items()]
+        print(shlex.join([*variables, "python", *command[1:]]), flush=True)
         if own.min_np:
             return launch_elastic(slots, command, own.min_np, own.cooldown)
         return launch(slots, command)

@@ -22,7 +22,7 @@ MIN_DRIVER_CUDA = 12000  # CUDA 12.0, as cuDriverGetVersion counts
 
 IPC_HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
 
-_NO_GPU = "install a driver and a GPU, or use --executor mxnet"
+_NO_GPU = "install a driver and a GPU, or use the executor mxnet"
 INSTALL = "install the GPU packages: `make setup`, or pip install '.[gpu]' in this project's folder"
 
 
@@ -60,7 +60,7 @@ class Gpu:
         if self.capability < MIN_COMPUTE_CAPABILITY:
             major, minor = self.capability
             raise GraphError(f"GPU {device_id} ({self.name}) has compute capability {major}.{minor}; cuDNN 9 needs "
-                             "7.5 or newer: use --executor mxnet")
+                             "7.5 or newer: use the executor mxnet")
         self.driver_version: int = version
         properties = self.device.properties
         self.num_multiprocessors: int = properties.multiprocessor_count
