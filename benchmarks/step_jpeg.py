@@ -100,7 +100,8 @@ def main() -> None:
     name = f"{training}_1gpu"
     jpeg, synthetic = lines
     write_result(name, jpeg["step_ms"], arguments.batch, "our synthetic step", synthetic["step_ms"])
-    publish(name, lines, arguments.batch)
+    lines = [with_speed(line, arguments.batch) for line in lines]
+    write_lines(name, lines)
     if "PEER_PYTHON" in os.environ:
         # The peer's batches come in bursts, one of each worker: a time is the mean of such a stretch.
         peer = TorchPeer("--mode", "eager", *flags(arguments, "data", "workers", "depth", "batch"),
@@ -108,21 +109,19 @@ def main() -> None:
         turn = peer.measure()
         stretches = np.reshape(turn["step_ms"], (-1, arguments.workers)).mean(axis=1)
         peer.close()
-        publish(name, [*lines, {"name": turn["name"], "step_ms": [round(float(ms), 3) for ms in stretches]}],
-                arguments.batch)
+        theirs = {"name": turn["name"], "step_ms": [round(float(ms), 3) for ms in stretches]}
+        write_lines(name, [*lines, with_speed(theirs, arguments.batch)])
 
 
-def publish(name: str, lines: list[dict[str, Any]], batch: int) -> None:
-    """Write what was measured, and print what is new of it: ours, then the peer."""
-    for line in lines:
-        line["images_per_sec"] = batch * 1e3 / statistics.median(line["step_ms"])
-    for line in lines if len(lines) == 2 else lines[2:]:
-        text = f"{line['name']}: {line['images_per_sec']:,.0f} images/sec"
-        if "idle_share" in line:
-            text += f", the GPU waited {line['idle_share']:.1%} of the time, "
-            text += f"{line['power']:.0f} W at {line['clock']:,.0f} MHz"
-        print(text)
-    write_lines(name, lines)
+def with_speed(line: dict[str, Any], batch: int) -> dict[str, Any]:
+    """The line with images/sec, which are printed too."""
+    images_per_sec = batch * 1e3 / statistics.median(line["step_ms"])
+    text = f"{line['name']}: {images_per_sec:,.0f} images/sec"
+    if "idle_share" in line:
+        text += f", the GPU waited {line['idle_share']:.1%} of the time, "
+        text += f"{line['power']:.0f} W at {line['clock']:,.0f} MHz"
+    print(text)
+    return {**line, "images_per_sec": images_per_sec}
 
 
 def start(config: Config, run_folder: Path) -> tuple[Trainer, Loader, Loader]:

@@ -100,7 +100,7 @@ def test_too_many_channels_are_refused() -> None:
     graph = Graph.from_json(mx.sym.SoftmaxOutput(mx.sym.FullyConnected(x, num_hidden=8), name="softmax").tojson())
     shapes: dict[str, tuple[int, ...]] = {"data": (2, 1, 1, 8), "softmax_label": (2,)}
     lower_graph(graph, shapes, training=True)
-    with pytest.raises(GraphError, match="BatchNormTrain 'wide' has 4104 channels: a group shares 4096 at most$"):
+    with pytest.raises(GraphError, match="BatchNorm 'wide' has 4104 channels: a group shares 4096 at most$"):
         lower_graph(graph, shapes, training=True, group=FAKE_GROUP)
 
 

@@ -281,7 +281,7 @@ def test_networks_of_the_zoo(tmp_path: Path) -> None:
     refusals = {
         "resnet18_v1": "",
         "resnet50_v1": "",
-        "resnet18_v2": "BatchNormTrain '.*' has fix_gamma=True, .*: set it to False$",
+        "resnet18_v2": "BatchNorm '.*' has fix_gamma=True, .*: set it to False$",
         "mobilenet1_0": "Convolution '.*' has 32 groups, .*: use the executor mxnet, or one group$",
         "mobilenet_v2_1_0": "cannot run clip '.*_relu6': use the executor mxnet",
         "vgg11": "cannot run Dropout '",

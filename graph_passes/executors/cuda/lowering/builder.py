@@ -202,9 +202,9 @@ def rows_and_channels(node: Node, x: Buffer) -> tuple[int, int]:
 
 
 def require(condition: bool, node: Node, problem: str) -> None:
-    """Raise GraphError for the node unless the condition holds."""
+    """Raise GraphError for the node, under the name of its forward operator, unless the condition holds."""
     if not condition:
-        raise GraphError(f"{node.op} '{node.name}' {problem}")
+        raise GraphError(f"{FORWARD_OF.get(node.op, node.op)} '{node.name}' {problem}")
 
 
 def no_lowering(node: Node) -> GraphError:
