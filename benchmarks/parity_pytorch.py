@@ -211,8 +211,8 @@ def main() -> None:
         peer, runs = start_peer(PEER, folder, *kinds, "float32:0:nudged"), []
         for kind in kinds:
             dtype, order = kind.split(":")
-            # TF32 off: the same arithmetic on both sides
-            runs.append(train_ours(folder, replace(config, dtype=dtype, tf32=False), recipe, int(order)))
+            precision: dict[str, Any] = {"dtype": dtype, "tf32": False}  # the same arithmetic on both sides
+            runs.append(train_ours(folder, replace(config, **precision), recipe, int(order)))
             print(f"ours {kind}: loss {runs[-1]['loss'][-1]:.4f}, validation top-1 {runs[-1]['val_top1']:.2%}")
         theirs = end_peer(peer)
     for run in theirs:

@@ -235,7 +235,7 @@ def table(rows: list[Row]) -> str:
         single = next((other for other in rows if other["what"] == row["what"] and other["gpus"] == 1), None)
         speed = images_per_sec(row)
         per_gpu = speed / row["gpus"]
-        cells = [LABELS.get(row["what"], row["what"]), str(row["gpus"]), f"{speed:,.0f}", f"{per_gpu:,.0f}",
+        cells = [LABELS.get(row["what"]) or row["what"], str(row["gpus"]), f"{speed:,.0f}", f"{per_gpu:,.0f}",
                  f"{per_gpu / images_per_sec(single):.1%}" if single else ""]
         if "buckets" in row:
             slowest = row["batch"] * 1e3 / max(row["each_alone_ms"])
