@@ -29,9 +29,11 @@ class CompiledGraph:
         self._segments: list[Any] = []
         self._cuts: tuple[int, ...] = ()
         self.image_size = tuple(input_shapes["data"][1:3])
-        self.lowering = lower(graph, graph.infer_shapes(input_shapes), store, persistent, tools, group)
-        tools.convolutions.save()
-        tools.planner.save()
+        try:
+            self.lowering = lower(graph, graph.infer_shapes(input_shapes), store, persistent, tools, group)
+        finally:  # what has been timed is kept, also where somebody has lost patience
+            tools.convolutions.save()
+            tools.planner.save()
         num_bytes, (free, total) = self.lowering.program.arena_bytes, self._gpu.memory()
         available = free + self._arena.num_bytes
         if num_bytes > available:

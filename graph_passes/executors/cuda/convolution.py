@@ -32,6 +32,8 @@ MAX_CANDIDATES = 24  # plans timed per problem; cuDNN lists the most promising o
 TUNING_SECONDS = 0.5
 REFUSED = ""  # in place of a plan's name: a fused problem for which none was found
 
+KEEP_SECONDS = 20.0  # between two times that choices are kept while many are made
+
 log = logging.getLogger("graph_passes.cuda")
 
 
@@ -113,6 +115,7 @@ class ConvolutionLibrary:
         self._choices_name = f"plans-{self.variant}"
         self._choices = self._read_choices()  # problem key -> [plan name, milliseconds]
         self._known = len(self._choices)
+        self._kept_at: float | None = None  # when choices were last kept while some are being made
 
     def plan(self, problem: Problem) -> Plan:
         """The fastest plan for the problem, built; the first that runs, if `deterministic`. Times all proposals the
@@ -122,8 +125,8 @@ class ConvolutionLibrary:
         """
         if problem not in self._plans:
             chosen = None if self.deterministic else self._remembered(problem)
-            if chosen is None and not self.deterministic and len(self._choices) == self._known:
-                log.warning("choosing the fastest kernels for this GPU and these shapes, once: up to half a minute")
+            if chosen is None and not self.deterministic:
+                self._keep()
             self._plans[problem] = chosen or self._tuned(problem)
         return self._plans[problem]
 
@@ -135,6 +138,20 @@ class ConvolutionLibrary:
             self._known = len(self._choices)
 
     # --- choosing ---
+
+    def _keep(self) -> None:
+        """Say that choices are being made; now and then keep those made so far, which a run that is stopped while it
+        chooses need not make again."""
+        now = time.monotonic()
+        if self._kept_at is None:
+            log.warning("choosing the fastest kernels for this GPU and these shapes, once: half a minute, in float32 "
+                        "some minutes")
+        elif now - self._kept_at < KEEP_SECONDS:
+            return
+        else:
+            self.save()
+            log.warning("choosing the fastest kernels: %d are chosen and kept", len(self._choices))
+        self._kept_at = now
 
     def _remembered(self, problem: Problem) -> Plan | None:
         choice = self._choices.get(problem.key)

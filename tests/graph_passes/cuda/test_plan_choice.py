@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -79,6 +80,19 @@ def test_the_fastest_plan_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_pat
     caplog.clear()
     assert cudnn.choose(tmp_path, deterministic=False) == "engine 2" and cudnn.built == [2]
     assert not caplog.records
+
+
+def test_choices_are_kept_while_others_are_being_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                                      caplog: pytest.LogCaptureFixture) -> None:
+    cudnn = FakeCudnn(monkeypatch)
+    library = ConvolutionLibrary(cudnn.gpu, Cache("machine", tmp_path), Arena(cudnn.gpu))
+    library.plan(PROBLEM)
+    monkeypatch.setattr(convolution, "KEEP_SECONDS", 0.0)
+    library.plan(dataclasses.replace(PROBLEM, stride=(2, 2)))  # at whose start the first choice is kept
+    assert [record.message for record in caplog.records][1:] == ["choosing the fastest kernels: 1 are chosen and kept"]
+    del library  # the process is killed
+    cudnn.built.clear()
+    assert cudnn.choose(tmp_path, deterministic=False) == "engine 2" and cudnn.built == [2]
 
 
 def test_the_first_plan_is_taken_where_runs_are_to_be_repeatable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
