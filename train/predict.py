@@ -1,6 +1,6 @@
 """Prediction: the most likely classes of given image files.
 
-    python -m train predict --checkpoint runs/my-run picture1.jpg picture2.png [--json] [--contact-sheet sheet.png]
+    python -m train predict --checkpoint runs/my-run picture1.jpg folder/ [--json] [--contact-sheet sheet.png]
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from pipelines import MEAN, STD, load_images
+from pipelines.sources.folders import image_files
 from train import checkpoint, cli, devices, files
 from train.build import build_executor
 from train.errors import TrainError
@@ -30,7 +31,7 @@ from train.errors import TrainError
 @dataclass(frozen=True)
 class PredictOptions:
     images: Annotated[tuple[Path, ...], tyro.conf.Positional] = ()
-    """Image files."""
+    """Image files, and folders, which stand for the images in them."""
     checkpoint: str = ""
     """Run folder or checkpoint file of the trained network; of a run folder, its best checkpoint."""
     top: int = 5
@@ -71,7 +72,7 @@ def main(arguments: Sequence[str]) -> None:
     """The command `python -m train predict`. Raises TrainError or DataError for a user's mistake."""
     options = cli.parse(PredictOptions, arguments, command="predict")
     predictions = predict(options)
-    for file in sorted(set(options.images) - {prediction.file for prediction in predictions}):
+    for file in sorted(set(image_paths(options.images)) - {prediction.file for prediction in predictions}):
         print(f"skipped, no readable image: {file}", file=sys.stderr)
     if options.contact_sheet:
         files.write(Path(options.contact_sheet), contact_sheet(predictions))
@@ -82,8 +83,9 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def predict(options: PredictOptions) -> list[Prediction]:
-    """Predictions for the given files, in their order. Raises TrainError or DataError for a user's mistake."""
-    if not options.images:
+    """Predictions for the given images, in their order. Raises TrainError or DataError for a user's mistake."""
+    paths = image_paths(options.images)
+    if not paths:
         raise TrainError("no image files given: name at least one after the options")
     if not options.checkpoint:
         raise TrainError("prediction needs trained weights: give --checkpoint with a run folder or a checkpoint file")
@@ -93,14 +95,14 @@ def predict(options: PredictOptions) -> list[Prediction]:
     trained = checkpoint.load_trained(options.checkpoint)
     config = replace(
         trained.config,
-        batch_size=min(options.batch_size, len(options.images)),
+        batch_size=min(options.batch_size, len(paths)),
         device=options.device,
         executor=options.executor,
         dtype="auto",
     )
     placement = devices.choose(config, local_rank=0)
     batches = load_images(
-        options.images,
+        paths,
         config.inference_image_size,
         config.batch_size,
         device=placement.device.partition("(")[0],
@@ -117,8 +119,21 @@ def predict(options: PredictOptions) -> list[Prediction]:
         for position, row, picture in zip(positions, probabilities, pictures, strict=True):
             best = np.argsort(-row, kind="stable")[: options.top]
             guesses = [Guess(trained.class_names[i], int(i), float(row[i])) for i in best]
-            predictions.append(Prediction(options.images[position], guesses, picture))
+            predictions.append(Prediction(paths[position], guesses, picture))
     return predictions
+
+
+def image_paths(places: Sequence[Path]) -> list[Path]:
+    """Each file, and the image files in each folder by name. Raises TrainError for a folder without any."""
+    paths: list[Path] = []
+    for place in places:
+        if not place.is_dir():
+            paths.append(place)
+        elif found := image_files(place):
+            paths += [place / name for name in found]
+        else:
+            raise TrainError(f"the folder {place} has no image files in it; name files, or a folder that has")
+    return paths
 
 
 def _plain(prediction: Prediction) -> dict[str, object]:

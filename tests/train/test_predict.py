@@ -69,6 +69,12 @@ def test_classes_and_order(run_folder: Path, capsys: pytest.CaptureFixture[str])
         assert guesses[0]["probability"] > 0.5
 
 
+def test_a_folder_stands_for_its_images(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    predict.main(["--checkpoint", str(run_folder), "--json", str(run_folder / "red.png"), str(run_folder)])
+    files = [Path(entry["file"]).name for entry in json.loads(capsys.readouterr().out)]
+    assert files == ["red.png", "blue.png", "green.png", "grey.png", "red.png"]
+
+
 def test_table_names_files_classes_and_probabilities(
     run_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,6 +162,7 @@ def test_real_photographs(run_folder: Path, real_data: Path) -> None:
         (["RUN/red.png", "--checkpoint", "nowhere"], "nowhere"),
         (["RUN/red.png", "--checkpoint", "RUN/red.png"], "red.png"),
         (["RUN/none.png", "--checkpoint", "RUN"], "none.png"),
+        (["RUN/checkpoints", "--checkpoint", "RUN"], "checkpoints has no image files in it"),
         (["RUN/red.png", "--checkpoint", "RUN", "--top", "0"], "--top 0"),
         (["RUN/red.png", "--checkpoint", "RUN", "--batch-size", "-1"], "--batch-size -1"),
         (["RUN/red.png", "--chekpoint", "RUN"], "did you mean --checkpoint"),
