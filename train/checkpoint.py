@@ -220,5 +220,9 @@ def _replacing(path: Path) -> Iterator[Path]:
             os.close(folder)
     except OSError as error:
         way_out = files.way_out(error, "see that its folder can be written")
-        raise TrainError(f"cannot save the checkpoint {path} ({error.strerror or error}); earlier ones are untouched: "
-                         f"{way_out} and go on with --resume {path.parent.parent}") from None
+        if _numbered(path.parent):
+            kept, then = "; earlier ones are untouched", f"go on with --resume {path.parent.parent}"
+        else:
+            kept, then = ", the first one", "start again"
+        raise TrainError(f"cannot save the checkpoint {path} ({error.strerror or error}){kept}: {way_out} and {then}"
+                         ) from None

@@ -131,14 +131,16 @@ class Trainer:
 
     def run(self, recorder: Recorder) -> None:
         """Train until the last epoch, or until a limit or the target is reached. Raises StoppedBySignal, TrainError."""
-        config, progress = self.config, self.progress
+        progress, epochs = self.progress, self.config.epochs
         stop = self._steps_used_up()  # a resumed run may have taken them before
+        if progress.epoch >= epochs:
+            self.note = f"nothing left to train: epoch {epochs} of {epochs} is done; a higher --epochs adds some"
         if self.note:
             recorder.say(self.note)
         if self.commit:
             self.commit()
         with Signals() as signals, self.monitoring(recorder), frozen_heap():
-            while progress.epoch < config.epochs and not stop:
+            while progress.epoch < epochs and not stop:
                 stop = self._train_epoch(recorder, signals) or self._end_epoch(recorder)
         if stop:
             recorder.say(stop)

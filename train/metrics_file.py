@@ -51,8 +51,8 @@ class MetricsFile:
             self._file.write(json.dumps(line) + "\n")
         except OSError as error:
             way_out = files.way_out(error, "see that it can be written")
-            raise TrainError(f"cannot write {self._path} ({error.strerror}): {way_out} and go on with --resume "
-                             f"{self._path.parent}") from None
+            raise TrainError(f"cannot write {self._path} ({error.strerror}): {way_out} and start again, with --resume "
+                             f"{self._path.parent} where that has a checkpoint") from None
         self.record.apply(line)
 
     def close(self) -> None:

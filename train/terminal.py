@@ -26,7 +26,7 @@ class Terminal:
         self._status = ""  # beside the bar
         if self.console.is_terminal:
             name, status = TextColumn("{task.description}"), TextColumn("{task.fields[status]}")
-            self.progress = Progress(name, BarColumn(), MofNCompleteColumn(), status, console=self.console)
+            self.progress = Progress(name, BarColumn(20), MofNCompleteColumn(), status, console=self.console)
             self.progress.start()
 
     def say(self, text: str) -> None:
@@ -44,12 +44,12 @@ class Terminal:
 
     def log_step(self, place: str, rate: Speed, loss: float | None, learning_rate: float, seconds_left: float) -> None:
         """The line of some steps; `seconds_left` is shown where the run's end is known."""
-        rest = f"loss {loss:.3f}  " if loss is not None else ""
-        rest += f"learning rate {learning_rate:.4g}"
+        shown_loss = f"  loss {loss:.3f}" if loss is not None else ""
+        time_left = ""
         if self.num_epochs is not None:
-            rest += f"  time left {timedelta(seconds=round(max(seconds_left, 0)))}"
-        self.say(f"{place}  {rate}  {rest}")
-        self._status = f"{rate.mean:.1f} images/sec  {rest}"
+            time_left = f"  time left {timedelta(seconds=round(max(seconds_left, 0)))}"
+        self.say(f"{place}  {rate}{shown_loss}  learning rate {learning_rate:.4g}{time_left}")
+        self._status = f"{rate.mean:.1f} images/sec{time_left}"  # with name and bar, 80 columns hold it
         self.show()
 
     def show(self, activity: str = "") -> None:

@@ -108,6 +108,8 @@ def test_full_disk_leaves_the_last_good_one(state, tmp_path, monkeypatch):
         patch.setattr(os, "fsync", no_room)
         with pytest.raises(TrainError, match=r"cannot save the checkpoint .*No space left.*--resume") as error:
             folder.save(later)
+        with pytest.raises(TrainError, match=r"No space left on device\), the first one: make room and start again$"):
+            CheckpointFolder(tmp_path / "other", keep=1).save(later)
     assert "\n" not in str(error.value)
     assert os.listdir(folder.path) == ["step-00000042.npz"]
     assert checkpoint.load(folder.path_of(42)).progress == state.progress

@@ -46,12 +46,12 @@ class Run:
     def __init__(self, folder: Path, **options: Any) -> None:
         self.clock = Clock()
         self.output = io.StringIO()
-        terminal = options.pop("terminal", False)
+        terminal, width = options.pop("terminal", False), options.pop("width", 200)
         defaults = {"config": {"config": "test"}, "images_per_step": IMAGES_PER_STEP, "num_epochs": 3, "log_every": 4}
         self.recorder = Recorder(
             folder,
             **{**defaults, "warmup_steps": 2, "tensorboard": False, **options},
-            console=Console(file=self.output, force_terminal=terminal, width=200, highlight=False),
+            console=Console(file=self.output, force_terminal=terminal, width=width, highlight=False),
             clock=self.clock,
         )
 
@@ -368,13 +368,13 @@ def test_plain_output_has_speed_loss_and_time_left_but_no_control_codes(tmp_path
     assert printed[-1] == "total images/sec: 48.0"
 
 
-def test_terminal_gets_a_progress_bar(tmp_path: Path) -> None:
-    run = Run(tmp_path, terminal=True)
+def test_terminal_gets_a_progress_bar_that_80_columns_hold(tmp_path: Path) -> None:
+    run = Run(tmp_path, terminal=True, width=80)
     with run.recorder:
         run.epoch(0, [0.0] * 8, [0.5] * 8)
         run.recorder._terminal.progress.refresh()  # type: ignore[union-attr]
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", run.output.getvalue())
-    assert "━" in text and "8/8" in text and "48.0 images/sec" in text
+    assert f"epoch 1/3 {'━' * 20} 8/8 48.0 images/sec  time left 0:00:08" in text
 
 
 def test_resume_drops_what_is_done_again(tmp_path: Path) -> None:

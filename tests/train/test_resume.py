@@ -63,6 +63,9 @@ def test_sigterm(unbroken, tiny_options, tmp_path, run_train, monkeypatch, signa
     assert_same_end(folder, unbroken)
     steps = json.loads((folder / "report" / "report.json").read_text())["step_ms"]
     assert len(steps) == 2 * STEPS_PER_EPOCH
+    code, out, err = run_train("--resume", folder)
+    assert code == 0 and "nothing left to train: epoch 2 of 2 is done" in out, err
+    assert_same_end(folder, unbroken)
 
 
 def test_mixup_and_averages_go_on(tiny_options, tmp_path, run_train):
