@@ -145,7 +145,8 @@ def test_elastic_run_loses_a_process_and_gets_one(start, on_gpu, rng):
     for event in run.events("steps"):
         rates[event["step"]] = event["learning_rate"]  # a step that is done again counts as it was done last
     sizes = {step: less if second < step <= third else more for step in rates}
-    assert rates[third] / rates[third + 1] == pytest.approx(less / more, rel=1e-3)  # cosine: hardly below its peak
+    # Cosine: hardly below its peak. On a busy machine the lost process may be back before the others took a step.
+    assert rates[third] / rates[third + 1] == pytest.approx(sizes[third] / sizes[third + 1], rel=1e-3)
 
     last = checkpoint.load(checkpoint.find(str(run.folder)))
     assert len(last.loader_states) == count
