@@ -2,12 +2,12 @@
 
     python -m train --config cifar10_resnet18 --data /path/to/cifar10
 
-The data may be RecordIO, folders, or CIFAR-10's own files, on which 94 % (DAWNBench's target) is the aim: not measured
+The data may be RecordIO, folders, or CIFAR-10's own files, on which 94 % (DAWNBench's target) is the goal: not measured
 here.
 
 Hardware: one NVIDIA H200, 16 CPU cores. Images/sec: 85,700. Accuracy: 91.3 % in one run, 30 s of training and
 validation; with --epochs 18, 89.0 % (88.7 to 89.4 %, 3 seeds) in 12 s, as PyTorch reaches with this recipe
-(docs/recipes.md). The images were those re-encoded at JPEG quality 75 with halved colour.
+(docs/recipes.md). The images were those re-encoded at JPEG quality 75 with colour at half resolution.
 """
 
 from train.config import Config

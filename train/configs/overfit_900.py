@@ -1,11 +1,11 @@
-"""ResNet-50 learns 900 photographs of 900 of ImageNet's classes by heart: the whole path of ImageNet training, 1,000
+"""ResNet-50 memorises 900 photographs, each of another ImageNet class: the whole path of ImageNet training, 1,000
 classes at 224 pixels, on one GPU in about a minute.
 
     mkdir -p data/overfit_900
     cp -r $(ls -d /path/to/imagenet/train/n* | head -n 900) data/overfit_900/       # one image of each class, or more
     python -m train --config overfit_900
 
-Training and validation see the same images, as in overfit_100, its like for the CPU.
+Training and validation see the same images, as in overfit_100, the counterpart for the CPU.
 
 Hardware: one NVIDIA H200. Images/sec: 2,740, while it shared the GPU with others. Accuracy: training top-1 99.3 %
 at a loss of 0.05, validation top-1 100 % after 57 s, on 900 classes with one image each

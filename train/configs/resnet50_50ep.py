@@ -4,7 +4,7 @@
     python -m train --config resnet50_50ep --data /path/to/imagenet                   # one GPU
 
 Source: NVIDIA DeepLearningExamples, PyTorch/Classification/ConvNets/resnet50v1.5, which has the same constants and
-states 75.9 % top-1 as what 50 epochs reach.
+reports 75.9 % top-1 after 50 epochs.
 
 Hardware: 1 to 8 NVIDIA GPUs. Images/sec: docs/recipes.md. Accuracy: 75.9 % expected, not measured here.
 """

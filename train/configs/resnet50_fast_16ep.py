@@ -1,11 +1,11 @@
-"""ResNet-50 on ImageNet in 16 epochs with progressive resizing: 160 pixels, at the end 192, validation at 256.
+"""ResNet-50 on ImageNet in 16 epochs with progressive resizing: 160 pixels growing to 192, validation at 256.
 
     scripts/dgx1_8gpu.sh -n 8 --config resnet50_fast_16ep --data /path/to/imagenet
     python -m train --config resnet50_fast_16ep --data /path/to/imagenet                # one GPU
 
 Source: libffcv/ffcv-imagenet, rn50_configs/rn50_16_epochs.yaml (learning rate 1.7 for 4,096 images, linear to 0 after 2
-epochs of warm-up), which states 73.8 % top-1. Two things of it are not here: blurred pooling, and averaging over an
-image and its mirror image in validation.
+epochs of warm-up), which states 73.8 % top-1. It has two things that are missing here: blurred pooling, and averaging
+over an image and its mirror image in validation.
 
 Hardware: 1 to 8 NVIDIA GPUs. Images/sec: docs/recipes.md. Accuracy: up to 73.8 % expected, not measured here.
 """

@@ -3,10 +3,10 @@
     scripts/dgx1_8gpu.sh -n 8 --config resnet50_lars_37ep --data /path/to/imagenet
     python -m train --config resnet50_lars_37ep --data /path/to/imagenet --accumulate 8     # one GPU, the same batch
 
-Learning rate 11 after 2 epochs of warm-up, then down a parabola to 1e-4, momentum 0.9, weight decay 5e-5, label
+Learning rate 11 after 2 epochs of warm-up, then along a parabola to 1e-4, momentum 0.9, weight decay 5e-5, label
 smoothing 0.1, trust coefficient 0.001; BatchNorm's parameters and biases with neither weight decay nor LARS. Source:
 the training rules and reference convergence points of MLPerf (mlcommons/training_policies, mlcommons/logging), whose
-target is 75.9 %. The learning rate is scaled linearly where the global batch is another one.
+target is 75.9 %. The learning rate scales linearly with other global batches.
 
 Hardware: 8 NVIDIA GPUs, or 1. Images/sec: docs/recipes.md. Accuracy: 75.9 % expected, not measured here.
 """
