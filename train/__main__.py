@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 
 from pipelines.samples import make_samples
 from train import checkpoint, cli, compare_precision, devices, export, files, predict
+from train.benchmark import benchmark, measure_loader
 from train.build import SAMPLES_FOLDER, build_executor, join_bn_group, open_split
 from train.config import CONFIG_FILE, SAMPLES, SYNTHETIC, BenchmarkConfig, Config, ValidateConfig, parse, presets
 from train.distributed import USER_ERRORS, Workers, drain_engine, is_elastic, is_lost_process
 from train.errors import EXIT_FAILURE, EXIT_LOST_PROCESS, EXIT_USER_ERROR, LostProcessError, TrainError
-from train.loop import Trainer, benchmark, frozen_heap, measure_loader, validate
+from train.loop import Trainer, frozen_heap, validate
 from train.profile import write_profile
 from train.recorder import Recorder
 from train.report import write_report

@@ -135,8 +135,8 @@ class RunRecord:
     In the lists by step, item i belongs to step `steps_before` + i + 1.
     """
 
-    config: dict[str, Any]
-    command: str
+    config: dict[str, Any]  # of the last session
+    command: str  # of the first session
     images_per_step: int  # all processes and accumulated batches together
     num_processes: int = 1
     warmup_steps: int = 0  # first steps of every session that no throughput counts
@@ -229,9 +229,9 @@ class RunRecord:
         since it is done again; only the time that it took stays in `seconds`."""
         if not self.session_starts:
             self.steps_before = line["step"]
-            self.start_date = line["date"]
+            self.start_date, self.command = line["date"], line["command"]
         else:
-            self.events.append({key: line[key] for key in ("time", "step", "date")} | {"event": "resume"})
+            self.events.append({key: line[key] for key in ("time", "step", "date", "command")} | {"event": "resume"})
         keep = max(line["step"] - self.steps_before, 0)
         for steps in (self.step_ms, self.loader_wait_ms, self.compute_ms):
             del steps[keep:]
@@ -239,7 +239,7 @@ class RunRecord:
         self.loss_curve = [point for point in self.loss_curve if point.step <= line["step"]]
         self.gpu_curve = [point for point in self.gpu_curve if point.step <= line["step"]]
         self.epochs = [row for row in self.epochs if row.epoch < line["epoch"]]
-        for name in ("config", "command", "images_per_step", "num_processes", "warmup_steps"):
+        for name in ("config", "images_per_step", "num_processes", "warmup_steps"):
             setattr(self, name, line[name])
         for name in ("git_commit", "versions", "hardware"):
             setattr(self, name, line[name])

@@ -52,9 +52,9 @@ def run_train(
 ) -> Callable[..., tuple[int, str, str]]:
     """Runs `python -m train ARGUMENTS` in this process: (exit code, stdout, stderr)."""
     from train import __main__ as program
-    from train import loop
+    from train import benchmark
 
-    monkeypatch.setattr(loop, "LOADER_ALONE_SECONDS", 0.05)  # no test here looks at the loader's speed
+    monkeypatch.setattr(benchmark, "LOADER_SECONDS", 0.05)  # no test here looks at the loader's speed
 
     def run(*arguments: object, report: bool = False) -> tuple[int, str, str]:
         capfd.readouterr()

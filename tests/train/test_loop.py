@@ -18,8 +18,9 @@ from graph_passes.executors.mxnet import MXNetExecutor
 from mxnet_compat import mx
 from pipelines import Batch
 from train import checkpoint
+from train.benchmark import standard_error_of_median
 from train.gpu_monitor import GpuReadings
-from train.loop import Trainer, standard_error_of_median
+from train.loop import Trainer
 from train.model import init_params, resnet
 from train.optimizer import SGD
 from train.recorder import Recorder

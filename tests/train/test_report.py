@@ -19,6 +19,7 @@ from train import plots, report
 from train.errors import TrainError
 from train.metrics import METRICS_FILE, EpochRow, GpuPoint, LossPoint, RunRecord
 from train.recorder import Recorder
+from train.summary import summarize, what_limits
 
 IMAGES_PER_STEP = 48
 FIRST_SESSION, SECOND_SESSION, WARMUP = 31, 24, 5
@@ -75,7 +76,7 @@ def test_gpu_figures_weigh_by_counted_time(record: RunRecord, tmp_path: Path) ->
     counted = [*range(WARMUP, FIRST_SESSION), *range(FIRST_SESSION + WARMUP, FIRST_SESSION + SECOND_SESSION)]
     assert len(record.step_ms) == points[-1]
     joules = sum(10.0 * (5 * (i // 5) + 5) * record.step_ms[i] / 1e3 for i in counted)
-    found = report.summarize(record)
+    found = summarize(record)
     assert found.joules_per_image == pytest.approx(joules / (IMAGES_PER_STEP * len(counted)))
     assert found.gpu_power == pytest.approx(joules / sum(record.step_ms[i] / 1e3 for i in counted))
     assert (found.gpu_utilization, found.gpu_memory) == pytest.approx((0.5, 27.5))
@@ -93,11 +94,11 @@ def test_a_gpu_that_tells_nothing(record: RunRecord, tmp_path: Path) -> None:
     record.gpu_curve = [GpuPoint(10, None, None, None)]
     text = report.write_report(tmp_path, record).read_text()
     assert "| power | not known |" in text and "gpu.png" not in text
-    assert report.summarize(record).joules_per_image is None
+    assert summarize(record).joules_per_image is None
 
 
 def test_every_figure_of_the_summary(record: RunRecord) -> None:
-    summary = report.summarize(record)
+    summary = summarize(record)
     steps, wait, compute = (counted(v) for v in (record.step_ms, record.loader_wait_ms, record.compute_ms))
     speeds = sorted(IMAGES_PER_STEP / (ms / 1e3) for ms in steps)
     quartiles = statistics.quantiles(speeds, n=4, method="inclusive")
@@ -135,7 +136,7 @@ def test_every_figure_of_the_summary(record: RunRecord) -> None:
 def test_what_limits_the_run_is_said_in_words(
     compute: float, loader: float | None, wait_share: float, limit: str
 ) -> None:
-    found, text = report._limit(compute, loader, wait_share)
+    found, text = what_limits(compute, loader, wait_share)
     assert found == limit
     assert text.startswith(f"{limit.replace('loader', 'The loader').replace('comp', 'Comp')} limits this run: ")
     assert f"{wait_share:.1%}" in text
@@ -148,13 +149,13 @@ def test_report_folder(record: RunRecord, tmp_path: Path) -> None:
     assert {path.name for path in folder.iterdir()} == PLOTS | {
         "report.md", "report.html", "report.json", "dawnbench.tsv"
     }  # fmt: skip
-    summary = report.summarize(record)
+    summary = summarize(record)
 
     values = json.loads((folder / "report.json").read_text())
     assert values["step_ms"] == record.step_ms
     assert values["summary"]["total"][0] == summary.total.mean
     restored = RunRecord.from_dict(values)
-    assert report.summarize(restored) == summary and restored.epochs == record.epochs
+    assert summarize(restored) == summary and restored.epochs == record.epochs
 
     markdown = (folder / "report.md").read_text()
     assert markdown.startswith("# ResNet-34, made_up: training report\n")
@@ -191,7 +192,7 @@ def test_plots_show_something_in_the_colours_of_the_theme(record: RunRecord, the
         theme.series[0]: plots.throughput(record, theme),
         theme.series[1]: plots.loss(record, theme),
         theme.series[2]: plots.accuracy(record, theme),
-        theme.parts[3]: plots.time_split(report.summarize(record).time_split_seconds, theme),
+        theme.parts[3]: plots.time_split(summarize(record).time_split_seconds, theme),
     }
     for colour, png in drawn.items():
         image = Image.open(io.BytesIO(png)).convert("RGB")
