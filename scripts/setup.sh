@@ -33,6 +33,9 @@ find_python() {
 command -v nvcc >/dev/null || export PATH=$PATH:${CUDA_HOME:-/usr/local/cuda}/bin
 
 if ! "$bin/python" -m pip --version >/dev/null 2>&1; then
+    # What is removed is an unfinished environment, and nothing else that VENV may name.
+    [ ! -e "$venv" ] || [ -e "$venv/pyvenv.cfg" ] || rmdir "$venv" 2>/dev/null ||
+        fail "$venv is there and is no virtual environment: remove it, or name another place"
     python=$(find_python) || fail "no Python 3.10, 3.11 or 3.12 with venv and pip on PATH; install one (Debian: apt install python3-venv) and run make again"
     say "new environment in $venv from $("$python" --version)"
     rm -rf "$venv"

@@ -143,3 +143,13 @@ def test_source_of_horovod_is_mended(run_setup, tmp_path):
     source = tmp_path / "venv" / "horovod-0.28.1"
     for name in HOROVOD:
         subprocess.run(["g++", "-fsyntax-only", "-x", "c++", source / name], check=True)
+
+
+def test_a_folder_that_is_no_environment_is_left_alone(tmp_path: Path) -> None:
+    precious = tmp_path / "work" / "thesis.tex"
+    precious.parent.mkdir()
+    precious.write_text("years")
+    found = subprocess.run(["bash", str(SCRIPT), str(precious.parent)], capture_output=True, text=True)
+    assert found.returncode == 2 and precious.read_text() == "years"
+    assert found.stderr == (f"error: {precious.parent} is there and is no virtual environment: remove it, or name "
+                            "another place\n")

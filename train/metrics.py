@@ -226,13 +226,16 @@ class RunRecord:
 
     def _begin_session(self, line: Mapping[str, Any]) -> None:
         """A first start, or a resume at `step`: what an interrupted session did beyond its last checkpoint is dropped,
-        since it is done again; only the time that it took stays in `seconds`."""
+        since it is done again; only the time that it took stays in `seconds`. Where steps that the checkpoint has
+        behind it are missing (another run's, or lost in a power cut), what is recorded by step begins here."""
         if not self.session_starts:
-            self.steps_before = line["step"]
             self.start_date, self.command = line["date"], line["command"]
         else:
             self.events.append({key: line[key] for key in ("time", "step", "date", "command")} | {"event": "resume"})
-        keep = max(line["step"] - self.steps_before, 0)
+        keep = line["step"] - self.steps_before
+        if not 0 <= keep <= len(self.step_ms):
+            self.steps_before, keep = line["step"], 0
+            self.loss_curve, self.gpu_curve = [], []
         for steps in (self.step_ms, self.loader_wait_ms, self.compute_ms):
             del steps[keep:]
         self.session_starts = [start for start in self.session_starts if start < keep] + [keep]

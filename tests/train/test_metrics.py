@@ -418,6 +418,30 @@ def test_resume_from_an_older_checkpoint_drops_the_epochs_after_it(tmp_path: Pat
     assert [(row.epoch, row.val_top1) for row in recorder.record.epochs] == [(1, 0.0), (2, 0.9)]
 
 
+@pytest.mark.parametrize("checkpoint_step", [3, 9])
+def test_steps_that_are_missing_before_a_resume(tmp_path: Path, checkpoint_step: int) -> None:
+    """A run that began at step 4 and recorded up to step 6 goes on from a checkpoint of before, and of behind."""
+    with (run := Run(tmp_path, first_step=4)).recorder:
+        run.epoch(0, [0.0] * 2, [1.0] * 2, first_step=4)
+    run = Run(tmp_path, first_step=checkpoint_step)
+    with run.recorder as recorder:
+        run.epoch(0, [0.0] * 2, [2.0] * 2, first_step=checkpoint_step)
+    record = recorder.record
+    assert (record.steps_before, record.steps_done) == (checkpoint_step, checkpoint_step + 2)
+    assert record.step_ms == [2000.0] * 2 and [p.step for p in record.loss_curve] == [checkpoint_step + 2]
+    assert record.counted_steps.tolist() == [1]
+    assert record.seconds == 2 * 1.0 + 2 * 2.0
+
+
+def test_a_run_keeps_the_command_that_began_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for command in ("python -m train --epochs 3", "python -m train --resume x"):
+        monkeypatch.setattr("train.environment.command_line", lambda command=command: command)
+        with Run(tmp_path).recorder as recorder:
+            pass
+    assert recorder.record.command == "python -m train --epochs 3"
+    assert [event["command"] for event in recorder.record.events if event["event"] == "resume"] == [command]
+
+
 def test_resume_in_a_fresh_folder_counts_from_the_checkpoint(tmp_path: Path) -> None:
     run = Run(tmp_path, first_step=100, first_epoch=1)
     run.epoch(1, [0.0] * 3, [1.0] * 3)
