@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from pipelines.samples import make_samples
 from train import checkpoint, cli, compare_precision, devices, export, files, predict
 from train.benchmark import benchmark, measure_loader
-from train.build import SAMPLES_FOLDER, build_executor, join_bn_group, open_split
+from train.build import SAMPLES_FOLDER, build_executor, check_memory, join_bn_group, open_split
 from train.config import CONFIG_FILE, SAMPLES, SYNTHETIC, BenchmarkConfig, Config, ValidateConfig, parse, presets
 from train.distributed import USER_ERRORS, Workers, drain_engine, is_elastic, is_lost_process
 from train.errors import EXIT_FAILURE, EXIT_LOST_PROCESS, EXIT_USER_ERROR, LostProcessError, TrainError
@@ -76,8 +76,10 @@ def _train(arguments: Sequence[str], state: RunState | None = None) -> None:
                 executor.set_params(start.params, start.aux)
                 executor.read_metrics()  # those of steps that are undone
             else:
+                largest_size = max(image_sizes(config))
+                check_memory(config, len(train_loader.class_names), largest_size, placement)
                 executor = build_executor(config, len(train_loader.class_names), image_size, placement, start,
-                                          not workers.alone, bn_group, max(image_sizes(config)))  # fmt: skip
+                                          not workers.alone, bn_group, largest_size)
             trainer = Trainer(config, workers, executor, train_loader, val_loader, run_folder, start,
                               state.commit if state else None)  # fmt: skip
         if state:
@@ -142,6 +144,7 @@ def benchmark_steps(arguments: Sequence[str]) -> None:
                              f"{placement.executor}: leave it out")
         bn_group = join_bn_group(config, placement, workers)
         loader = open_split(config, "train", placement, workers)
+        check_memory(config, len(loader.class_names), loader.config.size_in(0), placement)
         executor = build_executor(config, len(loader.class_names), loader.config.size_in(0), placement, None,
                                   not workers.alone, bn_group)
         trainer = Trainer(config, workers, executor, loader, None, run_folder, None)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -218,3 +220,18 @@ def test_what_is_missing_for_the_cuda_executor_is_named(monkeypatch):
     for options in ({"executor": "cuda"}, {"device": "gpu"}, {"dtype": "float16"}):
         with pytest.raises(TrainError, match="NVRTC is missing: pip install it|--dtype float16 needs"):
             place(**options)
+
+
+@pytest.mark.parametrize("command", ["train", "benchmark"])
+def test_batch_too_large_for_the_machine(command, fails, monkeypatch, tmp_path):
+    """A larger batch needs more in proportion, so the one that is named is the same for both; 1 MiB holds no image."""
+    folder = tmp_path / "run"
+    options = [command, "--data", "synthetic", "--depth", "18", "--device", "cpu", "--output", folder, "--batch-size"]
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=2**30))
+    found = [re.search(r"1\.0 GiB are free: use a --batch-size of at most (\d+)$", fails(*options, batch))
+             for batch in ("1000", "4000")]  # fmt: skip
+    small, large = (int(match[1]) for match in found if match)
+    assert 1 < small == pytest.approx(large, rel=0.1)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=2**20))
+    assert fails(*options, "1000").endswith("use a smaller --image-size")
+    assert not folder.exists()
