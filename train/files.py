@@ -37,6 +37,16 @@ def replacing(path: Path) -> Iterator[Path]:
             part.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def log_of_run(path: Path) -> Iterator[None]:
+    """Inside, `path` in a run's folder is written to. Raises TrainError where that fails."""
+    try:
+        yield
+    except OSError as error:
+        raise TrainError(f"cannot write {path} ({error.strerror}): {way_out(error, 'see that it can be written')} and "
+                         f"start again, with --resume {path.parent} where that has a checkpoint") from None
+
+
 def way_out(error: OSError, otherwise: str) -> str:
     """What to do about a file that could not be written: `otherwise` where it is not for want of room."""
     return "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else otherwise

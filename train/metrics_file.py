@@ -47,12 +47,8 @@ class MetricsFile:
         if self._file.closed:
             return
         line = _finite({"event": event, "time": round(self.seconds(), 3), **fields})
-        try:
+        with files.log_of_run(self._path):
             self._file.write(json.dumps(line) + "\n")
-        except OSError as error:
-            way_out = files.way_out(error, "see that it can be written")
-            raise TrainError(f"cannot write {self._path} ({error.strerror}): {way_out} and start again, with --resume "
-                             f"{self._path.parent} where that has a checkpoint") from None
         self.record.apply(line)
 
     def close(self) -> None:

@@ -6,12 +6,15 @@ its tools read the file.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from train import files
 
 PREFIX = ":::MLLOG"
 OPTIONS = {  # MLPerf's name -> ours
@@ -23,10 +26,15 @@ OPTIONS = {  # MLPerf's name -> ours
 
 
 class MLPerfLog:
-    """Appends one line per event to a file; every line is flushed, so that a killed run keeps what it logged."""
+    """Appends one line per event to a file; every line is flushed, so that a killed run keeps what it logged.
+
+    Raises TrainError where it cannot be written.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
+        self._path = path
+        with files.log_of_run(path):
+            self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def run(self, config: Mapping[str, Any], global_batch: int) -> None:
         """A run with these options starts."""
@@ -50,7 +58,8 @@ class MLPerfLog:
         self._write("POINT_IN_TIME", key, value, metadata)
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):
+            self._file.close()
 
     def _write(self, event_type: str, key: str, value: Any, metadata: dict[str, Any]) -> None:
         caller = sys._getframe(2)  # whoever called start, end or point: MLPerf wants the place in the code
@@ -62,5 +71,5 @@ class MLPerfLog:
             "value": value,
             "metadata": {"file": caller.f_code.co_filename, "lineno": caller.f_lineno, **metadata},
         }
-        self._file.write(f"{PREFIX} {json.dumps(line)}\n")
-        self._file.flush()
+        with files.log_of_run(self._path):
+            self._file.write(f"{PREFIX} {json.dumps(line)}\n")

@@ -19,7 +19,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -38,6 +37,7 @@ from train.gpu_monitor import GpuReadings
 from train.metrics import METRICS_FILE, BatchMetrics, RunRecord, Speed, speed
 from train.metrics_file import MetricsFile
 from train.mlperf import MLPerfLog
+from train.tensorboard import TensorBoardLog
 from train.terminal import Terminal
 
 SPEED_WINDOW = 100  # steps that the speed on the terminal looks back on: smooth, yet a slow-down shows
@@ -119,7 +119,7 @@ class Recorder:
         self._recent_ms: deque[float] = deque(maxlen=SPEED_WINDOW)
         self._validation_seconds: list[float] = []
         self._file: MetricsFile | None = None
-        self._writer: Any = None  # tensorboardX.SummaryWriter
+        self._tensorboard: TensorBoardLog | None = None
         self._mlperf: MLPerfLog | None = None
         self._terminal: Terminal | None = None
         self._named_bad: set[str] | None = None  # bad images of the loader that have been named
@@ -143,10 +143,7 @@ class Recorder:
             hardware=environment.hardware(),
         )
         if tensorboard:
-            from tensorboardX import SummaryWriter  # slow to import
-
-            # purge_step hides what an interrupted session logged beyond its last checkpoint.
-            self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step or None)
+            self._tensorboard = TensorBoardLog(folder / "tensorboard", first_step)
         if mlperf:
             self._mlperf = MLPerfLog(folder / "mlperf.log")
             self._mlperf.run(config, images_per_step)
@@ -321,7 +318,9 @@ class Recorder:
         }
         self._emit("epoch", **row)
         self._terminal.end_epoch(row)
-        self._plot("validation", self._step, **{name: row[f"val_{name}"] for name in ("loss", "top1", "top5")})
+        if self._tensorboard:
+            validated = {name: row[f"val_{name}"] for name in ("loss", "top1", "top5")}
+            self._tensorboard.add("validation", self._step, **validated)
         if self._mlperf:
             if validation:
                 self._mlperf.point("eval_accuracy", row["val_top1"], epoch_num=self._epoch + 1)
@@ -352,17 +351,15 @@ class Recorder:
             return
         self._terminal.close()
         # A full disk may be the very reason for the end: what can be written is, the first error is the one to show.
-        with contextlib.suppress(OSError, TrainError):
+        with contextlib.suppress(TrainError):
             self._write_unread()
             price = {} if self.record.price is None else {"price": self.record.price}
             self._emit("end", step=self._step, completed=error is None, **price)
-        if self._mlperf:
-            self._mlperf.end("run_stop", status="aborted" if error else "success")
-            self._mlperf.close()
-        if self._writer:
-            self._writer.close()
-        if self._file:
-            self._file.close()
+            if self._mlperf:
+                self._mlperf.end("run_stop", status="aborted" if error else "success")
+        for log in (self._mlperf, self._tensorboard, self._file):
+            if log:
+                log.close()
         if error is None and len(self.record.counted_steps):
             self.say(f"total images/sec: {self.record.speed().mean:.1f}")
 
@@ -400,16 +397,10 @@ class Recorder:
             **({f"gpu_{name}": value for name, value in gpu._asdict().items()} if gpu else {}),
             **interval.times,
         )
-        if metrics:
-            self._plot("train", interval.step, loss=loss, top1=top1, learning_rate=interval.learning_rate,
-                       images_per_sec=rate.mean)
-            self._plot("gpu", interval.step, **(gpu._asdict() if gpu else {}))
-
-    def _plot(self, group: str, step: int, **values: float | None) -> None:
-        """Give TensorBoard what is known of the values."""
-        for name, value in values.items() if self._writer else ():
-            if value is not None and math.isfinite(value):
-                self._writer.add_scalar(f"{group}/{name}", value, step)
+        if metrics and self._tensorboard:
+            self._tensorboard.add("train", interval.step, loss=loss, top1=top1, learning_rate=interval.learning_rate,
+                                  images_per_sec=rate.mean)
+            self._tensorboard.add("gpu", interval.step, **(gpu._asdict() if gpu else {}))
 
 
 def _bad_images(batches: object) -> Sequence[tuple[str, str]]:

@@ -543,22 +543,61 @@ def test_mlperf_lines(tmp_path: Path) -> None:
     ]
 
 
-def test_tensorboard_gets_the_curves(tmp_path: Path) -> None:
+FULL = Path("/dev/full")  # a disk without room
+
+
+def tensorboard_events(folder: Path) -> list[Any]:
     from tensorboardX.proto.event_pb2 import Event
 
+    (path,) = (folder / "tensorboard").glob("events.out.tfevents.*")
+    data, events = path.read_bytes(), []
+    while data:  # a TFRecord file: length (u64), its checksum (u32), content, its checksum (u32)
+        (length,) = struct.unpack("<Q", data[:8])
+        events.append(Event.FromString(data[12 : 12 + length]))
+        data = data[16 + length :]
+    return events
+
+
+def test_tensorboard_gets_the_curves(tmp_path: Path) -> None:
     run = Run(tmp_path, tensorboard=True)
     with run.recorder as recorder:
         run.epoch(0, [0.0] * 6, [0.5] * 6)
         recorder.end_epoch(Metrics(150.0, 40, 90, 100))
-    (path,) = (tmp_path / "tensorboard").iterdir()
-    data, scalars = path.read_bytes(), set()
-    while data:  # a TFRecord file: length (u64), its checksum (u32), content, its checksum (u32)
-        (length,) = struct.unpack("<Q", data[:8])
-        event = Event.FromString(data[12 : 12 + length])
-        scalars |= {(value.tag, event.step, round(value.simple_value, 4)) for value in event.summary.value}
-        data = data[16 + length :]
+    scalars = {(value.tag, event.step, round(value.simple_value, 4))
+               for event in tensorboard_events(tmp_path) for value in event.summary.value}
     assert {("train/loss", 4, 2.0), ("train/images_per_sec", 6, 48.0), ("train/learning_rate", 6, 0.1)} <= scalars
     assert {("validation/loss", 6, 1.5), ("validation/top1", 6, 0.4), ("validation/top5", 6, 0.9)} <= scalars
+
+
+def test_tensorboard_hides_what_is_done_again_and_gets_no_nan(tmp_path: Path) -> None:
+    from tensorboardX.proto.event_pb2 import SessionLog
+
+    run = Run(tmp_path, tensorboard=True, first_step=3)
+    with run.recorder:
+        run.epoch(0, [0.0] * 4, [0.5] * 4, first_step=3, loss=float("nan"))
+    events = tensorboard_events(tmp_path)
+    assert [(event.step, event.session_log.status) for event in events if event.HasField("session_log")] == [
+        (3, SessionLog.START)]
+    tags = {value.tag for event in events for value in event.summary.value}
+    assert tags == {"train/top1", "train/images_per_sec", "train/learning_rate"}
+
+
+@pytest.mark.parametrize("log", ["tensorboard", "mlperf"])
+def test_a_full_disk_is_one_sentence_for_every_log(log: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mlperf.log").symlink_to(FULL)
+    monkeypatch.setattr("tensorboardX.record_writer.open_file", lambda path: FULL.open("wb"))
+    with pytest.raises(TrainError, match=rf"^cannot write .*/{log}\S* \(No space left on device\): make room and"):
+        Run(tmp_path, tensorboard=log == "tensorboard", mlperf=log == "mlperf")
+
+
+def test_a_disk_that_fills_up_later_ends_the_run_with_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+                                                                   ) -> None:
+    monkeypatch.setattr("train.tensorboard.FLUSH_SECONDS", 0.0)
+    with pytest.raises(TrainError, match="^cannot write .*tensorboard .*No space left"), \
+            (run := Run(tmp_path, tensorboard=True)).recorder as recorder:
+        recorder._tensorboard._file._writer = FULL.open("wb")  # type: ignore[union-attr]
+        run.epoch(0, [0.0] * 6, [0.5] * 6)
+    assert lines(tmp_path)[-1]["completed"] is False
 
 
 def test_a_device_that_works_ahead_waits_only_while_it_stands_still(tmp_path: Path) -> None:
