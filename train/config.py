@@ -110,27 +110,27 @@ class Config:
     weight_decay: float = 1 / 32768
     """Weight decay; never applied to BatchNorm parameters and biases."""
     zero_init_residual: bool = True
-    """Each residual block starts as its shortcut: the gamma of its last BatchNorm is 0 at first, and not 1
+    """Each residual block starts as its shortcut: the gamma of its last BatchNorm is initially 0, not 1
     (arXiv:1706.02677, section 5.1)."""
     mixup: float = 0.0
-    """Mix each image and its label with another of its batch, by a share drawn from Beta(mixup, mixup); 0: no mixup.
+    """Mix each image and its label with another of its batch, by a share sampled from Beta(mixup, mixup); 0: no mixup.
     Training loss and accuracy are then those of the mixed images."""
     ema_decay: float = 0.0
     """Keep an exponential moving average of the weights with this decay per optimizer step, and validate and export
-    that; 0: no average. The decay of the first steps is lower, so that the average leaves the initial weights soon."""
+    that; 0: no average. The decay of the first steps is lower, so that the average soon leaves the initial weights."""
     accumulate: int = 1
     """Batches whose gradients are averaged into one optimizer step."""
     buckets: int = 2
-    """Executor cuda on several GPUs: parts in which the gradients are averaged while the backward pass goes on."""
+    """Executor cuda on several GPUs: parts in which the gradients are averaged during the backward pass."""
     wire_dtype: Literal["auto", "float32"] = "auto"
     """Executor cuda on several GPUs: type in which gradients are averaged; auto: float16 where dtype is."""
     bn_group: int = 1
-    """Executor cuda on several GPUs: so many neighbours on a machine share the BatchNorm statistics of each batch, for
-    few images on each of them; 1: every GPU has its own."""
+    """Executor cuda on several GPUs: this many neighbouring GPUs of a machine share the BatchNorm statistics of each
+    batch, for small batches per GPU; 1: each GPU has its own."""
 
     # --- the run ---
     device: Literal["auto", "cpu", "gpu"] = "auto"
-    """Where to compute; auto: on the GPU where there is one that the executor can use."""
+    """Where to compute; auto: on the GPU if there is one that the executor can use."""
     executor: Literal["auto", "mxnet", "reference", "cuda"] = "auto"
     """What computes; auto: the fastest that runs on the device. reference is NumPy, for tests."""
     dtype: Literal["auto", "float16", "bfloat16", "float32"] = "auto"
@@ -146,10 +146,10 @@ class Config:
     resume: str = ""
     """Run folder or checkpoint file to go on from; auto: the newest checkpoint in --output."""
     max_steps: int = 0
-    """Stop after so many optimizer steps, counted from the run's first one; 0: no limit. The schedule stays that of all
+    """Stop after this many optimizer steps, counted from the run's first; 0: no limit. The schedule stays that of all
     epochs."""
     time_limit: float = 0.0
-    """Stop after so many minutes, with a checkpoint; 0: no limit."""
+    """Stop after this many minutes, with a checkpoint; 0: no limit."""
     target_accuracy: float = 0.0
     """Stop when the validation top-1 reaches this fraction; 0: no target."""
     validate_every: int = 1
@@ -214,9 +214,9 @@ class BenchmarkConfig(Config):
     min_steps: int = 20
     """Steps measured at least."""
     limit_steps: int = 1000
-    """Measure so many steps at most, even if the median is still uncertain."""
+    """Measure at most this many steps, even if the median is still uncertain."""
     limit_minutes: float = 5.0
-    """End after so many minutes, likewise."""
+    """End after this many minutes, likewise."""
     profile: bool = False
     """Executor cuda: also measure each operator of the step; printed, and written to profile.txt in the run folder."""
 

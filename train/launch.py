@@ -38,11 +38,11 @@ HELP = """usage: scripts/dgx1_8gpu.sh [-n PROCESSES] [-b BATCH] [-e EPOCHS] [any
 
 Train on several GPUs of this machine, or in several processes on a machine without one (Horovod: NCCL or Gloo).
 
-  -n, --processes N   processes, one for each GPU                     (default: all GPUs, else all cores; 8 at most)
+  -n, --processes N   processes, one per GPU                          (default: all GPUs, else all cores; 8 at most)
   -b N                images per process in one forward pass, --batch-size         (default: the preset's)
   -e N                epochs, --epochs                                             (default: the preset's)
-  --min-np N          elastic: when a process is lost, go on from the last committed state as long as N are left
-  --cooldown SECONDS  elastic: start a lost process again after about so long, longer each time; 0: never (default: 0)
+  --min-np N          elastic: when a process is lost, continue from the last committed state while N are left
+  --cooldown SECONDS  elastic: restart a lost process after about this long, longer each time; 0: never (default: 0)
   -p, --platform NAME settings of scripts/platforms/NAME.sh                        (only through the scripts)
   -h, --help          this help; python -m train train --help lists all further options
 
