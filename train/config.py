@@ -71,8 +71,9 @@ class Config:
     num_threads: int = 0
     """Threads of the loader per process; 0: one for each core that the process may use."""
     hw_decoder_load: float = -1.0
-    """On a GPU, the part of the JPEGs that its JPEG engine decodes, from 0 to 1; -1: the fastest for this GPU, data and
-    number of threads, found by a sweep of five seconds at the first start; 0.65 with --deterministic."""
+    """On a GPU, the part of the JPEGs that its JPEG engine decodes, from 0 to 1; -1: the largest that is nearly the
+    fastest for this GPU, data and number of threads, found by a sweep of five seconds at the first start; 0.65 with
+    --deterministic."""
     cache: float = -1.0
     """GiB of host memory, per process and split, in which the images are kept decoded, so that each is decoded only
     once; a split that takes more is decoded in every epoch. -1: splits of up to 0.25 GiB; 0: none."""
