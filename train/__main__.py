@@ -278,6 +278,10 @@ def main(arguments: Sequence[str]) -> int:
         if _is_first() or not getattr(error, "on_all_ranks", False):
             print(f"error: {error}", file=sys.stderr, flush=True)
         return EXIT_LOST_PROCESS if isinstance(error, LostProcessError) else EXIT_USER_ERROR
+    except PermissionError as error:
+        print(f"error: {error.filename}: {error.strerror}; check its permissions, or give another place",
+              file=sys.stderr, flush=True)  # fmt: skip
+        return EXIT_USER_ERROR
     except StoppedBySignal as stop:
         if _is_first():
             print(stop, flush=True)

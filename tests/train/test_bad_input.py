@@ -80,6 +80,15 @@ def test_output_folder_that_cannot_be_made(fails, tiny_options, tmp_path):
     assert f"cannot write {tmp_path}/file/run" in fails(*tiny_options, "--output", tmp_path / "file" / "run")
 
 
+def test_folder_that_must_not_be_looked_into(fails, tmp_path, monkeypatch):
+    def is_dir(path):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(type(tmp_path), "is_dir", is_dir)
+    sentence = fails("validate", "--checkpoint", tmp_path / "secret")
+    assert sentence == (f"error: {tmp_path}/secret: Permission denied; check its permissions, or give another place")
+
+
 def test_resume_of_a_run_without_checkpoint(fails, tiny_options, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert "holds no checkpoint" in fails("--resume", tmp_path)
