@@ -64,6 +64,7 @@ def throughput(record: RunRecord, theme: Theme) -> bytes:
     typical = float(np.median(speeds[counted]))
     # An outlier three times the typical speed is an artefact of the clock and would squash all the rest.
     axes.set_ylim(0, 1.15 * min(float(speeds[counted].max()), 3 * typical))
+    axes.yaxis.set_major_formatter("{x:,g}")
     _legend(axes, theme)
     return _png(figure, theme)
 

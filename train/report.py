@@ -89,13 +89,13 @@ def _contents(record: RunRecord, summary: Summary, figures: Sequence[str]) -> tu
     blocks: list[Block] = [
         Tiles(tiles),
         Text(summary.limit_text),
-        Text(f"Started {record.start_date} on {where}, {record.images_per_step} images per step, by:"),
+        Text(f"Started {_date(record.start_date)} on {where}, {record.images_per_step} images per step, by:"),
         Code(record.command),
         Heading("Throughput"),
         _throughput_table(record, summary),
         Text(
-            f"Counted are {summary.num_steps_counted:,} steps; the first {record.warmup_steps} steps of each session "
-            f"({summary.num_steps_warmup:,} in all) are warm-up and excluded. Uncertainty and jitter as in "
+            f"{summary.num_steps_counted:,} steps are counted; the first {record.warmup_steps} of each session "
+            f"({summary.num_steps_warmup:,} in all) are warm-up and left out. Uncertainty and jitter as in "
             "tf_cnn_benchmarks: standard error of the mean, and 1.4826 x median absolute deviation."
         ),
         Plot("throughput.png", CAPTIONS["throughput.png"]),
@@ -136,12 +136,12 @@ def _gpu_blocks(record: RunRecord, summary: Summary, figures: Sequence[str]) -> 
     if record.gpu_curve:
         several = " together" if record.num_processes > 1 else ""
         for name, value, form, what in (
-            ("utilisation", summary.gpu_utilization, "{:.0%}", "of the time, some kernel ran"),
+            ("utilisation", summary.gpu_utilization, "{:.0%}", "of the time a kernel was running"),
             ("power", summary.gpu_power, "{:,.0f} W", f"of the GPU{'s' * bool(several)}{several}"),
-            ("energy", summary.joules_per_image, "{:.3g} J", "an image, in training steps"),
-            ("memory", summary.gpu_memory, "{:.1f} GiB", "in use at most, by any program"),
+            ("energy", summary.joules_per_image, "{:.3g} J", "per image, in training steps"),
+            ("memory", summary.gpu_memory, "{:.1f} GiB", "at most, of all programs together"),
             ("clock", summary.gpu_clock, "{:,.0f} MHz", "of the multiprocessors"),
-            ("at the power limit", summary.gpu_power_capped, "{:.0%}", "of the time, it held the clock down"),
+            ("at the power limit", summary.gpu_power_capped, "{:.0%}", "of the time that limit held the clock down"),
         ):
             rows.append((name, "not known" if value is None else form.format(value), what))
     if summary.price is not None:
@@ -197,6 +197,8 @@ def _event_table(record: RunRecord) -> Table:
     rows = []
     for event in record.events:
         rest = {key: value for key, value in event.items() if key not in ("event", "time", "step")}
+        if "date" in rest:
+            rest["date"] = _date(rest["date"])
         what = ", ".join(f"{key.replace('_', ' ')}: {_plain(value)}" for key, value in rest.items())
         rows.append((_duration(event["time"]), str(event.get("step", "")), event["event"].replace("_", " "), what))
     return Table(("time", "step", "event", ""), rows, folded=f"{len(rows)} events" if len(rows) > 12 else "")
@@ -222,6 +224,10 @@ def _plain(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "none", True: "yes", False: "no"}[value]
     return ", ".join(map(_plain, value)) or "none" if isinstance(value, (list, tuple)) else str(value)
+
+
+def _date(iso: str) -> str:
+    return iso.replace("T", " ").replace("+00:00", " UTC")
 
 
 def _duration(seconds: float) -> str:

@@ -123,6 +123,6 @@ def what_limits(compute: float, loader: float | None, wait_share: float) -> tupl
         )
     times = loader / compute
     return "computation", (
-        f"Computation limits this run: it takes {compute:,.1f} images/sec, and the loader alone delivers "
+        f"Computation limits this run: alone it makes {compute:,.1f} images/sec, and the loader alone delivers "
         f"{loader:,.1f}, {f'{times:,.0f}' if times > 10 else f'{times:.1f}'} times as many; {waiting}."
     )

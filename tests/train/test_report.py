@@ -162,7 +162,7 @@ def test_report_folder(record: RunRecord, tmp_path: Path) -> None:
     assert f"**{summary.total.mean:,.1f}** images/sec in total" in markdown
     assert summary.limit_text in markdown
     assert "| loader-only | 5,000.0 |" in markdown
-    assert f"Counted are {summary.num_steps_counted} steps; the first 5 steps of each session (10 in all)" in markdown
+    assert f"{summary.num_steps_counted} steps are counted; the first 5 of each session (10 in all)" in markdown
     assert "| 3 | 0:18:45 | 305.0 | 1.0000 | 70.00% | 1.2500 | 61.23% | 90.00% |" in markdown
     assert "| optimizer.momentum | 0.875 |" in markdown
     assert set(re.findall(r"\]\((\w+\.png)\)", markdown)) == PLOTS
