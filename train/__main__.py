@@ -30,6 +30,7 @@ from train.signals import StoppedBySignal
 if TYPE_CHECKING:
     from train.elastic import RunState  # needs Horovod
 
+AUTO = "auto"  # value of --resume: go on with the run in --output, or begin it
 EXIT_CTRL_C = 130  # what a shell gives for SIGINT
 
 
@@ -186,10 +187,11 @@ python -m train COMMAND --help lists the options of a command."""
 
 def _checkpoint_to_resume(arguments: Sequence[str]) -> Path | None:
     place = cli.given_value(arguments, "--resume")
-    if place == "auto":
-        place = cli.given_value(arguments, "--output")
-        if not place:
+    if place == AUTO:
+        output = cli.given_value(arguments, "--output")
+        if not output:
             raise TrainError("--resume auto needs --output with the folder of the run; or give --resume that folder")
+        return checkpoint.in_folder(Path(output))
     return checkpoint.find(place) if place else None
 
 
@@ -212,7 +214,7 @@ def _name_preset(config: Config, arguments: Sequence[str], workers: Workers) -> 
 def _run_folder(config: Config, resumed_file: Path | None = None) -> Path:
     """The run's folder, which is not made yet. Raises TrainError where it holds another run."""
     folder = Path(config.output or f"runs/{config.config}-{datetime.now():%Y%m%d-%H%M%S}")
-    goes_on_there = resumed_file is not None and folder in resumed_file.parents
+    goes_on_there = config.resume == AUTO or (resumed_file is not None and folder in resumed_file.parents)
     if (folder / CONFIG_FILE).exists() and not goes_on_there:
         has_checkpoint = (folder / checkpoint.FOLDER).is_dir()
         way_out = f"go on with it (--resume {folder})" if has_checkpoint else "remove it"

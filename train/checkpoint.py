@@ -157,13 +157,19 @@ def find(place: str, prefer_best: bool = False) -> Path:
     if not path.is_dir():
         raise TrainError(f"there is no checkpoint or run folder {place}: give the folder of a run, or a file of its "
                          f"{FOLDER}/ folder")
+    found = in_folder(path, prefer_best)
+    if not found:
+        raise TrainError(f"{path} holds no checkpoint: train first, or give another folder or file")
+    return found
+
+
+def in_folder(path: Path, prefer_best: bool = False) -> Path | None:
+    """The newest checkpoint of a run folder, or the best one if asked for; None where there is none yet."""
     folder = path / FOLDER if (path / FOLDER).is_dir() else path
-    found = [*_numbered(folder)]
+    found = _numbered(folder)
     if (folder / BEST).is_file() and (prefer_best or not found):
         return folder / BEST
-    if not found:
-        raise TrainError(f"{folder} holds no checkpoint: train first, or give another folder or file")
-    return found[-1]
+    return found[-1] if found else None
 
 
 class CheckpointFolder:

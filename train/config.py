@@ -145,7 +145,8 @@ class Config:
     output: str = ""
     """Folder of the run; default: runs/<config>-<date>."""
     resume: str = ""
-    """Run folder or checkpoint file to go on from; auto: the newest checkpoint in --output."""
+    """Run folder or checkpoint file to go on from; auto: the newest checkpoint in --output, or the start where there is
+    none yet: the same command then begins a run and goes on with it."""
     max_steps: int = 0
     """Stop after this many optimizer steps, counted from the run's first; 0: no limit. The schedule stays that of all
     epochs."""

@@ -100,8 +100,11 @@ def test_averages_begin_in_mid_run(tiny_options, tmp_path, run_train):
 
 
 def test_sigkill_in_mid_epoch_after_a_timed_checkpoint(unbroken, tiny_options, tmp_path, run_train):
-    """The process dies at once at step 9; a checkpoint was due by the clock after every step until step 8."""
+    """The process dies at once at step 9; a checkpoint was due by the clock after every step until step 8. The same
+    --resume auto has begun the run, in a folder where one had died before its first checkpoint."""
     folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
     script = textwrap.dedent("""
         import os, signal, sys
         from train.__main__ import main
@@ -117,7 +120,7 @@ def test_sigkill_in_mid_epoch_after_a_timed_checkpoint(unbroken, tiny_options, t
         Trainer.step = dying_step
         main(sys.argv[1:])
     """)
-    arguments = ["--output", str(folder), *tiny_options, "--checkpoint-minutes", "0.00001"]
+    arguments = ["--output", str(folder), "--resume", "auto", *tiny_options, "--checkpoint-minutes", "0.00001"]
     killed = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     found = checkpoint.find(str(folder))
