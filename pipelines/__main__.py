@@ -6,6 +6,7 @@ import contextlib
 import functools
 import io
 import json
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -21,19 +22,21 @@ from pipelines.bench import STAGE_TITLES, LoaderSpeed, bench_settings, bench_sta
 from pipelines.files import write_text
 from pipelines.make_records import (
     Options,
-    is_train_tar,
+    journal_path,
     plan_files,
     plan_train_tar,
     plan_val_tar,
-    read_class_list,
+    tar_kind,
     write_records,
 )
 from pipelines.samples import NUM_TRAIN, NUM_VAL, PATTERNS, make_samples
 from pipelines.show import contact_sheet, save_png
-from pipelines.sources import read_classes, splits_of
+from pipelines.sources import class_list, read_classes, splits_of
 from pipelines.verify import print_report, verify_split, write_clean
 
 Split = Literal["train", "val"]
+AnySplit = Annotated[Split | None, tyro.conf.arg(metavar="{train,val}", help_behavior_hint="")]
+OptionalPath = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")]
 Data = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
 Source = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
 Output = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUTPUT")]
@@ -42,9 +45,9 @@ Output = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUTPUT")]
 def make_records(
     source: Source,
     output: Output,
-    split: Split | None = None,
-    labels: Path | None = None,
-    classes: Path | None = None,
+    split: AnySplit = None,
+    labels: OptionalPath = None,
+    classes: OptionalPath = None,
     resize: int = 0,
     quality: int = 95,
     seed: int = 0,
@@ -68,17 +71,22 @@ def make_records(
         num_threads: 0 takes all cores.
         on_bad_image: What to do with files that are no images (with --resize: that cannot be decoded).
     """
-    if resize < 0 or not 1 <= quality <= 100:
-        raise DataError(f"resize {resize}, quality {quality}: resize cannot be negative, quality goes from 1 to 100")
     options = Options(resize, quality, seed, num_threads, on_bad_image == "skip")
-    if source.is_file() and source.suffix == ".tar":
-        known = read_class_list(classes) if classes else read_classes(output)
-        kind = "train" if is_train_tar(source) else "val"
+    kind = tar_kind(source) if source.is_file() and source.suffix == ".tar" else "files"
+    if labels and kind != "val":
+        raise DataError(f"{source}: --labels {labels} is for ILSVRC2012_img_val.tar alone; leave it out")
+    if kind in ("train", "val"):
+        known = class_list(classes, separator=None) if classes else read_classes(output)
         if split not in (None, kind):
-            raise DataError(f"{source}: holds the {kind} images, not {split}; leave --split away")
+            raise DataError(f"{source}: holds the {kind} images, not {split}; leave --split out")
         plans = {kind: plan_train_tar(source, known) if kind == "train" else plan_val_tar(source, labels, known)}
     else:
-        plans = {name: plan_files(source, name) for name in ([split] if split else splits_of(str(source)))}
+        if classes:
+            raise DataError(f"{source}: --classes {classes} is for ILSVRC2012's tar files; put a classes.txt beside it")
+        names = [split] if split else splits_of(str(source))
+        if any(journal_path(output, name).exists() for name in names):  # interrupted; what is whole is done
+            names = [name for name in names if not (output / f"{name}.rec").exists()]
+        plans = {name: plan_files(source, name) for name in names}
     for name, plan in plans.items():
         count, skipped = write_records(plan, output, name, options)
         for image, reason in skipped:
@@ -89,9 +97,9 @@ def make_records(
 
 def verify(
     data: Data,
-    split: Split | None = None,
+    split: AnySplit = None,
     write_clean_index: Annotated[bool, tyro.conf.arg(name="write-clean")] = False,
-    num_classes: int | None = None,
+    num_classes: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None,
     num_threads: int = 0,
 ) -> int:
     """Find truncated, empty, non-image, CMYK and mislabelled images; exit code 1 if some are unusable.
@@ -111,7 +119,7 @@ def verify(
         print_report(report, console)
         if write_clean_index:
             write_clean(report)
-            console.print(f"{report.clean_path}: {len(report.clean_lines):,} usable images", soft_wrap=True)
+            print(f"{report.clean_path}: {len(report.clean_lines):,} usable images")
         else:
             unusable += report.num_unusable
     return 1 if unusable else 0
@@ -126,11 +134,11 @@ def bench(
     channels: Literal["3", "4"] = "3",
     device: Literal["cpu", "gpu"] = "cpu",
     num_threads: int = 0,
-    hw_decoder_load: float | None = None,
+    hw_decoder_load: Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")] = None,
     cache: float = 0.0,
     seconds: float = 4.0,
     sweep: bool = False,
-    json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None,
+    json_file: Annotated[OptionalPath, tyro.conf.arg(name="json")] = None,
 ) -> int:
     """Measure the loader alone: images/sec up to each of its stages.
 
@@ -161,9 +169,7 @@ def bench(
         hw_decoder_load=hw_decoder_load,
         cache_gib=cache,
     )
-    if data == "synthetic":
-        raise DataError("synthetic images take no time to load, there is nothing to measure; give a path")
-    if seconds <= 0:
+    if not 0 < seconds < math.inf:
         raise DataError(f"seconds is {seconds:g}; give the time for each stage, above 0")
     title = f"{data} {split}, {device}, batch {batch_size}, {image_size} px, {dtype}"
     stages = bench_stages(config, seconds)
@@ -269,10 +275,16 @@ COMMANDS: dict[str, Callable[..., int]] = {
 
 def main(arguments: list[str]) -> int:
     """Run one command; its exit code. A user's mistake is printed in one sentence and gives 2."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # for names of files that are not in its encoding
     try:
         return _parse(arguments)()
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: {error.filename}: {error.strerror}; check path, permissions and disk", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -283,8 +295,13 @@ def _parse(arguments: list[str]) -> Callable[[], int]:
     """The command to run, with its options filled in; exits after --help."""
 
     def deferred(function: Callable[..., int]) -> Callable[..., Callable[[], int]]:
+        # Tyro breaks an argument's help wherever its docstring does.
+        function.__doc__ = re.sub(r"\n {12,}", " ", function.__doc__ or "")
         return functools.wraps(function)(lambda *values, **options: functools.partial(function, *values, **options))
 
+    name = next((argument for argument in arguments if not argument.startswith("-")), "")
+    if name and name not in COMMANDS:
+        raise DataError(f"there is no command {name!r}; there are: {', '.join(COMMANDS)}")
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
@@ -292,6 +309,7 @@ def _parse(arguments: list[str]) -> Callable[[], int]:
                 {name: deferred(command) for name, command in COMMANDS.items()},
                 prog="python -m pipelines",
                 description="Prepare and inspect image data.",
+                config=(tyro.conf.FlagCreatePairsOff,),
                 args=arguments,
             )
     except SystemExit as end:
@@ -307,7 +325,11 @@ def _one_sentence(box: str) -> str:
     # On a terminal without line drawing the title is not in the frame but in a section of its own.
     problem, *hints = sections if box.startswith("╭") else sections[1:]
     meant = next((re.search(r"--[\w-]+", hint) for hint in hints if hint.startswith("Perhaps you meant")), None)
-    return problem.rstrip(". ") + (f"; did you mean {meant[0]}?" if meant else "; see --help")
+    problem = re.sub(r"Missing from (.*?): (\S+) .*", r"\1 needs \2", problem)
+    problem = problem.replace("invalid literal for int() with base 10:", "needs a whole number, not")
+    problem = problem.replace("could not convert string to float:", "needs a number, not")
+    problem = problem.removeprefix("Error parsing ").rstrip(". ")
+    return problem + (f"; did you mean {meant[0]}?" if meant else "; see --help")
 
 
 if __name__ == "__main__":

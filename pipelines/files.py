@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from pathlib import Path
@@ -11,11 +12,29 @@ import numpy as np
 from pipelines.errors import DataError
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a text file in one step, over one that is there; raises OSError."""
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file in one step, over one that is there; raises OSError, and then leaves nothing behind."""
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    try:
+        partial.write_bytes(content)
+        os.replace(partial, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a UTF-8 text file in one step, over one that is there; raises OSError, and DataError for a name in the text
+    that is in another encoding."""
+    try:
+        content = text.encode()
+    except UnicodeEncodeError as error:
+        line = text[: error.start].count("\n")
+        raise DataError(
+            f"{path}: cannot hold {text.splitlines()[line]!a}, which is no UTF-8; rename that file or folder"
+        ) from None
+    write_bytes(path, content)
 
 
 def read_lines(path: Path) -> list[str]:

@@ -11,6 +11,8 @@ from PIL import Image, ImageFile, UnidentifiedImageError
 # What DALI's decoders read; Pillow knows more.
 DECODABLE_FORMATS = frozenset({"JPEG", "MPO", "PNG", "BMP", "TIFF", "WEBP", "PPM", "JPEG2000"})
 
+_UNDECODABLE_TIFF = {"1": "1 bit", "I": "32-bit integers", "F": "floating-point numbers"}  # by Pillow's modes
+
 
 class Finding(NamedTuple):
     """A remark about one image."""
@@ -42,6 +44,8 @@ def inspect_image(encoded: bytes, decode: bool = True) -> Finding | None:
         return Finding(kind, str(error), False)
     if image_format not in DECODABLE_FORMATS:
         return Finding("format", f"{image_format} images cannot be decoded; convert it to JPEG", False)
+    if image_format == "TIFF" and mode in _UNDECODABLE_TIFF:
+        return Finding("format", f"TIFF of {_UNDECODABLE_TIFF[mode]} cannot be decoded; convert it to JPEG", False)
     if mode == "CMYK":
         return Finding("CMYK", "is converted to RGB when it is read", True)
     if mode.startswith("I;16") or mode == "I":

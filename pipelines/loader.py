@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from mxnet_compat import mx
 from nvidia_gpus import find_gpus
-from pipelines.errors import DataError
+from pipelines.errors import DataError, check_not_negative
 
 _CHOICES = {
     "split": ("train", "val"),
@@ -70,9 +70,9 @@ class LoaderConfig:
                 raise DataError(f"{name} is ({low:g}, {high:g}); give two rising numbers above 0, at most {most:g}")
         if min(self.image_sizes, default=1) < 1:
             raise DataError(f"image_sizes has {min(self.image_sizes)}; every size must be at least 1")
-        for name in ("num_threads", "seed", "device_id", "crop_padding"):
-            if getattr(self, name) < 0:
-                raise DataError(f"{name} is {getattr(self, name)}; it cannot be negative")
+        check_not_negative(
+            num_threads=self.num_threads, seed=self.seed, device_id=self.device_id, crop_padding=self.crop_padding
+        )
         if self.num_classes is not None and self.num_classes < 1:
             raise DataError(f"num_classes is {self.num_classes}; it must be at least 1")
         if self.hw_decoder_load is not None and not 0 <= self.hw_decoder_load <= 1:

@@ -11,19 +11,22 @@ command goes on from there. The finished file appears under its name in one step
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import io
+import itertools
 import json
 import os
 import tarfile
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
 
-from pipelines.errors import DataError
+from pipelines.errors import DataError, check_not_negative
 from pipelines.files import read_lines, write_text
 from pipelines.inspect_image import inspect_image
 from pipelines.progress import map_in_order
@@ -150,20 +153,20 @@ def read_labels(path: Path, names: list[str], classes: Classes) -> dict[str, int
     return label_of
 
 
-def read_class_list(path: Path) -> Classes:
-    """A list of classes, one a line: the synset or folder, then perhaps a name to show (as in synset_words.txt)."""
-    lines = [line.split(maxsplit=1) for line in read_lines(path) if line.strip()]
-    return [(fields[0], fields[-1].strip()) for fields in lines]
-
-
-class Options(NamedTuple):
-    """How images are written."""
+@dataclass(frozen=True)
+class Options:
+    """How images are written; raises DataError for values that cannot be."""
 
     resize: int = 0  # pixels of the shorter side, where it is longer; 0: images are copied as they are
     quality: int = 95  # of the JPEGs that resizing writes
     seed: int = 0  # of the order
     num_threads: int = 0
     skip_bad: bool = False
+
+    def __post_init__(self) -> None:
+        check_not_negative(resize=self.resize, seed=self.seed, num_threads=self.num_threads)
+        if not 1 <= self.quality <= 100:
+            raise DataError(f"quality is {self.quality}; it goes from 1 to 100")
 
 
 def write_records(plan: Plan, output: Path, split: str, options: Options) -> tuple[int, list[tuple[str, str]]]:
@@ -243,12 +246,22 @@ def _shrink(encoded: bytes, options: Options) -> bytes:
         return buffer.getvalue()
 
 
+def journal_path(output: Path, split: str) -> Path:
+    """The file that is there while the records of a split are unfinished."""
+    return output / f".{split}.journal"
+
+
 class _Journal:
     """The unfinished .rec file and how far it is whole: lines of `key, offset, end`, written after the records are."""
 
     def __init__(self, output: Path, split: str, fingerprint: str):
         self._records_path = output / f".{split}.rec.partial"
-        self._path = output / f".{split}.journal"
+        self._path = journal_path(output, split)
+        self._records = self._records_path.open("ab")
+        try:
+            fcntl.flock(self._records, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed, or the process is gone
+        except BlockingIOError:
+            raise DataError(f"{self._records_path}: another process is writing it; wait until it is done") from None
         self._lines: list[tuple[int, int, int]] = []
         done = 0
         if self._path.exists():
@@ -263,7 +276,6 @@ class _Journal:
                     key, offset, end = map(int, line.split())
                     self._lines.append((key, offset, end))
             done = self._lines[-1][2] if self._lines else 0
-        self._records = self._records_path.open("ab")
         self._records.truncate(done)  # what came after the journal's last line may be torn
         self._end = done
         self._committed = len(self._lines)
@@ -318,7 +330,8 @@ def _fingerprint(entries: list[Entry], options: Options) -> str:
     """What must be the same for an interrupted conversion to go on."""
     digest = hashlib.sha256(json.dumps([options.resize, options.quality, options.seed]).encode())
     for entry in entries:
-        digest.update(f"{entry.label} {entry.name} {entry.size}\n".encode())
+        # Not the size: an image that stopped the conversion may be replaced.
+        digest.update(f"{entry.label} {entry.name}\n".encode(errors="surrogateescape"))
     return digest.hexdigest()
 
 
@@ -331,10 +344,13 @@ def _write_classes(path: Path, classes: Classes) -> None:
     write_text(path, text)
 
 
-def is_train_tar(path: Path) -> bool:
-    """Whether a tar file holds tar files (training) and not images (validation); raises DataError."""
+def tar_kind(path: Path) -> str:
+    """What a tar file is: "train" or "val" of ILSVRC2012 (tar files, or images), or a "shard" of WebDataset. Raises
+    DataError."""
     with _open_tar(path) as tar:
-        first = next((member for member in tar if member.isfile()), None)
-    if first is None:
+        names = [member.name for member in itertools.islice((member for member in tar if member.isfile()), 16)]
+    if not names:
         raise DataError(f"{path}: the tar file is empty; download it again")
-    return first.name.endswith(".tar")
+    if names[0].endswith(".tar"):
+        return "train"
+    return "shard" if any(name.endswith(".cls") for name in names) else "val"

@@ -53,7 +53,8 @@ def map_in_order(
     """
     num_threads = num_threads or num_cores()
     columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _RateColumn(unit), TimeRemainingColumn()
+        TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), _RateColumn(unit),
+        TimeRemainingColumn(),
     )  # fmt: skip
     waiting: deque[tuple[Item, Future[Result]]] = deque()
     console = Console(stderr=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from pipelines.errors import DataError
+from pipelines.errors import DataError, check_not_negative
 from pipelines.progress import map_in_order
 
 NUM_TRAIN = 150  # images of each class
@@ -191,6 +191,7 @@ def make_samples(
     """
     if num_train < 1 or num_val < 1:
         raise DataError(f"{num_train} training and {num_val} validation images a class; give at least 1 of each")
+    check_not_negative(seed=seed, num_threads=num_threads)
     description = {"version": _VERSION, "num_train": num_train, "num_val": num_val, "seed": seed}
     if folder.exists():
         marker = folder / _MARKER

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import itertools
-import os
 from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from pipelines.errors import DataError
+from pipelines.files import write_bytes
 from pipelines.graph import MEAN, STD
 from pipelines.loader import Loader
 
 _MARGIN, _GAP, _CAPTION = 24, 10, 22  # pixels
 _BACKGROUND, _INK, _FAINT = (250, 250, 248), (40, 40, 40), (130, 130, 130)
+_MOST_PIXELS = 10**8  # of a sheet: 0.3 GB
 _LEAST_TILE = 112  # small images are enlarged to this, in whole steps, so that their pixels stay visible
 
 
@@ -22,13 +24,17 @@ def contact_sheet(loader: Loader, rows: int, columns: int, title: str) -> Image.
     """The loader's next `rows * columns` images, un-normalised, each above its class name."""
     if rows < 1 or columns < 1:
         raise DataError(f"a sheet of {rows} rows and {columns} columns has no images; give at least 1 of each")
-    batches = itertools.islice(loader, -(-rows * columns // loader.config.batch_size))
-    samples = [sample for batch in batches for sample in _samples(batch.data, batch.label, batch.num_valid)]
     pixels = loader.config.image_size
     tile = pixels * -(-_LEAST_TILE // pixels) if pixels < _LEAST_TILE else pixels
     width = 2 * _MARGIN + columns * (tile + _GAP) - _GAP
     top = _MARGIN + 40
     height = top + rows * (tile + _CAPTION + _GAP) - _GAP + _MARGIN
+    if width * height > _MOST_PIXELS:
+        raise DataError(
+            f"a sheet of {rows} rows and {columns} columns has {width:,} x {height:,} pixels; ask for less"
+        )
+    batches = itertools.islice(loader, -(-rows * columns // loader.config.batch_size))
+    samples = [sample for batch in batches for sample in _samples(batch.data, batch.label, batch.num_valid)]
     sheet = Image.new("RGB", (width, height), _BACKGROUND)
     pen = ImageDraw.Draw(sheet)
     pen.text((_MARGIN, _MARGIN - 4), title, _INK, _font(20))
@@ -44,13 +50,12 @@ def contact_sheet(loader: Loader, rows: int, columns: int, title: str) -> Image.
 
 def save_png(sheet: Image.Image, path: Path) -> None:
     """Write a picture in one step; raises DataError."""
-    partial = path.with_name(f".{path.name}.partial")
+    buffer = io.BytesIO()
+    sheet.save(buffer, "PNG")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        sheet.save(partial, "PNG")
-        os.replace(partial, path)
+        write_bytes(path, buffer.getvalue())
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise DataError(f"{path}: cannot be written ({error.strerror}); choose another file") from None
 
 

@@ -10,6 +10,7 @@ that still decodes (to a grey or torn picture) cannot be told from a picture and
 from __future__ import annotations
 
 import os
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -17,14 +18,15 @@ from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from pipelines.errors import DataError
+from pipelines.errors import DataError, check_not_negative
 from pipelines.files import read_lines, write_text
 from pipelines.inspect_image import Finding, inspect_image
 from pipelines.progress import map_in_order
 from pipelines.recordio import BrokenRecordError, RecordFile, index_path, read_index
 from pipelines.sources import Source, locate, open_source, read_classes
-from pipelines.sources.folders import class_folders, folder_classes, image_files
+from pipelines.sources.folders import class_folders, folder_classes, image_files, list_entry, no_images
 
 _NUM_SHOWN = 40  # findings listed one by one
 
@@ -55,6 +57,9 @@ class Report(NamedTuple):
 
 def verify_split(data: str, split: str, num_threads: int = 0, num_classes: int | None = None) -> Report:
     """Look at all images of one split; raises DataError if there is no such data."""
+    check_not_negative(num_threads=num_threads)
+    if num_classes is not None and num_classes < 1:
+        raise DataError(f"num_classes is {num_classes}; it must be at least 1")
     found = locate(data, split)
     path = found.path
     findings: list[tuple[str, Finding]] = []
@@ -93,29 +98,30 @@ def write_clean(report: Report) -> None:
     try:
         original = path.with_name(path.name + ".orig")
         if path.exists() and not original.exists():
-            os.link(path, original)
+            shutil.copy2(path, original)
         write_text(path, "".join(report.clean_lines))
     except OSError as error:
         raise DataError(f"{path}: cannot be written ({error.strerror}); check permissions and space") from None
 
 
 def print_report(report: Report, console: Console) -> None:
-    """A table of what was found, and the sums."""
-    if report.findings:
-        table = Table(title=f"{report.path}", title_justify="left")
+    """What was found, and the sums: on a terminal a table of the first findings, elsewhere a line for each of them."""
+    if not console.is_terminal:
+        for name, finding in report.findings:
+            print(f"{name}: {finding.kind}, {finding.detail}" + (" (usable)" if finding.usable else ""))
+    elif report.findings:
+        table = Table(title=Text(str(report.path)), title_justify="left")
         for column in ("image", "finding", "what", "usable"):
             table.add_column(column, overflow="fold")
         for name, finding in report.findings[:_NUM_SHOWN]:
-            table.add_row(name, finding.kind, finding.detail, "yes" if finding.usable else "[red]no[/]")
+            usable = Text("yes") if finding.usable else Text("no", "red")
+            table.add_row(Text(name), Text(finding.kind), Text(finding.detail), usable)
         console.print(table)
         if len(report.findings) > _NUM_SHOWN:
-            console.print(f"... and {len(report.findings) - _NUM_SHOWN:,} more")
+            print(f"... and {len(report.findings) - _NUM_SHOWN:,} more; redirect the output to a file to see them all")
     kinds = Counter(finding.kind for _, finding in report.findings)
-    console.print(
-        f"{report.path}: {report.num_images:,} images, {report.num_unusable:,} unusable"
-        + (": " + ", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common()) if kinds else ""),
-        soft_wrap=True,
-    )
+    print(f"{report.path}: {report.num_images:,} images, {report.num_unusable:,} unusable"
+          + (": " + ", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common()) if kinds else ""))
 
 
 def _look_at(item: Item) -> Finding | None:
@@ -165,19 +171,24 @@ def _record_items(path: Path, num_classes: int | None, findings: list[tuple[str,
 
 def _folder_items(path: Path, split: str) -> list[Item]:
     number = {key: label for label, (key, _) in enumerate(folder_classes(path, split))}
-    files = ((folder, path / folder / name) for folder in class_folders(path) for name in image_files(path / folder))
-    return [Item(str(file), "", number.get(folder), file.read_bytes) for folder, file in files]
+    files = ((folder, file) for folder in class_folders(path) for file in image_files(path / folder))
+    items = [Item(str(file), "", number.get(folder), file.read_bytes) for folder, file in files]
+    if not items:
+        raise no_images(path)
+    return items
 
 
 def _list_items(path: Path) -> list[Item]:
     count = len(read_classes(path.parent))
     items = []
     for line in filter(str.strip, read_lines(path)):
-        _, _, rest = line.partition("\t")
-        label, _, name = rest.partition("\t")
-        known = label.replace(".", "", 1).isdigit() and (not count or float(label) < count)
+        try:
+            label, name = list_entry(line)
+        except ValueError:
+            label, name = -1, line.rpartition("\t")[2]
+        known = label >= 0 and (not count or label < count)
         file = path.parent / name
-        items.append(Item(str(file), line + "\n", int(float(label)) if known else None, file.read_bytes))
+        items.append(Item(str(file), line + "\n", label if known else None, file.read_bytes))
     return items
 
 

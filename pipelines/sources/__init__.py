@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from pipelines.errors import DataError
 from pipelines.sources import cifar, folders, records, shards
-from pipelines.sources.base import Classes, Source, read_classes
+from pipelines.sources.base import Classes, Source, class_list, read_classes
 from pipelines.sources.cifar import CifarSource
 from pipelines.sources.folders import FileSource
 from pipelines.sources.records import RecordSource
@@ -29,6 +29,7 @@ __all__ = [
     "RecordSource",
     "ShardSource",
     "Source",
+    "class_list",
     "locate",
     "open_source",
     "read_classes",
@@ -78,12 +79,14 @@ def open_source(data: str | Path, split: str, num_classes: int | None = None) ->
     try:
         found = locate(data, split)
         return FORMATS[found.format].open(found.files, split, num_classes)
-    except PermissionError as error:
-        raise DataError(f"{error.filename}: cannot be read (permission denied); check its permissions") from None
+    except OSError as error:
+        raise DataError(f"{error.filename}: cannot be read ({error.strerror}); check disk and permissions") from None
 
 
 def locate(data: str | Path, split: str) -> Location:
     """Where a split is; raises DataError."""
+    if data in ("", "synthetic"):
+        raise DataError(f"data path {data!r} is no place of images in files; give a file or a folder")
     path = Path(data).expanduser()
     if found := _find(path, split):
         return found
@@ -102,7 +105,7 @@ def locate(data: str | Path, split: str) -> Location:
 def splits_of(data: str | Path) -> list[str]:
     """The splits that a data path has; images without splits count as "train". Raises DataError if there is nothing."""
     path = Path(data).expanduser()
-    found = {split: where for split in ("train", "val") if (where := _find(path, split))}
+    found = {split: where for split in ("train", "val") if data and (where := _find(path, split))}
     if not found:
         locate(data, "train")
     return list(found) if len({tuple(where.files) for where in found.values()}) == len(found) else ["train"]

@@ -73,12 +73,17 @@ def read_classes(folder: Path) -> Classes:
     """The classes of classes.txt in a folder or the one above; [] if there is none."""
     for path in (folder / "classes.txt", folder.parent / "classes.txt"):
         if path.is_file():
-            lines = [line.strip() for line in read_lines(path) if line.strip()]
-            columns = [line.partition("\t") for line in lines]
-            classes = [(key.strip(), shown.strip() or key.strip()) for key, _, shown in columns]
-            if not classes:
-                raise DataError(f"{path}: the list of classes is empty; write one class name in each line")
-            if len({key for key, _ in classes}) < len(classes):
-                raise DataError(f"{path}: a class name occurs twice; every line must name another class")
-            return classes
+            return class_list(path, separator="\t")
     return []
+
+
+def class_list(path: Path, separator: str | None) -> Classes:
+    """The classes of a file with one in each line: its folder or synset, then perhaps the separator (None: blanks) and
+    a name to show. Raises DataError."""
+    lines = [line.strip().split(separator, maxsplit=1) for line in read_lines(path) if line.strip()]
+    classes = [(fields[0].strip(), fields[-1].strip()) for fields in lines]
+    if not classes:
+        raise DataError(f"{path}: the list of classes is empty; write one class name in each line")
+    if len({key for key, _ in classes}) < len(classes):
+        raise DataError(f"{path}: a class name occurs twice; every line must name another class")
+    return classes

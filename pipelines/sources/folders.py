@@ -20,10 +20,13 @@ def find_list(path: Path, split: str) -> list[Path]:
 
 def find_folders(path: Path, split: str) -> list[Path]:
     """PATH/train with a folder for each class, or PATH itself with them: then all splits are the same images."""
-    if (path / split).exists():
+    if (path / split).is_dir():
         return [path / split]
-    has_splits = (path / "train").exists() or (path / "val").exists()
-    return [path] if path.is_dir() and not has_splits and class_folders(path) else []
+    return [path] if path.is_dir() and not _has_splits(path) and class_folders(path) else []
+
+
+def _has_splits(path: Path) -> bool:
+    return (path / "train").is_dir() or (path / "val").is_dir()
 
 
 class FileSource(Source):
@@ -62,14 +65,15 @@ def class_folders(folder: Path) -> list[str]:
         return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
 
 
-def image_files(folder: Path) -> list[str]:
-    """Sorted names of the files with an image's ending."""
-    with os.scandir(folder) as entries:
-        return sorted(
-            entry.name
-            for entry in entries
-            if not entry.name.startswith(".") and os.path.splitext(entry.name)[1].lower() in IMAGE_SUFFIXES
-        )
+def image_files(folder: Path) -> list[Path]:
+    """The files with an image's ending in a class folder, and in folders within it as those of Tiny ImageNet, in the
+    order of their names; what is hidden is left out, and links to folders are not followed."""
+    found: list[Path] = []
+    for place, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        images = (name for name in names if os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES)
+        found += [Path(place, name) for name in sorted(images) if not name.startswith(".")]
+    return found
 
 
 def folder_classes(path: Path, split: str) -> Classes:
@@ -80,6 +84,9 @@ def folder_classes(path: Path, split: str) -> Classes:
         raise DataError(
             f"data path {path} holds {inside}, no class folders; put the images of each class into a folder of its own"
         )
+    if path.name != split:
+        for name in filter(lambda name: _has_splits(path / name), folders):
+            raise DataError(f"data path {path} has no train and val, but {path / name} has; give that")
     train = path.parent / "train"
     names = class_folders(train) if split != "train" and path.name == split and train.is_dir() else folders
     return read_classes(path) or [(name, name) for name in names or folders]
@@ -97,11 +104,26 @@ def open_folders(path: Path, split: str) -> FileSource:
                 f"{path / name}: class {name!r} is not among the {len(classes)} known classes (classes.txt or the "
                 f"training folders); add it there or remove the folder"
             )
-        files += [path / name / file for file in found]
+        files += found
         labels += [number[name]] * len(found)
     if not files:
-        raise DataError(f"data path {path} has class folders but no image in them; JPEG and PNG files are looked for")
+        raise no_images(path)
     return FileSource(path, files, labels, classes)
+
+
+def no_images(path: Path) -> DataError:
+    """The error for class folders without an image."""
+    kinds = ", ".join(sorted(IMAGE_SUFFIXES))
+    return DataError(f"data path {path} has class folders but no image in them; files ending in {kinds} are looked for")
+
+
+def list_entry(line: str) -> tuple[int, str]:
+    """Label and file of a line of a list; raises ValueError for what is no `index <tab> label <tab> file`."""
+    _, number, file = line.split("\t")[:3]
+    label = float(number)
+    if not label.is_integer():
+        raise ValueError(number)
+    return int(label), file
 
 
 def open_list(path: Path) -> FileSource:
@@ -110,22 +132,31 @@ def open_list(path: Path) -> FileSource:
     for number, line in enumerate(read_lines(path), start=1):
         if not line.strip():
             continue
-        fields = line.split("\t")
         try:
-            labels.append(int(float(fields[1])))
-            files.append(path.parent / fields[2])
-        except (IndexError, ValueError, OverflowError):  # the last: an infinite label
+            label, name = list_entry(line)
+        except ValueError:
             raise DataError(
                 f"{path} line {number}: {line.strip()[:60]!r} is not `index <tab> label <tab> file`; correct it"
             ) from None
+        labels.append(label)
+        files.append(path.parent / name)
     if not files:
         raise DataError(f"{path}: the list names no files; write it anew")
     classes = read_classes(path.parent)
     if not classes:
-        folder_of = dict(zip(labels, (file.parent.name for file in files), strict=True))
-        names = [folder_of.get(label, str(label)) for label in range(max(labels) + 1)]
+        names = _folder_names(files, labels)
         classes = [(name, name) for name in names]
     for file, label in zip(files, labels, strict=True):
         if not 0 <= label < len(classes):
             raise DataError(f"{path}: label {label} of {file.name} is outside the {len(classes)} classes; correct it")
     return FileSource(path, files, labels, classes)
+
+
+def _folder_names(files: list[Path], labels: list[int]) -> list[str]:
+    """Names of classes 0 to the highest label: the folders that their files are in."""
+    first = dict(zip(reversed(labels), reversed(files), strict=True))  # file of each label
+    folder_of = {label: file.parent.name for label, file in first.items()}
+    if len(set(folder_of.values())) < len(folder_of):  # CLASS/images/FILE
+        shared = os.path.commonpath(first.values())
+        folder_of = {label: file.relative_to(shared).parts[0] for label, file in first.items()}
+    return [folder_of.get(label, str(label)) for label in range(max(labels) + 1)]

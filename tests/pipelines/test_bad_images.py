@@ -38,6 +38,7 @@ BROKEN = {
     "truncated JPEG": lambda seed: encode(colour_image(seed))[:-400],
     "truncated PNG": lambda seed: encode(colour_image(seed), "PNG")[:500],
     "GIF": lambda seed: encode(colour_image(seed), "GIF"),
+    "TIFF of 1 bit": lambda seed: encode(colour_image(seed).convert("1"), "TIFF"),
 }
 
 

@@ -1,6 +1,9 @@
 """Writing RecordIO: from folders and from tar files like ILSVRC2012's, interrupted and not."""
 
+import errno
+import fcntl
 import io
+import os
 import tarfile
 
 import numpy as np
@@ -9,7 +12,7 @@ from image_helpers import encode, smooth_image, write_folder
 from PIL import Image
 
 from mxnet_compat import mx
-from pipelines import DataError, make_records
+from pipelines import DataError, files, make_records
 from pipelines.make_records import Options, plan_files, plan_train_tar, plan_val_tar, write_records
 from pipelines.sources import open_source
 
@@ -199,6 +202,52 @@ def test_bad_images(tmp_path):
     count, skipped = write_records(plan, tmp_path / "small", "train", Options(resize=32, skip_bad=True))
     assert (count, sorted(name for name, _ in skipped)) == (7, sorted([str(files[4]), str(files[6])]))
     assert len(open_source(tmp_path / "out", "train")) == 8
+
+
+def test_two_at_once_are_refused(tmp_path):
+    write_folder(tmp_path / "images", 4, 2, seed=1)
+    plan = plan_files(tmp_path / "images", "train")
+    (tmp_path / "out").mkdir()
+    with (tmp_path / "out/.train.rec.partial").open("wb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(DataError, match=r"train\.rec\.partial: another process is writing it"):
+            write_records(plan, tmp_path / "out", "train", Options())
+    assert write_records(plan, tmp_path / "out", "train", Options()) == (4, [])
+
+
+@pytest.mark.parametrize("name", ["classes.txt", ".train.journal", ".train.rec.partial"])
+def test_a_full_disk_leaves_nothing_half_written(tmp_path, monkeypatch, name):
+    """The disk is full when `name` is written; with space the same command goes on."""
+    write_folder(tmp_path / "images", 9, 3, seed=1)
+    plan = plan_files(tmp_path / "images", "train")
+    write_bytes, append = files.write_bytes, make_records._Journal.append
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        if name == ".train.rec.partial":
+            patch.setattr(make_records._Journal, "append", lambda *a: full() if a[1] == 5 else append(*a))
+        else:
+            patch.setattr(files, "write_bytes", lambda *a: full() if a[0].name == name else write_bytes(*a))
+        with pytest.raises(DataError, match="out: cannot be written .No space left on device.; mend that, and"):
+            write_records(plan, tmp_path / "out", "train", Options())
+    assert not (tmp_path / "out/train.rec").exists()
+    assert write_records(plan, tmp_path / "out", "train", Options()) == (9, [])
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["classes.txt", "train.idx", "train.rec"]
+
+
+def test_a_file_is_whole_or_as_it_was(tmp_path, monkeypatch):
+    files.write_text(tmp_path / "a.txt", "before")
+
+    def cut_off(path, content):
+        path.open("wb").write(content[:3])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(type(tmp_path), "write_bytes", cut_off)
+    with pytest.raises(OSError, match="No space"):
+        files.write_text(tmp_path / "a.txt", "afterwards")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a.txt", "before")]
 
 
 def test_other_classes_are_not_mixed_in(tmp_path):

@@ -1,6 +1,8 @@
 """`python -m pipelines`: the commands as a user calls them."""
 
+import itertools
 import json
+import os
 import subprocess
 import sys
 
@@ -9,7 +11,7 @@ import pytest
 from image_helpers import write_folder
 from PIL import Image
 
-from pipelines.__main__ import main
+from pipelines.__main__ import COMMANDS, main
 
 
 def run(capsys, *arguments):
@@ -74,21 +76,31 @@ def test_make_samples(tmp_path, capsys):
     ("arguments", "message"),
     [
         ([], "Expected one of"),
-        (["verfy"], "verfy"),
-        (["verify"], "DATA"),
+        (["verfy"], "there is no command 'verfy'; there are: make-records, verify"),
+        (["verify"], "verify needs DATA"),
         (["verify", "x", "--splt", "val"], "did you mean --split?"),
-        (["bench", "x", "--batch-size", "many"], "many"),
+        (["bench", "x", "--batch-size", "many"], "--batch-size: needs a whole number, not 'many'"),
         (["bench", "x", "--split", "test"], "test"),
         (["verify", "{tmp}/none"], "none does not exist; give"),
         (["bench", "{tmp}"], "text.tar: is truncated or no tar file"),
-        (["bench", "synthetic"], "nothing to measure"),
+        (["bench", "synthetic"], "'synthetic' is no place of images"),
+        (["verify", ""], "data path '' is no place of images"),
+        (["verify", "{tmp}", "--num-threads", "-1"], "num_threads is -1"),
+        (["verify", "{tmp}", "--num-classes", "0"], "num_classes is 0"),
+        (["bench", "{tmp}", "--seconds", "nan"], "seconds is nan"),
         (["bench", "{tmp}", "--batch-size", "0"], "batch_size is 0"),
         (["show", "synthetic", "{tmp}/a.png", "--image-size", "0"], "image_size is 0"),
         (["show", "synthetic", "{tmp}/a.png", "--rows", "0"], "0 rows"),
         (["make-records", "{tmp}/none", "{tmp}/out"], "none does not exist"),
         (["make-records", "{tmp}/text.tar", "{tmp}/out"], "not a tar file"),
-        (["make-records", "{tmp}", "{tmp}/out", "--resize", "-1"], "resize -1"),
+        (["show", "synthetic", "{tmp}/a.png", "--rows", "10000"], "10000 rows and 7 columns has"),
+        (["make-records", "{tmp}", "{tmp}/out", "--resize", "-1"], "resize is -1"),
+        (["make-records", "{tmp}", "{tmp}/out", "--quality", "0"], "quality is 0"),
+        (["make-records", "{tmp}", "{tmp}/out", "--seed", "-1"], "seed is -1"),
+        (["make-records", "{tmp}", "{tmp}/out", "--labels", "a"], "--labels a is for ILSVRC2012_img_val.tar alone"),
+        (["make-records", "{tmp}", "{tmp}/out", "--classes", "a"], "--classes a is for ILSVRC2012's tar files"),
         (["make-samples", "{tmp}", "--num-train", "0"], "0 training"),
+        (["make-samples", "{tmp}/new", "--seed", "-1"], "seed is -1"),
         (["make-samples", "{tmp}/text.tar"], "holds something else"),
     ],
 )
@@ -98,6 +110,54 @@ def test_mistakes_get_one_sentence_and_exit_code_2(tmp_path, capsys, arguments, 
     assert code == 2 and not out
     assert err.startswith("error: ") and err.count("\n") == 1 and message in err
     assert [path.name for path in tmp_path.iterdir()] == ["text.tar"]
+
+
+def test_help_is_broken_at_the_margin_alone(capsys, monkeypatch):
+    """And not where the source is."""
+    monkeypatch.setenv("COLUMNS", "80")
+    for command in COMMANDS:
+        with pytest.raises(SystemExit) as end:
+            main([command, "--help"])
+        assert not end.value.code
+        lines = [line.strip("│").rstrip() for line in capsys.readouterr().out.splitlines()]
+        for line, following in itertools.pairwise(lines):
+            if following.startswith(10 * " ") and not line.strip().startswith("-"):  # the line's sentence goes on
+                assert len(line) + 1 + len(following.split()[0]) > 76, (line, following)
+
+
+def test_an_interrupted_second_split_goes_on(tmp_path, capsys):
+    """The image that stopped it is replaced; what was written before is not written again."""
+    write_folder(tmp_path / "in/train", 6, 3, seed=1)
+    files = write_folder(tmp_path / "in/val", 9, 3, seed=2)
+    whole = files[4].read_bytes()
+    files[4].write_bytes(b"")
+    code, out, err = run(capsys, "make-records", tmp_path / "in", tmp_path / "rec")
+    assert code == 2 and "train.rec: 6 images" in out and f"{files[4]}: empty" in err
+    files[4].write_bytes(whole)
+    code, out, _ = run(capsys, "make-records", tmp_path / "in", tmp_path / "rec")
+    assert code == 0 and "train.rec" not in out and "val.rec: 9 images" in out
+    code, _, err = run(capsys, "make-records", tmp_path / "in", tmp_path / "rec")
+    assert code == 2 and "train.rec exists" in err
+
+
+def test_names_with_markup_and_of_another_encoding(tmp_path, capsys):
+    folder = tmp_path / "[/red] 100% ü" / "class [b]"
+    write_folder(folder.parent, 2, 1, seed=1)
+    (folder.parent / "c00").rename(folder)
+    (folder / ":smile:[x].jpg").write_bytes(b"no image")
+    code, out, _ = run(capsys, "verify", folder.parent)
+    assert code == 1 and f"{folder}/:smile:[x].jpg: not an image, begins with" in out
+    os.rename(folder / ":smile:[x].jpg", os.fsencode(folder) + b"/caf\xe9.jpg")
+    code, out, err = run(capsys, "make-records", folder.parent, tmp_path / "rec")
+    assert code == 2 and ": not an image, begins with" in err
+    code, out, err = run(capsys, "verify", folder.parent, "--write-clean")
+    assert code == 0 and "2 usable images" in out
+
+
+def test_what_the_system_refuses_is_one_sentence(tmp_path, capsys):
+    (tmp_path / "loop").symlink_to("loop")
+    code, _, err = run(capsys, "verify", tmp_path)
+    assert code == 2 and err.startswith(f"error: {tmp_path}/loop: Too many levels of symbolic links; check")
 
 
 def test_as_a_program(tmp_path):

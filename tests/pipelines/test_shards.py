@@ -175,6 +175,9 @@ def test_make_records_and_verify_take_shards(tmp_path, capsys):
     assert "train-0.tar/0003.jpg: " in capsys.readouterr().err
     assert main([*arguments, "--on-bad-image", "skip"]) == 0
     assert sorted(content(tmp_path / "rec")) == sorted(images[:3] + images[4:])
+    assert main(["make-records", str(tmp_path / "tar/train-0.tar"), str(tmp_path / "one"), *arguments[3:],
+                 "--on-bad-image", "skip"]) == 0
+    assert (tmp_path / "one/train.rec").read_bytes() == (tmp_path / "rec/train.rec").read_bytes()
 
 
 def truncated_tar(path: Path, image: bytes) -> str:

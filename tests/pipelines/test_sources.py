@@ -9,6 +9,7 @@ from image_helpers import encode, smooth_image, write_folder, write_records
 
 from pipelines import DataError, sources
 from pipelines.sources import open_source
+from pipelines.verify import verify_split, write_clean
 
 
 def found(data, split):
@@ -50,6 +51,21 @@ def test_layouts_of_records(tmp_path, numbered):
         assert len(source) == 37
         assert source.class_names == [str(i) for i in range(37)]
         assert source.label(11) == 11
+
+
+def test_folders_within_class_folders(tmp_path):
+    """As Tiny ImageNet has them; a list of them names the classes all the same."""
+    files = write_folder(tmp_path / "train", 6, 3, seed=1)
+    for file in files[1:]:
+        (file.parent / "images").mkdir(exist_ok=True)
+        file.rename(file.parent / "images" / file.name)
+    (tmp_path / "train/c01/.cache").mkdir()
+    shutil.copy(files[0], tmp_path / "train/c01/.cache/a.jpg")
+    images, names = found(tmp_path, "train")
+    assert images == [(file.name, i // 2) for i, file in enumerate(files)]
+    write_clean(verify_split(str(tmp_path), "train"))
+    assert (tmp_path / "train.lst").exists()
+    assert found(tmp_path, "train") == (images, names)
 
 
 def records(tmp_path, labels=(0.0, 1.0), classes="a\nb\n"):
@@ -97,6 +113,21 @@ def empty_class_folders(tmp_path):
 def other_split_only(tmp_path):
     (tmp_path / "val/cat").mkdir(parents=True)
     return tmp_path, r"has val but no train; add train/"
+
+
+def file_of_a_splits_name(tmp_path):
+    (tmp_path / "train").write_text("no folder")
+    return tmp_path, r"holds only files, no class folders; put"
+
+
+def one_folder_too_high(tmp_path):
+    write_folder(tmp_path / "imagenet/train", 2, 2, seed=1)
+    return tmp_path, r"has no train and val, but .*/imagenet has; give that"
+
+
+def fractional_label_in_a_list(tmp_path):
+    (tmp_path / "train.lst").write_text("0\t0.5\ta.jpg\n")
+    return tmp_path, r"train\.lst line 1: '0\\t0\.5\\ta\.jpg' is not"
 
 
 def unknown_class_folder(tmp_path):
@@ -174,6 +205,9 @@ MISTAKES = [
     files_only,
     empty_class_folders,
     other_split_only,
+    file_of_a_splits_name,
+    one_folder_too_high,
+    fractional_label_in_a_list,
     unknown_class_folder,
     no_index,
     wrong_index,
@@ -202,5 +236,5 @@ def test_mistakes_get_one_sentence(tmp_path, mistake):
 def test_unreadable(tmp_path):
     write_folder(tmp_path / "train", 2, 2, seed=1)
     (tmp_path / "train").chmod(0)
-    with pytest.raises(DataError, match="permission denied"):
+    with pytest.raises(DataError, match="Permission denied"):
         open_source(tmp_path, "train")
