@@ -23,7 +23,7 @@ from pipelines.sources import Source
 CANDIDATES = (0.5, 0.65, 0.8, 0.9, 1.0)
 SECONDS = 0.6  # for each, after a warm-up
 NEARLY_FASTEST = 0.9  # of the highest speed. 4 H200, ResNet-50: with 0.8, the fastest alone, 24 of 190 steps were late
-# by 7 to 30 ms and took 27.4 ms in the mean; with 1, at 94 % of that speed, one was, and they took 25.6 (docs/data.md)
+# by 7 to 32 ms and took 27.4 ms in the mean; with 1, at 94 % of that speed, one was, and they took 25.6 (docs/data.md)
 MIN_BATCHES = 100  # an epoch of fewer is over before the measurement has paid
 
 log = logging.getLogger("pipelines.tuning")
