@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
-from train import checkpoint, cli, devices, files, plots
+from train import cli, devices, files, plots
 from train.config import CONFIG_FILE, Config, default_warmup, load_preset, parse
 from train.errors import TrainError
 from train.metrics import METRICS_FILE, RunRecord
@@ -99,17 +98,16 @@ def _plain(config: CompareConfig) -> Config:
 # --- the runs ---
 
 
-def fresh_run(config: Config) -> list[str]:
-    """The arguments of `python -m train` that make a run of this configuration."""
+def run_arguments(config: Config) -> list[str]:
+    """The arguments of `python -m train` that begin a run of this configuration, or go on with it."""
     preset = load_preset(config.config)
     preset = replace(preset, warmup_epochs=default_warmup(preset, config.epochs))  # as that run will have it
-    return ["--config", config.config, *cli.to_arguments(config, preset)]
+    return ["--config", config.config, *cli.to_arguments(config, preset), "--resume", "auto"]
 
 
 def _train(config: Config, folder: Path) -> RunRecord:
     """Train, or go on, or do nothing where the run is complete; returns its record. Raises TrainError where it fails,
     and StoppedBySignal."""
-    arguments = fresh_run(config)
     config_file = folder / CONFIG_FILE
     if config_file.exists():
         _check_same(config, config_file)
@@ -117,12 +115,7 @@ def _train(config: Config, folder: Path) -> RunRecord:
         if record and record.events and record.events[-1].get("completed"):
             print("complete: not done again", flush=True)
             return record
-        if any((folder / checkpoint.FOLDER).glob("*.npz")):
-            limits = cli.to_arguments(config, replace(config, max_steps=0, time_limit=0.0))
-            arguments = ["--resume", str(folder), *limits]
-        else:
-            shutil.rmtree(folder)  # ended before its first checkpoint
-    command = [sys.executable, *(f"-W{option}" for option in sys.warnoptions), "-m", "train", *arguments]
+    command = [sys.executable, *(f"-W{option}" for option in sys.warnoptions), "-m", "train", *run_arguments(config)]
     # The child saves a checkpoint when it is told to stop; this process waits for that. Ctrl-C reaches both.
     with subprocess.Popen(command) as child, handled(
         {signal.SIGTERM: lambda number, frame: child.send_signal(number), signal.SIGINT: signal.SIG_IGN}

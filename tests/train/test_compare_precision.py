@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -58,7 +59,8 @@ def test_options_that_make_a_configuration():
 @pytest.mark.parametrize("preset", ["overfit_100", "cpu_sample", "resnet50_fast_16ep"])
 def test_a_run_of_the_comparison_has_its_preset(preset, options):
     config = parse(Config, ["--config", preset, *options], command="train")
-    assert parse(Config, compare_precision.fresh_run(config), command="train") == config
+    arguments = compare_precision.run_arguments(config)
+    assert parse(Config, arguments, command="train") == dataclasses.replace(config, resume="auto")
     assert config.config == preset
 
 
