@@ -371,7 +371,7 @@ def main() -> None:
     gradients = read_gradients((results / PROFILE).read_text())
     print(*notes, sep="\n")
     predictions = [best_buckets(machine, gradients, gpus, batch)
-                   for batch in (256, 64, 16) for gpus in (1, 4, 8, 16, 64, 512, 3584)]  # fmt: skip
+                   for batch in (256, 64, 16) for gpus in (1, 2, 4, 8, 16, 64, 512, 3584)]  # fmt: skip
     ideal = [best_buckets(machine, gradients, 3584, 16, ALGORITHMS)]
     print(f"\n{table(predictions)}\n\nwith switches that add:\n\n{table(ideal)}\n\n{compare(machine, gradients)}"
           f"\n\n{sensitivity(machine, gradients)}")
