@@ -128,6 +128,7 @@ def measure_synthetic(arguments: argparse.Namespace) -> None:
     steps = Steps(workers, arguments)
     gpu, average = steps.executor.gpu, steps.average
     start = average.start if average else None
+    nvlink_bytes(workers.local_rank)  # starts NVML; in between the GPU would be idle and then exceed its power limit
     steps.run(arguments.warm_up, start)
     alone: list[float] = []
     together: list[float] = []
