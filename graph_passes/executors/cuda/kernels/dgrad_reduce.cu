@@ -34,7 +34,7 @@ dgrad_reduce(const Packed<T> *dy, const T *w, const Packed<T> *x, const Packed<T
     Shared<S> &shared = *reinterpret_cast<Shared<S> *>(memory);
     const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // one for all, to the compiler
     const int warp_m = warp % S::WARPS_M, warp_n = warp / S::WARPS_M;
-    const uint32 tiles = (rows + S::ROWS - 1) / S::ROWS;
+    const uint32 pitch = columns / VEC, tiles = (rows + S::ROWS - 1) / S::ROWS;
     const int first_column = blockIdx.x * S::COLUMNS;
 
     // A thread copies one vector of each chunk, and makes 8 columns of two rows.
@@ -51,7 +51,7 @@ dgrad_reduce(const Packed<T> *dy, const T *w, const Packed<T> *x, const Packed<T
             for (int c = 0; c < S::COLUMN_CHUNKS; ++c) {
                 const int at_column = first_column + c * 64 + copied_vector * VEC;
                 const bool there = row < rows && at_column < columns;
-                const size_t at = there ? (size_t(row) * columns + at_column) / VEC : 0;
+                const uint32 at = there ? row * pitch + at_column / VEC : 0;
                 copy_ahead(&stage.behind[0][c][copied], x + at, there);
                 if (ADD) copy_ahead(&stage.behind[S::ADD][c][copied], addend + at, there);
                 if (PAIR) copy_ahead(&stage.behind[S::ADD + S::PAIR][c][copied], x_2 + at, there);
@@ -64,7 +64,7 @@ dgrad_reduce(const Packed<T> *dy, const T *w, const Packed<T> *x, const Packed<T
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const uint32 row = tile * S::ROWS + warp_m * 16 + r * 8 + lane / 4;
-            bits[r] = row < rows && column < columns ? mask[(size_t(row) * columns + column) / VEC] : 0;
+            bits[r] = row < rows && column < columns ? mask[row * pitch + column / VEC] : 0;
         }
     };
 
@@ -112,7 +112,7 @@ dgrad_reduce(const Packed<T> *dy, const T *w, const Packed<T> *x, const Packed<T
                 sums[1][k] += g[k] * (v[k] - mean[k]);
                 if (PAIR) sums[SUMS - 1][k] += g[k] * (v_2[k] - mean_2[k]);
             }
-            if (row < rows && column < columns) dz[(size_t(row) * columns + column) / VEC] = pack<T>(g);
+            if (row < rows && column < columns) dz[row * pitch + column / VEC] = pack<T>(g);
         }
         load_bits(tile + gridDim.y);
     }
