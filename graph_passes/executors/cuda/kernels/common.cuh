@@ -82,7 +82,7 @@ template <class T> __device__ inline void store(T *p, const Packed<T> &v) {
     for (int i = 0; i < int(sizeof(v) / sizeof(uint4)); ++i) to[i] = from[i];
 }
 
-template <class T> __device__ inline void unpack(const Packed<T> &v, float (&f)[VEC]) {
+template <class T> __device__ inline void unpack(Packed<T> v, float (&f)[VEC]) {
 #pragma unroll
     for (int k = 0; k < VEC; ++k) f[k] = to_float(v.element[k]);
 }
