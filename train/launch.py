@@ -260,8 +260,8 @@ def _wait(workers: Sequence[Worker]) -> int:
     culprit = next((worker for worker in failed if worker.process.returncode != EXIT_LOST_PROCESS), failed[0])
     code = culprit.process.returncode
     if code not in TOLD:
-        print(f"error: {culprit.last_words()}, so the run ends; the last checkpoint is whole: go on with --resume and "
-              "the run's folder", file=sys.stderr, flush=True)
+        print(f"error: {culprit.last_words()}, so the run ends; its last checkpoint, if there is one, is whole: go on "
+              "with --resume and the run's folder", file=sys.stderr, flush=True)
     return _exit_code(code)
 
 
