@@ -253,7 +253,7 @@ def table(rows: list[Row]) -> str:
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """Images/sec a GPU against GPUs, one line for each kind of measurement."""
+    """Images/sec against GPUs, one line for each kind of measurement; dashed: so many times one GPU."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -263,10 +263,15 @@ def plot(rows: list[Row], path: Path) -> None:
     for what in dict.fromkeys(row["what"] for row in rows):
         points = [(row["gpus"], images_per_sec(row)) for row in rows if row["what"] == what]
         gpus, speeds = zip(*points, strict=True)
-        total.plot(gpus, speeds, "o-")
+        (line,) = total.plot(gpus, speeds, "o-")
         each.plot(gpus, [speed / count for count, speed in points], "o-", label=LABELS.get(what, what))
+        if gpus[0] == 1:
+            for axes, ideal in ((total, [count * speeds[0] for count in gpus]), (each, [speeds[0] for _ in gpus])):
+                axes.plot(gpus, ideal, "--", color=line.get_color(), linewidth=0.8)
     for axes, title in ((total, "images/sec, all GPUs"), (each, "images/sec per GPU")):
-        axes.set(title=title, xlabel="GPUs", ylim=(0, None), xticks=sorted({row["gpus"] for row in rows}))
+        axes.set(title=title, xlabel="GPUs", xticks=sorted({row["gpus"] for row in rows}))
+        axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
+        axes.yaxis.set_major_formatter("{x:,.0f}")
         axes.grid(alpha=0.3)
     each.legend(loc="lower left")
     figure.savefig(path, dpi=120)
