@@ -32,7 +32,8 @@ MAX_PROCESSES = 8  # without -n: a DGX-1 has 8 GPUs
 GRACE_SECONDS = 3.0  # for the others to end by themselves when one process has failed
 POLL_SECONDS = 0.05
 # Exit codes of processes that have said why they end.
-TOLD = (EXIT_USER_ERROR, EXIT_LOST_PROCESS, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # as it was asked to
+TOLD = (EXIT_USER_ERROR, EXIT_LOST_PROCESS, *STOPPED)
 
 HELP = """usage: scripts/dgx1_8gpu.sh [-n PROCESSES] [-b BATCH] [-e EPOCHS] [any option of python -m train]
 
@@ -243,20 +244,22 @@ def _start(command: Sequence[str], slot: Slot, environment: Mapping[str, str]) -
 def _wait(workers: Sequence[Worker]) -> int:
     """Until all have ended, or until GRACE_SECONDS after the first one that failed.
 
+    One that stopped because it was asked to has not failed: process 0 still writes the report then.
     Prints the last words of the one whose fault it was: the others fail because of it, perhaps even before it is gone.
     """
     failed: list[Worker] = []  # in the order in which they were seen
     deadline = float("inf")
     while time.monotonic() < deadline:
         codes = [worker.process.poll() for worker in workers]
-        failed += [worker for worker, code in zip(workers, codes, strict=True) if code and worker not in failed]
+        failed += [worker for worker, code in zip(workers, codes, strict=True)
+                   if code and code not in STOPPED and worker not in failed]
         if failed and deadline == float("inf"):
             deadline = time.monotonic() + GRACE_SECONDS
         if None not in codes:
             break
         time.sleep(POLL_SECONDS)
     if not failed:
-        return 0
+        return max(worker.process.returncode for worker in workers)
     culprit = next((worker for worker in failed if worker.process.returncode != EXIT_LOST_PROCESS), failed[0])
     code = culprit.process.returncode
     if code not in TOLD:

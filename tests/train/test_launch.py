@@ -237,6 +237,21 @@ def test_ctrl_c_reaches_the_processes(tmp_path):
                 os.killpg(launcher.pid, signal.SIGKILL)
 
 
+def test_the_slowest_to_stop_is_waited_for(capfd, monkeypatch):
+    """Process 0 writes the report when the others, asked to stop as it was, are gone."""
+    pytest.importorskip("horovod")
+    monkeypatch.setattr(launch, "GRACE_SECONDS", 0.1)
+    script = f"""
+import os, sys, time
+if os.environ["HOROVOD_RANK"] == "0":
+    time.sleep(1)
+    print("report")
+sys.exit({128 + signal.SIGTERM})
+"""
+    assert launch.launch(launch.plan(2, on_cpu=True)[0], [sys.executable, "-c", script]) == 128 + signal.SIGTERM
+    assert capfd.readouterr() == ("report\n", "")
+
+
 def test_too_few_left(capfd):
     """An elastic run of which fewer than the least number are left ends at once, and says so."""
     pytest.importorskip("horovod")
