@@ -24,6 +24,7 @@ BLOCKS_PER_STAGE = {
     101: (3, 4, 23, 3),
     152: (3, 8, 36, 3),
 }
+FIRST_WIDTH = 64  # channels of the stem and of the first stage's convolutions; each stage doubles them
 FIRST_BOTTLENECK_DEPTH = 50  # 18 and 34 have two 3x3 convolutions a block, deeper networks 1x1, 3x3, 1x1
 
 BATCH_NORM_EPS = 1e-5
@@ -79,11 +80,11 @@ def resnet(depth: int = 50, num_classes: int = 1000, label_smoothing: float = 0.
         raise TrainError(f"there is no ResNet-{depth}; choose a depth of {', '.join(map(str, BLOCKS_PER_STAGE))}")
     bottleneck = depth >= FIRST_BOTTLENECK_DEPTH
 
-    x = _conv(mx.sym.Variable("data"), "stem_conv", filters=64, kernel=7, stride=2)
+    x = _conv(mx.sym.Variable("data"), "stem_conv", FIRST_WIDTH, kernel=7, stride=2)
     x = _relu(_batch_norm(x, "stem_bn"), "stem_relu")
     x = mx.sym.Pooling(x, kernel=(3, 3), stride=(2, 2), pad=(1, 1), pool_type="max", layout="NHWC", name="stem_pool")
     for stage, num_blocks in enumerate(BLOCKS_PER_STAGE[depth], start=1):
-        width = 64 * 2 ** (stage - 1)
+        width = FIRST_WIDTH * 2 ** (stage - 1)
         for block in range(1, num_blocks + 1):
             stride = 2 if stage > 1 and block == 1 else 1
             project = block == 1 and (stage > 1 or bottleneck)

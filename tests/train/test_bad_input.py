@@ -14,16 +14,18 @@ import pytest
 
 from graph_passes import GraphError
 from nvidia_gpus import Gpu
-from train import checkpoint, devices
+from train import checkpoint, devices, model
 from train.config import Config
 from train.errors import TrainError
 from train.loop import Trainer
+
+pytestmark = pytest.mark.usefixtures("narrow_network")
 
 H200 = Gpu("NVIDIA H200", (9, 0))
 
 
 @pytest.fixture(scope="module")
-def trained(tiny_options, tmp_path_factory):
+def trained(narrow_network, tiny_options, tmp_path_factory):
     """A run of three steps, and its checkpoint."""
     from train.__main__ import main
 
@@ -234,6 +236,7 @@ def test_what_is_missing_for_the_cuda_executor_is_named(monkeypatch):
 @pytest.mark.parametrize("command", ["train", "benchmark"])
 def test_batch_too_large_for_the_machine(command, fails, monkeypatch, tmp_path):
     """A larger batch needs more in proportion, so the one that is named is the same for both; 1 MiB holds no image."""
+    monkeypatch.setattr(model, "FIRST_WIDTH", 64)  # of which 1 GiB does not hold 1000 images
     folder = tmp_path / "run"
     options = [command, "--data", "synthetic", "--depth", "18", "--device", "cpu", "--output", folder, "--batch-size"]
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=2**30))

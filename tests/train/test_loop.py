@@ -25,6 +25,8 @@ from train.model import init_params, resnet
 from train.optimizer import SGD
 from train.recorder import Recorder
 
+pytestmark = pytest.mark.usefixtures("narrow_network")
+
 
 def read_lines(folder: Path, event: str) -> list[dict]:
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())

@@ -15,12 +15,14 @@ import pytest
 from train import checkpoint
 from train.loop import Trainer
 
+pytestmark = pytest.mark.usefixtures("narrow_network")
+
 STEPS_PER_EPOCH = 6  # of tiny_options
 LAST = f"step-{2 * STEPS_PER_EPOCH:08d}.npz"
 
 
 @pytest.fixture(scope="module")
-def unbroken(tiny_options, tmp_path_factory):
+def unbroken(narrow_network, tiny_options, tmp_path_factory):
     """The last checkpoint of an unbroken run."""
     from train.__main__ import main
 
@@ -107,9 +109,11 @@ def test_sigkill_in_mid_epoch_after_a_timed_checkpoint(unbroken, tiny_options, t
     (folder / "config.json").write_text("{}")
     script = textwrap.dedent("""
         import os, signal, sys
+        from train import model
         from train.__main__ import main
         from train.loop import Trainer
 
+        model.FIRST_WIDTH = 8
         step = Trainer.step
 
         def dying_step(self, batches):
