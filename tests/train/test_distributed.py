@@ -37,15 +37,16 @@ AVERAGED_GRADIENTS = """
     from graph_passes import Graph
     from graph_passes.executors import create_executor
     from mxnet_compat import mx
+    from train import model
     from train.distributed import Workers
-    from train.model import init_params, resnet
 
+    model.FIRST_WIDTH = 8
     folder = sys.argv[1]
     workers = Workers()
-    symbol = resnet(18, num_classes=5)
+    symbol = model.resnet(18, num_classes=5)
     shapes = {"data": (16, 32, 32, 3), "softmax_label": (16,)}
     executor = create_executor("mxnet", Graph.from_json(symbol.tojson()), shapes)
-    executor.set_params(*init_params(symbol, seed=1 + workers.rank))  # the broadcast must make them equal
+    executor.set_params(*model.init_params(symbol, seed=1 + workers.rank))  # the broadcast must make them equal
     params, aux = executor.get_params()
     executor.set_params(workers.broadcast(params, "params"), aux)
 
