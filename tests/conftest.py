@@ -1,4 +1,4 @@
-"""Shared by all tests: the fp32 reference settings, the real data and the `gpu` marker."""
+"""Shared by all tests: the fp32 reference settings, random numbers, the real data and the `gpu` marker."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ os.environ["MXNET_MKLDNN_ENABLED"] = "0"
 # among them: of a short training run's 2.7 s of CPU time 0.45 s were left.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+import numpy as np
 import pytest
 
 from nvidia_gpus import find_gpus
@@ -24,6 +25,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if marked and not find_gpus():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU; this machine has none"))
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    """A freshly seeded generator; the seed is printed, so that a failure can be repeated with RESNET_TEST_SEED."""
+    seed = int(os.environ.get("RESNET_TEST_SEED", np.random.SeedSequence().entropy % 2**32))  # type: ignore[operator]
+    print(f"RESNET_TEST_SEED={seed}")
+    return np.random.default_rng(seed)
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 from test_results import faults
 
@@ -27,8 +26,7 @@ def benchmark(monkeypatch):
     return cifar10_gpus
 
 
-def test_files(benchmark, tmp_path):
-    rng = np.random.default_rng()
+def test_files(benchmark, tmp_path, rng):
     seconds = {way.name: rng.uniform(10, 20, 3) for way in benchmark.ways(4)}
     lines = [{"program": name, "seed": seed, "epoch": epoch, "seconds": epoch * times[seed] / 2, "top1": 0.4 * epoch,
               "train_loss": 1.0, "startup_seconds": 3.0}

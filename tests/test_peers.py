@@ -39,9 +39,9 @@ np.save(f"{folder}/peer.npy", images.float().permute(0, 2, 3, 1).numpy())
 """
 
 
-def test_cifar10_training_images(real_data, tmp_path):
+def test_cifar10_training_images(real_data, tmp_path, rng):
     """The pixels of a batch are equal where the same random numbers are drawn."""
-    count, padding, seed = 48, 4, int(np.random.default_rng().integers(1 << 16))
+    count, padding, seed = 48, 4, int(rng.integers(1 << 16))
     config = LoaderConfig(data=str(real_data / "cifar10"), batch_size=count, image_size=128, seed=seed,
                           crop_padding=padding, cutout=0.3125)  # fmt: skip
     with open_loader(config) as loader:

@@ -113,9 +113,8 @@ def test_the_slowest_is_waited_for(model: Any, gradients: Any) -> None:
     assert 3.0 < excess < math.sqrt(2 * math.log(1000))  # 3.24 is the mean of the largest of 1,000
 
 
-def test_fit_of_nvlink(model: Any) -> None:
+def test_fit_of_nvlink(model: Any, rng: np.random.Generator) -> None:
     """Times made by the model itself, with 1 % of noise, give its parameters back."""
-    rng = np.random.default_rng()
     truth = model.Machine(nvlink_gbs=float(rng.uniform(100, 400)), message_us=float(rng.uniform(20, 60)))
     rows = [{"gpus": gpus, "buckets": [["", num_bytes, ""] for num_bytes in (25e6, 25e6, 1e6, 2e5)],
              "all_reduce_ms": [model.all_reduce_ms(num_bytes, gpus, truth, "ring") * float(rng.normal(1, 0.01))

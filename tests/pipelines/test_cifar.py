@@ -22,13 +22,6 @@ def write(folder, images, labels, kind, name):
         (folder / name).write_bytes(pickle.dumps(batch, protocol=2))
 
 
-@pytest.fixture
-def rng():
-    seed = np.random.SeedSequence().entropy
-    print("seed", seed)
-    return np.random.default_rng(seed)
-
-
 @pytest.fixture(params=["bin", "py"])
 def cifar(request, tmp_path, rng):
     """A folder with 5 x 3 training and 4 test images, and what they are."""

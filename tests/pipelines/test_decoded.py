@@ -29,9 +29,8 @@ def assert_equal_bits(got, wanted):
 
 
 @pytest.fixture
-def thumbnails(tmp_path):
+def thumbnails(tmp_path, rng):
     """22 images of one size: half-size colour, full-size colour and grey JPEGs, and PNGs with alpha."""
-    rng = np.random.default_rng()
     images = [smooth_image(rng, 31, 33) for _ in range(22)]
     ways = [lambda x: encode(x, quality=75), lambda x: encode(x, subsampling=0), lambda x: encode(x.convert("L")),
             lambda x: encode(x.convert("RGBA"), "PNG")]  # fmt: skip
@@ -84,8 +83,7 @@ def test_two_processes_see_what_one_with_twice_the_batch_sees(numbered):
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_broken_images_are_met_as_without_the_cache(tmp_path, split):
-    rng = np.random.default_rng()
+def test_broken_images_are_met_as_without_the_cache(tmp_path, split, rng):
     images = [encode(smooth_image(rng, 40, 30)) for _ in range(40)]
     for i, broken in ((17, b""), (18, b"text"), (33, images[33][:200])):
         images[i] = broken

@@ -24,9 +24,8 @@ def own_cache(tmp_path_factory, monkeypatch):
 
 
 @pytest.fixture
-def config(tmp_path) -> LoaderConfig:
+def config(tmp_path, rng) -> LoaderConfig:
     """Images that differ widely, each the only one of its class."""
-    rng = np.random.default_rng()
     images = [encode(smooth_image(rng, 200, 150), quality=95) for _ in range(5 * BATCH)]
     write_records(tmp_path / "train.rec", images, [float(i) for i in range(len(images))])
     return LoaderConfig(data=str(tmp_path / "train.rec"), batch_size=BATCH, image_size=PIXELS, dtype="float16",

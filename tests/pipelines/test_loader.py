@@ -233,14 +233,14 @@ def test_training_transform_against_pillow(numbered):
 
 
 @pytest.mark.parametrize("cache_gib", [0.0, 1.0])  # fed with bytes, or with pixels
-def test_padded_windows_and_cutout_against_numpy(numbered, cache_gib):
+def test_padded_windows_and_cutout_against_numpy(numbered, cache_gib, rng):
     """Padded, cut, erased and flipped in NumPy, and resized by Pillow. `numbered` has images of 40 to 130 pixels."""
-    padding, side, seed = 9, 0.3, int(np.random.default_rng().integers(1 << 16))
+    padding, side, seed = 9, 0.3, int(rng.integers(1 << 16))
     settings = config(numbered, seed=seed, crop_padding=padding, cutout=side, cache_gib=cache_gib, image_size=32)
     source = open_source(numbered, "train")
     for k, (pixels, labels) in enumerate(epoch_of(open_loader(settings))):
-        rng = np.random.default_rng([seed, 0, k])
-        plain = random_inputs(rng, 4, settings.random_area, settings.random_ratio, True)
+        drawn = np.random.default_rng([seed, 0, k])
+        plain = random_inputs(drawn, 4, settings.random_area, settings.random_ratio, True)
         position, mirror, _, hole = plain[2:]
         for i, label in enumerate(labels):
             image = np.asarray(Image.open(io.BytesIO(source.read(int(label)).tobytes())))

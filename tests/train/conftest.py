@@ -1,8 +1,7 @@
-"""Fixtures of the training tests: a seeded generator, a tiny data set, the program run in this process."""
+"""Fixtures of the training tests: a tiny data set, the program run in this process."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,13 +13,6 @@ from train import model
 
 NUM_CLASSES = 3
 IMAGES_PER_CLASS = 9
-
-@pytest.fixture
-def rng() -> np.random.Generator:
-    """A freshly seeded generator; the seed is printed, so that a failure can be repeated with RESNET_TEST_SEED."""
-    seed = int(os.environ.get("RESNET_TEST_SEED", np.random.SeedSequence().entropy % 2**32))  # type: ignore[operator]
-    print(f"RESNET_TEST_SEED={seed}")
-    return np.random.default_rng(seed)
 
 
 @pytest.fixture(scope="module")

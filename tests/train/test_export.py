@@ -113,8 +113,7 @@ def test_a_wrong_model_is_not_written(saved: Path, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("name", ["resnet18_v1", "resnet18_v2", "mobilenet0.25"])
-def test_onnx_of_graphs_from_the_model_zoo(name: str) -> None:
-    rng = np.random.default_rng()
+def test_onnx_of_graphs_from_the_model_zoo(name: str, rng: np.random.Generator) -> None:
     network = mx.gluon.model_zoo.vision.get_model(name, classes=5)
     network.initialize(mx.init.Xavier(magnitude=8))
     data = rng.standard_normal((2, 3, 64, 96), dtype=np.float32)  # not square

@@ -166,16 +166,15 @@ def test_a_run_from_jpegs_that_is_stopped_ends_like_an_unbroken_one(death, photo
     assert {row["epoch"] for row in lines(folder, "epoch")} == set(range(1, 13))
 
 
-def test_broken_files_are_skipped_and_listed(photographs, run_train, tmp_path):
+def test_broken_files_are_skipped_and_listed(photographs, run_train, tmp_path, rng):
     data = tmp_path / "data"
     shutil.copytree(photographs, data)
-    random = np.random.default_rng()
     images = sorted(data.glob("*/*.JPEG"))
     broken = {
         path.name: content(path.read_bytes())
-        for path, content in zip(random.choice(images, 3, replace=False), [  # type: ignore[arg-type]
+        for path, content in zip(rng.choice(images, 3, replace=False), [  # type: ignore[arg-type]
             # Of the third so little is left that no crop lies above the cut: such a crop is decoded, and used.
-            lambda image: b"", lambda image: random.bytes(len(image)), lambda image: image[: len(image) // 20]],
+            lambda image: b"", lambda image: rng.bytes(len(image)), lambda image: image[: len(image) // 20]],
             strict=True)
     }
     for path in images:

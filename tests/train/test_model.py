@@ -73,9 +73,8 @@ def test_fourth_channel_is_zero_and_changes_nothing_else():
     assert all(np.array_equal(three[name], four[name]) for name in three if name != "stem_conv_weight")
 
 
-def test_label_smoothing_gradient():
+def test_label_smoothing_gradient(rng):
     """The gradient at the logits is (p - target) / N with the smoothed target of the docstring."""
-    rng = np.random.default_rng()
     smoothing, classes, batch = 0.1, 5, 3
     attrs = json.loads(resnet(18, classes, smoothing).tojson())["nodes"][-1]["attrs"]
     out = mx.sym.SoftmaxOutput(mx.sym.Variable("logits"), name="softmax", **attrs)

@@ -29,10 +29,7 @@ def oracle(params, gradients, rates, momentum, weight_decay, nesterov, scale, tr
 @pytest.mark.parametrize("trust", [None, 0.3])
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("backend", ["mxnet", "numpy"])
-def test_against_oracle(backend, nesterov, trust):
-    seed = np.random.SeedSequence().entropy
-    print("seed", seed)
-    rng = np.random.default_rng(seed)
+def test_against_oracle(backend, nesterov, trust, rng):
     shapes = {"conv_weight": (5, 3, 3, 7), "bn_gamma": (5,), "bn_beta": (5,), "classifier_weight": (11, 5),
               "classifier_bias": (11,)}  # fmt: skip
     shapes |= {f"layer{i}_conv_weight": (3, 1, 1, i + 1) for i in range(3)}

@@ -234,11 +234,11 @@ def test_parameters_keep_their_values(shape: tuple[int, ...], device_shape: tupl
 
 
 @pytest.mark.parametrize("depth, dtype", [(18, "float32"), (50, "float16")])
-def test_too_little_memory_names_the_largest_batch_that_fits(depth: int, dtype: str) -> None:
+def test_too_little_memory_names_the_largest_batch_that_fits(depth: int, dtype: str, rng: np.random.Generator) -> None:
     """For any free memory the step that is really lowered fits with the batch that the sentence gives, which is no less
     than 3/4 of what the memory would hold."""
     graph = passes.bn_relu(passes.bn_add_relu(Graph.from_json(resnet(depth, 1000).tojson())))
-    free = int(np.random.default_rng().uniform(1.5, 20) * 2**30)
+    free = int(rng.uniform(1.5, 20) * 2**30)
     print("free", free)
 
     def check(batch: int, free: int = free) -> ParameterStore:
