@@ -8,7 +8,7 @@ of results/memory_1gpu.jsonl. Ours is what a training step of the cuda executor 
 on the GPU, forward, loss and top-1/top-5, backward, optimizer with loss scaling. The peer (benchmarks/peer_pytorch.py)
 does the same without top-1/top-5. Step times are from CUDA events, one after each step; nothing waits for the host.
 Without PEER_PYTHON there is no peer. `--inference` measures inference, up to the probabilities on the GPU. `--sweep`
-measures all of SWEEP, each in a process of its own.
+measures all of SWEEP, each in a process of its own; torch.compile takes about a minute for most of them.
 """
 
 from __future__ import annotations
@@ -37,12 +37,10 @@ from train.model import init_params, resnet
 CLASSES, LEARNING_RATE, WARM_UP = 1000, 0.1, 15
 SHORT = {"float16": "fp16", "bfloat16": "bf16", "tf32": "tf32", "float32": "fp32"}
 MEMORY = RESULTS / "memory_1gpu.jsonl"
-# torch.compile takes about a minute for each network, batch size and dtype: the peer is compiled where it matters most.
 SWEEP = (
-    "--batch 256 --peer compile", "--batch 64 --peer eager", "--batch 128 --peer eager", "--batch 512 --peer eager",
-    "--depth 18 --peer eager", "--depth 34 --peer eager", "--depth 101 --peer eager", "--depth 152 --peer eager",
-    "--inference --batch 1 --peer eager", "--inference --batch 64 --peer eager", "--inference --peer eager",
-    "--dtype bfloat16 --peer eager", "--dtype tf32 --peer eager --steps 30", "--dtype float32 --peer eager --steps 10",
+    "--batch 256", "--batch 64", "--batch 128", "--batch 512", "--depth 18", "--depth 34", "--depth 101", "--depth 152",
+    "--inference --batch 1", "--inference --batch 64", "--inference", "--dtype bfloat16",
+    "--dtype tf32 --peer eager --steps 30", "--dtype float32 --peer eager --steps 10",
 )
 
 
