@@ -7,7 +7,9 @@ import functools
 import io
 import json
 import math
+import os
 import re
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -279,12 +281,18 @@ def main(arguments: list[str]) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # for names of files that are not in its encoding
     try:
-        return _parse(arguments)()
+        code = _parse(arguments)()
+        sys.stdout.flush()
+        return code
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where Python flushes at its end
+        return 128 + signal.SIGPIPE
     except OSError as error:
-        print(f"error: {error.filename}: {error.strerror}; check path, permissions and disk", file=sys.stderr)
+        print(f"error: {error.filename or 'input or output'}: {error.strerror}; check path, permissions and disk",
+              file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

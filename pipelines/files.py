@@ -40,7 +40,7 @@ def write_text(path: Path, text: str) -> None:
 def read_lines(path: Path) -> list[str]:
     """The lines of a text file that a user may have written; raises DataError."""
     try:
-        return path.read_text(encoding="utf-8").splitlines()
+        return path.read_text(encoding="utf-8-sig").splitlines()  # Windows puts a mark before it
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); check path and permissions") from None
     except UnicodeDecodeError as error:

@@ -240,7 +240,9 @@ def _shrink(encoded: bytes, options: Options) -> bytes:
         image.draft("RGB", (2 * size[0], 2 * size[1]))
         buffer = io.BytesIO()
         exif = image.getexif()  # its orientation is applied by whoever decodes
-        image.convert("RGB").resize(size, Image.Resampling.LANCZOS).save(
+        # 16 bits (modes I;16 and I): Pillow itself would clip them at 255.
+        eight_bits = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)) if image.mode.startswith("I") else image
+        eight_bits.convert("RGB").resize(size, Image.Resampling.LANCZOS).save(
             buffer, "JPEG", quality=options.quality, exif=exif
         )
         return buffer.getvalue()

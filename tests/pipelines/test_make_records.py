@@ -189,6 +189,19 @@ def test_resize(tmp_path):
     assert not expected
 
 
+@pytest.mark.parametrize("image_format", ["PNG", "TIFF", "PPM"])
+def test_resize_of_sixteen_bits(tmp_path, image_format, rng):
+    image = smooth_image(rng, 90, 60).convert("L")
+    (tmp_path / "images/c").mkdir(parents=True)
+    wide = Image.fromarray(np.asarray(image, np.uint16) * 257)
+    (tmp_path / "images/c/a.png").write_bytes(encode(wide, image_format))
+    write_records(plan_files(tmp_path / "images", "train"), tmp_path / "out", "train", Options(resize=30))
+    (encoded,) = contents(tmp_path / "out/train.rec")[0]
+    with Image.open(io.BytesIO(encoded)) as shrunk:
+        expected = np.asarray(image.resize((45, 30), Image.Resampling.LANCZOS), np.float32)
+        assert np.abs(np.asarray(shrunk.convert("L"), np.float32) - expected).mean() < 3  # a JPEG's loss, and rounding
+
+
 def test_bad_images(tmp_path):
     files = write_folder(tmp_path / "images", 9, 3, seed=1)
     files[4].write_bytes(b"")

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -158,6 +159,17 @@ def test_what_the_system_refuses_is_one_sentence(tmp_path, capsys):
     (tmp_path / "loop").symlink_to("loop")
     code, _, err = run(capsys, "verify", tmp_path)
     assert code == 2 and err.startswith(f"error: {tmp_path}/loop: Too many levels of symbolic links; check")
+
+
+def test_output_that_nobody_reads_to_its_end(tmp_path):
+    files = write_folder(tmp_path / "train", 4, 2, seed=1)
+    for i in range(600):  # more than a pipe holds
+        files[0].with_name(f"{i:0200}.jpg").touch()
+    command = f"set -o pipefail; '{sys.executable}' -m pipelines verify '{tmp_path}' | head -n 1"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert result.returncode == 128 + signal.SIGPIPE
+    assert result.stdout.endswith(": empty, holds no bytes\n")
+    assert "Error" not in result.stderr and "error:" not in result.stderr
 
 
 def test_as_a_program(tmp_path):

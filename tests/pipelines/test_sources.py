@@ -31,7 +31,7 @@ def test_layouts_of_folders(tmp_path):
     # Class folders without splits serve both.
     assert found(tmp_path / "all/train", "train") == found(tmp_path / "all/train", "val") == (expected, names)
     # classes.txt decides on numbers and names.
-    (tmp_path / "all/classes.txt").write_text("c02\tthird\nc01\nc00\tfirst, of all\n")
+    (tmp_path / "all/classes.txt").write_bytes(b"\xef\xbb\xbfc02\tthird\r\nc01\r\nc00\tfirst, of all")  # of Windows
     images, names = found(tmp_path / "all", "train")
     assert dict(images)["000.JPEG"] == 2
     assert names == ["third", "c01", "first, of all"]
