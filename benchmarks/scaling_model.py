@@ -28,7 +28,7 @@ from train.model import init_params, resnet
 
 PROFILE = "resnet50_fp16_b256_profile.txt"
 SINGLE_GPU = "resnet50_fp16_b{}_synthetic_1gpu.json"
-BATCHES = (64, 128, 256, 512)  # with such a file
+BATCHES = (128, 256, 512)  # whose files are of the same step; that of 64 is of an earlier one
 WIRE_BYTES = 2  # of a gradient: fp16
 ALGORITHMS = ("ring", "tree", "in-network")
 NCCL = ALGORITHMS[:2]  # what NCCL chooses from without a network that computes
@@ -44,6 +44,7 @@ class Machine:
     nvlink_gbs: float = 300.0  # GB/s that a GPU sends in an all-reduce within a host
     message_us: float = 30.0  # of an all-reduce of nothing, between two GPUs
     gpu_spread: float = 0.01  # standard deviation of the speeds of GPUs of one kind, relative
+    slowdown: float = 0.0  # of the passes by the all-reduces beside them, relative
 
     # Not measured here.
     gpus_per_host: int = 8
@@ -70,7 +71,8 @@ class Prediction(NamedTuple):
     batch: int  # a GPU
     num_buckets: int
     algorithm: str  # of the largest bucket
-    compute_ms: float  # of an average GPU
+    compute_ms: float  # of an average GPU alone
+    slowed_ms: float  # of an average GPU beside the all-reduces
     slowest_ms: float  # of the slowest one, which all others wait for
     all_reduce_ms: float
     exposed_ms: float  # of it, what nothing hides
@@ -160,17 +162,19 @@ def simulate(machine: Machine, gradients: Sequence[Gradient], gpus: int, batch: 
              allowed: Sequence[str] = NCCL, num_steps: int = 200, seed: int = 0) -> Prediction:
     """Means over `num_steps` steps of `gpus` GPUs that all wait for each other in each.
 
-    Every GPU has a speed of its own and jitter in each step. A bucket's all-reduce starts when the slowest GPU has
-    computed it and the all-reduce before is over; the step ends when the last one is over and the GPU has computed.
+    Every GPU has a speed of its own and jitter in each step, and is slower beside all-reduces. A bucket's all-reduce
+    starts when the slowest GPU has computed it and the all-reduce before is over; the step ends when the last one is
+    over and the GPU has computed.
     """
     rng = np.random.default_rng(seed)
     compute = step_of_one_gpu_ms(batch, machine)
+    slowed = compute * (1 + machine.slowdown) if gpus > 1 else compute
     chips = 1 + machine.gpu_spread * rng.standard_normal(gpus)
     buckets = cut_buckets(gradients, num_buckets)
     costs = [best_all_reduce(bucket.num_bytes, gpus, machine, allowed) for bucket in buckets]
     slowest_ms, exposed_ms = [], []
     for _ in range(num_steps):
-        slowest = compute * float((chips * (1 + machine.step_jitter * rng.standard_normal(gpus))).max())
+        slowest = slowed * float((chips * (1 + machine.step_jitter * rng.standard_normal(gpus))).max())
         network_free = 0.0
         for bucket, (cost, _) in zip(buckets, costs, strict=True):
             network_free = max(network_free, bucket.ready * slowest) + cost
@@ -178,8 +182,8 @@ def simulate(machine: Machine, gradients: Sequence[Gradient], gpus: int, batch: 
         exposed_ms.append(max(0.0, network_free - slowest))
     slowest, exposed = statistics.fmean(slowest_ms), statistics.fmean(exposed_ms)
     largest = max(range(len(buckets)), key=lambda i: buckets[i].num_bytes)
-    return Prediction(gpus, batch, num_buckets, costs[largest][1] if gpus > 1 else "none", compute, slowest,
-                      sum(cost for cost, _ in costs), exposed, slowest + exposed)
+    return Prediction(gpus, batch, num_buckets, costs[largest][1] if gpus > 1 else "none", compute, slowed,
+                      slowest, sum(cost for cost, _ in costs), exposed, slowest + exposed)
 
 
 def best_buckets(machine: Machine, gradients: Sequence[Gradient], gpus: int, batch: int,
@@ -221,6 +225,9 @@ def fit(results: Path) -> tuple[Machine, list[str]]:
         jitter = statistics.fmean(statistics.stdev(step_ms) / statistics.median(step_ms) for step_ms in single)
         machine = replace(machine, step_jitter=jitter)
         notes.append(f"jitter of one GPU after 3 s of work, at its power limit: {jitter:.2%}")
+    slowdowns = [statistics.median(row["pass_ms"]) / statistics.median(row["pass_alone_ms"]) - 1 for row in several]
+    machine = replace(machine, slowdown=statistics.fmean(slowdowns))
+    notes.append(f"passes beside all-reduces are slower by {machine.slowdown:.1%}")
     each = max(several, key=lambda row: len(row["each_alone_ms"]))["each_alone_ms"]
     machine = replace(machine, gpu_spread=statistics.stdev(each) / statistics.fmean(each))
     notes.append(f"speeds of {len(each)} GPUs: they differ by {machine.gpu_spread:.2%} (standard deviation)")
@@ -299,19 +306,19 @@ def compare(machine: Machine, gradients: Sequence[Gradient]) -> str:
 
 
 def table(predictions: Sequence[Prediction]) -> str:
-    heads = ("GPUs", "batch a GPU", "step, ms", "of an average GPU", "waiting for the slowest", "all-reduce", "exposed",
-             "by", "buckets", "images/sec a GPU", "efficiency")  # fmt: skip
+    heads = ("GPUs", "batch a GPU", "step, ms", "of an average GPU alone", "slower pass", "waiting for the slowest",
+             "all-reduce", "exposed", "by", "buckets", "images/sec a GPU", "efficiency")  # fmt: skip
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for p in predictions:
         cells = (f"{p.gpus:,}", p.batch, f"{p.step_ms:.2f}", f"{p.compute_ms:.2f}",
-                 f"{p.slowest_ms - p.compute_ms:.2f}",
+                 f"{p.slowed_ms - p.compute_ms:.2f}", f"{p.slowest_ms - p.slowed_ms:.2f}",
                  f"{p.all_reduce_ms:.2f}", f"{p.exposed_ms:.2f}", p.algorithm, p.num_buckets,
                  f"{p.images_per_sec_per_gpu:,.0f}", f"{p.compute_ms / p.step_ms:.1%}")  # fmt: skip
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
 
-ASSUMED = ("nvlink_gbs", "message_us", "nvlink_hop_us", "network_gbs", "network_hop_us", "gpu_spread")
+ASSUMED = ("nvlink_gbs", "message_us", "nvlink_hop_us", "network_gbs", "network_hop_us", "gpu_spread", "slowdown")
 
 
 def sensitivity(machine: Machine, gradients: Sequence[Gradient], gpus: int = 3584, batch: int = 16) -> str:
