@@ -359,9 +359,12 @@ def plot(machine: Machine, gradients: Sequence[Gradient], path: Path) -> None:
     reduces.axhline(step_of_one_gpu_ms(16, machine), color="grey", linewidth=1, linestyle=":", label="step at batch 16")
     reduces.set(yscale="log", title=f"all-reduce of {total / 1e6:.0f} MB, ms", xlabel="GPUs", xscale="log")
     speeds.set(title="images/sec a GPU (stars: published)", xlabel="GPUs", xscale="log", ylim=(0, None))
+    speeds.yaxis.set_major_formatter("{x:,.0f}")
+    speeds.legend(fontsize=7, loc="lower left", ncols=2)
+    reduces.legend(fontsize=8)
     for axes in (speeds, reduces):
+        axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
