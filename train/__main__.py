@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -227,6 +228,8 @@ def _prepare(config: Config, workers: Workers) -> devices.Placement:
     placement = devices.choose(config, workers.local_rank)
     if placement.note and workers.rank == 0:
         print(placement.note, flush=True)
+    if workers.rank:
+        logging.getLogger("graph_passes.cuda").setLevel(logging.ERROR)  # process 0 says for all that kernels are chosen
     with workers.agreement():
         if config.data == SAMPLES and workers.local_rank == 0:
             make_samples(SAMPLES_FOLDER)
