@@ -291,8 +291,8 @@ def main(arguments: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where Python flushes at its end
         return 128 + signal.SIGPIPE
     except OSError as error:
-        print(f"error: {error.filename or 'input or output'}: {error.strerror}; check path, permissions and disk",
-              file=sys.stderr)
+        where, what = error.filename or "input or output", error.strerror or error
+        print(f"error: {where}: {what}; check path, permissions and disk", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

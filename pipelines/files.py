@@ -32,7 +32,7 @@ def write_text(path: Path, text: str) -> None:
     except UnicodeEncodeError as error:
         line = text[: error.start].count("\n")
         raise DataError(
-            f"{path}: cannot hold {text.splitlines()[line]!a}, which is no UTF-8; rename that file or folder"
+            f"{path}: cannot hold {text.splitlines()[line]!a}, which is not UTF-8; rename that file or folder"
         ) from None
     write_bytes(path, content)
 

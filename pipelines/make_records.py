@@ -302,8 +302,8 @@ class _Journal:
         self._commit()
         index = index_path(record_path)
         write_text(index, "".join(f"{key}\t{offset}\n" for key, offset, _ in self._lines))
+        self._path.unlink()  # first: a journal must not outlive the records that it describes
         os.replace(self._records_path, record_path)
-        self._path.unlink()
         return len(self._lines)
 
     def __enter__(self) -> _Journal:

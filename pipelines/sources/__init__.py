@@ -80,13 +80,15 @@ def open_source(data: str | Path, split: str, num_classes: int | None = None) ->
         found = locate(data, split)
         return FORMATS[found.format].open(found.files, split, num_classes)
     except OSError as error:
-        raise DataError(f"{error.filename}: cannot be read ({error.strerror}); check disk and permissions") from None
+        raise DataError(
+            f"{error.filename or data}: cannot be read ({error.strerror or error}); check disk and permissions"
+        ) from None
 
 
 def locate(data: str | Path, split: str) -> Location:
     """Where a split is; raises DataError."""
     if data in ("", "synthetic"):
-        raise DataError(f"data path {data!r} is no place of images in files; give a file or a folder")
+        raise DataError(f"data path {data!r} is not a place with image files; give a file or a folder")
     path = Path(data).expanduser()
     if found := _find(path, split):
         return found

@@ -67,13 +67,18 @@ def class_folders(folder: Path) -> list[str]:
 
 def image_files(folder: Path) -> list[Path]:
     """The files with an image's ending in a class folder, and in folders within it as those of Tiny ImageNet, in the
-    order of their names; what is hidden is left out, and links to folders are not followed."""
+    order of their names; what is hidden is left out, and links to folders are not followed. Raises OSError for a folder
+    that cannot be read."""
     found: list[Path] = []
-    for place, folders, names in os.walk(folder):
+    for place, folders, names in os.walk(folder, onerror=_raise):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         images = (name for name in names if os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES)
         found += [Path(place, name) for name in sorted(images) if not name.startswith(".")]
     return found
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def folder_classes(path: Path, split: str) -> Classes:

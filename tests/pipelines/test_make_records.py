@@ -228,6 +228,26 @@ def test_two_at_once_are_refused(tmp_path):
     assert write_records(plan, tmp_path / "out", "train", Options()) == (4, [])
 
 
+def test_a_journal_does_not_outlive_its_records(tmp_path, monkeypatch):
+    """Else, once a file is removed that was finished at the last moment, the next one would begin with zeros."""
+    images = {file.read_bytes() for file in write_folder(tmp_path / "images", 4, 2, seed=1)}
+    plan = plan_files(tmp_path / "images", "train")
+    replace = os.replace
+
+    def replace_and_stop(source, target):
+        replace(source, target)
+        if str(target).endswith("train.rec"):
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", replace_and_stop)
+        with pytest.raises(KeyboardInterrupt):
+            write_records(plan, tmp_path / "out", "train", Options())
+    (tmp_path / "out/train.rec").unlink()
+    assert write_records(plan, tmp_path / "out", "train", Options()) == (4, [])
+    assert contents(tmp_path / "out/train.rec")[0].keys() == images
+
+
 @pytest.mark.parametrize("name", ["classes.txt", ".train.journal", ".train.rec.partial"])
 def test_a_full_disk_leaves_nothing_half_written(tmp_path, monkeypatch, name):
     """The disk is full when `name` is written; with space the same command goes on."""

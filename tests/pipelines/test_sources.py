@@ -1,7 +1,9 @@
 """Where data is looked for, and what is said when it is not as it should be."""
 
+import errno
 import os
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -232,9 +234,17 @@ def test_mistakes_get_one_sentence(tmp_path, mistake):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_unreadable(tmp_path):
-    write_folder(tmp_path / "train", 2, 2, seed=1)
-    (tmp_path / "train").chmod(0)
-    with pytest.raises(DataError, match="Permission denied"):
+@pytest.mark.parametrize("folder", ["train", "train/c01"])
+def test_unreadable_folders(tmp_path, monkeypatch, folder):
+    """Also where the tests run as root, who may read everything."""
+    write_folder(tmp_path / "train", 4, 2, seed=1)
+    scandir = os.scandir
+
+    def refuse(path="."):
+        if Path(path) == tmp_path / folder:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(DataError, match=f"{folder}: cannot be read .Permission denied.; check"):
         open_source(tmp_path, "train")

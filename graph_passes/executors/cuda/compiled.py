@@ -31,7 +31,7 @@ class CompiledGraph:
         self.image_size = tuple(input_shapes["data"][1:3])
         try:
             self.lowering = lower(graph, graph.infer_shapes(input_shapes), store, persistent, tools, group)
-        finally:  # what has been timed is kept, also where somebody has lost patience
+        finally:  # what has been timed is kept, also if the user interrupts it
             tools.convolutions.save()
             tools.planner.save()
         num_bytes, (free, total) = self.lowering.program.arena_bytes, self._gpu.memory()

@@ -150,7 +150,7 @@ class ConvolutionLibrary:
             return
         else:
             self.save()
-            log.warning("choosing the fastest kernels: %d are chosen and kept", len(self._choices))
+            log.warning("choosing the fastest kernels: %d chosen and kept so far", len(self._choices))
         self._kept_at = now
 
     def _remembered(self, problem: Problem) -> Plan | None:

@@ -89,7 +89,8 @@ def test_choices_are_kept_while_others_are_being_made(monkeypatch: pytest.Monkey
     library.plan(PROBLEM)
     monkeypatch.setattr(convolution, "KEEP_SECONDS", 0.0)
     library.plan(dataclasses.replace(PROBLEM, stride=(2, 2)))  # at whose start the first choice is kept
-    assert [record.message for record in caplog.records][1:] == ["choosing the fastest kernels: 1 are chosen and kept"]
+    assert [record.message for record in caplog.records][1:] == [
+        "choosing the fastest kernels: 1 chosen and kept so far"]
     del library  # the process is killed
     cudnn.built.clear()
     assert cudnn.choose(tmp_path, deterministic=False) == "engine 2" and cudnn.built == [2]

@@ -379,7 +379,7 @@ def test_an_overflow_skips_the_step_and_halves_the_loss_scale(cache: Path) -> No
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_convolutions_with_bias(cache: Path, dtype: str) -> None:
     """As Gluon makes them: in front of a BatchNorm, where a bias has no gradient and moves the running mean only, and
-    without one. Against MXNet in fp32, off which rounding to fp16 is by 1e-3: there is one ReLU only."""
+    without one. Against MXNet in fp32, from which fp16 differs by 1e-3: there is one ReLU only."""
     x = mx.sym.Convolution(mx.sym.Variable("data"), num_filter=16, kernel=(3, 3), layout="NHWC", name="first")
     x = mx.sym.relu(mx.sym.BatchNorm(x, axis=3, fix_gamma=False, momentum=0.5, name="bn"))
     x = mx.sym.Convolution(x, num_filter=8, kernel=(3, 3), stride=(2, 2), layout="NHWC", name="last")

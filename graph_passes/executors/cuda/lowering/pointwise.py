@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 
-from graph_passes.executors.cuda.kernels import C_TYPES, HOPPER, Size, count
+from graph_passes.executors.cuda.kernels import HOPPER, Size, count, instance
 from graph_passes.executors.cuda.lowering import batch_norm, batch_norm_pair
 from graph_passes.executors.cuda.lowering.builder import Buffers, Builder, rows_and_channels
 from graph_passes.executors.cuda.parameters import VECTOR
@@ -163,5 +163,5 @@ def norm_backward(builder: Builder, one: NormConvolution, dz: Buffer, relu: bool
                    (*reads, out, *more, *sums, parts, builder.partials, builder.persistent.tickets, count(rows)),
                    (*reads, *more), (out, *sums, parts), shared_bytes=way.shared_bytes, flops=4 * rows * columns * k)
     vectors = k * columns // VECTOR
-    builder.launch(one.wgrad, "norm_backward.cu", f"sum_parts<{C_TYPES[dw.dtype]}>", (-(-vectors // 16), 1, 1),
+    builder.launch(one.wgrad, "norm_backward.cu", instance("sum_parts", dw.dtype), (-(-vectors // 16), 1, 1),
                    (256, 1, 1), (parts, dw, ctypes.c_int(grid[1]), count(vectors)), (parts,), (dw,))

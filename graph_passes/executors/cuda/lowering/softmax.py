@@ -35,8 +35,8 @@ def softmax(builder: Builder, node: Node) -> None:
 
 
 def bias_gradient(builder: Builder, node: Node) -> None:
-    """Of the classifier, or of a convolution. In front of a BatchNorm, which takes away the mean, it is 0: as what is
-    never written is."""
+    """Of the classifier, or of a convolution. In front of a BatchNorm, which takes away the mean, it is 0: nothing is
+    launched, since gradients start as zeros."""
     source, output = node.inputs[0]
     if output == 0 and builder.graph[source].op.startswith("BatchNorm"):
         return
