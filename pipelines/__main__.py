@@ -61,8 +61,8 @@ def make_records(
     Writes OUTPUT/train.rec, train.idx (or val) and classes.txt. Interrupted, the same command goes on where it stopped.
 
     Args:
-        source: A folder with train/ and val/, a folder of class folders or of shards (WebDataset, TFRecord), a .lst
-            file, ILSVRC2012_img_train.tar or ILSVRC2012_img_val.tar.
+        source: A folder with train/ and val/, a folder of class folders or of shards (WebDataset, TFRecord), a tar
+            shard, a .lst file, ILSVRC2012_img_train.tar or ILSVRC2012_img_val.tar.
         output: The folder to write into.
         split: What to convert; default: all that SOURCE holds.
         labels: Labels of the validation tar: a synset on each line, or lines of file name and label.
