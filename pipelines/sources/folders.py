@@ -158,10 +158,14 @@ def open_list(path: Path) -> FileSource:
 
 
 def _folder_names(files: list[Path], labels: list[int]) -> list[str]:
-    """Names of classes 0 to the highest label: the folders that their files are in."""
+    """Names of classes 0 to the highest label: the folders that their files are in, or numbers where these do not tell
+    the classes apart."""
     first = dict(zip(reversed(labels), reversed(files), strict=True))  # file of each label
     folder_of = {label: file.parent.name for label, file in first.items()}
     if len(set(folder_of.values())) < len(folder_of):  # CLASS/images/FILE
-        shared = os.path.commonpath(first.values())
-        folder_of = {label: file.relative_to(shared).parts[0] for label, file in first.items()}
+        folders = {label: os.path.abspath(file.parent) for label, file in first.items()}
+        shared = os.path.commonpath(folders.values())
+        folder_of = {label: os.path.relpath(folder, shared).split(os.sep)[0] for label, folder in folders.items()}
+    if len(set(folder_of.values()) - {os.curdir}) < len(folder_of):
+        folder_of = {}
     return [folder_of.get(label, str(label)) for label in range(max(labels) + 1)]

@@ -70,6 +70,22 @@ def test_folders_within_class_folders(tmp_path):
     assert found(tmp_path, "train") == (images, names)
 
 
+def test_names_of_classes_in_a_list(tmp_path):
+    """The folders, where they tell the classes apart; paths may be absolute, or relative to the list."""
+    image, *_ = write_folder(tmp_path / "images", 1, 1, seed=1)
+    for files, names in (
+        (("a/1.jpg", "b/2.jpg"), ["a", "b"]),
+        (("a/images/1.jpg", f"{tmp_path}/b/images/2.jpg"), ["a", "b"]),
+        (("1.jpg", "2.jpg"), ["0", "1"]),
+        (("images/1.jpg", "b/images/2.jpg", "images/3.jpg"), ["0", "1", "2"]),
+    ):
+        for file in files:
+            (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(image, tmp_path / file)
+        (tmp_path / "train.lst").write_text("".join(f"{i}\t{i}\t{file}\n" for i, file in enumerate(files)))
+        assert open_source(os.path.relpath(tmp_path), "train").class_names == names
+
+
 def records(tmp_path, labels=(0.0, 1.0), classes="a\nb\n"):
     rng = np.random.default_rng(0)
     path = tmp_path / "train.rec"

@@ -28,7 +28,7 @@ from graph_passes.executors.cuda.program import Buffer, Program
 from graph_passes.executors.cuda.statistics_group import StatisticsGroup
 from graph_passes.executors.cuda.toolchain import Toolchain
 from graph_passes.graph import Graph, Node, Ref
-from graph_passes.operators import Shape
+from graph_passes.operators import BATCH_NORMS, Shape
 
 __all__ = ["LoweredGraph", "Persistent", "check_operators", "lower"]
 
@@ -71,7 +71,7 @@ def check_operators(graph: Graph) -> None:
         raise no_lowering(next((node for node in unknown if node.op != "transpose"), unknown[0]))
     for node in graph:
         is_nchw = ((node.op in ("Convolution", "Pooling") and node["layout"] == "NCHW")
-                   or (node.op.startswith("BatchNorm") and node["axis"] not in (3, -1)))
+                   or (node.op in BATCH_NORMS and node["axis"] not in (3, -1)))
         require(not is_nchw, node, "is not NHWC: run passes.layout(graph, 'NHWC', inputs=['data']) first")
 
 
