@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__":
+    # Ctrl-C ends the program during the imports, which take seconds: Python would print a stack trace, or miss it.
+    ctrl_c_handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import contextlib
 import json
 import logging
@@ -108,8 +114,8 @@ def _train(arguments: Sequence[str], state: RunState | None = None) -> None:
             if bn_group:
                 bn_group.give_up()  # the GPU would wait for the lost one
             drain_engine()
-            raise LostProcessError(f"another process of this run has ended; go on from the last checkpoint with: "
-                                   f"python -m train --resume {run_folder}") from None
+            raise LostProcessError(f"another process of this run has ended; go on from the last checkpoint, if there "
+                                   f"is one, with: python -m train --resume {run_folder}") from None
         _report(recorder, run_folder)
 
 
@@ -137,6 +143,8 @@ def benchmark_steps(arguments: Sequence[str]) -> None:
     with workers.agreement():
         default = devices.default_config(arguments, workers.local_rank)
         config = parse(BenchmarkConfig, arguments, command="benchmark", default=default)
+        if config.resume:
+            raise TrainError(f"a benchmark begins with new weights: leave out --resume {config.resume}")
         _name_preset(config, arguments, workers)
         config = replace(config, first_image_size=0)  # progressive resizing would mix steps of several sizes
         run_folder = _run_folder(config)
@@ -305,4 +313,5 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, ctrl_c_handler)
     sys.exit(main(sys.argv[1:]))

@@ -85,7 +85,7 @@ class Workers:
     def describe(self, average: GradientAverage) -> str:
         """How these processes work together, for the log."""
         settings = " ".join(f"{name}={os.environ[name]}" for name in HOROVOD_SETTINGS if name in os.environ)
-        return f"{self.size} processes; {average.description}; {settings}"
+        return f"{self.size} process{'es' * (self.size > 1)}; {average.description}; {settings}"
 
     def gradient_average(self, executor: Executor) -> GradientAverage:
         """For as long as there are these workers and this executor."""

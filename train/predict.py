@@ -31,7 +31,7 @@ from train.errors import TrainError
 @dataclass(frozen=True)
 class PredictOptions:
     images: Annotated[tuple[Path, ...], tyro.conf.Positional] = ()
-    """Image files, and folders, which stand for the images in them."""
+    """Image files, and folders, which stand for all images in them."""
     checkpoint: str = ""
     """Run folder or checkpoint file of the trained network; of a run folder, its best checkpoint."""
     top: int = 5
@@ -124,13 +124,16 @@ def predict(options: PredictOptions) -> list[Prediction]:
 
 
 def image_paths(places: Sequence[Path]) -> list[Path]:
-    """Each file, and the image files in each folder by name. Raises TrainError for a folder without any."""
+    """Each file, and the image files in each folder and in those within it, by name.
+
+    Raises TrainError for a folder without any.
+    """
     paths: list[Path] = []
     for place in places:
         if not place.is_dir():
             paths.append(place)
         elif found := image_files(place):
-            paths += [place / name for name in found]
+            paths += found
         else:
             raise TrainError(f"the folder {place} has no image files in it; name files, or a folder that has")
     return paths

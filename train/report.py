@@ -94,7 +94,8 @@ def _contents(record: RunRecord, summary: Summary, figures: Sequence[str]) -> tu
         Heading("Throughput"),
         _throughput_table(record, summary),
         Text(
-            f"{summary.num_steps_counted:,} steps are counted; the first {record.warmup_steps} of each session "
+            f"{summary.num_steps_counted:,} {'step is' if summary.num_steps_counted == 1 else 'steps are'} counted; "
+            f"the first {record.warmup_steps} of each session "
             f"({summary.num_steps_warmup:,} in all) are warm-up and left out. Uncertainty and jitter as in "
             "tf_cnn_benchmarks: standard error of the mean, and 1.4826 x median absolute deviation."
         ),

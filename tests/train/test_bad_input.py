@@ -7,6 +7,10 @@ import json
 import os
 import re
 import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -95,6 +99,20 @@ def test_resume_of_a_run_without_checkpoint(fails, tiny_options, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert "holds no checkpoint" in fails("--resume", tmp_path)
     assert "already holds a run: remove it" in fails(*tiny_options, "--output", tmp_path)
+
+
+def test_benchmark_does_not_go_on_with_a_run(fails, trained):
+    before = (trained / "metrics.jsonl").read_bytes()
+    assert "leave out --resume auto" in fails("benchmark", "--output", trained, "--resume", "auto")
+    assert (trained / "metrics.jsonl").read_bytes() == before
+
+
+def test_ctrl_c_during_the_imports(tmp_path):
+    (tmp_path / "pipelines.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
+    path = os.pathsep.join((str(tmp_path), str(Path(__file__).resolve().parents[2])))
+    found = subprocess.run([sys.executable, "-m", "train"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": path},
+                           capture_output=True, text=True)  # fmt: skip
+    assert (found.returncode, found.stdout, found.stderr) == (-signal.SIGINT, "", "")
 
 
 def test_truncated_and_foreign_checkpoints(fails, trained, tmp_path):

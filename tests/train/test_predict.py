@@ -69,10 +69,15 @@ def test_classes_and_order(run_folder: Path, capsys: pytest.CaptureFixture[str])
         assert guesses[0]["probability"] > 0.5
 
 
-def test_a_folder_stands_for_its_images(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    predict.main(["--checkpoint", str(run_folder), "--json", str(run_folder / "red.png"), str(run_folder)])
-    files = [Path(entry["file"]).name for entry in json.loads(capsys.readouterr().out)]
-    assert files == ["red.png", "blue.png", "green.png", "grey.png", "red.png"]
+@pytest.mark.parametrize("is_relative", [False, True])
+def test_a_folder_stands_for_its_images(
+    run_folder: Path, is_relative: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run_folder.parent)
+    folder = Path(run_folder.name) if is_relative else run_folder
+    predict.main(["--checkpoint", str(run_folder), "--json", str(folder / "red.png"), str(folder)])
+    files = [entry["file"] for entry in json.loads(capsys.readouterr().out)]
+    assert files == [str(folder / f"{name}.png") for name in ("red", "blue", "green", "grey", "red")]
 
 
 def test_table_names_files_classes_and_probabilities(
