@@ -292,6 +292,8 @@ def main(arguments: Sequence[str]) -> int:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return EXIT_LOST_PROCESS if isinstance(error, LostProcessError) else EXIT_USER_ERROR
     except PermissionError as error:
+        if error.filename is None:  # no file of the user's
+            raise
         print(f"error: {error.filename}: {error.strerror}; check its permissions, or give another place",
               file=sys.stderr, flush=True)  # fmt: skip
         return EXIT_USER_ERROR

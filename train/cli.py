@@ -108,7 +108,7 @@ def _check_names(options: type, arguments: Sequence[str], command: str) -> None:
             raise TrainError(f"there is no option {name}{mean} {help_hint}")
     for i, argument in enumerate(arguments):
         if not argument or (argument.startswith("--") and argument.endswith("=")):  # a shell variable that is not set
-            option = argument or arguments[max(i - 1, 0)]
+            option = argument or (arguments[i - 1] if i else command)
             raise TrainError(f"{option.removesuffix('=')} is followed by an empty value: give one, or leave it out")
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from train import TrainError, cli
 from train.config import BenchmarkConfig, Config, check, load_preset, parse, presets
+from train.predict import PredictOptions
 
 
 @pytest.mark.parametrize("name", presets())
@@ -105,6 +106,8 @@ def test_warmup_of_a_shortened_run(arguments, warmup):
 def test_an_empty_shell_variable_is_no_value():
     with pytest.raises(TrainError, match="^--resume is followed by an empty value"):
         parse(Config, ["--epochs", "2", "--resume", ""], command="train")
+    with pytest.raises(TrainError, match="^predict is followed by an empty value"):
+        cli.parse(PredictOptions, ["", "--checkpoint", "run"], command="predict")
 
 
 def test_an_underscore_in_an_option_is_a_hyphen():
