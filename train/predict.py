@@ -71,8 +71,9 @@ class Prediction:
 def main(arguments: Sequence[str]) -> None:
     """The command `python -m train predict`. Raises TrainError or DataError for a user's mistake."""
     options = cli.parse(PredictOptions, arguments, command="predict")
+    options = replace(options, images=tuple(image_paths(options.images)))
     predictions = predict(options)
-    for file in sorted(set(image_paths(options.images)) - {prediction.file for prediction in predictions}):
+    for file in sorted(set(options.images) - {prediction.file for prediction in predictions}):
         print(f"skipped, no readable image: {file}", file=sys.stderr)
     if options.contact_sheet:
         files.write(Path(options.contact_sheet), contact_sheet(predictions))
@@ -83,9 +84,8 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def predict(options: PredictOptions) -> list[Prediction]:
-    """Predictions for the given images, in their order. Raises TrainError or DataError for a user's mistake."""
-    paths = image_paths(options.images)
-    if not paths:
+    """Predictions for the given image files, in their order. Raises TrainError or DataError for a user's mistake."""
+    if not options.images:
         raise TrainError("no image files given: name at least one after the options")
     if not options.checkpoint:
         raise TrainError("prediction needs trained weights: give --checkpoint with a run folder or a checkpoint file")
@@ -95,14 +95,14 @@ def predict(options: PredictOptions) -> list[Prediction]:
     trained = checkpoint.load_trained(options.checkpoint)
     config = replace(
         trained.config,
-        batch_size=min(options.batch_size, len(paths)),
+        batch_size=min(options.batch_size, len(options.images)),
         device=options.device,
         executor=options.executor,
         dtype="auto",
     )
     placement = devices.choose(config, local_rank=0)
     batches = load_images(
-        paths,
+        options.images,
         config.inference_image_size,
         config.batch_size,
         device=placement.device.partition("(")[0],
@@ -119,7 +119,7 @@ def predict(options: PredictOptions) -> list[Prediction]:
         for position, row, picture in zip(positions, probabilities, pictures, strict=True):
             best = np.argsort(-row, kind="stable")[: options.top]
             guesses = [Guess(trained.class_names[i], int(i), float(row[i])) for i in best]
-            predictions.append(Prediction(paths[position], guesses, picture))
+            predictions.append(Prediction(options.images[position], guesses, picture))
     return predictions
 
 
