@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 
+from pipelines.files import replacing
 from train import files
 from train.config import Config
 from train.errors import TrainError
@@ -215,9 +216,10 @@ def _write_array(archive: zipfile.ZipFile, name: str, array: np.ndarray) -> None
 
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """`files.replacing`, safe from a power cut too. Raises TrainError where the file cannot be written."""
+    """`replacing`, safe from a power cut too; makes the folder. Raises TrainError where the file cannot be written."""
     try:
-        with files.replacing(path) as part:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as part:
             yield part
         folder = os.open(path.parent, os.O_RDONLY)
         try:

@@ -1,40 +1,23 @@
-"""Writing files so that they are there complete or not at all."""
+"""Writing the files of a run, and what to say where that fails."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from pipelines.files import write_bytes
 from train.errors import TrainError
 
 
 def write(path: Path, content: bytes) -> None:
     """Write a file in one step, making its folder if need be. Raises TrainError where that fails."""
     try:
-        with replacing(path) as part:
-            part.write_bytes(content)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(path, content)
     except OSError as error:
         raise TrainError(f"cannot write {path} ({error.strerror}): {way_out(error, 'give another place')}") from None
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A name in the same folder to write to, which takes the place of `path` when all went well, and is gone otherwise.
-
-    Makes the folder if need be. Raises OSError.
-    """
-    part = path.with_name(f".{path.name}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.unlink(missing_ok=True)
-        yield part
-        os.replace(part, path)
-    finally:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
