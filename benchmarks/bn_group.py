@@ -14,10 +14,9 @@ import itertools
 import json
 
 from record import flags, run, write_result
-from several_gpus import make_parser, measure_in_processes
+from several_gpus import check_gpus, make_parser, measure_in_processes
 from step_gpu import LEARNING_RATE, WARM_UP, make_step
 
-from nvidia_gpus import find_gpus
 from train.build import join_bn_group
 from train.config import Config
 from train.devices import Placement
@@ -66,9 +65,8 @@ def main() -> None:
     if arguments.worker:
         measure(arguments)
         return
-    num_gpus, count, batch = len(find_gpus()), arguments.gpus, arguments.batch
-    if num_gpus < count or count < 2:
-        raise TrainError(f"--gpus {count} must be from 2 to the number of NVIDIA GPUs here, {num_gpus}")
+    count, batch = arguments.gpus, arguments.batch
+    check_gpus(count)
     times = measure_in_processes(count, __file__, flags(arguments, "batch", "steps"))
     if times is None:
         raise TrainError(f"the measurement on {count} GPUs failed, see above")

@@ -30,8 +30,8 @@ from typing import NamedTuple
 
 from cifar10_time_to_accuracy import DEFAULT_DATA, Line, by_seed, in_epochs, summary, train_options, validations
 from record import RESULTS, ROOT, run, write_result
+from several_gpus import check_gpus
 
-from nvidia_gpus import find_gpus
 from train.config import Config, load_preset
 from train.errors import TrainError
 from train.launch import Slot, plan
@@ -113,9 +113,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=18)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
     arguments = parser.parse_args()
-    num_gpus = len(find_gpus())
-    if not 2 <= arguments.gpus <= num_gpus:
-        raise TrainError(f"--gpus {arguments.gpus} must be from 2 to the number of NVIDIA GPUs here, {num_gpus}")
+    check_gpus(arguments.gpus)
     config = in_epochs(load_preset(arguments.preset), arguments.epochs)
     slots, _ = plan(arguments.gpus, on_cpu=False)
     arguments.results.mkdir(parents=True, exist_ok=True)

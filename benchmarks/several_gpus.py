@@ -1,4 +1,4 @@
-"""What the programs that measure on several GPUs share: options, and the processes in which they measure."""
+"""What the programs that measure on several GPUs share: options, a check, and the processes in which they measure."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from typing import Any
 
 from record import RESULTS, ROOT
 
+from nvidia_gpus import find_gpus
+from train.errors import TrainError
+
 LAUNCH = """import sys
 from train.launch import launch, plan
 sys.exit(launch(plan(int(sys.argv[1]), on_cpu=False)[0], sys.argv[2:]))"""
@@ -28,6 +31,13 @@ def make_parser(description: str | None, batch: int, steps: int) -> argparse.Arg
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     return parser
+
+
+def check_gpus(count: int) -> None:
+    """Raises TrainError where `--gpus` asks for one GPU, or for more than this machine has."""
+    num_gpus = len(find_gpus())
+    if not 2 <= count <= num_gpus:
+        raise TrainError(f"--gpus {count} must be from 2 to the number of NVIDIA GPUs here, {num_gpus}")
 
 
 def measure_in_processes(count: int, program: str, options: Sequence[str]) -> Any:
