@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 # Before anything imports MXNet: with oneDNN its arrays may lie in blocked layouts and its sums round differently, so
 # the fp32 reference is MXNet's native kernels.
@@ -33,6 +36,18 @@ def rng() -> np.random.Generator:
     seed = int(os.environ.get("RESNET_TEST_SEED", np.random.SeedSequence().entropy % 2**32))  # type: ignore[operator]
     print(f"RESNET_TEST_SEED={seed}")
     return np.random.default_rng(seed)
+
+
+@pytest.fixture
+def benchmark_module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """Imports a module of benchmarks/ by its name, as if that program had been started."""
+
+    def load(name: str) -> Any:
+        monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
+        monkeypatch.setattr("sys.argv", [str(REPOSITORY / "benchmarks" / f"{name}.py")])
+        return importlib.import_module(name)
+
+    return load
 
 
 @pytest.fixture(scope="session")

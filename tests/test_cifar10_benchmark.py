@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,16 +10,10 @@ import pytest
 from train.config import Config, check
 from train.schedule import image_sizes
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-
 
 @pytest.fixture
-def benchmark(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    monkeypatch.setattr(sys, "argv", ["cifar10_time_to_accuracy.py"])
-    import cifar10_time_to_accuracy
-
-    return cifar10_time_to_accuracy
+def benchmark(benchmark_module):
+    return benchmark_module("cifar10_time_to_accuracy")
 
 
 def runs(program, finals, seconds_per_epoch):

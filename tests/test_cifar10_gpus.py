@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from test_results import faults
@@ -14,16 +13,10 @@ from train.config import load_preset
 from train.errors import TrainError
 from train.launch import plan
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-
 
 @pytest.fixture
-def benchmark(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    monkeypatch.setattr(sys, "argv", ["cifar10_gpus.py"])
-    import cifar10_gpus
-
-    return cifar10_gpus
+def benchmark(benchmark_module):
+    return benchmark_module("cifar10_gpus")
 
 
 def test_files(benchmark, tmp_path, rng):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -55,10 +55,9 @@ def test_figures(page: str) -> None:
     assert list(wrong_figures(PAGES[page].read_text(), PAGES[page].parent)) == []
 
 
-def test_picture_shows_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_picture_shows_the_results(benchmark_module: Callable[[str], Any]) -> None:
     """If not, `python benchmarks/overview.py` draws it anew."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    overview = importlib.import_module("overview")
+    overview = benchmark_module("overview")
     with Image.open(ROOT / "benchmarks/results/overview.png") as picture:
         assert json.loads(picture.text["Description"]) == [list(bar) for bar in overview.bars()]
 

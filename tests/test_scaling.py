@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,16 +12,10 @@ from typing import Any
 import pytest
 from test_results import faults
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-
 
 @pytest.fixture
-def scaling(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    monkeypatch.setattr("sys.argv", [str(BENCHMARKS / "scaling.py")])
-    import scaling
-
-    return scaling
+def scaling(benchmark_module: Callable[[str], Any]) -> Any:
+    return benchmark_module("scaling")
 
 
 def rows() -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ import json
 import math
 import re
 import statistics
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,8 @@ BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
 
 @pytest.fixture
-def model(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import scaling_model
-
-    return scaling_model
+def model(benchmark_module: Callable[[str], Any]) -> Any:
+    return benchmark_module("scaling_model")
 
 
 @pytest.fixture
