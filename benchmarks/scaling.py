@@ -288,6 +288,7 @@ def plot_timeline(row: Row, path: Path) -> None:
     computed, averaged, end = row["timeline"]["parts"]
     figure, (whole, close) = plt.subplots(1, 2, figsize=(11, 2.8), layout="constrained", width_ratios=(2, 1))
     for axes in (whole, close):
+        axes.set_ylim(-0.6, 2)  # room for text and legend below the bars
         for start, stop, name, colour in ((0.0, computed, "forward and backward", "tab:blue"),
                                           (averaged, end, "optimizer", "tab:green")):
             axes.broken_barh([(start, stop - start)], (1.1, 0.8), color=colour, label=name)
@@ -304,7 +305,7 @@ def plot_timeline(row: Row, path: Path) -> None:
             axes.axvline(ready, color="black", linewidth=0.5, linestyle=":")
             before = done
         if axes is close:
-            axes.annotate("\n".join(small), (before, 0.5), (4, 0), textcoords="offset points", va="center", fontsize=8)
+            axes.text(0.97, 0.05, "\n".join(small), transform=axes.transAxes, ha="right", fontsize=8)
     last = row["timeline"]["buckets"][-1][0]
     whole.set(yticks=[0.5, 1.5], yticklabels=["all-reduce", "GPU 0"], xlim=(0, end * 1.01))
     whole.set(xlabel="ms since the step began; dotted: the moment when a bucket of gradients is computed",
