@@ -7,6 +7,7 @@ one rank; rank 0 alone writes files and prints. docs/multi_gpu.md says how the p
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -94,11 +95,16 @@ class Workers:
         return _ArrayAverage(self, executor)
 
     def average(self, arrays: Sequence[Any], name: str) -> None:
-        """Replace each MXNet array by its mean over all ranks; `name` tells groups of arrays apart."""
+        """Replace each fp32 MXNet array by its mean over all ranks; `name` tells groups of arrays apart."""
         if self._hvd:
-            for flat in self._flattened(arrays):
-                self._hvd.allreduce_(flat.array, op=self._hvd.Average, name=f"{name}.{flat.number}")
-                flat.write_back()
+            self.average_flat(_flatten(arrays), name)
+
+    def average_flat(self, flats: Sequence[_Flat], name: str) -> None:
+        """The same for arrays that are averaged again and again."""
+        for number, flat in enumerate(flats):
+            flat.read()
+            self._hvd.allreduce_(flat.array, op=self._hvd.Average, name=f"{name}.{number}")
+            flat.write_back()
 
     def average_on_host(self, arrays: Sequence[Any], name: str) -> None:
         """The same through the host's memory: for a few small arrays of any device."""
@@ -161,19 +167,6 @@ class Workers:
         if mistakes:
             raise TrainError(mistakes[0], on_all_ranks=True)
 
-    def _flattened(self, arrays: Sequence[Any]) -> list[_Flat]:
-        """The arrays in order, grouped into flat ones of about BUCKET_BYTES."""
-        groups: list[list[Any]] = [[]]
-        filled = 0
-        for array in arrays:
-            num_bytes = 4 * array.size
-            if groups[-1] and filled + num_bytes > BUCKET_BYTES:
-                groups.append([])
-                filled = 0
-            groups[-1].append(array)
-            filled += num_bytes
-        return [_Flat(number, group) for number, group in enumerate(groups) if group]
-
 
 class _ArrayAverage:
     """Of gradients that are MXNet arrays, after the backward pass."""
@@ -182,26 +175,43 @@ class _ArrayAverage:
     description = "gradients averaged after the backward pass"
 
     def __init__(self, workers: Workers, executor: Executor) -> None:
-        self._workers, self._executor = workers, executor
+        self._workers, self._flats = workers, _flatten(list(executor.grads.values()))
 
     def finish(self) -> None:
-        self._workers.average(list(self._executor.grads.values()), "gradients")
+        self._workers.average_flat(self._flats, "gradients")
 
 
 class _Flat:
-    """Several arrays copied end to end into one: one message instead of many, and a plain layout whatever theirs is
+    """Place for several fp32 arrays end to end: one message instead of many, and a plain layout whatever theirs is
     (with oneDNN an array may lie in a blocked one, of which Horovod knows nothing)."""
 
-    def __init__(self, number: int, arrays: Sequence[Any]) -> None:
-        self.number = number
-        self.arrays = arrays
-        self.array = mx.nd.concat(*(array.reshape((-1,)) for array in arrays), dim=0)
+    def __init__(self, arrays: Sequence[Any]) -> None:
+        self.array = mx.nd.empty((sum(array.size for array in arrays),), ctx=arrays[0].context)
+        ends = list(itertools.accumulate(array.size for array in arrays))
+        self._parts = [(array, self.array[end - array.size : end].reshape(array.shape))
+                       for array, end in zip(arrays, ends, strict=True)]  # fmt: skip
+
+    def read(self) -> None:
+        for array, part in self._parts:
+            array.copyto(part)
 
     def write_back(self) -> None:
-        start = 0
-        for array in self.arrays:
-            array[:] = self.array[start : start + array.size].reshape(array.shape)
-            start += array.size
+        for array, part in self._parts:
+            part.copyto(array)
+
+
+def _flatten(arrays: Sequence[Any]) -> list[_Flat]:
+    """The arrays in order, grouped into flat ones of about BUCKET_BYTES."""
+    groups: list[list[Any]] = [[]]
+    filled = 0
+    for array in arrays:
+        num_bytes = 4 * array.size
+        if groups[-1] and filled + num_bytes > BUCKET_BYTES:
+            groups.append([])
+            filled = 0
+        groups[-1].append(array)
+        filled += num_bytes
+    return [_Flat(group) for group in groups if group]
 
 
 def is_lost_process(error: Exception) -> bool:

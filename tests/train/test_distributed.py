@@ -53,7 +53,7 @@ AVERAGED_GRADIENTS = """
     batch = np.load(f"{folder}/batch{workers.rank}.npz")
     executor.forward_backward(mx.nd.array(batch["data"]), mx.nd.array(batch["label"]))
     local = {name: grad.asnumpy() for name, grad in executor.grads.items()}
-    workers.average(list(executor.grads.values()), "gradients")
+    workers.gradient_average(executor).finish()
     workers.average_on_host(list(executor.aux.values()), "aux")
     np.savez(f"{folder}/rank{workers.rank}.npz",
              **{f"local/{name}": grad for name, grad in local.items()},
