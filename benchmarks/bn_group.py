@@ -17,11 +17,11 @@ from record import flags, run, write_result
 from several_gpus import check_gpus, make_parser, measure_in_processes
 from step_gpu import LEARNING_RATE, WARM_UP, make_step
 
+from command_line import ProgramError
 from train.build import join_bn_group
 from train.config import Config
 from train.devices import Placement
 from train.distributed import Workers
-from train.errors import TrainError
 
 ROUNDS = 3
 
@@ -69,7 +69,7 @@ def main() -> None:
     check_gpus(count)
     times = measure_in_processes(count, __file__, flags(arguments, "batch", "steps"))
     if times is None:
-        raise TrainError(f"the measurement on {count} GPUs failed, see above")
+        raise ProgramError(f"the measurement on {count} GPUs failed, see above")
     for size in sizes(count)[1:]:
         write_result(f"resnet50_fp16_b{batch}_bn_group{size}_synthetic_{count}gpu", times[str(size)], count * batch,
                      "the same without groups", times["1"], folder=arguments.results)

@@ -16,7 +16,6 @@ GPUs, one for each seed; the peer is one GPU with n passes.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -32,8 +31,8 @@ from cifar10_time_to_accuracy import DEFAULT_DATA, Line, by_seed, in_epochs, sum
 from record import RESULTS, ROOT, run, write_result
 from several_gpus import check_gpus
 
+from command_line import Parser, error_of
 from train.config import Config, load_preset
-from train.errors import TrainError
 from train.launch import Slot, plan
 
 
@@ -70,8 +69,8 @@ def train(runs: Sequence[tuple[Way, int]], slots: Sequence[Slot], config: Config
                      for (way, seed), slot, folder in zip(runs, slots, folders, strict=False)]  # fmt: skip
         lines: list[Line] = []
         for (way, seed), process, folder in zip(runs, processes, folders, strict=True):
-            if process.wait():
-                raise TrainError(f"training on {way.name} failed with code {process.returncode}, see above")
+            if code := process.wait():
+                raise error_of(code)(f"training on {way.name} failed with code {code}, see above")
             lines += validations(folder, launched, way.name, seed)
     return lines
 
@@ -105,7 +104,7 @@ def publish(lines: Sequence[Line], num_gpus: int, epochs: int, folder: Path) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--preset", default="cifar10_resnet18")
     parser.add_argument("--data", type=Path, default=DEFAULT_DATA, help="CIFAR-10 in any form that the loader reads")
     parser.add_argument("--gpus", type=int, default=2)

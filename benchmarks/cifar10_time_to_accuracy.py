@@ -17,7 +17,6 @@ each seed), .jsonl (a line for each validation of all runs) and .png.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -33,11 +32,11 @@ import numpy as np
 import record
 from torch_peer import require_peer, start_peer
 
+from command_line import Parser, ProgramError, UserError, error_of
 from pipelines import MEAN, STD, LoaderConfig
 from pipelines.decoded import decode_once
 from pipelines.sources import open_source
 from train.config import Config, load_preset
-from train.errors import TrainError
 from train.schedule import image_sizes, make_schedule
 
 NAME = "cifar10_time_to_accuracy"
@@ -61,10 +60,10 @@ def recipe(config: Config, num_classes: int, num_images: int) -> dict[str, Any]:
     """The preset as peer_cifar10.py takes it."""
     peak = make_schedule(config, num_images // config.batch_size, num_processes=1)
     if config.schedule != "cosine" or config.optimizer != "sgd":
-        raise TrainError(f"--preset {config.config} has another schedule or optimizer than the peer, which knows SGD "
+        raise UserError(f"--preset {config.config} has another schedule or optimizer than the peer, which knows SGD "
                          "with a cosine schedule only: give one that has these")
     if not config.crop_padding or config.mixup:
-        raise TrainError(f"--preset {config.config} has mixup, or other crops than the peer, which knows those of "
+        raise UserError(f"--preset {config.config} has mixup, or other crops than the peer, which knows those of "
                          "padded images only: give one that has these")
     names = ("depth", "batch_size", "epochs", "warmup_epochs", "momentum", "nesterov", "weight_decay", "crop_padding",
              "cutout", "ema_decay", "validate_every", "zero_init_residual")  # fmt: skip
@@ -115,7 +114,7 @@ def run_ours(config: Config, data: Path, seed: int, folder: Path) -> Iterator[Li
     launched = time.time()
     command = [sys.executable, "-W", "ignore", "-m", "train", *train_options(config, data, seed, folder)]
     if code := subprocess.run(command, cwd=record.ROOT, stdout=sys.stderr).returncode:
-        sys.exit(f"error: our run of seed {seed} ended with exit code {code}, see its message above")
+        raise error_of(code)(f"our run of seed {seed} ended with exit code {code}, see its message above")
     yield from validations(folder, launched, "ours", seed)
 
 
@@ -149,7 +148,7 @@ class Peer:
         assert self._process.stdout
         line = self._process.stdout.readline()
         if not line:
-            sys.exit(f"error: {PEER.name} ended with code {self._process.wait()}")
+            raise ProgramError(f"{PEER.name} ended with code {self._process.wait()}")
         return line
 
 
@@ -164,7 +163,8 @@ def seconds_to(target: float, runs: Sequence[Sequence[Line]]) -> list[float]:
     reached = [next((line["seconds"] for line in run if line["top1"] >= target), None) for run in runs]
     if None in reached:
         missed = runs[reached.index(None)][0]
-        sys.exit(f"error: {missed['program']}, seed {missed['seed']}, did not reach {target:.2%}; nothing is published")
+        raise ProgramError(f"{missed['program']}, seed {missed['seed']}, did not reach {target:.2%}: nothing is "
+                           "published")
     return [seconds for seconds in reached if seconds is not None]
 
 
@@ -205,14 +205,14 @@ def publish(lines: Sequence[Line], peer_name: str, folder: Path = record.RESULTS
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--preset", default="cifar10_resnet18")
     parser.add_argument("--data", type=Path, default=DEFAULT_DATA, help="CIFAR-10 in any form that the loader reads")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each, at least 2; a published result needs 3")
     parser.add_argument("--epochs", type=int, default=0, help="of both; 0: those of the preset")
     arguments = parser.parse_args()
     if arguments.seeds < 2:
-        raise TrainError(f"--seeds {arguments.seeds}: at least 2 are needed, for the spread that makes the target")
+        raise UserError(f"--seeds {arguments.seeds}: at least 2 are needed, for the spread that makes the target")
     require_peer()
     config = load_preset(arguments.preset)
     if arguments.epochs:

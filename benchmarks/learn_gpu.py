@@ -12,7 +12,6 @@ initial weights, SGD with momentum, the learning rate falling to 0 along a cosin
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from pathlib import Path
@@ -21,13 +20,13 @@ from typing import Any
 import numpy as np
 from record import RESULTS, run
 
+from command_line import Parser, UserError
 from graph_passes import Graph
 from graph_passes.executors.cuda.optimizer import OptimizerConfig
 from graph_passes.executors.cuda.training_step import TrainingStep
 from graph_passes.passes import bn_add_relu, bn_relu
 from pipelines import MEAN, STD
 from train import environment
-from train.errors import TrainError
 from train.model import init_params, resnet
 
 DTYPES = ("float16", "bfloat16", "float32")
@@ -41,7 +40,7 @@ def load_batch(folder: Path, size: int = SIZE) -> tuple[np.ndarray, np.ndarray]:
 
     classes = sorted({path.parent for path in folder.glob("*/*.JPEG")})[:BATCH]
     if len(classes) < BATCH:
-        raise TrainError(f"--data {folder} has {len(classes)} folders with .JPEG files, {BATCH} are needed; "
+        raise UserError(f"--data {folder} has {len(classes)} folders with .JPEG files, {BATCH} are needed; "
                          "give another one")
     images = []
     for path in classes:
@@ -83,7 +82,7 @@ def plot() -> None:
     figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
     curves = read_curves()
     if not curves:
-        raise TrainError(f"--plot: there is no {RESULT} to draw; give --data to make it")
+        raise UserError(f"--plot: there is no {RESULT} to draw; give --data to make it")
     for curve in curves:
         axes.semilogy(range(1, len(curve["loss"]) + 1), curve["loss"], label=curve["dtype"], linewidth=1.2)
     title = f"ResNet-50, one batch of {BATCH} JPEGs at {SIZE} px, {curves[-1]['gpu']}"
@@ -94,7 +93,7 @@ def plot() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--data", type=Path, help="folder of class folders with JPEGs")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES, help="default: all")
     parser.add_argument("--plot", action="store_true", help="draw what an earlier run has written")

@@ -12,7 +12,6 @@ image, ImageRecordIter takes four pixels; ours comes as NHWC, theirs as NCHW, wh
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import tempfile
 import time
@@ -21,6 +20,7 @@ from pathlib import Path
 
 from record import SAMPLE, run, write_result
 
+from command_line import Parser
 from mxnet_compat import mx
 from pipelines import MEAN, STD, LoaderConfig, open_loader
 from pipelines.make_records import Options, plan_files, write_records
@@ -85,7 +85,7 @@ def measure(programs: dict[str, NextBatch], num_rounds: int, num_batches: int, w
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--data", type=Path, default=SAMPLE, help="class folders with JPEGs")
     parser.add_argument("--batch", type=int, default=32, help="images in a batch (default: %(default)s)")
     parser.add_argument("--size", type=int, default=224, help="height and width of an image (default: %(default)s)")

@@ -11,7 +11,6 @@ of the host. Both have all cores.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import tempfile
@@ -21,6 +20,7 @@ from typing import Any
 from record import RESULTS, SAMPLE, flags, run, write_result
 from torch_peer import TorchPeer, take_turns
 
+from command_line import Parser
 from pipelines import LoaderConfig
 from pipelines.bench import bench_settings, time_loader
 from pipelines.dali_loader import DaliLoader
@@ -48,7 +48,7 @@ def write_lines(name: str, lines: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--data", type=Path, default=SAMPLE, help="class folders with JPEGs")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--size", type=int, default=224)

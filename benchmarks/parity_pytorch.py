@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +26,7 @@ import numpy as np
 import record
 from torch_peer import require_peer, start_peer
 
+from command_line import Parser, ProgramError
 from graph_passes.executors.base import parse_device
 from graph_passes.executors.cuda.optimizer import INITIAL_LOSS_SCALE
 from mxnet_compat import mx
@@ -120,7 +120,7 @@ def train_ours(folder: Path, config: Config, recipe: dict[str, Any], order: int)
 def end_peer(peer: subprocess.Popen[str]) -> list[Run]:
     lines, _ = peer.communicate()
     if peer.returncode:
-        sys.exit(f"error: the peer ended with exit code {peer.returncode}: see its message above")
+        raise ProgramError(f"the peer ended with exit code {peer.returncode}: see its message above")
     return [json.loads(line) for line in lines.splitlines()]
 
 
@@ -190,7 +190,7 @@ def command(arguments: argparse.Namespace) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True, help="images, as for python -m train")
     parser.add_argument("--preset", default="resnet50_90ep", help="whose constants both take")
     parser.add_argument("--depth", type=int, default=0, help="0: that of the preset")

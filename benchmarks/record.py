@@ -22,9 +22,8 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:  # the project need not be installed: all programs here import this first
     sys.path.insert(0, str(ROOT))
 
+from command_line import exit_code_of  # noqa: E402
 from train import environment  # noqa: E402
-from train.distributed import USER_ERRORS  # noqa: E402
-from train.errors import EXIT_USER_ERROR  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 REAL_DATA = Path(os.environ.get("RESNET_REAL_DATA", ROOT.parent / "shared" / "data"))
@@ -32,12 +31,8 @@ SAMPLE = REAL_DATA / "imagenet_sample"
 
 
 def run(main: Callable[[], None]) -> None:
-    """Run a program of this folder; a user's mistake ends it with its sentence and exit code 2."""
-    try:
-        main()
-    except USER_ERRORS as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(EXIT_USER_ERROR)
+    """Run a program of this folder; exit code 2 for a user's mistake, 1 for what else goes wrong."""
+    sys.exit(exit_code_of(main))
 
 
 def flags(arguments: argparse.Namespace, *names: str) -> list[str]:

@@ -30,12 +30,12 @@ from record import SAMPLE, flags, run, write_result
 from several_gpus import make_parser, measure_in_processes, run_command
 from step_gpu import LEARNING_RATE, make_step
 
+from command_line import ProgramError, UserError
 from graph_passes.executors.cuda.buckets import Bucket
 from graph_passes.executors.cuda.training_step import OnBucket
 from nvidia_gpus import find_gpus
 from train.allreduce import BucketAverage
 from train.distributed import Workers
-from train.errors import TrainError
 
 PEER = Path(__file__).with_name("peer_pytorch.py")
 LABELS = {"synthetic": "ours, synthetic", "jpeg": "ours, JPEGs"}  # the peer's is its own name
@@ -331,7 +331,7 @@ def main() -> None:
     num_gpus = len(find_gpus())
     counts = [count for count in arguments.gpus if count <= num_gpus]
     if not counts:
-        raise TrainError(f"--gpus {min(arguments.gpus)} is more than the {num_gpus} NVIDIA GPUs here")
+        raise UserError(f"--gpus {min(arguments.gpus)} is more than the {num_gpus} NVIDIA GPUs here")
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -352,7 +352,7 @@ def main() -> None:
                 publish(row, rows, arguments.results)
     print(table(rows))
     if len(rows) < len(measurements):
-        sys.exit(f"error: {len(measurements) - len(rows)} of {len(measurements)} measurements failed, see above")
+        raise ProgramError(f"{len(measurements) - len(rows)} of {len(measurements)} measurements failed, see above")
 
 
 def order(row: Row) -> tuple[bool, int]:

@@ -9,7 +9,6 @@ scaling_model.jsonl and scaling_model.png beside the measurements. Needs no GPU.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import re
@@ -22,8 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from record import RESULTS, run
 
+from command_line import Parser, UserError
 from graph_passes.executors.cuda.buckets import cut
-from train.errors import TrainError
 from train.model import init_params, resnet
 
 PROFILE = "resnet50_fp16_b256_profile.txt"
@@ -370,13 +369,13 @@ def plot(machine: Machine, gradients: Sequence[Gradient], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the measurements")
     results = parser.parse_args().results
     needed = [results / PROFILE, *(results / SINGLE_GPU.format(batch) for batch in BATCHES)]
     missing = [file for file in needed if not file.is_file()]
     if missing:
-        raise TrainError(f"{missing[0]} is missing: measure it as benchmarks/README.md says, or give --results")
+        raise UserError(f"{missing[0]} is missing: measure it as benchmarks/README.md says, or give --results")
     machine, notes = fit(results)
     gradients = read_gradients((results / PROFILE).read_text())
     print(*notes, sep="\n")

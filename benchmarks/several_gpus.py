@@ -15,17 +15,17 @@ from typing import Any
 
 from record import RESULTS, ROOT
 
+from command_line import Parser, UserError
 from nvidia_gpus import find_gpus
-from train.errors import TrainError
 
 LAUNCH = """import sys
 from train.launch import launch, plan
 sys.exit(launch(plan(int(sys.argv[1]), on_cpu=False)[0], sys.argv[2:]))"""
 
 
-def make_parser(description: str | None, batch: int, steps: int) -> argparse.ArgumentParser:
+def make_parser(description: str | None, batch: int, steps: int) -> Parser:
     """With the options that all of them have, and these defaults. --worker: what `measure_in_processes` starts."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=description)
     parser.add_argument("--batch", type=int, default=batch, help="images on each GPU")
     parser.add_argument("--steps", type=int, default=steps, help="counted steps in each turn")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
@@ -34,10 +34,10 @@ def make_parser(description: str | None, batch: int, steps: int) -> argparse.Arg
 
 
 def check_gpus(count: int) -> None:
-    """Raises TrainError where `--gpus` asks for one GPU, or for more than this machine has."""
+    """Raises UserError where `--gpus` asks for one GPU, or for more than this machine has."""
     num_gpus = len(find_gpus())
     if not 2 <= count <= num_gpus:
-        raise TrainError(f"--gpus {count} must be from 2 to the number of NVIDIA GPUs here, {num_gpus}")
+        raise UserError(f"--gpus {count} must be from 2 to the number of NVIDIA GPUs here, {num_gpus}")
 
 
 def measure_in_processes(count: int, program: str, options: Sequence[str]) -> Any:

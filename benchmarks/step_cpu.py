@@ -11,12 +11,12 @@ physical cores (mxnet_compat.py); left to itself, MXNet takes half of the logica
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 
 from record import run, write_result
 
+from command_line import Parser
 from graph_passes import Graph
 from graph_passes.executors import create_executor
 from mxnet_compat import mx
@@ -79,7 +79,7 @@ def measure(steps: dict[str, Step], num_rounds: int, warm_up: int) -> dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--batch", type=int, default=32, help="images a step (default: %(default)s)")
     parser.add_argument("--size", type=int, default=64, help="height and width of an image (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=60, help="counted steps of each program (default: %(default)s)")

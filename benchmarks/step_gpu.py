@@ -27,6 +27,7 @@ from typing import Any
 from record import RESULTS, flags, run, write_result
 from torch_peer import TorchPeer, take_turns
 
+from command_line import Parser, ProgramError
 from graph_passes import Graph
 from graph_passes.executors import create_executor
 from graph_passes.executors.cuda import profile
@@ -99,7 +100,7 @@ def gib(num_bytes: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--depth", type=int, default=50)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--size", type=int, default=224)
@@ -113,7 +114,9 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.sweep:
         failed = [line for line in SWEEP if subprocess.run([sys.executable, __file__, *line.split()]).returncode]
-        sys.exit(f"error: these failed: {'; '.join(failed)}" if failed else None)
+        if failed:
+            raise ProgramError(f"these failed: {'; '.join(failed)}")
+        return
 
     started = time.monotonic()
     executor, data, label = make_step(arguments.depth, arguments.batch, arguments.size, arguments.dtype)

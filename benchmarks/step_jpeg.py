@@ -15,7 +15,6 @@ data, and writes them to results/resnet<depth>_fp16_b<batch>_jpeg_settings.jsonl
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import statistics
@@ -30,6 +29,7 @@ from loader_gpu import repeated_records, write_lines
 from record import SAMPLE, flags, run, write_result
 from torch_peer import TorchPeer
 
+from command_line import Parser
 from graph_passes.executors.cuda.executor import CudaExecutor
 from pipelines import Batch, Loader, open_loader
 from pipelines.progress import num_cores
@@ -77,7 +77,7 @@ def measure(trainer: Trainer, batches: Iterator[Batch], steps: int) -> Turn:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--data", type=Path, default=SAMPLE, help="class folders with JPEGs")
     parser.add_argument("--depth", type=int, default=50, choices=(18, 34, 50, 101, 152))
     parser.add_argument("--batch", type=int, default=256)

@@ -6,30 +6,29 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from train.errors import TrainError
+from command_line import ProgramError, UserError
 
 PEER = Path(__file__).with_name("peer_pytorch.py")
 
 
 def require_peer() -> None:
-    """Raise TrainError where there is no interpreter for it."""
+    """Raise UserError where there is no interpreter for it."""
     if "PEER_PYTHON" not in os.environ:
-        raise TrainError("PEER_PYTHON is not set: let it name a Python interpreter with PyTorch and torchvision")
+        raise UserError("PEER_PYTHON is not set: let it name a Python interpreter with PyTorch and torchvision")
 
 
 def start_peer(script: Path, *options: object) -> subprocess.Popen[str]:
-    """Start a peer's program with these options, in an environment without our own libraries. Raises TrainError."""
+    """Start a peer's program with these options, in an environment without our own libraries. Raises UserError."""
     clean = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "LD_LIBRARY_PATH")}
     command = [os.environ["PEER_PYTHON"], str(script), *map(str, options)]
     try:
         return subprocess.Popen(command, env=clean, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     except OSError as error:
-        raise TrainError(f"PEER_PYTHON={command[0]} cannot be started ({error.strerror}): let it name a Python "
+        raise UserError(f"PEER_PYTHON={command[0]} cannot be started ({error.strerror}): let it name a Python "
                          "interpreter with PyTorch and torchvision") from None
 
 
@@ -46,7 +45,7 @@ class TorchPeer:
             print("go", file=self._process.stdin, flush=True)
         line = self._process.stdout.readline()
         if not line:
-            sys.exit(f"error: the peer ended with exit code {self._process.wait()}: see its message above")
+            raise ProgramError(f"the peer ended with exit code {self._process.wait()}: see its message above")
         result: dict[str, Any] = json.loads(line)
         return result
 

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
-import difflib
 import math
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Annotated, Literal
 
 from rich.console import Console
 from rich.table import Table
 
+from command_line import did_you_mean, exit_code_of, run_command
 from graph_passes import VARIABLE, Graph, GraphError, Node, Ref, passes
 from graph_passes.drawing import FUSED, draw_svg
 from graph_passes.operators import Shape
-from graph_passes.passes.precision import DTYPES, ITEM_BYTES
+from graph_passes.passes.precision import ITEM_BYTES
 
-EXAMPLES = """
-examples:
-  python -m graph_passes show --model resnet50_v1               a network of MXNet's model zoo
-  python -m train export --symbol resnet50.json                 our own ResNet-50 as a Symbol JSON file ...
-  python -m graph_passes show --symbol resnet50.json            ... and what the passes do to it
-  python -m graph_passes show --symbol resnet50.json --gpu 0    ... and how this GPU computes it fastest
-"""
 PASSES: dict[str, Callable[[Graph], Graph]] = {
     "layout": lambda graph: passes.layout(graph, "NHWC", inputs=["data"]),
     "add_relu": passes.add_relu,
@@ -33,47 +26,37 @@ PASSES: dict[str, Callable[[Graph], Graph]] = {
 }
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise GraphError(f"{message} (see {self.prog} --help)")
+def show(
+    symbol: Annotated[Path | None, "FILE"] = None,
+    model: str | None = None,
+    batch_size: int = 256,
+    image_size: int = 224,
+    dtype: Literal["float16", "bfloat16", "float32"] = "float16",
+    inference: bool = False,
+    output: Annotated[Path | None, "FOLDER"] = None,
+    gpu: int | None = None,
+) -> None:
+    """Print a table of a network before and after the passes, and draw it.
 
+    Examples:
+      python -m graph_passes show --model resnet50_v1               a network of MXNet's model zoo
+      python -m train export --symbol resnet50.json                 our own ResNet-50 as a Symbol JSON file ...
+      python -m graph_passes show --symbol resnet50.json            ... and what the passes do to it
+      python -m graph_passes show --symbol resnet50.json --gpu 0    ... and how this GPU computes it fastest
 
-def main(arguments: list[str] | None = None) -> int:
-    try:
-        options = _parse(arguments)
-        show(options.symbol, options.model, options.batch_size, options.image_size, options.dtype, options.inference,
-             options.output, options.gpu)
-    except GraphError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = _Parser(prog="python -m graph_passes")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="show")
-    command = commands.add_parser(
-        "show", help="a table and a drawing of a network before and after the passes", epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter, prog="python -m graph_passes show",
-    )
-    source = command.add_mutually_exclusive_group(required=True)
-    source.add_argument("--symbol", type=Path, metavar="FILE", help="a Symbol JSON file, as symbol.save() writes it")
-    source.add_argument("--model", metavar="NAME", help="a network of MXNet's Gluon model zoo, such as resnet50_v1")
-    command.add_argument("--batch-size", type=int, default=256, metavar="N", help="images in a batch (%(default)s)")
-    command.add_argument("--image-size", type=int, default=224, metavar="N", help="height and width (%(default)s)")
-    command.add_argument("--dtype", choices=DTYPES, default="float16", help="of the tensors (%(default)s)")
-    command.add_argument("--inference", action="store_true", help="fold BatchNorm into the convolutions as well")
-    command.add_argument("--output", type=Path, metavar="FOLDER",
-                         help="write before.svg, after.svg and after.json here (default: no files)")
-    command.add_argument("--gpu", type=int, metavar="N",
-                         help="build the training step on this GPU and list where it was chosen among several ways to "
-                         "compute the same, with the time of each (default: no list)")
-    return parser.parse_args(arguments)
-
-
-def show(symbol: Path | None, model: str | None, batch_size: int, image_size: int, dtype: str, inference: bool,
-         output: Path | None, gpu: int | None) -> None:
-    """Print what each pass found and what is gained; write the drawings. Raises GraphError for a user's mistake."""
+    Args:
+        symbol: A Symbol JSON file, as symbol.save() writes it.
+        model: A network of MXNet's Gluon model zoo, such as resnet50_v1.
+        batch_size: Images in a batch.
+        image_size: Pixels, height and width.
+        dtype: Type of the tensors.
+        inference: Fold BatchNorm into the convolutions as well.
+        output: Write before.svg, after.svg and after.json into this folder; default: no files.
+        gpu: Build the training step on this GPU and list where it was chosen among several ways to compute the same,
+            with the time of each; default: no list.
+    """
+    if (symbol is None) == (model is None):
+        raise GraphError("give either --symbol FILE or --model NAME" + (", not both" if symbol else ""))
     if batch_size < 1 or image_size < 1:
         raise GraphError(f"batch size {batch_size}, image size {image_size}: both must be at least 1")
     if inference and gpu is not None:
@@ -150,10 +133,8 @@ def _zoo_graph(name: str) -> Graph:
     functions = (n for n in vars(vision) if n[0].islower() and callable(getattr(vision, n)))
     models = sorted(n for n in functions if not n.startswith("get_"))
     if name not in models:
-        close = difflib.get_close_matches(name, models, n=1, cutoff=0.3)
-        hint = f"did you mean {close[0]}? " if close else ""
-        raise GraphError(f"MXNet's model zoo has no '{name}': {hint}For our own networks, write the Symbol with "
-                         "`python -m train export --symbol FILE` and give --symbol FILE")
+        raise GraphError(f"MXNet's model zoo has no '{name}'{did_you_mean(name, models)} (For our own networks, write "
+                         "the Symbol with `python -m train export --symbol FILE` and give --symbol FILE.)")
     return Graph.from_json(getattr(vision, name)()(mx.sym.var("data")).tojson())
 
 
@@ -210,5 +191,10 @@ def _print_bytes(console: Console, before: Graph, after: Graph, shapes_before: d
                       f"{2 * (old - new) / 1e9:.2f} GB a training step")
 
 
+def main(arguments: list[str]) -> int:
+    """Run one command; its exit code. A user's mistake is printed in one sentence and gives 2."""
+    return exit_code_of(partial(run_command, {"show": show}, arguments, prog="python -m graph_passes"))
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -1,5 +1,7 @@
 """The exception for a graph that cannot be read, rewritten or run."""
 
+from command_line import UserError
 
-class GraphError(ValueError):
-    """A user's mistake in one sentence: what is wrong (with the value), where, and what to do."""
+
+class GraphError(UserError):
+    """A user's mistake in what concerns a network's graph."""

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import io
 import json
 import math
-import os
-import re
-import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
+from command_line import exit_code_of, run_command
 from pipelines import DataError, LoaderConfig, open_loader
 from pipelines.bench import STAGE_TITLES, LoaderSpeed, bench_settings, bench_stages
 from pipelines.files import write_text
@@ -37,19 +33,15 @@ from pipelines.sources import class_list, read_classes, splits_of
 from pipelines.verify import print_report, verify_split, write_clean
 
 Split = Literal["train", "val"]
-AnySplit = Annotated[Split | None, tyro.conf.arg(metavar="{train,val}", help_behavior_hint="")]
-OptionalPath = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")]
-Data = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
-Source = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
-Output = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUTPUT")]
+OptionalFile = Annotated[Path | None, "FILE"]
 
 
 def make_records(
-    source: Source,
-    output: Output,
-    split: AnySplit = None,
-    labels: OptionalPath = None,
-    classes: OptionalPath = None,
+    source: Path,
+    output: Path,
+    split: Split | None = None,
+    labels: OptionalFile = None,
+    classes: OptionalFile = None,
     resize: int = 0,
     quality: int = 95,
     seed: int = 0,
@@ -98,10 +90,10 @@ def make_records(
 
 
 def verify(
-    data: Data,
-    split: AnySplit = None,
-    write_clean_index: Annotated[bool, tyro.conf.arg(name="write-clean")] = False,
-    num_classes: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None,
+    data: str,
+    split: Split | None = None,
+    write_clean_: bool = False,
+    num_classes: int | None = None,
     num_threads: int = 0,
 ) -> int:
     """Find truncated, empty, non-image, CMYK and mislabelled images; exit code 1 if some are unusable.
@@ -109,7 +101,7 @@ def verify(
     Args:
         data: Where the images are, in any of the forms of docs/data.md.
         split: What to look at; default: all that DATA holds.
-        write_clean_index: Write an .idx (RecordIO) or a .lst (folders) without the unusable ones, which the loader then
+        write_clean_: Write an .idx (RecordIO) or a .lst (folders) without the unusable ones, which the loader then
             uses; the former one is kept as NAME.orig. A missing or wrong .idx is made anew from the .rec file.
         num_classes: How many classes a .rec file without a classes.txt has.
         num_threads: 0 takes all cores.
@@ -119,7 +111,7 @@ def verify(
     for name in [split] if split else splits_of(data):
         report = verify_split(data, name, num_threads, num_classes)
         print_report(report, console)
-        if write_clean_index:
+        if write_clean_:
             write_clean(report)
             print(f"{report.clean_path}: {len(report.clean_lines):,} usable images")
         else:
@@ -128,19 +120,19 @@ def verify(
 
 
 def bench(
-    data: Data,
+    data: str,
     split: Split = "train",
     batch_size: int = 32,
     image_size: int = 224,
     dtype: Literal["float32", "float16"] = "float32",
-    channels: Literal["3", "4"] = "3",
+    channels: Literal[3, 4] = 3,
     device: Literal["cpu", "gpu"] = "cpu",
     num_threads: int = 0,
-    hw_decoder_load: Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")] = None,
+    hw_decoder_load: float | None = None,
     cache: float = 0.0,
     seconds: float = 4.0,
     sweep: bool = False,
-    json_file: Annotated[OptionalPath, tyro.conf.arg(name="json")] = None,
+    json_: OptionalFile = None,
 ) -> int:
     """Measure the loader alone: images/sec up to each of its stages.
 
@@ -157,7 +149,7 @@ def bench(
         cache: GiB of memory; a split that takes no more is decoded before the measurement, and fed as pixels.
         seconds: Time for each stage or setting.
         sweep: Also measure the loader with other settings: part of the JPEG engine, threads, prefetch, batch size, CPU.
-        json_file: Write the figures there too, with all raw times.
+        json_: Write the figures there too, with all raw times.
     """
     config = LoaderConfig(
         data=data,
@@ -165,7 +157,7 @@ def bench(
         batch_size=batch_size,
         image_size=image_size,
         dtype=dtype,
-        channels=int(channels),
+        channels=channels,
         device=device,
         num_threads=num_threads,
         hw_decoder_load=hw_decoder_load,
@@ -183,7 +175,7 @@ def bench(
                  for changes, speed in settings}
         rows = {name: (changes.get("batch_size", batch_size), speed) for name, (changes, speed) in named.items()}
         _print_speeds(title, "with this changed", rows)
-    if json_file:
+    if json_:
         record = {
             "config": vars(config),
             "unit": "images/sec",
@@ -191,10 +183,10 @@ def bench(
             "settings": [{"changes": changes, **speed._asdict()} for changes, speed in settings],
         }
         try:
-            json_file.parent.mkdir(parents=True, exist_ok=True)
-            write_text(json_file, json.dumps(record, indent=1) + "\n")
+            json_.parent.mkdir(parents=True, exist_ok=True)
+            write_text(json_, json.dumps(record, indent=1) + "\n")
         except OSError as error:
-            raise DataError(f"{json_file}: cannot be written ({error.strerror}); choose another file") from None
+            raise DataError(f"{json_}: cannot be written ({error.strerror}); choose another file") from None
     return 0
 
 
@@ -210,8 +202,8 @@ def _print_speeds(title: str, column: str, rows: dict[str, tuple[int, LoaderSpee
 
 
 def show(
-    data: Data,
-    output: Output,
+    data: str,
+    output: Path,
     split: Split = "train",
     image_size: int = 224,
     rows: int = 4,
@@ -249,7 +241,7 @@ def show(
 
 
 def make_sample_set(
-    output: Output, num_train: int = NUM_TRAIN, num_val: int = NUM_VAL, seed: int = 0, num_threads: int = 0
+    output: Path, num_train: int = NUM_TRAIN, num_val: int = NUM_VAL, seed: int = 0, num_threads: int = 0
 ) -> int:
     """Draw the built-in sample set: twelve classes of textures as JPEG files in class folders.
 
@@ -280,64 +272,7 @@ def main(arguments: list[str]) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # for names of files that are not in its encoding
-    try:
-        code = _parse(arguments)()
-        sys.stdout.flush()
-        return code
-    except DataError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where Python flushes at its end
-        return 128 + signal.SIGPIPE
-    except OSError as error:
-        where, what = error.filename or "input or output", error.strerror or error
-        print(f"error: {where}: {what}; check path, permissions and disk", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-
-
-def _parse(arguments: list[str]) -> Callable[[], int]:
-    """The command to run, with its options filled in; exits after --help."""
-
-    def deferred(function: Callable[..., int]) -> Callable[..., Callable[[], int]]:
-        # Tyro breaks an argument's help wherever its docstring does.
-        function.__doc__ = re.sub(r"\n {12,}", " ", function.__doc__ or "")
-        return functools.wraps(function)(lambda *values, **options: functools.partial(function, *values, **options))
-
-    name = next((argument for argument in arguments if not argument.startswith("-")), "")
-    if name and name not in COMMANDS:
-        raise DataError(f"there is no command {name!r}; there are: {', '.join(COMMANDS)}")
-    errors = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(errors):
-            return tyro.extras.subcommand_cli_from_dict(
-                {name: deferred(command) for name, command in COMMANDS.items()},
-                prog="python -m pipelines",
-                description="Prepare and inspect image data.",
-                config=(tyro.conf.FlagCreatePairsOff,),
-                args=arguments,
-            )
-    except SystemExit as end:
-        if not end.code:
-            raise
-    raise DataError(_one_sentence(errors.getvalue()))
-
-
-def _one_sentence(box: str) -> str:
-    """What tyro's framed message says: the first section, and the option that it takes for meant."""
-    text = " ".join(line.strip("│ ") for line in box.splitlines() if not line.startswith(("╭", "╰")))
-    sections = [" ".join(part.split()) for part in re.split("[─-]{3,}", text) if part.strip()]
-    # On a terminal without line drawing the title is not in the frame but in a section of its own.
-    problem, *hints = sections if box.startswith("╭") else sections[1:]
-    meant = next((re.search(r"--[\w-]+", hint) for hint in hints if hint.startswith("Perhaps you meant")), None)
-    problem = re.sub(r"Missing from (.*?): (\S+) .*", r"\1 needs \2", problem)
-    problem = problem.replace("invalid literal for int() with base 10:", "needs a whole number, not")
-    problem = problem.replace("could not convert string to float:", "needs a number, not")
-    problem = problem.removeprefix("Error parsing ").rstrip(". ")
-    return problem + (f"; did you mean {meant[0]}?" if meant else "; see --help")
+    return exit_code_of(partial(run_command, COMMANDS, arguments, prog="python -m pipelines"))
 
 
 if __name__ == "__main__":

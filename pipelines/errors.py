@@ -1,8 +1,10 @@
 """The one exception of this package for what a user can mend."""
 
+from command_line import UserError
 
-class DataError(Exception):
-    """A user's mistake; the text is one sentence that says what is wrong, where, and what to do."""
+
+class DataError(UserError):
+    """A user's mistake in what concerns images and how they are loaded."""
 
 
 def check_not_negative(**values: int) -> None:

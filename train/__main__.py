@@ -20,13 +20,24 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from command_line import (
+    EXIT_CTRL_C,
+    EXIT_FAILURE,
+    EXIT_USER_ERROR,
+    ProgramError,
+    UserError,
+    asks_for_help,
+    choose_command,
+    describe_commands,
+    given_value,
+)
 from pipelines.samples import make_samples
-from train import checkpoint, cli, compare_precision, devices, export, files, predict
+from train import checkpoint, compare_precision, devices, export, files, predict
 from train.benchmark import benchmark, measure_loader
 from train.build import SAMPLES_FOLDER, build_executor, check_memory, join_bn_group, open_split
 from train.config import CONFIG_FILE, SAMPLES, SYNTHETIC, BenchmarkConfig, Config, ValidateConfig, parse, presets
-from train.distributed import USER_ERRORS, Workers, drain_engine, is_elastic, is_lost_process
-from train.errors import EXIT_FAILURE, EXIT_LOST_PROCESS, EXIT_USER_ERROR, LostProcessError, TrainError
+from train.distributed import Workers, drain_engine, is_elastic, is_lost_process
+from train.errors import LostProcessError, TrainError
 from train.loop import Trainer, frozen_heap, validate
 from train.profile import write_profile
 from train.recorder import Recorder
@@ -38,7 +49,6 @@ if TYPE_CHECKING:
     from train.elastic import RunState  # needs Horovod
 
 AUTO = "auto"  # value of --resume: go on with the run in --output, or begin it
-EXIT_CTRL_C = 130  # what a shell gives for SIGINT
 
 
 def train(arguments: Sequence[str]) -> None:
@@ -123,7 +133,7 @@ def validate_trained(arguments: Sequence[str]) -> None:
     """Print loss and accuracy of a trained network on validation data."""
     workers = Workers()
     with workers.agreement():
-        place = cli.given_value(arguments, "--checkpoint")
+        place = given_value(arguments, "--checkpoint")
         trained = checkpoint.load_trained(place) if place else None
         config = parse(ValidateConfig, arguments, command="validate", default=trained.config if trained else None)
         if trained is None:
@@ -173,31 +183,19 @@ def benchmark_steps(arguments: Sequence[str]) -> None:
 
 
 COMMANDS = {
-    "train": train,
-    "validate": validate_trained,
-    "benchmark": benchmark_steps,
-    "compare-precision": compare_precision.main,
-    "predict": predict.main,
-    "export": export.main,
+    "train": (train, Config),
+    "validate": (validate_trained, ValidateConfig),
+    "benchmark": (benchmark_steps, BenchmarkConfig),
+    "compare-precision": (compare_precision.main, compare_precision.CompareConfig),
+    "predict": (predict.main, predict.PredictOptions),
+    "export": (export.main, export.ExportOptions),
 }
-HELP = """usage: python -m train [COMMAND] [--option value ...]
-
-commands:
-  train              train a network; what happens without a command
-  validate           loss and accuracy of a trained network on validation data
-  benchmark          speed of training steps, repeated until it is known to 1 %
-  compare-precision  the same training in fp32, TF32, fp16 and bf16, side by side
-  predict            the most likely classes of image files
-  export             a trained network as ONNX or MXNet files, or a network's Symbol
-
-presets for --config: {presets}
-python -m train COMMAND --help lists the options of a command."""
 
 
 def _checkpoint_to_resume(arguments: Sequence[str]) -> Path | None:
-    place = cli.given_value(arguments, "--resume")
+    place = given_value(arguments, "--resume")
     if place == AUTO:
-        output = cli.given_value(arguments, "--output")
+        output = given_value(arguments, "--output")
         if not output:
             raise TrainError("--resume auto needs --output with the folder of the run; or give --resume that folder")
         return checkpoint.in_folder(Path(output))
@@ -214,7 +212,7 @@ def _resumed_config(file: Path | None, start: checkpoint.Checkpoint | None) -> C
 
 def _name_preset(config: Config, arguments: Sequence[str], workers: Workers) -> None:
     """Where somebody's own data came without a preset: say which one it got."""
-    if workers.rank == 0 and cli.given_value(arguments, "--data") and not cli.given_value(arguments, "--config"):
+    if workers.rank == 0 and given_value(arguments, "--data") and not given_value(arguments, "--config"):
         recipe = f"{config.epochs} epoch{'s' * (config.epochs > 1)} at {config.image_size} pixels"
         others = ", ".join(name for name in presets() if name != config.config)
         print(f"preset {config.config}: {recipe}; --config takes others: {others}", flush=True)
@@ -279,18 +277,21 @@ def _is_first() -> bool:
 
 def main(arguments: Sequence[str]) -> int:
     """Run a command; returns the exit code. A user's mistake becomes one sentence on stderr and code 2."""
-    command, rest = (arguments[0], arguments[1:]) if arguments and arguments[0][:1] != "-" else ("train", arguments)
-    if arguments and arguments[0] in ("-h", "--help"):
-        print(HELP.format(presets=", ".join(presets())))
-        return 0
+    options = {name: options for name, (_, options) in COMMANDS.items()}
     try:
-        if command not in COMMANDS:
-            raise TrainError(f"there is no command {command!r}{cli.nearest(command, COMMANDS)}", on_all_ranks=True)
-        COMMANDS[command](rest)
-    except USER_ERRORS as error:
+        if arguments and arguments[0] in ("-h", "--help"):
+            print(describe_commands(options, prog="python -m train", default="train"))
+            print(f"Presets for --config: {', '.join(presets())}.")
+            return 0
+        try:
+            command, rest = choose_command(options, arguments, prog="python -m train", default="train")
+        except UserError as error:
+            raise TrainError(str(error), on_all_ranks=True) from None
+        COMMANDS[command][0](rest)
+    except ProgramError as error:
         if _is_first() or not getattr(error, "on_all_ranks", False):
             print(f"error: {error}", file=sys.stderr, flush=True)
-        return EXIT_LOST_PROCESS if isinstance(error, LostProcessError) else EXIT_USER_ERROR
+        return error.exit_code
     except PermissionError as error:
         if error.filename is None:  # no file of the user's
             raise
@@ -302,7 +303,7 @@ def main(arguments: Sequence[str]) -> int:
             print(stop, flush=True)
         return stop.exit_code
     except BrokenPipeError:
-        if not cli.asks_for_help(arguments):
+        if not asks_for_help(arguments):
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # `--help | head`: Python still wants to flush
     except KeyboardInterrupt:

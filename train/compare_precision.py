@@ -19,7 +19,8 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
-from train import cli, devices, files, plots
+from command_line import error_of, option_name, to_arguments
+from train import devices, files, plots
 from train.config import CONFIG_FILE, Config, default_warmup, load_preset, parse
 from train.errors import TrainError
 from train.metrics import METRICS_FILE, RunRecord
@@ -37,6 +38,8 @@ _NOT_COMPARED = ("output", "resume", "max_steps", "time_limit")  # a run that go
 
 @dataclass(frozen=True)
 class CompareConfig(Config):
+    """Do the same training in fp32, TF32, fp16 and bf16, and show the results side by side."""
+
     precisions: tuple[Literal["float32", "tf32", "float16", "bfloat16"], ...] = (
         "float32", "tf32", "float16", "bfloat16",
     )  # fmt: skip
@@ -67,8 +70,6 @@ def main(arguments: Sequence[str]) -> None:
         raise TrainError("compare-precision goes on by itself with what it finds in --output: leave out --resume")
     placement = devices.choose(_plain(config), local_rank=0)
     precisions: Sequence[str] = config.precisions
-    if not precisions:
-        raise TrainError(f"--precisions names none: give one or more of {', '.join(PRECISIONS)}, or leave it out")
     if placement.executor != "cuda":
         precisions = ["float32"]
         print(f"only float32 is trained here: the other precisions need the cuda executor, and this run has the "
@@ -102,7 +103,7 @@ def run_arguments(config: Config) -> list[str]:
     """The arguments of `python -m train` that begin a run of this configuration, or go on with it."""
     preset = load_preset(config.config)
     preset = replace(preset, warmup_epochs=default_warmup(preset, config.epochs))  # as that run will have it
-    return ["--config", config.config, *cli.to_arguments(config, preset), "--resume", "auto"]
+    return ["--config", config.config, *to_arguments(config, preset), "--resume", "auto"]
 
 
 def _train(config: Config, folder: Path) -> RunRecord:
@@ -125,8 +126,8 @@ def _train(config: Config, folder: Path) -> RunRecord:
         if code in (128 + number, -number):  # the latter where it came before the training loop
             raise StoppedBySignal(number, "stopped: repeat the command to go on")
     if code:
-        raise TrainError(f"the run in {folder} ended with exit code {code}, see its message above; "
-                         "repeat the command to go on")
+        raise error_of(code)(f"the run in {folder} ended with exit code {code}, see its message above; repeat the "
+                             "command to go on")
     return RunRecord.read_jsonl(folder / METRICS_FILE)
 
 
@@ -135,7 +136,7 @@ def _check_same(config: Config, config_file: Path) -> None:
     there, here = json.loads(config_file.read_text()), config.to_dict()
     for name, value in here.items():
         if name not in _NOT_COMPARED and there.get(name) != value:
-            option = cli.option_name(name)
+            option = option_name(name)
             raise TrainError(f"the run in {config_file.parent} was made with {option} {there.get(name)}, this "
                              f"comparison has {value}: give another --output, or the same {option}")
 

@@ -1,6 +1,7 @@
 """The configuration of a run: every knob is declared here, once, with its type, default and help text.
 
-A preset (train/configs/<name>.py) gives some knobs other defaults; the command line overrides both.
+The knobs of one subject are a class, under whose docstring `--help` lists them. A preset (train/configs/<name>.py)
+gives some knobs other defaults; the command line overrides both.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import math
 import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import train.configs
+from command_line import given, given_value, nearest, option_name
 from graph_passes.executors.cuda.statistics_group import MAX_MEMBERS
-from train import cli
 from train.errors import TrainError
 
 DEFAULT_PRESET = "cpu_sample"
@@ -30,36 +31,76 @@ MIN_IMAGE_SIZE = 32  # pixels; the network halves the image five times
 
 
 @dataclass(frozen=True)
-class Config:
+class RunOptions:
+    """The run."""
+
     config: str = DEFAULT_PRESET
     """Preset that gives the defaults: a file of train/configs/."""
+    data: Annotated[str, "PATH"] = SAMPLES
+    """Folder or file of images, in any form of docs/data.md: folders of classes, RecordIO, WebDataset, TFRecord,
+    CIFAR-10's own files; samples: the built-in sample set; synthetic: generated images."""
+    output: Annotated[str, "FOLDER"] = ""
+    """Folder of the run; default: runs/<config>-<date>."""
+    resume: Annotated[str, "PATH"] = ""
+    """Run folder or checkpoint file to go on from; auto: the newest checkpoint in --output, or the start where there is
+    none yet: the same command then begins a run and goes on with it."""
+    epochs: int = 90
+    """Passes over the training images."""
+    max_steps: int = 0
+    """Stop after this many optimizer steps, counted from the run's first; 0: no limit. The schedule stays that of all
+    epochs."""
+    time_limit: float = 0.0
+    """Stop after this many minutes, with a checkpoint; 0: no limit."""
+    target_accuracy: float = 0.0
+    """Stop when the validation top-1 reaches this fraction; 0: no target."""
+    seed: int = 0
+    """Seed of the initial weights, the order of the images and their augmentation."""
+    deterministic: bool = False
+    """Equal runs on equal machines give equal bits, also in parts (--resume). Executor cuda: convolution kernels that
+    sum in a varying order are left out, and nothing is chosen by timing it, which makes steps slower."""
 
-    # --- network ---
+
+@dataclass(frozen=True)
+class DeviceOptions:
+    """Device and precision."""
+
+    device: Literal["auto", "cpu", "gpu"] = "auto"
+    """Where to compute; auto: on the GPU if there is one that the executor can use."""
+    executor: Literal["auto", "mxnet", "reference", "cuda"] = "auto"
+    """What computes; auto: the fastest that runs on the device. reference is NumPy, for tests."""
+    dtype: Literal["auto", "float16", "bfloat16", "float32"] = "auto"
+    """Type of the network's tensors (master weights and statistics are float32 in any case); auto: float16 with the
+    executor cuda, float32 with the others, which have no other."""
+    tf32: bool = True
+    """Executor cuda with dtype float32: convolutions round their inputs to TF32, which tensor cores compute with."""
+
+
+@dataclass(frozen=True)
+class NetworkOptions:
+    """Network."""
+
     depth: Literal[18, 34, 50, 101, 152] = 50
     """Depth of the ResNet v1.5."""
     num_classes: int = 0
     """Classes of the network; 0: as many as the data has."""
-    label_smoothing: float = 0.1
-    """Share of the target that goes to the wrong classes."""
+    zero_init_residual: bool = True
+    """Each residual block starts as its shortcut: the gamma of its last BatchNorm is initially 0, not 1
+    (arXiv:1706.02677, section 5.1)."""
 
-    # --- data ---
-    data: str = SAMPLES
-    """Folder or file of images, in any form of docs/data.md: folders of classes, RecordIO, WebDataset, TFRecord,
-    CIFAR-10's own files; samples: the built-in sample set; synthetic: generated images."""
+
+@dataclass(frozen=True)
+class ImageOptions:
+    """Images."""
+
+    batch_size: int = 256
+    """Images per process in one forward pass."""
     image_size: int = 224
     """Height and width of the network's input, in pixels."""
     first_image_size: int = 0
-    """Progressive resizing: image size of the first epochs, which then rises to image_size in multiples of 32 pixels;
-    0: image_size from the start."""
+    """Progressive resizing: image size of the first epochs, which then rises to --image-size in multiples of 32
+    pixels; 0: --image-size from the start."""
     resize_epochs: tuple[float, float] = (0.0, 0.0)
     """Progressive resizing: the epochs between which the image size rises, linearly."""
-    val_image_size: int = 0
-    """Image size in validation and prediction, in pixels; 0: image_size. A network sees objects larger in random crops
-    than in whole images, so it does better on images about 1.15 to 1.3 times as large (arXiv:1906.06423)."""
-    val_crop_fraction: float = 0.875
-    """Part of an image's shorter side that the centre crop of validation and prediction takes (224 of 256 pixels)."""
-    batch_size: int = 256
-    """Images per process in one forward pass."""
     random_area: tuple[float, float] = (0.08, 1.0)
     """Smallest and largest share of an image's area that a random training crop takes."""
     crop_padding: int = 0
@@ -68,6 +109,21 @@ class Config:
     cutout: float = 0.0
     """Side of the square that is filled with the mean colour at a random place of each training image, as part of the
     image's side (arXiv:1708.04552: 0.25 to 0.5 for CIFAR-10); 0: none."""
+    mixup: float = 0.0
+    """Mix each image and its label with another of its batch, by a share sampled from Beta(MIXUP, MIXUP); 0: no mixup.
+    Training loss and accuracy are then those of the mixed images."""
+    val_image_size: int = 0
+    """Image size in validation and prediction, in pixels; 0: that of --image-size. A network sees objects larger in
+    random crops than in whole images, so it does better on images about 1.15 to 1.3 times as large
+    (arXiv:1906.06423)."""
+    val_crop_fraction: float = 0.875
+    """Part of an image's shorter side that the centre crop of validation and prediction takes (224 of 256 pixels)."""
+
+
+@dataclass(frozen=True)
+class LoaderOptions:
+    """Loader."""
+
     num_threads: int = 0
     """Threads of the loader per process; 0: one for each core that the process may use."""
     hw_decoder_load: float = -1.0
@@ -79,12 +135,12 @@ class Config:
     once; a split that takes more is decoded in every epoch. -1: splits of up to 0.25 GiB; 0: none."""
     on_bad_image: Literal["skip", "error"] = "error"
     """What to do with an image that cannot be decoded."""
-    seed: int = 0
-    """Seed of the initial weights, the order of the images and their augmentation."""
 
-    # --- optimization ---
-    epochs: int = 90
-    """Passes over the training images."""
+
+@dataclass(frozen=True)
+class OptimizerOptions:
+    """Optimizer and schedule."""
+
     learning_rate: float = 0.256
     """Peak learning rate for a global batch of 256 images; it is scaled linearly with the global batch."""
     schedule: Literal["cosine", "step", "polynomial"] = "cosine"
@@ -92,74 +148,56 @@ class Config:
     warmup_epochs: float = 5.0
     """Epochs over which the learning rate first rises linearly. Where --epochs makes a run shorter than its preset, the
     default is a fifth of the epochs at most."""
+    final_learning_rate: float = 0.0
+    """Schedules cosine and polynomial: learning rate at the end, scaled like --learning-rate."""
     decay_epochs: tuple[float, ...] = (30.0, 60.0, 80.0)
-    """Schedule step: epochs at which the learning rate is multiplied by decay_factor."""
+    """Schedule step: epochs at which the learning rate is multiplied by --decay-factor."""
     decay_factor: float = 0.1
-    """Schedule step: see decay_epochs."""
+    """Schedule step: see --decay-epochs."""
     decay_power: float = 2.0
     """Schedule polynomial: exponent."""
-    final_learning_rate: float = 0.0
-    """Schedules cosine and polynomial: learning rate at the end, scaled like learning_rate."""
     optimizer: Literal["sgd", "lars"] = "sgd"
     """sgd: with momentum; lars: the same with a learning rate for each layer, for large batches (arXiv:1708.03888)."""
-    trust_coefficient: float = 0.001
-    """Optimizer lars: the learning rate of a layer is multiplied by this times |weights| / |decayed gradient|."""
     momentum: float = 0.875
     """Momentum of SGD."""
     nesterov: bool = False
     """Nesterov's momentum."""
     weight_decay: float = 1 / 32768
     """Weight decay; never applied to BatchNorm parameters and biases."""
-    zero_init_residual: bool = True
-    """Each residual block starts as its shortcut: the gamma of its last BatchNorm is initially 0, not 1
-    (arXiv:1706.02677, section 5.1)."""
-    mixup: float = 0.0
-    """Mix each image and its label with another of its batch, by a share sampled from Beta(mixup, mixup); 0: no mixup.
-    Training loss and accuracy are then those of the mixed images."""
+    trust_coefficient: float = 0.001
+    """Optimizer lars: the learning rate of a layer is multiplied by this times |weights| / |decayed gradient|."""
+    label_smoothing: float = 0.1
+    """Share of the target that goes to the wrong classes."""
+    accumulate: int = 1
+    """Batches whose gradients are averaged into one optimizer step."""
     ema_decay: float = 0.0
     """Keep an exponential moving average of the weights with this decay per optimizer step, and validate and export
     that; 0: no average. The decay of the first steps is lower, so that the average soon leaves the initial weights."""
-    accumulate: int = 1
-    """Batches whose gradients are averaged into one optimizer step."""
+
+
+@dataclass(frozen=True)
+class DistributedOptions:
+    """Several GPUs."""
+
     buckets: int = 2
     """Executor cuda on several GPUs: parts in which the gradients are averaged during the backward pass."""
     wire_dtype: Literal["auto", "float32"] = "auto"
-    """Executor cuda on several GPUs: type in which gradients are averaged; auto: float16 where dtype is."""
+    """Executor cuda on several GPUs: type in which gradients are averaged; auto: float16 where --dtype is."""
     bn_group: int = 1
     """Executor cuda on several GPUs: this many neighbouring GPUs of a machine share the BatchNorm statistics of each
     batch, for small batches per GPU; 1: each GPU has its own."""
+    commit_every: int = 100
+    """Elastic runs: optimizer steps between two commits, from which the others go on when a process is lost."""
 
-    # --- the run ---
-    device: Literal["auto", "cpu", "gpu"] = "auto"
-    """Where to compute; auto: on the GPU if there is one that the executor can use."""
-    executor: Literal["auto", "mxnet", "reference", "cuda"] = "auto"
-    """What computes; auto: the fastest that runs on the device. reference is NumPy, for tests."""
-    dtype: Literal["auto", "float16", "bfloat16", "float32"] = "auto"
-    """Type of the network's tensors (master weights and statistics are float32 in any case); auto: float16 with the
-    executor cuda, float32 with the others, which have no other."""
-    tf32: bool = True
-    """Executor cuda with dtype float32: convolutions round their inputs to TF32, which tensor cores compute with."""
-    deterministic: bool = False
-    """Equal runs on equal machines give equal bits, also in parts (--resume). Executor cuda: convolution kernels that
-    sum in a varying order are left out, and nothing is chosen by timing it, which makes steps slower."""
-    output: str = ""
-    """Folder of the run; default: runs/<config>-<date>."""
-    resume: str = ""
-    """Run folder or checkpoint file to go on from; auto: the newest checkpoint in --output, or the start where there is
-    none yet: the same command then begins a run and goes on with it."""
-    max_steps: int = 0
-    """Stop after this many optimizer steps, counted from the run's first; 0: no limit. The schedule stays that of all
-    epochs."""
-    time_limit: float = 0.0
-    """Stop after this many minutes, with a checkpoint; 0: no limit."""
-    target_accuracy: float = 0.0
-    """Stop when the validation top-1 reaches this fraction; 0: no target."""
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """Validation, checkpoints and logs."""
+
     validate_every: int = 1
     """Epochs between two validations, the last epoch always having one; 0: none at all."""
     checkpoint_minutes: float = 10.0
     """Minutes between two checkpoints; 0: only at the end, on a new best accuracy and on signals."""
-    commit_every: int = 100
-    """Elastic runs: optimizer steps between two commits, from which the others go on when a process is lost."""
     keep_checkpoints: int = 2
     """How many of the newest checkpoints are kept, besides the best."""
     log_every: int = 10
@@ -171,6 +209,13 @@ class Config:
     """Write TensorBoard files."""
     mlperf: bool = False
     """Write MLPerf log lines."""
+
+
+# A dataclass has the fields of its last base first.
+@dataclass(frozen=True)
+class Config(OutputOptions, DistributedOptions, OptimizerOptions, LoaderOptions, ImageOptions, NetworkOptions,
+             DeviceOptions, RunOptions):
+    """Train a network; what happens without a command."""
 
     @property
     def inference_image_size(self) -> int:
@@ -194,7 +239,7 @@ class Config:
         known = {field.name for field in dataclasses.fields(cls)}
         for name in values:
             if name not in known:
-                raise TrainError(f"its run had the option {cli.option_name(name)}, which this version of the program "
+                raise TrainError(f"its run had the option {option_name(name)}, which this version of the program "
                                  "does not know: use the version that the run was made with")
         fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
         return cls(**fields)
@@ -205,12 +250,16 @@ C = TypeVar("C", bound=Config)
 
 @dataclass(frozen=True)
 class ValidateConfig(Config):
-    checkpoint: str = ""
+    """Print loss and accuracy of a trained network on validation data."""
+
+    checkpoint: Annotated[str, "PATH"] = ""
     """Run folder or checkpoint file whose network is validated; of a run folder, its best checkpoint."""
 
 
 @dataclass(frozen=True)
 class BenchmarkConfig(Config):
+    """Measure the speed of training steps, which are repeated until it is known to 1 %."""
+
     warmup_steps: int = 10
     """First steps, which do not count."""
     min_steps: int = 20
@@ -255,10 +304,10 @@ def check(config: Config) -> None:
     for name, (is_good, words) in _LIMITS.items():
         value = getattr(config, name, None)
         if value is not None and not is_good(value):
-            raise TrainError(f"{cli.option_name(name)} {_shown(value)} must be {words}")
+            raise TrainError(f"{option_name(name)} {_shown(value)} must be {words}")
     for name, value in vars(config).items():
         if value in (math.inf, -math.inf):
-            raise TrainError(f"{cli.option_name(name)} {value} must be a finite number")
+            raise TrainError(f"{option_name(name)} {value} must be a finite number")
     if config.schedule == "step" and list(config.decay_epochs) != sorted(config.decay_epochs):
         raise TrainError(f"--decay-epochs {_shown(config.decay_epochs)} must rise")
     if config.first_image_size > config.image_size:
@@ -291,7 +340,7 @@ def presets() -> list[str]:
 def load_preset(name: str) -> Config:
     """The configuration of train/configs/<name>.py. Raises TrainError for an unknown name."""
     if name not in presets():
-        raise TrainError(f"there is no preset {name!r} in train/configs/{cli.nearest(name, presets())}")
+        raise TrainError(f"there is no preset {name!r} in train/configs/{nearest(name, presets())}")
     module = importlib.import_module(f"train.configs.{name}")
     return dataclasses.replace(module.CONFIG, config=name)
 
@@ -308,17 +357,20 @@ def parse(kind: type[C], arguments: Sequence[str], *, command: str, default: Con
 
     Args:
         kind: Config or a subclass of it.
-        arguments, command: as for `cli.parse`.
+        arguments: what follows the command's name on the command line.
+        command: 'train', 'validate', ...: whose help `--help` shows.
         default: the configuration of a run that is resumed or validated; `--config` on the command line overrides it.
 
     Raises:
-        TrainError: an unknown option or preset, or a value that is not allowed.
+        UserError: an unknown option or preset, or a value that is not allowed.
+        SystemExit: after `--help`.
     """
-    preset = cli.given_value(arguments, "--config")
+    preset = given_value(arguments, "--config")
     if default is None or preset is not None:
         default = load_preset(preset if preset is not None else DEFAULT_PRESET)
-    config = cli.parse(kind, arguments, command=command, default=kind(**vars(default)))
-    if cli.given_value(arguments, "--warmup-epochs") is None:
+    values = given(kind, arguments, prog=f"python -m train {command}", default=default)
+    config = kind(**{**vars(default), **values})
+    if "warmup_epochs" not in values:
         config = dataclasses.replace(config, warmup_epochs=default_warmup(default, config.epochs))
     check(config)
     return config

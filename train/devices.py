@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from command_line import given_value
 from graph_passes import GraphError
 from graph_passes.executors.cuda.requirements import check_requirements
 from mxnet_compat import mx
 from nvidia_gpus import Gpu, find_gpus
-from train import cli
 from train.config import DEFAULT_PRESET, SAMPLES, Config, load_preset
 from train.errors import TrainError
 
@@ -27,7 +27,7 @@ class Placement(NamedTuple):
 def default_config(arguments: Sequence[str], local_rank: int) -> Config:
     """The preset of a command line that names none: ImageNet's recipe for data of one's own on a GPU, else the sample
     set's."""
-    data, device, executor = (cli.given_value(arguments, option) for option in ("--data", "--device", "--executor"))
+    data, device, executor = (given_value(arguments, option) for option in ("--data", "--device", "--executor"))
     if data in (None, SAMPLES):
         return load_preset(DEFAULT_PRESET)
     wanted = Config(device=device or "auto", executor=executor or "auto")  # type: ignore[arg-type]  # not checked yet

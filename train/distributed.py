@@ -15,15 +15,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from graph_passes import GraphError
+from command_line import UserError
 from graph_passes.executors import Executor
 from graph_passes.executors.cuda.executor import CudaExecutor
 from mxnet_compat import mx
-from pipelines import DataError
 from train.allreduce import BucketAverage
 from train.errors import NoHorovodError, TrainError
 
-USER_ERRORS = (TrainError, DataError, GraphError)
 LOST_PROCESS = re.compile("horovod|gloo|nccl|by peer|broken pipe|timed out waiting", re.IGNORECASE)
 BUCKET_BYTES = 25 * 2**20  # gradients are averaged in groups of about this size, as PyTorch's DDP does
 
@@ -159,7 +157,7 @@ class Workers:
         mistake = None
         try:
             yield
-        except USER_ERRORS as error:
+        except UserError as error:
             if not self._hvd:
                 raise
             mistake = str(error)

@@ -1,18 +1,15 @@
-"""The exception for a user's mistake in `train`, and exit codes."""
+"""The exceptions of `train` that end it with one sentence."""
 
 from __future__ import annotations
 
-EXIT_FAILURE = 1
-EXIT_USER_ERROR = 2
+from command_line import UserError
+
 EXIT_LOST_PROCESS = 3  # this process is well, but another one of its run has ended
 
 
-class TrainError(Exception):
-    """A mistake of the user, told in one sentence: what (the value), where, and what to do.
-
-    `python -m train` prints it as `error: ...` on stderr and exits with code 2, without a stack trace. Of several
-    processes each prints its own error; but with `on_all_ranks`, where all raise the same one, only rank 0 does.
-    """
+class TrainError(UserError):
+    """A user's mistake. Of several processes each prints its own error; but with `on_all_ranks`, where all raise the
+    same one, only rank 0 does."""
 
     def __init__(self, sentence: str, on_all_ranks: bool = False) -> None:
         super().__init__(sentence)
@@ -21,6 +18,8 @@ class TrainError(Exception):
 
 class LostProcessError(TrainError):
     """Another process of this run has ended before its time; the same on all that are left."""
+
+    exit_code = EXIT_LOST_PROCESS
 
     def __init__(self, sentence: str) -> None:
         super().__init__(sentence, on_all_ranks=True)

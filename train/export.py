@@ -11,14 +11,15 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 
+from command_line import given
 from graph_passes import Graph, Ref, passes
 from mxnet_compat import mx
 from pipelines import MEAN, STD
-from train import checkpoint, cli, files, onnx_writer
+from train import checkpoint, files, onnx_writer
 from train.build import build_executor
 from train.checkpoint import Checkpoint
 from train.devices import Placement
@@ -36,14 +37,16 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class ExportOptions:
-    checkpoint: str = ""
+    """Write a trained network as ONNX or MXNet files, or a network's Symbol."""
+
+    checkpoint: Annotated[str, "PATH"] = ""
     """Run folder or checkpoint file of the trained network; of a run folder, its best checkpoint."""
-    onnx: str = ""
+    onnx: Annotated[str, "FILE"] = ""
     """ONNX file to write: input `data` float32 (N, 3, H, W), RGB, output `probabilities` (N, classes), BatchNorm folded
     into the convolutions; checked with ONNX Runtime. Its metadata says how to prepare an image."""
-    symbol: str = ""
+    symbol: Annotated[str, "FILE"] = ""
     """Symbol JSON file to write: the network for `python -m graph_passes show --symbol` and for MXNet to load."""
-    params: str = ""
+    params: Annotated[str, "FILE"] = ""
     """MXNet parameter file to write, for the Symbol of the same --layout."""
     layout: Literal["NHWC", "NCHW"] = "NHWC"
     """Memory layout of --symbol and --params; stock MXNet on a CPU needs NCHW."""
@@ -55,7 +58,7 @@ class ExportOptions:
 
 def main(arguments: Sequence[str]) -> None:
     """The command `python -m train export`. Raises TrainError for a user's mistake."""
-    options = cli.parse(ExportOptions, arguments, command="export")
+    options = ExportOptions(**given(ExportOptions, arguments, prog="python -m train export"))
     if not (options.onnx or options.symbol or options.params):
         raise TrainError("nothing to export: give --onnx FILE, --symbol FILE or --params FILE")
     if (options.onnx or options.params) and not options.checkpoint:

@@ -22,8 +22,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, NoReturn
 
-from train import cli, topology
-from train.errors import EXIT_LOST_PROCESS, EXIT_USER_ERROR, NoHorovodError, TrainError
+from command_line import EXIT_USER_ERROR, Parser, exit_code_of, given_value
+from train import topology
+from train.errors import EXIT_LOST_PROCESS, NoHorovodError, TrainError
 from train.signals import handled
 
 LOOPBACK = {"HOROVOD_GLOO_IFACE": "lo", "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "NCCL_SOCKET_IFNAME": "lo",
@@ -282,11 +283,6 @@ def _require_horovod(num_processes: int) -> None:
 # --- the command line ---
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise TrainError(f"{message.removeprefix('argument ')} (scripts/dgx1_8gpu.sh -h)")
-
-
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"needs a whole number above 0, not {text!r}")
@@ -300,8 +296,8 @@ def _seconds(text: str) -> int:
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The launcher's own options, and the arguments of `python -m train`. Raises TrainError for a wrong value."""
-    parser = _Parser(add_help=False, allow_abbrev=False)
+    """The launcher's own options, and the arguments of `python -m train`. Raises UserError for a wrong value."""
+    parser = Parser(prog="scripts/dgx1_8gpu.sh", add_help=False)
     parser.add_argument("-n", "--processes", type=_count)
     parser.add_argument("-b", type=_count, dest="batch_size")
     parser.add_argument("-e", type=_count, dest="epochs")
@@ -320,28 +316,24 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    try:
-        own, passed = parse(arguments)
-        if own.help:
-            print(HELP)
-            return 0
-        on_cpu = cli.given_value(passed, "--device") == "cpu"
-        command = [sys.executable, "-m", "train", *passed]
-        if "HOROVOD_LOCAL_RANK" in os.environ:  # started by horovodrun
-            _become(command, on_cpu)
-        slots, notes = plan(own.processes, on_cpu)
-        if own.min_np and own.min_np > len(slots):
-            raise TrainError(f"--min-np {own.min_np} is more than the {len(slots)} GPUs of this machine; lower it")
-        for line in (*map(str, slots), *notes):
-            print(line, flush=True)
-        variables = [f"{name}={value}" for name, value in slots[0].environment.items()]
-        print(shlex.join([*variables, "python", *command[1:]]), flush=True)
-        if own.min_np:
-            return launch_elastic(slots, command, own.min_np, own.cooldown)
-        return launch(slots, command)
-    except TrainError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
+    own, passed = parse(arguments)
+    if own.help:
+        print(HELP)
+        return 0
+    on_cpu = given_value(passed, "--device") == "cpu"
+    command = [sys.executable, "-m", "train", *passed]
+    if "HOROVOD_LOCAL_RANK" in os.environ:  # started by horovodrun
+        _become(command, on_cpu)
+    slots, notes = plan(own.processes, on_cpu)
+    if own.min_np and own.min_np > len(slots):
+        raise TrainError(f"--min-np {own.min_np} is more than the {len(slots)} GPUs of this machine; lower it")
+    for line in (*map(str, slots), *notes):
+        print(line, flush=True)
+    variables = [f"{name}={value}" for name, value in slots[0].environment.items()]
+    print(shlex.join([*variables, "python", *command[1:]]), flush=True)
+    if own.min_np:
+        return launch_elastic(slots, command, own.min_np, own.cooldown)
+    return launch(slots, command)
 
 
 def _become(command: list[str], on_cpu: bool) -> NoReturn:
@@ -354,4 +346,4 @@ def _become(command: list[str], on_cpu: bool) -> NoReturn:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(exit_code_of(lambda: main(sys.argv[1:])))

@@ -15,30 +15,32 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
-import tyro
 from PIL import Image, ImageDraw, ImageFont
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from command_line import given, option_name
 from pipelines import MEAN, STD, load_images
 from pipelines.sources.folders import image_files
-from train import checkpoint, cli, devices, files
+from train import checkpoint, devices, files
 from train.build import build_executor
 from train.errors import TrainError
 
 
 @dataclass(frozen=True)
 class PredictOptions:
-    images: Annotated[tuple[Path, ...], tyro.conf.Positional] = ()
+    """Print the most likely classes of image files."""
+
+    images: tuple[Path, ...]
     """Image files, and folders, which stand for all images in them."""
-    checkpoint: str = ""
+    checkpoint: Annotated[str, "PATH"] = ""
     """Run folder or checkpoint file of the trained network; of a run folder, its best checkpoint."""
     top: int = 5
     """How many classes to give for each image."""
     json: bool = False
     """Print JSON instead of a table."""
-    contact_sheet: str = ""
+    contact_sheet: Annotated[str, "FILE"] = ""
     """Also write a PNG with the images, as the network sees them, and their predictions."""
     batch_size: int = 32
     """Images in one forward pass."""
@@ -70,7 +72,7 @@ class Prediction:
 
 def main(arguments: Sequence[str]) -> None:
     """The command `python -m train predict`. Raises TrainError or DataError for a user's mistake."""
-    options = cli.parse(PredictOptions, arguments, command="predict")
+    options = PredictOptions(**given(PredictOptions, arguments, prog="python -m train predict"))
     options = replace(options, images=tuple(image_paths(options.images)))
     predictions = predict(options)
     for file in sorted(set(options.images) - {prediction.file for prediction in predictions}):
@@ -91,7 +93,7 @@ def predict(options: PredictOptions) -> list[Prediction]:
         raise TrainError("prediction needs trained weights: give --checkpoint with a run folder or a checkpoint file")
     for name in ("top", "batch_size"):
         if getattr(options, name) < 1:
-            raise TrainError(f"{cli.option_name(name)} {getattr(options, name)} must be at least 1")
+            raise TrainError(f"{option_name(name)} {getattr(options, name)} must be at least 1")
     trained = checkpoint.load_trained(options.checkpoint)
     config = replace(
         trained.config,

@@ -13,10 +13,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from train import cli, files, plots
+from command_line import asks_for_help, exit_code_of
+from train import files, plots
 from train.config import SYNTHETIC
 from train.document import Block, Code, Heading, Plot, Table, Text, Tiles, html_page, markdown
-from train.errors import EXIT_USER_ERROR, TrainError
+from train.errors import TrainError
 from train.metrics import METRICS_FILE, RunRecord
 from train.summary import Summary, summarize
 
@@ -238,7 +239,7 @@ def _duration(seconds: float) -> str:
 def main(arguments: Sequence[str]) -> None:
     """Make the report of a run folder anew. Raises TrainError for a folder without a run's record."""
     usage = f"usage: python -m train.report RUN_FOLDER (the folder with a run's {METRICS_FILE})"
-    if cli.asks_for_help(arguments):
+    if asks_for_help(arguments):
         print(usage)
         return
     if len(arguments) != 1:
@@ -251,8 +252,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except TrainError as mistake:
-        print(f"error: {mistake}", file=sys.stderr)
-        sys.exit(EXIT_USER_ERROR)
+    sys.exit(exit_code_of(lambda: main(sys.argv[1:])))

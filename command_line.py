@@ -1,0 +1,339 @@
+"""Command lines of all programs here: options from typed signatures, a mistake told in one sentence, exit codes.
+
+A dataclass or a function declares a command: its parameters are the options, with their types and defaults, and its
+docstring has the help. `given` reads a command line by such a declaration; `Parser` is argparse's, with the sentences
+of this project; `exit_code_of` runs a program to its end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import inspect
+import itertools
+import os
+import re
+import shutil
+import signal
+import sys
+import textwrap
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+EXIT_FAILURE = 1
+EXIT_USER_ERROR = 2
+EXIT_CTRL_C = 128 + signal.SIGINT  # as shells have it
+EXIT_PIPE_CLOSED = 128 + signal.SIGPIPE
+
+HELP = ("-h", "--help")
+MAX_WIDTH = 110  # columns of help; longer lines are hard to read
+_METAVARS = {int: "N", float: "X", str: "NAME", Path: "PATH"}
+
+
+class ProgramError(Exception):
+    """Ends a program with one sentence and no stack trace: something failed that was asked for rightly."""
+
+    exit_code = EXIT_FAILURE
+
+
+class UserError(ProgramError):
+    """A mistake of the user, told in one sentence: what (the value), where, and what to do."""
+
+    exit_code = EXIT_USER_ERROR
+
+
+def error_of(code: int) -> type[ProgramError]:
+    """What to raise where another program that was started has ended with this exit code."""
+    return UserError if code == EXIT_USER_ERROR else ProgramError
+
+
+def exit_code_of(main: Callable[[], int | None]) -> int:
+    """Run a program to its end; its exit code. What ends it early is told in one sentence on stderr."""
+    try:
+        code = main() or 0
+        sys.stdout.flush()
+        return code
+    except ProgramError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where Python flushes at its end
+        return EXIT_PIPE_CLOSED
+    except OSError as error:
+        where, what = error.filename or "input or output", error.strerror or error
+        print(f"error: {where}: {what}; check path, permissions and disk", file=sys.stderr, flush=True)
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_CTRL_C
+
+
+# --- a command line, by its declaration ---
+
+
+def given(command: Callable[..., object], arguments: Sequence[str], *, prog: str,
+          default: object | None = None) -> dict[str, Any]:  # fmt: skip
+    """The values that a command line gives to parameters of `command`; those that it leaves out are not in the result.
+
+    Args:
+        command: a dataclass or a function. A parameter with a default is an option `--parameter-name`, one without is
+            an argument without a name. Types are bool, int, float, str, Path, a Literal, a tuple of these, or one of
+            these or None; `Annotated[type, "FILE"]` has the word that stands for the value in the help.
+        arguments: what follows the command's name on the command line.
+        prog: how the command is called, for help and errors.
+        default: an object whose attributes are the defaults that help is to name, where not those of `command`.
+
+    Raises:
+        UserError: an unknown option, or a value that is not allowed.
+        SystemExit: after `--help`.
+    """
+    if asks_for_help(arguments):
+        _make_parser(command, prog, default, with_help=True).parse_args(["--help"])
+    values = vars(_make_parser(command, prog, default).parse_args(arguments))
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
+def run_command(commands: Mapping[str, Callable[..., int | None]], arguments: Sequence[str], *,
+                prog: str) -> int | None:  # fmt: skip
+    """Run the function that a command line names, with the parameters that it gives, for a program of several."""
+    if arguments and arguments[0] in HELP:
+        print(describe_commands(commands, prog=prog))
+        return 0
+    name, arguments = choose_command(commands, arguments, prog=prog)
+    return commands[name](**given(commands[name], arguments, prog=f"{prog} {name}"))
+
+
+def choose_command(commands: Mapping[str, Callable[..., object]], arguments: Sequence[str], *, prog: str,
+                   default: str | None = None) -> tuple[str, Sequence[str]]:  # fmt: skip
+    """The command that a command line begins with, or else the default one, and the arguments that follow.
+
+    Raises UserError for none or an unknown one, and for an option that only others of the commands have.
+    """
+    if arguments and not arguments[0].startswith("-"):
+        name, *arguments = arguments
+    elif default:
+        name = default
+    else:
+        raise UserError(f"give a command: {', '.join(commands)} (see {prog} --help)")
+    if name not in commands:
+        raise UserError(f"there is no command {name!r}{nearest(name, commands)} (see {prog} --help)")
+    for option, _ in _options(arguments):
+        having = [other for other, command in commands.items() if option in _option_names(command)]
+        if having and name not in having:
+            owners = " and ".join(having)
+            raise UserError(f"{option} is an option of {owners}, not of {name} (see {prog} {name} --help)")
+    return name, arguments
+
+
+def describe_commands(commands: Mapping[str, Callable[..., object]], *, prog: str, default: str | None = None) -> str:
+    """Help on a program of several commands, with the first sentence of each one's docstring."""
+    lines = [f"usage: {prog} {'[COMMAND]' if default else 'COMMAND'} [--option value ...]", "", "commands:"]
+    width = max(map(len, commands))
+    for name, command in commands.items():
+        lines.append(f"  {name:{width}}  {_description(command).splitlines()[0].removesuffix('.')}")
+    return "\n".join([*lines, "", f"{prog} COMMAND --help lists the options of a command."])
+
+
+def to_arguments(config: object, default: object) -> list[str]:
+    """The options that make `config` out of `default`, a dataclass of the same kind."""
+    arguments = []
+    for field in dataclasses.fields(config):  # type: ignore[arg-type]
+        value, option = getattr(config, field.name), option_name(field.name)
+        if value == getattr(default, field.name):
+            continue
+        if isinstance(value, bool):
+            arguments.append(option if value else option.replace("--", "--no-", 1))
+        else:
+            arguments += [option, *map(str, value if isinstance(value, tuple) else (value,))]
+    return arguments
+
+
+def option_name(parameter: str) -> str:
+    """`json_` is --json: an underscore at the end only tells a parameter from a module."""
+    return "--" + parameter.rstrip("_").replace("_", "-")
+
+
+def asks_for_help(arguments: Sequence[str]) -> bool:
+    return any(word in arguments for word in HELP)
+
+
+def given_value(arguments: Sequence[str], option: str) -> str | None:
+    """The value of `option` on a command line that is not parsed yet; the last one if given twice, as `Parser` takes
+    it, and None where it is not given."""
+    found = None
+    for name, value in _options(arguments):
+        if name == option:
+            found = value
+    return found
+
+
+def did_you_mean(wrong: str, known: Iterable[str]) -> str:
+    """'; did you mean X?', to be put behind the wrong name, or nothing where no known one is near."""
+    close = difflib.get_close_matches(wrong, sorted(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def nearest(wrong: str, known: Iterable[str]) -> str:
+    """The same, or else a list of what there is."""
+    return did_you_mean(wrong, known) or f"; there are: {', '.join(sorted(known))}"
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's parser, which raises a mistake as a UserError; names of options may have underscores for hyphens."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **settings)
+
+    def parse_known_args(  # type: ignore[override]  # overloads that only tell the type of the namespace
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> Any:
+        words = list(sys.argv[1:] if args is None else args)
+        for i, word in enumerate(words):
+            name, equals, value = word.partition("=")
+            if not word or (word.startswith("--") and equals and not value):  # a shell variable that is not set
+                option = name or (words[i - 1] if i else self.prog)
+                raise UserError(f"{option} is followed by an empty value: give one, or leave it out")
+            if word.startswith("--"):
+                words[i] = name.replace("_", "-") + equals + value
+        return super().parse_known_args(words, namespace)
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> Any:
+        parsed, unknown = self.parse_known_intermixed_args(args, namespace)
+        if unknown:
+            name = next((word for word in unknown if word.startswith("-")), unknown[0]).partition("=")[0]
+            if name.startswith("-"):
+                known = self._option_string_actions if name.startswith("--") else ()  # single letters are all near
+                self.error(f"there is no option {name}{did_you_mean(name, known)}")
+            self.error(f"{name} belongs to no option")
+        return parsed
+
+    def error(self, message: str) -> typing.NoReturn:
+        raise UserError(f"{_plain_words(message)} (see {self.prog} --help)")
+
+
+# --- how it is done ---
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str) -> None:
+        width = min(shutil.get_terminal_size().columns, MAX_WIDTH)
+        super().__init__(prog, max_help_position=26, width=width)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False)  # not within the name of an option
+
+
+def _plain_words(message: str) -> str:
+    """argparse's message in the words of this project."""
+    message = message.removeprefix("argument ")
+    if choice := re.fullmatch(r"(\S+): invalid choice: (.*) \(choose from (.*)\)", message):
+        option, wrong, known = choice[1], choice[2].strip("'"), [word.strip(" '") for word in choice[3].split(",")]
+        return f"{option} {wrong} is not one of {', '.join(known)}{did_you_mean(wrong, known)}"
+    if missing := re.fullmatch("the following arguments are required: (.*)", message):
+        return f"{missing[1].replace(', ', ' and ')} must be given"
+    for pattern, words in {
+        r"(\S+): invalid int value: (.*)": r"\1 needs a whole number, not \2",
+        r"(\S+): invalid float value: (.*)": r"\1 needs a number, not \2",
+        r"(\S+): expected (one|at least one) argument": r"\1 needs a value",
+        r"(\S+): expected (\d+) arguments": r"\1 needs \2 values",
+        r"(\S+): not allowed with argument (\S+)": r"\1 and \2 exclude each other: leave out one",
+        r"one of the arguments (.*) is required": r"one of \1 must be given",
+        r"(\S+?)(/\S+)?: ignored explicit argument '(.*)'": r"\1 takes no value, but was given \3",
+    }.items():
+        if re.fullmatch(pattern, message):
+            return re.sub(pattern, words, message)
+    return message
+
+
+def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """(name, value) of each option; the value is "" where nothing follows."""
+    for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
+        if argument.startswith("--"):
+            name, equals, value = argument.partition("=")
+            yield name.replace("_", "-"), value if equals else following
+
+
+def _option_names(command: Callable[..., object]) -> list[str]:
+    return [*_make_parser(command, "")._option_string_actions]
+
+
+def _description(command: Callable[..., object]) -> str:
+    return re.split(r"\n\s*(?:Args|Raises|Returns):", inspect.getdoc(command) or "")[0].strip()
+
+
+def _make_parser(command: Callable[..., object], prog: str, default: object | None = None,
+                 with_help: bool = False) -> Parser:  # fmt: skip
+    defaults = {name: parameter.default for name, parameter in inspect.signature(command).parameters.items()}
+    unnamed = [name for name, value in defaults.items() if value is inspect.Parameter.empty]
+    hints = typing.get_type_hints(command, include_extras=True)
+    texts = _help_texts(command) if with_help else {}
+    usage = [name.upper() + " ..." * (typing.get_origin(hints[name]) is tuple) for name in unnamed]
+    parser = Parser(prog=prog, usage=" ".join([prog, "[--option value ...]", *usage]),
+                    description=_description(command), argument_default=argparse.SUPPRESS)
+    for name in unnamed:
+        parser.add_argument(name, help=texts.get(name), **_takes(hints[name], name.upper()))
+    for title, names in _groups(command).items():
+        group = parser.add_argument_group(title) if title else parser
+        for name in names:
+            if name in unnamed:
+                continue
+            value = getattr(default, name, defaults[name])
+            text, takes = texts.get(name, "") + _default_text(value), _takes(hints[name])
+            if default is None and value is False:  # no preset can have switched it on
+                text, takes = texts.get(name, ""), {"action": "store_true"}
+            group.add_argument(option_name(name), dest=name, help=text.replace("%", "%%"), **takes)
+    return parser
+
+
+def _takes(hint: Any, metavar: str | None = None) -> dict[str, Any]:
+    """What argparse is told about a parameter of this type."""
+    while (origin := typing.get_origin(hint)) in (Annotated, types.UnionType, typing.Union):
+        if origin is Annotated:
+            hint, metavar = typing.get_args(hint)
+        else:
+            (hint,) = set(typing.get_args(hint)) - {types.NoneType}
+    members = typing.get_args(hint)
+    if origin is tuple:
+        return {**_takes(members[0], metavar), "nargs": "+" if members[-1] is Ellipsis else len(members)}
+    if origin is Literal:
+        return {"type": type(members[0]), "choices": members, "metavar": "{" + ",".join(map(str, members)) + "}"}
+    if hint is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    return {"type": hint, "metavar": metavar or _METAVARS[hint]}
+
+
+def _groups(command: Callable[..., object]) -> dict[str, list[str]]:
+    """Names of the parameters by the title of their group. Fields that a dataclass has from a base class are a group,
+    titled with the first line of the base's docstring; its own, as the parameters of a function, have the title ""."""
+    groups: dict[str, list[str]] = {"": []}
+    for name in inspect.signature(command).parameters:
+        owner = command
+        if isinstance(command, type):
+            owner = next(base for base in command.__mro__ if name in vars(base).get("__annotations__", ()))
+        title = "" if owner is command else (owner.__doc__ or "").splitlines()[0].removesuffix(".")
+        groups.setdefault(title, []).append(name)
+    return groups
+
+
+def _help_texts(command: Callable[..., object]) -> dict[str, str]:
+    """The docstring of each parameter, on one line."""
+    import docstring_parser  # reads the docstrings of fields from the source
+
+    kinds = reversed(command.__mro__[:-1]) if isinstance(command, type) else [command]
+    found = (text for kind in kinds for text in docstring_parser.parse_from_object(kind).params)
+    return {text.arg_name: " ".join((text.description or "").split()) for text in found}
+
+
+def _default_text(value: object) -> str:
+    if value is None or value == "" or value == ():
+        return ""
+    if isinstance(value, bool):
+        return f" (default: {'on' if value else 'off'})"
+    values = value if isinstance(value, tuple) else (value,)
+    return f" (default: {' '.join(f'{each:g}' if isinstance(each, float) else str(each) for each in values)})"

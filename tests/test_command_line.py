@@ -1,0 +1,215 @@
+"""Command lines from declarations, the sentences that mistakes get, and exit codes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import pytest
+
+from command_line import (
+    Parser,
+    ProgramError,
+    UserError,
+    choose_command,
+    describe_commands,
+    error_of,
+    exit_code_of,
+    given,
+    to_arguments,
+)
+
+
+def copy(
+    source: Path,
+    more: tuple[str, ...],
+    *,
+    number: int = 3,
+    share: float | None = None,
+    size: tuple[int, int] = (4, 5),
+    colors: tuple[Literal["red", "green"], ...] = (),
+    side: Literal[1, 2] = 1,
+    target: Annotated[Path | None, "FILE"] = None,
+    json_: bool = False,
+    sound: bool = True,
+) -> None:
+    """Copy 100 % of it.
+
+    And more.
+
+    Args:
+        source: Where
+            from.
+        number: How many, at most 50 %.
+        target: Where to.
+    """
+
+
+@dataclass(frozen=True)
+class Sound:
+    """What is heard."""
+
+    volume: float = 0.5
+    """Loudness."""
+    loud: bool = False
+    """Louder."""
+
+
+@dataclass(frozen=True)
+class Image:
+    """What is seen."""
+
+    width: int = 100
+    """In
+    pixels."""
+
+
+@dataclass(frozen=True)
+class Film(Sound, Image):
+    """Make a film."""
+
+    title: str = ""
+    """Its name."""
+
+
+def given_to_copy(line):
+    return given(copy, line.split(), prog="copy")
+
+
+@pytest.mark.parametrize("line, values", [
+    ("a b", {}),
+    ("a b c --number 7", {"more": ("b", "c"), "number": 7}),
+    ("--number=7 a --json b --share 1e-3 c", {"more": ("b", "c"), "number": 7, "json_": True, "share": 0.001}),
+    ("a b --number 1 --number 2", {"number": 2}),
+    ("a b --number -2", {"number": -2}),
+    ("a b --size 1 2 --side 2", {"size": (1, 2), "side": 2}),
+    ("a b --colors red green red", {"colors": ("red", "green", "red")}),
+    ("a b --no-sound --target=x=y", {"sound": False, "target": Path("x=y")}),
+    ("a -- --b", {"more": ("--b",)}),
+])  # fmt: skip
+def test_values(line, values):
+    assert given_to_copy(line) == {"source": Path("a"), "more": ("b",), **values}
+
+
+@pytest.mark.parametrize("line, sentence", [
+    ("", "SOURCE and MORE must be given"),
+    ("a", "MORE must be given"),
+    ("a b --numbr 7", "there is no option --numbr; did you mean --number?"),
+    ("a b --numbr=7", "there is no option --numbr; did you mean --number?"),
+    ("a b --num 7", "there is no option --num; did you mean --number?"),
+    ("a b -n", "there is no option -n"),
+    ("a b --number 1.5", "--number needs a whole number, not '1.5'"),
+    ("a b --share much", "--share needs a number, not 'much'"),
+    ("a b --number", "--number needs a value"),
+    ("a b --number --json", "--number needs a value"),
+    ("a b --size 1", "--size needs 2 values"),
+    ("a b --colors", "--colors needs a value"),
+    ("a b --colors red gren", "--colors gren is not one of red, green; did you mean green?"),
+    ("a b --side 3", "--side 3 is not one of 1, 2"),
+    ("a b --json=yes", "--json takes no value, but was given yes"),
+    ("a b --sound=off", "--sound takes no value, but was given off"),
+])  # fmt: skip
+def test_mistakes(line, sentence):
+    with pytest.raises(UserError) as error:
+        given_to_copy(line)
+    assert str(error.value) == f"{sentence} (see copy --help)"
+
+
+@pytest.mark.parametrize("words, before", [
+    (["a", ""], "a"), (["--target", "", "a"], "--target"), (["a", "--target="], "--target"), ([""], "copy"),
+])  # fmt: skip
+def test_a_shell_variable_that_is_not_set(words, before):
+    with pytest.raises(UserError, match=f"^{before} is followed by an empty value: give one, or leave it out$"):
+        given(copy, words, prog="copy")
+
+
+def test_a_flag_that_a_preset_has_set_can_be_taken_back():
+    preset = Film(loud=True, volume=2)
+    assert given(Film, ["--no-loud"], prog="film", default=preset) == {"loud": False}
+    other = Film(title="M", loud=False, volume=2)
+    arguments = to_arguments(other, preset)
+    assert given(Film, arguments, prog="film", default=preset) == {"title": "M", "loud": False}
+    assert to_arguments(preset, preset) == []
+
+
+def help_of(capsys, monkeypatch, *arguments, **settings):
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as end:
+        given(*arguments, **settings)
+    assert end.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help_of_a_function(capsys, monkeypatch):
+    lines = help_of(capsys, monkeypatch, copy, ["--wrong", "--help"], prog="copy").splitlines()  # --help comes first
+    assert lines[:4] == ["usage: copy [--option value ...] SOURCE MORE ...", "", "Copy 100 % of it.", ""]
+    for words in ("SOURCE Where from.", "--number N How many, at most 50 %. (default: 3)", "--target FILE Where to.",
+                  "--size N N (default: 4 5)", "--json", "--sound, --no-sound (default: on)"):  # fmt: skip
+        assert words in [" ".join(line.split()) for line in lines]
+
+
+def test_help_has_a_group_for_each_base(capsys, monkeypatch):
+    text = help_of(capsys, monkeypatch, Film, ["-h"], prog="film", default=Film(width=7))
+    own, seen, heard = text.index("--title"), text.index("What is seen:"), text.index("What is heard:")
+    assert own < seen < text.index("In pixels. (default: 7)") < heard < text.index("Loudness. (default: 0.5)")
+
+
+def test_commands(capsys):
+    commands = {"copy": copy, "film": Film}
+    assert choose_command(commands, ["film", "--title", "M"], prog="p") == ("film", ["--title", "M"])
+    assert choose_command(commands, ["--number", "3"], prog="p", default="copy") == ("copy", ["--number", "3"])
+    for words, sentence in (
+        ([], "give a command: copy, film"),
+        (["flim"], "there is no command 'flim'; did you mean film?"),
+        (["zzz"], "there is no command 'zzz'; there are: copy, film"),
+        (["film", "--no-sound"], "--no-sound is an option of copy, not of film"),
+        (["copy", "--volume=3"], "--volume is an option of film, not of copy"),
+    ):
+        with pytest.raises(UserError) as error:
+            choose_command(commands, words, prog="p")
+        assert str(error.value).startswith(sentence)
+    assert "  copy  Copy 100 % of it\n  film  Make a film\n" in describe_commands(commands, prog="p")
+
+
+def test_options_that_exclude_each_other():
+    parser = Parser(prog="p")
+    one = parser.add_mutually_exclusive_group(required=True)
+    one.add_argument("--here", action="store_true")
+    one.add_argument("--there", action="store_true")
+    with pytest.raises(UserError, match="^--there and --here exclude each other: leave out one"):
+        parser.parse_args(["--here", "--there"])
+    with pytest.raises(UserError, match="^one of --here --there must be given"):
+        parser.parse_args([])
+
+
+@pytest.mark.parametrize("end, code, said", [
+    (None, 0, ""),
+    (5, 5, ""),
+    (UserError("wrong"), 2, "error: wrong\n"),
+    (ProgramError("broken"), 1, "error: broken\n"),
+    (error_of(2)("theirs"), 2, "error: theirs\n"),
+    (error_of(137)("killed"), 1, "error: killed\n"),
+    (OSError(28, "No space left on device", "a"), 2, "error: a: No space left on device; check path, "),
+    (KeyboardInterrupt(), 130, "interrupted\n"),
+])  # fmt: skip
+def test_exit_codes(end, code, said, capsys):
+    def main():
+        if isinstance(end, BaseException):
+            raise end
+        return end
+
+    assert exit_code_of(main) == code
+    err = capsys.readouterr().err
+    assert err.startswith(said) and bool(err) == bool(said)
+
+
+def test_a_closed_pipe_ends_a_program_silently():
+    program = "import sys, command_line as c\nsys.exit(c.exit_code_of(lambda: print('x' * 10**6)))"
+    done = subprocess.run(["bash", "-c", f'set -o pipefail; "{sys.executable}" -c "{program}" | head -c 1'],
+                          capture_output=True, text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGPIPE, "x", "")
