@@ -129,7 +129,7 @@ def test_show_what_a_gpu_chose(capsys, monkeypatch, tmp_path):
         (["show", "--model", "resnet50"], "model zoo has no 'resnet50'; did you mean resnet50_v"),
         (["show", "--symbol", "missing.json"], "cannot read the graph file missing.json"),
         (["show", "--model", "resnet18_v1", "--batch-size", "0"], "both must be at least 1"),
-        (["show", "--model", "resnet18_v1", "--dtype", "int8"], "--dtype int8 is not one of float16, bfloat16, float32"),
+        (["show", "--model", "resnet18_v1", "--dtype", "int8"], "--dtype int8 is not one of float16, bfloat16"),
         (["show", "--model", "resnet18_v1", "--output", "/dev/null/x"], "cannot write /dev/null/x/before.svg"),
         (["show", "--model", "resnet18_v1", "--gpu", "0", "--inference"], "leave out --inference"),
         (["show", "--model", "resnet18_v1", "--gpu", "99"], "GPU"),  # none at all, or not so many
