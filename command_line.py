@@ -234,12 +234,14 @@ def _plain_words(message: str) -> str:
     message = message.removeprefix("argument ")
     if choice := re.fullmatch(r"(\S+): invalid choice: (.*) \(choose from (.*)\)", message):
         option, wrong, known = choice[1], choice[2].strip("'"), [word.strip(" '") for word in choice[3].split(",")]
-        return f"{option} {wrong} is not one of {', '.join(known)}{did_you_mean(wrong, known)}"
+        meant = "" if wrong.isdecimal() else did_you_mean(wrong, known)
+        return f"{option} {wrong} is not one of {', '.join(known)}{meant}"
     if missing := re.fullmatch("the following arguments are required: (.*)", message):
         return f"{missing[1].replace(', ', ' and ')} must be given"
     for pattern, words in {
         r"(\S+): invalid int value: (.*)": r"\1 needs a whole number, not \2",
         r"(\S+): invalid float value: (.*)": r"\1 needs a number, not \2",
+        r"(\S+): (needs .*)": r"\1 \2",
         r"(\S+): expected (one|at least one) argument": r"\1 needs a value",
         r"(\S+): expected (\d+) arguments": r"\1 needs \2 values",
         r"(\S+): not allowed with argument (\S+)": r"\1 and \2 exclude each other: leave out one",

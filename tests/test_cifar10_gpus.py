@@ -9,8 +9,8 @@ import sys
 import pytest
 from test_results import faults
 
+from command_line import UserError
 from train.config import load_preset
-from train.errors import TrainError
 from train.launch import plan
 
 
@@ -59,5 +59,5 @@ def test_runs_side_by_side(benchmark, tmp_path, monkeypatch):
     assert [(line["program"], line["seed"], line["top1"], line["seconds"]) for line in lines] == [
         ("1 GPU", 5, 0.1, 6.5), ("1 GPU, 2 passes", 6, 0.2, 6.5)
     ]  # fmt: skip
-    with pytest.raises(TrainError, match="training on 1 GPU, 3 passes failed with code 2"):
+    with pytest.raises(UserError, match="training on 1 GPU, 3 passes failed with code 2"):
         benchmark.train([(together, 5), (benchmark.ways(3)[1], 5)], slots, config, tmp_path)

@@ -87,8 +87,6 @@ def main(arguments: Sequence[str]) -> None:
 
 def predict(options: PredictOptions) -> list[Prediction]:
     """Predictions for the given image files, in their order. Raises TrainError or DataError for a user's mistake."""
-    if not options.images:
-        raise TrainError("no image files given: name at least one after the options")
     if not options.checkpoint:
         raise TrainError("prediction needs trained weights: give --checkpoint with a run folder or a checkpoint file")
     for name in ("top", "batch_size"):

@@ -109,7 +109,7 @@ def test_mistake_on_one_rank_ends_all_with_one_sentence():
                     raise TrainError("disk 7 of rank 1 is on fire; put it out")
             workers.sum([1.0])  # rank 0 would wait here forever
 
-        program.COMMANDS["train"] = command
+        program.COMMANDS["train"] = (command, program.Config)
         sys.exit(program.main(["train"]))
     """
     done = run_processes(script)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from command_line import UserError
 from graph_passes import Graph
 from graph_passes.executors import create_executor
 from mxnet_compat import mx
@@ -179,7 +180,7 @@ def test_bad_input_is_one_sentence(
     arguments: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(TrainError) as error:
+    with pytest.raises(UserError) as error:
         export.main(arguments)
     assert sentence in str(error.value) and "\n" not in str(error.value)
     assert not list(tmp_path.iterdir())
