@@ -117,14 +117,18 @@ def choose_command(commands: Mapping[str, Callable[..., object]], arguments: Seq
         name, *arguments = arguments
     elif default:
         name = default
+        for before, word in itertools.pairwise(arguments):
+            if word in commands and not before.startswith("--"):
+                raise UserError(f"the command {word} comes before the options: {prog} {word} ...")
     else:
-        raise UserError(f"give a command: {', '.join(commands)} (see {prog} --help)")
+        raise UserError(f"give a command first: {', '.join(commands)} (see {prog} --help)")
     if name not in commands:
         raise UserError(f"there is no command {name!r}{nearest(name, commands)} (see {prog} --help)")
     for option, _ in _options(arguments):
         having = [other for other, command in commands.items() if option in _option_names(command)]
         if having and name not in having:
-            owners = " and ".join(having)
+            *others, last = having
+            owners = f"{', '.join(others)} and {last}" if others else last
             raise UserError(f"{option} is an option of {owners}, not of {name} (see {prog} {name} --help)")
     return name, arguments
 
@@ -173,13 +177,23 @@ def given_value(arguments: Sequence[str], option: str) -> str | None:
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
     """'; did you mean X?', to be put behind the wrong name, or nothing where no known one is near."""
-    close = difflib.get_close_matches(wrong, sorted(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else ""
+    bare = {name.lstrip("-"): name for name in sorted(known)}
+    initials = {"".join(part[0] for part in name.split("-")): name for name in bare if "-" in name}  # --lr, --wd
+    wrong = wrong.lstrip("-")
+    close = [initials[wrong]] if wrong in initials else difflib.get_close_matches(wrong, bare, n=1)
+    return f"; did you mean {bare[close[0]]}?" if close else ""
 
 
 def nearest(wrong: str, known: Iterable[str]) -> str:
     """The same, or else a list of what there is."""
     return did_you_mean(wrong, known) or f"; there are: {', '.join(sorted(known))}"
+
+
+def positive_int(text: str) -> int:
+    """The type of an option of `Parser` whose value is a whole number above 0."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"needs a whole number above 0, not {text!r}")
+    return int(text)
 
 
 class Parser(argparse.ArgumentParser):
@@ -207,7 +221,7 @@ class Parser(argparse.ArgumentParser):
         parsed, unknown = self.parse_known_intermixed_args(args, namespace)
         if unknown:
             name = next((word for word in unknown if word.startswith("-")), unknown[0]).partition("=")[0]
-            if name.startswith("-"):
+            if name.strip("-") and name.startswith("-"):
                 known = self._option_string_actions if name.startswith("--") else ()  # single letters are all near
                 self.error(f"there is no option {name}{did_you_mean(name, known)}")
             self.error(f"{name} belongs to no option")
@@ -234,8 +248,7 @@ def _plain_words(message: str) -> str:
     message = message.removeprefix("argument ")
     if choice := re.fullmatch(r"(\S+): invalid choice: (.*) \(choose from (.*)\)", message):
         option, wrong, known = choice[1], choice[2].strip("'"), [word.strip(" '") for word in choice[3].split(",")]
-        meant = "" if wrong.isdecimal() else did_you_mean(wrong, known)
-        return f"{option} {wrong} is not one of {', '.join(known)}{meant}"
+        return f"{option} {wrong} is not one of {', '.join(known)}"
     if missing := re.fullmatch("the following arguments are required: (.*)", message):
         return f"{missing[1].replace(', ', ' and ')} must be given"
     for pattern, words in {
@@ -258,7 +271,7 @@ def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
     for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
         if argument.startswith("--"):
             name, equals, value = argument.partition("=")
-            yield name.replace("_", "-"), value if equals else following
+            yield name.replace("_", "-"), value if equals else "" if following.startswith("--") else following
 
 
 def _option_names(command: Callable[..., object]) -> list[str]:
@@ -276,7 +289,8 @@ def _make_parser(command: Callable[..., object], prog: str, default: object | No
     hints = typing.get_type_hints(command, include_extras=True)
     texts = _help_texts(command) if with_help else {}
     usage = [name.upper() + " ..." * (typing.get_origin(hints[name]) is tuple) for name in unnamed]
-    parser = Parser(prog=prog, usage=" ".join([prog, "[--option value ...]", *usage]),
+    options = ["[--option value ...]"] if len(unnamed) < len(defaults) else []
+    parser = Parser(prog=prog, usage=" ".join([prog, *options, *usage]),
                     description=_description(command), argument_default=argparse.SUPPRESS)
     for name in unnamed:
         parser.add_argument(name, help=texts.get(name), **_takes(hints[name], name.upper()))

@@ -17,7 +17,7 @@ from record import flags, run, write_result
 from several_gpus import check_gpus, make_parser, measure_in_processes
 from step_gpu import LEARNING_RATE, WARM_UP, make_step
 
-from command_line import ProgramError
+from command_line import ProgramError, positive_int
 from train.build import join_bn_group
 from train.config import Config
 from train.devices import Placement
@@ -60,7 +60,7 @@ def measure(arguments: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = make_parser(__doc__, batch=64, steps=20)
-    parser.add_argument("--gpus", type=int, default=4)
+    parser.add_argument("--gpus", type=positive_int, default=4)
     arguments = parser.parse_args()
     if arguments.worker:
         measure(arguments)

@@ -31,7 +31,7 @@ from cifar10_time_to_accuracy import DEFAULT_DATA, Line, by_seed, in_epochs, sum
 from record import RESULTS, ROOT, run, write_result
 from several_gpus import check_gpus
 
-from command_line import Parser, error_of
+from command_line import Parser, error_of, positive_int
 from train.config import Config, load_preset
 from train.launch import Slot, plan
 
@@ -107,9 +107,9 @@ def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("--preset", default="cifar10_resnet18")
     parser.add_argument("--data", type=Path, default=DEFAULT_DATA, help="CIFAR-10 in any form that the loader reads")
-    parser.add_argument("--gpus", type=int, default=2)
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each; a published result needs 3")
-    parser.add_argument("--epochs", type=int, default=18)
+    parser.add_argument("--gpus", type=positive_int, default=2)
+    parser.add_argument("--seeds", type=positive_int, default=3, help="runs of each; a published result needs 3")
+    parser.add_argument("--epochs", type=positive_int, default=18)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
     arguments = parser.parse_args()
     check_gpus(arguments.gpus)

@@ -32,7 +32,7 @@ import numpy as np
 import record
 from torch_peer import require_peer, start_peer
 
-from command_line import Parser, ProgramError, UserError, error_of
+from command_line import Parser, ProgramError, UserError, error_of, positive_int
 from pipelines import MEAN, STD, LoaderConfig
 from pipelines.decoded import decode_once
 from pipelines.sources import open_source
@@ -208,7 +208,8 @@ def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("--preset", default="cifar10_resnet18")
     parser.add_argument("--data", type=Path, default=DEFAULT_DATA, help="CIFAR-10 in any form that the loader reads")
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each, at least 2; a published result needs 3")
+    parser.add_argument("--seeds", type=positive_int, default=3,
+                        help="runs of each, at least 2; a published result needs 3")
     parser.add_argument("--epochs", type=int, default=0, help="of both; 0: those of the preset")
     arguments = parser.parse_args()
     if arguments.seeds < 2:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from record import SAMPLE, run, write_result
 
-from command_line import Parser
+from command_line import Parser, positive_int
 from mxnet_compat import mx
 from pipelines import MEAN, STD, LoaderConfig, open_loader
 from pipelines.make_records import Options, plan_files, write_records
@@ -87,10 +87,13 @@ def measure(programs: dict[str, NextBatch], num_rounds: int, num_batches: int, w
 def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("--data", type=Path, default=SAMPLE, help="class folders with JPEGs")
-    parser.add_argument("--batch", type=int, default=32, help="images in a batch (default: %(default)s)")
-    parser.add_argument("--size", type=int, default=224, help="height and width of an image (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=num_cores(), help="of each program (default: all cores)")
-    parser.add_argument("--rounds", type=int, default=9, help="measurements of each program (default: %(default)s)")
+    parser.add_argument("--batch", type=positive_int, default=32, help="images in a batch (default: %(default)s)")
+    parser.add_argument("--size", type=positive_int, default=224,
+                        help="height and width of an image (default: %(default)s)")
+    parser.add_argument("--threads", type=positive_int, default=num_cores(),
+                        help="of each program (default: all cores)")
+    parser.add_argument("--rounds", type=positive_int, default=9,
+                        help="measurements of each program (default: %(default)s)")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         records = Path(folder)

@@ -20,7 +20,7 @@ from typing import Any
 from record import RESULTS, SAMPLE, flags, run, write_result
 from torch_peer import TorchPeer, take_turns
 
-from command_line import Parser
+from command_line import Parser, positive_int
 from pipelines import LoaderConfig
 from pipelines.bench import bench_settings, time_loader
 from pipelines.dali_loader import DaliLoader
@@ -50,10 +50,10 @@ def write_lines(name: str, lines: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("--data", type=Path, default=SAMPLE, help="class folders with JPEGs")
-    parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--size", type=int, default=224)
-    parser.add_argument("--workers", type=int, default=num_cores(), help="of the peer (default: all cores)")
-    parser.add_argument("--rounds", type=int, default=2, help="turns of ours and the peer")
+    parser.add_argument("--batch", type=positive_int, default=256)
+    parser.add_argument("--size", type=positive_int, default=224)
+    parser.add_argument("--workers", type=positive_int, default=num_cores(), help="of the peer (default: all cores)")
+    parser.add_argument("--rounds", type=positive_int, default=2, help="turns of ours and the peer")
     parser.add_argument("--seconds", type=float, default=3.0, help="for each turn of ours, and half for each setting")
     parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu", help="cpu: to try this program out")
     arguments = parser.parse_args()

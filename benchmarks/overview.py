@@ -9,7 +9,9 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from record import RESULTS
+from record import RESULTS, run
+
+from command_line import Parser
 
 # NVIDIA's entry to MLPerf Training 4.0 on 8 H200, in images/sec: median `throughput` of the last nine epochs in
 # NVIDIA/results/h200_ngc24.04_mxnet/resnet/result_0.txt of github.com/mlcommons/training_results_v4.0. ImageNet, batch
@@ -64,5 +66,10 @@ def plot(bars: list[Bar], path: Path) -> None:
     plt.close(figure)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    Parser(description=__doc__).parse_args()
     plot(bars(), RESULTS / "overview.png")
+
+
+if __name__ == "__main__":
+    run(main)

@@ -26,7 +26,7 @@ import numpy as np
 import record
 from torch_peer import require_peer, start_peer
 
-from command_line import Parser, ProgramError
+from command_line import Parser, ProgramError, positive_int
 from graph_passes.executors.base import parse_device
 from graph_passes.executors.cuda.optimizer import INITIAL_LOSS_SCALE
 from mxnet_compat import mx
@@ -196,9 +196,9 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=0, help="0: that of the preset")
     parser.add_argument("--learning-rate", type=float, default=0.0, help="for 256 images; 0: that of the preset")
     parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto")
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--size", type=int, default=112, help="pixels")
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--batch", type=positive_int, default=64)
+    parser.add_argument("--size", type=positive_int, default=112, help="pixels")
+    parser.add_argument("--steps", type=positive_int, default=300)
     arguments = parser.parse_args()
     require_peer()
     config = make_config(arguments)

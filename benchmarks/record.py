@@ -22,12 +22,13 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:  # the project need not be installed: all programs here import this first
     sys.path.insert(0, str(ROOT))
 
-from command_line import exit_code_of  # noqa: E402
+from command_line import UserError, exit_code_of  # noqa: E402
 from train import environment  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 REAL_DATA = Path(os.environ.get("RESNET_REAL_DATA", ROOT.parent / "shared" / "data"))
 SAMPLE = REAL_DATA / "imagenet_sample"
+MIN_STEPS = 5  # of a figure
 
 
 def run(main: Callable[[], None]) -> None:
@@ -58,10 +59,13 @@ def write_result(
 ) -> Path:
     """Write one figure and print it.
 
-    step_ms          raw times of all counted steps, warm-up left out, in ms; at least 5
+    step_ms          raw times of all counted steps, warm-up left out, in ms; at least MIN_STEPS
     images_per_step  images in one step (of all GPUs); None for a figure in seconds
     peer_step_ms     the peer's times for steps of as many images; or give its figure, `peer_value`
     """
+    if len(step_ms) < MIN_STEPS:
+        raise UserError(f"{name}: a figure needs at least {MIN_STEPS} times, and {len(step_ms)} were measured; ask for "
+                        "more steps or rounds")
     value, spread, unit = speed(step_ms, images_per_step)
     if peer_step_ms:
         peer_value = speed(peer_step_ms, images_per_step)[0]

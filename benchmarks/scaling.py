@@ -30,7 +30,7 @@ from record import SAMPLE, flags, run, write_result
 from several_gpus import make_parser, measure_in_processes, run_command
 from step_gpu import LEARNING_RATE, make_step
 
-from command_line import ProgramError, UserError
+from command_line import ProgramError, UserError, positive_int
 from graph_passes.executors.cuda.buckets import Bucket
 from graph_passes.executors.cuda.training_step import OnBucket
 from nvidia_gpus import find_gpus
@@ -321,9 +321,9 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=SAMPLE, help="class folders with JPEGs")
     parser.add_argument("--warm-up", type=int, default=120, help="steps before; 3 s of work, since a GPU that has been "
                         "idle exceeds its power limit for the first second (docs/multi_gpu.md)")
-    parser.add_argument("--buckets", type=int, default=2)
+    parser.add_argument("--buckets", type=positive_int, default=2)
     parser.add_argument("--wire-dtype", choices=("auto", "float32"), default="auto")
-    parser.add_argument("--gpus", type=int, nargs="+", default=(1, 2, 4, 8))
+    parser.add_argument("--gpus", type=positive_int, nargs="+", default=(1, 2, 4, 8))
     arguments = parser.parse_args()
     if arguments.worker:
         measure_synthetic(arguments)

@@ -15,7 +15,7 @@ from typing import Any
 
 from record import RESULTS, ROOT
 
-from command_line import Parser, UserError
+from command_line import Parser, UserError, positive_int
 from nvidia_gpus import find_gpus
 
 LAUNCH = """import sys
@@ -26,8 +26,8 @@ sys.exit(launch(plan(int(sys.argv[1]), on_cpu=False)[0], sys.argv[2:]))"""
 def make_parser(description: str | None, batch: int, steps: int) -> Parser:
     """With the options that all of them have, and these defaults. --worker: what `measure_in_processes` starts."""
     parser = Parser(description=description)
-    parser.add_argument("--batch", type=int, default=batch, help="images on each GPU")
-    parser.add_argument("--steps", type=int, default=steps, help="counted steps in each turn")
+    parser.add_argument("--batch", type=positive_int, default=batch, help="images on each GPU")
+    parser.add_argument("--steps", type=positive_int, default=steps, help="counted steps in each turn")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     return parser

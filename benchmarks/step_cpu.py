@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from record import run, write_result
 
-from command_line import Parser
+from command_line import Parser, positive_int
 from graph_passes import Graph
 from graph_passes.executors import create_executor
 from mxnet_compat import mx
@@ -80,9 +80,11 @@ def measure(steps: dict[str, Step], num_rounds: int, warm_up: int) -> dict[str, 
 
 def main() -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument("--batch", type=int, default=32, help="images a step (default: %(default)s)")
-    parser.add_argument("--size", type=int, default=64, help="height and width of an image (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=60, help="counted steps of each program (default: %(default)s)")
+    parser.add_argument("--batch", type=positive_int, default=32, help="images a step (default: %(default)s)")
+    parser.add_argument("--size", type=positive_int, default=64,
+                        help="height and width of an image (default: %(default)s)")
+    parser.add_argument("--rounds", type=positive_int, default=60,
+                        help="counted steps of each program (default: %(default)s)")
     arguments = parser.parse_args()
     steps = {"ours": our_step(arguments.batch, arguments.size), "gluon": gluon_step(arguments.batch, arguments.size)}
     times = measure(steps, arguments.rounds, warm_up=5)

@@ -27,7 +27,7 @@ from typing import Any
 from record import RESULTS, flags, run, write_result
 from torch_peer import TorchPeer, take_turns
 
-from command_line import Parser, ProgramError
+from command_line import Parser, ProgramError, positive_int
 from graph_passes import Graph
 from graph_passes.executors import create_executor
 from graph_passes.executors.cuda import profile
@@ -102,11 +102,11 @@ def gib(num_bytes: int) -> float:
 def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("--depth", type=int, default=50)
-    parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--size", type=int, default=224)
+    parser.add_argument("--batch", type=positive_int, default=256)
+    parser.add_argument("--size", type=positive_int, default=224)
     parser.add_argument("--dtype", choices=tuple(SHORT), default="float16")
-    parser.add_argument("--steps", type=int, default=50, help="counted steps in each round")
-    parser.add_argument("--rounds", type=int, default=2, help="turns of ours and the peer")
+    parser.add_argument("--steps", type=positive_int, default=50, help="counted steps in each round")
+    parser.add_argument("--rounds", type=positive_int, default=2, help="turns of ours and the peer")
     parser.add_argument("--peer", choices=("eager", "compile"), default="compile")
     parser.add_argument("--profile", type=Path, help="write one line per kernel of the step to this file")
     parser.add_argument("--inference", action="store_true", help="forward with folded BatchNorm, from batch to answer")

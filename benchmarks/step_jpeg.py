@@ -29,7 +29,7 @@ from loader_gpu import repeated_records, write_lines
 from record import SAMPLE, flags, run, write_result
 from torch_peer import TorchPeer
 
-from command_line import Parser
+from command_line import Parser, positive_int
 from graph_passes.executors.cuda.executor import CudaExecutor
 from pipelines import Batch, Loader, open_loader
 from pipelines.progress import num_cores
@@ -80,11 +80,12 @@ def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("--data", type=Path, default=SAMPLE, help="class folders with JPEGs")
     parser.add_argument("--depth", type=int, default=50, choices=(18, 34, 50, 101, 152))
-    parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=80, help="counted steps in each turn")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of both")
+    parser.add_argument("--batch", type=positive_int, default=256)
+    parser.add_argument("--steps", type=positive_int, default=80, help="counted steps in each turn")
+    parser.add_argument("--rounds", type=positive_int, default=3, help="turns of both")
     parser.add_argument("--threads", type=int, default=0, help="of our loader (default: all cores)")
-    parser.add_argument("--workers", type=int, default=num_cores(), help="of the peer's loader (default: all cores)")
+    parser.add_argument("--workers", type=positive_int, default=num_cores(),
+                        help="of the peer's loader (default: all cores)")
     parser.add_argument("--sweep", action="store_true", help="measure other settings of the loader, and nothing else")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -133,8 +133,8 @@ def _zoo_graph(name: str) -> Graph:
     functions = (n for n in vars(vision) if n[0].islower() and callable(getattr(vision, n)))
     models = sorted(n for n in functions if not n.startswith("get_"))
     if name not in models:
-        raise GraphError(f"MXNet's model zoo has no '{name}'{did_you_mean(name, models)} (For our own networks, write "
-                         "the Symbol with `python -m train export --symbol FILE` and give --symbol FILE.)")
+        raise GraphError(f"MXNet's model zoo has no {name!r}{did_you_mean(name, models)} (our own networks: python -m "
+                         "train export --symbol FILE, and here --symbol FILE)")
     return Graph.from_json(getattr(vision, name)()(mx.sym.var("data")).tojson())
 
 

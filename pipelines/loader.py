@@ -121,9 +121,10 @@ class Loader(ABC):
         if config.split == "train":
             self.num_batches = num_images // global_batch  # what is left over differs in every epoch
             if self.num_batches == 0:
+                each = f" ({config.batch_size} on each of {shard[1]} processes)" if shard[1] > 1 else ""
                 raise DataError(
-                    f"{config.data}: {num_images} training images are fewer than one batch of {global_batch} "
-                    f"({config.batch_size} on each of {shard[1]} processes); choose a smaller batch or add images"
+                    f"{config.data}: {num_images} training images are fewer than one batch of {global_batch}{each}; "
+                    "choose a smaller batch or add images"
                 )
         else:
             self.num_batches = -(-num_images // global_batch)

@@ -18,9 +18,11 @@ from command_line import (
     UserError,
     choose_command,
     describe_commands,
+    did_you_mean,
     error_of,
     exit_code_of,
     given,
+    given_value,
     to_arguments,
 )
 
@@ -101,6 +103,8 @@ def test_values(line, values):
     ("a", "MORE must be given"),
     ("a b --numbr 7", "there is no option --numbr; did you mean --number?"),
     ("a b --numbr=7", "there is no option --numbr; did you mean --number?"),
+    ("a b --shrae 1", "there is no option --shrae; did you mean --share?"),
+    ("a b --nonsense", "there is no option --nonsense"),
     ("a b --num 7", "there is no option --num; did you mean --number?"),
     ("a b -n", "there is no option -n"),
     ("a b --number 1.5", "--number needs a whole number, not '1.5'"),
@@ -109,7 +113,7 @@ def test_values(line, values):
     ("a b --number --json", "--number needs a value"),
     ("a b --size 1", "--size needs 2 values"),
     ("a b --colors", "--colors needs a value"),
-    ("a b --colors red gren", "--colors gren is not one of red, green; did you mean green?"),
+    ("a b --colors red gren", "--colors gren is not one of red, green"),
     ("a b --side 3", "--side 3 is not one of 1, 2"),
     ("a b --json=yes", "--json takes no value, but was given yes"),
     ("a b --sound=off", "--sound takes no value, but was given off"),
@@ -164,7 +168,7 @@ def test_commands(capsys):
     assert choose_command(commands, ["film", "--title", "M"], prog="p") == ("film", ["--title", "M"])
     assert choose_command(commands, ["--number", "3"], prog="p", default="copy") == ("copy", ["--number", "3"])
     for words, sentence in (
-        ([], "give a command: copy, film"),
+        ([], "give a command first: copy, film"),
         (["flim"], "there is no command 'flim'; did you mean film?"),
         (["zzz"], "there is no command 'zzz'; there are: copy, film"),
         (["film", "--no-sound"], "--no-sound is an option of copy, not of film"),
@@ -173,7 +177,21 @@ def test_commands(capsys):
         with pytest.raises(UserError) as error:
             choose_command(commands, words, prog="p")
         assert str(error.value).startswith(sentence)
+    with pytest.raises(UserError, match="^the command film comes before the options: p film ...$"):
+        choose_command(commands, ["--number", "3", "film"], prog="p", default="copy")
+    assert choose_command(commands, ["--target", "film"], prog="p", default="copy")[0] == "copy"
     assert "  copy  Copy 100 % of it\n  film  Make a film\n" in describe_commands(commands, prog="p")
+
+
+def test_initials_of_an_option():
+    assert did_you_mean("--lr", ["--left", "--learning-rate"]) == "; did you mean --learning-rate?"
+    assert did_you_mean("--lr", ["--left", "--ear"]) == ""
+
+
+def test_a_value_before_the_command_line_is_parsed():
+    words = ["--a_b=3", "--c", "--d", "4", "--c", "5"]
+    assert [given_value(words, option) for option in ("--a-b", "--c", "--d", "--e")] == ["3", "5", "4", None]
+    assert given_value(words[:3], "--c") == ""
 
 
 def test_options_that_exclude_each_other():

@@ -67,7 +67,8 @@ def open_split(config: Config, split: str, placement: Placement, workers: Worker
     )
     found = len(loader.class_names)
     if 0 < config.num_classes < found:
-        raise TrainError(f"--num-classes {config.num_classes} is less than the {found} classes of {config.data}")
+        raise TrainError(f"--num-classes {config.num_classes} is less than the {found} classes of {config.data}: "
+                         "leave it out, or raise it")
     return loader
 
 

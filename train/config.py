@@ -366,8 +366,8 @@ def parse(kind: type[C], arguments: Sequence[str], *, command: str, default: Con
         SystemExit: after `--help`.
     """
     preset = given_value(arguments, "--config")
-    if default is None or preset is not None:
-        default = load_preset(preset if preset is not None else DEFAULT_PRESET)
+    if default is None or preset:
+        default = load_preset(preset or DEFAULT_PRESET)
     values = given(kind, arguments, prog=f"python -m train {command}", default=default)
     config = kind(**{**vars(default), **values})
     if "warmup_epochs" not in values:

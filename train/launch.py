@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, NoReturn
 
-from command_line import EXIT_USER_ERROR, Parser, exit_code_of, given_value
+from command_line import EXIT_USER_ERROR, Parser, exit_code_of, given_value, positive_int
 from train import topology
 from train.errors import EXIT_LOST_PROCESS, NoHorovodError, TrainError
 from train.signals import handled
@@ -283,12 +283,6 @@ def _require_horovod(num_processes: int) -> None:
 # --- the command line ---
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"needs a whole number above 0, not {text!r}")
-    return int(text)
-
-
 def _seconds(text: str) -> int:
     if not text.isdecimal() or int(text) > 3600:
         raise argparse.ArgumentTypeError(f"needs whole seconds from 0 to 3600, not {text!r}")
@@ -298,10 +292,10 @@ def _seconds(text: str) -> int:
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The launcher's own options, and the arguments of `python -m train`. Raises UserError for a wrong value."""
     parser = Parser(prog="scripts/dgx1_8gpu.sh", add_help=False)
-    parser.add_argument("-n", "--processes", type=_count)
-    parser.add_argument("-b", type=_count, dest="batch_size")
-    parser.add_argument("-e", type=_count, dest="epochs")
-    parser.add_argument("--min-np", type=_count)
+    parser.add_argument("-n", "--processes", type=positive_int)
+    parser.add_argument("-b", type=positive_int, dest="batch_size")
+    parser.add_argument("-e", type=positive_int, dest="epochs")
+    parser.add_argument("--min-np", type=positive_int)
     parser.add_argument("--cooldown", type=_seconds, default=0)
     parser.add_argument("-h", "--help", action="store_true")
     own, passed = parser.parse_known_args(arguments)

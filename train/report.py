@@ -13,7 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from command_line import asks_for_help, exit_code_of
+from command_line import exit_code_of, given
 from train import files, plots
 from train.config import SYNTHETIC
 from train.document import Block, Code, Heading, Plot, Table, Text, Tiles, html_page, markdown
@@ -236,20 +236,21 @@ def _duration(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds))) if seconds >= 60 else f"{seconds:.1f} s"
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Make the report of a run folder anew. Raises TrainError for a folder without a run's record."""
-    usage = f"usage: python -m train.report RUN_FOLDER (the folder with a run's {METRICS_FILE})"
-    if asks_for_help(arguments):
-        print(usage)
-        return
-    if len(arguments) != 1:
-        raise TrainError(usage)
-    folder = Path(arguments[0])
-    path = folder / METRICS_FILE
+def remake(run_folder: Path) -> None:
+    """Make the report of a run anew.
+
+    Args:
+        run_folder: The output folder of a training run, with its metrics.jsonl.
+    """
+    path = run_folder / METRICS_FILE
     if not path.is_file():
-        raise TrainError(f"there is no {METRICS_FILE} in {folder}: give the output folder of a training run")
-    print(write_report(folder / "report", RunRecord.read_jsonl(path)))
+        raise TrainError(f"there is no {METRICS_FILE} in {run_folder}: give the output folder of a training run")
+    print(write_report(run_folder / "report", RunRecord.read_jsonl(path)))
+
+
+def main() -> None:
+    remake(**given(remake, sys.argv[1:], prog="python -m train.report"))
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code_of(lambda: main(sys.argv[1:])))
+    sys.exit(exit_code_of(main))

@@ -100,7 +100,7 @@ def locate(data: str | Path, split: str) -> Location:
     known = ", ".join(entry.looks_like for entry in FORMATS.values())
     problem = "is in none of the known formats" if path.exists() else "does not exist"
     raise DataError(
-        f"data path {path} {problem}; give {known}, a folder with train and val as any of these, or 'synthetic'"
+        f"data path {path} {problem}; give {known}, or a folder with train and val as any of these"
     )
 
 

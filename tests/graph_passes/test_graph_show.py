@@ -124,7 +124,7 @@ def test_show_what_a_gpu_chose(capsys, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give a command: show"),
+        ([], "give a command first: show"),
         (["show"], "give either --symbol FILE or --model NAME"),
         (["show", "--model", "resnet50"], "model zoo has no 'resnet50'; did you mean resnet50_v"),
         (["show", "--symbol", "missing.json"], "cannot read the graph file missing.json"),

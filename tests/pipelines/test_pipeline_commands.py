@@ -76,7 +76,7 @@ def test_make_samples(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give a command: make-records, verify, bench"),
+        ([], "give a command first: make-records, verify, bench"),
         (["verfy"], "there is no command 'verfy'; did you mean verify?"),
         (["verify"], "DATA must be given"),
         (["verify", "x", "--splt", "val"], "did you mean --split?"),
