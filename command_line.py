@@ -64,6 +64,8 @@ def exit_code_of(main: Callable[[], int | None]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where Python flushes at its end
         return EXIT_PIPE_CLOSED
     except OSError as error:
+        if error.errno is None:  # not the system's answer: a library that cannot be loaded
+            raise
         where, what = error.filename or "input or output", error.strerror or error
         print(f"error: {where}: {what}; check path, permissions and disk", file=sys.stderr, flush=True)
         return EXIT_USER_ERROR
@@ -124,8 +126,9 @@ def choose_command(commands: Mapping[str, Callable[..., object]], arguments: Seq
         raise UserError(f"give a command first: {', '.join(commands)} (see {prog} --help)")
     if name not in commands:
         raise UserError(f"there is no command {name!r}{nearest(name, commands)} (see {prog} --help)")
+    names = {other: _option_names(command) for other, command in commands.items()}
     for option, _ in _options(arguments):
-        having = [other for other, command in commands.items() if option in _option_names(command)]
+        having = [other for other in commands if option in names[other]]
         if having and name not in having:
             *others, last = having
             owners = f"{', '.join(others)} and {last}" if others else last
@@ -133,13 +136,16 @@ def choose_command(commands: Mapping[str, Callable[..., object]], arguments: Seq
     return name, arguments
 
 
-def describe_commands(commands: Mapping[str, Callable[..., object]], *, prog: str, default: str | None = None) -> str:
-    """Help on a program of several commands, with the first sentence of each one's docstring."""
+def describe_commands(commands: Mapping[str, Callable[..., object]], *, prog: str, default: str | None = None,
+                      note: str = "") -> str:  # fmt: skip
+    """Help on a program of several commands, with the first line of each one's docstring, and a note at the end."""
     lines = [f"usage: {prog} {'[COMMAND]' if default else 'COMMAND'} [--option value ...]", "", "commands:"]
-    width = max(map(len, commands))
+    indent = max(map(len, commands)) + 4
     for name, command in commands.items():
-        lines.append(f"  {name:{width}}  {_description(command).splitlines()[0].removesuffix('.')}")
-    return "\n".join([*lines, "", f"{prog} COMMAND --help lists the options of a command."])
+        summary = _description(command).splitlines()[0].removesuffix(".")
+        lines.append(textwrap.fill(f"  {name:{indent - 4}}  {summary}", _help_width(), subsequent_indent=" " * indent))
+    return "\n".join([*lines, "", f"{prog} COMMAND --help lists the options of a command.",
+                      *textwrap.wrap(note, _help_width())])
 
 
 def to_arguments(config: object, default: object) -> list[str]:
@@ -178,7 +184,7 @@ def given_value(arguments: Sequence[str], option: str) -> str | None:
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
     """'; did you mean X?', to be put behind the wrong name, or nothing where no known one is near."""
     bare = {name.lstrip("-"): name for name in sorted(known)}
-    initials = {"".join(part[0] for part in name.split("-")): name for name in bare if "-" in name}  # --lr, --wd
+    initials = {"".join(part[:1] for part in name.split("-")): name for name in bare if "-" in name}  # --lr, --wd
     wrong = wrong.lstrip("-")
     close = [initials[wrong]] if wrong in initials else difflib.get_close_matches(wrong, bare, n=1)
     return f"; did you mean {bare[close[0]]}?" if close else ""
@@ -234,13 +240,21 @@ class Parser(argparse.ArgumentParser):
 # --- how it is done ---
 
 
-class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+def _help_width() -> int:
+    return min(shutil.get_terminal_size().columns, MAX_WIDTH)
+
+
+class _HelpFormatter(argparse.HelpFormatter):
     def __init__(self, prog: str) -> None:
-        width = min(shutil.get_terminal_size().columns, MAX_WIDTH)
-        super().__init__(prog, max_help_position=26, width=width)
+        super().__init__(prog, max_help_position=26, width=_help_width())
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """A description; its paragraphs with indented lines are left as they are."""
+        return "\n\n".join(part if re.search("^ ", part, re.MULTILINE) else textwrap.fill(part, width)
+                           for part in text.strip().split("\n\n"))  # fmt: skip
 
     def _split_lines(self, text: str, width: int) -> list[str]:
-        return textwrap.wrap(text, width, break_on_hyphens=False)  # not within the name of an option
+        return textwrap.wrap(text, width, break_on_hyphens=False)  # which are in names of options
 
 
 def _plain_words(message: str) -> str:

@@ -280,8 +280,8 @@ def main(arguments: Sequence[str]) -> int:
     options = {name: options for name, (_, options) in COMMANDS.items()}
     try:
         if arguments and arguments[0] in ("-h", "--help"):
-            print(describe_commands(options, prog="python -m train", default="train"))
-            print(f"Presets for --config: {', '.join(presets())}.")
+            note = f"Presets for --config: {', '.join(presets())}."
+            print(describe_commands(options, prog="python -m train", default="train", note=note))
             return 0
         try:
             command, rest = choose_command(options, arguments, prog="python -m train", default="train")

@@ -35,7 +35,7 @@ class RunOptions:
     """The run."""
 
     config: str = DEFAULT_PRESET
-    """Preset that gives the defaults: a file of train/configs/."""
+    """Preset that gives the defaults: a file of train/configs/; python -m train --help lists them."""
     data: Annotated[str, "PATH"] = SAMPLES
     """Folder or file of images, in any form of docs/data.md: folders of classes, RecordIO, WebDataset, TFRecord,
     CIFAR-10's own files; samples: the built-in sample set; synthetic: generated images."""
@@ -298,6 +298,14 @@ _LIMITS = {
     "random_area": (lambda value: 0 < value[0] <= value[1] <= 1, "two fractions above 0, the smaller first"),
 }  # fmt: skip
 
+# Knobs that do nothing without another one: that, and the values of it with which they do something.
+_ONLY_WITH = {
+    **dict.fromkeys(("decay_epochs", "decay_factor"), ("schedule", ("step",))),
+    "decay_power": ("schedule", ("polynomial",)),
+    "final_learning_rate": ("schedule", ("cosine", "polynomial")),
+    "trust_coefficient": ("optimizer", ("lars",)),
+}
+
 
 def check(config: Config) -> None:
     """Raise TrainError for a value that makes no sense."""
@@ -373,4 +381,9 @@ def parse(kind: type[C], arguments: Sequence[str], *, command: str, default: Con
     if "warmup_epochs" not in values:
         config = dataclasses.replace(config, warmup_epochs=default_warmup(default, config.epochs))
     check(config)
+    for name in _ONLY_WITH.keys() & values:  # in a preset they wait for the command line to change the other one
+        other, useful = _ONLY_WITH[name]
+        if (value := getattr(config, other)) not in useful:
+            raise TrainError(f"{option_name(name)} is for {option_name(other)} {' or '.join(useful)}, and this run has "
+                             f"{value}: leave it out, or give {option_name(other)} {useful[0]}")
     return config

@@ -25,10 +25,10 @@ def test_presets_are_sound_and_say_what_to_expect(name):
 
 
 def test_command_line_overrides_the_preset():
-    config = parse(Config, ["--config", "resnet50_90ep", "--depth", "18", "--decay-epochs", "3", "4.5", "--nesterov"],
-                   command="train")  # fmt: skip
+    config = parse(Config, ["--config", "resnet50_90ep", "--depth", "18", "--label-smoothing", "0.2", "--random-area",
+                            "0.5", "0.75", "--nesterov"], command="train")  # fmt: skip
     preset = load_preset("resnet50_90ep")
-    assert config == dataclasses.replace(preset, depth=18, decay_epochs=(3.0, 4.5), nesterov=True)
+    assert config == dataclasses.replace(preset, depth=18, label_smoothing=0.2, random_area=(0.5, 0.75), nesterov=True)
 
 
 def test_benchmark_has_the_knobs_of_training_too():
@@ -75,6 +75,9 @@ MISTAKES = {
     "--first-image-size 16": "--first-image-size 16 must be 0, or at least 32 pixels",
     "--resize-epochs 3 5": "--resize-epochs is given without --first-image-size",
     "--first-image-size 64 --resize-epochs 5 3": "--resize-epochs 5.0 3.0 must be two numbers of epochs from 0 on",
+    "--decay-epochs 3 5": "--decay-epochs is for --schedule step, and this run has cosine",
+    "--schedule step --decay-power 2": "--decay-power is for --schedule polynomial, and this run has step",
+    "--trust-coefficient 0.1 --optimizer sgd": "--trust-coefficient is for --optimizer lars, and this run has sgd",
     "--optimizer adam": "--optimizer adam is not one of sgd, lars",
     "--random-area 0.5": "--random-area needs 2 values (see",
     "--data=": "--data is followed by an empty value: give one, or leave it out",
