@@ -20,7 +20,8 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,13 +33,13 @@ from step_gpu import LEARNING_RATE, make_step
 
 from command_line import ProgramError, UserError, positive_int
 from graph_passes.executors.cuda.buckets import Bucket
-from graph_passes.executors.cuda.training_step import OnBucket
 from nvidia_gpus import find_gpus
 from train.allreduce import BucketAverage
 from train.distributed import Workers
 
 PEER = Path(__file__).with_name("peer_pytorch.py")
-LABELS = {"synthetic": "ours, synthetic", "jpeg": "ours, JPEGs"}  # the peer's is its own name
+# The peer's is its own name.
+LABELS = {"synthetic": "ours, synthetic", "synthetic_nccl": "ours, synthetic, by NCCL", "jpeg": "ours, JPEGs"}
 TURNS = 2  # of each GPU alone and all together
 ALONE_REPEATS = 10  # of the all-reduces that are measured with nothing beside them
 Row = dict[str, Any]
@@ -64,18 +65,24 @@ class Steps:
         options: dict[str, Any] = {} if workers.alone else {"num_buckets": arguments.buckets, "wire_dtype": wire}
         self.executor, self.data, self.label = make_step(50, arguments.batch, 224, "float16", workers.local_rank,
                                                          **options)
-        self.average = BucketAverage(self.executor, workers.local_rank) if not workers.alone else None
 
-    def run(self, count: int, on_bucket: OnBucket | None) -> list[Moments]:
-        """So many steps; with what is done with each bucket, or without the other processes."""
+    def run(self, count: int, average: BucketAverage | None, one_by_one: bool = False) -> list[Moments]:
+        """So many steps, with the mean of all processes' gradients or without. `one_by_one`: each bucket is handed over
+        when the one before is in the GPU's queue, so that `done` is recorded behind that bucket and not behind all."""
+        def start(bucket: Bucket) -> None:
+            if average:
+                average.start(bucket)
+                if one_by_one:
+                    average.wait()
+
         executor, gpu = self.executor, self.executor.gpu
         steps = [Moments(*(gpu.timing_event() for _ in range(4))) for _ in range(count)]
         for moments in steps:
             gpu.record(moments.start)
-            executor.forward_backward(self.data, self.label, on_bucket=on_bucket)
+            executor.forward_backward(self.data, self.label, on_bucket=start if average else None)
             gpu.record(moments.computed)
-            if self.average and on_bucket:
-                self.average.finish()
+            if average:
+                average.finish()
             gpu.record(moments.averaged)
             executor.update(LEARNING_RATE)
             gpu.record(moments.end)
@@ -83,24 +90,10 @@ class Steps:
         executor.synchronize()
         return steps
 
-    def step_ms(self, steps: Sequence[Moments]) -> list[float]:
-        return [self.executor.gpu.elapsed_ms(first.end, second.end) for first, second in itertools.pairwise(steps)]
-
-    def pass_ms(self, steps: Sequence[Moments]) -> list[float]:
-        return [self.executor.gpu.elapsed_ms(moments.start, moments.computed) for moments in steps]
-
     def timeline(self, average: BucketAverage) -> Row:
-        """Of one step, in ms since its begin: when each bucket was computed and averaged, and the step's other moments.
-
-        Each bucket is handed over when the one before is in the GPU's queue: in a usual step all of them may be there
-        by the time that `done` is recorded, which then tells of the last one.
-        """
-        def start(bucket: Bucket) -> None:
-            average.start(bucket)
-            average.wait()
-
+        """Of one step, in ms since its begin: when each bucket was computed and averaged, and its other moments."""
         gpu = self.executor.gpu
-        begin, *others = self.run(3, start)[-1]
+        begin, *others = self.run(3, average, one_by_one=True)[-1]
         return {"buckets": [[gpu.elapsed_ms(begin, event) for event in (bucket.ready, bucket.done)]
                             for bucket in self.executor.buckets],
                 "parts": [gpu.elapsed_ms(begin, event) for event in others]}  # fmt: skip
@@ -122,49 +115,71 @@ class Steps:
         return [executor.gpu.elapsed_ms(bucket.ready, bucket.done) for bucket in executor.buckets]
 
 
+@dataclass
+class Turns:
+    """What one process has measured of its steps, in ms, in all turns of one kind."""
+
+    step_ms: list[float] = field(default_factory=list)
+    pass_ms: list[float] = field(default_factory=list)
+    wait_ms: list[float] = field(default_factory=list)  # from the end of the pass until gradients are averaged
+    nvlink_bytes: int | None = None  # that this GPU has sent in a step of the last turn
+
+    def measure(self, steps: Steps, count: int, average: BucketAverage | None) -> None:
+        gpu = steps.executor.gpu
+        before = nvlink_bytes(gpu.device_id)
+        measured = steps.run(count, average)
+        after = nvlink_bytes(gpu.device_id)
+        self.step_ms += [gpu.elapsed_ms(first.end, second.end) for first, second in itertools.pairwise(measured)]
+        self.pass_ms += [gpu.elapsed_ms(moments.start, moments.computed) for moments in measured]
+        self.wait_ms += [gpu.elapsed_ms(moments.computed, moments.averaged) for moments in measured]
+        self.nvlink_bytes = None if before is None or after is None else (after - before) // count
+
+
 def measure_synthetic(arguments: argparse.Namespace) -> None:
-    """What each process of `run_synthetic` does; rank 0 writes the row to --worker."""
+    """What each process of `run_synthetic` does; rank 0 writes the rows to --worker."""
     workers = Workers()
     steps = Steps(workers, arguments)
-    gpu, average = steps.executor.gpu, steps.average
-    start = average.start if average else None
+    averages: dict[str, BucketAverage] = {}  # by what their rows are called
+    if not workers.alone:
+        averages = {"synthetic": workers.bucket_average(steps.executor, "peer"),
+                    "synthetic_nccl": workers.bucket_average(steps.executor, "nccl")}  # fmt: skip
     nvlink_bytes(workers.local_rank)  # starts NVML; in between the GPU would be idle and then exceed its power limit
-    steps.run(arguments.warm_up, start)
-    alone: list[float] = []
-    together: list[float] = []
-    passes_alone: list[float] = []
-    passes: list[float] = []
-    waits: list[float] = []
-    sent: list[int | None] = []
-    for _ in range(TURNS):  # so that a slow spell hits both
-        workers.sum([0])  # all start together
-        measured = steps.run(arguments.steps, None)
-        alone += steps.step_ms(measured)
-        passes_alone += steps.pass_ms(measured)
-        if average:
-            before = nvlink_bytes(workers.local_rank)
-            measured = steps.run(arguments.steps, average.start)
-            after = nvlink_bytes(workers.local_rank)
-            together += steps.step_ms(measured)
-            passes += steps.pass_ms(measured)
-            waits += [gpu.elapsed_ms(moments.computed, moments.averaged) for moments in measured]
-            sent.append(None if before is None or after is None else (after - before) // arguments.steps)
-    row: Row = {"what": "synthetic", "gpus": workers.size, "batch": arguments.batch, "step_ms": alone}
-    if average:
-        row["step_ms"] = [max(times) for times in zip(*workers.gather(together), strict=True)]
-        row["each_alone_ms"] = [statistics.median(times) for times in workers.gather(alone)]
-        row["buckets"] = [(bucket.name, bucket.num_bytes, bucket.dtype) for bucket in steps.executor.buckets]
-        row["nvlink_bytes"] = sent[-1]
-        # Means over the GPUs, of each step: of the passes, and of what they wait for until gradients are averaged.
-        for name, times in (("pass_alone_ms", passes_alone), ("pass_ms", passes), ("wait_ms", waits)):
-            row[name] = [statistics.fmean(each) for each in zip(*workers.gather(times), strict=True)]
-        # The GPU that is the last to have computed waits for nothing but the all-reduce.
-        row["exposed_ms"] = [min(times) for times in zip(*workers.gather(waits), strict=True)]
-        row["timeline"] = steps.timeline(average)
-        repeats = [steps.all_reduce_ms(average) for _ in range(ALONE_REPEATS)]
-        row["all_reduce_ms"] = [statistics.median(times) for times in zip(*repeats, strict=True)]  # of each bucket
+    steps.run(arguments.warm_up, averages.get("synthetic"))
+    alone = Turns()
+    together = {what: Turns() for what in averages}
+    for _ in range(TURNS):
+        for turns, average in ((alone, None), *((together[what], averages[what]) for what in averages)):
+            workers.sum([0])  # all start together
+            turns.measure(steps, arguments.steps, average)
+    rows: list[Row] = [{"what": "synthetic", "gpus": workers.size, "batch": arguments.batch, "step_ms": alone.step_ms}]
+    if averages:
+        rows = [make_row(workers, steps, arguments.batch, what, alone, together[what], averages[what])
+                for what in averages]
     if workers.rank == 0:
-        arguments.worker.write_text(json.dumps(row))
+        arguments.worker.write_text(json.dumps(rows))
+
+
+def make_row(workers: Workers, steps: Steps, batch: int, what: str, alone: Turns, together: Turns,
+             average: BucketAverage) -> Row:
+    """Of all processes together; a collective operation."""
+    repeats = [steps.all_reduce_ms(average) for _ in range(ALONE_REPEATS)]
+    waits = workers.gather(together.wait_ms)
+    row: Row = {
+        "what": what, "gpus": workers.size, "batch": batch,
+        "step_ms": [max(times) for times in zip(*workers.gather(together.step_ms), strict=True)],
+        "each_alone_ms": [statistics.median(times) for times in workers.gather(alone.step_ms)],
+        "buckets": [(bucket.name, bucket.num_bytes, bucket.dtype) for bucket in steps.executor.buckets],
+        "nvlink_bytes": together.nvlink_bytes,
+        # The GPU that is the last to have computed waits for nothing but the all-reduce.
+        "exposed_ms": [min(times) for times in zip(*waits, strict=True)],
+        "all_reduce_ms": [statistics.median(times) for times in zip(*repeats, strict=True)],  # of each bucket
+        "timeline": steps.timeline(average),
+    }  # fmt: skip
+    # Means over the GPUs, of each step: of the passes, and of what they wait for until gradients are averaged.
+    for name, times in (("pass_alone_ms", workers.gather(alone.pass_ms)),
+                        ("pass_ms", workers.gather(together.pass_ms)), ("wait_ms", waits)):
+        row[name] = [statistics.fmean(each) for each in zip(*times, strict=True)]
+    return row
 
 
 def nvlink_bytes(device_id: int) -> int | None:
@@ -186,12 +201,12 @@ def nvlink_bytes(device_id: int) -> int | None:
 # --- all of them ---
 
 
-def run_synthetic(count: int, arguments: argparse.Namespace) -> Row | None:
+def run_synthetic(count: int, arguments: argparse.Namespace) -> list[Row]:
     options = flags(arguments, "batch", "steps", "warm_up", "buckets", "wire_dtype")
-    return measure_in_processes(count, __file__, options)
+    return measure_in_processes(count, __file__, options) or []
 
 
-def run_jpeg(count: int, arguments: argparse.Namespace, folder: Path, records: Path) -> Row | None:
+def run_jpeg(count: int, arguments: argparse.Namespace, folder: Path, records: Path) -> list[Row]:
     output = folder / f"jpeg{count}"
     start = ["-m", "train"] if count == 1 else ["-m", "train.launch", "-n", count]
     command = [sys.executable, *start, "benchmark", "--config", "resnet50_90ep", "--data", records,
@@ -199,26 +214,32 @@ def run_jpeg(count: int, arguments: argparse.Namespace, folder: Path, records: P
                "--min-steps", arguments.steps, "--warmup-steps", arguments.warm_up,
                *flags(arguments, "buckets", "wire_dtype")]
     if run_command(command) is None:
-        return None
+        return []
     record = json.loads((output / "report" / "report.json").read_text())
-    return {"what": "jpeg", "gpus": count, "batch": arguments.batch, "step_ms": record["step_ms"][arguments.warm_up :],
-            "loader_wait_ms": record["loader_wait_ms"][arguments.warm_up :]}
+    return [{"what": "jpeg", "gpus": count, "batch": arguments.batch,
+             **{name: record[name][arguments.warm_up :] for name in ("step_ms", "loader_wait_ms")}}]
 
 
-def run_peer(count: int, arguments: argparse.Namespace) -> Row | None:
+def run_peer(count: int, arguments: argparse.Namespace) -> list[Row]:
     """PyTorch's DistributedDataParallel, in an environment without our own libraries."""
     command = [os.environ["PEER_PYTHON"], "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}",
                PEER, "--ddp", *flags(arguments, "batch", "steps", "warm_up")]
     environment = dict.fromkeys(("PYTHONPATH", "LD_LIBRARY_PATH"), "")
     lines = [line for line in (run_command(command, environment) or "").splitlines() if line.startswith("{")]
     if not lines:
-        return None
+        return []
     result = json.loads(lines[-1])
-    return {"what": result["name"], "gpus": count, "batch": arguments.batch, "step_ms": result["step_ms"]}
+    return [{"what": result["name"], "gpus": count, "batch": arguments.batch, "step_ms": result["step_ms"]}]
 
 
 def images_per_sec(row: Row) -> float:
     return row["gpus"] * row["batch"] * 1e3 / statistics.median(row["step_ms"])
+
+
+def single_of(row: Row, rows: list[Row]) -> Row | None:
+    """The same on one GPU, where nothing is averaged in any way."""
+    what = row["what"].removesuffix("_nccl")
+    return next((other for other in rows if other["what"] == what and other["gpus"] == 1), None)
 
 
 def sent_bytes(row: Row) -> float:
@@ -233,7 +254,7 @@ def table(rows: list[Row]) -> str:
              "wait for the slowest", "all-reduce alone", "exposed", "hidden", "GPU sends")  # fmt: skip
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in rows:
-        single = next((other for other in rows if other["what"] == row["what"] and other["gpus"] == 1), None)
+        single = single_of(row, rows)
         speed = images_per_sec(row)
         per_gpu = speed / row["gpus"]
         cells = [LABELS.get(row["what"]) or row["what"], str(row["gpus"]), f"{speed:,.0f}", f"{per_gpu:,.0f}",
@@ -294,7 +315,7 @@ def plot_timeline(row: Row, path: Path) -> None:
             axes.broken_barh([(start, stop - start)], (1.1, 0.8), color=colour, label=name)
         before, small = 0.0, []
         for (name, num_bytes, dtype), (ready, done) in zip(row["buckets"], row["timeline"]["buckets"], strict=True):
-            start = max(ready, before)  # NCCL takes one bucket after the other
+            start = max(ready, before)  # one bucket after the other
             axes.broken_barh([(start, done - start)], (0.1, 0.8), color="tab:orange", edgecolor="black", linewidth=0.5)
             text = f"{name}, {num_bytes / 1e6:.1f} MB {dtype}: {1e3 * (done - start):.0f} us"
             if num_bytes < 2e6:
@@ -338,26 +359,30 @@ def main() -> None:
         records = repeated_records(arguments.data, folder / "records") if arguments.data.is_dir() else None
         if not records:
             print(f"{arguments.data} is no folder: nothing is measured from JPEGs", file=sys.stderr)
-        measurements: list[Callable[[], Row | None]] = []
+        measurements: list[Callable[[], list[Row]]] = []
         for count in counts:
             measurements.append(partial(run_synthetic, count, arguments))
             if records:
                 measurements.append(partial(run_jpeg, count, arguments, folder, records))
         if "PEER_PYTHON" in os.environ:
             measurements += [partial(run_peer, count, arguments) for count in dict.fromkeys((max(counts), min(counts)))]
+        failed = 0
         for measure in measurements:
-            if row := measure():
-                rows = sorted([*rows, row], key=order)
+            measured = measure()
+            failed += not measured
+            rows = sorted([*rows, *measured], key=order)
+            if rows:
                 write(rows, max(counts), arguments.results)  # at once, as the peer may take minutes to compile
+            for row in measured:
                 publish(row, rows, arguments.results)
     print(table(rows))
-    if len(rows) < len(measurements):
-        raise ProgramError(f"{len(measurements) - len(rows)} of {len(measurements)} measurements failed, see above")
+    if failed:
+        raise ProgramError(f"{failed} of {len(measurements)} measurements failed, see above")
 
 
-def order(row: Row) -> tuple[bool, int]:
+def order(row: Row) -> tuple[bool, int, str]:
     """Ours first."""
-    return row["what"] not in LABELS, row["gpus"]
+    return row["what"] not in LABELS, row["gpus"], row["what"]
 
 
 def write(rows: list[Row], num_gpus: int, folder: Path) -> None:
@@ -365,14 +390,15 @@ def write(rows: list[Row], num_gpus: int, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"scaling_{num_gpus}gpu.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     plot(rows, folder / f"scaling_{num_gpus}gpu.png")
-    with_timeline = [row for row in rows if "timeline" in row]
-    if with_timeline:
-        plot_timeline(with_timeline[-1], folder / f"allreduce_timeline_{num_gpus}gpu.png")
+    with_timeline = {row["what"]: row for row in rows if "timeline" in row}
+    for what, row in with_timeline.items():
+        name = what.replace("synthetic", "allreduce_timeline")
+        plot_timeline(row, folder / f"{name}_{num_gpus}gpu.png")
 
 
 def publish(row: Row, rows: list[Row], folder: Path) -> None:
     """A row of ours on several GPUs as a figure, beside one GPU of the same run."""
-    single = next((other for other in rows if other["what"] == "synthetic" and other["gpus"] == 1), None)
+    single = single_of({"what": "synthetic"}, rows)
     if row["what"] in LABELS and row["gpus"] > 1 and single:
         write_result(f"resnet50_fp16_b{row['batch']}_{row['what']}_{row['gpus']}gpu", row["step_ms"],
                      row["gpus"] * row["batch"], f"{row['gpus']} times one GPU, synthetic, same run",

@@ -102,7 +102,7 @@ def _train(arguments: Sequence[str], state: RunState | None = None) -> None:
                               state.commit if state else None)  # fmt: skip
         if state:
             state.capture, state.executor, state.run_folder = trainer.capture, executor, run_folder
-        trainer.broadcast()
+        trainer.join()
         with workers.agreement():
             recorder = _open_recorder(trainer, config.epochs)
         try:
@@ -121,8 +121,9 @@ def _train(arguments: Sequence[str], state: RunState | None = None) -> None:
         except Exception as error:
             if state or not is_lost_process(error):
                 raise
-            if bn_group:
-                bn_group.give_up()  # the GPU would wait for the lost one
+            for waiting in (bn_group, trainer.average):
+                if waiting:
+                    waiting.give_up()  # the GPU would wait for the lost one
             drain_engine()
             raise LostProcessError(f"another process of this run has ended; go on from the last checkpoint, if there "
                                    f"is one, with: python -m train --resume {run_folder}") from None
@@ -168,7 +169,7 @@ def benchmark_steps(arguments: Sequence[str]) -> None:
         executor = build_executor(config, len(loader.class_names), loader.config.size_in(0), placement, None,
                                   not workers.alone, bn_group)
         trainer = Trainer(config, workers, executor, loader, None, run_folder, None)
-    trainer.broadcast()
+    trainer.join()
     with workers.agreement():
         recorder = _open_recorder(trainer, num_epochs=None, warmup_steps=config.warmup_steps)
     with recorder:

@@ -23,7 +23,7 @@ from graph_passes.executors import Executor, Metrics
 from pipelines import Batch, Loader
 from train.checkpoint import Checkpoint, CheckpointFolder, Progress
 from train.config import Config
-from train.distributed import Workers
+from train.distributed import GradientAverage, Workers
 from train.errors import TrainError
 from train.gpu_monitor import GpuMonitor, GpuReadings
 from train.mixup import draw_lambda
@@ -92,7 +92,7 @@ class Trainer:
         self.run_folder = run_folder
         self.commit = commit
         self.optimizer = make_optimizer(executor, config)
-        self.average = None if workers.alone else workers.gradient_average(executor)
+        self.average: GradientAverage | None = None  # of several processes, once they have been joined
         self.steps_per_epoch = math.ceil(train_loader.num_batches / config.accumulate)
         self.learning_rate = make_schedule(config, self.steps_per_epoch, workers.size)
         self.checkpoints = CheckpointFolder(run_folder, config.keep_checkpoints)
@@ -108,10 +108,11 @@ class Trainer:
         if checkpoint:
             self._restore(checkpoint)
 
-    def broadcast(self) -> None:
-        """Every process starts from rank 0's state."""
+    def join(self) -> None:
+        """Begin to work with the other processes, all of them from rank 0's state. Raises TrainError."""
         if self.workers.alone:
             return
+        self.average = self.workers.gradient_average(self.executor, self.config.all_reduce)
         executor, broadcast = self.executor, self.workers.broadcast
         params, aux = executor.get_params()
         executor.set_params(broadcast(params, "params"), broadcast(aux, "aux"))

@@ -18,7 +18,7 @@ BUCKETS = """
     from types import SimpleNamespace
     import numpy as np
     from graph_passes.executors.cuda.buckets import Bucket
-    from train.allreduce import ON_HOST, BucketAverage
+    from train.allreduce import ON_HOST, BucketAverage, HorovodAllReduce
     from train.distributed import Workers
 
     workers = Workers()
@@ -35,7 +35,7 @@ BUCKETS = """
             on_bucket(bucket)
 
     executor = SimpleNamespace(buckets=buckets, follow=followed.append, hand_over=hand_over)
-    average = BucketAverage(executor, ON_HOST)
+    average = BucketAverage(executor, HorovodAllReduce(ON_HOST))
     assert "first 0.0 MB float16" in average.description
     for bucket in buckets:
         average.start(bucket)
@@ -99,7 +99,7 @@ def test_a_process_that_is_gone_is_an_error_not_a_hang(tmp_path):
         import numpy as np
         from types import SimpleNamespace
         from graph_passes.executors.cuda.buckets import Bucket
-        from train.allreduce import ON_HOST, BucketAverage
+        from train.allreduce import ON_HOST, BucketAverage, HorovodAllReduce
         from train.distributed import Workers
 
         workers = Workers()
@@ -107,7 +107,7 @@ def test_a_process_that_is_gone_is_an_error_not_a_hang(tmp_path):
             os._exit(0)  # without a word: not even the launcher takes it for a failure
         values = np.ones(10, np.float32)
         bucket = Bucket("only", values.ctypes.data, 10, "float32", 0, 0)
-        average = BucketAverage(SimpleNamespace(buckets=[bucket]), ON_HOST)
+        average = BucketAverage(SimpleNamespace(buckets=[bucket]), HorovodAllReduce(ON_HOST))
         average.start(bucket)
         try:
             average.finish()

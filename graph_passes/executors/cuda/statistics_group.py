@@ -20,24 +20,17 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from graph_passes.errors import GraphError
 from graph_passes.executors.cuda.device import Gpu
+from graph_passes.executors.cuda.peer_memory import MAX_MEMBERS, Invitation, PeerMemory
 
-THREADS, MAX_ARRAYS, MAX_VALUES, MAX_MEMBERS = 256, 4, 8192, 16  # of batch_norm_group.cu
+THREADS, MAX_ARRAYS, MAX_VALUES = 256, 4, 8192  # of batch_norm_group.cu
 # How long a member waits for another one before the run ends: longer than a checkpoint or a late batch keeps a process.
 LIMIT_SECONDS = 60.0
-SHARED_UNIT = 2 << 20  # bytes; what is shared should not lie in one piece of memory with anything else
-
-
-class Invitation(NamedTuple):
-    """What a member tells the others, so that their GPUs can write into its mailbox."""
-
-    bus_id: str  # of its GPU
-    handle: bytes  # of CUDA's interprocess communication
 
 
 class _Mailboxes(ctypes.Structure):
@@ -55,13 +48,9 @@ class StatisticsGroup:
     def __init__(self, device_id: int, limit_seconds: float = LIMIT_SECONDS) -> None:
         self._gpu = Gpu(device_id)
         words = 2 * MAX_MEMBERS * MAX_ARRAYS * MAX_VALUES
-        num_blocks = MAX_VALUES // THREADS
-        num_bytes = 8 * words + 4 * num_blocks
-        num_bytes = -(-num_bytes // SHARED_UNIT) * SHARED_UNIT
-        self.mailbox = self._gpu.allocate(num_bytes)
+        self._peer_memory = PeerMemory(self._gpu, "common BatchNorm statistics need", "leave out --bn-group")
+        self.mailbox = self._peer_memory.allocate(8 * words + 4 * MAX_VALUES // THREADS)
         self._numbers = self.mailbox + 8 * words
-        self._gpu.fill(self.mailbox, 0, num_bytes)
-        self._gpu.synchronize()  # before anybody writes into it
         self._fault = self._gpu.pinned(4)  # the GPU writes it, and reads it while it waits
         self._fault[:] = 0
         self._limit_seconds = limit_seconds
@@ -69,29 +58,15 @@ class StatisticsGroup:
 
     @property
     def invitation(self) -> Invitation:
-        try:
-            return Invitation(self._gpu.device.pci_bus_id, self._gpu.share(self.mailbox))
-        except RuntimeError as error:
-            raise GraphError(f"GPU {self._gpu.device_id} cannot share memory with other processes ({error}), which "
-                             "common BatchNorm statistics need: leave out --bn-group") from None
+        return self._peer_memory.share(self.mailbox)
 
     def join(self, invitations: Sequence[Invitation], own: int) -> None:
         """Open the mailboxes of the others. `own`: which of the members is this process.
 
         Raises GraphError for a GPU whose memory this one cannot write.
         """
-        mailboxes = []
-        for member, (bus_id, handle) in enumerate(invitations):
-            if member != own and not self._gpu.can_access(bus_id):
-                raise GraphError(f"GPU {self._gpu.device.pci_bus_id} cannot write into the memory of GPU {bus_id}, "
-                                 "which common BatchNorm statistics need: leave out --bn-group")
-            try:
-                mailboxes.append(self.mailbox if member == own else self._gpu.open_shared(handle))
-            except RuntimeError as error:
-                raise GraphError(f"the memory of GPU {bus_id} cannot be opened from another process ({error}), which "
-                                 "common BatchNorm statistics need: run all processes in one container, or leave out "
-                                 "--bn-group") from None
-        self.connect(mailboxes, own)
+        self.connect([self.mailbox if member == own else self._peer_memory.open(invitation)
+                      for member, invitation in enumerate(invitations)], own)
 
     def connect(self, mailboxes: Sequence[int], own: int) -> None:
         """The same with addresses of mailboxes that this process can use already."""
