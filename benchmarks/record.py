@@ -28,7 +28,7 @@ from train import environment  # noqa: E402
 RESULTS = ROOT / "benchmarks" / "results"
 REAL_DATA = Path(os.environ.get("RESNET_REAL_DATA", ROOT.parent / "shared" / "data"))
 SAMPLE = REAL_DATA / "imagenet_sample"
-MIN_STEPS = 5  # of a figure
+MIN_STEPS, MIN_RUNS = 5, 3  # of a figure in images/sec, and of one in seconds
 
 
 def run(main: Callable[[], None]) -> None:
@@ -59,13 +59,14 @@ def write_result(
 ) -> Path:
     """Write one figure and print it.
 
-    step_ms          raw times of all counted steps, warm-up left out, in ms; at least MIN_STEPS
+    step_ms          raw times of all counted steps, warm-up left out, in ms; at least MIN_STEPS, or MIN_RUNS
     images_per_step  images in one step (of all GPUs); None for a figure in seconds
     peer_step_ms     the peer's times for steps of as many images; or give its figure, `peer_value`
     """
-    if len(step_ms) < MIN_STEPS:
-        raise UserError(f"{name}: a figure needs at least {MIN_STEPS} times, and {len(step_ms)} were measured; ask for "
-                        "more steps or rounds")
+    least = MIN_STEPS if images_per_step else MIN_RUNS
+    if len(step_ms) < least:
+        raise UserError(f"{name}: a figure needs at least {least} times, and {len(step_ms)} were measured; ask for "
+                        "more steps, rounds or seeds")
     value, spread, unit = speed(step_ms, images_per_step)
     if peer_step_ms:
         peer_value = speed(peer_step_ms, images_per_step)[0]

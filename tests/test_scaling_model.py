@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from train.errors import TrainError
+from command_line import UserError
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
@@ -167,5 +167,5 @@ def test_calibration_meets_its_point(model: Any, gradients: Any) -> None:
 
 def test_missing_measurements(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["scaling_model.py", "--results", str(tmp_path)])
-    with pytest.raises(TrainError, match=r".*_profile.txt is missing: measure it"):
+    with pytest.raises(UserError, match=r".*_profile.txt is missing: measure it"):
         model.main()
