@@ -65,8 +65,12 @@ class Slot(NamedTuple):
     @property
     def environment(self) -> dict[str, str]:
         count = str(len(self.cores))
-        order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if self.gpu else {}  # NVML's order; CUDA's own: fastest first
-        return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", count), topology.CORES_VARIABLE: count, **order}
+        variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", count), topology.CORES_VARIABLE: count}
+        if self.gpu:
+            variables["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # NVML's; CUDA's own: fastest first
+            # Of the GPU's queues, which CUDA's streams share: a stream that waits for another GPU holds up its queue.
+            variables["CUDA_DEVICE_MAX_CONNECTIONS"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        return variables
 
     def __str__(self) -> str:
         where = f"GPU {self.gpu.visible} ({self.gpu})" if self.gpu else "CPU"

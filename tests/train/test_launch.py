@@ -150,7 +150,8 @@ def test_plan(machine, monkeypatch):
     slots, notes = launch.plan(None, on_cpu=False)
     assert notes == []
     assert [topology.format_cores(slot.cores) for slot in slots] == ["0-3", "8-15", "4-7"]
-    assert slots[1].environment == {"OMP_NUM_THREADS": "8", "RESNET_CORES": "8", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    assert slots[1].environment == {"OMP_NUM_THREADS": "8", "RESNET_CORES": "8", "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+                                    "CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # fmt: skip
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert slots[1].environment["OMP_NUM_THREADS"] == "3"
     assert str(slots[1]) == "process 1: GPU 1 (NVIDIA H200, 140.0 of 141.0 GiB free, 18 NVLinks), cores 8-15"
