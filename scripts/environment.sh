@@ -14,6 +14,7 @@ platform_options=()
 passed=()
 while [ $# -gt 0 ]; do
     case $1 in
+        --platform=*) set -- --platform "${1#*=}" "${@:2}" ;;
         -p|--platform)
             file=$root/scripts/platforms/${2:-}.sh
             [ -n "${2:-}" ] && [ -f "$file" ] ||

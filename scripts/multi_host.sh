@@ -48,6 +48,7 @@ else
 fi
 [[ $processes =~ ^[1-9][0-9]*$ ]] || fail "-n needs a whole number above 0, not '$processes'"
 
+export RESNET_LAUNCHER; RESNET_LAUNCHER="scripts/multi_host.sh$(printf ' %q' -n "$processes" "${run[@]}")"
 command=("$(command -v "$python")" -m train.launch ${options[@]+"${options[@]}"})
 printf 'horovodrun --gloo -np %s' "$processes"; printf ' %q' "${run[@]}" "${command[@]}"; printf '\n'
 exec "$python" -c '

@@ -37,6 +37,7 @@ from train.benchmark import benchmark, measure_loader
 from train.build import SAMPLES_FOLDER, build_executor, check_memory, join_bn_group, open_split
 from train.config import CONFIG_FILE, SAMPLES, SYNTHETIC, BenchmarkConfig, Config, ValidateConfig, parse, presets
 from train.distributed import Workers, drain_engine, is_elastic, is_lost_process
+from train.environment import launcher
 from train.errors import LostProcessError, TrainError
 from train.loop import Trainer, frozen_heap, validate
 from train.profile import write_profile
@@ -126,7 +127,7 @@ def _train(arguments: Sequence[str], state: RunState | None = None) -> None:
                     waiting.give_up()  # the GPU would wait for the lost one
             drain_engine()
             raise LostProcessError(f"another process of this run has ended; go on from the last checkpoint, if there "
-                                   f"is one, with: python -m train --resume {run_folder}") from None
+                                   f"is one, with: {launcher()} --resume {run_folder}") from None
         _report(recorder, run_folder)
 
 
@@ -191,6 +192,7 @@ COMMANDS = {
     "predict": (predict.main, predict.PredictOptions),
     "export": (export.main, export.ExportOptions),
 }
+OF_ONE_PROCESS = ("compare-precision", "predict", "export")
 
 
 def _checkpoint_to_resume(arguments: Sequence[str]) -> Path | None:
@@ -288,6 +290,8 @@ def main(arguments: Sequence[str]) -> int:
             command, rest = choose_command(options, arguments, prog="python -m train", default="train")
         except UserError as error:
             raise TrainError(str(error), on_all_ranks=True) from None
+        if command in OF_ONE_PROCESS and int(os.environ.get("HOROVOD_SIZE", "1")) > 1:
+            raise TrainError(f"{command} works in one process: use python -m train {command}", on_all_ranks=True)
         COMMANDS[command][0](rest)
     except ProgramError as error:
         if _is_first() or not getattr(error, "on_all_ranks", False):

@@ -20,9 +20,18 @@ import psutil
 
 from nvidia_gpus import find_gpus
 
+LAUNCHER_VARIABLE = "RESNET_LAUNCHER"  # environment variable: what started this process, with its own options
+
+
+def launcher() -> str:
+    """What starts runs like this one; the options of `python -m train` follow it."""
+    return os.environ.get(LAUNCHER_VARIABLE, "python -m train")
+
 
 def command_line() -> str:
-    """The command that started this process, ready to be copied into a shell."""
+    """The command that started this process, or the launcher that did, ready to be copied into a shell."""
+    if LAUNCHER_VARIABLE in os.environ:
+        return f"{launcher()} {shlex.join(sys.orig_argv[3:])}"  # it was: python -m train ...
     return shlex.join(["python", *sys.orig_argv[1:]])
 
 

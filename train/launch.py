@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import logging
 import os
 import shlex
@@ -18,20 +19,23 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from command_line import EXIT_USER_ERROR, Parser, exit_code_of, given_value, positive_int
 from train import topology
+from train.environment import LAUNCHER_VARIABLE
 from train.errors import EXIT_LOST_PROCESS, NoHorovodError, TrainError
 from train.signals import handled
+
+_libc = ctypes.CDLL(None)
 
 LOOPBACK = {"HOROVOD_GLOO_IFACE": "lo", "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "NCCL_SOCKET_IFNAME": "lo",
             "HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}  # fmt: skip
 MAX_PROCESSES = 8  # without -n: a DGX-1 has 8 GPUs
 GRACE_SECONDS = 3.0  # for the others to end by themselves when one process has failed
 POLL_SECONDS = 0.05
+PR_SET_PDEATHSIG = 1  # of prctl(2)
 # Exit codes of processes that have said why they end.
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # as it was asked to
 TOLD = (EXIT_USER_ERROR, EXIT_LOST_PROCESS, *STOPPED)
@@ -123,11 +127,11 @@ def launch(slots: Sequence[Slot], command: Sequence[str]) -> int:
     common = {**LOOPBACK, "HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.start())}
     server.init(ranks)
     workers: list[Worker] = []
-    with _signals_forwarded(workers):
+    with _signals_forwarded(workers) as received:
         try:
             for rank, slot in zip(ranks, slots, strict=True):
                 workers.append(_start(command, slot, {**common, **create_slot_env_vars(rank)}))
-            return _wait(workers)
+            return _wait(workers, received)
         finally:
             for worker in workers:
                 worker.process.kill()
@@ -176,7 +180,7 @@ def launch_elastic(slots: Sequence[Slot], command: Sequence[str], min_processes:
         except subprocess.TimeoutExpired:
             worker.process.kill()
             code = worker.process.wait()
-        if code not in (0, *TOLD) and not given_up.is_set():
+        if code not in (0, *TOLD) and -code not in received and not given_up.is_set():
             lost.append(worker)
             left = sum(other.process.poll() is None for other in workers)
             if left == 0 or (left < min_processes and not cooldown):
@@ -192,7 +196,7 @@ def launch_elastic(slots: Sequence[Slot], command: Sequence[str], min_processes:
         return _exit_code(code), time.time()
 
     logging.disable(logging.ERROR)  # Horovod's, of what is told here
-    with _signals_forwarded(workers):
+    with _signals_forwarded(workers) as received:
         try:
             driver.start(len(slots), run_worker)
             codes = _results(driver, workers)
@@ -225,32 +229,43 @@ def _results(driver: Any, workers: Sequence[Worker]) -> list[int]:
     return codes
 
 
-def _signals_forwarded(workers: Sequence[Worker]) -> AbstractContextManager[None]:
-    """Signals to this process reach all workers that there are by then."""
+@contextlib.contextmanager
+def _signals_forwarded(workers: Sequence[Worker]) -> Iterator[set[int]]:
+    """Signals to this process reach all workers that there are by then; yields the numbers of those that came."""
+    received: set[int] = set()
 
     def forward(number: int, frame: object) -> None:
+        received.add(number)
         for worker in workers:
             worker.process.send_signal(number)
 
     def leave(number: int, frame: object) -> None:
         """Ctrl-C reaches the whole process group by itself. Not SIG_IGN, which the workers would inherit."""
+        received.add(number)
 
-    return handled({signal.SIGTERM: forward, signal.SIGUSR1: forward, signal.SIGINT: leave})
+    with handled({signal.SIGTERM: forward, signal.SIGUSR1: forward, signal.SIGINT: leave}):
+        yield received
 
 
 def _start(command: Sequence[str], slot: Slot, environment: Mapping[str, str]) -> Worker:
-    process = subprocess.Popen(command, env={**os.environ, **slot.environment, **environment})
+    process = subprocess.Popen(command, env={**os.environ, **slot.environment, **environment}, preexec_fn=_stop_with_us)
     if slot.bound:
         with contextlib.suppress(ProcessLookupError):  # it has ended already
             os.sched_setaffinity(process.pid, slot.cores)
     return Worker(slot, process)
 
 
-def _wait(workers: Sequence[Worker]) -> int:
+def _stop_with_us() -> None:
+    """In a new process: SIGTERM for it when this one is killed, so that no orphans stay on the GPUs."""
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _wait(workers: Sequence[Worker], received: set[int]) -> int:
     """Until all have ended, or until GRACE_SECONDS after the first one that failed.
 
     One that stopped because it was asked to has not failed: process 0 still writes the report then.
     Prints the last words of the one whose fault it was: the others fail because of it, perhaps even before it is gone.
+    Not where it ended by one of the signals `received`, as it does while it starts.
     """
     failed: list[Worker] = []  # in the order in which they were seen
     deadline = float("inf")
@@ -267,7 +282,7 @@ def _wait(workers: Sequence[Worker]) -> int:
         return max(worker.process.returncode for worker in workers)
     culprit = next((worker for worker in failed if worker.process.returncode != EXIT_LOST_PROCESS), failed[0])
     code = culprit.process.returncode
-    if code not in TOLD:
+    if code not in TOLD and -code not in received:
         print(f"error: {culprit.last_words()}, so the run ends; its last checkpoint, if there is one, is whole: go on "
               "with --resume and the run's folder", file=sys.stderr, flush=True)
     return _exit_code(code)
@@ -321,7 +336,8 @@ def main(arguments: Sequence[str]) -> int:
     on_cpu = given_value(passed, "--device") == "cpu"
     command = [sys.executable, "-m", "train", *passed]
     if "HOROVOD_LOCAL_RANK" in os.environ:  # started by horovodrun
-        _become(command, on_cpu)
+        slots, _ = plan(int(os.environ["HOROVOD_LOCAL_SIZE"]), on_cpu)
+        _become(command, slots[int(os.environ["HOROVOD_LOCAL_RANK"])])
     slots, notes = plan(own.processes, on_cpu)
     if own.min_np and own.min_np > len(slots):
         raise TrainError(f"--min-np {own.min_np} is more than the {len(slots)} GPUs of this machine; lower it")
@@ -329,15 +345,17 @@ def main(arguments: Sequence[str]) -> int:
         print(line, flush=True)
     variables = [f"{name}={value}" for name, value in slots[0].environment.items()]
     print(shlex.join([*variables, "python", *command[1:]]), flush=True)
+    elastic = f" --min-np {own.min_np}" + f" --cooldown {own.cooldown}" * bool(own.cooldown) if own.min_np else ""
+    os.environ[LAUNCHER_VARIABLE] = f"scripts/dgx1_8gpu.sh -n {len(slots)}{elastic}"
     if own.min_np:
         return launch_elastic(slots, command, own.min_np, own.cooldown)
+    if len(slots) == 1:
+        _become(command, slots[0])  # alone it needs neither Horovod nor this process
     return launch(slots, command)
 
 
-def _become(command: list[str], on_cpu: bool) -> NoReturn:
+def _become(command: list[str], slot: Slot) -> NoReturn:
     """Bind this process to its part of the machine and go on as `command`."""
-    slots, _ = plan(int(os.environ["HOROVOD_LOCAL_SIZE"]), on_cpu)
-    slot = slots[int(os.environ["HOROVOD_LOCAL_RANK"])]
     if slot.bound:
         os.sched_setaffinity(0, slot.cores)
     os.execve(command[0], command, {**os.environ, **slot.environment})

@@ -24,6 +24,7 @@ from pipelines import Batch, Loader
 from train.checkpoint import Checkpoint, CheckpointFolder, Progress
 from train.config import Config
 from train.distributed import GradientAverage, Workers
+from train.environment import launcher
 from train.errors import TrainError
 from train.gpu_monitor import GpuMonitor, GpuReadings
 from train.mixup import draw_lambda
@@ -183,7 +184,7 @@ class Trainer:
                 raise StoppedBySignal(
                     signals.stop or signal.SIGTERM,  # with several processes, another one may have got it
                     f"stopped after step {progress.step} with a checkpoint; "
-                    f"go on with: python -m train --resume {self.run_folder}",
+                    f"go on with: {launcher()} --resume {self.run_folder}",
                 )
             if time_up:
                 return f"stopped: the time limit of {self.config.time_limit:g} minutes is reached"

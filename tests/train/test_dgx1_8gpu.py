@@ -101,7 +101,7 @@ def test_sigterm_and_resume_in_two_processes(tiny_options, tmp_path):
     process.send_signal(signal.SIGTERM)
     rest = process.stdout.read()
     assert process.wait(timeout=60) == 128 + signal.SIGTERM, rest
-    assert f"go on with: python -m train --resume {folder}" in rest
+    assert f"go on with: scripts/dgx1_8gpu.sh -n 2 --resume {folder}" in rest
     stopped = checkpoint.load(checkpoint.find(str(folder)))
     assert stopped.progress.step >= 2
     assert len(stopped.loader_states) == 2
@@ -112,6 +112,8 @@ def test_sigterm_and_resume_in_two_processes(tiny_options, tmp_path):
     assert checkpoint.load(checkpoint.find(str(folder))).progress.step == last
     config = json.loads((folder / "config.json").read_text())
     assert config["batch_size"] == 4
+    report = json.loads((folder / "report" / "report.json").read_text())
+    assert report["command"].startswith("scripts/dgx1_8gpu.sh -n 2 --data ")
     first = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     rates = [line["learning_rate"] for line in first if line["event"] == "steps"]
     assert rates[0] == pytest.approx(0.5 * 4 * 2 / 256)  # scaled with the global batch

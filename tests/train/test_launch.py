@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from train import launch, topology
+from train.environment import LAUNCHER_VARIABLE
 from train.errors import TrainError
 
 GIB = 2**30
@@ -172,6 +173,25 @@ def test_parse():
     assert passed == ["benchmark", "--data", "a folder", "--batch-size", "64", "--epochs", "3"]
 
 
+def test_one_process_needs_no_horovod(monkeypatch, capsys):
+    called = {}
+
+    def execve(*arguments):
+        called.update(execve=arguments)
+        raise SystemExit
+
+    monkeypatch.setattr(os, "execve", execve)
+    monkeypatch.setenv(LAUNCHER_VARIABLE, "")  # put back afterwards
+    monkeypatch.setitem(sys.modules, "horovod", None)
+    with pytest.raises(SystemExit):
+        launch.main(["-n", "1", "-b", "32", "--device", "cpu"])
+    _, command, environment = called["execve"]
+    assert command[1:] == ["-m", "train", "--device", "cpu", "--batch-size", "32"]
+    assert not [name for name in environment if name.startswith("HOROVOD_")]
+    assert environment[LAUNCHER_VARIABLE] == "scripts/dgx1_8gpu.sh -n 1"
+    assert "python -m train --device cpu --batch-size 32" in capsys.readouterr().out
+
+
 def test_worker_of_horovodrun_binds_itself(machine, monkeypatch):
     """With a rank in its environment the launcher becomes `python -m train`, on the cores of that rank's GPU."""
     gpus = machine({"cores": range(4)}, {"cores": range(4, 8)})
@@ -226,16 +246,41 @@ def test_ctrl_c_reaches_the_processes(tmp_path):
     starter = ("import sys; from train.launch import launch, plan; "
                "sys.exit(launch(plan(2, on_cpu=True)[0], [sys.executable, '-c', sys.argv[1]]))")
     command = [sys.executable, "-c", starter, script]
-    with subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL) as launcher:
-        end = time.monotonic() + 30
-        while len(os.listdir(tmp_path)) < 2 and time.monotonic() < end:
-            time.sleep(0.05)
+    with subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE) as launcher:
+        wait_until(lambda: len(os.listdir(tmp_path)) == 2)
         os.killpg(launcher.pid, signal.SIGINT)  # as a terminal does
         try:
             assert launcher.wait(20) == 128 + signal.SIGINT
+            assert launcher.stderr
+            assert b"error" not in launcher.stderr.read()  # it was asked to
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(launcher.pid, signal.SIGKILL)
+
+
+def wait_until(condition):
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_processes_stop_with_the_launcher(tmp_path):
+    """A launcher that is killed leaves none behind: they are asked to stop."""
+    pytest.importorskip("horovod")
+    script = f"""
+import os, pathlib, signal, sys, time
+place = pathlib.Path({str(tmp_path)!r}, os.environ['HOROVOD_RANK'])
+signal.signal(signal.SIGTERM, lambda number, frame: (place.with_suffix('.stopped').touch(), sys.exit()))
+place.touch()
+time.sleep(60)
+"""
+    starter = ("import sys; from train.launch import launch, plan; "
+               "sys.exit(launch(plan(2, on_cpu=True)[0], [sys.executable, '-c', sys.argv[1]]))")
+    with subprocess.Popen([sys.executable, "-c", starter, script]) as launcher:
+        wait_until(lambda: len(os.listdir(tmp_path)) == 2)
+        launcher.kill()
+    wait_until(lambda: {"0.stopped", "1.stopped"} <= set(os.listdir(tmp_path)))
 
 
 def test_the_slowest_to_stop_is_waited_for(capfd, monkeypatch):
