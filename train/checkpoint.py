@@ -187,6 +187,8 @@ class CheckpointFolder:
         """Save under the checkpoint's step; also as best.npz if `is_best`. Raises TrainError where that fails."""
         path = self.path_of(checkpoint.progress.step)
         save(checkpoint, path)
+        for unfinished in self.path.glob(".step-*"):  # of a process that was killed in the middle
+            unfinished.unlink(missing_ok=True)
         if is_best:
             with _replacing(self.path / BEST) as part:
                 try:

@@ -185,8 +185,9 @@ def launch_elastic(slots: Sequence[Slot], command: Sequence[str], min_processes:
             left = sum(other.process.poll() is None for other in workers)
             if left == 0 or (left < min_processes and not cooldown):
                 given_up.set()
-                print(f"error: {worker.last_words()}; {left} are left, but --min-np is {min_processes}, so the run "
-                      "ends: go on with --resume and its folder", file=sys.stderr, flush=True)
+                print(f"error: {worker.last_words()}; {left} {'is' if left == 1 else 'are'} left, but --min-np is "
+                      f"{min_processes}, so the run ends: go on with --resume and its folder",
+                      file=sys.stderr, flush=True)
                 for other in workers:
                     other.process.kill()
             else:

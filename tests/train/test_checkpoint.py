@@ -126,6 +126,14 @@ def test_newest_and_best_are_kept(state, tmp_path):
     assert checkpoint.find(str(folder.path_of(3))) == folder.path_of(3)
 
 
+def test_what_a_killed_process_left_is_removed(state, tmp_path):
+    folder = CheckpointFolder(tmp_path / "run", keep=2)
+    folder.path.mkdir(parents=True)
+    (folder.path / ".step-00000007.npz.partial").write_bytes(b"PK")
+    folder.save(state)
+    assert os.listdir(folder.path) == ["step-00000042.npz"]
+
+
 def test_find_without_checkpoint(tmp_path):
     with pytest.raises(TrainError, match="there is no checkpoint or run folder"):
         checkpoint.find(str(tmp_path / "missing"))
