@@ -5,10 +5,11 @@
 For each number of GPUs as far as the machine has them: our compiled step on synthetic data that lies on the GPU; the
 whole program, `python -m train benchmark`, on JPEGs (those of loader_gpu.py); PyTorch's DistributedDataParallel with
 torch.compile on synthetic data, on the fewest and the most GPUs. Without images or PEER_PYTHON their part is left out.
-Writes, n being the most GPUs, results/scaling_<n>gpu.jsonl (one line for each measurement, raw times included),
-scaling_<n>gpu.png and allreduce_timeline_<n>gpu.png; and for each number from two on
-resnet50_fp16_b<batch>_<synthetic|jpeg>_<number>gpu.json, whose peer is so many times our own figure for one GPU. A
-step's time is that of the slowest process. Each row is written as soon as it is measured.
+Gradients are averaged both ways, `--all-reduce peer` and `nccl`, in turns; JPEGs only by the first. Writes, n being the
+most GPUs, results/scaling_b<batch>_<n>gpu.jsonl (one line for each measurement, raw times included), a plot of the same
+name, and allreduce_timeline_<...>.png for each way; and for each number from two on
+resnet50_fp16_b<batch>_<synthetic|synthetic_nccl|jpeg>_<number>gpu.json, whose peer is so many times our own figure for
+one GPU. A step's time is that of the slowest process. Each row is written as soon as it is measured.
 """
 
 from __future__ import annotations
@@ -388,12 +389,12 @@ def order(row: Row) -> tuple[bool, int, str]:
 def write(rows: list[Row], num_gpus: int, folder: Path) -> None:
     """The rows and their plots, under the name of the whole run."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"scaling_{num_gpus}gpu.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    plot(rows, folder / f"scaling_{num_gpus}gpu.png")
-    with_timeline = {row["what"]: row for row in rows if "timeline" in row}
+    run_name = f"b{rows[0]['batch']}_{num_gpus}gpu"
+    (folder / f"scaling_{run_name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    plot(rows, folder / f"scaling_{run_name}.png")
+    with_timeline = {row["what"]: row for row in rows if "timeline" in row}  # of the most GPUs
     for what, row in with_timeline.items():
-        name = what.replace("synthetic", "allreduce_timeline")
-        plot_timeline(row, folder / f"{name}_{num_gpus}gpu.png")
+        plot_timeline(row, folder / f"{what.replace('synthetic', 'allreduce_timeline')}_{run_name}.png")
 
 
 def publish(row: Row, rows: list[Row], folder: Path) -> None:

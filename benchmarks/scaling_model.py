@@ -221,9 +221,11 @@ def fit(results: Path) -> tuple[Machine, list[str]]:
                          f"by {machine.gpu_spread:.1%} are assumed"]
     machine = fit_nvlink(machine, several)
     notes.append(f"all-reduce within a host: {machine.nvlink_gbs:.0f} GB/s, {machine.message_us:.0f} us a message")
-    single = [rows[1]["step_ms"] for rows in synthetic if 1 in rows]
+    single = [rows[1] for rows in synthetic if 1 in rows]
     if single:
-        jitter = statistics.fmean(statistics.stdev(step_ms) / statistics.median(step_ms) for step_ms in single)
+        largest = max(row["batch"] for row in single)  # smaller ones do not reach the power limit
+        jitter = statistics.fmean(statistics.stdev(row["step_ms"]) / statistics.median(row["step_ms"])
+                                  for row in single if row["batch"] == largest)
         machine = replace(machine, step_jitter=jitter)
         notes.append(f"jitter of one GPU after 3 s of work, at its power limit: {jitter:.2%}")
     slowdowns = [statistics.median(row["pass_ms"]) / statistics.median(row["pass_alone_ms"]) - 1 for row in several]

@@ -61,14 +61,14 @@ def test_files(scaling: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str])
         scaling.publish(row, measured, tmp_path)
     figure = "resnet50_fp16_b100_synthetic_2gpu.json"
     assert {path.name for path in tmp_path.iterdir()} == {
-        figure, "allreduce_timeline_2gpu.png", "scaling_2gpu.jsonl", "scaling_2gpu.png"
+        figure, "allreduce_timeline_b100_2gpu.png", "scaling_b100_2gpu.jsonl", "scaling_b100_2gpu.png"
     }  # fmt: skip
     result = json.loads((tmp_path / figure).read_text())
     result["commit"] = result["commit"] or "0" * 40
     assert faults(result, figure) == []
     assert result["ratio"] == 0.8
-    assert [json.loads(line) for line in (tmp_path / "scaling_2gpu.jsonl").read_text().splitlines()] == measured
-    for name in ("scaling_2gpu.png", "allreduce_timeline_2gpu.png"):
+    assert [json.loads(line) for line in (tmp_path / "scaling_b100_2gpu.jsonl").read_text().splitlines()] == measured
+    for name in ("scaling_b100_2gpu.png", "allreduce_timeline_b100_2gpu.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     assert "0.800 times 2 times one GPU" in capsys.readouterr().out
 

@@ -4,9 +4,8 @@
     exchange.join(invitations, own)                         # those of all members, in the same order everywhere
     exchange.start(bucket)                                  # all members the same buckets, in the same order
 
-NCCL's all-reduce is a kernel. For half a millisecond it takes multiprocessors from the backward pass, whose kernels
-have as many blocks as the GPU has multiprocessors, and so take twice their time when some of them are taken. Here copy
-engines move the bytes, which no kernel needs, and the multiprocessors only add up what has arrived:
+NCCL's all-reduce is a kernel, which takes multiprocessors from the backward pass for half a millisecond. Here copy
+engines move the bytes, and the multiprocessors only add up what has arrived (docs/multi_gpu.md has the times of both):
 
 1. Of a bucket with n equal parts, each GPU copies part m into the inbox of member m,
 2. waits until the n - 1 others have put theirs into its own inbox, and replaces its own part by the mean,
@@ -14,9 +13,9 @@ engines move the bytes, which no kernel needs, and the multiprocessors only add 
 4. and waits until it has theirs.
 
 That is a reduce-scatter and an all-gather; each GPU sends 2 (n - 1) / n of the bucket, as in a ring. Every part is
-averaged on one GPU, so all have the same bits; it is added up in fp32 and rounded once. Copies take about 10 us each,
-however small. So a small bucket, which nothing hides, is exchanged by one kernel: everybody writes all of it into every
-inbox. (NCCL and others call this one-shot.)
+averaged on one GPU, so all have the same bits; it is added up in fp32 and rounded once. A small bucket, which nothing
+hides, is exchanged by one kernel, since so many copies and waits would take longer: everybody writes all of it into
+every inbox (what others call one-shot).
 
 Everything is enqueued on a stream of the exchange's own; no host waits. Where a GPU waits, it is for a flag in its own
 memory: a member writes the number of the exchange there, behind what it has sent.
