@@ -28,6 +28,6 @@ class LostProcessError(TrainError):
 class NoHorovodError(TrainError):
     """Several processes were asked for without Horovod, which no rank has then."""
 
-    def __init__(self, num_processes: int, reason: ImportError) -> None:
+    def __init__(self, num_processes: int | str, reason: ImportError) -> None:
         super().__init__(f"{num_processes} processes need Horovod, which is not installed here ({reason}): run make "
                          "setup, which says what it lacks", on_all_ranks=True)

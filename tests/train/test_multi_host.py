@@ -4,68 +4,138 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+from command_line import ProgramError, UserError
+from train import multi_host
+from train.environment import LAUNCHER_VARIABLE
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "multi_host.sh"
 
 
 @pytest.fixture
-def run_script(tmp_path):
-    """Runs it with a stand-in for Python that prints its arguments, and SLURM's scontrol for nodes a and b."""
-    for name, body in (("python", 'shift 2; printf "%s|" "$@"'), ("scontrol", 'printf "a\\nb\\n"')):
-        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
-        (tmp_path / name).chmod(0o755)
+def asked(tmp_path, monkeypatch):
+    """Calls the program with a stand-in for horovodrun, and one for SLURM's scontrol, which names nodes a and b.
+    Returns the arguments of horovodrun, and of `python -m train.launch` behind them."""
+    (tmp_path / "scontrol").write_text('#!/bin/sh\nprintf "a\\nb\\n"\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv(LAUNCHER_VARIABLE, "")  # put back afterwards
+    monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
+    words: list[str] = []
+    monkeypatch.setattr(multi_host, "horovodrun", lambda arguments: words.extend(arguments) or 0)
 
-    def run(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "PYTHON": str(tmp_path / "python"), **variables,
-                       "PATH": f"{tmp_path}:{os.environ['PATH']}"}  # fmt: skip
-        return subprocess.run(["bash", SCRIPT, *map(str, arguments)], capture_output=True, text=True, env=environment)
+    def ask(*arguments: object) -> tuple[list[str], list[str]]:
+        words.clear()
+        assert multi_host.main([*map(str, arguments)]) == 0
+        place = words.index(sys.executable)
+        assert words[place : place + 3] == [sys.executable, "-m", "train.launch"]
+        return words[:place], words[place + 3 :]
 
-    return run
-
-
-def asked(done: subprocess.CompletedProcess[str]) -> tuple[list[str], list[str]]:
-    """Arguments of horovodrun, and of `python -m train.launch` behind them."""
-    assert done.returncode == 0, done.stderr
-    words = done.stdout.splitlines()[-1].rstrip("|").split("|")
-    place = words.index("train.launch")
-    return words[: place - 2], words[place + 1 :]
+    return ask
 
 
-def test_hosts(run_script):
-    run, train = asked(run_script("-H", "node1:8,node2:4", "-b", 96, "--config", "resnet50_90ep", "--data", "a folder"))
+@pytest.fixture
+def discovery(tmp_path):
+    """A host discovery script that prints these lines."""
+
+    def build(lines: str) -> Path:
+        script = tmp_path / "hosts.sh"
+        script.write_text(f"#!/bin/sh\nprintf '{lines}'\n")
+        script.chmod(0o755)
+        return script
+
+    return build
+
+
+def test_script_and_platform(tmp_path):
+    """The options of the platform come first, so that the user's win."""
+    fake = tmp_path / "python"
+    fake.write_text('#!/bin/sh\nprintf "%s|" "$@"\n')
+    fake.chmod(0o755)
+    command = ["bash", SCRIPT, "-p", "dgx_h100", "-H", "node1:8", "-b", "32", "--data", "a folder"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHON": str(fake)})
+    assert done.stdout == "-m|train.multi_host|-b|400|-H|node1:8|-b|32|--data|a folder|"
+
+
+def test_hosts(asked):
+    run, train = asked("-H", "node1:8,node2:4", "-b", 96, "--config", "resnet50_90ep", "--data", "a folder")
     assert run == ["--gloo", "-np", "12", "-H", "node1:8,node2:4"]
     assert train == ["-b", "96", "--config", "resnet50_90ep", "--data", "a folder"]
-    run, train = asked(run_script("-p", "dgx_h100", "-H", "node1:8", "-n", 2, "--ssh-port", 99))
+    assert asked("-H", "node1:1,node2:4,node1:1")[0][2:] == ["6", "-H", "node1:2,node2:4"]
+    run, _ = asked("-H", "node1:8", "-n", 2, "--ssh-port", 99)
     assert run == ["--gloo", "-np", "2", "--ssh-port", "99", "-H", "node1:8"]
-    assert train == ["-b", "400"]
+    assert os.environ[LAUNCHER_VARIABLE] == "scripts/multi_host.sh -n 2 --ssh-port 99 -H node1:8"
 
 
-def test_slurm(run_script):
-    run, _ = asked(run_script(SLURM_JOB_NODELIST="[a-b]", SLURM_GPUS_ON_NODE="4"))
+def test_slurm(asked, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "[a-b]")
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "4")
+    run, _ = asked()
     assert run == ["--gloo", "-np", "8", "-H", "a:4,b:4"]
 
 
-def test_elastic(run_script, tmp_path):
-    hosts = tmp_path / "hosts.sh"
-    hosts.write_text("#!/bin/sh\nprintf 'a:2\\nb:3\\n'\n")
-    hosts.chmod(0o755)
-    run, _ = asked(run_script("--host-discovery-script", hosts, "--min-np", 2, "--blacklist-cooldown-range", 10, 60))
+def test_elastic(asked, discovery, capsys):
+    hosts = discovery("a:2\\nb:3\\n")
+    run, _ = asked("--host-discovery-script", hosts, "--min-np", 2, "--blacklist-cooldown-range", 10, 60)
     assert run == ["--gloo", "-np", "5", "--host-discovery-script", str(hosts), "--min-np", "2",
                    "--blacklist-cooldown-range", "10", "60"]  # fmt: skip
+    assert "waiting" not in capsys.readouterr().out
+    asked("--host-discovery-script", hosts, "--min-np", 2, "-n", 6)
+    assert f"waiting for 6 processes; {hosts} names 5 so far" in capsys.readouterr().out
+    run, _ = asked("--host-discovery-script", discovery("a:2\\n"), "--network-interface", "eth0")
+    assert run[:3] == ["--gloo", "-np", "2"]
 
 
 @pytest.mark.parametrize("arguments, sentence", [
-    ([], "error: which machines? give -H HOST:GPUS,HOST:GPUS or run inside a SLURM job"),
-    (["-H", "a,b"], "error: -H needs HOST:GPUS,HOST:GPUS..., not 'a,b'"),
-    (["-H"], "error: -H needs a value behind it"),
-    (["-H", "a:2", "-n", "two"], "error: -n needs a whole number above 0, not 'two'"),
-    (["--host-discovery-script", "/nowhere/x"], "error: the host discovery script /nowhere/x is not there"),
+    ([], "which machines? give -H HOST:GPUS,HOST:GPUS or run inside a SLURM job"),
+    (["-H", "a:2,b"], "-H must name machines as HOST:GPUS, not 'b'"),
+    (["-H"], "-H needs a value"),
+    (["-H", "a:2", "-n", "two"], "-n needs a whole number above 0, not 'two'"),
+    (["-H", "a:2,b:2", "-n", "5"], "-n 5 is more than the 4 processes of the machines; lower it"),
+    (["-H", "a:2", "--min-np", "1"], "an elastic run over machines needs two of them to begin"),
+    (["--host-discovery-script", "/nowhere/x"], "the host discovery script /nowhere/x is not there"),
 ])  # fmt: skip
-def test_mistakes(arguments, sentence, run_script):
-    done = run_script(*arguments)
-    assert done.returncode == 2
-    assert done.stderr.startswith(sentence)
-    assert len(done.stderr.splitlines()) == 1
+def test_mistakes(arguments, sentence, asked):
+    with pytest.raises(UserError) as error:
+        asked(*arguments)
+    assert sentence in str(error.value)
+
+
+def test_no_machine_yet(asked, discovery):
+    with pytest.raises(UserError, match=r"needs two of them to begin, or --network-interface, but there are 0"):
+        asked("--host-discovery-script", discovery(""), "--min-np", 1)
+
+
+@pytest.mark.parametrize("error, code, words", [
+    (RuntimeError("one of them:\nProcess name: 1\nExit code: 2\n"), 2, ""),  # has told its user's mistake itself
+    (RuntimeError("one of them:\nProcess name: 1\nExit code: 7\n"), 7, "error: process 1 failed with exit code 7"),
+    (RuntimeError("one of them:\nProcess name: 3\nExit code: 137\n"), 137, "error: process 3 was killed by SIGKILL"),
+])  # fmt: skip
+def test_last_words(error, code, words, monkeypatch, capsys):
+    runner = pytest.importorskip("horovod.runner.launch")
+
+    def fail():
+        raise error
+
+    monkeypatch.setattr(runner, "run_commandline", fail)
+    monkeypatch.setattr(sys, "argv", ["horovodrun"])
+    assert multi_host.horovodrun(["-np", "4"]) == code
+    told = capsys.readouterr().err
+    assert told.startswith(words)
+    assert len(told.splitlines()) == bool(words)
+
+
+def test_unreachable_machine(monkeypatch):
+    runner = pytest.importorskip("horovod.runner.launch")
+
+    def fail():
+        raise RuntimeError("could not connect to some hosts via ssh")
+
+    monkeypatch.setattr(runner, "run_commandline", fail)
+    monkeypatch.setattr(sys, "argv", ["horovodrun"])
+    with pytest.raises(ProgramError, match="could not connect to some hosts via ssh; see that ssh to each"):
+        multi_host.horovodrun([])
