@@ -165,7 +165,7 @@ def test_a_process_that_is_gone_is_an_error_not_a_hang(tmp_path):
         try:
             average.finish()
         except RuntimeError as error:
-            print(error)
+            print(error, flush=True)
             os._exit(0)
     """
     done = run_processes(script)
