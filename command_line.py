@@ -20,7 +20,7 @@ import sys
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -70,7 +70,6 @@ def exit_code_of(main: Callable[[], int | None]) -> int:
         print(f"error: {where}: {what}; check path, permissions and disk", file=sys.stderr, flush=True)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
         return EXIT_CTRL_C
 
 
@@ -127,7 +126,7 @@ def choose_command(commands: Mapping[str, Callable[..., object]], arguments: Seq
     if name not in commands:
         raise UserError(f"there is no command {name!r}{nearest(name, commands)} (see {prog} --help)")
     names = {other: _option_names(command) for other, command in commands.items()}
-    for option, _ in _options(arguments):
+    for option in (word.partition("=")[0].replace("_", "-") for word in arguments if word.startswith("--")):
         having = [other for other in commands if option in names[other]]
         if having and name not in having:
             *others, last = having
@@ -172,13 +171,11 @@ def asks_for_help(arguments: Sequence[str]) -> bool:
 
 
 def given_value(arguments: Sequence[str], option: str) -> str | None:
-    """The value of `option` on a command line that is not parsed yet; the last one if given twice, as `Parser` takes
-    it, and None where it is not given."""
-    found = None
-    for name, value in _options(arguments):
-        if name == option:
-            found = value
-    return found
+    """The value of `option` on a command line whose other options are not known yet: "" where none follows it, None
+    where it is not given."""
+    parser = Parser(add_help=False)
+    parser.add_argument(option, nargs="?", const="", dest="value")
+    return parser.parse_known_args(arguments)[0].value
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
@@ -271,21 +268,11 @@ def _plain_words(message: str) -> str:
         r"(\S+): (needs .*)": r"\1 \2",
         r"(\S+): expected (one|at least one) argument": r"\1 needs a value",
         r"(\S+): expected (\d+) arguments": r"\1 needs \2 values",
-        r"(\S+): not allowed with argument (\S+)": r"\1 and \2 exclude each other: leave out one",
-        r"one of the arguments (.*) is required": r"one of \1 must be given",
         r"(\S+?)(/\S+)?: ignored explicit argument '(.*)'": r"\1 takes no value, but was given \3",
     }.items():
         if re.fullmatch(pattern, message):
             return re.sub(pattern, words, message)
     return message
-
-
-def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """(name, value) of each option; the value is "" where nothing follows."""
-    for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
-        if argument.startswith("--"):
-            name, equals, value = argument.partition("=")
-            yield name.replace("_", "-"), value if equals else "" if following.startswith("--") else following
 
 
 def _option_names(command: Callable[..., object]) -> list[str]:

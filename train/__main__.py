@@ -21,14 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from command_line import (
-    EXIT_CTRL_C,
-    EXIT_FAILURE,
-    EXIT_USER_ERROR,
+    HELP,
     ProgramError,
     UserError,
-    asks_for_help,
     choose_command,
     describe_commands,
+    exit_code_of,
     given_value,
 )
 from pipelines.samples import make_samples
@@ -280,12 +278,16 @@ def _is_first() -> bool:
 
 def main(arguments: Sequence[str]) -> int:
     """Run a command; returns the exit code. A user's mistake becomes one sentence on stderr and code 2."""
+    return exit_code_of(partial(_run, arguments))
+
+
+def _run(arguments: Sequence[str]) -> int:
     options = {name: options for name, (_, options) in COMMANDS.items()}
+    if arguments and arguments[0] in HELP:
+        note = f"Presets for --config: {', '.join(presets())}."
+        print(describe_commands(options, prog="python -m train", default="train", note=note))
+        return 0
     try:
-        if arguments and arguments[0] in ("-h", "--help"):
-            note = f"Presets for --config: {', '.join(presets())}."
-            print(describe_commands(options, prog="python -m train", default="train", note=note))
-            return 0
         try:
             command, rest = choose_command(options, arguments, prog="python -m train", default="train")
         except UserError as error:
@@ -293,30 +295,17 @@ def main(arguments: Sequence[str]) -> int:
         if command in OF_ONE_PROCESS and int(os.environ.get("HOROVOD_SIZE", "1")) > 1:
             raise TrainError(f"{command} works in one process: use python -m train {command}", on_all_ranks=True)
         COMMANDS[command][0](rest)
-    except ProgramError as error:
-        if _is_first() or not getattr(error, "on_all_ranks", False):
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        return error.exit_code
-    except PermissionError as error:
-        if error.filename is None:  # no file of the user's
+    except TrainError as error:
+        if _is_first() or not error.on_all_ranks:
             raise
-        print(f"error: {error.filename}: {error.strerror}; check its permissions, or give another place",
-              file=sys.stderr, flush=True)  # fmt: skip
-        return EXIT_USER_ERROR
+        return error.exit_code  # rank 0 says why
     except StoppedBySignal as stop:
         if _is_first():
             print(stop, flush=True)
         return stop.exit_code
-    except BrokenPipeError:
-        if not asks_for_help(arguments):
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # `--help | head`: Python still wants to flush
-    except KeyboardInterrupt:
-        return EXIT_CTRL_C
     except MemoryError as error:
-        print(f"error: the machine's memory does not hold this ({error or 'MemoryError'}): lower --batch-size or "
-              "--num-threads, or start fewer processes", file=sys.stderr, flush=True)  # fmt: skip
-        return EXIT_FAILURE
+        raise ProgramError(f"the machine's memory does not hold this ({error or 'MemoryError'}): lower --batch-size or "
+                           "--num-threads, or start fewer processes") from None
     return 0
 
 

@@ -92,7 +92,7 @@ def test_folder_that_must_not_be_looked_into(fails, tmp_path, monkeypatch):
 
     monkeypatch.setattr(type(tmp_path), "is_dir", is_dir)
     sentence = fails("validate", "--checkpoint", tmp_path / "secret")
-    assert sentence == (f"error: {tmp_path}/secret: Permission denied; check its permissions, or give another place")
+    assert sentence == f"error: {tmp_path}/secret: Permission denied; check path, permissions and disk"
 
 
 def test_resume_of_a_run_without_checkpoint(fails, tiny_options, tmp_path):
