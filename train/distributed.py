@@ -106,7 +106,7 @@ class Workers:
             except TrainError as error:  # the same on every rank
                 if all_reduce == "peer":
                     raise
-                reason = f" ({str(error).partition(': ')[0]})"
+                reason = f" ({str(error).rpartition(': ')[0]})"
         with self.agreement():
             by_horovod = HorovodAllReduce(self.local_rank, reason)
         return BucketAverage(executor, by_horovod)

@@ -115,7 +115,7 @@ class Exchange:
     ("auto", "", "", 4, "peer"),
     ("peer", "", "", 4, "peer"),
     ("nccl", "", "", 4, "by Horovod"),
-    ("auto", "GPU a cannot write into b: use c", "", 4, "by Horovod (GPU a cannot write into b)"),
+    ("auto", "GPU a cannot write (CUDA error 1: d): use c", "", 4, "by Horovod (GPU a cannot write (CUDA error 1: d))"),
     ("peer", "GPU a cannot write into b: use c", "", 4, TrainError("GPU a cannot write into b: use c")),
     ("auto", "", "1", 4, "by Horovod (--all-reduce peer is not for elastic runs, whose GPUs come and go)"),
     ("peer", "", "1", 4, TrainError("--all-reduce peer is not for elastic runs, whose GPUs come and go: use nccl")),

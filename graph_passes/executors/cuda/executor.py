@@ -228,7 +228,7 @@ class CudaExecutor(Executor):
     def gradient_exchange(self, size: int) -> GradientExchange:
         """What can average the buckets over so many GPUs of this machine, once it has been joined.
 
-        Raises GraphError for too many.
+        Raises GraphError for too many, and where the driver has no flags for streams.
         """
         return self._step.gradient_exchange(size)
 

@@ -1,6 +1,6 @@
 """The mean of gradients over the GPUs of one machine, without NCCL: they write into each other's memory.
 
-    exchange = step.gradient_exchange()                     # in each process
+    exchange = executor.gradient_exchange(size)             # in each process
     exchange.join(invitations, own)                         # those of all members, in the same order everywhere
     exchange.start(bucket)                                  # all members the same buckets, in the same order
 

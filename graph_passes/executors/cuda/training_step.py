@@ -345,7 +345,7 @@ class TrainingStep:
     def gradient_exchange(self, size: int) -> GradientExchange:
         """What can average the buckets over so many GPUs of this machine, once it has been joined.
 
-        Raises GraphError for too many.
+        Raises GraphError for too many, and where the driver has no flags for streams.
         """
         gpu = Gpu(self.gpu.device_id)  # with a stream beside the step's
         return GradientExchange(gpu, KernelLibrary(gpu, self._cache), list(itertools.chain(*self.buckets)), size)
