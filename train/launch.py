@@ -341,7 +341,7 @@ def main(arguments: Sequence[str]) -> int:
         _become(command, slots[int(os.environ["HOROVOD_LOCAL_RANK"])])
     slots, notes = plan(own.processes, on_cpu)
     if own.min_np and own.min_np > len(slots):
-        raise TrainError(f"--min-np {own.min_np} is more than the {len(slots)} GPUs of this machine; lower it")
+        raise TrainError(f"--min-np {own.min_np} is more than the {len(slots)} processes here; lower it")
     for line in (*map(str, slots), *notes):
         print(line, flush=True)
     variables = [f"{name}={value}" for name, value in slots[0].environment.items()]
