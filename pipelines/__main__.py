@@ -21,6 +21,7 @@ from pipelines.files import write_text
 from pipelines.make_records import (
     Options,
     journal_path,
+    new_record_path,
     plan_files,
     plan_train_tar,
     plan_val_tar,
@@ -81,6 +82,8 @@ def make_records(
         if any(journal_path(output, name).exists() for name in names):  # interrupted; what is whole is done
             names = [name for name in names if not (output / f"{name}.rec").exists()]
         plans = {name: plan_files(source, name) for name in names}
+    for name in plans:
+        new_record_path(output, name)  # nothing is written if one of them is there
     for name, plan in plans.items():
         count, skipped = write_records(plan, output, name, options)
         for image, reason in skipped:

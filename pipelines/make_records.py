@@ -169,14 +169,20 @@ class Options:
             raise DataError(f"quality is {self.quality}; it goes from 1 to 100")
 
 
+def new_record_path(output: Path, split: str) -> Path:
+    """Where a split's images will be written. Raises DataError where some are already."""
+    path = output / f"{split}.rec"
+    if path.exists():
+        raise DataError(f"{path} exists; remove it or choose another output folder")
+    return path
+
+
 def write_records(plan: Plan, output: Path, split: str, options: Options) -> tuple[int, list[tuple[str, str]]]:
     """Write output/SPLIT.rec, SPLIT.idx and classes.txt; returns the number of images and the (name, reason) skipped.
 
     Raises DataError; what is finished so far stays and the next call goes on from there.
     """
-    record_path = output / f"{split}.rec"
-    if record_path.exists():
-        raise DataError(f"{record_path} exists; remove it or choose another output folder")
+    record_path = new_record_path(output, split)
     order = np.random.default_rng(options.seed).permutation(len(plan.entries))
     entries = [plan.entries[i] for i in order]
     try:

@@ -28,6 +28,12 @@ def test_from_folders_to_a_contact_sheet(tmp_path, capsys):
     code, out, _ = run(capsys, "make-records", tmp_path / "in", tmp_path / "rec")
     assert code == 0 and "train.rec: 12 images of 3 classes" in out and "val.rec: 6 images" in out
 
+    (tmp_path / "rec/train.rec").rename(tmp_path / "train.rec")
+    code, _, err = run(capsys, "make-records", tmp_path / "in", tmp_path / "rec")
+    assert code == 2 and err.startswith(f"error: {tmp_path}/rec/val.rec exists; remove it")
+    assert not (tmp_path / "rec/train.rec").exists()
+    (tmp_path / "train.rec").rename(tmp_path / "rec/train.rec")
+
     code, out, _ = run(capsys, "verify", tmp_path / "rec")
     assert code == 0 and "12 images, 0 unusable" in out and "6 images, 0 unusable" in out
 
