@@ -6,8 +6,8 @@ For each number of GPUs as far as the machine has them: our compiled step on syn
 whole program, `python -m train benchmark`, on JPEGs (those of loader_gpu.py); PyTorch's DistributedDataParallel with
 torch.compile on synthetic data, on the fewest and the most GPUs. Without images or PEER_PYTHON their part is left out.
 Gradients are averaged both ways, `--all-reduce peer` and `nccl`, in turns; JPEGs only by the first. Writes, n being the
-most GPUs, results/scaling_b<batch>_<n>gpu.jsonl (one line for each measurement, raw times included), a plot of the same
-name, and allreduce_timeline_<...>.png for each way; and for each number from two on
+most GPUs, results/scaling_b<batch>_<n>gpu.jsonl (one line for each measurement, raw times included), the table (.md) and
+the plot (.png) of the same name, and allreduce_timeline_<...>.png for each way; and for each number from two on
 resnet50_fp16_b<batch>_<synthetic|synthetic_nccl|jpeg>_<number>gpu.json, whose peer is so many times our own figure for
 one GPU. A step's time is that of the slowest process. Each row is written as soon as it is measured.
 """
@@ -346,15 +346,22 @@ def main() -> None:
     parser.add_argument("--buckets", type=positive_int, default=2)
     parser.add_argument("--wire-dtype", choices=("auto", "float32"), default="auto")
     parser.add_argument("--gpus", type=positive_int, nargs="+", default=(1, 2, 4, 8))
+    parser.add_argument("--redraw", type=Path, metavar="FILE", help="measure nothing: make table and plots of the "
+                        "scaling_*.jsonl of an earlier run")
     arguments = parser.parse_args()
     if arguments.worker:
         measure_synthetic(arguments)
+        return
+    if arguments.redraw:
+        rows = [json.loads(line) for line in arguments.redraw.read_text().splitlines()]
+        write(rows, max(row["gpus"] for row in rows), arguments.results)
+        print(table(rows))
         return
     num_gpus = len(find_gpus())
     counts = [count for count in arguments.gpus if count <= num_gpus]
     if not counts:
         raise UserError(f"--gpus {min(arguments.gpus)} is more than the {num_gpus} NVIDIA GPUs here")
-    rows: list[Row] = []
+    rows = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         records = repeated_records(arguments.data, folder / "records") if arguments.data.is_dir() else None
@@ -387,10 +394,11 @@ def order(row: Row) -> tuple[bool, int, str]:
 
 
 def write(rows: list[Row], num_gpus: int, folder: Path) -> None:
-    """The rows and their plots, under the name of the whole run."""
+    """The rows, their table and their plots, under the name of the whole run."""
     folder.mkdir(parents=True, exist_ok=True)
     run_name = f"b{rows[0]['batch']}_{num_gpus}gpu"
     (folder / f"scaling_{run_name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / f"scaling_{run_name}.md").write_text(table(rows) + "\n")
     plot(rows, folder / f"scaling_{run_name}.png")
     with_timeline = {row["what"]: row for row in rows if "timeline" in row}  # of the most GPUs
     for what, row in with_timeline.items():

@@ -61,7 +61,8 @@ def test_files(scaling: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str])
         scaling.publish(row, measured, tmp_path)
     figure = "resnet50_fp16_b100_synthetic_2gpu.json"
     assert {path.name for path in tmp_path.iterdir()} == {
-        figure, "allreduce_timeline_b100_2gpu.png", "scaling_b100_2gpu.jsonl", "scaling_b100_2gpu.png"
+        figure, "allreduce_timeline_b100_2gpu.png", "scaling_b100_2gpu.jsonl", "scaling_b100_2gpu.md",
+        "scaling_b100_2gpu.png",
     }  # fmt: skip
     result = json.loads((tmp_path / figure).read_text())
     result["commit"] = result["commit"] or "0" * 40
@@ -71,6 +72,19 @@ def test_files(scaling: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     for name in ("scaling_b100_2gpu.png", "allreduce_timeline_b100_2gpu.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     assert "0.800 times 2 times one GPU" in capsys.readouterr().out
+    assert (tmp_path / "scaling_b100_2gpu.md").read_text() == scaling.table(measured) + "\n"
+
+
+def test_redraw(scaling: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a GPU, from the rows of an earlier run."""
+    rows_file = tmp_path / "earlier.jsonl"
+    rows_file.write_text("".join(json.dumps(row) + "\n" for row in rows()))
+    results = tmp_path / "results"
+    monkeypatch.setattr("sys.argv", ["scaling.py", "--redraw", str(rows_file), "--results", str(results)])
+    scaling.main()
+    assert capsys.readouterr().out == (results / "scaling_b100_2gpu.md").read_text()
+    assert (results / "scaling_b100_2gpu.jsonl").read_text() == rows_file.read_text()
 
 
 class Clock:
