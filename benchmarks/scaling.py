@@ -6,7 +6,7 @@ For each number of GPUs as far as the machine has them: our compiled step on syn
 whole program, `python -m train benchmark`, on JPEGs (those of loader_gpu.py); PyTorch's DistributedDataParallel with
 torch.compile on synthetic data, on the fewest and the most GPUs. Without images or PEER_PYTHON their part is left out.
 Gradients are averaged both ways, `--all-reduce peer` and `nccl`, in turns; JPEGs only by the first. Writes, n being the
-most GPUs, results/scaling_b<batch>_<n>gpu.jsonl (one line for each measurement, raw times included), the table (.md) and
+most GPUs, results/scaling_b<batch>_<n>gpu.jsonl (one line for each measurement, with raw times), the table (.md) and
 the plot (.png) of the same name, and allreduce_timeline_<...>.png for each way; and for each number from two on
 resnet50_fp16_b<batch>_<synthetic|synthetic_nccl|jpeg>_<number>gpu.json, whose peer is so many times our own figure for
 one GPU. A step's time is that of the slowest process. Each row is written as soon as it is measured.
