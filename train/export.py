@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 
 import numpy as np
 
-from command_line import given
+from command_line import given, option_name
 from graph_passes import Graph, Ref, passes
 from mxnet_compat import mx
 from pipelines import MEAN, STD
@@ -58,12 +58,17 @@ class ExportOptions:
 
 def main(arguments: Sequence[str]) -> None:
     """The command `python -m train export`. Raises TrainError for a user's mistake."""
-    options = ExportOptions(**given(ExportOptions, arguments, prog="python -m train export"))
+    values = given(ExportOptions, arguments, prog="python -m train export")
+    options = ExportOptions(**values)
     if not (options.onnx or options.symbol or options.params):
         raise TrainError("nothing to export: give --onnx FILE, --symbol FILE or --params FILE")
     if (options.onnx or options.params) and not options.checkpoint:
         wanted = "--onnx" if options.onnx else "--params"
         raise TrainError(f"{wanted} needs trained weights: give --checkpoint with a run folder or a checkpoint file")
+    for name in ("depth", "num_classes"):
+        if options.checkpoint and name in values:
+            raise TrainError(f"{option_name(name)} {values[name]} is for --symbol without a checkpoint, and "
+                             f"{options.checkpoint} has its own: leave it out")
     trained = checkpoint.load_trained(options.checkpoint) if options.checkpoint else None
     if options.onnx:
         assert trained

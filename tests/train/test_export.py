@@ -173,6 +173,7 @@ def test_symbol_without_a_checkpoint(tmp_path: Path) -> None:
         (["--onnx", "x.onnx", "--checkpoint", "nowhere"], "nowhere"),
         (["--symbol", "x.json", "--num-classes", "0"], "--num-classes 0"),
         (["--symbol", "x.json", "--depth", "20"], "depth 20 is not one of 18, 34, 50, 101, 152"),
+        (["--symbol", "x.json", "--checkpoint", "run", "--depth", "34"], "--depth 34 is for --symbol without a"),
         (["--onxx", "x.onnx"], "did you mean --onnx"),
     ],
 )
