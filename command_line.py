@@ -92,7 +92,7 @@ def given(command: Callable[..., object], arguments: Sequence[str], *, prog: str
         UserError: an unknown option, or a value that is not allowed.
         SystemExit: after `--help`.
     """
-    if asks_for_help(arguments):
+    if not set(HELP).isdisjoint(arguments):
         _make_parser(command, prog, default, with_help=True).parse_args(["--help"])
     values = vars(_make_parser(command, prog, default).parse_args(arguments))
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
@@ -164,10 +164,6 @@ def to_arguments(config: object, default: object) -> list[str]:
 def option_name(parameter: str) -> str:
     """`json_` is --json: an underscore at the end only tells a parameter from a module."""
     return "--" + parameter.rstrip("_").replace("_", "-")
-
-
-def asks_for_help(arguments: Sequence[str]) -> bool:
-    return any(word in arguments for word in HELP)
 
 
 def given_value(arguments: Sequence[str], option: str) -> str | None:
@@ -257,12 +253,11 @@ class _HelpFormatter(argparse.HelpFormatter):
 def _plain_words(message: str) -> str:
     """argparse's message in the words of this project."""
     message = message.removeprefix("argument ")
-    if choice := re.fullmatch(r"(\S+): invalid choice: (.*) \(choose from (.*)\)", message):
-        option, wrong, known = choice[1], choice[2].strip("'"), [word.strip(" '") for word in choice[3].split(",")]
-        return f"{option} {wrong} is not one of {', '.join(known)}"
-    if missing := re.fullmatch("the following arguments are required: (.*)", message):
-        return f"{missing[1].replace(', ', ' and ')} must be given"
+    if "invalid choice" in message:
+        message = message.replace("'", "")  # around the names, in some versions of Python
     for pattern, words in {
+        r"the following arguments are required: (.*)": r"\1 must be given",
+        r"(\S+): invalid choice: (.*) \(choose from (.*)\)": r"\1 \2 is not one of \3",
         r"(\S+): invalid int value: (.*)": r"\1 needs a whole number, not \2",
         r"(\S+): invalid float value: (.*)": r"\1 needs a number, not \2",
         r"(\S+): (needs .*)": r"\1 \2",
@@ -270,8 +265,7 @@ def _plain_words(message: str) -> str:
         r"(\S+): expected (\d+) arguments": r"\1 needs \2 values",
         r"(\S+?)(/\S+)?: ignored explicit argument '(.*)'": r"\1 takes no value, but was given \3",
     }.items():
-        if re.fullmatch(pattern, message):
-            return re.sub(pattern, words, message)
+        message = re.sub(f"^{pattern}$", words, message)
     return message
 
 

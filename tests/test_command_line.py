@@ -98,7 +98,7 @@ def test_values(line, values):
 
 
 @pytest.mark.parametrize("line, sentence", [
-    ("", "SOURCE and MORE must be given"),
+    ("", "SOURCE, MORE must be given"),
     ("a", "MORE must be given"),
     ("a b --numbr 7", "there is no option --numbr; did you mean --number?"),
     ("a b --numbr=7", "there is no option --numbr; did you mean --number?"),
