@@ -204,6 +204,21 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # overloads that only tell the type of the namespace
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> Any:
+        return super().parse_known_args(self._checked(args), namespace)
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> Any:
+        parsed, unknown = self.parse_known_intermixed_args(self._checked(args), namespace)
+        if unknown:
+            name = next((word for word in unknown if word.startswith("-")), unknown[0]).partition("=")[0]
+            if name.strip("-") and name.startswith("-"):
+                known = self._option_string_actions if name.startswith("--") else ()  # single letters are all near
+                self.error(f"there is no option {name}{did_you_mean(name, known)}")
+            self.error(f"{name} belongs to no option")
+        return parsed
+
+    def _checked(self, args: Sequence[str] | None) -> list[str]:
         words = list(sys.argv[1:] if args is None else args)
         for i, word in enumerate(words):
             name, equals, value = word.partition("=")
@@ -212,19 +227,7 @@ class Parser(argparse.ArgumentParser):
                 raise UserError(f"{option} is followed by an empty value: give one, or leave it out")
             if word.startswith("--"):
                 words[i] = name.replace("_", "-") + equals + value
-        return super().parse_known_args(words, namespace)
-
-    def parse_args(  # type: ignore[override]
-        self, args: Sequence[str] | None = None, namespace: Any = None
-    ) -> Any:
-        parsed, unknown = self.parse_known_intermixed_args(args, namespace)
-        if unknown:
-            name = next((word for word in unknown if word.startswith("-")), unknown[0]).partition("=")[0]
-            if name.strip("-") and name.startswith("-"):
-                known = self._option_string_actions if name.startswith("--") else ()  # single letters are all near
-                self.error(f"there is no option {name}{did_you_mean(name, known)}")
-            self.error(f"{name} belongs to no option")
-        return parsed
+        return words
 
     def error(self, message: str) -> typing.NoReturn:
         raise UserError(f"{_plain_words(message)} (see {self.prog} --help)")

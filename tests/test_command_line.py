@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import subprocess
@@ -129,6 +130,15 @@ def test_mistakes(line, sentence):
 def test_a_shell_variable_that_is_not_set(words, before):
     with pytest.raises(UserError, match=f"^{before} is followed by an empty value: give one, or leave it out$"):
         given(copy, words, prog="copy")
+
+
+def test_words_are_checked_by_every_version_of_python(monkeypatch):
+    """From 3.12.8 on argparse parses intermixed arguments without `parse_known_args`, which `Parser` overrides."""
+    base = argparse.ArgumentParser
+    monkeypatch.setattr(base, "parse_known_intermixed_args", base.parse_known_args)
+    assert given_to_copy("a b --no_sound") == {"source": Path("a"), "more": ("b",), "sound": False}
+    with pytest.raises(UserError, match="^--target is followed by an empty value"):
+        given_to_copy("a b --target=")
 
 
 def test_a_flag_that_a_preset_has_set_can_be_taken_back():
