@@ -5,9 +5,9 @@
 For each number of GPUs as far as the machine has them: our compiled step on synthetic data that lies on the GPU; the
 whole program, `python -m train benchmark`, on JPEGs (those of loader_gpu.py); PyTorch's DistributedDataParallel with
 torch.compile on synthetic data, on the fewest and the most GPUs. Without images or PEER_PYTHON their part is left out.
-Gradients are averaged both ways, `--all-reduce peer` and `nccl`, in turns; JPEGs only by the first. Writes, n being the
-most GPUs, results/scaling_b<batch>_<n>gpu.jsonl (one line for each measurement, with raw times), the table (.md) and
-the plot (.png) of the same name, and allreduce_timeline_<...>.png for each way; and for each number from two on
+Gradients are averaged as `--all-reduce auto` does, and in turns with that by NCCL; JPEGs only by the first. Writes, n
+being the most GPUs, results/scaling_b<batch>_<n>gpu.jsonl (a line for each measurement, raw times included), the table
+(.md) and the plot (.png) of that name, and allreduce_timeline_<...>.png for each way; and for each number from two on
 resnet50_fp16_b<batch>_<synthetic|synthetic_nccl|jpeg>_<number>gpu.json, whose peer is so many times our own figure for
 one GPU. A step's time is that of the slowest process. Each row is written as soon as it is measured.
 """
@@ -142,7 +142,7 @@ def measure_synthetic(arguments: argparse.Namespace) -> None:
     steps = Steps(workers, arguments)
     averages: dict[str, BucketAverage] = {}  # by what their rows are called
     if not workers.alone:
-        averages = {"synthetic": workers.bucket_average(steps.executor, "peer"),
+        averages = {"synthetic": workers.bucket_average(steps.executor, "auto"),
                     "synthetic_nccl": workers.bucket_average(steps.executor, "nccl")}  # fmt: skip
     nvlink_bytes(workers.local_rank)  # starts NVML; in between the GPU would be idle and then exceed its power limit
     steps.run(arguments.warm_up, averages.get("synthetic"))
@@ -152,8 +152,9 @@ def measure_synthetic(arguments: argparse.Namespace) -> None:
         for turns, average in ((alone, None), *((together[what], averages[what]) for what in averages)):
             workers.sum([0])  # all start together
             turns.measure(steps, arguments.steps, average)
-    rows: list[Row] = [{"what": "synthetic", "gpus": workers.size, "batch": arguments.batch, "step_ms": alone.step_ms}]
-    if averages:
+    if workers.alone:
+        rows = [{"what": "synthetic", "gpus": 1, "batch": arguments.batch, "step_ms": alone.step_ms}]
+    else:
         rows = [make_row(workers, steps, arguments.batch, what, alone, together[what], averages[what])
                 for what in averages]
     if workers.rank == 0:

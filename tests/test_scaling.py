@@ -149,7 +149,7 @@ def test_measurement(scaling: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """What a process makes of the events of its steps, two processes being alike."""
     workers = SimpleNamespace(size=size, rank=0, local_rank=0, alone=size == 1, sum=list,
                               gather=lambda value: [value] * size,
-                              bucket_average=lambda executor, way: Average(executor, {"peer": 1, "nccl": 2}[way]))
+                              bucket_average=lambda executor, way: Average(executor, {"auto": 1, "nccl": 2}[way]))
     monkeypatch.setattr(scaling, "Workers", lambda: workers)
     monkeypatch.setattr(scaling, "make_step", lambda *_, **options: (Executor(Clock()), options, None))
     counter = iter(range(0, 10_000, 700))
