@@ -206,13 +206,14 @@ class _ArrayAverage:
     start = None
     description = "gradients averaged after the backward pass"
 
-    def give_up(self) -> None: ...
-
     def __init__(self, workers: Workers, executor: Executor) -> None:
         self._workers, self._flats = workers, _flatten(list(executor.grads.values()))
 
     def finish(self) -> None:
         self._workers.average_flat(self._flats, "gradients")
+
+    def give_up(self) -> None:
+        """No GPU waits."""
 
 
 class _Flat:

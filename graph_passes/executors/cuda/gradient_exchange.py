@@ -37,7 +37,7 @@ from graph_passes.executors.cuda.buckets import Bucket
 from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.kernels import KernelLibrary, count, instance
 from graph_passes.executors.cuda.parameters import VECTOR
-from graph_passes.executors.cuda.peer_memory import MAX_MEMBERS, Invitation, PeerMemory
+from graph_passes.executors.cuda.peer_memory import MAX_MEMBERS, Addresses, Invitation, PeerMemory
 from graph_passes.passes.precision import ITEM_BYTES
 
 THREADS, BLOCKS = 512, 32  # of gradient_exchange.cu
@@ -46,12 +46,6 @@ FLAG_BYTES = 4
 FLAGS_BYTES = FLAG_BYTES * MAX_MEMBERS * (2 + BLOCKS)
 GIVEN_UP = 0x3F  # as every byte of a flag: beyond the number of any exchange, which is below 1e9
 NEEDED_BY, WAY_OUT = "averaging gradients without NCCL needs", "use --all-reduce nccl"  # in messages
-
-
-class _Members(ctypes.Structure):
-    """`Members` of gradient_exchange.cu."""
-
-    _fields_ = (("address", ctypes.c_uint64 * MAX_MEMBERS),)
 
 
 class GradientExchange:
@@ -149,10 +143,10 @@ class GradientExchange:
 
     def _average_at_once(self, bucket: Bucket) -> None:
         vectors = bucket.num_elements // VECTOR
-        inboxes, flags = _Members(), _Members()
+        inboxes, flags = Addresses(), Addresses()
         for member, (memory, *_) in enumerate(self._peers):
-            inboxes.address[member] = memory + FLAGS_BYTES + self._number % 2 * self._size * self._small_bytes
-            flags.address[member] = self._flag(member, 2, 0)
+            inboxes.of[member] = memory + FLAGS_BYTES + self._number % 2 * self._size * self._small_bytes
+            flags.of[member] = self._flag(member, 2, 0)
         self._kernels["average_at_once", bucket.dtype].launch(
             (min(BLOCKS, max(1, -(-vectors // THREADS))), 1, 1), (THREADS, 1, 1), bucket.address, inboxes, flags,
             ctypes.c_int64(self._small_bytes // ITEM_BYTES[bucket.dtype]), ctypes.c_int(self._own),

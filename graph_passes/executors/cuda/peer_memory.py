@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,6 +11,12 @@ from graph_passes.executors.cuda.device import Gpu
 
 SHARED_UNIT = 2 << 20  # bytes; what is shared should not lie in one piece of memory with anything else
 MAX_MEMBERS = 16  # GPUs that write to each other; of the kernels that do
+
+
+class Addresses(ctypes.Structure):
+    """One address for each member, as a kernel's argument."""
+
+    _fields_ = (("of", ctypes.c_uint64 * MAX_MEMBERS),)
 
 
 class Invitation(NamedTuple):

@@ -26,17 +26,11 @@ import numpy as np
 
 from graph_passes.errors import GraphError
 from graph_passes.executors.cuda.device import Gpu
-from graph_passes.executors.cuda.peer_memory import MAX_MEMBERS, Invitation, PeerMemory
+from graph_passes.executors.cuda.peer_memory import MAX_MEMBERS, Addresses, Invitation, PeerMemory
 
 THREADS, MAX_ARRAYS, MAX_VALUES = 256, 4, 8192  # of batch_norm_group.cu
 # How long a member waits for another one before the run ends: longer than a checkpoint or a late batch keeps a process.
 LIMIT_SECONDS = 60.0
-
-
-class _Mailboxes(ctypes.Structure):
-    """`Mailboxes` of batch_norm_group.cu."""
-
-    _fields_ = (("of", ctypes.c_uint64 * MAX_MEMBERS),)
 
 
 class StatisticsGroup:
@@ -54,7 +48,7 @@ class StatisticsGroup:
         self._fault = self._gpu.pinned(4)  # the GPU writes it, and reads it while it waits
         self._fault[:] = 0
         self._limit_seconds = limit_seconds
-        self._mailboxes, self._own, self.size = _Mailboxes(), 0, 1
+        self._mailboxes, self._own, self.size = Addresses(), 0, 1
 
     @property
     def invitation(self) -> Invitation:

@@ -127,16 +127,16 @@ class SimulatedGpu:
         item = np.dtype(dtype).itemsize
 
         def flags_of(member: int, sender: int) -> np.ndarray:
-            return machine.array(flags.address[member] + FLAG_BYTES * BLOCKS * sender, BLOCKS, np.uint32)[:blocks]
+            return machine.array(flags.of[member] + FLAG_BYTES * BLOCKS * sender, BLOCKS, np.uint32)[:blocks]
 
         def send(member: int) -> None:
-            place = inboxes.address[member] + own * stride * item
+            place = inboxes.of[member] + own * stride * item
             machine.array(place, VECTOR * vectors, dtype)[:] = machine.array(bucket, VECTOR * vectors, dtype)
             flags_of(member, own)[:] = number
 
         for member in others:
             self.do(lambda member=member: send(member))  # type: ignore[misc]
-        self.do(lambda: self.average(dtype, bucket, inboxes.address[own], stride, own, size, vectors),
+        self.do(lambda: self.average(dtype, bucket, inboxes.of[own], stride, own, size, vectors),
                 lambda: all((flags_of(own, member) >= number).all() for member in others))
 
     def average(self, dtype: Any, values: int, inbox: int, stride: int, own: int, size: int, vectors: int) -> None:
