@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 import train.configs
-from command_line import given, given_value, nearest, option_name
+from common.command_line import given, given_value, nearest, option_name
 from graph_passes.executors.cuda.peer_memory import MAX_MEMBERS
 from train.errors import TrainError
 

@@ -7,7 +7,8 @@ import importlib
 
 import pytest
 
-from command_line import UserError, given, given_value, option_name
+from common.command_line import given, given_value, option_name
+from common.errors import UserError
 from train import TrainError
 from train.config import BenchmarkConfig, Config, check, load_preset, parse, presets
 from train.predict import PredictOptions
