@@ -280,8 +280,9 @@ def link(objects: Sequence[Path], folder: Path, mxnet: Path, nccl: Path | None, 
 
 def install(source: Path, libraries: Sequence[Path]) -> None:
     """Horovod's Python files by pip, then the libraries, without which it cannot be imported."""
+    pip("install", "--no-compile", "cloudpickle", "psutil", "pyyaml", "packaging", "wheel")
     with environment(HOROVOD_SKIP_COMPILE="1", HOROVOD_WITHOUT_PYTORCH="1"):
-        pip("install", "--no-compile", "--no-build-isolation", "--force-reinstall", "--no-deps", str(source))
+        pip("install", "--no-compile", "--no-build-isolation", "--no-deps", str(source))
     importlib.invalidate_caches()
     installed = package("horovod")
     (installed / "metadata.json").write_text('{"mxnet": "1.9.1"}\n')  # what Horovod compares with at each import

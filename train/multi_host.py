@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from common.command_line import Parser, exit_code_of, positive_int
 from common.errors import ProgramError
 from train.environment import LAUNCHER_VARIABLE
-from train.errors import NoHorovodError, TrainError
-from train.launch import TOLD
+from train.errors import TrainError
+from train.launch import TOLD, require_horovod
 
 HELP = """usage: scripts/multi_host.sh -H HOST:GPUS,HOST:GPUS... [-b BATCH] [-e EPOCHS] [any option of python -m train]
        scripts/multi_host.sh --host-discovery-script FILE --min-np N ...       elastic: machines may come and go
@@ -108,11 +108,10 @@ def main(arguments: Sequence[str]) -> int:
 def horovodrun(arguments: Sequence[str]) -> int:
     """Its exit code: 0, or that of the first process that failed, whose last words this prints. Raises ProgramError
     where Horovod is missing, or finds the machines wanting."""
-    try:
-        from horovod.runner.common.util.timeout import TimeoutException
-        from horovod.runner.launch import run_commandline
-    except ImportError as error:
-        raise NoHorovodError("several", error) from None
+    require_horovod("several")
+    from horovod.runner.common.util.timeout import TimeoutException
+    from horovod.runner.launch import run_commandline
+
     sys.argv[1:] = arguments
     try:
         run_commandline()
