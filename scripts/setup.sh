@@ -145,7 +145,9 @@ install_packages() {
             "$gigabytes GB: free some space and run make again"
     rm -f "$venv"/.ready*
     # The CPU and the GPU wheel of MXNet own the same folder: only one of them can be there.
-    "$bin/pip" uninstall -q -y "$other" >>"$log" 2>&1 || true
+    if compgen -G "$venv/lib/python3*/site-packages/${other//-/_}-1*" >/dev/null; then
+        "$bin/pip" uninstall -q -y "$other" >>"$log" 2>&1 || true
+    fi
     # Python compiles what is imported when it is imported, which is a small part.
     follow packages "$bin/pip" install --disable-pip-version-check --no-compile -e ".[$1]" ||
         fail "the packages could not be installed: $(reason) (log: $log)"
