@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Build Horovod for the MXNet of the Python that runs this, and train/allreduce.cc with it: build_horovod.py FOLDER
 
-scripts/setup.sh runs it in the new environment. FOLDER keeps the source and what is compiled, so that a second call only
-does what is left. Needs g++ alone: Horovod's own build wants CMake older than 4 and, for GPUs, nvcc for kernels that scale
-and join tensors, which nothing here does (HOROVOD_KERNELS). CUDA's headers come from NVIDIA's wheels, into FOLDER too.
+scripts/setup.sh runs it in the new environment. FOLDER keeps the source and what is compiled, so that a second call does
+only what is left. Needs g++ alone: Horovod's own build wants CMake older than 4 and, for GPUs, a CUDA toolkit with nvcc,
+for kernels that nothing here calls (HOROVOD_KERNELS). CUDA's headers come from NVIDIA's wheels, into FOLDER too.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ REPLACED = (
 
 # Source files, in parts that are compiled as one file each: reading headers is most of the work.
 PARTS = {
-    "gloo": ("third_party/gloo/gloo", "algorithm allgather allgatherv alltoall alltoallv barrier broadcast common/linux "
-             "common/logging context gather gatherv rendezvous/context rendezvous/file_store rendezvous/hash_store "
+    "gloo": ("third_party/gloo/gloo", "algorithm allgather allgatherv alltoall alltoallv barrier broadcast "
+             "common/linux common/logging context gather gatherv rendezvous/context rendezvous/file_store rendezvous/hash_store "
              "rendezvous/prefix_store rendezvous/store scatter transport/address transport/buffer transport/context "
              "transport/device transport/pair transport/unbound_buffer types"),
     "gloo_reduce": ("third_party/gloo/gloo", "allreduce reduce transport/tcp/address transport/tcp/buffer "
@@ -315,7 +315,7 @@ def main(arguments: Sequence[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     try:
         if not shutil.which(compiler()):
-            raise BuildError(f"there is no {compiler()}, which compiles it")
+            raise BuildError(f"there is no {compiler()}, which compiles it: install g++ (Debian: apt install g++)")
         mxnet = package("mxnet")
         on_gpu = (mxnet / "libcudart.so.11.0").exists()
         nccl = package("nvidia.nccl") if on_gpu else None
