@@ -5,7 +5,7 @@
 # make test-gpu           the tests that need a GPU
 # make setup              .venv alone, with all that the others need; make clean removes it
 #
-# Each of them first sets up what it needs in .venv. PYTHON=/path/to/python uses that environment as it is, sets nothing up.
+# Each of them first sets up what it needs in .venv. PYTHON=/path/to/python uses that environment and sets nothing up.
 # DATA=/path              train on your own data: folders of classes, RecordIO and others (docs/data.md)
 # ARGS="--epochs 5 ..."   further options: .venv/bin/python -m train train --help lists them
 

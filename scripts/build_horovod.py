@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Build Horovod for the MXNet of the Python that runs this, and train/allreduce.cc with it: build_horovod.py FOLDER
 
-scripts/setup.sh runs it in the new environment. FOLDER keeps the source and what is compiled, so that a second call does
-only what is left. Needs g++ alone: Horovod's own build wants CMake older than 4 and, for GPUs, a CUDA toolkit with nvcc,
-for kernels that nothing here calls (HOROVOD_KERNELS). CUDA's headers come from NVIDIA's wheels, into FOLDER too.
+scripts/setup.sh runs it in the new environment. FOLDER keeps the source and what is compiled, so that a second call
+does only what is left. Needs g++ alone: Horovod's own build wants CMake older than 4 and, for GPUs, a CUDA toolkit with
+nvcc, for kernels that nothing here calls (HOROVOD_KERNELS). CUDA's headers come from NVIDIA's wheels, into FOLDER too.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ REPLACED = (
 # Source files, in parts that are compiled as one file each: reading headers is most of the work.
 PARTS = {
     "gloo": ("third_party/gloo/gloo", "algorithm allgather allgatherv alltoall alltoallv barrier broadcast "
-             "common/linux common/logging context gather gatherv rendezvous/context rendezvous/file_store rendezvous/hash_store "
-             "rendezvous/prefix_store rendezvous/store scatter transport/address transport/buffer transport/context "
-             "transport/device transport/pair transport/unbound_buffer types"),
+             "common/linux common/logging context gather gatherv rendezvous/context rendezvous/file_store "
+             "rendezvous/hash_store rendezvous/prefix_store rendezvous/store scatter transport/address "
+             "transport/buffer transport/context transport/device transport/pair transport/unbound_buffer types"),
     "gloo_reduce": ("third_party/gloo/gloo", "allreduce reduce transport/tcp/address transport/tcp/buffer "
                     "transport/tcp/context transport/tcp/device transport/tcp/error transport/tcp/loop "
                     "transport/tcp/pair transport/tcp/socket transport/tcp/unbound_buffer"),

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Set up the environment that everything runs in: setup.sh [run|test|horovod|all] [VENV]   (default: all of .venv)
 #
-#   run       a virtual environment of Python 3.10 to 3.12, and in it the project with what one process needs: extra `gpu`
-#             where there is an NVIDIA GPU, with the CUDA 11 libraries that MXNet links (scripts/link_cuda11.py, needs g++),
-#             `cpu` elsewhere
+#   run       a virtual environment of Python 3.10 to 3.12 with the project and what one process needs: extra `cpu`, or
+#             where there is an NVIDIA GPU extra `gpu` and the CUDA 11 libraries that MXNet links
+#             (scripts/link_cuda11.py, needs g++)
 #   test      run, and the extras `onnx` and `dev`
 #   horovod   run, and Horovod for several processes, compiled (scripts/build_horovod.py, needs g++)
 #
-# Each finished step leaves its mark in VENV, so that a second call does nothing and an interrupted one goes on; what its
-# programs said is in VENV/setup-STEP.log.
+# Each finished step leaves its mark in VENV, so that a second call does nothing and an interrupted one goes on; what
+# its programs said is in VENV/setup-STEP.log.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 part=all
@@ -25,7 +25,7 @@ at_least() { [ "$(printf '%s\n' "$1" "$2" | sort -V | head -n1)" = "$2" ]; }
 find_python() {
     local name
     for name in python3.12 python3.11 python3.10 python3 python; do
-        if "$name" -c 'import sys, ensurepip, venv; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null
+        if "$name" -c 'import sys, ensurepip, venv; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' 2>/dev/null
         then command -v "$name"; return; fi
     done
     return 1
@@ -33,21 +33,21 @@ find_python() {
 
 # Sets `kind`, gpu or cpu, and says why where a GPU is left alone.
 find_kind() {
-    local found driver capability name
+    local found driver capability name query=driver_version,compute_cap,name
     kind=cpu
     command -v nvidia-smi >/dev/null || return 0
-    if ! found=$(nvidia-smi --query-gpu=driver_version,compute_cap,name --format=csv,noheader 2>&1) || [[ $found != *,* ]]
-    then
+    if ! found=$(nvidia-smi --query-gpu=$query --format=csv,noheader 2>&1) || [[ $found != *,* ]]; then
         say "nvidia-smi finds no GPU ($(printf %.200s "$(tail -n1 <<<"$found")")): packages for the CPU"
         return 0
     fi
     IFS=, read -r driver capability name <<<"$(sort -t, -k2 -Vr <<<"$found" | head -n1)"
     capability=${capability// } name=${name# }
     if ! at_least "$driver" $MIN_DRIVER; then
-        say "the NVIDIA driver $driver is too old for CUDA 12: update it to $MIN_DRIVER or newer and run make again for the" \
-            "$name; until then packages for the CPU"
+        say "the NVIDIA driver $driver is too old for CUDA 12: update it to $MIN_DRIVER or newer and run make again" \
+            "for the $name; until then packages for the CPU"
     elif ! at_least "$capability" $MIN_CAPABILITY; then
-        say "the $name (compute capability $capability) is older than $MIN_CAPABILITY, which cuDNN 9 needs: packages for the CPU"
+        say "the $name (compute capability $capability) is older than $MIN_CAPABILITY, which cuDNN 9 needs:" \
+            "packages for the CPU"
     else
         kind=gpu
     fi
@@ -66,8 +66,8 @@ step() {
     fi
 }
 
-# follow WHAT COMMAND...: run COMMAND, its output into the log, and say meanwhile what it is at: on a terminal in one line
-# that changes, else every ten seconds.
+# follow WHAT COMMAND...: run COMMAND, its output into the log, and say meanwhile what it is at: on a terminal in one
+# line that changes, else every ten seconds.
 follow() {
     local what=$1 watcher status=0
     shift
@@ -81,12 +81,12 @@ follow() {
 }
 
 show_progress() {
-    local begin=$SECONDS every=10 line
+    local begin=$SECONDS every=10 line words='Collecting|Downloading|Installing|Building|Preparing|downloading|compil'
     [ ! -t 1 ] || every=1
     while kill -0 $$ 2>/dev/null; do  # Ctrl-C ends the script, not what it has in the background
         read -rt $every <> <(:) || true  # a sleep that is no process, so that none is left when this is killed
-        line=$(tail -c 2000 "$log" | grep -aoE '^ *(Collecting|Downloading|Installing|Building|Preparing|downloading|compil).*' |
-               tail -n1 | sed -E 's/^ *//; s/-(py[23]|cp3)[^ ]*\.whl/ /; s/ \(from .*//; s/(Installing collected packages):.*/\1/')
+        line=$(tail -c 3000 "$log" | grep -aoE "^ *($words).*" | tail -n1 | sed -E \
+               's/^ *//; s/-(py[23]|cp3)[^ ]*\.whl//; s/ \(from .*//; s/(Installing collected packages):.*/\1/')
         line=$(printf '%s %d:%02d  %.70s' "$what" $(((SECONDS - begin) / 60)) $(((SECONDS - begin) % 60)) "$line")
         if [ -t 1 ]; then printf '\r\033[Ksetup: %s' "$line"; else say "$line"; fi
     done
@@ -99,9 +99,12 @@ reason() {
     case $(cat "$log" 2>/dev/null) in
         *"No space left on device"*) echo "the disk became full; free some space and run make again" ;;
         *ProxyError*|*"Unable to connect to proxy"*|*"Cannot connect to proxy"*|*"Tunnel connection failed"*)
-            echo "the proxy ${HTTPS_PROXY:-${https_proxy:-of the network settings}} refuses; correct HTTPS_PROXY and run make again" ;;
-        *NewConnectionError*|*NameResolutionError*|*ConnectTimeout*|*"Network is unreachable"*|*"Read timed out"*|*"Connection reset"*)
-            echo "the package index cannot be reached; connect to the network (HTTPS_PROXY for a proxy, PIP_INDEX_URL for a mirror) and run make again" ;;
+            echo "the proxy ${HTTPS_PROXY:-${https_proxy:-of the settings}} refuses; correct HTTPS_PROXY and run make" \
+                "again" ;;
+        *NewConnectionError*|*NameResolutionError*|*ConnectTimeout*|*"is unreachable"*|*"Read timed out"*|\
+        *"Connection reset"*)
+            echo "the package index cannot be reached; connect to the network (through a proxy: HTTPS_PROXY; to a" \
+                "mirror: PIP_INDEX_URL) and run make again" ;;
         *)
             line=$(grep -m1 -oE '^error: .*|ERROR: .*|[^/ ]+: (fatal )?error: .*' "$log") || line=$(tail -n1 "$log")
             printf '%.300s' "${line#error: }" ;;
@@ -127,18 +130,20 @@ make_environment() {
     # What is removed is an unfinished environment, and nothing else that VENV may name.
     [ ! -e "$venv" ] || [ -e "$venv/pyvenv.cfg" ] || rmdir "$venv" 2>/dev/null ||
         fail "$venv is there and is no virtual environment: remove it, or name another place"
-    python=$(find_python) || fail "no Python 3.10, 3.11 or 3.12 with venv and pip on PATH, only" \
-        "$(python3 --version 2>/dev/null || echo 'no Python 3 at all'): install one (Debian: apt install python3-venv) and run make again"
-    { rm -rf "$venv" && mkdir -p "$venv"; } 2>/dev/null || fail "$(realpath -m "$venv") cannot be written: clone the project into" \
-        "a folder of your own, or run scripts/setup.sh all FOLDER and then make with PYTHON=FOLDER/bin/python"
+    python=$(find_python) || fail "no Python 3.10, 3.11 or 3.12 with venv and pip on PATH," \
+        "only $(python3 --version 2>/dev/null || echo 'none at all'): install one (Debian: apt install python3-venv)" \
+        "and run make again"
+    { rm -rf "$venv" && mkdir -p "$venv"; } 2>/dev/null ||
+        fail "$(realpath -m "$venv") cannot be written: clone the project into a folder of your own, or run" \
+            "scripts/setup.sh all FOLDER and then make with PYTHON=FOLDER/bin/python"
     say "new environment in $venv from $("$python" --version)"
     said=$("$python" -m venv "$venv" 2>&1) || fail "$python -m venv $venv failed: $(full_disk || tail -n1 <<<"$said")"
 }
 
 # install_packages EXTRAS: the project with its dependencies.
 install_packages() {
-    local gigabytes other wanted
-    if [ $kind = gpu ]; then wanted='an NVIDIA GPU' gigabytes=6 other=mxnet; else wanted='no GPU' gigabytes=2 other=mxnet-cu117; fi
+    local wanted='no GPU' gigabytes=2 other=mxnet-cu117
+    [ $kind = cpu ] || { wanted='an NVIDIA GPU' gigabytes=6 other=mxnet; }
     say "packages for a machine with $wanted (log: $log)"
     [ -e "$venv/.ready" ] || [ "$(free_bytes "$venv")" -gt $((gigabytes * 1000000000)) ] ||
         fail "the disk with $(realpath "$venv") has $(($(free_bytes "$venv") / 1000000)) MB free, the packages need" \
@@ -152,7 +157,8 @@ install_packages() {
     follow packages "$bin/pip" install --disable-pip-version-check --no-compile -e ".[$1]" ||
         fail "the packages could not be installed: $(reason) (log: $log)"
     if [ $kind = gpu ]; then
-        follow "CUDA 11" "$bin/python" scripts/link_cuda11.py || fail "MXNet's libraries could not be linked: $(reason) (log: $log)"
+        follow "CUDA 11" "$bin/python" scripts/link_cuda11.py ||
+            fail "MXNet's libraries could not be linked: $(reason) (log: $log)"
     fi
 }
 

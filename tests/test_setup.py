@@ -1,8 +1,9 @@
-"""scripts/setup.sh and the launchers: what a machine gets and is told, with stand-ins for its tools. Installs nothing."""
+"""scripts/setup.sh, launchers: what a machine gets and is told, with stand-ins for its tools; installs nothing."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -126,13 +127,13 @@ def test_the_best_gpu_counts(run_setup):
     assert done.calls[0].endswith(".[gpu]")
 
 
-NO_NETWORK = ("WARNING: Retrying after connection broken by 'NewConnectionError(Temporary failure in name resolution)'\n"
+NO_NETWORK = ("WARNING: Retrying after connection broken by 'NewConnectionError(failure in name resolution)'\n"
               "ERROR: Could not find a version that satisfies the requirement numpy==1.26.4 (from versions: none)")
 
 
 @pytest.mark.parametrize(("output", "sentence"), [
-    (NO_NETWORK, "the package index cannot be reached; connect to the network (HTTPS_PROXY for a proxy"),
-    ("Retrying after 'ProxyError(\"Cannot connect to proxy.\")'\nERROR: Could not find a version", "the proxy of the"),
+    (NO_NETWORK, "the package index cannot be reached; connect to the network (through a proxy: HTTPS"),
+    ("Retrying after 'ProxyError(\"Cannot connect to proxy.\")'\nERROR: Could not find", "the proxy of the settings refuses"),
     ("ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device", "the disk became full"),
     ("  error: subprocess-exited-with-error\nERROR: No matching distribution found for mxnet==1.9.1",
      "ERROR: No matching distribution found for mxnet==1.9.1"),
@@ -183,8 +184,8 @@ def test_a_disk_that_becomes_full(run_setup, venv):
 def test_wrong_python(run_setup, tmp_path, version):
     done = run_setup(into=tmp_path / "new", python3=f'[ "$1" = --version ] && echo Python {version}')
     assert done.code == 2
-    assert done.error == (f"error: no Python 3.10, 3.11 or 3.12 with venv and pip on PATH, only Python {version}: install "
-                          "one (Debian: apt install python3-venv) and run make again\n")
+    assert done.error == (f"error: no Python 3.10, 3.11 or 3.12 with venv and pip on PATH, only Python {version}: "
+                          "install one (Debian: apt install python3-venv) and run make again\n")
     assert not (tmp_path / "new").exists()
 
 
@@ -203,7 +204,7 @@ def test_a_checkout_that_cannot_be_written(run_setup, tmp_path):
     (tmp_path / "file").touch()
     done = run_setup(into=tmp_path / "file" / "venv", python3=f"exec {sys.executable} \"$@\"")
     assert done.code == 2
-    assert f"error: {tmp_path}/file/venv cannot be written: clone the project into a folder of your own, or" in done.error
+    assert f"error: {tmp_path}/file/venv cannot be written: clone the project into" in done.error
     assert len(done.error.splitlines()) == 1
 
 
@@ -237,8 +238,8 @@ def test_it_says_that_it_is_alive(venv):
     write_program(venv / "bin" / "pip", 'echo "  Downloading mxnet-1.9.1-py3-none-any.whl (49.1 MB)"; sleep 2.2')
     begin = time.monotonic()
     done = subprocess.run(["script", "-qec", f"bash {SCRIPT} run {venv}", "/dev/null"], capture_output=True)
-    assert b"\r\x1b[Ksetup: packages 0:01  Downloading mxnet-1.9.1  (49.1 MB)" in done.stdout
-    assert time.monotonic() - begin < 5
+    assert re.search(rb"\r\x1b\[Ksetup: packages 0:0\d  Downloading mxnet-1\.9\.1 \(49\.1 MB\)", done.stdout)
+    assert time.monotonic() - begin < 8
 
 
 # --- the launchers ---
