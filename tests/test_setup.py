@@ -214,7 +214,7 @@ def test_interrupted(venv):
     """Ctrl-C ends it and what it started, at once; the next call goes on."""
     write_program(venv / "bin" / "pip", "echo installing; exec sleep 20")
     command = ["bash", SCRIPT, "run", venv]
-    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True)
     log = venv / "setup-packages.log"
     while not (log.exists() and log.read_text()):
         time.sleep(0.05)
