@@ -26,7 +26,7 @@ from train.summary import Summary, summarize
 def write_report(folder: Path, record: RunRecord) -> Path:
     """Write all files of a report into `folder`; returns the path of report.md.
 
-    Raises TrainError for a run without a single step and a folder that cannot be written.
+    Raises UserError for a run without a single step and a folder that cannot be written.
     """
     summary = summarize(record)
     figures: dict[str, Callable[[plots.Theme], bytes]] = {

@@ -18,7 +18,7 @@ from graph_passes.executors import create_executor
 from graph_passes.executors.mxnet import MXNetExecutor
 from pipelines import Batch
 from train import checkpoint
-from train.benchmark import standard_error_of_median
+from train.commands.benchmark import standard_error_of_median
 from train.gpu_monitor import GpuReadings
 from train.loop import Trainer
 from train.model import init_params, resnet
