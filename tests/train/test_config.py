@@ -9,7 +9,7 @@ import pytest
 
 from common.command_line import given_value, option_name
 from common.errors import UserError
-from graph_passes.executors.cuda.peer_memory import MAX_MEMBERS
+from graph_passes.executors.cuda.statistics_group import MAX_MEMBERS
 from train import TrainError
 from train.commands.options import BenchmarkOptions, CompareOptions, Measurement, PredictOptions, ValidateOptions
 from train.config import DEFAULT_PRESET, MAX_BN_GROUP, Config, check, configure, load_preset, part_of, presets, read
@@ -66,6 +66,7 @@ def test_json_round_trip():
     assert Config.from_dict(config.to_dict()) == config
     with pytest.raises(TrainError, match="^its run had the option --new-knob, which this version"):
         Config.from_dict({"depth": 18, "new_knob": 1})
+    assert Config.from_dict({"depth": 18, "all_reduce": "peer"}) == Config.from_dict({"depth": 18})
 
 
 MISTAKES = {
