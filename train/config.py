@@ -14,7 +14,7 @@ import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import train.configs
 from common.command_line import given, given_value, nearest, option_name
@@ -30,8 +30,6 @@ LONGEST_WARMUP = 0.2  # part of a run that is shorter than its preset's
 MAX_THREADS = 1024  # of a loader; a process cannot have any number of them
 MAX_BN_GROUP = 16  # GPUs; of the kernels in which they write to each other
 MIN_IMAGE_SIZE = 32  # pixels; the network halves the image five times
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -460,9 +458,3 @@ def configure(values: Mapping[str, Any], default: Config) -> Config:
             raise TrainError(f"{option_name(name)} is for {option_name(other)} {' or '.join(useful)}, and this run has "
                              f"{value}: leave it out, or give {option_name(other)} {useful[0]}")
     return config
-
-
-def part_of(options: type[T], values: Mapping[str, Any]) -> T:
-    """Those options of a command that `options` declares, with what the command line gives."""
-    known = {field.name for field in dataclasses.fields(options)}  # type: ignore[arg-type]  # a dataclass
-    return options(**{name: value for name, value in values.items() if name in known})

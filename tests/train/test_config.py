@@ -7,12 +7,12 @@ import importlib
 
 import pytest
 
-from common.command_line import given_value, option_name
+from common.command_line import given_value, option_name, part_of
 from common.errors import UserError
 from graph_passes.executors.cuda.statistics_group import MAX_MEMBERS
 from train import TrainError
 from train.commands.options import BenchmarkOptions, CompareOptions, Measurement, PredictOptions, ValidateOptions
-from train.config import DEFAULT_PRESET, MAX_BN_GROUP, Config, check, configure, load_preset, part_of, presets, read
+from train.config import DEFAULT_PRESET, MAX_BN_GROUP, Config, check, configure, load_preset, presets, read
 
 
 def config_of(*arguments):

@@ -20,11 +20,11 @@ from rich.console import Console
 from rich.table import Table
 
 from common import files
-from common.command_line import option_name, to_arguments
+from common.command_line import option_name, part_of, to_arguments
 from common.errors import error_of
 from train import devices, plots
 from train.commands.options import Comparison
-from train.config import CONFIG_FILE, Config, configure, default_warmup, load_preset, part_of
+from train.config import CONFIG_FILE, Config, configure, default_warmup, load_preset
 from train.errors import TrainError
 from train.metrics import METRICS_FILE, RunRecord
 from train.signals import STOPPING, StoppedBySignal, handled
