@@ -23,7 +23,8 @@ from record import RESULTS, run
 
 from command_line import Parser, UserError
 from graph_passes.executors.cuda.buckets import cut
-from train.model import init_params, resnet
+from train.models.network import init_params
+from train.models.resnet import resnet
 
 PROFILE = "resnet50_fp16_b256_profile.txt"
 SINGLE_GPU = "resnet50_fp16_b{}_synthetic_1gpu.json"

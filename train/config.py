@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import train.configs
 from command_line import given, given_value, nearest, option_name
 from graph_passes.executors.cuda.statistics_group import MAX_MEMBERS
+from train import models
 from train.errors import TrainError
 
 DEFAULT_PRESET = "cpu_sample"
@@ -79,8 +80,9 @@ class DeviceOptions:
 class NetworkOptions:
     """Network."""
 
-    depth: Literal[18, 34, 50, 101, 152] = 50
-    """Depth of the ResNet v1.5."""
+    model: Annotated[str, "NAME"] = "resnet50"
+    """Network, by its name: resnet18 to resnet152 (v1.5), resnet50d, resnext50_32x4d, wide_resnet50_2 and others;
+    --model list names them all."""
     num_classes: int = 0
     """Classes of the network; 0: as many as the data has."""
     zero_init_residual: bool = True
@@ -237,6 +239,8 @@ class Config(OutputOptions, DistributedOptions, OptimizerOptions, LoaderOptions,
         Raises TrainError for a knob that there is not: another version of this program has written them.
         """
         values = {name: value for name, value in values.items() if name not in _WITHOUT_EFFECT}
+        if "depth" in values:  # of earlier versions, which had ResNets alone
+            values["model"] = f"resnet{values.pop('depth')}"
         known = {field.name for field in dataclasses.fields(cls)}
         for name in values:
             if name not in known:
@@ -317,6 +321,7 @@ def check(config: Config) -> None:
         value = getattr(config, name, None)
         if value is not None and not is_good(value):
             raise TrainError(f"{option_name(name)} {_shown(value)} must be {words}")
+    models.check(config.model)
     for name, value in vars(config).items():
         if value in (math.inf, -math.inf):
             raise TrainError(f"{option_name(name)} {value} must be a finite number")
@@ -377,6 +382,8 @@ def parse(kind: type[C], arguments: Sequence[str], *, command: str, default: Con
         UserError: an unknown option or preset, or a value that is not allowed.
         SystemExit: after `--help`.
     """
+    if (depth := given_value(arguments, "--depth")) is not None:
+        raise TrainError(f"--depth has become the name of a network: give --model resnet{depth or 50}")
     preset = given_value(arguments, "--config")
     if default is None or preset:
         default = load_preset(preset or DEFAULT_PRESET)

@@ -13,7 +13,7 @@ from graph_passes.drawing import draw_svg
 from graph_passes.executors.cuda import training_step
 from graph_passes.executors.cuda.planner import Decision
 from mxnet_compat import mx
-from train.model import resnet
+from train.models.resnet import resnet
 
 SVG = "{http://www.w3.org/2000/svg}"
 

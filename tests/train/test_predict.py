@@ -19,7 +19,8 @@ from train import predict
 from train.checkpoint import Checkpoint, save
 from train.config import Config
 from train.errors import TrainError
-from train.model import init_params, resnet
+from train.models.network import init_params
+from train.models.resnet import resnet
 from train.predict import Guess, Prediction, PredictOptions
 
 SIZE = 48
@@ -50,7 +51,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     params["classifier_weight"] = np.zeros_like(params["classifier_weight"])
     params["classifier_weight"][:4] = 8 * np.linalg.pinv(features - centre, rcond=1e-5).T
     params["classifier_bias"] = (-params["classifier_weight"] @ centre).astype(np.float32)
-    config = Config(depth=18, image_size=SIZE)
+    config = Config(model="resnet18", image_size=SIZE)
     save(Checkpoint(params, aux, {}, config, CLASS_NAMES), folder / "checkpoints" / "best.npz")
     return folder
 

@@ -24,7 +24,7 @@ from graph_passes.executors.cuda.parameters import Parameter, ParameterStore, pa
 from graph_passes.executors.cuda.planner import Decision
 from graph_passes.executors.cuda.program import Buffer, Launch, Program
 from mxnet_compat import mx
-from train.model import resnet
+from train.models.resnet import resnet
 
 
 class FakeKernels:
