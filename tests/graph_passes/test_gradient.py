@@ -148,7 +148,9 @@ def test_zoo_against_mxnet_autograd(name, rng):
 
 
 # Basic blocks and bottlenecks; narrow, for they take long: grouped convolutions, and shortcuts with average pooling
-@pytest.mark.parametrize("name, width", [("resnet18", 64), ("resnet50", 64), ("resnext50_32x4d", 16), ("resnet50d", 16)])
+@pytest.mark.parametrize("name, width", [
+    ("resnet18", 64), ("resnet50", 64), ("resnext50_32x4d", 16), ("resnet50d", 16)
+])  # fmt: skip
 def test_resnet_against_mxnet_autograd(name, width, rng, monkeypatch):
     monkeypatch.setattr("train.models.resnet.FIRST_WIDTH", width)
     graph = passes.layout(fused(models.create(name, 7, label_smoothing=0.1).symbol), "NCHW")
