@@ -64,8 +64,8 @@ class Steps:
     def __init__(self, workers: Workers, arguments: argparse.Namespace) -> None:
         wire = None if arguments.wire_dtype == "auto" else arguments.wire_dtype
         options: dict[str, Any] = {} if workers.alone else {"num_buckets": arguments.buckets, "wire_dtype": wire}
-        self.executor, self.data, self.label = make_step(50, arguments.batch, 224, "float16", workers.local_rank,
-                                                         **options)
+        self.executor, self.data, self.label = make_step("resnet50", arguments.batch, 224, "float16",
+                                                         workers.local_rank, **options)
 
     def run(self, count: int, average: BucketAverage | None, one_by_one: bool = False) -> list[Moments]:
         """So many steps, with the mean of all processes' gradients or without. `one_by_one`: each bucket is handed over

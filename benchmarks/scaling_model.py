@@ -24,7 +24,8 @@ from record import RESULTS, run
 from common.command_line import Parser
 from common.errors import UserError
 from graph_passes.executors.cuda.buckets import cut
-from train.model import init_params, resnet
+from train.models.network import init_params
+from train.models.resnet import resnet
 
 PROFILE = "resnet50_fp16_b256_profile.txt"
 SINGLE_GPU = "resnet50_fp16_b{}_synthetic_1gpu.json"

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 
 import train.configs
 from common.command_line import given, given_value, nearest, option_name
+from train import models
 from train.errors import TrainError
 
 DEFAULT_PRESET = "cpu_sample"
@@ -101,8 +102,9 @@ class DeviceOptions:
 class NetworkOptions:
     """Network."""
 
-    depth: Literal[18, 34, 50, 101, 152] = 50
-    """Depth of the ResNet v1.5."""
+    model: Annotated[str, "NAME"] = "resnet50"
+    """Network, by its name: resnet18 to resnet152 (v1.5), resnet50d, resnext50_32x4d, wide_resnet50_2 and others;
+    --model list names them all."""
     zero_init_residual: bool = True
     """Each residual block starts as its shortcut: the gamma of its last BatchNorm is initially 0, not 1
     (arXiv:1706.02677, section 5.1)."""
@@ -306,6 +308,8 @@ class Config(ResumeOptions, TrainingOptions):
         Raises TrainError for a knob that there is not: another version of this program has written them.
         """
         values = {name: value for name, value in values.items() if name not in _WITHOUT_EFFECT}
+        if "depth" in values:  # of earlier versions, which had ResNets alone
+            values["model"] = f"resnet{values.pop('depth')}"
         known = {field.name for field in dataclasses.fields(cls)}
         for name in values:
             if name not in known:
@@ -357,6 +361,7 @@ _ONLY_WITH = {
 def check(config: Config) -> None:
     """Raise TrainError for a value that makes no sense, or that does not go together with another one."""
     _check_limits(vars(config))
+    models.check(config.model)
     if config.schedule == "step" and list(config.decay_epochs) != sorted(config.decay_epochs):
         raise TrainError(f"--decay-epochs {_shown(config.decay_epochs)} must rise")
     if config.first_image_size > config.image_size:
@@ -429,6 +434,8 @@ def read(options: type, arguments: Sequence[str], *, command: str) -> dict[str, 
         UserError: an unknown option or preset, or a value that is not allowed.
         SystemExit: after `--help`, and after the list of presets for `--config ?`.
     """
+    if (depth := given_value(arguments, "--depth")) is not None:
+        raise TrainError(f"--depth has become the name of a network: give --model resnet{depth or 50}")
     default: object | None = None
     if issubclass(options, RunOptions):
         preset = given_value(arguments, "--config")
@@ -440,6 +447,8 @@ def read(options: type, arguments: Sequence[str], *, command: str) -> dict[str, 
         default = SimpleNamespace(**{field.name: "" for field in dataclasses.fields(options)})
     values = given(options, arguments, prog=f"python -m train {command}", default=default)
     _check_limits(values)
+    for name in (*values.get("models", ()), *([values["model"]] if "model" in values else [])):
+        models.check(name)
     return values
 
 

@@ -34,7 +34,8 @@ from graph_passes import Graph
 from graph_passes.executors import create_executor
 from common.mxnet_compat import mx
 from train.distributed import Workers
-from train.model import init_params, resnet
+from train.models.network import init_params
+from train.models.resnet import resnet
 
 SHAPES = {"data": (12, 64, 64, 3), "softmax_label": (12,)}
 workers = Workers()
@@ -283,7 +284,7 @@ sys.exit(main(sys.argv[1:]))
 @pytest.mark.parametrize("count, group", [(1, 1), (2, 1), (4, 1), (2, 2)])
 def test_program(count, group, tmp_path):
     """Every validation image counts once."""
-    options = ["--data", "synthetic", "--depth", "18", "--image-size", "33", "--batch-size", str(512 // count),
+    options = ["--data", "synthetic", "--model", "resnet18", "--image-size", "33", "--batch-size", str(512 // count),
                "--epochs", "2", "--warmup-epochs", "1", "--learning-rate", "0.1", "--no-tensorboard",
                "--bn-group", group, "--output", tmp_path / "run"]  # fmt: skip
     out = run_on_gpus(count, PROGRAM, *options)
@@ -324,8 +325,8 @@ def test_a_lost_process_ends_the_run(tmp_path, group):
     if len(find_gpus()) < 2:
         pytest.skip(f"2 GPUs are needed, {len(find_gpus())} are there")
     died = tmp_path / "died"
-    done = run_processes(DIES, died, "--data", "synthetic", "--depth", 18, "--image-size", 33, "--batch-size", 64,
-                         "--bn-group", group, "--no-tensorboard", "--output", tmp_path / "run")  # fmt: skip
+    done = run_processes(DIES, died, "--data", "synthetic", "--model", "resnet18", "--image-size", 33, "--batch-size",
+                         64, "--bn-group", group, "--no-tensorboard", "--output", tmp_path / "run")  # fmt: skip
     seconds = time.time() - died.stat().st_mtime
     print(f"ended after {seconds:.1f} s")
     assert done.returncode == 128 + signal.SIGKILL, done.stderr
