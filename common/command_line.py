@@ -59,8 +59,8 @@ def exit_code_of(main: Callable[[], int | None]) -> int:
 # --- a command line, by its declaration ---
 
 
-def given(command: Callable[..., object], arguments: Sequence[str], *, prog: str,
-          default: object | None = None) -> dict[str, Any]:  # fmt: skip
+def given(command: Callable[..., object], arguments: Sequence[str], *, prog: str, default: object | None = None,
+          description: str = "") -> dict[str, Any]:  # fmt: skip
     """The values that a command line gives to parameters of `command`; those that it leaves out are not in the result.
 
     Args:
@@ -71,13 +71,14 @@ def given(command: Callable[..., object], arguments: Sequence[str], *, prog: str
         arguments: what follows the command's name on the command line.
         prog: how the command is called, for help and errors.
         default: an object whose attributes are the defaults that help is to name, where not those of `command`.
+        description: what help begins with, where not the docstring of `command`.
 
     Raises:
         UserError: an unknown option, or a value that is not allowed.
         SystemExit: after `--help`.
     """
     if not set(HELP).isdisjoint(arguments):
-        _make_parser(command, prog, default, with_help=True).parse_args(["--help"])
+        _make_parser(command, prog, default, with_help=True, description=description).parse_args(["--help"])
     return _plain_values(_make_parser(command, prog, default).parse_args(arguments))
 
 
@@ -94,6 +95,12 @@ def given_and_rest(command: Callable[..., object], arguments: Sequence[str], *, 
         raise SystemExit(0)
     values, unknown = _make_parser(command, prog).parse_known_args(arguments)
     return _plain_values(values), unknown
+
+
+def read_options(options: type[T]) -> T:
+    """What the command line gives to a program of one file, whose docstring is its help. Raises as `given`."""
+    return options(**given(options, sys.argv[1:], prog=Path(sys.argv[0]).name,
+                           description=inspect.getdoc(sys.modules[options.__module__]) or ""))
 
 
 def part_of(options: type[T], values: Mapping[str, Any]) -> T:
@@ -197,7 +204,7 @@ def given_value(arguments: Sequence[str], option: str) -> str | None:
     where it is not given."""
     parser = Parser(add_help=False)
     parser.add_argument(option, nargs="?", const="", dest="value")
-    return parser.parse_known_args(arguments)[0].value
+    return parser.parse_known_args([word for word in arguments if word])[0].value  # an empty one is refused later
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
@@ -314,7 +321,7 @@ def _description(command: Callable[..., object]) -> str:
 
 
 def _make_parser(command: Callable[..., object], prog: str, default: object | None = None, with_help: bool = False,
-                 rest: str = "") -> Parser:  # fmt: skip
+                 rest: str = "", description: str = "") -> Parser:  # fmt: skip
     defaults = {name: parameter.default for name, parameter in inspect.signature(command).parameters.items()}
     unnamed = [name for name, value in defaults.items() if value is inspect.Parameter.empty]
     hints = typing.get_type_hints(command, include_extras=True)
@@ -322,7 +329,7 @@ def _make_parser(command: Callable[..., object], prog: str, default: object | No
     usage = [name.upper() + " ..." * (typing.get_origin(hints[name]) is tuple) for name in unnamed]
     options = ["[--option value ...]"] if len(unnamed) < len(defaults) else []
     parser = Parser(prog=prog, usage=" ".join([prog, *options, *usage, *[f"[{rest}]"] * bool(rest)]),
-                    description=_description(command), argument_default=argparse.SUPPRESS)
+                    description=description or _description(command), argument_default=argparse.SUPPRESS)
     for name in unnamed:
         parser.add_argument(name, help=texts.get(name), **_takes(hints[name], name.upper()))
     for title, names in _groups(command).items():
