@@ -3,17 +3,18 @@
 # make bench-scaling      images/sec on 1, 2, 4 and 8 GPUs of this machine, with plots
 # make test               lint, type check and tests
 # make test-gpu           the tests that need a GPU
-# make setup              .venv alone; make clean removes it
+# make setup              .venv alone, with all that the others need; make clean removes it
 #
-# All of them set up .venv first. PYTHON=/path/to/python uses that environment as it is and sets nothing up.
+# Each of them first sets up what it needs in .venv. PYTHON=/path/to/python uses that environment and sets nothing up.
 # DATA=/path              train on your own data: folders of classes, RecordIO and others (docs/data.md)
 # ARGS="--epochs 5 ..."   further options: .venv/bin/python -m train train --help lists them
 
 ifdef PYTHON
-SETUP :=
 else
 PYTHON := .venv/bin/python
-SETUP := .venv/.ready
+RUN := .venv/.ready
+TOOLS := .venv/.ready-test
+HOROVOD := .venv/.ready-horovod
 endif
 
 .PHONY: help setup train-1gpu compare-precision bench-scaling lint test test-gpu clean
@@ -24,26 +25,29 @@ help:
 setup:
 	@bash scripts/setup.sh
 
-.venv/.ready: pyproject.toml scripts/setup.sh train/allreduce.cc
-	@bash scripts/setup.sh
+.venv/.ready .venv/.ready-test: pyproject.toml scripts/setup.sh scripts/link_cuda11.py
+	@bash scripts/setup.sh $(if $(findstring test,$@),test,run)
 
-train-1gpu: $(SETUP)
+.venv/.ready-horovod: scripts/setup.sh scripts/build_horovod.py train/allreduce.cc
+	@bash scripts/setup.sh horovod
+
+train-1gpu: $(RUN)
 	@$(PYTHON) -m train $(if $(DATA),--data "$(DATA)") $(ARGS)
 
-compare-precision: $(SETUP)
+compare-precision: $(RUN)
 	@$(PYTHON) -m train compare-precision $(if $(DATA),--data "$(DATA)") $(ARGS)
 
-lint: $(SETUP)
+lint: $(TOOLS)
 	@$(PYTHON) -m ruff check
 	@$(PYTHON) -m mypy
 
-test: lint
+test: lint $(HOROVOD)
 	@$(PYTHON) -m pytest -m "not gpu" $(ARGS)
 
-test-gpu: $(SETUP)
+test-gpu: $(TOOLS) $(HOROVOD)
 	@$(PYTHON) -m pytest -m gpu -rs $(ARGS)
 
-bench-scaling: $(SETUP)
+bench-scaling: $(RUN) $(HOROVOD)
 	@$(PYTHON) benchmarks/scaling.py $(if $(DATA),--data "$(DATA)") $(ARGS)
 
 clean:
