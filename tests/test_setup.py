@@ -133,7 +133,8 @@ NO_NETWORK = ("WARNING: Retrying after connection broken by 'NewConnectionError(
 
 @pytest.mark.parametrize(("output", "sentence"), [
     (NO_NETWORK, "the package index cannot be reached; connect to the network (through a proxy: HTTPS"),
-    ("Retrying after 'ProxyError(\"Cannot connect to proxy.\")'\nERROR: Could not find", "the proxy of the settings refuses"),
+    ("Retrying after 'ProxyError(\"Cannot connect to proxy.\")'\nERROR: Could not find",
+     "the proxy of the settings refuses"),
     ("ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device", "the disk became full"),
     ("  error: subprocess-exited-with-error\nERROR: No matching distribution found for mxnet==1.9.1",
      "ERROR: No matching distribution found for mxnet==1.9.1"),
