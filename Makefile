@@ -1,7 +1,7 @@
 # make train-1gpu         train ResNet-50 on this machine's GPU, or on the CPU where there is none
 # make compare-precision  train the same preset in fp32, TF32, fp16 and bf16: time, memory, speed, accuracy side by side
 # make bench-scaling      images/sec on 1, 2, 4 and 8 GPUs of this machine, with plots
-# make test               lint, type check and tests
+# make test               lint, type check and tests, JOBS=2 test files side by side
 # make test-gpu           the tests that need a GPU
 # make setup              .venv alone, with all that the others need; make clean removes it
 #
@@ -16,6 +16,9 @@ RUN := .venv/.ready
 TOOLS := .venv/.ready-test
 HOROVOD := .venv/.ready-horovod
 endif
+
+# One for each core, four at most: each takes up to a gigabyte of memory.
+JOBS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 
 .PHONY: help setup train-1gpu compare-precision bench-scaling lint test test-gpu clean
 
@@ -37,15 +40,20 @@ train-1gpu: $(RUN)
 compare-precision: $(RUN)
 	@$(PYTHON) -m train compare-precision $(if $(DATA),--data "$(DATA)") $(ARGS)
 
+# $(call stage,NAME,COMMAND): says what runs, and how long it took.
+stage = printf '== %s\n' "$(1)"; start=$$(date +%s); $(2) && printf '== %s: %d s\n' "$(1)" $$(($$(date +%s) - start))
+
 lint: $(TOOLS)
-	@$(PYTHON) -m ruff check
-	@$(PYTHON) -m mypy
+	@$(call stage,ruff,$(PYTHON) -m ruff check)
+	@$(call stage,mypy,$(PYTHON) -m mypy)
 
+# A process that dies is not started again: the test that it died of is named, and the others end.
 test: lint $(HOROVOD)
-	@$(PYTHON) -m pytest -m "not gpu" $(ARGS)
+	@$(call stage,pytest,$(PYTHON) -m pytest -m "not gpu" -n $(JOBS) --max-worker-restart 0 $(ARGS))
 
+# In one process and in order: the tests share the GPUs.
 test-gpu: $(TOOLS) $(HOROVOD)
-	@$(PYTHON) -m pytest -m gpu -rs $(ARGS)
+	@$(call stage,pytest on GPUs,$(PYTHON) -m pytest -m gpu -rs $(ARGS))
 
 bench-scaling: $(RUN) $(HOROVOD)
 	@$(PYTHON) benchmarks/scaling.py $(if $(DATA),--data "$(DATA)") $(ARGS)

@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from record import run, write_result
 
-from common.command_line import Parser, positive_int
+from common.command_line import Positive, read_options
 from common.mxnet_compat import mx
 from graph_passes import Graph
 from graph_passes.executors import create_executor
-from train.model import init_params, resnet
-from train.optimizer import SGD
+from graph_passes.optimizers.sgd import SGD
+from train.models.network import init_params
+from train.models.resnet import resnet
 
 CLASSES, LEARNING_RATE, MOMENTUM, WEIGHT_DECAY = 1000, 0.1, 0.9, 1e-4
 Step = Callable[[], None]
@@ -32,7 +34,7 @@ def our_step(batch: int, size: int) -> Step:
     shapes = {"data": (batch, size, size, 3), "softmax_label": (batch,)}
     executor = create_executor("mxnet", Graph.from_json(symbol.tojson()), shapes)
     executor.set_params(*init_params(symbol, seed=0))
-    optimizer = SGD(executor.params, executor.grads, MOMENTUM, WEIGHT_DECAY)
+    optimizer = executor.create_optimizer(SGD(momentum=MOMENTUM, weight_decay=WEIGHT_DECAY))
     data, label = mx.nd.random.normal(shape=(batch, size, size, 3)), _labels(batch)
 
     def step() -> None:
@@ -78,14 +80,20 @@ def measure(steps: dict[str, Step], num_rounds: int, warm_up: int) -> dict[str, 
     return times
 
 
+@dataclass(frozen=True)
+class Options:
+    """What is measured."""
+
+    batch: Positive = 32
+    """Images a step."""
+    size: Positive = 64
+    """Height and width of an image."""
+    rounds: Positive = 60
+    """Counted steps of each program."""
+
+
 def main() -> None:
-    parser = Parser(description=__doc__)
-    parser.add_argument("--batch", type=positive_int, default=32, help="images a step (default: %(default)s)")
-    parser.add_argument("--size", type=positive_int, default=64,
-                        help="height and width of an image (default: %(default)s)")
-    parser.add_argument("--rounds", type=positive_int, default=60,
-                        help="counted steps of each program (default: %(default)s)")
-    arguments = parser.parse_args()
+    arguments = read_options(Options)
     steps = {"ours": our_step(arguments.batch, arguments.size), "gluon": gluon_step(arguments.batch, arguments.size)}
     times = measure(steps, arguments.rounds, warm_up=5)
     write_result("step_cpu", times["ours"], arguments.batch, "stock Gluon resnet50_v1", times["gluon"])

@@ -63,7 +63,8 @@ def test_mxnet_is_mended_for_programs_that_import_it_themselves(tmp_path: Path) 
     hook = (REPOSITORY / "common" / "mxnet_compat.pth").read_text()
     (tmp_path / "site" / "common").mkdir(parents=True)
     (tmp_path / "site" / "project.pth").write_text(f"{REPOSITORY}\n{hook}")
-    start = f"import site, sys; site.addsitedir({str(tmp_path / 'site')!r}); print('common.mxnet_compat' in sys.modules)"
+    folder = str(tmp_path / "site")
+    start = f"import site, sys; site.addsitedir({folder!r}); print('common.mxnet_compat' in sys.modules)"
     for other, mended in (("", "True"), ("common.py", "False"), ("common/__init__.py", "False")):
         if other:
             (tmp_path / "site" / other).write_text("")

@@ -16,9 +16,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE, which each function of the stand-in returns
 # What libmxnet.so and we call of the driver.
-DRIVER = ("CtxGetDevice", "DeviceGet", "DeviceGetAttribute", "DeviceGetCount", "DeviceGetName", "DevicePrimaryCtxRetain",
-          "DriverGetVersion", "GetErrorString", "GraphKernelNodeGetParams", "GraphNodeGetType", "Init", "LaunchKernel",
-          "ModuleGetFunction", "ModuleLoadData", "ModuleLoadDataEx", "ModuleUnload")  # fmt: skip
+DRIVER = ("CtxGetDevice", "DeviceGet", "DeviceGetAttribute", "DeviceGetCount", "DeviceGetName", "DriverGetVersion",
+          "DevicePrimaryCtxRetain", "GetErrorString", "GraphKernelNodeGetParams", "GraphNodeGetType", "Init",
+          "LaunchKernel", "ModuleGetFunction", "ModuleLoadData", "ModuleLoadDataEx", "ModuleUnload")  # fmt: skip
 LOAD = """
 import common.mxnet_compat, cudnn, horovod.mxnet as hvd, nvidia.dali
 from common.mxnet_compat import mx

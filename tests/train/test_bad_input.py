@@ -18,10 +18,11 @@ import pytest
 
 from common.nvidia_gpus import Gpu
 from graph_passes import GraphError
-from train import checkpoint, devices, model
-from train.config import Config
+from train import checkpoint, devices
+from train.config import Config, read
 from train.errors import TrainError
 from train.loop import Trainer
+from train.models import resnet
 
 pytestmark = pytest.mark.usefixtures("narrow_network")
 
@@ -103,7 +104,8 @@ def test_resume_of_a_run_without_checkpoint(fails, tiny_options, tmp_path):
 
 def test_benchmark_does_not_go_on_with_a_run(fails, trained):
     before = (trained / "metrics.jsonl").read_bytes()
-    assert "leave out --resume auto" in fails("benchmark", "--output", trained, "--resume", "auto")
+    sentence = fails("benchmark", "--output", trained, "--resume", "auto")
+    assert sentence.startswith("error: --resume is an option of train, not of benchmark (see")
     assert (trained / "metrics.jsonl").read_bytes() == before
 
 
@@ -127,7 +129,7 @@ def test_truncated_and_foreign_checkpoints(fails, trained, tmp_path):
 
 
 @pytest.mark.parametrize("options, sentence", [
-    (["--depth", "34"], "the checkpoint holds a ResNet-18 with 3 classes, but this run needs a ResNet-34"),
+    (["--model", "resnet34"], "the checkpoint holds a resnet18 with 3 classes, but this run needs a resnet34"),
     (["--seed", "7"], "belongs to seed 0, but this loader has 7"),
 ])  # fmt: skip
 def test_resume_with_something_else(options, sentence, fails, trained):
@@ -138,7 +140,7 @@ def test_other_classes_than_the_checkpoint(fails, trained, tiny_data, tmp_path):
     shutil.copytree(tiny_data, tmp_path / "data")
     shutil.copytree(tiny_data / "class0", tmp_path / "data" / "class3")
     sentence = fails("validate", "--checkpoint", trained, "--data", tmp_path / "data")
-    assert "the checkpoint holds a ResNet-18 with 3 classes, but this run needs a ResNet-18 with 4 classes" in sentence
+    assert "the checkpoint holds a resnet18 with 3 classes, but this run needs a resnet18 with 4 classes" in sentence
 
 
 def test_validation_and_prediction_without_weights(fails, tmp_path):
@@ -206,7 +208,9 @@ def test_dtype_and_profile_need_the_cuda_executor(fails, tiny_options, tmp_path,
     monkeypatch.chdir(tmp_path)
     for dtype in ("float16", "bfloat16"):
         assert f"--dtype {dtype} needs the cuda executor" in fails(*tiny_options, "--dtype", dtype)
-    assert "--profile measures the kernels of the cuda executor" in fails("benchmark", *tiny_options[:-4], "--profile")
+    profile = ["benchmark", "--data", "synthetic", "--device", "cpu", "--profile"]
+    assert "--profile measures the kernels of the cuda executor" in fails(*profile)
+    assert "--profile measures one GPU alone, which with --bn-group 4" in fails(*profile, "--bn-group", "4")
     assert "--executor cuda needs an NVIDIA GPU, but --device is cpu" in fails(*tiny_options, "--executor", "cuda")
     assert os.listdir(tmp_path) == []
 
@@ -226,7 +230,7 @@ def test_the_cuda_executor_is_chosen_where_it_can_run(monkeypatch):
 
 def test_preset_of_a_command_line_that_names_none(monkeypatch, run_train, tiny_data, tmp_path):
     def preset(line):
-        return devices.default_config(line.split(), 0).config
+        return devices.default_config(read(Config, line.split(), command="train"), 0).config
 
     monkeypatch.setattr(devices, "check_requirements", lambda device_id: None)
     monkeypatch.setattr(devices, "find_gpus", lambda: [H200])
@@ -236,7 +240,7 @@ def test_preset_of_a_command_line_that_names_none(monkeypatch, run_train, tiny_d
     monkeypatch.setattr(devices, "find_gpus", lambda: [])
     assert preset("--data /images") == preset("--data /images --device gpu") == "cpu_sample"
     code, out, _ = run_train("--data", tiny_data, "--batch-size", "99", "--output", tmp_path / "run")
-    assert code == 2 and out.startswith("preset cpu_sample: 10 epochs at 48 pixels; --config takes others: ")
+    assert code == 2 and out.startswith("preset cpu_sample: 10 epochs at 48 pixels (--config takes another one, ")
 
 
 def test_what_is_missing_for_the_cuda_executor_is_named(monkeypatch):
@@ -254,9 +258,10 @@ def test_what_is_missing_for_the_cuda_executor_is_named(monkeypatch):
 @pytest.mark.parametrize("command", ["train", "benchmark"])
 def test_batch_too_large_for_the_machine(command, fails, monkeypatch, tmp_path):
     """A larger batch needs more in proportion, so the one that is named is the same for both; 1 MiB holds no image."""
-    monkeypatch.setattr(model, "FIRST_WIDTH", 64)  # of which 1 GiB does not hold 1000 images
+    monkeypatch.setattr(resnet, "FIRST_WIDTH", 64)  # of which 1 GiB does not hold 1000 images
     folder = tmp_path / "run"
-    options = [command, "--data", "synthetic", "--depth", "18", "--device", "cpu", "--output", folder, "--batch-size"]
+    options = [command, "--data", "synthetic", "--model", "resnet18", "--device", "cpu", "--output", folder,
+               "--batch-size"]
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=2**30))
     found = [re.search(r"1\.0 GiB are free: use a --batch-size of at most (\d+)$", fails(*options, batch))
              for batch in ("1000", "4000")]  # fmt: skip

@@ -20,11 +20,11 @@ from train import checkpoint
 pytestmark = pytest.mark.gpu
 
 # 50 steps an epoch; the smallest network, on images that it tells apart within one epoch.
-OPTIONS = [
-    "--config", "cpu_sample",
-    "--data", "synthetic", "--depth", "18", "--image-size", "33", "--batch-size", "256", "--epochs", "3",
-    "--warmup-epochs", "1", "--learning-rate", "0.1", "--no-tensorboard", "--checkpoint-minutes", "0",
+STEP_OPTIONS = [
+    "--config", "cpu_sample", "--data", "synthetic", "--model", "resnet18", "--image-size", "33",
+    "--batch-size", "256", "--learning-rate", "0.1", "--no-tensorboard",
 ]  # fmt: skip
+OPTIONS = [*STEP_OPTIONS, "--epochs", "3", "--warmup-epochs", "1", "--checkpoint-minutes", "0"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,10 +43,12 @@ def assert_equal_bits(run: Path, other: Path) -> None:
     """Of all that the newest checkpoints of two runs hold."""
     one, two = (checkpoint.load(checkpoint.find(str(folder))) for folder in (run, other))
     assert one.progress.step == two.progress.step
-    for group in ("params", "aux", "momenta", "averages"):
-        assert getattr(one, group).keys() == getattr(two, group).keys()
-        for name, value in getattr(one, group).items():
-            np.testing.assert_array_equal(value, getattr(two, group)[name], err_msg=f"{group}: {name}")
+    assert one.scalars == two.scalars and one.state.keys() == two.state.keys()
+    for ours, theirs in ((one.params, two.params), (one.aux, two.aux), (one.averages, two.averages),
+                         *((one.state[slot], two.state[slot]) for slot in one.state)):
+        assert ours.keys() == theirs.keys()
+        for name, value in ours.items():
+            np.testing.assert_array_equal(value, theirs[name], err_msg=name)
 
 
 def validated(out: str) -> tuple[float, float]:
@@ -63,7 +65,7 @@ def test_a_run_learns_goes_on_and_moves_to_the_cpu(dtype, run_train, tmp_path):
     assert code == 0, err
     stopped = checkpoint.load(checkpoint.find(str(folder)))
     assert stopped.progress.step == 70 and stopped.params["stem_conv_weight"].shape == (64, 7, 7, 3)
-    assert all(np.abs(momentum).max() > 0 for momentum in stopped.momenta.values())
+    assert all(np.abs(momentum).max() > 0 for momentum in stopped.state["momentum"].values())
 
     code, _, err = run_train("--resume", folder)
     assert code == 0, err
@@ -101,7 +103,7 @@ def photographs(real_data, tmp_path_factory):
 
 # 9 steps an epoch
 PHOTOGRAPH_OPTIONS = [
-    "--depth", "18", "--image-size", "64", "--batch-size", "12", "--epochs", "12", "--num-classes", "1000",
+    "--model", "resnet18", "--image-size", "64", "--batch-size", "12", "--epochs", "12", "--num-classes", "1000",
     "--label-smoothing", "0", "--random-area", "0.7", "1", "--warmup-epochs", "2", "--learning-rate", "0.4",
     "--validate-every", "12", "--no-tensorboard", "--deterministic", "--log-every", "5",
 ]  # fmt: skip
@@ -211,8 +213,8 @@ def test_sizes_change_and_a_run_goes_on_in_mid_schedule(run_train, tmp_path):
 
 
 def test_a_batch_that_does_not_fit(run_train, tmp_path):
-    options = [*OPTIONS, "--depth", "152", "--image-size", "224", "--batch-size", "12000", "--output", tmp_path / "run"]
-    code, _, err = run_train("benchmark", *options)
+    options = [*STEP_OPTIONS, "--model", "resnet152", "--image-size", "224", "--batch-size", "12000"]
+    code, _, err = run_train("benchmark", *options, "--output", tmp_path / "run")
     sentence = err.splitlines()[-1]  # before it, DALI may name libraries that it does not need
     found = re.fullmatch(r"error: the GPU has .* 12000 images of 224x224 .*: use a batch size of at most (\d+)",
                          sentence)
@@ -222,7 +224,7 @@ def test_a_batch_that_does_not_fit(run_train, tmp_path):
 
 def test_benchmark_with_profile(run_train, tmp_path):
     folder = tmp_path / "run"
-    code, out, err = run_train("benchmark", *OPTIONS, "--profile", "--output", folder)
+    code, out, err = run_train("benchmark", *STEP_OPTIONS, "--profile", "--output", folder)
     assert code == 0, err
     (result,) = lines(folder, "benchmark")
     table = (folder / "profile.txt").read_text()
@@ -258,7 +260,7 @@ def test_accumulation_mixup_and_averages_go_on(run_train, tmp_path):
 def test_predict_and_export_from_a_gpu_run(run_train, tiny_data, tmp_path):
     """JPEGs through the GPU loader and the compiled step; the CPU gives the same answers for the same checkpoint."""
     folder = tmp_path / "run"
-    options = ["--data", tiny_data, "--depth", "18", "--image-size", "32", "--batch-size", "8", "--epochs", "8",
+    options = ["--data", tiny_data, "--model", "resnet18", "--image-size", "32", "--batch-size", "8", "--epochs", "8",
                "--warmup-epochs", "1", "--learning-rate", "1", "--no-tensorboard", "--random-area", "0.5", "1",
                "--ema-decay", "0.9"]  # fmt: skip
     code, _, err = run_train(*options, "--output", folder)

@@ -16,13 +16,14 @@ from common.mxnet_compat import mx
 from graph_passes import Graph
 from graph_passes.executors import create_executor
 from graph_passes.executors.mxnet import MXNetExecutor
+from graph_passes.optimizers.sgd import SGD
 from pipelines import Batch
 from train import checkpoint
-from train.benchmark import standard_error_of_median
+from train.commands.benchmark import standard_error_of_median
 from train.gpu_monitor import GpuReadings
 from train.loop import Trainer
-from train.model import init_params, resnet
-from train.optimizer import SGD
+from train.models.network import init_params
+from train.models.resnet import resnet
 from train.recorder import Recorder
 
 pytestmark = pytest.mark.usefixtures("narrow_network")
@@ -52,13 +53,13 @@ def test_accumulation_averages_the_gradients_of_its_batches(rng):
         alone.append({name: executor.to_canonical(name, grad).copy() for name, grad in executor.grads.items()})
 
     executor.set_params(params, aux)
-    optimizer = SGD(executor.params, executor.grads, momentum=0.9, weight_decay=0.0)
+    optimizer = executor.create_optimizer(SGD(momentum=0.9))
     executor.forward_backward(*batches[0])
     executor.forward_backward(*batches[1], accumulate=True)
     optimizer.step(learning_rate=0.1, scale=0.5)
     for name in params:
         step = -0.1 * (alone[0][name].astype(np.float64) + alone[1][name]) / 2
-        got = executor.to_canonical(name, optimizer.momenta[name])
+        got = executor.to_canonical(name, optimizer.state["momentum"][name])
         np.testing.assert_allclose(got, step, rtol=1e-5, atol=1e-6 * np.abs(step).max() + 1e-12, err_msg=name)
 
 
@@ -140,7 +141,7 @@ def test_reference_executor_trains_like_mxnet(run_train, tiny_options, tmp_path)
 
 def test_benchmark_on_synthetic_data(run_train, tmp_path):
     folder = tmp_path / "run"
-    options = ("benchmark", "--data", "synthetic", "--depth", "18", "--image-size", "32", "--batch-size", "2",
+    options = ("benchmark", "--data", "synthetic", "--model", "resnet18", "--image-size", "32", "--batch-size", "2",
                "--device", "cpu", "--no-tensorboard", "--warmup-steps", "2", "--min-steps", "5")  # fmt: skip
     code, out, err = run_train(*options, "--output", folder, "--limit-steps", "8")
     assert code == 0, err
@@ -173,7 +174,7 @@ def test_the_collector_passes_over_what_a_run_is_made_of(command, run_train, tmp
         "benchmark": ("--limit-steps", 2, "--warmup-steps", 0, "--min-steps", 2),
     }
     code, _, err = run_train(
-        command, "--output", tmp_path / "run", "--data", "synthetic", "--depth", "18", "--image-size", "32",
+        command, "--output", tmp_path / "run", "--data", "synthetic", "--model", "resnet18", "--image-size", "32",
         "--batch-size", "2", "--device", "cpu", "--no-tensorboard", *limits[command],
     )  # fmt: skip
     assert code == 0, err

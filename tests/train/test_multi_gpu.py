@@ -34,7 +34,8 @@ from graph_passes import Graph
 from graph_passes.executors import create_executor
 from common.mxnet_compat import mx
 from train.distributed import Workers
-from train.model import init_params, resnet
+from train.models.network import init_params
+from train.models.resnet import resnet
 
 SHAPES = {"data": (12, 64, 64, 3), "softmax_label": (12,)}
 workers = Workers()
@@ -114,12 +115,12 @@ for dtype in ("float16", "bfloat16"):
         executor.end_step()
     params, _ = executor.get_params()
     digests = workers.gather([hashlib.sha256(flat(values).tobytes()).hexdigest()
-                              for values in (params, executor.get_momenta())] + [executor.get_scaling()])
+                              for values in (params, executor.get_state()["momentum"])] + [executor.get_scalars()])
     assert all(digest == digests[0] for digest in digests), digests
     assert np.isfinite(flat(params)).all()
     moved = np.abs(flat(params) - flat(init_params(symbol, seed=5)[0])).max()
     assert moved > 1e-2, moved
-    print("scaling", executor.get_scaling(), flush=True)
+    print("scaling", executor.get_scalars(), flush=True)
 """
 
 
@@ -283,7 +284,7 @@ sys.exit(main(sys.argv[1:]))
 @pytest.mark.parametrize("count, group", [(1, 1), (2, 1), (4, 1), (2, 2)])
 def test_program(count, group, tmp_path):
     """Every validation image counts once."""
-    options = ["--data", "synthetic", "--depth", "18", "--image-size", "33", "--batch-size", str(512 // count),
+    options = ["--data", "synthetic", "--model", "resnet18", "--image-size", "33", "--batch-size", str(512 // count),
                "--epochs", "2", "--warmup-epochs", "1", "--learning-rate", "0.1", "--no-tensorboard",
                "--bn-group", group, "--output", tmp_path / "run"]  # fmt: skip
     out = run_on_gpus(count, PROGRAM, *options)
@@ -324,8 +325,8 @@ def test_a_lost_process_ends_the_run(tmp_path, group):
     if len(find_gpus()) < 2:
         pytest.skip(f"2 GPUs are needed, {len(find_gpus())} are there")
     died = tmp_path / "died"
-    done = run_processes(DIES, died, "--data", "synthetic", "--depth", 18, "--image-size", 33, "--batch-size", 64,
-                         "--bn-group", group, "--no-tensorboard", "--output", tmp_path / "run")  # fmt: skip
+    done = run_processes(DIES, died, "--data", "synthetic", "--model", "resnet18", "--image-size", 33, "--batch-size",
+                         64, "--bn-group", group, "--no-tensorboard", "--output", tmp_path / "run")  # fmt: skip
     seconds = time.time() - died.stat().st_mtime
     print(f"ended after {seconds:.1f} s")
     assert done.returncode == 128 + signal.SIGKILL, done.stderr

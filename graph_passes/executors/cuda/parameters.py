@@ -12,12 +12,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from graph_passes import roles
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Graph, Ref
 from graph_passes.operators import Shape
 from graph_passes.passes.precision import ITEM_BYTES
 
 SLICE_ALIGNMENT = 64  # elements: 128 bytes in 16-bit types
+MAX_SLOTS = 2  # arrays that an optimizer keeps for each parameter, at most; of optimizer.cu
 VECTOR = 8  # VEC of common.cuh; channels and classes are padded to multiples of it, as tensor cores want them
 
 
@@ -73,21 +75,23 @@ class Parameter:
 
 def parameters_of(graph: Graph, shapes: Mapping[Ref, Shape], inputs: tuple[str, ...]) -> list[Parameter]:
     """Every parameter of a forward graph, the last layer's first: the order in which their gradients are ready."""
+    uses, weights = roles.uses(graph), roles.weights(graph)
     parameters: dict[str, Parameter] = {}
     for node in reversed(list(graph)):
-        for position, ref in enumerate(node.inputs):
+        for ref in node.inputs:
             name = ref.node
             if not graph[name].is_variable or name in graph.aux or name in inputs or name in parameters:
                 continue
-            shape = tuple(shapes[ref])
-            is_weight = position == 1 and node.op in ("Convolution", "FullyConnected")
-            if is_weight and node.op == "FullyConnected":
-                device_shape: tuple[int, ...] = (padded(shape[0]), 1, 1, shape[1])
-            elif is_weight:
+            shape, use = tuple(shapes[ref]), uses[name]
+            if name not in weights:
+                device_shape: tuple[int, ...] = (*shape[:-1], padded(shape[-1]))
+            elif use.node.op == "FullyConnected":
+                device_shape = (padded(shape[0]), 1, 1, shape[1])
+            elif use.node["num_group"] == 1:
                 device_shape = (*shape[:3], padded_channels(shape[3]))
             else:
-                device_shape = (*shape[:-1], padded(shape[-1]))
-            parameters[name] = Parameter(name, shape, device_shape, is_weight)
+                device_shape = shape
+            parameters[name] = Parameter(name, shape, device_shape, name in weights)
     return list(parameters.values())
 
 
@@ -120,7 +124,7 @@ class ParameterStore:
 
     `wire_dtype`: the one in which gradients are averaged over several GPUs. Where it is not `dtype`, the gradients of
     the weights are copied to `wire_gradients` for that, and the optimizer reads those. Where nothing is `trained` there
-    are no gradients and no momentum, and no fp32 masters of 16-bit weights.
+    are no gradients and nothing of an optimizer, and no fp32 masters of 16-bit weights.
     """
 
     def __init__(self, parameters: Iterable[Parameter], statistics: dict[str, tuple[int, ...]], dtype: str,
@@ -131,7 +135,8 @@ class ParameterStore:
         weights = [(p.name, p.device_shape) for p in self.parameters.values() if p.is_weight]
         others = [(p.name, p.device_shape) for p in self.parameters.values() if not p.is_weight]
         self.master = FlatArray("float32", everything if trained or dtype == "float32" else others)
-        self.momentum = FlatArray("float32", everything if trained else ())
+        # What an optimizer keeps. Every one keeps something; the second has memory only where one needs it.
+        self.states = [FlatArray("float32", everything if trained else ()) for _ in range(MAX_SLOTS)]
         self.weight_gradients = FlatArray(dtype, weights if trained else ())
         self.other_gradients = FlatArray("float32", others if trained else ())
         self.wire_gradients = FlatArray(wire_dtype or dtype, weights if wire_dtype not in (None, dtype) else ())
@@ -143,7 +148,7 @@ class ParameterStore:
 
     @property
     def arrays(self) -> dict[str, FlatArray]:
-        return {"master": self.master, "momentum": self.momentum, "weight_gradients": self.weight_gradients,
+        return {"master": self.master, "state 1": self.states[0], "weight_gradients": self.weight_gradients,
                 "other_gradients": self.other_gradients, "wire_gradients": self.wire_gradients,
                 "statistics": self.statistics, "copies": self.copies}
 
