@@ -117,7 +117,8 @@ def test_a_shape_that_cudnn_refuses(refusing: str, sentence: str, monkeypatch: p
 def test_packages_for_the_cpu_beside_a_gpu(version: int, capability: tuple[int, int], sentence: str,
                                            monkeypatch: pytest.MonkeyPatch) -> None:
     """What the set-up leaves where it cannot use the GPU: the same reason is given when a run starts."""
-    monkeypatch.setattr(requirements, "mx", MagicMock(**{"runtime.Features.return_value.is_enabled.return_value": False}))
+    features = SimpleNamespace(is_enabled=lambda name: False)
+    monkeypatch.setattr(requirements, "mx", SimpleNamespace(runtime=SimpleNamespace(Features=lambda: features)))
     monkeypatch.setattr(requirements, "find_gpus", lambda: [nvidia_gpus.Gpu("GTX 1080", capability)])
     monkeypatch.setattr(requirements, "driver_cuda_version", lambda: version)
     with pytest.raises(GraphError, match=sentence):
