@@ -136,7 +136,7 @@ make_environment() {
         "and run make again"
     { rm -rf "$venv" && mkdir -p "$venv"; } 2>/dev/null ||
         fail "$(realpath -m "$venv") cannot be written: clone the project into a folder of your own, or run" \
-            "scripts/setup.sh all FOLDER and then make with PYTHON=FOLDER/bin/python"
+            "scripts/setup.sh all FOLDER and then, in a folder of your own, FOLDER/bin/python -m train"
     say "new environment in $venv from $("$python" --version)"
     said=$("$python" -m venv "$venv" 2>&1) || fail "$python -m venv $venv failed: $(full_disk || tail -n1 <<<"$said")"
 }
