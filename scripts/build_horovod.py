@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.metadata
 import importlib.util
 import os
 import shutil
@@ -319,7 +320,7 @@ def main(arguments: Sequence[str]) -> None:
         if not shutil.which(compiler()):
             raise BuildError(f"there is no {compiler()}, which compiles it: install g++ (Debian: apt install g++)")
         mxnet = package("mxnet")
-        on_gpu = (mxnet / "libcudart.so.11.0").exists()
+        on_gpu = any(importlib.metadata.distributions(name="mxnet-cu117"))
         nccl = package("nvidia.nccl") if on_gpu else None
         cuda = fetch_cuda(folder) if on_gpu else None
         source = fetch_source(folder)
