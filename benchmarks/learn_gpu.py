@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 from record import RESULTS, run
 
-from command_line import Parser, UserError
+from common.command_line import Parser
+from common.errors import UserError
 from graph_passes import Graph
 from graph_passes.executors.cuda.optimizer import OptimizerConfig
 from graph_passes.executors.cuda.training_step import TrainingStep

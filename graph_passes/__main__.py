@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from rich.console import Console
 from rich.table import Table
 
-from command_line import did_you_mean, exit_code_of, run_command
+from common.command_line import did_you_mean, exit_code_of, run_command
 from graph_passes import VARIABLE, Graph, GraphError, Node, Ref, passes
 from graph_passes.drawing import FUSED, draw_svg
 from graph_passes.operators import Shape
@@ -127,7 +127,7 @@ def _decisions(graph: Graph, batch_size: int, image_size: int, dtype: str, gpu: 
 
 
 def _zoo_graph(name: str) -> Graph:
-    from mxnet_compat import mx
+    from common.mxnet_compat import mx
 
     vision = mx.gluon.model_zoo.vision
     functions = (n for n in vars(vision) if n[0].islower() and callable(getattr(vision, n)))

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 from rich.console import Console
 from rich.table import Table
 
-from command_line import exit_code_of, run_command
+from common.command_line import exit_code_of, run_command
 from pipelines import DataError, LoaderConfig, open_loader
 from pipelines.bench import STAGE_TITLES, LoaderSpeed, bench_settings, bench_stages
 from pipelines.files import write_text

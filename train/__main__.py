@@ -20,17 +20,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from command_line import (
-    HELP,
-    ProgramError,
-    UserError,
-    choose_command,
-    describe_commands,
-    exit_code_of,
-    given_value,
-)
+from common import files
+from common.command_line import HELP, choose_command, describe_commands, exit_code_of, given_value
+from common.errors import ProgramError, UserError
 from pipelines.samples import make_samples
-from train import checkpoint, compare_precision, devices, export, files, predict
+from train import checkpoint, compare_precision, devices, export, predict
 from train.benchmark import benchmark, measure_loader
 from train.build import SAMPLES_FOLDER, build_executor, check_memory, join_bn_group, open_split
 from train.config import CONFIG_FILE, SAMPLES, SYNTHETIC, BenchmarkConfig, Config, ValidateConfig, parse, presets
@@ -120,9 +114,8 @@ def _train(arguments: Sequence[str], state: RunState | None = None) -> None:
         except Exception as error:
             if state or not is_lost_process(error):
                 raise
-            for waiting in (bn_group, trainer.average):
-                if waiting:
-                    waiting.give_up()  # the GPU would wait for the lost one
+            if bn_group:
+                bn_group.give_up()  # the GPU would wait for the lost one
             drain_engine()
             raise LostProcessError(f"another process of this run has ended; go on from the last checkpoint, if there "
                                    f"is one, with: {launcher()} --resume {run_folder}") from None

@@ -19,8 +19,10 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
-from command_line import error_of, option_name, to_arguments
-from train import devices, files, plots
+from common import files
+from common.command_line import option_name, to_arguments
+from common.errors import error_of
+from train import devices, plots
 from train.config import CONFIG_FILE, Config, default_warmup, load_preset, parse
 from train.errors import TrainError
 from train.metrics import METRICS_FILE, RunRecord

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 import train.configs
-from command_line import given, given_value, nearest, option_name
-from graph_passes.executors.cuda.peer_memory import MAX_MEMBERS
+from common.command_line import given, given_value, nearest, option_name
+from graph_passes.executors.cuda.statistics_group import MAX_MEMBERS
 from train.errors import TrainError
 
 DEFAULT_PRESET = "cpu_sample"
@@ -181,9 +181,6 @@ class DistributedOptions:
 
     buckets: int = 2
     """Executor cuda on several GPUs: parts in which the gradients are averaged during the backward pass."""
-    all_reduce: Literal["auto", "peer", "nccl"] = "auto"
-    """Executor cuda on several GPUs: how gradients are averaged. peer: the GPUs write into each other's memory, if they
-    are all in one machine; nccl: through Horovod; auto: peer where that is possible."""
     wire_dtype: Literal["auto", "float32"] = "auto"
     """Executor cuda on several GPUs: type in which gradients are averaged; auto: float16 where --dtype is."""
     bn_group: int = 1
@@ -239,6 +236,7 @@ class Config(OutputOptions, DistributedOptions, OptimizerOptions, LoaderOptions,
 
         Raises TrainError for a knob that there is not: another version of this program has written them.
         """
+        values = {name: value for name, value in values.items() if name not in _WITHOUT_EFFECT}
         known = {field.name for field in dataclasses.fields(cls)}
         for name in values:
             if name not in known:
@@ -247,6 +245,9 @@ class Config(OutputOptions, DistributedOptions, OptimizerOptions, LoaderOptions,
         fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
         return cls(**fields)
 
+
+# Knobs of earlier versions that changed no result, which checkpoints of then may have.
+_WITHOUT_EFFECT = ("all_reduce",)  # gradients were averaged by NCCL, or by the GPUs themselves
 
 C = TypeVar("C", bound=Config)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from command_line import given_value
+from common.command_line import given_value
+from common.mxnet_compat import mx
+from common.nvidia_gpus import Gpu, find_gpus
 from graph_passes import GraphError
 from graph_passes.executors.cuda.requirements import check_requirements
-from mxnet_compat import mx
-from nvidia_gpus import Gpu, find_gpus
 from train.config import DEFAULT_PRESET, SAMPLES, Config, load_preset
 from train.errors import TrainError
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from nvidia_gpus import find_gpus
+from common.nvidia_gpus import find_gpus
 
 LAUNCHER_VARIABLE = "RESNET_LAUNCHER"  # environment variable: what started this process, with its own options
 

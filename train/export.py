@@ -15,11 +15,12 @@ from typing import Annotated, Literal
 
 import numpy as np
 
-from command_line import given, option_name
+from common import files
+from common.command_line import given, option_name
+from common.mxnet_compat import mx
 from graph_passes import Graph, Ref, passes
-from mxnet_compat import mx
 from pipelines import MEAN, STD
-from train import checkpoint, files, onnx_writer
+from train import checkpoint, onnx_writer
 from train.build import build_executor
 from train.checkpoint import Checkpoint
 from train.devices import Placement

@@ -16,7 +16,8 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 
-from command_line import Parser, ProgramError, exit_code_of, positive_int
+from common.command_line import Parser, exit_code_of, positive_int
+from common.errors import ProgramError
 from train.environment import LAUNCHER_VARIABLE
 from train.errors import NoHorovodError, TrainError
 from train.launch import TOLD

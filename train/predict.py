@@ -20,10 +20,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from command_line import given, option_name
+from common import files
+from common.command_line import given, option_name
 from pipelines import MEAN, STD, load_images
 from pipelines.sources.folders import image_files
-from train import checkpoint, devices, files
+from train import checkpoint, devices
 from train.build import build_executor
 from train.errors import TrainError
 

@@ -13,8 +13,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from command_line import exit_code_of, given
-from train import files, plots
+from common import files
+from common.command_line import exit_code_of, given
+from train import plots
 from train.config import SYNTHETIC
 from train.document import Block, Code, Heading, Plot, Table, Text, Tiles, html_page, markdown
 from train.errors import TrainError

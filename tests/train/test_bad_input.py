@@ -16,8 +16,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from common.nvidia_gpus import Gpu
 from graph_passes import GraphError
-from nvidia_gpus import Gpu
 from train import checkpoint, devices, model
 from train.config import Config
 from train.errors import TrainError

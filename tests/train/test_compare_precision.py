@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from command_line import given, to_arguments
+from common.command_line import given, to_arguments
 from train import compare_precision, plots
 from train.config import Config, load_preset, parse
 from train.metrics import EpochRow, RunRecord

@@ -7,7 +7,8 @@ import importlib
 
 import pytest
 
-from command_line import UserError, given, given_value, option_name
+from common.command_line import given, given_value, option_name
+from common.errors import UserError
 from train import TrainError
 from train.config import BenchmarkConfig, Config, check, load_preset, parse, presets
 from train.predict import PredictOptions
@@ -41,6 +42,7 @@ def test_json_round_trip():
     assert Config.from_dict(config.to_dict()) == config
     with pytest.raises(TrainError, match="^its run had the option --new-knob, which this version"):
         Config.from_dict({"depth": 18, "new_knob": 1})
+    assert Config.from_dict({"depth": 18, "all_reduce": "peer"}) == Config.from_dict({"depth": 18})
 
 
 MISTAKES = {

@@ -36,7 +36,7 @@ AVERAGED_GRADIENTS = """
     import numpy as np
     from graph_passes import Graph
     from graph_passes.executors import create_executor
-    from mxnet_compat import mx
+    from common.mxnet_compat import mx
     from train import model
     from train.distributed import Workers
 

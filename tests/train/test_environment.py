@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mxnet_compat import mx
+from common.mxnet_compat import mx
 from train import environment
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from command_line import UserError
+from common.errors import UserError
+from common.mxnet_compat import mx
 from graph_passes import Graph
 from graph_passes.executors import create_executor
-from mxnet_compat import mx
 from train import export, onnx_writer
 from train.checkpoint import Checkpoint, save
 from train.config import Config

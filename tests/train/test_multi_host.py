@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from command_line import ProgramError, UserError
+from common.errors import ProgramError, UserError
 from train import multi_host
 from train.environment import LAUNCHER_VARIABLE
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from command_line import UserError
+from common.errors import UserError
+from common.mxnet_compat import mx
 from graph_passes import Graph
 from graph_passes.executors import create_executor
-from mxnet_compat import mx
 from pipelines import DataError, load_images
 from train import predict
 from train.checkpoint import Checkpoint, save

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from common.mxnet_compat import mx
 from graph_passes.errors import GraphError
 from graph_passes.executors.base import Arrays, Executor, Metrics, parse_device
 from graph_passes.executors.cuda.buckets import Bucket
 from graph_passes.executors.cuda.device import Gpu
-from graph_passes.executors.cuda.gradient_exchange import GradientExchange
 from graph_passes.executors.cuda.idle import IdleClock
 from graph_passes.executors.cuda.optimizer import OptimizerConfig
 from graph_passes.executors.cuda.parameters import FlatArray
@@ -29,7 +29,6 @@ from graph_passes.executors.cuda.statistics_group import StatisticsGroup
 from graph_passes.executors.cuda.training_step import OnBucket, TrainingStep
 from graph_passes.graph import Graph
 from graph_passes.passes import bn_add_relu, bn_relu
-from mxnet_compat import mx
 
 Array = Any  # mx.nd.NDArray; MXNet has no type stubs
 _ENGINE_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)
@@ -224,13 +223,6 @@ class CudaExecutor(Executor):
     def follow(self, bucket: Bucket) -> None:
         """Let what is asked for from now on, such as `update`, wait on the GPU for the bucket's event `done`."""
         self._step.gpu.wait_for(bucket.done)
-
-    def gradient_exchange(self, size: int) -> GradientExchange:
-        """What can average the buckets over so many GPUs of this machine, once it has been joined.
-
-        Raises GraphError for too many, and where the driver has no flags for streams.
-        """
-        return self._step.gradient_exchange(size)
 
     @property
     def buckets(self) -> list[Bucket]:

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from test_without_gpu import check_memory, lower, lower_graph
 
-from disk_cache import Cache
+from common.disk_cache import Cache
+from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError
 from graph_passes.executors import reference_operators
 from graph_passes.executors.cuda import statistics_group
 from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.kernels import SOURCES, KernelLibrary
 from graph_passes.executors.cuda.statistics_group import MAX_VALUES, THREADS, StatisticsGroup
-from mxnet_compat import mx
 
 EPS = 1e-5
 
@@ -132,8 +132,8 @@ class FakeGpu:
             raise RuntimeError("CUDA error 201: invalid device context")
         return 7000 + handle[0]
 
-    def share(self, address: int) -> tuple[bytes, int]:
-        return bytes([self.device_id]), 500
+    def share(self, address: int) -> bytes:
+        return bytes([self.device_id])
 
     def pinned(self, num_bytes: int) -> np.ndarray:
         return np.full(num_bytes, 255, np.uint8)
@@ -149,7 +149,7 @@ def test_joining(monkeypatch: pytest.MonkeyPatch) -> None:
     group.join(invitations, own=1)
     group.check()
     mailboxes, own, size, *_, num_values = group.arguments(520)
-    assert list(mailboxes.of[:4]) == [7506, 1005, 7507, 0]
+    assert list(mailboxes.of[:4]) == [7006, 1005, 7007, 0]
     assert (own.value, size.value, group.size, num_values.value) == (1, 3, 3, 520)
 
     monkeypatch.setattr(FakeGpu, "closed", invitations[2].handle)

@@ -15,7 +15,6 @@ import itertools
 import os
 import re
 import shutil
-import signal
 import sys
 import textwrap
 import types
@@ -24,31 +23,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-EXIT_FAILURE = 1
-EXIT_USER_ERROR = 2
-EXIT_CTRL_C = 128 + signal.SIGINT  # as shells have it
-EXIT_PIPE_CLOSED = 128 + signal.SIGPIPE
+from common.errors import EXIT_CTRL_C, EXIT_PIPE_CLOSED, EXIT_USER_ERROR, ProgramError, UserError
 
 HELP = ("-h", "--help")
 MAX_WIDTH = 110  # columns of help; longer lines are hard to read
 _METAVARS = {int: "N", float: "X", str: "NAME", Path: "PATH"}
-
-
-class ProgramError(Exception):
-    """Ends a program with one sentence and no stack trace: something failed that was asked for rightly."""
-
-    exit_code = EXIT_FAILURE
-
-
-class UserError(ProgramError):
-    """A mistake of the user, told in one sentence: what (the value), where, and what to do."""
-
-    exit_code = EXIT_USER_ERROR
-
-
-def error_of(code: int) -> type[ProgramError]:
-    """What to raise where another program that was started has ended with this exit code."""
-    return UserError if code == EXIT_USER_ERROR else ProgramError
 
 
 def exit_code_of(main: Callable[[], int | None]) -> int:
