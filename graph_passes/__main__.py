@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -13,17 +13,13 @@ from rich.console import Console
 from rich.table import Table
 
 from common.command_line import did_you_mean, exit_code_of, run_command
-from graph_passes import VARIABLE, Graph, GraphError, Node, Ref, passes
+from graph_passes import VARIABLE, Graph, GraphError, Node, Ref, passes, pipeline
 from graph_passes.drawing import FUSED, draw_svg
 from graph_passes.operators import Shape
 from graph_passes.passes.precision import ITEM_BYTES
 
-PASSES: dict[str, Callable[[Graph], Graph]] = {
-    "layout": lambda graph: passes.layout(graph, "NHWC", inputs=["data"]),
-    "add_relu": passes.add_relu,
-    "bn_relu": passes.bn_relu,
-    "bn_add_relu": passes.bn_add_relu,
-}
+_MOVE_NOTHING = ("Flatten", "FlattenBackward", "Zeros", "GroupMean")
+Stages = list[tuple[str, Graph]]  # each pass by name, and the graph that it gave
 
 
 def show(
@@ -33,15 +29,17 @@ def show(
     image_size: int = 224,
     dtype: Literal["float16", "bfloat16", "float32"] = "float16",
     inference: bool = False,
+    step: bool = False,
     output: Annotated[Path | None, "FOLDER"] = None,
     gpu: int | None = None,
 ) -> None:
-    """Print a table of a network before and after the passes, and draw it.
+    """Print a table of a network before and after the passes, and draw it after each of them.
 
     Examples:
       python -m graph_passes show --model resnet50_v1               a network of MXNet's model zoo
       python -m train export --symbol resnet50.json                 our own ResNet-50 as a Symbol JSON file ...
       python -m graph_passes show --symbol resnet50.json            ... and what the passes do to it
+      python -m graph_passes show --symbol resnet50.json --step     ... up to the training step that will run
       python -m graph_passes show --symbol resnet50.json --gpu 0    ... and how this GPU computes it fastest
 
     Args:
@@ -50,8 +48,11 @@ def show(
         batch_size: Images in a batch.
         image_size: Pixels, height and width.
         dtype: Type of the tensors.
-        inference: Fold BatchNorm into the convolutions as well.
-        output: Write before.svg, after.svg and after.json into this folder; default: no files.
+        inference: Show the graph of inference, with BatchNorm folded into the convolutions.
+        step: Show the graph of a training step, forward and backward in one, with everything fused that can be; with
+            --gpu as that GPU runs it.
+        output: Write before.svg, a drawing after each pass, after.svg and after.json into this folder; default: no
+            files.
         gpu: Build the training step on this GPU and list where it was chosen among several ways to compute the same,
             with the time of each; default: no list.
     """
@@ -59,33 +60,36 @@ def show(
         raise GraphError("give either --symbol FILE or --model NAME" + (", not both" if symbol else ""))
     if batch_size < 1 or image_size < 1:
         raise GraphError(f"batch size {batch_size}, image size {image_size}: both must be at least 1")
-    if inference and gpu is not None:
-        raise GraphError("--gpu builds a training step: leave out --inference")
+    if inference and (gpu is not None or step):
+        raise GraphError(f"{'--step' if step else '--gpu'} shows a training step: leave out --inference")
     before = Graph.load(symbol) if symbol else _zoo_graph(model or "")
     name = symbol.stem if symbol else model
     if "data" not in before.arguments:
         raise GraphError(f"the graph has no input 'data': it has {', '.join(before.arguments[:3])} ...")
     console = Console(highlight=False, soft_wrap=True)
 
-    table = Table("pass", "matched", "operators", title=f"{name}: passes", title_justify="left", caption_justify="left")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    graph = before
-    chosen = PASSES | ({"fold_bn": passes.fold_bn} if inference else {})
-    for pass_name, function in chosen.items():
-        rewritten = function(graph)
-        table.add_row(pass_name, _matched(pass_name, graph, rewritten),
-                      f"{graph.operators().total()} -> {rewritten.operators().total()}")
-        graph = rewritten
-    decisions = _decisions(graph, batch_size, image_size, dtype, gpu) if gpu is not None else ""
-    console.print(table)
-    console.print(_count_table(before, graph))
+    nhwc = passes.layout(before, "NHWC", inputs=["data"])
+    shapes = {"data": (batch_size, image_size, image_size, 3)}
+    decisions, choose = _choices(nhwc, shapes, dtype, gpu) if gpu is not None else ("", passes.fused_way)
+    listed: Mapping[str, pipeline.Pass] = pipeline.FUSED
+    if inference:
+        listed = pipeline.inference_passes(dtype, choose)
+    elif step:
+        nhwc = _with_loss(nhwc)
+        listed = pipeline.training_passes(shapes, dtype, choose)
+    stages = _run({"layout": lambda graph: nhwc, **listed}, before)
+    after = stages[-1][1]
+    console.print(_pass_table(f"{name}: passes", before, stages))
+    console.print(_count_table(before, after))
 
-    shapes_before = shapes_after = None
+    drawn: dict[str, dict[Ref, Shape] | None] = dict.fromkeys(("before", *(stage for stage, _ in stages)))
     try:
-        shapes_before, shapes_after = (g.infer_shapes({"data": _data_shape(g, batch_size, image_size)})
-                                       for g in (before, graph))
-        _print_bytes(console, before, graph, shapes_before, shapes_after, ITEM_BYTES[dtype], inference)
+        drawn["before"] = before.infer_shapes({"data": _data_shape(before, batch_size, image_size)})
+        drawn |= {stage: graph.infer_shapes(shapes) for stage, graph in stages}
+        if step:
+            _print_step_bytes(console, passes.precision(passes.gradient(nhwc, shapes), dtype), after, shapes)
+        else:
+            _print_bytes(console, before, after, drawn, ITEM_BYTES[dtype], inference)
         setting = f"batch {batch_size}, {image_size}x{image_size} pixels, {dtype}"
         console.print(f"({setting}; each operator reads its input tensors and writes its result once)", style="dim")
     except GraphError as error:
@@ -96,13 +100,32 @@ def show(
     if decisions:
         console.print(f"Chosen on GPU {gpu}, of the ways that were timed:\n{decisions}", markup=False)
     if output:
-        files = {
-            output / "before.svg": draw_svg(before, f"{name}, before", shapes_before),
-            output / "after.svg": draw_svg(graph, f"{name}, after {', '.join(chosen)}", shapes_after),
-            output / "after.json": graph.to_json(),
-        }
+        files = {output / "before.svg": draw_svg(before, f"{name}, before", drawn["before"])}
+        for number, (stage, graph) in enumerate(stages, start=1):
+            svg = draw_svg(graph, f"{name}, after {stage}", drawn[stage])
+            files[output / f"{number:02}_{stage}.svg"] = svg
+        files |= {output / "after.svg": svg, output / "after.json": after.to_json()}
         _write(files)
         console.print(f"wrote {', '.join(map(str, files))}")
+
+
+def _run(listed: Mapping[str, pipeline.Pass], graph: Graph) -> Stages:
+    stages = []
+    for name, function in listed.items():
+        graph = function(graph)
+        stages.append((name, graph))
+    return stages
+
+
+def _pass_table(title: str, before: Graph, stages: Stages) -> Table:
+    table = Table("pass", "matched", "operators", title=title, title_justify="left", caption_justify="left")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, graph in stages:
+        table.add_row(name, _matched(name, before, graph),
+                      f"{before.operators().total()} -> {graph.operators().total()}")
+        before = graph
+    return table
 
 
 def _write(files: dict[Path, str]) -> None:
@@ -114,16 +137,23 @@ def _write(files: dict[Path, str]) -> None:
             raise GraphError(f"cannot write {path} ({error.strerror}): choose another --output") from None
 
 
-def _decisions(graph: Graph, batch_size: int, image_size: int, dtype: str, gpu: int) -> str:
+def _choices(graph: Graph, shapes: Mapping[str, Shape], dtype: str, gpu: int) -> tuple[str, passes.Choose]:
+    """What a GPU has chosen for a training step, as text, and as the answer to the passes."""
+    from graph_passes.executors.cuda.options import StepOptions
     from graph_passes.executors.cuda.profile import format_decisions
     from graph_passes.executors.cuda.training_step import TrainingStep
 
+    built = TrainingStep(_with_loss(graph), {**shapes, "softmax_label": shapes["data"][:1]}, StepOptions(dtype), gpu)
+    return format_decisions(built.decisions), built.choose_again
+
+
+def _with_loss(graph: Graph) -> Graph:
+    """The network with a loss, if it ends in scores, as those of the zoo do."""
     scores = graph.outputs[0]
-    if graph[scores.node].op != "SoftmaxOutput":  # as networks of the zoo end in scores
-        loss = Node("SoftmaxOutput", "softmax", (scores, Ref("softmax_label")), {"normalization": "batch"})
-        graph = Graph([*graph, Node(VARIABLE, "softmax_label"), loss], [Ref(loss.name)])
-    shapes = {"data": (batch_size, image_size, image_size, 3), "softmax_label": (batch_size,)}
-    return format_decisions(TrainingStep(graph, shapes, dtype, gpu).training.decisions)
+    if graph[scores.node].op == "SoftmaxOutput":
+        return graph
+    loss = Node("SoftmaxOutput", "softmax", (scores, Ref("softmax_label")), {"normalization": "batch"})
+    return Graph([*graph, Node(VARIABLE, "softmax_label"), loss], [Ref(loss.name)], graph.attrs)
 
 
 def _zoo_graph(name: str) -> Graph:
@@ -153,7 +183,10 @@ def _matched(name: str, before: Graph, after: Graph) -> str:
     if name == "fold_bn":
         folded = sum(n.op == "Convolution" and n.name not in before.nodes for n in after)
         return f"{folded} convolutions"
-    return str(sum(node.op in FUSED and node.name not in before.nodes for node in after))
+    if name == "precision":
+        return "all" if "dtype" in after[after.outputs[0].node].attrs else "0 (is fp32)"
+    return str(sum(node.name not in before.nodes or node.op != before[node.name].op for node in after
+                   if not node.is_variable))
 
 
 def _count_table(before: Graph, after: Graph) -> Table:
@@ -173,17 +206,37 @@ def forward_bytes(graph: Graph, shapes: dict[Ref, Shape], item_bytes: int) -> in
     first output once. Parameters are left out, and Flatten, which moves nothing."""
     total = 0
     for node in graph:
-        if node.is_variable or node.op == "Flatten":
+        if node.is_variable or node.op in _MOVE_NOTHING:
             continue
         tensors = [ref for ref in node.inputs if not graph[ref.node].is_variable or ref.node == "data"]
         total += sum(item_bytes * math.prod(shapes[ref]) for ref in (*tensors, Ref(node.name)))
     return total
 
 
-def _print_bytes(console: Console, before: Graph, after: Graph, shapes_before: dict[Ref, Shape],
-                 shapes_after: dict[Ref, Shape], item_bytes: int, inference: bool) -> None:
-    old = forward_bytes(before, shapes_before, item_bytes)
-    new = forward_bytes(after, shapes_after, item_bytes)
+def step_bytes(graph: Graph, shapes: dict[Ref, Shape]) -> int:
+    """Bytes that a training step reads and writes, if each operator reads its inputs and writes its outputs once, but
+    those that nobody reads. Parameters count too."""
+    dtypes, total = passes.tensor_dtypes(graph), 0
+    used = {*graph.consumers, *graph.outputs}
+    for node in graph:
+        if node.is_variable or node.op in _MOVE_NOTHING:
+            continue
+        tensors = [*node.inputs, *(ref for ref in node.refs() if ref in used)]
+        total += sum(ITEM_BYTES[dtypes[ref]] * math.prod(shapes[ref]) for ref in tensors)
+    return total
+
+
+def _print_step_bytes(console: Console, unfused: Graph, step: Graph, shapes: Mapping[str, Shape]) -> None:
+    old, new = (step_bytes(graph, graph.infer_shapes(shapes)) for graph in (unfused, step))
+    console.print(f"Read and written in a training step: {old / 1e9:.2f} -> {new / 1e9:.2f} GB, "
+                  f"[bold]{(old - new) / 1e9:.2f} GB ({1 - new / old:.0%}) saved[/bold]")
+
+
+def _print_bytes(console: Console, before: Graph, after: Graph, shapes: Mapping[str, dict[Ref, Shape] | None],
+                 item_bytes: int, inference: bool) -> None:
+    *_, last = shapes
+    old, new = (forward_bytes(graph, shapes[stage] or {}, item_bytes)
+                for graph, stage in ((before, "before"), (after, last)))
     console.print(f"Activations read and written, forward: {old / 1e9:.2f} -> {new / 1e9:.2f} GB, "
                   f"[bold]{(old - new) / 1e9:.2f} GB ({1 - new / old:.0%}) saved[/bold]")
     if not inference:

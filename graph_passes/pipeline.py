@@ -16,13 +16,14 @@ from graph_passes.passes.choice import Choose
 
 Pass = Callable[[Graph], Graph]
 Shapes = Mapping[str, Sequence[int]]  # of the inputs
+# What comes first in both: fusions of operators of the network.
+FUSED: Mapping[str, Pass] = {"bn_add_relu": passes.bn_add_relu, "bn_relu": passes.bn_relu}
 
 
 def training_passes(shapes: Shapes, dtype: str, choose: Choose, grouped: bool = False) -> dict[str, Pass]:
     """The passes of `training_step` by name, in order."""
     listed: dict[str, Pass] = {
-        "bn_add_relu": passes.bn_add_relu,
-        "bn_relu": passes.bn_relu,
+        **FUSED,
         "gradient": lambda graph: passes.gradient(graph, shapes),
         "gradient_add": passes.gradient_add,
         "precision": lambda graph: passes.precision(graph, dtype),
@@ -43,8 +44,7 @@ def training_passes(shapes: Shapes, dtype: str, choose: Choose, grouped: bool = 
 def inference_passes(dtype: str, choose: Choose) -> dict[str, Pass]:
     """The passes of `inference` by name, in order."""
     return {
-        "bn_add_relu": passes.bn_add_relu,
-        "bn_relu": passes.bn_relu,
+        **FUSED,
         "fold_bn": passes.fold_bn,
         "precision": lambda graph: passes.precision(graph, dtype),
         "softmax_bias": passes.softmax_bias,

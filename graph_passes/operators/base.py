@@ -92,6 +92,7 @@ class Operator:
     numpy_gradient: NumpyGradient | None = None
     # The operator that takes its place in a training step: it also leaves what the gradient needs.
     training: Callable[[Any], str] | None = None
+    fused: bool = False  # one of ours, in place of several: shown in another colour
     forward: str = ""  # of a training variant, a gradient or a fused operator: the operator under whose name users know it
 
     def default(self, attribute: str) -> Any:

@@ -234,18 +234,18 @@ _GRADIENTS = ("data_grad", "gamma_grad", "beta_grad")
 def _forward(name: str, inputs: tuple[str, ...], over: tuple[str, ...]) -> Operator:
     return Operator(name, inputs, _inference, _compute, ATTRIBUTES, ("output", "mean", "var"), aux=RUNNING,
                     in_place={"output": over}, gradient=_gradient, numpy_gradient=_numpy_gradient,
-                    training=_training_variant)
+                    training=_training_variant, fused=name != "BatchNorm")
 
 
 def _train(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], over: tuple[str, ...]) -> Operator:
     return Operator(name, inputs, _training, _compute_training, ATTRIBUTES, outputs, aux=RUNNING,
-                    in_place={"output": over}, forward=name.removesuffix("Train"))
+                    in_place={"output": over}, fused="Relu" in name, forward=name.removesuffix("Train"))
 
 
 def _back(name: str, last: tuple[str, ...], outputs: tuple[str, ...], in_place: Mapping[str, Any]) -> Operator:
     return Operator(name, ("out_grad", "data", "gamma", "saved", *last, "out_grad_2"), _backward, _compute_backward,
                     ATTRIBUTES | SINGLE_GRAD, outputs, SECOND_GRAD, in_place=in_place,
-                    forward=name.removesuffix("Backward"))
+                    fused="Relu" in name, forward=name.removesuffix("Backward"))
 
 
 _OVER = {"data_grad": ("data", "out_grad", "out_grad_2")}

@@ -137,14 +137,15 @@ _ARRAYS = ("sums", "sums_2", "sums_3", "sums_4")
 
 def _forward(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Operator:
     return Operator(name, inputs, _apply, _compute_apply, ATTRIBUTES, outputs, aux=RUNNING,
-                    in_place={"output": ("data",)}, forward=name.removesuffix("Apply"))
+                    in_place={"output": ("data",)}, fused="Relu" in name, forward=name.removesuffix("Apply"))
 
 
 def _reduce(name: str, last: tuple[str, ...]) -> Operator:
     optional = SECOND_GRAD if "mask" in last else {**SECOND_GRAD, "masked_grad": "single_grad"}
     return Operator(name, ("out_grad", "data", "gamma", "saved", *last, "out_grad_2"), _backward_reduce,
                     _compute_reduce, ATTRIBUTES | SINGLE_GRAD, (*_SUMS, "masked_grad"), optional,
-                    in_place={"masked_grad": ("out_grad",)}, forward=name.removesuffix("BackwardReduce"))
+                    in_place={"masked_grad": ("out_grad",)}, fused="Relu" in name,
+                    forward=name.removesuffix("BackwardReduce"))
 
 
 OPERATORS = (
@@ -167,5 +168,5 @@ OPERATORS = (
     Operator("GroupMean", _ARRAYS, _same, lambda node, *sums: list(sums),
              {"at_most_1": TRUE, "at_most_2": TRUE}, _ARRAYS,
              {"sums_2": "at_most_1", "sums_3": "at_most_2", "sums_4": "at_most_2"},
-             in_place={name: (name,) for name in _ARRAYS}),
+             in_place={name: (name,) for name in _ARRAYS}, forward="BatchNorm"),
 )

@@ -78,12 +78,12 @@ _SUMS = ("gamma_grad", "beta_grad")
 OPERATORS = (
     Operator("BatchNormPairApply", both("data", "sums", "gamma", "beta", *RUNNING), _apply, _compute_apply, ATTRIBUTES,
              ("output", "saved", *RUNNING, "mask", "saved_2", *(f"{name}_2" for name in RUNNING)), aux=both(*RUNNING),
-             forward="BatchNormAddRelu"),
+             forward="BatchNormAddRelu", fused=True),
     Operator("BatchNormPairBackwardReduce", ("out_grad", "mask", *both("data", "saved"), "out_grad_2"),
              _backward_reduce, _compute_reduce, ATTRIBUTES | SINGLE_GRAD,
              (*_SUMS, "masked_grad", *(f"{name}_2" for name in _SUMS)), SECOND_GRAD,
-             in_place={"masked_grad": ("out_grad",)}, forward="BatchNormAddRelu"),
+             in_place={"masked_grad": ("out_grad",)}, forward="BatchNormAddRelu", fused=True),
     Operator("BatchNormPairBackwardApply", ("masked_grad", *both("data", "gamma", "saved", *_SUMS)), _backward_apply,
              _compute_backward_apply, ATTRIBUTES, ("data_grad", "data_grad_2"),
-             in_place={"data_grad": ("masked_grad",)}, forward="BatchNormAddRelu"),
+             in_place={"data_grad": ("masked_grad",)}, forward="BatchNormAddRelu", fused=True),
 )

@@ -120,15 +120,15 @@ _BACKWARD = ("out_grad", "winner", "data", "gamma", "saved", *_SUMS)
 OPERATORS = (
     Operator("BatchNormPoolApply", ("data", "sums", "gamma", "beta", *RUNNING), _apply, _compute_apply,
              POOLING | ATTRIBUTES, ("output", "saved", *RUNNING, "winner", "data_at_winner"), aux=RUNNING,
-             forward="BatchNormRelu"),
+             forward="BatchNormRelu", fused=True),
     Operator("BatchNormPoolBackwardReduce", ("out_grad", "winner", "data_at_winner", "saved", "out_grad_2"),
              _backward_reduce, _compute_reduce, POOLING | ATTRIBUTES | SINGLE_GRAD, (*_SUMS, "masked_grad"),
              {**SECOND_GRAD, "masked_grad": "single_grad"}, in_place={"masked_grad": ("out_grad",)},
-             forward="BatchNormRelu"),
+             forward="BatchNormRelu", fused=True),
     # `out_grad` is `masked_grad` where there is one: the winners say where ReLU let it through.
     Operator("BatchNormPoolBackwardApply", _BACKWARD, _backward_apply, _compute_backward_apply,
-             POOLING | ATTRIBUTES, ("data_grad",), forward="BatchNormRelu"),
+             POOLING | ATTRIBUTES, ("data_grad",), forward="BatchNormRelu", fused=True),
     # BatchNormPoolBackwardApply, and the gradient of the weights of the convolution before it.
     Operator("StemWgrad", (*_BACKWARD, "image"), _stem_wgrad, _compute_stem_wgrad, CONVOLUTION | ATTRIBUTES,
-             ("weight_grad",), forward="Convolution"),
+             ("weight_grad",), forward="Convolution", fused=True),
 )

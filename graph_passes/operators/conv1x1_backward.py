@@ -96,12 +96,12 @@ OPERATORS = (
              _dgrad_reduce, _compute_dgrad_reduce, _ATTRIBUTES | SINGLE_GRAD | {"single_norm": TRUE},
              (*_SUMS, "masked_grad", *(f"{name}_2" for name in _SUMS)),
              {**SECOND_GRAD, **dict.fromkeys(("data_2", "saved_2", "gamma_grad_2", "beta_grad_2"), "single_norm")},
-             in_place={"masked_grad": ("out_grad_2",)}, forward="Convolution"),
+             in_place={"masked_grad": ("out_grad_2",)}, forward="Convolution", fused=True),
     # `beta` where ReLU has still to be applied to the gradient. `data_2` is the data of the convolution ...
     Operator("NormConvBackward", _NORM_CONV, _norm_conv, _compute_norm_conv, _ATTRIBUTES | {"no_relu": FALSE},
-             ("weight_grad", "data_grad"), {"beta": "no_relu"}, forward="BatchNorm"),
+             ("weight_grad", "data_grad"), {"beta": "no_relu"}, forward="BatchNorm", fused=True),
     # ... and here that of the BatchNorm + ReLU before it, from which it is made again.
     Operator("NormConvReduce", (*_NORM_CONV, "gamma_2", "saved_2", "beta_2"), _norm_conv, _compute_norm_conv,
              _ATTRIBUTES | {"no_relu": FALSE}, ("weight_grad", "masked_grad", *_SUMS), {"beta": "no_relu"},
-             forward="BatchNorm"),
+             forward="BatchNorm", fused=True),
 )

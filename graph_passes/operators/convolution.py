@@ -218,6 +218,7 @@ OPERATORS = (
         CONVOLUTION,
         ("output", "sums"),
         forward="Convolution",
+        fused=True,
     ),
     # ResNet's first convolution in 16-bit types: the pass `stem` says which it is.
     Operator(
@@ -228,6 +229,7 @@ OPERATORS = (
         CONVOLUTION,
         ("output", "sums"),
         forward="Convolution",
+        fused=True,
     ),
     Operator(
         "ConvolutionRelu",
@@ -236,6 +238,7 @@ OPERATORS = (
         lambda node, *inputs: [relu(convolution(node, *inputs))],
         CONVOLUTION,
         forward="Convolution",
+        fused=True,
     ),
     Operator(
         "ConvolutionAddRelu",
@@ -244,5 +247,6 @@ OPERATORS = (
         lambda node, x, weight, bias, addend: [relu(convolution(node, x, weight, bias) + addend)],
         CONVOLUTION,
         forward="Convolution",
+        fused=True,
     ),
 )

@@ -139,15 +139,15 @@ OPERATORS = (
              gradient=lambda node, dy, shapes: Gradient([], {"lhs": dy, "rhs": dy}),
              numpy_gradient=lambda node, x, y, dy, training: [dy, dy]),
     Operator("AddRelu", ("lhs", "rhs"), elementwise, lambda node, a, b: [relu(a + b)],
-             in_place={"output": ("lhs", "rhs")}, gradient=_relu, numpy_gradient=_relu_gradients),
+             in_place={"output": ("lhs", "rhs")}, gradient=_relu, numpy_gradient=_relu_gradients, fused=True),
     # A bias along the channels (the last dimension) of a convolution that is computed without; then ReLU; a sum before.
     Operator("BiasAdd", ("data", "bias"), _with_bias, lambda node, x, bias: [x + bias],
              in_place={"output": ("data",)}, forward="Convolution"),
     Operator("BiasRelu", ("data", "bias"), _with_bias, lambda node, x, bias: [relu(x + bias)],
-             in_place={"output": ("data",)}, forward="Convolution"),
+             in_place={"output": ("data",)}, forward="Convolution", fused=True),
     Operator("BiasAddRelu", ("data", "bias", "addend"), _with_bias,
              lambda node, x, bias, addend: [relu(x + bias + addend)], in_place={"output": ("data",)},
-             forward="Convolution"),
+             forward="Convolution", fused=True),
     Operator("Flatten", ("data",), _flatten, lambda node, x: [x.reshape(len(x), -1)], in_place={"output": ("data",)},
              gradient=_flatten_gradient, numpy_gradient=lambda node, x, y, dy, training: [dy.reshape(x[0].shape)]),
     # The same bytes in another shape.

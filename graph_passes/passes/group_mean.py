@@ -21,8 +21,9 @@ def group_mean(graph: Graph) -> Graph:
     for node in graph:
         sums = _sums(node)
         if sums:
-            several = {"at_most_1": len(sums) == 1, "at_most_2": len(sums) <= 2}
-            nodes.append(Node("GroupMean", graph.unused_name(f"{node.name}_mean"), sums, several))
+            norm = node.attrs.get("part_of") or graph.consumers[sums[0]][0].name
+            attrs = {"at_most_1": len(sums) == 1, "at_most_2": len(sums) <= 2, "part_of": norm}
+            nodes.append(Node("GroupMean", graph.unused_name(f"{node.name}_mean"), sums, attrs))
             moved |= dict(zip(sums, nodes[-1].refs(), strict=True))
     return graph.replace(nodes, moved)
 

@@ -29,7 +29,8 @@ def split_norm(graph: Graph) -> Graph:
         if node.op in _FORWARD:
             data, *others = node.inputs
             if data not in sums:
-                nodes.append(node.derive("BatchNormStatistics", graph.unused_name(f"{node.name}_sums"), (data,)))
+                nodes.append(node.derive("BatchNormStatistics", graph.unused_name(f"{node.name}_sums"), (data,),
+                                         part_of=node.name))
                 sums[data] = Ref(nodes[-1].name)
             nodes.append(node.derive(_FORWARD[node.op], node.name, (data, sums[data], *others)))
         elif node.op in _BACKWARD:
@@ -42,7 +43,7 @@ def split_norm(graph: Graph) -> Graph:
 def _backward(graph: Graph, node: Node) -> tuple[Node, Node]:
     """The two halves; the second has the name of the whole."""
     dy, data, gamma, saved, *_ = node.inputs
-    reduction = node.derive(f"{node.op}Reduce", graph.unused_name(f"{node.name}_sums"), node.inputs)
+    reduction = node.derive(f"{node.op}Reduce", graph.unused_name(f"{node.name}_sums"), node.inputs, part_of=node.name)
     dgamma, dbeta, *dz = reduction.refs()
     if dz or node.op == "BatchNormBackward":
         return reduction, node.derive("BatchNormBackwardApply", node.name,

@@ -26,9 +26,19 @@ class Choices:
         self._input_shapes, self._store, self._persistent, self._tools = input_shapes, store, persistent, tools
         self._known: _Tensors | None = None
         self.decisions: list[Decision] = []
+        self._answers: dict[tuple[str, ...], str] = {}
 
     def __call__(self, graph: Graph, node: Node, ways: Ways) -> str:
         """The fastest way, or in runs that are to be repeatable the first. Raises GraphError where none can be had."""
+        way = self._choose(graph, node, ways)
+        self._answers[node.name, *ways] = way
+        return way
+
+    def again(self, graph: Graph, node: Node, ways: Ways) -> str:
+        """What was answered before, for the same passes on the same network."""
+        return self._answers[node.name, *ways]
+
+    def _choose(self, graph: Graph, node: Node, ways: Ways) -> str:
         if self._known is None or self._known.graph is not graph:
             self._known = _Tensors(graph, self._input_shapes, self._store, self._persistent)
         tensors = self._known

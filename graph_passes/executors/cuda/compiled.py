@@ -38,7 +38,7 @@ class CompiledGraph:
         finally:  # what has been timed is kept, also if the user interrupts it
             tools.convolutions.save()
             tools.planner.save()
-        self.decisions = choices.decisions
+        self.choices = choices
         num_bytes, (free, total) = self.lowering.program.arena_bytes, self._gpu.memory()
         available = free + self._arena.num_bytes
         if num_bytes > available:

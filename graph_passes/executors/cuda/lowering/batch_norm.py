@@ -15,8 +15,13 @@ from graph_passes.operators import shown_name
 from graph_passes.operators.batch_norm import RUNNING
 
 
+def require_gamma(node: Node) -> None:
+    require(not node["fix_gamma"], node, "has fix_gamma=True, which has no GPU lowering: set it to False")
+
+
 def statistics(builder: Builder, node: Node) -> None:
     """The sum and the sum of squares of the input."""
+    require_gamma(node)
     x = builder.input(node, "data")
     rows, channels = rows_and_channels(node, x)
     grid = builder.reduce_grid(rows, channels)
@@ -42,7 +47,7 @@ def inference(builder: Builder, node: Node) -> None:
 
 
 def _apply(builder: Builder, node: Node, sums: Buffer) -> None:
-    require(not node["fix_gamma"], node, "has fix_gamma=True, which has no GPU lowering: set it to False")
+    require_gamma(node)
     training, kind = node.op.endswith("Apply"), shown_name(node.op)
     add, relu = kind == "BatchNormAddRelu", kind != "BatchNorm"
     x, y = builder.input(node, "data"), builder.output(node)

@@ -6,6 +6,7 @@ import ctypes
 from itertools import chain
 
 from graph_passes.executors.cuda.kernels import count
+from graph_passes.executors.cuda.lowering.batch_norm import require_gamma
 from graph_passes.executors.cuda.lowering.builder import APPLY_BLOCK, REDUCE_BLOCK, Builder, rows_and_channels
 from graph_passes.executors.cuda.lowering.operands import In, InOut, Out
 from graph_passes.executors.cuda.program import Buffer
@@ -23,6 +24,7 @@ def _outputs(builder: Builder, node: Node, *roles: str) -> list[Buffer]:
 
 def apply(builder: Builder, node: Node) -> None:
     """The output, from both inputs and their sums."""
+    require_gamma(node)
     x = _inputs(builder, node, "data")
     rows, channels = rows_and_channels(node, x[0])
     builder.launch(node, "batch_norm_pair.cu", builder.kernel("batch_norm_pair_apply"), builder.grid(rows, channels),

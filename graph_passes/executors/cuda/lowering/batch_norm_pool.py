@@ -6,7 +6,8 @@ import ctypes
 import math
 
 from graph_passes.executors.cuda.kernels import count
-from graph_passes.executors.cuda.lowering.builder import APPLY_BLOCK, REDUCE_BLOCK, Builder, require, rows_and_channels
+from graph_passes.executors.cuda.lowering.batch_norm import require_gamma
+from graph_passes.executors.cuda.lowering.builder import APPLY_BLOCK, REDUCE_BLOCK, Builder, rows_and_channels
 from graph_passes.executors.cuda.lowering.operands import In, InOut, Out, Scratch
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Node
@@ -25,7 +26,7 @@ class Image(ctypes.Structure):
 
 def apply(builder: Builder, node: Node) -> None:
     """The output of the pooling, from the BatchNorm's input and its sums."""
-    require(not node["fix_gamma"], node, "has fix_gamma=True, which has no GPU lowering: set it to False")
+    require_gamma(node)
     x, y = builder.input(node, "data"), builder.output(node)
     rows, channels = rows_and_channels(node, x)
     outputs = math.prod(y.shape[:-1])

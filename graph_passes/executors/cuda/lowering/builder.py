@@ -160,9 +160,9 @@ def rows_and_channels(node: Node, x: Buffer) -> tuple[int, int]:
 
 
 def require(condition: bool, node: Node, problem: str) -> None:
-    """Raise GraphError for the node, under the name of its forward operator, unless the condition holds."""
+    """Raise GraphError for the node, under the names that users know, unless the condition holds."""
     if not condition:
-        raise GraphError(f"{shown_name(node.op)} '{node.name}' {problem}")
+        raise GraphError(f"{shown_name(node.op)} '{node.attrs.get('part_of', node.name)}' {problem}")
 
 
 def no_lowering(node: Node) -> GraphError:
