@@ -185,7 +185,8 @@ def _matched(name: str, before: Graph, after: Graph) -> str:
         return f"{folded} convolutions"
     if name == "precision":
         return "all" if "dtype" in after[after.outputs[0].node].attrs else "0 (is fp32)"
-    return str(sum(node.name not in before.nodes or node.op != before[node.name].op for node in after
+    known = {(node.name, node.op, tuple(node.attrs.items())) for node in before}
+    return str(sum((node.name, node.op, tuple(node.attrs.items())) not in known for node in after
                    if not node.is_variable))
 
 

@@ -17,7 +17,7 @@ from graph_passes.passes.choice import Choose
 Pass = Callable[[Graph], Graph]
 Shapes = Mapping[str, Sequence[int]]  # of the inputs
 # What comes first in both: fusions of operators of the network.
-FUSED: Mapping[str, Pass] = {"bn_add_relu": passes.bn_add_relu, "bn_relu": passes.bn_relu}
+FUSED: Mapping[str, Pass] = {"bn_add_relu": passes.bn_add_relu, "bn_relu": passes.bn_relu, "add_relu": passes.add_relu}
 
 
 def training_passes(shapes: Shapes, dtype: str, choose: Choose, grouped: bool = False) -> dict[str, Pass]:
@@ -68,7 +68,7 @@ def training_step(graph: Graph, shapes: Shapes, dtype: str, choose: Choose, grou
 
 
 def inference(graph: Graph, dtype: str, choose: Choose) -> Graph:
-    """The forward pass with running statistics, as it will run. Its parameters are those that `fold_bn_params` gives."""
+    """The forward pass with running statistics, as it will run, with the parameters that `fold_bn_params` gives."""
     return run(inference_passes(dtype, choose), graph)
 
 

@@ -1,8 +1,8 @@
 """The executor in NumPy: the oracle for every operator and every fused one, forward and backward. Small shapes only.
 
-It runs the graphs of `graph_passes/pipeline.py` with all that can be fused fused, one operator after the other; what each
-computes is in its description (`graph_passes/operators`). `forward` and `backward` run a network as it is given instead,
-without a graph of its backward pass: what the passes are checked against.
+It runs the graphs of `graph_passes/pipeline.py` with all that can be fused fused, one operator after the other; what
+each computes is in its description (`graph_passes/operators`). `forward` and `backward` run a network as it is given
+instead, without a graph of its backward pass: what the passes are checked against.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class ReferenceExecutor(Executor):
 
 
 def run(graph: Graph, variables: Mapping[str, Array]) -> dict[str, Array]:
-    """Run a graph that the pass `gradient` or one behind it gave, in the dtype of the variables; its outputs by name."""
+    """Run a graph of the pass `gradient` or one behind it, in the dtype of the variables; its outputs by name."""
     values = {Ref(name): array for name, array in variables.items()}
     for node in graph:
         if not node.is_variable:
@@ -148,7 +148,7 @@ def evaluate(node: Node, inputs: Sequence[Array]) -> Sequence[Array]:
 
 
 def forward(graph: Graph, values: Mapping[Ref, Array], training: bool) -> Values:
-    """The outputs of all nodes, from the values of all variables. `training`: BatchNorms take the batch's statistics."""
+    """The outputs of all nodes, from the values of all variables. `training`: with the batch's statistics."""
     values = dict(values)
     for node in graph:
         if node.is_variable:

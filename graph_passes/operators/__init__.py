@@ -44,8 +44,8 @@ __all__ = [
     "window",
 ]
 
-_FAMILIES = (convolution, batch_norm, elementwise, pooling, fully_connected, softmax, batch_norm_halves, batch_norm_pair,
-             batch_norm_pool, conv1x1_backward)
+_FAMILIES = (convolution, batch_norm, elementwise, pooling, fully_connected, softmax, batch_norm_halves,
+             batch_norm_pair, batch_norm_pool, conv1x1_backward)
 
 OPERATORS: Mapping[str, Operator] = MappingProxyType(
     {operator.name: operator for family in _FAMILIES for operator in family.OPERATORS})

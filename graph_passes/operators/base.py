@@ -1,7 +1,7 @@
 """What describes an operator, and what the descriptions of all families share.
 
-An `Operator` says everything about one operator in one place: inputs, outputs, attributes, shapes, gradient, and what it
-computes, in NumPy. Each module of this package has one family of them; `operators/__init__.py` is the table of all.
+An `Operator` says everything about one operator in one place: inputs, outputs, attributes, shapes, gradient, and what
+it computes, in NumPy. Each module of this package has one family of them; `operators/__init__.py` is the table of all.
 
 Names, attributes and defaults of MXNet's operators are MXNet's (`help(mx.sym.Convolution)`).
 """
@@ -93,7 +93,7 @@ class Operator:
     # The operator that takes its place in a training step: it also leaves what the gradient needs.
     training: Callable[[Any], str] | None = None
     fused: bool = False  # one of ours, in place of several: shown in another colour
-    forward: str = ""  # of a training variant, a gradient or a fused operator: the operator under whose name users know it
+    forward: str = ""  # the operator under whose name users know this one: Convolution for ConvolutionWgrad
 
     def default(self, attribute: str) -> Any:
         return self.attrs[attribute].default

@@ -1,6 +1,6 @@
-"""The two halves that a BatchNorm of a training step is made of, forward and backward: sums over the batch, and what is
-done to each element with them. The pass `split_norm` writes them in its place; what is fused with other operators is one
-half.
+"""The two halves that a BatchNorm of a training step is made of, forward and backward: sums over the batch, and what
+is done to each element with them. The pass `split_norm` writes them in its place; what is fused with other operators is
+one half.
 
 `sums` (2, C), fp32, are the sum and the sum of squares of the data. The sums of the backward pass are the gradients of
 gamma and beta. `masked_grad` is the gradient of what ReLU reads: the sum of the output's gradients where ReLU let it

@@ -2,8 +2,9 @@
 backward, and the gradient of the stem's weights with the last half in it. The network's largest activation and its
 gradient are not written.
 
-`winner` is the place of the maximum in its window (row * 3 + column), or NOBODY where no value is above 0: ReLU then lets no
-gradient through. `data_at_winner` is the data there, so that the sums of the backward pass need not look for it.
+`winner` is the place of the maximum in its window (row * 3 + column), or NOBODY where no value is above 0: ReLU then
+lets no gradient through. `data_at_winner` is the data there, so that the sums of the backward pass need not look for
+it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The fused backward passes of 1x1 convolutions with the BatchNorms behind and before them.
 
-In the direction of the backward pass, for a block whose input x goes through two BatchNorms with a 1x1 convolution between:
+In the direction of the backward pass:
 
     DgradReduce       the gradient of the convolution's data, the residual's added to it, masked, and the sums of the
                       BatchNorm that produced that data (of a pair, both BatchNorms' sums)
@@ -24,7 +24,6 @@ from graph_passes.operators.base import (
     Operator,
     Shape,
     Shapes,
-    known,
     total,
 )
 from graph_passes.operators.batch_norm import ATTRIBUTES, data_gradient, gradient_sums, mask_shape, masked, scaled

@@ -1,4 +1,4 @@
-"""Convolution and its gradients; what is fused with it: BatchNorm's sums, bias, sum and ReLU; the stem's own kernels."""
+"""Convolution and its gradients; what is fused with it: BatchNorm's sums; bias, sum and ReLU; the stem's."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ Ways = Mapping[str, Sequence[Node]]
 class Choose(Protocol):
     """Answers with the name of one of the ways in which `node` of `graph`, and what is fused with it, may be computed.
 
-    The first of the ways is that of runs which are to be repeatable, where no clock may decide: it sums in a fixed order
-    wherever it is taken. On a GPU the planner times the ways (`executors/cuda/planner.py`).
+    The first of the ways is that of runs which are to be repeatable, where no clock may decide: it sums in a fixed
+    order wherever it is taken. On a GPU the planner times the ways (`executors/cuda/planner.py`).
     """
 
     def __call__(self, graph: Graph, node: Node, ways: Ways) -> str: ...

@@ -21,7 +21,8 @@ def norm_backward(graph: Graph, choose: Choose) -> Graph:
     and where `data` comes from a BatchNorm + ReLU of `x_2`, with the first half of that one's backward pass:
 
         before    ddata, x_2 -> BatchNormReluBackwardReduce -> dgamma, dbeta;  ... -> BatchNormReluBackwardApply `b`
-        after     dz, x, x_2, weight -> NormConvReduce `dw` -> dw, dz_2, dgamma, dbeta;  dz_2 -> BatchNormBackwardApply `b`
+        after     dz, x, x_2, weight -> NormConvReduce `dw` -> dw, dz_2, dgamma, dbeta
+                  dz_2, ... -> BatchNormBackwardApply `b`
 
     dx, the wide one, is not written. Of a pair of BatchNorms, both convolutions are done so, or none. For 16-bit types;
     the kernel is for GPUs of the Hopper generation.

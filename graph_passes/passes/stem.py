@@ -15,8 +15,8 @@ CHANNELS = (3, 4)  # of the images; three are padded to four
 
 
 def stem(graph: Graph, shapes: Mapping[str, Sequence[int]], choose: Choose) -> Graph:
-    """Fuse the first convolution with the sums of its output; and its backward pass with that of BatchNorm, ReLU and max
-    pooling behind it. `shapes` are those of the inputs.
+    """Fuse the first convolution with the sums of its output; and its backward pass with that of BatchNorm, ReLU and
+    max pooling behind it. `shapes` are those of the inputs.
 
         before    image, weight -> Convolution `conv` -> x -> BatchNormStatistics -> sums
         after     image, weight -> StemConvolution `conv` -> x, sums

@@ -1,4 +1,4 @@
-"""How a GPU answers a pass that asks for the fastest way: each way is lowered to launches, and the planner times them."""
+"""How a GPU answers a pass that asks for the fastest way: each is lowered to launches, and the planner times them."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Choices:
     def __call__(self, graph: Graph, node: Node, ways: Ways) -> str:
         """The fastest way, or in runs that are to be repeatable the first. Raises GraphError where none can be had."""
         way = self._choose(graph, node, ways)
-        self._answers[node.name, *ways] = way
+        self._answers[_question(node, ways)] = way
         return way
 
     def again(self, graph: Graph, node: Node, ways: Ways) -> str:
         """What was answered before, for the same passes on the same network."""
-        return self._answers[node.name, *ways]
+        return self._answers[_question(node, ways)]
 
     def _choose(self, graph: Graph, node: Node, ways: Ways) -> str:
         if self._known is None or self._known.graph is not graph:
@@ -93,6 +93,10 @@ class _Tensors:
             sizes = ", ".join("x".join(map(str, shapes[ref])) for ref in node.inputs if len(shapes[ref]) > 2)
             parts.append(f"{node.op}{_window(node)} {sizes}")
         return f"{' + '.join(parts)}, {dtype}"
+
+
+def _question(node: Node, ways: Ways) -> tuple[str, ...]:
+    return (node.name, *ways)
 
 
 def _window(node: Node) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from graph_passes.errors import GraphError
 from graph_passes.executors.cuda.kernels import C_TYPES
@@ -29,7 +29,7 @@ class StepOptions:
     """
 
     dtype: str = "float16"
-    optimizer: OptimizerConfig = OptimizerConfig()
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     tf32: bool = True
     deterministic: bool = False
     num_buckets: int = 1

@@ -63,9 +63,10 @@ class TrainingStep:
     little memory, and what `Gpu` raises.
     """
 
-    def __init__(self, graph: Graph, shapes: Mapping[str, tuple[int, ...]], options: StepOptions = StepOptions(),
+    def __init__(self, graph: Graph, shapes: Mapping[str, tuple[int, ...]], options: StepOptions | None = None,
                  device_id: int = 0, allocate: Allocate | None = None, cache_folder: Path | None = None) -> None:
         check_operators(graph)
+        options = options or StepOptions()
         self.options, self.dtype = options, options.dtype
         self.gpu = Gpu(device_id)
         cache = Cache(_machine(self.gpu), cache_folder)

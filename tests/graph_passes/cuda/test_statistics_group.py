@@ -15,11 +15,11 @@ from test_without_gpu import check_memory, lower, lower_graph
 from common.disk_cache import Cache
 from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError
-from graph_passes.operators.batch_norm import batch_statistics, data_gradient, gradient_sums, to_saved
 from graph_passes.executors.cuda import statistics_group
 from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.kernels import SOURCES, KernelLibrary
 from graph_passes.executors.cuda.statistics_group import MAX_VALUES, THREADS, StatisticsGroup
+from graph_passes.operators.batch_norm import batch_statistics, data_gradient, gradient_sums, to_saved
 
 EPS = 1e-5
 

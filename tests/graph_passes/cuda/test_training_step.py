@@ -189,8 +189,9 @@ def written_tensors(step: TrainingStep, shapes: dict[str, tuple[int, ...]]) -> d
 
 @pytest.mark.parametrize("depth, dtype", [*itertools.product((18, 50), DTYPES), (101, "float16")])
 def test_every_tensor_of_a_whole_network_follows_from_its_inputs(cache: Path, depth: int, dtype: str) -> None:
-    """Forward and backward, operator by operator of the graph that runs: float64 applied to what the device has written before, so that one
-    ReLU whose sign is a matter of rounding does not move everything behind it, as it does from end to end."""
+    """Forward and backward, operator by operator of the graph that runs: float64 applied to what the device has written
+    before, so that one ReLU whose sign is a matter of rounding does not move everything behind it, as from end to end.
+    """
     symbol, shapes = resnet(depth, CLASSES, 0.1), {"data": (6, 49, 41, 3), "softmax_label": (6,)}
     graph = fused(symbol)
     params, aux = init_params(symbol, seed=depth)

@@ -1,7 +1,7 @@
 """From a graph to launches on buffers: one rule per operator, and no rule knows another.
 
-The graph is one that `graph_passes/pipeline.py` gives: NHWC, fused, and for training with the backward pass in it. Nodes
-are lowered in the graph's order, which is the order of the launches.
+The graph is one that `graph_passes/pipeline.py` gives: NHWC, fused, and for training with the backward pass in it.
+Nodes are lowered in the graph's order, which is the order of the launches.
 
 A rule is a function of a `Builder` and a node. `builder.py` is what all rules share; each of the other modules has one
 family of operators, with what it must know of the kernels that it launches.

@@ -40,7 +40,7 @@ def apply(builder: Builder, node: Node) -> None:
 
 
 def backward_reduce(builder: Builder, node: Node) -> None:
-    """The sums of the BatchNorm's backward pass, and the masked gradient of the pooling's output where there are two."""
+    """The sums of the BatchNorm's backward pass; of two gradients of the pooling's output also the masked sum."""
     dy, dy2 = builder.input(node, "out_grad"), builder.optional_input(node, "out_grad_2", "single_grad")
     outputs, channels = rows_and_channels(node, dy)
     dz = Out(builder.output(node, "masked_grad"), over=dy) if dy2 else Scratch(dy)  # which is not written then
