@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from step_networks import repeatable_fusions
-from test_training_step import bottlenecks, fused, random_batch, random_state, small_network
+from step_networks import bottlenecks, repeatable_fusions
+from test_training_step import fused, random_batch, random_state, small_network
 
 from graph_passes.executors.cuda.choices import Choices
 from graph_passes.executors.cuda.options import StepOptions

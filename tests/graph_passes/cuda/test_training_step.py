@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gpu_arrays import DTYPES, Device, relative_error, rounded
-from step_networks import flattened, repeatable_fusions
+from step_networks import bottlenecks, flattened, repeatable_fusions
 
 from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError, Ref, passes
@@ -58,26 +58,6 @@ def small_network(channels: int = 16) -> Any:
     x = mx.sym.relu(mx.sym.elemwise_add(y, conv_bn(x, "a3", 2 * channels, 1, 2), name="a"))
     y = conv_bn(mx.sym.relu(conv_bn(x, "b1", channels, 3, dilate=2)), "b2", 2 * channels, 1)
     x = mx.sym.relu(mx.sym.elemwise_add(y, x, name="b"))
-    x = mx.sym.Pooling(x, global_pool=True, kernel=(1, 1), pool_type="avg", layout="NHWC", name="mean")
-    x = mx.sym.FullyConnected(mx.sym.Flatten(x), num_hidden=CLASSES, name="fc")
-    return mx.sym.SoftmaxOutput(x, normalization="batch", smooth_alpha=0.1, name="softmax")
-
-
-def bottlenecks() -> Any:
-    """Two blocks of 1x1, 3x3 and 1x1 convolutions, wide enough for all fused kernels: a projected and a plain one."""
-
-    def conv_bn(x: Any, name: str, filters: int, kernel: int) -> Any:
-        x = mx.sym.Convolution(x, num_filter=filters, kernel=(kernel, kernel), pad=(kernel // 2,) * 2, no_bias=True,
-                               layout="NHWC", name=f"{name}_conv")
-        return mx.sym.BatchNorm(x, axis=3, eps=1e-5, momentum=0.8, fix_gamma=False, name=f"{name}_bn")
-
-    x = mx.sym.relu(conv_bn(mx.sym.Variable("data"), "stem", 64, 3))
-    x = mx.sym.Pooling(x, kernel=(3, 3), stride=(2, 2), pad=(1, 1), pool_type="max", layout="NHWC", name="pool")
-    for block in ("a", "b", "c"):
-        y = mx.sym.relu(conv_bn(x, f"{block}1", 64, 1))
-        y = conv_bn(mx.sym.relu(conv_bn(y, f"{block}2", 64, 3)), f"{block}3", 128, 1)
-        shortcut = conv_bn(x, f"{block}4", 128, 1) if block == "a" else x
-        x = mx.sym.relu(mx.sym.elemwise_add(y, shortcut, name=block))
     x = mx.sym.Pooling(x, global_pool=True, kernel=(1, 1), pool_type="avg", layout="NHWC", name="mean")
     x = mx.sym.FullyConnected(mx.sym.Flatten(x), num_hidden=CLASSES, name="fc")
     return mx.sym.SoftmaxOutput(x, normalization="batch", smooth_alpha=0.1, name="softmax")

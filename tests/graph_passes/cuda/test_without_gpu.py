@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from step_networks import flattened
+from step_networks import flattened, random_network
 
 from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError, Ref, passes, pipeline
@@ -351,41 +351,6 @@ def test_networks_of_the_zoo(tmp_path: Path) -> None:
         with pytest.raises(GraphError, match=refusal) if refusal else nullcontext():
             check_operators(graph)
             lower_graph(graph, shapes, training=True)
-
-
-def random_network(rng: np.random.Generator) -> Any:
-    """Convolutions, BatchNorms, sums of any of these, ReLUs behind BatchNorms and max poolings, in any order."""
-    def conv(x: Any, filters: int, stride: int = 1) -> Any:
-        size = int(rng.choice([1, 1, 3]))
-        return mx.sym.Convolution(x, num_filter=filters, kernel=(size, size), stride=(stride, stride),
-                                  pad=(size // 2, size // 2), no_bias=bool(rng.integers(4)), layout="NHWC")
-
-    def norm(x: Any) -> Any:
-        return mx.sym.BatchNorm(x, axis=3, eps=float(rng.choice([1e-3, 1e-5])), fix_gamma=False)
-
-    width = 64
-    x = conv(mx.sym.Variable("data"), width)
-    for kind in rng.integers(6, size=rng.integers(1, 8)):
-        if kind == 0:
-            x = mx.sym.relu(norm(x))
-        elif kind == 1:
-            shortcut = x if rng.integers(2) else norm(conv(x, width))
-            terms = [norm(conv(x, width)), shortcut]
-            x = mx.sym.elemwise_add(*(terms[i] for i in rng.permutation(2)))
-            x = mx.sym.relu(x) if rng.integers(4) else x
-        elif kind == 2:
-            width = int(rng.choice([32, 64, 128]))
-            x = conv(x, width, stride=int(rng.integers(1, 3)))
-        elif kind == 3:
-            x = mx.sym.Pooling(x, kernel=(3, 3), stride=(2, 2), pad=(1, 1), pool_type="max", layout="NHWC")
-        elif kind == 4:
-            x = norm(x)
-        else:
-            x = mx.sym.elemwise_add(x, x)
-    if rng.integers(2):
-        x = mx.sym.Pooling(x, kernel=(1, 1), global_pool=True, pool_type="avg", layout="NHWC")
-    x = mx.sym.Flatten(x) if rng.integers(2) else x
-    return mx.sym.SoftmaxOutput(mx.sym.FullyConnected(x, num_hidden=7), name="softmax")
 
 
 @pytest.mark.parametrize("fused", [False, True])
