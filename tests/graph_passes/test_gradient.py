@@ -140,12 +140,14 @@ def zoo_network(name):
     return mx.sym.SoftmaxOutput(network(mx.sym.Variable("data")), name="softmax")
 
 
+@pytest.mark.usefixtures("narrow_networks")
 @pytest.mark.parametrize("name", ["resnet18_v2", "mobilenet0.25"])  # a ReLU with two readers; depthwise convolutions
 def test_zoo_against_mxnet_autograd(name, rng):
     symbol = zoo_network(name)
     check_against_mxnet(fused(symbol), symbol, {"data": (2, 3, 37, 33), "softmax_label": (2,)}, rng)
 
 
+@pytest.mark.usefixtures("narrow_networks")
 @pytest.mark.parametrize("depth", [18, 50])
 def test_resnet_against_mxnet_autograd(depth, rng):
     graph = passes.layout(fused(resnet(depth, num_classes=7, label_smoothing=0.1)), "NCHW")
