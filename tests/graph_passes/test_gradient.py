@@ -141,15 +141,17 @@ def zoo_network(name):
     return mx.sym.SoftmaxOutput(network(mx.sym.Variable("data")), name="softmax")
 
 
+@pytest.mark.usefixtures("narrow_networks")
 @pytest.mark.parametrize("name", ["resnet18_v2", "mobilenet0.25"])  # a ReLU with two readers; depthwise convolutions
 def test_zoo_against_mxnet_autograd(name, rng):
     symbol = zoo_network(name)
     check_against_mxnet(fused(symbol), symbol, {"data": (2, 3, 37, 33), "softmax_label": (2,)}, rng)
 
 
-# Basic blocks and bottlenecks; narrow, for they take long: grouped convolutions, and shortcuts with average pooling
+# Basic blocks and bottlenecks (an eighth as wide; groups need a quarter), grouped convolutions, shortcuts with average
+# pooling
 @pytest.mark.parametrize("name, width", [
-    ("resnet18", 64), ("resnet50", 64), ("resnext50_32x4d", 16), ("resnet50d", 16)
+    ("resnet18", 8), ("resnet50", 8), ("resnext50_32x4d", 16), ("resnet50d", 8)
 ])  # fmt: skip
 def test_resnet_against_mxnet_autograd(name, width, rng, monkeypatch):
     monkeypatch.setattr("train.models.resnet.FIRST_WIDTH", width)
