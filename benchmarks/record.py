@@ -7,7 +7,6 @@ benchmarks/results/<name>.json; README.md says what that holds.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -22,8 +21,9 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:  # the project need not be installed: all programs here import this first
     sys.path.insert(0, str(ROOT))
 
-from command_line import UserError, exit_code_of  # noqa: E402
-from train import environment  # noqa: E402
+from common import environment  # noqa: E402
+from common.command_line import exit_code_of  # noqa: E402
+from common.errors import UserError  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 REAL_DATA = Path(os.environ.get("RESNET_REAL_DATA", ROOT.parent / "shared" / "data"))
@@ -36,7 +36,7 @@ def run(main: Callable[[], None]) -> None:
     sys.exit(exit_code_of(main))
 
 
-def flags(arguments: argparse.Namespace, *names: str) -> list[str]:
+def flags(arguments: object, *names: str) -> list[str]:
     """These options as another program takes them."""
     return [text for name in names for text in (f"--{name.replace('_', '-')}", str(getattr(arguments, name)))]
 

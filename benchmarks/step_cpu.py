@@ -6,21 +6,22 @@ Ours is what `python -m train` does: the mxnet executor, SGD with momentum, loss
 The peer is MXNet's own recipe: the model zoo's resnet50_v1, hybridized with static memory, gluon.Trainer with the same
 SGD, no metrics. It does less arithmetic than our v1.5, as its stride is in the first 1x1 convolution of a block.
 Synthetic data that lies ready in memory: ours NHWC, as the loader gives it, theirs NCHW. fp32. Both compute on all
-physical cores (mxnet_compat.py); left to itself, MXNet takes half of the logical ones.
+physical cores (common/mxnet_compat.py); left to itself, MXNet takes half of the logical ones.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from record import run, write_result
 
-from command_line import Parser, positive_int
+from common.command_line import Positive, read_options
+from common.mxnet_compat import mx
 from graph_passes import Graph
 from graph_passes.executors import create_executor
 from graph_passes.optimizers.sgd import SGD
-from mxnet_compat import mx
 from train.models.network import init_params
 from train.models.resnet import resnet
 
@@ -79,14 +80,20 @@ def measure(steps: dict[str, Step], num_rounds: int, warm_up: int) -> dict[str, 
     return times
 
 
+@dataclass(frozen=True)
+class Options:
+    """What is measured."""
+
+    batch: Positive = 32
+    """Images a step."""
+    size: Positive = 64
+    """Height and width of an image."""
+    rounds: Positive = 60
+    """Counted steps of each program."""
+
+
 def main() -> None:
-    parser = Parser(description=__doc__)
-    parser.add_argument("--batch", type=positive_int, default=32, help="images a step (default: %(default)s)")
-    parser.add_argument("--size", type=positive_int, default=64,
-                        help="height and width of an image (default: %(default)s)")
-    parser.add_argument("--rounds", type=positive_int, default=60,
-                        help="counted steps of each program (default: %(default)s)")
-    arguments = parser.parse_args()
+    arguments = read_options(Options)
     steps = {"ours": our_step(arguments.batch, arguments.size), "gluon": gluon_step(arguments.batch, arguments.size)}
     times = measure(steps, arguments.rounds, warm_up=5)
     write_result("step_cpu", times["ours"], arguments.batch, "stock Gluon resnet50_v1", times["gluon"])

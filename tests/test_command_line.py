@@ -13,43 +13,44 @@ from typing import Annotated, Literal
 
 import pytest
 
-from command_line import (
-    ProgramError,
-    UserError,
+from common.command_line import (
+    Positive,
     choose_command,
     describe_commands,
     did_you_mean,
-    error_of,
     exit_code_of,
     given,
+    given_and_rest,
     given_value,
+    part_of,
     to_arguments,
 )
+from common.errors import ProgramError, UserError, error_of
 
 
-def copy(
-    source: Path,
-    more: tuple[str, ...],
-    *,
-    number: int = 3,
-    share: float | None = None,
-    size: tuple[int, int] = (4, 5),
-    colors: tuple[Literal["red", "green"], ...] = (),
-    side: Literal[1, 2] = 1,
-    target: Annotated[Path | None, "FILE"] = None,
-    json_: bool = False,
-    sound: bool = True,
-) -> None:
+@dataclass(frozen=True)
+class Copy:
     """Copy 100 % of it.
 
     And more.
-
-    Args:
-        source: Where
-            from.
-        number: How many, at most 50 %.
-        target: Where to.
     """
+
+    source: Path
+    """Where
+    from."""
+    more: tuple[str, ...]
+    number: int = 3
+    """How many, at most 50 %."""
+    share: float | None = None
+    size: tuple[int, int] = (4, 5)
+    colors: tuple[Literal["red", "green"], ...] = ()
+    side: Literal[1, 2] = 1
+    target: Annotated[Path | None, "FILE", "-t"] = None
+    """Where to."""
+    pages: Annotated[Positive | None, "-p"] = None
+    range_: tuple[Positive, Positive] | None = None
+    json_: bool = False
+    sound: bool = True
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Film(Sound, Image):
 
 
 def given_to_copy(line):
-    return given(copy, line.split(), prog="copy")
+    return given(Copy, line.split(), prog="copy")
 
 
 @pytest.mark.parametrize("line, values", [
@@ -92,6 +93,7 @@ def given_to_copy(line):
     ("a b --size 1 2 --side 2", {"size": (1, 2), "side": 2}),
     ("a b --colors red green red", {"colors": ("red", "green", "red")}),
     ("a b --no-sound --target=x=y", {"sound": False, "target": Path("x=y")}),
+    ("-t x a -p 3 b --range 1 2", {"target": Path("x"), "pages": 3, "range_": (1, 2)}),
     ("a -- --b", {"more": ("--b",)}),
 ])  # fmt: skip
 def test_values(line, values):
@@ -108,6 +110,8 @@ def test_values(line, values):
     ("a b --num 7", "there is no option --num; did you mean --number?"),
     ("a b -n", "there is no option -n"),
     ("a b --number 1.5", "--number needs a whole number, not '1.5'"),
+    ("a b -p 0", "-p/--pages needs a whole number above 0, not '0'"),
+    ("a b --range 1 -1", "--range needs a whole number above 0, not '-1'"),
     ("a b --share much", "--share needs a number, not 'much'"),
     ("a b --number", "--number needs a value"),
     ("a b --number --json", "--number needs a value"),
@@ -129,7 +133,7 @@ def test_mistakes(line, sentence):
 ])  # fmt: skip
 def test_a_shell_variable_that_is_not_set(words, before):
     with pytest.raises(UserError, match=f"^{before} is followed by an empty value: give one, or leave it out$"):
-        given(copy, words, prog="copy")
+        given(Copy, words, prog="copy")
 
 
 def test_words_are_checked_by_every_version_of_python(monkeypatch):
@@ -150,19 +154,19 @@ def test_a_flag_that_a_preset_has_set_can_be_taken_back():
     assert to_arguments(preset, preset) == []
 
 
-def help_of(capsys, monkeypatch, *arguments, **settings):
+def help_of(capsys, monkeypatch, *arguments, reader=given, **settings):
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit) as end:
-        given(*arguments, **settings)
+        reader(*arguments, **settings)
     assert end.value.code == 0
     return capsys.readouterr().out
 
 
-def test_help_of_a_function(capsys, monkeypatch):
-    lines = help_of(capsys, monkeypatch, copy, ["--wrong", "--help"], prog="copy").splitlines()  # --help comes first
+def test_help(capsys, monkeypatch):
+    lines = help_of(capsys, monkeypatch, Copy, ["--wrong", "--help"], prog="copy").splitlines()  # --help comes first
     assert lines[:4] == ["usage: copy [--option value ...] SOURCE MORE ...", "", "Copy 100 % of it.", ""]
-    for words in ("SOURCE Where from.", "--number N How many, at most 50 %. (default: 3)", "--target FILE Where to.",
-                  "--size N N (default: 4 5)", "--json", "--sound, --no-sound (default: on)"):  # fmt: skip
+    for words in ("SOURCE Where from.", "--number N How many, at most 50 %. (default: 3)", "--size N N (default: 4 5)",
+                  "-t FILE, --target FILE Where to.", "--json", "--sound, --no-sound (default: on)"):
         assert words in [" ".join(line.split()) for line in lines]
 
 
@@ -173,7 +177,7 @@ def test_help_has_a_group_for_each_base(capsys, monkeypatch):
 
 
 def test_commands(monkeypatch):
-    commands = {"copy": copy, "film": Film}
+    commands = {"copy": Copy, "film": Film}
     assert choose_command(commands, ["film", "--title", "M"], prog="p") == ("film", ["--title", "M"])
     assert choose_command(commands, ["--number", "3"], prog="p", default="copy") == ("copy", ["--number", "3"])
     for words, sentence in (
@@ -193,6 +197,21 @@ def test_commands(monkeypatch):
     text = describe_commands(commands, prog="p", note="Longer than a line is.")
     assert "  copy  Copy 100 % of\n        it\n  film  Make a film\n" in text
     assert text.endswith("\nLonger than a line is.")
+
+
+def test_a_program_that_hands_on_what_it_does_not_know(capsys, monkeypatch):
+    words = ["x", "--loud", "-n", "3", "--title=M", "--width", "7", "a b"]
+    assert given_and_rest(Film, words, prog="film", rest="more") == (
+        {"loud": True, "title": "M", "width": 7}, ["x", "-n", "3", "a b"]
+    )  # fmt: skip
+    with pytest.raises(UserError, match="^--width needs a whole number, not 'x'"):
+        given_and_rest(Film, ["--width", "x"], prog="film", rest="more")
+    text = help_of(capsys, monkeypatch, Film, ["-n", "--help"], prog="film", rest="more", reader=given_and_rest)
+    assert text.startswith("usage: film [--option value ...] [more]\n")
+
+
+def test_a_part_of_what_is_given():
+    assert part_of(Sound, {"loud": True, "width": 7}) == Sound(loud=True)
 
 
 def test_initials_of_an_option():
@@ -233,7 +252,7 @@ def test_exit_codes(end, code, said, capsys):
 
 
 def test_a_closed_pipe_ends_a_program_silently():
-    program = "import sys, command_line as c\nsys.exit(c.exit_code_of(lambda: print('x' * 10**6)))"
+    program = "import sys, common.command_line as c\nsys.exit(c.exit_code_of(lambda: print('x' * 10**6)))"
     done = subprocess.run(["bash", "-c", f'set -o pipefail; "{sys.executable}" -c "{program}" | head -c 1'],
                           capture_output=True, text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
     assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGPIPE, "x", "")

@@ -15,10 +15,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from command_line import UserError
+from common.errors import UserError
+from common.mxnet_compat import mx
 from graph_passes.executors import Executor
 from graph_passes.executors.cuda.executor import CudaExecutor
-from mxnet_compat import mx
 from train.allreduce import BucketAverage
 from train.errors import NoHorovodError, TrainError
 

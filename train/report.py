@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from command_line import exit_code_of, given
-from train import files, plots
+from common import files
+from common.command_line import exit_code_of, given
+from train import plots
 from train.config import SYNTHETIC
 from train.document import Block, Code, Heading, Plot, Table, Text, Tiles, html_page, markdown
 from train.errors import TrainError
@@ -25,7 +26,7 @@ from train.summary import Summary, summarize
 def write_report(folder: Path, record: RunRecord) -> Path:
     """Write all files of a report into `folder`; returns the path of report.md.
 
-    Raises TrainError for a run without a single step and a folder that cannot be written.
+    Raises UserError for a run without a single step and a folder that cannot be written.
     """
     summary = summarize(record)
     figures: dict[str, Callable[[plots.Theme], bytes]] = {
@@ -241,12 +242,16 @@ def _duration(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds))) if seconds >= 60 else f"{seconds:.1f} s"
 
 
-def remake(run_folder: Path) -> None:
-    """Make the report of a run anew.
+@dataclass(frozen=True)
+class ReportOptions:
+    """Make the report of a run anew."""
 
-    Args:
-        run_folder: The output folder of a training run, with its metrics.jsonl.
-    """
+    run_folder: Path
+    """The output folder of a training run, with its metrics.jsonl."""
+
+
+def remake(run_folder: Path) -> None:
+    """What `ReportOptions` says. Raises TrainError."""
     path = run_folder / METRICS_FILE
     if not path.is_file():
         raise TrainError(f"there is no {METRICS_FILE} in {run_folder}: give the output folder of a training run")
@@ -254,7 +259,7 @@ def remake(run_folder: Path) -> None:
 
 
 def main() -> None:
-    remake(**given(remake, sys.argv[1:], prog="python -m train.report"))
+    remake(**given(ReportOptions, sys.argv[1:], prog="python -m train.report"))
 
 
 if __name__ == "__main__":

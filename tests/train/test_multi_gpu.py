@@ -13,7 +13,7 @@ import time
 import pytest
 from test_distributed import needs_horovod, run_processes
 
-from nvidia_gpus import find_gpus
+from common.nvidia_gpus import find_gpus
 
 pytestmark = [pytest.mark.gpu, needs_horovod]
 
@@ -32,7 +32,7 @@ import sys
 import numpy as np
 from graph_passes import Graph
 from graph_passes.executors import create_executor
-from mxnet_compat import mx
+from common.mxnet_compat import mx
 from train.distributed import Workers
 from train.models.network import init_params
 from train.models.resnet import resnet
@@ -167,11 +167,11 @@ import ctypes
 import tempfile
 from pathlib import Path
 import numpy as np
-from disk_cache import Cache
+from common.disk_cache import Cache
 from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.kernels import KernelLibrary
 from graph_passes.executors.cuda.statistics_group import THREADS, StatisticsGroup
-from nvidia_gpus import find_gpus
+from common.nvidia_gpus import find_gpus
 from train.distributed import Workers
 
 workers = Workers()

@@ -12,7 +12,7 @@ import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from command_line import nearest
+from common.command_line import nearest
 from train.errors import TrainError
 
 if TYPE_CHECKING:

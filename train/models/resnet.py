@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from mxnet_compat import mx
+from common.mxnet_compat import mx
 
 Symbol = Any  # mx.sym.Symbol; MXNet has no type stubs
 

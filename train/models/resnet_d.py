@@ -7,7 +7,7 @@ channels and names as in timm.
 from functools import partial
 from typing import Any
 
-from mxnet_compat import mx
+from common.mxnet_compat import mx
 from train.models import resnet
 from train.models.resnet import BLOCKS_PER_STAGE, FIRST_WIDTH, batch_norm, conv, relu
 

@@ -10,15 +10,16 @@ import pytest
 from gpu_arrays import relative_error
 from test_training_step import CLASSES, fused, random_batch, random_state, small_network
 
+from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError, roles
 from graph_passes.executors import Executor, create_executor
 from graph_passes.executors.base import Metrics
 from graph_passes.executors.cuda.buckets import Bucket
 from graph_passes.executors.cuda.executor import CudaExecutor
-from graph_passes.optimizers import ArrayOptimizer, Rule
+from graph_passes.optimizers import Rule
 from graph_passes.optimizers.adamw import AdamW
+from graph_passes.optimizers.arrays import ArrayOptimizer
 from graph_passes.optimizers.sgd import SGD
-from mxnet_compat import mx
 
 pytestmark = pytest.mark.gpu
 

@@ -12,18 +12,19 @@ import pytest
 from gpu_arrays import DTYPES, Device, relative_error, rounded
 from step_networks import flattened
 
+from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError, Ref, passes, roles
 from graph_passes.executors import create_executor, reference_backward
 from graph_passes.executors.cuda.optimizer import INITIAL_LOSS_SCALE, OptimizerConfig
 from graph_passes.executors.cuda.planner import Decision, Planner, Way
 from graph_passes.executors.cuda.program import Launch
 from graph_passes.executors.cuda.training_step import TrainingStep
-from graph_passes.optimizers import ArrayOptimizer, Rule
+from graph_passes.optimizers import Rule
 from graph_passes.optimizers.adamw import AdamW
+from graph_passes.optimizers.arrays import ArrayOptimizer
 from graph_passes.optimizers.lamb import LAMB
 from graph_passes.optimizers.lars import LARS
 from graph_passes.optimizers.sgd import SGD
-from mxnet_compat import mx
 from train import models
 from train.models.network import init_params
 from train.models.resnet import resnet

@@ -6,8 +6,8 @@ import json
 import numpy as np
 import pytest
 
+from common.mxnet_compat import mx
 from graph_passes import Ref, roles
-from mxnet_compat import mx
 from train import TrainError, models
 from train.models.network import init_params
 from train.models.resnet import resnet
