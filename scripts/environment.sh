@@ -8,7 +8,7 @@ fail() { printf 'error: %s\n' "$*" >&2; exit 2; }
 
 python=${PYTHON:-$root/.venv/bin/python}
 [ -n "${PYTHON:-}" ] || [ -e "$root/.venv/.ready" ] || bash "$root/scripts/setup.sh" run || exit
-command -v "$python" >/dev/null || fail "there is no Python at $python: correct PYTHON, or unset it for an environment of our own"
+command -v "$python" >/dev/null || fail "there is no Python at $python: correct PYTHON, or unset it for our own environment"
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 
 platform_options=()

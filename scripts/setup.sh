@@ -81,7 +81,7 @@ follow() {
 }
 
 show_progress() {
-    local begin=$SECONDS every=10 line words='Collecting|Downloading|Installing|Building|Preparing|downloading|compil'
+    local begin=$SECONDS every=10 line words='Collecting|Downloading|Installing|Building|Preparing|downloading|compil|WARNING: Retry'
     [ ! -t 1 ] || every=1
     while kill -0 $$ 2>/dev/null; do  # Ctrl-C ends the script, not what it has in the background
         read -rt $every <> <(:) || true  # a sleep that is no process, so that none is left when this is killed
@@ -154,7 +154,7 @@ install_packages() {
         "$bin/pip" uninstall -q -y "$other" >>"$log" 2>&1 || true
     fi
     # Python compiles what is imported when it is imported, which is a small part.
-    follow packages "$bin/pip" install --disable-pip-version-check --no-compile -e ".[$1]" ||
+    follow packages "$bin/pip" install --disable-pip-version-check --retries 3 --no-compile -e ".[$1]" ||
         fail "the packages could not be installed: $(reason) (log: $log)"
     if [ $kind = gpu ]; then
         follow "CUDA 11" "$bin/python" scripts/link_cuda11.py ||
