@@ -1,6 +1,6 @@
 """Images from any of the formats in sources/, decoded and augmented by DALI, as batches in MXNet arrays."""
 
-from pipelines.dali_loader import DaliLoader, load_images
+from pipelines.dali_loader import DaliLoader, load_chosen, load_images
 from pipelines.decoded import decode_once
 from pipelines.errors import DataError
 from pipelines.graph import DEFAULT_HW_DECODER_LOAD, MEAN, STD
@@ -9,8 +9,8 @@ from pipelines.sources import open_source
 from pipelines.synthetic import SyntheticLoader
 from pipelines.tuning import tune
 
-__all__ = ["DEFAULT_HW_DECODER_LOAD", "MEAN", "STD", "Batch", "DataError", "Loader", "LoaderConfig", "load_images",
-           "open_loader"]
+__all__ = ["DEFAULT_HW_DECODER_LOAD", "MEAN", "STD", "Batch", "DataError", "Loader", "LoaderConfig", "load_chosen",
+           "load_images", "open_loader"]
 
 
 def open_loader(config: LoaderConfig, shard: tuple[int, int] = (0, 1)) -> Loader:
