@@ -17,7 +17,8 @@ from record import flags, run, write_result
 from several_gpus import check_gpus, make_parser, measure_in_processes
 from step_gpu import LEARNING_RATE, WARM_UP, make_step
 
-from command_line import ProgramError, positive_int
+from common.command_line import positive_int
+from common.errors import ProgramError
 from train.build import join_bn_group
 from train.config import Config
 from train.devices import Placement

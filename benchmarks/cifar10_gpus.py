@@ -31,7 +31,8 @@ from cifar10_time_to_accuracy import DEFAULT_DATA, Line, by_seed, in_epochs, sum
 from record import RESULTS, ROOT, run, write_result
 from several_gpus import check_gpus
 
-from command_line import Parser, error_of, positive_int
+from common.command_line import Parser, positive_int
+from common.errors import error_of
 from train.config import Config, load_preset
 from train.launch import Slot, plan
 

@@ -32,7 +32,8 @@ import numpy as np
 import record
 from torch_peer import require_peer, start_peer
 
-from command_line import Parser, ProgramError, UserError, error_of, positive_int
+from common.command_line import Parser, positive_int
+from common.errors import ProgramError, UserError, error_of
 from pipelines import MEAN, STD, LoaderConfig
 from pipelines.decoded import decode_once
 from pipelines.sources import open_source

@@ -20,13 +20,14 @@ from typing import Any
 import numpy as np
 from record import RESULTS, run
 
-from command_line import Parser, UserError
+from common import environment
+from common.command_line import Parser
+from common.errors import UserError
 from graph_passes import Graph
 from graph_passes.executors.cuda.optimizer import OptimizerConfig
 from graph_passes.executors.cuda.training_step import TrainingStep
 from graph_passes.passes import bn_add_relu, bn_relu
 from pipelines import MEAN, STD
-from train import environment
 from train.model import init_params, resnet
 
 DTYPES = ("float16", "bfloat16", "float32")

@@ -20,8 +20,8 @@ from pathlib import Path
 
 from record import SAMPLE, run, write_result
 
-from command_line import Parser, positive_int
-from mxnet_compat import mx
+from common.command_line import Parser, positive_int
+from common.mxnet_compat import mx
 from pipelines import MEAN, STD, LoaderConfig, open_loader
 from pipelines.make_records import Options, plan_files, write_records
 from pipelines.progress import num_cores

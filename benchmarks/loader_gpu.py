@@ -20,7 +20,7 @@ from typing import Any
 from record import RESULTS, SAMPLE, flags, run, write_result
 from torch_peer import TorchPeer, take_turns
 
-from command_line import Parser, positive_int
+from common.command_line import Parser, positive_int
 from pipelines import LoaderConfig
 from pipelines.bench import bench_settings, time_loader
 from pipelines.dali_loader import DaliLoader

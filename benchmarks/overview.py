@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from record import RESULTS, run
 
-from command_line import Parser
+from common.command_line import Parser
 
 # NVIDIA's entry to MLPerf Training 4.0 on 8 H200, in images/sec: median `throughput` of the last nine epochs in
 # NVIDIA/results/h200_ngc24.04_mxnet/resnet/result_0.txt of github.com/mlcommons/training_results_v4.0. ImageNet, batch

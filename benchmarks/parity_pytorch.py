@@ -26,12 +26,14 @@ import numpy as np
 import record
 from torch_peer import require_peer, start_peer
 
-from command_line import Parser, ProgramError, positive_int
+from common import environment
+from common.command_line import Parser, positive_int
+from common.errors import ProgramError
+from common.mxnet_compat import mx
 from graph_passes.executors.base import parse_device
 from graph_passes.executors.cuda.optimizer import INITIAL_LOSS_SCALE
-from mxnet_compat import mx
 from pipelines import LoaderConfig, open_loader
-from train import devices, environment
+from train import devices
 from train.build import build_executor
 from train.config import Config, load_preset
 from train.model import init_params, resnet

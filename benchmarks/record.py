@@ -22,8 +22,9 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:  # the project need not be installed: all programs here import this first
     sys.path.insert(0, str(ROOT))
 
-from command_line import UserError, exit_code_of  # noqa: E402
-from train import environment  # noqa: E402
+from common import environment  # noqa: E402
+from common.command_line import exit_code_of  # noqa: E402
+from common.errors import UserError  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 REAL_DATA = Path(os.environ.get("RESNET_REAL_DATA", ROOT.parent / "shared" / "data"))

@@ -32,9 +32,10 @@ from record import SAMPLE, flags, run, write_result
 from several_gpus import make_parser, measure_in_processes, run_command
 from step_gpu import LEARNING_RATE, make_step
 
-from command_line import ProgramError, UserError, positive_int
+from common.command_line import positive_int
+from common.errors import ProgramError, UserError
+from common.nvidia_gpus import find_gpus
 from graph_passes.executors.cuda.buckets import Bucket
-from nvidia_gpus import find_gpus
 from train.allreduce import BucketAverage
 from train.distributed import Workers
 

@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from record import RESULTS, run
 
-from command_line import Parser, UserError
+from common.command_line import Parser
+from common.errors import UserError
 from graph_passes.executors.cuda.buckets import cut
 from train.model import init_params, resnet
 

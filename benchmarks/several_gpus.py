@@ -15,8 +15,9 @@ from typing import Any
 
 from record import RESULTS, ROOT
 
-from command_line import Parser, UserError, positive_int
-from nvidia_gpus import find_gpus
+from common.command_line import Parser, positive_int
+from common.errors import UserError
+from common.nvidia_gpus import find_gpus
 
 LAUNCH = """import sys
 from train.launch import launch, plan

@@ -6,7 +6,7 @@ Ours is what `python -m train` does: the mxnet executor, SGD with momentum, loss
 The peer is MXNet's own recipe: the model zoo's resnet50_v1, hybridized with static memory, gluon.Trainer with the same
 SGD, no metrics. It does less arithmetic than our v1.5, as its stride is in the first 1x1 convolution of a block.
 Synthetic data that lies ready in memory: ours NHWC, as the loader gives it, theirs NCHW. fp32. Both compute on all
-physical cores (mxnet_compat.py); left to itself, MXNet takes half of the logical ones.
+physical cores (common/mxnet_compat.py); left to itself, MXNet takes half of the logical ones.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from collections.abc import Callable
 
 from record import run, write_result
 
-from command_line import Parser, positive_int
+from common.command_line import Parser, positive_int
+from common.mxnet_compat import mx
 from graph_passes import Graph
 from graph_passes.executors import create_executor
-from mxnet_compat import mx
 from train.model import init_params, resnet
 from train.optimizer import SGD
 

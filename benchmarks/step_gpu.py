@@ -27,12 +27,13 @@ from typing import Any
 from record import RESULTS, flags, run, write_result
 from torch_peer import TorchPeer, take_turns
 
-from command_line import Parser, ProgramError, positive_int
+from common.command_line import Parser, positive_int
+from common.errors import ProgramError
+from common.mxnet_compat import mx
 from graph_passes import Graph
 from graph_passes.executors import create_executor
 from graph_passes.executors.cuda import profile
 from graph_passes.executors.cuda.executor import CudaExecutor
-from mxnet_compat import mx
 from train.model import init_params, resnet
 
 CLASSES, LEARNING_RATE, WARM_UP = 1000, 0.1, 15

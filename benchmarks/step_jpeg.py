@@ -29,7 +29,7 @@ from loader_gpu import repeated_records, write_lines
 from record import SAMPLE, flags, run, write_result
 from torch_peer import TorchPeer
 
-from command_line import Parser, positive_int
+from common.command_line import Parser, positive_int
 from graph_passes.executors.cuda.executor import CudaExecutor
 from pipelines import Batch, Loader, open_loader
 from pipelines.progress import num_cores

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from command_line import ProgramError, UserError
+from common.errors import ProgramError, UserError
 
 PEER = Path(__file__).with_name("peer_pytorch.py")
 

@@ -1,6 +1,6 @@
 """The exception for a graph that cannot be read, rewritten or run."""
 
-from command_line import UserError
+from common.errors import UserError
 
 
 class GraphError(UserError):

@@ -1,24 +1,34 @@
-"""Images from any of the formats in sources/, decoded and augmented by DALI, as batches in MXNet arrays."""
+"""Images from any of the formats in sources/, decoded and augmented by DALI, as batches in MXNet arrays.
 
-from pipelines.dali_loader import DaliLoader, load_chosen, load_images
-from pipelines.decoded import decode_once
+What this package is used for is imported at its first use: `python -m pipelines --help` does not wait for DALI.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from pipelines.errors import DataError
-from pipelines.graph import DEFAULT_HW_DECODER_LOAD, MEAN, STD
-from pipelines.loader import Batch, Loader, LoaderConfig
-from pipelines.sources import open_source
-from pipelines.synthetic import SyntheticLoader
-from pipelines.tuning import tune
+
+if TYPE_CHECKING:
+    from pipelines.dali_loader import load_chosen, load_images
+    from pipelines.graph import DEFAULT_HW_DECODER_LOAD, MEAN, STD
+    from pipelines.loader import Batch, Loader, LoaderConfig
+    from pipelines.opening import open_loader
 
 __all__ = ["DEFAULT_HW_DECODER_LOAD", "MEAN", "STD", "Batch", "DataError", "Loader", "LoaderConfig", "load_chosen",
            "load_images", "open_loader"]
 
+_MODULES = {
+    "dali_loader": ("load_chosen", "load_images"),
+    "graph": ("DEFAULT_HW_DECODER_LOAD", "MEAN", "STD"),
+    "loader": ("Batch", "Loader", "LoaderConfig"),
+    "opening": ("open_loader",),
+}
 
-def open_loader(config: LoaderConfig, shard: tuple[int, int] = (0, 1)) -> Loader:
-    """The loader of a split; `shard` is (rank, number of processes). Raises DataError."""
-    rank, size = shard
-    if not 0 <= rank < size:
-        raise DataError(f"shard {rank} of {size} does not exist; ranks go from 0 to the number of processes less one")
-    if config.data == "synthetic":
-        return SyntheticLoader(config, shard)
-    source = decode_once(config, open_source(config.data, config.split, config.num_classes))
-    return DaliLoader(tune(config, source, shard), shard, source)
+
+def __getattr__(name: str) -> Any:
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mxnet_compat import mx
+from common.mxnet_compat import mx
 from pipelines.errors import DataError
 from pipelines.graph import GraphConfig, ImageInputs, build_pipeline, random_inputs
 from pipelines.inspect_image import inspect_image

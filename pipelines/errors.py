@@ -1,6 +1,6 @@
 """The one exception of this package for what a user can mend."""
 
-from command_line import UserError
+from common.errors import UserError
 
 
 class DataError(UserError):

@@ -1,36 +1,14 @@
-"""Files: written so that they are there complete or not at all, and read as lines or through memory mapping."""
+"""Files of a data set: text with names in it, and large ones that are mapped into memory."""
 
 from __future__ import annotations
 
-import contextlib
 import mmap
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
+from common.files import write_bytes
 from pipelines.errors import DataError
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A name in the same folder to write to, which takes the place of `path` when all went well, and is gone otherwise.
-    Raises OSError."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        partial.unlink(missing_ok=True)
-        yield partial
-        os.replace(partial, path)
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file in one step, over one that is there; raises OSError, and then leaves nothing behind."""
-    with replacing(path) as partial:
-        partial.write_bytes(content)
 
 
 def write_text(path: Path, text: str) -> None:

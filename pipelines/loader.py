@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from mxnet_compat import mx
-from nvidia_gpus import find_gpus
+from common.mxnet_compat import mx
+from common.nvidia_gpus import find_gpus
 from pipelines.errors import DataError, check_not_negative
 
 _CHOICES = {

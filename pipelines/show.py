@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from common.files import write_bytes
 from pipelines.errors import DataError
-from pipelines.files import write_bytes
 from pipelines.graph import MEAN, STD
 from pipelines.loader import Loader
 

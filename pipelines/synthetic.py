@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mxnet_compat import mx
+from common.mxnet_compat import mx
 from pipelines.loader import Batch, Loader, LoaderConfig
 
 _NUM_DISTINCT = 1024  # images a process keeps (fp16 at 224 pixels and 4 channels: 0.4 GB)

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import nvidia.dali
 
-from disk_cache import Cache
-from nvidia_gpus import find_gpus
+from common.disk_cache import Cache
+from common.nvidia_gpus import find_gpus
 from pipelines.bench import time_loader
 from pipelines.dali_loader import DaliLoader, decodes_on_cpu
 from pipelines.loader import LoaderConfig, require_gpu

@@ -11,7 +11,7 @@ fail() { printf 'error: %s\n' "$*" >&2; exit 2; }
 python=$1 source=$2
 
 mapfile -t found < <(PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} "$python" -W ignore -c '
-import mxnet_compat, horovod.mxnet as hvd
+import common.mxnet_compat, horovod.mxnet as hvd
 print(hvd.__path__[0], int(bool(hvd.nccl_built())), sep="\n")')
 [ ${#found[@]} = 2 ] || fail "$python cannot import horovod.mxnet: run make setup"
 folder=${found[0]} gpu=${found[1]}

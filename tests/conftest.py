@@ -18,7 +18,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import numpy as np
 import pytest
 
-from nvidia_gpus import find_gpus
+from common.nvidia_gpus import find_gpus
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 

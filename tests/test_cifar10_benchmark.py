@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from command_line import ProgramError
+from common.errors import ProgramError
 from train.config import Config, check
 from train.schedule import image_sizes
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 from test_results import faults
 
-from command_line import UserError
+from common.errors import UserError
 from train.config import load_preset
 from train.launch import plan
 

@@ -13,18 +13,16 @@ from typing import Annotated, Literal
 
 import pytest
 
-from command_line import (
-    ProgramError,
-    UserError,
+from common.command_line import (
     choose_command,
     describe_commands,
     did_you_mean,
-    error_of,
     exit_code_of,
     given,
     given_value,
     to_arguments,
 )
+from common.errors import ProgramError, UserError, error_of
 
 
 def copy(
@@ -233,7 +231,7 @@ def test_exit_codes(end, code, said, capsys):
 
 
 def test_a_closed_pipe_ends_a_program_silently():
-    program = "import sys, command_line as c\nsys.exit(c.exit_code_of(lambda: print('x' * 10**6)))"
+    program = "import sys, common.command_line as c\nsys.exit(c.exit_code_of(lambda: print('x' * 10**6)))"
     done = subprocess.run(["bash", "-c", f'set -o pipefail; "{sys.executable}" -c "{program}" | head -c 1'],
                           capture_output=True, text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
     assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGPIPE, "x", "")

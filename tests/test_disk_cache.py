@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from disk_cache import Cache
+from common.disk_cache import Cache
 
 
 def test_a_damaged_cache_entry_counts_as_absent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

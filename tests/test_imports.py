@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-PACKAGES = ("train", "pipelines", "graph_passes")
+PACKAGES = ("train", "pipelines", "graph_passes", "common")
 CUDA_LIBRARIES = {"cuda", "cudnn", "cupy", "torch"}
 CUDA_FOLDER = Path("graph_passes/executors/cuda")
 
@@ -43,7 +43,8 @@ def test_mxnet_comes_through_one_place(folder: str) -> None:
 
 @pytest.mark.parametrize(
     ("package", "others"),
-    [("pipelines", {"train", "graph_passes"}), ("graph_passes", {"train", "pipelines"}), ("train", set())],
+    [("common", {"train", "pipelines", "graph_passes"}), ("pipelines", {"train", "graph_passes"}),
+     ("graph_passes", {"train", "pipelines"}), ("train", set())],
 )
 def test_packages_import_only_what_is_below_them(package: str, others: set[str]) -> None:
     forbidden = others | {"scripts", "tests", "benchmarks"}
@@ -54,6 +55,21 @@ def test_packages_import_only_what_is_below_them(package: str, others: set[str])
 def test_cuda_libraries_stay_in_the_cuda_executor(package: str) -> None:
     outside = [path for path in files(package) if CUDA_FOLDER not in path.relative_to(REPOSITORY).parents]
     assert [path for path in outside if imported(path.read_text()) & CUDA_LIBRARIES] == []
+
+
+def test_mxnet_is_mended_for_programs_that_import_it_themselves(tmp_path: Path) -> None:
+    """As horovodrun does: by the .pth file that the package puts into site-packages, editable or not. Where the project
+    is gone, or another `common` is in front of it, Python starts as ever."""
+    hook = (REPOSITORY / "common" / "mxnet_compat.pth").read_text()
+    (tmp_path / "site" / "common").mkdir(parents=True)
+    (tmp_path / "site" / "project.pth").write_text(f"{REPOSITORY}\n{hook}")
+    folder = str(tmp_path / "site")
+    start = f"import site, sys; site.addsitedir({folder!r}); print('common.mxnet_compat' in sys.modules)"
+    for other, mended in (("", "True"), ("common.py", "False"), ("common/__init__.py", "False")):
+        if other:
+            (tmp_path / "site" / other).write_text("")
+        found = subprocess.run([sys.executable, "-I", "-S", "-c", start], capture_output=True, text=True, check=False)
+        assert (found.stdout, found.stderr) == (f"{mended}\n", "")
 
 
 def test_benchmarks_find_what_they_import() -> None:

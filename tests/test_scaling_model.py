@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from command_line import UserError
+from common.errors import UserError
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 

@@ -29,8 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from pipelines.files import replacing
-from train import files
+from common.files import replacing, way_out
 from train.config import Config
 from train.errors import TrainError
 
@@ -229,10 +228,10 @@ def _replacing(path: Path) -> Iterator[Path]:
         finally:
             os.close(folder)
     except OSError as error:
-        way_out = files.way_out(error, "see that its folder can be written")
+        advice = way_out(error, "see that its folder can be written")
         if _numbered(path.parent):
             kept, then = "; earlier ones are untouched", f"go on with --resume {path.parent.parent}"
         else:
             kept, then = ", the first one", "start again"
-        raise TrainError(f"cannot save the checkpoint {path} ({error.strerror or error}){kept}: {way_out} and {then}"
+        raise TrainError(f"cannot save the checkpoint {path} ({error.strerror or error}){kept}: {advice} and {then}"
                          ) from None

@@ -1,7 +1,7 @@
 """The configuration of a run: every knob is declared here, once, with its type, default and help text.
 
-The knobs of one subject are a class, under whose docstring `--help` lists them. A preset (train/configs/<name>.py)
-gives some knobs other defaults; the command line overrides both.
+The knobs of one subject that the same commands take are a class, under whose docstring `--help` lists them. A preset
+(train/configs/<name>.py) gives some knobs other defaults; the command line overrides both.
 """
 
 from __future__ import annotations
@@ -13,21 +13,36 @@ import math
 import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal, TypeVar
 
 import train.configs
-from command_line import given, given_value, nearest, option_name
-from graph_passes.executors.cuda.peer_memory import MAX_MEMBERS
+from common.command_line import given, given_value, nearest, option_name
 from train.errors import TrainError
 
 DEFAULT_PRESET = "cpu_sample"
 CONFIG_FILE = "config.json"  # in a run's folder: its configuration
+LIST_PRESETS = "?"  # value of `config` that asks which presets there are
 SAMPLES = "samples"  # value of `data` that stands for the built-in sample set
 SYNTHETIC = "synthetic"  # value of `data` for generated images
 REFERENCE_BATCH = 256  # images; learning rates are given for this global batch, as in Goyal et al. (arXiv:1706.02677)
 LONGEST_WARMUP = 0.2  # part of a run that is shorter than its preset's
 MAX_THREADS = 1024  # of a loader; a process cannot have any number of them
+MAX_BN_GROUP = 16  # GPUs; of the kernels in which they write to each other
 MIN_IMAGE_SIZE = 32  # pixels; the network halves the image five times
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Data."""
+
+    data: Annotated[str, "PATH"] = SAMPLES
+    """Folder or file of images, in any form of docs/data.md: folders of classes, RecordIO, WebDataset, TFRecord,
+    CIFAR-10's own files; samples: the built-in sample set; synthetic: generated images."""
+    num_classes: int = 0
+    """Classes of the network; 0: as many as the data has."""
 
 
 @dataclass(frozen=True)
@@ -35,15 +50,17 @@ class RunOptions:
     """The run."""
 
     config: str = DEFAULT_PRESET
-    """Preset that gives the defaults: a file of train/configs/; python -m train --help lists them."""
-    data: Annotated[str, "PATH"] = SAMPLES
-    """Folder or file of images, in any form of docs/data.md: folders of classes, RecordIO, WebDataset, TFRecord,
-    CIFAR-10's own files; samples: the built-in sample set; synthetic: generated images."""
+    """Preset that gives the defaults, which are shown here: a file of train/configs/; ? lists them."""
     output: Annotated[str, "FOLDER"] = ""
     """Folder of the run; default: runs/<config>-<date>."""
-    resume: Annotated[str, "PATH"] = ""
-    """Run folder or checkpoint file to go on from; auto: the newest checkpoint in --output, or the start where there is
-    none yet: the same command then begins a run and goes on with it."""
+    seed: int = 0
+    """Seed of the initial weights, the order of the images and their augmentation."""
+
+
+@dataclass(frozen=True)
+class LengthOptions:
+    """The run."""
+
     epochs: int = 90
     """Passes over the training images."""
     max_steps: int = 0
@@ -53,11 +70,15 @@ class RunOptions:
     """Stop after this many minutes, with a checkpoint; 0: no limit."""
     target_accuracy: float = 0.0
     """Stop when the validation top-1 reaches this fraction; 0: no target."""
-    seed: int = 0
-    """Seed of the initial weights, the order of the images and their augmentation."""
-    deterministic: bool = False
-    """Equal runs on equal machines give equal bits, also in parts (--resume). Executor cuda: convolution kernels that
-    sum in a varying order are left out, and nothing is chosen by timing it, which makes steps slower."""
+
+
+@dataclass(frozen=True)
+class ResumeOptions:
+    """The run."""
+
+    resume: Annotated[str, "PATH"] = ""
+    """Run folder or checkpoint file to go on from; auto: the newest checkpoint in --output, or the start where there is
+    none yet: the same command then begins a run and goes on with it."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +94,9 @@ class DeviceOptions:
     executor cuda, float32 with the others, which have no other."""
     tf32: bool = True
     """Executor cuda with dtype float32: convolutions round their inputs to TF32, which tensor cores compute with."""
+    deterministic: bool = False
+    """Equal runs on equal machines give equal bits, also in parts (--resume). Executor cuda: convolution kernels that
+    sum in a varying order are left out, and nothing is chosen by timing it, which makes steps slower."""
 
 
 @dataclass(frozen=True)
@@ -81,26 +105,25 @@ class NetworkOptions:
 
     depth: Literal[18, 34, 50, 101, 152] = 50
     """Depth of the ResNet v1.5."""
-    num_classes: int = 0
-    """Classes of the network; 0: as many as the data has."""
     zero_init_residual: bool = True
     """Each residual block starts as its shortcut: the gamma of its last BatchNorm is initially 0, not 1
     (arXiv:1706.02677, section 5.1)."""
 
 
 @dataclass(frozen=True)
-class ImageOptions:
+class BatchOptions:
     """Images."""
 
     batch_size: int = 256
     """Images per process in one forward pass."""
+
+
+@dataclass(frozen=True)
+class ImageOptions:
+    """Images."""
+
     image_size: int = 224
     """Height and width of the network's input, in pixels."""
-    first_image_size: int = 0
-    """Progressive resizing: image size of the first epochs, which then rises to --image-size in multiples of 32
-    pixels; 0: --image-size from the start."""
-    resize_epochs: tuple[float, float] = (0.0, 0.0)
-    """Progressive resizing: the epochs between which the image size rises, linearly."""
     random_area: tuple[float, float] = (0.08, 1.0)
     """Smallest and largest share of an image's area that a random training crop takes."""
     crop_padding: int = 0
@@ -112,6 +135,23 @@ class ImageOptions:
     mixup: float = 0.0
     """Mix each image and its label with another of its batch, by a share sampled from Beta(MIXUP, MIXUP); 0: no mixup.
     Training loss and accuracy are then those of the mixed images."""
+
+
+@dataclass(frozen=True)
+class ResizingOptions:
+    """Images."""
+
+    first_image_size: int = 0
+    """Progressive resizing: image size of the first epochs, which then rises to --image-size in multiples of 32
+    pixels; 0: --image-size from the start."""
+    resize_epochs: tuple[float, float] = (0.0, 0.0)
+    """Progressive resizing: the epochs between which the image size rises, linearly."""
+
+
+@dataclass(frozen=True)
+class InferenceImageOptions:
+    """Images."""
+
     val_image_size: int = 0
     """Image size in validation and prediction, in pixels; 0: that of --image-size. A network sees objects larger in
     random crops than in whole images, so it does better on images about 1.15 to 1.3 times as large
@@ -130,11 +170,17 @@ class LoaderOptions:
     """On a GPU, the part of the JPEGs that its JPEG engine decodes, from 0 to 1; -1: the largest that is nearly the
     fastest for this GPU, data and number of threads, found by a sweep of five seconds at the first start; 0.65 with
     --deterministic."""
+    on_bad_image: Literal["skip", "error"] = "error"
+    """What to do with an image that cannot be decoded."""
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """Loader."""
+
     cache: float = -1.0
     """GiB of host memory, per process and split, in which the images are kept decoded, so that each is decoded only
     once; a split that takes more is decoded in every epoch. -1: splits of up to 0.25 GiB; 0: none."""
-    on_bad_image: Literal["skip", "error"] = "error"
-    """What to do with an image that cannot be decoded."""
 
 
 @dataclass(frozen=True)
@@ -143,19 +189,6 @@ class OptimizerOptions:
 
     learning_rate: float = 0.256
     """Peak learning rate for a global batch of 256 images; it is scaled linearly with the global batch."""
-    schedule: Literal["cosine", "step", "polynomial"] = "cosine"
-    """How the learning rate falls after the warm-up."""
-    warmup_epochs: float = 5.0
-    """Epochs over which the learning rate first rises linearly. Where --epochs makes a run shorter than its preset, the
-    default is a fifth of the epochs at most."""
-    final_learning_rate: float = 0.0
-    """Schedules cosine and polynomial: learning rate at the end, scaled like --learning-rate."""
-    decay_epochs: tuple[float, ...] = (30.0, 60.0, 80.0)
-    """Schedule step: epochs at which the learning rate is multiplied by --decay-factor."""
-    decay_factor: float = 0.1
-    """Schedule step: see --decay-epochs."""
-    decay_power: float = 2.0
-    """Schedule polynomial: exponent."""
     optimizer: Literal["sgd", "lars"] = "sgd"
     """sgd: with momentum; lars: the same with a learning rate for each layer, for large batches (arXiv:1708.03888)."""
     momentum: float = 0.875
@@ -176,6 +209,25 @@ class OptimizerOptions:
 
 
 @dataclass(frozen=True)
+class ScheduleOptions:
+    """Optimizer and schedule."""
+
+    schedule: Literal["cosine", "step", "polynomial"] = "cosine"
+    """How the learning rate falls after the warm-up."""
+    warmup_epochs: float = 5.0
+    """Epochs over which the learning rate first rises linearly. Where --epochs makes a run shorter than its preset, the
+    default is a fifth of the epochs at most."""
+    final_learning_rate: float = 0.0
+    """Schedules cosine and polynomial: learning rate at the end, scaled like --learning-rate."""
+    decay_epochs: tuple[float, ...] = (30.0, 60.0, 80.0)
+    """Schedule step: epochs at which the learning rate is multiplied by --decay-factor."""
+    decay_factor: float = 0.1
+    """Schedule step: see --decay-epochs."""
+    decay_power: float = 2.0
+    """Schedule polynomial: exponent."""
+
+
+@dataclass(frozen=True)
 class DistributedOptions:
     """Several GPUs."""
 
@@ -189,12 +241,18 @@ class DistributedOptions:
     bn_group: int = 1
     """Executor cuda on several GPUs: this many neighbouring GPUs of a machine share the BatchNorm statistics of each
     batch, for small batches per GPU; 1: each GPU has its own."""
+
+
+@dataclass(frozen=True)
+class ElasticOptions:
+    """Several GPUs."""
+
     commit_every: int = 100
     """Elastic runs: optimizer steps between two commits, from which the others go on when a process is lost."""
 
 
 @dataclass(frozen=True)
-class OutputOptions:
+class CheckpointOptions:
     """Validation, checkpoints and logs."""
 
     validate_every: int = 1
@@ -203,6 +261,12 @@ class OutputOptions:
     """Minutes between two checkpoints; 0: only at the end, on a new best accuracy and on signals."""
     keep_checkpoints: int = 2
     """How many of the newest checkpoints are kept, besides the best."""
+
+
+@dataclass(frozen=True)
+class LogOptions:
+    """Validation, checkpoints and logs."""
+
     log_every: int = 10
     """Optimizer steps between two log lines."""
     price_per_hour: float = 0.0
@@ -216,8 +280,15 @@ class OutputOptions:
 
 # A dataclass has the fields of its last base first.
 @dataclass(frozen=True)
-class Config(OutputOptions, DistributedOptions, OptimizerOptions, LoaderOptions, ImageOptions, NetworkOptions,
-             DeviceOptions, RunOptions):
+class TrainingOptions(LogOptions, CheckpointOptions, ElasticOptions, DistributedOptions, ScheduleOptions,
+                      OptimizerOptions, CacheOptions, LoaderOptions, InferenceImageOptions, ResizingOptions,
+                      ImageOptions, BatchOptions, NetworkOptions, DeviceOptions, LengthOptions, DataOptions,
+                      RunOptions):
+    """What a training run is, wherever it begins."""
+
+
+@dataclass(frozen=True)
+class Config(ResumeOptions, TrainingOptions):
     """Train a network; what happens without a command."""
 
     @property
@@ -248,39 +319,12 @@ class Config(OutputOptions, DistributedOptions, OptimizerOptions, LoaderOptions,
         return cls(**fields)
 
 
-C = TypeVar("C", bound=Config)
-
-
-@dataclass(frozen=True)
-class ValidateConfig(Config):
-    """Print loss and accuracy of a trained network on validation data."""
-
-    checkpoint: Annotated[str, "PATH"] = ""
-    """Run folder or checkpoint file whose network is validated; of a run folder, its best checkpoint."""
-
-
-@dataclass(frozen=True)
-class BenchmarkConfig(Config):
-    """Measure the speed of training steps, which are repeated until it is known to 1 %."""
-
-    warmup_steps: int = 10
-    """First steps, which do not count."""
-    min_steps: int = 20
-    """Steps measured at least."""
-    limit_steps: int = 1000
-    """Measure at most this many steps, even if the median is still uncertain."""
-    limit_minutes: float = 5.0
-    """End after this many minutes, likewise."""
-    profile: bool = False
-    """Executor cuda: also measure each operator of the step; printed, and written to profile.txt in the run folder."""
-
-
 # What a value must be, by name of the knob: a test and its words.
 _LIMITS = {
     **dict.fromkeys(("batch_size", "epochs", "accumulate", "buckets", "commit_every", "keep_checkpoints", "log_every",
-                     "min_steps", "limit_steps"),
+                     "min_steps", "limit_steps", "top"),
                     (lambda value: value >= 1, "at least 1")),
-    "bn_group": (lambda value: 1 <= value <= MAX_MEMBERS, f"from 1 to {MAX_MEMBERS}"),
+    "bn_group": (lambda value: 1 <= value <= MAX_BN_GROUP, f"from 1 to {MAX_BN_GROUP}"),
     "image_size": (lambda value: value >= MIN_IMAGE_SIZE, f"at least {MIN_IMAGE_SIZE} pixels"),
     **dict.fromkeys(("first_image_size", "val_image_size"),
                     (lambda value: value == 0 or value >= MIN_IMAGE_SIZE, f"0, or at least {MIN_IMAGE_SIZE} pixels")),
@@ -311,14 +355,8 @@ _ONLY_WITH = {
 
 
 def check(config: Config) -> None:
-    """Raise TrainError for a value that makes no sense."""
-    for name, (is_good, words) in _LIMITS.items():
-        value = getattr(config, name, None)
-        if value is not None and not is_good(value):
-            raise TrainError(f"{option_name(name)} {_shown(value)} must be {words}")
-    for name, value in vars(config).items():
-        if value in (math.inf, -math.inf):
-            raise TrainError(f"{option_name(name)} {value} must be a finite number")
+    """Raise TrainError for a value that makes no sense, or that does not go together with another one."""
+    _check_limits(vars(config))
     if config.schedule == "step" and list(config.decay_epochs) != sorted(config.decay_epochs):
         raise TrainError(f"--decay-epochs {_shown(config.decay_epochs)} must rise")
     if config.first_image_size > config.image_size:
@@ -332,11 +370,15 @@ def check(config: Config) -> None:
         raise TrainError(
             f"--warmup-epochs {config.warmup_epochs:g} is longer than the run of {config.epochs} epochs; lower it"
         )
-    if config.bn_group > 1 and isinstance(config, BenchmarkConfig) and config.profile:
-        raise TrainError(
-            f"--profile measures one GPU alone, which with --bn-group {config.bn_group} would wait for others; leave "
-            "out one of the two"
-        )
+
+
+def _check_limits(values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        is_good, words = _LIMITS.get(name, (lambda _: True, ""))
+        if not is_good(value):
+            raise TrainError(f"{option_name(name)} {_shown(value)} must be {words}")
+        if value in (math.inf, -math.inf):
+            raise TrainError(f"{option_name(name)} {value} must be a finite number")
 
 
 def _shown(value: Any) -> str:
@@ -363,24 +405,50 @@ def default_warmup(default: Config, epochs: int) -> float:
     return min(default.warmup_epochs, LONGEST_WARMUP * epochs)
 
 
-def parse(kind: type[C], arguments: Sequence[str], *, command: str, default: Config | None = None) -> C:
-    """The checked configuration of a command line: knobs given there, over `default` or else the preset's.
+def describe_presets() -> str:
+    """Each preset with the first sentence of its docstring."""
+    lines = []
+    for name in presets():
+        text = " ".join((importlib.import_module(f"train.configs.{name}").__doc__ or "").split("\n\n")[0].split())
+        lines.append(f"{name}\n    {text.partition('. ')[0].removesuffix('.')}")
+    return "\n".join(lines)
+
+
+# --- a command line ---
+
+
+def read(options: type, arguments: Sequence[str], *, command: str) -> dict[str, Any]:
+    """The values that a command line gives to `options`, each of them checked; what is left out is not in the result.
 
     Args:
-        kind: Config or a subclass of it.
+        options: the dataclass of a command's options.
         arguments: what follows the command's name on the command line.
         command: 'train', 'validate', ...: whose help `--help` shows.
-        default: the configuration of a run that is resumed or validated; `--config` on the command line overrides it.
 
     Raises:
         UserError: an unknown option or preset, or a value that is not allowed.
-        SystemExit: after `--help`.
+        SystemExit: after `--help`, and after the list of presets for `--config ?`.
     """
-    preset = given_value(arguments, "--config")
-    if default is None or preset:
+    default: object | None = None
+    if issubclass(options, RunOptions):
+        preset = given_value(arguments, "--config")
+        if preset == LIST_PRESETS:
+            print(describe_presets())
+            raise SystemExit(0)
         default = load_preset(preset or DEFAULT_PRESET)
-    values = given(kind, arguments, prog=f"python -m train {command}", default=default)
-    config = kind(**{**vars(default), **values})
+    elif issubclass(options, DeviceOptions):  # the defaults are in a checkpoint, and help does not tell them
+        default = SimpleNamespace(**{field.name: "" for field in dataclasses.fields(options)})
+    values = given(options, arguments, prog=f"python -m train {command}", default=default)
+    _check_limits(values)
+    return values
+
+
+def configure(values: Mapping[str, Any], default: Config) -> Config:
+    """The checked configuration of a run: `default`, and over it what the command line gives.
+
+    Raises TrainError for values that do not go together.
+    """
+    config = dataclasses.replace(default, **{name: values[name] for name in vars(default).keys() & values})
     if "warmup_epochs" not in values:
         config = dataclasses.replace(config, warmup_epochs=default_warmup(default, config.epochs))
     check(config)
@@ -390,3 +458,9 @@ def parse(kind: type[C], arguments: Sequence[str], *, command: str, default: Con
             raise TrainError(f"{option_name(name)} is for {option_name(other)} {' or '.join(useful)}, and this run has "
                              f"{value}: leave it out, or give {option_name(other)} {useful[0]}")
     return config
+
+
+def part_of(options: type[T], values: Mapping[str, Any]) -> T:
+    """Those options of a command that `options` declares, with what the command line gives."""
+    known = {field.name for field in dataclasses.fields(options)}  # type: ignore[arg-type]  # a dataclass
+    return options(**{name: value for name, value in values.items() if name in known})

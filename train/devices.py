@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
-from command_line import given_value
+from common.mxnet_compat import mx
+from common.nvidia_gpus import Gpu, find_gpus
 from graph_passes import GraphError
 from graph_passes.executors.cuda.requirements import check_requirements
-from mxnet_compat import mx
-from nvidia_gpus import Gpu, find_gpus
-from train.config import DEFAULT_PRESET, SAMPLES, Config, load_preset
+from train.config import DEFAULT_PRESET, SAMPLES, Config, DeviceOptions, load_preset, part_of
 from train.errors import TrainError
 
 # MXNet 1.9.1's GPU wheels hold machine code for these compute capabilities only (and no PTX for newer ones).
@@ -24,16 +23,16 @@ class Placement(NamedTuple):
     note: str  # what the user should know about the choice, or ""
 
 
-def default_config(arguments: Sequence[str], local_rank: int) -> Config:
-    """The preset of a command line that names none: ImageNet's recipe for data of one's own on a GPU, else the sample
-    set's."""
-    data, device, executor = (given_value(arguments, option) for option in ("--data", "--device", "--executor"))
-    if data in (None, SAMPLES):
+def default_config(values: Mapping[str, Any], local_rank: int) -> Config:
+    """The preset of what a command line gives; where that names none: ImageNet's recipe for data of one's own on a GPU,
+    else the sample set's."""
+    if "config" in values:
+        return load_preset(values["config"])
+    if values.get("data", SAMPLES) == SAMPLES:
         return load_preset(DEFAULT_PRESET)
-    wanted = Config(device=device or "auto", executor=executor or "auto")  # type: ignore[arg-type]  # not checked yet
     try:
-        on_gpu = _place(wanted, local_rank).device.startswith("gpu")
-    except TrainError:  # which is raised again when the command line is taken in full
+        on_gpu = _place(part_of(DeviceOptions, values), local_rank).device.startswith("gpu")
+    except TrainError:  # which is raised again when the run's device is chosen
         on_gpu = False
     return load_preset(IMAGENET_PRESET if on_gpu else DEFAULT_PRESET)
 
@@ -49,31 +48,31 @@ def choose(config: Config, local_rank: int) -> Placement:
     return placement
 
 
-def _place(config: Config, local_rank: int) -> Placement:
-    gpus = [] if config.device == "cpu" else find_gpus()
-    if config.device == "gpu" and len(gpus) <= local_rank:
+def _place(wanted: DeviceOptions, local_rank: int) -> Placement:
+    gpus = [] if wanted.device == "cpu" else find_gpus()
+    if wanted.device == "gpu" and len(gpus) <= local_rank:
         found = f"only {len(gpus)} NVIDIA GPU{'s' * (len(gpus) > 1)}" if gpus else "no NVIDIA GPU"
         raise TrainError(f"--device gpu: process {local_rank} found {found} here; use --device cpu or fewer processes")
-    if config.executor == "reference" and config.device == "gpu":
+    if wanted.executor == "reference" and wanted.device == "gpu":
         raise TrainError("--executor reference is NumPy and runs on the CPU only; use --device cpu")
-    if config.executor == "cuda" and len(gpus) <= local_rank:
-        reason = "but --device is cpu" if config.device == "cpu" else "and there is none here"
+    if wanted.executor == "cuda" and len(gpus) <= local_rank:
+        reason = "but --device is cpu" if wanted.device == "cpu" else "and there is none here"
         raise TrainError(f"--executor cuda needs an NVIDIA GPU, {reason}; use --executor mxnet")
 
-    on_cpu = "reference" if config.executor == "reference" else "mxnet"
-    if config.executor == "reference" or config.device == "cpu":
+    on_cpu = "reference" if wanted.executor == "reference" else "mxnet"
+    if wanted.executor == "reference" or wanted.device == "cpu":
         return Placement(on_cpu, "cpu(0)", "")
     if len(gpus) <= local_rank:
         return Placement(on_cpu, "cpu(0)", "no NVIDIA GPU found: running on the CPU")
     obstacles = []
-    for executor in ("cuda", "mxnet") if config.executor == "auto" else (config.executor,):
+    for executor in ("cuda", "mxnet") if wanted.executor == "auto" else (wanted.executor,):
         obstacle = _cuda_obstacle(local_rank) if executor == "cuda" else _stock_mxnet_obstacle(gpus[local_rank])
         if not obstacle:
             return Placement(executor, f"gpu({local_rank})", "")
         obstacles.append(obstacle)
-    if config.executor == "cuda":
+    if wanted.executor == "cuda":
         raise TrainError(f"--executor cuda: {obstacles[0]}")
-    if config.device == "gpu":
+    if wanted.device == "gpu":
         raise TrainError(f"--device gpu: {'; '.join(obstacles)}; or use --device cpu")
     return Placement(on_cpu, "cpu(0)", f"running on the CPU: {obstacles[0]}")
 

@@ -15,11 +15,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from command_line import UserError
+from common.errors import UserError
+from common.mxnet_compat import mx
 from graph_passes.executors import Executor
 from graph_passes.executors.cuda.executor import CudaExecutor
 from graph_passes.executors.cuda.gradient_exchange import GradientExchange
-from mxnet_compat import mx
 from train.allreduce import BucketAverage, HorovodAllReduce
 from train.errors import NoHorovodError, TrainError
 

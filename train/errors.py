@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from command_line import UserError
+from common.errors import UserError
 
 EXIT_LOST_PROCESS = 3  # this process is well, but another one of its run has ended
 

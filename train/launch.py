@@ -22,10 +22,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from command_line import EXIT_USER_ERROR, Parser, exit_code_of, given_value, positive_int
+from common.command_line import Parser, exit_code_of, given_value, positive_int
+from common.errors import EXIT_USER_ERROR
 from train import topology
-from train.environment import LAUNCHER_VARIABLE
 from train.errors import EXIT_LOST_PROCESS, NoHorovodError, TrainError
+from train.invocation import LAUNCHER_VARIABLE
 from train.signals import handled
 
 _libc = ctypes.CDLL(None)

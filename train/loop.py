@@ -24,9 +24,9 @@ from pipelines import Batch, Loader
 from train.checkpoint import Checkpoint, CheckpointFolder, Progress
 from train.config import Config
 from train.distributed import GradientAverage, Workers
-from train.environment import launcher
 from train.errors import TrainError
 from train.gpu_monitor import GpuMonitor, GpuReadings
+from train.invocation import launcher
 from train.mixup import draw_lambda
 from train.optimizer import average_decay, averages_in_use, make_optimizer
 from train.recorder import Recorder

@@ -6,13 +6,23 @@ import contextlib
 import fcntl
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from train import files
+from common.files import way_out
 from train.errors import TrainError
 from train.metrics import SCHEMA, UNITS, RunRecord
+
+
+@contextlib.contextmanager
+def log_of_run(path: Path) -> Iterator[None]:
+    """Inside, `path` in a run's folder is written to. Raises TrainError where that fails."""
+    try:
+        yield
+    except OSError as error:
+        raise TrainError(f"cannot write {path} ({error.strerror}): {way_out(error, 'see that it can be written')} and "
+                         f"start again, with --resume {path.parent} where that has a checkpoint") from None
 
 
 class MetricsFile:
@@ -47,7 +57,7 @@ class MetricsFile:
         if self._file.closed:
             return
         line = _finite({"event": event, "time": round(self.seconds(), 3), **fields})
-        with files.log_of_run(self._path):
+        with log_of_run(self._path):
             self._file.write(json.dumps(line) + "\n")
         self.record.apply(line)
 

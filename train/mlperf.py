@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from train import files
+from train.metrics_file import log_of_run
 
 PREFIX = ":::MLLOG"
 OPTIONS = {  # MLPerf's name -> ours
@@ -33,7 +33,7 @@ class MLPerfLog:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        with files.log_of_run(path):
+        with log_of_run(path):
             self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def run(self, config: Mapping[str, Any], global_batch: int) -> None:
@@ -71,5 +71,5 @@ class MLPerfLog:
             "value": value,
             "metadata": {"file": caller.f_code.co_filename, "lineno": caller.f_lineno, **metadata},
         }
-        with files.log_of_run(self._path):
+        with log_of_run(self._path):
             self._file.write(f"{PREFIX} {json.dumps(line)}\n")

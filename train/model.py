@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mxnet_compat import mx
+from common.mxnet_compat import mx
 from train.errors import TrainError
 
 Symbol = Any  # mx.sym.Symbol; MXNet has no type stubs

@@ -16,9 +16,10 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 
-from command_line import Parser, ProgramError, exit_code_of, positive_int
-from train.environment import LAUNCHER_VARIABLE
+from common.command_line import Parser, exit_code_of, positive_int
+from common.errors import ProgramError
 from train.errors import NoHorovodError, TrainError
+from train.invocation import LAUNCHER_VARIABLE
 from train.launch import TOLD
 
 HELP = """usage: scripts/multi_host.sh -H HOST:GPUS,HOST:GPUS... [-b BATCH] [-e EPOCHS] [any option of python -m train]

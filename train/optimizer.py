@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from common.mxnet_compat import mx
 from graph_passes.executors import Executor
-from mxnet_compat import mx
 from train.config import Config
 from train.model import BATCH_NORM_PARAMS
 

@@ -31,9 +31,10 @@ from typing import Any, TypeVar
 import numpy as np
 from rich.console import Console
 
-from train import environment
+from common import environment
 from train.errors import TrainError
 from train.gpu_monitor import GpuReadings
+from train.invocation import command_line
 from train.metrics import METRICS_FILE, BatchMetrics, RunRecord, Speed, speed
 from train.metrics_file import MetricsFile
 from train.mlperf import MLPerfLog
@@ -136,7 +137,7 @@ class Recorder:
             epoch=first_epoch + 1,
             date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             config=dict(config),
-            command=environment.command_line(),
+            command=command_line(),
             images_per_step=images_per_step,
             num_processes=num_processes,
             warmup_steps=warmup_steps,

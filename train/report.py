@@ -13,8 +13,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from command_line import exit_code_of, given
-from train import files, plots, predictions
+from common import files
+from common.command_line import exit_code_of, given
+from train import plots, predictions
 from train.config import SYNTHETIC
 from train.document import Block, Code, Heading, Plot, Table, Text, Tiles, html_page, markdown
 from train.errors import TrainError
@@ -25,7 +26,8 @@ from train.summary import Summary, summarize
 def write_report(folder: Path, record: RunRecord) -> Path:
     """Write all files of a report into `folder`; returns the path of report.md.
 
-    Predictions that `train.predictions` has put there become a picture. Raises TrainError for a run without a single step and a folder that cannot be written.
+    Predictions that `train.predictions` has put there become a picture. Raises UserError for a run without a single step
+    and a folder that cannot be written.
     """
     summary = summarize(record)
     figures: dict[str, Callable[[plots.Theme], bytes]] = {

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from train import files
+from train.metrics_file import log_of_run
 
 FLUSH_SECONDS = 60.0
 
@@ -28,7 +28,7 @@ class TensorBoardLog:
 
         self._event, self._summary, self._path = event_pb2.Event, summary_pb2.Summary, folder
         self._flushed_at = -math.inf
-        with files.log_of_run(folder):
+        with log_of_run(folder):
             folder.mkdir(parents=True, exist_ok=True)
             name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{first_step}"
             self._file = RecordWriter(str(folder / name))
@@ -54,7 +54,7 @@ class TensorBoardLog:
 
     def _write(self, **fields: Any) -> None:
         now = time.monotonic()
-        with files.log_of_run(self._path):
+        with log_of_run(self._path):
             self._file.write(self._event(wall_time=time.time(), **fields).SerializeToString())
             if now - self._flushed_at > FLUSH_SECONDS:
                 self._file.flush()

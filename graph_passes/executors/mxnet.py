@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from common.mxnet_compat import mx
 from graph_passes.errors import GraphError
 from graph_passes.executors.base import TOP_K, Executor, Metrics, parse_device
 from graph_passes.graph import Graph, Node
 from graph_passes.passes import layout, unfuse
-from mxnet_compat import mx
 
 LABEL = "softmax_label"
 Array = Any  # mx.nd.NDArray; MXNet has no type stubs
@@ -167,7 +167,7 @@ def _infer_shapes(symbol: Any, inputs: Mapping[str, Sequence[int]]) -> tuple[dic
 
 @contextlib.contextmanager
 def _stderr_closed() -> Iterator[None]:
-    """Binding logs a line about MXNET_SUBGRAPH_BACKEND (see mxnet_compat.py) that no setting of MXNet turns off."""
+    """Binding logs a line about MXNET_SUBGRAPH_BACKEND (common/mxnet_compat.py) that no setting of MXNet turns off."""
     sys.stderr.flush()
     saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from disk_cache import Cache
+from common.disk_cache import Cache
 from pipelines.errors import DataError
 from pipelines.files import MappedFile
 from pipelines.progress import map_in_order

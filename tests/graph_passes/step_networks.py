@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from common.mxnet_compat import mx
 from graph_passes import Graph, Ref, passes
-from mxnet_compat import mx
 
 
 def fused(symbol) -> Graph:

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from step_networks import fused, random_variables, small_resnet
 
+from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError, passes
 from graph_passes.executors import Metrics, create_executor
-from mxnet_compat import mx
 
 CLASSES = 7
 KINDS = ["mxnet", "reference"]

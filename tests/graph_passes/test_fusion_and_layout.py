@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from step_networks import random_variables, small_resnet
 
+from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError, Ref, passes
 from graph_passes.executors import create_executor
 from graph_passes.executors.reference import forward
-from mxnet_compat import mx
 from train.model import resnet
 
 PASSES = {

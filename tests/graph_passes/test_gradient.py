@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from step_networks import fused, random_variables, small_resnet
 
+from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError, Node, Ref, passes
 from graph_passes.executors import reference_backward
-from mxnet_compat import mx
 from train.model import resnet
 
 SHAPES_224 = {"data": (2, 224, 224, 4)}

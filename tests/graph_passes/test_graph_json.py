@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from step_networks import small_resnet
 
+from common.mxnet_compat import mx
 from graph_passes import VARIABLE, Graph, GraphError, Node, Ref
-from mxnet_compat import mx
 
 ZOO = ["resnet18_v1", "resnet50_v2", "mobilenet0_25", "mobilenet_v2_0_25", "densenet121", "inception_v3"]
 

@@ -7,12 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from common.mxnet_compat import mx
 from graph_passes import Graph, Ref, passes
-from graph_passes.__main__ import forward_bytes, main
+from graph_passes.__main__ import main
 from graph_passes.drawing import draw_svg
 from graph_passes.executors.cuda import training_step
 from graph_passes.executors.cuda.planner import Decision
-from mxnet_compat import mx
+from graph_passes.show import forward_bytes
 from train.model import resnet
 
 SVG = "{http://www.w3.org/2000/svg}"

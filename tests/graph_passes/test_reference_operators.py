@@ -4,10 +4,10 @@ against finite differences in float64."""
 import numpy as np
 import pytest
 
+from common.mxnet_compat import mx
 from graph_passes import VARIABLE, Graph, GraphError, Node, Ref, passes
 from graph_passes.executors.reference import OPERATIONS, backward, forward
 from graph_passes.operators import OPERATORS
-from mxnet_compat import mx
 
 # Relative to the largest element of a tensor. fp32 rounds to 6e-8; the sums here have up to a few hundred terms.
 FP32_TOLERANCE = 2e-5

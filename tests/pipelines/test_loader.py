@@ -11,7 +11,7 @@ import pytest
 from image_helpers import write_folder, write_records
 from PIL import Image
 
-from mxnet_compat import mx
+from common.mxnet_compat import mx
 from pipelines import MEAN, STD, DataError, LoaderConfig, dali_loader, load_images, open_loader
 from pipelines.dali_loader import READ_AHEAD, DaliLoader, decodes_on_cpu
 from pipelines.graph import random_inputs, without_lines

@@ -11,7 +11,7 @@ import pytest
 from image_helpers import encode, smooth_image, write_folder
 from PIL import Image
 
-from mxnet_compat import mx
+from common.mxnet_compat import mx
 from pipelines import DataError, files, make_records
 from pipelines.make_records import Options, plan_files, plan_train_tar, plan_val_tar, write_records
 from pipelines.sources import open_source

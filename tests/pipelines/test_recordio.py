@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mxnet_compat import mx
+from common.mxnet_compat import mx
 from pipelines import DataError
 from pipelines.recordio import MAGIC, BrokenRecordError, RecordFile, pack_record, read_index
 

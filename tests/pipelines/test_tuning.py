@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from image_helpers import encode, smooth_image, write_records
 
-from nvidia_gpus import Gpu
+from common.nvidia_gpus import Gpu
 from pipelines import LoaderConfig, tuning
 from pipelines.bench import LoaderSpeed
 from pipelines.sources import open_source

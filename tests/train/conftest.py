@@ -54,15 +54,15 @@ def run_train(
 ) -> Callable[..., tuple[int, str, str]]:
     """Runs `python -m train ARGUMENTS` in this process: (exit code, stdout, stderr)."""
     from train import __main__ as program
-    from train import benchmark
+    from train.commands import session
 
-    monkeypatch.setattr(benchmark, "LOADER_SECONDS", 0.05)  # no test here looks at the loader's speed
+    monkeypatch.setattr(session, "LOADER_SECONDS", 0.05)  # no test here looks at the loader's speed
 
     def run(*arguments: object, report: bool = False) -> tuple[int, str, str]:
         capfd.readouterr()
         with monkeypatch.context() as patch:
             if not report:  # its plots take longer than the run
-                patch.setattr(program, "write_report", lambda folder, record: folder)
+                patch.setattr(session, "write_report", lambda folder, record: folder)
             code = program.main([str(argument) for argument in arguments])
         out, err = capfd.readouterr()
         return code, out, err

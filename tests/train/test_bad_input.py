@@ -16,10 +16,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from common.nvidia_gpus import Gpu
 from graph_passes import GraphError
-from nvidia_gpus import Gpu
 from train import checkpoint, devices, model
-from train.config import Config
+from train.config import Config, read
 from train.errors import TrainError
 from train.loop import Trainer
 
@@ -103,7 +103,8 @@ def test_resume_of_a_run_without_checkpoint(fails, tiny_options, tmp_path):
 
 def test_benchmark_does_not_go_on_with_a_run(fails, trained):
     before = (trained / "metrics.jsonl").read_bytes()
-    assert "leave out --resume auto" in fails("benchmark", "--output", trained, "--resume", "auto")
+    sentence = fails("benchmark", "--output", trained, "--resume", "auto")
+    assert sentence.startswith("error: --resume is an option of train, not of benchmark (see")
     assert (trained / "metrics.jsonl").read_bytes() == before
 
 
@@ -206,7 +207,9 @@ def test_dtype_and_profile_need_the_cuda_executor(fails, tiny_options, tmp_path,
     monkeypatch.chdir(tmp_path)
     for dtype in ("float16", "bfloat16"):
         assert f"--dtype {dtype} needs the cuda executor" in fails(*tiny_options, "--dtype", dtype)
-    assert "--profile measures the kernels of the cuda executor" in fails("benchmark", *tiny_options[:-4], "--profile")
+    profile = ["benchmark", "--data", "synthetic", "--device", "cpu", "--profile"]
+    assert "--profile measures the kernels of the cuda executor" in fails(*profile)
+    assert "--profile measures one GPU alone, which with --bn-group 4" in fails(*profile, "--bn-group", "4")
     assert "--executor cuda needs an NVIDIA GPU, but --device is cpu" in fails(*tiny_options, "--executor", "cuda")
     assert os.listdir(tmp_path) == []
 
@@ -226,7 +229,7 @@ def test_the_cuda_executor_is_chosen_where_it_can_run(monkeypatch):
 
 def test_preset_of_a_command_line_that_names_none(monkeypatch, run_train, tiny_data, tmp_path):
     def preset(line):
-        return devices.default_config(line.split(), 0).config
+        return devices.default_config(read(Config, line.split(), command="train"), 0).config
 
     monkeypatch.setattr(devices, "check_requirements", lambda device_id: None)
     monkeypatch.setattr(devices, "find_gpus", lambda: [H200])
@@ -236,7 +239,7 @@ def test_preset_of_a_command_line_that_names_none(monkeypatch, run_train, tiny_d
     monkeypatch.setattr(devices, "find_gpus", lambda: [])
     assert preset("--data /images") == preset("--data /images --device gpu") == "cpu_sample"
     code, out, _ = run_train("--data", tiny_data, "--batch-size", "99", "--output", tmp_path / "run")
-    assert code == 2 and out.startswith("preset cpu_sample: 10 epochs at 48 pixels; --config takes others: ")
+    assert code == 2 and out.startswith("preset cpu_sample: 10 epochs at 48 pixels (--config takes another one, ")
 
 
 def test_what_is_missing_for_the_cuda_executor_is_named(monkeypatch):

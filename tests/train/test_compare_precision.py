@@ -7,9 +7,10 @@ import json
 
 import pytest
 
-from command_line import given, to_arguments
-from train import compare_precision, plots
-from train.config import Config, load_preset, parse
+from common.command_line import given, to_arguments
+from train import plots
+from train.commands import compare_precision
+from train.config import Config, configure, load_preset, read
 from train.metrics import EpochRow, RunRecord
 
 OPTIONS = ["--epochs", "1", "--log-every", "2", "--label-smoothing", "0", "--validate-every", "0"]
@@ -59,9 +60,11 @@ def test_options_that_make_a_configuration():
 @pytest.mark.parametrize("options", [[], ["--epochs", "9", "--warmup-epochs", "2"], ["--epochs", "2"]])
 @pytest.mark.parametrize("preset", ["overfit_100", "cpu_sample", "resnet50_fast_16ep"])
 def test_a_run_of_the_comparison_has_its_preset(preset, options):
-    config = parse(Config, ["--config", preset, *options], command="train")
+    default = load_preset(preset)
+    config = configure(read(Config, ["--config", preset, *options], command="train"), default)
     arguments = compare_precision.run_arguments(config)
-    assert parse(Config, arguments, command="train") == dataclasses.replace(config, resume="auto")
+    again = configure(read(Config, arguments, command="train"), default)
+    assert again == dataclasses.replace(config, resume="auto")
     assert config.config == preset
 
 

@@ -7,10 +7,18 @@ import importlib
 
 import pytest
 
-from command_line import UserError, given, given_value, option_name
+from common.command_line import given_value, option_name
+from common.errors import UserError
+from graph_passes.executors.cuda.peer_memory import MAX_MEMBERS
 from train import TrainError
-from train.config import BenchmarkConfig, Config, check, load_preset, parse, presets
-from train.predict import PredictOptions
+from train.commands.options import BenchmarkOptions, CompareOptions, Measurement, PredictOptions, ValidateOptions
+from train.config import DEFAULT_PRESET, MAX_BN_GROUP, Config, check, configure, load_preset, part_of, presets, read
+
+
+def config_of(*arguments):
+    """The configuration that the command `train` makes of a command line, without looking at the machine."""
+    values = read(Config, arguments, command="train")
+    return configure(values, load_preset(values.get("config", DEFAULT_PRESET)))
 
 
 @pytest.mark.parametrize("name", presets())
@@ -25,15 +33,32 @@ def test_presets_are_sound_and_say_what_to_expect(name):
 
 
 def test_command_line_overrides_the_preset():
-    config = parse(Config, ["--config", "resnet50_90ep", "--depth", "18", "--label-smoothing", "0.2", "--random-area",
-                            "0.5", "0.75", "--nesterov"], command="train")  # fmt: skip
+    config = config_of("--config", "resnet50_90ep", "--depth", "18", "--label-smoothing", "0.2", "--random-area", "0.5",
+                       "0.75", "--nesterov")  # fmt: skip
     preset = load_preset("resnet50_90ep")
     assert config == dataclasses.replace(preset, depth=18, label_smoothing=0.2, random_area=(0.5, 0.75), nesterov=True)
 
 
-def test_benchmark_has_the_knobs_of_training_too():
-    config = parse(BenchmarkConfig, ["--batch_size=7", "--min-steps", "3"], command="benchmark")
-    assert (config.batch_size, config.min_steps) == (7, 3)
+def test_what_a_command_gives_to_whom():
+    values = read(BenchmarkOptions, ["--batch_size=7", "--min-steps", "3"], command="benchmark")
+    assert configure(values, load_preset("resnet50_90ep")).batch_size == 7
+    assert part_of(Measurement, values) == Measurement(min_steps=3)
+
+
+def test_commands_have_the_options_that_they_use():
+    """All are those of training, declared once, but for what the command itself has."""
+    names = {kind: {field.name for field in dataclasses.fields(kind)}
+             for kind in (Config, ValidateOptions, BenchmarkOptions, CompareOptions)}
+    assert names[ValidateOptions] - names[Config] == {"checkpoint"}
+    assert names[BenchmarkOptions] - names[Config] == {field.name for field in dataclasses.fields(Measurement)}
+    assert names[Config] - names[CompareOptions] == {"resume"}
+    for kind in (ValidateOptions, BenchmarkOptions):
+        assert not names[kind] & {"epochs", "schedule", "resume", "checkpoint_minutes", "commit_every"}
+    assert not names[ValidateOptions] & {"learning_rate", "depth", "seed", "mixup", "buckets", "cache", "output"}
+
+
+def test_groups_of_batchnorm_are_as_large_as_their_kernels_allow():
+    assert MAX_BN_GROUP == MAX_MEMBERS
 
 
 def test_json_round_trip():
@@ -92,7 +117,7 @@ MISTAKES = {
 @pytest.mark.parametrize("arguments", MISTAKES)
 def test_mistakes_get_one_sentence(arguments):
     with pytest.raises(UserError) as error:
-        parse(Config, arguments.split(), command="train")
+        config_of(*arguments.split())
     sentence = str(error.value)
     assert sentence.startswith(MISTAKES[arguments])
     assert "\n" not in sentence
@@ -106,35 +131,46 @@ def test_mistakes_get_one_sentence(arguments):
     ("--epochs=2 --warmup_epochs=0", 0),
 ])
 def test_warmup_of_a_shortened_run(arguments, warmup):
-    config = parse(Config, ["--config", "resnet50_90ep", *arguments.split()], command="train")
+    config = config_of("--config", "resnet50_90ep", *arguments.split())
     assert config.warmup_epochs == pytest.approx(warmup)
 
 
 def test_an_empty_shell_variable_is_no_value():
     with pytest.raises(UserError, match="^--resume is followed by an empty value"):
-        parse(Config, ["--epochs", "2", "--resume", ""], command="train")
+        config_of("--epochs", "2", "--resume", "")
     with pytest.raises(UserError, match="^python -m train predict is followed by an empty value"):
-        given(PredictOptions, ["", "--checkpoint", "run"], prog="python -m train predict")
+        read(PredictOptions, ["", "--checkpoint", "run"], command="predict")
 
 
 def test_an_underscore_in_an_option_is_a_hyphen():
-    assert parse(Config, ["--batch_size", "12"], command="train").batch_size == 12
+    assert config_of("--batch_size", "12").batch_size == 12
     assert given_value(["--warmup_epochs=3"], "--warmup-epochs") == "3"
 
 
 def test_of_two_presets_the_last_one_is_taken():
-    config = parse(Config, ["--config", "cpu_sample", "--config=overfit_100"], command="train")
+    config = config_of("--config", "cpu_sample", "--config=overfit_100")
     assert config == load_preset("overfit_100")
 
 
-def test_a_profile_is_of_one_gpu():
-    with pytest.raises(TrainError, match=r"^--profile measures one GPU alone, which with --bn-group 4 would wait for"):
-        parse(BenchmarkConfig, ["--profile", "--bn-group", "4"], command="benchmark")
+def test_list_of_presets(capsys):
+    with pytest.raises(SystemExit) as end:
+        read(BenchmarkOptions, ["--config", "?"], command="benchmark")
+    assert not end.value.code
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[::2] == presets() and all(line.startswith("    ResNet-") for line in lines[1::2])
+
+
+def test_help_of_validation_tells_no_defaults(capsys):
+    """They are those of the run."""
+    with pytest.raises(SystemExit):
+        read(ValidateOptions, ["--help"], command="validate")
+    text = capsys.readouterr().out
+    assert "--val-image-size" in text and "default:" not in text
 
 
 def test_help_names_every_option(capsys):
     with pytest.raises(SystemExit) as end:
-        parse(Config, ["--help"], command="train")
+        read(Config, ["--help"], command="train")
     assert end.value.code == 0
     text = capsys.readouterr().out
     titles = []
@@ -149,7 +185,7 @@ def test_help_names_every_option(capsys):
 def test_help_breaks_no_line_where_the_source_does(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "1000")
     with pytest.raises(SystemExit):
-        parse(BenchmarkConfig, ["-h"], command="benchmark")
+        read(BenchmarkOptions, ["-h"], command="benchmark")
     text = capsys.readouterr().out
     assert "with the mean colour before a crop of its own size" in text  # two lines of config.py
     assert "the fastest for this GPU, data and number of threads" in text

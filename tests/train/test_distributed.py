@@ -36,7 +36,7 @@ AVERAGED_GRADIENTS = """
     import numpy as np
     from graph_passes import Graph
     from graph_passes.executors import create_executor
-    from mxnet_compat import mx
+    from common.mxnet_compat import mx
     from train import model
     from train.distributed import Workers
 
@@ -102,14 +102,14 @@ def test_mistake_on_one_rank_ends_all_with_one_sentence():
         from train.distributed import Workers
         from train.errors import TrainError
 
-        def command(arguments):
+        def command(values):
             workers = Workers()
             with workers.agreement():
                 if workers.rank == 1:
                     raise TrainError("disk 7 of rank 1 is on fire; put it out")
             workers.sum([1.0])  # rank 0 would wait here forever
 
-        program.COMMANDS["train"] = (command, program.Config)
+        program.COMMANDS["train"] = program.Command(program.Config, "__main__:command")
         sys.exit(program.main(["train"]))
     """
     done = run_processes(script)

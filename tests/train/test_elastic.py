@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from test_distributed import needs_horovod, run_processes
 
-from nvidia_gpus import find_gpus
+from common.nvidia_gpus import find_gpus
 from train import checkpoint
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "dgx1_8gpu.sh"

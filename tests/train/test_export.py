@@ -9,13 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from command_line import UserError
+from common.errors import UserError
+from common.mxnet_compat import mx
 from graph_passes import Graph
 from graph_passes.executors import create_executor
-from mxnet_compat import mx
-from train import export, onnx_writer
+from train import onnx_writer
 from train.checkpoint import Checkpoint, save
-from train.config import Config
+from train.commands import export
+from train.commands.options import ExportOptions
+from train.config import Config, read
 from train.errors import TrainError
 from train.model import init_params, resnet
 
@@ -32,6 +34,10 @@ def probabilities(params: dict[str, np.ndarray], aux: dict[str, np.ndarray], ima
     executor = create_executor("mxnet", graph, {"data": images.shape, "softmax_label": images.shape[:1]}, "cpu(0)")
     executor.set_params(params, aux)
     return executor.forward(mx.nd.array(images)).asnumpy()
+
+
+def run_export(arguments: list[str]) -> None:
+    export.main(read(ExportOptions, arguments, command="export"))
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +86,7 @@ def test_onnx_of_the_command(
     saved: Path, images: np.ndarray, ours: np.ndarray, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "new" / "network.onnx"
-    export.main(["--checkpoint", str(saved.parent.parent), "--onnx", str(file)])
+    run_export(["--checkpoint", str(saved.parent.parent), "--onnx", str(file)])
     printed = capsys.readouterr().out
     assert f"input data float32 (N, 3, {SIZE}, {SIZE})" in printed and "largest difference" in printed
     model = onnx.load(file)
@@ -109,7 +115,7 @@ def test_a_wrong_model_is_not_written(saved: Path, tmp_path: Path, monkeypatch: 
     right = onnx_writer.to_onnx
     monkeypatch.setattr(onnx_writer, "to_onnx", wrong)
     with pytest.raises(TrainError, match="differ from this program's by"):
-        export.main(["--checkpoint", str(saved), "--onnx", str(tmp_path / "network.onnx")])
+        run_export(["--checkpoint", str(saved), "--onnx", str(tmp_path / "network.onnx")])
     assert not list(tmp_path.iterdir())
 
 
@@ -138,7 +144,7 @@ def test_an_operator_without_onnx_form_is_named() -> None:
 def test_stock_mxnet_reads_symbol_and_params(saved: Path, images: np.ndarray, ours: np.ndarray, tmp_path: Path) -> None:
     prefix = tmp_path / "network"
     files = ["--symbol", f"{prefix}-symbol.json", "--params", f"{prefix}-0000.params"]
-    export.main(["--checkpoint", str(saved), "--layout", "NCHW", *files])
+    run_export(["--checkpoint", str(saved), "--layout", "NCHW", *files])
     symbol, params, aux = mx.model.load_checkpoint(str(prefix), 0)
     executor = symbol.simple_bind(mx.cpu(), data=(5, 3, SIZE, SIZE), grad_req="null")
     executor.copy_params_from(params, aux)
@@ -149,7 +155,7 @@ def test_stock_mxnet_reads_symbol_and_params(saved: Path, images: np.ndarray, ou
 
 def test_canonical_params_and_symbol(saved: Path, trained: Checkpoint, tmp_path: Path) -> None:
     files = ["--symbol", str(tmp_path / "s.json"), "--params", str(tmp_path / "p.params")]
-    export.main(["--checkpoint", str(saved), *files])
+    run_export(["--checkpoint", str(saved), *files])
     arrays = mx.nd.load(str(tmp_path / "p.params"))
     assert arrays.keys() == {f"arg:{name}" for name in trained.params} | {f"aux:{name}" for name in trained.aux}
     for name, value in trained.params.items():
@@ -158,7 +164,7 @@ def test_canonical_params_and_symbol(saved: Path, trained: Checkpoint, tmp_path:
 
 
 def test_symbol_without_a_checkpoint(tmp_path: Path) -> None:
-    export.main(["--symbol", str(tmp_path / "s.json"), "--depth", "34", "--num-classes", "12"])
+    run_export(["--symbol", str(tmp_path / "s.json"), "--depth", "34", "--num-classes", "12"])
     graph = Graph.load(tmp_path / "s.json")
     assert graph.operators()["Convolution"] == 36
     assert graph["classifier"]["num_hidden"] == 12
@@ -182,7 +188,7 @@ def test_bad_input_is_one_sentence(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as error:
-        export.main(arguments)
+        run_export(arguments)
     assert sentence in str(error.value) and "\n" not in str(error.value)
     assert not list(tmp_path.iterdir())
 
@@ -195,7 +201,7 @@ def test_missing_onnx_is_one_sentence(trained: Checkpoint, monkeypatch: pytest.M
 
 def test_unwritable_place_is_one_sentence(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(TrainError, match="cannot write"):
-        export.main(["--checkpoint", str(saved), "--symbol", str(tmp_path / "file" / "s.json")])
+    with pytest.raises(UserError, match="cannot write"):
+        run_export(["--checkpoint", str(saved), "--symbol", str(tmp_path / "file" / "s.json")])
 
 

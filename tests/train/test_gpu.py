@@ -20,11 +20,11 @@ from train import checkpoint
 pytestmark = pytest.mark.gpu
 
 # 50 steps an epoch; the smallest network, on images that it tells apart within one epoch.
-OPTIONS = [
-    "--config", "cpu_sample",
-    "--data", "synthetic", "--depth", "18", "--image-size", "33", "--batch-size", "256", "--epochs", "3",
-    "--warmup-epochs", "1", "--learning-rate", "0.1", "--no-tensorboard", "--checkpoint-minutes", "0",
+STEP_OPTIONS = [
+    "--config", "cpu_sample", "--data", "synthetic", "--depth", "18", "--image-size", "33", "--batch-size", "256",
+    "--learning-rate", "0.1", "--no-tensorboard",
 ]  # fmt: skip
+OPTIONS = [*STEP_OPTIONS, "--epochs", "3", "--warmup-epochs", "1", "--checkpoint-minutes", "0"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -211,8 +211,8 @@ def test_sizes_change_and_a_run_goes_on_in_mid_schedule(run_train, tmp_path):
 
 
 def test_a_batch_that_does_not_fit(run_train, tmp_path):
-    options = [*OPTIONS, "--depth", "152", "--image-size", "224", "--batch-size", "12000", "--output", tmp_path / "run"]
-    code, _, err = run_train("benchmark", *options)
+    options = [*STEP_OPTIONS, "--depth", "152", "--image-size", "224", "--batch-size", "12000"]
+    code, _, err = run_train("benchmark", *options, "--output", tmp_path / "run")
     sentence = err.splitlines()[-1]  # before it, DALI may name libraries that it does not need
     found = re.fullmatch(r"error: the GPU has .* 12000 images of 224x224 .*: use a batch size of at most (\d+)",
                          sentence)
@@ -222,7 +222,7 @@ def test_a_batch_that_does_not_fit(run_train, tmp_path):
 
 def test_benchmark_with_profile(run_train, tmp_path):
     folder = tmp_path / "run"
-    code, out, err = run_train("benchmark", *OPTIONS, "--profile", "--output", folder)
+    code, out, err = run_train("benchmark", *STEP_OPTIONS, "--profile", "--output", folder)
     assert code == 0, err
     (result,) = lines(folder, "benchmark")
     table = (folder / "profile.txt").read_text()

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 
 from train import launch, topology
-from train.environment import LAUNCHER_VARIABLE
 from train.errors import TrainError
+from train.invocation import LAUNCHER_VARIABLE
 
 GIB = 2**30
 

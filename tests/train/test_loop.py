@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from common.mxnet_compat import mx
 from graph_passes import Graph
 from graph_passes.executors import create_executor
 from graph_passes.executors.mxnet import MXNetExecutor
-from mxnet_compat import mx
 from pipelines import Batch
 from train import checkpoint
-from train.benchmark import standard_error_of_median
+from train.commands.benchmark import standard_error_of_median
 from train.gpu_monitor import GpuReadings
 from train.loop import Trainer
 from train.model import init_params, resnet

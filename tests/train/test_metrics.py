@@ -438,7 +438,7 @@ def test_steps_that_are_missing_before_a_resume(tmp_path: Path, checkpoint_step:
 
 def test_a_run_keeps_the_command_that_began_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for command in ("python -m train --epochs 3", "python -m train --resume x"):
-        monkeypatch.setattr("train.environment.command_line", lambda command=command: command)
+        monkeypatch.setattr("train.recorder.command_line", lambda command=command: command)
         with Run(tmp_path).recorder as recorder:
             pass
     assert recorder.record.command == "python -m train --epochs 3"

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from mxnet_compat import mx
+from common.mxnet_compat import mx
 from train import TrainError
 from train.model import init_params, resnet
 

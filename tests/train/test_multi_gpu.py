@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from test_distributed import needs_horovod, run_processes
 
-from nvidia_gpus import find_gpus
+from common.nvidia_gpus import find_gpus
 
 pytestmark = [pytest.mark.gpu, needs_horovod]
 
@@ -34,7 +34,7 @@ import sys
 import numpy as np
 from graph_passes import Graph
 from graph_passes.executors import create_executor
-from mxnet_compat import mx
+from common.mxnet_compat import mx
 from train.distributed import Workers
 from train.model import init_params, resnet
 
@@ -170,11 +170,11 @@ import ctypes
 import tempfile
 from pathlib import Path
 import numpy as np
-from disk_cache import Cache
+from common.disk_cache import Cache
 from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.kernels import KernelLibrary
 from graph_passes.executors.cuda.statistics_group import THREADS, StatisticsGroup
-from nvidia_gpus import find_gpus
+from common.nvidia_gpus import find_gpus
 from train.distributed import Workers
 
 workers = Workers()
@@ -215,12 +215,12 @@ import sys
 import tempfile
 from pathlib import Path
 import numpy as np
-from disk_cache import Cache
+from common.disk_cache import Cache
 from graph_passes.executors.cuda.buckets import Bucket
 from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.gradient_exchange import GradientExchange
 from graph_passes.executors.cuda.kernels import KernelLibrary
-from nvidia_gpus import find_gpus
+from common.nvidia_gpus import find_gpus
 from train.distributed import Workers
 
 workers = Workers()

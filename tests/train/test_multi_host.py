@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from command_line import ProgramError, UserError
+from common.errors import ProgramError, UserError
 from train import multi_host
-from train.environment import LAUNCHER_VARIABLE
+from train.invocation import LAUNCHER_VARIABLE
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "multi_host.sh"
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mxnet_compat import mx
+from common.mxnet_compat import mx
 from train.optimizer import SGD, average_decay, averages_in_use
 
 DECAYED = ("conv_weight", "classifier_weight")

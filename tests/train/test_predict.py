@@ -10,20 +10,25 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from command_line import UserError
+from common.errors import UserError
+from common.mxnet_compat import mx
 from graph_passes import Graph
 from graph_passes.executors import create_executor
-from mxnet_compat import mx
 from pipelines import DataError, load_images
-from train import predict
 from train.checkpoint import Checkpoint, save
-from train.config import Config
+from train.commands import predict
+from train.commands.options import PredictOptions
+from train.commands.predict import Guess, Prediction
+from train.config import Config, read
 from train.errors import TrainError
 from train.model import init_params, resnet
-from train.predict import Guess, Prediction, PredictOptions
 
 SIZE = 48
 CLASS_NAMES = ["red", "green", "blue", "grey", "a class with a rather long name, as ImageNet has many"]
+
+
+def run_predict(arguments: list[str]) -> None:
+    predict.main(read(PredictOptions, arguments, command="predict"))
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +63,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_classes_and_order(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = ["blue", "red", "grey", "green", "red"]
     images = [str(run_folder / f"{name}.png") for name in names]
-    predict.main(["--checkpoint", str(run_folder), "--json", "--batch-size", "2", "--top", "3", *images])
+    run_predict(["--checkpoint", str(run_folder), "--json", "--batch-size", "2", "--top", "3", *images])
     printed = json.loads(capsys.readouterr().out)
     assert [entry["file"] for entry in printed] == images
     for name, entry in zip(names, printed, strict=True):
@@ -76,7 +81,7 @@ def test_a_folder_stands_for_its_images(
 ) -> None:
     monkeypatch.chdir(run_folder.parent)
     folder = Path(run_folder.name) if is_relative else run_folder
-    predict.main(["--checkpoint", str(run_folder), "--json", str(folder / "red.png"), str(folder)])
+    run_predict(["--checkpoint", str(run_folder), "--json", str(folder / "red.png"), str(folder)])
     files = [entry["file"] for entry in json.loads(capsys.readouterr().out)]
     assert files == [str(folder / f"{name}.png") for name in ("red", "blue", "green", "grey", "red")]
 
@@ -85,7 +90,7 @@ def test_table_names_files_classes_and_probabilities(
     run_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(run_folder)
-    predict.main(["--checkpoint", ".", "green.png"])
+    run_predict(["--checkpoint", ".", "green.png"])
     text = capsys.readouterr().out
     lines = text.splitlines()
     assert "green.png" in text
@@ -113,7 +118,7 @@ def test_probabilities_are_those_of_the_executor(run_folder: Path) -> None:
 def test_contact_sheet_shows_every_picture(run_folder: Path, tmp_path: Path) -> None:
     sheet = tmp_path / "sheet.png"
     images = [str(run_folder / f"{name}.png") for name in CLASS_NAMES[:3]]
-    predict.main(["--checkpoint", str(run_folder), "--contact-sheet", str(sheet), *images])
+    run_predict(["--checkpoint", str(run_folder), "--contact-sheet", str(sheet), *images])
     picture = np.asarray(Image.open(sheet).convert("RGB")).astype(int)
     for channel in range(3):
         others = [c for c in range(3) if c != channel]
@@ -142,7 +147,7 @@ def test_broken_images_are_skipped_if_asked_for(
     with pytest.raises(DataError, match=r"broken\.jpg"):
         predict.predict(PredictOptions(images=files, checkpoint=str(run_folder)))
     arguments = ["--checkpoint", str(run_folder), "--on-bad-image", "skip", "--json", *map(str, files)]
-    predict.main(arguments)
+    run_predict(arguments)
     printed = capsys.readouterr()
     (found,) = json.loads(printed.out)
     assert found["file"] == str(files[1]) and found["predictions"][0]["class"] == "red"
@@ -176,5 +181,5 @@ def test_real_photographs(run_folder: Path, real_data: Path) -> None:
 )
 def test_bad_input_is_one_sentence(run_folder: Path, arguments: list[str], sentence: str) -> None:
     with pytest.raises(UserError) as error:
-        predict.main([argument.replace("RUN", str(run_folder)) for argument in arguments])
+        run_predict([argument.replace("RUN", str(run_folder)) for argument in arguments])
     assert sentence in str(error.value) and "\n" not in str(error.value)

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from common.errors import UserError
 from train import plots, report
 from train.errors import TrainError
 from train.metrics import METRICS_FILE, EpochRow, GpuPoint, LossPoint, RunRecord
@@ -231,7 +232,7 @@ def test_bad_input_is_one_sentence(record: RunRecord, tmp_path: Path) -> None:
         report.write_report(tmp_path / "a", RunRecord({}, "python", 8))
     assert not (tmp_path / "a").exists()
     (tmp_path / "file").write_text("")
-    with pytest.raises(TrainError, match=r"cannot write .*file/report/.*another place"):
+    with pytest.raises(UserError, match=r"cannot write .*file/report/.*another place"):
         report.write_report(tmp_path / "file" / "report", record)
 
 

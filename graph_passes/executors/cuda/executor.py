@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from common.mxnet_compat import mx
 from graph_passes.errors import GraphError
 from graph_passes.executors.base import Arrays, Executor, Metrics, parse_device
 from graph_passes.executors.cuda.buckets import Bucket
@@ -29,7 +30,6 @@ from graph_passes.executors.cuda.statistics_group import StatisticsGroup
 from graph_passes.executors.cuda.training_step import OnBucket, TrainingStep
 from graph_passes.graph import Graph
 from graph_passes.passes import bn_add_relu, bn_relu
-from mxnet_compat import mx
 
 Array = Any  # mx.nd.NDArray; MXNet has no type stubs
 _ENGINE_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)

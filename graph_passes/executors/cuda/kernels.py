@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from disk_cache import Cache
+from common.disk_cache import Cache
 from graph_passes.errors import GraphError
 from graph_passes.executors.cuda.device import INSTALL, Gpu
 

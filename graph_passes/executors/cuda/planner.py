@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from disk_cache import Cache
+from common.disk_cache import Cache
 from graph_passes.errors import GraphError
 from graph_passes.executors.cuda.arena import Arena
 from graph_passes.executors.cuda.device import Gpu

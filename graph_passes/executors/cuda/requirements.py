@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from common.mxnet_compat import mx
 from graph_passes.errors import GraphError
 from graph_passes.executors.cuda.convolution import import_cudnn
 from graph_passes.executors.cuda.device import INSTALL, Gpu
-from mxnet_compat import mx
 
 
 def check_requirements(device_id: int) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from disk_cache import Cache
+from common.disk_cache import Cache
 from graph_passes.errors import GraphError
 from graph_passes.executors.cuda.arena import Arena
 from graph_passes.executors.cuda.buckets import Bucket, bucket_of, cut

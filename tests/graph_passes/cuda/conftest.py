@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from gpu_arrays import Device
 
-from disk_cache import Cache
+from common.disk_cache import Cache
 from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.kernels import KernelLibrary
 

@@ -10,12 +10,12 @@ import pytest
 from gpu_arrays import relative_error
 from test_training_step import CLASSES, fused, random_batch, random_state, small_network
 
+from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError
 from graph_passes.executors import Executor, create_executor
 from graph_passes.executors.base import Metrics
 from graph_passes.executors.cuda.buckets import Bucket
 from graph_passes.executors.cuda.executor import CudaExecutor
-from mxnet_compat import mx
 from train.optimizer import SGD
 
 pytestmark = pytest.mark.gpu

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from disk_cache import Cache
+from common.disk_cache import Cache
 from graph_passes import GraphError
 from graph_passes.executors.cuda import gradient_exchange
 from graph_passes.executors.cuda.buckets import Bucket

@@ -11,7 +11,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from disk_cache import Cache
+from common.disk_cache import Cache
 from graph_passes.executors.cuda import convolution
 from graph_passes.executors.cuda.arena import Arena
 from graph_passes.executors.cuda.convolution import ConvolutionLibrary, Problem

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from disk_cache import Cache
+from common.disk_cache import Cache
 from graph_passes import GraphError
 from graph_passes.executors.cuda.arena import Arena
 from graph_passes.executors.cuda.planner import Decision, Planner

@@ -9,7 +9,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from disk_cache import Cache
+from common.disk_cache import Cache
 from graph_passes import GraphError
 from graph_passes.executors.cuda import convolution, requirements
 from graph_passes.executors.cuda.arena import Arena

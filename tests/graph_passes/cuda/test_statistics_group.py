@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from test_without_gpu import check_memory, lower, lower_graph
 
-from disk_cache import Cache
+from common.disk_cache import Cache
+from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError
 from graph_passes.executors import reference_operators
 from graph_passes.executors.cuda import statistics_group
 from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.kernels import SOURCES, KernelLibrary
 from graph_passes.executors.cuda.statistics_group import MAX_VALUES, THREADS, StatisticsGroup
-from mxnet_compat import mx
 
 EPS = 1e-5
 

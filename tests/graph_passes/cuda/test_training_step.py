@@ -12,13 +12,13 @@ import pytest
 from gpu_arrays import DTYPES, Device, relative_error, rounded
 from step_networks import flattened
 
+from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError, Ref, passes
 from graph_passes.executors import create_executor, reference_backward
 from graph_passes.executors.cuda.optimizer import INITIAL_LOSS_SCALE, OptimizerConfig
 from graph_passes.executors.cuda.planner import Decision, Planner, Way
 from graph_passes.executors.cuda.program import Launch
 from graph_passes.executors.cuda.training_step import TrainingStep
-from mxnet_compat import mx
 from train.model import init_params, resnet
 
 pytestmark = pytest.mark.gpu

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from step_networks import flattened
 
+from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError, Ref, passes
 from graph_passes.executors.cuda import training_step
 from graph_passes.executors.cuda.capacity import check_fits
@@ -23,7 +24,6 @@ from graph_passes.executors.cuda.lowering import lower as lower_to_launches
 from graph_passes.executors.cuda.parameters import Parameter, ParameterStore, padded_channels, parameters_of
 from graph_passes.executors.cuda.planner import Decision
 from graph_passes.executors.cuda.program import Buffer, Launch, Program
-from mxnet_compat import mx
 from train.model import resnet
 
 

@@ -1,4 +1,4 @@
-"""The one place through which MXNet is imported: `from mxnet_compat import mx`.
+"""The one place through which MXNet is imported: `from common.mxnet_compat import mx`.
 
 MXNet 1.9.1 reads names that NumPy 1.24 removed (`np.bool`), and on Python 3.12 the `distutils` that only setuptools
 still brings. Importing this module puts a finder in front of Python's own that mends both just before `import mxnet`,

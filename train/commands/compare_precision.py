@@ -11,17 +11,20 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from command_line import error_of, option_name, to_arguments
-from train import devices, files, plots
-from train.config import CONFIG_FILE, Config, default_warmup, load_preset, parse
+from common import files
+from common.command_line import option_name, to_arguments
+from common.errors import error_of
+from train import devices, plots
+from train.commands.options import Comparison
+from train.config import CONFIG_FILE, Config, configure, default_warmup, load_preset, part_of
 from train.errors import TrainError
 from train.metrics import METRICS_FILE, RunRecord
 from train.signals import STOPPING, StoppedBySignal, handled
@@ -34,18 +37,6 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
 }
 _NOT_COMPARED = ("output", "resume", "max_steps", "time_limit")  # a run that goes on may have others of these
-
-
-@dataclass(frozen=True)
-class CompareConfig(Config):
-    """Do the same training in fp32, TF32, fp16 and bf16, and show the results side by side."""
-
-    precisions: tuple[Literal["float32", "tf32", "float16", "bfloat16"], ...] = (
-        "float32", "tf32", "float16", "bfloat16",
-    )  # fmt: skip
-    """Precisions to train in; the CPU has float32 only."""
-    depths: tuple[Literal[18, 34, 50, 101, 152], ...] = ()
-    """Depths of the network to train; default: the one of --depth."""
 
 
 @dataclass(frozen=True)
@@ -62,24 +53,22 @@ class Row:
     val_top5: float | None
 
 
-def main(arguments: Sequence[str]) -> None:
-    """The command `python -m train compare-precision`. Raises TrainError for a user's mistake, and StoppedBySignal."""
-    default = devices.default_config(arguments, local_rank=0)
-    config = parse(CompareConfig, arguments, command="compare-precision", default=default)
-    if config.resume:
-        raise TrainError("compare-precision goes on by itself with what it finds in --output: leave out --resume")
-    placement = devices.choose(_plain(config), local_rank=0)
-    precisions: Sequence[str] = config.precisions
+def main(values: Mapping[str, Any]) -> None:
+    """Train and compare, by the options given. Raises TrainError for a user's mistake, and StoppedBySignal."""
+    config = configure(values, devices.default_config(values, local_rank=0))
+    wanted = part_of(Comparison, values)
+    placement = devices.choose(config, local_rank=0)
+    precisions: Sequence[str] = wanted.precisions
     if placement.executor != "cuda":
         precisions = ["float32"]
         print(f"only float32 is trained here: the other precisions need the cuda executor, and this run has the "
               f"{placement.executor} executor", flush=True)
     output = Path(config.output or f"runs/compare_precision-{config.config}")
     runs = {}
-    for depth in config.depths or (config.depth,):
+    for depth in wanted.depths or (config.depth,):
         for precision in precisions:
             folder = output / f"resnet{depth}_{precision}"
-            own = replace(_plain(config), depth=depth, output=str(folder), **PRECISIONS[precision])
+            own = replace(config, depth=depth, output=str(folder), **PRECISIONS[precision])
             print(f"== ResNet-{depth} in {precision}", flush=True)
             runs[depth, precision] = _train(own, folder)
     rows = [_row(depth, precision, record) for (depth, precision), record in runs.items()]
@@ -90,10 +79,6 @@ def main(arguments: Sequence[str]) -> None:
     files.write(output / "comparison.png", figure)
     _print(rows)
     print(f"comparison: {output / 'comparison.md'}, {output / 'comparison.png'}")
-
-
-def _plain(config: CompareConfig) -> Config:
-    return Config(**{field.name: getattr(config, field.name) for field in dataclasses.fields(Config)})
 
 
 # --- the runs ---

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Any
 
 import numpy as np
 
-from command_line import given, option_name
+from common import files
+from common.command_line import option_name
+from common.mxnet_compat import mx
 from graph_passes import Graph, Ref, passes
-from mxnet_compat import mx
 from pipelines import MEAN, STD
-from train import checkpoint, files, onnx_writer
+from train import checkpoint, onnx_writer
 from train.build import build_executor
 from train.checkpoint import Checkpoint
+from train.commands.options import ExportOptions
 from train.devices import Placement
 from train.errors import TrainError
 from train.model import resnet
@@ -35,30 +37,8 @@ CPU = Placement("mxnet", "cpu(0)", "")
 Arrays = dict[str, np.ndarray]
 
 
-@dataclass(frozen=True)
-class ExportOptions:
-    """Write a trained network as ONNX or MXNet files, or a network's Symbol."""
-
-    checkpoint: Annotated[str, "PATH"] = ""
-    """Run folder or checkpoint file of the trained network; of a run folder, its best checkpoint."""
-    onnx: Annotated[str, "FILE"] = ""
-    """ONNX file to write: input `data` float32 (N, 3, H, W), RGB, output `probabilities` (N, classes), BatchNorm folded
-    into the convolutions; checked with ONNX Runtime. Its metadata says how to prepare an image."""
-    symbol: Annotated[str, "FILE"] = ""
-    """Symbol JSON file to write: the network for `python -m graph_passes show --symbol` and for MXNet to load."""
-    params: Annotated[str, "FILE"] = ""
-    """MXNet parameter file to write, for the Symbol of the same --layout."""
-    layout: Literal["NHWC", "NCHW"] = "NHWC"
-    """Memory layout of --symbol and --params; stock MXNet on a CPU needs NCHW."""
-    depth: Literal[18, 34, 50, 101, 152] = 50
-    """Depth of the ResNet for --symbol without a checkpoint."""
-    num_classes: int = 1000
-    """Its number of classes."""
-
-
-def main(arguments: Sequence[str]) -> None:
-    """The command `python -m train export`. Raises TrainError for a user's mistake."""
-    values = given(ExportOptions, arguments, prog="python -m train export")
+def main(values: Mapping[str, Any]) -> None:
+    """Export, by the options given. Raises UserError."""
     options = ExportOptions(**values)
     if not (options.onnx or options.symbol or options.params):
         raise TrainError("nothing to export: give --onnx FILE, --symbol FILE or --params FILE")

@@ -1,4 +1,4 @@
-"""Command lines of all programs here: options from typed signatures, a mistake told in one sentence, exit codes.
+"""Command lines of all programs here: options from typed declarations, a mistake told in one sentence, exit codes.
 
 A dataclass or a function declares a command: its parameters are the options, with their types and defaults, and its
 docstring has the help. `given` reads a command line by such a declaration; `Parser` is argparse's, with the sentences
@@ -10,45 +10,26 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import importlib
 import inspect
 import itertools
 import os
 import re
 import shutil
-import signal
 import sys
 import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
-EXIT_FAILURE = 1
-EXIT_USER_ERROR = 2
-EXIT_CTRL_C = 128 + signal.SIGINT  # as shells have it
-EXIT_PIPE_CLOSED = 128 + signal.SIGPIPE
+from common.errors import EXIT_CTRL_C, EXIT_PIPE_CLOSED, EXIT_USER_ERROR, ProgramError, UserError
 
 HELP = ("-h", "--help")
+VERSION = "--version"
 MAX_WIDTH = 110  # columns of help; longer lines are hard to read
 _METAVARS = {int: "N", float: "X", str: "NAME", Path: "PATH"}
-
-
-class ProgramError(Exception):
-    """Ends a program with one sentence and no stack trace: something failed that was asked for rightly."""
-
-    exit_code = EXIT_FAILURE
-
-
-class UserError(ProgramError):
-    """A mistake of the user, told in one sentence: what (the value), where, and what to do."""
-
-    exit_code = EXIT_USER_ERROR
-
-
-def error_of(code: int) -> type[ProgramError]:
-    """What to raise where another program that was started has ended with this exit code."""
-    return UserError if code == EXIT_USER_ERROR else ProgramError
 
 
 def exit_code_of(main: Callable[[], int | None]) -> int:
@@ -98,14 +79,35 @@ def given(command: Callable[..., object], arguments: Sequence[str], *, prog: str
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
-def run_command(commands: Mapping[str, Callable[..., int | None]], arguments: Sequence[str], *,
-                prog: str) -> int | None:  # fmt: skip
-    """Run the function that a command line names, with the parameters that it gives, for a program of several."""
+class Command(NamedTuple):
+    """A command of a program: what it takes, and what it does.
+
+    The second is imported only when a command line has been understood: help and mistakes do not wait for its imports.
+    """
+
+    options: type  # the dataclass that declares them, in a module that imports nothing slow
+    function: str  # as "module:function"
+
+    def load(self) -> Callable[..., int | None]:
+        """Import the function."""
+        module, _, name = self.function.partition(":")
+        return getattr(importlib.import_module(module), name)
+
+
+VERSIONS = Command(type(None), "common.environment:show_versions")  # what --version does
+
+
+def run_command(commands: Mapping[str, Command], arguments: Sequence[str], *, prog: str) -> int | None:
+    """Run the command that a command line names, with its options, for a program of several."""
+    options = {name: command.options for name, command in commands.items()}
     if arguments and arguments[0] in HELP:
-        print(describe_commands(commands, prog=prog))
+        print(describe_commands(options, prog=prog))
         return 0
-    name, arguments = choose_command(commands, arguments, prog=prog)
-    return commands[name](**given(commands[name], arguments, prog=f"{prog} {name}"))
+    if arguments and arguments[0] == VERSION:
+        return VERSIONS.load()()
+    name, arguments = choose_command(options, arguments, prog=prog)
+    chosen = options[name](**given(options[name], arguments, prog=f"{prog} {name}"))
+    return commands[name].load()(chosen)
 
 
 def choose_command(commands: Mapping[str, Callable[..., object]], arguments: Sequence[str], *, prog: str,
@@ -144,6 +146,7 @@ def describe_commands(commands: Mapping[str, Callable[..., object]], *, prog: st
         summary = _description(command).splitlines()[0].removesuffix(".")
         lines.append(textwrap.fill(f"  {name:{indent - 4}}  {summary}", _help_width(), subsequent_indent=" " * indent))
     return "\n".join([*lines, "", f"{prog} COMMAND --help lists the options of a command.",
+                      f"{prog} --version names the version of this project and of what it runs on.",
                       *textwrap.wrap(note, _help_width())])
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from common import files
 from graph_passes.executors import Executor
 from graph_passes.executors.cuda.executor import CudaExecutor
 from graph_passes.executors.cuda.profile import format_decisions, format_summary, format_table
-from train import files
 
 
 def write_profile(path: Path, executor: Executor, step_ms: float) -> str:

@@ -1,4 +1,4 @@
-"""Where a run takes place: the machine, the versions, the command and the commit, as reports and results name them."""
+"""Where something runs: the machine, the versions and the commit, as reports, results and `--version` name them."""
 
 from __future__ import annotations
 
@@ -9,30 +9,42 @@ import importlib.util
 import os
 import platform
 import re
-import shlex
 import subprocess
-import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from nvidia_gpus import find_gpus
+from common.nvidia_gpus import find_gpus
 
-LAUNCHER_VARIABLE = "RESNET_LAUNCHER"  # environment variable: what started this process, with its own options
-
-
-def launcher() -> str:
-    """What starts runs like this one; the options of `python -m train` follow it."""
-    return os.environ.get(LAUNCHER_VARIABLE, "python -m train")
+PROJECT = "resnet50-mxnet"
+ROOT = Path(__file__).resolve().parent.parent
 
 
-def command_line() -> str:
-    """The command that started this process, or the launcher that did, ready to be copied into a shell."""
-    if LAUNCHER_VARIABLE in os.environ:
-        return f"{launcher()} {shlex.join(sys.orig_argv[3:])}"  # it was: python -m train ...
-    return shlex.join(["python", *sys.orig_argv[1:]])
+def show_versions() -> None:
+    """The option --version of the programs."""
+    print(describe())
+
+
+def describe() -> str:
+    """What `--version` prints: this project's version and commit, and a line for each library that it stands on."""
+    commit, found = git_commit(), versions()
+    lines = [f"{PROJECT} {project_version()}" + (f", commit {commit}" if commit else "")]
+    for library in ("python", "mxnet", "nvidia-dali", "horovod"):
+        names = [name for name in found if name.startswith(library)]
+        lines += [f"{name} {found[name]}" for name in names] or [f"{library}: not installed"]
+    return "\n".join(lines)
+
+
+def project_version() -> str:
+    """From the checkout, where this is one, since that is what runs; else what was installed."""
+    with contextlib.suppress(OSError):
+        if match := re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE):
+            return match[1]
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return metadata.version(PROJECT)
+    return "of unknown version"
 
 
 @functools.cache
@@ -42,13 +54,12 @@ def git_commit() -> str | None:
 
     Benchmark results do not count as a difference: measuring one figure must not mark the next one as dirty.
     """
-    root = Path(__file__).resolve().parent.parent
-    if not (root / ".git").exists():
-        return _archived_commit(root)
+    if not (ROOT / ".git").exists():
+        return _archived_commit(ROOT)
 
     def git(*arguments: str) -> str:
         return subprocess.run(
-            ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True, timeout=10
+            ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True, timeout=10
         ).stdout.strip()
 
     try:

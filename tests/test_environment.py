@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from mxnet_compat import mx
-from train import environment
+from common import environment
+from common.mxnet_compat import mx
 
 
 def test_versions_of_a_copied_mxnet(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,7 +32,7 @@ def test_commit_of_a_source_archive(tmp_path: Path) -> None:
         return subprocess.run(["git", "-C", tmp_path, "-c", "user.name=A", "-c", "user.email=a@b.c", *arguments],
                               check=True, capture_output=True).stdout
 
-    checkout = Path(__file__).resolve().parents[2]
+    checkout = Path(__file__).resolve().parents[1]
     for name in (".gitattributes", ".git_archival.txt"):
         shutil.copy(checkout / name, tmp_path)
     git("init")

@@ -9,10 +9,10 @@ import io
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw
@@ -20,37 +20,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from command_line import given, option_name
+from common import files
 from pipelines import MEAN, STD, load_images
 from pipelines.sources.folders import image_files
-from train import checkpoint, devices, files
+from train import checkpoint, devices
 from train.build import build_executor
+from train.commands.options import PredictOptions
 from train.errors import TrainError
 from train.plots import fitting, font
-
-
-@dataclass(frozen=True)
-class PredictOptions:
-    """Print the most likely classes of image files."""
-
-    images: tuple[Path, ...]
-    """Image files, and folders, which stand for all images in them."""
-    checkpoint: Annotated[str, "PATH"] = ""
-    """Run folder or checkpoint file of the trained network; of a run folder, its best checkpoint."""
-    top: int = 5
-    """How many classes to give for each image."""
-    json: bool = False
-    """Print JSON instead of a table."""
-    contact_sheet: Annotated[str, "FILE"] = ""
-    """Also write a PNG with the images, as the network sees them, and their predictions."""
-    batch_size: int = 32
-    """Images in one forward pass."""
-    on_bad_image: Literal["error", "skip"] = "error"
-    """What to do with a file that is no readable image."""
-    device: Literal["auto", "cpu", "gpu"] = "auto"
-    """Where to compute, as in training."""
-    executor: Literal["auto", "mxnet", "reference", "cuda"] = "auto"
-    """What computes, as in training."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +48,9 @@ class Prediction:
     picture: np.ndarray  # uint8 (size, size, 3): what the network saw
 
 
-def main(arguments: Sequence[str]) -> None:
-    """The command `python -m train predict`. Raises TrainError or DataError for a user's mistake."""
-    options = PredictOptions(**given(PredictOptions, arguments, prog="python -m train predict"))
+def main(values: Mapping[str, Any]) -> None:
+    """Predict, by the options given. Raises UserError."""
+    options = PredictOptions(**values)
     options = replace(options, images=tuple(image_paths(options.images)))
     predictions = predict(options)
     for file in sorted(set(options.images) - {prediction.file for prediction in predictions}):
@@ -90,9 +67,6 @@ def predict(options: PredictOptions) -> list[Prediction]:
     """Predictions for the given image files, in their order. Raises TrainError or DataError for a user's mistake."""
     if not options.checkpoint:
         raise TrainError("prediction needs trained weights: give --checkpoint with a run folder or a checkpoint file")
-    for name in ("top", "batch_size"):
-        if getattr(options, name) < 1:
-            raise TrainError(f"{option_name(name)} {getattr(options, name)} must be at least 1")
     trained = checkpoint.load_trained(options.checkpoint)
     config = replace(
         trained.config,

@@ -1,0 +1,45 @@
+"""Files that are written complete or not at all, and what to say where that fails."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from common.errors import UserError
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A name in the same folder to write to, which takes the place of `path` when all went well, and is gone otherwise.
+    Raises OSError."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.unlink(missing_ok=True)
+        yield partial
+        os.replace(partial, path)
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file in one step, over one that is there; raises OSError, and then leaves nothing behind."""
+    with replacing(path) as partial:
+        partial.write_bytes(content)
+
+
+def write(path: Path, content: bytes) -> None:
+    """The same, making the file's folder if need be. Raises UserError where that fails."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(path, content)
+    except OSError as error:
+        raise UserError(f"cannot write {path} ({error.strerror}): {way_out(error, 'give another place')}") from None
+
+
+def way_out(error: OSError, otherwise: str) -> str:
+    """What to do about a file that could not be written: `otherwise` where it is not for want of room."""
+    return "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else otherwise

@@ -1,0 +1,37 @@
+"""What the commands of this package take; imports nothing slow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+
+@dataclass(frozen=True)
+class ShowOptions:
+    """Print a table of a network before and after the passes, and draw it.
+
+    Examples:
+      python -m graph_passes show --model resnet50_v1               a network of MXNet's model zoo
+      python -m train export --symbol resnet50.json                 our own ResNet-50 as a Symbol JSON file ...
+      python -m graph_passes show --symbol resnet50.json            ... and what the passes do to it
+      python -m graph_passes show --symbol resnet50.json --gpu 0    ... and how this GPU computes it fastest
+    """
+
+    symbol: Annotated[Path | None, "FILE"] = None
+    """A Symbol JSON file, as symbol.save() writes it."""
+    model: str | None = None
+    """A network of MXNet's Gluon model zoo, such as resnet50_v1."""
+    batch_size: int = 256
+    """Images in a batch."""
+    image_size: int = 224
+    """Pixels, height and width."""
+    dtype: Literal["float16", "bfloat16", "float32"] = "float16"
+    """Type of the tensors."""
+    inference: bool = False
+    """Fold BatchNorm into the convolutions as well."""
+    output: Annotated[Path | None, "FOLDER"] = None
+    """Write before.svg, after.svg and after.json into this folder; default: no files."""
+    gpu: int | None = None
+    """Build the training step on this GPU and list where it was chosen among several ways to compute the same, with the
+    time of each; default: no list."""

@@ -1,0 +1,158 @@
+"""The commands of `python -m pipelines`. They give exit codes, and raise DataError."""
+
+from __future__ import annotations
+
+import json
+import math
+
+from rich.console import Console
+from rich.table import Table
+
+from pipelines import DataError, LoaderConfig, open_loader
+from pipelines.bench import STAGE_TITLES, LoaderSpeed, bench_settings, bench_stages
+from pipelines.files import write_text
+from pipelines.make_records import (
+    Options,
+    journal_path,
+    new_record_path,
+    plan_files,
+    plan_train_tar,
+    plan_val_tar,
+    tar_kind,
+    write_records,
+)
+from pipelines.options import BenchOptions, MakeRecordsOptions, MakeSamplesOptions, ShowOptions, VerifyOptions
+from pipelines.samples import NUM_TRAIN, NUM_VAL, PATTERNS, make_samples
+from pipelines.show import contact_sheet, save_png
+from pipelines.sources import class_list, read_classes, splits_of
+from pipelines.verify import print_report, verify_split, write_clean
+
+
+def make_records(options: MakeRecordsOptions) -> int:
+    """Convert images to RecordIO."""
+    how = Options(options.resize, options.quality, options.seed, options.num_threads, options.on_bad_image == "skip")
+    source, output, labels, classes = options.source, options.output, options.labels, options.classes
+    kind = tar_kind(source) if source.is_file() and source.suffix == ".tar" else "files"
+    if labels and kind != "val":
+        raise DataError(f"{source}: --labels {labels} is for ILSVRC2012_img_val.tar alone; leave it out")
+    if kind in ("train", "val"):
+        known = class_list(classes, separator=None) if classes else read_classes(output)
+        if options.split not in (None, kind):
+            raise DataError(f"{source}: holds the {kind} images, not {options.split}; leave --split out")
+        plans = {kind: plan_train_tar(source, known) if kind == "train" else plan_val_tar(source, labels, known)}
+    else:
+        if classes:
+            raise DataError(f"{source}: --classes {classes} is for ILSVRC2012's tar files; put a classes.txt beside it")
+        names = [options.split] if options.split else splits_of(str(source))
+        if any(journal_path(output, name).exists() for name in names):  # interrupted; what is whole is done
+            names = [name for name in names if not (output / f"{name}.rec").exists()]
+        plans = {name: plan_files(source, name) for name in names}
+    for name in plans:
+        new_record_path(output, name)  # nothing is written if one of them is there
+    for name, plan in plans.items():
+        count, skipped = write_records(plan, output, name, how)
+        for image, reason in skipped:
+            print(f"skipped {image}: {reason}")
+        print(f"{output / name}.rec: {count:,} images of {len(plan.classes):,} classes")
+    return 0
+
+
+def verify(options: VerifyOptions) -> int:
+    """Look for unusable images; 1 where some were found and are not left out from now on."""
+    console = Console()
+    unusable = 0
+    for name in [options.split] if options.split else splits_of(options.data):
+        report = verify_split(options.data, name, options.num_threads, options.num_classes)
+        print_report(report, console)
+        if options.write_clean_:
+            write_clean(report)
+            print(f"{report.clean_path}: {len(report.clean_lines):,} usable images")
+        else:
+            unusable += report.num_unusable
+    return 1 if unusable else 0
+
+
+def bench(options: BenchOptions) -> int:
+    """Print the speed of the loader alone, and write it to a file if one is given."""
+    config = LoaderConfig(
+        data=options.data,
+        split=options.split,
+        batch_size=options.batch_size,
+        image_size=options.image_size,
+        dtype=options.dtype,
+        channels=options.channels,
+        device=options.device,
+        num_threads=options.num_threads,
+        hw_decoder_load=options.hw_decoder_load,
+        cache_gib=options.cache,
+    )
+    if not 0 < options.seconds < math.inf:
+        raise DataError(f"seconds is {options.seconds:g}; give the time for each stage, above 0")
+    title = (f"{options.data} {options.split}, {options.device}, batch {options.batch_size}, {options.image_size} px, "
+             f"{options.dtype}")
+    stages = bench_stages(config, options.seconds)
+    rows = {STAGE_TITLES[stage]: (options.batch_size, speed) for stage, speed in stages.items()}
+    _print_speeds(title, "up to this stage", rows)
+    settings = list(bench_settings(config, options.seconds)) if options.sweep else []
+    if settings:
+        named = {", ".join(f"{name} {value}" for name, value in changes.items()) or "as above": (changes, speed)
+                 for changes, speed in settings}
+        rows = {name: (changes.get("batch_size", options.batch_size), speed)
+                for name, (changes, speed) in named.items()}
+        _print_speeds(title, "with this changed", rows)
+    if options.json_:
+        record = {
+            "config": vars(config),
+            "unit": "images/sec",
+            "stages": [{"stage": stage, **speed._asdict()} for stage, speed in stages.items()],
+            "settings": [{"changes": changes, **speed._asdict()} for changes, speed in settings],
+        }
+        try:
+            options.json_.parent.mkdir(parents=True, exist_ok=True)
+            write_text(options.json_, json.dumps(record, indent=1) + "\n")
+        except OSError as error:
+            raise DataError(f"{options.json_}: cannot be written ({error.strerror}); choose another file") from None
+    return 0
+
+
+def _print_speeds(title: str, column: str, rows: dict[str, tuple[int, LoaderSpeed]]) -> None:
+    """A table of batch size and speed by name."""
+    table = Table(title=title, title_justify="left")
+    table.add_column(column)
+    table.add_column("images/sec", justify="right")
+    table.add_column("ms a batch", justify="right")
+    for name, (batch_size, (speed, spread, _)) in rows.items():
+        table.add_row(name, f"{speed:,.0f} ± {spread:,.0f}", f"{batch_size * 1000 / speed:,.2f}")
+    Console().print(table)
+
+
+def show(options: ShowOptions) -> int:
+    """Write a contact sheet of samples."""
+    config = LoaderConfig(
+        data=options.data,
+        split=options.split,
+        batch_size=1,
+        image_size=options.image_size,
+        seed=options.seed,
+        random_area=options.random_area,
+        crop_padding=options.crop_padding,
+        cutout=options.cutout,
+        device=options.device,
+        on_bad_image="skip",
+    )
+    with open_loader(config) as loader:
+        title = f"{options.data}: {options.split}, {options.image_size} px"
+        save_png(contact_sheet(loader, options.rows, options.columns, title), options.output)
+    print(options.output)
+    return 0
+
+
+def make_sample_set(options: MakeSamplesOptions) -> int:
+    """Draw the built-in sample set."""
+    num_train = NUM_TRAIN if options.num_train is None else options.num_train
+    num_val = NUM_VAL if options.num_val is None else options.num_val
+    made = make_samples(options.output, num_train, num_val, options.seed, options.num_threads)
+    already = "" if made else " (was there already)"
+    print(f"{options.output}: {num_train} training and {num_val} validation images of each of {len(PATTERNS)} "
+          f"classes{already}")
+    return 0

@@ -1,0 +1,22 @@
+"""The loader for a configuration."""
+
+from __future__ import annotations
+
+from pipelines.dali_loader import DaliLoader
+from pipelines.decoded import decode_once
+from pipelines.errors import DataError
+from pipelines.loader import Loader, LoaderConfig
+from pipelines.sources import open_source
+from pipelines.synthetic import SyntheticLoader
+from pipelines.tuning import tune
+
+
+def open_loader(config: LoaderConfig, shard: tuple[int, int] = (0, 1)) -> Loader:
+    """The loader of a split; `shard` is (rank, number of processes). Raises DataError."""
+    rank, size = shard
+    if not 0 <= rank < size:
+        raise DataError(f"shard {rank} of {size} does not exist; ranks go from 0 to the number of processes less one")
+    if config.data == "synthetic":
+        return SyntheticLoader(config, shard)
+    source = decode_once(config, open_source(config.data, config.split, config.num_classes))
+    return DaliLoader(tune(config, source, shard), shard, source)

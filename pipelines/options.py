@@ -1,0 +1,133 @@
+"""What the commands of this package take; imports nothing slow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+Split = Literal["train", "val"]
+OptionalFile = Annotated[Path | None, "FILE"]
+
+
+@dataclass(frozen=True)
+class MakeRecordsOptions:
+    """Convert class folders, shards or ILSVRC2012 tar files to RecordIO.
+
+    Writes OUTPUT/train.rec, train.idx (or val) and classes.txt. Interrupted, the same command goes on where it stopped.
+    """
+
+    source: Path
+    """A folder with train/ and val/, a folder of class folders or of shards (WebDataset, TFRecord), a tar shard, a
+    .lst file, ILSVRC2012_img_train.tar or ILSVRC2012_img_val.tar."""
+    output: Path
+    """The folder to write into."""
+    split: Split | None = None
+    """What to convert; default: all that SOURCE holds."""
+    labels: OptionalFile = None
+    """Labels of the validation tar: a synset on each line, or lines of file name and label."""
+    classes: OptionalFile = None
+    """List of synsets in the order of their labels, perhaps with names to show (synset_words.txt)."""
+    resize: int = 0
+    """Shrink images to this many pixels on the shorter side; 0 copies them unchanged."""
+    quality: int = 95
+    """JPEG quality of images that are shrunk."""
+    seed: int = 0
+    """Seed of the order in which images are written."""
+    num_threads: int = 0
+    """0 takes all cores."""
+    on_bad_image: Literal["error", "skip"] = "error"
+    """What to do with files that are no images (with --resize: that cannot be decoded)."""
+
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    """Find truncated, empty, non-image, CMYK and mislabelled images; exit code 1 if some are unusable."""
+
+    data: str
+    """Where the images are, in any of the forms of docs/data.md."""
+    split: Split | None = None
+    """What to look at; default: all that DATA holds."""
+    write_clean_: bool = False
+    """Write an .idx (RecordIO) or a .lst (folders) without the unusable ones, which the loader then uses; the
+    former one is kept as NAME.orig. A missing or wrong .idx is made anew from the .rec file."""
+    num_classes: int | None = None
+    """How many classes a .rec file without a classes.txt has."""
+    num_threads: int = 0
+    """0 takes all cores."""
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """Measure the loader alone: images/sec up to each of its stages."""
+
+    data: str
+    """Where the images are, in any of the forms of docs/data.md."""
+    split: Split = "train"
+    """train decodes a random window of each image, val all of it."""
+    batch_size: int = 32
+    """Images in a batch."""
+    image_size: int = 224
+    """Pixels, height and width."""
+    dtype: Literal["float32", "float16"] = "float32"
+    """Type of the batches."""
+    channels: Literal[3, 4] = 3
+    """4 adds a channel of zeros."""
+    device: Literal["cpu", "gpu"] = "cpu"
+    """Where to decode and augment."""
+    num_threads: int = 0
+    """CPU threads; 0 takes all cores."""
+    hw_decoder_load: float | None = None
+    """On the GPU, the part of the images that its JPEG engine decodes; default: 0.65."""
+    cache: float = 0.0
+    """GiB of memory; a split that takes no more is decoded before the measurement, and fed as pixels."""
+    seconds: float = 4.0
+    """Time for each stage or setting."""
+    sweep: bool = False
+    """Also measure the loader with other settings: part of the JPEG engine, threads, prefetch, batch size, CPU."""
+    json_: OptionalFile = None
+    """Write the figures there too, with all raw times."""
+
+
+@dataclass(frozen=True)
+class ShowOptions:
+    """Write a contact sheet (PNG) of augmented samples with their class names: what the network sees."""
+
+    data: str
+    """Where the images are, in any of the forms of docs/data.md, or "synthetic"."""
+    output: Path
+    """The PNG file."""
+    split: Split = "train"
+    """train shows augmented samples, val those of the validation."""
+    image_size: int = 224
+    """Pixels, height and width."""
+    rows: int = 4
+    """Rows of the sheet."""
+    columns: int = 7
+    """Columns of the sheet."""
+    seed: int = 0
+    """Another seed shows other samples."""
+    random_area: tuple[float, float] = (0.08, 1.0)
+    """Smallest and largest share of an image's area that a random crop takes."""
+    crop_padding: int = 0
+    """Pixels of padding for crops of the image's own size, instead of a random area; 0: off."""
+    cutout: float = 0.0
+    """Side of the square that is filled with the mean colour, as part of the image's side; 0: none."""
+    device: Literal["cpu", "gpu"] = "cpu"
+    """Where to decode and augment."""
+
+
+@dataclass(frozen=True)
+class MakeSamplesOptions:
+    """Draw the built-in sample set: twelve classes of textures as JPEG files in class folders."""
+
+    output: Path
+    """The folder to write; a set that is there already is left as it is."""
+    num_train: int | None = None
+    """Training images of each class; default: as many as `python -m train --data samples` draws."""
+    num_val: int | None = None
+    """Validation images of each class; likewise."""
+    seed: int = 0
+    """Another seed draws other images."""
+    num_threads: int = 0
+    """0 takes all cores."""

@@ -1,0 +1,80 @@
+"""Help, versions and mistakes are answered before anything slow is imported, and each command's function is there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+SLOW = {"mxnet", "nvidia.dali", "numpy", "matplotlib", "psutil", "rich", "PIL", "horovod"}
+PROGRAMS = ("train", "pipelines", "graph_passes")
+
+
+def start(module: str, *arguments: str) -> tuple[int, str, str, set[str]]:
+    """Run a program as `python -m` does: exit code, stdout, stderr, and which slow modules it has imported."""
+    script = f"""
+        import runpy, sys
+        try:
+            runpy.run_module({module!r}, run_name="__main__", alter_sys=True)
+        finally:
+            sys.stdout.flush()
+            print("imported:", *({SLOW} & sys.modules.keys()))
+    """
+    command = [sys.executable, "-c", "\n".join(line[8:] for line in script.splitlines()), *arguments]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    out, _, imported = done.stdout.rpartition("imported:")
+    return done.returncode, out, done.stderr, set(imported.split())
+
+
+@pytest.mark.parametrize("line", [
+    "train --help", "train train --help", "train benchmark -h", "train --config ?", "train predict --help",
+    "pipelines --help", "pipelines verify --help", "graph_passes --help", "graph_passes show --help",
+    "train.launch --help", "train.multi_host --help",
+])  # fmt: skip
+def test_help(line):
+    module, *arguments = line.split()
+    code, out, err, imported = start(module, *arguments)
+    assert (code, err, imported) == (0, "", set())
+    assert out.count("\n") > 5
+
+
+@pytest.mark.parametrize("line, sentence", [
+    ("train --epcohs 3", "there is no option --epcohs; did you mean --epochs?"),
+    ("train valdate", "there is no command 'valdate'; did you mean validate?"),
+    ("train --config cpu_smaple", "there is no preset 'cpu_smaple' in train/configs/; did you mean cpu_sample?"),
+    ("train --batch-size 0", "--batch-size 0 must be at least 1"),
+    ("train --data --epochs 3", "--data needs a value"),
+    ("train validate --epochs 3", "--epochs is an option of train and compare-precision, not of validate"),
+    ("train benchmark --resume auto", "--resume is an option of train, not of benchmark"),
+    ("train predict --top x a.jpg", "--top needs a whole number, not 'x'"),
+    ("pipelines vrify", "there is no command 'vrify'; did you mean verify?"),
+    ("pipelines bench data --device tpu", "--device tpu is not one of cpu, gpu"),
+    ("graph_passes show --modl x", "there is no option --modl; did you mean --model?"),
+    ("train.launch -n x", "-n/--processes needs a whole number above 0, not 'x'"),
+])  # fmt: skip
+def test_mistakes(line, sentence):
+    module, *arguments = line.split()
+    code, out, err, imported = start(module, *arguments)
+    assert (code, out, imported) == (2, "", set())
+    assert err.startswith(f"error: {sentence}") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("module", PROGRAMS)
+def test_version(module):
+    code, out, err, imported = start(module, "--version")
+    assert (code, err) == (0, "") and not imported & {"mxnet", "nvidia.dali", "numpy", "horovod"}
+    first, *libraries = out.splitlines()
+    assert first.startswith("resnet50-mxnet 0.")
+    assert [line.partition(" ")[0].split("-")[0].strip(":") for line in libraries] == [
+        "python", "mxnet", "nvidia", "horovod"
+    ]
+
+
+@pytest.mark.parametrize("module", PROGRAMS)
+def test_every_command_has_its_function(module):
+    for command in import_module(f"{module}.__main__").COMMANDS.values():
+        assert callable(command.load())

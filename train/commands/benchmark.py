@@ -1,0 +1,123 @@
+"""The command `benchmark`: the speed of training steps, which are repeated until it is known well enough."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from train import devices
+from train.build import build_executor, check_memory, join_bn_group, open_split
+from train.commands.options import Measurement
+from train.commands.profile import write_profile
+from train.commands.session import measure_loader, name_preset, open_recorder, prepare, report, run_folder_of
+from train.config import SYNTHETIC, Config, configure, part_of
+from train.distributed import Workers
+from train.errors import TrainError
+from train.loop import Trainer, frozen_heap
+from train.recorder import Recorder
+
+PRECISION = 0.01  # wanted standard error of the median step time, relative to it
+
+
+class Result(NamedTuple):
+    step_ms: float  # median
+    sentence: str
+
+
+def main(values: Mapping[str, Any]) -> None:
+    """Measure and report, by the options given. Raises UserError."""
+    workers, wanted = Workers(), part_of(Measurement, values)
+    with workers.agreement():
+        default = devices.default_config(values, workers.local_rank)
+        # Progressive resizing would mix steps of several sizes.
+        config = configure(values, replace(default, first_image_size=0, resize_epochs=(0.0, 0.0)))
+        name_preset(config, values, workers)
+        run_folder = run_folder_of(config)
+        placement = prepare(config, workers)
+        if wanted.profile:
+            _check_profile(config, placement)
+        bn_group = join_bn_group(config, placement, workers)
+        loader = open_split(config, "train", placement, workers)
+        check_memory(config, len(loader.class_names), loader.config.size_in(0), placement)
+        executor = build_executor(config, len(loader.class_names), loader.config.size_in(0), placement, None,
+                                  not workers.alone, bn_group)
+        trainer = Trainer(config, workers, executor, loader, None, run_folder, None)
+    trainer.join()
+    with workers.agreement():
+        recorder = open_recorder(trainer, num_epochs=None, warmup_steps=wanted.warmup_steps)
+    with recorder:
+        with trainer.monitoring(recorder), frozen_heap():
+            result = benchmark(trainer, recorder, wanted)
+        recorder.say(result.sentence)
+        if wanted.profile and workers.rank == 0:
+            recorder.say(write_profile(run_folder / "profile.txt", executor, result.step_ms))
+        if config.data != SYNTHETIC:
+            recorder.loader_speed(measure_loader(loader, workers))
+    report(recorder, run_folder)
+
+
+def _check_profile(config: Config, placement: devices.Placement) -> None:
+    """Raise TrainError where the operators of a step cannot be measured."""
+    if config.bn_group > 1:
+        raise TrainError(f"--profile measures one GPU alone, which with --bn-group {config.bn_group} would wait for "
+                         "others; leave out one of the two")
+    if placement.executor != "cuda":
+        raise TrainError(f"--profile measures the kernels of the cuda executor, but the executor of this run is "
+                         f"{placement.executor}: leave it out")
+
+
+def benchmark(trainer: Trainer, recorder: Recorder, wanted: Measurement) -> Result:
+    """Repeat training steps until their median time is known well enough.
+
+    Well enough: standard error of the median below 1 %, or a limit of what is wanted is reached. The time of a step is
+    that between the ends of two steps, so it holds all that the loop does in between (`Recorder.stop_clock`).
+    """
+    most = wanted.warmup_steps + wanted.limit_steps
+    recorder.begin_epoch(0, most)
+    batches = recorder.timed(itertools.chain.from_iterable(itertools.repeat(trainer.train_loader)))
+    times: list[float] = []  # s; of one step each
+    error, done = math.inf, False
+    start = last_end = time.perf_counter()
+    while not done:
+        trainer.step(batches)
+        recorder.stop_clock(trainer.executor.idle_seconds)
+        now = time.perf_counter()
+        times.append(now - last_end)
+        last_end = now
+        counted = times[wanted.warmup_steps :]
+        if len(counted) >= wanted.min_steps:
+            error = standard_error_of_median(counted) / float(np.median(counted))
+        over = now - start > 60 * wanted.limit_minutes
+        (done,) = trainer.workers.vote([error < PRECISION or (over and len(counted) >= 2)])
+        done |= trainer.progress.step == most
+        trainer.end_step(recorder, read_now=done)
+
+    median = float(np.median(times[wanted.warmup_steps :]))
+    speed = trainer.config.global_batch(trainer.workers.size) / median
+    recorder.event("benchmark", median_step_ms=1e3 * median, images_per_sec=speed, relative_error=error)
+    result = f"median step {1e3 * median:.1f} ms = {speed:.1f} images/sec"
+    if error < PRECISION:
+        sentence = f"{result}, standard error of the median {error:.2%}"
+    elif math.isinf(error):
+        sentence = f"{result}; ended at its limit before the {wanted.min_steps} steps that tell how exact that is"
+    else:
+        sentence = (
+            f"{result}; ended at its limit with a standard error of the median of {error:.2%}, more than the 1 % wanted"
+        )
+    return Result(1e3 * median, sentence)
+
+
+def standard_error_of_median(values: Sequence[float]) -> float:
+    """From the order statistics that bound the median's 95 % confidence interval, so for any distribution.
+
+    Source: McKean and Schrader, 'A comparison of methods for studentizing the sample median', 1984.
+    """
+    ordered, z = np.sort(values), 1.96
+    below = max(0, math.floor((len(values) + 1) / 2 - z * math.sqrt(len(values) / 4)) - 1)
+    return float(ordered[len(values) - 1 - below] - ordered[below]) / (2 * z)

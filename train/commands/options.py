@@ -1,0 +1,118 @@
+"""What each command takes besides `train`, whose options are `config.Config`; imports nothing slow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from train.config import (
+    BatchOptions,
+    CacheOptions,
+    DataOptions,
+    DeviceOptions,
+    DistributedOptions,
+    ImageOptions,
+    InferenceImageOptions,
+    LoaderOptions,
+    LogOptions,
+    NetworkOptions,
+    OptimizerOptions,
+    RunOptions,
+    TrainingOptions,
+)
+
+
+@dataclass(frozen=True)
+class ValidateOptions(LoaderOptions, InferenceImageOptions, BatchOptions, DeviceOptions, DataOptions):
+    """Print loss and accuracy of a trained network on validation data.
+
+    What is not given is as it was in the run that trained it.
+    """
+
+    checkpoint: Annotated[str, "PATH"] = ""
+    """Run folder or checkpoint file whose network is validated; of a run folder, its best checkpoint."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The measurement."""
+
+    warmup_steps: int = 10
+    """First steps, which do not count."""
+    min_steps: int = 20
+    """Steps measured at least."""
+    limit_steps: int = 1000
+    """Measure at most this many steps, even if the median is still uncertain."""
+    limit_minutes: float = 5.0
+    """End after this many minutes, likewise."""
+    profile: bool = False
+    """Executor cuda: also measure each operator of the step; printed, and written to profile.txt in the run folder."""
+
+
+@dataclass(frozen=True)
+class BenchmarkOptions(LogOptions, DistributedOptions, OptimizerOptions, CacheOptions, LoaderOptions, ImageOptions,
+                       BatchOptions, NetworkOptions, DeviceOptions, DataOptions, RunOptions, Measurement):
+    """Measure the speed of training steps, which are repeated until it is known to 1 %."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The comparison."""
+
+    precisions: tuple[Literal["float32", "tf32", "float16", "bfloat16"], ...] = (
+        "float32", "tf32", "float16", "bfloat16",
+    )  # fmt: skip
+    """Precisions to train in; the CPU has float32 only."""
+    depths: tuple[Literal[18, 34, 50, 101, 152], ...] = ()
+    """Depths of the network to train; default: the one of --depth."""
+
+
+@dataclass(frozen=True)
+class CompareOptions(TrainingOptions, Comparison):
+    """Do the same training in fp32, TF32, fp16 and bf16, and show the results side by side."""
+
+
+@dataclass(frozen=True)
+class PredictOptions:
+    """Print the most likely classes of image files."""
+
+    images: tuple[Path, ...]
+    """Image files, and folders, which stand for all images in them."""
+    checkpoint: Annotated[str, "PATH"] = ""
+    """Run folder or checkpoint file of the trained network; of a run folder, its best checkpoint."""
+    top: int = 5
+    """How many classes to give for each image."""
+    json: bool = False
+    """Print JSON instead of a table."""
+    contact_sheet: Annotated[str, "FILE"] = ""
+    """Also write a PNG with the images, as the network sees them, and their predictions."""
+    batch_size: int = 32
+    """Images in one forward pass."""
+    on_bad_image: Literal["error", "skip"] = "error"
+    """What to do with a file that is no readable image."""
+    device: Literal["auto", "cpu", "gpu"] = "auto"
+    """Where to compute, as in training."""
+    executor: Literal["auto", "mxnet", "reference", "cuda"] = "auto"
+    """What computes, as in training."""
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """Write a trained network as ONNX or MXNet files, or a network's Symbol."""
+
+    checkpoint: Annotated[str, "PATH"] = ""
+    """Run folder or checkpoint file of the trained network; of a run folder, its best checkpoint."""
+    onnx: Annotated[str, "FILE"] = ""
+    """ONNX file to write: input `data` float32 (N, 3, H, W), RGB, output `probabilities` (N, classes), BatchNorm folded
+    into the convolutions; checked with ONNX Runtime. Its metadata says how to prepare an image."""
+    symbol: Annotated[str, "FILE"] = ""
+    """Symbol JSON file to write: the network for `python -m graph_passes show --symbol` and for MXNet to load."""
+    params: Annotated[str, "FILE"] = ""
+    """MXNet parameter file to write, for the Symbol of the same --layout."""
+    layout: Literal["NHWC", "NCHW"] = "NHWC"
+    """Memory layout of --symbol and --params; stock MXNet on a CPU needs NCHW."""
+    depth: Literal[18, 34, 50, 101, 152] = 50
+    """Depth of the ResNet for --symbol without a checkpoint."""
+    num_classes: int = 1000
+    """Its number of classes."""

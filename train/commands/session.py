@@ -1,0 +1,117 @@
+"""What commands that train or validate have in common: the run's folder, its device, its recorder and its report."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import time
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from common import files
+from pipelines import DataError, Loader
+from pipelines.samples import make_samples
+from train import checkpoint, devices, predictions
+from train.build import SAMPLES_FOLDER
+from train.config import CONFIG_FILE, LIST_PRESETS, SAMPLES, SYNTHETIC, Config
+from train.demonstration import next_commands
+from train.distributed import Workers
+from train.errors import TrainError
+from train.inspection import predict_some
+from train.loop import Trainer
+from train.optimizer import averages_in_use
+from train.recorder import Recorder
+from train.report import write_report
+
+LOADER_SECONDS = 2.0  # how long the loader alone is measured
+AUTO = "auto"  # value of --resume: go on with the run in --output, or begin it
+
+
+def name_preset(config: Config, values: Mapping[str, Any], workers: Workers) -> None:
+    """Where the user chose no preset: say which one the run got."""
+    if workers.rank == 0 and "config" not in values:
+        recipe = f"{config.epochs} epoch{'s' * (config.epochs > 1)} at {config.image_size} pixels"
+        print(f"preset {config.config}: {recipe} (--config takes another one, --config {LIST_PRESETS} lists them)",
+              flush=True)
+
+
+def run_folder_of(config: Config, resumed_file: Path | None = None) -> Path:
+    """The run's folder, which is not made yet. Raises TrainError where it holds another run."""
+    folder = Path(config.output or f"runs/{config.config}-{datetime.now():%Y%m%d-%H%M%S}")
+    goes_on_there = config.resume == AUTO or (resumed_file is not None and folder in resumed_file.parents)
+    if (folder / CONFIG_FILE).exists() and not goes_on_there:
+        has_checkpoint = (folder / checkpoint.FOLDER).is_dir()
+        way_out = f"go on with it (--resume {folder})" if has_checkpoint else "remove it"
+        raise TrainError(f"the output folder {folder} already holds a run: {way_out}, or give another --output")
+    return folder
+
+
+def prepare(config: Config, workers: Workers) -> devices.Placement:
+    """Choose the device, saying so where it matters, and make the built-in sample set if it is asked for."""
+    placement = devices.choose(config, workers.local_rank)
+    if placement.note and workers.rank == 0:
+        print(placement.note, flush=True)
+    if workers.rank:
+        logging.getLogger("graph_passes.cuda").setLevel(logging.ERROR)  # process 0 says for all that kernels are chosen
+    with workers.agreement():
+        if config.data == SAMPLES and workers.local_rank == 0:
+            make_samples(SAMPLES_FOLDER)
+    return placement
+
+
+def open_recorder(trainer: Trainer, num_epochs: int | None, warmup_steps: int = 10) -> Recorder:
+    """Make the run's folder with the recorder in it, and its config.json. Raises TrainError where that fails."""
+    config, workers, progress = trainer.config, trainer.workers, trainer.progress
+    recorder = Recorder(
+        trainer.run_folder,
+        config=config.to_dict(),
+        images_per_step=config.global_batch(workers.size),
+        num_epochs=num_epochs,
+        log_every=config.log_every,
+        enabled=workers.rank == 0,
+        num_processes=workers.size,
+        first_step=progress.step,
+        first_epoch=progress.epoch,
+        warmup_steps=warmup_steps,
+        tensorboard=config.tensorboard,
+        mlperf=config.mlperf,
+    )
+    if workers.rank == 0:  # once the recorder has the folder for itself
+        files.write(trainer.run_folder / CONFIG_FILE, json.dumps(config.to_dict(), indent=2).encode() + b"\n")
+    if trainer.average:
+        recorder.say(workers.describe(trainer.average))
+    return recorder
+
+
+def measure_loader(loader: Loader, workers: Workers) -> float:
+    """Images/sec of the loader alone, over all processes."""
+    batches = iter(itertools.chain.from_iterable(itertools.repeat(loader)))
+    for _ in range(loader.config.prefetch + 1):  # made ahead while the network still computed
+        next(batches)
+    start, count = time.perf_counter(), 0
+    while time.perf_counter() - start < LOADER_SECONDS:
+        next(batches).data.wait_to_read()
+        count += loader.config.batch_size
+    return workers.sum([count / (time.perf_counter() - start)])[0]
+
+
+def report(recorder: Recorder, run_folder: Path, trainer: Trainer | None = None) -> None:
+    """Write the report, of the process that has recorded the run; with a `trainer` whose run is complete, and a
+    validation behind it, also what its network makes of some images. Raises TrainError."""
+    if not recorder.enabled:
+        return
+    print("writing the report ...", flush=True)
+    folder = run_folder / "report"
+    if trainer and trainer.val_loader and recorder.record.epochs and trainer.config.data != SYNTHETIC:
+        try:
+            with averages_in_use(trainer.optimizer):
+                shown = predict_some(trainer.executor, trainer.val_loader, trainer.progress.epoch)
+            predictions.save(shown, folder)
+        except DataError as error:  # the run is complete all the same
+            print(f"no picture of predictions: {error}", flush=True)
+    print(f"report: {write_report(folder, recorder.record)}")
+    if trainer and trainer.config.data == SAMPLES:
+        print(next_commands(run_folder))

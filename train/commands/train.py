@@ -1,0 +1,166 @@
+"""The command `train`, which is what `python -m train` does without one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from graph_passes.executors import Executor
+from graph_passes.executors.cuda.statistics_group import StatisticsGroup
+from train import checkpoint, devices
+from train.build import build_executor, check_memory, join_bn_group, open_split
+from train.checkpoint import Checkpoint
+from train.commands.session import AUTO, measure_loader, name_preset, open_recorder, prepare, report, run_folder_of
+from train.config import SYNTHETIC, Config, configure, load_preset
+from train.distributed import Workers, drain_engine, is_elastic, is_lost_process
+from train.errors import LostProcessError, TrainError
+from train.invocation import launcher
+from train.loop import Trainer
+from train.recorder import Recorder
+from train.schedule import image_sizes
+from train.signals import StoppedBySignal
+
+if TYPE_CHECKING:
+    from train.elastic import RunState  # needs Horovod
+
+
+class Beginning(NamedTuple):
+    """What a session of a run starts from."""
+
+    config: Config
+    run_folder: Path
+    checkpoint: Checkpoint | None  # None: the network's initial weights
+
+
+def main(values: Mapping[str, Any]) -> None:
+    """Train, by the options given. Raises UserError, StoppedBySignal, and LostProcessError."""
+    if is_elastic():
+        from train import elastic  # needs Horovod
+
+        elastic.run(partial(_elastic_session, values))
+        return
+    workers = Workers()
+    beginning = begin(values, workers)
+    with open_trainer(beginning, workers) as (trainer, bn_group):
+        try:
+            train(trainer)
+        except Exception as error:
+            if not is_lost_process(error):
+                raise
+            for waiting in (bn_group, trainer.average):
+                if waiting:
+                    waiting.give_up()  # the GPU would wait for the lost one
+            drain_engine()
+            raise LostProcessError(f"another process of this run has ended; go on from the last checkpoint, if there "
+                                   f"is one, with: {launcher()} --resume {beginning.run_folder}") from None
+
+
+def _elastic_session(values: Mapping[str, Any], state: RunState) -> None:
+    """Train until the run is over, or until processes come or go: then `state` has what the next session starts from,
+    and it comes by its executor, with all that has been compiled for it."""
+    workers = Workers()
+    if state.committed:
+        beginning = Beginning(state.committed.config, state.run_folder or Path(), state.committed)
+    else:
+        beginning = begin(values, workers)
+    with open_trainer(beginning, workers, state.executor if state.committed else None, state.commit) as (trainer, _):
+        state.capture, state.executor, state.run_folder = trainer.capture, trainer.executor, trainer.run_folder
+        train(trainer)
+
+
+def begin(values: Mapping[str, Any], workers: Workers) -> Beginning:
+    """A new run, or one that is gone on with. A collective operation; raises TrainError."""
+    with workers.agreement():
+        file = _checkpoint_to_resume(values)
+        if not file:
+            config = configure(values, devices.default_config(values, workers.local_rank))
+            name_preset(config, values, workers)
+            return Beginning(config, run_folder_of(config), None)
+        start = checkpoint.load(file)
+        default = load_preset(values["config"]) if "config" in values else _resumed_config(file, start)
+        config = configure(values, default)
+        return Beginning(config, run_folder_of(config, file), start)
+
+
+def _checkpoint_to_resume(values: Mapping[str, Any]) -> Path | None:
+    place = values.get("resume")
+    if place == AUTO:
+        if "output" not in values:
+            raise TrainError("--resume auto needs --output with the folder of the run; or give --resume that folder")
+        return checkpoint.in_folder(Path(values["output"]))
+    return checkpoint.find(place) if place else None
+
+
+def _resumed_config(file: Path, start: Checkpoint) -> Config:
+    """The configuration of the run that is gone on with, less its limits, which were those of that session."""
+    output = str(file.parent.parent) if file.parent.name == checkpoint.FOLDER else ""
+    return replace(start.config, output=output, max_steps=0, time_limit=0.0)
+
+
+@contextlib.contextmanager
+def open_trainer(
+    beginning: Beginning, workers: Workers, executor: Executor | None = None, commit: Callable[[], None] | None = None
+) -> Iterator[tuple[Trainer, StatisticsGroup | None]]:
+    """Inside, a trainer that has joined those of the other processes, and the GPUs that share BatchNorm's statistics.
+
+    A collective operation; raises UserError.
+
+    Args:
+        executor: one that an elastic run has used so far; None: it is built.
+        commit: see `Trainer`.
+    """
+    config, run_folder, start = beginning
+    with contextlib.ExitStack() as loaders:
+        with workers.agreement():
+            placement = prepare(config, workers)
+            bn_group = join_bn_group(config, placement, workers)
+            train_loader = loaders.enter_context(open_split(config, "train", placement, workers))
+            val_loader = None
+            if config.validate_every:
+                val_loader = loaders.enter_context(open_split(config, "val", placement, workers))
+            if not start and placement.device.startswith("gpu"):
+                # The network asks how much memory is left: it is to know of the loaders', of validation's too.
+                for loader in (train_loader, val_loader):
+                    if loader:
+                        loader.prepare()
+            if executor and start:
+                executor.set_params(start.params, start.aux)
+                executor.read_metrics()  # those of steps that are undone
+            else:
+                num_classes, largest_size = len(train_loader.class_names), max(image_sizes(config))
+                check_memory(config, num_classes, largest_size, placement)
+                image_size = train_loader.config.size_in(start.progress.epoch if start else 0)
+                executor = build_executor(config, num_classes, image_size, placement, start, not workers.alone,
+                                          bn_group, largest_size)  # fmt: skip
+            trainer = Trainer(config, workers, executor, train_loader, val_loader, run_folder, start, commit)
+        yield trainer, bn_group
+
+
+def train(trainer: Trainer) -> None:
+    """Train to the end, record it in the run's folder, and write the report. Raises UserError and StoppedBySignal."""
+    trainer.join()
+    with trainer.workers.agreement():
+        recorder = open_recorder(trainer, trainer.config.epochs)
+    try:
+        with recorder:
+            _note_memory(trainer, recorder)
+            trainer.run(recorder)
+            if trainer.config.data != SYNTHETIC:  # which is made once and costs nothing
+                recorder.loader_speed(measure_loader(trainer.train_loader, trainer.workers))
+    except StoppedBySignal:
+        report(recorder, trainer.run_folder)
+        raise
+    report(recorder, trainer.run_folder, trainer)
+
+
+def _note_memory(trainer: Trainer, recorder: Recorder) -> None:
+    if largest_batch := trainer.executor.largest_batch():
+        recorder.event("memory", largest_batch=largest_batch)
+    loaders = (trainer.train_loader, trainer.val_loader)
+    if cached := sum(loader.cache_bytes for loader in loaders if loader):
+        size = f"{cached / 2**30:.2f} GiB" if cached >= 2**30 / 10 else f"{cached / 2**20:.1f} MiB"
+        recorder.say(f"decoded images stay in memory: {size} per process (--cache)")

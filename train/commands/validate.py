@@ -1,0 +1,33 @@
+"""The command `validate`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from train import checkpoint
+from train.build import build_executor, open_split
+from train.commands.session import prepare
+from train.config import configure
+from train.distributed import Workers
+from train.errors import TrainError
+from train.loop import validate
+
+
+def main(values: Mapping[str, Any]) -> None:
+    """Print loss and accuracy of a trained network, by the options given. Raises UserError."""
+    workers = Workers()
+    with workers.agreement():
+        place = values.get("checkpoint")
+        if not place:
+            raise TrainError("validation needs trained weights: give --checkpoint with a run folder or checkpoint file")
+        trained = checkpoint.load_trained(place)
+        config = configure(values, trained.config)
+        placement = prepare(config, workers)
+        loader = open_split(replace(config, cache=0), "val", placement, workers)  # each image is needed once
+        executor = build_executor(config, len(loader.class_names), loader.config.image_size, placement, trained)
+    sums = validate(executor, loader, workers)
+    if workers.rank == 0:
+        loss, top1, top5 = (value / sums.count for value in (sums.loss_sum, sums.top1, sums.top5))
+        print(f"{place}: {sums.count:.0f} images, loss {loss:.4f}, top-1 {top1:.2%}, top-5 {top5:.2%}")

@@ -1,0 +1,21 @@
+"""How this process was started: by which launcher, and with which command."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+
+LAUNCHER_VARIABLE = "RESNET_LAUNCHER"  # environment variable: what started this process, with its own options
+
+
+def launcher() -> str:
+    """What starts runs like this one; the options of `python -m train` follow it."""
+    return os.environ.get(LAUNCHER_VARIABLE, "python -m train")
+
+
+def command_line() -> str:
+    """The command that started this process, or the launcher that did, ready to be copied into a shell."""
+    if LAUNCHER_VARIABLE in os.environ:
+        return f"{launcher()} {shlex.join(sys.orig_argv[3:])}"  # it was: python -m train ...
+    return shlex.join(["python", *sys.orig_argv[1:]])
