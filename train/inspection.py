@@ -49,4 +49,5 @@ def _valid(
     """Pixels of the chosen images, or with an executor their probabilities, and labels, batch by batch."""
     for batch in load_chosen(config, chosen):
         values = executor.forward(batch.data) if executor else batch.data
-        yield values.asnumpy()[: batch.num_valid].astype(np.float32), batch.label.asnumpy()[: batch.num_valid].astype(int)
+        valid, label = (array.asnumpy()[: batch.num_valid] for array in (values, batch.label))
+        yield valid.astype(np.float32), label.astype(int)

@@ -1,5 +1,4 @@
-"""What a network makes of some validation images: kept in a file of the report's folder, from which its picture is drawn.
-"""
+"""What a network makes of some validation images, kept in a file of the report's folder, which draws it."""
 
 from __future__ import annotations
 
@@ -34,8 +33,8 @@ class Predictions:
     def caption(self) -> str:
         """Of the picture."""
         epochs = f"{self.epoch} epoch{'s' * (self.epoch != 1)}"
-        return (f"{len(self.true)} images spread evenly over the validation set, and what the network took them for after "
-                f"{epochs}, with the probability that it gave its guess: {self.num_right} are right.")
+        return (f"{len(self.true)} images, spread evenly over the validation set, and what the network takes them for "
+                f"after {epochs}, with the probability of its guess: {self.num_right} are right.")
 
 
 def save(predictions: Predictions, folder: Path) -> None:

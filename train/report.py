@@ -26,7 +26,7 @@ from train.summary import Summary, summarize
 def write_report(folder: Path, record: RunRecord) -> Path:
     """Write all files of a report into `folder`; returns the path of report.md.
 
-    Predictions that `train.predictions` has put there become a picture. Raises UserError for a run without a single step
+    Predictions that lie there (`train.predictions`) become a picture. Raises UserError for a run without a single step
     and a folder that cannot be written.
     """
     summary = summarize(record)

@@ -61,8 +61,9 @@ def run_train(
     def run(*arguments: object, report: bool = False) -> tuple[int, str, str]:
         capfd.readouterr()
         with monkeypatch.context() as patch:
-            if not report:  # its plots take longer than the run
+            if not report:  # its plots and predictions take longer than the run
                 patch.setattr(session, "write_report", lambda folder, record: folder)
+                patch.setattr(session, "has_predictions", lambda trainer, recorder: False)
             code = program.main([str(argument) for argument in arguments])
         out, err = capfd.readouterr()
         return code, out, err

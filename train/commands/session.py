@@ -105,13 +105,18 @@ def report(recorder: Recorder, run_folder: Path, trainer: Trainer | None = None)
         return
     print("writing the report ...", flush=True)
     folder = run_folder / "report"
-    if trainer and trainer.val_loader and recorder.record.epochs and trainer.config.data != SYNTHETIC:
+    if trainer and trainer.val_loader and has_predictions(trainer, recorder):
         try:
             with averages_in_use(trainer.optimizer):
-                shown = predict_some(trainer.executor, trainer.val_loader, trainer.progress.epoch)
-            predictions.save(shown, folder)
+                predictions.save(predict_some(trainer.executor, trainer.val_loader, trainer.progress.epoch), folder)
         except DataError as error:  # the run is complete all the same
             print(f"no picture of predictions: {error}", flush=True)
     print(f"report: {write_report(folder, recorder.record)}")
     if trainer and trainer.config.data == SAMPLES:
         print(next_commands(run_folder))
+
+
+def has_predictions(trainer: Trainer, recorder: Recorder) -> bool:
+    """Whether the run has validated images that somebody can look at."""
+    validated = any(row.val_top1 is not None for row in recorder.record.epochs)
+    return validated and trainer.config.data != SYNTHETIC
