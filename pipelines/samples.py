@@ -104,7 +104,7 @@ def _clouds(u: Field, v: Field, rng: np.random.Generator) -> Field:
 
 
 def _rays(u: Field, v: Field, rng: np.random.Generator) -> Field:
-    return _wave(int(rng.integers(7, 15)) * np.arctan2(v, u) / (2 * np.pi))
+    return _wave(int(rng.integers(8, 13)) * np.arctan2(v, u) / (2 * np.pi))
 
 
 def _crosses(u: Field, v: Field, rng: np.random.Generator) -> Field:
@@ -145,18 +145,18 @@ def draw(pattern: str, rng: np.random.Generator) -> Image.Image:
     image = _clutter(image, x, y, rng)
     angle, strength = rng.uniform(0, 2 * np.pi), rng.uniform(0, 0.3)
     image *= (1 + strength * (np.cos(angle) * x + np.sin(angle) * y))[..., None]
-    image += rng.normal(0, rng.uniform(2, 8), (height, width, 1)).astype(np.float32)
+    image += rng.normal(0, rng.uniform(2, 6), (height, width, 1)).astype(np.float32)
     return Image.fromarray(np.clip(image, 0, 255).astype(np.uint8))
 
 
 def _plane(x: Field, y: Field, centred: bool, rng: np.random.Generator) -> tuple[Field, Field]:
     """Coordinates of the pattern's plane: turned, scaled, seen from the side, bent a little."""
-    angle = rng.uniform(-0.2, 0.2)  # radians
-    periods = rng.uniform(3, 4)  # over the shorter side: one is eight pixels or more of an image of 32
+    angle = rng.uniform(-0.15, 0.15)  # radians
+    periods = rng.uniform(2.5, 3.2)  # over the shorter side: one is ten pixels of an image of 32
     tilt = rng.uniform(-0.1, 0.1, 2)
     depth = 1 + tilt[0] * x + tilt[1] * y
     phase = rng.uniform(0, 2 * np.pi, 2)
-    bend = rng.uniform(0, 0.02)
+    bend = rng.uniform(0, 0.01)
     bent_x = x + bend * np.sin(9 * y + phase[0])
     bent_y = y + bend * np.sin(9 * x + phase[1])
     offset = rng.uniform(-0.25, 0.25, 2) * periods if centred else rng.uniform(0, 1, 2)
@@ -167,7 +167,7 @@ def _plane(x: Field, y: Field, centred: bool, rng: np.random.Generator) -> tuple
 
 def _two_colours(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """A dark and a light colour: tints of a dark and of a light grey, so that the pattern outweighs them."""
-    dark, light = rng.uniform(30, 80), rng.uniform(170, 220)
+    dark, light = rng.uniform(30, 100), rng.uniform(150, 220)
     tints = rng.uniform(-TINT, TINT, (2, 3))
     tints -= tints @ _LUMA[:, None]
     return (dark + tints[0]).astype(np.float32), (light + tints[1]).astype(np.float32)

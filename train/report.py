@@ -100,7 +100,10 @@ def _contents(
         Text(summary.limit_text),
         Text(f"Started {_date(record.start_date)} on {where}, {record.images_per_step} images per step, by:"),
         Code(record.command),
-        *([Heading("What it has learned"), Plot(predictions.PICTURE, predicted)] if predicted else []),
+    ]
+    if predicted:
+        blocks += [Heading("What it has learned"), Plot(predictions.PICTURE, predicted)]
+    blocks += [
         Heading("Throughput"),
         _throughput_table(record, summary),
         Text(
