@@ -38,7 +38,7 @@ def measure(arguments: argparse.Namespace) -> None:
     made = {}
     for size in sizes(workers.size):
         group = join_bn_group(Config(bn_group=size), placement, workers)
-        executor, data, label = make_step(50, arguments.batch, 224, "float16", workers.local_rank,
+        executor, data, label = make_step("resnet50", arguments.batch, 224, "float16", workers.local_rank,
                                           num_buckets=2, group=group)
         made[size] = executor, data, label, workers.gradient_average(executor)
     times: dict[int, list[float]] = {size: [] for size in made}

@@ -66,7 +66,7 @@ def recipe(config: Config, num_classes: int, num_images: int) -> dict[str, Any]:
     if not config.crop_padding or config.mixup:
         raise UserError(f"--preset {config.config} has mixup, or other crops than the peer, which knows those of "
                          "padded images only: give one that has these")
-    names = ("depth", "batch_size", "epochs", "warmup_epochs", "momentum", "nesterov", "weight_decay", "crop_padding",
+    names = ("model", "batch_size", "epochs", "warmup_epochs", "momentum", "nesterov", "weight_decay", "crop_padding",
              "cutout", "ema_decay", "validate_every", "zero_init_residual")  # fmt: skip
     return {name: getattr(config, name) for name in names} | {
         # Ours goes to the wrong classes only, as MXNet has it, PyTorch's to all of them.

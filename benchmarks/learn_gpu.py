@@ -28,7 +28,8 @@ from graph_passes.executors.cuda.optimizer import OptimizerConfig
 from graph_passes.executors.cuda.training_step import TrainingStep
 from graph_passes.passes import bn_add_relu, bn_relu
 from pipelines import MEAN, STD
-from train.model import init_params, resnet
+from train.models.network import init_params
+from train.models.resnet import resnet
 
 DTYPES = ("float16", "bfloat16", "float32")
 STEPS, BATCH, SIZE, CLASSES, LEARNING_RATE = 200, 64, 224, 1000, 0.05

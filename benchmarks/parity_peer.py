@@ -37,8 +37,8 @@ def torchvision_name(name: str) -> str:
     return name.removesuffix(end) + ENDS[end]
 
 
-def load_network(folder: Path, depth: int, num_classes: int, nudged: bool) -> torch.nn.Module:
-    network = getattr(torchvision.models, f"resnet{depth}")(num_classes=num_classes)
+def load_network(folder: Path, model: str, num_classes: int, nudged: bool) -> torch.nn.Module:
+    network = torchvision.models.get_model(model, num_classes=num_classes)
     ours = {torchvision_name(name): array for name, array in np.load(folder / "weights.npz").items()}
     state = network.state_dict()
     left = state.keys() - ours.keys()
@@ -77,7 +77,7 @@ class Sgd:
 def train(folder: Path, recipe: dict[str, Any], dtype: str, order: int, nudged: bool) -> dict[str, Any]:
     """Loss of every step, before its update; loss and top-1 of the validation images at the end."""
     device = recipe["device"]
-    network = load_network(folder, recipe["depth"], recipe["num_classes"], nudged).to(device)
+    network = load_network(folder, recipe["model"], recipe["num_classes"], nudged).to(device)
     optimizer = Sgd(network, recipe["momentum"], recipe["nesterov"], recipe["weight_decay"])
     mixed = dtype == "float16"
     scaler = torch.amp.GradScaler(device, enabled=mixed, init_scale=recipe["loss_scale"])

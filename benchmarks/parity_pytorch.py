@@ -33,10 +33,9 @@ from common.mxnet_compat import mx
 from graph_passes.executors.base import parse_device
 from graph_passes.executors.cuda.optimizer import INITIAL_LOSS_SCALE
 from pipelines import LoaderConfig, open_loader
-from train import devices
+from train import devices, models
 from train.build import build_executor
 from train.config import Config, load_preset
-from train.model import init_params, resnet
 from train.optimizer import make_optimizer
 from train.schedule import make_schedule
 
@@ -49,7 +48,7 @@ Run = dict[str, Any]  # side, dtype, order, nudged, loss, val_loss, val_top1
 def make_config(arguments: argparse.Namespace) -> Config:
     """The preset's constants in one 'epoch' of so many steps, a sixth of them warm-up."""
     preset = load_preset(arguments.preset)
-    return replace(preset, data=str(arguments.data), depth=arguments.depth or preset.depth, image_size=arguments.size,
+    return replace(preset, data=str(arguments.data), model=arguments.model or preset.model, image_size=arguments.size,
                    learning_rate=arguments.learning_rate or preset.learning_rate, batch_size=arguments.batch,
                    seed=1, epochs=1, warmup_epochs=1 / 6, device=arguments.device)
 
@@ -81,11 +80,11 @@ def prepare(folder: Path, config: Config, steps: int, on_gpu: bool) -> dict[str,
     for order in (0, 1):
         num_classes = write_batches(folder, f"order{order}", config, "train", steps, seed=order)
     write_batches(folder, "val", config, "val", val_batches, seed=0)
-    params, aux = init_params(resnet(config.depth, num_classes), config.seed,
-                              zero_init_residual=config.zero_init_residual)
+    network = models.create(config.model, num_classes)
+    params, aux = network.initial_values(config.seed, zero_init_residual=config.zero_init_residual)
     np.savez(folder / "weights.npz", **params, **aux)
     schedule = make_schedule(config, steps, num_processes=1)
-    recipe = {"depth": config.depth, "num_classes": num_classes, "momentum": config.momentum,
+    recipe = {"model": config.model, "num_classes": num_classes, "momentum": config.momentum,
               "nesterov": config.nesterov, "weight_decay": config.weight_decay,
               "label_smoothing": config.label_smoothing, "device": "cuda" if on_gpu else "cpu",
               "loss_scale": INITIAL_LOSS_SCALE, "val_batches": val_batches,
@@ -195,7 +194,7 @@ def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True, help="images, as for python -m train")
     parser.add_argument("--preset", default="resnet50_90ep", help="whose constants both take")
-    parser.add_argument("--depth", type=int, default=0, help="0: that of the preset")
+    parser.add_argument("--model", default="", help="a ResNet; default: that of the preset")
     parser.add_argument("--learning-rate", type=float, default=0.0, help="for 256 images; 0: that of the preset")
     parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto")
     parser.add_argument("--batch", type=positive_int, default=64)
@@ -232,7 +231,7 @@ def main() -> None:
              "comparison": comparison}
     about["recipe"]["data"] = arguments.data.name
     result.write_text("".join(f"{json.dumps(line)}\n" for line in [*runs, about]))
-    plot(runs, f"ResNet-{config.depth}, {arguments.data.name} at {config.image_size} px, batch {config.batch_size}, "
+    plot(runs, f"{config.model}, {arguments.data.name} at {config.image_size} px, batch {config.batch_size}, "
          f"{machine}", result.with_suffix(".png"))
 
 

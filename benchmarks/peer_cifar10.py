@@ -73,9 +73,9 @@ class Recipe:
         self.reset(seed=0)
 
     def network(self) -> torch.nn.Module:
-        """With initial weights of the same distributions as ours (train/model.py: init_params)."""
-        make = getattr(torchvision.models, f"resnet{self.config['depth']}")
-        network = make(num_classes=self.config["num_classes"], zero_init_residual=self.config["zero_init_residual"])
+        """With initial weights of the same distributions as ours (train/models/network.py: init_params)."""
+        network = torchvision.models.get_model(self.config["model"], num_classes=self.config["num_classes"],
+                                               zero_init_residual=self.config["zero_init_residual"])
         torch.nn.init.normal_(network.fc.weight, std=0.01)
         torch.nn.init.zeros_(network.fc.bias)
         return network

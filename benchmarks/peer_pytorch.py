@@ -67,7 +67,7 @@ def measure_loader(batches: Batches, workers: int) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--depth", type=int, default=50)
+    parser.add_argument("--model", default="resnet50", help="of torchvision")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--dtype", choices=("float16", "bfloat16", "tf32", "float32"), default="float16")
@@ -100,7 +100,7 @@ def main() -> None:
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = arguments.dtype == "tf32"
     mixed = arguments.dtype in ("float16", "bfloat16")
     dtype = getattr(torch, arguments.dtype) if mixed else torch.float32
-    network = getattr(torchvision.models, f"resnet{arguments.depth}")().cuda().to(memory_format=torch.channels_last)
+    network = torchvision.models.get_model(arguments.model).cuda().to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-5, fused=True)
     scaler = torch.amp.GradScaler("cuda", enabled=dtype is torch.float16)
     loss_function = torch.nn.CrossEntropyLoss(label_smoothing=0.1)

@@ -5,11 +5,10 @@
 For each number of GPUs as far as the machine has them: our compiled step on synthetic data that lies on the GPU; the
 whole program, `python -m train benchmark`, on JPEGs (those of loader_gpu.py); PyTorch's DistributedDataParallel with
 torch.compile on synthetic data, on the fewest and the most GPUs. Without images or PEER_PYTHON their part is left out.
-Gradients are averaged as `--all-reduce auto` does, and in turns with that by NCCL; JPEGs only by the first. Writes, n
-being the most GPUs, results/scaling_b<batch>_<n>gpu.jsonl (a line for each measurement, raw times included), the table
-(.md) and the plot (.png) of that name, and allreduce_timeline_<...>.png for each way; and for each number from two on
-resnet50_fp16_b<batch>_<synthetic|synthetic_nccl|jpeg>_<number>gpu.json, whose peer is so many times our own figure for
-one GPU. A step's time is that of the slowest process. Each row is written as soon as it is measured.
+Writes, n being the most GPUs, results/scaling_b<batch>_<n>gpu.jsonl (a line for each measurement, raw times included),
+the table (.md) and plot (.png) of that name, and allreduce_timeline_b<batch>_<n>gpu.png; and for each number from two
+on resnet50_fp16_b<batch>_<synthetic|jpeg>_<number>gpu.json, whose peer is so many times our own figure for one GPU. A
+step's time is that of the slowest process. Each row is written as soon as it is measured.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from train.distributed import Workers
 
 PEER = Path(__file__).with_name("peer_pytorch.py")
 # The peer's is its own name.
-LABELS = {"synthetic": "ours, synthetic", "synthetic_nccl": "ours, synthetic, by NCCL", "jpeg": "ours, JPEGs"}
+LABELS = {"synthetic": "ours, synthetic", "jpeg": "ours, JPEGs"}
 TURNS = 2  # of each GPU alone and all together
 ALONE_REPEATS = 10  # of the all-reduces that are measured with nothing beside them
 Row = dict[str, Any]
@@ -65,8 +64,8 @@ class Steps:
     def __init__(self, workers: Workers, arguments: argparse.Namespace) -> None:
         wire = None if arguments.wire_dtype == "auto" else arguments.wire_dtype
         options: dict[str, Any] = {} if workers.alone else {"num_buckets": arguments.buckets, "wire_dtype": wire}
-        self.executor, self.data, self.label = make_step(50, arguments.batch, 224, "float16", workers.local_rank,
-                                                         **options)
+        self.executor, self.data, self.label = make_step("resnet50", arguments.batch, 224, "float16",
+                                                         workers.local_rank, **options)
 
     def run(self, count: int, average: BucketAverage | None, one_by_one: bool = False) -> list[Moments]:
         """So many steps, with the mean of all processes' gradients or without. `one_by_one`: each bucket is handed over
@@ -138,37 +137,33 @@ class Turns:
 
 
 def measure_synthetic(arguments: argparse.Namespace) -> None:
-    """What each process of `run_synthetic` does; rank 0 writes the rows to --worker."""
+    """What each process of `run_synthetic` does; rank 0 writes the row to --worker."""
     workers = Workers()
     steps = Steps(workers, arguments)
-    averages: dict[str, BucketAverage] = {}  # by what their rows are called
-    if not workers.alone:
-        averages = {"synthetic": workers.bucket_average(steps.executor, "auto"),
-                    "synthetic_nccl": workers.bucket_average(steps.executor, "nccl")}  # fmt: skip
+    average = None if workers.alone else workers.bucket_average(steps.executor)
     nvlink_bytes(workers.local_rank)  # starts NVML; in between the GPU would be idle and then exceed its power limit
-    steps.run(arguments.warm_up, averages.get("synthetic"))
-    alone = Turns()
-    together = {what: Turns() for what in averages}
+    steps.run(arguments.warm_up, average)
+    alone, together = Turns(), Turns()
     for _ in range(TURNS):
-        for turns, average in ((alone, None), *((together[what], averages[what]) for what in averages)):
-            workers.sum([0])  # all start together
-            turns.measure(steps, arguments.steps, average)
-    if workers.alone:
-        rows = [{"what": "synthetic", "gpus": 1, "batch": arguments.batch, "step_ms": alone.step_ms}]
+        workers.sum([0])  # all start together
+        alone.measure(steps, arguments.steps, None)
+        if average:
+            workers.sum([0])
+            together.measure(steps, arguments.steps, average)
+    if average:
+        row = make_row(workers, steps, arguments.batch, alone, together, average)
     else:
-        rows = [make_row(workers, steps, arguments.batch, what, alone, together[what], averages[what])
-                for what in averages]
+        row = {"what": "synthetic", "gpus": 1, "batch": arguments.batch, "step_ms": alone.step_ms}
     if workers.rank == 0:
-        arguments.worker.write_text(json.dumps(rows))
+        arguments.worker.write_text(json.dumps(row))
 
 
-def make_row(workers: Workers, steps: Steps, batch: int, what: str, alone: Turns, together: Turns,
-             average: BucketAverage) -> Row:
+def make_row(workers: Workers, steps: Steps, batch: int, alone: Turns, together: Turns, average: BucketAverage) -> Row:
     """Of all processes together; a collective operation."""
     repeats = [steps.all_reduce_ms(average) for _ in range(ALONE_REPEATS)]
     waits = workers.gather(together.wait_ms)
     row: Row = {
-        "what": what, "gpus": workers.size, "batch": batch,
+        "what": "synthetic", "gpus": workers.size, "batch": batch,
         "step_ms": [max(times) for times in zip(*workers.gather(together.step_ms), strict=True)],
         "each_alone_ms": [statistics.median(times) for times in workers.gather(alone.step_ms)],
         "buckets": [(bucket.name, bucket.num_bytes, bucket.dtype) for bucket in steps.executor.buckets],
@@ -206,7 +201,8 @@ def nvlink_bytes(device_id: int) -> int | None:
 
 def run_synthetic(count: int, arguments: argparse.Namespace) -> list[Row]:
     options = flags(arguments, "batch", "steps", "warm_up", "buckets", "wire_dtype")
-    return measure_in_processes(count, __file__, options) or []
+    row = measure_in_processes(count, __file__, options)
+    return [row] if row else []
 
 
 def run_jpeg(count: int, arguments: argparse.Namespace, folder: Path, records: Path) -> list[Row]:
@@ -241,8 +237,7 @@ def images_per_sec(row: Row) -> float:
 
 def single_of(row: Row, rows: list[Row]) -> Row | None:
     """The same on one GPU, where nothing is averaged in any way."""
-    what = row["what"].removesuffix("_nccl")
-    return next((other for other in rows if other["what"] == what and other["gpus"] == 1), None)
+    return next((other for other in rows if other["what"] == row["what"] and other["gpus"] == 1), None)
 
 
 def sent_bytes(row: Row) -> float:
@@ -402,9 +397,9 @@ def write(rows: list[Row], num_gpus: int, folder: Path) -> None:
     (folder / f"scaling_{run_name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / f"scaling_{run_name}.md").write_text(table(rows) + "\n")
     plot(rows, folder / f"scaling_{run_name}.png")
-    with_timeline = {row["what"]: row for row in rows if "timeline" in row}  # of the most GPUs
-    for what, row in with_timeline.items():
-        plot_timeline(row, folder / f"{what.replace('synthetic', 'allreduce_timeline')}_{run_name}.png")
+    with_timeline = [row for row in rows if "timeline" in row]
+    if with_timeline:
+        plot_timeline(with_timeline[-1], folder / f"allreduce_timeline_{run_name}.png")  # of the most GPUs
 
 
 def publish(row: Row, rows: list[Row], folder: Path) -> None:

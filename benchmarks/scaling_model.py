@@ -24,7 +24,8 @@ from record import RESULTS, run
 from common.command_line import Parser
 from common.errors import UserError
 from graph_passes.executors.cuda.buckets import cut
-from train.model import init_params, resnet
+from train.models.network import init_params
+from train.models.resnet import resnet
 
 PROFILE = "resnet50_fp16_b256_profile.txt"
 SINGLE_GPU = "resnet50_fp16_b{}_synthetic_1gpu.json"
@@ -212,9 +213,7 @@ def fit(results: Path) -> tuple[Machine, list[str]]:
              f"at {shown} images; jitter {machine.step_jitter:.2%}"]  # fmt: skip
     files = sorted(results.glob("scaling_*gpu.jsonl"))  # of each machine that scaling.py has measured
     runs = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
-    # Between machines it is NCCL that averages.
-    synthetic = [{row["gpus"]: row for what in ("synthetic", "synthetic_nccl") for row in rows if row["what"] == what}
-                 for rows in runs]
+    synthetic = [{row["gpus"]: row for row in rows if row["what"] == "synthetic"} for rows in runs]
     several = [row for rows in synthetic for count, row in rows.items() if count > 1]
     if not several:
         return machine, [*notes, "NVLink: not fitted, there is no scaling_<n>gpu.jsonl of several GPUs: "

@@ -20,7 +20,8 @@ from common.command_line import Parser, positive_int
 from common.mxnet_compat import mx
 from graph_passes import Graph
 from graph_passes.executors import create_executor
-from train.model import init_params, resnet
+from train.models.network import init_params
+from train.models.resnet import resnet
 from train.optimizer import SGD
 
 CLASSES, LEARNING_RATE, MOMENTUM, WEIGHT_DECAY = 1000, 0.1, 0.9, 1e-4

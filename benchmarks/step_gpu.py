@@ -3,7 +3,7 @@
     PEER_PYTHON=/path/to/python-with-torch python benchmarks/step_gpu.py --batch 256 --profile profile.txt
     PEER_PYTHON=/path/to/python-with-torch python benchmarks/step_gpu.py --sweep
 
-Writes results/resnet<depth>_<fp16|bf16|tf32|fp32>_b<batch>_synthetic_1gpu.json, and the memory that both need as a line
+Writes results/<model>_<fp16|bf16|tf32|fp32>_b<batch>_synthetic_1gpu.json, and the memory that both need as a line
 of results/memory_1gpu.jsonl. Ours is what a training step of the cuda executor is: taking the batch from an MXNet array
 on the GPU, forward, loss and top-1/top-5, backward, optimizer with loss scaling. The peer (benchmarks/peer_pytorch.py)
 does the same without top-1/top-5. Step times are from CUDA events, one after each step; nothing waits for the host.
@@ -30,32 +30,32 @@ from torch_peer import TorchPeer, take_turns
 from common.command_line import Parser, positive_int
 from common.errors import ProgramError
 from common.mxnet_compat import mx
-from graph_passes import Graph
 from graph_passes.executors import create_executor
 from graph_passes.executors.cuda import profile
 from graph_passes.executors.cuda.executor import CudaExecutor
-from train.model import init_params, resnet
+from train import models
 
 CLASSES, LEARNING_RATE, WARM_UP = 1000, 0.1, 15
 SHORT = {"float16": "fp16", "bfloat16": "bf16", "tf32": "tf32", "float32": "fp32"}
 MEMORY = RESULTS / "memory_1gpu.jsonl"
 SWEEP = (
-    "--batch 256", "--batch 64", "--batch 128", "--batch 512", "--depth 18", "--depth 34", "--depth 101", "--depth 152",
+    "--batch 256", "--batch 64", "--batch 128", "--batch 512", "--model resnet18", "--model resnet34",
+    "--model resnet101", "--model resnet152",
     "--inference --batch 1", "--inference --batch 64", "--inference", "--dtype bfloat16",
     "--dtype tf32 --peer eager --steps 30", "--dtype float32 --peer eager --steps 10",
 )
 
 
-def make_step(depth: int, batch: int, size: int, dtype: str, device_id: int = 0,
+def make_step(model: str, batch: int, size: int, dtype: str, device_id: int = 0,
               **options: Any) -> tuple[CudaExecutor, Any, Any]:
     """The executor and a batch on the GPU, as a loader gives it: NHWC, 16-bit, padded to 4 channels."""
     gpu = mx.gpu(device_id)
-    symbol = resnet(depth, CLASSES, label_smoothing=0.1)
+    network = models.create(model, CLASSES, label_smoothing=0.1)
     shapes = {"data": (batch, size, size, 4), "softmax_label": (batch,)}
-    executor = create_executor("cuda", Graph.from_json(symbol.tojson()), shapes, device=f"gpu({device_id})",
+    executor = create_executor("cuda", network.graph, shapes, device=f"gpu({device_id})",
                                dtype="float32" if dtype == "tf32" else dtype, tf32=dtype == "tf32", **options)
     assert isinstance(executor, CudaExecutor)
-    executor.set_params(*init_params(symbol, seed=0, channels=4))
+    executor.set_params(*network.initial_values(seed=0, channels=4))
     data = mx.nd.random.normal(shape=shapes["data"])
     data[:, :, :, 3] = 0
     label = mx.nd.floor(mx.nd.random.uniform(0, CLASSES, (batch,)))
@@ -85,7 +85,7 @@ def measure(executor: CudaExecutor, data: Any, label: Any, steps: int, inference
 
 
 def start_peer(arguments: argparse.Namespace) -> TorchPeer:
-    options = flags(arguments, "depth", "batch", "size", "dtype", "steps")
+    options = flags(arguments, "model", "batch", "size", "dtype", "steps")
     return TorchPeer("--mode", arguments.peer, *options, *["--inference"] * arguments.inference)
 
 
@@ -102,7 +102,7 @@ def gib(num_bytes: int) -> float:
 
 def main() -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument("--depth", type=int, default=50)
+    parser.add_argument("--model", default="resnet50", help="PyTorch's torchvision knows most of them")
     parser.add_argument("--batch", type=positive_int, default=256)
     parser.add_argument("--size", type=positive_int, default=224)
     parser.add_argument("--dtype", choices=tuple(SHORT), default="float16")
@@ -120,7 +120,7 @@ def main() -> None:
         return
 
     started = time.monotonic()
-    executor, data, label = make_step(arguments.depth, arguments.batch, arguments.size, arguments.dtype)
+    executor, data, label = make_step(arguments.model, arguments.batch, arguments.size, arguments.dtype)
     print(f"ready after {time.monotonic() - started:.1f} s (the first time on a machine, plans are timed)")
     free, total = executor.gpu.memory()
     memory: dict[str, Any] = {"ours_in_use_gib": gib(total - free)}
@@ -132,7 +132,7 @@ def main() -> None:
                    "peer_peak_allocated_gib": gib(turn["allocated_bytes"])}
         peer.close()
     use = "inference_synthetic" if arguments.inference else "synthetic"
-    name = f"resnet{arguments.depth}_{SHORT[arguments.dtype]}_b{arguments.batch}_{use}_1gpu"
+    name = f"{arguments.model}_{SHORT[arguments.dtype]}_b{arguments.batch}_{use}_1gpu"
     write_result(name, ours, arguments.batch, turn.get("name"), theirs)
     if not arguments.inference:
         write_memory(name, memory)

@@ -2,7 +2,7 @@
 
     PEER_PYTHON=/path/to/python-with-torch python benchmarks/step_jpeg.py [--data FOLDER]
 
-Writes results/resnet<depth>_fp16_b<batch>_jpeg_1gpu.json, whose peer is our own step on synthetic data, and, as lines
+Writes results/<model>_fp16_b<batch>_jpeg_1gpu.json, whose peer is our own step on synthetic data, and, as lines
 of the .jsonl file of that name, both with the time for which the GPU stood still, its power and its clock (a GPU at
 its power limit lowers its clock), and PyTorch's training step fed by torchvision's DataLoader (peer_pytorch.py;
 eager, which its loader does not keep busy). Ours are the steps of `python -m train`: the loader, the executor and the
@@ -10,7 +10,7 @@ optimizer of the preset resnet50_90ep, through `Trainer.step`. The images are th
 from CUDA events, one after each step.
 
 `--sweep` measures instead how much the loader slows the step down with other settings, each in turn with synthetic
-data, and writes them to results/resnet<depth>_fp16_b<batch>_jpeg_settings.jsonl.
+data, and writes them to results/<model>_fp16_b<batch>_jpeg_settings.jsonl.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def measure(trainer: Trainer, batches: Iterator[Batch], steps: int) -> Turn:
 def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("--data", type=Path, default=SAMPLE, help="class folders with JPEGs")
-    parser.add_argument("--depth", type=int, default=50, choices=(18, 34, 50, 101, 152))
+    parser.add_argument("--model", default="resnet50", help="that PyTorch's torchvision knows too")
     parser.add_argument("--batch", type=positive_int, default=256)
     parser.add_argument("--steps", type=positive_int, default=80, help="counted steps in each turn")
     parser.add_argument("--rounds", type=positive_int, default=3, help="turns of both")
@@ -90,10 +90,10 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         records = str(repeated_records(arguments.data, Path(folder)))
-        config = replace(load_preset("resnet50_90ep"), data=records, depth=arguments.depth,
+        config = replace(load_preset("resnet50_90ep"), data=records, model=arguments.model,
                          batch_size=arguments.batch, num_classes=1000, dtype="float16", executor="cuda",
                          num_threads=arguments.threads)
-        training = f"resnet{arguments.depth}_fp16_b{arguments.batch}_jpeg"
+        training = f"{arguments.model}_fp16_b{arguments.batch}_jpeg"
         if arguments.sweep:
             sweep(config, Path(folder) / "run", arguments.rounds, arguments.steps, f"{training}_settings")
             return
@@ -105,7 +105,7 @@ def main() -> None:
     write_lines(name, lines)
     if "PEER_PYTHON" in os.environ:
         # The peer's batches come in bursts, one of each worker: a time is the mean of such a stretch.
-        peer = TorchPeer("--mode", "eager", *flags(arguments, "data", "workers", "depth", "batch"),
+        peer = TorchPeer("--mode", "eager", *flags(arguments, "data", "workers", "model", "batch"),
                          "--steps", str(5 * arguments.workers))
         turn = peer.measure()
         stretches = np.reshape(turn["step_ms"], (-1, arguments.workers)).mean(axis=1)

@@ -22,13 +22,15 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from common.errors import EXIT_CTRL_C, EXIT_PIPE_CLOSED, EXIT_USER_ERROR, ProgramError, UserError
 
 HELP = ("-h", "--help")
 VERSION = "--version"
 MAX_WIDTH = 110  # columns of help; longer lines are hard to read
+T = TypeVar("T")
+
 _METAVARS = {int: "N", float: "X", str: "NAME", Path: "PATH"}
 
 
@@ -64,7 +66,8 @@ def given(command: Callable[..., object], arguments: Sequence[str], *, prog: str
     Args:
         command: a dataclass or a function. A parameter with a default is an option `--parameter-name`, one without is
             an argument without a name. Types are bool, int, float, str, Path, a Literal, a tuple of these, or one of
-            these or None; `Annotated[type, "FILE"]` has the word that stands for the value in the help.
+            these or None. `Annotated[type, ...]` adds what else there is to say: "FILE", the word that stands for the
+            value in the help; "-f", another name; a function that makes a value from text or says what it needs.
         arguments: what follows the command's name on the command line.
         prog: how the command is called, for help and errors.
         default: an object whose attributes are the defaults that help is to name, where not those of `command`.
@@ -75,8 +78,28 @@ def given(command: Callable[..., object], arguments: Sequence[str], *, prog: str
     """
     if not set(HELP).isdisjoint(arguments):
         _make_parser(command, prog, default, with_help=True).parse_args(["--help"])
-    values = vars(_make_parser(command, prog, default).parse_args(arguments))
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return _plain_values(_make_parser(command, prog, default).parse_args(arguments))
+
+
+def given_and_rest(command: Callable[..., object], arguments: Sequence[str], *, prog: str,
+                   rest: str) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
+    """The same for a program that hands on all that it does not know; `rest` says in its usage what that may be.
+
+    Returns the values, and the arguments to be handed on. Raises as `given`, SystemExit after `--version` too.
+    """
+    if not set(HELP).isdisjoint(arguments):
+        _make_parser(command, prog, with_help=True, rest=rest).parse_args(["--help"])
+    if VERSION in arguments:
+        VERSIONS.load()()
+        raise SystemExit(0)
+    values, unknown = _make_parser(command, prog).parse_known_args(arguments)
+    return _plain_values(values), unknown
+
+
+def part_of(options: type[T], values: Mapping[str, Any]) -> T:
+    """Of the values that a command line gives, those for the options that the dataclass `options` declares."""
+    known = {field.name for field in dataclasses.fields(options)}  # type: ignore[arg-type]  # a dataclass
+    return options(**{name: value for name, value in values.items() if name in known})
 
 
 class Command(NamedTuple):
@@ -192,10 +215,13 @@ def nearest(wrong: str, known: Iterable[str]) -> str:
 
 
 def positive_int(text: str) -> int:
-    """The type of an option of `Parser` whose value is a whole number above 0."""
+    """A whole number above 0."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"needs a whole number above 0, not {text!r}")
     return int(text)
+
+
+Positive = Annotated[int, positive_int]  # the type of an option
 
 
 class Parser(argparse.ArgumentParser):
@@ -275,6 +301,10 @@ def _plain_words(message: str) -> str:
     return message
 
 
+def _plain_values(parsed: argparse.Namespace) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in vars(parsed).items()}
+
+
 def _option_names(command: Callable[..., object]) -> list[str]:
     return [*_make_parser(command, "")._option_string_actions]
 
@@ -283,15 +313,15 @@ def _description(command: Callable[..., object]) -> str:
     return re.split(r"\n\s*(?:Args|Raises|Returns):", inspect.getdoc(command) or "")[0].strip()
 
 
-def _make_parser(command: Callable[..., object], prog: str, default: object | None = None,
-                 with_help: bool = False) -> Parser:  # fmt: skip
+def _make_parser(command: Callable[..., object], prog: str, default: object | None = None, with_help: bool = False,
+                 rest: str = "") -> Parser:  # fmt: skip
     defaults = {name: parameter.default for name, parameter in inspect.signature(command).parameters.items()}
     unnamed = [name for name, value in defaults.items() if value is inspect.Parameter.empty]
     hints = typing.get_type_hints(command, include_extras=True)
     texts = _help_texts(command) if with_help else {}
     usage = [name.upper() + " ..." * (typing.get_origin(hints[name]) is tuple) for name in unnamed]
     options = ["[--option value ...]"] if len(unnamed) < len(defaults) else []
-    parser = Parser(prog=prog, usage=" ".join([prog, *options, *usage]),
+    parser = Parser(prog=prog, usage=" ".join([prog, *options, *usage, *[f"[{rest}]"] * bool(rest)]),
                     description=_description(command), argument_default=argparse.SUPPRESS)
     for name in unnamed:
         parser.add_argument(name, help=texts.get(name), **_takes(hints[name], name.upper()))
@@ -304,15 +334,19 @@ def _make_parser(command: Callable[..., object], prog: str, default: object | No
             text, takes = texts.get(name, "") + _default_text(value), _takes(hints[name])
             if default is None and value is False:  # no preset can have switched it on
                 text, takes = texts.get(name, ""), {"action": "store_true"}
-            group.add_argument(option_name(name), dest=name, help=text.replace("%", "%%"), **takes)
+            names_of_it = [*_other_names(hints[name]), option_name(name)]
+            group.add_argument(*names_of_it, dest=name, help=text.replace("%", "%%"), **takes)
     return parser
 
 
 def _takes(hint: Any, metavar: str | None = None) -> dict[str, Any]:
     """What argparse is told about a parameter of this type."""
+    convert = None
     while (origin := typing.get_origin(hint)) in (Annotated, types.UnionType, typing.Union):
         if origin is Annotated:
-            hint, metavar = typing.get_args(hint)
+            hint, *notes = typing.get_args(hint)
+            convert = next(filter(callable, notes), convert)
+            metavar = next((note for note in notes if isinstance(note, str) and note[0] != "-"), metavar)
         else:
             (hint,) = set(typing.get_args(hint)) - {types.NoneType}
     members = typing.get_args(hint)
@@ -322,7 +356,12 @@ def _takes(hint: Any, metavar: str | None = None) -> dict[str, Any]:
         return {"type": type(members[0]), "choices": members, "metavar": "{" + ",".join(map(str, members)) + "}"}
     if hint is bool:
         return {"action": argparse.BooleanOptionalAction}
-    return {"type": hint, "metavar": metavar or _METAVARS[hint]}
+    return {"type": convert or hint, "metavar": metavar or _METAVARS[hint]}
+
+
+def _other_names(hint: Any) -> list[str]:
+    notes = typing.get_args(hint)[1:] if typing.get_origin(hint) is Annotated else ()
+    return [note for note in notes if isinstance(note, str) and note[0] == "-"]
 
 
 def _groups(command: Callable[..., object]) -> dict[str, list[str]]:

@@ -14,12 +14,15 @@ from typing import Annotated, Literal
 import pytest
 
 from common.command_line import (
+    Positive,
     choose_command,
     describe_commands,
     did_you_mean,
     exit_code_of,
     given,
+    given_and_rest,
     given_value,
+    part_of,
     to_arguments,
 )
 from common.errors import ProgramError, UserError, error_of
@@ -34,7 +37,9 @@ def copy(
     size: tuple[int, int] = (4, 5),
     colors: tuple[Literal["red", "green"], ...] = (),
     side: Literal[1, 2] = 1,
-    target: Annotated[Path | None, "FILE"] = None,
+    target: Annotated[Path | None, "FILE", "-t"] = None,
+    pages: Annotated[Positive | None, "-p"] = None,
+    range_: tuple[Positive, Positive] | None = None,
     json_: bool = False,
     sound: bool = True,
 ) -> None:
@@ -90,6 +95,7 @@ def given_to_copy(line):
     ("a b --size 1 2 --side 2", {"size": (1, 2), "side": 2}),
     ("a b --colors red green red", {"colors": ("red", "green", "red")}),
     ("a b --no-sound --target=x=y", {"sound": False, "target": Path("x=y")}),
+    ("-t x a -p 3 b --range 1 2", {"target": Path("x"), "pages": 3, "range_": (1, 2)}),
     ("a -- --b", {"more": ("--b",)}),
 ])  # fmt: skip
 def test_values(line, values):
@@ -106,6 +112,8 @@ def test_values(line, values):
     ("a b --num 7", "there is no option --num; did you mean --number?"),
     ("a b -n", "there is no option -n"),
     ("a b --number 1.5", "--number needs a whole number, not '1.5'"),
+    ("a b -p 0", "-p/--pages needs a whole number above 0, not '0'"),
+    ("a b --range 1 -1", "--range needs a whole number above 0, not '-1'"),
     ("a b --share much", "--share needs a number, not 'much'"),
     ("a b --number", "--number needs a value"),
     ("a b --number --json", "--number needs a value"),
@@ -148,10 +156,10 @@ def test_a_flag_that_a_preset_has_set_can_be_taken_back():
     assert to_arguments(preset, preset) == []
 
 
-def help_of(capsys, monkeypatch, *arguments, **settings):
+def help_of(capsys, monkeypatch, *arguments, reader=given, **settings):
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit) as end:
-        given(*arguments, **settings)
+        reader(*arguments, **settings)
     assert end.value.code == 0
     return capsys.readouterr().out
 
@@ -159,8 +167,8 @@ def help_of(capsys, monkeypatch, *arguments, **settings):
 def test_help_of_a_function(capsys, monkeypatch):
     lines = help_of(capsys, monkeypatch, copy, ["--wrong", "--help"], prog="copy").splitlines()  # --help comes first
     assert lines[:4] == ["usage: copy [--option value ...] SOURCE MORE ...", "", "Copy 100 % of it.", ""]
-    for words in ("SOURCE Where from.", "--number N How many, at most 50 %. (default: 3)", "--target FILE Where to.",
-                  "--size N N (default: 4 5)", "--json", "--sound, --no-sound (default: on)"):  # fmt: skip
+    for words in ("SOURCE Where from.", "--number N How many, at most 50 %. (default: 3)", "--size N N (default: 4 5)",
+                  "-t FILE, --target FILE Where to.", "--json", "--sound, --no-sound (default: on)"):
         assert words in [" ".join(line.split()) for line in lines]
 
 
@@ -191,6 +199,21 @@ def test_commands(monkeypatch):
     text = describe_commands(commands, prog="p", note="Longer than a line is.")
     assert "  copy  Copy 100 % of\n        it\n  film  Make a film\n" in text
     assert text.endswith("\nLonger than a line is.")
+
+
+def test_a_program_that_hands_on_what_it_does_not_know(capsys, monkeypatch):
+    words = ["x", "--loud", "-n", "3", "--title=M", "--width", "7", "a b"]
+    assert given_and_rest(Film, words, prog="film", rest="more") == (
+        {"loud": True, "title": "M", "width": 7}, ["x", "-n", "3", "a b"]
+    )  # fmt: skip
+    with pytest.raises(UserError, match="^--width needs a whole number, not 'x'"):
+        given_and_rest(Film, ["--width", "x"], prog="film", rest="more")
+    text = help_of(capsys, monkeypatch, Film, ["-n", "--help"], prog="film", rest="more", reader=given_and_rest)
+    assert text.startswith("usage: film [--option value ...] [more]\n")
+
+
+def test_a_part_of_what_is_given():
+    assert part_of(Sound, {"loud": True, "width": 7}) == Sound(loud=True)
 
 
 def test_initials_of_an_option():

@@ -72,7 +72,7 @@ def test_losses_are_those_of_pytorch(preset, real_data, tmp_path, monkeypatch):
     monkeypatch.setattr(parity_pytorch, "VAL_IMAGES", 16)
     monkeypatch.setattr(parity_pytorch, "WINDOW", 2)
     monkeypatch.setattr(sys, "argv", ["parity_pytorch.py", "--data", str(real_data / "cifar10"), "--device", "cpu",
-                                      "--preset", preset, "--depth", "18", "--batch", "16", "--size", "64",
+                                      "--preset", preset, "--model", "resnet18", "--batch", "16", "--size", "64",
                                       "--steps", "8", "--learning-rate", "0.002"])  # fmt: skip
     parity_pytorch.main()
     *runs, about = map(json.loads, (tmp_path / "parity_pytorch_cpu.jsonl").read_text().splitlines())

@@ -129,13 +129,13 @@ class Executor:
 
 
 class Average:
-    """An all-reduce takes `cost` times 10 ns a kB, beside the pass or after it."""
+    """An all-reduce takes 10 ns a kB, beside the pass or after it."""
 
-    def __init__(self, executor: Executor, cost: int) -> None:
-        self.gpu, self.cost, self.free = executor.gpu, cost, 0.0
+    def __init__(self, executor: Executor) -> None:
+        self.gpu, self.free = executor.gpu, 0.0
 
     def start(self, bucket: Any) -> None:
-        self.free = max(self.free, self.gpu.now) + 1e-8 * self.cost * bucket.num_bytes
+        self.free = max(self.free, self.gpu.now) + 1e-8 * bucket.num_bytes
         bucket.done["ms"] = self.free
 
     def wait(self) -> None: ...
@@ -149,29 +149,27 @@ def test_measurement(scaling: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """What a process makes of the events of its steps, two processes being alike."""
     workers = SimpleNamespace(size=size, rank=0, local_rank=0, alone=size == 1, sum=list,
                               gather=lambda value: [value] * size,
-                              bucket_average=lambda executor, way: Average(executor, {"auto": 1, "nccl": 2}[way]))
+                              bucket_average=Average)
     monkeypatch.setattr(scaling, "Workers", lambda: workers)
     monkeypatch.setattr(scaling, "make_step", lambda *_, **options: (Executor(Clock()), options, None))
     counter = iter(range(0, 10_000, 700))
     monkeypatch.setattr(scaling, "nvlink_bytes", lambda device_id: next(counter))
     options = Namespace(batch=256, steps=7, warm_up=3, buckets=2, wire_dtype="auto", worker=tmp_path / "row.json")
     scaling.measure_synthetic(options)
-    row, *by_nccl = json.loads(options.worker.read_text())
+    row = json.loads(options.worker.read_text())
     assert (row["what"], row["gpus"], row["batch"]) == ("synthetic", size, 256)
     assert len(row["step_ms"]) == scaling.TURNS * (options.steps - 1)
     if size == 1:
-        assert row["step_ms"] == pytest.approx([20.5] * len(row["step_ms"])) and not by_nccl
+        assert row["step_ms"] == pytest.approx([20.5] * len(row["step_ms"]))
         return
-    # 0.5 ms of the first bucket, or 1, are hidden by the 2 ms that the pass goes on for, the second's 2 us are not
-    for one, cost in ((row, 1), (by_nccl[0], 2)):
-        assert one["step_ms"] == pytest.approx([20.5 + 0.002 * cost] * len(one["step_ms"]))
-        assert one["exposed_ms"] == pytest.approx([0.002 * cost] * scaling.TURNS * options.steps)
-        assert one["each_alone_ms"] == pytest.approx([20.5] * 2)
-        for name in ("pass_alone_ms", "pass_ms"):
-            assert one[name] == pytest.approx([20.0] * scaling.TURNS * options.steps)
-        assert one["wait_ms"] == pytest.approx(one["exposed_ms"])  # the processes are alike: none waits for another
-        assert one["all_reduce_ms"] == pytest.approx([0.5 * cost, 0.002 * cost])
-    assert by_nccl[0]["what"] == "synthetic_nccl"
+    # 0.5 ms of the first bucket are hidden by the 2 ms that the pass goes on for, the second's 2 us are not
+    assert row["step_ms"] == pytest.approx([20.502] * len(row["step_ms"]))
+    assert row["exposed_ms"] == pytest.approx([0.002] * scaling.TURNS * options.steps)
+    assert row["each_alone_ms"] == pytest.approx([20.5] * 2)
+    for name in ("pass_alone_ms", "pass_ms"):
+        assert row[name] == pytest.approx([20.0] * scaling.TURNS * options.steps)
+    assert row["wait_ms"] == pytest.approx(row["exposed_ms"])  # the processes are alike: none waits for another
+    assert row["all_reduce_ms"] == pytest.approx([0.5, 0.002])
     assert row["timeline"]["buckets"] == [pytest.approx([18, 18.5]), pytest.approx([20, 20.002])]
     assert row["timeline"]["parts"] == pytest.approx([20, 20.002, 20.502])
     assert row["nvlink_bytes"] == 100

@@ -12,6 +12,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[1]
 SLOW = {"mxnet", "nvidia.dali", "numpy", "matplotlib", "psutil", "rich", "PIL", "horovod"}
 PROGRAMS = ("train", "pipelines", "graph_passes")
+LAUNCHERS = ("train.launch", "train.multi_host")
 
 
 def start(module: str, *arguments: str) -> tuple[int, str, str, set[str]]:
@@ -63,7 +64,7 @@ def test_mistakes(line, sentence):
     assert err.startswith(f"error: {sentence}") and err.count("\n") == 1
 
 
-@pytest.mark.parametrize("module", PROGRAMS)
+@pytest.mark.parametrize("module", [*PROGRAMS, *LAUNCHERS])
 def test_version(module):
     code, out, err, imported = start(module, "--version")
     assert (code, err) == (0, "") and not imported & {"mxnet", "nvidia.dali", "numpy", "horovod"}

@@ -1,14 +1,13 @@
-"""The mean of gradients over the GPUs of a run, while the backward pass goes on.
+"""The mean of gradients over the GPUs of a run, while the backward pass goes on: Horovod's, with NCCL.
 
-    average = BucketAverage(executor, HorovodAllReduce(device_id))
+    average = BucketAverage(executor, device_id)
     executor.forward_backward(data, label, on_bucket=average.start)
     average.finish()
     executor.update(learning_rate)          # waits on the GPU for the mean; the host does not
 
-Two ways: between the GPUs of one machine `graph_passes.executors.cuda.gradient_exchange`, between machines Horovod with
-NCCL. Horovod's own MXNet functions begin to talk to the other processes when a gradient has been computed, and what
-follows can be launched when its mean is there: twice the time of a host in every step. allreduce.cc hands a bucket over
-before it is computed, with the event that says so, as Horovod's PyTorch functions do.
+Horovod's own MXNet functions begin to talk to the other processes when a gradient has been computed, and what follows
+can be launched when its mean is there: twice the time of a host in every step. allreduce.cc hands a bucket over before
+it is computed, with the event that says so, as Horovod's PyTorch functions do.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from graph_passes.executors.cuda.buckets import Bucket
 from graph_passes.executors.cuda.executor import CudaExecutor
@@ -26,51 +25,46 @@ LIBRARY = "bucket_allreduce.so"  # beside Horovod's own library, against which i
 ON_HOST = -1
 
 
-class AllReduce(Protocol):
-    """What replaces buckets by their mean over all processes, which start the same ones in the same order."""
-
-    description: str  # for the log
-
-    def start(self, bucket: Bucket) -> None:
-        """Once `bucket.ready` fires. Returns at once."""
-
-    def wait(self, bucket: Bucket) -> None:
-        """Until `bucket.done` is recorded, behind the mean. Raises HorovodInternalError where Horovod failed."""
-
-    def give_up(self) -> None:
-        """After another process was lost: let the GPU wait for it no longer."""
-
-
 class BucketAverage:
-    """Averages the buckets of one executor."""
+    """Averages the buckets of one executor: NCCL between GPUs, Gloo between hosts' memories."""
 
-    def __init__(self, executor: CudaExecutor, all_reduce: AllReduce) -> None:
-        self._executor, self._all_reduce = executor, all_reduce
+    def __init__(self, executor: CudaExecutor, device_id: int) -> None:
+        """`device_id`: number of this process's GPU, or ON_HOST for buckets in the host's memory.
+
+        Raises TrainError where Horovod cannot average on GPUs, or lacks the library.
+        """
+        self._executor, self._device_id = executor, device_id
+        self._library = load_library(on_gpu=device_id != ON_HOST)
+        self._slots: dict[str, Any] = {}  # by name of the bucket
         self._started: list[Bucket] = []
-        self.give_up = all_reduce.give_up
 
     @property
     def description(self) -> str:
         buckets = ", ".join(f"{bucket.name} {bucket.num_bytes / 1e6:.1f} MB {bucket.dtype}"
                             for bucket in self._executor.buckets)
-        return f"gradients averaged beside the backward pass {self._all_reduce.description}, in buckets: {buckets}"
+        return f"gradients averaged by Horovod beside the backward pass, in buckets: {buckets}"
 
     def start(self, bucket: Bucket) -> None:
         """Replace the gradients by their mean over all processes once `bucket.ready` fires. Returns at once."""
-        self._all_reduce.start(bucket)
+        if bucket.name not in self._slots:
+            self._slots[bucket.name] = self._library.allreduce_slot()
+        self._library.allreduce_start(
+            self._slots[bucket.name], f"gradients.{bucket.name}".encode(), bucket.address, bucket.num_elements,
+            bucket.dtype == "float16", self._device_id, int(bucket.ready), int(bucket.done),
+        )  # fmt: skip
         self._started.append(bucket)
 
     def wait(self) -> None:
-        """Wait until `done` is recorded of what has been started: the GPU may still be computing, or averaging.
+        """Wait until all processes have started the same buckets: `done` is recorded then, behind the mean. The GPU may
+        still be computing, or averaging.
 
         Raises HorovodInternalError with Horovod's own words where that failed, as when another process has died.
         """
-        try:
-            for bucket in self._started:
-                self._all_reduce.wait(bucket)
-        except RuntimeError:
-            self._started.clear()
-            raise
+        for bucket in self._started:
+            fault = self._library.allreduce_wait(self._slots[bucket.name])
+            if fault:
+                self._started.clear()
+                raise _internal_error(f"the all-reduce of gradients ({bucket.name}) failed: {fault.decode()}")
 
     def finish(self) -> None:
         """Let what the executor does from now on follow the means on the GPU, those of all buckets where none has been
@@ -81,38 +75,6 @@ class BucketAverage:
         for bucket in self._started:
             self._executor.follow(bucket)
         self._started.clear()
-
-
-class HorovodAllReduce:
-    """Through Horovod: NCCL between GPUs, Gloo between hosts' memories."""
-
-    def __init__(self, device_id: int, reason: str = "") -> None:
-        """`device_id`: number of this process's GPU, or ON_HOST for buckets in the host's memory. `reason`: why Horovod
-        does it, for the log.
-
-        Raises TrainError where Horovod cannot average on GPUs, or lacks the library.
-        """
-        self.description = f"by Horovod{reason}"
-        self._library = load_library(on_gpu=device_id != ON_HOST)
-        self._device_id = device_id
-        self._slots: dict[str, Any] = {}  # by name of the bucket
-
-    def start(self, bucket: Bucket) -> None:
-        if bucket.name not in self._slots:
-            self._slots[bucket.name] = self._library.allreduce_slot()
-        self._library.allreduce_start(
-            self._slots[bucket.name], f"gradients.{bucket.name}".encode(), bucket.address, bucket.num_elements,
-            bucket.dtype == "float16", self._device_id, int(bucket.ready), int(bucket.done),
-        )  # fmt: skip
-
-    def wait(self, bucket: Bucket) -> None:
-        """Until all processes have started it: it is in the GPU's queue then."""
-        fault = self._library.allreduce_wait(self._slots[bucket.name])
-        if fault:
-            raise _internal_error(f"the all-reduce of gradients ({bucket.name}) failed: {fault.decode()}")
-
-    def give_up(self) -> None:
-        """Horovod does so by itself."""
 
 
 def _internal_error(text: str) -> Exception:

@@ -7,17 +7,16 @@ from typing import Any
 
 import psutil
 
-from graph_passes import Graph, passes
+from graph_passes import passes
 from graph_passes.executors import Executor, create_executor
 from graph_passes.executors.cuda.statistics_group import StatisticsGroup
 from pipelines import DEFAULT_HW_DECODER_LOAD, Loader, LoaderConfig, open_loader
-from train import topology
+from train import models, topology
 from train.checkpoint import Checkpoint
 from train.config import SAMPLES, Config
 from train.devices import Placement
 from train.distributed import Workers, is_elastic
 from train.errors import TrainError
-from train.model import init_params, resnet
 from train.schedule import image_sizes
 
 SAMPLES_FOLDER = Path("data/samples")
@@ -105,7 +104,7 @@ def check_memory(config: Config, num_classes: int, image_size: int, placement: P
     end without a word. The cuda executor asks by itself."""
     if placement.executor != "mxnet" or not placement.device.startswith("cpu"):
         return
-    graph = Graph.from_json(resnet(config.depth, num_classes, config.label_smoothing).tojson())
+    graph = models.create(config.model, num_classes, config.label_smoothing).graph
     shapes = {"data": (config.batch_size, image_size, image_size, 3), "softmax_label": (config.batch_size,)}
     step = passes.gradient_add(passes.gradient(graph, shapes))
     needed, free = MXNET_MEMORY * passes.memory(step, shapes).arena_bytes, psutil.virtual_memory().available
@@ -134,14 +133,13 @@ def build_executor(
     its gradients will be averaged with those of other processes. `bn_group`: see `join_bn_group`.
     `largest_image_size`: of the training images to come, for whose memory the cuda executor asks at once.
     """
-    symbol = resnet(config.depth, num_classes, config.label_smoothing)
+    network = models.create(config.model, num_classes, config.label_smoothing)
     if checkpoint is None:
-        params, aux = init_params(symbol, config.seed, zero_init_residual=config.zero_init_residual)
+        params, aux = network.initial_values(config.seed, zero_init_residual=config.zero_init_residual)
     else:
-        wanted = f"ResNet-{config.depth} with {num_classes} classes"
-        if checkpoint.network != wanted:
-            raise TrainError(f"the checkpoint holds a {checkpoint.network}, but this run needs a {wanted}: give the "
-                             "--data and --depth that it was trained with")
+        if checkpoint.network != str(network):
+            raise TrainError(f"the checkpoint holds a {checkpoint.network}, but this run needs a {network}: give the "
+                             "--data and --model that it was trained with")
         params, aux = checkpoint.params, checkpoint.aux
     data_shape = (config.batch_size, image_size, image_size, 3)
     shapes = {"data": data_shape, "softmax_label": data_shape[:1]}
@@ -154,7 +152,6 @@ def build_executor(
             # Horovod's MXNet library knows no bfloat16.
             wide = config.wire_dtype == "float32" or dtype == "bfloat16"
             options |= {"num_buckets": config.buckets, "wire_dtype": "float32" if wide else None}
-    graph = Graph.from_json(symbol.tojson())
-    executor = create_executor(placement.executor, graph, shapes, placement.device, **options)
+    executor = create_executor(placement.executor, network.graph, shapes, placement.device, **options)
     executor.set_params(params, aux)
     return executor

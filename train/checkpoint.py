@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 
 from common.files import replacing, way_out
+from train import models
 from train.config import Config
 from train.errors import TrainError
 
@@ -67,12 +68,12 @@ class Checkpoint:
 
     @property
     def num_classes(self) -> int:
-        return len(self.params["classifier_bias"])
+        return models.num_classes(self.config.model, self.params)
 
     @property
     def network(self) -> str:
         """Its name in messages."""
-        return f"ResNet-{self.config.depth} with {self.num_classes} classes"
+        return f"{self.config.model} with {self.num_classes} classes"
 
 
 def save(checkpoint: Checkpoint, path: Path) -> None:

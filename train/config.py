@@ -14,10 +14,11 @@ import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import train.configs
 from common.command_line import given, given_value, nearest, option_name
+from train import models
 from train.errors import TrainError
 
 DEFAULT_PRESET = "cpu_sample"
@@ -30,8 +31,6 @@ LONGEST_WARMUP = 0.2  # part of a run that is shorter than its preset's
 MAX_THREADS = 1024  # of a loader; a process cannot have any number of them
 MAX_BN_GROUP = 16  # GPUs; of the kernels in which they write to each other
 MIN_IMAGE_SIZE = 32  # pixels; the network halves the image five times
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -103,8 +102,9 @@ class DeviceOptions:
 class NetworkOptions:
     """Network."""
 
-    depth: Literal[18, 34, 50, 101, 152] = 50
-    """Depth of the ResNet v1.5."""
+    model: Annotated[str, "NAME"] = "resnet50"
+    """Network, by its name: resnet18 to resnet152 (v1.5), resnet50d, resnext50_32x4d, wide_resnet50_2 and others;
+    --model list names them all."""
     zero_init_residual: bool = True
     """Each residual block starts as its shortcut: the gamma of its last BatchNorm is initially 0, not 1
     (arXiv:1706.02677, section 5.1)."""
@@ -233,9 +233,6 @@ class DistributedOptions:
 
     buckets: int = 2
     """Executor cuda on several GPUs: parts in which the gradients are averaged during the backward pass."""
-    all_reduce: Literal["auto", "peer", "nccl"] = "auto"
-    """Executor cuda on several GPUs: how gradients are averaged. peer: the GPUs write into each other's memory, if they
-    are all in one machine; nccl: through Horovod; auto: peer where that is possible."""
     wire_dtype: Literal["auto", "float32"] = "auto"
     """Executor cuda on several GPUs: type in which gradients are averaged; auto: float16 where --dtype is."""
     bn_group: int = 1
@@ -310,6 +307,9 @@ class Config(ResumeOptions, TrainingOptions):
 
         Raises TrainError for a knob that there is not: another version of this program has written them.
         """
+        values = {name: value for name, value in values.items() if name not in _WITHOUT_EFFECT}
+        if "depth" in values:  # of earlier versions, which had ResNets alone
+            values["model"] = f"resnet{values.pop('depth')}"
         known = {field.name for field in dataclasses.fields(cls)}
         for name in values:
             if name not in known:
@@ -317,6 +317,10 @@ class Config(ResumeOptions, TrainingOptions):
                                  "does not know: use the version that the run was made with")
         fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
         return cls(**fields)
+
+
+# Knobs of earlier versions that changed no result, which checkpoints of then may have.
+_WITHOUT_EFFECT = ("all_reduce",)  # gradients were averaged by NCCL, or by the GPUs themselves
 
 
 # What a value must be, by name of the knob: a test and its words.
@@ -357,6 +361,7 @@ _ONLY_WITH = {
 def check(config: Config) -> None:
     """Raise TrainError for a value that makes no sense, or that does not go together with another one."""
     _check_limits(vars(config))
+    models.check(config.model)
     if config.schedule == "step" and list(config.decay_epochs) != sorted(config.decay_epochs):
         raise TrainError(f"--decay-epochs {_shown(config.decay_epochs)} must rise")
     if config.first_image_size > config.image_size:
@@ -429,6 +434,8 @@ def read(options: type, arguments: Sequence[str], *, command: str) -> dict[str, 
         UserError: an unknown option or preset, or a value that is not allowed.
         SystemExit: after `--help`, and after the list of presets for `--config ?`.
     """
+    if (depth := given_value(arguments, "--depth")) is not None:
+        raise TrainError(f"--depth has become the name of a network: give --model resnet{depth or 50}")
     default: object | None = None
     if issubclass(options, RunOptions):
         preset = given_value(arguments, "--config")
@@ -440,6 +447,8 @@ def read(options: type, arguments: Sequence[str], *, command: str) -> dict[str, 
         default = SimpleNamespace(**{field.name: "" for field in dataclasses.fields(options)})
     values = given(options, arguments, prog=f"python -m train {command}", default=default)
     _check_limits(values)
+    for name in (*values.get("models", ()), *([values["model"]] if "model" in values else [])):
+        models.check(name)
     return values
 
 
@@ -458,9 +467,3 @@ def configure(values: Mapping[str, Any], default: Config) -> Config:
             raise TrainError(f"{option_name(name)} is for {option_name(other)} {' or '.join(useful)}, and this run has "
                              f"{value}: leave it out, or give {option_name(other)} {useful[0]}")
     return config
-
-
-def part_of(options: type[T], values: Mapping[str, Any]) -> T:
-    """Those options of a command that `options` declares, with what the command line gives."""
-    known = {field.name for field in dataclasses.fields(options)}  # type: ignore[arg-type]  # a dataclass
-    return options(**{name: value for name, value in values.items() if name in known})

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from common.command_line import part_of
 from common.mxnet_compat import mx
 from common.nvidia_gpus import Gpu, find_gpus
 from graph_passes import GraphError
 from graph_passes.executors.cuda.requirements import check_requirements
-from train.config import DEFAULT_PRESET, SAMPLES, Config, DeviceOptions, load_preset, part_of
+from train.config import DEFAULT_PRESET, SAMPLES, Config, DeviceOptions, load_preset
 from train.errors import TrainError
 
 # MXNet 1.9.1's GPU wheels hold machine code for these compute capabilities only (and no PTX for newer ones).

@@ -19,8 +19,7 @@ from common.errors import UserError
 from common.mxnet_compat import mx
 from graph_passes.executors import Executor
 from graph_passes.executors.cuda.executor import CudaExecutor
-from graph_passes.executors.cuda.gradient_exchange import GradientExchange
-from train.allreduce import BucketAverage, HorovodAllReduce
+from train.allreduce import BucketAverage
 from train.errors import NoHorovodError, TrainError
 
 LOST_PROCESS = re.compile("horovod|gloo|nccl|by peer|broken pipe|timed out waiting", re.IGNORECASE)
@@ -57,9 +56,6 @@ class GradientAverage(Protocol):
     def finish(self) -> None:
         """What the optimizer is asked for from now on uses the mean."""
 
-    def give_up(self) -> None:
-        """After another process was lost: let the GPU wait for it no longer."""
-
 
 class Workers:
     """The processes of this run. What talks to the others is a collective operation: all ranks call it, in the same
@@ -90,41 +86,17 @@ class Workers:
         settings = " ".join(f"{name}={os.environ[name]}" for name in HOROVOD_SETTINGS if name in os.environ)
         return f"{self.size} process{'es' * (self.size > 1)}; {average.description}; {settings}"
 
-    def gradient_average(self, executor: Executor, all_reduce: str = "auto") -> GradientAverage:
-        """For as long as there are these workers and this executor; a collective operation. Raises TrainError where the
-        GPUs cannot do it the way that `all_reduce` says (`Config`)."""
+    def gradient_average(self, executor: Executor) -> GradientAverage:
+        """For as long as there are these workers and this executor; a collective operation. Raises TrainError where
+        Horovod cannot average on GPUs."""
         if isinstance(executor, CudaExecutor):
-            return self.bucket_average(executor, all_reduce)
+            return self.bucket_average(executor)
         return _ArrayAverage(self, executor)
 
-    def bucket_average(self, executor: CudaExecutor, all_reduce: str) -> BucketAverage:
-        """The same on GPUs."""
-        reason = ""
-        if all_reduce != "nccl":
-            try:
-                return BucketAverage(executor, self._gradient_exchange(executor))
-            except TrainError as error:  # the same on every rank
-                if all_reduce == "peer":
-                    raise
-                reason = f" ({str(error).rpartition(': ')[0]})"
+    def bucket_average(self, executor: CudaExecutor) -> BucketAverage:
+        """`gradient_average` on GPUs, where the mean of each bucket is taken while the backward pass goes on."""
         with self.agreement():
-            by_horovod = HorovodAllReduce(self.local_rank, reason)
-        return BucketAverage(executor, by_horovod)
-
-    def _gradient_exchange(self, executor: CudaExecutor) -> GradientExchange:
-        """Between the GPUs of all processes. Raises TrainError, on all of them, where there can be none."""
-        with self.agreement():
-            if is_elastic():
-                raise TrainError("--all-reduce peer is not for elastic runs, whose GPUs come and go: use nccl")
-            if self.local_size < self.size:
-                raise TrainError(f"--all-reduce peer is for the GPUs of one machine, which has {self.local_size} of "
-                                 f"{self.size} processes: use nccl")
-            exchange = executor.gradient_exchange(self.size)
-            own = exchange.invitations
-        invitations = self.gather(own)
-        with self.agreement():
-            exchange.join(invitations, self.rank)
-        return exchange
+            return BucketAverage(executor, self.local_rank)
 
     def average(self, arrays: Sequence[Any], name: str) -> None:
         """Replace each fp32 MXNet array by its mean over all ranks; `name` tells groups of arrays apart."""
@@ -211,9 +183,6 @@ class _ArrayAverage:
 
     def finish(self) -> None:
         self._workers.average_flat(self._flats, "gradients")
-
-    def give_up(self) -> None:
-        """No GPU waits."""
 
 
 class _Flat:

@@ -20,9 +20,10 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple, NoReturn
 
-from common.command_line import Parser, exit_code_of, given_value, positive_int
+from common.command_line import Positive, exit_code_of, given_and_rest, given_value
 from common.errors import EXIT_USER_ERROR
 from train import topology
 from train.errors import EXIT_LOST_PROCESS, NoHorovodError, TrainError
@@ -33,6 +34,7 @@ _libc = ctypes.CDLL(None)
 
 LOOPBACK = {"HOROVOD_GLOO_IFACE": "lo", "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "NCCL_SOCKET_IFNAME": "lo",
             "HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}  # fmt: skip
+SCRIPT = "scripts/dgx1_8gpu.sh"  # what users call this program by
 MAX_PROCESSES = 8  # without -n: a DGX-1 has 8 GPUs
 GRACE_SECONDS = 3.0  # for the others to end by themselves when one process has failed
 POLL_SECONDS = 0.05
@@ -41,22 +43,35 @@ PR_SET_PDEATHSIG = 1  # of prctl(2)
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # as it was asked to
 TOLD = (EXIT_USER_ERROR, EXIT_LOST_PROCESS, *STOPPED)
 
-HELP = """usage: scripts/dgx1_8gpu.sh [-n PROCESSES] [-b BATCH] [-e EPOCHS] [any option of python -m train]
 
-Train on several GPUs of this machine, or in several processes on a machine without one (Horovod: NCCL or Gloo).
+def _seconds(text: str) -> int:
+    if not text.isdecimal() or int(text) > 3600:
+        raise argparse.ArgumentTypeError(f"needs whole seconds from 0 to 3600, not {text!r}")
+    return int(text)
 
-  -n, --processes N   processes, one per GPU                          (default: all GPUs, else all cores; 8 at most)
-  -b N                images per process in one forward pass, --batch-size         (default: the preset's)
-  -e N                epochs, --epochs                                             (default: the preset's)
-  --min-np N          elastic: when a process is lost, continue from the last committed state while N are left
-  --cooldown SECONDS  elastic: restart a lost process after about this long, longer each time; 0: never (default: 0)
-  -p, --platform NAME settings of scripts/platforms/NAME.sh                        (only through the scripts)
-  -h, --help          this help; python -m train train --help lists all further options
 
-The learning rate is given for a global batch of 256 images; the program scales it with PROCESSES x BATCH.
-PYTHON=/path/to/python uses that environment instead of .venv. Example, two processes on a CPU:
+@dataclass(frozen=True)
+class LaunchOptions:
+    """Train on several GPUs of this machine, or in several processes on a machine without one (Horovod: NCCL or Gloo).
 
-  scripts/dgx1_8gpu.sh -n 2 -b 16 -e 8 --config cpu_sample"""
+    The learning rate is given for a global batch of 256 images; the program scales it with PROCESSES x BATCH_SIZE.
+    python -m train train --help lists its options. The script takes -p NAME too, which stands for the settings of
+    scripts/platforms/NAME.sh, and PYTHON=/path/to/python uses that environment instead of .venv. Example, two processes
+    on a CPU:
+
+      scripts/dgx1_8gpu.sh -n 2 -b 16 -e 8 --config cpu_sample
+    """
+
+    processes: Annotated[Positive | None, "-n"] = None
+    """Processes, one per GPU; default: all GPUs, else all cores; 8 at most."""
+    batch_size: Annotated[Positive | None, "-b"] = None
+    """Images per process in one forward pass; default: the preset's."""
+    epochs: Annotated[Positive | None, "-e"] = None
+    """Passes over the training images; default: the preset's."""
+    min_np: Positive | None = None
+    """Elastic: when a process is lost, go on from the last committed state while this many are left."""
+    cooldown: Annotated[int, _seconds, "SECONDS"] = 0
+    """Elastic: restart a lost process after about this long, longer each time; 0: never."""
 
 
 class Slot(NamedTuple):
@@ -304,22 +319,10 @@ def _require_horovod(num_processes: int) -> None:
 # --- the command line ---
 
 
-def _seconds(text: str) -> int:
-    if not text.isdecimal() or int(text) > 3600:
-        raise argparse.ArgumentTypeError(f"needs whole seconds from 0 to 3600, not {text!r}")
-    return int(text)
-
-
-def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+def parse(arguments: Sequence[str]) -> tuple[LaunchOptions, list[str]]:
     """The launcher's own options, and the arguments of `python -m train`. Raises UserError for a wrong value."""
-    parser = Parser(prog="scripts/dgx1_8gpu.sh", add_help=False)
-    parser.add_argument("-n", "--processes", type=positive_int)
-    parser.add_argument("-b", type=positive_int, dest="batch_size")
-    parser.add_argument("-e", type=positive_int, dest="epochs")
-    parser.add_argument("--min-np", type=positive_int)
-    parser.add_argument("--cooldown", type=_seconds, default=0)
-    parser.add_argument("-h", "--help", action="store_true")
-    own, passed = parser.parse_known_args(arguments)
+    values, passed = given_and_rest(LaunchOptions, arguments, prog=SCRIPT, rest="any option of python -m train")
+    own = LaunchOptions(**values)
     for option, value in (("--batch-size", own.batch_size), ("--epochs", own.epochs)):
         if value is not None:
             passed += [option, str(value)]
@@ -332,9 +335,6 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def main(arguments: Sequence[str]) -> int:
     own, passed = parse(arguments)
-    if own.help:
-        print(HELP)
-        return 0
     on_cpu = given_value(passed, "--device") == "cpu"
     command = [sys.executable, "-m", "train", *passed]
     if "HOROVOD_LOCAL_RANK" in os.environ:  # started by horovodrun
@@ -348,7 +348,7 @@ def main(arguments: Sequence[str]) -> int:
     variables = [f"{name}={value}" for name, value in slots[0].environment.items()]
     print(shlex.join([*variables, "python", *command[1:]]), flush=True)
     elastic = f" --min-np {own.min_np}" + f" --cooldown {own.cooldown}" * bool(own.cooldown) if own.min_np else ""
-    os.environ[LAUNCHER_VARIABLE] = f"scripts/dgx1_8gpu.sh -n {len(slots)}{elastic}"
+    os.environ[LAUNCHER_VARIABLE] = f"{SCRIPT} -n {len(slots)}{elastic}"
     if own.min_np:
         return launch_elastic(slots, command, own.min_np, own.cooldown)
     if len(slots) == 1:

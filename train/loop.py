@@ -113,7 +113,7 @@ class Trainer:
         """Begin to work with the other processes, all of them from rank 0's state. Raises TrainError."""
         if self.workers.alone:
             return
-        self.average = self.workers.gradient_average(self.executor, self.config.all_reduce)
+        self.average = self.workers.gradient_average(self.executor)
         executor, broadcast = self.executor, self.workers.broadcast
         params, aux = executor.get_params()
         executor.set_params(broadcast(params, "params"), broadcast(aux, "aux"))

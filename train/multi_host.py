@@ -6,7 +6,6 @@ GPU and becomes `python -m train`. Here is what horovodrun is asked for, and wha
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shlex
@@ -15,49 +14,62 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
 
-from common.command_line import Parser, exit_code_of, positive_int
+from common.command_line import Positive, exit_code_of, given_and_rest, part_of, to_arguments
 from common.errors import ProgramError
 from train.errors import NoHorovodError, TrainError
 from train.invocation import LAUNCHER_VARIABLE
 from train.launch import TOLD
 
-HELP = """usage: scripts/multi_host.sh -H HOST:GPUS,HOST:GPUS... [-b BATCH] [-e EPOCHS] [any option of python -m train]
-       scripts/multi_host.sh --host-discovery-script FILE --min-np N ...       elastic: machines may come and go
 
-Train on the GPUs of several machines: horovodrun starts the processes over ssh (Gloo to agree, NCCL for the gradients).
+@dataclass(frozen=True)
+class HorovodrunOptions:
+    """As horovodrun --help tells."""
 
-  -H HOST:GPUS,...    machines, and how many processes each gets   (default in a SLURM job: its machines and their GPUs)
-  -n N                processes                                    (default: all of -H)
-  -b, -e, -p          as scripts/dgx1_8gpu.sh -h tells
-  -h, --help          this help; python -m train train --help lists all further options
+    host_discovery_script: Annotated[str, "FILE"] = ""
+    """Elastic, machines may come and go: a program that prints one line HOST:GPUS for each machine that is there;
+    Horovod asks it every second."""
+    min_np: Positive | None = None
+    """Elastic: go on while this many processes are left."""
+    max_np: Positive | None = None
+    """Elastic: so many processes at most."""
+    blacklist_cooldown_range: tuple[Positive, Positive] | None = None
+    """Elastic: seconds, from and to, for which a machine that failed is not asked again."""
+    network_interface: Annotated[str, "NAMES"] = ""
+    """Network interfaces that the machines reach each other by."""
+    ssh_port: Positive | None = None
+    """Of the other machines."""
 
-  --host-discovery-script FILE, --min-np N, --max-np N, --blacklist-cooldown-range LOW HIGH, --network-interface NAMES,
-  --ssh-port PORT     as horovodrun --help tells
 
-Needed: this folder and its .venv at the same path on every machine, the data too, and ssh without a password. FILE
-prints one line HOST:GPUS for each machine that is there; Horovod asks it every second."""
+@dataclass(frozen=True)
+class MultiHostOptions(HorovodrunOptions):
+    """Train on the GPUs of several machines: horovodrun starts the processes over ssh (Gloo to agree, NCCL for the
+    gradients).
+
+    Needed: this folder and its .venv at the same path on every machine, the data too, and ssh without a password.
+    -b, -e and -p are as scripts/dgx1_8gpu.sh --help tells; python -m train train --help lists all further options.
+
+      scripts/multi_host.sh -H node1:8,node2:8 --data data/imagenet
+      scripts/multi_host.sh --host-discovery-script FILE --min-np N ...
+    """
+
+    hosts: Annotated[str, "HOST:GPUS,...", "-H"] = ""
+    """Machines, and how many processes each gets; default: in a SLURM job its machines and their GPUs."""
+    processes: Annotated[Positive | None, "-n"] = None
+    """Processes; default: all of -H."""
 
 
-def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
+def parse(arguments: Sequence[str]) -> tuple[MultiHostOptions, list[str], list[str]]:
     """The options here; those of horovodrun among them once more, as words; the arguments of `python -m train.launch`.
     Raises UserError for a wrong value."""
-    parser = Parser(prog="scripts/multi_host.sh", add_help=False)
-    parser.add_argument("-H", dest="hosts", default="")
-    parser.add_argument("-n", type=positive_int, dest="processes")
-    parser.add_argument("-h", "--help", action="store_true")
-    passed_on = [parser.add_argument(name) for name in ("--host-discovery-script", "--network-interface")]
-    passed_on += [parser.add_argument(name, type=positive_int) for name in ("--min-np", "--max-np", "--ssh-port")]
-    passed_on.append(parser.add_argument("--blacklist-cooldown-range", nargs=2, type=positive_int))
-    own, passed = parser.parse_known_args(arguments)
-    words = []
-    for option in passed_on:
-        if value := getattr(own, option.dest):
-            words += [option.option_strings[0], *map(str, value if isinstance(value, list) else [value])]
-    return own, words, passed
+    values, passed = given_and_rest(MultiHostOptions, arguments, prog="scripts/multi_host.sh",
+                                    rest="any option of python -m train")  # fmt: skip
+    return MultiHostOptions(**values), to_arguments(part_of(HorovodrunOptions, values), HorovodrunOptions()), passed
 
 
-def read_hosts(own: argparse.Namespace) -> dict[str, int]:
+def read_hosts(own: MultiHostOptions) -> dict[str, int]:
     """Processes that each machine can have. Raises TrainError where nothing names machines."""
     script = own.host_discovery_script
     if script:
@@ -84,9 +96,6 @@ def read_hosts(own: argparse.Namespace) -> dict[str, int]:
 
 def main(arguments: Sequence[str]) -> int:
     own, words, passed = parse(arguments)
-    if own.help:
-        print(HELP)
-        return 0
     hosts = read_hosts(own)
     available = sum(hosts.values())
     count = own.processes or available

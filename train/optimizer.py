@@ -11,9 +11,8 @@ import numpy as np
 from common.mxnet_compat import mx
 from graph_passes.executors import Executor
 from train.config import Config
-from train.model import BATCH_NORM_PARAMS
 
-NO_DECAY = (*BATCH_NORM_PARAMS, "_bias")  # ends of names; He et al., arXiv:1812.01187, section 3.1
+NO_DECAY = ("_gamma", "_beta", "_bias")  # ends of names; He et al., arXiv:1812.01187, section 3.1
 
 
 class Optimizer(Protocol):

@@ -208,14 +208,14 @@ def fitting(text: str, font: ImageFont.FreeTypeFont, width: float) -> str:
     return f"{text}…"
 
 
-def precisions(runs: Mapping[int, Mapping[str, RunRecord]], title: str) -> bytes:
-    """Runs by depth and precision: accuracy (without validation: loss) over the time of the run, and images/sec."""
-    theme, depths = LIGHT, list(runs)
-    figure = _figure(9, 3.2 * len(depths) + 0.4, theme)
+def precisions(runs: Mapping[str, Mapping[str, RunRecord]], title: str) -> bytes:
+    """Runs by model and precision: accuracy (without validation: loss) over the time of the run, and images/sec."""
+    theme, models = LIGHT, list(runs)
+    figure = _figure(9, 3.2 * len(models) + 0.4, theme)
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=theme.text)
-    grid = figure.subplots(len(depths), 2, squeeze=False, width_ratios=(2, 1))
-    for (left, right), depth in zip(grid, depths, strict=True):
-        for color, (name, record) in zip(theme.parts, runs[depth].items(), strict=False):
+    grid = figure.subplots(len(models), 2, squeeze=False, width_ratios=(2, 1))
+    for (left, right), model in zip(grid, models, strict=True):
+        for color, (name, record) in zip(theme.parts, runs[model].items(), strict=False):
             rows = [(row.hours, row.val_top1) for row in record.epochs if row.val_top1 is not None]
             if rows:
                 hours, top1 = (np.array(values) for values in zip(*rows, strict=True))
@@ -228,7 +228,7 @@ def precisions(runs: Mapping[int, Mapping[str, RunRecord]], title: str) -> bytes
             bar = right.barh(name, record.speed().mean, color=color)
             right.bar_label(bar, fmt="{:,.0f}", padding=3, color=theme.muted, fontsize=9)
         what = "validation top-1 (%)" if rows else "training loss"
-        _styled(left, theme, f"ResNet-{depth}", "training time (s)", what)
+        _styled(left, theme, model, "training time (s)", what)
         _styled(right, theme, "", "images/sec", "")
         right.grid(visible=False)
         right.invert_yaxis()

@@ -82,11 +82,16 @@ CAPTIONS = {
 }
 
 
+def _model(config: Mapping[str, Any]) -> str:
+    """The network of a run; of earlier versions, which had ResNets alone, too."""
+    return config.get("model") or f"resnet{config.get('depth', '?')}"
+
+
 def _contents(
     record: RunRecord, summary: Summary, figures: Sequence[str], predicted: str
 ) -> tuple[str, list[Block]]:
     """Title and blocks; `predicted` is the caption of the picture of predictions, if there is one."""
-    title = f"ResNet-{record.config.get('depth', '?')}, {record.config.get('config', 'run')}: training report"
+    title = f"{_model(record.config)}, {record.config.get('config', 'run')}: training report"
     where = ", ".join(record.hardware.get("gpus") or [record.hardware.get("cpu", "unknown CPU")])
     tiles = [(f"{summary.total.mean:,.1f}", "images/sec in total")]
     if summary.best and summary.best.val_top1 is not None and summary.best.val_top5 is not None:

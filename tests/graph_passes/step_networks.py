@@ -11,7 +11,7 @@ def fused(symbol) -> Graph:
 
 
 def block(x, name, width, stride, bottleneck, project, layout="NHWC"):
-    """A residual block with few channels, written independently of train/model.py."""
+    """A residual block with few channels, written independently of train/models/."""
     axis = layout.index("C")
 
     def conv_bn(x, name, filters, kernel, stride):

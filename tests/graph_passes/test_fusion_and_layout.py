@@ -8,7 +8,7 @@ from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError, Ref, passes
 from graph_passes.executors import create_executor
 from graph_passes.executors.reference import forward
-from train.model import resnet
+from train.models.resnet import resnet
 
 PASSES = {
     "layout": lambda graph: passes.layout(graph, "NHWC"),

@@ -7,7 +7,8 @@ from step_networks import fused, random_variables, small_resnet
 from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError, Node, Ref, passes
 from graph_passes.executors import reference_backward
-from train.model import resnet
+from train import models
+from train.models.resnet import resnet
 
 SHAPES_224 = {"data": (2, 224, 224, 4)}
 
@@ -146,9 +147,13 @@ def test_zoo_against_mxnet_autograd(name, rng):
     check_against_mxnet(fused(symbol), symbol, {"data": (2, 3, 37, 33), "softmax_label": (2,)}, rng)
 
 
-@pytest.mark.parametrize("depth", [18, 50])
-def test_resnet_against_mxnet_autograd(depth, rng):
-    graph = passes.layout(fused(resnet(depth, num_classes=7, label_smoothing=0.1)), "NCHW")
+# Basic blocks and bottlenecks; narrow, for they take long: grouped convolutions, and shortcuts with average pooling
+@pytest.mark.parametrize("name, width", [
+    ("resnet18", 64), ("resnet50", 64), ("resnext50_32x4d", 16), ("resnet50d", 16)
+])  # fmt: skip
+def test_resnet_against_mxnet_autograd(name, width, rng, monkeypatch):
+    monkeypatch.setattr("train.models.resnet.FIRST_WIDTH", width)
+    graph = passes.layout(fused(models.create(name, 7, label_smoothing=0.1).symbol), "NCHW")
     symbol = mx.sym.load_json(passes.unfuse(graph).to_json())
     check_against_mxnet(graph, symbol, {"data": (2, 33, 35, 3), "softmax_label": (2,)}, rng)
 

@@ -14,7 +14,7 @@ from graph_passes.drawing import draw_svg
 from graph_passes.executors.cuda import training_step
 from graph_passes.executors.cuda.planner import Decision
 from graph_passes.show import forward_bytes
-from train.model import resnet
+from train.models.resnet import resnet
 
 SVG = "{http://www.w3.org/2000/svg}"
 

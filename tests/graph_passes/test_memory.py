@@ -11,7 +11,7 @@ from graph_passes import Graph, Node, Ref, passes
 from graph_passes.executors.reference_backward import evaluate
 from graph_passes.operators import OPERATORS
 from graph_passes.passes.memory import _IN_PLACE, ALIGNMENT, Step, plan_arena
-from train.model import resnet
+from train.models.resnet import resnet
 
 POISON = 0xFF  # as bytes of a floating-point number: NaN
 BYTES = {"float32": 4, "float16": 2, "int32": 4, "uint8": 1}

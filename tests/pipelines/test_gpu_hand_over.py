@@ -10,7 +10,8 @@ from image_helpers import encode, smooth_image, write_records
 
 from graph_passes import Graph
 from pipelines import LoaderConfig, open_loader
-from train.model import init_params, resnet
+from train.models.network import init_params
+from train.models.resnet import resnet
 
 pytestmark = pytest.mark.gpu
 

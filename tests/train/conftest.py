@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from train import model
+from train.models import resnet
 
 NUM_CLASSES = 3
 IMAGES_PER_CLASS = 9
@@ -19,7 +19,7 @@ IMAGES_PER_CLASS = 9
 def narrow_network() -> Iterator[None]:
     """Networks an eighth as wide, for modules that test the program and not the network: six times as fast."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model, "FIRST_WIDTH", 8)
+        patch.setattr(resnet, "FIRST_WIDTH", 8)
         yield
 
 
@@ -42,7 +42,7 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_options(tiny_data: Path) -> list[str]:
     """Options of a run that takes seconds: 27 images in batches of 4 are 6 steps an epoch, and there are 2 epochs."""
     return [
-        "--data", str(tiny_data), "--depth", "18", "--image-size", "32", "--batch-size", "4", "--epochs", "2",
+        "--data", str(tiny_data), "--model", "resnet18", "--image-size", "32", "--batch-size", "4", "--epochs", "2",
         "--device", "cpu", "--num-threads", "1", "--no-tensorboard", "--warmup-epochs", "0", "--learning-rate", "0.5",
         "--checkpoint-minutes", "0",
     ]  # fmt: skip

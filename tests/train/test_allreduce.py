@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from test_distributed import needs_horovod, run_processes
 
-from graph_passes import GraphError
 from train import allreduce
 from train.allreduce import LIBRARY
-from train.distributed import Workers
 from train.errors import TrainError
 
 BUCKETS = """
@@ -22,7 +19,7 @@ BUCKETS = """
     from types import SimpleNamespace
     import numpy as np
     from graph_passes.executors.cuda.buckets import Bucket
-    from train.allreduce import ON_HOST, BucketAverage, HorovodAllReduce
+    from train.allreduce import ON_HOST, BucketAverage
     from train.distributed import Workers
 
     workers = Workers()
@@ -39,8 +36,9 @@ BUCKETS = """
             on_bucket(bucket)
 
     executor = SimpleNamespace(buckets=buckets, follow=followed.append, hand_over=hand_over)
-    average = BucketAverage(executor, HorovodAllReduce(ON_HOST))
-    assert "first 0.0 MB float16" in average.description
+    average = BucketAverage(executor, ON_HOST)
+    assert average.description == ("gradients averaged by Horovod beside the backward pass, in buckets: "
+                                   "first 0.0 MB float16, second 0.0 MB float32")
     for bucket in buckets:
         average.start(bucket)
     average.finish()
@@ -94,56 +92,6 @@ def test_horovod_without_nccl_or_library_is_one_sentence(monkeypatch):
         allreduce.load_library(on_gpu=False)
 
 
-class Exchange:
-    """Of a process whose GPU the others may not reach."""
-
-    description = "by the GPUs"
-    invitations = ("handle",)
-
-    def __init__(self, fault: str) -> None:
-        self.fault, self.joined = fault, None
-
-    def join(self, invitations, own):
-        if self.fault:
-            raise GraphError(self.fault)
-        self.joined = invitations, own
-
-    def give_up(self): ...
-
-
-@pytest.mark.parametrize("asked, fault, elastic, local_size, way", [
-    ("auto", "", "", 4, "peer"),
-    ("peer", "", "", 4, "peer"),
-    ("nccl", "", "", 4, "by Horovod"),
-    ("auto", "GPU a cannot write (CUDA error 1: d): use c", "", 4, "by Horovod (GPU a cannot write (CUDA error 1: d))"),
-    ("peer", "GPU a cannot write into b: use c", "", 4, TrainError("GPU a cannot write into b: use c")),
-    ("auto", "", "1", 4, "by Horovod (--all-reduce peer is not for elastic runs, whose GPUs come and go)"),
-    ("peer", "", "1", 4, TrainError("--all-reduce peer is not for elastic runs, whose GPUs come and go: use nccl")),
-    ("auto", "", "", 2, "by Horovod (--all-reduce peer is for the GPUs of one machine, which has 2 of 4 processes)"),
-    ("peer", "", "", 2, TrainError("--all-reduce peer is for the GPUs of one machine, which has 2 of 4 processes: use "
-                                   "nccl")),
-])  # fmt: skip
-def test_how_gradients_are_averaged(monkeypatch, asked, fault, elastic, local_size, way):
-    """Within a machine by the GPUs, if they can; otherwise by Horovod, and the log says why."""
-    monkeypatch.setattr(allreduce, "load_library", lambda on_gpu: None)
-    monkeypatch.delenv("HOROVOD_SIZE", raising=False)
-    monkeypatch.setenv("HOROVOD_ELASTIC", elastic)
-    workers = Workers()
-    workers.size, workers.local_size, workers.rank = 4, local_size, 3
-    monkeypatch.setattr(workers, "_hvd", SimpleNamespace(allgather_object=lambda value, name: [value] * 4))
-    exchange = Exchange(fault)
-    executor = SimpleNamespace(buckets=[], gradient_exchange=lambda size: exchange)
-    if isinstance(way, TrainError):
-        with pytest.raises(TrainError) as error:
-            workers.bucket_average(executor, asked)
-        assert str(error.value) == str(way)
-        return
-    description = workers.bucket_average(executor, asked).description
-    assert description == (f"gradients averaged beside the backward pass {'by the GPUs' if way == 'peer' else way}, "
-                           "in buckets: ")
-    assert exchange.joined == ((([("handle",)] * 4), 3) if way == "peer" else None)
-
-
 @needs_horovod
 @needs_library
 def test_a_process_that_is_gone_is_an_error_not_a_hang(tmp_path):
@@ -152,7 +100,7 @@ def test_a_process_that_is_gone_is_an_error_not_a_hang(tmp_path):
         import numpy as np
         from types import SimpleNamespace
         from graph_passes.executors.cuda.buckets import Bucket
-        from train.allreduce import ON_HOST, BucketAverage, HorovodAllReduce
+        from train.allreduce import ON_HOST, BucketAverage
         from train.distributed import Workers
 
         workers = Workers()
@@ -160,7 +108,7 @@ def test_a_process_that_is_gone_is_an_error_not_a_hang(tmp_path):
             os._exit(0)  # without a word: not even the launcher takes it for a failure
         values = np.ones(10, np.float32)
         bucket = Bucket("only", values.ctypes.data, 10, "float32", 0, 0)
-        average = BucketAverage(SimpleNamespace(buckets=[bucket]), HorovodAllReduce(ON_HOST))
+        average = BucketAverage(SimpleNamespace(buckets=[bucket]), ON_HOST)
         average.start(bucket)
         try:
             average.finish()

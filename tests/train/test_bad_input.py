@@ -18,10 +18,11 @@ import pytest
 
 from common.nvidia_gpus import Gpu
 from graph_passes import GraphError
-from train import checkpoint, devices, model
+from train import checkpoint, devices
 from train.config import Config, read
 from train.errors import TrainError
 from train.loop import Trainer
+from train.models import resnet
 
 pytestmark = pytest.mark.usefixtures("narrow_network")
 
@@ -128,7 +129,7 @@ def test_truncated_and_foreign_checkpoints(fails, trained, tmp_path):
 
 
 @pytest.mark.parametrize("options, sentence", [
-    (["--depth", "34"], "the checkpoint holds a ResNet-18 with 3 classes, but this run needs a ResNet-34"),
+    (["--model", "resnet34"], "the checkpoint holds a resnet18 with 3 classes, but this run needs a resnet34"),
     (["--seed", "7"], "belongs to seed 0, but this loader has 7"),
 ])  # fmt: skip
 def test_resume_with_something_else(options, sentence, fails, trained):
@@ -139,7 +140,7 @@ def test_other_classes_than_the_checkpoint(fails, trained, tiny_data, tmp_path):
     shutil.copytree(tiny_data, tmp_path / "data")
     shutil.copytree(tiny_data / "class0", tmp_path / "data" / "class3")
     sentence = fails("validate", "--checkpoint", trained, "--data", tmp_path / "data")
-    assert "the checkpoint holds a ResNet-18 with 3 classes, but this run needs a ResNet-18 with 4 classes" in sentence
+    assert "the checkpoint holds a resnet18 with 3 classes, but this run needs a resnet18 with 4 classes" in sentence
 
 
 def test_validation_and_prediction_without_weights(fails, tmp_path):
@@ -257,9 +258,10 @@ def test_what_is_missing_for_the_cuda_executor_is_named(monkeypatch):
 @pytest.mark.parametrize("command", ["train", "benchmark"])
 def test_batch_too_large_for_the_machine(command, fails, monkeypatch, tmp_path):
     """A larger batch needs more in proportion, so the one that is named is the same for both; 1 MiB holds no image."""
-    monkeypatch.setattr(model, "FIRST_WIDTH", 64)  # of which 1 GiB does not hold 1000 images
+    monkeypatch.setattr(resnet, "FIRST_WIDTH", 64)  # of which 1 GiB does not hold 1000 images
     folder = tmp_path / "run"
-    options = [command, "--data", "synthetic", "--depth", "18", "--device", "cpu", "--output", folder, "--batch-size"]
+    options = [command, "--data", "synthetic", "--model", "resnet18", "--device", "cpu", "--output", folder,
+               "--batch-size"]
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=2**30))
     found = [re.search(r"1\.0 GiB are free: use a --batch-size of at most (\d+)$", fails(*options, batch))
              for batch in ("1000", "4000")]  # fmt: skip

@@ -26,7 +26,7 @@ def state(rng):
         params=arrays,
         aux={"bn_moving_mean": rng.standard_normal(3, np.float32)},
         momenta={name: 2 * array for name, array in arrays.items()},
-        config=Config(depth=18, decay_epochs=(1.5, 2.0), output="runs/x"),
+        config=Config(model="resnet18", decay_epochs=(1.5, 2.0), output="runs/x"),
         class_names=["Käfer", "b"],
         progress=Progress(step=42, epoch=3, epoch_step=2, best_top1=0.5),
         loader_states=[b"position 0", bytes(rng.integers(0, 256, 99, np.uint8))],
@@ -49,7 +49,7 @@ def test_round_trip(state, tmp_path):
         assert getattr(loaded, name) == getattr(state, name), name
     np.random.set_state(loaded.numpy_rng)
     assert np.array_equal(np.random.random(3), expected)
-    assert loaded.network == "ResNet-18 with 11 classes"
+    assert loaded.network == "resnet18 with 11 classes"
     assert np.array_equal(np.load(path)["params/classifier_bias"], state.params["classifier_bias"])  # plain NumPy
 
 

@@ -31,11 +31,11 @@ def test_compare_goes_on_where_it_was_stopped(tiny_options, tmp_path, run_train)
     assert code == 0, err
     assert "only float32 is trained here" in out and "mxnet executor" in out
     (row,) = json.loads((folder / "comparison.json").read_text())
-    assert (row["depth"], row["precision"], row["largest_batch"]) == (18, "float32", None)
+    assert (row["model"], row["precision"], row["largest_batch"]) == ("resnet18", "float32", None)
     record = RunRecord.read_jsonl(metrics)
     assert len(record.step_ms) == 4 and len(record.session_starts) == 2
     assert row["images_per_sec"] == pytest.approx(record.speed().mean)
-    assert "| ResNet-18 | float32 | - |" in (folder / "comparison.md").read_text()
+    assert "| resnet18 | float32 | - |" in (folder / "comparison.md").read_text()
     assert (folder / "comparison.png").read_bytes().startswith(b"\x89PNG")
 
     before = metrics.read_bytes()
@@ -75,14 +75,14 @@ def test_a_comparison_of_nothing(run_train, tiny_options):
 
 def test_table_and_plot_of_two_networks():
     runs = {}
-    for depth in (18, 50):
+    for model in ("resnet18", "resnet50"):
         for number, precision in enumerate(("float32", "float16"), start=1):
             record = RunRecord(config={}, command="", images_per_step=100, seconds=9.0, step_ms=[1000 / number] * 3)
             record.epochs = [EpochRow(1, 0.1, 100.0, 1.5, 0.5, 1.25, 0.625, 0.875)]
             record.events = [{"event": "memory", "largest_batch": 1000 * number}]
-            runs[depth, precision] = record
-    rows = [compare_precision._row(depth, precision, record) for (depth, precision), record in runs.items()]
+            runs[model, precision] = record
+    rows = [compare_precision._row(model, precision, record) for (model, precision), record in runs.items()]
     assert compare_precision._markdown(rows).splitlines()[-1] == (
-        "| ResNet-50 | float16 | 2,000 | 200.0 | 2.00 | 9.0 s | 1.5000 | 62.50% | 87.50% |")
-    by_depth = {depth: {p: runs[depth, p] for p in ("float32", "float16")} for depth in (18, 50)}
-    assert plots.precisions(by_depth, "title").startswith(b"\x89PNG")
+        "| resnet50 | float16 | 2,000 | 200.0 | 2.00 | 9.0 s | 1.5000 | 62.50% | 87.50% |")
+    by_model = {model: {p: runs[model, p] for p in ("float32", "float16")} for model in ("resnet18", "resnet50")}
+    assert plots.precisions(by_model, "title").startswith(b"\x89PNG")

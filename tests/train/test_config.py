@@ -7,12 +7,12 @@ import importlib
 
 import pytest
 
-from common.command_line import given_value, option_name
+from common.command_line import given_value, option_name, part_of
 from common.errors import UserError
-from graph_passes.executors.cuda.peer_memory import MAX_MEMBERS
+from graph_passes.executors.cuda.statistics_group import MAX_MEMBERS
 from train import TrainError
 from train.commands.options import BenchmarkOptions, CompareOptions, Measurement, PredictOptions, ValidateOptions
-from train.config import DEFAULT_PRESET, MAX_BN_GROUP, Config, check, configure, load_preset, part_of, presets, read
+from train.config import DEFAULT_PRESET, MAX_BN_GROUP, Config, check, configure, load_preset, presets, read
 
 
 def config_of(*arguments):
@@ -33,10 +33,11 @@ def test_presets_are_sound_and_say_what_to_expect(name):
 
 
 def test_command_line_overrides_the_preset():
-    config = config_of("--config", "resnet50_90ep", "--depth", "18", "--label-smoothing", "0.2", "--random-area", "0.5",
-                       "0.75", "--nesterov")  # fmt: skip
+    config = config_of("--config", "resnet50_90ep", "--model", "resnet18", "--label-smoothing", "0.2", "--random-area",
+                       "0.5", "0.75", "--nesterov")  # fmt: skip
     preset = load_preset("resnet50_90ep")
-    assert config == dataclasses.replace(preset, depth=18, label_smoothing=0.2, random_area=(0.5, 0.75), nesterov=True)
+    assert config == dataclasses.replace(preset, model="resnet18", label_smoothing=0.2, random_area=(0.5, 0.75),
+                                         nesterov=True)
 
 
 def test_what_a_command_gives_to_whom():
@@ -54,7 +55,7 @@ def test_commands_have_the_options_that_they_use():
     assert names[Config] - names[CompareOptions] == {"resume"}
     for kind in (ValidateOptions, BenchmarkOptions):
         assert not names[kind] & {"epochs", "schedule", "resume", "checkpoint_minutes", "commit_every"}
-    assert not names[ValidateOptions] & {"learning_rate", "depth", "seed", "mixup", "buckets", "cache", "output"}
+    assert not names[ValidateOptions] & {"learning_rate", "model", "seed", "mixup", "buckets", "cache", "output"}
 
 
 def test_groups_of_batchnorm_are_as_large_as_their_kernels_allow():
@@ -62,17 +63,24 @@ def test_groups_of_batchnorm_are_as_large_as_their_kernels_allow():
 
 
 def test_json_round_trip():
-    config = Config(depth=34, decay_epochs=(1.0, 2.5), random_area=(0.3, 0.7), mlperf=True)
+    config = Config(model="resnet34", decay_epochs=(1.0, 2.5), random_area=(0.3, 0.7), mlperf=True)
     assert Config.from_dict(config.to_dict()) == config
     with pytest.raises(TrainError, match="^its run had the option --new-knob, which this version"):
-        Config.from_dict({"depth": 18, "new_knob": 1})
+        Config.from_dict({"model": "resnet18", "new_knob": 1})
+
+
+def test_what_earlier_versions_wrote_is_read():
+    """Networks had a depth, gradients could be averaged in two ways."""
+    assert Config.from_dict({"depth": 18, "all_reduce": "peer", "epochs": 3}) == Config(model="resnet18", epochs=3)
 
 
 MISTAKES = {
-    "--detph 50": "there is no option --detph; did you mean --depth?",
+    "--modle resnet50": "there is no option --modle; did you mean --model?",
+    "--depth 34": "--depth has become the name of a network: give --model resnet34",
     "--zzzzz": "there is no option --zzzzz (see python -m train train --help)",
     "--config cpu_smaple": "there is no preset 'cpu_smaple' in train/configs/; did you mean cpu_sample?",
-    "--depth 20": "--depth 20 is not one of 18, 34, 50, 101, 152",
+    "--model resnet51": "there is no model 'resnet51'; did you mean resnet50?",
+    "--model list": "there is no model 'list'; there are: resnet101, resnet101d, resnet152, resnet152d, resnet18, ",
     "--schedule cosin": "--schedule cosin is not one of cosine, step, polynomial (see",
     "--executor mxet": "--executor mxet is not one of auto, mxnet, reference, cuda (see",
     "--device tpu": "--device tpu is not one of auto, cpu, gpu",

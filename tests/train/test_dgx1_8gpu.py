@@ -50,8 +50,8 @@ def test_platform(platform, batch, fake_python):
 @pytest.mark.parametrize("arguments, sentence", [
     (["-n"], "error: -n/--processes needs a value (see scripts/dgx1_8gpu.sh --help)"),
     (["-n", "0"], "error: -n/--processes needs a whole number above 0, not '0'"),
-    (["-b", "many"], "error: -b needs a whole number above 0, not 'many'"),
-    (["-e", "1.5"], "error: -e needs a whole number above 0, not '1.5'"),
+    (["-b", "many"], "error: -b/--batch-size needs a whole number above 0, not 'many'"),
+    (["-e", "1.5"], "error: -e/--epochs needs a whole number above 0, not '1.5'"),
     (["-n", "2", "--min-np", "3"], "error: --min-np 3 is more than the 2 processes"),
     (["--cooldown", "5"], "error: --cooldown is for elastic runs"),
     (["-p", "dgx_9"], "error: there is no platform 'dgx_9'; there are: dgx1_v100 dgx_a100 dgx_h100"),

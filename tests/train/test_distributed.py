@@ -37,16 +37,16 @@ AVERAGED_GRADIENTS = """
     from graph_passes import Graph
     from graph_passes.executors import create_executor
     from common.mxnet_compat import mx
-    from train import model
     from train.distributed import Workers
+    from train.models import network, resnet
 
-    model.FIRST_WIDTH = 8
+    resnet.FIRST_WIDTH = 8
     folder = sys.argv[1]
     workers = Workers()
-    symbol = model.resnet(18, num_classes=5)
+    symbol = resnet.resnet(18, num_classes=5)
     shapes = {"data": (16, 32, 32, 3), "softmax_label": (16,)}
     executor = create_executor("mxnet", Graph.from_json(symbol.tojson()), shapes)
-    executor.set_params(*model.init_params(symbol, seed=1 + workers.rank))  # the broadcast must make them equal
+    executor.set_params(*network.init_params(symbol, seed=1 + workers.rank))  # the broadcast must make them equal
     params, aux = executor.get_params()
     executor.set_params(workers.broadcast(params, "params"), aux)
 
@@ -139,9 +139,9 @@ LATE_LOADER = """
 def test_wait_for_a_loader_is_that_of_the_process_that_waits_longest(tmp_path):
     """Rank 0 records the run, and the loader of rank 1 takes 0.3 s for each batch."""
     done = run_processes(
-        LATE_LOADER, "benchmark", "--output", tmp_path, "--data", "synthetic", "--depth", 18, "--image-size", 32,
-        "--batch-size", 2, "--device", "cpu", "--no-tensorboard", "--warmup-steps", 0, "--min-steps", 5,
-        "--limit-steps", 5, "--log-every", 2,
+        LATE_LOADER, "benchmark", "--output", tmp_path, "--data", "synthetic", "--model", "resnet18",
+        "--image-size", 32, "--batch-size", 2, "--device", "cpu", "--no-tensorboard", "--warmup-steps", 0,
+        "--min-steps", 5, "--limit-steps", 5, "--log-every", 2,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     record = RunRecord.read_jsonl(tmp_path / METRICS_FILE)

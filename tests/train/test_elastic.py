@@ -32,7 +32,7 @@ class Run:
         self.folder = folder
         environment = {**os.environ, "PYTHON": sys.executable}
         if device == "cpu":
-            options = (*options, "--depth", "18", "--image-size", "32", "--num-threads", "1")
+            options = (*options, "--model", "resnet18", "--image-size", "32", "--num-threads", "1")
             environment["OMP_NUM_THREADS"] = "1"
         self.process = subprocess.Popen(
             ["bash", SCRIPT, "-n", str(processes), *options, "-b", str(BATCH), "--device", device, "--epochs", "90",

@@ -19,7 +19,8 @@ from train.commands import export
 from train.commands.options import ExportOptions
 from train.config import Config, read
 from train.errors import TrainError
-from train.model import init_params, resnet
+from train.models.network import init_params
+from train.models.resnet import resnet
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -59,7 +60,7 @@ def trained() -> Checkpoint:
     spread = np.log(probabilities(params, aux, noise)).std()
     params["classifier_weight"] *= 1.5 / spread
     params["classifier_bias"][:] = rng.uniform(-0.5, 0.5, NUM_CLASSES)
-    config = Config(depth=18, image_size=SIZE - 8, val_image_size=SIZE, val_crop_fraction=0.8)
+    config = Config(model="resnet18", image_size=SIZE - 8, val_image_size=SIZE, val_crop_fraction=0.8)
     return Checkpoint(params=params, aux=aux, momenta={}, config=config, class_names=CLASS_NAMES)
 
 
@@ -164,7 +165,7 @@ def test_canonical_params_and_symbol(saved: Path, trained: Checkpoint, tmp_path:
 
 
 def test_symbol_without_a_checkpoint(tmp_path: Path) -> None:
-    run_export(["--symbol", str(tmp_path / "s.json"), "--depth", "34", "--num-classes", "12"])
+    run_export(["--symbol", str(tmp_path / "s.json"), "--model", "resnet34", "--num-classes", "12"])
     graph = Graph.load(tmp_path / "s.json")
     assert graph.operators()["Convolution"] == 36
     assert graph["classifier"]["num_hidden"] == 12
@@ -178,8 +179,8 @@ def test_symbol_without_a_checkpoint(tmp_path: Path) -> None:
         (["--params", "x.params"], "--params needs trained weights"),
         (["--onnx", "x.onnx", "--checkpoint", "nowhere"], "nowhere"),
         (["--symbol", "x.json", "--num-classes", "0"], "--num-classes 0"),
-        (["--symbol", "x.json", "--depth", "20"], "depth 20 is not one of 18, 34, 50, 101, 152"),
-        (["--symbol", "x.json", "--checkpoint", "run", "--depth", "34"], "--depth 34 is for --symbol without a"),
+        (["--symbol", "x.json", "--model", "resnet20"], "there is no model 'resnet20'; did you mean resnet50?"),
+        (["--symbol", "x.json", "--checkpoint", "run", "--model", "resnet34"], "--model resnet34 is for --symbol"),
         (["--onxx", "x.onnx"], "did you mean --onnx"),
     ],
 )

@@ -21,8 +21,8 @@ pytestmark = pytest.mark.gpu
 
 # 50 steps an epoch; the smallest network, on images that it tells apart within one epoch.
 STEP_OPTIONS = [
-    "--config", "cpu_sample", "--data", "synthetic", "--depth", "18", "--image-size", "33", "--batch-size", "256",
-    "--learning-rate", "0.1", "--no-tensorboard",
+    "--config", "cpu_sample", "--data", "synthetic", "--model", "resnet18", "--image-size", "33",
+    "--batch-size", "256", "--learning-rate", "0.1", "--no-tensorboard",
 ]  # fmt: skip
 OPTIONS = [*STEP_OPTIONS, "--epochs", "3", "--warmup-epochs", "1", "--checkpoint-minutes", "0"]
 
@@ -101,7 +101,7 @@ def photographs(real_data, tmp_path_factory):
 
 # 9 steps an epoch
 PHOTOGRAPH_OPTIONS = [
-    "--depth", "18", "--image-size", "64", "--batch-size", "12", "--epochs", "12", "--num-classes", "1000",
+    "--model", "resnet18", "--image-size", "64", "--batch-size", "12", "--epochs", "12", "--num-classes", "1000",
     "--label-smoothing", "0", "--random-area", "0.7", "1", "--warmup-epochs", "2", "--learning-rate", "0.4",
     "--validate-every", "12", "--no-tensorboard", "--deterministic", "--log-every", "5",
 ]  # fmt: skip
@@ -211,7 +211,7 @@ def test_sizes_change_and_a_run_goes_on_in_mid_schedule(run_train, tmp_path):
 
 
 def test_a_batch_that_does_not_fit(run_train, tmp_path):
-    options = [*STEP_OPTIONS, "--depth", "152", "--image-size", "224", "--batch-size", "12000"]
+    options = [*STEP_OPTIONS, "--model", "resnet152", "--image-size", "224", "--batch-size", "12000"]
     code, _, err = run_train("benchmark", *options, "--output", tmp_path / "run")
     sentence = err.splitlines()[-1]  # before it, DALI may name libraries that it does not need
     found = re.fullmatch(r"error: the GPU has .* 12000 images of 224x224 .*: use a batch size of at most (\d+)",
@@ -258,7 +258,7 @@ def test_accumulation_mixup_and_averages_go_on(run_train, tmp_path):
 def test_predict_and_export_from_a_gpu_run(run_train, tiny_data, tmp_path):
     """JPEGs through the GPU loader and the compiled step; the CPU gives the same answers for the same checkpoint."""
     folder = tmp_path / "run"
-    options = ["--data", tiny_data, "--depth", "18", "--image-size", "32", "--batch-size", "8", "--epochs", "8",
+    options = ["--data", tiny_data, "--model", "resnet18", "--image-size", "32", "--batch-size", "8", "--epochs", "8",
                "--warmup-epochs", "1", "--learning-rate", "1", "--no-tensorboard", "--random-area", "0.5", "1",
                "--ema-decay", "0.9"]  # fmt: skip
     code, _, err = run_train(*options, "--output", folder)

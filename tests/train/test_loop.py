@@ -21,7 +21,8 @@ from train import checkpoint
 from train.commands.benchmark import standard_error_of_median
 from train.gpu_monitor import GpuReadings
 from train.loop import Trainer
-from train.model import init_params, resnet
+from train.models.network import init_params
+from train.models.resnet import resnet
 from train.optimizer import SGD
 from train.recorder import Recorder
 
@@ -140,7 +141,7 @@ def test_reference_executor_trains_like_mxnet(run_train, tiny_options, tmp_path)
 
 def test_benchmark_on_synthetic_data(run_train, tmp_path):
     folder = tmp_path / "run"
-    options = ("benchmark", "--data", "synthetic", "--depth", "18", "--image-size", "32", "--batch-size", "2",
+    options = ("benchmark", "--data", "synthetic", "--model", "resnet18", "--image-size", "32", "--batch-size", "2",
                "--device", "cpu", "--no-tensorboard", "--warmup-steps", "2", "--min-steps", "5")  # fmt: skip
     code, out, err = run_train(*options, "--output", folder, "--limit-steps", "8")
     assert code == 0, err
@@ -173,7 +174,7 @@ def test_the_collector_passes_over_what_a_run_is_made_of(command, run_train, tmp
         "benchmark": ("--limit-steps", 2, "--warmup-steps", 0, "--min-steps", 2),
     }
     code, _, err = run_train(
-        command, "--output", tmp_path / "run", "--data", "synthetic", "--depth", "18", "--image-size", "32",
+        command, "--output", tmp_path / "run", "--data", "synthetic", "--model", "resnet18", "--image-size", "32",
         "--batch-size", "2", "--device", "cpu", "--no-tensorboard", *limits[command],
     )  # fmt: skip
     assert code == 0, err

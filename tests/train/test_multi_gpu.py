@@ -1,5 +1,4 @@
-"""Gradients averaged over GPUs, by themselves and by NCCL through Horovod: against their mean, and whole steps against
-one GPU alone.
+"""Gradients averaged over GPUs by NCCL, through Horovod: against their mean, and whole steps against one GPU alone.
 
 With one GPU the same runs in one process, through the same code; the mean is then the gradient itself.
 """
@@ -11,7 +10,6 @@ import re
 import signal
 import time
 
-import numpy as np
 import pytest
 from test_distributed import needs_horovod, run_processes
 
@@ -36,7 +34,8 @@ from graph_passes import Graph
 from graph_passes.executors import create_executor
 from common.mxnet_compat import mx
 from train.distributed import Workers
-from train.model import init_params, resnet
+from train.models.network import init_params
+from train.models.resnet import resnet
 
 SHAPES = {"data": (12, 64, 64, 3), "softmax_label": (12,)}
 workers = Workers()
@@ -71,7 +70,7 @@ def gradients(executor):  # one in five, from all over: the processes send them 
 for dtype, wire in (("float32", "float32"), ("float16", "float32"), ("float16", "float16")):
     executor = make(dtype, num_buckets=3, wire_dtype=wire)
     assert len(executor.buckets) == 4
-    average = workers.gradient_average(executor, sys.argv[1])
+    average = workers.gradient_average(executor)
     for seed in range(2):
         data, label = batch(workers.rank + 10 * seed)
         executor.forward_backward(data, label)
@@ -93,10 +92,9 @@ for dtype, wire in (("float32", "float32"), ("float16", "float32"), ("float16", 
 """
 
 
-@pytest.mark.parametrize("all_reduce", ["peer", "nccl"])
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_gradients_become_their_mean(count, all_reduce):
-    out = run_on_gpus(count, PREPARE + MEANS, all_reduce)
+def test_gradients_become_their_mean(count):
+    out = run_on_gpus(count, PREPARE + MEANS)
     print("\n".join(line for line in out.splitlines() if "weights 1" in line))
     assert out.count("worst") == count * 3 * 2 * 4
 
@@ -105,7 +103,7 @@ HUNDRED_STEPS = """
 import hashlib
 for dtype in ("float16", "bfloat16"):
     executor = make(dtype, num_buckets=2, wire_dtype="float32" if dtype == "bfloat16" else None)
-    average = workers.gradient_average(executor, sys.argv[1])
+    average = workers.gradient_average(executor)
     for step in range(100):
         data, label = batch(1000 * workers.rank + step)
         if step in (40, 70) and workers.rank == workers.size - 1 and dtype == "float16":
@@ -126,10 +124,9 @@ for dtype in ("float16", "bfloat16"):
 """
 
 
-@pytest.mark.parametrize("all_reduce", ["peer", "nccl"])
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_weights_are_the_same_bits_after_100_steps(count, all_reduce):
-    out = run_on_gpus(count, PREPARE + HUNDRED_STEPS, all_reduce)
+def test_weights_are_the_same_bits_after_100_steps(count):
+    out = run_on_gpus(count, PREPARE + HUNDRED_STEPS)
     # 1024 at first, halved for each of the two steps that were left out
     assert re.findall(r"'loss_scale': ([\d.]+)", out) == ["256.0"] * count
 
@@ -210,67 +207,6 @@ def test_gpus_write_into_each_others_memory():
     assert done.stdout.count("exchanged") == 2
 
 
-EXCHANGE = """
-import sys
-import tempfile
-from pathlib import Path
-import numpy as np
-from common.disk_cache import Cache
-from graph_passes.executors.cuda.buckets import Bucket
-from graph_passes.executors.cuda.device import Gpu
-from graph_passes.executors.cuda.gradient_exchange import GradientExchange
-from graph_passes.executors.cuda.kernels import KernelLibrary
-from common.nvidia_gpus import find_gpus
-from train.distributed import Workers
-
-workers = Workers()
-random = np.random.default_rng(int(sys.argv[1]))  # the same on all of them
-device_id = workers.rank % len(find_gpus())
-step, gpu = Gpu(device_id), Gpu(device_id)
-buckets = []
-for number, vectors in enumerate((random.integers(80_000, 200_000), 1, 81_929, random.integers(2, 9000), 17)):
-    dtype, size = str(random.choice(["float16", "float32"])), int(8 * vectors)
-    buckets.append(Bucket(f"bucket {number}", step.allocate(4 * size), size, dtype, step.timing_event(),
-                          step.timing_event()))
-with tempfile.TemporaryDirectory() as folder:
-    exchange = GradientExchange(gpu, KernelLibrary(gpu, Cache("tests", Path(folder))), buckets, workers.size)
-exchange.join(workers.gather(exchange.invitations), workers.rank)
-for number in range(6):
-    x = [random.standard_normal((workers.size, bucket.num_elements)).astype(bucket.dtype) for bucket in buckets]
-    if number == 5:
-        x[0][0, :2] = x[3][0, :2] = np.inf, np.nan
-    for bucket, values in zip(buckets, x):
-        step.upload(bucket.address, values[workers.rank])
-        step.record(bucket.ready)
-        exchange.start(bucket)
-    got = []
-    for bucket in buckets:
-        step.wait_for(bucket.done)
-        got.append(step.download(bucket.address, (bucket.num_elements,), bucket.dtype))
-    every = workers.gather(b"".join(values.tobytes() for values in got))
-    assert all(other == every[0] for other in every), "all have the same bits"
-    for values, sent, bucket in zip(got, x, buckets):
-        wanted = sent.astype(np.float64).mean(0)
-        finite = np.isfinite(wanted)
-        assert np.array_equal(np.isfinite(values), finite) and np.array_equal(np.isnan(values), np.isnan(wanted))
-        # Sums in fp32, of values of about 1, and one rounding to the gradients' own type.
-        tolerance = workers.size * 2.0**-23 + (2.0**-11 if bucket.dtype == "float16" else 0)
-        error = np.abs(values.astype(np.float64) - wanted)[finite]
-        assert (error <= tolerance * (1 + np.abs(wanted[finite]))).all(), (bucket, error.max())
-print("exchanged", flush=True)
-"""
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_gpus_average_buckets_in_each_others_memory(count):
-    """Large and small ones of odd sizes. Where there are fewer GPUs, several processes share one."""
-    if not find_gpus():
-        pytest.skip("no GPU")
-    done = run_processes(EXCHANGE, np.random.default_rng().integers(1 << 30), count=count)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    assert done.stdout.count("exchanged") == count
-
-
 GROUPS = """
 import hashlib
 from types import SimpleNamespace
@@ -348,12 +284,12 @@ sys.exit(main(sys.argv[1:]))
 @pytest.mark.parametrize("count, group", [(1, 1), (2, 1), (4, 1), (2, 2)])
 def test_program(count, group, tmp_path):
     """Every validation image counts once."""
-    options = ["--data", "synthetic", "--depth", "18", "--image-size", "33", "--batch-size", str(512 // count),
+    options = ["--data", "synthetic", "--model", "resnet18", "--image-size", "33", "--batch-size", str(512 // count),
                "--epochs", "2", "--warmup-epochs", "1", "--learning-rate", "0.1", "--no-tensorboard",
                "--bn-group", group, "--output", tmp_path / "run"]  # fmt: skip
     out = run_on_gpus(count, PROGRAM, *options)
     assert f"{count} process" in out
-    assert "beside the backward pass by the GPUs in each other's memory, in buckets: weights 1" in out
+    assert "gradients averaged by Horovod beside the backward pass, in buckets: weights 1" in out
     assert "HOROVOD_CYCLE_TIME=" in out
     validated = run_on_gpus(count, PROGRAM, "validate", "--checkpoint", tmp_path / "run")
     assert "1280 images" in validated
@@ -389,8 +325,8 @@ def test_a_lost_process_ends_the_run(tmp_path, group):
     if len(find_gpus()) < 2:
         pytest.skip(f"2 GPUs are needed, {len(find_gpus())} are there")
     died = tmp_path / "died"
-    done = run_processes(DIES, died, "--data", "synthetic", "--depth", 18, "--image-size", 33, "--batch-size", 64,
-                         "--bn-group", group, "--no-tensorboard", "--output", tmp_path / "run")  # fmt: skip
+    done = run_processes(DIES, died, "--data", "synthetic", "--model", "resnet18", "--image-size", 33, "--batch-size",
+                         64, "--bn-group", group, "--no-tensorboard", "--output", tmp_path / "run")  # fmt: skip
     seconds = time.time() - died.stat().st_mtime
     print(f"ended after {seconds:.1f} s")
     assert done.returncode == 128 + signal.SIGKILL, done.stderr

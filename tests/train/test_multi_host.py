@@ -93,8 +93,8 @@ def test_elastic(asked, discovery, capsys):
 @pytest.mark.parametrize("arguments, sentence", [
     ([], "which machines? give -H HOST:GPUS,HOST:GPUS or run inside a SLURM job"),
     (["-H", "a:2,b"], "-H must name machines as HOST:GPUS, not 'b'"),
-    (["-H"], "-H needs a value"),
-    (["-H", "a:2", "-n", "two"], "-n needs a whole number above 0, not 'two'"),
+    (["-H"], "-H/--hosts needs a value"),
+    (["-H", "a:2", "-n", "two"], "-n/--processes needs a whole number above 0, not 'two'"),
     (["-H", "a:2,b:2", "-n", "5"], "-n 5 is more than the 4 processes of the machines; lower it"),
     (["-H", "a:2", "--min-np", "1"], "an elastic run over machines needs two of them to begin"),
     (["--host-discovery-script", "/nowhere/x"], "the host discovery script /nowhere/x is not there"),

@@ -21,7 +21,8 @@ from train.commands.options import PredictOptions
 from train.commands.predict import Guess, Prediction
 from train.config import Config, read
 from train.errors import TrainError
-from train.model import init_params, resnet
+from train.models.network import init_params
+from train.models.resnet import resnet
 
 SIZE = 48
 CLASS_NAMES = ["red", "green", "blue", "grey", "a class with a rather long name, as ImageNet has many"]
@@ -55,7 +56,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     params["classifier_weight"] = np.zeros_like(params["classifier_weight"])
     params["classifier_weight"][:4] = 8 * np.linalg.pinv(features - centre, rcond=1e-5).T
     params["classifier_bias"] = (-params["classifier_weight"] @ centre).astype(np.float32)
-    config = Config(depth=18, image_size=SIZE)
+    config = Config(model="resnet18", image_size=SIZE)
     save(Checkpoint(params, aux, {}, config, CLASS_NAMES), folder / "checkpoints" / "best.npz")
     return folder
 

@@ -42,7 +42,8 @@ def record() -> RunRecord:
     epochs += [EpochRow(3, 0.3125, 305.0, 1.0, 0.7, 1.25, 0.61234, 0.9)]
     epochs += [EpochRow(4, 0.4, 1.0, 1.0, 0.8, 1.3, 0.6, 0.95)]
     return RunRecord(
-        config={"config": "made_up", "depth": 34, "optimizer": {"momentum": 0.875}, "depths": (18, 50)},
+        config={"config": "made_up", "model": "resnet34", "optimizer": {"momentum": 0.875},
+                "models": ("resnet18", "resnet50")},
         command="python -m train train --config made_up --note 'a < b | c'",
         images_per_step=IMAGES_PER_STEP,
         num_processes=2,
@@ -161,7 +162,7 @@ def test_report_folder(record: RunRecord, tmp_path: Path) -> None:
     assert summarize(restored) == summary and restored.epochs == record.epochs
 
     markdown = (folder / "report.md").read_text()
-    assert markdown.startswith("# ResNet-34, made_up: training report\n")
+    assert markdown.startswith("# resnet34, made_up: training report\n")
     assert f"**{summary.total.mean:,.1f}** images/sec in total" in markdown
     assert summary.limit_text in markdown
     assert "| loader-only | 5,000.0 |" in markdown

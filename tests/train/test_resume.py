@@ -109,11 +109,11 @@ def test_sigkill_in_mid_epoch_after_a_timed_checkpoint(unbroken, tiny_options, t
     (folder / "config.json").write_text("{}")
     script = textwrap.dedent("""
         import os, signal, sys
-        from train import model
         from train.__main__ import main
         from train.loop import Trainer
+        from train.models import resnet
 
-        model.FIRST_WIDTH = 8
+        resnet.FIRST_WIDTH = 8
         step = Trainer.step
 
         def dying_step(self, batches):

@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from common.command_line import part_of
 from train import devices
 from train.build import build_executor, check_memory, join_bn_group, open_split
 from train.commands.options import Measurement
 from train.commands.profile import write_profile
 from train.commands.session import measure_loader, name_preset, open_recorder, prepare, report, run_folder_of
-from train.config import SYNTHETIC, Config, configure, part_of
+from train.config import SYNTHETIC, Config, configure
 from train.distributed import Workers
 from train.errors import TrainError
 from train.loop import Trainer, frozen_heap

@@ -20,11 +20,11 @@ from rich.console import Console
 from rich.table import Table
 
 from common import files
-from common.command_line import option_name, to_arguments
+from common.command_line import option_name, part_of, to_arguments
 from common.errors import error_of
 from train import devices, plots
 from train.commands.options import Comparison
-from train.config import CONFIG_FILE, Config, configure, default_warmup, load_preset, part_of
+from train.config import CONFIG_FILE, Config, configure, default_warmup, load_preset
 from train.errors import TrainError
 from train.metrics import METRICS_FILE, RunRecord
 from train.signals import STOPPING, StoppedBySignal, handled
@@ -43,7 +43,7 @@ _NOT_COMPARED = ("output", "resume", "max_steps", "time_limit")  # a run that go
 class Row:
     """One run's part of the comparison."""
 
-    depth: int
+    model: str
     precision: str
     largest_batch: int | None  # images that the GPU's memory holds in training; None on the CPU
     images_per_sec: float
@@ -65,15 +65,15 @@ def main(values: Mapping[str, Any]) -> None:
               f"{placement.executor} executor", flush=True)
     output = Path(config.output or f"runs/compare_precision-{config.config}")
     runs = {}
-    for depth in wanted.depths or (config.depth,):
+    for model in wanted.models or (config.model,):
         for precision in precisions:
-            folder = output / f"resnet{depth}_{precision}"
-            own = replace(config, depth=depth, output=str(folder), **PRECISIONS[precision])
-            print(f"== ResNet-{depth} in {precision}", flush=True)
-            runs[depth, precision] = _train(own, folder)
-    rows = [_row(depth, precision, record) for (depth, precision), record in runs.items()]
+            folder = output / f"{model}_{precision}"
+            own = replace(config, model=model, output=str(folder), **PRECISIONS[precision])
+            print(f"== {model} in {precision}", flush=True)
+            runs[model, precision] = _train(own, folder)
+    rows = [_row(model, precision, record) for (model, precision), record in runs.items()]
     title = f"{config.config}: {_machine(next(iter(runs.values())))}"
-    figure = plots.precisions({depth: {p: runs[depth, p] for d, p in runs if d == depth} for depth, _ in runs}, title)
+    figure = plots.precisions({model: {p: runs[model, p] for m, p in runs if m == model} for model, _ in runs}, title)
     files.write(output / "comparison.json", json.dumps([dataclasses.asdict(row) for row in rows], indent=1).encode())
     files.write(output / "comparison.md", f"# {title}\n\n{_markdown(rows)}".encode())
     files.write(output / "comparison.png", figure)
@@ -118,7 +118,7 @@ def _train(config: Config, folder: Path) -> RunRecord:
 
 def _check_same(config: Config, config_file: Path) -> None:
     """Raise TrainError where the run in the folder has other settings."""
-    there, here = json.loads(config_file.read_text()), config.to_dict()
+    there, here = Config.from_dict(json.loads(config_file.read_text())).to_dict(), config.to_dict()
     for name, value in here.items():
         if name not in _NOT_COMPARED and there.get(name) != value:
             option = option_name(name)
@@ -129,11 +129,11 @@ def _check_same(config: Config, config_file: Path) -> None:
 # --- the result ---
 
 
-def _row(depth: int, precision: str, record: RunRecord) -> Row:
+def _row(model: str, precision: str, record: RunRecord) -> Row:
     memory = [event for event in record.events if event["event"] == "memory"]
     last = record.epochs[-1] if record.epochs else None
     loss = last.train_loss if last else record.loss_curve[-1].loss if record.loss_curve else None
-    return Row(depth, precision, memory[-1]["largest_batch"] if memory else None, record.speed().mean, record.seconds,
+    return Row(model, precision, memory[-1]["largest_batch"] if memory else None, record.speed().mean, record.seconds,
                loss, last.val_top1 if last else None, last.val_top5 if last else None)
 
 
@@ -147,12 +147,12 @@ _HEADINGS = ("network", "precision", "largest batch", "images/sec", "speed-up", 
 
 def _cells(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
     """The table's cells; the speed-up is over fp32 with the same network, or over the first where there is none."""
-    base: dict[int, float] = {}
+    base: dict[str, float] = {}
     for row in sorted(rows, key=lambda row: row.precision != "float32"):
-        base.setdefault(row.depth, row.images_per_sec)
+        base.setdefault(row.model, row.images_per_sec)
     for row in rows:
-        speed_up = row.images_per_sec / base[row.depth]
-        yield (f"ResNet-{row.depth}", row.precision, _shown(row.largest_batch, ",d"), f"{row.images_per_sec:,.1f}",
+        speed_up = row.images_per_sec / base[row.model]
+        yield (row.model, row.precision, _shown(row.largest_batch, ",d"), f"{row.images_per_sec:,.1f}",
                f"{speed_up:.2f}", f"{row.seconds:,.1f} s", _shown(row.train_loss, ".4f"), _shown(row.val_top1, ".2%"),
                _shown(row.val_top5, ".2%"))
 

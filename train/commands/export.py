@@ -20,13 +20,12 @@ from common.command_line import option_name
 from common.mxnet_compat import mx
 from graph_passes import Graph, Ref, passes
 from pipelines import MEAN, STD
-from train import checkpoint, onnx_writer
+from train import checkpoint, models, onnx_writer
 from train.build import build_executor
 from train.checkpoint import Checkpoint
 from train.commands.options import ExportOptions
 from train.devices import Placement
 from train.errors import TrainError
-from train.model import resnet
 
 # Largest difference allowed between the probabilities of ONNX Runtime and of our executor. Both compute in fp32, in
 # another order; 1e-4 is far above what that makes (about 1e-6) and far below what a wrong weight makes.
@@ -45,7 +44,7 @@ def main(values: Mapping[str, Any]) -> None:
     if (options.onnx or options.params) and not options.checkpoint:
         wanted = "--onnx" if options.onnx else "--params"
         raise TrainError(f"{wanted} needs trained weights: give --checkpoint with a run folder or a checkpoint file")
-    for name in ("depth", "num_classes"):
+    for name in ("model", "num_classes"):
         if options.checkpoint and name in values:
             raise TrainError(f"{option_name(name)} {values[name]} is for --symbol without a checkpoint, and "
                              f"{options.checkpoint} has its own: leave it out")
@@ -74,12 +73,11 @@ def network(trained: Checkpoint | None, options: ExportOptions) -> tuple[Graph, 
     Returns the graph and its arrays under MXNet's names in parameter files, `arg:<name>` and `aux:<name>`.
     """
     if trained:
-        symbol = resnet(trained.config.depth, trained.num_classes)
+        graph = models.create(trained.config.model, trained.num_classes).graph
     elif options.num_classes < 1:
         raise TrainError(f"--num-classes {options.num_classes} must be at least 1")
     else:
-        symbol = resnet(options.depth, options.num_classes)
-    graph = Graph.from_json(symbol.tojson())
+        graph = models.create(options.model, options.num_classes).graph
     params, aux = (trained.params, trained.aux) if trained else ({}, {})
     if options.layout == "NCHW":
         graph = channels_first(graph)
@@ -132,7 +130,7 @@ def export_onnx(trained: Checkpoint) -> tuple[bytes, float]:
     except ImportError as error:
         raise TrainError(f"export to ONNX needs {error.name}: pip install onnx onnxruntime") from None
 
-    graph = Graph.from_json(resnet(trained.config.depth, trained.num_classes).tojson())
+    graph = models.create(trained.config.model, trained.num_classes).graph
     size = trained.config.inference_image_size
     folded = channels_first(passes.fold_bn(graph))
     params = passes.fold_bn_params(graph, trained.params, trained.aux)

@@ -64,8 +64,8 @@ class Comparison:
         "float32", "tf32", "float16", "bfloat16",
     )  # fmt: skip
     """Precisions to train in; the CPU has float32 only."""
-    depths: tuple[Literal[18, 34, 50, 101, 152], ...] = ()
-    """Depths of the network to train; default: the one of --depth."""
+    models: Annotated[tuple[str, ...], "NAME"] = ()
+    """Networks to train; default: the one of --model."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class ExportOptions:
     """MXNet parameter file to write, for the Symbol of the same --layout."""
     layout: Literal["NHWC", "NCHW"] = "NHWC"
     """Memory layout of --symbol and --params; stock MXNet on a CPU needs NCHW."""
-    depth: Literal[18, 34, 50, 101, 152] = 50
-    """Depth of the ResNet for --symbol without a checkpoint."""
+    model: Annotated[str, "NAME"] = "resnet50"
+    """Network for --symbol without a checkpoint, as in `train`."""
     num_classes: int = 1000
     """Its number of classes."""

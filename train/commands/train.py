@@ -51,9 +51,8 @@ def main(values: Mapping[str, Any]) -> None:
         except Exception as error:
             if not is_lost_process(error):
                 raise
-            for waiting in (bn_group, trainer.average):
-                if waiting:
-                    waiting.give_up()  # the GPU would wait for the lost one
+            if bn_group:
+                bn_group.give_up()  # the GPU would wait for the lost one
             drain_engine()
             raise LostProcessError(f"another process of this run has ended; go on from the last checkpoint, if there "
                                    f"is one, with: {launcher()} --resume {beginning.run_folder}") from None

@@ -9,4 +9,4 @@ from dataclasses import replace
 
 from train.configs.cifar10_resnet18 import CONFIG as CIFAR10_RESNET18
 
-CONFIG = replace(CIFAR10_RESNET18, depth=50)
+CONFIG = replace(CIFAR10_RESNET18, model="resnet50")

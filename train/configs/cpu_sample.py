@@ -9,7 +9,7 @@ checkpoints included (one run, benchmarks/results/cpu_sample.jsonl).
 from train.config import Config
 
 CONFIG = Config(
-    depth=50,
+    model="resnet50",
     label_smoothing=0.0,
     data="samples",
     image_size=48,

@@ -13,7 +13,7 @@ Hardware: 1 to 8 NVIDIA GPUs. Images/sec: docs/recipes.md. Accuracy: 77.15 % exp
 from train.config import Config
 
 CONFIG = Config(
-    depth=50,
+    model="resnet50",
     label_smoothing=0.1,
     data="data/imagenet",
     image_size=224,

@@ -13,7 +13,7 @@ Hardware: 1 to 8 NVIDIA GPUs. Images/sec: docs/recipes.md. Accuracy: up to 73.8 
 from train.config import REFERENCE_BATCH, Config
 
 CONFIG = Config(
-    depth=50,
+    model="resnet50",
     label_smoothing=0.1,
     data="data/imagenet",
     image_size=192,

@@ -16,7 +16,7 @@ from train.config import REFERENCE_BATCH, Config
 GLOBAL_BATCH = 3200  # images
 
 CONFIG = Config(
-    depth=50,
+    model="resnet50",
     label_smoothing=0.1,
     data="data/imagenet",
     image_size=224,

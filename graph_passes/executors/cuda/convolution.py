@@ -42,7 +42,7 @@ class Problem:
     """What cuDNN is asked to compute. `kind`: 'fprop', 'fprop_stats' (also per-channel sum and sum of squares of the
     output, fp32), 'fprop_bias' (+ fp32 bias; with '_add' + a tensor like the output, with '_relu' then ReLU: the parts
     of the name are in the order of the operations), 'dgrad' or 'wgrad'. `x` and `y` are NHWC shapes, `w` is OHWI; dgrad
-    writes x, wgrad writes w."""
+    writes x, wgrad writes w. Where `w` has less channels than `x`, cuDNN makes a convolution in groups of it."""
 
     kind: str
     x: tuple[int, int, int, int]

@@ -112,12 +112,10 @@ class Gpu:
         for address in tuple(self._allocated):
             self.free(address)
 
-    def share(self, address: int) -> tuple[bytes, int]:
-        """What another process of this machine needs to `open_shared` the memory that holds this address, and how many
-        bytes of it lie in front."""
-        start, _ = self.check(self._driver.cuMemGetAddressRange(address))
-        handle = self.check(self._driver.cuIpcGetMemHandle(start))
-        return ctypes.string_at(handle.getPtr(), IPC_HANDLE_BYTES), address - int(start)
+    def share(self, address: int) -> bytes:
+        """What another process of this machine needs to `open_shared` memory that `allocate` gave."""
+        handle = self.check(self._driver.cuIpcGetMemHandle(address))
+        return ctypes.string_at(handle.getPtr(), IPC_HANDLE_BYTES)
 
     def open_shared(self, handle: bytes) -> int:
         """Address here of memory that another process shares, perhaps of another GPU: see `can_access`."""
@@ -245,14 +243,6 @@ class Gpu:
     def wait_for(self, event: Any) -> None:
         """Let what is enqueued from now on wait for an event of another stream; the host goes on."""
         self.check(self._driver.cuStreamWaitEvent(self.stream_handle, event, 0))
-
-    def raise_flag(self, address: int, value: int) -> None:
-        """Write 4 bytes, perhaps of another GPU, behind everything on the stream; no kernel is launched for it."""
-        self.check(self._driver.cuStreamWriteValue32(self.stream_handle, address, value, 0))
-
-    def wait_for_flag(self, address: int, value: int) -> None:
-        """Let what is enqueued from now on wait until the 4 bytes there are `value` or beyond it."""
-        self.check(self._driver.cuStreamWaitValue32(self.stream_handle, address, value, 0))
 
     def record_in_graph(self, event: Any) -> None:
         """Record a timing event; while capturing it becomes a node of the graph that records at every replay."""

@@ -20,7 +20,6 @@ from graph_passes.errors import GraphError
 from graph_passes.executors.base import Arrays, Executor, Metrics, parse_device
 from graph_passes.executors.cuda.buckets import Bucket
 from graph_passes.executors.cuda.device import Gpu
-from graph_passes.executors.cuda.gradient_exchange import GradientExchange
 from graph_passes.executors.cuda.idle import IdleClock
 from graph_passes.executors.cuda.optimizer import OptimizerConfig
 from graph_passes.executors.cuda.parameters import FlatArray
@@ -224,13 +223,6 @@ class CudaExecutor(Executor):
     def follow(self, bucket: Bucket) -> None:
         """Let what is asked for from now on, such as `update`, wait on the GPU for the bucket's event `done`."""
         self._step.gpu.wait_for(bucket.done)
-
-    def gradient_exchange(self, size: int) -> GradientExchange:
-        """What can average the buckets over so many GPUs of this machine, once it has been joined.
-
-        Raises GraphError for too many, and where the driver has no flags for streams.
-        """
-        return self._step.gradient_exchange(size)
 
     @property
     def buckets(self) -> list[Bucket]:

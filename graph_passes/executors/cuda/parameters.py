@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from graph_passes import roles
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Graph, Ref
 from graph_passes.operators import Shape
@@ -73,21 +74,23 @@ class Parameter:
 
 def parameters_of(graph: Graph, shapes: Mapping[Ref, Shape], inputs: tuple[str, ...]) -> list[Parameter]:
     """Every parameter of a forward graph, the last layer's first: the order in which their gradients are ready."""
+    uses, weights = roles.uses(graph), roles.weights(graph)
     parameters: dict[str, Parameter] = {}
     for node in reversed(list(graph)):
-        for position, ref in enumerate(node.inputs):
+        for ref in node.inputs:
             name = ref.node
             if not graph[name].is_variable or name in graph.aux or name in inputs or name in parameters:
                 continue
-            shape = tuple(shapes[ref])
-            is_weight = position == 1 and node.op in ("Convolution", "FullyConnected")
-            if is_weight and node.op == "FullyConnected":
-                device_shape: tuple[int, ...] = (padded(shape[0]), 1, 1, shape[1])
-            elif is_weight:
+            shape, use = tuple(shapes[ref]), uses[name]
+            if name not in weights:
+                device_shape: tuple[int, ...] = (*shape[:-1], padded(shape[-1]))
+            elif use.node.op == "FullyConnected":
+                device_shape = (padded(shape[0]), 1, 1, shape[1])
+            elif use.node["num_group"] == 1:
                 device_shape = (*shape[:3], padded_channels(shape[3]))
             else:
-                device_shape = (*shape[:-1], padded(shape[-1]))
-            parameters[name] = Parameter(name, shape, device_shape, is_weight)
+                device_shape = shape
+            parameters[name] = Parameter(name, shape, device_shape, name in weights)
     return list(parameters.values())
 
 

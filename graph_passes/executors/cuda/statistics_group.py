@@ -20,17 +20,31 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from graph_passes.errors import GraphError
 from graph_passes.executors.cuda.device import Gpu
-from graph_passes.executors.cuda.peer_memory import MAX_MEMBERS, Addresses, Invitation, PeerMemory
 
-THREADS, MAX_ARRAYS, MAX_VALUES = 256, 4, 8192  # of batch_norm_group.cu
+MAX_MEMBERS, THREADS, MAX_ARRAYS, MAX_VALUES = 16, 256, 4, 8192  # of batch_norm_group.cu
+SHARED_UNIT = 2 << 20  # bytes; what is shared should not lie in one piece of memory with anything else
 # How long a member waits for another one before the run ends: longer than a checkpoint or a late batch keeps a process.
 LIMIT_SECONDS = 60.0
+NEEDED, WAY_OUT = "which common BatchNorm statistics need", "leave out --bn-group"  # in messages
+
+
+class Mailboxes(ctypes.Structure):
+    """The address of each member's mailbox, as the kernel's argument."""
+
+    _fields_ = (("of", ctypes.c_uint64 * MAX_MEMBERS),)
+
+
+class Invitation(NamedTuple):
+    """What a process tells the others, so that their GPUs can write into its mailbox."""
+
+    bus_id: str  # of its GPU
+    handle: bytes  # of CUDA's interprocess communication
 
 
 class StatisticsGroup:
@@ -42,30 +56,49 @@ class StatisticsGroup:
     def __init__(self, device_id: int, limit_seconds: float = LIMIT_SECONDS) -> None:
         self._gpu = Gpu(device_id)
         words = 2 * MAX_MEMBERS * MAX_ARRAYS * MAX_VALUES
-        self._peer_memory = PeerMemory(self._gpu, "common BatchNorm statistics need", "leave out --bn-group")
-        self.mailbox = self._peer_memory.allocate(8 * words + 4 * MAX_VALUES // THREADS)
+        num_bytes = -(-(8 * words + 4 * MAX_VALUES // THREADS) // SHARED_UNIT) * SHARED_UNIT
+        self.mailbox = self._gpu.allocate(num_bytes)
+        self._gpu.fill(self.mailbox, 0, num_bytes)
+        self._gpu.synchronize()  # before anybody writes into it
         self._numbers = self.mailbox + 8 * words
         self._fault = self._gpu.pinned(4)  # the GPU writes it, and reads it while it waits
         self._fault[:] = 0
         self._limit_seconds = limit_seconds
-        self._mailboxes, self._own, self.size = Addresses(), 0, 1
+        self._mailboxes, self._own, self.size = Mailboxes(), 0, 1
 
     @property
     def invitation(self) -> Invitation:
-        return self._peer_memory.share(self.mailbox)
+        """Raises GraphError where memory cannot be shared between processes."""
+        try:
+            return Invitation(self._gpu.device.pci_bus_id, self._gpu.share(self.mailbox))
+        except RuntimeError as error:
+            raise GraphError(f"GPU {self._gpu.device_id} cannot share memory with other processes ({error}), {NEEDED}: "
+                             f"{WAY_OUT}") from None
 
     def join(self, invitations: Sequence[Invitation], own: int) -> None:
         """Open the mailboxes of the others. `own`: which of the members is this process.
 
         Raises GraphError for a GPU whose memory this one cannot write.
         """
-        self.connect([self.mailbox if member == own else self._peer_memory.open(invitation)
+        self.connect([self.mailbox if member == own else self._open(invitation)
                       for member, invitation in enumerate(invitations)], own)
 
     def connect(self, mailboxes: Sequence[int], own: int) -> None:
         """The same with addresses of mailboxes that this process can use already."""
         self.size, self._own = len(mailboxes), own
         self._mailboxes.of[: self.size] = list(mailboxes)
+
+    def _open(self, invitation: Invitation) -> int:
+        """The address, in this process, of another one's mailbox. Raises GraphError where this GPU cannot write it."""
+        bus_id = invitation.bus_id
+        if not self._gpu.can_access(bus_id):
+            raise GraphError(f"GPU {self._gpu.device.pci_bus_id} cannot write into the memory of GPU {bus_id}, "
+                             f"{NEEDED}: {WAY_OUT}")
+        try:
+            return self._gpu.open_shared(invitation.handle)
+        except RuntimeError as error:
+            raise GraphError(f"the memory of GPU {bus_id} cannot be opened from another process ({error}), {NEEDED}: "
+                             f"run all processes in one container, or {WAY_OUT}") from None
 
     def arguments(self, num_values: int) -> tuple[Any, ...]:
         """Of the kernel `average_over_group`, behind its four arrays of so many floats each."""

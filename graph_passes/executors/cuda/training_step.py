@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,7 +23,6 @@ from graph_passes.executors.cuda.capacity import check_fits, largest_batch
 from graph_passes.executors.cuda.compiled import CompiledGraph
 from graph_passes.executors.cuda.convolution import ConvolutionLibrary, import_cudnn
 from graph_passes.executors.cuda.device import Gpu
-from graph_passes.executors.cuda.gradient_exchange import GradientExchange
 from graph_passes.executors.cuda.inference import Inference
 from graph_passes.executors.cuda.kernels import C_TYPES, KernelLibrary, count, instance, threads
 from graph_passes.executors.cuda.lowering import LoweredGraph, Persistent, check_operators
@@ -341,14 +339,6 @@ class TrainingStep:
         """Call `on_bucket` with each bucket of the gradients as they are."""
         for number in range(self._training.num_segments):
             self._hand_over(number, on_bucket)
-
-    def gradient_exchange(self, size: int) -> GradientExchange:
-        """What can average the buckets over so many GPUs of this machine, once it has been joined.
-
-        Raises GraphError for too many, and where the driver has no flags for streams.
-        """
-        gpu = Gpu(self.gpu.device_id)  # with a stream beside the step's
-        return GradientExchange(gpu, KernelLibrary(gpu, self._cache), list(itertools.chain(*self.buckets)), size)
 
     def _hand_over(self, number: int, on_bucket: OnBucket) -> None:
         if self.store.wire_gradients.size:

@@ -21,6 +21,8 @@ FLAGS = {
     "batch_norm_pair_backward_reduce": ["false", "true"],
     "bias_add_relu": ["false, false", "false, true", "true, true"],
     "max_pool_backward": ["false", "true"],
+    "average_pool": ["false", "true"],
+    "average_pool_backward": ["false", "true"],
     "inspect_gradients": ["false", "true"],
     "sgd_update": ["false, false", "false, true", "true, false", "true, true"],
 }

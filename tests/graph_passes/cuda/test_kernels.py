@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from gpu_arrays import DTYPES, PRECISION, Device, relative_error, rounded
 
+from graph_passes import Node
+from graph_passes.executors import reference_operators
 from graph_passes.executors.cuda.kernels import C_TYPES
 from graph_passes.executors.cuda.lowering.batch_norm_pool import Image
 from graph_passes.executors.cuda.lowering.builder import APPLY_BLOCK, REDUCE_BLOCK
@@ -285,6 +287,30 @@ def test_max_pool(device: Device, dtype: str, size: tuple[int, int], kernel: int
         h, w = row * stride - pad + place // kernel, column * stride - pad + place % kernel
         wanted_dx[image, h, w, channel] += total[image, row, column, channel]
     assert relative_error(device.get(dx, x.shape, dtype), wanted_dx) < PRECISION[dtype]
+
+
+@pytest.mark.parametrize("size", [(8, 8), (7, 5)])
+@pytest.mark.parametrize("kernel, stride, pad, convention", [(2, 2, 0, "full"), (3, 2, 1, "valid"), (3, 1, 1, "full")])
+@pytest.mark.parametrize("padding", [False, True])
+def test_average_pool(device: Device, dtype: str, size: tuple[int, int], kernel: int, stride: int, pad: int,
+                      convention: str, padding: bool) -> None:
+    """Windows that end beyond the image too, whose pixels there do not count."""
+    node = Node("Pooling", "pool", (), {"kernel": (kernel,) * 2, "stride": (stride,) * 2, "pad": (pad,) * 2,
+                                        "pool_type": "avg", "layout": "NHWC", "pooling_convention": convention,
+                                        "count_include_pad": padding})
+    random = np.random.default_rng(size[0] + kernel)
+    x = rounded(random.normal(0, 1, (3, *size, 24)), dtype)
+    wanted = reference_operators.avg_pooling(node, x)
+    dy = rounded(random.normal(0, 1, wanted.shape), dtype)
+    window = Window(*size, *wanted.shape[1:3], kernel, kernel, stride, stride, pad, pad)
+    flag = f"<{C_TYPES[dtype]}, {str(padding).lower()}>"
+    for name, source, shape, result in (
+            ("average_pool", x, wanted.shape, wanted),
+            ("average_pool_backward", dy, x.shape, reference_operators.avg_pooling_backward(node, dy, x.shape))):
+        target, vectors = device.poisoned(shape, dtype), int(np.prod(shape)) // 8
+        device.run("pooling.cu", name + flag, (-(-vectors // 256), 1, 1), (256, 1, 1), device.put(source, dtype),
+                   target, window, ctypes.c_uint32(vectors), ctypes.c_int(3))
+        assert relative_error(device.get(target, shape, dtype), result) < PRECISION[dtype] + 1e-6
 
 
 def test_global_average_pool(device: Device, dtype: str) -> None:

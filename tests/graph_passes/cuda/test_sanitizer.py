@@ -15,7 +15,7 @@ from test_training_step import bottlenecks, fused, random_batch, random_state, s
 from graph_passes.executors.cuda.planner import Decision, Planner
 from graph_passes.executors.cuda.program import Launch
 from graph_passes.executors.cuda.training_step import TrainingStep
-from train.model import resnet
+from train.models.resnet import resnet
 
 pytestmark = pytest.mark.gpu
 

@@ -132,8 +132,8 @@ class FakeGpu:
             raise RuntimeError("CUDA error 201: invalid device context")
         return 7000 + handle[0]
 
-    def share(self, address: int) -> tuple[bytes, int]:
-        return bytes([self.device_id]), 500
+    def share(self, address: int) -> bytes:
+        return bytes([self.device_id])
 
     def pinned(self, num_bytes: int) -> np.ndarray:
         return np.full(num_bytes, 255, np.uint8)
@@ -149,7 +149,7 @@ def test_joining(monkeypatch: pytest.MonkeyPatch) -> None:
     group.join(invitations, own=1)
     group.check()
     mailboxes, own, size, *_, num_values = group.arguments(520)
-    assert list(mailboxes.of[:4]) == [7506, 1005, 7507, 0]
+    assert list(mailboxes.of[:4]) == [7006, 1005, 7007, 0]
     assert (own.value, size.value, group.size, num_values.value) == (1, 3, 3, 520)
 
     monkeypatch.setattr(FakeGpu, "closed", invitations[2].handle)

@@ -19,7 +19,8 @@ from graph_passes.executors.cuda.optimizer import INITIAL_LOSS_SCALE, OptimizerC
 from graph_passes.executors.cuda.planner import Decision, Planner, Way
 from graph_passes.executors.cuda.program import Launch
 from graph_passes.executors.cuda.training_step import TrainingStep
-from train.model import init_params, resnet
+from train.models.network import init_params
+from train.models.resnet import resnet
 
 pytestmark = pytest.mark.gpu
 

@@ -24,7 +24,8 @@ from graph_passes.executors.cuda.lowering import lower as lower_to_launches
 from graph_passes.executors.cuda.parameters import Parameter, ParameterStore, padded_channels, parameters_of
 from graph_passes.executors.cuda.planner import Decision
 from graph_passes.executors.cuda.program import Buffer, Launch, Program
-from train.model import resnet
+from train import models
+from train.models.resnet import resnet
 
 
 class FakeKernels:
@@ -123,6 +124,28 @@ def test_launches_of_folded_inference() -> None:
     assert sorted(set(operations) - {"fprop_bias", "fprop_bias_relu", "fprop_bias_add_relu"}) == [
         "add_metrics", "fprop", "global_average_pool", "max_pool", "softmax_cross_entropy"]
     assert not store.statistics.slices
+    check_memory(lowering.program)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name, grouped, averages", [("resnext50_32x4d", 16, 0), ("resnet50d", 0, 3)])
+def test_grouped_convolutions_and_average_pooling(name: str, grouped: int, averages: int, training: bool) -> None:
+    """Nothing is fused into a convolution with groups, of whose weight each group has its share of the channels."""
+    graph = passes.bn_relu(passes.bn_add_relu(models.create(name).graph))
+    graph = graph if training else passes.fold_bn(graph)
+    shapes: dict[str, tuple[int, ...]] = {"data": (4, 65, 65, 3), "softmax_label": (4,)}
+    lowering, store = lower_graph(graph, shapes, training, fused=True)
+    operations = Counter(launch.operation for launch in lowering.program.launches)
+    if training:
+        convolutions = graph.operators()["Convolution"]
+        assert operations["batch_norm_statistics"] == grouped
+        assert operations["fprop"] == grouped + 1 and operations["fprop_stats"] == convolutions - grouped
+        assert operations["average_pool"] == operations["average_pool_backward"] == averages
+    else:
+        assert operations["fprop"] == operations["bias_add_relu"] + 1 == grouped + 1
+        assert operations["average_pool"] == averages
+    if grouped:
+        assert store.parameters["stage1_block1_conv2_weight"].device_shape == (128, 3, 3, 4)
     check_memory(lowering.program)
 
 
@@ -282,7 +305,7 @@ def test_networks_of_the_zoo(tmp_path: Path) -> None:
         "resnet18_v1": "",
         "resnet50_v1": "",
         "resnet18_v2": "BatchNorm '.*' has fix_gamma=True, .*: set it to False$",
-        "mobilenet1_0": "Convolution '.*' has 32 groups, .*: use the executor mxnet, or one group$",
+        "mobilenet1_0": "",
         "mobilenet_v2_1_0": "cannot run clip '.*_relu6': use the executor mxnet",
         "vgg11": "cannot run Dropout '",
         "densenet121": "cannot run Concat '",

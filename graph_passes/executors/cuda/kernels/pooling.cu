@@ -1,4 +1,5 @@
-// Pooling in NHWC: max over windows, and the average over the whole image. A thread works on 8 neighbouring channels.
+// Pooling in NHWC: max and average over windows, and the average over the whole image. A thread works on 8 neighbouring
+// channels.
 #include "common.cuh"
 
 struct Window {
@@ -72,6 +73,62 @@ __global__ void max_pool_backward(const Packed<T> *dy, const Packed<T> *dy2, con
                 const uint32 won = (k < 4 ? places.x : places.y) >> 8 * (k % 4) & 0xff;
                 if (won == place) sum[k] += TWO ? g[k] + g2[k] : g[k];
             }
+        }
+    }
+    dx[at] = pack<T>(sum);
+}
+
+// What the sum over the window of an output is divided by: its pixels in the image, with `padding` those in the padding too.
+__device__ inline int window_pixels(const Window &w, int row, int column, bool padding) {
+    const int top = row * w.stride_h - w.pad_h, left = column * w.stride_w - w.pad_w;
+    const int above = padding ? top : max(top, 0), before = padding ? left : max(left, 0);
+    const int bottom = min(top + w.kernel_h, w.height + (padding ? w.pad_h : 0));
+    const int right = min(left + w.kernel_w, w.width + (padding ? w.pad_w : 0));
+    return (bottom - above) * (right - before);
+}
+
+// y = average over the window. PADDING: pixels of the padding, which are 0, count.
+template <class T, bool PADDING>
+__global__ void average_pool(const Packed<T> *x, Packed<T> *y, Window w, uint32 vectors, int pitch) {
+    const uint32 at = blockIdx.x * blockDim.x + threadIdx.x;  // over the output
+    if (at >= vectors) return;
+    const uint32 group = at % pitch, column = at / pitch % w.out_width, row = at / pitch / w.out_width % w.out_height;
+    const uint32 image = at / pitch / w.out_width / w.out_height;
+    const int top = int(row) * w.stride_h - w.pad_h, left = int(column) * w.stride_w - w.pad_w;
+    float sum[VEC] = {};
+    for (int h = max(top, 0); h < min(top + w.kernel_h, w.height); ++h) {
+        for (int c = max(left, 0); c < min(left + w.kernel_w, w.width); ++c) {
+            float v[VEC];
+            unpack(x[((image * w.height + h) * w.width + c) * pitch + group], v);
+#pragma unroll
+            for (int k = 0; k < VEC; ++k) sum[k] += v[k];
+        }
+    }
+    const int pixels = window_pixels(w, row, column, PADDING);
+#pragma unroll
+    for (int k = 0; k < VEC; ++k) sum[k] /= pixels;
+    y[at] = pack<T>(sum);
+}
+
+// dx = sum over the windows that this element is in of dy / (pixels of the window).
+template <class T, bool PADDING>
+__global__ void average_pool_backward(const Packed<T> *dy, Packed<T> *dx, Window w, uint32 vectors, int pitch) {
+    const uint32 at = blockIdx.x * blockDim.x + threadIdx.x;  // over the input
+    if (at >= vectors) return;
+    const uint32 group = at % pitch, column = at / pitch % w.width, row = at / pitch / w.width % w.height;
+    const uint32 image = at / pitch / w.width / w.height;
+    // Windows that cover the element start at most `kernel - 1` before it.
+    const int top = row + w.pad_h, left = column + w.pad_w;
+    const int first_h = max(0, (top - w.kernel_h + w.stride_h) / w.stride_h), last_h = min(w.out_height - 1, top / w.stride_h);
+    const int first_w = max(0, (left - w.kernel_w + w.stride_w) / w.stride_w), last_w = min(w.out_width - 1, left / w.stride_w);
+    float sum[VEC] = {};
+    for (int i = first_h; i <= last_h; ++i) {
+        for (int j = first_w; j <= last_w; ++j) {
+            float g[VEC];
+            unpack(dy[((image * w.out_height + i) * w.out_width + j) * pitch + group], g);
+            const int pixels = window_pixels(w, i, j, PADDING);
+#pragma unroll
+            for (int k = 0; k < VEC; ++k) sum[k] += g[k] / pixels;
         }
     }
     dx[at] = pack<T>(sum);

@@ -19,8 +19,6 @@ def forward(builder: Builder, node: Node) -> None:
     """Without bias: with the sums for the BatchNorm of a training step that reads it, where that is faster. With bias:
     here, or in inference by the rule of its epilogue."""
     x, w = builder.input(node, 0), builder.input(node, 1)
-    require(node["num_group"] == 1, node,
-            f"has {node['num_group']} groups, which have no GPU lowering: use the executor mxnet, or one group")
     if not node["no_bias"]:
         if not _has_epilogue(builder, node):
             _biased(builder, node, node, relu=False)
@@ -30,9 +28,10 @@ def forward(builder: Builder, node: Node) -> None:
     plain, fused = (builder.problem(kind, node, x, w, y) for kind in ("fprop", "fprop_stats"))
     wants_sums = any(reader.op.startswith("BatchNorm") and reader.op.endswith("Train")
                      for reader in builder.readers(node))
-    if wants_sums and stem.serves(builder, node):
+    one_group = node["num_group"] == 1  # cuDNN fuses nothing into grouped convolutions
+    if wants_sums and one_group and stem.serves(builder, node):
         stem.forward(builder, node)
-    elif wants_sums and _fusing_pays(builder, node, plain, fused, y.num_bytes):
+    elif wants_sums and one_group and _fusing_pays(builder, node, plain, fused, y.num_bytes):
         sums = Buffer(f"{node.name}:sums", (2, y.shape[3]), "float32")
         builder.fusions.sums[Ref(node.name)] = sums
         builder.plan(node, fused, (x, w), (y, sums))
@@ -71,7 +70,7 @@ def _biased(builder: Builder, node: Node, result: Node, relu: bool, *addend: Buf
     _require_vectors(node, y)
     plain = builder.problem("fprop", node, x, w, y)
     fused = builder.problem(f"fprop_bias{'_add' if addend else ''}{'_relu' if relu else ''}", node, x, w, y)
-    if _fusing_pays(builder, node, plain, fused, 2 * y.num_bytes):
+    if node["num_group"] == 1 and _fusing_pays(builder, node, plain, fused, 2 * y.num_bytes):
         builder.plan(node, fused, (x, w, bias, *addend), (y,))
         return
     product = Buffer(f"{node.name}:product", y.shape, y.dtype)

@@ -28,7 +28,7 @@ def _serves(builder: Builder, dgrad: Node) -> bool:
         return False
     sizes = window(forward)
     return (builder.gpu.capability == HOPPER and builder.dtype in ("float16", "bfloat16")
-            and sizes.kernel == (1, 1) and sizes.stride == (1, 1) and sizes.pad == (0, 0)
+            and sizes.kernel == (1, 1) and sizes.stride == (1, 1) and sizes.pad == (0, 0) and forward["num_group"] == 1
             and builder.input(dgrad, 1).shape[0] in OUT_CHANNELS)
 
 

@@ -1,4 +1,4 @@
-"""Max pooling and global average pooling."""
+"""Max and average pooling, over windows and over the whole image."""
 
 from __future__ import annotations
 
@@ -40,9 +40,12 @@ def forward(builder: Builder, node: Node) -> None:
         winner = builder.output(node, 1) if node.op == "MaxPoolingTrain" else None
         builder.launch(node, "pooling.cu", builder.kernel("max_pool"), *threads(vectors),
                        (x, y, winner, Window.of(node, x, y), count(vectors), pitch), (x,), (y, winner))
+    elif node["pool_type"] == "avg":
+        builder.launch(node, "pooling.cu", builder.kernel("average_pool", node["count_include_pad"]),
+                       *threads(vectors), (x, y, Window.of(node, x, y), count(vectors), pitch), (x,), (y,))
     else:
         raise GraphError(f"Pooling '{node.name}' ({node['pool_type']}, global_pool={node['global_pool']}) has no "
-                         "GPU lowering: there are max pooling and global average pooling")
+                         "GPU lowering: there are max pooling over windows and average pooling")
 
 
 def max_backward(builder: Builder, node: Node) -> None:
@@ -59,9 +62,14 @@ def max_backward(builder: Builder, node: Node) -> None:
 
 def average_backward(builder: Builder, node: Node) -> None:
     dy, dx = builder.input(node, 0), builder.output(node)
-    vectors = builder.vectors(dx)
-    builder.launch(node, "pooling.cu", builder.kernel("global_average_pool_backward"), *threads(vectors),
-                   (dy, dx, count(vectors), *_pixels_and_pitch(dx)), (dy,), (dx,))
+    vectors, (pixels, pitch) = builder.vectors(dx), _pixels_and_pitch(dx)
+    if node["global_pool"]:
+        builder.launch(node, "pooling.cu", builder.kernel("global_average_pool_backward"), *threads(vectors),
+                       (dy, dx, count(vectors), pixels, pitch), (dy,), (dx,))
+    else:
+        builder.launch(node, "pooling.cu", builder.kernel("average_pool_backward", node["count_include_pad"]),
+                       *threads(vectors), (dy, dx, Window.of(forward_node(node), dx, dy), count(vectors), pitch),
+                       (dy,), (dx,))
 
 
 def _pixels_and_pitch(x: Buffer) -> tuple[ctypes.c_int, ctypes.c_int]:

@@ -1,0 +1,70 @@
+"""What each parameter of a network is for, as its graph says: which operator reads it, and where that one stands."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from graph_passes.graph import Graph, Node, Ref
+from graph_passes.operators import OPERATORS
+
+
+class Use(NamedTuple):
+    """The operator that reads a parameter, and as which of its inputs: "weight", "bias", "gamma" or "beta"."""
+
+    node: Node
+    input: str
+
+
+def uses(graph: Graph) -> dict[str, Use]:
+    """How each variable of the graph is used, the inputs among them, by the first operator that reads it."""
+    found: dict[str, Use] = {}
+    for node in graph:
+        if node.op in OPERATORS:
+            for name, ref in zip(OPERATORS[node.op].input_names(node), node.inputs, strict=True):
+                if graph[ref.node].is_variable:
+                    found.setdefault(ref.node, Use(node, name))
+    return found
+
+
+def weights(graph: Graph) -> frozenset[str]:
+    """The parameters with weight decay, and with a learning rate of their own in LARS and LAMB: weights of convolutions
+    and fully connected layers, but no bias and neither gamma nor beta (He et al., arXiv:1812.01187, section 3.1)."""
+    return frozenset(name for name, use in uses(graph).items() if use.input == "weight")
+
+
+def first_weights(graph: Graph) -> frozenset[str]:
+    """Weights of the convolutions that read the images."""
+    return frozenset(name for name, use in uses(graph).items()
+                     if use.input == "weight" and use.node.inputs[0] == Ref("data"))
+
+
+def classifier(graph: Graph) -> Node:
+    """The fully connected layer whose outputs are the classes' scores."""
+    return next(node for node in reversed(list(graph)) if node.op == "FullyConnected")
+
+
+def branch_gammas(graph: Graph) -> frozenset[str]:
+    """Gamma of the last BatchNorm of each residual branch, in a graph in which nothing is fused yet.
+
+    Of the two tensors that are added, the branch is the one with more operators between it and what both are made of;
+    the other is the shortcut, which is that tensor itself, or a projection of it.
+    """
+    found = set()
+    for node in graph:
+        if node.op == "elemwise_add":
+            paths = [_path(graph, ref) for ref in node.inputs]
+            shared = set(paths[0]) & set(paths[1])
+            own = [[name for name in path if name not in shared] for path in paths]
+            end = graph[max(own, key=len)[0]]
+            if end.op == "BatchNorm":
+                found.add(end.inputs[1].node)
+    return frozenset(found)
+
+
+def _path(graph: Graph, ref: Ref) -> list[str]:
+    """Names of the operators from a tensor back to the input, along what each of them takes as its data."""
+    names = []
+    while not graph[ref.node].is_variable:
+        names.append(ref.node)
+        ref = graph[ref.node].inputs[0]
+    return names

@@ -1,0 +1,154 @@
+"""The networks by name: published parameter counts, structure, initial values, gradient of the output layer."""
+
+import importlib
+import json
+
+import numpy as np
+import pytest
+
+from common.mxnet_compat import mx
+from graph_passes import Ref, roles
+from train import TrainError, models
+from train.models.network import init_params
+from train.models.resnet import resnet
+
+# As counted by torchvision's documentation of each network (1000 classes); ResNet-D's by timm.
+PUBLISHED_COUNTS = {
+    "resnet18": 11_689_512, "resnet34": 21_797_672, "resnet50": 25_557_032, "resnet101": 44_549_160,
+    "resnet152": 60_192_808, "resnext50_32x4d": 25_028_904, "resnext101_32x8d": 88_791_336,
+    "resnext101_64x4d": 83_455_272, "wide_resnet50_2": 68_883_240, "wide_resnet101_2": 126_886_696,
+    "resnet50d": 25_576_264,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", models.names())
+def test_parameter_count_is_the_published_one(name):
+    network = models.create(name)
+    arg_shapes, _, aux_shapes = network.symbol.infer_shape(data=(1, 224, 224, 3))
+    shapes = dict(zip(network.symbol.list_arguments(), arg_shapes, strict=True))
+    del shapes["data"], shapes["softmax_label"]
+    if name in PUBLISHED_COUNTS:
+        assert sum(map(np.prod, shapes.values())) == PUBLISHED_COUNTS[name]
+    uses = roles.uses(network.graph)
+    num_batch_norms = sum(uses[name].input == "gamma" for name in shapes)
+    assert len(aux_shapes) == 2 * num_batch_norms
+    assert len(roles.weights(network.graph)) == len(shapes) - 2 * num_batch_norms - 1  # the classifier's bias
+    assert len(roles.first_weights(network.graph)) == 1
+    blocks = network.graph.operators()["elemwise_add"]
+    last = "bn2" if network.graph["stage1_block1_relu2"].inputs[0].node.endswith("add") else "bn3"
+    assert roles.branch_gammas(network.graph) == {
+        f"stage{stage}_block{block}_{last}_gamma" for stage in range(1, 5) for block in range(1, blocks + 1)
+        if f"stage{stage}_block{block}_add" in network.graph.nodes
+    }  # fmt: skip
+
+
+def test_every_file_is_listed():
+    for family, names in models.FAMILIES.items():
+        assert tuple(importlib.import_module(f"train.models.{family}").MODELS) == names
+
+
+def test_a_network_by_name():
+    network = models.create("resnext50_32x4d", 7, label_smoothing=0.1)
+    assert str(network) == "resnext50_32x4d with 7 classes"
+    assert network.graph[network.graph.outputs[0].node]["smooth_alpha"] == 0.1
+    params, _ = network.initial_values(seed=1)
+    assert models.num_classes("resnext50_32x4d", params) == 7
+    assert params["stage1_block1_conv2_weight"].shape == (128, 3, 3, 4)
+    # Variance 2 / fan_out, all filters counted; the standard error of a standard deviation is std / sqrt(2 n).
+    weight = params["stage3_block1_conv2_weight"]
+    expected = np.sqrt(2 / (weight.shape[0] * 9))
+    assert abs(weight.std() - expected) < 5 * expected / np.sqrt(2 * weight.size)
+
+
+@pytest.mark.parametrize("wrong, sentence", [
+    ("resnet51", "there is no model 'resnet51'; did you mean resnet50?"),
+    ("resnext50", "there is no model 'resnext50'; did you mean resnext50_32x4d?"),
+    ("vgg", "there is no model 'vgg'; there are: resnet101, resnet101d, "),
+])  # fmt: skip
+def test_an_unknown_name_names_the_nearest(wrong, sentence):
+    with pytest.raises(TrainError) as error:
+        models.create(wrong)
+    assert str(error.value).startswith(sentence)
+
+
+def test_resnet_d_averages_where_a_shortcut_has_a_stride():
+    graph = models.create("resnet50d").graph
+    assert [node.name for node in graph if node.op == "Pooling" and node["pool_type"] == "avg"] == [
+        *(f"stage{stage}_block1_shortcut_pool" for stage in (2, 3, 4)), "pool"
+    ]  # fmt: skip
+    assert all(graph[f"stage{stage}_block1_shortcut_conv"]["stride"] == (1, 1) for stage in range(1, 5))
+    for size in (224, 225, 32):  # an odd size has a border that the mean covers with fewer pixels
+        shapes = graph.infer_shapes({"data": (1, size, size, 3), "softmax_label": (1,)})
+        for stage in (2, 3, 4):
+            shortcut, branch = (shapes[Ref(f"stage{stage}_block1_{name}")] for name in ("shortcut_bn", "bn3"))
+            assert shortcut == branch
+
+
+def test_resnet50_structure():
+    nodes = json.loads(resnet(50).tojson())["nodes"]
+    convs = {n["name"]: n["attrs"] for n in nodes if n["op"] == "Convolution"}
+    assert len(convs) == 53
+    assert all(attrs["layout"] == "NHWC" for attrs in convs.values())
+    assert sum(n["op"] == "elemwise_add" for n in nodes) == 16
+    # v1.5: the stride of a downsampling block is in its 3x3 convolution
+    assert convs["stage2_block1_conv2"]["stride"] == "(2, 2)"
+    assert convs["stage2_block1_conv1"]["stride"] == "(1, 1)"
+
+
+@pytest.mark.parametrize("size, final", [(224, 7), (64, 2), (32, 1), (75, 3)])
+def test_spatial_sizes(size, final):
+    internals = resnet(50).get_internals()
+    _, out_shapes, _ = internals.infer_shape(data=(3, size, size, 3))
+    shapes = dict(zip(internals.list_outputs(), out_shapes, strict=True))
+    assert shapes["stage4_block3_relu3_output"] == (3, final, final, 2048)
+    assert shapes["softmax_output"] == (3, 1000)
+
+
+@pytest.mark.parametrize("depth, last, zero_init", [(18, "bn2", True), (18, "bn2", False), (50, "bn3", True)])
+def test_initial_values(depth, last, zero_init):
+    params, aux = init_params(resnet(depth, num_classes=7), seed=3, zero_init_residual=zero_init)
+    for name, value in params.items():
+        assert value.dtype == np.float32
+        if name.endswith("_gamma"):
+            assert np.all(value == (0 if zero_init and f"_{last}_" in name and "shortcut" not in name else 1)), name
+        elif name.endswith(("_beta", "_bias")):
+            assert not value.any(), name
+    # He: variance 2 / fan_out; the standard error of a sample standard deviation is std / sqrt(2 n)
+    weight = params["stage3_block1_conv2_weight"]
+    expected = np.sqrt(2 / (weight.shape[0] * 9))
+    assert abs(weight.std() - expected) < 5 * expected / np.sqrt(2 * weight.size)
+    assert all(np.all(value == (1 if name.endswith("var") else 0)) for name, value in aux.items())
+
+
+def test_initial_values_depend_on_seed_only():
+    symbol = resnet(18, num_classes=5)
+    first, again, other = (init_params(symbol, seed)[0] for seed in (1, 1, 2))
+    assert all(np.array_equal(first[name], again[name]) for name in first)
+    assert not np.array_equal(first["stem_conv_weight"], other["stem_conv_weight"])
+
+
+def test_fourth_channel_is_zero_and_changes_nothing_else():
+    symbol = resnet(18, num_classes=5)
+    three, four = init_params(symbol, 4)[0], init_params(symbol, 4, channels=4)[0]
+    assert four["stem_conv_weight"].shape == (64, 7, 7, 4)
+    assert not four["stem_conv_weight"][..., 3].any()
+    assert np.array_equal(four["stem_conv_weight"][..., :3], three["stem_conv_weight"])
+    assert all(np.array_equal(three[name], four[name]) for name in three if name != "stem_conv_weight")
+
+
+def test_label_smoothing_gradient(rng):
+    """The gradient at the logits is (p - target) / N with the smoothed target of the docstring."""
+    smoothing, classes, batch = 0.1, 5, 3
+    attrs = json.loads(resnet(18, classes, smoothing).tojson())["nodes"][-1]["attrs"]
+    out = mx.sym.SoftmaxOutput(mx.sym.Variable("logits"), name="softmax", **attrs)
+    logits = rng.standard_normal((batch, classes)).astype(np.float32)
+    label = rng.integers(0, classes, batch)
+    arrays = {"logits": mx.nd.array(logits), "softmax_label": mx.nd.array(label)}
+    grads = {"logits": mx.nd.zeros((batch, classes))}
+    executor = out.bind(mx.cpu(), arrays, args_grad=grads, grad_req={"logits": "write", "softmax_label": "null"})
+    executor.forward(is_train=True)
+    executor.backward()
+    p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    target = np.full((batch, classes), smoothing / (classes - 1))
+    target[np.arange(batch), label] = 1 - smoothing
+    np.testing.assert_allclose(grads["logits"].asnumpy(), (p - target) / batch, atol=1e-6)

@@ -1,0 +1,87 @@
+"""The record of a network: its name, its Symbol, and the values that it starts from."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from graph_passes import Graph, roles
+from graph_passes.roles import Use
+
+Symbol = Any  # mx.sym.Symbol; MXNet has no type stubs
+Arrays = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network for training.
+
+    `symbol` has the inputs `data` (N, H, W, C), C = 3, or 4 where the loader pads a zero channel, and `softmax_label`
+    (N,), class indices. Its output are class probabilities (N, num_classes). Its gradient is that of the mean cross
+    entropy over the batch, with targets 1 - label_smoothing for the class and label_smoothing / (num_classes - 1) for
+    each other one.
+    """
+
+    name: str
+    num_classes: int
+    symbol: Symbol
+
+    def __str__(self) -> str:
+        return f"{self.name} with {self.num_classes} classes"
+
+    @cached_property
+    def graph(self) -> Graph:
+        """The Symbol as our passes and executors know it."""
+        return Graph.from_json(self.symbol.tojson())
+
+    @property
+    def classifier_bias(self) -> str:
+        """Name of the parameter that has a value for each class."""
+        return roles.classifier(self.graph).inputs[2].node
+
+    def initial_values(self, seed: int, channels: int = 3, zero_init_residual: bool = True) -> tuple[Arrays, Arrays]:
+        """As `init_params` has them."""
+        return init_params(self.symbol, seed, channels, zero_init_residual)
+
+
+def init_params(symbol: Symbol, seed: int, channels: int = 3,
+                zero_init_residual: bool = True) -> tuple[Arrays, Arrays]:
+    """Initial (params, aux) of a network, canonical: fp32, convolution weights OHWI.
+
+    Convolutions: He et al. (arXiv:1502.01852), normal with variance 2 / fan_out. Classifier: normal with standard
+    deviation 0.01, bias 0. BatchNorm: beta 0, gamma 1, but with `zero_init_residual` 0 in the last one of each residual
+    branch, so that a block starts as its shortcut (both from Goyal et al., arXiv:1706.02677, section 5.1). Each array
+    depends on the seed and its own name alone; the weights of a fourth, padded input channel are 0 and get no gradient.
+    """
+    graph = Graph.from_json(symbol.tojson())
+    arg_shapes, _, aux_shapes = symbol.infer_shape(data=(1, 224, 224, channels))
+    shapes = dict(zip(symbol.list_arguments(), arg_shapes, strict=True))
+    del shapes["data"], shapes["softmax_label"]
+    uses, first = roles.uses(graph), roles.first_weights(graph)
+    zero_gammas = roles.branch_gammas(graph) if zero_init_residual else frozenset()
+
+    params: Arrays = {}
+    for name, shape in shapes.items():
+        if uses[name].input == "weight":
+            drawn = (*shape[:3], min(shape[3], 3)) if name in first else shape
+            rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
+            params[name] = np.zeros(shape, np.float32)
+            params[name][..., : drawn[-1]] = rng.standard_normal(drawn, np.float32) * _deviation(uses[name], shape)
+        else:
+            is_one = uses[name].input == "gamma" and name not in zero_gammas
+            params[name] = np.full(shape, float(is_one), np.float32)
+    aux = {name: np.full(shape, float(uses[name].input == "moving_var"), np.float32)
+           for name, shape in zip(symbol.list_auxiliary_states(), aux_shapes, strict=True)}  # fmt: skip
+    return params, aux
+
+
+def _deviation(use: Use, shape: tuple[int, ...]) -> np.float32:
+    """The standard deviation of a weight's initial values."""
+    if use.node.op != "Convolution":
+        return np.float32(0.01)
+    filters, height, width, _ = shape  # with groups too, as torchvision counts
+    return np.float32(np.sqrt(2.0 / (filters * height * width)))

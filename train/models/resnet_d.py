@@ -1,0 +1,34 @@
+"""ResNet-D: three 3x3 convolutions in the stem, and shortcuts that average before they project instead of skipping.
+
+He et al., 'Bag of Tricks for Image Classification with Convolutional Neural Networks' (arXiv:1812.01187), section 4.2;
+channels and names as in timm.
+"""
+
+from functools import partial
+from typing import Any
+
+from common.mxnet_compat import mx
+from train.models import resnet
+from train.models.resnet import BLOCKS_PER_STAGE, FIRST_WIDTH, batch_norm, conv, relu
+
+Symbol = Any  # mx.sym.Symbol; MXNet has no type stubs
+
+
+def stem(x: Symbol) -> Symbol:
+    """From the images to FIRST_WIDTH channels, the first convolution with stride 2."""
+    for number, (filters, stride) in enumerate(((FIRST_WIDTH // 2, 2), (FIRST_WIDTH // 2, 1), (FIRST_WIDTH, 1)), 1):
+        x = conv(x, f"stem_conv{number}", filters, kernel=3, stride=stride)
+        x = relu(batch_norm(x, f"stem_bn{number}"), f"stem_relu{number}")
+    return x
+
+
+def projection(x: Symbol, name: str, filters: int, stride: int) -> Symbol:
+    """Where the stride is 2 the mean of each 2x2 pixels (fewer at the border of an odd size), and a 1x1 convolution."""
+    if stride > 1:
+        x = mx.sym.Pooling(x, kernel=(stride, stride), stride=(stride, stride), pool_type="avg", layout="NHWC",
+                           pooling_convention="full", count_include_pad=False, name=f"{name}_pool")
+    return resnet.projection(x, name, filters, stride=1)
+
+
+MODELS = {f"resnet{depth}d": partial(resnet.resnet, depth, stem=stem, projection=projection)
+          for depth in BLOCKS_PER_STAGE}  # fmt: skip

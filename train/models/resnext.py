@@ -1,0 +1,15 @@
+"""ResNeXt: the 3x3 convolution of each bottleneck works in groups of channels, of which it has more in turn.
+
+Xie et al., 'Aggregated Residual Transformations for Deep Neural Networks' (arXiv:1611.05431); 32x4d are 32 groups of 4
+channels in the first stage. As torchvision has them.
+"""
+
+from functools import partial
+
+from train.models.resnet import resnet
+
+MODELS = {
+    "resnext50_32x4d": partial(resnet, 50, groups=32, group_width=4),
+    "resnext101_32x8d": partial(resnet, 101, groups=32, group_width=8),
+    "resnext101_64x4d": partial(resnet, 101, groups=64, group_width=4),
+}
