@@ -195,6 +195,11 @@ class Recorder:
         is_last = self._step == self._epoch_first_step + self._epoch_steps
         return self._step > self._last_log and (self._step >= self._next_log or is_last)
 
+    @property
+    def is_first_step(self) -> bool:
+        """Whether the step that has just ended is the session's first."""
+        return self._step == self._first_step + 1
+
     def stop_clock(self, idle_seconds: float | None = None) -> None:
         """The step under way is over; what follows until `end_step` counts in the next step.
 
@@ -225,7 +230,8 @@ class Recorder:
         self._recent_ms.append(step_ms)
         if self._terminal:
             self._terminal.end_step()
-            if now - self._last_line > LONGEST_SILENCE and not self.log_due:
+            is_quiet = now - self._last_line > LONGEST_SILENCE
+            if is_quiet and not (self.log_due or self._interval):
                 self._show_line(self._place, speed(self._recent_ms, self.record.images_per_step), None,
                                 learning_rate, self._seconds_left)
 
@@ -258,8 +264,7 @@ class Recorder:
         To be called where `log_due` says so, which puts a line on the terminal, and wherever else metrics are read.
         """
         assert self._interval is None, "the metrics of the interval before have not come yet"
-        is_first = self._step == self._first_step + 1
-        starts = is_first and self._epoch_steps > 1  # such a step's time says nothing of those that follow
+        starts = self.is_first_step and self._epoch_steps > 1  # such a step's time says nothing of those that follow
         self._interval = _Interval(
             step=self._step,
             epoch=self._epoch + (self._step - self._epoch_first_step) / max(self._epoch_steps, 1),
@@ -272,7 +277,7 @@ class Recorder:
         )
         if self.log_due:
             self._last_log = self._step
-            self._next_log = (self._first_step if is_first else self._step) + self.log_every
+            self._next_log = (self._first_step if self.is_first_step else self._step) + self.log_every
         self._pending = {name: [] for name in self._pending}
 
     @property

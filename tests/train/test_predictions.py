@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
-import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +11,7 @@ import pytest
 from PIL import Image
 
 from pipelines import LoaderConfig, open_loader
-from train import config, demonstration, plots, predictions
+from train import plots, predictions
 from train.build import build_executor
 from train.config import Config
 from train.devices import Placement
@@ -58,7 +56,7 @@ def test_predictions_of_the_spread_images(
         del chosen[4]
     options = LoaderConfig(data=str(tmp_path / "images"), split="val", image_size=32, batch_size=9)
     placement = Placement("mxnet", "cpu(0)", "")
-    executor = build_executor(Config(depth=18, image_size=32, batch_size=9), 3, 32, placement, None)
+    executor = build_executor(Config(model="resnet18", image_size=32, batch_size=9), 3, 32, placement, None)
     executor.set_params(*({name: array + rng.standard_normal(array.shape).astype(np.float32) * scale
                            for name, array in arrays.items()}
                           for arrays, scale in zip(executor.get_params(), (0.1, 0.0), strict=True)))  # fmt: skip
@@ -104,16 +102,3 @@ def test_the_picture_frames_what_is_wrong(shown: Predictions, theme: plots.Theme
         is_wrong = i in (1, 7)
         assert counts[not is_wrong] == 0, "nothing in the other colour"
         assert (counts[is_wrong] > 3000) == is_wrong and counts[is_wrong] > 50
-
-
-def test_commands_to_try_next_are_real(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their program, files and options exist."""
-    text = demonstration.next_commands(Path("runs/with a blank"))
-    commands = [shlex.split(line) for line in text.splitlines()[1:] if not line.startswith("  #")]
-    assert len(commands) == 3 and len(text.splitlines()) == 7
-    predict, own_data, processes = commands
-    assert predict[1:6] == ["-m", "train", "predict", "--checkpoint", "runs/with a blank"]
-    assert re.fullmatch(r"data/samples/val/\w+/0000\.jpg", predict[6])
-    taken = config.read(Config, own_data[3:], command="train")
-    assert taken == {"config": config.DEFAULT_PRESET, "data": "data/samples"}
-    assert (demonstration.ROOT / "scripts/dgx1_8gpu.sh").samefile(processes[-3]) and processes[-2:] == ["-n", "2"]

@@ -14,10 +14,9 @@ from typing import Any
 from common import files
 from pipelines import DataError, Loader
 from pipelines.samples import make_samples
-from train import checkpoint, devices, predictions
+from train import checkpoint, demonstration, devices, predictions
 from train.build import SAMPLES_FOLDER
 from train.config import CONFIG_FILE, LIST_PRESETS, SAMPLES, SYNTHETIC, Config
-from train.demonstration import next_commands
 from train.distributed import Workers
 from train.errors import TrainError
 from train.inspection import predict_some
@@ -33,7 +32,8 @@ AUTO = "auto"  # value of --resume: go on with the run in --output, or begin it
 def name_preset(config: Config, values: Mapping[str, Any], workers: Workers) -> None:
     """Where the user chose no preset: say which one the run got."""
     if workers.rank == 0 and "config" not in values:
-        recipe = f"{config.epochs} epoch{'s' * (config.epochs > 1)} at {config.image_size} pixels"
+        most = "up to " * demonstration.is_one(config, values)
+        recipe = f"{most}{config.epochs} epoch{'s' * (config.epochs > 1)} at {config.image_size} pixels"
         print(f"preset {config.config}: {recipe} (--config takes another one, --config {LIST_PRESETS} lists them)",
               flush=True)
 
@@ -113,7 +113,7 @@ def report(recorder: Recorder, run_folder: Path, trainer: Trainer | None = None)
             print(f"no picture of predictions: {error}", flush=True)
     print(f"report: {write_report(folder, recorder.record)}")
     if trainer and trainer.config.data == SAMPLES:
-        print(next_commands(run_folder))
+        print(demonstration.next_commands(run_folder))
 
 
 def has_predictions(trainer: Trainer, recorder: Recorder) -> bool:
