@@ -1,20 +1,24 @@
 # make train-1gpu         train ResNet-50 on this machine's GPU, or on the CPU where there is none
 # make compare-precision  train the same preset in fp32, TF32, fp16 and bf16: time, memory, speed, accuracy side by side
 # make bench-scaling      images/sec on 1, 2, 4 and 8 GPUs of this machine, with plots
-# make test               lint, type check and tests
+# make test               lint, type check and tests, JOBS=2 test files side by side
 # make test-gpu           the tests that need a GPU
-# make setup              .venv alone; make clean removes it
+# make setup              .venv alone, with all that the others need; make clean removes it
 #
-# All of them set up .venv first. PYTHON=/path/to/python uses that environment as it is and sets nothing up.
+# Each of them first sets up what it needs in .venv. PYTHON=/path/to/python uses that environment and sets nothing up.
 # DATA=/path              train on your own data: folders of classes, RecordIO and others (docs/data.md)
 # ARGS="--epochs 5 ..."   further options: .venv/bin/python -m train train --help lists them
 
 ifdef PYTHON
-SETUP :=
 else
 PYTHON := .venv/bin/python
-SETUP := .venv/.ready
+RUN := .venv/.ready
+TOOLS := .venv/.ready-test
+HOROVOD := .venv/.ready-horovod
 endif
+
+# One for each core, four at most: each takes up to a gigabyte of memory.
+JOBS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 
 .PHONY: help setup train-1gpu compare-precision bench-scaling lint test test-gpu clean
 
@@ -24,26 +28,34 @@ help:
 setup:
 	@bash scripts/setup.sh
 
-.venv/.ready: pyproject.toml scripts/setup.sh train/allreduce.cc
-	@bash scripts/setup.sh
+.venv/.ready .venv/.ready-test: pyproject.toml scripts/setup.sh scripts/link_cuda11.py
+	@bash scripts/setup.sh $(if $(findstring test,$@),test,run)
 
-train-1gpu: $(SETUP)
+.venv/.ready-horovod: scripts/setup.sh scripts/build_horovod.py train/allreduce.cc
+	@bash scripts/setup.sh horovod
+
+train-1gpu: $(RUN)
 	@$(PYTHON) -m train $(if $(DATA),--data "$(DATA)") $(ARGS)
 
-compare-precision: $(SETUP)
+compare-precision: $(RUN)
 	@$(PYTHON) -m train compare-precision $(if $(DATA),--data "$(DATA)") $(ARGS)
 
-lint: $(SETUP)
-	@$(PYTHON) -m ruff check
-	@$(PYTHON) -m mypy
+# $(call stage,NAME,COMMAND): says what runs, and how long it took.
+stage = printf '== %s\n' "$(1)"; start=$$(date +%s); $(2) && printf '== %s: %d s\n' "$(1)" $$(($$(date +%s) - start))
 
-test: lint
-	@$(PYTHON) -m pytest -m "not gpu" $(ARGS)
+lint: $(TOOLS)
+	@$(call stage,ruff,$(PYTHON) -m ruff check)
+	@$(call stage,mypy,$(PYTHON) -m mypy)
 
-test-gpu: $(SETUP)
-	@$(PYTHON) -m pytest -m gpu -rs $(ARGS)
+# A process that dies is not started again: the test that it died of is named, and the others end.
+test: lint $(HOROVOD)
+	@$(call stage,pytest,$(PYTHON) -m pytest -m "not gpu" -n $(JOBS) --max-worker-restart 0 $(ARGS))
 
-bench-scaling: $(SETUP)
+# In one process and in order: the tests share the GPUs.
+test-gpu: $(TOOLS) $(HOROVOD)
+	@$(call stage,pytest on GPUs,$(PYTHON) -m pytest -m gpu -rs $(ARGS))
+
+bench-scaling: $(RUN) $(HOROVOD)
 	@$(PYTHON) benchmarks/scaling.py $(if $(DATA),--data "$(DATA)") $(ARGS)
 
 clean:

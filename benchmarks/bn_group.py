@@ -9,15 +9,15 @@ is that of the slowest process.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
+from dataclasses import dataclass
 
 from record import flags, run, write_result
-from several_gpus import check_gpus, make_parser, measure_in_processes
+from several_gpus import SeveralGpusOptions, check_gpus, measure_in_processes
 from step_gpu import LEARNING_RATE, WARM_UP, make_step
 
-from common.command_line import positive_int
+from common.command_line import Positive, read_options
 from common.errors import ProgramError
 from train.build import join_bn_group
 from train.config import Config
@@ -31,7 +31,19 @@ def sizes(num_gpus: int) -> list[int]:
     return [size for size in (1, 2, 4, 8) if num_gpus % size == 0]
 
 
-def measure(arguments: argparse.Namespace) -> None:
+@dataclass(frozen=True)
+class Options(SeveralGpusOptions):
+    """What is measured on how many GPUs."""
+
+    batch: Positive = 64
+    """Images on each GPU."""
+    steps: Positive = 20
+    """Counted steps in each turn."""
+    gpus: Positive = 4
+    """How many to use."""
+
+
+def measure(arguments: Options) -> None:
     """What each process does; rank 0 writes the times by size of group to --worker."""
     workers = Workers()
     placement = Placement("cuda", f"gpu({workers.local_rank})", "")
@@ -56,13 +68,12 @@ def measure(arguments: argparse.Namespace) -> None:
         step_ms = [executor.gpu.elapsed_ms(first, second) for first, second in itertools.pairwise(ends)]
         times[size] += [max(every) for every in zip(*workers.gather(step_ms), strict=True)]
     if workers.rank == 0:
+        assert arguments.worker
         arguments.worker.write_text(json.dumps(times))
 
 
 def main() -> None:
-    parser = make_parser(__doc__, batch=64, steps=20)
-    parser.add_argument("--gpus", type=positive_int, default=4)
-    arguments = parser.parse_args()
+    arguments = read_options(Options)
     if arguments.worker:
         measure(arguments)
         return

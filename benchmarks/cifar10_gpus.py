@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +32,7 @@ from cifar10_time_to_accuracy import DEFAULT_DATA, Line, by_seed, in_epochs, sum
 from record import RESULTS, ROOT, run, write_result
 from several_gpus import check_gpus
 
-from common.command_line import Parser, positive_int
+from common.command_line import Positive, read_options
 from common.errors import error_of
 from train.config import Config, load_preset
 from train.launch import Slot, plan
@@ -104,15 +105,26 @@ def publish(lines: Sequence[Line], num_gpus: int, epochs: int, folder: Path) -> 
     write_result(name, several, peer_name=f"{ways(num_gpus)[1].name}, same recipe", peer_step_ms=one, folder=folder)
 
 
+@dataclass(frozen=True)
+class Options:
+    """What is trained on how many GPUs."""
+
+    preset: str = "cifar10_resnet18"
+    """Whose recipe is trained."""
+    data: Path = DEFAULT_DATA
+    """CIFAR-10 in any form that the loader reads."""
+    gpus: Positive = 2
+    """How many to use."""
+    seeds: Positive = 3
+    """Runs of each; a published result needs 3."""
+    epochs: Positive = 18
+    """Of each run."""
+    results: Path = RESULTS
+    """Folder to write to."""
+
+
 def main() -> None:
-    parser = Parser(description=__doc__)
-    parser.add_argument("--preset", default="cifar10_resnet18")
-    parser.add_argument("--data", type=Path, default=DEFAULT_DATA, help="CIFAR-10 in any form that the loader reads")
-    parser.add_argument("--gpus", type=positive_int, default=2)
-    parser.add_argument("--seeds", type=positive_int, default=3, help="runs of each; a published result needs 3")
-    parser.add_argument("--epochs", type=positive_int, default=18)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
-    arguments = parser.parse_args()
+    arguments = read_options(Options)
     check_gpus(arguments.gpus)
     config = in_epochs(load_preset(arguments.preset), arguments.epochs)
     slots, _ = plan(arguments.gpus, on_cpu=False)

@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ import numpy as np
 import record
 from torch_peer import require_peer, start_peer
 
-from common.command_line import Parser, positive_int
+from common.command_line import Positive, read_options
 from common.errors import ProgramError, UserError, error_of
 from pipelines import MEAN, STD, LoaderConfig
 from pipelines.decoded import decode_once
@@ -205,14 +205,22 @@ def publish(lines: Sequence[Line], peer_name: str, folder: Path = record.RESULTS
                  peer_step_ms=[1e3 * s for s in seconds_to(target, theirs)], folder=folder)  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Options:
+    """What is trained."""
+
+    preset: str = "cifar10_resnet18"
+    """Whose recipe both train."""
+    data: Path = DEFAULT_DATA
+    """CIFAR-10 in any form that the loader reads."""
+    seeds: Positive = 3
+    """Runs of each, at least 2; a published result needs 3."""
+    epochs: int = 0
+    """Of both; 0: those of the preset."""
+
+
 def main() -> None:
-    parser = Parser(description=__doc__)
-    parser.add_argument("--preset", default="cifar10_resnet18")
-    parser.add_argument("--data", type=Path, default=DEFAULT_DATA, help="CIFAR-10 in any form that the loader reads")
-    parser.add_argument("--seeds", type=positive_int, default=3,
-                        help="runs of each, at least 2; a published result needs 3")
-    parser.add_argument("--epochs", type=int, default=0, help="of both; 0: those of the preset")
-    arguments = parser.parse_args()
+    arguments = read_options(Options)
     if arguments.seeds < 2:
         raise UserError(f"--seeds {arguments.seeds}: at least 2 are needed, for the spread that makes the target")
     require_peer()

@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from record import RESULTS, run
 
 from common import environment
-from common.command_line import Parser
+from common.command_line import read_options
 from common.errors import UserError
 from graph_passes import Graph
 from graph_passes.executors.cuda.optimizer import OptimizerConfig
@@ -94,14 +95,22 @@ def plot() -> None:
     figure.savefig(RESULT.with_suffix(".png"), dpi=120)
 
 
+@dataclass(frozen=True)
+class Options:
+    """What is trained or drawn."""
+
+    data: Path | None = None
+    """Folder of class folders with JPEGs."""
+    dtypes: tuple[Literal["float16", "bfloat16", "float32"], ...] = ("float16", "bfloat16", "float32")
+    """Precisions to train in."""
+    plot: bool = False
+    """Draw what an earlier run has written."""
+
+
 def main() -> None:
-    parser = Parser(description=__doc__)
-    parser.add_argument("--data", type=Path, help="folder of class folders with JPEGs")
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES, help="default: all")
-    parser.add_argument("--plot", action="store_true", help="draw what an earlier run has written")
-    arguments = parser.parse_args()
+    arguments = read_options(Options)
     if not (arguments.data or arguments.plot):
-        parser.error("nothing to do: give --data or --plot")
+        raise UserError("nothing to do: give --data or --plot")
     if arguments.data:
         data, label = load_batch(arguments.data)
         curves = {curve["dtype"]: curve for curve in read_curves()}

@@ -16,16 +16,18 @@ import itertools
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from record import SAMPLE, run, write_result
 
-from common.command_line import Parser, positive_int
+from common.command_line import Positive, read_options
 from common.mxnet_compat import mx
 from pipelines import MEAN, STD, LoaderConfig, open_loader
 from pipelines.make_records import Options, plan_files, write_records
 from pipelines.progress import num_cores
 
+NUM_CORES = num_cores()
 NextBatch = Callable[[], None]
 
 
@@ -84,17 +86,24 @@ def measure(programs: dict[str, NextBatch], num_rounds: int, num_batches: int, w
     return times
 
 
+@dataclass(frozen=True)
+class LoaderOptions:
+    """What is measured."""
+
+    data: Path = SAMPLE
+    """Class folders with JPEGs."""
+    batch: Positive = 32
+    """Images in a batch."""
+    size: Positive = 224
+    """Height and width of an image."""
+    threads: Positive = NUM_CORES
+    """Of each program."""
+    rounds: Positive = 9
+    """Measurements of each program."""
+
+
 def main() -> None:
-    parser = Parser(description=__doc__)
-    parser.add_argument("--data", type=Path, default=SAMPLE, help="class folders with JPEGs")
-    parser.add_argument("--batch", type=positive_int, default=32, help="images in a batch (default: %(default)s)")
-    parser.add_argument("--size", type=positive_int, default=224,
-                        help="height and width of an image (default: %(default)s)")
-    parser.add_argument("--threads", type=positive_int, default=num_cores(),
-                        help="of each program (default: all cores)")
-    parser.add_argument("--rounds", type=positive_int, default=9,
-                        help="measurements of each program (default: %(default)s)")
-    arguments = parser.parse_args()
+    arguments = read_options(LoaderOptions)
     with tempfile.TemporaryDirectory() as folder:
         records = Path(folder)
         num_images, _ = write_records(plan_files(arguments.data, "train"), records, "train", Options())

@@ -14,13 +14,14 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from record import RESULTS, SAMPLE, flags, run, write_result
 from torch_peer import TorchPeer, take_turns
 
-from common.command_line import Parser, positive_int
+from common.command_line import Positive, read_options
 from pipelines import LoaderConfig
 from pipelines.bench import bench_settings, time_loader
 from pipelines.dali_loader import DaliLoader
@@ -29,6 +30,7 @@ from pipelines.progress import num_cores
 from pipelines.sources import open_source
 from pipelines.tuning import tune
 
+NUM_CORES = num_cores()
 NAME = "loader_jpeg_1gpu"
 REPEATS = 400  # of the images in an epoch, which are few: more than a benchmark takes, on several GPUs too
 
@@ -47,16 +49,28 @@ def write_lines(name: str, lines: list[dict[str, Any]]) -> None:
     (RESULTS / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+@dataclass(frozen=True)
+class LoaderOptions:
+    """What is measured."""
+
+    data: Path = SAMPLE
+    """Class folders with JPEGs."""
+    batch: Positive = 256
+    """Images in a batch."""
+    size: Positive = 224
+    """Height and width of an image."""
+    workers: Positive = NUM_CORES
+    """Processes of the peer."""
+    rounds: Positive = 2
+    """Turns of ours and the peer."""
+    seconds: float = 3.0
+    """For each turn of ours, and half for each setting."""
+    device: Literal["gpu", "cpu"] = "gpu"
+    """cpu: to try this program out."""
+
+
 def main() -> None:
-    parser = Parser(description=__doc__)
-    parser.add_argument("--data", type=Path, default=SAMPLE, help="class folders with JPEGs")
-    parser.add_argument("--batch", type=positive_int, default=256)
-    parser.add_argument("--size", type=positive_int, default=224)
-    parser.add_argument("--workers", type=positive_int, default=num_cores(), help="of the peer (default: all cores)")
-    parser.add_argument("--rounds", type=positive_int, default=2, help="turns of ours and the peer")
-    parser.add_argument("--seconds", type=float, default=3.0, help="for each turn of ours, and half for each setting")
-    parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu", help="cpu: to try this program out")
-    arguments = parser.parse_args()
+    arguments = read_options(LoaderOptions)
     peer = None
     if "PEER_PYTHON" in os.environ:
         peer = TorchPeer("--loader-only", *flags(arguments, "data", "workers", "batch", "size"))

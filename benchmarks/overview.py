@@ -6,18 +6,24 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from record import RESULTS, run
 
-from common.command_line import Parser
+from common.command_line import read_options
 
 # NVIDIA's entry to MLPerf Training 4.0 on 8 H200, in images/sec: median `throughput` of the last nine epochs in
 # NVIDIA/results/h200_ngc24.04_mxnet/resnet/result_0.txt of github.com/mlcommons/training_results_v4.0. ImageNet, batch
 # 400 per GPU, LARS.
 MLPERF_8_H200 = 63_559
 OURS, OTHERS = "#1f77b4", "#b0b0b0"
+
+
+@dataclass(frozen=True)
+class Options:
+    """There are none."""
 
 
 class Bar(NamedTuple):
@@ -67,7 +73,7 @@ def plot(bars: list[Bar], path: Path) -> None:
 
 
 def main() -> None:
-    Parser(description=__doc__).parse_args()
+    read_options(Options)
     plot(bars(), RESULTS / "overview.png")
 
 

@@ -14,21 +14,20 @@ step, and last a line that compares; and a .png beside it.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import tempfile
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import record
 from torch_peer import require_peer, start_peer
 
 from common import environment
-from common.command_line import Parser, positive_int
-from common.errors import ProgramError
+from common.command_line import Positive, read_options
+from common.errors import ProgramError, UserError
 from common.mxnet_compat import mx
 from graph_passes.executors.base import parse_device
 from graph_passes.executors.cuda.optimizer import INITIAL_LOSS_SCALE
@@ -45,7 +44,29 @@ WINDOW = 20  # steps over which losses are averaged before they are compared
 Run = dict[str, Any]  # side, dtype, order, nudged, loss, val_loss, val_top1
 
 
-def make_config(arguments: argparse.Namespace) -> Config:
+@dataclass(frozen=True)
+class Options:
+    """What both train."""
+
+    data: Path | None = None
+    """Images, as for python -m train."""
+    preset: str = "resnet50_90ep"
+    """Whose constants both take."""
+    model: str = ""
+    """A ResNet; default: that of the preset."""
+    learning_rate: float = 0.0
+    """For 256 images; 0: that of the preset."""
+    device: Literal["auto", "cpu", "gpu"] = "auto"
+    """Where ours computes."""
+    batch: Positive = 64
+    """Images in a step."""
+    size: Positive = 112
+    """Pixels, height and width."""
+    steps: Positive = 300
+    """Of each run."""
+
+
+def make_config(arguments: Options) -> Config:
     """The preset's constants in one 'epoch' of so many steps, a sixth of them warm-up."""
     preset = load_preset(arguments.preset)
     return replace(preset, data=str(arguments.data), model=arguments.model or preset.model, image_size=arguments.size,
@@ -183,24 +204,18 @@ def plot(runs: list[Run], title: str, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def command(arguments: argparse.Namespace) -> str:
+def command(arguments: Options) -> str:
     """The command line that does it again, without this machine's paths."""
+    assert arguments.data
     given = {**vars(arguments), "data": arguments.data.name}
     options = (f"--{key.replace('_', '-')} {value}" for key, value in given.items())
     return " ".join(["python benchmarks/parity_pytorch.py", *options])
 
 
 def main() -> None:
-    parser = Parser(description=__doc__)
-    parser.add_argument("--data", type=Path, required=True, help="images, as for python -m train")
-    parser.add_argument("--preset", default="resnet50_90ep", help="whose constants both take")
-    parser.add_argument("--model", default="", help="a ResNet; default: that of the preset")
-    parser.add_argument("--learning-rate", type=float, default=0.0, help="for 256 images; 0: that of the preset")
-    parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto")
-    parser.add_argument("--batch", type=positive_int, default=64)
-    parser.add_argument("--size", type=positive_int, default=112, help="pixels")
-    parser.add_argument("--steps", type=positive_int, default=300)
-    arguments = parser.parse_args()
+    arguments = read_options(Options)
+    if not arguments.data:
+        raise UserError("nothing to train on: give --data, as for python -m train")
     require_peer()
     config = make_config(arguments)
     on_gpu = devices.choose(config, local_rank=0).executor == "cuda"

@@ -7,7 +7,6 @@ benchmarks/results/<name>.json; README.md says what that holds.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -37,7 +36,7 @@ def run(main: Callable[[], None]) -> None:
     sys.exit(exit_code_of(main))
 
 
-def flags(arguments: argparse.Namespace, *names: str) -> list[str]:
+def flags(arguments: object, *names: str) -> list[str]:
     """These options as another program takes them."""
     return [text for name in names for text in (f"--{name.replace('_', '-')}", str(getattr(arguments, name)))]
 

@@ -13,7 +13,6 @@ step's time is that of the slowest process. Each row is written as soon as it is
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
@@ -24,14 +23,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from loader_gpu import repeated_records
 from record import SAMPLE, flags, run, write_result
-from several_gpus import make_parser, measure_in_processes, run_command
+from several_gpus import SeveralGpusOptions, measure_in_processes, run_command
 from step_gpu import LEARNING_RATE, make_step
 
-from common.command_line import positive_int
+from common.command_line import Positive, read_options
 from common.errors import ProgramError, UserError
 from common.nvidia_gpus import find_gpus
 from graph_passes.executors.cuda.buckets import Bucket
@@ -58,10 +57,29 @@ class Moments(NamedTuple):
     end: Any
 
 
+@dataclass(frozen=True)
+class Options(SeveralGpusOptions):
+    """What is measured on how many GPUs."""
+
+    data: Path = SAMPLE
+    """Class folders with JPEGs."""
+    warm_up: int = 120
+    """Steps before; 3 s of work, since a GPU that has been idle exceeds its power limit for the first second
+    (docs/multi_gpu.md)."""
+    buckets: Positive = 2
+    """Parts in which gradients are averaged."""
+    wire_dtype: Literal["auto", "float32"] = "auto"
+    """Type in which gradients are averaged."""
+    gpus: tuple[Positive, ...] = (1, 2, 4, 8)
+    """Numbers of GPUs to measure on, as far as they are there."""
+    redraw: Annotated[Path | None, "FILE"] = None
+    """Measure nothing: make table and plots of the scaling_*.jsonl of an earlier run."""
+
+
 class Steps:
     """Training steps on a batch that lies on this process's GPU."""
 
-    def __init__(self, workers: Workers, arguments: argparse.Namespace) -> None:
+    def __init__(self, workers: Workers, arguments: Options) -> None:
         wire = None if arguments.wire_dtype == "auto" else arguments.wire_dtype
         options: dict[str, Any] = {} if workers.alone else {"num_buckets": arguments.buckets, "wire_dtype": wire}
         self.executor, self.data, self.label = make_step("resnet50", arguments.batch, 224, "float16",
@@ -136,7 +154,7 @@ class Turns:
         self.nvlink_bytes = None if before is None or after is None else (after - before) // count
 
 
-def measure_synthetic(arguments: argparse.Namespace) -> None:
+def measure_synthetic(arguments: Options) -> None:
     """What each process of `run_synthetic` does; rank 0 writes the row to --worker."""
     workers = Workers()
     steps = Steps(workers, arguments)
@@ -155,6 +173,7 @@ def measure_synthetic(arguments: argparse.Namespace) -> None:
     else:
         row = {"what": "synthetic", "gpus": 1, "batch": arguments.batch, "step_ms": alone.step_ms}
     if workers.rank == 0:
+        assert arguments.worker
         arguments.worker.write_text(json.dumps(row))
 
 
@@ -199,13 +218,13 @@ def nvlink_bytes(device_id: int) -> int | None:
 # --- all of them ---
 
 
-def run_synthetic(count: int, arguments: argparse.Namespace) -> list[Row]:
+def run_synthetic(count: int, arguments: Options) -> list[Row]:
     options = flags(arguments, "batch", "steps", "warm_up", "buckets", "wire_dtype")
     row = measure_in_processes(count, __file__, options)
     return [row] if row else []
 
 
-def run_jpeg(count: int, arguments: argparse.Namespace, folder: Path, records: Path) -> list[Row]:
+def run_jpeg(count: int, arguments: Options, folder: Path, records: Path) -> list[Row]:
     output = folder / f"jpeg{count}"
     start = ["-m", "train"] if count == 1 else ["-m", "train.launch", "-n", count]
     command = [sys.executable, *start, "benchmark", "--config", "resnet50_90ep", "--data", records,
@@ -219,7 +238,7 @@ def run_jpeg(count: int, arguments: argparse.Namespace, folder: Path, records: P
              **{name: record[name][arguments.warm_up :] for name in ("step_ms", "loader_wait_ms")}}]
 
 
-def run_peer(count: int, arguments: argparse.Namespace) -> list[Row]:
+def run_peer(count: int, arguments: Options) -> list[Row]:
     """PyTorch's DistributedDataParallel, in an environment without our own libraries."""
     command = [os.environ["PEER_PYTHON"], "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}",
                PEER, "--ddp", *flags(arguments, "batch", "steps", "warm_up")]
@@ -336,16 +355,7 @@ def plot_timeline(row: Row, path: Path) -> None:
 
 
 def main() -> None:
-    parser = make_parser(__doc__, batch=256, steps=50)
-    parser.add_argument("--data", type=Path, default=SAMPLE, help="class folders with JPEGs")
-    parser.add_argument("--warm-up", type=int, default=120, help="steps before; 3 s of work, since a GPU that has been "
-                        "idle exceeds its power limit for the first second (docs/multi_gpu.md)")
-    parser.add_argument("--buckets", type=positive_int, default=2)
-    parser.add_argument("--wire-dtype", choices=("auto", "float32"), default="auto")
-    parser.add_argument("--gpus", type=positive_int, nargs="+", default=(1, 2, 4, 8))
-    parser.add_argument("--redraw", type=Path, metavar="FILE", help="measure nothing: make table and plots of the "
-                        "scaling_*.jsonl of an earlier run")
-    arguments = parser.parse_args()
+    arguments = read_options(Options)
     if arguments.worker:
         measure_synthetic(arguments)
         return

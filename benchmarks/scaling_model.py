@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from record import RESULTS, run
 
-from common.command_line import Parser
+from common.command_line import read_options
 from common.errors import UserError
 from graph_passes.executors.cuda.buckets import cut
 from train.models.network import init_params
@@ -372,10 +372,16 @@ def plot(machine: Machine, gradients: Sequence[Gradient], path: Path) -> None:
     plt.close(figure)
 
 
+@dataclass(frozen=True)
+class Options:
+    """What the model is made from."""
+
+    results: Path = RESULTS
+    """Folder of the measurements."""
+
+
 def main() -> None:
-    parser = Parser(description=__doc__)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the measurements")
-    results = parser.parse_args().results
+    results = read_options(Options).results
     needed = [results / PROFILE, *(results / SINGLE_GPU.format(batch) for batch in BATCHES)]
     missing = [file for file in needed if not file.is_file()]
     if missing:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shlex
@@ -10,12 +9,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from record import RESULTS, ROOT
 
-from common.command_line import Parser, positive_int
+from common.command_line import Positive
 from common.errors import UserError
 from common.nvidia_gpus import find_gpus
 
@@ -24,14 +24,18 @@ from train.launch import launch, plan
 sys.exit(launch(plan(int(sys.argv[1]), on_cpu=False)[0], sys.argv[2:]))"""
 
 
-def make_parser(description: str | None, batch: int, steps: int) -> Parser:
-    """With the options that all of them have, and these defaults. --worker: what `measure_in_processes` starts."""
-    parser = Parser(description=description)
-    parser.add_argument("--batch", type=positive_int, default=batch, help="images on each GPU")
-    parser.add_argument("--steps", type=positive_int, default=steps, help="counted steps in each turn")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
-    return parser
+@dataclass(frozen=True)
+class SeveralGpusOptions:
+    """What all such programs take."""
+
+    batch: Positive = 256
+    """Images on each GPU."""
+    steps: Positive = 50
+    """Counted steps in each turn."""
+    results: Path = RESULTS
+    """Folder to write to."""
+    worker: Annotated[Path | None, "FILE"] = None
+    """Of the processes that `measure_in_processes` starts: the first one writes there what it measured."""
 
 
 def check_gpus(count: int) -> None:

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from record import run, write_result
 
-from common.command_line import Parser, positive_int
+from common.command_line import Positive, read_options
 from common.mxnet_compat import mx
 from graph_passes import Graph
 from graph_passes.executors import create_executor
@@ -79,14 +80,20 @@ def measure(steps: dict[str, Step], num_rounds: int, warm_up: int) -> dict[str, 
     return times
 
 
+@dataclass(frozen=True)
+class Options:
+    """What is measured."""
+
+    batch: Positive = 32
+    """Images a step."""
+    size: Positive = 64
+    """Height and width of an image."""
+    rounds: Positive = 60
+    """Counted steps of each program."""
+
+
 def main() -> None:
-    parser = Parser(description=__doc__)
-    parser.add_argument("--batch", type=positive_int, default=32, help="images a step (default: %(default)s)")
-    parser.add_argument("--size", type=positive_int, default=64,
-                        help="height and width of an image (default: %(default)s)")
-    parser.add_argument("--rounds", type=positive_int, default=60,
-                        help="counted steps of each program (default: %(default)s)")
-    arguments = parser.parse_args()
+    arguments = read_options(Options)
     steps = {"ours": our_step(arguments.batch, arguments.size), "gluon": gluon_step(arguments.batch, arguments.size)}
     times = measure(steps, arguments.rounds, warm_up=5)
     write_result("step_cpu", times["ours"], arguments.batch, "stock Gluon resnet50_v1", times["gluon"])

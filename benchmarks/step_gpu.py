@@ -13,7 +13,6 @@ measures all of SWEEP, each in a process of its own; torch.compile takes about a
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
@@ -21,13 +20,14 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from record import RESULTS, flags, run, write_result
 from torch_peer import TorchPeer, take_turns
 
-from common.command_line import Parser, positive_int
+from common.command_line import Positive, read_options
 from common.errors import ProgramError
 from common.mxnet_compat import mx
 from graph_passes.executors import create_executor
@@ -84,7 +84,33 @@ def measure(executor: CudaExecutor, data: Any, label: Any, steps: int, inference
     return [gpu.elapsed_ms(start, end) for start, end in itertools.pairwise(events)]
 
 
-def start_peer(arguments: argparse.Namespace) -> TorchPeer:
+@dataclass(frozen=True)
+class Options:
+    """What is measured."""
+
+    model: str = "resnet50"
+    """PyTorch's torchvision knows most of them."""
+    batch: Positive = 256
+    """Images a step."""
+    size: Positive = 224
+    """Height and width of an image."""
+    dtype: Literal["float16", "bfloat16", "tf32", "float32"] = "float16"
+    """Precision."""
+    steps: Positive = 50
+    """Counted steps in each round."""
+    rounds: Positive = 2
+    """Turns of ours and the peer."""
+    peer: Literal["eager", "compile"] = "compile"
+    """How PyTorch runs."""
+    profile: Path | None = None
+    """Write one line per kernel of the step to this file."""
+    inference: bool = False
+    """Forward with folded BatchNorm, from batch to answer."""
+    sweep: bool = False
+    """Measure all of SWEEP instead."""
+
+
+def start_peer(arguments: Options) -> TorchPeer:
     options = flags(arguments, "model", "batch", "size", "dtype", "steps")
     return TorchPeer("--mode", arguments.peer, *options, *["--inference"] * arguments.inference)
 
@@ -101,18 +127,7 @@ def gib(num_bytes: int) -> float:
 
 
 def main() -> None:
-    parser = Parser(description=__doc__)
-    parser.add_argument("--model", default="resnet50", help="PyTorch's torchvision knows most of them")
-    parser.add_argument("--batch", type=positive_int, default=256)
-    parser.add_argument("--size", type=positive_int, default=224)
-    parser.add_argument("--dtype", choices=tuple(SHORT), default="float16")
-    parser.add_argument("--steps", type=positive_int, default=50, help="counted steps in each round")
-    parser.add_argument("--rounds", type=positive_int, default=2, help="turns of ours and the peer")
-    parser.add_argument("--peer", choices=("eager", "compile"), default="compile")
-    parser.add_argument("--profile", type=Path, help="write one line per kernel of the step to this file")
-    parser.add_argument("--inference", action="store_true", help="forward with folded BatchNorm, from batch to answer")
-    parser.add_argument("--sweep", action="store_true", help="measure all of SWEEP instead")
-    arguments = parser.parse_args()
+    arguments = read_options(Options)
     if arguments.sweep:
         failed = [line for line in SWEEP if subprocess.run([sys.executable, __file__, *line.split()]).returncode]
         if failed:

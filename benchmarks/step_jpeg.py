@@ -20,7 +20,7 @@ import os
 import statistics
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ from loader_gpu import repeated_records, write_lines
 from record import SAMPLE, flags, run, write_result
 from torch_peer import TorchPeer
 
-from common.command_line import Parser, positive_int
+from common.command_line import Positive, read_options
 from graph_passes.executors.cuda.executor import CudaExecutor
 from pipelines import Batch, Loader, open_loader
 from pipelines.progress import num_cores
@@ -41,6 +41,7 @@ from train.gpu_monitor import GpuReadings
 from train.loop import Trainer, frozen_heap
 
 GPU_READINGS = ("power", "clock", "power_capped")  # units: train/gpu_monitor.py
+NUM_CORES = num_cores()
 WARM_UP = 15  # steps: more than lie ready when a turn begins
 
 
@@ -76,18 +77,30 @@ def measure(trainer: Trainer, batches: Iterator[Batch], steps: int) -> Turn:
     return Turn(times, 1e3 * idle / sum(times), trainer.monitor.take())
 
 
+@dataclass(frozen=True)
+class Options:
+    """What is measured."""
+
+    data: Path = SAMPLE
+    """Class folders with JPEGs."""
+    model: str = "resnet50"
+    """That PyTorch's torchvision knows too."""
+    batch: Positive = 256
+    """Images a step."""
+    steps: Positive = 80
+    """Counted steps in each turn."""
+    rounds: Positive = 3
+    """Turns of both."""
+    threads: int = 0
+    """Of our loader; 0: all cores."""
+    workers: Positive = NUM_CORES
+    """Processes of the peer's loader."""
+    sweep: bool = False
+    """Measure other settings of the loader, and nothing else."""
+
+
 def main() -> None:
-    parser = Parser(description=__doc__)
-    parser.add_argument("--data", type=Path, default=SAMPLE, help="class folders with JPEGs")
-    parser.add_argument("--model", default="resnet50", help="that PyTorch's torchvision knows too")
-    parser.add_argument("--batch", type=positive_int, default=256)
-    parser.add_argument("--steps", type=positive_int, default=80, help="counted steps in each turn")
-    parser.add_argument("--rounds", type=positive_int, default=3, help="turns of both")
-    parser.add_argument("--threads", type=int, default=0, help="of our loader (default: all cores)")
-    parser.add_argument("--workers", type=positive_int, default=num_cores(),
-                        help="of the peer's loader (default: all cores)")
-    parser.add_argument("--sweep", action="store_true", help="measure other settings of the loader, and nothing else")
-    arguments = parser.parse_args()
+    arguments = read_options(Options)
     with tempfile.TemporaryDirectory() as folder:
         records = str(repeated_records(arguments.data, Path(folder)))
         config = replace(load_preset("resnet50_90ep"), data=records, model=arguments.model,

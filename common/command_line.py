@@ -1,8 +1,8 @@
 """Command lines of all programs here: options from typed declarations, a mistake told in one sentence, exit codes.
 
-A dataclass or a function declares a command: its parameters are the options, with their types and defaults, and its
-docstring has the help. `given` reads a command line by such a declaration; `Parser` is argparse's, with the sentences
-of this project; `exit_code_of` runs a program to its end.
+A dataclass declares what a command takes: its fields are the options, with their types and defaults, and the docstrings
+have the help. `given` reads a command line by such a declaration; a `Command` names what is then imported and run;
+`exit_code_of` runs a program to its end.
 """
 
 from __future__ import annotations
@@ -59,41 +59,48 @@ def exit_code_of(main: Callable[[], int | None]) -> int:
 # --- a command line, by its declaration ---
 
 
-def given(command: Callable[..., object], arguments: Sequence[str], *, prog: str,
-          default: object | None = None) -> dict[str, Any]:  # fmt: skip
-    """The values that a command line gives to parameters of `command`; those that it leaves out are not in the result.
+def given(options: type, arguments: Sequence[str], *, prog: str, default: object | None = None,
+          description: str = "") -> dict[str, Any]:  # fmt: skip
+    """The values that a command line gives to the fields of `options`; those that it leaves out are not in the result.
 
     Args:
-        command: a dataclass or a function. A parameter with a default is an option `--parameter-name`, one without is
-            an argument without a name. Types are bool, int, float, str, Path, a Literal, a tuple of these, or one of
-            these or None. `Annotated[type, ...]` adds what else there is to say: "FILE", the word that stands for the
-            value in the help; "-f", another name; a function that makes a value from text or says what it needs.
+        options: a dataclass. A field with a default is an option `--field-name`, one without is an argument without a
+            name. Types are bool, int, float, str, Path, a Literal, a tuple of these, or one of these or None.
+            `Annotated[type, ...]` adds what else there is to say: "FILE", the word that stands for the value in the
+            help; "-f", another name; a function that makes a value from text or says what it needs.
         arguments: what follows the command's name on the command line.
         prog: how the command is called, for help and errors.
-        default: an object whose attributes are the defaults that help is to name, where not those of `command`.
+        default: an object whose attributes are the defaults that help is to name, where not those of `options`.
+        description: what help begins with, where not the docstring of `options`.
 
     Raises:
         UserError: an unknown option, or a value that is not allowed.
         SystemExit: after `--help`.
     """
     if not set(HELP).isdisjoint(arguments):
-        _make_parser(command, prog, default, with_help=True).parse_args(["--help"])
-    return _plain_values(_make_parser(command, prog, default).parse_args(arguments))
+        _make_parser(options, prog, default, with_help=True, description=description).parse_args(["--help"])
+    return _plain_values(_make_parser(options, prog, default).parse_args(arguments))
 
 
-def given_and_rest(command: Callable[..., object], arguments: Sequence[str], *, prog: str,
+def given_and_rest(options: type, arguments: Sequence[str], *, prog: str,
                    rest: str) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
     """The same for a program that hands on all that it does not know; `rest` says in its usage what that may be.
 
     Returns the values, and the arguments to be handed on. Raises as `given`, SystemExit after `--version` too.
     """
     if not set(HELP).isdisjoint(arguments):
-        _make_parser(command, prog, with_help=True, rest=rest).parse_args(["--help"])
+        _make_parser(options, prog, with_help=True, rest=rest).parse_args(["--help"])
     if VERSION in arguments:
         VERSIONS.load()()
         raise SystemExit(0)
-    values, unknown = _make_parser(command, prog).parse_known_args(arguments)
+    values, unknown = _make_parser(options, prog).parse_known_args(arguments)
     return _plain_values(values), unknown
+
+
+def read_options(options: type[T]) -> T:
+    """What the command line gives to a program of one file, whose docstring is its help. Raises as `given`."""
+    return options(**given(options, sys.argv[1:], prog=Path(sys.argv[0]).name,
+                           description=inspect.getdoc(sys.modules[options.__module__]) or ""))
 
 
 def part_of(options: type[T], values: Mapping[str, Any]) -> T:
@@ -133,7 +140,7 @@ def run_command(commands: Mapping[str, Command], arguments: Sequence[str], *, pr
     return commands[name].load()(chosen)
 
 
-def choose_command(commands: Mapping[str, Callable[..., object]], arguments: Sequence[str], *, prog: str,
+def choose_command(commands: Mapping[str, type], arguments: Sequence[str], *, prog: str,
                    default: str | None = None) -> tuple[str, Sequence[str]]:  # fmt: skip
     """The command that a command line begins with, or else the default one, and the arguments that follow.
 
@@ -160,13 +167,13 @@ def choose_command(commands: Mapping[str, Callable[..., object]], arguments: Seq
     return name, arguments
 
 
-def describe_commands(commands: Mapping[str, Callable[..., object]], *, prog: str, default: str | None = None,
+def describe_commands(commands: Mapping[str, type], *, prog: str, default: str | None = None,
                       note: str = "") -> str:  # fmt: skip
     """Help on a program of several commands, with the first line of each one's docstring, and a note at the end."""
     lines = [f"usage: {prog} {'[COMMAND]' if default else 'COMMAND'} [--option value ...]", "", "commands:"]
     indent = max(map(len, commands)) + 4
     for name, command in commands.items():
-        summary = _description(command).splitlines()[0].removesuffix(".")
+        summary = (inspect.getdoc(command) or "").splitlines()[0].removesuffix(".")
         lines.append(textwrap.fill(f"  {name:{indent - 4}}  {summary}", _help_width(), subsequent_indent=" " * indent))
     return "\n".join([*lines, "", f"{prog} COMMAND --help lists the options of a command.",
                       f"{prog} --version names the version of this project and of what it runs on.",
@@ -187,17 +194,17 @@ def to_arguments(config: object, default: object) -> list[str]:
     return arguments
 
 
-def option_name(parameter: str) -> str:
-    """`json_` is --json: an underscore at the end only tells a parameter from a module."""
-    return "--" + parameter.rstrip("_").replace("_", "-")
+def option_name(field: str) -> str:
+    """`json_` is --json: an underscore at the end only tells a field from a module."""
+    return "--" + field.rstrip("_").replace("_", "-")
 
 
 def given_value(arguments: Sequence[str], option: str) -> str | None:
     """The value of `option` on a command line whose other options are not known yet: "" where none follows it, None
     where it is not given."""
-    parser = Parser(add_help=False)
+    parser = _Parser(add_help=False)
     parser.add_argument(option, nargs="?", const="", dest="value")
-    return parser.parse_known_args(arguments)[0].value
+    return parser.parse_known_args([word for word in arguments if word])[0].value  # an empty one is refused later
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
@@ -224,7 +231,7 @@ def positive_int(text: str) -> int:
 Positive = Annotated[int, positive_int]  # the type of an option
 
 
-class Parser(argparse.ArgumentParser):
+class _Parser(argparse.ArgumentParser):
     """argparse's parser, which raises a mistake as a UserError; names of options may have underscores for hyphens."""
 
     def __init__(self, **settings: Any) -> None:
@@ -305,27 +312,23 @@ def _plain_values(parsed: argparse.Namespace) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in vars(parsed).items()}
 
 
-def _option_names(command: Callable[..., object]) -> list[str]:
-    return [*_make_parser(command, "")._option_string_actions]
+def _option_names(options: type) -> list[str]:
+    return [*_make_parser(options, "")._option_string_actions]
 
 
-def _description(command: Callable[..., object]) -> str:
-    return re.split(r"\n\s*(?:Args|Raises|Returns):", inspect.getdoc(command) or "")[0].strip()
-
-
-def _make_parser(command: Callable[..., object], prog: str, default: object | None = None, with_help: bool = False,
-                 rest: str = "") -> Parser:  # fmt: skip
-    defaults = {name: parameter.default for name, parameter in inspect.signature(command).parameters.items()}
+def _make_parser(options: type, prog: str, default: object | None = None, with_help: bool = False,
+                 rest: str = "", description: str = "") -> _Parser:  # fmt: skip
+    defaults = {name: parameter.default for name, parameter in inspect.signature(options).parameters.items()}
     unnamed = [name for name, value in defaults.items() if value is inspect.Parameter.empty]
-    hints = typing.get_type_hints(command, include_extras=True)
-    texts = _help_texts(command) if with_help else {}
+    hints = typing.get_type_hints(options, include_extras=True)
+    texts = _help_texts(options) if with_help else {}
     usage = [name.upper() + " ..." * (typing.get_origin(hints[name]) is tuple) for name in unnamed]
-    options = ["[--option value ...]"] if len(unnamed) < len(defaults) else []
-    parser = Parser(prog=prog, usage=" ".join([prog, *options, *usage, *[f"[{rest}]"] * bool(rest)]),
-                    description=_description(command), argument_default=argparse.SUPPRESS)
+    named = ["[--option value ...]"] if len(unnamed) < len(defaults) else []
+    parser = _Parser(prog=prog, usage=" ".join([prog, *named, *usage, *[f"[{rest}]"] * bool(rest)]),
+                    description=description or inspect.getdoc(options), argument_default=argparse.SUPPRESS)
     for name in unnamed:
         parser.add_argument(name, help=texts.get(name), **_takes(hints[name], name.upper()))
-    for title, names in _groups(command).items():
+    for title, names in _groups(options).items():
         group = parser.add_argument_group(title) if title else parser
         for name in names:
             if name in unnamed:
@@ -364,25 +367,23 @@ def _other_names(hint: Any) -> list[str]:
     return [note for note in notes if isinstance(note, str) and note[0] == "-"]
 
 
-def _groups(command: Callable[..., object]) -> dict[str, list[str]]:
-    """Names of the parameters by the title of their group. Fields that a dataclass has from a base class are a group,
-    titled with the first line of the base's docstring; its own, as the parameters of a function, have the title ""."""
+def _groups(options: type) -> dict[str, list[str]]:
+    """Names of the fields by the title of their group. Fields that a dataclass has from a base class are a group with
+    the first line of the base's docstring as its title; its own have the title ""."""
     groups: dict[str, list[str]] = {"": []}
-    for name in inspect.signature(command).parameters:
-        owner = command
-        if isinstance(command, type):
-            owner = next(base for base in command.__mro__ if name in vars(base).get("__annotations__", ()))
-        title = "" if owner is command else (owner.__doc__ or "").splitlines()[0].removesuffix(".")
+    for name in inspect.signature(options).parameters:
+        owner = next(base for base in options.__mro__ if name in vars(base).get("__annotations__", ()))
+        title = "" if owner is options else (owner.__doc__ or "").splitlines()[0].removesuffix(".")
         groups.setdefault(title, []).append(name)
     return groups
 
 
-def _help_texts(command: Callable[..., object]) -> dict[str, str]:
-    """The docstring of each parameter, on one line."""
+def _help_texts(options: type) -> dict[str, str]:
+    """The docstring of each field, on one line."""
     import docstring_parser  # reads the docstrings of fields from the source
 
-    kinds = reversed(command.__mro__[:-1]) if isinstance(command, type) else [command]
-    found = (text for kind in kinds for text in docstring_parser.parse_from_object(kind).params)
+    found = (text for kind in reversed(options.__mro__[:-1])
+             for text in docstring_parser.parse_from_object(kind).params)  # fmt: skip
     return {text.arg_name: " ".join((text.description or "").split()) for text in found}
 
 

@@ -1,4 +1,4 @@
-# Sourced by the launchers: finds Python, and takes `-p NAME`, a file of scripts/platforms/, out of the arguments.
+# Sourced by the launchers: finds Python, setting it up where nobody has, and takes `-p NAME`, a file of scripts/platforms/, out of the arguments.
 #
 #   root, python       the repository, the interpreter
 #   platform_options   options of the platform's file; those of the user come behind them and so win
@@ -7,7 +7,8 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 fail() { printf 'error: %s\n' "$*" >&2; exit 2; }
 
 python=${PYTHON:-$root/.venv/bin/python}
-command -v "$python" >/dev/null || fail "there is no Python at $python: run make setup, or set PYTHON"
+[ -n "${PYTHON:-}" ] || [ -e "$root/.venv/.ready" ] || bash "$root/scripts/setup.sh" run || exit
+command -v "$python" >/dev/null || fail "there is no Python at $python: correct PYTHON, or unset it for our own environment"
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 
 platform_options=()

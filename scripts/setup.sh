@@ -1,46 +1,57 @@
 #!/usr/bin/env bash
-# Set up the environment that everything runs in: setup.sh [VENV]   (default: .venv beside the Makefile)
+# Set up the environment that everything runs in: setup.sh [run|test|horovod|all] [VENV]   (default: all of .venv)
 #
-#   1. a virtual environment of Python 3.10 to 3.12
-#   2. the project with its dependencies: extras `gpu` where there is an NVIDIA GPU, `cpu` elsewhere, and `dev`
-#   3. with a GPU: the CUDA 11 libraries that MXNet links (scripts/link_cuda11.py)
-#   4. Horovod, compiled against that MXNet, and train/allreduce.cc against that Horovod (need g++, and nvcc for GPUs;
-#      without them one process still does everything)
+#   run       a virtual environment of Python 3.10 to 3.12 with the project and what one process needs: extra `cpu`, or
+#             where there is an NVIDIA GPU extra `gpu` and the CUDA 11 libraries that MXNet links
+#             (scripts/link_cuda11.py, needs g++)
+#   test      run, and the extras `onnx` and `dev`
+#   horovod   run, and Horovod for several processes, compiled (scripts/build_horovod.py, needs g++)
 #
-# Each finished step leaves its mark in VENV, so that a second call does nothing and an interrupted one goes on; what its
-# programs said is in VENV/setup-STEP.log.
+# Each finished step leaves its mark in VENV, so that a second call does nothing and an interrupted one goes on; what
+# its programs said is in VENV/setup-STEP.log.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+part=all
+case ${1:-} in run|test|horovod|all) part=$1; shift ;; esac
 venv=${1:-.venv}
 bin=$venv/bin
-horovod=0.28.1
-source=$venv/horovod-$horovod
+MIN_DRIVER=525.60      # for CUDA 12
+MIN_CAPABILITY=7.5     # as graph_passes/executors/cuda/device.py
 
 say() { printf 'setup: %s\n' "$*"; }
 fail() { printf 'error: %s\n' "$*" >&2; exit 2; }
+at_least() { [ "$(printf '%s\n' "$1" "$2" | sort -V | head -n1)" = "$2" ]; }
 
 find_python() {
     local name
     for name in python3.12 python3.11 python3.10 python3 python; do
-        if "$name" -c 'import sys, ensurepip, venv; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null
+        if "$name" -c 'import sys, ensurepip, venv; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' 2>/dev/null
         then command -v "$name"; return; fi
     done
     return 1
 }
 
-[[ $(nvidia-smi -L 2>/dev/null) == *GPU* ]] && kind=gpu || kind=cpu
-# Where NVIDIA's own installer puts nvcc, which it leaves to the user to add to PATH.
-command -v nvcc >/dev/null || export PATH=$PATH:${CUDA_HOME:-/usr/local/cuda}/bin
-
-if ! "$bin/python" -m pip --version >/dev/null 2>&1; then
-    # What is removed is an unfinished environment, and nothing else that VENV may name.
-    [ ! -e "$venv" ] || [ -e "$venv/pyvenv.cfg" ] || rmdir "$venv" 2>/dev/null ||
-        fail "$venv is there and is no virtual environment: remove it, or name another place"
-    python=$(find_python) || fail "no Python 3.10, 3.11 or 3.12 with venv and pip on PATH; install one (Debian: apt install python3-venv) and run make again"
-    say "new environment in $venv from $("$python" --version)"
-    rm -rf "$venv"
-    "$python" -m venv "$venv"
-fi
+# Sets `kind`, gpu or cpu, and says why where a GPU is left alone.
+find_kind() {
+    local found driver capability name query=driver_version,compute_cap,name
+    kind=cpu
+    command -v nvidia-smi >/dev/null || return 0
+    if ! found=$(nvidia-smi --query-gpu=$query --format=csv,noheader 2>&1) || [[ $found != *,* ]]; then
+        say "nvidia-smi finds no GPU ($(printf %.200s "$(tail -n1 <<<"$found")")): packages for the CPU"
+        return 0
+    fi
+    IFS=, read -r driver capability name <<<"$(sort -t, -k2 -Vr <<<"$found" | head -n1)"
+    capability=${capability// } name=${name# }
+    if ! at_least "$driver" $MIN_DRIVER; then
+        say "the NVIDIA driver $driver is too old for CUDA 12: update it to $MIN_DRIVER or newer and run make again" \
+            "for the $name; until then packages for the CPU"
+    elif ! at_least "$capability" $MIN_CAPABILITY; then
+        say "the $name (compute capability $capability) is older than $MIN_CAPABILITY, which cuDNN 9 needs:" \
+            "packages for the CPU"
+    else
+        kind=gpu
+    fi
+}
 
 # step NAME CONTENT COMMAND...: run COMMAND unless the mark NAME says that it was already done for the same CONTENT.
 step() {
@@ -48,75 +59,131 @@ step() {
     log=$venv/setup-$1.log
     shift 2
     if [ "$(cat "$mark" 2>/dev/null)" != "$content" ]; then
+        rm -f "$mark"
+        : >"$log" || fail "$venv cannot be written: $(full_disk || echo "make it writable, or remove it")"
         "$@" || return
         printf '%s\n' "$content" >"$mark"
     fi
 }
 
-# What went wrong, from the log of the last step: its first error, or else its last line.
-reason() { printf %.300s "$(grep -m1 -oE 'ERROR: .*|CMake Error.*|[^/ ]+: (fatal )?error: .*' "$log" || tail -n1 "$log")"; }
-
-install_packages() {
-    local other
-    say "packages for a machine with $([ $kind = gpu ] && echo 'an NVIDIA GPU' || echo 'no GPU') (log: $log)"
-    # The CPU and the GPU wheel of MXNet own the same folder: only one of them can be there.
-    other=$([ $kind = gpu ] && echo mxnet || echo mxnet-cu117)
-    "$bin/pip" uninstall -q -y "$other" >"$log" 2>&1 || true
-    # Horovod's build tools: its CMake files need cmake < 4, and it compiles against the MXNet that is installed here.
-    "$bin/pip" install -q --disable-pip-version-check 'cmake<4' wheel cloudpickle pyyaml packaging cffi \
-        -e ".[$kind,onnx,dev]" >>"$log" 2>&1 || fail "pip could not install the packages: $(reason) (log: $log)"
-    [ $kind = cpu ] || "$bin/python" scripts/link_cuda11.py || exit
+# follow WHAT COMMAND...: run COMMAND, its output into the log, and say meanwhile what it is at: on a terminal in one
+# line that changes, else every ten seconds.
+follow() {
+    local what=$1 watcher status=0
+    shift
+    show_progress "$what" &
+    watcher=$!
+    "$@" >>"$log" 2>&1 || status=$?
+    kill $watcher 2>/dev/null
+    wait $watcher 2>/dev/null || true
+    [ ! -t 1 ] || printf '\r\033[K'
+    return $status
 }
 
-unpack_horovod() {
-    "$bin/pip" download -q --disable-pip-version-check --no-deps --no-build-isolation --no-binary horovod -d "$venv" \
-        "horovod==$horovod" >"$log" 2>&1 || return
-    rm -rf "$source"
-    tar -xzf "$venv/horovod-$horovod.tar.gz" -C "$venv" || return
-    # Headers that other headers of g++ brought along until 13 (cstdint: until 15), and an assignment to a constant, which
-    # g++ overlooked until 14.
-    sed -i '1i #include <stdexcept>' "$source/horovod/common/common.h"
-    sed -i '1i #include <string>' "$source/horovod/common/group_table.h"
-    sed -i '1i #include <cstdint>' "$source/third_party/gloo/gloo/types.h"
-    sed -i 's/const size_type count_;/size_type count_;/' "$source/third_party/flatbuffers/include/flatbuffers/stl_emulation.h"
-    # A name that is still read after the operation may have ended and freed it: with one process this crashed often.
-    sed -i 's/ops_param->op_names\[0\]/std::string(ops_param->op_names[0])/' "$source/horovod/mxnet/mpi_ops.cc"
+show_progress() {
+    local begin=$SECONDS every=10 line words='Collecting|Downloading|Installing|Building|Preparing|downloading|compil|WARNING: Retry'
+    [ ! -t 1 ] || every=1
+    while kill -0 $$ 2>/dev/null; do  # Ctrl-C ends the script, not what it has in the background
+        read -rt $every <> <(:) || true  # a sleep that is no process, so that none is left when this is killed
+        line=$(tail -c 3000 "$log" | grep -aoE "^ *($words).*" | tail -n1 | sed -E \
+               's/^ *//; s/-(py[23]|cp3)[^ ]*\.whl//; s/ \(from .*//; s/(Installing collected packages):.*/\1/')
+        line=$(printf '%s %d:%02d  %.70s' "$what" $(((SECONDS - begin) / 60)) $(((SECONDS - begin) % 60)) "$line")
+        if [ -t 1 ]; then printf '\r\033[Ksetup: %s' "$line"; else say "$line"; fi
+    done
+}
+
+# What went wrong in the last step, with the way out, from its log.
+reason() {
+    local line
+    if full_disk; then return; fi
+    case $(cat "$log" 2>/dev/null) in
+        *"No space left on device"*) echo "the disk became full; free some space and run make again" ;;
+        *ProxyError*|*"Unable to connect to proxy"*|*"Cannot connect to proxy"*|*"Tunnel connection failed"*)
+            echo "the proxy ${HTTPS_PROXY:-${https_proxy:-of the settings}} refuses; correct HTTPS_PROXY and run make" \
+                "again" ;;
+        *NewConnectionError*|*NameResolutionError*|*ConnectTimeout*|*"is unreachable"*|*"Read timed out"*|\
+        *"Connection reset"*)
+            echo "the package index cannot be reached; connect to the network (through a proxy: HTTPS_PROXY; to a" \
+                "mirror: PIP_INDEX_URL) and run make again" ;;
+        *)
+            line=$(grep -m1 -oE '^error: .*|ERROR: .*|[^/ ]+: (fatal )?error: .*' "$log") || line=$(tail -n1 "$log")
+            printf '%.300s' "${line#error: }" ;;
+    esac
+}
+
+# Says so where one of the disks that are needed has nothing left.
+full_disk() {
+    local folder
+    for folder in "$venv" "${TMPDIR:-/tmp}"; do
+        if [ "$(free_bytes "$folder")" -lt 10000000 ]; then
+            echo "the disk with $folder is full; free some space and run make again"
+            return
+        fi
+    done
+    return 1
+}
+
+free_bytes() { df -B1 --output=avail "$1" | tail -n1; }
+
+make_environment() {
+    local python said
+    # What is removed is an unfinished environment, and nothing else that VENV may name.
+    [ ! -e "$venv" ] || [ -e "$venv/pyvenv.cfg" ] || rmdir "$venv" 2>/dev/null ||
+        fail "$venv is there and is no virtual environment: remove it, or name another place"
+    python=$(find_python) || fail "no Python 3.10, 3.11 or 3.12 with venv and pip on PATH," \
+        "only $(python3 --version 2>/dev/null || echo 'none at all'): install one (Debian: apt install python3-venv)" \
+        "and run make again"
+    { rm -rf "$venv" && mkdir -p "$venv"; } 2>/dev/null ||
+        fail "$(realpath -m "$venv") cannot be written: clone the project into a folder of your own, or run" \
+            "scripts/setup.sh all FOLDER and then make with PYTHON=FOLDER/bin/python"
+    say "new environment in $venv from $("$python" --version)"
+    said=$("$python" -m venv "$venv" 2>&1) || fail "$python -m venv $venv failed: $(full_disk || tail -n1 <<<"$said")"
+}
+
+# install_packages EXTRAS: the project with its dependencies.
+install_packages() {
+    local wanted='no GPU' gigabytes=2 other=mxnet-cu117
+    [ $kind = cpu ] || { wanted='an NVIDIA GPU' gigabytes=6 other=mxnet; }
+    say "packages for a machine with $wanted (log: $log)"
+    [ -e "$venv/.ready" ] || [ "$(free_bytes "$venv")" -gt $((gigabytes * 1000000000)) ] ||
+        fail "the disk with $(realpath "$venv") has $(($(free_bytes "$venv") / 1000000)) MB free, the packages need" \
+            "$gigabytes GB: free some space and run make again"
+    rm -f "$venv"/.ready*
+    # The CPU and the GPU wheel of MXNet own the same folder: only one of them can be there.
+    if compgen -G "$venv/lib/python3*/site-packages/${other//-/_}-1*" >/dev/null; then
+        "$bin/pip" uninstall -q -y "$other" >>"$log" 2>&1 || true
+    fi
+    # Python compiles what is imported when it is imported, which is a small part.
+    follow packages "$bin/pip" install --disable-pip-version-check --retries 3 --no-compile -e ".[$1]" ||
+        fail "the packages could not be installed: $(reason) (log: $log)"
+    if [ $kind = gpu ]; then
+        follow "CUDA 11" "$bin/python" scripts/link_cuda11.py ||
+            fail "MXNet's libraries could not be linked: $(reason) (log: $log)"
+    fi
 }
 
 build_horovod() {
-    say "Horovod, compiled here: one to four minutes"
-    export HOROVOD_WITH_MXNET=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_PYTORCH=1 HOROVOD_WITHOUT_MPI=1 HOROVOD_WITH_GLOO=1
-    export HOROVOD_CPU_OPERATIONS=GLOO
-    # -s drops symbols that would make the library ten times larger.
-    export LDFLAGS=-s MAKEFLAGS=-j$(nproc)
-    if [ $kind = gpu ]; then
-        local nccl
-        nccl=$("$bin/python" -c 'import nvidia.nccl; print(list(nvidia.nccl.__path__)[0])')
-        ln -sf libnccl.so.2 "$nccl/lib/libnccl.so"
-        export HOROVOD_GPU_OPERATIONS=NCCL HOROVOD_NCCL_HOME=$nccl HOROVOD_NCCL_LINK=SHARED HOROVOD_WITHOUT_NVTX=1
-        export HOROVOD_CUDA_HOME; HOROVOD_CUDA_HOME=$(bash scripts/cuda_toolkit.sh)
-    fi
-    rm -rf "$source/build"
-    PATH=$(realpath "$bin"):$PATH "$bin/pip" install -q --disable-pip-version-check --no-build-isolation --no-deps \
-        --force-reinstall "$(realpath "$source")" >"$log" 2>&1 && rm -rf "$source/build"
+    say "Horovod for several processes, compiled once: one to three minutes (log: $log)"
+    follow Horovod "$bin/python" scripts/build_horovod.py "$venv/horovod" ||
+        fail "Horovod could not be built: $(reason) (log: $log); everything but several processes works without"
 }
 
-build_allreduce() {
-    bash scripts/build_allreduce.sh "$bin/python" "$source" >"$log" 2>&1
-}
-
-step packages "$kind $(cksum <pyproject.toml)" install_packages
-if ! command -v g++ >/dev/null; then
-    say "no g++, so no Horovod: everything but several processes works; install g++ and run make setup for those"
-elif [ $kind = gpu ] && ! command -v nvcc >/dev/null; then
-    say "no nvcc, so no Horovod: everything but several GPUs works; install the CUDA toolkit and run make setup for those"
-else
-    version="$kind horovod $horovod $(declare -f unpack_horovod build_horovod | cksum)"
-    if step source "$version" unpack_horovod && step horovod "$version" build_horovod; then
-        step allreduce "$version $(cksum <train/allreduce.cc)" build_allreduce ||
-            say "train/allreduce.cc did not build: $(reason) (log: $log); everything but several GPUs works"
-    else
-        say "Horovod did not build: $(reason) (log: $log); everything but several processes works"
-    fi
+find_kind
+"$bin/python" -m pip --version >/dev/null 2>&1 || make_environment
+if command -v flock >/dev/null; then
+    exec {lock}>"$venv/.lock"
+    flock -n "$lock" || { say "waiting for another set-up of $venv"; flock "$lock"; }
 fi
+
+packages="$kind $(cksum <pyproject.toml) $(cksum <scripts/link_cuda11.py)"
+if [ $part = test ] || [ $part = all ]; then
+    step test "$packages" install_packages "$kind,onnx,dev"
+    printf '%s\n' "$packages" >"$venv/.done-packages"
+    touch "$venv/.ready-test"
+fi
+step packages "$packages" install_packages "$kind"
 touch "$venv/.ready"
+if [ $part = horovod ] || [ $part = all ]; then
+    step horovod "$kind $(cat scripts/build_horovod.py train/allreduce.cc | cksum)" build_horovod
+    touch "$venv/.ready-horovod"
+fi

@@ -14,16 +14,32 @@ os.environ["MXNET_MKLDNN_ENABLED"] = "0"
 # Threads that wait by spinning, as OpenMP's do otherwise, take the cores from others, those of the tests' own processes
 # among them: of a short training run's 2.7 s of CPU time 0.45 s were left.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+if "PYTEST_XDIST_WORKER" in os.environ:  # the other cores are taken by the files that run beside this one
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import pytest
+import side_by_side
 
 from common.nvidia_gpus import find_gpus
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    plugins = session.config.pluginmanager
+    if plugins.has_plugin("dsession") and session.config.option.verbose < 0:  # -v brings pytest's own lines
+        plugins.register(side_by_side.Progress(plugins.get_plugin("terminalreporter")))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    return side_by_side.make_scheduler(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        side_by_side.sort_files(items)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not find_gpus():
         for item in marked:

@@ -28,31 +28,29 @@ from common.command_line import (
 from common.errors import ProgramError, UserError, error_of
 
 
-def copy(
-    source: Path,
-    more: tuple[str, ...],
-    *,
-    number: int = 3,
-    share: float | None = None,
-    size: tuple[int, int] = (4, 5),
-    colors: tuple[Literal["red", "green"], ...] = (),
-    side: Literal[1, 2] = 1,
-    target: Annotated[Path | None, "FILE", "-t"] = None,
-    pages: Annotated[Positive | None, "-p"] = None,
-    range_: tuple[Positive, Positive] | None = None,
-    json_: bool = False,
-    sound: bool = True,
-) -> None:
+@dataclass(frozen=True)
+class Copy:
     """Copy 100 % of it.
 
     And more.
-
-    Args:
-        source: Where
-            from.
-        number: How many, at most 50 %.
-        target: Where to.
     """
+
+    source: Path
+    """Where
+    from."""
+    more: tuple[str, ...]
+    number: int = 3
+    """How many, at most 50 %."""
+    share: float | None = None
+    size: tuple[int, int] = (4, 5)
+    colors: tuple[Literal["red", "green"], ...] = ()
+    side: Literal[1, 2] = 1
+    target: Annotated[Path | None, "FILE", "-t"] = None
+    """Where to."""
+    pages: Annotated[Positive | None, "-p"] = None
+    range_: tuple[Positive, Positive] | None = None
+    json_: bool = False
+    sound: bool = True
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ class Film(Sound, Image):
 
 
 def given_to_copy(line):
-    return given(copy, line.split(), prog="copy")
+    return given(Copy, line.split(), prog="copy")
 
 
 @pytest.mark.parametrize("line, values", [
@@ -135,7 +133,7 @@ def test_mistakes(line, sentence):
 ])  # fmt: skip
 def test_a_shell_variable_that_is_not_set(words, before):
     with pytest.raises(UserError, match=f"^{before} is followed by an empty value: give one, or leave it out$"):
-        given(copy, words, prog="copy")
+        given(Copy, words, prog="copy")
 
 
 def test_words_are_checked_by_every_version_of_python(monkeypatch):
@@ -164,8 +162,8 @@ def help_of(capsys, monkeypatch, *arguments, reader=given, **settings):
     return capsys.readouterr().out
 
 
-def test_help_of_a_function(capsys, monkeypatch):
-    lines = help_of(capsys, monkeypatch, copy, ["--wrong", "--help"], prog="copy").splitlines()  # --help comes first
+def test_help(capsys, monkeypatch):
+    lines = help_of(capsys, monkeypatch, Copy, ["--wrong", "--help"], prog="copy").splitlines()  # --help comes first
     assert lines[:4] == ["usage: copy [--option value ...] SOURCE MORE ...", "", "Copy 100 % of it.", ""]
     for words in ("SOURCE Where from.", "--number N How many, at most 50 %. (default: 3)", "--size N N (default: 4 5)",
                   "-t FILE, --target FILE Where to.", "--json", "--sound, --no-sound (default: on)"):
@@ -179,7 +177,7 @@ def test_help_has_a_group_for_each_base(capsys, monkeypatch):
 
 
 def test_commands(monkeypatch):
-    commands = {"copy": copy, "film": Film}
+    commands = {"copy": Copy, "film": Film}
     assert choose_command(commands, ["film", "--title", "M"], prog="p") == ("film", ["--title", "M"])
     assert choose_command(commands, ["--number", "3"], prog="p", default="copy") == ("copy", ["--number", "3"])
     for words, sentence in (

@@ -1,31 +1,31 @@
-"""scripts/setup.sh: which packages and Horovod a machine gets, with stand-ins for its tools; nothing is installed."""
+"""scripts/setup.sh, launchers: what a machine gets and is told, with stand-ins for its tools; installs nothing."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
-import tarfile
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "setup.sh"
-TOOLS = ("bash", "cat", "cksum", "dirname", "env", "grep", "gzip", "ln", "mkdir", "mv", "nproc", "realpath", "rm",
-         "sed", "sort", "tail", "tar", "touch", "tr")  # of any Linux
-GPU = 'echo "GPU 0: NVIDIA H200"'
-# What is mended in Horovod's source, by file: what newer compilers refuse, and in the last one a pointer that is read
-# after it was freed.
-HOROVOD = {
-    "horovod/common/common.h": 'void f() { throw std::logic_error(""); }\n',
-    "horovod/common/group_table.h": "std::string name;\n",
-    "third_party/gloo/gloo/types.h": "uint8_t kind;\n",
-    "third_party/flatbuffers/include/flatbuffers/stl_emulation.h":
-        "using size_type = int;\nstruct Span {\n  void set(int n) { count_ = n; }\n  const size_type count_;\n};\n",
-    "horovod/mxnet/mpi_ops.cc": "#include <string>\nstruct Parameters { char** op_names; };\n"
-                                "auto name(Parameters* ops_param) { return ops_param->op_names[0]; }\n"
-}
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "scripts" / "setup.sh"
+TOOLS = ("awk", "bash", "cat", "cksum", "dirname", "df", "flock", "grep", "head", "mkdir", "mv", "realpath", "rm",
+         "rmdir", "sed", "sort", "tail", "touch")  # of any Linux  # fmt: skip
+GPU = 'echo "580.65.06, 9.0, NVIDIA H200"'
+
+
+class Done(NamedTuple):
+    code: int
+    said: str
+    error: str
+    calls: list[str]  # of pip and of our own scripts
 
 
 def write_program(path: Path, body: str) -> None:
@@ -35,125 +35,253 @@ def write_program(path: Path, body: str) -> None:
 
 
 @pytest.fixture
-def run_setup(tmp_path: Path) -> Callable[..., tuple[str, str]]:
-    """Runs setup.sh on a machine that has just the tools given, by name and what they do.
+def venv(tmp_path: Path) -> Path:
+    """An environment whose pip and Python only note what they are called for."""
+    folder = tmp_path / "venv"
+    write_program(folder / "bin" / "pip", f'echo "pip $*" >>{tmp_path}/calls')
+    write_program(folder / "bin" / "python", f'[[ $1 == -m ]] || echo "$*" >>{tmp_path}/calls')
+    return folder
 
-    Returns what it says, and a line for each call of pip: its arguments and Horovod's settings.
-    """
-    venv, log = tmp_path / "venv", tmp_path / "calls"
-    (tmp_path / "nccl" / "lib").mkdir(parents=True)
-    for name, text in HOROVOD.items():
-        path = tmp_path / "horovod-0.28.1" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    with tarfile.open(tmp_path / "horovod-0.28.1.tar.gz", "w:gz") as archive:
-        archive.add(tmp_path / "horovod-0.28.1", "horovod-0.28.1")
-    write_program(venv / "bin" / "pip", f'echo "$* $(env | grep ^HOROVOD_ | sort | tr "\\n" " ")" >>{log}\n'
-                  f'[ $1 != download ] || mv {archive.name} {venv}')
-    write_program(venv / "bin" / "python", f'case $1 in -c) echo {tmp_path}/nccl ;; -W) exit 1 ;; esac')
 
-    def run(**tools: str) -> tuple[str, str]:
+@pytest.fixture
+def run_setup(tmp_path: Path, venv: Path) -> Callable[..., Done]:
+    """Runs setup.sh on a machine that has just the tools given, by name and what they do."""
+
+    def run(part: str = "run", *, into: Path = venv, **tools: str) -> Done:
         path = tmp_path / "path"
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir()
         for name in TOOLS:
-            (path / name).symlink_to(shutil.which(name) or name)
+            if name.replace("-", "_") not in tools:
+                (path / name).symlink_to(shutil.which(name) or name)
         for name, body in tools.items():
-            write_program(path / name.replace("gxx", "g++").replace("_", "-"), body)
-        log.write_text("")
-        environment = {"PATH": str(path), "HOME": os.environ["HOME"], "CUDA_HOME": str(tmp_path / "cuda")}
-        done = subprocess.run([path / "bash", SCRIPT, venv], capture_output=True, text=True, env=environment)
-        assert done.returncode == 0, done.stderr
-        assert (venv / ".ready").exists()
-        return done.stdout, log.read_text()
+            write_program(path / name.replace("_", "-"), body)
+        calls = tmp_path / "calls"
+        calls.write_text("")
+        environment = {"PATH": str(path), "HOME": os.environ["HOME"]}
+        done = subprocess.run([path / "bash", SCRIPT, part, into], capture_output=True, text=True, env=environment)
+        return Done(done.returncode, done.stdout, done.stderr, calls.read_text().splitlines())
 
     return run
 
 
-def test_gpu_without_nvcc(run_setup):
-    """One sentence, and all but Horovod is set up; once there is nvcc, only that is made up for."""
-    said, calls = run_setup(nvidia_smi=GPU, gxx="")
-    assert "setup: no nvcc, so no Horovod: everything but several GPUs works; install the CUDA toolkit" in said
-    assert ".[gpu,onnx,dev]" in calls
-    assert "uninstall -q -y mxnet \n" in calls
-    assert "horovod" not in calls
-    said, calls = run_setup(nvidia_smi=GPU, gxx="", nvcc="echo '#$ TOP=/opt/cuda' >&2")
-    assert "horovod==0.28.1" in calls
-    assert "--force-reinstall" in calls
-    assert "[gpu" not in calls
+def test_one_process_compiles_nothing(run_setup, venv):
+    done = run_setup("run")
+    assert done.code == 0
+    assert "setup: packages for a machine with no GPU" in done.said
+    assert done.calls == ["pip install --disable-pip-version-check --retries 3 --no-compile -e .[cpu]"]
+    assert (venv / ".ready").exists() and not (venv / ".ready-horovod").exists()
+    assert run_setup("run").calls == []  # all done
 
 
-def test_nvcc_beside_path(run_setup, tmp_path):
-    """NVIDIA's installer leaves it to the user to add nvcc to PATH."""
-    write_program(tmp_path / "cuda" / "bin" / "nvcc", "echo '#$ TOP=/opt/cuda' >&2")
-    _, calls = run_setup(nvidia_smi=GPU, gxx="")
-    assert "HOROVOD_CUDA_HOME=/opt/cuda " in calls
+def test_each_part_adds_what_is_missing(run_setup, venv):
+    run_setup("run")
+    done = run_setup("horovod")
+    assert done.calls == [f"scripts/build_horovod.py {venv}/horovod"]
+    assert "setup: Horovod for several processes, compiled once" in done.said
+    assert run_setup("test").calls == ["pip install --disable-pip-version-check --retries 3 --no-compile -e .[cpu,onnx,dev]"]
+    assert run_setup("all").calls == []
+    assert (venv / ".ready-horovod").exists() and (venv / ".ready-test").exists()
 
 
-def test_gpu_with_nvcc(run_setup, tmp_path):
-    said, calls = run_setup(nvidia_smi=GPU, gxx="", nvcc="echo '#$ TOP=/opt/cuda/bin/..' >&2")
-    (horovod,) = (line for line in calls.splitlines() if "--force-reinstall" in line)
-    for setting in ("HOROVOD_GPU_OPERATIONS=NCCL", "HOROVOD_CPU_OPERATIONS=GLOO", f"HOROVOD_NCCL_HOME={tmp_path}/nccl"):
-        assert setting in horovod
-    assert (tmp_path / "nccl" / "lib" / "libnccl.so").is_symlink()
-    assert "allreduce.cc did not build" in said  # its stand-in fails, and the rest is none the worse
-    _, calls = run_setup(nvidia_smi=GPU, gxx="", nvcc="")
-    assert calls == ""  # all done
+def test_all_at_once_installs_packages_once(run_setup):
+    assert [call.split()[0] for call in run_setup("all").calls] == ["pip", "scripts/build_horovod.py"]
 
 
-@pytest.mark.parametrize("nvidia_smi", ["exit 9", "echo 'No devices were found'"])
-def test_no_gpu(run_setup, nvidia_smi):
-    said, calls = run_setup(nvidia_smi=nvidia_smi, gxx="", nvcc="")
-    assert "packages for a machine with no GPU" in said
-    assert ".[cpu,onnx,dev]" in calls
-    (horovod,) = (line for line in calls.splitlines() if "--force-reinstall" in line)
-    assert "HOROVOD_GPU_OPERATIONS" not in horovod
+def test_gpu(run_setup):
+    """No nvcc, no CUDA toolkit: the driver alone."""
+    done = run_setup("horovod", nvidia_smi=GPU)
+    assert "setup: packages for a machine with an NVIDIA GPU" in done.said
+    assert [call.split("/")[0] for call in done.calls] == [
+        "pip install --disable-pip-version-check --retries 3 --no-compile -e .[gpu]", "scripts", "scripts",
+    ]  # fmt: skip
+    assert done.calls[1] == "scripts/link_cuda11.py"
 
 
-def test_no_compiler(run_setup):
-    said, calls = run_setup()
-    assert "setup: no g++, so no Horovod: everything but several processes works" in said
-    assert "horovod" not in calls
+def test_a_gpu_that_comes_later(run_setup, venv):
+    """MXNet's wheel for the CPU goes, and Horovod is built again."""
+    run_setup("all")
+    (venv / "lib" / "python3.11" / "site-packages" / "mxnet-1.9.1.dist-info").mkdir(parents=True)
+    done = run_setup("all", nvidia_smi=GPU)
+    assert done.calls[0] == "pip uninstall -q -y mxnet"
+    assert [call.split()[0] for call in done.calls[1:]] == ["pip", "scripts/link_cuda11.py", "scripts/build_horovod.py"]
 
 
-def test_horovod_does_not_build(run_setup, tmp_path):
-    pip = tmp_path / "venv" / "bin" / "pip"
-    with pip.open("a") as program:
-        print("""[[ $* != *--force-reinstall* ]] || {
-            echo "  error: subprocess-exited-with-error"
-            echo "  | /build/common.h:343:18: error: 'logic_error' is not a member of 'std'"
-            echo "  ERROR: Failed building wheel for horovod"
-            exit 1
-        }""", file=program)
-    said, _ = run_setup(gxx="")
-    log = tmp_path / "venv" / "setup-horovod.log"
-    assert f"Horovod did not build: common.h:343:18: error: 'logic_error' is not a member of 'std' (log: {log})" in said
-    assert "everything but several processes works" in said
-    assert "ERROR: Failed building wheel" in log.read_text()
+@pytest.mark.parametrize(("nvidia_smi", "sentence"), [
+    ('echo "No devices were found"; exit 6', "nvidia-smi finds no GPU (No devices were found): packages for the CPU"),
+    ('echo "470.57.02, 8.0, NVIDIA A100"',
+     "the NVIDIA driver 470.57.02 is too old for CUDA 12: update it to 525.60 or newer and run make again for the "
+     "NVIDIA A100; until then packages for the CPU"),
+    ('echo "535.1.2, 6.1, NVIDIA GeForce GTX 1080"',
+     "the NVIDIA GeForce GTX 1080 (compute capability 6.1) is older than 7.5, which cuDNN 9 needs: packages for the "
+     "CPU"),
+])  # fmt: skip
+def test_a_gpu_that_cannot_be_used(run_setup, nvidia_smi, sentence):
+    done = run_setup(nvidia_smi=nvidia_smi)
+    assert f"setup: {sentence}\n" in done.said
+    assert done.calls[0].endswith(".[cpu]")
 
 
-def test_no_source_of_horovod(run_setup, tmp_path):
-    (tmp_path / "horovod-0.28.1.tar.gz").unlink()
-    said, _ = run_setup(gxx="")
-    assert f"setup: Horovod did not build: mv: cannot stat '{tmp_path}/horovod-0.28.1.tar.gz'" in said
-    assert "everything but several processes works" in said
+def test_the_best_gpu_counts(run_setup):
+    done = run_setup(nvidia_smi='echo "580.1, 6.1, Quadro P400"; echo "580.1, 12.0, RTX 5090"')
+    assert done.calls[0].endswith(".[gpu]")
 
 
-@pytest.mark.skipif(not shutil.which("g++"), reason="there is no g++ here")
-def test_source_of_horovod_is_mended(run_setup, tmp_path):
-    """For compilers of today: what is used is included, what is assigned to is no constant. And a name is copied."""
-    run_setup(gxx="")
-    source = tmp_path / "venv" / "horovod-0.28.1"
-    for name in HOROVOD:
-        subprocess.run(["g++", "-fsyntax-only", "-x", "c++", source / name], check=True)
-    assert "return std::string(ops_param->op_names[0])" in (source / "horovod/mxnet/mpi_ops.cc").read_text()
+NO_NETWORK = ("WARNING: Retrying after connection broken by 'NewConnectionError(failure in name resolution)'\n"
+              "ERROR: Could not find a version that satisfies the requirement numpy==1.26.4 (from versions: none)")
+
+
+@pytest.mark.parametrize(("output", "sentence"), [
+    (NO_NETWORK, "the package index cannot be reached; connect to the network (through a proxy: HTTPS"),
+    ("Retrying after 'ProxyError(\"Cannot connect to proxy.\")'\nERROR: Could not find", "the proxy of the settings"),
+    ("ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device", "the disk became full"),
+    ("  error: subprocess-exited-with-error\nERROR: No matching distribution found for mxnet==1.9.1",
+     "ERROR: No matching distribution found for mxnet==1.9.1"),
+])  # fmt: skip
+def test_packages_that_cannot_be_had(run_setup, venv, output, sentence):
+    """One sentence; nothing is taken for done, and the next call goes on."""
+    working = (venv / "bin" / "pip").read_text()
+    write_program(venv / "bin" / "pip", f"cat <<'end'\n{output}\nend\nexit 1")
+    done = run_setup()
+    assert done.code == 2
+    assert done.error.startswith(f"error: the packages could not be installed: {sentence}")
+    assert len(done.error.splitlines()) == 1
+    assert done.error.endswith(f"(log: {venv}/setup-packages.log)\n")
+    assert not (venv / ".ready").exists()
+    (venv / "bin" / "pip").write_text(working)
+    done = run_setup()
+    assert done.code == 0 and len(done.calls) == 1
+
+
+def test_horovod_that_does_not_compile(run_setup, venv):
+    write_program(venv / "bin" / "python", """[[ $1 != scripts/build_horovod.py ]] || {
+        echo "error: common.h:343:18: error: 'logic_error' is not a member of 'std'"
+        exit 2
+    }""")
+    done = run_setup("all")
+    assert done.code == 2
+    assert done.error == ("error: Horovod could not be built: common.h:343:18: error: 'logic_error' is not a member of "
+                          f"'std' (log: {venv}/setup-horovod.log); everything but several processes works without\n")
+    assert (venv / ".ready").exists() and (venv / ".ready-test").exists() and not (venv / ".ready-horovod").exists()
+
+
+def test_too_little_disk(run_setup):
+    done = run_setup(df="echo Avail; echo 700000000")
+    assert done.code == 2
+    assert "has 700 MB free, the packages need 2 GB: free some space and run make again" in done.error
+    assert done.calls == []
+
+
+def test_a_disk_that_becomes_full(run_setup, venv):
+    write_program(venv / "bin" / "pip", "exit 1")  # and says nothing: its log is on that disk
+    seen = venv.parent / "seen"
+    done = run_setup(df=f"echo Avail; if [ -e {seen} ]; then echo 0; else echo 9000000000; touch {seen}; fi")
+    assert done.code == 2
+    assert f"could not be installed: the disk with {venv} is full; free some space and run make again" in done.error
+
+
+@pytest.mark.parametrize("version", ["3.9.18", "3.13.0"])
+def test_wrong_python(run_setup, tmp_path, version):
+    done = run_setup(into=tmp_path / "new", python3=f'[ "$1" = --version ] && echo Python {version}')
+    assert done.code == 2
+    assert done.error == (f"error: no Python 3.10, 3.11 or 3.12 with venv and pip on PATH, only Python {version}: "
+                          "install one (Debian: apt install python3-venv) and run make again\n")
+    assert not (tmp_path / "new").exists()
+
+
+def test_an_environment_that_cannot_be_made(run_setup, tmp_path):
+    """What was begun is made anew by the next call."""
+    new = tmp_path / "new"
+    python = 'case $1 in -m) mkdir -p "$3"; touch "$3/pyvenv.cfg"; echo "Error: no pip in here" >&2; exit 1 ;; esac'
+    for _ in range(2):
+        done = run_setup(into=new, python3=python)
+        assert done.code == 2
+        assert done.error.endswith(f"python3 -m venv {new} failed: Error: no pip in here\n")
+        assert not (new / ".ready").exists()
+
+
+def test_a_checkout_that_cannot_be_written(run_setup, tmp_path):
+    (tmp_path / "file").touch()
+    done = run_setup(into=tmp_path / "file" / "venv", python3=f"exec {sys.executable} \"$@\"")
+    assert done.code == 2
+    assert f"error: {tmp_path}/file/venv cannot be written: clone the project into" in done.error
+    assert len(done.error.splitlines()) == 1
 
 
 def test_a_folder_that_is_no_environment_is_left_alone(tmp_path: Path) -> None:
     precious = tmp_path / "work" / "thesis.tex"
     precious.parent.mkdir()
     precious.write_text("years")
-    found = subprocess.run(["bash", str(SCRIPT), str(precious.parent)], capture_output=True, text=True)
+    found = subprocess.run(["bash", str(SCRIPT), "run", str(precious.parent)], capture_output=True, text=True)
     assert found.returncode == 2 and precious.read_text() == "years"
     assert found.stderr == (f"error: {precious.parent} is there and is no virtual environment: remove it, or name "
                             "another place\n")
+
+
+def test_two_at_a_time(run_setup, venv, tmp_path):
+    """The second one waits for the first, and finds all done."""
+    write_program(venv / "bin" / "pip", f'echo "pip $*" >>{tmp_path}/calls; sleep 1')
+    command = ["bash", SCRIPT, "run", venv]
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    write_program(tmp_path / "nvidia-smi", "exit 9")
+    both = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [process.communicate()[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert sum("waiting for another set-up" in text for text in said) == 1
+    assert len((tmp_path / "calls").read_text().splitlines()) == 1
+
+
+def test_it_says_that_it_is_alive(venv):
+    """In one line of a terminal; and nothing is left in the background that would hold it."""
+    if not shutil.which("script"):
+        pytest.skip("there is no program 'script' here, which gives a terminal")
+    write_program(venv / "bin" / "pip", 'echo "  Downloading mxnet-1.9.1-py3-none-any.whl (49.1 MB)"; sleep 2.2')
+    begin = time.monotonic()
+    done = subprocess.run(["script", "-qec", f"bash {SCRIPT} run {venv}", "/dev/null"], capture_output=True)
+    assert re.search(rb"\r\x1b\[Ksetup: packages 0:0\d  Downloading mxnet-1\.9\.1 \(49\.1 MB\)", done.stdout)
+    assert time.monotonic() - begin < 8
+
+
+# --- the launchers ---
+
+
+@pytest.mark.parametrize("script", ["dgx1_8gpu.sh", "multi_host.sh"])
+def test_launchers_set_up_first(tmp_path, script):
+    """Where nobody has yet; not where PYTHON says what to use."""
+    for name in (script, "environment.sh"):
+        (tmp_path / "scripts").mkdir(exist_ok=True)
+        shutil.copy(ROOT / "scripts" / name, tmp_path / "scripts")
+    write_program(tmp_path / "scripts" / "setup.sh", f'echo "setup $*"; mkdir -p {tmp_path}/.venv/bin; '
+                  f"ln -s {shutil.which('echo')} {tmp_path}/.venv/bin/python; touch {tmp_path}/.venv/.ready")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHON"}
+
+    def run(**more: str) -> list[str]:
+        command = ["bash", tmp_path / "scripts" / script, "-n", "2"]
+        done = subprocess.run(command, env={**environment, **more}, stdout=subprocess.PIPE, text=True)
+        return done.stdout.splitlines()
+
+    module = "train.launch" if script == "dgx1_8gpu.sh" else "train.multi_host"
+    assert run(PYTHON="echo") == [f"-m {module} -n 2"]
+    assert run() == ["setup run", f"-m {module} -n 2"]
+    assert run() == [f"-m {module} -n 2"]
+
+
+def test_make_sets_up_what_a_target_needs(tmp_path):
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for name in ("pyproject.toml", "scripts/link_cuda11.py", "scripts/build_horovod.py", "train/allreduce.cc"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    write_program(tmp_path / "scripts" / "setup.sh", "")
+
+    def parts(target: str, *variables: str) -> list[str]:
+        command = ["make", "-n", target, *variables]
+        done = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=True,
+                              env={name: value for name, value in os.environ.items() if name != "PYTHON"})
+        return [line.split()[-1] for line in done.stdout.splitlines() if "setup.sh" in line]
+
+    assert parts("train-1gpu") == parts("compare-precision") == ["run"]
+    assert parts("lint") == ["test"]
+    assert parts("test") == parts("test-gpu") == ["test", "horovod"]
+    assert parts("bench-scaling") == ["run", "horovod"]
+    assert parts("test", "PYTHON=python3") == []

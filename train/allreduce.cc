@@ -3,7 +3,7 @@
 // kernel is in its stream behind that event long before the event fires. No thread of the host stands between the
 // gradient, the all-reduce and the optimizer.
 //
-// scripts/build_allreduce.sh compiles this file against the headers of the Horovod that is installed; allreduce.py calls it.
+// scripts/build_horovod.py compiles this file with the Horovod that it builds; allreduce.py calls it.
 #include <condition_variable>
 #include <cstdint>
 #include <functional>

@@ -91,7 +91,7 @@ def load_library(on_gpu: bool) -> Any:
 
     if on_gpu and not hvd.nccl_built():
         raise TrainError("this Horovod was built without NCCL, so it cannot average gradients on GPUs: run "
-                         "make setup, with nvcc on PATH")
+                         "make setup where the GPUs are")
     path = Path(hvd.__file__).with_name(LIBRARY)
     try:
         library = ctypes.CDLL(str(path))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import importlib
 import logging
 import os
 import shlex
@@ -21,6 +22,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple, NoReturn
 
 from common.command_line import Positive, exit_code_of, given_and_rest, given_value
@@ -133,7 +135,7 @@ def launch(slots: Sequence[Slot], command: Sequence[str]) -> int:
 
     Raises TrainError where Horovod is missing.
     """
-    _require_horovod(len(slots))
+    require_horovod(len(slots))
     from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
     from horovod.runner.gloo_run import create_slot_env_vars
     from horovod.runner.http.http_server import RendezvousServer
@@ -160,7 +162,7 @@ def launch_elastic(slots: Sequence[Slot], command: Sequence[str], min_processes:
     To Horovod every slot is a host of its own, because it is whole hosts that Horovod gives up. A slot given up comes
     back after `cooldown` seconds, twice as long each time, if that is not 0; a process that is started there joins.
     """
-    _require_horovod(len(slots))
+    require_horovod(len(slots))
     from horovod.runner.elastic.discovery import HostDiscovery
     from horovod.runner.elastic.driver import ElasticDriver
     from horovod.runner.elastic.rendezvous import create_rendezvous_handler
@@ -309,9 +311,16 @@ def _exit_code(code: int) -> int:
     return 128 - code if code < 0 else code  # a shell's code for a process that a signal ended
 
 
-def _require_horovod(num_processes: int) -> None:
+def require_horovod(num_processes: int | str) -> None:
+    """Raises NoHorovodError where Horovod is missing; but this project's own environment gets it first."""
+    root = Path(__file__).resolve().parents[1]
+    ours = "PYTHON" not in os.environ and Path(sys.prefix).resolve() == (root / ".venv").resolve()
+    if ours and not (root / ".venv" / ".ready-horovod").exists():
+        if subprocess.run(["bash", str(root / "scripts" / "setup.sh"), "horovod"]).returncode:
+            sys.exit(EXIT_USER_ERROR)  # it has said why
+        importlib.invalidate_caches()
     try:
-        import horovod.runner.gloo_run  # noqa: F401  # heavy, and not there without g++
+        import horovod.runner.gloo_run  # noqa: F401  # heavy
     except ImportError as error:
         raise NoHorovodError(num_processes, error) from None
 

@@ -19,9 +19,9 @@ from typing import Annotated
 
 from common.command_line import Positive, exit_code_of, given_and_rest, part_of, to_arguments
 from common.errors import ProgramError
-from train.errors import NoHorovodError, TrainError
+from train.errors import TrainError
 from train.invocation import LAUNCHER_VARIABLE
-from train.launch import TOLD
+from train.launch import TOLD, require_horovod
 
 
 @dataclass(frozen=True)
@@ -117,11 +117,10 @@ def main(arguments: Sequence[str]) -> int:
 def horovodrun(arguments: Sequence[str]) -> int:
     """Its exit code: 0, or that of the first process that failed, whose last words this prints. Raises ProgramError
     where Horovod is missing, or finds the machines wanting."""
-    try:
-        from horovod.runner.common.util.timeout import TimeoutException
-        from horovod.runner.launch import run_commandline
-    except ImportError as error:
-        raise NoHorovodError("several", error) from None
+    require_horovod("several")
+    from horovod.runner.common.util.timeout import TimeoutException
+    from horovod.runner.launch import run_commandline
+
     sys.argv[1:] = arguments
     try:
         run_commandline()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -253,12 +253,16 @@ def _duration(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds))) if seconds >= 60 else f"{seconds:.1f} s"
 
 
-def remake(run_folder: Path) -> None:
-    """Make the report of a run anew.
+@dataclass(frozen=True)
+class ReportOptions:
+    """Make the report of a run anew."""
 
-    Args:
-        run_folder: The output folder of a training run, with its metrics.jsonl.
-    """
+    run_folder: Path
+    """The output folder of a training run, with its metrics.jsonl."""
+
+
+def remake(run_folder: Path) -> None:
+    """What `ReportOptions` says. Raises TrainError."""
     path = run_folder / METRICS_FILE
     if not path.is_file():
         raise TrainError(f"there is no {METRICS_FILE} in {run_folder}: give the output folder of a training run")
@@ -266,7 +270,7 @@ def remake(run_folder: Path) -> None:
 
 
 def main() -> None:
-    remake(**given(remake, sys.argv[1:], prog="python -m train.report"))
+    remake(**given(ReportOptions, sys.argv[1:], prog="python -m train.report"))
 
 
 if __name__ == "__main__":

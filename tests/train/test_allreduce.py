@@ -57,7 +57,7 @@ def library_exists() -> bool:
     return bool(horovod and horovod.origin and (Path(horovod.origin).parent / "mxnet" / LIBRARY).exists())
 
 
-needs_library = pytest.mark.skipif(not library_exists(), reason="scripts/build_allreduce.sh has not been run")
+needs_library = pytest.mark.skipif(not library_exists(), reason="scripts/build_horovod.py has not been run")
 
 
 @needs_horovod

@@ -6,6 +6,7 @@ import dataclasses
 import json
 
 import pytest
+from test_distributed import python_path
 
 from common.command_line import given, to_arguments
 from train import plots
@@ -16,7 +17,9 @@ from train.metrics import EpochRow, RunRecord
 OPTIONS = ["--epochs", "1", "--log-every", "2", "--label-smoothing", "0", "--validate-every", "0"]
 
 
-def test_compare_goes_on_where_it_was_stopped(tiny_options, tmp_path, run_train):
+@pytest.mark.usefixtures("narrow_network")
+def test_compare_goes_on_where_it_was_stopped(tiny_options, tmp_path, run_train, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", python_path(narrow=True))
     folder = tmp_path / "compared"
     run = folder / "resnet18_float32"
     code, _, err = run_train(*tiny_options, *OPTIONS, "--dtype", "float32", "--no-tf32", "--max-steps", "2",

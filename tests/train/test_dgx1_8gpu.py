@@ -7,15 +7,16 @@ import os
 import signal
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from test_distributed import needs_horovod, python_path
 
 from train import checkpoint
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "dgx1_8gpu.sh"
-needs_horovod = pytest.mark.skipif(find_spec("horovod") is None, reason="Horovod is not installed (no g++ at set-up)")
+# Of processes that train: what is trained here is narrow.
+TRAINING = {"PYTHONPATH": python_path(narrow=True), "MXNET_MKLDNN_ENABLED": "1"}
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ def test_mistakes(arguments, sentence):
 def test_missing_python():
     done = run_script("-n", 2, python="/nowhere/python")
     assert done.returncode == 2
-    assert done.stderr == "error: there is no Python at /nowhere/python: run make setup, or set PYTHON\n"
+    assert done.stderr == "error: there is no Python at /nowhere/python: correct PYTHON, or unset it for our own environment\n"
 
 
 def test_help():
@@ -77,7 +78,7 @@ def test_help():
 
 @needs_horovod
 def test_mistake_in_two_processes_is_told_once(tiny_options):
-    done = run_script("-n", 2, *tiny_options, "--data", "/nowhere", MXNET_MKLDNN_ENABLED="1")
+    done = run_script("-n", 2, *tiny_options, "--data", "/nowhere", **TRAINING)
     assert done.returncode == 2
     errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert len(errors) == 1
@@ -89,7 +90,7 @@ def test_mistake_in_two_processes_is_told_once(tiny_options):
 def test_sigterm_and_resume_in_two_processes(tiny_options, tmp_path):
     """SIGTERM to the launcher: both processes stop at the same step with a checkpoint; the resumed run ends well."""
     folder = tmp_path / "run"
-    environment = {**os.environ, "PYTHON": sys.executable, "MXNET_MKLDNN_ENABLED": "1"}
+    environment = {**os.environ, "PYTHON": sys.executable, **TRAINING}
     process = subprocess.Popen(
         ["bash", SCRIPT, "-n", "2", *tiny_options, "--epochs", "200", "--log-every", "1", "--output", folder],
         stdout=subprocess.PIPE, text=True, env=environment,
@@ -105,9 +106,10 @@ def test_sigterm_and_resume_in_two_processes(tiny_options, tmp_path):
     stopped = checkpoint.load(checkpoint.find(str(folder)))
     assert stopped.progress.step >= 2
     assert len(stopped.loader_states) == 2
+    assert stopped.params["stem_conv_weight"].shape[0] == 8  # or tests/train/narrow does its work no more
 
     last = stopped.progress.step + 2
-    done = run_script("-n", 2, "--resume", folder, "--max-steps", last, MXNET_MKLDNN_ENABLED="1")
+    done = run_script("-n", 2, "--resume", folder, "--max-steps", last, **TRAINING)
     assert done.returncode == 0, done.stderr
     assert checkpoint.load(checkpoint.find(str(folder))).progress.step == last
     config = json.loads((folder / "config.json").read_text())

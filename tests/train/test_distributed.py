@@ -17,31 +17,41 @@ from train.distributed import Workers
 from train.metrics import METRICS_FILE, RunRecord
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+NARROW = Path(__file__).with_name("narrow")  # on PYTHONPATH it makes networks an eighth as wide
 needs_horovod = pytest.mark.skipif(find_spec("horovod") is None, reason="Horovod is not installed (no g++ at set-up)")
 
 
-def run_processes(script: str, *arguments: object, count: int = 2) -> subprocess.CompletedProcess[str]:
+def python_path(narrow: bool = False) -> str:
+    """PYTHONPATH of a process whose networks may be narrow."""
+    return os.pathsep.join([*[str(NARROW)] * narrow, str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+
+
+def run_processes(
+    script: str, *arguments: object, count: int = 2, narrow: bool = False
+) -> subprocess.CompletedProcess[str]:
     """Run a Python script in several processes by the launcher of `python -m train.launch`."""
     starter = ("import sys; from train.launch import launch, plan; "
                "sys.exit(launch(plan(int(sys.argv[1]), on_cpu=True)[0], sys.argv[2:]))")
     command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
-    path = f"{REPOSITORY}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(narrow)}
     starting = [sys.executable, "-c", starter, str(count), *command]
     return subprocess.run(starting, capture_output=True, text=True, env=environment, timeout=90)
 
 
-AVERAGED_GRADIENTS = """
-    import sys
+# Three tests in one start of the processes, the mistake last: after it they end.
+SESSION = """
+    import sys, time
     import numpy as np
+    from common.mxnet_compat import mx
     from graph_passes import Graph
     from graph_passes.executors import create_executor
-    from common.mxnet_compat import mx
+    from pipelines.synthetic import SyntheticLoader
+    from train import __main__ as program
     from train.distributed import Workers
+    from train.errors import TrainError
     from train.models import network, resnet
 
-    resnet.FIRST_WIDTH = 8
-    folder = sys.argv[1]
+    folder, *benchmark = sys.argv[1:]
     workers = Workers()
     symbol = resnet.resnet(18, num_classes=5)
     shapes = {"data": (16, 32, 32, 3), "softmax_label": (16,)}
@@ -66,21 +76,56 @@ AVERAGED_GRADIENTS = """
     assert votes == [[False, False], [True, False], [False, False]], votes
     assert workers.sum([workers.rank + 1, 0.5]) == [3.0, 1.0]
     assert workers.gather(f"rank {workers.rank}") == ["rank 0", "rank 1"]
+    mx.nd.waitall()
+
+    load = SyntheticLoader._load
+
+    def late(self):
+        time.sleep(0.3 * self.shard[0])
+        return load(self)
+
+    SyntheticLoader._load = late
+    code = program.main(benchmark)
+    assert code == 0, code
+
+    def command(values):
+        workers = Workers()
+        with workers.agreement():
+            if workers.rank == 1:
+                raise TrainError("disk 7 of rank 1 is on fire; put it out")
+        workers.sum([1.0])  # rank 0 would wait here forever
+
+    program.COMMANDS["train"] = program.Command(program.Config, "__main__:command")
+    workers.sum([0.0])  # both are here
+    print("only the mistake is left", file=sys.stderr, flush=True)
+    sys.exit(program.main(["train"]))
 """
 
 
-@needs_horovod
-def test_averaged_gradients(tmp_path, rng):
-    """Batch 16 on each of two processes: both get the mean of the two local gradients, to 1e-6 (relative)."""
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """What SESSION left behind, its folder and how it ended."""
+    folder, rng = tmp_path_factory.mktemp("session"), np.random.default_rng()
     for rank in range(2):
         np.savez(
-            tmp_path / f"batch{rank}.npz",
+            folder / f"batch{rank}.npz",
             data=rng.standard_normal((16, 32, 32, 3), np.float32),
             label=rng.integers(0, 5, 16).astype(np.float32),
         )
-    done = run_processes(AVERAGED_GRADIENTS, tmp_path)
-    assert done.returncode == 0, done.stderr
-    first, second = (np.load(tmp_path / f"rank{rank}.npz") for rank in range(2))
+    done = run_processes(
+        SESSION, folder, "benchmark", "--output", folder / "run", "--data", "synthetic", "--model", "resnet18",
+        "--image-size", 32, "--batch-size", 2, "--device", "cpu", "--no-tensorboard", "--warmup-steps", 0,
+        "--min-steps", 5, "--limit-steps", 5, "--log-every", 2, narrow=True,
+    )  # fmt: skip
+    assert "only the mistake is left" in done.stderr, done.stderr
+    return folder, done
+
+
+@needs_horovod
+def test_averaged_gradients(session):
+    """Batch 16 on each of two processes: both get the mean of the two local gradients, to 1e-6 (relative)."""
+    folder, _ = session
+    first, second = (np.load(folder / f"rank{rank}.npz") for rank in range(2))
     names = [name.partition("/")[2] for name in first.files if name.startswith("local/")]
     assert len(names) == 62  # 20 convolutions, 20 BatchNorms, the classifier's weight and bias
     for name in names:
@@ -95,56 +140,18 @@ def test_averaged_gradients(tmp_path, rng):
 
 
 @needs_horovod
-def test_mistake_on_one_rank_ends_all_with_one_sentence():
-    script = """
-        import sys
-        from train import __main__ as program
-        from train.distributed import Workers
-        from train.errors import TrainError
-
-        def command(values):
-            workers = Workers()
-            with workers.agreement():
-                if workers.rank == 1:
-                    raise TrainError("disk 7 of rank 1 is on fire; put it out")
-            workers.sum([1.0])  # rank 0 would wait here forever
-
-        program.COMMANDS["train"] = program.Command(program.Config, "__main__:command")
-        sys.exit(program.main(["train"]))
-    """
-    done = run_processes(script)
+def test_mistake_on_one_rank_ends_all_with_one_sentence(session):
+    _, done = session
     assert done.returncode == 2
-    assert [line for line in done.stderr.splitlines() if "graph_executor" not in line] == [
-        "error: disk 7 of rank 1 is on fire; put it out"
-    ]
-
-
-LATE_LOADER = """
-    import sys, time
-    from pipelines.synthetic import SyntheticLoader
-    from train.__main__ import main
-
-    load = SyntheticLoader._load
-
-    def late(self):
-        time.sleep(0.3 * self.shard[0])
-        return load(self)
-
-    SyntheticLoader._load = late
-    sys.exit(main(sys.argv[1:]))
-"""
+    told = done.stderr.rpartition("only the mistake is left\n")[2]
+    assert told.splitlines() == ["error: disk 7 of rank 1 is on fire; put it out"]
 
 
 @needs_horovod
-def test_wait_for_a_loader_is_that_of_the_process_that_waits_longest(tmp_path):
+def test_wait_for_a_loader_is_that_of_the_process_that_waits_longest(session):
     """Rank 0 records the run, and the loader of rank 1 takes 0.3 s for each batch."""
-    done = run_processes(
-        LATE_LOADER, "benchmark", "--output", tmp_path, "--data", "synthetic", "--model", "resnet18",
-        "--image-size", 32, "--batch-size", 2, "--device", "cpu", "--no-tensorboard", "--warmup-steps", 0,
-        "--min-steps", 5, "--limit-steps", 5, "--log-every", 2,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    record = RunRecord.read_jsonl(tmp_path / METRICS_FILE)
+    folder, _ = session
+    record = RunRecord.read_jsonl(folder / "run" / METRICS_FILE)
     assert len(record.step_ms) == 5
     assert min(record.loader_wait_ms) > 150  # half: rank 0 may see the end of a step late, and the next one short
     assert np.add(record.loader_wait_ms, record.compute_ms) == pytest.approx(record.step_ms, abs=1e-3)

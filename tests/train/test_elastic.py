@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_distributed import needs_horovod, run_processes
+from test_distributed import needs_horovod, python_path, run_processes
 
 from common.nvidia_gpus import find_gpus
 from train import checkpoint
@@ -33,7 +33,7 @@ class Run:
         environment = {**os.environ, "PYTHON": sys.executable}
         if device == "cpu":
             options = (*options, "--model", "resnet18", "--image-size", "32", "--num-threads", "1")
-            environment["OMP_NUM_THREADS"] = "1"
+            environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(narrow=True)}
         self.process = subprocess.Popen(
             ["bash", SCRIPT, "-n", str(processes), *options, "-b", str(BATCH), "--device", device, "--epochs", "90",
              "--config", "cpu_sample", "--data", "synthetic", "--no-tensorboard", "--warmup-epochs", "0",
@@ -194,7 +194,8 @@ def test_process_without_memory_ends_the_run(tiny_options, tmp_path):
         Trainer.step = failing_step
         sys.exit(program.main(sys.argv[1:]))
     """
-    done = run_processes(script, *tiny_options, "--output", tmp_path / "run", "--checkpoint-minutes", "1e-6")
+    done = run_processes(script, *tiny_options, "--output", tmp_path / "run", "--checkpoint-minutes", "1e-6",
+                         narrow=True)
     assert done.returncode == 1
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert errors[0].startswith("error: the machine's memory does not hold this (std::bad_alloc): lower --batch-size")

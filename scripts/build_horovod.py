@@ -1,0 +1,337 @@
+#!/usr/bin/env python3
+"""Build Horovod for the MXNet of the Python that runs this, and train/allreduce.cc with it: build_horovod.py FOLDER
+
+scripts/setup.sh runs it in the new environment. FOLDER keeps the source and what is compiled, so that a second call
+does only what is left. Needs g++ alone: Horovod's own build wants CMake older than 4 and, for GPUs, a CUDA toolkit with
+nvcc, for kernels that nothing here calls (HOROVOD_KERNELS). CUDA's headers come from NVIDIA's wheels, into FOLDER too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+ROOT = Path(__file__).resolve().parents[1]
+VERSION = "0.28.1"
+LIBRARY = "mpi_lib" + str(sysconfig.get_config_var("EXT_SUFFIX"))
+BUCKET_LIBRARY = "bucket_allreduce.so"  # as in train/allreduce.py
+# CUDA 12's static runtime, which drivers for CUDA 12 and newer run, and its headers; they want `crt/` and `nv/`.
+CUDA_WHEELS = ("nvidia-cuda-runtime-cu12==12.9.79", "nvidia-cuda-nvcc-cu12==12.9.86", "nvidia-cuda-cccl-cu12==12.9.27")
+BYTES_PER_COMPILER = 0.8e9  # the largest part takes 0.64e9 (g++ 12)
+
+# Headers that other headers of g++ brought along until 13 (cstdint: until 15).
+INCLUDED = (
+    ("horovod/common/common.h", "stdexcept"),
+    ("horovod/common/group_table.h", "string"),
+    ("third_party/gloo/gloo/types.h", "cstdint"),
+)
+REPLACED = (
+    # An assignment to a constant, which g++ overlooked until 14.
+    ("third_party/flatbuffers/include/flatbuffers/stl_emulation.h", "const size_type count_;", "size_type count_;"),
+    # A name that is still read after the operation may have ended and freed it: with one process this crashed often.
+    ("horovod/mxnet/mpi_ops.cc", "ops_param->op_names[0]", "std::string(ops_param->op_names[0])"),
+    # Only driver packages for developers bring the name without a number.
+    ("horovod/mxnet/cuda_util.cc", '"libcuda.so"', '"libcuda.so.1"'),
+)
+
+# Source files, in parts that are compiled as one file each: reading headers is most of the work.
+PARTS = {
+    "gloo": ("third_party/gloo/gloo", "algorithm allgather allgatherv alltoall alltoallv barrier broadcast "
+             "common/linux common/logging context gather gatherv rendezvous/context rendezvous/file_store "
+             "rendezvous/hash_store rendezvous/prefix_store rendezvous/store scatter transport/address "
+             "transport/buffer transport/context transport/device transport/pair transport/unbound_buffer types"),
+    "gloo_reduce": ("third_party/gloo/gloo", "allreduce reduce transport/tcp/address transport/tcp/buffer "
+                    "transport/tcp/context transport/tcp/device transport/tcp/error transport/tcp/loop "
+                    "transport/tcp/pair transport/tcp/socket transport/tcp/unbound_buffer"),
+    "tuning": ("horovod/common", "parameter_manager optim/bayesian_optimization optim/gaussian_process"),
+    "common": ("horovod/common", "common fusion_buffer_manager group_table half logging message process_set "
+               "response_cache stall_inspector thread_pool timeline tensor_queue utils/env_parser "
+               "gloo/gloo_context gloo/gloo_controller gloo/http_store gloo/memory_store"),
+    "operations": ("horovod/common", "operations controller ops/collective_operations ops/operation_manager "
+                   "ops/gloo_operations"),
+    "mxnet": ("horovod/mxnet", "mpi_ops tensor_util cuda_util adapter"),
+}  # fmt: skip
+GPU_PARTS = {"gpu": ("horovod/common/ops", "cuda_operations gpu_operations nccl_operations")}
+COLLECTIVES = ("ALLREDUCE", "ALLGATHER", "BROADCAST", "ALLTOALL", "REDUCESCATTER")
+
+# In place of horovod/common/ops/cuda/cuda_kernels.cu, which needs nvcc. Scaling is for averages without NCCL's own.
+HOROVOD_KERNELS = """
+#include <stdexcept>
+#include "horovod/common/ops/cuda/cuda_kernels.h"
+namespace horovod {
+namespace common {
+void BatchedD2DMemcpyCudaImpl(BatchedD2DParams& params, int num_copies, cudaStream_t stream) {
+  for (int i = 0; i < num_copies; ++i) {
+    cudaError_t fault = cudaMemcpyAsync(params.out[i], params.in[i], params.sizes[i], cudaMemcpyDeviceToDevice, stream);
+    if (fault != cudaSuccess) throw std::logic_error(std::string("cudaMemcpyAsync: ") + cudaGetErrorString(fault));
+  }
+}
+static const char* const kNoScaling = "this Horovod was built without nvcc and cannot scale tensors on a GPU";
+void ScaleBufferCudaImpl(const void*, void*, const int64_t, double, DataType, cudaStream_t) {
+  throw std::logic_error(kNoScaling);
+}
+void BatchedScaledD2DMemcpyCudaImpl(BatchedD2DParams& params, int num_copies, double scale, DataType,
+                                    cudaStream_t stream) {
+  if (scale != 1.0) throw std::logic_error(kNoScaling);  // with 1 it joins tensors
+  BatchedD2DMemcpyCudaImpl(params, num_copies, stream);
+}
+}
+}
+"""
+# What Gloo's CMake would write: TCP between machines, nothing else.
+GLOO_CONFIG = """#pragma once
+#define GLOO_VERSION_MAJOR 0
+#define GLOO_VERSION_MINOR 5
+#define GLOO_VERSION_PATCH 0
+#define GLOO_VERSION 500
+#define GLOO_HAVE_TRANSPORT_TCP 1
+"""
+
+
+class Unit(NamedTuple):
+    """A C++ file and the object that becomes of it."""
+
+    name: str
+    text: str
+    flags: tuple[str, ...]
+
+
+class BuildError(Exception):
+    """What went wrong, in one sentence."""
+
+
+def fetch_source(folder: Path) -> Path:
+    """Horovod's source in `folder`, mended for compilers of today."""
+    source = folder / f"horovod-{VERSION}"
+    if not source.exists():
+        print("downloading the source of Horovod", flush=True)
+        pip("download", "--no-deps", "--no-build-isolation", "--no-binary", "horovod", "-d", str(folder),
+            f"horovod=={VERSION}")  # fmt: skip
+        unpacked = folder / "unpacked"
+        shutil.rmtree(unpacked, ignore_errors=True)
+        with tarfile.open(folder / f"horovod-{VERSION}.tar.gz") as archive:
+            archive.extractall(unpacked)
+        mend(unpacked / source.name)
+        (unpacked / source.name).rename(source)
+    return source
+
+
+def mend(source: Path) -> None:
+    """Correct the unpacked source. Raises BuildError where it is not the one that is known."""
+    for name, header in INCLUDED:
+        path = source / name
+        path.write_text(f"#include <{header}>\n{path.read_text()}")
+    for name, old, new in REPLACED:
+        path = source / name
+        text = path.read_text()
+        if old not in text:
+            raise BuildError(f"{path} has no {old!r}, so it is not the source of Horovod {VERSION}")
+        path.write_text(text.replace(old, new))
+
+
+def fetch_cuda(folder: Path) -> Path:
+    """The folder in which NVIDIA's wheels with CUDA's headers and static runtime are unpacked."""
+    cuda = folder / "cuda"
+    if not cuda.exists():
+        print("downloading CUDA's headers", flush=True)
+        unpacked = folder / "cuda-unpacked"
+        shutil.rmtree(unpacked, ignore_errors=True)
+        pip("install", "--no-deps", "--no-compile", "--target", str(unpacked), *CUDA_WHEELS)
+        for unused in ("bin", "nvvm"):  # 100 MB
+            shutil.rmtree(unpacked / "nvidia" / "cuda_nvcc" / unused, ignore_errors=True)
+        unpacked.rename(cuda)
+    return cuda
+
+
+def pip(*arguments: str) -> None:
+    """Run pip of this environment. Raises BuildError where it fails; it has said why."""
+    command = [sys.executable, "-m", "pip", arguments[0], "--disable-pip-version-check", *arguments[1:]]
+    if subprocess.run(command).returncode:
+        raise BuildError(f"pip {arguments[0]} failed")
+
+
+def package(name: str) -> Path:
+    """The folder of an installed package, which is not imported: libmxnet.so of a GPU needs the driver."""
+    found = importlib.util.find_spec(name)
+    if not (found and found.submodule_search_locations):
+        raise BuildError(f"the package {name} is not installed")
+    return Path(next(iter(found.submodule_search_locations)))
+
+
+def plan(source: Path, mxnet: Path, nccl: Path | None, cuda: Path | None) -> list[Unit]:
+    """All that is to be compiled; for GPUs where there are `nccl` and `cuda`."""
+    includes = [f"-I{source}", f"-I{source}/third_party/gloo", f"-I{source.parent}/include"]
+    includes += [f"-I{path}" for path in sorted(source.glob("third_party/*/include"))]
+    includes += [f"-I{path}" for path in sorted(source.glob("third_party/boost/*/include"))]
+    # No system folder, but quiet like one. MXNet's headers need not know of CUDA: what is shared looks the same.
+    includes += [f"-I{source}/third_party/eigen", "-isystem", f"{mxnet}/include", "-isystem", f"{mxnet}/include/mkldnn"]
+    flags = ["-std=c++14", "-O2", "-ftree-vectorize", "-fPIC", "-pthread", "-DNDEBUG", "-w", "-DEIGEN_MPL2_ONLY=1",
+             "-DHAVE_GLOO=1", "-DHOROVOD_CPU_OPERATIONS_DEFAULT=G", "-DMXNET_USE_MKLDNN=1", "-DMXNET_USE_ONEDNN=0",
+             "-DMSHADOW_USE_CUDA=0", "-DMSHADOW_USE_MKL=0", "-DMSHADOW_USE_F16C=0"]  # fmt: skip
+    parts = dict(PARTS)
+    if cuda and nccl:
+        parts |= GPU_PARTS
+        flags += ["-DHAVE_CUDA=1", "-DHAVE_GPU=1", "-DHAVE_NCCL=1"]
+        flags += [f"-DHOROVOD_GPU_{operation}={ord('N')}" for operation in COLLECTIVES]  # N for NCCL
+        includes += [f"-isystem{path}" for path in (*sorted(cuda.glob("nvidia/*/include")), nccl / "include")]
+    units = [
+        Unit(name, "".join(f'#include "{source}/{folder}/{file}.cc"\n' for file in files.split()), (*flags, *includes))
+        for name, (folder, files) in parts.items()
+    ]
+    if cuda:
+        units.append(Unit("kernels", HOROVOD_KERNELS, (*flags, *includes)))
+    allreduce = (ROOT / "train" / "allreduce.cc").read_text()
+    return [*units, Unit("allreduce", allreduce, (*flags, "-std=c++17", *includes))]
+
+
+def compile_unit(unit: Unit, folder: Path) -> Path:
+    """The object of `unit` in `folder`, compiled unless it is there for the same text and flags."""
+    source, done, mark = (folder / f"{unit.name}{suffix}" for suffix in (".cc", ".o", ".mark"))
+    content = hashlib.sha256(repr(unit).encode()).hexdigest()
+    if not (done.exists() and mark.exists() and mark.read_text() == content):
+        source.write_text(unit.text)
+        unfinished = done.with_suffix(".unfinished")
+        run([compiler(), *unit.flags, "-c", str(source), "-o", str(unfinished)])
+        unfinished.rename(done)
+        mark.write_text(content)
+    return done
+
+
+def compiler() -> str:
+    return os.environ.get("CXX", "g++")
+
+
+def run(command: Sequence[str]) -> None:
+    """Raises BuildError with the first error that a compiler or linker names."""
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        print(done.stdout, flush=True)
+        lines = done.stdout.splitlines()
+        first = next((line for line in lines if "error: " in line or "undefined reference" in line), None)
+        killed = "Killed" in done.stdout or done.returncode < 0
+        reason = first or (lines[-1] if lines else f"exit code {done.returncode}")
+        raise BuildError(f"{command[0]} was killed, as when memory runs out" if killed else reason)
+
+
+def num_jobs() -> int:
+    """Compilers side by side: one for each core that this process may use, as far as memory goes."""
+    return max(1, min(len(os.sched_getaffinity(0)), int(available_memory() / BYTES_PER_COMPILER)))
+
+
+def available_memory() -> float:
+    """Bytes that this process may still use, of the machine's and of its container's."""
+    with open("/proc/meminfo") as file:
+        free = next(1024.0 * int(line.split()[1]) for line in file if line.startswith("MemAvailable:"))
+    with contextlib.suppress(OSError, ValueError):  # no limit, or none that can be read
+        group = Path("/sys/fs/cgroup")
+        limit, used = ((group / name).read_text() for name in ("memory.max", "memory.current"))
+        free = min(free, float(limit) - float(used))
+    return free
+
+
+def compile_all(units: Sequence[Unit], folder: Path) -> list[Path]:
+    """Objects of all units, in their order; says after each how many are done."""
+    folder.mkdir(parents=True, exist_ok=True)
+    begin = time.monotonic()
+    objects = {}
+    with ThreadPoolExecutor(num_jobs()) as pool:
+        jobs = {pool.submit(compile_unit, unit, folder): unit.name for unit in units}
+        print(f"compiling {len(units)} parts of Horovod, {num_jobs()} at a time", flush=True)
+        try:
+            for job in as_completed(jobs):
+                objects[jobs[job]] = job.result()
+                print(f"compiled {len(objects)} of {len(units)} parts of Horovod "
+                      f"({time.monotonic() - begin:.0f} s)", flush=True)  # fmt: skip
+        except BuildError:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return [objects[unit.name] for unit in units]
+
+
+def link(objects: Sequence[Path], folder: Path, mxnet: Path, nccl: Path | None, cuda: Path | None,
+         source: Path) -> tuple[Path, Path]:  # fmt: skip
+    """Horovod's library and that of allreduce.cc, in `folder`."""
+    *own, allreduce = map(str, objects)
+    # The environment's packages, seen from site-packages/horovod/mxnet: it may be moved, and carried elsewhere.
+    search = "-Wl,-rpath,$ORIGIN:$ORIGIN/../../mxnet:$ORIGIN/../../nvidia/nccl/lib"
+    runtime = []
+    if cuda:
+        # Each library has CUDA's runtime of its own, hidden: MXNet's is another version.
+        (static,) = cuda.glob("nvidia/*/lib/libcudart_static.a")
+        runtime = [str(static), "-Wl,--exclude-libs,ALL", "-ldl", "-lrt"]
+    library, buckets = folder / LIBRARY, folder / BUCKET_LIBRARY
+    shared = [compiler(), "-shared", "-s", "-pthread", search, "-Wl,-z,defs", "-Wl,--allow-shlib-undefined"]
+    run([*shared, "-Wl,-Bsymbolic-functions", "-Wl,-z,relro,-z,now", f"-Wl,--version-script={source}/horovod.lds", *own,
+         "-o", str(library), f"-L{mxnet}", "-l:libmxnet.so",
+         *([str(nccl / "lib" / "libnccl.so.2")] if nccl else []), *runtime])  # fmt: skip
+    run([*shared, "-Wl,-Bsymbolic", allreduce, "-o", str(buckets), f"-L{folder}", f"-l:{LIBRARY}", *runtime])
+    return library, buckets
+
+
+def install(source: Path, libraries: Sequence[Path]) -> None:
+    """Horovod's Python files by pip, then the libraries, without which it cannot be imported."""
+    pip("install", "--no-compile", "cloudpickle", "psutil", "pyyaml", "packaging", "wheel")
+    with environment(HOROVOD_SKIP_COMPILE="1", HOROVOD_WITHOUT_PYTORCH="1"):
+        pip("install", "--no-compile", "--no-build-isolation", "--no-deps", str(source))
+    importlib.invalidate_caches()
+    installed = package("horovod")
+    (installed / "metadata.json").write_text('{"mxnet": "1.9.1"}\n')  # what Horovod compares with at each import
+    for library in libraries:
+        place = installed / "mxnet" / library.name
+        shutil.copy(library, place.with_suffix(".unfinished"))
+        place.with_suffix(".unfinished").rename(place)
+
+
+@contextlib.contextmanager
+def environment(**variables: str) -> Iterator[None]:
+    """Variables for the programs that are started inside."""
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in variables:
+            del os.environ[name]
+
+
+def fail(sentence: str) -> NoReturn:
+    print(f"error: {sentence}", file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+def main(arguments: Sequence[str]) -> None:
+    if len(arguments) != 1:
+        fail("usage: scripts/build_horovod.py FOLDER")
+    folder = Path(arguments[0]).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        if not shutil.which(compiler()):
+            raise BuildError(f"there is no {compiler()}, which compiles it: install g++ (Debian: apt install g++)")
+        mxnet = package("mxnet")
+        on_gpu = (mxnet / "libcudart.so.11.0").exists()
+        nccl = package("nvidia.nccl") if on_gpu else None
+        cuda = fetch_cuda(folder) if on_gpu else None
+        source = fetch_source(folder)
+        include = folder / "include" / "gloo" / "config.h"
+        include.parent.mkdir(parents=True, exist_ok=True)
+        include.write_text(GLOO_CONFIG)
+        build = folder / "build"
+        objects = compile_all(plan(source, mxnet, nccl, cuda), build)
+        install(source, link(objects, build, mxnet, nccl, cuda, source))
+    except BuildError as error:
+        fail(str(error))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,91 @@
+"""Test files side by side (`pytest -n 2`): which goes first, which must not meet, and a line for each that is done."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from typing import Any
+
+import pytest
+
+# Every test of these files starts two or three processes that train together: on two cores, one such file at a time.
+SEVERAL_PROCESSES = ("test_elastic", "test_dgx1_8gpu", "test_distributed", "test_allreduce", "test_launch")
+# What takes longest is begun first, so that the last files are short ones and no core is idle at the end.
+LONGEST_FIRST = (*SEVERAL_PROCESSES, "test_compile", "test_resume", "test_fusion_and_layout", "test_report",
+                 "test_loop", "test_gradient", "test_compare_precision", "test_pipeline_commands")  # fmt: skip
+
+
+def file_of(test_id: str) -> str:
+    return test_id.partition("::")[0]
+
+
+def stem_of(test_id: str) -> str:
+    return file_of(test_id).rpartition("/")[2].removesuffix(".py")
+
+
+def sort_files(items: list[pytest.Item]) -> None:
+    """In place; the tests of a file stay in their order."""
+    ranks = {stem: rank for rank, stem in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: ranks.get(stem_of(item.nodeid), len(ranks)))
+
+
+def make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Gives each process whole files, in the order of `sort_files`."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Files(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "several processes" if stem_of(nodeid) in SEVERAL_PROCESSES else file_of(nodeid)
+
+    config.option.loadscopereorder = False  # not by their numbers of tests
+    return Files(config, log)
+
+
+class Progress:
+    """In place of a dot for each test: a line for each file that is done, and at once for each test that fails."""
+
+    def __init__(self, terminal: Any) -> None:
+        self._terminal = terminal
+        self._left: Counter[str] = Counter()  # tests by file
+        self._total = 0
+        self._ended: defaultdict[str, Counter[str]] = defaultdict(Counter)  # of a file: how its tests ended
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._reporting = False  # a test that has just ended, as against in the summary
+        self._start = time.monotonic()
+
+    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
+        if self._total:  # every process tells the same
+            return
+        self._left.update(file_of(test_id) for test_id in ids)
+        self._total = len(ids)
+        self._terminal.write_line(f"{self._total:,} tests in {len(self._left)} files")
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_report_teststatus(self, report: pytest.TestReport) -> Any:
+        category, letter, word = yield
+        if not self._reporting:
+            return category, letter, word
+        if category:
+            self._ended[file_of(report.nodeid)][category] += 1
+        if category in ("failed", "error"):
+            self._terminal.write_line(f"{category.upper()} {report.nodeid}", red=True)
+        return category, "", ""  # nothing for pytest itself to print
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> Any:
+        self._reporting = True
+        yield
+        self._reporting = False
+        file = file_of(report.nodeid)
+        self._seconds[file] += report.duration
+        if report.when in ("setup", "call"):
+            return
+        self._left[file] -= 1
+        if not self._left[file]:
+            self._say_how_it_ended(file)
+
+    def _say_how_it_ended(self, file: str) -> None:
+        done = 1 - sum(self._left.values()) / self._total
+        ended = ", ".join(f"{count} {category}" for category, count in self._ended[file].items())
+        minutes, seconds = divmod(int(time.monotonic() - self._start), 60)
+        self._terminal.write_line(f"{done:4.0%} {minutes}:{seconds:02}  {file}: {ended} in {self._seconds[file]:.1f} s")

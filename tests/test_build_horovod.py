@@ -1,0 +1,116 @@
+"""scripts/build_horovod.py: the mended source, what is compiled again, how many compilers run. Horovod is not built."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "build_horovod.py"
+needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="there is no g++ here")
+
+# What is mended in Horovod's source, by file: what newer compilers refuse, and at the end a pointer that is read after
+# it was freed and a name that only drivers for developers bring.
+HOROVOD = {
+    "horovod/common/common.h": 'void f() { throw std::logic_error(""); }\n',
+    "horovod/common/group_table.h": "std::string name;\n",
+    "third_party/gloo/gloo/types.h": "uint8_t kind;\n",
+    "third_party/flatbuffers/include/flatbuffers/stl_emulation.h":
+        "using size_type = int;\nstruct Span {\n  void set(int n) { count_ = n; }\n  const size_type count_;\n};\n",
+    "horovod/mxnet/mpi_ops.cc": "#include <string>\nstruct Parameters { char** op_names; };\n"
+                                "auto name(Parameters* ops_param) { return ops_param->op_names[0]; }\n",
+    "horovod/mxnet/cuda_util.cc": 'const char* driver = "libcuda.so";\n',
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def build() -> Any:
+    spec = importlib.util.spec_from_file_location("build_horovod", SCRIPT)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    for name, text in HOROVOD.items():
+        path = tmp_path / "horovod-0.28.1" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path / "horovod-0.28.1"
+
+
+@needs_compiler
+def test_the_source_is_mended_for_compilers_of_today(build, source):
+    build.mend(source)
+    for name in HOROVOD:
+        subprocess.run(["g++", "-fsyntax-only", "-x", "c++", source / name], check=True)
+    assert "return std::string(ops_param->op_names[0])" in (source / "horovod/mxnet/mpi_ops.cc").read_text()
+    assert '"libcuda.so.1"' in (source / "horovod/mxnet/cuda_util.cc").read_text()
+
+
+def test_another_source_is_refused(build, source):
+    (source / "horovod/mxnet/cuda_util.cc").write_text("")
+    with pytest.raises(build.BuildError, match=r"cuda_util\.cc has no '\"libcuda\.so\"', so it is not the source"):
+        build.mend(source)
+
+
+def test_gpu_parts_only_for_gpus(build, source, tmp_path):
+    for_cpu = build.plan(source, tmp_path, None, None)
+    for_gpu = build.plan(source, tmp_path, tmp_path / "nccl", tmp_path / "cuda")
+    assert {unit.name for unit in for_gpu} - {unit.name for unit in for_cpu} == {"gpu", "kernels"}
+    assert "-DHOROVOD_GPU_ALLREDUCE=78" in for_gpu[0].flags and "-DHAVE_CUDA=1" not in for_cpu[0].flags
+    assert for_cpu[-1].name == for_gpu[-1].name == "allreduce"  # as `link` expects
+
+
+@needs_compiler
+def test_only_what_changed_is_compiled_again(build, tmp_path, capsys):
+    one, other = build.Unit("one", "int one;\n", ()), build.Unit("other", "int other;\n", ())
+    objects = build.compile_all([one, other], tmp_path)
+    assert [path.name for path in objects] == ["one.o", "other.o"]
+    assert "compiled 2 of 2 parts of Horovod" in capsys.readouterr().out
+    times = [path.stat().st_mtime_ns for path in objects]
+    build.compile_all([one, other._replace(text="int changed;\n")], tmp_path)
+    assert objects[0].stat().st_mtime_ns == times[0] and objects[1].stat().st_mtime_ns != times[1]
+    build.compile_all([one._replace(flags=("-O1",))], tmp_path)
+    assert objects[0].stat().st_mtime_ns != times[0]
+
+
+@needs_compiler
+def test_an_error_of_the_compiler(build, tmp_path):
+    """In one sentence; what did not compile is not there, so that the next call compiles it."""
+    with pytest.raises(build.BuildError, match=r"wrong\.cc:1:\d+: error: .*missing"):
+        build.compile_unit(build.Unit("wrong", "int a = missing;\n", ()), tmp_path)
+    assert not (tmp_path / "wrong.o").exists()
+
+
+def test_a_compiler_that_is_killed(build, tmp_path, monkeypatch):
+    with pytest.raises(build.BuildError, match="was killed, as when memory runs out"):
+        build.run(["bash", "-c", "kill -9 $$"])
+    with pytest.raises(build.BuildError, match="was killed, as when memory runs out"):
+        build.run(["bash", "-c", "echo g++: fatal error: Killed signal terminated program cc1plus; exit 1"])
+
+
+@pytest.mark.parametrize(("memory", "jobs"), [(0.3e9, 1), (1.7e9, 2), (64e9, 4)])
+def test_as_many_compilers_as_memory_holds(build, monkeypatch, memory, jobs):
+    monkeypatch.setattr(build, "available_memory", lambda: memory)
+    monkeypatch.setattr(build.os, "sched_getaffinity", lambda process: {0, 1, 2, 3})
+    assert build.num_jobs() == jobs
+
+
+def test_available_memory_is_a_part_of_the_machine(build):
+    assert 1e6 < build.available_memory() < 1e14
+
+
+def test_no_compiler(tmp_path):
+    command = [sys.executable, SCRIPT, tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, env={"CXX": "no-such-g++"})
+    assert done.returncode == 2
+    assert done.stderr == "error: there is no no-such-g++, which compiles it: install g++ (Debian: apt install g++)\n"
