@@ -27,6 +27,7 @@ from common.errors import UserError
 from graph_passes import Graph
 from graph_passes.executors.cuda.optimizer import OptimizerConfig
 from graph_passes.executors.cuda.training_step import TrainingStep
+from graph_passes.optimizers.sgd import SGD
 from graph_passes.passes import bn_add_relu, bn_relu
 from pipelines import MEAN, STD
 from train.models.network import init_params
@@ -62,7 +63,7 @@ def learn(dtype: str, data: np.ndarray, label: np.ndarray) -> dict[str, Any]:
     symbol = resnet(50, CLASSES)
     graph = bn_relu(bn_add_relu(Graph.from_json(symbol.tojson())))
     step = TrainingStep(graph, {"data": data.shape, "softmax_label": label.shape}, dtype, tf32=False,
-                        optimizer=OptimizerConfig(momentum=0.9, weight_decay=0.0))
+                        optimizer=OptimizerConfig(SGD(momentum=0.9)))
     step.set_params(*init_params(symbol, seed=0))
     step.load(data, label)
     losses, hits = [], []

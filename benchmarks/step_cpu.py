@@ -21,9 +21,9 @@ from common.command_line import Positive, read_options
 from common.mxnet_compat import mx
 from graph_passes import Graph
 from graph_passes.executors import create_executor
+from graph_passes.optimizers.sgd import SGD
 from train.models.network import init_params
 from train.models.resnet import resnet
-from train.optimizer import SGD
 
 CLASSES, LEARNING_RATE, MOMENTUM, WEIGHT_DECAY = 1000, 0.1, 0.9, 1e-4
 Step = Callable[[], None]
@@ -34,7 +34,7 @@ def our_step(batch: int, size: int) -> Step:
     shapes = {"data": (batch, size, size, 3), "softmax_label": (batch,)}
     executor = create_executor("mxnet", Graph.from_json(symbol.tojson()), shapes)
     executor.set_params(*init_params(symbol, seed=0))
-    optimizer = SGD(executor.params, executor.grads, MOMENTUM, WEIGHT_DECAY)
+    optimizer = executor.create_optimizer(SGD(momentum=MOMENTUM, weight_decay=WEIGHT_DECAY))
     data, label = mx.nd.random.normal(shape=(batch, size, size, 3)), _labels(batch)
 
     def step() -> None:

@@ -4,11 +4,13 @@ A checkpoint is a NumPy .npz file: a zip of .npy arrays, each with a CRC-32, so 
 without pickle, and readable with `numpy.load`. It has one more member, meta.json:
 
     params/<name>, aux/<name>    canonical: fp32, convolution weights OHWI
-    momenta/<name>               of the optimizer, canonical
+    state/<slot>/<name>          what the optimizer keeps, such as the momentum, canonical
     averages/<name>              moving averages of params and aux, canonical, where the run keeps them
     loader/<rank>                position in the epoch, one for each process
-    meta.json                    format, progress, configuration, class names, state of NumPy's random generator, loss
-                                 scaling
+    meta.json                    format, progress, configuration, class names, state of NumPy's random generator, the
+                                 optimizer's scalars: loss scaling, number of updates
+
+Version 1 had momenta/<name> for state/momentum/<name>, and loss_scaling for scalars; it is read too.
 
 The learning rate is a function of the step, so the schedule needs no state of its own.
 """
@@ -35,7 +37,8 @@ from train.config import Config
 from train.errors import TrainError
 
 FORMAT = "resnet checkpoint"
-VERSION = 1
+VERSION = 2
+READ = (1, 2)  # versions
 FOLDER = "checkpoints"  # inside the run folder
 BEST = "best.npz"
 META = "meta.json"
@@ -57,14 +60,14 @@ class Progress:
 class Checkpoint:
     params: Arrays
     aux: Arrays
-    momenta: Arrays
+    state: dict[str, Arrays]  # of the optimizer, by its slots
     config: Config
     class_names: list[str]
     progress: Progress = field(default_factory=Progress)
     averages: Arrays = field(default_factory=dict)  # of params and aux; empty without --ema-decay
     loader_states: list[bytes] = field(default_factory=list)  # by rank
     numpy_rng: dict[str, Any] = field(default_factory=dict)
-    loss_scaling: dict[str, float] = field(default_factory=dict)  # of an optimizer that scales the loss dynamically
+    scalars: dict[str, float] = field(default_factory=dict)  # of the optimizer
 
     @property
     def num_classes(self) -> int:
@@ -88,12 +91,14 @@ def save(checkpoint: Checkpoint, path: Path) -> None:
         "config": checkpoint.config.to_dict(),
         "class_names": checkpoint.class_names,
         "numpy_rng": checkpoint.numpy_rng,
-        "loss_scaling": checkpoint.loss_scaling,
+        "scalars": checkpoint.scalars,
     }
     with _replacing(path) as part, part.open("wb") as file:
         with zipfile.ZipFile(file, "w") as archive:
-            for group in ("params", "aux", "momenta", "averages"):
-                for name, array in getattr(checkpoint, group).items():
+            slots = {f"state/{slot}": arrays for slot, arrays in checkpoint.state.items()}
+            groups = {"params": checkpoint.params, "aux": checkpoint.aux, **slots, "averages": checkpoint.averages}
+            for group, arrays in groups.items():
+                for name, array in arrays.items():
                     _write_array(archive, f"{group}/{name}", array)
             for rank, state in enumerate(checkpoint.loader_states):
                 _write_array(archive, f"loader/{rank}", np.frombuffer(state, np.uint8))
@@ -104,32 +109,34 @@ def save(checkpoint: Checkpoint, path: Path) -> None:
 
 def load(path: Path) -> Checkpoint:
     """Read and verify a checkpoint. Raises TrainError: missing, truncated, damaged or of another program."""
-    groups: dict[str, Any] = {"params": {}, "aux": {}, "momenta": {}, "averages": {}, "loader": {}}
+    groups: dict[str, Arrays] = {"params": {}, "aux": {}, "averages": {}, "loader": {}}
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
             meta = json.loads(archive.read(META)) if META in names else {}
             if not isinstance(meta, dict) or meta.get("format") != FORMAT:
                 raise TrainError(f"{path} is no checkpoint of this program; give a file from a run's {FOLDER}/ folder")
-            if meta["version"] != VERSION:
-                raise TrainError(f"{path} has checkpoint version {meta['version']}, but this program reads {VERSION}: "
-                                 "use the version of this program that wrote it")
+            if meta["version"] not in READ:
+                raise TrainError(f"{path} has checkpoint version {meta['version']}, but this program reads "
+                                 f"{' and '.join(map(str, READ))}: use the version of this program that wrote it")
             for member in names:
-                group, _, name = member.removesuffix(".npy").partition("/")
-                if group in groups:
-                    groups[group][name] = np.lib.format.read_array(io.BytesIO(archive.read(member)), allow_pickle=False)
+                group, _, name = member.removesuffix(".npy").rpartition("/")
+                if group:
+                    array = np.lib.format.read_array(io.BytesIO(archive.read(member)), allow_pickle=False)
+                    group = "state/momentum" if group == "momenta" else group  # of version 1
+                    groups.setdefault(group, {})[name] = array
             loader = groups["loader"]
             return Checkpoint(
                 params=groups["params"],
                 aux=groups["aux"],
-                momenta=groups["momenta"],
+                state={group.removeprefix("state/"): groups[group] for group in groups if group.startswith("state/")},
                 averages=groups["averages"],
                 config=_config(meta["config"], path),
                 class_names=meta["class_names"],
                 progress=Progress(**meta["progress"]),
                 loader_states=[loader[str(rank)].tobytes() for rank in range(len(loader))],
                 numpy_rng=meta["numpy_rng"],
-                loss_scaling=meta.get("loss_scaling", {}),
+                scalars=meta["scalars"] if "scalars" in meta else meta.get("loss_scaling", {}),
             )
     except OSError as error:
         raise TrainError(f"cannot read the checkpoint {path}: {error.strerror or error}") from None

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 
 import train.configs
 from common.command_line import given, given_value, nearest, option_name
+from graph_passes import optimizers
 from train import models
 from train.errors import TrainError
 
@@ -189,12 +190,18 @@ class OptimizerOptions:
 
     learning_rate: float = 0.256
     """Peak learning rate for a global batch of 256 images; it is scaled linearly with the global batch."""
-    optimizer: Literal["sgd", "lars"] = "sgd"
-    """sgd: with momentum; lars: the same with a learning rate for each layer, for large batches (arXiv:1708.03888)."""
+    optimizer: Annotated[str, "NAME"] = "sgd"
+    """sgd: with momentum; adamw: arXiv:1711.05101; lars and lamb: the same two with a learning rate for each layer, for
+    large batches (arXiv:1708.03888, arXiv:1904.00962). Where the preset has another optimizer, adamw and lamb bring a
+    learning rate and a weight decay of their own (docs/training.md)."""
     momentum: float = 0.875
-    """Momentum of SGD."""
+    """Optimizers sgd and lars: momentum."""
     nesterov: bool = False
-    """Nesterov's momentum."""
+    """Optimizers sgd and lars: Nesterov's momentum."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Optimizers adamw and lamb: what the moving averages of the gradient and of its square keep in each step."""
+    epsilon: float = 1e-8
+    """Optimizers adamw and lamb: added to the root of the mean square that gradients are divided by."""
     weight_decay: float = 1 / 32768
     """Weight decay; never applied to BatchNorm parameters and biases."""
     trust_coefficient: float = 0.001
@@ -333,7 +340,8 @@ _LIMITS = {
     **dict.fromkeys(("first_image_size", "val_image_size"),
                     (lambda value: value == 0 or value >= MIN_IMAGE_SIZE, f"0, or at least {MIN_IMAGE_SIZE} pixels")),
     "resize_epochs": (lambda value: 0 <= value[0] <= value[1], "two numbers of epochs from 0 on, the smaller first"),
-    **dict.fromkeys(("learning_rate", "decay_factor", "decay_power", "limit_minutes", "trust_coefficient"),
+    **dict.fromkeys(("learning_rate", "decay_factor", "decay_power", "limit_minutes", "trust_coefficient",
+                     "epsilon"),
                     (lambda value: value > 0, "above 0")),
     "num_threads": (lambda value: 0 <= value <= MAX_THREADS, f"from 0 to {MAX_THREADS}"),
     **dict.fromkeys(("num_classes", "seed", "max_steps", "validate_every", "weight_decay",
@@ -346,22 +354,32 @@ _LIMITS = {
     "cache": (lambda value: value == -1 or value >= 0, "0 or more, or -1"),
     "hw_decoder_load": (lambda value: value == -1 or 0 <= value <= 1, "a fraction from 0 to 1, or -1"),
     **dict.fromkeys(("target_accuracy", "cutout"), (lambda value: 0 <= value <= 1, "a fraction from 0 to 1")),
+    "betas": (lambda value: min(value) >= 0 and max(value) < 1, "two fractions below 1"),
     "random_area": (lambda value: 0 < value[0] <= value[1] <= 1, "two fractions above 0, the smaller first"),
 }  # fmt: skip
+
+def _constants_of_optimizers() -> dict[str, tuple[str, tuple[str, ...]]]:
+    """The knobs that not all optimizers have, with those that do, for `_ONLY_WITH`."""
+    having: dict[str, list[str]] = {}
+    for optimizer in optimizers.names():
+        for field in dataclasses.fields(optimizers.rule_of(optimizer)):
+            having.setdefault(field.name, []).append(optimizer)
+    return {name: ("optimizer", tuple(found)) for name, found in having.items() if found != optimizers.names()}
+
 
 # Knobs that do nothing without another one: that, and the values of it with which they do something.
 _ONLY_WITH = {
     **dict.fromkeys(("decay_epochs", "decay_factor"), ("schedule", ("step",))),
     "decay_power": ("schedule", ("polynomial",)),
     "final_learning_rate": ("schedule", ("cosine", "polynomial")),
-    "trust_coefficient": ("optimizer", ("lars",)),
+    **_constants_of_optimizers(),
 }
 
 
 def check(config: Config) -> None:
     """Raise TrainError for a value that makes no sense, or that does not go together with another one."""
     _check_limits(vars(config))
-    models.check(config.model)
+    _check_names(vars(config))
     if config.schedule == "step" and list(config.decay_epochs) != sorted(config.decay_epochs):
         raise TrainError(f"--decay-epochs {_shown(config.decay_epochs)} must rise")
     if config.first_image_size > config.image_size:
@@ -384,6 +402,14 @@ def _check_limits(values: Mapping[str, Any]) -> None:
             raise TrainError(f"{option_name(name)} {_shown(value)} must be {words}")
         if value in (math.inf, -math.inf):
             raise TrainError(f"{option_name(name)} {value} must be a finite number")
+
+
+def _check_names(values: Mapping[str, Any]) -> None:
+    for model in (*values.get("models", ()), *([values["model"]] if "model" in values else [])):
+        models.check(model)
+    if "optimizer" in values and values["optimizer"] not in optimizers.names():
+        wrong = values["optimizer"]
+        raise TrainError(f"there is no optimizer {wrong!r}{nearest(wrong, optimizers.names())}")
 
 
 def _shown(value: Any) -> str:
@@ -447,8 +473,7 @@ def read(options: type, arguments: Sequence[str], *, command: str) -> dict[str, 
         default = SimpleNamespace(**{field.name: "" for field in dataclasses.fields(options)})
     values = given(options, arguments, prog=f"python -m train {command}", default=default)
     _check_limits(values)
-    for name in (*values.get("models", ()), *([values["model"]] if "model" in values else [])):
-        models.check(name)
+    _check_names(values)
     return values
 
 
@@ -457,7 +482,10 @@ def configure(values: Mapping[str, Any], default: Config) -> Config:
 
     Raises TrainError for values that do not go together.
     """
-    config = dataclasses.replace(default, **{name: values[name] for name in vars(default).keys() & values})
+    optimizer = values.get("optimizer", default.optimizer)
+    recipe = optimizers.rule_of(optimizer).recipe if optimizer != default.optimizer else {}
+    given_fields = {name: values[name] for name in vars(default).keys() & values}
+    config = dataclasses.replace(default, **{**recipe, **given_fields})
     if "warmup_epochs" not in values:
         config = dataclasses.replace(config, warmup_epochs=default_warmup(default, config.epochs))
     check(config)

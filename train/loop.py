@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from graph_passes import optimizers
 from graph_passes.executors import Executor, Metrics
 from pipelines import Batch, Loader
 from train.checkpoint import Checkpoint, CheckpointFolder, Progress
@@ -117,7 +118,7 @@ class Trainer:
         executor, broadcast = self.executor, self.workers.broadcast
         params, aux = executor.get_params()
         executor.set_params(broadcast(params, "params"), broadcast(aux, "aux"))
-        for name, live in (("momenta", self.optimizer.momenta), ("averages", self.optimizer.averages)):
+        for name, live in (*self.optimizer.state.items(), ("averages", self.optimizer.averages)):
             canonical = {key: executor.to_canonical(key, array) for key, array in live.items()}
             self._assign(live, broadcast(canonical, name))
 
@@ -315,9 +316,10 @@ class Trainer:
         return Checkpoint(
             params=params,
             aux=aux,
-            momenta={name: executor.to_canonical(name, array) for name, array in self.optimizer.momenta.items()},
+            state={slot: {name: executor.to_canonical(name, array) for name, array in arrays.items()}
+                   for slot, arrays in self.optimizer.state.items()},
             averages={name: executor.to_canonical(name, array) for name, array in averages.items()},
-            loss_scaling=dict(self.optimizer.scaling),
+            scalars=dict(self.optimizer.scalars),
             config=self.config,
             class_names=self.train_loader.class_names,
             progress=replace(self.progress),
@@ -334,12 +336,18 @@ class Trainer:
             processes = "1 process" if self.workers.size == 1 else f"{self.workers.size} processes"
             self.note = (f"going on with {images} images a step ({processes}) after {images_before} ({len(states)}): "
                          "the learning rate is scaled with them")
-        # The learning rate is inside the momentum, so it follows it (Goyal et al., arXiv:1706.02677, section 3).
-        scale = np.float32(images / images_before)
-        self._assign(self.optimizer.momenta, {name: momentum * scale for name, momentum in checkpoint.momenta.items()})
+        state = self.optimizer.state
+        if checkpoint.state.keys() != state.keys():
+            raise TrainError(f"the checkpoint is of a run with --optimizer {before.optimizer}, from whose state "
+                             f"{self.config.optimizer} cannot go on: leave out --optimizer", on_all_ranks=True)
+        # The learning rate is inside the momentum, so that follows it (Goyal et al., arXiv:1706.02677, section 3).
+        jump, rate_in = np.float32(images / images_before), optimizers.rule_of(self.config.optimizer).rate_in
+        for slot, arrays in checkpoint.state.items():
+            scale = jump if slot in rate_in else np.float32(1)
+            self._assign(state[slot], {name: array * scale for name, array in arrays.items()})
         if self.optimizer.averages:
             self._assign(self.optimizer.averages, checkpoint.averages or {**checkpoint.params, **checkpoint.aux})
-        self.optimizer.scaling = checkpoint.loss_scaling
+        self.optimizer.scalars = checkpoint.scalars
         np.random.set_state(checkpoint.numpy_rng)
         self.progress = replace(checkpoint.progress)
         if self.train_loader.epoch == self.progress.epoch:

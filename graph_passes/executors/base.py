@@ -15,9 +15,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from graph_passes import roles
 from graph_passes.errors import GraphError
 from graph_passes.graph import Graph, Ref
 from graph_passes.operators import Shape
+from graph_passes.optimizers import Optimizer, Rule
+from graph_passes.optimizers.arrays import ArrayOptimizer
 from graph_passes.passes.layout import weight_layouts
 
 Arrays = dict[str, np.ndarray]
@@ -118,6 +121,11 @@ class Executor(ABC):
                 raise GraphError(f"'{name}' has the shape {shape}, for which '{parameter}' would need another shape: "
                                  f"this network works with images of {made[1]}x{made[2]} only")
         self._accepted[name].add(shape)
+
+    def create_optimizer(self, rule: Rule, averages: bool = False) -> Optimizer:
+        """The optimizer of all parameters; `averages`: with moving averages of them and of the running statistics."""
+        averaged = {**self.params, **self.aux} if averages else {}
+        return ArrayOptimizer(rule, self.params, self.grads, roles.weights(self.graph), averaged)
 
     # --- running ---
 

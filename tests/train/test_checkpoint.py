@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import json
 import os
 import re
 import zipfile
@@ -25,13 +26,13 @@ def state(rng):
     return Checkpoint(
         params=arrays,
         aux={"bn_moving_mean": rng.standard_normal(3, np.float32)},
-        momenta={name: 2 * array for name, array in arrays.items()},
+        state={"mean": {name: 2 * array for name, array in arrays.items()}, "variance": arrays},
         config=Config(model="resnet18", decay_epochs=(1.5, 2.0), output="runs/x"),
         class_names=["Käfer", "b"],
         progress=Progress(step=42, epoch=3, epoch_step=2, best_top1=0.5),
         loader_states=[b"position 0", bytes(rng.integers(0, 256, 99, np.uint8))],
         numpy_rng=np.random.get_state(legacy=False),
-        loss_scaling={"loss_scale": 2048.0, "good_steps": 17},
+        scalars={"loss_scale": 2048.0, "good_steps": 17, "updates": 40},
     )
 
 
@@ -40,17 +41,39 @@ def test_round_trip(state, tmp_path):
     checkpoint.save(state, path)
     expected = np.random.random(3)  # what the generator gives after the state that was saved
     loaded = checkpoint.load(path)
-    for group in ("params", "aux", "momenta"):
-        assert getattr(loaded, group).keys() == getattr(state, group).keys()
-        for name, array in getattr(state, group).items():
-            assert getattr(loaded, group)[name].dtype == np.float32
-            assert np.array_equal(getattr(loaded, group)[name], array)
-    for name in ("config", "class_names", "progress", "loader_states", "loss_scaling"):
+    assert loaded.state.keys() == state.state.keys()
+    for ours, theirs in ((state.params, loaded.params), (state.aux, loaded.aux),
+                         *((state.state[slot], loaded.state[slot]) for slot in state.state)):
+        assert ours.keys() == theirs.keys()
+        for name, array in ours.items():
+            assert theirs[name].dtype == np.float32
+            assert np.array_equal(theirs[name], array)
+    for name in ("config", "class_names", "progress", "loader_states", "scalars"):
         assert getattr(loaded, name) == getattr(state, name), name
     np.random.set_state(loaded.numpy_rng)
     assert np.array_equal(np.random.random(3), expected)
     assert loaded.network == "resnet18 with 11 classes"
     assert np.array_equal(np.load(path)["params/classifier_bias"], state.params["classifier_bias"])  # plain NumPy
+
+
+def test_one_of_version_1_is_read(state, tmp_path):
+    """It had the momentum alone, under another name, and a network had a depth."""
+    path, old = tmp_path / "c.npz", tmp_path / "old.npz"
+    checkpoint.save(dataclasses.replace(state, state={"momentum": state.params}), path)
+    with zipfile.ZipFile(path) as archive, zipfile.ZipFile(old, "w") as earlier:
+        for name in archive.namelist():
+            content = archive.read(name)
+            if name == checkpoint.META:
+                meta = json.loads(content)
+                meta["config"] = {"depth": 18, "all_reduce": "auto", "output": "runs/x"}
+                meta |= {"version": 1, "loss_scaling": meta.pop("scalars")}
+                content = json.dumps(meta).encode()
+            earlier.writestr(name.replace("state/momentum/", "momenta/"), content)
+    loaded = checkpoint.load(old)
+    assert loaded.config == Config(model="resnet18", output="runs/x") and loaded.network == "resnet18 with 11 classes"
+    assert loaded.scalars == state.scalars and list(loaded.state) == ["momentum"]
+    for name, array in state.params.items():
+        assert np.array_equal(loaded.state["momentum"][name], array)
 
 
 def test_truncated_anywhere_is_refused(state, tmp_path, rng):

@@ -111,7 +111,12 @@ MISTAKES = {
     "--decay-epochs 3 5": "--decay-epochs is for --schedule step, and this run has cosine",
     "--schedule step --decay-power 2": "--decay-power is for --schedule polynomial, and this run has step",
     "--trust-coefficient 0.1 --optimizer sgd": "--trust-coefficient is for --optimizer lars, and this run has sgd",
-    "--optimizer adam": "--optimizer adam is not one of sgd, lars",
+    "--optimizer adam": "there is no optimizer 'adam'; did you mean adamw?",
+    "--optimizer list": "there is no optimizer 'list'; there are: adamw, lamb, lars, sgd",
+    "--optimizer adamw --nesterov": "--nesterov is for --optimizer lars or sgd, and this run has adamw: leave it out",
+    "--betas 0.9 0.99": "--betas is for --optimizer adamw or lamb, and this run has sgd: leave it out",
+    "--optimizer lamb --betas 0.9 1": "--betas 0.9 1.0 must be two fractions below 1",
+    "--optimizer lamb --epsilon 0": "--epsilon 0.0 must be above 0",
     "--random-area 0.5": "--random-area needs 2 values (see",
     "--data=": "--data is followed by an empty value: give one, or leave it out",
     "--lr 0.1": "there is no option --lr; did you mean --learning-rate?",
@@ -141,6 +146,21 @@ def test_mistakes_get_one_sentence(arguments):
 def test_warmup_of_a_shortened_run(arguments, warmup):
     config = config_of("--config", "resnet50_90ep", *arguments.split())
     assert config.warmup_epochs == pytest.approx(warmup)
+
+
+def test_another_optimizer_than_the_preset_s_brings_its_own_recipe():
+    """Where it needs another learning rate; what the command line gives holds in any case."""
+    preset = load_preset("resnet50_90ep")
+
+    def constants(*arguments, default=preset):
+        config = configure(read(Config, arguments, command="train"), default)
+        return config.learning_rate, config.weight_decay, config.epsilon
+
+    assert constants("--optimizer", "lars") == (preset.learning_rate, preset.weight_decay, 1e-8)
+    assert constants("--optimizer", "adamw") == (2.5e-4, 0.05, 1e-8)
+    assert constants("--optimizer", "lamb", "--learning-rate", "0.5") == (0.5, 0.02, 1e-6)
+    resumed = dataclasses.replace(preset, optimizer="lamb", learning_rate=0.125)
+    assert constants("--optimizer", "lamb", default=resumed) == (0.125, preset.weight_decay, 1e-8)
 
 
 def test_an_empty_shell_variable_is_no_value():

@@ -61,7 +61,7 @@ def trained() -> Checkpoint:
     params["classifier_weight"] *= 1.5 / spread
     params["classifier_bias"][:] = rng.uniform(-0.5, 0.5, NUM_CLASSES)
     config = Config(model="resnet18", image_size=SIZE - 8, val_image_size=SIZE, val_crop_fraction=0.8)
-    return Checkpoint(params=params, aux=aux, momenta={}, config=config, class_names=CLASS_NAMES)
+    return Checkpoint(params=params, aux=aux, state={}, config=config, class_names=CLASS_NAMES)
 
 
 @pytest.fixture(scope="module")

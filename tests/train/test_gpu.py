@@ -43,10 +43,12 @@ def assert_equal_bits(run: Path, other: Path) -> None:
     """Of all that the newest checkpoints of two runs hold."""
     one, two = (checkpoint.load(checkpoint.find(str(folder))) for folder in (run, other))
     assert one.progress.step == two.progress.step
-    for group in ("params", "aux", "momenta", "averages"):
-        assert getattr(one, group).keys() == getattr(two, group).keys()
-        for name, value in getattr(one, group).items():
-            np.testing.assert_array_equal(value, getattr(two, group)[name], err_msg=f"{group}: {name}")
+    assert one.scalars == two.scalars and one.state.keys() == two.state.keys()
+    for ours, theirs in ((one.params, two.params), (one.aux, two.aux), (one.averages, two.averages),
+                         *((one.state[slot], two.state[slot]) for slot in one.state)):
+        assert ours.keys() == theirs.keys()
+        for name, value in ours.items():
+            np.testing.assert_array_equal(value, theirs[name], err_msg=name)
 
 
 def validated(out: str) -> tuple[float, float]:
@@ -63,7 +65,7 @@ def test_a_run_learns_goes_on_and_moves_to_the_cpu(dtype, run_train, tmp_path):
     assert code == 0, err
     stopped = checkpoint.load(checkpoint.find(str(folder)))
     assert stopped.progress.step == 70 and stopped.params["stem_conv_weight"].shape == (64, 7, 7, 3)
-    assert all(np.abs(momentum).max() > 0 for momentum in stopped.momenta.values())
+    assert all(np.abs(momentum).max() > 0 for momentum in stopped.state["momentum"].values())
 
     code, _, err = run_train("--resume", folder)
     assert code == 0, err

@@ -16,6 +16,7 @@ from common.mxnet_compat import mx
 from graph_passes import Graph
 from graph_passes.executors import create_executor
 from graph_passes.executors.mxnet import MXNetExecutor
+from graph_passes.optimizers.sgd import SGD
 from pipelines import Batch
 from train import checkpoint
 from train.commands.benchmark import standard_error_of_median
@@ -23,7 +24,6 @@ from train.gpu_monitor import GpuReadings
 from train.loop import Trainer
 from train.models.network import init_params
 from train.models.resnet import resnet
-from train.optimizer import SGD
 from train.recorder import Recorder
 
 pytestmark = pytest.mark.usefixtures("narrow_network")
@@ -53,13 +53,13 @@ def test_accumulation_averages_the_gradients_of_its_batches(rng):
         alone.append({name: executor.to_canonical(name, grad).copy() for name, grad in executor.grads.items()})
 
     executor.set_params(params, aux)
-    optimizer = SGD(executor.params, executor.grads, momentum=0.9, weight_decay=0.0)
+    optimizer = executor.create_optimizer(SGD(momentum=0.9))
     executor.forward_backward(*batches[0])
     executor.forward_backward(*batches[1], accumulate=True)
     optimizer.step(learning_rate=0.1, scale=0.5)
     for name in params:
         step = -0.1 * (alone[0][name].astype(np.float64) + alone[1][name]) / 2
-        got = executor.to_canonical(name, optimizer.momenta[name])
+        got = executor.to_canonical(name, optimizer.state["momentum"][name])
         np.testing.assert_allclose(got, step, rtol=1e-5, atol=1e-6 * np.abs(step).max() + 1e-12, err_msg=name)
 
 

@@ -115,12 +115,12 @@ for dtype in ("float16", "bfloat16"):
         executor.end_step()
     params, _ = executor.get_params()
     digests = workers.gather([hashlib.sha256(flat(values).tobytes()).hexdigest()
-                              for values in (params, executor.get_momenta())] + [executor.get_scaling()])
+                              for values in (params, executor.get_state()["momentum"])] + [executor.get_scalars()])
     assert all(digest == digests[0] for digest in digests), digests
     assert np.isfinite(flat(params)).all()
     moved = np.abs(flat(params) - flat(init_params(symbol, seed=5)[0])).max()
     assert moved > 1e-2, moved
-    print("scaling", executor.get_scaling(), flush=True)
+    print("scaling", executor.get_scalars(), flush=True)
 """
 
 

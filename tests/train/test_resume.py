@@ -35,8 +35,11 @@ def assert_same_end(folder, unbroken_end):
     end = checkpoint.load(folder / "checkpoints" / LAST)
     assert end.progress == unbroken_end.progress
     assert end.loader_states == unbroken_end.loader_states
-    for group in ("params", "aux", "momenta", "averages"):
-        ours, theirs = getattr(end, group), getattr(unbroken_end, group)
+    assert end.scalars == unbroken_end.scalars
+    for group, ours, theirs in zip(("params", "aux", "averages", *end.state),
+                                   (end.params, end.aux, end.averages, *end.state.values()),
+                                   (unbroken_end.params, unbroken_end.aux, unbroken_end.averages,
+                                    *unbroken_end.state.values()), strict=True):
         assert ours.keys() == theirs.keys()
         for name in ours:
             assert np.array_equal(ours[name], theirs[name]), f"{group} {name} differs"
@@ -192,6 +195,25 @@ def test_in_mid_schedule_of_image_sizes_and_with_lars(tiny_options, tmp_path, ru
     assert f"top-1 {best:.2%}" in run_train("validate", "--checkpoint", whole)[1]
 
 
+@pytest.mark.parametrize("optimizer, slots", [("adamw", ["mean", "variance"]), ("lamb", ["mean", "variance"])])
+def test_another_optimizer(optimizer, slots, tiny_options, tmp_path, run_train):
+    """It goes on to the same bits, with the number of its updates; and not from another one's state."""
+    options = [*tiny_options, "--optimizer", optimizer, "--ema-decay", "0.5", "--validate-every", "0"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    code, _, err = run_train("--output", whole, *options)
+    assert code == 0, err
+    assert run_train("--output", parts, *options, "--max-steps", "5")[0] == 0
+    stopped = checkpoint.load(checkpoint.find(str(parts)))
+    assert list(stopped.state) == slots and stopped.scalars == {"updates": 5}
+    assert all(np.abs(stopped.state[slot]["classifier_weight"]).max() > 0 for slot in slots)
+    code, _, err = run_train("--resume", parts, "--optimizer", "sgd")
+    assert code == 2
+    assert err.splitlines()[-1] == (f"error: the checkpoint is of a run with --optimizer {optimizer}, from whose state "
+                                    "sgd cannot go on: leave out --optimizer")
+    assert run_train("--resume", parts, "--max-steps", "0")[0] == 0
+    assert_same_end(parts, checkpoint.load(whole / "checkpoints" / LAST))
+
+
 def test_another_global_batch(tiny_options, tmp_path, run_train):
     """After 3 steps of 4 images the run goes on with 8: at the 17th of 27 images, with rate and momentum doubled."""
     folder = tmp_path / "run"
@@ -202,7 +224,8 @@ def test_another_global_batch(tiny_options, tmp_path, run_train):
 
     def watched_step(self, batches):
         if not seen:
-            seen.update({name: array.asnumpy() for name, array in self.optimizer.momenta.items()}, trainer=self,
+            momentum = self.optimizer.state["momentum"]
+            seen.update({name: array.asnumpy() for name, array in momentum.items()}, trainer=self,
                         start=(self.train_loader.batch, self.schedule_step, self.progress.step))
         return step(self, batches)
 
@@ -212,7 +235,7 @@ def test_another_global_batch(tiny_options, tmp_path, run_train):
     assert code == 0, err
     assert "going on with 8 images a step (1 process) after 4 (1): the learning rate is scaled" in out
     assert seen["start"] == (2, 2, 3)
-    for name, momentum in stopped.momenta.items():
+    for name, momentum in stopped.state["momentum"].items():
         if name.endswith(("gamma", "bias")):  # in the same layout everywhere
             np.testing.assert_array_equal(seen[name], 2 * momentum)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -28,6 +28,7 @@ from graph_passes.executors.cuda.profile import Row, copy_gigabytes_per_second, 
 from graph_passes.executors.cuda.statistics_group import StatisticsGroup
 from graph_passes.executors.cuda.training_step import OnBucket, TrainingStep
 from graph_passes.graph import Graph
+from graph_passes.optimizers import Rule
 from graph_passes.passes import bn_add_relu, bn_relu
 
 Array = Any  # mx.nd.NDArray; MXNet has no type stubs
@@ -47,8 +48,8 @@ class CudaExecutor(Executor):
 
     - Gradients are in `dtype`, except those of gamma, beta and bias (fp32), and multiplied by `loss_scale()`. In
       bfloat16, which MXNet cannot hold, `grads` has the fp32 ones only.
-    - Stock MXNet has no kernels for new GPUs, so the optimizer is the executor's own: `update`, or `create_optimizer`
-      for one with the interface of `train.optimizer.SGD`.
+    - Stock MXNet has no kernels for new GPUs, so the optimizer is one of the executor's own: `create_optimizer` gives
+      it, and until then there is plain SGD, in `update`.
     - `params`, `aux` and `grads` are to be asked for anew in every step: it is the asking that waits for the step.
 
     For several GPUs (docs/multi_gpu.md), `num_buckets` cuts the backward pass, so that `on_bucket` of
@@ -82,7 +83,7 @@ class CudaExecutor(Executor):
         self._params = self._views("master", store.master)
         self._aux = self._views("statistics", store.statistics)
         self._averages: dict[str, Array] = {}
-        self._momenta = self._views("momentum", store.momentum)
+        self._states: dict[int, dict[str, Array]] = {}  # what the optimizer keeps, by number of the slot
         self._grads = self._views("other_gradients", store.other_gradients)
         if dtype != "bfloat16":
             self._grads |= self._views("weight_gradients", store.weight_gradients)
@@ -95,8 +96,9 @@ class CudaExecutor(Executor):
 
     def _allocate(self, name: str, num_bytes: int) -> int | None:
         """MXNet arrays for what MXNet or Horovod may want to see; the step takes plain memory for the rest."""
-        dtypes = {"master": "float32", "momentum": "float32", "statistics": "float32", "other_gradients": "float32",
+        dtypes = {"master": "float32", "state 1": "float32", "state 2": "float32", "statistics": "float32",
                   "averages": "float32", "average_statistics": "float32", "probabilities": "float32",
+                  "other_gradients": "float32",
                   "weight_gradients": "uint8" if self._dtype == "bfloat16" else self._dtype}
         if name not in dtypes:
             return None
@@ -151,10 +153,15 @@ class CudaExecutor(Executor):
         return self._step.get_params()
 
     @property
-    def momenta(self) -> dict[str, Array]:
-        """The optimizer's momentum, fp32; to be asked for anew in every step."""
-        self._gate([self._arrays["momentum"]])
-        return self._momenta
+    def state(self) -> dict[str, dict[str, Array]]:
+        """What the optimizer keeps, by its slots, fp32; to be asked for anew in every step."""
+        found = {}
+        for number, (slot, array) in enumerate(self._step.states.items(), start=1):
+            if number not in self._states:
+                self._states[number] = self._views(f"state {number}", array)
+            self._gate([self._arrays[f"state {number}"]])
+            found[slot] = self._states[number]
+        return found
 
     @property
     def averages(self) -> dict[str, Array]:
@@ -174,32 +181,30 @@ class CudaExecutor(Executor):
         self._wait_for_mxnet()
         self._step.swap_averages()
 
-    def create_optimizer(self, momentum: float, weight_decay: float, nesterov: bool = False,
-                         trust_coefficient: float | None = None, averages: bool = False) -> DeviceSGD:
-        """SGD with these constants, or LARS where there is a `trust_coefficient`. Weight decay and LARS spare gamma,
-        beta and biases. `averages`: keep moving averages."""
-        lars = trust_coefficient is not None
-        self._step.set_optimizer(OptimizerConfig(momentum, weight_decay, nesterov, lars, averages=averages,
-                                                 trust_coefficient=trust_coefficient or 0.0))
-        return DeviceSGD(self)
+    def create_optimizer(self, rule: Rule, averages: bool = False) -> DeviceOptimizer:
+        """As the base class says."""
+        self._step.set_optimizer(OptimizerConfig(rule, averages=averages))
+        return DeviceOptimizer(self)
 
-    def set_momenta(self, momenta: Mapping[str, np.ndarray]) -> None:
-        """The optimizer's momentum by parameter name, canonical."""
-        self._step.set_momenta(momenta)
+    def set_state(self, state: Mapping[str, Mapping[str, np.ndarray]]) -> None:
+        """What the optimizer keeps, by slot and parameter, canonical."""
+        self._step.set_state(state)
 
-    def get_momenta(self) -> Arrays:
-        return self._step.get_momenta()
+    def get_state(self) -> dict[str, Arrays]:
+        """The inverse of `set_state`."""
+        return self._step.get_state()
 
     def loss_scale(self) -> float:
         """What the gradients of the latest pass are multiplied by; waits for the GPU."""
         return float(self._step.optimizer.read_state().loss_scale)
 
-    def get_scaling(self) -> dict[str, float]:
-        """Where dynamic loss scaling stands; waits for the GPU."""
-        return self._step.optimizer.get_scaling()
+    def get_scalars(self) -> dict[str, float]:
+        """Where dynamic loss scaling stands, and the number of updates; waits for the GPU."""
+        return self._step.optimizer.get_scalars()
 
-    def set_scaling(self, scaling: Mapping[str, float]) -> None:
-        self._step.optimizer.set_scaling(scaling)
+    def set_scalars(self, scalars: Mapping[str, float]) -> None:
+        """The inverse of `get_scalars`."""
+        self._step.optimizer.set_scalars(scalars)
 
     # --- running ---
 
@@ -352,15 +357,15 @@ class CudaExecutor(Executor):
         self._seen.clear()
 
 
-class DeviceSGD:
-    """What a training loop calls; the members are those of `train.optimizer.Optimizer`."""
+class DeviceOptimizer:
+    """The executor's own, as an `Optimizer`."""
 
     def __init__(self, executor: CudaExecutor) -> None:
         self._executor = executor
 
     @property
-    def momenta(self) -> dict[str, Array]:
-        return self._executor.momenta
+    def state(self) -> dict[str, dict[str, Array]]:
+        return self._executor.state
 
     @property
     def averages(self) -> dict[str, Array]:
@@ -370,13 +375,13 @@ class DeviceSGD:
         self._executor.swap_averages()
 
     @property
-    def scaling(self) -> Mapping[str, float]:
-        """The dynamic loss scale, as it is saved and restored beside the momenta; waits for the GPU."""
-        return self._executor.get_scaling()
+    def scalars(self) -> Mapping[str, float]:
+        """The dynamic loss scale and the number of updates; waits for the GPU."""
+        return self._executor.get_scalars()
 
-    @scaling.setter
-    def scaling(self, scaling: Mapping[str, float]) -> None:
-        self._executor.set_scaling(scaling)
+    @scalars.setter
+    def scalars(self, scalars: Mapping[str, float]) -> None:
+        self._executor.set_scalars(scalars)
 
     def step(self, learning_rate: float, scale: float = 1.0, average_decay: float = 0.0) -> None:
         """From the executor's own gradients, which are first multiplied by `scale`. Asynchronous."""

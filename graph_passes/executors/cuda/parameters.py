@@ -19,6 +19,7 @@ from graph_passes.operators import Shape
 from graph_passes.passes.precision import ITEM_BYTES
 
 SLICE_ALIGNMENT = 64  # elements: 128 bytes in 16-bit types
+MAX_SLOTS = 2  # arrays that an optimizer keeps for each parameter, at most; of optimizer.cu
 VECTOR = 8  # VEC of common.cuh; channels and classes are padded to multiples of it, as tensor cores want them
 
 
@@ -123,7 +124,7 @@ class ParameterStore:
 
     `wire_dtype`: the one in which gradients are averaged over several GPUs. Where it is not `dtype`, the gradients of
     the weights are copied to `wire_gradients` for that, and the optimizer reads those. Where nothing is `trained` there
-    are no gradients and no momentum, and no fp32 masters of 16-bit weights.
+    are no gradients and nothing of an optimizer, and no fp32 masters of 16-bit weights.
     """
 
     def __init__(self, parameters: Iterable[Parameter], statistics: dict[str, tuple[int, ...]], dtype: str,
@@ -134,7 +135,8 @@ class ParameterStore:
         weights = [(p.name, p.device_shape) for p in self.parameters.values() if p.is_weight]
         others = [(p.name, p.device_shape) for p in self.parameters.values() if not p.is_weight]
         self.master = FlatArray("float32", everything if trained or dtype == "float32" else others)
-        self.momentum = FlatArray("float32", everything if trained else ())
+        # What an optimizer keeps. Every one keeps something; the second has memory only where one needs it.
+        self.states = [FlatArray("float32", everything if trained else ()) for _ in range(MAX_SLOTS)]
         self.weight_gradients = FlatArray(dtype, weights if trained else ())
         self.other_gradients = FlatArray("float32", others if trained else ())
         self.wire_gradients = FlatArray(wire_dtype or dtype, weights if wire_dtype not in (None, dtype) else ())
@@ -146,7 +148,7 @@ class ParameterStore:
 
     @property
     def arrays(self) -> dict[str, FlatArray]:
-        return {"master": self.master, "momentum": self.momentum, "weight_gradients": self.weight_gradients,
+        return {"master": self.master, "state 1": self.states[0], "weight_gradients": self.weight_gradients,
                 "other_gradients": self.other_gradients, "wire_gradients": self.wire_gradients,
                 "statistics": self.statistics, "copies": self.copies}
 

@@ -95,6 +95,7 @@ class TrainingStep:
         self._place_parameters()
         self.persistent = self._persistent(shapes["data"], inferred[graph.outputs[0]])
         self._inputs = {self.persistent.data.shape[1:3]: self.persistent.data}  # by height and width of the images
+        self._slots: tuple[str, ...] = ()  # of the optimizer: names of what it keeps in the store's states
         self.set_optimizer(optimizer or OptimizerConfig())
         self.buckets, self._parts = self._cut_buckets(num_buckets)
         if largest != self._shapes:
@@ -208,7 +209,15 @@ class TrainingStep:
             self.gpu.free(self._inputs.pop(image_size).address)
 
     def set_optimizer(self, config: OptimizerConfig) -> None:
-        """Another optimizer from now on; parameters and momentum stay, the loss scale starts anew."""
+        """Another optimizer from now on. Parameters stay, and what the one before has kept, where this one keeps the
+        same; the loss scale starts anew."""
+        slots = config.rule.slots
+        for number, array in enumerate(self.store.states[: len(slots)], start=1):
+            if not array.address:
+                self._place(f"state {number}", array)
+            elif slots != self._slots:
+                self.gpu.fill(array.address, 0, array.num_bytes)
+        self._slots = slots
         if config.averages and not self.store.averages.address:
             self._place("averages", self.store.averages)
             self._place("average_statistics", self.store.average_statistics)
@@ -256,12 +265,21 @@ class TrainingStep:
             kernel.launch(*threads(vectors), own.address, average.address, count(vectors))
         self.optimizer.enqueue_copy()
 
-    def get_momenta(self) -> Arrays:
-        return {name: self._read(self.store.momentum.slices[name], name) for name in self.store.parameters}
+    @property
+    def states(self) -> dict[str, FlatArray]:
+        """What the optimizer keeps, by its slots."""
+        return dict(zip(self._slots, self.store.states, strict=False))
 
-    def set_momenta(self, momenta: Mapping[str, np.ndarray]) -> None:
-        for name, parameter in self.store.parameters.items():
-            self.gpu.upload(self.store.momentum.slices[name].address, parameter.to_device(momenta[name]))
+    def get_state(self) -> dict[str, Arrays]:
+        """Canonical copies of what the optimizer keeps, by its slots."""
+        return {slot: {name: self._read(array.slices[name], name) for name in self.store.parameters}
+                for slot, array in self.states.items()}
+
+    def set_state(self, state: Mapping[str, Mapping[str, np.ndarray]]) -> None:
+        """The inverse of `get_state`."""
+        for slot, array in self.states.items():
+            for name, parameter in self.store.parameters.items():
+                self.gpu.upload(array.slices[name].address, parameter.to_device(state[slot][name]))
 
     def get_gradients(self) -> Arrays:
         """Canonical gradients of the latest pass, without the loss scale."""

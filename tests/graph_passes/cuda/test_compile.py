@@ -9,6 +9,8 @@ import pytest
 from graph_passes.executors.cuda.kernels import C_TYPES, SOURCES, compile_kernel
 from graph_passes.executors.cuda.lowering.pointwise import OUT_CHANNELS, DgradReduce, NormBackward
 
+RULES = ["Sgd<false>", "Sgd<true>", "Lars<false>", "Lars<true>", "AdamW", "Lamb"]  # of optimizer.cu
+
 # Template arguments behind the dtype that the executor asks for.
 FLAGS = {
     "dgrad_reduce": ["64, false, true", "128, true, false", "256, true, true"],
@@ -24,7 +26,8 @@ FLAGS = {
     "average_pool": ["false", "true"],
     "average_pool_backward": ["false", "true"],
     "inspect_gradients": ["false", "true"],
-    "sgd_update": ["false, false", "false, true", "true, false", "true, true"],
+    "update": RULES,
+    "accumulate": ["Lamb"],
 }
 
 
@@ -41,6 +44,8 @@ def kernels() -> list[tuple[str, str]]:
 def expressions(kernel: str, c_type: str) -> list[str]:
     if kernel.endswith("!"):  # no template
         return [kernel[:-1]]
+    if kernel == "trust_ratios":  # the same for all types
+        return [f"trust_ratios<{rule}>" for rule in RULES if rule.startswith("La")]
     if kernel == "convert_input":
         return [f"convert_input<float, {c_type}>", f"convert_input<half, {c_type}>"]
     if c_type == "float" and kernel in ("dgrad_reduce", "norm_backward"):  # on tensor cores, of 16-bit types only
@@ -50,7 +55,7 @@ def expressions(kernel: str, c_type: str) -> list[str]:
 
 def test_all_sources_are_found() -> None:
     assert {source for source, _ in kernels()} == {path.name for path in SOURCES.glob("*.cu")}
-    assert {"batch_norm_apply", "sgd_update", "add_metrics!"} <= {kernel for _, kernel in kernels()}
+    assert {"batch_norm_apply", "accumulate", "add_metrics!"} <= {kernel for _, kernel in kernels()}
 
 
 @pytest.fixture(scope="module")

@@ -11,12 +11,15 @@ from gpu_arrays import relative_error
 from test_training_step import CLASSES, fused, random_batch, random_state, small_network
 
 from common.mxnet_compat import mx
-from graph_passes import Graph, GraphError
+from graph_passes import Graph, GraphError, roles
 from graph_passes.executors import Executor, create_executor
 from graph_passes.executors.base import Metrics
 from graph_passes.executors.cuda.buckets import Bucket
 from graph_passes.executors.cuda.executor import CudaExecutor
-from train.optimizer import SGD
+from graph_passes.optimizers import Rule
+from graph_passes.optimizers.adamw import AdamW
+from graph_passes.optimizers.arrays import ArrayOptimizer
+from graph_passes.optimizers.sgd import SGD
 
 pytestmark = pytest.mark.gpu
 
@@ -91,11 +94,13 @@ def test_update_follows_what_mxnet_did_to_the_gradients(executor: CudaExecutor) 
     assert relative_error(moved, -0.1 * executor.to_canonical("fc_bias", half["fc_bias"])) < 1e-4
 
 
-def test_its_optimizer_does_what_the_training_loop_s_sgd_does(executor: CudaExecutor) -> None:
-    optimizer = executor.create_optimizer(momentum=0.8, weight_decay=0.01, nesterov=True)
+@pytest.mark.parametrize("rule", [SGD(momentum=0.8, weight_decay=0.01, nesterov=True), AdamW(weight_decay=0.01)],
+                         ids=["nesterov", "adamw"])
+def test_its_optimizer_does_what_that_on_arrays_does(executor: CudaExecutor, rule: Rule) -> None:
+    optimizer = executor.create_optimizer(rule)
     params, _ = executor.get_params()
     live: dict = {}
-    oracle = SGD(params, live, momentum=0.8, weight_decay=0.01, nesterov=True)
+    oracle = ArrayOptimizer(rule, params, live, roles.weights(executor.graph))
     data, label = batch(3)
     for rate in (0.1, 0.05, 0.02):
         executor.forward_backward(data, label)
@@ -106,11 +111,14 @@ def test_its_optimizer_does_what_the_training_loop_s_sgd_does(executor: CudaExec
     after, _ = executor.get_params()
     for name, value in params.items():
         assert relative_error(after[name], value) < 1e-5, name
-        assert relative_error(executor.to_canonical(name, optimizer.momenta[name]), oracle.momenta[name]) < 1e-4, name
-    for name, momentum in oracle.momenta.items():  # as a restored checkpoint does
-        optimizer.momenta[name][:] = executor.from_canonical(name, 2 * momentum)
-    for name, momentum in executor.get_momenta().items():
-        assert np.array_equal(momentum, 2 * oracle.momenta[name]), name
+    assert optimizer.scalars == oracle.scalars and optimizer.state.keys() == oracle.state.keys()
+    for slot, arrays in oracle.state.items():
+        for name, array in arrays.items():
+            assert relative_error(executor.to_canonical(name, optimizer.state[slot][name]), array) < 1e-4, name
+            optimizer.state[slot][name][:] = executor.from_canonical(name, 2 * array)  # as a restored checkpoint does
+    for slot, arrays in executor.get_state().items():
+        for name, array in arrays.items():
+            assert np.array_equal(array, 2 * oracle.state[slot][name]), name
 
 
 def test_mixup_against_the_reference(executor: CudaExecutor) -> None:
@@ -139,7 +147,7 @@ def test_metrics_that_are_asked_for_before_they_are_waited_for(executor: CudaExe
 
 def test_moving_averages(executor: CudaExecutor) -> None:
     """Against NumPy in float64 over the weights that the executor really has after each step."""
-    optimizer = executor.create_optimizer(momentum=0.8, weight_decay=0.01, averages=True)
+    optimizer = executor.create_optimizer(SGD(momentum=0.8, weight_decay=0.01), averages=True)
     data, label = batch(4)
     wanted: dict = {}
     for decay in (0.0, 0.5, 0.9):
@@ -221,8 +229,8 @@ def test_validation_between_steps_changes_no_bit_of_training(tmp_path: Path, mon
     alone, wanted, _ = run(validates=False)
     executor, got, answers = run(validates=True)
     assert got == wanted and wanted[0] != wanted[4]
-    for ours, theirs in zip((*executor.get_params(), executor.get_momenta()),
-                            (*alone.get_params(), alone.get_momenta()), strict=True):
+    for ours, theirs in zip((*executor.get_params(), executor.get_state()["momentum"]),
+                            (*alone.get_params(), alone.get_state()["momentum"]), strict=True):
         for name, value in theirs.items():
             assert np.array_equal(ours[name], value), name
     for (data, label), (params, metrics, probabilities) in zip(validated, answers, strict=True):

@@ -13,12 +13,19 @@ from gpu_arrays import DTYPES, Device, relative_error, rounded
 from step_networks import flattened
 
 from common.mxnet_compat import mx
-from graph_passes import Graph, GraphError, Ref, passes
+from graph_passes import Graph, GraphError, Ref, passes, roles
 from graph_passes.executors import create_executor, reference_backward
 from graph_passes.executors.cuda.optimizer import INITIAL_LOSS_SCALE, OptimizerConfig
 from graph_passes.executors.cuda.planner import Decision, Planner, Way
 from graph_passes.executors.cuda.program import Launch
 from graph_passes.executors.cuda.training_step import TrainingStep
+from graph_passes.optimizers import Rule
+from graph_passes.optimizers.adamw import AdamW
+from graph_passes.optimizers.arrays import ArrayOptimizer
+from graph_passes.optimizers.lamb import LAMB
+from graph_passes.optimizers.lars import LARS
+from graph_passes.optimizers.sgd import SGD
+from train import models
 from train.models.network import init_params
 from train.models.resnet import resnet
 
@@ -260,12 +267,12 @@ def test_fused_backward_pass(cache: Path, monkeypatch: pytest.MonkeyPatch, dtype
 
 
 @pytest.mark.parametrize("dtype", WHOLE)
-@pytest.mark.parametrize("depth", [18, 50, 101])
-def test_whole_network_against_mxnet_on_the_cpu(cache: Path, depth: int, dtype: str) -> None:
-    symbol, shapes = resnet(depth, CLASSES, 0.1), {"data": (8, 64, 64, 3), "softmax_label": (8,)}
-    graph = fused(symbol)
-    params, aux = init_params(symbol, seed=depth)
-    data, label = random_batch(shapes, seed=depth)
+@pytest.mark.parametrize("name", ["resnet18", "resnet50", "resnet101", "resnext50_32x4d", "resnet50d"])
+def test_whole_network_against_mxnet_on_the_cpu(cache: Path, name: str, dtype: str) -> None:
+    network, shapes = models.create(name, CLASSES, 0.1), {"data": (8, 64, 64, 3), "softmax_label": (8,)}
+    graph = fused(network.symbol)
+    params, aux = network.initial_values(seed=50)
+    data, label = random_batch(shapes, seed=50)
     cpu = create_executor("mxnet", graph, shapes)
     cpu.set_params(params, aux)
     cpu.forward_backward(mx.nd.array(data), mx.nd.array(label))
@@ -288,15 +295,15 @@ def test_whole_network_against_mxnet_on_the_cpu(cache: Path, depth: int, dtype: 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("depth", [18, 50])
-def test_folded_inference_of_a_trained_network(cache: Path, depth: int, dtype: str) -> None:
+@pytest.mark.parametrize("name", ["resnet18", "resnet50", "resnext50_32x4d", "resnet50d"])
+def test_folded_inference_of_a_trained_network(cache: Path, name: str, dtype: str) -> None:
     """Against the unfolded network in fp32 on the CPU, with weights and statistics after ten steps. Probabilities: each
     of up to 50 layers rounds its output once, to 2^-11 (fp16) or 2^-8 (bf16); folding rounds other weights."""
-    symbol, shapes = resnet(depth, CLASSES), {"data": (9, 64, 64, 3), "softmax_label": (9,)}
-    graph = fused(symbol)
+    network, shapes = models.create(name, CLASSES), {"data": (9, 64, 64, 3), "softmax_label": (9,)}
+    graph = fused(network.symbol)
     step = TrainingStep(graph, shapes, dtype, tf32=False, cache_folder=cache)
-    step.set_params(*init_params(symbol, seed=depth))
-    data, label = random_batch(shapes, seed=depth)
+    step.set_params(*network.initial_values(seed=50))
+    data, label = random_batch(shapes, seed=50)
     step.load(data, label)
     for _ in range(10):
         step.forward_backward()
@@ -313,46 +320,67 @@ def test_folded_inference_of_a_trained_network(cache: Path, depth: int, dtype: s
     assert relative_error(step.probabilities()[:1], wanted[:1]) < {"float16": 2e-2, "bfloat16": 1e-1}.get(dtype, 1e-4)
 
 
-def numpy_update(config: OptimizerConfig, w: np.ndarray, v: np.ndarray, g: np.ndarray, is_weight: bool,
-                 rate: float) -> None:
-    decay = config.weight_decay if is_weight else 0.0
-    if config.lars and is_weight:
-        norm = float(np.linalg.norm(w))
-        trust = config.trust_coefficient * norm / (float(np.linalg.norm(g)) + decay * norm + config.trust_epsilon)
-        rate *= trust if norm > 0 and np.any(g) else 1.0
-    step = rate * (g + decay * w)
-    v[...] = config.momentum * v - step
-    w += config.momentum * v - step if config.nesterov else v
+RULES = {
+    "sgd": SGD(weight_decay=1e-2), "nesterov": SGD(weight_decay=1e-2, nesterov=True),
+    "lars": LARS(weight_decay=1e-2, trust_coefficient=0.1), "adamw": AdamW(weight_decay=5e-2),
+    "lamb": LAMB(weight_decay=2e-2, epsilon=1e-6),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("config", [
-    OptimizerConfig(weight_decay=1e-2), OptimizerConfig(weight_decay=1e-2, nesterov=True),
-    OptimizerConfig(weight_decay=1e-2, lars=True, trust_coefficient=0.1)], ids=["sgd", "nesterov", "lars"])
-def test_fifty_optimizer_steps_against_numpy(cache: Path, dtype: str, config: OptimizerConfig) -> None:
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_fifty_optimizer_steps_against_numpy(cache: Path, dtype: str, rule: Rule) -> None:
+    """In float64, from the gradients that the device has: tests/graph_passes/test_optimizers.py tests the formulas."""
     graph, shapes = fused(small_network(8)), {"data": (8, 16, 16, 3), "softmax_label": (8,)}
-    step = TrainingStep(graph, shapes, dtype, optimizer=config, cache_folder=cache)
+    step = TrainingStep(graph, shapes, dtype, optimizer=OptimizerConfig(rule), cache_folder=cache)
     params, aux = random_state(graph, shapes, seed=1)
     step.set_params(params, aux)
     step.load(*random_batch(shapes, seed=2))
-    w = {name: value.astype(np.float64) for name, value in params.items()}
-    v = {name: np.zeros_like(value) for name, value in w.items()}
+    wanted = {name: value.astype(np.float64) for name, value in params.items()}
+    gradients: dict[str, np.ndarray] = {}
+    oracle = ArrayOptimizer(rule, wanted, gradients, roles.weights(graph))
     for number in range(50):
-        rate = 0.05 / (1 + number)
+        rate = (0.005 if rule.counts else 0.05) / (1 + number)
         step.forward_backward()
-        for name, g in step.get_gradients().items():
-            numpy_update(config, w[name], v[name], 0.5 * g.astype(np.float64), name.endswith("_weight"), rate)
+        gradients.update({name: gradient.astype(np.float64) for name, gradient in step.get_gradients().items()})
+        oracle.step(rate, scale=0.5)
         step.update(rate, gradient_scale=0.5)
-    got, momenta = step.get_params()[0], step.get_momenta()
-    for name in w:
-        assert relative_error(got[name], w[name]) < 1e-5, name  # fp32 sums of 50 steps
-        assert relative_error(momenta[name], v[name]) < 1e-4, name
+        if number == 20:  # as a run that is resumed
+            state, scalars = step.get_state(), step.optimizer.get_scalars()
+            assert scalars.get("updates") == (21 if rule.counts else None)
+            step.set_optimizer(OptimizerConfig(rule))
+            step.optimizer.set_scalars(scalars)
+            step.set_state(state)
+    got, state = step.get_params()[0], step.get_state()
+    for name, value in wanted.items():
+        assert relative_error(got[name], value) < 1e-5, name  # fp32 sums of 50 steps
+        for slot, arrays in oracle.state.items():
+            assert relative_error(state[slot][name], arrays[name]) < 1e-4, (slot, name)
 
 
-def test_an_overflow_skips_the_step_and_halves_the_loss_scale(cache: Path) -> None:
+def test_another_optimizer_begins_anew(cache: Path) -> None:
+    """One that keeps the same goes on with it."""
+    graph, shapes = fused(small_network(8)), {"data": (8, 16, 16, 3), "softmax_label": (8,)}
+    step = TrainingStep(graph, shapes, "float32", cache_folder=cache)
+    step.set_params(*random_state(graph, shapes, seed=1))
+    step.load(*random_batch(shapes, seed=2))
+    step.forward_backward()
+    step.update(0.1)
+    momentum = step.get_state()["momentum"]
+    for rule, is_kept in ((LARS(), True), (AdamW(), False), (LAMB(), False), (SGD(), False)):
+        step.set_optimizer(OptimizerConfig(rule))
+        state = step.get_state()
+        assert tuple(state) == rule.slots
+        for arrays in state.values():
+            for name, array in arrays.items():
+                assert np.array_equal(array, momentum[name]) if is_kept else not array.any(), name
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_an_overflow_skips_the_step_and_halves_the_loss_scale(cache: Path, rule: Rule) -> None:
     graph, shapes = fused(small_network(8)), {"data": (4, 16, 16, 3), "softmax_label": (4,)}
-    step = TrainingStep(graph, shapes, "float16", optimizer=OptimizerConfig(growth_interval=2, averages=True),
-                        cache_folder=cache)
+    step = TrainingStep(graph, shapes, "float16", cache_folder=cache,
+                        optimizer=OptimizerConfig(rule, growth_interval=2, averages=True))
     params, aux = random_state(graph, shapes, seed=1)
     step.set_params(params, aux)
     data, label = random_batch(shapes, seed=2)
@@ -366,15 +394,16 @@ def test_an_overflow_skips_the_step_and_halves_the_loss_scale(cache: Path) -> No
     step.swap_averages()
     averages = step.get_params()[0]
     assert all(relative_error(averages[name], 0.25 * params[name]) < 1e-6 for name in params), "averaged all the same"
-    assert (state.loss_scale, state.skipped_steps, state.overflow) == (scale / 2, 1, 0)
+    assert (state.loss_scale, state.skipped_steps, state.overflow, state.updates) == (scale / 2, 1, 0, 0)
     assert all(np.array_equal(after[name], params[name]) for name in params)
+    assert not any(array.any() for arrays in step.get_state().values() for array in arrays.values())
     step.set_params(params, aux)
     step.load(data, label)
     for _ in range(2):
         step.forward_backward()
         step.update(0.01)
     state = step.optimizer.read_state()
-    assert (state.loss_scale, state.skipped_steps) == (scale, 1), "two good steps double it again"
+    assert (state.loss_scale, state.skipped_steps, state.updates) == (scale, 1, 2), "two good steps double it again"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -432,7 +461,7 @@ def test_images_of_other_sizes(cache: Path) -> None:
     for size, larger in [(16, 24), (40, 32)]:
         own, inferring = make(size), make(larger)
         own.set_params(*step.get_params())
-        own.set_momenta(step.get_momenta())
+        own.set_state(step.get_state())
         wanted = results(own, inferring, size, larger)
         got = results(step, step, size, larger)
         for name, array in wanted.items():
@@ -446,14 +475,14 @@ def test_images_of_other_sizes(cache: Path) -> None:
     assert step.gpu.memory()[0] > before - 2**23, "memory of sizes gone by is still taken"
 
 
-@pytest.mark.parametrize("lars", [False, True], ids=["sgd", "lars"])
-def test_deterministic_runs_give_equal_bits(cache: Path, tmp_path: Path, lars: bool) -> None:
+@pytest.mark.parametrize("rule", [SGD(), LARS(), AdamW(), LAMB()], ids=["sgd", "lars", "adamw", "lamb"])
+def test_deterministic_runs_give_equal_bits(cache: Path, tmp_path: Path, rule: Rule) -> None:
     """Whatever the cache holds, and with a batch that is many blocks of every kernel."""
     symbol, shapes = resnet(18, CLASSES), {"data": (201, 64, 64, 3), "softmax_label": (201,)}
     graph = fused(symbol)
     results = []
     for folder in (cache, tmp_path):
-        step = TrainingStep(graph, shapes, "float16", optimizer=OptimizerConfig(lars=lars), deterministic=True,
+        step = TrainingStep(graph, shapes, "float16", optimizer=OptimizerConfig(rule), deterministic=True,
                             cache_folder=folder)
         step.set_params(*init_params(symbol, seed=3))
         step.load(*random_batch(shapes, seed=4))

@@ -1,4 +1,4 @@
-// The optimizer: one launch updates every tensor. Master weights, momentum and arithmetic are fp32.
+// The optimizers: one launch updates every tensor. Master weights, what is kept for them, and arithmetic are fp32.
 //
 // Work is cut into chunks of at most CHUNK elements of one tensor; a block does one chunk. All state that decides about a
 // step (loss scale, learning rate, overflow) lives on the GPU, so that no step waits for the host.
@@ -6,32 +6,116 @@
 
 constexpr int CHUNK = 8192;  // elements; must equal optimizer.py's
 constexpr int THREADS = 256;
+constexpr int MAX_SLOTS = 2, MAX_CONSTANTS = 8;  // likewise
 
 struct Tensor {
-    const void *gradient;  // T, or fp32 where `fp32_gradient`; scaled by the loss scale
-    float *master, *momentum;
-    float *average;        // moving average of the weights, or null
-    void *copy;            // the network's own weights of type T, or null
-    uint32 size;           // elements, a multiple of 8
+    const void *gradient;     // T, or fp32 where `fp32_gradient`; scaled by the loss scale
+    float *master;
+    float *state[MAX_SLOTS];  // what the optimizer keeps for each weight
+    float *average;           // moving average of the weights, or null
+    void *copy;               // the network's own weights of type T, or null
+    uint32 size;              // elements, a multiple of 8
     uint32 first_chunk, num_chunks;
     uint32 fp32_gradient;
-    uint32 adapt;          // LARS trust ratio for this tensor?
+    uint32 is_weight;         // has weight decay, and its own learning rate in LARS and LAMB
     float weight_decay;
 };
 
 struct Chunk { uint32 tensor, start; };
 
 struct State {
-    float learning_rate, momentum;
+    float learning_rate;
     float gradient_scale;      // gradients are multiplied by it besides 1 / loss_scale, for averaging
     float loss_scale;
     uint32 overflow;           // a gradient of this step is not finite: skip the update
     uint32 good_steps;         // since the last change of the loss scale
     uint32 skipped_steps;      // in total
     uint32 growth_interval;    // good steps after which the loss scale doubles; 0: constant loss scale
-    float trust_coefficient, trust_epsilon;
+    uint32 updates;            // not skipped, in total
     float average_decay;       // average = average_decay * average + (1 - average_decay) * weight
+    float constants[MAX_CONSTANTS];  // of the rule below, in the order of its members
 };
+
+// --- the rules, one struct for each optimizer; graph_passes/optimizers/ has the formulas ---
+//
+// update      changes a weight and what is kept for it. `g` is its gradient, without the loss scale
+// NORMS_OF    what |weight| is compared with for a learning rate of each tensor's own, in `trust`: GRADIENT, or UPDATE, what
+//             the rate is multiplied with. Where it is UPDATE, `accumulate` changes what is kept, in a launch before, so that
+//             `direction` can be had of it twice: for its norm, and in `update`
+
+enum NormsOf { NOTHING, GRADIENT, UPDATE };
+
+template <bool NESTEROV>
+struct Sgd {
+    static constexpr int SLOTS = 1;
+    static constexpr NormsOf NORMS_OF = NOTHING;
+    float momentum;
+
+    __device__ explicit Sgd(const State &state) : momentum(state.constants[0]) {}
+
+    // MXNet's sgd_mom_update has this form.
+    __device__ void update(float &w, float g, float (&v)[SLOTS], float rate, float decay) const {
+        const float step = rate * (g + decay * w);
+        v[0] = momentum * v[0] - step;
+        w += NESTEROV ? momentum * v[0] - step : v[0];
+    }
+};
+
+// You, Gitman, Ginsburg, arXiv:1708.03888, equation 6
+template <bool NESTEROV>
+struct Lars : Sgd<NESTEROV> {
+    static constexpr NormsOf NORMS_OF = GRADIENT;
+    float trust_coefficient;
+
+    __device__ explicit Lars(const State &state) : Sgd<NESTEROV>(state), trust_coefficient(state.constants[1]) {}
+
+    __device__ float trust(float w, float g, float decay) const { return trust_coefficient * w / (g + decay * w); }
+};
+
+// Loshchilov and Hutter, arXiv:1711.05101, algorithm 2
+struct AdamW {
+    static constexpr int SLOTS = 2;
+    static constexpr NormsOf NORMS_OF = NOTHING;
+    float beta1, rest1, beta2, rest2, epsilon;  // rest: 1 - beta
+    float correction1, correction2;             // 1 - beta^t
+
+    __device__ explicit AdamW(const State &state)
+        : beta1(state.constants[0]), rest1(state.constants[1]), beta2(state.constants[3]), rest2(state.constants[4]),
+          epsilon(state.constants[6]) {
+        const float t = state.updates + 1;
+        correction1 = -expm1f(t * state.constants[2]);  // constants: log(beta)
+        correction2 = -expm1f(t * state.constants[5]);
+    }
+
+    __device__ void accumulate(float g, float (&s)[SLOTS]) const {
+        s[0] = beta1 * s[0] + rest1 * g;
+        s[1] = beta2 * s[1] + rest2 * g * g;
+    }
+
+    __device__ float direction(float w, const float (&s)[SLOTS], float decay) const {
+        return s[0] / correction1 / (sqrtf(s[1] / correction2) + epsilon) + decay * w;
+    }
+
+    __device__ void update(float &w, float g, float (&s)[SLOTS], float rate, float decay) const {
+        accumulate(g, s);
+        w -= rate * direction(w, s, decay);
+    }
+};
+
+// You et al., arXiv:1904.00962, algorithm 2
+struct Lamb : AdamW {
+    static constexpr NormsOf NORMS_OF = UPDATE;
+
+    __device__ explicit Lamb(const State &state) : AdamW(state) {}
+
+    __device__ float trust(float w, float update, float) const { return w / update; }
+
+    __device__ void update(float &w, float, float (&s)[SLOTS], float rate, float decay) const {
+        w -= rate * direction(w, s, decay);
+    }
+};
+
+// --- the launches of a step ---
 
 template <class T> __device__ inline void load_gradient(const Tensor &t, uint32 at, float (&g)[VEC]) {
     if (t.fp32_gradient) load_floats(static_cast<const float *>(t.gradient) + at, g);
@@ -81,49 +165,104 @@ inspect_gradients(const Tensor *tensors, const Chunk *chunks, State *state, floa
     }
 }
 
-// trust[t] = trust_coefficient * |w| / (|g| + weight_decay * |w| + epsilon) where LARS adapts, else 1. One block a tensor.
-// You, Gitman, Ginsburg, arXiv:1708.03888, equation 6.
-__global__ void trust_ratios(const Tensor *tensors, const State *state, const float *norms, float *trust) {
-    const Tensor t = tensors[blockIdx.x];
-    float weight_squares = 0, gradient_squares = 0;
-    for (uint32 c = threadIdx.x; c < t.num_chunks; c += blockDim.x) {
-        weight_squares += norms[2 * (t.first_chunk + c)];
-        gradient_squares += norms[2 * (t.first_chunk + c) + 1];
+template <int SLOTS> __device__ inline void load_state(const Tensor &t, uint32 at, float (&s)[SLOTS][VEC]) {
+#pragma unroll
+    for (int slot = 0; slot < SLOTS; ++slot) load_floats(t.state[slot] + at, s[slot]);
+}
+
+template <int SLOTS> __device__ inline void store_state(const Tensor &t, uint32 at, const float (&s)[SLOTS][VEC]) {
+#pragma unroll
+    for (int slot = 0; slot < SLOTS; ++slot) store_floats(t.state[slot] + at, s[slot]);
+}
+
+// What the rule keeps, from this step's gradients, and the sums of squares of weights and of what the learning rate will be
+// multiplied with, of each chunk, in norms (chunks, 2). Only of rules with the norms of UPDATE.
+template <class T, class Rule>
+__global__ void __launch_bounds__(THREADS)
+accumulate(const Tensor *tensors, const Chunk *chunks, const State *state, float *norms) {
+    const Chunk chunk = chunks[blockIdx.x];
+    const Tensor t = tensors[chunk.tensor];
+    if (state->overflow) return;
+    const uint32 end = min(t.size, chunk.start + CHUNK);
+    const Rule rule(*state);
+    const float unscale = state->gradient_scale / state->loss_scale;
+    float weight_squares = 0, update_squares = 0;
+    for (uint32 at = chunk.start + threadIdx.x * VEC; at < end; at += THREADS * VEC) {
+        float g[VEC], w[VEC], s[Rule::SLOTS][VEC];
+        load_gradient<T>(t, at, g);
+        load_floats(t.master + at, w);
+        load_state(t, at, s);
+#pragma unroll
+        for (int k = 0; k < VEC; ++k) {
+            float kept[Rule::SLOTS];
+#pragma unroll
+            for (int slot = 0; slot < Rule::SLOTS; ++slot) kept[slot] = s[slot][k];
+            rule.accumulate(g[k] * unscale, kept);
+            const float update = rule.direction(w[k], kept, t.weight_decay);
+            weight_squares += w[k] * w[k];
+            update_squares += update * update;
+#pragma unroll
+            for (int slot = 0; slot < Rule::SLOTS; ++slot) s[slot][k] = kept[slot];
+        }
+        store_state(t, at, s);
     }
-    const float w = sqrtf(block_reduce(weight_squares, 0.f, Sum()));
-    const float g = sqrtf(block_reduce(gradient_squares, 0.f, Sum())) * state->gradient_scale / state->loss_scale;
+    weight_squares = block_reduce(weight_squares, 0.f, Sum());
+    update_squares = block_reduce(update_squares, 0.f, Sum());
     if (threadIdx.x == 0) {
-        const bool adapt = t.adapt && w > 0 && g > 0;
-        trust[blockIdx.x] = adapt ? state->trust_coefficient * w / (g + t.weight_decay * w + state->trust_epsilon) : 1;
+        norms[2 * blockIdx.x] = weight_squares;
+        norms[2 * blockIdx.x + 1] = update_squares;
     }
 }
 
-// momentum = m * momentum - rate * (gradient + weight_decay * weight); weight += momentum, or with NESTEROV
-// weight += m * momentum - rate * (gradient + weight_decay * weight). MXNet's sgd_mom_update has this form. Then the
-// moving average of the weight, which a skipped step moves too: as often as the host has counted.
-template <class T, bool LARS, bool NESTEROV>
+// trust[t] = what the learning rate of a tensor is multiplied by: the rule's ratio for weights, else 1, as where a norm is 0.
+// One block a tensor.
+template <class Rule>
+__global__ void trust_ratios(const Tensor *tensors, const State *state, const float *norms, float *trust) {
+    const Tensor t = tensors[blockIdx.x];
+    float weight_squares = 0, other_squares = 0;
+    for (uint32 c = threadIdx.x; c < t.num_chunks; c += blockDim.x) {
+        weight_squares += norms[2 * (t.first_chunk + c)];
+        other_squares += norms[2 * (t.first_chunk + c) + 1];
+    }
+    const float unscale = Rule::NORMS_OF == GRADIENT ? state->gradient_scale / state->loss_scale : 1.f;
+    const float w = sqrtf(block_reduce(weight_squares, 0.f, Sum()));
+    const float other = sqrtf(block_reduce(other_squares, 0.f, Sum())) * unscale;
+    if (threadIdx.x == 0) {
+        const bool adapt = t.is_weight && w > 0 && other > 0;
+        trust[blockIdx.x] = adapt ? Rule(*state).trust(w, other, t.weight_decay) : 1;
+    }
+}
+
+// The weights, by the rule, and what it keeps. Then the moving average of the weights, which a skipped step moves too: as
+// often as the host has counted.
+template <class T, class Rule>
 __global__ void __launch_bounds__(THREADS)
-sgd_update(const Tensor *tensors, const Chunk *chunks, const State *state, const float *trust) {
+update(const Tensor *tensors, const Chunk *chunks, const State *state, const float *trust) {
+    constexpr bool ACCUMULATED = Rule::NORMS_OF == UPDATE;  // by a launch before
     const Chunk chunk = chunks[blockIdx.x];
     const Tensor t = tensors[chunk.tensor];
     const bool skip = state->overflow;
     if (skip && !t.average) return;
     const uint32 end = min(t.size, chunk.start + CHUNK);
-    const float rate = state->learning_rate * (LARS ? trust[chunk.tensor] : 1.f);
-    const float unscale = state->gradient_scale / state->loss_scale, m = state->momentum;
+    const Rule rule(*state);
+    const float rate = state->learning_rate * (Rule::NORMS_OF == NOTHING ? 1.f : trust[chunk.tensor]);
+    const float unscale = state->gradient_scale / state->loss_scale;
     for (uint32 at = chunk.start + threadIdx.x * VEC; at < end; at += THREADS * VEC) {
-        float g[VEC], w[VEC], v[VEC];
+        float g[VEC] = {}, w[VEC], s[Rule::SLOTS][VEC];
         load_floats(t.master + at, w);
         if (!skip) {
-            load_gradient<T>(t, at, g);
-            load_floats(t.momentum + at, v);
+            if (!ACCUMULATED) load_gradient<T>(t, at, g);
+            load_state(t, at, s);
 #pragma unroll
             for (int k = 0; k < VEC; ++k) {
-                const float step = rate * (g[k] * unscale + t.weight_decay * w[k]);
-                v[k] = m * v[k] - step;
-                w[k] += NESTEROV ? m * v[k] - step : v[k];
+                float kept[Rule::SLOTS];
+#pragma unroll
+                for (int slot = 0; slot < Rule::SLOTS; ++slot) kept[slot] = s[slot][k];
+                rule.update(w[k], g[k] * unscale, kept, rate, t.weight_decay);
+#pragma unroll
+                for (int slot = 0; slot < Rule::SLOTS; ++slot) s[slot][k] = kept[slot];
             }
-            store_floats(t.momentum + at, v);
+            if (!ACCUMULATED) store_state(t, at, s);
             store_floats(t.master + at, w);
             if (t.copy) store(static_cast<T *>(t.copy) + at, pack<T>(w));
         }
@@ -151,6 +290,7 @@ __global__ void end_step(State *state) {
         return;
     }
     state->good_steps += 1;
+    state->updates += 1;
     if (state->growth_interval && state->good_steps >= state->growth_interval) {
         state->loss_scale = fminf(16777216.f, state->loss_scale * 2);  // 2^24, as NVIDIA's Apex
         state->good_steps = 0;

@@ -1,0 +1,38 @@
+"""Optimizers by name: one a file, with its constants and its formula; `kernels/optimizer.cu` has it for GPUs.
+
+    rule = create("adamw", {"betas": (0.9, 0.999), "epsilon": 1e-8, "weight_decay": 0.05})
+    optimizer = executor.create_optimizer(rule)
+    optimizer.step(learning_rate=1e-3)
+
+To add one: its file in this folder, whose `RULE` is its class; its struct in optimizer.cu; its options, under the names
+of the constants, in train/config.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from graph_passes.optimizers.base import Optimizer, Rule, Update
+
+__all__ = ["Optimizer", "Rule", "Update", "create", "names", "rule_of"]
+
+
+def names() -> list[str]:
+    """Of all optimizers."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name not in ("arrays", "base"))
+
+
+def rule_of(name: str) -> type[Rule]:
+    """The class of an optimizer's constants, one of `names()`."""
+    rule: type[Rule] = importlib.import_module(f"{__name__}.{name}").RULE
+    return rule
+
+
+def create(name: str, constants: Mapping[str, Any]) -> Rule:
+    """The optimizer of that name, with those of the constants that it has."""
+    rule = rule_of(name)
+    return rule(**{field.name: constants[field.name] for field in fields(rule) if field.name in constants})

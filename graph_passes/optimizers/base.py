@@ -1,0 +1,96 @@
+"""What all optimizers share: what a rule says, and what a training loop asks of the optimizer that applies it.
+
+This imports nothing slow, as the rules do not: their constants are options of the command line.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+
+Arrays = Mapping[str, Any]
+
+
+class Update(NamedTuple):
+    """What is the same for all parameters in one step."""
+
+    learning_rate: float
+    scale: float  # gradients are multiplied by it first
+    number: int  # of this update, from 1
+
+
+@dataclass(frozen=True)
+class Rule(ABC):
+    """An optimizer: its constants, which are options of a run under the same names, and its formula.
+
+    `weight_decay` applies to weights only (`roles.weights`), and so do the ratios of LARS and LAMB.
+    """
+
+    slots: ClassVar[tuple[str, ...]]
+    """Names of the arrays that it keeps for each parameter."""
+    rate_in: ClassVar[tuple[str, ...]] = ()
+    """Those of them that the learning rate is a factor of: where it jumps, they are to be scaled with it."""
+    counts: ClassVar[bool] = False
+    """Whether the number of updates is part of the formula, and so of what is saved."""
+    norms_of: ClassVar[Literal["", "gradient", "update"]] = ""
+    """What a weight's norm is compared with for a learning rate of its own: in the kernels, that takes launches."""
+    recipe: ClassVar[Mapping[str, float]] = {}
+    """Values of options, constants or not, that go with it where a run's preset is made for another optimizer."""
+
+    weight_decay: float = 0.0
+
+    @property
+    @abstractmethod
+    def kernel(self) -> str:
+        """Its struct in optimizer.cu, with template arguments."""
+
+    @property
+    @abstractmethod
+    def kernel_constants(self) -> tuple[float, ...]:
+        """What the struct finds in `State::constants`."""
+
+    @abstractmethod
+    def update(self, arrays: Any, weight: Any, gradient: Any, state: tuple[Any, ...], is_weight: bool,
+               step: Update) -> None:
+        """Change a parameter, and the `slots` of it in `state`, in place. `arrays`: the module of the arrays, mx.nd or
+        np. Nothing waits."""
+
+    def decay(self, is_weight: bool) -> float:
+        """Of a parameter."""
+        return self.weight_decay if is_weight else 0.0
+
+
+def ratio(above: Any, below: Any) -> Any:
+    """`above` / `below`, or 1 where one of the two norms is 0. Nothing waits."""
+    is_safe = (above > 0) * (below > 0)
+    return is_safe * (above / (below + (1 - is_safe))) + (1 - is_safe)
+
+
+def norm(arrays: Any, array: Any) -> Any:
+    """Square root of the sum of squares."""
+    return arrays.sqrt((array * array).sum())
+
+
+class Optimizer(Protocol):
+    """What a training loop works with."""
+
+    scalars: Mapping[str, float]
+    """What it keeps beside arrays, to be saved and set again: where dynamic loss scaling stands, and the number of
+    updates where its formula has that; or empty."""
+
+    @property
+    def state(self) -> Mapping[str, Arrays]:
+        """By the rule's slots, then by parameter: live arrays in the executor's layout."""
+
+    @property
+    def averages(self) -> Arrays:
+        """Moving averages of parameters and running statistics, live arrays in the executor's layout; or empty."""
+
+    def step(self, learning_rate: float, scale: float = 1.0, average_decay: float = 0.0) -> None:
+        """Update all parameters from the executor's gradients, which are first multiplied by `scale`, and then the
+        averages. Asynchronous where the device is."""
+
+    def swap_averages(self) -> None:
+        """Exchange the executor's parameters and running statistics with their averages."""

@@ -1,0 +1,39 @@
+"""LAMB: AdamW with a learning rate of its own for each layer, for large batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from graph_passes.optimizers.adamw import AdamW
+from graph_passes.optimizers.base import Update, norm, ratio
+
+
+@dataclass(frozen=True)
+class LAMB(AdamW):
+    """You et al., arXiv:1904.00962, algorithm 2, with phi(z) = z: AdamW's step of a weight is multiplied by the ratio
+
+        |w| / |m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + epsilon) + weight_decay * w|
+
+    or by 1 where a norm is 0. Biases, gamma and beta are spared, as in the authors' own code (LAMBOptimizer in
+    google-research/albert, `exclude_from_layer_adaptation`); gradients are not normalised first.
+    """
+
+    norms_of = "update"
+    # Wightman et al., arXiv:2110.00476, table 2, A2: a learning rate of 5e-3 for 2,048 images. Epsilon: the authors'.
+    recipe: ClassVar[Mapping[str, float]] = {"learning_rate": 6.25e-4, "weight_decay": 0.02, "epsilon": 1e-6}
+
+    @property
+    def kernel(self) -> str:
+        return "Lamb"
+
+    def update(self, arrays: Any, weight: Any, gradient: Any, state: tuple[Any, ...], is_weight: bool,
+               step: Update) -> None:
+        direction = self.direction(arrays, weight, gradient, state, is_weight, step)
+        if is_weight:
+            direction = ratio(norm(arrays, weight), norm(arrays, direction)) * direction
+        weight[:] = weight - step.learning_rate * direction
+
+
+RULE = LAMB

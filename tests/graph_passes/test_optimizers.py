@@ -1,0 +1,173 @@
+"""The optimizers and moving averages against float64 oracles, over many steps, on MXNet and NumPy arrays."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from step_networks import fused, random_variables, small_resnet
+
+from common.mxnet_compat import mx
+from graph_passes import optimizers, roles
+from graph_passes.executors import create_executor
+from graph_passes.executors.cuda.kernels import SOURCES
+from graph_passes.executors.cuda.optimizer import CHUNK, MAX_CONSTANTS, THREADS
+from graph_passes.executors.cuda.parameters import MAX_SLOTS
+from graph_passes.optimizers import Rule
+from graph_passes.optimizers.adamw import AdamW
+from graph_passes.optimizers.arrays import ArrayOptimizer
+from graph_passes.optimizers.lamb import LAMB
+from graph_passes.optimizers.lars import LARS
+from graph_passes.optimizers.sgd import SGD
+from train.optimizer import average_decay, averages_in_use
+
+Arrays = dict[str, np.ndarray]
+WEIGHTS = ("conv_weight", "layer_weight", "zero_weight", "classifier_weight")
+SHAPES = {"conv_weight": (5, 3, 3, 7), "bn_gamma": (5,), "bn_beta": (5,), "layer_weight": (3, 1, 1, 2),
+          "zero_weight": (4, 6), "classifier_weight": (11, 5), "classifier_bias": (11,)}  # fmt: skip
+STEPS = 50
+
+
+def norm_ratio(above: float, below: float) -> float:
+    """Layers with a norm of 0 keep the learning rate as it is."""
+    return above / below if above and below else 1.0
+
+
+def momentum_oracle(rule: SGD, params: Arrays, gradients: list[Arrays], rates: list[float]) -> tuple[Arrays, Any]:
+    """Plain SGD in float64, written with another order of terms than the code under test."""
+    moved = {name: np.zeros_like(p) for name, p in params.items()}
+    for grads, rate in zip(gradients, rates, strict=True):
+        for name, p in params.items():
+            decay = rule.weight_decay if name in WEIGHTS else 0.0
+            descent = -rate * (grads[name] + decay * p)
+            if isinstance(rule, LARS) and name in WEIGHTS:
+                norm, gradient_norm = np.linalg.norm(p), np.linalg.norm(grads[name])
+                if norm and gradient_norm:
+                    descent *= rule.trust_coefficient * norm / (gradient_norm + decay * norm)
+            moved[name] = rule.momentum * moved[name] + descent
+            params[name] = p + (rule.momentum * moved[name] + descent if rule.nesterov else moved[name])
+    return params, {"momentum": moved}
+
+
+def adam_oracle(rule: AdamW, params: Arrays, gradients: list[Arrays], rates: list[float]) -> tuple[Arrays, Any]:
+    """In float64, from the sums that the moving averages stand for and not step by step."""
+    beta1, beta2 = rule.betas
+    for t, rate in enumerate(rates, start=1):
+        keep1, keep2 = ((1 - beta) * beta ** np.arange(t - 1, -1, -1) for beta in (beta1, beta2))
+        mean = {name: sum(k * g[name] for k, g in zip(keep1, gradients[:t], strict=True)) for name in params}
+        variance = {name: sum(k * g[name] ** 2 for k, g in zip(keep2, gradients[:t], strict=True)) for name in params}
+        for name, p in params.items():
+            descent = mean[name] / keep1.sum() / (np.sqrt(variance[name] / keep2.sum()) + rule.epsilon)
+            if name in WEIGHTS:
+                descent = descent + rule.weight_decay * p
+                if isinstance(rule, LAMB):
+                    descent *= norm_ratio(float(np.linalg.norm(p)), float(np.linalg.norm(descent)))
+            params[name] = p - rate * descent
+    return params, {"mean": mean, "variance": variance}
+
+
+RULES = [
+    SGD(weight_decay=0.01, momentum=0.875), SGD(weight_decay=0.01, momentum=0.875, nesterov=True),
+    LARS(weight_decay=0.01, momentum=0.875, trust_coefficient=0.3),
+    LARS(weight_decay=0.01, momentum=0.875, nesterov=True, trust_coefficient=0.3),
+    AdamW(weight_decay=0.05), AdamW(betas=(0.0, 0.9), epsilon=1e-3), LAMB(weight_decay=0.02, epsilon=1e-6),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{type(rule).__name__} {rule.kernel_constants}")
+@pytest.mark.parametrize("backend", ["mxnet", "numpy"])
+def test_fifty_steps_against_the_oracle(backend: str, rule: Rule, rng: np.random.Generator) -> None:
+    start = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
+    start["zero_weight"][:] = 0
+    rates = [0.1 / (1 + step) for step in range(STEPS)]
+    gradients = [{name: rng.standard_normal(s).astype(np.float32) for name, s in SHAPES.items()} for _ in rates]
+    for grads in gradients[:3]:
+        grads["layer_weight"][:] = 0
+
+    convert = mx.nd.array if backend == "mxnet" else np.array
+    numpy = (lambda array: array.asnumpy()) if backend == "mxnet" else np.asarray
+    params = {name: convert(p) for name, p in start.items()}
+    live: dict[str, Any] = {}
+    optimizer = ArrayOptimizer(rule, params, live, WEIGHTS)
+    for number, (grads, rate) in enumerate(zip(gradients, rates, strict=True)):
+        live.update({name: convert(g) for name, g in grads.items()})
+        optimizer.step(rate, scale=0.5)
+        if number == 20:  # as a run that is resumed
+            saved, scalars, before = optimizer.state, optimizer.scalars, optimizer
+            optimizer = ArrayOptimizer(rule, params, live, WEIGHTS)
+            optimizer.scalars = scalars
+            for slot, arrays in saved.items():
+                for name, array in arrays.items():
+                    optimizer.state[slot][name][:] = array
+            assert before is not optimizer and scalars == ({"updates": 21} if isinstance(rule, AdamW) else {})
+
+    oracle: Any = adam_oracle if isinstance(rule, AdamW) else momentum_oracle
+    halved = [{name: 0.5 * g.astype(np.float64) for name, g in grads.items()} for grads in gradients]
+    expected, state = oracle(rule, {name: p.astype(np.float64) for name, p in start.items()}, halved, rates)
+    for name in SHAPES:
+        # Fifty updates of values near 1, each rounded to 6e-8 of them.
+        np.testing.assert_allclose(numpy(params[name]), expected[name], rtol=1e-5, atol=5e-6, err_msg=name)
+        for slot, arrays in state.items():
+            np.testing.assert_allclose(numpy(optimizer.state[slot][name]), arrays[name], rtol=1e-5, atol=5e-6,
+                                       err_msg=f"{slot} {name}")
+
+
+@pytest.mark.parametrize("backend", ["mxnet", "numpy"])
+def test_moving_averages_against_oracle(backend: str, rng: np.random.Generator) -> None:
+    convert = mx.nd.array if backend == "mxnet" else np.array
+    numpy = (lambda array: array.asnumpy().copy()) if backend == "mxnet" else np.copy
+    params = {"conv_weight": convert(rng.standard_normal((3, 2, 2, 5)).astype(np.float32))}
+    aux = {"bn_moving_mean": convert(np.zeros(4, np.float32))}
+    grads = {"conv_weight": convert(rng.standard_normal((3, 2, 2, 5)).astype(np.float32))}
+    optimizer = ArrayOptimizer(SGD(), params, grads, params, averaged={**params, **aux})
+    history = []
+    for step in range(30):
+        aux["bn_moving_mean"][:] = convert(rng.standard_normal(4).astype(np.float32))
+        optimizer.step(0.1, average_decay=average_decay(0.75, step))
+        history.append({name: numpy(array).astype(np.float64) for name, array in (params | aux).items()})
+    expected = history[0]  # the first step's values, whatever the averages were before
+    for step, values in enumerate(history[1:], start=1):
+        decay = 0.75 if step >= 27 else step / (step + 9)
+        expected = {name: decay * expected[name] + (1 - decay) * value for name, value in values.items()}
+    with averages_in_use(optimizer):
+        for name, array in (params | aux).items():
+            # Each step rounds to fp32 three times (6e-8 each) and forgets at least a quarter of what was before: 12
+            # times that at most, of the largest value on the way.
+            np.testing.assert_allclose(numpy(array), expected[name], rtol=1e-6, atol=2e-6, err_msg=name)
+    for name, array in (params | aux).items():
+        assert np.array_equal(numpy(array), history[-1][name].astype(np.float32)), "and the weights are back"
+
+
+@pytest.mark.parametrize("executor_name", ["mxnet", "reference"])
+@pytest.mark.parametrize("rule", [SGD(weight_decay=0.5), AdamW(weight_decay=0.5)], ids=["sgd", "adamw"])
+def test_weight_decay_spares_norm_and_bias(executor_name: str, rule: Rule, rng: np.random.Generator) -> None:
+    """Which parameters are weights is what the graph says, in any layout."""
+    graph, shapes = fused(small_resnet(True)), {"data": (2, 17, 17, 3), "softmax_label": (2,)}
+    values = random_variables(graph, shapes, rng, dtype=np.float32)
+    executor = create_executor(executor_name, graph, shapes)
+    executor.set_params({name: values[name] for name in executor.params}, {name: values[name] for name in executor.aux})
+    executor.create_optimizer(rule).step(learning_rate=0.1)  # gradients are 0
+    weights = roles.weights(graph)
+    assert weights == {name for name in executor.params if name.endswith("_weight")} and len(weights) > 8
+    for name, value in executor.get_params()[0].items():
+        np.testing.assert_allclose(value, values[name] * (0.95 if name in weights else 1), rtol=1e-6, err_msg=name)
+
+
+def test_by_name() -> None:
+    assert optimizers.names() == ["adamw", "lamb", "lars", "sgd"]
+    constants = {"momentum": 0.5, "betas": (0.5, 0.9), "weight_decay": 0.25, "nesterov": True, "depth": 3}
+    assert optimizers.create("sgd", constants) == SGD(momentum=0.5, weight_decay=0.25, nesterov=True)
+    assert optimizers.create("lamb", constants) == LAMB(betas=(0.5, 0.9), weight_decay=0.25)
+
+
+def test_what_the_kernels_know_of_the_rules() -> None:
+    source = (SOURCES / "optimizer.cu").read_text()
+    for name, here in (("CHUNK", CHUNK), ("THREADS", THREADS), ("MAX_SLOTS", MAX_SLOTS),
+                       ("MAX_CONSTANTS", MAX_CONSTANTS)):
+        found = re.search(rf"\b{name} = (\d+)", source)
+        assert found and int(found[1]) == here, name
+    for rule in RULES:
+        assert len(rule.slots) <= MAX_SLOTS and len(rule.kernel_constants) <= MAX_CONSTANTS
+        assert f"struct {rule.kernel.partition('<')[0]} " in source
