@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
+
 from graph_passes.optimizers.adamw import AdamW
 from graph_passes.optimizers.base import Update, norm, ratio
 
@@ -30,10 +32,16 @@ class LAMB(AdamW):
 
     def update(self, arrays: Any, weight: Any, gradient: Any, state: tuple[Any, ...], is_weight: bool,
                step: Update) -> None:
-        direction = self.direction(arrays, weight, gradient, state, is_weight, step)
+        decay = self.decay(is_weight)
+        if arrays is np:
+            direction = self.direction(weight, gradient, state, decay, step)
+        else:
+            beta1, beta2 = self.betas
+            direction = arrays.lamb_update_phase1(weight, gradient, *state, t=step.number, beta1=beta1, beta2=beta2,
+                                                  epsilon=self.epsilon, wd=decay, rescale_grad=step.scale)
         if is_weight:
-            direction = ratio(norm(arrays, weight), norm(arrays, direction)) * direction
-        weight[:] = weight - step.learning_rate * direction
+            direction *= ratio(norm(arrays, weight), norm(arrays, direction))
+        weight -= step.learning_rate * direction
 
 
 RULE = LAMB
