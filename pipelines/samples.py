@@ -166,8 +166,11 @@ def _plane(x: Field, y: Field, centred: bool, rng: np.random.Generator) -> tuple
 
 
 def _two_colours(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """A dark and a light colour: tints of a dark and of a light grey, so that the pattern outweighs them."""
-    dark, light = rng.uniform(30, 100), rng.uniform(150, 220)
+    """A dark and a light colour, tints of two greys that differ enough to be told apart."""
+    while True:
+        dark, light = rng.uniform(20, 235, 2)  # their lumas
+        if light - dark > 60:
+            break
     tints = rng.uniform(-TINT, TINT, (2, 3))
     tints -= tints @ _LUMA[:, None]
     return (dark + tints[0]).astype(np.float32), (light + tints[1]).astype(np.float32)
