@@ -379,7 +379,8 @@ _ONLY_WITH = {
 def check(config: Config) -> None:
     """Raise TrainError for a value that makes no sense, or that does not go together with another one."""
     _check_limits(vars(config))
-    _check_names(vars(config))
+    models.check(config.model)
+    _check_optimizer(config.optimizer)
     if config.schedule == "step" and list(config.decay_epochs) != sorted(config.decay_epochs):
         raise TrainError(f"--decay-epochs {_shown(config.decay_epochs)} must rise")
     if config.first_image_size > config.image_size:
@@ -395,6 +396,11 @@ def check(config: Config) -> None:
         )
 
 
+def _check_optimizer(name: str) -> None:
+    if name not in optimizers.names():
+        raise TrainError(f"there is no optimizer {name!r}{nearest(name, optimizers.names())}")
+
+
 def _check_limits(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         is_good, words = _LIMITS.get(name, (lambda _: True, ""))
@@ -402,14 +408,6 @@ def _check_limits(values: Mapping[str, Any]) -> None:
             raise TrainError(f"{option_name(name)} {_shown(value)} must be {words}")
         if value in (math.inf, -math.inf):
             raise TrainError(f"{option_name(name)} {value} must be a finite number")
-
-
-def _check_names(values: Mapping[str, Any]) -> None:
-    for model in (*values.get("models", ()), *([values["model"]] if "model" in values else [])):
-        models.check(model)
-    if "optimizer" in values and values["optimizer"] not in optimizers.names():
-        wrong = values["optimizer"]
-        raise TrainError(f"there is no optimizer {wrong!r}{nearest(wrong, optimizers.names())}")
 
 
 def _shown(value: Any) -> str:
@@ -473,7 +471,10 @@ def read(options: type, arguments: Sequence[str], *, command: str) -> dict[str, 
         default = SimpleNamespace(**{field.name: "" for field in dataclasses.fields(options)})
     values = given(options, arguments, prog=f"python -m train {command}", default=default)
     _check_limits(values)
-    _check_names(values)
+    for name in (*values.get("models", ()), *([values["model"]] if "model" in values else [])):
+        models.check(name)
+    if "optimizer" in values:
+        _check_optimizer(values["optimizer"])
     return values
 
 
@@ -482,10 +483,11 @@ def configure(values: Mapping[str, Any], default: Config) -> Config:
 
     Raises TrainError for values that do not go together.
     """
+    config = dataclasses.replace(default, **{name: values[name] for name in vars(default).keys() & values})
     optimizer = values.get("optimizer", default.optimizer)
     recipe = optimizers.rule_of(optimizer).recipe if optimizer != default.optimizer else {}
-    given_fields = {name: values[name] for name in vars(default).keys() & values}
-    config = dataclasses.replace(default, **{**recipe, **given_fields})
+    given = {name: values[name] for name in vars(default).keys() & values}
+    config = dataclasses.replace(default, **{**recipe, **given})
     if "warmup_epochs" not in values:
         config = dataclasses.replace(config, warmup_epochs=default_warmup(default, config.epochs))
     check(config)

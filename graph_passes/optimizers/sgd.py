@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from graph_passes.optimizers.base import Rule, Update
+from graph_passes.optimizers.base import Rule, Update, is_numpy
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class SGD(Rule):
     def update(self, arrays: Any, weight: Any, gradient: Any, state: tuple[Any, ...], is_weight: bool,
                step: Update) -> None:
         decay = self.decay(is_weight)
-        if self.nesterov or not hasattr(arrays, "sgd_mom_update"):  # NumPy has no such operator
+        if is_numpy(arrays) or self.nesterov:
             # The decayed gradient first: MXNet's Nesterov with weight decay would read the parameter after its update.
             self.move(arrays, weight, step.scale * gradient + decay * weight, state, step.learning_rate)
         else:
@@ -45,7 +45,7 @@ class SGD(Rule):
     def move(self, arrays: Any, weight: Any, gradient: Any, state: tuple[Any, ...], rate: Any) -> None:
         """The last two lines of the formula, of a decayed gradient."""
         (momentum,) = state
-        if not hasattr(arrays, "sgd_mom_update"):
+        if is_numpy(arrays):
             step = rate * gradient
             momentum[...] = self.momentum * momentum - step
             weight += self.momentum * momentum - step if self.nesterov else momentum

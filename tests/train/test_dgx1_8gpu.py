@@ -67,7 +67,8 @@ def test_mistakes(arguments, sentence):
 def test_missing_python():
     done = run_script("-n", 2, python="/nowhere/python")
     assert done.returncode == 2
-    assert done.stderr == "error: there is no Python at /nowhere/python: correct PYTHON, or unset it for our own environment\n"
+    assert done.stderr == ("error: there is no Python at /nowhere/python: correct PYTHON, or unset it for our own "
+                           "environment\n")
 
 
 def test_help():

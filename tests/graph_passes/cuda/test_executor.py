@@ -16,9 +16,8 @@ from graph_passes.executors import Executor, create_executor
 from graph_passes.executors.base import Metrics
 from graph_passes.executors.cuda.buckets import Bucket
 from graph_passes.executors.cuda.executor import CudaExecutor
-from graph_passes.optimizers import Rule
+from graph_passes.optimizers import ArrayOptimizer, Rule
 from graph_passes.optimizers.adamw import AdamW
-from graph_passes.optimizers.arrays import ArrayOptimizer
 from graph_passes.optimizers.sgd import SGD
 
 pytestmark = pytest.mark.gpu

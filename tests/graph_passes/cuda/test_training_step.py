@@ -19,9 +19,8 @@ from graph_passes.executors.cuda.optimizer import INITIAL_LOSS_SCALE, OptimizerC
 from graph_passes.executors.cuda.planner import Decision, Planner, Way
 from graph_passes.executors.cuda.program import Launch
 from graph_passes.executors.cuda.training_step import TrainingStep
-from graph_passes.optimizers import Rule
+from graph_passes.optimizers import ArrayOptimizer, Rule
 from graph_passes.optimizers.adamw import AdamW
-from graph_passes.optimizers.arrays import ArrayOptimizer
 from graph_passes.optimizers.lamb import LAMB
 from graph_passes.optimizers.lars import LARS
 from graph_passes.optimizers.sgd import SGD
