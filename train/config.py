@@ -483,11 +483,10 @@ def configure(values: Mapping[str, Any], default: Config) -> Config:
 
     Raises TrainError for values that do not go together.
     """
-    config = dataclasses.replace(default, **{name: values[name] for name in vars(default).keys() & values})
     optimizer = values.get("optimizer", default.optimizer)
     recipe = optimizers.rule_of(optimizer).recipe if optimizer != default.optimizer else {}
-    given = {name: values[name] for name in vars(default).keys() & values}
-    config = dataclasses.replace(default, **{**recipe, **given})
+    of_run = {name: values[name] for name in vars(default).keys() & values}
+    config = dataclasses.replace(default, **{**recipe, **of_run})
     if "warmup_epochs" not in values:
         config = dataclasses.replace(config, warmup_epochs=default_warmup(default, config.epochs))
     check(config)

@@ -19,8 +19,7 @@ from graph_passes import roles
 from graph_passes.errors import GraphError
 from graph_passes.graph import Graph, Ref
 from graph_passes.operators import Shape
-from graph_passes.optimizers import Optimizer, Rule
-from graph_passes.optimizers.arrays import ArrayOptimizer
+from graph_passes.optimizers import ArrayOptimizer, Optimizer, Rule
 from graph_passes.passes.layout import weight_layouts
 
 Arrays = dict[str, np.ndarray]

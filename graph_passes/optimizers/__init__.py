@@ -16,14 +16,14 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from graph_passes.optimizers.base import Optimizer, Rule, Update
+from graph_passes.optimizers.base import ArrayOptimizer, Optimizer, Rule, Update
 
-__all__ = ["Optimizer", "Rule", "Update", "create", "names", "rule_of"]
+__all__ = ["ArrayOptimizer", "Optimizer", "Rule", "Update", "create", "names", "rule_of"]
 
 
 def names() -> list[str]:
     """Of all optimizers."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name not in ("arrays", "base"))
+    return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name != "base")
 
 
 def rule_of(name: str) -> type[Rule]:

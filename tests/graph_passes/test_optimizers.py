@@ -15,9 +15,8 @@ from graph_passes.executors import create_executor
 from graph_passes.executors.cuda.kernels import SOURCES
 from graph_passes.executors.cuda.optimizer import CHUNK, MAX_CONSTANTS, THREADS
 from graph_passes.executors.cuda.parameters import MAX_SLOTS
-from graph_passes.optimizers import Rule
+from graph_passes.optimizers import ArrayOptimizer, Rule
 from graph_passes.optimizers.adamw import AdamW
-from graph_passes.optimizers.arrays import ArrayOptimizer
 from graph_passes.optimizers.lamb import LAMB
 from graph_passes.optimizers.lars import LARS
 from graph_passes.optimizers.sgd import SGD
