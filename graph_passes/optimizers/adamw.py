@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
-
-from graph_passes.optimizers.base import Rule, Update
+from graph_passes.optimizers.base import Rule, Update, is_numpy
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class AdamW(Rule):
     def update(self, arrays: Any, weight: Any, gradient: Any, state: tuple[Any, ...], is_weight: bool,
                step: Update) -> None:
         rate, decay = step.learning_rate, self.decay(is_weight)
-        if arrays is np:
+        if is_numpy(arrays):
             weight -= rate * self.direction(weight, gradient, state, decay, step)
             return
         # MXNet's Adam, one pass over memory instead of ten, has no bias correction: that goes into the rate.
@@ -63,7 +61,7 @@ class AdamW(Rule):
         beta1, beta2 = self.betas
         mean[...] = beta1 * mean + (1 - beta1) * gradient
         variance[...] = beta2 * variance + (1 - beta2) * gradient * gradient
-        root = np.sqrt(variance / (1 - beta2**step.number))
+        root = (variance / (1 - beta2**step.number)) ** 0.5
         return mean / (1 - beta1**step.number) / (root + self.epsilon) + decay * weight
 
 

@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
-
 from graph_passes.optimizers.adamw import AdamW
-from graph_passes.optimizers.base import Update, norm, ratio
+from graph_passes.optimizers.base import Update, is_numpy, norm, ratio
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ class LAMB(AdamW):
     def update(self, arrays: Any, weight: Any, gradient: Any, state: tuple[Any, ...], is_weight: bool,
                step: Update) -> None:
         decay = self.decay(is_weight)
-        if arrays is np:
+        if is_numpy(arrays):
             direction = self.direction(weight, gradient, state, decay, step)
         else:
             beta1, beta2 = self.betas

@@ -114,7 +114,7 @@ MISTAKES = {
     "--optimizer adam": "there is no optimizer 'adam'; did you mean adamw?",
     "--optimizer ?": "there is no optimizer '?'; there are: adamw, lamb, lars, sgd",
     "--optimizer adamw --nesterov": "--nesterov is for --optimizer lars or sgd, and this run has adamw: leave it out",
-    "--betas 0.9 0.99": "--betas is for --optimizer adamw or lamb, and this run has sgd: leave it out",
+    "--optimizer sgd --betas 0.9 0.99": "--betas is for --optimizer adamw or lamb, and this run has sgd: leave it out",
     "--optimizer lamb --betas 0.9 1": "--betas 0.9 1.0 must be two fractions below 1",
     "--optimizer lamb --epsilon 0": "--epsilon 0.0 must be above 0",
     "--random-area 0.5": "--random-area needs 2 values (see",

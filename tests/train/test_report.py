@@ -12,14 +12,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from common.command_line import exit_code_of
 from common.errors import UserError
-from train import plots, report
+from train import plots, predictions, report
 from train.errors import TrainError
 from train.metrics import METRICS_FILE, EpochRow, GpuPoint, LossPoint, RunRecord
+from train.predictions import Predictions
 from train.recorder import Recorder
 from train.summary import summarize, what_limits
 
@@ -220,6 +222,17 @@ def test_benchmark_without_epochs_or_losses(record: RunRecord, tmp_path: Path) -
     markdown = (tmp_path / "report.md").read_text()
     assert "Learning" not in markdown and "| loader-only | not measured |" in markdown
     assert (tmp_path / "dawnbench.tsv").read_text().count("\n") == 1
+
+
+def test_predictions_that_lie_there_become_a_picture(record: RunRecord, tmp_path: Path) -> None:
+    pictures = np.zeros((7, 20, 20, 3), np.uint8)
+    predictions.save(Predictions(pictures, ["cat"] * 7, ["cat"] * 6 + ["dog"], np.full(7, 0.75), epoch=4), tmp_path)
+    text = report.write_report(tmp_path, record).read_text()
+    caption = r"7 images, .* after 4 epochs, .*: 6 are right\."
+    assert re.search(rf"## What it has learned\n\n!\[{caption}\]\(predictions.png\)", text)
+    assert Image.open(tmp_path / "predictions.png").width == 1152
+    page = (tmp_path / "report.html").read_text()
+    assert len(re.findall("data:image/png", page)) == 2 * (len(PLOTS) + 1)
 
 
 def test_a_run_of_one_step(tmp_path: Path) -> None:
