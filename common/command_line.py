@@ -8,8 +8,10 @@ have the help. `given` reads a command line by such a declaration; a `Command` n
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
 import difflib
+import functools
 import importlib
 import inspect
 import itertools
@@ -380,11 +382,26 @@ def _groups(options: type) -> dict[str, list[str]]:
 
 def _help_texts(options: type) -> dict[str, str]:
     """The docstring of each field, on one line."""
-    import docstring_parser  # reads the docstrings of fields from the source
+    texts: dict[str, str] = {}
+    for kind in reversed(options.__mro__[:-1]):
+        texts |= _field_docstrings(inspect.getfile(kind)).get(kind.__name__, {})
+    return texts
 
-    found = (text for kind in reversed(options.__mro__[:-1])
-             for text in docstring_parser.parse_from_object(kind).params)  # fmt: skip
-    return {text.arg_name: " ".join((text.description or "").split()) for text in found}
+
+@functools.cache
+def _field_docstrings(file: str) -> dict[str, dict[str, str]]:
+    """Those of the classes in a source file, by class and field: Python keeps none of them."""
+    found: dict[str, dict[str, str]] = {}
+    for statement in ast.parse(Path(file).read_text(encoding="utf-8")).body:
+        if isinstance(statement, ast.ClassDef):
+            found[statement.name] = {
+                field.target.id: " ".join(text.value.value.split())
+                for field, text in itertools.pairwise(statement.body)
+                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+                and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+                and isinstance(text.value.value, str)
+            }  # fmt: skip
+    return found
 
 
 def _default_text(value: object) -> str:

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 from pipelines.errors import DataError
 
 if TYPE_CHECKING:
-    from pipelines.dali_loader import load_images
+    from pipelines.dali_loader import load_chosen, load_images
     from pipelines.graph import DEFAULT_HW_DECODER_LOAD, MEAN, STD
     from pipelines.loader import Batch, Loader, LoaderConfig
     from pipelines.opening import open_loader
 
-__all__ = ["DEFAULT_HW_DECODER_LOAD", "MEAN", "STD", "Batch", "DataError", "Loader", "LoaderConfig", "load_images",
-           "open_loader"]
+__all__ = ["DEFAULT_HW_DECODER_LOAD", "MEAN", "STD", "Batch", "DataError", "Loader", "LoaderConfig", "load_chosen",
+           "load_images", "open_loader"]
 
 _MODULES = {
-    "dali_loader": ("load_images",),
+    "dali_loader": ("load_chosen", "load_images"),
     "graph": ("DEFAULT_HW_DECODER_LOAD", "MEAN", "STD"),
     "loader": ("Batch", "Loader", "LoaderConfig"),
     "opening": ("open_loader",),

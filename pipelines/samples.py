@@ -22,8 +22,10 @@ from pipelines.progress import map_in_order
 
 NUM_TRAIN = 150  # images of each class
 NUM_VAL = 25
-_VERSION = 2  # changes with the drawing, so that an older set is not taken for this one
+_VERSION = 3  # changes with the drawing, so that an older set is not taken for this one
 _MARKER = "samples.json"
+TINT = 50.0  # largest deviation of a colour's channel from grey, of 255
+_LUMA = np.array((0.299, 0.587, 0.114))  # of a colour, ITU-R BT.601
 
 Field = np.ndarray  # float32 (height, width)
 
@@ -102,7 +104,7 @@ def _clouds(u: Field, v: Field, rng: np.random.Generator) -> Field:
 
 
 def _rays(u: Field, v: Field, rng: np.random.Generator) -> Field:
-    return _wave(int(rng.integers(7, 15)) * np.arctan2(v, u) / (2 * np.pi))
+    return _wave(int(rng.integers(8, 13)) * np.arctan2(v, u) / (2 * np.pi))
 
 
 def _crosses(u: Field, v: Field, rng: np.random.Generator) -> Field:
@@ -129,8 +131,8 @@ _CENTRED = ("rays", "rings", "spiral")  # one figure around a point in the pictu
 
 
 def draw(pattern: str, rng: np.random.Generator) -> Image.Image:
-    """A picture of a class, its shorter side 160 to 320 pixels."""
-    shorter, aspect = rng.uniform(160, 320), rng.uniform(1, 1.6)
+    """A picture of a class, its shorter side 96 to 160 pixels: three to five times what `cpu_sample` trains on."""
+    shorter, aspect = rng.uniform(96, 160), rng.uniform(1, 1.6)
     width, height = int(shorter * aspect), int(shorter)
     if rng.random() < 0.4:
         width, height = height, width
@@ -141,20 +143,20 @@ def draw(pattern: str, rng: np.random.Generator) -> Image.Image:
     dark, light = _two_colours(rng)
     image = dark + (light - dark) * field
     image = _clutter(image, x, y, rng)
-    angle, strength = rng.uniform(0, 2 * np.pi), rng.uniform(0, 0.5)
+    angle, strength = rng.uniform(0, 2 * np.pi), rng.uniform(0, 0.3)
     image *= (1 + strength * (np.cos(angle) * x + np.sin(angle) * y))[..., None]
-    image += rng.normal(0, rng.uniform(2, 14), (height, width, 1)).astype(np.float32)
+    image += rng.normal(0, rng.uniform(2, 6), (height, width, 1)).astype(np.float32)
     return Image.fromarray(np.clip(image, 0, 255).astype(np.uint8))
 
 
 def _plane(x: Field, y: Field, centred: bool, rng: np.random.Generator) -> tuple[Field, Field]:
     """Coordinates of the pattern's plane: turned, scaled, seen from the side, bent a little."""
-    angle = rng.uniform(-0.4, 0.4)  # radians
-    periods = rng.uniform(3, 5)  # over the shorter side
-    tilt = rng.uniform(-0.2, 0.2, 2)
+    angle = rng.uniform(-0.15, 0.15)  # radians
+    periods = rng.uniform(2.5, 3.2)  # over the shorter side: one is ten pixels of an image of 32
+    tilt = rng.uniform(-0.1, 0.1, 2)
     depth = 1 + tilt[0] * x + tilt[1] * y
     phase = rng.uniform(0, 2 * np.pi, 2)
-    bend = rng.uniform(0, 0.02)
+    bend = rng.uniform(0, 0.01)
     bent_x = x + bend * np.sin(9 * y + phase[0])
     bent_y = y + bend * np.sin(9 * x + phase[1])
     offset = rng.uniform(-0.25, 0.25, 2) * periods if centred else rng.uniform(0, 1, 2)
@@ -164,16 +166,19 @@ def _plane(x: Field, y: Field, centred: bool, rng: np.random.Generator) -> tuple
 
 
 def _two_colours(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """A dark and a light colour that differ enough to be told apart."""
+    """A dark and a light colour, tints of two greys that differ enough to be told apart."""
     while True:
-        dark, light = rng.uniform(10, 245, (2, 3)).astype(np.float32)
-        if float((light - dark) @ (0.3, 0.59, 0.11)) > 60:  # luma of ITU-R BT.601
-            return dark, light
+        dark, light = rng.uniform(20, 235, 2)  # their lumas
+        if light - dark > 60:
+            break
+    tints = rng.uniform(-TINT, TINT, (2, 3))
+    tints -= tints @ _LUMA[:, None]
+    return (dark + tints[0]).astype(np.float32), (light + tints[1]).astype(np.float32)
 
 
 def _clutter(image: np.ndarray, x: Field, y: Field, rng: np.random.Generator) -> np.ndarray:
-    """Up to two discs and bars of other colours in front."""
-    for _ in range(rng.integers(0, 3)):
+    """Perhaps a disc or a bar of another colour in front."""
+    for _ in range(rng.integers(0, 2)):
         centre, size, angle = rng.uniform(-0.6, 0.6, 2), rng.uniform(0.05, 0.16), rng.uniform(0, np.pi)
         along = np.cos(angle) * (x - centre[0]) + np.sin(angle) * (y - centre[1])
         across = np.sin(angle) * (x - centre[0]) - np.cos(angle) * (y - centre[1])

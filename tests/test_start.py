@@ -49,6 +49,8 @@ def test_help(line):
     ("train --config cpu_smaple", "there is no preset 'cpu_smaple' in train/configs/; did you mean cpu_sample?"),
     ("train --batch-size 0", "--batch-size 0 must be at least 1"),
     ("train --data --epochs 3", "--data needs a value"),
+    ("train --model resnet51", "there is no model 'resnet51'; did you mean resnet50?"),
+    ("train benchmark --optimizer adam", "there is no optimizer 'adam'; did you mean adamw?"),
     ("train validate --epochs 3", "--epochs is an option of train and compare-precision, not of validate"),
     ("train benchmark --resume auto", "--resume is an option of train, not of benchmark"),
     ("train predict --top x a.jpg", "--top needs a whole number, not 'x'"),

@@ -105,7 +105,7 @@ class NetworkOptions:
 
     model: Annotated[str, "NAME"] = "resnet50"
     """Network, by its name: resnet18 to resnet152 (v1.5), resnet50d, resnext50_32x4d, wide_resnet50_2 and others;
-    --model list names them all."""
+    --model '?' names them all."""
     zero_init_residual: bool = True
     """Each residual block starts as its shortcut: the gamma of its last BatchNorm is initially 0, not 1
     (arXiv:1706.02677, section 5.1)."""
@@ -483,11 +483,10 @@ def configure(values: Mapping[str, Any], default: Config) -> Config:
 
     Raises TrainError for values that do not go together.
     """
-    config = dataclasses.replace(default, **{name: values[name] for name in vars(default).keys() & values})
     optimizer = values.get("optimizer", default.optimizer)
     recipe = optimizers.rule_of(optimizer).recipe if optimizer != default.optimizer else {}
-    given = {name: values[name] for name in vars(default).keys() & values}
-    config = dataclasses.replace(default, **{**recipe, **given})
+    of_run = {name: values[name] for name in vars(default).keys() & values}
+    config = dataclasses.replace(default, **{**recipe, **of_run})
     if "warmup_epochs" not in values:
         config = dataclasses.replace(config, warmup_epochs=default_warmup(default, config.epochs))
     check(config)

@@ -230,9 +230,11 @@ class Trainer:
         """Tell the recorder of the step, and of the metrics of the log line before: they are asked for at one step and
         received after the next is under way, so that a GPU never waits for them. Raises TrainError: not finite.
 
-        `read_now`: the metrics of all steps so far are received, as a checkpoint and the end of an epoch need them.
+        `read_now`: the metrics of all steps so far are received, as a checkpoint and the end of an epoch need them; and
+        those of a session's first step, whose line is to show at once that the run is alive.
         """
         recorder.end_step(self.learning_rate(self.schedule_step - 1))
+        read_now |= recorder.is_first_step
         self._log(recorder)
         if recorder.log_due or read_now:
             recorder.close_interval()

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import io
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from PIL import Image, ImageDraw, ImageFont
 
 from train.metrics import RunRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from train.predictions import Predictions
 
 MAX_POINTS = 1500  # more than a plot has pixels for: longer series are drawn as medians of equal parts
 
@@ -144,6 +150,62 @@ def time_split(seconds: Mapping[str, float], theme: Theme) -> bytes:
         handlelength=1.0, handleheight=1.0, columnspacing=2.5,
     )  # fmt: skip
     return _png(figure, theme)
+
+
+_COLUMNS, _TOP = 6, 58  # pictures in a row; pixels above the first row
+_CELL, _PICTURE, _LINE = 192, 168, 22  # pixels of a cell's width, of a picture in it, of a line of text
+
+
+def predictions(shown: Predictions, theme: Theme) -> bytes:
+    """Images with what the network makes of them: its guess, how sure it is of it (also as a bar), and whether it is
+    right; where it is not, a frame and the true class."""
+    columns = min(_COLUMNS, len(shown.true))
+    height = _PICTURE + 3 * _LINE + 24
+    sheet = Image.new("RGB", (_COLUMNS * _CELL, _TOP + math.ceil(len(shown.true) / columns) * height), theme.background)
+    draw = ImageDraw.Draw(sheet)
+    margin = (_CELL - _PICTURE) // 2
+    draw.text((margin, 12), "Predictions", theme.text, font(23, bold=True))
+    score = f"{shown.num_right} of {len(shown.true)} right"
+    draw.text((sheet.width - margin, 16), score, theme.muted, font(19), anchor="ra")
+    for i, (true, guess, probability) in enumerate(zip(shown.true, shown.guessed, shown.probability, strict=True)):
+        x, y = i % columns * _CELL + margin, _TOP + i // columns * height
+        is_right = guess == true
+        color = theme.series[2 if is_right else 1]
+        if not is_right:
+            draw.rectangle((x - 5, y - 5, x + _PICTURE + 4, y + _PICTURE + 4), color)
+        picture = Image.fromarray(shown.pictures[i]).resize((_PICTURE, _PICTURE), Image.Resampling.LANCZOS)
+        sheet.paste(picture, (x, y))
+        y += _PICTURE + 9
+        bar = _PICTURE - 50  # beside it the percentage
+        draw.rectangle((x, y + 5, x + bar, y + 10), theme.grid)
+        draw.rectangle((x, y + 5, x + round(bar * float(probability)), y + 10), color)
+        draw.text((x + _PICTURE, y), f"{100 * float(probability):.0f} %", theme.muted, font(15), anchor="ra")
+        y += _LINE - 2
+        name = fitting(f"{'✓' if is_right else '✗'} {guess}", font(16, bold=True), _PICTURE)
+        draw.text((x, y), name, color, font(16, bold=True))
+        if not is_right:
+            draw.text((x, y + _LINE), fitting(f"is: {true}", font(16), _PICTURE), theme.text, font(16))
+    buffer = io.BytesIO()
+    sheet.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+@functools.cache
+def font(size: int, bold: bool = False) -> ImageFont.FreeTypeFont:
+    """DejaVu Sans as matplotlib has it: the same on every machine. `size` in pixels."""
+    import matplotlib  # slow to import
+
+    name = f"DejaVuSans{'-Bold' * bold}.ttf"
+    return ImageFont.truetype(str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / name), size)
+
+
+def fitting(text: str, font: ImageFont.FreeTypeFont, width: float) -> str:
+    """The text, cut with an ellipsis to fit into `width` pixels."""
+    if font.getlength(text) <= width:
+        return text
+    while text and font.getlength(f"{text}…") > width:
+        text = text[:-1]
+    return f"{text}…"
 
 
 def precisions(runs: Mapping[str, Mapping[str, RunRecord]], title: str) -> bytes:

@@ -42,6 +42,7 @@ from train.tensorboard import TensorBoardLog
 from train.terminal import Terminal
 
 SPEED_WINDOW = 100  # steps that the speed on the terminal looks back on: smooth, yet a slow-down shows
+LONGEST_SILENCE = 10.0  # seconds of steps without a line on the terminal, after which one comes between two log lines
 
 T = TypeVar("T")
 
@@ -56,7 +57,7 @@ class _Interval:
     learning_rate: float  # of its last step
     is_logged: bool  # with a line on the terminal
     seconds_left: float  # of the run
-    rate: Speed  # of the latest steps, for people
+    rate: Speed | None  # of the latest steps, for people; None for a session's first
     times: dict[str, list[float]]  # by name of the RunRecord's lists, ms
 
 
@@ -107,9 +108,10 @@ class Recorder:
         self.record = RunRecord(config={}, command="", images_per_step=images_per_step)
         self._clock = clock
         self._step = self._last_log = first_step
+        self._next_log = first_step + 1  # the first step has a line: the run has begun, and with this loss
         self._first_step, self._warm_step = first_step, first_step + warmup_steps
         self._epoch, self._epoch_steps, self._epoch_first_step = first_epoch, 0, first_step
-        self._step_start = clock()
+        self._step_start = self._last_line = clock()
         self._step_end: float | None = None  # where `stop_clock` has been called
         self._overhang = 0.0  # seconds from the last step's end until `end_step` or `log`: they belong to the next step
         self._waited = 0.0  # seconds of this step so far
@@ -159,7 +161,8 @@ class Recorder:
             self._mlperf.start("epoch_start", epoch_num=epoch + 1)
         if self._terminal:
             self._terminal.begin_epoch(epoch, num_steps, first_step)
-        self._step_start, self._waited = self._clock() - self._overhang, 0.0
+        self._last_line = self._clock()
+        self._step_start, self._waited = self._last_line - self._overhang, 0.0
 
     def timed(self, batches: Iterable[T]) -> Iterator[T]:
         """The same batches; the time that each takes to arrive counts as the step's wait for the loader.
@@ -187,10 +190,15 @@ class Recorder:
     def log_due(self) -> bool:
         """Whether the step that has just ended is one with a log line, so that the loop should ask for the metrics.
 
-        The last step of an epoch always is.
+        The first step of a session and the last one of an epoch always are.
         """
         is_last = self._step == self._epoch_first_step + self._epoch_steps
-        return self._step > self._last_log and (self._step - self._last_log >= self.log_every or is_last)
+        return self._step > self._last_log and (self._step >= self._next_log or is_last)
+
+    @property
+    def is_first_step(self) -> bool:
+        """Whether the step that has just ended is the session's first."""
+        return self._step == self._first_step + 1
 
     def stop_clock(self, idle_seconds: float | None = None) -> None:
         """The step under way is over; what follows until `end_step` counts in the next step.
@@ -222,6 +230,33 @@ class Recorder:
         self._recent_ms.append(step_ms)
         if self._terminal:
             self._terminal.end_step()
+            is_quiet = now - self._last_line > LONGEST_SILENCE
+            if is_quiet and not (self.log_due or self._interval):
+                self._show_line(self._place, speed(self._recent_ms, self.record.images_per_step), None,
+                                learning_rate, self._seconds_left)
+
+    @property
+    def _place(self) -> str:
+        """The step that has just ended, for people."""
+        done = self._step - self._epoch_first_step
+        if self.num_epochs is None:
+            return f"step {done}"
+        return f"epoch {self._epoch + 1}/{self.num_epochs}, step {done}/{self._epoch_steps}"
+
+    @property
+    def _seconds_left(self) -> float:
+        """Of the run, where its end is known."""
+        epochs = (self.num_epochs or 0) - self._epoch
+        steps = epochs * self._epoch_steps - (self._step - self._epoch_first_step)
+        validations = epochs * float(np.mean(self._validation_seconds)) if self._validation_seconds else 0.0
+        return steps * float(np.mean(self._recent_ms)) / 1e3 + validations
+
+    def _show_line(
+        self, place: str, rate: Speed | None, loss: float | None, learning_rate: float, seconds_left: float
+    ) -> None:
+        assert self._terminal
+        self._terminal.log_step(place, rate, loss, learning_rate, seconds_left)
+        self._last_line = self._clock()
 
     def close_interval(self) -> None:
         """The metrics have been asked for: those that `log` gets belong to the steps up to the one that has just ended.
@@ -229,24 +264,20 @@ class Recorder:
         To be called where `log_due` says so, which puts a line on the terminal, and wherever else metrics are read.
         """
         assert self._interval is None, "the metrics of the interval before have not come yet"
-        done = self._step - self._epoch_first_step
-        steps_left = ((self.num_epochs or 0) - self._epoch) * self._epoch_steps - done
-        seconds_left = steps_left * float(np.mean(self._recent_ms)) / 1e3
-        if self._validation_seconds:
-            seconds_left += ((self.num_epochs or 0) - self._epoch) * float(np.mean(self._validation_seconds))
-        epochs = "" if self.num_epochs is None else f"epoch {self._epoch + 1}/{self.num_epochs}, "
+        starts = self.is_first_step and self._epoch_steps > 1  # such a step's time says nothing of those that follow
         self._interval = _Interval(
             step=self._step,
-            epoch=self._epoch + done / max(self._epoch_steps, 1),
-            place=f"{epochs}step {done}/{self._epoch_steps}" if epochs else f"step {done}",
+            epoch=self._epoch + (self._step - self._epoch_first_step) / max(self._epoch_steps, 1),
+            place=self._place,
             learning_rate=self._learning_rate,
             is_logged=self.log_due,
-            seconds_left=seconds_left,
-            rate=speed(self._recent_ms, self.record.images_per_step),
+            seconds_left=self._seconds_left,
+            rate=None if starts else speed(self._recent_ms, self.record.images_per_step),
             times=self._pending,
         )
         if self.log_due:
             self._last_log = self._step
+            self._next_log = (self._first_step if self.is_first_step else self._step) + self.log_every
         self._pending = {name: [] for name in self._pending}
 
     @property
@@ -275,7 +306,7 @@ class Recorder:
         self._write_steps(interval, metrics, gpu)
         if interval.is_logged:
             loss = self.record.loss_curve[-1].loss if self.record.loss_curve else None
-            self._terminal.log_step(interval.place, interval.rate, loss, interval.learning_rate, interval.seconds_left)
+            self._show_line(interval.place, interval.rate, loss, interval.learning_rate, interval.seconds_left)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from common import files
 from common.command_line import exit_code_of, given
-from train import plots
+from train import plots, predictions
 from train.config import SYNTHETIC
 from train.document import Block, Code, Heading, Plot, Table, Text, Tiles, html_page, markdown
 from train.errors import TrainError
@@ -26,7 +26,8 @@ from train.summary import Summary, summarize
 def write_report(folder: Path, record: RunRecord) -> Path:
     """Write all files of a report into `folder`; returns the path of report.md.
 
-    Raises UserError for a run without a single step and a folder that cannot be written.
+    Predictions that lie there (`train.predictions`) become a picture. Raises UserError for a run without a single step
+    and a folder that cannot be written.
     """
     summary = summarize(record)
     figures: dict[str, Callable[[plots.Theme], bytes]] = {
@@ -39,10 +40,13 @@ def write_report(folder: Path, record: RunRecord) -> Path:
         figures["gpu.png"] = lambda theme: plots.gpu(record, theme)
     if record.epochs:
         figures["accuracy.png"] = lambda theme: plots.accuracy(record, theme)
+    shown = predictions.read(folder)
+    if shown:
+        figures[predictions.PICTURE] = lambda theme: plots.predictions(shown, theme)
     light = {name: draw(plots.LIGHT) for name, draw in figures.items()}
     dark = {name: draw(plots.DARK) for name, draw in figures.items()}
 
-    title, blocks = _contents(record, summary, list(figures))
+    title, blocks = _contents(record, summary, list(figures), shown.caption if shown else "")
     contents: dict[str, bytes] = {
         **light,
         "report.json": json.dumps({"summary": asdict(summary), **record.to_dict()}, indent=1).encode(),
@@ -83,7 +87,10 @@ def _model(config: Mapping[str, Any]) -> str:
     return config.get("model") or f"resnet{config.get('depth', '?')}"
 
 
-def _contents(record: RunRecord, summary: Summary, figures: Sequence[str]) -> tuple[str, list[Block]]:
+def _contents(
+    record: RunRecord, summary: Summary, figures: Sequence[str], predicted: str
+) -> tuple[str, list[Block]]:
+    """Title and blocks; `predicted` is the caption of the picture of predictions, if there is one."""
     title = f"{_model(record.config)}, {record.config.get('config', 'run')}: training report"
     where = ", ".join(record.hardware.get("gpus") or [record.hardware.get("cpu", "unknown CPU")])
     tiles = [(f"{summary.total.mean:,.1f}", "images/sec in total")]
@@ -98,6 +105,10 @@ def _contents(record: RunRecord, summary: Summary, figures: Sequence[str]) -> tu
         Text(summary.limit_text),
         Text(f"Started {_date(record.start_date)} on {where}, {record.images_per_step} images per step, by:"),
         Code(record.command),
+    ]
+    if predicted:
+        blocks += [Heading("What it has learned"), Plot(predictions.PICTURE, predicted)]
+    blocks += [
         Heading("Throughput"),
         _throughput_table(record, summary),
         Text(

@@ -42,14 +42,19 @@ class Terminal:
         if self.progress and self._task is not None:
             self.progress.update(self._task, advance=1)
 
-    def log_step(self, place: str, rate: Speed, loss: float | None, learning_rate: float, seconds_left: float) -> None:
-        """The line of some steps; `seconds_left` is shown where the run's end is known."""
+    def log_step(
+        self, place: str, rate: Speed | None, loss: float | None, learning_rate: float, seconds_left: float
+    ) -> None:
+        """The line of some steps; `seconds_left` is shown where the run's end is known, and not before the `rate` is,
+        from which it follows."""
+        shown_rate = f"  {rate}" if rate else ""
         shown_loss = f"  loss {loss:.3f}" if loss is not None else ""
         time_left = ""
-        if self.num_epochs is not None:
+        if rate and self.num_epochs is not None:
             time_left = f"  time left {timedelta(seconds=round(max(seconds_left, 0)))}"
-        self.say(f"{place}  {rate}{shown_loss}  learning rate {learning_rate:.4g}{time_left}")
-        self._status = f"{rate.mean:.1f} images/sec{time_left}"  # with name and bar, 80 columns hold it
+        self.say(f"{place}{shown_rate}{shown_loss}  learning rate {learning_rate:.4g}{time_left}")
+        if rate:
+            self._status = f"{rate.mean:.1f} images/sec{time_left}"  # with name and bar, 80 columns hold it
         self.show()
 
     def show(self, activity: str = "") -> None:

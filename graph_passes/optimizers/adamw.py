@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from graph_passes.optimizers.base import Rule, Update
+from graph_passes.optimizers.base import Rule, Update, is_numpy
 
 
 @dataclass(frozen=True)
@@ -41,19 +41,28 @@ class AdamW(Rule):
 
     def update(self, arrays: Any, weight: Any, gradient: Any, state: tuple[Any, ...], is_weight: bool,
                step: Update) -> None:
-        direction = self.direction(arrays, weight, gradient, state, is_weight, step)
-        weight[:] = weight - step.learning_rate * direction
+        rate, decay = step.learning_rate, self.decay(is_weight)
+        if is_numpy(arrays):
+            weight -= rate * self.direction(weight, gradient, state, decay, step)
+            return
+        # MXNet's Adam, one pass over memory instead of ten, has no bias correction: that goes into the rate.
+        beta1, beta2 = self.betas
+        root = math.sqrt(1 - beta2**step.number)
+        if decay:
+            weight *= 1 - rate * decay
+        arrays.adam_update(weight, gradient, *state, lr=rate * root / (1 - beta1**step.number), beta1=beta1,
+                           beta2=beta2, epsilon=self.epsilon * root, rescale_grad=step.scale, out=weight)
 
-    def direction(self, arrays: Any, weight: Any, gradient: Any, state: tuple[Any, ...], is_weight: bool,
-                  step: Update) -> Any:
-        """What the learning rate is multiplied with, from the new mean and variance, which it leaves in `state`."""
+    def direction(self, weight: Any, gradient: Any, state: tuple[Any, ...], decay: float, step: Update) -> Any:
+        """What the learning rate is multiplied with, from the new mean and variance, which it leaves in `state`; in
+        NumPy."""
         mean, variance = state
         gradient = step.scale * gradient
         beta1, beta2 = self.betas
-        mean[:] = beta1 * mean + (1 - beta1) * gradient
-        variance[:] = beta2 * variance + (1 - beta2) * gradient * gradient
-        root = arrays.sqrt(variance / (1 - beta2**step.number))
-        return mean / (1 - beta1**step.number) / (root + self.epsilon) + self.decay(is_weight) * weight
+        mean[...] = beta1 * mean + (1 - beta1) * gradient
+        variance[...] = beta2 * variance + (1 - beta2) * gradient * gradient
+        root = (variance / (1 - beta2**step.number)) ** 0.5
+        return mean / (1 - beta1**step.number) / (root + self.epsilon) + decay * weight
 
 
 def _log(beta: float) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from graph_passes.optimizers.adamw import AdamW
-from graph_passes.optimizers.base import Update, norm, ratio
+from graph_passes.optimizers.base import Update, is_numpy, norm, ratio
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,16 @@ class LAMB(AdamW):
 
     def update(self, arrays: Any, weight: Any, gradient: Any, state: tuple[Any, ...], is_weight: bool,
                step: Update) -> None:
-        direction = self.direction(arrays, weight, gradient, state, is_weight, step)
+        decay = self.decay(is_weight)
+        if is_numpy(arrays):
+            direction = self.direction(weight, gradient, state, decay, step)
+        else:
+            beta1, beta2 = self.betas
+            direction = arrays.lamb_update_phase1(weight, gradient, *state, t=step.number, beta1=beta1, beta2=beta2,
+                                                  epsilon=self.epsilon, wd=decay, rescale_grad=step.scale)
         if is_weight:
-            direction = ratio(norm(arrays, weight), norm(arrays, direction)) * direction
-        weight[:] = weight - step.learning_rate * direction
+            direction *= ratio(norm(arrays, weight), norm(arrays, direction))
+        weight -= step.learning_rate * direction
 
 
 RULE = LAMB

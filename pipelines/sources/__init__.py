@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from pipelines.errors import DataError
 from pipelines.sources import cifar, folders, records, shards
-from pipelines.sources.base import Classes, Source, class_list, read_classes
+from pipelines.sources.base import Chosen, Classes, Source, class_list, read_classes
 from pipelines.sources.cifar import CifarSource
 from pipelines.sources.folders import FileSource
 from pipelines.sources.records import RecordSource
@@ -23,6 +23,7 @@ from pipelines.sources.webdataset import TarSource, is_tar
 
 __all__ = [
     "FORMATS",
+    "Chosen",
     "Classes",
     "FileSource",
     "Location",

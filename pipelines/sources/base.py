@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +67,29 @@ class Source(ABC):
 
     def read_ahead(self, indices: Iterable[int]) -> None:  # noqa: B027  # to do nothing is right for most
         """These images will be asked for soon: fetch them from the disk meanwhile, without waiting."""
+
+
+class Chosen(Source):
+    """Some images of another source, in a given order."""
+
+    def __init__(self, source: Source, indices: Sequence[int]) -> None:
+        self.path, self.classes, self.feeds = source.path, source.classes, source.feeds
+        self._source, self._indices = source, list(indices)
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def name(self, i: int) -> str:
+        return self._source.name(self._indices[i])
+
+    def label(self, i: int) -> int:
+        return self._source.label(self._indices[i])
+
+    def feed(self, i: int) -> np.ndarray:
+        return self._source.feed(self._indices[i])
+
+    def read(self, i: int) -> np.ndarray:
+        return self._source.read(self._indices[i])
 
 
 def read_classes(folder: Path) -> Classes:

@@ -39,7 +39,7 @@ def test_interrupted_leaves_nothing(tmp_path, monkeypatch):
 def test_pictures_have_realistic_sizes():
     rng = np.random.default_rng(1)
     sizes = np.array([draw(pattern, rng).size for pattern in PATTERNS for _ in range(3)])
-    assert sizes.min() >= 150 and sizes.max() <= 520
+    assert sizes.min() >= 90 and sizes.max() <= 256
     ratios = sizes[:, 0] / sizes[:, 1]
     assert ratios.min() < 0.9 and ratios.max() > 1.2
 

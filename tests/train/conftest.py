@@ -44,7 +44,7 @@ def tiny_options(tiny_data: Path) -> list[str]:
     return [
         "--data", str(tiny_data), "--model", "resnet18", "--image-size", "32", "--batch-size", "4", "--epochs", "2",
         "--device", "cpu", "--num-threads", "1", "--no-tensorboard", "--warmup-epochs", "0", "--learning-rate", "0.5",
-        "--checkpoint-minutes", "0",
+        "--checkpoint-minutes", "0", "--optimizer", "sgd", "--weight-decay", "1e-4", "--validate-every", "1",
     ]  # fmt: skip
 
 
@@ -61,8 +61,9 @@ def run_train(
     def run(*arguments: object, report: bool = False) -> tuple[int, str, str]:
         capfd.readouterr()
         with monkeypatch.context() as patch:
-            if not report:  # its plots take longer than the run
+            if not report:  # its plots and predictions take longer than the run
                 patch.setattr(session, "write_report", lambda folder, record: folder)
+                patch.setattr(session, "has_predictions", lambda trainer, recorder: False)
             code = program.main([str(argument) for argument in arguments])
         out, err = capfd.readouterr()
         return code, out, err

@@ -240,7 +240,7 @@ def test_preset_of_a_command_line_that_names_none(monkeypatch, run_train, tiny_d
     monkeypatch.setattr(devices, "find_gpus", lambda: [])
     assert preset("--data /images") == preset("--data /images --device gpu") == "cpu_sample"
     code, out, _ = run_train("--data", tiny_data, "--batch-size", "99", "--output", tmp_path / "run")
-    assert code == 2 and out.startswith("preset cpu_sample: 10 epochs at 48 pixels (--config takes another one, ")
+    assert code == 2 and out.startswith("preset cpu_sample: 10 epochs at 32 pixels (--config takes another one, ")
 
 
 def test_what_is_missing_for_the_cuda_executor_is_named(monkeypatch):

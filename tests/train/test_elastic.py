@@ -37,7 +37,8 @@ class Run:
         self.process = subprocess.Popen(
             ["bash", SCRIPT, "-n", str(processes), *options, "-b", str(BATCH), "--device", device, "--epochs", "90",
              "--config", "cpu_sample", "--data", "synthetic", "--no-tensorboard", "--warmup-epochs", "0",
-             "--log-every", "1", "--checkpoint-minutes", "0", "--validate-every", "0",
+             "--log-every", "1", "--checkpoint-minutes", "0", "--validate-every", "0", "--optimizer", "sgd",
+             "--learning-rate", "0.16", "--momentum", "0.9", "--weight-decay", "1e-4",
              "--commit-every", str(COMMIT_EVERY), "--output", folder],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
         )  # fmt: skip

@@ -22,7 +22,8 @@ pytestmark = pytest.mark.gpu
 # 50 steps an epoch; the smallest network, on images that it tells apart within one epoch.
 STEP_OPTIONS = [
     "--config", "cpu_sample", "--data", "synthetic", "--model", "resnet18", "--image-size", "33",
-    "--batch-size", "256", "--learning-rate", "0.1", "--no-tensorboard",
+    "--batch-size", "256", "--learning-rate", "0.1", "--no-tensorboard", "--optimizer", "sgd", "--momentum", "0.9",
+    "--weight-decay", "1e-4", "--validate-every", "1",
 ]  # fmt: skip
 OPTIONS = [*STEP_OPTIONS, "--epochs", "3", "--warmup-epochs", "1", "--checkpoint-minutes", "0"]
 

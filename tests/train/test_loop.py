@@ -190,8 +190,9 @@ def test_standard_error_of_median(rng):
 
 
 def test_metrics_are_received_a_step_late_and_none_is_lost(run_train, tiny_options, tmp_path, monkeypatch):
-    """Asked for after a step, received after the next one was handed to the device; at once at an epoch's end, at a
-    checkpoint and at a limit. Every image of every step is in exactly one line, in a resumed run too."""
+    """Asked for after a step, received after the next one was handed to the device; at once after a session's first
+    step, at an epoch's end, at a checkpoint and at a limit. Every image of every step is in exactly one line, in a
+    resumed run too."""
     happened: list[str] = []
     logged: list[tuple[int, float]] = []  # step, images
 
@@ -223,11 +224,12 @@ def test_metrics_are_received_a_step_late_and_none_is_lost(run_train, tiny_optio
     code, _, err = run_train("--output", folder, *options, "--max-steps", "9")  # of 6 in an epoch, 4 images each
     assert code == 0, err
     step, ask, receive = "step", "ask", "receive"
-    assert happened == [step] * 4 + [ask, step, receive, step, ask, receive] + [step] * 3 + [ask, receive]
+    assert happened == [step, ask, receive, *[step] * 3, ask, step, receive, step, ask, receive,
+                        *[step] * 3, ask, receive]  # fmt: skip
     code, _, err = run_train("--resume", folder)
     assert code == 0, err
-    assert logged == [(4, 16.0), (6, 8.0), (9, 12.0), (12, 12.0)]
-    assert [line["step"] for line in read_lines(folder, "steps")] == [4, 6, 9, 12]
+    assert logged == [(1, 4.0), (4, 12.0), (6, 8.0), (9, 12.0), (10, 4.0), (12, 8.0)]
+    assert [line["step"] for line in read_lines(folder, "steps")] == [1, 4, 6, 9, 10, 12]
 
 
 def test_gpu_readings_go_with_the_log_lines(run_train, tiny_options, tmp_path, monkeypatch):
@@ -256,7 +258,8 @@ def test_gpu_readings_go_with_the_log_lines(run_train, tiny_options, tmp_path, m
     code, _, err = run_train("--output", folder, *tiny_options, "--validate-every", "0", "--max-steps", "3")
     assert code == 0, err
     assert [monitor.state for monitor in monitors] == ["closed"]
-    (line,) = read_lines(folder, "steps")
-    assert (line["gpu_power"], line["gpu_utilization"], line["gpu_memory"]) == (300.0, 0.5, None)
+    readings = [(line["gpu_power"], line["gpu_utilization"], line["gpu_memory"])
+                for line in read_lines(folder, "steps")]  # fmt: skip
+    assert readings == [(300.0, 0.5, None)] * 2  # after the first step and at the limit
     (event,) = read_lines(folder, "gpu_readings")
     assert event["problem"] == Monitor.problem

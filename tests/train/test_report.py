@@ -12,13 +12,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
+from common.command_line import exit_code_of
 from common.errors import UserError
-from train import plots, report
+from train import plots, predictions, report
 from train.errors import TrainError
 from train.metrics import METRICS_FILE, EpochRow, GpuPoint, LossPoint, RunRecord
+from train.predictions import Predictions
 from train.recorder import Recorder
 from train.summary import summarize, what_limits
 
@@ -221,6 +224,17 @@ def test_benchmark_without_epochs_or_losses(record: RunRecord, tmp_path: Path) -
     assert (tmp_path / "dawnbench.tsv").read_text().count("\n") == 1
 
 
+def test_predictions_that_lie_there_become_a_picture(record: RunRecord, tmp_path: Path) -> None:
+    pictures = np.zeros((7, 20, 20, 3), np.uint8)
+    predictions.save(Predictions(pictures, ["cat"] * 7, ["cat"] * 6 + ["dog"], np.full(7, 0.75), epoch=4), tmp_path)
+    text = report.write_report(tmp_path, record).read_text()
+    caption = r"7 images, .* after 4 epochs, .*: 6 are right\."
+    assert re.search(rf"## What it has learned\n\n!\[{caption}\]\(predictions.png\)", text)
+    assert Image.open(tmp_path / "predictions.png").width == 1152
+    page = (tmp_path / "report.html").read_text()
+    assert len(re.findall("data:image/png", page)) == 2 * (len(PLOTS) + 1)
+
+
 def test_a_run_of_one_step(tmp_path: Path) -> None:
     record = RunRecord({}, "python", 8, warmup_steps=10, session_starts=[0], seconds=1.0,
                        step_ms=[1000.0], loader_wait_ms=[250.0], compute_ms=[750.0])  # fmt: skip
@@ -237,7 +251,9 @@ def test_bad_input_is_one_sentence(record: RunRecord, tmp_path: Path) -> None:
         report.write_report(tmp_path / "file" / "report", record)
 
 
-def test_command_line_makes_a_report_anew(tmp_path: Path) -> None:
+def test_command_line_makes_a_report_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     recorder = Recorder(tmp_path, config={}, images_per_step=4, num_epochs=1, log_every=1, tensorboard=False)
     with recorder as run:
         run.begin_epoch(0, 3)
@@ -248,8 +264,8 @@ def test_command_line_makes_a_report_anew(tmp_path: Path) -> None:
     assert made.returncode == 0, made.stderr
     assert Path(made.stdout.strip()) == tmp_path / "report" / "report.md"
     (tmp_path / METRICS_FILE).unlink()
-    refused = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True)
-    assert refused.returncode == 2
-    assert refused.stderr == (
+    monkeypatch.setattr(sys, "argv", ["report", str(tmp_path)])
+    assert exit_code_of(report.main) == 2
+    assert capsys.readouterr().err == (
         f"error: there is no metrics.jsonl in {tmp_path}: give the output folder of a training run\n"
     )

@@ -88,7 +88,9 @@ def run_arguments(config: Config) -> list[str]:
     """The arguments of `python -m train` that begin a run of this configuration, or go on with it."""
     preset = load_preset(config.config)
     preset = replace(preset, warmup_epochs=default_warmup(preset, config.epochs))  # as that run will have it
-    return ["--config", config.config, *to_arguments(config, preset), "--resume", "auto"]
+    # With its epochs, whatever the preset's: the demonstration's would otherwise follow the machine's speed.
+    own = to_arguments(config, preset)
+    return ["--config", config.config, *own, "--epochs", str(config.epochs), "--resume", "auto"]
 
 
 def _train(config: Config, folder: Path) -> RunRecord:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -27,6 +27,7 @@ from train import checkpoint, devices
 from train.build import build_executor
 from train.commands.options import PredictOptions
 from train.errors import TrainError
+from train.plots import fitting, font
 
 
 @dataclass(frozen=True)
@@ -140,8 +141,6 @@ def contact_sheet(predictions: Sequence[Prediction], columns: int = 6) -> bytes:
 
     Raises TrainError where there is no prediction to show.
     """
-    import matplotlib  # slow to import
-
     if not predictions:
         raise TrainError("there is no prediction to draw on the contact sheet: all images were skipped")
     columns = min(columns, len(predictions))
@@ -149,32 +148,22 @@ def contact_sheet(predictions: Sequence[Prediction], columns: int = 6) -> bytes:
     height = _CELL + (1 + _GUESSES) * _LINE + 8
     sheet = Image.new("RGB", (columns * (_CELL + _GAP) + _GAP, rows * (height + _GAP) + _GAP), _PAPER)
     draw = ImageDraw.Draw(sheet)
-    fonts = Path(matplotlib.get_data_path()) / "fonts" / "ttf"  # the same on every machine
-    regular, bold = (ImageFont.truetype(str(fonts / f"{name}.ttf"), 13) for name in ("DejaVuSans", "DejaVuSans-Bold"))
+    regular, bold = font(13), font(13, bold=True)
     for i, prediction in enumerate(predictions):
         x = _GAP + i % columns * (_CELL + _GAP)
         y = _GAP + i // columns * (height + _GAP)
         sheet.paste(Image.fromarray(prediction.picture).resize((_CELL, _CELL), Image.Resampling.BICUBIC), (x, y))
         y += _CELL + 6
         name = str(Path(*prediction.file.parts[-2:]))  # the folder is often the true class
-        draw.text((x, y), _fitting(name, regular, _CELL), _FAINT, regular)
+        draw.text((x, y), fitting(name, regular, _CELL), _FAINT, regular)
         for rank, guess in enumerate(prediction.guesses[:_GUESSES]):
             y += _LINE
-            font = bold if rank == 0 else regular
+            letters = bold if rank == 0 else regular
             draw.rectangle((x, y - 1, x + round(_CELL * guess.probability), y + _LINE - 4), _BAR)
             percent = f"{guess.probability:.1%}"
-            right = x + _CELL - font.getlength(percent) - 4
-            draw.text((x + 4, y), _fitting(guess.name, font, right - x - 12), _INK, font)
-            draw.text((right, y), percent, _INK, font)
+            right = x + _CELL - letters.getlength(percent) - 4
+            draw.text((x + 4, y), fitting(guess.name, letters, right - x - 12), _INK, letters)
+            draw.text((right, y), percent, _INK, letters)
     png = io.BytesIO()
     sheet.save(png, "PNG")
     return png.getvalue()
-
-
-def _fitting(text: str, font: ImageFont.FreeTypeFont, width: float) -> str:
-    """The text, cut with an ellipsis to fit into `width` pixels."""
-    if font.getlength(text) <= width:
-        return text
-    while text and font.getlength(f"{text}…") > width:
-        text = text[:-1]
-    return f"{text}…"

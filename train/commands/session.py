@@ -12,14 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from common import files
-from pipelines import Loader
+from pipelines import DataError, Loader
 from pipelines.samples import make_samples
-from train import checkpoint, devices
+from train import checkpoint, demonstration, devices, predictions
 from train.build import SAMPLES_FOLDER
-from train.config import CONFIG_FILE, LIST_PRESETS, SAMPLES, Config
+from train.config import CONFIG_FILE, LIST_PRESETS, SAMPLES, SYNTHETIC, Config
 from train.distributed import Workers
 from train.errors import TrainError
+from train.inspection import predict_some
 from train.loop import Trainer
+from train.optimizer import averages_in_use
 from train.recorder import Recorder
 from train.report import write_report
 
@@ -30,7 +32,8 @@ AUTO = "auto"  # value of --resume: go on with the run in --output, or begin it
 def name_preset(config: Config, values: Mapping[str, Any], workers: Workers) -> None:
     """Where the user chose no preset: say which one the run got."""
     if workers.rank == 0 and "config" not in values:
-        recipe = f"{config.epochs} epoch{'s' * (config.epochs > 1)} at {config.image_size} pixels"
+        most = "up to " * demonstration.is_one(config, values)
+        recipe = f"{most}{config.epochs} epoch{'s' * (config.epochs > 1)} at {config.image_size} pixels"
         print(f"preset {config.config}: {recipe} (--config takes another one, --config {LIST_PRESETS} lists them)",
               flush=True)
 
@@ -95,7 +98,25 @@ def measure_loader(loader: Loader, workers: Workers) -> float:
     return workers.sum([count / (time.perf_counter() - start)])[0]
 
 
-def report(recorder: Recorder, run_folder: Path) -> None:
-    """Write the report, of the process that has recorded the run."""
-    if recorder.enabled:
-        print(f"report: {write_report(run_folder / 'report', recorder.record)}")
+def report(recorder: Recorder, run_folder: Path, trainer: Trainer | None = None) -> None:
+    """Write the report, of the process that has recorded the run; with a `trainer` whose run is complete, and a
+    validation behind it, also what its network makes of some images. Raises TrainError."""
+    if not recorder.enabled:
+        return
+    print("writing the report ...", flush=True)
+    folder = run_folder / "report"
+    if trainer and trainer.val_loader and has_predictions(trainer, recorder):
+        try:
+            with averages_in_use(trainer.optimizer):
+                predictions.save(predict_some(trainer.executor, trainer.val_loader, trainer.progress.epoch), folder)
+        except DataError as error:  # the run is complete all the same
+            print(f"no picture of predictions: {error}", flush=True)
+    print(f"report: {write_report(folder, recorder.record)}")
+    if trainer and trainer.config.data == SAMPLES:
+        print(demonstration.next_commands(run_folder))
+
+
+def has_predictions(trainer: Trainer, recorder: Recorder) -> bool:
+    """Whether the run has validated images that somebody can look at."""
+    validated = any(row.val_top1 is not None for row in recorder.record.epochs)
+    return validated and trainer.config.data != SYNTHETIC

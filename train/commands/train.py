@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from graph_passes.executors import Executor
 from graph_passes.executors.cuda.statistics_group import StatisticsGroup
-from train import checkpoint, devices
+from train import checkpoint, demonstration, devices
 from train.build import build_executor, check_memory, join_bn_group, open_split
 from train.checkpoint import Checkpoint
 from train.commands.session import AUTO, measure_loader, name_preset, open_recorder, prepare, report, run_folder_of
@@ -34,6 +34,7 @@ class Beginning(NamedTuple):
     config: Config
     run_folder: Path
     checkpoint: Checkpoint | None  # None: the network's initial weights
+    fit_machine: bool = False  # train as many epochs as suit its speed
 
 
 def main(values: Mapping[str, Any]) -> None:
@@ -78,7 +79,7 @@ def begin(values: Mapping[str, Any], workers: Workers) -> Beginning:
         if not file:
             config = configure(values, devices.default_config(values, workers.local_rank))
             name_preset(config, values, workers)
-            return Beginning(config, run_folder_of(config), None)
+            return Beginning(config, run_folder_of(config), None, demonstration.is_one(config, values))
         start = checkpoint.load(file)
         default = load_preset(values["config"]) if "config" in values else _resumed_config(file, start)
         config = configure(values, default)
@@ -112,7 +113,7 @@ def open_trainer(
         executor: one that an elastic run has used so far; None: it is built.
         commit: see `Trainer`.
     """
-    config, run_folder, start = beginning
+    config, run_folder, start, fit_machine = beginning
     with contextlib.ExitStack() as loaders:
         with workers.agreement():
             placement = prepare(config, workers)
@@ -135,6 +136,9 @@ def open_trainer(
                 image_size = train_loader.config.size_in(start.progress.epoch if start else 0)
                 executor = build_executor(config, num_classes, image_size, placement, start, not workers.alone,
                                           bn_group, largest_size)  # fmt: skip
+        if fit_machine and placement.device.startswith("cpu"):  # any GPU trains all of its epochs in seconds
+            config = demonstration.fit(config, executor, train_loader.num_images, workers)
+        with workers.agreement():
             trainer = Trainer(config, workers, executor, train_loader, val_loader, run_folder, start, commit)
         yield trainer, bn_group
 
@@ -153,7 +157,7 @@ def train(trainer: Trainer) -> None:
     except StoppedBySignal:
         report(recorder, trainer.run_folder)
         raise
-    report(recorder, trainer.run_folder)
+    report(recorder, trainer.run_folder, trainer)
 
 
 def _note_memory(trainer: Trainer, recorder: Recorder) -> None:

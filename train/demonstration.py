@@ -1,0 +1,89 @@
+"""The first run of a newcomer, on the built-in sample set: as long as suits the machine, and what to try after it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.environment import ROOT
+from common.mxnet_compat import mx
+from graph_passes.executors import Executor
+from train.build import SAMPLES_FOLDER
+from train.config import DEFAULT_PRESET, SAMPLES, Config
+from train.distributed import Workers
+from train.optimizer import make_optimizer
+
+SECONDS = 60.0  # of training steps that somebody who tries the program out is asked for
+FEWEST_EPOCHS = 5  # fewer do not teach the network enough: a slow machine takes longer instead
+MEASURED_STEPS = 3
+PICTURE = SAMPLES_FOLDER / "val" / "rings" / "0000.jpg"
+
+
+def is_one(config: Config, values: Mapping[str, Any]) -> bool:
+    """Whether a run is the demonstration, with its length left open: `values` are the options that were given."""
+    is_open = values.keys().isdisjoint(("epochs", "max_steps", "time_limit"))
+    return config.config == DEFAULT_PRESET and config.data == SAMPLES and is_open
+
+
+def fit(config: Config, executor: Executor, num_images: int, workers: Workers) -> Config:
+    """The configuration with as many epochs as this machine trains in `SECONDS`, at least `FEWEST_EPOCHS` and at most
+    those of `config`; says so. A collective operation, before training: the executor is left as it was."""
+    params, aux = executor.get_params()
+    optimizer = make_optimizer(executor, config)
+    images = np.random.default_rng(0).standard_normal(executor.input_shapes["data"], np.float32)
+    data, label = mx.nd.array(images), mx.nd.zeros(len(images))
+
+    def step() -> float:
+        start = time.perf_counter()
+        executor.forward_backward(data, label)
+        optimizer.step(0.0)
+        executor.synchronize()
+        return time.perf_counter() - start
+
+    step()  # the first one starts everything
+    seconds = min(step() for _ in range(MEASURED_STEPS))
+    executor.set_params(params, aux)
+    executor.read_metrics()
+    # All processes together: none is faster than the slowest, for which the others wait.
+    rates = [config.batch_size * config.accumulate / seconds * (rank == workers.rank) for rank in range(workers.size)]
+    rate = workers.size * min(workers.sum(rates))
+    epochs = min(max(round(SECONDS * rate / num_images), FEWEST_EPOCHS), config.epochs)
+    if workers.rank == 0:
+        expected = timedelta(seconds=round(epochs * num_images / rate))
+        print(f"{rate:.0f} images/sec in a trial: {epochs} epochs of {num_images:,} images are about {expected} "
+              "(--epochs takes another number)", flush=True)
+    return replace(config, epochs=epochs)
+
+
+def next_commands(run_folder: Path) -> str:
+    """Commands that work as they stand, in the shell that started this process, and show where one's own data goes."""
+    python = _python()
+    launcher = os.path.relpath(ROOT / "scripts" / "dgx1_8gpu.sh")
+    environment = "" if Path(sys.prefix) == ROOT / ".venv" else f"PYTHON={shlex.quote(sys.executable)} "
+    commands = [
+        ("a picture of your own, in place of this one", f"{python} -m train predict --checkpoint "
+         f"{shlex.quote(str(run_folder))} {PICTURE}"),
+        ("images of your own: a folder that has a folder for each class, in place of this one",
+         f"{python} -m train --config {DEFAULT_PRESET} --data {SAMPLES_FOLDER}"),
+    ]
+    if (ROOT / "scripts").is_dir():
+        commands.append(("two processes, which average their gradients", f"{environment}{launcher} -n 2"))
+    return "\n".join(["try next:", *(line for what, command in commands for line in (f"  # {what}", f"  {command}"))])
+
+
+def _python() -> str:
+    """What starts this interpreter in the user's shell."""
+    if shutil.which("python") == sys.executable:
+        return "python"
+    inside = Path(sys.executable).is_relative_to(Path.cwd())
+    return shlex.quote(os.path.relpath(sys.executable) if inside else sys.executable)

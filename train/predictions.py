@@ -1,0 +1,57 @@
+"""What a network makes of some validation images, kept in a file of the report's folder, which draws it."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from common import files
+from train.errors import TrainError
+
+FILE, PICTURE = "predictions.npz", "predictions.png"  # in the report's folder
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """Of N images."""
+
+    pictures: np.ndarray  # uint8 (N, size, size, 3)
+    true: list[str]  # names of their classes
+    guessed: list[str]  # names of the classes that the network thinks most likely
+    probability: np.ndarray  # float (N,), what it thinks of its guess
+    epoch: int  # whole epochs of training that it has behind it
+
+    @property
+    def num_right(self) -> int:
+        return sum(true == guess for true, guess in zip(self.true, self.guessed, strict=True))
+
+    @property
+    def caption(self) -> str:
+        """Of the picture."""
+        epochs = f"{self.epoch} epoch{'s' * (self.epoch != 1)}"
+        return (f"{len(self.true)} images, spread evenly over the validation set, and what the network takes them for "
+                f"after {epochs}, with the probability of its guess: {self.num_right} are right.")
+
+
+def save(predictions: Predictions, folder: Path) -> None:
+    """Write them into a report's folder. Raises TrainError where that fails."""
+    content = io.BytesIO()
+    np.savez_compressed(content, **{name: np.asarray(value) for name, value in vars(predictions).items()})
+    files.write(folder / FILE, content.getvalue())
+
+
+def read(folder: Path) -> Predictions | None:
+    """Those that a report's folder holds; None where there are none. Raises TrainError where they cannot be read."""
+    path = folder / FILE
+    if not path.is_file():
+        return None
+    try:
+        with np.load(path) as values:
+            true, guessed = values["true"].tolist(), values["guessed"].tolist()
+            return Predictions(values["pictures"], true, guessed, values["probability"], int(values["epoch"]))
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise TrainError(f"{path} cannot be read ({error}): delete it, and the report comes without it") from None
