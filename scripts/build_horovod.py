@@ -30,6 +30,7 @@ LIBRARY = "mpi_lib" + str(sysconfig.get_config_var("EXT_SUFFIX"))
 BUCKET_LIBRARY = "bucket_allreduce.so"  # as in train/allreduce.py
 # CUDA 12's static runtime, which drivers for CUDA 12 and newer run, and its headers; they want `crt/` and `nv/`.
 CUDA_WHEELS = ("nvidia-cuda-runtime-cu12==12.9.79", "nvidia-cuda-nvcc-cu12==12.9.86", "nvidia-cuda-cccl-cu12==12.9.27")
+CONTROL_GROUP = Path("/sys/fs/cgroup")
 BYTES_PER_COMPILER = 0.8e9  # the largest part takes 0.64e9 (g++ 12)
 
 # Headers that other headers of g++ brought along until 13 (cstdint: until 15).
@@ -232,13 +233,12 @@ def num_jobs() -> int:
 
 
 def available_memory() -> float:
-    """Bytes that this process may still use, of the machine's and of its container's."""
+    """Bytes that the machine has left, no more than the container's limit."""
     with open("/proc/meminfo") as file:
         free = next(1024.0 * int(line.split()[1]) for line in file if line.startswith("MemAvailable:"))
-    with contextlib.suppress(OSError, ValueError):  # no limit, or none that can be read
-        group = Path("/sys/fs/cgroup")
-        limit, used = ((group / name).read_text() for name in ("memory.max", "memory.current"))
-        free = min(free, float(limit) - float(used))
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # of control groups, version 2 and 1
+        with contextlib.suppress(OSError, ValueError):  # "max" where there is none
+            free = min(free, float((CONTROL_GROUP / name).read_text()))
     return free
 
 

@@ -105,8 +105,14 @@ def test_as_many_compilers_as_memory_holds(build, monkeypatch, memory, jobs):
     assert build.num_jobs() == jobs
 
 
-def test_available_memory_is_a_part_of_the_machine(build):
-    assert 1e6 < build.available_memory() < 1e14
+def test_available_memory(build, tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "CONTROL_GROUP", tmp_path)
+    free = build.available_memory()
+    assert 1e6 < free < 1e14
+    (tmp_path / "memory.max").write_text("max\n")
+    assert build.available_memory() > 1e6
+    (tmp_path / "memory.max").write_text("12345\n")
+    assert build.available_memory() == 12345
 
 
 def test_no_compiler(tmp_path):
