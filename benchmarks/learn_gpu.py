@@ -26,9 +26,9 @@ from common.command_line import read_options
 from common.errors import UserError
 from graph_passes import Graph
 from graph_passes.executors.cuda.optimizer import OptimizerConfig
+from graph_passes.executors.cuda.options import StepOptions
 from graph_passes.executors.cuda.training_step import TrainingStep
 from graph_passes.optimizers.sgd import SGD
-from graph_passes.passes import bn_add_relu, bn_relu
 from pipelines import MEAN, STD
 from train.models.network import init_params
 from train.models.resnet import resnet
@@ -61,9 +61,9 @@ def load_batch(folder: Path, size: int = SIZE) -> tuple[np.ndarray, np.ndarray]:
 
 def learn(dtype: str, data: np.ndarray, label: np.ndarray) -> dict[str, Any]:
     symbol = resnet(50, CLASSES)
-    graph = bn_relu(bn_add_relu(Graph.from_json(symbol.tojson())))
-    step = TrainingStep(graph, {"data": data.shape, "softmax_label": label.shape}, dtype, tf32=False,
-                        optimizer=OptimizerConfig(SGD(momentum=0.9)))
+    options = StepOptions(dtype, OptimizerConfig(SGD(momentum=0.9)), tf32=False)
+    shapes = {"data": data.shape, "softmax_label": label.shape}
+    step = TrainingStep(Graph.from_json(symbol.tojson()), shapes, options)
     step.set_params(*init_params(symbol, seed=0))
     step.load(data, label)
     losses, hits = [], []

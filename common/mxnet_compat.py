@@ -13,6 +13,8 @@ import os
 import sys
 from typing import Any
 
+from common.errors import ProgramError
+
 mx: Any  # the mxnet module, imported at first use by __getattr__ below
 
 
@@ -59,5 +61,11 @@ if "mxnet" not in sys.modules:
 
 def __getattr__(name: str) -> Any:
     if name == "mx":
-        return importlib.import_module("mxnet")
+        try:
+            return importlib.import_module("mxnet")
+        except OSError as error:
+            if "libcuda.so" not in str(error):
+                raise
+            raise ProgramError("the packages for a GPU are installed, but the NVIDIA driver (libcuda.so.1) is missing: "
+                               "install it, give the container its GPUs, or run make setup for the CPU") from None
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

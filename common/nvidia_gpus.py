@@ -18,12 +18,9 @@ class Gpu(NamedTuple):
 
 def find_gpus() -> list[Gpu]:
     """In the order of their numbers; empty where there is none."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return []
+    driver = _driver()
     count = ctypes.c_int(0)
-    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+    if driver is None or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
         return []
     gpus = []
     for ordinal in range(count.value):
@@ -35,3 +32,21 @@ def find_gpus() -> list[Gpu]:
         driver.cuDeviceGetAttribute(ctypes.byref(minor), _CAPABILITY_MINOR, device)
         gpus.append(Gpu(name.value.decode(), (major.value, minor.value)))
     return gpus
+
+
+def driver_cuda_version() -> int:
+    """The newest CUDA that the driver runs, 12080 for 12.8; 0 where there is no driver."""
+    driver = _driver()
+    version = ctypes.c_int(0)
+    if driver is not None:
+        driver.cuDriverGetVersion(ctypes.byref(version))
+    return version.value
+
+
+def _driver() -> ctypes.CDLL | None:
+    """CUDA's driver, ready for calls; None where it is missing or finds no GPU."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    return driver if driver.cuInit(0) == 0 else None

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from html import escape
 
 from graph_passes.graph import Graph, Node, Ref
-from graph_passes.operators import Shape, is_relu, window
+from graph_passes.operators import OPERATORS, Shape, is_relu, shown_name, window
 
-FUSED = ("AddRelu", "BatchNormRelu", "BatchNormAddRelu")
+FUSED = frozenset(name for name, operator in OPERATORS.items() if operator.fused)
 _BOX_WIDTH, _BOX_HEIGHT, _ROW, _LANE = 190, 34, 58, 34  # pixels; _ROW from one layer to the next
 _MARGIN, _STRIP_GAP, _TITLE = 24, 60, 64
 _COLOURS = {  # operator -> (fill, border)
@@ -183,6 +183,11 @@ def _kind(node: Node) -> str:
     return "ReLU" if is_relu(node) else node.op
 
 
+def _colours(kind: str) -> tuple[str, str]:
+    """Fill and border of a box; the gradient of an operator has those of the operator."""
+    return _COLOURS.get(kind) or _COLOURS.get(shown_name(kind), _OTHER)
+
+
 def _describe(node: Node) -> str:
     """What the box says: the operator and what matters of its attributes."""
     if node.op in ("Convolution", "Pooling"):
@@ -198,7 +203,7 @@ def _describe(node: Node) -> str:
 
 
 def _box(node: Node, x: float, y: float) -> str:
-    fill, border = _COLOURS.get(_kind(node), _OTHER)
+    fill, border = _colours(_kind(node))
     thick = 2.4 if node.op in FUSED else 1
     name = node.name if len(node.name) <= 36 else f"{node.name[:17]}…{node.name[-18:]}"
     return (
@@ -251,7 +256,7 @@ def _legend(graph: Graph) -> tuple[str, float]:
             counts[_kind(node)] = counts.get(_kind(node), 0) + 1
     parts, x = [], float(_MARGIN)
     for kind, count in sorted(counts.items(), key=lambda item: -item[1]):
-        fill, border = _COLOURS.get(kind, _OTHER)
+        fill, border = _colours(kind)
         thick = 2.4 if kind in FUSED else 1
         text = f"{count} {kind}"
         parts.append(f'<rect x="{x:.0f}" y="52" width="14" height="14" rx="3" fill="{fill}" stroke="{border}" '

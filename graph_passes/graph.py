@@ -18,21 +18,16 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from graph_passes.errors import GraphError
-from graph_passes.operators import OPERATORS, Shape, infer_node_shapes
+from graph_passes.operators import OPERATORS, Ref, Shape, infer_node_shapes
+
+__all__ = ["VARIABLE", "Graph", "Node", "Ref"]
 
 VARIABLE = "null"  # MXNet's operator name of a variable: an input, a parameter or a running statistic
 _OLD_NAMES = {"_Plus": "elemwise_add", "_plus": "elemwise_add", "_add": "elemwise_add"}  # in JSON of MXNet before 1.0
 _OLD_HINTS = ("ctx_group", "lr_mult", "wd_mult", "force_mirroring", "mirror_stage")  # now __ctx_group__ and so on
-
-
-class Ref(NamedTuple):
-    """One output of a node: the name of the node and the number of the output."""
-
-    node: str
-    output: int = 0
 
 
 @dataclass(frozen=True)
@@ -50,19 +45,42 @@ class Node:
         attrs = OPERATORS[self.op].parse(self.name, self.attrs) if self.op in OPERATORS else self.attrs
         object.__setattr__(self, "attrs", MappingProxyType(dict(attrs)))
         if not self.num_outputs:
-            object.__setattr__(self, "num_outputs", len(OPERATORS[self.op].outputs) if self.op in OPERATORS else 1)
+            known = OPERATORS.get(self.op)
+            object.__setattr__(self, "num_outputs", len(known.output_names(self)) if known else 1)
 
     def __getitem__(self, attribute: str) -> Any:
         """The value of an operator's attribute, or MXNet's default where the node does not give it."""
         return self.attrs[attribute] if attribute in self.attrs else OPERATORS[self.op].default(attribute)
 
+    def get(self, attribute: str, default: Any = None) -> Any:
+        """The same, or `default` for an attribute that neither the node nor its operator has."""
+        if attribute in self.attrs or (self.op in OPERATORS and attribute in OPERATORS[self.op].attrs):
+            return self[attribute]
+        return default
+
     @property
     def is_variable(self) -> bool:
         return self.op == VARIABLE
 
+    def refs(self) -> tuple[Ref, ...]:
+        """All its outputs."""
+        return tuple(Ref(self.name, index) for index in range(self.num_outputs))
+
+    def input(self, role: str) -> Ref:
+        """The input of that name in the description of its operator."""
+        return self.inputs[OPERATORS[self.op].input_names(self).index(role)]
+
+    def output(self, role: str) -> Ref:
+        """The output of that name."""
+        return Ref(self.name, OPERATORS[self.op].output_names(self).index(role))
+
     def replace(self, **changes: Any) -> Node:
         """A copy with other fields, as `dataclasses.replace`."""
         return dataclasses.replace(self, **changes)
+
+    def derive(self, op: str, name: str, inputs: Iterable[Ref], **attrs: Any) -> Node:
+        """A node of another operator that has this one's attributes, and `attrs` besides."""
+        return Node(op, name, tuple(inputs), {**self.attrs, **attrs})
 
     def with_attrs(self, **changes: Any) -> Node:
         """A copy with some attributes changed or added."""
@@ -138,6 +156,12 @@ class Graph:
         used += [output for output in self.outputs if output.node == node.name]
         return node if node.op in ops and used == [ref] and ref not in self.outputs else None
 
+    def sole_reader(self, ref: Ref, *ops: str) -> Node | None:
+        """The node that alone reads `ref`, and reads it once, if its operator is one of `ops` and `ref` is no output of
+        the graph."""
+        readers = self.consumers.get(ref, ())
+        return readers[0] if len(readers) == 1 and readers[0].op in ops and ref not in self.outputs else None
+
     def unused_name(self, name: str) -> str:
         """`name`, or `name_1`, `name_2`, ... if a node already has it."""
         candidate, number = name, 0
@@ -191,6 +215,25 @@ class Graph:
                 moved[node.name] = new_nodes[-1].name
         outputs = [Ref(moved.get(ref.node, ref.node), ref.output) for ref in self.outputs]
         return Graph(nodes, outputs, self.attrs)
+
+    def replace(self, nodes: Iterable[Node], moved: Mapping[Ref, Ref]) -> Graph:
+        """A new graph that has `nodes` too, in which every reader of a tensor of `moved` reads the one that it is moved
+        to instead, but for the node that gives that one. Nodes that nobody reads any more disappear.
+
+        For what `rewrite` cannot say: a node in place of several, or several outputs of it. A new node takes the place
+        of the one whose name it has. New nodes read tensors of this graph or of each other, which may be moved as well.
+        """
+        def of(ref: Ref, reader: str) -> Ref:
+            while ref in moved and moved[ref].node != reader:
+                ref = moved[ref]
+            return ref
+
+        changed: dict[str, Node] = {**self.nodes, **{node.name: node for node in nodes}}
+        for name, node in changed.items():
+            inputs = tuple(of(ref, name) for ref in node.inputs)
+            if inputs != node.inputs:
+                changed[name] = node.replace(inputs=inputs)
+        return Graph(changed.values(), [of(ref, "") for ref in self.outputs], self.attrs)
 
     # --- MXNet's JSON ---
 

@@ -9,12 +9,13 @@ from typing import Annotated, Literal
 
 @dataclass(frozen=True)
 class ShowOptions:
-    """Print a table of a network before and after the passes, and draw it.
+    """Print a table of a network before and after the passes, and draw it after each of them.
 
     Examples:
       python -m graph_passes show --model resnet50_v1               a network of MXNet's model zoo
       python -m train export --symbol resnet50.json                 our own ResNet-50 as a Symbol JSON file ...
       python -m graph_passes show --symbol resnet50.json            ... and what the passes do to it
+      python -m graph_passes show --symbol resnet50.json --step     ... up to the training step that will run
       python -m graph_passes show --symbol resnet50.json --gpu 0    ... and how this GPU computes it fastest
     """
 
@@ -29,9 +30,12 @@ class ShowOptions:
     dtype: Literal["float16", "bfloat16", "float32"] = "float16"
     """Type of the tensors."""
     inference: bool = False
-    """Fold BatchNorm into the convolutions as well."""
+    """Show the graph of inference, with BatchNorm folded into the convolutions."""
+    step: bool = False
+    """Show the graph of a training step, forward and backward in one, with everything fused that can be; with --gpu as
+    that GPU runs it."""
     output: Annotated[Path | None, "FOLDER"] = None
-    """Write before.svg, after.svg and after.json into this folder; default: no files."""
+    """Write before.svg, a drawing after each pass, after.svg and after.json into this folder; default: no files."""
     gpu: int | None = None
     """Build the training step on this GPU and list where it was chosen among several ways to compute the same, with the
     time of each; default: no list."""

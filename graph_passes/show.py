@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Mapping
 
 from rich.console import Console
 from rich.table import Table
 
 from common import files
 from common.command_line import did_you_mean
-from graph_passes import VARIABLE, Graph, GraphError, Node, Ref, passes
+from graph_passes import VARIABLE, Graph, GraphError, Node, Ref, passes, pipeline
 from graph_passes.drawing import FUSED, draw_svg
 from graph_passes.operators import Shape
 from graph_passes.options import ShowOptions
 from graph_passes.passes.precision import ITEM_BYTES
 
-PASSES: dict[str, Callable[[Graph], Graph]] = {
-    "layout": lambda graph: passes.layout(graph, "NHWC", inputs=["data"]),
-    "add_relu": passes.add_relu,
-    "bn_relu": passes.bn_relu,
-    "bn_add_relu": passes.bn_add_relu,
-}
+_MOVE_NOTHING = ("Flatten", "FlattenBackward", "Zeros", "GroupMean")
+Stages = list[tuple[str, Graph]]  # each pass by name, and the graph that it gave
 
 
 def show(options: ShowOptions) -> None:
@@ -30,33 +26,38 @@ def show(options: ShowOptions) -> None:
         raise GraphError("give either --symbol FILE or --model NAME" + (", not both" if options.symbol else ""))
     if options.batch_size < 1 or options.image_size < 1:
         raise GraphError(f"batch size {options.batch_size}, image size {options.image_size}: both must be at least 1")
-    if options.inference and options.gpu is not None:
-        raise GraphError("--gpu builds a training step: leave out --inference")
+    if options.inference and (options.gpu is not None or options.step):
+        raise GraphError(f"{'--step' if options.step else '--gpu'} shows a training step: leave out --inference")
     before = Graph.load(options.symbol) if options.symbol else _zoo_graph(options.model or "")
     name = options.symbol.stem if options.symbol else options.model
     if "data" not in before.arguments:
         raise GraphError(f"the graph has no input 'data': it has {', '.join(before.arguments[:3])} ...")
     console = Console(highlight=False, soft_wrap=True)
 
-    table = Table("pass", "matched", "operators", title=f"{name}: passes", title_justify="left", caption_justify="left")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    graph = before
-    chosen = PASSES | ({"fold_bn": passes.fold_bn} if options.inference else {})
-    for pass_name, function in chosen.items():
-        rewritten = function(graph)
-        table.add_row(pass_name, _matched(pass_name, graph, rewritten),
-                      f"{graph.operators().total()} -> {rewritten.operators().total()}")
-        graph = rewritten
-    decisions = "" if options.gpu is None else _decisions(graph, options, options.gpu)
-    console.print(table)
-    console.print(_count_table(before, graph))
+    nhwc = passes.layout(before, "NHWC", inputs=["data"])
+    shapes = {"data": (options.batch_size, options.image_size, options.image_size, 3)}
+    decisions, choose = "", passes.fused_way
+    if options.gpu is not None:
+        decisions, choose = _choices(nhwc, shapes, options.dtype, options.gpu)
+    listed: Mapping[str, pipeline.Pass] = pipeline.FUSED
+    if options.inference:
+        listed = pipeline.inference_passes(options.dtype, choose)
+    elif options.step:
+        nhwc = _with_loss(nhwc)
+        listed = pipeline.training_passes(shapes, options.dtype, choose)
+    stages = _run({"layout": lambda graph: nhwc, **listed}, before)
+    after = stages[-1][1]
+    console.print(_pass_table(f"{name}: passes", before, stages))
+    console.print(_count_table(before, after))
 
-    shapes_before = shapes_after = None
+    drawn: dict[str, dict[Ref, Shape] | None] = dict.fromkeys(("before", *(stage for stage, _ in stages)))
     try:
-        shapes_before, shapes_after = (g.infer_shapes({"data": _data_shape(g, options.batch_size, options.image_size)})
-                                       for g in (before, graph))
-        _print_bytes(console, before, graph, shapes_before, shapes_after, ITEM_BYTES[options.dtype], options.inference)
+        drawn["before"] = before.infer_shapes({"data": _data_shape(before, options.batch_size, options.image_size)})
+        drawn |= {stage: graph.infer_shapes(shapes) for stage, graph in stages}
+        if options.step:
+            _print_step_bytes(console, passes.precision(passes.gradient(nhwc, shapes), options.dtype), after, shapes)
+        else:
+            _print_bytes(console, before, after, drawn, ITEM_BYTES[options.dtype], options.inference)
         setting = f"batch {options.batch_size}, {options.image_size}x{options.image_size} pixels, {options.dtype}"
         console.print(f"({setting}; each operator reads its input tensors and writes its result once)", style="dim")
     except GraphError as error:
@@ -67,27 +68,52 @@ def show(options: ShowOptions) -> None:
     if decisions:
         console.print(f"Chosen on GPU {options.gpu}, of the ways that were timed:\n{decisions}", markup=False)
     if options.output:
-        pictures = {
-            options.output / "before.svg": draw_svg(before, f"{name}, before", shapes_before),
-            options.output / "after.svg": draw_svg(graph, f"{name}, after {', '.join(chosen)}", shapes_after),
-            options.output / "after.json": graph.to_json(),
-        }
+        pictures = {options.output / "before.svg": draw_svg(before, f"{name}, before", drawn["before"])}
+        for number, (stage, graph) in enumerate(stages, start=1):
+            svg = draw_svg(graph, f"{name}, after {stage}", drawn[stage])
+            pictures[options.output / f"{number:02}_{stage}.svg"] = svg
+        pictures |= {options.output / "after.svg": svg, options.output / "after.json": after.to_json()}
         for path, text in pictures.items():
             files.write(path, text.encode())
         console.print(f"wrote {', '.join(map(str, pictures))}")
 
 
-def _decisions(graph: Graph, options: ShowOptions, gpu: int) -> str:
+def _run(listed: Mapping[str, pipeline.Pass], graph: Graph) -> Stages:
+    stages = []
+    for name, function in listed.items():
+        graph = function(graph)
+        stages.append((name, graph))
+    return stages
+
+
+def _pass_table(title: str, before: Graph, stages: Stages) -> Table:
+    table = Table("pass", "matched", "operators", title=title, title_justify="left", caption_justify="left")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, graph in stages:
+        table.add_row(name, _matched(name, before, graph),
+                      f"{before.operators().total()} -> {graph.operators().total()}")
+        before = graph
+    return table
+
+
+def _choices(graph: Graph, shapes: Mapping[str, Shape], dtype: str, gpu: int) -> tuple[str, passes.Choose]:
+    """What a GPU has chosen for a training step, as text, and as the answer to the passes."""
+    from graph_passes.executors.cuda.options import StepOptions
     from graph_passes.executors.cuda.profile import format_decisions
     from graph_passes.executors.cuda.training_step import TrainingStep
 
+    built = TrainingStep(_with_loss(graph), {**shapes, "softmax_label": shapes["data"][:1]}, StepOptions(dtype), gpu)
+    return format_decisions(built.decisions), built.choose_again
+
+
+def _with_loss(graph: Graph) -> Graph:
+    """The network with a loss, if it ends in scores, as those of the zoo do."""
     scores = graph.outputs[0]
-    if graph[scores.node].op != "SoftmaxOutput":  # as networks of the zoo end in scores
-        loss = Node("SoftmaxOutput", "softmax", (scores, Ref("softmax_label")), {"normalization": "batch"})
-        graph = Graph([*graph, Node(VARIABLE, "softmax_label"), loss], [Ref(loss.name)])
-    size = options.image_size
-    shapes = {"data": (options.batch_size, size, size, 3), "softmax_label": (options.batch_size,)}
-    return format_decisions(TrainingStep(graph, shapes, options.dtype, gpu).training.decisions)
+    if graph[scores.node].op == "SoftmaxOutput":
+        return graph
+    loss = Node("SoftmaxOutput", "softmax", (scores, Ref("softmax_label")), {"normalization": "batch"})
+    return Graph([*graph, Node(VARIABLE, "softmax_label"), loss], [Ref(loss.name)], graph.attrs)
 
 
 def _zoo_graph(name: str) -> Graph:
@@ -117,7 +143,11 @@ def _matched(name: str, before: Graph, after: Graph) -> str:
     if name == "fold_bn":
         folded = sum(n.op == "Convolution" and n.name not in before.nodes for n in after)
         return f"{folded} convolutions"
-    return str(sum(node.op in FUSED and node.name not in before.nodes for node in after))
+    if name == "precision":
+        return "all" if "dtype" in after[after.outputs[0].node].attrs else "0 (is fp32)"
+    known = {(node.name, node.op, tuple(node.attrs.items())) for node in before}
+    return str(sum((node.name, node.op, tuple(node.attrs.items())) not in known for node in after
+                   if not node.is_variable))
 
 
 def _count_table(before: Graph, after: Graph) -> Table:
@@ -137,17 +167,37 @@ def forward_bytes(graph: Graph, shapes: dict[Ref, Shape], item_bytes: int) -> in
     first output once. Parameters are left out, and Flatten, which moves nothing."""
     total = 0
     for node in graph:
-        if node.is_variable or node.op == "Flatten":
+        if node.is_variable or node.op in _MOVE_NOTHING:
             continue
         tensors = [ref for ref in node.inputs if not graph[ref.node].is_variable or ref.node == "data"]
         total += sum(item_bytes * math.prod(shapes[ref]) for ref in (*tensors, Ref(node.name)))
     return total
 
 
-def _print_bytes(console: Console, before: Graph, after: Graph, shapes_before: dict[Ref, Shape],
-                 shapes_after: dict[Ref, Shape], item_bytes: int, inference: bool) -> None:
-    old = forward_bytes(before, shapes_before, item_bytes)
-    new = forward_bytes(after, shapes_after, item_bytes)
+def step_bytes(graph: Graph, shapes: dict[Ref, Shape]) -> int:
+    """Bytes that a training step reads and writes, if each operator reads its inputs and writes its outputs once, but
+    those that nobody reads. Parameters count too."""
+    dtypes, total = passes.tensor_dtypes(graph), 0
+    used = {*graph.consumers, *graph.outputs}
+    for node in graph:
+        if node.is_variable or node.op in _MOVE_NOTHING:
+            continue
+        tensors = [*node.inputs, *(ref for ref in node.refs() if ref in used)]
+        total += sum(ITEM_BYTES[dtypes[ref]] * math.prod(shapes[ref]) for ref in tensors)
+    return total
+
+
+def _print_step_bytes(console: Console, unfused: Graph, step: Graph, shapes: Mapping[str, Shape]) -> None:
+    old, new = (step_bytes(graph, graph.infer_shapes(shapes)) for graph in (unfused, step))
+    console.print(f"Read and written in a training step: {old / 1e9:.2f} -> {new / 1e9:.2f} GB, "
+                  f"[bold]{(old - new) / 1e9:.2f} GB ({1 - new / old:.0%}) saved[/bold]")
+
+
+def _print_bytes(console: Console, before: Graph, after: Graph, shapes: Mapping[str, dict[Ref, Shape] | None],
+                 item_bytes: int, inference: bool) -> None:
+    *_, last = shapes
+    old, new = (forward_bytes(graph, shapes[stage] or {}, item_bytes)
+                for graph, stage in ((before, "before"), (after, last)))
     console.print(f"Activations read and written, forward: {old / 1e9:.2f} -> {new / 1e9:.2f} GB, "
                   f"[bold]{(old - new) / 1e9:.2f} GB ({1 - new / old:.0%}) saved[/bold]")
     if not inference:

@@ -81,7 +81,8 @@ follow() {
 }
 
 show_progress() {
-    local begin=$SECONDS every=10 line words='Collecting|Downloading|Installing|Building|Preparing|downloading|compil|WARNING: Retry'
+    local begin=$SECONDS every=10 line
+    local words='Collecting|Download|Installing|Building|Prepar|download|compil|WARNING: Retry'
     [ ! -t 1 ] || every=1
     while kill -0 $$ 2>/dev/null; do  # Ctrl-C ends the script, not what it has in the background
         read -rt $every <> <(:) || true  # a sleep that is no process, so that none is left when this is killed
@@ -142,12 +143,13 @@ make_environment() {
 
 # install_packages EXTRAS: the project with its dependencies.
 install_packages() {
-    local wanted='no GPU' gigabytes=2 other=mxnet-cu117
+    local wanted='no GPU' gigabytes=2 other=mxnet-cu117 free
     [ $kind = cpu ] || { wanted='an NVIDIA GPU' gigabytes=6 other=mxnet; }
     say "packages for a machine with $wanted (log: $log)"
-    [ -e "$venv/.ready" ] || [ "$(free_bytes "$venv")" -gt $((gigabytes * 1000000000)) ] ||
-        fail "the disk with $(realpath "$venv") has $(($(free_bytes "$venv") / 1000000)) MB free, the packages need" \
-            "$gigabytes GB: free some space and run make again"
+    free=$(free_bytes "$venv")
+    [ $((free + $(du -sB1 "$venv" | cut -f1))) -gt $((gigabytes * 1000000000)) ] ||
+        fail "the disk with $(realpath "$venv") has $((free / 1000000)) MB free, the packages need $gigabytes GB:" \
+            "free some space and run make again"
     rm -f "$venv"/.ready*
     # The CPU and the GPU wheel of MXNet own the same folder: only one of them can be there.
     if compgen -G "$venv/lib/python3*/site-packages/${other//-/_}-1*" >/dev/null; then
@@ -168,6 +170,7 @@ build_horovod() {
         fail "Horovod could not be built: $(reason) (log: $log); everything but several processes works without"
 }
 
+trap 'printf "\nerror: interrupted; make goes on where it was\n" >&2; exit 130' INT TERM
 find_kind
 "$bin/python" -m pip --version >/dev/null 2>&1 || make_environment
 if command -v flock >/dev/null; then

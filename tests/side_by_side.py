@@ -58,7 +58,7 @@ class Progress:
             return
         self._left.update(file_of(test_id) for test_id in ids)
         self._total = len(ids)
-        self._terminal.write_line(f"{self._total:,} tests in {len(self._left)} files")
+        self._terminal.write_line(f"{self._total:,} tests in {len(self._left)} file{'s' * (len(self._left) > 1)}")
 
     @pytest.hookimpl(wrapper=True)
     def pytest_report_teststatus(self, report: pytest.TestReport) -> Any:

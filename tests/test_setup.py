@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -16,8 +17,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "scripts" / "setup.sh"
-TOOLS = ("awk", "bash", "cat", "cksum", "dirname", "df", "flock", "grep", "head", "mkdir", "mv", "realpath", "rm",
-         "rmdir", "sed", "sort", "tail", "touch")  # of any Linux  # fmt: skip
+TOOLS = ("awk", "bash", "cat", "cksum", "cut", "dirname", "df", "du", "flock", "grep", "head", "mkdir", "mv",
+         "realpath", "rm", "rmdir", "sed", "sort", "tail", "touch")  # of any Linux  # fmt: skip
+PIP = "pip install --disable-pip-version-check --retries 3 --no-compile -e"
 GPU = 'echo "580.65.06, 9.0, NVIDIA H200"'
 
 
@@ -69,7 +71,7 @@ def test_one_process_compiles_nothing(run_setup, venv):
     done = run_setup("run")
     assert done.code == 0
     assert "setup: packages for a machine with no GPU" in done.said
-    assert done.calls == ["pip install --disable-pip-version-check --retries 3 --no-compile -e .[cpu]"]
+    assert done.calls == [f"{PIP} .[cpu]"]
     assert (venv / ".ready").exists() and not (venv / ".ready-horovod").exists()
     assert run_setup("run").calls == []  # all done
 
@@ -79,8 +81,7 @@ def test_each_part_adds_what_is_missing(run_setup, venv):
     done = run_setup("horovod")
     assert done.calls == [f"scripts/build_horovod.py {venv}/horovod"]
     assert "setup: Horovod for several processes, compiled once" in done.said
-    (call,) = run_setup("test").calls
-    assert call == "pip install --disable-pip-version-check --retries 3 --no-compile -e .[cpu,onnx,dev]"
+    assert run_setup("test").calls == [f"{PIP} .[cpu,onnx,dev]"]
     assert run_setup("all").calls == []
     assert (venv / ".ready-horovod").exists() and (venv / ".ready-test").exists()
 
@@ -94,7 +95,7 @@ def test_gpu(run_setup):
     done = run_setup("horovod", nvidia_smi=GPU)
     assert "setup: packages for a machine with an NVIDIA GPU" in done.said
     assert [call.split("/")[0] for call in done.calls] == [
-        "pip install --disable-pip-version-check --retries 3 --no-compile -e .[gpu]", "scripts", "scripts",
+        f"{PIP} .[gpu]", "scripts", "scripts",
     ]  # fmt: skip
     assert done.calls[1] == "scripts/link_cuda11.py"
 
@@ -207,6 +208,22 @@ def test_a_checkout_that_cannot_be_written(run_setup, tmp_path):
     assert done.code == 2
     assert f"error: {tmp_path}/file/venv cannot be written: clone the project into" in done.error
     assert len(done.error.splitlines()) == 1
+
+
+def test_interrupted(venv):
+    """Ctrl-C ends it and what it started, at once; the next call goes on."""
+    write_program(venv / "bin" / "pip", "echo installing; exec sleep 20")
+    command = ["bash", SCRIPT, "run", venv]
+    process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True)
+    log = venv / "setup-packages.log"
+    while not (log.exists() and log.read_text()):
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    _, error = process.communicate(timeout=10)
+    assert process.returncode == 130 and error.endswith("error: interrupted; make goes on where it was\n")
+    assert not (venv / ".ready").exists()
+    write_program(venv / "bin" / "pip", "")
+    assert subprocess.run(command).returncode == 0
 
 
 def test_a_folder_that_is_no_environment_is_left_alone(tmp_path: Path) -> None:

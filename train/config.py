@@ -105,7 +105,7 @@ class NetworkOptions:
 
     model: Annotated[str, "NAME"] = "resnet50"
     """Network, by its name: resnet18 to resnet152 (v1.5), resnet50d, resnext50_32x4d, wide_resnet50_2 and others;
-    --model list names them all."""
+    --model '?' names them all."""
     zero_init_residual: bool = True
     """Each residual block starts as its shortcut: the gamma of its last BatchNorm is initially 0, not 1
     (arXiv:1706.02677, section 5.1)."""

@@ -1,10 +1,4 @@
-"""The interface that all executors share, and the function that makes one.
-
-    executor = create_executor("mxnet", graph, {"data": (32, 64, 64, 3), "softmax_label": (32,)})
-    executor.set_params(params, aux)
-    executor.forward_backward(data, label)         # gradients in executor.grads
-    print(executor.read_metrics())
-"""
+"""The interface that all executors share. `create_executor` (`executors/__init__.py`) makes one."""
 
 from __future__ import annotations
 
@@ -19,11 +13,13 @@ from graph_passes import roles
 from graph_passes.errors import GraphError
 from graph_passes.graph import Graph, Ref
 from graph_passes.operators import Shape
+from graph_passes.operators.softmax import TOP_K
 from graph_passes.optimizers import ArrayOptimizer, Optimizer, Rule
 from graph_passes.passes.layout import weight_layouts
 
+__all__ = ["TOP_K", "Arrays", "Executor", "Metrics", "parse_device", "wrong_shape"]
+
 Arrays = dict[str, np.ndarray]
-TOP_K = 5  # of the second accuracy, as ImageNet's
 
 
 class Metrics(NamedTuple):
@@ -193,29 +189,3 @@ def wrong_shape(name: str, shape: Sequence[int], expected: Sequence[int]) -> Gra
     """The error for a batch that is not of the shape that an executor was made for."""
     return GraphError(f"'{name}' has the shape {tuple(shape)}, but the executor was made for {tuple(expected)}: "
                       "make one for each batch size")
-
-
-def create_executor(
-    name: str, graph: Graph, shapes: Mapping[str, Sequence[int]], device: str = "cpu(0)", **options: Any
-) -> Executor:
-    """An executor of a training graph for input shapes such as {"data": (32, 224, 224, 3), "softmax_label": (32,)}.
-
-    name     "mxnet": any CPU, and GPUs that stock MXNet supports; "cuda": NVIDIA GPUs, compiled; "reference": NumPy
-    device   "cpu(0)" or "gpu(1)"
-    options  those of the executor's class
-
-    Raises GraphError for an unknown name or device, and for whatever the executor cannot run.
-    """
-    if name == "mxnet":
-        from graph_passes.executors.mxnet import MXNetExecutor
-
-        return MXNetExecutor(graph, shapes, device, **options)
-    if name == "reference":
-        from graph_passes.executors.reference import ReferenceExecutor
-
-        return ReferenceExecutor(graph, shapes, device, **options)
-    if name == "cuda":
-        from graph_passes.executors.cuda.executor import CudaExecutor
-
-        return CudaExecutor(graph, shapes, device, **options)
-    raise GraphError(f"there is no executor '{name}': choose mxnet, cuda or reference")

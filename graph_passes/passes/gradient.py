@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from graph_passes.errors import GraphError
 from graph_passes.graph import Graph, Node, Ref
-from graph_passes.operators import BATCH_NORMS, OPERATORS, Shape, is_relu
-from graph_passes.operators_backward import TAKES_TWO_GRADIENTS, bias_axis
-
-Shapes = Mapping[Ref, Shape]
-Gradients = dict[str, Ref]  # name of an operator's input -> its gradient
+from graph_passes.operators import BATCH_NORMS, OPERATORS
 
 
 def gradient(graph: Graph, shapes: Mapping[str, Sequence[int]]) -> Graph:
@@ -21,8 +16,9 @@ def gradient(graph: Graph, shapes: Mapping[str, Sequence[int]]) -> Graph:
         after     data -> Convolution -> BatchNormReluTrain -> ... -> SoftmaxCrossEntropy
                        -> ... -> BatchNormReluBackward -> ConvolutionWgrad
 
-    `shapes` are those of the inputs (`data`, and the label if you like); every other argument is a parameter. Backward
-    operators: `graph_passes/operators_backward.py`. Outputs, by the names that `output_names` gives:
+    `shapes` are those of the inputs (`data`, and the label if you like); every other argument is a parameter. Each
+    operator's own gradient is in its description (`graph_passes/operators`). Outputs, by the names that `output_names`
+    gives:
 
     - `loss`, `top1`, `top5`: sums over the batch, (1,). The loss is the cross entropy with smoothed targets
     - each running statistic under its own name: the value after this step
@@ -49,11 +45,13 @@ def gradient(graph: Graph, shapes: Mapping[str, Sequence[int]]) -> Graph:
         if node.is_variable or Ref(node.name) not in pending:
             continue
         total, sums = _sum(node.name, pending.pop(Ref(node.name)))
-        backward, gradients = _RULES[node.op](node, total, sizes)
+        rule = OPERATORS[node.op].gradient
+        assert rule, node.op  # `_training_variant` has asked
+        backward, of_inputs = rule(node, total, sizes)
         nodes += [*sums, *backward]
         for name, ref in zip(OPERATORS[node.op].input_names(node), node.inputs, strict=True):
-            if name in gradients and ref.node in needed:
-                pending.setdefault(ref, []).append(gradients[name])
+            if name in of_inputs and ref.node in needed:
+                pending.setdefault(ref, []).append(of_inputs[name])
 
     outputs = {name: Ref(loss.name, index) for index, name in enumerate(("loss", "top1", "top5"), start=1)}
     for node in graph:
@@ -81,7 +79,7 @@ def gradient_add(graph: Graph) -> Graph:
     """
 
     def fuse(node: Node) -> Node | None:
-        if node.op not in TAKES_TWO_GRADIENTS or not node["single_grad"]:
+        if not node.get("single_grad", False):
             return None
         add = graph.only_used_by_one(node.inputs[0], "elemwise_add")
         if add is None:
@@ -103,22 +101,17 @@ def _needing_gradient(graph: Graph, parameters: Sequence[str]) -> set[str]:
 
 def _training_variant(graph: Graph, node: Node) -> Node:
     """The node, or the operator that also leaves what its gradient needs. Keeps the name."""
-    where = f"{node.op} '{node.name}'"
-    if node.op in BATCH_NORMS:
-        if node["use_global_stats"]:
-            raise GraphError(f"{where} has use_global_stats=True, which has no gradient here: set it to False")
-        if any(Ref(node.name, index) in graph.consumers for index in (1, 2)):
-            raise GraphError(f"the mean or variance of {where} is read, which has no gradient here: read output 0 only")
-        return node.replace(op=f"{node.op}Train", num_outputs=0)
-    if node.op == "Pooling" and node["pool_type"] == "max":
-        return node.replace(op="MaxPoolingTrain", num_outputs=0)
-    if node.op == "SoftmaxOutput":
-        if node["use_ignore"] or node["multi_output"] or node["normalization"] == "valid":
-            raise GraphError(f"{where} has use_ignore, multi_output or normalization='valid', which have no gradient "
-                             "here: leave them out")
-        return node.replace(op="SoftmaxCrossEntropy", num_outputs=0)
-    if not node.is_variable and node.op not in _RULES:
-        raise GraphError(f"operator {node.op} of node '{node.name}' has no gradient; there are {', '.join(_RULES)}")
+    if node.is_variable:
+        return node
+    if node.op in BATCH_NORMS and any(Ref(node.name, index) in graph.consumers for index in (1, 2)):
+        raise GraphError(f"the mean or variance of {node.op} '{node.name}' is read, which has no gradient here: read "
+                         "output 0 only")
+    operator = OPERATORS.get(node.op)
+    if operator and operator.training:
+        return node.replace(op=operator.training(node), num_outputs=0)
+    if operator is None or operator.gradient is None:
+        known = [name for name, each in OPERATORS.items() if each.gradient]
+        raise GraphError(f"operator {node.op} of node '{node.name}' has no gradient; there are {', '.join(known)}")
     return node
 
 
@@ -129,83 +122,3 @@ def _sum(name: str, gradients: list[Ref]) -> tuple[Ref, list[Node]]:
         nodes.append(Node("elemwise_add", f"{name}_grad_add{number}", (total, term)))
         total = Ref(nodes[-1].name)
     return total, nodes
-
-
-# --- one rule per operator: (node, gradient of its output, shapes) -> (backward nodes, gradients of its inputs) ---
-
-_Rule = Callable[[Node, Ref, Shapes], tuple[list[Node], Gradients]]
-
-
-def _weighted(node: Node, dy: Ref, shapes: Shapes) -> tuple[list[Node], Gradients]:
-    """Convolution and FullyConnected."""
-    data, weight, *bias = node.inputs
-    wgrad = Node(f"{node.op}Wgrad", f"{node.name}_wgrad", (dy, data), node.attrs)
-    dgrad = Node(f"{node.op}Dgrad", f"{node.name}_dgrad", (dy, weight), {**node.attrs, "data_shape": shapes[data]})
-    nodes, gradients = [wgrad, dgrad], {"weight": Ref(wgrad.name), "data": Ref(dgrad.name)}
-    if bias:
-        nodes.append(Node("BiasGrad", f"{node.name}_bias_grad", (dy,), {"axis": bias_axis(node)}))
-        gradients["bias"] = Ref(nodes[-1].name)
-    return nodes, gradients
-
-
-def _batch_norm(node: Node, dy: Ref, shapes: Shapes) -> tuple[list[Node], Gradients]:
-    data, gamma, beta, *_ = node.inputs
-    saved, mask = Ref(node.name, 1), Ref(node.name, 4)
-    more = {"BatchNorm": (), "BatchNormRelu": (beta,), "BatchNormAddRelu": (mask,)}[node.op]
-    backward = Node(f"{node.op}Backward", f"{node.name}_backward", (dy, data, gamma, saved, *more), node.attrs)
-    names = ["data", "gamma", "beta", "addend"]
-    gradients = {name: Ref(backward.name, index) for index, name in enumerate(names[: backward.num_outputs])}
-    if node["fix_gamma"]:
-        del gradients["gamma"]
-    return [backward], gradients
-
-
-def _relu(node: Node, dy: Ref, shapes: Shapes) -> tuple[list[Node], Gradients]:
-    if node.op == "Activation" and not is_relu(node):
-        raise GraphError(f"Activation '{node.name}' ({node['act_type']}) has no gradient here: use relu")
-    backward = Node("ReluBackward", f"{node.name}_backward", (dy, Ref(node.name)))
-    return [backward], dict.fromkeys(OPERATORS[node.op].inputs, Ref(backward.name))
-
-
-def _add(node: Node, dy: Ref, shapes: Shapes) -> tuple[list[Node], Gradients]:
-    return [], {"lhs": dy, "rhs": dy}
-
-
-def _pooling(node: Node, dy: Ref, shapes: Shapes) -> tuple[list[Node], Gradients]:
-    attrs: dict[str, Any] = {**node.attrs, "data_shape": shapes[node.inputs[0]]}
-    if node["pool_type"] in ("avg", "sum"):
-        backward = Node("AvgPoolingBackward", f"{node.name}_backward", (dy,), attrs)
-    elif node["pool_type"] == "max" and not node["global_pool"]:
-        backward = Node("MaxPoolingBackward", f"{node.name}_backward", (dy, Ref(node.name, 1)), attrs)
-    else:
-        kind = f"pool_type={node['pool_type']}, global_pool={node['global_pool']}"
-        raise GraphError(f"Pooling '{node.name}' ({kind}) has no gradient here: use avg, or max over windows")
-    return [backward], {"data": Ref(backward.name)}
-
-
-def _flatten(node: Node, dy: Ref, shapes: Shapes) -> tuple[list[Node], Gradients]:
-    backward = Node("FlattenBackward", f"{node.name}_backward", (dy,), {"data_shape": shapes[node.inputs[0]]})
-    return [backward], {"data": Ref(backward.name)}
-
-
-def _transpose(node: Node, dy: Ref, shapes: Shapes) -> tuple[list[Node], Gradients]:
-    axes = node["axes"] or tuple(reversed(range(len(shapes[node.inputs[0]]))))
-    inverse = tuple(axes.index(axis) for axis in range(len(axes)))
-    backward = Node("transpose", f"{node.name}_backward", (dy,), {"axes": inverse})
-    return [backward], {"data": Ref(backward.name)}
-
-
-_RULES: dict[str, _Rule] = {
-    "Convolution": _weighted,
-    "FullyConnected": _weighted,
-    "BatchNorm": _batch_norm,
-    "BatchNormRelu": _batch_norm,
-    "BatchNormAddRelu": _batch_norm,
-    "relu": _relu,
-    "Activation": _relu,
-    "AddRelu": _relu,
-    "elemwise_add": _add,
-    "Pooling": _pooling,
-    "Flatten": _flatten,
-    "transpose": _transpose,
-}

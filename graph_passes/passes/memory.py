@@ -16,28 +16,6 @@ Tensor = TypeVar("Tensor", bound=Hashable)  # whatever names a tensor: here Ref,
 
 ALIGNMENT = 256  # bytes, as cudaMalloc's: more than any vector load and cuDNN ask for
 
-# Outputs that may take the place of an input, by their names in the operator table: element i of the output depends on
-# that input only through its element i and through sums that are complete before the first element is written.
-_IN_PLACE: dict[str, dict[str, tuple[str, ...]]] = {
-    "BatchNorm": {"output": ("data",)},
-    "BatchNormRelu": {"output": ("data",)},
-    "BatchNormAddRelu": {"output": ("data", "addend")},
-    "BatchNormTrain": {"output": ("data",)},
-    "BatchNormReluTrain": {"output": ("data",)},
-    "BatchNormAddReluTrain": {"output": ("addend", "data")},
-    "BatchNormBackward": {"data_grad": ("data", "out_grad", "out_grad_2")},
-    "BatchNormReluBackward": {"data_grad": ("data", "out_grad", "out_grad_2")},
-    # addend_grad is written by the reduction, while data is still read: it may replace gradients only.
-    "BatchNormAddReluBackward": {"addend_grad": ("out_grad", "out_grad_2"), "data_grad": ("data",)},
-    "ReluBackward": {"data_grad": ("out_grad", "out_grad_2", "output")},
-    "elemwise_add": {"output": ("lhs", "rhs")},
-    "AddRelu": {"output": ("lhs", "rhs")},
-    "Activation": {"output": ("data",)},
-    "relu": {"output": ("data",)},
-    "Flatten": {"output": ("data",)},
-    "FlattenBackward": {"data_grad": ("out_grad",)},
-}
-
 
 class Allocation(NamedTuple):
     """A tensor's place: `offset` and `num_bytes` in the arena, alive from step `first` to `last`, both included."""
@@ -124,7 +102,7 @@ def memory(graph: Graph, shapes: Mapping[str, Sequence[int]]) -> MemoryPlan:
     steps = [
         Step(
             reads=[ref for ref in node.inputs if ref not in external],
-            writes=[ref for ref in _outputs(node) if ref not in external],
+            writes=[ref for ref in node.refs() if ref not in external],
             in_place=_in_place(node),
         )
         for node in graph
@@ -206,21 +184,15 @@ def _offsets(places: Sequence[_Place], importance: Sequence[int]) -> tuple[list[
     return offsets, max((offset + place.num_bytes for offset, place in zip(offsets, places, strict=True)), default=0)
 
 
-def _outputs(node: Node) -> list[Ref]:
-    return [Ref(node.name, index) for index in range(node.num_outputs)]
-
-
 def _in_place(node: Node) -> dict[Ref, list[Ref]]:
-    """The table of replacements, for one node."""
-    if node.op not in _IN_PLACE:
+    """The replacements that the operator allows, for one node."""
+    if node.op not in OPERATORS:
         return {}
     operator = OPERATORS[node.op]
     inputs = dict(zip(operator.input_names(node), node.inputs, strict=True))
-    outputs = dict(zip(operator.outputs, _outputs(node), strict=True))
-    return {
-        outputs[output]: [inputs[name] for name in names if name in inputs]
-        for output, names in _IN_PLACE[node.op].items()
-    }
+    outputs = dict(zip(operator.output_names(node), node.refs(), strict=False))
+    return {outputs[output]: [inputs[name] for name in names if name in inputs]
+            for output, names in operator.in_place.items() if output in outputs}
 
 
 def aligned(num_bytes: int) -> int:

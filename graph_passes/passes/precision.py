@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from graph_passes.errors import GraphError
 from graph_passes.graph import Graph, Node, Ref
 from graph_passes.operators import OPERATORS
@@ -13,7 +15,7 @@ LOSS_SCALE = "loss_scale"
 # What keeps its dtype whatever the network's precision is, by its name in the operator table.
 _FIXED = {
     **dict.fromkeys(("gamma", "beta", "bias", "gamma_grad", "beta_grad", "bias_grad"), "float32"),
-    **dict.fromkeys(("moving_mean", "moving_var", "mean", "var", "saved"), "float32"),
+    **dict.fromkeys(("moving_mean", "moving_var", "mean", "var", "saved", "sums"), "float32"),
     **dict.fromkeys(("label", "loss", LOSS_SCALE), "float32"),
     **dict.fromkeys(("top1", "top5"), "int32"),
     **dict.fromkeys(("mask", "winner"), "uint8"),
@@ -51,7 +53,7 @@ def precision(graph: Graph, dtype: str) -> Graph:
         for node in graph
         if node.op in OPERATORS
         for role, ref in zip(OPERATORS[node.op].input_names(node), node.inputs, strict=True)
-        if role in _FIXED
+        if _role(role) in _FIXED
     }
     loss_scale = Node("null", graph.unused_name(LOSS_SCALE))
 
@@ -69,10 +71,16 @@ def precision(graph: Graph, dtype: str) -> Graph:
 
 def tensor_dtypes(graph: Graph) -> dict[Ref, str]:
     """The dtype of every tensor, variables included: a name of NumPy, or "bfloat16"."""
-    dtypes: dict[Ref, str] = {}
-    for node in graph:
-        own = node.attrs.get("dtype", "float32")
-        roles = OPERATORS[node.op].outputs if node.op in OPERATORS else ("output",) * node.num_outputs
-        for index, role in enumerate(roles):
-            dtypes[Ref(node.name, index)] = "float32" if node.op == "SoftmaxOutput" else _FIXED.get(role, own)
-    return dtypes
+    return {ref: dtype for node in graph for ref, dtype in zip(node.refs(), node_dtypes(node), strict=False)}
+
+
+def node_dtypes(node: Node) -> list[str]:
+    """The dtypes of a node's outputs."""
+    own = node.attrs.get("dtype", "float32")
+    roles = OPERATORS[node.op].output_names(node) if node.op in OPERATORS else ("output",) * node.num_outputs
+    return ["float32" if node.op == "SoftmaxOutput" else _FIXED.get(_role(role), own) for role in roles]
+
+
+def _role(name: str) -> str:
+    """What an input or output is, also where an operator has several of its kind: `saved` for `saved_2`."""
+    return re.sub(r"_\d$", "", name)

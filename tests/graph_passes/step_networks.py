@@ -57,6 +57,62 @@ def flattened(last, classes=7):
     return mx.sym.SoftmaxOutput(x, normalization="batch", name="softmax")
 
 
+def bottlenecks(stem=3, classes=10):
+    """Two blocks of 1x1, 3x3 and 1x1 convolutions, wide enough for all fused kernels: a projected and a plain one.
+    `stem`: the kernel of the first convolution; with 7 it is ResNet's."""
+
+    def conv_bn(x, name, filters, kernel, stride=1):
+        x = mx.sym.Convolution(x, num_filter=filters, kernel=(kernel, kernel), pad=(kernel // 2,) * 2, no_bias=True,
+                               stride=(stride, stride), layout="NHWC", name=f"{name}_conv")
+        return mx.sym.BatchNorm(x, axis=3, eps=1e-5, momentum=0.8, fix_gamma=False, name=f"{name}_bn")
+
+    x = mx.sym.relu(conv_bn(mx.sym.Variable("data"), "stem", 64, stem, stride=2 if stem == 7 else 1))
+    x = mx.sym.Pooling(x, kernel=(3, 3), stride=(2, 2), pad=(1, 1), pool_type="max", layout="NHWC", name="pool")
+    for block in ("a", "b", "c"):
+        y = mx.sym.relu(conv_bn(x, f"{block}1", 64, 1))
+        y = conv_bn(mx.sym.relu(conv_bn(y, f"{block}2", 64, 3)), f"{block}3", 128, 1)
+        shortcut = conv_bn(x, f"{block}4", 128, 1) if block == "a" else x
+        x = mx.sym.relu(mx.sym.elemwise_add(y, shortcut, name=block))
+    x = mx.sym.Pooling(x, global_pool=True, kernel=(1, 1), pool_type="avg", layout="NHWC", name="mean")
+    x = mx.sym.FullyConnected(mx.sym.Flatten(x), num_hidden=classes, name="fc")
+    return mx.sym.SoftmaxOutput(x, normalization="batch", smooth_alpha=0.1, name="softmax")
+
+
+def random_network(rng):
+    """Convolutions, BatchNorms, sums of any of these, ReLUs behind BatchNorms and max poolings, in any order."""
+    def conv(x, filters, stride=1, sizes=(1, 1, 3)):
+        size = int(rng.choice(sizes))
+        return mx.sym.Convolution(x, num_filter=filters, kernel=(size, size), stride=(stride, stride),
+                                  pad=(size // 2, size // 2), no_bias=bool(rng.integers(4)), layout="NHWC")
+
+    def norm(x):
+        return mx.sym.BatchNorm(x, axis=3, eps=float(rng.choice([1e-3, 1e-5])), fix_gamma=False)
+
+    width = 64
+    x = conv(mx.sym.Variable("data"), width, *((2, (7,)) if rng.integers(2) else ()))
+    for kind in rng.integers(6, size=rng.integers(1, 8)):
+        if kind == 0:
+            x = mx.sym.relu(norm(x))
+        elif kind == 1:
+            shortcut = x if rng.integers(2) else norm(conv(x, width))
+            terms = [norm(conv(x, width)), shortcut]
+            x = mx.sym.elemwise_add(*(terms[i] for i in rng.permutation(2)))
+            x = mx.sym.relu(x) if rng.integers(4) else x
+        elif kind == 2:
+            width = int(rng.choice([32, 64, 128]))
+            x = conv(x, width, stride=int(rng.integers(1, 3)))
+        elif kind == 3:
+            x = mx.sym.Pooling(x, kernel=(3, 3), stride=(2, 2), pad=(1, 1), pool_type="max", layout="NHWC")
+        elif kind == 4:
+            x = norm(x)
+        else:
+            x = mx.sym.elemwise_add(x, x)
+    if rng.integers(2):
+        x = mx.sym.Pooling(x, kernel=(1, 1), global_pool=True, pool_type="avg", layout="NHWC")
+    x = mx.sym.Flatten(x) if rng.integers(2) else x
+    return mx.sym.SoftmaxOutput(mx.sym.FullyConnected(x, num_hidden=7), name="softmax")
+
+
 def random_variables(graph, shapes, rng, classes=7, dtype=np.float64):
     """A value for every variable of a training graph. Scaled so that no ReLU is all on or off."""
     values = {}
@@ -70,3 +126,10 @@ def random_variables(graph, shapes, rng, classes=7, dtype=np.float64):
             values[name] /= np.sqrt(np.prod(shape[1:]))
         values[name] = values[name].astype(dtype)
     return values
+
+
+def repeatable_fusions(graph, node, ways):
+    """A `choose` that takes every fusion but cuDNN's own, which sum in a varying order or take long to be compiled."""
+    if any(way.startswith("fprop") for way in ways):
+        return "separate"
+    return passes.fused_way(graph, node, ways)

@@ -180,6 +180,7 @@ NETWORKS = {
 }
 
 
+@pytest.mark.usefixtures("narrow_networks")
 @pytest.mark.parametrize("network", NETWORKS)
 def test_outputs_and_gradients_after_each_pass(network, rng):
     build, data_shape = NETWORKS[network]

@@ -6,7 +6,7 @@ from step_networks import fused, random_variables, small_resnet
 
 from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError, Node, Ref, passes
-from graph_passes.executors import reference_backward
+from graph_passes.executors import reference
 from train import models
 from train.models.resnet import resnet
 
@@ -105,7 +105,7 @@ def check_against_mxnet(graph, symbol, shapes, rng):
     """
     values = random_variables(graph, shapes, rng)
     grads, aux, probabilities = mxnet_gradients(symbol, values)
-    results = reference_backward.run(passes.gradient_add(passes.gradient(graph, shapes)), values)
+    results = reference.run(passes.gradient_add(passes.gradient(graph, shapes)), values)
 
     fixed = {node.inputs[1].node for node in graph if node.op.startswith("BatchNorm") and node["fix_gamma"]}
     assert not any(grads[name].any() for name in fixed)
@@ -141,15 +141,17 @@ def zoo_network(name):
     return mx.sym.SoftmaxOutput(network(mx.sym.Variable("data")), name="softmax")
 
 
+@pytest.mark.usefixtures("narrow_networks")
 @pytest.mark.parametrize("name", ["resnet18_v2", "mobilenet0.25"])  # a ReLU with two readers; depthwise convolutions
 def test_zoo_against_mxnet_autograd(name, rng):
     symbol = zoo_network(name)
     check_against_mxnet(fused(symbol), symbol, {"data": (2, 3, 37, 33), "softmax_label": (2,)}, rng)
 
 
-# Basic blocks and bottlenecks; narrow, for they take long: grouped convolutions, and shortcuts with average pooling
+# Basic blocks and bottlenecks (an eighth as wide; groups need a quarter), grouped convolutions, shortcuts with average
+# pooling
 @pytest.mark.parametrize("name, width", [
-    ("resnet18", 64), ("resnet50", 64), ("resnext50_32x4d", 16), ("resnet50d", 16)
+    ("resnet18", 8), ("resnet50", 8), ("resnext50_32x4d", 16), ("resnet50d", 8)
 ])  # fmt: skip
 def test_resnet_against_mxnet_autograd(name, width, rng, monkeypatch):
     monkeypatch.setattr("train.models.resnet.FIRST_WIDTH", width)
@@ -166,7 +168,7 @@ def test_fused_and_unfused_agree(bottleneck, rng):
     graph = fused(small_resnet(bottleneck))
     values = random_variables(plain, shapes, rng)
     steps = [passes.gradient(plain, shapes), passes.gradient(graph, shapes)]
-    results = [reference_backward.run(step, values) for step in (*steps, *map(passes.gradient_add, steps))]
+    results = [reference.run(step, values) for step in (*steps, *map(passes.gradient_add, steps))]
     for name in results[0]:
         scale = np.abs(results[0][name]).max() + 1e-3
         for other in results[1:]:
@@ -184,14 +186,14 @@ def test_against_finite_differences(bottleneck, rng):
     graph = fused(small_resnet(bottleneck))
     step = passes.gradient_add(passes.gradient(graph, shapes))
     values = random_variables(graph, shapes, rng)
-    results = reference_backward.run(step, values)
+    results = reference.run(step, values)
     loss_only = Graph(step, [passes.output_names(step)["loss"]], {"output_names": ["list_str", ["loss"]]})
     h = 1e-7
 
     def agrees(name):
         direction = rng.standard_normal(values[name].shape)
         up, down = (
-            reference_backward.run(loss_only, {**values, name: values[name] + move * direction})["loss"][0]
+            reference.run(loss_only, {**values, name: values[name] + move * direction})["loss"][0]
             for move in (h, -h)
         )
         expected = (results[f"{name}_grad"] * direction).sum() * 3  # the gradient is of the mean over the batch of 3

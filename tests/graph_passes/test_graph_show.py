@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from common.mxnet_compat import mx
-from graph_passes import Graph, Ref, passes
+from graph_passes import Graph, Ref, passes, pipeline
 from graph_passes.__main__ import main
 from graph_passes.drawing import draw_svg
 from graph_passes.executors.cuda import training_step
@@ -78,20 +78,24 @@ def test_show_a_network_of_the_zoo(capsys, tmp_path):
     arguments = ["show", "--model", "resnet50_v1", "--batch-size", "2", "--image-size", "64", "--inference"]
     assert main([*arguments, "--output", str(tmp_path / "new")]) == 0
     output = capsys.readouterr().out
-    for row in (r"layout\W+53 convolutions", r"add_relu\W+16 ", r"bn_relu\W+33 ", r"bn_add_relu\W+16 ",
-                r"fold_bn\W+53 convolutions", r"BatchNorm\W+53\W+\n"):  # fmt: skip
+    for row in (r"layout\W+53 convolutions", r"bn_relu\W+33 ", r"bn_add_relu\W+16 ", r" add_relu\W+0 ",
+                r"fold_bn\W+53 convolutions", r"precision\W+all", r"BatchNorm\W+53\W+\n"):  # fmt: skip
         assert re.search(row, output), row
     after = Graph.load(tmp_path / "new" / "after.json")
-    assert after.operators()["AddRelu"] == 16
-    assert len(boxes((tmp_path / "new" / "after.svg").read_text())) == after.operators().total()
+    kinds = after.operators()
+    assert (kinds["ConvolutionAddRelu"], kinds["ConvolutionRelu"], kinds["Convolution"]) == (16, 33, 4)
+    assert len(boxes((tmp_path / "new" / "after.svg").read_text())) == kinds.total()
     assert len(boxes((tmp_path / "new" / "before.svg").read_text())) == 53 + 53 + 49 + 16 + 2 + 1
+    stages = {path.name: len(boxes(path.read_text())) for path in (tmp_path / "new").glob("0*.svg")}
+    assert stages["01_layout.svg"] == stages["02_bn_add_relu.svg"] + 2 * 16 == 174
+    assert max(stages) == "08_conv_epilogue.svg"
 
 
 def test_show_our_own_symbol(capsys, tmp_path):
     resnet(50).save(str(tmp_path / "ours.json"))
     assert main(["show", "--symbol", str(tmp_path / "ours.json")]) == 0
     output = capsys.readouterr().out
-    assert re.search(r"bn_add_relu\W+16 \W+127 -> 111", output)
+    assert re.search(r"bn_add_relu\W+16 \W+176 -> 144 .*\n.* bn_relu\W+33 \W+144 -> 111", output)
     assert "15.49 GB (37%) saved" in output  # batch 256, 224 pixels, fp16; test_bytes_that_fusion_saves checks the sum
     assert not list(tmp_path.glob("*.svg"))
 
@@ -106,20 +110,43 @@ def test_show_what_a_gpu_chose(capsys, monkeypatch, tmp_path):
     """The step is built for the network after its passes, and all that it chose among is listed."""
     asked = []
 
-    def build(graph, shapes, dtype, device_id):
+    def build(graph, shapes, options, device_id):
         passes.gradient(graph, shapes)  # it is a network that can be trained, on NHWC images
-        asked.append((graph.operators()["BatchNormRelu"], shapes["data"], dtype, device_id))
+        asked.append((graph.operators()["BatchNorm"], shapes["data"], options.dtype, device_id))
         decisions = [Decision("conv1", "a [bold] problem", {"separate": 0.5, "fused": 0.25})]
-        return SimpleNamespace(training=SimpleNamespace(decisions=decisions))
+        return SimpleNamespace(decisions=decisions, choose_again=passes.first_way)
 
     monkeypatch.setattr(training_step, "TrainingStep", build)
     resnet(50).save(str(tmp_path / "ours.json"))
     for source in (["--symbol", str(tmp_path / "ours.json")], ["--model", "resnet50_v1"]):
         options = ["--batch-size", "7", "--image-size", "96", "--dtype", "bfloat16", "--gpu", "3"]
         assert main(["show", *source, *options]) == 0
-        assert asked.pop() == (33, (7, 96, 96, 3), "bfloat16", 3)
+        assert asked.pop() == (53, (7, 96, 96, 3), "bfloat16", 3)
         assert re.search(r"GPU 3.*\nconv1: a \[bold\] problem\n  \* fused +0.2500 ms\n +separate +0.5000 ms",
                          capsys.readouterr().out)
+    assert main(["show", *source, *options, "--step", "--output", str(tmp_path)]) == 0
+    chosen = Graph.load(tmp_path / "after.json").operators()
+    assert chosen["BatchNormStatistics"] == 52 and "ConvolutionStatistics" not in chosen, "the step as that GPU runs it"
+
+
+@pytest.mark.parametrize("source", [["--model", "resnet18_v1"], ["--symbol"]])
+def test_show_the_training_step(source, capsys, tmp_path):
+    """Forward and backward in one, after each pass of the pipeline; the drawing has a box for each operator."""
+    if source == ["--symbol"]:
+        resnet(18).save(str(tmp_path / "ours.json"))
+        source = ["--symbol", str(tmp_path / "ours.json")]
+    assert main(["show", *source, "--step", "--batch-size", "8", "--output", str(tmp_path)]) == 0
+    output = capsys.readouterr().out
+    listed = pipeline.training_passes({}, "float16", passes.fused_way)
+    assert re.findall(r"│ (\w+) +│ +[\w (]+\)? │ +\d+ -> \d+ │", output) == ["layout", *listed]
+    assert re.search(r"Read and written in a training step: [\d.]+ -> [\d.]+ GB, .* saved", output)
+    step = Graph.load(tmp_path / "after.json")
+    assert passes.output_names(step).keys() >= {"loss", "top1"}
+    assert {"StemConvolution", "StemWgrad", "BatchNormPairApply", "ConvolutionStatistics"} <= step.operators().keys()
+    drawings = sorted(tmp_path.glob("[0-9]*.svg"))
+    assert [path.stem[3:] for path in drawings] == ["layout", *listed]
+    assert sorted(text for text, _, _ in boxes(drawings[-1].read_text())) == sorted(
+        f"{node.op} {node.name}" for node in step if not node.is_variable)
 
 
 @pytest.mark.parametrize(
@@ -133,6 +160,8 @@ def test_show_what_a_gpu_chose(capsys, monkeypatch, tmp_path):
         (["show", "--model", "resnet18_v1", "--dtype", "int8"], "--dtype int8 is not one of float16, bfloat16"),
         (["show", "--model", "resnet18_v1", "--output", "/dev/null/x"], "cannot write /dev/null/x/before.svg"),
         (["show", "--model", "resnet18_v1", "--gpu", "0", "--inference"], "leave out --inference"),
+        (["show", "--model", "resnet18_v1", "--step", "--inference"], "--step shows a training step: leave out --inf"),
+        (["show", "--model", "mobilenet_v2_0_25", "--step"], "operator clip of node"),
         (["show", "--model", "resnet18_v1", "--gpu", "99"], "GPU"),  # none at all, or not so many
     ],
 )

@@ -8,9 +8,9 @@ import pytest
 from step_networks import fused, random_variables, small_resnet
 
 from graph_passes import Graph, Node, Ref, passes
-from graph_passes.executors.reference_backward import evaluate
+from graph_passes.executors.reference import evaluate
 from graph_passes.operators import OPERATORS
-from graph_passes.passes.memory import _IN_PLACE, ALIGNMENT, Step, plan_arena
+from graph_passes.passes.memory import ALIGNMENT, Step, plan_arena
 from train.models.resnet import resnet
 
 POISON = 0xFF  # as bytes of a floating-point number: NaN
@@ -245,8 +245,10 @@ def test_a_tensor_may_be_written_in_several_steps():
     assert arena_bytes == 512
 
 
-def test_the_table_of_replacements_names_what_exists():
-    for op, outputs in _IN_PLACE.items():
-        for output, inputs in outputs.items():
-            assert output in OPERATORS[op].outputs, op
-            assert set(inputs) <= set(OPERATORS[op].inputs), op
+def test_replacements_name_what_exists():
+    found = [(operator, output, inputs) for operator in OPERATORS.values()
+             for output, inputs in operator.in_place.items()]
+    assert len(found) > 15
+    for operator, output, inputs in found:
+        assert output in operator.outputs, operator.name
+        assert set(inputs) <= set(operator.inputs), operator.name

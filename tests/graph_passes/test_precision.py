@@ -6,7 +6,7 @@ from step_networks import fused, random_variables, small_resnet
 
 from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError, Ref, passes
-from graph_passes.executors.reference_backward import evaluate, run
+from graph_passes.executors.reference import evaluate, run
 from train.models.resnet import resnet
 
 SHAPES = {"data": (4, 33, 31, 3), "softmax_label": (4,)}

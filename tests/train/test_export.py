@@ -13,7 +13,7 @@ from common.errors import UserError
 from common.mxnet_compat import mx
 from graph_passes import Graph
 from graph_passes.executors import create_executor
-from train import onnx_writer
+from train import models, onnx_writer
 from train.checkpoint import Checkpoint, save
 from train.commands import export
 from train.commands.options import ExportOptions
@@ -81,6 +81,21 @@ def ours(trained: Checkpoint, images: np.ndarray) -> np.ndarray:
     found = probabilities(trained.params, trained.aux, images)
     assert np.ptp(found, axis=1).min() > 0.1  # else the comparisons below could not fail
     return found
+
+
+@pytest.mark.parametrize("name", ["resnext50_32x4d", "resnet50d"])
+def test_onnx_of_other_families(name: str, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
+    """Convolutions in groups, and average pooling whose windows reach beyond images of an odd size. `export_onnx`
+    compares with our executor itself."""
+    monkeypatch.setattr("train.models.resnet.FIRST_WIDTH", 8)
+    params, aux = models.create(name, NUM_CLASSES).initial_values(seed=3, zero_init_residual=False)
+    params["classifier_weight"] = rng.standard_normal(params["classifier_weight"].shape, np.float32)
+    aux = {key: value + rng.uniform(0, 0.5, value.shape).astype(np.float32) for key, value in aux.items()}
+    config = Config(model=name, image_size=39)
+    content, difference = export.export_onnx(Checkpoint(params=params, aux=aux, state={}, config=config,
+                                                        class_names=CLASS_NAMES))
+    kinds = {node.op_type for node in onnx.load_from_string(content).graph.node}
+    assert difference <= 1e-5 and ("AveragePool" in kinds) == (name == "resnet50d")
 
 
 def test_onnx_of_the_command(

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from common.command_line import exit_code_of
 from common.errors import UserError
 from train import plots, predictions, report
 from train.errors import TrainError
@@ -250,7 +251,9 @@ def test_bad_input_is_one_sentence(record: RunRecord, tmp_path: Path) -> None:
         report.write_report(tmp_path / "file" / "report", record)
 
 
-def test_command_line_makes_a_report_anew(tmp_path: Path) -> None:
+def test_command_line_makes_a_report_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     recorder = Recorder(tmp_path, config={}, images_per_step=4, num_epochs=1, log_every=1, tensorboard=False)
     with recorder as run:
         run.begin_epoch(0, 3)
@@ -261,8 +264,8 @@ def test_command_line_makes_a_report_anew(tmp_path: Path) -> None:
     assert made.returncode == 0, made.stderr
     assert Path(made.stdout.strip()) == tmp_path / "report" / "report.md"
     (tmp_path / METRICS_FILE).unlink()
-    refused = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True)
-    assert refused.returncode == 2
-    assert refused.stderr == (
+    monkeypatch.setattr(sys, "argv", ["report", str(tmp_path)])
+    assert exit_code_of(report.main) == 2
+    assert capsys.readouterr().err == (
         f"error: there is no metrics.jsonl in {tmp_path}: give the output folder of a training run\n"
     )

@@ -89,8 +89,8 @@ def run_arguments(config: Config) -> list[str]:
     preset = load_preset(config.config)
     preset = replace(preset, warmup_epochs=default_warmup(preset, config.epochs))  # as that run will have it
     # With its epochs, whatever the preset's: the demonstration's would otherwise follow the machine's speed.
-    length = ["--epochs", str(config.epochs)]
-    return ["--config", config.config, *to_arguments(config, preset), *length, "--resume", "auto"]
+    own = to_arguments(config, preset)
+    return ["--config", config.config, *own, "--epochs", str(config.epochs), "--resume", "auto"]
 
 
 def _train(config: Config, folder: Path) -> RunRecord:

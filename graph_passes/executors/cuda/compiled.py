@@ -3,37 +3,42 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from graph_passes.executors.cuda.capacity import too_little_memory
+from graph_passes.executors.cuda.choices import Choices
 from graph_passes.executors.cuda.lowering import Persistent, lower
 from graph_passes.executors.cuda.parameters import ParameterStore
 from graph_passes.executors.cuda.program import run
-from graph_passes.executors.cuda.statistics_group import StatisticsGroup
 from graph_passes.executors.cuda.toolchain import Toolchain
 from graph_passes.graph import Graph
+from graph_passes.passes import Choose
 
 
 class CompiledGraph:
-    """`graph` for the shapes of its inputs, on parameters, inputs and outputs that outlive it. All else that it writes
-    lies in the arena, where the next that runs may overwrite it. To be run, it must be captured.
+    """The graph that `passes` give for inputs of these shapes, on parameters, inputs and outputs that outlive it. All
+    else that it writes lies in the arena, where the next that runs may overwrite it. To be run, it must be captured.
 
-    Raises GraphError for what cannot be lowered, and where memory does not suffice.
+    `passes` are those of `graph_passes/pipeline.py`, which ask this GPU where there are several ways. Raises GraphError
+    for what cannot be lowered, and where memory does not suffice.
     """
 
-    def __init__(self, graph: Graph, input_shapes: Mapping[str, Sequence[int]], store: ParameterStore,
-                 persistent: Persistent, tools: Toolchain, group: StatisticsGroup | None = None) -> None:
+    def __init__(self, passes: Callable[[Choose], Graph], input_shapes: Mapping[str, Sequence[int]],
+                 store: ParameterStore, persistent: Persistent, tools: Toolchain) -> None:
         self._gpu, self._arena = tools.gpu, tools.arena
         self._segments: list[Any] = []
         self._cuts: tuple[int, ...] = ()
         self.image_size = tuple(input_shapes["data"][1:3])
+        choices = Choices(input_shapes, store, persistent, tools)
         try:
-            self.lowering = lower(graph, graph.infer_shapes(input_shapes), store, persistent, tools, group)
+            self.graph = passes(choices)
+            self.lowering = lower(self.graph, self.graph.infer_shapes(input_shapes), store, persistent, tools)
         finally:  # what has been timed is kept, also if the user interrupts it
             tools.convolutions.save()
             tools.planner.save()
+        self.choices = choices
         num_bytes, (free, total) = self.lowering.program.arena_bytes, self._gpu.memory()
         available = free + self._arena.num_bytes
         if num_bytes > available:

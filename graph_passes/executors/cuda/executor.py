@@ -22,14 +22,13 @@ from graph_passes.executors.cuda.buckets import Bucket
 from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.idle import IdleClock
 from graph_passes.executors.cuda.optimizer import OptimizerConfig
+from graph_passes.executors.cuda.options import StepOptions
 from graph_passes.executors.cuda.parameters import FlatArray
 from graph_passes.executors.cuda.planner import Decision
 from graph_passes.executors.cuda.profile import Row, copy_gigabytes_per_second, profile
-from graph_passes.executors.cuda.statistics_group import StatisticsGroup
 from graph_passes.executors.cuda.training_step import OnBucket, TrainingStep
 from graph_passes.graph import Graph
 from graph_passes.optimizers import Rule
-from graph_passes.passes import bn_add_relu, bn_relu
 
 Array = Any  # mx.nd.NDArray; MXNet has no type stubs
 _ENGINE_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)
@@ -42,7 +41,7 @@ class _Context(ctypes.Structure):
 
 
 class CudaExecutor(Executor):
-    """See `base.Executor`. Made for one batch size and image size; fuses the graph itself where it is not.
+    """See `base.Executor`. Made for one batch size and image size.
 
     Differs from the other executors in three ways:
 
@@ -52,40 +51,32 @@ class CudaExecutor(Executor):
       it, and until then there is plain SGD, in `update`.
     - `params`, `aux` and `grads` are to be asked for anew in every step: it is the asking that waits for the step.
 
-    For several GPUs (docs/multi_gpu.md), `num_buckets` cuts the backward pass, so that `on_bucket` of
-    `forward_backward` is called with the gradients of the last layers while the first ones are still being computed.
-    `wire_dtype="float32"` hands them over in that type whatever theirs is. `group`: the GPUs that BatchNorm's
-    statistics are shared with in training.
-
-    `largest_image_size`: pixels of the largest training images to come, where those of `shapes` are smaller: memory for
-    them is asked for, and taken, at once.
+    `options` are the fields of `StepOptions`. For several GPUs (docs/multi_gpu.md), `num_buckets` cuts the backward
+    pass, so that `on_bucket` of `forward_backward` is called with the gradients of the last layers while the first ones
+    are still being computed.
     """
 
     def __init__(self, graph: Graph, shapes: Mapping[str, Sequence[int]], device: str = "gpu(0)",
-                 dtype: str = "float16", optimizer: OptimizerConfig | None = None, tf32: bool = True,
-                 deterministic: bool = False, num_buckets: int = 1, wire_dtype: str | None = None,
-                 group: StatisticsGroup | None = None, largest_image_size: int = 0) -> None:
-        graph = bn_relu(bn_add_relu(graph))
+                 **options: Any) -> None:
         super().__init__(graph, shapes)
         kind, number = parse_device(device)
         if kind != "gpu":
             raise GraphError(f"the cuda executor cannot run on the device '{device}': give gpu(0), gpu(1), ...")
+        self._options = StepOptions(**options)
         self._context = mx.gpu(number)
-        self._dtype = dtype
         self._arrays: dict[str, Array] = {}
         self._seen: list[Array] = []  # arrays that MXNet may be reading or writing
         self._pending: dict[int, Any] = {}  # number of a gate that the engine has not passed yet -> its CUDA event
         self._num_gates = 0
         self._pass_gate = _ENGINE_CALLBACK(lambda run_context, number: self._pending.pop(number).sync())
-        self._step = TrainingStep(graph, self.input_shapes, dtype, self._context.device_id, optimizer, tf32,
-                                  deterministic, num_buckets, wire_dtype, group, largest_image_size, self._allocate)
+        self._step = TrainingStep(graph, self.input_shapes, self._options, self._context.device_id, self._allocate)
         store = self._step.store
         self._params = self._views("master", store.master)
         self._aux = self._views("statistics", store.statistics)
         self._averages: dict[str, Array] = {}
         self._states: dict[int, dict[str, Array]] = {}  # what the optimizer keeps, by number of the slot
         self._grads = self._views("other_gradients", store.other_gradients)
-        if dtype != "bfloat16":
+        if self._options.dtype != "bfloat16":
             self._grads |= self._views("weight_gradients", store.weight_gradients)
         self._num_valid = self.input_shapes["data"][0]
         self.gpu_bus_id = self._step.gpu.device.pci_bus_id
@@ -99,7 +90,7 @@ class CudaExecutor(Executor):
         dtypes = {"master": "float32", "state 1": "float32", "state 2": "float32", "statistics": "float32",
                   "averages": "float32", "average_statistics": "float32", "probabilities": "float32",
                   "other_gradients": "float32",
-                  "weight_gradients": "uint8" if self._dtype == "bfloat16" else self._dtype}
+                  "weight_gradients": "uint8" if self._options.dtype == "bfloat16" else self._options.dtype}
         if name not in dtypes:
             return None
         dtype = dtypes[name]
@@ -276,7 +267,7 @@ class CudaExecutor(Executor):
     @property
     def decisions(self) -> list[Decision]:
         """Where the step could be computed in several ways: which was chosen, and the time of each."""
-        return self._step.training.decisions
+        return self._step.decisions
 
     def copy_gigabytes_per_second(self) -> float:
         """The memory ceiling that `profile` is to be seen against."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from graph_passes import pipeline
 from graph_passes.executors.cuda.compiled import CompiledGraph
 from graph_passes.executors.cuda.kernels import count, instance
 from graph_passes.executors.cuda.lowering import Persistent
@@ -16,7 +17,7 @@ from graph_passes.executors.cuda.parameters import ParameterStore, parameters_of
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.executors.cuda.toolchain import Toolchain
 from graph_passes.graph import Graph, Ref
-from graph_passes.passes import fold_bn, foldings, precision
+from graph_passes.passes import fold_bn, foldings
 
 
 class Inference:
@@ -27,11 +28,12 @@ class Inference:
     """
 
     def __init__(self, graph: Graph, shapes: Mapping[str, tuple[int, ...]], dtype: str, tools: Toolchain) -> None:
-        self._unfolded, self._graph, self._shapes = graph, precision(fold_bn(graph), dtype), dict(shapes)
+        self._graph, self._dtype, self._shapes = graph, dtype, dict(shapes)
         self._tools, self._gpu, self._kernels = tools, tools.gpu, tools.kernels
-        inferred = self._graph.infer_shapes(shapes)
-        statistics = {name: inferred[Ref(name)] for name in self._graph.aux}  # of what could not be folded
-        parameters = parameters_of(self._graph, inferred, tuple(shapes))
+        folded = fold_bn(graph)
+        inferred = folded.infer_shapes(shapes)
+        statistics = {name: inferred[Ref(name)] for name in folded.aux}  # of what could not be folded
+        parameters = parameters_of(folded, inferred, tuple(shapes))
         self._store = ParameterStore(parameters, statistics, dtype, trained=False)
         for array in self._store.arrays.values():
             array.place(self._gpu.allocate(max(array.num_bytes, 1)))
@@ -50,7 +52,7 @@ class Inference:
     def _enqueue_fold(self, trained: ParameterStore) -> None:
         own, kernel = self._store, self._kernels.get("elementwise.cu", self._kernel)
         left = dict.fromkeys(own.parameters)
-        for norm, convolution, bias in foldings(self._unfolded):
+        for norm, convolution, bias in foldings(self._graph):
             gamma, beta, mean, var = (ref.node for ref in norm.inputs[1:5])
             weight = convolution.inputs[1].node
             source = trained.master.slices[weight]
@@ -88,7 +90,8 @@ class Inference:
         shapes = {name: (num_images, *shape[1:]) for name, shape in self._shapes.items()}
         part = dataclasses.replace(persistent, data=first(persistent.data), label=first(persistent.label),
                                    probabilities=first(persistent.probabilities))
-        compiled = CompiledGraph(self._graph, shapes | {"data": (num_images, *self.image_size, channels)}, self._store,
-                                 part, self._tools)
+        compiled = CompiledGraph(partial(pipeline.inference, self._graph, self._dtype),
+                                 shapes | {"data": (num_images, *self.image_size, channels)}, self._store, part,
+                                 self._tools)
         compiled.capture()
         return compiled

@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,16 +18,17 @@ from graph_passes.errors import GraphError
 from graph_passes.executors.cuda.arena import Arena
 from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.kernels import sources_digest
-from graph_passes.executors.cuda.program import Buffer, Launch, run
+from graph_passes.executors.cuda.program import Buffer, Program, run
 from graph_passes.passes.memory import aligned
 
-Way = Callable[[], "list[Launch]"]  # emits its launches when it is called
+Way = Callable[[], Program]  # emits its launches when it is called; raises GraphError where this GPU cannot run them
 log = logging.getLogger("graph_passes.cuda")
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What was chosen for one node of the graph. `times`: milliseconds of each way."""
+    """What was chosen for one node of the graph. `times`: milliseconds of each way, infinite for one that this GPU
+    cannot take."""
 
     node: str
     problem: str
@@ -39,42 +41,57 @@ class Decision:
 
 class Planner:
     """Ways are timed in `arena`. `variant` names what else the times depend on, such as options of the convolutions.
-    `deterministic`: times decide nothing, as each way has an order of sums of its own; the first way is taken."""
+    `deterministic`: times are to decide nothing, as each way has an order of sums of its own: ask `first`."""
 
     def __init__(self, gpu: Gpu, cache: Cache, arena: Arena, variant: str, deterministic: bool = False) -> None:
-        self._gpu, self._cache, self._arena, self._deterministic = gpu, cache, arena, deterministic
+        self._gpu, self._cache, self._arena = gpu, cache, arena
+        self.deterministic = deterministic
         self._name = f"ways-{sources_digest()[:16]}-{variant}"
         self._times: dict[str, dict[str, float]] = self._read()
         self._known = len(self._times)
 
-    def fastest(self, node: str, problem: str, ways: Mapping[str, Way],
-                scratch: Iterable[Buffer]) -> tuple[Decision, list[Launch]]:
-        """The launches of the fastest way. `problem` says all that the times depend on.
+    def fastest(self, node: str, problem: str, ways: Mapping[str, Way]) -> Decision:
+        """The fastest way. `problem` says all that the times depend on.
 
-        While ways are timed, all that they read and write, and `scratch`, lies in the arena, with random contents.
+        While ways are timed, all that they read and write, and their scratch, lies in the arena, with random contents.
         Raises GraphError where no way can be had.
         """
-        if self._deterministic:
-            way, emit = next(iter(ways.items()))
-            return Decision(node, problem, {way: float("nan")}), emit()
         times = self._times.get(problem, {})
         if set(times) != set(ways):
-            emitted: dict[str, list[Launch]] = {}
-            times, reason = {}, ""
-            for way, emit in ways.items():
-                try:
-                    emitted[way] = emit()
-                    times[way] = self._time_ms(emitted[way], scratch)
-                except GraphError as error:
-                    times[way], reason = float("inf"), str(error)
-            decision = Decision(node, problem, times)
-            if times[decision.chosen] == float("inf"):
-                raise GraphError(reason)
+            times = self._measured(ways)
             self._times[problem] = times
             log.debug("%s: %s", problem, times)
-            return decision, emitted[decision.chosen]
-        decision = Decision(node, problem, times)
-        return decision, ways[decision.chosen]()
+        return Decision(node, problem, times)
+
+    def first(self, ways: Mapping[str, Way]) -> str:
+        """The first way that this GPU can take. Raises GraphError where there is none."""
+        reason = ""
+        for name, way in ways.items():
+            try:
+                way()
+            except GraphError as error:
+                reason = str(error)
+            else:
+                return name
+        raise GraphError(reason)
+
+    def _measured(self, ways: Mapping[str, Way]) -> dict[str, float]:
+        """Milliseconds of each way; where only one can be taken, 0 for that."""
+        programs: dict[str, Program] = {}
+        times, reason = dict.fromkeys(ways, math.inf), ""
+        for name, way in ways.items():
+            try:
+                programs[name] = way()
+            except GraphError as error:
+                reason = str(error)
+        for name, program in programs.items():
+            try:
+                times[name] = self._time_ms(program) if len(programs) > 1 else 0.0
+            except GraphError as error:
+                reason = str(error)
+        if min(times.values()) == math.inf:
+            raise GraphError(reason)
+        return times
 
     def save(self) -> None:
         """Keep the times taken since the last call on disk."""
@@ -87,10 +104,9 @@ class Planner:
         body = self._cache.read(self._name)
         return json.loads(body) if body else {}
 
-    def _time_ms(self, launches: list[Launch], scratch: Iterable[Buffer]) -> float:
-        buffers = {buffer for launch in launches for buffer in (*launch.reads, *launch.writes)} | set(scratch)
-        with self._placed(buffers):
-            return self._gpu.time_ms(partial(run, launches))
+    def _time_ms(self, program: Program) -> float:
+        with self._placed({*program.buffers(), *program.scratch}):
+            return self._gpu.time_ms(partial(run, program.launches))
 
     @contextlib.contextmanager
     def _placed(self, buffers: set[Buffer]) -> Iterator[None]:

@@ -9,6 +9,7 @@ from graph_passes.executors.cuda.convolution import ConvolutionLibrary
 from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.kernels import KernelLibrary
 from graph_passes.executors.cuda.planner import Planner
+from graph_passes.executors.cuda.statistics_group import StatisticsGroup
 
 
 @dataclass(frozen=True)
@@ -20,3 +21,4 @@ class Toolchain:
     convolutions: ConvolutionLibrary
     planner: Planner
     arena: Arena
+    group: StatisticsGroup | None = None  # the GPUs that BatchNorm's statistics are shared with in training

@@ -1,6 +1,6 @@
 """The compiled training step: a graph on one GPU, without MXNet. `executor.py` puts it on MXNet's arrays and engine.
 
-    step = TrainingStep(graph, {"data": (256, 224, 224, 4), "softmax_label": (256,)}, "float16")
+    step = TrainingStep(graph, {"data": (256, 224, 224, 4), "softmax_label": (256,)}, StepOptions("float16"))
     step.set_params(params, aux)
     step.load(images, labels); step.forward_backward(); step.update(learning_rate=0.1)
 """
@@ -11,11 +11,13 @@ import ctypes
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from common.disk_cache import Cache
+from graph_passes import pipeline
 from graph_passes.errors import GraphError
 from graph_passes.executors.cuda.arena import Arena
 from graph_passes.executors.cuda.buckets import Bucket, bucket_of, cut
@@ -27,13 +29,13 @@ from graph_passes.executors.cuda.inference import Inference
 from graph_passes.executors.cuda.kernels import C_TYPES, KernelLibrary, count, instance, threads
 from graph_passes.executors.cuda.lowering import LoweredGraph, Persistent, check_operators
 from graph_passes.executors.cuda.optimizer import Optimizer, OptimizerConfig, State
+from graph_passes.executors.cuda.options import StepOptions
 from graph_passes.executors.cuda.parameters import VECTOR, FlatArray, ParameterStore, padded_channels, parameters_of
-from graph_passes.executors.cuda.planner import Planner
+from graph_passes.executors.cuda.planner import Decision, Planner
 from graph_passes.executors.cuda.program import Buffer
-from graph_passes.executors.cuda.statistics_group import StatisticsGroup
 from graph_passes.executors.cuda.toolchain import Toolchain
-from graph_passes.graph import Graph, Ref
-from graph_passes.passes import gradient, gradient_add, precision
+from graph_passes.graph import Graph, Node, Ref
+from graph_passes.passes import Choose, Ways, first_way
 from graph_passes.passes.precision import ITEM_BYTES
 
 Arrays = dict[str, np.ndarray]
@@ -51,56 +53,45 @@ class _Metrics(ctypes.Structure):
 class TrainingStep:
     """Forward, loss, backward and update of one network on one GPU, each a CUDA graph.
 
-    `shapes`: of the inputs `data` (NHWC) and `softmax_label`. `dtype`: of tensors and weights: float16, bfloat16 or
-    float32. `num_buckets` cuts the backward pass into that many graphs (`buckets.cut`), so that the gradients of the
-    first are ready while the others run; `buckets` has what each of them completes. `wire_dtype`: float32 to hand
-    gradients over in that type whatever theirs is; every update must then follow `forward_backward` with `on_bucket`,
-    or `hand_over`. `group`: the GPUs that BatchNorm's statistics are shared with in training, joined already; all of
-    them must then run the same passes. `allocate` is asked for memory by name; where it answers None, plain device
-    memory is taken.
+    `shapes`: of the inputs `data` (NHWC) and `softmax_label`. `allocate` is asked for memory by name; where it answers
+    None, plain device memory is taken. `buckets` has what each part of the backward pass completes.
 
     Images may come in another size than that of `shapes`: what it takes is compiled when they are first used, in place
     of what was compiled for the size before, for training and for inference apart. All of it works in one arena.
-    `largest_image_size`: height and width of the largest training images to come, where those of `shapes` are smaller;
-    their memory is taken at once.
 
     Raises GraphError for an operator without a lowering, a network that is not NHWC, a shape that cuDNN refuses, too
     little memory, and what `Gpu` raises.
     """
 
-    def __init__(self, graph: Graph, shapes: Mapping[str, tuple[int, ...]], dtype: str = "float16", device_id: int = 0,
-                 optimizer: OptimizerConfig | None = None, tf32: bool = True, deterministic: bool = False,
-                 num_buckets: int = 1, wire_dtype: str | None = None, group: StatisticsGroup | None = None,
-                 largest_image_size: int = 0, allocate: Allocate | None = None,
-                 cache_folder: Path | None = None) -> None:
-        if dtype not in C_TYPES:
-            raise GraphError(f"the cuda executor has no dtype '{dtype}': choose one of {', '.join(C_TYPES)}")
+    def __init__(self, graph: Graph, shapes: Mapping[str, tuple[int, ...]], options: StepOptions | None = None,
+                 device_id: int = 0, allocate: Allocate | None = None, cache_folder: Path | None = None) -> None:
         check_operators(graph)
+        options = options or StepOptions()
+        self.options, self.dtype = options, options.dtype
         self.gpu = Gpu(device_id)
-        self._cache = cache = Cache(_machine(self.gpu), cache_folder)
+        cache = Cache(_machine(self.gpu), cache_folder)
         self.kernels = KernelLibrary(self.gpu, cache)
         self._arena = Arena(self.gpu)
-        convolutions = ConvolutionLibrary(self.gpu, cache, self._arena, tf32, deterministic)
-        planner = Planner(self.gpu, cache, self._arena, convolutions.variant, deterministic)
-        self._tools = Toolchain(self.gpu, self.kernels, convolutions, planner, self._arena)
-        self._allocate_for_owner, self._group = allocate, group
-        self._graph, self._shapes, self.dtype = graph, dict(shapes), dtype
+        convolutions = ConvolutionLibrary(self.gpu, cache, self._arena, options.tf32, options.deterministic)
+        planner = Planner(self.gpu, cache, self._arena, convolutions.variant, options.deterministic)
+        self._tools = Toolchain(self.gpu, self.kernels, convolutions, planner, self._arena, options.group)
+        self._allocate_for_owner = allocate
+        self._graph, self._shapes = graph, dict(shapes)
         inferred = graph.infer_shapes(shapes)
         self.store = ParameterStore(
-            parameters_of(graph, inferred, tuple(shapes)), {name: inferred[Ref(name)] for name in graph.aux}, dtype,
-            wire_dtype)
-        step, largest = self._step_graph(self._shapes), self._largest_shapes(largest_image_size)
-        largest_step = self._step_graph(largest) if largest != self._shapes else step
-        arena_bytes = check_fits(largest_step, largest, self.store, *self.gpu.memory())
+            parameters_of(graph, inferred, tuple(shapes)), {name: inferred[Ref(name)] for name in graph.aux},
+            options.dtype, options.wire_dtype)
+        largest = self._largest_shapes(options.largest_image_size)
+        arena_bytes = check_fits(self._passes(largest)(first_way), largest, self.store, *self.gpu.memory())
         self._place_parameters()
         self.persistent = self._persistent(shapes["data"], inferred[graph.outputs[0]])
         self._inputs = {self.persistent.data.shape[1:3]: self.persistent.data}  # by height and width of the images
         self._slots: tuple[str, ...] = ()  # of the optimizer: names of what it keeps in the store's states
-        self.set_optimizer(optimizer or OptimizerConfig())
-        self.buckets, self._parts = self._cut_buckets(num_buckets)
+        self.set_optimizer(options.optimizer)
+        self.buckets, self._parts = self._cut_buckets(options.num_buckets)
         if largest != self._shapes:
             self._arena.reserve(arena_bytes)
-        self._training = self._compile(step)
+        self._training = self._compile()
         self._mixup = 1.0  # as the GPU has it
         self._free_pinned: list[np.ndarray] = []
         self._gradient_backup: dict[str, int] = {}
@@ -153,6 +144,20 @@ class TrainingStep:
         """Forward and backward, for the images of the latest training pass."""
         return self._training.lowering
 
+    @property
+    def graph(self) -> Graph:
+        """The graph of the latest training pass, after all passes."""
+        return self._training.graph
+
+    @property
+    def decisions(self) -> list[Decision]:
+        """Where that step could be computed in several ways: which was chosen, and the time of each."""
+        return self._training.choices.decisions
+
+    def choose_again(self, graph: Graph, node: Node, ways: Ways) -> str:
+        """The `choose` that gives the passes the same answers as they had for that step."""
+        return self._training.choices.again(graph, node, ways)
+
     def _cut_buckets(self, num_buckets: int) -> tuple[list[list[Bucket]], list[list[str]]]:
         """What each part of the backward pass completes, and the weights whose gradients it ends with."""
         store = self.store
@@ -166,8 +171,9 @@ class TrainingStep:
         buckets[-1].append(bucket_of(self.gpu, "others", others, list(others.slices)))
         return buckets, parts
 
-    def _step_graph(self, shapes: Mapping[str, tuple[int, ...]]) -> Graph:
-        return precision(gradient_add(gradient(self._graph, shapes)), self.dtype)
+    def _passes(self, shapes: Mapping[str, tuple[int, ...]]) -> Callable[[Choose], Graph]:
+        """The passes that make the step of the network, but for who chooses among several ways."""
+        return partial(pipeline.training_step, self._graph, shapes, self.dtype, grouped=self.options.group is not None)
 
     def _largest_shapes(self, image_size: int) -> dict[str, tuple[int, ...]]:
         """Of the graph's inputs, when training images have grown to so many pixels."""
@@ -179,11 +185,11 @@ class TrainingStep:
         images, _, _, channels = self._shapes["data"]
         return self._shapes | {"data": (images, *self.persistent.data.shape[1:3], channels)}
 
-    def _compile(self, step: Graph) -> CompiledGraph:
+    def _compile(self) -> CompiledGraph:
         """Forward and backward for images of the size that is loaded, a CUDA graph for each part of the weights; the
         first holds the forward pass too."""
-        compiled = CompiledGraph(step, self._loaded_shapes(), self.store, self.persistent, self._tools,
-                                 self._group)
+        shapes = self._loaded_shapes()
+        compiled = CompiledGraph(self._passes(shapes), shapes, self.store, self.persistent, self._tools)
         ready, cuts = compiled.lowering.ready, [0]
         for part in self._parts[:-1]:
             cuts.append(max(cuts[-1], *(ready[name] for name in part)))
@@ -340,7 +346,7 @@ class TrainingStep:
         self.parameters_changed()  # the running statistics
         if self._training.image_size != self.persistent.data.shape[1:3]:
             self._training.close()
-            self._training = self._compile(self._step_graph(self._loaded_shapes()))
+            self._training = self._compile()
             self._free_inputs()
         if accumulate:
             self._back_up_gradients()
@@ -438,8 +444,8 @@ class TrainingStep:
 
         def receive() -> tuple[float, int, int, int]:
             copied.sync()
-            if self._group:
-                self._group.check()
+            if self.options.group:
+                self.options.group.check()
             sums = _Metrics.from_buffer_copy(pinned.tobytes())
             self._free_pinned.append(pinned)
             return sums.loss_sum, sums.top1, sums.top5, sums.num_images

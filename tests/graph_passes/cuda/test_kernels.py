@@ -9,13 +9,13 @@ import pytest
 from gpu_arrays import DTYPES, PRECISION, Device, relative_error, rounded
 
 from graph_passes import Node
-from graph_passes.executors import reference_operators
 from graph_passes.executors.cuda.kernels import C_TYPES
 from graph_passes.executors.cuda.lowering.batch_norm_pool import Image
 from graph_passes.executors.cuda.lowering.builder import APPLY_BLOCK, REDUCE_BLOCK
 from graph_passes.executors.cuda.lowering.pooling import Window
 from graph_passes.executors.cuda.lowering.stem import STEM_BLOCK, stem_work
 from graph_passes.executors.cuda.training_step import _Metrics
+from graph_passes.operators import pooling
 
 pytestmark = pytest.mark.gpu
 
@@ -300,13 +300,13 @@ def test_average_pool(device: Device, dtype: str, size: tuple[int, int], kernel:
                                         "count_include_pad": padding})
     random = np.random.default_rng(size[0] + kernel)
     x = rounded(random.normal(0, 1, (3, *size, 24)), dtype)
-    wanted = reference_operators.avg_pooling(node, x)
+    wanted = pooling.avg_pooling(node, x)
     dy = rounded(random.normal(0, 1, wanted.shape), dtype)
     window = Window(*size, *wanted.shape[1:3], kernel, kernel, stride, stride, pad, pad)
     flag = f"<{C_TYPES[dtype]}, {str(padding).lower()}>"
     for name, source, shape, result in (
             ("average_pool", x, wanted.shape, wanted),
-            ("average_pool_backward", dy, x.shape, reference_operators.avg_pooling_backward(node, dy, x.shape))):
+            ("average_pool_backward", dy, x.shape, pooling.avg_pooling_backward(node, dy, x.shape))):
         target, vectors = device.poisoned(shape, dtype), int(np.prod(shape)) // 8
         device.run("pooling.cu", name + flag, (-(-vectors // 256), 1, 1), (256, 1, 1), device.put(source, dtype),
                    target, window, ctypes.c_uint32(vectors), ctypes.c_int(3))

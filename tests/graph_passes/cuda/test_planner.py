@@ -13,7 +13,7 @@ from graph_passes import GraphError
 from graph_passes.executors.cuda.arena import Arena
 from graph_passes.executors.cuda.planner import Decision, Planner
 from graph_passes.executors.cuda.profile import format_decisions
-from graph_passes.executors.cuda.program import Buffer, Launch
+from graph_passes.executors.cuda.program import Buffer, Launch, Program
 
 
 class FakeGpu:
@@ -51,16 +51,20 @@ def way(gpu: FakeGpu, name: str, *milliseconds: float, refused: bool = False) ->
     x = Buffer("x", (7, 8), "float16", address=4711, persistent=True)
     y = Buffer("y", (7, 8), "float16")
 
-    def emit() -> list[Launch]:
+    scratch = Buffer("scratch", (3,), "float32")
+
+    def emit() -> Program:
         if refused:
             raise GraphError(f"no {name}")
 
         def enqueue(ms: float) -> None:
-            assert {x.address, y.address} == {1 << 20, (1 << 20) + 256} or gpu.timed == 0, "scratch, not the network's"
+            places = {(1 << 20) + 256 * number for number in range(3)}
+            assert {x.address, y.address, scratch.address} == places, "in the arena, not the network's"
             gpu.clock += ms
 
-        return [Launch(name, f"part{index}", lambda ms=ms: enqueue(ms), (x,), (y,))  # type: ignore[misc]
-                for index, ms in enumerate(milliseconds)]
+        launches = [Launch(name, f"part{index}", lambda ms=ms: enqueue(ms), (x,), (y,))  # type: ignore[misc]
+                    for index, ms in enumerate(milliseconds)]
+        return Program(launches, (scratch,))
 
     return SimpleNamespace(emit=emit, x=x, y=y)
 
@@ -71,37 +75,52 @@ def test_the_fastest_way_wins_and_is_remembered(tmp_path: Path) -> None:
     ways = {"one": way(gpu, "one", 2.0), "three": way(gpu, "three", 0.5, 0.5, 0.5),
             "never": way(gpu, "never", refused=True)}
     emits = {name: each.emit for name, each in ways.items()}
-    decision, launches = first.fastest("node", "a problem", emits, scratch=())
-    assert decision.chosen == "three" and [launch.operation for launch in launches] == ["part0", "part1", "part2"]
+    decision = first.fastest("node", "a problem", emits)
+    assert decision.chosen == "three"
     assert decision.times == {"one": 2.0, "three": 1.5, "never": float("inf")}
     assert (ways["three"].x.address, ways["three"].y.address) == (4711, 0), "as they were before"
     first.save()
     assert gpu.allocated == 1 and gpu.timed == 2, "all is timed in one arena"
 
-    again, launches = planner(gpu, tmp_path).fastest("other node", "a problem", emits, scratch=())
-    assert gpu.timed == 2, "not timed again"
-    assert again.node == "other node" and again.times == decision.times and len(launches) == 3
-    fewer = {name: emits[name] for name in ("one",)}
-    assert planner(gpu, tmp_path).fastest("node", "a problem", fewer, scratch=())[0].chosen == "one"
-    assert gpu.timed == 3, "other ways, so they are timed"
+    again = planner(gpu, tmp_path).fastest("other node", "a problem", dict.fromkeys(emits, pytest.fail))
+    assert gpu.timed == 2, "not timed again, nor even lowered"
+    assert again.node == "other node" and again.times == decision.times
+    fewer = {name: emits[name] for name in ("one", "never")}
+    assert planner(gpu, tmp_path).fastest("node", "a problem", fewer).chosen == "one"
+    assert gpu.timed == 2, "there is no other way, so there is nothing to time"
 
 
 def test_time_decides_nothing_where_runs_are_to_be_repeatable(tmp_path: Path) -> None:
     gpu = FakeGpu()
-    emits = {name: way(gpu, name, milliseconds).emit for name, milliseconds in (("slow", 2.0), ("fast", 1.0))}
+    ways = (("never", 0.0), ("slow", 2.0), ("fast", 1.0))
+    emits = {name: way(gpu, name, milliseconds, refused=name == "never").emit for name, milliseconds in ways}
     quickest = planner(gpu, tmp_path)
-    assert quickest.fastest("node", "problem", emits, scratch=())[0].chosen == "fast"
+    assert quickest.fastest("node", "problem", emits).chosen == "fast"
     quickest.save()
     timed = gpu.timed
-    decision, launches = planner(gpu, tmp_path, deterministic=True).fastest("node", "problem", emits, scratch=())
-    assert decision.chosen == launches[0].node == "slow", "the first, not the fastest"
+    assert planner(gpu, tmp_path, deterministic=True).first(emits) == "slow", "the first possible, not the fastest"
     assert gpu.timed == timed
 
 
 def test_no_way_at_all_is_an_error(tmp_path: Path) -> None:
     gpu = FakeGpu()
-    with pytest.raises(GraphError, match="no such"):
-        planner(gpu, tmp_path).fastest("node", "problem", {"one": way(gpu, "such", refused=True).emit}, scratch=())
+    never = {"one": way(gpu, "such", refused=True).emit}
+    for ask in (lambda: planner(gpu, tmp_path).fastest("node", "problem", never),
+                lambda: planner(gpu, tmp_path).first(never)):
+        with pytest.raises(GraphError, match="no such"):
+            ask()
+
+
+def test_a_cache_of_an_older_planner_is_left_alone(tmp_path: Path) -> None:
+    """Its problems have other names, so they are neither read wrongly nor lost."""
+    gpu = FakeGpu()
+    old = planner(gpu, tmp_path)
+    old._times = {"dgrad 1024x64 -> 256, BatchNormAddReluBackward, float16": {"separate": 2.0, "dgrad_reduce": 1.0}}
+    old.save()
+    now = planner(gpu, tmp_path)
+    assert now.fastest("node", "problem", {name: way(gpu, name, 1.0).emit for name in ("a", "b")}).chosen == "a"
+    now.save()
+    assert planner(gpu, tmp_path)._times.keys() == {*old._times, "problem"}
 
 
 def test_decisions_as_text() -> None:

@@ -9,6 +9,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from common import nvidia_gpus
 from common.disk_cache import Cache
 from graph_passes import GraphError
 from graph_passes.executors.cuda import convolution, requirements
@@ -106,3 +107,19 @@ def test_a_shape_that_cudnn_refuses(refusing: str, sentence: str, monkeypatch: p
     problem = Problem("dgrad", (2, 9, 9, 5), (8, 3, 3, 5), (2, 9, 9, 8), (1, 1), (1, 1), (1, 1), "float16")
     with pytest.raises(GraphError, match=sentence):
         library.plan(problem)
+
+
+@pytest.mark.parametrize("version, capability, sentence", [
+    (11040, (8, 0), "the NVIDIA driver supports CUDA 11.4 only, .* update the driver, then run make setup"),
+    (12080, (6, 1), r"GTX 1080 \(compute capability 6.1\) is older than 7.5, which cuDNN 9 needs"),
+    (12080, (9, 0), "MXNet is installed without GPU support: install the GPU packages"),
+])
+def test_packages_for_the_cpu_beside_a_gpu(version: int, capability: tuple[int, int], sentence: str,
+                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the set-up leaves where it cannot use the GPU: the same reason is given when a run starts."""
+    features = SimpleNamespace(is_enabled=lambda name: False)
+    monkeypatch.setattr(requirements, "mx", SimpleNamespace(runtime=SimpleNamespace(Features=lambda: features)))
+    monkeypatch.setattr(requirements, "find_gpus", lambda: [nvidia_gpus.Gpu("GTX 1080", capability)])
+    monkeypatch.setattr(requirements, "driver_cuda_version", lambda: version)
+    with pytest.raises(GraphError, match=sentence):
+        requirements.check_requirements(0)

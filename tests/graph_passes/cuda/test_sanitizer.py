@@ -7,13 +7,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from test_training_step import bottlenecks, fused, random_batch, random_state, small_network
+from step_networks import bottlenecks, repeatable_fusions
+from test_training_step import fused, random_batch, random_state, small_network
 
-from graph_passes.executors.cuda.planner import Decision, Planner
-from graph_passes.executors.cuda.program import Launch
+from graph_passes.executors.cuda.choices import Choices
+from graph_passes.executors.cuda.options import StepOptions
 from graph_passes.executors.cuda.training_step import TrainingStep
 from train.models.resnet import resnet
 
@@ -34,23 +34,16 @@ def test_a_sanitizer_finds_nothing(tmp_path: Path) -> None:
     assert run.stdout.count("steps are done") == 3 and "SUMMARY: 0 " in run.stdout
 
 
-def every_fusion(self: Planner, node: str, problem: str, ways: dict[str, Any], scratch: Any
-                 ) -> tuple[Decision, list[Launch]]:
-    """In place of `Planner.fastest`: the last way that is offered."""
-    name, emit = list(ways.items())[-1]
-    return Decision(node, problem, {name: 1.0}), emit()
-
-
 def main(cache: Path) -> None:
     """What the sanitizer looks at. Deterministic, so that no plans are timed, which takes minutes under a sanitizer."""
-    Planner.fastest = every_fusion  # type: ignore[method-assign]
+    Choices.__call__ = lambda self, *question: repeatable_fusions(*question)  # type: ignore[method-assign]
     for name, network, size, dtype in (
         ("all fusions", bottlenecks(), (3, 19, 23, 4), "float16"),
         ("ResNet-18", resnet(18, 10), (3, 36, 38, 3), "float16"),
         ("all operators", small_network(), (3, 29, 23, 3), "float32"),
     ):
         graph, shapes = fused(network), {"data": size, "softmax_label": size[:1]}
-        step = TrainingStep(graph, shapes, dtype, deterministic=True, cache_folder=cache)
+        step = TrainingStep(graph, shapes, StepOptions(dtype, deterministic=True), cache_folder=cache)
         step.set_params(*random_state(graph, shapes, seed=1))
         step.load(*random_batch(shapes, seed=2))
         for accumulate in (False, True):

@@ -15,11 +15,11 @@ from test_without_gpu import check_memory, lower, lower_graph
 from common.disk_cache import Cache
 from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError
-from graph_passes.executors import reference_operators
 from graph_passes.executors.cuda import statistics_group
 from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.kernels import SOURCES, KernelLibrary
 from graph_passes.executors.cuda.statistics_group import MAX_VALUES, THREADS, StatisticsGroup
+from graph_passes.operators.batch_norm import batch_statistics, data_gradient, gradient_sums, to_saved
 
 EPS = 1e-5
 
@@ -35,9 +35,10 @@ def test_means_of_sums_give_what_one_gpu_has_for_all_images(members: int, rows: 
     dy = random.normal(0.3, 1, x.shape)  # of each member's own loss
     gamma = random.uniform(0.5, 1.5, channels)
     whole = x.reshape(-1, 1, 1, channels)
-    statistics = reference_operators.batch_statistics(node, whole)
-    dx, dgamma, dbeta = reference_operators.batch_norm_backward(
-        node, dy.reshape(whole.shape) / members, whole, gamma, statistics)
+    statistics = batch_statistics(node, whole)
+    saved, dz = to_saved(node, statistics), dy.reshape(whole.shape) / members
+    dgamma, dbeta = gradient_sums(node, dz, whole, saved)
+    dx = data_gradient(node, dz, whole, gamma, saved, (dgamma, dbeta))
 
     x, dy = x.reshape(members, rows, channels), dy.reshape(members, rows, channels)
     mean = x.sum(1).mean(0) / rows
@@ -57,7 +58,7 @@ FAKE_GROUP = SimpleNamespace(arguments=lambda num_values: ())
 @pytest.mark.parametrize("depth, batch_norms, projections, fused", [(18, 20, 3, False), (50, 53, 4, False),
                                                                      (50, 53, 4, True)])
 def test_no_sum_is_read_before_it_is_shared(depth: int, batch_norms: int, projections: int, fused: bool) -> None:
-    lowering, store = lower(depth, 4, 64, True, fused, FAKE_GROUP)
+    lowering, store = lower(depth, 4, 64, True, fused, group=FAKE_GROUP)
     launches = lowering.program.launches
     exchanges = [launch for launch in launches if launch.operation == "average_over_group"]
     assert len(exchanges) == 2 * batch_norms - projections, "both BatchNorms of a pair exchange at once on the way back"

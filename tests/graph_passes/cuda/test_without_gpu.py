@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import combinations, count
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,15 +13,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from step_networks import flattened
+from step_networks import flattened, random_network
 
 from common.mxnet_compat import mx
-from graph_passes import Graph, GraphError, Ref, passes
+from graph_passes import Graph, GraphError, Ref, passes, pipeline
 from graph_passes.executors.cuda import training_step
 from graph_passes.executors.cuda.capacity import check_fits
+from graph_passes.executors.cuda.choices import Choices
 from graph_passes.executors.cuda.inference import Inference
-from graph_passes.executors.cuda.lowering import LoweredGraph, Persistent, check_operators
+from graph_passes.executors.cuda.lowering import Persistent, check_operators
 from graph_passes.executors.cuda.lowering import lower as lower_to_launches
+from graph_passes.executors.cuda.options import StepOptions
 from graph_passes.executors.cuda.parameters import Parameter, ParameterStore, padded_channels, parameters_of
 from graph_passes.executors.cuda.planner import Decision
 from graph_passes.executors.cuda.program import Buffer, Launch, Program
@@ -47,26 +50,47 @@ class FakeConvolutions:
 
 
 class FakePlanner:
-    """Takes the last of the ways that are offered, or the first."""
+    """Takes the way of fewest nodes wherever the GPU can; without `fused` only where it is one in the forward pass or
+    the stem's."""
 
-    def __init__(self, fused: bool) -> None:
-        self.fused = fused
+    def __init__(self, fused: bool, deterministic: bool = False) -> None:
+        self.fused, self.deterministic = fused, deterministic
 
-    def fastest(self, node: str, problem: str, ways: dict[str, Any], scratch: Any) -> tuple[Decision, list[Launch]]:
-        emitted = {way: emit() for way, emit in ways.items()}
-        way = list(ways)[-1 if self.fused else 0]
-        return Decision(node, problem, {way: 1.0}), emitted[way]
+    def fastest(self, node: str, problem: str, ways: dict[str, Any]) -> Decision:
+        possible = self._possible(ways)
+        taken = possible[0]
+        for way in possible:
+            if way != "separate" and (self.fused or way.startswith(("fprop", "stem"))):
+                taken = way
+        times = {way: 2.0 if way in possible else float("inf") for way in ways}
+        return Decision(node, problem, {**times, taken: 1.0})
+
+    def first(self, ways: dict[str, Any]) -> str:
+        return self._possible(ways)[0]
+
+    def _possible(self, ways: dict[str, Any]) -> list[str]:
+        possible, reason = [], None
+        for way, emit in ways.items():
+            try:
+                emit()
+                possible.append(way)
+            except GraphError as error:
+                reason = error
+        if not possible and reason:
+            raise reason
+        return possible
 
 
 def lower(depth: int, batch: int, size: int, training: bool, fused: bool = False,
-          group: Any = None) -> tuple[LoweredGraph, ParameterStore]:
+          **options: Any) -> tuple[Lowered, ParameterStore]:
     graph = passes.bn_relu(passes.bn_add_relu(Graph.from_json(resnet(depth, 1000).tojson())))
     return lower_graph(graph, {"data": (batch, size, size, 3), "softmax_label": (batch,)}, training, fused=fused,
-                       group=group)
+                       **options)
 
 
 def lower_graph(graph: Graph, shapes: dict[str, tuple[int, ...]], training: bool, dtype: str = "float16",
-                fused: bool = False, group: Any = None) -> tuple[LoweredGraph, ParameterStore]:
+                fused: bool = False, group: Any = None, deterministic: bool = False,
+                capability: tuple[int, int] = (9, 0)) -> tuple[Lowered, ParameterStore]:
     batch, height, width, channels = shapes["data"]
     inferred = graph.infer_shapes(shapes)
     store = ParameterStore(
@@ -80,20 +104,49 @@ def lower_graph(graph: Graph, shapes: dict[str, tuple[int, ...]], training: bool
         kept("mixup", (1,), "float32"),
         kept("probabilities", (batch, 1000), "float32"), kept("metrics", (32,), "uint8"),
         kept("num_valid", (1,), "int32"), kept("loss_scale", (1,), "float32"), kept("tickets", (64,), "int32"))
+    gpu = SimpleNamespace(num_multiprocessors=132, bandwidth=4e12, capability=capability, max_shared_bytes=227 << 10)
+    tools: Any = SimpleNamespace(gpu=gpu, kernels=FakeKernels(), convolutions=FakeConvolutions(), group=group,
+                                 planner=FakePlanner(fused, deterministic))
+    choices = Choices(shapes, store, persistent, tools)
     if training:
-        graph = passes.gradient_add(passes.gradient(graph, shapes))
-    graph = passes.precision(graph, dtype)
-    gpu = SimpleNamespace(num_multiprocessors=132, bandwidth=4e12, capability=(9, 0), max_shared_bytes=227 << 10)
-    tools: Any = SimpleNamespace(gpu=gpu, kernels=FakeKernels(), convolutions=FakeConvolutions(),
-                                 planner=FakePlanner(fused))
-    return lower_to_launches(graph, graph.infer_shapes(shapes), store, persistent, tools, group), store
+        graph = pipeline.training_step(graph, shapes, dtype, choices, grouped=group is not None)
+    else:
+        graph = passes.conv_epilogue(passes.softmax_bias(passes.precision(graph, dtype)), choices)
+    lowering = lower_to_launches(graph, graph.infer_shapes(shapes), store, persistent, tools)
+    return Lowered(lowering.program, lowering.ready, lowering.buffers, choices.decisions, graph), store
 
 
-def test_nothing_is_fused_by_its_speed_where_runs_are_to_be_repeatable(monkeypatch: pytest.MonkeyPatch) -> None:
+@dataclass
+class Lowered:
+    """A graph on its way to a GPU."""
+
+    program: Program
+    ready: dict[str, int]
+    buffers: Mapping[Ref, Buffer]
+    decisions: list[Decision]
+    graph: Graph
+
+
+def test_nothing_is_fused_by_its_speed_where_runs_are_to_be_repeatable() -> None:
     for deterministic in (False, True):
-        monkeypatch.setattr(FakeConvolutions, "deterministic", deterministic)
-        operations = {launch.operation for launch in lower(18, 4, 64, training=True)[0].program.launches}
+        lowering, _ = lower(50, 4, 64, training=True, fused=True, deterministic=deterministic)
+        operations = {launch.operation for launch in lowering.program.launches}
         assert ("fprop_stats" not in operations) == ("batch_norm_statistics" in operations) == deterministic
+        assert ("dgrad_reduce" in operations) == ("norm_backward" in operations) == (not deterministic)
+        assert "stem_fprop" in operations, "its order of sums is fixed"
+        assert bool(lowering.decisions) == (not deterministic)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (7, 5)])
+def test_what_a_gpu_cannot_take_is_not_taken(capability: tuple[int, int]) -> None:
+    """Older GPUs have not the instructions of Hopper, the oldest not those of the stem's kernels either."""
+    lowering, _ = lower(50, 4, 64, training=True, fused=True, capability=capability)
+    operations = Counter(launch.operation for launch in lowering.program.launches)
+    assert operations["dgrad_reduce"] == operations["norm_backward"] == 0
+    assert operations["stem_fprop"] == operations["stem_wgrad"] == (capability == (8, 0))
+    assert {decision.chosen for decision in lowering.decisions} == {"fprop_stats"} | (
+        {"stem_fprop", "stem_wgrad"} if capability == (8, 0) else set())
+    check_memory(lowering.program)
 
 
 @pytest.mark.parametrize("depth, batch_norms, projections", [(18, 20, 3), (50, 53, 4), (152, 155, 4)])
@@ -187,8 +240,8 @@ def test_launches_of_the_fused_backward_pass() -> None:
     assert operations.count("sum_parts") == 5 and operations.count("wgrad") == 53 - 5, "without the stem's"
     fused = operations.count("dgrad_reduce")
     assert fused == 11 + 1 and operations.count("dgrad") == 54 - 1 - 5 - fused
-    assert Counter(decision.chosen.split("<")[0] for decision in lowering.decisions) == {
-        "fprop_stats": 52, "dgrad_reduce": fused, "norm_backward": 4}
+    assert Counter(decision.chosen for decision in lowering.decisions) == {
+        "stem_fprop": 1, "stem_wgrad": 1, "fprop_stats": 52, "dgrad_reduce": fused, "norm_backward": 4}
     assert lowering.ready.keys() == store.parameters.keys()
     written = [buffer for launch in launches for buffer in launch.writes if buffer in store.gradients.values()]
     assert len(written) == len(set(written)) == len(store.parameters)
@@ -269,7 +322,7 @@ def test_too_little_memory_names_the_largest_batch_that_fits(depth: int, dtype: 
         inferred = graph.infer_shapes(shapes)
         statistics = {name: inferred[Ref(name)] for name in graph.aux}
         store = ParameterStore(parameters_of(graph, inferred, tuple(shapes)), statistics, dtype)
-        step = passes.precision(passes.gradient_add(passes.gradient(graph, shapes)), dtype)
+        step = pipeline.training_step(graph, shapes, dtype, passes.first_way)
         check_fits(step, shapes, store, free, 80 * 2**30)
         return store
 
@@ -323,41 +376,6 @@ def test_networks_of_the_zoo(tmp_path: Path) -> None:
             lower_graph(graph, shapes, training=True)
 
 
-def random_network(rng: np.random.Generator) -> Any:
-    """Convolutions, BatchNorms, sums of any of these, ReLUs behind BatchNorms and max poolings, in any order."""
-    def conv(x: Any, filters: int, stride: int = 1) -> Any:
-        size = int(rng.choice([1, 1, 3]))
-        return mx.sym.Convolution(x, num_filter=filters, kernel=(size, size), stride=(stride, stride),
-                                  pad=(size // 2, size // 2), no_bias=bool(rng.integers(4)), layout="NHWC")
-
-    def norm(x: Any) -> Any:
-        return mx.sym.BatchNorm(x, axis=3, eps=float(rng.choice([1e-3, 1e-5])), fix_gamma=False)
-
-    width = 64
-    x = conv(mx.sym.Variable("data"), width)
-    for kind in rng.integers(6, size=rng.integers(1, 8)):
-        if kind == 0:
-            x = mx.sym.relu(norm(x))
-        elif kind == 1:
-            shortcut = x if rng.integers(2) else norm(conv(x, width))
-            terms = [norm(conv(x, width)), shortcut]
-            x = mx.sym.elemwise_add(*(terms[i] for i in rng.permutation(2)))
-            x = mx.sym.relu(x) if rng.integers(4) else x
-        elif kind == 2:
-            width = int(rng.choice([32, 64, 128]))
-            x = conv(x, width, stride=int(rng.integers(1, 3)))
-        elif kind == 3:
-            x = mx.sym.Pooling(x, kernel=(3, 3), stride=(2, 2), pad=(1, 1), pool_type="max", layout="NHWC")
-        elif kind == 4:
-            x = norm(x)
-        else:
-            x = mx.sym.elemwise_add(x, x)
-    if rng.integers(2):
-        x = mx.sym.Pooling(x, kernel=(1, 1), global_pool=True, pool_type="avg", layout="NHWC")
-    x = mx.sym.Flatten(x) if rng.integers(2) else x
-    return mx.sym.SoftmaxOutput(mx.sym.FullyConnected(x, num_hidden=7), name="softmax")
-
-
 @pytest.mark.parametrize("fused", [False, True])
 def test_random_networks(fused: bool, rng: np.random.Generator) -> None:
     """Whatever follows what: every tensor has the graph's shape, every gradient is written but those of biases that a
@@ -366,7 +384,7 @@ def test_random_networks(fused: bool, rng: np.random.Generator) -> None:
     for _ in range(20):
         graph = passes.bn_relu(passes.bn_add_relu(Graph.from_json(random_network(rng).tojson())))
         lowering, store = lower_graph(graph, shapes, training=True, fused=fused)
-        sizes = passes.gradient_add(passes.gradient(graph, shapes)).infer_shapes(shapes)
+        sizes = lowering.graph.infer_shapes(shapes)
         for ref, buffer in lowering.buffers.items():
             if len(sizes.get(ref, ())) == 4 and ref.node not in graph.variables:
                 assert buffer.shape == sizes[ref], ref
@@ -427,6 +445,12 @@ class FakeGpu:
     def synchronize(self) -> None: ...
     def fill(self, address: int, byte: int, num_bytes: int) -> None: ...
     def upload(self, address: int, array: np.ndarray) -> None: ...
+    def fill_random(self, address: int, num_bytes: int, dtype: str) -> None: ...
+
+    def time_ms(self, enqueue: Any) -> float:
+        enqueue()
+        return 1.0
+
     def copy(self, to: int, source: int, num_bytes: int) -> None: ...
 
 
@@ -441,7 +465,7 @@ def make_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., 
 
     def make(size: int, **options: Any) -> training_step.TrainingStep:
         shapes = {"data": (4, size, size, 3), "softmax_label": (4,)}
-        return training_step.TrainingStep(graph, shapes, num_buckets=3, cache_folder=tmp_path, **options)
+        return training_step.TrainingStep(graph, shapes, StepOptions(num_buckets=3, **options), cache_folder=tmp_path)
 
     return make
 

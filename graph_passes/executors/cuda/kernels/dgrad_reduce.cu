@@ -1,5 +1,5 @@
 // The gradient of a 1x1 convolution's input, and the sums of the BatchNorm backward that reads it.
-#include "pointwise.cuh"
+#include "conv1x1.cuh"
 
 // A block works on 128 columns and walks over tiles of 64 rows, of which STAGES have a place in shared memory: all but the one
 // that is worked on are on their way there. Each of the block's four groups of warps makes 32 columns.

@@ -1,6 +1,6 @@
 // The backward pass from one BatchNorm through the 1x1 convolution before it to the BatchNorm before that: one launch, in
 // which the gradient between BatchNorm and convolution is made on the way and never stored.
-#include "pointwise.cuh"
+#include "conv1x1.cuh"
 
 // All threads of the block meet, wherever in the code they are.
 __device__ inline void meet() { asm volatile("barrier.sync 0;" ::: "memory"); }

@@ -1,8 +1,7 @@
-"""From a graph to launches on buffers: one rule per operator.
+"""From a graph to launches on buffers: one rule per operator, and no rule knows another.
 
-The graph is NHWC and fused (passes `layout`, `bn_relu`, `bn_add_relu`); for training it holds the backward pass too
-(`gradient`, `gradient_add`), and `precision` has marked its tensors. Nodes are lowered in the graph's order, which is
-the order of the launches.
+The graph is one that `graph_passes/pipeline.py` gives: NHWC, fused, and for training with the backward pass in it.
+Nodes are lowered in the graph's order, which is the order of the launches.
 
 A rule is a function of a `Builder` and a node. `builder.py` is what all rules share; each of the other modules has one
 family of operators, with what it must know of the kernels that it launches.
@@ -15,49 +14,77 @@ from dataclasses import dataclass
 
 from graph_passes.executors.cuda.lowering import (
     batch_norm,
-    batch_norm_backward,
+    batch_norm_pair,
+    batch_norm_pool,
+    conv1x1_backward,
     convolution,
     elementwise,
     pooling,
     softmax,
+    stem,
 )
 from graph_passes.executors.cuda.lowering.builder import Builder, Persistent, no_lowering, require
 from graph_passes.executors.cuda.parameters import ParameterStore
-from graph_passes.executors.cuda.planner import Decision
 from graph_passes.executors.cuda.program import Buffer, Program
-from graph_passes.executors.cuda.statistics_group import StatisticsGroup
 from graph_passes.executors.cuda.toolchain import Toolchain
 from graph_passes.graph import Graph, Node, Ref
 from graph_passes.operators import BATCH_NORMS, Shape
+from graph_passes.passes import output_names, tensor_dtypes
 
-__all__ = ["LoweredGraph", "Persistent", "check_operators", "lower"]
+__all__ = ["LoweredGraph", "Persistent", "bound_buffers", "check_operators", "lower", "lower_nodes"]
 
 RULES: Mapping[str, Callable[[Builder, Node], None]] = {
     "Convolution": convolution.forward,
+    "ConvolutionStatistics": convolution.statistics,
+    "ConvolutionRelu": convolution.relu,
+    "ConvolutionAddRelu": convolution.add_relu,
     "ConvolutionWgrad": convolution.wgrad,
     "ConvolutionDgrad": convolution.dgrad,
+    "StemConvolution": stem.forward,
+    "StemWgrad": stem.wgrad,
     "FullyConnected": convolution.classifier,
     "FullyConnectedWgrad": convolution.wgrad,
     "FullyConnectedDgrad": convolution.dgrad,
-    "relu": convolution.epilogue,
-    "Activation": convolution.epilogue,
-    "AddRelu": convolution.epilogue,
-    "BatchNorm": batch_norm.forward,
-    "BatchNormRelu": batch_norm.forward,
-    "BatchNormAddRelu": batch_norm.forward,
-    "BatchNormTrain": batch_norm.forward,
-    "BatchNormReluTrain": batch_norm.forward,
-    "BatchNormAddReluTrain": batch_norm.forward,
-    "BatchNormBackward": batch_norm_backward.backward,
-    "BatchNormReluBackward": batch_norm_backward.backward,
-    "BatchNormAddReluBackward": batch_norm_backward.backward,
+    "BatchNorm": batch_norm.inference,
+    "BatchNormRelu": batch_norm.inference,
+    "BatchNormAddRelu": batch_norm.inference,
+    "BatchNormTrain": batch_norm.refuse,
+    "BatchNormReluTrain": batch_norm.refuse,
+    "BatchNormAddReluTrain": batch_norm.refuse,
+    "BatchNormStatistics": batch_norm.statistics,
+    "BatchNormApply": batch_norm.apply,
+    "BatchNormReluApply": batch_norm.apply,
+    "BatchNormAddReluApply": batch_norm.apply,
+    "BatchNormBackwardReduce": batch_norm.backward_reduce,
+    "BatchNormReluBackwardReduce": batch_norm.backward_reduce,
+    "BatchNormAddReluBackwardReduce": batch_norm.backward_reduce,
+    "BatchNormBackwardApply": batch_norm.backward_apply,
+    "BatchNormReluBackwardApply": batch_norm.backward_apply,
+    "BatchNormPairApply": batch_norm_pair.apply,
+    "BatchNormPairBackwardReduce": batch_norm_pair.backward_reduce,
+    "BatchNormPairBackwardApply": batch_norm_pair.backward_apply,
+    "BatchNormPoolApply": batch_norm_pool.apply,
+    "BatchNormPoolBackwardReduce": batch_norm_pool.backward_reduce,
+    "BatchNormPoolBackwardApply": batch_norm_pool.backward_apply,
+    "GroupMean": batch_norm.group_mean,
+    "DgradReduce": conv1x1_backward.dgrad_reduce,
+    "NormConvBackward": conv1x1_backward.norm_backward,
+    "NormConvReduce": conv1x1_backward.norm_backward,
     "Pooling": pooling.forward,
     "MaxPoolingTrain": pooling.forward,
     "MaxPoolingBackward": pooling.max_backward,
     "AvgPoolingBackward": pooling.average_backward,
+    "relu": elementwise.relu,
+    "Activation": elementwise.relu,
+    "AddRelu": elementwise.relu,
+    "ReluBackward": elementwise.relu,
+    "elemwise_add": elementwise.add,
+    "BiasAdd": elementwise.bias,
+    "BiasRelu": elementwise.bias,
+    "BiasAddRelu": elementwise.bias,
     "Flatten": elementwise.flatten,
     "FlattenBackward": elementwise.flatten_backward,
-    "elemwise_add": elementwise.add,
+    "Zeros": elementwise.zeros,
     "SoftmaxOutput": softmax.softmax,
     "SoftmaxCrossEntropy": softmax.softmax,
     "BiasGrad": softmax.bias_gradient,
@@ -73,6 +100,10 @@ def check_operators(graph: Graph) -> None:
         is_nchw = ((node.op in ("Convolution", "Pooling") and node["layout"] == "NCHW")
                    or (node.op in BATCH_NORMS and node["axis"] not in (3, -1)))
         require(not is_nchw, node, "is not NHWC: run passes.layout(graph, 'NHWC', inputs=['data']) first")
+        if node.op == "FullyConnected":
+            readers = {reader.op for reader in graph.consumers.get(Ref(node.name), ())}
+            require(bool(readers) and readers <= {"SoftmaxOutput", "SoftmaxCrossEntropy"}, node,
+                    "does not feed a SoftmaxOutput alone: only the classifier has a GPU lowering")
 
 
 @dataclass(frozen=True)
@@ -81,23 +112,45 @@ class LoweredGraph:
 
     program: Program
     ready: dict[str, int]  # name of a parameter -> after how many launches its gradient is final
-    decisions: list[Decision]  # where a part of the graph could be computed in several ways
-    buffers: Mapping[Ref, Buffer]  # where the tensors lie that exist on the device; what is fused away has none
+    buffers: Mapping[Ref, Buffer]  # where the tensors lie
 
 
-def lower(graph: Graph, shapes: Mapping[Ref, Shape], store: ParameterStore, persistent: Persistent, tools: Toolchain,
-          group: StatisticsGroup | None = None) -> LoweredGraph:
-    """One pass over the graph. `shapes`: of all its tensors. `group`: the GPUs that BatchNorm's statistics are shared
-    with. Raises GraphError, with the name of the node, for what has no lowering."""
-    builder = Builder(graph, shapes, store, persistent, tools, group)
-    for node in graph:
-        if node.is_variable or node.name in builder.fusions.done:
-            continue
-        if node.op not in RULES:
-            raise no_lowering(node)
-        RULES[node.op](builder, node)
+def lower(graph: Graph, shapes: Mapping[Ref, Shape], store: ParameterStore, persistent: Persistent,
+          tools: Toolchain) -> LoweredGraph:
+    """One pass over the graph. `shapes`: of all its tensors. Raises GraphError, with the name of the node, for what has
+    no lowering."""
+    check_operators(graph)
+    builder = Builder(shapes, tensor_dtypes(graph), bound_buffers(graph, store, persistent), store.dtype, persistent,
+                      tools)
+    lower_nodes(builder, graph)
     program = builder.program
     program.plan_memory()
     ready = {name: number for number, launch in enumerate(program.launches, start=1)
              for name, gradient in store.gradients.items() if gradient in launch.writes}
-    return LoweredGraph(program, ready, builder.decisions, builder.buffers)
+    return LoweredGraph(program, ready, builder.buffers)
+
+
+def lower_nodes(builder: Builder, nodes: Graph | list[Node]) -> None:
+    """Emit the launches of the nodes, in order."""
+    for node in nodes:
+        if node.is_variable:
+            continue
+        if node.op not in RULES:
+            raise no_lowering(node)
+        RULES[node.op](builder, node)
+
+
+def bound_buffers(graph: Graph, store: ParameterStore, persistent: Persistent) -> dict[Ref, Buffer]:
+    """The tensors that have their places already: data, parameters, running statistics, and their gradients."""
+    buffers = {Ref("data"): persistent.data, **{Ref(name): store.value(name) for name in store.parameters},
+               **{Ref(name): buffer for name, buffer in store.statistics.slices.items()}}
+    if "output_names" not in graph.attrs:
+        return buffers
+    for name, ref in output_names(graph).items():
+        if name.endswith("_grad"):
+            buffers[ref] = store.gradients[name.removesuffix("_grad")]
+    for node in graph:
+        if node.op == "GroupMean":  # it works where the sums lie
+            buffers |= {ref: buffers[mean] for ref, mean in zip(node.inputs, node.refs(), strict=True)
+                        if mean in buffers}
+    return buffers

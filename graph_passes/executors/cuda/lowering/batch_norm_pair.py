@@ -3,74 +3,58 @@
 from __future__ import annotations
 
 import ctypes
+from itertools import chain
 
 from graph_passes.executors.cuda.kernels import count
+from graph_passes.executors.cuda.lowering.batch_norm import require_gamma
 from graph_passes.executors.cuda.lowering.builder import APPLY_BLOCK, REDUCE_BLOCK, Builder, rows_and_channels
-from graph_passes.graph import Node, Ref
+from graph_passes.executors.cuda.lowering.operands import In, InOut, Out
+from graph_passes.executors.cuda.program import Buffer
+from graph_passes.graph import Node
 
 
-def added_by(builder: Builder, node: Node) -> Node | None:
-    """The BatchNormAddRelu in training that alone reads this BatchNorm, as its addend."""
-    readers = builder.readers(node)
-    if node.op != "BatchNormTrain" or [reader.op for reader in readers] != ["BatchNormAddReluTrain"]:
-        return None
-    same = all(readers[0][name] == node[name] for name in ("eps", "momentum"))
-    return readers[0] if same and readers[0].inputs[5] == Ref(node.name) else None
+def _inputs(builder: Builder, node: Node, *roles: str) -> list[Buffer]:
+    """Of both BatchNorms: each role of the one, then of the shortcut's."""
+    return list(chain.from_iterable((builder.input(node, role), builder.input(node, f"{role}_2")) for role in roles))
 
 
-def shortcut_of(builder: Builder, node: Node) -> Node | None:
-    """The BatchNorm that this BatchNormAddRelu adds and makes one launch with."""
-    if node.op != "BatchNormAddReluTrain":
-        return None
-    addend = builder.graph[node.inputs[5].node]
-    return addend if added_by(builder, addend) else None
+def _outputs(builder: Builder, node: Node, *roles: str) -> list[Buffer]:
+    return list(chain.from_iterable((builder.output(node, role), builder.output(node, f"{role}_2")) for role in roles))
 
 
-def norms(builder: Builder, node: Node) -> list[Node]:
-    """A BatchNorm backward itself, and that of the shortcut where both are made in one."""
-    paired = node.inputs[3].node in builder.fusions.paired
-    return [node, *(builder.readers(node, 3) if paired else ())]
-
-
-def apply(builder: Builder, node: Node, shortcut: Node) -> None:
-    """The output, from both inputs, whose sums are there: neither BatchNorm's own output is written."""
-    builder.fusions.paired |= {node.name, shortcut.name}
-    x, *pairs = ((builder.input(node, index), builder.input(shortcut, index)) for index in range(5))
-    gamma, beta, running_mean, running_var = pairs
-    sums = (builder.fusions.sums[node.inputs[0]], builder.fusions.sums[shortcut.inputs[0]])
-    saved = (builder.output(node, 1), builder.output(shortcut, 1))
-    y, mask = builder.output(node), builder.output(node, 4)
+def apply(builder: Builder, node: Node) -> None:
+    """The output, from both inputs and their sums."""
+    require_gamma(node)
+    x = _inputs(builder, node, "data")
     rows, channels = rows_and_channels(node, x[0])
     builder.launch(node, "batch_norm_pair.cu", builder.kernel("batch_norm_pair_apply"), builder.grid(rows, channels),
-                   APPLY_BLOCK,
-                   (*x, *sums, *gamma, *beta, y, mask, *saved, *running_mean, *running_var,
-                    ctypes.c_float(node["eps"]), ctypes.c_float(node["momentum"]), count(rows), ctypes.c_int(channels)),
-                   (*x, *sums, *gamma, *beta), (y, mask, *saved))
+                   APPLY_BLOCK, *map(In, x), *map(In, _inputs(builder, node, "sums", "gamma", "beta")),
+                   Out(builder.output(node)), Out(builder.output(node, "mask")),
+                   *map(Out, _outputs(builder, node, "saved")),
+                   *map(InOut, _inputs(builder, node, "moving_mean", "moving_var")),
+                   ctypes.c_float(node["eps"]), ctypes.c_float(node["momentum"]), count(rows), ctypes.c_int(channels))
 
 
 def backward_reduce(builder: Builder, node: Node) -> None:
-    """The sums of both, and dz; `node` is the BatchNormAddReluBackward."""
-    _, shortcut = norms(builder, node)
-    dy, mask = builder.input(node, 0), builder.input(node, 4)
-    dy2 = None if node["single_grad"] else builder.input(node, 5)
-    x, saved = ((builder.input(node, index), builder.input(shortcut, index)) for index in (1, 3))
-    dgamma, dbeta = ((builder.output(node, index), builder.output(shortcut, index)) for index in (1, 2))
-    dz = builder.output(node, 3)
+    """The sums of both, and the masked gradient."""
+    dy, x = builder.input(node, "out_grad"), _inputs(builder, node, "data")
+    dy2 = builder.optional_input(node, "out_grad_2", "single_grad")
     rows, channels = rows_and_channels(node, x[0])
-    builder.launch(node, "batch_norm_pair.cu", builder.kernel("batch_norm_pair_backward_reduce", dy2 is not None),
-                   builder.reduce_grid(rows, channels, num_sums=3), REDUCE_BLOCK,
-                   (*x, dy, dy2, mask, dz, *saved, *dgamma, *dbeta, builder.partials, builder.persistent.tickets,
-                    count(rows), ctypes.c_int(channels)),
-                   (*x, dy, dy2, mask, *saved), (dz, *dgamma, *dbeta), in_place=(dy, dz))
+    grid = builder.reduce_grid(rows, channels)
+    builder.launch(node, "batch_norm_pair.cu", builder.kernel("batch_norm_pair_backward_reduce", dy2 is not None), grid,
+                   REDUCE_BLOCK, *map(In, x), In(dy), In(dy2), In(builder.input(node, "mask")),
+                   Out(builder.output(node, "masked_grad"), over=dy), *map(In, _inputs(builder, node, "saved")),
+                   *map(Out, _outputs(builder, node, "gamma_grad", "beta_grad")),
+                   builder.partials(3 * channels * grid[1]), builder.tickets, count(rows), ctypes.c_int(channels))
 
 
 def backward_apply(builder: Builder, node: Node) -> None:
-    """The gradients of both inputs, from dz and the sums."""
-    _, shortcut = norms(builder, node)
-    x, gamma, saved = ((builder.input(node, index), builder.input(shortcut, index)) for index in (1, 2, 3))
-    dx, dgamma, (dbeta, _) = ((builder.output(node, index), builder.output(shortcut, index)) for index in range(3))
-    dz, (rows, channels) = builder.output(node, 3), rows_and_channels(node, x[0])
+    """The gradients of both inputs, from the masked gradient and the sums, of which dbeta is the same for both."""
+    dz, x = builder.input(node, "masked_grad"), _inputs(builder, node, "data")
+    dx, dx_2 = _outputs(builder, node, "data_grad")
+    rows, channels = rows_and_channels(node, x[0])
     builder.launch(node, "batch_norm_pair.cu", builder.kernel("batch_norm_pair_backward_apply"),
                    builder.grid(rows, channels, blocks_per_multiprocessor=2), APPLY_BLOCK,
-                   (*x, dz, *dx, *saved, *gamma, *dgamma, dbeta, count(rows), ctypes.c_int(channels)),
-                   (*x, dz, *saved, *gamma, *dgamma, dbeta), dx, in_place=(dz, dx[0]))
+                   *map(In, x), In(dz), Out(dx, over=dz), Out(dx_2),
+                   *map(In, _inputs(builder, node, "saved", "gamma", "gamma_grad")),
+                   In(builder.input(node, "beta_grad")), count(rows), ctypes.c_int(channels))

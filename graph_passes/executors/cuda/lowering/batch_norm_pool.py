@@ -1,5 +1,4 @@
-"""The BatchNormRelu and the max pooling of ResNet's stem as one, in training: the network's largest activation and its
-gradient are not written."""
+"""The BatchNormRelu and the max pooling of ResNet's stem as one, in training."""
 
 from __future__ import annotations
 
@@ -7,11 +6,11 @@ import ctypes
 import math
 
 from graph_passes.executors.cuda.kernels import count
+from graph_passes.executors.cuda.lowering.batch_norm import require_gamma
 from graph_passes.executors.cuda.lowering.builder import APPLY_BLOCK, REDUCE_BLOCK, Builder, rows_and_channels
+from graph_passes.executors.cuda.lowering.operands import In, InOut, Out, Scratch
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Node
-from graph_passes.operators import window
-from graph_passes.operators_backward import forward_node
 
 
 class Image(ctypes.Structure):
@@ -25,62 +24,42 @@ class Image(ctypes.Structure):
         return cls(*x.shape[1:3], *y.shape[1:3])
 
 
-def pool_behind(builder: Builder, node: Node) -> Node | None:
-    """The 3x3 max pooling with stride 2 that alone reads a BatchNormRelu in training, as in ResNet's stem."""
-    readers = builder.readers(node)
-    if node.op != "BatchNormReluTrain" or len(readers) != 1 or readers[0].op != "MaxPoolingTrain":
-        return None
-    size = window(forward_node(readers[0]))
-    return readers[0] if size[:3] == ((3, 3), (2, 2), (1, 1)) else None
-
-
-def apply(builder: Builder, node: Node, pool: Node, sums: Buffer) -> None:
-    """The output of the pooling, from the input and its sums."""
-    x, gamma, beta, running_mean, running_var = (builder.input(node, index) for index in range(5))
+def apply(builder: Builder, node: Node) -> None:
+    """The output of the pooling, from the BatchNorm's input and its sums."""
+    require_gamma(node)
+    x, y = builder.input(node, "data"), builder.output(node)
     rows, channels = rows_and_channels(node, x)
-    saved = builder.output(node, 1)
-    y, winner = builder.output(pool, 0), builder.output(pool, 1)
-    x_winner = Buffer(f"{pool.name}:x_winner", y.shape, y.dtype)
-    builder.fusions.pooled[pool.name] = x_winner
     outputs = math.prod(y.shape[:-1])
     builder.launch(node, "batch_norm_pool.cu", builder.kernel("batch_norm_relu_max_pool"),
                    builder.grid(outputs, channels), APPLY_BLOCK,
-                   (x, sums, gamma, beta, y, winner, x_winner, saved, running_mean, running_var,
-                    ctypes.c_float(node["eps"]), ctypes.c_float(node["momentum"]), Image.of(x, y), count(rows),
-                    count(outputs), ctypes.c_int(channels)),
-                   (x, sums, gamma, beta), (y, winner, x_winner, saved))
+                   In(x), *(In(builder.input(node, role)) for role in ("sums", "gamma", "beta")), Out(y),
+                   *(Out(builder.output(node, role)) for role in ("winner", "data_at_winner", "saved")),
+                   *(InOut(builder.input(node, role)) for role in ("moving_mean", "moving_var")),
+                   ctypes.c_float(node["eps"]), ctypes.c_float(node["momentum"]), Image.of(x, y), count(rows),
+                   count(outputs), ctypes.c_int(channels))
 
 
-def backward_reduce(builder: Builder, node: Node, pool: Node) -> Buffer:
-    """The sums of the BatchNorm's backward pass; `pool` is the MaxPoolingBackward. Returns dz, the gradient of the
-    pooling's output."""
-    x, saved = builder.input(node, 1), builder.input(node, 3)
-    dgamma, dbeta = builder.output(node, 1), builder.output(node, 2)
-    dy, winner = builder.input(pool, 0), builder.input(pool, 1)
-    dy2 = None if pool["single_grad"] else builder.input(pool, 2)
-    x_winner = builder.fusions.pooled[pool.inputs[1].node]
-    _, channels = rows_and_channels(node, x)
-    outputs = math.prod(dy.shape[:-1])
-    dz = Buffer(f"{pool.name}:dz", dy.shape, dy.dtype) if dy2 else dy
+def backward_reduce(builder: Builder, node: Node) -> None:
+    """The sums of the BatchNorm's backward pass; of two gradients of the pooling's output also the masked sum."""
+    dy, dy2 = builder.input(node, "out_grad"), builder.optional_input(node, "out_grad_2", "single_grad")
+    outputs, channels = rows_and_channels(node, dy)
+    dz = Out(builder.output(node, "masked_grad"), over=dy) if dy2 else Scratch(dy)  # which is not written then
+    grid = builder.reduce_grid(outputs, channels)
     builder.launch(node, "batch_norm_pool.cu",
-                   builder.kernel("batch_norm_relu_max_pool_backward_reduce", dy2 is not None),
-                   builder.reduce_grid(outputs, channels), REDUCE_BLOCK,
-                   (x_winner, dy, dy2, winner, dz, saved, dgamma, dbeta, builder.partials, builder.persistent.tickets,
-                    count(outputs), ctypes.c_int(channels)),
-                   (x_winner, dy, dy2, winner, saved), (dz if dy2 else None, dgamma, dbeta),
-                   in_place=(dy, dz) if dy2 else None)
-    return dz
+                   builder.kernel("batch_norm_relu_max_pool_backward_reduce", dy2 is not None), grid, REDUCE_BLOCK,
+                   In(builder.input(node, "data_at_winner")), In(dy), In(dy2), In(builder.input(node, "winner")), dz,
+                   In(builder.input(node, "saved")), Out(builder.output(node, "gamma_grad")),
+                   Out(builder.output(node, "beta_grad")), builder.partials(2 * channels * grid[1]), builder.tickets,
+                   count(outputs), ctypes.c_int(channels))
 
 
-def backward_apply(builder: Builder, node: Node, pool: Node, dz: Buffer) -> None:
-    """The gradient of the BatchNorm's input, from dz and the sums."""
-    x, gamma, saved = (builder.input(node, index) for index in (1, 2, 3))
-    winner = builder.input(pool, 1)
-    dx, dgamma, dbeta = (builder.output(node, index) for index in range(3))
+def backward_apply(builder: Builder, node: Node) -> None:
+    """The gradient of the BatchNorm's input, from the masked gradient and the sums."""
+    x, dz = builder.input(node, "data"), builder.input(node, "out_grad")
     rows, channels = rows_and_channels(node, x)
     squares = x.shape[0] * -(-x.shape[1] // 2) * -(-x.shape[2] // 2)
     builder.launch(node, "batch_norm_pool.cu", builder.kernel("batch_norm_relu_max_pool_backward_apply"),
                    builder.grid(squares, channels, blocks_per_multiprocessor=2), APPLY_BLOCK,
-                   (x, dz, winner, dx, saved, gamma, dgamma, dbeta, Image.of(x, dz), count(rows), count(squares),
-                    ctypes.c_int(channels)),
-                   (x, dz, winner, saved, gamma, dgamma, dbeta), (dx,))
+                   In(x), In(dz), In(builder.input(node, "winner")), Out(builder.output(node)),
+                   *(In(builder.input(node, role)) for role in ("saved", "gamma", "gamma_grad", "beta_grad")),
+                   Image.of(x, dz), count(rows), count(squares), ctypes.c_int(channels))

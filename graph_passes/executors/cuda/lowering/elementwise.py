@@ -5,33 +5,41 @@ from __future__ import annotations
 import math
 
 from graph_passes.executors.cuda.kernels import count, threads
-from graph_passes.executors.cuda.lowering.builder import Builder, require
+from graph_passes.executors.cuda.lowering.builder import Builder, no_lowering, require
+from graph_passes.executors.cuda.lowering.operands import In, Out
 from graph_passes.executors.cuda.parameters import VECTOR
-from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Node, Ref
+from graph_passes.operators import is_relu
 
 
 def add(builder: Builder, node: Node) -> None:
-    a, b = builder.input(node, 0), builder.input(node, 1)
-    total = builder.output(node)
-    vectors = builder.vectors(total)
-    builder.launch(node, "elementwise.cu", builder.kernel("add"), *threads(vectors), (a, b, total, count(vectors)),
-                   (a, b), (total,), in_place=(a, total))
-
-
-def bias_add_relu(builder: Builder, node: Node, x: Buffer, bias: Buffer, addend: tuple[Buffer, ...],
-                  relu: bool) -> None:
-    """x + bias (+ the one addend) (+ ReLU) as the output of a node."""
+    a, b = builder.input(node, "lhs"), builder.input(node, "rhs")
     y = builder.output(node)
     vectors = builder.vectors(y)
-    builder.launch(node, "elementwise.cu", builder.kernel("bias_add_relu", bool(addend), relu), *threads(vectors),
-                   (x, bias, addend[0] if addend else None, y, count(vectors), count(y.shape[3] // VECTOR)),
-                   (x, bias, *addend), (y,), in_place=(x, y))
+    builder.launch(node, "elementwise.cu", builder.kernel("add"), *threads(vectors), In(a), In(b), Out(y, over=a),
+                   count(vectors))
+
+
+def bias(builder: Builder, node: Node) -> None:
+    """x + bias, and then perhaps ReLU, of the sum with another tensor."""
+    x, y = builder.input(node, "data"), builder.output(node)
+    adds, relu = node.op == "BiasAddRelu", node.op != "BiasAdd"
+    vectors = builder.vectors(y)
+    builder.launch(node, "elementwise.cu", builder.kernel("bias_add_relu", adds, relu), *threads(vectors),
+                   In(x), In(builder.input(node, "bias")), In(builder.input(node, "addend") if adds else None),
+                   Out(y, over=x), count(vectors), count(y.shape[3] // VECTOR))
+
+
+def relu(builder: Builder, node: Node) -> None:
+    """A ReLU that no pass has fused."""
+    if node.op == "Activation" and not is_relu(node):
+        raise no_lowering(node)
+    require(False, node, "follows no BatchNorm, which has no GPU lowering: put one before it")
 
 
 def flatten(builder: Builder, node: Node) -> None:
     """The same memory."""
-    x = builder.input(node, 0)
+    x = builder.input(node, "data")
     require(x.num_bytes == math.prod(builder.shapes[Ref(node.name)]) * builder.item_bytes, node,
             "changes its number of elements by padding, which has no GPU lowering")
     builder.buffers[Ref(node.name)] = x
@@ -39,6 +47,10 @@ def flatten(builder: Builder, node: Node) -> None:
 
 def flatten_backward(builder: Builder, node: Node) -> None:
     """The same memory, from now on in the shape of what was flattened: what reads it looks at height and width."""
-    dx = builder.input(node, 0)
+    dx = builder.input(node, "out_grad")
     dx.shape = builder.shapes[Ref(node.name)]
     builder.buffers[Ref(node.name)] = dx
+
+
+def zeros(builder: Builder, node: Node) -> None:
+    """Gradients start as zeros."""

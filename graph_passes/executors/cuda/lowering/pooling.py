@@ -7,11 +7,11 @@ import ctypes
 from graph_passes.errors import GraphError
 from graph_passes.executors.cuda.kernels import count, threads
 from graph_passes.executors.cuda.lowering.builder import Builder, require
+from graph_passes.executors.cuda.lowering.operands import In, Out
 from graph_passes.executors.cuda.parameters import VECTOR
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Node
 from graph_passes.operators import window
-from graph_passes.operators_backward import forward_node
 
 
 class Window(ctypes.Structure):
@@ -28,48 +28,44 @@ class Window(ctypes.Structure):
 
 
 def forward(builder: Builder, node: Node) -> None:
-    if node.name in builder.fusions.pooled:
-        return
-    x, y = builder.input(node, 0), builder.output(node)
+    """Of any kind; the training variant of max pooling keeps the winners."""
+    x, y = builder.input(node, "data"), builder.output(node)
     require(x.shape[3] % VECTOR == 0, node, f"has {x.shape[3]} channels: use a multiple of {VECTOR}")
     vectors, (pixels, pitch) = builder.vectors(y), _pixels_and_pitch(x)
     if node["pool_type"] == "avg" and node["global_pool"]:
         builder.launch(node, "pooling.cu", builder.kernel("global_average_pool"), *threads(vectors),
-                       (x, y, count(vectors), pixels, pitch), (x,), (y,))
+                       In(x), Out(y), count(vectors), pixels, pitch)
     elif node["pool_type"] == "max" and not node["global_pool"]:
-        winner = builder.output(node, 1) if node.op == "MaxPoolingTrain" else None
+        winner = builder.output(node, "winner") if node.op == "MaxPoolingTrain" else None
         builder.launch(node, "pooling.cu", builder.kernel("max_pool"), *threads(vectors),
-                       (x, y, winner, Window.of(node, x, y), count(vectors), pitch), (x,), (y, winner))
+                       In(x), Out(y), Out(winner), Window.of(node, x, y), count(vectors), pitch)
     elif node["pool_type"] == "avg":
         builder.launch(node, "pooling.cu", builder.kernel("average_pool", node["count_include_pad"]),
-                       *threads(vectors), (x, y, Window.of(node, x, y), count(vectors), pitch), (x,), (y,))
+                       *threads(vectors), In(x), Out(y), Window.of(node, x, y), count(vectors), pitch)
     else:
         raise GraphError(f"Pooling '{node.name}' ({node['pool_type']}, global_pool={node['global_pool']}) has no "
                          "GPU lowering: there are max pooling over windows and average pooling")
 
 
 def max_backward(builder: Builder, node: Node) -> None:
-    if node.inputs[1].node in builder.fusions.pooled:
-        return
-    dy, winner = builder.input(node, 0), builder.input(node, 1)
-    dy2 = None if node["single_grad"] else builder.input(node, 2)
-    dx = builder.output(node)
+    dy, dx = builder.input(node, "out_grad"), builder.output(node)
+    dy2 = builder.optional_input(node, "out_grad_2", "single_grad")
     vectors, (_, pitch) = builder.vectors(dx), _pixels_and_pitch(dx)
     builder.launch(node, "pooling.cu", builder.kernel("max_pool_backward", dy2 is not None), *threads(vectors),
-                   (dy, dy2, winner, dx, Window.of(forward_node(node), dx, dy), count(vectors), pitch),
-                   (dy, dy2, winner), (dx,))
+                   In(dy), In(dy2), In(builder.input(node, "winner")), Out(dx), Window.of(node, dx, dy),
+                   count(vectors), pitch)
 
 
 def average_backward(builder: Builder, node: Node) -> None:
-    dy, dx = builder.input(node, 0), builder.output(node)
-    vectors, (pixels, pitch) = builder.vectors(dx), _pixels_and_pitch(dx)
+    dy, dx = builder.input(node, "out_grad"), builder.output(node)
+    vectors = builder.vectors(dx)
+    pixels, pitch = _pixels_and_pitch(dx)
     if node["global_pool"]:
         builder.launch(node, "pooling.cu", builder.kernel("global_average_pool_backward"), *threads(vectors),
-                       (dy, dx, count(vectors), pixels, pitch), (dy,), (dx,))
+                       In(dy), Out(dx), count(vectors), pixels, pitch)
     else:
         builder.launch(node, "pooling.cu", builder.kernel("average_pool_backward", node["count_include_pad"]),
-                       *threads(vectors), (dy, dx, Window.of(forward_node(node), dx, dy), count(vectors), pitch),
-                       (dy,), (dx,))
+                       *threads(vectors), In(dy), Out(dx), Window.of(node, dx, dy), count(vectors), pitch)
 
 
 def _pixels_and_pitch(x: Buffer) -> tuple[ctypes.c_int, ctypes.c_int]:

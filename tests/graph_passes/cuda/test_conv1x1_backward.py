@@ -11,7 +11,7 @@ from gpu_arrays import PRECISION, Device, relative_error, rounded
 from test_kernels import BatchNormCase
 
 from graph_passes.executors.cuda.kernels import C_TYPES
-from graph_passes.executors.cuda.lowering.pointwise import BLOCK, DgradReduce, NormBackward
+from graph_passes.executors.cuda.lowering.conv1x1_backward import BLOCK, DgradReduce, NormBackward
 
 pytestmark = pytest.mark.gpu
 

@@ -1,0 +1,55 @@
+"""What a launch does with each buffer that it is given: said where it is given, and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from graph_passes.executors.cuda.program import Buffer
+
+
+@dataclass(frozen=True)
+class In:
+    """A buffer that is read. None is a null pointer."""
+
+    buffer: Buffer | None
+
+
+@dataclass(frozen=True)
+class Out:
+    """A buffer that is written. `over`: one that is read, whose place it may take: element i of what is written depends
+    on element i of that only. None is a null pointer."""
+
+    buffer: Buffer | None
+    over: Buffer | None = None
+
+
+@dataclass(frozen=True)
+class InOut:
+    """A buffer that is read and written."""
+
+    buffer: Buffer
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Memory whose contents matter to this launch alone: no tensor."""
+
+    buffer: Buffer
+
+
+Operand = In | Out | InOut | Scratch
+
+
+def reads(operands: Iterable[object]) -> tuple[Buffer, ...]:
+    return tuple(each.buffer for each in operands if isinstance(each, In | InOut) and each.buffer)
+
+
+def writes(operands: Iterable[object]) -> tuple[Buffer, ...]:
+    return tuple(each.buffer for each in operands if isinstance(each, Out | InOut) and each.buffer)
+
+
+def in_place(operands: Iterable[object]) -> tuple[Buffer, Buffer] | None:
+    """(read, written) of the one output that may take the place of an input."""
+    return next(((each.over, each.buffer) for each in operands if isinstance(each, Out) and each.over and each.buffer),
+                None)

@@ -1,0 +1,213 @@
+"""What describes an operator, and what the descriptions of all families share.
+
+An `Operator` says everything about one operator in one place: inputs, outputs, attributes, shapes, gradient, and what
+it computes, in NumPy. Each module of this package has one family of them; `operators/__init__.py` is the table of all.
+
+Names, attributes and defaults of MXNet's operators are MXNet's (`help(mx.sym.Convolution)`).
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from graph_passes.errors import GraphError
+
+Array = np.ndarray
+Shape = tuple[int, ...]
+Shapes = Sequence[Shape]
+REQUIRED = object()
+
+
+class Ref(NamedTuple):
+    """One output of a node: the name of the node and the number of the output."""
+
+    node: str
+    output: int = 0
+
+
+class NodeView(Protocol):
+    """What an operator's functions see of a node of the graph (`graph.Node`)."""
+
+    @property
+    def op(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def inputs(self) -> tuple[Ref, ...]: ...
+    @property
+    def attrs(self) -> Mapping[str, Any]: ...
+    def __getitem__(self, attribute: str) -> Any: ...
+    def get(self, attribute: str, default: Any = None) -> Any: ...
+    def replace(self, **changes: Any) -> Any: ...
+    def derive(self, op: str, name: str, inputs: Sequence[Ref], **attrs: Any) -> Any: ...
+
+
+class Gradient(NamedTuple):
+    """The backward pass of one node: the nodes that it adds, and the gradients of its inputs by their names."""
+
+    nodes: Sequence[Any]
+    of_inputs: Mapping[str, Ref]
+
+
+Infer = Callable[[Any, "list[Shape | None]"], "tuple[Shapes, Shapes]"]
+Compute = Callable[..., Sequence[Array]]  # (node, *inputs) -> outputs
+GradientRule = Callable[[Any, Ref, Mapping[Ref, Shape]], Gradient]  # (node, gradient of its output, shapes)
+NumpyGradient = Callable[[Any, Sequence[Array], Sequence[Array], Array, bool], "list[Array | None]"]
+
+
+class Attribute(NamedTuple):
+    """How an attribute is read (from text or a value) and what holds where a node does not give it."""
+
+    read: Callable[[Any], Any]
+    default: Any = REQUIRED
+
+
+@dataclass(frozen=True)
+class Operator:
+    """All about one operator.
+
+    `infer` completes the input shapes (None: unknown) and gives the output shapes. `compute` gives the outputs, in the
+    dtype of the inputs. `gradient` writes the backward pass into the graph, `numpy_gradient` computes it, for the
+    oracle that has no such graph: (node, inputs, outputs, gradient of the first output, training) -> gradients of the
+    inputs, None for those that have none.
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+    infer: Infer
+    compute: Compute
+    attrs: Mapping[str, Attribute] = field(default_factory=dict)
+    outputs: tuple[str, ...] = ("output",)
+    optional: Mapping[str, str] = field(default_factory=dict)  # input or output -> attribute: left out where it is true
+    aux: tuple[str, ...] = ()  # inputs that the operator updates in training
+    # Outputs that may take the place of an input, the preferred one first: element i of the output depends on that
+    # input only through its element i and through sums that are complete before the first element is written.
+    in_place: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    gradient: GradientRule | None = None
+    numpy_gradient: NumpyGradient | None = None
+    # The operator that takes its place in a training step: it also leaves what the gradient needs.
+    training: Callable[[Any], str] | None = None
+    fused: bool = False  # one of ours, in place of several: shown in another colour
+    forward: str = ""  # the operator under whose name users know this one: Convolution for ConvolutionWgrad
+
+    def default(self, attribute: str) -> Any:
+        return self.attrs[attribute].default
+
+    def parse(self, name: str, attrs: Mapping[str, Any]) -> dict[str, Any]:
+        """Attributes as values; GraphError names the node for one that is missing or makes no sense."""
+        values: dict[str, Any] = {}
+        for key, value in attrs.items():
+            if key not in self.attrs:
+                values[key] = value  # hints such as `workspace` and `__ctx_group__`: kept, never read
+                continue
+            try:
+                values[key] = self.attrs[key].read(value)
+            except (ValueError, SyntaxError, TypeError):
+                raise GraphError(f"{self.name} '{name}' has {key}={value!r}, which is no valid value for it") from None
+        for key, attribute in self.attrs.items():
+            if attribute.default is REQUIRED and key not in values:
+                raise GraphError(f"{self.name} '{name}' lacks the attribute '{key}': add it")
+        return values
+
+    def input_names(self, node: NodeView) -> tuple[str, ...]:
+        """Names of the inputs that this node has, in order."""
+        return self._present(node, self.inputs)
+
+    def output_names(self, node: NodeView) -> tuple[str, ...]:
+        """Names of the outputs that this node has, in order."""
+        return self._present(node, self.outputs)
+
+    def _present(self, node: NodeView, names: tuple[str, ...]) -> tuple[str, ...]:
+        if not self.optional:
+            return names
+        return tuple(name for name in names if name not in self.optional or not node[self.optional[name]])
+
+    def aux_inputs(self, node: NodeView) -> tuple[Ref, ...]:
+        """What this node reads as running statistics."""
+        if not self.aux:
+            return ()
+        return tuple(ref for name, ref in zip(self.inputs, node.inputs, strict=False) if name in self.aux)
+
+
+# --- reading attributes ---
+
+
+def boolean(value: Any) -> bool:
+    if str(value).lower() not in ("true", "false", "1", "0"):
+        raise ValueError(value)
+    return str(value).lower() in ("true", "1")
+
+
+def integers(value: Any) -> tuple[int, ...]:
+    items = ast.literal_eval(value.replace("L", "")) if isinstance(value, str) else value  # Python 2 wrote (3L, 3L)
+    return (int(items),) if isinstance(items, int) else tuple(int(item) for item in items or ())
+
+
+def one_of(*values: str) -> Callable[[Any], str]:
+    def read(value: Any) -> str:
+        if value not in values:
+            raise ValueError(value)
+        return str(value)
+
+    return read
+
+
+FALSE, TRUE = Attribute(boolean, False), Attribute(boolean, True)
+OPTIONAL_SIZES = Attribute(integers, ())
+DATA_SHAPE = {"data_shape": Attribute(integers)}  # of the forward operator's data: the gradient's shape does not tell
+# Two gradients of one tensor: `out_grad_2` is added to `out_grad` while it is read, unless there is a `single_grad`.
+SINGLE_GRAD = {"single_grad": TRUE}
+SECOND_GRAD = {"out_grad_2": "single_grad"}
+
+
+# --- shapes ---
+
+
+def known(node: NodeView, shapes: Sequence[Shape | None], index: int = 0) -> Shape:
+    """The shape of an input. Raises GraphError where it is not known."""
+    shape = shapes[index]
+    if shape is None:
+        source = node.inputs[index].node
+        raise GraphError(f"the shape of '{source}', read by {node.op} '{node.name}', is not known: give it")
+    return shape
+
+
+def image_batch(node: NodeView, shape: Shape) -> Shape:
+    """The shape, if it has four dimensions. Raises GraphError."""
+    if len(shape) != 4:
+        raise GraphError(f"{node.op} '{node.name}' needs a batch of images (4 dimensions), not the shape {shape}")
+    return shape
+
+
+def channel_axis(layout: str) -> int:
+    """1 for NCHW, 3 for NHWC."""
+    return layout.index("C")
+
+
+# --- NumPy ---
+
+
+def total(dy: Array, dy2: Array | None) -> Array:
+    """The sum of one or two gradients."""
+    return dy if dy2 is None else dy + dy2
+
+
+def sum_over_others(x: Array, axis: int) -> Array:
+    """The sum over all dimensions but `axis`: the gradient of a bias along it."""
+    return x.sum(axis=tuple(i for i in range(x.ndim) if i != axis % x.ndim))
+
+
+def channel_sums(x: Array, axis: int) -> Array:
+    """(2, C): sum and sum of squares over all dimensions but `axis`. In float64, as a variance is their difference."""
+    x = x.astype(np.float64)
+    return np.stack([sum_over_others(x, axis), sum_over_others(x * x, axis)])
+
+
+def along_axis(channels: Array, axis: int, ndim: int) -> Array:
+    """(C,) in a shape that broadcasts along the axis of a tensor with `ndim` dimensions."""
+    return channels.reshape(-1, *(1,) * (ndim - 1 - axis % ndim))

@@ -1,0 +1,172 @@
+"""The two halves that a BatchNorm of a training step is made of, forward and backward: sums over the batch, and what
+is done to each element with them. The pass `split_norm` writes them in its place; what is fused with other operators is
+one half.
+
+`sums` (2, C), fp32, are the sum and the sum of squares of the data. The sums of the backward pass are the gradients of
+gamma and beta. `masked_grad` is the gradient of what ReLU reads: the sum of the output's gradients where ReLU let it
+through. It is kept where an addend wants it, or where to compute it again would cost more than one read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from graph_passes.operators.base import (
+    SECOND_GRAD,
+    SINGLE_GRAD,
+    TRUE,
+    Array,
+    NodeView,
+    Operator,
+    Shape,
+    Shapes,
+    channel_sums,
+    known,
+    total,
+)
+from graph_passes.operators.batch_norm import (
+    ATTRIBUTES,
+    RUNNING,
+    Statistics,
+    channels_of,
+    data_gradient,
+    gradient_sums,
+    mask_shape,
+    masked,
+    positive_bits,
+    running_statistics,
+    scaled,
+    to_saved,
+)
+from graph_passes.operators.elementwise import relu, relu_backward
+
+# --- shapes ---
+
+
+def _statistics(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
+    data = known(node, shapes)
+    return [data], [(2, *channels_of(node, data))]
+
+
+def _apply(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
+    data = known(node, shapes)
+    channels = channels_of(node, data)
+    inputs = [data, (2, *channels), *[channels] * 4, *[data] * (len(shapes) - 6)]
+    mask = [mask_shape(data)] if len(inputs) == 7 else []
+    return inputs, [data, (2, *channels), channels, channels, *mask]
+
+
+def _backward_reduce(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
+    data = known(node, shapes)
+    channels = channels_of(node, data)
+    last = {"BatchNormBackwardReduce": [], "BatchNormReluBackwardReduce": [channels],
+            "BatchNormAddReluBackwardReduce": [mask_shape(data)]}[node.op]
+    second = [] if node["single_grad"] else [data]
+    keeps = bool(second) or node.op == "BatchNormAddReluBackwardReduce"
+    return [data, data, channels, (2, *channels), *last, *second], [channels, channels, *[data] * keeps]
+
+
+def _backward_apply(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
+    data = known(node, shapes)
+    channels = channels_of(node, data)
+    return [data, data, channels, (2, *channels), *[channels] * (len(shapes) - 4)], [data]
+
+
+def _same(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
+    inputs = [known(node, shapes, index) for index in range(len(shapes))]
+    return inputs, inputs
+
+
+# --- NumPy ---
+
+
+def statistics_of(sums: Array, x: Array) -> Statistics:
+    """Mean and variance of x, from its sums."""
+    mean, mean_square = sums.astype(np.float64) / (x.size // sums.shape[1])
+    return Statistics(mean.astype(x.dtype), (mean_square - mean**2).astype(x.dtype))
+
+
+def apply(node: NodeView, x: Array, sums: Array, gamma: Array, beta: Array, mean: Array,
+          var: Array) -> tuple[Array, Array, Statistics]:
+    """BatchNorm of x from its sums; what the gradient needs; the new running statistics."""
+    batch = statistics_of(sums, x)
+    saved = to_saved(node, batch)
+    return scaled(node, x, gamma, beta, saved), saved, running_statistics(node, Statistics(mean, var), batch)
+
+
+def _compute_apply(node: NodeView, *inputs: Array) -> list[Array]:
+    y, saved, moving = apply(node, *inputs[:6])
+    if node.op == "BatchNormApply":
+        return [y, saved, *moving]
+    if node.op == "BatchNormReluApply":
+        return [relu(y), saved, *moving]
+    y = relu(y + inputs[6])
+    return [y, saved, *moving, positive_bits(y)]
+
+
+def _compute_reduce(node: NodeView, dy: Array, x: Array, gamma: Array, saved: Array, *others: Array) -> Sequence[Array]:
+    dz = total(dy, None if node["single_grad"] else others[-1])
+    if node.op == "BatchNormReluBackwardReduce":
+        dz = relu_backward(dz, scaled(node, x, gamma, others[0], saved))
+    elif node.op == "BatchNormAddReluBackwardReduce":
+        dz = masked(dz, others[0])
+    keeps = node.op == "BatchNormAddReluBackwardReduce" or not node["single_grad"]
+    return [*gradient_sums(node, dz, x, saved), *[dz] * keeps]
+
+
+def _compute_backward_apply(node: NodeView, dz: Array, x: Array, gamma: Array, saved: Array, dgamma: Array,
+                            dbeta: Array) -> list[Array]:
+    return [data_gradient(node, dz, x, gamma, saved, (dgamma, dbeta))]
+
+
+def _compute_relu_backward_apply(node: NodeView, dy: Array, x: Array, gamma: Array, saved: Array, beta: Array,
+                                 dgamma: Array, dbeta: Array) -> list[Array]:
+    dz = relu_backward(dy, scaled(node, x, gamma, beta, saved))
+    return [data_gradient(node, dz, x, gamma, saved, (dgamma, dbeta))]
+
+
+# --- the descriptions ---
+
+_APPLY = ("data", "sums", "gamma", "beta", *RUNNING)
+_KEPT = ("output", "saved", *RUNNING)
+_SUMS = ("gamma_grad", "beta_grad")
+_ARRAYS = ("sums", "sums_2", "sums_3", "sums_4")
+
+
+def _forward(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Operator:
+    return Operator(name, inputs, _apply, _compute_apply, ATTRIBUTES, outputs, aux=RUNNING,
+                    in_place={"output": ("data",)}, fused="Relu" in name, forward=name.removesuffix("Apply"))
+
+
+def _reduce(name: str, last: tuple[str, ...]) -> Operator:
+    optional = SECOND_GRAD if "mask" in last else {**SECOND_GRAD, "masked_grad": "single_grad"}
+    return Operator(name, ("out_grad", "data", "gamma", "saved", *last, "out_grad_2"), _backward_reduce,
+                    _compute_reduce, ATTRIBUTES | SINGLE_GRAD, (*_SUMS, "masked_grad"), optional,
+                    in_place={"masked_grad": ("out_grad",)}, fused="Relu" in name,
+                    forward=name.removesuffix("BackwardReduce"))
+
+
+OPERATORS = (
+    Operator("BatchNormStatistics", ("data",), _statistics, lambda node, x: [channel_sums(x, node["axis"])], ATTRIBUTES,
+             ("sums",), forward="BatchNorm"),
+    _forward("BatchNormApply", _APPLY, _KEPT),
+    _forward("BatchNormReluApply", _APPLY, _KEPT),
+    _forward("BatchNormAddReluApply", (*_APPLY, "addend"), (*_KEPT, "mask")),
+    _reduce("BatchNormBackwardReduce", ()),
+    _reduce("BatchNormReluBackwardReduce", ("beta",)),
+    _reduce("BatchNormAddReluBackwardReduce", ("mask",)),
+    # Of all three, from `masked_grad`; of a BatchNorm alone also from the gradient of its output.
+    Operator("BatchNormBackwardApply", ("masked_grad", "data", "gamma", "saved", *_SUMS), _backward_apply,
+             _compute_backward_apply, ATTRIBUTES, ("data_grad",), in_place={"data_grad": ("masked_grad",)},
+             forward="BatchNorm"),
+    Operator("BatchNormReluBackwardApply", ("out_grad", "data", "gamma", "saved", "beta", *_SUMS), _backward_apply,
+             _compute_relu_backward_apply, ATTRIBUTES, ("data_grad",), in_place={"data_grad": ("out_grad",)},
+             forward="BatchNormRelu"),
+    # Sums of one GPU -> their means over the GPUs that share BatchNorm's statistics. In NumPy the group is of one.
+    Operator("GroupMean", _ARRAYS, _same, lambda node, *sums: list(sums),
+             {"at_most_1": TRUE, "at_most_2": TRUE}, _ARRAYS,
+             {"sums_2": "at_most_1", "sums_3": "at_most_2", "sums_4": "at_most_2"},
+             in_place={name: (name,) for name in _ARRAYS}, forward="BatchNorm"),
+)

@@ -1,0 +1,161 @@
+"""What works on single elements: ReLU, sums, bias; and what only changes a tensor's shape."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from graph_passes.errors import GraphError
+from graph_passes.operators.base import (
+    DATA_SHAPE,
+    OPTIONAL_SIZES,
+    SECOND_GRAD,
+    SINGLE_GRAD,
+    Array,
+    Attribute,
+    Gradient,
+    NodeView,
+    Operator,
+    Ref,
+    Shape,
+    Shapes,
+    known,
+    one_of,
+    total,
+)
+
+
+def is_relu(node: NodeView) -> bool:
+    """Gluon and Symbol write a ReLU as Activation, `mx.sym.relu` as an operator of its own."""
+    return node.op == "relu" or (node.op == "Activation" and node["act_type"] == "relu")
+
+
+# --- shapes ---
+
+
+def elementwise(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
+    """One shape for all inputs and the output."""
+    shape = next((shape for shape in shapes if shape is not None), None) or known(node, shapes)
+    return [shape] * len(shapes), [shape]
+
+
+def _with_bias(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
+    data = known(node, shapes)
+    return [data, data[-1:], *[data] * (len(shapes) - 2)], [data]
+
+
+def _flatten(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
+    data = known(node, shapes)
+    return [data], [(data[0], math.prod(data[1:]))]
+
+
+def _flatten_backward(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
+    data = node["data_shape"]
+    return [(data[0], math.prod(data[1:]))], [data]
+
+
+def _transpose(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
+    data = known(node, shapes)
+    axes = _axes(node, len(data))
+    if sorted(axes) != list(range(len(data))):
+        raise GraphError(f"transpose '{node.name}' has axes={axes}, but its input has the shape {data}")
+    return [data], [tuple(data[axis] for axis in axes)]
+
+
+def _zeros(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
+    return [], [node["shape"]]
+
+
+# --- NumPy ---
+
+
+def relu(x: Array) -> Array:
+    return np.maximum(x, 0)
+
+
+def relu_backward(dy: Array, y: Array) -> Array:
+    """dy where y > 0."""
+    return np.where(y > 0, dy, 0)
+
+
+def _activation(node: NodeView, x: Array) -> list[Array]:
+    if not is_relu(node):
+        raise GraphError(f"Activation '{node.name}' has act_type='{node['act_type']}': the reference executor has relu")
+    return [relu(x)]
+
+
+def _relu_gradients(node: NodeView, inputs: Sequence[Array], outputs: Sequence[Array], dy: Array,
+                    training: bool) -> list[Array | None]:
+    return [relu_backward(dy, outputs[0])] * len(inputs)
+
+
+def _axes(node: NodeView, ndim: int) -> tuple[int, ...]:
+    return node["axes"] or tuple(reversed(range(ndim)))
+
+
+# --- gradients in the graph ---
+
+
+def _relu(node: NodeView, dy: Ref, shapes: Mapping[Ref, Shape]) -> Gradient:
+    if node.op == "Activation" and not is_relu(node):
+        raise GraphError(f"Activation '{node.name}' ({node['act_type']}) has no gradient here: use relu")
+    attrs: dict[str, Any] = {}
+    backward = node.replace(op="ReluBackward", name=f"{node.name}_backward", inputs=(dy, Ref(node.name)), attrs=attrs)
+    names = ("lhs", "rhs") if node.op == "AddRelu" else ("data",)
+    return Gradient([backward], dict.fromkeys(names, Ref(backward.name)))
+
+
+def _flatten_gradient(node: NodeView, dy: Ref, shapes: Mapping[Ref, Shape]) -> Gradient:
+    attrs = {"data_shape": shapes[node.inputs[0]]}
+    backward = node.replace(op="FlattenBackward", name=f"{node.name}_backward", inputs=(dy,), attrs=attrs)
+    return Gradient([backward], {"data": Ref(backward.name)})
+
+
+def _transpose_gradient(node: NodeView, dy: Ref, shapes: Mapping[Ref, Shape]) -> Gradient:
+    axes = _axes(node, len(shapes[node.inputs[0]]))
+    inverse = tuple(axes.index(axis) for axis in range(len(axes)))
+    backward = node.replace(name=f"{node.name}_backward", inputs=(dy,), attrs={"axes": inverse})
+    return Gradient([backward], {"data": Ref(backward.name)})
+
+
+# --- the descriptions ---
+
+_ACTIVATIONS = ("relu", "sigmoid", "tanh", "softrelu", "softsign", "log_sigmoid", "mish")
+
+OPERATORS = (
+    Operator("relu", ("data",), elementwise, _activation, in_place={"output": ("data",)}, gradient=_relu,
+             numpy_gradient=_relu_gradients),
+    Operator("Activation", ("data",), elementwise, _activation, {"act_type": Attribute(one_of(*_ACTIVATIONS))},
+             in_place={"output": ("data",)}, gradient=_relu, numpy_gradient=_relu_gradients),
+    # Also of an AddRelu, for both summands.
+    Operator("ReluBackward", ("out_grad", "output", "out_grad_2"), elementwise,
+             lambda node, dy, y, dy2=None: [relu_backward(total(dy, dy2), y)], SINGLE_GRAD, ("data_grad",), SECOND_GRAD,
+             in_place={"data_grad": ("out_grad", "out_grad_2", "output")}),
+    Operator("elemwise_add", ("lhs", "rhs"), elementwise, lambda node, a, b: [a + b],
+             in_place={"output": ("lhs", "rhs")},
+             gradient=lambda node, dy, shapes: Gradient([], {"lhs": dy, "rhs": dy}),
+             numpy_gradient=lambda node, x, y, dy, training: [dy, dy]),
+    Operator("AddRelu", ("lhs", "rhs"), elementwise, lambda node, a, b: [relu(a + b)],
+             in_place={"output": ("lhs", "rhs")}, gradient=_relu, numpy_gradient=_relu_gradients, fused=True),
+    # A bias along the channels (the last dimension) of a convolution that is computed without; then ReLU; a sum before.
+    Operator("BiasAdd", ("data", "bias"), _with_bias, lambda node, x, bias: [x + bias],
+             in_place={"output": ("data",)}, forward="Convolution"),
+    Operator("BiasRelu", ("data", "bias"), _with_bias, lambda node, x, bias: [relu(x + bias)],
+             in_place={"output": ("data",)}, forward="Convolution", fused=True),
+    Operator("BiasAddRelu", ("data", "bias", "addend"), _with_bias,
+             lambda node, x, bias, addend: [relu(x + bias + addend)], in_place={"output": ("data",)},
+             forward="Convolution", fused=True),
+    Operator("Flatten", ("data",), _flatten, lambda node, x: [x.reshape(len(x), -1)], in_place={"output": ("data",)},
+             gradient=_flatten_gradient, numpy_gradient=lambda node, x, y, dy, training: [dy.reshape(x[0].shape)]),
+    # The same bytes in another shape.
+    Operator("FlattenBackward", ("out_grad",), _flatten_backward, lambda node, dy: [dy.reshape(node["data_shape"])],
+             DATA_SHAPE, ("data_grad",), in_place={"data_grad": ("out_grad",)}, forward="Flatten"),
+    Operator("transpose", ("data",), _transpose, lambda node, x: [x.transpose(_axes(node, x.ndim))],
+             {"axes": OPTIONAL_SIZES}, gradient=_transpose_gradient,
+             numpy_gradient=lambda node, x, y, dy, training: [dy.transpose(np.argsort(_axes(node, x[0].ndim)))]),
+    # A gradient that is known to be 0.
+    Operator("Zeros", (), _zeros, lambda node: [np.zeros(node["shape"])], {"shape": OPTIONAL_SIZES}, ("bias_grad",)),
+)

@@ -1,0 +1,139 @@
+"""Softmax, and the loss of the network's scores: cross entropy with smoothed labels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from graph_passes.errors import GraphError
+from graph_passes.operators.base import (
+    FALSE,
+    TRUE,
+    Array,
+    Attribute,
+    NodeView,
+    Operator,
+    Shape,
+    Shapes,
+    known,
+    one_of,
+)
+from graph_passes.operators.elementwise import elementwise
+
+TOP_K = 5  # of the second accuracy, as ImageNet's
+
+# --- shapes ---
+
+
+def _softmax_output(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
+    data = known(node, shapes)
+    if len(data) != 2:
+        raise GraphError(f"SoftmaxOutput '{node.name}' needs scores of shape (batch, classes), not {data}")
+    return [data, data[:1], *_bias(node, data)], [data]
+
+
+def _cross_entropy(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
+    (data, *others), _ = _softmax_output(node, shapes)
+    loss_scale = [] if node["no_loss_scale"] else [(1,)]
+    label, *bias = others
+    return [data, label, *loss_scale, *bias], [data, (1,), (1,), (1,)]
+
+
+def _bias(node: NodeView, data: Shape) -> list[Shape]:
+    return [] if node["no_bias"] else [data[1:]]
+
+
+# --- NumPy ---
+
+
+def softmax(x: Array, axis: int = -1) -> Array:
+    e = np.exp(x - x.max(axis=axis, keepdims=True))
+    return e / e.sum(axis=axis, keepdims=True)
+
+
+def softmax_backward(dy: Array, y: Array, axis: int = -1) -> Array:
+    return y * (dy - (dy * y).sum(axis=axis, keepdims=True))
+
+
+def smoothed_targets(node: NodeView, label: Array, num_classes: int, dtype: np.dtype) -> Array:
+    """(N, classes): 1 - smooth_alpha for the label, smooth_alpha / (classes - 1) elsewhere, as MXNet smooths.
+
+    (Szegedy et al., arXiv:1512.00567, spread it over all classes; the two agree after a rescaling of smooth_alpha.)
+    A label of shape (N, classes) is taken as the targets themselves, as MXNet takes it.
+    """
+    if label.ndim == 2:
+        return label.astype(dtype)
+    smoothing = node["smooth_alpha"]
+    elsewhere = smoothing / (num_classes - 1) if smoothing else 0.0
+    targets = np.full((len(label), num_classes), elsewhere, dtype)
+    targets[np.arange(len(label)), label.astype(int)] = 1 - smoothing
+    return targets
+
+
+def softmax_output_backward(node: NodeView, probabilities: Array, label: Array) -> Array:
+    """Gradient of the cross entropy with regard to the scores: (p - target) * grad_scale, over N unless 'null'."""
+    if node["use_ignore"] or node["multi_output"]:
+        raise GraphError(f"SoftmaxOutput '{node.name}' has use_ignore or multi_output: only plain labels are supported")
+    targets = smoothed_targets(node, label, probabilities.shape[1], probabilities.dtype)
+    scale = node["grad_scale"] / (1 if node["normalization"] == "null" else len(label))
+    return (probabilities - targets) * probabilities.dtype.type(scale)
+
+
+def _compute_output(node: NodeView, scores: Array, label: Array, bias: Array | None = None) -> list[Array]:
+    return [softmax(scores if bias is None else scores + bias)]
+
+
+def _compute_cross_entropy(node: NodeView, scores: Array, label: Array, *others: Array) -> list[Array]:
+    """Of targets (N, classes) in place of labels, each image's largest is counted as its label."""
+    names = [name for name, absent in (("loss_scale", "no_loss_scale"), ("bias", "no_bias")) if not node[absent]]
+    given = dict(zip(names, others, strict=True))
+    scores = scores + given["bias"] if "bias" in given else scores
+    gradient = softmax_output_backward(node, softmax(scores), label)
+    if "loss_scale" in given:
+        gradient = gradient * given["loss_scale"].astype(gradient.dtype)
+    targets = smoothed_targets(node, label, scores.shape[1], scores.dtype)
+    log_p = scores - scores.max(axis=1, keepdims=True)
+    log_p -= np.log(np.exp(log_p).sum(axis=1, keepdims=True))
+    # Classes that come before the label: better ones, and equal ones with a smaller number.
+    own_class = (label.argmax(axis=1) if label.ndim == 2 else label.astype(int))[:, None]
+    own = np.take_along_axis(scores, own_class, axis=1)
+    rank = ((scores > own) | ((scores == own) & (np.arange(scores.shape[1]) < own_class))).sum(axis=1)
+    counts = [np.array([(rank < k).sum()], np.int32) for k in (1, TOP_K)]
+    return [gradient, -(targets * log_p).sum(dtype=log_p.dtype).reshape(1), *counts]
+
+
+def _output_gradient(node: NodeView, inputs: Sequence[Array], outputs: Sequence[Array], dy: Array,
+                     training: bool) -> list[Array | None]:
+    return [softmax_output_backward(node, outputs[0], inputs[1]), None]
+
+
+def _training(node: NodeView) -> str:
+    if node["use_ignore"] or node["multi_output"] or node["normalization"] == "valid":
+        raise GraphError(f"SoftmaxOutput '{node.name}' has use_ignore, multi_output or normalization='valid', which "
+                         "have no gradient here: leave them out")
+    return "SoftmaxCrossEntropy"
+
+
+# --- the descriptions ---
+
+_OUTPUT = {
+    "grad_scale": Attribute(float, 1.0),
+    "normalization": Attribute(one_of("null", "batch", "valid"), "null"),
+    "smooth_alpha": Attribute(float, 0.0),
+    "use_ignore": FALSE,
+    "multi_output": FALSE,
+    "no_bias": TRUE,  # ours: the classifier's bias, where the pass `softmax_bias` has moved it here
+}
+
+OPERATORS = (
+    Operator("softmax", ("data",), elementwise, lambda node, x: [softmax(x, node["axis"])],
+             {"axis": Attribute(int, -1)},
+             numpy_gradient=lambda node, x, y, dy, training: [softmax_backward(dy, y[0], node["axis"])]),
+    Operator("SoftmaxOutput", ("data", "label", "bias"), _softmax_output, _compute_output, _OUTPUT,
+             optional={"bias": "no_bias"}, numpy_gradient=_output_gradient, training=_training),
+    # The gradient of the data (times loss_scale), and sums over the batch: the loss, hits among the best 1 and 5.
+    Operator("SoftmaxCrossEntropy", ("data", "label", "loss_scale", "bias"), _cross_entropy, _compute_cross_entropy,
+             _OUTPUT | {"no_loss_scale": TRUE}, ("data_grad", "loss", "top1", "top5"),
+             {"loss_scale": "no_loss_scale", "bias": "no_bias"}, forward="SoftmaxOutput"),
+)

@@ -1,0 +1,61 @@
+"""The gradient of a 1x1 convolution's data, with the sums of the BatchNorm that reads it."""
+
+from __future__ import annotations
+
+from graph_passes.graph import Graph, Node, Ref
+from graph_passes.operators import window
+from graph_passes.passes.choice import Choose
+
+OUT_CHANNELS = (64, 128, 256)  # of the convolution: chunks of 64 whose tiles fit into shared memory
+MIN_CHANNELS = 128  # of its data
+
+
+def dgrad_reduce(graph: Graph, choose: Choose) -> Graph:
+    """Fuse the gradient of a 1x1 convolution's data with the reduction of the BatchNorm + add + ReLU (or of a pair)
+    whose output that data was.
+
+        before    dy, weight -> ConvolutionDgrad -> dx;  dx, addend, x, mask -> BatchNormAddReluBackwardReduce `b`
+        after     dy, weight, addend, x, mask -> DgradReduce `b` -> dgamma, dbeta, dz
+
+    dx is not written. For 16-bit types; the kernel is for GPUs of the Hopper generation.
+    """
+    nodes: list[Node] = []
+    for reduction in graph:
+        dgrad = _gradient(graph, reduction)
+        if dgrad is None:
+            continue
+        fused = _fused(reduction, dgrad)
+        if choose(graph, reduction, {"separate": [dgrad, reduction], "dgrad_reduce": [fused]}) == "dgrad_reduce":
+            nodes.append(fused)
+    return graph.replace(nodes, {})
+
+
+def is_plain_1x1(convolution: Node) -> bool:
+    """Is it, or the convolution whose gradient it is, a product of matrices that our kernels for Hopper can make?"""
+    return (window(convolution) == ((1, 1), (1, 1), (0, 0), (1, 1)) and convolution["layout"] == "NHWC"
+            and convolution["num_group"] == 1 and convolution["num_filter"] in OUT_CHANNELS
+            and convolution.attrs.get("dtype") in ("float16", "bfloat16"))
+
+
+def _gradient(graph: Graph, reduction: Node) -> Node | None:
+    """The gradient that only this reduction reads, if both can be one."""
+    if reduction.op not in ("BatchNormAddReluBackwardReduce", "BatchNormPairBackwardReduce"):
+        return None
+    for ref in (reduction.input("out_grad"), *(() if reduction["single_grad"] else (reduction.input("out_grad_2"),))):
+        dgrad = graph[ref.node]
+        if (dgrad.op == "ConvolutionDgrad" and graph.sole_reader(ref, reduction.op) and is_plain_1x1(dgrad)
+                and dgrad["data_shape"][3] >= MIN_CHANNELS):
+            return dgrad
+    return None
+
+
+def _fused(reduction: Node, dgrad: Node) -> Node:
+    is_pair = reduction.op == "BatchNormPairBackwardReduce"
+    norms = [reduction.input(role) for role in ("data", "saved", *(("data_2", "saved_2") if is_pair else ()))]
+    gradients = [reduction.input("out_grad")]
+    if not reduction["single_grad"]:
+        gradients.append(reduction.input("out_grad_2"))
+    addend = [ref for ref in gradients if ref != Ref(dgrad.name)]
+    inputs = (*dgrad.inputs, reduction.input("mask"), *norms, *addend)
+    return Node("DgradReduce", reduction.name, inputs,
+                {**dgrad.attrs, **reduction.attrs, "single_norm": not is_pair, "single_grad": not addend})

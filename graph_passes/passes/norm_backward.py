@@ -1,0 +1,106 @@
+"""From a BatchNorm's sums through the 1x1 convolution before it, to the sums of the BatchNorm before that one."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from graph_passes.graph import Graph, Node, Ref
+from graph_passes.passes.choice import Choose
+from graph_passes.passes.dgrad_reduce import is_plain_1x1
+
+CHANNELS = 64  # of the convolution's data: the gradient of its weights fits into a block's registers then
+
+
+def norm_backward(graph: Graph, choose: Choose) -> Graph:
+    """Fuse the second half of a BatchNorm's backward pass with the gradients of the 1x1 convolution that it reads.
+
+        before    dz, x -> BatchNormBackwardApply -> dx
+                  dx, data -> ConvolutionWgrad `dw`;  dx, weight -> ConvolutionDgrad `ddata`
+        after     dz, x, data, weight -> NormConvBackward `dw` -> dw, ddata
+
+    and where `data` comes from a BatchNorm + ReLU of `x_2`, with the first half of that one's backward pass:
+
+        before    ddata, x_2 -> BatchNormReluBackwardReduce -> dgamma, dbeta;  ... -> BatchNormReluBackwardApply `b`
+        after     dz, x, x_2, weight -> NormConvReduce `dw` -> dw, dz_2, dgamma, dbeta
+                  dz_2, ... -> BatchNormBackwardApply `b`
+
+    dx, the wide one, is not written. Of a pair of BatchNorms, both convolutions are done so, or none. For 16-bit types;
+    the kernel is for GPUs of the Hopper generation.
+    """
+    nodes: list[Node] = []
+    moved: dict[Ref, Ref] = {}
+    taken: set[str] = set()  # nodes that are part of a way
+    for apply in graph:
+        found = [] if apply.name in taken else _convolutions(graph, apply)
+        if not found:
+            continue
+        taken |= {node.name for each in found for node in each.nodes}
+        fused = [node for each in found for node in each.fused(apply)]
+        ways = {"separate": [apply, *(node for each in found for node in each.nodes)], "norm_backward": fused}
+        if choose(graph, apply, ways) == "norm_backward":
+            nodes += fused
+            for each in found:
+                moved |= each.moved()
+    return graph.replace(nodes, moved)
+
+
+class _Convolution(NamedTuple):
+    """The gradients of a 1x1 convolution, and the halves of the BatchNorm + ReLU that reads that of its data, if they
+    can be made with it. `number`: which of a pair's gradients is read."""
+
+    number: int
+    wgrad: Node
+    dgrad: Node
+    reduction: Node | None
+    apply: Node | None
+
+    @property
+    def nodes(self) -> list[Node]:
+        return [node for node in self[1:] if isinstance(node, Node)]
+
+    def fused(self, norm: Node) -> list[Node]:
+        """In place of `nodes`, and of the BatchNorm's `norm`."""
+        suffix = "_2" if self.number else ""
+        inputs = [norm.inputs[0], *(norm.input(f"{role}{suffix}") for role in (
+            "data", "gamma", "saved", "gamma_grad", "beta_grad")), self.dgrad.input("weight")]
+        relu = [norm.input("beta")] if norm.op == "BatchNormReluBackwardApply" else []
+        attrs = {**norm.attrs, **self.dgrad.attrs, "no_relu": not relu}
+        if self.reduction is None or self.apply is None:
+            return [Node("NormConvBackward", self.wgrad.name, (*inputs, self.wgrad.input("data"), *relu), attrs)]
+        data, gamma, saved, beta = (self.reduction.input(role) for role in ("data", "gamma", "saved", "beta"))
+        fused = Node("NormConvReduce", self.wgrad.name, (*inputs, data, *relu, gamma, saved, beta), attrs)
+        _, dz, dgamma, dbeta = fused.refs()
+        rest = self.apply.derive("BatchNormBackwardApply", self.apply.name, (dz, data, gamma, saved, dgamma, dbeta))
+        return [fused, rest]
+
+    def moved(self) -> dict[Ref, Ref]:
+        """Where their outputs are then."""
+        if self.reduction is None:
+            return {Ref(self.dgrad.name): Ref(self.wgrad.name, 1)}
+        return {Ref(self.reduction.name, index): Ref(self.wgrad.name, index + 2) for index in (0, 1)}
+
+
+_APPLIES = ("BatchNormBackwardApply", "BatchNormReluBackwardApply", "BatchNormPairBackwardApply")
+
+
+def _convolutions(graph: Graph, apply: Node) -> list[_Convolution]:
+    """Those whose output's gradients the half of a BatchNorm gives; none where one of them is of another kind."""
+    if apply.op not in _APPLIES:
+        return []
+    found = [each for number, ref in enumerate(apply.refs()) if (each := _convolution(graph, number, ref))]
+    return found if len(found) == apply.num_outputs else []
+
+
+def _convolution(graph: Graph, number: int, gradient: Ref) -> _Convolution | None:
+    readers = {reader.op: reader for reader in graph.consumers.get(gradient, ())}
+    if (readers.keys() != {"ConvolutionWgrad", "ConvolutionDgrad"} or len(graph.consumers[gradient]) != 2
+            or gradient in graph.outputs):
+        return None
+    wgrad, dgrad = readers["ConvolutionWgrad"], readers["ConvolutionDgrad"]
+    if not is_plain_1x1(dgrad) or dgrad["data_shape"][3] != CHANNELS:
+        return None
+    halves = {reader.op: reader for reader in graph.consumers.get(Ref(dgrad.name), ())}
+    reduction, apply = (halves.get(f"BatchNormReluBackward{half}") for half in ("Reduce", "Apply"))
+    goes_on = (reduction and apply and len(graph.consumers[Ref(dgrad.name)]) == 2 and reduction["single_grad"]
+               and Ref(dgrad.name) not in graph.outputs)
+    return _Convolution(number, wgrad, dgrad, *((reduction, apply) if goes_on else (None, None)))

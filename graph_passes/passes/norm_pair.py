@@ -1,0 +1,65 @@
+"""The BatchNorm of a projection shortcut and the BatchNorm + add + ReLU that adds it become one operator."""
+
+from __future__ import annotations
+
+from graph_passes.graph import Graph, Node, Ref
+
+_SAME = ("eps", "momentum", "fix_gamma", "axis")  # what both must agree in
+
+
+def norm_pair(graph: Graph) -> Graph:
+    """Fuse the halves of two BatchNorms whose outputs are added up, forward and backward.
+
+        before    x_2 -> BatchNormApply -> shortcut;  x, shortcut -> BatchNormAddReluApply `bn` -> y, saved, ..., mask
+        after     x, x_2 -> BatchNormPairApply `bn` -> y, saved, ..., mask, saved_2, ...
+
+        before    dy, x, mask -> BatchNormAddReluBackwardReduce -> dgamma, dbeta, dz -> BatchNormBackwardApply -> dx
+                  dz, x_2 -> BatchNormBackwardReduce -> dgamma_2, dbeta_2 -> BatchNormBackwardApply -> dx_2
+        after     dy, x, x_2, mask -> BatchNormPairBackwardReduce -> dgamma, dbeta, dz, dgamma_2, dbeta_2
+                  dz, x, x_2, ... -> BatchNormPairBackwardApply -> dx, dx_2
+
+    Neither BatchNorm's output is written, and dz is read once for both.
+    """
+    nodes: list[Node] = []
+    moved: dict[Ref, Ref] = {}
+    for norm in graph:
+        shortcut = _added(graph, norm)
+        if shortcut is None:
+            continue
+        pair = norm.derive("BatchNormPairApply", norm.name, (*norm.inputs[:6], *shortcut.inputs))
+        reductions, applies = ([_reader(graph, one.output("saved"), half) for one in (norm, shortcut)]
+                               for half in ("BackwardReduce", "BackwardApply"))
+        reduction = _reduction(*reductions)
+        apply = applies[0].derive("BatchNormPairBackwardApply", applies[0].name, (
+            reduction.output("masked_grad"),
+            *(ref for one, suffix in zip(reductions, ("", "_2"), strict=True) for ref in (
+                one.input("data"), one.input("gamma"), one.input("saved"),
+                reduction.output(f"gamma_grad{suffix}"), reduction.output(f"beta_grad{suffix}")))))
+        nodes += [pair, reduction, apply]
+        moved |= {shortcut.output(role): pair.output(f"{role}_2") for role in ("saved", "moving_mean", "moving_var")}
+        moved |= {reductions[1].output(role): reduction.output(f"{role}_2") for role in ("gamma_grad", "beta_grad")}
+        moved[Ref(applies[1].name)] = apply.output("data_grad_2")
+    return graph.replace(nodes, moved)
+
+
+def _added(graph: Graph, norm: Node) -> Node | None:
+    """The BatchNorm that is added by `norm` alone, if both can be one."""
+    if norm.op != "BatchNormAddReluApply":
+        return None
+    addend = norm.input("addend")
+    other = graph[addend.node]
+    alone = graph.sole_reader(addend, norm.op) and other.op == "BatchNormApply"
+    return other if alone and all(norm[name] == other[name] for name in _SAME) else None
+
+
+def _reader(graph: Graph, saved: Ref, half: str) -> Node:
+    """The half of a BatchNorm's backward pass, by what the forward pass has left for it."""
+    return next(reader for reader in graph.consumers[saved] if reader.op.endswith(half))
+
+
+def _reduction(one: Node, other: Node) -> Node:
+    """That of both, with the name of the one that has the mask."""
+    both = (reduction.input(role) for reduction in (one, other) for role in ("data", "saved"))
+    second = () if one["single_grad"] else (one.input("out_grad_2"),)
+    return one.derive("BatchNormPairBackwardReduce", one.name,
+                      (one.input("out_grad"), one.input("mask"), *both, *second))

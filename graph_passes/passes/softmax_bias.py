@@ -1,0 +1,27 @@
+"""The classifier's bias is added where softmax reads the scores."""
+
+from __future__ import annotations
+
+from graph_passes.graph import Graph, Node
+
+_LOSSES = ("SoftmaxOutput", "SoftmaxCrossEntropy")
+
+
+def softmax_bias(graph: Graph) -> Graph:
+    """Move a bias that only a softmax sees into it.
+
+        before    x, weight, bias -> FullyConnected `fc` -> SoftmaxCrossEntropy (data, label)
+        after     x, weight -> FullyConnected(no_bias) `fc` -> SoftmaxCrossEntropy (data, label, bias)
+
+    The sum is taken in fp32 then, and in no launch of its own.
+    """
+    nodes: list[Node] = []
+    for node in graph:
+        if node.op in _LOSSES and node["no_bias"]:
+            classifier = graph.only_used_by_one(node.inputs[0], "FullyConnected")
+            if classifier and not classifier["no_bias"]:
+                *inputs, bias = classifier.inputs
+                nodes += [classifier.with_attrs(no_bias=True).replace(inputs=tuple(inputs)),
+                          node.with_attrs(no_bias=False).replace(inputs=(*node.inputs, bias))]
+    changed = {node.name: node for node in nodes}
+    return graph.rewrite(lambda node: changed.get(node.name))

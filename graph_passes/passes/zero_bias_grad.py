@@ -1,0 +1,28 @@
+"""The gradient of a bias in front of a BatchNorm, which takes away the mean, is 0."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from graph_passes.graph import Graph, Node, Ref
+
+_BACKWARD = ("BatchNormBackward", "BatchNormReluBackward", "BatchNormAddReluBackward")
+
+
+def zero_bias_grad(graph: Graph, shapes: Mapping[str, Sequence[int]]) -> Graph:
+    """Do not sum up what is known to be 0. `shapes` are those of the inputs.
+
+        before    dy -> BatchNormBackward -> BiasGrad `b`
+        after     Zeros `b`
+
+    Elsewhere than here, rounding leaves some noise in place of the 0.
+    """
+    sizes = graph.infer_shapes(shapes)
+
+    def replace(node: Node) -> Node | None:
+        source = graph[node.inputs[0].node] if node.op == "BiasGrad" else node
+        if source.op not in _BACKWARD or node.inputs[0] != source.output("data_grad"):
+            return None
+        return Node("Zeros", node.name, (), {"shape": sizes[Ref(node.name)]})
+
+    return graph.rewrite(replace)

@@ -1,0 +1,79 @@
+"""From a network to the graph that runs: the two ordered lists of passes that everybody uses.
+
+    step = training_step(graph, {"data": (256, 224, 224, 3), "softmax_label": (256,)}, "float16", fused_way)
+    network = inference(graph, "float16", fused_way)
+
+Executors, the memory check, `python -m graph_passes show` and the tests call these two. To add a pass is one line here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from graph_passes import passes
+from graph_passes.graph import Graph
+from graph_passes.passes.choice import Choose
+
+Pass = Callable[[Graph], Graph]
+Shapes = Mapping[str, Sequence[int]]  # of the inputs
+# What comes first in both: fusions of operators of the network.
+FUSED: Mapping[str, Pass] = {"bn_add_relu": passes.bn_add_relu, "bn_relu": passes.bn_relu, "add_relu": passes.add_relu}
+
+
+def training_passes(shapes: Shapes, dtype: str, choose: Choose, grouped: bool = False) -> dict[str, Pass]:
+    """The passes of `training_step` by name, in order."""
+    listed: dict[str, Pass] = {
+        **FUSED,
+        "gradient": lambda graph: passes.gradient(graph, shapes),
+        "gradient_add": passes.gradient_add,
+        "precision": lambda graph: passes.precision(graph, dtype),
+        "softmax_bias": passes.softmax_bias,
+        "zero_bias_grad": lambda graph: passes.zero_bias_grad(graph, shapes),
+        "split_norm": passes.split_norm,
+        "norm_pair": passes.norm_pair,
+        "norm_pool": passes.norm_pool,
+        "stem": lambda graph: passes.stem(graph, shapes, choose),
+        "conv_statistics": lambda graph: passes.conv_statistics(graph, choose),
+        "conv_epilogue": lambda graph: passes.conv_epilogue(graph, choose),
+        "dgrad_reduce": lambda graph: passes.dgrad_reduce(graph, choose),
+        "norm_backward": lambda graph: passes.norm_backward(graph, choose),
+    }
+    return listed | ({"group_mean": passes.group_mean} if grouped else {})
+
+
+def inference_passes(dtype: str, choose: Choose) -> dict[str, Pass]:
+    """The passes of `inference` by name, in order."""
+    return {
+        **FUSED,
+        "fold_bn": passes.fold_bn,
+        "precision": lambda graph: passes.precision(graph, dtype),
+        "softmax_bias": passes.softmax_bias,
+        "conv_epilogue": lambda graph: passes.conv_epilogue(graph, choose),
+    }
+
+
+def training_step(graph: Graph, shapes: Shapes, dtype: str, choose: Choose, grouped: bool = False) -> Graph:
+    """Forward, loss and backward of a training graph, as it will run.
+
+    Args:
+        graph: a network in NHWC that ends in SoftmaxOutput.
+        shapes: of its inputs: `data` (N, H, W, C), and the label if you like.
+        dtype: of its tensors: "float16", "bfloat16" or "float32".
+        choose: answers where it depends on the device which way is faster (`passes/choice.py`).
+        grouped: BatchNorm's statistics are shared with other GPUs.
+
+    Raises GraphError for what cannot be trained.
+    """
+    return run(training_passes(shapes, dtype, choose, grouped), graph)
+
+
+def inference(graph: Graph, dtype: str, choose: Choose) -> Graph:
+    """The forward pass with running statistics, as it will run, with the parameters that `fold_bn_params` gives."""
+    return run(inference_passes(dtype, choose), graph)
+
+
+def run(listed: Mapping[str, Pass], graph: Graph) -> Graph:
+    """The passes, one after the other."""
+    for each in listed.values():
+        graph = each(graph)
+    return graph

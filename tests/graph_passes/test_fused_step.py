@@ -1,0 +1,193 @@
+"""The graphs that run, with every fused operator in them, forward and backward: on whole small networks, in float64,
+against the network as it is given, whose gradient no pass writes; and against MXNet."""
+
+import numpy as np
+import pytest
+from step_networks import bottlenecks, flattened, random_network, random_variables, small_resnet
+
+from common.mxnet_compat import mx
+from graph_passes import Graph, GraphError, Ref, passes, pipeline
+from graph_passes.executors import create_executor
+from graph_passes.executors.reference import backward, evaluate, forward, run
+from graph_passes.operators import OPERATORS
+from train.models.resnet import resnet
+
+# The same sums in another order, in float64, relative to a tensor's largest element. A variance is the difference of
+# two means here, which costs digits where it is small.
+SAME = 1e-6
+
+
+def biased(classes=7):
+    """Convolutions with a bias: alone, with ReLU behind, with a sum and ReLU behind, and in front of a BatchNorm."""
+    def conv(x, name):
+        return mx.sym.Convolution(x, num_filter=8, kernel=(3, 3), pad=(1, 1), layout="NHWC", name=name)
+
+    x = conv(mx.sym.Variable("data"), "a")
+    y = mx.sym.relu(mx.sym.BatchNorm(conv(x, "b"), axis=3, fix_gamma=False, name="bn"))
+    x = mx.sym.relu(mx.sym.elemwise_add(conv(y, "c"), x))
+    x = mx.sym.FullyConnected(mx.sym.Flatten(mx.sym.relu(conv(x, "d"))), num_hidden=classes, name="fc")
+    return mx.sym.SoftmaxOutput(x, normalization="batch", name="softmax")
+
+
+NETWORKS = {
+    "basic blocks": (lambda: small_resnet(False), (3, 17, 14, 3)),
+    "bottlenecks": (lambda: bottlenecks(7, 7), (3, 22, 18, 4)),
+    "bottlenecks behind another stem": (lambda: bottlenecks(3, 7), (2, 9, 11, 3)),
+    "biases": (biased, (3, 7, 6, 3)),
+    "flattened convolution": (lambda: flattened("Convolution"), (5, 12, 9, 3)),
+    "flattened pooling": (lambda: flattened("Pooling"), (5, 11, 8, 4)),
+}
+WAYS = {"fused": passes.fused_way, "separate": passes.first_way}
+
+
+def network(name):
+    build, data = NETWORKS[name]
+    return Graph.from_json(build().tojson()), {"data": data, "softmax_label": data[:1]}
+
+
+def check_close(got, wanted, tolerance, name, floor=0.0):
+    assert got.shape == wanted.shape, name
+    assert np.abs(got - wanted).max() <= tolerance * max(np.abs(wanted).max(), floor), name
+
+
+def check_step(graph, shapes, values, choose, grouped=False, dtype="bfloat16"):
+    """A training step with all its passes against the network as it is given; the operators that it ran."""
+    step = pipeline.training_step(graph, shapes, dtype, choose, grouped)
+    given = dict(values) if dtype != "float16" else {**values, "loss_scale": np.array([8.0])}
+    results = run(step, given)
+    wanted = forward(graph, {Ref(name): value for name, value in values.items()}, training=True)
+    gradients = backward(graph, wanted)
+    largest = max(np.abs(gradients[Ref(name)]).max() for name in graph.arguments if name not in shapes)
+    for name in graph.arguments:
+        if f"{name}_grad" in results:  # else it is that of a fixed gamma
+            scale = 8.0 if dtype == "float16" else 1.0
+            check_close(results[f"{name}_grad"] / scale, gradients[Ref(name)], SAME, name, largest / 1e3)
+    for node in graph:
+        if node.op == "BatchNorm":
+            for index, (old, new) in enumerate(zip(node.inputs[3:5], node.refs()[1:], strict=True)):
+                moved = node["momentum"] * values[old.node] + (1 - node["momentum"]) * wanted[new]
+                check_close(results[old.node], moved, SAME, (node.name, index))
+    probabilities, label = wanted[graph.outputs[0]], values["softmax_label"].astype(int)
+    assert results["top1"] == (probabilities.argmax(axis=1) == label).sum()
+    return step.operators().keys()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_step_against_the_network_as_it_is_given(name, way, rng):
+    graph, shapes = network(name)
+    values = random_variables(graph, shapes, rng)
+    dtype = str(rng.choice(["bfloat16", "float16"]))
+    check_step(graph, shapes, values, WAYS[way], grouped=bool(rng.integers(2)), dtype=dtype)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_inference_against_the_network_as_it_is_given(name, rng):
+    graph, shapes = network(name)
+    values = random_variables(graph, shapes, rng)
+    wanted = forward(graph, {Ref(name): value for name, value in values.items()}, training=False)
+    aux = {name: values[name] for name in graph.aux}
+    folded = passes.fold_bn_params(graph, values, aux)
+    for choose in WAYS.values():
+        network_graph = pipeline.inference(graph, "bfloat16", choose)
+        tensors = {Ref(name): {**values, **folded}[name] for name in network_graph.variables}
+        for node in network_graph:
+            if not node.is_variable:
+                tensors.update(zip(node.refs(), evaluate(node, [tensors[ref] for ref in node.inputs]), strict=True))
+        check_close(tensors[network_graph.outputs[0]], wanted[graph.outputs[0]], SAME, name)
+
+
+def test_random_networks(rng):
+    """Whatever follows what, fused or not: the same gradients as of the network as it is given."""
+    shapes = {"data": (3, 18, 22, 4), "softmax_label": (3,)}
+    for number in range(12):
+        graph = Graph.from_json(random_network(rng).tojson())
+        values = random_variables(graph, shapes, rng)
+        check_step(graph, shapes, values, WAYS["fused" if number % 3 else "separate"], grouped=bool(number % 2))
+
+
+def test_every_operator_is_in_one_of_these_graphs():
+    """All that is in the table, but what no pass writes and what only some executors know."""
+    seen = set()
+    for name in NETWORKS:
+        graph, shapes = network(name)
+        for choose in WAYS.values():
+            steps = [pipeline.training_passes(shapes, "float16", choose, grouped=True),
+                     pipeline.inference_passes("float16", choose)]
+            for listed in steps:
+                after = graph
+                for each in listed.values():
+                    after = each(after)
+                    seen |= after.operators().keys()
+    assert set(OPERATORS) - seen == {"transpose", "softmax"}
+
+
+@pytest.mark.parametrize("name", ["basic blocks", "bottlenecks", "biases"])
+def test_the_executor_against_mxnet(name, rng):
+    """Two steps, one of them with mixup, and inference; MXNet has fp32 and stock operators."""
+    graph, shapes = network(name)
+    values = random_variables(graph, shapes, rng)
+    for name in graph.arguments:
+        if name.endswith("weight"):
+            values[name] *= 0.7  # so that fp32 does not decide about ReLUs often
+    params = {name: values[name].astype(np.float32) for name in graph.arguments if name not in shapes}
+    aux = {name: values[name].astype(np.float32) for name in graph.aux}
+    own = create_executor("reference", graph, shapes, dtype="float64", network_dtype="bfloat16")
+    other = create_executor("mxnet", graph, shapes)
+    data, label = values["data"].astype(np.float32), values["softmax_label"].astype(np.float32)
+    for executor in (own, other):
+        executor.set_params(params, aux)
+        executor.forward_backward(mx.nd.array(data), mx.nd.array(label))
+        executor.forward_backward(mx.nd.array(data), mx.nd.array(label), accumulate=True, mixup=0.75)
+    fused = own.step_graph(shapes["data"]).operators()
+    assert any(OPERATORS[op].fused for op in fused)
+    canonical = {name: (own.to_canonical(name, own.grads[name]), other.to_canonical(name, other.grads[name]))
+                 for name in params}
+    norms = [np.linalg.norm(one - two) / max(np.linalg.norm(two), 1e-3) for one, two in canonical.values()]
+    assert np.median(norms) < 1e-4 and max(norms) < 5e-2, "a ReLU may flip"
+    for name in aux:
+        check_close(own.to_canonical(name, own.aux[name]), other.to_canonical(name, other.aux[name]), 1e-4, name)
+    check_close(own.forward(data), other.forward(mx.nd.array(data)).asnumpy(), 1e-3, "probabilities")
+    metrics = own.read_metrics(), other.read_metrics()
+    assert metrics[0].loss_sum == pytest.approx(metrics[1].loss_sum, rel=1e-4)
+    assert metrics[0][1:] == metrics[1][1:]
+
+
+def test_the_executor_follows_the_size_of_the_images(rng):
+    graph, shapes = network("bottlenecks")
+    values = random_variables(graph, shapes, rng)
+    executor = create_executor("reference", graph, shapes, dtype="float64", network_dtype="bfloat16")
+    executor.set_params({name: values[name] for name in executor.params}, {name: values[name] for name in executor.aux})
+    larger = rng.standard_normal((3, 26, 28, 4))
+    executor.forward_backward(larger, values["softmax_label"])
+    assert np.isfinite(executor.grads["stem_conv_weight"]).all() and executor.forward(larger).shape == (3, 7)
+    with pytest.raises(GraphError, match="the reference executor has no network dtype 'float16'"):
+        create_executor("reference", graph, shapes, network_dtype="float16")
+
+
+def test_a_cpu_network_in_nchw_runs_unfused_where_kernels_are_for_nhwc(rng):
+    """The passes leave alone what the fused operators are not for."""
+    graph = passes.layout(network("bottlenecks")[0], "NCHW", inputs=["data"])
+    shapes = {"data": (2, 4, 22, 18), "softmax_label": (2,)}
+    values = random_variables(graph, shapes, rng)
+    operators = check_step(graph, shapes, values, passes.fused_way)
+    assert not operators & {"StemConvolution", "BatchNormPoolApply", "DgradReduce", "NormConvBackward"}
+    assert "BatchNormPairApply" in operators
+
+
+def test_no_pass_asks_where_there_is_nothing_to_choose(rng):
+    """In fp32 only the sums of a convolution, and its bias, can be had in more than one way."""
+    asked = []
+
+    def choose(graph, node, ways):
+        asked.extend(ways)
+        for nodes in ways.values():
+            assert nodes and all(ref.node in graph.nodes or ref.node in {n.name for n in nodes}
+                                 for each in nodes for ref in each.inputs)
+        return passes.first_way(graph, node, ways)
+
+    graph, shapes = Graph.from_json(resnet(50).tojson()), {"data": (2, 64, 64, 3)}
+    pipeline.training_step(graph, shapes, "float32", choose)
+    assert set(asked) == {"separate", "fprop_stats"}
+    pipeline.training_step(graph, shapes, "float16", choose)
+    assert set(asked) == {"separate", "fprop_stats", "stem_fprop", "stem_wgrad", "dgrad_reduce", "norm_backward"}

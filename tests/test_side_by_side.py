@@ -1,0 +1,57 @@
+"""What `make test` shows of test files that run side by side, and the order in which they are begun."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import side_by_side
+
+
+def finish(progress: side_by_side.Progress, test_id: str, outcome: str) -> tuple[str, str, str]:
+    """Tell of a test as pytest does: hooks around pytest's own, which asks how the test is to be shown."""
+    report: Any = SimpleNamespace(nodeid=test_id, duration=0.5, when="teardown")
+    around = progress.pytest_runtest_logreport(report)
+    next(around)
+    shown = ask(progress, report, outcome)
+    with pytest.raises(StopIteration):
+        next(around)
+    return shown
+
+
+def ask(progress: side_by_side.Progress, report: Any, outcome: str) -> tuple[str, str, str]:
+    around = progress.pytest_report_teststatus(report)
+    next(around)
+    with pytest.raises(StopIteration) as end:
+        around.send((outcome, outcome[0], outcome.upper()))
+    return end.value.value
+
+
+def test_a_line_for_each_file_and_each_failure():
+    lines: list[str] = []
+    progress = side_by_side.Progress(SimpleNamespace(write_line=lambda line, **_: lines.append(line)))
+    tests = ["a/test_x.py::one", "a/test_x.py::two[b::c]", "test_y.py::three"]
+    for _ in range(2):  # each of the processes has collected the same
+        progress.pytest_xdist_node_collection_finished(tests)
+    assert finish(progress, "a/test_x.py::one", "passed") == ("passed", "", "")
+    assert finish(progress, "test_y.py::three", "skipped") == ("skipped", "", "")
+    assert finish(progress, "a/test_x.py::two[b::c]", "failed") == ("failed", "", "")
+    assert lines == ["3 tests in 2 files", " 67% 0:00  test_y.py: 1 skipped in 0.5 s", "FAILED a/test_x.py::two[b::c]",
+                     "100% 0:00  a/test_x.py: 1 passed, 1 failed in 1.0 s"]
+    in_summary = SimpleNamespace(nodeid="test_y.py::three")
+    assert ask(progress, in_summary, "failed") == ("failed", "f", "FAILED") and len(lines) == 4
+
+
+def test_order_of_the_files():
+    names = ["test_a.py::one", "tests/train/test_loop.py::z", "test_a.py::two", "x/test_elastic.py::b",
+             "tests/train/test_loop.py::a"]
+    items: Any = [SimpleNamespace(nodeid=name) for name in names]
+    side_by_side.sort_files(items)
+    assert [item.nodeid for item in items] == [names[3], names[1], names[4], names[0], names[2]]
+
+
+def test_the_files_that_are_named_are_there():
+    stems = {path.stem for path in Path(__file__).parent.rglob("test_*.py")}
+    assert set(side_by_side.LONGEST_FIRST) <= stems
