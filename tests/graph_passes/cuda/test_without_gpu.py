@@ -27,6 +27,8 @@ from graph_passes.executors.cuda.options import StepOptions
 from graph_passes.executors.cuda.parameters import Parameter, ParameterStore, padded_channels, parameters_of
 from graph_passes.executors.cuda.planner import Decision
 from graph_passes.executors.cuda.program import Buffer, Launch, Program
+from graph_passes.passes.conv_epilogue import conv_epilogue
+from graph_passes.passes.softmax_bias import softmax_bias
 from train import models
 from train.models.resnet import resnet
 
@@ -111,7 +113,7 @@ def lower_graph(graph: Graph, shapes: dict[str, tuple[int, ...]], training: bool
     if training:
         graph = pipeline.training_step(graph, shapes, dtype, choices, grouped=group is not None)
     else:
-        graph = passes.conv_epilogue(passes.softmax_bias(passes.precision(graph, dtype)), choices)
+        graph = conv_epilogue(softmax_bias(passes.precision(graph, dtype)), choices)
     lowering = lower_to_launches(graph, graph.infer_shapes(shapes), store, persistent, tools)
     return Lowered(lowering.program, lowering.ready, lowering.buffers, choices.decisions, graph), store
 
