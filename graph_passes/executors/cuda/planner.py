@@ -56,12 +56,11 @@ class Planner:
         While ways are timed, all that they read and write, and their scratch, lies in the arena, with random contents.
         Raises GraphError where no way can be had.
         """
-        times = self._times.get(problem, {})
-        if set(times) != set(ways):
-            times = self._measured(ways)
-            self._times[problem] = times
-            log.debug("%s: %s", problem, times)
-        return Decision(node, problem, times)
+        question = f"{problem}: {' or '.join(ways)}"
+        if question not in self._times:
+            self._times[question] = self._measured(ways)
+            log.debug("%s: %s", problem, self._times[question])
+        return Decision(node, problem, self._times[question])
 
     def first(self, ways: Mapping[str, Way]) -> str:
         """The first way that this GPU can take. Raises GraphError where there is none."""
