@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from train.metrics import RunRecord
+from train.reporting.metrics import RunRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from train.predictions import Predictions
+    from train.reporting.predictions import Predictions
 
 MAX_POINTS = 1500  # more than a plot has pixels for: longer series are drawn as medians of equal parts
 
