@@ -23,9 +23,9 @@ pytestmark = pytest.mark.gpu
 STEP_OPTIONS = [
     "--config", "cpu_sample", "--data", "synthetic", "--model", "resnet18", "--image-size", "33",
     "--batch-size", "256", "--learning-rate", "0.1", "--no-tensorboard", "--optimizer", "sgd", "--momentum", "0.9",
-    "--weight-decay", "1e-4", "--validate-every", "1",
+    "--weight-decay", "1e-4",
 ]  # fmt: skip
-OPTIONS = [*STEP_OPTIONS, "--epochs", "3", "--warmup-epochs", "1", "--checkpoint-minutes", "0"]
+OPTIONS = [*STEP_OPTIONS, "--epochs", "3", "--validate-every", "1", "--warmup-epochs", "1", "--checkpoint-minutes", "0"]
 
 
 @pytest.fixture(scope="module", autouse=True)

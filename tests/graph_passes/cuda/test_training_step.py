@@ -246,8 +246,11 @@ def test_fused_backward_pass(cache: Path, monkeypatch: pytest.MonkeyPatch, dtype
 def test_whole_network_against_mxnet_on_the_cpu(cache: Path, name: str, dtype: str) -> None:
     network, shapes = models.create(name, CLASSES, 0.1), {"data": (8, 64, 64, 3), "softmax_label": (8,)}
     graph = fused(network.symbol)
-    params, aux = network.initial_values(seed=50)
-    data, label = random_batch(shapes, seed=50)
+    # With seed 50 ResNet-50-D has a ReLU at 3e-6 in its last stage, which two ways to add up in fp32 put on either side
+    # of 0: one of 33,000 gradients there, so 0.6 % of all behind it. With 52 the nearest is at 1e-5.
+    seed = 52 if name == "resnet50d" else 50
+    params, aux = network.initial_values(seed)
+    data, label = random_batch(shapes, seed)
     cpu = create_executor("mxnet", graph, shapes)
     cpu.set_params(params, aux)
     cpu.forward_backward(mx.nd.array(data), mx.nd.array(label))
