@@ -31,7 +31,7 @@ setup:
 .venv/.ready .venv/.ready-test: pyproject.toml scripts/setup.sh scripts/link_cuda11.py
 	@bash scripts/setup.sh $(if $(findstring test,$@),test,run)
 
-.venv/.ready-horovod: scripts/setup.sh scripts/build_horovod.py train/allreduce.cc
+.venv/.ready-horovod: scripts/setup.sh scripts/build_horovod.py train/processes/allreduce.cc
 	@bash scripts/setup.sh horovod
 
 train-1gpu: $(RUN)

@@ -22,7 +22,7 @@ from common.errors import ProgramError
 from train.build import join_bn_group
 from train.config import Config
 from train.devices import Placement
-from train.distributed import Workers
+from train.processes.distributed import Workers
 
 ROUNDS = 3
 

@@ -35,7 +35,7 @@ from several_gpus import check_gpus
 from common.command_line import Positive, read_options
 from common.errors import error_of
 from train.config import Config, load_preset
-from train.launch import Slot, plan
+from train.processes.launch import Slot, plan
 
 
 class Way(NamedTuple):
@@ -53,7 +53,7 @@ def ways(num_gpus: int) -> tuple[Way, Way, Way]:
 def start(way: Way, slot: Slot, options: Sequence[str]) -> subprocess.Popen[bytes]:
     """The program on the GPU and the cores of `slot`, or on as many GPUs as the way has."""
     alone = way.gpus == 1
-    module = ["train"] if alone else ["train.launch", "-n", str(way.gpus)]
+    module = ["train"] if alone else ["train.processes.launch", "-n", str(way.gpus)]
     visible = {"CUDA_VISIBLE_DEVICES": slot.gpu.visible, **slot.environment} if alone and slot.gpu else {}
     process = subprocess.Popen([sys.executable, "-m", *module, *options, "--accumulate", str(way.passes)], cwd=ROOT,
                                env={**os.environ, **visible}, stdout=sys.stderr)  # fmt: skip

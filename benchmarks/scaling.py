@@ -34,8 +34,8 @@ from common.command_line import Positive, read_options
 from common.errors import ProgramError, UserError
 from common.nvidia_gpus import find_gpus
 from graph_passes.executors.cuda.buckets import Bucket
-from train.allreduce import BucketAverage
-from train.distributed import Workers
+from train.processes.allreduce import BucketAverage
+from train.processes.distributed import Workers
 
 PEER = Path(__file__).with_name("peer_pytorch.py")
 # The peer's is its own name.
@@ -226,7 +226,7 @@ def run_synthetic(count: int, arguments: Options) -> list[Row]:
 
 def run_jpeg(count: int, arguments: Options, folder: Path, records: Path) -> list[Row]:
     output = folder / f"jpeg{count}"
-    start = ["-m", "train"] if count == 1 else ["-m", "train.launch", "-n", count]
+    start = ["-m", "train"] if count == 1 else ["-m", "train.processes.launch", "-n", count]
     command = [sys.executable, *start, "benchmark", "--config", "resnet50_90ep", "--data", records,
                "--num-classes", 1000, "--batch-size", arguments.batch, "--output", output, "--no-tensorboard",
                "--min-steps", arguments.steps, "--warmup-steps", arguments.warm_up,

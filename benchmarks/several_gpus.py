@@ -20,7 +20,7 @@ from common.errors import UserError
 from common.nvidia_gpus import find_gpus
 
 LAUNCH = """import sys
-from train.launch import launch, plan
+from train.processes.launch import launch, plan
 sys.exit(launch(plan(int(sys.argv[1]), on_cpu=False)[0], sys.argv[2:]))"""
 
 

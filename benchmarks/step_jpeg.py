@@ -36,11 +36,11 @@ from pipelines.progress import num_cores
 from train import devices
 from train.build import build_executor, open_split
 from train.config import SYNTHETIC, Config, load_preset
-from train.distributed import Workers
-from train.gpu_monitor import GpuReadings
 from train.loop import Trainer, frozen_heap
+from train.processes.distributed import Workers
+from train.reporting.gpu_monitor import GpuReadings
 
-GPU_READINGS = ("power", "clock", "power_capped")  # units: train/gpu_monitor.py
+GPU_READINGS = ("power", "clock", "power_capped")  # units: train/reporting/gpu_monitor.py
 NUM_CORES = num_cores()
 WARM_UP = 15  # steps: more than lie ready when a turn begins
 

@@ -330,19 +330,20 @@ def _sorted(nodes: Mapping[str, Node], outputs: Iterable[Ref]) -> dict[str, Node
         return node
 
     for output in outputs:
-        stack = [find(output, "the graph's result")]  # a loop, not recursion: ResNet-152 is deeper than Python's limit
+        first = find(output, "the graph's result")
+        stack = [] if first.name in done else [(first, iter(first.inputs))]  # no recursion: ResNet-152 is too deep
         while stack:
-            node = stack[-1]
-            if node.name in done:
-                stack.pop()
-                continue
-            waiting = [source for ref in node.inputs if (source := find(ref, f"'{node.name}'")).name not in done]
-            if not waiting:
-                done[node.name] = stack.pop()
-                open_nodes.discard(node.name)
-                continue
+            node, inputs = stack[-1]
             open_nodes.add(node.name)  # exactly the nodes on the stack
-            if waiting[0].name in open_nodes:
-                raise GraphError(f"the graph has a cycle through '{node.name}'")
-            stack.append(waiting[0])
+            for ref in inputs:
+                source = find(ref, f"'{node.name}'")
+                if source.name in open_nodes:
+                    raise GraphError(f"the graph has a cycle through '{node.name}'")
+                if source.name not in done:
+                    stack.append((source, iter(source.inputs)))
+                    break
+            else:
+                done[node.name] = node
+                open_nodes.discard(node.name)
+                stack.pop()
     return done

@@ -13,6 +13,17 @@ from collections.abc import Callable, Mapping, Sequence
 from graph_passes import passes
 from graph_passes.graph import Graph
 from graph_passes.passes.choice import Choose
+from graph_passes.passes.conv_epilogue import conv_epilogue
+from graph_passes.passes.conv_statistics import conv_statistics
+from graph_passes.passes.dgrad_reduce import dgrad_reduce
+from graph_passes.passes.group_mean import group_mean
+from graph_passes.passes.norm_backward import norm_backward
+from graph_passes.passes.norm_pair import norm_pair
+from graph_passes.passes.norm_pool import norm_pool
+from graph_passes.passes.softmax_bias import softmax_bias
+from graph_passes.passes.split_norm import split_norm
+from graph_passes.passes.stem import stem
+from graph_passes.passes.zero_bias_grad import zero_bias_grad
 
 Pass = Callable[[Graph], Graph]
 Shapes = Mapping[str, Sequence[int]]  # of the inputs
@@ -27,18 +38,18 @@ def training_passes(shapes: Shapes, dtype: str, choose: Choose, grouped: bool = 
         "gradient": lambda graph: passes.gradient(graph, shapes),
         "gradient_add": passes.gradient_add,
         "precision": lambda graph: passes.precision(graph, dtype),
-        "softmax_bias": passes.softmax_bias,
-        "zero_bias_grad": lambda graph: passes.zero_bias_grad(graph, shapes),
-        "split_norm": passes.split_norm,
-        "norm_pair": passes.norm_pair,
-        "norm_pool": passes.norm_pool,
-        "stem": lambda graph: passes.stem(graph, shapes, choose),
-        "conv_statistics": lambda graph: passes.conv_statistics(graph, choose),
-        "conv_epilogue": lambda graph: passes.conv_epilogue(graph, choose),
-        "dgrad_reduce": lambda graph: passes.dgrad_reduce(graph, choose),
-        "norm_backward": lambda graph: passes.norm_backward(graph, choose),
+        "softmax_bias": softmax_bias,
+        "zero_bias_grad": lambda graph: zero_bias_grad(graph, shapes),
+        "split_norm": split_norm,
+        "norm_pair": norm_pair,
+        "norm_pool": norm_pool,
+        "stem": lambda graph: stem(graph, shapes, choose),
+        "conv_statistics": lambda graph: conv_statistics(graph, choose),
+        "conv_epilogue": lambda graph: conv_epilogue(graph, choose),
+        "dgrad_reduce": lambda graph: dgrad_reduce(graph, choose),
+        "norm_backward": lambda graph: norm_backward(graph, choose),
     }
-    return listed | ({"group_mean": passes.group_mean} if grouped else {})
+    return listed | ({"group_mean": group_mean} if grouped else {})
 
 
 def inference_passes(dtype: str, choose: Choose) -> dict[str, Pass]:
@@ -47,8 +58,8 @@ def inference_passes(dtype: str, choose: Choose) -> dict[str, Pass]:
         **FUSED,
         "fold_bn": passes.fold_bn,
         "precision": lambda graph: passes.precision(graph, dtype),
-        "softmax_bias": passes.softmax_bias,
-        "conv_epilogue": lambda graph: passes.conv_epilogue(graph, choose),
+        "softmax_bias": softmax_bias,
+        "conv_epilogue": lambda graph: conv_epilogue(graph, choose),
     }
 
 

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Build Horovod for the MXNet of the Python that runs this, and train/allreduce.cc with it: build_horovod.py FOLDER
+"""Build Horovod for the MXNet of the Python that runs this, and train/processes/allreduce.cc with it:
+build_horovod.py FOLDER
 
 scripts/setup.sh runs it in the new environment. FOLDER keeps the source and what is compiled, so that a second call
 does only what is left. Needs g++ alone: Horovod's own build wants CMake older than 4 and, for GPUs, a CUDA toolkit with
@@ -27,7 +28,7 @@ from typing import NamedTuple, NoReturn
 ROOT = Path(__file__).resolve().parents[1]
 VERSION = "0.28.1"
 LIBRARY = "mpi_lib" + str(sysconfig.get_config_var("EXT_SUFFIX"))
-BUCKET_LIBRARY = "bucket_allreduce.so"  # as in train/allreduce.py
+BUCKET_LIBRARY = "bucket_allreduce.so"  # as in train/processes/allreduce.py
 # CUDA 12's static runtime, which drivers for CUDA 12 and newer run, and its headers; they want `crt/` and `nv/`.
 CUDA_WHEELS = ("nvidia-cuda-runtime-cu12==12.9.79", "nvidia-cuda-nvcc-cu12==12.9.86", "nvidia-cuda-cccl-cu12==12.9.27")
 CONTROL_GROUP = Path("/sys/fs/cgroup")
@@ -194,7 +195,7 @@ def plan(source: Path, mxnet: Path, nccl: Path | None, cuda: Path | None) -> lis
     ]
     if cuda:
         units.append(Unit("kernels", HOROVOD_KERNELS, (*flags, *includes)))
-    allreduce = (ROOT / "train" / "allreduce.cc").read_text()
+    allreduce = (ROOT / "train" / "processes" / "allreduce.cc").read_text()
     return [*units, Unit("allreduce", allreduce, (*flags, "-std=c++17", *includes))]
 
 

@@ -187,6 +187,6 @@ fi
 step packages "$packages" install_packages "$kind"
 touch "$venv/.ready"
 if [ $part = horovod ] || [ $part = all ]; then
-    step horovod "$kind $(cat scripts/build_horovod.py train/allreduce.cc | cksum)" build_horovod
+    step horovod "$kind $(cat scripts/build_horovod.py train/processes/allreduce.cc | cksum)" build_horovod
     touch "$venv/.ready-horovod"
 fi

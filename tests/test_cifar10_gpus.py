@@ -11,7 +11,7 @@ from test_results import faults
 
 from common.errors import UserError
 from train.config import load_preset
-from train.launch import plan
+from train.processes.launch import plan
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -78,3 +79,21 @@ def test_benchmarks_find_what_they_import() -> None:
     command = [sys.executable, "-c", f"import {', '.join(programs)}"]
     result = subprocess.run(command, cwd=REPOSITORY / "benchmarks", capture_output=True, text=True, check=False)
     assert "bn_group" in programs and result.returncode == 0, result.stderr
+
+
+def test_no_module_imports_in_a_circle() -> None:
+    """Imports inside functions and for type checkers count too; `from package import module` imports the module."""
+    modules = {".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__"): path
+               for package in (*PACKAGES, "common") for path in files(package)}
+    imports: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        found = imports.setdefault(module, set())
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names = {f"{node.module}.{alias.name}" for alias in node.names}
+                found.update(name if name in modules else node.module for name in names)
+        found &= modules.keys() - {module}
+    assert len(imports) > 100
+    graphlib.TopologicalSorter(imports).prepare()  # raises CycleError, with the circle

@@ -278,7 +278,7 @@ def test_launchers_set_up_first(tmp_path, script):
         done = subprocess.run(command, env={**environment, **more}, stdout=subprocess.PIPE, text=True)
         return done.stdout.splitlines()
 
-    module = "train.launch" if script == "dgx1_8gpu.sh" else "train.multi_host"
+    module = "train.processes.launch" if script == "dgx1_8gpu.sh" else "train.processes.multi_host"
     assert run(PYTHON="echo") == [f"-m {module} -n 2"]
     assert run() == ["setup run", f"-m {module} -n 2"]
     assert run() == [f"-m {module} -n 2"]
@@ -287,8 +287,9 @@ def test_launchers_set_up_first(tmp_path, script):
 def test_make_sets_up_what_a_target_needs(tmp_path):
     (tmp_path / "scripts").mkdir()
     shutil.copy(ROOT / "Makefile", tmp_path)
-    for name in ("pyproject.toml", "scripts/link_cuda11.py", "scripts/build_horovod.py", "train/allreduce.cc"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+    for name in ("pyproject.toml", "scripts/link_cuda11.py", "scripts/build_horovod.py",
+                 "train/processes/allreduce.cc"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     write_program(tmp_path / "scripts" / "setup.sh", "")
 

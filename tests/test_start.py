@@ -12,7 +12,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[1]
 SLOW = {"mxnet", "nvidia.dali", "numpy", "matplotlib", "psutil", "rich", "PIL", "horovod"}
 PROGRAMS = ("train", "pipelines", "graph_passes")
-LAUNCHERS = ("train.launch", "train.multi_host")
+LAUNCHERS = ("train.processes.launch", "train.processes.multi_host")
 
 
 def start(module: str, *arguments: str) -> tuple[int, str, str, set[str]]:
@@ -34,7 +34,7 @@ def start(module: str, *arguments: str) -> tuple[int, str, str, set[str]]:
 @pytest.mark.parametrize("line", [
     "train --help", "train train --help", "train benchmark -h", "train --config ?", "train predict --help",
     "pipelines --help", "pipelines verify --help", "graph_passes --help", "graph_passes show --help",
-    "train.launch --help", "train.multi_host --help",
+    "train.processes.launch --help", "train.processes.multi_host --help",
 ])  # fmt: skip
 def test_help(line):
     module, *arguments = line.split()
@@ -57,7 +57,7 @@ def test_help(line):
     ("pipelines vrify", "there is no command 'vrify'; did you mean verify?"),
     ("pipelines bench data --device tpu", "--device tpu is not one of cpu, gpu"),
     ("graph_passes show --modl x", "there is no option --modl; did you mean --model?"),
-    ("train.launch -n x", "-n/--processes needs a whole number above 0, not 'x'"),
+    ("train.processes.launch -n x", "-n/--processes needs a whole number above 0, not 'x'"),
 ])  # fmt: skip
 def test_mistakes(line, sentence):
     module, *arguments = line.split()

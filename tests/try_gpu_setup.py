@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Goes through the set-up of a GPU machine on one without a GPU; run by hand: tests/try_gpu_setup.py FOLDER
 
-It installs all packages into FOLDER (5 GB), compiles Horovod with NCCL and train/allreduce.cc, and loads what came of
-it: `nvidia-smi` and the driver's library libcuda.so.1 are stand-ins that it makes. At the end two processes add numbers
+It installs all packages into FOLDER (5 GB), compiles Horovod with NCCL and train/processes/allreduce.cc, and loads what
+came of it: `nvidia-smi` and the driver's library libcuda.so.1 are stand-ins that it makes. At the end two processes add numbers
 on the CPU. What cannot be seen so: anything that runs on a GPU.
 """
 
@@ -23,21 +23,21 @@ LOAD = """
 import common.mxnet_compat, cudnn, horovod.mxnet as hvd, nvidia.dali
 from common.mxnet_compat import mx
 from cuda.pathfinder import load_nvidia_dynamic_lib
-from train.allreduce import load_library
+from train.processes.allreduce import load_library
 assert mx.runtime.Features().is_enabled("CUDA") and hvd.nccl_built() and hvd.gloo_built()
 load_library(on_gpu=True)
 load_nvidia_dynamic_lib("nvrtc")
 print(f"MXNet {mx.__version__}, DALI {nvidia.dali.__version__}, Horovod with NCCL {hvd.nccl_built()} and Gloo: loaded")
 """
 AVERAGE = """
-from train.distributed import Workers
+from train.processes.distributed import Workers
 workers = Workers()
 assert workers.sum([1.0 + workers.rank]) == [3.0]
 print(f"process {workers.rank} of {workers.size}: the sum is right")
 """
 LAUNCH = """
 import sys
-from train.launch import launch, plan
+from train.processes.launch import launch, plan
 sys.exit(launch(plan(2, on_cpu=True)[0], [sys.executable, "-c", sys.argv[1]]))
 """
 

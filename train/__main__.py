@@ -19,7 +19,7 @@ from common.errors import ProgramError, UserError
 from train.commands.options import BenchmarkOptions, CompareOptions, ExportOptions, PredictOptions, ValidateOptions
 from train.config import Config, presets, read
 from train.errors import TrainError
-from train.signals import StoppedBySignal
+from train.processes.signals import StoppedBySignal
 
 # What each takes, and what is called with the values that the command line gives. The rest of this program is imported
 # there: MXNet and DALI take seconds.

@@ -11,12 +11,13 @@ from graph_passes import passes
 from graph_passes.executors import Executor, create_executor
 from graph_passes.executors.cuda.statistics_group import StatisticsGroup
 from pipelines import DEFAULT_HW_DECODER_LOAD, Loader, LoaderConfig, open_loader
-from train import models, topology
+from train import models
 from train.checkpoint import Checkpoint
 from train.config import SAMPLES, Config
 from train.devices import Placement
-from train.distributed import Workers, is_elastic
 from train.errors import TrainError
+from train.processes import topology
+from train.processes.distributed import Workers, is_elastic
 from train.schedule import image_sizes
 
 SAMPLES_FOLDER = Path("data/samples")

@@ -20,8 +20,8 @@ from common.mxnet_compat import mx
 from graph_passes.executors import Executor
 from train.build import SAMPLES_FOLDER
 from train.config import DEFAULT_PRESET, SAMPLES, Config
-from train.distributed import Workers
 from train.optimizer import make_optimizer
+from train.processes.distributed import Workers
 
 SECONDS = 60.0  # of training steps that somebody who tries the program out is asked for
 FEWEST_EPOCHS = 5  # fewer do not teach the network enough: a slow machine takes longer instead

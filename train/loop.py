@@ -24,15 +24,15 @@ from graph_passes.executors import Executor, Metrics
 from pipelines import Batch, Loader
 from train.checkpoint import Checkpoint, CheckpointFolder, Progress
 from train.config import Config
-from train.distributed import GradientAverage, Workers
 from train.errors import TrainError
-from train.gpu_monitor import GpuMonitor, GpuReadings
-from train.invocation import launcher
 from train.mixup import draw_lambda
 from train.optimizer import average_decay, averages_in_use, make_optimizer
-from train.recorder import Recorder
+from train.processes.distributed import GradientAverage, Workers
+from train.processes.invocation import launcher
+from train.processes.signals import Signals, StoppedBySignal
+from train.reporting.gpu_monitor import GpuMonitor, GpuReadings
+from train.reporting.recorder import Recorder
 from train.schedule import make_schedule
-from train.signals import Signals, StoppedBySignal
 
 
 class Sums(NamedTuple):

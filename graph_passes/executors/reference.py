@@ -131,7 +131,7 @@ class ReferenceExecutor(Executor):
 
 
 def run(graph: Graph, variables: Mapping[str, Array]) -> dict[str, Array]:
-    """Run a graph of the pass `gradient` or one behind it, in the dtype of the variables; its outputs by name."""
+    """Run a graph of the pass `gradient` or a later one, in the dtype of the variables; its outputs by name."""
     values = {Ref(name): array for name, array in variables.items()}
     for node in graph:
         if not node.is_variable:

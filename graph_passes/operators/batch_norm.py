@@ -5,7 +5,7 @@ mean and (biased) variance with which the data was normalised, as MXNet's own ha
 running ones; the variants of a training step take the batch's and keep what the gradient needs besides the data:
 
 - `saved` (2, C), fp32: mean and 1 / sqrt(var + eps). Next to nothing.
-- BatchNorm reads its own data again (2 bytes per element in 16 bits). The ReLU behind it keeps nothing: whether its
+- BatchNorm reads its own data again (2 bytes per element in 16 bits). The ReLU after it keeps nothing: whether its
   input was positive is computed again from data, gamma, beta and `saved`, which are read anyway.
 - `mask` of BatchNorm + add + ReLU: one bit (1/8 byte), eight channels to a byte, the lowest bit first. To compute it
   again the addend would have to be kept and read (2 bytes); reading the output instead costs 2 bytes as well.

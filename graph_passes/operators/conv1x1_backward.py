@@ -1,4 +1,4 @@
-"""The fused backward passes of 1x1 convolutions with the BatchNorms behind and before them.
+"""The fused backward passes of 1x1 convolutions with the BatchNorms after and before them.
 
 In the direction of the backward pass:
 

@@ -10,7 +10,7 @@ from graph_passes.passes.choice import Choose
 
 
 def conv_epilogue(graph: Graph, choose: Choose) -> Graph:
-    """Let a convolution with bias also add a tensor and apply ReLU, where that is faster than a launch behind it.
+    """Let a convolution with bias also add a tensor and apply ReLU, where that is faster than a launch of its own.
 
         before    x, weight, bias -> Convolution -> y;  y, shortcut -> AddRelu `r`
         after     x, weight, bias, shortcut -> ConvolutionAddRelu `r`
@@ -18,7 +18,7 @@ def conv_epilogue(graph: Graph, choose: Choose) -> Graph:
 
     Likewise with ReLU alone: ConvolutionRelu or BiasRelu; and with neither: Convolution as it is, or BiasAdd.
     """
-    ends = {}  # name of a convolution -> the ReLU behind it
+    ends = {}  # name of a convolution -> the ReLU that reads it
     for node in graph:
         if convolution := _before_relu(graph, node):
             ends[convolution.name] = node

@@ -1,4 +1,4 @@
-"""A convolution that leaves the sums of its output for the BatchNorm behind it."""
+"""A convolution that leaves the sums of its output for the BatchNorm that reads it."""
 
 from __future__ import annotations
 

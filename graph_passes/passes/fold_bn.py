@@ -14,7 +14,7 @@ Arrays = Mapping[str, np.ndarray]
 
 
 def fold_bn(graph: Graph) -> Graph:
-    """Let a convolution with a bias compute what it and the BatchNorm behind it compute in inference.
+    """Let a convolution with a bias compute what it and the BatchNorm that reads it compute in inference.
 
         before    x, weight -> Convolution `conv` -> BatchNorm (gamma, beta, mean, var)
         after     x, weight, bias -> Convolution `conv_folded`

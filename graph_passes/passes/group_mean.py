@@ -9,7 +9,7 @@ _GRADIENTS = ("gamma_grad", "gamma_grad_2", "beta_grad", "beta_grad_2")
 
 
 def group_mean(graph: Graph) -> Graph:
-    """Put a GroupMean behind every sum over the batch, forward and backward, before anybody reads it.
+    """Put a GroupMean after every sum over the batch, forward and backward, before anybody reads it.
 
         before    x -> BatchNormStatistics `s` -> sums -> BatchNormApply
         after     x -> BatchNormStatistics `s` -> sums -> GroupMean `s_mean` -> BatchNormApply

@@ -1,4 +1,4 @@
-"""ResNet's first convolution in 16-bit types: kernels of our own, with what stands behind it."""
+"""ResNet's first convolution in 16-bit types: kernels of our own, with what reads its output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHANNELS = (3, 4)  # of the images; three are padded to four
 
 def stem(graph: Graph, shapes: Mapping[str, Sequence[int]], choose: Choose) -> Graph:
     """Fuse the first convolution with the sums of its output; and its backward pass with that of BatchNorm, ReLU and
-    max pooling behind it. `shapes` are those of the inputs.
+    max pooling after it. `shapes` are those of the inputs.
 
         before    image, weight -> Convolution `conv` -> x -> BatchNormStatistics -> sums
         after     image, weight -> StemConvolution `conv` -> x, sums

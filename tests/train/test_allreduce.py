@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from test_distributed import needs_horovod, run_processes
 
-from train import allreduce
-from train.allreduce import LIBRARY
 from train.errors import TrainError
+from train.processes import allreduce
+from train.processes.allreduce import LIBRARY
 
 BUCKETS = """
     import ctypes
@@ -19,8 +19,8 @@ BUCKETS = """
     from types import SimpleNamespace
     import numpy as np
     from graph_passes.executors.cuda.buckets import Bucket
-    from train.allreduce import ON_HOST, BucketAverage
-    from train.distributed import Workers
+    from train.processes.allreduce import ON_HOST, BucketAverage
+    from train.processes.distributed import Workers
 
     workers = Workers()
     # What Horovod's library links must not be there for everybody: CUDA's old libraries on a GPU (horovod_mxnet.py).
@@ -82,7 +82,7 @@ def test_buckets_become_their_mean(tmp_path, rng):
 
 @needs_horovod
 def test_horovod_without_nccl_or_library_is_one_sentence(monkeypatch):
-    from train.horovod_mxnet import hvd
+    from train.processes.horovod_mxnet import hvd
 
     monkeypatch.setattr(hvd, "nccl_built", lambda: 0)
     with pytest.raises(TrainError, match="this Horovod was built without NCCL"):
@@ -100,8 +100,8 @@ def test_a_process_that_is_gone_is_an_error_not_a_hang(tmp_path):
         import numpy as np
         from types import SimpleNamespace
         from graph_passes.executors.cuda.buckets import Bucket
-        from train.allreduce import ON_HOST, BucketAverage
-        from train.distributed import Workers
+        from train.processes.allreduce import ON_HOST, BucketAverage
+        from train.processes.distributed import Workers
 
         workers = Workers()
         if workers.rank == 1:

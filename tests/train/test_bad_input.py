@@ -261,7 +261,7 @@ def test_batch_too_large_for_the_machine(command, fails, monkeypatch, tmp_path):
     monkeypatch.setattr(resnet, "FIRST_WIDTH", 64)  # of which 1 GiB does not hold 1000 images
     folder = tmp_path / "run"
     options = [command, "--data", "synthetic", "--model", "resnet18", "--device", "cpu", "--output", folder,
-               "--batch-size"]
+               "--image-size", "48", "--batch-size"]
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=2**30))
     found = [re.search(r"1\.0 GiB are free: use a --batch-size of at most (\d+)$", fails(*options, batch))
              for batch in ("1000", "4000")]  # fmt: skip

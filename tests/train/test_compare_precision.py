@@ -9,10 +9,10 @@ import pytest
 from test_distributed import python_path
 
 from common.command_line import given, to_arguments
-from train import plots
 from train.commands import compare_precision
 from train.config import Config, configure, load_preset, read
-from train.metrics import EpochRow, RunRecord
+from train.reporting import plots
+from train.reporting.metrics import EpochRow, RunRecord
 
 OPTIONS = ["--epochs", "1", "--log-every", "2", "--label-smoothing", "0", "--validate-every", "0"]
 

@@ -18,7 +18,7 @@ from pipelines.samples import make_samples
 from train import checkpoint, config, demonstration
 from train.commands import session
 from train.config import Config
-from train.distributed import Workers
+from train.processes.distributed import Workers
 
 NUM_IMAGES = 1800
 

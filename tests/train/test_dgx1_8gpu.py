@@ -38,14 +38,14 @@ def run_script(*arguments: object, python: object = sys.executable, **environmen
 def test_arguments_reach_the_launcher(fake_python):
     done = run_script("-n", 4, "--config", "cpu_sample", "--data", "a folder", python=fake_python)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "-m|train.launch|-n|4|--config|cpu_sample|--data|a folder|"
+    assert done.stdout == "-m|train.processes.launch|-n|4|--config|cpu_sample|--data|a folder|"
 
 
 @pytest.mark.parametrize("platform, batch", [("dgx1_v100", 192), ("dgx_a100", 256), ("dgx_h100", 400)])
 def test_platform(platform, batch, fake_python):
     """A platform's options come first, so that the user's win."""
     done = run_script("-b", 32, "-p", platform, python=fake_python)
-    assert done.stdout == f"-m|train.launch|-b|{batch}|-b|32|"
+    assert done.stdout == f"-m|train.processes.launch|-b|{batch}|-b|32|"
 
 
 @pytest.mark.parametrize("arguments, sentence", [

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from train.distributed import Workers
-from train.metrics import METRICS_FILE, RunRecord
+from train.processes.distributed import Workers
+from train.reporting.metrics import METRICS_FILE, RunRecord
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NARROW = Path(__file__).with_name("narrow")  # on PYTHONPATH it makes networks an eighth as wide
@@ -29,8 +29,8 @@ def python_path(narrow: bool = False) -> str:
 def run_processes(
     script: str, *arguments: object, count: int = 2, narrow: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """Run a Python script in several processes by the launcher of `python -m train.launch`."""
-    starter = ("import sys; from train.launch import launch, plan; "
+    """Run a Python script in several processes by the launcher of `python -m train.processes.launch`."""
+    starter = ("import sys; from train.processes.launch import launch, plan; "
                "sys.exit(launch(plan(int(sys.argv[1]), on_cpu=True)[0], sys.argv[2:]))")
     command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(narrow)}
@@ -47,7 +47,7 @@ SESSION = """
     from graph_passes.executors import create_executor
     from pipelines.synthetic import SyntheticLoader
     from train import __main__ as program
-    from train.distributed import Workers
+    from train.processes.distributed import Workers
     from train.errors import TrainError
     from train.models import network, resnet
 
@@ -172,13 +172,18 @@ def test_process_that_dies_ends_the_others():
 
 
 def test_single_process_does_not_import_horovod():
-    script = "import sys; from train.distributed import Workers; Workers(); assert 'horovod' not in sys.modules"
+    script = """if True:
+        import sys
+        from train.processes.distributed import Workers
+        Workers()
+        assert "horovod" not in sys.modules
+    """
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_without_horovod(monkeypatch):
     monkeypatch.setenv("HOROVOD_SIZE", "2")
-    monkeypatch.delitem(sys.modules, "train.horovod_mxnet", raising=False)
+    monkeypatch.delitem(sys.modules, "train.processes.horovod_mxnet", raising=False)
     monkeypatch.setitem(sys.modules, "horovod.mxnet", None)  # makes the import fail
     with pytest.raises(Exception, match=r"2 processes need Horovod, which is not installed here .*: run make setup"):
         Workers()

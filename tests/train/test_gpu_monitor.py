@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from train.gpu_monitor import GpuMonitor
+from train.reporting.gpu_monitor import GpuMonitor
 
 
 class FakeNvml:
@@ -106,7 +106,7 @@ def test_without_nvml_or_the_gpu_nothing_is_read(refused: str) -> None:
 
 
 def test_the_thread_samples_until_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("train.gpu_monitor.SAMPLE_SECONDS", 0.001)
+    monkeypatch.setattr("train.reporting.gpu_monitor.SAMPLE_SECONDS", 0.001)
     nvml = FakeNvml()
     made = GpuMonitor("0000:1B:00.0", nvml)
     nvml.utilization = 0.5

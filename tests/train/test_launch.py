@@ -12,9 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from train import launch, topology
 from train.errors import TrainError
-from train.invocation import LAUNCHER_VARIABLE
+from train.processes import launch, topology
+from train.processes.invocation import LAUNCHER_VARIABLE
 
 GIB = 2**30
 
@@ -243,7 +243,7 @@ def test_ctrl_c_reaches_the_processes(tmp_path):
     pytest.importorskip("horovod")
     script = ("import os, pathlib, time; "
               f"pathlib.Path({str(tmp_path)!r}, os.environ['HOROVOD_RANK']).touch(); time.sleep(60)")
-    starter = ("import sys; from train.launch import launch, plan; "
+    starter = ("import sys; from train.processes.launch import launch, plan; "
                "sys.exit(launch(plan(2, on_cpu=True)[0], [sys.executable, '-c', sys.argv[1]]))")
     command = [sys.executable, "-c", starter, script]
     with subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE) as launcher:
@@ -275,7 +275,7 @@ signal.signal(signal.SIGTERM, lambda number, frame: (place.with_suffix('.stopped
 place.touch()
 time.sleep(60)
 """
-    starter = ("import sys; from train.launch import launch, plan; "
+    starter = ("import sys; from train.processes.launch import launch, plan; "
                "sys.exit(launch(plan(2, on_cpu=True)[0], [sys.executable, '-c', sys.argv[1]]))")
     with subprocess.Popen([sys.executable, "-c", starter, script]) as launcher:
         wait_until(lambda: len(os.listdir(tmp_path)) == 2)

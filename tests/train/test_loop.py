@@ -20,11 +20,11 @@ from graph_passes.optimizers.sgd import SGD
 from pipelines import Batch
 from train import checkpoint
 from train.commands.benchmark import standard_error_of_median
-from train.gpu_monitor import GpuReadings
 from train.loop import Trainer
 from train.models.network import init_params
 from train.models.resnet import resnet
-from train.recorder import Recorder
+from train.reporting.gpu_monitor import GpuReadings
+from train.reporting.recorder import Recorder
 
 pytestmark = pytest.mark.usefixtures("narrow_network")
 

@@ -18,9 +18,9 @@ import pytest
 from rich.console import Console
 
 from train.errors import TrainError
-from train.gpu_monitor import GpuReadings
-from train.metrics import METRICS_FILE, UNITS, RunRecord, speed
-from train.recorder import Recorder
+from train.reporting.gpu_monitor import GpuReadings
+from train.reporting.metrics import METRICS_FILE, UNITS, RunRecord, speed
+from train.reporting.recorder import Recorder
 
 IMAGES_PER_STEP = 24
 
@@ -438,7 +438,7 @@ def test_steps_that_are_missing_before_a_resume(tmp_path: Path, checkpoint_step:
 
 def test_a_run_keeps_the_command_that_began_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for command in ("python -m train --epochs 3", "python -m train --resume x"):
-        monkeypatch.setattr("train.recorder.command_line", lambda command=command: command)
+        monkeypatch.setattr("train.reporting.recorder.command_line", lambda command=command: command)
         with Run(tmp_path).recorder as recorder:
             pass
     assert recorder.record.command == "python -m train --epochs 3"
@@ -612,7 +612,7 @@ def test_a_full_disk_is_one_sentence_for_every_log(log: str, tmp_path: Path, mon
 
 def test_a_disk_that_fills_up_later_ends_the_run_with_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
                                                                    ) -> None:
-    monkeypatch.setattr("train.tensorboard.FLUSH_SECONDS", 0.0)
+    monkeypatch.setattr("train.reporting.tensorboard.FLUSH_SECONDS", 0.0)
     with pytest.raises(TrainError, match="^cannot write .*tensorboard .*No space left"), \
             (run := Run(tmp_path, tensorboard=True)).recorder as recorder:
         recorder._tensorboard._file._writer = FULL.open("wb")  # type: ignore[union-attr]

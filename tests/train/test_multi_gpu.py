@@ -33,7 +33,7 @@ import numpy as np
 from graph_passes import Graph
 from graph_passes.executors import create_executor
 from common.mxnet_compat import mx
-from train.distributed import Workers
+from train.processes.distributed import Workers
 from train.models.network import init_params
 from train.models.resnet import resnet
 
@@ -172,7 +172,7 @@ from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.kernels import KernelLibrary
 from graph_passes.executors.cuda.statistics_group import THREADS, StatisticsGroup
 from common.nvidia_gpus import find_gpus
-from train.distributed import Workers
+from train.processes.distributed import Workers
 
 workers = Workers()
 device_id = workers.rank % len(find_gpus())

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from common.errors import ProgramError, UserError
-from train import multi_host
-from train.invocation import LAUNCHER_VARIABLE
+from train.processes import multi_host
+from train.processes.invocation import LAUNCHER_VARIABLE
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "multi_host.sh"
 
@@ -19,7 +19,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "multi_host.sh"
 @pytest.fixture
 def asked(tmp_path, monkeypatch):
     """Calls the program with a stand-in for horovodrun, and one for SLURM's scontrol, which names nodes a and b.
-    Returns the arguments of horovodrun, and of `python -m train.launch` behind them."""
+    Returns the arguments of horovodrun, and of `python -m train.processes.launch` behind them."""
     (tmp_path / "scontrol").write_text('#!/bin/sh\nprintf "a\\nb\\n"\n')
     (tmp_path / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -32,7 +32,7 @@ def asked(tmp_path, monkeypatch):
         words.clear()
         assert multi_host.main([*map(str, arguments)]) == 0
         place = words.index(sys.executable)
-        assert words[place : place + 3] == [sys.executable, "-m", "train.launch"]
+        assert words[place : place + 3] == [sys.executable, "-m", "train.processes.launch"]
         return words[:place], words[place + 3 :]
 
     return ask
@@ -58,7 +58,7 @@ def test_script_and_platform(tmp_path):
     fake.chmod(0o755)
     command = ["bash", SCRIPT, "-p", "dgx_h100", "-H", "node1:8", "-b", "32", "--data", "a folder"]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHON": str(fake)})
-    assert done.stdout == "-m|train.multi_host|-b|400|-H|node1:8|-b|32|--data|a folder|"
+    assert done.stdout == "-m|train.processes.multi_host|-b|400|-H|node1:8|-b|32|--data|a folder|"
 
 
 def test_hosts(asked):

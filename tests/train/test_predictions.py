@@ -11,13 +11,13 @@ import pytest
 from PIL import Image
 
 from pipelines import LoaderConfig, open_loader
-from train import plots, predictions
 from train.build import build_executor
 from train.config import Config
 from train.devices import Placement
 from train.errors import TrainError
-from train.inspection import SHOWN_SIZE, predict_some, spread
-from train.predictions import Predictions
+from train.reporting import plots, predictions
+from train.reporting.inspection import SHOWN_SIZE, predict_some, spread
+from train.reporting.predictions import Predictions
 
 NAMES = ["bricks", "a class with a rather long name, as ImageNet has many", "dots"]
 

@@ -18,12 +18,12 @@ from PIL import Image
 
 from common.command_line import exit_code_of
 from common.errors import UserError
-from train import plots, predictions, report
 from train.errors import TrainError
-from train.metrics import METRICS_FILE, EpochRow, GpuPoint, LossPoint, RunRecord
-from train.predictions import Predictions
-from train.recorder import Recorder
-from train.summary import summarize, what_limits
+from train.reporting import plots, predictions, report
+from train.reporting.metrics import METRICS_FILE, EpochRow, GpuPoint, LossPoint, RunRecord
+from train.reporting.predictions import Predictions
+from train.reporting.recorder import Recorder
+from train.reporting.summary import summarize, what_limits
 
 IMAGES_PER_STEP = 48
 FIRST_SESSION, SECOND_SESSION, WARMUP = 31, 24, 5
@@ -259,7 +259,7 @@ def test_command_line_makes_a_report_anew(
         run.begin_epoch(0, 3)
         for _ in run.timed(range(3)):
             run.end_step(0.1)
-    command = [sys.executable, "-m", "train.report"]
+    command = [sys.executable, "-m", "train.reporting.report"]
     made = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True)
     assert made.returncode == 0, made.stderr
     assert Path(made.stdout.strip()) == tmp_path / "report" / "report.md"

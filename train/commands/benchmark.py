@@ -18,10 +18,10 @@ from train.commands.options import Measurement
 from train.commands.profile import write_profile
 from train.commands.session import measure_loader, name_preset, open_recorder, prepare, report, run_folder_of
 from train.config import SYNTHETIC, Config, configure
-from train.distributed import Workers
 from train.errors import TrainError
 from train.loop import Trainer, frozen_heap
-from train.recorder import Recorder
+from train.processes.distributed import Workers
+from train.reporting.recorder import Recorder
 
 PRECISION = 0.01  # wanted standard error of the median step time, relative to it
 

@@ -22,12 +22,13 @@ from rich.table import Table
 from common import files
 from common.command_line import option_name, part_of, to_arguments
 from common.errors import error_of
-from train import devices, plots
+from train import devices
 from train.commands.options import Comparison
 from train.config import CONFIG_FILE, Config, configure, default_warmup, load_preset
 from train.errors import TrainError
-from train.metrics import METRICS_FILE, RunRecord
-from train.signals import STOPPING, StoppedBySignal, handled
+from train.processes.signals import STOPPING, StoppedBySignal, handled
+from train.reporting import plots
+from train.reporting.metrics import METRICS_FILE, RunRecord
 
 # What tells a precision's runs apart, as fields of the configuration
 PRECISIONS: dict[str, dict[str, Any]] = {

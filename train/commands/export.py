@@ -18,9 +18,9 @@ import numpy as np
 from common import files
 from common.command_line import option_name
 from common.mxnet_compat import mx
-from graph_passes import Graph, Ref, passes
+from graph_passes import Graph, Ref, onnx_writer, passes
 from pipelines import MEAN, STD
-from train import checkpoint, models, onnx_writer
+from train import checkpoint, models
 from train.build import build_executor
 from train.checkpoint import Checkpoint
 from train.commands.options import ExportOptions

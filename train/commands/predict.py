@@ -27,7 +27,7 @@ from train import checkpoint, devices
 from train.build import build_executor
 from train.commands.options import PredictOptions
 from train.errors import TrainError
-from train.plots import fitting, font
+from train.reporting.plots import fitting, font
 
 
 @dataclass(frozen=True)

@@ -14,16 +14,17 @@ from typing import Any
 from common import files
 from pipelines import DataError, Loader
 from pipelines.samples import make_samples
-from train import checkpoint, demonstration, devices, predictions
+from train import checkpoint, demonstration, devices
 from train.build import SAMPLES_FOLDER
 from train.config import CONFIG_FILE, LIST_PRESETS, SAMPLES, SYNTHETIC, Config
-from train.distributed import Workers
 from train.errors import TrainError
-from train.inspection import predict_some
 from train.loop import Trainer
 from train.optimizer import averages_in_use
-from train.recorder import Recorder
-from train.report import write_report
+from train.processes.distributed import Workers
+from train.reporting import predictions
+from train.reporting.inspection import predict_some
+from train.reporting.recorder import Recorder
+from train.reporting.report import write_report
 
 LOADER_SECONDS = 2.0  # how long the loader alone is measured
 AUTO = "auto"  # value of --resume: go on with the run in --output, or begin it

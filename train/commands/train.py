@@ -16,16 +16,16 @@ from train.build import build_executor, check_memory, join_bn_group, open_split
 from train.checkpoint import Checkpoint
 from train.commands.session import AUTO, measure_loader, name_preset, open_recorder, prepare, report, run_folder_of
 from train.config import SYNTHETIC, Config, configure, load_preset
-from train.distributed import Workers, drain_engine, is_elastic, is_lost_process
 from train.errors import LostProcessError, TrainError
-from train.invocation import launcher
 from train.loop import Trainer
-from train.recorder import Recorder
+from train.processes.distributed import Workers, drain_engine, is_elastic, is_lost_process
+from train.processes.invocation import launcher
+from train.processes.signals import StoppedBySignal
+from train.reporting.recorder import Recorder
 from train.schedule import image_sizes
-from train.signals import StoppedBySignal
 
 if TYPE_CHECKING:
-    from train.elastic import RunState  # needs Horovod
+    from train.processes.elastic import RunState  # needs Horovod
 
 
 class Beginning(NamedTuple):
@@ -40,7 +40,7 @@ class Beginning(NamedTuple):
 def main(values: Mapping[str, Any]) -> None:
     """Train, by the options given. Raises UserError, StoppedBySignal, and LostProcessError."""
     if is_elastic():
-        from train import elastic  # needs Horovod
+        from train.processes import elastic  # needs Horovod
 
         elastic.run(partial(_elastic_session, values))
         return

@@ -10,9 +10,9 @@ from train import checkpoint
 from train.build import build_executor, open_split
 from train.commands.session import prepare
 from train.config import configure
-from train.distributed import Workers
 from train.errors import TrainError
 from train.loop import validate
+from train.processes.distributed import Workers
 
 
 def main(values: Mapping[str, Any]) -> None:

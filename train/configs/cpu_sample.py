@@ -4,7 +4,9 @@
 
 On a CPU it trains as many epochs as take about a minute, from 5 to the 10 that stand here (train/demonstration.py).
 
-Hardware: two CPU cores. Images/sec: not measured here. Accuracy: not measured here.
+Hardware: two CPU cores, busy with other work (load average 13). Images/sec: 23. Accuracy: 86.7 % validation top-1 of
+12 classes after 5 epochs and 6 min 48 s, validation and checkpoints included (one run,
+benchmarks/results/cpu_sample.jsonl).
 """
 
 from train.config import Config

@@ -265,6 +265,11 @@ class CudaExecutor(Executor):
         return profile(self._step)
 
     @property
+    def step_graph(self) -> Graph:
+        """What the latest training pass has run: the graph after all passes."""
+        return self._step.graph
+
+    @property
     def decisions(self) -> list[Decision]:
         """Where the step could be computed in several ways: which was chosen, and the time of each."""
         return self._step.decisions

@@ -56,41 +56,41 @@ class Planner:
         While ways are timed, all that they read and write, and their scratch, lies in the arena, with random contents.
         Raises GraphError where no way can be had.
         """
-        times = self._times.get(problem, {})
-        if set(times) != set(ways):
-            times = self._measured(ways)
-            self._times[problem] = times
-            log.debug("%s: %s", problem, times)
-        return Decision(node, problem, times)
+        question = f"{problem}: {' or '.join(ways)}"
+        if question not in self._times:
+            self._times[question] = self._measured(ways)
+            log.debug("%s: %s", problem, self._times[question])
+        return Decision(node, problem, self._times[question])
 
     def first(self, ways: Mapping[str, Way]) -> str:
         """The first way that this GPU can take. Raises GraphError where there is none."""
-        reason = ""
+        reasons: dict[str, GraphError] = {}
         for name, way in ways.items():
             try:
                 way()
             except GraphError as error:
-                reason = str(error)
+                reasons[name] = error
             else:
                 return name
-        raise GraphError(reason)
+        raise _most_useful(reasons)
 
     def _measured(self, ways: Mapping[str, Way]) -> dict[str, float]:
         """Milliseconds of each way; where only one can be taken, 0 for that."""
         programs: dict[str, Program] = {}
-        times, reason = dict.fromkeys(ways, math.inf), ""
+        reasons: dict[str, GraphError] = {}
+        times = dict.fromkeys(ways, math.inf)
         for name, way in ways.items():
             try:
                 programs[name] = way()
             except GraphError as error:
-                reason = str(error)
+                reasons[name] = error
         for name, program in programs.items():
             try:
                 times[name] = self._time_ms(program) if len(programs) > 1 else 0.0
             except GraphError as error:
-                reason = str(error)
+                reasons[name] = error
         if min(times.values()) == math.inf:
-            raise GraphError(reason)
+            raise _most_useful(reasons)
         return times
 
     def save(self) -> None:
@@ -123,3 +123,8 @@ class Planner:
         finally:
             for buffer, old in before.items():
                 buffer.address = old
+
+
+def _most_useful(reasons: Mapping[str, GraphError]) -> GraphError:
+    """Why no way can be taken: of the way in which nothing is fused, if there is one."""
+    return reasons.get("separate") or next(iter(reasons.values()))

@@ -88,6 +88,12 @@ def test_the_fastest_way_wins_and_is_remembered(tmp_path: Path) -> None:
     fewer = {name: emits[name] for name in ("one", "never")}
     assert planner(gpu, tmp_path).fastest("node", "a problem", fewer).chosen == "one"
     assert gpu.timed == 2, "there is no other way, so there is nothing to time"
+    other = planner(gpu, tmp_path)
+    assert other.fastest("node", "a problem", {name: emits[name] for name in ("one", "three")}).chosen == "three"
+    other.save()
+    assert gpu.timed == 4, "other ways, so they are timed"
+    for asked in (("one", "three"), ("one", "three", "never")):
+        planner(gpu, tmp_path).fastest("node", "a problem", dict.fromkeys(asked, pytest.fail))
 
 
 def test_time_decides_nothing_where_runs_are_to_be_repeatable(tmp_path: Path) -> None:
@@ -120,7 +126,7 @@ def test_a_cache_of_an_older_planner_is_left_alone(tmp_path: Path) -> None:
     now = planner(gpu, tmp_path)
     assert now.fastest("node", "problem", {name: way(gpu, name, 1.0).emit for name in ("a", "b")}).chosen == "a"
     now.save()
-    assert planner(gpu, tmp_path)._times.keys() == {*old._times, "problem"}
+    assert planner(gpu, tmp_path)._times.keys() == {*old._times, "problem: a or b"}
 
 
 def test_decisions_as_text() -> None:

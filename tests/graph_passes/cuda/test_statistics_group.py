@@ -84,6 +84,17 @@ def test_no_sum_is_read_before_it_is_shared(depth: int, batch_norms: int, projec
             assert launches[number - 1] in exchanges, name
 
 
+def test_members_exchange_in_one_order_whatever_they_have_chosen() -> None:
+    """Each member times its own ways: another choice must not make it wait for other sums than its peers send."""
+    orders = []
+    for options in ({"fused": True}, {"fused": False}, {"fused": True, "deterministic": True}):
+        lowering, store = lower(50, 4, 64, training=True, group=FAKE_GROUP, **options)  # type: ignore[arg-type]
+        names = {buffer: name for name, buffer in store.gradients.items()}
+        orders.append([[names.get(buffer, str(buffer.shape)) for buffer in launch.writes]
+                       for launch in lowering.program.launches if launch.operation == "average_over_group"])
+    assert orders[0] == orders[1] == orders[2]
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_without_a_group_nothing_is_launched_for_it(training: bool) -> None:
     alone, grouped = (lower(18, 4, 64, training, group=group)[0].program for group in (None, FAKE_GROUP))

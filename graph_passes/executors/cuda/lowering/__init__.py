@@ -9,7 +9,7 @@ family of operators, with what it must know of the kernels that it launches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from graph_passes.executors.cuda.lowering import (
@@ -23,7 +23,7 @@ from graph_passes.executors.cuda.lowering import (
     softmax,
     stem,
 )
-from graph_passes.executors.cuda.lowering.builder import Builder, Persistent, no_lowering, require
+from graph_passes.executors.cuda.lowering.builder import Builder, Persistent, Rule, no_lowering, require
 from graph_passes.executors.cuda.parameters import ParameterStore
 from graph_passes.executors.cuda.program import Buffer, Program
 from graph_passes.executors.cuda.toolchain import Toolchain
@@ -33,62 +33,9 @@ from graph_passes.passes import output_names, tensor_dtypes
 
 __all__ = ["LoweredGraph", "Persistent", "bound_buffers", "check_operators", "lower", "lower_nodes"]
 
-RULES: Mapping[str, Callable[[Builder, Node], None]] = {
-    "Convolution": convolution.forward,
-    "ConvolutionStatistics": convolution.statistics,
-    "ConvolutionRelu": convolution.relu,
-    "ConvolutionAddRelu": convolution.add_relu,
-    "ConvolutionWgrad": convolution.wgrad,
-    "ConvolutionDgrad": convolution.dgrad,
-    "StemConvolution": stem.forward,
-    "StemWgrad": stem.wgrad,
-    "FullyConnected": convolution.classifier,
-    "FullyConnectedWgrad": convolution.wgrad,
-    "FullyConnectedDgrad": convolution.dgrad,
-    "BatchNorm": batch_norm.inference,
-    "BatchNormRelu": batch_norm.inference,
-    "BatchNormAddRelu": batch_norm.inference,
-    "BatchNormTrain": batch_norm.refuse,
-    "BatchNormReluTrain": batch_norm.refuse,
-    "BatchNormAddReluTrain": batch_norm.refuse,
-    "BatchNormStatistics": batch_norm.statistics,
-    "BatchNormApply": batch_norm.apply,
-    "BatchNormReluApply": batch_norm.apply,
-    "BatchNormAddReluApply": batch_norm.apply,
-    "BatchNormBackwardReduce": batch_norm.backward_reduce,
-    "BatchNormReluBackwardReduce": batch_norm.backward_reduce,
-    "BatchNormAddReluBackwardReduce": batch_norm.backward_reduce,
-    "BatchNormBackwardApply": batch_norm.backward_apply,
-    "BatchNormReluBackwardApply": batch_norm.backward_apply,
-    "BatchNormPairApply": batch_norm_pair.apply,
-    "BatchNormPairBackwardReduce": batch_norm_pair.backward_reduce,
-    "BatchNormPairBackwardApply": batch_norm_pair.backward_apply,
-    "BatchNormPoolApply": batch_norm_pool.apply,
-    "BatchNormPoolBackwardReduce": batch_norm_pool.backward_reduce,
-    "BatchNormPoolBackwardApply": batch_norm_pool.backward_apply,
-    "GroupMean": batch_norm.group_mean,
-    "DgradReduce": conv1x1_backward.dgrad_reduce,
-    "NormConvBackward": conv1x1_backward.norm_backward,
-    "NormConvReduce": conv1x1_backward.norm_backward,
-    "Pooling": pooling.forward,
-    "MaxPoolingTrain": pooling.forward,
-    "MaxPoolingBackward": pooling.max_backward,
-    "AvgPoolingBackward": pooling.average_backward,
-    "relu": elementwise.relu,
-    "Activation": elementwise.relu,
-    "AddRelu": elementwise.relu,
-    "ReluBackward": elementwise.relu,
-    "elemwise_add": elementwise.add,
-    "BiasAdd": elementwise.bias,
-    "BiasRelu": elementwise.bias,
-    "BiasAddRelu": elementwise.bias,
-    "Flatten": elementwise.flatten,
-    "FlattenBackward": elementwise.flatten_backward,
-    "Zeros": elementwise.zeros,
-    "SoftmaxOutput": softmax.softmax,
-    "SoftmaxCrossEntropy": softmax.softmax,
-    "BiasGrad": softmax.bias_gradient,
-}
+_FAMILIES = (convolution, batch_norm, elementwise, pooling, softmax, batch_norm_pair, batch_norm_pool, stem,
+             conv1x1_backward)
+RULES: Mapping[str, Rule] = {op: rule for family in _FAMILIES for op, rule in family.RULES.items()}
 
 
 def check_operators(graph: Graph) -> None:

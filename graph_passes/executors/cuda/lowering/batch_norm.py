@@ -6,7 +6,14 @@ import ctypes
 import math
 
 from graph_passes.executors.cuda.kernels import count, threads
-from graph_passes.executors.cuda.lowering.builder import APPLY_BLOCK, REDUCE_BLOCK, Builder, require, rows_and_channels
+from graph_passes.executors.cuda.lowering.builder import (
+    APPLY_BLOCK,
+    REDUCE_BLOCK,
+    Builder,
+    Rules,
+    require,
+    rows_and_channels,
+)
 from graph_passes.executors.cuda.lowering.operands import In, InOut, Out
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.executors.cuda.statistics_group import MAX_ARRAYS, MAX_VALUES, THREADS
@@ -111,3 +118,23 @@ def group_mean(builder: Builder, node: Node) -> None:
 def refuse(builder: Builder, node: Node) -> None:
     """A BatchNorm of a training step that no pass has taken apart."""
     require(False, node, "has use_global_stats=True, which has no GPU lowering in training: set it to False")
+
+
+RULES: Rules = {
+    "BatchNorm": inference,
+    "BatchNormRelu": inference,
+    "BatchNormAddRelu": inference,
+    "BatchNormTrain": refuse,
+    "BatchNormReluTrain": refuse,
+    "BatchNormAddReluTrain": refuse,
+    "BatchNormStatistics": statistics,
+    "BatchNormApply": apply,
+    "BatchNormReluApply": apply,
+    "BatchNormAddReluApply": apply,
+    "BatchNormBackwardReduce": backward_reduce,
+    "BatchNormReluBackwardReduce": backward_reduce,
+    "BatchNormAddReluBackwardReduce": backward_reduce,
+    "BatchNormBackwardApply": backward_apply,
+    "BatchNormReluBackwardApply": backward_apply,
+    "GroupMean": group_mean,
+}

@@ -7,7 +7,7 @@ from itertools import chain
 
 from graph_passes.executors.cuda.kernels import count
 from graph_passes.executors.cuda.lowering.batch_norm import require_gamma
-from graph_passes.executors.cuda.lowering.builder import APPLY_BLOCK, REDUCE_BLOCK, Builder, rows_and_channels
+from graph_passes.executors.cuda.lowering.builder import APPLY_BLOCK, REDUCE_BLOCK, Builder, Rules, rows_and_channels
 from graph_passes.executors.cuda.lowering.operands import In, InOut, Out
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Node
@@ -58,3 +58,10 @@ def backward_apply(builder: Builder, node: Node) -> None:
                    *map(In, x), In(dz), Out(dx, over=dz), Out(dx_2),
                    *map(In, _inputs(builder, node, "saved", "gamma", "gamma_grad")),
                    In(builder.input(node, "beta_grad")), count(rows), ctypes.c_int(channels))
+
+
+RULES: Rules = {
+    "BatchNormPairApply": apply,
+    "BatchNormPairBackwardReduce": backward_reduce,
+    "BatchNormPairBackwardApply": backward_apply,
+}

@@ -7,7 +7,7 @@ import math
 
 from graph_passes.executors.cuda.kernels import count
 from graph_passes.executors.cuda.lowering.batch_norm import require_gamma
-from graph_passes.executors.cuda.lowering.builder import APPLY_BLOCK, REDUCE_BLOCK, Builder, rows_and_channels
+from graph_passes.executors.cuda.lowering.builder import APPLY_BLOCK, REDUCE_BLOCK, Builder, Rules, rows_and_channels
 from graph_passes.executors.cuda.lowering.operands import In, InOut, Out, Scratch
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Node
@@ -63,3 +63,10 @@ def backward_apply(builder: Builder, node: Node) -> None:
                    In(x), In(dz), In(builder.input(node, "winner")), Out(builder.output(node)),
                    *(In(builder.input(node, role)) for role in ("saved", "gamma", "gamma_grad", "beta_grad")),
                    Image.of(x, dz), count(rows), count(squares), ctypes.c_int(channels))
+
+
+RULES: Rules = {
+    "BatchNormPoolApply": apply,
+    "BatchNormPoolBackwardReduce": backward_reduce,
+    "BatchNormPoolBackwardApply": backward_apply,
+}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,6 +141,10 @@ class Builder:
 
         self.program.launches.append(Launch(node.name, problem.kind, enqueue, reads(operands), writes(operands),
                                             flops=problem.flops))
+
+
+Rule = Callable[[Builder, Node], None]  # emits the launches of a node
+Rules = Mapping[str, Rule]  # by operator
 
 
 def _argument(operand: Any) -> Any:

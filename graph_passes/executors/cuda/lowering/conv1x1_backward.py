@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 
 from graph_passes.executors.cuda.kernels import HOPPER, Size, count, instance
-from graph_passes.executors.cuda.lowering.builder import Builder, require, rows_and_channels
+from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require, rows_and_channels
 from graph_passes.executors.cuda.lowering.operands import In, Out
 from graph_passes.executors.cuda.parameters import VECTOR
 from graph_passes.executors.cuda.program import Buffer
@@ -113,3 +113,10 @@ def norm_backward(builder: Builder, node: Node) -> None:
     vectors = k * columns // VECTOR
     builder.launch(node, "norm_backward.cu", instance("sum_parts", dw.dtype), (-(-vectors // 16), 1, 1), (256, 1, 1),
                    In(parts), Out(dw), ctypes.c_int(grid[1]), count(vectors))
+
+
+RULES: Rules = {
+    "DgradReduce": dgrad_reduce,
+    "NormConvBackward": norm_backward,
+    "NormConvReduce": norm_backward,
+}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graph_passes.executors.cuda.lowering.builder import Builder, require
+from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require
 from graph_passes.executors.cuda.lowering.operands import In, Out
 from graph_passes.executors.cuda.parameters import VECTOR, padded
 from graph_passes.executors.cuda.program import Buffer
@@ -63,3 +63,16 @@ def dgrad(builder: Builder, node: Node) -> None:
     """The gradient of the data."""
     dy, w, dx = builder.input(node, "out_grad"), builder.input(node, "weight"), builder.output(node)
     builder.plan(node, builder.problem("dgrad", node, dx, w, dy), In(dy), In(w), Out(dx))
+
+
+RULES: Rules = {
+    "Convolution": forward,
+    "ConvolutionStatistics": statistics,
+    "ConvolutionRelu": relu,
+    "ConvolutionAddRelu": add_relu,
+    "ConvolutionWgrad": wgrad,
+    "ConvolutionDgrad": dgrad,
+    "FullyConnected": classifier,
+    "FullyConnectedWgrad": wgrad,
+    "FullyConnectedDgrad": dgrad,
+}

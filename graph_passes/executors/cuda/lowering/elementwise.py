@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from graph_passes.executors.cuda.kernels import count, threads
-from graph_passes.executors.cuda.lowering.builder import Builder, no_lowering, require
+from graph_passes.executors.cuda.lowering.builder import Builder, Rules, no_lowering, require
 from graph_passes.executors.cuda.lowering.operands import In, Out
 from graph_passes.executors.cuda.parameters import VECTOR
 from graph_passes.graph import Node, Ref
@@ -54,3 +54,18 @@ def flatten_backward(builder: Builder, node: Node) -> None:
 
 def zeros(builder: Builder, node: Node) -> None:
     """Gradients start as zeros."""
+
+
+RULES: Rules = {
+    "relu": relu,
+    "Activation": relu,
+    "AddRelu": relu,
+    "ReluBackward": relu,
+    "elemwise_add": add,
+    "BiasAdd": bias,
+    "BiasRelu": bias,
+    "BiasAddRelu": bias,
+    "Flatten": flatten,
+    "FlattenBackward": flatten_backward,
+    "Zeros": zeros,
+}

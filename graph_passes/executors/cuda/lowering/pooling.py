@@ -6,7 +6,7 @@ import ctypes
 
 from graph_passes.errors import GraphError
 from graph_passes.executors.cuda.kernels import count, threads
-from graph_passes.executors.cuda.lowering.builder import Builder, require
+from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require
 from graph_passes.executors.cuda.lowering.operands import In, Out
 from graph_passes.executors.cuda.parameters import VECTOR
 from graph_passes.executors.cuda.program import Buffer
@@ -71,3 +71,11 @@ def average_backward(builder: Builder, node: Node) -> None:
 def _pixels_and_pitch(x: Buffer) -> tuple[ctypes.c_int, ctypes.c_int]:
     """Pixels of an image, and vectors of a pixel."""
     return ctypes.c_int(x.shape[1] * x.shape[2]), ctypes.c_int(x.shape[3] // VECTOR)
+
+
+RULES: Rules = {
+    "Pooling": forward,
+    "MaxPoolingTrain": forward,
+    "MaxPoolingBackward": max_backward,
+    "AvgPoolingBackward": average_backward,
+}

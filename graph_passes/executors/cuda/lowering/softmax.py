@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 
-from graph_passes.executors.cuda.lowering.builder import Builder, require
+from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require
 from graph_passes.executors.cuda.lowering.operands import In, InOut, Out
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Node, Ref
@@ -37,3 +37,10 @@ def bias_gradient(builder: Builder, node: Node) -> None:
     classes, rows = builder.shapes[Ref(node.name)][0], math.prod(dy.shape[:-1])
     builder.launch(node, "softmax.cu", builder.kernel("bias_gradient"), (-(-classes // 32), 1, 1), (32, 32, 1),
                    In(dy), Out(dbias), ctypes.c_int(rows), ctypes.c_int(classes), ctypes.c_int(dy.shape[-1]))
+
+
+RULES: Rules = {
+    "SoftmaxOutput": softmax,
+    "SoftmaxCrossEntropy": softmax,
+    "BiasGrad": bias_gradient,
+}

@@ -6,7 +6,7 @@ import ctypes
 
 from graph_passes.executors.cuda.kernels import Size, count
 from graph_passes.executors.cuda.lowering.batch_norm_pool import Image
-from graph_passes.executors.cuda.lowering.builder import Builder, require, rows_and_channels
+from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require, rows_and_channels
 from graph_passes.executors.cuda.lowering.operands import In, Out
 from graph_passes.graph import Node
 from graph_passes.operators import Shape
@@ -65,3 +65,9 @@ def wgrad(builder: Builder, node: Node) -> None:
                    flops=builder.problem("wgrad", node, image, dw, x).flops)
     builder.launch(node, "stem.cu", builder.kernel("stem_wgrad_sum"), (FILTERS * SIZE, 1, 1), (32, 8, 1),
                    shares, Out(dw), ctypes.c_int(blocks))
+
+
+RULES: Rules = {
+    "StemConvolution": forward,
+    "StemWgrad": wgrad,
+}

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from train.errors import TrainError
-from train.gpu_monitor import GpuReadings
+from train.reporting.gpu_monitor import GpuReadings
 
 SCHEMA = 1
 METRICS_FILE = "metrics.jsonl"  # in a run's output folder

@@ -87,7 +87,7 @@ def _internal_error(text: str) -> Exception:
 @functools.cache
 def load_library(on_gpu: bool) -> Any:
     """The compiled allreduce.cc. Raises TrainError where it is missing, does not fit, or cannot do it on GPUs."""
-    from train.horovod_mxnet import hvd
+    from train.processes.horovod_mxnet import hvd
 
     if on_gpu and not hvd.nccl_built():
         raise TrainError("this Horovod was built without NCCL, so it cannot average gradients on GPUs: run "

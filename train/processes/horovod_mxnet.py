@@ -1,4 +1,4 @@
-"""The one place through which Horovod is imported: `from train.horovod_mxnet import hvd`.
+"""The one place through which Horovod is imported: `from train.processes.horovod_mxnet import hvd`.
 
 Raises ImportError where it is missing.
 

@@ -33,13 +33,13 @@ from rich.console import Console
 
 from common import environment
 from train.errors import TrainError
-from train.gpu_monitor import GpuReadings
-from train.invocation import command_line
-from train.metrics import METRICS_FILE, BatchMetrics, RunRecord, Speed, speed
-from train.metrics_file import MetricsFile
-from train.mlperf import MLPerfLog
-from train.tensorboard import TensorBoardLog
-from train.terminal import Terminal
+from train.processes.invocation import command_line
+from train.reporting.gpu_monitor import GpuReadings
+from train.reporting.metrics import METRICS_FILE, BatchMetrics, RunRecord, Speed, speed
+from train.reporting.metrics_file import MetricsFile
+from train.reporting.mlperf import MLPerfLog
+from train.reporting.tensorboard import TensorBoardLog
+from train.reporting.terminal import Terminal
 
 SPEED_WINDOW = 100  # steps that the speed on the terminal looks back on: smooth, yet a slow-down shows
 LONGEST_SILENCE = 10.0  # seconds of steps without a line on the terminal, after which one comes between two log lines

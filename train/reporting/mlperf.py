@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from train.metrics_file import log_of_run
+from train.reporting.metrics_file import log_of_run
 
 PREFIX = ":::MLLOG"
 OPTIONS = {  # MLPerf's name -> ours

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-from train.metrics import Speed
+from train.reporting.metrics import Speed
 
 
 class Terminal:

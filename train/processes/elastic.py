@@ -22,8 +22,8 @@ from horovod.common.exceptions import HorovodInternalError
 
 from graph_passes.executors import Executor
 from train.checkpoint import Checkpoint
-from train.distributed import Workers, drain_engine, is_lost_process
-from train.horovod_mxnet import hvd
+from train.processes.distributed import Workers, drain_engine, is_lost_process
+from train.processes.horovod_mxnet import hvd
 
 
 class RunState(State):  # type: ignore[misc]  # Horovod is untyped

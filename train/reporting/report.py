@@ -1,6 +1,6 @@
 """The report of a run: report.md, report.html (one file, plots inlined), PNG plots, report.json and dawnbench.tsv.
 
-    python -m train.report RUN_FOLDER        # makes the report of a run anew from its metrics.jsonl
+    python -m train.reporting.report RUN_FOLDER        # makes the report of a run anew from its metrics.jsonl
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any
 
 from common import files
 from common.command_line import exit_code_of, given
-from train import plots, predictions
 from train.config import SYNTHETIC
-from train.document import Block, Code, Heading, Plot, Table, Text, Tiles, html_page, markdown
 from train.errors import TrainError
-from train.metrics import METRICS_FILE, RunRecord
-from train.summary import Summary, summarize
+from train.reporting import plots, predictions
+from train.reporting.document import Block, Code, Heading, Plot, Table, Text, Tiles, html_page, markdown
+from train.reporting.metrics import METRICS_FILE, RunRecord
+from train.reporting.summary import Summary, summarize
 
 
 def write_report(folder: Path, record: RunRecord) -> Path:
     """Write all files of a report into `folder`; returns the path of report.md.
 
-    Predictions that lie there (`train.predictions`) become a picture. Raises UserError for a run without a single step
-    and a folder that cannot be written.
+    Predictions that lie there (`train.reporting.predictions`) become a picture. Raises UserError for a run without a
+    single step and a folder that cannot be written.
     """
     summary = summarize(record)
     figures: dict[str, Callable[[plots.Theme], bytes]] = {
@@ -270,7 +270,7 @@ def remake(run_folder: Path) -> None:
 
 
 def main() -> None:
-    remake(**given(ReportOptions, sys.argv[1:], prog="python -m train.report"))
+    remake(**given(ReportOptions, sys.argv[1:], prog="python -m train.reporting.report"))
 
 
 if __name__ == "__main__":

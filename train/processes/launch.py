@@ -1,8 +1,9 @@
-"""Starts the processes of a run on this machine, one for each GPU: `scripts/dgx1_8gpu.sh`, or `python -m train.launch`.
+"""Starts the processes of a run on this machine, one for each GPU: `scripts/dgx1_8gpu.sh`, or
+`python -m train.processes.launch`.
 
 As horovodrun does with Gloo, but it checks the GPUs first and binds each process to the cores beside its GPU, the
 terminal stays rank 0's (progress bar, no prefixes), signals reach all processes, and the exit code is that of the
-process that failed first. Over several machines horovodrun starts `python -m train.launch` in its place
+process that failed first. Over several machines horovodrun starts `python -m train.processes.launch` in its place
 (scripts/multi_host.sh): each process then only binds itself to its cores and becomes `python -m train`.
 """
 
@@ -27,10 +28,10 @@ from typing import Annotated, Any, NamedTuple, NoReturn
 
 from common.command_line import Positive, exit_code_of, given_and_rest, given_value
 from common.errors import EXIT_USER_ERROR
-from train import topology
 from train.errors import EXIT_LOST_PROCESS, NoHorovodError, TrainError
-from train.invocation import LAUNCHER_VARIABLE
-from train.signals import handled
+from train.processes import topology
+from train.processes.invocation import LAUNCHER_VARIABLE
+from train.processes.signals import handled
 
 _libc = ctypes.CDLL(None)
 
@@ -313,7 +314,7 @@ def _exit_code(code: int) -> int:
 
 def require_horovod(num_processes: int | str) -> None:
     """Raises NoHorovodError where Horovod is missing; but this project's own environment gets it first."""
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     ours = "PYTHON" not in os.environ and Path(sys.prefix).resolve() == (root / ".venv").resolve()
     if ours and not (root / ".venv" / ".ready-horovod").exists():
         if subprocess.run(["bash", str(root / "scripts" / "setup.sh"), "horovod"]).returncode:

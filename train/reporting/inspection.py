@@ -9,7 +9,7 @@ import numpy as np
 
 from graph_passes.executors import Executor
 from pipelines import MEAN, STD, Loader, LoaderConfig, load_chosen
-from train.predictions import Predictions
+from train.reporting.predictions import Predictions
 
 NUM_SHOWN = 24
 SHOWN_SIZE = 160  # pixels: a network may see too few for people

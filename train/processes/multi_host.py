@@ -1,7 +1,7 @@
-"""Starts a run on several machines: `scripts/multi_host.sh`, or `python -m train.multi_host`.
+"""Starts a run on several machines: `scripts/multi_host.sh`, or `python -m train.processes.multi_host`.
 
-horovodrun starts the processes over ssh, each as `python -m train.launch`, which binds itself to the cores beside its
-GPU and becomes `python -m train`. Here is what horovodrun is asked for, and what is said where it fails.
+horovodrun starts the processes over ssh, each as `python -m train.processes.launch`, which binds itself to the cores
+beside its GPU and becomes `python -m train`. Here is what horovodrun is asked for, and what is said where it fails.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Annotated
 from common.command_line import Positive, exit_code_of, given_and_rest, part_of, to_arguments
 from common.errors import ProgramError
 from train.errors import TrainError
-from train.invocation import LAUNCHER_VARIABLE
-from train.launch import TOLD, require_horovod
+from train.processes.invocation import LAUNCHER_VARIABLE
+from train.processes.launch import TOLD, require_horovod
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class MultiHostOptions(HorovodrunOptions):
 
 
 def parse(arguments: Sequence[str]) -> tuple[MultiHostOptions, list[str], list[str]]:
-    """The options here; those of horovodrun among them once more, as words; the arguments of `python -m train.launch`.
-    Raises UserError for a wrong value."""
+    """The options here; those of horovodrun among them once more, as words; the arguments of
+    `python -m train.processes.launch`. Raises UserError for a wrong value."""
     values, passed = given_and_rest(MultiHostOptions, arguments, prog="scripts/multi_host.sh",
                                     rest="any option of python -m train")  # fmt: skip
     return MultiHostOptions(**values), to_arguments(part_of(HorovodrunOptions, values), HorovodrunOptions()), passed
@@ -106,7 +106,7 @@ def main(arguments: Sequence[str]) -> int:
     if (own.host_discovery_script or own.min_np) and len(hosts) < 2 and not own.network_interface:
         raise TrainError(f"an elastic run over machines needs two of them to begin, or --network-interface, but there "
                          f"{'is' if hosts else 'are'} {len(hosts)}; on one machine use scripts/dgx1_8gpu.sh --min-np")
-    command = [sys.executable, "-m", "train.launch", *passed]
+    command = [sys.executable, "-m", "train.processes.launch", *passed]
     print(shlex.join(["horovodrun", "--gloo", "-np", str(count), *words, *command]), flush=True)
     if count > available:
         print(f"waiting for {count} processes; {own.host_discovery_script} names {available} so far", flush=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from train.errors import TrainError
-from train.metrics import EpochRow, RunRecord, Speed
+from train.reporting.metrics import EpochRow, RunRecord, Speed
 
 WAIT_SHARE_THAT_LIMITS = 0.1  # of the step time; used only where the loader's own speed was not measured
 

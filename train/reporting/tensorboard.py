@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from train.metrics_file import log_of_run
+from train.reporting.metrics_file import log_of_run
 
 FLUSH_SECONDS = 60.0
 

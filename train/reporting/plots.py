@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from train.metrics import RunRecord
+from train.reporting.metrics import RunRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from train.predictions import Predictions
+    from train.reporting.predictions import Predictions
 
 MAX_POINTS = 1500  # more than a plot has pixels for: longer series are drawn as medians of equal parts
 
@@ -176,7 +176,7 @@ def predictions(shown: Predictions, theme: Theme) -> bytes:
         picture = Image.fromarray(shown.pictures[i]).resize((_PICTURE, _PICTURE), Image.Resampling.LANCZOS)
         sheet.paste(picture, (x, y))
         y += _PICTURE + 9
-        bar = _PICTURE - 50  # beside it the percentage
+        bar = _PICTURE - 56  # beside it the percentage
         draw.rectangle((x, y + 5, x + bar, y + 10), theme.grid)
         draw.rectangle((x, y + 5, x + round(bar * float(probability)), y + 10), color)
         draw.text((x + _PICTURE, y), f"{100 * float(probability):.0f} %", theme.muted, font(15), anchor="ra")

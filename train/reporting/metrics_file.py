@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 from common.files import way_out
 from train.errors import TrainError
-from train.metrics import SCHEMA, UNITS, RunRecord
+from train.reporting.metrics import SCHEMA, UNITS, RunRecord
 
 
 @contextlib.contextmanager

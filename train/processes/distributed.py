@@ -19,8 +19,8 @@ from common.errors import UserError
 from common.mxnet_compat import mx
 from graph_passes.executors import Executor
 from graph_passes.executors.cuda.executor import CudaExecutor
-from train.allreduce import BucketAverage
 from train.errors import NoHorovodError, TrainError
+from train.processes.allreduce import BucketAverage
 
 LOST_PROCESS = re.compile("horovod|gloo|nccl|by peer|broken pipe|timed out waiting", re.IGNORECASE)
 BUCKET_BYTES = 25 * 2**20  # gradients are averaged in groups of about this size, as PyTorch's DDP does
@@ -242,7 +242,7 @@ def drain_engine() -> None:
 
 def _import_horovod(size: int) -> Any:
     try:
-        from train.horovod_mxnet import hvd
+        from train.processes.horovod_mxnet import hvd
     except ImportError as error:
         raise NoHorovodError(size, error) from None
     return hvd

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from graph_passes import Graph, Node, Ref
+from graph_passes.errors import GraphError
 from graph_passes.operators import window
-from train.errors import TrainError
 
 if TYPE_CHECKING:
     import onnx
@@ -37,7 +37,7 @@ def to_onnx(graph: Graph, arrays: Arrays, input_shape: tuple[int, int, int]) -> 
         A model with input `data`, float32 (N, C, H, W) for any N, and output `probabilities`, float32 (N, classes).
 
     Raises:
-        TrainError: an operator or an attribute that has no ONNX form here, with its node.
+        GraphError: an operator or an attribute that has no ONNX form here, with its node.
     """
     from onnx import TensorProto, checker, helper, numpy_helper
 
@@ -50,12 +50,12 @@ def to_onnx(graph: Graph, arrays: Arrays, input_shape: tuple[int, int, int]) -> 
             if node.name in arrays:
                 weights[node.name] = np.asarray(arrays[node.name], np.float32)
             elif node.name not in {"data", *labels}:
-                raise TrainError(f"the parameter '{node.name}' is missing: export from a complete checkpoint")
+                raise GraphError(f"the parameter '{node.name}' is missing: export from a complete checkpoint")
             continue
         if node.op == "BatchNorm" and node["fix_gamma"]:
             weights[node.inputs[1].node] = np.ones_like(weights[node.inputs[1].node])
         if node.op not in OPERATORS:
-            raise TrainError(f"operator {node.op} of node '{node.name}' has no ONNX form; those that have one are "
+            raise GraphError(f"operator {node.op} of node '{node.name}' has no ONNX form; those that have one are "
                              f"{', '.join(OPERATORS)}")  # fmt: skip
         op_type, attributes = OPERATORS[node.op](node)
         inputs = [names[ref] for ref in node.inputs]
@@ -136,7 +136,7 @@ OPERATORS: dict[str, Callable[[Node], OnnxOperator]] = {
 
 def _require(node: Node, attribute: str, *allowed: Any) -> None:
     if node[attribute] not in allowed:
-        raise TrainError(
+        raise GraphError(
             f"{node.op} '{node.name}' has {attribute}={node[attribute]}, which has no ONNX form here: "
             f"it must be {' or '.join(map(str, allowed))}"
         )
