@@ -211,7 +211,7 @@ def test_bad_input_is_one_sentence(
 
 def test_missing_onnx_is_one_sentence(trained: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(TrainError, match="needs onnxruntime: run make setup, or pip install"):
+    with pytest.raises(TrainError, match="--onnx needs onnxruntime: run make setup, or pip install"):
         export.export_onnx(trained)
 
 

@@ -128,8 +128,7 @@ def export_onnx(trained: Checkpoint) -> tuple[bytes, float]:
         import onnx
         import onnxruntime
     except ImportError as error:
-        way_out = "run make setup, or pip install onnx onnxruntime"
-        raise TrainError(f"export to ONNX needs {error.name}: {way_out}") from None
+        raise TrainError(f"--onnx needs {error.name}: run make setup, or pip install onnx onnxruntime") from None
 
     graph = models.create(trained.config.model, trained.num_classes).graph
     size = trained.config.inference_image_size
