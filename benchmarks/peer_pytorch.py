@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float16", "bfloat16", "tf32", "float32"), default="float16")
     parser.add_argument("--mode", choices=("eager", "compile"), default="compile")
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--warm-up", type=int, default=0, help="steps before, on each of several GPUs; 0: three seconds")
+    parser.add_argument("--warm-up", type=int, default=0, help="steps before, on several GPUs; 0: three seconds")
     parser.add_argument("--ddp", action="store_true", help="one of the processes that torch.distributed.run started")
     parser.add_argument("--inference", action="store_true", help="weights in the given dtype, no gradients")
     parser.add_argument("--data", help="folder of class folders; without it the data is synthetic")
