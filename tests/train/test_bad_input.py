@@ -262,11 +262,11 @@ def test_batch_too_large_for_the_machine(command, fails, monkeypatch, tmp_path):
     folder = tmp_path / "run"
     options = [command, "--data", "synthetic", "--model", "resnet18", "--device", "cpu", "--output", folder,
                "--image-size", "48", "--batch-size"]
-    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=2**30))
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=2**30, total=2**33))
     found = [re.search(r"1\.0 GiB are free: use a --batch-size of at most (\d+)$", fails(*options, batch))
              for batch in ("1000", "4000")]  # fmt: skip
     small, large = (int(match[1]) for match in found if match)
     assert 1 < small == pytest.approx(large, rel=0.1)
-    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=2**20))
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=2**20, total=2**33))
     assert fails(*options, "1000").endswith("use a smaller --image-size")
     assert not folder.exists()
