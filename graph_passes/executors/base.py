@@ -32,14 +32,15 @@ class Metrics(NamedTuple):
 
 
 class Executor(ABC):
-    """Runs one graph on one device. docs/interfaces.md describes the members.
+    """Runs one graph on one device.
 
     Made for one batch size; images may come in another height and width than it was made with: the network is built for
     the new size when a batch of it is first seen, on the same parameters. Training and inference may differ in size;
     each keeps what it was built for last.
 
-    `params`, `aux` and `grads` are live arrays in this executor's own layout; the canonical layout of a convolution's
-    weight is OHWI.
+    `params`, `aux` (running statistics) and `grads` (of the latest backward pass, or the sum of several) are live arrays
+    by variable name, in this executor's own layout; the canonical layout of a convolution's weight is OHWI. On a GPU the
+    host waits to see them: fetch them anew in every step, and only where they are needed.
     """
 
     params: dict[str, Any]
