@@ -3,7 +3,7 @@
     encoded image -> decode (training: only a random window) -> resize -> crop, flip, normalise, pad channels -> NHWC
 
 Where the images come decoded (decoded.py), the window is cut out of the pixels instead, and so it is where it may
-reach beyond the image (`crop_padding`). Cutout, where it is wanted, follows the window.
+reach beyond the image (`crop_padding`). Cutout, where it is wanted, follows the window, and brightness the resizing.
 
 All random numbers come in from outside, drawn by the loader from (seed, epoch, batch), and no operator keeps a state.
 So any batch of any epoch can be computed at once: resuming needs two numbers, a broken image can be taken out without
@@ -82,6 +82,7 @@ class ImageInputs(NamedTuple):
     mirror: Any = 0  # (N,) int32, 1 to flip from left to right
     shift: Any = None  # (N, 2) int32, for crop_padding: left and top of the window in the image, in pixels
     hole: Any = None  # (N, 2) float32, for cutout: left and top of the hole in the window, as fractions of that
+    brightness: Any = None  # (N,) float32, what the pixels are multiplied by
     size: Any = None  # (N, 2) float32, height and width of the output in pixels, equal for all images of a batch
 
 
@@ -101,6 +102,7 @@ def random_inputs(rng: np.random.Generator, count: int, transform: ImageTransfor
         "mirror": rng.integers(0, 2, count, np.int32) * np.int32(transform.mirror),
         "shift": (position * (2 * padding + 1)).astype(np.int32) - np.int32(padding),
         "hole": rng.random((count, 2), np.float32) - np.float32(transform.cutout / 2),
+        "brightness": np.float32(1) + np.float32(transform.brightness) * (2 * rng.random(count, np.float32) - 1),
     }
 
 
@@ -185,6 +187,8 @@ def _image(config: GraphConfig, inputs: ImageInputs) -> Any:
         image = fn.resize(image, resize_shorter=shorter, interp_type=types.INTERP_LINEAR)
     if config.stage == "resize":
         return image
+    if config.training and config.transform.brightness:
+        image = fn.brightness(image, brightness=inputs.brightness)
     return fn.crop_mirror_normalize(
         image,
         **({} if config.training else {"crop": (config.image_size, config.image_size)}),

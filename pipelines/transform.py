@@ -30,6 +30,9 @@ class Augmentation:
     cutout: float = 0.0
     """Side of the square that is filled with the mean colour at a random place of each training image, as part of the
     image's side (arXiv:1708.04552: 0.25 to 0.5 for CIFAR-10); 0: none."""
+    brightness: float = 0.0
+    """Multiply each training image's pixels by a random number from 1 - BRIGHTNESS to 1 + BRIGHTNESS (0.4 is usual for
+    photographs); 0: off."""
 
 
 @dataclass(frozen=True)
@@ -58,5 +61,6 @@ LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "random_ratio": (lambda value: 0 < value[0] <= value[1] < math.inf, "two numbers above 0, the smaller first"),
     "crop_padding": (lambda value: value >= 0, "0 or more"),
     "cutout": (lambda value: 0 <= value <= 1, "a fraction from 0 to 1"),
+    "brightness": (lambda value: 0 <= value <= 1, "a fraction from 0 to 1"),
     "val_crop_fraction": (lambda value: 0 < value <= 1, "above 0 and at most 1"),
 }

@@ -263,8 +263,27 @@ def test_padded_windows_and_cutout_against_numpy(numbered, cache_gib, rng):
             assert_close(pixels[i], expected, largest=24)
 
 
+def test_brightness_against_numpy(numbered):
+    """The plain batch's pixels times the factors drawn last; in parts, the same bits."""
+    transform = ImageTransform(brightness=0.6)
+    plain = epoch_of(open_loader(config(numbered, seed=3)))
+    bright = epoch_of(open_loader(config(numbered, seed=3, transform=transform)))
+    factors = []
+    for k, ((pixels, _), (wanted, _)) in enumerate(zip(bright, plain, strict=True)):
+        factors.append(random_inputs(np.random.default_rng([3, 0, k]), 4, transform)["brightness"])
+        grey = np.round(wanted * STD + MEAN) * factors[-1][:, None, None, None]
+        np.testing.assert_allclose(pixels * STD + MEAN, np.clip(grey, 0, 255), atol=0.51)
+    assert np.min(factors) < 0.6 and np.max(factors) > 1.4 and abs(np.mean(factors) - 1) < 0.2  # of 36 from 0.4 to 1.6
+
+    begun, resumed = (open_loader(config(numbered, seed=3, transform=transform)) for _ in range(2))
+    list(itertools.islice(begun, 5))
+    resumed.restore(begun.state())
+    for (pixels, _), (wanted, _) in zip(epoch_of(resumed), bright[5:], strict=True):
+        np.testing.assert_array_equal(pixels, wanted)
+
+
 def test_validation_has_no_augmentation(numbered):
-    augmented = ImageTransform(crop_padding=5, cutout=0.5, random_area=(0.1, 0.2))
+    augmented = ImageTransform(crop_padding=5, cutout=0.5, random_area=(0.1, 0.2), brightness=0.5)
     plain, other = (open_loader(config(numbered, split="val", transform=transform))
                     for transform in (ImageTransform(), augmented))  # fmt: skip
     for (pixels, _), (wanted, _) in zip(epoch_of(other), epoch_of(plain), strict=True):
@@ -342,6 +361,7 @@ def test_load_images_keeps_order_and_names_mistakes(folder, tmp_path):
             ("val_crop_fraction", 1.5, "val_crop_fraction is 1.5; it must be above 0 and at most 1"),
             ("crop_padding", -4, "crop_padding is -4; it must be 0 or more"),
             ("cutout", 8.0, "cutout is 8; it must be a fraction from 0 to 1"),
+            ("brightness", -0.1, "brightness is -0.1; it must be a fraction from 0 to 1"),
         )),
         ({"num_threads": -1}, "num_threads is -1"),
         ({"seed": -1}, "seed is -1"),
@@ -362,7 +382,8 @@ def test_a_gpu_that_is_not_there(numbered):
 @pytest.mark.gpu
 @pytest.mark.parametrize("split", ["train", "val"])
 @pytest.mark.parametrize("options", [{"decoder": "gpu"}, {"decoder": "cpu"}, {"cache_gib": 1.0}])
-@pytest.mark.parametrize("transform", [ImageTransform(), ImageTransform(crop_padding=9, cutout=0.3)])
+@pytest.mark.parametrize("transform", [ImageTransform(), ImageTransform(crop_padding=9, cutout=0.3),
+                                       ImageTransform(brightness=0.6)])
 def test_the_gpu_makes_the_same_batches(numbered, split, options, transform):
     on_cpu = epoch_of(open_loader(config(numbered, split=split, transform=transform)))
     on_gpu = epoch_of(open_loader(config(numbered, split=split, transform=transform, device="gpu", **options)))
