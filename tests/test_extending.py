@@ -131,13 +131,37 @@ except DataError as error:
 else:
     raise AssertionError("a file without images is not refused")
 """
+AUGMENTATION = """
+import numpy as np
+from pipelines import ImageTransform, LoaderConfig, open_loader
+from PIL import Image
+from train import config
+for split, name in (("train", "a"), ("train", "b"), ("val", "a"), ("val", "b")):
+    __import__("os").makedirs(f"{split}/{name}")
+    pixels = np.zeros((32, 32, 3), np.uint8)
+    pixels[:16] = 255  # the sky
+    for number in range(8):
+        Image.fromarray(pixels).save(f"{split}/{name}/{number}.png")
+values = config.read(config.Config, ["--upside-down", "--random-area", "1", "1"], command="train")
+transform = config.configure(values, config.load_preset(config.DEFAULT_PRESET)).transform
+def above(split, transform):
+    settings = LoaderConfig(data=".", split=split, batch_size=16, image_size=32, num_threads=1, transform=transform)
+    with open_loader(settings) as loader:
+        (batch,) = loader
+    return batch.data.asnumpy()[:, :8].mean(axis=(1, 2, 3)) > 0
+assert above("train", ImageTransform(random_area=(1, 1))).all()
+assert 0 < above("train", transform).sum() < 16
+assert above("val", transform).all()
+"""
 CHECKS = {
     "A fused operator": FUSED_OPERATOR,
     "A model": MODEL,
     "An optimizer": OPTIMIZER,
+    "An augmentation": AUGMENTATION,
     "A data format": DATA_FORMAT,
 }
-NUM_FILES = {"A fused operator": 5, "A model": 2, "An optimizer": 3, "A data format": 2}
+NUM_FILES = {"A fused operator": 5, "A model": 2, "An optimizer": 3, "An augmentation": 2,
+             "A data format": 2}
 
 
 @pytest.fixture(scope="module")

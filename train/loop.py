@@ -26,7 +26,7 @@ from train.checkpoint import Checkpoint, CheckpointFolder, Progress
 from train.config import Config
 from train.errors import TrainError
 from train.mixup import draw_lambda
-from train.optimizer import average_decay, averages_in_use, make_optimizer
+from train.optimizer import ema_decay, ema_in_use, make_optimizer
 from train.processes.distributed import GradientAverage, Workers
 from train.processes.invocation import launcher
 from train.processes.signals import Signals, StoppedBySignal
@@ -118,7 +118,7 @@ class Trainer:
         executor, broadcast = self.executor, self.workers.broadcast
         params, aux = executor.get_params()
         executor.set_params(broadcast(params, "params"), broadcast(aux, "aux"))
-        for name, live in (*self.optimizer.state.items(), ("averages", self.optimizer.averages)):
+        for name, live in (*self.optimizer.state.items(), ("ema", self.optimizer.ema)):
             canonical = {key: executor.to_canonical(key, array) for key, array in live.items()}
             self._assign(live, broadcast(canonical, name))
 
@@ -213,8 +213,8 @@ class Trainer:
             return False
         if self.average:
             self.average.finish()
-        decay = average_decay(self.config.ema_decay, self.progress.step)
-        self.optimizer.step(self.learning_rate(self.schedule_step), scale=1 / count, average_decay=decay)
+        decay = ema_decay(self.config.ema_decay, self.progress.step)
+        self.optimizer.step(self.learning_rate(self.schedule_step), scale=1 / count, ema_decay=decay)
         self.executor.end_step()
         self.progress.step += 1
         self.progress.epoch_step += 1
@@ -269,7 +269,7 @@ class Trainer:
         if not (self.val_loader and is_due):
             recorder.end_epoch()
             return ""
-        with recorder.phase("validation"), averages_in_use(self.optimizer):
+        with recorder.phase("validation"), ema_in_use(self.optimizer):
             metrics = validate(self.executor, self.val_loader, self.workers)
         recorder.end_epoch(metrics)
         top1 = metrics.top1 / metrics.count
@@ -309,8 +309,8 @@ class Trainer:
         executor.synchronize()
         self.workers.average_on_host(list(executor.aux.values()), "aux")  # each process has seen other images
         params, aux = executor.get_params()
-        averages = self.optimizer.averages
-        self.workers.average_on_host([averages[name] for name in aux if name in averages], "average aux")
+        ema = self.optimizer.ema
+        self.workers.average_on_host([ema[name] for name in aux if name in ema], "ema aux")
         if not all(np.isfinite(array).all() for arrays in (params, aux) for array in arrays.values()):
             raise self._diverged(self.progress.step, self.progress.step)
         return Checkpoint(
@@ -318,7 +318,7 @@ class Trainer:
             aux=aux,
             state={slot: {name: executor.to_canonical(name, array) for name, array in arrays.items()}
                    for slot, arrays in self.optimizer.state.items()},
-            averages={name: executor.to_canonical(name, array) for name, array in averages.items()},
+            ema={name: executor.to_canonical(name, array) for name, array in ema.items()},
             scalars=dict(self.optimizer.scalars),
             config=self.config,
             class_names=self.train_loader.class_names,
@@ -345,8 +345,8 @@ class Trainer:
         for slot, arrays in checkpoint.state.items():
             scale = jump if slot in rate_in else np.float32(1)
             self._assign(state[slot], {name: array * scale for name, array in arrays.items()})
-        if self.optimizer.averages:
-            self._assign(self.optimizer.averages, checkpoint.averages or {**checkpoint.params, **checkpoint.aux})
+        if self.optimizer.ema:
+            self._assign(self.optimizer.ema, checkpoint.ema or {**checkpoint.params, **checkpoint.aux})
         self.optimizer.scalars = checkpoint.scalars
         np.random.set_state(checkpoint.numpy_rng)
         self.progress = replace(checkpoint.progress)

@@ -118,10 +118,10 @@ class Executor(ABC):
                                  f"this network works with images of {made[1]}x{made[2]} only")
         self._accepted[name].add(shape)
 
-    def create_optimizer(self, rule: Rule, averages: bool = False) -> Optimizer:
-        """The optimizer of all parameters; `averages`: with moving averages of them and of the running statistics."""
-        averaged = {**self.params, **self.aux} if averages else {}
-        return ArrayOptimizer(rule, self.params, self.grads, roles.weights(self.graph), averaged)
+    def create_optimizer(self, rule: Rule, ema: bool = False) -> Optimizer:
+        """The optimizer of all parameters; `ema`: with moving averages of them and of the running statistics."""
+        ema_of = {**self.params, **self.aux} if ema else {}
+        return ArrayOptimizer(rule, self.params, self.grads, roles.weights(self.graph), ema_of)
 
     # --- running ---
 

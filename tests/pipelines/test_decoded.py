@@ -9,7 +9,7 @@ import pytest
 from image_helpers import encode, smooth_image, write_records
 from PIL import Image
 
-from pipelines import DataError, LoaderConfig, decoded, open_loader
+from pipelines import DataError, ImageTransform, LoaderConfig, decoded, open_loader
 from pipelines.decoded import SMALL_GIB, DecodedSource, decode_once
 from pipelines.sources import open_source
 
@@ -43,7 +43,7 @@ def thumbnails(tmp_path, rng):
 @pytest.mark.parametrize("padding", [0, 3])
 def test_the_same_batches_to_the_bit(kind, split, padding, request):
     data = request.getfixturevalue(kind)
-    options = {"split": split, "seed": 7, "crop_padding": padding}
+    options = {"split": split, "seed": 7, "transform": ImageTransform(crop_padding=padding)}
     plain, cached = (open_loader(config(data, **options, cache_gib=gib)) for gib in (0.0, 1.0))
     source = open_source(data, "train")
     assert plain.cache_bytes == 0

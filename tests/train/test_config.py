@@ -10,6 +10,7 @@ import pytest
 from common.command_line import given_value, option_name, part_of
 from common.errors import UserError
 from graph_passes.executors.cuda.statistics_group import MAX_MEMBERS
+from pipelines import ImageTransform, transform
 from train import TrainError
 from train.commands.options import BenchmarkOptions, CompareOptions, Measurement, PredictOptions, ValidateOptions
 from train.config import DEFAULT_PRESET, MAX_BN_GROUP, Config, check, configure, load_preset, presets, read
@@ -217,3 +218,11 @@ def test_help_breaks_no_line_where_the_source_does(capsys, monkeypatch):
     text = capsys.readouterr().out
     assert "with the mean colour before a crop of its own size" in text  # two lines of config.py
     assert "the fastest for this GPU, data and number of threads" in text
+
+
+def test_every_option_of_images_reaches_the_loader_and_has_a_limit():
+    values = {"random_area": (0.25, 0.5), "random_ratio": (0.5, 2.0), "crop_padding": 3, "mirror": False, "cutout": 0.5,
+              "val_crop_fraction": 0.75}  # fmt: skip
+    assert Config(**values).transform == ImageTransform(**values)
+    numbers = {name for name, value in vars(ImageTransform()).items() if not isinstance(value, bool)}
+    assert numbers == transform.LIMITS.keys()

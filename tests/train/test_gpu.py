@@ -45,7 +45,7 @@ def assert_equal_bits(run: Path, other: Path) -> None:
     one, two = (checkpoint.load(checkpoint.find(str(folder))) for folder in (run, other))
     assert one.progress.step == two.progress.step
     assert one.scalars == two.scalars and one.state.keys() == two.state.keys()
-    for ours, theirs in ((one.params, two.params), (one.aux, two.aux), (one.averages, two.averages),
+    for ours, theirs in ((one.params, two.params), (one.aux, two.aux), (one.ema, two.ema),
                          *((one.state[slot], two.state[slot]) for slot in one.state)):
         assert ours.keys() == theirs.keys()
         for name, value in ours.items():
@@ -247,7 +247,7 @@ def test_accumulation_mixup_and_averages_go_on(run_train, tmp_path):
     assert code == 0, err
     assert_equal_bits(tmp_path / "whole", tmp_path / "parts")
     whole = checkpoint.load(checkpoint.find(str(tmp_path / "whole")))
-    assert whole.averages.keys() == whole.params.keys() | whole.aux.keys()
+    assert whole.ema.keys() == whole.params.keys() | whole.aux.keys()
     for folder in (tmp_path / "whole", tmp_path / "parts"):
         steps = lines(folder, "steps")
         assert all(line["loss"] is not None for line in steps), "every step's metrics were read"

@@ -19,7 +19,7 @@ from train.build import SAMPLES_FOLDER
 from train.config import CONFIG_FILE, LIST_PRESETS, SAMPLES, SYNTHETIC, Config
 from train.errors import TrainError
 from train.loop import Trainer
-from train.optimizer import averages_in_use
+from train.optimizer import ema_in_use
 from train.processes.distributed import Workers
 from train.reporting import predictions
 from train.reporting.inspection import predict_some
@@ -108,7 +108,7 @@ def report(recorder: Recorder, run_folder: Path, trainer: Trainer | None = None)
     folder = run_folder / "report"
     if trainer and trainer.val_loader and has_predictions(trainer, recorder):
         try:
-            with averages_in_use(trainer.optimizer):
+            with ema_in_use(trainer.optimizer):
                 predictions.save(predict_some(trainer.executor, trainer.val_loader, trainer.progress.epoch), folder)
         except DataError as error:  # the run is complete all the same
             print(f"no picture of predictions: {error}", flush=True)

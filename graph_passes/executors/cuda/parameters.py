@@ -143,8 +143,8 @@ class ParameterStore:
         self.statistics = FlatArray("float32", statistics.items())
         self.copies = FlatArray(dtype, weights if dtype != "float32" else ())
         # Moving averages, which have memory only where an optimizer keeps them.
-        self.averages = FlatArray("float32", everything)
-        self.average_statistics = FlatArray("float32", statistics.items())
+        self.ema = FlatArray("float32", everything)
+        self.ema_statistics = FlatArray("float32", statistics.items())
 
     @property
     def arrays(self) -> dict[str, FlatArray]:

@@ -224,9 +224,9 @@ class TrainingStep:
             elif slots != self._slots:
                 self.gpu.fill(array.address, 0, array.num_bytes)
         self._slots = slots
-        if config.averages and not self.store.averages.address:
-            self._place("averages", self.store.averages)
-            self._place("average_statistics", self.store.average_statistics)
+        if config.ema and not self.store.ema.address:
+            self._place("ema", self.store.ema)
+            self._place("ema_statistics", self.store.ema_statistics)
         state = self.persistent.loss_scale.address - State.loss_scale.offset
         self.optimizer = Optimizer(self.gpu, self.kernels, self.store, config, state)
         self._update = self.gpu.capture(self.optimizer.enqueue_update)
@@ -262,13 +262,13 @@ class TrainingStep:
         aux = {name: self.gpu.download(buffer.address, buffer.shape, np.float32) for name, buffer in statistics.items()}
         return params, aux
 
-    def swap_averages(self) -> None:
+    def swap_ema(self) -> None:
         """Exchange parameters and running statistics with their moving averages. Asynchronous."""
         self.parameters_changed()
         store, kernel = self.store, self.kernels.get("elementwise.cu", "exchange")
-        for own, average in ((store.master, store.averages), (store.statistics, store.average_statistics)):
+        for own, ema in ((store.master, store.ema), (store.statistics, store.ema_statistics)):
             vectors = own.size // 4
-            kernel.launch(*threads(vectors), own.address, average.address, count(vectors))
+            kernel.launch(*threads(vectors), own.address, ema.address, count(vectors))
         self.optimizer.enqueue_copy()
 
     @property
@@ -392,10 +392,10 @@ class TrainingStep:
     def _gradient_arrays(self) -> dict[str, FlatArray]:
         return {"weights": self.store.weight_gradients, "others": self.store.other_gradients}
 
-    def update(self, learning_rate: float, gradient_scale: float = 1.0, average_decay: float = 0.0) -> None:
+    def update(self, learning_rate: float, gradient_scale: float = 1.0, ema_decay: float = 0.0) -> None:
         """One optimizer step. Asynchronous."""
         self.parameters_changed()
-        self.optimizer.set_step(learning_rate, gradient_scale, average_decay)
+        self.optimizer.set_step(learning_rate, gradient_scale, ema_decay)
         self.gpu.replay(self._update)
 
     def infer(self, num_images: int | None = None) -> None:

@@ -358,7 +358,7 @@ def test_another_optimizer_begins_anew(cache: Path) -> None:
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_an_overflow_skips_the_step_and_halves_the_loss_scale(cache: Path, rule: Rule) -> None:
     graph, shapes = fused(small_network(8)), {"data": (4, 16, 16, 3), "softmax_label": (4,)}
-    options = StepOptions("float16", optimizer=OptimizerConfig(rule, growth_interval=2, averages=True))
+    options = StepOptions("float16", optimizer=OptimizerConfig(rule, growth_interval=2, ema=True))
     step = TrainingStep(graph, shapes, options, cache_folder=cache)
     params, aux = random_state(graph, shapes, seed=1)
     step.set_params(params, aux)
@@ -368,11 +368,11 @@ def test_an_overflow_skips_the_step_and_halves_the_loss_scale(cache: Path, rule:
     broken[0, 0, 0, 0] = np.inf
     step.load(broken, label)
     step.forward_backward()
-    step.update(0.1, average_decay=0.75)  # of averages that begin as 0
+    step.update(0.1, ema_decay=0.75)  # of averages that begin as 0
     state, after = step.optimizer.read_state(), step.get_params()[0]
-    step.swap_averages()
-    averages = step.get_params()[0]
-    assert all(relative_error(averages[name], 0.25 * params[name]) < 1e-6 for name in params), "averaged all the same"
+    step.swap_ema()
+    ema = step.get_params()[0]
+    assert all(relative_error(ema[name], 0.25 * params[name]) < 1e-6 for name in params), "averaged all the same"
     assert (state.loss_scale, state.skipped_steps, state.overflow, state.updates) == (scale / 2, 1, 0, 0)
     assert all(np.array_equal(after[name], params[name]) for name in params)
     assert not any(array.any() for arrays in step.get_state().values() for array in arrays.values())

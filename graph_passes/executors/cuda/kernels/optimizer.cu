@@ -12,7 +12,7 @@ struct Tensor {
     const void *gradient;     // T, or fp32 where `fp32_gradient`; scaled by the loss scale
     float *master;
     float *state[MAX_SLOTS];  // what the optimizer keeps for each weight
-    float *average;           // moving average of the weights, or null
+    float *ema;               // moving average of the weights, or null
     void *copy;               // the network's own weights of type T, or null
     uint32 size;              // elements, a multiple of 8
     uint32 first_chunk, num_chunks;
@@ -32,7 +32,7 @@ struct State {
     uint32 skipped_steps;      // in total
     uint32 growth_interval;    // good steps after which the loss scale doubles; 0: constant loss scale
     uint32 updates;            // not skipped, in total
-    float average_decay;       // average = average_decay * average + (1 - average_decay) * weight
+    float ema_decay;           // ema = ema_decay * ema + (1 - ema_decay) * weight
     float constants[MAX_CONSTANTS];  // of the rule below, in the order of its members
 };
 
@@ -122,13 +122,13 @@ template <class T> __device__ inline void load_gradient(const Tensor &t, uint32 
     else unpack(load(static_cast<const T *>(t.gradient) + at), g);
 }
 
-// average = decay * average + (1 - decay) * values
-__device__ inline void average_in(float *average, const float (&values)[VEC], float decay) {
+// ema = decay * ema + (1 - decay) * values
+__device__ inline void update_ema(float *ema, const float (&values)[VEC], float decay) {
     float a[VEC];
-    load_floats(average, a);
+    load_floats(ema, a);
 #pragma unroll
     for (int k = 0; k < VEC; ++k) a[k] = decay * a[k] + (1 - decay) * values[k];
-    store_floats(average, a);
+    store_floats(ema, a);
 }
 
 // Sets state->overflow if a gradient is not finite. With NORMS also leaves the sums of squares of weights and gradients
@@ -242,7 +242,7 @@ update(const Tensor *tensors, const Chunk *chunks, const State *state, const flo
     const Chunk chunk = chunks[blockIdx.x];
     const Tensor t = tensors[chunk.tensor];
     const bool skip = state->overflow;
-    if (skip && !t.average) return;
+    if (skip && !t.ema) return;
     const uint32 end = min(t.size, chunk.start + CHUNK);
     const Rule rule(*state);
     const float rate = state->learning_rate * (Rule::NORMS_OF == NOTHING ? 1.f : trust[chunk.tensor]);
@@ -266,17 +266,17 @@ update(const Tensor *tensors, const Chunk *chunks, const State *state, const flo
             store_floats(t.master + at, w);
             if (t.copy) store(static_cast<T *>(t.copy) + at, pack<T>(w));
         }
-        if (t.average) average_in(t.average + at, w, state->average_decay);
+        if (t.ema) update_ema(t.ema + at, w, state->ema_decay);
     }
 }
 
 // The moving average of the running statistics, `size` a multiple of VEC.
-__global__ void average_statistics(const float *statistics, float *average, const State *state, uint32 size) {
+__global__ void ema_statistics(const float *statistics, float *ema, const State *state, uint32 size) {
     const uint32 at = (blockIdx.x * blockDim.x + threadIdx.x) * VEC;
     if (at >= size) return;
     float values[VEC];
     load_floats(statistics + at, values);
-    average_in(average + at, values, state->average_decay);
+    update_ema(ema + at, values, state->ema_decay);
 }
 
 // After the update: halves the loss scale after an overflow, doubles it after growth_interval good steps in a row
