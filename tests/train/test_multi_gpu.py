@@ -180,7 +180,7 @@ group = StatisticsGroup(device_id)
 group.join(workers.gather(group.invitation), workers.rank)
 gpu = Gpu(device_id)
 with tempfile.TemporaryDirectory() as folder:
-    kernel = KernelLibrary(gpu, Cache("tests", Path(folder))).get("batch_norm_group.cu", "average_over_group")
+    kernel = KernelLibrary(gpu, Cache("tests", Path(folder))).get("batch_norm_group.cu", "group_mean")
 arrays = np.random.default_rng(workers.rank).standard_normal((50, 3, 700)).astype(np.float32)
 addresses = [[gpu.allocate(array.nbytes) for array in exchange] for exchange in arrays]
 for exchange, places in zip(arrays, addresses):

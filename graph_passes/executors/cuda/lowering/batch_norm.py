@@ -111,7 +111,7 @@ def group_mean(builder: Builder, node: Node) -> None:
     require(values <= MAX_VALUES, node, f"has {values // 2} channels: a group shares {MAX_VALUES // 2} at most")
     assert builder.group
     missing = [In(None)] * (MAX_ARRAYS - len(arrays))
-    builder.launch(node, "batch_norm_group.cu", "average_over_group", (-(-values // THREADS), 1, 1), (THREADS, 1, 1),
+    builder.launch(node, "batch_norm_group.cu", "group_mean", (-(-values // THREADS), 1, 1), (THREADS, 1, 1),
                    *map(InOut, arrays), *missing, *builder.group.arguments(values))
 
 
