@@ -81,7 +81,7 @@ class Slot(NamedTuple):
     """What a process gets."""
 
     number: int
-    gpu: topology.Gpu | None
+    gpu: topology.GpuPlace | None
     cores: frozenset[int]
     bound: bool  # to these cores; else it only has as many threads
 
