@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -35,21 +35,12 @@ from train.reporting.recorder import Recorder
 from train.schedule import make_schedule
 
 
-class Sums(NamedTuple):
-    """Metrics summed over images and processes."""
-
-    loss_sum: float
-    top1: float
-    top5: float
-    count: float  # type: ignore[assignment]  # hides tuple.count, which nobody needs here
-
-
-def validate(executor: Executor, loader: Loader, workers: Workers) -> Sums:
+def validate(executor: Executor, loader: Loader, workers: Workers) -> Metrics:
     """Loss and accuracy over a whole split, with BatchNorm's statistics averaged over the processes first."""
     workers.all_reduce_on_host(list(executor.aux.values()), "aux")
     for batch in loader:
         executor.evaluate(batch.data, batch.label, batch.num_valid)
-    return Sums(*workers.sum(executor.read_metrics()))
+    return Metrics(*workers.sum(executor.read_metrics()))
 
 
 @contextlib.contextmanager
@@ -252,7 +243,7 @@ class Trainer:
             values = self.workers.sum([*waits.ravel(), *self.receive_metrics(), *readings])
             self.receive_metrics = None
             slowest = np.reshape(values[: waits.size], waits.shape).max(axis=0).tolist()
-            metrics, sums = Sums(*values[waits.size :][:4]), values[waits.size + 4 :]
+            metrics, sums = Metrics(*values[waits.size :][:4]), values[waits.size + 4 :]
             gpu = GpuReadings(*(value / self.workers.size for value in sums))._replace(power=sums[0]) if sums else None
             recorder.log(metrics, gpu, slowest)
             if not math.isfinite(metrics.loss_sum):

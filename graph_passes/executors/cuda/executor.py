@@ -250,11 +250,10 @@ class CudaExecutor(Executor):
         self._step.infer(num_images)
 
     def read_metrics(self) -> Metrics:
-        return Metrics(*self._step.read_metrics())
+        return self._step.read_metrics()
 
     def request_metrics(self) -> Callable[[], Metrics]:
-        receive = self._step.request_metrics()
-        return lambda: Metrics(*receive())
+        return self._step.request_metrics()
 
     @property
     def gpu(self) -> Gpu:
