@@ -256,7 +256,7 @@ def images_per_sec(row: Row) -> float:
 
 
 def single_of(row: Row, rows: list[Row]) -> Row | None:
-    """The same on one GPU, where nothing is averaged in any way."""
+    """The row of one GPU for what this row measures on several; None where it was not measured."""
     return next((other for other in rows if other["what"] == row["what"] and other["gpus"] == 1), None)
 
 

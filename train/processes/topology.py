@@ -137,7 +137,7 @@ def cores_of_process(local_size: int) -> int:
 
 
 def format_cores(cores: frozenset[int]) -> str:
-    """As the kernel writes them: 0-3,8."""
+    """Numbers of cores in the Linux kernel's way of writing: 0-3,8."""
     runs: list[list[int]] = []
     for core in sorted(cores):
         if runs and core == runs[-1][1] + 1:

@@ -166,7 +166,7 @@ class Recorder:
         self._step_start, self._waited = self._last_line - self._overhang, 0.0
 
     def timed(self, batches: Iterable[T]) -> Iterator[T]:
-        """The same batches; the time that each takes to arrive counts as the step's wait for the loader.
+        """Pass batches through; the time that each takes to arrive counts as the step's wait for the loader.
 
         A loader's `bad_images` (file or record, reason) become events, and lines on the terminal, as they are found.
         """

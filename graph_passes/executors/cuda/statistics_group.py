@@ -84,7 +84,7 @@ class StatisticsGroup:
                       for member, invitation in enumerate(invitations)], own)
 
     def connect(self, mailboxes: Sequence[int], own: int) -> None:
-        """The same with addresses of mailboxes that this process can use already."""
+        """Take the members' mailboxes, by addresses that this process can use. `own`: which of the members it is."""
         self.size, self._own = len(mailboxes), own
         self._mailboxes.of[: self.size] = list(mailboxes)
 

@@ -1,4 +1,4 @@
-// BatchNorm, ReLU and the 3x3 max pooling with stride 2 behind it in one (ResNet's stem): the normalised tensor, the largest
+// BatchNorm, ReLU and the 3x3 max pooling with stride 2 that consumes it in one (ResNet's stem): the normalised tensor, the largest
 // of the network, is never written, nor is its gradient.
 //
 // `winner` is the place of the maximum in its window (row * 3 + column), or NOBODY where no value is above 0: ReLU then

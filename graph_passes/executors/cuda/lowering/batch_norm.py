@@ -43,7 +43,7 @@ def apply(builder: Builder, node: Node) -> None:
 
 
 def inference(builder: Builder, node: Node) -> None:
-    """The same with running statistics: the sums are made from them."""
+    """In inference: the output, from the input and the running statistics, of which sums are made."""
     x = builder.input(node, "data")
     rows, channels = rows_and_channels(node, x)
     sums = Buffer(f"{node.name}:sums", (2, channels), "float32")
