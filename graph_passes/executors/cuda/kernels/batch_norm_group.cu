@@ -51,6 +51,7 @@ __device__ inline float receive(const uint64 *word, uint32 number, uint32 *fault
 // Replaces the first `values` floats of up to four arrays (the others are null) by their means over the group, added up in the
 // order of its members: all get the same bits. `own`: this GPU's place among the `size` members. `numbers`: of the latest
 // exchange of each block; blocks exchange independently.
+// Shapes: a, b, c, d (values) fp32; numbers (gridDim.x); fault (1).
 __global__ void __launch_bounds__(THREADS)
 group_mean(float *a, float *b, float *c, float *d, Mailboxes mailboxes, int own, int size, uint32 *numbers,
            uint32 *fault, uint64 limit, int values) {
