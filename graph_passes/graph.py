@@ -79,8 +79,11 @@ class Node:
         return dataclasses.replace(self, **changes)
 
     def derive(self, op: str, name: str, inputs: Iterable[Ref], **attrs: Any) -> Node:
-        """A node of another operator that has this one's attributes, and `attrs` besides."""
-        return Node(op, name, tuple(inputs), {**self.attrs, **attrs})
+        """A node of another operator that has this one's attributes, as far as that operator knows them, its hints, and
+        `attrs` besides."""
+        own, its = OPERATORS[self.op].attrs, OPERATORS[op].attrs
+        kept = {key: value for key, value in self.attrs.items() if key in its or key not in own}
+        return Node(op, name, tuple(inputs), {**kept, **attrs})
 
     def with_attrs(self, **changes: Any) -> Node:
         """A copy with some attributes changed or added."""

@@ -1,4 +1,5 @@
-# Sourced by the launchers: finds Python, setting it up where nobody has, and takes `-p NAME`, a file of scripts/platforms/, out of the arguments.
+# Sourced by the launchers: finds Python, setting it up where nobody has, and takes `-p NAME`, a file of
+# scripts/platforms/, out of the arguments.
 #
 #   root, python       the repository, the interpreter
 #   platform_options   options of the platform's file; those of the user come behind them and so win

@@ -31,10 +31,15 @@ find_python() {
     return 1
 }
 
-# Sets `kind`, gpu or cpu, and says why where a GPU is left alone.
+# Sets `kind`, gpu or cpu, and says why where a GPU is left alone. SETUP_FOR names it where this machine only sets up what
+# another one runs, as for a container.
 find_kind() {
     local found driver capability name query=driver_version,compute_cap,name
-    kind=cpu
+    kind=${SETUP_FOR:-cpu}
+    case ${SETUP_FOR:-} in
+        gpu|cpu) return ;;
+        ?*) fail "SETUP_FOR is '$SETUP_FOR': give gpu or cpu, or unset it to let this machine decide" ;;
+    esac
     command -v nvidia-smi >/dev/null || return 0
     if ! found=$(nvidia-smi --query-gpu=$query --format=csv,noheader 2>&1) || [[ $found != *,* ]]; then
         say "nvidia-smi finds no GPU ($(printf %.200s "$(tail -n1 <<<"$found")")): packages for the CPU"

@@ -2,8 +2,8 @@
 """Goes through the set-up of a GPU machine on one without a GPU; run by hand: tests/try_gpu_setup.py FOLDER
 
 It installs all packages into FOLDER (5 GB), compiles Horovod with NCCL and train/processes/allreduce.cc, and loads what
-came of it: `nvidia-smi` and the driver's library libcuda.so.1 are stand-ins that it makes. At the end two processes add
-numbers on the CPU. What cannot be seen so: anything that runs on a GPU.
+came of it: `nvidia-smi` and the driver's library libcuda.so.1 are stand-ins that it makes. At the end two processes
+add numbers on the CPU. What cannot be seen so: anything that runs on a GPU.
 """
 
 from __future__ import annotations

@@ -55,15 +55,18 @@ class MXNetExecutor(Executor):
         # The Symbol is bound once for each use: forward(is_train) of a bound Symbol sets a flag that operators which
         # still wait in the engine read when their turn comes. One that both trained and inferred would mix up the two.
         self._bound: dict[str, _Bound] = {}  # by grad_req: to write gradients, to add to them, or to infer ("null")
+        self._trained: set[str] = set()  # those of them that have had a training pass
         self._bind("write", self._shapes)
         self._totals = mx.nd.zeros(4, dtype="float64", ctx=self._context)  # the fields of Metrics
 
     def forward_backward(self, data: Array, label: Array, accumulate: bool = False, mixup: float = 1.0) -> None:
         if self._loss is None:
             raise GraphError("the graph does not end in SoftmaxOutput: without a loss there is nothing to train")
-        bound = self._load("add" if accumulate else "write", data, label, mixup)
-        bound.executor.forward(is_train=True)
-        bound.executor.backward()
+        grad_req = "add" if accumulate else "write"
+        bound = self._load(grad_req, data, label, mixup)
+        with self._first_pass_quiet(grad_req):
+            bound.executor.forward(is_train=True)
+            bound.executor.backward()
         self._count(bound, label, label.shape[0])
 
     def forward(self, data: Array, label: Array | None = None) -> Array:
@@ -123,7 +126,21 @@ class MXNetExecutor(Executor):
                 self._context, arguments, self.grads, requests, self.aux, shared_exec=shared
             )
         self._bound[grad_req] = _Bound(executor, inputs)
+        self._trained.discard(grad_req)
         return self._bound[grad_req]
+
+    @contextlib.contextmanager
+    def _first_pass_quiet(self, grad_req: str) -> Iterator[None]:
+        """In its first training pass oneDNN logs a line for each average pooling over windows."""
+        pools = any(node.op == "Pooling" and node["pool_type"] == "avg" and not node["global_pool"]
+                    for node in self.graph)
+        if not pools or grad_req in self._trained:
+            yield
+            return
+        with _stderr_closed():
+            yield
+            mx.nd.waitall()
+        self._trained.add(grad_req)
 
     def _count(self, bound: _Bound, label: Array, num_valid: int) -> None:
         """Add the first `num_valid` images of the batch to the metrics. Asynchronous."""
@@ -167,7 +184,7 @@ def _infer_shapes(symbol: Any, inputs: Mapping[str, Sequence[int]]) -> tuple[dic
 
 @contextlib.contextmanager
 def _stderr_closed() -> Iterator[None]:
-    """Binding logs a line about MXNET_SUBGRAPH_BACKEND (common/mxnet_compat.py) that no setting of MXNet turns off."""
+    """For what MXNet logs and no setting turns off: binding, of MXNET_SUBGRAPH_BACKEND (common/mxnet_compat.py)."""
     sys.stderr.flush()
     saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:

@@ -53,7 +53,7 @@ def _wgrad(graph: Graph, convolution: Node, choose: Choose) -> list[Node]:
         before = graph[wgrad.inputs[0].node] if wgrad.op == "ConvolutionWgrad" else wgrad
         if (before.op == "BatchNormPoolBackwardApply" and before.input("data") == Ref(convolution.name)
                 and graph.sole_reader(Ref(before.name), "ConvolutionWgrad")):
-            fused = Node("StemWgrad", wgrad.name, (*before.inputs, image), {**before.attrs, **wgrad.attrs})
+            fused = before.derive("StemWgrad", wgrad.name, (*before.inputs, image), **wgrad.attrs)
             if choose(graph, wgrad, {"stem_wgrad": [fused], "separate": [before, wgrad]}) == "stem_wgrad":
                 return [fused]
     return []

@@ -13,6 +13,7 @@ from step_networks import fused, random_variables, small_resnet
 from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError, passes
 from graph_passes.executors import Metrics, create_executor
+from train.models import resnet, resnet_d
 
 CLASSES = 7
 KINDS = ["mxnet", "reference"]
@@ -74,6 +75,27 @@ def test_mxnet_equals_the_reference(problem):
     assert metrics.loss_sum == pytest.approx(expected.loss_sum, rel=1e-5)
     data = problem[4][0][0]
     np.testing.assert_allclose(stock.forward(mx.nd.array(data)).asnumpy(), reference.forward(data), rtol=1e-4)
+
+
+@pytest.mark.parametrize("size", [(16, 16), (17, 15)])
+def test_groups_and_average_pooling(size, rng, capfd):
+    """fp32 against float64; in even sizes oneDNN does the pooling, without a word."""
+    x = resnet.batch_norm(resnet.conv(mx.sym.Variable("data"), "first", 12, 3), "first_bn")
+    x = resnet.relu(resnet.batch_norm(resnet.conv(x, "grouped", 24, 3, stride=1, groups=4), "grouped_bn"), "relu")
+    x = mx.sym.FullyConnected(resnet_d.projection(x, "shortcut", 8, 2), num_hidden=CLASSES, name="fc")
+    graph = fused(mx.sym.SoftmaxOutput(x, normalization="batch", name="softmax"))
+    shapes = {"data": (4, *size, 3), "softmax_label": (4,)}
+    values = random_variables(graph, shapes, rng, CLASSES, np.float32)
+    batch = rng.standard_normal(shapes["data"]).astype("f"), rng.integers(0, CLASSES, 4).astype("f")
+    params = {name: values[name] for name in graph.arguments if name not in shapes}
+    problem = graph, shapes, params, {name: values[name] for name in graph.aux}, [batch]
+    stock, reference = executors(problem, *KINDS, dtype="float64")
+    for executor in (stock, reference):
+        executor.forward_backward(*nd(batch))
+        executor.forward_backward(*nd(batch), accumulate=True)
+    assert_close(canonical_grads(stock), canonical_grads(reference), 1e-4)
+    assert stock.read_metrics().loss_sum == pytest.approx(reference.read_metrics().loss_sum, rel=1e-5)
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -119,6 +119,7 @@ def test_every_operator_is_in_one_of_these_graphs():
                 for each in listed.values():
                     after = each(after)
                     seen |= after.operators().keys()
+                assert Graph.from_json(after.to_json()) == after
     assert set(OPERATORS) - seen == {"transpose", "softmax"}
 
 

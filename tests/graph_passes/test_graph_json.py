@@ -236,3 +236,46 @@ def test_images_too_small_for_the_network():
 def test_operators_without_a_shape_rule_are_named():
     with pytest.raises(GraphError, match="operator clip of node 'limit' has no shape rule"):
         Graph.from_json(mx.sym.clip(mx.sym.var("data"), 0, 6, name="limit").tojson()).infer_shapes({"data": (1, 2)})
+
+
+def relu_chain(*names):
+    """x -> relu -> relu -> ..."""
+    nodes, source = [Node(VARIABLE, "x")], "x"
+    for name in names:
+        nodes.append(Node("relu", name, (Ref(source),)))
+        source = name
+    return Graph(nodes, [Ref(source)])
+
+
+def test_replace_moves_readers_and_drops_what_nobody_reads():
+    graph = relu_chain("a", "b", "c")
+    both = Node("AddRelu", "both", (Ref("x"), Ref("x")))
+    after = graph.replace([both], {Ref("b"): Ref("both")})
+    assert [node.name for node in after] == ["x", "both", "c"] and after["c"].inputs == (Ref("both"),)
+    assert graph.replace([both], {Ref("c"): Ref("both")}).outputs == (Ref("both"),), "outputs of the graph move too"
+    assert [node.name for node in graph] == ["x", "a", "b", "c"], "the graph itself is as it was"
+
+
+def test_replace_puts_a_node_behind_another():
+    """Whoever reads `a` reads the new node instead, but for that one."""
+    graph = relu_chain("a", "b")
+    after = graph.replace([Node("relu", "between", (Ref("a"),))], {Ref("a"): Ref("between")})
+    assert [(node.name, node.inputs) for node in after][2:] == [("between", (Ref("a"),)), ("b", (Ref("between"),))]
+
+
+def test_replace_follows_moves_of_moves_and_takes_over_names():
+    graph = relu_chain("a", "b", "c")
+    new = [Node("AddRelu", "b", (Ref("a"), Ref("x"))), Node("relu", "d", (Ref("x"),))]
+    after = graph.replace(new, {Ref("a"): Ref("c"), Ref("c"): Ref("d")})
+    assert after.outputs == (Ref("d"),) and [node.name for node in after] == ["x", "d"]
+    after = graph.replace(new[:1], {})
+    assert after["b"].op == "AddRelu" and after["c"].inputs == (Ref("b"),)
+
+
+def test_sole_reader():
+    graph = relu_chain("a", "b")
+    assert graph.sole_reader(Ref("a"), "relu") == graph["b"] and graph.sole_reader(Ref("a"), "Flatten") is None
+    assert graph.sole_reader(Ref("b"), "relu") is None, "nobody reads it"
+    twice = Graph([*graph, Node("AddRelu", "sum", (Ref("a"), Ref("a")))], [Ref("sum")])
+    assert twice.sole_reader(Ref("a"), "AddRelu") is None, "read twice"
+    assert Graph(graph, [Ref("a"), Ref("b")]).sole_reader(Ref("a"), "relu") is None, "an output of the graph"

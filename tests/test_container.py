@@ -1,0 +1,39 @@
+"""The Dockerfile: as its linter wants it, and with all that the set-up reads. Building it is tried by hand."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+HADOLINT = shutil.which("hadolint", path=str(Path(sys.executable).parent))
+
+
+def copied(dockerfile: str) -> set[str]:
+    """What the first stage copies from the checkout."""
+    first_stage = dockerfile.split("\nFROM ")[1]
+    return {name for line in re.findall(r"^COPY (?!--)(.*) \S+$", first_stage, re.MULTILINE) for name in line.split()}
+
+
+@pytest.mark.skipif(not HADOLINT, reason="hadolint is not installed beside this Python")
+def test_linter(tmp_path: Path) -> None:
+    assert subprocess.run([HADOLINT, ROOT / "Dockerfile"], capture_output=True, text=True).stdout == ""
+    wrong = tmp_path / "Dockerfile"
+    wrong.write_text("FROM debian\nRUN cd /tmp\n")
+    assert "DL3006" in subprocess.run([HADOLINT, wrong], capture_output=True, text=True).stdout
+
+
+def test_the_set_up_has_what_it_reads() -> None:
+    """Files that make waits for before a set-up, and those that the package's metadata names."""
+    rules = re.findall(r"^\.venv/[^:]*:(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    wanted = {name for rule in rules for name in rule.split()}
+    assert {"pyproject.toml", "scripts/setup.sh", "train/processes/allreduce.cc"} <= wanted
+    for name in wanted | {"README.md", "common/mxnet_compat.pth"}:
+        assert (ROOT / name).is_file()
+        parents = {name, *map(str, Path(name).parents)}
+        assert parents & copied((ROOT / "Dockerfile").read_text()), f"the Dockerfile does not copy {name}"
