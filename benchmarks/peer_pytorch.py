@@ -4,13 +4,14 @@
     python benchmarks/peer_pytorch.py --mode eager --data IMAGES --workers 16
     python -m torch.distributed.run --standalone --nproc_per_node=4 benchmarks/peer_pytorch.py --ddp
 
-torchvision's ResNet (v1.5, as ours), channels_last, automatic mixed precision, gradient scaler in fp16, fused SGD with
-momentum, cuDNN autotuning; `--mode compile` puts the network through torch.compile. For every line on its standard
-input it measures `--steps` steps and prints one line of JSON; it ends with its input. With `--ddp`, on several GPUs
-through DistributedDataParallel, it measures once, and the first process prints. With `--data`, a folder of class
-folders, the batches come from torchvision as usual: ImageFolder, RandomResizedCrop, flip, normalise, a DataLoader with
-`--workers` processes and pinned memory; with `--loader-only` nothing is done with them. Runs in an interpreter of its
-own (the programs beside it start the one named by PEER_PYTHON): this project itself never imports PyTorch.
+torchvision's ResNet (v1.5, as ours), or timm's network where torchvision has none of that name, channels_last,
+automatic mixed precision, gradient scaler in fp16, fused SGD with momentum, cuDNN autotuning; `--mode compile` puts the
+network through torch.compile. For every line on its standard input it measures `--steps` steps and prints one line of
+JSON; it ends with its input. With `--ddp`, on several GPUs through DistributedDataParallel, it measures once, and the
+first process prints. With `--data`, a folder of class folders, the batches come from torchvision as usual: ImageFolder,
+RandomResizedCrop, flip, normalise, a DataLoader with `--workers` processes and pinned memory; with `--loader-only`
+nothing is done with them. Runs in an interpreter of its own (the programs beside it start the one named by
+PEER_PYTHON): this project itself never imports PyTorch.
 """
 
 from __future__ import annotations
@@ -28,10 +29,19 @@ import torchvision
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 REPEATS = 100  # of a small set of images, so that no epoch ends while it is measured
+WARM_UP_SECONDS, NUM_BATCHES = 3.0, 6  # as step_gpu.py has them
 PREFETCH = 2  # batches that each worker has ready, PyTorch's default
 STRETCHES = 5  # that the loader is timed for
 
 Batches = Iterator[tuple[torch.Tensor, torch.Tensor]]
+
+
+def make_network(name: str) -> torch.nn.Module:
+    if name in torchvision.models.list_models():
+        return torchvision.models.get_model(name)
+    import timm
+
+    return timm.create_model(name)
 
 
 def load_batches(folder: str, batch: int, size: int, workers: int) -> Batches:
@@ -67,13 +77,13 @@ def measure_loader(batches: Batches, workers: int) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="resnet50", help="of torchvision")
+    parser.add_argument("--model", default="resnet50", help="of torchvision, or else of timm")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--dtype", choices=("float16", "bfloat16", "tf32", "float32"), default="float16")
     parser.add_argument("--mode", choices=("eager", "compile"), default="compile")
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--warm-up", type=int, default=15, help="steps before")
+    parser.add_argument("--warm-up", type=int, default=0, help="steps before, on several GPUs; 0: three seconds")
     parser.add_argument("--ddp", action="store_true", help="one of the processes that torch.distributed.run started")
     parser.add_argument("--inference", action="store_true", help="weights in the given dtype, no gradients")
     parser.add_argument("--data", help="folder of class folders; without it the data is synthetic")
@@ -100,7 +110,7 @@ def main() -> None:
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = arguments.dtype == "tf32"
     mixed = arguments.dtype in ("float16", "bfloat16")
     dtype = getattr(torch, arguments.dtype) if mixed else torch.float32
-    network = torchvision.models.get_model(arguments.model).cuda().to(memory_format=torch.channels_last)
+    network = make_network(arguments.model).cuda().to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-5, fused=True)
     scaler = torch.amp.GradScaler("cuda", enabled=dtype is torch.float16)
     loss_function = torch.nn.CrossEntropyLoss(label_smoothing=0.1)
@@ -108,15 +118,17 @@ def main() -> None:
         network = torch.nn.parallel.DistributedDataParallel(network, device_ids=[0], gradient_as_bucket_view=True)
     forward = torch.compile(network) if arguments.mode == "compile" else network
     shape = (arguments.batch, 3, arguments.size, arguments.size)
-    data = torch.randn(shape, device="cuda", dtype=dtype).to(memory_format=torch.channels_last)
-    label = torch.randint(0, 1000, (arguments.batch,), device="cuda")
+    synthetic = itertools.cycle([
+        (torch.randn(shape, device="cuda", dtype=dtype).to(memory_format=torch.channels_last),
+         torch.randint(0, 1000, (arguments.batch,), device="cuda")) for _ in range(NUM_BATCHES)
+    ])
 
     @torch.inference_mode()
     def infer() -> None:
-        torch.softmax(forward(data).float(), 1)
+        torch.softmax(forward(next(synthetic)[0]).float(), 1)
 
     def train() -> None:
-        nonlocal data, label
+        data, label = next(synthetic)
         if batches:
             images, classes = next(batches)
             data = images.cuda(non_blocking=True).to(memory_format=torch.channels_last)
@@ -134,6 +146,10 @@ def main() -> None:
     for _ in range(1) if arguments.ddp else sys.stdin:
         for _ in range(arguments.warm_up):
             step()
+        begin = time.monotonic()
+        while not arguments.warm_up and time.monotonic() - begin < WARM_UP_SECONDS:
+            step()
+            torch.cuda.synchronize()
         if batches:
             drain(batches, arguments.workers)
         torch.cuda.reset_peak_memory_stats()

@@ -6,7 +6,8 @@
 Writes results/<model>_<fp16|bf16|tf32|fp32>_b<batch>_synthetic_1gpu.json, and the memory that both need as a line
 of results/memory_1gpu.jsonl. Ours is what a training step of the cuda executor is: taking the batch from an MXNet array
 on the GPU, forward, loss and top-1/top-5, backward, optimizer with loss scaling. The peer (benchmarks/peer_pytorch.py)
-does the same without top-1/top-5. Step times are from CUDA events, one after each step; nothing waits for the host.
+does the same without top-1/top-5. Both start from all gammas 1, take turns between six batches, and warm up for three
+seconds before each turn. Step times are from CUDA events, one after each step; nothing waits for the host.
 Without PEER_PYTHON there is no peer. `--inference` measures inference, up to the probabilities on the GPU. `--sweep`
 measures all of SWEEP, each in a process of its own; torch.compile takes about a minute for most of them.
 """
@@ -20,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -35,7 +37,9 @@ from graph_passes.executors.cuda import profile
 from graph_passes.executors.cuda.executor import CudaExecutor
 from train import models
 
-CLASSES, LEARNING_RATE, WARM_UP = 1000, 0.1, 15
+CLASSES, LEARNING_RATE = 1000, 0.1
+WARM_UP = 15  # steps, where a program has no better way
+WARM_UP_SECONDS, NUM_BATCHES = 3.0, 6
 SHORT = {"float16": "fp16", "bfloat16": "bf16", "tf32": "tf32", "float32": "fp32"}
 MEMORY = RESULTS / "memory_1gpu.jsonl"
 SWEEP = (
@@ -55,17 +59,24 @@ def make_step(model: str, batch: int, size: int, dtype: str, device_id: int = 0,
     executor = create_executor("cuda", network.graph, shapes, device=f"gpu({device_id})",
                                dtype="float32" if dtype == "tf32" else dtype, tf32=dtype == "tf32", **options)
     assert isinstance(executor, CudaExecutor)
-    executor.set_params(*network.initial_values(seed=0, channels=4))
-    data = mx.nd.random.normal(shape=shapes["data"])
+    executor.set_params(*network.initial_values(seed=0, channels=4, zero_init_residual=False))
+    return executor, *random_batch(shapes["data"], dtype, gpu)
+
+
+def random_batch(shape: tuple[int, ...], dtype: str, gpu: Any) -> tuple[Any, Any]:
+    """Images and labels on a GPU."""
+    data = mx.nd.random.normal(shape=shape)
     data[:, :, :, 3] = 0
-    label = mx.nd.floor(mx.nd.random.uniform(0, CLASSES, (batch,)))
-    on_gpu = data.astype("float16" if dtype == "float16" else "float32").as_in_context(gpu)
-    return executor, on_gpu, label.as_in_context(gpu)
+    label = mx.nd.floor(mx.nd.random.uniform(0, CLASSES, shape[:1]))
+    return data.astype("float16" if dtype == "float16" else "float32").as_in_context(gpu), label.as_in_context(gpu)
 
 
-def measure(executor: CudaExecutor, data: Any, label: Any, steps: int, inference: bool) -> list[float]:
+def measure(executor: CudaExecutor, batches: Sequence[tuple[Any, Any]], steps: int, inference: bool) -> list[float]:
     """Milliseconds of each step after warm-up."""
+    in_turn = itertools.cycle(batches)
+
     def step() -> None:
+        data, label = next(in_turn)
         if inference:
             executor.forward(data)
             return
@@ -74,8 +85,10 @@ def measure(executor: CudaExecutor, data: Any, label: Any, steps: int, inference
 
     gpu = executor.gpu
     events = [gpu.timing_event() for _ in range(steps + 1)]
-    for _ in range(WARM_UP):
+    begin = time.monotonic()
+    while time.monotonic() - begin < WARM_UP_SECONDS:
         step()
+        executor.synchronize()
     gpu.record(events[0])
     for event in events[1:]:
         step()
@@ -135,13 +148,15 @@ def main() -> None:
         return
 
     started = time.monotonic()
-    executor, data, label = make_step(arguments.model, arguments.batch, arguments.size, arguments.dtype)
+    executor, *first = make_step(arguments.model, arguments.batch, arguments.size, arguments.dtype)
     print(f"ready after {time.monotonic() - started:.1f} s (the first time on a machine, plans are timed)")
     free, total = executor.gpu.memory()
     memory: dict[str, Any] = {"ours_in_use_gib": gib(total - free)}
+    shape, gpu = executor.input_shapes["data"], first[0].context
+    batches = [(first[0], first[1]), *(random_batch(shape, arguments.dtype, gpu) for _ in range(NUM_BATCHES - 1))]
     peer = start_peer(arguments) if "PEER_PYTHON" in os.environ else None
     ours, theirs, turn = take_turns(
-        arguments.rounds, lambda: measure(executor, data, label, arguments.steps, arguments.inference), peer)
+        arguments.rounds, lambda: measure(executor, batches, arguments.steps, arguments.inference), peer)
     if peer:
         memory |= {"peer": turn["name"], "peer_in_use_gib": gib(free - executor.gpu.memory()[0]),
                    "peer_peak_allocated_gib": gib(turn["allocated_bytes"])}

@@ -86,7 +86,8 @@ def given(options: type, arguments: Sequence[str], *, prog: str, default: object
 
 def given_and_rest(options: type, arguments: Sequence[str], *, prog: str,
                    rest: str) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
-    """The same for a program that hands on all that it does not know; `rest` says in its usage what that may be.
+    """What `given` reads, of a program that hands on all that it does not know; `rest` says in its usage what that may
+    be.
 
     Returns the values, and the arguments to be handed on. Raises as `given`, SystemExit after `--version` too.
     """
@@ -210,7 +211,7 @@ def given_value(arguments: Sequence[str], option: str) -> str | None:
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
-    """'; did you mean X?', to be put behind the wrong name, or nothing where no known one is near."""
+    """'; did you mean X?', to be put after the wrong name, or nothing where no known one is near."""
     bare = {name.lstrip("-"): name for name in sorted(known)}
     initials = {"".join(part[:1] for part in name.split("-")): name for name in bare if "-" in name}  # --lr, --wd
     wrong = wrong.lstrip("-")
@@ -219,7 +220,7 @@ def did_you_mean(wrong: str, known: Iterable[str]) -> str:
 
 
 def nearest(wrong: str, known: Iterable[str]) -> str:
-    """The same, or else a list of what there is."""
+    """'; did you mean X?', or a list of what there is where no known name is near."""
     return did_you_mean(wrong, known) or f"; there are: {', '.join(sorted(known))}"
 
 

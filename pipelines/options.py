@@ -122,7 +122,7 @@ class MakeSamplesOptions:
     num_train: int | None = None
     """Training images of each class; default: as many as `python -m train --data samples` draws."""
     num_val: int | None = None
-    """Validation images of each class; likewise."""
+    """Validation images of each class; default: as many as `python -m train --data samples` draws."""
     seed: int = 0
     """Another seed draws other images."""
     num_threads: int = 0

@@ -128,7 +128,7 @@ class Executor:
     synchronize = end_step
 
 
-class Average:
+class AllReduce:
     """An all-reduce takes 10 ns a kB, beside the pass or after it."""
 
     def __init__(self, executor: Executor) -> None:
@@ -149,7 +149,7 @@ def test_measurement(scaling: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """What a process makes of the events of its steps, two processes being alike."""
     workers = SimpleNamespace(size=size, rank=0, local_rank=0, alone=size == 1, sum=list,
                               gather=lambda value: [value] * size,
-                              bucket_average=Average)
+                              bucket_all_reduce=AllReduce)
     monkeypatch.setattr(scaling, "Workers", lambda: workers)
     monkeypatch.setattr(scaling, "make_step", lambda *_, **options: (Executor(Clock()), options, None))
     counter = iter(range(0, 10_000, 700))

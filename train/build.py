@@ -121,13 +121,13 @@ def build_executor(
     image_size: int,
     placement: Placement,
     checkpoint: Checkpoint | None,
-    averages: bool = False,
+    all_reduce: bool = False,
     bn_group: StatisticsGroup | None = None,
     largest_image_size: int = 0,
 ) -> Executor:
     """The network with the parameters of `checkpoint`, or initial ones without. Raises GraphError or TrainError.
 
-    `image_size` is that of the first batches, in pixels: for others the executor is built when they come. `averages`:
+    `image_size` is that of the first batches, in pixels: for others the executor is built when they come. `all_reduce`:
     its gradients will be averaged with those of other processes. `bn_group`: see `join_bn_group`.
     `largest_image_size`: of the training images to come, for whose memory the cuda executor asks at once.
     """
@@ -146,7 +146,7 @@ def build_executor(
         dtype = network_dtype(config, placement)
         options = {"dtype": dtype, "tf32": config.tf32, "deterministic": config.deterministic, "group": bn_group,
                    "largest_image_size": largest_image_size}  # fmt: skip
-        if averages:
+        if all_reduce:
             # Horovod's MXNet library knows no bfloat16.
             wide = config.wire_dtype == "float32" or dtype == "bfloat16"
             options |= {"num_buckets": config.buckets, "wire_dtype": "float32" if wide else None}

@@ -23,12 +23,13 @@ Arrays = dict[str, np.ndarray]
 
 
 class Metrics(NamedTuple):
-    """Sums over images: cross entropy (nats, with the network's label smoothing), hits among the best 1 and 5."""
+    """Sums over images, of one process or of all: cross entropy (nats, with the network's label smoothing), hits among
+    the best 1 and 5, and how many images these are."""
 
     loss_sum: float
-    top1: int
-    top5: int
-    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody needs here
+    top1: float
+    top5: float
+    count: float  # type: ignore[assignment]  # hides tuple.count, which nobody needs here
 
 
 class Executor(ABC):

@@ -122,7 +122,7 @@ class ArrayOptimizer:
         self._updates = int(scalars.get("updates", 0))
 
     def step(self, learning_rate: float, scale: float = 1.0, ema_decay: float = 0.0) -> None:
-        """See `Optimizer`."""
+        """Update all parameters, from gradients multiplied by `scale`, and then the averages."""
         self._updates += 1
         update = Update(learning_rate, scale, self._updates)
         for name, param in self.params.items():
@@ -132,7 +132,7 @@ class ArrayOptimizer:
             self.ema[name][:] = ema_decay * self.ema[name] + (1 - ema_decay) * array
 
     def swap_ema(self) -> None:
-        """See `Optimizer`."""
+        """Exchange the arrays of `ema_of` with their averages."""
         for name, array in self.ema_of.items():
             own = array.copy()
             array[:] = self.ema[name]

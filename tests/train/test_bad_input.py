@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from common.nvidia_gpus import Gpu
+from common.nvidia_gpus import GpuInfo
 from graph_passes import GraphError
 from train import checkpoint, devices
 from train.config import Config, read
@@ -26,7 +26,7 @@ from train.models import resnet
 
 pytestmark = pytest.mark.usefixtures("narrow_network")
 
-H200 = Gpu("NVIDIA H200", (9, 0))
+H200 = GpuInfo("NVIDIA H200", (9, 0))
 
 
 @pytest.fixture(scope="module")

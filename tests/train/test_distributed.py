@@ -63,8 +63,8 @@ SESSION = """
     batch = np.load(f"{folder}/batch{workers.rank}.npz")
     executor.forward_backward(mx.nd.array(batch["data"]), mx.nd.array(batch["label"]))
     local = {name: grad.asnumpy() for name, grad in executor.grads.items()}
-    workers.gradient_average(executor).finish()
-    workers.average_on_host(list(executor.aux.values()), "aux")
+    workers.gradient_all_reduce(executor).finish()
+    workers.all_reduce_on_host(list(executor.aux.values()), "aux")
     np.savez(f"{folder}/rank{workers.rank}.npz",
              **{f"local/{name}": grad for name, grad in local.items()},
              **{f"averaged/{name}": grad.asnumpy() for name, grad in executor.grads.items()},

@@ -127,7 +127,7 @@ def test_without_validation(run_train, tiny_options, tmp_path):
 
 
 def test_reference_executor_trains_like_mxnet(run_train, tiny_options, tmp_path):
-    """The same two steps on both executors; fp32 networks of this depth agree to a few thousandths in the loss."""
+    """Two steps on each of the executors; fp32 networks of this depth agree to a few thousandths in the loss."""
     losses = {}
     for executor in ("mxnet", "reference"):
         folder = tmp_path / executor

@@ -12,24 +12,18 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from rich.console import Console
 
+from graph_passes.executors import Metrics
 from train.errors import TrainError
 from train.reporting.gpu_monitor import GpuReadings
 from train.reporting.metrics import METRICS_FILE, UNITS, RunRecord, speed
 from train.reporting.recorder import Recorder
 
 IMAGES_PER_STEP = 24
-
-
-class Metrics(NamedTuple):
-    loss_sum: float
-    top1: float
-    top5: float
-    count: float
 
 
 @dataclass

@@ -45,7 +45,7 @@ class Measurement:
     limit_steps: int = 1000
     """Measure at most this many steps, even if the median is still uncertain."""
     limit_minutes: float = 5.0
-    """End after this many minutes, likewise."""
+    """End after this many minutes, even if the median is still uncertain."""
     profile: bool = False
     """Executor cuda: also measure each operator of the step; printed, and written to profile.txt in the run folder."""
 

@@ -82,8 +82,8 @@ def open_recorder(trainer: Trainer, num_epochs: int | None, warmup_steps: int = 
     )
     if workers.rank == 0:  # once the recorder has the folder for itself
         files.write(trainer.run_folder / CONFIG_FILE, json.dumps(config.to_dict(), indent=2).encode() + b"\n")
-    if trainer.average:
-        recorder.say(workers.describe(trainer.average))
+    if trainer.all_reduce:
+        recorder.say(workers.describe(trainer.all_reduce))
     return recorder
 
 

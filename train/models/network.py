@@ -44,7 +44,7 @@ class Network:
         return roles.classifier(self.graph).inputs[2].node
 
     def initial_values(self, seed: int, channels: int = 3, zero_init_residual: bool = True) -> tuple[Arrays, Arrays]:
-        """As `init_params` has them."""
+        """Initial parameters and running statistics, canonical, by `init_params`."""
         return init_params(self.symbol, seed, channels, zero_init_residual)
 
 

@@ -81,7 +81,7 @@ class Slot(NamedTuple):
     """What a process gets."""
 
     number: int
-    gpu: topology.Gpu | None
+    gpu: topology.GpuPlace | None
     cores: frozenset[int]
     bound: bool  # to these cores; else it only has as many threads
 
@@ -158,7 +158,8 @@ def launch(slots: Sequence[Slot], command: Sequence[str]) -> int:
 
 
 def launch_elastic(slots: Sequence[Slot], command: Sequence[str], min_processes: int, cooldown: int = 0) -> int:
-    """The same in Horovod's elastic mode: when a process is lost, the others go on as long as `min_processes` are left.
+    """Run a command once for each slot in Horovod's elastic mode; the exit code. When a process is lost, the
+    others go on as long as `min_processes` are left.
 
     To Horovod every slot is a host of its own, because it is whole hosts that Horovod gives up. A slot given up comes
     back after `cooldown` seconds, twice as long each time, if that is not 0; a process that is started there joins.

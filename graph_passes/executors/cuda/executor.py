@@ -41,7 +41,7 @@ class _Context(ctypes.Structure):
 
 
 class CudaExecutor(Executor):
-    """See `base.Executor`. Made for one batch size and image size.
+    """Runs a graph compiled to cuDNN graphs and our own CUDA kernels. Made for one batch size and image size.
 
     Differs from the other executors in three ways:
 
@@ -173,7 +173,8 @@ class CudaExecutor(Executor):
         self._step.swap_ema()
 
     def create_optimizer(self, rule: Rule, ema: bool = False) -> DeviceOptimizer:
-        """As the base class says."""
+        """Make the step update all parameters by this rule; `ema`: with moving averages of them and of the running
+        statistics. The optimizer to call for that."""
         self._step.set_optimizer(OptimizerConfig(rule, ema=ema))
         return DeviceOptimizer(self)
 
@@ -201,8 +202,8 @@ class CudaExecutor(Executor):
 
     def forward_backward(self, data: Array, label: Array, accumulate: bool = False, mixup: float = 1.0,
                          on_bucket: OnBucket | None = None) -> None:
-        """As the base class says. `on_bucket` gets one bucket of gradients after the other, each as soon as what
-        computes it is launched; its event `ready` says when it is computed."""
+        """One training pass over a batch, as `Executor` has it. `on_bucket` gets one bucket of gradients after the
+        other, each as soon as what computes it is launched; its event `ready` says when it is computed."""
         self._wait_for_mxnet()
         self._idle.begin()
         num_images = self.input_shapes["data"][0]
@@ -231,7 +232,7 @@ class CudaExecutor(Executor):
         self._step.update(learning_rate, gradient_scale, ema_decay)
 
     def forward(self, data: Array, label: Array | None = None) -> Array:
-        """As the base class says; the batch may be smaller than the one that the executor was made for."""
+        """Class probabilities by inference. The batch may be smaller than the one that the executor was made for."""
         self._wait_for_mxnet()
         num_images = min(data.shape[0], self.input_shapes["data"][0])
         self._load(data, label, 0 if label is None else num_images, num_images)
@@ -242,7 +243,8 @@ class CudaExecutor(Executor):
         return probabilities
 
     def evaluate(self, data: Array, label: Array, num_valid: int) -> None:
-        """As the base class says; the batch may be smaller than the one that the executor was made for."""
+        """Inference that only adds to the metrics. The batch may be smaller than the one that the executor was made
+        for."""
         self._wait_for_mxnet()
         self._idle.forget()
         num_images = min(data.shape[0], self.input_shapes["data"][0])
@@ -250,11 +252,10 @@ class CudaExecutor(Executor):
         self._step.infer(num_images)
 
     def read_metrics(self) -> Metrics:
-        return Metrics(*self._step.read_metrics())
+        return self._step.read_metrics()
 
     def request_metrics(self) -> Callable[[], Metrics]:
-        receive = self._step.request_metrics()
-        return lambda: Metrics(*receive())
+        return self._step.request_metrics()
 
     @property
     def gpu(self) -> Gpu:

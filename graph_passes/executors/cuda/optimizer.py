@@ -98,7 +98,7 @@ class Optimizer:
             growth_interval=config.growth_interval if dynamic else 0, constants=constants))
 
     def _tables(self) -> tuple[ctypes.Array[_Tensor], np.ndarray]:
-        store, gradients = self._store, self._store.averaged_gradients
+        store, gradients = self._store, self._store.reduced_gradients
         rows: list[_Tensor] = []
         chunks: list[tuple[int, int]] = []
         for number, parameter in enumerate(store.parameters.values()):

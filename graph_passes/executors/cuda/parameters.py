@@ -162,6 +162,6 @@ class ParameterStore:
         return {**self.weight_gradients.slices, **self.other_gradients.slices}
 
     @property
-    def averaged_gradients(self) -> dict[str, Buffer]:
+    def reduced_gradients(self) -> dict[str, Buffer]:
         """What the optimizer reads."""
         return {**self.gradients, **self.wire_gradients.slices}

@@ -19,6 +19,7 @@ import numpy as np
 from common.disk_cache import Cache
 from graph_passes import pipeline
 from graph_passes.errors import GraphError
+from graph_passes.executors.base import Metrics
 from graph_passes.executors.cuda.arena import Arena
 from graph_passes.executors.cuda.buckets import Bucket, bucket_of, cut
 from graph_passes.executors.cuda.capacity import check_fits, largest_batch
@@ -43,11 +44,11 @@ Allocate = Callable[[str, int], int | None]  # name, bytes -> device address
 OnBucket = Callable[[Bucket], None]
 
 
-class _Metrics(ctypes.Structure):
-    """`Metrics` of softmax.cu."""
+class MetricsLayout(ctypes.Structure):
+    """How `Metrics` lies in the GPU's memory, as in softmax.cu."""
 
     _fields_ = (("loss_sum", ctypes.c_double), ("top1", ctypes.c_uint64), ("top5", ctypes.c_uint64),
-                ("num_images", ctypes.c_uint64))
+                ("count", ctypes.c_uint64))
 
 
 class TrainingStep:
@@ -115,7 +116,7 @@ class TrainingStep:
             "data": ((images, height, width, padded_channels(channels)), self.dtype),
             "label": ((images,), "float32"),
             "mixup": ((1,), "float32"),
-            "metrics": ((ctypes.sizeof(_Metrics),), "uint8"),
+            "metrics": ((ctypes.sizeof(MetricsLayout),), "uint8"),
             "num_valid": ((1,), "int32"),
             "tickets": ((4096,), "int32"),
         }
@@ -428,27 +429,27 @@ class TrainingStep:
         """Of the latest `infer` (N, classes); waits."""
         return self.gpu.download(self.persistent.probabilities.address, self.persistent.probabilities.shape, np.float32)
 
-    def read_metrics(self) -> tuple[float, int, int, int]:
-        """Sum of the loss, top-1 hits, top-5 hits and images of all passes since the last call; waits and resets.
+    def read_metrics(self) -> Metrics:
+        """Of all passes since the last call; waits and resets.
 
         Raises GraphError where another GPU of the group was waited for in vain.
         """
         return self.request_metrics()()
 
-    def request_metrics(self) -> Callable[[], tuple[float, int, int, int]]:
-        """The same without waiting: what is returned, to be called once, waits for the passes enqueued so far only."""
+    def request_metrics(self) -> Callable[[], Metrics]:
+        """`read_metrics` without waiting: what is returned, to be called once, waits for the passes enqueued so far."""
         buffer = self.persistent.metrics
         pinned = self._free_pinned.pop() if self._free_pinned else self.gpu.pinned(buffer.num_bytes)
         copied = self.gpu.start_download(pinned, buffer.address)
         self.gpu.fill(buffer.address, 0, buffer.num_bytes)
 
-        def receive() -> tuple[float, int, int, int]:
+        def receive() -> Metrics:
             copied.sync()
             if self.options.group:
                 self.options.group.check()
-            sums = _Metrics.from_buffer_copy(pinned.tobytes())
+            sums = MetricsLayout.from_buffer_copy(pinned.tobytes())
             self._free_pinned.append(pinned)
-            return sums.loss_sum, sums.top1, sums.top5, sums.num_images
+            return Metrics(sums.loss_sum, sums.top1, sums.top5, sums.count)
 
         return receive
 

@@ -156,7 +156,7 @@ def test_small_network_against_the_reference(cache: Path, dtype: str, network: A
 
 
 def written_tensors(step: TrainingStep, shapes: dict[str, tuple[int, ...]]) -> dict[Ref, np.ndarray]:
-    """Every tensor that a pass writes, canonical, read behind the launch that writes it: memory is used again."""
+    """Every tensor that a pass writes, canonical, read right after the launch that writes it: memory is used again."""
     refs: dict[Any, list[Ref]] = {}
     for ref, buffer in step.training.buffers.items():
         refs.setdefault(buffer, []).append(ref)
@@ -177,7 +177,7 @@ def written_tensors(step: TrainingStep, shapes: dict[str, tuple[int, ...]]) -> d
 @pytest.mark.parametrize("depth, dtype", [*itertools.product((18, 50), DTYPES), (101, "float16")])
 def test_every_tensor_of_a_whole_network_follows_from_its_inputs(cache: Path, depth: int, dtype: str) -> None:
     """Forward and backward, operator by operator of the graph that runs: float64 applied to what the device has written
-    before, so that one ReLU whose sign is a matter of rounding does not move everything behind it, as from end to end.
+    before, so that one ReLU whose sign is a matter of rounding does not move everything after it, as from end to end.
     """
     symbol, shapes = resnet(depth, CLASSES, 0.1), {"data": (6, 49, 41, 3), "softmax_label": (6,)}
     graph = fused(symbol)
@@ -247,7 +247,7 @@ def test_whole_network_against_mxnet_on_the_cpu(cache: Path, name: str, dtype: s
     network, shapes = models.create(name, CLASSES, 0.1), {"data": (8, 64, 64, 3), "softmax_label": (8,)}
     graph = fused(network.symbol)
     # With seed 50 ResNet-50-D has a ReLU at 3e-6 in its last stage, which two ways to add up in fp32 put on either side
-    # of 0: one of 33,000 gradients there, so 0.6 % of all behind it. With 52 the nearest is at 1e-5.
+    # of 0: one of 33,000 gradients there, so 0.6 % of all that follows from it. With 52 the nearest is at 1e-5.
     seed = 52 if name == "resnet50d" else 50
     params, aux = network.initial_values(seed)
     data, label = random_batch(shapes, seed)
@@ -266,7 +266,7 @@ def test_whole_network_against_mxnet_on_the_cpu(cache: Path, name: str, dtype: s
         if wanted.any():
             errors[name] = relative_error(grad, wanted)
         else:
-            assert not grad.any(), f"behind a gamma of 0 the gradient is 0: {name}"
+            assert not grad.any(), f"the producers of what a gamma of 0 scales get no gradient: {name}"
     print(f"median {np.median(list(errors.values())):.1e}, maximum {max(errors.values()):.1e}")
     median, maximum = WHOLE[dtype]
     assert np.median(list(errors.values())) < median and max(errors.values()) < maximum

@@ -133,6 +133,7 @@ __device__ inline void update_ema(float *ema, const float (&values)[VEC], float 
 
 // Sets state->overflow if a gradient is not finite. With NORMS also leaves the sums of squares of weights and gradients
 // of each chunk in norms (chunks, 2), for LARS.
+// Shapes: tensors (number of tensors), chunks (gridDim.x), state (1), norms (gridDim.x, 2) fp32.
 template <class T, bool NORMS>
 __global__ void __launch_bounds__(THREADS)
 inspect_gradients(const Tensor *tensors, const Chunk *chunks, State *state, float *norms) {
@@ -177,6 +178,7 @@ template <int SLOTS> __device__ inline void store_state(const Tensor &t, uint32 
 
 // What the rule keeps, from this step's gradients, and the sums of squares of weights and of what the learning rate will be
 // multiplied with, of each chunk, in norms (chunks, 2). Only of rules with the norms of UPDATE.
+// Shapes: tensors (number of tensors), chunks (gridDim.x), state (1), norms (gridDim.x, 2) fp32.
 template <class T, class Rule>
 __global__ void __launch_bounds__(THREADS)
 accumulate(const Tensor *tensors, const Chunk *chunks, const State *state, float *norms) {
@@ -216,6 +218,7 @@ accumulate(const Tensor *tensors, const Chunk *chunks, const State *state, float
 
 // trust[t] = what the learning rate of a tensor is multiplied by: the rule's ratio for weights, else 1, as where a norm is 0.
 // One block a tensor.
+// Shapes: tensors (gridDim.x), state (1), norms (chunks, 2), trust (gridDim.x) fp32.
 template <class Rule>
 __global__ void trust_ratios(const Tensor *tensors, const State *state, const float *norms, float *trust) {
     const Tensor t = tensors[blockIdx.x];
@@ -235,6 +238,7 @@ __global__ void trust_ratios(const Tensor *tensors, const State *state, const fl
 
 // The weights, by the rule, and what it keeps. Then the moving average of the weights, which a skipped step moves too: as
 // often as the host has counted.
+// Shapes: tensors (number of tensors), chunks (gridDim.x), state (1), trust (number of tensors) fp32.
 template <class T, class Rule>
 __global__ void __launch_bounds__(THREADS)
 update(const Tensor *tensors, const Chunk *chunks, const State *state, const float *trust) {
@@ -271,6 +275,7 @@ update(const Tensor *tensors, const Chunk *chunks, const State *state, const flo
 }
 
 // The moving average of the running statistics, `size` a multiple of VEC.
+// Shapes: statistics, ema (size) fp32; state (1).
 __global__ void ema_statistics(const float *statistics, float *ema, const State *state, uint32 size) {
     const uint32 at = (blockIdx.x * blockDim.x + threadIdx.x) * VEC;
     if (at >= size) return;
@@ -281,6 +286,7 @@ __global__ void ema_statistics(const float *statistics, float *ema, const State 
 
 // After the update: halves the loss scale after an overflow, doubles it after growth_interval good steps in a row
 // (Micikevicius et al., arXiv:1710.03740, section 3.2). One thread.
+// Shapes: state (1).
 __global__ void end_step(State *state) {
     if (state->overflow) {
         state->overflow = 0;
@@ -298,6 +304,7 @@ __global__ void end_step(State *state) {
 }
 
 // copy = master, after the parameters have been set.
+// Shapes: tensors (number of tensors), chunks (gridDim.x).
 template <class T>
 __global__ void __launch_bounds__(THREADS) copy_weights(const Tensor *tensors, const Chunk *chunks) {
     const Chunk chunk = chunks[blockIdx.x];
