@@ -115,7 +115,7 @@ class Steps:
         begin, *others = self.run(3, all_reduce, one_by_one=True)[-1]
         return {"buckets": [[gpu.elapsed_ms(begin, event) for event in (bucket.ready, bucket.done)]
                             for bucket in self.executor.buckets],
-                "parts": [gpu.elapsed_ms(begin, event) for event in others]}  # fmt: skip
+                "parts": [gpu.elapsed_ms(begin, event) for event in others]}
 
     def all_reduce_ms(self, all_reduce: BucketAllReduce) -> list[float]:
         """Of each bucket's all-reduce with nothing beside it.
@@ -178,7 +178,7 @@ def measure_synthetic(arguments: Options) -> None:
 
 
 def make_row(workers: Workers, steps: Steps, batch: int, alone: Turns, together: Turns,
-             all_reduce: BucketAllReduce) -> Row:  # fmt: skip
+             all_reduce: BucketAllReduce) -> Row:
     """Of all processes together; a collective operation."""
     repeats = [steps.all_reduce_ms(all_reduce) for _ in range(ALONE_REPEATS)]
     waits = workers.gather(together.wait_ms)
@@ -192,7 +192,7 @@ def make_row(workers: Workers, steps: Steps, batch: int, alone: Turns, together:
         "exposed_ms": [min(times) for times in zip(*waits, strict=True)],
         "all_reduce_ms": [statistics.median(times) for times in zip(*repeats, strict=True)],  # of each bucket
         "timeline": steps.timeline(all_reduce),
-    }  # fmt: skip
+    }
     # Means over the GPUs, of each step: of the passes, and of what they wait for until gradients are averaged.
     for name, times in (("pass_alone_ms", workers.gather(alone.pass_ms)),
                         ("pass_ms", workers.gather(together.pass_ms)), ("wait_ms", waits)):
@@ -269,7 +269,7 @@ def table(rows: list[Row]) -> str:
     """Markdown. What a step of several GPUs takes longer than that of a mean GPU alone is in three columns: the pass
     slowed by the all-reduces beside it, the wait for the slowest GPU, and what is exposed of the all-reduces."""
     heads = ("", "GPUs", "images/sec", "per GPU", "efficiency", "slowest GPU alone", "pass slowed by",
-             "wait for the slowest", "all-reduce alone", "exposed", "hidden", "GPU sends")  # fmt: skip
+             "wait for the slowest", "all-reduce alone", "exposed", "hidden", "GPU sends")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in rows:
         single = single_of(row, rows)

@@ -145,7 +145,7 @@ def build_executor(
     if placement.executor == "cuda":
         dtype = network_dtype(config, placement)
         options = {"dtype": dtype, "tf32": config.tf32, "deterministic": config.deterministic, "group": bn_group,
-                   "largest_image_size": largest_image_size}  # fmt: skip
+                   "largest_image_size": largest_image_size}
         if all_reduce:
             # Horovod's MXNet library knows no bfloat16.
             wide = config.wire_dtype == "float32" or dtype == "bfloat16"

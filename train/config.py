@@ -358,7 +358,7 @@ _LIMITS = {
     "target_accuracy": (lambda value: 0 <= value <= 1, "a fraction from 0 to 1"),
     "betas": (lambda value: min(value) >= 0 and max(value) < 1, "two fractions below 1"),
     **transform.LIMITS,
-}  # fmt: skip
+}
 
 def _constants_of_optimizers() -> dict[str, tuple[str, tuple[str, ...]]]:
     """The knobs that not all optimizers have, with those that do, for `_ONLY_WITH`."""

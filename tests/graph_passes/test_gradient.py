@@ -152,7 +152,7 @@ def test_zoo_against_mxnet_autograd(name, rng):
 # pooling
 @pytest.mark.parametrize("name, width", [
     ("resnet18", 8), ("resnet50", 8), ("resnext50_32x4d", 16), ("resnet50d", 8)
-])  # fmt: skip
+])
 def test_resnet_against_mxnet_autograd(name, width, rng, monkeypatch):
     monkeypatch.setattr("train.models.resnet.FIRST_WIDTH", width)
     graph = passes.layout(fused(models.create(name, 7, label_smoothing=0.1).symbol), "NCHW")

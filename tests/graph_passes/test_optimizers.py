@@ -25,7 +25,7 @@ from train.optimizer import ema_decay, ema_in_use
 Arrays = dict[str, np.ndarray]
 WEIGHTS = ("conv_weight", "layer_weight", "zero_weight", "classifier_weight")
 SHAPES = {"conv_weight": (5, 3, 3, 7), "bn_gamma": (5,), "bn_beta": (5,), "layer_weight": (3, 1, 1, 2),
-          "zero_weight": (4, 6), "classifier_weight": (11, 5), "classifier_bias": (11,)}  # fmt: skip
+          "zero_weight": (4, 6), "classifier_weight": (11, 5), "classifier_bias": (11,)}
 STEPS = 50
 
 
@@ -72,7 +72,7 @@ RULES = [
     LARS(weight_decay=0.01, momentum=0.875, trust_coefficient=0.3),
     LARS(weight_decay=0.01, momentum=0.875, nesterov=True, trust_coefficient=0.3),
     AdamW(weight_decay=0.05), AdamW(betas=(0.0, 0.9), epsilon=1e-3), LAMB(weight_decay=0.02, epsilon=1e-6),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{type(rule).__name__} {rule.kernel_constants}")

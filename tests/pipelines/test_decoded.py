@@ -33,7 +33,7 @@ def thumbnails(tmp_path, rng):
     """22 images of one size: half-size colour, full-size colour and grey JPEGs, and PNGs with alpha."""
     images = [smooth_image(rng, 31, 33) for _ in range(22)]
     ways = [lambda x: encode(x, quality=75), lambda x: encode(x, subsampling=0), lambda x: encode(x.convert("L")),
-            lambda x: encode(x.convert("RGBA"), "PNG")]  # fmt: skip
+            lambda x: encode(x.convert("RGBA"), "PNG")]
     write_records(tmp_path / "train.rec", [ways[i % 4](x) for i, x in enumerate(images)], [float(i) for i in range(22)])
     return tmp_path / "train.rec"
 
@@ -89,7 +89,7 @@ def test_broken_images_are_met_as_without_the_cache(tmp_path, split, rng):
         images[i] = broken
     write_records(tmp_path / "data.rec", images, [float(i) for i in range(40)])
     loaders = [open_loader(config(tmp_path / "data.rec", split=split, on_bad_image="skip", cache_gib=gib))
-               for gib in (0.0, 1.0)]  # fmt: skip
+               for gib in (0.0, 1.0)]
     assert not loaders[1].bad_images  # until they are met
     for _ in range(2):
         assert_equal_bits(*(images_of(loader) for loader in reversed(loaders)))

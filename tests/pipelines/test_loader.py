@@ -238,7 +238,7 @@ def test_padded_windows_and_cutout_against_numpy(numbered, cache_gib, rng):
     """Padded, cut, erased and flipped in NumPy, and resized by Pillow. `numbered` has images of 40 to 130 pixels."""
     padding, side, seed = 9, 0.3, int(rng.integers(1 << 16))
     settings = config(numbered, seed=seed, transform=ImageTransform(crop_padding=padding, cutout=side),
-                      cache_gib=cache_gib, image_size=32)  # fmt: skip
+                      cache_gib=cache_gib, image_size=32)
     source = open_source(numbered, "train")
     for k, (pixels, labels) in enumerate(epoch_of(open_loader(settings))):
         drawn = np.random.default_rng([seed, 0, k])
@@ -285,7 +285,7 @@ def test_brightness_against_numpy(numbered):
 def test_validation_has_no_augmentation(numbered):
     augmented = ImageTransform(crop_padding=5, cutout=0.5, random_area=(0.1, 0.2), brightness=0.5)
     plain, other = (open_loader(config(numbered, split="val", transform=transform))
-                    for transform in (ImageTransform(), augmented))  # fmt: skip
+                    for transform in (ImageTransform(), augmented))
     for (pixels, _), (wanted, _) in zip(epoch_of(other), epoch_of(plain), strict=True):
         np.testing.assert_array_equal(pixels, wanted)
 
@@ -441,7 +441,7 @@ def test_images_are_asked_for_before_they_are_read(numbered, monkeypatch):
 
 
 @pytest.mark.parametrize(("encoded_bytes", "decoder", "on_cpu"), [
-    (3000, "auto", True), (30000, "auto", False), (3000, "gpu", False), (30000, "cpu", True)])  # fmt: skip
+    (3000, "auto", True), (30000, "auto", False), (3000, "gpu", False), (30000, "cpu", True)])
 def test_thumbnails_are_decoded_on_the_cpu_for_a_gpu(tmp_path, encoded_bytes, decoder, on_cpu):
     write_records(tmp_path / "train.rec", [bytes(encoded_bytes)] * 3, [0.0, 1.0, 2.0])
     source = open_source(tmp_path, "train")

@@ -68,7 +68,7 @@ def test_buckets_become_their_mean(tmp_path, rng):
         sent.append({
             "first": rng.standard_normal(1001).astype(np.float16),
             "second": rng.standard_normal(7).astype(np.float32),
-        })  # fmt: skip
+        })
         np.savez(tmp_path / f"rank{rank}.npz", **sent[rank])
     done = run_processes(BUCKETS, tmp_path)
     assert done.returncode == 0, done.stderr

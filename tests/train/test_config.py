@@ -36,7 +36,7 @@ def test_presets_are_sound_and_say_what_to_expect(name):
 
 def test_command_line_overrides_the_preset():
     config = config_of("--config", "resnet50_90ep", "--model", "resnet18", "--label-smoothing", "0.2", "--random-area",
-                       "0.5", "0.75", "--nesterov")  # fmt: skip
+                       "0.5", "0.75", "--nesterov")
     preset = load_preset("resnet50_90ep")
     assert config == dataclasses.replace(preset, model="resnet18", label_smoothing=0.2, random_area=(0.5, 0.75),
                                          nesterov=True)
@@ -223,7 +223,7 @@ def test_help_breaks_no_line_where_the_source_does(capsys, monkeypatch):
 
 def test_every_option_of_images_reaches_the_loader_and_has_a_limit():
     values = {"random_area": (0.25, 0.5), "random_ratio": (0.5, 2.0), "crop_padding": 3, "mirror": False, "cutout": 0.5,
-              "val_crop_fraction": 0.75}  # fmt: skip
+              "val_crop_fraction": 0.75}
     assert Config(**values).transform == ImageTransform(**values)
     numbers = {name for name, value in vars(ImageTransform()).items() if not isinstance(value, bool)}
     assert numbers == transform.LIMITS.keys()

@@ -116,7 +116,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.
         SESSION, folder, "benchmark", "--output", folder / "run", "--data", "synthetic", "--model", "resnet18",
         "--image-size", 32, "--batch-size", 2, "--device", "cpu", "--no-tensorboard", "--warmup-steps", 0,
         "--min-steps", 5, "--limit-steps", 5, "--log-every", 2, narrow=True,
-    )  # fmt: skip
+    )
     assert "only the mistake is left" in done.stderr, done.stderr
     return folder, done
 

@@ -286,7 +286,7 @@ def test_program(count, group, tmp_path):
     """Every validation image counts once."""
     options = ["--data", "synthetic", "--model", "resnet18", "--image-size", "33", "--batch-size", str(512 // count),
                "--epochs", "2", "--warmup-epochs", "1", "--learning-rate", "0.1", "--no-tensorboard",
-               "--bn-group", group, "--output", tmp_path / "run"]  # fmt: skip
+               "--bn-group", group, "--output", tmp_path / "run"]
     out = run_on_gpus(count, PROGRAM, *options)
     assert f"{count} process" in out
     assert "gradients averaged by Horovod beside the backward pass, in buckets: weights 1" in out
@@ -326,7 +326,7 @@ def test_a_lost_process_ends_the_run(tmp_path, group):
         pytest.skip(f"2 GPUs are needed, {len(find_gpus())} are there")
     died = tmp_path / "died"
     done = run_processes(DIES, died, "--data", "synthetic", "--model", "resnet18", "--image-size", 33, "--batch-size",
-                         64, "--bn-group", group, "--no-tensorboard", "--output", tmp_path / "run")  # fmt: skip
+                         64, "--bn-group", group, "--no-tensorboard", "--output", tmp_path / "run")
     seconds = time.time() - died.stat().st_mtime
     print(f"ended after {seconds:.1f} s")
     assert done.returncode == 128 + signal.SIGKILL, done.stderr

@@ -159,10 +159,10 @@ def test_sigusr1_saves_and_goes_on(unbroken, tiny_options, tmp_path, run_train, 
 def test_best_is_kept_and_validated(ema_decay, tiny_options, tmp_path, run_train):
     folder = tmp_path / "run"
     code, _, err = run_train("--output", folder, *tiny_options, "--keep-checkpoints", "1", "--max-steps", "9",
-                             "--ema-decay", ema_decay)  # fmt: skip
+                             "--ema-decay", ema_decay)
     assert code == 0, err
     (row,) = (line for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-              if line["event"] == "epoch")  # fmt: skip
+              if line["event"] == "epoch")
     best = checkpoint.load(folder / "checkpoints" / "best.npz")
     assert best.progress.epoch == 1
     assert best.progress.step == STEPS_PER_EPOCH
@@ -181,7 +181,7 @@ def test_in_mid_schedule_of_image_sizes_and_with_lars(tiny_options, tmp_path, ru
     """Epoch 1 at 32 pixels, epoch 2 at 48, validation at 64; stopped in epoch 2, a run goes on to the same bits."""
     options = [*tiny_options, "--first-image-size", "32", "--image-size", "48", "--resize-epochs", "1", "1",
                "--val-image-size", "64", "--validate-every", "2", "--optimizer", "lars",
-               "--learning-rate", "5"]  # fmt: skip
+               "--learning-rate", "5"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     code, out, err = run_train("--output", whole, *options)
     assert code == 0, err

@@ -62,7 +62,7 @@ class Comparison:
 
     precisions: tuple[Literal["float32", "tf32", "float16", "bfloat16"], ...] = (
         "float32", "tf32", "float16", "bfloat16",
-    )  # fmt: skip
+    )
     """Precisions to train in; the CPU has float32 only."""
     models: Annotated[tuple[str, ...], "NAME"] = ()
     """Networks to train; default: the one of --model."""

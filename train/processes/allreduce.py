@@ -51,7 +51,7 @@ class BucketAllReduce:
         self._library.allreduce_start(
             self._slots[bucket.name], f"gradients.{bucket.name}".encode(), bucket.address, bucket.num_elements,
             bucket.dtype == "float16", self._device_id, int(bucket.ready), int(bucket.done),
-        )  # fmt: skip
+        )
         self._started.append(bucket)
 
     def wait(self) -> None:
@@ -101,7 +101,7 @@ def load_library(on_gpu: bool) -> Any:
     library.allreduce_start.argtypes = [
         ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int,
         ctypes.c_void_p, ctypes.c_void_p,
-    ]  # fmt: skip
+    ]
     library.allreduce_start.restype = None
     library.allreduce_wait.argtypes = [ctypes.c_void_p]
     library.allreduce_wait.restype = ctypes.c_char_p

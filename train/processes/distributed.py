@@ -193,7 +193,7 @@ class _Flat:
         self.array = mx.nd.empty((sum(array.size for array in arrays),), ctx=arrays[0].context)
         ends = list(itertools.accumulate(array.size for array in arrays))
         self._parts = [(array, self.array[end - array.size : end].reshape(array.shape))
-                       for array, end in zip(arrays, ends, strict=True)]  # fmt: skip
+                       for array, end in zip(arrays, ends, strict=True)]
 
     def read(self) -> None:
         for array, part in self._parts:

@@ -36,7 +36,7 @@ from train.processes.signals import handled
 _libc = ctypes.CDLL(None)
 
 LOOPBACK = {"HOROVOD_GLOO_IFACE": "lo", "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "NCCL_SOCKET_IFNAME": "lo",
-            "HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}  # fmt: skip
+            "HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
 SCRIPT = "scripts/dgx1_8gpu.sh"  # what users call this program by
 MAX_PROCESSES = 8  # without -n: a DGX-1 has 8 GPUs
 GRACE_SECONDS = 3.0  # for the others to end by themselves when one process has failed
@@ -182,7 +182,7 @@ def launch_elastic(slots: Sequence[Slot], command: Sequence[str], min_processes:
     cooldown_range = (cooldown, 3600) if cooldown else None  # Horovod allows an hour at most
     driver = ElasticDriver(server, Slots(), min_processes, len(slots), cooldown_range=cooldown_range)
     common = {**LOOPBACK, "HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.start(create_rendezvous_handler(driver))),
-              "HOROVOD_ELASTIC": "1"}  # fmt: skip
+              "HOROVOD_ELASTIC": "1"}
     workers: list[Worker] = []
     lost: list[Worker] = []
     given_up = threading.Event()

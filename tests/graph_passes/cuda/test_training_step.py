@@ -302,7 +302,7 @@ RULES = {
     "sgd": SGD(weight_decay=1e-2), "nesterov": SGD(weight_decay=1e-2, nesterov=True),
     "lars": LARS(weight_decay=1e-2, trust_coefficient=0.1), "adamw": AdamW(weight_decay=5e-2),
     "lamb": LAMB(weight_decay=2e-2, epsilon=1e-6),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
