@@ -52,14 +52,14 @@ def measure(arguments: Options) -> None:
         group = join_bn_group(Config(bn_group=size), placement, workers)
         executor, data, label = make_step("resnet50", arguments.batch, 224, "float16", workers.local_rank,
                                           num_buckets=2, group=group)
-        made[size] = executor, data, label, workers.gradient_average(executor)
+        made[size] = executor, data, label, workers.gradient_all_reduce(executor)
     times: dict[int, list[float]] = {size: [] for size in made}
     for _, size in itertools.product(range(ROUNDS), made):
-        executor, data, label, average = made[size]
+        executor, data, label, all_reduce = made[size]
         ends = [executor.gpu.timing_event() for _ in range(arguments.steps + 1)]
         for number in range(-WARM_UP, len(ends)):
-            executor.forward_backward(data, label, on_bucket=average.start)
-            average.finish()
+            executor.forward_backward(data, label, on_bucket=all_reduce.start)
+            all_reduce.finish()
             executor.update(LEARNING_RATE)
             if number >= 0:
                 executor.gpu.record(ends[number])

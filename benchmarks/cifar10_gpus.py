@@ -56,7 +56,7 @@ def start(way: Way, slot: Slot, options: Sequence[str]) -> subprocess.Popen[byte
     module = ["train"] if alone else ["train.processes.launch", "-n", str(way.gpus)]
     visible = {"CUDA_VISIBLE_DEVICES": slot.gpu.visible, **slot.environment} if alone and slot.gpu else {}
     process = subprocess.Popen([sys.executable, "-m", *module, *options, "--accumulate", str(way.passes)], cwd=ROOT,
-                               env={**os.environ, **visible}, stdout=sys.stderr)  # fmt: skip
+                               env={**os.environ, **visible}, stdout=sys.stderr)
     if alone:
         os.sched_setaffinity(process.pid, slot.cores)
     return process
@@ -68,7 +68,7 @@ def train(runs: Sequence[tuple[Way, int]], slots: Sequence[Slot], config: Config
         launched = time.time()
         folders = [Path(scratch) / str(number) for number, _ in enumerate(runs)]
         processes = [running.enter_context(start(way, slot, train_options(config, data, seed, folder)))
-                     for (way, seed), slot, folder in zip(runs, slots, folders, strict=False)]  # fmt: skip
+                     for (way, seed), slot, folder in zip(runs, slots, folders, strict=False)]
         lines: list[Line] = []
         for (way, seed), process, folder in zip(runs, processes, folders, strict=True):
             if code := process.wait():

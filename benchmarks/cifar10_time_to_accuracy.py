@@ -67,7 +67,7 @@ def recipe(config: Config, num_classes: int, num_images: int) -> dict[str, Any]:
         raise UserError(f"--preset {config.config} has mixup, or other crops than the peer, which knows those of "
                          "padded images only: give one that has these")
     names = ("model", "batch_size", "epochs", "warmup_epochs", "momentum", "nesterov", "weight_decay", "crop_padding",
-             "cutout", "ema_decay", "validate_every", "zero_init_residual")  # fmt: skip
+             "cutout", "ema_decay", "validate_every", "zero_init_residual")
     return {name: getattr(config, name) for name in names} | {
         # Ours goes to the wrong classes only, as MXNet has it, PyTorch's to all of them.
         "label_smoothing": config.label_smoothing * num_classes / (num_classes - 1),
@@ -95,7 +95,7 @@ def train_options(config: Config, data: Path, seed: int, folder: Path) -> list[s
     """Options of `python -m train` for this recipe."""
     return ["--config", config.config, "--data", str(data), "--seed", str(seed), "--epochs", str(config.epochs),
             "--warmup-epochs", str(config.warmup_epochs), "--resize-epochs", *map(str, config.resize_epochs),
-            "--output", str(folder), "--no-tensorboard"]  # fmt: skip
+            "--output", str(folder), "--no-tensorboard"]
 
 
 def validations(folder: Path, launched: float, program: str, seed: int) -> Iterator[Line]:
@@ -107,7 +107,7 @@ def validations(folder: Path, launched: float, program: str, seed: int) -> Itera
             apart += line["seconds"]
         elif line["event"] == "epoch" and line["val_top1"] is not None:
             yield {"program": program, "seed": seed, "epoch": line["epoch"], "seconds": line["time"] - apart,
-                   "top1": line["val_top1"], "train_loss": line["train_loss"], "startup_seconds": startup}  # fmt: skip
+                   "top1": line["val_top1"], "train_loss": line["train_loss"], "startup_seconds": startup}
 
 
 def run_ours(config: Config, data: Path, seed: int, folder: Path) -> Iterator[Line]:
@@ -136,7 +136,7 @@ class Peer:
         self._say(str(seed))
         while line := self._answer().strip():
             yield {"program": "pytorch", "seed": seed, **json.loads(line),
-                   "startup_seconds": self._started["startup_seconds"]}  # fmt: skip
+                   "startup_seconds": self._started["startup_seconds"]}
 
     def close(self) -> None:
         self._process.communicate()
@@ -173,7 +173,7 @@ def summary(name: str, runs: Sequence[Sequence[Line]]) -> str:
     finals, ends = [run[-1]["top1"] for run in runs], [run[-1]["seconds"] for run in runs]
     return (f"{name}: final top-1 {statistics.mean(finals):.2%} +/- {statistics.stdev(finals):.2%} "
             f"({min(finals):.2%} to {max(finals):.2%}), whole run {statistics.median(ends):.1f} s, "
-            f"start-up {runs[0][0]['startup_seconds']:.1f} s")  # fmt: skip
+            f"start-up {runs[0][0]['startup_seconds']:.1f} s")
 
 
 def plot(lines: Sequence[Line], target: float, peer_name: str, path: Path) -> None:
@@ -183,7 +183,7 @@ def plot(lines: Sequence[Line], target: float, peer_name: str, path: Path) -> No
     for program, label, color in (("ours", "ours", "C0"), ("pytorch", peer_name, "C1")):
         for number, run in enumerate(by_seed(lines, program)):
             axes.plot([line["seconds"] for line in run], [100 * line["top1"] for line in run], color=color, linewidth=1,
-                      marker=".", label=None if number else label)  # fmt: skip
+                      marker=".", label=None if number else label)
     axes.axhline(100 * target, color="grey", linestyle="--", linewidth=1, label=f"target {target:.2%}")
     axes.set_xlabel("seconds of training and validation")
     axes.set_ylabel("validation top-1, %")
@@ -202,7 +202,7 @@ def publish(lines: Sequence[Line], peer_name: str, folder: Path = record.RESULTS
     print(summary("ours", ours), summary(peer_name, theirs), f"target {target:.2%}", sep="\n")
     plot(lines, target, peer_name, folder / f"{NAME}.png")
     record.write_result(NAME, [1e3 * s for s in seconds_to(target, ours)], peer_name=f"{peer_name}, same recipe",
-                 peer_step_ms=[1e3 * s for s in seconds_to(target, theirs)], folder=folder)  # fmt: skip
+                 peer_step_ms=[1e3 * s for s in seconds_to(target, theirs)], folder=folder)
 
 
 @dataclass(frozen=True)

@@ -78,9 +78,7 @@ def write_batches(folder: Path, name: str, config: Config, split: str, num_batch
     """What our loader gives, as (batches, N, H, W, 3) float16 and (batches, N) float32; returns the number of classes.
     """
     loader = open_loader(LoaderConfig(data=config.data, split=split, batch_size=config.batch_size, seed=seed,
-                                      image_size=config.image_size, random_area=config.random_area,
-                                      crop_padding=config.crop_padding, cutout=config.cutout,
-                                      crop_fraction=config.val_crop_fraction))
+                                      image_size=config.image_size, transform=config.transform))
     shape = (num_batches, config.batch_size, config.image_size, config.image_size, 3)
     data = np.lib.format.open_memmap(folder / f"{name}_data.npy", "w+", np.float16, shape)
     label = np.lib.format.open_memmap(folder / f"{name}_label.npy", "w+", np.float32, shape[:2])

@@ -67,7 +67,7 @@ class Recipe:
         self.optimizer = torch.optim.SGD(
             [{"params": weights, "weight_decay": config["weight_decay"]}, {"params": others, "weight_decay": 0.0}],
             lr=config["peak_learning_rate"], momentum=config["momentum"], nesterov=config["nesterov"], fused=True,
-        )  # fmt: skip
+        )
         self.averaged = [tensor for tensor in self.model.state_dict().values() if tensor.is_floating_point()]
         self.averages = [tensor.clone() for tensor in self.averaged]
         self.reset(seed=0)
@@ -115,7 +115,7 @@ class Recipe:
         images = self.inputs(self.training_images(indices), image_size)
         with torch.autocast(self.device, torch.float16):
             loss = F.cross_entropy(self.compiled(images), self.train_y[indices],
-                                   label_smoothing=config["label_smoothing"])  # fmt: skip
+                                   label_smoothing=config["label_smoothing"])
         self.scaler.scale(loss).backward()
         self.scaler.step(self.optimizer)
         self.scaler.update()

@@ -34,7 +34,7 @@ from common.command_line import Positive, read_options
 from common.errors import ProgramError, UserError
 from common.nvidia_gpus import find_gpus
 from graph_passes.executors.cuda.buckets import Bucket
-from train.processes.allreduce import BucketAverage
+from train.processes.allreduce import BucketAllReduce
 from train.processes.distributed import Workers
 
 PEER = Path(__file__).with_name("peer_pytorch.py")
@@ -53,7 +53,7 @@ class Moments(NamedTuple):
 
     start: Any
     computed: Any  # the backward pass is over
-    averaged: Any  # all gradients are averaged
+    reduced: Any  # all gradients are averaged
     end: Any
 
 
@@ -85,51 +85,51 @@ class Steps:
         self.executor, self.data, self.label = make_step("resnet50", arguments.batch, 224, "float16",
                                                          workers.local_rank, **options)
 
-    def run(self, count: int, average: BucketAverage | None, one_by_one: bool = False) -> list[Moments]:
+    def run(self, count: int, all_reduce: BucketAllReduce | None, one_by_one: bool = False) -> list[Moments]:
         """So many steps, with the mean of all processes' gradients or without. `one_by_one`: each bucket is handed over
         when the one before is in the GPU's queue, so that `done` is recorded behind that bucket and not behind all."""
         def start(bucket: Bucket) -> None:
-            if average:
-                average.start(bucket)
+            if all_reduce:
+                all_reduce.start(bucket)
                 if one_by_one:
-                    average.wait()
+                    all_reduce.wait()
 
         executor, gpu = self.executor, self.executor.gpu
         steps = [Moments(*(gpu.timing_event() for _ in range(4))) for _ in range(count)]
         for moments in steps:
             gpu.record(moments.start)
-            executor.forward_backward(self.data, self.label, on_bucket=start if average else None)
+            executor.forward_backward(self.data, self.label, on_bucket=start if all_reduce else None)
             gpu.record(moments.computed)
-            if average:
-                average.finish()
-            gpu.record(moments.averaged)
+            if all_reduce:
+                all_reduce.finish()
+            gpu.record(moments.reduced)
             executor.update(LEARNING_RATE)
             gpu.record(moments.end)
             executor.end_step()
         executor.synchronize()
         return steps
 
-    def timeline(self, average: BucketAverage) -> Row:
+    def timeline(self, all_reduce: BucketAllReduce) -> Row:
         """Of one step, in ms since its begin: when each bucket was computed and averaged, and its other moments."""
         gpu = self.executor.gpu
-        begin, *others = self.run(3, average, one_by_one=True)[-1]
+        begin, *others = self.run(3, all_reduce, one_by_one=True)[-1]
         return {"buckets": [[gpu.elapsed_ms(begin, event) for event in (bucket.ready, bucket.done)]
                             for bucket in self.executor.buckets],
-                "parts": [gpu.elapsed_ms(begin, event) for event in others]}  # fmt: skip
+                "parts": [gpu.elapsed_ms(begin, event) for event in others]}
 
-    def all_reduce_ms(self, average: BucketAverage) -> list[float]:
+    def all_reduce_ms(self, all_reduce: BucketAllReduce) -> list[float]:
         """Of each bucket's all-reduce with nothing beside it.
 
         It follows those of a whole pass, which the GPUs leave at the same time, and is enqueued while that pass still
         runs: so there is no wait in it, neither for another GPU nor for a host.
         """
         executor = self.executor
-        executor.forward_backward(self.data, self.label, on_bucket=average.start)
-        average.finish()
+        executor.forward_backward(self.data, self.label, on_bucket=all_reduce.start)
+        all_reduce.finish()
         for bucket in executor.buckets:
             executor.gpu.record(bucket.ready)
-            average.start(bucket)
-            average.finish()
+            all_reduce.start(bucket)
+            all_reduce.finish()
         executor.synchronize()
         return [executor.gpu.elapsed_ms(bucket.ready, bucket.done) for bucket in executor.buckets]
 
@@ -143,14 +143,14 @@ class Turns:
     wait_ms: list[float] = field(default_factory=list)  # from the end of the pass until gradients are averaged
     nvlink_bytes: int | None = None  # that this GPU has sent in a step of the last turn
 
-    def measure(self, steps: Steps, count: int, average: BucketAverage | None) -> None:
+    def measure(self, steps: Steps, count: int, all_reduce: BucketAllReduce | None) -> None:
         gpu = steps.executor.gpu
         before = nvlink_bytes(gpu.device_id)
-        measured = steps.run(count, average)
+        measured = steps.run(count, all_reduce)
         after = nvlink_bytes(gpu.device_id)
         self.step_ms += [gpu.elapsed_ms(first.end, second.end) for first, second in itertools.pairwise(measured)]
         self.pass_ms += [gpu.elapsed_ms(moments.start, moments.computed) for moments in measured]
-        self.wait_ms += [gpu.elapsed_ms(moments.computed, moments.averaged) for moments in measured]
+        self.wait_ms += [gpu.elapsed_ms(moments.computed, moments.reduced) for moments in measured]
         self.nvlink_bytes = None if before is None or after is None else (after - before) // count
 
 
@@ -158,18 +158,18 @@ def measure_synthetic(arguments: Options) -> None:
     """What each process of `run_synthetic` does; rank 0 writes the row to --worker."""
     workers = Workers()
     steps = Steps(workers, arguments)
-    average = None if workers.alone else workers.bucket_average(steps.executor)
+    all_reduce = None if workers.alone else workers.bucket_all_reduce(steps.executor)
     nvlink_bytes(workers.local_rank)  # starts NVML; in between the GPU would be idle and then exceed its power limit
-    steps.run(arguments.warm_up, average)
+    steps.run(arguments.warm_up, all_reduce)
     alone, together = Turns(), Turns()
     for _ in range(TURNS):
         workers.sum([0])  # all start together
         alone.measure(steps, arguments.steps, None)
-        if average:
+        if all_reduce:
             workers.sum([0])
-            together.measure(steps, arguments.steps, average)
-    if average:
-        row = make_row(workers, steps, arguments.batch, alone, together, average)
+            together.measure(steps, arguments.steps, all_reduce)
+    if all_reduce:
+        row = make_row(workers, steps, arguments.batch, alone, together, all_reduce)
     else:
         row = {"what": "synthetic", "gpus": 1, "batch": arguments.batch, "step_ms": alone.step_ms}
     if workers.rank == 0:
@@ -177,9 +177,10 @@ def measure_synthetic(arguments: Options) -> None:
         arguments.worker.write_text(json.dumps(row))
 
 
-def make_row(workers: Workers, steps: Steps, batch: int, alone: Turns, together: Turns, average: BucketAverage) -> Row:
+def make_row(workers: Workers, steps: Steps, batch: int, alone: Turns, together: Turns,
+             all_reduce: BucketAllReduce) -> Row:
     """Of all processes together; a collective operation."""
-    repeats = [steps.all_reduce_ms(average) for _ in range(ALONE_REPEATS)]
+    repeats = [steps.all_reduce_ms(all_reduce) for _ in range(ALONE_REPEATS)]
     waits = workers.gather(together.wait_ms)
     row: Row = {
         "what": "synthetic", "gpus": workers.size, "batch": batch,
@@ -190,8 +191,8 @@ def make_row(workers: Workers, steps: Steps, batch: int, alone: Turns, together:
         # The GPU that is the last to have computed waits for nothing but the all-reduce.
         "exposed_ms": [min(times) for times in zip(*waits, strict=True)],
         "all_reduce_ms": [statistics.median(times) for times in zip(*repeats, strict=True)],  # of each bucket
-        "timeline": steps.timeline(average),
-    }  # fmt: skip
+        "timeline": steps.timeline(all_reduce),
+    }
     # Means over the GPUs, of each step: of the passes, and of what they wait for until gradients are averaged.
     for name, times in (("pass_alone_ms", workers.gather(alone.pass_ms)),
                         ("pass_ms", workers.gather(together.pass_ms)), ("wait_ms", waits)):
@@ -255,7 +256,7 @@ def images_per_sec(row: Row) -> float:
 
 
 def single_of(row: Row, rows: list[Row]) -> Row | None:
-    """The same on one GPU, where nothing is averaged in any way."""
+    """The row of one GPU for what this row measures on several; None where it was not measured."""
     return next((other for other in rows if other["what"] == row["what"] and other["gpus"] == 1), None)
 
 
@@ -268,7 +269,7 @@ def table(rows: list[Row]) -> str:
     """Markdown. What a step of several GPUs takes longer than that of a mean GPU alone is in three columns: the pass
     slowed by the all-reduces beside it, the wait for the slowest GPU, and what is exposed of the all-reduces."""
     heads = ("", "GPUs", "images/sec", "per GPU", "efficiency", "slowest GPU alone", "pass slowed by",
-             "wait for the slowest", "all-reduce alone", "exposed", "hidden", "GPU sends")  # fmt: skip
+             "wait for the slowest", "all-reduce alone", "exposed", "hidden", "GPU sends")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in rows:
         single = single_of(row, rows)
@@ -323,12 +324,12 @@ def plot_timeline(row: Row, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    computed, averaged, end = row["timeline"]["parts"]
+    computed, reduced, end = row["timeline"]["parts"]
     figure, (whole, close) = plt.subplots(1, 2, figsize=(11, 2.8), layout="constrained", width_ratios=(2, 1))
     for axes in (whole, close):
         axes.set_ylim(-0.6, 2)  # room for text and legend below the bars
         for start, stop, name, colour in ((0.0, computed, "forward and backward", "tab:blue"),
-                                          (averaged, end, "optimizer", "tab:green")):
+                                          (reduced, end, "optimizer", "tab:green")):
             axes.broken_barh([(start, stop - start)], (1.1, 0.8), color=colour, label=name)
         before, small = 0.0, []
         for (name, num_bytes, dtype), (ready, done) in zip(row["buckets"], row["timeline"]["buckets"], strict=True):

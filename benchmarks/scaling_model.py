@@ -210,7 +210,7 @@ def fit(results: Path) -> tuple[Machine, list[str]]:
     machine = Machine(step_fixed_ms=float(fixed), step_image_ms=float(slope), step_jitter=statistics.fmean(jitters))
     shown = ", ".join(map(str, batches))
     notes = [f"step of one GPU: {fixed:.2f} ms + {slope:.4f} ms an image, within {max(errors):.1%} of the measured "
-             f"at {shown} images; jitter {machine.step_jitter:.2%}"]  # fmt: skip
+             f"at {shown} images; jitter {machine.step_jitter:.2%}"]
     files = sorted(results.glob("scaling_*gpu.jsonl"))  # of each machine that scaling.py has measured
     runs = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
     synthetic = [{row["gpus"]: row for row in rows if row["what"] == "synthetic"} for rows in runs]
@@ -240,7 +240,7 @@ def fit(results: Path) -> tuple[Machine, list[str]]:
         for gpus, row in rows.items():
             if gpus > 1 and 1 in rows:
                 predicted, one = (simulate(machine, gradients, count, row["batch"], len(row["buckets"]) - 1).step_ms
-                                  for count in (gpus, 1))  # fmt: skip
+                                  for count in (gpus, 1))
                 measured = statistics.median(row["step_ms"]) / statistics.median(rows[1]["step_ms"])
                 notes.append(f"{gpus} GPUs, batch {row['batch']}: a step longer than one GPU's by "
                              f"{predicted / one - 1:.1%} is predicted, by {measured - 1:.1%} was measured "
@@ -310,13 +310,13 @@ def compare(machine: Machine, gradients: Sequence[Gradient]) -> str:
 
 def table(predictions: Sequence[Prediction]) -> str:
     heads = ("GPUs", "batch a GPU", "step, ms", "of an average GPU alone", "slower pass", "waiting for the slowest",
-             "all-reduce", "exposed", "by", "buckets", "images/sec a GPU", "efficiency")  # fmt: skip
+             "all-reduce", "exposed", "by", "buckets", "images/sec a GPU", "efficiency")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for p in predictions:
         cells = (f"{p.gpus:,}", p.batch, f"{p.step_ms:.2f}", f"{p.compute_ms:.2f}",
                  f"{p.slowed_ms - p.compute_ms:.2f}", f"{p.slowest_ms - p.slowed_ms:.2f}",
                  f"{p.all_reduce_ms:.2f}", f"{p.exposed_ms:.2f}", p.algorithm, p.num_buckets,
-                 f"{p.images_per_sec_per_gpu:,.0f}", f"{p.compute_ms / p.step_ms:.1%}")  # fmt: skip
+                 f"{p.images_per_sec_per_gpu:,.0f}", f"{p.compute_ms / p.step_ms:.1%}")
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
@@ -390,12 +390,12 @@ def main() -> None:
     gradients = read_gradients((results / PROFILE).read_text())
     print(*notes, sep="\n")
     predictions = [best_buckets(machine, gradients, gpus, batch)
-                   for batch in (256, 64, 16) for gpus in (1, 2, 4, 8, 16, 64, 512, 3584)]  # fmt: skip
+                   for batch in (256, 64, 16) for gpus in (1, 2, 4, 8, 16, 64, 512, 3584)]
     ideal = [best_buckets(machine, gradients, 3584, 16, ALGORITHMS)]
     print(f"\n{table(predictions)}\n\nwith switches that add:\n\n{table(ideal)}\n\n{compare(machine, gradients)}"
           f"\n\n{sensitivity(machine, gradients)}")
     lines = [{"machine": asdict(machine)}, *({**p._asdict(), "images_per_sec_per_gpu": p.images_per_sec_per_gpu}
-                                             for p in (*predictions, *ideal))]  # fmt: skip
+                                             for p in (*predictions, *ideal))]
     (results / "scaling_model.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     plot(machine, gradients, results / "scaling_model.png")
 

@@ -106,7 +106,7 @@ class Checkout:
         others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path != str(ROOT)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *others])}
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder,
-                                         env=environment)  # fmt: skip
+                                         env=environment)
         self._folder = folder
         self.start_seconds: float = self._answer()
 

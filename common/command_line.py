@@ -62,7 +62,7 @@ def exit_code_of(main: Callable[[], int | None]) -> int:
 
 
 def given(options: type, arguments: Sequence[str], *, prog: str, default: object | None = None,
-          description: str = "") -> dict[str, Any]:  # fmt: skip
+          description: str = "") -> dict[str, Any]:
     """The values that a command line gives to the fields of `options`; those that it leaves out are not in the result.
 
     Args:
@@ -85,8 +85,9 @@ def given(options: type, arguments: Sequence[str], *, prog: str, default: object
 
 
 def given_and_rest(options: type, arguments: Sequence[str], *, prog: str,
-                   rest: str) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
-    """The same for a program that hands on all that it does not know; `rest` says in its usage what that may be.
+                   rest: str) -> tuple[dict[str, Any], list[str]]:
+    """What `given` reads, of a program that hands on all that it does not know; `rest` says in its usage what that may
+    be.
 
     Returns the values, and the arguments to be handed on. Raises as `given`, SystemExit after `--version` too.
     """
@@ -143,7 +144,7 @@ def run_command(commands: Mapping[str, Command], arguments: Sequence[str], *, pr
 
 
 def choose_command(commands: Mapping[str, type], arguments: Sequence[str], *, prog: str,
-                   default: str | None = None) -> tuple[str, Sequence[str]]:  # fmt: skip
+                   default: str | None = None) -> tuple[str, Sequence[str]]:
     """The command that a command line begins with, or else the default one, and the arguments that follow.
 
     Raises UserError for none or an unknown one, and for an option that only others of the commands have.
@@ -170,7 +171,7 @@ def choose_command(commands: Mapping[str, type], arguments: Sequence[str], *, pr
 
 
 def describe_commands(commands: Mapping[str, type], *, prog: str, default: str | None = None,
-                      note: str = "") -> str:  # fmt: skip
+                      note: str = "") -> str:
     """Help on a program of several commands, with the first line of each one's docstring, and a note at the end."""
     lines = [f"usage: {prog} {'[COMMAND]' if default else 'COMMAND'} [--option value ...]", "", "commands:"]
     indent = max(map(len, commands)) + 4
@@ -210,7 +211,7 @@ def given_value(arguments: Sequence[str], option: str) -> str | None:
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
-    """'; did you mean X?', to be put behind the wrong name, or nothing where no known one is near."""
+    """'; did you mean X?', to be put after the wrong name, or nothing where no known one is near."""
     bare = {name.lstrip("-"): name for name in sorted(known)}
     initials = {"".join(part[:1] for part in name.split("-")): name for name in bare if "-" in name}  # --lr, --wd
     wrong = wrong.lstrip("-")
@@ -219,7 +220,7 @@ def did_you_mean(wrong: str, known: Iterable[str]) -> str:
 
 
 def nearest(wrong: str, known: Iterable[str]) -> str:
-    """The same, or else a list of what there is."""
+    """'; did you mean X?', or a list of what there is where no known name is near."""
     return did_you_mean(wrong, known) or f"; there are: {', '.join(sorted(known))}"
 
 
@@ -285,7 +286,7 @@ class _HelpFormatter(argparse.HelpFormatter):
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         """A description; its paragraphs with indented lines are left as they are."""
         return "\n\n".join(part if re.search("^ ", part, re.MULTILINE) else textwrap.fill(part, width)
-                           for part in text.strip().split("\n\n"))  # fmt: skip
+                           for part in text.strip().split("\n\n"))
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(text, width, break_on_hyphens=False)  # which are in names of options
@@ -319,7 +320,7 @@ def _option_names(options: type) -> list[str]:
 
 
 def _make_parser(options: type, prog: str, default: object | None = None, with_help: bool = False,
-                 rest: str = "", description: str = "") -> _Parser:  # fmt: skip
+                 rest: str = "", description: str = "") -> _Parser:
     defaults = {name: parameter.default for name, parameter in inspect.signature(options).parameters.items()}
     unnamed = [name for name, value in defaults.items() if value is inspect.Parameter.empty]
     hints = typing.get_type_hints(options, include_extras=True)
@@ -400,7 +401,7 @@ def _field_docstrings(file: str) -> dict[str, dict[str, str]]:
                 if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
                 and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
                 and isinstance(text.value.value, str)
-            }  # fmt: skip
+            }
     return found
 
 

@@ -85,7 +85,7 @@ def versions() -> dict[str, str]:
     for package in (
         "mxnet", "mxnet-cu117", "numpy", "nvidia-dali-cuda120", "horovod", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13",
         "nvidia-cudnn-frontend", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "cuda-core",
-    ):  # fmt: skip
+    ):
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
     if not found.keys() & {"mxnet", "mxnet-cu117"} and (version := _mxnet_version()):

@@ -32,7 +32,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def write(path: Path, content: bytes) -> None:
-    """The same, making the file's folder if need be. Raises UserError where that fails."""
+    """Write a file in one step, making its folder if need be. Raises UserError where that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_bytes(path, content)

@@ -8,7 +8,9 @@ from typing import NamedTuple
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76  # CUdevice_attribute in CUDA's driver API
 
 
-class Gpu(NamedTuple):
+class GpuInfo(NamedTuple):
+    """What the driver says of a GPU."""
+
     name: str
     capability: tuple[int, int]
 
@@ -16,7 +18,7 @@ class Gpu(NamedTuple):
         return f"{self.name} (compute capability {self.capability[0]}.{self.capability[1]})"
 
 
-def find_gpus() -> list[Gpu]:
+def find_gpus() -> list[GpuInfo]:
     """In the order of their numbers; empty where there is none."""
     driver = _driver()
     count = ctypes.c_int(0)
@@ -30,7 +32,7 @@ def find_gpus() -> list[Gpu]:
         driver.cuDeviceGetName(name, len(name), device)
         driver.cuDeviceGetAttribute(ctypes.byref(major), _CAPABILITY_MAJOR, device)
         driver.cuDeviceGetAttribute(ctypes.byref(minor), _CAPABILITY_MINOR, device)
-        gpus.append(Gpu(name.value.decode(), (major.value, minor.value)))
+        gpus.append(GpuInfo(name.value.decode(), (major.value, minor.value)))
     return gpus
 
 

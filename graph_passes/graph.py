@@ -53,7 +53,7 @@ class Node:
         return self.attrs[attribute] if attribute in self.attrs else OPERATORS[self.op].default(attribute)
 
     def get(self, attribute: str, default: Any = None) -> Any:
-        """The same, or `default` for an attribute that neither the node nor its operator has."""
+        """The value of an attribute, or `default` for one that neither the node nor its operator has."""
         if attribute in self.attrs or (self.op in OPERATORS and attribute in OPERATORS[self.op].attrs):
             return self[attribute]
         return default

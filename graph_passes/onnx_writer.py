@@ -56,7 +56,7 @@ def to_onnx(graph: Graph, arrays: Arrays, input_shape: tuple[int, int, int]) -> 
             weights[node.inputs[1].node] = np.ones_like(weights[node.inputs[1].node])
         if node.op not in OPERATORS:
             raise GraphError(f"operator {node.op} of node '{node.name}' has no ONNX form; those that have one are "
-                             f"{', '.join(OPERATORS)}")  # fmt: skip
+                             f"{', '.join(OPERATORS)}")
         op_type, attributes = OPERATORS[node.op](node)
         inputs = [names[ref] for ref in node.inputs]
         if node.op == "SoftmaxOutput":

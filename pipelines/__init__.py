@@ -15,15 +15,17 @@ if TYPE_CHECKING:
     from pipelines.graph import DEFAULT_HW_DECODER_LOAD, MEAN, STD
     from pipelines.loader import Batch, Loader, LoaderConfig
     from pipelines.opening import open_loader
+    from pipelines.transform import ImageTransform
 
-__all__ = ["DEFAULT_HW_DECODER_LOAD", "MEAN", "STD", "Batch", "DataError", "Loader", "LoaderConfig", "load_chosen",
-           "load_images", "open_loader"]
+__all__ = ["DEFAULT_HW_DECODER_LOAD", "MEAN", "STD", "Batch", "DataError", "ImageTransform", "Loader", "LoaderConfig",
+           "load_chosen", "load_images", "open_loader"]
 
 _MODULES = {
     "dali_loader": ("load_chosen", "load_images"),
     "graph": ("DEFAULT_HW_DECODER_LOAD", "MEAN", "STD"),
     "loader": ("Batch", "Loader", "LoaderConfig"),
     "opening": ("open_loader",),
+    "transform": ("ImageTransform",),
 }
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 
 from rich.console import Console
 from rich.table import Table
 
-from pipelines import DataError, LoaderConfig, open_loader
+from common.command_line import part_of
+from pipelines import DataError, ImageTransform, LoaderConfig, open_loader
 from pipelines.bench import STAGE_TITLES, LoaderSpeed, bench_settings, bench_stages
 from pipelines.files import write_text
 from pipelines.make_records import (
@@ -102,7 +104,7 @@ def bench(options: BenchOptions) -> int:
         _print_speeds(title, "with this changed", rows)
     if options.json_:
         record = {
-            "config": vars(config),
+            "config": dataclasses.asdict(config),
             "unit": "images/sec",
             "stages": [{"stage": stage, **speed._asdict()} for stage, speed in stages.items()],
             "settings": [{"changes": changes, **speed._asdict()} for changes, speed in settings],
@@ -134,9 +136,7 @@ def show(options: ShowOptions) -> int:
         batch_size=1,
         image_size=options.image_size,
         seed=options.seed,
-        random_area=options.random_area,
-        crop_padding=options.crop_padding,
-        cutout=options.cutout,
+        transform=part_of(ImageTransform, vars(options)),
         device=options.device,
         on_bad_image="skip",
     )

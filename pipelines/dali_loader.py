@@ -49,14 +49,12 @@ class DaliLoader(Loader):
         self._source = source
         self._graph = GraphConfig(
             training=config.split == "train",
+            transform=config.transform,
             image_size=config.image_size,
             dtype=config.dtype,
             channels=config.channels,
             device=config.device,
             feeds=source.feeds,
-            crop_fraction=config.crop_fraction,
-            crop_padding=config.crop_padding,
-            cutout=config.cutout,
             cpu_decoder=decodes_on_cpu(config, source),
             hw_decoder_load=config.hw_decoder_load,
             stage=stage,
@@ -193,13 +191,10 @@ class DaliLoader(Loader):
         rank, size = self.shard
         count = self.config.batch_size
         # Drawn for the whole global batch and cut, so that an image's augmentation does not depend on who loads it.
-        config = self.config
-        rng = np.random.default_rng([config.seed, epoch, batch])
-        randoms = random_inputs(rng, count * size, config.random_area, config.random_ratio, config.mirror,
-                                config.crop_padding, config.cutout)  # fmt: skip
-        mine = (values[rank * count : (rank + 1) * count] for values in randoms)
-        pixels = np.full((count, 2), config.size_in(epoch), np.float32)
-        return ImageInputs(inputs.image, inputs.label, *mine)._replace(size=pixels)
+        rng = np.random.default_rng([self.config.seed, epoch, batch])
+        randoms = random_inputs(rng, count * size, self.config.transform)
+        mine = {name: values[rank * count : (rank + 1) * count] for name, values in randoms.items()}
+        return inputs._replace(size=np.full((count, 2), self.config.size_in(epoch), np.float32), **mine)
 
     def _exclude_undecodable(self) -> bool:
         """Find the images that cannot be decoded among those on their way; False if there are none.

@@ -75,7 +75,7 @@ def decode_once(config: LoaderConfig, source: Source) -> Source:
         log.warning(
             "%s: the decoded %s images take more than the cache of %g GiB (about %.3g GiB); they are decoded in every "
             "epoch", config.data, config.split, config.cache_gib, num_bytes / 2**30,
-        )  # fmt: skip
+        )
     return decoded or source
 
 

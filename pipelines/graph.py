@@ -3,7 +3,7 @@
     encoded image -> decode (training: only a random window) -> resize -> crop, flip, normalise, pad channels -> NHWC
 
 Where the images come decoded (decoded.py), the window is cut out of the pixels instead, and so it is where it may
-reach beyond the image (`crop_padding`). Cutout, where it is wanted, follows the window.
+reach beyond the image (`crop_padding`). Cutout, where it is wanted, follows the window, and brightness the resizing.
 
 All random numbers come in from outside, drawn by the loader from (seed, epoch, batch), and no operator keeps a state.
 So any batch of any epoch can be computed at once: resuming needs two numbers, a broken image can be taken out without
@@ -30,6 +30,8 @@ import numpy as np
 import nvidia.dali.math as dali_math
 from nvidia import dali
 
+from pipelines.transform import ImageTransform
+
 # DALI makes its operators when it is imported, so type checkers do not know them.
 fn: Any = dali.fn
 types: Any = dali.types
@@ -54,17 +56,15 @@ STAGES = ("read", "decode", "resize", "full")
 
 @dataclass(frozen=True)
 class GraphConfig:
-    """What the graph computes; the loader's configuration holds the same fields."""
+    """What the graph computes."""
 
     training: bool
+    transform: ImageTransform
     image_size: int  # validation: pixels, height and width of the output
     dtype: str  # "float32" or "float16"
     channels: int  # 3, or 4 with zeros in the last
     device: str  # "cpu" or "gpu"
     feeds: str = "bytes"  # what the graph is fed with for each image: its "bytes", its file's "paths", or its "pixels"
-    crop_fraction: float = 0.875  # validation: the centre crop's part of the shorter side (224 of 256)
-    crop_padding: int = 0  # training: pixels; above 0 windows have the image's size and lie in the padded image
-    cutout: float = 0.0  # training: side of the square that is filled with the mean colour, as part of the window's
     cpu_decoder: bool = False  # device "gpu": decode on the CPU, which is faster for thumbnails
     hw_decoder_load: float | None = None  # part of the images for the GPU's JPEG engine
     stage: str = "full"  # where to stop, one of STAGES
@@ -82,31 +82,28 @@ class ImageInputs(NamedTuple):
     mirror: Any = 0  # (N,) int32, 1 to flip from left to right
     shift: Any = None  # (N, 2) int32, for crop_padding: left and top of the window in the image, in pixels
     hole: Any = None  # (N, 2) float32, for cutout: left and top of the hole in the window, as fractions of that
+    brightness: Any = None  # (N,) float32, what the pixels are multiplied by
     size: Any = None  # (N, 2) float32, height and width of the output in pixels, equal for all images of a batch
 
 
-def random_inputs(
-    rng: np.random.Generator,
-    count: int,
-    area: tuple[float, float],
-    ratio: tuple[float, float],
-    mirror: bool,
-    crop_padding: int = 0,
-    cutout: float = 0.0,
-) -> tuple[np.ndarray, ...]:
-    """Draw the random members of ImageInputs for `count` images, in their order."""
-    shape = (count, NUM_CANDIDATES)
-    uniform = rng.random((2, *shape), np.float32)
-    low, high = math.log(ratio[0]), math.log(ratio[1])
+def random_inputs(rng: np.random.Generator, count: int, transform: ImageTransform) -> dict[str, np.ndarray]:
+    """Draw the random members of ImageInputs for `count` images, by their names.
+
+    The order of the draws is part of what a seed means: what is drawn for a new augmentation is drawn last.
+    """
+    uniform = rng.random((2, count, NUM_CANDIDATES), np.float32)
+    area, log_ratio = transform.random_area, [math.log(ratio) for ratio in transform.random_ratio]
     position = rng.random((count, 2), np.float32)
-    return (
-        np.float32(area[0]) + np.float32(area[1] - area[0]) * uniform[0],
-        np.float32(low) + np.float32(high - low) * uniform[1],
-        position,
-        rng.integers(0, 2, count, np.int32) * np.int32(mirror),
-        (position * (2 * crop_padding + 1)).astype(np.int32) - np.int32(crop_padding),
-        rng.random((count, 2), np.float32) - np.float32(cutout / 2),
-    )
+    padding = transform.crop_padding
+    return {
+        "area": np.float32(area[0]) + np.float32(area[1] - area[0]) * uniform[0],
+        "log_ratio": np.float32(log_ratio[0]) + np.float32(log_ratio[1] - log_ratio[0]) * uniform[1],
+        "position": position,
+        "mirror": rng.integers(0, 2, count, np.int32) * np.int32(transform.mirror),
+        "shift": (position * (2 * padding + 1)).astype(np.int32) - np.int32(padding),
+        "hole": rng.random((count, 2), np.float32) - np.float32(transform.cutout / 2),
+        "brightness": np.float32(1) + np.float32(transform.brightness) * (2 * rng.random(count, np.float32) - 1),
+    }
 
 
 def build_pipeline(
@@ -178,18 +175,20 @@ def _image(config: GraphConfig, inputs: ImageInputs) -> Any:
     image = _window(config, inputs)
     if config.stage == "decode":
         return image
-    if config.training and config.cutout:
+    if config.training and config.transform.cutout:
         # DeVries and Taylor, arXiv:1708.04552. Its centre is anywhere in the image, so part of it may lie outside.
-        hole = {"anchor": inputs.hole, "shape": 2 * [config.cutout], "axis_names": "WH", "normalized": True}
+        hole = {"anchor": inputs.hole, "shape": 2 * [config.transform.cutout], "axis_names": "WH", "normalized": True}
         image = fn.erase(image, **hole, fill_value=MEAN_COLOUR)
     # Both resizes filter before they shrink (antialias), as training and prediction must see the same pictures.
     if config.training:
         image = fn.resize(image, size=inputs.size, interp_type=types.INTERP_LINEAR)
     else:
-        shorter = max(config.image_size, round(config.image_size / config.crop_fraction))
+        shorter = max(config.image_size, round(config.image_size / config.transform.val_crop_fraction))
         image = fn.resize(image, resize_shorter=shorter, interp_type=types.INTERP_LINEAR)
     if config.stage == "resize":
         return image
+    if config.training and config.transform.brightness:
+        image = fn.brightness(image, brightness=inputs.brightness)
     return fn.crop_mirror_normalize(
         image,
         **({} if config.training else {"crop": (config.image_size, config.image_size)}),
@@ -204,7 +203,7 @@ def _image(config: GraphConfig, inputs: ImageInputs) -> Any:
 
 def _window(config: GraphConfig, inputs: ImageInputs) -> Any:
     """The part of the image that is wanted, decoded, on the graph's device."""
-    padding = config.training and config.crop_padding > 0
+    padding = config.training and config.transform.crop_padding > 0
     if config.feeds == "pixels":
         # Thumbnails whole, and cut there: one copy to the GPU, and less work for the CPU.
         image = fn.reinterpret(inputs.image, layout="HWC")

@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from common.mxnet_compat import mx
 from common.nvidia_gpus import find_gpus
 from pipelines.errors import DataError, check_not_negative
+from pipelines.transform import ImageTransform
 
 _CHOICES = {
     "split": ("train", "val"),
@@ -42,12 +43,7 @@ class LoaderConfig:
     device_id: int = 0
     num_threads: int = 0  # CPU threads of this process; 0: all cores (several processes on a machine must share them)
     seed: int = 0
-    random_area: tuple[float, float] = (0.08, 1.0)  # training: part of the image's area that is cut out
-    random_ratio: tuple[float, float] = (3 / 4, 4 / 3)  # training: width / height of what is cut out
-    crop_padding: int = 0  # training: pixels; if above 0, shift images by up to so many instead of cutting random areas
-    cutout: float = 0.0  # training: side of a square that is filled with the mean colour, as part of the image's
-    mirror: bool = True  # training: flip images from left to right, each with probability 1/2
-    crop_fraction: float = 0.875  # validation: centre crop's part of the shorter side
+    transform: ImageTransform = field(default_factory=ImageTransform)  # how images are cropped and augmented
     on_bad_image: str = "error"  # or "skip": go on without images that cannot be decoded
     num_classes: int | None = None  # of synthetic data (default 10) and of RecordIO files without classes.txt
     synthetic_images: int = 12_800  # images an epoch of synthetic training data; validation has a tenth
@@ -64,25 +60,16 @@ class LoaderConfig:
         for name, least in (("batch_size", 1), ("image_size", 1), ("synthetic_images", 1), ("prefetch", 1)):
             if getattr(self, name) < least:
                 raise DataError(f"{name} is {getattr(self, name)}; it must be at least {least}")
-        for name, most in (("random_area", 1.0), ("random_ratio", float("inf"))):
-            low, high = getattr(self, name)
-            if not 0 < low <= high <= most:
-                raise DataError(f"{name} is ({low:g}, {high:g}); give two rising numbers above 0, at most {most:g}")
         if min(self.image_sizes, default=1) < 1:
             raise DataError(f"image_sizes has {min(self.image_sizes)}; every size must be at least 1")
-        check_not_negative(
-            num_threads=self.num_threads, seed=self.seed, device_id=self.device_id, crop_padding=self.crop_padding
-        )
+        check_not_negative(num_threads=self.num_threads, seed=self.seed, device_id=self.device_id)
+        self.transform.check()
         if self.num_classes is not None and self.num_classes < 1:
             raise DataError(f"num_classes is {self.num_classes}; it must be at least 1")
         if self.hw_decoder_load is not None and not 0 <= self.hw_decoder_load <= 1:
             raise DataError(f"hw_decoder_load is {self.hw_decoder_load:g}; it must be from 0 to 1")
         if self.cache_gib is not None and self.cache_gib < 0:
             raise DataError(f"cache_gib is {self.cache_gib:g}; it cannot be negative")
-        if not 0 <= self.cutout <= 1:
-            raise DataError(f"cutout is {self.cutout:g}; it must be from 0 to 1")
-        if not 0 < self.crop_fraction <= 1:
-            raise DataError(f"crop_fraction is {self.crop_fraction:g}; it must be above 0 and at most 1")
 
     def size_in(self, epoch: int) -> int:
         """Height and width of the images in an epoch, in pixels."""

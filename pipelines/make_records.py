@@ -59,8 +59,8 @@ def plan_files(path: Path, split: str) -> Plan:
     source = open_source(path, split)
     if not isinstance(source, FileSource | ShardSource):
         raise DataError(
-            f"{source.path}: RecordIO and CIFAR-10's own files need no conversion; give class folders, a .lst "
-            f"file, shards or a tar file, or train on it as it is"
+            f"{source.path}: RecordIO files, CIFAR-10's own and their like need no conversion; give class folders, a "
+            ".lst file, shards or a tar file, or train on it as it is"
         )
     entries = [Entry(source.label(i), *source.location(i), source.name(i)) for i in range(len(source))]
     return Plan(entries, source.classes)

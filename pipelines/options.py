@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+from pipelines.transform import ImageTransform
+
 Split = Literal["train", "val"]
 OptionalFile = Annotated[Path | None, "FILE"]
 
@@ -89,8 +91,8 @@ class BenchOptions:
     """Write the figures there too, with all raw times."""
 
 
-@dataclass(frozen=True)
-class ShowOptions:
+@dataclass(frozen=True, kw_only=True)  # so that those without a default may follow those of ImageTransform
+class ShowOptions(ImageTransform):
     """Write a contact sheet (PNG) of augmented samples with their class names: what the network sees."""
 
     data: str
@@ -107,12 +109,6 @@ class ShowOptions:
     """Columns of the sheet."""
     seed: int = 0
     """Another seed shows other samples."""
-    random_area: tuple[float, float] = (0.08, 1.0)
-    """Smallest and largest share of an image's area that a random crop takes."""
-    crop_padding: int = 0
-    """Pixels of padding for crops of the image's own size, instead of a random area; 0: off."""
-    cutout: float = 0.0
-    """Side of the square that is filled with the mean colour, as part of the image's side; 0: none."""
     device: Literal["cpu", "gpu"] = "cpu"
     """Where to decode and augment."""
 
@@ -126,7 +122,7 @@ class MakeSamplesOptions:
     num_train: int | None = None
     """Training images of each class; default: as many as `python -m train --data samples` draws."""
     num_val: int | None = None
-    """Validation images of each class; likewise."""
+    """Validation images of each class; default: as many as `python -m train --data samples` draws."""
     seed: int = 0
     """Another seed draws other images."""
     num_threads: int = 0

@@ -55,7 +55,7 @@ def map_in_order(
     columns = (
         TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), _RateColumn(unit),
         TimeRemainingColumn(),
-    )  # fmt: skip
+    )
     waiting: deque[tuple[Item, Future[Result]]] = deque()
     console = Console(stderr=True)
     hidden = transient and not console.is_terminal

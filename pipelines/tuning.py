@@ -33,7 +33,7 @@ def tune(config: LoaderConfig, source: Source, shard: tuple[int, int]) -> Loader
     """The configuration with `hw_decoder_load` set: what was found for this machine and data before, else by a sweep
     (about five seconds) of the training loader; left open, to take the graph's default, where neither is to be had."""
     if (config.device != "gpu" or config.hw_decoder_load is not None or source.feeds == "pixels"
-            or decodes_on_cpu(config, source)):  # fmt: skip
+            or decodes_on_cpu(config, source)):
         return config
     require_gpu(config.device_id)
     threads = config.num_threads or num_cores()

@@ -65,7 +65,7 @@ PARTS = {
     "operations": ("horovod/common", "operations controller ops/collective_operations ops/operation_manager "
                    "ops/gloo_operations"),
     "mxnet": ("horovod/mxnet", "mpi_ops tensor_util cuda_util adapter"),
-}  # fmt: skip
+}
 GPU_PARTS = {"gpu": ("horovod/common/ops", "cuda_operations gpu_operations nccl_operations")}
 COLLECTIVES = ("ALLREDUCE", "ALLGATHER", "BROADCAST", "ALLTOALL", "REDUCESCATTER")
 
@@ -121,7 +121,7 @@ def fetch_source(folder: Path) -> Path:
     if not source.exists():
         print("downloading the source of Horovod", flush=True)
         pip("download", "--no-deps", "--no-build-isolation", "--no-binary", "horovod", "-d", str(folder),
-            f"horovod=={VERSION}")  # fmt: skip
+            f"horovod=={VERSION}")
         unpacked = folder / "unpacked"
         shutil.rmtree(unpacked, ignore_errors=True)
         with tarfile.open(folder / f"horovod-{VERSION}.tar.gz") as archive:
@@ -182,7 +182,7 @@ def plan(source: Path, mxnet: Path, nccl: Path | None, cuda: Path | None) -> lis
     includes += [f"-I{source}/third_party/eigen", "-isystem", f"{mxnet}/include", "-isystem", f"{mxnet}/include/mkldnn"]
     flags = ["-std=c++14", "-O2", "-ftree-vectorize", "-fPIC", "-pthread", "-DNDEBUG", "-w", "-DEIGEN_MPL2_ONLY=1",
              "-DHAVE_GLOO=1", "-DHOROVOD_CPU_OPERATIONS_DEFAULT=G", "-DMXNET_USE_MKLDNN=1", "-DMXNET_USE_ONEDNN=0",
-             "-DMSHADOW_USE_CUDA=0", "-DMSHADOW_USE_MKL=0", "-DMSHADOW_USE_F16C=0"]  # fmt: skip
+             "-DMSHADOW_USE_CUDA=0", "-DMSHADOW_USE_MKL=0", "-DMSHADOW_USE_F16C=0"]
     parts = dict(PARTS)
     if cuda and nccl:
         parts |= GPU_PARTS
@@ -255,7 +255,7 @@ def compile_all(units: Sequence[Unit], folder: Path) -> list[Path]:
             for job in as_completed(jobs):
                 objects[jobs[job]] = job.result()
                 print(f"compiled {len(objects)} of {len(units)} parts of Horovod "
-                      f"({time.monotonic() - begin:.0f} s)", flush=True)  # fmt: skip
+                      f"({time.monotonic() - begin:.0f} s)", flush=True)
         except BuildError:
             pool.shutdown(cancel_futures=True)
             raise
@@ -263,7 +263,7 @@ def compile_all(units: Sequence[Unit], folder: Path) -> list[Path]:
 
 
 def link(objects: Sequence[Path], folder: Path, mxnet: Path, nccl: Path | None, cuda: Path | None,
-         source: Path) -> tuple[Path, Path]:  # fmt: skip
+         source: Path) -> tuple[Path, Path]:
     """Horovod's library and that of allreduce.cc, in `folder`."""
     *own, allreduce = map(str, objects)
     # The environment's packages, seen from site-packages/horovod/mxnet: it may be moved, and carried elsewhere.
@@ -277,7 +277,7 @@ def link(objects: Sequence[Path], folder: Path, mxnet: Path, nccl: Path | None, 
     shared = [compiler(), "-shared", "-s", "-pthread", search, "-Wl,-z,defs", "-Wl,--allow-shlib-undefined"]
     run([*shared, "-Wl,-Bsymbolic-functions", "-Wl,-z,relro,-z,now", f"-Wl,--version-script={source}/horovod.lds", *own,
          "-o", str(library), f"-L{mxnet}", "-l:libmxnet.so",
-         *([str(nccl / "lib" / "libnccl.so.2")] if nccl else []), *runtime])  # fmt: skip
+         *([str(nccl / "lib" / "libnccl.so.2")] if nccl else []), *runtime])
     run([*shared, "-Wl,-Bsymbolic", allreduce, "-o", str(buckets), f"-L{folder}", f"-l:{LIBRARY}", *runtime])
     return library, buckets
 

@@ -25,7 +25,7 @@ HOROVOD = {
     "horovod/mxnet/mpi_ops.cc": "#include <string>\nstruct Parameters { char** op_names; };\n"
                                 "auto name(Parameters* ops_param) { return ops_param->op_names[0]; }\n",
     "horovod/mxnet/cuda_util.cc": 'const char* driver = "libcuda.so";\n',
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ def runs(program, finals, seconds_per_epoch):
         {"program": program, "seed": seed, "epoch": epoch, "seconds": seconds_per_epoch * epoch, "top1": top1,
          "train_loss": 1.0, "startup_seconds": 3.0}
         for seed, final in enumerate(finals) for epoch, top1 in ((1, 0.5), (2, final - 0.001), (3, final))
-    ]  # fmt: skip
+    ]
 
 
 def test_seconds_to_the_peer_s_accuracy(benchmark, tmp_path):

@@ -23,14 +23,14 @@ def test_files(benchmark, tmp_path, rng):
     seconds = {way.name: rng.uniform(10, 20, 3) for way in benchmark.ways(4)}
     lines = [{"program": name, "seed": seed, "epoch": epoch, "seconds": epoch * times[seed] / 2, "top1": 0.4 * epoch,
               "train_loss": 1.0, "startup_seconds": 3.0}
-             for name, times in seconds.items() for seed in range(3) for epoch in (1, 2)]  # fmt: skip
+             for name, times in seconds.items() for seed in range(3) for epoch in (1, 2)]
     benchmark.publish(lines, 4, 2, tmp_path)
     result = json.loads((tmp_path / "cifar10_2ep_4gpu.json").read_text())
     result["commit"] = result["commit"] or "0" * 40
     assert faults(result, "cifar10_2ep_4gpu.json") == []
     assert result["value"] == pytest.approx(sorted(seconds["4 GPUs"])[1])
     assert result["peer"] == {"name": "1 GPU, 4 passes, same recipe",
-                              "value": pytest.approx(sorted(seconds["1 GPU, 4 passes"])[1])}  # fmt: skip
+                              "value": pytest.approx(sorted(seconds["1 GPU, 4 passes"])[1])}
     assert (tmp_path / "cifar10_2ep_4gpu.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -58,6 +58,6 @@ def test_runs_side_by_side(benchmark, tmp_path, monkeypatch):
     lines = benchmark.train([(alone[0], 5), (alone[1], 6)], slots, config, tmp_path)
     assert [(line["program"], line["seed"], line["top1"], line["seconds"]) for line in lines] == [
         ("1 GPU", 5, 0.1, 6.5), ("1 GPU, 2 passes", 6, 0.2, 6.5)
-    ]  # fmt: skip
+    ]
     with pytest.raises(UserError, match="training on 1 GPU, 3 passes failed with code 2"):
         benchmark.train([(together, 5), (benchmark.ways(3)[1], 5)], slots, config, tmp_path)

@@ -95,7 +95,7 @@ def given_to_copy(line):
     ("a b --no-sound --target=x=y", {"sound": False, "target": Path("x=y")}),
     ("-t x a -p 3 b --range 1 2", {"target": Path("x"), "pages": 3, "range_": (1, 2)}),
     ("a -- --b", {"more": ("--b",)}),
-])  # fmt: skip
+])
 def test_values(line, values):
     assert given_to_copy(line) == {"source": Path("a"), "more": ("b",), **values}
 
@@ -121,7 +121,7 @@ def test_values(line, values):
     ("a b --side 3", "--side 3 is not one of 1, 2"),
     ("a b --json=yes", "--json takes no value, but was given yes"),
     ("a b --sound=off", "--sound takes no value, but was given off"),
-])  # fmt: skip
+])
 def test_mistakes(line, sentence):
     with pytest.raises(UserError) as error:
         given_to_copy(line)
@@ -130,7 +130,7 @@ def test_mistakes(line, sentence):
 
 @pytest.mark.parametrize("words, before", [
     (["a", ""], "a"), (["--target", "", "a"], "--target"), (["a", "--target="], "--target"), ([""], "copy"),
-])  # fmt: skip
+])
 def test_a_shell_variable_that_is_not_set(words, before):
     with pytest.raises(UserError, match=f"^{before} is followed by an empty value: give one, or leave it out$"):
         given(Copy, words, prog="copy")
@@ -203,7 +203,7 @@ def test_a_program_that_hands_on_what_it_does_not_know(capsys, monkeypatch):
     words = ["x", "--loud", "-n", "3", "--title=M", "--width", "7", "a b"]
     assert given_and_rest(Film, words, prog="film", rest="more") == (
         {"loud": True, "title": "M", "width": 7}, ["x", "-n", "3", "a b"]
-    )  # fmt: skip
+    )
     with pytest.raises(UserError, match="^--width needs a whole number, not 'x'"):
         given_and_rest(Film, ["--width", "x"], prog="film", rest="more")
     text = help_of(capsys, monkeypatch, Film, ["-n", "--help"], prog="film", rest="more", reader=given_and_rest)
@@ -235,7 +235,7 @@ def test_a_value_before_the_command_line_is_parsed():
     (OSError(28, "No space left on device", "a"), 2, "error: a: No space left on device; check path, "),
     (OSError("libx.so: cannot open shared object file"), None, ""),
     (KeyboardInterrupt(), 130, ""),
-])  # fmt: skip
+])
 def test_exit_codes(end, code, said, capsys):
     def main():
         if isinstance(end, BaseException):

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pipelines import LoaderConfig, open_loader
+from pipelines import ImageTransform, LoaderConfig, open_loader
 from pipelines.graph import MEAN, STD, random_inputs
 from pipelines.sources import open_source
 
@@ -43,7 +43,7 @@ def test_cifar10_training_images(real_data, tmp_path, rng):
     """The pixels of a batch are equal where the same random numbers are drawn."""
     count, padding, seed = 48, 4, int(rng.integers(1 << 16))
     config = LoaderConfig(data=str(real_data / "cifar10"), batch_size=count, image_size=128, seed=seed,
-                          crop_padding=padding, cutout=0.3125)  # fmt: skip
+                          transform=ImageTransform(crop_padding=padding, cutout=0.3125))
     with open_loader(config) as loader:
         ours = next(iter(loader)).data.asnumpy()
     source = open_source(real_data / "cifar10", "train")
@@ -52,11 +52,11 @@ def test_cifar10_training_images(real_data, tmp_path, rng):
     for canvas, i in zip(padded, chosen, strict=True):
         canvas[padding:-padding, padding:-padding] = Image.open(io.BytesIO(source.read(i).tobytes()))
     draws = np.random.default_rng([seed, 0, 0])
-    *_, mirror, shift, hole = random_inputs(draws, count, config.random_area, config.random_ratio, True, padding)
-    np.savez(tmp_path / "given.npz", padded=padded, corner=shift.astype(np.int64) + padding,
-             mirror=mirror.astype(bool), hole=hole, mean=np.float32(MEAN), std=np.float32(STD))  # fmt: skip
+    drawn = random_inputs(draws, count, ImageTransform(crop_padding=padding))
+    np.savez(tmp_path / "given.npz", padded=padded, corner=drawn["shift"].astype(np.int64) + padding,
+             mirror=drawn["mirror"].astype(bool), hole=drawn["hole"], mean=np.float32(MEAN), std=np.float32(STD))
     subprocess.run([os.environ["PEER_PYTHON"], "-c", PEER, str(tmp_path), str(BENCHMARKS),
-                    json.dumps({"cutout": config.cutout})], check=True)  # fmt: skip
+                    json.dumps({"cutout": config.transform.cutout})], check=True)
     grey_levels = np.abs(ours - np.load(tmp_path / "peer.npy")) * STD
     # DALI's resizing rounds to whole grey levels, and PyTorch's images are float16: 2**-10 of at most 2.7 * 58.
     assert grey_levels.max() < 0.5 + 0.16
@@ -73,7 +73,7 @@ def test_losses_are_those_of_pytorch(preset, real_data, tmp_path, monkeypatch):
     monkeypatch.setattr(parity_pytorch, "WINDOW", 2)
     monkeypatch.setattr(sys, "argv", ["parity_pytorch.py", "--data", str(real_data / "cifar10"), "--device", "cpu",
                                       "--preset", preset, "--model", "resnet18", "--batch", "16", "--size", "64",
-                                      "--steps", "8", "--learning-rate", "0.002"])  # fmt: skip
+                                      "--steps", "8", "--learning-rate", "0.002"])
     parity_pytorch.main()
     *runs, about = map(json.loads, (tmp_path / "parity_pytorch_cpu.jsonl").read_text().splitlines())
     ours, peer = (next(run["loss"] for run in runs if run["side"].startswith(side)) for side in ("ours", "PyTorch"))

@@ -18,7 +18,7 @@ BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 RESULTS = sorted((BENCHMARKS / "results").glob("*.json"))
 KEYS = {
     "name", "value", "unit", "spread", "peer", "ratio", "hardware", "versions", "commit", "command", "date", "step_ms"
-}  # fmt: skip
+}
 
 
 def faults(result: dict[str, Any], file_name: str) -> list[str]:
@@ -134,7 +134,7 @@ def test_what_the_benchmarks_write_has_no_faults(
     ("cifar10_time_to_accuracy", 4, "1x NVIDIA H200"),
     ("step_cpu", 4, "8 cores of a CPU, 16 GiB"),
     ("cifar10_time_to_accuracy", 0, "8 cores of a CPU, 16 GiB"),
-])  # fmt: skip
+])
 def test_hardware_of_a_figure(name: str, gpus: int, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import record
@@ -175,7 +175,7 @@ def test_a_wrong_result_is_found(key: str, wrong: Any) -> None:
     ("cifar10_time_to_accuracy", ("--seeds", "1"), "error: --seeds 1: at least 2 are needed"),
     ("bn_group", ("--gpus", "64"), "error: --gpus 64 must be from 2 to the number of NVIDIA GPUs here"),
     ("scaling_model", ("--results", "nowhere"), "error: nowhere/resnet50_fp16_b256_profile.txt is missing"),
-])  # fmt: skip
+])
 def test_bad_input_of_a_program(program, arguments, sentence, tmp_path, monkeypatch, capsys):
     """One sentence and exit code 2, as from every command line of this project."""
     monkeypatch.chdir(tmp_path)

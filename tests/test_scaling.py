@@ -26,7 +26,7 @@ def rows() -> list[dict[str, Any]]:
         "each_alone_ms": [20.0, 22.0], "exposed_ms": [1.0] * 8, "all_reduce_ms": [3.5, 0.5],
         "pass_alone_ms": [20.0] * 8, "pass_ms": [22.0] * 8, "wait_ms": [2.5] * 8,
         "timeline": {"buckets": [[15.0, 19.0], [24.0, 24.5]], "parts": [24.0, 24.5, 25.0]},
-    }  # fmt: skip
+    }
     return [{"what": "synthetic", "gpus": 1, "batch": 100, "step_ms": [20.0] * 8}, both]
 
 
@@ -36,7 +36,7 @@ def test_table(scaling: Any) -> None:
     assert [cell.strip() for cell in two.split("|")[1:-1]] == [
         "ours, synthetic", "2", "8,000", "4,000", "80.0%", "4,545", "2.00 ms", "1.50 ms", "4.00 ms", "1.00 ms", "75%",
         "32 MB (computed)"
-    ]  # fmt: skip
+    ]
 
 
 def test_what_the_processes_of_a_program_measure(scaling: Any, tmp_path: Path,
@@ -63,7 +63,7 @@ def test_files(scaling: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert {path.name for path in tmp_path.iterdir()} == {
         figure, "allreduce_timeline_b100_2gpu.png", "scaling_b100_2gpu.jsonl", "scaling_b100_2gpu.md",
         "scaling_b100_2gpu.png",
-    }  # fmt: skip
+    }
     result = json.loads((tmp_path / figure).read_text())
     result["commit"] = result["commit"] or "0" * 40
     assert faults(result, figure) == []
@@ -111,7 +111,7 @@ class Executor:
     def __init__(self, gpu: Clock) -> None:
         self.gpu = gpu
         self.buckets = [SimpleNamespace(name=name, num_bytes=num_bytes, dtype="float16", ready={}, done={})
-                        for name, num_bytes in (("weights 1", 50e6), ("others", 2e5))]  # fmt: skip
+                        for name, num_bytes in (("weights 1", 50e6), ("others", 2e5))]
 
     def forward_backward(self, data: Any, label: Any, on_bucket: Any) -> None:
         for bucket, ms in zip(self.buckets, (18.0, 2.0), strict=True):
@@ -128,7 +128,7 @@ class Executor:
     synchronize = end_step
 
 
-class Average:
+class AllReduce:
     """An all-reduce takes 10 ns a kB, beside the pass or after it."""
 
     def __init__(self, executor: Executor) -> None:
@@ -149,7 +149,7 @@ def test_measurement(scaling: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """What a process makes of the events of its steps, two processes being alike."""
     workers = SimpleNamespace(size=size, rank=0, local_rank=0, alone=size == 1, sum=list,
                               gather=lambda value: [value] * size,
-                              bucket_average=Average)
+                              bucket_all_reduce=AllReduce)
     monkeypatch.setattr(scaling, "Workers", lambda: workers)
     monkeypatch.setattr(scaling, "make_step", lambda *_, **options: (Executor(Clock()), options, None))
     counter = iter(range(0, 10_000, 700))

@@ -86,10 +86,10 @@ def test_more_gpus_are_never_faster_for_each(model: Any, gradients: Any) -> None
     machine = model.Machine()
     for batch in (16, 256):
         speeds = [model.simulate(machine, gradients, gpus, batch).images_per_sec_per_gpu
-                  for gpus in (2, 4, 8, 32, 256, 3584)]  # fmt: skip
+                  for gpus in (2, 4, 8, 32, 256, 3584)]
         assert all(later <= 1.005 * earlier for earlier, later in itertools.pairwise(speeds))
     ideal = replace(machine, gpu_spread=0.0, step_jitter=0.0, nvlink_gbs=1e9, network_gbs=1e9, message_us=0.0,
-                    nvlink_hop_us=0.0, network_hop_us=0.0)  # fmt: skip
+                    nvlink_hop_us=0.0, network_hop_us=0.0)
     step = model.simulate(ideal, gradients, 3584, 16)
     assert step.step_ms == pytest.approx(model.step_of_one_gpu_ms(16, ideal), rel=1e-3)
 
@@ -115,7 +115,7 @@ def test_fit_of_nvlink(model: Any, rng: np.random.Generator) -> None:
     truth = model.Machine(nvlink_gbs=float(rng.uniform(100, 400)), message_us=float(rng.uniform(20, 60)))
     rows = [{"gpus": gpus, "buckets": [["", num_bytes, ""] for num_bytes in (25e6, 25e6, 1e6, 2e5)],
              "all_reduce_ms": [model.all_reduce_ms(num_bytes, gpus, truth, "ring") * float(rng.normal(1, 0.01))
-                               for num_bytes in (25e6, 25e6, 1e6, 2e5)]} for gpus in (2, 4)]  # fmt: skip
+                               for num_bytes in (25e6, 25e6, 1e6, 2e5)]} for gpus in (2, 4)]
     fitted = model.fit_nvlink(model.Machine(), rows)
     assert fitted.nvlink_gbs == pytest.approx(truth.nvlink_gbs, rel=0.15)
     assert fitted.message_us == pytest.approx(truth.message_us, rel=0.15)

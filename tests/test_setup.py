@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "scripts" / "setup.sh"
 TOOLS = ("awk", "bash", "cat", "cksum", "cut", "dirname", "df", "du", "flock", "grep", "head", "mkdir", "mv",
-         "realpath", "rm", "rmdir", "sed", "sort", "tail", "touch")  # of any Linux  # fmt: skip
+         "realpath", "rm", "rmdir", "sed", "sort", "tail", "touch")  # of any Linux
 PIP = "pip install --disable-pip-version-check --retries 3 --no-compile -e"
 GPU = 'echo "580.65.06, 9.0, NVIDIA H200"'
 
@@ -96,7 +96,7 @@ def test_gpu(run_setup):
     assert "setup: packages for a machine with an NVIDIA GPU" in done.said
     assert [call.split("/")[0] for call in done.calls] == [
         f"{PIP} .[gpu]", "scripts", "scripts",
-    ]  # fmt: skip
+    ]
     assert done.calls[1] == "scripts/link_cuda11.py"
 
 
@@ -117,7 +117,7 @@ def test_a_gpu_that_comes_later(run_setup, venv):
     ('echo "535.1.2, 6.1, NVIDIA GeForce GTX 1080"',
      "the NVIDIA GeForce GTX 1080 (compute capability 6.1) is older than 7.5, which cuDNN 9 needs: packages for the "
      "CPU"),
-])  # fmt: skip
+])
 def test_a_gpu_that_cannot_be_used(run_setup, nvidia_smi, sentence):
     done = run_setup(nvidia_smi=nvidia_smi)
     assert f"setup: {sentence}\n" in done.said
@@ -139,7 +139,7 @@ NO_NETWORK = ("WARNING: Retrying after connection broken by 'NewConnectionError(
     ("ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device", "the disk became full"),
     ("  error: subprocess-exited-with-error\nERROR: No matching distribution found for mxnet==1.9.1",
      "ERROR: No matching distribution found for mxnet==1.9.1"),
-])  # fmt: skip
+])
 def test_packages_that_cannot_be_had(run_setup, venv, output, sentence):
     """One sentence; nothing is taken for done, and the next call goes on."""
     working = (venv / "bin" / "pip").read_text()

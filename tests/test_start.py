@@ -35,7 +35,7 @@ def start(module: str, *arguments: str) -> tuple[int, str, str, set[str]]:
     "train --help", "train train --help", "train benchmark -h", "train --config ?", "train predict --help",
     "pipelines --help", "pipelines verify --help", "graph_passes --help", "graph_passes show --help",
     "train.processes.launch --help", "train.processes.multi_host --help",
-])  # fmt: skip
+])
 def test_help(line):
     module, *arguments = line.split()
     code, out, err, imported = start(module, *arguments)
@@ -58,7 +58,7 @@ def test_help(line):
     ("pipelines bench data --device tpu", "--device tpu is not one of cpu, gpu"),
     ("graph_passes show --modl x", "there is no option --modl; did you mean --model?"),
     ("train.processes.launch -n x", "-n/--processes needs a whole number above 0, not 'x'"),
-])  # fmt: skip
+])
 def test_mistakes(line, sentence):
     module, *arguments = line.split()
     code, out, err, imported = start(module, *arguments)

@@ -18,7 +18,7 @@ NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE, which each function of the stand-in ret
 # What libmxnet.so and we call of the driver.
 DRIVER = ("CtxGetDevice", "DeviceGet", "DeviceGetAttribute", "DeviceGetCount", "DeviceGetName", "DriverGetVersion",
           "DevicePrimaryCtxRetain", "GetErrorString", "GraphKernelNodeGetParams", "GraphNodeGetType", "Init",
-          "LaunchKernel", "ModuleGetFunction", "ModuleLoadData", "ModuleLoadDataEx", "ModuleUnload")  # fmt: skip
+          "LaunchKernel", "ModuleGetFunction", "ModuleLoadData", "ModuleLoadDataEx", "ModuleUnload")
 LOAD = """
 import common.mxnet_compat, cudnn, horovod.mxnet as hvd, nvidia.dali
 from common.mxnet_compat import mx
@@ -60,9 +60,9 @@ def main() -> None:
     make_stand_ins(folder / "stand-ins")
     python = folder / "venv" / "bin" / "python"
     environment = {**os.environ, "PATH": f"{folder}/stand-ins:{os.environ['PATH']}", "PYTHONPATH": str(ROOT),
-                   "LD_LIBRARY_PATH": f"{folder}/stand-ins", "PYTHON": str(python)}  # fmt: skip
+                   "LD_LIBRARY_PATH": f"{folder}/stand-ins", "PYTHON": str(python)}
     for command in (["bash", "scripts/setup.sh", "all", folder / "venv"], [python, "-c", LOAD],
-                    [python, "-c", LAUNCH, AVERAGE]):  # fmt: skip
+                    [python, "-c", LAUNCH, AVERAGE]):
         subprocess.run(command, check=True, env=environment, cwd=ROOT)
 
 

@@ -48,16 +48,13 @@ def open_split(config: Config, split: str, placement: Placement, workers: Worker
             batch_size=config.batch_size,
             image_size=config.image_size if split == "train" else config.inference_image_size,
             image_sizes=image_sizes(config),
-            crop_fraction=config.val_crop_fraction,
+            transform=config.transform,
             dtype="float16" if network_dtype(config, placement) == "float16" else "float32",
             channels=channels,
             device="gpu" if on_gpu else "cpu",
             device_id=workers.local_rank if on_gpu else 0,
             num_threads=config.num_threads or topology.cores_of_process(workers.local_size),
             seed=config.seed,
-            random_area=config.random_area,
-            crop_padding=config.crop_padding,
-            cutout=config.cutout,
             hw_decoder_load=hw_decoder_load if hw_decoder_load >= 0 else None,
             cache_gib=config.cache if config.cache >= 0 else None,
             on_bad_image=config.on_bad_image,
@@ -124,13 +121,13 @@ def build_executor(
     image_size: int,
     placement: Placement,
     checkpoint: Checkpoint | None,
-    averages: bool = False,
+    all_reduce: bool = False,
     bn_group: StatisticsGroup | None = None,
     largest_image_size: int = 0,
 ) -> Executor:
     """The network with the parameters of `checkpoint`, or initial ones without. Raises GraphError or TrainError.
 
-    `image_size` is that of the first batches, in pixels: for others the executor is built when they come. `averages`:
+    `image_size` is that of the first batches, in pixels: for others the executor is built when they come. `all_reduce`:
     its gradients will be averaged with those of other processes. `bn_group`: see `join_bn_group`.
     `largest_image_size`: of the training images to come, for whose memory the cuda executor asks at once.
     """
@@ -148,8 +145,8 @@ def build_executor(
     if placement.executor == "cuda":
         dtype = network_dtype(config, placement)
         options = {"dtype": dtype, "tf32": config.tf32, "deterministic": config.deterministic, "group": bn_group,
-                   "largest_image_size": largest_image_size}  # fmt: skip
-        if averages:
+                   "largest_image_size": largest_image_size}
+        if all_reduce:
             # Horovod's MXNet library knows no bfloat16.
             wide = config.wire_dtype == "float32" or dtype == "bfloat16"
             options |= {"num_buckets": config.buckets, "wire_dtype": "float32" if wide else None}

@@ -5,7 +5,7 @@ without pickle, and readable with `numpy.load`. It has one more member, meta.jso
 
     params/<name>, aux/<name>    canonical: fp32, convolution weights OHWI
     state/<slot>/<name>          what the optimizer keeps, such as the momentum, canonical
-    averages/<name>              moving averages of params and aux, canonical, where the run keeps them
+    averages/<name>              `ema`: moving averages of params and aux, canonical, where the run keeps them
     loader/<rank>                position in the epoch, one for each process
     meta.json                    format, progress, configuration, class names, state of NumPy's random generator, the
                                  optimizer's scalars: loss scaling, number of updates
@@ -64,7 +64,7 @@ class Checkpoint:
     config: Config
     class_names: list[str]
     progress: Progress = field(default_factory=Progress)
-    averages: Arrays = field(default_factory=dict)  # of params and aux; empty without --ema-decay
+    ema: Arrays = field(default_factory=dict)  # of params and aux; empty without --ema-decay
     loader_states: list[bytes] = field(default_factory=list)  # by rank
     numpy_rng: dict[str, Any] = field(default_factory=dict)
     scalars: dict[str, float] = field(default_factory=dict)  # of the optimizer
@@ -96,7 +96,7 @@ def save(checkpoint: Checkpoint, path: Path) -> None:
     with _replacing(path) as part, part.open("wb") as file:
         with zipfile.ZipFile(file, "w") as archive:
             slots = {f"state/{slot}": arrays for slot, arrays in checkpoint.state.items()}
-            groups = {"params": checkpoint.params, "aux": checkpoint.aux, **slots, "averages": checkpoint.averages}
+            groups = {"params": checkpoint.params, "aux": checkpoint.aux, **slots, "averages": checkpoint.ema}
             for group, arrays in groups.items():
                 for name, array in arrays.items():
                     _write_array(archive, f"{group}/{name}", array)
@@ -130,7 +130,7 @@ def load(path: Path) -> Checkpoint:
                 params=groups["params"],
                 aux=groups["aux"],
                 state={group.removeprefix("state/"): groups[group] for group in groups if group.startswith("state/")},
-                averages=groups["averages"],
+                ema=groups["averages"],
                 config=_config(meta["config"], path),
                 class_names=meta["class_names"],
                 progress=Progress(**meta["progress"]),
@@ -148,10 +148,10 @@ def load_trained(place: str) -> Checkpoint:
     """The network to validate, predict with or export: the best of a run folder, or that of a checkpoint file, with the
     moving averages as `params` and `aux` where the run keeps them. Raises TrainError as `find` and `load` do."""
     trained = load(find(place, prefer_best=True))
-    if not trained.averages:
+    if not trained.ema:
         return trained
-    params, aux = ({name: trained.averages[name] for name in arrays} for arrays in (trained.params, trained.aux))
-    return replace(trained, params=params, aux=aux, averages={})
+    params, aux = ({name: trained.ema[name] for name in arrays} for arrays in (trained.params, trained.aux))
+    return replace(trained, params=params, aux=aux, ema={})
 
 
 def find(place: str, prefer_best: bool = False) -> Path:

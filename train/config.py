@@ -17,8 +17,10 @@ from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
 import train.configs
-from common.command_line import given, given_value, nearest, option_name
+from common.command_line import given, given_value, nearest, option_name, part_of
 from graph_passes import optimizers
+from pipelines import transform
+from pipelines.transform import Augmentation, CentreCrop, ImageTransform
 from train import models
 from train.errors import TrainError
 
@@ -120,19 +122,17 @@ class BatchOptions:
 
 
 @dataclass(frozen=True)
-class ImageOptions:
+class SizeOptions:
     """Images."""
 
     image_size: int = 224
     """Height and width of the network's input, in pixels."""
-    random_area: tuple[float, float] = (0.08, 1.0)
-    """Smallest and largest share of an image's area that a random training crop takes."""
-    crop_padding: int = 0
-    """Pixels, measured in the stored image, by which a training image is padded on each side with the mean colour
-    before a crop of its own size is taken, instead of a random area: as is usual for CIFAR-10, with 4. 0: off."""
-    cutout: float = 0.0
-    """Side of the square that is filled with the mean colour at a random place of each training image, as part of the
-    image's side (arXiv:1708.04552: 0.25 to 0.5 for CIFAR-10); 0: none."""
+
+
+@dataclass(frozen=True)
+class ImageOptions(Augmentation, SizeOptions):
+    """Images."""
+
     mixup: float = 0.0
     """Mix each image and its label with another of its batch, by a share sampled from Beta(MIXUP, MIXUP); 0: no mixup.
     Training loss and accuracy are then those of the mixed images."""
@@ -150,15 +150,13 @@ class ResizingOptions:
 
 
 @dataclass(frozen=True)
-class InferenceImageOptions:
+class InferenceImageOptions(CentreCrop):
     """Images."""
 
     val_image_size: int = 0
     """Image size in validation and prediction, in pixels; 0: that of --image-size. A network sees objects larger in
     random crops than in whole images, so it does better on images about 1.15 to 1.3 times as large
     (arXiv:1906.06423)."""
-    val_crop_fraction: float = 0.875
-    """Part of an image's shorter side that the centre crop of validation and prediction takes (224 of 256 pixels)."""
 
 
 @dataclass(frozen=True)
@@ -300,6 +298,11 @@ class Config(ResumeOptions, TrainingOptions):
         """Image size in validation and prediction, in pixels."""
         return self.val_image_size or self.image_size
 
+    @property
+    def transform(self) -> ImageTransform:
+        """What is done to images, in training and in validation."""
+        return part_of(ImageTransform, vars(self))
+
     def global_batch(self, num_processes: int) -> int:
         """Images of one optimizer step."""
         return self.batch_size * self.accumulate * num_processes
@@ -346,17 +349,16 @@ _LIMITS = {
     "num_threads": (lambda value: 0 <= value <= MAX_THREADS, f"from 0 to {MAX_THREADS}"),
     **dict.fromkeys(("num_classes", "seed", "max_steps", "validate_every", "weight_decay",
                      "warmup_epochs", "mixup", "price_per_hour", "final_learning_rate", "time_limit",
-                     "checkpoint_minutes", "warmup_steps", "crop_padding"),
+                     "checkpoint_minutes", "warmup_steps"),
                     (lambda value: value >= 0, "0 or more")),
     **dict.fromkeys(("label_smoothing", "momentum", "ema_decay"),
                     (lambda value: 0 <= value < 1, "at least 0 and below 1")),
-    "val_crop_fraction": (lambda value: 0 < value <= 1, "above 0 and at most 1"),
     "cache": (lambda value: value == -1 or value >= 0, "0 or more, or -1"),
     "hw_decoder_load": (lambda value: value == -1 or 0 <= value <= 1, "a fraction from 0 to 1, or -1"),
-    **dict.fromkeys(("target_accuracy", "cutout"), (lambda value: 0 <= value <= 1, "a fraction from 0 to 1")),
+    "target_accuracy": (lambda value: 0 <= value <= 1, "a fraction from 0 to 1"),
     "betas": (lambda value: min(value) >= 0 and max(value) < 1, "two fractions below 1"),
-    "random_area": (lambda value: 0 < value[0] <= value[1] <= 1, "two fractions above 0, the smaller first"),
-}  # fmt: skip
+    **transform.LIMITS,
+}
 
 def _constants_of_optimizers() -> dict[str, tuple[str, tuple[str, ...]]]:
     """The knobs that not all optimizers have, with those that do, for `_ONLY_WITH`."""

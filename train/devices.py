@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from common.command_line import part_of
 from common.mxnet_compat import mx
-from common.nvidia_gpus import Gpu, find_gpus
+from common.nvidia_gpus import GpuInfo, find_gpus
 from graph_passes import GraphError
 from graph_passes.executors.cuda.requirements import check_requirements
 from train.config import DEFAULT_PRESET, SAMPLES, Config, DeviceOptions, load_preset
@@ -87,7 +87,7 @@ def _cuda_obstacle(local_rank: int) -> str:
     return ""
 
 
-def _stock_mxnet_obstacle(gpu: Gpu) -> str:
+def _stock_mxnet_obstacle(gpu: GpuInfo) -> str:
     """Why the mxnet executor cannot use a GPU, or ""."""
     first, last = STOCK_MXNET_GPUS
     if not first <= gpu.capability <= last:

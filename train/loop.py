@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -26,8 +26,8 @@ from train.checkpoint import Checkpoint, CheckpointFolder, Progress
 from train.config import Config
 from train.errors import TrainError
 from train.mixup import draw_lambda
-from train.optimizer import average_decay, averages_in_use, make_optimizer
-from train.processes.distributed import GradientAverage, Workers
+from train.optimizer import ema_decay, ema_in_use, make_optimizer
+from train.processes.distributed import GradientAllReduce, Workers
 from train.processes.invocation import launcher
 from train.processes.signals import Signals, StoppedBySignal
 from train.reporting.gpu_monitor import GpuMonitor, GpuReadings
@@ -35,21 +35,12 @@ from train.reporting.recorder import Recorder
 from train.schedule import make_schedule
 
 
-class Sums(NamedTuple):
-    """Metrics summed over images and processes."""
-
-    loss_sum: float
-    top1: float
-    top5: float
-    count: float  # type: ignore[assignment]  # hides tuple.count, which nobody needs here
-
-
-def validate(executor: Executor, loader: Loader, workers: Workers) -> Sums:
+def validate(executor: Executor, loader: Loader, workers: Workers) -> Metrics:
     """Loss and accuracy over a whole split, with BatchNorm's statistics averaged over the processes first."""
-    workers.average_on_host(list(executor.aux.values()), "aux")
+    workers.all_reduce_on_host(list(executor.aux.values()), "aux")
     for batch in loader:
         executor.evaluate(batch.data, batch.label, batch.num_valid)
-    return Sums(*workers.sum(executor.read_metrics()))
+    return Metrics(*workers.sum(executor.read_metrics()))
 
 
 @contextlib.contextmanager
@@ -94,7 +85,7 @@ class Trainer:
         self.run_folder = run_folder
         self.commit = commit
         self.optimizer = make_optimizer(executor, config)
-        self.average: GradientAverage | None = None  # of several processes, once they have been joined
+        self.all_reduce: GradientAllReduce | None = None  # of several processes, once they have been joined
         self.steps_per_epoch = math.ceil(train_loader.num_batches / config.accumulate)
         self.learning_rate = make_schedule(config, self.steps_per_epoch, workers.size)
         self.checkpoints = CheckpointFolder(run_folder, config.keep_checkpoints)
@@ -114,11 +105,11 @@ class Trainer:
         """Begin to work with the other processes, all of them from rank 0's state. Raises TrainError."""
         if self.workers.alone:
             return
-        self.average = self.workers.gradient_average(self.executor)
+        self.all_reduce = self.workers.gradient_all_reduce(self.executor)
         executor, broadcast = self.executor, self.workers.broadcast
         params, aux = executor.get_params()
         executor.set_params(broadcast(params, "params"), broadcast(aux, "aux"))
-        for name, live in (*self.optimizer.state.items(), ("averages", self.optimizer.averages)):
+        for name, live in (*self.optimizer.state.items(), ("ema", self.optimizer.ema)):
             canonical = {key: executor.to_canonical(key, array) for key, array in live.items()}
             self._assign(live, broadcast(canonical, name))
 
@@ -202,8 +193,8 @@ class Trainer:
         """One optimizer step on the next batches; False where the epoch has none left."""
         count = 0
         overlap: dict[str, Any] = {}
-        if self.average and self.average.start and self.config.accumulate == 1:
-            overlap["on_bucket"] = self.average.start
+        if self.all_reduce and self.all_reduce.start and self.config.accumulate == 1:
+            overlap["on_bucket"] = self.all_reduce.start
         for batch in itertools.islice(batches, self.config.accumulate):
             self.executor.forward_backward(
                 batch.data, batch.label, accumulate=count > 0, mixup=self._mixup(count), **overlap
@@ -211,10 +202,10 @@ class Trainer:
             count += 1
         if count == 0:
             return False
-        if self.average:
-            self.average.finish()
-        decay = average_decay(self.config.ema_decay, self.progress.step)
-        self.optimizer.step(self.learning_rate(self.schedule_step), scale=1 / count, average_decay=decay)
+        if self.all_reduce:
+            self.all_reduce.finish()
+        decay = ema_decay(self.config.ema_decay, self.progress.step)
+        self.optimizer.step(self.learning_rate(self.schedule_step), scale=1 / count, ema_decay=decay)
         self.executor.end_step()
         self.progress.step += 1
         self.progress.epoch_step += 1
@@ -252,7 +243,7 @@ class Trainer:
             values = self.workers.sum([*waits.ravel(), *self.receive_metrics(), *readings])
             self.receive_metrics = None
             slowest = np.reshape(values[: waits.size], waits.shape).max(axis=0).tolist()
-            metrics, sums = Sums(*values[waits.size :][:4]), values[waits.size + 4 :]
+            metrics, sums = Metrics(*values[waits.size :][:4]), values[waits.size + 4 :]
             gpu = GpuReadings(*(value / self.workers.size for value in sums))._replace(power=sums[0]) if sums else None
             recorder.log(metrics, gpu, slowest)
             if not math.isfinite(metrics.loss_sum):
@@ -269,7 +260,7 @@ class Trainer:
         if not (self.val_loader and is_due):
             recorder.end_epoch()
             return ""
-        with recorder.phase("validation"), averages_in_use(self.optimizer):
+        with recorder.phase("validation"), ema_in_use(self.optimizer):
             metrics = validate(self.executor, self.val_loader, self.workers)
         recorder.end_epoch(metrics)
         top1 = metrics.top1 / metrics.count
@@ -307,10 +298,10 @@ class Trainer:
         """All of this run's state; a collective operation. Raises TrainError where parameters are not finite."""
         executor = self.executor
         executor.synchronize()
-        self.workers.average_on_host(list(executor.aux.values()), "aux")  # each process has seen other images
+        self.workers.all_reduce_on_host(list(executor.aux.values()), "aux")  # each process has seen other images
         params, aux = executor.get_params()
-        averages = self.optimizer.averages
-        self.workers.average_on_host([averages[name] for name in aux if name in averages], "average aux")
+        ema = self.optimizer.ema
+        self.workers.all_reduce_on_host([ema[name] for name in aux if name in ema], "ema aux")
         if not all(np.isfinite(array).all() for arrays in (params, aux) for array in arrays.values()):
             raise self._diverged(self.progress.step, self.progress.step)
         return Checkpoint(
@@ -318,7 +309,7 @@ class Trainer:
             aux=aux,
             state={slot: {name: executor.to_canonical(name, array) for name, array in arrays.items()}
                    for slot, arrays in self.optimizer.state.items()},
-            averages={name: executor.to_canonical(name, array) for name, array in averages.items()},
+            ema={name: executor.to_canonical(name, array) for name, array in ema.items()},
             scalars=dict(self.optimizer.scalars),
             config=self.config,
             class_names=self.train_loader.class_names,
@@ -345,8 +336,8 @@ class Trainer:
         for slot, arrays in checkpoint.state.items():
             scale = jump if slot in rate_in else np.float32(1)
             self._assign(state[slot], {name: array * scale for name, array in arrays.items()})
-        if self.optimizer.averages:
-            self._assign(self.optimizer.averages, checkpoint.averages or {**checkpoint.params, **checkpoint.aux})
+        if self.optimizer.ema:
+            self._assign(self.optimizer.ema, checkpoint.ema or {**checkpoint.params, **checkpoint.aux})
         self.optimizer.scalars = checkpoint.scalars
         np.random.set_state(checkpoint.numpy_rng)
         self.progress = replace(checkpoint.progress)

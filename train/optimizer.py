@@ -14,10 +14,10 @@ from train.config import Config
 def make_optimizer(executor: Executor, config: Config) -> Optimizer:
     """The optimizer of the configuration, for all parameters of the executor."""
     rule = optimizers.create(config.optimizer, vars(config))
-    return executor.create_optimizer(rule, averages=config.ema_decay > 0)
+    return executor.create_optimizer(rule, ema=config.ema_decay > 0)
 
 
-def average_decay(decay: float, step: int) -> float:
+def ema_decay(decay: float, step: int) -> float:
     """Decay of the moving averages at optimizer step `step`, counted from 0: `decay`, but less in the first steps, so
     that the average is of the weights so far and not of the initial ones.
 
@@ -27,13 +27,13 @@ def average_decay(decay: float, step: int) -> float:
 
 
 @contextlib.contextmanager
-def averages_in_use(optimizer: Optimizer) -> Iterator[None]:
+def ema_in_use(optimizer: Optimizer) -> Iterator[None]:
     """Inside, the network computes with the averages, if there are any."""
-    if not optimizer.averages:
+    if not optimizer.ema:
         yield
         return
-    optimizer.swap_averages()
+    optimizer.swap_ema()
     try:
         yield
     finally:
-        optimizer.swap_averages()
+        optimizer.swap_ema()

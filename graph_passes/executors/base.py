@@ -23,23 +23,25 @@ Arrays = dict[str, np.ndarray]
 
 
 class Metrics(NamedTuple):
-    """Sums over images: cross entropy (nats, with the network's label smoothing), hits among the best 1 and 5."""
+    """Sums over images, of one process or of all: cross entropy (nats, with the network's label smoothing), hits among
+    the best 1 and 5, and how many images these are."""
 
     loss_sum: float
-    top1: int
-    top5: int
-    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody needs here
+    top1: float
+    top5: float
+    count: float  # type: ignore[assignment]  # hides tuple.count, which nobody needs here
 
 
 class Executor(ABC):
-    """Runs one graph on one device. docs/interfaces.md describes the members.
+    """Runs one graph on one device.
 
     Made for one batch size; images may come in another height and width than it was made with: the network is built for
     the new size when a batch of it is first seen, on the same parameters. Training and inference may differ in size;
     each keeps what it was built for last.
 
-    `params`, `aux` and `grads` are live arrays in this executor's own layout; the canonical layout of a convolution's
-    weight is OHWI.
+    `params`, `aux` (running statistics) and `grads` (of the latest backward pass, or the sum of several) are live
+    arrays by variable name, in this executor's own layout; the canonical layout of a convolution's weight is OHWI. On a
+    GPU the host waits to see them: fetch them anew in every step, and only where they are needed.
     """
 
     params: dict[str, Any]
@@ -117,10 +119,10 @@ class Executor(ABC):
                                  f"this network works with images of {made[1]}x{made[2]} only")
         self._accepted[name].add(shape)
 
-    def create_optimizer(self, rule: Rule, averages: bool = False) -> Optimizer:
-        """The optimizer of all parameters; `averages`: with moving averages of them and of the running statistics."""
-        averaged = {**self.params, **self.aux} if averages else {}
-        return ArrayOptimizer(rule, self.params, self.grads, roles.weights(self.graph), averaged)
+    def create_optimizer(self, rule: Rule, ema: bool = False) -> Optimizer:
+        """The optimizer of all parameters; `ema`: with moving averages of them and of the running statistics."""
+        ema_of = {**self.params, **self.aux} if ema else {}
+        return ArrayOptimizer(rule, self.params, self.grads, roles.weights(self.graph), ema_of)
 
     # --- running ---
 

@@ -33,7 +33,7 @@ class _Bound(NamedTuple):
 
 
 class MXNetExecutor(Executor):
-    """See `base.Executor`; arrays are mx.nd, fp32."""
+    """Runs a graph by MXNet's own operators, in fp32, on CPUs and on GPUs that they support."""
 
     def __init__(self, graph: Graph, shapes: Mapping[str, Sequence[int]], device: str = "cpu(0)") -> None:
         self._context = _context(device)

@@ -27,8 +27,11 @@ Values = dict[Ref, Array]
 
 
 class ReferenceExecutor(Executor):
-    """See `base.Executor`; arrays are NumPy's, of `dtype`: "float32" or "float64". `network_dtype` is what the passes
-    are told: with "bfloat16" the fusions that are for 16-bit types are there too, computed in `dtype` all the same."""
+    """Runs a graph in NumPy, as the oracle for the others.
+
+    Arrays are of `dtype`: "float32" or "float64". `network_dtype` is what the passes are told: with "bfloat16" the
+    fusions that are for 16-bit types are there too, computed in `dtype` all the same.
+    """
 
     def __init__(self, graph: Graph, shapes: Mapping[str, Sequence[int]], device: str = "cpu(0)",
                  dtype: str = "float32", network_dtype: str = "float32") -> None:

@@ -83,14 +83,14 @@ class Optimizer(Protocol):
         """By the rule's slots, then by parameter: live arrays in the executor's layout."""
 
     @property
-    def averages(self) -> Arrays:
+    def ema(self) -> Arrays:
         """Moving averages of parameters and running statistics, live arrays in the executor's layout; or empty."""
 
-    def step(self, learning_rate: float, scale: float = 1.0, average_decay: float = 0.0) -> None:
+    def step(self, learning_rate: float, scale: float = 1.0, ema_decay: float = 0.0) -> None:
         """Update all parameters from the executor's gradients, which are first multiplied by `scale`, and then the
         averages. Asynchronous where the device is."""
 
-    def swap_averages(self) -> None:
+    def swap_ema(self) -> None:
         """Exchange the executor's parameters and running statistics with their averages."""
 
 
@@ -101,16 +101,16 @@ class ArrayOptimizer:
         rule: what it does.
         params, grads: by parameter; read and written, and read, in every step.
         weights: the parameters that are weights (`roles.weights`).
-        averaged: what to keep moving averages of: average = decay * average + (1 - decay) * array.
+        ema_of: what to keep moving averages of: ema = decay * ema + (1 - decay) * array.
     """
 
     def __init__(self, rule: Rule, params: Arrays, grads: Arrays, weights: Collection[str],
-                 averaged: Arrays | None = None) -> None:
+                 ema_of: Arrays | None = None) -> None:
         self.rule, self.params, self.grads, self.weights = rule, params, grads, weights
         self._arrays = _module_of(next(iter(params.values())))
         self.state = {slot: {name: self._zeros_like(array) for name, array in params.items()} for slot in rule.slots}
-        self.averaged = averaged or {}
-        self.averages = {name: self._zeros_like(array) for name, array in self.averaged.items()}
+        self.ema_of = ema_of or {}
+        self.ema = {name: self._zeros_like(array) for name, array in self.ema_of.items()}
         self._updates = 0
 
     @property
@@ -121,22 +121,22 @@ class ArrayOptimizer:
     def scalars(self, scalars: Mapping[str, float]) -> None:
         self._updates = int(scalars.get("updates", 0))
 
-    def step(self, learning_rate: float, scale: float = 1.0, average_decay: float = 0.0) -> None:
-        """See `Optimizer`."""
+    def step(self, learning_rate: float, scale: float = 1.0, ema_decay: float = 0.0) -> None:
+        """Update all parameters, from gradients multiplied by `scale`, and then the averages."""
         self._updates += 1
         update = Update(learning_rate, scale, self._updates)
         for name, param in self.params.items():
             state = tuple(of_parameter[name] for of_parameter in self.state.values())
             self.rule.update(self._arrays, param, self.grads[name], state, name in self.weights, update)
-        for name, array in self.averaged.items():
-            self.averages[name][:] = average_decay * self.averages[name] + (1 - average_decay) * array
+        for name, array in self.ema_of.items():
+            self.ema[name][:] = ema_decay * self.ema[name] + (1 - ema_decay) * array
 
-    def swap_averages(self) -> None:
-        """See `Optimizer`."""
-        for name, array in self.averaged.items():
+    def swap_ema(self) -> None:
+        """Exchange the arrays of `ema_of` with their averages."""
+        for name, array in self.ema_of.items():
             own = array.copy()
-            array[:] = self.averages[name]
-            self.averages[name][:] = own
+            array[:] = self.ema[name]
+            self.ema[name][:] = own
 
     def _zeros_like(self, array: Any) -> Any:
         if is_numpy(self._arrays):

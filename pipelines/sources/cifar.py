@@ -42,7 +42,7 @@ class CifarSource(Source):
         self.path = files[0].parent
         self.classes: Classes = read_classes(self.path) or [(name, name) for name in CLASSES]
         images, labels = zip(*(_read_bin(file) if file.suffix == ".bin" else _read_pickle(file) for file in files),
-                             strict=True)  # fmt: skip
+                             strict=True)
         planes = np.concatenate(images).reshape(-1, 3, PIXELS, PIXELS)
         pixels = planes.transpose(0, 2, 3, 1).reshape(len(planes), -1)
         header = np.broadcast_to(_PPM_HEADER, (len(pixels), len(_PPM_HEADER)))

@@ -79,7 +79,7 @@ def bottlenecks(stem=3, classes=10):
 
 
 def random_network(rng):
-    """Convolutions, BatchNorms, sums of any of these, ReLUs behind BatchNorms and max poolings, in any order."""
+    """Convolutions, BatchNorms, sums of any of these, ReLUs after BatchNorms and max poolings, in any order."""
     def conv(x, filters, stride=1, sizes=(1, 1, 3)):
         size = int(rng.choice(sizes))
         return mx.sym.Convolution(x, num_filter=filters, kernel=(size, size), stride=(stride, stride),

@@ -33,7 +33,7 @@ def make_problem(rng, bottleneck=True, channels=3):
     params = {name: values[name] for name in graph.arguments if name not in shapes}
     aux = {name: values[name] for name in graph.aux}
     batches = [(rng.standard_normal(shapes["data"]).astype("f"), rng.integers(0, CLASSES, n).astype("f"))
-               for _ in range(2)]  # fmt: skip
+               for _ in range(2)]
     return graph, shapes, params, aux, batches
 
 

@@ -18,7 +18,7 @@ SAME = 1e-6
 
 
 def biased(classes=7):
-    """Convolutions with a bias: alone, with ReLU behind, with a sum and ReLU behind, and in front of a BatchNorm."""
+    """Convolutions with a bias: alone, consumed by ReLU, by a sum and ReLU, and by a BatchNorm."""
     def conv(x, name):
         return mx.sym.Convolution(x, num_filter=8, kernel=(3, 3), pad=(1, 1), layout="NHWC", name=name)
 
@@ -32,7 +32,7 @@ def biased(classes=7):
 NETWORKS = {
     "basic blocks": (lambda: small_resnet(False), (3, 17, 14, 3)),
     "bottlenecks": (lambda: bottlenecks(7, 7), (3, 22, 18, 4)),
-    "bottlenecks behind another stem": (lambda: bottlenecks(3, 7), (2, 9, 11, 3)),
+    "bottlenecks after another stem": (lambda: bottlenecks(3, 7), (2, 9, 11, 3)),
     "biases": (biased, (3, 7, 6, 3)),
     "flattened convolution": (lambda: flattened("Convolution"), (5, 12, 9, 3)),
     "flattened pooling": (lambda: flattened("Pooling"), (5, 11, 8, 4)),

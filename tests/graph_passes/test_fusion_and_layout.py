@@ -44,7 +44,7 @@ def counts(graph, *ops):
 
 @pytest.mark.parametrize(("depth", "convolutions", "bn_relu", "bn_add_relu", "plain"), [
     (18, 20, 9, 8, 3), (34, 36, 17, 16, 3), (50, 53, 33, 16, 4), (101, 104, 67, 33, 4), (152, 155, 101, 50, 4),
-])  # fmt: skip
+])
 def test_counts_on_resnets(depth, convolutions, bn_relu, bn_add_relu, plain):
     graph = graph_of(resnet(depth))
     assert counts(graph, "Convolution", "BatchNorm") == (convolutions, convolutions)
@@ -65,7 +65,7 @@ def test_counts_on_resnets(depth, convolutions, bn_relu, bn_add_relu, plain):
                      "Flatten": 1, "FullyConnected": 1, "SoftmaxOutput": 1, "transpose": 1}),
     ("mobilenet1_0", {"Convolution": 27, "BatchNormRelu": 27, "Pooling": 1, "Flatten": 1, "FullyConnected": 1,
                       "SoftmaxOutput": 1, "transpose": 1}),
-])  # fmt: skip
+])
 def test_counts_on_the_model_zoo(name, expected):
     assert all_passes(zoo_graph(name)).operators() == expected
 
@@ -76,7 +76,7 @@ def test_fused_nodes_are_named_after_what_they_came_from():
     assert [ref.node for ref in graph["stage1_block1_bn3_add_relu"].inputs] == [
         "stage1_block1_conv3", "stage1_block1_bn3_gamma", "stage1_block1_bn3_beta", "stage1_block1_bn3_moving_mean",
         "stage1_block1_bn3_moving_var", "stage1_block1_shortcut_bn",
-    ]  # fmt: skip
+    ]
     assert graph["stage1_block1_bn3_add_relu"]["eps"] == graph_of(resnet(50))["stage1_block1_bn3"]["eps"]
 
 

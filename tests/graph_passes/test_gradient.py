@@ -52,7 +52,7 @@ def test_last_layers_come_first_and_wgrad_before_dgrad():
     assert ready == sorted(ready)
     convolutions = [node.name for node in step if node.op == "Convolution"]
     wgrads = [number[f"{name}_wgrad"] for name in convolutions]
-    # The order of the forward pass, but for the projections, which stand behind the branch that they join
+    # The order of the forward pass, but for the projections, which stand after the branch that they join
     main = [n for n, name in zip(wgrads, convolutions, strict=True) if "shortcut" not in name]
     assert main == sorted(main, reverse=True)
     assert all(number[f"{name}_wgrad"] < number[f"{name}_dgrad"] for name in convolutions if name != "stem_conv")
@@ -152,7 +152,7 @@ def test_zoo_against_mxnet_autograd(name, rng):
 # pooling
 @pytest.mark.parametrize("name, width", [
     ("resnet18", 8), ("resnet50", 8), ("resnext50_32x4d", 16), ("resnet50d", 8)
-])  # fmt: skip
+])
 def test_resnet_against_mxnet_autograd(name, width, rng, monkeypatch):
     monkeypatch.setattr("train.models.resnet.FIRST_WIDTH", width)
     graph = passes.layout(fused(models.create(name, 7, label_smoothing=0.1).symbol), "NCHW")

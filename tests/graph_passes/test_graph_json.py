@@ -135,7 +135,7 @@ def test_rewrite_to_several_nodes():
     )
     assert [(node.name, *(ref.node for ref in node.inputs)) for node in graph] == [
         ("data",), ("f", "data"), ("g", "f"), ("b", "g"),
-    ]  # fmt: skip
+    ]
 
 
 def test_only_used_by_one():

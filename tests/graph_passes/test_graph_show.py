@@ -79,7 +79,7 @@ def test_show_a_network_of_the_zoo(capsys, tmp_path):
     assert main([*arguments, "--output", str(tmp_path / "new")]) == 0
     output = capsys.readouterr().out
     for row in (r"layout\W+53 convolutions", r"bn_relu\W+33 ", r"bn_add_relu\W+16 ", r" add_relu\W+0 ",
-                r"fold_bn\W+53 convolutions", r"precision\W+all", r"BatchNorm\W+53\W+\n"):  # fmt: skip
+                r"fold_bn\W+53 convolutions", r"precision\W+all", r"BatchNorm\W+53\W+\n"):
         assert re.search(row, output), row
     after = Graph.load(tmp_path / "new" / "after.json")
     kinds = after.operators()

@@ -112,7 +112,7 @@ def run_in_arena(graph, variables, plan, shapes):
 
 
 def run_apart(graph, variables):
-    """The same with an array of its own for every tensor."""
+    """The graph's outputs, computed with an array of its own for every tensor."""
     dtypes = passes.tensor_dtypes(graph)
     values = {Ref(name): array for name, array in variables.items()}
     for node in graph:

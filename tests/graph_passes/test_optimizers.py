@@ -20,12 +20,12 @@ from graph_passes.optimizers.adamw import AdamW
 from graph_passes.optimizers.lamb import LAMB
 from graph_passes.optimizers.lars import LARS
 from graph_passes.optimizers.sgd import SGD
-from train.optimizer import average_decay, averages_in_use
+from train.optimizer import ema_decay, ema_in_use
 
 Arrays = dict[str, np.ndarray]
 WEIGHTS = ("conv_weight", "layer_weight", "zero_weight", "classifier_weight")
 SHAPES = {"conv_weight": (5, 3, 3, 7), "bn_gamma": (5,), "bn_beta": (5,), "layer_weight": (3, 1, 1, 2),
-          "zero_weight": (4, 6), "classifier_weight": (11, 5), "classifier_bias": (11,)}  # fmt: skip
+          "zero_weight": (4, 6), "classifier_weight": (11, 5), "classifier_bias": (11,)}
 STEPS = 50
 
 
@@ -72,7 +72,7 @@ RULES = [
     LARS(weight_decay=0.01, momentum=0.875, trust_coefficient=0.3),
     LARS(weight_decay=0.01, momentum=0.875, nesterov=True, trust_coefficient=0.3),
     AdamW(weight_decay=0.05), AdamW(betas=(0.0, 0.9), epsilon=1e-3), LAMB(weight_decay=0.02, epsilon=1e-6),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{type(rule).__name__} {rule.kernel_constants}")
@@ -120,17 +120,17 @@ def test_moving_averages_against_oracle(backend: str, rng: np.random.Generator) 
     params = {"conv_weight": convert(rng.standard_normal((3, 2, 2, 5)).astype(np.float32))}
     aux = {"bn_moving_mean": convert(np.zeros(4, np.float32))}
     grads = {"conv_weight": convert(rng.standard_normal((3, 2, 2, 5)).astype(np.float32))}
-    optimizer = ArrayOptimizer(SGD(), params, grads, params, averaged={**params, **aux})
+    optimizer = ArrayOptimizer(SGD(), params, grads, params, ema_of={**params, **aux})
     history = []
     for step in range(30):
         aux["bn_moving_mean"][:] = convert(rng.standard_normal(4).astype(np.float32))
-        optimizer.step(0.1, average_decay=average_decay(0.75, step))
+        optimizer.step(0.1, ema_decay=ema_decay(0.75, step))
         history.append({name: numpy(array).astype(np.float64) for name, array in (params | aux).items()})
     expected = history[0]  # the first step's values, whatever the averages were before
     for step, values in enumerate(history[1:], start=1):
         decay = 0.75 if step >= 27 else step / (step + 9)
         expected = {name: decay * expected[name] + (1 - decay) * value for name, value in values.items()}
-    with averages_in_use(optimizer):
+    with ema_in_use(optimizer):
         for name, array in (params | aux).items():
             # Each step rounds to fp32 three times (6e-8 each) and forgets at least a quarter of what was before: 12
             # times that at most, of the largest value on the way.

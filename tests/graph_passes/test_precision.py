@@ -24,7 +24,7 @@ def rounded(array, dtype):
 
 
 def run_rounded(step, variables):
-    """As `run`, with every tensor rounded to its own dtype once it is written."""
+    """The step's values, with every tensor rounded to its own dtype once it is written."""
     dtypes = passes.tensor_dtypes(step)
     values = {Ref(name): rounded(array, dtypes[Ref(name)]) for name, array in variables.items()}
     for node in step:

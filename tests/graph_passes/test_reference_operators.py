@@ -79,7 +79,7 @@ CASES = {
     "transpose": lambda rng: single("transpose", batch(rng, "NHWC", 2), rng, axes=(0, 3, 1, 2)),
     "transpose of all": lambda rng: single("transpose", (2, size(rng), size(rng)), rng),
     "softmax": lambda rng: single("softmax", (size(rng), size(rng), size(rng)), rng, axis=int(rng.integers(3))),
-}  # fmt: skip
+}
 
 
 def test_every_operator_has_a_case():
@@ -93,7 +93,7 @@ def random_values(graph, shapes, rng):
         Ref(name): rng.uniform(0.5, 1.5, inferred[Ref(name)]) if name.endswith(("gamma", "var"))
         else rng.standard_normal(inferred[Ref(name)])
         for name in graph.variables
-    }  # fmt: skip
+    }
 
 
 def with_mxnet(graph, values, head, training):
@@ -178,7 +178,7 @@ def test_softmax_output(normalization, smoothing, rng):
     data, label = rng.standard_normal((n, classes)), rng.integers(0, classes, n)
     attrs = {"normalization": normalization, "smooth_alpha": smoothing, "grad_scale": 0.5}
     nodes = [Node(VARIABLE, "data"), Node(VARIABLE, "label"),
-             Node("SoftmaxOutput", "y", (Ref("data"), Ref("label")), attrs)]  # fmt: skip
+             Node("SoftmaxOutput", "y", (Ref("data"), Ref("label")), attrs)]
     graph = Graph(nodes, [Ref("y")])
     results = forward(graph, {Ref("data"): data, Ref("label"): label.astype(float)}, True)
     gradient = backward(graph, results)[Ref("data")]
@@ -201,7 +201,7 @@ def test_softmax_output(normalization, smoothing, rng):
     mx.sym.Activation(mx.sym.var("data"), act_type="tanh", name="y"),
     mx.sym.Pooling(mx.sym.var("data"), kernel=(2, 2), pool_type="lp", p_value=2, name="y"),
     mx.sym.clip(mx.sym.var("data"), 0, 6, name="y"),
-], ids=["tanh", "lp", "clip"])  # fmt: skip
+], ids=["tanh", "lp", "clip"])
 def test_what_it_does_not_have_is_named(symbol, rng):
     with pytest.raises(GraphError, match="'y'.*reference executor has|reference executor has .*'y'"):
         forward(Graph.from_json(symbol.tojson()), {Ref("data"): rng.standard_normal((1, 2, 4, 4))}, True)

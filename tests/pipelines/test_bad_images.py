@@ -183,7 +183,7 @@ def test_no_gpu_memory_left_is_no_bad_image(tmp_path, monkeypatch):
     class FullGpu:
         def run(self):
             raise RuntimeError("Critical error in pipeline:\nError when executing Mixed operator decoders__ImageSlice\n"
-                               "CUDA allocation failed\nCurrent pipeline object is no longer valid.")  # fmt: skip
+                               "CUDA allocation failed\nCurrent pipeline object is no longer valid.")
 
     monkeypatch.setattr(loader, "_start", lambda: setattr(loader, "_pipeline", FullGpu()))
     with pytest.raises(DataError, match="the GPU has no memory left for the loader's batches of 8 images; use a small"):

@@ -6,7 +6,7 @@ import subprocess
 import numpy as np
 import pytest
 
-from pipelines import MEAN, STD, DataError, LoaderConfig, open_loader
+from pipelines import MEAN, STD, DataError, ImageTransform, LoaderConfig, open_loader
 from pipelines.sources import open_source
 from pipelines.sources.cifar import CLASSES
 
@@ -43,7 +43,8 @@ def test_pixels_and_labels(cifar):
     assert "data_batch_3" in source.name(7) and "image 1" in source.name(7)
 
     loader = open_loader(
-        LoaderConfig(data=str(folder), split="val", batch_size=4, image_size=32, crop_fraction=1.0, num_threads=1)
+        LoaderConfig(data=str(folder), split="val", batch_size=4, image_size=32, num_threads=1,
+                     transform=ImageTransform(val_crop_fraction=1.0))
     )
     (batch,) = loader
     np.testing.assert_array_equal(batch.label.asnumpy(), labels[15:])

@@ -9,7 +9,7 @@ import pytest
 from image_helpers import encode, smooth_image, write_records
 from PIL import Image
 
-from pipelines import DataError, LoaderConfig, decoded, open_loader
+from pipelines import DataError, ImageTransform, LoaderConfig, decoded, open_loader
 from pipelines.decoded import SMALL_GIB, DecodedSource, decode_once
 from pipelines.sources import open_source
 
@@ -33,7 +33,7 @@ def thumbnails(tmp_path, rng):
     """22 images of one size: half-size colour, full-size colour and grey JPEGs, and PNGs with alpha."""
     images = [smooth_image(rng, 31, 33) for _ in range(22)]
     ways = [lambda x: encode(x, quality=75), lambda x: encode(x, subsampling=0), lambda x: encode(x.convert("L")),
-            lambda x: encode(x.convert("RGBA"), "PNG")]  # fmt: skip
+            lambda x: encode(x.convert("RGBA"), "PNG")]
     write_records(tmp_path / "train.rec", [ways[i % 4](x) for i, x in enumerate(images)], [float(i) for i in range(22)])
     return tmp_path / "train.rec"
 
@@ -43,7 +43,7 @@ def thumbnails(tmp_path, rng):
 @pytest.mark.parametrize("padding", [0, 3])
 def test_the_same_batches_to_the_bit(kind, split, padding, request):
     data = request.getfixturevalue(kind)
-    options = {"split": split, "seed": 7, "crop_padding": padding}
+    options = {"split": split, "seed": 7, "transform": ImageTransform(crop_padding=padding)}
     plain, cached = (open_loader(config(data, **options, cache_gib=gib)) for gib in (0.0, 1.0))
     source = open_source(data, "train")
     assert plain.cache_bytes == 0
@@ -89,7 +89,7 @@ def test_broken_images_are_met_as_without_the_cache(tmp_path, split, rng):
         images[i] = broken
     write_records(tmp_path / "data.rec", images, [float(i) for i in range(40)])
     loaders = [open_loader(config(tmp_path / "data.rec", split=split, on_bad_image="skip", cache_gib=gib))
-               for gib in (0.0, 1.0)]  # fmt: skip
+               for gib in (0.0, 1.0)]
     assert not loaders[1].bad_images  # until they are met
     for _ in range(2):
         assert_equal_bits(*(images_of(loader) for loader in reversed(loaders)))

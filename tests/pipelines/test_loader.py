@@ -12,7 +12,7 @@ from image_helpers import write_folder, write_records
 from PIL import Image
 
 from common.mxnet_compat import mx
-from pipelines import MEAN, STD, DataError, LoaderConfig, dali_loader, load_images, open_loader
+from pipelines import MEAN, STD, DataError, ImageTransform, LoaderConfig, dali_loader, load_images, open_loader
 from pipelines.dali_loader import READ_AHEAD, DaliLoader, decodes_on_cpu
 from pipelines.graph import random_inputs, without_lines
 from pipelines.sources import open_source
@@ -191,7 +191,7 @@ def assert_close(pixels, image, largest=16):
 
 def test_validation_transform_against_pillow(folder):
     files = sorted(folder.rglob("*.JPEG"))
-    loader = open_loader(config(folder, split="val", image_size=32, crop_fraction=0.8))
+    loader = open_loader(config(folder, split="val", image_size=32, transform=ImageTransform(val_crop_fraction=0.8)))
     pixels = np.concatenate([pixels for pixels, _ in epoch_of(loader)])
     for got, file in zip(pixels, files, strict=True):
         with Image.open(file) as image:
@@ -205,13 +205,14 @@ def test_validation_transform_against_pillow(folder):
 
 def test_training_transform_against_pillow(numbered):
     """Windows recomputed here from the same random numbers: rejection as torchvision's RandomResizedCrop does it."""
-    settings = config(numbered, seed=3, random_area=(0.1, 0.7), random_ratio=(0.6, 1.5))
+    transform = ImageTransform(random_area=(0.1, 0.7), random_ratio=(0.6, 1.5))
+    settings = config(numbered, seed=3, transform=transform)
     source = open_source(numbered, "train")
     loader = open_loader(settings)
     flips = 0
     for k, (pixels, labels) in enumerate(epoch_of(loader)):
         rng = np.random.default_rng([3, 0, k])
-        area, log_ratio, position, mirror, *_ = random_inputs(rng, 4, (0.1, 0.7), (0.6, 1.5), True)
+        area, log_ratio, position, mirror, *_ = random_inputs(rng, 4, transform).values()
         for i, label in enumerate(labels):
             with Image.open(io.BytesIO(source.read(int(label)).tobytes())) as image:
                 for part, ratio in zip(area[i], np.exp(log_ratio[i]), strict=True):
@@ -236,12 +237,13 @@ def test_training_transform_against_pillow(numbered):
 def test_padded_windows_and_cutout_against_numpy(numbered, cache_gib, rng):
     """Padded, cut, erased and flipped in NumPy, and resized by Pillow. `numbered` has images of 40 to 130 pixels."""
     padding, side, seed = 9, 0.3, int(rng.integers(1 << 16))
-    settings = config(numbered, seed=seed, crop_padding=padding, cutout=side, cache_gib=cache_gib, image_size=32)
+    settings = config(numbered, seed=seed, transform=ImageTransform(crop_padding=padding, cutout=side),
+                      cache_gib=cache_gib, image_size=32)
     source = open_source(numbered, "train")
     for k, (pixels, labels) in enumerate(epoch_of(open_loader(settings))):
         drawn = np.random.default_rng([seed, 0, k])
-        plain = random_inputs(drawn, 4, settings.random_area, settings.random_ratio, True)
-        position, mirror, _, hole = plain[2:]
+        plain = random_inputs(drawn, 4, ImageTransform())
+        position, mirror, hole = plain["position"], plain["mirror"], plain["hole"]
         for i, label in enumerate(labels):
             image = np.asarray(Image.open(io.BytesIO(source.read(int(label)).tobytes())))
             height, width = image.shape[:2]
@@ -261,22 +263,42 @@ def test_padded_windows_and_cutout_against_numpy(numbered, cache_gib, rng):
             assert_close(pixels[i], expected, largest=24)
 
 
+def test_brightness_against_numpy(numbered):
+    """The plain batch's pixels times the factors drawn last; in parts, the same bits."""
+    transform = ImageTransform(brightness=0.6)
+    plain = epoch_of(open_loader(config(numbered, seed=3)))
+    bright = epoch_of(open_loader(config(numbered, seed=3, transform=transform)))
+    factors = []
+    for k, ((pixels, _), (wanted, _)) in enumerate(zip(bright, plain, strict=True)):
+        factors.append(random_inputs(np.random.default_rng([3, 0, k]), 4, transform)["brightness"])
+        grey = np.round(wanted * STD + MEAN) * factors[-1][:, None, None, None]
+        np.testing.assert_allclose(pixels * STD + MEAN, np.clip(grey, 0, 255), atol=0.51)
+    assert np.min(factors) < 0.6 and np.max(factors) > 1.4 and abs(np.mean(factors) - 1) < 0.2  # of 36 from 0.4 to 1.6
+
+    begun, resumed = (open_loader(config(numbered, seed=3, transform=transform)) for _ in range(2))
+    list(itertools.islice(begun, 5))
+    resumed.restore(begun.state())
+    for (pixels, _), (wanted, _) in zip(epoch_of(resumed), bright[5:], strict=True):
+        np.testing.assert_array_equal(pixels, wanted)
+
+
 def test_validation_has_no_augmentation(numbered):
-    plain, other = (open_loader(config(numbered, split="val", **options))
-                    for options in ({}, {"crop_padding": 5, "cutout": 0.5, "random_area": (0.1, 0.2)}))  # fmt: skip
+    augmented = ImageTransform(crop_padding=5, cutout=0.5, random_area=(0.1, 0.2), brightness=0.5)
+    plain, other = (open_loader(config(numbered, split="val", transform=transform))
+                    for transform in (ImageTransform(), augmented))
     for (pixels, _), (wanted, _) in zip(epoch_of(other), epoch_of(plain), strict=True):
         np.testing.assert_array_equal(pixels, wanted)
 
 
 def test_random_windows_cover_area_and_ratio_as_asked():
     rng = np.random.default_rng(1)
-    area, log_ratio, position, mirror, _, hole = random_inputs(rng, 2000, (0.08, 1.0), (0.75, 4 / 3), True)
+    area, log_ratio, position, mirror, _, hole, *_ = random_inputs(rng, 2000, ImageTransform()).values()
     assert area.min() >= 0.08 - 1e-6 and area.max() <= 1 + 1e-6
     assert abs(area.mean() - 0.54) < 0.01  # of 20,000 uniform numbers: standard error 0.002
     assert abs(log_ratio).max() <= np.log(4 / 3) + 1e-6 and abs(log_ratio.mean()) < 0.01
     assert min(position.min(), hole.min()) >= 0 and max(position.max(), hole.max()) < 1
     assert abs(mirror.mean() - 0.5) < 0.06  # standard error 0.011
-    assert not random_inputs(np.random.default_rng(1), 50, (0.08, 1.0), (0.75, 4 / 3), False)[3].any()
+    assert not random_inputs(np.random.default_rng(1), 50, ImageTransform(mirror=False))["mirror"].any()
 
 
 def test_types_and_channels(numbered):
@@ -332,11 +354,15 @@ def test_load_images_keeps_order_and_names_mistakes(folder, tmp_path):
         ({"channels": 5}, "channels is 5; choose 3 or 4"),
         ({"device": "tpu"}, "device is 'tpu'"),
         ({"on_bad_image": "ask"}, "on_bad_image is 'ask'"),
-        ({"random_area": (0.5, 0.2)}, r"random_area is \(0.5, 0.2\)"),
-        ({"random_area": (0.0, 1.0)}, r"random_area is \(0, 1\)"),
-        ({"crop_fraction": 1.5}, "crop_fraction is 1.5"),
-        ({"crop_padding": -4}, "crop_padding is -4; it cannot be negative"),
-        ({"cutout": 8.0}, "cutout is 8; it must be from 0 to 1"),
+        *(({"transform": ImageTransform(**{name: value})}, message) for name, value, message in (
+            ("random_area", (0.5, 0.2), "random_area is 0.5 0.2; it must be two fractions above 0, the smaller first"),
+            ("random_area", (0.0, 1.0), "random_area is 0 1;"),
+            ("random_ratio", (0.5, float("inf")), "random_ratio is 0.5 inf; it must be two numbers above 0"),
+            ("val_crop_fraction", 1.5, "val_crop_fraction is 1.5; it must be above 0 and at most 1"),
+            ("crop_padding", -4, "crop_padding is -4; it must be 0 or more"),
+            ("cutout", 8.0, "cutout is 8; it must be a fraction from 0 to 1"),
+            ("brightness", -0.1, "brightness is -0.1; it must be a fraction from 0 to 1"),
+        )),
         ({"num_threads": -1}, "num_threads is -1"),
         ({"seed": -1}, "seed is -1"),
         ({"cache_gib": -0.5}, "cache_gib is -0.5; it cannot be negative"),
@@ -356,10 +382,11 @@ def test_a_gpu_that_is_not_there(numbered):
 @pytest.mark.gpu
 @pytest.mark.parametrize("split", ["train", "val"])
 @pytest.mark.parametrize("options", [{"decoder": "gpu"}, {"decoder": "cpu"}, {"cache_gib": 1.0}])
-@pytest.mark.parametrize("augmentation", [{}, {"crop_padding": 9, "cutout": 0.3}])
-def test_the_gpu_makes_the_same_batches(numbered, split, options, augmentation):
-    on_cpu = epoch_of(open_loader(config(numbered, split=split, **augmentation)))
-    on_gpu = epoch_of(open_loader(config(numbered, split=split, device="gpu", **options, **augmentation)))
+@pytest.mark.parametrize("transform", [ImageTransform(), ImageTransform(crop_padding=9, cutout=0.3),
+                                       ImageTransform(brightness=0.6)])
+def test_the_gpu_makes_the_same_batches(numbered, split, options, transform):
+    on_cpu = epoch_of(open_loader(config(numbered, split=split, transform=transform)))
+    on_gpu = epoch_of(open_loader(config(numbered, split=split, transform=transform, device="gpu", **options)))
     for (pixels, labels), (gpu_pixels, gpu_labels) in zip(on_cpu, on_gpu, strict=True):
         np.testing.assert_array_equal(labels, gpu_labels)
         # Other decoders and resizers: images without sharp edges differ by less than 3 of 255 levels on average.
@@ -414,7 +441,7 @@ def test_images_are_asked_for_before_they_are_read(numbered, monkeypatch):
 
 
 @pytest.mark.parametrize(("encoded_bytes", "decoder", "on_cpu"), [
-    (3000, "auto", True), (30000, "auto", False), (3000, "gpu", False), (30000, "cpu", True)])  # fmt: skip
+    (3000, "auto", True), (30000, "auto", False), (3000, "gpu", False), (30000, "cpu", True)])
 def test_thumbnails_are_decoded_on_the_cpu_for_a_gpu(tmp_path, encoded_bytes, decoder, on_cpu):
     write_records(tmp_path / "train.rec", [bytes(encoded_bytes)] * 3, [0.0, 1.0, 2.0])
     source = open_source(tmp_path, "train")

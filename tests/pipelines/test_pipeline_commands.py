@@ -46,7 +46,7 @@ def test_from_folders_to_a_contact_sheet(tmp_path, capsys):
     assert [path.name for path in sheet.parent.iterdir()] == ["sheet.png"]
     plain = sheet.read_bytes()
     code, *_ = run(capsys, "show", tmp_path / "rec", sheet, "--rows", 2, "--columns", 3, "--image-size", 128,
-                   "--cutout", 0.5, "--crop-padding", 9)  # fmt: skip
+                   "--cutout", 0.5, "--crop-padding", 9)
     assert code == 0 and sheet.read_bytes() != plain
 
     figures = tmp_path / "bench.json"

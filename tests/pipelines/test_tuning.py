@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from image_helpers import encode, smooth_image, write_records
 
-from common.nvidia_gpus import Gpu
+from common.nvidia_gpus import GpuInfo
 from pipelines import LoaderConfig, tuning
 from pipelines.bench import LoaderSpeed
 from pipelines.sources import open_source
@@ -26,7 +26,7 @@ def measured(monkeypatch, tmp_path) -> list[float]:
 
     monkeypatch.setenv("RESNET_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(tuning, "require_gpu", lambda device_id: None)
-    monkeypatch.setattr(tuning, "find_gpus", lambda: [Gpu("NVIDIA H200", (9, 0))])
+    monkeypatch.setattr(tuning, "find_gpus", lambda: [GpuInfo("NVIDIA H200", (9, 0))])
     monkeypatch.setattr(tuning, "DaliLoader", lambda config, shard, source: config.hw_decoder_load)
     monkeypatch.setattr(tuning, "time_loader", time_loader)
     return timed

@@ -31,7 +31,7 @@ def test_records(tmp_path):
     report = verify_split(str(path), "train", num_threads=2)
     assert kinds(report) == {
         "2": "truncated", "3": "empty", "4": "label", "5": "not an image", "6": "CMYK", "7": "label", "8": "label",
-    }  # fmt: skip
+    }
     assert (report.num_images, report.num_unusable) == (10, 6)
     before = path.with_suffix(".idx").read_text()
     write_clean(report)

@@ -45,7 +45,7 @@ def tiny_options(tiny_data: Path) -> list[str]:
         "--data", str(tiny_data), "--model", "resnet18", "--image-size", "32", "--batch-size", "4", "--epochs", "2",
         "--device", "cpu", "--num-threads", "1", "--no-tensorboard", "--warmup-epochs", "0", "--learning-rate", "0.5",
         "--checkpoint-minutes", "0", "--optimizer", "sgd", "--weight-decay", "1e-4", "--validate-every", "1",
-    ]  # fmt: skip
+    ]
 
 
 @pytest.fixture

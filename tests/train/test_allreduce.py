@@ -19,7 +19,7 @@ BUCKETS = """
     from types import SimpleNamespace
     import numpy as np
     from graph_passes.executors.cuda.buckets import Bucket
-    from train.processes.allreduce import ON_HOST, BucketAverage
+    from train.processes.allreduce import ON_HOST, BucketAllReduce
     from train.processes.distributed import Workers
 
     workers = Workers()
@@ -36,17 +36,17 @@ BUCKETS = """
             on_bucket(bucket)
 
     executor = SimpleNamespace(buckets=buckets, follow=followed.append, hand_over=hand_over)
-    average = BucketAverage(executor, ON_HOST)
-    assert average.description == ("gradients averaged by Horovod beside the backward pass, in buckets: "
+    all_reduce = BucketAllReduce(executor, ON_HOST)
+    assert all_reduce.description == ("gradients averaged by Horovod beside the backward pass, in buckets: "
                                    "first 0.0 MB float16, second 0.0 MB float32")
     for bucket in buckets:
-        average.start(bucket)
-    average.finish()
+        all_reduce.start(bucket)
+    all_reduce.finish()
     assert followed == buckets
     np.savez(f"{sys.argv[1]}/started{workers.rank}.npz", **values)
     for name, sent in np.load(f"{sys.argv[1]}/rank{workers.rank}.npz").items():
         values[name][:] = -2 * sent
-    average.finish()  # starts them all itself
+    all_reduce.finish()  # starts them all itself
     assert followed == 2 * buckets
     np.savez(f"{sys.argv[1]}/finished{workers.rank}.npz", **values)
 """
@@ -68,7 +68,7 @@ def test_buckets_become_their_mean(tmp_path, rng):
         sent.append({
             "first": rng.standard_normal(1001).astype(np.float16),
             "second": rng.standard_normal(7).astype(np.float32),
-        })  # fmt: skip
+        })
         np.savez(tmp_path / f"rank{rank}.npz", **sent[rank])
     done = run_processes(BUCKETS, tmp_path)
     assert done.returncode == 0, done.stderr
@@ -100,7 +100,7 @@ def test_a_process_that_is_gone_is_an_error_not_a_hang(tmp_path):
         import numpy as np
         from types import SimpleNamespace
         from graph_passes.executors.cuda.buckets import Bucket
-        from train.processes.allreduce import ON_HOST, BucketAverage
+        from train.processes.allreduce import ON_HOST, BucketAllReduce
         from train.processes.distributed import Workers
 
         workers = Workers()
@@ -108,10 +108,10 @@ def test_a_process_that_is_gone_is_an_error_not_a_hang(tmp_path):
             os._exit(0)  # without a word: not even the launcher takes it for a failure
         values = np.ones(10, np.float32)
         bucket = Bucket("only", values.ctypes.data, 10, "float32", 0, 0)
-        average = BucketAverage(SimpleNamespace(buckets=[bucket]), ON_HOST)
-        average.start(bucket)
+        all_reduce = BucketAllReduce(SimpleNamespace(buckets=[bucket]), ON_HOST)
+        all_reduce.start(bucket)
         try:
-            average.finish()
+            all_reduce.finish()
         except RuntimeError as error:
             print(error, flush=True)
             os._exit(0)

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from common.nvidia_gpus import Gpu
+from common.nvidia_gpus import GpuInfo
 from graph_passes import GraphError
 from train import checkpoint, devices
 from train.config import Config, read
@@ -26,7 +26,7 @@ from train.models import resnet
 
 pytestmark = pytest.mark.usefixtures("narrow_network")
 
-H200 = Gpu("NVIDIA H200", (9, 0))
+H200 = GpuInfo("NVIDIA H200", (9, 0))
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_unknown_command(fails):
     (["--bn-group", "2"], "--bn-group 2 needs the cuda executor, and this run has the mxnet executor: leave it out"),
     (["--resume", "/nowhere"], "there is no checkpoint or run folder /nowhere"),
     (["--resume", "auto"], "--resume auto needs --output"),
-])  # fmt: skip
+])
 def test_mistakes_leave_no_output_folder(options, sentence, fails, tiny_options, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(devices, "find_gpus", lambda: [])
@@ -113,7 +113,7 @@ def test_ctrl_c_during_the_imports(tmp_path):
     (tmp_path / "pipelines.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
     path = os.pathsep.join((str(tmp_path), str(Path(__file__).resolve().parents[2])))
     found = subprocess.run([sys.executable, "-m", "train"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": path},
-                           capture_output=True, text=True)  # fmt: skip
+                           capture_output=True, text=True)
     assert (found.returncode, found.stdout, found.stderr) == (-signal.SIGINT, "", "")
 
 
@@ -131,7 +131,7 @@ def test_truncated_and_foreign_checkpoints(fails, trained, tmp_path):
 @pytest.mark.parametrize("options, sentence", [
     (["--model", "resnet34"], "the checkpoint holds a resnet18 with 3 classes, but this run needs a resnet34"),
     (["--seed", "7"], "belongs to seed 0, but this loader has 7"),
-])  # fmt: skip
+])
 def test_resume_with_something_else(options, sentence, fails, trained):
     assert sentence in fails("--resume", trained, *options)
 
@@ -198,7 +198,7 @@ def test_devices(monkeypatch, tiny_options, fails, run_train, tmp_path):
     assert "MXNet 1.9.1 has no kernels for NVIDIA H200 (compute capability 9.0), only for 5.0 to 8.9" in sentence
     assert "reference is NumPy and runs on the CPU only" in fails(*on_gpu, "--executor", "reference")
     code, out, _ = run_train(*tiny_options, "--device", "auto", "--executor", "mxnet", "--output", tmp_path / "run",
-                             "--max-steps", "1")  # fmt: skip
+                             "--max-steps", "1")
     assert code == 0
     assert "running on the CPU: MXNet 1.9.1 has no kernels for NVIDIA H200 (compute capability 9.0)" in out
     assert json.loads((tmp_path / "run" / "config.json").read_text())["device"] == "auto"
@@ -264,7 +264,7 @@ def test_batch_too_large_for_the_machine(command, fails, monkeypatch, tmp_path):
                "--image-size", "48", "--batch-size"]
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=2**30, total=2**33))
     found = [re.search(r"1\.0 GiB are free: use a --batch-size of at most (\d+)$", fails(*options, batch))
-             for batch in ("1000", "4000")]  # fmt: skip
+             for batch in ("1000", "4000")]
     small, large = (int(match[1]) for match in found if match)
     assert 1 < small == pytest.approx(large, rel=0.1)
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=2**20, total=2**33))

@@ -18,12 +18,12 @@ def workers(rank, local_rank, local_size):
     """Of machines with `local_size` processes each; a process's invitation is its rank."""
     size = (rank // local_size + 1) * local_size
     return SimpleNamespace(rank=rank, local_rank=local_rank, local_size=local_size,
-                           agreement=contextlib.nullcontext, gather=lambda invitation: list(range(size)))  # fmt: skip
+                           agreement=contextlib.nullcontext, gather=lambda invitation: list(range(size)))
 
 
 @pytest.mark.parametrize("rank, local_rank, local_size, group, members", [
     (0, 0, 4, 2, [0, 1]), (3, 3, 4, 2, [2, 3]), (13, 5, 8, 4, [12, 13, 14, 15]), (5, 2, 3, 3, [3, 4, 5]),
-])  # fmt: skip
+])
 def test_members_are_neighbours_on_a_machine(monkeypatch, rank, local_rank, local_size, group, members):
     class FakeGroup:
         def __init__(self, device_id):
@@ -44,7 +44,7 @@ def test_members_are_neighbours_on_a_machine(monkeypatch, rank, local_rank, loca
     (1, 2, "", "--bn-group 2 does not divide the number of processes on this machine, 1: give one that does"),
     (2, 4, "", "--bn-group 4 does not divide the number of processes on this machine, 2: give one that does"),
     (4, 2, "1", "--bn-group 2 is not for elastic runs, whose groups would lose members: leave out either it or"),
-])  # fmt: skip
+])
 def test_refusals(monkeypatch, local_size, group, elastic, sentence):
     monkeypatch.setenv("HOROVOD_ELASTIC", elastic)
     with pytest.raises(TrainError) as error:

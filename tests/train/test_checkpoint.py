@@ -21,7 +21,7 @@ from train.config import Config
 def state(rng):
     """A checkpoint of random arrays in odd shapes."""
     arrays = {"stem_conv_weight": rng.standard_normal((5, 7, 7, 3), np.float32),
-              "classifier_bias": rng.standard_normal(11, np.float32)}  # fmt: skip
+              "classifier_bias": rng.standard_normal(11, np.float32)}
     np.random.seed(int(rng.integers(2**32)))
     return Checkpoint(
         params=arrays,

@@ -9,8 +9,10 @@ import pytest
 
 from common.command_line import given_value, option_name, part_of
 from common.errors import UserError
+from graph_passes import optimizers
 from graph_passes.executors.cuda.statistics_group import MAX_MEMBERS
-from train import TrainError
+from pipelines import ImageTransform, transform
+from train import TrainError, models
 from train.commands.options import BenchmarkOptions, CompareOptions, Measurement, PredictOptions, ValidateOptions
 from train.config import DEFAULT_PRESET, MAX_BN_GROUP, Config, check, configure, load_preset, presets, read
 
@@ -34,7 +36,7 @@ def test_presets_are_sound_and_say_what_to_expect(name):
 
 def test_command_line_overrides_the_preset():
     config = config_of("--config", "resnet50_90ep", "--model", "resnet18", "--label-smoothing", "0.2", "--random-area",
-                       "0.5", "0.75", "--nesterov")  # fmt: skip
+                       "0.5", "0.75", "--nesterov")
     preset = load_preset("resnet50_90ep")
     assert config == dataclasses.replace(preset, model="resnet18", label_smoothing=0.2, random_area=(0.5, 0.75),
                                          nesterov=True)
@@ -80,7 +82,7 @@ MISTAKES = {
     "--zzzzz": "there is no option --zzzzz (see python -m train train --help)",
     "--config cpu_smaple": "there is no preset 'cpu_smaple' in train/configs/; did you mean cpu_sample?",
     "--model resnet51": "there is no model 'resnet51'; did you mean resnet50?",
-    "--model ?": "there is no model '?'; there are: resnet101, resnet101d, resnet152, resnet152d, resnet18, ",
+    "--model ?": f"there is no model '?'; there are: {', '.join(sorted(models.names()))}",
     "--schedule cosin": "--schedule cosin is not one of cosine, step, polynomial (see",
     "--executor mxet": "--executor mxet is not one of auto, mxnet, reference, cuda (see",
     "--device tpu": "--device tpu is not one of auto, cpu, gpu",
@@ -112,7 +114,7 @@ MISTAKES = {
     "--schedule step --decay-power 2": "--decay-power is for --schedule polynomial, and this run has step",
     "--trust-coefficient 0.1 --optimizer sgd": "--trust-coefficient is for --optimizer lars, and this run has sgd",
     "--optimizer adam": "there is no optimizer 'adam'; did you mean adamw?",
-    "--optimizer ?": "there is no optimizer '?'; there are: adamw, lamb, lars, sgd",
+    "--optimizer ?": f"there is no optimizer '?'; there are: {', '.join(optimizers.names())}",
     "--optimizer adamw --nesterov": "--nesterov is for --optimizer lars or sgd, and this run has adamw: leave it out",
     "--optimizer sgd --betas 0.9 0.99": "--betas is for --optimizer adamw or lamb, and this run has sgd: leave it out",
     "--optimizer lamb --betas 0.9 1": "--betas 0.9 1.0 must be two fractions below 1",
@@ -217,3 +219,11 @@ def test_help_breaks_no_line_where_the_source_does(capsys, monkeypatch):
     text = capsys.readouterr().out
     assert "with the mean colour before a crop of its own size" in text  # two lines of config.py
     assert "the fastest for this GPU, data and number of threads" in text
+
+
+def test_every_option_of_images_reaches_the_loader_and_has_a_limit():
+    values = {"random_area": (0.25, 0.5), "random_ratio": (0.5, 2.0), "crop_padding": 3, "mirror": False, "cutout": 0.5,
+              "val_crop_fraction": 0.75}
+    assert Config(**values).transform == ImageTransform(**values)
+    numbers = {name for name, value in vars(ImageTransform()).items() if not isinstance(value, bool)}
+    assert numbers == transform.LIMITS.keys()

@@ -51,11 +51,11 @@ class TimedExecutor:
     ((5.0, 0.4, 0.3, 0.16), 7, "200 images/sec in a trial: 7 epochs of 1,800 images are about 0:01:03"),
     ((0.1, 0.01, 0.01, 0.01), 10, "3200 images/sec in a trial: 10 epochs of 1,800 images are about 0:00:06"),
     ((9.0, 1.0, 1.0, 2.0), 5, "32 images/sec in a trial: 5 epochs of 1,800 images are about 0:04:41"),
-])  # fmt: skip
+])
 def test_epochs_follow_the_speed(
     seconds: tuple[float, ...], epochs: int, expected: str, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     """As many as take a minute, 5 to 10; the first step, which starts everything, and slow ones do not count."""
     executor: Any = TimedExecutor(monkeypatch, *seconds)
     found = demonstration.fit(Config(batch_size=32, epochs=10), executor, NUM_IMAGES, Workers())
@@ -74,7 +74,7 @@ def test_the_slowest_process_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("options", "expected"), [
     ({}, True), ({"seed": 3}, True), ({"epochs": 10}, False), ({"max_steps": 4}, False), ({"time_limit": 1.0}, False),
     ({"data": "/images"}, False), ({"config": "overfit_100"}, False),
-])  # fmt: skip
+])
 def test_what_leaves_the_length_open(options: dict[str, Any], expected: bool) -> None:
     preset = config.load_preset(options.get("config", config.DEFAULT_PRESET))
     assert demonstration.is_one(config.configure(options, preset), options) == expected
@@ -83,8 +83,8 @@ def test_what_leaves_the_length_open(options: dict[str, Any], expected: bool) ->
 def test_the_choice_is_recorded_and_changes_nothing_else(
     run_train: Callable[..., tuple[int, str, str]], narrow_network: None, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """The same bits as with that number of epochs given; gone on with, the run keeps its number."""
+) -> None:
+    """Its bits are those of a run with that number of epochs given; gone on with, the run keeps its number."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(session, "make_samples", lambda folder: make_samples(folder, num_train=2, num_val=1))
     monkeypatch.setattr(demonstration, "SECONDS", 1e-6)

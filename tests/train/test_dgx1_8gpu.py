@@ -32,7 +32,7 @@ def run_script(*arguments: object, python: object = sys.executable, **environmen
     return subprocess.run(
         ["bash", SCRIPT, *map(str, arguments)], capture_output=True, text=True, timeout=180,
         env={**os.environ, "PYTHON": str(python), **environment},
-    )  # fmt: skip
+    )
 
 
 def test_arguments_reach_the_launcher(fake_python):
@@ -56,7 +56,7 @@ def test_platform(platform, batch, fake_python):
     (["-n", "2", "--min-np", "3"], "error: --min-np 3 is more than the 2 processes"),
     (["--cooldown", "5"], "error: --cooldown is for elastic runs"),
     (["-p", "dgx_9"], "error: there is no platform 'dgx_9'; there are: dgx1_v100 dgx_a100 dgx_h100"),
-])  # fmt: skip
+])
 def test_mistakes(arguments, sentence):
     done = run_script(*arguments)
     assert done.returncode == 2
@@ -95,7 +95,7 @@ def test_sigterm_and_resume_in_two_processes(tiny_options, tmp_path):
     process = subprocess.Popen(
         ["bash", SCRIPT, "-n", "2", *tiny_options, "--epochs", "200", "--log-every", "1", "--output", folder],
         stdout=subprocess.PIPE, text=True, env=environment,
-    )  # fmt: skip
+    )
     assert process.stdout
     for line in process.stdout:
         if line.startswith("epoch 1/200, step 2"):

@@ -63,8 +63,8 @@ SESSION = """
     batch = np.load(f"{folder}/batch{workers.rank}.npz")
     executor.forward_backward(mx.nd.array(batch["data"]), mx.nd.array(batch["label"]))
     local = {name: grad.asnumpy() for name, grad in executor.grads.items()}
-    workers.gradient_average(executor).finish()
-    workers.average_on_host(list(executor.aux.values()), "aux")
+    workers.gradient_all_reduce(executor).finish()
+    workers.all_reduce_on_host(list(executor.aux.values()), "aux")
     np.savez(f"{folder}/rank{workers.rank}.npz",
              **{f"local/{name}": grad for name, grad in local.items()},
              **{f"averaged/{name}": grad.asnumpy() for name, grad in executor.grads.items()},
@@ -116,7 +116,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.
         SESSION, folder, "benchmark", "--output", folder / "run", "--data", "synthetic", "--model", "resnet18",
         "--image-size", 32, "--batch-size", 2, "--device", "cpu", "--no-tensorboard", "--warmup-steps", 0,
         "--min-steps", 5, "--limit-steps", 5, "--log-every", 2, narrow=True,
-    )  # fmt: skip
+    )
     assert "only the mistake is left" in done.stderr, done.stderr
     return folder, done
 

@@ -41,7 +41,7 @@ class Run:
              "--learning-rate", "0.16", "--momentum", "0.9", "--weight-decay", "1e-4",
              "--commit-every", str(COMMIT_EVERY), "--output", folder],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
-        )  # fmt: skip
+        )
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         path = self.folder / "metrics.jsonl"

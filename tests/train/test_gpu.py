@@ -24,7 +24,7 @@ STEP_OPTIONS = [
     "--config", "cpu_sample", "--data", "synthetic", "--model", "resnet18", "--image-size", "33",
     "--batch-size", "256", "--learning-rate", "0.1", "--no-tensorboard", "--optimizer", "sgd", "--momentum", "0.9",
     "--weight-decay", "1e-4",
-]  # fmt: skip
+]
 OPTIONS = [*STEP_OPTIONS, "--epochs", "3", "--validate-every", "1", "--warmup-epochs", "1", "--checkpoint-minutes", "0"]
 
 
@@ -45,7 +45,7 @@ def assert_equal_bits(run: Path, other: Path) -> None:
     one, two = (checkpoint.load(checkpoint.find(str(folder))) for folder in (run, other))
     assert one.progress.step == two.progress.step
     assert one.scalars == two.scalars and one.state.keys() == two.state.keys()
-    for ours, theirs in ((one.params, two.params), (one.aux, two.aux), (one.averages, two.averages),
+    for ours, theirs in ((one.params, two.params), (one.aux, two.aux), (one.ema, two.ema),
                          *((one.state[slot], two.state[slot]) for slot in one.state)):
         assert ours.keys() == theirs.keys()
         for name, value in ours.items():
@@ -107,7 +107,7 @@ PHOTOGRAPH_OPTIONS = [
     "--model", "resnet18", "--image-size", "64", "--batch-size", "12", "--epochs", "12", "--num-classes", "1000",
     "--label-smoothing", "0", "--random-area", "0.7", "1", "--warmup-epochs", "2", "--learning-rate", "0.4",
     "--validate-every", "12", "--no-tensorboard", "--deterministic", "--log-every", "5",
-]  # fmt: skip
+]
 
 
 DECODED_EVERY_EPOCH = ["--cache", "0"]  # by the GPU, as ImageNet is
@@ -201,7 +201,7 @@ def test_broken_files_are_skipped_and_listed(photographs, run_train, tmp_path, r
 def test_sizes_change_and_a_run_goes_on_in_mid_schedule(run_train, tmp_path):
     """Training at 33, then 64 pixels, validation at 80, with LARS: a run in two parts has the bits of a run in one."""
     options = [*OPTIONS, "--deterministic", "--first-image-size", "33", "--image-size", "64", "--resize-epochs", "1",
-               "1", "--val-image-size", "80", "--optimizer", "lars", "--learning-rate", "5"]  # fmt: skip
+               "1", "--val-image-size", "80", "--optimizer", "lars", "--learning-rate", "5"]
     for name, steps in (("whole", "70"), ("parts", "60")):
         code, out, err = run_train(*options, "--output", tmp_path / name, "--max-steps", steps)
         assert code == 0, err
@@ -239,7 +239,7 @@ def test_benchmark_with_profile(run_train, tmp_path):
 def test_accumulation_mixup_and_averages_go_on(run_train, tmp_path):
     """All options at once, with --deterministic: a run in two parts has the bits of a run in one, and it learns."""
     options = [*OPTIONS, "--deterministic", "--validate-every", "0", "--batch-size", "128", "--accumulate", "2",
-               "--mixup", "0.2", "--ema-decay", "0.95", "--log-every", "7"]  # fmt: skip
+               "--mixup", "0.2", "--ema-decay", "0.95", "--log-every", "7"]
     for name, steps in (("whole", "100"), ("parts", "60")):
         code, _, err = run_train(*options, "--output", tmp_path / name, "--max-steps", steps)
         assert code == 0, err
@@ -247,7 +247,7 @@ def test_accumulation_mixup_and_averages_go_on(run_train, tmp_path):
     assert code == 0, err
     assert_equal_bits(tmp_path / "whole", tmp_path / "parts")
     whole = checkpoint.load(checkpoint.find(str(tmp_path / "whole")))
-    assert whole.averages.keys() == whole.params.keys() | whole.aux.keys()
+    assert whole.ema.keys() == whole.params.keys() | whole.aux.keys()
     for folder in (tmp_path / "whole", tmp_path / "parts"):
         steps = lines(folder, "steps")
         assert all(line["loss"] is not None for line in steps), "every step's metrics were read"
@@ -263,7 +263,7 @@ def test_predict_and_export_from_a_gpu_run(run_train, tiny_data, tmp_path):
     folder = tmp_path / "run"
     options = ["--data", tiny_data, "--model", "resnet18", "--image-size", "32", "--batch-size", "8", "--epochs", "8",
                "--warmup-epochs", "1", "--learning-rate", "1", "--no-tensorboard", "--random-area", "0.5", "1",
-               "--ema-decay", "0.9"]  # fmt: skip
+               "--ema-decay", "0.9"]
     code, _, err = run_train(*options, "--output", folder)
     assert code == 0, err
     assert lines(folder, "epoch")[-1]["val_top1"] > 0.6  # three tints, so chance is a third
@@ -271,7 +271,7 @@ def test_predict_and_export_from_a_gpu_run(run_train, tiny_data, tmp_path):
     answers = {}
     for device in ("gpu", "cpu"):
         code, out, err = run_train("predict", "--checkpoint", folder, "--json", "--batch-size", "4", "--device", device,
-                                   *images)  # fmt: skip
+                                   *images)
         assert code == 0, err
         answers[device] = json.loads(out)
     differences = []
@@ -282,6 +282,6 @@ def test_predict_and_export_from_a_gpu_run(run_train, tiny_data, tmp_path):
     # The GPU decodes JPEGs otherwise than the CPU does, which shows in images of noise, and computes in 16 bits.
     assert len(differences) == 3 * len(images) and np.mean(differences) < 0.05
     code, out, err = run_train("export", "--checkpoint", folder, "--symbol", tmp_path / "net.json",
-                               "--params", tmp_path / "net.params")  # fmt: skip
+                               "--params", tmp_path / "net.params")
     assert code == 0, err
     assert (tmp_path / "net.params").stat().st_size > 40e6

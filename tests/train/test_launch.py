@@ -152,7 +152,7 @@ def test_plan(machine, monkeypatch):
     assert notes == []
     assert [topology.format_cores(slot.cores) for slot in slots] == ["0-3", "8-15", "4-7"]
     assert slots[1].environment == {"OMP_NUM_THREADS": "8", "RESNET_CORES": "8", "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-                                    "CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # fmt: skip
+                                    "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert slots[1].environment["OMP_NUM_THREADS"] == "3"
     assert str(slots[1]) == "process 1: GPU 1 (NVIDIA H200, 140.0 of 141.0 GiB free, 18 NVLinks), cores 8-15"
@@ -218,7 +218,7 @@ def test_worker_of_horovodrun_binds_itself(machine, monkeypatch):
     ("os.kill(os.getpid(), 9)", 128 + signal.SIGKILL, "was killed by SIGKILL, as the kernel does when the machine's"),
     ("sys.exit(7)", 7, "failed with exit code 7"),
     ("sys.exit(2)", 2, None),  # has told its user's mistake itself
-])  # fmt: skip
+])
 def test_last_words(ending, code, words, capfd, monkeypatch):
     monkeypatch.setattr(launch, "GRACE_SECONDS", 0.2)
     script = f"""

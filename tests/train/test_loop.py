@@ -67,7 +67,7 @@ def test_accumulating_run(run_train, tiny_options, tmp_path):
     """6 batches of 4 images are 4 + 2 of them in the two steps of an epoch; the learning rate counts 16 images."""
     folder = tmp_path / "run"
     code, _, err = run_train("--output", folder, *tiny_options, "--accumulate", "4", "--log-every", "1",
-                             "--schedule", "polynomial", "--decay-power", "1")  # fmt: skip
+                             "--schedule", "polynomial", "--decay-power", "1")
     assert code == 0, err
     assert checkpoint.load(checkpoint.find(str(folder))).progress.step == 4
     rates = [line["learning_rate"] for line in read_lines(folder, "steps")]
@@ -92,7 +92,7 @@ def test_learns_and_validates_every_image_once(run_train, tiny_options, tmp_path
     (["--max-steps", "4"], 4, "stopped after step 4: --max-steps is 4"),
     (["--time-limit", "0.00001"], 1, "stopped: the time limit of 1e-05 minutes is reached"),
     (["--target-accuracy", "0.01"], 6, "has reached the target of 0.01"),
-])  # fmt: skip
+])
 def test_limits(options, steps, sentence, run_train, tiny_options, tmp_path):
     folder = tmp_path / "run"
     code, out, err = run_train("--output", folder, *tiny_options, *options)
@@ -127,12 +127,12 @@ def test_without_validation(run_train, tiny_options, tmp_path):
 
 
 def test_reference_executor_trains_like_mxnet(run_train, tiny_options, tmp_path):
-    """The same two steps on both executors; fp32 networks of this depth agree to a few thousandths in the loss."""
+    """Two steps on each of the executors; fp32 networks of this depth agree to a few thousandths in the loss."""
     losses = {}
     for executor in ("mxnet", "reference"):
         folder = tmp_path / executor
         code, _, err = run_train("--output", folder, *tiny_options, "--executor", executor, "--max-steps", "2",
-                                 "--log-every", "1", "--validate-every", "0", "--batch-size", "3")  # fmt: skip
+                                 "--log-every", "1", "--validate-every", "0", "--batch-size", "3")
         assert code == 0, err
         losses[executor] = [line["loss"] for line in read_lines(folder, "steps")]
     assert len(losses["mxnet"]) == 2
@@ -142,7 +142,7 @@ def test_reference_executor_trains_like_mxnet(run_train, tiny_options, tmp_path)
 def test_benchmark_on_synthetic_data(run_train, tmp_path):
     folder = tmp_path / "run"
     options = ("benchmark", "--data", "synthetic", "--model", "resnet18", "--image-size", "32", "--batch-size", "2",
-               "--device", "cpu", "--no-tensorboard", "--warmup-steps", "2", "--min-steps", "5")  # fmt: skip
+               "--device", "cpu", "--no-tensorboard", "--warmup-steps", "2", "--min-steps", "5")
     code, out, err = run_train(*options, "--output", folder, "--limit-steps", "8")
     assert code == 0, err
     (result,) = read_lines(folder, "benchmark")
@@ -176,7 +176,7 @@ def test_the_collector_passes_over_what_a_run_is_made_of(command, run_train, tmp
     code, _, err = run_train(
         command, "--output", tmp_path / "run", "--data", "synthetic", "--model", "resnet18", "--image-size", "32",
         "--batch-size", "2", "--device", "cpu", "--no-tensorboard", *limits[command],
-    )  # fmt: skip
+    )
     assert code == 0, err
     assert looked_at == [False, False]
     assert gc.get_freeze_count() == frozen_before
@@ -225,7 +225,7 @@ def test_metrics_are_received_a_step_late_and_none_is_lost(run_train, tiny_optio
     assert code == 0, err
     step, ask, receive = "step", "ask", "receive"
     assert happened == [step, ask, receive, *[step] * 3, ask, step, receive, step, ask, receive,
-                        *[step] * 3, ask, receive]  # fmt: skip
+                        *[step] * 3, ask, receive]
     code, _, err = run_train("--resume", folder)
     assert code == 0, err
     assert logged == [(1, 4.0), (4, 12.0), (6, 8.0), (9, 12.0), (10, 4.0), (12, 8.0)]
@@ -259,7 +259,7 @@ def test_gpu_readings_go_with_the_log_lines(run_train, tiny_options, tmp_path, m
     assert code == 0, err
     assert [monitor.state for monitor in monitors] == ["closed"]
     readings = [(line["gpu_power"], line["gpu_utilization"], line["gpu_memory"])
-                for line in read_lines(folder, "steps")]  # fmt: skip
+                for line in read_lines(folder, "steps")]
     assert readings == [(300.0, 0.5, None)] * 2  # after the first step and at the limit
     (event,) = read_lines(folder, "gpu_readings")
     assert event["problem"] == Monitor.problem

@@ -12,24 +12,18 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from rich.console import Console
 
+from graph_passes.executors import Metrics
 from train.errors import TrainError
 from train.reporting.gpu_monitor import GpuReadings
 from train.reporting.metrics import METRICS_FILE, UNITS, RunRecord, speed
 from train.reporting.recorder import Recorder
 
 IMAGES_PER_STEP = 24
-
-
-class Metrics(NamedTuple):
-    loss_sum: float
-    top1: float
-    top5: float
-    count: float
 
 
 @dataclass
@@ -284,7 +278,7 @@ def test_metrics_may_come_a_step_late(tmp_path: Path) -> None:
     assert [line["learning_rate"] for line in steps] == pytest.approx([0.0, 0.1, 0.3, 0.5, 0.6])
     assert [line.split("  ")[0] for line in run.output.getvalue().splitlines()] == [
         "epoch 1/3, step 1/9", "epoch 1/3, step 2/9", "epoch 1/3, step 4/9",
-    ]  # fmt: skip
+    ]
 
 
 def test_gpu_readings_and_price(tmp_path: Path) -> None:
@@ -301,7 +295,7 @@ def test_gpu_readings_and_price(tmp_path: Path) -> None:
     record = recorder.record
     assert [(point.step, point.power, point.utilization, point.memory) for point in record.gpu_curve] == [
         (2, 100.0, 0.25, None), (3, 200.0, 0.5, 12.0), (4, 300.0, 0.75, 13.0),
-    ]  # fmt: skip
+    ]
     assert record.price == pytest.approx(2.0)  # 200 s
     assert lines(tmp_path)[-1]["price"] == pytest.approx(2.0)
     assert RunRecord.read_jsonl(tmp_path / METRICS_FILE) == record
@@ -520,7 +514,7 @@ def test_slow_steps_are_not_silent(tmp_path: Path) -> None:
         *([f"epoch 1/3, step {step}/12", "images/sec: 6.0 +/- 0.0 (jitter = 0.0)", "learning rate 0.1"]
           for step in (4, 7, 10)),
         ["epoch 1/3, step 12/12", "images/sec: 6.0 +/- 0.0 (jitter = 0.0)", "loss 2.000"],
-    ]  # fmt: skip
+    ]
     assert [line["step"] for line in lines(tmp_path) if line["event"] == "steps"] == [1, 12]
 
 

@@ -70,14 +70,14 @@ def gradients(executor):  # one in five, from all over: the processes send them 
 for dtype, wire in (("float32", "float32"), ("float16", "float32"), ("float16", "float16")):
     executor = make(dtype, num_buckets=3, wire_dtype=wire)
     assert len(executor.buckets) == 4
-    average = workers.gradient_average(executor)
+    all_reduce = workers.gradient_all_reduce(executor)
     for seed in range(2):
         data, label = batch(workers.rank + 10 * seed)
         executor.forward_backward(data, label)
         executor.hand_over(lambda bucket: None)
         every = workers.gather(gradients(executor))
-        executor.forward_backward(data, label, on_bucket=average.start)
-        average.finish()
+        executor.forward_backward(data, label, on_bucket=all_reduce.start)
+        all_reduce.finish()
         for name, values in gradients(executor).items():
             local = np.stack([rank[name].astype(np.float64) for rank in every])
             assert np.abs(local).max() > 0
@@ -103,14 +103,14 @@ HUNDRED_STEPS = """
 import hashlib
 for dtype in ("float16", "bfloat16"):
     executor = make(dtype, num_buckets=2, wire_dtype="float32" if dtype == "bfloat16" else None)
-    average = workers.gradient_average(executor)
+    all_reduce = workers.gradient_all_reduce(executor)
     for step in range(100):
         data, label = batch(1000 * workers.rank + step)
         if step in (40, 70) and workers.rank == workers.size - 1 and dtype == "float16":
             # One rank's overflow: all must leave this step out.
             data = mx.nd.array(np.full(SHAPES["data"], np.inf), ctx=gpu)
-        executor.forward_backward(data, label, on_bucket=average.start)
-        average.finish()
+        executor.forward_backward(data, label, on_bucket=all_reduce.start)
+        all_reduce.finish()
         executor.update(0.05)
         executor.end_step()
     params, _ = executor.get_params()
@@ -133,11 +133,11 @@ def test_weights_are_the_same_bits_after_100_steps(count):
 
 SAME_AS_ONE = """
 executor = make("float32", num_buckets=2)
-average = workers.gradient_average(executor)
+all_reduce = workers.gradient_all_reduce(executor)
 for step in range(3):
     for part in range(2):  # two passes in each step
         executor.forward_backward(*batch(100 * step + 10 * part + workers.rank), accumulate=part > 0)
-    average.finish()
+    all_reduce.finish()
     executor.update(0.1, gradient_scale=1 / 2)
 if workers.rank == 0:
     alone = make("float32")
@@ -180,7 +180,7 @@ group = StatisticsGroup(device_id)
 group.join(workers.gather(group.invitation), workers.rank)
 gpu = Gpu(device_id)
 with tempfile.TemporaryDirectory() as folder:
-    kernel = KernelLibrary(gpu, Cache("tests", Path(folder))).get("batch_norm_group.cu", "average_over_group")
+    kernel = KernelLibrary(gpu, Cache("tests", Path(folder))).get("batch_norm_group.cu", "group_mean")
 arrays = np.random.default_rng(workers.rank).standard_normal((50, 3, 700)).astype(np.float32)
 addresses = [[gpu.allocate(array.nbytes) for array in exchange] for exchange in arrays]
 for exchange, places in zip(arrays, addresses):
@@ -249,12 +249,12 @@ assert all(flat(rank[1]).tobytes() == flat(every[0][1]).tobytes() for rank in ev
 # 30 steps, also with two passes each.
 SHAPES = {"data": (images, 64, 64, 3), "softmax_label": (images,)}
 executor = make("float16", num_buckets=2, group=group)
-average = workers.gradient_average(executor)
+all_reduce = workers.gradient_all_reduce(executor)
 for step in range(30):
     for part in range(1 + step % 2):
-        overlap = {} if step % 2 else {"on_bucket": average.start}
+        overlap = {} if step % 2 else {"on_bucket": all_reduce.start}
         executor.forward_backward(*batch(1000 * workers.rank + step + 100 * part), accumulate=part > 0, **overlap)
-    average.finish()
+    all_reduce.finish()
     executor.update(0.05, gradient_scale=1 / (1 + step % 2))
     executor.end_step()
 assert all(np.isfinite(flat(values)).all() for values in executor.get_params())
@@ -286,7 +286,7 @@ def test_program(count, group, tmp_path):
     """Every validation image counts once."""
     options = ["--data", "synthetic", "--model", "resnet18", "--image-size", "33", "--batch-size", str(512 // count),
                "--epochs", "2", "--warmup-epochs", "1", "--learning-rate", "0.1", "--no-tensorboard",
-               "--bn-group", group, "--output", tmp_path / "run"]  # fmt: skip
+               "--bn-group", group, "--output", tmp_path / "run"]
     out = run_on_gpus(count, PROGRAM, *options)
     assert f"{count} process" in out
     assert "gradients averaged by Horovod beside the backward pass, in buckets: weights 1" in out
@@ -326,7 +326,7 @@ def test_a_lost_process_ends_the_run(tmp_path, group):
         pytest.skip(f"2 GPUs are needed, {len(find_gpus())} are there")
     died = tmp_path / "died"
     done = run_processes(DIES, died, "--data", "synthetic", "--model", "resnet18", "--image-size", 33, "--batch-size",
-                         64, "--bn-group", group, "--no-tensorboard", "--output", tmp_path / "run")  # fmt: skip
+                         64, "--bn-group", group, "--no-tensorboard", "--output", tmp_path / "run")
     seconds = time.time() - died.stat().st_mtime
     print(f"ended after {seconds:.1f} s")
     assert done.returncode == 128 + signal.SIGKILL, done.stderr

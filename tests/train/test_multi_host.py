@@ -82,7 +82,7 @@ def test_elastic(asked, discovery, capsys):
     hosts = discovery("a:2\\nb:3\\n")
     run, _ = asked("--host-discovery-script", hosts, "--min-np", 2, "--blacklist-cooldown-range", 10, 60)
     assert run == ["--gloo", "-np", "5", "--host-discovery-script", str(hosts), "--min-np", "2",
-                   "--blacklist-cooldown-range", "10", "60"]  # fmt: skip
+                   "--blacklist-cooldown-range", "10", "60"]
     assert "waiting" not in capsys.readouterr().out
     asked("--host-discovery-script", hosts, "--min-np", 2, "-n", 6)
     assert f"waiting for 6 processes; {hosts} names 5 so far" in capsys.readouterr().out
@@ -98,7 +98,7 @@ def test_elastic(asked, discovery, capsys):
     (["-H", "a:2,b:2", "-n", "5"], "-n 5 is more than the 4 processes of the machines; lower it"),
     (["-H", "a:2", "--min-np", "1"], "an elastic run over machines needs two of them to begin"),
     (["--host-discovery-script", "/nowhere/x"], "the host discovery script /nowhere/x is not there"),
-])  # fmt: skip
+])
 def test_mistakes(arguments, sentence, asked):
     with pytest.raises(UserError) as error:
         asked(*arguments)
@@ -114,7 +114,7 @@ def test_no_machine_yet(asked, discovery):
     (RuntimeError("one of them:\nProcess name: 1\nExit code: 2\n"), 2, ""),  # has told its user's mistake itself
     (RuntimeError("one of them:\nProcess name: 1\nExit code: 7\n"), 7, "error: process 1 failed with exit code 7"),
     (RuntimeError("one of them:\nProcess name: 3\nExit code: 137\n"), 137, "error: process 3 was killed by SIGKILL"),
-])  # fmt: skip
+])
 def test_last_words(error, code, words, monkeypatch, capsys):
     runner = pytest.importorskip("horovod.runner.launch")
 

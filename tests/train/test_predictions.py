@@ -33,7 +33,7 @@ def shown(rng: np.random.Generator) -> Predictions:
 
 @pytest.mark.parametrize(("total", "count", "expected"), [
     (300, 3, [50, 150, 250]), (5, 24, [0, 1, 2, 3, 4]), (24, 24, list(range(24))), (1, 1, [0]),
-])  # fmt: skip
+])
 def test_spread(total: int, count: int, expected: list[int]) -> None:
     assert spread(total, count) == expected
 
@@ -59,7 +59,7 @@ def test_predictions_of_the_spread_images(
     executor = build_executor(Config(model="resnet18", image_size=32, batch_size=9), 3, 32, placement, None)
     executor.set_params(*({name: array + rng.standard_normal(array.shape).astype(np.float32) * scale
                            for name, array in arrays.items()}
-                          for arrays, scale in zip(executor.get_params(), (0.1, 0.0), strict=True)))  # fmt: skip
+                          for arrays, scale in zip(executor.get_params(), (0.1, 0.0), strict=True)))
     found = predict_some(executor, open_loader(options), epoch=7)
 
     assert (found.true, found.epoch) == ([f"class{i // 10}" for i in chosen], 7)

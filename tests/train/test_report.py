@@ -90,7 +90,7 @@ def test_gpu_figures_weigh_by_counted_time(record: RunRecord, tmp_path: Path) ->
     text = report.write_report(tmp_path, record).read_text()
     for cell in (f"| energy | {found.joules_per_image:.3g} J |", "| utilisation | 50% |", "at 3.5 an hour",
                  "| clock | 1,500 MHz |", "| at the power limit | 25% |",
-                 "NVML does not give energy: Not Supported.", "those of mixed images (--mixup)"):  # fmt: skip
+                 "NVML does not give energy: Not Supported.", "those of mixed images (--mixup)"):
         assert cell in text, cell
     assert Image.open(tmp_path / "gpu.png").size[0] > 500
 
@@ -153,7 +153,7 @@ def test_report_folder(record: RunRecord, tmp_path: Path) -> None:
     assert report.write_report(folder, record) == folder / "report.md"
     assert {path.name for path in folder.iterdir()} == PLOTS | {
         "report.md", "report.html", "report.json", "dawnbench.tsv"
-    }  # fmt: skip
+    }
     summary = summarize(record)
 
     values = json.loads((folder / "report.json").read_text())
@@ -237,7 +237,7 @@ def test_predictions_that_lie_there_become_a_picture(record: RunRecord, tmp_path
 
 def test_a_run_of_one_step(tmp_path: Path) -> None:
     record = RunRecord({}, "python", 8, warmup_steps=10, session_starts=[0], seconds=1.0,
-                       step_ms=[1000.0], loader_wait_ms=[250.0], compute_ms=[750.0])  # fmt: skip
+                       step_ms=[1000.0], loader_wait_ms=[250.0], compute_ms=[750.0])
     report.write_report(tmp_path, record)
     assert "| total | 8.0 | +/- 0.0 (jitter = 0.0) |" in (tmp_path / "report.md").read_text()
 

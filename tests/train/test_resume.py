@@ -36,9 +36,9 @@ def assert_same_end(folder, unbroken_end):
     assert end.progress == unbroken_end.progress
     assert end.loader_states == unbroken_end.loader_states
     assert end.scalars == unbroken_end.scalars
-    for group, ours, theirs in zip(("params", "aux", "averages", *end.state),
-                                   (end.params, end.aux, end.averages, *end.state.values()),
-                                   (unbroken_end.params, unbroken_end.aux, unbroken_end.averages,
+    for group, ours, theirs in zip(("params", "aux", "ema", *end.state),
+                                   (end.params, end.aux, end.ema, *end.state.values()),
+                                   (unbroken_end.params, unbroken_end.aux, unbroken_end.ema,
                                     *unbroken_end.state.values()), strict=True):
         assert ours.keys() == theirs.keys()
         for name in ours:
@@ -81,7 +81,7 @@ def test_mixup_and_averages_go_on(tiny_options, tmp_path, run_train):
     code, _, err = run_train("--resume", tmp_path / "parts")
     assert code == 0, err
     whole = checkpoint.load(tmp_path / "whole" / "checkpoints" / LAST)
-    assert whole.averages.keys() == whole.params.keys() | whole.aux.keys()
+    assert whole.ema.keys() == whole.params.keys() | whole.aux.keys()
     assert_same_end(tmp_path / "parts", whole)
 
 
@@ -101,7 +101,7 @@ def test_averages_begin_in_mid_run(tiny_options, tmp_path, run_train):
     decay = 5 / 14  # of the sixth step
     for name, start in (before.params | before.aux).items():
         expected = decay * start + (1 - decay) * (after.params | after.aux)[name]
-        np.testing.assert_allclose(after.averages[name], expected, rtol=1e-5, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(after.ema[name], expected, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 def test_sigkill_in_mid_epoch_after_a_timed_checkpoint(unbroken, tiny_options, tmp_path, run_train):
@@ -159,10 +159,10 @@ def test_sigusr1_saves_and_goes_on(unbroken, tiny_options, tmp_path, run_train, 
 def test_best_is_kept_and_validated(ema_decay, tiny_options, tmp_path, run_train):
     folder = tmp_path / "run"
     code, _, err = run_train("--output", folder, *tiny_options, "--keep-checkpoints", "1", "--max-steps", "9",
-                             "--ema-decay", ema_decay)  # fmt: skip
+                             "--ema-decay", ema_decay)
     assert code == 0, err
     (row,) = (line for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-              if line["event"] == "epoch")  # fmt: skip
+              if line["event"] == "epoch")
     best = checkpoint.load(folder / "checkpoints" / "best.npz")
     assert best.progress.epoch == 1
     assert best.progress.step == STEPS_PER_EPOCH
@@ -170,10 +170,10 @@ def test_best_is_kept_and_validated(ema_decay, tiny_options, tmp_path, run_train
     assert code == 0, err
     assert f"27 images, loss {row['val_loss']:.4f}" in out, "validated with what the run was validated with"
     if ema_decay != "0":
-        assert not np.array_equal(best.averages["classifier_weight"], best.params["classifier_weight"])
+        assert not np.array_equal(best.ema["classifier_weight"], best.params["classifier_weight"])
         trained = checkpoint.load_trained(str(folder))
         for name, array in (trained.params | trained.aux).items():
-            assert np.array_equal(array, best.averages[name])
+            assert np.array_equal(array, best.ema[name])
     assert f"top-1 {best.progress.best_top1:.2%}" in out
 
 
@@ -181,7 +181,7 @@ def test_in_mid_schedule_of_image_sizes_and_with_lars(tiny_options, tmp_path, ru
     """Epoch 1 at 32 pixels, epoch 2 at 48, validation at 64; stopped in epoch 2, a run goes on to the same bits."""
     options = [*tiny_options, "--first-image-size", "32", "--image-size", "48", "--resize-epochs", "1", "1",
                "--val-image-size", "64", "--validate-every", "2", "--optimizer", "lars",
-               "--learning-rate", "5"]  # fmt: skip
+               "--learning-rate", "5"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     code, out, err = run_train("--output", whole, *options)
     assert code == 0, err

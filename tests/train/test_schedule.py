@@ -42,7 +42,7 @@ def test_no_warmup_starts_at_the_peak():
 
 def test_learning_rate_follows_the_global_batch():
     config = Config(batch_size=64, accumulate=2, epochs=10, learning_rate=0.256, warmup_epochs=0.5, schedule="step",
-                    decay_epochs=(2.5, 5.0))  # fmt: skip
+                    decay_epochs=(2.5, 5.0))
     schedule = make_schedule(config, steps_per_epoch=11, num_processes=3)
     assert schedule.peak == pytest.approx(0.256 * 64 * 2 * 3 / 256)
     assert (schedule.warmup_steps, schedule.total_steps, schedule.milestones) == (6, 110, (28, 55))

@@ -45,7 +45,7 @@ class Measurement:
     limit_steps: int = 1000
     """Measure at most this many steps, even if the median is still uncertain."""
     limit_minutes: float = 5.0
-    """End after this many minutes, likewise."""
+    """End after this many minutes, even if the median is still uncertain."""
     profile: bool = False
     """Executor cuda: also measure each operator of the step; printed, and written to profile.txt in the run folder."""
 
@@ -62,7 +62,7 @@ class Comparison:
 
     precisions: tuple[Literal["float32", "tf32", "float16", "bfloat16"], ...] = (
         "float32", "tf32", "float16", "bfloat16",
-    )  # fmt: skip
+    )
     """Precisions to train in; the CPU has float32 only."""
     models: Annotated[tuple[str, ...], "NAME"] = ()
     """Networks to train; default: the one of --model."""

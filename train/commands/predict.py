@@ -82,7 +82,7 @@ def predict(options: PredictOptions) -> list[Prediction]:
         config.batch_size,
         device=placement.device.partition("(")[0],
         on_bad_image=options.on_bad_image,
-        crop_fraction=config.val_crop_fraction,
+        transform=config.transform,
     )
     executor = build_executor(config, trained.num_classes, config.inference_image_size, placement, trained)
     predictions = []

@@ -19,7 +19,7 @@ from train.build import SAMPLES_FOLDER
 from train.config import CONFIG_FILE, LIST_PRESETS, SAMPLES, SYNTHETIC, Config
 from train.errors import TrainError
 from train.loop import Trainer
-from train.optimizer import averages_in_use
+from train.optimizer import ema_in_use
 from train.processes.distributed import Workers
 from train.reporting import predictions
 from train.reporting.inspection import predict_some
@@ -82,8 +82,8 @@ def open_recorder(trainer: Trainer, num_epochs: int | None, warmup_steps: int = 
     )
     if workers.rank == 0:  # once the recorder has the folder for itself
         files.write(trainer.run_folder / CONFIG_FILE, json.dumps(config.to_dict(), indent=2).encode() + b"\n")
-    if trainer.average:
-        recorder.say(workers.describe(trainer.average))
+    if trainer.all_reduce:
+        recorder.say(workers.describe(trainer.all_reduce))
     return recorder
 
 
@@ -108,7 +108,7 @@ def report(recorder: Recorder, run_folder: Path, trainer: Trainer | None = None)
     folder = run_folder / "report"
     if trainer and trainer.val_loader and has_predictions(trainer, recorder):
         try:
-            with averages_in_use(trainer.optimizer):
+            with ema_in_use(trainer.optimizer):
                 predictions.save(predict_some(trainer.executor, trainer.val_loader, trainer.progress.epoch), folder)
         except DataError as error:  # the run is complete all the same
             print(f"no picture of predictions: {error}", flush=True)

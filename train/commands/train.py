@@ -135,7 +135,7 @@ def open_trainer(
                 check_memory(config, num_classes, largest_size, placement)
                 image_size = train_loader.config.size_in(start.progress.epoch if start else 0)
                 executor = build_executor(config, num_classes, image_size, placement, start, not workers.alone,
-                                          bn_group, largest_size)  # fmt: skip
+                                          bn_group, largest_size)
         if fit_machine and placement.device.startswith("cpu"):  # any GPU trains all of its epochs in seconds
             config = demonstration.fit(config, executor, train_loader.num_images, workers)
         with workers.agreement():

@@ -44,7 +44,7 @@ class Network:
         return roles.classifier(self.graph).inputs[2].node
 
     def initial_values(self, seed: int, channels: int = 3, zero_init_residual: bool = True) -> tuple[Arrays, Arrays]:
-        """As `init_params` has them."""
+        """Initial parameters and running statistics, canonical, by `init_params`."""
         return init_params(self.symbol, seed, channels, zero_init_residual)
 
 
@@ -75,7 +75,7 @@ def init_params(symbol: Symbol, seed: int, channels: int = 3,
             is_one = uses[name].input == "gamma" and name not in zero_gammas
             params[name] = np.full(shape, float(is_one), np.float32)
     aux = {name: np.full(shape, float(uses[name].input == "moving_var"), np.float32)
-           for name, shape in zip(symbol.list_auxiliary_states(), aux_shapes, strict=True)}  # fmt: skip
+           for name, shape in zip(symbol.list_auxiliary_states(), aux_shapes, strict=True)}
     return params, aux
 
 

@@ -31,4 +31,4 @@ def projection(x: Symbol, name: str, filters: int, stride: int) -> Symbol:
 
 
 MODELS = {f"resnet{depth}d": partial(resnet.resnet, depth, stem=stem, projection=projection)
-          for depth in BLOCKS_PER_STAGE}  # fmt: skip
+          for depth in BLOCKS_PER_STAGE}

@@ -1,8 +1,8 @@
 """The mean of gradients over the GPUs of a run, while the backward pass goes on: Horovod's, with NCCL.
 
-    average = BucketAverage(executor, device_id)
-    executor.forward_backward(data, label, on_bucket=average.start)
-    average.finish()
+    all_reduce = BucketAllReduce(executor, device_id)
+    executor.forward_backward(data, label, on_bucket=all_reduce.start)
+    all_reduce.finish()
     executor.update(learning_rate)          # waits on the GPU for the mean; the host does not
 
 Horovod's own MXNet functions begin to talk to the other processes when a gradient has been computed, and what follows
@@ -25,7 +25,7 @@ LIBRARY = "bucket_allreduce.so"  # beside Horovod's own library, against which i
 ON_HOST = -1
 
 
-class BucketAverage:
+class BucketAllReduce:
     """Averages the buckets of one executor: NCCL between GPUs, Gloo between hosts' memories."""
 
     def __init__(self, executor: CudaExecutor, device_id: int) -> None:
@@ -51,7 +51,7 @@ class BucketAverage:
         self._library.allreduce_start(
             self._slots[bucket.name], f"gradients.{bucket.name}".encode(), bucket.address, bucket.num_elements,
             bucket.dtype == "float16", self._device_id, int(bucket.ready), int(bucket.done),
-        )  # fmt: skip
+        )
         self._started.append(bucket)
 
     def wait(self) -> None:
@@ -101,7 +101,7 @@ def load_library(on_gpu: bool) -> Any:
     library.allreduce_start.argtypes = [
         ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int,
         ctypes.c_void_p, ctypes.c_void_p,
-    ]  # fmt: skip
+    ]
     library.allreduce_start.restype = None
     library.allreduce_wait.argtypes = [ctypes.c_void_p]
     library.allreduce_wait.restype = ctypes.c_char_p

@@ -20,7 +20,7 @@ from common.mxnet_compat import mx
 from graph_passes.executors import Executor
 from graph_passes.executors.cuda.executor import CudaExecutor
 from train.errors import NoHorovodError, TrainError
-from train.processes.allreduce import BucketAverage
+from train.processes.allreduce import BucketAllReduce
 
 LOST_PROCESS = re.compile("horovod|gloo|nccl|by peer|broken pipe|timed out waiting", re.IGNORECASE)
 BUCKET_BYTES = 25 * 2**20  # gradients are averaged in groups of about this size, as PyTorch's DDP does
@@ -42,7 +42,7 @@ def is_elastic() -> bool:
     return os.environ.get("HOROVOD_ELASTIC") == "1"
 
 
-class GradientAverage(Protocol):
+class GradientAllReduce(Protocol):
     """The mean of an executor's gradients over all processes."""
 
     @property
@@ -81,40 +81,40 @@ class Workers:
         """Whether there is nobody to work together with, so that Horovod is not even there."""
         return self._hvd is None
 
-    def describe(self, average: GradientAverage) -> str:
+    def describe(self, all_reduce: GradientAllReduce) -> str:
         """How these processes work together, for the log."""
         settings = " ".join(f"{name}={os.environ[name]}" for name in HOROVOD_SETTINGS if name in os.environ)
-        return f"{self.size} process{'es' * (self.size > 1)}; {average.description}; {settings}"
+        return f"{self.size} process{'es' * (self.size > 1)}; {all_reduce.description}; {settings}"
 
-    def gradient_average(self, executor: Executor) -> GradientAverage:
+    def gradient_all_reduce(self, executor: Executor) -> GradientAllReduce:
         """For as long as there are these workers and this executor; a collective operation. Raises TrainError where
         Horovod cannot average on GPUs."""
         if isinstance(executor, CudaExecutor):
-            return self.bucket_average(executor)
-        return _ArrayAverage(self, executor)
+            return self.bucket_all_reduce(executor)
+        return _ArrayAllReduce(self, executor)
 
-    def bucket_average(self, executor: CudaExecutor) -> BucketAverage:
-        """`gradient_average` on GPUs, where the mean of each bucket is taken while the backward pass goes on."""
+    def bucket_all_reduce(self, executor: CudaExecutor) -> BucketAllReduce:
+        """`gradient_all_reduce` on GPUs, where the mean of each bucket is taken while the backward pass goes on."""
         with self.agreement():
-            return BucketAverage(executor, self.local_rank)
+            return BucketAllReduce(executor, self.local_rank)
 
-    def average(self, arrays: Sequence[Any], name: str) -> None:
+    def all_reduce(self, arrays: Sequence[Any], name: str) -> None:
         """Replace each fp32 MXNet array by its mean over all ranks; `name` tells groups of arrays apart."""
         if self._hvd:
-            self.average_flat(_flatten(arrays), name)
+            self.all_reduce_flat(_flatten(arrays), name)
 
-    def average_flat(self, flats: Sequence[_Flat], name: str) -> None:
-        """The same for arrays that are averaged again and again."""
+    def all_reduce_flat(self, flats: Sequence[_Flat], name: str) -> None:
+        """Replace flat arrays by their means over all ranks: those that this is done with again and again."""
         for number, flat in enumerate(flats):
             flat.read()
             self._hvd.allreduce_(flat.array, op=self._hvd.Average, name=f"{name}.{number}")
             flat.write_back()
 
-    def average_on_host(self, arrays: Sequence[Any], name: str) -> None:
-        """The same through the host's memory: for a few small arrays of any device."""
+    def all_reduce_on_host(self, arrays: Sequence[Any], name: str) -> None:
+        """Replace a few small fp32 arrays of any device by their means over all ranks, through the host's memory."""
         if self._hvd:
             copies = [array.as_in_context(mx.cpu()) for array in arrays]
-            self.average(copies, name)
+            self.all_reduce(copies, name)
             for array, copy in zip(arrays, copies, strict=True):
                 if copy is not array:
                     array[:] = copy
@@ -172,7 +172,7 @@ class Workers:
             raise TrainError(mistakes[0], on_all_ranks=True)
 
 
-class _ArrayAverage:
+class _ArrayAllReduce:
     """Of gradients that are MXNet arrays, after the backward pass."""
 
     start = None
@@ -182,7 +182,7 @@ class _ArrayAverage:
         self._workers, self._flats = workers, _flatten(list(executor.grads.values()))
 
     def finish(self) -> None:
-        self._workers.average_flat(self._flats, "gradients")
+        self._workers.all_reduce_flat(self._flats, "gradients")
 
 
 class _Flat:
@@ -193,7 +193,7 @@ class _Flat:
         self.array = mx.nd.empty((sum(array.size for array in arrays),), ctx=arrays[0].context)
         ends = list(itertools.accumulate(array.size for array in arrays))
         self._parts = [(array, self.array[end - array.size : end].reshape(array.shape))
-                       for array, end in zip(arrays, ends, strict=True)]  # fmt: skip
+                       for array, end in zip(arrays, ends, strict=True)]
 
     def read(self) -> None:
         for array, part in self._parts:

@@ -36,7 +36,7 @@ from train.processes.signals import handled
 _libc = ctypes.CDLL(None)
 
 LOOPBACK = {"HOROVOD_GLOO_IFACE": "lo", "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "NCCL_SOCKET_IFNAME": "lo",
-            "HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}  # fmt: skip
+            "HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
 SCRIPT = "scripts/dgx1_8gpu.sh"  # what users call this program by
 MAX_PROCESSES = 8  # without -n: a DGX-1 has 8 GPUs
 GRACE_SECONDS = 3.0  # for the others to end by themselves when one process has failed
@@ -81,7 +81,7 @@ class Slot(NamedTuple):
     """What a process gets."""
 
     number: int
-    gpu: topology.Gpu | None
+    gpu: topology.GpuPlace | None
     cores: frozenset[int]
     bound: bool  # to these cores; else it only has as many threads
 
@@ -158,7 +158,8 @@ def launch(slots: Sequence[Slot], command: Sequence[str]) -> int:
 
 
 def launch_elastic(slots: Sequence[Slot], command: Sequence[str], min_processes: int, cooldown: int = 0) -> int:
-    """The same in Horovod's elastic mode: when a process is lost, the others go on as long as `min_processes` are left.
+    """Run a command once for each slot in Horovod's elastic mode; the exit code. When a process is lost, the
+    others go on as long as `min_processes` are left.
 
     To Horovod every slot is a host of its own, because it is whole hosts that Horovod gives up. A slot given up comes
     back after `cooldown` seconds, twice as long each time, if that is not 0; a process that is started there joins.
@@ -181,7 +182,7 @@ def launch_elastic(slots: Sequence[Slot], command: Sequence[str], min_processes:
     cooldown_range = (cooldown, 3600) if cooldown else None  # Horovod allows an hour at most
     driver = ElasticDriver(server, Slots(), min_processes, len(slots), cooldown_range=cooldown_range)
     common = {**LOOPBACK, "HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.start(create_rendezvous_handler(driver))),
-              "HOROVOD_ELASTIC": "1"}  # fmt: skip
+              "HOROVOD_ELASTIC": "1"}
     workers: list[Worker] = []
     lost: list[Worker] = []
     given_up = threading.Event()

@@ -65,7 +65,7 @@ def parse(arguments: Sequence[str]) -> tuple[MultiHostOptions, list[str], list[s
     """The options here; those of horovodrun among them once more, as words; the arguments of
     `python -m train.processes.launch`. Raises UserError for a wrong value."""
     values, passed = given_and_rest(MultiHostOptions, arguments, prog="scripts/multi_host.sh",
-                                    rest="any option of python -m train")  # fmt: skip
+                                    rest="any option of python -m train")
     return MultiHostOptions(**values), to_arguments(part_of(HorovodrunOptions, values), HorovodrunOptions()), passed
 
 

@@ -16,7 +16,9 @@ MIN_FREE_BYTES = 2 * 2**30  # less holds no ResNet-50 at all: 3.4 GiB at batch 6
 MAX_IN_USE = 0.1  # share of a GPU's memory; more is another program, whose load slows every process of the job
 
 
-class Gpu(NamedTuple):
+class GpuPlace(NamedTuple):
+    """A GPU, and what lies beside it in this machine."""
+
     visible: str  # what CUDA_VISIBLE_DEVICES calls it
     name: str
     free_bytes: int
@@ -30,7 +32,7 @@ class Gpu(NamedTuple):
         return f"{self.name}, {self.free_bytes / 2**30:.1f} of {self.total_bytes / 2**30:.1f} GiB free, {links}"
 
 
-def read_gpus(nvml: Any = None) -> list[Gpu]:
+def read_gpus(nvml: Any = None) -> list[GpuPlace]:
     """The GPUs that CUDA_VISIBLE_DEVICES leaves visible, in its order or that of the PCI bus; none where NVML or a
     driver is missing.
 
@@ -56,7 +58,7 @@ def read_gpus(nvml: Any = None) -> list[Gpu]:
         nvml.nvmlShutdown()
 
 
-def _read(nvml: Any, visible: str, count: int) -> Gpu:
+def _read(nvml: Any, visible: str, count: int) -> GpuPlace:
     try:
         if not visible.isdecimal():
             handle = nvml.nvmlDeviceGetHandleByUUID(visible)
@@ -81,10 +83,10 @@ def _read(nvml: Any, visible: str, count: int) -> Gpu:
     with contextlib.suppress(nvml.NVMLError):
         processes = tuple(process.pid for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle))
     name = nvml.nvmlDeviceGetName(handle)
-    return Gpu(visible, name, memory.free, memory.total, cores, num_nvlinks, processes)
+    return GpuPlace(visible, name, memory.free, memory.total, cores, num_nvlinks, processes)
 
 
-def check(gpus: Sequence[Gpu], num_processes: int) -> list[str]:
+def check(gpus: Sequence[GpuPlace], num_processes: int) -> list[str]:
     """What the user should know before `num_processes` processes start on the first so many GPUs, in sentences.
 
     Raises TrainError where they cannot work.
@@ -112,7 +114,7 @@ def check(gpus: Sequence[Gpu], num_processes: int) -> list[str]:
     return notes
 
 
-def assign_cores(gpus: Sequence[Gpu], num_processes: int) -> list[frozenset[int]]:
+def assign_cores(gpus: Sequence[GpuPlace], num_processes: int) -> list[frozenset[int]]:
     """CPU cores for each process: an equal share of those beside its GPU, of which this process may use.
 
     Where a GPU's are unknown or none of them may be used, and without GPUs, shares of all. Processes share cores where
@@ -135,7 +137,7 @@ def cores_of_process(local_size: int) -> int:
 
 
 def format_cores(cores: frozenset[int]) -> str:
-    """As the kernel writes them: 0-3,8."""
+    """Numbers of cores in the Linux kernel's way of writing: 0-3,8."""
     runs: list[list[int]] = []
     for core in sorted(cores):
         if runs and core == runs[-1][1] + 1:

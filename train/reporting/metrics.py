@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -47,19 +47,6 @@ UNITS = {
     "hours": "h",
     "seconds": "s",
 }
-
-
-class BatchMetrics(Protocol):
-    """Sums over images, as `Executor.read_metrics` gives them (already summed over all processes)."""
-
-    @property
-    def loss_sum(self) -> float: ...
-    @property
-    def top1(self) -> float: ...
-    @property
-    def top5(self) -> float: ...
-    @property
-    def count(self) -> float: ...
 
 
 class Speed(NamedTuple):

@@ -148,7 +148,7 @@ def time_split(seconds: Mapping[str, float], theme: Theme) -> bytes:
     figure.legend(
         loc="outside lower left", ncols=3, frameon=False, labelcolor=theme.text, fontsize=9,
         handlelength=1.0, handleheight=1.0, columnspacing=2.5,
-    )  # fmt: skip
+    )
     return _png(figure, theme)
 
 
@@ -270,7 +270,7 @@ def _legend(axes: Axes, theme: Theme) -> None:
     axes.legend(
         loc="lower right", bbox_to_anchor=(1, 1), ncols=4, frameon=False, labelcolor=theme.text, fontsize=9,
         borderaxespad=0.2, handlelength=1.6, columnspacing=1.4,
-    )  # fmt: skip
+    )
 
 
 def _png(figure: Figure, theme: Theme) -> bytes:

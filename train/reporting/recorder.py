@@ -32,10 +32,11 @@ import numpy as np
 from rich.console import Console
 
 from common import environment
+from graph_passes.executors import Metrics
 from train.errors import TrainError
 from train.processes.invocation import command_line
 from train.reporting.gpu_monitor import GpuReadings
-from train.reporting.metrics import METRICS_FILE, BatchMetrics, RunRecord, Speed, speed
+from train.reporting.metrics import METRICS_FILE, RunRecord, Speed, speed
 from train.reporting.metrics_file import MetricsFile
 from train.reporting.mlperf import MLPerfLog
 from train.reporting.tensorboard import TensorBoardLog
@@ -165,7 +166,7 @@ class Recorder:
         self._step_start, self._waited = self._last_line - self._overhang, 0.0
 
     def timed(self, batches: Iterable[T]) -> Iterator[T]:
-        """The same batches; the time that each takes to arrive counts as the step's wait for the loader.
+        """Pass batches through; the time that each takes to arrive counts as the step's wait for the loader.
 
         A loader's `bad_images` (file or record, reason) become events, and lines on the terminal, as they are found.
         """
@@ -287,7 +288,7 @@ class Recorder:
         return self._interval.times["loader_wait_ms"]
 
     def log(
-        self, metrics: BatchMetrics, gpu: GpuReadings | None = None, loader_waits: Sequence[float] | None = None
+        self, metrics: Metrics, gpu: GpuReadings | None = None, loader_waits: Sequence[float] | None = None
     ) -> None:
         """The metrics of the closed interval: sums over all its images, over all processes; and the GPUs' readings.
 
@@ -327,7 +328,7 @@ class Recorder:
                 self._mlperf.end("eval_stop", epoch_num=self._epoch + 1)
         self._emit("phase", name=name, seconds=seconds)
 
-    def end_epoch(self, validation: BatchMetrics | None = None) -> None:
+    def end_epoch(self, validation: Metrics | None = None) -> None:
         """The epoch's steps, and its validation if there was one, have ended."""
         if not (self._terminal and self._file):
             return
@@ -411,7 +412,7 @@ class Recorder:
             self._write_unread()
 
     def _write_steps(
-        self, interval: _Interval, metrics: BatchMetrics | None, gpu: GpuReadings | None = None
+        self, interval: _Interval, metrics: Metrics | None, gpu: GpuReadings | None = None
     ) -> None:
         loss, top1 = (metrics.loss_sum / metrics.count, metrics.top1 / metrics.count) if metrics else (None, None)
         has_first = interval.step - len(interval.times["step_ms"]) == self._first_step

@@ -192,7 +192,7 @@ def _throughput_table(record: RunRecord, summary: Summary) -> Table:
             ("loader-only", f"{loader:,.1f}" if loader else "not measured", how),
             ("whole run", f"{summary.whole_run_images_per_sec:,.1f}", "training images over all the time of the run"),
         ],
-    )  # fmt: skip
+    )
 
 
 def _epoch_table(record: RunRecord) -> Table:
@@ -209,7 +209,7 @@ def _epoch_table(record: RunRecord) -> Table:
             )
             for row in record.epochs
         ],
-    )  # fmt: skip
+    )
 
 
 def _event_table(record: RunRecord) -> Table:

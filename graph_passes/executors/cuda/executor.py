@@ -41,7 +41,7 @@ class _Context(ctypes.Structure):
 
 
 class CudaExecutor(Executor):
-    """See `base.Executor`. Made for one batch size and image size.
+    """Runs a graph compiled to cuDNN graphs and our own CUDA kernels. Made for one batch size and image size.
 
     Differs from the other executors in three ways:
 
@@ -73,7 +73,7 @@ class CudaExecutor(Executor):
         store = self._step.store
         self._params = self._views("master", store.master)
         self._aux = self._views("statistics", store.statistics)
-        self._averages: dict[str, Array] = {}
+        self._ema: dict[str, Array] = {}
         self._states: dict[int, dict[str, Array]] = {}  # what the optimizer keeps, by number of the slot
         self._grads = self._views("other_gradients", store.other_gradients)
         if self._options.dtype != "bfloat16":
@@ -88,7 +88,7 @@ class CudaExecutor(Executor):
     def _allocate(self, name: str, num_bytes: int) -> int | None:
         """MXNet arrays for what MXNet or Horovod may want to see; the step takes plain memory for the rest."""
         dtypes = {"master": "float32", "state 1": "float32", "state 2": "float32", "statistics": "float32",
-                  "averages": "float32", "average_statistics": "float32", "probabilities": "float32",
+                  "ema": "float32", "ema_statistics": "float32", "probabilities": "float32",
                   "other_gradients": "float32",
                   "weight_gradients": "uint8" if self._options.dtype == "bfloat16" else self._options.dtype}
         if name not in dtypes:
@@ -155,26 +155,27 @@ class CudaExecutor(Executor):
         return found
 
     @property
-    def averages(self) -> dict[str, Array]:
+    def ema(self) -> dict[str, Array]:
         """Moving averages of parameters and running statistics, fp32; to be asked for anew in every step. Empty where
         the optimizer keeps none."""
         store = self._step.store
-        if not store.averages.address:
+        if not store.ema.address:
             return {}
-        if not self._averages:
-            self._averages = (self._views("averages", store.averages)
-                              | self._views("average_statistics", store.average_statistics))
-        self._gate([self._arrays["averages"], self._arrays["average_statistics"]])
-        return self._averages
+        if not self._ema:
+            self._ema = (self._views("ema", store.ema)
+                         | self._views("ema_statistics", store.ema_statistics))
+        self._gate([self._arrays["ema"], self._arrays["ema_statistics"]])
+        return self._ema
 
-    def swap_averages(self) -> None:
+    def swap_ema(self) -> None:
         """Exchange parameters and running statistics with their moving averages. Asynchronous."""
         self._wait_for_mxnet()
-        self._step.swap_averages()
+        self._step.swap_ema()
 
-    def create_optimizer(self, rule: Rule, averages: bool = False) -> DeviceOptimizer:
-        """As the base class says."""
-        self._step.set_optimizer(OptimizerConfig(rule, averages=averages))
+    def create_optimizer(self, rule: Rule, ema: bool = False) -> DeviceOptimizer:
+        """Make the step update all parameters by this rule; `ema`: with moving averages of them and of the running
+        statistics. The optimizer to call for that."""
+        self._step.set_optimizer(OptimizerConfig(rule, ema=ema))
         return DeviceOptimizer(self)
 
     def set_state(self, state: Mapping[str, Mapping[str, np.ndarray]]) -> None:
@@ -201,8 +202,8 @@ class CudaExecutor(Executor):
 
     def forward_backward(self, data: Array, label: Array, accumulate: bool = False, mixup: float = 1.0,
                          on_bucket: OnBucket | None = None) -> None:
-        """As the base class says. `on_bucket` gets one bucket of gradients after the other, each as soon as what
-        computes it is launched; its event `ready` says when it is computed."""
+        """One training pass over a batch, as `Executor` has it. `on_bucket` gets one bucket of gradients after the
+        other, each as soon as what computes it is launched; its event `ready` says when it is computed."""
         self._wait_for_mxnet()
         self._idle.begin()
         num_images = self.input_shapes["data"][0]
@@ -225,13 +226,13 @@ class CudaExecutor(Executor):
         """In the order in which they are handed over."""
         return [bucket for buckets in self._step.buckets for bucket in buckets]
 
-    def update(self, learning_rate: float, gradient_scale: float = 1.0, average_decay: float = 0.0) -> None:
+    def update(self, learning_rate: float, gradient_scale: float = 1.0, ema_decay: float = 0.0) -> None:
         """One step of the optimizer; gradients are first multiplied by `gradient_scale`. Asynchronous."""
         self._wait_for_mxnet()
-        self._step.update(learning_rate, gradient_scale, average_decay)
+        self._step.update(learning_rate, gradient_scale, ema_decay)
 
     def forward(self, data: Array, label: Array | None = None) -> Array:
-        """As the base class says; the batch may be smaller than the one that the executor was made for."""
+        """Class probabilities by inference. The batch may be smaller than the one that the executor was made for."""
         self._wait_for_mxnet()
         num_images = min(data.shape[0], self.input_shapes["data"][0])
         self._load(data, label, 0 if label is None else num_images, num_images)
@@ -242,7 +243,8 @@ class CudaExecutor(Executor):
         return probabilities
 
     def evaluate(self, data: Array, label: Array, num_valid: int) -> None:
-        """As the base class says; the batch may be smaller than the one that the executor was made for."""
+        """Inference that only adds to the metrics. The batch may be smaller than the one that the executor was made
+        for."""
         self._wait_for_mxnet()
         self._idle.forget()
         num_images = min(data.shape[0], self.input_shapes["data"][0])
@@ -250,11 +252,10 @@ class CudaExecutor(Executor):
         self._step.infer(num_images)
 
     def read_metrics(self) -> Metrics:
-        return Metrics(*self._step.read_metrics())
+        return self._step.read_metrics()
 
     def request_metrics(self) -> Callable[[], Metrics]:
-        receive = self._step.request_metrics()
-        return lambda: Metrics(*receive())
+        return self._step.request_metrics()
 
     @property
     def gpu(self) -> Gpu:
@@ -364,11 +365,11 @@ class DeviceOptimizer:
         return self._executor.state
 
     @property
-    def averages(self) -> dict[str, Array]:
-        return self._executor.averages
+    def ema(self) -> dict[str, Array]:
+        return self._executor.ema
 
-    def swap_averages(self) -> None:
-        self._executor.swap_averages()
+    def swap_ema(self) -> None:
+        self._executor.swap_ema()
 
     @property
     def scalars(self) -> Mapping[str, float]:
@@ -379,9 +380,9 @@ class DeviceOptimizer:
     def scalars(self, scalars: Mapping[str, float]) -> None:
         self._executor.set_scalars(scalars)
 
-    def step(self, learning_rate: float, scale: float = 1.0, average_decay: float = 0.0) -> None:
+    def step(self, learning_rate: float, scale: float = 1.0, ema_decay: float = 0.0) -> None:
         """From the executor's own gradients, which are first multiplied by `scale`. Asynchronous."""
-        self._executor.update(learning_rate, scale, average_decay)
+        self._executor.update(learning_rate, scale, ema_decay)
 
 
 def _call(function: str, *arguments: Any) -> None:

@@ -29,14 +29,14 @@ class OptimizerConfig:
     """A rule, and what the GPU adds to it; the learning rate is given at every step.
 
     `loss_scale`: a constant, or None for dynamic scaling in float16 and 1 in other types. `growth_interval`: good steps
-    after which a dynamic loss scale doubles. `averages`: keep moving averages of parameters and running statistics,
+    after which a dynamic loss scale doubles. `ema`: keep moving averages of parameters and running statistics,
     with the decay that is given at every step.
     """
 
     rule: Rule = field(default_factory=SGD)
     loss_scale: float | None = None
     growth_interval: int = 2000
-    averages: bool = False
+    ema: bool = False
 
 
 class State(ctypes.Structure):
@@ -45,7 +45,7 @@ class State(ctypes.Structure):
     _fields_ = (
         ("learning_rate", ctypes.c_float), ("gradient_scale", ctypes.c_float), ("loss_scale", ctypes.c_float),
         ("overflow", ctypes.c_uint32), ("good_steps", ctypes.c_uint32), ("skipped_steps", ctypes.c_uint32),
-        ("growth_interval", ctypes.c_uint32), ("updates", ctypes.c_uint32), ("average_decay", ctypes.c_float),
+        ("growth_interval", ctypes.c_uint32), ("updates", ctypes.c_uint32), ("ema_decay", ctypes.c_float),
         ("constants", ctypes.c_float * MAX_CONSTANTS),
     )
 
@@ -55,7 +55,7 @@ class _Tensor(ctypes.Structure):
 
     _fields_ = (
         ("gradient", ctypes.c_void_p), ("master", ctypes.c_void_p), ("state", ctypes.c_void_p * MAX_SLOTS),
-        ("average", ctypes.c_void_p), ("copy", ctypes.c_void_p), ("size", ctypes.c_uint32),
+        ("ema", ctypes.c_void_p), ("copy", ctypes.c_void_p), ("size", ctypes.c_uint32),
         ("first_chunk", ctypes.c_uint32), ("num_chunks", ctypes.c_uint32), ("fp32_gradient", ctypes.c_uint32),
         ("is_weight", ctypes.c_uint32), ("weight_decay", ctypes.c_float),
     )
@@ -80,7 +80,7 @@ class Optimizer:
             self._trust_ratios = kernels.get("optimizer.cu", instance("trust_ratios", rule.kernel))
         self._update = kernels.get("optimizer.cu", instance("update", store.dtype, rule.kernel))
         self._end_step = kernels.get("optimizer.cu", "end_step")
-        self._average_statistics = kernels.get("optimizer.cu", "average_statistics")
+        self._ema_statistics = kernels.get("optimizer.cu", "ema_statistics")
         self._copy = kernels.get("optimizer.cu", instance("copy_weights", store.dtype))
 
         tensors, chunks = self._tables()
@@ -98,18 +98,18 @@ class Optimizer:
             growth_interval=config.growth_interval if dynamic else 0, constants=constants))
 
     def _tables(self) -> tuple[ctypes.Array[_Tensor], np.ndarray]:
-        store, gradients = self._store, self._store.averaged_gradients
+        store, gradients = self._store, self._store.reduced_gradients
         rows: list[_Tensor] = []
         chunks: list[tuple[int, int]] = []
         for number, parameter in enumerate(store.parameters.values()):
             size = parameter.size
             copy = store.copies.slices.get(parameter.name)
-            average = store.averages.slices[parameter.name] if self.config.averages else None
+            ema = store.ema.slices[parameter.name] if self.config.ema else None
             num_chunks = -(-size // CHUNK)
             kept = [state.slices[parameter.name].address for state in store.states[: len(self.config.rule.slots)]]
             rows.append(_Tensor(
                 gradients[parameter.name].address, store.master.slices[parameter.name].address,
-                (ctypes.c_void_p * MAX_SLOTS)(*kept), average.address if average else None,
+                (ctypes.c_void_p * MAX_SLOTS)(*kept), ema.address if ema else None,
                 copy.address if copy else None, size, len(chunks), num_chunks,
                 int(gradients[parameter.name].dtype == "float32"), int(parameter.is_weight),
                 self.config.rule.decay(parameter.is_weight)))
@@ -137,10 +137,10 @@ class Optimizer:
             self._trust_ratios.launch((self._num_tensors, 1, 1), block, self._tensors, self._state_address, self._norms,
                                       self._trust)
         self._update.launch(every_chunk, block, self._tensors, self._chunks, self._state_address, self._trust)
-        if self.config.averages:
-            own, average = self._store.statistics, self._store.average_statistics
-            self._average_statistics.launch((-(-own.size // (THREADS * VECTOR)), 1, 1), block, own.address,
-                                            average.address, self._state_address, count(own.size))
+        if self.config.ema:
+            own, ema = self._store.statistics, self._store.ema_statistics
+            self._ema_statistics.launch((-(-own.size // (THREADS * VECTOR)), 1, 1), block, own.address,
+                                            ema.address, self._state_address, count(own.size))
         self._end_step.launch((1, 1, 1), (1, 1, 1), self._state_address)
 
     def enqueue_copy(self) -> None:
@@ -148,12 +148,12 @@ class Optimizer:
         if self._store.dtype != "float32":
             self._copy.launch((self._num_chunks, 1, 1), (THREADS, 1, 1), self._tensors, self._chunks)
 
-    def set_step(self, learning_rate: float, gradient_scale: float = 1.0, average_decay: float = 0.0) -> None:
+    def set_step(self, learning_rate: float, gradient_scale: float = 1.0, ema_decay: float = 0.0) -> None:
         """What the next update uses, in order with the stream, without waiting."""
         self._gpu.write_word(self._state_address + State.learning_rate.offset, np.float32(learning_rate))
         self._gpu.write_word(self._state_address + State.gradient_scale.offset, np.float32(gradient_scale))
-        if self.config.averages:
-            self._gpu.write_word(self._state_address + State.average_decay.offset, np.float32(average_decay))
+        if self.config.ema:
+            self._gpu.write_word(self._state_address + State.ema_decay.offset, np.float32(ema_decay))
 
     def read_state(self) -> State:
         """Waits for the GPU."""

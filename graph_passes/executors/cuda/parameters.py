@@ -143,8 +143,8 @@ class ParameterStore:
         self.statistics = FlatArray("float32", statistics.items())
         self.copies = FlatArray(dtype, weights if dtype != "float32" else ())
         # Moving averages, which have memory only where an optimizer keeps them.
-        self.averages = FlatArray("float32", everything)
-        self.average_statistics = FlatArray("float32", statistics.items())
+        self.ema = FlatArray("float32", everything)
+        self.ema_statistics = FlatArray("float32", statistics.items())
 
     @property
     def arrays(self) -> dict[str, FlatArray]:
@@ -162,6 +162,6 @@ class ParameterStore:
         return {**self.weight_gradients.slices, **self.other_gradients.slices}
 
     @property
-    def averaged_gradients(self) -> dict[str, Buffer]:
+    def reduced_gradients(self) -> dict[str, Buffer]:
         """What the optimizer reads."""
         return {**self.gradients, **self.wire_gradients.slices}

@@ -84,7 +84,7 @@ class StatisticsGroup:
                       for member, invitation in enumerate(invitations)], own)
 
     def connect(self, mailboxes: Sequence[int], own: int) -> None:
-        """The same with addresses of mailboxes that this process can use already."""
+        """Take the members' mailboxes, by addresses that this process can use. `own`: which of the members it is."""
         self.size, self._own = len(mailboxes), own
         self._mailboxes.of[: self.size] = list(mailboxes)
 
@@ -101,7 +101,7 @@ class StatisticsGroup:
                              f"run all processes in one container, or {WAY_OUT}") from None
 
     def arguments(self, num_values: int) -> tuple[Any, ...]:
-        """Of the kernel `average_over_group`, behind its four arrays of so many floats each."""
+        """Of the kernel `group_mean`, after its four arrays of so many floats each."""
         return (self._mailboxes, ctypes.c_int(self._own), ctypes.c_int(self.size), self._numbers,
                 self._fault.ctypes.data, ctypes.c_uint64(round(self._limit_seconds * 1e9)), ctypes.c_int(num_values))
 

@@ -19,6 +19,7 @@ import numpy as np
 from common.disk_cache import Cache
 from graph_passes import pipeline
 from graph_passes.errors import GraphError
+from graph_passes.executors.base import Metrics
 from graph_passes.executors.cuda.arena import Arena
 from graph_passes.executors.cuda.buckets import Bucket, bucket_of, cut
 from graph_passes.executors.cuda.capacity import check_fits, largest_batch
@@ -43,11 +44,11 @@ Allocate = Callable[[str, int], int | None]  # name, bytes -> device address
 OnBucket = Callable[[Bucket], None]
 
 
-class _Metrics(ctypes.Structure):
-    """`Metrics` of softmax.cu."""
+class MetricsLayout(ctypes.Structure):
+    """How `Metrics` lies in the GPU's memory, as in softmax.cu."""
 
     _fields_ = (("loss_sum", ctypes.c_double), ("top1", ctypes.c_uint64), ("top5", ctypes.c_uint64),
-                ("num_images", ctypes.c_uint64))
+                ("count", ctypes.c_uint64))
 
 
 class TrainingStep:
@@ -115,7 +116,7 @@ class TrainingStep:
             "data": ((images, height, width, padded_channels(channels)), self.dtype),
             "label": ((images,), "float32"),
             "mixup": ((1,), "float32"),
-            "metrics": ((ctypes.sizeof(_Metrics),), "uint8"),
+            "metrics": ((ctypes.sizeof(MetricsLayout),), "uint8"),
             "num_valid": ((1,), "int32"),
             "tickets": ((4096,), "int32"),
         }
@@ -224,9 +225,9 @@ class TrainingStep:
             elif slots != self._slots:
                 self.gpu.fill(array.address, 0, array.num_bytes)
         self._slots = slots
-        if config.averages and not self.store.averages.address:
-            self._place("averages", self.store.averages)
-            self._place("average_statistics", self.store.average_statistics)
+        if config.ema and not self.store.ema.address:
+            self._place("ema", self.store.ema)
+            self._place("ema_statistics", self.store.ema_statistics)
         state = self.persistent.loss_scale.address - State.loss_scale.offset
         self.optimizer = Optimizer(self.gpu, self.kernels, self.store, config, state)
         self._update = self.gpu.capture(self.optimizer.enqueue_update)
@@ -262,13 +263,13 @@ class TrainingStep:
         aux = {name: self.gpu.download(buffer.address, buffer.shape, np.float32) for name, buffer in statistics.items()}
         return params, aux
 
-    def swap_averages(self) -> None:
+    def swap_ema(self) -> None:
         """Exchange parameters and running statistics with their moving averages. Asynchronous."""
         self.parameters_changed()
         store, kernel = self.store, self.kernels.get("elementwise.cu", "exchange")
-        for own, average in ((store.master, store.averages), (store.statistics, store.average_statistics)):
+        for own, ema in ((store.master, store.ema), (store.statistics, store.ema_statistics)):
             vectors = own.size // 4
-            kernel.launch(*threads(vectors), own.address, average.address, count(vectors))
+            kernel.launch(*threads(vectors), own.address, ema.address, count(vectors))
         self.optimizer.enqueue_copy()
 
     @property
@@ -392,10 +393,10 @@ class TrainingStep:
     def _gradient_arrays(self) -> dict[str, FlatArray]:
         return {"weights": self.store.weight_gradients, "others": self.store.other_gradients}
 
-    def update(self, learning_rate: float, gradient_scale: float = 1.0, average_decay: float = 0.0) -> None:
+    def update(self, learning_rate: float, gradient_scale: float = 1.0, ema_decay: float = 0.0) -> None:
         """One optimizer step. Asynchronous."""
         self.parameters_changed()
-        self.optimizer.set_step(learning_rate, gradient_scale, average_decay)
+        self.optimizer.set_step(learning_rate, gradient_scale, ema_decay)
         self.gpu.replay(self._update)
 
     def infer(self, num_images: int | None = None) -> None:
@@ -428,27 +429,27 @@ class TrainingStep:
         """Of the latest `infer` (N, classes); waits."""
         return self.gpu.download(self.persistent.probabilities.address, self.persistent.probabilities.shape, np.float32)
 
-    def read_metrics(self) -> tuple[float, int, int, int]:
-        """Sum of the loss, top-1 hits, top-5 hits and images of all passes since the last call; waits and resets.
+    def read_metrics(self) -> Metrics:
+        """Of all passes since the last call; waits and resets.
 
         Raises GraphError where another GPU of the group was waited for in vain.
         """
         return self.request_metrics()()
 
-    def request_metrics(self) -> Callable[[], tuple[float, int, int, int]]:
-        """The same without waiting: what is returned, to be called once, waits for the passes enqueued so far only."""
+    def request_metrics(self) -> Callable[[], Metrics]:
+        """`read_metrics` without waiting: what is returned, to be called once, waits for the passes enqueued so far."""
         buffer = self.persistent.metrics
         pinned = self._free_pinned.pop() if self._free_pinned else self.gpu.pinned(buffer.num_bytes)
         copied = self.gpu.start_download(pinned, buffer.address)
         self.gpu.fill(buffer.address, 0, buffer.num_bytes)
 
-        def receive() -> tuple[float, int, int, int]:
+        def receive() -> Metrics:
             copied.sync()
             if self.options.group:
                 self.options.group.check()
-            sums = _Metrics.from_buffer_copy(pinned.tobytes())
+            sums = MetricsLayout.from_buffer_copy(pinned.tobytes())
             self._free_pinned.append(pinned)
-            return sums.loss_sum, sums.top1, sums.top5, sums.num_images
+            return Metrics(sums.loss_sum, sums.top1, sums.top5, sums.count)
 
         return receive
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -57,6 +58,13 @@ def expressions(kernel: str, c_type: str) -> list[str]:
 def test_all_sources_are_found() -> None:
     assert {source for source, _ in kernels()} == {path.name for path in SOURCES.glob("*.cu")}
     assert {"batch_norm_apply", "accumulate", "add_metrics!"} <= {kernel for _, kernel in kernels()}
+
+
+@pytest.mark.parametrize("path", sorted(SOURCES.glob("*.cu")), ids=lambda path: path.name)
+def test_every_kernel_tells_the_shapes_of_its_operands(path: Path) -> None:
+    comments = re.findall(r"((?://[^\n]*\n)*)(?:template <[^>]*>\s*)?__global__ ", path.read_text())
+    assert comments
+    assert all("// Shapes: " in comment for comment in comments)
 
 
 @pytest.fixture(scope="module")

@@ -146,25 +146,25 @@ def test_metrics_that_are_asked_for_before_they_are_waited_for(executor: CudaExe
 
 def test_moving_averages(executor: CudaExecutor) -> None:
     """Against NumPy in float64 over the weights that the executor really has after each step."""
-    optimizer = executor.create_optimizer(SGD(momentum=0.8, weight_decay=0.01), averages=True)
+    optimizer = executor.create_optimizer(SGD(momentum=0.8, weight_decay=0.01), ema=True)
     data, label = batch(4)
     wanted: dict = {}
     for decay in (0.0, 0.5, 0.9):
         executor.forward_backward(data, label)
-        optimizer.step(0.05, average_decay=decay)
+        optimizer.step(0.05, ema_decay=decay)
         params, aux = executor.get_params()
         now = {**params, **aux}
         wanted = {name: decay * wanted.get(name, 0.0) + (1 - decay) * value for name, value in now.items()}
-    averages = {name: executor.to_canonical(name, value) for name, value in optimizer.averages.items()}
-    assert averages.keys() == wanted.keys()
+    ema = {name: executor.to_canonical(name, value) for name, value in optimizer.ema.items()}
+    assert ema.keys() == wanted.keys()
     for name, value in wanted.items():
-        assert relative_error(averages[name], value) < 1e-6, name
+        assert relative_error(ema[name], value) < 1e-6, name
     own = executor.forward(data).asnumpy()
-    optimizer.swap_averages()
+    optimizer.swap_ema()
     reference = create_executor("reference", executor.graph, SHAPES, dtype="float64")
     reference.set_params({name: wanted[name] for name in params}, {name: wanted[name] for name in aux})
     assert relative_error(executor.forward(data).asnumpy(), reference.forward(data.asnumpy())) < 1e-4
-    optimizer.swap_averages()
+    optimizer.swap_ema()
     assert np.array_equal(executor.forward(data).asnumpy(), own)
     for name, value in executor.get_params()[0].items():
         assert np.array_equal(value, params[name]), name

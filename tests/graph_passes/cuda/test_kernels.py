@@ -14,7 +14,7 @@ from graph_passes.executors.cuda.lowering.batch_norm_pool import Image
 from graph_passes.executors.cuda.lowering.builder import APPLY_BLOCK, REDUCE_BLOCK
 from graph_passes.executors.cuda.lowering.pooling import Window
 from graph_passes.executors.cuda.lowering.stem import STEM_BLOCK, stem_work
-from graph_passes.executors.cuda.training_step import _Metrics
+from graph_passes.executors.cuda.training_step import MetricsLayout
 from graph_passes.operators import pooling
 
 pytestmark = pytest.mark.gpu
@@ -366,8 +366,8 @@ def test_softmax_cross_entropy(device: Device, dtype: str, rows: int, classes: i
     assert relative_error(got, wanted) < PRECISION[dtype] + 1e-5
     assert relative_error(device.get(dbias, (classes,)), got[:, :classes].sum(0)) < 1e-5
     rank = (z > z[np.arange(rows), labels][:, None]).sum(1)[:valid]
-    sums = _Metrics.from_buffer_copy(device.get(metrics, (32,), "uint8").tobytes())
-    assert (sums.top1, sums.top5, sums.num_images) == ((rank < 1).sum(), (rank < 5).sum(), valid)
+    sums = MetricsLayout.from_buffer_copy(device.get(metrics, (32,), "uint8").tobytes())
+    assert (sums.top1, sums.top5, sums.count) == ((rank < 1).sum(), (rank < 5).sum(), valid)
     assert abs(sums.loss_sum - loss[:valid].sum()) < 1e-4 * loss[:valid].sum()
 
 
@@ -378,7 +378,7 @@ def test_a_label_outside_the_classes_gives_nan(device: Device) -> None:
                ctypes.c_int(10), ctypes.c_int(16), shared_bytes=40)
     device.run("softmax.cu", "add_metrics", (1, 1, 1), (256, 1, 1), row_loss, row_rank,
                device.put(np.array([1]), "int32"), metrics)
-    sums = _Metrics.from_buffer_copy(device.get(metrics, (32,), "uint8").tobytes())
+    sums = MetricsLayout.from_buffer_copy(device.get(metrics, (32,), "uint8").tobytes())
     assert np.isnan(sums.loss_sum) and sums.top5 == 0
 
 

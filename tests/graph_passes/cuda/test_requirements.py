@@ -119,7 +119,7 @@ def test_packages_for_the_cpu_beside_a_gpu(version: int, capability: tuple[int, 
     """What the set-up leaves where it cannot use the GPU: the same reason is given when a run starts."""
     features = SimpleNamespace(is_enabled=lambda name: False)
     monkeypatch.setattr(requirements, "mx", SimpleNamespace(runtime=SimpleNamespace(Features=lambda: features)))
-    monkeypatch.setattr(requirements, "find_gpus", lambda: [nvidia_gpus.Gpu("GTX 1080", capability)])
+    monkeypatch.setattr(requirements, "find_gpus", lambda: [nvidia_gpus.GpuInfo("GTX 1080", capability)])
     monkeypatch.setattr(requirements, "driver_cuda_version", lambda: version)
     with pytest.raises(GraphError, match=sentence):
         requirements.check_requirements(0)

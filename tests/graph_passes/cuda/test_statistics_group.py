@@ -60,7 +60,7 @@ FAKE_GROUP = SimpleNamespace(arguments=lambda num_values: ())
 def test_no_sum_is_read_before_it_is_shared(depth: int, batch_norms: int, projections: int, fused: bool) -> None:
     lowering, store = lower(depth, 4, 64, True, fused, group=FAKE_GROUP)
     launches = lowering.program.launches
-    exchanges = [launch for launch in launches if launch.operation == "average_over_group"]
+    exchanges = [launch for launch in launches if launch.operation == "group_mean"]
     assert len(exchanges) == 2 * batch_norms - projections, "both BatchNorms of a pair exchange at once on the way back"
     shared = [buffer for launch in exchanges for buffer in launch.writes]
     gradients = {store.gradients[name] for name in store.gradients if name.endswith(("_gamma", "_beta"))}
@@ -68,7 +68,7 @@ def test_no_sum_is_read_before_it_is_shared(depth: int, batch_norms: int, projec
     assert len(shared) == len(set(shared)) == 3 * batch_norms, "the sums of the forward pass lie in one buffer"
     fresh = set()  # written since they were shared
     for launch in launches:
-        if launch.operation != "average_over_group":
+        if launch.operation != "group_mean":
             assert not fresh & set(launch.reads), launch.node
             fresh |= set(launch.writes) & set(shared)
         else:
@@ -91,7 +91,7 @@ def test_members_exchange_in_one_order_whatever_they_have_chosen() -> None:
         lowering, store = lower(50, 4, 64, training=True, group=FAKE_GROUP, **options)  # type: ignore[arg-type]
         names = {buffer: name for name, buffer in store.gradients.items()}
         orders.append([[names.get(buffer, str(buffer.shape)) for buffer in launch.writes]
-                       for launch in lowering.program.launches if launch.operation == "average_over_group"])
+                       for launch in lowering.program.launches if launch.operation == "group_mean"])
     assert orders[0] == orders[1] == orders[2]
 
 
@@ -99,8 +99,8 @@ def test_members_exchange_in_one_order_whatever_they_have_chosen() -> None:
 def test_without_a_group_nothing_is_launched_for_it(training: bool) -> None:
     alone, grouped = (lower(18, 4, 64, training, group=group)[0].program for group in (None, FAKE_GROUP))
     steps = [[(launch.node, launch.operation) for launch in program.launches] for program in (alone, grouped)]
-    assert "average_over_group" not in {operation for _, operation in steps[0]}
-    assert steps[0] == [step for step in steps[1] if step[1] != "average_over_group"]
+    assert "group_mean" not in {operation for _, operation in steps[0]}
+    assert steps[0] == [step for step in steps[1] if step[1] != "group_mean"]
     if not training:
         assert steps[0] == steps[1], "inference has the running statistics"
 
@@ -183,7 +183,7 @@ class Member:
     def exchange(self, *arrays: int, values: int) -> None:
         grid = (max(1, -(-values // THREADS)), 1, 1)
         pointers = (*arrays, *(0,) * (4 - len(arrays)))
-        self._library.get("batch_norm_group.cu", "average_over_group").launch(
+        self._library.get("batch_norm_group.cu", "group_mean").launch(
             grid, (THREADS, 1, 1), *pointers, *self.group.arguments(values))
 
 

@@ -156,7 +156,7 @@ def test_small_network_against_the_reference(cache: Path, dtype: str, network: A
 
 
 def written_tensors(step: TrainingStep, shapes: dict[str, tuple[int, ...]]) -> dict[Ref, np.ndarray]:
-    """Every tensor that a pass writes, canonical, read behind the launch that writes it: memory is used again."""
+    """Every tensor that a pass writes, canonical, read right after the launch that writes it: memory is used again."""
     refs: dict[Any, list[Ref]] = {}
     for ref, buffer in step.training.buffers.items():
         refs.setdefault(buffer, []).append(ref)
@@ -177,7 +177,7 @@ def written_tensors(step: TrainingStep, shapes: dict[str, tuple[int, ...]]) -> d
 @pytest.mark.parametrize("depth, dtype", [*itertools.product((18, 50), DTYPES), (101, "float16")])
 def test_every_tensor_of_a_whole_network_follows_from_its_inputs(cache: Path, depth: int, dtype: str) -> None:
     """Forward and backward, operator by operator of the graph that runs: float64 applied to what the device has written
-    before, so that one ReLU whose sign is a matter of rounding does not move everything behind it, as from end to end.
+    before, so that one ReLU whose sign is a matter of rounding does not move everything after it, as from end to end.
     """
     symbol, shapes = resnet(depth, CLASSES, 0.1), {"data": (6, 49, 41, 3), "softmax_label": (6,)}
     graph = fused(symbol)
@@ -247,7 +247,7 @@ def test_whole_network_against_mxnet_on_the_cpu(cache: Path, name: str, dtype: s
     network, shapes = models.create(name, CLASSES, 0.1), {"data": (8, 64, 64, 3), "softmax_label": (8,)}
     graph = fused(network.symbol)
     # With seed 50 ResNet-50-D has a ReLU at 3e-6 in its last stage, which two ways to add up in fp32 put on either side
-    # of 0: one of 33,000 gradients there, so 0.6 % of all behind it. With 52 the nearest is at 1e-5.
+    # of 0: one of 33,000 gradients there, so 0.6 % of all that follows from it. With 52 the nearest is at 1e-5.
     seed = 52 if name == "resnet50d" else 50
     params, aux = network.initial_values(seed)
     data, label = random_batch(shapes, seed)
@@ -266,7 +266,7 @@ def test_whole_network_against_mxnet_on_the_cpu(cache: Path, name: str, dtype: s
         if wanted.any():
             errors[name] = relative_error(grad, wanted)
         else:
-            assert not grad.any(), f"behind a gamma of 0 the gradient is 0: {name}"
+            assert not grad.any(), f"the producers of what a gamma of 0 scales get no gradient: {name}"
     print(f"median {np.median(list(errors.values())):.1e}, maximum {max(errors.values()):.1e}")
     median, maximum = WHOLE[dtype]
     assert np.median(list(errors.values())) < median and max(errors.values()) < maximum
@@ -302,7 +302,7 @@ RULES = {
     "sgd": SGD(weight_decay=1e-2), "nesterov": SGD(weight_decay=1e-2, nesterov=True),
     "lars": LARS(weight_decay=1e-2, trust_coefficient=0.1), "adamw": AdamW(weight_decay=5e-2),
     "lamb": LAMB(weight_decay=2e-2, epsilon=1e-6),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -358,7 +358,7 @@ def test_another_optimizer_begins_anew(cache: Path) -> None:
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_an_overflow_skips_the_step_and_halves_the_loss_scale(cache: Path, rule: Rule) -> None:
     graph, shapes = fused(small_network(8)), {"data": (4, 16, 16, 3), "softmax_label": (4,)}
-    options = StepOptions("float16", optimizer=OptimizerConfig(rule, growth_interval=2, averages=True))
+    options = StepOptions("float16", optimizer=OptimizerConfig(rule, growth_interval=2, ema=True))
     step = TrainingStep(graph, shapes, options, cache_folder=cache)
     params, aux = random_state(graph, shapes, seed=1)
     step.set_params(params, aux)
@@ -368,11 +368,11 @@ def test_an_overflow_skips_the_step_and_halves_the_loss_scale(cache: Path, rule:
     broken[0, 0, 0, 0] = np.inf
     step.load(broken, label)
     step.forward_backward()
-    step.update(0.1, average_decay=0.75)  # of averages that begin as 0
+    step.update(0.1, ema_decay=0.75)  # of averages that begin as 0
     state, after = step.optimizer.read_state(), step.get_params()[0]
-    step.swap_averages()
-    averages = step.get_params()[0]
-    assert all(relative_error(averages[name], 0.25 * params[name]) < 1e-6 for name in params), "averaged all the same"
+    step.swap_ema()
+    ema = step.get_params()[0]
+    assert all(relative_error(ema[name], 0.25 * params[name]) < 1e-6 for name in params), "averaged all the same"
     assert (state.loss_scale, state.skipped_steps, state.overflow, state.updates) == (scale / 2, 1, 0, 0)
     assert all(np.array_equal(after[name], params[name]) for name in params)
     assert not any(array.any() for arrays in step.get_state().values() for array in arrays.values())

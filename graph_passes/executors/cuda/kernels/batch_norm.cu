@@ -7,6 +7,7 @@
 #include "batch_norm.cuh"
 
 // sums[0][c] = sum of x, sums[1][c] = sum of x * x: what cuDNN's genstats gives too.
+// Shapes: x (rows, C); sums (2, C), partials (gridDim.y, 2, C) fp32; tickets (gridDim.x).
 template <class T>
 __global__ void __launch_bounds__(REDUCE_THREADS, 1)
 batch_norm_statistics(const Packed<T> *x, float *sums, float *partials, uint32 *tickets, uint32 rows, int channels) {
@@ -39,6 +40,7 @@ batch_norm_statistics(const Packed<T> *x, float *sums, float *partials, uint32 *
 }
 
 // The sums that a batch with exactly the running statistics would have: inference then runs batch_norm_apply as it is.
+// Shapes: running_mean, running_var (C), sums (2, C), all fp32.
 __global__ void sums_from_running(const float *running_mean, const float *running_var, float *sums, uint32 rows, int channels) {
     const int c = blockIdx.x * blockDim.x + threadIdx.x;
     if (c >= channels) return;
@@ -49,8 +51,10 @@ __global__ void sums_from_running(const float *running_mean, const float *runnin
 // --- forward: normalise, add, ReLU ---
 
 // y = relu(gamma * (x - mean) / sqrt(var + eps) + beta + residual), mean and variance from the sums of this batch.
-// Also leaves the ReLU bits in `mask` (rows * channels / 8 bytes) unless it is null, and what `Forward` keeps.
+// Also leaves the ReLU bits in `mask` unless it is null, and what `Forward` keeps.
 // Rows are walked from the end: the tail that the producer of x just wrote is still in the L2 cache.
+// Shapes: x, residual, y (rows, C); mask (rows, C / 8) bytes; sums, saved (2, C), gamma, beta, running_mean, running_var
+// (C) fp32.
 template <class T, bool ADD, bool RELU>
 __global__ void __launch_bounds__(APPLY_THREADS, 4)
 batch_norm_apply(const Packed<T> *x, const Packed<T> *residual, const float *sums, const float *gamma,
@@ -99,6 +103,8 @@ enum Relu { NO_RELU, RECOMPUTED, BITS };  // how the backward pass knows where R
 
 // dbeta = sum of dz, dgamma = sum of dz * (x - mean) * invstd, where dz is dy, or dy + dy2, where ReLU let it through.
 // With WRITE, dz is stored: it is the residual's gradient, and batch_norm_backward_apply then reads it instead of dy.
+// Shapes: x, dy, dy2, dz (rows, C); mask (rows, C / 8) bytes; saved (2, C), gamma, beta, dgamma, dbeta (C), partials
+// (gridDim.y, 2, C) fp32; tickets (gridDim.x).
 template <class T, Relu RELU, bool TWO, bool WRITE>
 __global__ void __launch_bounds__(REDUCE_THREADS, 1)
 batch_norm_backward_reduce(const Packed<T> *x, const Packed<T> *dy, const Packed<T> *dy2, const uint8 *mask,
@@ -150,6 +156,7 @@ batch_norm_backward_reduce(const Packed<T> *x, const Packed<T> *dy, const Packed
 
 // dx as `InputGradient` has it, dz being dy where ReLU let it through (RECOMPUTED), or dy itself. Rows from the end, as in
 // batch_norm_apply.
+// Shapes: x, dy, dx (rows, C); saved (2, C), gamma, beta, dgamma, dbeta (C) fp32.
 template <class T, Relu RELU>
 __global__ void __launch_bounds__(APPLY_THREADS, 4)
 batch_norm_backward_apply(const Packed<T> *x, const Packed<T> *dy, Packed<T> *dx, const float *saved, const float *gamma,

@@ -1,6 +1,6 @@
 // What the BatchNorm kernels share: how work is laid out, sums over rows, and the arithmetic per channel.
 //
-// A tensor is (rows, channels) with rows = N*H*W, channels a multiple of 8, NHWC, seen as vectors of 8 channels. A block
+// A tensor is (rows, C) with rows = N*H*W, `channels` = C a multiple of 8, NHWC, seen as vectors of 8 channels. A block
 // works on a tile of 64 channels; blocks with the same blockIdx.x share a tile and split its rows.
 // Formulas: Ioffe and Szegedy, arXiv:1502.03167; running variance from the biased one, as MXNet's BatchNorm does.
 #pragma once
@@ -19,9 +19,9 @@ constexpr int LOADS = 4;
 
 // --- sums per channel over all rows ---
 
-// Adds up `sums` (N x 8 channels a thread) over the block and over all blocks of the tile, always in the same order, so
+// Adds up `sums` (N of them, 8 channels a thread) over the block and over all blocks of the tile, always in the same order, so
 // equal inputs give equal bits. The last block to arrive finishes and calls `finish(channel, the N sums)`.
-// `partials` holds N * gridDim.y * channels floats; `tickets` one counter a tile, 0 before the launch and after it.
+// `partials` is (gridDim.y, these N, C) in fp32; `tickets` one counter a tile, 0 before the launch and after it.
 template <int N, class Finish>
 __device__ void reduce_over_rows(float (&sums)[N][VEC], float *partials, uint32 *tickets, int channels, Finish finish) {
     constexpr int CHANNELS = TILE * VEC;
@@ -83,7 +83,7 @@ __device__ void reduce_over_rows(float (&sums)[N][VEC], float *partials, uint32 
 // --- arithmetic per channel ---
 
 // Scale and shift of a thread's 8 channels in the forward pass: y = x * scale + shift, from the sums of this batch. One
-// thread a channel, the `keeper`, also writes what is kept: mean and 1 / sqrt(var + eps) in `saved` (2, channels), and the
+// thread a channel, the `keeper`, also writes what is kept: mean and 1 / sqrt(var + eps) in `saved` (2, C), and the
 // running statistics, running = momentum * running + (1 - momentum) * new. Null pointers leave them out (inference).
 struct Forward {
     float scale[VEC], shift[VEC];
@@ -115,7 +115,7 @@ struct Forward {
     }
 };
 
-// The same in the backward pass, from what was saved: x * scale + shift has the bits that it had in the forward pass.
+// Scale and shift in the backward pass, from what was saved: x * scale + shift has the bits that it had in the forward pass.
 // Without betas there is no shift.
 struct Backward {
     float mean[VEC], invstd[VEC], gamma[VEC], scale[VEC], shift[VEC];

@@ -1,4 +1,4 @@
-// The sums of a BatchNorm, averaged over a group of GPUs by the GPUs themselves: within a step there is no host that could.
+// The means of a BatchNorm's sums over a group of GPUs by the GPUs themselves: within a step there is no host that could.
 //
 // Every member has a mailbox that all of them can write. A word of it is a float and the number of the exchange that it
 // belongs to, stored as 64 bits at once: whoever finds the number that it waits for has the float too, so there are no flags
@@ -51,9 +51,10 @@ __device__ inline float receive(const uint64 *word, uint32 number, uint32 *fault
 // Replaces the first `values` floats of up to four arrays (the others are null) by their means over the group, added up in the
 // order of its members: all get the same bits. `own`: this GPU's place among the `size` members. `numbers`: of the latest
 // exchange of each block; blocks exchange independently.
+// Shapes: a, b, c, d (values) fp32; numbers (gridDim.x); fault (1).
 __global__ void __launch_bounds__(THREADS)
-average_over_group(float *a, float *b, float *c, float *d, Mailboxes mailboxes, int own, int size, uint32 *numbers,
-                   uint32 *fault, uint64 limit, int values) {
+group_mean(float *a, float *b, float *c, float *d, Mailboxes mailboxes, int own, int size, uint32 *numbers,
+           uint32 *fault, uint64 limit, int values) {
     float *const arrays[MAX_ARRAYS] = {a, b, c, d};
     const uint32 number = numbers[blockIdx.x] + 1;
     const int value = blockIdx.x * THREADS + threadIdx.x;

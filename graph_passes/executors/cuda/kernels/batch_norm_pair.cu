@@ -5,6 +5,8 @@
 #include "batch_norm.cuh"
 
 // Rows from the end, as in batch_norm_apply. `saved` and the running statistics: what `Forward` keeps, of each norm.
+// Shapes: x, x_2, y (rows, C); mask (rows, C / 8) bytes; sums, saved (2, C), gamma, beta, running_mean, running_var (C)
+// fp32, and those with _2.
 template <class T>
 __global__ void __launch_bounds__(APPLY_THREADS, 4)
 batch_norm_pair_apply(const Packed<T> *x, const Packed<T> *x_2, const float *sums, const float *sums_2,
@@ -45,6 +47,8 @@ batch_norm_pair_apply(const Packed<T> *x, const Packed<T> *x_2, const float *sum
 
 // The sums of both norms, as in batch_norm_backward_reduce; dbeta is the same for both. dz, which is dy, or dy + dy2,
 // where ReLU let it through, is stored for batch_norm_pair_backward_apply.
+// Shapes: x, x_2, dy, dy2, dz (rows, C); mask (rows, C / 8) bytes; saved (2, C), dgamma, dbeta (C) fp32, and those with _2;
+// partials (gridDim.y, 3, C) fp32; tickets (gridDim.x).
 template <class T, bool TWO>
 __global__ void __launch_bounds__(REDUCE_THREADS, 1)
 batch_norm_pair_backward_reduce(const Packed<T> *x, const Packed<T> *x_2, const Packed<T> *dy, const Packed<T> *dy2,
@@ -84,6 +88,7 @@ batch_norm_pair_backward_reduce(const Packed<T> *x, const Packed<T> *x_2, const 
 }
 
 // dx and dx_2 as `InputGradient` has them. Rows from the end.
+// Shapes: x, x_2, dz, dx, dx_2 (rows, C); saved, saved_2 (2, C), gamma, gamma_2, dgamma, dgamma_2, dbeta (C) fp32.
 template <class T>
 __global__ void __launch_bounds__(APPLY_THREADS, 2)
 batch_norm_pair_backward_apply(const Packed<T> *x, const Packed<T> *x_2, const Packed<T> *dz, Packed<T> *dx,

@@ -1,5 +1,5 @@
-// BatchNorm, ReLU and the 3x3 max pooling with stride 2 behind it in one (ResNet's stem): the normalised tensor, the largest
-// of the network, is never written, nor is its gradient.
+// BatchNorm, ReLU and the 3x3 max pooling with stride 2 that consumes it, in one (ResNet's stem): the normalised tensor, the
+// largest of the network, is never written, nor is its gradient.
 //
 // `winner` is the place of the maximum in its window (row * 3 + column), or NOBODY where no value is above 0: ReLU then
 // lets no gradient through. `x_winner` is x there, so that the sums of the backward pass need not look for it.
@@ -45,6 +45,8 @@ template <> __device__ inline uint32 greater<bfloat16>(uint32 a, uint32 b) {
 // y = max over the window of relu(x * scale + shift), over `outputs` pixels of the pooled image. The largest is where x is
 // the largest, or the smallest if scale < 0: signs are flipped then. A NaN needs no care: it is in the statistics, so that
 // scale and all of its channel are NaN.
+// Shapes: x (N, H, W, C); y, x_winner (N, OH, OW, C); winner (N, OH, OW, C) bytes; sums, saved (2, C), gamma, beta,
+// running_mean, running_var (C) fp32. rows = N*H*W, outputs = N*OH*OW.
 template <class T>
 __global__ void __launch_bounds__(APPLY_THREADS, 4)
 batch_norm_relu_max_pool(const Packed<T> *x, const float *sums, const float *gamma, const float *beta, Packed<T> *y,
@@ -116,6 +118,8 @@ batch_norm_relu_max_pool(const Packed<T> *x, const float *sums, const float *gam
 
 // dbeta and dgamma as in batch_norm_backward_reduce, summed over output pixels: each gradient goes to one winner. The
 // gradient is dy; with TWO it is dy + dy2, which is stored as dz.
+// Shapes: x_winner, dy, dy2, dz (N, OH, OW, C); winner (N, OH, OW, C) bytes; saved (2, C), dgamma, dbeta (C), partials
+// (gridDim.y, 2, C) fp32; tickets (gridDim.x). outputs = N*OH*OW.
 template <class T, bool TWO>
 __global__ void __launch_bounds__(REDUCE_THREADS, 1)
 batch_norm_relu_max_pool_backward_reduce(const Packed<T> *x_winner, const Packed<T> *dy, const Packed<T> *dy2,
@@ -151,6 +155,8 @@ batch_norm_relu_max_pool_backward_reduce(const Packed<T> *x_winner, const Packed
 }
 
 // The gradient of x, a thread a square of 2x2 pixels.
+// Shapes: x, dx (N, H, W, C); dz (N, OH, OW, C); winner (N, OH, OW, C) bytes; saved (2, C), gamma, dgamma, dbeta (C) fp32.
+// rows = N*H*W, squares = N * ceil(H / 2) * ceil(W / 2).
 template <class T>
 __global__ void __launch_bounds__(APPLY_THREADS, 2)
 batch_norm_relu_max_pool_backward_apply(const Packed<T> *x, const Packed<T> *dz, const uint2 *winner, Packed<T> *dx,

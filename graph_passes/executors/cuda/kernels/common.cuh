@@ -2,6 +2,10 @@
 //
 // The 16-bit types are our own, converted by PTX instructions: NVRTC then needs no header of the CUDA toolkit, and the
 // user no toolkit. All arithmetic is fp32; half and bfloat16 are storage only.
+//
+// Above each kernel stand the shapes of its operands, by the same names everywhere: N images of H x W pixels (OH x OW: those
+// of an output) with C channels, rows = N*H*W; K: the channels that a convolution makes of C, or the classes. Images are NHWC,
+// filters (K, height, width, C), of the network's type T where nothing else is said. A null pointer leaves an operand out.
 #pragma once
 
 using uint8 = unsigned char;

@@ -1,6 +1,6 @@
 // 1x1 convolutions on tensor cores: what dgrad_reduce.cu and norm_backward.cu share.
 //
-//     out[row, n] = sum over k of a[row, k] * w[k, n]          rows = N*H*W
+//     out[row, c] = sum over k of a[row, k] * w[k, c]          rows = N*H*W, k < K, c < C, `columns` = C
 //
 // The layers that these kernels are for are bound by memory, so they are about bytes in flight, not about peak TFLOP/s: a
 // block keeps its share of the weights in shared memory and walks over tiles of rows, while the next ones are copied there.
@@ -18,7 +18,7 @@ __device__ inline void columns_of(const float (&products)[4][4], bool high, floa
     for (int k = 0; k < VEC; ++k) v[k] = products[k / 2][(high ? 2 : 0) + k % 2];
 }
 
-// Weights (k, n), `COLUMNS` of them from column `first` on, as rows of k for `multiply_rows`, and in such an order that the 8
+// Weights (K, C), `COLUMNS` of them from column `first` on, as rows of k for `multiply_rows`, and in such an order that the 8
 // columns of one row of the product that a thread has are neighbours: of 32 columns, those that thread t of a quad calls
 // 2t, 2t + 1 of product j are 8t + 2j, 8t + 2j + 1.
 template <class T, int K, int COLUMNS>

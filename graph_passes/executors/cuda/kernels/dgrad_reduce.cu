@@ -22,7 +22,9 @@ template <class S> struct Shared {
 };
 
 // dz = dy * w, plus `addend` with ADD, where the ReLU bits in `mask` let it through; and of dz the sums that
-// batch_norm_backward_reduce makes, or with PAIR those of batch_norm_pair_backward_reduce. Weights are (k, n), which is OHWI.
+// batch_norm_backward_reduce makes, or with PAIR those of batch_norm_pair_backward_reduce. Weights are (K, C), which is OHWI.
+// Shapes: dy (rows, K); w (K, C); x, x_2, addend, dz (rows, C); mask (rows, C / 8) bytes; saved (2, C), dgamma, dbeta (C)
+// fp32, and those with _2; partials (gridDim.y, 2 + PAIR, C) fp32; tickets (gridDim.x). columns = C.
 template <class T, int K, bool ADD, bool PAIR>
 __global__ void __launch_bounds__(Shape<K, ADD, PAIR>::THREADS, 1)
 dgrad_reduce(const Packed<T> *dy, const T *w, const Packed<T> *x, const Packed<T> *x_2, const Packed<T> *addend,

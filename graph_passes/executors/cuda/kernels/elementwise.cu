@@ -3,6 +3,7 @@
 
 // y (pixels, to_channels) = x (pixels, from_channels) converted, further channels 0: RGB images become 4-channel ones,
 // which cuDNN's tensor-core kernels can load. One thread a pixel.
+// Shapes: x (rows, from_channels), y (rows, to_channels); pixels = rows = N*H*W.
 template <class From, class T>
 __global__ void convert_input(const From *x, T *y, int64_t pixels, int from_channels, int to_channels) {
     const int64_t pixel = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -13,6 +14,7 @@ __global__ void convert_input(const From *x, T *y, int64_t pixels, int from_chan
 
 // Mixup (Zhang et al., arXiv:1710.09412): each image x becomes lambda * x + (1 - lambda) * the one at the same place from
 // the end, in place. One thread mixes 4 elements of such a pair; `size`: elements of an image.
+// Shapes: images (N, H*W*C), with size = H*W*C.
 template <class T>
 __global__ void mix_images(T *images, int64_t size, int num_images, float lambda) {
     struct alignas(4 * sizeof(T)) Four { T value[4]; };
@@ -32,6 +34,7 @@ __global__ void mix_images(T *images, int64_t size, int num_images, float lambda
 }
 
 // y = x in fp32: gradients for an all-reduce in fp32.
+// Shapes: x and, in fp32, y (8 * vectors).
 template <class T>
 __global__ void widen(const Packed<T> *x, float *y, uint32 vectors) {
     const uint32 at = blockIdx.x * blockDim.x + threadIdx.x;
@@ -42,6 +45,7 @@ __global__ void widen(const Packed<T> *x, float *y, uint32 vectors) {
 }
 
 // z = x + y
+// Shapes: x, y, z (8 * vectors).
 template <class T>
 __global__ void add(const Packed<T> *x, const Packed<T> *y, Packed<T> *z, uint32 vectors) {
     const uint32 at = blockIdx.x * blockDim.x + threadIdx.x;
@@ -55,6 +59,7 @@ __global__ void add(const Packed<T> *x, const Packed<T> *y, Packed<T> *z, uint32
 }
 
 // Exchanges x and y.
+// Shapes: x, y (4 * vectors) fp32.
 __global__ void exchange(float4 *x, float4 *y, uint32 vectors) {
     const uint32 at = blockIdx.x * blockDim.x + threadIdx.x;
     if (at >= vectors) return;
@@ -65,6 +70,7 @@ __global__ void exchange(float4 *x, float4 *y, uint32 vectors) {
 
 // y = x + bias (+ addend), ReLU of it if RELU: what follows a convolution in inference where cuDNN does not fuse it.
 // `pitch`: vectors of a pixel. y may be x.
+// Shapes: x, addend, y (rows, C); bias (C) fp32. vectors = rows * C / 8, pitch = C / 8.
 template <class T, bool ADD, bool RELU>
 __global__ void bias_add_relu(const Packed<T> *x, const float *bias, const Packed<T> *addend, Packed<T> *y,
                               uint32 vectors, uint32 pitch) {
@@ -84,6 +90,8 @@ __global__ void bias_add_relu(const Packed<T> *x, const float *bias, const Packe
 
 // A BatchNorm folded into the convolution before it, which may have a bias of its own (else `own_bias` is null), for
 // inference. One block a filter, `size` weights each.
+// Shapes: weight (K, size) fp32, folded (K, size), with size = C * height * width of the filter; own_bias, gamma, beta,
+// mean, var, bias (K) fp32.
 template <class T>
 __global__ void fold_batch_norm(const float *weight, const float *own_bias, const float *gamma, const float *beta,
                                 const float *mean, const float *var, T *folded, float *bias, float eps, uint32 size) {
@@ -95,6 +103,7 @@ __global__ void fold_batch_norm(const float *weight, const float *own_bias, cons
 }
 
 // to = from, 4 vectors of 16 bytes a thread: what memory can do at best, for the profile's ceiling.
+// Shapes: from, to (4 * gridDim.x * blockDim.x) vectors of 16 bytes.
 __global__ void copy(const uint4 *from, uint4 *to) {
     const size_t at = size_t(blockIdx.x) * blockDim.x * 4 + threadIdx.x;
     uint4 v[4];

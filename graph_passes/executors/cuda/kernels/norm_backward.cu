@@ -37,7 +37,10 @@ template <class S> struct Shared {
 // REDUCE: the convolution has read relu(BatchNorm(behind)). Stored are that BatchNorm's dz, which is the gradient where ReLU
 // let it through, as `out`, and the sums that batch_norm_backward_reduce makes of it. Else `behind` is what the convolution
 // has read, and the gradient of that is stored.
-// The gradient of the weights (k, n), which is OHWI, is left in gridDim.y parts for `sum_parts`.
+// The gradient of the weights (K, C), which is OHWI, is left in gridDim.y parts for `sum_parts`.
+// Shapes: dz, x (rows, K); saved (2, K), gamma, beta, dgamma, dbeta (K) fp32; w (K, C) with C = COLUMNS; behind, out (rows,
+// C); behind_saved (2, C), behind_gamma, behind_beta, behind_dgamma, behind_dbeta (C), dw_parts (gridDim.y, K, C), partials
+// (gridDim.y, 2, C) fp32; tickets (1).
 template <class T, int K, bool RELU, bool REDUCE>
 __global__ void __launch_bounds__(Shape<K>::THREADS, 1)
 norm_backward(const Packed<T> *dz, const Packed<T> *x, const float *saved, const float *gamma, const float *beta,
@@ -207,6 +210,7 @@ norm_backward(const Packed<T> *dz, const Packed<T> *x, const float *saved, const
 }
 
 // sum[i] = sum over `parts` of part[i], always in the same order; 8 neighbours a thread, and 16 threads for one of these sums.
+// Shapes: parts (num_parts, K, C) fp32, sum (K, C). vectors = K * C / 8.
 template <class T>
 __global__ void sum_parts(const float *parts, Packed<T> *sum, int num_parts, uint32 vectors) {
     constexpr int GROUPS = 16;

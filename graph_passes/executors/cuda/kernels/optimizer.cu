@@ -12,7 +12,7 @@ struct Tensor {
     const void *gradient;     // T, or fp32 where `fp32_gradient`; scaled by the loss scale
     float *master;
     float *state[MAX_SLOTS];  // what the optimizer keeps for each weight
-    float *average;           // moving average of the weights, or null
+    float *ema;               // moving average of the weights, or null
     void *copy;               // the network's own weights of type T, or null
     uint32 size;              // elements, a multiple of 8
     uint32 first_chunk, num_chunks;
@@ -32,7 +32,7 @@ struct State {
     uint32 skipped_steps;      // in total
     uint32 growth_interval;    // good steps after which the loss scale doubles; 0: constant loss scale
     uint32 updates;            // not skipped, in total
-    float average_decay;       // average = average_decay * average + (1 - average_decay) * weight
+    float ema_decay;           // ema = ema_decay * ema + (1 - ema_decay) * weight
     float constants[MAX_CONSTANTS];  // of the rule below, in the order of its members
 };
 
@@ -122,17 +122,18 @@ template <class T> __device__ inline void load_gradient(const Tensor &t, uint32 
     else unpack(load(static_cast<const T *>(t.gradient) + at), g);
 }
 
-// average = decay * average + (1 - decay) * values
-__device__ inline void average_in(float *average, const float (&values)[VEC], float decay) {
+// ema = decay * ema + (1 - decay) * values
+__device__ inline void update_ema(float *ema, const float (&values)[VEC], float decay) {
     float a[VEC];
-    load_floats(average, a);
+    load_floats(ema, a);
 #pragma unroll
     for (int k = 0; k < VEC; ++k) a[k] = decay * a[k] + (1 - decay) * values[k];
-    store_floats(average, a);
+    store_floats(ema, a);
 }
 
 // Sets state->overflow if a gradient is not finite. With NORMS also leaves the sums of squares of weights and gradients
 // of each chunk in norms (chunks, 2), for LARS.
+// Shapes: tensors (number of tensors), chunks (gridDim.x), state (1), norms (gridDim.x, 2) fp32.
 template <class T, bool NORMS>
 __global__ void __launch_bounds__(THREADS)
 inspect_gradients(const Tensor *tensors, const Chunk *chunks, State *state, float *norms) {
@@ -177,6 +178,7 @@ template <int SLOTS> __device__ inline void store_state(const Tensor &t, uint32 
 
 // What the rule keeps, from this step's gradients, and the sums of squares of weights and of what the learning rate will be
 // multiplied with, of each chunk, in norms (chunks, 2). Only of rules with the norms of UPDATE.
+// Shapes: tensors (number of tensors), chunks (gridDim.x), state (1), norms (gridDim.x, 2) fp32.
 template <class T, class Rule>
 __global__ void __launch_bounds__(THREADS)
 accumulate(const Tensor *tensors, const Chunk *chunks, const State *state, float *norms) {
@@ -216,6 +218,7 @@ accumulate(const Tensor *tensors, const Chunk *chunks, const State *state, float
 
 // trust[t] = what the learning rate of a tensor is multiplied by: the rule's ratio for weights, else 1, as where a norm is 0.
 // One block a tensor.
+// Shapes: tensors (gridDim.x), state (1), norms (chunks, 2), trust (gridDim.x) fp32.
 template <class Rule>
 __global__ void trust_ratios(const Tensor *tensors, const State *state, const float *norms, float *trust) {
     const Tensor t = tensors[blockIdx.x];
@@ -235,6 +238,7 @@ __global__ void trust_ratios(const Tensor *tensors, const State *state, const fl
 
 // The weights, by the rule, and what it keeps. Then the moving average of the weights, which a skipped step moves too: as
 // often as the host has counted.
+// Shapes: tensors (number of tensors), chunks (gridDim.x), state (1), trust (number of tensors) fp32.
 template <class T, class Rule>
 __global__ void __launch_bounds__(THREADS)
 update(const Tensor *tensors, const Chunk *chunks, const State *state, const float *trust) {
@@ -242,7 +246,7 @@ update(const Tensor *tensors, const Chunk *chunks, const State *state, const flo
     const Chunk chunk = chunks[blockIdx.x];
     const Tensor t = tensors[chunk.tensor];
     const bool skip = state->overflow;
-    if (skip && !t.average) return;
+    if (skip && !t.ema) return;
     const uint32 end = min(t.size, chunk.start + CHUNK);
     const Rule rule(*state);
     const float rate = state->learning_rate * (Rule::NORMS_OF == NOTHING ? 1.f : trust[chunk.tensor]);
@@ -266,21 +270,23 @@ update(const Tensor *tensors, const Chunk *chunks, const State *state, const flo
             store_floats(t.master + at, w);
             if (t.copy) store(static_cast<T *>(t.copy) + at, pack<T>(w));
         }
-        if (t.average) average_in(t.average + at, w, state->average_decay);
+        if (t.ema) update_ema(t.ema + at, w, state->ema_decay);
     }
 }
 
 // The moving average of the running statistics, `size` a multiple of VEC.
-__global__ void average_statistics(const float *statistics, float *average, const State *state, uint32 size) {
+// Shapes: statistics, ema (size) fp32; state (1).
+__global__ void ema_statistics(const float *statistics, float *ema, const State *state, uint32 size) {
     const uint32 at = (blockIdx.x * blockDim.x + threadIdx.x) * VEC;
     if (at >= size) return;
     float values[VEC];
     load_floats(statistics + at, values);
-    average_in(average + at, values, state->average_decay);
+    update_ema(ema + at, values, state->ema_decay);
 }
 
 // After the update: halves the loss scale after an overflow, doubles it after growth_interval good steps in a row
 // (Micikevicius et al., arXiv:1710.03740, section 3.2). One thread.
+// Shapes: state (1).
 __global__ void end_step(State *state) {
     if (state->overflow) {
         state->overflow = 0;
@@ -298,6 +304,7 @@ __global__ void end_step(State *state) {
 }
 
 // copy = master, after the parameters have been set.
+// Shapes: tensors (number of tensors), chunks (gridDim.x).
 template <class T>
 __global__ void __launch_bounds__(THREADS) copy_weights(const Tensor *tensors, const Chunk *chunks) {
     const Chunk chunk = chunks[blockIdx.x];

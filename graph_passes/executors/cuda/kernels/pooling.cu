@@ -10,6 +10,7 @@ struct Window {
 
 // y = maximum over the window; `winner` = its place in the window (row * kernel_w + column), for the backward pass. Of
 // equal values the first one wins, as in MXNet. Padding never wins.
+// Shapes: x (N, H, W, C), y (N, OH, OW, C); winner (N, OH, OW, C) bytes. vectors = N * OH * OW * C / 8, pitch = C / 8.
 template <class T>
 __global__ void max_pool(const Packed<T> *x, Packed<T> *y, uint8 *winner, Window w, uint32 vectors, int pitch) {
     const uint32 at = blockIdx.x * blockDim.x + threadIdx.x;
@@ -48,6 +49,7 @@ __global__ void max_pool(const Packed<T> *x, Packed<T> *y, uint8 *winner, Window
 }
 
 // dx = sum of dy (or dy + dy2) of the windows that this element won. Gathers, so it needs no atomics and no zeroed dx.
+// Shapes: dy, dy2 (N, OH, OW, C), winner (N, OH, OW, C) bytes; dx (N, H, W, C). vectors = rows * C / 8, pitch = C / 8.
 template <class T, bool TWO>
 __global__ void max_pool_backward(const Packed<T> *dy, const Packed<T> *dy2, const uint8 *winner, Packed<T> *dx, Window w,
                                   uint32 vectors, int pitch) {
@@ -88,6 +90,7 @@ __device__ inline int window_pixels(const Window &w, int row, int column, bool p
 }
 
 // y = average over the window. PADDING: pixels of the padding, which are 0, count.
+// Shapes: x (N, H, W, C), y (N, OH, OW, C). vectors = N * OH * OW * C / 8, pitch = C / 8.
 template <class T, bool PADDING>
 __global__ void average_pool(const Packed<T> *x, Packed<T> *y, Window w, uint32 vectors, int pitch) {
     const uint32 at = blockIdx.x * blockDim.x + threadIdx.x;  // over the output
@@ -111,6 +114,7 @@ __global__ void average_pool(const Packed<T> *x, Packed<T> *y, Window w, uint32 
 }
 
 // dx = sum over the windows that this element is in of dy / (pixels of the window).
+// Shapes: dy (N, OH, OW, C), dx (N, H, W, C). vectors = rows * C / 8, pitch = C / 8.
 template <class T, bool PADDING>
 __global__ void average_pool_backward(const Packed<T> *dy, Packed<T> *dx, Window w, uint32 vectors, int pitch) {
     const uint32 at = blockIdx.x * blockDim.x + threadIdx.x;  // over the input
@@ -134,7 +138,8 @@ __global__ void average_pool_backward(const Packed<T> *dy, Packed<T> *dx, Window
     dx[at] = pack<T>(sum);
 }
 
-// y (images, channels) = average of x (images, pixels, channels).
+// y = average of x over the pixels of each image.
+// Shapes: x (N, H, W, C), y (N, C). pixels = H*W, vectors = N * C / 8, pitch = C / 8.
 template <class T>
 __global__ void global_average_pool(const Packed<T> *x, Packed<T> *y, uint32 vectors, int pixels, int pitch) {
     const uint32 at = blockIdx.x * blockDim.x + threadIdx.x;  // over images * pitch
@@ -154,6 +159,7 @@ __global__ void global_average_pool(const Packed<T> *x, Packed<T> *y, uint32 vec
 }
 
 // dx = dy / pixels, for every pixel of the image.
+// Shapes: dy (N, C), dx (N, H, W, C). pixels = H*W, vectors = rows * C / 8, pitch = C / 8.
 template <class T>
 __global__ void global_average_pool_backward(const Packed<T> *dy, Packed<T> *dx, uint32 vectors, int pixels, int pitch) {
     const uint32 at = blockIdx.x * blockDim.x + threadIdx.x;  // over images * pixels * pitch

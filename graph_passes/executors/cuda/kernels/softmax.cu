@@ -14,6 +14,8 @@ struct Metrics {
 //   gradient (rows, pitch): (probability - target) * gradient_scale * *loss_scale, 0 beyond `classes`
 //   row_loss (rows): cross entropy against those targets; NaN for a label outside the classes, so that it is noticed
 //   row_rank (rows): number of classes that come before the label: 0 is a top-1 hit, below 5 a top-5 hit
+// Shapes: scores, gradient (N, pitch); bias (K), labels (N), lambda (1), probabilities (N, K), row_loss (N), loss_scale (1)
+// fp32; row_rank (N). One row an image, classes = K.
 template <class T>
 __global__ void softmax_cross_entropy(const T *scores, const float *bias, const float *labels, const float *lambda,
                                       float *probabilities, T *gradient, float *row_loss, int *row_rank,
@@ -65,6 +67,7 @@ __global__ void softmax_cross_entropy(const T *scores, const float *bias, const 
 }
 
 // Adds the first `*num_valid` rows to the metrics, always in the same order. One block.
+// Shapes: row_loss (N) fp32; row_rank (N), num_valid (1), metrics (1).
 __global__ void add_metrics(const float *row_loss, const int *row_rank, const int *num_valid, Metrics *metrics) {
     __shared__ double loss_of[WARP];
     float top1 = 0, top5 = 0;
@@ -89,6 +92,7 @@ __global__ void add_metrics(const float *row_loss, const int *row_rank, const in
 }
 
 // bias_gradient[c] = sum of gradient (rows, pitch) over the rows. One block a 32-class strip: 32 x 32 threads.
+// Shapes: gradient (N, pitch); sum (K) fp32. rows = N, classes = K.
 template <class T>
 __global__ void bias_gradient(const T *gradient, float *sum, int rows, int classes, int pitch) {
     __shared__ float partial[WARP][WARP + 1];

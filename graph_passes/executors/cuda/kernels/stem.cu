@@ -70,6 +70,8 @@ template <> __device__ inline void multiply_add<bfloat16>(float (&c)[4], const u
 // `items`: images times groups of OUT_ROWS rows; `tiles`: of 16 pixels in a row. Half the warps make 32 filters each, with
 // all their weights in registers; of the others, each makes one row of an item. Dynamic shared memory: image rows of two
 // items. `partials` holds 2 * gridDim.x * FILTERS floats.
+// Shapes: x (N, H, W, 4), w (K, 7, 7, 4) with K = FILTERS, y (N, OH, OW, K); sums (2, K), partials (gridDim.x, 2, K) fp32;
+// tickets (1).
 template <class T>
 __global__ void __launch_bounds__(THREADS, 1)
 stem_fprop(const T *x, const T *w, Packed<T> *y, float *sums, float *partials, uint32 *tickets, Image size, uint32 items,
@@ -183,6 +185,8 @@ stem_fprop(const T *x, const T *w, Packed<T> *y, float *sums, float *partials, u
 // gradient of BatchNorm + ReLU + max pooling (`pooled_input_gradient`), made here from what that needs. Half the warps make
 // 32 filters each, a fourth of them 7 of the 28 groups of 8 values of k. Dynamic shared memory: dy of an item, with the
 // vectors of a pixel in an order that keeps `ldmatrix` free of bank conflicts, then its image rows.
+// Shapes: data (N, H, W, 4); x (N, OH, OW, K), what BatchNorm reads; dz (N, PH, PW, K), after pooling, winner likewise, in
+// bytes; saved (2, K), gamma, dgamma, dbeta (K), partials (gridDim.x, K, 7 * ROW_OF_K) fp32. rows = N*OH*OW.
 template <class T>
 __global__ void __launch_bounds__(THREADS, 2)
 stem_wgrad(const T *data, const Packed<T> *x, const Packed<T> *dz, const uint2 *winner, const float *saved,
@@ -262,6 +266,7 @@ stem_wgrad(const T *data, const Packed<T> *x, const Packed<T> *dz, const uint2 *
 
 // dw (FILTERS, 7, 7, 4) = the sum of the blocks' shares, in a fixed order; the padding tap has no place in it. A block is 32
 // values of k times 8 parts of the sum.
+// Shapes: partials (blocks, K, 7 * ROW_OF_K) fp32, dw (K, 7, 7, 4).
 template <class T>
 __global__ void stem_wgrad_sum(const float *partials, T *dw, int blocks) {
     __shared__ float parts[8][WARP];

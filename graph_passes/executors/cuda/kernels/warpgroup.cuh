@@ -24,7 +24,7 @@ __device__ inline uint64 matrix(const uint4 *at) {
 
 // What this thread wrote to shared memory is seen by products that are started after the next barrier.
 __device__ inline void show_to_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// Before the first of a series of products, and behind its last.
+// Before the first of a series of products, and after its last.
 __device__ inline void open_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void close_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 __device__ inline void wait_for_products() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }

@@ -43,7 +43,7 @@ def apply(builder: Builder, node: Node) -> None:
 
 
 def inference(builder: Builder, node: Node) -> None:
-    """The same with running statistics: the sums are made from them."""
+    """In inference: the output, from the input and the running statistics, of which sums are made."""
     x = builder.input(node, "data")
     rows, channels = rows_and_channels(node, x)
     sums = Buffer(f"{node.name}:sums", (2, channels), "float32")
@@ -111,7 +111,7 @@ def group_mean(builder: Builder, node: Node) -> None:
     require(values <= MAX_VALUES, node, f"has {values // 2} channels: a group shares {MAX_VALUES // 2} at most")
     assert builder.group
     missing = [In(None)] * (MAX_ARRAYS - len(arrays))
-    builder.launch(node, "batch_norm_group.cu", "average_over_group", (-(-values // THREADS), 1, 1), (THREADS, 1, 1),
+    builder.launch(node, "batch_norm_group.cu", "group_mean", (-(-values // THREADS), 1, 1), (THREADS, 1, 1),
                    *map(InOut, arrays), *missing, *builder.group.arguments(values))
 
 

@@ -38,7 +38,7 @@ def relu(builder: Builder, node: Node) -> None:
 
 
 def flatten(builder: Builder, node: Node) -> None:
-    """The same memory."""
+    """Nothing is launched: the output is the input's memory."""
     x = builder.input(node, "data")
     require(x.num_bytes == math.prod(builder.shapes[Ref(node.name)]) * builder.item_bytes, node,
             "changes its number of elements by padding, which has no GPU lowering")
@@ -46,7 +46,8 @@ def flatten(builder: Builder, node: Node) -> None:
 
 
 def flatten_backward(builder: Builder, node: Node) -> None:
-    """The same memory, from now on in the shape of what was flattened: what reads it looks at height and width."""
+    """Nothing is launched: the gradient's memory is from now on in the shape of what was flattened, as what reads it
+    looks at height and width."""
     dx = builder.input(node, "out_grad")
     dx.shape = builder.shapes[Ref(node.name)]
     builder.buffers[Ref(node.name)] = dx

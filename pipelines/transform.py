@@ -1,0 +1,66 @@
+"""What is done to an image between its file and the network: the options, declared once for command lines, loaders and
+the DALI graph; imports nothing slow.
+
+An augmentation is a field of `Augmentation` with its limit in `LIMITS` here, and its operator in pipelines/graph.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pipelines.errors import DataError
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """Images."""
+
+    random_area: tuple[float, float] = (0.08, 1.0)
+    """Smallest and largest share of an image's area that a random training crop takes."""
+    random_ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    """Smallest and largest width / height of a random training crop."""
+    crop_padding: int = 0
+    """Pixels, measured in the stored image, by which a training image is padded on each side with the mean colour
+    before a crop of its own size is taken, instead of a random area: as is usual for CIFAR-10, with 4. 0: off."""
+    mirror: bool = True
+    """Flip training images from left to right, each with probability 1/2."""
+    cutout: float = 0.0
+    """Side of the square that is filled with the mean colour at a random place of each training image, as part of the
+    image's side (arXiv:1708.04552: 0.25 to 0.5 for CIFAR-10); 0: none."""
+    brightness: float = 0.0
+    """Multiply each training image's pixels by a random number from 1 - BRIGHTNESS to 1 + BRIGHTNESS (0.4 is usual for
+    photographs); 0: off."""
+
+
+@dataclass(frozen=True)
+class CentreCrop:
+    """Images."""
+
+    val_crop_fraction: float = 0.875
+    """Part of an image's shorter side that the centre crop of validation and prediction takes (224 of 256 pixels)."""
+
+
+@dataclass(frozen=True)
+class ImageTransform(CentreCrop, Augmentation):
+    """What is done to images, in training and in validation."""
+
+    def check(self) -> None:
+        """Raise DataError for a value that cannot be."""
+        for name, (is_good, words) in LIMITS.items():
+            if not is_good(value := getattr(self, name)):
+                shown = " ".join(f"{each:g}" for each in (value if isinstance(value, tuple) else (value,)))
+                raise DataError(f"{name} is {shown}; it must be {words}")
+
+
+# What a value must be: a test and its words.
+LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "random_area": (lambda value: 0 < value[0] <= value[1] <= 1, "two fractions above 0, the smaller first"),
+    "random_ratio": (lambda value: 0 < value[0] <= value[1] < math.inf, "two numbers above 0, the smaller first"),
+    "crop_padding": (lambda value: value >= 0, "0 or more"),
+    "cutout": (lambda value: 0 <= value <= 1, "a fraction from 0 to 1"),
+    "brightness": (lambda value: 0 <= value <= 1, "a fraction from 0 to 1"),
+    "val_crop_fraction": (lambda value: 0 < value <= 1, "above 0 and at most 1"),
+}

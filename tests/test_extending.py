@@ -1,0 +1,213 @@
+"""docs/extending.md: its examples, put into a copy of the code where the page says, do what the page says."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs/extending.md"
+# `file`, new:  |  `file`, above `a line that begins so`:  |  `file`, below `...`:
+PLACE = re.compile(r"^`([^`]+)`, (?:new|(above|below) `([^`]+)`):$")
+
+
+class Piece(NamedTuple):
+    """Code of the page, and where it goes."""
+
+    file: str
+    side: str | None  # None: the whole file
+    anchor: str
+    code: str
+
+
+def pieces(page: str) -> Iterator[tuple[str, Piece]]:
+    """With the heading under which each stands."""
+    heading, lines = "", page.splitlines()
+    for number, line in enumerate(lines):
+        if line.startswith("## "):
+            heading = line.removeprefix("## ")
+        if found := PLACE.match(line):
+            code = []
+            for below in lines[number + 1 :]:
+                if below and not below.startswith("    "):
+                    break
+                code.append(below)
+            text = textwrap.dedent("\n".join(code)).strip("\n")
+            yield heading, Piece(found[1], found[2], found[3], text)
+
+
+def insert(text: str, piece: Piece) -> str:
+    """The file with the piece in it, as deep as the line above or below which it goes."""
+    lines = text.splitlines()
+    at = [number for number, line in enumerate(lines) if line.strip().startswith(piece.anchor)]
+    assert len(at) == 1, f"{piece.file} has {len(at)} lines that begin with {piece.anchor!r}"
+    depth = len(lines[at[0]]) - len(lines[at[0]].lstrip())
+    code = textwrap.indent(piece.code, depth * " ").splitlines()
+    if not depth and "\n" in piece.code:
+        code = [*code, ""] if piece.side == "above" else ["", *code]
+    lines[at[0] + (piece.side == "below") : at[0] + (piece.side == "below")] = code
+    return "\n".join(lines) + "\n"
+
+
+FUSED_OPERATOR = """
+import numpy as np
+from common.mxnet_compat import mx
+from graph_passes import Graph, Ref, passes, pipeline
+from graph_passes.executors.cuda.lowering import RULES
+from graph_passes.executors.reference import backward, forward, run
+
+def norm(x, name):
+    x = mx.sym.Convolution(x, num_filter=8, kernel=(1, 1), no_bias=True, layout="NHWC", name=name)
+    return mx.sym.BatchNorm(x, axis=3, fix_gamma=False, name=name + "_bn")
+
+x = mx.sym.Variable("data")
+x = mx.sym.elemwise_add(mx.sym.elemwise_add(norm(x, "a"), norm(x, "b")), norm(x, "c"))
+x = mx.sym.FullyConnected(mx.sym.Flatten(norm(x, "d")), num_hidden=5, name="fc")
+graph = Graph.from_json(mx.sym.SoftmaxOutput(x, normalization="batch", name="softmax").tojson())
+shapes = {"data": (4, 3, 2, 3), "softmax_label": (4,)}
+step = pipeline.training_step(graph, shapes, "bfloat16", passes.first_way)
+assert step.operators()["AddAdd"] == 1 and "AddAdd" in RULES
+rng, sizes = np.random.default_rng(0), graph.infer_shapes(shapes)
+values = {name: np.abs(rng.standard_normal(sizes[Ref(name)])) for name in graph.variables}
+values["softmax_label"] = np.arange(4.0)
+got = run(step, values)
+wanted = backward(graph, forward(graph, {Ref(name): value for name, value in values.items()}, training=True))
+for name in ("a_weight", "c_weight", "fc_weight"):
+    np.testing.assert_allclose(got[name + "_grad"], wanted[Ref(name)], rtol=1e-5, atol=1e-9)
+"""
+MODEL = """
+import train.models
+network = train.models.create("resnet50c", 7)
+assert "stem_conv3" in network.graph.nodes and "stage2_block1_shortcut_pool" not in network.graph.nodes
+params, _ = network.initial_values(seed=0)
+assert train.models.num_classes("resnet50c", params) == 7
+"""
+OPTIMIZER = """
+import numpy as np
+from common.mxnet_compat import mx
+from graph_passes import optimizers
+from train import config
+values = config.read(config.Config, ["--optimizer", "rmsprop", "--rho", "0.5"], command="train")
+configured = config.configure(values, config.load_preset(config.DEFAULT_PRESET))
+rule = optimizers.create(configured.optimizer, vars(configured))
+assert rule.rho == 0.5 and rule.kernel_constants == (0.5, 0.5, configured.epsilon)
+for convert in (np.array, mx.nd.array):
+    weight, gradient = convert(np.full(8, 2.0, np.float32)), convert(np.full(8, 3.0, np.float32))
+    optimizer = optimizers.ArrayOptimizer(rule, {"w": weight}, {"w": gradient}, {"w"})
+    optimizer.step(0.1, scale=2.0)  # g = 6, v = 18
+    wanted = 2.0 - 0.1 * (6.0 / (np.sqrt(18.0) + rule.epsilon) + rule.weight_decay * 2.0)
+    got = weight if convert is np.array else weight.asnumpy()
+    np.testing.assert_allclose(got, wanted, rtol=1e-6)
+try:
+    config.configure({"rho": 0.5}, config.load_preset(config.DEFAULT_PRESET))
+except config.TrainError as error:
+    assert str(error).startswith("--rho is for --optimizer rmsprop"), error
+else:
+    raise AssertionError("--rho is not refused with other optimizers")
+"""
+DATA_FORMAT = """
+import numpy as np
+from pipelines import DataError, LoaderConfig, open_loader
+images = np.random.default_rng(0).integers(0, 256, (6, 40, 48, 3), np.uint8)
+np.savez("train.npz", images=images, labels=np.arange(6) % 3)
+with open_loader(LoaderConfig(data=".", split="train", batch_size=3, image_size=32, num_threads=1)) as loader:
+    assert loader.class_names == ["0", "1", "2"] and loader.num_images == 6
+    labels = np.concatenate([batch.label.asnumpy() for batch in loader])
+assert sorted(labels) == [0, 0, 1, 1, 2, 2]
+np.savez("train.npz", pixels=images)
+try:
+    open_loader(LoaderConfig(data=".", split="train", batch_size=3, image_size=32))
+except DataError as error:
+    assert "is no .npz file with images and labels" in str(error)
+else:
+    raise AssertionError("a file without images is not refused")
+"""
+AUGMENTATION = """
+import numpy as np
+from pipelines import ImageTransform, LoaderConfig, open_loader
+from PIL import Image
+from train import config
+for split, name in (("train", "a"), ("train", "b"), ("val", "a"), ("val", "b")):
+    __import__("os").makedirs(f"{split}/{name}")
+    pixels = np.zeros((32, 32, 3), np.uint8)
+    pixels[:16] = 255  # the sky
+    for number in range(8):
+        Image.fromarray(pixels).save(f"{split}/{name}/{number}.png")
+values = config.read(config.Config, ["--upside-down", "--random-area", "1", "1"], command="train")
+transform = config.configure(values, config.load_preset(config.DEFAULT_PRESET)).transform
+def above(split, transform):
+    settings = LoaderConfig(data=".", split=split, batch_size=16, image_size=32, num_threads=1, transform=transform)
+    with open_loader(settings) as loader:
+        (batch,) = loader
+    return batch.data.asnumpy()[:, :8].mean(axis=(1, 2, 3)) > 0
+assert above("train", ImageTransform(random_area=(1, 1))).all()
+assert 0 < above("train", transform).sum() < 16
+assert above("val", transform).all()
+"""
+CHECKS = {
+    "A fused operator": FUSED_OPERATOR,
+    "A model": MODEL,
+    "An optimizer": OPTIMIZER,
+    "An augmentation": AUGMENTATION,
+    "A data format": DATA_FORMAT,
+}
+NUM_FILES = {"A fused operator": 5, "A model": 2, "An optimizer": 3, "An augmentation": 2,
+             "A data format": 2}
+
+
+@pytest.fixture(scope="module")
+def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the packages with all pieces in it."""
+    root = tmp_path_factory.mktemp("extended")
+    for package in ("common", "graph_passes", "pipelines", "train"):
+        shutil.copytree(ROOT / package, root / package, ignore=shutil.ignore_patterns("__pycache__"))
+    for _, piece in pieces(PAGE.read_text()):
+        path = root / piece.file
+        assert path.exists() == (piece.side is not None), f"{piece.file}: should be new, or should be there"
+        path.write_text(insert(path.read_text(), piece) if piece.side else f"{piece.code}\n")
+    return root
+
+
+@pytest.mark.parametrize("heading", CHECKS)
+def test_walk(heading: str, extended: Path, tmp_path: Path) -> None:
+    files = {piece.file for under, piece in pieces(PAGE.read_text()) if under == heading}
+    assert len(files) == NUM_FILES[heading], files
+    environment = {**os.environ, "PYTHONPATH": str(extended), "RESNET_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run([sys.executable, "-c", CHECKS[heading]], cwd=tmp_path, env=environment, text=True,
+                          stderr=subprocess.PIPE)
+    assert done.returncode == 0, done.stderr
+
+
+def test_kernels_compile(extended: Path) -> None:
+    from graph_passes.executors.cuda import kernels
+
+    pytest.importorskip("cuda.core", reason="cuda-core is not installed")
+    sources = extended / "graph_passes/executors/cuda/kernels"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "SOURCES", sources)
+        for source, kernel in (("elementwise.cu", "add_add<half>"), ("optimizer.cu", "update<half, RmsProp>")):
+            try:
+                cubin, _ = kernels.compile_kernel(source, kernel, "sm_90a")
+            except (ImportError, RuntimeError, OSError) as error:
+                if "nvrtc" in str(error).lower() and "COMPILATION" not in str(error):
+                    pytest.skip(f"NVRTC is not installed: {error}")
+                raise
+            assert cubin[:4] == b"\x7fELF"
+
+
+def test_page_passes_lint(extended: Path) -> None:
+    """The pieces are in the style of the code around them."""
+    shutil.copy(ROOT / "pyproject.toml", extended)
+    files = sorted({piece.file for _, piece in pieces(PAGE.read_text()) if piece.file.endswith(".py")})
+    done = subprocess.run([sys.executable, "-m", "ruff", "check", *files], cwd=extended, text=True,
+                          stdout=subprocess.PIPE)
+    assert done.returncode == 0, done.stdout
