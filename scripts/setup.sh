@@ -163,10 +163,20 @@ install_packages() {
     # Python compiles what is imported when it is imported, which is a small part.
     follow packages "$bin/pip" install --disable-pip-version-check --retries 3 --no-compile -e ".[$1]" ||
         fail "the packages could not be installed: $(reason) (log: $log)"
+    require_libraries
     if [ $kind = gpu ]; then
         follow "CUDA 11" "$bin/python" scripts/link_cuda11.py ||
             fail "MXNet's libraries could not be linked: $(reason) (log: $log)"
     fi
+}
+
+# What MXNet's wheel takes from the system: runtimes of the compiler. The driver's and CUDA's come otherwise.
+require_libraries() {
+    local missing
+    missing=$(ldd "$venv"/lib/python3*/site-packages/mxnet/libmxnet.so 2>/dev/null |
+        sed -nE 's/^\s*(lib(gomp|quadmath|stdc\+\+|gcc_s)\.so\S*) => not found.*/\1/p' | sort -u) || true
+    [ -z "$missing" ] || fail "MXNet needs ${missing//$'\n'/ and }, which this machine lacks: install the compiler's" \
+        "runtime (Debian: apt install libgomp1 libquadmath0) and run make again"
 }
 
 build_horovod() {

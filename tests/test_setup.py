@@ -167,6 +167,15 @@ def test_horovod_that_does_not_compile(run_setup, venv):
     assert (venv / ".ready").exists() and (venv / ".ready-test").exists() and not (venv / ".ready-horovod").exists()
 
 
+def test_a_compiler_runtime_that_is_missing(run_setup, venv):
+    """Of what MXNet's library does not find, only this is not set up here."""
+    done = run_setup(ldd="""printf '\\t%s\\n' 'libcuda.so.1 => not found' 'libc.so.6 => /lib/libc.so.6 (0x7f)' \\
+        'libquadmath.so.0 => not found' 'libgomp.so.1 => not found'""")
+    assert done.code == 2 and not (venv / ".ready").exists()
+    assert done.error.startswith("error: MXNet needs libgomp.so.1 and libquadmath.so.0, which this machine lacks: ")
+    assert run_setup().code == 0
+
+
 def test_too_little_disk(run_setup):
     done = run_setup(df="echo Avail; echo 700000000")
     assert done.code == 2
@@ -214,7 +223,9 @@ def test_interrupted(venv):
     """Ctrl-C ends it and what it started, at once; the next call goes on."""
     write_program(venv / "bin" / "pip", "echo installing; exec sleep 20")
     command = ["bash", SCRIPT, "run", venv]
-    process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True)
+    # A shell that has put the tests into its background ignores the signal, and a script cannot undo that.
+    process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True,
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     log = venv / "setup-packages.log"
     while not (log.exists() and log.read_text()):
         time.sleep(0.05)
