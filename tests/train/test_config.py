@@ -80,7 +80,7 @@ MISTAKES = {
     "--zzzzz": "there is no option --zzzzz (see python -m train train --help)",
     "--config cpu_smaple": "there is no preset 'cpu_smaple' in train/configs/; did you mean cpu_sample?",
     "--model resnet51": "there is no model 'resnet51'; did you mean resnet50?",
-    "--model ?": "there is no model '?'; there are: resnet101, resnet101d, resnet152, resnet152d, resnet18, ",
+    "--model ?": "there is no model '?'; there are: resnet101, resnet101_v2, resnet101d, resnet152, ",
     "--schedule cosin": "--schedule cosin is not one of cosine, step, polynomial (see",
     "--executor mxet": "--executor mxet is not one of auto, mxnet, reference, cuda (see",
     "--device tpu": "--device tpu is not one of auto, cpu, gpu",
