@@ -25,7 +25,7 @@ class AdamW(Rule):
     slots = ("mean", "variance")
     counts = True
     # ConvNeXt's (Liu et al., arXiv:2201.03545, table 5), a learning rate of 4e-3 for 4,096 images.
-    recipe: ClassVar[Mapping[str, float]] = {"learning_rate": 2.5e-4, "weight_decay": 0.05}
+    recipe: ClassVar[Mapping[str, Any]] = {"learning_rate": 2.5e-4, "weight_decay": 0.05}
 
     betas: tuple[float, float] = (0.9, 0.999)
     epsilon: float = 1e-8

@@ -34,7 +34,7 @@ class Rule(ABC):
     """Whether the number of updates is part of the formula, and so of what is saved."""
     norms_of: ClassVar[Literal["", "gradient", "update"]] = ""
     """What a weight's norm is compared with for a learning rate of its own: in the kernels, that takes launches."""
-    recipe: ClassVar[Mapping[str, float]] = {}
+    recipe: ClassVar[Mapping[str, Any]] = {}
     """Values of options, constants or not, that go with it where a run's preset is made for another optimizer."""
 
     weight_decay: float = 0.0

@@ -22,7 +22,7 @@ class LAMB(AdamW):
 
     norms_of = "update"
     # Wightman et al., arXiv:2110.00476, table 2, A2: a learning rate of 5e-3 for 2,048 images. Epsilon: the authors'.
-    recipe: ClassVar[Mapping[str, float]] = {"learning_rate": 6.25e-4, "weight_decay": 0.02, "epsilon": 1e-6}
+    recipe: ClassVar[Mapping[str, Any]] = {"learning_rate": 6.25e-4, "weight_decay": 0.02, "epsilon": 1e-6}
 
     @property
     def kernel(self) -> str:

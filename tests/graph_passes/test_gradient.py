@@ -149,9 +149,9 @@ def test_zoo_against_mxnet_autograd(name, rng):
 
 
 # Basic blocks and bottlenecks (an eighth as wide; groups need a quarter), grouped convolutions, shortcuts with average
-# pooling
+# pooling, BatchNorm before the convolutions
 @pytest.mark.parametrize("name, width", [
-    ("resnet18", 8), ("resnet50", 8), ("resnext50_32x4d", 16), ("resnet50d", 8)
+    ("resnet18", 8), ("resnet50", 8), ("resnext50_32x4d", 16), ("resnet50d", 8), ("resnet50_v2", 8)
 ])
 def test_resnet_against_mxnet_autograd(name, width, rng, monkeypatch):
     monkeypatch.setattr("train.models.resnet.FIRST_WIDTH", width)

@@ -83,10 +83,10 @@ def ours(trained: Checkpoint, images: np.ndarray) -> np.ndarray:
     return found
 
 
-@pytest.mark.parametrize("name", ["resnext50_32x4d", "resnet50d"])
+@pytest.mark.parametrize("name", ["resnext50_32x4d", "resnet50d", "resnet50_v2"])
 def test_onnx_of_other_families(name: str, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
-    """Convolutions in groups, and average pooling whose windows reach beyond images of an odd size. `export_onnx`
-    compares with our executor itself."""
+    """Convolutions in groups, average pooling whose windows reach beyond images of an odd size, and BatchNorms that no
+    convolution is before. `export_onnx` compares with our executor itself."""
     monkeypatch.setattr("train.models.resnet.FIRST_WIDTH", 8)
     params, aux = models.create(name, NUM_CLASSES).initial_values(seed=3, zero_init_residual=False)
     params["classifier_weight"] = rng.standard_normal(params["classifier_weight"].shape, np.float32)
@@ -96,6 +96,7 @@ def test_onnx_of_other_families(name: str, monkeypatch: pytest.MonkeyPatch, rng:
                                                         class_names=CLASS_NAMES))
     kinds = {node.op_type for node in onnx.load_from_string(content).graph.node}
     assert difference <= 1e-5 and ("AveragePool" in kinds) == (name == "resnet50d")
+    assert ("BatchNormalization" in kinds) == (name == "resnet50_v2")
 
 
 def test_onnx_of_the_command(

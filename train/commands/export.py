@@ -134,7 +134,8 @@ def export_onnx(trained: Checkpoint) -> tuple[bytes, float]:
     size = trained.config.inference_image_size
     folded = channels_first(passes.fold_bn(graph))
     params = passes.fold_bn_params(graph, trained.params, trained.aux)
-    model = onnx_writer.to_onnx(folded, in_layout(folded, params), (3, size, size))
+    arrays = {**in_layout(folded, params), **trained.aux}  # statistics: of BatchNorms that no convolution is before
+    model = onnx_writer.to_onnx(folded, arrays, (3, size, size))
     model.producer_name = "resnet50-mxnet"
     preparation = {
         "class_names": json.dumps(trained.class_names),

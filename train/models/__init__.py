@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 FAMILIES: Mapping[str, tuple[str, ...]] = {
     "resnet": ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152"),
     "resnet_d": ("resnet18d", "resnet34d", "resnet50d", "resnet101d", "resnet152d"),
+    "resnet_v2": ("resnet18_v2", "resnet34_v2", "resnet50_v2", "resnet101_v2", "resnet152_v2"),
     "resnext": ("resnext50_32x4d", "resnext101_32x8d", "resnext101_64x4d"),
     "wide_resnet": ("wide_resnet50_2", "wide_resnet101_2"),
 }

@@ -6,9 +6,9 @@ its first 1x1 convolution to the 3x3 one, as torchvision and NVIDIA's examples d
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from common.mxnet_compat import mx
 
@@ -45,6 +45,11 @@ def relu(x: Symbol, name: str) -> Symbol:
     return mx.sym.Activation(x, act_type="relu", name=name)
 
 
+def max_pool(x: Symbol, name: str) -> Symbol:
+    """The largest of each 3x3 pixels, at every other pixel."""
+    return mx.sym.Pooling(x, kernel=(3, 3), stride=(2, 2), pad=(1, 1), pool_type="max", layout="NHWC", name=name)
+
+
 def stem(x: Symbol) -> Symbol:
     """From the images: a 7x7 convolution of stride 2, to FIRST_WIDTH channels."""
     return relu(batch_norm(conv(x, "stem_conv", FIRST_WIDTH, kernel=7, stride=2), "stem_bn"), "stem_relu")
@@ -68,34 +73,69 @@ def resnet(depth: int, num_classes: int = 1000, label_smoothing: float = 0.0, *,
         group_width: channels of such a group in the first stage, FIRST_WIDTH if not given; each stage doubles them.
         stem, projection: the first layers before the max pooling, and the shortcuts that are more than a block's input.
     """
+    x = max_pool(stem(mx.sym.Variable("data")), "stem_pool")
+    for block in blocks(depth, groups, group_width):
+        name, branch = block.name, block.branch
+        shortcut = projection(x, f"{name}_shortcut", block.filters, block.stride) if block.projects else x
+        x = relu(mx.sym.elemwise_add(_branch(x, name, branch), shortcut, name=f"{name}_add"),
+                 f"{name}_relu{len(branch)}")
+    return head(x, num_classes, label_smoothing)
+
+
+class Layer(NamedTuple):
+    """A convolution of a residual branch."""
+
+    filters: int
+    kernel: int
+    stride: int = 1
+    groups: int = 1
+
+
+class Block(NamedTuple):
+    """A residual block."""
+
+    name: str
+    branch: list[Layer]
+    projects: bool  # its shortcut is more than its input, of which it changes the number of channels or the size
+
+    @property
+    def filters(self) -> int:
+        """Channels of its output."""
+        return self.branch[-1].filters
+
+    @property
+    def stride(self) -> int:
+        """From its input to its output."""
+        return max(layer.stride for layer in self.branch)
+
+
+def blocks(depth: int, groups: int = 1, group_width: int | None = None) -> Iterator[Block]:
+    """The blocks of a network in order; the arguments are those of `resnet`."""
     bottleneck = depth >= FIRST_BOTTLENECK_DEPTH
-    x = mx.sym.Pooling(stem(mx.sym.Variable("data")), kernel=(3, 3), stride=(2, 2), pad=(1, 1), pool_type="max",
-                       layout="NHWC", name="stem_pool")
     for stage, num_blocks in enumerate(BLOCKS_PER_STAGE[depth], start=1):
         widening = 2 ** (stage - 1)
         width = groups * (group_width or FIRST_WIDTH) * widening
-        filters = 4 * FIRST_WIDTH * widening if bottleneck else width
-        for block in range(1, num_blocks + 1):
-            name, stride = f"stage{stage}_block{block}", 2 if stage > 1 and block == 1 else 1
-            project = block == 1 and (stage > 1 or bottleneck)
-            # (filters, kernel, stride, groups) of each convolution of the residual branch
+        for number in range(1, num_blocks + 1):
+            stride = 2 if stage > 1 and number == 1 else 1
             if bottleneck:
-                branch = [(width, 1, 1, 1), (width, 3, stride, groups), (filters, 1, 1, 1)]
+                branch = [Layer(width, 1), Layer(width, 3, stride, groups), Layer(4 * FIRST_WIDTH * widening, 1)]
             else:
-                branch = [(width, 3, stride, 1), (filters, 3, 1, 1)]
-            shortcut = projection(x, f"{name}_shortcut", filters, stride) if project else x
-            x = relu(mx.sym.elemwise_add(_branch(x, name, branch), shortcut, name=f"{name}_add"),
-                     f"{name}_relu{len(branch)}")
+                branch = [Layer(width, 3, stride), Layer(width, 3)]
+            yield Block(f"stage{stage}_block{number}", branch, number == 1 and (stage > 1 or bottleneck))
+
+
+def head(x: Symbol, num_classes: int, label_smoothing: float) -> Symbol:
+    """From the last block's output to the probabilities of the classes, and the loss."""
     x = mx.sym.Pooling(x, global_pool=True, kernel=(1, 1), pool_type="avg", layout="NHWC", name="pool")
     x = mx.sym.FullyConnected(mx.sym.Flatten(x, name="flatten"), num_hidden=num_classes, name="classifier")
     return mx.sym.SoftmaxOutput(x, normalization="batch", smooth_alpha=label_smoothing, name="softmax")
 
 
-def _branch(x: Symbol, name: str, convolutions: list[tuple[int, int, int, int]]) -> Symbol:
+def _branch(x: Symbol, name: str, layers: list[Layer]) -> Symbol:
     """The residual branch of a block."""
-    for number, (filters, kernel, stride, groups) in enumerate(convolutions, start=1):
-        x = batch_norm(conv(x, f"{name}_conv{number}", filters, kernel, stride, groups), f"{name}_bn{number}")
-        if number < len(convolutions):
+    for number, layer in enumerate(layers, start=1):
+        x = batch_norm(conv(x, f"{name}_conv{number}", *layer), f"{name}_bn{number}")
+        if number < len(layers):
             x = relu(x, f"{name}_relu{number}")
     return x
 

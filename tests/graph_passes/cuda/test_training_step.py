@@ -242,7 +242,7 @@ def test_fused_backward_pass(cache: Path, monkeypatch: pytest.MonkeyPatch, dtype
 
 
 @pytest.mark.parametrize("dtype", WHOLE)
-@pytest.mark.parametrize("name", ["resnet18", "resnet50", "resnet101", "resnext50_32x4d", "resnet50d"])
+@pytest.mark.parametrize("name", ["resnet18", "resnet50", "resnet101", "resnext50_32x4d", "resnet50d", "resnet50_v2"])
 def test_whole_network_against_mxnet_on_the_cpu(cache: Path, name: str, dtype: str) -> None:
     network, shapes = models.create(name, CLASSES, 0.1), {"data": (8, 64, 64, 3), "softmax_label": (8,)}
     graph = fused(network.symbol)
@@ -273,7 +273,7 @@ def test_whole_network_against_mxnet_on_the_cpu(cache: Path, name: str, dtype: s
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["resnet18", "resnet50", "resnext50_32x4d", "resnet50d"])
+@pytest.mark.parametrize("name", ["resnet18", "resnet50", "resnext50_32x4d", "resnet50d", "resnet50_v2"])
 def test_folded_inference_of_a_trained_network(cache: Path, name: str, dtype: str) -> None:
     """Against the unfolded network in fp32 on the CPU, with weights and statistics after ten steps. Probabilities: each
     of up to 50 layers rounds its output once, to 2^-11 (fp16) or 2^-8 (bf16); folding rounds other weights."""

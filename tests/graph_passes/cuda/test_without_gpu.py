@@ -211,6 +211,27 @@ def test_grouped_convolutions_and_average_pooling(name: str, grouped: int, avera
     check_memory(lowering.program)
 
 
+@pytest.mark.parametrize("name, convolutions, sums", [("resnet18_v2", 20, 8), ("resnet50_v2", 53, 16)])
+def test_a_pre_activation_network(name: str, convolutions: int, sums: int) -> None:
+    """A BatchNorm that reads a sum has statistics of its own, and stays in inference: no convolution is before it."""
+    graph = passes.bn_relu(passes.bn_add_relu(models.create(name).graph))
+    norms = graph.operators()["BatchNormRelu"]
+    alone = sums + 1  # in each block and behind the last; the first of them reads the stem's max pooling
+    shapes: dict[str, tuple[int, ...]] = {"data": (4, 64, 64, 3), "softmax_label": (4,)}
+    lowering, store = lower_graph(graph, shapes, training=True, fused=True)
+    operations = Counter(launch.operation for launch in lowering.program.launches)
+    assert operations["batch_norm_statistics"] == alone
+    assert operations["stem_fprop"] + operations["fprop_stats"] == norms - alone
+    assert operations["stem_fprop"] + operations["fprop_stats"] + operations["fprop"] == convolutions + 1
+    assert lowering.ready.keys() == store.parameters.keys()
+    check_memory(lowering.program)
+    lowering, _ = lower_graph(passes.fold_bn(graph), shapes, training=False)
+    operations = Counter(launch.operation for launch in lowering.program.launches)
+    assert operations["batch_norm_apply"] == alone and operations["fprop_bias_relu"] == norms - alone
+    assert operations["add"] == sums
+    check_memory(lowering.program)
+
+
 def test_inference_takes_over_every_parameter() -> None:
     graph = passes.bn_relu(passes.bn_add_relu(Graph.from_json(resnet(50, 1000).tojson())))
     shapes: dict[str, tuple[int, ...]] = {"data": (4, 64, 64, 3), "softmax_label": (4,)}

@@ -8,11 +8,13 @@ import pytest
 
 from common.mxnet_compat import mx
 from graph_passes import Ref, roles
+from graph_passes.executors import create_executor
 from train import TrainError, models
 from train.models.network import init_params
-from train.models.resnet import resnet
+from train.models.resnet import BATCH_NORM_EPS, resnet
 
-# As counted by torchvision's documentation of each network (1000 classes); ResNet-D's by timm.
+# As counted by torchvision's documentation of each network (1000 classes); ResNet-D's by timm. The counts of
+# pre-activation networks are compared with Gluon's below.
 PUBLISHED_COUNTS = {
     "resnet18": 11_689_512, "resnet34": 21_797_672, "resnet50": 25_557_032, "resnet101": 44_549_160,
     "resnet152": 60_192_808, "resnext50_32x4d": 25_028_904, "resnext101_32x8d": 88_791_336,
@@ -34,6 +36,9 @@ def test_parameter_count_is_the_published_one(name):
     assert len(aux_shapes) == 2 * num_batch_norms
     assert len(roles.weights(network.graph)) == len(shapes) - 2 * num_batch_norms - 1  # the classifier's bias
     assert len(roles.first_weights(network.graph)) == 1
+    if name.endswith("_v2"):
+        assert not roles.branch_gammas(network.graph), "branches end in a convolution"
+        return
     blocks = network.graph.operators()["elemwise_add"]
     last = "bn2" if network.graph["stage1_block1_relu2"].inputs[0].node.endswith("add") else "bn3"
     assert roles.branch_gammas(network.graph) == {
@@ -82,6 +87,48 @@ def test_resnet_d_averages_where_a_shortcut_has_a_stride():
         for stage in (2, 3, 4):
             shortcut, branch = (shapes[Ref(f"stage{stage}_block1_{name}")] for name in ("shortcut_bn", "bn3"))
             assert shortcut == branch
+
+
+def gluon_parameters(zoo):
+    """The parameters of a network of Gluon's zoo, and its running statistics, in order, without those of the BatchNorm
+    of the images; that one is made to leave them as they are."""
+    zoo.initialize()
+    zoo(mx.nd.zeros((1, 3, 32, 32)))
+    _, _, _, variance, *parameters = zoo.collect_params().values()
+    variance.set_data(mx.nd.full(3, 1 - BATCH_NORM_EPS))
+    running = [parameter for parameter in parameters if "running" in parameter.name]
+    return [parameter for parameter in parameters if parameter not in running], running
+
+
+@pytest.mark.parametrize("name", models.FAMILIES["resnet_v2"])
+def test_pre_activation_networks_have_gluons_parameters(name):
+    params, aux = models.create(name).initial_values(seed=1)
+    expected, running = gluon_parameters(mx.gluon.model_zoo.vision.get_model(name))
+    assert [value.shape for value in aux.values()] == [parameter.shape for parameter in running]
+    assert [np.moveaxis(value, -1, 1).shape if value.ndim == 4 else value.shape for value in params.values()] == [
+        parameter.shape for parameter in expected]
+
+
+@pytest.mark.parametrize("name", ["resnet18_v2", "resnet50_v2"])
+def test_pre_activation_networks_compute_what_gluons_do(name, rng):
+    """With the same weights and statistics, in fp32."""
+    network, zoo = models.create(name, 7), mx.gluon.model_zoo.vision.get_model(name, classes=7)
+    params, aux = network.initial_values(seed=1)
+    for value in (*params.values(), *aux.values()):
+        if value.ndim == 1:
+            value += rng.uniform(0, 0.5, value.shape)
+    parameters = [parameter for kind in gluon_parameters(zoo) for parameter in kind]
+    for parameter, value in zip(parameters, [*params.values(), *aux.values()], strict=True):
+        parameter.set_data(mx.nd.array(np.moveaxis(value, -1, 1) if value.ndim == 4 else value))
+    data = rng.standard_normal((3, 75, 64, 3)).astype(np.float32)
+    images = mx.nd.array(np.moveaxis(data, -1, 1))
+    params["classifier_weight"] /= np.ptp(zoo(images).asnumpy())  # else one class has it all
+    zoo.output.weight.set_data(mx.nd.array(params["classifier_weight"]))
+    wanted = mx.nd.softmax(zoo(images)).asnumpy()
+    executor = create_executor("mxnet", network.graph, {"data": data.shape, "softmax_label": (3,)})
+    executor.set_params(params, aux)
+    assert np.ptp(wanted, axis=0).max() > 1e-3, "images must differ in their answers"
+    np.testing.assert_allclose(executor.forward(mx.nd.array(data)).asnumpy(), wanted, rtol=1e-4, atol=1e-6)
 
 
 def test_resnet50_structure():

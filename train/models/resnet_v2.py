@@ -1,0 +1,38 @@
+"""Pre-activation ResNet: BatchNorm and ReLU stand before each convolution, and nothing changes the sum of a block.
+
+He et al., 'Identity Mappings in Deep Residual Networks' (arXiv:1603.05027), with the stride of a bottleneck in its 3x3
+convolution. As Gluon has it, without the BatchNorm there of the images, which the loader has normalised. No branch ends
+in a BatchNorm whose gamma could be 0 at the start.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from common.mxnet_compat import mx
+from train.models.resnet import BLOCKS_PER_STAGE, Block, batch_norm, blocks, conv, head, max_pool, relu, stem
+
+Symbol = Any  # mx.sym.Symbol; MXNet has no type stubs
+
+
+def resnet_v2(depth: int, num_classes: int = 1000, label_smoothing: float = 0.0) -> Symbol:
+    """The training Symbol, with the inputs and the output of `Network`. `depth`: 18, 34, 50, 101 or 152."""
+    x = max_pool(stem(mx.sym.Variable("data")), "stem_pool")
+    for block in blocks(depth):
+        x = _block(x, block)
+    return head(relu(batch_norm(x, "last_bn"), "last_relu"), num_classes, label_smoothing)
+
+
+def _block(x: Symbol, block: Block) -> Symbol:
+    """A projection reads what the first BatchNorm and ReLU make of the input, as the branch does."""
+    name, shortcut = block.name, x
+    for number, layer in enumerate(block.branch, start=1):
+        x = relu(batch_norm(x, f"{name}_bn{number}"), f"{name}_relu{number}")
+        if number == 1 and block.projects:
+            shortcut = conv(x, f"{name}_shortcut_conv", block.filters, kernel=1, stride=block.stride)
+        x = conv(x, f"{name}_conv{number}", *layer)
+    return mx.sym.elemwise_add(x, shortcut, name=f"{name}_add")
+
+
+MODELS = {f"resnet{depth}_v2": partial(resnet_v2, depth) for depth in BLOCKS_PER_STAGE}
