@@ -14,6 +14,7 @@ import difflib
 import functools
 import importlib
 import inspect
+import io
 import itertools
 import os
 import re
@@ -38,6 +39,7 @@ _METAVARS = {int: "N", float: "X", str: "NAME", Path: "PATH"}
 
 def exit_code_of(main: Callable[[], int | None]) -> int:
     """Run a program to its end; its exit code. What ends it early is told in one sentence on stderr."""
+    _make_output_safe()
     try:
         code = main() or 0
         sys.stdout.flush()
@@ -56,6 +58,16 @@ def exit_code_of(main: Callable[[], int | None]) -> int:
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         return EXIT_CTRL_C
+
+
+def _make_output_safe() -> None:
+    """Output that is closed (`>&-`) or whose locale lacks a character must not end in a stack trace."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # as Python has it where it was started without
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # until the program ends
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace" if name == "stdout" else "backslashreplace")
 
 
 # --- a command line, by its declaration ---
@@ -77,10 +89,12 @@ def given(options: type, arguments: Sequence[str], *, prog: str, default: object
 
     Raises:
         UserError: an unknown option, or a value that is not allowed.
-        SystemExit: after `--help`.
+        SystemExit: after `--help` and `--version`.
     """
     if not set(HELP).isdisjoint(arguments):
         _make_parser(options, prog, default, with_help=True, description=description).parse_args(["--help"])
+    if VERSION in arguments:
+        _show_versions()
     return _plain_values(_make_parser(options, prog, default).parse_args(arguments))
 
 
@@ -94,8 +108,7 @@ def given_and_rest(options: type, arguments: Sequence[str], *, prog: str,
     if not set(HELP).isdisjoint(arguments):
         _make_parser(options, prog, with_help=True, rest=rest).parse_args(["--help"])
     if VERSION in arguments:
-        VERSIONS.load()()
-        raise SystemExit(0)
+        _show_versions()
     values, unknown = _make_parser(options, prog).parse_known_args(arguments)
     return _plain_values(values), unknown
 
@@ -128,6 +141,11 @@ class Command(NamedTuple):
 
 
 VERSIONS = Command(type(None), "common.environment:show_versions")  # what --version does
+
+
+def _show_versions() -> typing.NoReturn:
+    VERSIONS.load()()
+    raise SystemExit(0)
 
 
 def run_command(commands: Mapping[str, Command], arguments: Sequence[str], *, prog: str) -> int | None:
@@ -252,7 +270,8 @@ class _Parser(argparse.ArgumentParser):
         if unknown:
             name = next((word for word in unknown if word.startswith("-")), unknown[0]).partition("=")[0]
             if name.strip("-") and name.startswith("-"):
-                known = self._option_string_actions if name.startswith("--") else ()  # single letters are all near
+                # Single letters are all near.
+                known = [*self._option_string_actions, *HELP, VERSION] if name.startswith("--") else ()
                 self.error(f"there is no option {name}{did_you_mean(name, known)}")
             self.error(f"{name} belongs to no option")
         return parsed

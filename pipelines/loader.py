@@ -111,7 +111,7 @@ class Loader(ABC):
                 each = f" ({config.batch_size} on each of {shard[1]} processes)" if shard[1] > 1 else ""
                 raise DataError(
                     f"{config.data}: {num_images} training images are fewer than one batch of {global_batch}{each}; "
-                    "choose a smaller batch or add images"
+                    "lower --batch-size or add images"
                 )
         else:
             self.num_batches = -(-num_images // global_batch)

@@ -199,9 +199,12 @@ def make_samples(
     check_not_negative(seed=seed, num_threads=num_threads)
     description = {"version": _VERSION, "num_train": num_train, "num_val": num_val, "seed": seed}
     if folder.exists():
-        marker = folder / _MARKER
-        if marker.is_file() and json.loads(marker.read_text()) == description:
+        found = _description_of(folder)
+        if found == description:
             return False
+        if found.get("version", _VERSION) != _VERSION:
+            raise DataError(f"{folder} holds the sample set of another version of this program: remove that folder, "
+                            "which is then drawn anew, or choose another folder")
         if not folder.is_dir() or any(folder.iterdir()):
             raise DataError(f"{folder} holds something else than this sample set; remove it or choose another folder")
     jobs = [
@@ -225,13 +228,22 @@ def make_samples(
         for _ in map_in_order(write, jobs, len(jobs), "drawing the sample set", num_threads):
             pass
         (partial / _MARKER).write_text(json.dumps(description))
-        if folder.exists():
-            folder.rmdir()
-        partial.rename(folder)  # all or nothing
+        partial.rename(folder)  # all or nothing; what is replaced is an empty folder
     except OSError as error:
+        if _description_of(folder) == description:  # another process has drawn it meanwhile
+            return False
         raise DataError(
             f"{folder}: the sample set cannot be written ({error.strerror}); free space or choose another folder"
         ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return True
+
+
+def _description_of(folder: Path) -> dict[str, object]:
+    """What the marker of a sample set says; empty where there is none that can be read."""
+    try:
+        found = json.loads((folder / _MARKER).read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -256,3 +256,22 @@ def test_a_closed_pipe_ends_a_program_silently():
     done = subprocess.run(["bash", "-c", f'set -o pipefail; "{sys.executable}" -c "{program}" | head -c 1'],
                           capture_output=True, text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
     assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGPIPE, "x", "")
+
+
+def run_program(program: str, redirection: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run `program` as the body of `exit_code_of`'s function, in a shell."""
+    script = f"import sys, common.command_line as c; sys.exit(c.exit_code_of(lambda: {program}))"
+    command = ["bash", "-c", f'"{sys.executable}" -c "{script}" {redirection}']
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment}
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+def test_closed_output_is_no_error():
+    done = run_program("print('x')", ">&-")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert run_program("c._make_parser(c.Command, 'p').error('x')", "2>&-").returncode == 2
+
+
+def test_a_letter_that_the_locale_lacks():
+    done = run_program("print(chr(0x2501) + 'x')", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "?x\n", "")

@@ -45,6 +45,7 @@ def test_help(line):
 
 @pytest.mark.parametrize("line, sentence", [
     ("train --epcohs 3", "there is no option --epcohs; did you mean --epochs?"),
+    ("train --vresion", "there is no option --vresion; did you mean --version?"),
     ("train valdate", "there is no command 'valdate'; did you mean validate?"),
     ("train --config cpu_smaple", "there is no preset 'cpu_smaple' in train/configs/; did you mean cpu_sample?"),
     ("train --batch-size 0", "--batch-size 0 must be at least 1"),
@@ -66,9 +67,10 @@ def test_mistakes(line, sentence):
     assert err.startswith(f"error: {sentence}") and err.count("\n") == 1
 
 
-@pytest.mark.parametrize("module", [*PROGRAMS, *LAUNCHERS])
-def test_version(module):
-    code, out, err, imported = start(module, "--version")
+@pytest.mark.parametrize("line", [*PROGRAMS, *LAUNCHERS, "train predict", "pipelines verify", "graph_passes show"])
+def test_version(line):
+    module, *command = line.split()
+    code, out, err, imported = start(module, *command, "--version")
     assert (code, err) == (0, "") and not imported & {"mxnet", "nvidia.dali", "numpy", "horovod"}
     first, *libraries = out.splitlines()
     assert first.startswith("resnet50-mxnet 0.")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ from graph_passes.executors import Executor
 from train.build import SAMPLES_FOLDER
 from train.config import DEFAULT_PRESET, SAMPLES, Config
 from train.optimizer import make_optimizer
+from train.processes import invocation
 from train.processes.distributed import Workers
 
 SECONDS = 60.0  # of training steps that somebody who tries the program out is asked for
@@ -67,7 +67,7 @@ def fit(config: Config, executor: Executor, num_images: int, workers: Workers) -
 
 def next_commands(run_folder: Path) -> str:
     """Commands that work as they stand, in the shell that started this process, and show where one's own data goes."""
-    python = _python()
+    python = invocation.python()
     launcher = os.path.relpath(ROOT / "scripts" / "dgx1_8gpu.sh")
     environment = "" if Path(sys.prefix) == ROOT / ".venv" else f"PYTHON={shlex.quote(sys.executable)} "
     commands = [
@@ -79,11 +79,3 @@ def next_commands(run_folder: Path) -> str:
     if (ROOT / "scripts").is_dir():
         commands.append(("two processes, which average their gradients", f"{environment}{launcher} -n 2"))
     return "\n".join(["try next:", *(line for what, command in commands for line in (f"  # {what}", f"  {command}"))])
-
-
-def _python() -> str:
-    """What starts this interpreter in the user's shell."""
-    if shutil.which("python") == sys.executable:
-        return "python"
-    inside = Path(sys.executable).is_relative_to(Path.cwd())
-    return shlex.quote(os.path.relpath(sys.executable) if inside else sys.executable)

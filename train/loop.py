@@ -10,6 +10,7 @@ import contextlib
 import gc
 import itertools
 import math
+import shlex
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -176,7 +177,7 @@ class Trainer:
                 raise StoppedBySignal(
                     signals.stop or signal.SIGTERM,  # with several processes, another one may have got it
                     f"stopped after step {progress.step} with a checkpoint; "
-                    f"go on with: {launcher()} --resume {self.run_folder}",
+                    f"go on with: {launcher()} --resume {shlex.quote(str(self.run_folder))}",
                 )
             if time_up:
                 return f"stopped: the time limit of {self.config.time_limit:g} minutes is reached"

@@ -26,6 +26,35 @@ def test_made_once_and_the_same_for_the_same_seed(tmp_path):
     assert contents(tmp_path / "a") == first
 
 
+def test_a_set_of_another_version_is_named_and_kept(tmp_path):
+    assert make_samples(tmp_path / "a", 1, 1)
+    marker = tmp_path / "a" / "samples.json"
+    marker.write_text(marker.read_text().replace('"version": 3', '"version": 2'))
+    before = contents(tmp_path / "a")
+    with pytest.raises(DataError, match="holds the sample set of another version of this program: remove that folder"):
+        make_samples(tmp_path / "a", 1, 1)
+    marker.write_text("{")
+    with pytest.raises(DataError, match="holds something else than this sample set"):
+        make_samples(tmp_path / "a", 1, 1)
+    assert contents(tmp_path / "a").keys() == before.keys()
+
+
+def test_two_processes_draw_it_at_once(tmp_path, monkeypatch):
+    """The one that is later takes what the other has drawn."""
+    other = [lambda: make_samples(tmp_path / "a", 1, 1)]
+
+    def draw_late(*arguments):
+        if other:
+            monkeypatch.setattr("os.getpid", lambda: 1)
+            other.pop()()
+        return draw(*arguments)
+
+    monkeypatch.setattr("pipelines.samples.draw", draw_late)
+    assert not make_samples(tmp_path / "a", 1, 1, num_threads=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert len(contents(tmp_path / "a")) == 2 * len(PATTERNS) + 1
+
+
 def test_interrupted_leaves_nothing(tmp_path, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt

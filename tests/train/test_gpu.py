@@ -155,7 +155,7 @@ def test_a_run_from_jpegs_that_is_stopped_ends_like_an_unbroken_one(death, photo
     finally:
         run.kill()
     assert run.returncode == (128 + death if death == signal.SIGTERM else -death)
-    assert (f"go on with: python -m train --resume {folder}" in out) == (death == signal.SIGTERM)
+    assert (f"-m train --resume {folder}" in out) == (death == signal.SIGTERM)
     stopped_at = checkpoint.load(checkpoint.find(str(folder))).progress.step
     assert 10 < stopped_at == saved_step(folder) < 108
 

@@ -14,6 +14,7 @@ import pytest
 
 from train import checkpoint
 from train.loop import Trainer
+from train.processes.invocation import python
 
 pytestmark = pytest.mark.usefixtures("narrow_network")
 
@@ -60,7 +61,8 @@ def test_sigterm(unbroken, tiny_options, tmp_path, run_train, monkeypatch, signa
         code, out, err = run_train("--output", folder, *tiny_options, report=True)
     assert code == 128 + signal.SIGTERM
     assert len(json.loads((folder / "report" / "report.json").read_text())["step_ms"]) == signal_at
-    assert f"go on with: python -m train --resume {folder}" in out
+    assert out.count(f"validation is on the training images: {tiny_options[1]} has no train and val") == 1
+    assert f"go on with: {python()} -m train --resume {folder}" in out
     assert checkpoint.load(checkpoint.find(str(folder))).progress.step == signal_at
 
     code, out, err = run_train("--resume", folder, report=True)  # the options are those of the checkpoint

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import shlex
 import time
 from collections.abc import Mapping
 from datetime import datetime
@@ -21,6 +22,7 @@ from train.errors import TrainError
 from train.loop import Trainer
 from train.optimizer import ema_in_use
 from train.processes.distributed import Workers
+from train.processes.invocation import python
 from train.reporting import predictions
 from train.reporting.inspection import predict_some
 from train.reporting.recorder import Recorder
@@ -105,6 +107,17 @@ def report(recorder: Recorder, run_folder: Path, trainer: Trainer | None = None)
     if not recorder.enabled:
         return
     print("writing the report ...", flush=True)
+    try:
+        _write_report(recorder, run_folder, trainer)
+    except KeyboardInterrupt:
+        command = f"{python()} -m train.reporting.report {shlex.quote(str(run_folder))}"
+        print(f"stopped before the report was complete; it is made with: {command}", flush=True)
+        raise
+    if trainer and trainer.config.data == SAMPLES:
+        print(demonstration.next_commands(run_folder))
+
+
+def _write_report(recorder: Recorder, run_folder: Path, trainer: Trainer | None) -> None:
     folder = run_folder / "report"
     if trainer and trainer.val_loader and has_predictions(trainer, recorder):
         try:
@@ -113,8 +126,6 @@ def report(recorder: Recorder, run_folder: Path, trainer: Trainer | None = None)
         except DataError as error:  # the run is complete all the same
             print(f"no picture of predictions: {error}", flush=True)
     print(f"report: {write_report(folder, recorder.record)}")
-    if trainer and trainer.config.data == SAMPLES:
-        print(demonstration.next_commands(run_folder))
 
 
 def has_predictions(trainer: Trainer, recorder: Recorder) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -11,11 +12,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from graph_passes.executors import Executor
 from graph_passes.executors.cuda.statistics_group import StatisticsGroup
+from pipelines.sources import splits_of
 from train import checkpoint, demonstration, devices
 from train.build import build_executor, check_memory, join_bn_group, open_split
 from train.checkpoint import Checkpoint
 from train.commands.session import AUTO, measure_loader, name_preset, open_recorder, prepare, report, run_folder_of
-from train.config import SYNTHETIC, Config, configure, load_preset
+from train.config import SAMPLES, SYNTHETIC, Config, configure, load_preset
 from train.errors import LostProcessError, TrainError
 from train.loop import Trainer
 from train.processes.distributed import Workers, drain_engine, is_elastic, is_lost_process
@@ -55,8 +57,9 @@ def main(values: Mapping[str, Any]) -> None:
             if bn_group:
                 bn_group.give_up()  # the GPU would wait for the lost one
             drain_engine()
-            raise LostProcessError(f"another process of this run has ended; go on from the last checkpoint, if there "
-                                   f"is one, with: {launcher()} --resume {beginning.run_folder}") from None
+            folder = shlex.quote(str(beginning.run_folder))
+            raise LostProcessError("another process of this run has ended; go on from the last checkpoint, if there is "
+                                   f"one, with: {launcher()} --resume {folder}") from None
 
 
 def _elastic_session(values: Mapping[str, Any], state: RunState) -> None:
@@ -151,6 +154,7 @@ def train(trainer: Trainer) -> None:
     try:
         with recorder:
             _note_memory(trainer, recorder)
+            _note_validation(trainer.config, recorder)
             trainer.run(recorder)
             if trainer.config.data != SYNTHETIC:  # which is made once and costs nothing
                 recorder.loader_speed(measure_loader(trainer.train_loader, trainer.workers))
@@ -167,3 +171,10 @@ def _note_memory(trainer: Trainer, recorder: Recorder) -> None:
     if cached := sum(loader.cache_bytes for loader in loaders if loader):
         size = f"{cached / 2**30:.2f} GiB" if cached >= 2**30 / 10 else f"{cached / 2**20:.1f} MiB"
         recorder.say(f"decoded images stay in memory: {size} per process (--cache)")
+
+
+def _note_validation(config: Config, recorder: Recorder) -> None:
+    """Where the accuracy of validation says nothing about images that the network has not seen, say so."""
+    is_own = config.data not in (SAMPLES, SYNTHETIC)
+    if recorder.enabled and is_own and config.validate_every and "val" not in splits_of(config.data):
+        recorder.say(f"validation is on the training images: {config.data} has no train and val (docs/data.md)")
