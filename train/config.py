@@ -190,14 +190,15 @@ class OptimizerOptions:
     """Peak learning rate for a global batch of 256 images; it is scaled linearly with the global batch."""
     optimizer: Annotated[str, "NAME"] = "sgd"
     """sgd: with momentum; adamw: arXiv:1711.05101; lars and lamb: the same two with a learning rate for each layer, for
-    large batches (arXiv:1708.03888, arXiv:1904.00962). Where the preset has another optimizer, adamw and lamb bring a
-    learning rate and a weight decay of their own (docs/training.md)."""
+    large batches (arXiv:1708.03888, arXiv:1904.00962); lion: arXiv:2302.06675. Where the preset has another optimizer,
+    adamw, lamb and lion bring a learning rate and a weight decay of their own (docs/training.md)."""
     momentum: float = 0.875
     """Optimizers sgd and lars: momentum."""
     nesterov: bool = False
     """Optimizers sgd and lars: Nesterov's momentum."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """Optimizers adamw and lamb: what the moving averages of the gradient and of its square keep in each step."""
+    """Optimizers adamw and lamb: what the moving averages of the gradient and of its square keep in each step.
+    Optimizer lion: what is kept of the average for the step, and in the average; it brings 0.9 and 0.99."""
     epsilon: float = 1e-8
     """Optimizers adamw and lamb: added to the root of the mean square that gradients are divided by."""
     weight_decay: float = 1 / 32768

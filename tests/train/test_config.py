@@ -116,7 +116,8 @@ MISTAKES = {
     "--optimizer adam": "there is no optimizer 'adam'; did you mean adamw?",
     "--optimizer ?": f"there is no optimizer '?'; there are: {', '.join(optimizers.names())}",
     "--optimizer adamw --nesterov": "--nesterov is for --optimizer lars or sgd, and this run has adamw: leave it out",
-    "--optimizer sgd --betas 0.9 0.99": "--betas is for --optimizer adamw or lamb, and this run has sgd: leave it out",
+    "--optimizer sgd --betas 0.9 0.99":
+        "--betas is for --optimizer adamw or lamb or lion, and this run has sgd: leave it out",
     "--optimizer lamb --betas 0.9 1": "--betas 0.9 1.0 must be two fractions below 1",
     "--optimizer lamb --epsilon 0": "--epsilon 0.0 must be above 0",
     "--random-area 0.5": "--random-area needs 2 values (see",
@@ -161,6 +162,8 @@ def test_another_optimizer_than_the_preset_s_brings_its_own_recipe():
     assert constants("--optimizer", "lars") == (preset.learning_rate, preset.weight_decay, 1e-8)
     assert constants("--optimizer", "adamw") == (2.5e-4, 0.05, 1e-8)
     assert constants("--optimizer", "lamb", "--learning-rate", "0.5") == (0.5, 0.02, 1e-6)
+    assert constants("--optimizer", "lion") == (2.5e-5, 0.5, 1e-8)
+    assert configure({"optimizer": "lion"}, preset).betas == (0.9, 0.99)
     resumed = dataclasses.replace(preset, optimizer="lamb", learning_rate=0.125)
     assert constants("--optimizer", "lamb", default=resumed) == (0.125, preset.weight_decay, 1e-8)
 

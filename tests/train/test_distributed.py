@@ -96,8 +96,8 @@ SESSION = """
         workers.sum([1.0])  # rank 0 would wait here forever
 
     program.COMMANDS["train"] = program.Command(program.Config, "__main__:command")
-    workers.sum([0.0])  # both are here
     print("only the mistake is left", file=sys.stderr, flush=True)
+    workers.sum([0.0])  # both have said so
     sys.exit(program.main(["train"]))
 """
 

@@ -197,7 +197,9 @@ def test_in_mid_schedule_of_image_sizes_and_with_lars(tiny_options, tmp_path, ru
     assert f"top-1 {best:.2%}" in run_train("validate", "--checkpoint", whole)[1]
 
 
-@pytest.mark.parametrize("optimizer, slots", [("adamw", ["mean", "variance"]), ("lamb", ["mean", "variance"])])
+@pytest.mark.parametrize("optimizer, slots", [
+    ("adamw", ["mean", "variance"]), ("lamb", ["mean", "variance"]), ("lion", ["mean"])
+])  # fmt: skip
 def test_another_optimizer(optimizer, slots, tiny_options, tmp_path, run_train):
     """It goes on to the same bits, with the number of its updates; and not from another one's state."""
     options = [*tiny_options, "--optimizer", optimizer, "--ema-decay", "0.5", "--validate-every", "0"]
@@ -206,7 +208,8 @@ def test_another_optimizer(optimizer, slots, tiny_options, tmp_path, run_train):
     assert code == 0, err
     assert run_train("--output", parts, *options, "--max-steps", "5")[0] == 0
     stopped = checkpoint.load(checkpoint.find(str(parts)))
-    assert list(stopped.state) == slots and stopped.scalars == {"updates": 5}
+    assert list(stopped.state) == slots
+    assert stopped.scalars == ({} if optimizer == "lion" else {"updates": 5}), "Lion's formula has no such number"
     assert all(np.abs(stopped.state[slot]["classifier_weight"]).max() > 0 for slot in slots)
     code, _, err = run_train("--resume", parts, "--optimizer", "sgd")
     assert code == 2

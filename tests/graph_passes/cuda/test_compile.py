@@ -11,7 +11,7 @@ from graph_passes.executors.cuda.kernels import C_TYPES, SOURCES, compile_kernel
 from graph_passes.executors.cuda.lowering.conv1x1_backward import DgradReduce, NormBackward
 from graph_passes.passes.dgrad_reduce import OUT_CHANNELS
 
-RULES = ["Sgd<false>", "Sgd<true>", "Lars<false>", "Lars<true>", "AdamW", "Lamb"]  # of optimizer.cu
+RULES = ["Sgd<false>", "Sgd<true>", "Lars<false>", "Lars<true>", "AdamW", "Lamb", "Lion"]  # of optimizer.cu
 
 # Template arguments behind the dtype that the executor asks for.
 FLAGS = {

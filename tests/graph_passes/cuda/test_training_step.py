@@ -23,6 +23,7 @@ from graph_passes.optimizers import ArrayOptimizer, Rule
 from graph_passes.optimizers.adamw import AdamW
 from graph_passes.optimizers.lamb import LAMB
 from graph_passes.optimizers.lars import LARS
+from graph_passes.optimizers.lion import Lion
 from graph_passes.optimizers.sgd import SGD
 from train import models
 from train.models.network import init_params
@@ -301,7 +302,7 @@ def test_folded_inference_of_a_trained_network(cache: Path, name: str, dtype: st
 RULES = {
     "sgd": SGD(weight_decay=1e-2), "nesterov": SGD(weight_decay=1e-2, nesterov=True),
     "lars": LARS(weight_decay=1e-2, trust_coefficient=0.1), "adamw": AdamW(weight_decay=5e-2),
-    "lamb": LAMB(weight_decay=2e-2, epsilon=1e-6),
+    "lamb": LAMB(weight_decay=2e-2, epsilon=1e-6), "lion": Lion(weight_decay=5e-2),
 }
 
 
@@ -319,7 +320,7 @@ def test_fifty_optimizer_steps_against_numpy(cache: Path, dtype: str, rule: Rule
     gradients: dict[str, np.ndarray] = {}
     oracle = ArrayOptimizer(rule, wanted, gradients, roles.weights(graph))
     for number in range(50):
-        rate = (0.005 if rule.counts else 0.05) / (1 + number)
+        rate = (0.05 if rule.rate_in else 0.005) / (1 + number)
         step.forward_backward()
         gradients.update({name: gradient.astype(np.float64) for name, gradient in step.get_gradients().items()})
         oracle.step(rate, scale=0.5)
@@ -346,7 +347,8 @@ def test_another_optimizer_begins_anew(cache: Path) -> None:
     step.forward_backward()
     step.update(0.1)
     momentum = step.get_state()["momentum"]
-    for rule, is_kept in ((LARS(), True), (AdamW(), False), (LAMB(), False), (SGD(), False)):
+    for rule, is_kept in ((LARS(), True), (AdamW(), False), (LAMB(), False), (Lion(), False),
+                          (SGD(), False)):
         step.set_optimizer(OptimizerConfig(rule))
         state = step.get_state()
         assert tuple(state) == rule.slots
@@ -454,7 +456,8 @@ def test_images_of_other_sizes(cache: Path) -> None:
     assert step.gpu.memory()[0] > before - 2**23, "memory of sizes gone by is still taken"
 
 
-@pytest.mark.parametrize("rule", [SGD(), LARS(), AdamW(), LAMB()], ids=["sgd", "lars", "adamw", "lamb"])
+@pytest.mark.parametrize("rule", [SGD(), LARS(), AdamW(), LAMB(), Lion()],
+                         ids=["sgd", "lars", "adamw", "lamb", "lion"])
 def test_deterministic_runs_give_equal_bits(cache: Path, tmp_path: Path, rule: Rule) -> None:
     """Whatever the cache holds, and with a batch that is many blocks of every kernel."""
     symbol, shapes = resnet(18, CLASSES), {"data": (201, 64, 64, 3), "softmax_label": (201,)}

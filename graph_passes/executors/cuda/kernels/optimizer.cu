@@ -115,6 +115,23 @@ struct Lamb : AdamW {
     }
 };
 
+// Chen et al., arXiv:2302.06675, algorithm 2
+struct Lion {
+    static constexpr int SLOTS = 1;
+    static constexpr NormsOf NORMS_OF = NOTHING;
+    float beta1, rest1, beta2, rest2;  // rest: 1 - beta
+
+    __device__ explicit Lion(const State &state)
+        : beta1(state.constants[0]), rest1(state.constants[1]), beta2(state.constants[2]), rest2(state.constants[3]) {}
+
+    __device__ void update(float &w, float g, float (&s)[SLOTS], float rate, float decay) const {
+        const float c = beta1 * s[0] + rest1 * g;
+        const float sign = c > 0 ? 1.f : c < 0 ? -1.f : c;  // 0, or NaN, which is to show in the loss
+        s[0] = beta2 * s[0] + rest2 * g;
+        w -= rate * (sign + decay * w);
+    }
+};
+
 // --- the launches of a step ---
 
 template <class T> __device__ inline void load_gradient(const Tensor &t, uint32 at, float (&g)[VEC]) {
