@@ -58,6 +58,8 @@ def test_help(line):
     ("pipelines vrify", "there is no command 'vrify'; did you mean verify?"),
     ("pipelines bench data --device tpu", "--device tpu is not one of cpu, gpu"),
     ("graph_passes show --modl x", "there is no option --modl; did you mean --model?"),
+    ("train.processes.launch -n 2 --epcohs 3", "there is no option --epcohs; did you mean --epochs?"),
+    ("train.processes.launch -n 2 valdate", "there is no command 'valdate'; did you mean validate?"),
     ("train.processes.launch -n x", "-n/--processes needs a whole number above 0, not 'x'"),
 ])
 def test_mistakes(line, sentence):

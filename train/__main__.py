@@ -48,7 +48,7 @@ def _run(arguments: Sequence[str]) -> int:
         VERSIONS.load()()
         return 0
     try:
-        command, values = _understood(arguments)
+        command, values = understood(arguments)
         run = command.load()
         if __name__ == "__main__":
             signal.signal(signal.SIGINT, ctrl_c_handler)
@@ -67,7 +67,7 @@ def _run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _understood(arguments: Sequence[str]) -> tuple[Command, dict[str, Any]]:
+def understood(arguments: Sequence[str]) -> tuple[Command, dict[str, Any]]:
     """The command that is asked for, and the values given for its options. Raises TrainError: all processes of a run
     have the same command line."""
     try:

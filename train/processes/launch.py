@@ -28,6 +28,7 @@ from typing import Annotated, Any, NamedTuple, NoReturn
 
 from common.command_line import Positive, exit_code_of, given_and_rest, given_value
 from common.errors import EXIT_USER_ERROR
+from train.__main__ import understood
 from train.errors import EXIT_LOST_PROCESS, NoHorovodError, TrainError
 from train.processes import topology
 from train.processes.invocation import LAUNCHER_VARIABLE
@@ -351,6 +352,7 @@ def main(arguments: Sequence[str]) -> int:
     if "HOROVOD_LOCAL_RANK" in os.environ:  # started by horovodrun
         slots, _ = plan(int(os.environ["HOROVOD_LOCAL_SIZE"]), on_cpu)
         _become(command, slots[int(os.environ["HOROVOD_LOCAL_RANK"])])
+    understood(passed)  # a mistake is told before Horovod is compiled, and once
     slots, notes = plan(own.processes, on_cpu)
     if own.min_np and own.min_np > len(slots):
         raise TrainError(f"--min-np {own.min_np} is more than the {len(slots)} processes here; lower it")
