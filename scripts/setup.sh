@@ -187,11 +187,13 @@ build_horovod() {
 
 trap 'printf "\nerror: interrupted; make goes on where it was\n" >&2; exit 130' INT TERM
 find_kind
-"$bin/python" -m pip --version >/dev/null 2>&1 || make_environment
+# One at a time, from the environment's making on, which removes an unfinished one. What is locked is this file, which is
+# there and can be read; a file system without such locks is no reason to stop.
 if command -v flock >/dev/null; then
-    exec {lock}>"$venv/.lock"
-    flock -n "$lock" || { say "waiting for another set-up of $venv"; flock "$lock"; }
+    exec {lock}<scripts/setup.sh
+    flock -n "$lock" || { say "waiting for another set-up of $venv"; flock "$lock" || true; }
 fi
+"$bin/python" -m pip --version >/dev/null 2>&1 || make_environment
 
 packages="$kind $(cksum <pyproject.toml) $(cksum <scripts/link_cuda11.py)"
 if [ $part = test ] || [ $part = all ]; then

@@ -260,6 +260,21 @@ def test_two_at_a_time(run_setup, venv, tmp_path):
     assert len((tmp_path / "calls").read_text().splitlines()) == 1
 
 
+def test_two_at_a_time_from_nothing(tmp_path):
+    """The second one does not remove the environment that the first one is making."""
+    new, ready = tmp_path / "new", tmp_path / "ready"
+    for name in ("pip", "python"):
+        write_program(ready / "bin" / name, "")
+    (ready / "pyvenv.cfg").touch()
+    make = f'echo made >>{tmp_path}/calls; mkdir -p "$3"; touch "$3/pyvenv.cfg"; sleep 1; cp -r {ready}/. "$3"'
+    write_program(tmp_path / "path" / "python3.12", f'[ "$2" != venv ] || {{ {make}; }}')
+    write_program(tmp_path / "path" / "nvidia-smi", "exit 9")
+    environment = {**os.environ, "PATH": f"{tmp_path}/path:{os.environ['PATH']}"}
+    both = [subprocess.Popen(["bash", SCRIPT, "run", new], env=environment) for _ in range(2)]
+    assert [process.wait(timeout=30) for process in both] == [0, 0]
+    assert (tmp_path / "calls").read_text() == "made\n" and (new / ".ready").exists()
+
+
 def test_it_says_that_it_is_alive(venv):
     """In one line of a terminal; and nothing is left in the background that would hold it."""
     if not shutil.which("script"):
