@@ -245,8 +245,8 @@ def test_fused_backward_pass(cache: Path, monkeypatch: pytest.MonkeyPatch, dtype
 @pytest.mark.parametrize("dtype", WHOLE)
 @pytest.mark.parametrize("name", ["resnet18", "resnet50", "resnet101", "resnext50_32x4d", "resnet50d"])
 def test_whole_network_against_mxnet_on_the_cpu(cache: Path, name: str, dtype: str) -> None:
-    """Networks whose branches begin with 0. Others, as those of v2, tell nothing so: where MXNet's own weights differ by
-    1e-7, the gradients of ResNet-50 v2 differ by 0.8 % in the median (those of ResNet-50 by 1e-6)."""
+    """Networks whose branches begin with 0. Others, as those of v2, tell nothing so: where MXNet's own weights differ
+    by 1e-7, the gradients of ResNet-50 v2 differ by 0.8 % in the median (those of ResNet-50 by 1e-6)."""
     network, shapes = models.create(name, CLASSES, 0.1), {"data": (8, 64, 64, 3), "softmax_label": (8,)}
     graph = fused(network.symbol)
     # With seed 50 ResNet-50-D has a ReLU at 3e-6 in its last stage, which two ways to add up in fp32 put on either side
