@@ -32,8 +32,8 @@ COPY . .
 # For reports: docker build --build-arg COMMIT=$(git rev-parse HEAD)
 ARG COMMIT
 RUN if [ -n "$COMMIT" ]; then echo "node: $COMMIT" >.git_archival.txt; fi && \
-    mkdir -m 1777 data runs
-# Any user may run it, one without an entry in passwd too: `docker run --user "$(id -u):$(id -g)"`.
+    chmod 1777 .
+# Any user may run it, and write runs, samples and caches here: `docker run --user "$(id -u):$(id -g)"`.
 ENV PATH=/resnet/.venv/bin:$PATH HOME=/tmp NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility,video
 USER 1000
 CMD ["make", "train-1gpu"]
