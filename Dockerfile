@@ -23,7 +23,7 @@ RUN SETUP_FOR=$SETUP_FOR PIP_NO_CACHE_DIR=1 make setup && rm -rf .venv/horovod
 FROM debian:bookworm-slim
 # hadolint ignore=DL3008
 RUN apt-get update && \
-    apt-get install -y --no-install-recommends libgomp1 libquadmath0 make python3 && \
+    apt-get install -y --no-install-recommends libgomp1 libquadmath0 make python3-venv && \
     rm -rf /var/lib/apt/lists/* && \
     useradd --uid 1000 --create-home resnet
 WORKDIR /resnet
