@@ -9,6 +9,7 @@ scaling_model.jsonl and scaling_model.png beside the measurements. Needs no GPU.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -134,17 +135,15 @@ def read_gradients(profile: str) -> list[Gradient]:
     params, _ = init_params(symbol, seed=0)
     launches, _, _ = profile.partition("\n\n")  # the rest are sums by operation
     rows = re.findall(r"^(\w+) +(\w+) +([\d.]+) +[\d.]+ +\d+ +\d+%$", launches, re.MULTILINE)
-    total = sum(float(ms) for _, _, ms in rows)
-    done = 0.0
+    ends = list(itertools.accumulate(float(ms) for _, _, ms in rows))
     found: dict[str, Gradient] = {}  # by node, whose last launch counts
-    for node, _, ms in rows:
-        done += float(ms)
+    for (node, _, _), end in zip(rows, ends, strict=True):
         if node.endswith("_wgrad"):
             weight = params[node.removesuffix("_wgrad") + "_weight"]
-            found[node] = Gradient(WIRE_BYTES * weight.size, done / total)
+            found[node] = Gradient(WIRE_BYTES * weight.size, end / ends[-1])
     # BatchNorm's and the bias' gradients travel in fp32, in one message behind all others.
     rest = sum(4 * array.size for name, array in params.items() if not name.endswith("_weight"))
-    return [*found.values(), Gradient(rest, done / total)]
+    return [*found.values(), Gradient(rest, 1.0)]
 
 
 def cut_buckets(gradients: Sequence[Gradient], num_buckets: int) -> list[Bucket]:
