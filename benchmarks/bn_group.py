@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from record import flags, run, write_result
 from several_gpus import SeveralGpusOptions, check_gpus, measure_in_processes
-from step_gpu import LEARNING_RATE, WARM_UP, make_step
+from step_gpu import LEARNING_RATE, make_step
 
 from common.command_line import Positive, read_options
 from common.errors import ProgramError
@@ -25,6 +25,7 @@ from train.devices import Placement
 from train.processes.distributed import Workers
 
 ROUNDS = 3
+WARM_UP = 15  # steps before each turn
 
 
 def sizes(num_gpus: int) -> list[int]:

@@ -38,7 +38,6 @@ from graph_passes.executors.cuda.executor import CudaExecutor
 from train import models
 
 CLASSES, LEARNING_RATE = 1000, 0.1
-WARM_UP = 15  # steps, where a program has no better way
 WARM_UP_SECONDS, NUM_BATCHES = 3.0, 6
 SHORT = {"float16": "fp16", "bfloat16": "bf16", "tf32": "tf32", "float32": "fp32"}
 MEMORY = RESULTS / "memory_1gpu.jsonl"

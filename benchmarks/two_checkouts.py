@@ -21,14 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from record import RESULTS, run
+from record import RESULTS, ROOT, run
 
 from common.command_line import Positive, read_options
 from common.environment import git_commit, hardware, versions
 from common.errors import ProgramError
 
 WARM_UP_SECONDS, NUM_BATCHES, LEARNING_RATE = 3, 6, 0.05
-ROOT = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True)
