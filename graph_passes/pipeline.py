@@ -18,6 +18,7 @@ from graph_passes.passes.conv_statistics import conv_statistics
 from graph_passes.passes.dgrad_reduce import dgrad_reduce
 from graph_passes.passes.group_mean import group_mean
 from graph_passes.passes.norm_backward import norm_backward
+from graph_passes.passes.norm_grad_add import norm_grad_add
 from graph_passes.passes.norm_pair import norm_pair
 from graph_passes.passes.norm_pool import norm_pool
 from graph_passes.passes.softmax_bias import softmax_bias
@@ -48,6 +49,7 @@ def training_passes(shapes: Shapes, dtype: str, choose: Choose, grouped: bool = 
         "conv_epilogue": lambda graph: conv_epilogue(graph, choose),
         "dgrad_reduce": lambda graph: dgrad_reduce(graph, choose),
         "norm_backward": lambda graph: norm_backward(graph, choose),
+        "norm_grad_add": norm_grad_add,
     }
     return listed | ({"group_mean": group_mean} if grouped else {})
 

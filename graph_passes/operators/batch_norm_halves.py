@@ -71,7 +71,9 @@ def _backward_reduce(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes
 def _backward_apply(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
     data = known(node, shapes)
     channels = channels_of(node, data)
-    return [data, data, channels, (2, *channels), *[channels] * (len(shapes) - 4)], [data]
+    addend = [data] if node.op.endswith("Add") else []
+    sums_and_beta = [channels] * (len(shapes) - 4 - len(addend))
+    return [data, data, channels, (2, *channels), *sums_and_beta, *addend], [data]
 
 
 def _same(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
@@ -117,14 +119,14 @@ def _compute_reduce(node: NodeView, dy: Array, x: Array, gamma: Array, saved: Ar
 
 
 def _compute_backward_apply(node: NodeView, dz: Array, x: Array, gamma: Array, saved: Array, dgamma: Array,
-                            dbeta: Array) -> list[Array]:
-    return [data_gradient(node, dz, x, gamma, saved, (dgamma, dbeta))]
+                            dbeta: Array, addend: Array | None = None) -> list[Array]:
+    return [total(data_gradient(node, dz, x, gamma, saved, (dgamma, dbeta)), addend)]
 
 
 def _compute_relu_backward_apply(node: NodeView, dy: Array, x: Array, gamma: Array, saved: Array, beta: Array,
-                                 dgamma: Array, dbeta: Array) -> list[Array]:
+                                 *others: Array) -> list[Array]:
     dz = relu_backward(dy, scaled(node, x, gamma, beta, saved))
-    return [data_gradient(node, dz, x, gamma, saved, (dgamma, dbeta))]
+    return _compute_backward_apply(node, dz, x, gamma, saved, *others)
 
 
 # --- the descriptions ---
@@ -164,6 +166,13 @@ OPERATORS = (
     Operator("BatchNormReluBackwardApply", ("out_grad", "data", "gamma", "saved", "beta", *_SUMS), _backward_apply,
              _compute_relu_backward_apply, ATTRIBUTES, ("data_grad",), in_place={"data_grad": ("out_grad",)},
              forward="BatchNormRelu"),
+    # Both, of the pass `norm_grad_add`: with the other gradient of the data.
+    Operator("BatchNormBackwardApplyAdd", ("masked_grad", "data", "gamma", "saved", *_SUMS, "addend"), _backward_apply,
+             _compute_backward_apply, ATTRIBUTES, ("data_grad",), in_place={"data_grad": ("masked_grad", "addend")},
+             fused=True, forward="BatchNorm"),
+    Operator("BatchNormReluBackwardApplyAdd", ("out_grad", "data", "gamma", "saved", "beta", *_SUMS, "addend"),
+             _backward_apply, _compute_relu_backward_apply, ATTRIBUTES, ("data_grad",),
+             in_place={"data_grad": ("out_grad", "addend")}, fused=True, forward="BatchNormRelu"),
     # Sums of one GPU -> their means over the GPUs that share BatchNorm's statistics. In NumPy the group is of one.
     Operator("GroupMean", _ARRAYS, _same, lambda node, *sums: list(sums),
              {"at_most_1": TRUE, "at_most_2": TRUE}, _ARRAYS,

@@ -78,6 +78,28 @@ def bottlenecks(stem=3, classes=10):
     return mx.sym.SoftmaxOutput(x, normalization="batch", smooth_alpha=0.1, name="softmax")
 
 
+def pre_activation(classes=7):
+    """Three blocks that begin with BatchNorm, as those of ResNet v2: a projected one, a plain one, and one without the
+    first ReLU, whose branch alone is a BatchNorm's data's other reader."""
+    def conv(x, name, filters, kernel=1):
+        return mx.sym.Convolution(x, num_filter=filters, kernel=(kernel, kernel), pad=(kernel // 2,) * 2, no_bias=True,
+                                  layout="NHWC", name=f"{name}_conv")
+
+    def norm(x, name):
+        return mx.sym.BatchNorm(x, axis=3, eps=1e-5, momentum=0.8, fix_gamma=False, name=f"{name}_bn")
+
+    x = conv(mx.sym.Variable("data"), "stem", 16, kernel=3)
+    for block, filters in {"a": 24, "b": 24, "c": 24}.items():
+        y = norm(x, f"{block}1")
+        y = y if block == "c" else mx.sym.relu(y)
+        shortcut = conv(y, f"{block}3", filters) if block == "a" else x
+        y = mx.sym.relu(norm(conv(y, f"{block}1", 16), f"{block}2"))
+        x = mx.sym.elemwise_add(conv(y, f"{block}2", filters, kernel=3), shortcut, name=block)
+    x = mx.sym.Pooling(mx.sym.relu(norm(x, "last")), global_pool=True, kernel=(1, 1), pool_type="avg", layout="NHWC")
+    x = mx.sym.FullyConnected(mx.sym.Flatten(x), num_hidden=classes, name="fc")
+    return mx.sym.SoftmaxOutput(x, normalization="batch", name="softmax")
+
+
 def random_network(rng):
     """Convolutions, BatchNorms, sums of any of these, ReLUs after BatchNorms and max poolings, in any order."""
     def conv(x, filters, stride=1, sizes=(1, 1, 3)):

@@ -3,7 +3,7 @@ against the network as it is given, whose gradient no pass writes; and against M
 
 import numpy as np
 import pytest
-from step_networks import bottlenecks, flattened, random_network, random_variables, small_resnet
+from step_networks import bottlenecks, flattened, pre_activation, random_network, random_variables, small_resnet
 
 from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError, Ref, passes, pipeline
@@ -34,6 +34,7 @@ NETWORKS = {
     "bottlenecks": (lambda: bottlenecks(7, 7), (3, 22, 18, 4)),
     "bottlenecks after another stem": (lambda: bottlenecks(3, 7), (2, 9, 11, 3)),
     "biases": (biased, (3, 7, 6, 3)),
+    "BatchNorm first": (pre_activation, (3, 9, 7, 3)),
     "flattened convolution": (lambda: flattened("Convolution"), (5, 12, 9, 3)),
     "flattened pooling": (lambda: flattened("Pooling"), (5, 11, 8, 4)),
 }
@@ -123,7 +124,7 @@ def test_every_operator_is_in_one_of_these_graphs():
     assert set(OPERATORS) - seen == {"transpose", "softmax"}
 
 
-@pytest.mark.parametrize("name", ["basic blocks", "bottlenecks", "biases"])
+@pytest.mark.parametrize("name", ["basic blocks", "bottlenecks", "biases", "BatchNorm first"])
 def test_the_executor_against_mxnet(name, rng):
     """Two steps, one of them with mixup, and inference; MXNet has fp32 and stock operators."""
     graph, shapes = network(name)

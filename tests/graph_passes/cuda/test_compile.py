@@ -20,7 +20,7 @@ FLAGS = {
     "batch_norm_apply": ["false, false", "false, true", "true, true"],
     "batch_norm_backward_reduce": ["NO_RELU, false, false", "NO_RELU, true, true", "RECOMPUTED, false, false",
                                    "RECOMPUTED, true, true", "BITS, false, true", "BITS, true, true"],
-    "batch_norm_backward_apply": ["NO_RELU", "RECOMPUTED"],
+    "batch_norm_backward_apply": ["NO_RELU, false", "NO_RELU, true", "RECOMPUTED, false", "RECOMPUTED, true"],
     "batch_norm_relu_max_pool_backward_reduce": ["false", "true"],
     "batch_norm_pair_backward_reduce": ["false", "true"],
     "bias_add_relu": ["false, false", "false, true", "true, true"],

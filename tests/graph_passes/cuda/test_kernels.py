@@ -121,13 +121,16 @@ def test_batch_norm_backward(device: Device, dtype: str, rows: int, channels: in
         dz = rounded(dz, dtype)
         assert relative_error(device.get(dz_address, (rows, channels), dtype), dz) < PRECISION[dtype]
 
-    dx = device.poisoned((rows, channels), dtype)
     masked = "NO_RELU" if write or relu == "BITS" else relu
     source = dz_address if write else device.put(dz, dtype) if relu == "BITS" else dy_address
-    device.run("batch_norm.cu", case.kernel("batch_norm_backward_apply", masked), (case.tiles, 3, 1), APPLY_BLOCK,
-               x, source, dx, saved, gamma, beta, dgamma, dbeta, *case.size)
     wanted = case.gamma * case.invstd * (dz - got_dbeta / rows - case.normal * got_dgamma / rows)
-    assert relative_error(device.get(dx, (rows, channels), dtype), wanted) < PRECISION[dtype] + 1e-4
+    for add in (False, True):
+        dx, addend = device.poisoned((rows, channels), dtype), device.put(case.addend, dtype) if add else 0
+        device.run("batch_norm.cu", case.kernel("batch_norm_backward_apply", masked, str(add).lower()),
+                   (case.tiles, 3, 1), APPLY_BLOCK, x, source, addend, dx, saved, gamma, beta, dgamma, dbeta,
+                   *case.size)
+        got = device.get(dx, (rows, channels), dtype)
+        assert relative_error(got, wanted + case.addend if add else wanted) < PRECISION[dtype] + 1e-4
 
 
 @pytest.mark.parametrize("rows, channels", SHAPES[1:])

@@ -213,7 +213,8 @@ def test_grouped_convolutions_and_average_pooling(name: str, grouped: int, avera
 
 @pytest.mark.parametrize("name, convolutions, sums", [("resnet18_v2", 20, 8), ("resnet50_v2", 53, 16)])
 def test_a_pre_activation_network(name: str, convolutions: int, sums: int) -> None:
-    """A BatchNorm that reads a sum has statistics of its own, and stays in inference: no convolution is before it."""
+    """A BatchNorm that reads a sum has statistics of its own, and stays in inference: no convolution is before it. Its
+    backward pass adds the gradient that goes past it: the only sums of two launches are those of the forward pass."""
     graph = passes.bn_relu(passes.bn_add_relu(models.create(name).graph))
     norms = graph.operators()["BatchNormRelu"]
     alone = sums + 1  # in each block and behind the last; the first of them reads the stem's max pooling
@@ -223,6 +224,9 @@ def test_a_pre_activation_network(name: str, convolutions: int, sums: int) -> No
     assert operations["batch_norm_statistics"] == alone
     assert operations["stem_fprop"] + operations["fprop_stats"] == norms - alone
     assert operations["stem_fprop"] + operations["fprop_stats"] + operations["fprop"] == convolutions + 1
+    assert operations["add"] == sums
+    # In each block but those with a projection, whose shortcut reads what the BatchNorm gives.
+    assert lowering.graph.operators()["BatchNormReluBackwardApplyAdd"] == sums - 4
     assert lowering.ready.keys() == store.parameters.keys()
     check_memory(lowering.program)
     lowering, _ = lower_graph(passes.fold_bn(graph), shapes, training=False)

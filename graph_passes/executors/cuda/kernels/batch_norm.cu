@@ -154,13 +154,14 @@ batch_norm_backward_reduce(const Packed<T> *x, const Packed<T> *dy, const Packed
     });
 }
 
-// dx as `InputGradient` has it, dz being dy where ReLU let it through (RECOMPUTED), or dy itself. Rows from the end, as in
-// batch_norm_apply.
-// Shapes: x, dy, dx (rows, C); saved (2, C), gamma, beta, dgamma, dbeta (C) fp32.
-template <class T, Relu RELU>
+// dx as `InputGradient` has it, dz being dy where ReLU let it through (RECOMPUTED), or dy itself. With ADD, the other
+// gradient of x is added before dx is rounded. Rows from the end, as in batch_norm_apply. dx may be dy or the addend.
+// Shapes: x, dy, addend, dx (rows, C); saved (2, C), gamma, beta, dgamma, dbeta (C) fp32.
+template <class T, Relu RELU, bool ADD>
 __global__ void __launch_bounds__(APPLY_THREADS, 4)
-batch_norm_backward_apply(const Packed<T> *x, const Packed<T> *dy, Packed<T> *dx, const float *saved, const float *gamma,
-                          const float *beta, const float *dgamma, const float *dbeta, uint32 rows, int channels) {
+batch_norm_backward_apply(const Packed<T> *x, const Packed<T> *dy, const Packed<T> *addend, Packed<T> *dx,
+                          const float *saved, const float *gamma, const float *beta, const float *dgamma,
+                          const float *dbeta, uint32 rows, int channels) {
     const int channel = (blockIdx.x * TILE + threadIdx.x) * VEC;
     if (channel >= channels) return;
     const Backward of(saved, gamma, RELU == RECOMPUTED ? beta : nullptr, channel, channels);
@@ -168,13 +169,15 @@ batch_norm_backward_apply(const Packed<T> *x, const Packed<T> *dy, Packed<T> *dx
     const uint32 pitch = channels / VEC;
     for (uint32 i = blockIdx.y * APPLY_ROWS + threadIdx.y; i < rows; i += gridDim.y * APPLY_ROWS) {
         const uint32 at = (rows - 1 - i) * pitch + channel / VEC;
-        float v[VEC], g[VEC];
+        float v[VEC], g[VEC], a[VEC];
         unpack(x[at], v);
         unpack(dy[at], g);
+        if (ADD) unpack(addend[at], a);
 #pragma unroll
         for (int k = 0; k < VEC; ++k) {
             if (RELU == RECOMPUTED && !(v[k] * of.scale[k] + of.shift[k] > 0)) g[k] = 0;
             v[k] = of.scale[k] * g[k] + to.b[k] * v[k] + to.c[k];
+            if (ADD) v[k] += a[k];
         }
         dx[at] = pack<T>(v);
     }

@@ -91,13 +91,15 @@ def backward_reduce(builder: Builder, node: Node) -> None:
 
 
 def backward_apply(builder: Builder, node: Node) -> None:
-    """The gradient of the input, from the sums, and the masked gradient or else that of the output."""
-    recompute = node.op == "BatchNormReluBackwardApply"
+    """The gradient of the input, from the sums, and the masked gradient or else that of the output. With the other
+    gradient of the input, if there is one to add."""
+    recompute, add = node.op.startswith("BatchNormRelu"), node.op.endswith("Add")
     source, x = builder.buffers[node.inputs[0]], builder.input(node, "data")
     rows, channels = rows_and_channels(node, x)
     builder.launch(node, "batch_norm.cu",
-                   builder.kernel("batch_norm_backward_apply", "RECOMPUTED" if recompute else "NO_RELU"),
-                   builder.grid(rows, channels), APPLY_BLOCK, In(x), In(source), Out(builder.output(node), over=source),
+                   builder.kernel("batch_norm_backward_apply", "RECOMPUTED" if recompute else "NO_RELU", add),
+                   builder.grid(rows, channels), APPLY_BLOCK, In(x), In(source),
+                   In(builder.input(node, "addend") if add else None), Out(builder.output(node), over=source),
                    In(builder.input(node, "saved")), In(builder.input(node, "gamma")),
                    In(builder.input(node, "beta") if recompute else None), In(builder.input(node, "gamma_grad")),
                    In(builder.input(node, "beta_grad")), count(rows), ctypes.c_int(channels))
@@ -136,5 +138,7 @@ RULES: Rules = {
     "BatchNormAddReluBackwardReduce": backward_reduce,
     "BatchNormBackwardApply": backward_apply,
     "BatchNormReluBackwardApply": backward_apply,
+    "BatchNormBackwardApplyAdd": backward_apply,
+    "BatchNormReluBackwardApplyAdd": backward_apply,
     "GroupMean": group_mean,
 }
