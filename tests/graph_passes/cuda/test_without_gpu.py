@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from step_networks import flattened, random_network
+from step_networks import bottlenecks, flattened, random_network
 
 from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError, Ref, passes, pipeline
-from graph_passes.executors.cuda import training_step
+from graph_passes.executors.cuda import kernels, training_step
 from graph_passes.executors.cuda.capacity import check_fits
 from graph_passes.executors.cuda.choices import Choices
 from graph_passes.executors.cuda.inference import Inference
@@ -367,6 +367,40 @@ def test_too_little_memory_names_the_largest_batch_that_fits(depth: int, dtype: 
     assert 0.75 * free < lowered.program.arena_bytes + images + fixed < free
     with pytest.raises(GraphError, match="free memory on it, or use smaller images"):
         check(1, free=2**27)
+
+
+@pytest.mark.parametrize("free_gib, batch, wanted", [
+    (1000, 2674, None), (1000, 2675, 2674), (140, 4000, 2674), (20, 4000, 443)])
+def test_no_batch_that_kernels_cannot_number_is_taken_or_advised(free_gib: int, batch: int, wanted: int | None) -> None:
+    """ResNet-50's first convolution makes 112 x 112 x 64 numbers of an image: 2^31 of 2,675."""
+    graph = passes.bn_relu(passes.bn_add_relu(Graph.from_json(resnet(50, 1000).tojson())))
+    shapes = {"data": (batch, 224, 224, 3), "softmax_label": (batch,)}
+    store = ParameterStore([], {}, "float16")
+    step = pipeline.training_step(graph, shapes, "float16", passes.first_way)
+    with pytest.raises(GraphError, match=f"use a batch size of at most {wanted}$") if wanted else nullcontext():
+        check_fits(step, shapes, store, free_gib * 2**30, 1000 * 2**30)
+
+
+def test_the_largest_batch_is_one_that_kernels_can_number(make_step: Callable[..., training_step.TrainingStep]) -> None:
+    """Of a GPU with a TiB: ResNet-18 has 32 x 32 x 64 numbers of an image of 64 pixels."""
+    assert make_step(64).largest_batch() == (2**31 - 1) // 2**16
+    assert make_step(32, largest_image_size=64).largest_batch() == (2**31 - 1) // 2**16, "when images have grown"
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_tensor_that_kernels_cannot_number_is_named(training: bool) -> None:
+    graph = passes.bn_relu(Graph.from_json(bottlenecks(stem=7).tojson()))
+    shapes = {"data": (2675, 224, 224, 3), "softmax_label": (2675,)}
+    with pytest.raises(GraphError, match=r"'stem_conv' has 2,147,532,800 elements \(2675, 112, 112, 64\), and the cuda "
+                                         "executor numbers 2,147,483,647 at most: use a smaller batch size"):
+        lower_graph(graph, shapes, training)
+
+
+def test_counts_are_not_cut_off() -> None:
+    assert kernels.count(2**32 - 1).value == 2**32 - 1
+    for value in (2**32, -1):
+        with pytest.raises(GraphError, match="a kernel cannot count"):
+            kernels.count(value)
 
 
 def test_refusals_name_the_node() -> None:
