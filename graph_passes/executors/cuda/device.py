@@ -65,9 +65,6 @@ class Gpu:
         properties = self.device.properties
         self.num_multiprocessors: int = properties.multiprocessor_count
         self.max_shared_bytes: int = properties.max_shared_memory_per_block_optin
-        # Bytes/s that the memory's clock (kHz) and bus width (bits) give at two transfers a clock, of which copies
-        # reach about 0.87 (4.25 of 4.9 TB/s measured on an H200).
-        self.bandwidth: float = 0.87 * 2e3 * properties.memory_clock_rate * properties.global_memory_bus_width / 8
         self.stream = self.device.create_stream()
         self.stream_handle = int(self.stream.handle)
         self._allocated: set[int] = set()
@@ -271,6 +268,8 @@ class Gpu:
             self.synchronize()
             times.append(self.elapsed_ms(start, end) / launches)
         self.destroy(executable)
+        for event in (start, end):
+            self.check(self._driver.cuEventDestroy(event))
         return statistics.median(times[1:])
 
 

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -91,6 +92,7 @@ class TrainingStep:
         self.persistent = self._persistent(shapes["data"], inferred[graph.outputs[0]])
         self._inputs = {self.persistent.data.shape[1:3]: self.persistent.data}  # by height and width of the images
         self._slots: tuple[str, ...] = ()  # of the optimizer: names of what it keeps in the store's states
+        self._update: Any = None  # a CUDA graph
         self.set_optimizer(options.optimizer)
         self.buckets, self._parts = self._cut_buckets(options.num_buckets)
         if largest != self._shapes:
@@ -232,7 +234,10 @@ class TrainingStep:
             self._place("ema", self.store.ema)
             self._place("ema_statistics", self.store.ema_statistics)
         state = self.persistent.loss_scale.address - State.loss_scale.offset
-        self.optimizer = Optimizer(self.gpu, self.kernels, self.store, config, state)
+        if self._update is not None:
+            self.optimizer.close()
+            self.gpu.destroy(self._update)
+        self.optimizer: Optimizer = Optimizer(self.gpu, self.kernels, self.store, config, state)
         self._update = self.gpu.capture(self.optimizer.enqueue_update)
 
     # --- parameters ---

@@ -23,10 +23,12 @@ from graph_passes.executors.cuda.choices import Choices
 from graph_passes.executors.cuda.inference import Inference
 from graph_passes.executors.cuda.lowering import Persistent, check_operators
 from graph_passes.executors.cuda.lowering import lower as lower_to_launches
+from graph_passes.executors.cuda.optimizer import OptimizerConfig
 from graph_passes.executors.cuda.options import StepOptions
 from graph_passes.executors.cuda.parameters import Parameter, ParameterStore, padded_channels, parameters_of
 from graph_passes.executors.cuda.planner import Decision
 from graph_passes.executors.cuda.program import Buffer, Launch, Program
+from graph_passes.optimizers.sgd import SGD
 from graph_passes.passes.conv_epilogue import conv_epilogue
 from graph_passes.passes.softmax_bias import softmax_bias
 from train import models
@@ -112,7 +114,7 @@ def lower_graph(graph: Graph, shapes: dict[str, tuple[int, ...]], training: bool
         kept("mixup", (1,), "float32"),
         kept("probabilities", (batch, 1000), "float32"), kept("metrics", (32,), "uint8"),
         kept("num_valid", (1,), "int32"), kept("loss_scale", (1,), "float32"), kept("tickets", (64,), "int32"))
-    gpu = SimpleNamespace(num_multiprocessors=132, bandwidth=4e12, capability=capability, max_shared_bytes=227 << 10)
+    gpu = SimpleNamespace(num_multiprocessors=132, capability=capability, max_shared_bytes=227 << 10)
     planner = planner or FakePlanner(fused, deterministic)
     tools: Any = SimpleNamespace(gpu=gpu, kernels=FakeKernels(), convolutions=FakeConvolutions(), group=group,
                                  planner=planner)
@@ -472,7 +474,7 @@ def test_the_gradient_of_what_was_flattened_has_its_shape(last: str) -> None:
 class FakeGpu:
     """Memory that is only counted, launches that do nothing, CUDA graphs that say when they run."""
 
-    name, driver_version, num_multiprocessors, bandwidth, capability = "fake", 1, 132, 4e12, (9, 0)
+    name, driver_version, num_multiprocessors, capability = "fake", 1, 132, (9, 0)
     max_shared_bytes = 232448
 
     def __init__(self, device_id: int) -> None:
@@ -517,6 +519,7 @@ class FakeGpu:
         return 1.0
 
     def copy(self, to: int, source: int, num_bytes: int) -> None: ...
+    def write_word(self, address: int, value: Any) -> None: ...
 
 
 @pytest.fixture
@@ -582,6 +585,31 @@ def test_sizes_of_images_share_one_arena(make_step: Callable[..., training_step.
     sizes, wanted = (Counter(s.gpu.sizes.values()) for s in (step, expected))  # type: ignore[attr-defined]
     assert sizes - wanted == Counter([largest]) and wanted - sizes == Counter([expected._arena.num_bytes])
     assert len(gpu.graphs) == len(expected.gpu.graphs) == 3 + 2 * 1 + 2  # buckets, inference; its folding, optimizer
+
+
+def test_another_optimizer_takes_the_place_of_the_one_before(make_step: Callable[..., training_step.TrainingStep]
+                                                              ) -> None:
+    """Tables and CUDA graphs do not pile up."""
+    step = make_step(64)
+    gpu: Any = step.gpu
+    sizes, graphs = Counter(gpu.sizes.values()), len(gpu.graphs)
+    for _ in range(3):
+        step.set_optimizer(OptimizerConfig(SGD(momentum=0.5)))
+        assert Counter(gpu.sizes.values()) == sizes and len(gpu.graphs) == graphs
+    step.update(0.1)
+    assert gpu.graphs[step._update], "the new one runs"
+
+
+@pytest.mark.parametrize("window, training, refused", [((16, 16), True, False), ((17, 16), True, True),
+                                                       ((17, 16), False, False)])
+def test_windows_of_too_many_places_are_refused(window: tuple[int, int], training: bool, refused: bool) -> None:
+    x = mx.sym.Convolution(mx.sym.Variable("data"), kernel=(1, 1), num_filter=8, no_bias=True, layout="NHWC")
+    x = mx.sym.Pooling(x, kernel=window, pool_type="max", layout="NHWC", name="large")
+    x = mx.sym.SoftmaxOutput(mx.sym.FullyConnected(mx.sym.Flatten(x), num_hidden=8), name="softmax")
+    shapes = {"data": (2, 20, 20, 8), "softmax_label": (2,)}
+    sentence = r"^Pooling 'large' has kernel=\(17, 16\), and a byte tells 256 places .*: use a smaller kernel$"
+    with pytest.raises(GraphError, match=sentence) if refused else nullcontext():
+        lower_graph(Graph.from_json(x.tojson()), shapes, training)
 
 
 def test_images_of_other_types_are_refused(make_step: Callable[..., training_step.TrainingStep]) -> None:
