@@ -1,5 +1,5 @@
 """BatchNorm statistics shared by a group of GPUs: the arithmetic, where the exchanges are in a step, and the exchange
-itself between streams of one GPU. tests/train/test_multi_gpu.py has the same between GPUs."""
+itself between streams of one GPU. tests/train/processes/test_multi_gpu.py has the same between GPUs."""
 
 from __future__ import annotations
 

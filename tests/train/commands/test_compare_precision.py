@@ -6,7 +6,7 @@ import dataclasses
 import json
 
 import pytest
-from test_distributed import python_path
+from several_processes import python_path
 
 from common.command_line import given, to_arguments
 from train.commands import compare_precision

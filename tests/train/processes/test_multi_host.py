@@ -13,7 +13,7 @@ from common.errors import ProgramError, UserError
 from train.processes import multi_host
 from train.processes.invocation import LAUNCHER_VARIABLE
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "multi_host.sh"
+SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "multi_host.sh"
 
 
 @pytest.fixture

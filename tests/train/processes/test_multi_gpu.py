@@ -11,7 +11,7 @@ import signal
 import time
 
 import pytest
-from test_distributed import needs_horovod, run_processes
+from several_processes import needs_horovod, run_processes
 
 from common.nvidia_gpus import find_gpus
 

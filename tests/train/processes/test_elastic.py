@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_distributed import needs_horovod, python_path, run_processes
+from several_processes import needs_horovod, python_path, run_processes
 
 from common.nvidia_gpus import find_gpus
 from train import checkpoint
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "dgx1_8gpu.sh"
+SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "dgx1_8gpu.sh"
 BATCH, COMMIT_EVERY = 4, 2
 pytestmark = needs_horovod
 

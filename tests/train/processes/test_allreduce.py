@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_distributed import needs_horovod, run_processes
+from several_processes import needs_horovod, run_processes
 
 from train.errors import TrainError
 from train.processes import allreduce

@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_distributed import needs_horovod, python_path
+from several_processes import needs_horovod, python_path
 
 from train import checkpoint
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "dgx1_8gpu.sh"
+SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "dgx1_8gpu.sh"
 # Of processes that train: what is trained here is narrow.
 TRAINING = {"PYTHONPATH": python_path(narrow=True), "MXNET_MKLDNN_ENABLED": "1"}
 
