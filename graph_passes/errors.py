@@ -1,7 +1,12 @@
-"""The exception for a graph that cannot be read, rewritten or run."""
+"""The exceptions for a graph that cannot be read, rewritten or run."""
 
 from common.errors import UserError
 
 
 class GraphError(UserError):
     """A user's mistake in what concerns a network's graph."""
+
+
+class PassingError(GraphError):
+    """What was asked for cannot be had now, but perhaps another time, as memory or time ran out: nobody is to remember
+    it as a refusal."""

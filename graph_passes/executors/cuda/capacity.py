@@ -1,12 +1,14 @@
-"""Whether a training step fits into a GPU's memory, and the largest batch that does."""
+"""Whether a training step fits into a GPU's memory and into the kernels' numbers, and the largest batch that does."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from graph_passes.errors import GraphError
 from graph_passes.executors.cuda.parameters import ParameterStore, padded_channels
 from graph_passes.graph import Graph, Ref
+from graph_passes.operators import Shape
 from graph_passes.passes import memory, tensor_dtypes
 from graph_passes.passes.precision import ITEM_BYTES
 
@@ -15,12 +17,34 @@ GIB = 2**30
 # partial sums besides (6 % in ResNet-18, 1.6 % in ResNet-50), validation has folded weights; and where a batch is
 # larger than the loader's, the loader will take more of the same memory.
 HEADROOM = 0.15
+# Of one tensor: kernels number places in 32 bits, some with a sign, and cuDNN has been known to fail beyond
+# (pytorch/pytorch, issue 95024 and pull request 134890). 2,674 images of 224 pixels in ResNet-50 are within.
+MAX_ELEMENTS = 2**31 - 1
+
+
+def check_sizes(shapes: Mapping[Ref, Shape]) -> None:
+    """Raise GraphError for a tensor with more elements than kernels can number."""
+    for ref, shape in shapes.items():
+        if math.prod(shape) > MAX_ELEMENTS:
+            raise GraphError(f"'{ref.node}' has {math.prod(shape):,} elements {tuple(shape)}, and the cuda executor "
+                             f"numbers {MAX_ELEMENTS:,} at most: use a smaller batch size, or smaller images")
+
+
+def most_images(step: Graph, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """The largest batch of which every tensor can be numbered, for images of the size in `shapes`. Arguments as for
+    `check_fits`."""
+    data = shapes["data"]
+    sizes = [math.prod(data[:-1]) * padded_channels(data[-1])]
+    for ref, shape in step.infer_shapes(_inputs(step, shapes)).items():
+        if shape and shape[0] == data[0] and not (step[ref.node].is_variable and ref.node not in shapes):
+            sizes.append(math.prod(shape))
+    return MAX_ELEMENTS // (max(sizes) // data[0])
 
 
 def check_fits(step: Graph, shapes: Mapping[str, tuple[int, ...]], store: ParameterStore, free: int,
                total: int) -> int:
     """Bytes of the step's arena, but for what single kernels need besides. Raises GraphError where the GPU is certain
-    to have too little memory, before kernels are chosen and timed.
+    to have too little memory, or the batch is too large for the kernels, before any are chosen and timed.
 
     Args:
         step: the training graph, after the passes gradient and precision.
@@ -29,26 +53,34 @@ def check_fits(step: Graph, shapes: Mapping[str, tuple[int, ...]], store: Parame
         free, total: bytes of the GPU.
     """
     images, height, width, channels = shapes["data"]
-    scale = {"loss_scale": (1,)} if "loss_scale" in step.variables else {}
     pixel_bytes = padded_channels(channels) * ITEM_BYTES[tensor_dtypes(step)[Ref("data")]]
-    arena_bytes = memory(step, {**shapes, **scale}).arena_bytes
+    arena_bytes = memory(step, _inputs(step, shapes)).arena_bytes
     growing = arena_bytes + images * height * width * pixel_bytes
     fixed = sum(array.num_bytes for array in store.arrays.values())
+    most = most_images(step, shapes)
     if growing + fixed > free:
-        raise too_little_memory(shapes["data"], growing, fixed, free, total)
+        raise too_little_memory(shapes["data"], growing, fixed, free, total, most)
+    if images > most:
+        raise GraphError(f"batches of {images} images of {height}x{width} make a tensor of more than {MAX_ELEMENTS:,} "
+                         f"elements, which is what the cuda executor can number: use a batch size of at most {most}")
     return arena_bytes
 
 
-def largest_batch(images: int, growing: int, free: int) -> int:
-    """How many images are sure to fit into `free` bytes where `images` need `growing` bytes."""
-    return int(max(0, free) * images / (growing * (1 + HEADROOM)))
+def _inputs(step: Graph, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The shapes of all that the step graph reads and no shape follows from."""
+    return {**shapes, **({"loss_scale": (1,)} if "loss_scale" in step.variables else {})}
 
 
-def too_little_memory(data: tuple[int, ...], growing: int, fixed: int, free: int, total: int) -> GraphError:
+def largest_batch(images: int, growing: int, free: int, most: int) -> int:
+    """How many images are sure to fit into `free` bytes where `images` need `growing` bytes; `most` by their number."""
+    return min(most, int(max(0, free) * images / (growing * (1 + HEADROOM))))
+
+
+def too_little_memory(data: tuple[int, ...], growing: int, fixed: int, free: int, total: int, most: int) -> GraphError:
     """The error that names the largest batch that is sure to fit. `growing`: bytes that batches of the shape `data`
-    need, in proportion to their size; `fixed`: bytes needed besides."""
+    need, in proportion to their size; `fixed`: bytes needed besides; `most`: images that can be numbered."""
     images, height, width, _ = data
-    largest = largest_batch(images, growing, free - fixed)
+    largest = largest_batch(images, growing, free - fixed, most)
     advice = f"use a batch size of at most {largest}" if largest else "free memory on it, or use smaller images"
     return GraphError(f"the GPU has {free / GIB:.1f} of {total / GIB:.1f} GiB free, but batches of {images} images "
                       f"of {height}x{width} need {(growing + fixed) / GIB:.1f} GiB: {advice}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+from graph_passes.executors.cuda.capacity import check_sizes
 from graph_passes.executors.cuda.lowering import Persistent, bound_buffers, lower_nodes
 from graph_passes.executors.cuda.lowering.builder import Builder
 from graph_passes.executors.cuda.parameters import ParameterStore
@@ -68,6 +69,7 @@ class _Tensors:
         self.graph = graph
         inputs = {name: shape for name, shape in input_shapes.items() if name in graph.nodes}
         self._shapes, self._dtypes = graph.infer_shapes(inputs), tensor_dtypes(graph)
+        check_sizes(self._shapes)
         self._buffers = bound_buffers(graph, store, persistent)
 
     def around(self, nodes: Sequence[Node]) -> tuple[dict[Ref, Shape], dict[Ref, str], dict[Ref, Buffer]]:

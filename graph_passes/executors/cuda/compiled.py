@@ -42,7 +42,8 @@ class CompiledGraph:
         num_bytes, (free, total) = self.lowering.program.arena_bytes, self._gpu.memory()
         available = free + self._arena.num_bytes
         if num_bytes > available:
-            raise too_little_memory(tuple(input_shapes["data"]), num_bytes, 0, available, total)
+            data = tuple(input_shapes["data"])
+            raise too_little_memory(data, num_bytes, 0, available, total, most=data[0])
 
     def capture(self, cuts: Sequence[int] = ()) -> None:
         """Make the CUDA graphs: one, or several that the launches are cut into, before those with numbers `cuts`."""

@@ -13,13 +13,12 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from common.disk_cache import Cache
-from graph_passes.errors import GraphError
+from graph_passes.errors import GraphError, PassingError
 from graph_passes.executors.cuda.arena import Arena
 from graph_passes.executors.cuda.device import INSTALL, Gpu, first_line
 from graph_passes.passes.memory import aligned
@@ -29,8 +28,13 @@ MIN_CUDNN = 90100  # 9.1.0
 MAX_CANDIDATES = 24  # plans timed per problem; cuDNN lists the most promising ones first
 # s for one problem, where it has a plan by then. In 16 bits 24 plans take 0.1 s; but fp32 kernels run for milliseconds,
 # and cuDNN compiles fused plans of some kinds when they are built: those of ResNet-18's inference took 90 s and more.
+# The first proposal for the first problem of a kind is not in it, as that may load a library.
 TUNING_SECONDS = 0.5
-REFUSED = ""  # in place of a plan's name: a fused problem for which none was found
+# In place of a plan's name, for a fused problem: cuDNN has refused each of its proposals; or the first ones, so many as
+# stand in place of the milliseconds, before the time was up, and the next process tries the others.
+REFUSED, UNFINISHED = "", "?"
+# What cuDNN says where memory is short or a library cannot be loaded: that is no verdict on the plan.
+PASSING = ("ALLOC", "OUT OF MEMORY", "LOADING_FAILED")
 
 KEEP_SECONDS = 20.0  # between two times that choices are kept while many are made
 
@@ -114,16 +118,20 @@ class ConvolutionLibrary:
         self.variant = f"tf32_{int(tf32)}"
         self._choices_name = f"plans-{self.variant}"
         self._choices = self._read_choices()  # problem key -> [plan name, milliseconds]
-        self._known = len(self._choices)
+        self._unsaved = False
+        self._late: set[Problem] = set()  # fused ones that this process has given up
+        self._loaded: set[str] = set()  # kinds of problem of which a proposal has been built
         self._kept_at: float | None = None  # when choices were last kept while some are being made
 
     def plan(self, problem: Problem) -> Plan:
         """The fastest plan for the problem, built; the first that runs, if `deterministic`. Times all proposals the
         first time that this machine meets it.
 
-        Raises GraphError where cuDNN has no plan.
+        Raises GraphError where cuDNN has no plan, and PassingError where time or memory ran out before one was found.
         """
         if problem not in self._plans:
+            if problem in self._late:
+                raise self._no_plan(problem, "not found in time", PassingError)
             chosen = None if self.deterministic else self._remembered(problem)
             if chosen is None and not self.deterministic:
                 self._keep()
@@ -132,10 +140,10 @@ class ConvolutionLibrary:
 
     def save(self) -> None:
         """Keep the choices made since the last call on disk."""
-        if len(self._choices) > self._known and not self.deterministic:
+        if self._unsaved and not self.deterministic:
             merged = {**self._read_choices(), **self._choices}  # another process may have written meanwhile
             self._cache.write(self._choices_name, json.dumps(merged, indent=0).encode())
-            self._known = len(self._choices)
+            self._unsaved = False
 
     # --- choosing ---
 
@@ -155,67 +163,85 @@ class ConvolutionLibrary:
 
     def _remembered(self, problem: Problem) -> Plan | None:
         choice = self._choices.get(problem.key)
-        if choice is None:
+        if choice is None or choice[0] == UNFINISHED:
             return None
         if choice[0] == REFUSED:
             raise self._no_plan(problem, "as found before")
         plan = Plan(self, problem)
-        names = plan.names()
-        if choice[0] not in names:
-            log.warning("the remembered cuDNN plan for %s is not offered any more: it is chosen anew", problem)
+        try:
+            plan.select(plan.names().index(choice[0]))
+        except Exception as error:  # it is not offered any more, or refused
+            log.warning("the remembered cuDNN plan for %s cannot be had (%s): it is chosen anew", problem,
+                        first_line(error))
             return None
-        plan.select(names.index(choice[0]))
         plan.time_ms = choice[1]
         return plan
 
     def _tuned(self, problem: Problem) -> Plan:
-        started = time.monotonic()
         plan = Plan(self, problem)
-        starts, data_bytes = _offsets(problem)
-        arena_bytes = 0
-        timed: list[tuple[float, int]] = []
+        trial = self._try(plan)
+        if not trial.timed:
+            raise self._given_up(problem, trial)
+        best_ms, best = min(trial.timed)
+        plan.select(best)
+        plan.time_ms = best_ms
+        if not trial.passing:
+            self._remember(problem, plan.name, best_ms)
+        log.debug("%s: %s, %.4f ms, best of %d", problem, plan.name, best_ms, len(trial.timed))
+        return plan
+
+    def _try(self, plan: Plan) -> _Trial:
+        """Build and time the proposals, one after the other, as long as there is time for it."""
+        problem, trial, bench = plan.problem, _Trial(), _Bench(self._gpu, self._arena, plan.problem)
         most = 1 if self.deterministic else MAX_CANDIDATES
-        reason = "it proposes no plan"
-        for index in range(len(plan.names())):
-            is_late = time.monotonic() - started > TUNING_SECONDS and not self.deterministic
-            if len(timed) == most or (is_late and (timed or problem.is_fused)):
+        ends_at = time.monotonic() + TUNING_SECONDS if problem.kind in self._loaded else math.inf
+        for index in range(self._tried_before(problem), len(plan.names())):
+            is_late = time.monotonic() > ends_at and not self.deterministic
+            if len(trial.timed) == most or (trial.timed and is_late):
+                break
+            if problem.is_fused and is_late:
+                trial.stopped_at = index
                 break
             try:
                 plan.select(index)
-                base = self._arena.reserve(data_bytes + plan.workspace_bytes)
-                if self._arena.num_bytes != arena_bytes:  # it is fresh, or has moved
-                    arena_bytes = self._arena.num_bytes
-                    self._gpu.fill_random(base, data_bytes, problem.dtype)  # zeros run faster
-                addresses = [base + start for start in starts]
-                enqueue = partial(plan.enqueue, *addresses, workspace=base + data_bytes)
-                timed.append((self._time_ms(enqueue, timed), index))
-            except GraphError:
-                raise
+                trial.timed.append((bench.time_ms(plan, trial.timed), index))
             except Exception as error:  # cuDNN refuses some of its own proposals while building or running them
-                reason = first_line(error)
-        if not timed:
-            if problem.is_fused:
-                self._choices[problem.key] = [REFUSED, 0.0]
-            raise self._no_plan(problem, reason)
-        best_ms, best = min(timed)
-        plan.select(best)
-        plan.time_ms = best_ms
-        self._choices[problem.key] = [plan.name, best_ms]
-        log.debug("%s: %s, %.4f ms, best of %d, chosen in %.1f s", problem, plan.name, best_ms, len(timed),
-                  time.monotonic() - started)
-        return plan
+                self._gpu.synchronize()  # raises where the GPU cannot go on: that is no verdict on a plan
+                trial.reason = first_line(error)
+                trial.passing |= _is_passing(error)
+                if trial.passing and self.deterministic:  # another proposal has other bits
+                    break
+            if ends_at == math.inf:
+                ends_at = time.monotonic() + TUNING_SECONDS
+                self._loaded.add(problem.kind)
+        return trial
 
-    def _time_ms(self, enqueue: Callable[[], None], timed: list[tuple[float, int]]) -> float:
-        """Milliseconds; roughly where it is no rival of what is timed already, else over a millisecond or more."""
-        rough = self._gpu.time_ms(enqueue, launches=1, repeats=1)
-        if timed and rough > 2 * min(timed)[0] + 0.01:  # a single launch has 0.005 ms of its own
-            return rough
-        return self._gpu.time_ms(enqueue, launches=min(8, max(1, round(1 / rough))))
+    def _tried_before(self, problem: Problem) -> int:
+        """How many proposals an earlier process had tried when its time was up."""
+        name, tried = self._choices.get(problem.key, (REFUSED, 0))
+        return int(tried) if name == UNFINISHED and not self.deterministic else 0
+
+    def _given_up(self, problem: Problem, trial: _Trial) -> GraphError:
+        """The error for a problem without a plan. Of a fused one, what is certain is remembered."""
+        if trial.passing:
+            return self._no_plan(problem, trial.reason, PassingError)
+        if trial.stopped_at is None:
+            if problem.is_fused:
+                self._remember(problem, REFUSED, 0.0)
+            return self._no_plan(problem, trial.reason)
+        self._remember(problem, UNFINISHED, trial.stopped_at)
+        self._late.add(problem)
+        return self._no_plan(problem, "none of the first in time", PassingError)
+
+    def _remember(self, problem: Problem, name: str, value: float) -> None:
+        self._choices[problem.key] = [name, value]
+        self._unsaved = True
 
     @staticmethod
-    def _no_plan(problem: Problem, reason: str) -> GraphError:
-        return GraphError(f"cuDNN has no {problem.kind} for input {problem.x}, weight {problem.w}, stride "
-                          f"{problem.stride}, {problem.dtype} ({reason}): use channels that are multiples of 8")
+    def _no_plan(problem: Problem, reason: str, kind: type[GraphError] = GraphError) -> GraphError:
+        advice = "use a smaller batch size" if kind is PassingError else "use channels that are multiples of 8"
+        return kind(f"cuDNN has no {problem.kind} for input {problem.x}, weight {problem.w}, stride "
+                    f"{problem.stride}, {problem.dtype} ({reason}): {advice}")
 
     def _read_choices(self) -> dict[str, list[Any]]:
         body = self._cache.read(self._choices_name)
@@ -281,6 +307,43 @@ class ConvolutionLibrary:
             raise GraphError(f"cuDNN refuses the {problem.kind} of input {problem.x} with weight {problem.w}, stride "
                              f"{problem.stride}, {problem.dtype} ({first_line(error)})") from None
         return graph, tensors
+
+
+@dataclass
+class _Trial:
+    """What came of building and timing the proposals for a problem."""
+
+    timed: list[tuple[float, int]] = field(default_factory=list)  # milliseconds, index
+    reason: str = "it proposes no plan"  # of the latest refusal
+    passing: bool = False  # one could not be tried, for want of memory
+    stopped_at: int | None = None  # the first one for which no time was left, where none before it can be had
+
+
+class _Bench:
+    """Memory to time the plans for a problem in. Raises PassingError where its tensors alone do not fit."""
+
+    def __init__(self, gpu: Gpu, arena: Arena, problem: Problem) -> None:
+        self._gpu, self._arena, self._dtype = gpu, arena, problem.dtype
+        self._starts, self._data_bytes = _offsets(problem)
+        arena.reserve(self._data_bytes)
+        self._filled_bytes = 0  # of the arena, when it was filled
+
+    def time_ms(self, plan: Plan, rivals: list[tuple[float, int]]) -> float:
+        """Milliseconds; roughly where it is no rival of those timed already, else over a millisecond or more."""
+        base = self._arena.reserve(self._data_bytes + plan.workspace_bytes)
+        if self._arena.num_bytes != self._filled_bytes:  # it is fresh, or has moved
+            self._filled_bytes = self._arena.num_bytes
+            self._gpu.fill_random(base, self._data_bytes, self._dtype)  # zeros run faster
+        addresses = [base + start for start in self._starts]
+        enqueue = partial(plan.enqueue, *addresses, workspace=base + self._data_bytes)
+        rough = self._gpu.time_ms(enqueue, launches=1, repeats=1)
+        if rivals and rough > 2 * min(rivals)[0] + 0.01:  # a single launch has 0.005 ms of its own
+            return rough
+        return self._gpu.time_ms(enqueue, launches=min(8, max(1, round(1 / max(rough, 1e-3)))))
+
+
+def _is_passing(error: Exception) -> bool:
+    return isinstance(error, PassingError) or any(word in str(error).upper() for word in PASSING)
 
 
 def import_cudnn() -> Any:

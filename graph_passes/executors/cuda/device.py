@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from graph_passes.errors import GraphError
+from graph_passes.errors import GraphError, PassingError
 
 MIN_COMPUTE_CAPABILITY = (7, 5)  # below, cuDNN 9 and CUDA 13 have no kernels
 OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
@@ -65,18 +65,15 @@ class Gpu:
         properties = self.device.properties
         self.num_multiprocessors: int = properties.multiprocessor_count
         self.max_shared_bytes: int = properties.max_shared_memory_per_block_optin
-        # Bytes/s that the memory's clock (kHz) and bus width (bits) give at two transfers a clock, of which copies
-        # reach about 0.87 (4.25 of 4.9 TB/s measured on an H200).
-        self.bandwidth: float = 0.87 * 2e3 * properties.memory_clock_rate * properties.global_memory_bus_width / 8
         self.stream = self.device.create_stream()
         self.stream_handle = int(self.stream.handle)
         self._allocated: set[int] = set()
 
     def check(self, result: tuple[Any, ...]) -> Any:
-        """The value of a driver call; GraphError where the GPU has no memory left, else RuntimeError."""
+        """The value of a driver call; PassingError where the GPU has no memory left, else RuntimeError."""
         status, *values = result
         if int(status) == OUT_OF_MEMORY:
-            raise GraphError("the GPU has no memory left: use a smaller batch size, or end what else uses that GPU")
+            raise PassingError("the GPU has no memory left: use a smaller batch size, or end what else uses that GPU")
         if int(status) != 0:
             _, text = self._driver.cuGetErrorString(status)
             raise RuntimeError(f"CUDA error {int(status)}: {text.decode() if text else 'unknown'}")
@@ -89,14 +86,14 @@ class Gpu:
         return self.check(self._driver.cuMemGetInfo())
 
     def check_free(self, num_bytes: int) -> None:
-        """Raise GraphError, with what is needed and free, where so many bytes do not fit."""
+        """Raise PassingError, with what is needed and free, where so many bytes do not fit."""
         free, total = self.memory()
         if num_bytes > free:
-            raise GraphError(f"the GPU has {free / 2**30:.1f} of {total / 2**30:.1f} GiB free, "
-                             f"{num_bytes / 2**30:.1f} GiB more are needed: use a smaller batch size")
+            raise PassingError(f"the GPU has {free / 2**30:.1f} of {total / 2**30:.1f} GiB free, "
+                               f"{num_bytes / 2**30:.1f} GiB more are needed: use a smaller batch size")
 
     def allocate(self, num_bytes: int) -> int:
-        """Address of fresh device memory, for `free`. Raises GraphError where it does not fit."""
+        """Address of fresh device memory, for `free`. Raises PassingError where it does not fit."""
         self.check_free(num_bytes)
         address = int(self.check(self._driver.cuMemAlloc(max(num_bytes, 1))))
         self._allocated.add(address)
@@ -271,6 +268,8 @@ class Gpu:
             self.synchronize()
             times.append(self.elapsed_ms(start, end) / launches)
         self.destroy(executable)
+        for event in (start, end):
+            self.check(self._driver.cuEventDestroy(event))
         return statistics.median(times[1:])
 
 

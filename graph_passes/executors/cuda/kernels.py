@@ -30,7 +30,9 @@ def threads(items: int) -> tuple[Size, Size]:
 
 
 def count(value: int) -> ctypes.c_uint32:
-    """An unsigned 32-bit kernel argument."""
+    """An unsigned 32-bit kernel argument. Raises GraphError for what does not fit: ctypes would cut it off."""
+    if not 0 <= value < 2**32:
+        raise GraphError(f"a kernel cannot count {value:,} things: use a smaller batch size, or a smaller network")
     return ctypes.c_uint32(value)
 
 

@@ -124,6 +124,12 @@ class Optimizer:
     def _write_state(self, state: State) -> None:
         self._gpu.upload(self._state_address, np.frombuffer(bytes(state), np.uint8))
 
+    def close(self) -> None:
+        """Free what is its own, once its last launch has ended. What it has kept for the parameters stays."""
+        self._gpu.synchronize()
+        for address in (self._tensors, self._chunks, self._norms, self._trust):
+            self._gpu.free(address)
+
     # --- what a step does ---
 
     def enqueue_update(self) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from common.disk_cache import Cache
-from graph_passes.errors import GraphError
+from graph_passes.errors import GraphError, PassingError
 from graph_passes.executors.cuda.arena import Arena
 from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.kernels import sources_digest
@@ -49,33 +49,41 @@ class Planner:
         self._name = f"ways-{sources_digest()[:16]}-{variant}"
         self._times: dict[str, dict[str, float]] = self._read()
         self._known = len(self._times)
+        self._for_now: dict[str, dict[str, float]] = {}  # where memory or time ran out: not for the next process
 
     def fastest(self, node: str, problem: str, ways: Mapping[str, Way]) -> Decision:
         """The fastest way. `problem` says all that the times depend on.
 
         While ways are timed, all that they read and write, and their scratch, lies in the arena, with random contents.
-        Raises GraphError where no way can be had.
+        Where one of them could not be lowered or timed for a passing reason, the answer is not kept on disk. Raises
+        GraphError where no way can be had.
         """
         question = f"{problem}: {' or '.join(ways)}"
-        if question not in self._times:
-            self._times[question] = self._measured(ways)
-            log.debug("%s: %s", problem, self._times[question])
-        return Decision(node, problem, self._times[question])
+        times = self._times.get(question) or self._for_now.get(question)
+        if times is None:
+            times, lasts = self._measured(ways)
+            (self._times if lasts else self._for_now)[question] = times
+            log.debug("%s: %s", problem, times)
+        return Decision(node, problem, times)
 
     def first(self, ways: Mapping[str, Way]) -> str:
-        """The first way that this GPU can take. Raises GraphError where there is none."""
+        """The first way that this GPU can take. Raises GraphError where there is none, or where that cannot be found
+        out now."""
         reasons: dict[str, GraphError] = {}
         for name, way in ways.items():
             try:
                 way()
+            except PassingError:
+                raise
             except GraphError as error:
                 reasons[name] = error
             else:
                 return name
         raise _most_useful(reasons)
 
-    def _measured(self, ways: Mapping[str, Way]) -> dict[str, float]:
-        """Milliseconds of each way; where only one can be taken, 0 for that."""
+    def _measured(self, ways: Mapping[str, Way]) -> tuple[dict[str, float], bool]:
+        """Milliseconds of each way; where only one can be taken, 0 for that. And whether the next process would find
+        the same."""
         programs: dict[str, Program] = {}
         reasons: dict[str, GraphError] = {}
         times = dict.fromkeys(ways, math.inf)
@@ -91,7 +99,7 @@ class Planner:
                 reasons[name] = error
         if min(times.values()) == math.inf:
             raise _most_useful(reasons)
-        return times
+        return times, not any(isinstance(reason, PassingError) for reason in reasons.values())
 
     def save(self) -> None:
         """Keep the times taken since the last call on disk."""

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -22,13 +23,14 @@ from graph_passes.errors import GraphError
 from graph_passes.executors.base import Metrics
 from graph_passes.executors.cuda.arena import Arena
 from graph_passes.executors.cuda.buckets import Bucket, bucket_of, cut
-from graph_passes.executors.cuda.capacity import check_fits, largest_batch
+from graph_passes.executors.cuda.capacity import check_fits, largest_batch, most_images
 from graph_passes.executors.cuda.compiled import CompiledGraph
 from graph_passes.executors.cuda.convolution import ConvolutionLibrary, import_cudnn
 from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.inference import Inference
 from graph_passes.executors.cuda.kernels import C_TYPES, KernelLibrary, count, instance, threads
 from graph_passes.executors.cuda.lowering import LoweredGraph, Persistent, check_operators
+from graph_passes.executors.cuda.lowering.builder import MAX_CHANNELS, TILE_CHANNELS
 from graph_passes.executors.cuda.optimizer import Optimizer, OptimizerConfig, State
 from graph_passes.executors.cuda.options import StepOptions
 from graph_passes.executors.cuda.parameters import VECTOR, FlatArray, ParameterStore, padded_channels, parameters_of
@@ -83,11 +85,14 @@ class TrainingStep:
             parameters_of(graph, inferred, tuple(shapes)), {name: inferred[Ref(name)] for name in graph.aux},
             options.dtype, options.wire_dtype)
         largest = self._largest_shapes(options.largest_image_size)
-        arena_bytes = check_fits(self._passes(largest)(first_way), largest, self.store, *self.gpu.memory())
+        unfused = self._passes(largest)(first_way)
+        arena_bytes = check_fits(unfused, largest, self.store, *self.gpu.memory())
+        self._most_images = most_images(unfused, largest)
         self._place_parameters()
         self.persistent = self._persistent(shapes["data"], inferred[graph.outputs[0]])
         self._inputs = {self.persistent.data.shape[1:3]: self.persistent.data}  # by height and width of the images
         self._slots: tuple[str, ...] = ()  # of the optimizer: names of what it keeps in the store's states
+        self._update: Any = None  # a CUDA graph
         self.set_optimizer(options.optimizer)
         self.buckets, self._parts = self._cut_buckets(options.num_buckets)
         if largest != self._shapes:
@@ -118,7 +123,7 @@ class TrainingStep:
             "mixup": ((1,), "float32"),
             "metrics": ((ctypes.sizeof(MetricsLayout),), "uint8"),
             "num_valid": ((1,), "int32"),
-            "tickets": ((4096,), "int32"),
+            "tickets": ((MAX_CHANNELS // TILE_CHANNELS,), "int32"),
         }
         buffers = {name: Buffer(name, shape, dtype, persistent=True) for name, (shape, dtype) in sized.items()}
         for buffer in buffers.values():
@@ -229,7 +234,10 @@ class TrainingStep:
             self._place("ema", self.store.ema)
             self._place("ema_statistics", self.store.ema_statistics)
         state = self.persistent.loss_scale.address - State.loss_scale.offset
-        self.optimizer = Optimizer(self.gpu, self.kernels, self.store, config, state)
+        if self._update is not None:
+            self.optimizer.close()
+            self.gpu.destroy(self._update)
+        self.optimizer: Optimizer = Optimizer(self.gpu, self.kernels, self.store, config, state)
         self._update = self.gpu.capture(self.optimizer.enqueue_update)
 
     # --- parameters ---
@@ -338,7 +346,7 @@ class TrainingStep:
             data = self.persistent.data
             images, size = data.shape[0], math.prod(data.shape[1:])
             kernel = self.kernels.get("elementwise.cu", instance("mix_images", data.dtype))
-            kernel.launch((-(-size // 1024), -(-images // 2), 1), (256, 1, 1), data.address, ctypes.c_int64(size),
+            kernel.launch((-(-size // 1024) * -(-images // 2), 1, 1), (256, 1, 1), data.address, ctypes.c_int64(size),
                           ctypes.c_int(images), ctypes.c_float(mixup))
 
     def forward_backward(self, accumulate: bool = False, on_bucket: OnBucket | None = None) -> None:
@@ -419,7 +427,7 @@ class TrainingStep:
         """How many images a training step may have on this GPU, with what else is in its memory now."""
         free, _ = self.gpu.memory()
         growing = self._arena.num_bytes + self.persistent.data.num_bytes
-        return largest_batch(self._shapes["data"][0], growing, free + growing)
+        return largest_batch(self._shapes["data"][0], growing, free + growing, self._most_images)
 
     def set_num_valid(self, num_valid: int) -> None:
         """How many rows of the next batches count in the metrics."""

@@ -389,8 +389,9 @@ def test_a_label_outside_the_classes_gives_nan(device: Device) -> None:
 def test_mix_images(device: Device, dtype: str, images: int) -> None:
     x, mixup = rounded(np.random.default_rng(images).normal(0, 1, (images, 37, 29, 4)), dtype), 0.7
     mixed, size = device.put(x, dtype), x[0].size
-    device.run("elementwise.cu", f"mix_images<{C_TYPES[dtype]}>", (-(-size // 1024), -(-images // 2), 1), (256, 1, 1),
-               mixed, ctypes.c_int64(size), ctypes.c_int(images), ctypes.c_float(mixup))
+    blocks = -(-size // 1024) * -(-images // 2)
+    device.run("elementwise.cu", f"mix_images<{C_TYPES[dtype]}>", (blocks, 1, 1), (256, 1, 1), mixed,
+               ctypes.c_int64(size), ctypes.c_int(images), ctypes.c_float(mixup))
     got = device.get(mixed, x.shape, dtype)
     assert relative_error(got, mixup * x + (1 - mixup) * x[::-1]) < PRECISION[dtype]
 

@@ -6,28 +6,37 @@ import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 
 from common.disk_cache import Cache
+from graph_passes import GraphError
+from graph_passes.errors import PassingError
 from graph_passes.executors.cuda import convolution
 from graph_passes.executors.cuda.arena import Arena
 from graph_passes.executors.cuda.convolution import ConvolutionLibrary, Problem
 
 PROBLEM = Problem("wgrad", (4, 9, 9, 16), (8, 3, 3, 16), (4, 9, 9, 8), (1, 1), (1, 1), (1, 1), "float16")
+FUSED = dataclasses.replace(PROBLEM, kind="fprop_stats")
 MILLISECONDS = (float("nan"), 3.0, 1.0, 2.0)  # of each plan; cuDNN refuses to build the first
 WORKSPACES = (0, 0, 4096, 512)  # bytes, of each plan
 
 
 class FakeCudnn:
-    """Four plans of fixed speed."""
+    """Four plans of fixed speed. `refusals`: why some cannot be built; `seconds`: what building one takes, for the
+    first one of a process `first_seconds`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.running, self.built = -1, []
+        self.refusals = {0: "not supported"}
+        self.clock, self.seconds, self.first_seconds = 0.0, 0.0, 0.0
+        monkeypatch.setattr(convolution, "time", SimpleNamespace(monotonic=lambda: self.clock))
         graph = MagicMock()
         graph.tensor.side_effect = lambda **description: MagicMock()
+        graph.genstats.side_effect = lambda **_: (MagicMock(), MagicMock())
         graph.get_execution_plan_count.return_value = len(MILLISECONDS)
         graph.get_plan_name_at_index.side_effect = "engine {}".format
         graph.get_workspace_size_plan_at_index.side_effect = WORKSPACES.__getitem__
@@ -36,13 +45,21 @@ class FakeCudnn:
         cudnn = MagicMock()
         cudnn.pygraph.return_value = graph
         monkeypatch.setattr(convolution, "import_cudnn", lambda: cudnn)
-        self.gpu: Any = MagicMock(time_ms=self.time_ms, allocate=self.allocate, fill_random=self.fill_random)
+        self.gpu: Any = MagicMock(time_ms=self.time_ms, allocate=self.allocate, check_free=self.check_free,
+                                  fill_random=self.fill_random)
         self.memory = self.filled = range(0)
+        self.free_bytes = 1 << 40
 
     def build(self, index: int) -> None:
-        if index == 0:
-            raise RuntimeError("not supported")
+        self.clock += self.first_seconds or self.seconds
+        self.first_seconds = 0.0
+        if index in self.refusals:
+            raise RuntimeError(self.refusals[index])
         self.built.append(index)
+
+    def check_free(self, num_bytes: int) -> None:
+        if num_bytes > self.free_bytes - len(self.memory):
+            raise PassingError("no room")
 
     def allocate(self, num_bytes: int) -> int:
         self.memory, self.filled = range(1 << 20, (1 << 20) + num_bytes), range(0)
@@ -53,9 +70,10 @@ class FakeCudnn:
 
     def execute(self, pack: dict[Any, int], workspace: int, index: int, handle: Any) -> None:
         """x, dy and dw lie side by side in memory that has been filled, and the workspace behind them."""
-        sizes = [2 * math.prod(shape) for shape in (PROBLEM.x, PROBLEM.y, PROBLEM.w)]
-        for address, size, end in zip(pack.values(), sizes, [*list(pack.values())[1:], workspace], strict=True):
-            assert self.filled.start <= address and address + size <= min(end, self.filled.stop)
+        if len(pack) == 3:
+            sizes = [2 * math.prod(shape) for shape in (PROBLEM.x, PROBLEM.y, PROBLEM.w)]
+            for address, size, end in zip(pack.values(), sizes, [*list(pack.values())[1:], workspace], strict=True):
+                assert self.filled.start <= address and address + size <= min(end, self.filled.stop)
         assert self.filled.stop <= workspace and workspace + WORKSPACES[index] <= self.memory.stop
         self.running = index
 
@@ -63,11 +81,14 @@ class FakeCudnn:
         enqueue()
         return MILLISECONDS[self.running]
 
-    def choose(self, folder: Path, deterministic: bool) -> str:
+    def choose(self, folder: Path, deterministic: bool, problem: Problem = PROBLEM) -> str:
+        """In a new process."""
+        self.memory = range(0)
         library = ConvolutionLibrary(self.gpu, Cache("machine", folder), Arena(self.gpu), deterministic=deterministic)
-        name = library.plan(PROBLEM).name
-        library.save()
-        return name
+        try:
+            return library.plan(problem).name
+        finally:
+            library.save()
 
 
 def test_the_fastest_plan_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
@@ -102,3 +123,84 @@ def test_the_first_plan_is_taken_where_runs_are_to_be_repeatable(monkeypatch: py
     assert cudnn.choose(tmp_path, deterministic=True) == "engine 1", "the first that cuDNN builds"
     assert cudnn.choose(tmp_path, deterministic=False) == "engine 2", "and it is not remembered as the fastest"
     assert cudnn.choose(tmp_path, deterministic=True) == "engine 1", "whatever is remembered"
+
+
+def test_a_library_that_loads_slowly_refuses_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A fused problem has half a second; the first plan of a process may take longer to build, and be of no use."""
+    cudnn = FakeCudnn(monkeypatch)
+    cudnn.first_seconds = 100.0
+    assert cudnn.choose(tmp_path, False, FUSED) == "engine 2"
+
+
+def test_a_busy_machine_refuses_nothing_for_ever(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where the time is up before a plan is found, the next process tries those that have not been tried."""
+    cudnn = FakeCudnn(monkeypatch)
+    cudnn.seconds = 1.0
+    cudnn.refusals = dict.fromkeys((0, 1, 2), "not supported")
+    with pytest.raises(PassingError, match="cuDNN has no fprop_stats .*none of the first in time"):
+        cudnn.choose(tmp_path, False, FUSED)
+    assert cudnn.choose(tmp_path, False, FUSED) == "engine 3"
+    cudnn.refusals[3] = "not supported"
+    everything = tmp_path / "refuses everything"
+    for _ in range(3):
+        with pytest.raises(GraphError):
+            cudnn.choose(everything, False, FUSED)
+    cudnn.refusals.clear()
+    with pytest.raises(GraphError, match="as found before"):
+        cudnn.choose(everything, False, FUSED)
+
+
+def test_what_a_process_gives_up_it_does_not_try_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cudnn = FakeCudnn(monkeypatch)
+    cudnn.seconds, cudnn.refusals = 1.0, dict.fromkeys(range(4), "not supported")
+    library = ConvolutionLibrary(cudnn.gpu, Cache("machine", tmp_path), Arena(cudnn.gpu))
+    for _ in range(2):
+        with pytest.raises(PassingError):
+            library.plan(FUSED)
+        assert cudnn.clock == 2.0
+
+
+@pytest.mark.parametrize("message", ["CUDNN_STATUS_ALLOC_FAILED", "CUDA error: out of memory",
+                                     "CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED"])
+@pytest.mark.parametrize("problem", [PROBLEM, FUSED], ids=["alone", "fused"])
+def test_want_of_memory_is_no_verdict(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, problem: Problem, message: str
+                                      ) -> None:
+    cudnn = FakeCudnn(monkeypatch)
+    cudnn.refusals = {0: "not supported", 2: message}
+    assert cudnn.choose(tmp_path, False, problem) == "engine 3", "the fastest that can be had now"
+    cudnn.refusals = dict.fromkeys(range(4), message)
+    with pytest.raises(PassingError, match=f"{message}.*: use a smaller batch size"):
+        cudnn.choose(tmp_path, False, problem)
+    with pytest.raises(PassingError, match=f"{message}.*: use a smaller batch size"):
+        cudnn.choose(tmp_path, True, problem)
+    cudnn.refusals.clear()
+    assert cudnn.choose(tmp_path, False, problem) == "engine 2", "nothing of that is remembered"
+
+
+def test_a_workspace_without_room_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cudnn = FakeCudnn(monkeypatch)
+    cudnn.free_bytes = sum(2 * math.prod(shape) for shape in (PROBLEM.x, PROBLEM.y, PROBLEM.w)) + 2000
+    assert cudnn.choose(tmp_path, False) == "engine 3", "the fastest has no room for its workspace"
+    cudnn.free_bytes = 1 << 40
+    assert cudnn.choose(tmp_path, False) == "engine 2"
+    cudnn.free_bytes = 100
+    with pytest.raises(PassingError, match="no room"):
+        cudnn.choose(tmp_path / "empty", False)
+
+
+def test_a_remembered_plan_that_cannot_be_built_is_chosen_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                                               caplog: pytest.LogCaptureFixture) -> None:
+    cudnn = FakeCudnn(monkeypatch)
+    assert cudnn.choose(tmp_path, False) == "engine 2"
+    cudnn.refusals[2] = "not on this GPU"
+    assert cudnn.choose(tmp_path, False) == "engine 3"
+    assert any("(not on this GPU): it is chosen anew" in record.message for record in caplog.records)
+
+
+def test_a_gpu_that_cannot_go_on_is_no_verdict(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cudnn = FakeCudnn(monkeypatch)
+    cudnn.gpu.synchronize.side_effect = RuntimeError("CUDA error 700: an illegal memory access")
+    with pytest.raises(RuntimeError, match="CUDA error 700"):
+        cudnn.choose(tmp_path, False, FUSED)
+    cudnn.gpu.synchronize.side_effect = None
+    assert cudnn.choose(tmp_path, False, FUSED) == "engine 2"

@@ -10,6 +10,7 @@ import pytest
 
 from common.disk_cache import Cache
 from graph_passes import GraphError
+from graph_passes.errors import PassingError
 from graph_passes.executors.cuda.arena import Arena
 from graph_passes.executors.cuda.planner import Decision, Planner
 from graph_passes.executors.cuda.profile import format_decisions
@@ -21,6 +22,7 @@ class FakeGpu:
 
     def __init__(self) -> None:
         self.clock, self.timed, self.allocated = 0.0, 0, 0
+        self.is_full = False  # the next time that something is timed
 
     def allocate(self, num_bytes: int) -> int:
         self.allocated += 1
@@ -36,6 +38,9 @@ class FakeGpu:
         assert address % 256 == 0
 
     def time_ms(self, enqueue: Any) -> float:
+        if self.is_full:
+            self.is_full = False
+            raise PassingError("the GPU has no memory left")
         self.timed += 1
         start = self.clock
         enqueue()
@@ -115,6 +120,27 @@ def test_no_way_at_all_is_an_error(tmp_path: Path) -> None:
                 lambda: planner(gpu, tmp_path).first(never)):
         with pytest.raises(GraphError, match="no such"):
             ask()
+
+
+def test_what_could_not_be_timed_now_is_not_remembered(tmp_path: Path) -> None:
+    """Neither of a GPU without memory, nor of a convolution that was not found in time, is the next process told."""
+    def unfinished() -> Program:
+        raise PassingError("not found in time")
+
+    gpu = FakeGpu()
+    emits = {name: way(gpu, name, milliseconds).emit for name, milliseconds in (("fused", 1.0), ("separate", 2.0))}
+    for ways, full in ((emits, True), ({**emits, "fused": unfinished}, False)):
+        now = planner(gpu, tmp_path)
+        gpu.is_full = full
+        decision = now.fastest("node", "problem", ways)
+        assert decision.chosen == "separate" and decision.times["fused"] == float("inf")
+        timed = gpu.timed
+        assert now.fastest("other", "problem", ways).times == decision.times
+        assert gpu.timed == timed, "one answer a process"
+        now.save()
+    with pytest.raises(PassingError):
+        planner(gpu, tmp_path, deterministic=True).first({"fused": unfinished, "separate": emits["separate"]})
+    assert planner(gpu, tmp_path).fastest("node", "problem", emits).chosen == "fused"
 
 
 def test_a_cache_of_an_older_planner_is_left_alone(tmp_path: Path) -> None:

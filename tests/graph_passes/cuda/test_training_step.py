@@ -301,6 +301,28 @@ def test_folded_inference_of_a_trained_network(cache: Path, name: str, dtype: st
     assert relative_error(step.probabilities()[:1], wanted[:1]) < {"float16": 2e-2, "bfloat16": 1e-1}.get(dtype, 1e-4)
 
 
+def test_the_largest_batch_computes_what_two_of_its_images_do(cache: Path) -> None:
+    """2,674 images of 224 pixels, which are the same two again and again: 2^31 numbers in the first convolution. The
+    gradients are 16-bit values of another scale, so a wrong place would show as more than their rounding."""
+    graph, results = fused(bottlenecks(7, CLASSES)), []
+    for images in (2, 2674):
+        shapes = {"data": (images, 224, 224, 4), "softmax_label": (images,)}
+        step = TrainingStep(graph, shapes, StepOptions("bfloat16"), cache_folder=cache)
+        step.set_params(*random_state(graph, shapes, seed=1))
+        data, label = random_batch({"data": (2, 224, 224, 4), "softmax_label": (2,)}, seed=2)
+        step.load(np.tile(data.astype(np.float16), (images // 2, 1, 1, 1)), np.tile(label, images // 2))
+        step.forward_backward()
+        metrics, gradients = step.read_metrics(), step.get_gradients()
+        step.infer()
+        results.append((metrics.loss_sum / images, gradients, step.probabilities().reshape(-1, 2, CLASSES)))
+        step.gpu.free_all()
+    (loss, wanted, probabilities), (loss_of_many, got, probabilities_of_many) = results
+    assert loss_of_many == pytest.approx(loss, rel=1e-3)
+    assert np.abs(probabilities_of_many - probabilities).max() < 2e-2, "of every image"
+    for name, gradient in wanted.items():
+        assert relative_error(got[name], gradient) < SMALL["bfloat16"], name
+
+
 RULES = {
     "sgd": SGD(weight_decay=1e-2), "nesterov": SGD(weight_decay=1e-2, nesterov=True),
     "lars": LARS(weight_decay=1e-2, trust_coefficient=0.1), "adamw": AdamW(weight_decay=5e-2),

@@ -13,20 +13,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from step_networks import flattened, random_network
+from step_networks import bottlenecks, flattened, random_network
 
 from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError, Ref, passes, pipeline
-from graph_passes.executors.cuda import training_step
+from graph_passes.executors.cuda import kernels, training_step
 from graph_passes.executors.cuda.capacity import check_fits
 from graph_passes.executors.cuda.choices import Choices
 from graph_passes.executors.cuda.inference import Inference
 from graph_passes.executors.cuda.lowering import Persistent, check_operators
 from graph_passes.executors.cuda.lowering import lower as lower_to_launches
+from graph_passes.executors.cuda.optimizer import OptimizerConfig
 from graph_passes.executors.cuda.options import StepOptions
 from graph_passes.executors.cuda.parameters import Parameter, ParameterStore, padded_channels, parameters_of
 from graph_passes.executors.cuda.planner import Decision
 from graph_passes.executors.cuda.program import Buffer, Launch, Program
+from graph_passes.optimizers.sgd import SGD
 from graph_passes.passes.conv_epilogue import conv_epilogue
 from graph_passes.passes.softmax_bias import softmax_bias
 from train import models
@@ -112,7 +114,7 @@ def lower_graph(graph: Graph, shapes: dict[str, tuple[int, ...]], training: bool
         kept("mixup", (1,), "float32"),
         kept("probabilities", (batch, 1000), "float32"), kept("metrics", (32,), "uint8"),
         kept("num_valid", (1,), "int32"), kept("loss_scale", (1,), "float32"), kept("tickets", (64,), "int32"))
-    gpu = SimpleNamespace(num_multiprocessors=132, bandwidth=4e12, capability=capability, max_shared_bytes=227 << 10)
+    gpu = SimpleNamespace(num_multiprocessors=132, capability=capability, max_shared_bytes=227 << 10)
     planner = planner or FakePlanner(fused, deterministic)
     tools: Any = SimpleNamespace(gpu=gpu, kernels=FakeKernels(), convolutions=FakeConvolutions(), group=group,
                                  planner=planner)
@@ -373,6 +375,40 @@ def test_too_little_memory_names_the_largest_batch_that_fits(depth: int, dtype: 
         check(1, free=2**27)
 
 
+@pytest.mark.parametrize("free_gib, batch, wanted", [
+    (1000, 2674, None), (1000, 2675, 2674), (140, 4000, 2674), (20, 4000, 443)])
+def test_no_batch_that_kernels_cannot_number_is_taken_or_advised(free_gib: int, batch: int, wanted: int | None) -> None:
+    """ResNet-50's first convolution makes 112 x 112 x 64 numbers of an image: 2^31 of 2,675."""
+    graph = passes.bn_relu(passes.bn_add_relu(Graph.from_json(resnet(50, 1000).tojson())))
+    shapes = {"data": (batch, 224, 224, 3), "softmax_label": (batch,)}
+    store = ParameterStore([], {}, "float16")
+    step = pipeline.training_step(graph, shapes, "float16", passes.first_way)
+    with pytest.raises(GraphError, match=f"use a batch size of at most {wanted}$") if wanted else nullcontext():
+        check_fits(step, shapes, store, free_gib * 2**30, 1000 * 2**30)
+
+
+def test_the_largest_batch_is_one_that_kernels_can_number(make_step: Callable[..., training_step.TrainingStep]) -> None:
+    """Of a GPU with a TiB: ResNet-18 has 32 x 32 x 64 numbers of an image of 64 pixels."""
+    assert make_step(64).largest_batch() == (2**31 - 1) // 2**16
+    assert make_step(32, largest_image_size=64).largest_batch() == (2**31 - 1) // 2**16, "when images have grown"
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_tensor_that_kernels_cannot_number_is_named(training: bool) -> None:
+    graph = passes.bn_relu(Graph.from_json(bottlenecks(stem=7).tojson()))
+    shapes = {"data": (2675, 224, 224, 3), "softmax_label": (2675,)}
+    with pytest.raises(GraphError, match=r"'stem_conv' has 2,147,532,800 elements \(2675, 112, 112, 64\), and the cuda "
+                                         "executor numbers 2,147,483,647 at most: use a smaller batch size"):
+        lower_graph(graph, shapes, training)
+
+
+def test_counts_are_not_cut_off() -> None:
+    assert kernels.count(2**32 - 1).value == 2**32 - 1
+    for value in (2**32, -1):
+        with pytest.raises(GraphError, match="a kernel cannot count"):
+            kernels.count(value)
+
+
 def test_refusals_name_the_node() -> None:
     data = mx.sym.Activation(mx.sym.Variable("data"), act_type="tanh", name="squash")
     head = mx.sym.FullyConnected(mx.sym.Flatten(data), num_hidden=8, name="fc")
@@ -442,7 +478,7 @@ def test_the_gradient_of_what_was_flattened_has_its_shape(last: str) -> None:
 class FakeGpu:
     """Memory that is only counted, launches that do nothing, CUDA graphs that say when they run."""
 
-    name, driver_version, num_multiprocessors, bandwidth, capability = "fake", 1, 132, 4e12, (9, 0)
+    name, driver_version, num_multiprocessors, capability = "fake", 1, 132, (9, 0)
     max_shared_bytes = 232448
 
     def __init__(self, device_id: int) -> None:
@@ -487,6 +523,7 @@ class FakeGpu:
         return 1.0
 
     def copy(self, to: int, source: int, num_bytes: int) -> None: ...
+    def write_word(self, address: int, value: Any) -> None: ...
 
 
 @pytest.fixture
@@ -552,6 +589,31 @@ def test_sizes_of_images_share_one_arena(make_step: Callable[..., training_step.
     sizes, wanted = (Counter(s.gpu.sizes.values()) for s in (step, expected))  # type: ignore[attr-defined]
     assert sizes - wanted == Counter([largest]) and wanted - sizes == Counter([expected._arena.num_bytes])
     assert len(gpu.graphs) == len(expected.gpu.graphs) == 3 + 2 * 1 + 2  # buckets, inference; its folding, optimizer
+
+
+def test_another_optimizer_takes_the_place_of_the_one_before(make_step: Callable[..., training_step.TrainingStep]
+                                                              ) -> None:
+    """Tables and CUDA graphs do not pile up."""
+    step = make_step(64)
+    gpu: Any = step.gpu
+    sizes, graphs = Counter(gpu.sizes.values()), len(gpu.graphs)
+    for _ in range(3):
+        step.set_optimizer(OptimizerConfig(SGD(momentum=0.5)))
+        assert Counter(gpu.sizes.values()) == sizes and len(gpu.graphs) == graphs
+    step.update(0.1)
+    assert gpu.graphs[step._update], "the new one runs"
+
+
+@pytest.mark.parametrize("window, training, refused", [((16, 16), True, False), ((17, 16), True, True),
+                                                       ((17, 16), False, False)])
+def test_windows_of_too_many_places_are_refused(window: tuple[int, int], training: bool, refused: bool) -> None:
+    x = mx.sym.Convolution(mx.sym.Variable("data"), kernel=(1, 1), num_filter=8, no_bias=True, layout="NHWC")
+    x = mx.sym.Pooling(x, kernel=window, pool_type="max", layout="NHWC", name="large")
+    x = mx.sym.SoftmaxOutput(mx.sym.FullyConnected(mx.sym.Flatten(x), num_hidden=8), name="softmax")
+    shapes = {"data": (2, 20, 20, 8), "softmax_label": (2,)}
+    sentence = r"^Pooling 'large' has kernel=\(17, 16\), and a byte tells 256 places .*: use a smaller kernel$"
+    with pytest.raises(GraphError, match=sentence) if refused else nullcontext():
+        lower_graph(Graph.from_json(x.tojson()), shapes, training)
 
 
 def test_images_of_other_types_are_refused(make_step: Callable[..., training_step.TrainingStep]) -> None:

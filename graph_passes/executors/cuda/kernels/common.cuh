@@ -6,6 +6,9 @@
 // Above each kernel stand the shapes of its operands, by the same names everywhere: N images of H x W pixels (OH x OW: those
 // of an output) with C channels, rows = N*H*W; K: the channels that a convolution makes of C, or the classes. Images are NHWC,
 // filters (K, height, width, C), of the network's type T where nothing else is said. A null pointer leaves an operand out.
+//
+// Places are numbered in 32 bits, and in vectors wherever there are vectors: a tensor has fewer than 2^31 elements
+// (`MAX_ELEMENTS` of capacity.py).
 #pragma once
 
 using uint8 = unsigned char;

@@ -14,14 +14,15 @@ __global__ void convert_input(const From *x, T *y, int64_t pixels, int from_chan
 
 // Mixup (Zhang et al., arXiv:1710.09412): each image x becomes lambda * x + (1 - lambda) * the one at the same place from
 // the end, in place. One thread mixes 4 elements of such a pair; `size`: elements of an image.
-// Shapes: images (N, H*W*C), with size = H*W*C.
+// Shapes: images (N, H*W*C), with size = H*W*C; gridDim.x is a multiple of ceil(N / 2).
 template <class T>
 __global__ void mix_images(T *images, int64_t size, int num_images, float lambda) {
     struct alignas(4 * sizeof(T)) Four { T value[4]; };
-    const int64_t at = 4 * (int64_t(blockIdx.x) * blockDim.x + threadIdx.x);
+    const uint32 blocks = gridDim.x / ((num_images + 1) / 2), pair = blockIdx.x / blocks;
+    const int64_t at = 4 * (int64_t(blockIdx.x % blocks) * blockDim.x + threadIdx.x);
     if (at >= size) return;
-    Four *first = reinterpret_cast<Four *>(images + blockIdx.y * size + at);
-    Four *last = reinterpret_cast<Four *>(images + (num_images - 1 - blockIdx.y) * size + at);
+    Four *first = reinterpret_cast<Four *>(images + pair * size + at);
+    Four *last = reinterpret_cast<Four *>(images + (num_images - 1 - pair) * size + at);
     Four a = *first, b = *last;
 #pragma unroll
     for (int k = 0; k < 4; ++k) {

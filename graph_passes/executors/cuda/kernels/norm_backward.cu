@@ -64,7 +64,7 @@ norm_backward(const Packed<T> *dz, const Packed<T> *x, const float *saved, const
         if (tile < tiles) {
 #pragma unroll
             for (int r = first_row; r < S::ROWS; r += S::ROWS_AT_ONCE) {
-                const uint32 row = tile * S::ROWS + r, at = row < rows ? (row * K + channel) / VEC : 0;
+                const uint32 row = tile * S::ROWS + r, at = row < rows ? row * (K / VEC) + channel / VEC : 0;
                 copy_ahead(&stage.dz[chunk][swizzled(r, vector)], dz + at, row < rows);
                 copy_ahead(&stage.x[chunk][swizzled(r, vector)], x + at, row < rows);
             }
@@ -171,7 +171,7 @@ norm_backward(const Packed<T> *dz, const Packed<T> *x, const float *saved, const
                         sums[1][k] += g[k] * (v[k] - mean[k]);
                     }
                 }
-                if (row < rows) out[(row * S::COLUMNS + column) / VEC] = pack<T>(g);
+                if (row < rows) out[row * (S::COLUMNS / VEC) + column / VEC] = pack<T>(g);
             }
         }
     } else {

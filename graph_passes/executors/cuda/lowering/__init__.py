@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from graph_passes.executors.cuda.capacity import check_sizes
 from graph_passes.executors.cuda.lowering import (
     batch_norm,
     batch_norm_pair,
@@ -65,8 +66,9 @@ class LoweredGraph:
 def lower(graph: Graph, shapes: Mapping[Ref, Shape], store: ParameterStore, persistent: Persistent,
           tools: Toolchain) -> LoweredGraph:
     """One pass over the graph. `shapes`: of all its tensors. Raises GraphError, with the name of the node, for what has
-    no lowering."""
+    no lowering, or too many elements."""
     check_operators(graph)
+    check_sizes(shapes)
     builder = Builder(shapes, tensor_dtypes(graph), bound_buffers(graph, store, persistent), store.dtype, persistent,
                       tools)
     lower_nodes(builder, graph)

@@ -19,6 +19,7 @@ from graph_passes.operators import Shape, shown_name, window
 from graph_passes.passes.precision import ITEM_BYTES
 
 TILE_CHANNELS = 64  # channels that a block of batch_norm.cu works on
+MAX_CHANNELS = 4096 * TILE_CHANNELS  # of a tensor that sums are made of: each tile has a ticket
 REDUCE_BLOCK: Size = (8, 96, 1)  # threads: vectors along the channels, rows
 APPLY_BLOCK: Size = (8, 32, 1)
 
@@ -155,12 +156,11 @@ def _argument(operand: Any) -> Any:
 
 
 def rows_and_channels(node: Node, x: Buffer) -> tuple[int, int]:
-    """Of a tensor as BatchNorm's kernels see it. Raises GraphError for one that they cannot index."""
+    """Of a tensor as BatchNorm's kernels see it. Raises GraphError for channels that they cannot work on."""
     channels = x.shape[-1]
     require(channels % VECTOR == 0, node, f"has {channels} channels: use a multiple of {VECTOR}")
-    rows = math.prod(x.shape[:-1])
-    require(rows * channels // VECTOR < 2**32, node, f"has {rows} x {channels} elements: use a smaller batch")
-    return rows, channels
+    require(channels <= MAX_CHANNELS, node, f"has {channels} channels: use {MAX_CHANNELS} at most")
+    return math.prod(x.shape[:-1]), channels
 
 
 def require(condition: bool, node: Node, problem: str) -> None:
