@@ -174,10 +174,10 @@ def find(place: str, prefer_best: bool = False) -> Path:
 def in_folder(path: Path, prefer_best: bool = False) -> Path | None:
     """The newest checkpoint of a run folder, or the best one if asked for; None where there is none yet."""
     folder = path / FOLDER if (path / FOLDER).is_dir() else path
-    found = _numbered(folder)
-    if (folder / BEST).is_file() and (prefer_best or not found):
-        return folder / BEST
-    return found[-1] if found else None
+    best, found = folder / BEST, _numbered(folder)
+    if not best.is_file():
+        return found[-1] if found else None
+    return best if prefer_best or not found or _step(best) > _step(found[-1]) else found[-1]
 
 
 class CheckpointFolder:
@@ -191,17 +191,21 @@ class CheckpointFolder:
         return self.path / f"step-{step:08d}.npz"
 
     def save(self, checkpoint: Checkpoint, is_best: bool = False) -> None:
-        """Save under the checkpoint's step; also as best.npz if `is_best`. Raises TrainError where that fails."""
-        path = self.path_of(checkpoint.progress.step)
-        save(checkpoint, path)
-        for unfinished in self.path.glob(".step-*"):  # of a process that was killed in the middle
-            unfinished.unlink(missing_ok=True)
+        """Save under the checkpoint's step; also as best.npz if `is_best`. Raises TrainError where that fails.
+
+        The best comes first: a run that is killed between the two goes on from it (`in_folder`), and none ever goes on
+        from an accuracy whose weights are not in best.npz.
+        """
+        path, best = self.path_of(checkpoint.progress.step), self.path / BEST
+        save(checkpoint, best if is_best else path)
         if is_best:
-            with _replacing(self.path / BEST) as part:
+            with _replacing(path) as part:
                 try:
-                    os.link(path, part)
+                    os.link(best, part)
                 except OSError:  # a file system without hard links
-                    shutil.copyfile(path, part)
+                    shutil.copyfile(best, part)
+        for unfinished in self.path.glob(".*.npz.partial"):  # of a process that was killed in the middle
+            unfinished.unlink(missing_ok=True)
         for old in _numbered(self.path)[: -self.keep]:
             old.unlink(missing_ok=True)
 
@@ -209,6 +213,18 @@ class CheckpointFolder:
 def _numbered(folder: Path) -> list[Path]:
     """Checkpoints by step, oldest first."""
     return sorted(folder.glob("step-*.npz"))
+
+
+def _step(path: Path) -> int:
+    """The optimizer steps that a checkpoint file has behind it; -1 where that cannot be read."""
+    number = path.stem.removeprefix("step-")
+    if number.isdigit():
+        return int(number)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return int(json.loads(archive.read(META))["progress"]["step"])
+    except (OSError, zipfile.BadZipFile, zlib.error, ValueError, KeyError, TypeError):
+        return -1
 
 
 def _config(values: dict[str, Any], path: Path) -> Config:
