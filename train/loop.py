@@ -314,6 +314,7 @@ class Trainer:
             scalars=dict(self.optimizer.scalars),
             config=self.config,
             class_names=self.train_loader.class_names,
+            class_keys=[key for key, _ in self.train_loader.classes],
             progress=replace(self.progress),
             loader_states=self.workers.gather(self.train_loader.state()),
             numpy_rng=np.random.get_state(legacy=False),
