@@ -72,7 +72,7 @@ def _by_name(data: str, found: Classes, known: Classes, whose: str) -> list[int]
     labels = []
     for label, (key, name) in enumerate(found):
         # Where two classes share a name, the others tell; a number is the name of a class that no image shows.
-        as_it_is = label if is_alike or name == str(label) else None
+        as_it_is = label if is_alike or (name == str(label) and label < len(known)) else None
         if (its_number := number.get(key, number.get(name, as_it_is))) is None:
             raise TrainError(f"the class {name!r} of {data} is none of the {len(known)} classes of {whose} "
                              f"({_some(known)}): give data of these classes, or train on those that it has")
