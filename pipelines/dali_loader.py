@@ -45,7 +45,7 @@ class DaliLoader(Loader):
     """Images from a source, through the DALI graph (or its first stages)."""
 
     def __init__(self, config: LoaderConfig, shard: tuple[int, int], source: Source, stage: str = "full"):
-        super().__init__(config, shard, len(source), source.class_names)
+        super().__init__(config, shard, len(source), source.classes)
         self._source = source
         self._graph = GraphConfig(
             training=config.split == "train",
@@ -142,7 +142,7 @@ class DaliLoader(Loader):
             self._read_ahead += 1
         indices, images, num_valid = self._choose(epoch, batch)
         self._plans.append(Plan(indices, num_valid))
-        label = np.array([self._source.label(i) for i in indices], np.float32)
+        label = np.array([self.labels[self._source.label(i)] for i in indices], np.float32)
         return self._with_randoms(epoch, batch, ImageInputs(_joined(images), label))
 
     def _wanted(self, epoch: int, batch: int) -> list[int]:

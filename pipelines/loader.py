@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from common.mxnet_compat import mx
 from common.nvidia_gpus import find_gpus
 from pipelines.errors import DataError, check_not_negative
+from pipelines.sources.base import Classes
 from pipelines.transform import ImageTransform
 
 _CHOICES = {
@@ -94,13 +95,14 @@ class Batch(NamedTuple):
 class Loader(ABC):
     """Iterating gives the batches of the current epoch from where it stands; its end begins the next epoch."""
 
-    def __init__(self, config: LoaderConfig, shard: tuple[int, int], num_images: int, class_names: list[str]):
+    def __init__(self, config: LoaderConfig, shard: tuple[int, int], num_images: int, classes: Classes):
         if config.device == "gpu":
             require_gpu(config.device_id)
         self.config = config
         self.shard = shard
         self.num_images = num_images  # of the whole split
-        self.class_names = class_names
+        self.classes = classes  # in the order of the labels
+        self.labels: Sequence[int] = range(len(classes))  # of the data's own class numbers
         self.bad: dict[int, str] = {}  # image -> reason
         self.epoch = 0
         self.batch = 0  # the next one of this epoch
@@ -115,6 +117,15 @@ class Loader(ABC):
                 )
         else:
             self.num_batches = -(-num_images // global_batch)
+
+    @property
+    def class_names(self) -> list[str]:
+        """Names to show, in the order of the labels."""
+        return [shown for _, shown in self.classes]
+
+    def count_classes_as(self, classes: Classes, labels: Sequence[int]) -> None:
+        """From the next batch on, labels are numbers of these classes; `labels` has that of each class of the data."""
+        self.classes, self.labels = classes, labels
 
     def __iter__(self) -> Iterator[Batch]:
         while self.batch < self.num_batches:

@@ -32,7 +32,8 @@ from pipelines.inspect_image import inspect_image
 from pipelines.progress import map_in_order
 from pipelines.recordio import index_path, pack_record
 from pipelines.sources import Classes, FileSource, ShardSource, open_source
-from pipelines.sources.webdataset import check_end
+from pipelines.sources.base import parse_classes
+from pipelines.sources.webdataset import check_end, check_not_compressed
 
 _COMMIT_EVERY = 1024  # images between two entries in the journal
 
@@ -106,6 +107,7 @@ def plan_val_tar(path: Path, labels: Path | None, classes: Classes) -> Plan:
 def _open_tar(path: Path) -> Iterator[tarfile.TarFile]:
     """An uncompressed tar file; raises DataError, also where it turns out to be cut off while it is read."""
     try:
+        check_not_compressed(path)
         with tarfile.open(path, "r:") as tar:
             yield tar
     except (tarfile.TarError, OSError) as error:
@@ -344,7 +346,12 @@ def _fingerprint(entries: list[Entry], options: Options) -> str:
 
 
 def _write_classes(path: Path, classes: Classes) -> None:
-    text = "".join(f"{key}\n" if key == shown else f"{key}\t{shown}\n" for key, shown in classes)
+    lines = [f"{key}\n" if key == shown else f"{key}\t{shown}\n" for key, shown in classes]
+    for line, of_class in zip(lines, classes, strict=True):
+        if parse_classes(line.splitlines(), separator="\t") != [of_class]:
+            raise DataError(f"{path}: a line of it cannot hold the class {of_class[0]!r}, of whose name a line break, a "
+                            "tab or blanks at an end would be lost; rename its folder")
+    text = "".join(lines)
     if path.exists():
         if path.read_text(encoding="utf-8") != text:
             raise DataError(f"{path}: lists other classes than the images have; choose another output folder")

@@ -26,7 +26,8 @@ class SyntheticLoader(Loader):
     def __init__(self, config: LoaderConfig, shard: tuple[int, int]):
         num_classes = config.num_classes or 10
         num_images = config.synthetic_images if config.split == "train" else max(1, config.synthetic_images // 10)
-        super().__init__(config, shard, num_images, [f"pattern {label}" for label in range(num_classes)])
+        names = [f"pattern {label}" for label in range(num_classes)]
+        super().__init__(config, shard, num_images, [(name, name) for name in names])
         self._pool: list[tuple[Any, Any]] = []
         self._pool_size = 0  # pixels
 
@@ -52,12 +53,13 @@ class SyntheticLoader(Loader):
         noise = rng.standard_normal((2 * pixels, 2 * pixels, 3), np.float32)
         pool = []
         for _ in range(num_batches):
-            labels = rng.integers(0, len(self.class_names), config.batch_size)
+            labels = rng.integers(0, len(self.labels), config.batch_size)
             images = np.zeros((config.batch_size, pixels, pixels, config.channels), config.dtype)
             for image, label in zip(images, labels, strict=True):
                 y, x = rng.integers(0, pixels + 1, 2)
                 image[..., :3] = _pattern(int(label), pixels) + noise[y : y + pixels, x : x + pixels]
             context = config.context
+            labels = np.array([self.labels[label] for label in labels])
             pool.append((mx.nd.array(images, context, images.dtype), mx.nd.array(labels, context, np.float32)))
         mx.nd.waitall()
         return pool

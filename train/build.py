@@ -11,8 +11,10 @@ from graph_passes import passes
 from graph_passes.executors import Executor, create_executor
 from graph_passes.executors.cuda.statistics_group import StatisticsGroup
 from pipelines import DEFAULT_HW_DECODER_LOAD, Loader, LoaderConfig, open_loader
+from pipelines.sources import Classes
 from train import models
 from train.checkpoint import Checkpoint
+from train.classes import match, padded
 from train.config import SAMPLES, Config
 from train.devices import Placement
 from train.errors import TrainError
@@ -33,8 +35,13 @@ def network_dtype(config: Config, placement: Placement) -> str:
     return "float16" if placement.executor == "cuda" else "float32"
 
 
-def open_split(config: Config, split: str, placement: Placement, workers: Workers) -> Loader:
-    """The loader of "train" or "val", this process's shard of it. Raises DataError or TrainError."""
+def open_split(config: Config, split: str, placement: Placement, workers: Workers, classes: Classes | None = None,
+               whose: str = "") -> Loader:
+    """The loader of "train" or "val", this process's shard of it. Raises DataError or TrainError.
+
+    `classes`: of the network, if they are known; labels are numbers of these, and training data must have all of them.
+    `whose` says in messages where they are from.
+    """
     on_gpu = placement.device.startswith("gpu")
     # The cuda executor's first convolution reads four channels: a batch that has them is copied as it is.
     channels = 4 if placement.executor == "cuda" else 3
@@ -62,10 +69,17 @@ def open_split(config: Config, split: str, placement: Placement, workers: Worker
         ),
         shard=(workers.rank, workers.size),
     )
-    found = len(loader.class_names)
-    if 0 < config.num_classes < found:
-        raise TrainError(f"--num-classes {config.num_classes} is less than the {found} classes of {config.data}: "
-                         "leave it out, or raise it")
+    if classes is None:
+        found = len(loader.classes)
+        if 0 < config.num_classes < found:
+            raise TrainError(f"--num-classes {config.num_classes} is less than the {found} classes of {config.data}: "
+                             "leave it out, or raise it")
+        loader.count_classes_as(padded(loader.classes, config.num_classes), loader.labels)
+        return loader
+    matched = match(config.data, loader.classes, classes, whose, is_whole=split == "train")
+    loader.count_classes_as(classes, matched.labels)
+    if matched.note and workers.rank == 0:
+        print(matched.note, flush=True)
     return loader
 
 

@@ -7,8 +7,8 @@ without pickle, and readable with `numpy.load`. It has one more member, meta.jso
     state/<slot>/<name>          what the optimizer keeps, such as the momentum, canonical
     averages/<name>              `ema`: moving averages of params and aux, canonical, where the run keeps them
     loader/<rank>                position in the epoch, one for each process
-    meta.json                    format, progress, configuration, class names, state of NumPy's random generator, the
-                                 optimizer's scalars: loss scaling, number of updates
+    meta.json                    format, progress, configuration, names and folders of the classes, state of NumPy's
+                                 random generator, the optimizer's scalars: loss scaling, number of updates
 
 Version 1 had momenta/<name> for state/momentum/<name>, and loss_scaling for scalars; it is read too.
 
@@ -32,9 +32,11 @@ from typing import Any
 import numpy as np
 
 from common.files import replacing, way_out
+from pipelines.sources import Classes
 from train import models
 from train.config import Config
 from train.errors import TrainError
+from train.models.network import Shapes, value_shapes
 
 FORMAT = "resnet checkpoint"
 VERSION = 2
@@ -62,7 +64,8 @@ class Checkpoint:
     aux: Arrays
     state: dict[str, Arrays]  # of the optimizer, by its slots
     config: Config
-    class_names: list[str]
+    class_names: list[str]  # to show
+    class_keys: list[str] = field(default_factory=list)  # folders or synsets; none where they are not known
     progress: Progress = field(default_factory=Progress)
     ema: Arrays = field(default_factory=dict)  # of params and aux; empty without --ema-decay
     loader_states: list[bytes] = field(default_factory=list)  # by rank
@@ -72,6 +75,11 @@ class Checkpoint:
     @property
     def num_classes(self) -> int:
         return models.num_classes(self.config.model, self.params)
+
+    @property
+    def classes(self) -> Classes:
+        """Folder or synset and name of each class, in the network's order."""
+        return list(zip(self.class_keys or self.class_names, self.class_names, strict=True))
 
     @property
     def network(self) -> str:
@@ -90,6 +98,7 @@ def save(checkpoint: Checkpoint, path: Path) -> None:
         "progress": asdict(checkpoint.progress),
         "config": checkpoint.config.to_dict(),
         "class_names": checkpoint.class_names,
+        "class_keys": checkpoint.class_keys,
         "numpy_rng": checkpoint.numpy_rng,
         "scalars": checkpoint.scalars,
     }
@@ -131,8 +140,9 @@ def load(path: Path) -> Checkpoint:
                 aux=groups["aux"],
                 state={group.removeprefix("state/"): groups[group] for group in groups if group.startswith("state/")},
                 ema=groups["averages"],
-                config=_config(meta["config"], path),
-                class_names=meta["class_names"],
+                config=(config := _config(meta["config"], path)),
+                class_names=_names(meta, "class_names") or _numbers(config.model, groups["params"]),
+                class_keys=_names(meta, "class_keys"),
                 progress=Progress(**meta["progress"]),
                 loader_states=[loader[str(rank)].tobytes() for rank in range(len(loader))],
                 numpy_rng=meta["numpy_rng"],
@@ -144,10 +154,45 @@ def load(path: Path) -> Checkpoint:
         raise TrainError(f"{path} is no complete checkpoint ({error}); use another one of its folder") from None
 
 
+def load_checked(path: Path) -> Checkpoint:
+    """`load`, where the arrays must also be those of the network, and finite. Raises TrainError."""
+    checkpoint = load(path)
+    try:
+        network = models.create(checkpoint.config.model, checkpoint.num_classes)
+    except KeyError as error:
+        raise TrainError(f"{path} has no array {error}, which its {checkpoint.config.model} needs; use another one of "
+                         "its folder") from None
+    params, aux = value_shapes(network.symbol)
+    _check_arrays(path, str(network), checkpoint.params, params)
+    _check_arrays(path, str(network), checkpoint.aux, aux)
+    if checkpoint.ema:
+        _check_arrays(path, str(network), checkpoint.ema, params | aux)
+    for arrays in checkpoint.state.values():
+        _check_arrays(path, str(network), arrays, {name: params[name] for name in arrays if name in params})
+    for names in (checkpoint.class_names, checkpoint.class_keys):
+        if names and len(names) != network.num_classes:
+            raise TrainError(f"{path} holds a {network}, and names {len(names)}; use another one of its folder")
+    return checkpoint
+
+
+def _check_arrays(path: Path, network: str, arrays: Arrays, shapes: Shapes) -> None:
+    """Raise TrainError where the arrays are not those of a network, or hold what is no finite number."""
+    for name in sorted(arrays.keys() ^ shapes.keys()):
+        fault = "is missing" if name in shapes else "is none of its arrays"
+        raise TrainError(f"{path} holds no {network}: {name} {fault}; use another one of its folder")
+    for name, array in arrays.items():
+        if array.shape != shapes[name] or array.dtype.kind != "f":
+            raise TrainError(f"{path} holds no {network}: {name} is {array.dtype} {array.shape} there, and "
+                             f"float32 {shapes[name]} in the network; use another one of its folder")
+        if not np.isfinite(array).all():
+            raise TrainError(f"{path} cannot be used: its {name} holds what is no finite number; use an earlier one of "
+                             "its folder, or train anew with a lower --learning-rate")
+
+
 def load_trained(place: str) -> Checkpoint:
     """The network to validate, predict with or export: the best of a run folder, or that of a checkpoint file, with the
-    moving averages as `params` and `aux` where the run keeps them. Raises TrainError as `find` and `load` do."""
-    trained = load(find(place, prefer_best=True))
+    moving averages as `params` and `aux` where the run keeps them. Raises TrainError, as `find` and `load_checked`."""
+    trained = load_checked(find(place, prefer_best=True))
     if not trained.ema:
         return trained
     params, aux = ({name: trained.ema[name] for name in arrays} for arrays in (trained.params, trained.aux))
@@ -174,10 +219,10 @@ def find(place: str, prefer_best: bool = False) -> Path:
 def in_folder(path: Path, prefer_best: bool = False) -> Path | None:
     """The newest checkpoint of a run folder, or the best one if asked for; None where there is none yet."""
     folder = path / FOLDER if (path / FOLDER).is_dir() else path
-    found = _numbered(folder)
-    if (folder / BEST).is_file() and (prefer_best or not found):
-        return folder / BEST
-    return found[-1] if found else None
+    best, found = folder / BEST, _numbered(folder)
+    if not best.is_file():
+        return found[-1] if found else None
+    return best if prefer_best or not found or _step(best) > _step(found[-1]) else found[-1]
 
 
 class CheckpointFolder:
@@ -191,17 +236,21 @@ class CheckpointFolder:
         return self.path / f"step-{step:08d}.npz"
 
     def save(self, checkpoint: Checkpoint, is_best: bool = False) -> None:
-        """Save under the checkpoint's step; also as best.npz if `is_best`. Raises TrainError where that fails."""
-        path = self.path_of(checkpoint.progress.step)
-        save(checkpoint, path)
-        for unfinished in self.path.glob(".step-*"):  # of a process that was killed in the middle
-            unfinished.unlink(missing_ok=True)
+        """Save under the checkpoint's step; also as best.npz if `is_best`. Raises TrainError where that fails.
+
+        The best comes first: a run that is killed between the two goes on from it (`in_folder`), and none ever goes on
+        from an accuracy whose weights are not in best.npz.
+        """
+        path, best = self.path_of(checkpoint.progress.step), self.path / BEST
+        save(checkpoint, best if is_best else path)
         if is_best:
-            with _replacing(self.path / BEST) as part:
+            with _replacing(path) as part:
                 try:
-                    os.link(path, part)
+                    os.link(best, part)
                 except OSError:  # a file system without hard links
-                    shutil.copyfile(path, part)
+                    shutil.copyfile(best, part)
+        for unfinished in self.path.glob(".*.npz.partial"):  # of a process that was killed in the middle
+            unfinished.unlink(missing_ok=True)
         for old in _numbered(self.path)[: -self.keep]:
             old.unlink(missing_ok=True)
 
@@ -209,6 +258,30 @@ class CheckpointFolder:
 def _numbered(folder: Path) -> list[Path]:
     """Checkpoints by step, oldest first."""
     return sorted(folder.glob("step-*.npz"))
+
+
+def _step(path: Path) -> int:
+    """The optimizer steps that a checkpoint file has behind it; -1 where that cannot be read."""
+    number = path.stem.removeprefix("step-")
+    if number.isdigit():
+        return int(number)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return int(json.loads(archive.read(META))["progress"]["step"])
+    except (OSError, zipfile.BadZipFile, zlib.error, ValueError, KeyError, TypeError):
+        return -1
+
+
+def _names(meta: dict[str, Any], key: str) -> list[str]:
+    names = meta.get(key, [])
+    if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise ValueError(f"{key} is no list of names")
+    return names
+
+
+def _numbers(model: str, params: Arrays) -> list[str]:
+    """Names for the classes of a network that has none."""
+    return [str(label) for label in range(models.num_classes(model, params))]
 
 
 def _config(values: dict[str, Any], path: Path) -> Config:

@@ -33,6 +33,7 @@ REFERENCE_BATCH = 256  # images; learning rates are given for this global batch,
 LONGEST_WARMUP = 0.2  # part of a run that is shorter than its preset's
 MAX_THREADS = 1024  # of a loader; a process cannot have any number of them
 MAX_BN_GROUP = 16  # GPUs; of the kernels in which they write to each other
+OF_A_SESSION = ("output", "resume", "max_steps", "time_limit")  # knobs that a run may go on with others of
 MIN_IMAGE_SIZE = 32  # pixels; the network halves the image five times
 
 
@@ -414,7 +415,15 @@ def _check_limits(values: Mapping[str, Any]) -> None:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def changes(before: Config, now: Config) -> list[str]:
+    """The knobs that differ where a run goes on, with both values, those of a session left out."""
+    return [f"{option_name(name)} {_shown(value)} (before: {_shown(getattr(before, name))})"
+            for name, value in vars(now).items() if value != getattr(before, name) and name not in OF_A_SESSION]
 
 
 def presets() -> list[str]:

@@ -24,7 +24,7 @@ from graph_passes import optimizers
 from graph_passes.executors import Executor, Metrics
 from pipelines import Batch, Loader
 from train.checkpoint import Checkpoint, CheckpointFolder, Progress
-from train.config import Config
+from train.config import Config, changes
 from train.errors import TrainError
 from train.mixup import draw_lambda
 from train.optimizer import ema_decay, ema_in_use, make_optimizer
@@ -92,6 +92,7 @@ class Trainer:
         self.checkpoints = CheckpointFolder(run_folder, config.keep_checkpoints)
         self.progress = Progress()
         self.note = ""  # what the user should know about how the run goes on
+        self.changes: list[str] = []  # options that it goes on with others of
         self.receive_metrics: Callable[[], Metrics] | None = None  # those asked for at the last log line
         self.metrics_steps = (1, 0)  # first and last step that they are of
         self.monitor = GpuMonitor(executor.gpu_bus_id) if executor.gpu_bus_id else None
@@ -127,6 +128,9 @@ class Trainer:
         stop = self._steps_used_up()  # a resumed run may have taken them before
         if progress.epoch >= epochs:
             self.note = f"nothing left to train: epoch {epochs} of {epochs} is done; a higher --epochs adds some"
+        if self.changes:
+            recorder.say(f"going on with other options: {', '.join(self.changes)}")
+            recorder.event("changed", options=self.changes)
         if self.note:
             recorder.say(self.note)
         if self.commit:
@@ -314,6 +318,7 @@ class Trainer:
             scalars=dict(self.optimizer.scalars),
             config=self.config,
             class_names=self.train_loader.class_names,
+            class_keys=[key for key, _ in self.train_loader.classes],
             progress=replace(self.progress),
             loader_states=self.workers.gather(self.train_loader.state()),
             numpy_rng=np.random.get_state(legacy=False),
@@ -322,6 +327,7 @@ class Trainer:
     def _restore(self, checkpoint: Checkpoint) -> None:
         """Take over all but the parameters, which the executor was built with."""
         before, states = checkpoint.config, checkpoint.loader_states
+        self.changes = changes(before, self.config)
         self.train_loader.restore(states[self.workers.rank % len(states)])
         images, images_before = self.config.global_batch(self.workers.size), before.global_batch(len(states))
         if images != images_before:

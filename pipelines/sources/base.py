@@ -103,10 +103,15 @@ def read_classes(folder: Path) -> Classes:
 def class_list(path: Path, separator: str | None) -> Classes:
     """The classes of a file with one in each line: its folder or synset, then perhaps the separator (None: blanks) and
     a name to show. Raises DataError."""
-    lines = [line.strip().split(separator, maxsplit=1) for line in read_lines(path) if line.strip()]
-    classes = [(fields[0].strip(), fields[-1].strip()) for fields in lines]
+    classes = parse_classes(read_lines(path), separator)
     if not classes:
         raise DataError(f"{path}: the list of classes is empty; write one class name in each line")
     if len({key for key, _ in classes}) < len(classes):
         raise DataError(f"{path}: a class name occurs twice; every line must name another class")
     return classes
+
+
+def parse_classes(lines: Iterable[str], separator: str | None) -> Classes:
+    """The classes of the lines of a list; empty ones are passed over."""
+    fields = [line.strip().split(separator, maxsplit=1) for line in lines if line.strip()]
+    return [(parts[0].strip(), parts[-1].strip()) for parts in fields]

@@ -7,6 +7,7 @@ Source: https://github.com/webdataset/webdataset, 'The WebDataset Format'.
 
 from __future__ import annotations
 
+import re
 import tarfile
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from pipelines.sources.shards import Entry, ShardSource
 
 _BLOCK = 512  # bytes, the unit of a tar file
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.xz", ".tar.bz2", ".tar.zst")
+_COMPRESSIONS = {rb"\x1f\x8b": "gzip", rb"BZh[1-9]1AY&SY": "bzip2", rb"\xfd7zXZ\0": "xz", rb"\(\xb5/\xfd": "zstd"}
 
 
 class TarSource(ShardSource):
@@ -23,11 +25,10 @@ class TarSource(ShardSource):
 
     @staticmethod
     def scan(file: Path) -> list[Entry]:
-        if file.name.endswith(_COMPRESSED):
-            raise DataError(f"{file}: is compressed, and images are read from the middle of shards; unpack it to .tar")
         images: dict[str, tuple[int, int]] = {}
         labels: dict[str, int] = {}
         try:
+            check_not_compressed(file)
             with tarfile.open(file, "r:") as tar:
                 for member in tar:
                     if not member.isfile():
@@ -70,6 +71,15 @@ def _parse_label(tar: tarfile.TarFile, member: tarfile.TarInfo, file: Path) -> i
     if text.strip().isdigit():
         return int(text)
     raise DataError(f"{file}/{member.name}: holds {text[:16]!r}, not a class number; write the shard anew")
+
+
+def check_not_compressed(file: Path) -> None:
+    """Raise DataError for a compressed tar file, whatever its name is. Raises OSError."""
+    with file.open("rb") as opened:
+        beginning = opened.read(16)
+    for magic, name in _COMPRESSIONS.items():
+        if re.match(magic, beginning):
+            raise DataError(f"{file}: is compressed with {name}, and images are read from the middle of it; unpack it")
 
 
 def check_end(file: Path, offset: int) -> None:

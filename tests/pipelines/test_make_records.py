@@ -291,6 +291,17 @@ def test_other_classes_are_not_mixed_in(tmp_path):
         write_records(plan_files(tmp_path / "b", "train"), tmp_path / "out", "val", Options())
 
 
+@pytest.mark.parametrize("name", ["two\nlines", "a\ttab", " blank", "blank ", "line\u2028separator"])
+def test_a_class_that_a_line_cannot_hold_is_refused(tmp_path, name):
+    """Its records would have other classes than the folders that they are made of."""
+    write_folder(tmp_path / "data" / "train", 4, 2, seed=1)
+    (tmp_path / "data" / "train" / "c01").rename(tmp_path / "data" / "train" / name)
+    with pytest.raises(DataError, match=r"classes\.txt: a line of it cannot hold the class") as error:
+        write_records(plan_files(tmp_path / "data", "train"), tmp_path / "out", "train", Options())
+    assert repr(name) in str(error.value) and "\n" not in str(error.value)
+    assert os.listdir(tmp_path / "out") == []
+
+
 def test_mxnet_reads_the_file(tmp_path):
     write_folder(tmp_path / "images", 8, 4, seed=9)
     write_records(plan_files(tmp_path / "images", "train"), tmp_path / "out", "train", Options())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
+import lzma
 import os
 import struct
 import tarfile
@@ -15,6 +17,7 @@ from image_helpers import encode, smooth_image
 
 from pipelines import DataError, LoaderConfig, open_loader
 from pipelines.__main__ import main
+from pipelines.make_records import tar_kind
 from pipelines.sources import open_source
 from pipelines.verify import verify_split
 
@@ -282,9 +285,25 @@ def test_mistakes_get_one_sentence(tmp_path, mistake):
 
 
 def test_compressed_tar(tmp_path):
+    """Whatever its name is."""
+    for name, compressed in (("train-0.tar.gz", gzip.compress(b"x")), ("train-0.tar", gzip.compress(b"x")),
+                             ("train-0.tar", bz2.compress(b"x")), ("train-0.tar", lzma.compress(b"x"))):
+        path = tmp_path / name
+        path.write_bytes(compressed)
+        with pytest.raises(DataError, match=rf"{name}: is compressed with (gzip|bzip2|xz), and images"):
+            open_source(path, "train")
+        with pytest.raises(DataError, match=rf"{name}: is compressed with (gzip|bzip2|xz), and images"):
+            tar_kind(path)
+        path.unlink()
     (tmp_path / "train-0.tar.gz").write_bytes(gzip.compress(b"x"))
-    with pytest.raises(DataError, match=r"train-0\.tar\.gz: is compressed, and images"):
+    with pytest.raises(DataError, match=r"train-0\.tar\.gz: is compressed with gzip, and images"):
         open_source(tmp_path, "train")
+
+
+def test_a_tar_whose_first_name_begins_as_a_compressed_file_does(tmp_path):
+    images = make_images(2)
+    write_tar(tmp_path / "train.tar", {f"BZh{name}": content for name, content in samples(images).items()})
+    assert len(open_source(tmp_path / "train.tar", "train")) == 2
 
 
 def test_label_outside_the_classes(tmp_path):

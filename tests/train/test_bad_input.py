@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -140,7 +142,59 @@ def test_other_classes_than_the_checkpoint(fails, trained, tiny_data, tmp_path):
     shutil.copytree(tiny_data, tmp_path / "data")
     shutil.copytree(tiny_data / "class0", tmp_path / "data" / "class3")
     sentence = fails("validate", "--checkpoint", trained, "--data", tmp_path / "data")
-    assert "the checkpoint holds a resnet18 with 3 classes, but this run needs a resnet18 with 4 classes" in sentence
+    data, network = tmp_path / "data", f"the network of {trained} ('class0', 'class1', 'class2')"
+    assert f"the class 'class3' of {data} is none of the 3 classes of {network}: give data of these" in sentence
+    shutil.rmtree(data / "class3")
+    (data / "class2").rename(data / "a class")
+    for command in (["--resume"], ["validate", "--checkpoint"]):
+        assert f"the class 'a class' of {data} is none of" in fails(*command, trained, "--data", data)
+
+
+def test_other_numbers_of_classes_than_the_checkpoint(fails, trained):
+    before = (trained / "config.json").read_bytes()
+    for command in (["--resume"], ["validate", "--checkpoint"]):
+        sentence = fails(*command, trained, "--num-classes", "5")
+        assert "--num-classes 5 is not for a network that has 3 classes already: leave it out" in sentence
+    assert (trained / "config.json").read_bytes() == before
+
+
+def changed(file, to, meta=None, **arrays):
+    """Write a checkpoint with other arrays (None: without that one) and other values in meta.json."""
+    with zipfile.ZipFile(file) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    for name, array in arrays.items():
+        if array is None:
+            del members[f"{name}.npy"]
+        else:
+            content = io.BytesIO()
+            np.save(content, array)
+            members[f"{name}.npy"] = content.getvalue()
+    members["meta.json"] = json.dumps(json.loads(members["meta.json"]) | (meta or {})).encode()
+    with zipfile.ZipFile(to, "w") as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    return to
+
+
+@pytest.mark.parametrize("change, sentence", [
+    ({"params/classifier_bias": np.full(3, np.nan, np.float32)}, "its classifier_bias holds what is no finite number"),
+    ({"params/classifier_bias": np.zeros(4, np.float32)}, "classifier_weight is float32 (3, 64) there"),
+    ({"params/classifier_bias": np.zeros(3, int)}, "classifier_bias is int64 (3,) there, and float32"),
+    ({"params/classifier_bias": None}, "has no array 'classifier_bias', which its resnet18 needs"),
+    ({"params/classifier_weight": None}, "holds no resnet18 with 3 classes: classifier_weight is missing; use"),
+    ({"aux/more": np.zeros(1, np.float32)}, "more is none of its arrays"),
+    ({"averages/classifier_bias": np.zeros(3, np.float32)}, "with 3 classes: classifier_weight is missing"),
+    ({"state/momentum/classifier_bias": np.zeros(5, np.float32)}, "classifier_bias is float32 (5,) there"),
+    ({"meta": {"class_names": ["a", "b"]}}, "holds a resnet18 with 3 classes, and names 2"),
+    ({"meta": {"class_names": "abc"}}, "is no complete checkpoint (class_names is no list of names)"),
+])
+def test_arrays_that_no_network_can_use(change, sentence, fails, trained, tiny_data, tmp_path):
+    file = changed(checkpoint.find(str(trained)), tmp_path / "c.npz", **change)
+    assert sentence in (first := fails("validate", "--checkpoint", file)) and str(file) in first
+    assert sentence in fails("predict", "--checkpoint", file, tiny_data)
+    assert sentence in fails("export", "--checkpoint", file, "--params", tmp_path / "p")
+    assert sentence in fails("--resume", file, "--output", tmp_path / "run")
+    assert os.listdir(tmp_path) == ["c.npz"]
 
 
 def test_validation_and_prediction_without_weights(fails, tmp_path):

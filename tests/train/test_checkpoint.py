@@ -157,6 +157,64 @@ def test_what_a_killed_process_left_is_removed(state, tmp_path):
     assert os.listdir(folder.path) == ["step-00000042.npz"]
 
 
+def dies_at(call, work):
+    """Do the work in a process of its own, which ends in the middle of it as by SIGKILL: before its `call`-th change of
+    a name in a folder, counted from 1. False where it has fewer."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 77
+    count = 0
+
+    def counted(change):
+        def changed(*arguments, **options):
+            nonlocal count
+            count += 1
+            if count == call:
+                os._exit(77)
+            return change(*arguments, **options)
+
+        return changed
+
+    for name in ("replace", "link", "unlink"):
+        setattr(os, name, counted(getattr(os, name)))
+    try:
+        work()
+    finally:
+        os._exit(0)
+
+
+def test_a_kill_at_any_rename_leaves_the_best_weights_in_best(state, tmp_path):
+    """A run with a best of 40 % saves one of 90 %, and dies on the way; what it goes on from knows of 90 % only where
+    best.npz has them, and the next checkpoint leaves nothing of that behind."""
+    def reached(step, top1):
+        return dataclasses.replace(state, progress=Progress(step=step, epoch=step, best_top1=top1))
+
+    deaths = []
+    for call in range(1, 20):
+        run = tmp_path / str(call)
+        folder = CheckpointFolder(run, keep=2)
+        for step in (1, 2):
+            folder.save(reached(step, 0.4), is_best=step == 1)
+        if not dies_at(call, lambda folder=folder: folder.save(reached(3, 0.9), is_best=True)):
+            break
+        start = checkpoint.load(checkpoint.find(str(run)))
+        best = checkpoint.load(checkpoint.find(str(run), prefer_best=True))
+        assert start.progress.best_top1 == best.progress.best_top1, f"died at change {call}"
+        assert (start.progress.step, best.progress.step) in ((2, 1), (3, 3)), f"died at change {call}"
+        deaths.append(start.progress.step)
+        folder.save(reached(4, start.progress.best_top1))
+        assert not list(folder.path.glob(".*")), f"died at change {call}"
+        assert checkpoint.load(folder.path / "best.npz").progress == best.progress
+    assert {2, 3} <= set(deaths), "it is killed before and after the best has its name"
+
+
+def test_a_best_that_cannot_be_read_is_not_gone_on_from(state, tmp_path):
+    folder = CheckpointFolder(tmp_path, keep=1)
+    folder.save(state)
+    (folder.path / "best.npz").write_bytes(b"PK")
+    assert checkpoint.find(str(tmp_path)) == folder.path_of(42)
+
+
 def test_find_without_checkpoint(tmp_path):
     with pytest.raises(TrainError, match="there is no checkpoint or run folder"):
         checkpoint.find(str(tmp_path / "missing"))

@@ -66,7 +66,7 @@ def test_sigterm(unbroken, tiny_options, tmp_path, run_train, monkeypatch, signa
     assert checkpoint.load(checkpoint.find(str(folder))).progress.step == signal_at
 
     code, out, err = run_train("--resume", folder, report=True)  # the options are those of the checkpoint
-    assert code == 0, err
+    assert code == 0 and "other options" not in out, err
     assert_same_end(folder, unbroken)
     steps = json.loads((folder / "report" / "report.json").read_text())["step_ms"]
     assert len(steps) == 2 * STEPS_PER_EPOCH
@@ -239,11 +239,14 @@ def test_another_global_batch(tiny_options, tmp_path, run_train):
         code, out, err = run_train("--resume", folder, "--batch-size", "8", "--log-every", "1")
     assert code == 0, err
     assert "going on with 8 images a step (1 process) after 4 (1): the learning rate is scaled" in out
+    assert "going on with other options: --batch-size 8 (before: 4), --log-every 1 (before: 10)\n" in out
     assert seen["start"] == (2, 2, 3)
     for name, momentum in stopped.state["momentum"].items():
         if name.endswith(("gamma", "bias")):  # in the same layout everywhere
             np.testing.assert_array_equal(seen[name], 2 * momentum)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    (changed,) = (line["options"] for line in lines if line["event"] == "changed")
+    assert changed == ["--batch-size 8 (before: 4)", "--log-every 1 (before: 10)"]
     rates = [line["learning_rate"] for line in lines if line["event"] == "steps"]
     peak = 0.5 * 8 / 256
     expected = [peak * (1 + np.cos(np.pi * k / 6)) / 2 for k in range(2, 6)]  # 2 epochs of 3 steps, 2 of them done

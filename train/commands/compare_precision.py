@@ -24,7 +24,7 @@ from common.command_line import option_name, part_of, to_arguments
 from common.errors import error_of
 from train import devices
 from train.commands.options import Comparison
-from train.config import CONFIG_FILE, Config, configure, default_warmup, load_preset
+from train.config import CONFIG_FILE, OF_A_SESSION, Config, configure, default_warmup, load_preset
 from train.errors import TrainError
 from train.processes.signals import STOPPING, StoppedBySignal, handled
 from train.reporting import plots
@@ -37,7 +37,6 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "float16": {"dtype": "float16"},
     "bfloat16": {"dtype": "bfloat16"},
 }
-_NOT_COMPARED = ("output", "resume", "max_steps", "time_limit")  # a run that goes on may have others of these
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,7 @@ def _check_same(config: Config, config_file: Path) -> None:
     """Raise TrainError where the run in the folder has other settings."""
     there, here = Config.from_dict(json.loads(config_file.read_text())).to_dict(), config.to_dict()
     for name, value in here.items():
-        if name not in _NOT_COMPARED and there.get(name) != value:
+        if name not in OF_A_SESSION and there.get(name) != value:
             option = option_name(name)
             raise TrainError(f"the run in {config_file.parent} was made with {option} {there.get(name)}, this "
                              f"comparison has {value}: give another --output, or the same {option}")

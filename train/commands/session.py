@@ -8,6 +8,7 @@ import logging
 import shlex
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from pipelines import DataError, Loader
 from pipelines.samples import make_samples
 from train import checkpoint, demonstration, devices
 from train.build import SAMPLES_FOLDER
+from train.checkpoint import Checkpoint
 from train.config import CONFIG_FILE, LIST_PRESETS, SAMPLES, SYNTHETIC, Config
 from train.errors import TrainError
 from train.loop import Trainer
@@ -50,6 +52,15 @@ def run_folder_of(config: Config, resumed_file: Path | None = None) -> Path:
         way_out = f"go on with it (--resume {folder})" if has_checkpoint else "remove it"
         raise TrainError(f"the output folder {folder} already holds a run: {way_out}, or give another --output")
     return folder
+
+
+def of_network(config: Config, values: Mapping[str, Any], trained: Checkpoint) -> Config:
+    """The configuration with the number of classes of a trained network. Raises TrainError where another is given."""
+    wanted, has = values.get("num_classes"), trained.num_classes
+    if wanted and wanted != has:
+        raise TrainError(f"--num-classes {wanted} is not for a network that has {has} classes already: leave it out, "
+                         "or train a new one")
+    return replace(config, num_classes=has if config.num_classes else 0)
 
 
 def prepare(config: Config, workers: Workers) -> devices.Placement:

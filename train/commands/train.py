@@ -16,7 +16,16 @@ from pipelines.sources import splits_of
 from train import checkpoint, demonstration, devices
 from train.build import build_executor, check_memory, join_bn_group, open_split
 from train.checkpoint import Checkpoint
-from train.commands.session import AUTO, measure_loader, name_preset, open_recorder, prepare, report, run_folder_of
+from train.commands.session import (
+    AUTO,
+    measure_loader,
+    name_preset,
+    of_network,
+    open_recorder,
+    prepare,
+    report,
+    run_folder_of,
+)
 from train.config import SAMPLES, SYNTHETIC, Config, configure, load_preset
 from train.errors import LostProcessError, TrainError
 from train.loop import Trainer
@@ -83,9 +92,9 @@ def begin(values: Mapping[str, Any], workers: Workers) -> Beginning:
             config = configure(values, devices.default_config(values, workers.local_rank))
             name_preset(config, values, workers)
             return Beginning(config, run_folder_of(config), None, demonstration.is_one(config, values))
-        start = checkpoint.load(file)
+        start = checkpoint.load_checked(file)
         default = load_preset(values["config"]) if "config" in values else _resumed_config(file, start)
-        config = configure(values, default)
+        config = of_network(configure(values, default), values, start)
         return Beginning(config, run_folder_of(config, file), start)
 
 
@@ -121,10 +130,12 @@ def open_trainer(
         with workers.agreement():
             placement = prepare(config, workers)
             bn_group = join_bn_group(config, placement, workers)
-            train_loader = loaders.enter_context(open_split(config, "train", placement, workers))
+            known = (start.classes, "the network that the run goes on with") if start else ()
+            train_loader = loaders.enter_context(open_split(config, "train", placement, workers, *known))
             val_loader = None
             if config.validate_every:
-                val_loader = loaders.enter_context(open_split(config, "val", placement, workers))
+                val_loader = loaders.enter_context(open_split(config, "val", placement, workers, train_loader.classes,
+                                                              "the training images"))
             if not start and placement.device.startswith("gpu"):
                 # The network asks how much memory is left: it is to know of the loaders', of validation's too.
                 for loader in (train_loader, val_loader):

@@ -8,7 +8,7 @@ from typing import Any
 
 from train import checkpoint
 from train.build import build_executor, open_split
-from train.commands.session import prepare
+from train.commands.session import of_network, prepare
 from train.config import configure
 from train.errors import TrainError
 from train.loop import validate
@@ -23,10 +23,11 @@ def main(values: Mapping[str, Any]) -> None:
         if not place:
             raise TrainError("validation needs trained weights: give --checkpoint with a run folder or checkpoint file")
         trained = checkpoint.load_trained(place)
-        config = configure(values, trained.config)
+        config = of_network(configure(values, trained.config), values, trained)
         placement = prepare(config, workers)
-        loader = open_split(replace(config, cache=0), "val", placement, workers)  # each image is needed once
-        executor = build_executor(config, len(loader.class_names), loader.config.image_size, placement, trained)
+        loader = open_split(replace(config, cache=0), "val", placement, workers, trained.classes,
+                            f"the network of {place}")  # without cache: each image is needed once
+        executor = build_executor(config, trained.num_classes, loader.config.image_size, placement, trained)
     sums = validate(executor, loader, workers)
     if workers.rank == 0:
         loss, top1, top5 = (value / sums.count for value in (sums.loss_sum, sums.top1, sums.top5))

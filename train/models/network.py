@@ -14,6 +14,7 @@ from graph_passes.roles import Use
 
 Symbol = Any  # mx.sym.Symbol; MXNet has no type stubs
 Arrays = dict[str, np.ndarray]
+Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,7 @@ def init_params(symbol: Symbol, seed: int, channels: int = 3,
     depends on the seed and its own name alone; the weights of a fourth, padded input channel are 0 and get no gradient.
     """
     graph = Graph.from_json(symbol.tojson())
-    arg_shapes, _, aux_shapes = symbol.infer_shape(data=(1, 224, 224, channels))
-    shapes = dict(zip(symbol.list_arguments(), arg_shapes, strict=True))
-    del shapes["data"], shapes["softmax_label"]
+    shapes, aux_shapes = value_shapes(symbol, channels)
     uses, first = roles.uses(graph), roles.first_weights(graph)
     zero_gammas = roles.branch_gammas(graph) if zero_init_residual else frozenset()
 
@@ -75,8 +74,16 @@ def init_params(symbol: Symbol, seed: int, channels: int = 3,
             is_one = uses[name].input == "gamma" and name not in zero_gammas
             params[name] = np.full(shape, float(is_one), np.float32)
     aux = {name: np.full(shape, float(uses[name].input == "moving_var"), np.float32)
-           for name, shape in zip(symbol.list_auxiliary_states(), aux_shapes, strict=True)}
+           for name, shape in aux_shapes.items()}
     return params, aux
+
+
+def value_shapes(symbol: Symbol, channels: int = 3) -> tuple[Shapes, Shapes]:
+    """Of a network's parameters and of its running statistics, canonical, by name."""
+    arguments, _, aux = symbol.infer_shape(data=(1, 224, 224, channels))
+    params = dict(zip(symbol.list_arguments(), arguments, strict=True))
+    del params["data"], params["softmax_label"]
+    return params, dict(zip(symbol.list_auxiliary_states(), aux, strict=True))
 
 
 def _deviation(use: Use, shape: tuple[int, ...]) -> np.float32:

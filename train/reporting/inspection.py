@@ -30,7 +30,7 @@ def predict_some(executor: Executor, loader: Loader, epoch: int) -> Predictions:
     names = loader.class_names
     return Predictions(
         pictures=(np.concatenate(pictures) * STD + MEAN).round().clip(0, 255).astype(np.uint8),
-        true=[names[label] for label in labels],
+        true=[names[loader.labels[label]] for label in labels],
         guessed=[names[guess] if guess < len(names) else f"class {guess}" for guess in guesses],
         probability=np.array(probabilities),
         epoch=epoch,
