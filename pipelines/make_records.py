@@ -349,8 +349,8 @@ def _write_classes(path: Path, classes: Classes) -> None:
     lines = [f"{key}\n" if key == shown else f"{key}\t{shown}\n" for key, shown in classes]
     for line, of_class in zip(lines, classes, strict=True):
         if parse_classes(line.splitlines(), separator="\t") != [of_class]:
-            raise DataError(f"{path}: a line of it cannot hold the class {of_class[0]!r}, of whose name a line break, a "
-                            "tab or blanks at an end would be lost; rename its folder")
+            raise DataError(f"{path}: a line of it cannot hold the class {of_class[0]!r}, of whose name a line break, "
+                            "a tab or blanks at an end would be lost; rename its folder")
     text = "".join(lines)
     if path.exists():
         if path.read_text(encoding="utf-8") != text:
