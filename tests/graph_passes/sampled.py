@@ -8,9 +8,9 @@ Bounds are for each element: what is stored is rounded once, to half the distanc
 products before that are of fp32. `norm` is that of the n terms of a sum.
 
     the sum           UNIT * (32 + sqrt(n) / 8) * sqrt(n) * norm, where sqrt(n) * norm is at least the sum of the
-                      terms' sizes. Partial sums of terms with any sign grow as sqrt(i), so that rounding adds a few UNIT
-                      of it. Tensor cores cut off instead, 16 terms at a time, which is biased: sqrt(n) / 24 UNIT, of
-                      which three times are allowed. One missing term is 1 / sqrt(n) of the norm.
+                      terms' sizes. Partial sums of terms with any sign grow as sqrt(i), so that rounding adds a few
+                      UNIT of it. Tensor cores cut off instead, 16 terms at a time, which is biased: sqrt(n) / 24 UNIT,
+                      of which three times are allowed. One missing term is 1 / sqrt(n) of the norm.
     its terms         16 roundings of the network's type times the norm, where a kernel sums what it rounds for the
                       tensor cores, or has not rounded yet as it was written: these errors are independent.
     a ReLU made again lets through or not where fp32 cannot tell the sign: such elements are left out.
