@@ -35,6 +35,10 @@ from train.reporting.gpu_monitor import GpuMonitor, GpuReadings
 from train.reporting.recorder import Recorder
 from train.schedule import make_schedule
 
+# So many steps in a row whose gradients are not finite end a run. From the highest loss scale, 2^24, it takes 24 of
+# them to get down to 1, below which it does not go.
+MAX_SKIPPED_STEPS = 50
+
 
 def validate(executor: Executor, loader: Loader, workers: Workers) -> Metrics:
     """Loss and accuracy over a whole split, with BatchNorm's statistics averaged over the processes first."""
@@ -95,6 +99,7 @@ class Trainer:
         self.changes: list[str] = []  # options that it goes on with others of
         self.receive_metrics: Callable[[], Metrics] | None = None  # those asked for at the last log line
         self.metrics_steps = (1, 0)  # first and last step that they are of
+        self.skipped_steps = self.skipped_in_a_row = 0  # as in the metrics received last (`Executor.skipped_steps`)
         self.monitor = GpuMonitor(executor.gpu_bus_id) if executor.gpu_bus_id else None
         self.reported_bad: set[tuple[str, str]] = set()
         self.last_saved: Path | None = None
@@ -171,6 +176,9 @@ class Trainer:
             )
             save |= stop_signal
             self.end_step(recorder, read_now=save or time_up or progress.step == self.config.max_steps)
+            if self.is_stuck:
+                self.save(recorder)
+                raise self.stuck()
             if save:
                 signals.save = False
                 self.save(recorder)
@@ -245,12 +253,17 @@ class Trainer:
             readings = self.monitor.take() if self.monitor else ()
             waits = np.zeros((self.workers.size, len(recorder.loader_waits)))  # the others' rows come with the sum
             waits[self.workers.rank] = recorder.loader_waits
-            values = self.workers.sum([*waits.ravel(), *self.receive_metrics(), *readings])
+            own = self.receive_metrics()
+            skipped = self.executor.skipped_steps, self.executor.skipped_in_a_row  # the same on all processes
+            values = self.workers.sum([*waits.ravel(), *own, *skipped, *readings])
             self.receive_metrics = None
             slowest = np.reshape(values[: waits.size], waits.shape).max(axis=0).tolist()
-            metrics, sums = Metrics(*values[waits.size :][:4]), values[waits.size + 4 :]
+            metrics, values = Metrics(*values[waits.size :][:4]), values[waits.size + 4 :]
+            before = self.skipped_steps
+            self.skipped_steps, self.skipped_in_a_row = (round(value / self.workers.size) for value in values[:2])
+            sums = values[2:]
             gpu = GpuReadings(*(value / self.workers.size for value in sums))._replace(power=sums[0]) if sums else None
-            recorder.log(metrics, gpu, slowest)
+            recorder.log(metrics, gpu, slowest, self.skipped_steps - before)
             if not math.isfinite(metrics.loss_sum):
                 raise self._diverged(*self.metrics_steps)
 
@@ -368,6 +381,21 @@ class Trainer:
         """Why the run ends here where --max-steps are done, else ""."""
         done, limit = self.progress.step, self.config.max_steps
         return f"stopped after step {done}: --max-steps is {limit}" if 0 < limit <= done else ""
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether steps do not change any weight any more, as far as the metrics received last tell."""
+        return self.skipped_in_a_row >= MAX_SKIPPED_STEPS
+
+    def stuck(self) -> TrainError:
+        """The error for it."""
+        saved = f"; the weights are in {self.last_saved}" if self.last_saved else ""
+        return TrainError(
+            f"{self.skipped_in_a_row} steps in a row have changed no weight, since gradients are not finite even at a "
+            f"loss scale of 1 (step {self.progress.step}, epoch {self.progress.epoch + 1}){saved}: go on with --dtype "
+            f"bfloat16, or begin anew with a lower --learning-rate (now {self.config.learning_rate:g} per 256 images)",
+            on_all_ranks=True,
+        )
 
     def _diverged(self, first: int, last: int) -> TrainError:
         steps = f"step {last}" if first == last else f"steps {first} to {last}"
