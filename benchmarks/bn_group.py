@@ -57,13 +57,14 @@ def measure(arguments: Options) -> None:
     times: dict[int, list[float]] = {size: [] for size in made}
     warm_up = round(WARM_UP_SECONDS * IMAGES_PER_SEC / arguments.batch)  # steps, as many in all processes
     for _, size in itertools.product(range(ROUNDS), made):
-        executor, batches, all_reduce = made[size]
+        executor, in_turn, all_reduce = made[size]
         ends = [executor.gpu.timing_event() for _ in range(arguments.steps + 1)]
         for number in range(-warm_up, len(ends)):
             if number == 0:
                 executor.read_metrics()  # those of the warm-up
                 scale_before = loss_scale(executor)
-            executor.forward_backward(*next(batches), on_bucket=all_reduce.start)
+            data, label = next(in_turn)
+            executor.forward_backward(data, label, on_bucket=all_reduce.start)
             all_reduce.finish()
             executor.update(learning_rate(arguments.batch))
             if number >= 0:

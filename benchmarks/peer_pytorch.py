@@ -223,7 +223,8 @@ def measure(peer: Peer, mode: str, batches: Batches, arguments: argparse.Namespa
     return {
         "name": f"PyTorch {torch.__version__} {NAMES[mode]}", "versions": VERSIONS,
         "step_ms": [start.elapsed_time(end) for start, end in itertools.pairwise(events)],
-        "loss": result.sum().item() / (arguments.batch if peer.inference else 1), "loss_scales": [scale_before, peer.scaler.get_scale()],
+        "loss": result.sum().item() / (arguments.batch if peer.inference else 1),
+        "loss_scales": [scale_before, peer.scaler.get_scale()],
         "allocated_bytes": torch.cuda.max_memory_allocated() if on_gpu else 0,
     }
 

@@ -131,8 +131,8 @@ def write_result(
     path = folder / f"{name}.json"
     lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in result.items()]
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    print(f"{name}: {found['value']:,.1f} +/- {found['spread']:,.1f} {found['unit']} (mean {found['mean']:,.1f}){against}"
-          f" -> {os.path.relpath(path)}", flush=True)
+    print(f"{name}: {found['value']:,.1f} +/- {found['spread']:,.1f} {found['unit']}, mean {found['mean']:,.1f}"
+          f"{against} -> {os.path.relpath(path)}", flush=True)
     return path
 
 
