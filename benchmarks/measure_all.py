@@ -26,9 +26,11 @@ from torch_peer import require_peer
 from common.command_line import Positive, read_options
 from common.errors import ProgramError
 
+SectionName = Literal["step", "small", "inference", "jpeg", "loader", "shallow", "resnet101", "resnet152", "resnext50",
+                      "resnext101", "variants", "precision", "cpu"]
 PROFILE = "benchmarks/results/resnet50_fp16_b256_profile.txt"
 # Steps: about a second's work in a turn, and enough for a median.
-SECTIONS: dict[str, tuple[str, ...]] = {
+SECTIONS: dict[SectionName, tuple[str, ...]] = {
     "step": (f"step_gpu.py --batch 256 --steps 60 --profile {PROFILE}",
              "step_gpu.py --batch 256 --steps 60 --dtype bfloat16"),
     "small": ("step_gpu.py --batch 64 --steps 150", "step_gpu.py --batch 128 --steps 100"),
@@ -46,8 +48,6 @@ SECTIONS: dict[str, tuple[str, ...]] = {
                   "--peers eager", "step_gpu.py --batch 512 --steps 30"),
     "cpu": ("step_cpu.py", "loader_cpu.py"),
 }
-SectionName = Literal["step", "small", "inference", "jpeg", "loader", "shallow", "resnet101", "resnet152", "resnext50",
-                      "resnext101", "variants", "precision", "cpu"]
 ON_GPU = tuple(name for name in SECTIONS if name != "cpu")  # that one is for a machine whose CPU counts
 
 
@@ -55,7 +55,7 @@ ON_GPU = tuple(name for name in SECTIONS if name != "cpu")  # that one is for a 
 class Options:
     """What is measured."""
 
-    sections: tuple[SectionName, ...] = ON_GPU  # type: ignore[assignment]
+    sections: tuple[SectionName, ...] = ON_GPU
     """In this order."""
     limit: Positive = 24 * 3600
     """Seconds after which no further program begins."""

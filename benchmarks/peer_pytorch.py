@@ -203,7 +203,7 @@ def measure(peer: Peer, mode: str, batches: Batches, arguments: argparse.Namespa
             labels = labels.to(peer.device, non_blocking=True)
         return step(images, labels)
 
-    for _ in range(arguments.warm_up):
+    for _ in range(arguments.warm_up or 1):  # the first one compiles
         next_step()
     begin = time.monotonic()
     while not arguments.warm_up and time.monotonic() - begin < arguments.warm_up_seconds:

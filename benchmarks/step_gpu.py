@@ -94,6 +94,8 @@ def measure(executor: CudaExecutor, monitor: GpuMonitor, batches: Sequence[tuple
 
     gpu = executor.gpu
     events = [gpu.timing_event() for _ in range(steps + 1)]
+    step()  # inference is compiled when it is first asked for
+    executor.synchronize()
     begin = time.monotonic()
     while time.monotonic() - begin < warm_up_seconds:
         step()
