@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import statistics
 from dataclasses import dataclass
 
 from record import Peer, check_trained, flags, run, write_result
@@ -23,6 +24,7 @@ from train.build import join_bn_group
 from train.config import Config
 from train.devices import Placement
 from train.processes.distributed import Workers
+from train.reporting.gpu_monitor import GpuMonitor
 
 ROUNDS = 3
 IMAGES_PER_SEC = 10_000  # of a GPU, about: how many steps three seconds are
@@ -54,7 +56,9 @@ def measure(arguments: Options) -> None:
         executor, batches = make_step("resnet50", arguments.batch, 224, "float16", workers.local_rank, num_buckets=2,
                                       group=group)
         made[size] = executor, itertools.cycle(batches), workers.gradient_all_reduce(executor)
-    times: dict[int, list[float]] = {size: [] for size in made}
+    monitor = GpuMonitor(made[1][0].gpu_bus_id)
+    monitor.start()
+    found: dict[int, dict[str, list[float]]] = {size: {"step_ms": [], "watts": [], "sm_mhz": []} for size in made}
     warm_up = round(WARM_UP_SECONDS * IMAGES_PER_SEC / arguments.batch)  # steps, as many in all processes
     for _, size in itertools.product(range(ROUNDS), made):
         executor, in_turn, all_reduce = made[size]
@@ -62,6 +66,8 @@ def measure(arguments: Options) -> None:
         for number in range(-warm_up, len(ends)):
             if number == 0:
                 executor.read_metrics()  # those of the warm-up
+                monitor.sample()
+                monitor.take()
                 scale_before = loss_scale(executor)
             data, label = next(in_turn)
             executor.forward_backward(data, label, on_bucket=all_reduce.start)
@@ -72,11 +78,15 @@ def measure(arguments: Options) -> None:
             executor.end_step()
         metrics = executor.read_metrics()  # which also tells of a GPU that has waited in vain
         check_trained(f"groups of {size}", [metrics.loss_sum / metrics.count], [scale_before, loss_scale(executor)])
+        monitor.sample()
+        readings = monitor.take()
         step_ms = [executor.gpu.elapsed_ms(first, second) for first, second in itertools.pairwise(ends)]
-        times[size] += [max(every) for every in zip(*workers.gather(step_ms), strict=True)]
+        found[size]["step_ms"] += [max(every) for every in zip(*workers.gather(step_ms), strict=True)]
+        found[size]["watts"] += workers.gather(readings.power)
+        found[size]["sm_mhz"] += workers.gather(readings.clock)
     if workers.rank == 0:
         assert arguments.worker
-        arguments.worker.write_text(json.dumps(times))
+        arguments.worker.write_text(json.dumps(found))
 
 
 def main() -> None:
@@ -86,12 +96,14 @@ def main() -> None:
         return
     count, batch = arguments.gpus, arguments.batch
     check_gpus(count)
-    times = measure_in_processes(count, __file__, flags(arguments, "batch", "steps"))
-    if times is None:
+    found = measure_in_processes(count, __file__, flags(arguments, "batch", "steps"))
+    if found is None:
         raise ProgramError(f"the measurement on {count} GPUs failed, see above")
     for size in sizes(count)[1:]:
-        write_result(f"resnet50_fp16_b{batch}_bn_group{size}_synthetic_{count}gpu", times[str(size)], count * batch,
-                     Peer("the same without groups", times["1"]), folder=arguments.results)
+        ours = found[str(size)]
+        write_result(f"resnet50_fp16_b{batch}_bn_group{size}_synthetic_{count}gpu", ours["step_ms"], count * batch,
+                     Peer("the same without groups", found["1"]["step_ms"]), statistics.fmean(ours["watts"]),
+                     statistics.fmean(ours["sm_mhz"]), arguments.results)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from record import RESULTS, Peer, best_peer, check_trained, flags, run, write_re
 from torch_peer import TorchPeer, all_times, take_turns
 
 from common.command_line import Positive, read_options
+from common.errors import ProgramError
 from common.mxnet_compat import mx
 from graph_passes.executors import create_executor
 from graph_passes.executors.cuda import profile
@@ -155,6 +156,12 @@ def write_memory(name: str, figures: dict[str, Any]) -> None:
     MEMORY.write_text("\n".join([*others, json.dumps({"name": name, **figures})]) + "\n")
 
 
+def check_probabilities(who: str, sums: Sequence[float]) -> None:
+    """Raises ProgramError where an image's probabilities, rounded to 16 bits or not, do not add up to 1."""
+    if not all(abs(each - 1) < 0.01 for each in sums):
+        raise ProgramError(f"{who} computed no probabilities: those of an image add up to {sums}; nothing is published")
+
+
 def publish(name: str, batch: int, ours: Sequence[dict[str, Any]], theirs: dict[str, list[dict[str, Any]]],
             versions: dict[str, str]) -> None:
     """Check that all turns trained, and write the figure. `theirs`: by way to run."""
@@ -197,6 +204,9 @@ def main() -> None:
     monitor.close()
     if peer:
         peer.close()
+    if arguments.inference:
+        for who, of_one in turns.items():
+            check_probabilities(who, [turn["loss"] for turn in of_one])
     use = "inference_synthetic" if arguments.inference else "synthetic"
     name = f"{arguments.model}_{SHORT[arguments.dtype]}_b{arguments.batch}_{use}_1gpu"
     ours = turns.pop("ours")

@@ -2,9 +2,10 @@
 
     python benchmarks/tables.py
 
-Between the lines `<!-- table NAME -->` and `<!-- end of table -->` of a page stands the table of that name. Its rows are
-the figures measured at the commit of MAIN, those of GPUs on the same kind of GPU: what was measured otherwise is left out
-until it is measured again. And whatever number a page links to a file under results/ becomes that file's value.
+Between the lines `<!-- table NAME -->` and `<!-- end of table -->` of a page stands the table of that name. Its rows
+are the figures measured at the commit of MAIN, those of GPUs on the same kind of GPU: what was measured otherwise is
+left out until it is measured again. And whatever number a page links to a file under results/ becomes that file's
+value.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def where(figure: Figure) -> str:
 def results_table(page: Path) -> list[str]:
     """README's."""
     labels = {row.name: row.label for row in README_ROWS}
-    lines = []
+    lines: list[str] = []
     for figure in of_one_commit(labels):
         if not lines:
             lines += [f"({where(figure)}; medians, and means in brackets.)", "", "| | images/sec | compared with | |",
