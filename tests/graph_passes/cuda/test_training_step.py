@@ -303,7 +303,8 @@ def test_folded_inference_of_a_trained_network(cache: Path, name: str, dtype: st
 
 def test_the_largest_batch_computes_what_two_of_its_images_do(cache: Path) -> None:
     """2,674 images of 224 pixels, which are the same two again and again: 2^31 numbers in the first convolution. The
-    gradients are 16-bit values of another scale, so a wrong place would show as more than their rounding."""
+    gradients are 16-bit values of another scale, so a wrong place would show as more than their rounding: each of the
+    two lies within SMALL of the exact ones, so they lie within twice that of each other."""
     graph, results = fused(bottlenecks(7, CLASSES)), []
     for images in (2, 2674):
         shapes = {"data": (images, 224, 224, 4), "softmax_label": (images,)}
@@ -320,7 +321,7 @@ def test_the_largest_batch_computes_what_two_of_its_images_do(cache: Path) -> No
     assert loss_of_many == pytest.approx(loss, rel=1e-3)
     assert np.abs(probabilities_of_many - probabilities).max() < 2e-2, "of every image"
     for name, gradient in wanted.items():
-        assert relative_error(got[name], gradient) < SMALL["bfloat16"], name
+        assert relative_error(got[name], gradient) < 2 * SMALL["bfloat16"], name
 
 
 RULES = {
