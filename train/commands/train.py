@@ -75,12 +75,10 @@ def _elastic_session(values: Mapping[str, Any], state: RunState) -> None:
     """Train until the run is over, or until processes come or go: then `state` has what the next session starts from,
     and it comes by its executor, with all that has been compiled for it."""
     workers = Workers()
-    if state.committed:
-        beginning = Beginning(state.committed.config, state.run_folder or Path(), state.committed)
-    else:
-        beginning = begin(values, workers)
-    with open_trainer(beginning, workers, state.executor if state.committed else None, state.commit) as (trainer, _):
-        state.capture, state.executor, state.run_folder = trainer.capture, trainer.executor, trainer.run_folder
+    if not state.beginning:
+        state.beginning = begin(values, workers)
+    with open_trainer(state.beginning, workers, state.executor, state.commit) as (trainer, _):
+        state.capture, state.executor = trainer.capture, trainer.executor
         train(trainer)
 
 
