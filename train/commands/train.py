@@ -67,8 +67,8 @@ def main(values: Mapping[str, Any]) -> None:
                 bn_group.give_up()  # the GPU would wait for the lost one
             drain_engine()
             folder = shlex.quote(str(beginning.run_folder))
-            raise LostProcessError("another process of this run has ended; go on from the last checkpoint, if there is "
-                                   f"one, with: {launcher()} --resume {folder}") from None
+            raise LostProcessError("the connection to another process of this run is lost; go on from the last "
+                                   f"checkpoint, if there is one, with: {launcher()} --resume {folder}") from None
 
 
 def _elastic_session(values: Mapping[str, Any], state: RunState) -> None:

@@ -94,11 +94,8 @@ class ElasticRun:
         self._part_with_ended()
         if self._code is not None:
             return
-        if hang := self._processes.find_hang():
-            self._processes.kill(hang.killed)
-            for worker in hang.killed:
-                worker.process.wait()
-                self._hung[worker.process.pid] = hang.sentence
+        if hang := self._processes.end_hang():
+            self._hung |= {worker.process.pid: hang.sentence for worker in hang.workers}
             self._part_with_ended()
             if self._code is not None:
                 return
@@ -131,8 +128,9 @@ class ElasticRun:
                    for worker in self._processes.all if worker.process.pid not in self._hung)
 
     def _part_with_ended(self) -> None:
+        running = self._processes.running
         for worker in self._processes.all:
-            if worker.process.poll() is None or worker in self._ended:
+            if worker in running or worker in self._ended:
                 continue
             self._ended.append(worker)
             if not (self._is_regular(worker) or self._processes.has_done_its_part(worker)) and self._code is None:
@@ -174,11 +172,11 @@ class ElasticRun:
     def _is_joining(self) -> bool:
         """Whether processes that have been let in are not all connected to each other yet."""
         return any(self._record(worker).activity == Activity.JOINING for worker in self._members
-                   if worker.process.returncode is None)
+                   if worker in self._processes.running)
 
     def _begin_again(self) -> None:
         """Start all anew: Horovod would wait for one that is lost while they connect, and then end the others."""
-        members = [worker for worker in self._members if worker.process.poll() is None]
+        members = [worker for worker in self._members if worker in self._processes.running]
         self._processes.kill(members)
         for worker in members:
             worker.process.wait()

@@ -149,11 +149,10 @@ def _wait(processes: Processes) -> int:
             deadline = time.monotonic() + GRACE_SECONDS
         if not running:
             break
-        hang = None if failed else processes.find_hang()
+        hang = None if failed else processes.end_hang()
         if hang:
-            has_hung = True
+            has_hung, deadline = True, time.monotonic() + GRACE_SECONDS
             print(f"error: {hang.sentence}, so the run ends; {WAY_OUT}", file=sys.stderr, flush=True)
-            processes.kill(hang.killed)
         time.sleep(POLL_SECONDS)
     if has_hung:
         return EXIT_HUNG_PROCESS

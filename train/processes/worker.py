@@ -88,11 +88,11 @@ def on_this_machine(hang_seconds: float) -> dict[str, str]:
     return {**settings, "HOROVOD_GLOO_TIMEOUT_SECONDS": os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", patience)}
 
 
-class Found(NamedTuple):
-    """Processes that hang."""
+class Hung(NamedTuple):
+    """Processes that hung and were killed."""
 
     sentence: str  # without an end
-    killed: list[Worker]  # those that are to be
+    workers: list[Worker]
 
 
 class Processes:
@@ -109,6 +109,7 @@ class Processes:
         self.watch = Watch(1 + max(slot.number for slot in slots), hang_seconds)
         self.all: list[Worker] = []  # also those that have ended, in the order in which they were started
         self.signals: list[int] = []  # that this process has received to hand them on
+        self._given_up: list[Worker] = []  # killed because they hung; one that waits for a dead disk stays for ever
         self._guard = Guard(self.watch)
 
     def start(self, slot: Slot, environment: Mapping[str, str]) -> Worker:
@@ -126,10 +127,10 @@ class Processes:
 
     @property
     def running(self) -> list[Worker]:
-        return [worker for worker in self.all if worker.process.poll() is None]
+        return [worker for worker in self.all if worker.process.poll() is None and worker not in self._given_up]
 
-    def find_hang(self) -> Found | None:
-        """Those that make no progress, if any; to be asked several times a second."""
+    def end_hang(self) -> Hung | None:
+        """Kill those that make no progress, if any, and say which; to be called several times a second."""
         running = {worker.slot.number: worker for worker in self.running}
         hang = self.watch.look({number: worker.process.pid for number, worker in running.items()})
         if not hang:
@@ -138,9 +139,13 @@ class Processes:
         last = "; ".join(f"{worker.place} shows {self.watch.describe(worker.slot.number, worker.process.pid)}"
                          for worker in hung)
         if hang.is_certain:
-            return Found(f"{last}; {'it hangs and is' if len(hung) == 1 else 'they hang and are'} killed", hung)
-        return Found(f"no process makes progress, and which one holds up the others cannot be told: {last}; all are "
-                     "killed", list(running.values()))
+            ended = Hung(f"{last}; {'it hangs and is' if len(hung) == 1 else 'they hang and are'} killed", hung)
+        else:
+            ended = Hung(f"no process makes progress, and which one holds up the others cannot be told: {last}; all "
+                         "are killed", list(running.values()))
+        self.kill(ended.workers)
+        self._given_up += ended.workers
+        return ended
 
     def writes_report(self, worker: Worker) -> bool:
         """Whether a process has, or had, trained to the end."""
@@ -185,7 +190,8 @@ class Processes:
         finally:
             self.kill()
             for worker in self.all:
-                worker.process.wait()
+                if worker not in self._given_up:
+                    worker.process.wait()
             self._guard.close()
 
     @property
