@@ -30,6 +30,7 @@ from train.mixup import draw_lambda
 from train.optimizer import ema_decay, ema_in_use, make_optimizer
 from train.processes.distributed import GradientAllReduce, Workers
 from train.processes.invocation import launcher
+from train.processes.pulse import Activity, pulse
 from train.processes.signals import Signals, StoppedBySignal
 from train.reporting.gpu_monitor import GpuMonitor, GpuReadings
 from train.reporting.recorder import Recorder
@@ -43,8 +44,13 @@ MAX_SKIPPED_STEPS = 50
 def validate(executor: Executor, loader: Loader, workers: Workers) -> Metrics:
     """Loss and accuracy over a whole split, with BatchNorm's statistics averaged over the processes first."""
     workers.all_reduce_on_host(list(executor.aux.values()), "aux")
+    pulse.take_time(Activity.LOADING)
     for batch in loader:
+        pulse.show(Activity.COMPUTING)
         executor.evaluate(batch.data, batch.label, batch.num_valid)
+        pulse.end_lap()
+        pulse.show(Activity.LOADING)
+    pulse.take_time(Activity.VALIDATING)  # what the device has not done yet
     return Metrics(*workers.sum(executor.read_metrics()))
 
 
@@ -167,12 +173,13 @@ class Trainer:
         sizes = self.train_loader.config
         if progress.epoch and sizes.size_in(progress.epoch) != sizes.size_in(progress.epoch - 1):
             recorder.say(f"epoch {progress.epoch + 1}: images of {sizes.size_in(progress.epoch)} pixels from now on")
+            pulse.take_time(Activity.LOADING)  # the network is built for them
         recorder.begin_epoch(progress.epoch, self.steps_per_epoch, progress.epoch_step)
         batches = recorder.timed(self.train_loader)
         while self.step(batches):
             recorder.stop_clock(self.executor.idle_seconds)
             save, stop_signal, time_up = self.workers.vote(
-                [signals.save or self._save_due(), signals.stop > 0, self._time_up()]
+                [signals.save or self._save_due(), signals.stop > 0 or pulse.is_to_stop, self._time_up()]
             )
             save |= stop_signal
             self.end_step(recorder, read_now=save or time_up or progress.step == self.config.max_steps)
@@ -184,6 +191,7 @@ class Trainer:
                 self.save(recorder)
             if self.commit and progress.step % self.config.commit_every == 0:
                 with recorder.phase("commit"):
+                    pulse.take_time(Activity.SAVING)
                     self.commit()
             if stop_signal:
                 raise StoppedBySignal(
@@ -208,11 +216,14 @@ class Trainer:
         overlap: dict[str, Any] = {}
         if self.all_reduce and self.all_reduce.start and self.config.accumulate == 1:
             overlap["on_bucket"] = self.all_reduce.start
+        pulse.show(Activity.LOADING)
         for batch in itertools.islice(batches, self.config.accumulate):
+            pulse.show(Activity.COMPUTING)
             self.executor.forward_backward(
                 batch.data, batch.label, accumulate=count > 0, mixup=self._mixup(count), **overlap
             )
             count += 1
+            pulse.show(Activity.LOADING)
         if count == 0:
             return False
         if self.all_reduce:
@@ -222,6 +233,7 @@ class Trainer:
         self.executor.end_step()
         self.progress.step += 1
         self.progress.epoch_step += 1
+        pulse.end_step(self.progress.epoch, self.progress.step)
         return True
 
     def _mixup(self, number: int) -> float:
@@ -305,6 +317,7 @@ class Trainer:
         if path == self.last_saved and not is_best:
             return
         with recorder.phase("checkpoint"):
+            pulse.take_time(Activity.SAVING)
             checkpoint = self.capture()
             with self.workers.agreement():
                 if self.workers.rank == 0:
