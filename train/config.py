@@ -20,7 +20,7 @@ import train.configs
 from common.command_line import given, given_value, nearest, option_name, part_of
 from graph_passes import optimizers
 from pipelines import transform
-from pipelines.transform import Augmentation, CentreCrop, ImageTransform
+from pipelines.transform import Augmentation, CentreCrop, ImageTransform, Normalisation
 from train import models
 from train.errors import TrainError
 
@@ -151,7 +151,7 @@ class ResizingOptions:
 
 
 @dataclass(frozen=True)
-class InferenceImageOptions(CentreCrop):
+class InferenceImageOptions(Normalisation, CentreCrop):
     """Images."""
 
     val_image_size: int = 0

@@ -19,8 +19,7 @@ from common import files
 from common.command_line import option_name
 from common.mxnet_compat import mx
 from graph_passes import Graph, Ref, onnx_writer, passes
-from pipelines import MEAN, STD
-from train import checkpoint, models
+from train import models, weights
 from train.build import build_executor
 from train.checkpoint import Checkpoint
 from train.commands.options import ExportOptions
@@ -48,7 +47,7 @@ def main(values: Mapping[str, Any]) -> None:
         if options.checkpoint and name in values:
             raise TrainError(f"{option_name(name)} {values[name]} is for --symbol without a checkpoint, and "
                              f"{options.checkpoint} has its own: leave it out")
-    trained = checkpoint.load_trained(options.checkpoint) if options.checkpoint else None
+    trained = weights.load(options.checkpoint) if options.checkpoint else None
     if options.onnx:
         assert trained
         model, difference = export_onnx(trained)
@@ -143,8 +142,8 @@ def export_onnx(trained: Checkpoint) -> tuple[bytes, float]:
         "input_layout": "NCHW",
         "resize_shorter": str(max(size, round(size / trained.config.val_crop_fraction))),
         "center_crop": str(size),
-        "mean": json.dumps(MEAN),  # of pixels from 0 to 255: data = (pixel - mean) / std
-        "std": json.dumps(STD),
+        "mean": json.dumps(trained.config.mean),  # of pixels from 0 to 255: data = (pixel - mean) / std
+        "std": json.dumps(trained.config.std),
         "network": trained.network,
     }
     onnx.helper.set_model_props(model, preparation)

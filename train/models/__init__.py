@@ -60,7 +60,7 @@ def published(name: str) -> tuple[Published, ...]:
 def num_classes(name: str, params: Mapping[str, Any]) -> int:
     """How many classes the network of that name has with these parameters. Raises TrainError where there is none, and
     KeyError where the parameters are not its own."""
-    return len(params[create(name).classifier_bias])
+    return len(params[create(name).classifier[1]])
 
 
 def _family(name: str) -> ModuleType:

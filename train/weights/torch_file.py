@@ -148,9 +148,14 @@ def _read(archive: zipfile.ZipFile) -> Any:
         if len(values) != count:
             raise ValueError(f"a storage of {count} numbers has {len(values)}")
         values = values.astype(dtype)
-        return (values.astype(np.uint32) << 16).view(np.float32) if kind == BFLOAT16 else values
+        return from_bfloat16(values) if kind == BFLOAT16 else values
 
     return _Unpickler(archive.read(members["data.pkl"]), load).load()
+
+
+def from_bfloat16(bits: np.ndarray) -> np.ndarray:
+    """The float32 numbers of which these 16 bits are the upper half."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 class _Unpickler(pickle.Unpickler):
