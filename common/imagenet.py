@@ -1,7 +1,7 @@
-"""The 1,000 classes of ImageNet (ILSVRC2012): their WordNet ids, in whose order networks count them, and words for them.
+"""The 1,000 classes of ImageNet (ILSVRC2012): WordNet ids, in whose order networks count them, and words for them.
 
-The words are torchvision's (`torchvision.models._meta`), of which no two are alike; they are the first ones of each synset
-in WordNet, but for two classes of which there are two: crane bird, maillot tank suit.
+The words are torchvision's (`torchvision.models._meta`), of which no two are alike: the first ones of each synset in
+WordNet, but for two that another class has too: crane bird, maillot tank suit.
 """
 
 from __future__ import annotations

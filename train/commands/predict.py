@@ -66,8 +66,8 @@ def main(values: Mapping[str, Any]) -> None:
 def predict(options: PredictOptions) -> list[Prediction]:
     """Predictions for the given image files, in their order. Raises TrainError or DataError for a user's mistake."""
     if not options.checkpoint:
-        raise TrainError("prediction needs trained weights: give --checkpoint with a run folder, a checkpoint or a file "
-                         "of weights")
+        raise TrainError("prediction needs trained weights: give --checkpoint with a run folder, a checkpoint or a "
+                         "file of weights")
     trained = weights.load(options.checkpoint)
     config = replace(
         trained.config,

@@ -18,8 +18,8 @@ from train.errors import TrainError
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from train.models.network import Network
     from train.models.libraries import Published
+    from train.models.network import Network
 
 # Names of the networks by file, so that they can be listed without importing MXNet.
 FAMILIES: Mapping[str, tuple[str, ...]] = {

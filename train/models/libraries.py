@@ -1,5 +1,5 @@
-"""Names under which other libraries publish the weights of our networks; a family's file says what its layers are called
-there (`PUBLISHED`), and this one what the arrays of a layer are called."""
+"""Names under which other libraries publish the weights of our networks: a family's file says what its layers are
+called there (`PUBLISHED`), and this one what the arrays of a layer are called."""
 
 from __future__ import annotations
 

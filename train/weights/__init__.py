@@ -2,7 +2,7 @@
 
     trained = load("resnet50.pth")                             # to validate, predict with or export
     weights = read("runs/my-run", model="resnet50")            # to start from
-    start, note = starting_point(weights, classes, config)
+    start, notes = starting_point(weights, classes, config)
 
 `files` reads the forms of files, `recognise` finds the network, `record` says how images are prepared for it; `publish`
 is the way back.
@@ -11,12 +11,13 @@ is the way back.
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from common import imagenet
 from pipelines.sources import Classes
+from pipelines.transform import Normalisation
 from train import checkpoint, models
 from train.checkpoint import Checkpoint, Progress
 from train.classes import numbers_by_name
@@ -35,6 +36,12 @@ class Weights(NamedTuple):
     classifier: str  # name of the classifier's weight where they are from
     num_classes: int  # 0 without a classifier
     notes: list[str]  # what was taken, what not and why
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The options of a run that starts from them: the network, and its images' normalisation."""
+        names = ("model", *(field.name for field in fields(Normalisation)))
+        return {name: getattr(self.trained.config, name) for name in names}
 
 
 def read(place: str, model: str = "") -> Weights:
@@ -82,9 +89,9 @@ def load(place: str, quiet: bool = False) -> Checkpoint:
     return weights.trained
 
 
-def starting_point(weights: Weights, classes: Classes, config: Config) -> tuple[Checkpoint, str]:
-    """A network for these classes, and a note on its classifier: the one of the weights where they have all of the
-    classes, by their names, else a new one with the initial values of the configuration's seed."""
+def starting_point(weights: Weights, classes: Classes, config: Config) -> tuple[Checkpoint, list[str]]:
+    """A network for these classes, and the notes on the weights with one on its classifier: that is theirs where they
+    have all of the classes, by their names, else a new one with the initial values of the configuration's seed."""
     trained, known = weights.trained, weights.num_classes
     network = models.create(trained.config.model, len(classes))
     initial, _ = network.initial_values(config.seed)
@@ -99,9 +106,9 @@ def starting_point(weights: Weights, classes: Classes, config: Config) -> tuple[
     else:
         note = "a new classifier"
     there = f"{known:,} classes" if known else "no classifier"
-    return (replace(trained, params=params, class_names=[name for _, name in classes],
-                    class_keys=[key for key, _ in classes]),
-            f"{weights.classifier}: {there} there, {len(classes):,} here: {note}")
+    start = replace(trained, params=params, class_names=[name for _, name in classes],
+                    class_keys=[key for key, _ in classes])
+    return start, [*weights.notes, f"{weights.classifier}: {there} there, {len(classes):,} here: {note}"]
 
 
 def _is_of_others(path: Path) -> bool:
@@ -131,5 +138,5 @@ def _classes(path: Path, found: Found, count: int) -> tuple[Classes, str]:
                              "correct the list or remove it")
         return imagenet.in_words(classes), ""
     if count == len(imagenet.classes()):
-        return list(imagenet.classes()), "classes: without names, these 1,000 are taken for ImageNet's in their usual order"
+        return list(imagenet.classes()), "classes: ImageNet's, for which 1,000 without names are taken"
     return [(str(label), str(label)) for label in range(count)], ""

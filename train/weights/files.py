@@ -69,7 +69,7 @@ def _with_record(read_arrays: Callable[[Path], Arrays]) -> Callable[[Path], tupl
 
 
 READERS: Mapping[str, Callable[[Path], tuple[Arrays, Record]]] = {
-    **dict.fromkeys((".pth", ".pt", ".bin", ".tar"), _with_record(torch_file.read)),  # .pth.tar is usual for checkpoints
+    **dict.fromkeys((".pth", ".pt", ".bin", ".tar"), _with_record(torch_file.read)),  # .pth.tar is usual too
     ".safetensors": _with_record(_read_safetensors),
     ".params": _with_record(_read_mxnet),
     ".onnx": onnx_file.read,

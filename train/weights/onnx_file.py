@@ -1,9 +1,9 @@
 """Our own ONNX exports as weights.
 
-There each BatchNorm behind a convolution is folded into it. `metadata` keeps what folding loses, gamma and beta, so that
-the BatchNorms can be taken out again: of the convolution with the folded weights w' and bias b', whose output has the mean
-beta - b' and the variance gamma^2, up to the share that epsilon has in it. In inference the network is the same; in training
-it goes on from about the same statistics.
+There each BatchNorm behind a convolution is folded into it. `metadata` keeps what folding loses, gamma and beta, so
+that the BatchNorms can be taken out again: the output of the convolution with the folded weights and bias b', less b',
+has the mean beta - b', and the variance gamma^2 but for the part that epsilon has in it. In inference the network is
+the same; in training it goes on from about the same statistics.
 """
 
 from __future__ import annotations

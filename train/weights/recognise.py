@@ -1,8 +1,8 @@
 """Which network some arrays are of, and these arrays in our form.
 
-A network fits if it has all the arrays, under its own names or those of another library (train/models), with their shapes,
-and no others; but for the classifier, which may have any number of classes or be missing, and for what other libraries have
-besides: counters, biases before a BatchNorm, and Gluon's BatchNorm of the images.
+A network fits if it has all the arrays, under its own names or those of another library (train/models), with their
+shapes, and no others; but for the classifier, which may have any number of classes or be missing, and for what other
+libraries have besides: counters, biases before a BatchNorm, and Gluon's BatchNorm of the images.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class _Candidate:
     def _is_spare(self, name: str) -> bool:
         layer, _, end = name.rpartition(".")
         images = self.published.norm_of_images if self.published else ""
-        return end == COUNTER or name in self.biases or bool(images) and layer == images
+        return end == COUNTER or name in self.biases or (bool(images) and layer == images)
 
     def _fits(self, name: str, arrays: Mapping[str, np.ndarray]) -> bool:
         shape, wanted = arrays[name].shape, self.wanted[name]
@@ -193,8 +193,8 @@ class _Candidate:
         counters = [int(array) for name, array in arrays.items() if name.endswith(COUNTER)]
         if counters:
             notes.append(f"{COUNTER} of {len(counters)} BatchNorms: nothing depends on them")
-        return Found(self.model, library, params, aux, self.classifier[0], record, len(arrays), max(counters, default=0),
-                     notes)
+        return Found(self.model, library, params, aux, self.classifier[0], record, len(arrays),
+                     max(counters, default=0), notes)
 
     def _canonical(self, array: np.ndarray) -> np.ndarray:
         if array.ndim == 4 and self.is_oihw:
@@ -221,7 +221,7 @@ def _check(path: Path, name: str, array: np.ndarray) -> None:
 
 
 def _with_norm(record: Record, norm: Mapping[str, np.ndarray]) -> Record:
-    """The images' mean and standard deviation with those of Gluon's first BatchNorm, which has neither gamma nor beta."""
+    """The images' mean and standard deviation with those of Gluon's first BatchNorm, without gamma and beta there."""
     deviation = np.sqrt(norm["running_var"].astype(np.float64) + BATCH_NORM_EPS)
     mean, std = np.array(record.mean), np.array(record.std)
     return replace(record, mean=tuple((mean + std * norm["running_mean"]).tolist()),

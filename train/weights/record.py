@@ -7,8 +7,8 @@ Of the name of the weights' file, or config.json:
      "pretrained_cfg": {"input_size": [3, 224, 224], "crop_pct": 0.875, "interpolation": "bilinear",
                         "mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225], "color_order": "RGB"}}
 
-Mean and standard deviation are of pixels from 0 to 1. All members may be missing: they are torchvision's then. timm has no
-`color_order`: all of its networks read RGB.
+Mean and standard deviation are of pixels from 0 to 1. All members may be missing: they are torchvision's then. timm has
+no `color_order`: all of its networks read RGB.
 """
 
 from __future__ import annotations

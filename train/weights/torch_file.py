@@ -7,8 +7,8 @@ Since PyTorch 1.6 such a file is a zip, nothing in it compressed:
     NAME/byteorder    little or big; little where it is missing
 
 A pickle is a program: what it names is imported and called. Here it can name tensors and plain containers and nothing
-else, and what stands for them makes arrays and dictionaries only, and cannot be changed by the pickle. The form of the references is that of torch/serialization.py and of
-`torch._utils._rebuild_tensor_v2`.
+else, and what stands for them makes arrays and dictionaries only, and cannot be changed by the pickle. The form of the
+references is that of torch/serialization.py and of `torch._utils._rebuild_tensor_v2`.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model", "model_state_
 _PREFIX = re.compile(r"^(?:module\.|_orig_mod\.)+")
 
 # What is raised for a pickle that is none, or is not made as torch.save makes it, and for a broken zip.
-_BROKEN = (pickle.UnpicklingError, zipfile.BadZipFile, zlib.error, EOFError, ValueError, KeyError, TypeError, IndexError,
-           AttributeError, OverflowError, MemoryError, RuntimeError, struct.error)
+_BROKEN = (pickle.UnpicklingError, zipfile.BadZipFile, zlib.error, struct.error, EOFError, ValueError, LookupError,
+           TypeError, AttributeError, OverflowError, MemoryError, RuntimeError)
 
 
 class _Forbidden(Exception):
@@ -128,7 +128,7 @@ def _not_a_zip(path: Path, start: bytes) -> str:
     if start.startswith(_LEGACY) or start[257:262] == b"ustar":
         return (f"{path} has the form that PyTorch wrote before version 1.6: write it anew with PyTorch, "
                 "torch.save(torch.load(FILE, weights_only=True), NEW)")
-    return f"{path} is no file of PyTorch (it begins with {start[:8]!r}): give one that torch.save wrote, or .safetensors"
+    return f"{path} is no file of PyTorch, as it begins with {start[:8]!r}: give one that torch.save wrote"
 
 
 def _read(archive: zipfile.ZipFile) -> Any:
@@ -144,7 +144,8 @@ def _read(archive: zipfile.ZipFile) -> Any:
 
     def load(key: str, kind: str, count: int) -> np.ndarray:
         dtype = STORAGES[kind]
-        values = np.frombuffer(archive.read(members[f"data/{key}"]), dtype.newbyteorder("<" if order == "little" else ">"))
+        stored = dtype.newbyteorder("<" if order == "little" else ">")
+        values = np.frombuffer(archive.read(members[f"data/{key}"]), stored)
         if len(values) != count:
             raise ValueError(f"a storage of {count} numbers has {len(values)}")
         values = values.astype(dtype)
@@ -204,7 +205,7 @@ def _parameter(tensor: _Tensor, *_: object) -> _Tensor:
     return _Tensor(tensor.array)
 
 
-_REBUILD = {"_rebuild_tensor_v2": _tensor, "_rebuild_parameter": _parameter}
+_REBUILD: Mapping[str, Callable[..., _Tensor]] = {"_rebuild_tensor_v2": _tensor, "_rebuild_parameter": _parameter}
 
 
 # --- writing ---
