@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pipelines import ImageTransform, LoaderConfig, open_loader
-from pipelines.graph import MEAN, STD, random_inputs
+from pipelines import MEAN, STD, ImageTransform, LoaderConfig, open_loader
+from pipelines.graph import random_inputs
 from pipelines.sources import open_source
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
