@@ -303,8 +303,8 @@ def test_folded_inference_of_a_trained_network(cache: Path, name: str, dtype: st
 
 def test_the_largest_batch_computes_what_two_of_its_images_do(cache: Path) -> None:
     """2,674 images of 224 pixels, which are the same two again and again: 2^31 numbers in the first convolution. The
-    gradients are 16-bit values of another scale, so a wrong place would show as more than their rounding: each of the two
-    lies within SMALL of the exact ones, so they lie within twice that of each other."""
+    gradients are 16-bit values of another scale, so a wrong place would show as more than their rounding: each of the
+    two lies within SMALL of the exact ones, so they lie within twice that of each other."""
     graph, results = fused(bottlenecks(7, CLASSES)), []
     for images in (2, 2674):
         shapes = {"data": (images, 224, 224, 4), "softmax_label": (images,)}
