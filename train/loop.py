@@ -38,7 +38,7 @@ from train.schedule import make_schedule
 
 def validate(executor: Executor, loader: Loader, workers: Workers) -> Metrics:
     """Loss and accuracy over a whole split, with BatchNorm's statistics averaged over the processes first."""
-    workers.all_reduce_on_host(list(executor.aux.values()), "aux")
+    workers.all_reduce_on_host(executor.trained_statistics, "aux")
     for batch in loader:
         executor.evaluate(batch.data, batch.label, batch.num_valid)
     return Metrics(*workers.sum(executor.read_metrics()))
@@ -118,7 +118,8 @@ class Trainer:
     def _assign(self, live: Mapping[str, Any], values: Mapping[str, np.ndarray]) -> None:
         """Set the executor's or optimizer's arrays from canonical ones."""
         for name, value in values.items():
-            live[name][:] = self.executor.from_canonical(name, value)
+            if name in live:  # else it is frozen
+                live[name][:] = self.executor.from_canonical(name, value)
 
     # --- the loop ---
 
@@ -270,10 +271,15 @@ class Trainer:
         recorder.end_epoch(metrics)
         top1 = metrics.top1 / metrics.count
         if top1 > progress.best_top1:
-            progress.best_top1 = top1
+            progress.best_top1, progress.validations_since_best = top1, 0
             self.save(recorder, is_best=True)
+        else:
+            progress.validations_since_best += 1
         if 0 < config.target_accuracy <= top1:
             return f"stopped: validation top-1 {top1:.4f} has reached the target of {config.target_accuracy:g}"
+        if 0 < config.patience <= progress.validations_since_best:
+            return (f"stopped: {progress.validations_since_best} validations in a row have not raised the top-1 above "
+                    f"{progress.best_top1:.4f}, whose weights are kept")
         return ""
 
     def _report_bad_images(self, recorder: Recorder) -> None:
@@ -303,7 +309,7 @@ class Trainer:
         """All of this run's state; a collective operation. Raises TrainError where parameters are not finite."""
         executor = self.executor
         executor.synchronize()
-        self.workers.all_reduce_on_host(list(executor.aux.values()), "aux")  # each process has seen other images
+        self.workers.all_reduce_on_host(executor.trained_statistics, "aux")  # each process has seen other images
         params, aux = executor.get_params()
         ema = self.optimizer.ema
         self.workers.all_reduce_on_host([ema[name] for name in aux if name in ema], "ema aux")
@@ -314,7 +320,8 @@ class Trainer:
             aux=aux,
             state={slot: {name: executor.to_canonical(name, array) for name, array in arrays.items()}
                    for slot, arrays in self.optimizer.state.items()},
-            ema={name: executor.to_canonical(name, array) for name, array in ema.items()},
+            ema={name: executor.to_canonical(name, ema[name]) if name in ema else array
+                 for name, array in {**params, **aux}.items()} if ema else {},
             scalars=dict(self.optimizer.scalars),
             config=self.config,
             class_names=self.train_loader.class_names,
@@ -334,6 +341,10 @@ class Trainer:
             processes = "1 process" if self.workers.size == 1 else f"{self.workers.size} processes"
             self.note = (f"going on with {images} images a step ({processes}) after {images_before} ({len(states)}): "
                          "the learning rate is scaled with them")
+        if before.freeze != self.config.freeze:
+            words = [f"--freeze {config.freeze}" if config.freeze else "no --freeze" for config in (before, self.config)]
+            raise TrainError(f"the checkpoint is of a run with {words[0]}, and this one has {words[1]}: to train other "
+                             "layers, begin a new run from its weights (--weights)", on_all_ranks=True)
         state = self.optimizer.state
         if checkpoint.state.keys() != state.keys():
             raise TrainError(f"the checkpoint is of a run with --optimizer {before.optimizer}, from whose state "

@@ -40,8 +40,8 @@ class Executor(ABC):
     each keeps what it was built for last.
 
     `params`, `aux` (running statistics) and `grads` (of the latest backward pass, or the sum of several; none of what is
-    `frozen`) are live arrays by variable name, in this executor's own layout; the canonical layout of a convolution's weight is OHWI. On a
-    GPU the host waits to see them: fetch them anew in every step, and only where they are needed.
+    `frozen`) are live arrays by variable name, in this executor's own layout; the canonical layout of a convolution's
+    weight is OHWI. On a GPU the host waits to see them: fetch them anew in every step, and only where they are needed.
     """
 
     params: dict[str, Any]
@@ -60,6 +60,11 @@ class Executor(ABC):
         self.input_shapes: dict[str, Shape] = {name: tuple(shape) for name, shape in shapes.items()}
         self._weight_layouts = weight_layouts(graph)
         self._accepted = {name: {shape} for name, shape in self.input_shapes.items()}  # by `check_input`
+
+    @property
+    def trained_statistics(self) -> list[Any]:
+        """The running statistics that training changes, as `aux` has them."""
+        return [array for name, array in self.aux.items() if name not in self.frozen]
 
     # --- parameters ---
 
@@ -123,9 +128,9 @@ class Executor(ABC):
     def create_optimizer(self, rule: Rule, ema: bool = False) -> Optimizer:
         """The optimizer of all parameters that are not frozen; `ema`: with moving averages of them and of the running
         statistics."""
-        trained = {name: array for name, array in self.params.items() if name not in self.frozen}
-        statistics = {name: array for name, array in self.aux.items() if name not in self.frozen}
-        return ArrayOptimizer(rule, trained, self.grads, roles.weights(self.graph), {**trained, **statistics} if ema else {},
+        trained, statistics = ({name: array for name, array in arrays.items() if name not in self.frozen}
+                               for arrays in (self.params, self.aux))
+        return ArrayOptimizer(rule, trained, self.grads, roles.weights(self.graph), trained | statistics if ema else {},
                               roles.rate_factors(self.graph))
 
     # --- running ---

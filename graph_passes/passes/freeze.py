@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from graph_passes import roles
 from graph_passes.errors import GraphError
-from graph_passes.graph import Graph, Node
+from graph_passes.graph import Graph, Node, Ref
 from graph_passes.operators import BATCH_NORMS
 
 BACKBONE = "backbone"
@@ -17,7 +17,7 @@ def freeze(graph: Graph, prefix: str) -> Graph:
         after     data, weight(lr_mult=0) -> Convolution -> BatchNorm(use_global_stats=True), gamma(lr_mult=0), ...
 
     These are MXNet's own attributes: a BatchNorm that is frozen normalises with its running statistics in training too,
-    and leaves them as they are. `prefix` is of names as `graph` has them ("stage2", "stage2_block1_conv1"), or
+    and leaves them as they are; so does one that alone reads a frozen convolution. `prefix` is of names as `graph` has them ("stage2", "stage2_block1_conv1"), or
     "backbone": all but the classifier. For a network in which nothing is fused yet.
 
     Raises GraphError where no name begins so, and where nothing would be left to train.
@@ -27,6 +27,7 @@ def freeze(graph: Graph, prefix: str) -> Graph:
         ends = [graph[ref.node] for ref in classifier.inputs[:1]]
     else:
         ends = [node for node in graph if not node.is_variable and node.name.startswith(prefix)]
+    ends += [reader for node in ends if (reader := graph.sole_reader(Ref(node.name), "BatchNorm"))]
     before, parameters = _with_ancestors(graph, ends), _parameters(graph)
     if not before & parameters:
         raise GraphError(f"no layer with parameters has a name that begins with '{prefix}': there are "
