@@ -123,7 +123,8 @@ class FineTuningOptions:
 
     freeze: Annotated[str, "LAYERS"] = ""
     """Leave the beginning of the network as it is, up to the layers whose names begin so, such as stem, stage2 or
-    stage3_block1; backbone: all but the classifier. Its BatchNorms use their running statistics, and steps are faster."""
+    stage3_block1; backbone: all but the classifier. BatchNorms there use their running statistics, and steps are
+    faster."""
     backbone_lr_factor: float = 1.0
     """The learning rate of all layers but the classifier is multiplied by this."""
 

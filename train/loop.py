@@ -342,9 +342,9 @@ class Trainer:
             self.note = (f"going on with {images} images a step ({processes}) after {images_before} ({len(states)}): "
                          "the learning rate is scaled with them")
         if before.freeze != self.config.freeze:
-            words = [f"--freeze {config.freeze}" if config.freeze else "no --freeze" for config in (before, self.config)]
-            raise TrainError(f"the checkpoint is of a run with {words[0]}, and this one has {words[1]}: to train other "
-                             "layers, begin a new run from its weights (--weights)", on_all_ranks=True)
+            then, now = (f"--freeze {each.freeze}" if each.freeze else "no --freeze" for each in (before, self.config))
+            raise TrainError(f"the checkpoint is of a run with {then}, and this one has {now}: to train other layers, "
+                             "begin a new run from its weights (--weights)", on_all_ranks=True)
         state = self.optimizer.state
         if checkpoint.state.keys() != state.keys():
             raise TrainError(f"the checkpoint is of a run with --optimizer {before.optimizer}, from whose state "

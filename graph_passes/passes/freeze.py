@@ -16,9 +16,10 @@ def freeze(graph: Graph, prefix: str) -> Graph:
         before    data, weight -> Convolution -> BatchNorm
         after     data, weight(lr_mult=0) -> Convolution -> BatchNorm(use_global_stats=True), gamma(lr_mult=0), ...
 
-    These are MXNet's own attributes: a BatchNorm that is frozen normalises with its running statistics in training too,
-    and leaves them as they are; so does one that alone reads a frozen convolution. `prefix` is of names as `graph` has them ("stage2", "stage2_block1_conv1"), or
-    "backbone": all but the classifier. For a network in which nothing is fused yet.
+    These are MXNet's own attributes. A frozen BatchNorm normalises with its running statistics in training too, and
+    leaves them as they are; so does one that alone reads a frozen convolution. `prefix` is of names as `graph` has them
+    ("stage2", "stage2_block1_conv1"), or "backbone": all but the classifier. For a network in which nothing is fused
+    yet.
 
     Raises GraphError where no name begins so, and where nothing would be left to train.
     """

@@ -9,7 +9,6 @@ import pytest
 
 from graph_passes import passes, roles
 from train import checkpoint, models
-from train.loop import Trainer
 from train.models.network import init_params
 
 pytestmark = pytest.mark.usefixtures("narrow_network")
@@ -65,7 +64,7 @@ def test_other_layers_cannot_be_frozen_by_going_on(run_train, tiny_options, tmp_
     ("stage7", "no layer with parameters has a name that begins with 'stage7': there are stem, stage1"),
     ("classifier", "nothing would be left to train: freeze backbone, or a part of it")])
 def test_layers_that_cannot_be_frozen(run_train, tiny_options, tmp_path, name, words):
-    code, out, err = run_train("--output", tmp_path / "run", *tiny_options, "--freeze", name)
+    code, _, err = run_train("--output", tmp_path / "run", *tiny_options, "--freeze", name)
     assert code == 2 and f"--freeze {name}, of resnet18: " in err and words in err
     assert not (tmp_path / "run").exists()
 
@@ -99,4 +98,3 @@ def test_patience_counts_through_a_resume(run_train, tiny_options, tmp_path, mon
     code, out, err = run_train("--resume", folder, "--max-steps", "0")
     assert code == 0 and "stopped: 3 validations in a row" in out, err
     assert last_of(folder).progress.epoch == 4
-    assert Trainer.__doc__
