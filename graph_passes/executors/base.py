@@ -40,8 +40,9 @@ class Executor(ABC):
     each keeps what it was built for last.
 
     `params`, `aux` (running statistics) and `grads` (of the latest backward pass, or the sum of several; none of what
-    is `frozen`) are live arrays by variable name, in this executor's own layout; the canonical layout of a convolution's
-    weight is OHWI. On a GPU the host waits to see them: fetch them anew in every step, and only where they are needed.
+    is `frozen`) are live arrays by variable name, in this executor's own layout; the canonical layout of a
+    convolution's weight is OHWI. On a GPU the host waits to see them: fetch them anew in every step, and only where
+    they are needed.
     """
 
     params: dict[str, Any]
