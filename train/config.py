@@ -20,7 +20,7 @@ import train.configs
 from common.command_line import given, given_value, nearest, option_name, part_of
 from graph_passes import optimizers
 from pipelines import transform
-from pipelines.transform import Augmentation, CentreCrop, ImageTransform
+from pipelines.transform import Augmentation, CentreCrop, ImageTransform, Normalisation
 from train import models
 from train.errors import TrainError
 
@@ -33,7 +33,7 @@ REFERENCE_BATCH = 256  # images; learning rates are given for this global batch,
 LONGEST_WARMUP = 0.2  # part of a run that is shorter than its preset's
 MAX_THREADS = 1024  # of a loader; a process cannot have any number of them
 MAX_BN_GROUP = 16  # GPUs; of the kernels in which they write to each other
-OF_A_SESSION = ("output", "resume", "max_steps", "time_limit")  # knobs that a run may go on with others of
+OF_A_SESSION = ("output", "weights", "resume", "max_steps", "time_limit")  # knobs that a run may go on with others of
 MIN_IMAGE_SIZE = 32  # pixels; the network halves the image five times
 
 
@@ -79,9 +79,13 @@ class LengthOptions:
 
 
 @dataclass(frozen=True)
-class ResumeOptions:
+class BeginningOptions:
     """The run."""
 
+    weights: Annotated[str, "PATH"] = ""
+    """Trained weights to start from: a run folder, a checkpoint, a state_dict of torchvision or timm (.pth, .pt,
+    .safetensors), Gluon's .params, or an ONNX export of this program. --model is theirs by default. The classifier is
+    theirs where they have all classes of the data, by their names, else a new one (docs/fine_tuning.md)."""
     resume: Annotated[str, "PATH"] = ""
     """Run folder or checkpoint file to go on from; auto: the newest checkpoint in --output, or the start where there is
     none yet: the same command then begins a run and goes on with it."""
@@ -166,7 +170,7 @@ class ResizingOptions:
 
 
 @dataclass(frozen=True)
-class InferenceImageOptions(CentreCrop):
+class InferenceImageOptions(Normalisation, CentreCrop):
     """Images."""
 
     val_image_size: int = 0
@@ -307,7 +311,7 @@ class TrainingOptions(LogOptions, CheckpointOptions, ElasticOptions, Distributed
 
 
 @dataclass(frozen=True)
-class Config(ResumeOptions, TrainingOptions):
+class Config(BeginningOptions, TrainingOptions):
     """Train a network; what happens without a command."""
 
     @property
