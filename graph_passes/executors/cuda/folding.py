@@ -17,7 +17,7 @@ from graph_passes.passes import fold_bn, fold_frozen, foldings
 
 class Folded:
     """What `fold_bn(graph)` computes with: all its parameters. With `frozen_only` what `fold_frozen(graph)` has in
-    place of the parameters of `graph`: folded weights and their biases. Zeros until `fold`."""
+    place of the parameters of `graph`: folded weights and their biases. They have values after `fold`."""
 
     def __init__(self, graph: Graph, shapes: Mapping[str, tuple[int, ...]], dtype: str, tools: Toolchain,
                  frozen_only: bool = False) -> None:
@@ -33,7 +33,6 @@ class Folded:
         self.store = FoldedStore(parameters, statistics, dtype)
         for array in self.store.arrays.values():
             array.place(self._gpu.allocate(max(array.num_bytes, 1)))
-            self._gpu.fill(array.address, 0, array.num_bytes)
         self._graph: Any = None  # a CUDA graph
 
     def fold(self, trained: ParameterStore) -> None:
