@@ -515,7 +515,7 @@ def test_the_gradient_of_what_was_flattened_has_its_shape(last: str) -> None:
     check_memory(lowering.program)
 
 
-class CountingGpu:
+class FakeGpu:
     """Memory that is only counted, launches that do nothing, CUDA graphs that say when they run."""
 
     name, driver_version, num_multiprocessors, capability = "fake", 1, 132, (9, 0)
