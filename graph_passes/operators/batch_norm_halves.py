@@ -4,9 +4,10 @@ one half.
 
 `sums`, fp32, are of the data, over the batch: (2, C) its sum and its sum of squares, of which a variance loses digits
 where the mean is far above the deviation; or (3, C) those of the data less a value near its mean, and that value, of
-which it does not. The first is what cuDNN makes beside a convolution, the second what our own kernels make. The sums of the backward pass are the gradients of
-gamma and beta. `masked_grad` is the gradient of what ReLU reads: the sum of the output's gradients where ReLU let it
-through. It is kept where an addend wants it, or where to compute it again would cost more than one read.
+which it does not. The first is what cuDNN makes beside a convolution, the second what our own kernels make. The sums of
+the backward pass are the gradients of gamma and beta. `masked_grad` is the gradient of what ReLU reads: the sum of the
+output's gradients where ReLU let it through. It is kept where an addend wants it, or where to compute it again would
+cost more than one read.
 """
 
 from __future__ import annotations
@@ -190,8 +191,8 @@ OPERATORS = (
     Operator("BatchNormReluBackwardApplyAdd", ("out_grad", "data", "gamma", "saved", "beta", *_SUMS, "addend"),
              _backward_apply, _compute_relu_backward_apply, ATTRIBUTES, ("data_grad",),
              in_place={"data_grad": ("out_grad", "addend")}, fused=True, forward="BatchNormRelu"),
-    # Sums over one GPU's batch -> over that of all GPUs that share BatchNorm's statistics, as if each had so many images
-    # as one has; and the sums of the backward pass -> their means over these GPUs. In NumPy the group is of one.
+    # Sums over one GPU's batch -> those of all GPUs that share BatchNorm's statistics, for as many rows as one GPU has;
+    # and the sums of the backward pass -> their means over these GPUs. In NumPy the group is of one.
     Operator("GroupStatistics", ("data", "sums"), _group_statistics, _compute_group_statistics, ATTRIBUTES,
              ("sums",), forward="BatchNorm"),
     Operator("GroupMean", _ARRAYS, _same, lambda node, *sums: list(sums), {"at_most_2": TRUE}, _ARRAYS,

@@ -24,8 +24,8 @@ from graph_passes.operators.base import (
     image_batch,
     integers,
     known,
-    sums_about,
     sum_over_others,
+    sums_about,
 )
 from graph_passes.operators.elementwise import relu
 from graph_passes.operators.windows import LAYOUT, Places, as_layout, nhwc, output_size, window

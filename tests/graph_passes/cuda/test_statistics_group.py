@@ -27,8 +27,8 @@ EPS = 1e-5
 
 @pytest.mark.parametrize("members, rows, channels", [(2, 35, 3), (3, 8, 7), (8, 2, 1)])
 def test_what_members_share_gives_what_one_gpu_has_for_all_images(members: int, rows: int, channels: int) -> None:
-    """The formulas of batch_norm.cuh and batch_norm_group.cu, with the group's statistics and means of sums in place of a
-    GPU's own, against the reference operators on the images of all members. The loss of all is the mean of theirs."""
+    """The formulas of batch_norm.cuh and batch_norm_group.cu, with the group's statistics and means of sums in place of
+    a GPU's own, against the reference operators on the images of all members. The loss of all is the mean of theirs."""
     random = np.random.default_rng()
     symbol = mx.sym.BatchNorm(mx.sym.Variable("x"), axis=3, eps=EPS, fix_gamma=False, name="bn")
     node = Graph.from_json(symbol.tojson())["bn"]
