@@ -99,9 +99,10 @@ class Watch:
     def _limit(self, number: int) -> float:
         """Seconds without a sign of life that are too many."""
         record = self.records[number]
-        if record.keeps_pace or record.activity == Activity.JOINING:
-            return max(self.seconds, SLOWER * record.longest)
-        return ONCE * self.seconds
+        activity = Activity(record.activity)
+        if activity.takes_time or not (record.keeps_pace or activity == Activity.JOINING):
+            return ONCE * self.seconds
+        return max(self.seconds, SLOWER * record.longest)
 
     def describe(self, number: int, pid: int) -> str:
         """What was last heard of a process."""
