@@ -44,13 +44,11 @@ MAX_SKIPPED_STEPS = 50
 def validate(executor: Executor, loader: Loader, workers: Workers) -> Metrics:
     """Loss and accuracy over a whole split, with BatchNorm's statistics averaged over the processes first."""
     workers.all_reduce_on_host(executor.trained_statistics, "aux")
-    pulse.take_time(Activity.LOADING)
+    pulse.show(Activity.VALIDATING)  # the first batch may wait until the network is compiled for it
     for batch in loader:
-        pulse.show(Activity.COMPUTING)
         executor.evaluate(batch.data, batch.label, batch.num_valid)
-        pulse.end_lap()
         pulse.show(Activity.LOADING)
-    pulse.take_time(Activity.VALIDATING)  # what the device has not done yet
+    pulse.show(Activity.VALIDATING)  # what the device has not done yet
     return Metrics(*workers.sum(executor.read_metrics()))
 
 
@@ -175,7 +173,7 @@ class Trainer:
         sizes = self.train_loader.config
         if progress.epoch and sizes.size_in(progress.epoch) != sizes.size_in(progress.epoch - 1):
             recorder.say(f"epoch {progress.epoch + 1}: images of {sizes.size_in(progress.epoch)} pixels from now on")
-            pulse.take_time(Activity.LOADING)  # the network is built for them
+            pulse.lose_pace()  # the network is built for them
         recorder.begin_epoch(progress.epoch, self.steps_per_epoch, progress.epoch_step)
         batches = recorder.timed(self.train_loader)
         while self.step(batches):
@@ -193,7 +191,7 @@ class Trainer:
                 self.save(recorder)
             if self.commit and progress.step % self.config.commit_every == 0:
                 with recorder.phase("commit"):
-                    pulse.take_time(Activity.SAVING)
+                    pulse.show(Activity.SAVING)
                     self.commit()
             if stop_signal:
                 raise StoppedBySignal(
@@ -324,7 +322,7 @@ class Trainer:
         if path == self.last_saved and not is_best:
             return
         with recorder.phase("checkpoint"):
-            pulse.take_time(Activity.SAVING)
+            pulse.show(Activity.SAVING)
             checkpoint = self.capture()
             with self.workers.agreement():
                 if self.workers.rank == 0:

@@ -116,7 +116,7 @@ def measure_loader(loader: Loader, workers: Workers) -> float:
 def report(recorder: Recorder, run_folder: Path, trainer: Trainer | None = None) -> None:
     """Write the report, of the process that has recorded the run; with a `trainer` whose run is complete, and a
     validation behind it, also what its network makes of some images. Raises TrainError."""
-    pulse.take_time(Activity.REPORTING)
+    pulse.show(Activity.REPORTING)
     if not recorder.enabled:
         return
     print("writing the report ...", flush=True)
