@@ -2,7 +2,7 @@
 
     python benchmarks/peer_weights.py make FOLDER DEVICE resnet50 resnet50d     # weights, images and logits
     python benchmarks/peer_weights.py check FOLDER resnet50 resnet50d           # prints what is not equal to the bit
-    python benchmarks/peer_weights.py small FOLDER                              # a file of the tests
+    python benchmarks/peer_weights.py small FOLDER                              # the files of the tests
 
 Networks are torchvision's, or timm's where torchvision has none of that name. Their running statistics are those of random
 images, changed at random, so that every tensor has a size that float16 can hold. Runs in an interpreter of its own
@@ -46,9 +46,8 @@ def narrow_resnet18(width: int, classes: int) -> nn.Module:
 
 
 @torch.no_grad()
-def randomise(network: nn.Module, seed: int, images: torch.Tensor) -> None:
+def randomise(network: nn.Module, images: torch.Tensor) -> None:
     """Random weights and running statistics, of the sizes that training makes."""
-    torch.manual_seed(seed)
     norms = [module for module in network.modules() if isinstance(module, nn.BatchNorm2d)]
     for norm in norms:
         nn.init.uniform_(norm.weight, 0.5, 1.5)
@@ -71,8 +70,9 @@ def make(folder: Path, device: str, models: list[str]) -> None:
     images = torch.randn(NUM_IMAGES, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(0))
     np.save(folder / "images.npy", images.permute(0, 2, 3, 1).numpy())
     for seed, model in enumerate(models):
+        torch.manual_seed(seed)
         network = create(model)
-        randomise(network, seed, images)
+        randomise(network, images)
         state = network.state_dict()
         torch.save(state, folder / f"{model}.pth")
         save_file(state, folder / f"{model}.safetensors")
@@ -94,14 +94,25 @@ def check(folder: Path, models: list[str]) -> None:
 
 @torch.no_grad()
 def small(folder: Path) -> None:
-    """resnet18_small.pth and, in resnet18_small.npz, images (N, H, W, 3) and logits (N, classes)."""
+    """resnet18_small.pth with, in resnet18_small.npz, images (N, H, W, 3) and logits (N, classes); and tensors.pth, what
+    tensors can be like."""
+    torch.manual_seed(0)
     network = narrow_resnet18(SMALL_WIDTH, SMALL_CLASSES)
     images = torch.randn(8, 3, SMALL_SIZE, SMALL_SIZE, generator=torch.Generator().manual_seed(1))
-    randomise(network, 1, images)
+    randomise(network, images)
     torch.save(network.state_dict(), folder / "resnet18_small.pth")
     shown = images[:2].half().float()
     np.savez_compressed(folder / "resnet18_small.npz", images=shown.permute(0, 2, 3, 1).half().numpy(),
                         logits=network(shown).numpy())
+    numbers = torch.arange(12.0)
+    tensors = {
+        "transposed": numbers.reshape(3, 4).t(), "part": numbers[2:9:3], "shared": numbers, "scalar": torch.tensor(7),
+        "none": torch.zeros(0, 3), "parameter": nn.Parameter(numbers[:2].clone()), "half": numbers.half(),
+        "bfloat16": numbers.bfloat16() / 4, "double": numbers.double() / 3, "bool": numbers > 5,
+        "byte": numbers.to(torch.uint8), "channels_last": numbers.reshape(1, 3, 2, 2).to(memory_format=torch.channels_last),
+    }
+    wrapped = {f"module.{name}": tensor for name, tensor in tensors.items()}
+    torch.save({"epoch": 3, "args": ["--lr", (0.1, None, True)], "state_dict": wrapped}, folder / "tensors.pth")
 
 
 if __name__ == "__main__":
