@@ -4,9 +4,9 @@
     python benchmarks/peer_weights.py check FOLDER resnet50 resnet50d           # prints what is not equal to the bit
     python benchmarks/peer_weights.py small FOLDER                              # the files of the tests
 
-Networks are torchvision's, or timm's where torchvision has none of that name. Their running statistics are those of random
-images, changed at random, so that every tensor has a size that float16 can hold. Runs in an interpreter of its own
-(PEER_PYTHON): this project itself never imports PyTorch.
+Networks are torchvision's, or timm's where torchvision has none of that name. Their running statistics are those of
+random images, changed at random, so that every tensor has a size that float16 can hold. Runs in an interpreter of its
+own (PEER_PYTHON): this project itself never imports PyTorch.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 NUM_IMAGES, SIZE = 4, 224
+LOGITS = 2.0  # their standard deviation: no probability is so small that it is 0
 SMALL_WIDTH, SMALL_CLASSES, SMALL_SIZE = 2, 5, 40
 
 
@@ -59,9 +60,10 @@ def randomise(network: nn.Module, images: torch.Tensor) -> None:
         norm.running_var *= torch.empty_like(norm.running_var).uniform_(0.7, 1.4)
         norm.num_batches_tracked.fill_(12_345)
         norm.momentum = 0.1
-    network.fc.weight *= 5
-    nn.init.uniform_(network.fc.bias, -1, 1)
     network.eval()
+    nn.init.zeros_(network.fc.bias)
+    network.fc.weight *= LOGITS / network(images).std()
+    nn.init.uniform_(network.fc.bias, -1, 1)
 
 
 @torch.no_grad()
@@ -76,7 +78,9 @@ def make(folder: Path, device: str, models: list[str]) -> None:
         state = network.state_dict()
         torch.save(state, folder / f"{model}.pth")
         save_file(state, folder / f"{model}.safetensors")
-        np.save(folder / f"{model}.npy", network.to(device)(images.to(device)).cpu().numpy())
+        network, data = network.to(device), images.to(device)
+        logits = network(data).cpu().numpy(), network.double()(data.double()).cpu().numpy()
+        np.savez(folder / f"{model}.npz", float32=logits[0], float64=logits[1])
 
 
 def check(folder: Path, models: list[str]) -> None:
@@ -94,8 +98,8 @@ def check(folder: Path, models: list[str]) -> None:
 
 @torch.no_grad()
 def small(folder: Path) -> None:
-    """resnet18_small.pth with, in resnet18_small.npz, images (N, H, W, 3) and logits (N, classes); and tensors.pth, what
-    tensors can be like."""
+    """resnet18_small.pth with, in resnet18_small.npz, images (N, H, W, 3) and logits (N, classes); and tensors.pth,
+    what tensors can be like."""
     torch.manual_seed(0)
     network = narrow_resnet18(SMALL_WIDTH, SMALL_CLASSES)
     images = torch.randn(8, 3, SMALL_SIZE, SMALL_SIZE, generator=torch.Generator().manual_seed(1))
@@ -109,7 +113,8 @@ def small(folder: Path) -> None:
         "transposed": numbers.reshape(3, 4).t(), "part": numbers[2:9:3], "shared": numbers, "scalar": torch.tensor(7),
         "none": torch.zeros(0, 3), "parameter": nn.Parameter(numbers[:2].clone()), "half": numbers.half(),
         "bfloat16": numbers.bfloat16() / 4, "double": numbers.double() / 3, "bool": numbers > 5,
-        "byte": numbers.to(torch.uint8), "channels_last": numbers.reshape(1, 3, 2, 2).to(memory_format=torch.channels_last),
+        "byte": numbers.to(torch.uint8),
+        "channels_last": numbers.reshape(1, 3, 2, 2).to(memory_format=torch.channels_last),
     }
     wrapped = {f"module.{name}": tensor for name, tensor in tensors.items()}
     torch.save({"epoch": 3, "args": ["--lr", (0.1, None, True)], "state_dict": wrapped}, folder / "tensors.pth")

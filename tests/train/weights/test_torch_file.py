@@ -22,12 +22,12 @@ NUMBERS = np.arange(12, dtype=np.float32)
 
 
 def test_tensors_of_every_kind():
-    """tensors.pth is PyTorch 2.5's, written by benchmarks/peer_weights.py: strides, offsets, a shared storage, types, and
-    a wrapper's names."""
+    """tensors.pth is PyTorch 2.5's, written by benchmarks/peer_weights.py: strides, offsets, a shared storage, types,
+    and a wrapper's names."""
     wanted = {
         "transposed": NUMBERS.reshape(3, 4).T, "part": NUMBERS[2:9:3], "shared": NUMBERS, "scalar": np.array(7),
-        "none": np.zeros((0, 3), np.float32), "parameter": NUMBERS[:2], "half": NUMBERS.astype(np.float16), "bfloat16": NUMBERS / 4,
-        "double": np.arange(12.0) / 3, "bool": NUMBERS > 5, "byte": NUMBERS.astype(np.uint8),
+        "none": np.zeros((0, 3), np.float32), "parameter": NUMBERS[:2], "half": NUMBERS.astype(np.float16),
+        "bfloat16": NUMBERS / 4, "double": np.arange(12.0) / 3, "bool": NUMBERS > 5, "byte": NUMBERS.astype(np.uint8),
         "channels_last": NUMBERS.reshape(1, 3, 2, 2),
     }
     found = torch_file.read(Path(__file__).with_name("tensors.pth"))

@@ -1,4 +1,4 @@
-"""Weights of other programs: networks with them compute what those compute, and what would not is refused in a sentence."""
+"""Weights of other programs: networks with them compute what those compute, and what would not is refused."""
 
 from __future__ import annotations
 
@@ -126,15 +126,15 @@ def test_what_is_exported_is_read_again(model, tmp_path, rng):
     assert (found.config.model, found.classes, found.progress.step) == (model, trained.classes, 3)
 
 
-def test_names_that_neither_has(tmp_path, rng):
-    save(random_network("resnet18_v2", 3, rng), tmp_path / "w.npz")
-    for file, words in (("w.pth", "neither torchvision nor timm has a resnet18_v2"), ("w.h5", "must end in .pth or .pt or "
-                                                                                      ".safetensors")):
-        if file == "w.h5":
-            save(random_network("resnet18", 3, rng), tmp_path / "w.npz")
-        with pytest.raises(TrainError, match=re.escape(words)):
-            run_export("--checkpoint", tmp_path / "w.npz", "--torchvision", tmp_path / file)
-        assert not (tmp_path / file).exists() and not (tmp_path / "w.json").exists()
+@pytest.mark.parametrize("model, file, words", [
+    ("resnet18_v2", "w.pth", "neither torchvision nor timm has a resnet18_v2"),
+    ("resnet18", "w.h5", "must end in .pth or .pt or .safetensors, which says the form to write"),
+])
+def test_what_cannot_be_exported(model, file, words, tmp_path, rng):
+    save(random_network(model, 3, rng), tmp_path / "w.npz")
+    with pytest.raises(TrainError, match=re.escape(words)):
+        run_export("--checkpoint", tmp_path / "w.npz", "--torchvision", tmp_path / file)
+    assert [path.name for path in tmp_path.iterdir()] == ["w.npz"]
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float64])
@@ -299,7 +299,7 @@ def test_another_model_than_asked_for(state, tmp_path):
 
 
 @pytest.mark.parametrize("name, change, words", [
-    ("layer2.1.bn1.weight", lambda array: array * np.float32(np.nan), "its layer2.1.bn1.weight holds what is no finite"),
+    ("layer2.1.bn1.weight", lambda array: array * np.float32(np.nan), "its layer2.1.bn1.weight holds what is no"),
     ("conv1.weight", lambda array: array.astype(np.float64) * 1e300, "its conv1.weight holds what is no finite number"),
     ("bn1.running_var", lambda array: -array, "its bn1.running_var holds a negative variance"),
     ("fc.weight", lambda array: array.astype(np.int8), "its fc.weight is int8, no floating-point numbers"),
@@ -357,7 +357,7 @@ def test_timms_record(state, tmp_path):
         assert config.mean == (127.5, 63.75, 127.5) and config.std == (127.5, 127.5, 63.75)
         assert round(64 / config.val_crop_fraction) == 67  # timm: floor(64 / 0.95)
         assert found.trained.classes == [("a", "ant"), *((key, key) for key in "bcde")]
-        assert found.notes[-1].startswith("images: 64 pixels of 67, bicubic, mean 0.5, 0.25, 0.5, standard deviation 0.5, ")
+        assert "images: 64 pixels of 67, bicubic, mean 0.5, 0.25, 0.5, standard deviation 0.5, " in found.notes[-1]
         assert found.settings == {"model": "resnet18", "mean": config.mean, "std": config.std,
                                   "interpolation": "bicubic"}
 
@@ -405,7 +405,7 @@ def test_records_that_cannot_be(record, words, state, tmp_path):
     written(tmp_path / "w.pth", state, **record)
     with pytest.raises(TrainError) as error:
         weights.read(str(tmp_path / "w.pth"))
-    assert words in str(error.value) and "w.json" in str(error.value) or "w.pth" in str(error.value)
+    assert words in str(error.value) and str(tmp_path / "w.") in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_record_that_is_no_json(state, tmp_path):
@@ -440,7 +440,7 @@ def test_a_thousand_classes_are_imagenets(state, tmp_path, rng):
 def test_a_new_classifier(tmp_path, state):
     found = weights.read(written(tmp_path / "w.pth", state, pretrained_cfg={}, label_names=list("abcde")))
     for classes, note in (
-        ("abcde", "5 classes there, 5 here: as it is"), ("edcba", "5 here: its rows of these 5 classes, by their names"),
+        ("abcde", "5 classes there, 5 here: as it is"), ("edcba", "5 here: its rows of these 5 classes, by their"),
         ("ab", "2 here: its rows of these 2 classes"), ("abx", "3 here: a new classifier"),
         ("01234", "5 here: a new classifier"),
     ):
