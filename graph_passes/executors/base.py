@@ -173,6 +173,12 @@ class Executor(ABC):
     # `end_step` waited for.
     idle_seconds: float | None = None
 
+    # Of the optimizer's steps before the metrics received last were asked for: those that changed no weight, since a
+    # gradient was not finite; in all, and since the last that did change some. Only the cuda executor skips steps, in
+    # float16 and with LARS; elsewhere what is not finite reaches the weights, and so the loss.
+    skipped_steps: int = 0
+    skipped_in_a_row: int = 0
+
     def end_step(self) -> None:
         """To be called after each optimizer step: bounds the work under way. Here it waits for all of it; where a
         device is to be kept busy, for the step before, so that the time between two calls is still that of a step."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -230,6 +231,63 @@ def test_metrics_are_received_a_step_late_and_none_is_lost(run_train, tiny_optio
     assert code == 0, err
     assert logged == [(1, 4.0), (4, 12.0), (6, 8.0), (9, 12.0), (10, 4.0), (12, 8.0)]
     assert [line["step"] for line in read_lines(folder, "steps")] == [1, 4, 6, 9, 10, 12]
+
+
+class Overflowing(MXNetExecutor):
+    """Skips some of its optimizer's steps, as the cuda executor does where a gradient is not finite."""
+
+    skipped: frozenset[int] = frozenset()  # numbers of these steps, from 1
+    steps = 0
+
+    def create_optimizer(self, rule, ema=False):
+        optimizer = super().create_optimizer(rule, ema)
+        step = optimizer.step
+
+        def step_or_skip(*arguments, **options):
+            self.steps += 1
+            if self.steps in self.skipped:
+                self.skipped_steps += 1
+                self.skipped_in_a_row += 1
+            else:
+                self.skipped_in_a_row = 0
+                step(*arguments, **options)
+
+        optimizer.step = step_or_skip
+        return optimizer
+
+
+def test_skipped_steps_are_counted(run_train, tiny_options, tmp_path, monkeypatch):
+    """In the log, the metrics and the report."""
+    monkeypatch.setattr("graph_passes.executors.mxnet.MXNetExecutor", Overflowing)
+    monkeypatch.setattr(Overflowing, "skipped", frozenset({1, 2, 7, 10}))
+    folder = tmp_path / "run"
+    code, out, err = run_train("--output", folder, *tiny_options, "--log-every", "4", "--validate-every", "0",
+                               report=True)
+    assert code == 0, err
+    assert [(line["step"], line["skipped_steps"]) for line in read_lines(folder, "steps")] == [
+        (1, 1), (4, 1), (6, 0), (10, 2), (12, 0)]
+    said = [re.findall(r"  (\d) skipped \(overflow\)", line) for line in out.splitlines() if "learning rate" in line]
+    assert said == [["1"], ["1"], [], ["2"], []]
+    assert "4 of 12 steps changed no weight" in (folder / "report" / "report.md").read_text()
+
+
+def test_a_run_whose_gradients_never_are_finite_ends(run_train, tiny_options, tmp_path, monkeypatch):
+    """With a sentence, and with the weights of the last step that changed them in a checkpoint."""
+    monkeypatch.setattr("graph_passes.executors.mxnet.MXNetExecutor", Overflowing)
+    monkeypatch.setattr(Overflowing, "skipped", frozenset(range(5, 1000)))
+    folder, before = tmp_path / "run", tmp_path / "before"
+    options = [*tiny_options, "--log-every", "5", "--validate-every", "0", "--epochs", "20"]
+    code, _, err = run_train("--output", folder, *options)
+    assert code != 0
+    saved = checkpoint.find(str(folder))
+    assert err.strip().splitlines()[-1].endswith(
+        f"50 steps in a row have changed no weight, since gradients are not finite even at a loss scale of 1 (step 54, "
+        f"epoch 9); the weights are in {saved}: go on with --dtype bfloat16, or begin anew with a lower "
+        "--learning-rate (now 0.5 per 256 images)")
+    code, _, err = run_train("--output", before, *options, "--max-steps", "4")
+    assert code == 0, err
+    weights, wanted = (checkpoint.load(file).params for file in (saved, checkpoint.find(str(before))))
+    assert all(np.array_equal(weights[name], wanted[name]) for name in wanted)
 
 
 def test_gpu_readings_go_with_the_log_lines(run_train, tiny_options, tmp_path, monkeypatch):

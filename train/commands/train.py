@@ -70,20 +70,18 @@ def main(values: Mapping[str, Any]) -> None:
                 bn_group.give_up()  # the GPU would wait for the lost one
             drain_engine()
             folder = shlex.quote(str(beginning.run_folder))
-            raise LostProcessError("another process of this run has ended; go on from the last checkpoint, if there is "
-                                   f"one, with: {launcher()} --resume {folder}") from None
+            raise LostProcessError("the connection to another process of this run is lost; go on from the last "
+                                   f"checkpoint, if there is one, with: {launcher()} --resume {folder}") from None
 
 
 def _elastic_session(values: Mapping[str, Any], state: RunState) -> None:
     """Train until the run is over, or until processes come or go: then `state` has what the next session starts from,
     and it comes by its executor, with all that has been compiled for it."""
     workers = Workers()
-    if state.committed:
-        beginning = Beginning(state.committed.config, state.run_folder or Path(), state.committed)
-    else:
-        beginning = begin(values, workers)
-    with open_trainer(beginning, workers, state.executor if state.committed else None, state.commit) as (trainer, _):
-        state.capture, state.executor, state.run_folder = trainer.capture, trainer.executor, trainer.run_folder
+    if not state.beginning:
+        state.beginning = begin(values, workers)
+    with open_trainer(state.beginning, workers, state.executor, state.commit) as (trainer, _):
+        state.capture, state.executor = trainer.capture, trainer.executor
         train(trainer)
 
 

@@ -38,6 +38,7 @@ UNITS = {
     "top1": "fraction of images",
     "top5": "fraction of images",
     "learning_rate": "1",
+    "skipped_steps": "optimizer steps that changed no weight, since a gradient was not finite",
     "gpu_power": "W, all GPUs together",
     "gpu_utilization": "fraction of the time in which a kernel ran, mean of the GPUs",
     "gpu_memory": "GiB in use by any program, mean of the GPUs",
@@ -101,6 +102,7 @@ class LossPoint:
     loss: float
     top1: float
     learning_rate: float
+    skipped_steps: int = 0  # of these steps, those that changed no weight; runs of earlier versions do not say
 
 
 @dataclass
@@ -183,6 +185,11 @@ class RunRecord:
         return per_hour * self.seconds / 3600 if per_hour else None
 
     @property
+    def skipped_steps(self) -> int:
+        """Those that changed no weight, since a gradient was not finite."""
+        return sum(point.skipped_steps for point in self.loss_curve)
+
+    @property
     def steps_done(self) -> int:
         return self.steps_before + len(self.step_ms)
 
@@ -199,7 +206,8 @@ class RunRecord:
             self.loader_wait_ms += line["loader_wait_ms"]
             self.compute_ms += line["compute_ms"]
             if line["loss"] is not None:
-                self.loss_curve.append(LossPoint(**{f.name: line[f.name] for f in dataclasses.fields(LossPoint)}))
+                known = {f.name: line[f.name] for f in dataclasses.fields(LossPoint) if f.name in line}
+                self.loss_curve.append(LossPoint(**known))
             if "gpu_power" in line:
                 self.gpu_curve.append(GpuPoint(line["step"], *(line.get(f"gpu_{f}") for f in GpuReadings._fields)))
         elif kind == "epoch":

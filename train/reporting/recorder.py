@@ -120,6 +120,7 @@ class Recorder:
         self._pending: dict[str, list[float]] = {"step_ms": [], "loader_wait_ms": [], "compute_ms": []}
         self._learning_rate = 0.0  # of the last step
         self._interval: _Interval | None = None  # closed, its metrics still to come
+        self._skipped_steps = 0  # since the last log line
         self._recent_ms: deque[float] = deque(maxlen=SPEED_WINDOW)
         self._validation_seconds: list[float] = []
         self._file: MetricsFile | None = None
@@ -253,10 +254,11 @@ class Recorder:
         return steps * float(np.mean(self._recent_ms)) / 1e3 + validations
 
     def _show_line(
-        self, place: str, rate: Speed | None, loss: float | None, learning_rate: float, seconds_left: float
+        self, place: str, rate: Speed | None, loss: float | None, learning_rate: float, seconds_left: float,
+        skipped_steps: int = 0
     ) -> None:
         assert self._terminal
-        self._terminal.log_step(place, rate, loss, learning_rate, seconds_left)
+        self._terminal.log_step(place, rate, loss, learning_rate, seconds_left, skipped_steps)
         self._last_line = self._clock()
 
     def close_interval(self) -> None:
@@ -288,11 +290,13 @@ class Recorder:
         return self._interval.times["loader_wait_ms"]
 
     def log(
-        self, metrics: Metrics, gpu: GpuReadings | None = None, loader_waits: Sequence[float] | None = None
+        self, metrics: Metrics, gpu: GpuReadings | None = None, loader_waits: Sequence[float] | None = None,
+        skipped_steps: int = 0
     ) -> None:
         """The metrics of the closed interval: sums over all its images, over all processes; and the GPUs' readings.
 
         `loader_waits`: as the property of that name, but of the process that waited longest, for which all wait.
+        `skipped_steps`: those of the interval that changed no weight, since a gradient was not finite.
         """
         interval, self._interval = self._interval, None
         assert interval, "close_interval() comes first"
@@ -304,10 +308,13 @@ class Recorder:
         self._overhang = self._clock() - self._step_start  # the wait for them
         if not self._terminal:
             return
-        self._write_steps(interval, metrics, gpu)
+        self._write_steps(interval, metrics, gpu, skipped_steps)
+        self._skipped_steps += skipped_steps
         if interval.is_logged:
             loss = self.record.loss_curve[-1].loss if self.record.loss_curve else None
-            self._show_line(interval.place, interval.rate, loss, interval.learning_rate, interval.seconds_left)
+            self._show_line(interval.place, interval.rate, loss, interval.learning_rate, interval.seconds_left,
+                            self._skipped_steps)
+            self._skipped_steps = 0
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -412,7 +419,7 @@ class Recorder:
             self._write_unread()
 
     def _write_steps(
-        self, interval: _Interval, metrics: Metrics | None, gpu: GpuReadings | None = None
+        self, interval: _Interval, metrics: Metrics | None, gpu: GpuReadings | None = None, skipped_steps: int = 0
     ) -> None:
         loss, top1 = (metrics.loss_sum / metrics.count, metrics.top1 / metrics.count) if metrics else (None, None)
         has_first = interval.step - len(interval.times["step_ms"]) == self._first_step
@@ -424,6 +431,7 @@ class Recorder:
             loss=loss,
             top1=top1,
             learning_rate=interval.learning_rate,
+            skipped_steps=skipped_steps,
             images_per_sec=rate.mean,
             images_per_sec_uncertainty=rate.uncertainty,
             images_per_sec_jitter=rate.jitter,
@@ -432,7 +440,7 @@ class Recorder:
         )
         if metrics and self._tensorboard:
             self._tensorboard.add("train", interval.step, loss=loss, top1=top1, learning_rate=interval.learning_rate,
-                                  images_per_sec=rate.mean)
+                                  images_per_sec=rate.mean, skipped_steps=skipped_steps)
             self._tensorboard.add("gpu", interval.step, **(gpu._asdict() if gpu else {}))
 
 

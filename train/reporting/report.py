@@ -132,6 +132,9 @@ def _contents(
     if record.loss_curve or record.epochs:
         blocks += [Heading("Learning")]
         blocks += [Plot(name, CAPTIONS[name]) for name in ("loss.png", "accuracy.png") if name in figures]
+    if record.skipped_steps:
+        blocks += [Text(f"{record.skipped_steps:,} of {len(record.step_ms):,} steps changed no weight, since a "
+                        "gradient was not finite (the loss scale of float16 is halved then).")]
     if record.config.get("mixup"):
         blocks += [Text("Training loss and accuracy are those of mixed images (--mixup), which are harder than "
                         "those of validation.")]

@@ -45,8 +45,8 @@ class State(ctypes.Structure):
     _fields_ = (
         ("learning_rate", ctypes.c_float), ("gradient_scale", ctypes.c_float), ("loss_scale", ctypes.c_float),
         ("overflow", ctypes.c_uint32), ("good_steps", ctypes.c_uint32), ("skipped_steps", ctypes.c_uint32),
-        ("growth_interval", ctypes.c_uint32), ("updates", ctypes.c_uint32), ("ema_decay", ctypes.c_float),
-        ("constants", ctypes.c_float * MAX_CONSTANTS),
+        ("skipped_in_a_row", ctypes.c_uint32), ("growth_interval", ctypes.c_uint32), ("updates", ctypes.c_uint32),
+        ("ema_decay", ctypes.c_float), ("constants", ctypes.c_float * MAX_CONSTANTS),
     )
 
 

@@ -100,6 +100,7 @@ class TrainingStep:
         self._training = self._compile()
         self._mixup = 1.0  # as the GPU has it
         self._free_pinned: list[np.ndarray] = []
+        self.skipped_steps = self.skipped_in_a_row = 0  # as `Executor` has them
         self._gradient_backup: dict[str, int] = {}
         self._inference: Inference | None = None
         self._inference_is_current = False
@@ -233,12 +234,16 @@ class TrainingStep:
         if config.ema and not self.store.ema.address:
             self._place("ema", self.store.ema)
             self._place("ema_statistics", self.store.ema_statistics)
-        state = self.persistent.loss_scale.address - State.loss_scale.offset
         if self._update is not None:
             self.optimizer.close()
             self.gpu.destroy(self._update)
-        self.optimizer: Optimizer = Optimizer(self.gpu, self.kernels, self.store, config, state)
+        self.optimizer: Optimizer = Optimizer(self.gpu, self.kernels, self.store, config, self._state_address)
         self._update = self.gpu.capture(self.optimizer.enqueue_update)
+
+    @property
+    def _state_address(self) -> int:
+        """Of the optimizer's `State`."""
+        return self.persistent.loss_scale.address - State.loss_scale.offset
 
     # --- parameters ---
 
@@ -446,17 +451,20 @@ class TrainingStep:
 
     def request_metrics(self) -> Callable[[], Metrics]:
         """`read_metrics` without waiting: what is returned, to be called once, waits for the passes enqueued so far."""
-        buffer = self.persistent.metrics
-        pinned = self._free_pinned.pop() if self._free_pinned else self.gpu.pinned(buffer.num_bytes)
-        copied = self.gpu.start_download(pinned, buffer.address)
-        self.gpu.fill(buffer.address, 0, buffer.num_bytes)
+        buffer, size = self.persistent.metrics, self.persistent.metrics.num_bytes
+        pinned = self._free_pinned.pop() if self._free_pinned else self.gpu.pinned(size + ctypes.sizeof(State))
+        self.gpu.start_download(pinned[:size], buffer.address)
+        self.gpu.fill(buffer.address, 0, size)
+        copied = self.gpu.start_download(pinned[size:], self._state_address)
 
         def receive() -> Metrics:
             copied.sync()
             if self.options.group:
                 self.options.group.check()
-            sums = MetricsLayout.from_buffer_copy(pinned.tobytes())
+            sums = MetricsLayout.from_buffer_copy(pinned[:size].tobytes())
+            state = State.from_buffer_copy(pinned[size:].tobytes())
             self._free_pinned.append(pinned)
+            self.skipped_steps, self.skipped_in_a_row = state.skipped_steps, state.skipped_in_a_row
             return Metrics(sums.loss_sum, sums.top1, sums.top5, sums.count)
 
         return receive

@@ -2,115 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
-from several_processes import needs_horovod, python_path, run_processes
+from several_processes import BATCH, COMMIT_EVERY, needs_horovod, run_processes
 
 from common.nvidia_gpus import find_gpus
 from train import checkpoint
 
-SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "dgx1_8gpu.sh"
-BATCH, COMMIT_EVERY = 4, 2
 pytestmark = needs_horovod
-
-
-class Run:
-    """A run on generated images; on the CPU an epoch of them is longer than any test."""
-
-    def __init__(self, folder: Path, device: str, processes: int, *options: str) -> None:
-        self.folder = folder
-        environment = {**os.environ, "PYTHON": sys.executable}
-        if device == "cpu":
-            options = (*options, "--model", "resnet18", "--image-size", "32", "--num-threads", "1")
-            environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(narrow=True)}
-        self.process = subprocess.Popen(
-            ["bash", SCRIPT, "-n", str(processes), *options, "-b", str(BATCH), "--device", device, "--epochs", "90",
-             "--config", "cpu_sample", "--data", "synthetic", "--no-tensorboard", "--warmup-epochs", "0",
-             "--log-every", "1", "--checkpoint-minutes", "0", "--validate-every", "0", "--optimizer", "sgd",
-             "--learning-rate", "0.16", "--momentum", "0.9", "--weight-decay", "1e-4",
-             "--commit-every", str(COMMIT_EVERY), "--output", folder],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
-        )
-
-    def events(self, kind: str) -> list[dict[str, Any]]:
-        path = self.folder / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        found = []
-        for line in lines:
-            if f'"event": "{kind}"' in line and line.endswith("}"):
-                found.append(json.loads(line))
-        return found
-
-    def wait_for(self, condition: Callable[[], bool], seconds: float = 90) -> None:
-        end = time.monotonic() + seconds
-        while not condition():
-            assert self.process.poll() is None, self.process.communicate()
-            assert time.monotonic() < end, self.events("session")
-            time.sleep(0.05)
-
-    def last_step(self) -> int:
-        return max((event["step"] for event in self.events("steps")), default=0)
-
-    def workers(self) -> dict[int, int]:
-        """Process ids by the rank that each started with."""
-        found = {}
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        for pid in {*children, *_children_of_threads(self.process.pid)}:
-            try:
-                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
-                continue
-            rank = [entry for entry in variables if entry.startswith(b"HOROVOD_RANK=")]
-            if rank:
-                found[int(rank[0].partition(b"=")[2])] = int(pid)
-        return found
-
-    def end(self) -> tuple[int, str, str]:
-        out, err = self.process.communicate(timeout=60)
-        return self.process.returncode, out, err
-
-
-def _children_of_threads(pid: int) -> Iterator[str]:
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended meanwhile
-            yield from (task / "children").read_text().split()
-
-
-@pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
-def on_gpu(request):
-    if request.param == "gpu" and len(find_gpus()) < 2:
-        pytest.skip(f"2 GPUs are needed, {len(find_gpus())} are there")
-    return request.param == "gpu"
-
-
-@pytest.fixture
-def start(tmp_path, on_gpu):
-    """Starts a run of so many processes, with further options of the launcher."""
-    runs = []
-
-    def build(processes: int, *options: str) -> Run:
-        runs.append(Run(tmp_path / "run", "gpu" if on_gpu else "cpu", processes, *options))
-        return runs[-1]
-
-    yield build
-    for run in runs:
-        if run.process.poll() is None:
-            run.process.terminate()
-            try:
-                run.process.wait(20)
-            finally:
-                run.process.kill()
 
 
 def test_elastic_run_loses_a_process_and_gets_one(start, on_gpu, rng):

@@ -30,6 +30,7 @@ struct State {
     uint32 overflow;           // a gradient of this step is not finite: skip the update
     uint32 good_steps;         // since the last change of the loss scale
     uint32 skipped_steps;      // in total
+    uint32 skipped_in_a_row;   // since the last update
     uint32 growth_interval;    // good steps after which the loss scale doubles; 0: constant loss scale
     uint32 updates;            // not skipped, in total
     float ema_decay;           // ema = ema_decay * ema + (1 - ema_decay) * weight
@@ -308,10 +309,12 @@ __global__ void end_step(State *state) {
     if (state->overflow) {
         state->overflow = 0;
         state->skipped_steps += 1;
+        state->skipped_in_a_row += 1;
         state->good_steps = 0;
         if (state->growth_interval) state->loss_scale = fmaxf(1.f, state->loss_scale / 2);
         return;
     }
+    state->skipped_in_a_row = 0;
     state->good_steps += 1;
     state->updates += 1;
     if (state->growth_interval && state->good_steps >= state->growth_interval) {
