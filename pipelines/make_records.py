@@ -272,6 +272,12 @@ class _Journal:
             fcntl.flock(self._records, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed, or the process is gone
         except BlockingIOError:
             raise DataError(f"{self._records_path}: another process is writing it; wait until it is done") from None
+        finished = output / f"{split}.rec"
+        if finished.exists():  # since it was looked for: what is open here is that very file, or a new one beside it
+            if not os.path.samestat(os.fstat(self._records.fileno()), finished.stat()):
+                self._records_path.unlink()
+            self._records.close()
+            raise DataError(f"{finished}: another process has just written it; use that, or remove it first")
         self._lines: list[tuple[int, int, int]] = []
         done = 0
         if self._path.exists():
