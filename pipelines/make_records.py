@@ -27,7 +27,7 @@ import numpy as np
 from PIL import Image
 
 from pipelines.errors import DataError, check_not_negative
-from pipelines.files import read_lines, write_text
+from pipelines.files import open_file, read_lines, write_text
 from pipelines.inspect_image import inspect_image
 from pipelines.progress import map_in_order
 from pipelines.recordio import index_path, pack_record
@@ -224,7 +224,7 @@ def _append(journal: _Journal, entries: list[Entry], options: Options, title: st
 def _read(entry: Entry, options: Options) -> tuple[bytes, str]:
     """An image as it is to be written, and what is wrong with it ("" if nothing)."""
     try:
-        with entry.file.open("rb") as file:
+        with open_file(entry.file) as file:
             file.seek(entry.offset)
             image = file.read(entry.size)
     except OSError as error:
