@@ -32,6 +32,7 @@ from train.processes.distributed import GradientAllReduce, Workers
 from train.processes.invocation import launcher
 from train.processes.signals import Signals, StoppedBySignal
 from train.reporting.gpu_monitor import GpuMonitor, GpuReadings
+from train.reporting.metrics import accuracy_of
 from train.reporting.recorder import Recorder
 from train.schedule import make_schedule
 
@@ -273,7 +274,8 @@ class Trainer:
             progress.best_top1 = top1
             self.save(recorder, is_best=True)
         if 0 < config.target_accuracy <= top1:
-            return f"stopped: validation top-1 {top1:.4f} has reached the target of {config.target_accuracy:g}"
+            what = accuracy_of(recorder.evaluated)
+            return f"stopped: the {what} is {top1:.4f} and has reached the target of {config.target_accuracy:g}"
         return ""
 
     def _report_bad_images(self, recorder: Recorder) -> None:

@@ -146,7 +146,8 @@ def test_the_lines_of_the_page_predict_the_same(
     theirs = dict(zip(CLASS_NAMES, names["probabilities"][0], strict=True))
     for guess in ours.guesses:
         assert theirs[guess.name] == pytest.approx(guess.probability, abs=0.03)  # 0.003 was seen
-    assert printed == {name: f"{100 * theirs[name]:5.1f}" for name in sorted(theirs, key=lambda name: -theirs[name])[:5]}
+    best = sorted(theirs, key=lambda name: -theirs[name])[:5]
+    assert printed == {name: f"{100 * theirs[name]:5.1f}" for name in best}
 
 
 def test_a_wrong_model_is_not_written(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
