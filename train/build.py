@@ -11,16 +11,17 @@ from graph_passes import Graph, GraphError, passes
 from graph_passes.executors import Executor, create_executor
 from graph_passes.executors.cuda.statistics_group import StatisticsGroup
 from pipelines import DEFAULT_HW_DECODER_LOAD, Loader, LoaderConfig, open_loader
-from pipelines.sources import Classes
+from pipelines.sources import Classes, splits_of
 from train import models
 from train.checkpoint import Checkpoint
 from train.classes import match, padded
-from train.config import SAMPLES, Config
+from train.config import SAMPLES, SYNTHETIC, Config
 from train.devices import Placement
 from train.errors import TrainError
 from train.models.network import Network
 from train.processes import topology
 from train.processes.distributed import Workers, is_elastic
+from train.reporting.metrics import TRAINING_IMAGES, VALIDATION
 from train.schedule import image_sizes
 
 SAMPLES_FOLDER = Path("data/samples")
@@ -82,6 +83,12 @@ def open_split(config: Config, split: str, placement: Placement, workers: Worker
     if matched.note and workers.rank == 0:
         print(matched.note, flush=True)
     return loader
+
+
+def evaluated_images(config: Config) -> str:
+    """What validation sees, in the words of `metrics.EVALUATED`. Raises DataError where there is no data."""
+    has_own = config.data in (SAMPLES, SYNTHETIC) or "val" in splits_of(config.data)
+    return VALIDATION if has_own else TRAINING_IMAGES
 
 
 def join_bn_group(config: Config, placement: Placement, workers: Workers) -> StatisticsGroup | None:

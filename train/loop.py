@@ -33,6 +33,7 @@ from train.processes.invocation import launcher
 from train.processes.pulse import Activity, pulse
 from train.processes.signals import Signals, StoppedBySignal
 from train.reporting.gpu_monitor import GpuMonitor, GpuReadings
+from train.reporting.metrics import accuracy_of
 from train.reporting.recorder import Recorder
 from train.schedule import make_schedule
 
@@ -300,10 +301,11 @@ class Trainer:
         else:
             progress.validations_since_best += 1
         if 0 < config.target_accuracy <= top1:
-            return f"stopped: validation top-1 {top1:.4f} has reached the target of {config.target_accuracy:g}"
+            what = accuracy_of(recorder.evaluated)
+            return f"stopped: the {what} is {top1:.4f} and has reached the target of {config.target_accuracy:g}"
         if 0 < config.patience <= progress.validations_since_best:
-            return (f"stopped: {progress.validations_since_best} validations in a row have not raised the top-1 above "
-                    f"{progress.best_top1:.4f}, whose weights are kept")
+            return (f"stopped: {progress.validations_since_best} validations in a row have not raised the "
+                    f"{accuracy_of(recorder.evaluated)} above {progress.best_top1:.4f}, whose weights are kept")
         return ""
 
     def _report_bad_images(self, recorder: Recorder) -> None:

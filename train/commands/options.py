@@ -108,7 +108,7 @@ class ExportOptions:
     checkpoint."""
     onnx: Annotated[str, "FILE"] = ""
     """ONNX file to write: input `data` float32 (N, 3, H, W), RGB, output `probabilities` (N, classes), BatchNorm folded
-    into the convolutions; checked with ONNX Runtime. Its metadata says how to prepare an image."""
+    into the convolutions; checked with ONNX Runtime. Its metadata says how to prepare an image (docs/inference.md)."""
     symbol: Annotated[str, "FILE"] = ""
     """Symbol JSON file to write: the network for `python -m graph_passes show --symbol` and for MXNet to load."""
     params: Annotated[str, "FILE"] = ""
