@@ -208,6 +208,14 @@ def channel_sums(x: Array, axis: int) -> Array:
     return np.stack([sum_over_others(x, axis), sum_over_others(x * x, axis)])
 
 
+def sums_about(x: Array, axis: int) -> Array:
+    """(3, C): the sums of x - near and of its square over all dimensions but `axis`, and `near`, the first value of
+    each channel. A variance made of these loses no digits where the mean is far above the deviation."""
+    x = np.moveaxis(x, axis, -1).astype(np.float64)
+    near = x[(0,) * (x.ndim - 1)]
+    return np.stack([*channel_sums(x - near, -1), near])
+
+
 def along_axis(channels: Array, axis: int, ndim: int) -> Array:
     """(C,) in a shape that broadcasts along the axis of a tensor with `ndim` dimensions."""
     return channels.reshape(-1, *(1,) * (ndim - 1 - axis % ndim))

@@ -49,6 +49,22 @@ def nd(batch):
     return tuple(mx.nd.array(array) for array in batch)
 
 
+@pytest.mark.parametrize("kind", ["mxnet", "reference"])
+@pytest.mark.parametrize("ratio", [100, 1000])
+def test_statistics_far_from_zero(kind, ratio, rng):
+    """Means of `ratio` deviations cost the variance nothing; tests/graph_passes/cuda has the same of the kernels."""
+    x = mx.sym.BatchNorm(mx.sym.Variable("data"), axis=3, momentum=0.0, fix_gamma=False, name="bn")
+    x = mx.sym.FullyConnected(mx.sym.Flatten(x), num_hidden=4, name="fc")
+    graph = Graph.from_json(mx.sym.SoftmaxOutput(x, name="softmax").tojson())
+    executor = create_executor(kind, graph, {"data": (16, 24, 24, 8), "softmax_label": (16,)})
+    data = rng.normal(ratio, 1, (16, 24, 24, 8)).astype("f")
+    executor.forward_backward(*nd((data, np.zeros(16))))
+    aux = executor.get_params()[1]
+    mean, var = (getattr(data.astype(np.float64), name)((0, 1, 2)) for name in ("mean", "var"))
+    np.testing.assert_allclose(aux["bn_moving_var"], var, rtol=2e-5)
+    np.testing.assert_allclose(aux["bn_moving_mean"], mean, rtol=1e-5)
+
+
 def canonical_grads(executor):
     return {name: executor.to_canonical(name, array) for name, array in executor.grads.items()}
 
