@@ -9,9 +9,9 @@ and 500 training images of each, both programs then train
     head      the classifier alone, the rest frozen
     nothing   all weights, from random ones
 
-with the same constants from three seeds, and validate on the 5,000 validation images of these classes. Ours is `python
--m train` as a user starts it. A seed draws the new classifier, the order and the augmentation, and which training images
-are taken: the same for both.
+with the same constants from three seeds, and validate on the 5,000 validation images of these classes. Ours is
+`python -m train` as a user starts it. A seed draws the new classifier, the order, the augmentation, and which
+training images are taken: those are the same for both.
 
 Writes results/finetune_1gpu.jsonl (the final top-1 of each run), .png and .json: top-1 in % of whole networks with 100
 images a class, one for each seed.
@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -233,8 +232,7 @@ def publish(lines: Sequence[Line], peer_name: str, folder: Path = record.RESULTS
     plot(lines, folder / f"{NAME}.png")
     print(table(lines))
     own, theirs = (top1s(lines, program, *PUBLISHED) for program in ("ours", "pytorch"))
-    record.write_result(NAME, own, unit="top-1 %", peer_name=f"{peer_name}, same recipe", peer_step_ms=theirs,
-                        folder=folder)
+    record.write_result(NAME, own, peer=record.Peer(f"{peer_name}, same recipe", theirs), folder=folder, unit="top-1 %")
 
 
 @dataclass(frozen=True)
@@ -258,7 +256,6 @@ class Options:
 def main() -> None:
     arguments = read_options(Options)
     require_peer()
-    os.environ.setdefault("PYTHONPATH", str(record.ROOT))
     lines: list[Line] = []
     peer_name = ""
     for result in measure(load_preset(arguments.preset), arguments.data, arguments.seeds, arguments.epochs,
