@@ -49,6 +49,21 @@ def nd(batch):
     return tuple(mx.nd.array(array) for array in batch)
 
 
+@pytest.mark.parametrize("kernel, refused", [((16, 16), ()), ((17, 16), ("reference",))])
+def test_windows_of_more_places_than_a_byte_counts(kernel, refused, rng):
+    """The maximum's place is kept in a byte, but for MXNet's own operator; where that is too small, a sentence says so."""
+    x = mx.sym.Pooling(mx.sym.Variable("data"), kernel=kernel, pool_type="max", layout="NHWC", name="large")
+    x = mx.sym.BatchNorm(x, axis=3, fix_gamma=False, name="bn")
+    graph = Graph.from_json(mx.sym.SoftmaxOutput(
+        mx.sym.FullyConnected(mx.sym.Flatten(x), num_hidden=4, name="fc"), name="softmax").tojson())
+    shapes = {"data": (3, 20, 20, 8), "softmax_label": (3,)}
+    for kind in ("mxnet", "reference"):
+        executor = create_executor(kind, graph, shapes)
+        sentence = r"Pooling 'large' has kernel=\(17, 16\), and a byte tells 256 places .*: use a smaller kernel$"
+        with pytest.raises(GraphError, match=sentence) if kind in refused else contextlib.nullcontext():
+            executor.forward_backward(*nd((rng.standard_normal(shapes["data"]), np.zeros(3))))
+
+
 @pytest.mark.parametrize("kind", ["mxnet", "reference"])
 @pytest.mark.parametrize("ratio", [100, 1000])
 def test_statistics_far_from_zero(kind, ratio, rng):
