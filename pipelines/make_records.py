@@ -27,7 +27,7 @@ import numpy as np
 from PIL import Image
 
 from pipelines.errors import DataError, check_not_negative
-from pipelines.files import read_lines, write_text
+from pipelines.files import open_file, read_lines, write_text
 from pipelines.inspect_image import inspect_image
 from pipelines.progress import map_in_order
 from pipelines.recordio import index_path, pack_record
@@ -224,7 +224,7 @@ def _append(journal: _Journal, entries: list[Entry], options: Options, title: st
 def _read(entry: Entry, options: Options) -> tuple[bytes, str]:
     """An image as it is to be written, and what is wrong with it ("" if nothing)."""
     try:
-        with entry.file.open("rb") as file:
+        with open_file(entry.file) as file:
             file.seek(entry.offset)
             image = file.read(entry.size)
     except OSError as error:
@@ -272,6 +272,12 @@ class _Journal:
             fcntl.flock(self._records, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed, or the process is gone
         except BlockingIOError:
             raise DataError(f"{self._records_path}: another process is writing it; wait until it is done") from None
+        finished = output / f"{split}.rec"
+        if finished.exists():  # since it was looked for: what is open here is that very file, or a new one beside it
+            if not os.path.samestat(os.fstat(self._records.fileno()), finished.stat()):
+                self._records_path.unlink()
+            self._records.close()
+            raise DataError(f"{finished}: another process has just written it; use that, or remove it first")
         self._lines: list[tuple[int, int, int]] = []
         done = 0
         if self._path.exists():

@@ -13,6 +13,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipelines.errors import DataError, check_not_negative
-from pipelines.files import read_lines, write_text
+from pipelines.files import read_file, read_lines, write_text
 from pipelines.inspect_image import Finding, inspect_image
 from pipelines.progress import map_in_order
 from pipelines.recordio import BrokenRecordError, RecordFile, index_path, read_index
@@ -162,9 +163,14 @@ def _record_items(path: Path, num_classes: int | None, findings: list[tuple[str,
             label = -1.0
         known = label.is_integer() and label >= 0 and (count is None or label < count)
         name = f"{path} record {key}"
-        return Item(
-            name, f"{key}\t{offset}\n", int(label) if known else None, lambda: file.read(offset).image.tobytes()
-        )
+
+        def read() -> bytes:
+            try:
+                return file.read(offset).image.tobytes()
+            finally:
+                file.check()
+
+        return Item(name, f"{key}\t{offset}\n", int(label) if known else None, read)
 
     return [item(key, offset) for key, offset in entries]
 
@@ -172,7 +178,7 @@ def _record_items(path: Path, num_classes: int | None, findings: list[tuple[str,
 def _folder_items(path: Path, split: str) -> list[Item]:
     number = {key: label for label, (key, _) in enumerate(folder_classes(path, split))}
     files = ((folder, file) for folder in class_folders(path) for file in image_files(path / folder))
-    items = [Item(str(file), "", number.get(folder), file.read_bytes) for folder, file in files]
+    items = [Item(str(file), "", number.get(folder), partial(read_file, file)) for folder, file in files]
     if not items:
         raise no_images(path)
     return items
@@ -188,13 +194,19 @@ def _list_items(path: Path) -> list[Item]:
             label, name = -1, line.rpartition("\t")[2]
         known = label >= 0 and (not count or label < count)
         file = path.parent / name
-        items.append(Item(str(file), line + "\n", label if known else None, file.read_bytes))
+        items.append(Item(str(file), line + "\n", label if known else None, partial(read_file, file)))
     return items
 
 
 def _source_items(source: Source) -> list[Item]:
     def item(i: int) -> Item:
-        return Item(source.name(i), "", _label(source, i), lambda: source.read(i).tobytes())
+        def read() -> bytes:
+            try:
+                return source.read(i).tobytes()
+            finally:
+                source.check([i])
+
+        return Item(source.name(i), "", _label(source, i), read)
 
     return [item(i) for i in range(len(source))]
 

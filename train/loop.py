@@ -30,6 +30,7 @@ from train.mixup import draw_lambda
 from train.optimizer import ema_decay, ema_in_use, make_optimizer
 from train.processes.distributed import GradientAllReduce, Workers
 from train.processes.invocation import launcher
+from train.processes.pulse import Activity, pulse
 from train.processes.signals import Signals, StoppedBySignal
 from train.reporting.gpu_monitor import GpuMonitor, GpuReadings
 from train.reporting.recorder import Recorder
@@ -42,9 +43,12 @@ MAX_SKIPPED_STEPS = 50
 
 def validate(executor: Executor, loader: Loader, workers: Workers) -> Metrics:
     """Loss and accuracy over a whole split, with BatchNorm's statistics averaged over the processes first."""
-    workers.all_reduce_on_host(list(executor.aux.values()), "aux")
+    workers.all_reduce_on_host(executor.trained_statistics, "aux")
+    pulse.show(Activity.VALIDATING)  # the first batch may wait until the network is compiled for it
     for batch in loader:
         executor.evaluate(batch.data, batch.label, batch.num_valid)
+        pulse.show(Activity.LOADING)
+    pulse.show(Activity.VALIDATING)  # what the device has not done yet
     return Metrics(*workers.sum(executor.read_metrics()))
 
 
@@ -95,6 +99,7 @@ class Trainer:
         self.learning_rate = make_schedule(config, self.steps_per_epoch, workers.size)
         self.checkpoints = CheckpointFolder(run_folder, config.keep_checkpoints)
         self.progress = Progress()
+        self.origin: list[str] = []  # what its initial weights are, where they are trained ones
         self.note = ""  # what the user should know about how the run goes on
         self.changes: list[str] = []  # options that it goes on with others of
         self.receive_metrics: Callable[[], Metrics] | None = None  # those asked for at the last log line
@@ -123,7 +128,8 @@ class Trainer:
     def _assign(self, live: Mapping[str, Any], values: Mapping[str, np.ndarray]) -> None:
         """Set the executor's or optimizer's arrays from canonical ones."""
         for name, value in values.items():
-            live[name][:] = self.executor.from_canonical(name, value)
+            if name in live:  # else it is frozen
+                live[name][:] = self.executor.from_canonical(name, value)
 
     # --- the loop ---
 
@@ -167,12 +173,13 @@ class Trainer:
         sizes = self.train_loader.config
         if progress.epoch and sizes.size_in(progress.epoch) != sizes.size_in(progress.epoch - 1):
             recorder.say(f"epoch {progress.epoch + 1}: images of {sizes.size_in(progress.epoch)} pixels from now on")
+            pulse.lose_pace()  # the network is built for them
         recorder.begin_epoch(progress.epoch, self.steps_per_epoch, progress.epoch_step)
         batches = recorder.timed(self.train_loader)
         while self.step(batches):
             recorder.stop_clock(self.executor.idle_seconds)
             save, stop_signal, time_up = self.workers.vote(
-                [signals.save or self._save_due(), signals.stop > 0, self._time_up()]
+                [signals.save or self._save_due(), signals.stop > 0 or pulse.is_to_stop, self._time_up()]
             )
             save |= stop_signal
             self.end_step(recorder, read_now=save or time_up or progress.step == self.config.max_steps)
@@ -184,6 +191,7 @@ class Trainer:
                 self.save(recorder)
             if self.commit and progress.step % self.config.commit_every == 0:
                 with recorder.phase("commit"):
+                    pulse.show(Activity.SAVING)
                     self.commit()
             if stop_signal:
                 raise StoppedBySignal(
@@ -208,11 +216,14 @@ class Trainer:
         overlap: dict[str, Any] = {}
         if self.all_reduce and self.all_reduce.start and self.config.accumulate == 1:
             overlap["on_bucket"] = self.all_reduce.start
+        pulse.show(Activity.LOADING)
         for batch in itertools.islice(batches, self.config.accumulate):
+            pulse.show(Activity.COMPUTING)
             self.executor.forward_backward(
                 batch.data, batch.label, accumulate=count > 0, mixup=self._mixup(count), **overlap
             )
             count += 1
+            pulse.show(Activity.LOADING)
         if count == 0:
             return False
         if self.all_reduce:
@@ -222,6 +233,7 @@ class Trainer:
         self.executor.end_step()
         self.progress.step += 1
         self.progress.epoch_step += 1
+        pulse.end_step(self.progress.epoch, self.progress.step)
         return True
 
     def _mixup(self, number: int) -> float:
@@ -283,10 +295,15 @@ class Trainer:
         recorder.end_epoch(metrics)
         top1 = metrics.top1 / metrics.count
         if top1 > progress.best_top1:
-            progress.best_top1 = top1
+            progress.best_top1, progress.validations_since_best = top1, 0
             self.save(recorder, is_best=True)
+        else:
+            progress.validations_since_best += 1
         if 0 < config.target_accuracy <= top1:
             return f"stopped: validation top-1 {top1:.4f} has reached the target of {config.target_accuracy:g}"
+        if 0 < config.patience <= progress.validations_since_best:
+            return (f"stopped: {progress.validations_since_best} validations in a row have not raised the top-1 above "
+                    f"{progress.best_top1:.4f}, whose weights are kept")
         return ""
 
     def _report_bad_images(self, recorder: Recorder) -> None:
@@ -305,6 +322,7 @@ class Trainer:
         if path == self.last_saved and not is_best:
             return
         with recorder.phase("checkpoint"):
+            pulse.show(Activity.SAVING)
             checkpoint = self.capture()
             with self.workers.agreement():
                 if self.workers.rank == 0:
@@ -316,7 +334,7 @@ class Trainer:
         """All of this run's state; a collective operation. Raises TrainError where parameters are not finite."""
         executor = self.executor
         executor.synchronize()
-        self.workers.all_reduce_on_host(list(executor.aux.values()), "aux")  # each process has seen other images
+        self.workers.all_reduce_on_host(executor.trained_statistics, "aux")  # each process has seen other images
         params, aux = executor.get_params()
         ema = self.optimizer.ema
         self.workers.all_reduce_on_host([ema[name] for name in aux if name in ema], "ema aux")
@@ -327,7 +345,8 @@ class Trainer:
             aux=aux,
             state={slot: {name: executor.to_canonical(name, array) for name, array in arrays.items()}
                    for slot, arrays in self.optimizer.state.items()},
-            ema={name: executor.to_canonical(name, array) for name, array in ema.items()},
+            ema={name: executor.to_canonical(name, ema[name]) if name in ema else array
+                 for name, array in {**params, **aux}.items()} if ema else {},
             scalars=dict(self.optimizer.scalars),
             config=self.config,
             class_names=self.train_loader.class_names,
@@ -347,6 +366,10 @@ class Trainer:
             processes = "1 process" if self.workers.size == 1 else f"{self.workers.size} processes"
             self.note = (f"going on with {images} images a step ({processes}) after {images_before} ({len(states)}): "
                          "the learning rate is scaled with them")
+        if before.freeze != self.config.freeze:
+            then, now = (f"--freeze {each.freeze}" if each.freeze else "no --freeze" for each in (before, self.config))
+            raise TrainError(f"the checkpoint is of a run with {then}, and this one has {now}: to train other layers, "
+                             "begin a new run from its weights (--weights)", on_all_ranks=True)
         state = self.optimizer.state
         if checkpoint.state.keys() != state.keys():
             raise TrainError(f"the checkpoint is of a run with --optimizer {before.optimizer}, from whose state "

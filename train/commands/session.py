@@ -25,6 +25,7 @@ from train.loop import Trainer
 from train.optimizer import ema_in_use
 from train.processes.distributed import Workers
 from train.processes.invocation import python
+from train.processes.pulse import Activity, pulse
 from train.reporting import predictions
 from train.reporting.inspection import predict_some
 from train.reporting.recorder import Recorder
@@ -115,6 +116,7 @@ def measure_loader(loader: Loader, workers: Workers) -> float:
 def report(recorder: Recorder, run_folder: Path, trainer: Trainer | None = None) -> None:
     """Write the report, of the process that has recorded the run; with a `trainer` whose run is complete, and a
     validation behind it, also what its network makes of some images. Raises TrainError."""
+    pulse.show(Activity.REPORTING)
     if not recorder.enabled:
         return
     print("writing the report ...", flush=True)

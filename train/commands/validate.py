@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from train import checkpoint
+from train import weights
 from train.build import build_executor, open_split
 from train.commands.session import of_network, prepare
 from train.config import configure
@@ -21,8 +21,9 @@ def main(values: Mapping[str, Any]) -> None:
     with workers.agreement():
         place = values.get("checkpoint")
         if not place:
-            raise TrainError("validation needs trained weights: give --checkpoint with a run folder or checkpoint file")
-        trained = checkpoint.load_trained(place)
+            raise TrainError("validation needs trained weights: give --checkpoint with a run folder, a checkpoint or a "
+                             "file of weights")
+        trained = weights.load(place, quiet=workers.rank > 0)
         config = of_network(configure(values, trained.config), values, trained)
         placement = prepare(config, workers)
         loader = open_split(replace(config, cache=0), "val", placement, workers, trained.classes,

@@ -20,6 +20,7 @@ from typing import Any
 from graph_passes.executors.cuda.buckets import Bucket
 from graph_passes.executors.cuda.executor import CudaExecutor
 from train.errors import TrainError
+from train.processes.pulse import pulse
 
 LIBRARY = "bucket_allreduce.so"  # beside Horovod's own library, against which it is compiled
 ON_HOST = -1
@@ -69,6 +70,7 @@ class BucketAllReduce:
     def finish(self) -> None:
         """Let what the executor does from now on follow the means on the GPU, those of all buckets where none has been
         started. Waits, and raises, as `wait` does; nothing needs to be computed by then."""
+        pulse.begin_collective()
         if not self._started:
             self._executor.hand_over(self.start)
         self.wait()

@@ -306,4 +306,5 @@ def test_too_few_left(capfd):
     assert launch.launch_elastic(slots, [sys.executable, "-c", script], min_processes=3) == 128 + signal.SIGKILL
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("error: process ")
-    assert line.endswith("2 are left, but --min-np is 3, so the run ends: go on with --resume and its folder")
+    assert "; 2 are left, but --min-np is 3, so the run ends; " in line
+    assert line.endswith("go on with --resume and the run's folder")
