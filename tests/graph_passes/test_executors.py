@@ -1,5 +1,6 @@
 """The executors `mxnet` and `reference` behind their one interface, and the production settings of oneDNN."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -51,9 +52,9 @@ def nd(batch):
 
 @pytest.mark.parametrize("kernel, refused", [((16, 16), ()), ((17, 16), ("reference",))])
 def test_windows_of_more_places_than_a_byte_counts(kernel, refused, rng):
-    """The maximum's place is kept in a byte, but for MXNet's own operator; where that is too small, a sentence says so."""
-    x = mx.sym.Pooling(mx.sym.Variable("data"), kernel=kernel, pool_type="max", layout="NHWC", name="large")
-    x = mx.sym.BatchNorm(x, axis=3, fix_gamma=False, name="bn")
+    """The place of a maximum is kept in a byte, but by MXNet; where that is too small, a sentence says so."""
+    x = mx.sym.BatchNorm(mx.sym.Variable("data"), axis=3, fix_gamma=False, name="bn")  # which needs its gradient
+    x = mx.sym.Pooling(x, kernel=kernel, pool_type="max", layout="NHWC", name="large")
     graph = Graph.from_json(mx.sym.SoftmaxOutput(
         mx.sym.FullyConnected(mx.sym.Flatten(x), num_hidden=4, name="fc"), name="softmax").tojson())
     shapes = {"data": (3, 20, 20, 8), "softmax_label": (3,)}
