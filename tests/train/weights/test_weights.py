@@ -251,7 +251,7 @@ def test_own_onnx_files(model, tmp_path, rng):
     pytest.importorskip("onnx")
     pytest.importorskip("onnxruntime")
     trained = random_network(model, 3, rng)
-    settings = {"mean": (100.0, 110.0, 120.0), "val_crop_fraction": 0.8}
+    settings = {"mean": (100.0, 110.0, 120.0), "val_crop_fraction": 0.8, "interpolation": "bicubic"}
     trained.config = Config(**vars(trained.config) | settings)
     save(trained, tmp_path / "w.npz")
     run_export("--checkpoint", tmp_path / "w.npz", "--onnx", tmp_path / "w.onnx")
@@ -259,7 +259,7 @@ def test_own_onnx_files(model, tmp_path, rng):
     data = rng.standard_normal((2, 40, 40, 3), np.float32)
     np.testing.assert_allclose(probabilities(found, data), probabilities(trained, data), rtol=1e-4)
     assert (found.config.model, found.classes) == (model, trained.classes)
-    assert (found.config.mean, found.config.val_crop_fraction) == (settings["mean"], 0.8)
+    assert {name: getattr(found.config, name) for name in settings} == settings
     for name, array in trained.params.items():
         if name.endswith(("_gamma", "_beta")):
             np.testing.assert_allclose(found.params[name], array, rtol=1e-4, atol=1e-6, err_msg=name)
