@@ -6,8 +6,8 @@
 For each network PyTorch (peer_weights.py) makes random weights and BatchNorm statistics, and the logits of random
 images of 224 pixels, in float32 and in float64. Ours reads the weights from .pth and from .safetensors, computes, and
 writes both forms, which PyTorch loads strictly and compares bit for bit. Logits are compared with those in float64,
-less their mean over the classes, which probabilities do not tell: the largest difference, relative to the largest logit.
-That of PyTorch in float32 stands beside it: what rounding alone makes.
+less their mean over the classes, which probabilities do not tell: the largest difference, relative to the largest
+logit. That of PyTorch in float32 stands beside it: what rounding alone makes.
 
 Writes results/weights_pytorch.jsonl (of a CPU: weights_pytorch_cpu.jsonl): one line for each network, and last one with
 machine and versions. Ends with exit code 1 where a network differs by more than LIMITS.

@@ -158,8 +158,8 @@ def export_onnx(trained: Checkpoint) -> tuple[bytes, float]:
         "color_order": "RGB",
         "input_layout": "NCHW",
         "resize_shorter": str(max(size, round(size / trained.config.val_crop_fraction))),
-        "interpolation": f"{trained.config.interpolation}, antialiased",
         "center_crop": str(size),
+        "interpolation": f"{trained.config.interpolation}, antialiased",
         "mean": json.dumps(trained.config.mean),  # of pixels from 0 to 255: data = (pixel - mean) / std
         "std": json.dumps(trained.config.std),
         "network": trained.network,

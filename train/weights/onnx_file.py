@@ -12,6 +12,7 @@ import base64
 import json
 from collections.abc import Mapping
 from pathlib import Path
+
 import numpy as np
 
 from graph_passes.passes.fold_bn import foldings
@@ -48,8 +49,8 @@ def read(path: Path) -> tuple[Arrays, Record]:
         model = onnx.load_model(str(path), load_external_data=False)
         about = {entry.key: entry.value for entry in model.metadata_props}
         if model.producer_name != PRODUCER or "batch_norms" not in about:
-            raise TrainError(f"{path} is no ONNX export of this program, or one of an earlier version: give the weights "
-                             "that it was made from")
+            raise TrainError(f"{path} is no ONNX export of this program, or one of an earlier version: give the "
+                             "weights that it was made from")
         arrays = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
         return _unfold(arrays, about), _record(path, about)
     except (DecodeError, ValueError, KeyError, TypeError) as error:
