@@ -15,6 +15,7 @@ machine and versions. Ends with exit code 1 where a network differs by more than
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import tempfile
@@ -40,6 +41,8 @@ from train.weights import publish
 PEER = Path(__file__).with_name("peer_weights.py")
 MODELS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "resnext50_32x4d", "wide_resnet50_2",
           "resnet50d")
+# Those that this machine can read and write.
+FORMS = (".pth", ".safetensors") if importlib.util.find_spec("safetensors") else (".pth",)
 LIMITS = {"float32": 1e-5, "float16": 1e-2}
 
 
@@ -77,7 +80,7 @@ def compare(folder: Path, model: str, images: np.ndarray, placement: devices.Pla
     with np.load(folder / f"{model}.npz") as made:
         wanted, theirs = (made[dtype] - made[dtype].mean(axis=1, keepdims=True) for dtype in ("float64", "float32"))
     differences = []
-    for form in (".pth", ".safetensors"):
+    for form in FORMS:
         trained = weights.load(str(folder / f"{model}{form}"), quiet=True)
         back = folder / "back" / f"{model}{form}"
         files.write(back, publish.content(publish.state_dict(trained), back))
