@@ -73,6 +73,8 @@ def dawnbench_tsv(record: RunRecord) -> str:
 
 # --- contents ---
 
+NUM_NAMED = 3  # skipped images at the head of a report; all are among its events
+
 CAPTIONS = {
     "throughput.png": "Speed of every training step over the time spent in steps.",
     "time_split.png": "All time of the run, from its start to its end.",
@@ -103,6 +105,7 @@ def _contents(
     blocks: list[Block] = [
         Tiles(tiles),
         Text(summary.limit_text),
+        *_skipped(record),
         Text(f"Started {_date(record.start_date)} on {where}, {record.images_per_step} images per step, by:"),
         Code(record.command),
     ]
@@ -149,6 +152,16 @@ def _contents(
         Table(("option", "value"), [(k, _plain(v)) for k, v in _flat(record.config).items()], folded="All options"),
     ]
     return title, blocks
+
+
+def _skipped(record: RunRecord) -> list[Block]:
+    """How many images the run has left out, and the first of them; nothing where there are none."""
+    files = list(dict.fromkeys(event["file"] for event in record.events if event["event"] == "bad_image"))
+    if not files:
+        return []
+    named = ", ".join(files[:NUM_NAMED]) + ", ..." * (len(files) > NUM_NAMED)
+    count = "1 image was" if len(files) == 1 else f"{len(files):,} images were"
+    return [Text(f"{count} skipped, which cannot be decoded (see the events): {named}")]
 
 
 def _gpu_blocks(record: RunRecord, summary: Summary, figures: Sequence[str]) -> list[Block]:
