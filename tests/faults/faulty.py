@@ -1,8 +1,8 @@
 """What the tests of faults share: a training run that can be harmed, what must hold after that, and the table of tries.
 
 A test tries a fault once, at a moment or place that its random generator chooses; it runs `tries()` times. The first
-FEW tries are for every run of the tests, the others are marked `slow`: `make test-faults` runs all, and RESNET_FAULT_TRIES
-says how many there are.
+few tries are for every run of the tests, the others are marked `slow`: `make test-faults` runs all, and
+RESNET_FAULT_TRIES says how many there are.
 """
 
 from __future__ import annotations
