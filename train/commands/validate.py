@@ -30,6 +30,7 @@ def main(values: Mapping[str, Any]) -> None:
                             f"the network of {place}")  # without cache: each image is needed once
         executor = build_executor(config, trained.num_classes, loader.config.image_size, placement, trained)
     sums = validate(executor, loader, workers)
+    assert sums  # nothing stops it before its end
     if workers.rank == 0:
         loss, top1, top5 = (value / sums.count for value in (sums.loss_sum, sums.top1, sums.top5))
         print(f"{place}: {sums.count:.0f} images, loss {loss:.4f}, top-1 {top1:.2%}, top-5 {top5:.2%}")
