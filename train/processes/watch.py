@@ -129,7 +129,7 @@ def status(pid: int) -> Status | None:
     """None where there is no such process, or nothing is left of it than its exit code."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            fields = file.read().rpartition(")")[2].split()  # what stands before is the program's name, of any characters
+            fields = file.read().rpartition(")")[2].split()  # before it stands the program's name, whatever that is
     except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] in "ZX" else Status(fields[0], int(fields[19]))

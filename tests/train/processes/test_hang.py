@@ -264,7 +264,8 @@ def test_elastic_run_goes_on_without_a_blocked_process(tiny_options, tmp_path):
 @needs_horovod
 @pytest.mark.parametrize("stop", [True, False])
 def test_killed_launcher_leaves_no_process(tmp_path, stop):
-    """Also where one is stopped and another one ignores SIGTERM because of that."""
+    """Not one that is stopped, which cannot take the signal that the launcher's end sends, and not one that goes on as
+    if nothing had been."""
     script = f"""if True:
         import os, pathlib, signal, time
         from train.processes.pulse import Activity, pulse
