@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pipelines import ImageTransform, LoaderConfig, open_loader
-from pipelines.graph import MEAN, STD, random_inputs
+from pipelines import MEAN, STD, ImageTransform, LoaderConfig, open_loader
+from pipelines.graph import random_inputs
 from pipelines.sources import open_source
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
@@ -60,6 +60,19 @@ def test_cifar10_training_images(real_data, tmp_path, rng):
     grey_levels = np.abs(ours - np.load(tmp_path / "peer.npy")) * STD
     # DALI's resizing rounds to whole grey levels, and PyTorch's images are float16: 2**-10 of at most 2.7 * 58.
     assert grey_levels.max() < 0.5 + 0.16
+
+
+@pytest.mark.parametrize("options", [[], ["--inference"]])
+def test_a_turn_of_the_peer(options):
+    """Raw times, a loss and the loss scale, from all gammas 1. On the CPU, for which it has no CUDA graphs."""
+    command = [os.environ["PEER_PYTHON"], str(BENCHMARKS / "peer_pytorch.py"), "--device", "cpu", "--model", "resnet18",
+               "--batch", "2", "--size", "32", "--dtype", "bfloat16", "--steps", "3", "--warm-up-seconds", "0",
+               "--learning-rate", "0.001", *options]
+    done = subprocess.run(command, input="eager\neager\n", capture_output=True, text=True, check=True)
+    for turn in map(json.loads, done.stdout.splitlines()):
+        assert len(turn["step_ms"]) == 3 and min(turn["step_ms"]) > 0
+        assert turn["loss"] == pytest.approx(1.0, abs=0.01) if options else 4 < turn["loss"] < 10
+        assert turn["loss_scales"] == [1.0, 1.0] and turn["name"].endswith(" eager") and turn["versions"]["torch"]
 
 
 @pytest.mark.parametrize("preset", ["resnet50_90ep", "cifar10_resnet18"])  # the latter with Nesterov's momentum

@@ -33,13 +33,18 @@ from train.processes.invocation import launcher
 from train.processes.pulse import Activity, pulse
 from train.processes.signals import Signals, StoppedBySignal
 from train.reporting.gpu_monitor import GpuMonitor, GpuReadings
+from train.reporting.metrics import accuracy_of
 from train.reporting.recorder import Recorder
 from train.schedule import make_schedule
+
+# So many steps in a row whose gradients are not finite end a run. From the highest loss scale, 2^24, it takes 24 of
+# them to get down to 1, below which it does not go.
+MAX_SKIPPED_STEPS = 50
 
 
 def validate(executor: Executor, loader: Loader, workers: Workers) -> Metrics:
     """Loss and accuracy over a whole split, with BatchNorm's statistics averaged over the processes first."""
-    workers.all_reduce_on_host(list(executor.aux.values()), "aux")
+    workers.all_reduce_on_host(executor.trained_statistics, "aux")
     pulse.show(Activity.VALIDATING)  # the first batch may wait until the network is compiled for it
     for batch in loader:
         executor.evaluate(batch.data, batch.label, batch.num_valid)
@@ -95,10 +100,12 @@ class Trainer:
         self.learning_rate = make_schedule(config, self.steps_per_epoch, workers.size)
         self.checkpoints = CheckpointFolder(run_folder, config.keep_checkpoints)
         self.progress = Progress()
+        self.origin: list[str] = []  # what its initial weights are, where they are trained ones
         self.note = ""  # what the user should know about how the run goes on
         self.changes: list[str] = []  # options that it goes on with others of
         self.receive_metrics: Callable[[], Metrics] | None = None  # those asked for at the last log line
         self.metrics_steps = (1, 0)  # first and last step that they are of
+        self.skipped_steps = self.skipped_in_a_row = 0  # as in the metrics received last (`Executor.skipped_steps`)
         self.monitor = GpuMonitor(executor.gpu_bus_id) if executor.gpu_bus_id else None
         self.reported_bad: set[tuple[str, str]] = set()
         self.last_saved: Path | None = None
@@ -122,7 +129,8 @@ class Trainer:
     def _assign(self, live: Mapping[str, Any], values: Mapping[str, np.ndarray]) -> None:
         """Set the executor's or optimizer's arrays from canonical ones."""
         for name, value in values.items():
-            live[name][:] = self.executor.from_canonical(name, value)
+            if name in live:  # else it is frozen
+                live[name][:] = self.executor.from_canonical(name, value)
 
     # --- the loop ---
 
@@ -176,6 +184,9 @@ class Trainer:
             )
             save |= stop_signal
             self.end_step(recorder, read_now=save or time_up or progress.step == self.config.max_steps)
+            if self.is_stuck:
+                self.save(recorder)
+                raise self.stuck()
             if save:
                 signals.save = False
                 self.save(recorder)
@@ -255,12 +266,17 @@ class Trainer:
             readings = self.monitor.take() if self.monitor else ()
             waits = np.zeros((self.workers.size, len(recorder.loader_waits)))  # the others' rows come with the sum
             waits[self.workers.rank] = recorder.loader_waits
-            values = self.workers.sum([*waits.ravel(), *self.receive_metrics(), *readings])
+            own = self.receive_metrics()
+            skipped = self.executor.skipped_steps, self.executor.skipped_in_a_row  # the same on all processes
+            values = self.workers.sum([*waits.ravel(), *own, *skipped, *readings])
             self.receive_metrics = None
             slowest = np.reshape(values[: waits.size], waits.shape).max(axis=0).tolist()
-            metrics, sums = Metrics(*values[waits.size :][:4]), values[waits.size + 4 :]
+            metrics, values = Metrics(*values[waits.size :][:4]), values[waits.size + 4 :]
+            before = self.skipped_steps
+            self.skipped_steps, self.skipped_in_a_row = (round(value / self.workers.size) for value in values[:2])
+            sums = values[2:]
             gpu = GpuReadings(*(value / self.workers.size for value in sums))._replace(power=sums[0]) if sums else None
-            recorder.log(metrics, gpu, slowest)
+            recorder.log(metrics, gpu, slowest, self.skipped_steps - before)
             if not math.isfinite(metrics.loss_sum):
                 raise self._diverged(*self.metrics_steps)
 
@@ -280,10 +296,16 @@ class Trainer:
         recorder.end_epoch(metrics)
         top1 = metrics.top1 / metrics.count
         if top1 > progress.best_top1:
-            progress.best_top1 = top1
+            progress.best_top1, progress.validations_since_best = top1, 0
             self.save(recorder, is_best=True)
+        else:
+            progress.validations_since_best += 1
         if 0 < config.target_accuracy <= top1:
-            return f"stopped: validation top-1 {top1:.4f} has reached the target of {config.target_accuracy:g}"
+            what = accuracy_of(recorder.evaluated)
+            return f"stopped: the {what} is {top1:.4f} and has reached the target of {config.target_accuracy:g}"
+        if 0 < config.patience <= progress.validations_since_best:
+            return (f"stopped: {progress.validations_since_best} validations in a row have not raised the "
+                    f"{accuracy_of(recorder.evaluated)} above {progress.best_top1:.4f}, whose weights are kept")
         return ""
 
     def _report_bad_images(self, recorder: Recorder) -> None:
@@ -314,7 +336,7 @@ class Trainer:
         """All of this run's state; a collective operation. Raises TrainError where parameters are not finite."""
         executor = self.executor
         executor.synchronize()
-        self.workers.all_reduce_on_host(list(executor.aux.values()), "aux")  # each process has seen other images
+        self.workers.all_reduce_on_host(executor.trained_statistics, "aux")  # each process has seen other images
         params, aux = executor.get_params()
         ema = self.optimizer.ema
         self.workers.all_reduce_on_host([ema[name] for name in aux if name in ema], "ema aux")
@@ -325,7 +347,8 @@ class Trainer:
             aux=aux,
             state={slot: {name: executor.to_canonical(name, array) for name, array in arrays.items()}
                    for slot, arrays in self.optimizer.state.items()},
-            ema={name: executor.to_canonical(name, array) for name, array in ema.items()},
+            ema={name: executor.to_canonical(name, ema[name]) if name in ema else array
+                 for name, array in {**params, **aux}.items()} if ema else {},
             scalars=dict(self.optimizer.scalars),
             config=self.config,
             class_names=self.train_loader.class_names,
@@ -345,6 +368,10 @@ class Trainer:
             processes = "1 process" if self.workers.size == 1 else f"{self.workers.size} processes"
             self.note = (f"going on with {images} images a step ({processes}) after {images_before} ({len(states)}): "
                          "the learning rate is scaled with them")
+        if before.freeze != self.config.freeze:
+            then, now = (f"--freeze {each.freeze}" if each.freeze else "no --freeze" for each in (before, self.config))
+            raise TrainError(f"the checkpoint is of a run with {then}, and this one has {now}: to train other layers, "
+                             "begin a new run from its weights (--weights)", on_all_ranks=True)
         state = self.optimizer.state
         if checkpoint.state.keys() != state.keys():
             raise TrainError(f"the checkpoint is of a run with --optimizer {before.optimizer}, from whose state "
@@ -379,6 +406,21 @@ class Trainer:
         """Why the run ends here where --max-steps are done, else ""."""
         done, limit = self.progress.step, self.config.max_steps
         return f"stopped after step {done}: --max-steps is {limit}" if 0 < limit <= done else ""
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether steps do not change any weight any more, as far as the metrics received last tell."""
+        return self.skipped_in_a_row >= MAX_SKIPPED_STEPS
+
+    def stuck(self) -> TrainError:
+        """The error for it."""
+        saved = f"; the weights are in {self.last_saved}" if self.last_saved else ""
+        return TrainError(
+            f"{self.skipped_in_a_row} steps in a row have changed no weight, since gradients are not finite even at a "
+            f"loss scale of 1 (step {self.progress.step}, epoch {self.progress.epoch + 1}){saved}: go on with --dtype "
+            f"bfloat16, or begin anew with a lower --learning-rate (now {self.config.learning_rate:g} per 256 images)",
+            on_all_ranks=True,
+        )
 
     def _diverged(self, first: int, last: int) -> TrainError:
         steps = f"step {last}" if first == last else f"steps {first} to {last}"

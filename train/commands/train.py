@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from graph_passes.executors import Executor
 from graph_passes.executors.cuda.statistics_group import StatisticsGroup
-from pipelines.sources import splits_of
 from train import checkpoint, demonstration, devices
 from train.build import build_executor, check_memory, join_bn_group, open_split
 from train.checkpoint import Checkpoint
@@ -26,14 +25,17 @@ from train.commands.session import (
     report,
     run_folder_of,
 )
-from train.config import SAMPLES, SYNTHETIC, Config, configure, load_preset
+from train.config import SYNTHETIC, Config, configure, load_preset
 from train.errors import LostProcessError, TrainError
 from train.loop import Trainer
 from train.processes.distributed import Workers, drain_engine, is_elastic, is_lost_process
 from train.processes.invocation import launcher
 from train.processes.signals import StoppedBySignal
+from train.reporting.metrics import TRAINING_IMAGES
 from train.reporting.recorder import Recorder
 from train.schedule import image_sizes
+from train.weights import Weights, starting_point
+from train.weights import read as read_weights
 
 if TYPE_CHECKING:
     from train.processes.elastic import RunState  # needs Horovod
@@ -44,7 +46,8 @@ class Beginning(NamedTuple):
 
     config: Config
     run_folder: Path
-    checkpoint: Checkpoint | None  # None: the network's initial weights
+    checkpoint: Checkpoint | None  # None: it begins
+    weights: Weights | None = None  # that it begins with; None: the network's initial ones
     fit_machine: bool = False  # train as many epochs as suit its speed
 
 
@@ -87,9 +90,11 @@ def begin(values: Mapping[str, Any], workers: Workers) -> Beginning:
     with workers.agreement():
         file = _checkpoint_to_resume(values)
         if not file:
-            config = configure(values, devices.default_config(values, workers.local_rank))
+            default = devices.default_config(values, workers.local_rank)
+            weights = read_weights(values["weights"], values.get("model", "")) if values.get("weights") else None
+            config = configure(values, replace(default, **weights.settings) if weights else default)
             name_preset(config, values, workers)
-            return Beginning(config, run_folder_of(config), None, demonstration.is_one(config, values))
+            return Beginning(config, run_folder_of(config), None, weights, demonstration.is_one(config, values))
         start = checkpoint.load_checked(file)
         default = load_preset(values["config"]) if "config" in values else _resumed_config(file, start)
         config = of_network(configure(values, default), values, start)
@@ -98,6 +103,9 @@ def begin(values: Mapping[str, Any], workers: Workers) -> Beginning:
 
 def _checkpoint_to_resume(values: Mapping[str, Any]) -> Path | None:
     place = values.get("resume")
+    if place and place != AUTO and values.get("weights"):
+        raise TrainError(f"--weights {values['weights']} begins a run, and --resume {place} goes on with one, whose "
+                         "weights it has: leave out one of them")
     if place == AUTO:
         if "output" not in values:
             raise TrainError("--resume auto needs --output with the folder of the run; or give --resume that folder")
@@ -123,7 +131,7 @@ def open_trainer(
         executor: one that an elastic run has used so far; None: it is built.
         commit: see `Trainer`.
     """
-    config, run_folder, start, fit_machine = beginning
+    config, run_folder, start, weights, fit_machine = beginning
     with contextlib.ExitStack() as loaders:
         with workers.agreement():
             placement = prepare(config, workers)
@@ -139,19 +147,22 @@ def open_trainer(
                 for loader in (train_loader, val_loader):
                     if loader:
                         loader.prepare()
+            origin: list[str] = []
             if executor and start:
                 executor.set_params(start.params, start.aux)
                 executor.read_metrics()  # those of steps that are undone
             else:
+                initial, origin = starting_point(weights, train_loader.classes, config) if weights else (start, [])
                 num_classes, largest_size = len(train_loader.class_names), max(image_sizes(config))
                 check_memory(config, num_classes, largest_size, placement)
                 image_size = train_loader.config.size_in(start.progress.epoch if start else 0)
-                executor = build_executor(config, num_classes, image_size, placement, start, not workers.alone,
+                executor = build_executor(config, num_classes, image_size, placement, initial, not workers.alone,
                                           bn_group, largest_size)
         if fit_machine and placement.device.startswith("cpu"):  # any GPU trains all of its epochs in seconds
             config = demonstration.fit(config, executor, train_loader.num_images, workers)
         with workers.agreement():
             trainer = Trainer(config, workers, executor, train_loader, val_loader, run_folder, start, commit)
+            trainer.origin = origin
         yield trainer, bn_group
 
 
@@ -162,8 +173,11 @@ def train(trainer: Trainer) -> None:
         recorder = open_recorder(trainer, trainer.config.epochs)
     try:
         with recorder:
+            _note_origin(trainer, recorder)
             _note_memory(trainer, recorder)
-            _note_validation(trainer.config, recorder)
+            if recorder.evaluated == TRAINING_IMAGES:
+                recorder.say(f"{trainer.config.data} has no train and val (docs/data.md): accuracy after an epoch is "
+                             f"that on the {TRAINING_IMAGES}, no validation")
             trainer.run(recorder)
             if trainer.config.data != SYNTHETIC:  # which is made once and costs nothing
                 recorder.loader_speed(measure_loader(trainer.train_loader, trainer.workers))
@@ -173,6 +187,13 @@ def train(trainer: Trainer) -> None:
     report(recorder, trainer.run_folder, trainer)
 
 
+def _note_origin(trainer: Trainer, recorder: Recorder) -> None:
+    for note in trainer.origin:
+        recorder.say(note)
+    if trainer.origin:
+        recorder.event("weights", notes=trainer.origin)
+
+
 def _note_memory(trainer: Trainer, recorder: Recorder) -> None:
     if largest_batch := trainer.executor.largest_batch():
         recorder.event("memory", largest_batch=largest_batch)
@@ -180,10 +201,3 @@ def _note_memory(trainer: Trainer, recorder: Recorder) -> None:
     if cached := sum(loader.cache_bytes for loader in loaders if loader):
         size = f"{cached / 2**30:.2f} GiB" if cached >= 2**30 / 10 else f"{cached / 2**20:.1f} MiB"
         recorder.say(f"decoded images stay in memory: {size} per process (--cache)")
-
-
-def _note_validation(config: Config, recorder: Recorder) -> None:
-    """Where the accuracy of validation says nothing about images that the network has not seen, say so."""
-    is_own = config.data not in (SAMPLES, SYNTHETIC)
-    if recorder.enabled and is_own and config.validate_every and "val" not in splits_of(config.data):
-        recorder.say(f"validation is on the training images: {config.data} has no train and val (docs/data.md)")

@@ -36,7 +36,7 @@ from graph_passes.executors import Metrics
 from train.errors import TrainError
 from train.processes.invocation import command_line
 from train.reporting.gpu_monitor import GpuReadings
-from train.reporting.metrics import METRICS_FILE, RunRecord, Speed, speed
+from train.reporting.metrics import EVALUATED, METRICS_FILE, VALIDATION, EpochRow, RunRecord, Speed, speed
 from train.reporting.metrics_file import MetricsFile
 from train.reporting.mlperf import MLPerfLog
 from train.reporting.tensorboard import TensorBoardLog
@@ -74,6 +74,7 @@ class Recorder:
         num_epochs: epochs of the whole run, for the time left; None: nobody can tell its end.
         log_every: optimizer steps between two log lines.
         num_processes: for the report.
+        evaluated: which images validation sees, one of `metrics.EVALUATED`.
         first_step: optimizer steps that the checkpoint resumed from has behind it.
         first_epoch: whole epochs likewise.
         warmup_steps: first steps of a session that no throughput counts: libraries choose kernels, caches fill.
@@ -95,6 +96,7 @@ class Recorder:
         log_every: int,
         enabled: bool = True,
         num_processes: int = 1,
+        evaluated: str = VALIDATION,
         first_step: int = 0,
         first_epoch: int = 0,
         warmup_steps: int = 10,
@@ -105,6 +107,7 @@ class Recorder:
     ) -> None:
         self.enabled = enabled
         self.num_epochs = num_epochs
+        self.evaluated = evaluated
         self.log_every = log_every
         self.record = RunRecord(config={}, command="", images_per_step=images_per_step)
         self._clock = clock
@@ -120,6 +123,7 @@ class Recorder:
         self._pending: dict[str, list[float]] = {"step_ms": [], "loader_wait_ms": [], "compute_ms": []}
         self._learning_rate = 0.0  # of the last step
         self._interval: _Interval | None = None  # closed, its metrics still to come
+        self._skipped_steps = 0  # since the last log line
         self._recent_ms: deque[float] = deque(maxlen=SPEED_WINDOW)
         self._validation_seconds: list[float] = []
         self._file: MetricsFile | None = None
@@ -253,10 +257,11 @@ class Recorder:
         return steps * float(np.mean(self._recent_ms)) / 1e3 + validations
 
     def _show_line(
-        self, place: str, rate: Speed | None, loss: float | None, learning_rate: float, seconds_left: float
+        self, place: str, rate: Speed | None, loss: float | None, learning_rate: float, seconds_left: float,
+        skipped_steps: int = 0
     ) -> None:
         assert self._terminal
-        self._terminal.log_step(place, rate, loss, learning_rate, seconds_left)
+        self._terminal.log_step(place, rate, loss, learning_rate, seconds_left, skipped_steps)
         self._last_line = self._clock()
 
     def close_interval(self) -> None:
@@ -288,11 +293,13 @@ class Recorder:
         return self._interval.times["loader_wait_ms"]
 
     def log(
-        self, metrics: Metrics, gpu: GpuReadings | None = None, loader_waits: Sequence[float] | None = None
+        self, metrics: Metrics, gpu: GpuReadings | None = None, loader_waits: Sequence[float] | None = None,
+        skipped_steps: int = 0
     ) -> None:
         """The metrics of the closed interval: sums over all its images, over all processes; and the GPUs' readings.
 
         `loader_waits`: as the property of that name, but of the process that waited longest, for which all wait.
+        `skipped_steps`: those of the interval that changed no weight, since a gradient was not finite.
         """
         interval, self._interval = self._interval, None
         assert interval, "close_interval() comes first"
@@ -304,16 +311,22 @@ class Recorder:
         self._overhang = self._clock() - self._step_start  # the wait for them
         if not self._terminal:
             return
-        self._write_steps(interval, metrics, gpu)
+        self._write_steps(interval, metrics, gpu, skipped_steps)
+        self._skipped_steps += skipped_steps
         if interval.is_logged:
             loss = self.record.loss_curve[-1].loss if self.record.loss_curve else None
-            self._show_line(interval.place, interval.rate, loss, interval.learning_rate, interval.seconds_left)
+            self._show_line(interval.place, interval.rate, loss, interval.learning_rate, interval.seconds_left,
+                            self._skipped_steps)
+            self._skipped_steps = 0
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time outside the steps (`validation`, `checkpoint`, ...), told apart in the report."""
         start = self._clock()
-        if self._mlperf and name == "validation":
+        is_validation = name == VALIDATION
+        if is_validation and self.evaluated != VALIDATION:
+            name = f"evaluation on the {self.evaluated}"
+        if self._mlperf and is_validation:
             self._mlperf.start("eval_start", epoch_num=self._epoch + 1)
         if self._terminal:
             self._terminal.show(name)
@@ -322,7 +335,7 @@ class Recorder:
         if self._terminal:
             self._terminal.show()
         self._step_start += seconds  # a checkpoint in mid-epoch is no part of the next step
-        if name == "validation":
+        if is_validation:
             self._validation_seconds.append(seconds)
             if self._mlperf:
                 self._mlperf.end("eval_stop", epoch_num=self._epoch + 1)
@@ -339,24 +352,26 @@ class Recorder:
         weights = np.diff([first, *(point.step for point in points)])
         counted = record.counted_steps
         counted = counted[counted >= first - record.steps_before]
-        row = {
-            "epoch": self._epoch + 1,
-            "hours": self._file.seconds() / 3600,
-            "images_per_sec": _rate(record.images_per_step * len(counted), np.asarray(record.step_ms)[counted].sum()),
-            "train_loss": float(np.average([p.loss for p in points], weights=weights)) if points else None,
-            "train_top1": float(np.average([p.top1 for p in points], weights=weights)) if points else None,
-            "val_loss": validation.loss_sum / validation.count if validation else None,
-            "val_top1": validation.top1 / validation.count if validation else None,
-            "val_top5": validation.top5 / validation.count if validation else None,
-        }
-        self._emit("epoch", **row)
+        row = EpochRow(
+            epoch=self._epoch + 1,
+            hours=self._file.seconds() / 3600,
+            images_per_sec=_rate(record.images_per_step * len(counted), np.asarray(record.step_ms)[counted].sum()),
+            train_loss=float(np.average([p.loss for p in points], weights=weights)) if points else None,
+            train_top1=float(np.average([p.top1 for p in points], weights=weights)) if points else None,
+        )
+        if validation:
+            sums = {"loss": validation.loss_sum, "top1": validation.top1, "top5": validation.top5}
+            for name, value in sums.items():
+                setattr(row, f"{EVALUATED[self.evaluated]}_{name}", value / validation.count)
+        self._emit("epoch", **vars(row))
         self._terminal.end_epoch(row)
-        if self._tensorboard:
-            validated = {name: row[f"val_{name}"] for name in ("loss", "top1", "top5")}
-            self._tensorboard.add("validation", self._step, **validated)
+        if self._tensorboard and row.evaluation:
+            images, *values = row.evaluation
+            group = VALIDATION if images == VALIDATION else EVALUATED[images]
+            self._tensorboard.add(group, self._step, **dict(zip(("loss", "top1", "top5"), values, strict=True)))
         if self._mlperf:
-            if validation:
-                self._mlperf.point("eval_accuracy", row["val_top1"], epoch_num=self._epoch + 1)
+            if row.val_top1 is not None:
+                self._mlperf.point("eval_accuracy", row.val_top1, epoch_num=self._epoch + 1)
             self._mlperf.end("epoch_stop", epoch_num=self._epoch + 1)
 
     # --- anything else ---
@@ -412,7 +427,7 @@ class Recorder:
             self._write_unread()
 
     def _write_steps(
-        self, interval: _Interval, metrics: Metrics | None, gpu: GpuReadings | None = None
+        self, interval: _Interval, metrics: Metrics | None, gpu: GpuReadings | None = None, skipped_steps: int = 0
     ) -> None:
         loss, top1 = (metrics.loss_sum / metrics.count, metrics.top1 / metrics.count) if metrics else (None, None)
         has_first = interval.step - len(interval.times["step_ms"]) == self._first_step
@@ -424,6 +439,7 @@ class Recorder:
             loss=loss,
             top1=top1,
             learning_rate=interval.learning_rate,
+            skipped_steps=skipped_steps,
             images_per_sec=rate.mean,
             images_per_sec_uncertainty=rate.uncertainty,
             images_per_sec_jitter=rate.jitter,
@@ -432,7 +448,7 @@ class Recorder:
         )
         if metrics and self._tensorboard:
             self._tensorboard.add("train", interval.step, loss=loss, top1=top1, learning_rate=interval.learning_rate,
-                                  images_per_sec=rate.mean)
+                                  images_per_sec=rate.mean, skipped_steps=skipped_steps)
             self._tensorboard.add("gpu", interval.step, **(gpu._asdict() if gpu else {}))
 
 

@@ -258,6 +258,14 @@ class CudaExecutor(Executor):
         return self._step.request_metrics()
 
     @property
+    def skipped_steps(self) -> int:  # type: ignore[override]
+        return self._step.skipped_steps
+
+    @property
+    def skipped_in_a_row(self) -> int:  # type: ignore[override]
+        return self._step.skipped_in_a_row
+
+    @property
     def gpu(self) -> Gpu:
         return self._step.gpu
 

@@ -593,7 +593,7 @@ def test_tensorboard_hides_what_is_done_again_and_gets_no_nan(tmp_path: Path) ->
     assert [(event.step, event.session_log.status) for event in events if event.HasField("session_log")] == [
         (3, SessionLog.START)]
     tags = {value.tag for event in events for value in event.summary.value}
-    assert tags == {"train/top1", "train/images_per_sec", "train/learning_rate"}
+    assert tags == {"train/top1", "train/images_per_sec", "train/learning_rate", "train/skipped_steps"}
 
 
 @pytest.mark.parametrize("log", ["tensorboard", "mlperf"])
