@@ -90,6 +90,9 @@ class Watch:
                         and self.records[number].activity != Activity.AT_DOOR]
             least = min((self.records[number].collectives for number in together), default=0)
             behind = [number for number in together if self.records[number].collectives == least]
+            if len(behind) == len(together):  # their hosts have come equally far, the GPUs perhaps not
+                slowest = min((self.records[number].device_passes for number in behind), default=0)
+                behind = [number for number in behind if self.records[number].device_passes == slowest]
             if behind and all(quiet[number] > self._limit(number) for number in behind):
                 return Hang(tuple(behind), is_certain=len(behind) == 1 or len(behind) < len(together))
         return None

@@ -35,7 +35,9 @@ BUCKETS = """
         for bucket in buckets:
             on_bucket(bucket)
 
-    executor = SimpleNamespace(buckets=buckets, follow=followed.append, hand_over=hand_over)
+    passes = []
+    executor = SimpleNamespace(buckets=buckets, follow=followed.append, hand_over=hand_over, show_passes=passes.append,
+                               passes_shown=np.zeros(1, np.uint32))
     all_reduce = BucketAllReduce(executor, ON_HOST)
     assert all_reduce.description == ("gradients averaged by Horovod beside the backward pass, in buckets: "
                                    "first 0.0 MB float16, second 0.0 MB float32")
@@ -48,6 +50,7 @@ BUCKETS = """
         values[name][:] = -2 * sent
     all_reduce.finish()  # starts them all itself
     assert followed == 2 * buckets
+    assert passes == [0, 1, 2]
     np.savez(f"{sys.argv[1]}/finished{workers.rank}.npz", **values)
 """
 
