@@ -111,7 +111,9 @@ def test_a_process_that_is_gone_is_an_error_not_a_hang(tmp_path):
             os._exit(0)  # without a word: not even the launcher takes it for a failure
         values = np.ones(10, np.float32)
         bucket = Bucket("only", values.ctypes.data, 10, "float32", 0, 0)
-        all_reduce = BucketAllReduce(SimpleNamespace(buckets=[bucket]), ON_HOST)
+        executor = SimpleNamespace(buckets=[bucket], show_passes=lambda number: None,
+                                   passes_shown=np.zeros(1, np.uint32))
+        all_reduce = BucketAllReduce(executor, ON_HOST)
         all_reduce.start(bucket)
         try:
             all_reduce.finish()
