@@ -84,12 +84,12 @@ def make(folder: Path, device: str, models: list[str]) -> None:
 
 
 def check(folder: Path, models: list[str]) -> None:
-    """Prints, for each model, the names whose tensors differ after the round trip through either form."""
+    """Prints, for each model, the names whose tensors differ after the round trip, in any form of file."""
     for model in models:
         before = torch.load(folder / f"{model}.pth", weights_only=True)
         differing = []
-        for back in (torch.load(folder / "back" / f"{model}.pth", weights_only=True),
-                     load_file(folder / "back" / f"{model}.safetensors")):
+        for file in sorted((folder / "back").glob(f"{model}.*")):
+            back = load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
             create(model).load_state_dict(back, strict=True)
             differing += [name for name, tensor in before.items()
                           if tensor.dtype != back[name].dtype or not torch.equal(tensor, back[name])]

@@ -6,8 +6,8 @@
 For each network PyTorch (peer_weights.py) makes random weights and BatchNorm statistics, and the logits of random
 images of 224 pixels, in float32 and in float64. Ours reads the weights from .pth and from .safetensors, computes, and
 writes both forms, which PyTorch loads strictly and compares bit for bit. Logits are compared with those in float64,
-less their mean over the classes, which probabilities do not tell: the largest difference, relative to the largest logit.
-That of PyTorch in float32 stands beside it: what rounding alone makes.
+less their mean over the classes, which probabilities do not tell: the largest difference, relative to the largest
+logit. That of PyTorch in float32 stands beside it: what rounding alone makes.
 
 Writes results/weights_pytorch.jsonl (of a CPU: weights_pytorch_cpu.jsonl): one line for each network, and last one with
 machine and versions. Ends with exit code 1 where a network differs by more than LIMITS.
@@ -15,6 +15,7 @@ machine and versions. Ends with exit code 1 where a network differs by more than
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import tempfile
@@ -40,6 +41,8 @@ from train.weights import publish
 PEER = Path(__file__).with_name("peer_weights.py")
 MODELS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "resnext50_32x4d", "wide_resnet50_2",
           "resnet50d")
+# Those that this machine can read and write.
+FORMS = (".pth", ".safetensors") if importlib.util.find_spec("safetensors") else (".pth",)
 LIMITS = {"float32": 1e-5, "float16": 1e-2}
 
 
@@ -77,7 +80,7 @@ def compare(folder: Path, model: str, images: np.ndarray, placement: devices.Pla
     with np.load(folder / f"{model}.npz") as made:
         wanted, theirs = (made[dtype] - made[dtype].mean(axis=1, keepdims=True) for dtype in ("float64", "float32"))
     differences = []
-    for form in (".pth", ".safetensors"):
+    for form in FORMS:
         trained = weights.load(str(folder / f"{model}{form}"), quiet=True)
         back = folder / "back" / f"{model}{form}"
         files.write(back, publish.content(publish.state_dict(trained), back))

@@ -58,6 +58,7 @@ class DaliLoader(Loader):
             cpu_decoder=decodes_on_cpu(config, source),
             hw_decoder_load=config.hw_decoder_load,
             stage=stage,
+            max_pixels=config.max_pixels,
         )
         self._pipeline: Any = None
         self._plans: deque[Plan] = deque()  # made ahead, the next to be returned first
@@ -225,7 +226,7 @@ class DaliLoader(Loader):
     def _fault(self, i: int) -> str:
         """Why an image cannot be decoded, or ""."""
         try:
-            finding = inspect_image(self._source.read(i).tobytes())
+            finding = inspect_image(self._source.read(i).tobytes(), self.config.max_pixels)
         except (OSError, BrokenRecordError) as error:
             return _reason(error)
         return f"{finding.kind}, {finding.detail}" if finding and not finding.usable else ""

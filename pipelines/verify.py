@@ -21,13 +21,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pipelines.errors import DataError, check_not_negative
+from pipelines.errors import DataError, check_not_negative, check_positive
 from pipelines.files import read_file, read_lines, write_text
 from pipelines.inspect_image import Finding, inspect_image
 from pipelines.progress import map_in_order
 from pipelines.recordio import BrokenRecordError, RecordFile, index_path, read_index
 from pipelines.sources import Source, locate, open_source, read_classes
 from pipelines.sources.folders import class_folders, folder_classes, image_files, list_entry, no_images
+from pipelines.transform import MAX_PIXELS
 
 _NUM_SHOWN = 40  # findings listed one by one
 
@@ -56,11 +57,12 @@ class Report(NamedTuple):
         return self.num_images - len(self.clean_lines)
 
 
-def verify_split(data: str, split: str, num_threads: int = 0, num_classes: int | None = None) -> Report:
+def verify_split(
+    data: str, split: str, num_threads: int = 0, num_classes: int | None = None, max_pixels: int = MAX_PIXELS
+) -> Report:
     """Look at all images of one split; raises DataError if there is no such data."""
     check_not_negative(num_threads=num_threads)
-    if num_classes is not None and num_classes < 1:
-        raise DataError(f"num_classes is {num_classes}; it must be at least 1")
+    check_positive(max_pixels=max_pixels, num_classes=1 if num_classes is None else num_classes)
     found = locate(data, split)
     path = found.path
     findings: list[tuple[str, Finding]] = []
@@ -77,7 +79,7 @@ def verify_split(data: str, split: str, num_threads: int = 0, num_classes: int |
         items = _source_items(open_source(data, split, num_classes))
     clean_lines = []
     num_images = len(items) + len(findings)  # so far these are entries of an index that point at nothing
-    results = map_in_order(_look_at, items, len(items), f"verifying {path.name}", num_threads)
+    results = map_in_order(partial(_look_at, max_pixels), items, len(items), f"verifying {path.name}", num_threads)
     for item, finding in zip(items, results, strict=True):
         if finding:
             findings.append((item.name, finding))
@@ -125,7 +127,7 @@ def print_report(report: Report, console: Console) -> None:
           + (": " + ", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common()) if kinds else ""))
 
 
-def _look_at(item: Item) -> Finding | None:
+def _look_at(max_pixels: int, item: Item) -> Finding | None:
     try:
         encoded = item.read()
     except BrokenRecordError as error:
@@ -134,7 +136,7 @@ def _look_at(item: Item) -> Finding | None:
         return Finding("unreadable", error.strerror or str(error), False)
     if item.label is None:
         return Finding("label", "its label is not one of the classes", False)
-    return inspect_image(encoded)
+    return inspect_image(encoded, max_pixels)
 
 
 def _record_items(path: Path, num_classes: int | None, findings: list[tuple[str, Finding]]) -> list[Item]:

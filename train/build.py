@@ -67,6 +67,7 @@ def open_split(config: Config, split: str, placement: Placement, workers: Worker
             hw_decoder_load=hw_decoder_load if hw_decoder_load >= 0 else None,
             cache_gib=config.cache if config.cache >= 0 else None,
             on_bad_image=config.on_bad_image,
+            max_pixels=config.max_pixels,
             num_classes=config.num_classes or None,
         ),
         shard=(workers.rank, workers.size),

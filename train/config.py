@@ -20,7 +20,7 @@ import train.configs
 from common.command_line import given, given_value, nearest, option_name, part_of
 from graph_passes import optimizers
 from pipelines import transform
-from pipelines.transform import Augmentation, CentreCrop, ImageTransform, Normalisation
+from pipelines.transform import Augmentation, CentreCrop, ImageTransform, Normalisation, SizeLimit
 from train import models
 from train.errors import TrainError
 
@@ -180,7 +180,7 @@ class InferenceImageOptions(Normalisation, CentreCrop):
 
 
 @dataclass(frozen=True)
-class LoaderOptions:
+class LoaderOptions(SizeLimit):
     """Loader."""
 
     num_threads: int = 0
@@ -378,6 +378,7 @@ _LIMITS = {
     "hw_decoder_load": (lambda value: value == -1 or 0 <= value <= 1, "a fraction from 0 to 1, or -1"),
     "target_accuracy": (lambda value: 0 <= value <= 1, "a fraction from 0 to 1"),
     "betas": (lambda value: min(value) >= 0 and max(value) < 1, "two fractions below 1"),
+    "max_pixels": (lambda value: value >= 1, "at least 1"),
     **transform.LIMITS,
 }
 

@@ -218,9 +218,11 @@ def _statistics_kept(node: Node, given: Named, written: Named) -> Iterator[Sampl
     """`saved` and the running statistics, from the sums."""
     for suffix in ("", "_2") if "data_2" in given else ("",):
         data = given[f"data{suffix}"]
-        mean, mean_square = given[f"sums{suffix}"].astype(np.float64) / math.prod(data.shape[:3])
-        var = np.maximum(mean_square - mean**2, 0)
-        error = FEW * UNIT * np.stack([np.abs(mean), mean_square])  # the variance is a difference
+        sums = given[f"sums{suffix}"].astype(np.float64)
+        from_near, mean_square = sums[:2] / math.prod(data.shape[:3])
+        near = sums[2] if len(sums) == 3 else np.zeros_like(from_near)
+        mean, var = near + from_near, np.maximum(mean_square - from_near**2, 0)
+        error = FEW * UNIT * np.stack([np.abs(near) + np.abs(from_near), mean_square])  # the variance is a difference
         inverse = 1 / np.sqrt(var + node["eps"])
         slope = inverse / (var + node["eps"])  # twice that of the root, of which the variance may take a good part
         name = f"saved{suffix}"
@@ -261,17 +263,27 @@ def _statistics(node: Node, given: Named, written: Named, rng: np.random.Generat
     """Sums and sums of squares of what BatchNorm reads; where a convolution leaves them, they may be of values that are
     not rounded yet."""
     x = written["output"] if "output" in written else given["data"]
+    sums = written["sums"]
+    near = sums[2].astype(np.float64) if len(sums) == 3 else np.zeros(sums.shape[1])
 
     def terms(chunk: slice) -> list[tuple[Array, None]]:
-        values = x[chunk].astype(np.float64)
+        values = x[chunk].astype(np.float64) - near
         return [(values, None), (values * values, None)]
 
     (plain, norm, _), (squares, norm_of_squares, _) = _sums(_chunks(x.shape), terms)
     norms = np.stack([norm, 2 * norm_of_squares])
     error = _summed(math.prod(x.shape[:3]), norms)
     if "output" in written:
-        error = error + _rounded_terms(norms, x.dtype)
-    yield _sample("sums", written, written["sums"], np.stack([plain, squares]), error)
+        # What is rounded are the values, not what they are less `near`.
+        sizes = np.stack([np.ones_like(norm), 2 * norm / math.sqrt(math.prod(x.shape[:3]))])
+        shift = np.abs(near) * math.sqrt(math.prod(x.shape[:3])) * sizes
+        error = error + _rounded_terms(norms + shift, x.dtype)
+    wanted = [plain, squares]
+    if len(sums) == 3:  # any value will do that is not far from the mean: the sums above are about the one written
+        mean = plain / math.prod(x.shape[:3])
+        wanted.append(near + mean)
+        error = np.stack([*error, 8 * norm / math.sqrt(math.prod(x.shape[:3]))])
+    yield _sample("sums", written, sums, np.stack(wanted), error)
 
 
 def _gradient_sums(node: Node, given: Named, written: Named, rng: np.random.Generator) -> Iterator[Sample]:

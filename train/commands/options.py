@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+from pipelines.transform import SizeLimit
 from train.config import (
     BatchOptions,
     CacheOptions,
@@ -75,7 +76,7 @@ class CompareOptions(TrainingOptions, Comparison):
 
 
 @dataclass(frozen=True)
-class PredictOptions:
+class PredictOptions(SizeLimit):
     """Print the most likely classes of image files."""
 
     images: tuple[Path, ...]

@@ -16,6 +16,7 @@ from graph_passes.executors.cuda.lowering.pooling import Window
 from graph_passes.executors.cuda.lowering.stem import STEM_BLOCK, stem_work
 from graph_passes.executors.cuda.training_step import MetricsLayout
 from graph_passes.operators import pooling
+from graph_passes.operators.base import channel_sums, sums_about_mean
 from graph_passes.operators.batch_norm_halves import statistics_of
 
 pytestmark = pytest.mark.gpu
@@ -48,11 +49,10 @@ class BatchNormCase:
     def saved(self) -> int:
         return self.device.put(np.stack([self.mean, self.invstd]))
 
-    def sums(self, has_near: bool) -> tuple[int, ctypes.c_bool]:
-        """Of x, or of x less the first value of each channel, as kernels take them."""
-        near = self.x[0] if has_near else np.zeros(self.channels)
-        about = [(self.x - near).sum(0), ((self.x - near) ** 2).sum(0), *[near] * has_near]
-        return self.device.put(np.stack(about)), ctypes.c_bool(has_near)
+    def sums(self, about_mean: bool) -> tuple[int, ctypes.c_bool]:
+        """Of x, or of x less its mean, as kernels take them."""
+        sums = (sums_about_mean if about_mean else channel_sums)(self.x, 1)
+        return self.device.put(sums), ctypes.c_bool(about_mean)
 
 
 @pytest.fixture(params=DTYPES)
@@ -67,18 +67,18 @@ def test_statistics(device: Device, dtype: str, rows: int, channels: int) -> Non
     for _ in range(2):  # twice: the tickets must be back at zero
         device.run("batch_norm.cu", case.kernel("batch_norm_statistics"), (case.tiles, 5, 1), REDUCE_BLOCK,
                    device.put(case.x, dtype), sums, case.partials, case.tickets, *case.size)
-    about, got = case.x - case.x[0], device.get(sums, (3, channels))
-    assert np.array_equal(got[2], case.x[0])
-    scale = np.stack([np.abs(about).sum(0), (about**2).sum(0)])  # a sum near zero is exact against its terms only
-    error = np.abs(got[:2] - np.stack([about.sum(0), (about**2).sum(0)]))
-    assert (error <= 1e-5 * scale).all()  # fp32 sums of up to 4099 terms
+    zero, squares, mean = device.get(sums, (3, channels))
+    assert not zero.any()
+    deviation = np.sqrt(case.var + (case.mean - case.x[0]) ** 2)  # fp32 sums of up to 4099 terms about the first value
+    assert (np.abs(mean - case.mean) <= 1e-5 * deviation + 2.0**-23 * np.abs(case.mean)).all()
+    assert (np.abs(squares / rows - case.var) <= 1e-5 * deviation**2).all()
 
 
 @pytest.mark.parametrize("rows, channels", SHAPES)
 @pytest.mark.parametrize("add, relu", [(False, False), (False, True), (True, True)])
-@pytest.mark.parametrize("has_near", [False, True])
+@pytest.mark.parametrize("about_mean", [False, True])
 def test_batch_norm_forward(device: Device, dtype: str, rows: int, channels: int, add: bool, relu: bool,
-                            has_near: bool) -> None:
+                            about_mean: bool) -> None:
     case = BatchNormCase(device, rows, channels, dtype, seed=channels)
     y, mask = device.poisoned((rows, channels), dtype), device.poisoned((rows, channels // 8), "uint8")
     saved = device.poisoned((2, channels))
@@ -86,7 +86,7 @@ def test_batch_norm_forward(device: Device, dtype: str, rows: int, channels: int
     running_mean, running_var = (device.put(value) for value in running)
     device.run("batch_norm.cu", case.kernel("batch_norm_apply", str(add).lower(), str(relu).lower()),
                (case.tiles, 3, 1), APPLY_BLOCK, device.put(case.x, dtype), device.put(case.addend, dtype),
-               *case.sums(has_near), device.put(case.gamma), device.put(case.beta), y, mask, saved, running_mean,
+               *case.sums(about_mean), device.put(case.gamma), device.put(case.beta), y, mask, saved, running_mean,
                running_var, ctypes.c_float(EPS), ctypes.c_float(MOMENTUM), *case.size)
     before_relu = case.normal * case.gamma + case.beta + (case.addend if add else 0)
     wanted = np.maximum(before_relu, 0) if relu else before_relu
@@ -144,11 +144,11 @@ def test_batch_norm_backward(device: Device, dtype: str, rows: int, channels: in
 
 
 @pytest.mark.parametrize("rows, channels", SHAPES[1:])
-@pytest.mark.parametrize("has_near", [(False, False), (False, True), (True, False), (True, True)])
-def test_batch_norm_pair_forward(device: Device, dtype: str, rows: int, channels: int, has_near: tuple[bool, bool]
+@pytest.mark.parametrize("about_mean", [(False, False), (False, True), (True, False), (True, True)])
+def test_batch_norm_pair_forward(device: Device, dtype: str, rows: int, channels: int, about_mean: tuple[bool, bool]
                                  ) -> None:
     cases = [BatchNormCase(device, rows, channels, dtype, seed) for seed in (rows, channels)]
-    sums, flags = zip(*(case.sums(about) for case, about in zip(cases, has_near, strict=True)), strict=True)
+    sums, flags = zip(*(case.sums(about) for case, about in zip(cases, about_mean, strict=True)), strict=True)
     y, mask = device.poisoned((rows, channels), dtype), device.poisoned((rows, channels // 8), "uint8")
     saved = [device.poisoned((2, channels)) for _ in cases]
     running = [device.put(np.full(channels, value)) for value in (0.25, 0.5, 2.0, 3.0)]

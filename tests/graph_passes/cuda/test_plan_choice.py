@@ -243,8 +243,8 @@ def test_a_gpu_that_cannot_go_on_is_no_verdict(monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_notes_of_the_plans_in_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dtype: str) -> None:
-    """ResNet-50's step and what it costs to leave plans out: a table of the plans in use and of the fastest of all, with
-    their milliseconds and notes (pytest -s)."""
+    """Of ResNet-50's step, and what it costs to leave plans out: a table of the plans in use and of the fastest of all,
+    with their milliseconds and notes (pytest -s)."""
     batch = 32 if dtype == "float32" else 256
     shapes = {"data": (batch, 224, 224, 3), "softmax_label": (batch,)}
     graph = Graph.from_json(resnet(50).tojson())
@@ -257,10 +257,11 @@ def test_notes_of_the_plans_in_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     totals = [0.0, 0.0]
     for plan in used:
         rival = every.plan(plan.problem)
-        own, others = (", ".join(note.lower() for note in library.notes(each)) for each in (plan, rival))
-        print(f"{str(plan.problem):<80}{plan.time_ms:>10.3f}  {own:<30}{rival.time_ms:>11.3f}  {others}")
+        own, others = library.notes(plan), every.notes(rival)
+        print(f"{plan.problem!s:<80}{plan.time_ms:>10.3f}  {', '.join(own).lower():<30}{rival.time_ms:>11.3f}  "
+              f"{', '.join(others).lower()}")
         totals = [totals[0] + plan.time_ms, totals[1] + rival.time_ms]
-        assert not set(library.notes(plan)) & {*convolution.INEXACT, "DOWN_CONVERT_INPUTS"}, plan.problem
+        assert not {*own} & {*convolution.INEXACT, "DOWN_CONVERT_INPUTS"}, plan.problem
     print(f"{len(used)} plans: {totals[0]:.3f} ms, the fastest of all {totals[1]:.3f} ms")
     assert used
     step.gpu.free_all()

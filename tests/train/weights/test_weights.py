@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,8 @@ import pytest
 from common import imagenet
 from common.mxnet_compat import mx
 from graph_passes.executors import create_executor
-from train import models, weights
+from train import devices, models, weights
+from train.build import build_executor
 from train.checkpoint import Checkpoint, Progress, save
 from train.commands import export
 from train.commands.options import ExportOptions
@@ -77,6 +79,12 @@ def random_network(model: str, classes: int, rng: np.random.Generator) -> Checkp
     return Checkpoint(params, aux, {}, Config(model=model, image_size=40), names, names, Progress(step=3))
 
 
+def saved(trained: Checkpoint, folder: Path) -> Path:
+    """A checkpoint file of it."""
+    save(trained, folder / "w.npz")
+    return folder / "w.npz"
+
+
 def assert_same_arrays(found: Checkpoint, wanted: Checkpoint) -> None:
     for of_found, of_wanted in ((found.params, wanted.params), (found.aux, wanted.aux)):
         assert of_found.keys() == of_wanted.keys()
@@ -99,6 +107,24 @@ def test_pytorchs_logits():
     assert np.abs(difference).max() / np.abs(logits).max() < 1e-5
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", ["resnet18", "resnet50", "resnet50d", "resnext50_32x4d"])
+def test_logits_in_float16_on_a_gpu(model, tmp_path, rng, monkeypatch):
+    """Of weights that have been a file of PyTorch, against float32 on the CPU."""
+    monkeypatch.setattr(resnet, "FIRST_WIDTH", 64)
+    file = tmp_path / "w.pth"
+    run_export("--checkpoint", saved(random_network(model, 10, rng), tmp_path), "--torchvision", file)
+    trained = weights.load(str(file), quiet=True)
+    data = rng.standard_normal((4, 96, 96, 3), np.float32)
+    config = replace(trained.config, batch_size=4)
+    placement = devices.choose(Config(device="gpu", dtype="float16"), local_rank=0)
+    executor = build_executor(config, trained.num_classes, 96, placement, trained)
+    found = executor.forward(mx.nd.array(data).as_in_context(mx.gpu())).asnumpy()
+    ours, wanted = (np.log(values.astype(np.float64)) for values in (found, probabilities(trained, data)))
+    difference = (ours - ours.mean(axis=1, keepdims=True)) - (wanted - wanted.mean(axis=1, keepdims=True))
+    assert np.abs(difference).max() / np.ptp(wanted, axis=1).max() < 1e-2
+
+
 @pytest.mark.parametrize("form", [".pth", ".safetensors"])
 def test_round_trip_to_the_bit(form, state, tmp_path):
     if form == ".safetensors":
@@ -119,8 +145,7 @@ def run_export(*arguments: object) -> None:
 @pytest.mark.parametrize("model", ["resnet18", "resnet50", "resnet50d", "resnext50_32x4d", "wide_resnet50_2"])
 def test_what_is_exported_is_read_again(model, tmp_path, rng):
     trained = random_network(model, 3, rng)
-    save(trained, tmp_path / "w.npz")
-    run_export("--checkpoint", tmp_path / "w.npz", "--torchvision", tmp_path / "w.pth")
+    run_export("--checkpoint", saved(trained, tmp_path), "--torchvision", tmp_path / "w.pth")
     found = weights.load(str(tmp_path / "w.pth"), quiet=True)
     assert_same_arrays(found, trained)
     assert (found.config.model, found.classes, found.progress.step) == (model, trained.classes, 3)
@@ -131,10 +156,16 @@ def test_what_is_exported_is_read_again(model, tmp_path, rng):
     ("resnet18", "w.h5", "must end in .pth or .pt or .safetensors, which says the form to write"),
 ])
 def test_what_cannot_be_exported(model, file, words, tmp_path, rng):
-    save(random_network(model, 3, rng), tmp_path / "w.npz")
+    place = saved(random_network(model, 3, rng), tmp_path)
     with pytest.raises(TrainError, match=re.escape(words)):
-        run_export("--checkpoint", tmp_path / "w.npz", "--torchvision", tmp_path / file)
+        run_export("--checkpoint", place, "--torchvision", tmp_path / file)
     assert [path.name for path in tmp_path.iterdir()] == ["w.npz"]
+
+
+def test_two_files_of_one_name(tmp_path):
+    with pytest.raises(TrainError, match=r"--symbol .*w\.json has the name of the file that --torchvision .*w\.pth writes"):
+        run_export("--checkpoint", SMALL, "--torchvision", tmp_path / "w.pth", "--symbol", tmp_path / "w.json")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float64])
@@ -238,8 +269,7 @@ def test_gluons_bottlenecks_of_version_1_are_refused(name, tmp_path, rng):
 @pytest.mark.parametrize("layout", ["NHWC", "NCHW"])
 def test_own_parameter_files(layout, tmp_path, rng):
     trained = random_network("resnet18d", 3, rng)
-    save(trained, tmp_path / "w.npz")
-    run_export("--checkpoint", tmp_path / "w.npz", "--params", tmp_path / "w.params", "--layout", layout)
+    run_export("--checkpoint", saved(trained, tmp_path), "--params", tmp_path / "w.params", "--layout", layout)
     found = weights.load(str(tmp_path / "w.params"), quiet=True)
     assert_same_arrays(found, trained)
     assert found.class_names == ["0", "1", "2"]
@@ -251,15 +281,14 @@ def test_own_onnx_files(model, tmp_path, rng):
     pytest.importorskip("onnx")
     pytest.importorskip("onnxruntime")
     trained = random_network(model, 3, rng)
-    settings = {"mean": (100.0, 110.0, 120.0), "val_crop_fraction": 0.8}
+    settings = {"mean": (100.0, 110.0, 120.0), "val_crop_fraction": 0.8, "interpolation": "bicubic"}
     trained.config = Config(**vars(trained.config) | settings)
-    save(trained, tmp_path / "w.npz")
-    run_export("--checkpoint", tmp_path / "w.npz", "--onnx", tmp_path / "w.onnx")
+    run_export("--checkpoint", saved(trained, tmp_path), "--onnx", tmp_path / "w.onnx")
     found = weights.load(str(tmp_path / "w.onnx"), quiet=True)
     data = rng.standard_normal((2, 40, 40, 3), np.float32)
     np.testing.assert_allclose(probabilities(found, data), probabilities(trained, data), rtol=1e-4)
     assert (found.config.model, found.classes) == (model, trained.classes)
-    assert (found.config.mean, found.config.val_crop_fraction) == (settings["mean"], 0.8)
+    assert {name: getattr(found.config, name) for name in settings} == settings
     for name, array in trained.params.items():
         if name.endswith(("_gamma", "_beta")):
             np.testing.assert_allclose(found.params[name], array, rtol=1e-4, atol=1e-6, err_msg=name)
@@ -372,8 +401,7 @@ def test_what_is_exported_has_the_images_of_its_network(tmp_path, rng):
     trained = random_network("resnet18", 3, rng)
     trained.config = Config(model="resnet18", image_size=48, val_image_size=60, val_crop_fraction=0.93, std=(9, 8, 7),
                             interpolation="bicubic")
-    save(trained, tmp_path / "w.npz")
-    run_export("--checkpoint", tmp_path / "w.npz", "--torchvision", tmp_path / "w.pth")
+    run_export("--checkpoint", saved(trained, tmp_path), "--torchvision", tmp_path / "w.pth")
     config = weights.load(str(tmp_path / "w.pth"), quiet=True).config
     assert (config.image_size, config.interpolation) == (60, "bicubic")
     assert round(60 / config.val_crop_fraction) == round(60 / 0.93)
@@ -397,6 +425,7 @@ def test_blue_green_red(state, tmp_path):
     ({"pretrained_cfg": {"interpolation": "lanczos"}}, "interpolation 'lanczos' is none of this program's"),
     ({"pretrained_cfg": {"crop_mode": "squash"}}, "crop_mode 'squash' is none of this program's"),
     ({"pretrained_cfg": {"mean": [0.5]}}, "mean and std are not three numbers"),
+    ({"pretrained_cfg": {}, "model_args": {"norm_eps": 1e-3}}, "model_args {'norm_eps': 0.001} change the network"),
     ({"pretrained_cfg": {"std": [0, 1, 1]}}, "mean and std are not three numbers"),
     ({"pretrained_cfg": {}, "label_names": ["a", "a", "b", "c", "d"]}, "a name twice"),
     ({"pretrained_cfg": {}, "label_names": list("abc")}, "has 5 classes, and the list of their names beside it 3"),
