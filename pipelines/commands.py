@@ -32,7 +32,8 @@ from pipelines.verify import print_report, verify_split, write_clean
 
 def make_records(options: MakeRecordsOptions) -> int:
     """Convert images to RecordIO."""
-    how = Options(options.resize, options.quality, options.seed, options.num_threads, options.on_bad_image == "skip")
+    how = Options(options.resize, options.quality, options.seed, options.num_threads, options.on_bad_image == "skip",
+                  options.max_pixels)
     source, output, labels, classes = options.source, options.output, options.labels, options.classes
     kind = tar_kind(source) if source.is_file() and source.suffix == ".tar" else "files"
     if labels and kind != "val":
@@ -64,7 +65,7 @@ def verify(options: VerifyOptions) -> int:
     console = Console()
     unusable = 0
     for name in [options.split] if options.split else splits_of(options.data):
-        report = verify_split(options.data, name, options.num_threads, options.num_classes)
+        report = verify_split(options.data, name, options.num_threads, options.num_classes, options.max_pixels)
         print_report(report, console)
         if options.write_clean_:
             write_clean(report)

@@ -99,7 +99,10 @@ def locate(data: str | Path, split: str) -> Location:
         return found
     other = "val" if split == "train" else "train"
     if path.is_dir() and _find(path, other):
-        raise DataError(f"data path {path} has {other} but no {split}; add {split}/, {split}.rec or {split}.lst")
+        without = ", or train without validation (--validate-every 0)" if split == "val" else ""
+        raise DataError(
+            f"data path {path} has {other} but no {split}; add {split}/, {split}.rec or {split}.lst{without}"
+        )
     if path.is_dir():
         folders.folder_classes(path, split)  # raises
     known = ", ".join(entry.looks_like for entry in FORMATS.values())

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from pipelines.errors import DataError
-from pipelines.files import read_lines
+from pipelines.files import check_is_file, open_file, read_lines
 from pipelines.sources.base import IMAGE_SUFFIXES, Classes, Source, read_classes
 
 
@@ -48,10 +48,13 @@ class FileSource(Source):
         return self._labels[i]
 
     def feed(self, i: int) -> np.ndarray:
-        return np.frombuffer(os.fsencode(self._files[i]), np.uint8)
+        path = os.fsencode(self._files[i])
+        check_is_file(path)  # DALI's threads would wait for a named pipe, and nothing ends them
+        return np.frombuffer(path, np.uint8)
 
     def read(self, i: int) -> np.ndarray:
-        return np.fromfile(self._files[i], np.uint8)
+        with open_file(self._files[i]) as file:
+            return np.fromfile(file, np.uint8)
 
     def location(self, i: int) -> tuple[Path, int, int]:
         """File, offset and size of image `i`; a file that is missing has no bytes."""

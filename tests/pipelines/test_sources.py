@@ -144,6 +144,11 @@ def other_split_only(tmp_path):
     return tmp_path, r"has val but no train; add train/"
 
 
+def test_what_to_do_without_validation_images(numbered):
+    with pytest.raises(DataError, match=r"has train but no val; add val/, .* or .*--validate-every 0"):
+        open_source(numbered.parent, "val")
+
+
 def file_of_a_splits_name(tmp_path):
     (tmp_path / "train").write_text("no folder")
     return tmp_path, r"holds only files, no class folders; put"

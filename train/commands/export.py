@@ -162,7 +162,8 @@ def export_onnx(trained: Checkpoint) -> tuple[bytes, float]:
         "input_layout": "NCHW",
         "resize_shorter": str(max(size, round(size / trained.config.val_crop_fraction))),
         "center_crop": str(size),
-        "interpolation": f"{trained.config.interpolation}, antialiased",
+        "interpolation": trained.config.interpolation,  # antialiased, as Pillow does it
+        "rounding": "half up",  # of the longer side, whose scale stays that of the shorter; and of the crop's offset
         "mean": json.dumps(trained.config.mean),  # of pixels from 0 to 255: data = (pixel - mean) / std
         "std": json.dumps(trained.config.std),
         "network": trained.network,

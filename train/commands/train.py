@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from graph_passes.executors import Executor
 from graph_passes.executors.cuda.statistics_group import StatisticsGroup
-from pipelines.sources import splits_of
 from train import checkpoint, demonstration, devices
 from train.build import build_executor, check_memory, join_bn_group, open_split
 from train.checkpoint import Checkpoint
 from train.commands.session import (
     AUTO,
+    check_complete,
     measure_loader,
     name_preset,
     of_network,
@@ -26,12 +26,13 @@ from train.commands.session import (
     report,
     run_folder_of,
 )
-from train.config import SAMPLES, SYNTHETIC, Config, configure, load_preset
+from train.config import SYNTHETIC, Config, configure, load_preset
 from train.errors import LostProcessError, TrainError
 from train.loop import Trainer
 from train.processes.distributed import Workers, drain_engine, is_elastic, is_lost_process
 from train.processes.invocation import launcher
 from train.processes.signals import StoppedBySignal
+from train.reporting.metrics import TRAINING_IMAGES
 from train.reporting.recorder import Recorder
 from train.schedule import image_sizes
 from train.weights import Weights, starting_point
@@ -175,7 +176,9 @@ def train(trainer: Trainer) -> None:
         with recorder:
             _note_origin(trainer, recorder)
             _note_memory(trainer, recorder)
-            _note_validation(trainer.config, recorder)
+            if recorder.evaluated == TRAINING_IMAGES:
+                recorder.say(f"{trainer.config.data} has no train and val (docs/data.md): accuracy after an epoch is "
+                             f"that on the {TRAINING_IMAGES}, no validation")
             trainer.run(recorder)
             if trainer.config.data != SYNTHETIC:  # which is made once and costs nothing
                 recorder.loader_speed(measure_loader(trainer.train_loader, trainer.workers))
@@ -183,6 +186,7 @@ def train(trainer: Trainer) -> None:
         report(recorder, trainer.run_folder)
         raise
     report(recorder, trainer.run_folder, trainer)
+    check_complete(trainer, recorder)
 
 
 def _note_origin(trainer: Trainer, recorder: Recorder) -> None:
@@ -199,10 +203,3 @@ def _note_memory(trainer: Trainer, recorder: Recorder) -> None:
     if cached := sum(loader.cache_bytes for loader in loaders if loader):
         size = f"{cached / 2**30:.2f} GiB" if cached >= 2**30 / 10 else f"{cached / 2**20:.1f} MiB"
         recorder.say(f"decoded images stay in memory: {size} per process (--cache)")
-
-
-def _note_validation(config: Config, recorder: Recorder) -> None:
-    """Where the accuracy of validation says nothing about images that the network has not seen, say so."""
-    is_own = config.data not in (SAMPLES, SYNTHETIC)
-    if recorder.enabled and is_own and config.validate_every and "val" not in splits_of(config.data):
-        recorder.say(f"validation is on the training images: {config.data} has no train and val (docs/data.md)")

@@ -26,7 +26,7 @@ from graph_passes.executors import Executor
 from train.checkpoint import Checkpoint
 from train.processes.distributed import Workers, drain_engine, is_lost_process
 from train.processes.horovod_mxnet import hvd
-from train.processes.pulse import Activity, pulse
+from train.processes.pulse import pulse
 
 if TYPE_CHECKING:
     from train.commands.train import Beginning
@@ -104,7 +104,7 @@ def _join() -> dict[int, str]:
         os.environ.update(HOROVOD_RANK=rank, HOROVOD_SIZE=size, HOROVOD_CROSS_RANK=rank, HOROVOD_CROSS_SIZE=size)
     before = _sockets()
     workers = Workers()
-    pulse.take_time(Activity.STARTING)
+    pulse.lose_pace()
     os.environ.update(HOROVOD_RANK=str(workers.rank), HOROVOD_SIZE=str(workers.size))
     return {number: name for number, name in _sockets().items() if before.get(number) != name}
 

@@ -75,7 +75,7 @@ def _record(path: Path, about: Mapping[str, str]) -> Record:
     mean, std = (tuple(json.loads(about[name])) for name in ("mean", "std"))
     names, keys = (json.loads(about[name]) for name in ("class_names", "class_keys"))
     return Record(file=path, size=size, crop=size / int(about["resize_shorter"]), mean=mean, std=std,
-                  interpolation=about["interpolation"].partition(",")[0],  # 'bilinear, antialiased'
+                  interpolation=about["interpolation"],
                   classes=list(zip(keys, names, strict=True)))
 
 
