@@ -22,11 +22,11 @@ from rich.table import Table
 from rich.text import Text
 
 from pipelines.errors import DataError, check_not_negative, check_positive
-from pipelines.files import read_file, read_lines, write_text
+from pipelines.files import link_beside, read_file, read_lines, write_text
 from pipelines.inspect_image import Finding, inspect_image
 from pipelines.progress import map_in_order
 from pipelines.recordio import BrokenRecordError, RecordFile, index_path, read_index
-from pipelines.sources import Source, locate, open_source, read_classes
+from pipelines.sources import Source, locate, open_source, read_classes, same_images
 from pipelines.sources.folders import class_folders, folder_classes, image_files, list_entry, no_images
 from pipelines.transform import MAX_PIXELS
 
@@ -50,6 +50,7 @@ class Report(NamedTuple):
     findings: list[tuple[str, Finding]]  # (file or record, finding)
     clean_path: Path | None  # where the index or list without the unusable images goes; None: the format has neither
     clean_lines: list[str]
+    is_shared: bool = False  # validation finds the same images in these folders: it is to read the same list, then
 
     @property
     def num_unusable(self) -> int:
@@ -85,7 +86,8 @@ def verify_split(
             findings.append((item.name, finding))
         if not finding or finding.usable:
             clean_lines.append(item.line)
-    return Report(path, num_images, findings, clean_path, clean_lines)
+    is_shared = found.format == "folders" and split == "train" and same_images(data)
+    return Report(path, num_images, findings, clean_path, clean_lines, is_shared)
 
 
 def write_clean(report: Report) -> None:
@@ -103,6 +105,8 @@ def write_clean(report: Report) -> None:
         if path.exists() and not original.exists():
             shutil.copy2(path, original)
         write_text(path, "".join(report.clean_lines))
+        if report.is_shared:
+            link_beside(path, "val.lst")
     except OSError as error:
         raise DataError(f"{path}: cannot be written ({error.strerror}); check permissions and space") from None
 
