@@ -209,7 +209,9 @@ def share_records(output: Path) -> None:
         for ending in ("idx", "rec"):
             link_beside(output / f"train.{ending}", f"val.{ending}")
     except OSError as error:
-        raise DataError(f"{output}/val.rec: cannot be written ({error.strerror}); check permissions and space") from None
+        raise DataError(
+            f"{output}/val.rec: cannot be written ({error.strerror}); check permissions and space"
+        ) from None
 
 
 def _append(journal: _Journal, entries: list[Entry], options: Options, title: str) -> list[tuple[str, str]]:

@@ -165,7 +165,7 @@ def train(trainer: Trainer) -> None:
     try:
         with recorder:
             _note_memory(trainer, recorder)
-            _note_validation(trainer.config, recorder)
+            _note_data(trainer, recorder)
             trainer.run(recorder)
             if trainer.config.data != SYNTHETIC:  # which is made once and costs nothing
                 recorder.loader_speed(measure_loader(trainer.train_loader, trainer.workers))
@@ -184,8 +184,19 @@ def _note_memory(trainer: Trainer, recorder: Recorder) -> None:
         recorder.say(f"decoded images stay in memory: {size} per process (--cache)")
 
 
-def _note_validation(config: Config, recorder: Recorder) -> None:
-    """Where the accuracy of validation says nothing about images that the network has not seen, say so."""
+def _note_data(trainer: Trainer, recorder: Recorder) -> None:
+    """What is trained and validated on; and where the accuracy of validation says nothing about images that the network
+    has not seen, that it does so."""
+    if not recorder.enabled:
+        return
+    config, train_loader, val_loader = trainer.config, trainer.train_loader, trainer.val_loader
+    for remark in dict.fromkeys((*train_loader.remarks, *(val_loader.remarks if val_loader else ()))):
+        recorder.say(remark)
     is_own = config.data not in (SAMPLES, SYNTHETIC)
-    if recorder.enabled and is_own and config.validate_every and "val" not in splits_of(config.data):
+    on_training_images = is_own and val_loader and "val" not in splits_of(config.data)
+    found = f"{train_loader.num_images:,} training images of {len(train_loader.classes):,} classes"
+    if val_loader and not on_training_images:
+        found += f", {val_loader.num_images:,} for validation"
+    recorder.say(found)
+    if on_training_images:
         recorder.say(f"validation is on the training images: {config.data} has no train and val (docs/data.md)")
