@@ -79,6 +79,15 @@ def test_mistakes_leave_no_output_folder(options, sentence, fails, tiny_options,
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("inside", ["", "a"])
+def test_one_class_is_refused(inside, fails, tiny_options, tiny_data, tmp_path):
+    """The folder of the images of one class, or the one above the data set."""
+    shutil.copytree(tiny_data / "class0", tmp_path / "data/only" / inside)
+    way_out = f"give {tmp_path}/data/only, where there are folders" if inside else "give data of two or more"
+    sentence = fails(*tiny_options, "--data", tmp_path / "data")
+    assert f"data has one class only, 'only', and there is nothing to tell it from: {way_out}" in sentence
+
+
 def test_output_folder_with_another_run(fails, tiny_options, trained):
     before = (trained / "config.json").read_bytes()
     sentence = fails(*tiny_options, "--output", trained)

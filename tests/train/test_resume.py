@@ -62,6 +62,7 @@ def test_sigterm(unbroken, tiny_options, tmp_path, run_train, monkeypatch, signa
     assert code == 128 + signal.SIGTERM
     assert len(json.loads((folder / "report" / "report.json").read_text())["step_ms"]) == signal_at
     assert out.count(f"{tiny_options[1]} has no train and val (docs/data.md): accuracy after an epoch is that on") == 1
+    assert out.count("\n27 training images of 3 classes\n") == 1
     assert f"go on with: {python()} -m train --resume {folder}" in out
     assert checkpoint.load(checkpoint.find(str(folder))).progress.step == signal_at
 
