@@ -227,7 +227,9 @@ def test_interrupted(venv):
     process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True,
                                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     log = venv / "setup-packages.log"
+    deadline = time.monotonic() + 60
     while not (log.exists() and log.read_text()):
+        assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)
     _, error = process.communicate(timeout=10)
