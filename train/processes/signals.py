@@ -1,10 +1,10 @@
 """Signals: what asks the training loop to save and stop, and what ends a process that does not listen any more.
 
-SIGTERM, Ctrl-C (SIGINT), SIGHUP (the terminal is closed) and SIGPIPE (nobody reads the output any more) become requests,
-which the loop looks at between two steps and two batches of validation. Python runs their handlers in the main thread,
-between two of its own instructions, so a process that is blocked in a library never gets there. Its handlers in C do
-run there, and write each signal's number into a pipe (`signal.set_wakeup_fd`): at the other end another process stands
-guard.
+SIGTERM, Ctrl-C (SIGINT), SIGHUP (the terminal is closed) and SIGPIPE (nobody reads the output any more) become
+requests, which the loop looks at between two steps and two batches of validation. Python runs their handlers in the
+main thread, between two of its own instructions, so a process that is blocked in a library never gets there. Its
+handlers in C do run there, and write each signal's number into a pipe (`signal.set_wakeup_fd`): at the other end
+another process stands guard.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ def _tell_guard(number: int) -> None:
 def _stand_guard(numbers: int, ward: int, speaks: bool) -> None:
     """In the guard, until process `ward` has ended, and with it its end of the pipe `numbers`."""
     signal.set_wakeup_fd(-1)
-    for number in (*STOPPING, signal.SIGUSR1, LEAVE):
-        signal.signal(number, signal.SIG_IGN)
+    for not_for_it in (*STOPPING, signal.SIGUSR1, LEAVE):
+        signal.signal(not_for_it, signal.SIG_IGN)
     os.setsid()  # Ctrl-C is not for it
     os.dup2(numbers, 0)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whoever reads the ward's output is to see its end
