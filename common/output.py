@@ -32,12 +32,17 @@ def make_lasting() -> None:
     pipe any more, the disk is full) goes to standard error, and what cannot be written there is dropped."""
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
-        if isinstance(stream, io.TextIOWrapper) and not isinstance(stream.buffer.raw, _Lasting) \
-                and stream.fileno() == descriptor:
+        if not isinstance(stream, io.TextIOWrapper) or stream.fileno() != descriptor:
+            continue  # somebody else's
+        is_buffered = isinstance(stream.buffer, io.BufferedWriter)  # not with `python -u`
+        raw = stream.buffer.raw if is_buffered else stream.buffer
+        if not isinstance(raw, _Lasting):
             with contextlib.suppress(OSError):
                 stream.flush()
-            setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(_Lasting(descriptor)), stream.encoding,
-                                                stream.errors, line_buffering=stream.line_buffering))
+            lasting: Any = _Lasting(descriptor)
+            setattr(sys, name, io.TextIOWrapper(
+                io.BufferedWriter(lasting) if is_buffered else lasting, stream.encoding, stream.errors,
+                line_buffering=stream.line_buffering, write_through=stream.write_through))
 
 
 class _Lasting(io.FileIO):

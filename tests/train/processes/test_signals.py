@@ -38,8 +38,8 @@ def start() -> Iterator[Callable[[str], subprocess.Popen]]:
     """Starts PROGRAM followed by these lines, and waits until it is ready."""
     started: list[subprocess.Popen] = []
 
-    def run(lines: str) -> subprocess.Popen:
-        script = textwrap.dedent(PROGRAM) + textwrap.dedent(lines)
+    def run(lines: str, same_seconds: float = 0.2) -> subprocess.Popen:
+        script = textwrap.dedent(PROGRAM.replace("0.2", str(same_seconds))) + textwrap.dedent(lines)
         process = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                    stderr=subprocess.PIPE, text=True)
         started.append(process)
@@ -106,7 +106,7 @@ def test_signals_that_come_by_two_ways_at_once_are_one(start):
                 pass
             print(requests.stop, flush=True)
             sys.stdin.read()
-    """)
+    """, same_seconds=60)
     process.send_signal(signal.SIGHUP)
     assert process.stdout.readline() == f"{signal.SIGHUP:d}\n"
     assert process.stderr.readline() == f"{ANSWERS[signal.SIGHUP]}\n"
