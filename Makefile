@@ -2,7 +2,7 @@
 # make compare-precision  train the same preset in fp32, TF32, fp16 and bf16: time, memory, speed, accuracy side by side
 # make bench-scaling      images/sec on 1, 2, 4 and 8 GPUs of this machine, with plots
 # make test               lint, type check and tests, JOBS=2 test files side by side
-# make test-gpu sanitize           the tests that need a GPU
+# make test-gpu           the tests that need a GPU
 # make sanitize           compute-sanitizer (of the CUDA toolkit) over every kernel: memory, races, barriers
 # make test-faults        kills, stops, full disks, lost files at random moments, TRIES=20 of each (docs/reliability.md)
 # make setup              .venv alone, with all that the others need; make clean removes it
@@ -22,7 +22,7 @@ endif
 # One for each core, four at most: each takes up to a gigabyte of memory.
 JOBS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 
-.PHONY: help setup train-1gpu compare-precision bench-scaling lint test test-gpu test-faults clean
+.PHONY: help setup train-1gpu compare-precision bench-scaling lint test test-gpu test-faults sanitize clean
 
 help:
 	@sed -n '/^$$/q; s/^# \?//p' Makefile

@@ -328,7 +328,7 @@ def test_make_sets_up_what_a_target_needs(tmp_path):
         return [line.split()[-1] for line in done.stdout.splitlines() if "setup.sh" in line]
 
     assert parts("train-1gpu") == parts("compare-precision") == ["run"]
-    assert parts("lint") == ["test"]
+    assert parts("lint") == parts("sanitize") == ["test"]
     assert parts("test") == parts("test-gpu") == ["test", "horovod"]
     assert parts("bench-scaling") == ["run", "horovod"]
     assert parts("test", "PYTHON=python3") == []
