@@ -322,7 +322,8 @@ class Trainer:
         """Validate if it is time to. Returns why the run ends here, or ""."""
         config, progress = self.config, self.progress
         done = progress.epoch + 1
-        self._report_bad_images(recorder)
+        self._report_bad_images(recorder, self.train_loader)
+        self._look_for_removed(recorder)
         is_due = config.validate_every and (done % config.validate_every == 0 or done == config.epochs)
         metrics = self._validate(recorder, signals, self.val_loader) if self.val_loader and is_due else None
         progress.epoch, progress.epoch_step = done, 0
@@ -359,12 +360,15 @@ class Trainer:
         if not metrics:
             self.save(recorder)
             raise self._stopped(signals)
+        self._report_bad_images(recorder, loader)
         return metrics
 
-    def _report_bad_images(self, recorder: Recorder) -> None:
-        """Name the images that the other processes have skipped; the recorder names those of its own."""
-        for found in self.workers.gather(self.train_loader.bad_images)[1:]:
-            for file, reason in sorted(set(found) - self.reported_bad):
+    def _report_bad_images(self, recorder: Recorder, loader: Loader) -> None:
+        """Name the images that a loader's processes have skipped; the recorder names those that its own meets in
+        training. A collective operation."""
+        for rank, found in enumerate(self.workers.gather(loader.bad_images)):
+            is_named = loader is self.train_loader and rank == 0
+            for file, reason in [] if is_named else sorted(set(found) - self.reported_bad):
                 recorder.say(f"skipped {file}: {reason}")
                 recorder.event("bad_image", file=file, reason=reason)
             self.reported_bad.update(found)

@@ -2,10 +2,11 @@
 
 Horovod's part is to notice a change and to call `sync` and the session again in every process
 (horovod.common.elastic); ours is `RunState`, which Horovod has for other frameworks but not for MXNet, and on one
-machine to give out new ranks (elastic_launch.py; over several machines horovodrun does). A session is an ordinary run that starts from a checkpoint, only that this one is in memory: the last commit, made every
-`--commit-every` steps. So a change costs the steps since then and whatever a resumed run costs, and what holds for
-resuming with another number of processes holds here: the batch of each process stays, the learning rate follows the
-global batch, and no image comes twice in an epoch (Trainer._restore). docs/elastic.md tells more.
+machine to give out new ranks (elastic_launch.py; over several machines horovodrun does). A session is an ordinary run
+that starts from a checkpoint, only that this one is in memory: the last commit, made every `--commit-every` steps. So a
+change costs the steps since then and whatever a resumed run costs, and what holds for resuming with another number of
+processes holds here: the batch of each process stays, the learning rate follows the global batch, and no image comes
+twice in an epoch (Trainer._restore). docs/elastic.md tells more.
 """
 
 from __future__ import annotations

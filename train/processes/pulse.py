@@ -10,11 +10,17 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import threading
 import time
 from enum import IntEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
 
 VARIABLE = "RESNET_PULSE"  # environment variable: descriptor of the memory, and which of its records is this process's
 POLL_SECONDS = 0.02
+DEVICE_SECONDS = 1.0
 
 
 class Activity(IntEnum):
@@ -64,6 +70,7 @@ class Record(ctypes.Structure):
         ("activity", ctypes.c_uint32),
         ("keeps_pace", ctypes.c_uint32),  # 1: it takes steps, each about as long as those before
         ("longest", ctypes.c_float),  # s; that a step has taken so far
+        ("device_passes", ctypes.c_uint32),  # backward passes that its GPU has done, since it joined
         ("commits", ctypes.c_uint32),  # of an elastic run
         # Of an elastic run, written by the launcher:
         ("rank", ctypes.c_uint32),
@@ -79,6 +86,7 @@ class Record(ctypes.Structure):
     activity: int
     keeps_pace: int
     longest: float
+    device_passes: int
     commits: int
     rank: int
     size: int
@@ -95,6 +103,8 @@ class Pulse:
         self.is_watched = bool(place)
         self._record = Record()
         self._step_end: float | None = None  # seconds; of the step before, if nothing that takes time came in between
+        self._device: np.ndarray
+        self._follower: threading.Thread | None = None
         if place:
             descriptor, number = map(int, place.split(","))
             memory = mmap.mmap(descriptor, 0)
@@ -129,6 +139,19 @@ class Pulse:
         """The next step differs from those before: much may be done once in it, as compiling."""
         self._step_end, self._record.keeps_pace = None, 0
         self.show(Activity.STARTING)
+
+    def follow_device(self, passes: np.ndarray) -> None:
+        """Show from now on what a GPU writes here: how many backward passes it has done, one uint32. By a thread: the
+        one that computes may wait for a GPU that hangs."""
+        self._device = passes
+        if self.is_watched and not self._follower:
+            self._follower = threading.Thread(target=self._follow, name="pulse", daemon=True)
+            self._follower.start()
+
+    def _follow(self) -> None:
+        while True:
+            self._record.device_passes = int(self._device[0])
+            time.sleep(DEVICE_SECONDS)
 
     def count_commit(self) -> None:
         """Of an elastic run: the others may go on from here without this process."""

@@ -90,6 +90,9 @@ class Watch:
                         and self.records[number].activity != Activity.AT_DOOR]
             least = min((self.records[number].collectives for number in together), default=0)
             behind = [number for number in together if self.records[number].collectives == least]
+            if len(behind) == len(together):  # their hosts have come equally far, the GPUs perhaps not
+                slowest = min((self.records[number].device_passes for number in behind), default=0)
+                behind = [number for number in behind if self.records[number].device_passes == slowest]
             if behind and all(quiet[number] > self._limit(number) for number in behind):
                 return Hang(tuple(behind), is_certain=len(behind) == 1 or len(behind) < len(together))
         return None
@@ -129,7 +132,7 @@ def status(pid: int) -> Status | None:
     """None where there is no such process, or nothing is left of it than its exit code."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            fields = file.read().rpartition(")")[2].split()  # what stands before is the program's name, of any characters
+            fields = file.read().rpartition(")")[2].split()  # before it stands the program's name, whatever that is
     except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] in "ZX" else Status(fields[0], int(fields[19]))

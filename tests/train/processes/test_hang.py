@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from several_processes import COMMIT_EVERY, needs_horovod, run_processes
 
+from common.nvidia_gpus import find_gpus
 from train import checkpoint
 from train.errors import EXIT_HUNG_PROCESS
 from train.processes import watch
@@ -71,6 +72,13 @@ def test_who_waits_does_not_hang(clocked):
 def test_equally_far(clocked):
     assert clocked.after(40) is None
     assert clocked.after(1) == Hang((0, 1, 2), is_certain=False)
+
+
+def test_gpu_that_is_behind(clocked):
+    """The hosts have all launched the step after, and wait."""
+    for number, passes in enumerate((12, 12, 11)):
+        clocked.records[number].device_passes = passes
+    assert clocked.after(41) == Hang((2,), is_certain=True)
 
 
 def test_stopped_process_hangs_wherever_it_is(clocked):
@@ -261,10 +269,44 @@ def test_elastic_run_goes_on_without_a_blocked_process(tiny_options, tmp_path):
     assert (tmp_path / "run" / "report" / "report.md").exists()
 
 
+@pytest.mark.gpu
+@needs_horovod
+@pytest.mark.parametrize("min_np", [0, 1])
+def test_gpu_that_hangs(tiny_options, tmp_path, min_np):
+    """One of two GPUs never gets to the end of a pass; both hosts wait for the next. (A function of the host in its
+    stream that does not return, which to the stream is a kernel that does not.)"""
+    if len(find_gpus()) < 2:
+        pytest.skip(f"2 GPUs are needed, {len(find_gpus())} are there")
+    script = """
+        import ctypes, sys
+        from train import __main__ as program
+        from train.loop import Trainer
+
+        mixup = Trainer._mixup
+
+        def hanging_mixup(self, number):
+            if self.workers.rank == 1 and self.progress.step == 5:
+                gpu, pause = self.executor.gpu, ctypes.cast(ctypes.CDLL(None).pause, ctypes.c_void_p).value
+                gpu.check(gpu._driver.cuLaunchHostFunc(gpu.stream_handle, gpu._driver.CUhostFn(pause), 0))
+            return mixup(self, number)
+
+        Trainer._mixup = hanging_mixup
+        sys.exit(program.main(sys.argv[1:]))
+    """
+    options = ["gpu" if option == "cpu" else option for option in tiny_options]
+    done = run_processes(script, *options, "--commit-every", "2", "--validate-every", "0", "--output", tmp_path / "run",
+                         hang_seconds=SECONDS, min_np=min_np)
+    assert done.returncode == (0 if min_np else EXIT_HUNG_PROCESS), done.stderr
+    first, *_ = told(done.stderr)
+    assert first.removeprefix("error: ").startswith("process 1 (GPU ")
+    assert "it hangs and is killed" in first
+
+
 @needs_horovod
 @pytest.mark.parametrize("stop", [True, False])
 def test_killed_launcher_leaves_no_process(tmp_path, stop):
-    """Also where one is stopped and another one ignores SIGTERM because of that."""
+    """Not one that is stopped, which cannot take the signal that the launcher's end sends, and not one that goes on as
+    if nothing had been."""
     script = f"""if True:
         import os, pathlib, signal, time
         from train.processes.pulse import Activity, pulse
