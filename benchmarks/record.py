@@ -73,9 +73,13 @@ def check_trained(what: str, losses: Sequence[float], loss_scales: Sequence[floa
                            f"({loss_scales}); nothing is published")
 
 
-def statistics_of(step_ms: Sequence[float], images_per_step: int | None) -> dict[str, Any]:
+def statistics_of(step_ms: Sequence[float], images_per_step: int | None, unit: str = "") -> dict[str, Any]:
     """`value` (median), `mean` and `spread` (half the interquartile range) with their `unit`: images/sec, or seconds
-    where there are no images to count. The mean of a speed is that of all images over all the time."""
+    where there are no images to count. The mean of a speed is that of all images over all the time. Of another unit
+    the raw values are those of the figure themselves."""
+    if unit:
+        quartile1, median, quartile3 = statistics.quantiles(step_ms, n=4, method="inclusive")
+        return {"value": median, "mean": statistics.fmean(step_ms), "unit": unit, "spread": (quartile3 - quartile1) / 2}
     values = [images_per_step * 1e3 / ms if images_per_step else ms / 1e3 for ms in step_ms]
     quartile1, median, quartile3 = statistics.quantiles(values, n=4, method="inclusive")
     mean_ms = statistics.fmean(step_ms)
@@ -96,23 +100,25 @@ def write_result(
     watts: float = math.nan,
     sm_mhz: float = math.nan,
     folder: Path = RESULTS,
+    unit: str = "",
 ) -> Path:
     """Write one figure and print it.
 
     step_ms          raw times of all counted steps, warm-up left out, in ms; at least MIN_STEPS, or MIN_RUNS
     images_per_step  images in one step (of all GPUs); None for a figure in seconds
     watts, sm_mhz    power and clock of the GPU in these steps, means; NaN where nothing tells them
+    unit             of a figure that is no time, such as "top-1 %": `step_ms` then has the values of all runs
     """
     least = MIN_STEPS if images_per_step else MIN_RUNS
     if len(step_ms) < least:
         raise UserError(f"{name}: a figure needs at least {least} times, and {len(step_ms)} were measured; ask for "
                         "more steps, rounds or seeds")
-    found = statistics_of(step_ms, images_per_step)
+    found = statistics_of(step_ms, images_per_step, unit)
     script, *arguments = sys.argv
     result = {
         "name": name,
         **found,
-        "peer": _described(peer, images_per_step) if peer else None,
+        "peer": _described(peer, images_per_step, unit) if peer else None,
         "ratio": None,
         "watts": None if math.isnan(watts) else round(watts, 1),
         "sm_mhz": None if math.isnan(sm_mhz) else round(sm_mhz),
@@ -136,9 +142,9 @@ def write_result(
     return path
 
 
-def _described(peer: Peer, images_per_step: int | None) -> dict[str, Any]:
+def _described(peer: Peer, images_per_step: int | None, unit: str) -> dict[str, Any]:
     """As a file holds it."""
-    found = statistics_of(peer.step_ms, images_per_step)
+    found = statistics_of(peer.step_ms, images_per_step, unit)
     others = {name: rounded(times) for name, times in peer.others.items()}
     return {"name": peer.name, "value": found["value"], "mean": found["mean"], "versions": dict(peer.versions),
             "step_ms": rounded(peer.step_ms), "others": others}

@@ -20,19 +20,21 @@ from pipelines.make_records import (
     plan_files,
     plan_train_tar,
     plan_val_tar,
+    share_records,
     tar_kind,
     write_records,
 )
 from pipelines.options import BenchOptions, MakeRecordsOptions, MakeSamplesOptions, ShowOptions, VerifyOptions
 from pipelines.samples import NUM_TRAIN, NUM_VAL, PATTERNS, make_samples
 from pipelines.show import contact_sheet, save_png
-from pipelines.sources import class_list, read_classes, splits_of
+from pipelines.sources import class_list, read_classes, same_images, splits_of
 from pipelines.verify import print_report, verify_split, write_clean
 
 
 def make_records(options: MakeRecordsOptions) -> int:
     """Convert images to RecordIO."""
-    how = Options(options.resize, options.quality, options.seed, options.num_threads, options.on_bad_image == "skip")
+    how = Options(options.resize, options.quality, options.seed, options.num_threads, options.on_bad_image == "skip",
+                  options.max_pixels)
     source, output, labels, classes = options.source, options.output, options.labels, options.classes
     kind = tar_kind(source) if source.is_file() and source.suffix == ".tar" else "files"
     if labels and kind != "val":
@@ -56,6 +58,9 @@ def make_records(options: MakeRecordsOptions) -> int:
         for image, reason in skipped:
             print(f"skipped {image}: {reason}")
         print(f"{output / name}.rec: {count:,} images of {len(plan.classes):,} classes")
+    if kind == "files" and not options.split and same_images(source):
+        share_records(output)
+        print(f"{output}/val.rec: these images too, as {source} has no train and val")
     return 0
 
 
@@ -64,7 +69,7 @@ def verify(options: VerifyOptions) -> int:
     console = Console()
     unusable = 0
     for name in [options.split] if options.split else splits_of(options.data):
-        report = verify_split(options.data, name, options.num_threads, options.num_classes)
+        report = verify_split(options.data, name, options.num_threads, options.num_classes, options.max_pixels)
         print_report(report, console)
         if options.write_clean_:
             write_clean(report)

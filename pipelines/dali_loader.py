@@ -47,6 +47,7 @@ class DaliLoader(Loader):
     def __init__(self, config: LoaderConfig, shard: tuple[int, int], source: Source, stage: str = "full"):
         super().__init__(config, shard, len(source), source.classes)
         self._source = source
+        self.remarks = source.remarks
         self._graph = GraphConfig(
             training=config.split == "train",
             transform=config.transform,
@@ -58,6 +59,7 @@ class DaliLoader(Loader):
             cpu_decoder=decodes_on_cpu(config, source),
             hw_decoder_load=config.hw_decoder_load,
             stage=stage,
+            max_pixels=config.max_pixels,
         )
         self._pipeline: Any = None
         self._plans: deque[Plan] = deque()  # made ahead, the next to be returned first
@@ -98,7 +100,10 @@ class DaliLoader(Loader):
             try:
                 if self._pipeline is None:
                     self._start()
-                return (*self._pipeline.run(), self._plans.popleft())
+                images, labels = self._pipeline.run()
+                plan = self._plans.popleft()
+                self._source.check(plan.indices)
+                return images, labels, plan
             except (RuntimeError, MemoryError) as error:  # DALI gives up a whole batch for one image
                 self._pipeline = None
                 if "CUDA allocation failed" in str(error):  # DALI's words
@@ -181,8 +186,8 @@ class DaliLoader(Loader):
             return None
         try:
             return self._source.feed(i)
-        except BrokenRecordError as error:
-            self._mark_bad(i, str(error))
+        except (OSError, BrokenRecordError) as error:
+            self._mark_bad(i, _reason(error))
             return None
 
     def _with_randoms(self, epoch: int, batch: int, inputs: ImageInputs) -> ImageInputs:
@@ -204,6 +209,7 @@ class DaliLoader(Loader):
         """
         before = len(self.bad)
         under_way = {i for plan in self._plans for i in plan.indices}
+        self._source.check(under_way)
         ahead = range(self._planned, self._planned + self._num_looked_ahead)
         soon = {i for number in ahead for i in self._wanted(*divmod(number, self.num_batches))}
         looked_at = sorted((under_way | soon) - self.bad.keys())
@@ -221,18 +227,24 @@ class DaliLoader(Loader):
     def _fault(self, i: int) -> str:
         """Why an image cannot be decoded, or ""."""
         try:
-            finding = inspect_image(self._source.read(i).tobytes())
+            finding = inspect_image(self._source.read(i).tobytes(), self.config.max_pixels)
         except (OSError, BrokenRecordError) as error:
-            return f"cannot be read ({getattr(error, 'strerror', None) or error})"
+            return _reason(error)
         return f"{finding.kind}, {finding.detail}" if finding and not finding.usable else ""
 
     def _mark_bad(self, i: int, reason: str) -> None:
+        self._source.check([i])
         if self.config.on_bad_image == "error":
             raise DataError(
                 f"{self._source.name(i)}: {reason}; replace it, list all such images with "
                 f"`python -m pipelines verify`, or go on without them with --on-bad-image skip"
             )
         self.bad[i] = reason
+
+
+def _reason(error: OSError | BrokenRecordError) -> str:
+    """Why an image cannot be read, in words."""
+    return f"cannot be read ({error.strerror or error})" if isinstance(error, OSError) else str(error)
 
 
 def _joined(images: list[np.ndarray]) -> list[np.ndarray] | np.ndarray:

@@ -2,13 +2,64 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
+import os
+import shutil
+import stat
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
 from common.files import write_bytes
+from pipelines import bus_error
 from pipelines.errors import DataError
+
+_KINDS = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a folder",
+}
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a file to read its bytes. Raises OSError, also for what is no file: of a named pipe or a device the bytes
+    might never come."""
+    return open(path, "rb", opener=_open_without_waiting)
+
+
+def read_file(path: Path) -> bytes:
+    """All bytes of a file; raises OSError as `open_file`."""
+    with open_file(path) as file:
+        return file.read()
+
+
+def check_is_file(path: Path | str | bytes) -> None:
+    """Raise OSError for what is not there, or is no file."""
+    _check_mode(os.stat(path), path)
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    try:
+        descriptor = os.open(path, flags | os.O_NONBLOCK)  # else the opening of a pipe waits for who writes into it
+    except OSError:
+        check_is_file(path)  # of a socket it knows more than "No such device or address"
+        raise
+    try:
+        _check_mode(os.fstat(descriptor), path)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _check_mode(status: os.stat_result, path: Path | str | bytes) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
+        raise OSError(errno.EINVAL, f"{kind}, not a file", os.fsdecode(path))
 
 
 def write_text(path: Path, text: str) -> None:
@@ -24,10 +75,22 @@ def write_text(path: Path, text: str) -> None:
     write_bytes(path, content)
 
 
+def link_beside(path: Path, name: str) -> None:
+    """Let a file appear under a second name in its folder, which what takes its place appears under too: a symbolic
+    link. A copy where the file system has none. Nothing is done where that name is there already. Raises OSError."""
+    link = path.with_name(name)
+    if link.exists():
+        return
+    try:
+        link.symlink_to(path.name)
+    except OSError:
+        shutil.copy2(path, link)
+
+
 def read_lines(path: Path) -> list[str]:
     """The lines of a text file that a user may have written; raises DataError."""
     try:
-        return path.read_text(encoding="utf-8-sig").splitlines()  # Windows puts a mark before it
+        return read_file(path).decode("utf-8-sig").splitlines()  # Windows puts a mark before it
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); check path and permissions") from None
     except UnicodeDecodeError as error:
@@ -38,22 +101,35 @@ class MappedFile:
     """A file mapped into memory: reading a stretch costs no copy, and the operating system fetches its pages when they
     are first touched, in whichever thread that is, or before, by `read_ahead`.
 
-    Raises DataError for a file that is empty or cannot be read.
+    Raises DataError for a file that is empty or cannot be read. Bytes that the file loses later, as it is cut short or
+    its disk fails, read as zeros from then on; who reads them is to ask `check` afterwards.
     """
 
     def __init__(self, path: Path) -> None:
+        self.path = path
+        self.is_damaged = False
         try:
-            with path.open("rb") as file:
+            with open_file(path) as file:
                 self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except ValueError:
             raise DataError(f"{path}: is empty; write it anew") from None
         except OSError as error:
             raise DataError(f"{path}: cannot be read ({error.strerror}); check path and permissions") from None
         self.bytes = np.frombuffer(self.map, np.uint8)
+        self.address, self.size = self.bytes.ctypes.data, len(self.bytes)
+        bus_error.survive(self)
 
     def stretch(self, offset: int, size: int) -> np.ndarray:
         """A view of some bytes."""
         return self.bytes[offset : offset + size]
+
+    def check(self) -> None:
+        """Raise DataError where the file has lost bytes since it was opened."""
+        if (size := self.map.size()) < self.size:
+            raise DataError(f"{self.path}: had {self.size:,} bytes when it was opened and has {size:,} now; put the "
+                            "whole file back, and do not write data that is in use")
+        if self.is_damaged:
+            raise DataError(f"{self.path}: bytes of it cannot be read any more; check the disk, or copy the file anew")
 
     def read_ahead(self, offset: int, size: int) -> None:
         """These bytes will be wanted soon: have them read from the disk meanwhile, without waiting."""

@@ -30,7 +30,7 @@ import numpy as np
 import nvidia.dali.math as dali_math
 from nvidia import dali
 
-from pipelines.transform import ImageTransform
+from pipelines.transform import MAX_PIXELS, ImageTransform
 
 # DALI makes its operators when it is imported, so type checkers do not know them.
 fn: Any = dali.fn
@@ -63,6 +63,7 @@ class GraphConfig:
     cpu_decoder: bool = False  # device "gpu": decode on the CPU, which is faster for thumbnails
     hw_decoder_load: float | None = None  # part of the images for the GPU's JPEG engine
     stage: str = "full"  # where to stop, one of STAGES
+    max_pixels: int = MAX_PIXELS  # images of more fail before they are decoded
 
 
 class ImageInputs(NamedTuple):
@@ -217,13 +218,16 @@ def _window(config: GraphConfig, inputs: ImageInputs) -> Any:
 
 def _decoded(config: GraphConfig, inputs: ImageInputs, whole: bool) -> Any:
     """The whole image decoded, or a random window of it, on the graph's device."""
-    # The window depends on the image's header even where it is all of it, so that what is no image ends there with an
-    # error: the decoder of DALI 2.4 reads freed memory when it meets several of those in one batch.
+    # The window depends on the image's header even where it is all of it, so that what is no image, or too large a one,
+    # ends there with an error: the decoder of DALI 2.4 reads freed memory when it refuses several in one batch.
     shape = fn.peek_image_shape(inputs.image, dtype=types.FLOAT)
-    height, width = shape[0], shape[1]
+    is_too_large = shape[0] * shape[1] > float(config.max_pixels)
+    height, width = shape[3 * is_too_large], shape[1]  # there is no shape[3]: DALI's way to raise an error
+    start, size = _whole(height, width) if whole else _random_window(height, width, inputs)
     image = fn.decoders.image_slice(
         inputs.image,
-        *(_whole(height, width) if whole else _random_window(height, width, inputs)),
+        start,
+        size,
         device="mixed" if config.device == "gpu" and not config.cpu_decoder else "cpu",
         hw_decoder_load=DEFAULT_HW_DECODER_LOAD if config.hw_decoder_load is None else config.hw_decoder_load,
         preallocate_width_hint=PREALLOCATED_PIXELS,

@@ -8,8 +8,12 @@ from typing import NamedTuple
 
 from PIL import Image, ImageFile, UnidentifiedImageError
 
+from pipelines.transform import MAX_PIXELS
+
 # What DALI's decoders read; Pillow knows more.
 DECODABLE_FORMATS = frozenset({"JPEG", "MPO", "PNG", "BMP", "TIFF", "WEBP", "PPM", "JPEG2000"})
+
+Image.MAX_IMAGE_PIXELS = None  # ours is another one, `max_pixels`
 
 _UNDECODABLE_TIFF = {"1": "1 bit", "I": "32-bit integers", "F": "floating-point numbers"}  # by Pillow's modes
 
@@ -17,28 +21,30 @@ _UNDECODABLE_TIFF = {"1": "1 bit", "I": "32-bit integers", "F": "floating-point 
 class Finding(NamedTuple):
     """A remark about one image."""
 
-    kind: str  # "empty", "not an image", "truncated", "broken", "format", or "CMYK", "16-bit"
+    kind: str  # "empty", "not an image", "truncated", "broken", "too large", "format", or "CMYK", "16-bit"
     detail: str
     usable: bool  # the loader decodes it all the same
 
 
-def inspect_image(encoded: bytes, decode: bool = True) -> Finding | None:
-    """The worst finding about an image, or None for one without fault; without `decode` only its header is read."""
+def inspect_image(encoded: bytes, max_pixels: int = MAX_PIXELS, decode: bool = True) -> Finding | None:
+    """The worst finding about an image, or None for one without fault; without `decode` only its header is read. One of
+    more than `max_pixels` is not decoded."""
     if not encoded:
         return Finding("empty", "holds no bytes", False)
     ImageFile.LOAD_TRUNCATED_IMAGES = False
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # odd metadata and very large images are no fault
+            warnings.simplefilter("ignore")  # odd metadata is no fault
             with Image.open(io.BytesIO(encoded)) as image:
                 image_format, mode = image.format or "unknown", image.mode
+                if image.width * image.height > max_pixels:
+                    size = f"{image.width:,} x {image.height:,}"
+                    return Finding("too large", f"has {size} pixels, more than --max-pixels {max_pixels}", False)
                 if decode:
                     image.draft("RGB", (1, 1))  # JPEG: an eighth of the size is enough to walk through all of the data
                     image.load()
     except UnidentifiedImageError:
         return Finding("not an image", f"begins with {encoded[:8]!r}", False)
-    except Image.DecompressionBombError as error:
-        return Finding("broken", str(error), False)
     except (OSError, SyntaxError, ValueError, EOFError) as error:
         kind = "truncated" if "truncated" in str(error).lower() else "broken"
         return Finding(kind, str(error), False)

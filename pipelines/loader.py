@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 from common.mxnet_compat import mx
 from common.nvidia_gpus import find_gpus
-from pipelines.errors import DataError, check_not_negative
+from pipelines.errors import DataError, check_not_negative, check_positive
 from pipelines.sources.base import Classes
-from pipelines.transform import ImageTransform
+from pipelines.transform import MAX_PIXELS, ImageTransform
 
 _CHOICES = {
     "split": ("train", "val"),
@@ -46,6 +46,7 @@ class LoaderConfig:
     seed: int = 0
     transform: ImageTransform = field(default_factory=ImageTransform)  # how images are cropped and augmented
     on_bad_image: str = "error"  # or "skip": go on without images that cannot be decoded
+    max_pixels: int = MAX_PIXELS  # an image of more, by its header, is one that cannot be decoded
     num_classes: int | None = None  # of synthetic data (default 10) and of RecordIO files without classes.txt
     synthetic_images: int = 12_800  # images an epoch of synthetic training data; validation has a tenth
     prefetch: int = 3  # batches made ahead: one late batch does not stop the step
@@ -58,15 +59,13 @@ class LoaderConfig:
             value = getattr(self, name)
             if value not in choices:
                 raise DataError(f"{name} is {value!r}; choose {' or '.join(repr(choice) for choice in choices)}")
-        for name, least in (("batch_size", 1), ("image_size", 1), ("synthetic_images", 1), ("prefetch", 1)):
-            if getattr(self, name) < least:
-                raise DataError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        check_positive(batch_size=self.batch_size, image_size=self.image_size, synthetic_images=self.synthetic_images,
+                       prefetch=self.prefetch, max_pixels=self.max_pixels,
+                       num_classes=1 if self.num_classes is None else self.num_classes)
         if min(self.image_sizes, default=1) < 1:
             raise DataError(f"image_sizes has {min(self.image_sizes)}; every size must be at least 1")
         check_not_negative(num_threads=self.num_threads, seed=self.seed, device_id=self.device_id)
         self.transform.check()
-        if self.num_classes is not None and self.num_classes < 1:
-            raise DataError(f"num_classes is {self.num_classes}; it must be at least 1")
         if self.hw_decoder_load is not None and not 0 <= self.hw_decoder_load <= 1:
             raise DataError(f"hw_decoder_load is {self.hw_decoder_load:g}; it must be from 0 to 1")
         if self.cache_gib is not None and self.cache_gib < 0:
@@ -103,6 +102,7 @@ class Loader(ABC):
         self.num_images = num_images  # of the whole split
         self.classes = classes  # in the order of the labels
         self.labels: Sequence[int] = range(len(classes))  # of the data's own class numbers
+        self.remarks: Sequence[str] = ()  # sentences about what of the data is left out
         self.bad: dict[int, str] = {}  # image -> reason
         self.epoch = 0
         self.batch = 0  # the next one of this epoch

@@ -26,14 +26,15 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from pipelines.errors import DataError, check_not_negative
-from pipelines.files import read_lines, write_text
+from pipelines.errors import DataError, check_not_negative, check_positive
+from pipelines.files import link_beside, open_file, read_lines, write_text
 from pipelines.inspect_image import inspect_image
 from pipelines.progress import map_in_order
 from pipelines.recordio import index_path, pack_record
 from pipelines.sources import Classes, FileSource, ShardSource, open_source
 from pipelines.sources.base import parse_classes
 from pipelines.sources.webdataset import check_end, check_not_compressed
+from pipelines.transform import MAX_PIXELS
 
 _COMMIT_EVERY = 1024  # images between two entries in the journal
 
@@ -164,9 +165,11 @@ class Options:
     seed: int = 0  # of the order
     num_threads: int = 0
     skip_bad: bool = False
+    max_pixels: int = MAX_PIXELS  # images of more are bad ones
 
     def __post_init__(self) -> None:
         check_not_negative(resize=self.resize, seed=self.seed, num_threads=self.num_threads)
+        check_positive(max_pixels=self.max_pixels)
         if not 1 <= self.quality <= 100:
             raise DataError(f"quality is {self.quality}; it goes from 1 to 100")
 
@@ -199,6 +202,18 @@ def write_records(plan: Plan, output: Path, split: str, options: Options) -> tup
         ) from None
 
 
+def share_records(output: Path) -> None:
+    """Let validation use the training records, as it uses the same images where these have no splits. Raises
+    DataError."""
+    try:
+        for ending in ("idx", "rec"):
+            link_beside(output / f"train.{ending}", f"val.{ending}")
+    except OSError as error:
+        raise DataError(
+            f"{output}/val.rec: cannot be written ({error.strerror}); check permissions and space"
+        ) from None
+
+
 def _append(journal: _Journal, entries: list[Entry], options: Options, title: str) -> list[tuple[str, str]]:
     def encode(numbered: tuple[int, Entry]) -> tuple[int, Entry, bytes, str]:
         key, entry = numbered
@@ -224,14 +239,14 @@ def _append(journal: _Journal, entries: list[Entry], options: Options, title: st
 def _read(entry: Entry, options: Options) -> tuple[bytes, str]:
     """An image as it is to be written, and what is wrong with it ("" if nothing)."""
     try:
-        with entry.file.open("rb") as file:
+        with open_file(entry.file) as file:
             file.seek(entry.offset)
             image = file.read(entry.size)
     except OSError as error:
         return b"", f"cannot be read ({error.strerror})"
     if len(image) < entry.size:
         return b"", f"{entry.file} ends before it"
-    finding = inspect_image(image, decode=options.resize > 0)
+    finding = inspect_image(image, options.max_pixels, decode=options.resize > 0)
     if finding and not finding.usable:
         return b"", f"{finding.kind}, {finding.detail}"
     return (_shrink(image, options) if options.resize else image), ""
@@ -272,6 +287,12 @@ class _Journal:
             fcntl.flock(self._records, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed, or the process is gone
         except BlockingIOError:
             raise DataError(f"{self._records_path}: another process is writing it; wait until it is done") from None
+        finished = output / f"{split}.rec"
+        if finished.exists():  # since it was looked for: what is open here is that very file, or a new one beside it
+            if not os.path.samestat(os.fstat(self._records.fileno()), finished.stat()):
+                self._records_path.unlink()
+            self._records.close()
+            raise DataError(f"{finished}: another process has just written it; use that, or remove it first")
         self._lines: list[tuple[int, int, int]] = []
         done = 0
         if self._path.exists():

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pipelines.transform import ImageTransform
+from pipelines.transform import ImageTransform, SizeLimit
 
 Split = Literal["train", "val"]
 OptionalFile = Annotated[Path | None, "FILE"]
 
 
 @dataclass(frozen=True)
-class MakeRecordsOptions:
+class MakeRecordsOptions(SizeLimit):
     """Convert class folders, shards or ILSVRC2012 tar files to RecordIO.
 
     Writes OUTPUT/train.rec, train.idx (or val) and classes.txt. Interrupted, the same command goes on where it stopped.
@@ -43,7 +43,7 @@ class MakeRecordsOptions:
 
 
 @dataclass(frozen=True)
-class VerifyOptions:
+class VerifyOptions(SizeLimit):
     """Find truncated, empty, non-image, CMYK and mislabelled images; exit code 1 if some are unusable."""
 
     data: str

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipelines.errors import DataError
-from pipelines.files import MappedFile
+from pipelines.files import MappedFile, read_file
 
 MAGIC = 0xCED7230A
 _MAGIC_BYTES = struct.pack("<I", MAGIC)
@@ -46,7 +46,7 @@ def index_path(record_path: Path) -> Path:
 def read_index(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """Keys and byte offsets of an index file, two int64 arrays in the file's order."""
     try:
-        text = path.read_bytes()
+        text = read_file(path)
     except FileNotFoundError:
         raise DataError(
             f"{path}: the index of {path.with_suffix('.rec').name} is missing; put the .idx that belongs to it there, "

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -213,7 +214,8 @@ def make_samples(
         for pattern in PATTERNS
         for i in range(count)
     ]
-    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+    # Not only the process's number: in containers that share the folder each may be number 1.
+    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}-{secrets.token_hex(4)}")
 
     def write(job: tuple[str, str, int]) -> None:
         split, pattern, i = job

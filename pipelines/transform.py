@@ -17,6 +17,18 @@ from pipelines.errors import DataError
 # and of Gluon's model zoo).
 MEAN = (123.675, 116.28, 103.53)
 STD = (58.395, 57.12, 57.375)
+# Far above what cameras give, and 6.5 times what DALI's example of ImageNet takes for its largest image (5,980 by 6,430
+# pixels; docs/examples/use_cases/pytorch/resnet50/main.py): 0.75 GB in memory.
+MAX_PIXELS = 250_000_000
+
+
+@dataclass(frozen=True, kw_only=True)  # so that fields without a default may follow in those that take it over
+class SizeLimit:
+    """Loader."""
+
+    max_pixels: int = MAX_PIXELS
+    """An image of more pixels, width times height in its header, is a bad one and never decoded: the memory that it
+    takes is three bytes for each, and often several times that."""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ def faults(result: dict[str, Any], file_name: str) -> list[str]:
         found.append("the name is not the file's")
     if not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
         return [*found, f"the value {value} is no positive number"]
-    least = 3 if unit == "seconds" else 5  # seconds are of whole runs
+    least = 5 if unit == "images/sec" else 3  # the others are of whole runs
     if len(times) < least or not all(isinstance(t, (int, float)) and t > 0 for t in times):
         return [*found, f"step_ms needs at least {least} positive times"]
 
@@ -44,15 +44,17 @@ def faults(result: dict[str, Any], file_name: str) -> list[str]:
         values = [images / (t / 1e3) for t in times]
     elif unit == "seconds":
         values = [t / 1e3 for t in times]
+    elif unit == "top-1 %":
+        values = times
     else:
-        return [*found, f"the unit {unit!r} is neither images/sec nor seconds"]
+        return [*found, f"the unit {unit!r} is none of images/sec, seconds and top-1 %"]
     quartile1, median, quartile3 = statistics.quantiles(values, n=4, method="inclusive")
     mean_ms = statistics.fmean(times)
     # 0.1 %: the raw times are rounded to 0.1 us (earlier ones to 1 us), and steps take 0.3 ms and more
     if not math.isclose(value, median, rel_tol=1e-3):
         found.append(f"the value {value} is not the median of step_ms, {median}")
-    if not math.isclose(result["mean"], images / (mean_ms / 1e3) if unit == "images/sec" else mean_ms / 1e3,
-                        rel_tol=1e-3):
+    mean = images / (mean_ms / 1e3) if unit == "images/sec" else statistics.fmean(values)
+    if not math.isclose(result["mean"], mean, rel_tol=1e-3):
         found.append(f"the mean {result['mean']} is not that of step_ms")
     if not math.isclose(result["spread"], (quartile3 - quartile1) / 2, rel_tol=1e-2, abs_tol=1e-3 * value):
         found.append(f"the spread {result['spread']} is not half the interquartile range of step_ms")
@@ -89,8 +91,8 @@ def missing(result: dict[str, Any], value: float) -> list[str]:
             return ["the peer's step_ms is empty"]
         # Its times are of steps of as many images.
         expected = value * statistics.median(result["step_ms"]) / statistics.median(peer["step_ms"])
-        if result["unit"] == "seconds":
-            expected = statistics.median(peer["step_ms"]) / 1e3
+        if result["unit"] != "images/sec":
+            expected = statistics.median(peer["step_ms"]) / (1e3 if result["unit"] == "seconds" else 1)
         if not math.isclose(peer["value"], expected, rel_tol=1e-3):
             found.append(f"the peer's value {peer['value']} is not the median of its step_ms")
         if any(statistics.median(times) < statistics.median(peer["step_ms"]) for times in peer["others"].values()):

@@ -56,6 +56,7 @@ class Progress:
     epoch: int = 0  # whole epochs done, with their validation
     epoch_step: int = 0  # optimizer steps done in the epoch under way
     best_top1: float = -1.0  # best validation accuracy so far, a fraction; -1 before the first validation
+    validations_since_best: int = 0
 
 
 @dataclass

@@ -20,7 +20,7 @@ import train.configs
 from common.command_line import given, given_value, nearest, option_name, part_of
 from graph_passes import optimizers
 from pipelines import transform
-from pipelines.transform import Augmentation, CentreCrop, ImageTransform, Normalisation
+from pipelines.transform import Augmentation, CentreCrop, ImageTransform, Normalisation, SizeLimit
 from train import models
 from train.errors import TrainError
 
@@ -73,6 +73,9 @@ class LengthOptions:
     """Stop after this many minutes, with a checkpoint; 0: no limit."""
     target_accuracy: float = 0.0
     """Stop when the validation top-1 reaches this fraction; 0: no target."""
+    patience: int = 0
+    """Stop when so many validations in a row have not raised the best top-1; 0: no such limit. The best weights are
+    kept in any case."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,18 @@ class NetworkOptions:
     zero_init_residual: bool = True
     """Each residual block starts as its shortcut: the gamma of its last BatchNorm is initially 0, not 1
     (arXiv:1706.02677, section 5.1)."""
+
+
+@dataclass(frozen=True)
+class FineTuningOptions:
+    """Fine-tuning."""
+
+    freeze: Annotated[str, "LAYERS"] = ""
+    """Leave the beginning of the network as it is, up to the layers whose names begin so, such as stem, stage2 or
+    stage3_block1; backbone: all but the classifier. BatchNorms there use their running statistics, and steps are
+    faster."""
+    backbone_lr_factor: float = 1.0
+    """The learning rate of all layers but the classifier is multiplied by this."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +180,7 @@ class InferenceImageOptions(Normalisation, CentreCrop):
 
 
 @dataclass(frozen=True)
-class LoaderOptions:
+class LoaderOptions(SizeLimit):
     """Loader."""
 
     num_threads: int = 0
@@ -290,8 +305,8 @@ class LogOptions:
 @dataclass(frozen=True)
 class TrainingOptions(LogOptions, CheckpointOptions, ElasticOptions, DistributedOptions, ScheduleOptions,
                       OptimizerOptions, CacheOptions, LoaderOptions, InferenceImageOptions, ResizingOptions,
-                      ImageOptions, BatchOptions, NetworkOptions, DeviceOptions, LengthOptions, DataOptions,
-                      RunOptions):
+                      ImageOptions, BatchOptions, FineTuningOptions, NetworkOptions, DeviceOptions, LengthOptions,
+                      DataOptions, RunOptions):
     """What a training run is, wherever it begins."""
 
 
@@ -350,10 +365,10 @@ _LIMITS = {
                     (lambda value: value == 0 or value >= MIN_IMAGE_SIZE, f"0, or at least {MIN_IMAGE_SIZE} pixels")),
     "resize_epochs": (lambda value: 0 <= value[0] <= value[1], "two numbers of epochs from 0 on, the smaller first"),
     **dict.fromkeys(("learning_rate", "decay_factor", "decay_power", "limit_minutes", "trust_coefficient",
-                     "epsilon"),
+                     "epsilon", "backbone_lr_factor"),
                     (lambda value: value > 0, "above 0")),
     "num_threads": (lambda value: 0 <= value <= MAX_THREADS, f"from 0 to {MAX_THREADS}"),
-    **dict.fromkeys(("num_classes", "seed", "max_steps", "validate_every", "weight_decay",
+    **dict.fromkeys(("num_classes", "seed", "max_steps", "patience", "validate_every", "weight_decay",
                      "warmup_epochs", "mixup", "price_per_hour", "final_learning_rate", "time_limit",
                      "checkpoint_minutes", "warmup_steps"),
                     (lambda value: value >= 0, "0 or more")),
@@ -363,6 +378,7 @@ _LIMITS = {
     "hw_decoder_load": (lambda value: value == -1 or 0 <= value <= 1, "a fraction from 0 to 1, or -1"),
     "target_accuracy": (lambda value: 0 <= value <= 1, "a fraction from 0 to 1"),
     "betas": (lambda value: min(value) >= 0 and max(value) < 1, "two fractions below 1"),
+    "max_pixels": (lambda value: value >= 1, "at least 1"),
     **transform.LIMITS,
 }
 

@@ -35,6 +35,7 @@ from train.processes.invocation import launcher
 from train.processes.pulse import Activity, pulse
 from train.processes.signals import Signals, StoppedBySignal
 from train.reporting.gpu_monitor import GpuMonitor, GpuReadings
+from train.reporting.metrics import accuracy_of
 from train.reporting.recorder import Recorder
 from train.schedule import make_schedule
 
@@ -53,8 +54,8 @@ def validate(
     None where `stop`, which is asked after each batch, has said so on any of the processes. Raises UserError, on all of
     them, where one cannot load a batch.
     """
-    workers.all_reduce_on_host(list(executor.aux.values()), "aux")
-    pulse.take_time(Activity.LOADING)
+    workers.all_reduce_on_host(executor.trained_statistics, "aux")
+    pulse.show(Activity.VALIDATING)  # the first batch may wait until the network is compiled for it
     batches, is_over = iter(loader), False
     problem: UserError | None = None
     for _ in range(loader.num_batches):  # on each process as many: they vote after each
@@ -64,14 +65,12 @@ def validate(
             except UserError as error:
                 problem = error
             else:
-                pulse.show(Activity.COMPUTING)
                 executor.evaluate(batch.data, batch.label, batch.num_valid)
-                pulse.end_lap()
                 pulse.show(Activity.LOADING)
         (is_over,) = workers.vote([problem is not None or stop()], "validation")
         if is_over:
             break
-    pulse.take_time(Activity.VALIDATING)  # what the device has not done yet
+    pulse.show(Activity.VALIDATING)  # what the device has not done yet
     with workers.agreement():
         if problem:
             raise problem
@@ -158,7 +157,8 @@ class Trainer:
     def _assign(self, live: Mapping[str, Any], values: Mapping[str, np.ndarray]) -> None:
         """Set the executor's or optimizer's arrays from canonical ones."""
         for name, value in values.items():
-            live[name][:] = self.executor.from_canonical(name, value)
+            if name in live:  # else it is frozen
+                live[name][:] = self.executor.from_canonical(name, value)
 
     # --- the loop ---
 
@@ -203,7 +203,7 @@ class Trainer:
         sizes = self.train_loader.config
         if progress.epoch and sizes.size_in(progress.epoch) != sizes.size_in(progress.epoch - 1):
             recorder.say(f"epoch {progress.epoch + 1}: images of {sizes.size_in(progress.epoch)} pixels from now on")
-            pulse.take_time(Activity.LOADING)  # the network is built for them
+            pulse.lose_pace()  # the network is built for them
         recorder.begin_epoch(progress.epoch, self.steps_per_epoch, progress.epoch_step)
         if self.train_loader.epoch > progress.epoch:  # resumed where validation had begun
             return ""
@@ -223,7 +223,7 @@ class Trainer:
                 self.save(recorder)
             if self.commit and progress.step % self.config.commit_every == 0:
                 with recorder.phase("commit"):
-                    pulse.take_time(Activity.SAVING)
+                    pulse.show(Activity.SAVING)
                     self.commit()
             if stop_signal:
                 raise self._stopped(signals)
@@ -322,7 +322,7 @@ class Trainer:
         """Validate if it is time to. Returns why the run ends here, or ""."""
         config, progress = self.config, self.progress
         done = progress.epoch + 1
-        self._report_bad_images(recorder)
+        self._report_bad_images(recorder, self.train_loader)
         self._look_for_removed(recorder)
         is_due = config.validate_every and (done % config.validate_every == 0 or done == config.epochs)
         metrics = self._validate(recorder, signals, self.val_loader) if self.val_loader and is_due else None
@@ -332,10 +332,16 @@ class Trainer:
             return ""
         top1 = metrics.top1 / metrics.count
         if top1 > progress.best_top1:
-            progress.best_top1 = top1
+            progress.best_top1, progress.validations_since_best = top1, 0
             self.save(recorder, is_best=True)
+        else:
+            progress.validations_since_best += 1
         if 0 < config.target_accuracy <= top1:
-            return f"stopped: validation top-1 {top1:.4f} has reached the target of {config.target_accuracy:g}"
+            what = accuracy_of(recorder.evaluated)
+            return f"stopped: the {what} is {top1:.4f} and has reached the target of {config.target_accuracy:g}"
+        if 0 < config.patience <= progress.validations_since_best:
+            return (f"stopped: {progress.validations_since_best} validations in a row have not raised the "
+                    f"{accuracy_of(recorder.evaluated)} above {progress.best_top1:.4f}, whose weights are kept")
         return ""
 
     def _validate(self, recorder: Recorder, signals: Signals, loader: Loader) -> Metrics:
@@ -354,12 +360,15 @@ class Trainer:
         if not metrics:
             self.save(recorder)
             raise self._stopped(signals)
+        self._report_bad_images(recorder, loader)
         return metrics
 
-    def _report_bad_images(self, recorder: Recorder) -> None:
-        """Name the images that the other processes have skipped; the recorder names those of its own."""
-        for found in self.workers.gather(self.train_loader.bad_images)[1:]:
-            for file, reason in sorted(set(found) - self.reported_bad):
+    def _report_bad_images(self, recorder: Recorder, loader: Loader) -> None:
+        """Name the images that a loader's processes have skipped; the recorder names those that its own meets in
+        training. A collective operation."""
+        for rank, found in enumerate(self.workers.gather(loader.bad_images)):
+            is_named = loader is self.train_loader and rank == 0
+            for file, reason in [] if is_named else sorted(set(found) - self.reported_bad):
                 recorder.say(f"skipped {file}: {reason}")
                 recorder.event("bad_image", file=file, reason=reason)
             self.reported_bad.update(found)
@@ -373,7 +382,7 @@ class Trainer:
             return
         path = self.checkpoints.path_of(self.progress.step)
         with recorder.phase("checkpoint"):
-            pulse.take_time(Activity.SAVING)
+            pulse.show(Activity.SAVING)
             checkpoint = self.capture()
             with self.workers.agreement():
                 if self.workers.rank == 0:
@@ -396,7 +405,7 @@ class Trainer:
         """All of this run's state; a collective operation. Raises TrainError where parameters are not finite."""
         executor = self.executor
         executor.synchronize()
-        self.workers.all_reduce_on_host(list(executor.aux.values()), "aux")  # each process has seen other images
+        self.workers.all_reduce_on_host(executor.trained_statistics, "aux")  # each process has seen other images
         params, aux = executor.get_params()
         ema = self.optimizer.ema
         self.workers.all_reduce_on_host([ema[name] for name in aux if name in ema], "ema aux")
@@ -407,7 +416,8 @@ class Trainer:
             aux=aux,
             state={slot: {name: executor.to_canonical(name, array) for name, array in arrays.items()}
                    for slot, arrays in self.optimizer.state.items()},
-            ema={name: executor.to_canonical(name, array) for name, array in ema.items()},
+            ema={name: executor.to_canonical(name, ema[name]) if name in ema else array
+                 for name, array in {**params, **aux}.items()} if ema else {},
             scalars=dict(self.optimizer.scalars),
             config=self.config,
             class_names=self.train_loader.class_names,
@@ -429,6 +439,10 @@ class Trainer:
             processes = "1 process" if self.workers.size == 1 else f"{self.workers.size} processes"
             self.note = (f"going on with {images} images a step ({processes}) after {images_before} ({len(states)}): "
                          "the learning rate is scaled with them")
+        if before.freeze != self.config.freeze:
+            then, now = (f"--freeze {each.freeze}" if each.freeze else "no --freeze" for each in (before, self.config))
+            raise TrainError(f"the checkpoint is of a run with {then}, and this one has {now}: to train other layers, "
+                             "begin a new run from its weights (--weights)", on_all_ranks=True)
         state = self.optimizer.state
         if checkpoint.state.keys() != state.keys():
             raise TrainError(f"the checkpoint is of a run with --optimizer {before.optimizer}, from whose state "

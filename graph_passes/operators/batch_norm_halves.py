@@ -3,10 +3,11 @@ is done to each element with them. The pass `split_norm` writes them in its plac
 one half.
 
 `sums`, fp32, are of the data, over the batch: (2, C) its sum and its sum of squares, of which a variance loses digits
-where the mean is far above the deviation; or (3, C) those of the data less a value near its mean, and that value, of
-which it does not. The first is what cuDNN makes beside a convolution, the second what our own kernels make. The sums of the backward pass are the gradients of
-gamma and beta. `masked_grad` is the gradient of what ReLU reads: the sum of the output's gradients where ReLU let it
-through. It is kept where an addend wants it, or where to compute it again would cost more than one read.
+where the mean is far above the deviation; or (3, C) those of the data less its mean, the first of which is 0, and the
+mean. The first is what cuDNN makes beside a convolution, the second what our own kernels make. The sums of the backward
+pass are the gradients of gamma and beta. `masked_grad` is the gradient of what ReLU reads: the sum of the output's
+gradients where ReLU let it through. It is kept where an addend wants it, or where to compute it again would cost more
+than one read.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from graph_passes.operators.base import (
     Shape,
     Shapes,
     known,
-    sums_about,
+    sums_about_mean,
     total,
 )
 from graph_passes.operators.batch_norm import (
@@ -98,9 +99,9 @@ def _same(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
 
 def statistics_of(sums: Array, x: Array) -> Statistics:
     """Mean and variance of x, from its sums."""
-    from_near, mean_square = sums[:2].astype(np.float64) / (x.size // sums.shape[1])
-    near = sums[2] if len(sums) == 3 else 0.0
-    return Statistics((near + from_near).astype(x.dtype), (mean_square - from_near**2).astype(x.dtype))
+    first, mean_square = sums[:2].astype(np.float64) / (x.size // sums.shape[1])
+    mean = sums[2] if len(sums) == 3 else first
+    return Statistics(mean.astype(x.dtype), (mean_square - first**2).astype(x.dtype))
 
 
 def apply(node: NodeView, x: Array, sums: Array, gamma: Array, beta: Array, mean: Array,
@@ -112,7 +113,8 @@ def apply(node: NodeView, x: Array, sums: Array, gamma: Array, beta: Array, mean
 
 
 def _compute_group_statistics(node: NodeView, x: Array, sums: Array) -> list[Array]:
-    return [sums if len(sums) == 3 else np.stack([*sums, np.zeros_like(sums[0])])]
+    mean, var = statistics_of(sums, x)
+    return [np.stack([np.zeros_like(mean), var * (x.size // len(mean)), mean])]
 
 
 def _compute_apply(node: NodeView, *inputs: Array) -> list[Array]:
@@ -168,8 +170,8 @@ def _reduce(name: str, last: tuple[str, ...]) -> Operator:
 
 
 OPERATORS = (
-    Operator("BatchNormStatistics", ("data",), _statistics, lambda node, x: [sums_about(x, node["axis"])], ATTRIBUTES,
-             ("sums",), forward="BatchNorm"),
+    Operator("BatchNormStatistics", ("data",), _statistics, lambda node, x: [sums_about_mean(x, node["axis"])],
+             ATTRIBUTES, ("sums",), forward="BatchNorm"),
     _forward("BatchNormApply", _APPLY, _KEPT),
     _forward("BatchNormReluApply", _APPLY, _KEPT),
     _forward("BatchNormAddReluApply", (*_APPLY, "addend"), (*_KEPT, "mask")),
@@ -190,8 +192,8 @@ OPERATORS = (
     Operator("BatchNormReluBackwardApplyAdd", ("out_grad", "data", "gamma", "saved", "beta", *_SUMS, "addend"),
              _backward_apply, _compute_relu_backward_apply, ATTRIBUTES, ("data_grad",),
              in_place={"data_grad": ("out_grad", "addend")}, fused=True, forward="BatchNormRelu"),
-    # Sums over one GPU's batch -> over that of all GPUs that share BatchNorm's statistics, as if each had so many images
-    # as one has; and the sums of the backward pass -> their means over these GPUs. In NumPy the group is of one.
+    # Sums over one GPU's batch -> those of all GPUs that share BatchNorm's statistics, for as many rows as one GPU has;
+    # and the sums of the backward pass -> their means over these GPUs. In NumPy the group is of one.
     Operator("GroupStatistics", ("data", "sums"), _group_statistics, _compute_group_statistics, ATTRIBUTES,
              ("sums",), forward="BatchNorm"),
     Operator("GroupMean", _ARRAYS, _same, lambda node, *sums: list(sums), {"at_most_2": TRUE}, _ARRAYS,

@@ -24,8 +24,8 @@ from graph_passes.operators.base import (
     image_batch,
     integers,
     known,
-    sums_about,
     sum_over_others,
+    sums_about_mean,
 )
 from graph_passes.operators.elementwise import relu
 from graph_passes.operators.windows import LAYOUT, Places, as_layout, nhwc, output_size, window
@@ -133,7 +133,7 @@ def _grouped_channels(node: NodeView, x: Array) -> Array:
 def convolution_with_sums(node: NodeView, x: Array, weight: Array) -> tuple[Array, Array]:
     """The convolution, and the sums of its output for a BatchNorm."""
     y = convolution(node, x, weight)
-    sums = sums_about if node.op == "StemConvolution" else channel_sums  # those of our own kernel, and of cuDNN's
+    sums = sums_about_mean if node.op == "StemConvolution" else channel_sums  # those of our own kernel, and of cuDNN's
     return y, sums(y, channel_axis(node["layout"]))
 
 

@@ -33,8 +33,8 @@ def group_mean(graph: Graph) -> Graph:
             moved[sums] = Ref(nodes[-1].name)
         elif "gamma_grad" in names and "data_grad" not in names:
             gradients = tuple(node.output(name) for name in _GRADIENTS if name in names)
-            norm = node.attrs.get("part_of") or graph.consumers[gradients[0]][0].name
-            attrs = {"at_most_2": len(gradients) == 2, "part_of": norm}
+            part_of = node.attrs.get("part_of") or graph.consumers[gradients[0]][0].name
+            attrs = {"at_most_2": len(gradients) == 2, "part_of": part_of}
             nodes.append(Node("GroupMean", graph.unused_name(f"{node.name}_group"), gradients, attrs))
             moved |= dict(zip(gradients, nodes[-1].refs(), strict=True))
     return graph.replace(nodes, moved)

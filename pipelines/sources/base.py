@@ -27,6 +27,7 @@ class Source(ABC):
     classes: Classes
     feeds: str  # what `feed` gives: "bytes", "paths" or "pixels"
     cache_bytes: int = 0  # memory that decoded images take
+    remarks: Sequence[str] = ()  # sentences for the owner of the data: what of it is left out
 
     @property
     def class_names(self) -> list[str]:
@@ -47,11 +48,14 @@ class Source(ABC):
     @abstractmethod
     def feed(self, i: int) -> np.ndarray:
         """What the DALI graph gets for image `i` (uint8): its encoded bytes, the path of its file, which DALI then
-        reads in its own threads, or its pixels (height, width, RGB). Raises BrokenRecordError."""
+        reads in its own threads, or its pixels (height, width, RGB). Raises OSError or BrokenRecordError."""
 
     @abstractmethod
     def read(self, i: int) -> np.ndarray:
         """The encoded bytes of image `i` (uint8). Raises OSError or BrokenRecordError."""
+
+    def check(self, indices: Iterable[int]) -> None:  # noqa: B027  # most read files as they are
+        """Raise DataError where what holds these images has lost bytes since it was opened."""
 
     @functools.cached_property
     def mean_encoded_bytes(self) -> float:
@@ -90,6 +94,9 @@ class Chosen(Source):
 
     def read(self, i: int) -> np.ndarray:
         return self._source.read(self._indices[i])
+
+    def check(self, indices: Iterable[int]) -> None:
+        self._source.check(self._indices[i] for i in indices)
 
 
 def read_classes(folder: Path) -> Classes:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from pipelines.errors import DataError
+from pipelines.files import open_file, read_file
 from pipelines.sources.base import Classes, Source, read_classes
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -83,7 +84,7 @@ def _read_bin(file: Path) -> tuple[np.ndarray, np.ndarray]:
 
 def _read_pickle(file: Path) -> tuple[np.ndarray, np.ndarray]:
     try:
-        with file.open("rb") as opened:
+        with open_file(file) as opened:
             batch = _ArrayUnpickler(opened, encoding="bytes").load()
         images, labels = np.asarray(batch[b"data"]), np.asarray(batch[b"labels"], np.int64)
     except FileNotFoundError:
@@ -108,7 +109,7 @@ class _ArrayUnpickler(pickle.Unpickler):
 
 def _content(file: Path) -> bytes:
     try:
-        return file.read_bytes()
+        return read_file(file)
     except FileNotFoundError:
         raise _missing(file) from None
 

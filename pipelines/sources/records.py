@@ -71,6 +71,9 @@ class RecordSource(Source):
     def read(self, i: int) -> np.ndarray:
         return self._record(i).image
 
+    def check(self, indices: Iterable[int]) -> None:
+        self._file.check()
+
     def read_ahead(self, indices: Iterable[int]) -> None:
         for i in () if self._is_small else indices:
             self._file.read_ahead(int(self._offsets[i]), int(self._ends[i] - self._offsets[i]))

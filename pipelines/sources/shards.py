@@ -89,6 +89,10 @@ class ShardSource(Source):
     def read(self, i: int) -> np.ndarray:
         return self.feed(i)
 
+    def check(self, indices: Iterable[int]) -> None:
+        for number in {int(self._file[i]) for i in indices}:
+            self._maps[number].check()
+
     def read_ahead(self, indices: Iterable[int]) -> None:
         for i in indices:
             self._maps[self._file[i]].read_ahead(int(self._offset[i]), int(self._size[i]))

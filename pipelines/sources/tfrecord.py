@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from pipelines.errors import DataError
+from pipelines.files import open_file
 from pipelines.sources.shards import Entry, ShardSource
 
 # Feature names of TensorFlow's own ImageNet scripts, and of TFDS.
@@ -42,7 +43,7 @@ class TFRecordSource(ShardSource):
     @staticmethod
     def scan(file: Path) -> list[Entry]:
         try:
-            with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            with open_file(file) as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 return [_read_example(data, record, file) for record in _records(data, file)]
         except ValueError:
             raise DataError(f"{file}: is empty; write it anew") from None

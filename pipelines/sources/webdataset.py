@@ -12,6 +12,7 @@ import tarfile
 from pathlib import Path
 
 from pipelines.errors import DataError
+from pipelines.files import open_file
 from pipelines.sources.base import IMAGE_SUFFIXES
 from pipelines.sources.shards import Entry, ShardSource
 
@@ -75,7 +76,7 @@ def _parse_label(tar: tarfile.TarFile, member: tarfile.TarInfo, file: Path) -> i
 
 def check_not_compressed(file: Path) -> None:
     """Raise DataError for a compressed tar file, whatever its name is. Raises OSError."""
-    with file.open("rb") as opened:
+    with open_file(file) as opened:
         beginning = opened.read(16)
     for magic, name in _COMPRESSIONS.items():
         if re.match(magic, beginning):

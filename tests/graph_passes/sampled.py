@@ -1,8 +1,8 @@
 """What an executor has written, at sampled places, against float64 applied to what it read.
 
 `samples` has a rule for each operator of a training step, by which a few elements of an output follow from the inputs:
-of an image all channels at some pixels (or some whole images), of what is summed over the batch every channel and every
-weight. So a step of full size is checked in about a minute, and every channel of every tensor is looked at.
+of an image all channels at some pixels (or some whole images), of what is summed over the batch every channel. So a
+step of full size is checked in about a minute, and every channel of every tensor is looked at.
 
 Bounds are for each element: what is stored is rounded once, to half the distance of two numbers of its type; sums and
 products before that are of fp32. `norm` is that of the n terms of a sum.
@@ -41,7 +41,8 @@ Named = Mapping[str, Array]  # inputs or outputs by their names in the operator'
 
 PIXELS = 256  # looked at of a tensor, each with all channels
 IMAGES = 4  # where whole images are
-CHUNK = 2**20  # elements that are worked on at once where all of a tensor is
+FILTERS = 32  # of a weight's gradient, and as many of its other elements
+CHUNK = 2**19  # elements that are worked on at once where all of a tensor is
 WHOLE = 2**27  # elements of the largest tensor that is computed as a whole
 
 UNIT = 2.0**-24  # of fp32: the rounding of a number relative to itself
@@ -217,9 +218,11 @@ def _statistics_kept(node: Node, given: Named, written: Named) -> Iterator[Sampl
     """`saved` and the running statistics, from the sums."""
     for suffix in ("", "_2") if "data_2" in given else ("",):
         data = given[f"data{suffix}"]
-        mean, mean_square = given[f"sums{suffix}"].astype(np.float64) / math.prod(data.shape[:3])
-        var = np.maximum(mean_square - mean**2, 0)
-        error = FEW * UNIT * np.stack([np.abs(mean), mean_square])  # the variance is a difference
+        sums = given[f"sums{suffix}"].astype(np.float64)
+        from_near, mean_square = sums[:2] / math.prod(data.shape[:3])
+        near = sums[2] if len(sums) == 3 else np.zeros_like(from_near)
+        mean, var = near + from_near, np.maximum(mean_square - from_near**2, 0)
+        error = FEW * UNIT * np.stack([np.abs(near) + np.abs(from_near), mean_square])  # the variance is a difference
         inverse = 1 / np.sqrt(var + node["eps"])
         slope = inverse / (var + node["eps"])  # twice that of the root, of which the variance may take a good part
         name = f"saved{suffix}"
@@ -260,17 +263,27 @@ def _statistics(node: Node, given: Named, written: Named, rng: np.random.Generat
     """Sums and sums of squares of what BatchNorm reads; where a convolution leaves them, they may be of values that are
     not rounded yet."""
     x = written["output"] if "output" in written else given["data"]
+    sums = written["sums"]
+    near = sums[2].astype(np.float64) if len(sums) == 3 else np.zeros(sums.shape[1])
 
     def terms(chunk: slice) -> list[tuple[Array, None]]:
-        values = x[chunk].astype(np.float64)
+        values = x[chunk].astype(np.float64) - near
         return [(values, None), (values * values, None)]
 
     (plain, norm, _), (squares, norm_of_squares, _) = _sums(_chunks(x.shape), terms)
     norms = np.stack([norm, 2 * norm_of_squares])
     error = _summed(math.prod(x.shape[:3]), norms)
     if "output" in written:
-        error = error + _rounded_terms(norms, x.dtype)
-    yield _sample("sums", written, written["sums"], np.stack([plain, squares]), error)
+        # What is rounded are the values, not what they are less `near`.
+        sizes = np.stack([np.ones_like(norm), 2 * norm / math.sqrt(math.prod(x.shape[:3]))])
+        shift = np.abs(near) * math.sqrt(math.prod(x.shape[:3])) * sizes
+        error = error + _rounded_terms(norms + shift, x.dtype)
+    wanted = [plain, squares]
+    if len(sums) == 3:  # any value will do that is not far from the mean: the sums above are about the one written
+        mean = plain / math.prod(x.shape[:3])
+        wanted.append(near + mean)
+        error = np.stack([*error, 8 * norm / math.sqrt(math.prod(x.shape[:3]))])
+    yield _sample("sums", written, sums, np.stack(wanted), error)
 
 
 def _gradient_sums(node: Node, given: Named, written: Named, rng: np.random.Generator) -> Iterator[Sample]:
@@ -412,11 +425,10 @@ def _norm_gradient(node: Node, given: Named, shape: Sequence[int]) -> tuple[Arra
 
 
 def _wgrad(node: Node, given: Named, written: Named, rng: np.random.Generator) -> Iterator[Sample]:
-    """All of a weight's gradient."""
+    """Of a weight's gradient all that belongs to some filters, and of all filters what belongs to some places and
+    channels: so each filter, place and channel is looked at."""
     weight, groups = written["weight_grad"], node["num_group"]
-    fused = node.op != "ConvolutionWgrad"
     images = given[{"ConvolutionWgrad": "data", "StemWgrad": "image"}.get(node.op, "data_2")]
-    dtype = images.dtype
 
     def operands(chunk: slice) -> tuple[Array, Array]:
         """Of some images: the gradient of the convolution's output, and its data."""
@@ -431,32 +443,40 @@ def _wgrad(node: Node, given: Named, written: Named, rng: np.random.Generator) -
             x = relu(scaled(node, x, *_of_batch_norm(given, "_2")))
         return dy, x
 
-    def work(chunk: slice) -> tuple[Array, Array]:
+    filters_of_group, (height, width, channels) = len(weight) // groups, weight.shape[1:]
+    filters = rng.choice(filters_of_group, min(FILTERS, filters_of_group), replace=False)  # of each group
+    columns = rng.choice(height * width * channels, min(FILTERS, height * width * channels), replace=False)
+
+    def work(chunk: slice) -> list[Array]:
+        """By group: of some filters all, and of all filters some; the same of the terms' squares, in fp32."""
         dy, x = operands(chunk)
-        found, squares = np.empty(weight.shape), np.empty(weight.shape)
         places = Places(node, x.shape)
         padded = places.padded(x)
-        dy = dy.reshape(-1, groups, dy.shape[-1] // groups)
-        dy_squared = (dy**2).astype(np.float32)  # for a bound
-        for (row, column), region in places:
-            patch = padded[region].reshape(len(dy), groups, -1)
-            patch_squared = (patch**2).astype(np.float32)
-            for g in range(groups):
-                of_group = slice(g * dy.shape[2], (g + 1) * dy.shape[2])
-                found[of_group, row, column] = dy[:, g].T @ patch[:, g]
-                squares[of_group, row, column] = dy_squared[:, g].T @ patch_squared[:, g]
-        return found, squares
+        dy = dy.reshape(-1, groups, filters_of_group)
+        patches = [padded[region].reshape(len(dy), groups, channels) for _, region in places]
+        chosen = np.stack([patches[column // channels][..., column % channels] for column in columns], axis=-1)
+        chosen_squared, dy_squared = (chosen**2).astype(np.float32), (dy**2).astype(np.float32)
+        of_filters = np.empty((2, groups, len(filters), len(patches), channels))
+        of_columns = np.empty((2, groups, filters_of_group, len(columns)))
+        for g in range(groups):
+            some, some_squared = (np.ascontiguousarray(array[:, g, filters].T) for array in (dy, dy_squared))
+            for number, patch in enumerate(patches):
+                of_filters[0, g, :, number] = some @ patch[:, g]
+                of_filters[1, g, :, number] = some_squared @ (patch[:, g] ** 2).astype(np.float32)
+            of_columns[:, g] = dy[:, g].T @ chosen[:, g], dy_squared[:, g].T @ chosen_squared[:, g]
+        return [of_filters, of_columns]
 
-    total, squares = np.zeros(weight.shape), np.zeros(weight.shape)
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # each holds a hundred megabytes
-        for part, part_squares in pool.map(work, _chunks(images.shape)):
-            total += part
-            squares += part_squares
+    # Each thread holds a hundred megabytes, and products of matrices have threads of their own.
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        of_filters, of_columns = (sum(parts) for parts in zip(*pool.map(work, _chunks(images.shape)), strict=True))
+    got = weight.reshape(groups, filters_of_group, height * width, channels)
     pixels = math.prod(given["out_grad" if node.op == "ConvolutionWgrad" else "data"].shape[:3])
-    error = _summed(pixels, np.sqrt(squares))
-    if fused:
-        error = error + _rounded_terms(np.sqrt(squares), dtype)
-    yield _sample("weight_grad", written, weight, total, error)
+    for elements, (total, squares) in ((got[:, filters], of_filters),
+                                       (got.reshape(groups, filters_of_group, -1)[..., columns], of_columns)):
+        error = _summed(pixels, np.sqrt(squares))
+        if node.op != "ConvolutionWgrad":
+            error = error + _rounded_terms(np.sqrt(squares), images.dtype)
+        yield _sample("weight_grad", written, elements, total, error)
 
 
 # --- the stem's pooling, whole images of it ---

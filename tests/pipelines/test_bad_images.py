@@ -1,13 +1,22 @@
 """Odd and broken images: the decodable ones just work, the broken ones are named, and skipped or refused."""
 
+import re
+import struct
+import zlib
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from image_helpers import encode, smooth_image, write_records
 from PIL import Image
 
-from pipelines import DataError, LoaderConfig, open_loader
+from pipelines import DataError, ImageTransform, LoaderConfig, load_images, open_loader
 from pipelines.dali_loader import DaliLoader
 from pipelines.inspect_image import inspect_image
+from pipelines.make_records import Options, plan_files
+from pipelines.make_records import write_records as write_image_records
+from pipelines.transform import MAX_PIXELS
+from pipelines.verify import verify_split
 
 
 def colour_image(seed: int) -> Image.Image:
@@ -188,3 +197,43 @@ def test_no_gpu_memory_left_is_no_bad_image(tmp_path, monkeypatch):
     monkeypatch.setattr(loader, "_start", lambda: setattr(loader, "_pipeline", FullGpu()))
     with pytest.raises(DataError, match="the GPU has no memory left for the loader's batches of 8 images; use a small"):
         next(iter(loader))
+
+
+@pytest.mark.parametrize("image_format, split, transform", [
+    ("JPEG", "train", ImageTransform()),
+    ("PNG", "train", ImageTransform(crop_padding=4)),
+    ("WEBP", "val", ImageTransform()),
+])
+def test_images_of_too_many_pixels(tmp_path, image_format, split, transform):
+    """One of exactly as many is fine."""
+    rng = np.random.default_rng(8)
+    path = tmp_path / "data.rec"
+    images = [encode(smooth_image(rng, width, 60), image_format) for width in (80, 81, 80, 79)]
+    write_records(path, images, [0.0] * 4)
+    options = config(path, split=split, transform=transform, batch_size=2, max_pixels=4800, on_bad_image="skip")
+    sentence = "too large, has 81 x 60 pixels, more than --max-pixels 4800"
+    for cache in (0.0, 1.0):
+        with open_loader(replace(options, cache_gib=cache)) as loader:
+            list(loader)
+            assert [reason for _, reason in loader.bad_images] == [sentence]
+    with open_loader(replace(options, on_bad_image="error")) as loader, pytest.raises(DataError, match=sentence):
+        list(loader)
+    findings = [finding for _, finding in verify_split(str(path), "train", max_pixels=4800).findings]
+    assert [(finding.kind, finding.usable) for finding in findings] == [("too large", False)]
+
+
+def test_a_very_large_image_is_not_decoded(tmp_path):
+    """Of 400 megapixels in a PNG of 50 kB: neither by the loader, nor by predict's, nor by verify."""
+    file = tmp_path / "c/large.png"
+    file.parent.mkdir()
+    chunks = [(b"IHDR", struct.pack(">IIBBBBB", 20_000, 20_000, 1, 0, 0, 0, 0)), (b"IDAT", zlib.compress(bytes(99)))]
+    file.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in (*chunks, (b"IEND", b""))
+    ))
+    sentence = f"{file}: too large, has 20,000 x 20,000 pixels, more than --max-pixels {MAX_PIXELS}; replace it"
+    with pytest.raises(DataError, match=re.escape(sentence)):
+        list(load_images([file], 16))
+    assert verify_split(str(tmp_path), "train").findings[0][1].kind == "too large"  # and not "truncated", as it is
+    with pytest.raises(DataError, match="too large"):
+        write_image_records(plan_files(tmp_path, "train"), tmp_path / "out", "train", Options())

@@ -228,6 +228,27 @@ def test_two_at_once_are_refused(tmp_path):
     assert write_records(plan, tmp_path / "out", "train", Options()) == (4, [])
 
 
+@pytest.mark.parametrize("function", ["flock", "new_record_path"])
+def test_a_lock_that_comes_late_spares_the_finished_file(tmp_path, monkeypatch, function):
+    """The other process finishes between this one's opening of the unfinished file and its lock, or before that."""
+    write_folder(tmp_path / "images", 4, 2, seed=1)
+    plan = plan_files(tmp_path / "images", "train")
+    module = fcntl if function == "flock" else make_records
+    original = getattr(module, function)
+
+    def other_is_faster(*arguments):
+        found = original(*arguments) if function == "new_record_path" else None
+        monkeypatch.setattr(module, function, original)
+        assert write_records(plan, tmp_path / "out", "train", Options()) == (4, [])
+        return found or original(*arguments)
+
+    monkeypatch.setattr(module, function, other_is_faster)
+    with pytest.raises(DataError, match=r"train\.rec: another process has just written it; use that"):
+        write_records(plan, tmp_path / "out", "train", Options())
+    assert len(open_source(tmp_path / "out", "train")) == 4
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["classes.txt", "train.idx", "train.rec"]
+
+
 def test_a_journal_does_not_outlive_its_records(tmp_path, monkeypatch):
     """Else, once a file is removed that was finished at the last moment, the next one would begin with zeros."""
     images = {file.read_bytes() for file in write_folder(tmp_path / "images", 4, 2, seed=1)}

@@ -39,7 +39,7 @@ def run_processes(
     command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(narrow)}
     starting = [sys.executable, "-c", starter, *command]
-    return subprocess.run(starting, capture_output=True, text=True, env=environment, timeout=90)
+    return subprocess.run(starting, capture_output=True, text=True, env=environment, timeout=300)
 
 
 class Run:

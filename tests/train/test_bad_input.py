@@ -64,6 +64,8 @@ def test_unknown_command(fails):
     (["--data", "/nowhere"], "/nowhere"),
     (["--batch-size", "28"], "27 training images are fewer than one batch of 28"),
     (["--num-classes", "2"], "--num-classes 2 is less than the 3 classes"),
+    (["--max-pixels", "0"], "--max-pixels 0 must be at least 1"),
+    (["--max-pixels", "1000"], "none of the 27 images can be decoded"),
     (["--image-size", "0"], "--image-size 0 must be at least 32"),
     (["--executor", "cuda"], "--executor cuda needs an NVIDIA GPU"),
     (["--bn-group", "2"], "--bn-group 2 needs the cuda executor, and this run has the mxnet executor: leave it out"),
@@ -75,6 +77,15 @@ def test_mistakes_leave_no_output_folder(options, sentence, fails, tiny_options,
     monkeypatch.setattr(devices, "find_gpus", lambda: [])
     assert sentence in fails(*tiny_options, *options)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("inside", ["", "a"])
+def test_one_class_is_refused(inside, fails, tiny_options, tiny_data, tmp_path):
+    """The folder of the images of one class, or the one above the data set."""
+    shutil.copytree(tiny_data / "class0", tmp_path / "data/only" / inside)
+    way_out = f"give {tmp_path}/data/only, where there are folders" if inside else "give data of two or more"
+    sentence = fails(*tiny_options, "--data", tmp_path / "data")
+    assert f"data has one class only, 'only', and there is nothing to tell it from: {way_out}" in sentence
 
 
 def test_output_folder_with_another_run(fails, tiny_options, trained):

@@ -75,6 +75,19 @@ def test_accumulating_run(run_train, tiny_options, tmp_path):
     assert rates == pytest.approx([0.5 * 16 / 256 * (1 - k / 4) for k in range(4)])
 
 
+def test_skipped_validation_images_are_named_once(run_train, tiny_data, tiny_options, tmp_path):
+    for split in ("train", "val"):
+        shutil.copytree(tiny_data, tmp_path / "data" / split)
+    broken = tmp_path / "data" / "val" / "class1" / "3.jpg"
+    broken.write_bytes(broken.read_bytes()[:100])
+    folder = tmp_path / "run"
+    code, out, err = run_train(*tiny_options, "--output", folder, "--data", tmp_path / "data", "--on-bad-image", "skip")
+    assert code == 0, err
+    (bad,) = read_lines(folder, "bad_image")
+    assert str(broken) in bad["file"]
+    assert out.count(f"skipped {broken}") == 1
+
+
 def test_learns_and_validates_every_image_once(run_train, tiny_options, tmp_path):
     folder = tmp_path / "run"
     code, out, err = run_train("--output", folder, *tiny_options, "--epochs", "3", "--batch-size", "5", report=True)
@@ -82,8 +95,9 @@ def test_learns_and_validates_every_image_once(run_train, tiny_options, tmp_path
     rows = read_lines(folder, "epoch")
     assert [row["epoch"] for row in rows] == [1, 2, 3]
     assert rows[-1]["train_loss"] < rows[0]["train_loss"]
-    assert rows[-1]["val_top1"] > 0.6  # three tints, so chance is a third
-    assert rows[-1]["val_top1"] * 27 == pytest.approx(round(rows[-1]["val_top1"] * 27))  # of 27 images, none twice
+    top1 = rows[-1]["train_eval_top1"]
+    assert top1 > 0.6  # three tints, so chance is a third
+    assert top1 * 27 == pytest.approx(round(top1 * 27))  # of 27 images, none twice
     assert "total images/sec" in out
     assert (folder / "report" / "report.html").exists()
     assert json.loads((folder / "config.json").read_text())["batch_size"] == 5
@@ -118,6 +132,38 @@ def test_skipped_images_are_named_once(run_train, tiny_data, tiny_options, tmp_p
     code, out, err = run_train(*options, "--output", tmp_path / "other")
     assert code == 2
     assert str(broken) in err.splitlines()[-1]
+
+
+def test_accuracy_on_the_training_images_is_called_so(run_train, tiny_data, tiny_options, tmp_path):
+    """Of a folder without `val`; nowhere is it validation, but with `val` it is."""
+    for folder in ("train", "val"):
+        shutil.copytree(tiny_data, tmp_path / "split" / folder)
+    texts = {}
+    for data in (tiny_data, tmp_path / "split"):
+        folder = tmp_path / "runs" / data.name
+        options = [*tiny_options, "--data", data, "--output", folder, "--epochs", "1", "--target-accuracy", "0.01",
+                   "--tensorboard", "--mlperf"]
+        code, out, err = run_train(*options, report=True)
+        assert code == 0, err
+        _, validated, _ = run_train("validate", "--checkpoint", folder)
+        (row,), report = read_lines(folder, "epoch"), (folder / "report" / "report.md").read_text()
+        (event_file,) = (folder / "tensorboard").iterdir()
+        tags = {tag.decode() for tag in re.findall(rb"(?:validation|train_eval)/\w+", event_file.read_bytes())}
+        texts[data.name] = out + validated + report.partition("## Configuration")[0]
+        is_own = data.name == "split"
+        group = "validation" if is_own else "train_eval"
+        assert tags == {f"{group}/{name}" for name in ("loss", "top1", "top5")}
+        assert ((row["val_top1"] is None), (row["train_eval_top1"] is None)) == ((not is_own), is_own)
+        assert ("eval_accuracy" in (folder / "mlperf.log").read_text()) == is_own
+        assert (len((folder / "report" / "dawnbench.tsv").read_text().splitlines()) == 2) == is_own
+    own, none = texts["split"], texts[tiny_data.name]
+    assert "| validation loss" in own and "validation top-1, epoch 1" in own and "the validation set" in own
+    assert "training images" not in own.replace("training images over all the time", "")
+    for words in ("| on the training images: loss", "the top-1 on the training images is", "27 training images, loss",
+                  "top-1 on the training images, epoch 1", "spread evenly over the training images",
+                  "| evaluation on the training images |", "| top-1 on the training images |"):
+        assert words in none, words
+    assert re.findall(".*validation.*", none) == re.findall(".*, no validation", none), none
 
 
 def test_without_validation(run_train, tiny_options, tmp_path):

@@ -64,7 +64,8 @@ def test_sigterm(unbroken, tiny_options, tmp_path, run_train, monkeypatch, signa
         code, out, err = run_train("--output", folder, *tiny_options, report=True)
     assert code == 128 + signal.SIGTERM
     assert len(json.loads((folder / "report" / "report.json").read_text())["step_ms"]) == signal_at
-    assert out.count(f"validation is on the training images: {tiny_options[1]} has no train and val") == 1
+    assert out.count(f"{tiny_options[1]} has no train and val (docs/data.md): accuracy after an epoch is that on") == 1
+    assert out.count("\n27 training images of 3 classes\n") == 1
     assert f"go on with: {python()} -m train --resume {folder}" in out
     assert checkpoint.load(checkpoint.find(str(folder))).progress.step == signal_at
 
@@ -283,7 +284,7 @@ def test_best_is_kept_and_validated(ema_decay, tiny_options, tmp_path, run_train
     assert best.progress.step == STEPS_PER_EPOCH
     code, out, err = run_train("validate", "--checkpoint", folder)
     assert code == 0, err
-    assert f"27 images, loss {row['val_loss']:.4f}" in out, "validated with what the run was validated with"
+    assert f"27 training images, loss {row['train_eval_loss']:.4f}" in out, "as after the epoch"
     if ema_decay != "0":
         assert not np.array_equal(best.ema["classifier_weight"], best.params["classifier_weight"])
         trained = checkpoint.load_trained(str(folder))

@@ -50,6 +50,9 @@ def main(values: Mapping[str, Any]) -> None:
         if options.checkpoint and name in values:
             raise TrainError(f"{option_name(name)} {values[name]} is for --symbol without a checkpoint, and "
                              f"{options.checkpoint} has its own: leave it out")
+    if options.torchvision and options.symbol and Path(options.torchvision).with_suffix(".json") == Path(options.symbol):
+        raise TrainError(f"--symbol {options.symbol} has the name of the file that --torchvision {options.torchvision} "
+                         "writes beside it: give another one")
     trained = weights.load(options.checkpoint) if options.checkpoint else None
     if options.onnx:
         assert trained
@@ -159,6 +162,8 @@ def export_onnx(trained: Checkpoint) -> tuple[bytes, float]:
         "input_layout": "NCHW",
         "resize_shorter": str(max(size, round(size / trained.config.val_crop_fraction))),
         "center_crop": str(size),
+        "interpolation": trained.config.interpolation,  # antialiased, as Pillow does it
+        "rounding": "half up",  # of the longer side, whose scale stays that of the shorter; and of the crop's offset
         "mean": json.dumps(trained.config.mean),  # of pixels from 0 to 255: data = (pixel - mean) / std
         "std": json.dumps(trained.config.std),
         "network": trained.network,

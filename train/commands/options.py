@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+from pipelines.transform import SizeLimit
 from train.config import (
     BatchOptions,
     CacheOptions,
@@ -75,7 +76,7 @@ class CompareOptions(TrainingOptions, Comparison):
 
 
 @dataclass(frozen=True)
-class PredictOptions:
+class PredictOptions(SizeLimit):
     """Print the most likely classes of image files."""
 
     images: tuple[Path, ...]
@@ -108,7 +109,7 @@ class ExportOptions:
     checkpoint."""
     onnx: Annotated[str, "FILE"] = ""
     """ONNX file to write: input `data` float32 (N, 3, H, W), RGB, output `probabilities` (N, classes), BatchNorm folded
-    into the convolutions; checked with ONNX Runtime. Its metadata says how to prepare an image."""
+    into the convolutions; checked with ONNX Runtime. Its metadata says how to prepare an image (docs/inference.md)."""
     symbol: Annotated[str, "FILE"] = ""
     """Symbol JSON file to write: the network for `python -m graph_passes show --symbol` and for MXNet to load."""
     params: Annotated[str, "FILE"] = ""

@@ -83,6 +83,7 @@ def predict(options: PredictOptions) -> list[Prediction]:
         config.batch_size,
         device=placement.device.partition("(")[0],
         on_bad_image=options.on_bad_image,
+        max_pixels=options.max_pixels,
         transform=config.transform,
     )
     executor = build_executor(config, trained.num_classes, config.inference_image_size, placement, trained)

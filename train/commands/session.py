@@ -19,7 +19,7 @@ from common.output import make_lasting
 from pipelines import DataError, Loader
 from pipelines.samples import make_samples
 from train import checkpoint, demonstration, devices
-from train.build import SAMPLES_FOLDER
+from train.build import SAMPLES_FOLDER, evaluated_images
 from train.checkpoint import Checkpoint
 from train.config import CONFIG_FILE, LIST_PRESETS, SAMPLES, SYNTHETIC, Config
 from train.errors import TrainError
@@ -30,6 +30,7 @@ from train.processes.invocation import python
 from train.processes.pulse import Activity, pulse
 from train.reporting import predictions
 from train.reporting.inspection import predict_some
+from train.reporting.metrics import VALIDATION
 from train.reporting.recorder import Recorder
 from train.reporting.report import write_report
 
@@ -91,6 +92,7 @@ def open_recorder(trainer: Trainer, num_epochs: int | None, warmup_steps: int = 
         log_every=config.log_every,
         enabled=workers.rank == 0,
         num_processes=workers.size,
+        evaluated=evaluated_images(config) if trainer.val_loader else VALIDATION,
         first_step=progress.step,
         first_epoch=progress.epoch,
         warmup_steps=warmup_steps,
@@ -135,7 +137,7 @@ def measure_loader(loader: Loader, workers: Workers) -> float:
 def report(recorder: Recorder, run_folder: Path, trainer: Trainer | None = None) -> None:
     """Write the report, of the process that has recorded the run; with a `trainer` whose run is complete, and a
     validation behind it, also what its network makes of some images. Raises TrainError."""
-    pulse.take_time(Activity.REPORTING)
+    pulse.show(Activity.REPORTING)
     if not recorder.enabled:
         return
     print("writing the report ...", flush=True)
@@ -154,7 +156,8 @@ def _write_report(recorder: Recorder, run_folder: Path, trainer: Trainer | None)
     if trainer and trainer.val_loader and has_predictions(trainer, recorder):
         try:
             with ema_in_use(trainer.optimizer):
-                predictions.save(predict_some(trainer.executor, trainer.val_loader, trainer.progress.epoch), folder)
+                found = predict_some(trainer.executor, trainer.val_loader, trainer.progress.epoch, recorder.evaluated)
+            predictions.save(found, folder)
         except DataError as error:  # the run is complete all the same
             print(f"no picture of predictions: {error}", flush=True)
     print(f"report: {write_report(folder, recorder.record)}")
@@ -162,5 +165,5 @@ def _write_report(recorder: Recorder, run_folder: Path, trainer: Trainer | None)
 
 def has_predictions(trainer: Trainer, recorder: Recorder) -> bool:
     """Whether the run has validated images that somebody can look at."""
-    validated = any(row.val_top1 is not None for row in recorder.record.epochs)
+    validated = any(row.evaluation for row in recorder.record.epochs)
     return validated and trainer.config.data != SYNTHETIC

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from graph_passes.executors import Executor
 from graph_passes.executors.cuda.statistics_group import StatisticsGroup
-from pipelines.sources import splits_of
 from train import checkpoint, demonstration, devices
 from train.build import build_executor, check_memory, join_bn_group, open_split
 from train.checkpoint import Checkpoint
@@ -27,12 +26,13 @@ from train.commands.session import (
     report,
     run_folder_of,
 )
-from train.config import SAMPLES, SYNTHETIC, Config, configure, load_preset
+from train.config import SYNTHETIC, Config, configure, load_preset
 from train.errors import LostProcessError, TrainError
 from train.loop import Trainer
 from train.processes.distributed import Workers, drain_engine, is_elastic, is_lost_process
 from train.processes.invocation import launcher
 from train.processes.signals import StoppedBySignal
+from train.reporting.metrics import TRAINING_IMAGES
 from train.reporting.recorder import Recorder
 from train.schedule import image_sizes
 from train.weights import Weights, starting_point
@@ -176,7 +176,7 @@ def train(trainer: Trainer) -> None:
         with recorder:
             _note_origin(trainer, recorder)
             _note_memory(trainer, recorder)
-            _note_validation(trainer.config, recorder)
+            _note_data(trainer, recorder)
             trainer.run(recorder)
             if trainer.config.data != SYNTHETIC:  # which is made once and costs nothing
                 recorder.loader_speed(measure_loader(trainer.train_loader, trainer.workers))
@@ -203,8 +203,19 @@ def _note_memory(trainer: Trainer, recorder: Recorder) -> None:
         recorder.say(f"decoded images stay in memory: {size} per process (--cache)")
 
 
-def _note_validation(config: Config, recorder: Recorder) -> None:
-    """Where the accuracy of validation says nothing about images that the network has not seen, say so."""
-    is_own = config.data not in (SAMPLES, SYNTHETIC)
-    if recorder.enabled and is_own and config.validate_every and "val" not in splits_of(config.data):
-        recorder.say(f"validation is on the training images: {config.data} has no train and val (docs/data.md)")
+def _note_data(trainer: Trainer, recorder: Recorder) -> None:
+    """What is trained and validated on; and where the accuracy of validation says nothing about images that the network
+    has not seen, that it does so."""
+    if not recorder.enabled:
+        return
+    config, train_loader, val_loader = trainer.config, trainer.train_loader, trainer.val_loader
+    for remark in dict.fromkeys((*train_loader.remarks, *(val_loader.remarks if val_loader else ()))):
+        recorder.say(remark)
+    on_training_images = recorder.evaluated == TRAINING_IMAGES
+    found = f"{train_loader.num_images:,} training images of {len(train_loader.classes):,} classes"
+    if val_loader and not on_training_images:
+        found += f", {val_loader.num_images:,} for validation"
+    recorder.say(found)
+    if on_training_images:
+        recorder.say(f"{config.data} has no train and val (docs/data.md): accuracy after an epoch is that on the "
+                     f"{TRAINING_IMAGES}, no validation")

@@ -38,6 +38,9 @@ class BucketAllReduce:
         self._library = load_library(on_gpu=device_id != ON_HOST)
         self._slots: dict[str, Any] = {}  # by name of the bucket
         self._started: list[Bucket] = []
+        self._passes = 0
+        pulse.follow_device(executor.passes_shown)
+        executor.show_passes(self._passes)
 
     @property
     def description(self) -> str:
@@ -74,6 +77,8 @@ class BucketAllReduce:
         if not self._started:
             self._executor.hand_over(self.start)
         self.wait()
+        self._passes += 1
+        self._executor.show_passes(self._passes)
         for bucket in self._started:
             self._executor.follow(bucket)
         self._started.clear()

@@ -2,10 +2,11 @@
 
 Horovod's part is to notice a change and to call `sync` and the session again in every process
 (horovod.common.elastic); ours is `RunState`, which Horovod has for other frameworks but not for MXNet, and on one
-machine to give out new ranks (elastic_launch.py; over several machines horovodrun does). A session is an ordinary run that starts from a checkpoint, only that this one is in memory: the last commit, made every
-`--commit-every` steps. So a change costs the steps since then and whatever a resumed run costs, and what holds for
-resuming with another number of processes holds here: the batch of each process stays, the learning rate follows the
-global batch, and no image comes twice in an epoch (Trainer._restore). docs/elastic.md tells more.
+machine to give out new ranks (elastic_launch.py; over several machines horovodrun does). A session is an ordinary run
+that starts from a checkpoint, only that this one is in memory: the last commit, made every `--commit-every` steps. So a
+change costs the steps since then and whatever a resumed run costs, and what holds for resuming with another number of
+processes holds here: the batch of each process stays, the learning rate follows the global batch, and no image comes
+twice in an epoch (Trainer._restore). docs/elastic.md tells more.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from graph_passes.executors import Executor
 from train.checkpoint import Checkpoint
 from train.processes.distributed import Workers, drain_engine, is_lost_process
 from train.processes.horovod_mxnet import hvd
-from train.processes.pulse import Activity, pulse
+from train.processes.pulse import pulse
 
 if TYPE_CHECKING:
     from train.commands.train import Beginning
@@ -104,7 +105,7 @@ def _join() -> dict[int, str]:
         os.environ.update(HOROVOD_RANK=rank, HOROVOD_SIZE=size, HOROVOD_CROSS_RANK=rank, HOROVOD_CROSS_SIZE=size)
     before = _sockets()
     workers = Workers()
-    pulse.take_time(Activity.STARTING)
+    pulse.lose_pace()
     os.environ.update(HOROVOD_RANK=str(workers.rank), HOROVOD_SIZE=str(workers.size))
     return {number: name for number, name in _sockets().items() if before.get(number) != name}
 

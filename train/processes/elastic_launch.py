@@ -128,9 +128,8 @@ class ElasticRun:
                    for worker in self._processes.all if worker.process.pid not in self._hung)
 
     def _part_with_ended(self) -> None:
-        running = self._processes.running
-        for worker in self._processes.all:
-            if worker in running or worker in self._ended:
+        for worker in list(self._processes.all):  # which grows where all start anew
+            if worker in self._processes.running or worker in self._ended:
                 continue
             self._ended.append(worker)
             if not (self._is_regular(worker) or self._processes.has_done_its_part(worker)) and self._code is None:

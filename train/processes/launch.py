@@ -168,7 +168,9 @@ def _wait(processes: Processes) -> int:
 
 
 def require_horovod(num_processes: int | str) -> None:
-    """Raises NoHorovodError where Horovod is missing; but this project's own environment gets it first."""
+    """Raises TrainError where Horovod cannot work: it is missing, but this project's own environment gets it first; or
+    this machine's name has no address."""
+    topology.check_host_name()
     root = Path(__file__).resolve().parents[2]
     ours = "PYTHON" not in os.environ and Path(sys.prefix).resolve() == (root / ".venv").resolve()
     if ours and not (root / ".venv" / ".ready-horovod").exists():
@@ -203,6 +205,7 @@ def main(arguments: Sequence[str]) -> int:
     on_cpu = given_value(passed, "--device") == "cpu"
     command = [sys.executable, "-m", "train", *passed]
     if "HOROVOD_LOCAL_RANK" in os.environ:  # started by horovodrun
+        topology.check_host_name()
         slots, _ = plan(int(os.environ["HOROVOD_LOCAL_SIZE"]), on_cpu)
         _become(command, slots[int(os.environ["HOROVOD_LOCAL_RANK"])])
     understood(passed)  # a mistake is told before Horovod is compiled, and once

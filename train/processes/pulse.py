@@ -10,11 +10,17 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import threading
 import time
 from enum import IntEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
 
 VARIABLE = "RESNET_PULSE"  # environment variable: descriptor of the memory, and which of its records is this process's
 POLL_SECONDS = 0.02
+DEVICE_SECONDS = 1.0
 
 
 class Activity(IntEnum):
@@ -34,6 +40,11 @@ class Activity(IntEnum):
     def words(self) -> str:
         return _WORDS[self]
 
+    @property
+    def takes_time(self) -> bool:
+        """Whether it is done once or seldom, and takes as long as it takes: compiling, a checkpoint on a slow disk."""
+        return self in (Activity.STARTING, Activity.VALIDATING, Activity.SAVING, Activity.REPORTING)
+
 
 _WORDS = {
     Activity.STARTING: "starting",
@@ -42,7 +53,7 @@ _WORDS = {
     Activity.LOADING: "waiting for a batch of images",
     Activity.COMPUTING: "computing",
     Activity.TOGETHER: "in an operation among the processes",
-    Activity.VALIDATING: "reading the results of validation",
+    Activity.VALIDATING: "beginning or ending a validation",
     Activity.SAVING: "saving",
     Activity.REPORTING: "writing the report",
 }
@@ -57,8 +68,9 @@ class Record(ctypes.Structure):
         ("step", ctypes.c_uint64),  # optimizer steps done
         ("epoch", ctypes.c_uint32),  # whole epochs done
         ("activity", ctypes.c_uint32),
-        ("keeps_pace", ctypes.c_uint32),  # 1: what it does now it has done before, in about the time of then
-        ("longest", ctypes.c_float),  # s; that this has taken so far
+        ("keeps_pace", ctypes.c_uint32),  # 1: it takes steps, each about as long as those before
+        ("longest", ctypes.c_float),  # s; that a step has taken so far
+        ("device_passes", ctypes.c_uint32),  # backward passes that its GPU has done, since it joined
         ("commits", ctypes.c_uint32),  # of an elastic run
         # Of an elastic run, written by the launcher:
         ("rank", ctypes.c_uint32),
@@ -74,6 +86,7 @@ class Record(ctypes.Structure):
     activity: int
     keeps_pace: int
     longest: float
+    device_passes: int
     commits: int
     rank: int
     size: int
@@ -89,7 +102,9 @@ class Pulse:
         place = os.environ.pop(VARIABLE, "")  # not for the programs that this process starts
         self.is_watched = bool(place)
         self._record = Record()
-        self._lap_end: float | None = None  # seconds; of the lap before, if there was one
+        self._step_end: float | None = None  # seconds; of the step before, if nothing that takes time came in between
+        self._device: np.ndarray
+        self._follower: threading.Thread | None = None
         if place:
             descriptor, number = map(int, place.split(","))
             memory = mmap.mmap(descriptor, 0)
@@ -98,33 +113,45 @@ class Pulse:
 
     def show(self, activity: Activity) -> None:
         """It does this from now on: a sign of life."""
+        if activity.takes_time:
+            self._step_end = None
         self._record.activity = activity
         self._record.beats += 1
 
-    def take_time(self, activity: Activity) -> None:
-        """It does something from now on that takes as long as it takes, as compiling, until it gets into step."""
-        self._record.keeps_pace = 0
-        self._lap_end = None
-        self.show(activity)
-
-    def end_lap(self) -> None:
-        """A step, or a batch of validation, is over, and another one comes, which should take about as long."""
-        now = time.monotonic()
-        if self._lap_end is not None:  # else it was the first, in which much is done once
-            self._record.longest = max(self._record.longest, now - self._lap_end)
-            self._record.keeps_pace = 1
-        self._lap_end = now
-        self._record.beats += 1
-
     def begin_collective(self) -> None:
-        """It begins an operation that all processes take part in, in the same order."""
+        """It begins an operation that all processes take part in, in the same order; part of what takes time, if it
+        does such a thing."""
         self._record.collectives += 1
-        self.show(Activity.TOGETHER)
+        takes_time = Activity(self._record.activity).takes_time
+        self.show(Activity(self._record.activity) if takes_time else Activity.TOGETHER)
 
     def end_step(self, epoch: int, step: int) -> None:
-        """An optimizer step is done; so many whole epochs and steps are now."""
-        self._record.epoch, self._record.step = epoch, step
-        self.end_lap()
+        """An optimizer step is done; so many whole epochs and steps are now. The next one should take about as long."""
+        now, record = time.monotonic(), self._record
+        if self._step_end is not None:  # else it was the first, in which much is done once
+            record.longest = max(record.longest, now - self._step_end)
+            record.keeps_pace = 1
+        self._step_end = now
+        record.epoch, record.step = epoch, step
+        self.show(Activity.TOGETHER)
+
+    def lose_pace(self) -> None:
+        """The next step differs from those before: much may be done once in it, as compiling."""
+        self._step_end, self._record.keeps_pace = None, 0
+        self.show(Activity.STARTING)
+
+    def follow_device(self, passes: np.ndarray) -> None:
+        """Show from now on what a GPU writes here: how many backward passes it has done, one uint32. By a thread: the
+        one that computes may wait for a GPU that hangs."""
+        self._device = passes
+        if self.is_watched and not self._follower:
+            self._follower = threading.Thread(target=self._follow, name="pulse", daemon=True)
+            self._follower.start()
+
+    def _follow(self) -> None:
+        while True:
+            self._record.device_passes = int(self._device[0])
+            time.sleep(DEVICE_SECONDS)
 
     def count_commit(self) -> None:
         """Of an elastic run: the others may go on from here without this process."""
@@ -145,10 +172,10 @@ class Pulse:
         record = self._record
         before = record.generation
         record.collectives = 0
-        self.take_time(Activity.AT_DOOR)
+        self.show(Activity.AT_DOOR)
         while record.generation == before:
             time.sleep(POLL_SECONDS)
-        self.take_time(Activity.JOINING)
+        self.show(Activity.JOINING)
         return record.rank, record.size
 
 

@@ -60,6 +60,7 @@ class Watch:
         self.descriptor = descriptor
         self.records = (Record * count).from_buffer(mmap.mmap(descriptor, 0))
         self._seen = [_Seen() for _ in range(count)]
+        self._running: dict[int, int] = {}  # at the latest look
         self._clock, self._last_look, self._now = clock, clock(), 0.0
 
     def begin(self, number: int) -> dict[str, str]:
@@ -74,6 +75,10 @@ class Watch:
         now = self._clock()
         self._now += min(now - self._last_look, LONGEST_LOOK)
         self._last_look = now
+        if running != self._running:  # who was waited for may be gone: the others have been quiet with good reason
+            self._running = dict(running)
+            for seen in self._seen:
+                seen.at = self._now
         quiet = {number: self._quiet(number) for number in running}
         if not self.seconds:
             return None
@@ -85,6 +90,9 @@ class Watch:
                         and self.records[number].activity != Activity.AT_DOOR]
             least = min((self.records[number].collectives for number in together), default=0)
             behind = [number for number in together if self.records[number].collectives == least]
+            if len(behind) == len(together):  # their hosts have come equally far, the GPUs perhaps not
+                slowest = min((self.records[number].device_passes for number in behind), default=0)
+                behind = [number for number in behind if self.records[number].device_passes == slowest]
             if behind and all(quiet[number] > self._limit(number) for number in behind):
                 return Hang(tuple(behind), is_certain=len(behind) == 1 or len(behind) < len(together))
         return None
@@ -99,9 +107,10 @@ class Watch:
     def _limit(self, number: int) -> float:
         """Seconds without a sign of life that are too many."""
         record = self.records[number]
-        if record.keeps_pace or record.activity == Activity.JOINING:
-            return max(self.seconds, SLOWER * record.longest)
-        return ONCE * self.seconds
+        activity = Activity(record.activity)
+        if activity.takes_time or not (record.keeps_pace or activity == Activity.JOINING):
+            return ONCE * self.seconds
+        return max(self.seconds, SLOWER * record.longest)
 
     def describe(self, number: int, pid: int) -> str:
         """What was last heard of a process."""
@@ -123,7 +132,7 @@ def status(pid: int) -> Status | None:
     """None where there is no such process, or nothing is left of it than its exit code."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            fields = file.read().rpartition(")")[2].split()  # what stands before is the program's name, of any characters
+            fields = file.read().rpartition(")")[2].split()  # before it stands the program's name, whatever that is
     except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] in "ZX" else Status(fields[0], int(fields[19]))

@@ -9,14 +9,18 @@ import numpy as np
 
 from graph_passes.executors import Executor
 from pipelines import Loader, LoaderConfig, load_chosen
+from train.reporting.metrics import VALIDATION
 from train.reporting.predictions import Predictions
 
 NUM_SHOWN = 24
 SHOWN_SIZE = 160  # pixels: a network may see too few for people
 
 
-def predict_some(executor: Executor, loader: Loader, epoch: int) -> Predictions:
-    """Predictions for images of a validation loader's split. Raises DataError where none can be decoded."""
+def predict_some(executor: Executor, loader: Loader, epoch: int, images: str = VALIDATION) -> Predictions:
+    """Predictions for images of a validation loader's split. Raises DataError where none can be decoded.
+
+    `images`: which these are, one of `metrics.EVALUATED`.
+    """
     chosen = spread(loader.num_images, NUM_SHOWN)
     config = replace(loader.config, on_bad_image="skip")  # there are others: a picture must not end a run
     labels, guesses, probabilities = [], [], []
@@ -35,6 +39,7 @@ def predict_some(executor: Executor, loader: Loader, epoch: int) -> Predictions:
         guessed=[names[guess] if guess < len(names) else f"class {guess}" for guess in guesses],
         probability=np.array(probabilities),
         epoch=epoch,
+        images=images,
     )
 
 

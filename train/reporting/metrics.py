@@ -88,9 +88,28 @@ def speed(step_ms: Sequence[float] | np.ndarray, images_per_step: int) -> Speed:
     )
 
 
+VALIDATION, TRAINING_IMAGES = "validation", "training images"
+# What the accuracy after an epoch may be of, and how its fields begin in an `EpochRow`, metrics.jsonl and TensorBoard.
+EVALUATED = {VALIDATION: "val", TRAINING_IMAGES: "train_eval"}
+
+
+def accuracy_of(images: str, top: str = "top-1") -> str:
+    """An accuracy by its name: of the validation images, or of the training images where there are no others."""
+    return f"{VALIDATION} {top}" if images == VALIDATION else f"{top} on the {images}"
+
+
+class Evaluation(NamedTuple):
+    """What the network, as it is after an epoch, makes of some images."""
+
+    images: str  # VALIDATION or TRAINING_IMAGES
+    loss: float
+    top1: float  # fraction of the images
+    top5: float
+
+
 @dataclass
 class EpochRow:
-    """Results of one epoch. Accuracies are fractions; None where there was no validation."""
+    """Results of one epoch. Accuracies are fractions; None where there was no evaluation on such images."""
 
     epoch: int  # counted from 1
     hours: float  # training time since the start of the run when the epoch's validation had ended
@@ -100,6 +119,18 @@ class EpochRow:
     val_loss: float | None = None
     val_top1: float | None = None
     val_top5: float | None = None
+    train_eval_loss: float | None = None  # of the training images, seen as in validation: the data has no others
+    train_eval_top1: float | None = None
+    train_eval_top5: float | None = None
+
+    @property
+    def evaluation(self) -> Evaluation | None:
+        """Of validation images, or of the training images where there are no others; None: not in this epoch."""
+        for images, prefix in EVALUATED.items():
+            values = [getattr(self, f"{prefix}_{name}") for name in ("loss", "top1", "top5")]
+            if values[1] is not None:
+                return Evaluation(images, *values)
+        return None
 
 
 @dataclass
@@ -220,7 +251,9 @@ class RunRecord:
             if "gpu_power" in line:
                 self.gpu_curve.append(GpuPoint(line["step"], *(line.get(f"gpu_{f}") for f in GpuReadings._fields)))
         elif kind == "epoch":
-            self.epochs.append(EpochRow(**{f.name: line[f.name] for f in dataclasses.fields(EpochRow)}))
+            # Earlier versions did not tell the training images from those of validation.
+            names = [field.name for field in dataclasses.fields(EpochRow)]
+            self.epochs.append(EpochRow(**{name: line[name] for name in names if name in line}))
         elif kind == "phase":
             self.phase_seconds[line["name"]] = self.phase_seconds.get(line["name"], 0.0) + line["seconds"]
         elif kind == "loader":

@@ -36,7 +36,7 @@ from graph_passes.executors import Metrics
 from train.errors import TrainError
 from train.processes.invocation import command_line
 from train.reporting.gpu_monitor import GpuReadings
-from train.reporting.metrics import METRICS_FILE, RunRecord, Speed, speed
+from train.reporting.metrics import EVALUATED, METRICS_FILE, VALIDATION, EpochRow, RunRecord, Speed, speed
 from train.reporting.metrics_file import MetricsFile
 from train.reporting.mlperf import MLPerfLog
 from train.reporting.tensorboard import TensorBoardLog
@@ -74,6 +74,7 @@ class Recorder:
         num_epochs: epochs of the whole run, for the time left; None: nobody can tell its end.
         log_every: optimizer steps between two log lines.
         num_processes: for the report.
+        evaluated: which images validation sees, one of `metrics.EVALUATED`.
         first_step: optimizer steps that the checkpoint resumed from has behind it.
         first_epoch: whole epochs likewise.
         warmup_steps: first steps of a session that no throughput counts: libraries choose kernels, caches fill.
@@ -95,6 +96,7 @@ class Recorder:
         log_every: int,
         enabled: bool = True,
         num_processes: int = 1,
+        evaluated: str = VALIDATION,
         first_step: int = 0,
         first_epoch: int = 0,
         warmup_steps: int = 10,
@@ -107,6 +109,7 @@ class Recorder:
         self.folder = folder
         self.all_removed: list[str] = []
         self.num_epochs = num_epochs
+        self.evaluated = evaluated
         self.log_every = log_every
         self.record = RunRecord(config={}, command="", images_per_step=images_per_step)
         self._clock = clock
@@ -336,7 +339,10 @@ class Recorder:
     def phase(self, name: str) -> Iterator[None]:
         """Time outside the steps (`validation`, `checkpoint`, ...), told apart in the report."""
         start = self._clock()
-        if self._mlperf and name == "validation":
+        is_validation = name == VALIDATION
+        if is_validation and self.evaluated != VALIDATION:
+            name = f"evaluation on the {self.evaluated}"
+        if self._mlperf and is_validation:
             self._mlperf.start("eval_start", epoch_num=self._epoch + 1)
         if self._terminal:
             self._terminal.show(name)
@@ -345,7 +351,7 @@ class Recorder:
         if self._terminal:
             self._terminal.show()
         self._step_start += seconds  # a checkpoint in mid-epoch is no part of the next step
-        if name == "validation" and self._mlperf:
+        if is_validation and self._mlperf:
             self._mlperf.end("eval_stop", epoch_num=self._epoch + 1)
         self._emit("phase", name=name, seconds=seconds)
 
@@ -362,24 +368,26 @@ class Recorder:
         # Of a session shorter than its warm-up the record counts the last step, which is no epoch's speed.
         warm = max(first - record.steps_before, record.session_starts[-1] + record.warmup_steps)
         counted = counted[counted >= warm]
-        row = {
-            "epoch": self._epoch + 1,
-            "hours": self._file.seconds() / 3600,
-            "images_per_sec": _rate(record.images_per_step * len(counted), np.asarray(record.step_ms)[counted].sum()),
-            "train_loss": float(np.average([p.loss for p in points], weights=weights)) if points else None,
-            "train_top1": float(np.average([p.top1 for p in points], weights=weights)) if points else None,
-            "val_loss": validation.loss_sum / validation.count if validation else None,
-            "val_top1": validation.top1 / validation.count if validation else None,
-            "val_top5": validation.top5 / validation.count if validation else None,
-        }
-        self._emit("epoch", **row)
+        row = EpochRow(
+            epoch=self._epoch + 1,
+            hours=self._file.seconds() / 3600,
+            images_per_sec=_rate(record.images_per_step * len(counted), np.asarray(record.step_ms)[counted].sum()),
+            train_loss=float(np.average([p.loss for p in points], weights=weights)) if points else None,
+            train_top1=float(np.average([p.top1 for p in points], weights=weights)) if points else None,
+        )
+        if validation:
+            sums = {"loss": validation.loss_sum, "top1": validation.top1, "top5": validation.top5}
+            for name, value in sums.items():
+                setattr(row, f"{EVALUATED[self.evaluated]}_{name}", value / validation.count)
+        self._emit("epoch", **vars(row))
         self._terminal.end_epoch(row)
-        if self._tensorboard:
-            validated = {name: row[f"val_{name}"] for name in ("loss", "top1", "top5")}
-            self._tensorboard.add("validation", self._step, **validated)
+        if self._tensorboard and row.evaluation:
+            images, *values = row.evaluation
+            group = VALIDATION if images == VALIDATION else EVALUATED[images]
+            self._tensorboard.add(group, self._step, **dict(zip(("loss", "top1", "top5"), values, strict=True)))
         if self._mlperf:
-            if validation:
-                self._mlperf.point("eval_accuracy", row["val_top1"], epoch_num=self._epoch + 1)
+            if row.val_top1 is not None:
+                self._mlperf.point("eval_accuracy", row.val_top1, epoch_num=self._epoch + 1)
             self._mlperf.end("epoch_stop", epoch_num=self._epoch + 1)
 
     # --- anything else ---

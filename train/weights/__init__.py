@@ -65,7 +65,7 @@ def read(place: str, model: str = "") -> Weights:
     classes, about_classes = _classes(path, found, count)
     trained = Checkpoint(
         params=found.params, aux=found.aux, state={},
-        config=Config(model=found.model, batch_size=BATCH_SIZE, **found.record.settings),
+        config=Config(model=found.model, batch_size=BATCH_SIZE, label_smoothing=0.0, **found.record.settings),
         class_names=[name for _, name in classes], class_keys=[key for key, _ in classes],
         progress=Progress(step=found.num_batches),
     )

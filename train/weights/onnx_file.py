@@ -12,7 +12,6 @@ import base64
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -50,7 +49,7 @@ def read(path: Path) -> tuple[Arrays, Record]:
         model = onnx.load_model(str(path), load_external_data=False)
         about = {entry.key: entry.value for entry in model.metadata_props}
         if model.producer_name != PRODUCER or "batch_norms" not in about:
-            raise TrainError(f"{path} is no ONNX export of this program, or of an earlier version of it: give the "
+            raise TrainError(f"{path} is no ONNX export of this program, or one of an earlier version: give the "
                              "weights that it was made from")
         arrays = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
         return _unfold(arrays, about), _record(path, about)
@@ -75,9 +74,9 @@ def _record(path: Path, about: Mapping[str, str]) -> Record:
     size = int(about["center_crop"])
     mean, std = (tuple(json.loads(about[name])) for name in ("mean", "std"))
     names, keys = (json.loads(about[name]) for name in ("class_names", "class_keys"))
-    settings: dict[str, Any] = {"interpolation": about["interpolation"]} if "interpolation" in about else {}
     return Record(file=path, size=size, crop=size / int(about["resize_shorter"]), mean=mean, std=std,
-                  classes=list(zip(keys, names, strict=True)), **settings)
+                  interpolation=about["interpolation"],
+                  classes=list(zip(keys, names, strict=True)))
 
 
 def _text(array: np.ndarray) -> str:

@@ -20,7 +20,7 @@ from graph_passes.passes.fold_bn import foldings
 from train import models
 from train.errors import TrainError
 from train.models.libraries import GLUON, Published
-from train.models.network import value_shapes
+from train.models.network import Network, value_shapes
 from train.models.resnet import BATCH_NORM_EPS
 from train.weights.record import Record
 
@@ -65,17 +65,15 @@ def recognise(path: Path, arrays: Mapping[str, np.ndarray], record: Record, want
         TrainError: they are of no network of this program, of another one than `wanted`, or of one that would compute
             something else; or they hold what is no finite number.
     """
-    nearest, best = None, -1.0
-    for candidate in _candidates():
-        named = candidate.structural(arrays)
-        match = candidate.match(named)
-        if match == 1:
-            return candidate.take(path, named, record, wanted)
-        if match > best:
-            nearest, best = candidate, match
-    assert nearest
+    candidates = list(_candidates())
+    shared = [candidate.shared_names(arrays) for candidate in candidates]
+    alike = [candidate for candidate, share in zip(candidates, shared, strict=True) if share == max(shared)]
+    nearest = max(alike, key=lambda candidate: candidate.match(candidate.structural(arrays)))
+    named = nearest.structural(arrays)
+    if nearest.match(named) == 1:
+        return nearest.take(path, named, record, wanted)
     raise TrainError(f"{path} is of no network of this program; the nearest is {nearest.model}, "
-                     f"{nearest.difference(nearest.structural(arrays))}: give weights of one that it has "
+                     f"{nearest.difference(named)}: give weights of one that it has "
                      f"({', '.join(models.names())})")
 
 
@@ -84,19 +82,28 @@ def _candidates() -> Iterator[_Candidate]:
         network = models.create(model)
         shapes, aux_shapes = value_shapes(network.symbol)
         for published, is_oihw in ((None, False), (None, True), *((found, True) for found in models.published(model))):
-            yield _Candidate(model, published, is_oihw, network.graph, shapes, aux_shapes)
+            yield _Candidate(network, published, is_oihw, shapes, aux_shapes)
 
 
 @dataclass(frozen=True)
 class _Candidate:
     """A network, and the form in which its arrays may be."""
 
-    model: str
+    network: Network
     published: Published | None  # whose names; None: ours
     is_oihw: bool  # layout of convolution weights; else OHWI
-    graph: Graph
     shapes: Shapes  # of the parameters, canonical, by our names
     aux_shapes: Shapes
+
+    @property
+    def model(self) -> str:
+        """Its name."""
+        return self.network.name
+
+    @property
+    def graph(self) -> Graph:
+        """Which takes longer to make than all the rest of a candidate."""
+        return self.network.graph
 
     def name(self, ours: str) -> str:
         """What the array is called there."""
@@ -111,7 +118,7 @@ class _Candidate:
     @cached_property
     def classifier(self) -> list[str]:
         """Names there of its weight and its bias."""
-        return [self.name(ref.node) for ref in roles.classifier(self.graph).inputs[1:3]]
+        return [self.name(ours) for ours in self.network.classifier]
 
     @cached_property
     def biases(self) -> dict[str, str]:
@@ -130,6 +137,11 @@ class _Candidate:
         layers = self.published.counted()
         return {f"{layers[found[1]]}.{found[2]}" if found and found[1] in layers else name: arrays[name]
                 for name, found in counted.items()}
+
+    def shared_names(self, arrays: Mapping[str, np.ndarray]) -> float:
+        """The share of all names, there and here, that both have."""
+        there, here = self.structural(arrays).keys(), self.wanted.keys()
+        return len(there & here) / len(there | here)
 
     def match(self, arrays: Mapping[str, np.ndarray]) -> float:
         """The share of all arrays, there and here, that fit; 1 only if they all do."""

@@ -128,6 +128,8 @@ def _checked(path: Path, values: dict[str, Any]) -> Record:
                  for name, default in (("mean", MEAN), ("std", STD)))
     if len(mean) != 3 or len(std) != 3 or not all(map(math.isfinite, (*mean, *std))) or min(std) <= 0:
         raise ValueError("its mean and std are not three numbers each, those of std above 0")
+    if changed := values.get("model_args"):  # BatchNorm's epsilon, the activation, ...
+        raise ValueError(f"its model_args {changed} change the network")
     turn = -1 if order == "BGR" else 1
     return Record(
         file=path,

@@ -195,9 +195,10 @@ def _tensor(storage: _Storage, offset: int, size: tuple[int, ...], stride: tuple
     # A tensor that repeats its numbers could be of any size.
     if count and (last >= len(values) or count > len(values)):
         raise ValueError(f"a tensor of the shape {size} reaches beyond its {len(values)} numbers")
+    if not count:
+        return _Tensor(np.zeros(size, values.dtype))
     strides = [step * values.itemsize for step in stride]
-    view = np.lib.stride_tricks.as_strided(values[offset:], size, strides, writeable=False) if count else np.zeros(size)
-    return _Tensor(view)
+    return _Tensor(np.lib.stride_tricks.as_strided(values[offset:], size, strides, writeable=False))
 
 
 def _parameter(tensor: _Tensor, *_: object) -> _Tensor:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from common.disk_cache import Cache
-from graph_passes import pipeline
+from graph_passes import pipeline, roles
 from graph_passes.errors import GraphError
 from graph_passes.executors.base import Metrics
 from graph_passes.executors.cuda.arena import Arena
@@ -27,6 +27,7 @@ from graph_passes.executors.cuda.capacity import check_fits, largest_batch, most
 from graph_passes.executors.cuda.compiled import CompiledGraph
 from graph_passes.executors.cuda.convolution import ConvolutionLibrary, import_cudnn
 from graph_passes.executors.cuda.device import Gpu
+from graph_passes.executors.cuda.folding import Folded
 from graph_passes.executors.cuda.inference import Inference
 from graph_passes.executors.cuda.kernels import C_TYPES, KernelLibrary, count, instance, threads
 from graph_passes.executors.cuda.lowering import LoweredGraph, Persistent, check_operators
@@ -81,9 +82,14 @@ class TrainingStep:
         self._allocate_for_owner = allocate
         self._graph, self._shapes = graph, dict(shapes)
         inferred = graph.infer_shapes(shapes)
+        frozen = roles.frozen(graph)
+        # What the frozen layers compute with; from the fused graph, as the passes fold that.
+        self._frozen = Folded(pipeline.run(pipeline.FUSED, graph), shapes, options.dtype, self._tools,
+                              frozen_only=True) if frozen else None
+        self._frozen_is_current = False
         self.store = ParameterStore(
             parameters_of(graph, inferred, tuple(shapes)), {name: inferred[Ref(name)] for name in graph.aux},
-            options.dtype, options.wire_dtype)
+            options.dtype, options.wire_dtype, frozen, self._frozen.store if self._frozen else None)
         largest = self._largest_shapes(options.largest_image_size)
         unfused = self._passes(largest)(first_way)
         arena_bytes = check_fits(unfused, largest, self.store, *self.gpu.memory())
@@ -93,6 +99,7 @@ class TrainingStep:
         self._inputs = {self.persistent.data.shape[1:3]: self.persistent.data}  # by height and width of the images
         self._slots: tuple[str, ...] = ()  # of the optimizer: names of what it keeps in the store's states
         self._update: Any = None  # a CUDA graph
+        self._rate_factors = roles.rate_factors(graph)
         self.set_optimizer(options.optimizer)
         self.buckets, self._parts = self._cut_buckets(options.num_buckets)
         if largest != self._shapes:
@@ -224,6 +231,7 @@ class TrainingStep:
     def set_optimizer(self, config: OptimizerConfig) -> None:
         """Another optimizer from now on. Parameters stay, and what the one before has kept, where this one keeps the
         same; the loss scale starts anew."""
+        config = dataclasses.replace(config, rate_factors=self._rate_factors)
         slots = config.rule.slots
         for number, array in enumerate(self.store.states[: len(slots)], start=1):
             if not array.address:
@@ -259,9 +267,9 @@ class TrainingStep:
         self.parameters_changed()
 
     def parameters_changed(self) -> None:
-        """To be called by whoever writes parameters or running statistics by their addresses: inference holds folded
-        copies, which are made anew when it is used next."""
-        self._inference_is_current = False
+        """To be called by whoever writes parameters or running statistics by their addresses: inference and the frozen
+        layers hold folded copies, which are made anew when they are used next."""
+        self._inference_is_current = self._frozen_is_current = False
 
     @staticmethod
     def _check(name: str, array: np.ndarray | None, shape: tuple[int, ...]) -> None:
@@ -278,10 +286,10 @@ class TrainingStep:
 
     def swap_ema(self) -> None:
         """Exchange parameters and running statistics with their moving averages. Asynchronous."""
-        self.parameters_changed()
+        self._inference_is_current = False
         store, kernel = self.store, self.kernels.get("elementwise.cu", "exchange")
         for own, ema in ((store.master, store.ema), (store.statistics, store.ema_statistics)):
-            vectors = own.size // 4
+            vectors = ema.size // 4  # those that are frozen come after it
             kernel.launch(*threads(vectors), own.address, ema.address, count(vectors))
         self.optimizer.enqueue_copy()
 
@@ -292,14 +300,14 @@ class TrainingStep:
 
     def get_state(self) -> dict[str, Arrays]:
         """Canonical copies of what the optimizer keeps, by its slots."""
-        return {slot: {name: self._read(array.slices[name], name) for name in self.store.parameters}
+        return {slot: {name: self._read(array.slices[name], name) for name in array.slices}
                 for slot, array in self.states.items()}
 
     def set_state(self, state: Mapping[str, Mapping[str, np.ndarray]]) -> None:
         """The inverse of `get_state`."""
         for slot, array in self.states.items():
-            for name, parameter in self.store.parameters.items():
-                self.gpu.upload(array.slices[name].address, parameter.to_device(state[slot][name]))
+            for parameter in self.store.trained:
+                self.gpu.upload(array.slices[parameter.name].address, parameter.to_device(state[slot][parameter.name]))
 
     def get_gradients(self) -> Arrays:
         """Canonical gradients of the latest pass, without the loss scale."""
@@ -357,7 +365,10 @@ class TrainingStep:
     def forward_backward(self, accumulate: bool = False, on_bucket: OnBucket | None = None) -> None:
         """One pass over the loaded batch; gradients, times the loss scale, are in the store, added to what was there if
         `accumulate`. `on_bucket` is called with each bucket once what computes it is enqueued. Asynchronous."""
-        self.parameters_changed()  # the running statistics
+        self._inference_is_current = False  # the running statistics change
+        if self._frozen and not self._frozen_is_current:
+            self._frozen.fold(self.store)
+            self._frozen_is_current = True
         if self._training.image_size != self.persistent.data.shape[1:3]:
             self._training.close()
             self._training = self._compile()
@@ -408,7 +419,7 @@ class TrainingStep:
 
     def update(self, learning_rate: float, gradient_scale: float = 1.0, ema_decay: float = 0.0) -> None:
         """One optimizer step. Asynchronous."""
-        self.parameters_changed()
+        self._inference_is_current = False
         self.optimizer.set_step(learning_rate, gradient_scale, ema_decay)
         self.gpu.replay(self._update)
 

@@ -80,7 +80,7 @@ def canonical(step: TrainingStep, name: str, buffer: Buffer) -> np.ndarray:
 
 def test_every_tensor_of_a_whole_step_at_full_size(tmp_path: Path, rng: np.random.Generator) -> None:
     """ResNet-50 in fp16, after two steps of training: thousands of elements of each activation, statistic and gradient,
-    all of each weight's gradient, and all updated weights. Bounds and their reasons: sampled.py."""
+    and all updated weights. Bounds and their reasons: sampled.py."""
     network = models.create("resnet50", CLASSES, label_smoothing=0.1)
     step = TrainingStep(network.graph, SHAPES, StepOptions("float16"), cache_folder=tmp_path)
     step.set_params(*network.initial_values(int(rng.integers(1000)), zero_init_residual=False))

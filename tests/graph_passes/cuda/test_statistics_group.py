@@ -20,6 +20,7 @@ from graph_passes.executors.cuda import statistics_group
 from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.kernels import SOURCES, KernelLibrary
 from graph_passes.executors.cuda.statistics_group import MAX_VALUES, THREADS, StatisticsGroup
+from graph_passes.operators.base import channel_sums, sums_about_mean
 from graph_passes.operators.batch_norm import batch_statistics, data_gradient, gradient_sums, to_saved
 
 EPS = 1e-5
@@ -27,8 +28,8 @@ EPS = 1e-5
 
 @pytest.mark.parametrize("members, rows, channels", [(2, 35, 3), (3, 8, 7), (8, 2, 1)])
 def test_what_members_share_gives_what_one_gpu_has_for_all_images(members: int, rows: int, channels: int) -> None:
-    """The formulas of batch_norm.cuh and batch_norm_group.cu, with the group's statistics and means of sums in place of a
-    GPU's own, against the reference operators on the images of all members. The loss of all is the mean of theirs."""
+    """The formulas of batch_norm.cuh and batch_norm_group.cu, with the group's statistics and means of sums in place of
+    a GPU's own, against the reference operators on the images of all members. The loss of all is the mean of theirs."""
     random = np.random.default_rng()
     symbol = mx.sym.BatchNorm(mx.sym.Variable("x"), axis=3, eps=EPS, fix_gamma=False, name="bn")
     node = Graph.from_json(symbol.tojson())["bn"]
@@ -191,8 +192,8 @@ class Member:
         pointers = (*arrays, *(0,) * (4 - len(arrays)))
         self._launch("group_mean", values, *pointers)
 
-    def exchange_statistics(self, sums: int, has_near: bool, result: int, rows: int, channels: int) -> None:
-        self._launch("group_statistics", channels, sums, ctypes.c_bool(has_near), result, ctypes.c_uint32(rows))
+    def exchange_statistics(self, sums: int, about_mean: bool, result: int, rows: int, channels: int) -> None:
+        self._launch("group_statistics", channels, sums, ctypes.c_bool(about_mean), result, ctypes.c_uint32(rows))
 
     def _launch(self, kernel: str, values: int, *operands: Any) -> None:
         grid = (max(1, -(-values // THREADS)), 1, 1)
@@ -266,18 +267,19 @@ def test_exchange_of_statistics(make_members: Any, count: int, ratio: int) -> No
                       (count, rows, channels)).astype(np.float32).astype(np.float64)
     members, results = make_members(count), []
     for own, (member, values) in enumerate(zip(members, x, strict=True)):
-        near = np.zeros(channels) if own == 1 and ratio == 1 else values[0]
-        about = np.stack([(values - near).sum(0), ((values - near) ** 2).sum(0), near]).astype(np.float32)
-        sums, result = member.gpu.allocate(about.nbytes), member.gpu.allocate(about.nbytes)
-        member.gpu.upload(sums, about)
-        results.append((sums, result, bool(near.any())))
-    for member, (sums, result, has_near) in zip(members, results, strict=True):
-        member.exchange_statistics(sums, has_near, result, rows, channels)
+        is_plain = own == 1 and ratio == 1
+        own_sums = (channel_sums if is_plain else sums_about_mean)(values, 1).astype(np.float32)
+        sums, result = member.gpu.allocate(own_sums.nbytes), member.gpu.allocate(4 * 3 * channels)
+        member.gpu.upload(sums, own_sums)
+        results.append((sums, result, not is_plain))
+    for member, (sums, result, about_mean) in zip(members, results, strict=True):
+        member.exchange_statistics(sums, about_mean, result, rows, channels)
     got = [member.gpu.download(result, (3, channels), np.float32)
            for member, (_, result, _) in zip(members, results, strict=True)]
     assert all(member.tobytes() == got[0].tobytes() for member in got), "all have the same bits"
-    sum_about, squares, near = got[0].astype(np.float64)
-    mean, var = near + sum_about / rows, squares / rows - (sum_about / rows) ** 2
+    zero, squares, mean = got[0].astype(np.float64)
+    var = squares / rows
+    assert not zero.any()
     # What is sent is rounded: means to 2^-24 of themselves, by which the deviation of one from another is off.
     assert np.max(np.abs(mean - x.mean((0, 1)))) < 4 * 2.0**-24 * ratio + 1e-6
     assert np.max(np.abs(var / x.var((0, 1)) - 1)) < 1e-5 + 8 * 2.0**-24 * ratio

@@ -62,6 +62,75 @@ def test_elastic_run_loses_a_process_and_gets_one(start, on_gpu, rng):
         assert num_seen <= more * state["batch"] < num_seen + less + more
 
 
+@pytest.mark.parametrize("place", ["start", "joining", "session"])
+def test_loss_at_start_up(place, monkeypatch):
+    """One of three processes is killed before it has joined the others, while they connect, or before the first
+    commit: the others do without it, and do not wait for Gloo's time-out."""
+    monkeypatch.setenv("HOROVOD_GLOO_TIMEOUT_SECONDS", "600")
+    script = f"""
+        import os, signal, sys
+        from train.processes import elastic
+        from train.processes.distributed import Workers
+
+        def die_at(place):
+            if place == {place!r} and os.environ["HOROVOD_HOSTNAME"] == "slot1":
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        class DyingWorkers(Workers):
+            def __init__(self):
+                die_at("joining")
+                super().__init__()
+
+        def session(state):
+            die_at("session")
+            workers = Workers()
+            print(f"{{workers.gather(workers.rank)}}\\n", end="", flush=True)
+
+        elastic.Workers = DyingWorkers
+        die_at("start")
+        elastic.run(session)
+    """
+    done = run_processes(script, count=3, min_np=2)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == 2 * "[0, 1]\n"
+    (line,) = [line for line in done.stderr.splitlines() if "process 1 (" in line]
+    assert re.match(r"process 1 \(pid \d+\) was killed by SIGKILL, ", line)
+    assert line.endswith("; 2 go on without it: nothing was trained yet")
+
+
+@pytest.mark.parametrize("min_np", [0, 1])
+def test_loss_while_the_report_is_written(tiny_options, tmp_path, min_np):
+    """Process 1 has nothing to do any more, and is not missed; process 0 writes it, and nobody goes on without it."""
+    script = """
+        import os, signal, sys
+        from pathlib import Path
+        from train import __main__ as program
+        from train.commands import session
+
+        folder = Path(sys.argv[1])
+
+        def write_report(*_):
+            while not (folder / "gone").exists():
+                pass
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        session._write_report = write_report
+        code = program.main(sys.argv[2:])
+        if os.environ["HOROVOD_RANK"] == "1":
+            (folder / "gone").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        sys.exit(code)
+    """
+    done = run_processes(script, tmp_path, *tiny_options, "--epochs", "1", "--output", tmp_path / "run", narrow=True,
+                         min_np=min_np)
+    assert done.returncode == 128 + signal.SIGKILL, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "process " in line]
+    assert line.startswith("error: process 0 (pid ")
+    assert "was killed by SIGKILL, as the kernel does when the machine's memory runs out, while it wrote the" in line
+    assert "make the report with " in line
+    assert checkpoint.load(checkpoint.find(str(tmp_path / "run"))).progress.epoch == 1
+
+
 def test_killed_process_ends_the_run(start, rng):
     """Without elastic mode: within seconds, with what happened and what to do; the checkpoint of before is whole."""
     run = start(2)

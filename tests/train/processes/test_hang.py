@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 from several_processes import COMMIT_EVERY, needs_horovod, run_processes
 
+from common.nvidia_gpus import find_gpus
 from train import checkpoint
 from train.errors import EXIT_HUNG_PROCESS
 from train.processes import watch
@@ -26,13 +28,15 @@ class Clocked:
     """A watch of three processes whose clock the test turns; none of them is stopped."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float = 40) -> None:
-        self.now, self.stopped = 0.0, set[int]()
+        self.now, self.stopped, self.gone = 0.0, set[int](), set[int]()
         monkeypatch.setattr(watch, "is_stopped", lambda pid: pid in self.stopped)
         self.watch = Watch(3, seconds, clock=lambda: self.now)
         self.records = self.watch.records
         for number in range(3):
             self.watch.begin(number)
-            self.records[number].keeps_pace = 1
+            self.records[number].keeps_pace, self.records[number].activity = 1, Activity.TOGETHER
+
+        self.after(1)  # they are seen for the first time
 
     def after(self, seconds: float, *alive: int) -> Hang | None:
         """What is found so much later, where only those processes have shown signs of life."""
@@ -41,7 +45,7 @@ class Clocked:
             self.now += 1
             for number in alive:
                 self.records[number].beats += 1
-            found = self.watch.look({0: 100, 1: 101, 2: 102})
+            found = self.watch.look({number: 100 + number for number in range(3) if number not in self.gone})
         return found
 
 
@@ -70,16 +74,24 @@ def test_equally_far(clocked):
     assert clocked.after(1) == Hang((0, 1, 2), is_certain=False)
 
 
+def test_gpu_that_is_behind(clocked):
+    """The hosts have all launched the step after, and wait."""
+    for number, passes in enumerate((12, 12, 11)):
+        clocked.records[number].device_passes = passes
+    assert clocked.after(41) == Hang((2,), is_certain=True)
+
+
 def test_stopped_process_hangs_wherever_it_is(clocked):
     """Also while it compiles, and though it has begun more than the others."""
-    clocked.records[2].keeps_pace, clocked.records[2].collectives = 0, 5
+    clocked.records[2].activity, clocked.records[2].collectives = Activity.STARTING, 5
     clocked.stopped = {102}
     assert clocked.after(40, 0, 1) is None
     assert clocked.after(1, 0, 1) == Hang((2,), is_certain=True)
 
 
-def test_what_is_done_once_may_take_longer(clocked):
-    clocked.records[1].keeps_pace = 0
+@pytest.mark.parametrize("keeps_pace, activity", [(0, Activity.COMPUTING), (1, Activity.SAVING)])
+def test_what_is_done_once_may_take_longer(clocked, keeps_pace, activity):
+    clocked.records[1].keeps_pace, clocked.records[1].activity = keeps_pace, activity
     clocked.records[0].collectives = clocked.records[2].collectives = 1
     assert clocked.after(ONCE * 40) is None
     assert clocked.after(1) == Hang((1,), is_certain=True)
@@ -99,6 +111,15 @@ def test_launcher_that_was_stopped_has_seen_nothing(clocked):
     clocked.now += 3600
     assert clocked.after(35) is None
     assert clocked.after(35, 0, 1, 2) is None
+
+
+def test_who_has_waited_is_not_the_next(clocked):
+    """Process 1 was waited for, and is gone: the others have as much time to notice it as they had to wait for it."""
+    clocked.records[0].collectives = clocked.records[2].collectives = 1
+    assert clocked.after(41) == Hang((1,), is_certain=True)
+    clocked.gone = {1}
+    assert clocked.after(41) is None
+    assert clocked.after(1) == Hang((0, 2), is_certain=False)
 
 
 def test_those_who_come_are_not_waited_for(clocked):
@@ -145,6 +166,11 @@ def wait_until(condition, seconds: float = 30) -> None:
         time.sleep(0.05)
 
 
+def told(err: str) -> list[str]:
+    """What the launcher has said of processes, among the libraries' lines."""
+    return [line for line in err.splitlines() if re.match(r"(error: )?process \d", line)]
+
+
 @needs_horovod
 def test_stopped_process_ends_the_run(start, rng):
     """With its name and place, within the time given; what was saved is whole."""
@@ -171,11 +197,9 @@ def test_stopped_process_ends_the_run(start, rng):
 
 @needs_horovod
 def test_elastic_run_goes_on_without_a_stopped_process(start, rng):
-    """And ends when it is asked to, though a second one is stopped by then."""
-    count = 2
-    run = start(count, "--min-np", "1", "--hang-seconds", str(SECONDS))
+    run = start(2, "--min-np", "1", "--hang-seconds", str(SECONDS))
     run.wait_for(lambda: run.last_step() >= COMMIT_EVERY + 1)
-    workers, victim = run.workers(), int(rng.integers(count))
+    workers, victim = run.workers(), int(rng.integers(2))
     os.kill(workers[victim], signal.SIGSTOP)
     run.wait_for(lambda: len(run.events("session")) == 2, seconds=SECONDS + ENDING)
     assert run.events("session")[-1]["num_processes"] == 1
@@ -184,7 +208,7 @@ def test_elastic_run_goes_on_without_a_stopped_process(start, rng):
     run.process.send_signal(signal.SIGTERM)
     code, out, err = run.end()
     assert code == 128 + signal.SIGTERM, err
-    (line,) = err.splitlines()
+    (line,) = told(err)
     assert f"pid {workers[victim]}) shows no sign of life for " in line
     assert line.endswith("; it hangs and is killed; 1 goes on from the last commit")
     assert "stopped after step " in out
@@ -210,14 +234,14 @@ BLOCKED = """
     from train import __main__ as program
     from train.loop import Trainer
 
-    step = Trainer.step
+    mixup = Trainer._mixup
 
-    def blocking_step(self, batches):
+    def blocking_mixup(self, number):
         if self.workers.rank == 1 and self.progress.step == 4:
             ctypes.PyDLL(None).sleep(1000)  # with Python's lock: no signal handler and no thread runs
-        return step(self, batches)
+        return mixup(self, number)
 
-    Trainer.step = blocking_step
+    Trainer._mixup = blocking_mixup
     sys.exit(program.main(sys.argv[1:]))
 """
 
@@ -225,14 +249,13 @@ BLOCKED = """
 @needs_horovod
 def test_process_blocked_in_c_ends_the_run(tiny_options, tmp_path):
     """Where no signal handler can run."""
-    done = run_processes(BLOCKED, *tiny_options, "--output", tmp_path / "run", "--checkpoint-minutes", "1e-6",
-                         narrow=True, hang_seconds=SECONDS)
+    done = run_processes(BLOCKED, *tiny_options, "--output", tmp_path / "run", narrow=True,
+                         hang_seconds=SECONDS)
     assert done.returncode == EXIT_HUNG_PROCESS, done.stderr
     first = next(line for line in done.stderr.splitlines() if line.startswith("error: "))
     assert first.startswith("error: process 1 (pid ")
-    assert "epoch 1, step 4, " in first
-    assert "stopped (SIGSTOP)" not in first
-    assert checkpoint.load(checkpoint.find(str(tmp_path / "run"))).progress.step >= 2
+    assert ": epoch 2, step 4, computing; it hangs and is killed, so the run ends; " in first
+    assert checkpoint.load(checkpoint.find(str(tmp_path / "run"))).progress.step == 3  # of the first validation
 
 
 @needs_horovod
@@ -240,24 +263,58 @@ def test_elastic_run_goes_on_without_a_blocked_process(tiny_options, tmp_path):
     done = run_processes(BLOCKED, *tiny_options, "--output", tmp_path / "run", "--commit-every", "2", narrow=True,
                          hang_seconds=SECONDS, min_np=1)
     assert done.returncode == 0, done.stderr
-    (line,) = done.stderr.splitlines()
+    (line,) = told(done.stderr)
     assert line.startswith("process 1 (pid ")
     assert line.endswith("; it hangs and is killed; 1 goes on from the last commit")
     assert (tmp_path / "run" / "report" / "report.md").exists()
 
 
+@pytest.mark.gpu
+@needs_horovod
+@pytest.mark.parametrize("min_np", [0, 1])
+def test_gpu_that_hangs(tiny_options, tmp_path, min_np):
+    """One of two GPUs never gets to the end of a pass; both hosts wait for the next. (A function of the host in its
+    stream that does not return, which to the stream is a kernel that does not.)"""
+    if len(find_gpus()) < 2:
+        pytest.skip(f"2 GPUs are needed, {len(find_gpus())} are there")
+    script = """
+        import ctypes, sys
+        from train import __main__ as program
+        from train.loop import Trainer
+
+        mixup = Trainer._mixup
+
+        def hanging_mixup(self, number):
+            if self.workers.rank == 1 and self.progress.step == 5:
+                gpu, pause = self.executor.gpu, ctypes.cast(ctypes.CDLL(None).pause, ctypes.c_void_p).value
+                gpu.check(gpu._driver.cuLaunchHostFunc(gpu.stream_handle, gpu._driver.CUhostFn(pause), 0))
+            return mixup(self, number)
+
+        Trainer._mixup = hanging_mixup
+        sys.exit(program.main(sys.argv[1:]))
+    """
+    options = ["gpu" if option == "cpu" else option for option in tiny_options]
+    done = run_processes(script, *options, "--commit-every", "2", "--validate-every", "0", "--output", tmp_path / "run",
+                         hang_seconds=SECONDS, min_np=min_np)
+    assert done.returncode == (0 if min_np else EXIT_HUNG_PROCESS), done.stderr
+    first, *_ = told(done.stderr)
+    assert first.removeprefix("error: ").startswith("process 1 (GPU ")
+    assert "it hangs and is killed" in first
+
+
 @needs_horovod
 @pytest.mark.parametrize("stop", [True, False])
 def test_killed_launcher_leaves_no_process(tmp_path, stop):
-    """Also where one is stopped and another one ignores SIGTERM because of that."""
+    """Not one that is stopped, which cannot take the signal that the launcher's end sends, and not one that goes on as
+    if nothing had been."""
     script = f"""if True:
         import os, pathlib, signal, time
         from train.processes.pulse import Activity, pulse
         place = pathlib.Path({str(tmp_path)!r}, os.environ['HOROVOD_RANK'])
         if place.name == "1" and {stop}:
             signal.signal(signal.SIGTERM, lambda number, frame: place.with_suffix('.told').touch())
-        pulse.begin_collective()
-        pulse.end_lap(), pulse.end_lap()
+        pulse.show(Activity.LOADING)
+        pulse.end_step(0, 1), pulse.end_step(0, 2)
         place.touch()
         time.sleep(60)
     """

@@ -6,7 +6,7 @@
 // output again would cost. Without a residual the backward pass computes the sign again from x, which it reads anyway.
 #include "batch_norm.cuh"
 
-// The sums about the first value of each channel, which is `near`.
+// The sums about the mean. They are taken about the first value of each channel, which is not far from it.
 // Shapes: x (rows, C); sums (3, C), partials (gridDim.y, 2, C) fp32; tickets (gridDim.x).
 template <class T>
 __global__ void __launch_bounds__(REDUCE_THREADS, 1)
@@ -15,8 +15,8 @@ batch_norm_statistics(const Packed<T> *x, float *sums, float *partials, uint32 *
     const uint32 stride = gridDim.y * REDUCE_ROWS, pitch = channels / VEC;
     float acc[2][VEC] = {};
     if (channel < channels) {
-        float near[VEC];
-        unpack(x[channel / VEC], near);
+        float first[VEC];
+        unpack(x[channel / VEC], first);
         for (uint32 row = blockIdx.y * REDUCE_ROWS + threadIdx.y; row < rows; row += LOADS * stride) {
             Packed<T> packed[LOADS];
 #pragma unroll
@@ -29,7 +29,7 @@ batch_norm_statistics(const Packed<T> *x, float *sums, float *partials, uint32 *
                 unpack(packed[u], v);
 #pragma unroll
                 for (int k = 0; k < VEC; ++k) {
-                    v[k] -= near[k];
+                    v[k] -= first[k];
                     acc[0][k] += v[k];
                     acc[1][k] += v[k] * v[k];
                 }
@@ -37,9 +37,10 @@ batch_norm_statistics(const Packed<T> *x, float *sums, float *partials, uint32 *
         }
     }
     reduce_over_rows(acc, partials, tickets, channels, [=](int c, const float (&of)[2]) {
-        sums[c] = of[0];
-        sums[channels + c] = of[1];
-        sums[2 * channels + c] = to_float(x[c / VEC].element[c % VEC]);
+        const float from_first = of[0] / rows;
+        sums[c] = 0;
+        sums[channels + c] = of[1] - of[0] * from_first;
+        sums[2 * channels + c] = to_float(x[c / VEC].element[c % VEC]) + from_first;
     });
 }
 
@@ -62,13 +63,13 @@ __global__ void sums_from_running(const float *running_mean, const float *runnin
 // running_var (C) fp32.
 template <class T, bool ADD, bool RELU>
 __global__ void __launch_bounds__(APPLY_THREADS, 4)
-batch_norm_apply(const Packed<T> *x, const Packed<T> *residual, const float *sums, bool has_near, const float *gamma,
+batch_norm_apply(const Packed<T> *x, const Packed<T> *residual, const float *sums, bool about_mean, const float *gamma,
                  const float *beta, Packed<T> *y, uint8 *mask, float *saved, float *running_mean, float *running_var,
                  float eps, float momentum, uint32 rows, int channels) {
     constexpr int DEPTH = ADD ? 1 : LOADS;
     const int channel = (blockIdx.x * TILE + threadIdx.x) * VEC;
     if (channel >= channels) return;
-    const Forward of(sums, has_near, gamma, beta, saved, running_mean, running_var, eps, momentum, rows, channel, channels);
+    const Forward of(sums, about_mean, gamma, beta, saved, running_mean, running_var, eps, momentum, rows, channel, channels);
     const uint32 stride = gridDim.y * APPLY_ROWS, pitch = channels / VEC;
     for (uint32 i = blockIdx.y * APPLY_ROWS + threadIdx.y; i < rows; i += DEPTH * stride) {
         Packed<T> packed[DEPTH], packed_residual[DEPTH];

@@ -83,10 +83,10 @@ __device__ void reduce_over_rows(float (&sums)[N][VEC], float *partials, uint32 
 // --- arithmetic per channel ---
 
 // The sums of a batch over its rows, of which mean and variance are made. Two rows: the sums of x and of x * x, as cuDNN's
-// genstats leaves them. With `has_near` three: the sums of x - near and of its square, then `near`, a value not far from the
-// mean. Our own kernels leave those, since the variance as a difference of means of squares loses (mean / deviation)^2 of
-// fp32's digits, and near the mean there is nothing to lose (Chan, Golub and LeVeque, 'Algorithms for computing the sample
-// variance', The American Statistician 37, 1983).
+// genstats leaves them. With `about_mean` three, as our own kernels leave them: those of x - mean, which is 0, and of its
+// square, then the mean. The variance as a difference of means of squares loses (mean / deviation)^2 of fp32's digits, and
+// about the mean, or a value not far from it, there is nothing to lose (Chan, Golub and LeVeque, 'Algorithms for computing
+// the sample variance', The American Statistician 37, 1983).
 
 // Scale and shift of a thread's 8 channels in the forward pass: y = x * scale + shift, from the sums of this batch. One
 // thread a channel, the `keeper`, also writes what is kept: mean and 1 / sqrt(var + eps) in `saved` (2, C), and the
@@ -94,7 +94,7 @@ __device__ void reduce_over_rows(float (&sums)[N][VEC], float *partials, uint32 
 struct Forward {
     float scale[VEC], shift[VEC];
 
-    __device__ Forward(const float *sums, bool has_near, const float *gamma, const float *beta, float *saved,
+    __device__ Forward(const float *sums, bool about_mean, const float *gamma, const float *beta, float *saved,
                        float *running_mean, float *running_var, float eps, float momentum, uint32 rows, int channel,
                        int channels) {
         float mean[VEC], var[VEC], g[VEC], b[VEC], invstd[VEC];
@@ -105,12 +105,7 @@ struct Forward {
             mean[k] /= rows;
             var[k] = fmaxf(var[k] / rows - mean[k] * mean[k], 0.f);
         }
-        if (has_near) {
-            float near[VEC];
-            load_floats(sums + 2 * channels + channel, near);
-#pragma unroll
-            for (int k = 0; k < VEC; ++k) mean[k] += near[k];
-        }
+        if (about_mean) load_floats(sums + 2 * channels + channel, mean);
         load_floats(gamma + channel, g);
         load_floats(beta + channel, b);
         const bool keeper = blockIdx.y == 0 && threadIdx.y == 0;

@@ -61,14 +61,14 @@ __device__ inline void send_all(const Mailboxes &mailboxes, int own, int size, u
 // the same bits. `rows`: of each member; the rest as in group_mean.
 // Shapes: sums (2 or 3, C), result (3, C) fp32; numbers (gridDim.x); fault (1).
 __global__ void __launch_bounds__(THREADS)
-group_statistics(const float *sums, bool has_near, float *result, uint32 rows, Mailboxes mailboxes, int own, int size,
+group_statistics(const float *sums, bool about_mean, float *result, uint32 rows, Mailboxes mailboxes, int own, int size,
                  uint32 *numbers, uint32 *fault, uint64 limit, int channels) {
     const uint32 number = numbers[blockIdx.x] + 1;
     const int c = blockIdx.x * THREADS + threadIdx.x;
     if (c < channels) {
-        const float from_near = sums[c] / rows;
-        const float own_mean = (has_near ? sums[2 * channels + c] : 0) + from_near;
-        const float own_var = fmaxf(sums[channels + c] / rows - from_near * from_near, 0.f);
+        const float from_zero = sums[c] / rows;
+        const float own_mean = about_mean ? sums[2 * channels + c] : from_zero;
+        const float own_var = fmaxf(sums[channels + c] / rows - from_zero * from_zero, 0.f);
         send_all(mailboxes, own, size, number, 0, c, own_mean);
         send_all(mailboxes, own, size, number, 1, c, own_var);
         const auto of_member = [&](int member, int array, float own_value) {

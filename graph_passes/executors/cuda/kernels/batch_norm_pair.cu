@@ -10,7 +10,7 @@
 template <class T>
 __global__ void __launch_bounds__(APPLY_THREADS, 4)
 batch_norm_pair_apply(const Packed<T> *x, const Packed<T> *x_2, const float *sums, const float *sums_2,
-                      bool has_near, bool has_near_2, const float *gamma, const float *gamma_2, const float *beta,
+                      bool about_mean, bool about_mean_2, const float *gamma, const float *gamma_2, const float *beta,
                       const float *beta_2, Packed<T> *y, uint8 *mask, float *saved, float *saved_2, float *running_mean,
                       float *running_mean_2, float *running_var, float *running_var_2, float eps, float momentum,
                       uint32 rows, int channels) {
@@ -18,9 +18,9 @@ batch_norm_pair_apply(const Packed<T> *x, const Packed<T> *x_2, const float *sum
     if (channel >= channels) return;
     float scale[VEC], scale_2[VEC], shift[VEC];
     {
-        const Forward of(sums, has_near, gamma, beta, saved, running_mean, running_var, eps, momentum, rows, channel,
+        const Forward of(sums, about_mean, gamma, beta, saved, running_mean, running_var, eps, momentum, rows, channel,
                          channels);
-        const Forward of_2(sums_2, has_near_2, gamma_2, beta_2, saved_2, running_mean_2, running_var_2, eps, momentum,
+        const Forward of_2(sums_2, about_mean_2, gamma_2, beta_2, saved_2, running_mean_2, running_var_2, eps, momentum,
                            rows, channel, channels);
 #pragma unroll
         for (int k = 0; k < VEC; ++k) {

@@ -19,6 +19,7 @@ struct Tensor {
     uint32 fp32_gradient;
     uint32 is_weight;         // has weight decay, and its own learning rate in LARS and LAMB
     float weight_decay;
+    float rate_factor;        // the learning rate is multiplied by it
 };
 
 struct Chunk { uint32 tensor, start; };
@@ -267,7 +268,7 @@ update(const Tensor *tensors, const Chunk *chunks, const State *state, const flo
     if (skip && !t.ema) return;
     const uint32 end = min(t.size, chunk.start + CHUNK);
     const Rule rule(*state);
-    const float rate = state->learning_rate * (Rule::NORMS_OF == NOTHING ? 1.f : trust[chunk.tensor]);
+    const float rate = state->learning_rate * t.rate_factor * (Rule::NORMS_OF == NOTHING ? 1.f : trust[chunk.tensor]);
     const float unscale = state->gradient_scale / state->loss_scale;
     for (uint32 at = chunk.start + threadIdx.x * VEC; at < end; at += THREADS * VEC) {
         float g[VEC] = {}, w[VEC], s[Rule::SLOTS][VEC];

@@ -26,8 +26,8 @@ def require_gamma(node: Node) -> None:
     require(not node["fix_gamma"], node, "has fix_gamma=True, which has no GPU lowering: set it to False")
 
 
-def has_near(sums: Buffer) -> ctypes.c_bool:
-    """Whether they are about a value near the mean, which is their third row."""
+def about_mean(sums: Buffer) -> ctypes.c_bool:
+    """Whether they are about the mean, which is their third row."""
     return ctypes.c_bool(sums.shape[0] == 3)
 
 
@@ -67,7 +67,7 @@ def _apply(builder: Builder, node: Node, sums: Buffer) -> None:
     running = [InOut(builder.input(node, role)) if training else In(None) for role in RUNNING]
     builder.launch(node, "batch_norm.cu", builder.kernel("batch_norm_apply", add, relu), builder.grid(rows, channels),
                    APPLY_BLOCK, In(x), In(builder.input(node, "addend") if add else None), In(sums),
-                   has_near(sums), In(builder.input(node, "gamma")), In(builder.input(node, "beta")), Out(y, over=x),
+                   about_mean(sums), In(builder.input(node, "gamma")), In(builder.input(node, "beta")), Out(y, over=x),
                    Out(builder.output(node, "mask") if training and add else None),
                    Out(builder.output(node, "saved") if training else None), *running,
                    ctypes.c_float(node["eps"]), ctypes.c_float(node["momentum"]), count(rows), ctypes.c_int(channels))
@@ -118,7 +118,7 @@ def group_statistics(builder: Builder, node: Node) -> None:
     assert builder.group
     rows = math.prod(builder.shapes[node.input("data")]) // channels
     builder.launch(node, "batch_norm_group.cu", "group_statistics", (-(-channels // THREADS), 1, 1), (THREADS, 1, 1),
-                   In(sums), has_near(sums), Out(result), count(rows), *builder.group.arguments(channels))
+                   In(sums), about_mean(sums), Out(result), count(rows), *builder.group.arguments(channels))
 
 
 def _require_shared(node: Node, channels: int) -> None:

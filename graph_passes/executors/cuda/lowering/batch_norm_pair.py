@@ -6,7 +6,7 @@ import ctypes
 from itertools import chain
 
 from graph_passes.executors.cuda.kernels import count
-from graph_passes.executors.cuda.lowering.batch_norm import has_near, require_gamma
+from graph_passes.executors.cuda.lowering.batch_norm import about_mean, require_gamma
 from graph_passes.executors.cuda.lowering.builder import APPLY_BLOCK, REDUCE_BLOCK, Builder, Rules, rows_and_channels
 from graph_passes.executors.cuda.lowering.operands import In, InOut, Out
 from graph_passes.executors.cuda.program import Buffer
@@ -29,7 +29,7 @@ def apply(builder: Builder, node: Node) -> None:
     rows, channels = rows_and_channels(node, x[0])
     sums = _inputs(builder, node, "sums")
     builder.launch(node, "batch_norm_pair.cu", builder.kernel("batch_norm_pair_apply"), builder.grid(rows, channels),
-                   APPLY_BLOCK, *map(In, x), *map(In, sums), *map(has_near, sums),
+                   APPLY_BLOCK, *map(In, x), *map(In, sums), *map(about_mean, sums),
                    *map(In, _inputs(builder, node, "gamma", "beta")),
                    Out(builder.output(node)), Out(builder.output(node, "mask")),
                    *map(Out, _outputs(builder, node, "saved")),

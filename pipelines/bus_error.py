@@ -1,0 +1,65 @@
+"""What is left of a mapped file that has lost bytes: zeros in their place, where reading them would end the process.
+
+The system answers the reading of a page that a mapped file no longer has, or that its disk cannot give, with SIGBUS,
+whose default is the process's end without a word; and it comes to whichever thread reads, most often one of DALI's. So
+the page is replaced by zeros and the file marked, for its reader to say so in its own place (`MappedFile.check`).
+systemd does the same for its journals (src/basic/sigbus.c).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import signal
+import weakref
+from typing import Any, Protocol
+
+_ADDRESS_OFFSET = 16  # bytes, of si_addr in siginfo_t on 64-bit Linux
+_MAP_FIXED, _SA_SIGINFO = 0x10, 4  # Linux's, for which Python has no names
+
+
+class Mapped(Protocol):
+    """A file in memory."""
+
+    address: int  # of its first byte
+    size: int  # bytes
+    is_damaged: bool  # set where bytes have been lost
+
+
+class _SigAction(ctypes.Structure):
+    """glibc's struct sigaction on 64-bit Linux."""
+
+    _fields_ = (("handler", ctypes.c_void_p), ("mask", ctypes.c_ulong * 16), ("flags", ctypes.c_int),
+                ("restorer", ctypes.c_void_p))
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_files: weakref.WeakSet[Any] = weakref.WeakSet()
+_before = _SigAction()  # what SIGBUS did
+
+
+def survive(file: Mapped) -> None:
+    """From now on, lost bytes of this file read as zeros and mark it."""
+    _files.add(file)
+    found = _SigAction()
+    _libc.sigaction(signal.SIGBUS, None, ctypes.byref(found))
+    if found.handler != _ours.handler:  # a library may have put its own there meanwhile
+        _libc.sigaction(signal.SIGBUS, ctypes.byref(_ours), ctypes.byref(_before))
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+def _handle(_number: int, info: int, _context: int) -> None:
+    address = ctypes.c_size_t.from_address(info + _ADDRESS_OFFSET).value
+    for file in list(_files):
+        if file.address <= address < file.address + file.size:
+            file.is_damaged = True
+            page = address - address % mmap.PAGESIZE
+            flags = _MAP_FIXED | mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            _libc.mmap(page, file.address + file.size - page, mmap.PROT_READ, flags, -1, 0)
+            return
+    _libc.sigaction(signal.SIGBUS, ctypes.byref(_before), None)  # the reading is repeated, and this is called
+
+
+_ours = _SigAction(ctypes.cast(_handle, ctypes.c_void_p).value, (ctypes.c_ulong * 16)(), _SA_SIGINFO, None)

@@ -1,0 +1,182 @@
+"""What is no file, in place of an image or of a data file: it is named, and nobody waits for its bytes."""
+
+import io
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tarfile
+
+import numpy as np
+import pytest
+from image_helpers import encode, smooth_image, write_records
+
+from pipelines import DataError, LoaderConfig, make_records, open_loader
+from pipelines.dali_loader import DaliLoader
+from pipelines.make_records import Options, plan_files
+from pipelines.recordio import RecordFile
+from pipelines.sources import open_source
+from pipelines.verify import verify_split
+
+
+def image() -> bytes:
+    return encode(smooth_image(np.random.default_rng(4), 80, 60))
+
+
+def config(path, **options):
+    return LoaderConfig(data=str(path), batch_size=4, image_size=16, num_threads=2, prefetch=1, **options)
+
+
+def pipe(path):
+    os.mkfifo(path)
+    return "a named pipe"
+
+
+def unix_socket(path):
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+    return "a socket"
+
+
+def device(path):
+    path.symlink_to("/dev/zero")
+    return "a device"
+
+
+@pytest.mark.parametrize("make", [pipe, unix_socket, device])
+@pytest.mark.parametrize("mid_run", [False, True])
+def test_what_is_no_file_is_never_waited_for(folder, tmp_path, monkeypatch, make, mid_run):
+    """Not where it has an image's name from the start, nor where it takes the place of an image in the middle."""
+    monkeypatch.chdir(folder)  # the path of a socket has at most 108 bytes
+    file = folder / "c01/004.JPEG"
+    path = file.relative_to(folder)
+    path.unlink()
+    words = f"cannot be read ({make(path)}, not a file)"
+    if mid_run:
+        path.rename("kept")
+        path.write_bytes(image())
+    errors = open_loader(config(folder))
+    with open_loader(config(folder, on_bad_image="skip")) as skips, errors:
+        if mid_run:
+            next(iter(skips))
+            path.unlink()
+            os.rename("kept", path)
+        with pytest.raises(DataError, match=re.escape(f"{file}: {words}; replace it")):
+            list(errors)
+        assert len(list(skips)) == 3 - mid_run
+        assert skips.bad_images == [(str(file), words)]
+    report = verify_split(str(folder), "train")
+    assert [(name, finding.detail, finding.usable) for name, finding in report.findings] == [
+        (str(file), words.removeprefix("cannot be read (").removesuffix(")"), False)
+    ]
+    plan = plan_files(folder, "train")
+    _, skipped = make_records.write_records(plan, tmp_path / "out", "train", Options(skip_bad=True))
+    assert skipped == [(str(file), words)]
+
+
+@pytest.mark.parametrize("name", ["train.idx", "train.rec", "classes.txt", "train.lst", "x.tar", "x.tfrecord"])
+def test_a_pipe_in_place_of_a_data_file(tmp_path, name):
+    write_records(tmp_path / "train.rec", [image()], [0.0])
+    if name.startswith("x."):
+        (tmp_path / "train.rec").unlink()
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    if name in ("classes.txt", "train.lst"):  # passed over as if it were not there
+        assert len(open_source(tmp_path, "train")) == 1
+    else:
+        with pytest.raises(DataError, match="a named pipe, not a file|in none of the known formats|no class folders"):
+            open_source(tmp_path, "train")
+
+
+def numbered_records(folder):
+    """40 records, of which the first half of the file's bytes holds some twenty."""
+    write_records(folder / "train.rec", [image() for _ in range(40)], [0.0] * 40)
+    return folder / "train.rec"
+
+
+def shard(folder):
+    """The same as a WebDataset shard."""
+    with tarfile.open(folder / "train.tar", "w") as tar:
+        for i in range(40):
+            for ending, content in (("jpg", image()), ("cls", b"0")):
+                member = tarfile.TarInfo(f"{i:02}.{ending}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    return folder / "train.tar"
+
+
+def cut_in_half(path):
+    size = path.stat().st_size
+    os.truncate(path, size // 2)
+    return rf"{path}: had {size:,} bytes when it was opened and has {size // 2:,} now; put the whole file back"
+
+
+@pytest.mark.parametrize("make", [numbered_records, shard])
+@pytest.mark.parametrize("device, on_bad_image", [
+    ("cpu", "error"), ("cpu", "skip"), pytest.param("gpu", "error", marks=pytest.mark.gpu),
+])
+def test_a_mapped_file_is_cut_short(tmp_path, make, device, on_bad_image):
+    path = make(tmp_path)
+    with open_loader(config(path, device=device, on_bad_image=on_bad_image)) as loader:
+        batches = iter(loader)
+        next(batches)
+        sentence = cut_in_half(path)
+        with pytest.raises(DataError, match=sentence):
+            list(batches)
+        assert not loader.bad_images
+
+
+def test_a_mapped_file_is_cut_short_while_it_is_decoded(tmp_path, monkeypatch):
+    """Images that were looked for before it happened: DALI's threads read zeros, and live."""
+    path = numbered_records(tmp_path)
+    read = RecordFile.read
+    cut = []
+
+    def cut_after_reading(file, offset):
+        record = read(file, offset)
+        if offset > file.size * 0.8 and not cut:
+            cut.append(cut_in_half(path))
+        return record
+
+    source = open_source(path, "train")
+    loader = DaliLoader(config(path), (0, 1), source)
+    source._record.cache_clear()
+    monkeypatch.setattr(RecordFile, "read", cut_after_reading)
+    with loader, pytest.raises(DataError) as caught:
+        list(loader)
+    assert re.match(cut[0], str(caught.value)) and source._file.is_damaged
+
+
+@pytest.mark.parametrize("make", [numbered_records, shard])
+def test_a_mapped_file_is_cut_short_under_verify(tmp_path, monkeypatch, make):
+    path = make(tmp_path)
+    cut = []
+
+    def cut_first(encoded):
+        if not cut:
+            cut.append(cut_in_half(path))
+
+    monkeypatch.setattr("pipelines.verify.inspect_image", cut_first)
+    with pytest.raises(DataError) as caught:
+        verify_split(str(path), "train", num_threads=1)
+    assert re.match(cut[0], str(caught.value))
+
+
+def test_bus_errors_of_others_are_theirs(tmp_path):
+    program = """
+import mmap, os, sys
+from pathlib import Path
+from pipelines.files import MappedFile
+path = Path(sys.argv[1])
+path.write_bytes(bytes(3 * mmap.PAGESIZE))
+ours = MappedFile(path)
+with path.open("rb") as file:
+    theirs = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+os.truncate(path, 10)
+print(sum(ours.bytes), ours.is_damaged, flush=True)
+theirs[mmap.PAGESIZE]
+"""
+    found = subprocess.run([sys.executable, "-c", program, str(tmp_path / "file")], capture_output=True, text=True)
+    assert (found.returncode, found.stdout) == (-signal.SIGBUS, "0 True\n")
