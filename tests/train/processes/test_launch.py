@@ -297,6 +297,30 @@ time.sleep(60)
     wait_until(lambda: {"0.stopped", "1.stopped"} <= set(os.listdir(tmp_path)))
 
 
+@pytest.mark.parametrize("call", ["launch(slots, command)", "launch_elastic(slots, command, 1)"])
+def test_second_request_ends_what_ignores_the_first(tmp_path, call):
+    pytest.importorskip("horovod")
+    script = f"""
+import os, pathlib, signal, time
+place = pathlib.Path({str(tmp_path)!r}, os.environ['HOROVOD_RANK'])
+signal.signal(signal.SIGTERM, lambda number, frame: place.with_suffix('.asked').touch())
+place.touch()
+while True:
+    time.sleep(60)
+"""
+    starter = ("import sys; from train.processes.launch import *; slots, _ = plan(2, on_cpu=True); "
+               f"command = [sys.executable, '-c', sys.argv[1]]; sys.exit({call})")
+    with subprocess.Popen([sys.executable, "-c", starter, script]) as launcher:
+        wait_until(lambda: {"0", "1"} <= set(os.listdir(tmp_path)))
+        launcher.terminate()
+        wait_until(lambda: {"0.asked", "1.asked"} <= set(os.listdir(tmp_path)))
+        launcher.terminate()
+        try:
+            assert launcher.wait(30) == 128 + signal.SIGTERM
+        finally:
+            launcher.kill()
+
+
 def test_the_slowest_to_stop_is_waited_for(capfd, monkeypatch):
     """Process 0 writes the report when the others, asked to stop as it was, are gone."""
     pytest.importorskip("horovod")
