@@ -31,7 +31,7 @@ SectionName = Literal["step", "small", "inference", "jpeg", "loader", "shallow",
 PROFILE = "benchmarks/results/resnet50_fp16_b256_profile.txt"
 # Steps: about a second's work in a turn, and enough for a median.
 SECTIONS: dict[SectionName, tuple[str, ...]] = {
-    "step": (f"step_gpu.py --batch 256 --steps 60 --profile {PROFILE}",
+    "step": (f"step_gpu.py --batch 256 --steps 100 --profile {PROFILE}",
              "step_gpu.py --batch 256 --steps 60 --dtype bfloat16"),
     "small": ("step_gpu.py --batch 64 --steps 150", "step_gpu.py --batch 128 --steps 100"),
     "inference": ("step_gpu.py --inference --batch 1 --steps 2000", "step_gpu.py --inference --batch 32 --steps 600",

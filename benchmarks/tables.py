@@ -26,6 +26,21 @@ PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / 
 TABLE = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 LINKED_NUMBER = re.compile(r"\[([\d,]+(?:\.(\d+))?)([^\]]*)\]\(([^)\s]+\.json)\)")
 Figure = dict[str, Any]
+# Of the step's operations, as a profile names them.
+OPERATIONS = {
+    "convolutions forward, most with statistics": ("fprop_stats", "fprop"),
+    "their weight gradients": ("wgrad",),
+    "their data gradients": ("dgrad",),
+    "BatchNorm forward": ("batch_norm_apply", "batch_norm_pair_apply"),
+    "`dgrad_reduce`": ("dgrad_reduce",),
+    "BatchNorm backward, gradient": ("batch_norm_backward_apply", "batch_norm_pair_backward_apply"),
+    "BatchNorm backward, sums": ("batch_norm_backward_reduce", "batch_norm_pair_backward_reduce"),
+    "`norm_backward` and the sums of its parts": ("norm_backward", "sum_parts"),
+    "stem": ("stem_fprop", "stem_wgrad", "stem_wgrad_sum", "batch_norm_relu_max_pool",
+             "batch_norm_relu_max_pool_backward_reduce"),
+    "statistics not taken by a convolution": ("batch_norm_statistics",),
+}
+OTHER = "loss, pooling and the like"
 
 
 class Row(NamedTuple):
@@ -156,7 +171,21 @@ def speed_table(page: Path) -> list[str]:
     return lines
 
 
-TABLES = {"results": results_table, "speed": speed_table}
+def profile_table(_: Path) -> list[str]:
+    """Where a step's time goes, from the profile's sums by operation."""
+    text = (RESULTS / "resnet50_fp16_b256_profile.txt").read_text()
+    sums = re.findall(r"^(\w+) +(\d+) +([\d.]+) +([\d.]+) +[\d.]+ +\d+ +\d+%$", text.partition("\noperation")[2], re.M)
+    groups: dict[str, list[float]] = {label: [0, 0, 0] for label in (*OPERATIONS, OTHER, "sum")}
+    labels = {operation: label for label, operations in OPERATIONS.items() for operation in operations}
+    for operation, *counted in sums:
+        label = operation if operation == "sum" else labels.get(operation, OTHER)
+        groups[label] = [total + float(more) for total, more in zip(groups[label], counted, strict=True)]
+    lines = ["| | launches | ms | least | the rest |", "|---|---|---|---|---|"]
+    return lines + [f"| {label} | {launches:.0f} | {ms:.2f} | {least:.2f} | {ms - least:.2f} |"
+                    for label, (launches, ms, least) in groups.items() if launches]
+
+
+TABLES = {"results": results_table, "speed": speed_table, "profile": profile_table}
 
 
 def updated(text: str, page: Path) -> str:

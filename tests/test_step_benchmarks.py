@@ -272,6 +272,17 @@ class TestTables:
         assert row == (f"| ResNet-50 | fp16, 256 | [1,234](../benchmarks/results/{tables.MAIN}.json), 1,200 | 45.7 "
                        "(torch.compile in a CUDA graph) | 0.98 | 690, 1,810 | 10.6, 14.3 |")
 
+    def test_profile(self, tables: Any, tmp_path: Path) -> None:
+        """Operations in groups; one that nobody knows is among the others."""
+        from graph_passes.executors.cuda.profile import Row, format_summary
+
+        rows = [Row("a", "fprop_stats", 1.0, 10**9, 10**9), Row("b", "fprop", 0.5, 10**9, 0.0),
+                Row("c", "something_new", 0.25, 4 * 10**8, 0.0)]
+        (tmp_path / "resnet50_fp16_b256_profile.txt").write_text(f"node  ms\nx  1\n\n{format_summary(rows, 4000.0)}\n")
+        assert tables.profile_table(tmp_path)[2:] == [
+            "| convolutions forward, most with statistics | 2 | 1.50 | 1.25 | 0.25 |",
+            "| loss, pooling and the like | 1 | 0.25 | 0.10 | 0.15 |", "| sum | 3 | 1.75 | 1.35 | 0.40 |"]
+
     def test_numbers_follow_their_links(self, tables: Any, tmp_path: Path) -> None:
         text = f"[9.0 images/s]({tables.MAIN}.json) [8,000]({tables.MAIN}.json) [7]({tables.MAIN}.jsonl) [6](gone.json)"
         assert tables.updated(text, tmp_path / "page.md") == (
@@ -285,7 +296,8 @@ def test_pages_hold_the_present_figures(benchmark_module: Callable[[str], Any]) 
     stale = [page.name for page in tables.PAGES if tables.updated(page.read_text(), page) != page.read_text()]
     assert stale == []
     shown = {page: match[2] for page in tables.PAGES for match in tables.TABLE.finditer(page.read_text())}
-    assert {page.name: name for page, name in shown.items()} == {"README.md": "results", "cuda_executor.md": "speed"}
+    assert {page.name: name for page, name in shown.items()} == {
+        "README.md": "results", "cuda_executor.md": "speed", "performance.md": "profile"}
 
 
 def test_seeded_peer_choice(benchmark_module: Callable[[str], Any]) -> None:

@@ -1,12 +1,13 @@
 """What the tests of faults share: a training run that can be harmed, what must hold after that, and the table of tries.
 
 A test tries a fault once, at a moment or place that its random generator chooses; it runs `tries()` times. The first
-FEW tries are for every run of the tests, the others are marked `slow`: `make test-faults` runs all, and RESNET_FAULT_TRIES
-says how many there are.
+few tries are for every run of the tests, the others are marked `slow`: `make test-faults` runs all, and
+RESNET_FAULT_TRIES says how many there are.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -25,10 +26,9 @@ import pytest
 from train import checkpoint
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PROGRAM = Path(__file__).with_name("program.py")
+LIGHT = Path(__file__).with_name("light")  # on PYTHONPATH it makes a run shorter
 TRIES = int(os.environ.get("RESNET_FAULT_TRIES", "5"))
 EPOCHS, STEPS_PER_EPOCH = 2, 6  # 27 images in batches of 4
-LAST = f"step-{EPOCHS * STEPS_PER_EPOCH:08d}.npz"
 PATIENCE = 120  # seconds that a run may take to end, on a machine that others work on too; no promise
 OPTIONS = ("--model", "resnet18", "--image-size", "32", "--batch-size", "4", "--epochs", str(EPOCHS), "--device", "cpu",
            "--num-threads", "1", "--no-tensorboard", "--warmup-epochs", "0", "--learning-rate", "0.5", "--optimizer",
@@ -46,16 +46,23 @@ class FaultyRun:
     """`python -m train` of two epochs of six steps, a checkpoint after each, in `folder`; started again by the same
     command, it goes on with --resume auto."""
 
-    def __init__(self, folder: Path, data: Path, *options: str, command: Sequence[object] = (PROGRAM,)) -> None:
+    steps_per_epoch = STEPS_PER_EPOCH
+
+    def __init__(self, folder: Path, data: Path, *options: str, command: Sequence[str] = ("-m", "train")) -> None:
         self.folder = folder
-        self.command = [sys.executable, *map(str, command), "--output", str(folder), "--resume", "auto",
+        self.command = [sys.executable, *command, "--output", str(folder), "--resume", "auto",
                         "--data", str(data), *OPTIONS, *options]
         self.process: subprocess.Popen[str] | None = None
+
+    @property
+    def steps(self) -> int:
+        """How many it takes in all."""
+        return self.steps_per_epoch * EPOCHS
 
     def start(self, **environment: str) -> None:
         """Start it; what it prints goes to files beside its folder."""
         assert self.process is None or self.process.poll() is not None
-        paths = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+        paths = os.pathsep.join([str(LIGHT), str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **environment}
         with self._words("out").open("w") as out, self._words("err").open("w") as err:
             self.process = subprocess.Popen(self.command, stdout=out, stderr=err, env=env, start_new_session=True)
@@ -103,8 +110,22 @@ class FaultyRun:
     def kill(self) -> None:
         """It and all of its processes, at once, stopped ones too."""
         if self.process and self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
+            for pid in (self.process.pid, *self.ranks().values()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             self.process.wait()
+
+    def ranks(self) -> dict[int, int]:
+        """Ids of the processes that train, by rank, of a run of several."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended meanwhile, or is another user's
+                variables = (folder / "environ").read_bytes().split(b"\0")
+                command = (folder / "cmdline").read_bytes()
+                rank = [entry for entry in variables if entry.startswith(b"HOROVOD_RANK=")]
+                if rank and os.fsencode(str(self.folder)) + b"\0" in command:
+                    found[int(rank[0].partition(b"=")[2])] = int(folder.name)
+        return found
 
     def finish(self) -> int:
         """Start it again, undisturbed."""
@@ -115,7 +136,7 @@ class FaultyRun:
 def wait_a_random_time(run: FaultyRun, rng: np.random.Generator, least: int = 0) -> None:
     """Until a step that is chosen at random, and a random part of what a step and its save take beyond it; the run may
     have ended by then. `least`: at least so many steps."""
-    run.wait_for_step(int(rng.integers(least, EPOCHS * STEPS_PER_EPOCH + 1)))
+    run.wait_for_step(int(rng.integers(least, run.steps + 1)))
     time.sleep(rng.uniform(0, 0.2))  # to hit any moment, not to wait for something
 
 
@@ -130,7 +151,8 @@ def assert_nothing_lost(run: FaultyRun) -> None:
 
 def assert_same_end(run: FaultyRun, unbroken: FaultyRun) -> None:
     """Last and best checkpoint have the bits of the unbroken run."""
-    for name in (LAST, checkpoint.BEST):
+    last = max(path.name for path in (unbroken.folder / "checkpoints").glob("step-*.npz"))
+    for name in (last, checkpoint.BEST):
         ours, theirs = (checkpoint.load(each.folder / "checkpoints" / name) for each in (run, unbroken))
         assert ours.progress == theirs.progress, name
         assert ours.loader_states == theirs.loader_states, name

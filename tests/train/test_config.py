@@ -54,9 +54,9 @@ def test_commands_have_the_options_that_they_use():
              for kind in (Config, ValidateOptions, BenchmarkOptions, CompareOptions)}
     assert names[ValidateOptions] - names[Config] == {"checkpoint"}
     assert names[BenchmarkOptions] - names[Config] == {field.name for field in dataclasses.fields(Measurement)}
-    assert names[Config] - names[CompareOptions] == {"resume"}
+    assert names[Config] - names[CompareOptions] == {"resume", "weights"}
     for kind in (ValidateOptions, BenchmarkOptions):
-        assert not names[kind] & {"epochs", "schedule", "resume", "checkpoint_minutes", "commit_every"}
+        assert not names[kind] & {"epochs", "schedule", "resume", "weights", "checkpoint_minutes", "commit_every"}
     assert not names[ValidateOptions] & {"learning_rate", "model", "seed", "mixup", "buckets", "cache", "output"}
 
 

@@ -75,6 +75,19 @@ def test_accumulating_run(run_train, tiny_options, tmp_path):
     assert rates == pytest.approx([0.5 * 16 / 256 * (1 - k / 4) for k in range(4)])
 
 
+def test_skipped_validation_images_are_named_once(run_train, tiny_data, tiny_options, tmp_path):
+    for split in ("train", "val"):
+        shutil.copytree(tiny_data, tmp_path / "data" / split)
+    broken = tmp_path / "data" / "val" / "class1" / "3.jpg"
+    broken.write_bytes(broken.read_bytes()[:100])
+    folder = tmp_path / "run"
+    code, out, err = run_train(*tiny_options, "--output", folder, "--data", tmp_path / "data", "--on-bad-image", "skip")
+    assert code == 0, err
+    (bad,) = read_lines(folder, "bad_image")
+    assert str(broken) in bad["file"]
+    assert out.count(f"skipped {broken}") == 1
+
+
 def test_learns_and_validates_every_image_once(run_train, tiny_options, tmp_path):
     folder = tmp_path / "run"
     code, out, err = run_train("--output", folder, *tiny_options, "--epochs", "3", "--batch-size", "5", report=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from common import files
+from common.errors import ProgramError
 from pipelines import DataError, Loader
 from pipelines.samples import make_samples
 from train import checkpoint, demonstration, devices
@@ -97,10 +98,26 @@ def open_recorder(trainer: Trainer, num_epochs: int | None, warmup_steps: int = 
         mlperf=config.mlperf,
     )
     if workers.rank == 0:  # once the recorder has the folder for itself
-        files.write(trainer.run_folder / CONFIG_FILE, json.dumps(config.to_dict(), indent=2).encode() + b"\n")
+        _write_config(trainer)
     if trainer.all_reduce:
         recorder.say(workers.describe(trainer.all_reduce))
     return recorder
+
+
+def _write_config(trainer: Trainer) -> None:
+    content = json.dumps(trainer.config.to_dict(), indent=2).encode() + b"\n"
+    files.write(trainer.run_folder / CONFIG_FILE, content)
+
+
+def check_complete(trainer: Trainer, recorder: Recorder) -> None:
+    """Raise ProgramError where somebody has removed files of the run while it went on."""
+    if recorder.enabled and not (trainer.run_folder / CONFIG_FILE).exists():
+        recorder.all_removed.append(CONFIG_FILE)
+        _write_config(trainer)
+    if recorder.all_removed:
+        raise ProgramError(f"the run has ended, but {', '.join(dict.fromkeys(recorder.all_removed))} had been removed "
+                           f"from {trainer.run_folder} while it went on: what was still known is there again, earlier "
+                           "checkpoints are not")
 
 
 def measure_loader(loader: Loader, workers: Workers) -> float:

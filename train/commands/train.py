@@ -17,6 +17,7 @@ from train.build import build_executor, check_memory, join_bn_group, open_split
 from train.checkpoint import Checkpoint
 from train.commands.session import (
     AUTO,
+    check_complete,
     measure_loader,
     name_preset,
     of_network,
@@ -185,6 +186,7 @@ def train(trainer: Trainer) -> None:
         report(recorder, trainer.run_folder)
         raise
     report(recorder, trainer.run_folder, trainer)
+    check_complete(trainer, recorder)
 
 
 def _note_origin(trainer: Trainer, recorder: Recorder) -> None:

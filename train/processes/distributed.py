@@ -65,7 +65,7 @@ class Workers:
     def __init__(self) -> None:
         self.size, self.rank, self.local_rank, self.local_size = 1, 0, 0, 1
         self._hvd: Any = None
-        self._votes: Any = None  # all-reduce of the last `vote`, under way
+        self._votes: dict[str, Any] = {}  # the all-reduces of the last `vote` about each thing, under way
         if "HOROVOD_SIZE" in os.environ:  # a launcher has started this process, though perhaps alone
             self._hvd = _import_horovod(int(os.environ["HOROVOD_SIZE"]))
             for name, value in HOROVOD_SETTINGS.items():
@@ -144,18 +144,19 @@ class Workers:
         self._hvd.allreduce_(total, op=self._hvd.Sum, name="sum")
         return [float(value) for value in total.asnumpy()]
 
-    def vote(self, requests: Sequence[bool]) -> list[bool]:
+    def vote(self, requests: Sequence[bool], about: str = "training") -> list[bool]:
         """For each request, whether any rank has it: the same answer on every rank, at the same step.
 
-        With several ranks it is the answer to the requests of the call before, whose all-reduce has run beside a
-        training step meanwhile, so that nobody waits for it.
+        With several ranks it is the answer to the requests of the call before `about` the same, whose all-reduce has
+        run beside a training step meanwhile, so that nobody waits for it.
         """
         if not self._hvd:
             return list(requests)
-        answer = [False] * len(requests) if self._votes is None else [bool(n) for n in self._votes.asnumpy()]
+        before = self._votes.get(about)
+        answer = [False] * len(requests) if before is None else [bool(n) for n in before.asnumpy()]
         pulse.begin_collective()
-        self._votes = mx.nd.array(requests, dtype="int32")
-        self._hvd.allreduce_(self._votes, op=self._hvd.Sum, name="vote")
+        self._votes[about] = mx.nd.array(requests, dtype="int32")
+        self._hvd.allreduce_(self._votes[about], op=self._hvd.Sum, name=f"vote.{about}")
         return answer
 
     def gather(self, value: Any) -> list[Any]:

@@ -31,8 +31,8 @@ UNITS = {
     "loader_wait_ms": "ms",
     "compute_ms": "ms",
     "images_per_sec": "images/s, all processes together; without a session's first step where there are others",
-    "images_per_sec_uncertainty": "images/s, standard error of the mean",
-    "images_per_sec_jitter": "images/s, 1.4826 x median absolute deviation",
+    "images_per_sec_uncertainty": "images/s, standard error of the mean; null for a single step",
+    "images_per_sec_jitter": "images/s, 1.4826 x median absolute deviation; null for a single step",
     "loader_images_per_sec": "images/s, all processes together",
     "loss": "nats per image",
     "top1": "fraction of images",
@@ -51,14 +51,21 @@ UNITS = {
 
 
 class Speed(NamedTuple):
-    """Images/sec of a series of steps: mean, standard error of the mean, jitter."""
+    """Images/sec of a series of steps: mean, standard error of the mean, jitter; a single step has only the first."""
 
     mean: float
-    uncertainty: float
-    jitter: float
+    uncertainty: float | None
+    jitter: float | None
+
+    @property
+    def spread(self) -> str:
+        """The last two, in words."""
+        if self.uncertainty is None or self.jitter is None:
+            return "of a single step"
+        return f"+/- {self.uncertainty:,.1f} (jitter = {self.jitter:,.1f})"
 
     def __str__(self) -> str:
-        return f"images/sec: {self.mean:.1f} +/- {self.uncertainty:.1f} (jitter = {self.jitter:.1f})"
+        return f"images/sec: {self.mean:.1f} {self.spread.replace(',', '')}"
 
 
 def speed(step_ms: Sequence[float] | np.ndarray, images_per_step: int) -> Speed:
@@ -71,9 +78,11 @@ def speed(step_ms: Sequence[float] | np.ndarray, images_per_step: int) -> Speed:
     seconds = np.asarray(step_ms, dtype=np.float64) / 1e3
     if not len(seconds):
         raise ValueError("speed() needs at least one step")
-    speeds = images_per_step / seconds
+    mean, speeds = float(images_per_step / seconds.mean()), images_per_step / seconds
+    if len(seconds) == 1:
+        return Speed(mean, None, None)
     return Speed(
-        mean=float(images_per_step / seconds.mean()),
+        mean=mean,
         uncertainty=float(speeds.std() / math.sqrt(len(speeds))),
         jitter=float(1.4826 * np.median(np.abs(speeds - np.median(speeds)))),
     )

@@ -202,7 +202,7 @@ def _throughput_table(record: RunRecord, summary: Summary) -> Table:
     return Table(
         ("", "images/sec", ""),
         [
-            ("total", f"{total.mean:,.1f}", f"+/- {total.uncertainty:,.1f} (jitter = {total.jitter:,.1f})"),
+            ("total", f"{total.mean:,.1f}", total.spread),
             ("total, median step", f"{summary.total_median:,.1f}", f"+/- {summary.total_spread:,.1f} (half IQR)"),
             ("compute-only", f"{summary.compute_images_per_sec:,.1f}", "steps without their wait for a batch"),
             ("loader-only", f"{loader:,.1f}" if loader else "not measured", how),

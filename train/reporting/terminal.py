@@ -41,20 +41,18 @@ class Terminal:
             self.progress.update(self._task, advance=1)
 
     def log_step(
-        self, place: str, rate: Speed | None, loss: float | None, learning_rate: float, seconds_left: float,
+        self, place: str, rate: Speed | None, loss: float | None, learning_rate: float, time_left: str,
         skipped_steps: int = 0
     ) -> None:
-        """The line of some steps; `seconds_left` is shown where the run's end is known, and not before the `rate` is,
-        from which it follows. `skipped_steps`: of these steps, those that changed no weight."""
+        """The line of some steps; `time_left` is shown where it is known, and not before the `rate` is, from which it
+        follows. `skipped_steps`: of these steps, those that changed no weight."""
         shown_rate = f"  {rate}" if rate else ""
         shown_loss = f"  loss {loss:.3f}" if loss is not None else ""
         shown_skipped = f"  {skipped_steps} skipped (overflow)" if skipped_steps else ""
-        time_left = ""
-        if rate and self.num_epochs is not None:
-            time_left = f"  time left {timedelta(seconds=round(max(seconds_left, 0)))}"
-        self.say(f"{place}{shown_rate}{shown_loss}  learning rate {learning_rate:.4g}{shown_skipped}{time_left}")
+        shown_left = f"  time left {time_left}" if rate and time_left else ""
+        self.say(f"{place}{shown_rate}{shown_loss}  learning rate {learning_rate:.4g}{shown_skipped}{shown_left}")
         if rate:
-            self._status = f"{rate.mean:.1f} images/sec{time_left}"  # with name and bar, 80 columns hold it
+            self._status = f"{rate.mean:.1f} images/sec{shown_left}"  # with name and bar, 80 columns hold it
         self.show()
 
     def show(self, activity: str = "") -> None:

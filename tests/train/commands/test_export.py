@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -125,15 +126,18 @@ def test_onnx_of_the_command(
     assert list(file.parent.iterdir()) == [file]
 
 
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 @pytest.mark.parametrize("size", [(61, 84), (93, 55), (71, 71)])  # two whose longer side and offset round up
 def test_the_lines_of_the_page_predict_the_same(
-    saved: Path, size: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    trained: Checkpoint, size: tuple[int, int], interpolation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str], rng: np.random.Generator,
 ) -> None:
     """A picture without losses, so that no decoder differs: what is left is the rounding of its pixels."""
     monkeypatch.chdir(tmp_path)
     coarse = Image.fromarray(rng.integers(0, 256, (size[1] // 6, size[0] // 6, 3), np.uint8))
     coarse.resize(size, Image.Resampling.BICUBIC).save("cat.jpg", "PNG")
+    saved = tmp_path / "network.npz"
+    save(replace(trained, config=replace(trained.config, interpolation=interpolation)), saved)
     (ours,) = predict.predict(PredictOptions(images=(Path("cat.jpg"),), checkpoint=str(saved)))
     run_export(["--checkpoint", str(saved), "--onnx", "model.onnx"])
     capsys.readouterr()
