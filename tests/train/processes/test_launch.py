@@ -17,6 +17,7 @@ from common.command_line import exit_code_of
 from train.errors import TrainError
 from train.processes import launch, topology
 from train.processes.invocation import LAUNCHER_VARIABLE
+from train.processes.signals import SAME_SECONDS
 
 GIB = 2**30
 
@@ -314,8 +315,10 @@ while True:
         wait_until(lambda: {"0", "1"} <= set(os.listdir(tmp_path)))
         launcher.terminate()
         wait_until(lambda: {"0.asked", "1.asked"} <= set(os.listdir(tmp_path)))
-        launcher.terminate()
         try:
+            with pytest.raises(subprocess.TimeoutExpired):
+                launcher.wait(SAME_SECONDS + 0.2)  # before, another one would be the first again
+            launcher.terminate()
             assert launcher.wait(30) == 128 + signal.SIGTERM
         finally:
             launcher.kill()
