@@ -20,13 +20,14 @@ from pipelines.make_records import (
     plan_files,
     plan_train_tar,
     plan_val_tar,
+    share_records,
     tar_kind,
     write_records,
 )
 from pipelines.options import BenchOptions, MakeRecordsOptions, MakeSamplesOptions, ShowOptions, VerifyOptions
 from pipelines.samples import NUM_TRAIN, NUM_VAL, PATTERNS, make_samples
 from pipelines.show import contact_sheet, save_png
-from pipelines.sources import class_list, read_classes, splits_of
+from pipelines.sources import class_list, read_classes, same_images, splits_of
 from pipelines.verify import print_report, verify_split, write_clean
 
 
@@ -57,6 +58,9 @@ def make_records(options: MakeRecordsOptions) -> int:
         for image, reason in skipped:
             print(f"skipped {image}: {reason}")
         print(f"{output / name}.rec: {count:,} images of {len(plan.classes):,} classes")
+    if kind == "files" and not options.split and same_images(source):
+        share_records(output)
+        print(f"{output}/val.rec: these images too, as {source} has no train and val")
     return 0
 
 

@@ -47,6 +47,7 @@ class DaliLoader(Loader):
     def __init__(self, config: LoaderConfig, shard: tuple[int, int], source: Source, stage: str = "full"):
         super().__init__(config, shard, len(source), source.classes)
         self._source = source
+        self.remarks = source.remarks
         self._graph = GraphConfig(
             training=config.split == "train",
             transform=config.transform,

@@ -37,7 +37,7 @@ class DecodedSource(Source):
 
     def __init__(self, source: Source, pixels: dict[int, np.ndarray], broken: dict[int, str]):
         self.path: Path = source.path
-        self.classes = source.classes
+        self.classes, self.remarks = source.classes, source.remarks
         self.cache_bytes = sum(image.nbytes for image in pixels.values())
         self._source = source
         self._pixels = pixels  # of image i, uint8 (height, width, 3); each image is here or in `broken`

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import shutil
 import stat
 from pathlib import Path
 from typing import BinaryIO
@@ -72,6 +73,18 @@ def write_text(path: Path, text: str) -> None:
             f"{path}: cannot hold {text.splitlines()[line]!a}, which is not UTF-8; rename that file or folder"
         ) from None
     write_bytes(path, content)
+
+
+def link_beside(path: Path, name: str) -> None:
+    """Let a file appear under a second name in its folder, which what takes its place appears under too: a symbolic
+    link. A copy where the file system has none. Nothing is done where that name is there already. Raises OSError."""
+    link = path.with_name(name)
+    if link.exists():
+        return
+    try:
+        link.symlink_to(path.name)
+    except OSError:
+        shutil.copy2(path, link)
 
 
 def read_lines(path: Path) -> list[str]:

@@ -27,7 +27,7 @@ import numpy as np
 from PIL import Image
 
 from pipelines.errors import DataError, check_not_negative, check_positive
-from pipelines.files import open_file, read_lines, write_text
+from pipelines.files import link_beside, open_file, read_lines, write_text
 from pipelines.inspect_image import inspect_image
 from pipelines.progress import map_in_order
 from pipelines.recordio import index_path, pack_record
@@ -199,6 +199,18 @@ def write_records(plan: Plan, output: Path, split: str, options: Options) -> tup
     except OSError as error:
         raise DataError(
             f"{output}: cannot be written ({error.strerror}); mend that, and the same command goes on where it stopped"
+        ) from None
+
+
+def share_records(output: Path) -> None:
+    """Let validation use the training records, as it uses the same images where these have no splits. Raises
+    DataError."""
+    try:
+        for ending in ("idx", "rec"):
+            link_beside(output / f"train.{ending}", f"val.{ending}")
+    except OSError as error:
+        raise DataError(
+            f"{output}/val.rec: cannot be written ({error.strerror}); check permissions and space"
         ) from None
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -22,12 +22,12 @@ from rich.table import Table
 from rich.text import Text
 
 from pipelines.errors import DataError, check_not_negative, check_positive
-from pipelines.files import read_file, read_lines, write_text
+from pipelines.files import link_beside, read_file, read_lines, write_text
 from pipelines.inspect_image import Finding, inspect_image
 from pipelines.progress import map_in_order
 from pipelines.recordio import BrokenRecordError, RecordFile, index_path, read_index
-from pipelines.sources import Source, locate, open_source, read_classes
-from pipelines.sources.folders import class_folders, folder_classes, image_files, list_entry, no_images
+from pipelines.sources import Classes, Source, locate, open_source, read_classes, same_images
+from pipelines.sources.folders import find_images, list_entry
 from pipelines.transform import MAX_PIXELS
 
 _NUM_SHOWN = 40  # findings listed one by one
@@ -50,6 +50,8 @@ class Report(NamedTuple):
     findings: list[tuple[str, Finding]]  # (file or record, finding)
     clean_path: Path | None  # where the index or list without the unusable images goes; None: the format has neither
     clean_lines: list[str]
+    is_shared: bool = False  # validation finds the same images in these folders: it is to read the same list, then
+    remarks: Sequence[str] = ()  # what is left out of the data
 
     @property
     def num_unusable(self) -> int:
@@ -66,13 +68,15 @@ def verify_split(
     found = locate(data, split)
     path = found.path
     findings: list[tuple[str, Finding]] = []
+    remarks: list[str] = []
     clean_path: Path | None = None
     if found.format == "RecordIO":
         items, clean_path = _record_items(path, num_classes, findings), index_path(path)
     elif found.format == "list":
         items, clean_path = _list_items(path), path
     elif found.format == "folders":
-        items = _folder_items(path, split)
+        classes, files, remarks = find_images(path, split)
+        items = _folder_items(classes, files)
         clean_path = path / f"{split}.lst" if path == Path(data).expanduser() else path.parent / f"{split}.lst"
         items = [item._replace(line=_relative(item, clean_path.parent)) for item in items]
     else:
@@ -85,7 +89,8 @@ def verify_split(
             findings.append((item.name, finding))
         if not finding or finding.usable:
             clean_lines.append(item.line)
-    return Report(path, num_images, findings, clean_path, clean_lines)
+    is_shared = found.format == "folders" and split == "train" and same_images(data)
+    return Report(path, num_images, findings, clean_path, clean_lines, is_shared, remarks)
 
 
 def write_clean(report: Report) -> None:
@@ -103,6 +108,8 @@ def write_clean(report: Report) -> None:
         if path.exists() and not original.exists():
             shutil.copy2(path, original)
         write_text(path, "".join(report.clean_lines))
+        if report.is_shared:
+            link_beside(path, "val.lst")
     except OSError as error:
         raise DataError(f"{path}: cannot be written ({error.strerror}); check permissions and space") from None
 
@@ -122,6 +129,8 @@ def print_report(report: Report, console: Console) -> None:
         console.print(table)
         if len(report.findings) > _NUM_SHOWN:
             print(f"... and {len(report.findings) - _NUM_SHOWN:,} more; redirect the output to a file to see them all")
+    for remark in report.remarks:
+        print(remark)
     kinds = Counter(finding.kind for _, finding in report.findings)
     print(f"{report.path}: {report.num_images:,} images, {report.num_unusable:,} unusable"
           + (": " + ", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common()) if kinds else ""))
@@ -177,13 +186,10 @@ def _record_items(path: Path, num_classes: int | None, findings: list[tuple[str,
     return [item(key, offset) for key, offset in entries]
 
 
-def _folder_items(path: Path, split: str) -> list[Item]:
-    number = {key: label for label, (key, _) in enumerate(folder_classes(path, split))}
-    files = ((folder, file) for folder in class_folders(path) for file in image_files(path / folder))
-    items = [Item(str(file), "", number.get(folder), partial(read_file, file)) for folder, file in files]
-    if not items:
-        raise no_images(path)
-    return items
+def _folder_items(classes: Classes, files: dict[str, list[Path]]) -> list[Item]:
+    number = {key: label for label, (key, _) in enumerate(classes)}
+    return [Item(str(file), "", number.get(folder), partial(read_file, file))
+            for folder, images in files.items() for file in images]
 
 
 def _list_items(path: Path) -> list[Item]:

@@ -72,6 +72,8 @@ def open_split(config: Config, split: str, placement: Placement, workers: Worker
         ),
         shard=(workers.rank, workers.size),
     )
+    if split == "train" and len(loader.classes) == 1:
+        raise _one_class(config.data, loader.classes[0][0])
     if classes is None:
         found = len(loader.classes)
         if 0 < config.num_classes < found:
@@ -90,6 +92,13 @@ def evaluated_images(config: Config) -> str:
     """What validation sees, in the words of `metrics.EVALUATED`. Raises DataError where there is no data."""
     has_own = config.data in (SAMPLES, SYNTHETIC) or "val" in splits_of(config.data)
     return VALIDATION if has_own else TRAINING_IMAGES
+
+
+def _one_class(data: str, name: str) -> TrainError:
+    inside = Path(data) / name
+    way_out = f"give {inside}, where there are folders" if inside.is_dir() and any(inside.glob("*/")) else (
+        "give data of two or more, with a folder for each (docs/data.md)")
+    return TrainError(f"{data} has one class only, {name!r}, and there is nothing to tell it from: {way_out}")
 
 
 def join_bn_group(config: Config, placement: Placement, workers: Workers) -> StatisticsGroup | None:

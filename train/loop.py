@@ -323,6 +323,7 @@ class Trainer:
         config, progress = self.config, self.progress
         done = progress.epoch + 1
         self._report_bad_images(recorder, self.train_loader)
+        self._look_for_removed(recorder)
         is_due = config.validate_every and (done % config.validate_every == 0 or done == config.epochs)
         metrics = self._validate(recorder, signals, self.val_loader) if self.val_loader and is_due else None
         progress.epoch, progress.epoch_step = done, 0

@@ -36,6 +36,7 @@ __all__ = [
     "locate",
     "open_source",
     "read_classes",
+    "same_images",
     "splits_of",
 ]
 
@@ -118,7 +119,14 @@ def splits_of(data: str | Path) -> list[str]:
     found = {split: where for split in ("train", "val") if data and (where := _find(path, split))}
     if not found:
         locate(data, "train")
-    return list(found) if len({tuple(where.files) for where in found.values()}) == len(found) else ["train"]
+    return ["train"] if same_images(data) else list(found)
+
+
+def same_images(data: str | Path) -> bool:
+    """Whether training and validation find the same images there, also by a link. Raises OSError."""
+    places = [_find(Path(data).expanduser(), split) for split in ("train", "val")]
+    files = [[file.resolve() for file in place.files] for place in places if place]
+    return len(files) == 2 and files[0] == files[1]
 
 
 def _find(path: Path, split: str) -> Location | None:

@@ -27,6 +27,7 @@ class Source(ABC):
     classes: Classes
     feeds: str  # what `feed` gives: "bytes", "paths" or "pixels"
     cache_bytes: int = 0  # memory that decoded images take
+    remarks: Sequence[str] = ()  # sentences for the owner of the data: what of it is left out
 
     @property
     def class_names(self) -> list[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,10 @@ import numpy as np
 from pipelines.errors import DataError
 from pipelines.files import check_is_file, open_file, read_lines
 from pipelines.sources.base import IMAGE_SUFFIXES, Classes, Source, read_classes
+
+# Images by their endings, but none that DALI's decoders read, or that are looked for.
+UNREAD_SUFFIXES = frozenset({".gif", ".avif", ".heic", ".heif", ".jxl", ".jp2", ".svg", ".psd", ".tga", ".ico"})
+_SPLIT_NAMES = frozenset({"train", "training", "val", "valid", "validation", "test", "testing", "dev"})
 
 
 def find_list(path: Path, split: str) -> list[Path]:
@@ -34,8 +40,8 @@ class FileSource(Source):
 
     feeds = "paths"
 
-    def __init__(self, path: Path, files: list[Path], labels: list[int], classes: Classes):
-        self.path, self.classes = path, classes
+    def __init__(self, path: Path, files: list[Path], labels: list[int], classes: Classes, remarks: Sequence[str] = ()):
+        self.path, self.classes, self.remarks = path, classes, remarks
         self._files, self._labels = files, labels
 
     def __len__(self) -> int:
@@ -63,21 +69,40 @@ class FileSource(Source):
 
 
 def class_folders(folder: Path) -> list[str]:
-    """Sorted names of the sub-folders, hidden ones left out."""
+    """Sorted names of the sub-folders; hidden ones are left out, and what macOS adds to archives."""
     with os.scandir(folder) as entries:
-        return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+        names = (entry.name for entry in entries if entry.is_dir())
+        return sorted(name for name in names if not name.startswith(".") and name != "__MACOSX")
 
 
-def image_files(folder: Path) -> list[Path]:
+def image_files(folder: Path, unread: Counter[str] | None = None) -> list[Path]:
     """The files with an image's ending in a class folder, and in folders within it as those of Tiny ImageNet, in the
-    order of their names; what is hidden is left out, and links to folders are not followed. Raises OSError for a folder
-    that cannot be read."""
+    order of their names; what is hidden is left out, and links to folders are not followed. `unread` counts the files
+    of formats that are not read, by their endings. Raises OSError for a folder that cannot be read."""
     found: list[Path] = []
     for place, folders, names in os.walk(folder, onerror=_raise):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        images = (name for name in names if os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES)
-        found += [Path(place, name) for name in sorted(images) if not name.startswith(".")]
+        for name in sorted(name for name in names if not name.startswith(".")):
+            ending = os.path.splitext(name)[1].lower()
+            if ending in IMAGE_SUFFIXES:
+                found.append(Path(place, name))
+            elif unread is not None and ending in UNREAD_SUFFIXES:
+                unread[ending] += 1
     return found
+
+
+def _has_image(folder: Path) -> bool:
+    """Whether `image_files` finds some; looks no further than the first."""
+    folders = []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                folders.append(Path(entry.path))
+            elif os.path.splitext(entry.name)[1].lower() in IMAGE_SUFFIXES:
+                return True
+    return any(map(_has_image, folders))
 
 
 def _raise(error: OSError) -> None:
@@ -95,34 +120,63 @@ def folder_classes(path: Path, split: str) -> Classes:
     if path.name != split:
         for name in filter(lambda name: _has_splits(path / name), folders):
             raise DataError(f"data path {path} has no train and val, but {path / name} has; give that")
+        if all(name.lower() in _SPLIT_NAMES for name in folders):
+            raise DataError(
+                f"data path {path} holds {', '.join(folders)}: no classes but parts of a data set; call the one to "
+                "train on train, and the one for validation val"
+            )
+    if listed := read_classes(path):
+        return listed
     train = path.parent / "train"
-    names = class_folders(train) if split != "train" and path.name == split and train.is_dir() else folders
-    return read_classes(path) or [(name, name) for name in names or folders]
+    place = train if split != "train" and path.name == split and train.is_dir() else path
+    return [(name, name) for name in class_folders(place) or folders if _has_image(place / name)]
+
+
+def find_images(path: Path, split: str) -> tuple[Classes, dict[str, list[Path]], list[str]]:
+    """In a folder of class folders: the classes, the files in each folder, which may be one of no class, and what its
+    owner should know about what is left out. Raises DataError if there is no image."""
+    classes = folder_classes(path, split)
+    unread: Counter[str] = Counter()
+    files = {name: image_files(path / name, unread) for name in class_folders(path)}
+    remarks = []
+    if empty := [name for name in sorted(files.keys() - dict(classes).keys()) if not files[name]]:
+        remarks.append(f"{path}: no class is made of folders without an image: {_some(empty)}")
+    if unread:
+        counts = ", ".join(f"{count:,} {ending}" for ending, count in sorted(unread.items()))
+        remarks.append(
+            f"{path}: files of formats that are not read are left out: {counts} (convert them to JPEG or PNG)"
+        )
+    if not any(files.values()):
+        raise no_images(path, remarks)
+    return classes, files, remarks
 
 
 def open_folders(path: Path, split: str) -> FileSource:
-    classes = folder_classes(path, split)
+    classes, found, remarks = find_images(path, split)
     number = {key: label for label, (key, _) in enumerate(classes)}
     files: list[Path] = []
     labels: list[int] = []
-    for name in class_folders(path):
-        found = image_files(path / name)
-        if found and name not in number:
+    for name, images in found.items():
+        if images and name not in number:
             raise DataError(
                 f"{path / name}: class {name!r} is not among the {len(classes)} known classes (classes.txt or the "
                 f"training folders); add it there or remove the folder"
             )
-        files += found
-        labels += [number[name]] * len(found)
-    if not files:
-        raise no_images(path)
-    return FileSource(path, files, labels, classes)
+        files += images
+        labels += [number[name]] * len(images) if images else []
+    return FileSource(path, files, labels, classes, remarks)
 
 
-def no_images(path: Path) -> DataError:
+def _some(names: list[str]) -> str:
+    return ", ".join(names if len(names) <= 4 else [*names[:3], f"and {len(names) - 3:,} more"])
+
+
+def no_images(path: Path, remarks: Sequence[str] = ()) -> DataError:
     """The error for class folders without an image."""
     kinds = ", ".join(sorted(IMAGE_SUFFIXES))
-    return DataError(f"data path {path} has class folders but no image in them; files ending in {kinds} are looked for")
+    others = "".join(f"; {remark.removeprefix(f'{path}: ')}" for remark in remarks if "formats" in remark)
+    return DataError(f"data path {path} has class folders but no image in them{others}; files ending in {kinds} are "
+                     "looked for")
 
 
 def list_entry(line: str) -> tuple[int, str]:

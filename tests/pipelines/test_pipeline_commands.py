@@ -13,6 +13,11 @@ from image_helpers import write_folder
 from PIL import Image
 
 from pipelines.__main__ import COMMANDS, main
+from pipelines.sources import open_source, same_images, splits_of
+
+
+def names_of(source):
+    return [source.name(i) for i in range(len(source))]
 
 
 def run(capsys, *arguments):
@@ -70,6 +75,29 @@ def test_verify_says_so_with_its_exit_code_and_mends(tmp_path, capsys):
     code, out, _ = run(capsys, "verify", tmp_path, "--write-clean")
     assert code == 0 and "train.lst: 5 usable images" in out
     assert run(capsys, "verify", tmp_path)[0] == 0
+
+
+def test_without_splits_validation_reads_what_training_reads(folder, tmp_path, capsys):
+    """The clean list of such a folder, and the records made of it: else it would still meet the broken image, or find
+    nothing."""
+    broken = folder / "c01/004.JPEG"
+    broken.write_bytes(b"no image")
+    code, out, _ = run(capsys, "make-records", folder, tmp_path / "out", "--on-bad-image", "skip")
+    assert code == 0 and f"out/val.rec: these images too, as {folder} has no train and val" in out
+    for _ in range(2):  # a second time from the lists, after new damage
+        assert run(capsys, "verify", folder, "--write-clean")[0] == 0
+        names = {split: names_of(open_source(folder, split)) for split in ("train", "val")}
+        assert names["train"] == names["val"] and str(broken) not in names["val"]
+        broken = folder / "c02/005.JPEG"
+        broken.write_bytes(b"")
+    assert len(names["val"]) == 10
+    assert len(open_source(tmp_path / "out", "val")) == len(open_source(tmp_path / "out", "train")) == 11
+    for data in (folder, tmp_path / "out"):
+        assert splits_of(data) == ["train"] and same_images(data)  # as the run will say
+    (tmp_path / "out/train.rec").unlink()
+    (tmp_path / "out/train.idx").unlink()
+    assert run(capsys, "make-records", folder, tmp_path / "out")[0] == 0  # and once more over the link
+    assert len(open_source(tmp_path / "out", "val")) == 10
 
 
 def test_make_samples(tmp_path, capsys):

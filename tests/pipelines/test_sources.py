@@ -81,6 +81,27 @@ def test_folders_within_class_folders(tmp_path):
     assert found(tmp_path, "train") == (images, names)
 
 
+def test_folders_without_an_image_are_no_classes(tmp_path, capsys):
+    """But those of a classes.txt are, and an empty folder of validation images is one of a class without any."""
+    write_folder(tmp_path / "train", 6, 3, seed=1)
+    write_folder(tmp_path / "val", 2, 2, seed=1)
+    for name in ("train/a", "train/b/c", "train/__MACOSX/x", "val/c02"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "train/b/notes.txt").write_text("")
+    (tmp_path / "train/__MACOSX/x/1.jpg").write_bytes(b"no image")
+    (tmp_path / "train/c01/1.gif").write_bytes(b"GIF89a")
+    empty = f"{tmp_path}/train: no class is made of folders without an image: a, b"
+    unread = f"{tmp_path}/train: files of formats that are not read are left out: 1 .gif (convert them to JPEG or PNG)"
+    train, val = (open_source(tmp_path, split) for split in ("train", "val"))
+    assert train.class_names == val.class_names == ["c00", "c01", "c02"]
+    assert (list(train.remarks), list(val.remarks)) == ([empty, unread], [])
+    assert verify_split(str(tmp_path), "train").remarks == [empty, unread]
+    (tmp_path / "classes.txt").write_text("a\nb\nc00\nc01\nc02\n")
+    source = open_source(tmp_path, "train")
+    assert source.class_names == ["a", "b", "c00", "c01", "c02"] and list(source.remarks) == [unread]
+    assert [source.label(i) for i in range(len(source))] == [2, 2, 3, 3, 4, 4]
+
+
 def test_names_of_classes_in_a_list(tmp_path):
     """The folders, where they tell the classes apart; paths may be absolute, or relative to the list."""
     image, *_ = write_folder(tmp_path / "images", 1, 1, seed=1)
@@ -147,6 +168,19 @@ def other_split_only(tmp_path):
 def test_what_to_do_without_validation_images(numbered):
     with pytest.raises(DataError, match=r"has train but no val; add val/, .* or .*--validate-every 0"):
         open_source(numbered.parent, "val")
+
+
+def splits_of_other_names(tmp_path):
+    write_folder(tmp_path / "test", 2, 2, seed=1)
+    write_folder(tmp_path / "Training", 2, 2, seed=1)
+    return tmp_path, r"holds Training, test: no classes but parts of a data set; call the one to train on train"
+
+
+def formats_that_are_not_read(tmp_path):
+    for name in ("a/1.gif", "a/2.GIF", "b/c/3.avif"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"an image")
+    return tmp_path, r"no image in them; files of formats that are not read are left out: 1 \.avif, 2 \.gif \(convert"
 
 
 def file_of_a_splits_name(tmp_path):
@@ -240,6 +274,8 @@ MISTAKES = [
     empty_class_folders,
     other_split_only,
     file_of_a_splits_name,
+    splits_of_other_names,
+    formats_that_are_not_read,
     one_folder_too_high,
     fractional_label_in_a_list,
     unknown_class_folder,

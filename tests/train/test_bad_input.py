@@ -79,6 +79,15 @@ def test_mistakes_leave_no_output_folder(options, sentence, fails, tiny_options,
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("inside", ["", "a"])
+def test_one_class_is_refused(inside, fails, tiny_options, tiny_data, tmp_path):
+    """The folder of the images of one class, or the one above the data set."""
+    shutil.copytree(tiny_data / "class0", tmp_path / "data/only" / inside)
+    way_out = f"give {tmp_path}/data/only, where there are folders" if inside else "give data of two or more"
+    sentence = fails(*tiny_options, "--data", tmp_path / "data")
+    assert f"data has one class only, 'only', and there is nothing to tell it from: {way_out}" in sentence
+
+
 def test_output_folder_with_another_run(fails, tiny_options, trained):
     before = (trained / "config.json").read_bytes()
     sentence = fails(*tiny_options, "--output", trained)
@@ -195,6 +204,20 @@ def test_arrays_that_no_network_can_use(change, sentence, fails, trained, tiny_d
     assert sentence in (first := fails("validate", "--checkpoint", file)) and str(file) in first
     assert sentence in fails("predict", "--checkpoint", file, tiny_data)
     assert sentence in fails("export", "--checkpoint", file, "--params", tmp_path / "p")
+    assert sentence in fails("--resume", file, "--output", tmp_path / "run")
+    assert os.listdir(tmp_path) == ["c.npz"]
+
+
+@pytest.mark.parametrize("change, sentence", [
+    ({"loader/0": None}, "since it holds no position in the training images: use another one of its folder"),
+    ({"meta": {"numpy_rng": {"bit_generator": "MT19937"}}}, "since it holds no state of NumPy's random numbers ("),
+    ({"meta": {"numpy_rng": []}}, "since it holds no state of NumPy's random numbers ("),
+    ({"meta": {"progress": {"step": "many", "epoch": 0, "epoch_step": 3, "best_top1": -1.0}}},
+     "is no complete checkpoint (step is 'many'); use another one of its folder"),
+    ({"state/momentum/classifier_bias": None}, "since it holds no momentum of classifier_bias: use another one"),
+])
+def test_checkpoints_that_no_run_can_go_on_with(change, sentence, fails, trained, tmp_path):
+    file = changed(checkpoint.find(str(trained)), tmp_path / "c.npz", **change)
     assert sentence in fails("--resume", file, "--output", tmp_path / "run")
     assert os.listdir(tmp_path) == ["c.npz"]
 

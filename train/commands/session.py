@@ -15,6 +15,7 @@ from typing import Any
 
 from common import files
 from common.errors import ProgramError
+from common.output import make_lasting
 from pipelines import DataError, Loader
 from pipelines.samples import make_samples
 from train import checkpoint, demonstration, devices
@@ -81,6 +82,7 @@ def prepare(config: Config, workers: Workers) -> devices.Placement:
 
 def open_recorder(trainer: Trainer, num_epochs: int | None, warmup_steps: int = 10) -> Recorder:
     """Make the run's folder with the recorder in it, and its config.json. Raises TrainError where that fails."""
+    make_lasting()  # what cannot be printed costs no run
     config, workers, progress = trainer.config, trainer.workers, trainer.progress
     recorder = Recorder(
         trainer.run_folder,

@@ -176,9 +176,7 @@ def train(trainer: Trainer) -> None:
         with recorder:
             _note_origin(trainer, recorder)
             _note_memory(trainer, recorder)
-            if recorder.evaluated == TRAINING_IMAGES:
-                recorder.say(f"{trainer.config.data} has no train and val (docs/data.md): accuracy after an epoch is "
-                             f"that on the {TRAINING_IMAGES}, no validation")
+            _note_data(trainer, recorder)
             trainer.run(recorder)
             if trainer.config.data != SYNTHETIC:  # which is made once and costs nothing
                 recorder.loader_speed(measure_loader(trainer.train_loader, trainer.workers))
@@ -203,3 +201,21 @@ def _note_memory(trainer: Trainer, recorder: Recorder) -> None:
     if cached := sum(loader.cache_bytes for loader in loaders if loader):
         size = f"{cached / 2**30:.2f} GiB" if cached >= 2**30 / 10 else f"{cached / 2**20:.1f} MiB"
         recorder.say(f"decoded images stay in memory: {size} per process (--cache)")
+
+
+def _note_data(trainer: Trainer, recorder: Recorder) -> None:
+    """What is trained and validated on; and where the accuracy of validation says nothing about images that the network
+    has not seen, that it does so."""
+    if not recorder.enabled:
+        return
+    config, train_loader, val_loader = trainer.config, trainer.train_loader, trainer.val_loader
+    for remark in dict.fromkeys((*train_loader.remarks, *(val_loader.remarks if val_loader else ()))):
+        recorder.say(remark)
+    on_training_images = recorder.evaluated == TRAINING_IMAGES
+    found = f"{train_loader.num_images:,} training images of {len(train_loader.classes):,} classes"
+    if val_loader and not on_training_images:
+        found += f", {val_loader.num_images:,} for validation"
+    recorder.say(found)
+    if on_training_images:
+        recorder.say(f"{config.data} has no train and val (docs/data.md): accuracy after an epoch is that on the "
+                     f"{TRAINING_IMAGES}, no validation")

@@ -1,9 +1,10 @@
 """Signals: what asks the training loop to save and stop, and what ends a process that does not listen any more.
 
-SIGTERM, Ctrl-C (SIGINT), SIGHUP (the terminal is closed) and SIGPIPE (the output's reader is gone) become requests, which
-the loop looks at between two steps and two batches of validation. Python runs their handlers in the main thread, between
-two of its own instructions, so a process that is blocked in a library never gets there. The handlers in C do run there,
-and write each signal's number into a pipe (`signal.set_wakeup_fd`), at whose other end another process stands guard.
+SIGTERM, Ctrl-C (SIGINT), SIGHUP (the terminal is closed) and SIGPIPE (nobody reads the output any more) become
+requests, which the loop looks at between two steps and two batches of validation. Python runs their handlers in the
+main thread, between two of its own instructions, so a process that is blocked in a library never gets there. Its
+handlers in C do run there, and write each signal's number into a pipe (`signal.set_wakeup_fd`): at the other end
+another process stands guard.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ GRACE_SECONDS = 5.0  # that a process has to leave by itself
 TRAINING, NOT_TRAINING = 100, 101  # to the guard; signals have numbers up to 64
 
 WORDS = "stopping after this step, then saving"
-ANSWERS = {
+ANSWERS: dict[int, str] = {
     signal.SIGTERM: f"{WORDS}; once more to leave without",
     signal.SIGINT: f"{WORDS}; once more to leave without",
     signal.SIGHUP: f"the terminal is closed: {WORDS}",
@@ -128,8 +129,8 @@ def _tell_guard(number: int) -> None:
 def _stand_guard(numbers: int, ward: int, speaks: bool) -> None:
     """In the guard, until process `ward` has ended, and with it its end of the pipe `numbers`."""
     signal.set_wakeup_fd(-1)
-    for number in (*STOPPING, signal.SIGUSR1, LEAVE):
-        signal.signal(number, signal.SIG_IGN)
+    for not_for_it in (*STOPPING, signal.SIGUSR1, LEAVE):
+        signal.signal(not_for_it, signal.SIG_IGN)
     os.setsid()  # Ctrl-C is not for it
     os.dup2(numbers, 0)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whoever reads the ward's output is to see its end
@@ -153,7 +154,7 @@ def _stand_guard(numbers: int, ward: int, speaks: bool) -> None:
                 is_training, asked_at = number == TRAINING, 0.0
             elif is_training and speaks and number in ANSWERS and not answered.intersection((number, *INSISTENT)):
                 answered.add(number)
-                _answer(ANSWERS[signal.Signals(number)])
+                _answer(ANSWERS[number])
             if number in INSISTENT and not asked_at:
                 asked_at = now
             elif number in INSISTENT and now - asked_at > SAME_SECONDS and not kill_at:

@@ -61,7 +61,7 @@ class Speed(NamedTuple):
     def spread(self) -> str:
         """The last two, in words."""
         if self.uncertainty is None or self.jitter is None:
-            return "of a single step"
+            return "(a single step)"
         return f"+/- {self.uncertainty:,.1f} (jitter = {self.jitter:,.1f})"
 
     def __str__(self) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import io
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -203,8 +205,7 @@ def predictions(shown: Predictions, theme: Theme) -> bytes:
 @functools.cache
 def font(size: int, bold: bool = False) -> ImageFont.FreeTypeFont:
     """DejaVu Sans as matplotlib has it: the same on every machine. `size` in pixels."""
-    import matplotlib  # slow to import
-
+    matplotlib = _matplotlib()
     name = f"DejaVuSans{'-Bold' * bold}.ttf"
     return ImageFont.truetype(str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / name), size)
 
@@ -247,12 +248,20 @@ def precisions(runs: Mapping[str, Mapping[str, RunRecord]], title: str) -> bytes
     return _png(figure, theme)
 
 
+def _matplotlib() -> Any:
+    """The package, which is slow to import, and most processes of a run draw nothing. Where the home folder cannot be
+    written it works with a temporary one, and its word on that is of no use here."""
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
+    return importlib.import_module("matplotlib")
+
+
 _DOTTED: dict[str, Any] = {"linewidth": 1.6, "markersize": 4}
 
 
 def _figure(width: float, height: float, theme: Theme) -> Figure:
     """An empty figure; inches."""
-    from matplotlib.figure import Figure  # slow to import, and most processes of a run draw nothing
+    _matplotlib()
+    from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), dpi=144, facecolor=theme.background, layout="constrained")
 

@@ -43,7 +43,12 @@ class Predictions:
 def save(predictions: Predictions, folder: Path) -> None:
     """Write them into a report's folder. Raises TrainError where that fails."""
     content = io.BytesIO()
-    np.savez_compressed(content, **{name: np.asarray(value) for name, value in vars(predictions).items()})
+    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, value in vars(predictions).items():
+            array = io.BytesIO()
+            np.lib.format.write_array(array, np.asarray(value), allow_pickle=False)
+            # A ZipInfo has a time of its own; a zip file cannot hold that of a clock before 1980.
+            archive.writestr(zipfile.ZipInfo(f"{name}.npy"), array.getvalue(), zipfile.ZIP_DEFLATED)
     files.write(folder / FILE, content.getvalue())
 
 

@@ -270,7 +270,7 @@ class Recorder:
         steps = epochs * self._epoch_steps - (self._step - self._epoch_first_step)
         rests = self._rests[1:] or self._rests
         seconds = steps * float(np.mean(self._recent_ms)) / 1e3 + epochs * (float(np.mean(rests)) if rests else 0.0)
-        return f"{'' if rests else 'at least '}{timedelta(seconds=round(max(seconds, 0)))}"
+        return f"{'' if rests else '> '}{timedelta(seconds=round(max(seconds, 0)))}"
 
     def _show_line(
         self, place: str, rate: Speed | None, loss: float | None, learning_rate: float, time_left: str,
