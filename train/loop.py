@@ -277,12 +277,17 @@ class Trainer:
         return ""
 
     def _report_bad_images(self, recorder: Recorder) -> None:
-        """Name the images that the other processes have skipped; the recorder names those of its own."""
-        for found in self.workers.gather(self.train_loader.bad_images)[1:]:
-            for file, reason in sorted(set(found) - self.reported_bad):
+        """Name the images that the other processes have skipped, or used though they are damaged; the recorder names
+        those of its own."""
+        loader = self.train_loader
+        for bad, damaged in self.workers.gather((loader.bad_images, loader.damaged_images))[1:]:
+            for file, reason in sorted(set(bad) - self.reported_bad):
                 recorder.say(f"skipped {file}: {reason}")
                 recorder.event("bad_image", file=file, reason=reason)
-            self.reported_bad.update(found)
+            for file, reason in sorted(set(damaged) - self.reported_bad):
+                recorder.say(f"a damaged image is used as it decodes: {file}: {reason}")
+                recorder.event("damaged_image", file=file, reason=reason)
+            self.reported_bad.update(bad, damaged)
 
     # --- saving and restoring ---
 
