@@ -3,6 +3,7 @@
 # make bench-scaling      images/sec on 1, 2, 4 and 8 GPUs of this machine, with plots
 # make test               lint, type check and tests, JOBS=2 test files side by side
 # make test-gpu           the tests that need a GPU
+# make test-faults        kills, stops, full disks, lost files at random moments, TRIES=20 of each (docs/reliability.md)
 # make setup              .venv alone, with all that the others need; make clean removes it
 #
 # Each of them first sets up what it needs in .venv. PYTHON=/path/to/python uses that environment and sets nothing up.
@@ -20,7 +21,7 @@ endif
 # One for each core, four at most: each takes up to a gigabyte of memory.
 JOBS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 
-.PHONY: help setup train-1gpu compare-precision bench-scaling lint test test-gpu clean
+.PHONY: help setup train-1gpu compare-precision bench-scaling lint test test-gpu test-faults clean
 
 help:
 	@sed -n '/^$$/q; s/^# \?//p' Makefile
@@ -49,11 +50,14 @@ lint: $(TOOLS)
 
 # A process that dies is not started again: the test that it died of is named, and the others end.
 test: lint $(HOROVOD)
-	@$(call stage,pytest,$(PYTHON) -m pytest -m "not gpu" -n $(JOBS) --max-worker-restart 0 $(ARGS))
+	@$(call stage,pytest,$(PYTHON) -m pytest -m "not gpu and not slow" -n $(JOBS) --max-worker-restart 0 $(ARGS))
 
 # In one process and in order: the tests share the GPUs.
 test-gpu: $(TOOLS) $(HOROVOD)
 	@$(call stage,pytest on GPUs,$(PYTHON) -m pytest -m gpu -rs $(ARGS))
+
+test-faults: $(TOOLS) $(HOROVOD)
+	@$(call stage,faults,RESNET_FAULT_TRIES=$(or $(TRIES),20) $(PYTHON) -m pytest tests/faults $(ARGS))
 
 bench-scaling: $(RUN) $(HOROVOD)
 	@$(PYTHON) benchmarks/scaling.py $(if $(DATA),--data "$(DATA)") $(ARGS)

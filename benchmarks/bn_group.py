@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import statistics
 from dataclasses import dataclass
 
-from record import flags, run, write_result
+from record import Peer, check_trained, flags, run, write_result
 from several_gpus import SeveralGpusOptions, check_gpus, measure_in_processes
-from step_gpu import LEARNING_RATE, make_step
+from step_gpu import WARM_UP_SECONDS, learning_rate, loss_scale, make_step
 
 from common.command_line import Positive, read_options
 from common.errors import ProgramError
@@ -23,9 +24,10 @@ from train.build import join_bn_group
 from train.config import Config
 from train.devices import Placement
 from train.processes.distributed import Workers
+from train.reporting.gpu_monitor import GpuMonitor
 
 ROUNDS = 3
-WARM_UP = 15  # steps before each turn
+IMAGES_PER_SEC = 10_000  # of a GPU, about: how many steps three seconds are
 
 
 def sizes(num_gpus: int) -> list[int]:
@@ -51,26 +53,40 @@ def measure(arguments: Options) -> None:
     made = {}
     for size in sizes(workers.size):
         group = join_bn_group(Config(bn_group=size), placement, workers)
-        executor, data, label = make_step("resnet50", arguments.batch, 224, "float16", workers.local_rank,
-                                          num_buckets=2, group=group)
-        made[size] = executor, data, label, workers.gradient_all_reduce(executor)
-    times: dict[int, list[float]] = {size: [] for size in made}
+        executor, batches = make_step("resnet50", arguments.batch, 224, "float16", workers.local_rank, num_buckets=2,
+                                      group=group)
+        made[size] = executor, itertools.cycle(batches), workers.gradient_all_reduce(executor)
+    monitor = GpuMonitor(made[1][0].gpu_bus_id)
+    monitor.start()
+    found: dict[int, dict[str, list[float]]] = {size: {"step_ms": [], "watts": [], "sm_mhz": []} for size in made}
+    warm_up = round(WARM_UP_SECONDS * IMAGES_PER_SEC / arguments.batch)  # steps, as many in all processes
     for _, size in itertools.product(range(ROUNDS), made):
-        executor, data, label, all_reduce = made[size]
+        executor, in_turn, all_reduce = made[size]
         ends = [executor.gpu.timing_event() for _ in range(arguments.steps + 1)]
-        for number in range(-WARM_UP, len(ends)):
+        for number in range(-warm_up, len(ends)):
+            if number == 0:
+                executor.read_metrics()  # those of the warm-up
+                monitor.sample()
+                monitor.take()
+                scale_before = loss_scale(executor)
+            data, label = next(in_turn)
             executor.forward_backward(data, label, on_bucket=all_reduce.start)
             all_reduce.finish()
-            executor.update(LEARNING_RATE)
+            executor.update(learning_rate(arguments.batch))
             if number >= 0:
                 executor.gpu.record(ends[number])
             executor.end_step()
-        executor.read_metrics()  # which also tells of a GPU that has waited in vain
+        metrics = executor.read_metrics()  # which also tells of a GPU that has waited in vain
+        check_trained(f"groups of {size}", [metrics.loss_sum / metrics.count], [scale_before, loss_scale(executor)])
+        monitor.sample()
+        readings = monitor.take()
         step_ms = [executor.gpu.elapsed_ms(first, second) for first, second in itertools.pairwise(ends)]
-        times[size] += [max(every) for every in zip(*workers.gather(step_ms), strict=True)]
+        found[size]["step_ms"] += [max(every) for every in zip(*workers.gather(step_ms), strict=True)]
+        found[size]["watts"] += workers.gather(readings.power)
+        found[size]["sm_mhz"] += workers.gather(readings.clock)
     if workers.rank == 0:
         assert arguments.worker
-        arguments.worker.write_text(json.dumps(times))
+        arguments.worker.write_text(json.dumps(found))
 
 
 def main() -> None:
@@ -80,12 +96,14 @@ def main() -> None:
         return
     count, batch = arguments.gpus, arguments.batch
     check_gpus(count)
-    times = measure_in_processes(count, __file__, flags(arguments, "batch", "steps"))
-    if times is None:
+    found = measure_in_processes(count, __file__, flags(arguments, "batch", "steps"))
+    if found is None:
         raise ProgramError(f"the measurement on {count} GPUs failed, see above")
     for size in sizes(count)[1:]:
-        write_result(f"resnet50_fp16_b{batch}_bn_group{size}_synthetic_{count}gpu", times[str(size)], count * batch,
-                     "the same without groups", times["1"], folder=arguments.results)
+        ours = found[str(size)]
+        write_result(f"resnet50_fp16_b{batch}_bn_group{size}_synthetic_{count}gpu", ours["step_ms"], count * batch,
+                     Peer("the same without groups", found["1"]["step_ms"]), statistics.fmean(ours["watts"]),
+                     statistics.fmean(ours["sm_mhz"]), arguments.results)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cifar10_time_to_accuracy import DEFAULT_DATA, Line, by_seed, in_epochs, summary, train_options, validations
-from record import RESULTS, ROOT, run, write_result
+from record import RESULTS, ROOT, Peer, run, write_result
 from several_gpus import check_gpus
 
 from common.command_line import Positive, read_options
@@ -102,7 +102,7 @@ def publish(lines: Sequence[Line], num_gpus: int, epochs: int, folder: Path) -> 
     runs = {way: by_seed(lines, way.name) for way in ways(num_gpus)}
     print(*(summary(way.name, validated) for way, validated in runs.items()), sep="\n")
     _, one, several = ([1e3 * validated[-1]["seconds"] for validated in of_way] for of_way in runs.values())
-    write_result(name, several, peer_name=f"{ways(num_gpus)[1].name}, same recipe", peer_step_ms=one, folder=folder)
+    write_result(name, several, peer=Peer(f"{ways(num_gpus)[1].name}, same recipe", one), folder=folder)
 
 
 @dataclass(frozen=True)

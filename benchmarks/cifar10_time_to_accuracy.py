@@ -201,8 +201,8 @@ def publish(lines: Sequence[Line], peer_name: str, folder: Path = record.RESULTS
     target = statistics.mean(finals) - 2 * statistics.stdev(finals)
     print(summary("ours", ours), summary(peer_name, theirs), f"target {target:.2%}", sep="\n")
     plot(lines, target, peer_name, folder / f"{NAME}.png")
-    record.write_result(NAME, [1e3 * s for s in seconds_to(target, ours)], peer_name=f"{peer_name}, same recipe",
-                 peer_step_ms=[1e3 * s for s in seconds_to(target, theirs)], folder=folder)
+    peer = record.Peer(f"{peer_name}, same recipe", [1e3 * s for s in seconds_to(target, theirs)])
+    record.write_result(NAME, [1e3 * s for s in seconds_to(target, ours)], peer=peer, folder=folder)
 
 
 @dataclass(frozen=True)

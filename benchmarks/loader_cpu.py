@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from record import SAMPLE, run, write_result
+from record import SAMPLE, Peer, run, write_result
 
 from common.command_line import Positive, read_options
 from common.mxnet_compat import mx
@@ -112,7 +112,7 @@ def main() -> None:
         # ImageRecordIter decodes hundreds of images ahead, so an epoch of 900 images goes by before two are timed.
         epoch = num_images // arguments.batch
         times = measure(programs, arguments.rounds, num_batches=2 * epoch, warm_up=epoch)
-    write_result("loader_cpu", times["ours"], arguments.batch, "MXNet ImageRecordIter", times["peer"])
+    write_result("loader_cpu", times["ours"], arguments.batch, Peer("MXNet ImageRecordIter", times["peer"]))
 
 
 if __name__ == "__main__":

@@ -14,12 +14,13 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from record import RESULTS, SAMPLE, flags, run, write_result
-from torch_peer import TorchPeer, take_turns
+from record import RESULTS, SAMPLE, Peer, flags, run, write_result
+from torch_peer import TorchPeer, all_times, take_turns
 
 from common.command_line import Positive, read_options
 from pipelines import LoaderConfig
@@ -80,11 +81,16 @@ def main() -> None:
             image_size=arguments.size, dtype="float16", channels=4, device=arguments.device)
         source = open_source(config.data, "train")
         config = tune(config, source, (0, 1))
-        ours, theirs, turn = take_turns(
-            arguments.rounds, lambda: time_loader(DaliLoader(config, (0, 1), source), arguments.seconds).step_ms, peer)
+        programs: dict[str, Callable[[], dict[str, Any]]] = {
+            "ours": lambda: time_loader(DaliLoader(config, (0, 1), source), arguments.seconds)._asdict()}
+        if peer:
+            programs["peer"] = peer.measure
+        turns = take_turns(arguments.rounds, programs)
+        compared = None
         if peer:
             peer.close()
-        write_result(NAME, ours, arguments.batch, turn.get("name"), theirs)
+            compared = Peer(turns["peer"][0]["name"], all_times(turns["peer"]), peer.versions)
+        write_result(NAME, all_times(turns["ours"]), arguments.batch, compared)
         tuned = {"num_threads": num_cores(), "prefetch": config.prefetch, "hw_decoder_load": config.hw_decoder_load,
                  "batch_size": config.batch_size, "device": config.device}
         lines = []

@@ -1,17 +1,26 @@
-"""The peer: PyTorch's ResNet training step on synthetic data or JPEGs; step_gpu.py starts it and takes turns with it.
+"""The peer: PyTorch's ResNet step on synthetic data or JPEGs; step_gpu.py starts it and takes turns with it.
 
-    python benchmarks/peer_pytorch.py --batch 256 --mode compile
-    python benchmarks/peer_pytorch.py --mode eager --data IMAGES --workers 16
+    python benchmarks/peer_pytorch.py --batch 256                   # then type: compile
+    python benchmarks/peer_pytorch.py --data IMAGES --workers 16    # then type: eager
     python -m torch.distributed.run --standalone --nproc_per_node=4 benchmarks/peer_pytorch.py --ddp
 
 torchvision's ResNet (v1.5, as ours), or timm's network where torchvision has none of that name, channels_last,
-automatic mixed precision, gradient scaler in fp16, fused SGD with momentum, cuDNN autotuning; `--mode compile` puts the
-network through torch.compile. For every line on its standard input it measures `--steps` steps and prints one line of
-JSON; it ends with its input. With `--ddp`, on several GPUs through DistributedDataParallel, it measures once, and the
-first process prints. With `--data`, a folder of class folders, the batches come from torchvision as usual: ImageFolder,
-RandomResizedCrop, flip, normalise, a DataLoader with `--workers` processes and pinned memory; with `--loader-only`
-nothing is done with them. Runs in an interpreter of its own (the programs beside it start the one named by
-PEER_PYTHON): this project itself never imports PyTorch.
+automatic mixed precision, fused SGD with momentum, cuDNN autotuning. As ours it starts from all gammas 1 and, in fp16,
+from a loss scale of 1,024; six batches take turns, each turn begins with three seconds of warm-up.
+
+Each line of its standard input is a way to run, in which it measures `--steps` steps and prints one line of JSON:
+
+    eager             as it is written
+    compile           through torch.compile
+    graph             the same, with the whole step, optimizer and loss scaling included, replayed as one CUDA graph, so
+                      that nothing waits for the host
+    reduce-overhead   through torch.compile in the mode of that name: CUDA graphs of forward and backward pass
+
+It ends with its input. With `--ddp`, on several GPUs through DistributedDataParallel and torch.compile, it measures
+once, and the first process prints. With `--data`, a folder of class folders, the batches come from torchvision as
+usual: ImageFolder, RandomResizedCrop, flip, normalise, a DataLoader with `--workers` processes and pinned memory; with
+`--loader-only` nothing is done with them. Runs in an interpreter of its own (the programs beside it start the one named
+by PEER_PYTHON): this project itself never imports PyTorch.
 """
 
 from __future__ import annotations
@@ -20,9 +29,11 @@ import argparse
 import itertools
 import json
 import os
+import platform
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torchvision
@@ -30,18 +41,31 @@ import torchvision
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 REPEATS = 100  # of a small set of images, so that no epoch ends while it is measured
 WARM_UP_SECONDS, NUM_BATCHES = 3.0, 6  # as step_gpu.py has them
+LOSS_SCALE, GROWTH_INTERVAL = 1024.0, 2000  # as the cuda executor has them
+CAPTURE_WARM_UP = 11  # steps before a capture; torch.cuda's notes ask for some, 11 for DistributedDataParallel
 PREFETCH = 2  # batches that each worker has ready, PyTorch's default
 STRETCHES = 5  # that the loader is timed for
+NAMES = {"eager": "eager", "compile": "torch.compile", "graph": "torch.compile in a CUDA graph",
+         "reduce-overhead": "torch.compile, reduce-overhead"}
+VERSIONS = {"python": platform.python_version(), "torch": torch.__version__, "torchvision": torchvision.__version__,
+            "cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
 
 Batches = Iterator[tuple[torch.Tensor, torch.Tensor]]
+Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # images, labels -> loss, or probabilities by inference
 
 
 def make_network(name: str) -> torch.nn.Module:
+    """With all gammas 1; some of timm's set the last one of each branch to 0, whose gradients then draw less power."""
     if name in torchvision.models.list_models():
-        return torchvision.models.get_model(name)
-    import timm
+        network = torchvision.models.get_model(name)
+    else:
+        import timm
 
-    return timm.create_model(name)
+        network = timm.create_model(name)
+    for module in network.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            torch.nn.init.ones_(module.weight)
+    return network
 
 
 def load_batches(folder: str, batch: int, size: int, workers: int) -> Batches:
@@ -75,20 +99,152 @@ def measure_loader(batches: Batches, workers: int) -> list[float]:
     return [1e3 * (end - start) / workers for start, end in itertools.pairwise(times)]
 
 
+class HostEvent:
+    """What torch.cuda.Event is for a GPU."""
+
+    def record(self) -> None:
+        self.seconds = time.perf_counter()
+
+    def elapsed_time(self, end: HostEvent) -> float:
+        return 1e3 * (end.seconds - self.seconds)
+
+
+class Peer:
+    """A network and its optimizer on this process's device, and the ways to run their step."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.device, self.inference = arguments.device, arguments.inference
+        self.mixed = arguments.dtype in ("float16", "bfloat16")
+        self.dtype = getattr(torch, arguments.dtype) if self.mixed else torch.float32
+        network = make_network(arguments.model).to(self.device).to(memory_format=torch.channels_last)
+        if arguments.inference:
+            network.eval().to(self.dtype)
+        self.optimizer = torch.optim.SGD(network.parameters(), lr=arguments.learning_rate, momentum=0.9, fused=True)
+        self.scaler = torch.amp.GradScaler(self.device, init_scale=LOSS_SCALE, growth_interval=GROWTH_INTERVAL,
+                                           enabled=self.dtype is torch.float16)
+        self.loss_function = torch.nn.CrossEntropyLoss(label_smoothing=0.1)
+        if arguments.ddp:
+            network = torch.nn.parallel.DistributedDataParallel(network, device_ids=[0], gradient_as_bucket_view=True)
+        self.network = network
+        self.steps: dict[str, Step] = {}
+
+    def synthetic(self, batch: int, size: int) -> Batches:
+        """Batches on the device that take turns, without end."""
+        shape = (batch, 3, size, size)
+        return itertools.cycle([
+            (torch.randn(shape, device=self.device, dtype=self.dtype).to(memory_format=torch.channels_last),
+             torch.randint(0, 1000, (batch,), device=self.device)) for _ in range(NUM_BATCHES)
+        ])
+
+    def step(self, mode: str, batches: Batches) -> Step:
+        """The step in this way to run; made when it is first asked for."""
+        if mode not in self.steps:
+            if mode == "graph":
+                self.steps[mode] = captured(self.step("compile", batches), *next(batches))
+            elif mode == "eager":
+                self.steps[mode] = self._step(self.network)
+            else:
+                chosen = None if mode == "compile" else mode
+                self.steps[mode] = self._step(torch.compile(self.network, mode=chosen))
+        return self.steps[mode]
+
+    def _step(self, forward: torch.nn.Module) -> Step:
+        @torch.inference_mode()
+        def infer(data: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+            return torch.softmax(forward(data).float(), 1)
+
+        def train(data: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+            self.optimizer.zero_grad(set_to_none=True)
+            with torch.autocast(self.device, dtype=self.dtype, enabled=self.mixed):
+                loss = self.loss_function(forward(data), label)
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            return loss.detach()
+
+        return infer if self.inference else train
+
+
+def captured(step: Step, *example: torch.Tensor) -> Step:
+    """The step as a CUDA graph, on a batch of its own that the given one is copied to. The whole of it can be captured:
+    a fused optimizer leaves it to the GPU whether gradients have overflowed."""
+    own = [tensor.clone() for tensor in example]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(CAPTURE_WARM_UP):
+            step(*own)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = step(*own)
+
+    def replay(*batch: torch.Tensor) -> torch.Tensor:
+        for buffer, tensor in zip(own, batch, strict=True):
+            buffer.copy_(tensor, non_blocking=True)
+        graph.replay()
+        return result
+
+    return replay
+
+
+def measure(peer: Peer, mode: str, batches: Batches, arguments: argparse.Namespace,
+            before_timing: Callable[[], None]) -> dict[str, Any]:
+    """One turn: the step times in ms, the loss of the last of them (by inference the mean sum of an image's
+    probabilities), the loss scale before and after them, and the most memory that tensors took."""
+    on_gpu = peer.device == "cuda"
+    synchronize = torch.cuda.synchronize if on_gpu else lambda: None
+    step = peer.step(mode, batches)
+
+    def next_step() -> torch.Tensor:
+        images, labels = next(batches)
+        if images.device.type != peer.device:
+            images = images.to(peer.device, non_blocking=True).to(memory_format=torch.channels_last)
+            labels = labels.to(peer.device, non_blocking=True)
+        return step(images, labels)
+
+    for _ in range(arguments.warm_up or 1):  # the first one compiles
+        next_step()
+    begin = time.monotonic()
+    while not arguments.warm_up and time.monotonic() - begin < arguments.warm_up_seconds:
+        next_step()
+        synchronize()
+    before_timing()
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    scale_before = peer.scaler.get_scale()
+    events: list[Any] = [torch.cuda.Event(enable_timing=True) if on_gpu else HostEvent()
+                         for _ in range(arguments.steps + 1)]
+    events[0].record()
+    for event in events[1:]:
+        result = next_step()
+        event.record()
+    synchronize()
+    return {
+        "name": f"PyTorch {torch.__version__} {NAMES[mode]}", "versions": VERSIONS,
+        "step_ms": [start.elapsed_time(end) for start, end in itertools.pairwise(events)],
+        "loss": result.sum().item() / (arguments.batch if peer.inference else 1),
+        "loss_scales": [scale_before, peer.scaler.get_scale()],
+        "allocated_bytes": torch.cuda.max_memory_allocated() if on_gpu else 0,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="resnet50", help="of torchvision, or else of timm")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--dtype", choices=("float16", "bfloat16", "tf32", "float32"), default="float16")
-    parser.add_argument("--mode", choices=("eager", "compile"), default="compile")
+    parser.add_argument("--learning-rate", type=float, default=0.1)
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--warm-up", type=int, default=0, help="steps before, on several GPUs; 0: three seconds")
+    parser.add_argument("--warm-up", type=int, default=0, help="steps before, on several GPUs; 0: so many seconds")
+    parser.add_argument("--warm-up-seconds", type=float, default=WARM_UP_SECONDS)
     parser.add_argument("--ddp", action="store_true", help="one of the processes that torch.distributed.run started")
     parser.add_argument("--inference", action="store_true", help="weights in the given dtype, no gradients")
     parser.add_argument("--data", help="folder of class folders; without it the data is synthetic")
     parser.add_argument("--workers", type=int, default=16, help="processes that load --data")
     parser.add_argument("--loader-only", action="store_true", help="load --data, and nothing else; needs no GPU")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try this program out")
     arguments = parser.parse_args()
     batches: Batches | None = None
     loader = f"torchvision DataLoader with {arguments.workers} workers"
@@ -97,7 +253,8 @@ def main() -> None:
     if batches and arguments.loader_only:
         for _ in sys.stdin:
             drain(batches, arguments.workers)
-            print(json.dumps({"name": loader, "step_ms": measure_loader(batches, arguments.workers)}), flush=True)
+            turn = {"name": loader, "versions": VERSIONS, "step_ms": measure_loader(batches, arguments.workers)}
+            print(json.dumps(turn), flush=True)
         return
     rank = int(os.environ["LOCAL_RANK"]) if arguments.ddp else 0
     if arguments.ddp:
@@ -108,64 +265,14 @@ def main() -> None:
 
     torch.backends.cudnn.benchmark = True
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = arguments.dtype == "tf32"
-    mixed = arguments.dtype in ("float16", "bfloat16")
-    dtype = getattr(torch, arguments.dtype) if mixed else torch.float32
-    network = make_network(arguments.model).cuda().to(memory_format=torch.channels_last)
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-5, fused=True)
-    scaler = torch.amp.GradScaler("cuda", enabled=dtype is torch.float16)
-    loss_function = torch.nn.CrossEntropyLoss(label_smoothing=0.1)
-    if arguments.ddp:
-        network = torch.nn.parallel.DistributedDataParallel(network, device_ids=[0], gradient_as_bucket_view=True)
-    forward = torch.compile(network) if arguments.mode == "compile" else network
-    shape = (arguments.batch, 3, arguments.size, arguments.size)
-    synthetic = itertools.cycle([
-        (torch.randn(shape, device="cuda", dtype=dtype).to(memory_format=torch.channels_last),
-         torch.randint(0, 1000, (arguments.batch,), device="cuda")) for _ in range(NUM_BATCHES)
-    ])
-
-    @torch.inference_mode()
-    def infer() -> None:
-        torch.softmax(forward(next(synthetic)[0]).float(), 1)
-
-    def train() -> None:
-        data, label = next(synthetic)
-        if batches:
-            images, classes = next(batches)
-            data = images.cuda(non_blocking=True).to(memory_format=torch.channels_last)
-            label = classes.cuda(non_blocking=True)
-        optimizer.zero_grad(set_to_none=True)
-        with torch.autocast("cuda", dtype=dtype, enabled=mixed):
-            loss = loss_function(forward(data), label)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-    if arguments.inference:
-        network.eval().to(dtype)
-    step = infer if arguments.inference else train
-    for _ in range(1) if arguments.ddp else sys.stdin:
-        for _ in range(arguments.warm_up):
-            step()
-        begin = time.monotonic()
-        while not arguments.warm_up and time.monotonic() - begin < WARM_UP_SECONDS:
-            step()
-            torch.cuda.synchronize()
-        if batches:
-            drain(batches, arguments.workers)
-        torch.cuda.reset_peak_memory_stats()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(arguments.steps + 1)]
-        events[0].record()
-        for event in events[1:]:
-            step()
-            event.record()
-        torch.cuda.synchronize()
+    peer = Peer(arguments)
+    before_timing: Callable[[], None] = (lambda: drain(batches, arguments.workers)) if batches else lambda: None
+    feed = batches or peer.synthetic(arguments.batch, arguments.size)
+    for line in ["compile"] if arguments.ddp else sys.stdin:
+        turn = measure(peer, line.strip(), feed, arguments, before_timing)
+        turn["name"] += " DDP" * arguments.ddp + f", {loader}" * bool(batches)
         if rank == 0:
-            print(json.dumps({
-                "name": f"PyTorch {torch.__version__} {arguments.mode}{' DDP' if arguments.ddp else ''}"
-                        f"{', ' + loader if batches else ''}",
-                "step_ms": [start.elapsed_time(end) for start, end in itertools.pairwise(events)],
-                "allocated_bytes": torch.cuda.max_memory_allocated(),
-            }), flush=True)
+            print(json.dumps(turn), flush=True)
     if arguments.ddp:
         torch.distributed.destroy_process_group()
 

@@ -1,21 +1,24 @@
 """What the programs of this folder share, above all `write_result`: a published figure with its raw data, written to
 benchmarks/results/<name>.json; README.md says what that holds.
 
-    from record import write_result
-    write_result("step_cpu", images_per_step=32, step_ms=ours, peer_name="stock Gluon", peer_step_ms=theirs)
+    from record import Peer, write_result
+    write_result("step_cpu", step_ms=ours, images_per_step=32, peer=Peer("stock Gluon", theirs))
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:  # the project need not be installed: all programs here import this first
@@ -23,7 +26,7 @@ if str(ROOT) not in sys.path:  # the project need not be installed: all programs
 
 from common import environment  # noqa: E402
 from common.command_line import exit_code_of  # noqa: E402
-from common.errors import UserError  # noqa: E402
+from common.errors import ProgramError, UserError  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 REAL_DATA = Path(os.environ.get("RESNET_REAL_DATA", ROOT.parent / "shared" / "data"))
@@ -41,56 +44,110 @@ def flags(arguments: object, *names: str) -> list[str]:
     return [text for name in names for text in (f"--{name.replace('_', '-')}", str(getattr(arguments, name)))]
 
 
-def speed(step_ms: Sequence[float], images_per_step: int | None) -> tuple[float, float, str]:
-    """Median, half the interquartile range and unit: images/sec, or seconds where there are no images to count."""
+@dataclass(frozen=True)
+class Peer:
+    """What a figure is compared with, measured in the same run."""
+
+    name: str
+    step_ms: Sequence[float]
+    """Raw times of steps of as many images as ours, or of whole runs, in ms."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Of its libraries, where they are not ours."""
+    others: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """Times of its other ways to run, which were slower, by name."""
+
+
+def best_peer(ways: Mapping[str, Sequence[float]], versions: Mapping[str, str]) -> Peer:
+    """The way to run, of those that were measured, with the least median time."""
+    best = min(ways, key=lambda name: statistics.median(ways[name]))
+    return Peer(best, ways[best], versions, {name: times for name, times in ways.items() if name != best})
+
+
+def check_trained(what: str, losses: Sequence[float], loss_scales: Sequence[float]) -> None:
+    """Raises ProgramError where the timed steps did no work that counts: a mean loss of a turn that is not finite, or a
+    loss scale that fell, as it does when a step is skipped. `loss_scales`: before and after each turn, in order."""
+    if not all(map(math.isfinite, losses)):
+        raise ProgramError(f"the timed steps of {what} did not train: their loss is {losses}; nothing is published")
+    if any(after < before for before, after in zip(loss_scales[::2], loss_scales[1::2], strict=True)):
+        raise ProgramError(f"the timed steps of {what} did not all train: some were skipped, since the loss scale fell "
+                           f"({loss_scales}); nothing is published")
+
+
+def statistics_of(step_ms: Sequence[float], images_per_step: int | None, unit: str = "") -> dict[str, Any]:
+    """`value` (median), `mean` and `spread` (half the interquartile range) with their `unit`: images/sec, or seconds
+    where there are no images to count. The mean of a speed is that of all images over all the time. Of another unit
+    the raw values are those of the figure themselves."""
+    if unit:
+        quartile1, median, quartile3 = statistics.quantiles(step_ms, n=4, method="inclusive")
+        return {"value": median, "mean": statistics.fmean(step_ms), "unit": unit, "spread": (quartile3 - quartile1) / 2}
     values = [images_per_step * 1e3 / ms if images_per_step else ms / 1e3 for ms in step_ms]
     quartile1, median, quartile3 = statistics.quantiles(values, n=4, method="inclusive")
-    return median, (quartile3 - quartile1) / 2, "images/sec" if images_per_step else "seconds"
+    mean_ms = statistics.fmean(step_ms)
+    return {"value": median, "mean": images_per_step * 1e3 / mean_ms if images_per_step else mean_ms / 1e3,
+            "unit": "images/sec" if images_per_step else "seconds", "spread": (quartile3 - quartile1) / 2}
+
+
+def rounded(step_ms: Sequence[float]) -> list[float]:
+    """To 0.1 us: the shortest steps, of inference, take 0.4 ms."""
+    return [round(ms, 4) for ms in step_ms]
 
 
 def write_result(
     name: str,
     step_ms: Sequence[float],
     images_per_step: int | None = None,
-    peer_name: str | None = None,
-    peer_step_ms: Sequence[float] = (),
-    peer_value: float | None = None,
+    peer: Peer | None = None,
+    watts: float = math.nan,
+    sm_mhz: float = math.nan,
     folder: Path = RESULTS,
+    unit: str = "",
 ) -> Path:
     """Write one figure and print it.
 
     step_ms          raw times of all counted steps, warm-up left out, in ms; at least MIN_STEPS, or MIN_RUNS
     images_per_step  images in one step (of all GPUs); None for a figure in seconds
-    peer_step_ms     the peer's times for steps of as many images; or give its figure, `peer_value`
+    watts, sm_mhz    power and clock of the GPU in these steps, means; NaN where nothing tells them
+    unit             of a figure that is no time, such as "top-1 %": `step_ms` then has the values of all runs
     """
     least = MIN_STEPS if images_per_step else MIN_RUNS
     if len(step_ms) < least:
         raise UserError(f"{name}: a figure needs at least {least} times, and {len(step_ms)} were measured; ask for "
                         "more steps, rounds or seeds")
-    value, spread, unit = speed(step_ms, images_per_step)
-    if peer_step_ms:
-        peer_value = speed(peer_step_ms, images_per_step)[0]
+    found = statistics_of(step_ms, images_per_step, unit)
     script, *arguments = sys.argv
     result = {
         "name": name,
-        "value": value,
-        "unit": unit,
-        "spread": spread,
-        "peer": {"name": peer_name, "value": peer_value} if peer_value else None,
-        "ratio": value / peer_value if peer_value else None,
+        **found,
+        "peer": _described(peer, images_per_step, unit) if peer else None,
+        "ratio": None,
+        "watts": None if math.isnan(watts) else round(watts, 1),
+        "sm_mhz": None if math.isnan(sm_mhz) else round(sm_mhz),
         "hardware": _hardware(name),
         "versions": environment.versions(),
         "commit": environment.git_commit() or "",
         "command": shlex.join(["python", os.path.relpath(script, ROOT), *arguments]),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "step_ms": [round(ms, 3) for ms in step_ms],
+        "step_ms": rounded(step_ms),
     }
+    against = ""
+    if result["peer"]:
+        result["ratio"] = result["value"] / result["peer"]["value"]
+        against = f", {result['ratio']:.3f} times {result['peer']['name']} ({result['peer']['value']:,.1f})"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    against = f", {value / peer_value:.3f} times {peer_name} ({peer_value:,.1f})" if peer_value else ""
-    print(f"{name}: {value:,.1f} +/- {spread:,.1f} {unit}{against} -> {os.path.relpath(path)}")
+    lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in result.items()]
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    print(f"{name}: {found['value']:,.1f} +/- {found['spread']:,.1f} {found['unit']}, mean {found['mean']:,.1f}"
+          f"{against} -> {os.path.relpath(path)}", flush=True)
     return path
+
+
+def _described(peer: Peer, images_per_step: int | None, unit: str) -> dict[str, Any]:
+    """As a file holds it."""
+    found = statistics_of(peer.step_ms, images_per_step, unit)
+    others = {name: rounded(times) for name, times in peer.others.items()}
+    return {"name": peer.name, "value": found["value"], "mean": found["mean"], "versions": dict(peer.versions),
+            "step_ms": rounded(peer.step_ms), "others": others}
 
 
 def _hardware(name: str) -> str:

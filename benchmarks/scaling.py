@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import statistics
 import sys
@@ -26,9 +27,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from loader_gpu import repeated_records
-from record import SAMPLE, flags, run, write_result
+from record import SAMPLE, Peer, check_trained, flags, run, write_result
 from several_gpus import SeveralGpusOptions, measure_in_processes, run_command
-from step_gpu import LEARNING_RATE, make_step
+from step_gpu import learning_rate, loss_scale, make_step
 
 from common.command_line import Positive, read_options
 from common.errors import ProgramError, UserError
@@ -36,6 +37,7 @@ from common.nvidia_gpus import find_gpus
 from graph_passes.executors.cuda.buckets import Bucket
 from train.processes.allreduce import BucketAllReduce
 from train.processes.distributed import Workers
+from train.reporting.gpu_monitor import GpuMonitor
 
 PEER = Path(__file__).with_name("peer_pytorch.py")
 # The peer's is its own name.
@@ -77,13 +79,15 @@ class Options(SeveralGpusOptions):
 
 
 class Steps:
-    """Training steps on a batch that lies on this process's GPU."""
+    """Training steps on batches that lie on this process's GPU and take turns."""
 
     def __init__(self, workers: Workers, arguments: Options) -> None:
         wire = None if arguments.wire_dtype == "auto" else arguments.wire_dtype
         options: dict[str, Any] = {} if workers.alone else {"num_buckets": arguments.buckets, "wire_dtype": wire}
-        self.executor, self.data, self.label = make_step("resnet50", arguments.batch, 224, "float16",
-                                                         workers.local_rank, **options)
+        self.executor, batches = make_step("resnet50", arguments.batch, 224, "float16", workers.local_rank, **options)
+        self.batches = itertools.cycle(batches)
+        self.learning_rate = learning_rate(arguments.batch)
+        self.monitor = GpuMonitor(self.executor.gpu_bus_id)
 
     def run(self, count: int, all_reduce: BucketAllReduce | None, one_by_one: bool = False) -> list[Moments]:
         """So many steps, with the mean of all processes' gradients or without. `one_by_one`: each bucket is handed over
@@ -98,12 +102,12 @@ class Steps:
         steps = [Moments(*(gpu.timing_event() for _ in range(4))) for _ in range(count)]
         for moments in steps:
             gpu.record(moments.start)
-            executor.forward_backward(self.data, self.label, on_bucket=start if all_reduce else None)
+            executor.forward_backward(*next(self.batches), on_bucket=start if all_reduce else None)
             gpu.record(moments.computed)
             if all_reduce:
                 all_reduce.finish()
             gpu.record(moments.reduced)
-            executor.update(LEARNING_RATE)
+            executor.update(self.learning_rate)
             gpu.record(moments.end)
             executor.end_step()
         executor.synchronize()
@@ -124,7 +128,7 @@ class Steps:
         runs: so there is no wait in it, neither for another GPU nor for a host.
         """
         executor = self.executor
-        executor.forward_backward(self.data, self.label, on_bucket=all_reduce.start)
+        executor.forward_backward(*next(self.batches), on_bucket=all_reduce.start)
         all_reduce.finish()
         for bucket in executor.buckets:
             executor.gpu.record(bucket.ready)
@@ -142,12 +146,23 @@ class Turns:
     pass_ms: list[float] = field(default_factory=list)
     wait_ms: list[float] = field(default_factory=list)  # from the end of the pass until gradients are averaged
     nvlink_bytes: int | None = None  # that this GPU has sent in a step of the last turn
+    watts: list[float] = field(default_factory=list)  # mean power of each turn
+    sm_mhz: list[float] = field(default_factory=list)  # mean clock of each turn
 
     def measure(self, steps: Steps, count: int, all_reduce: BucketAllReduce | None) -> None:
-        gpu = steps.executor.gpu
+        executor, gpu = steps.executor, steps.executor.gpu
+        executor.read_metrics()  # those of the steps before
+        scale_before = loss_scale(executor)
+        steps.monitor.sample()
+        steps.monitor.take()
         before = nvlink_bytes(gpu.device_id)
         measured = steps.run(count, all_reduce)
         after = nvlink_bytes(gpu.device_id)
+        steps.monitor.sample()
+        metrics, readings = executor.read_metrics(), steps.monitor.take()
+        check_trained("ours", [metrics.loss_sum / metrics.count], [scale_before, loss_scale(executor)])
+        self.watts.append(readings.power)
+        self.sm_mhz.append(readings.clock)
         self.step_ms += [gpu.elapsed_ms(first.end, second.end) for first, second in itertools.pairwise(measured)]
         self.pass_ms += [gpu.elapsed_ms(moments.start, moments.computed) for moments in measured]
         self.wait_ms += [gpu.elapsed_ms(moments.computed, moments.reduced) for moments in measured]
@@ -159,6 +174,7 @@ def measure_synthetic(arguments: Options) -> None:
     workers = Workers()
     steps = Steps(workers, arguments)
     all_reduce = None if workers.alone else workers.bucket_all_reduce(steps.executor)
+    steps.monitor.start()
     nvlink_bytes(workers.local_rank)  # starts NVML; in between the GPU would be idle and then exceed its power limit
     steps.run(arguments.warm_up, all_reduce)
     alone, together = Turns(), Turns()
@@ -171,7 +187,8 @@ def measure_synthetic(arguments: Options) -> None:
     if all_reduce:
         row = make_row(workers, steps, arguments.batch, alone, together, all_reduce)
     else:
-        row = {"what": "synthetic", "gpus": 1, "batch": arguments.batch, "step_ms": alone.step_ms}
+        row = {"what": "synthetic", "gpus": 1, "batch": arguments.batch, "step_ms": alone.step_ms,
+               "watts": statistics.fmean(alone.watts), "sm_mhz": statistics.fmean(alone.sm_mhz)}
     if workers.rank == 0:
         assert arguments.worker
         arguments.worker.write_text(json.dumps(row))
@@ -192,6 +209,8 @@ def make_row(workers: Workers, steps: Steps, batch: int, alone: Turns, together:
         "exposed_ms": [min(times) for times in zip(*waits, strict=True)],
         "all_reduce_ms": [statistics.median(times) for times in zip(*repeats, strict=True)],  # of each bucket
         "timeline": steps.timeline(all_reduce),
+        "watts": statistics.fmean(itertools.chain(*workers.gather(together.watts))),  # of a GPU
+        "sm_mhz": statistics.fmean(itertools.chain(*workers.gather(together.sm_mhz))),
     }
     # Means over the GPUs, of each step: of the passes, and of what they wait for until gradients are averaged.
     for name, times in (("pass_alone_ms", workers.gather(alone.pass_ms)),
@@ -230,6 +249,7 @@ def run_jpeg(count: int, arguments: Options, folder: Path, records: Path) -> lis
     start = ["-m", "train"] if count == 1 else ["-m", "train.processes.launch", "-n", count]
     command = [sys.executable, *start, "benchmark", "--config", "resnet50_90ep", "--data", records,
                "--num-classes", 1000, "--batch-size", arguments.batch, "--output", output, "--no-tensorboard",
+               "--no-zero-init-residual",
                "--min-steps", arguments.steps, "--warmup-steps", arguments.warm_up,
                *flags(arguments, "buckets", "wire_dtype")]
     if run_command(command) is None:
@@ -242,12 +262,14 @@ def run_jpeg(count: int, arguments: Options, folder: Path, records: Path) -> lis
 def run_peer(count: int, arguments: Options) -> list[Row]:
     """PyTorch's DistributedDataParallel, in an environment without our own libraries."""
     command = [os.environ["PEER_PYTHON"], "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}",
-               PEER, "--ddp", *flags(arguments, "batch", "steps", "warm_up")]
+               PEER, "--ddp", "--learning-rate", learning_rate(arguments.batch),
+               *flags(arguments, "batch", "steps", "warm_up")]
     environment = dict.fromkeys(("PYTHONPATH", "LD_LIBRARY_PATH"), "")
     lines = [line for line in (run_command(command, environment) or "").splitlines() if line.startswith("{")]
     if not lines:
         return []
     result = json.loads(lines[-1])
+    check_trained(result["name"], [result["loss"]], result["loss_scales"])
     return [{"what": result["name"], "gpus": count, "batch": arguments.batch, "step_ms": result["step_ms"]}]
 
 
@@ -418,8 +440,9 @@ def publish(row: Row, rows: list[Row], folder: Path) -> None:
     single = single_of({"what": "synthetic"}, rows)
     if row["what"] in LABELS and row["gpus"] > 1 and single:
         write_result(f"resnet50_fp16_b{row['batch']}_{row['what']}_{row['gpus']}gpu", row["step_ms"],
-                     row["gpus"] * row["batch"], f"{row['gpus']} times one GPU, synthetic, same run",
-                     peer_value=row["gpus"] * images_per_sec(single), folder=folder)
+                     row["gpus"] * row["batch"],
+                     Peer(f"{row['gpus']} times one GPU, synthetic, same run", single["step_ms"]),
+                     row.get("watts", math.nan), row.get("sm_mhz", math.nan), folder)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from record import run, write_result
+from record import Peer, run, write_result
 
 from common.command_line import Positive, read_options
 from common.mxnet_compat import mx
@@ -96,7 +96,7 @@ def main() -> None:
     arguments = read_options(Options)
     steps = {"ours": our_step(arguments.batch, arguments.size), "gluon": gluon_step(arguments.batch, arguments.size)}
     times = measure(steps, arguments.rounds, warm_up=5)
-    write_result("step_cpu", times["ours"], arguments.batch, "stock Gluon resnet50_v1", times["gluon"])
+    write_result("step_cpu", times["ours"], arguments.batch, Peer("stock Gluon resnet50_v1", times["gluon"]))
 
 
 if __name__ == "__main__":

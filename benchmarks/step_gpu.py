@@ -1,15 +1,17 @@
-"""Our compiled training step on one GPU against PyTorch's, in turn, in one run, on synthetic data.
+"""Our compiled step on one GPU against PyTorch's, in turn, in one run, on synthetic data.
 
     PEER_PYTHON=/path/to/python-with-torch python benchmarks/step_gpu.py --batch 256 --profile profile.txt
-    PEER_PYTHON=/path/to/python-with-torch python benchmarks/step_gpu.py --sweep
 
 Writes results/<model>_<fp16|bf16|tf32|fp32>_b<batch>_synthetic_1gpu.json, and the memory that both need as a line
 of results/memory_1gpu.jsonl. Ours is what a training step of the cuda executor is: taking the batch from an MXNet array
 on the GPU, forward, loss and top-1/top-5, backward, optimizer with loss scaling. The peer (benchmarks/peer_pytorch.py)
-does the same without top-1/top-5. Both start from all gammas 1, take turns between six batches, and warm up for three
-seconds before each turn. Step times are from CUDA events, one after each step; nothing waits for the host.
-Without PEER_PYTHON there is no peer. `--inference` measures inference, up to the probabilities on the GPU. `--sweep`
-measures all of SWEEP, each in a process of its own; torch.compile takes about a minute for most of them.
+does the same without top-1/top-5, in each of the ways to run that `--peers` names; the fastest of them is the figure's
+peer, and the file holds the times of all. Without PEER_PYTHON there is no peer. `--inference` measures inference, up to
+the probabilities on the GPU, and writes results/<model>_<...>_b<batch>_inference_synthetic_1gpu.json.
+
+Both sides start from all gammas 1, the same learning rate and loss scale, take turns between six batches, and warm up
+for three seconds before each turn. Step times are from CUDA events, one after each step; nothing waits for the host.
+Nothing is written where the timed steps did not train: where a loss is not finite, or a step was skipped.
 """
 
 from __future__ import annotations
@@ -18,16 +20,15 @@ import itertools
 import json
 import os
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from record import RESULTS, flags, run, write_result
-from torch_peer import TorchPeer, take_turns
+from record import RESULTS, Peer, best_peer, check_trained, flags, run, write_result
+from torch_peer import TorchPeer, all_times, take_turns
 
 from common.command_line import Positive, read_options
 from common.errors import ProgramError
@@ -36,30 +37,31 @@ from graph_passes.executors import create_executor
 from graph_passes.executors.cuda import profile
 from graph_passes.executors.cuda.executor import CudaExecutor
 from train import models
+from train.reporting.gpu_monitor import GpuMonitor
 
-CLASSES, LEARNING_RATE = 1000, 0.1
+CLASSES = 1000
 WARM_UP_SECONDS, NUM_BATCHES = 3.0, 6
 SHORT = {"float16": "fp16", "bfloat16": "bf16", "tf32": "tf32", "float32": "fp32"}
 MEMORY = RESULTS / "memory_1gpu.jsonl"
-SWEEP = (
-    "--batch 256", "--batch 64", "--batch 128", "--batch 512", "--model resnet18", "--model resnet34",
-    "--model resnet101", "--model resnet152",
-    "--inference --batch 1", "--inference --batch 64", "--inference", "--dtype bfloat16",
-    "--dtype tf32 --peer eager --steps 30", "--dtype float32 --peer eager --steps 10",
-)
+PeerMode = Literal["eager", "compile", "graph", "reduce-overhead"]
+
+
+def learning_rate(batch: int) -> float:
+    """0.1 for 256 images (Goyal et al., arXiv:1706.02677)."""
+    return 0.1 * batch / 256
 
 
 def make_step(model: str, batch: int, size: int, dtype: str, device_id: int = 0,
-              **options: Any) -> tuple[CudaExecutor, Any, Any]:
-    """The executor and a batch on the GPU, as a loader gives it: NHWC, 16-bit, padded to 4 channels."""
-    gpu = mx.gpu(device_id)
+              **options: Any) -> tuple[CudaExecutor, list[tuple[Any, Any]]]:
+    """The executor, all gammas 1, and the batches that take turns, on the GPU, as a loader gives them: NHWC, 16-bit,
+    padded to 4 channels."""
     network = models.create(model, CLASSES, label_smoothing=0.1)
     shapes = {"data": (batch, size, size, 4), "softmax_label": (batch,)}
     executor = create_executor("cuda", network.graph, shapes, device=f"gpu({device_id})",
                                dtype="float32" if dtype == "tf32" else dtype, tf32=dtype == "tf32", **options)
     assert isinstance(executor, CudaExecutor)
     executor.set_params(*network.initial_values(seed=0, channels=4, zero_init_residual=False))
-    return executor, *random_batch(shapes["data"], dtype, gpu)
+    return executor, [random_batch(shapes["data"], dtype, mx.gpu(device_id)) for _ in range(NUM_BATCHES)]
 
 
 def random_batch(shape: tuple[int, ...], dtype: str, gpu: Any) -> tuple[Any, Any]:
@@ -70,30 +72,51 @@ def random_batch(shape: tuple[int, ...], dtype: str, gpu: Any) -> tuple[Any, Any
     return data.astype("float16" if dtype == "float16" else "float32").as_in_context(gpu), label.as_in_context(gpu)
 
 
-def measure(executor: CudaExecutor, batches: Sequence[tuple[Any, Any]], steps: int, inference: bool) -> list[float]:
-    """Milliseconds of each step after warm-up."""
+def loss_scale(executor: CudaExecutor) -> float:
+    """1 where nothing scales the loss."""
+    return executor.get_scalars().get("loss_scale", 1.0)
+
+
+def measure(executor: CudaExecutor, monitor: GpuMonitor, batches: Sequence[tuple[Any, Any]], steps: int,
+            inference: bool = False, warm_up_seconds: float = WARM_UP_SECONDS) -> dict[str, Any]:
+    """One turn, after warm-up: the step times in ms, the mean loss of these steps (by inference the mean sum of an
+    image's probabilities), the loss scale before and after them, power in W and clock in MHz."""
     in_turn = itertools.cycle(batches)
+    answer: Any = None
 
     def step() -> None:
+        nonlocal answer
         data, label = next(in_turn)
         if inference:
-            executor.forward(data)
+            answer = executor.forward(data)
             return
         executor.forward_backward(data, label)
-        executor.update(LEARNING_RATE)
+        executor.update(learning_rate(len(label)))
 
     gpu = executor.gpu
     events = [gpu.timing_event() for _ in range(steps + 1)]
+    step()  # inference is compiled when it is first asked for
+    executor.synchronize()
     begin = time.monotonic()
-    while time.monotonic() - begin < WARM_UP_SECONDS:
+    while time.monotonic() - begin < warm_up_seconds:
         step()
         executor.synchronize()
+    executor.read_metrics()  # those of the warm-up
+    scale_before = loss_scale(executor)
+    monitor.sample()
+    monitor.take()
     gpu.record(events[0])
     for event in events[1:]:
         step()
         gpu.record(event)
     executor.synchronize()
-    return [gpu.elapsed_ms(start, end) for start, end in itertools.pairwise(events)]
+    monitor.sample()
+    readings, metrics = monitor.take(), executor.read_metrics()
+    return {
+        "step_ms": [gpu.elapsed_ms(start, end) for start, end in itertools.pairwise(events)],
+        "loss": float(answer.asnumpy().sum(axis=1).mean()) if inference else metrics.loss_sum / metrics.count,
+        "loss_scales": [scale_before, loss_scale(executor)], "watts": readings.power, "sm_mhz": readings.clock,
+    }
 
 
 @dataclass(frozen=True)
@@ -101,7 +124,7 @@ class Options:
     """What is measured."""
 
     model: str = "resnet50"
-    """PyTorch's torchvision knows most of them."""
+    """PyTorch's torchvision or timm knows most of them."""
     batch: Positive = 256
     """Images a step."""
     size: Positive = 224
@@ -109,22 +132,21 @@ class Options:
     dtype: Literal["float16", "bfloat16", "tf32", "float32"] = "float16"
     """Precision."""
     steps: Positive = 50
-    """Counted steps in each round."""
+    """Counted steps in each turn."""
     rounds: Positive = 2
     """Turns of ours and the peer."""
-    peer: Literal["eager", "compile"] = "compile"
-    """How PyTorch runs."""
+    peers: tuple[PeerMode, ...] = ("compile", "graph")
+    """Ways to run PyTorch, the first of which tells its memory; peer_pytorch.py explains them."""
     profile: Path | None = None
     """Write one line per kernel of the step to this file."""
     inference: bool = False
     """Forward with folded BatchNorm, from batch to answer."""
-    sweep: bool = False
-    """Measure all of SWEEP instead."""
 
 
 def start_peer(arguments: Options) -> TorchPeer:
     options = flags(arguments, "model", "batch", "size", "dtype", "steps")
-    return TorchPeer("--mode", arguments.peer, *options, *["--inference"] * arguments.inference)
+    return TorchPeer(*options, "--learning-rate", str(learning_rate(arguments.batch)),
+                     *["--inference"] * arguments.inference)
 
 
 def write_memory(name: str, figures: dict[str, Any]) -> None:
@@ -134,35 +156,61 @@ def write_memory(name: str, figures: dict[str, Any]) -> None:
     MEMORY.write_text("\n".join([*others, json.dumps({"name": name, **figures})]) + "\n")
 
 
+def check_probabilities(who: str, sums: Sequence[float]) -> None:
+    """Raises ProgramError where an image's probabilities, rounded to 16 bits or not, do not add up to 1."""
+    if not all(abs(each - 1) < 0.01 for each in sums):
+        raise ProgramError(f"{who} computed no probabilities: those of an image add up to {sums}; nothing is published")
+
+
+def publish(name: str, batch: int, ours: Sequence[dict[str, Any]], theirs: dict[str, list[dict[str, Any]]],
+            versions: dict[str, str]) -> None:
+    """Check that all turns trained, and write the figure. `theirs`: by way to run."""
+    for who, turns in (("ours", ours), *((turns[0]["name"], turns) for turns in theirs.values())):
+        check_trained(who, [turn["loss"] for turn in turns], [scale for turn in turns for scale in turn["loss_scales"]])
+    ways = {turns[0]["name"]: all_times(turns) for turns in theirs.values()}
+    peer: Peer | None = best_peer(ways, versions) if ways else None
+    write_result(name, all_times(ours), batch, peer, statistics.fmean(turn["watts"] for turn in ours),
+                 statistics.fmean(turn["sm_mhz"] for turn in ours))
+
+
 def gib(num_bytes: int) -> float:
     return round(num_bytes / 2**30, 2)
 
 
 def main() -> None:
     arguments = read_options(Options)
-    if arguments.sweep:
-        failed = [line for line in SWEEP if subprocess.run([sys.executable, __file__, *line.split()]).returncode]
-        if failed:
-            raise ProgramError(f"these failed: {'; '.join(failed)}")
-        return
-
     started = time.monotonic()
-    executor, *first = make_step(arguments.model, arguments.batch, arguments.size, arguments.dtype)
-    print(f"ready after {time.monotonic() - started:.1f} s (the first time on a machine, plans are timed)")
+    executor, batches = make_step(arguments.model, arguments.batch, arguments.size, arguments.dtype)
+    print(f"ready after {time.monotonic() - started:.1f} s (the first time on a machine, plans are timed)", flush=True)
     free, total = executor.gpu.memory()
     memory: dict[str, Any] = {"ours_in_use_gib": gib(total - free)}
-    shape, gpu = executor.input_shapes["data"], first[0].context
-    batches = [(first[0], first[1]), *(random_batch(shape, arguments.dtype, gpu) for _ in range(NUM_BATCHES - 1))]
+    monitor = GpuMonitor(executor.gpu_bus_id)
+    monitor.start()
+    programs: dict[str, Callable[[], dict[str, Any]]] = {
+        "ours": partial(measure, executor, monitor, batches, arguments.steps, arguments.inference)}
     peer = start_peer(arguments) if "PEER_PYTHON" in os.environ else None
-    ours, theirs, turn = take_turns(
-        arguments.rounds, lambda: measure(executor, batches, arguments.steps, arguments.inference), peer)
+
+    def peer_turn(mode: str) -> dict[str, Any]:
+        assert peer
+        turn = peer.measure(mode)
+        if "peer" not in memory:  # its first turn: what other ways to run need besides is not in there
+            memory.update(peer=turn["name"], peer_in_use_gib=gib(free - executor.gpu.memory()[0]),
+                          peer_peak_allocated_gib=gib(turn["allocated_bytes"]))
+        return turn
+
     if peer:
-        memory |= {"peer": turn["name"], "peer_in_use_gib": gib(free - executor.gpu.memory()[0]),
-                   "peer_peak_allocated_gib": gib(turn["allocated_bytes"])}
+        programs |= {mode: partial(peer_turn, mode) for mode in arguments.peers}
+    turns = take_turns(arguments.rounds, programs)
+    monitor.close()
+    if peer:
         peer.close()
+    if arguments.inference:
+        for who, of_one in turns.items():
+            check_probabilities(who, [turn["loss"] for turn in of_one])
     use = "inference_synthetic" if arguments.inference else "synthetic"
     name = f"{arguments.model}_{SHORT[arguments.dtype]}_b{arguments.batch}_{use}_1gpu"
-    write_result(name, ours, arguments.batch, turn.get("name"), theirs)
+    ours = turns.pop("ours")
+    publish(name, arguments.batch, ours, turns, peer.versions if peer else {})
     if not arguments.inference:
         write_memory(name, memory)
         print(f"GPU memory: {memory}")
@@ -170,7 +218,7 @@ def main() -> None:
         rows = executor.profile()
         ceiling = executor.copy_gigabytes_per_second()
         text = f"{profile.format_table(rows, ceiling)}\n\n{profile.format_summary(rows, ceiling)}\n"
-        text += f"copy {ceiling:.0f} GB/s; step {statistics.median(ours):.3f} ms\n"
+        text += f"copy {ceiling:.0f} GB/s; step {statistics.median(all_times(ours)):.3f} ms\n"
         arguments.profile.write_text(f"{text}\n{profile.format_decisions(executor.decisions)}\n")
         print(profile.format_summary(rows, ceiling))
 

@@ -6,8 +6,9 @@ Writes results/<model>_fp16_b<batch>_jpeg_1gpu.json, whose peer is our own step 
 of the .jsonl file of that name, both with the time for which the GPU stood still, its power and its clock (a GPU at
 its power limit lowers its clock), and PyTorch's training step fed by torchvision's DataLoader (peer_pytorch.py;
 eager, which its loader does not keep busy). Ours are the steps of `python -m train`: the loader, the executor and the
-optimizer of the preset resnet50_90ep, through `Trainer.step`. The images are those of loader_gpu.py. Step times are
-from CUDA events, one after each step.
+optimizer of the preset resnet50_90ep from all gammas 1, through `Trainer.step`. The images are those of loader_gpu.py.
+Each turn begins with three seconds of warm-up. Step times are from CUDA events, one after each step. Nothing is written
+where the timed steps did not train.
 
 `--sweep` measures instead how much the loader slows the step down with other settings, each in turn with synthetic
 data, and writes them to results/<model>_fp16_b<batch>_jpeg_settings.jsonl.
@@ -19,15 +20,18 @@ import itertools
 import os
 import statistics
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from loader_gpu import repeated_records, write_lines
-from record import SAMPLE, flags, run, write_result
-from torch_peer import TorchPeer
+from record import SAMPLE, Peer, check_trained, flags, rounded, run, write_result
+from step_gpu import WARM_UP_SECONDS, loss_scale
+from torch_peer import TorchPeer, take_turns
 
 from common.command_line import Positive, read_options
 from graph_passes.executors.cuda.executor import CudaExecutor
@@ -42,7 +46,6 @@ from train.reporting.gpu_monitor import GpuReadings
 
 GPU_READINGS = ("power", "clock", "power_capped")  # units: train/reporting/gpu_monitor.py
 NUM_CORES = num_cores()
-WARM_UP = 15  # steps: more than lie ready when a turn begins
 
 
 def endless(loader: Loader) -> Iterator[Batch]:
@@ -64,15 +67,21 @@ def measure(trainer: Trainer, batches: Iterator[Batch], steps: int) -> Turn:
     events = [gpu.timing_event() for _ in range(steps + 1)]
     idle = 0.0
     with frozen_heap():
-        for i in range(-WARM_UP, steps + 1):
-            if i >= 0:
-                gpu.record(events[i])
-            if i == 0:
-                trainer.monitor.take()  # what comes now is of these steps
-            if i < steps:
-                trainer.step(batches)
-                idle += executor.idle_seconds or 0.0 if i > 0 else 0.0  # `idle_seconds` is that of the step before
+        begin = time.monotonic()
+        while time.monotonic() - begin < WARM_UP_SECONDS:
+            trainer.step(batches)
+        executor.read_metrics()  # those of the warm-up
+        scale_before = loss_scale(executor)
+        trainer.monitor.take()  # what comes now is of the timed steps
+        trainer.step(batches)  # the GPU has waited: from the next one on it has work ahead
+        gpu.record(events[0])
+        for number, end in enumerate(events[1:]):
+            trainer.step(batches)
+            idle += executor.idle_seconds or 0.0 if number else 0.0  # `idle_seconds` is that of the step before
+            gpu.record(end)
     executor.synchronize()
+    metrics = executor.read_metrics()
+    check_trained("ours", [metrics.loss_sum / metrics.count], [scale_before, loss_scale(executor)])
     times = [gpu.elapsed_ms(start, end) for start, end in itertools.pairwise(events)]
     return Turn(times, 1e3 * idle / sum(times), trainer.monitor.take())
 
@@ -105,7 +114,7 @@ def main() -> None:
         records = str(repeated_records(arguments.data, Path(folder)))
         config = replace(load_preset("resnet50_90ep"), data=records, model=arguments.model,
                          batch_size=arguments.batch, num_classes=1000, dtype="float16", executor="cuda",
-                         num_threads=arguments.threads)
+                         num_threads=arguments.threads, zero_init_residual=False)
         training = f"{arguments.model}_fp16_b{arguments.batch}_jpeg"
         if arguments.sweep:
             sweep(config, Path(folder) / "run", arguments.rounds, arguments.steps, f"{training}_settings")
@@ -113,17 +122,19 @@ def main() -> None:
         lines = run_ours(config, Path(folder) / "run", arguments.rounds, arguments.steps)
     name = f"{training}_1gpu"
     jpeg, synthetic = lines
-    write_result(name, jpeg["step_ms"], arguments.batch, "our synthetic step", synthetic["step_ms"])
+    write_result(name, jpeg["step_ms"], arguments.batch, Peer("our synthetic step", synthetic["step_ms"]),
+                 jpeg["power"], jpeg["clock"])
     lines = [with_speed(line, arguments.batch) for line in lines]
     write_lines(name, lines)
     if "PEER_PYTHON" in os.environ:
         # The peer's batches come in bursts, one of each worker: a time is the mean of such a stretch.
-        peer = TorchPeer("--mode", "eager", *flags(arguments, "data", "workers", "model", "batch"),
+        peer = TorchPeer(*flags(arguments, "data", "workers", "model", "batch"),
                          "--steps", str(5 * arguments.workers))
-        turn = peer.measure()
+        turn = peer.measure("eager")
+        check_trained(turn["name"], [turn["loss"]], turn["loss_scales"])
         stretches = np.reshape(turn["step_ms"], (-1, arguments.workers)).mean(axis=1)
         peer.close()
-        theirs = {"name": turn["name"], "step_ms": [round(float(ms), 3) for ms in stretches]}
+        theirs = {"name": turn["name"], "step_ms": rounded(list(map(float, stretches)))}
         write_lines(name, [*lines, with_speed(theirs, arguments.batch)])
 
 
@@ -154,14 +165,12 @@ def start(config: Config, run_folder: Path) -> tuple[Trainer, Loader, Loader]:
 def run_ours(config: Config, run_folder: Path, rounds: int, steps: int) -> list[dict[str, Any]]:
     """Name, step times and share of idle time: from JPEGs, and on synthetic data."""
     trainer, loader, synthetic = start(config, run_folder)
-    names = {f"JPEG, hw_decoder_load {loader.config.hw_decoder_load}": endless(loader), "synthetic": endless(synthetic)}
-    turns: dict[str, list[Turn]] = {name: [] for name in names}
-    for _ in range(rounds):
-        for name, batches in names.items():
-            turns[name].append(measure(trainer, batches, steps))
+    turns = take_turns(rounds, {
+        f"JPEG, hw_decoder_load {loader.config.hw_decoder_load}": partial(measure, trainer, endless(loader), steps),
+        "synthetic": partial(measure, trainer, endless(synthetic), steps)})
     loader.close()
     return [
-        {"name": f"ours, {name}", "step_ms": [round(ms, 3) for turn in found for ms in turn.step_ms],
+        {"name": f"ours, {name}", "step_ms": rounded([ms for turn in found for ms in turn.step_ms]),
          "idle_share": statistics.fmean(turn.idle_share for turn in found),
          **{what: statistics.fmean(getattr(turn.gpu, what) for turn in found) for what in GPU_READINGS}}
         for name, found in turns.items()
@@ -189,8 +198,8 @@ def sweep(config: Config, run_folder: Path, rounds: int, steps: int, name: str) 
                   f"{medians[1] / medians[0]:.1%} of synthetic ({medians[1]:.2f}), waited {turn.idle_share:.1%}, "
                   f"{turn.gpu.power:.0f} W at {turn.gpu.clock:,.0f} MHz ({alone.gpu.clock:,.0f})", flush=True)
             lines.append({"turn": number, "num_threads": default.num_threads, "prefetch": default.prefetch, **changes,
-                          "step_ms": [round(ms, 3) for ms in turn.step_ms],
-                          "synthetic_ms": [round(ms, 3) for ms in alone.step_ms], "idle_share": turn.idle_share,
+                          "step_ms": rounded(turn.step_ms),
+                          "synthetic_ms": rounded(alone.step_ms), "idle_share": turn.idle_share,
                           **{what: getattr(turn.gpu, what) for what in GPU_READINGS}})
             write_lines(name, lines)
 

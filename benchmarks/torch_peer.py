@@ -1,4 +1,4 @@
-"""Starts the peers, and takes turns with peer_pytorch.py. PyTorch runs in an interpreter of its own: PEER_PYTHON."""
+"""Starts the peers, and takes turns with them. PyTorch runs in an interpreter of its own: PEER_PYTHON."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import contextlib
 import json
 import os
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from common.errors import ProgramError, UserError
 
@@ -37,17 +37,19 @@ class TorchPeer:
 
     def __init__(self, *options: str) -> None:
         self._process = start_peer(PEER, *options)
+        self.versions: dict[str, str] = {}  # of its libraries, from its first turn on
 
-    def measure(self) -> dict[str, Any]:
-        """One turn: what peer_pytorch.py prints."""
+    def measure(self, mode: str = "eager") -> dict[str, Any]:
+        """One turn in this way to run: what peer_pytorch.py prints. Raises ProgramError where it has ended."""
         assert self._process.stdin and self._process.stdout
         with contextlib.suppress(BrokenPipeError):  # it has ended, which the empty answer tells
-            print("go", file=self._process.stdin, flush=True)
+            print(mode, file=self._process.stdin, flush=True)
         line = self._process.stdout.readline()
         if not line:
             raise ProgramError(f"the peer ended with exit code {self._process.wait()}: see its message above")
-        result: dict[str, Any] = json.loads(line)
-        return result
+        turn: dict[str, Any] = json.loads(line)
+        self.versions = turn["versions"]
+        return turn
 
     def close(self) -> None:
         assert self._process.stdin
@@ -55,15 +57,18 @@ class TorchPeer:
         self._process.wait()
 
 
-def take_turns(rounds: int, measure: Callable[[], list[float]],
-               peer: TorchPeer | None) -> tuple[list[float], list[float], dict[str, Any]]:
-    """Milliseconds of ours, as `measure` gives them, and of the peer, where there is one; and all of its last turn."""
-    ours: list[float] = []
-    theirs: list[float] = []
-    turn: dict[str, Any] = {}
+T = TypeVar("T")
+
+
+def take_turns(rounds: int, programs: Mapping[str, Callable[[], T]]) -> dict[str, list[T]]:
+    """Call each of the programs once in each round; what they gave, by name. A slow spell of the machine hits all."""
+    turns: dict[str, list[T]] = {name: [] for name in programs}
     for _ in range(rounds):
-        ours += measure()
-        if peer:
-            turn = peer.measure()
-            theirs += turn["step_ms"]
-    return ours, theirs, turn
+        for name, program in programs.items():
+            turns[name].append(program())
+    return turns
+
+
+def all_times(turns: Iterable[Mapping[str, Any]]) -> list[float]:
+    """The step times of a program's turns, in order."""
+    return [ms for turn in turns for ms in turn["step_ms"]]

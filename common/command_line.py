@@ -14,7 +14,6 @@ import difflib
 import functools
 import importlib
 import inspect
-import io
 import itertools
 import os
 import re
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from common.errors import EXIT_CTRL_C, EXIT_PIPE_CLOSED, EXIT_USER_ERROR, ProgramError, UserError
+from common.output import make_safe
 
 HELP = ("-h", "--help")
 VERSION = "--version"
@@ -39,7 +39,7 @@ _METAVARS = {int: "N", float: "X", str: "NAME", Path: "PATH"}
 
 def exit_code_of(main: Callable[[], int | None]) -> int:
     """Run a program to its end; its exit code. What ends it early is told in one sentence on stderr."""
-    _make_output_safe()
+    make_safe()
     try:
         code = main() or 0
         sys.stdout.flush()
@@ -58,16 +58,6 @@ def exit_code_of(main: Callable[[], int | None]) -> int:
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         return EXIT_CTRL_C
-
-
-def _make_output_safe() -> None:
-    """Output that is closed (`>&-`) or whose locale lacks a character must not end in a stack trace."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:  # as Python has it where it was started without
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # until the program ends
-        elif isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace" if name == "stdout" else "backslashreplace")
 
 
 # --- a command line, by its declaration ---

@@ -36,6 +36,7 @@ def training_passes(shapes: Shapes, dtype: str, choose: Choose, grouped: bool = 
     """The passes of `training_step` by name, in order."""
     listed: dict[str, Pass] = {
         **FUSED,
+        "fold_frozen": passes.fold_frozen,
         "gradient": lambda graph: passes.gradient(graph, shapes),
         "gradient_add": passes.gradient_add,
         "precision": lambda graph: passes.precision(graph, dtype),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from graph_passes.graph import Graph, Node, Ref
-from graph_passes.operators import OPERATORS
+from graph_passes.operators import BATCH_NORMS, OPERATORS
 
 
 class Use(NamedTuple):
@@ -24,6 +24,22 @@ def uses(graph: Graph) -> dict[str, Use]:
                 if graph[ref.node].is_variable:
                     found.setdefault(ref.node, Use(node, name))
     return found
+
+
+RATE_FACTOR = "__lr_mult__"  # MXNet's attribute of a parameter, which its Module multiplies the learning rate by
+
+
+def rate_factors(graph: Graph) -> dict[str, float]:
+    """What the learning rate of each parameter is multiplied by, of those for which the graph says it."""
+    return {node.name: float(node.attrs[RATE_FACTOR]) for node in graph
+            if node.is_variable and RATE_FACTOR in node.attrs}
+
+
+def frozen(graph: Graph) -> frozenset[str]:
+    """The parameters and running statistics that training leaves as they are (`passes/freeze.py`)."""
+    kept = {ref.node for node in graph if node.op in BATCH_NORMS and node["use_global_stats"]
+            for ref in OPERATORS[node.op].aux_inputs(node)}
+    return frozenset(kept | {name for name, factor in rate_factors(graph).items() if factor == 0})
 
 
 def weights(graph: Graph) -> frozenset[str]:

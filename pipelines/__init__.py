@@ -12,20 +12,20 @@ from pipelines.errors import DataError
 
 if TYPE_CHECKING:
     from pipelines.dali_loader import load_chosen, load_images
-    from pipelines.graph import DEFAULT_HW_DECODER_LOAD, MEAN, STD
+    from pipelines.graph import DEFAULT_HW_DECODER_LOAD
     from pipelines.loader import Batch, Loader, LoaderConfig
     from pipelines.opening import open_loader
-    from pipelines.transform import ImageTransform
+    from pipelines.transform import MEAN, STD, ImageTransform
 
 __all__ = ["DEFAULT_HW_DECODER_LOAD", "MEAN", "STD", "Batch", "DataError", "ImageTransform", "Loader", "LoaderConfig",
            "load_chosen", "load_images", "open_loader"]
 
 _MODULES = {
     "dali_loader": ("load_chosen", "load_images"),
-    "graph": ("DEFAULT_HW_DECODER_LOAD", "MEAN", "STD"),
+    "graph": ("DEFAULT_HW_DECODER_LOAD",),
     "loader": ("Batch", "Loader", "LoaderConfig"),
     "opening": ("open_loader",),
-    "transform": ("ImageTransform",),
+    "transform": ("MEAN", "STD", "ImageTransform"),
 }
 
 

@@ -36,12 +36,7 @@ from pipelines.transform import MAX_PIXELS, ImageTransform
 fn: Any = dali.fn
 types: Any = dali.types
 
-# Mean and standard deviation of ImageNet's training pixels, R, G, B, in units of 0 to 255 (the values of torchvision
-# and of Gluon's model zoo).
-MEAN = (123.675, 116.28, 103.53)
-STD = (58.395, 57.12, 57.375)
-MEAN_COLOUR = tuple(round(value) for value in MEAN)  # as pixels have it
-
+INTERPOLATIONS = {"bilinear": types.INTERP_LINEAR, "bicubic": types.INTERP_CUBIC}
 NUM_CANDIDATES = 10  # windows drawn for each training image; the first that fits is taken (torchvision draws as many)
 DEFAULT_HW_DECODER_LOAD = 0.65  # DALI's own
 # Pixels, width and height, that the GPU's decoders have memory ready for; larger images are decoded all the same, and
@@ -179,13 +174,14 @@ def _image(config: GraphConfig, inputs: ImageInputs) -> Any:
     if config.training and config.transform.cutout:
         # DeVries and Taylor, arXiv:1708.04552. Its centre is anywhere in the image, so part of it may lie outside.
         hole = {"anchor": inputs.hole, "shape": 2 * [config.transform.cutout], "axis_names": "WH", "normalized": True}
-        image = fn.erase(image, **hole, fill_value=MEAN_COLOUR)
+        image = fn.erase(image, **hole, fill_value=config.transform.mean_colour)
     # Both resizes filter before they shrink (antialias), as training and prediction must see the same pictures.
+    interpolation = INTERPOLATIONS[config.transform.interpolation]
     if config.training:
-        image = fn.resize(image, size=inputs.size, interp_type=types.INTERP_LINEAR)
+        image = fn.resize(image, size=inputs.size, interp_type=interpolation)
     else:
         shorter = max(config.image_size, round(config.image_size / config.transform.val_crop_fraction))
-        image = fn.resize(image, resize_shorter=shorter, interp_type=types.INTERP_LINEAR)
+        image = fn.resize(image, resize_shorter=shorter, interp_type=interpolation)
     if config.stage == "resize":
         return image
     if config.training and config.transform.brightness:
@@ -194,8 +190,8 @@ def _image(config: GraphConfig, inputs: ImageInputs) -> Any:
         image,
         **({} if config.training else {"crop": (config.image_size, config.image_size)}),
         mirror=inputs.mirror,
-        mean=MEAN,
-        std=STD,
+        mean=config.transform.mean,
+        std=config.transform.std,
         dtype=types.FLOAT16 if config.dtype == "float16" else types.FLOAT,
         output_layout="HWC",
         pad_output=config.channels == 4,
@@ -216,7 +212,7 @@ def _window(config: GraphConfig, inputs: ImageInputs) -> Any:
         image = _decoded(config, inputs, whole=padding or not config.training)
     if padding:  # He et al., arXiv:1512.03385, section 4.2
         window = {"start": inputs.shift, "rel_shape": [1.0, 1.0], "axis_names": "WH"}
-        image = fn.slice(image, **window, out_of_bounds_policy="pad", fill_values=MEAN_COLOUR)
+        image = fn.slice(image, **window, out_of_bounds_policy="pad", fill_values=config.transform.mean_colour)
     return image
 
 

@@ -11,8 +11,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 from common.files import write_bytes
 from pipelines.errors import DataError
-from pipelines.graph import MEAN, STD
-from pipelines.loader import Loader
+from pipelines.loader import Batch, Loader
+from pipelines.transform import ImageTransform
 
 _MARGIN, _GAP, _CAPTION = 24, 10, 22  # pixels
 _BACKGROUND, _INK, _FAINT = (250, 250, 248), (40, 40, 40), (130, 130, 130)
@@ -34,7 +34,7 @@ def contact_sheet(loader: Loader, rows: int, columns: int, title: str) -> Image.
             f"a sheet of {rows} rows and {columns} columns has {width:,} x {height:,} pixels; ask for less"
         )
     batches = itertools.islice(loader, -(-rows * columns // loader.config.batch_size))
-    samples = [sample for batch in batches for sample in _samples(batch.data, batch.label, batch.num_valid)]
+    samples = [sample for batch in batches for sample in _samples(batch, loader.config.transform)]
     sheet = Image.new("RGB", (width, height), _BACKGROUND)
     pen = ImageDraw.Draw(sheet)
     pen.text((_MARGIN, _MARGIN - 4), title, _INK, _font(20))
@@ -59,10 +59,10 @@ def save_png(sheet: Image.Image, path: Path) -> None:
         raise DataError(f"{path}: cannot be written ({error.strerror}); choose another file") from None
 
 
-def _samples(data, label, num_valid: int) -> list[tuple[np.ndarray, int]]:
-    images = data.asnumpy()[:num_valid, ..., :3].astype(np.float32) * np.array(STD) + np.array(MEAN)
+def _samples(batch: Batch, transform: ImageTransform) -> list[tuple[np.ndarray, int]]:
+    images = batch.data.asnumpy()[: batch.num_valid, ..., :3].astype(np.float32) * transform.std + transform.mean
     pixels = np.clip(np.round(images), 0, 255).astype(np.uint8)
-    return list(zip(pixels, label.asnumpy()[:num_valid].astype(int), strict=True))
+    return list(zip(pixels, batch.label.asnumpy()[: batch.num_valid].astype(int), strict=True))
 
 
 def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:

@@ -9,10 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from pipelines.errors import DataError
 
+# Mean and standard deviation of ImageNet's training pixels, R, G, B, in units of 0 to 255 (the values of torchvision
+# and of Gluon's model zoo).
+MEAN = (123.675, 116.28, 103.53)
+STD = (58.395, 57.12, 57.375)
 # Far above what cameras give, and 6.5 times what DALI's example of ImageNet takes for its largest image (5,980 by 6,430
 # pixels; docs/examples/use_cases/pytorch/resnet50/main.py): 0.75 GB in memory.
 MAX_PIXELS = 250_000_000
@@ -57,8 +61,26 @@ class CentreCrop:
 
 
 @dataclass(frozen=True)
-class ImageTransform(CentreCrop, Augmentation):
+class Normalisation:
+    """Images."""
+
+    mean: tuple[float, float, float] = MEAN
+    """Red, green and blue, from 0 to 255, that are subtracted from each pixel; the default is ImageNet's mean, and with
+    trained weights theirs."""
+    std: tuple[float, float, float] = STD
+    """Red, green and blue that each pixel is then divided by; as --mean."""
+    interpolation: Literal["bilinear", "bicubic"] = "bilinear"
+    """How images are resized; with trained weights as theirs were."""
+
+
+@dataclass(frozen=True)
+class ImageTransform(Normalisation, CentreCrop, Augmentation):
     """What is done to images, in training and in validation."""
+
+    @property
+    def mean_colour(self) -> tuple[int, ...]:
+        """As pixels have it."""
+        return tuple(min(max(round(value), 0), 255) for value in self.mean)
 
     def check(self) -> None:
         """Raise DataError for a value that cannot be."""
@@ -75,5 +97,7 @@ LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "crop_padding": (lambda value: value >= 0, "0 or more"),
     "cutout": (lambda value: 0 <= value <= 1, "a fraction from 0 to 1"),
     "brightness": (lambda value: 0 <= value <= 1, "a fraction from 0 to 1"),
+    "mean": (lambda value: all(map(math.isfinite, value)), "three finite numbers"),
+    "std": (lambda value: all(0 < number < math.inf for number in value), "three numbers above 0"),
     "val_crop_fraction": (lambda value: 0 < value <= 1, "above 0 and at most 1"),
 }

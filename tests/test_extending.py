@@ -90,6 +90,9 @@ network = train.models.create("resnet50c", 7)
 assert "stem_conv3" in network.graph.nodes and "stage2_block1_shortcut_pool" not in network.graph.nodes
 params, _ = network.initial_values(seed=0)
 assert train.models.num_classes("resnet50c", params) == 7
+(names,) = train.models.published("resnet50c")
+assert names.name("stem_bn3_gamma") == "bn1.weight"
+assert names.name("stage2_block1_shortcut_conv_weight") == "layer2.0.downsample.0.weight"
 """
 OPTIMIZER = """
 import numpy as np

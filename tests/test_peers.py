@@ -15,9 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from test_results import faults
 
-from pipelines import ImageTransform, LoaderConfig, open_loader
-from pipelines.graph import MEAN, STD, random_inputs
+from pipelines import MEAN, STD, ImageTransform, LoaderConfig, open_loader
+from pipelines.graph import random_inputs
 from pipelines.sources import open_source
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
@@ -60,6 +61,58 @@ def test_cifar10_training_images(real_data, tmp_path, rng):
     grey_levels = np.abs(ours - np.load(tmp_path / "peer.npy")) * STD
     # DALI's resizing rounds to whole grey levels, and PyTorch's images are float16: 2**-10 of at most 2.7 * 58.
     assert grey_levels.max() < 0.5 + 0.16
+
+
+@pytest.mark.parametrize("options", [[], ["--inference"]])
+def test_a_turn_of_the_peer(options):
+    """Raw times, a loss and the loss scale, from all gammas 1. On the CPU, for which it has no CUDA graphs."""
+    command = [os.environ["PEER_PYTHON"], str(BENCHMARKS / "peer_pytorch.py"), "--device", "cpu", "--model", "resnet18",
+               "--batch", "2", "--size", "32", "--dtype", "bfloat16", "--steps", "3", "--warm-up-seconds", "0",
+               "--learning-rate", "0.001", *options]
+    done = subprocess.run(command, input="eager\neager\n", capture_output=True, text=True, check=True)
+    for turn in map(json.loads, done.stdout.splitlines()):
+        assert len(turn["step_ms"]) == 3 and min(turn["step_ms"]) > 0
+        assert turn["loss"] == pytest.approx(1.0, abs=0.01) if options else 4 < turn["loss"] < 10
+        assert turn["loss_scales"] == [1.0, 1.0] and turn["name"].endswith(" eager") and turn["versions"]["torch"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [[], ["--inference"]])
+def test_ways_to_run_the_peer(options):
+    """On a GPU, in fp16: each way trains, that is the loss of the six batches falls from turn to turn, or infers."""
+    modes = ("eager", "compile", "graph", "reduce-overhead")
+    command = [os.environ["PEER_PYTHON"], str(BENCHMARKS / "peer_pytorch.py"), "--model", "resnet18", "--batch", "16",
+               "--size", "64", "--steps", "6", "--warm-up-seconds", "0.5", "--learning-rate", "0.005", *options]
+    turns = "".join(f"{mode}\n" for mode in (*modes, *modes))
+    done = subprocess.run(command, input=turns, stdout=subprocess.PIPE, text=True, check=True)
+    found = list(map(json.loads, done.stdout.splitlines()))
+    assert [turn["name"].partition(" ")[0] for turn in found] == ["PyTorch"] * 8
+    for first, second in zip(found[:4], found[4:], strict=True):
+        assert len(first["step_ms"]) == 6 and min(first["step_ms"]) > 0
+        if options:
+            assert first["loss"] == pytest.approx(1, abs=0.01) and second["loss"] == pytest.approx(1, abs=0.01)
+        else:
+            assert second["loss"] < first["loss"], second["name"]
+            assert second["loss_scales"][1] >= second["loss_scales"][0] == 1024.0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [["--batch", "32"], ["--batch", "2", "--inference"]])
+def test_step_against_the_peer(options, benchmark_module, tmp_path, monkeypatch):
+    """On a GPU: the whole program on a small network; its file has no faults."""
+    step_gpu = benchmark_module("step_gpu")
+    record = sys.modules["record"]
+    written = []
+    monkeypatch.setattr(step_gpu, "MEMORY", tmp_path / "memory.jsonl")
+    monkeypatch.setattr(step_gpu, "write_result", lambda *arguments: written.append(
+        record.write_result(*arguments, folder=tmp_path)))
+    monkeypatch.setattr(sys, "argv", [str(BENCHMARKS / "step_gpu.py"), "--model", "resnet18", "--size", "64",
+                                      "--steps", "200", "--rounds", "1", *options])
+    step_gpu.main()
+    result = json.loads(written[0].read_text())
+    result["commit"] = result["commit"] or "0" * 40
+    assert faults(result, written[0].name) == []
+    assert len(result["peer"]["others"]) == 1 and len(result["step_ms"]) == len(result["peer"]["step_ms"]) == 200
 
 
 @pytest.mark.parametrize("preset", ["resnet50_90ep", "cifar10_resnet18"])  # the latter with Nesterov's momentum

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from test_results import faults
 
+from graph_passes.executors.base import Metrics
+
 
 @pytest.fixture
 def scaling(benchmark_module: Callable[[str], Any]) -> Any:
@@ -25,7 +27,8 @@ def rows() -> list[dict[str, Any]]:
         "buckets": [["weights 1", 30_000_000, "float16"], ["others", 2_000_000, "float32"]],
         "each_alone_ms": [20.0, 22.0], "exposed_ms": [1.0] * 8, "all_reduce_ms": [3.5, 0.5],
         "pass_alone_ms": [20.0] * 8, "pass_ms": [22.0] * 8, "wait_ms": [2.5] * 8,
-        "timeline": {"buckets": [[15.0, 19.0], [24.0, 24.5]], "parts": [24.0, 24.5, 25.0]},
+        "timeline": {"buckets": [[15.0, 19.0], [24.0, 24.5]], "parts": [24.0, 24.5, 25.0]}, "watts": 690.0,
+        "sm_mhz": 1810.0,
     }
     return [{"what": "synthetic", "gpus": 1, "batch": 100, "step_ms": [20.0] * 8}, both]
 
@@ -108,6 +111,8 @@ class Clock:
 class Executor:
     """A pass takes 20 ms, of which the last bucket needs the last 2, and the optimizer half a ms."""
 
+    gpu_bus_id = "none"
+
     def __init__(self, gpu: Clock) -> None:
         self.gpu = gpu
         self.buckets = [SimpleNamespace(name=name, num_bytes=num_bytes, dtype="float16", ready={}, done={})
@@ -122,6 +127,12 @@ class Executor:
 
     def update(self, learning_rate: float) -> None:
         self.gpu.now += 0.5
+
+    def read_metrics(self) -> Metrics:
+        return Metrics(700.0, 0.0, 1.0, 100.0)
+
+    def get_scalars(self) -> dict[str, float]:
+        return {"loss_scale": 1024.0}
 
     def end_step(self) -> None: ...
 
@@ -151,7 +162,7 @@ def test_measurement(scaling: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPat
                               gather=lambda value: [value] * size,
                               bucket_all_reduce=AllReduce)
     monkeypatch.setattr(scaling, "Workers", lambda: workers)
-    monkeypatch.setattr(scaling, "make_step", lambda *_, **options: (Executor(Clock()), options, None))
+    monkeypatch.setattr(scaling, "make_step", lambda *_, **options: (Executor(Clock()), [(options, None)] * 2))
     counter = iter(range(0, 10_000, 700))
     monkeypatch.setattr(scaling, "nvlink_bytes", lambda device_id: next(counter))
     options = Namespace(batch=256, steps=7, warm_up=3, buckets=2, wire_dtype="auto", worker=tmp_path / "row.json")

@@ -6,7 +6,7 @@ import signal
 
 if __name__ == "__main__":
     # Ctrl-C ends the program during the imports, which take seconds: Python would print a stack trace, or miss it.
-    ctrl_c_handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import os
 import sys
@@ -19,7 +19,7 @@ from common.errors import ProgramError, UserError
 from train.commands.options import BenchmarkOptions, CompareOptions, ExportOptions, PredictOptions, ValidateOptions
 from train.config import Config, presets, read
 from train.errors import TrainError
-from train.processes.signals import StoppedBySignal
+from train.processes.signals import StoppedBySignal, guard, interrupt
 
 # What each takes, and what is called with the values that the command line gives. The rest of this program is imported
 # there: MXNet and DALI take seconds.
@@ -49,10 +49,14 @@ def _run(arguments: Sequence[str]) -> int:
         return 0
     try:
         command, values = understood(arguments)
+        if __name__ == "__main__":
+            guard(speaks=_is_first())  # before the imports, which start threads
         run = command.load()
         if __name__ == "__main__":
-            signal.signal(signal.SIGINT, ctrl_c_handler)
+            signal.signal(signal.SIGINT, interrupt)
         run(values)
+        if __name__ == "__main__":
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # all is done: Ctrl-C finds nothing to tell
     except TrainError as error:
         if _is_first() or not error.on_all_ranks:
             raise
@@ -88,4 +92,6 @@ def _is_first() -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.exit(code)

@@ -7,19 +7,21 @@ from typing import Any
 
 import psutil
 
-from graph_passes import passes
+from graph_passes import Graph, GraphError, passes
 from graph_passes.executors import Executor, create_executor
 from graph_passes.executors.cuda.statistics_group import StatisticsGroup
 from pipelines import DEFAULT_HW_DECODER_LOAD, Loader, LoaderConfig, open_loader
-from pipelines.sources import Classes
+from pipelines.sources import Classes, splits_of
 from train import models
 from train.checkpoint import Checkpoint
 from train.classes import match, padded
-from train.config import SAMPLES, Config
+from train.config import SAMPLES, SYNTHETIC, Config
 from train.devices import Placement
 from train.errors import TrainError
+from train.models.network import Network
 from train.processes import topology
 from train.processes.distributed import Workers, is_elastic
+from train.reporting.metrics import TRAINING_IMAGES, VALIDATION
 from train.schedule import image_sizes
 
 SAMPLES_FOLDER = Path("data/samples")
@@ -86,6 +88,12 @@ def open_split(config: Config, split: str, placement: Placement, workers: Worker
     return loader
 
 
+def evaluated_images(config: Config) -> str:
+    """What validation sees, in the words of `metrics.EVALUATED`. Raises DataError where there is no data."""
+    has_own = config.data in (SAMPLES, SYNTHETIC) or "val" in splits_of(config.data)
+    return VALIDATION if has_own else TRAINING_IMAGES
+
+
 def _one_class(data: str, name: str) -> TrainError:
     inside = Path(data) / name
     way_out = f"give {inside}, where there are folders" if inside.is_dir() and any(inside.glob("*/")) else (
@@ -121,12 +129,24 @@ def join_bn_group(config: Config, placement: Placement, workers: Workers) -> Sta
     return group
 
 
+def training_graph(config: Config, network: Network) -> Graph:
+    """The network with the marks of `--freeze` and `--backbone-lr-factor`. Raises TrainError for layers that cannot be
+    frozen."""
+    graph = network.graph
+    try:
+        if config.freeze:
+            graph = passes.freeze(graph, config.freeze)
+    except GraphError as error:
+        raise TrainError(f"--freeze {config.freeze}, of {network.name}: {error}", on_all_ranks=True) from None
+    return graph if config.backbone_lr_factor == 1 else passes.slow_backbone(graph, config.backbone_lr_factor)
+
+
 def check_memory(config: Config, num_classes: int, image_size: int, placement: Placement) -> None:
     """Raises TrainError where this machine's memory is too small for a training step on the CPU, which the system would
     end without a word. The cuda executor asks by itself."""
     if placement.executor != "mxnet" or not placement.device.startswith("cpu"):
         return
-    graph = models.create(config.model, num_classes, config.label_smoothing).graph
+    graph = training_graph(config, models.create(config.model, num_classes, config.label_smoothing))
     shapes = {"data": (config.batch_size, image_size, image_size, 3), "softmax_label": (config.batch_size,)}
     step = passes.gradient_add(passes.gradient(graph, shapes))
     needed, free = MXNET_MEMORY * passes.memory(step, shapes).arena_bytes, psutil.virtual_memory().available
@@ -174,6 +194,6 @@ def build_executor(
             # Horovod's MXNet library knows no bfloat16.
             wide = config.wire_dtype == "float32" or dtype == "bfloat16"
             options |= {"num_buckets": config.buckets, "wire_dtype": "float32" if wide else None}
-    executor = create_executor(placement.executor, network.graph, shapes, placement.device, **options)
+    executor = create_executor(placement.executor, training_graph(config, network), shapes, placement.device, **options)
     executor.set_params(params, aux)
     return executor

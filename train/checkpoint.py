@@ -56,6 +56,7 @@ class Progress:
     epoch: int = 0  # whole epochs done, with their validation
     epoch_step: int = 0  # optimizer steps done in the epoch under way
     best_top1: float = -1.0  # best validation accuracy so far, a fraction; -1 before the first validation
+    validations_since_best: int = 0
 
 
 @dataclass
@@ -111,7 +112,7 @@ def save(checkpoint: Checkpoint, path: Path) -> None:
                     _write_array(archive, f"{group}/{name}", array)
             for rank, state in enumerate(checkpoint.loader_states):
                 _write_array(archive, f"loader/{rank}", np.frombuffer(state, np.uint8))
-            archive.writestr(META, json.dumps(meta, default=np.ndarray.tolist))
+            archive.writestr(zipfile.ZipInfo(META), json.dumps(meta, default=np.ndarray.tolist))
         file.flush()
         os.fsync(file.fileno())
 
@@ -143,7 +144,7 @@ def load(path: Path) -> Checkpoint:
                 config=(config := _config(meta["config"], path)),
                 class_names=_names(meta, "class_names") or _numbers(config.model, groups["params"]),
                 class_keys=_names(meta, "class_keys"),
-                progress=Progress(**meta["progress"]),
+                progress=_progress(meta["progress"]),
                 loader_states=[loader[str(rank)].tobytes() for rank in range(len(loader))],
                 numpy_rng=meta["numpy_rng"],
                 scalars=meta["scalars"] if "scalars" in meta else meta.get("loss_scaling", {}),
@@ -231,6 +232,7 @@ class CheckpointFolder:
     def __init__(self, run_folder: Path, keep: int) -> None:
         self.path = run_folder / FOLDER
         self.keep = keep
+        self._known = self._present()  # what is to be there
 
     def path_of(self, step: int) -> Path:
         return self.path / f"step-{step:08d}.npz"
@@ -253,6 +255,15 @@ class CheckpointFolder:
             unfinished.unlink(missing_ok=True)
         for old in _numbered(self.path)[: -self.keep]:
             old.unlink(missing_ok=True)
+        self._known = self._present()
+
+    def removed(self) -> list[str]:
+        """Names of the files that somebody else has removed since the last call of this and of `save`."""
+        known, self._known = self._known, self._present()
+        return sorted(known - self._known)
+
+    def _present(self) -> set[str]:
+        return {path.name for path in (*_numbered(self.path), self.path / BEST) if path.is_file()}
 
 
 def _numbered(folder: Path) -> list[Path]:
@@ -270,6 +281,13 @@ def _step(path: Path) -> int:
             return int(json.loads(archive.read(META))["progress"]["step"])
     except (OSError, zipfile.BadZipFile, zlib.error, ValueError, KeyError, TypeError):
         return -1
+
+
+def _progress(values: dict[str, Any]) -> Progress:
+    for name, value in values.items():
+        if name != "best_top1" and not (isinstance(value, int) and value >= 0):
+            raise ValueError(f"{name} is {value!r}")
+    return Progress(**{**values, "best_top1": float(values["best_top1"])})
 
 
 def _names(meta: dict[str, Any], key: str) -> list[str]:
@@ -292,7 +310,8 @@ def _config(values: dict[str, Any], path: Path) -> Config:
 
 
 def _write_array(archive: zipfile.ZipFile, name: str, array: np.ndarray) -> None:
-    with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+    # A ZipInfo has a time of its own; a zip file cannot hold that of a clock before 1980.
+    with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as member:
         np.lib.format.write_array(member, array, allow_pickle=False)
 
 

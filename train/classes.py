@@ -64,10 +64,22 @@ def _is_numbered(classes: Classes) -> bool:
     return all(name == str(label) for label, (_, name) in enumerate(classes))
 
 
-def _by_name(data: str, found: Classes, known: Classes, whose: str) -> list[int]:
+def numbers_by_name(found: Classes, known: Classes) -> list[int] | None:
+    """The number of each class among those that are known; None where one is not, or where nobody gave them names."""
+    number = _number_of(known)
+    labels = [number.get(key, number.get(name, -1)) for key, name in found]
+    return None if _is_numbered(found) or _is_numbered(known) or -1 in labels else labels
+
+
+def _number_of(known: Classes) -> dict[str, int]:
+    """By their folders or synsets, and by the names to show that only one of them has."""
     times = Counter(_names(known))
     number = {name: label for label, (_, name) in enumerate(known) if times[name] == 1}
-    number |= {key: label for label, (key, _) in enumerate(known)}
+    return number | {key: label for label, (key, _) in enumerate(known)}
+
+
+def _by_name(data: str, found: Classes, known: Classes, whose: str) -> list[int]:
+    number = _number_of(known)
     is_alike = _names(found) == _names(known)
     labels = []
     for label, (key, name) in enumerate(found):

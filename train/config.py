@@ -20,7 +20,7 @@ import train.configs
 from common.command_line import given, given_value, nearest, option_name, part_of
 from graph_passes import optimizers
 from pipelines import transform
-from pipelines.transform import Augmentation, CentreCrop, ImageTransform, SizeLimit
+from pipelines.transform import Augmentation, CentreCrop, ImageTransform, Normalisation, SizeLimit
 from train import models
 from train.errors import TrainError
 
@@ -33,7 +33,7 @@ REFERENCE_BATCH = 256  # images; learning rates are given for this global batch,
 LONGEST_WARMUP = 0.2  # part of a run that is shorter than its preset's
 MAX_THREADS = 1024  # of a loader; a process cannot have any number of them
 MAX_BN_GROUP = 16  # GPUs; of the kernels in which they write to each other
-OF_A_SESSION = ("output", "resume", "max_steps", "time_limit")  # knobs that a run may go on with others of
+OF_A_SESSION = ("output", "weights", "resume", "max_steps", "time_limit")  # knobs that a run may go on with others of
 MIN_IMAGE_SIZE = 32  # pixels; the network halves the image five times
 
 
@@ -73,12 +73,19 @@ class LengthOptions:
     """Stop after this many minutes, with a checkpoint; 0: no limit."""
     target_accuracy: float = 0.0
     """Stop when the validation top-1 reaches this fraction; 0: no target."""
+    patience: int = 0
+    """Stop when so many validations in a row have not raised the best top-1; 0: no such limit. The best weights are
+    kept in any case."""
 
 
 @dataclass(frozen=True)
-class ResumeOptions:
+class BeginningOptions:
     """The run."""
 
+    weights: Annotated[str, "PATH"] = ""
+    """Trained weights to start from: a run folder, a checkpoint, a state_dict of torchvision or timm (.pth, .pt,
+    .safetensors), Gluon's .params, or an ONNX export of this program. --model is theirs by default. The classifier is
+    theirs where they have all classes of the data, by their names, else a new one (docs/fine_tuning.md)."""
     resume: Annotated[str, "PATH"] = ""
     """Run folder or checkpoint file to go on from; auto: the newest checkpoint in --output, or the start where there is
     none yet: the same command then begins a run and goes on with it."""
@@ -112,6 +119,18 @@ class NetworkOptions:
     zero_init_residual: bool = True
     """Each residual block starts as its shortcut: the gamma of its last BatchNorm is initially 0, not 1
     (arXiv:1706.02677, section 5.1)."""
+
+
+@dataclass(frozen=True)
+class FineTuningOptions:
+    """Fine-tuning."""
+
+    freeze: Annotated[str, "LAYERS"] = ""
+    """Leave the beginning of the network as it is, up to the layers whose names begin so, such as stem, stage2 or
+    stage3_block1; backbone: all but the classifier. BatchNorms there use their running statistics, and steps are
+    faster."""
+    backbone_lr_factor: float = 1.0
+    """The learning rate of all layers but the classifier is multiplied by this."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +170,7 @@ class ResizingOptions:
 
 
 @dataclass(frozen=True)
-class InferenceImageOptions(CentreCrop):
+class InferenceImageOptions(Normalisation, CentreCrop):
     """Images."""
 
     val_image_size: int = 0
@@ -286,13 +305,13 @@ class LogOptions:
 @dataclass(frozen=True)
 class TrainingOptions(LogOptions, CheckpointOptions, ElasticOptions, DistributedOptions, ScheduleOptions,
                       OptimizerOptions, CacheOptions, LoaderOptions, InferenceImageOptions, ResizingOptions,
-                      ImageOptions, BatchOptions, NetworkOptions, DeviceOptions, LengthOptions, DataOptions,
-                      RunOptions):
+                      ImageOptions, BatchOptions, FineTuningOptions, NetworkOptions, DeviceOptions, LengthOptions,
+                      DataOptions, RunOptions):
     """What a training run is, wherever it begins."""
 
 
 @dataclass(frozen=True)
-class Config(ResumeOptions, TrainingOptions):
+class Config(BeginningOptions, TrainingOptions):
     """Train a network; what happens without a command."""
 
     @property
@@ -346,10 +365,10 @@ _LIMITS = {
                     (lambda value: value == 0 or value >= MIN_IMAGE_SIZE, f"0, or at least {MIN_IMAGE_SIZE} pixels")),
     "resize_epochs": (lambda value: 0 <= value[0] <= value[1], "two numbers of epochs from 0 on, the smaller first"),
     **dict.fromkeys(("learning_rate", "decay_factor", "decay_power", "limit_minutes", "trust_coefficient",
-                     "epsilon"),
+                     "epsilon", "backbone_lr_factor"),
                     (lambda value: value > 0, "above 0")),
     "num_threads": (lambda value: 0 <= value <= MAX_THREADS, f"from 0 to {MAX_THREADS}"),
-    **dict.fromkeys(("num_classes", "seed", "max_steps", "validate_every", "weight_decay",
+    **dict.fromkeys(("num_classes", "seed", "max_steps", "patience", "validate_every", "weight_decay",
                      "warmup_epochs", "mixup", "price_per_hour", "final_learning_rate", "time_limit",
                      "checkpoint_minutes", "warmup_steps"),
                     (lambda value: value >= 0, "0 or more")),

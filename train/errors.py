@@ -5,6 +5,7 @@ from __future__ import annotations
 from common.errors import UserError
 
 EXIT_LOST_PROCESS = 3  # this process is well, but another one of its run has ended
+EXIT_HUNG_PROCESS = 4  # a process of the run made no progress any more, and was killed
 
 
 class TrainError(UserError):

@@ -20,27 +20,63 @@ from typing import Any
 
 import numpy as np
 
+from common.errors import UserError
 from graph_passes import optimizers
 from graph_passes.executors import Executor, Metrics
 from pipelines import Batch, Loader
-from train.checkpoint import Checkpoint, CheckpointFolder, Progress
+from train.checkpoint import BEST, Checkpoint, CheckpointFolder, Progress
+from train.checkpoint import FOLDER as CHECKPOINTS
 from train.config import Config, changes
 from train.errors import TrainError
 from train.mixup import draw_lambda
 from train.optimizer import ema_decay, ema_in_use, make_optimizer
 from train.processes.distributed import GradientAllReduce, Workers
 from train.processes.invocation import launcher
+from train.processes.pulse import Activity, pulse
 from train.processes.signals import Signals, StoppedBySignal
 from train.reporting.gpu_monitor import GpuMonitor, GpuReadings
+from train.reporting.metrics import accuracy_of
 from train.reporting.recorder import Recorder
 from train.schedule import make_schedule
 
+# So many steps in a row whose gradients are not finite end a run. From the highest loss scale, 2^24, it takes 24 of
+# them to get down to 1, below which it does not go.
+MAX_SKIPPED_STEPS = 50
 
-def validate(executor: Executor, loader: Loader, workers: Workers) -> Metrics:
-    """Loss and accuracy over a whole split, with BatchNorm's statistics averaged over the processes first."""
-    workers.all_reduce_on_host(list(executor.aux.values()), "aux")
-    for batch in loader:
-        executor.evaluate(batch.data, batch.label, batch.num_valid)
+FRESH_SECONDS = 30.0  # a checkpoint of this age need not be followed by one before validation
+
+
+def validate(
+    executor: Executor, loader: Loader, workers: Workers, stop: Callable[[], bool] = lambda: False
+) -> Metrics | None:
+    """Loss and accuracy over a whole split, with BatchNorm's statistics averaged over the processes first.
+
+    None where `stop`, which is asked after each batch, has said so on any of the processes. Raises UserError, on all of
+    them, where one cannot load a batch.
+    """
+    workers.all_reduce_on_host(executor.trained_statistics, "aux")
+    pulse.show(Activity.VALIDATING)  # the first batch may wait until the network is compiled for it
+    batches, is_over = iter(loader), False
+    problem: UserError | None = None
+    for _ in range(loader.num_batches):  # on each process as many: they vote after each
+        if not problem:
+            try:
+                batch = next(batches)
+            except UserError as error:
+                problem = error
+            else:
+                executor.evaluate(batch.data, batch.label, batch.num_valid)
+                pulse.show(Activity.LOADING)
+        (is_over,) = workers.vote([problem is not None or stop()], "validation")
+        if is_over:
+            break
+    pulse.show(Activity.VALIDATING)  # what the device has not done yet
+    with workers.agreement():
+        if problem:
+            raise problem
+    if is_over:
+        return None
+    next(batches, None)  # the loader's epoch ends
     return Metrics(*workers.sum(executor.read_metrics()))
 
 
@@ -91,13 +127,16 @@ class Trainer:
         self.learning_rate = make_schedule(config, self.steps_per_epoch, workers.size)
         self.checkpoints = CheckpointFolder(run_folder, config.keep_checkpoints)
         self.progress = Progress()
+        self.origin: list[str] = []  # what its initial weights are, where they are trained ones
         self.note = ""  # what the user should know about how the run goes on
         self.changes: list[str] = []  # options that it goes on with others of
         self.receive_metrics: Callable[[], Metrics] | None = None  # those asked for at the last log line
         self.metrics_steps = (1, 0)  # first and last step that they are of
+        self.skipped_steps = self.skipped_in_a_row = 0  # as in the metrics received last (`Executor.skipped_steps`)
         self.monitor = GpuMonitor(executor.gpu_bus_id) if executor.gpu_bus_id else None
         self.reported_bad: set[tuple[str, str]] = set()
         self.last_saved: Path | None = None
+        self.saved_progress: Progress | None = None  # what is in it
         self.last_saved_at = time.monotonic()
         self.started_at = time.monotonic()
         if checkpoint:
@@ -118,7 +157,8 @@ class Trainer:
     def _assign(self, live: Mapping[str, Any], values: Mapping[str, np.ndarray]) -> None:
         """Set the executor's or optimizer's arrays from canonical ones."""
         for name, value in values.items():
-            live[name][:] = self.executor.from_canonical(name, value)
+            if name in live:  # else it is frozen
+                live[name][:] = self.executor.from_canonical(name, value)
 
     # --- the loop ---
 
@@ -135,13 +175,14 @@ class Trainer:
             recorder.say(self.note)
         if self.commit:
             self.commit()
-        with Signals() as signals, self.monitoring(recorder), frozen_heap():
-            while progress.epoch < epochs and not stop:
-                stop = self._train_epoch(recorder, signals) or self._end_epoch(recorder)
-        if stop:
-            recorder.say(stop)
-            recorder.event("stop", reason=stop)
-        self.save(recorder)
+        with Signals(self.workers.alone) as signals:
+            with self.monitoring(recorder), frozen_heap():
+                while progress.epoch < epochs and not stop:
+                    stop = self._train_epoch(recorder, signals) or self._end_epoch(recorder, signals)
+            if stop:
+                recorder.say(stop)
+                recorder.event("stop", reason=stop)
+            self.save(recorder)
 
     @contextlib.contextmanager
     def monitoring(self, recorder: Recorder) -> Iterator[None]:
@@ -162,32 +203,46 @@ class Trainer:
         sizes = self.train_loader.config
         if progress.epoch and sizes.size_in(progress.epoch) != sizes.size_in(progress.epoch - 1):
             recorder.say(f"epoch {progress.epoch + 1}: images of {sizes.size_in(progress.epoch)} pixels from now on")
+            pulse.lose_pace()  # the network is built for them
         recorder.begin_epoch(progress.epoch, self.steps_per_epoch, progress.epoch_step)
+        if self.train_loader.epoch > progress.epoch:  # resumed where validation had begun
+            return ""
         batches = recorder.timed(self.train_loader)
         while self.step(batches):
             recorder.stop_clock(self.executor.idle_seconds)
             save, stop_signal, time_up = self.workers.vote(
-                [signals.save or self._save_due(), signals.stop > 0, self._time_up()]
+                [signals.save or self._save_due(), _is_to_stop(signals), self._time_up()]
             )
             save |= stop_signal
             self.end_step(recorder, read_now=save or time_up or progress.step == self.config.max_steps)
+            if self.is_stuck:
+                self.save(recorder)
+                raise self.stuck()
             if save:
                 signals.save = False
                 self.save(recorder)
             if self.commit and progress.step % self.config.commit_every == 0:
                 with recorder.phase("commit"):
+                    pulse.show(Activity.SAVING)
                     self.commit()
             if stop_signal:
-                raise StoppedBySignal(
-                    signals.stop or signal.SIGTERM,  # with several processes, another one may have got it
-                    f"stopped after step {progress.step} with a checkpoint; "
-                    f"go on with: {launcher()} --resume {shlex.quote(str(self.run_folder))}",
-                )
+                raise self._stopped(signals)
             if time_up:
                 return f"stopped: the time limit of {self.config.time_limit:g} minutes is reached"
             if stop := self._steps_used_up():
                 return stop
         return ""
+
+    def _stopped(self, signals: Signals) -> StoppedBySignal:
+        """What ends the run once its state is saved."""
+        return StoppedBySignal(
+            signals.stop or signal.SIGTERM,  # with several processes, another one may have got it
+            f"stopped after step {self.progress.step} with a checkpoint; {self._go_on}",
+        )
+
+    @property
+    def _go_on(self) -> str:
+        return f"go on with: {launcher()} --resume {shlex.quote(str(self.run_folder))}"
 
     @property
     def schedule_step(self) -> int:
@@ -200,11 +255,14 @@ class Trainer:
         overlap: dict[str, Any] = {}
         if self.all_reduce and self.all_reduce.start and self.config.accumulate == 1:
             overlap["on_bucket"] = self.all_reduce.start
+        pulse.show(Activity.LOADING)
         for batch in itertools.islice(batches, self.config.accumulate):
+            pulse.show(Activity.COMPUTING)
             self.executor.forward_backward(
                 batch.data, batch.label, accumulate=count > 0, mixup=self._mixup(count), **overlap
             )
             count += 1
+            pulse.show(Activity.LOADING)
         if count == 0:
             return False
         if self.all_reduce:
@@ -214,6 +272,7 @@ class Trainer:
         self.executor.end_step()
         self.progress.step += 1
         self.progress.epoch_step += 1
+        pulse.end_step(self.progress.epoch, self.progress.step)
         return True
 
     def _mixup(self, number: int) -> float:
@@ -245,46 +304,74 @@ class Trainer:
             readings = self.monitor.take() if self.monitor else ()
             waits = np.zeros((self.workers.size, len(recorder.loader_waits)))  # the others' rows come with the sum
             waits[self.workers.rank] = recorder.loader_waits
-            values = self.workers.sum([*waits.ravel(), *self.receive_metrics(), *readings])
+            own = self.receive_metrics()
+            skipped = self.executor.skipped_steps, self.executor.skipped_in_a_row  # the same on all processes
+            values = self.workers.sum([*waits.ravel(), *own, *skipped, *readings])
             self.receive_metrics = None
             slowest = np.reshape(values[: waits.size], waits.shape).max(axis=0).tolist()
-            metrics, sums = Metrics(*values[waits.size :][:4]), values[waits.size + 4 :]
+            metrics, values = Metrics(*values[waits.size :][:4]), values[waits.size + 4 :]
+            before = self.skipped_steps
+            self.skipped_steps, self.skipped_in_a_row = (round(value / self.workers.size) for value in values[:2])
+            sums = values[2:]
             gpu = GpuReadings(*(value / self.workers.size for value in sums))._replace(power=sums[0]) if sums else None
-            recorder.log(metrics, gpu, slowest)
+            recorder.log(metrics, gpu, slowest, self.skipped_steps - before)
             if not math.isfinite(metrics.loss_sum):
                 raise self._diverged(*self.metrics_steps)
 
-    def _end_epoch(self, recorder: Recorder) -> str:
+    def _end_epoch(self, recorder: Recorder, signals: Signals) -> str:
         """Validate if it is time to. Returns why the run ends here, or ""."""
         config, progress = self.config, self.progress
-        progress.epoch, progress.epoch_step = progress.epoch + 1, 0
-        self._report_bad_images(recorder)
-        is_due = config.validate_every and (
-            progress.epoch % config.validate_every == 0 or progress.epoch == config.epochs
-        )
-        if not (self.val_loader and is_due):
-            recorder.end_epoch()
-            return ""
-        with recorder.phase("validation"), ema_in_use(self.optimizer):
-            metrics = validate(self.executor, self.val_loader, self.workers)
+        done = progress.epoch + 1
+        self._report_bad_images(recorder, self.train_loader)
+        self._look_for_removed(recorder)
+        is_due = config.validate_every and (done % config.validate_every == 0 or done == config.epochs)
+        metrics = self._validate(recorder, signals, self.val_loader) if self.val_loader and is_due else None
+        progress.epoch, progress.epoch_step = done, 0
         recorder.end_epoch(metrics)
+        if not metrics:
+            return ""
         top1 = metrics.top1 / metrics.count
         if top1 > progress.best_top1:
-            progress.best_top1 = top1
+            progress.best_top1, progress.validations_since_best = top1, 0
             self.save(recorder, is_best=True)
+        else:
+            progress.validations_since_best += 1
         if 0 < config.target_accuracy <= top1:
-            return f"stopped: validation top-1 {top1:.4f} has reached the target of {config.target_accuracy:g}"
+            what = accuracy_of(recorder.evaluated)
+            return f"stopped: the {what} is {top1:.4f} and has reached the target of {config.target_accuracy:g}"
+        if 0 < config.patience <= progress.validations_since_best:
+            return (f"stopped: {progress.validations_since_best} validations in a row have not raised the "
+                    f"{accuracy_of(recorder.evaluated)} above {progress.best_top1:.4f}, whose weights are kept")
         return ""
 
-    def _report_bad_images(self, recorder: Recorder) -> None:
-        """Name the images that the other processes have skipped, or used though they are damaged; the recorder names
-        those of its own."""
-        loader = self.train_loader
-        for bad, damaged in self.workers.gather((loader.bad_images, loader.damaged_images))[1:]:
-            for file, reason in sorted(set(bad) - self.reported_bad):
+    def _validate(self, recorder: Recorder, signals: Signals, loader: Loader) -> Metrics:
+        """Validate after an epoch's last step, whose state is saved whatever becomes of the validation: a resumed run
+        begins with it. Raises StoppedBySignal, and UserError where an image cannot be read."""
+        age = time.monotonic() - self.last_saved_at
+        if self.workers.sum([self.workers.rank == 0 and age > FRESH_SECONDS])[0]:
+            self.save(recorder)
+        try:
+            with recorder.phase("validation"), ema_in_use(self.optimizer):
+                metrics = validate(self.executor, loader, self.workers, lambda: _is_to_stop(signals))
+        except UserError:
+            self.save(recorder)
+            recorder.say(f"step {self.progress.step} is saved; with that mended {self._go_on}")
+            raise
+        if not metrics:
+            self.save(recorder)
+            raise self._stopped(signals)
+        self._report_bad_images(recorder, loader)
+        return metrics
+
+    def _report_bad_images(self, recorder: Recorder, loader: Loader) -> None:
+        """Name the images that a loader's processes have skipped, or used though they are damaged; the recorder names
+        those that its own meets in training. A collective operation."""
+        for rank, (bad, damaged) in enumerate(self.workers.gather((loader.bad_images, loader.damaged_images))):
+            is_named = loader is self.train_loader and rank == 0
+            for file, reason in [] if is_named else sorted(set(bad) - self.reported_bad):
                 recorder.say(f"skipped {file}: {reason}")
                 recorder.event("bad_image", file=file, reason=reason)
-            for file, reason in sorted(set(damaged) - self.reported_bad):
+            for file, reason in [] if is_named else sorted(set(damaged) - self.reported_bad):
                 recorder.say(f"a damaged image is used as it decodes: {file}: {reason}")
                 recorder.event("damaged_image", file=file, reason=reason)
             self.reported_bad.update(bad, damaged)
@@ -293,22 +380,35 @@ class Trainer:
 
     def save(self, recorder: Recorder, is_best: bool = False) -> None:
         """Write a checkpoint of this state, unless the last one is it. Raises TrainError: not finite, or no room."""
-        path = self.checkpoints.path_of(self.progress.step)
-        if path == self.last_saved and not is_best:
+        self._look_for_removed(recorder)
+        if self.progress == self.saved_progress and not is_best:
             return
+        path = self.checkpoints.path_of(self.progress.step)
         with recorder.phase("checkpoint"):
+            pulse.show(Activity.SAVING)
             checkpoint = self.capture()
             with self.workers.agreement():
                 if self.workers.rank == 0:
                     self.checkpoints.save(checkpoint, is_best)
         self.last_saved, self.last_saved_at = path, time.monotonic()
+        self.saved_progress = replace(self.progress)
         recorder.event("checkpoint", file=path.name, is_best=is_best)
+
+    def _look_for_removed(self, recorder: Recorder) -> None:
+        """Say which checkpoints somebody has removed, and count on none of them."""
+        removed = self.checkpoints.removed() if self.workers.rank == 0 else []
+        recorder.removed([f"{CHECKPOINTS}/{name}" for name in removed])
+        any_removed, best_removed = self.workers.sum([len(removed), BEST in removed])
+        if any_removed:
+            self.saved_progress = None
+        if best_removed:
+            self.progress.best_top1 = -1.0  # best.npz always holds the weights of this accuracy
 
     def capture(self) -> Checkpoint:
         """All of this run's state; a collective operation. Raises TrainError where parameters are not finite."""
         executor = self.executor
         executor.synchronize()
-        self.workers.all_reduce_on_host(list(executor.aux.values()), "aux")  # each process has seen other images
+        self.workers.all_reduce_on_host(executor.trained_statistics, "aux")  # each process has seen other images
         params, aux = executor.get_params()
         ema = self.optimizer.ema
         self.workers.all_reduce_on_host([ema[name] for name in aux if name in ema], "ema aux")
@@ -319,7 +419,8 @@ class Trainer:
             aux=aux,
             state={slot: {name: executor.to_canonical(name, array) for name, array in arrays.items()}
                    for slot, arrays in self.optimizer.state.items()},
-            ema={name: executor.to_canonical(name, array) for name, array in ema.items()},
+            ema={name: executor.to_canonical(name, ema[name]) if name in ema else array
+                 for name, array in {**params, **aux}.items()} if ema else {},
             scalars=dict(self.optimizer.scalars),
             config=self.config,
             class_names=self.train_loader.class_names,
@@ -332,6 +433,8 @@ class Trainer:
     def _restore(self, checkpoint: Checkpoint) -> None:
         """Take over all but the parameters, which the executor was built with."""
         before, states = checkpoint.config, checkpoint.loader_states
+        if not states:
+            raise _incomplete("no position in the training images")
         self.changes = changes(before, self.config)
         self.train_loader.restore(states[self.workers.rank % len(states)])
         images, images_before = self.config.global_batch(self.workers.size), before.global_batch(len(states))
@@ -339,6 +442,10 @@ class Trainer:
             processes = "1 process" if self.workers.size == 1 else f"{self.workers.size} processes"
             self.note = (f"going on with {images} images a step ({processes}) after {images_before} ({len(states)}): "
                          "the learning rate is scaled with them")
+        if before.freeze != self.config.freeze:
+            then, now = (f"--freeze {each.freeze}" if each.freeze else "no --freeze" for each in (before, self.config))
+            raise TrainError(f"the checkpoint is of a run with {then}, and this one has {now}: to train other layers, "
+                             "begin a new run from its weights (--weights)", on_all_ranks=True)
         state = self.optimizer.state
         if checkpoint.state.keys() != state.keys():
             raise TrainError(f"the checkpoint is of a run with --optimizer {before.optimizer}, from whose state "
@@ -346,18 +453,26 @@ class Trainer:
         # The learning rate is inside the momentum, so that follows it (Goyal et al., arXiv:1706.02677, section 3).
         jump, rate_in = np.float32(images / images_before), optimizers.rule_of(self.config.optimizer).rate_in
         for slot, arrays in checkpoint.state.items():
+            if missing := sorted(state[slot].keys() - arrays.keys()):
+                raise _incomplete(f"no {slot} of {missing[0]}")
             scale = jump if slot in rate_in else np.float32(1)
             self._assign(state[slot], {name: array * scale for name, array in arrays.items()})
         if self.optimizer.ema:
             self._assign(self.optimizer.ema, checkpoint.ema or {**checkpoint.params, **checkpoint.aux})
         self.optimizer.scalars = checkpoint.scalars
-        np.random.set_state(checkpoint.numpy_rng)
+        try:
+            np.random.set_state(checkpoint.numpy_rng)
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
+            raise _incomplete(f"no state of NumPy's random numbers ({error})") from None
         self.progress = replace(checkpoint.progress)
         if self.train_loader.epoch == self.progress.epoch:
             self.progress.epoch_step = math.ceil(self.train_loader.batch / self.config.accumulate)
+        elif self.train_loader.epoch > self.progress.epoch:  # in validation
+            self.progress.epoch_step = self.steps_per_epoch
         self.metrics_steps = (self.progress.step, self.progress.step)
         resumed = self.checkpoints.path_of(self.progress.step)
-        self.last_saved = resumed if resumed.exists() else None
+        if resumed.exists():
+            self.last_saved, self.saved_progress = resumed, replace(self.progress)
 
     # --- conditions ---
 
@@ -374,6 +489,21 @@ class Trainer:
         done, limit = self.progress.step, self.config.max_steps
         return f"stopped after step {done}: --max-steps is {limit}" if 0 < limit <= done else ""
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether steps do not change any weight any more, as far as the metrics received last tell."""
+        return self.skipped_in_a_row >= MAX_SKIPPED_STEPS
+
+    def stuck(self) -> TrainError:
+        """The error for it."""
+        saved = f"; the weights are in {self.last_saved}" if self.last_saved else ""
+        return TrainError(
+            f"{self.skipped_in_a_row} steps in a row have changed no weight, since gradients are not finite even at a "
+            f"loss scale of 1 (step {self.progress.step}, epoch {self.progress.epoch + 1}){saved}: go on with --dtype "
+            f"bfloat16, or begin anew with a lower --learning-rate (now {self.config.learning_rate:g} per 256 images)",
+            on_all_ranks=True,
+        )
+
     def _diverged(self, first: int, last: int) -> TrainError:
         steps = f"step {last}" if first == last else f"steps {first} to {last}"
         saved = f"the last good checkpoint is {self.last_saved}" if self.last_saved else "there is no checkpoint yet"
@@ -382,3 +512,12 @@ class Trainer:
             f"lower --learning-rate (now {self.config.learning_rate:g} per 256 images) or lengthen --warmup-epochs",
             on_all_ranks=True,
         )
+
+
+def _is_to_stop(signals: Signals) -> bool:
+    return signals.stop > 0 or pulse.is_to_stop
+
+
+def _incomplete(fault: str) -> TrainError:
+    return TrainError(f"the checkpoint cannot be gone on with, since it holds {fault}: use another one of its folder",
+                      on_all_ranks=True)

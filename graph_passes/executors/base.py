@@ -39,9 +39,10 @@ class Executor(ABC):
     the new size when a batch of it is first seen, on the same parameters. Training and inference may differ in size;
     each keeps what it was built for last.
 
-    `params`, `aux` (running statistics) and `grads` (of the latest backward pass, or the sum of several) are live
-    arrays by variable name, in this executor's own layout; the canonical layout of a convolution's weight is OHWI. On a
-    GPU the host waits to see them: fetch them anew in every step, and only where they are needed.
+    `params`, `aux` (running statistics) and `grads` (of the latest backward pass, or the sum of several; none of what
+    is `frozen`) are live arrays by variable name, in this executor's own layout; the canonical layout of a
+    convolution's weight is OHWI. On a GPU the host waits to see them: fetch them anew in every step, and only where
+    they are needed.
     """
 
     params: dict[str, Any]
@@ -56,9 +57,15 @@ class Executor(ABC):
             if not shape or min(shape) < 1:
                 raise GraphError(f"the input '{name}' has the shape {tuple(shape)}: every dimension must be at least 1")
         self.graph = graph
+        self.frozen = roles.frozen(graph)
         self.input_shapes: dict[str, Shape] = {name: tuple(shape) for name, shape in shapes.items()}
         self._weight_layouts = weight_layouts(graph)
         self._accepted = {name: {shape} for name, shape in self.input_shapes.items()}  # by `check_input`
+
+    @property
+    def trained_statistics(self) -> list[Any]:
+        """The running statistics that training changes, as `aux` has them."""
+        return [array for name, array in self.aux.items() if name not in self.frozen]
 
     # --- parameters ---
 
@@ -120,9 +127,12 @@ class Executor(ABC):
         self._accepted[name].add(shape)
 
     def create_optimizer(self, rule: Rule, ema: bool = False) -> Optimizer:
-        """The optimizer of all parameters; `ema`: with moving averages of them and of the running statistics."""
-        ema_of = {**self.params, **self.aux} if ema else {}
-        return ArrayOptimizer(rule, self.params, self.grads, roles.weights(self.graph), ema_of)
+        """The optimizer of all parameters that are not frozen; `ema`: with moving averages of them and of the running
+        statistics."""
+        trained, statistics = ({name: array for name, array in arrays.items() if name not in self.frozen}
+                               for arrays in (self.params, self.aux))
+        return ArrayOptimizer(rule, trained, self.grads, roles.weights(self.graph), trained | statistics if ema else {},
+                              roles.rate_factors(self.graph))
 
     # --- running ---
 
@@ -172,6 +182,12 @@ class Executor(ABC):
     # Where a device works ahead of its caller: how long it stood still for want of a batch in the step that the latest
     # `end_step` waited for.
     idle_seconds: float | None = None
+
+    # Of the optimizer's steps before the metrics received last were asked for: those that changed no weight, since a
+    # gradient was not finite; in all, and since the last that did change some. Only the cuda executor skips steps, in
+    # float16 and with LARS; elsewhere what is not finite reaches the weights, and so the loss.
+    skipped_steps: int = 0
+    skipped_in_a_row: int = 0
 
     def end_step(self) -> None:
         """To be called after each optimizer step: bounds the work under way. Here it waits for all of it; where a

@@ -50,7 +50,8 @@ class MXNetExecutor(Executor):
         zeros = {name: mx.nd.zeros(shape, ctx=self._context) for name, shape in {**arguments, **aux}.items()}
         self.params = {name: zeros[name] for name in arguments if name not in self.input_shapes}
         self.aux = {name: zeros[name] for name in aux}
-        self.grads = {name: mx.nd.zeros(array.shape, ctx=self._context) for name, array in self.params.items()}
+        self.grads = {name: mx.nd.zeros(array.shape, ctx=self._context) for name, array in self.params.items()
+                      if name not in self.frozen}
         self._symbol = symbol
         # The Symbol is bound once for each use: forward(is_train) of a bound Symbol sets a flag that operators which
         # still wait in the engine read when their turn comes. One that both trained and inferred would mix up the two.
@@ -119,7 +120,7 @@ class MXNetExecutor(Executor):
     def _bind(self, grad_req: str, shapes: Mapping[str, Sequence[int]]) -> _Bound:
         shared = next((bound.executor for bound in self._bound.values()), None)  # all share their working memory
         inputs = {name: mx.nd.zeros(shape, ctx=self._context) for name, shape in shapes.items()}
-        requests = dict.fromkeys(self.params, grad_req) | dict.fromkeys(inputs, "null")
+        requests = dict.fromkeys({**self.params, **inputs}, "null") | dict.fromkeys(self.grads, grad_req)
         arguments = {**self.params, **inputs}
         with _stderr_closed():
             executor = self._symbol.bind(

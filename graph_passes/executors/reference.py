@@ -46,7 +46,7 @@ class ReferenceExecutor(Executor):
         arrays = {name: np.zeros(sizes[Ref(name)], self._dtype) for name in graph.variables}
         self.aux = {name: arrays[name] for name in graph.aux}
         self.params = {name: arrays[name] for name in graph.arguments if name not in self.input_shapes}
-        self.grads = {name: np.zeros_like(array) for name, array in self.params.items()}
+        self.grads = {name: np.zeros_like(array) for name, array in self.params.items() if name not in self.frozen}
         self._sums = np.zeros(4)  # the fields of Metrics
         self._steps: dict[tuple[int, ...], Graph] = {}  # by the shape of the data
         self._inference: Graph | None = None
@@ -68,11 +68,13 @@ class ReferenceExecutor(Executor):
         inputs = self._inputs(data, label)
         if mixup < 1:
             inputs |= self._mixed(inputs, mixup)
-        results = run(self.step_graph(inputs["data"].shape), self.params | self.aux | inputs)
+        fused = pipeline.run(pipeline.FUSED, self.graph)
+        params = self.params | fold_bn_params(fused, self.params, self.aux, frozen_only=True)
+        results = run(self.step_graph(inputs["data"].shape), params | self.aux | inputs)
         for name, grad in self.grads.items():
             grad[...] = results.get(f"{name}_grad", 0.0) + (grad if accumulate else 0.0)
         for name, statistics in self.aux.items():
-            statistics[...] = results[name]
+            statistics[...] = results.get(name, statistics)
         self._sums += [*(results[name].item() for name in ("loss", "top1", "top5")), len(inputs["data"])]
 
     def forward(self, data: Any, label: Any = None) -> Array:

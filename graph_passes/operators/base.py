@@ -208,6 +208,14 @@ def channel_sums(x: Array, axis: int) -> Array:
     return np.stack([sum_over_others(x, axis), sum_over_others(x * x, axis)])
 
 
+def sums_about_mean(x: Array, axis: int) -> Array:
+    """(3, C): the sums of x - mean, which is 0, and of its square over all dimensions but `axis`, and the mean. A
+    variance made of these loses no digits where the mean is far above the deviation."""
+    x = np.moveaxis(x, axis, -1).astype(np.float64)
+    mean = x.mean(axis=tuple(range(x.ndim - 1)))
+    return np.stack([np.zeros_like(mean), ((x - mean) ** 2).sum(axis=tuple(range(x.ndim - 1))), mean])
+
+
 def along_axis(channels: Array, axis: int, ndim: int) -> Array:
     """(C,) in a shape that broadcasts along the axis of a tensor with `ndim` dimensions."""
     return channels.reshape(-1, *(1,) * (ndim - 1 - axis % ndim))

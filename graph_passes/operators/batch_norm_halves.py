@@ -2,9 +2,12 @@
 is done to each element with them. The pass `split_norm` writes them in its place; what is fused with other operators is
 one half.
 
-`sums` (2, C), fp32, are the sum and the sum of squares of the data. The sums of the backward pass are the gradients of
-gamma and beta. `masked_grad` is the gradient of what ReLU reads: the sum of the output's gradients where ReLU let it
-through. It is kept where an addend wants it, or where to compute it again would cost more than one read.
+`sums`, fp32, are of the data, over the batch: (2, C) its sum and its sum of squares, of which a variance loses digits
+where the mean is far above the deviation; or (3, C) those of the data less its mean, the first of which is 0, and the
+mean. The first is what cuDNN makes beside a convolution, the second what our own kernels make. The sums of the backward
+pass are the gradients of gamma and beta. `masked_grad` is the gradient of what ReLU reads: the sum of the output's
+gradients where ReLU let it through. It is kept where an addend wants it, or where to compute it again would cost more
+than one read.
 """
 
 from __future__ import annotations
@@ -22,8 +25,8 @@ from graph_passes.operators.base import (
     Operator,
     Shape,
     Shapes,
-    channel_sums,
     known,
+    sums_about_mean,
     total,
 )
 from graph_passes.operators.batch_norm import (
@@ -47,13 +50,23 @@ from graph_passes.operators.elementwise import relu, relu_backward
 
 def _statistics(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
     data = known(node, shapes)
-    return [data], [(2, *channels_of(node, data))]
+    return [data], [(3, *channels_of(node, data))]
+
+
+def sums_shape(shape: Shape | None, channels: Shape) -> Shape:
+    """That of a BatchNorm's sums: the one given, if it is one of the two."""
+    return shape if shape == (3, *channels) else (2, *channels)
+
+
+def _group_statistics(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
+    channels = channels_of(node, known(node, shapes))
+    return [known(node, shapes), sums_shape(shapes[1], channels)], [(3, *channels)]
 
 
 def _apply(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
     data = known(node, shapes)
     channels = channels_of(node, data)
-    inputs = [data, (2, *channels), *[channels] * 4, *[data] * (len(shapes) - 6)]
+    inputs = [data, sums_shape(shapes[1], channels), *[channels] * 4, *[data] * (len(shapes) - 6)]
     mask = [mask_shape(data)] if len(inputs) == 7 else []
     return inputs, [data, (2, *channels), channels, channels, *mask]
 
@@ -86,8 +99,9 @@ def _same(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
 
 def statistics_of(sums: Array, x: Array) -> Statistics:
     """Mean and variance of x, from its sums."""
-    mean, mean_square = sums.astype(np.float64) / (x.size // sums.shape[1])
-    return Statistics(mean.astype(x.dtype), (mean_square - mean**2).astype(x.dtype))
+    first, mean_square = sums[:2].astype(np.float64) / (x.size // sums.shape[1])
+    mean = sums[2] if len(sums) == 3 else first
+    return Statistics(mean.astype(x.dtype), (mean_square - first**2).astype(x.dtype))
 
 
 def apply(node: NodeView, x: Array, sums: Array, gamma: Array, beta: Array, mean: Array,
@@ -96,6 +110,11 @@ def apply(node: NodeView, x: Array, sums: Array, gamma: Array, beta: Array, mean
     batch = statistics_of(sums, x)
     saved = to_saved(node, batch)
     return scaled(node, x, gamma, beta, saved), saved, running_statistics(node, Statistics(mean, var), batch)
+
+
+def _compute_group_statistics(node: NodeView, x: Array, sums: Array) -> list[Array]:
+    mean, var = statistics_of(sums, x)
+    return [np.stack([np.zeros_like(mean), var * (x.size // len(mean)), mean])]
 
 
 def _compute_apply(node: NodeView, *inputs: Array) -> list[Array]:
@@ -151,8 +170,8 @@ def _reduce(name: str, last: tuple[str, ...]) -> Operator:
 
 
 OPERATORS = (
-    Operator("BatchNormStatistics", ("data",), _statistics, lambda node, x: [channel_sums(x, node["axis"])], ATTRIBUTES,
-             ("sums",), forward="BatchNorm"),
+    Operator("BatchNormStatistics", ("data",), _statistics, lambda node, x: [sums_about_mean(x, node["axis"])],
+             ATTRIBUTES, ("sums",), forward="BatchNorm"),
     _forward("BatchNormApply", _APPLY, _KEPT),
     _forward("BatchNormReluApply", _APPLY, _KEPT),
     _forward("BatchNormAddReluApply", (*_APPLY, "addend"), (*_KEPT, "mask")),
@@ -173,9 +192,11 @@ OPERATORS = (
     Operator("BatchNormReluBackwardApplyAdd", ("out_grad", "data", "gamma", "saved", "beta", *_SUMS, "addend"),
              _backward_apply, _compute_relu_backward_apply, ATTRIBUTES, ("data_grad",),
              in_place={"data_grad": ("out_grad", "addend")}, fused=True, forward="BatchNormRelu"),
-    # Sums of one GPU -> their means over the GPUs that share BatchNorm's statistics. In NumPy the group is of one.
-    Operator("GroupMean", _ARRAYS, _same, lambda node, *sums: list(sums),
-             {"at_most_1": TRUE, "at_most_2": TRUE}, _ARRAYS,
-             {"sums_2": "at_most_1", "sums_3": "at_most_2", "sums_4": "at_most_2"},
+    # Sums over one GPU's batch -> those of all GPUs that share BatchNorm's statistics, for as many rows as one GPU has;
+    # and the sums of the backward pass -> their means over these GPUs. In NumPy the group is of one.
+    Operator("GroupStatistics", ("data", "sums"), _group_statistics, _compute_group_statistics, ATTRIBUTES,
+             ("sums",), forward="BatchNorm"),
+    Operator("GroupMean", _ARRAYS, _same, lambda node, *sums: list(sums), {"at_most_2": TRUE}, _ARRAYS,
+             {"sums_3": "at_most_2", "sums_4": "at_most_2"},
              in_place={name: (name,) for name in _ARRAYS}, forward="BatchNorm"),
 )

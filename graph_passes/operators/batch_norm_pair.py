@@ -16,7 +16,7 @@ from graph_passes.operators.batch_norm import (
     masked,
     positive_bits,
 )
-from graph_passes.operators.batch_norm_halves import apply
+from graph_passes.operators.batch_norm_halves import apply, sums_shape
 from graph_passes.operators.elementwise import relu
 
 # --- shapes ---
@@ -25,9 +25,9 @@ from graph_passes.operators.elementwise import relu
 def _apply(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
     data = known(node, shapes)
     channels = channels_of(node, data)
-    one = [data, (2, *channels), *[channels] * 4]
+    one, other = ([data, sums_shape(shapes[index], channels), *[channels] * 4] for index in (1, 7))
     kept = [(2, *channels), channels, channels]
-    return one * 2, [data, *kept, mask_shape(data), *kept]
+    return [*one, *other], [data, *kept, mask_shape(data), *kept]
 
 
 def _backward_reduce(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:

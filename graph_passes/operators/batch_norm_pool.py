@@ -35,7 +35,7 @@ from graph_passes.operators.batch_norm import (
     scaled,
     to_saved,
 )
-from graph_passes.operators.batch_norm_halves import statistics_of
+from graph_passes.operators.batch_norm_halves import statistics_of, sums_shape
 from graph_passes.operators.convolution import CONVOLUTION, convolution_shapes, convolution_wgrad
 from graph_passes.operators.pooling import POOLING, max_pooling, max_pooling_backward, pooled_shape
 from graph_passes.operators.windows import Places
@@ -50,7 +50,7 @@ def _apply(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
     data = known(node, shapes)
     channels, pooled = channels_of(node, data), pooled_shape(node, data)
     kept = [(2, *channels), channels, channels]
-    return [data, (2, *channels), *[channels] * 4], [pooled, *kept, pooled, pooled]
+    return [data, sums_shape(shapes[1], channels), *[channels] * 4], [pooled, *kept, pooled, pooled]
 
 
 def _backward_reduce(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:

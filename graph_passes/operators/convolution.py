@@ -25,6 +25,7 @@ from graph_passes.operators.base import (
     integers,
     known,
     sum_over_others,
+    sums_about_mean,
 )
 from graph_passes.operators.elementwise import relu
 from graph_passes.operators.windows import LAYOUT, Places, as_layout, nhwc, output_size, window
@@ -55,7 +56,7 @@ def _convolution(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Sh
 def _with_statistics(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
     data = known(node, shapes)
     weight, output = convolution_shapes(node, data)
-    return [data, weight], [output, (2, node["num_filter"])]
+    return [data, weight], [output, (3 if node.op == "StemConvolution" else 2, node["num_filter"])]
 
 
 def _with_epilogue(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
@@ -132,7 +133,8 @@ def _grouped_channels(node: NodeView, x: Array) -> Array:
 def convolution_with_sums(node: NodeView, x: Array, weight: Array) -> tuple[Array, Array]:
     """The convolution, and the sums of its output for a BatchNorm."""
     y = convolution(node, x, weight)
-    return y, channel_sums(y, channel_axis(node["layout"]))
+    sums = sums_about_mean if node.op == "StemConvolution" else channel_sums  # those of our own kernel, and of cuDNN's
+    return y, sums(y, channel_axis(node["layout"]))
 
 
 def _numpy_gradient(node: NodeView, inputs: Sequence[Array], outputs: Sequence[Array], dy: Array,

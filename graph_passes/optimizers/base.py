@@ -102,11 +102,13 @@ class ArrayOptimizer:
         params, grads: by parameter; read and written, and read, in every step.
         weights: the parameters that are weights (`roles.weights`).
         ema_of: what to keep moving averages of: ema = decay * ema + (1 - decay) * array.
+        rate_factors: by parameter, what its learning rate is multiplied by, where that is not 1 (`roles.rate_factors`).
     """
 
     def __init__(self, rule: Rule, params: Arrays, grads: Arrays, weights: Collection[str],
-                 ema_of: Arrays | None = None) -> None:
+                 ema_of: Arrays | None = None, rate_factors: Mapping[str, float] | None = None) -> None:
         self.rule, self.params, self.grads, self.weights = rule, params, grads, weights
+        self.rate_factors = rate_factors or {}
         self._arrays = _module_of(next(iter(params.values())))
         self.state = {slot: {name: self._zeros_like(array) for name, array in params.items()} for slot in rule.slots}
         self.ema_of = ema_of or {}
@@ -124,8 +126,8 @@ class ArrayOptimizer:
     def step(self, learning_rate: float, scale: float = 1.0, ema_decay: float = 0.0) -> None:
         """Update all parameters, from gradients multiplied by `scale`, and then the averages."""
         self._updates += 1
-        update = Update(learning_rate, scale, self._updates)
         for name, param in self.params.items():
+            update = Update(learning_rate * self.rate_factors.get(name, 1.0), scale, self._updates)
             state = tuple(of_parameter[name] for of_parameter in self.state.values())
             self.rule.update(self._arrays, param, self.grads[name], state, name in self.weights, update)
         for name, array in self.ema_of.items():

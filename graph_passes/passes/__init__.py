@@ -7,7 +7,8 @@ from graph_passes.passes.add_relu import add_relu
 from graph_passes.passes.bn_add_relu import bn_add_relu
 from graph_passes.passes.bn_relu import bn_relu
 from graph_passes.passes.choice import Choose, Ways, first_way, fused_way
-from graph_passes.passes.fold_bn import fold_bn, fold_bn_params, foldings
+from graph_passes.passes.fold_bn import fold_bn, fold_bn_params, fold_frozen, foldings
+from graph_passes.passes.freeze import BACKBONE, freeze, slow_backbone
 from graph_passes.passes.gradient import gradient, gradient_add, output_names
 from graph_passes.passes.layout import layout, weight_layouts
 from graph_passes.passes.memory import MemoryPlan, memory
@@ -15,6 +16,7 @@ from graph_passes.passes.precision import precision, tensor_dtypes
 from graph_passes.passes.unfuse import unfuse
 
 __all__ = [
+    "BACKBONE",
     "Choose",
     "MemoryPlan",
     "Ways",
@@ -24,7 +26,9 @@ __all__ = [
     "first_way",
     "fold_bn",
     "fold_bn_params",
+    "fold_frozen",
     "foldings",
+    "freeze",
     "fused_way",
     "gradient",
     "gradient_add",
@@ -32,6 +36,7 @@ __all__ = [
     "memory",
     "output_names",
     "precision",
+    "slow_backbone",
     "tensor_dtypes",
     "unfuse",
     "weight_layouts",

@@ -9,6 +9,7 @@ import numpy as np
 
 from graph_passes.graph import VARIABLE, Graph, Node, Ref
 from graph_passes.operators import BATCH_NORMS, channel_axis
+from graph_passes.roles import RATE_FACTOR
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -19,15 +20,28 @@ def fold_bn(graph: Graph) -> Graph:
         before    x, weight -> Convolution `conv` -> BatchNorm (gamma, beta, mean, var)
         after     x, weight, bias -> Convolution `conv_folded`
 
-    Of a fused BatchNorm, the ReLU (and the sum) remain. Not for training. The folded graph needs other values of the
-    weights and biases: `fold_bn_params`.
+    Of a fused BatchNorm, the ReLU (and the sum) remain. Not for training, but for what is frozen: `fold_frozen`. The
+    folded graph needs other values of the weights and biases: `fold_bn_params`.
     """
+    return _fold(graph, frozen_only=False)
+
+
+def fold_frozen(graph: Graph) -> Graph:
+    """`fold_bn` for the layers of a training graph that are frozen (`freeze`): their BatchNorms do in training what all
+    do in inference. Leaves a graph without such layers as it is."""
+    return _fold(graph, frozen_only=True)
+
+
+def _fold(graph: Graph, frozen_only: bool) -> Graph:
+    folded_convolutions = {folding.norm.name: folding.convolution for folding in foldings(graph, frozen_only)}
 
     def fold(node: Node) -> Sequence[Node] | None:
-        conv = _convolution_before(graph, node)
+        conv = folded_convolutions.get(node.name)
         if conv is None:
             return None
-        bias = [] if len(conv.inputs) == 3 else [Node(VARIABLE, _bias_name(graph, conv))]
+        weight = graph[conv.inputs[1].node]
+        own = {key: weight.attrs[key] for key in (RATE_FACTOR,) if key in weight.attrs}  # frozen with the weight
+        bias = [] if len(conv.inputs) == 3 else [Node(VARIABLE, _bias_name(graph, conv), attrs=own)]
         inputs = (*conv.inputs[:2], Ref(_bias_name(graph, conv)))
         folded = conv.replace(name=graph.unused_name(f"{conv.name}_folded"), inputs=inputs)
         result = [*bias, folded.with_attrs(no_bias=False)]
@@ -48,20 +62,21 @@ class Folding(NamedTuple):
     bias: str
 
 
-def foldings(graph: Graph) -> Iterator[Folding]:
-    """What `fold_bn(graph)` folds, in the graph's order."""
+def foldings(graph: Graph, frozen_only: bool = False) -> Iterator[Folding]:
+    """What `fold_bn(graph)`, or with `frozen_only` `fold_frozen(graph)`, folds, in the graph's order."""
     for node in graph:
-        if conv := _convolution_before(graph, node):
+        if (conv := _convolution_before(graph, node)) and (node["use_global_stats"] or not frozen_only):
             yield Folding(node, conv, _bias_name(graph, conv))
 
 
-def fold_bn_params(graph: Graph, params: Arrays, aux: Arrays) -> dict[str, np.ndarray]:
-    """The parameters of `fold_bn(graph)`, from those of `graph` (weights OIHW or OHWI, as they come).
+def fold_bn_params(graph: Graph, params: Arrays, aux: Arrays, frozen_only: bool = False) -> dict[str, np.ndarray]:
+    """The parameters of `fold_bn(graph)`, or with `frozen_only` of `fold_frozen(graph)`, from those of `graph` (weights
+    OIHW or OHWI, as they come).
 
     weight' = weight * scale, bias' = (bias - mean) * scale + beta, scale = gamma / sqrt(var + eps), in float64.
     """
     values = dict(params)
-    for node, conv, bias in foldings(graph):
+    for node, conv, bias in foldings(graph, frozen_only):
         gamma, beta = (params[ref.node].astype(np.float64) for ref in node.inputs[1:3])
         mean, var = (aux[ref.node].astype(np.float64) for ref in node.inputs[3:5])
         scale = (1.0 if node["fix_gamma"] else gamma) / np.sqrt(var + node["eps"])
@@ -70,7 +85,7 @@ def fold_bn_params(graph: Graph, params: Arrays, aux: Arrays) -> dict[str, np.nd
         old_bias = params[bias] if len(conv.inputs) == 3 else 0.0
         values[weight] = (params[weight] * scale[:, None, None, None]).astype(dtype)
         values[bias] = ((old_bias - mean) * scale + beta).astype(dtype)
-    kept = set(fold_bn(graph).variables)
+    kept = set(_fold(graph, frozen_only).variables)
     return {name: value for name, value in values.items() if name in kept}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from graph_passes import roles
 from graph_passes.errors import GraphError
 from graph_passes.graph import Graph, Node, Ref
 from graph_passes.operators import BATCH_NORMS, OPERATORS
@@ -25,6 +26,8 @@ def gradient(graph: Graph, shapes: Mapping[str, Sequence[int]]) -> Graph:
     - `<parameter>_grad`, last layers first: the order in which the backward pass has them ready. A parameter that the
       loss does not depend on (gamma with fix_gamma) has none
 
+    Layers before the first one that is trained are those of inference: no gradient reaches what is frozen (`freeze`).
+
     A convolution's weight gradient comes before its data gradient: the data of the forward convolution is free then,
     and the bucket is full earlier. Gradients of a tensor with several readers are added with `elemwise_add`, which the
     pass `gradient_add` moves into the operator that reads the sum.
@@ -36,10 +39,10 @@ def gradient(graph: Graph, shapes: Mapping[str, Sequence[int]]) -> Graph:
         raise GraphError(f"the graph ends in {loss.op} '{loss.name}', not in one SoftmaxOutput: add it as the loss")
     sizes = graph.infer_shapes(shapes)
     inputs = {*shapes, loss.inputs[1].node}
-    parameters = [name for name in graph.arguments if name not in inputs]
+    parameters = [name for name in graph.arguments if name not in inputs | roles.frozen(graph)]
     needed = _needing_gradient(graph, parameters)
 
-    nodes = [_training_variant(graph, node) for node in graph]
+    nodes = [_training_variant(graph, node) if node.name in needed else node for node in graph]
     pending = {loss.inputs[0]: [Ref(loss.name)]}  # tensor -> what its readers add to its gradient
     for node in reversed(list(graph)):
         if node.is_variable or Ref(node.name) not in pending:
@@ -55,7 +58,7 @@ def gradient(graph: Graph, shapes: Mapping[str, Sequence[int]]) -> Graph:
 
     outputs = {name: Ref(loss.name, index) for index, name in enumerate(("loss", "top1", "top5"), start=1)}
     for node in graph:
-        if node.op in BATCH_NORMS:
+        if node.op in BATCH_NORMS and node.name in needed:
             outputs.update({ref.node: Ref(node.name, index) for index, ref in enumerate(node.inputs[3:5], start=2)})
     for parameter, gradients_of_readers in pending.items():
         total, sums = _sum(parameter.node, gradients_of_readers)

@@ -1,4 +1,4 @@
-"""BatchNorm statistics shared by the GPUs of a group: the sums of each become their means over the group."""
+"""BatchNorm statistics shared by the GPUs of a group: the sums of each become those of the group."""
 
 from __future__ import annotations
 
@@ -9,30 +9,32 @@ _GRADIENTS = ("gamma_grad", "gamma_grad_2", "beta_grad", "beta_grad_2")
 
 
 def group_mean(graph: Graph) -> Graph:
-    """Put a GroupMean after every sum over the batch, forward and backward, before anybody reads it.
+    """Put an exchange after every sum over the batch, forward and backward, before anybody reads it.
 
-        before    x -> BatchNormStatistics `s` -> sums -> BatchNormApply
-        after     x -> BatchNormStatistics `s` -> sums -> GroupMean `s_mean` -> BatchNormApply
+        before    x -> BatchNormStatistics `s` -> sums;  x, sums -> BatchNormApply
+        after     x -> BatchNormStatistics `s` -> sums;  x, sums -> GroupStatistics `s_group` -> group's sums;
+                  x, group's sums -> BatchNormApply
 
-    The gradients of gamma and beta are such sums. The last of the passes: fusions need not know of it.
+        before    dy, x -> BatchNormBackwardReduce `b` -> dgamma, dbeta
+        after     dy, x -> BatchNormBackwardReduce `b` -> dgamma, dbeta -> GroupMean `b_group` -> their means
+
+    The last of the passes: fusions need not know of it.
     """
     nodes: list[Node] = []
     moved: dict[Ref, Ref] = {}
     for node in graph:
-        sums = _sums(node)
-        if sums:
-            norm = node.attrs.get("part_of") or graph.consumers[sums[0]][0].name
-            attrs = {"at_most_1": len(sums) == 1, "at_most_2": len(sums) <= 2, "part_of": norm}
-            nodes.append(Node("GroupMean", graph.unused_name(f"{node.name}_mean"), sums, attrs))
-            moved |= dict(zip(sums, nodes[-1].refs(), strict=True))
+        names = OPERATORS[node.op].output_names(node) if node.op in OPERATORS else ()
+        if "sums" in names:
+            sums = node.output("sums")
+            norm = graph.consumers[sums][0]
+            data = norm.inputs[norm.inputs.index(sums) - 1]  # they stand in this order
+            nodes.append(norm.derive("GroupStatistics", graph.unused_name(f"{node.name}_group"), (data, sums),
+                                     part_of=norm.name))
+            moved[sums] = Ref(nodes[-1].name)
+        elif "gamma_grad" in names and "data_grad" not in names:
+            gradients = tuple(node.output(name) for name in _GRADIENTS if name in names)
+            part_of = node.attrs.get("part_of") or graph.consumers[gradients[0]][0].name
+            attrs = {"at_most_2": len(gradients) == 2, "part_of": part_of}
+            nodes.append(Node("GroupMean", graph.unused_name(f"{node.name}_group"), gradients, attrs))
+            moved |= dict(zip(gradients, nodes[-1].refs(), strict=True))
     return graph.replace(nodes, moved)
-
-
-def _sums(node: Node) -> tuple[Ref, ...]:
-    """What a node sums up over the batch."""
-    names = OPERATORS[node.op].output_names(node) if node.op in OPERATORS else ()
-    if "sums" in names and node.op != "GroupMean":
-        return (node.output("sums"),)
-    if "gamma_grad" in names and "data_grad" not in names:
-        return tuple(node.output(name) for name in _GRADIENTS if name in names)
-    return ()

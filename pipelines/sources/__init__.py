@@ -2,7 +2,8 @@
 
 What may be given as the data path (`LoaderConfig.data`), for the split `train` (and likewise for `val`), is in FORMATS.
 Class numbers are the lines of a classes.txt beside the split (`name`, or `folder <tab> name to show`), else what the
-format itself has: sorted class folders of the training split, or the numbers in the files.
+format itself has: sorted class folders of the training split, or the numbers in the files. ImageNet's classes get words
+for names where they have only their WordNet ids.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from common.imagenet import in_words
 from pipelines.errors import DataError
 from pipelines.sources import cifar, folders, records, shards
 from pipelines.sources.base import Chosen, Classes, Source, class_list, read_classes
@@ -80,7 +82,9 @@ def open_source(data: str | Path, split: str, num_classes: int | None = None) ->
     """Find and open one split of a data set; raises DataError. `num_classes` is for formats that do not know it."""
     try:
         found = locate(data, split)
-        return FORMATS[found.format].open(found.files, split, num_classes)
+        source = FORMATS[found.format].open(found.files, split, num_classes)
+        source.classes = in_words(source.classes)
+        return source
     except OSError as error:
         raise DataError(
             f"{error.filename or data}: cannot be read ({error.strerror or error}); check disk and permissions"

@@ -1,5 +1,6 @@
 """The executors `mxnet` and `reference` behind their one interface, and the production settings of oneDNN."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -47,6 +48,37 @@ def executors(problem, *kinds, **options):
 
 def nd(batch):
     return tuple(mx.nd.array(array) for array in batch)
+
+
+@pytest.mark.parametrize("kernel, refused", [((16, 16), ()), ((17, 16), ("reference",))])
+def test_windows_of_more_places_than_a_byte_counts(kernel, refused, rng):
+    """The place of a maximum is kept in a byte, but by MXNet; where that is too small, a sentence says so."""
+    x = mx.sym.BatchNorm(mx.sym.Variable("data"), axis=3, fix_gamma=False, name="bn")  # which needs its gradient
+    x = mx.sym.Pooling(x, kernel=kernel, pool_type="max", layout="NHWC", name="large")
+    graph = Graph.from_json(mx.sym.SoftmaxOutput(
+        mx.sym.FullyConnected(mx.sym.Flatten(x), num_hidden=4, name="fc"), name="softmax").tojson())
+    shapes = {"data": (3, 20, 20, 8), "softmax_label": (3,)}
+    for kind in ("mxnet", "reference"):
+        executor = create_executor(kind, graph, shapes)
+        sentence = r"Pooling 'large' has kernel=\(17, 16\), and a byte tells 256 places .*: use a smaller kernel$"
+        with pytest.raises(GraphError, match=sentence) if kind in refused else contextlib.nullcontext():
+            executor.forward_backward(*nd((rng.standard_normal(shapes["data"]), np.zeros(3))))
+
+
+@pytest.mark.parametrize("kind", ["mxnet", "reference"])
+@pytest.mark.parametrize("ratio", [100, 1000])
+def test_statistics_far_from_zero(kind, ratio, rng):
+    """Means of `ratio` deviations cost the variance nothing; tests/graph_passes/cuda has the same of the kernels."""
+    x = mx.sym.BatchNorm(mx.sym.Variable("data"), axis=3, momentum=0.0, fix_gamma=False, name="bn")
+    x = mx.sym.FullyConnected(mx.sym.Flatten(x), num_hidden=4, name="fc")
+    graph = Graph.from_json(mx.sym.SoftmaxOutput(x, name="softmax").tojson())
+    executor = create_executor(kind, graph, {"data": (16, 24, 24, 8), "softmax_label": (16,)})
+    data = rng.normal(ratio, 1, (16, 24, 24, 8)).astype("f")
+    executor.forward_backward(*nd((data, np.zeros(16))))
+    aux = executor.get_params()[1]
+    mean, var = (getattr(data.astype(np.float64), name)((0, 1, 2)) for name in ("mean", "var"))
+    np.testing.assert_allclose(aux["bn_moving_var"], var, rtol=2e-5)
+    np.testing.assert_allclose(aux["bn_moving_mean"], mean, rtol=1e-5)
 
 
 def canonical_grads(executor):

@@ -189,15 +189,20 @@ def assert_close(pixels, image, largest=16):
     assert difference.max() < largest
 
 
-def test_validation_transform_against_pillow(folder):
+@pytest.mark.parametrize("interpolation, mean, std", [
+    ("bilinear", MEAN, STD), ("bicubic", (127.5, 100.0, 80.0), (127.5, 60.0, 50.0)),
+])
+def test_validation_transform_against_pillow(folder, interpolation, mean, std):
     files = sorted(folder.rglob("*.JPEG"))
-    loader = open_loader(config(folder, split="val", image_size=32, transform=ImageTransform(val_crop_fraction=0.8)))
-    pixels = np.concatenate([pixels for pixels, _ in epoch_of(loader)])
+    transform = ImageTransform(val_crop_fraction=0.8, interpolation=interpolation, mean=mean, std=std)
+    loader = open_loader(config(folder, split="val", image_size=32, transform=transform))
+    pixels = np.concatenate([pixels for pixels, _ in epoch_of(loader)])[..., :3] * np.float32(std) + np.float32(mean)
+    pixels = (pixels - np.float32(MEAN)) / np.float32(STD)  # as `assert_close` has them
     for got, file in zip(pixels, files, strict=True):
         with Image.open(file) as image:
             scale = 40 / min(image.size)
             width, height = round(image.width * scale), round(image.height * scale)
-            resized = image.resize((width, height), Image.Resampling.BILINEAR)
+            resized = image.resize((width, height), Image.Resampling[interpolation.upper()])
             left, top = (width - 32 + 1) // 2, (height - 32 + 1) // 2
             expected = resized.crop((left, top, left + 32, top + 32))
         assert_close(got, expected)

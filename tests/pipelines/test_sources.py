@@ -42,6 +42,17 @@ def test_layouts_of_folders(tmp_path):
     assert found(tmp_path / "all", "train")[0] == [("001.JPEG", 1), ("002.JPEG", 0)]
 
 
+def test_words_for_imagenets_folders(tmp_path):
+    """Names that somebody gave stay."""
+    write_folder(tmp_path / "train", 4, 4, seed=1)
+    for number, name in enumerate(("n01440764", "n04553703", "n99999999")):
+        shutil.move(tmp_path / f"train/c{number:02}", tmp_path / "train" / name)
+    assert open_source(tmp_path, "train").classes == [
+        ("c03", "c03"), ("n01440764", "tench"), ("n04553703", "washbasin"), ("n99999999", "n99999999")]
+    (tmp_path / "classes.txt").write_text("n04553703\tour sink\nn01440764\nn99999999\nc03\n")
+    assert open_source(tmp_path, "train").class_names == ["our sink", "tench", "n99999999", "c03"]
+
+
 def test_layouts_of_records(tmp_path, numbered):
     for target in ("a/train.rec", "b/train/train.rec", "c/anything.rec"):
         path = tmp_path / target

@@ -208,6 +208,20 @@ def test_arrays_that_no_network_can_use(change, sentence, fails, trained, tiny_d
     assert os.listdir(tmp_path) == ["c.npz"]
 
 
+@pytest.mark.parametrize("change, sentence", [
+    ({"loader/0": None}, "since it holds no position in the training images: use another one of its folder"),
+    ({"meta": {"numpy_rng": {"bit_generator": "MT19937"}}}, "since it holds no state of NumPy's random numbers ("),
+    ({"meta": {"numpy_rng": []}}, "since it holds no state of NumPy's random numbers ("),
+    ({"meta": {"progress": {"step": "many", "epoch": 0, "epoch_step": 3, "best_top1": -1.0}}},
+     "is no complete checkpoint (step is 'many'); use another one of its folder"),
+    ({"state/momentum/classifier_bias": None}, "since it holds no momentum of classifier_bias: use another one"),
+])
+def test_checkpoints_that_no_run_can_go_on_with(change, sentence, fails, trained, tmp_path):
+    file = changed(checkpoint.find(str(trained)), tmp_path / "c.npz", **change)
+    assert sentence in fails("--resume", file, "--output", tmp_path / "run")
+    assert os.listdir(tmp_path) == ["c.npz"]
+
+
 def test_validation_and_prediction_without_weights(fails, tmp_path):
     assert "validation needs trained weights" in fails("validate")
     assert "holds no checkpoint" in fails("validate", "--checkpoint", tmp_path)

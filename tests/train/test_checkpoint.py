@@ -15,6 +15,8 @@ import pytest
 from train import TrainError, checkpoint
 from train.checkpoint import Checkpoint, CheckpointFolder, Progress
 from train.config import Config
+from train.reporting import predictions
+from train.reporting.predictions import Predictions
 
 
 @pytest.fixture
@@ -74,6 +76,17 @@ def test_one_of_version_1_is_read(state, tmp_path):
     assert loaded.scalars == state.scalars and list(loaded.state) == ["momentum"]
     for name, array in state.params.items():
         assert np.array_equal(loaded.state["momentum"][name], array)
+
+
+def test_a_clock_before_1980(state, tmp_path, monkeypatch):
+    """Such a time fits into no zip file; nor does it make checkpoints of the same state differ."""
+    checkpoint.save(state, tmp_path / "now.npz")
+    shown = Predictions(np.zeros((1, 2, 2, 3), np.uint8), ["a"], ["b"], np.ones(1), epoch=1)
+    monkeypatch.setattr("time.time", lambda: 0.0)
+    checkpoint.save(state, tmp_path / "then.npz")
+    assert (tmp_path / "now.npz").read_bytes() == (tmp_path / "then.npz").read_bytes()
+    predictions.save(shown, tmp_path)
+    assert predictions.read(tmp_path).guessed == ["b"]
 
 
 def test_truncated_anywhere_is_refused(state, tmp_path, rng):

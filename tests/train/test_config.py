@@ -54,9 +54,9 @@ def test_commands_have_the_options_that_they_use():
              for kind in (Config, ValidateOptions, BenchmarkOptions, CompareOptions)}
     assert names[ValidateOptions] - names[Config] == {"checkpoint"}
     assert names[BenchmarkOptions] - names[Config] == {field.name for field in dataclasses.fields(Measurement)}
-    assert names[Config] - names[CompareOptions] == {"resume"}
+    assert names[Config] - names[CompareOptions] == {"resume", "weights"}
     for kind in (ValidateOptions, BenchmarkOptions):
-        assert not names[kind] & {"epochs", "schedule", "resume", "checkpoint_minutes", "commit_every"}
+        assert not names[kind] & {"epochs", "schedule", "resume", "weights", "checkpoint_minutes", "commit_every"}
     assert not names[ValidateOptions] & {"learning_rate", "model", "seed", "mixup", "buckets", "cache", "output"}
 
 
@@ -226,7 +226,7 @@ def test_help_breaks_no_line_where_the_source_does(capsys, monkeypatch):
 
 def test_every_option_of_images_reaches_the_loader_and_has_a_limit():
     values = {"random_area": (0.25, 0.5), "random_ratio": (0.5, 2.0), "crop_padding": 3, "mirror": False, "cutout": 0.5,
-              "val_crop_fraction": 0.75}
+              "val_crop_fraction": 0.75, "mean": (1.0, 2.0, 3.0), "std": (4.0, 5.0, 6.0), "interpolation": "bicubic"}
     assert Config(**values).transform == ImageTransform(**values)
-    numbers = {name for name, value in vars(ImageTransform()).items() if not isinstance(value, bool)}
+    numbers = {name for name, value in vars(ImageTransform()).items() if not isinstance(value, (bool, str))}
     assert numbers == transform.LIMITS.keys()

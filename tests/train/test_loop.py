@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,6 +76,19 @@ def test_accumulating_run(run_train, tiny_options, tmp_path):
     assert rates == pytest.approx([0.5 * 16 / 256 * (1 - k / 4) for k in range(4)])
 
 
+def test_skipped_validation_images_are_named_once(run_train, tiny_data, tiny_options, tmp_path):
+    for split in ("train", "val"):
+        shutil.copytree(tiny_data, tmp_path / "data" / split)
+    broken = tmp_path / "data" / "val" / "class1" / "3.jpg"
+    broken.write_bytes(broken.read_bytes()[:100])
+    folder = tmp_path / "run"
+    code, out, err = run_train(*tiny_options, "--output", folder, "--data", tmp_path / "data", "--on-bad-image", "skip")
+    assert code == 0, err
+    (bad,) = read_lines(folder, "bad_image")
+    assert str(broken) in bad["file"]
+    assert out.count(f"skipped {broken}") == 1
+
+
 def test_learns_and_validates_every_image_once(run_train, tiny_options, tmp_path):
     folder = tmp_path / "run"
     code, out, err = run_train("--output", folder, *tiny_options, "--epochs", "3", "--batch-size", "5", report=True)
@@ -82,8 +96,9 @@ def test_learns_and_validates_every_image_once(run_train, tiny_options, tmp_path
     rows = read_lines(folder, "epoch")
     assert [row["epoch"] for row in rows] == [1, 2, 3]
     assert rows[-1]["train_loss"] < rows[0]["train_loss"]
-    assert rows[-1]["val_top1"] > 0.6  # three tints, so chance is a third
-    assert rows[-1]["val_top1"] * 27 == pytest.approx(round(rows[-1]["val_top1"] * 27))  # of 27 images, none twice
+    top1 = rows[-1]["train_eval_top1"]
+    assert top1 > 0.6  # three tints, so chance is a third
+    assert top1 * 27 == pytest.approx(round(top1 * 27))  # of 27 images, none twice
     assert "total images/sec" in out
     assert (folder / "report" / "report.html").exists()
     assert json.loads((folder / "config.json").read_text())["batch_size"] == 5
@@ -136,6 +151,38 @@ def test_damaged_images_are_counted_and_named(run_train, tiny_data, tiny_options
     assert [event["file"] for event in read_lines(folder, "damaged_image")] == [str(file) for file in damaged]
     for number, file in enumerate(damaged, start=1):
         assert f"a damaged image is used as it decodes ({number} so far): {file}: the decoder says: Corrupt" in out
+
+
+def test_accuracy_on_the_training_images_is_called_so(run_train, tiny_data, tiny_options, tmp_path):
+    """Of a folder without `val`; nowhere is it validation, but with `val` it is."""
+    for folder in ("train", "val"):
+        shutil.copytree(tiny_data, tmp_path / "split" / folder)
+    texts = {}
+    for data in (tiny_data, tmp_path / "split"):
+        folder = tmp_path / "runs" / data.name
+        options = [*tiny_options, "--data", data, "--output", folder, "--epochs", "1", "--target-accuracy", "0.01",
+                   "--tensorboard", "--mlperf"]
+        code, out, err = run_train(*options, report=True)
+        assert code == 0, err
+        _, validated, _ = run_train("validate", "--checkpoint", folder)
+        (row,), report = read_lines(folder, "epoch"), (folder / "report" / "report.md").read_text()
+        (event_file,) = (folder / "tensorboard").iterdir()
+        tags = {tag.decode() for tag in re.findall(rb"(?:validation|train_eval)/\w+", event_file.read_bytes())}
+        texts[data.name] = out + validated + report.partition("## Configuration")[0]
+        is_own = data.name == "split"
+        group = "validation" if is_own else "train_eval"
+        assert tags == {f"{group}/{name}" for name in ("loss", "top1", "top5")}
+        assert ((row["val_top1"] is None), (row["train_eval_top1"] is None)) == ((not is_own), is_own)
+        assert ("eval_accuracy" in (folder / "mlperf.log").read_text()) == is_own
+        assert (len((folder / "report" / "dawnbench.tsv").read_text().splitlines()) == 2) == is_own
+    own, none = texts["split"], texts[tiny_data.name]
+    assert "| validation loss" in own and "validation top-1, epoch 1" in own and "the validation set" in own
+    assert "training images" not in own.replace("training images over all the time", "")
+    for words in ("| on the training images: loss", "the top-1 on the training images is", "27 training images, loss",
+                  "top-1 on the training images, epoch 1", "spread evenly over the training images",
+                  "| evaluation on the training images |", "| top-1 on the training images |"):
+        assert words in none, words
+    assert re.findall(".*validation.*", none) == re.findall(".*, no validation", none), none
 
 
 def test_without_validation(run_train, tiny_options, tmp_path):
@@ -249,6 +296,63 @@ def test_metrics_are_received_a_step_late_and_none_is_lost(run_train, tiny_optio
     assert code == 0, err
     assert logged == [(1, 4.0), (4, 12.0), (6, 8.0), (9, 12.0), (10, 4.0), (12, 8.0)]
     assert [line["step"] for line in read_lines(folder, "steps")] == [1, 4, 6, 9, 10, 12]
+
+
+class Overflowing(MXNetExecutor):
+    """Skips some of its optimizer's steps, as the cuda executor does where a gradient is not finite."""
+
+    skipped: frozenset[int] = frozenset()  # numbers of these steps, from 1
+    steps = 0
+
+    def create_optimizer(self, rule, ema=False):
+        optimizer = super().create_optimizer(rule, ema)
+        step = optimizer.step
+
+        def step_or_skip(*arguments, **options):
+            self.steps += 1
+            if self.steps in self.skipped:
+                self.skipped_steps += 1
+                self.skipped_in_a_row += 1
+            else:
+                self.skipped_in_a_row = 0
+                step(*arguments, **options)
+
+        optimizer.step = step_or_skip
+        return optimizer
+
+
+def test_skipped_steps_are_counted(run_train, tiny_options, tmp_path, monkeypatch):
+    """In the log, the metrics and the report."""
+    monkeypatch.setattr("graph_passes.executors.mxnet.MXNetExecutor", Overflowing)
+    monkeypatch.setattr(Overflowing, "skipped", frozenset({1, 2, 7, 10}))
+    folder = tmp_path / "run"
+    code, out, err = run_train("--output", folder, *tiny_options, "--log-every", "4", "--validate-every", "0",
+                               report=True)
+    assert code == 0, err
+    assert [(line["step"], line["skipped_steps"]) for line in read_lines(folder, "steps")] == [
+        (1, 1), (4, 1), (6, 0), (10, 2), (12, 0)]
+    said = [re.findall(r"  (\d) skipped \(overflow\)", line) for line in out.splitlines() if "learning rate" in line]
+    assert said == [["1"], ["1"], [], ["2"], []]
+    assert "4 of 12 steps changed no weight" in (folder / "report" / "report.md").read_text()
+
+
+def test_a_run_whose_gradients_never_are_finite_ends(run_train, tiny_options, tmp_path, monkeypatch):
+    """With a sentence, and with the weights of the last step that changed them in a checkpoint."""
+    monkeypatch.setattr("graph_passes.executors.mxnet.MXNetExecutor", Overflowing)
+    monkeypatch.setattr(Overflowing, "skipped", frozenset(range(5, 1000)))
+    folder, before = tmp_path / "run", tmp_path / "before"
+    options = [*tiny_options, "--log-every", "5", "--validate-every", "0", "--epochs", "20"]
+    code, _, err = run_train("--output", folder, *options)
+    assert code != 0
+    saved = checkpoint.find(str(folder))
+    assert err.strip().splitlines()[-1].endswith(
+        f"50 steps in a row have changed no weight, since gradients are not finite even at a loss scale of 1 (step 54, "
+        f"epoch 9); the weights are in {saved}: go on with --dtype bfloat16, or begin anew with a lower "
+        "--learning-rate (now 0.5 per 256 images)")
+    code, _, err = run_train("--output", before, *options, "--max-steps", "4")
+    assert code == 0, err
+    weights, wanted = (checkpoint.load(file).params for file in (saved, checkpoint.find(str(before))))
+    assert all(np.array_equal(weights[name], wanted[name]) for name in wanted)
 
 
 def test_gpu_readings_go_with_the_log_lines(run_train, tiny_options, tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,9 +13,11 @@ import textwrap
 import numpy as np
 import pytest
 
-from train import checkpoint
+from graph_passes.executors.mxnet import MXNetExecutor
+from train import checkpoint, loop
 from train.loop import Trainer
 from train.processes.invocation import python
+from train.reporting.metrics import RunRecord
 
 pytestmark = pytest.mark.usefixtures("narrow_network")
 
@@ -61,7 +64,7 @@ def test_sigterm(unbroken, tiny_options, tmp_path, run_train, monkeypatch, signa
         code, out, err = run_train("--output", folder, *tiny_options, report=True)
     assert code == 128 + signal.SIGTERM
     assert len(json.loads((folder / "report" / "report.json").read_text())["step_ms"]) == signal_at
-    assert out.count(f"validation is on the training images: {tiny_options[1]} has no train and val") == 1
+    assert out.count(f"{tiny_options[1]} has no train and val (docs/data.md): accuracy after an epoch is that on") == 1
     assert out.count("\n27 training images of 3 classes\n") == 1
     assert f"go on with: {python()} -m train --resume {folder}" in out
     assert checkpoint.load(checkpoint.find(str(folder))).progress.step == signal_at
@@ -74,6 +77,116 @@ def test_sigterm(unbroken, tiny_options, tmp_path, run_train, monkeypatch, signa
     code, out, err = run_train("--resume", folder)
     assert code == 0 and "nothing left to train: epoch 2 of 2 is done" in out, err
     assert_same_end(folder, unbroken)
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGPIPE, signal.SIGINT])
+def test_other_signals_save_too(number, tiny_options, tmp_path, run_train, monkeypatch):
+    step = Trainer.step
+
+    def signalled_step(self, batches):
+        if self.progress.step == 1:
+            signal.raise_signal(number)
+        return step(self, batches)
+
+    monkeypatch.setattr(Trainer, "step", signalled_step)
+    code, out, err = run_train("--output", tmp_path / "run", *tiny_options)
+    assert code == 128 + number, err
+    assert "stopped after step 2 with a checkpoint; go on with" in out
+    assert checkpoint.load(checkpoint.find(str(tmp_path / "run"))).progress.step == 2
+
+
+def test_stopped_in_validation(unbroken, tiny_options, tmp_path, run_train, monkeypatch):
+    """Within a batch, with the epoch saved; it is validated when the run goes on, which ends with the same bits."""
+    folder = tmp_path / "run"
+    evaluate, validated = MXNetExecutor.evaluate, 0
+
+    def signalled_evaluate(self, data, label, num_valid):
+        nonlocal validated
+        validated += 1
+        if validated == 2:
+            signal.raise_signal(signal.SIGINT)
+        evaluate(self, data, label, num_valid)
+
+    monkeypatch.setattr(MXNetExecutor, "evaluate", signalled_evaluate)
+    code, out, err = run_train("--output", folder, *tiny_options)
+    assert (code, validated) == (128 + signal.SIGINT, 2), err
+    assert f"stopped after step {STEPS_PER_EPOCH} with a checkpoint" in out and "epoch 1/2 done" not in out
+    stopped = checkpoint.load(checkpoint.find(str(folder)))
+    assert (stopped.progress.epoch, stopped.progress.epoch_step) == (0, STEPS_PER_EPOCH)
+    code, out, err = run_train("--resume", folder)
+    assert code == 0, err
+    assert out.count("epoch 1/2 done: train loss") == 1 and "step 1/6" in out.partition("epoch 1/2 done")[2]
+    assert_same_end(folder, unbroken)
+
+
+def test_an_image_that_validation_cannot_decode_loses_nothing(tiny_data, tiny_options, tmp_path, run_train):
+    for split in ("train", "val"):
+        shutil.copytree(tiny_data, tmp_path / "data" / split)
+    broken = tmp_path / "data" / "val" / "class1" / "3.jpg"
+    whole = broken.read_bytes()
+    broken.write_bytes(whole[:100])
+    folder = tmp_path / "run"
+    code, out, err = run_train("--output", folder, *tiny_options, "--data", tmp_path / "data")
+    assert code == 2 and str(broken) in err.splitlines()[-1]
+    assert f"step {STEPS_PER_EPOCH} is saved; with that mended go on with: {python()} -m train --resume {folder}" in out
+    assert checkpoint.load(checkpoint.find(str(folder))).progress.step == STEPS_PER_EPOCH
+    broken.write_bytes(whole)
+    code, out, err = run_train("--resume", folder)
+    assert code == 0 and "epoch 1/2 done" in out, err
+
+
+def test_a_checkpoint_precedes_a_validation_unless_there_is_a_fresh_one(tiny_options, tmp_path, run_train, monkeypatch):
+    seen = []
+
+    def dying_validate(executor, loader, workers, stop):
+        seen.append(sorted(path.name for path in (folder / "checkpoints").glob("*")))
+        raise MemoryError
+
+    monkeypatch.setattr(loop, "validate", dying_validate)
+    for seconds in (0.0, 1000.0):
+        folder = tmp_path / f"{seconds}"
+        monkeypatch.setattr(loop, "FRESH_SECONDS", seconds)
+        assert run_train("--output", folder, *tiny_options)[0] == 1
+    assert seen == [[f"step-{STEPS_PER_EPOCH:08d}.npz"], []]
+
+
+def test_a_run_saved_at_its_last_step_is_validated_once(unbroken, tiny_options, tmp_path, run_train):
+    folder = tmp_path / "run"
+    assert run_train("--output", folder, *tiny_options, "--max-steps", 2 * STEPS_PER_EPOCH)[0] == 0
+    assert checkpoint.load(checkpoint.find(str(folder))).progress.epoch == 1, "not validated yet"
+    for validations in (1, 0, 0):
+        code, out, err = run_train("--resume", folder)
+        assert code == 0 and out.count("epoch 2/2 done") == validations, err
+        assert_same_end(folder, unbroken)
+
+
+@pytest.mark.parametrize("gone, named", [
+    (".", "metrics.jsonl, checkpoints/best.npz, checkpoints/step-00000006.npz, config.json had"),
+    ("checkpoints", "checkpoints/best.npz, checkpoints/step-00000006.npz had"),
+    ("metrics.jsonl", "metrics.jsonl had"),
+    ("config.json", "config.json had"),
+])
+def test_files_that_are_removed_in_mid_run(gone, named, unbroken, tiny_options, tmp_path, run_train, monkeypatch):
+    """It is said, what is still known is written again, and the exit code tells; the run itself loses nothing."""
+    folder = tmp_path / "run"
+    step = Trainer.step
+
+    def robbed_step(self, batches):
+        if self.progress.step == 9:
+            path = folder / gone
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        return step(self, batches)
+
+    monkeypatch.setattr(Trainer, "step", robbed_step)
+    code, out, err = run_train("--output", folder, *tiny_options, "--log-every", "1")
+    assert code == 1, err
+    assert f"error: the run has ended, but {named} been removed from {folder}" in err
+    if gone != "config.json":
+        assert out.count("removed while the run goes on: ") == named.count("/best") + named.count("metrics")
+    assert_same_end(folder, unbroken)
+    assert (folder / "checkpoints" / "best.npz").exists()
+    assert RunRecord.read_jsonl(folder / "metrics.jsonl").steps_done == 12
+    assert json.loads((folder / "config.json").read_text())["batch_size"] == 4
 
 
 def test_mixup_and_averages_go_on(tiny_options, tmp_path, run_train):
@@ -171,7 +284,7 @@ def test_best_is_kept_and_validated(ema_decay, tiny_options, tmp_path, run_train
     assert best.progress.step == STEPS_PER_EPOCH
     code, out, err = run_train("validate", "--checkpoint", folder)
     assert code == 0, err
-    assert f"27 images, loss {row['val_loss']:.4f}" in out, "validated with what the run was validated with"
+    assert f"27 training images, loss {row['train_eval_loss']:.4f}" in out, "as after the epoch"
     if ema_decay != "0":
         assert not np.array_equal(best.ema["classifier_weight"], best.params["classifier_weight"])
         trained = checkpoint.load_trained(str(folder))

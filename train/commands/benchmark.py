@@ -98,6 +98,8 @@ def benchmark(trainer: Trainer, recorder: Recorder, wanted: Measurement) -> Resu
         (done,) = trainer.workers.vote([error < PRECISION or (over and len(counted) >= 2)])
         done |= trainer.progress.step == most
         trainer.end_step(recorder, read_now=done)
+        if trainer.is_stuck:
+            raise trainer.stuck()
 
     median = float(np.median(times[wanted.warmup_steps :]))
     speed = trainer.config.global_batch(trainer.workers.size) / median

@@ -28,7 +28,7 @@ from train.config import CONFIG_FILE, OF_A_SESSION, Config, configure, default_w
 from train.errors import TrainError
 from train.processes.signals import STOPPING, StoppedBySignal, handled
 from train.reporting import plots
-from train.reporting.metrics import METRICS_FILE, RunRecord
+from train.reporting.metrics import METRICS_FILE, VALIDATION, RunRecord, accuracy_of
 
 # What tells a precision's runs apart, as fields of the configuration
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -49,8 +49,9 @@ class Row:
     images_per_sec: float
     seconds: float  # of the whole run, validation and checkpoints included
     train_loss: float | None  # of the last epoch, nats per image
-    val_top1: float | None  # of the last epoch, fraction of images
-    val_top5: float | None
+    evaluated: str | None  # "validation" or "training images": what the next two are of; None without either
+    top1: float | None  # of the last epoch, fraction of images
+    top5: float | None
 
 
 def main(values: Mapping[str, Any]) -> None:
@@ -134,17 +135,20 @@ def _check_same(config: Config, config_file: Path) -> None:
 def _row(model: str, precision: str, record: RunRecord) -> Row:
     memory = [event for event in record.events if event["event"] == "memory"]
     last = record.epochs[-1] if record.epochs else None
+    found = last.evaluation if last else None
     loss = last.train_loss if last else record.loss_curve[-1].loss if record.loss_curve else None
     return Row(model, precision, memory[-1]["largest_batch"] if memory else None, record.speed().mean, record.seconds,
-               loss, last.val_top1 if last else None, last.val_top5 if last else None)
+               loss, found and found.images, found and found.top1, found and found.top5)
 
 
 def _machine(record: RunRecord) -> str:
     return (record.hardware.get("gpus") or [record.hardware.get("cpu", "")])[0]
 
 
-_HEADINGS = ("network", "precision", "largest batch", "images/sec", "speed-up", "time", "training loss",
-             "validation top-1", "top-5")
+def _headings(rows: Sequence[Row]) -> tuple[str, ...]:
+    accuracy = accuracy_of(next((row.evaluated for row in rows if row.evaluated), VALIDATION))
+    return ("network", "precision", "largest batch", "images/sec", "speed-up", "time", "training loss", accuracy,
+            "top-5")
 
 
 def _cells(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
@@ -155,8 +159,8 @@ def _cells(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
     for row in rows:
         speed_up = row.images_per_sec / base[row.model]
         yield (row.model, row.precision, _shown(row.largest_batch, ",d"), f"{row.images_per_sec:,.1f}",
-               f"{speed_up:.2f}", f"{row.seconds:,.1f} s", _shown(row.train_loss, ".4f"), _shown(row.val_top1, ".2%"),
-               _shown(row.val_top5, ".2%"))
+               f"{speed_up:.2f}", f"{row.seconds:,.1f} s", _shown(row.train_loss, ".4f"), _shown(row.top1, ".2%"),
+               _shown(row.top5, ".2%"))
 
 
 def _shown(value: float | None, form: str) -> str:
@@ -164,13 +168,14 @@ def _shown(value: float | None, form: str) -> str:
 
 
 def _markdown(rows: Sequence[Row]) -> str:
-    lines = [_HEADINGS, tuple("---" for _ in _HEADINGS), *_cells(rows)]
+    headings = _headings(rows)
+    lines = [headings, tuple("---" for _ in headings), *_cells(rows)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def _print(rows: Sequence[Row]) -> None:
     table = Table(box=None, pad_edge=False)
-    for number, heading in enumerate(_HEADINGS):
+    for number, heading in enumerate(_headings(rows)):
         table.add_column(heading, justify="left" if number < 2 else "right")
     for cells in _cells(rows):
         table.add_row(*cells)

@@ -1,6 +1,7 @@
-"""Export of a trained network: ONNX, or MXNet's own Symbol JSON and .params.
+"""Export of a trained network: ONNX, PyTorch's state_dict, or MXNet's own Symbol JSON and .params.
 
     python -m train export --checkpoint runs/my-run --onnx resnet50.onnx
+    python -m train export --checkpoint runs/my-run --torchvision resnet50.safetensors
     python -m train export --symbol resnet50.json                 # a network without weights, for graph_passes show
 """
 
@@ -19,13 +20,13 @@ from common import files
 from common.command_line import option_name
 from common.mxnet_compat import mx
 from graph_passes import Graph, Ref, onnx_writer, passes
-from pipelines import MEAN, STD
-from train import checkpoint, models
+from train import models, weights
 from train.build import build_executor
 from train.checkpoint import Checkpoint
 from train.commands.options import ExportOptions
 from train.devices import Placement
 from train.errors import TrainError
+from train.weights import onnx_file, publish, record
 
 # Largest difference allowed between the probabilities of ONNX Runtime and of our executor. Both compute in fp32, in
 # another order; 1e-4 is far above what that makes (about 1e-6) and far below what a wrong weight makes.
@@ -39,16 +40,20 @@ Arrays = dict[str, np.ndarray]
 def main(values: Mapping[str, Any]) -> None:
     """Export, by the options given. Raises UserError."""
     options = ExportOptions(**values)
-    if not (options.onnx or options.symbol or options.params):
-        raise TrainError("nothing to export: give --onnx FILE, --symbol FILE or --params FILE")
-    if (options.onnx or options.params) and not options.checkpoint:
-        wanted = "--onnx" if options.onnx else "--params"
-        raise TrainError(f"{wanted} needs trained weights: give --checkpoint with a run folder or a checkpoint file")
+    trained_kinds = [name for name in ("onnx", "torchvision", "params") if getattr(options, name)]
+    if not (options.symbol or trained_kinds):
+        raise TrainError("nothing to export: give --onnx FILE, --torchvision FILE, --symbol FILE or --params FILE")
+    if trained_kinds and not options.checkpoint:
+        raise TrainError(f"--{trained_kinds[0]} needs trained weights: give --checkpoint with a run folder, a "
+                         "checkpoint or a file of weights")
     for name in ("model", "num_classes"):
         if options.checkpoint and name in values:
             raise TrainError(f"{option_name(name)} {values[name]} is for --symbol without a checkpoint, and "
                              f"{options.checkpoint} has its own: leave it out")
-    trained = checkpoint.load_trained(options.checkpoint) if options.checkpoint else None
+    if options.torchvision and options.symbol and Path(options.torchvision).with_suffix(".json") == Path(options.symbol):
+        raise TrainError(f"--symbol {options.symbol} has the name of the file that --torchvision {options.torchvision} "
+                         "writes beside it: give another one")
+    trained = weights.load(options.checkpoint) if options.checkpoint else None
     if options.onnx:
         assert trained
         model, difference = export_onnx(trained)
@@ -58,6 +63,9 @@ def main(values: Mapping[str, Any]) -> None:
             f"{options.onnx}: {trained.network}, input data float32 (N, 3, {size}, {size}), output probabilities; "
             f"largest difference between ONNX Runtime and this program: {difference:.1e}"
         )
+    if options.torchvision:
+        assert trained
+        export_torchvision(trained, Path(options.torchvision))
     graph, params = network(trained, options)
     if options.symbol:
         files.write(Path(options.symbol), graph.to_json().encode())
@@ -65,6 +73,17 @@ def main(values: Mapping[str, Any]) -> None:
     if options.params:
         files.write(Path(options.params), mxnet_params(params))
         print(f"{options.params}: {len(params)} arrays, {options.layout}")
+
+
+def export_torchvision(trained: Checkpoint, file: Path) -> None:
+    """Write a state_dict for torchvision or timm, and beside it the record of the images. Raises UserError."""
+    tensors = publish.state_dict(trained)
+    content = publish.content(tensors, file)
+    about = file.with_suffix(".json")
+    files.write(about, record.to_json(trained.config, trained.classes))
+    files.write(file, content)
+    print(f"{file}: {trained.network}, {len(tensors)} tensors, as torchvision or timm names them; {about}: how images "
+          "are prepared, and the classes")
 
 
 def network(trained: Checkpoint | None, options: ExportOptions) -> tuple[Graph, Arrays]:
@@ -136,16 +155,19 @@ def export_onnx(trained: Checkpoint) -> tuple[bytes, float]:
     params = passes.fold_bn_params(graph, trained.params, trained.aux)
     arrays = {**in_layout(folded, params), **trained.aux}  # statistics: of BatchNorms that no convolution is before
     model = onnx_writer.to_onnx(folded, arrays, (3, size, size))
-    model.producer_name = "resnet50-mxnet"
+    model.producer_name = onnx_file.PRODUCER
     preparation = {
         "class_names": json.dumps(trained.class_names),
         "color_order": "RGB",
         "input_layout": "NCHW",
         "resize_shorter": str(max(size, round(size / trained.config.val_crop_fraction))),
         "center_crop": str(size),
-        "mean": json.dumps(MEAN),  # of pixels from 0 to 255: data = (pixel - mean) / std
-        "std": json.dumps(STD),
+        "interpolation": trained.config.interpolation,  # antialiased, as Pillow does it
+        "rounding": "half up",  # of the longer side, whose scale stays that of the shorter; and of the crop's offset
+        "mean": json.dumps(trained.config.mean),  # of pixels from 0 to 255: data = (pixel - mean) / std
+        "std": json.dumps(trained.config.std),
         "network": trained.network,
+        **onnx_file.metadata(trained),
     }
     onnx.helper.set_model_props(model, preparation)
     content = model.SerializeToString()

@@ -32,7 +32,8 @@ class ValidateOptions(LoaderOptions, InferenceImageOptions, BatchOptions, Device
     """
 
     checkpoint: Annotated[str, "PATH"] = ""
-    """Run folder or checkpoint file whose network is validated; of a run folder, its best checkpoint."""
+    """Run folder, checkpoint or weights of another program (docs/fine_tuning.md) that are validated; of a run folder,
+    its best checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,8 @@ class PredictOptions(SizeLimit):
     images: tuple[Path, ...]
     """Image files, and folders, which stand for all images in them."""
     checkpoint: Annotated[str, "PATH"] = ""
-    """Run folder or checkpoint file of the trained network; of a run folder, its best checkpoint."""
+    """Run folder, checkpoint or weights of another program (docs/fine_tuning.md); of a run folder, its best
+    checkpoint."""
     top: int = 5
     """How many classes to give for each image."""
     json: bool = False
@@ -100,17 +102,21 @@ class PredictOptions(SizeLimit):
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """Write a trained network as ONNX or MXNet files, or a network's Symbol."""
+    """Write a trained network as ONNX, PyTorch or MXNet files, or a network's Symbol."""
 
     checkpoint: Annotated[str, "PATH"] = ""
-    """Run folder or checkpoint file of the trained network; of a run folder, its best checkpoint."""
+    """Run folder, checkpoint or weights of another program (docs/fine_tuning.md); of a run folder, its best
+    checkpoint."""
     onnx: Annotated[str, "FILE"] = ""
     """ONNX file to write: input `data` float32 (N, 3, H, W), RGB, output `probabilities` (N, classes), BatchNorm folded
-    into the convolutions; checked with ONNX Runtime. Its metadata says how to prepare an image."""
+    into the convolutions; checked with ONNX Runtime. Its metadata says how to prepare an image (docs/inference.md)."""
     symbol: Annotated[str, "FILE"] = ""
     """Symbol JSON file to write: the network for `python -m graph_passes show --symbol` and for MXNet to load."""
     params: Annotated[str, "FILE"] = ""
     """MXNet parameter file to write, for the Symbol of the same --layout."""
+    torchvision: Annotated[str, "FILE"] = ""
+    """.pth or .safetensors file to write: a state_dict that torchvision's or timm's network of that name loads; beside
+    it, in FILE's name with .json, how images are prepared and what the classes are called, in the form of timm."""
     layout: Literal["NHWC", "NCHW"] = "NHWC"
     """Memory layout of --symbol and --params; stock MXNet on a CPU needs NCHW."""
     model: Annotated[str, "NAME"] = "resnet50"

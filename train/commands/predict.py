@@ -21,9 +21,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from common import files
-from pipelines import MEAN, STD, load_images
+from pipelines import load_images
 from pipelines.sources.folders import image_files
-from train import checkpoint, devices
+from train import devices, weights
 from train.build import build_executor
 from train.commands.options import PredictOptions
 from train.errors import TrainError
@@ -66,8 +66,9 @@ def main(values: Mapping[str, Any]) -> None:
 def predict(options: PredictOptions) -> list[Prediction]:
     """Predictions for the given image files, in their order. Raises TrainError or DataError for a user's mistake."""
     if not options.checkpoint:
-        raise TrainError("prediction needs trained weights: give --checkpoint with a run folder or a checkpoint file")
-    trained = checkpoint.load_trained(options.checkpoint)
+        raise TrainError("prediction needs trained weights: give --checkpoint with a run folder, a checkpoint or a "
+                         "file of weights")
+    trained = weights.load(options.checkpoint)
     config = replace(
         trained.config,
         batch_size=min(options.batch_size, len(options.images)),
@@ -90,7 +91,7 @@ def predict(options: PredictOptions) -> list[Prediction]:
     for batch in batches:
         probabilities = executor.forward(batch.data).asnumpy()[: batch.num_valid]
         positions = batch.label.asnumpy()[: batch.num_valid].astype(int)
-        pixels = batch.data.asnumpy()[: batch.num_valid, ..., :3] * STD + MEAN
+        pixels = batch.data.asnumpy()[: batch.num_valid, ..., :3] * config.std + config.mean
         pictures = pixels.round().clip(0, 255).astype(np.uint8)
         for position, row, picture in zip(positions, probabilities, pictures, strict=True):
             best = np.argsort(-row, kind="stable")[: options.top]

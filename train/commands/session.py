@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from common import files
+from common.errors import ProgramError
+from common.output import make_lasting
 from pipelines import DataError, Loader
 from pipelines.samples import make_samples
 from train import checkpoint, demonstration, devices
-from train.build import SAMPLES_FOLDER
+from train.build import SAMPLES_FOLDER, evaluated_images
 from train.checkpoint import Checkpoint
 from train.config import CONFIG_FILE, LIST_PRESETS, SAMPLES, SYNTHETIC, Config
 from train.errors import TrainError
@@ -25,8 +27,10 @@ from train.loop import Trainer
 from train.optimizer import ema_in_use
 from train.processes.distributed import Workers
 from train.processes.invocation import python
+from train.processes.pulse import Activity, pulse
 from train.reporting import predictions
 from train.reporting.inspection import predict_some
+from train.reporting.metrics import VALIDATION
 from train.reporting.recorder import Recorder
 from train.reporting.report import write_report
 
@@ -78,6 +82,7 @@ def prepare(config: Config, workers: Workers) -> devices.Placement:
 
 def open_recorder(trainer: Trainer, num_epochs: int | None, warmup_steps: int = 10) -> Recorder:
     """Make the run's folder with the recorder in it, and its config.json. Raises TrainError where that fails."""
+    make_lasting()  # what cannot be printed costs no run
     config, workers, progress = trainer.config, trainer.workers, trainer.progress
     recorder = Recorder(
         trainer.run_folder,
@@ -87,6 +92,7 @@ def open_recorder(trainer: Trainer, num_epochs: int | None, warmup_steps: int = 
         log_every=config.log_every,
         enabled=workers.rank == 0,
         num_processes=workers.size,
+        evaluated=evaluated_images(config) if trainer.val_loader else VALIDATION,
         first_step=progress.step,
         first_epoch=progress.epoch,
         warmup_steps=warmup_steps,
@@ -94,10 +100,26 @@ def open_recorder(trainer: Trainer, num_epochs: int | None, warmup_steps: int = 
         mlperf=config.mlperf,
     )
     if workers.rank == 0:  # once the recorder has the folder for itself
-        files.write(trainer.run_folder / CONFIG_FILE, json.dumps(config.to_dict(), indent=2).encode() + b"\n")
+        _write_config(trainer)
     if trainer.all_reduce:
         recorder.say(workers.describe(trainer.all_reduce))
     return recorder
+
+
+def _write_config(trainer: Trainer) -> None:
+    content = json.dumps(trainer.config.to_dict(), indent=2).encode() + b"\n"
+    files.write(trainer.run_folder / CONFIG_FILE, content)
+
+
+def check_complete(trainer: Trainer, recorder: Recorder) -> None:
+    """Raise ProgramError where somebody has removed files of the run while it went on."""
+    if recorder.enabled and not (trainer.run_folder / CONFIG_FILE).exists():
+        recorder.all_removed.append(CONFIG_FILE)
+        _write_config(trainer)
+    if recorder.all_removed:
+        raise ProgramError(f"the run has ended, but {', '.join(dict.fromkeys(recorder.all_removed))} had been removed "
+                           f"from {trainer.run_folder} while it went on: what was still known is there again, earlier "
+                           "checkpoints are not")
 
 
 def measure_loader(loader: Loader, workers: Workers) -> float:
@@ -115,6 +137,7 @@ def measure_loader(loader: Loader, workers: Workers) -> float:
 def report(recorder: Recorder, run_folder: Path, trainer: Trainer | None = None) -> None:
     """Write the report, of the process that has recorded the run; with a `trainer` whose run is complete, and a
     validation behind it, also what its network makes of some images. Raises TrainError."""
+    pulse.show(Activity.REPORTING)
     if not recorder.enabled:
         return
     print("writing the report ...", flush=True)
@@ -133,7 +156,8 @@ def _write_report(recorder: Recorder, run_folder: Path, trainer: Trainer | None)
     if trainer and trainer.val_loader and has_predictions(trainer, recorder):
         try:
             with ema_in_use(trainer.optimizer):
-                predictions.save(predict_some(trainer.executor, trainer.val_loader, trainer.progress.epoch), folder)
+                found = predict_some(trainer.executor, trainer.val_loader, trainer.progress.epoch, recorder.evaluated)
+            predictions.save(found, folder)
         except DataError as error:  # the run is complete all the same
             print(f"no picture of predictions: {error}", flush=True)
     print(f"report: {write_report(folder, recorder.record)}")
@@ -141,5 +165,5 @@ def _write_report(recorder: Recorder, run_folder: Path, trainer: Trainer | None)
 
 def has_predictions(trainer: Trainer, recorder: Recorder) -> bool:
     """Whether the run has validated images that somebody can look at."""
-    validated = any(row.val_top1 is not None for row in recorder.record.epochs)
+    validated = any(row.evaluation for row in recorder.record.epochs)
     return validated and trainer.config.data != SYNTHETIC

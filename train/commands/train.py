@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from graph_passes.executors import Executor
 from graph_passes.executors.cuda.statistics_group import StatisticsGroup
-from pipelines.sources import splits_of
 from train import checkpoint, demonstration, devices
 from train.build import build_executor, check_memory, join_bn_group, open_split
 from train.checkpoint import Checkpoint
 from train.commands.session import (
     AUTO,
+    check_complete,
     measure_loader,
     name_preset,
     of_network,
@@ -26,14 +26,17 @@ from train.commands.session import (
     report,
     run_folder_of,
 )
-from train.config import SAMPLES, SYNTHETIC, Config, configure, load_preset
+from train.config import SYNTHETIC, Config, configure, load_preset
 from train.errors import LostProcessError, TrainError
 from train.loop import Trainer
 from train.processes.distributed import Workers, drain_engine, is_elastic, is_lost_process
 from train.processes.invocation import launcher
 from train.processes.signals import StoppedBySignal
+from train.reporting.metrics import TRAINING_IMAGES
 from train.reporting.recorder import Recorder
 from train.schedule import image_sizes
+from train.weights import Weights, starting_point
+from train.weights import read as read_weights
 
 if TYPE_CHECKING:
     from train.processes.elastic import RunState  # needs Horovod
@@ -44,7 +47,8 @@ class Beginning(NamedTuple):
 
     config: Config
     run_folder: Path
-    checkpoint: Checkpoint | None  # None: the network's initial weights
+    checkpoint: Checkpoint | None  # None: it begins
+    weights: Weights | None = None  # that it begins with; None: the network's initial ones
     fit_machine: bool = False  # train as many epochs as suit its speed
 
 
@@ -67,20 +71,18 @@ def main(values: Mapping[str, Any]) -> None:
                 bn_group.give_up()  # the GPU would wait for the lost one
             drain_engine()
             folder = shlex.quote(str(beginning.run_folder))
-            raise LostProcessError("another process of this run has ended; go on from the last checkpoint, if there is "
-                                   f"one, with: {launcher()} --resume {folder}") from None
+            raise LostProcessError("the connection to another process of this run is lost; go on from the last "
+                                   f"checkpoint, if there is one, with: {launcher()} --resume {folder}") from None
 
 
 def _elastic_session(values: Mapping[str, Any], state: RunState) -> None:
     """Train until the run is over, or until processes come or go: then `state` has what the next session starts from,
     and it comes by its executor, with all that has been compiled for it."""
     workers = Workers()
-    if state.committed:
-        beginning = Beginning(state.committed.config, state.run_folder or Path(), state.committed)
-    else:
-        beginning = begin(values, workers)
-    with open_trainer(beginning, workers, state.executor if state.committed else None, state.commit) as (trainer, _):
-        state.capture, state.executor, state.run_folder = trainer.capture, trainer.executor, trainer.run_folder
+    if not state.beginning:
+        state.beginning = begin(values, workers)
+    with open_trainer(state.beginning, workers, state.executor, state.commit) as (trainer, _):
+        state.capture, state.executor = trainer.capture, trainer.executor
         train(trainer)
 
 
@@ -89,9 +91,11 @@ def begin(values: Mapping[str, Any], workers: Workers) -> Beginning:
     with workers.agreement():
         file = _checkpoint_to_resume(values)
         if not file:
-            config = configure(values, devices.default_config(values, workers.local_rank))
+            default = devices.default_config(values, workers.local_rank)
+            weights = read_weights(values["weights"], values.get("model", "")) if values.get("weights") else None
+            config = configure(values, replace(default, **weights.settings) if weights else default)
             name_preset(config, values, workers)
-            return Beginning(config, run_folder_of(config), None, demonstration.is_one(config, values))
+            return Beginning(config, run_folder_of(config), None, weights, demonstration.is_one(config, values))
         start = checkpoint.load_checked(file)
         default = load_preset(values["config"]) if "config" in values else _resumed_config(file, start)
         config = of_network(configure(values, default), values, start)
@@ -100,6 +104,9 @@ def begin(values: Mapping[str, Any], workers: Workers) -> Beginning:
 
 def _checkpoint_to_resume(values: Mapping[str, Any]) -> Path | None:
     place = values.get("resume")
+    if place and place != AUTO and values.get("weights"):
+        raise TrainError(f"--weights {values['weights']} begins a run, and --resume {place} goes on with one, whose "
+                         "weights it has: leave out one of them")
     if place == AUTO:
         if "output" not in values:
             raise TrainError("--resume auto needs --output with the folder of the run; or give --resume that folder")
@@ -125,7 +132,7 @@ def open_trainer(
         executor: one that an elastic run has used so far; None: it is built.
         commit: see `Trainer`.
     """
-    config, run_folder, start, fit_machine = beginning
+    config, run_folder, start, weights, fit_machine = beginning
     with contextlib.ExitStack() as loaders:
         with workers.agreement():
             placement = prepare(config, workers)
@@ -141,19 +148,22 @@ def open_trainer(
                 for loader in (train_loader, val_loader):
                     if loader:
                         loader.prepare()
+            origin: list[str] = []
             if executor and start:
                 executor.set_params(start.params, start.aux)
                 executor.read_metrics()  # those of steps that are undone
             else:
+                initial, origin = starting_point(weights, train_loader.classes, config) if weights else (start, [])
                 num_classes, largest_size = len(train_loader.class_names), max(image_sizes(config))
                 check_memory(config, num_classes, largest_size, placement)
                 image_size = train_loader.config.size_in(start.progress.epoch if start else 0)
-                executor = build_executor(config, num_classes, image_size, placement, start, not workers.alone,
+                executor = build_executor(config, num_classes, image_size, placement, initial, not workers.alone,
                                           bn_group, largest_size)
         if fit_machine and placement.device.startswith("cpu"):  # any GPU trains all of its epochs in seconds
             config = demonstration.fit(config, executor, train_loader.num_images, workers)
         with workers.agreement():
             trainer = Trainer(config, workers, executor, train_loader, val_loader, run_folder, start, commit)
+            trainer.origin = origin
         yield trainer, bn_group
 
 
@@ -164,6 +174,7 @@ def train(trainer: Trainer) -> None:
         recorder = open_recorder(trainer, trainer.config.epochs)
     try:
         with recorder:
+            _note_origin(trainer, recorder)
             _note_memory(trainer, recorder)
             _note_data(trainer, recorder)
             trainer.run(recorder)
@@ -173,6 +184,14 @@ def train(trainer: Trainer) -> None:
         report(recorder, trainer.run_folder)
         raise
     report(recorder, trainer.run_folder, trainer)
+    check_complete(trainer, recorder)
+
+
+def _note_origin(trainer: Trainer, recorder: Recorder) -> None:
+    for note in trainer.origin:
+        recorder.say(note)
+    if trainer.origin:
+        recorder.event("weights", notes=trainer.origin)
 
 
 def _note_memory(trainer: Trainer, recorder: Recorder) -> None:
@@ -192,11 +211,11 @@ def _note_data(trainer: Trainer, recorder: Recorder) -> None:
     config, train_loader, val_loader = trainer.config, trainer.train_loader, trainer.val_loader
     for remark in dict.fromkeys((*train_loader.remarks, *(val_loader.remarks if val_loader else ()))):
         recorder.say(remark)
-    is_own = config.data not in (SAMPLES, SYNTHETIC)
-    on_training_images = is_own and val_loader and "val" not in splits_of(config.data)
+    on_training_images = recorder.evaluated == TRAINING_IMAGES
     found = f"{train_loader.num_images:,} training images of {len(train_loader.classes):,} classes"
     if val_loader and not on_training_images:
         found += f", {val_loader.num_images:,} for validation"
     recorder.say(found)
     if on_training_images:
-        recorder.say(f"validation is on the training images: {config.data} has no train and val (docs/data.md)")
+        recorder.say(f"{config.data} has no train and val (docs/data.md): accuracy after an epoch is that on the "
+                     f"{TRAINING_IMAGES}, no validation")

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from train import checkpoint
-from train.build import build_executor, open_split
+from train import weights
+from train.build import build_executor, evaluated_images, open_split
 from train.commands.session import of_network, prepare
 from train.config import configure
 from train.errors import TrainError
 from train.loop import validate
 from train.processes.distributed import Workers
+from train.reporting.metrics import TRAINING_IMAGES
 
 
 def main(values: Mapping[str, Any]) -> None:
@@ -21,14 +23,18 @@ def main(values: Mapping[str, Any]) -> None:
     with workers.agreement():
         place = values.get("checkpoint")
         if not place:
-            raise TrainError("validation needs trained weights: give --checkpoint with a run folder or checkpoint file")
-        trained = checkpoint.load_trained(place)
+            raise TrainError("validation needs trained weights: give --checkpoint with a run folder, a checkpoint or a "
+                             "file of weights")
+        trained = weights.load(place, quiet=workers.rank > 0)
         config = of_network(configure(values, trained.config), values, trained)
         placement = prepare(config, workers)
         loader = open_split(replace(config, cache=0), "val", placement, workers, trained.classes,
                             f"the network of {place}")  # without cache: each image is needed once
         executor = build_executor(config, trained.num_classes, loader.config.image_size, placement, trained)
     sums = validate(executor, loader, workers)
+    assert sums  # nothing stops it before its end
     if workers.rank == 0:
+        is_same = Path(config.data).resolve() == Path(trained.config.data).resolve()
+        images = TRAINING_IMAGES if is_same and evaluated_images(config) == TRAINING_IMAGES else "images"
         loss, top1, top5 = (value / sums.count for value in (sums.loss_sum, sums.top1, sums.top5))
-        print(f"{place}: {sums.count:.0f} images, loss {loss:.4f}, top-1 {top1:.2%}, top-5 {top5:.2%}")
+        print(f"{place}: {sums.count:.0f} {images}, loss {loss:.4f}, top-1 {top1:.2%}, top-5 {top5:.2%}")

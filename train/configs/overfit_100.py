@@ -4,11 +4,11 @@
     cp -r $(ls -d /path/to/imagenet/train/n* | head -n 100) data/overfit_100/       # one image or more of each class
     python -m train --config overfit_100
 
-Training and validation see the same images, training through random crops, validation through the centre crop. A loss
+There are no validation images: after every fifth epoch the training images are seen through the centre crop. A loss
 near 0 shows that images and labels match, that gradients point downhill and that BatchNorm's running statistics work in
 inference.
 
-Hardware: two CPU cores. Images/sec: 83. Accuracy: training top-1 100 % at a loss of 0.05, validation top-1 96 % after
+Hardware: two CPU cores. Images/sec: 83. Accuracy: training top-1 100 % at a loss of 0.05, in inference 96 % after
 65 s, on 100 classes of ImageNet with one image each (benchmarks/results/overfit_100_cpu.jsonl).
 """
 

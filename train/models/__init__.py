@@ -16,6 +16,9 @@ from common.command_line import nearest
 from train.errors import TrainError
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
+    from train.models.libraries import Published
     from train.models.network import Network
 
 # Names of the networks by file, so that they can be listed without importing MXNet.
@@ -45,12 +48,21 @@ def create(name: str, num_classes: int = 1000, label_smoothing: float = 0.0) -> 
     check(name)
     from train.models.network import Network
 
-    family = next(family for family, of_family in FAMILIES.items() if name in of_family)
-    build = importlib.import_module(f"train.models.{family}").MODELS[name]
+    build = _family(name).MODELS[name]
     return Network(name, num_classes, build(num_classes, label_smoothing))
+
+
+def published(name: str) -> tuple[Published, ...]:
+    """What the layers of the network of that name are called in other libraries; () where none has it."""
+    return getattr(_family(name), "PUBLISHED", {}).get(name, ())
 
 
 def num_classes(name: str, params: Mapping[str, Any]) -> int:
     """How many classes the network of that name has with these parameters. Raises TrainError where there is none, and
     KeyError where the parameters are not its own."""
-    return len(params[create(name).classifier_bias])
+    return len(params[create(name).classifier[1]])
+
+
+def _family(name: str) -> ModuleType:
+    return importlib.import_module("train.models." + next(family for family, of_family in FAMILIES.items()
+                                                          if name in of_family))

@@ -40,9 +40,10 @@ class Network:
         return Graph.from_json(self.symbol.tojson())
 
     @property
-    def classifier_bias(self) -> str:
-        """Name of the parameter that has a value for each class."""
-        return roles.classifier(self.graph).inputs[2].node
+    def classifier(self) -> tuple[str, str]:
+        """Names of the parameters that have a row and a value for each class: weight and bias."""
+        _, weight, bias = roles.classifier(self.graph).inputs
+        return weight.node, bias.node
 
     def initial_values(self, seed: int, channels: int = 3, zero_init_residual: bool = True) -> tuple[Arrays, Arrays]:
         """Initial parameters and running statistics, canonical, by `init_params`."""

@@ -6,11 +6,13 @@ its first 1x1 convolution to the 3x3 one, as torchvision and NVIDIA's examples d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 from common.mxnet_compat import mx
+from train.models.libraries import GLUON, TORCH, Published
 
 Symbol = Any  # mx.sym.Symbol; MXNet has no type stubs
 
@@ -140,4 +142,48 @@ def _branch(x: Symbol, name: str, layers: list[Layer]) -> Symbol:
     return x
 
 
+def torch_names(depth: int, stem: Mapping[str, str] | None = None, projection: int = 0) -> Published:
+    """The layers' names in torchvision and timm.
+
+    Args:
+        depth: 18, 34, 50, 101 or 152.
+        stem: of the layers before the max pooling, where they are not conv1 and bn1.
+        projection: number of the convolution among the layers of a shortcut there; its BatchNorm comes next.
+    """
+    names = dict(stem or {"stem_conv": "conv1", "stem_bn": "bn1"})
+    for stage, number, block in numbered_blocks(depth):
+        theirs = f"layer{stage}.{number}"
+        for layer in range(1, len(block.branch) + 1):
+            names |= {f"{block.name}_{kind}{layer}": f"{theirs}.{kind}{layer}" for kind in ("conv", "bn")}
+        if block.projects:
+            names |= {f"{block.name}_shortcut_{kind}": f"{theirs}.downsample.{projection + place}"
+                      for place, kind in enumerate(("conv", "bn"))}
+    return Published(TORCH, names | {"classifier": "fc"})
+
+
+def gluon_names(depth: int) -> Published:
+    """The layers' names in Gluon's resnet18_v1 and so on."""
+    names = {"stem_conv": "features.0", "stem_bn": "features.1"}
+    for stage, number, block in numbered_blocks(depth):
+        theirs = f"features.{stage + 3}.{number}"
+        for layer in range(1, len(block.branch) + 1):
+            place = 3 * (layer - 1)  # convolution, BatchNorm, ReLU
+            names |= {f"{block.name}_conv{layer}": f"{theirs}.body.{place}",
+                      f"{block.name}_bn{layer}": f"{theirs}.body.{place + 1}"}
+        if block.projects:
+            names |= {f"{block.name}_shortcut_conv": f"{theirs}.downsample.0",
+                      f"{block.name}_shortcut_bn": f"{theirs}.downsample.1"}
+    refused = ("its bottlenecks have their stride in the first 1x1 convolution (v1), and this program's in the 3x3 one "
+               "(v1.5)") if depth >= FIRST_BOTTLENECK_DEPTH else ""
+    return Published(GLUON, names | {"classifier": "output"}, refused)
+
+
+def numbered_blocks(depth: int) -> Iterator[tuple[int, int, Block]]:
+    """`blocks`, each with its stage, counted from 1, and its number in it, counted from 0."""
+    for block in blocks(depth):
+        stage, number = re.findall(r"\d+", block.name)
+        yield int(stage), int(number) - 1, block
+
+
 MODELS = {f"resnet{depth}": partial(resnet, depth) for depth in BLOCKS_PER_STAGE}
+PUBLISHED = {f"resnet{depth}": (torch_names(depth), gluon_names(depth)) for depth in BLOCKS_PER_STAGE}

@@ -30,5 +30,10 @@ def projection(x: Symbol, name: str, filters: int, stride: int) -> Symbol:
     return resnet.projection(x, name, filters, stride=1)
 
 
+# A shortcut there is an average pooling, or nothing, and then the convolution.
+TORCH_STEM = {"stem_conv1": "conv1.0", "stem_bn1": "conv1.1", "stem_conv2": "conv1.3", "stem_bn2": "conv1.4",
+              "stem_conv3": "conv1.6", "stem_bn3": "bn1"}
+
 MODELS = {f"resnet{depth}d": partial(resnet.resnet, depth, stem=stem, projection=projection)
           for depth in BLOCKS_PER_STAGE}
+PUBLISHED = {f"resnet{depth}d": (resnet.torch_names(depth, TORCH_STEM, projection=1),) for depth in BLOCKS_PER_STAGE}

@@ -11,7 +11,19 @@ from functools import partial
 from typing import Any
 
 from common.mxnet_compat import mx
-from train.models.resnet import BLOCKS_PER_STAGE, Block, batch_norm, blocks, conv, head, max_pool, relu, stem
+from train.models.libraries import GLUON, Published
+from train.models.resnet import (
+    BLOCKS_PER_STAGE,
+    Block,
+    batch_norm,
+    blocks,
+    conv,
+    head,
+    max_pool,
+    numbered_blocks,
+    relu,
+    stem,
+)
 
 Symbol = Any  # mx.sym.Symbol; MXNet has no type stubs
 
@@ -35,4 +47,17 @@ def _block(x: Symbol, block: Block) -> Symbol:
     return mx.sym.elemwise_add(x, shortcut, name=f"{name}_add")
 
 
+def gluon_names(depth: int) -> Published:
+    """The layers' names in Gluon's resnet18_v2 and so on."""
+    names = {"stem_conv": "features.1", "stem_bn": "features.2"}
+    for stage, number, block in numbered_blocks(depth):
+        theirs = f"features.{stage + 4}.{number}"
+        for layer in range(1, len(block.branch) + 1):
+            names |= {f"{block.name}_{kind}{layer}": f"{theirs}.{kind}{layer}" for kind in ("bn", "conv")}
+        if block.projects:
+            names[f"{block.name}_shortcut_conv"] = f"{theirs}.downsample"
+    return Published(GLUON, names | {"last_bn": "features.9", "classifier": "output"}, norm_of_images="features.0")
+
+
 MODELS = {f"resnet{depth}_v2": partial(resnet_v2, depth) for depth in BLOCKS_PER_STAGE}
+PUBLISHED = {f"resnet{depth}_v2": (gluon_names(depth),) for depth in BLOCKS_PER_STAGE}

@@ -20,6 +20,7 @@ from typing import Any
 from graph_passes.executors.cuda.buckets import Bucket
 from graph_passes.executors.cuda.executor import CudaExecutor
 from train.errors import TrainError
+from train.processes.pulse import pulse
 
 LIBRARY = "bucket_allreduce.so"  # beside Horovod's own library, against which it is compiled
 ON_HOST = -1
@@ -37,6 +38,9 @@ class BucketAllReduce:
         self._library = load_library(on_gpu=device_id != ON_HOST)
         self._slots: dict[str, Any] = {}  # by name of the bucket
         self._started: list[Bucket] = []
+        self._passes = 0
+        pulse.follow_device(executor.passes_shown)
+        executor.show_passes(self._passes)
 
     @property
     def description(self) -> str:
@@ -69,9 +73,12 @@ class BucketAllReduce:
     def finish(self) -> None:
         """Let what the executor does from now on follow the means on the GPU, those of all buckets where none has been
         started. Waits, and raises, as `wait` does; nothing needs to be computed by then."""
+        pulse.begin_collective()
         if not self._started:
             self._executor.hand_over(self.start)
         self.wait()
+        self._passes += 1
+        self._executor.show_passes(self._passes)
         for bucket in self._started:
             self._executor.follow(bucket)
         self._started.clear()

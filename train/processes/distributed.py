@@ -21,6 +21,7 @@ from graph_passes.executors import Executor
 from graph_passes.executors.cuda.executor import CudaExecutor
 from train.errors import NoHorovodError, TrainError
 from train.processes.allreduce import BucketAllReduce
+from train.processes.pulse import pulse
 
 LOST_PROCESS = re.compile("horovod|gloo|nccl|by peer|broken pipe|timed out waiting", re.IGNORECASE)
 BUCKET_BYTES = 25 * 2**20  # gradients are averaged in groups of about this size, as PyTorch's DDP does
@@ -64,7 +65,7 @@ class Workers:
     def __init__(self) -> None:
         self.size, self.rank, self.local_rank, self.local_size = 1, 0, 0, 1
         self._hvd: Any = None
-        self._votes: Any = None  # all-reduce of the last `vote`, under way
+        self._votes: dict[str, Any] = {}  # the all-reduces of the last `vote` about each thing, under way
         if "HOROVOD_SIZE" in os.environ:  # a launcher has started this process, though perhaps alone
             self._hvd = _import_horovod(int(os.environ["HOROVOD_SIZE"]))
             for name, value in HOROVOD_SETTINGS.items():
@@ -105,6 +106,7 @@ class Workers:
 
     def all_reduce_flat(self, flats: Sequence[_Flat], name: str) -> None:
         """Replace flat arrays by their means over all ranks: those that this is done with again and again."""
+        pulse.begin_collective()
         for number, flat in enumerate(flats):
             flat.read()
             self._hvd.allreduce_(flat.array, op=self._hvd.Average, name=f"{name}.{number}")
@@ -123,6 +125,7 @@ class Workers:
         """Rank 0's fp32 arrays, on every rank."""
         if not (self._hvd and arrays):
             return dict(arrays)
+        pulse.begin_collective()
         flat = mx.nd.array(np.concatenate([array.ravel() for array in arrays.values()]), dtype="float32")
         self._hvd.broadcast_(flat, root_rank=0, name=name)
         values, start = flat.asnumpy(), 0
@@ -136,26 +139,32 @@ class Workers:
         """Sums over all ranks."""
         if not self._hvd:
             return list(values)
+        pulse.begin_collective()
         total = mx.nd.array(values, dtype="float64")
         self._hvd.allreduce_(total, op=self._hvd.Sum, name="sum")
         return [float(value) for value in total.asnumpy()]
 
-    def vote(self, requests: Sequence[bool]) -> list[bool]:
+    def vote(self, requests: Sequence[bool], about: str = "training") -> list[bool]:
         """For each request, whether any rank has it: the same answer on every rank, at the same step.
 
-        With several ranks it is the answer to the requests of the call before, whose all-reduce has run beside a
-        training step meanwhile, so that nobody waits for it.
+        With several ranks it is the answer to the requests of the call before `about` the same, whose all-reduce has
+        run beside a training step meanwhile, so that nobody waits for it.
         """
         if not self._hvd:
             return list(requests)
-        answer = [False] * len(requests) if self._votes is None else [bool(n) for n in self._votes.asnumpy()]
-        self._votes = mx.nd.array(requests, dtype="int32")
-        self._hvd.allreduce_(self._votes, op=self._hvd.Sum, name="vote")
+        before = self._votes.get(about)
+        answer = [False] * len(requests) if before is None else [bool(n) for n in before.asnumpy()]
+        pulse.begin_collective()
+        self._votes[about] = mx.nd.array(requests, dtype="int32")
+        self._hvd.allreduce_(self._votes[about], op=self._hvd.Sum, name=f"vote.{about}")
         return answer
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, on every rank, by rank."""
-        return [value] if not self._hvd else self._hvd.allgather_object(value, name="gather")
+        if not self._hvd:
+            return [value]
+        pulse.begin_collective()
+        return self._hvd.allgather_object(value, name="gather")
 
     @contextlib.contextmanager
     def agreement(self) -> Iterator[None]:

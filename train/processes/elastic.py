@@ -1,11 +1,12 @@
 """Elastic runs: processes may be lost or join, and training goes on, through Horovod's elastic mode.
 
-Horovod's part is to notice a change, to give out new ranks, and to call `sync` and the session again in every process
-(horovod.common.elastic); ours is `RunState`, which Horovod has for other frameworks but not for MXNet. A session is an
-ordinary run that starts from a checkpoint, only that this one is in memory: the last commit, made every
-`--commit-every` steps. So a change costs the steps since then and whatever a resumed run costs, and what holds for
-resuming with another number of processes holds here: the batch of each process stays, the learning rate follows the
-global batch, and no image comes twice in an epoch (Trainer._restore). docs/elastic.md tells more.
+Horovod's part is to notice a change and to call `sync` and the session again in every process
+(horovod.common.elastic); ours is `RunState`, which Horovod has for other frameworks but not for MXNet, and on one
+machine to give out new ranks (elastic_launch.py; over several machines horovodrun does). A session is an ordinary run
+that starts from a checkpoint, only that this one is in memory: the last commit, made every `--commit-every` steps. So a
+change costs the steps since then and whatever a resumed run costs, and what holds for resuming with another number of
+processes holds here: the batch of each process stays, the learning rate follows the global batch, and no image comes
+twice in an epoch (Trainer._restore). docs/elastic.md tells more.
 """
 
 from __future__ import annotations
@@ -14,16 +15,22 @@ import contextlib
 import os
 import socket
 import stat
-from collections.abc import Callable
-from pathlib import Path
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from horovod.common.elastic import State, run_fn
 from horovod.common.exceptions import HorovodInternalError
+from horovod.runner.elastic.worker import HostUpdateResult
 
 from graph_passes.executors import Executor
 from train.checkpoint import Checkpoint
 from train.processes.distributed import Workers, drain_engine, is_lost_process
 from train.processes.horovod_mxnet import hvd
+from train.processes.pulse import pulse
+
+if TYPE_CHECKING:
+    from train.commands.train import Beginning
 
 
 class RunState(State):  # type: ignore[misc]  # Horovod is untyped
@@ -31,22 +38,44 @@ class RunState(State):  # type: ignore[misc]  # Horovod is untyped
     whether processes have come or gone: all raise HostsUpdatedInterrupt if so, which ends the session."""
 
     def __init__(self) -> None:
-        super().__init__(bcast_object=lambda value: hvd.broadcast_object(value, name="elastic"), get_rank=hvd.rank)
-        self.committed: Checkpoint | None = None
-        self.run_folder: Path | None = None
+        super().__init__(bcast_object=_broadcast, get_rank=hvd.rank)
+        self.beginning: Beginning | None = None  # what the next session starts from; None: as the first one does
         self.executor: Executor | None = None  # kept: its batch stays, and compiled steps are not thrown away
         self.capture: Callable[[], Checkpoint]  # of the session's trainer
 
     def save(self) -> None:
         """Part of `commit`."""
-        self.committed = self.capture()
+        assert self.beginning
+        committed = self.capture()
+        self.beginning = self.beginning._replace(config=committed.config, checkpoint=committed, fit_machine=False)
+        pulse.count_commit()
+        if pulse.is_recalled:
+            self.on_hosts_updated(time.time(), HostUpdateResult.added)
 
     def restore(self) -> None:
-        """After a loss; the next session starts from `committed` in any case."""
+        """After a loss; the next session starts from `beginning` in any case."""
 
     def sync(self) -> None:
         """A process that joins takes over what rank 0 has, which is never one that joins."""
-        self.committed, self.run_folder = self._bcast_object((self.committed, self.run_folder))
+        with _losses_named():
+            self.beginning = self._bcast_object(self.beginning)
+
+
+def _broadcast(value: Any) -> Any:
+    """Rank 0's, on every rank."""
+    pulse.begin_collective()
+    return hvd.broadcast_object(value, name="elastic")
+
+
+@contextlib.contextmanager
+def _losses_named() -> Iterator[None]:
+    """What an operation among the processes raises inside when one is lost becomes what Horovod looks for."""
+    try:
+        yield
+    except Exception as error:
+        if not is_lost_process(error):
+            raise
+        raise HorovodInternalError(str(error)) from None
 
 
 def run(session: Callable[[RunState], None]) -> None:
@@ -55,11 +84,8 @@ def run(session: Callable[[RunState], None]) -> None:
 
     def guarded(state: RunState) -> None:
         try:
-            session(state)
-        except Exception as error:
-            if not is_lost_process(error):
-                raise
-            raise HorovodInternalError(str(error)) from None
+            with _losses_named():
+                session(state)
         finally:
             drain_engine()
 
@@ -73,9 +99,13 @@ def run(session: Callable[[RunState], None]) -> None:
 
 
 def _join() -> dict[int, str]:
-    """Become one of the processes that Horovod wants now; returns the connections made for that, by descriptor."""
+    """Become one of the processes that the launcher wants now; returns the connections made for that, by descriptor."""
+    if pulse.is_watched:  # by our own launcher; under horovodrun, Horovod gives out the ranks
+        rank, size = map(str, pulse.wait_for_place())
+        os.environ.update(HOROVOD_RANK=rank, HOROVOD_SIZE=size, HOROVOD_CROSS_RANK=rank, HOROVOD_CROSS_SIZE=size)
     before = _sockets()
     workers = Workers()
+    pulse.lose_pace()
     os.environ.update(HOROVOD_RANK=str(workers.rank), HOROVOD_SIZE=str(workers.size))
     return {number: name for number, name in _sockets().items() if before.get(number) != name}
 

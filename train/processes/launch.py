@@ -10,42 +10,39 @@ process that failed first. Over several machines horovodrun starts `python -m tr
 from __future__ import annotations
 
 import argparse
-import contextlib
-import ctypes
 import importlib
-import logging
 import os
 import shlex
-import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, NoReturn
+from typing import Annotated, NoReturn
 
 from common.command_line import Positive, exit_code_of, given_and_rest, given_value
 from common.errors import EXIT_USER_ERROR
 from train.__main__ import understood
-from train.errors import EXIT_LOST_PROCESS, NoHorovodError, TrainError
+from train.errors import EXIT_HUNG_PROCESS, EXIT_LOST_PROCESS, NoHorovodError, TrainError
 from train.processes import topology
 from train.processes.invocation import LAUNCHER_VARIABLE
-from train.processes.signals import handled
+from train.processes.watch import DEFAULT_SECONDS
+from train.processes.worker import (
+    GRACE_SECONDS,
+    POLL_SECONDS,
+    STOPPED,
+    TOLD,
+    WAY_OUT,
+    Processes,
+    Slot,
+    Worker,
+    exit_code,
+    on_this_machine,
+)
 
-_libc = ctypes.CDLL(None)
-
-LOOPBACK = {"HOROVOD_GLOO_IFACE": "lo", "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "NCCL_SOCKET_IFNAME": "lo",
-            "HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
 SCRIPT = "scripts/dgx1_8gpu.sh"  # what users call this program by
 MAX_PROCESSES = 8  # without -n: a DGX-1 has 8 GPUs
-GRACE_SECONDS = 3.0  # for the others to end by themselves when one process has failed
-POLL_SECONDS = 0.05
-PR_SET_PDEATHSIG = 1  # of prctl(2)
-# Exit codes of processes that have said why they end.
-STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # as it was asked to
-TOLD = (EXIT_USER_ERROR, EXIT_LOST_PROCESS, *STOPPED)
 
 
 def _seconds(text: str) -> int:
@@ -76,45 +73,9 @@ class LaunchOptions:
     """Elastic: when a process is lost, go on from the last committed state while this many are left."""
     cooldown: Annotated[int, _seconds, "SECONDS"] = 0
     """Elastic: restart a lost process after about this long, longer each time; 0: never."""
-
-
-class Slot(NamedTuple):
-    """What a process gets."""
-
-    number: int
-    gpu: topology.GpuPlace | None
-    cores: frozenset[int]
-    bound: bool  # to these cores; else it only has as many threads
-
-    @property
-    def environment(self) -> dict[str, str]:
-        count = str(len(self.cores))
-        variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", count), topology.CORES_VARIABLE: count}
-        if self.gpu:
-            variables["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # NVML's; CUDA's own: fastest first
-            # Of the GPU's queues, which CUDA's streams share: a stream that waits for another GPU holds up its queue.
-            variables["CUDA_DEVICE_MAX_CONNECTIONS"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-        return variables
-
-    def __str__(self) -> str:
-        where = f"GPU {self.gpu.visible} ({self.gpu})" if self.gpu else "CPU"
-        return f"process {self.number}: {where}" + (f", cores {topology.format_cores(self.cores)}" * self.bound)
-
-
-class Worker(NamedTuple):
-    slot: Slot
-    process: subprocess.Popen[bytes]
-
-    def last_words(self) -> str:
-        """Why it ended."""
-        code = self.process.returncode
-        gpu = f"GPU {self.slot.gpu.visible}, " if self.slot.gpu else ""
-        place = f"process {self.slot.number} ({gpu}pid {self.process.pid})"
-        if code >= 0:
-            return f"{place} failed with exit code {code}"
-        name = signal.Signals(-code).name
-        memory = ", as the kernel does when the machine's memory runs out" if -code == signal.SIGKILL else ""
-        return f"{place} was killed by {name}{memory}"
+    hang_seconds: Annotated[int, _seconds, "SECONDS"] = DEFAULT_SECONDS
+    """A process that shows no sign of life for so long, or for ten times its longest step if that is more, while the
+    others wait for it, is killed; in what is done once, such as compiling, for fifteen times as long. 0: none is."""
 
 
 def plan(num_processes: int | None, on_cpu: bool) -> tuple[list[Slot], list[str]]:
@@ -130,10 +91,24 @@ def plan(num_processes: int | None, on_cpu: bool) -> tuple[list[Slot], list[str]
     return slots, notes
 
 
-def launch(slots: Sequence[Slot], command: Sequence[str]) -> int:
+def launch_elastic(slots: Sequence[Slot], command: Sequence[str], min_processes: int, cooldown: int = 0,
+                   hang_seconds: float = DEFAULT_SECONDS) -> int:
+    """Run a command once for each slot; the exit code. When a process is lost, the others go on as long as
+    `min_processes` are left, and it comes back after `cooldown` seconds, twice as long each time, if that is not 0.
+
+    Raises TrainError where Horovod is missing.
+    """
+    require_horovod(len(slots))
+    from train.processes.elastic_launch import ElasticRun  # needs Horovod
+
+    return ElasticRun(slots, command, min_processes, cooldown, hang_seconds).run()
+
+
+def launch(slots: Sequence[Slot], command: Sequence[str], hang_seconds: float = DEFAULT_SECONDS) -> int:
     """Run `command` in a process for each slot, with its rank in the environment.
 
-    Returns the exit code: 0, or that of the first process that failed, whereupon the others are ended.
+    Returns the exit code: 0, or that of the first process that failed, whereupon the others are ended; so they are
+    when one hangs (`Watch`, with `hang_seconds`).
 
     Raises TrainError where Horovod is missing.
     """
@@ -144,178 +119,58 @@ def launch(slots: Sequence[Slot], command: Sequence[str]) -> int:
 
     ranks = get_host_assignments(parse_hosts(f"localhost:{len(slots)}"), len(slots))
     server = RendezvousServer()
-    common = {**LOOPBACK, "HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.start())}
+    common = {**on_this_machine(hang_seconds), "HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.start())}
     server.init(ranks)
-    workers: list[Worker] = []
-    with _signals_forwarded(workers) as received:
-        try:
+    processes = Processes(slots, command, hang_seconds)
+    try:
+        with processes.in_charge():
             for rank, slot in zip(ranks, slots, strict=True):
-                workers.append(_start(command, slot, {**common, **create_slot_env_vars(rank)}))
-            return _wait(workers, received)
-        finally:
-            for worker in workers:
-                worker.process.kill()
-            server.stop()
+                processes.start(slot, {**common, **create_slot_env_vars(rank)})
+            return _wait(processes)
+    finally:
+        server.stop()
 
 
-def launch_elastic(slots: Sequence[Slot], command: Sequence[str], min_processes: int, cooldown: int = 0) -> int:
-    """Run a command once for each slot in Horovod's elastic mode; the exit code. When a process is lost, the
-    others go on as long as `min_processes` are left.
+def _wait(processes: Processes) -> int:
+    """Until all have ended, or until GRACE_SECONDS after the first one that failed, or after a second request to stop.
 
-    To Horovod every slot is a host of its own, because it is whole hosts that Horovod gives up. A slot given up comes
-    back after `cooldown` seconds, twice as long each time, if that is not 0; a process that is started there joins.
-    """
-    require_horovod(len(slots))
-    from horovod.runner.elastic.discovery import HostDiscovery
-    from horovod.runner.elastic.driver import ElasticDriver
-    from horovod.runner.elastic.rendezvous import create_rendezvous_handler
-    from horovod.runner.gloo_run import create_slot_env_vars
-    from horovod.runner.http.http_server import RendezvousHTTPServer, RendezvousServer
-
-    RendezvousHTTPServer.daemon_threads = True  # one that waits for a dead process must not keep this one
-    by_host = {f"slot{slot.number}": slot for slot in slots}
-
-    class Slots(HostDiscovery):  # type: ignore[misc]  # Horovod is untyped
-        def find_available_hosts_and_slots(self) -> dict[str, int]:
-            return dict.fromkeys(by_host, 1)
-
-    server = RendezvousServer()
-    cooldown_range = (cooldown, 3600) if cooldown else None  # Horovod allows an hour at most
-    driver = ElasticDriver(server, Slots(), min_processes, len(slots), cooldown_range=cooldown_range)
-    common = {**LOOPBACK, "HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.start(create_rendezvous_handler(driver))),
-              "HOROVOD_ELASTIC": "1"}
-    workers: list[Worker] = []
-    lost: list[Worker] = []
-    given_up = threading.Event()
-
-    def run_worker(rank: Any, events: Sequence[threading.Event]) -> tuple[int, float]:
-        """Start a process where Horovod wants one and wait for its end; in a thread of Horovod's."""
-        slot = by_host[rank.hostname]
-        visible = {"CUDA_VISIBLE_DEVICES": slot.gpu.visible} if slot.gpu else {}  # each is the only one on its host
-        worker = _start(command, slot, {**common, **visible, **create_slot_env_vars(rank)})
-        workers.append(worker)
-        while worker.process.poll() is None and not any(event.is_set() for event in events):
-            time.sleep(POLL_SECONDS)
-        try:
-            code = worker.process.wait(GRACE_SECONDS)
-        except subprocess.TimeoutExpired:
-            worker.process.kill()
-            code = worker.process.wait()
-        if code not in (0, *TOLD) and -code not in received and not given_up.is_set():
-            lost.append(worker)
-            left = sum(other.process.poll() is None for other in workers)
-            if left == 0 or (left < min_processes and not cooldown):
-                given_up.set()
-                print(f"error: {worker.last_words()}; {left} {'is' if left == 1 else 'are'} left, but --min-np is "
-                      f"{min_processes}, so the run ends: go on with --resume and its folder",
-                      file=sys.stderr, flush=True)
-                for other in workers:
-                    other.process.kill()
-            else:
-                go, wait = ("go", "wait") if left > 1 else ("goes", "waits")
-                they = f"{go} on from" if left >= min_processes else f"{wait} for more, to be {min_processes}, at"
-                print(f"{worker.last_words()}; {left} {they} the last commit", file=sys.stderr, flush=True)
-        return _exit_code(code), time.time()
-
-    logging.disable(logging.ERROR)  # Horovod's, of what is told here
-    with _signals_forwarded(workers) as received:
-        try:
-            driver.start(len(slots), run_worker)
-            codes = _results(driver, workers)
-            return max(codes) if codes else _exit_code(lost[-1].process.returncode) if lost else 1
-        finally:
-            for worker in workers:
-                worker.process.kill()
-            logging.disable(logging.NOTSET)
-
-
-def _results(driver: Any, workers: Sequence[Worker]) -> list[int]:
-    """Exit codes of the processes that an elastic run ended with; none where Horovod has lost count.
-
-    It does when a process dies while it counts those that are ready: then it would wait for dead processes forever.
-    """
-    codes: list[int] = []
-
-    def wait() -> None:
-        codes.extend(code for code, _ in driver.get_results().worker_results.values())
-
-    waiting = threading.Thread(target=wait, daemon=True)
-    waiting.start()
-    deadline = float("inf")
-    while waiting.is_alive() and time.monotonic() < deadline:
-        waiting.join(POLL_SECONDS)
-        if any(worker.process.poll() is None for worker in workers):
-            deadline = float("inf")
-        elif deadline == float("inf"):
-            deadline = time.monotonic() + GRACE_SECONDS
-    return codes
-
-
-@contextlib.contextmanager
-def _signals_forwarded(workers: Sequence[Worker]) -> Iterator[set[int]]:
-    """Signals to this process reach all workers that there are by then; yields the numbers of those that came."""
-    received: set[int] = set()
-
-    def forward(number: int, frame: object) -> None:
-        received.add(number)
-        for worker in workers:
-            worker.process.send_signal(number)
-
-    def leave(number: int, frame: object) -> None:
-        """Ctrl-C reaches the whole process group by itself. Not SIG_IGN, which the workers would inherit."""
-        received.add(number)
-
-    with handled({signal.SIGTERM: forward, signal.SIGUSR1: forward, signal.SIGINT: leave}):
-        yield received
-
-
-def _start(command: Sequence[str], slot: Slot, environment: Mapping[str, str]) -> Worker:
-    process = subprocess.Popen(command, env={**os.environ, **slot.environment, **environment}, preexec_fn=_stop_with_us)
-    if slot.bound:
-        with contextlib.suppress(ProcessLookupError):  # it has ended already
-            os.sched_setaffinity(process.pid, slot.cores)
-    return Worker(slot, process)
-
-
-def _stop_with_us() -> None:
-    """In a new process: SIGTERM for it when this one is killed, so that no orphans stay on the GPUs."""
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def _wait(workers: Sequence[Worker], received: set[int]) -> int:
-    """Until all have ended, or until GRACE_SECONDS after the first one that failed.
-
-    One that stopped because it was asked to has not failed: process 0 still writes the report then.
-    Prints the last words of the one whose fault it was: the others fail because of it, perhaps even before it is gone.
-    Not where it ended by one of the signals `received`, as it does while it starts.
+    One that stopped because it was asked to has not failed: process 0 still writes the report then; nor has another one
+    that was killed by then. Prints the last words of the one whose fault it was: the others fail because of it, perhaps
+    even before it is gone. Not where it ended by one of the signals handed on, as it does while it starts.
     """
     failed: list[Worker] = []  # in the order in which they were seen
+    has_hung = False
     deadline = float("inf")
     while time.monotonic() < deadline:
-        codes = [worker.process.poll() for worker in workers]
-        failed += [worker for worker, code in zip(workers, codes, strict=True)
-                   if code and code not in STOPPED and worker not in failed]
-        if failed and deadline == float("inf"):
+        running = processes.running
+        failed += [worker for worker in processes.all if worker.process.returncode and worker not in failed
+                   and worker.process.returncode not in STOPPED and not processes.has_done_its_part(worker)]
+        if (failed or processes.must_end) and deadline == float("inf"):
             deadline = time.monotonic() + GRACE_SECONDS
-        if None not in codes:
+        if not running:
             break
+        hang = None if failed else processes.end_hang()
+        if hang:
+            has_hung, deadline = True, time.monotonic() + GRACE_SECONDS
+            print(f"error: {hang.sentence}, so the run ends; {WAY_OUT}", file=sys.stderr, flush=True)
         time.sleep(POLL_SECONDS)
+    if has_hung:
+        return EXIT_HUNG_PROCESS
+    if processes.running and not failed:
+        return 128 + processes.signals[-1]
     if not failed:
-        return max(worker.process.returncode for worker in workers)
+        return max(0, *(worker.process.returncode for worker in processes.all))
     culprit = next((worker for worker in failed if worker.process.returncode != EXIT_LOST_PROCESS), failed[0])
     code = culprit.process.returncode
-    if code not in TOLD and -code not in received:
-        print(f"error: {culprit.last_words()}, so the run ends; its last checkpoint, if there is one, is whole: go on "
-              "with --resume and the run's folder", file=sys.stderr, flush=True)
-    return _exit_code(code)
-
-
-def _exit_code(code: int) -> int:
-    return 128 - code if code < 0 else code  # a shell's code for a process that a signal ended
+    if code not in TOLD and -code not in processes.signals:
+        print(f"error: {processes.end_of_run(culprit)}", file=sys.stderr, flush=True)
+    return exit_code(code)
 
 
 def require_horovod(num_processes: int | str) -> None:
-    """Raises NoHorovodError where Horovod is missing; but this project's own environment gets it first."""
+    """Raises TrainError where Horovod cannot work: it is missing, but this project's own environment gets it first; or
+    this machine's name has no address."""
+    topology.check_host_name()
     root = Path(__file__).resolve().parents[2]
     ours = "PYTHON" not in os.environ and Path(sys.prefix).resolve() == (root / ".venv").resolve()
     if ours and not (root / ".venv" / ".ready-horovod").exists():
@@ -350,6 +205,7 @@ def main(arguments: Sequence[str]) -> int:
     on_cpu = given_value(passed, "--device") == "cpu"
     command = [sys.executable, "-m", "train", *passed]
     if "HOROVOD_LOCAL_RANK" in os.environ:  # started by horovodrun
+        topology.check_host_name()
         slots, _ = plan(int(os.environ["HOROVOD_LOCAL_SIZE"]), on_cpu)
         _become(command, slots[int(os.environ["HOROVOD_LOCAL_RANK"])])
     understood(passed)  # a mistake is told before Horovod is compiled, and once
@@ -361,12 +217,13 @@ def main(arguments: Sequence[str]) -> int:
     variables = [f"{name}={value}" for name, value in slots[0].environment.items()]
     print(shlex.join([*variables, "python", *command[1:]]), flush=True)
     elastic = f" --min-np {own.min_np}" + f" --cooldown {own.cooldown}" * bool(own.cooldown) if own.min_np else ""
-    os.environ[LAUNCHER_VARIABLE] = f"{SCRIPT} -n {len(slots)}{elastic}"
+    patience = f" --hang-seconds {own.hang_seconds}" * (own.hang_seconds != DEFAULT_SECONDS)
+    os.environ[LAUNCHER_VARIABLE] = f"{SCRIPT} -n {len(slots)}{elastic}{patience}"
     if own.min_np:
-        return launch_elastic(slots, command, own.min_np, own.cooldown)
+        return launch_elastic(slots, command, own.min_np, own.cooldown, own.hang_seconds)
     if len(slots) == 1:
         _become(command, slots[0])  # alone it needs neither Horovod nor this process
-    return launch(slots, command)
+    return launch(slots, command, own.hang_seconds)
 
 
 def _become(command: list[str], slot: Slot) -> NoReturn:

@@ -21,7 +21,8 @@ from common.command_line import Positive, exit_code_of, given_and_rest, part_of,
 from common.errors import ProgramError
 from train.errors import TrainError
 from train.processes.invocation import LAUNCHER_VARIABLE
-from train.processes.launch import TOLD, require_horovod
+from train.processes.launch import require_horovod
+from train.processes.worker import TOLD
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,41 @@
-"""Signals become requests that the training loop looks at between two steps."""
+"""Signals: what asks the training loop to save and stop, and what ends a process that does not listen any more.
+
+SIGTERM, Ctrl-C (SIGINT), SIGHUP (the terminal is closed) and SIGPIPE (nobody reads the output any more) become
+requests, which the loop looks at between two steps and two batches of validation. Python runs their handlers in the
+main thread, between two of its own instructions, so a process that is blocked in a library never gets there. Its
+handlers in C do run there, and write each signal's number into a pipe (`signal.set_wakeup_fd`): at the other end
+another process stands guard.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import select
 import signal
+import time
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType, TracebackType
 
-STOPPING = (signal.SIGTERM, signal.SIGINT)
+INSISTENT = (signal.SIGTERM, signal.SIGINT)  # the second of these ends a process
+STOPPING = (*INSISTENT, signal.SIGHUP, signal.SIGPIPE)  # a closed terminal may well send two of them
+LEAVE = signal.SIGUSR2  # from the guard: the second one has come
+
+SAME_SECONDS = 1.0  # within them a signal is the first one again: a launcher and the system may both send it
+GRACE_SECONDS = 5.0  # that a process has to leave by itself
+TRAINING, NOT_TRAINING = 100, 101  # to the guard; signals have numbers up to 64
+
+WORDS = "stopping after this step, then saving"
+ANSWERS: dict[int, str] = {
+    signal.SIGTERM: f"{WORDS}; once more to leave without",
+    signal.SIGINT: f"{WORDS}; once more to leave without",
+    signal.SIGHUP: f"the terminal is closed: {WORDS}",
+    signal.SIGPIPE: f"nobody reads the output any more: {WORDS}",
+}
 
 Handler = Callable[[int, "FrameType | None"], object]
+
+_to_guard: int | None = None  # descriptor
 
 
 @contextlib.contextmanager
@@ -32,29 +58,114 @@ class StoppedBySignal(Exception):
 
 
 class Signals:
-    """While in use: SIGTERM and SIGINT ask to save and stop, SIGUSR1 asks to save and go on.
+    """While in use: those of STOPPING ask to save and stop, SIGUSR1 asks to save and go on.
 
-    A second SIGINT (Ctrl-C) ends the process at once, as usual.
+    SIGHUP does not where the process was started to ignore it (nohup), and SIGPIPE only in a process that is `alone`:
+    another one loses connections to processes that have ended, which is no request.
     """
 
-    def __init__(self) -> None:
-        self.stop: int = 0  # number of the signal that asked for it
+    def __init__(self, alone: bool = True) -> None:
+        self.stop: int = 0  # number of the signal that asked for it first
         self.save = False
-        self._handled = handled(dict.fromkeys((*STOPPING, signal.SIGUSR1), self._handle))
+        heard = {*INSISTENT, signal.SIGUSR1}
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            heard.add(signal.SIGHUP)
+        if alone:
+            heard.add(signal.SIGPIPE)
+        self._handled = handled({**dict.fromkeys(heard, self._handle), LEAVE: interrupt})
 
     def __enter__(self) -> Signals:
         self._handled.__enter__()
+        _tell_guard(TRAINING)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        _tell_guard(NOT_TRAINING)
         self._handled.__exit__(kind, error, trace)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGUSR1:
             self.save = True
+        else:
+            self.stop = self.stop or number
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """Handler: end like after Ctrl-C. The next Ctrl-C, in the middle of that, ends the process without a trace."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    raise KeyboardInterrupt
+
+
+# --- the guard ---
+
+
+def guard(speaks: bool) -> None:
+    """Have a process of its own see to it that a second Ctrl-C or SIGTERM ends this process, whatever it is blocked in;
+    if it `speaks`, it also answers the first one at once, on standard error.
+
+    To be called while this process has one thread and few pages, which fork() copies.
+    """
+    global _to_guard
+    numbers, _to_guard = os.pipe()
+    ward = os.getpid()
+    if os.fork() == 0:
+        try:
+            _stand_guard(numbers, ward, speaks)
+        finally:
+            os._exit(0)
+    os.close(numbers)
+    os.set_blocking(_to_guard, False)
+    signal.set_wakeup_fd(_to_guard, warn_on_full_buffer=False)
+
+
+def _tell_guard(number: int) -> None:
+    if _to_guard is not None:
+        with contextlib.suppress(OSError):
+            os.write(_to_guard, bytes([number]))
+
+
+def _stand_guard(numbers: int, ward: int, speaks: bool) -> None:
+    """In the guard, until process `ward` has ended, and with it its end of the pipe `numbers`."""
+    signal.set_wakeup_fd(-1)
+    for not_for_it in (*STOPPING, signal.SIGUSR1, LEAVE):
+        signal.signal(not_for_it, signal.SIG_IGN)
+    os.setsid()  # Ctrl-C is not for it
+    os.dup2(numbers, 0)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whoever reads the ward's output is to see its end
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        if descriptor > 2:
+            with contextlib.suppress(OSError):  # that of the listing is closed by now
+                os.close(descriptor)
+    is_training, asked_at, kill_at = False, 0.0, 0.0  # seconds; 0: not
+    answered: set[int] = set()
+    while True:
+        wait = max(kill_at - time.monotonic(), 0.0) if kill_at else None
+        if not select.select([0], [], [], wait)[0]:
+            os.kill(ward, signal.SIGKILL)
             return
-        self.stop = number
-        if number == signal.SIGINT:
-            signal.signal(number, signal.default_int_handler)
+        received = os.read(0, 64)
+        if not received:
+            return
+        now = time.monotonic()
+        for number in received:
+            if number in (TRAINING, NOT_TRAINING):
+                is_training, asked_at = number == TRAINING, 0.0
+            elif is_training and speaks and number in ANSWERS and not answered.intersection((number, *INSISTENT)):
+                answered.add(number)
+                _answer(ANSWERS[number])
+            if number in INSISTENT and not asked_at:
+                asked_at = now
+            elif number in INSISTENT and now - asked_at > SAME_SECONDS and not kill_at:
+                kill_at = now + GRACE_SECONDS
+                if is_training:
+                    os.kill(ward, LEAVE)
+
+
+def _answer(sentence: str) -> None:
+    """Write a line to standard error, over the progress bar where there is one; never wait for its reader."""
+    start = "\r\x1b[2K\x1b[?25h" if os.isatty(2) else ""  # an empty line, and a cursor, which the bar has hidden
+    with contextlib.suppress(OSError):
+        if select.select([], [2], [], 0)[1]:
+            os.write(2, f"{start}{sentence}\n".encode())

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import itertools
 import os
+import socket
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +31,18 @@ class GpuPlace(NamedTuple):
     def __str__(self) -> str:
         links = f"{self.num_nvlinks} NVLinks" if self.num_nvlinks else "no NVLink"
         return f"{self.name}, {self.free_bytes / 2**30:.1f} of {self.total_bytes / 2**30:.1f} GiB free, {links}"
+
+
+def check_host_name() -> None:
+    """Raises TrainError where this machine's own name has no address: Gloo looks it up, whatever interface it is given,
+    and crashes (Horovod 0.28.1, GlooContext::InitializeForProcessSet)."""
+    name = socket.gethostname()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError as error:
+        reason = error.strerror or error
+        raise TrainError(f"this machine's name, {name}, has no address ({reason}), and several processes need one to "
+                         f"reach each other: add the line '127.0.0.1 {name}' to /etc/hosts") from None
 
 
 def read_gpus(nvml: Any = None) -> list[GpuPlace]:

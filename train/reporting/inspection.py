@@ -8,15 +8,19 @@ from dataclasses import replace
 import numpy as np
 
 from graph_passes.executors import Executor
-from pipelines import MEAN, STD, Loader, LoaderConfig, load_chosen
+from pipelines import Loader, LoaderConfig, load_chosen
+from train.reporting.metrics import VALIDATION
 from train.reporting.predictions import Predictions
 
 NUM_SHOWN = 24
 SHOWN_SIZE = 160  # pixels: a network may see too few for people
 
 
-def predict_some(executor: Executor, loader: Loader, epoch: int) -> Predictions:
-    """Predictions for images of a validation loader's split. Raises DataError where none can be decoded."""
+def predict_some(executor: Executor, loader: Loader, epoch: int, images: str = VALIDATION) -> Predictions:
+    """Predictions for images of a validation loader's split. Raises DataError where none can be decoded.
+
+    `images`: which these are, one of `metrics.EVALUATED`.
+    """
     chosen = spread(loader.num_images, NUM_SHOWN)
     config = replace(loader.config, on_bad_image="skip")  # there are others: a picture must not end a run
     labels, guesses, probabilities = [], [], []
@@ -28,12 +32,14 @@ def predict_some(executor: Executor, loader: Loader, epoch: int) -> Predictions:
     for_people = replace(config, image_size=SHOWN_SIZE, device="cpu", dtype="float32", channels=3)
     pictures = [data for data, _ in _valid(for_people, chosen)]
     names = loader.class_names
+    mean, std = config.transform.mean, config.transform.std
     return Predictions(
-        pictures=(np.concatenate(pictures) * STD + MEAN).round().clip(0, 255).astype(np.uint8),
+        pictures=(np.concatenate(pictures) * std + mean).round().clip(0, 255).astype(np.uint8),
         true=[names[loader.labels[label]] for label in labels],
         guessed=[names[guess] if guess < len(names) else f"class {guess}" for guess in guesses],
         probability=np.array(probabilities),
         epoch=epoch,
+        images=images,
     )
 
 

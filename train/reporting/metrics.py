@@ -31,13 +31,14 @@ UNITS = {
     "loader_wait_ms": "ms",
     "compute_ms": "ms",
     "images_per_sec": "images/s, all processes together; without a session's first step where there are others",
-    "images_per_sec_uncertainty": "images/s, standard error of the mean",
-    "images_per_sec_jitter": "images/s, 1.4826 x median absolute deviation",
+    "images_per_sec_uncertainty": "images/s, standard error of the mean; null for a single step",
+    "images_per_sec_jitter": "images/s, 1.4826 x median absolute deviation; null for a single step",
     "loader_images_per_sec": "images/s, all processes together",
     "loss": "nats per image",
     "top1": "fraction of images",
     "top5": "fraction of images",
     "learning_rate": "1",
+    "skipped_steps": "optimizer steps that changed no weight, since a gradient was not finite",
     "gpu_power": "W, all GPUs together",
     "gpu_utilization": "fraction of the time in which a kernel ran, mean of the GPUs",
     "gpu_memory": "GiB in use by any program, mean of the GPUs",
@@ -50,14 +51,21 @@ UNITS = {
 
 
 class Speed(NamedTuple):
-    """Images/sec of a series of steps: mean, standard error of the mean, jitter."""
+    """Images/sec of a series of steps: mean, standard error of the mean, jitter; a single step has only the first."""
 
     mean: float
-    uncertainty: float
-    jitter: float
+    uncertainty: float | None
+    jitter: float | None
+
+    @property
+    def spread(self) -> str:
+        """The last two, in words."""
+        if self.uncertainty is None or self.jitter is None:
+            return "(a single step)"
+        return f"+/- {self.uncertainty:,.1f} (jitter = {self.jitter:,.1f})"
 
     def __str__(self) -> str:
-        return f"images/sec: {self.mean:.1f} +/- {self.uncertainty:.1f} (jitter = {self.jitter:.1f})"
+        return f"images/sec: {self.mean:.1f} {self.spread.replace(',', '')}"
 
 
 def speed(step_ms: Sequence[float] | np.ndarray, images_per_step: int) -> Speed:
@@ -70,17 +78,38 @@ def speed(step_ms: Sequence[float] | np.ndarray, images_per_step: int) -> Speed:
     seconds = np.asarray(step_ms, dtype=np.float64) / 1e3
     if not len(seconds):
         raise ValueError("speed() needs at least one step")
-    speeds = images_per_step / seconds
+    mean, speeds = float(images_per_step / seconds.mean()), images_per_step / seconds
+    if len(seconds) == 1:
+        return Speed(mean, None, None)
     return Speed(
-        mean=float(images_per_step / seconds.mean()),
+        mean=mean,
         uncertainty=float(speeds.std() / math.sqrt(len(speeds))),
         jitter=float(1.4826 * np.median(np.abs(speeds - np.median(speeds)))),
     )
 
 
+VALIDATION, TRAINING_IMAGES = "validation", "training images"
+# What the accuracy after an epoch may be of, and how its fields begin in an `EpochRow`, metrics.jsonl and TensorBoard.
+EVALUATED = {VALIDATION: "val", TRAINING_IMAGES: "train_eval"}
+
+
+def accuracy_of(images: str, top: str = "top-1") -> str:
+    """An accuracy by its name: of the validation images, or of the training images where there are no others."""
+    return f"{VALIDATION} {top}" if images == VALIDATION else f"{top} on the {images}"
+
+
+class Evaluation(NamedTuple):
+    """What the network, as it is after an epoch, makes of some images."""
+
+    images: str  # VALIDATION or TRAINING_IMAGES
+    loss: float
+    top1: float  # fraction of the images
+    top5: float
+
+
 @dataclass
 class EpochRow:
-    """Results of one epoch. Accuracies are fractions; None where there was no validation."""
+    """Results of one epoch. Accuracies are fractions; None where there was no evaluation on such images."""
 
     epoch: int  # counted from 1
     hours: float  # training time since the start of the run when the epoch's validation had ended
@@ -90,6 +119,18 @@ class EpochRow:
     val_loss: float | None = None
     val_top1: float | None = None
     val_top5: float | None = None
+    train_eval_loss: float | None = None  # of the training images, seen as in validation: the data has no others
+    train_eval_top1: float | None = None
+    train_eval_top5: float | None = None
+
+    @property
+    def evaluation(self) -> Evaluation | None:
+        """Of validation images, or of the training images where there are no others; None: not in this epoch."""
+        for images, prefix in EVALUATED.items():
+            values = [getattr(self, f"{prefix}_{name}") for name in ("loss", "top1", "top5")]
+            if values[1] is not None:
+                return Evaluation(images, *values)
+        return None
 
 
 @dataclass
@@ -101,6 +142,7 @@ class LossPoint:
     loss: float
     top1: float
     learning_rate: float
+    skipped_steps: int = 0  # of these steps, those that changed no weight; runs of earlier versions do not say
 
 
 @dataclass
@@ -183,6 +225,11 @@ class RunRecord:
         return per_hour * self.seconds / 3600 if per_hour else None
 
     @property
+    def skipped_steps(self) -> int:
+        """Those that changed no weight, since a gradient was not finite."""
+        return sum(point.skipped_steps for point in self.loss_curve)
+
+    @property
     def steps_done(self) -> int:
         return self.steps_before + len(self.step_ms)
 
@@ -199,11 +246,14 @@ class RunRecord:
             self.loader_wait_ms += line["loader_wait_ms"]
             self.compute_ms += line["compute_ms"]
             if line["loss"] is not None:
-                self.loss_curve.append(LossPoint(**{f.name: line[f.name] for f in dataclasses.fields(LossPoint)}))
+                known = {f.name: line[f.name] for f in dataclasses.fields(LossPoint) if f.name in line}
+                self.loss_curve.append(LossPoint(**known))
             if "gpu_power" in line:
                 self.gpu_curve.append(GpuPoint(line["step"], *(line.get(f"gpu_{f}") for f in GpuReadings._fields)))
         elif kind == "epoch":
-            self.epochs.append(EpochRow(**{f.name: line[f.name] for f in dataclasses.fields(EpochRow)}))
+            # Earlier versions did not tell the training images from those of validation.
+            names = [field.name for field in dataclasses.fields(EpochRow)]
+            self.epochs.append(EpochRow(**{name: line[name] for name in names if name in line}))
         elif kind == "phase":
             self.phase_seconds[line["name"]] = self.phase_seconds.get(line["name"], 0.0) + line["seconds"]
         elif kind == "loader":

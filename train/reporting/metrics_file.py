@@ -6,11 +6,12 @@ import contextlib
 import fcntl
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from common.files import way_out
+from common.files import way_out, write_bytes
 from train.errors import TrainError
 from train.reporting.metrics import SCHEMA, UNITS, RunRecord
 
@@ -38,7 +39,7 @@ class MetricsFile:
         self._path, self._clock = path, clock
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a", encoding="utf-8", buffering=1)
+            self._file = path.open("a+", encoding="utf-8", buffering=1)
             _lock(self._file, path)
             _cut_unfinished_line(path)
             self.record = RunRecord.read_jsonl(path)
@@ -51,6 +52,25 @@ class MetricsFile:
     def seconds(self) -> float:
         """Since the start of the run, over its sessions."""
         return self._clock() - self._run_start
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether somebody has removed it, or put another file in its place."""
+        try:
+            return not (self._file.closed or os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno())))
+        except OSError:
+            return True
+
+    def write_anew(self) -> None:
+        """Put it back with all that it held, which is there as long as it is open. Raises TrainError where that
+        fails."""
+        with log_of_run(self._path):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file.seek(0)
+            write_bytes(self._path, self._file.read().encode())
+            self._file.close()
+            self._file = self._path.open("a+", encoding="utf-8", buffering=1)
+            _lock(self._file, self._path)
 
     def write(self, event: str, **fields: Any) -> None:
         """Append an event. Raises TrainError where the disk is full."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import io
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from train.reporting.metrics import RunRecord
+from train.reporting.metrics import VALIDATION, Evaluation, RunRecord, accuracy_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -76,14 +78,14 @@ def throughput(record: RunRecord, theme: Theme) -> bytes:
 
 
 def loss(record: RunRecord, theme: Theme) -> bytes:
-    """Training loss by epoch, and validation loss where there is one."""
+    """Training loss by epoch, and that of validation where there is one."""
     figure, axes = _figure_with_axes(theme, "Loss", "epoch", "cross entropy (nats per image)")
     x, y = _thin(np.array([p.epoch for p in record.loss_curve]), np.array([p.loss for p in record.loss_curve]))
     axes.plot(x, y, color=theme.series[0], linewidth=1.6, label="training")
-    rows = [row for row in record.epochs if row.val_loss is not None]
-    if rows:
-        values = np.array([row.val_loss for row in rows], dtype=float)
-        axes.plot([row.epoch for row in rows], values, "o-", color=theme.series[1], **_DOTTED, label="validation")
+    for images, points in _evaluations(record).items():
+        label = images if images == VALIDATION else f"{images}, after the epoch"
+        axes.plot([epoch for epoch, _ in points], [found.loss for _, found in points], "o-", color=theme.series[1],
+                  **_DOTTED, label=label)
     axes.set_ylim(0, 1.08 * axes.dataLim.ymax)
     axes.set_xlim(left=0)
     _legend(axes, theme)
@@ -91,13 +93,14 @@ def loss(record: RunRecord, theme: Theme) -> bytes:
 
 
 def accuracy(record: RunRecord, theme: Theme) -> bytes:
-    """Training top-1, validation top-1 and top-5 by epoch, in percent."""
+    """Training top-1, and top-1 and top-5 of validation by epoch, in percent."""
     figure, axes = _figure_with_axes(theme, "Accuracy", "epoch", "correct (%)")
-    series = (
-        ("training top-1", theme.series[0], [(row.epoch, row.train_top1) for row in record.epochs]),
-        ("validation top-1", theme.series[1], [(row.epoch, row.val_top1) for row in record.epochs]),
-        ("validation top-5", theme.series[2], [(row.epoch, row.val_top5) for row in record.epochs]),
-    )
+    series = [("training top-1", theme.series[0], [(row.epoch, row.train_top1) for row in record.epochs])]
+    for images, rows in _evaluations(record).items():
+        series += [
+            (accuracy_of(images), theme.series[1], [(epoch, found.top1) for epoch, found in rows]),
+            (accuracy_of(images, "top-5"), theme.series[2], [(epoch, found.top5) for epoch, found in rows]),
+        ]
     for label, color, points in series:
         known = [(epoch, 100 * value) for epoch, value in points if value is not None]
         if known:
@@ -107,6 +110,15 @@ def accuracy(record: RunRecord, theme: Theme) -> bytes:
     axes.set_xlim(left=0)
     _legend(axes, theme)
     return _png(figure, theme)
+
+
+def _evaluations(record: RunRecord) -> dict[str, list[tuple[int, Evaluation]]]:
+    """By the images that they are of: the evaluations of a run, each with its epoch."""
+    found: dict[str, list[tuple[int, Evaluation]]] = {}
+    for row in record.epochs:
+        if row.evaluation:
+            found.setdefault(row.evaluation.images, []).append((row.epoch, row.evaluation))
+    return found
 
 
 def gpu(record: RunRecord, theme: Theme) -> bytes:
@@ -193,8 +205,7 @@ def predictions(shown: Predictions, theme: Theme) -> bytes:
 @functools.cache
 def font(size: int, bold: bool = False) -> ImageFont.FreeTypeFont:
     """DejaVu Sans as matplotlib has it: the same on every machine. `size` in pixels."""
-    import matplotlib  # slow to import
-
+    matplotlib = _matplotlib()
     name = f"DejaVuSans{'-Bold' * bold}.ttf"
     return ImageFont.truetype(str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / name), size)
 
@@ -216,9 +227,9 @@ def precisions(runs: Mapping[str, Mapping[str, RunRecord]], title: str) -> bytes
     grid = figure.subplots(len(models), 2, squeeze=False, width_ratios=(2, 1))
     for (left, right), model in zip(grid, models, strict=True):
         for color, (name, record) in zip(theme.parts, runs[model].items(), strict=False):
-            rows = [(row.hours, row.val_top1) for row in record.epochs if row.val_top1 is not None]
+            rows = [(row.hours, row.evaluation) for row in record.epochs if row.evaluation]
             if rows:
-                hours, top1 = (np.array(values) for values in zip(*rows, strict=True))
+                hours, top1 = np.array([(hours, found.top1) for hours, found in rows]).T
                 left.plot(3600 * hours, 100 * top1, "o-", color=color, label=name, **_DOTTED)
             else:
                 seconds = np.cumsum(record.step_ms) / 1e3
@@ -227,7 +238,7 @@ def precisions(runs: Mapping[str, Mapping[str, RunRecord]], title: str) -> bytes
                           label=name, linewidth=1.6)
             bar = right.barh(name, record.speed().mean, color=color)
             right.bar_label(bar, fmt="{:,.0f}", padding=3, color=theme.muted, fontsize=9)
-        what = "validation top-1 (%)" if rows else "training loss"
+        what = f"{accuracy_of(rows[-1][1].images)} (%)" if rows else "training loss"
         _styled(left, theme, model, "training time (s)", what)
         _styled(right, theme, "", "images/sec", "")
         right.grid(visible=False)
@@ -237,12 +248,20 @@ def precisions(runs: Mapping[str, Mapping[str, RunRecord]], title: str) -> bytes
     return _png(figure, theme)
 
 
+def _matplotlib() -> Any:
+    """The package, which is slow to import, and most processes of a run draw nothing. Where the home folder cannot be
+    written it works with a temporary one, and its word on that is of no use here."""
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
+    return importlib.import_module("matplotlib")
+
+
 _DOTTED: dict[str, Any] = {"linewidth": 1.6, "markersize": 4}
 
 
 def _figure(width: float, height: float, theme: Theme) -> Figure:
     """An empty figure; inches."""
-    from matplotlib.figure import Figure  # slow to import, and most processes of a run draw nothing
+    _matplotlib()
+    from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), dpi=144, facecolor=theme.background, layout="constrained")
 

@@ -1,4 +1,4 @@
-"""What a network makes of some validation images, kept in a file of the report's folder, which draws it."""
+"""What a network makes of some images that validation sees, kept in a file of the report's folder, which draws it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from common import files
 from train.errors import TrainError
+from train.reporting.metrics import VALIDATION
 
 FILE, PICTURE = "predictions.npz", "predictions.png"  # in the report's folder
 
@@ -24,6 +25,7 @@ class Predictions:
     guessed: list[str]  # names of the classes that the network thinks most likely
     probability: np.ndarray  # float (N,), what it thinks of its guess
     epoch: int  # whole epochs of training that it has behind it
+    images: str = VALIDATION  # which the N are of: these, or the training images
 
     @property
     def num_right(self) -> int:
@@ -32,15 +34,21 @@ class Predictions:
     @property
     def caption(self) -> str:
         """Of the picture."""
+        images = "validation set" if self.images == VALIDATION else self.images
         epochs = f"{self.epoch} epoch{'s' * (self.epoch != 1)}"
-        return (f"{len(self.true)} images, spread evenly over the validation set, and what the network takes them for "
+        return (f"{len(self.true)} images, spread evenly over the {images}, and what the network takes them for "
                 f"after {epochs}, with the probability of its guess: {self.num_right} are right.")
 
 
 def save(predictions: Predictions, folder: Path) -> None:
     """Write them into a report's folder. Raises TrainError where that fails."""
     content = io.BytesIO()
-    np.savez_compressed(content, **{name: np.asarray(value) for name, value in vars(predictions).items()})
+    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, value in vars(predictions).items():
+            array = io.BytesIO()
+            np.lib.format.write_array(array, np.asarray(value), allow_pickle=False)
+            # A ZipInfo has a time of its own; a zip file cannot hold that of a clock before 1980.
+            archive.writestr(zipfile.ZipInfo(f"{name}.npy"), array.getvalue(), zipfile.ZIP_DEFLATED)
     files.write(folder / FILE, content.getvalue())
 
 
@@ -52,6 +60,7 @@ def read(folder: Path) -> Predictions | None:
     try:
         with np.load(path) as values:
             true, guessed = values["true"].tolist(), values["guessed"].tolist()
-            return Predictions(values["pictures"], true, guessed, values["probability"], int(values["epoch"]))
+            images = str(values["images"]) if "images" in values else VALIDATION  # files of earlier versions
+            return Predictions(values["pictures"], true, guessed, values["probability"], int(values["epoch"]), images)
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
         raise TrainError(f"{path} cannot be read ({error}): delete it, and the report comes without it") from None

@@ -23,7 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -36,7 +36,7 @@ from graph_passes.executors import Metrics
 from train.errors import TrainError
 from train.processes.invocation import command_line
 from train.reporting.gpu_monitor import GpuReadings
-from train.reporting.metrics import METRICS_FILE, RunRecord, Speed, speed
+from train.reporting.metrics import EVALUATED, METRICS_FILE, VALIDATION, EpochRow, RunRecord, Speed, speed
 from train.reporting.metrics_file import MetricsFile
 from train.reporting.mlperf import MLPerfLog
 from train.reporting.tensorboard import TensorBoardLog
@@ -57,7 +57,7 @@ class _Interval:
     place: str  # the same for people
     learning_rate: float  # of its last step
     is_logged: bool  # with a line on the terminal
-    seconds_left: float  # of the run
+    time_left: str  # of the run, for people
     rate: Speed | None  # of the latest steps, for people; None for a session's first
     times: dict[str, list[float]]  # by name of the RunRecord's lists, ms
 
@@ -74,6 +74,7 @@ class Recorder:
         num_epochs: epochs of the whole run, for the time left; None: nobody can tell its end.
         log_every: optimizer steps between two log lines.
         num_processes: for the report.
+        evaluated: which images validation sees, one of `metrics.EVALUATED`.
         first_step: optimizer steps that the checkpoint resumed from has behind it.
         first_epoch: whole epochs likewise.
         warmup_steps: first steps of a session that no throughput counts: libraries choose kernels, caches fill.
@@ -95,6 +96,7 @@ class Recorder:
         log_every: int,
         enabled: bool = True,
         num_processes: int = 1,
+        evaluated: str = VALIDATION,
         first_step: int = 0,
         first_epoch: int = 0,
         warmup_steps: int = 10,
@@ -104,7 +106,10 @@ class Recorder:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.enabled = enabled
+        self.folder = folder
+        self.all_removed: list[str] = []
         self.num_epochs = num_epochs
+        self.evaluated = evaluated
         self.log_every = log_every
         self.record = RunRecord(config={}, command="", images_per_step=images_per_step)
         self._clock = clock
@@ -120,8 +125,11 @@ class Recorder:
         self._pending: dict[str, list[float]] = {"step_ms": [], "loader_wait_ms": [], "compute_ms": []}
         self._learning_rate = 0.0  # of the last step
         self._interval: _Interval | None = None  # closed, its metrics still to come
+        self._skipped_steps = 0  # since the last log line
         self._recent_ms: deque[float] = deque(maxlen=SPEED_WINDOW)
-        self._validation_seconds: list[float] = []
+        self._epoch_began: float | None = None  # time; of the epoch under way, if it began with its first step
+        self._epoch_step_ms = 0.0  # the steps of it
+        self._rests: list[float] = []  # s; what whole epochs of this session took beyond their steps
         self._file: MetricsFile | None = None
         self._tensorboard: TensorBoardLog | None = None
         self._mlperf: MLPerfLog | None = None
@@ -163,8 +171,12 @@ class Recorder:
             self._mlperf.start("epoch_start", epoch_num=epoch + 1)
         if self._terminal:
             self._terminal.begin_epoch(epoch, num_steps, first_step)
-        self._last_line = self._clock()
-        self._step_start, self._waited = self._last_line - self._overhang, 0.0
+        self._last_line = now = self._clock()
+        self._step_start, self._waited = now - self._overhang, 0.0
+        if self._epoch_began is not None:
+            self._rests.append(max(now - self._epoch_began - self._epoch_step_ms / 1e3, 0.0))
+        self._epoch_began = None if first_step else now
+        self._epoch_step_ms = 0.0
 
     def timed(self, batches: Iterable[T]) -> Iterator[T]:
         """Pass batches through; the time that each takes to arrive counts as the step's wait for the loader.
@@ -231,6 +243,7 @@ class Recorder:
         self._step_start, self._overhang, self._waited = step_end, now - step_end, 0.0
         self._step += 1
         self._learning_rate = learning_rate
+        self._epoch_step_ms += step_ms
         self._pending["step_ms"].append(round(step_ms, 4))
         self._pending["loader_wait_ms"].append(round(wait_ms, 4))
         self._pending["compute_ms"].append(round(step_ms - wait_ms, 4))
@@ -242,7 +255,7 @@ class Recorder:
             is_quiet = now - self._last_line > LONGEST_SILENCE
             if is_quiet and not (self.log_due or self._interval):
                 self._show_line(self._place, speed(self._recent_ms, self.record.images_per_step), None,
-                                learning_rate, self._seconds_left)
+                                learning_rate, self._time_left)
 
     @property
     def _place(self) -> str:
@@ -253,18 +266,26 @@ class Recorder:
         return f"epoch {self._epoch + 1}/{self.num_epochs}, step {done}/{self._epoch_steps}"
 
     @property
-    def _seconds_left(self) -> float:
-        """Of the run, where its end is known."""
-        epochs = (self.num_epochs or 0) - self._epoch
+    def _time_left(self) -> str:
+        """Of the run, for people; "" where nobody can foretell its end.
+
+        It is that of its steps, and that of what else its epochs hold (validation, checkpoints), which is known once
+        one is over. The first of them is a bad example, because it starts everything.
+        """
+        if self.num_epochs is None:
+            return ""
+        epochs = self.num_epochs - self._epoch
         steps = epochs * self._epoch_steps - (self._step - self._epoch_first_step)
-        validations = epochs * float(np.mean(self._validation_seconds)) if self._validation_seconds else 0.0
-        return steps * float(np.mean(self._recent_ms)) / 1e3 + validations
+        rests = self._rests[1:] or self._rests
+        seconds = steps * float(np.mean(self._recent_ms)) / 1e3 + epochs * (float(np.mean(rests)) if rests else 0.0)
+        return f"{'' if rests else '> '}{timedelta(seconds=round(max(seconds, 0)))}"
 
     def _show_line(
-        self, place: str, rate: Speed | None, loss: float | None, learning_rate: float, seconds_left: float
+        self, place: str, rate: Speed | None, loss: float | None, learning_rate: float, time_left: str,
+        skipped_steps: int = 0
     ) -> None:
         assert self._terminal
-        self._terminal.log_step(place, rate, loss, learning_rate, seconds_left)
+        self._terminal.log_step(place, rate, loss, learning_rate, time_left, skipped_steps)
         self._last_line = self._clock()
 
     def close_interval(self) -> None:
@@ -280,7 +301,7 @@ class Recorder:
             place=self._place,
             learning_rate=self._learning_rate,
             is_logged=self.log_due,
-            seconds_left=self._seconds_left,
+            time_left=self._time_left,
             rate=None if starts else speed(self._recent_ms, self.record.images_per_step),
             times=self._pending,
         )
@@ -296,11 +317,13 @@ class Recorder:
         return self._interval.times["loader_wait_ms"]
 
     def log(
-        self, metrics: Metrics, gpu: GpuReadings | None = None, loader_waits: Sequence[float] | None = None
+        self, metrics: Metrics, gpu: GpuReadings | None = None, loader_waits: Sequence[float] | None = None,
+        skipped_steps: int = 0
     ) -> None:
         """The metrics of the closed interval: sums over all its images, over all processes; and the GPUs' readings.
 
         `loader_waits`: as the property of that name, but of the process that waited longest, for which all wait.
+        `skipped_steps`: those of the interval that changed no weight, since a gradient was not finite.
         """
         interval, self._interval = self._interval, None
         assert interval, "close_interval() comes first"
@@ -312,16 +335,22 @@ class Recorder:
         self._overhang = self._clock() - self._step_start  # the wait for them
         if not self._terminal:
             return
-        self._write_steps(interval, metrics, gpu)
+        self._write_steps(interval, metrics, gpu, skipped_steps)
+        self._skipped_steps += skipped_steps
         if interval.is_logged:
             loss = self.record.loss_curve[-1].loss if self.record.loss_curve else None
-            self._show_line(interval.place, interval.rate, loss, interval.learning_rate, interval.seconds_left)
+            self._show_line(interval.place, interval.rate, loss, interval.learning_rate, interval.time_left,
+                            self._skipped_steps)
+            self._skipped_steps = 0
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time outside the steps (`validation`, `checkpoint`, ...), told apart in the report."""
         start = self._clock()
-        if self._mlperf and name == "validation":
+        is_validation = name == VALIDATION
+        if is_validation and self.evaluated != VALIDATION:
+            name = f"evaluation on the {self.evaluated}"
+        if self._mlperf and is_validation:
             self._mlperf.start("eval_start", epoch_num=self._epoch + 1)
         if self._terminal:
             self._terminal.show(name)
@@ -330,10 +359,8 @@ class Recorder:
         if self._terminal:
             self._terminal.show()
         self._step_start += seconds  # a checkpoint in mid-epoch is no part of the next step
-        if name == "validation":
-            self._validation_seconds.append(seconds)
-            if self._mlperf:
-                self._mlperf.end("eval_stop", epoch_num=self._epoch + 1)
+        if is_validation and self._mlperf:
+            self._mlperf.end("eval_stop", epoch_num=self._epoch + 1)
         self._emit("phase", name=name, seconds=seconds)
 
     def end_epoch(self, validation: Metrics | None = None) -> None:
@@ -346,25 +373,29 @@ class Recorder:
         points = [point for point in record.loss_curve if point.step > first]
         weights = np.diff([first, *(point.step for point in points)])
         counted = record.counted_steps
-        counted = counted[counted >= first - record.steps_before]
-        row = {
-            "epoch": self._epoch + 1,
-            "hours": self._file.seconds() / 3600,
-            "images_per_sec": _rate(record.images_per_step * len(counted), np.asarray(record.step_ms)[counted].sum()),
-            "train_loss": float(np.average([p.loss for p in points], weights=weights)) if points else None,
-            "train_top1": float(np.average([p.top1 for p in points], weights=weights)) if points else None,
-            "val_loss": validation.loss_sum / validation.count if validation else None,
-            "val_top1": validation.top1 / validation.count if validation else None,
-            "val_top5": validation.top5 / validation.count if validation else None,
-        }
-        self._emit("epoch", **row)
+        # Of a session shorter than its warm-up the record counts the last step, which is no epoch's speed.
+        warm = max(first - record.steps_before, record.session_starts[-1] + record.warmup_steps)
+        counted = counted[counted >= warm]
+        row = EpochRow(
+            epoch=self._epoch + 1,
+            hours=self._file.seconds() / 3600,
+            images_per_sec=_rate(record.images_per_step * len(counted), np.asarray(record.step_ms)[counted].sum()),
+            train_loss=float(np.average([p.loss for p in points], weights=weights)) if points else None,
+            train_top1=float(np.average([p.top1 for p in points], weights=weights)) if points else None,
+        )
+        if validation:
+            sums = {"loss": validation.loss_sum, "top1": validation.top1, "top5": validation.top5}
+            for name, value in sums.items():
+                setattr(row, f"{EVALUATED[self.evaluated]}_{name}", value / validation.count)
+        self._emit("epoch", **vars(row))
         self._terminal.end_epoch(row)
-        if self._tensorboard:
-            validated = {name: row[f"val_{name}"] for name in ("loss", "top1", "top5")}
-            self._tensorboard.add("validation", self._step, **validated)
+        if self._tensorboard and row.evaluation:
+            images, *values = row.evaluation
+            group = VALIDATION if images == VALIDATION else EVALUATED[images]
+            self._tensorboard.add(group, self._step, **dict(zip(("loss", "top1", "top5"), values, strict=True)))
         if self._mlperf:
-            if validation:
-                self._mlperf.point("eval_accuracy", row["val_top1"], epoch_num=self._epoch + 1)
+            if row.val_top1 is not None:
+                self._mlperf.point("eval_accuracy", row.val_top1, epoch_num=self._epoch + 1)
             self._mlperf.end("epoch_stop", epoch_num=self._epoch + 1)
 
     # --- anything else ---
@@ -376,6 +407,14 @@ class Recorder:
     def loader_speed(self, images_per_sec: float) -> None:
         """Speed of the loader alone, over all processes, as the loop measured it."""
         self._emit("loader", images_per_sec=images_per_sec)
+
+    def removed(self, names: Sequence[str]) -> None:
+        """Somebody has removed these files of the run's folder: said here, and again at the end (`all_removed`)."""
+        if names:
+            self.all_removed += names
+            self.say(f"removed while the run goes on: {', '.join(names)} in {self.folder}; what is still known will be "
+                     "written again")
+            self.event("removed", files=list(names))
 
     def say(self, text: str) -> None:
         """Print a line, above the progress bar where there is one."""
@@ -407,8 +446,12 @@ class Recorder:
     # --- inside ---
 
     def _emit(self, event: str, **fields: Any) -> None:
-        if self._file:
-            self._file.write(event, **fields)
+        if not self._file:
+            return
+        if self._file.is_gone:
+            self._file.write_anew()
+            self.removed([METRICS_FILE])
+        self._file.write(event, **fields)
 
     def _write_unread(self) -> None:
         """Write the steps whose metrics nobody has read, or will read."""
@@ -420,7 +463,7 @@ class Recorder:
             self._write_unread()
 
     def _write_steps(
-        self, interval: _Interval, metrics: Metrics | None, gpu: GpuReadings | None = None
+        self, interval: _Interval, metrics: Metrics | None, gpu: GpuReadings | None = None, skipped_steps: int = 0
     ) -> None:
         loss, top1 = (metrics.loss_sum / metrics.count, metrics.top1 / metrics.count) if metrics else (None, None)
         has_first = interval.step - len(interval.times["step_ms"]) == self._first_step
@@ -432,6 +475,7 @@ class Recorder:
             loss=loss,
             top1=top1,
             learning_rate=interval.learning_rate,
+            skipped_steps=skipped_steps,
             images_per_sec=rate.mean,
             images_per_sec_uncertainty=rate.uncertainty,
             images_per_sec_jitter=rate.jitter,
@@ -440,7 +484,7 @@ class Recorder:
         )
         if metrics and self._tensorboard:
             self._tensorboard.add("train", interval.step, loss=loss, top1=top1, learning_rate=interval.learning_rate,
-                                  images_per_sec=rate.mean)
+                                  images_per_sec=rate.mean, skipped_steps=skipped_steps)
             self._tensorboard.add("gpu", interval.step, **(gpu._asdict() if gpu else {}))
 
 

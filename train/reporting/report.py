@@ -19,7 +19,7 @@ from train.config import SYNTHETIC
 from train.errors import TrainError
 from train.reporting import plots, predictions
 from train.reporting.document import Block, Code, Heading, Plot, Table, Text, Tiles, html_page, markdown
-from train.reporting.metrics import METRICS_FILE, RunRecord
+from train.reporting.metrics import EVALUATED, METRICS_FILE, TRAINING_IMAGES, VALIDATION, RunRecord, accuracy_of
 from train.reporting.summary import Summary, summarize
 
 
@@ -73,11 +73,13 @@ def dawnbench_tsv(record: RunRecord) -> str:
 
 # --- contents ---
 
+NUM_NAMED = 3  # skipped images at the head of a report; all are among its events
+
 CAPTIONS = {
     "throughput.png": "Speed of every training step over the time spent in steps.",
     "time_split.png": "All time of the run, from its start to its end.",
     "gpu.png": "Means between two log lines, over the time spent in steps.",
-    "loss.png": "Mean training loss between two log lines; validation loss after an epoch.",
+    "loss.png": "Mean training loss between two log lines; loss on whole images after an epoch.",
     "accuracy.png": "Share of images whose class is the first guess (top-1) or among the first five (top-5).",
 }
 
@@ -94,15 +96,16 @@ def _contents(
     title = f"{_model(record.config)}, {record.config.get('config', 'run')}: training report"
     where = ", ".join(record.hardware.get("gpus") or [record.hardware.get("cpu", "unknown CPU")])
     tiles = [(f"{summary.total.mean:,.1f}", "images/sec in total")]
-    if summary.best and summary.best.val_top1 is not None and summary.best.val_top5 is not None:
-        tiles += [(f"{summary.best.val_top1:.1%}", f"validation top-1, epoch {summary.best.epoch}")]
-        tiles += [(f"{summary.best.val_top5:.1%}", "top-5 of the same epoch")]
+    if summary.best and (best := summary.best.evaluation):
+        tiles += [(f"{best.top1:.1%}", f"{accuracy_of(best.images)}, epoch {summary.best.epoch}")]
+        tiles += [(f"{best.top5:.1%}", "top-5 of the same epoch")]
     tiles += [(_duration(record.seconds), f"on {record.num_processes} process{'es' * (record.num_processes > 1)}")]
     if summary.price is not None:
         tiles += [(_amount(summary.price), "price of the run")]
     blocks: list[Block] = [
         Tiles(tiles),
         Text(summary.limit_text),
+        *_skipped(record),
         Text(f"Started {_date(record.start_date)} on {where}, {record.images_per_step} images per step, by:"),
         Code(record.command),
     ]
@@ -132,9 +135,12 @@ def _contents(
     if record.loss_curve or record.epochs:
         blocks += [Heading("Learning")]
         blocks += [Plot(name, CAPTIONS[name]) for name in ("loss.png", "accuracy.png") if name in figures]
+    if record.skipped_steps:
+        blocks += [Text(f"{record.skipped_steps:,} of {len(record.step_ms):,} steps changed no weight, since a "
+                        "gradient was not finite (the loss scale of float16 is halved then).")]
     if record.config.get("mixup"):
         blocks += [Text("Training loss and accuracy are those of mixed images (--mixup), which are harder than "
-                        "those of validation.")]
+                        "whole ones.")]
     if record.epochs:
         blocks += [_epoch_table(record)]
     if record.events:
@@ -146,6 +152,16 @@ def _contents(
         Table(("option", "value"), [(k, _plain(v)) for k, v in _flat(record.config).items()], folded="All options"),
     ]
     return title, blocks
+
+
+def _skipped(record: RunRecord) -> list[Block]:
+    """How many images the run has left out, and the first of them; nothing where there are none."""
+    files = list(dict.fromkeys(event["file"] for event in record.events if event["event"] == "bad_image"))
+    if not files:
+        return []
+    named = ", ".join(files[:NUM_NAMED]) + ", ..." * (len(files) > NUM_NAMED)
+    count = "1 image was" if len(files) == 1 else f"{len(files):,} images were"
+    return [Text(f"{count} skipped, which cannot be decoded (see the events): {named}")]
 
 
 def _gpu_blocks(record: RunRecord, summary: Summary, figures: Sequence[str]) -> list[Block]:
@@ -186,7 +202,7 @@ def _throughput_table(record: RunRecord, summary: Summary) -> Table:
     return Table(
         ("", "images/sec", ""),
         [
-            ("total", f"{total.mean:,.1f}", f"+/- {total.uncertainty:,.1f} (jitter = {total.jitter:,.1f})"),
+            ("total", f"{total.mean:,.1f}", total.spread),
             ("total, median step", f"{summary.total_median:,.1f}", f"+/- {summary.total_spread:,.1f} (half IQR)"),
             ("compute-only", f"{summary.compute_images_per_sec:,.1f}", "steps without their wait for a batch"),
             ("loader-only", f"{loader:,.1f}" if loader else "not measured", how),
@@ -199,13 +215,19 @@ def _epoch_table(record: RunRecord) -> Table:
     def number(value: float | None, form: str) -> str:
         return "" if value is None else format(value, form)
 
+    seen = {row.evaluation.images for row in record.epochs if row.evaluation} or {VALIDATION}
+    names = {VALIDATION: ("val loss", "val top-1", "val top-5"),
+             TRAINING_IMAGES: tuple(f"{name} on the {TRAINING_IMAGES}" for name in ("loss", "top-1", "top-5"))}
+    prefixes = {images: prefix for images, prefix in EVALUATED.items() if images in seen}
+    headings = [name for images in prefixes for name in names[images]]
     return Table(
-        ("epoch", "time", "images/sec", "train loss", "train top-1", "val loss", "val top-1", "val top-5"),
+        ("epoch", "time", "images/sec", "train loss", "train top-1", *headings),
         [
             (
                 str(row.epoch), _duration(3600 * row.hours), number(row.images_per_sec, ",.1f"),
                 number(row.train_loss, ".4f"), number(row.train_top1, ".2%"),
-                number(row.val_loss, ".4f"), number(row.val_top1, ".2%"), number(row.val_top5, ".2%"),
+                *(number(getattr(row, f"{prefix}_{name}"), form) for prefix in prefixes.values()
+                  for name, form in (("loss", ".4f"), ("top1", ".2%"), ("top5", ".2%"))),
             )
             for row in record.epochs
         ],

@@ -34,7 +34,7 @@ class Summary:
     limit: str  # "loader" or "computation"
     limit_text: str
     time_split_seconds: dict[str, float]
-    best: EpochRow | None  # the epoch with the highest validation top-1
+    best: EpochRow | None  # the epoch with the highest top-1 in validation, or on the training images without one
     gpu_power: float | None  # W, all GPUs together
     gpu_utilization: float | None  # fraction of the time in which a kernel ran
     gpu_memory: float | None  # GiB, the most in use on a GPU
@@ -63,7 +63,7 @@ def summarize(record: RunRecord) -> Summary:
         **record.phase_seconds,
     }
     split["set-up and other"] = max(record.seconds - sum(split.values()), 0.0)
-    validated = [row for row in record.epochs if row.val_top1 is not None]
+    accuracy = {row.epoch: row.evaluation.top1 for row in record.epochs if row.evaluation}
     return Summary(
         total=record.speed(),
         total_median=float(median),
@@ -77,7 +77,7 @@ def summarize(record: RunRecord) -> Summary:
         limit=limit,
         limit_text=text,
         time_split_seconds=split,
-        best=max(validated, key=lambda row: row.val_top1 or 0.0, default=None),
+        best=max((row for row in record.epochs if row.evaluation), key=lambda row: accuracy[row.epoch], default=None),
         **_gpu_figures(record),
         price=record.price,
     )

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-from train.reporting.metrics import Speed
+from train.reporting.metrics import VALIDATION, EpochRow, Speed
 
 
 class Terminal:
@@ -43,18 +41,18 @@ class Terminal:
             self.progress.update(self._task, advance=1)
 
     def log_step(
-        self, place: str, rate: Speed | None, loss: float | None, learning_rate: float, seconds_left: float
+        self, place: str, rate: Speed | None, loss: float | None, learning_rate: float, time_left: str,
+        skipped_steps: int = 0
     ) -> None:
-        """The line of some steps; `seconds_left` is shown where the run's end is known, and not before the `rate` is,
-        from which it follows."""
+        """The line of some steps; `time_left` is shown where it is known, and not before the `rate` is, from which it
+        follows. `skipped_steps`: of these steps, those that changed no weight."""
         shown_rate = f"  {rate}" if rate else ""
         shown_loss = f"  loss {loss:.3f}" if loss is not None else ""
-        time_left = ""
-        if rate and self.num_epochs is not None:
-            time_left = f"  time left {timedelta(seconds=round(max(seconds_left, 0)))}"
-        self.say(f"{place}{shown_rate}{shown_loss}  learning rate {learning_rate:.4g}{time_left}")
+        shown_skipped = f"  {skipped_steps} skipped (overflow)" if skipped_steps else ""
+        shown_left = f"  time left {time_left}" if rate and time_left else ""
+        self.say(f"{place}{shown_rate}{shown_loss}  learning rate {learning_rate:.4g}{shown_skipped}{shown_left}")
         if rate:
-            self._status = f"{rate.mean:.1f} images/sec{time_left}"  # with name and bar, 80 columns hold it
+            self._status = f"{rate.mean:.1f} images/sec{shown_left}"  # with name and bar, 80 columns hold it
         self.show()
 
     def show(self, activity: str = "") -> None:
@@ -62,18 +60,18 @@ class Terminal:
         if self.progress and self._task is not None:
             self.progress.update(self._task, status=activity or self._status)
 
-    def end_epoch(self, row: Mapping[str, Any]) -> None:
-        """The line of an epoch; `row` has the fields of `metrics.EpochRow`."""
+    def end_epoch(self, row: EpochRow) -> None:
+        """The line of an epoch."""
         if self.progress and self._task is not None:
             self.progress.remove_task(self._task)
             self._task = None
-        parts = [f"epoch {row['epoch']}/{self.num_epochs} done:"]
-        if row["train_loss"] is not None:
-            parts.append(f"train loss {row['train_loss']:.3f}, top-1 {row['train_top1']:.1%}")
-        if row["val_top1"] is not None:
-            parts.append(f"| validation loss {row['val_loss']:.3f},")
-            parts.append(f"top-1 {row['val_top1']:.1%}, top-5 {row['val_top5']:.1%}")
-        self.say(" ".join([*parts, f"| {timedelta(seconds=round(3600 * row['hours']))} so far"]))
+        parts = [f"epoch {row.epoch}/{self.num_epochs} done:"]
+        if row.train_loss is not None:
+            parts.append(f"train loss {row.train_loss:.3f}, top-1 {row.train_top1:.1%}")
+        if found := row.evaluation:
+            parts.append("| validation" if found.images == VALIDATION else f"| on the {found.images}:")
+            parts.append(f"loss {found.loss:.3f}, top-1 {found.top1:.1%}, top-5 {found.top5:.1%}")
+        self.say(" ".join([*parts, f"| {timedelta(seconds=round(3600 * row.hours))} so far"]))
 
     def close(self) -> None:
         if self.progress:

@@ -8,7 +8,7 @@ from functools import partial
 from graph_passes.executors.cuda.capacity import check_sizes
 from graph_passes.executors.cuda.lowering import Persistent, bound_buffers, lower_nodes
 from graph_passes.executors.cuda.lowering.builder import Builder
-from graph_passes.executors.cuda.parameters import ParameterStore
+from graph_passes.executors.cuda.parameters import Store
 from graph_passes.executors.cuda.planner import Decision
 from graph_passes.executors.cuda.program import Buffer, Program
 from graph_passes.executors.cuda.toolchain import Toolchain
@@ -22,7 +22,7 @@ class Choices:
     """The `choose` of one compilation (`passes/choice.py`), for inputs of these shapes. `decisions` has its answers,
     where there was more than one way to take."""
 
-    def __init__(self, input_shapes: Mapping[str, Sequence[int]], store: ParameterStore, persistent: Persistent,
+    def __init__(self, input_shapes: Mapping[str, Sequence[int]], store: Store, persistent: Persistent,
                  tools: Toolchain) -> None:
         self._input_shapes, self._store, self._persistent, self._tools = input_shapes, store, persistent, tools
         self._known: _Tensors | None = None
@@ -64,7 +64,7 @@ class Choices:
 class _Tensors:
     """Of one graph: shapes, dtypes, and the buffers of those that have a place already."""
 
-    def __init__(self, graph: Graph, input_shapes: Mapping[str, Sequence[int]], store: ParameterStore,
+    def __init__(self, graph: Graph, input_shapes: Mapping[str, Sequence[int]], store: Store,
                  persistent: Persistent) -> None:
         self.graph = graph
         inputs = {name: shape for name, shape in input_shapes.items() if name in graph.nodes}

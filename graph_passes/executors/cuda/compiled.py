@@ -10,7 +10,7 @@ from typing import Any
 from graph_passes.executors.cuda.capacity import too_little_memory
 from graph_passes.executors.cuda.choices import Choices
 from graph_passes.executors.cuda.lowering import Persistent, lower
-from graph_passes.executors.cuda.parameters import ParameterStore
+from graph_passes.executors.cuda.parameters import Store
 from graph_passes.executors.cuda.program import run
 from graph_passes.executors.cuda.toolchain import Toolchain
 from graph_passes.graph import Graph
@@ -26,7 +26,7 @@ class CompiledGraph:
     """
 
     def __init__(self, passes: Callable[[Choose], Graph], input_shapes: Mapping[str, Sequence[int]],
-                 store: ParameterStore, persistent: Persistent, tools: Toolchain) -> None:
+                 store: Store, persistent: Persistent, tools: Toolchain) -> None:
         self._gpu, self._arena = tools.gpu, tools.arena
         self._segments: list[Any] = []
         self._cuts: tuple[int, ...] = ()

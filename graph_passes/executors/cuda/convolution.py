@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -35,6 +36,11 @@ TUNING_SECONDS = 0.5
 REFUSED, UNFINISHED = "", "?"
 # What cuDNN says where memory is short or a library cannot be loaded: that is no verdict on the plan.
 PASSING = ("ALLOC", "OUT OF MEMORY", "LOADING_FAILED")
+
+# cuDNN's numerical notes on plans that are never taken: partial sums in less than fp32, and algorithms that multiply
+# transformed tensors, whose rounding is of another kind than a convolution's.
+INEXACT = ("REDUCED_PRECISION_REDUCTION", "WINOGRAD", "FFT")
+NOTES = (*INEXACT, "DOWN_CONVERT_INPUTS", "TENSOR_CORE", "NONDETERMINISTIC")
 
 KEEP_SECONDS = 20.0  # between two times that choices are kept while many are made
 
@@ -115,7 +121,7 @@ class ConvolutionLibrary:
         self.handle = self._cudnn.create_handle()
         self._cudnn.set_stream(handle=self.handle, stream=gpu.stream_handle)
         self._plans: dict[Problem, Plan] = {}
-        self.variant = f"tf32_{int(tf32)}"
+        self.variant = f"tf32_{int(tf32)}-exact"  # of which choices are kept
         self._choices_name = f"plans-{self.variant}"
         self._choices = self._read_choices()  # problem key -> [plan name, milliseconds]
         self._unsaved = False
@@ -137,6 +143,33 @@ class ConvolutionLibrary:
                 self._keep()
             self._plans[problem] = chosen or self._tuned(problem)
         return self._plans[problem]
+
+    def notes(self, plan: Plan) -> list[str]:
+        """cuDNN's numerical notes on a plan, of those in `NOTES`. Python is not told them, but a plan with a note that
+        has been deselected is not built."""
+        return [note for note in NOTES if self._is_barred(plan, note)]
+
+    def _is_barred(self, plan: Plan, note: str) -> bool:
+        graph, _ = self.describe(plan.problem, [note])
+        names = [graph.get_plan_name_at_index(index) for index in range(graph.get_execution_plan_count())]
+        try:
+            graph.build_plan_at_index(names.index(plan.name))
+        except Exception as error:
+            if "deselect" not in str(error).lower():
+                raise
+            return True
+        return False
+
+    def _unwanted(self, problem: Problem) -> list[str]:
+        """Notes of plans that are left out."""
+        unwanted = [*INEXACT]
+        if problem.dtype != "float32" or not self._tf32:
+            unwanted.append("DOWN_CONVERT_INPUTS")
+        if problem.dtype == "float32" and not self._tf32:
+            unwanted.append("TENSOR_CORE")
+        if self.deterministic:
+            unwanted.append("NONDETERMINISTIC")
+        return unwanted
 
     def save(self) -> None:
         """Keep the choices made since the last call on disk."""
@@ -249,8 +282,9 @@ class ConvolutionLibrary:
 
     # --- describing a problem to cuDNN ---
 
-    def describe(self, problem: Problem) -> tuple[Any, list[Any]]:
-        """cuDNN's graph with its proposals listed, and its tensors in the order of `Plan.enqueue`."""
+    def describe(self, problem: Problem, unwanted: Sequence[str] | None = None) -> tuple[Any, list[Any]]:
+        """cuDNN's graph with its proposals listed, and its tensors in the order of `Plan.enqueue`. Proposals with the
+        numerical notes `unwanted`, by default those that are never taken, stay in the list and cannot be built."""
         cudnn = self._cudnn
         fp32 = cudnn.data_type.FLOAT
         dtype = {"float16": cudnn.data_type.HALF, "bfloat16": cudnn.data_type.BFLOAT16, "float32": fp32}[problem.dtype]
@@ -298,11 +332,8 @@ class ConvolutionLibrary:
             graph.validate()
             graph.build_operation_graph()
             graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
-            if self.deterministic:
-                graph.deselect_numeric_notes([cudnn.numerical_note.NONDETERMINISTIC])
-            if problem.dtype == "float32" and not self._tf32:
-                notes = cudnn.numerical_note
-                graph.deselect_numeric_notes([notes.TENSOR_CORE, notes.DOWN_CONVERT_INPUTS])
+            notes = self._unwanted(problem) if unwanted is None else unwanted
+            graph.deselect_numeric_notes([getattr(cudnn.numerical_note, note) for note in notes])
         except Exception as error:
             raise GraphError(f"cuDNN refuses the {problem.kind} of input {problem.x} with weight {problem.w}, stride "
                              f"{problem.stride}, {problem.dtype} ({first_line(error)})") from None

@@ -82,6 +82,8 @@ class CudaExecutor(Executor):
         self.gpu_bus_id = self._step.gpu.device.pci_bus_id
         self._last_step: Any = None  # CUDA event at the end of the latest step
         self._idle = IdleClock(self._step.gpu)
+        self.passes_shown = self._step.gpu.pinned(4).view(np.uint32)  # see `show_passes`
+        self.passes_shown[:] = 0
 
     # --- arrays ---
 
@@ -221,6 +223,10 @@ class CudaExecutor(Executor):
         """Let what is asked for from now on, such as `update`, wait on the GPU for the bucket's event `done`."""
         self._step.gpu.wait_for(bucket.done)
 
+    def show_passes(self, number: int) -> None:
+        """Write `number` into `passes_shown` when the GPU has done what it was asked for so far. Asynchronous."""
+        self._step.gpu.write_word(self.passes_shown.ctypes.data, np.uint32(number))
+
     @property
     def buckets(self) -> list[Bucket]:
         """In the order in which they are handed over."""
@@ -256,6 +262,14 @@ class CudaExecutor(Executor):
 
     def request_metrics(self) -> Callable[[], Metrics]:
         return self._step.request_metrics()
+
+    @property
+    def skipped_steps(self) -> int:  # type: ignore[override]
+        return self._step.skipped_steps
+
+    @property
+    def skipped_in_a_row(self) -> int:  # type: ignore[override]
+        return self._step.skipped_in_a_row
 
     @property
     def gpu(self) -> Gpu:

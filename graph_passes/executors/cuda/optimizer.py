@@ -30,13 +30,15 @@ class OptimizerConfig:
 
     `loss_scale`: a constant, or None for dynamic scaling in float16 and 1 in other types. `growth_interval`: good steps
     after which a dynamic loss scale doubles. `ema`: keep moving averages of parameters and running statistics,
-    with the decay that is given at every step.
+    with the decay that is given at every step. `rate_factors`: by parameter, what its learning rate is multiplied by,
+    where that is not 1.
     """
 
     rule: Rule = field(default_factory=SGD)
     loss_scale: float | None = None
     growth_interval: int = 2000
     ema: bool = False
+    rate_factors: Mapping[str, float] = field(default_factory=dict)
 
 
 class State(ctypes.Structure):
@@ -45,8 +47,8 @@ class State(ctypes.Structure):
     _fields_ = (
         ("learning_rate", ctypes.c_float), ("gradient_scale", ctypes.c_float), ("loss_scale", ctypes.c_float),
         ("overflow", ctypes.c_uint32), ("good_steps", ctypes.c_uint32), ("skipped_steps", ctypes.c_uint32),
-        ("growth_interval", ctypes.c_uint32), ("updates", ctypes.c_uint32), ("ema_decay", ctypes.c_float),
-        ("constants", ctypes.c_float * MAX_CONSTANTS),
+        ("skipped_in_a_row", ctypes.c_uint32), ("growth_interval", ctypes.c_uint32), ("updates", ctypes.c_uint32),
+        ("ema_decay", ctypes.c_float), ("constants", ctypes.c_float * MAX_CONSTANTS),
     )
 
 
@@ -57,7 +59,7 @@ class _Tensor(ctypes.Structure):
         ("gradient", ctypes.c_void_p), ("master", ctypes.c_void_p), ("state", ctypes.c_void_p * MAX_SLOTS),
         ("ema", ctypes.c_void_p), ("copy", ctypes.c_void_p), ("size", ctypes.c_uint32),
         ("first_chunk", ctypes.c_uint32), ("num_chunks", ctypes.c_uint32), ("fp32_gradient", ctypes.c_uint32),
-        ("is_weight", ctypes.c_uint32), ("weight_decay", ctypes.c_float),
+        ("is_weight", ctypes.c_uint32), ("weight_decay", ctypes.c_float), ("rate_factor", ctypes.c_float),
     )
 
 
@@ -84,7 +86,9 @@ class Optimizer:
         self._copy = kernels.get("optimizer.cu", instance("copy_weights", store.dtype))
 
         tensors, chunks = self._tables()
-        self._num_tensors, self._num_chunks = len(tensors), len(chunks)
+        self._num_tensors = len(store.trained)
+        self._num_chunks = sum(tensor.num_chunks for tensor in tensors[: self._num_tensors])
+        self._num_copied_chunks = len(chunks)
         self._tensors = self._on_device(np.frombuffer(bytes(tensors), np.uint8))
         self._chunks = self._on_device(chunks)
         self._norms = gpu.allocate(self._num_chunks * 2 * 4)
@@ -98,21 +102,26 @@ class Optimizer:
             growth_interval=config.growth_interval if dynamic else 0, constants=constants))
 
     def _tables(self) -> tuple[ctypes.Array[_Tensor], np.ndarray]:
-        store, gradients = self._store, self._store.reduced_gradients
+        """All parameters, those that are trained first, and the chunks that they are cut into, in the same order."""
+        store, gradients, rule = self._store, self._store.reduced_gradients, self.config.rule
         rows: list[_Tensor] = []
         chunks: list[tuple[int, int]] = []
         for number, parameter in enumerate(store.parameters.values()):
-            size = parameter.size
-            copy = store.copies.slices.get(parameter.name)
-            ema = store.ema.slices[parameter.name] if self.config.ema else None
+            name, size = parameter.name, parameter.size
             num_chunks = -(-size // CHUNK)
-            kept = [state.slices[parameter.name].address for state in store.states[: len(self.config.rule.slots)]]
-            rows.append(_Tensor(
-                gradients[parameter.name].address, store.master.slices[parameter.name].address,
-                (ctypes.c_void_p * MAX_SLOTS)(*kept), ema.address if ema else None,
-                copy.address if copy else None, size, len(chunks), num_chunks,
-                int(gradients[parameter.name].dtype == "float32"), int(parameter.is_weight),
-                self.config.rule.decay(parameter.is_weight)))
+            row = _Tensor(master=store.master.slices[name].address, size=size, first_chunk=len(chunks),
+                          num_chunks=num_chunks)
+            if copy := store.copies.slices.get(name):
+                row.copy = copy.address
+            if gradient := gradients.get(name):  # else it is frozen
+                row.gradient, row.fp32_gradient = gradient.address, int(gradient.dtype == "float32")
+                for slot, state in enumerate(store.states[: len(rule.slots)]):
+                    row.state[slot] = state.slices[name].address
+                if self.config.ema:
+                    row.ema = store.ema.slices[name].address
+                row.is_weight, row.weight_decay = int(parameter.is_weight), rule.decay(parameter.is_weight)
+                row.rate_factor = self.config.rate_factors.get(name, 1.0)
+            rows.append(row)
             chunks += [(number, start) for start in range(0, size, CHUNK)]
         return (_Tensor * len(rows))(*rows), np.array(chunks, np.uint32)
 
@@ -145,14 +154,14 @@ class Optimizer:
         self._update.launch(every_chunk, block, self._tensors, self._chunks, self._state_address, self._trust)
         if self.config.ema:
             own, ema = self._store.statistics, self._store.ema_statistics
-            self._ema_statistics.launch((-(-own.size // (THREADS * VECTOR)), 1, 1), block, own.address,
-                                            ema.address, self._state_address, count(own.size))
+            self._ema_statistics.launch((-(-ema.size // (THREADS * VECTOR)), 1, 1), block, own.address,
+                                            ema.address, self._state_address, count(ema.size))
         self._end_step.launch((1, 1, 1), (1, 1, 1), self._state_address)
 
     def enqueue_copy(self) -> None:
         """Bring the copies in the network's dtype up to date after the master weights were set."""
         if self._store.dtype != "float32":
-            self._copy.launch((self._num_chunks, 1, 1), (THREADS, 1, 1), self._tensors, self._chunks)
+            self._copy.launch((self._num_copied_chunks, 1, 1), (THREADS, 1, 1), self._tensors, self._chunks)
 
     def set_step(self, learning_rate: float, gradient_scale: float = 1.0, ema_decay: float = 0.0) -> None:
         """What the next update uses, in order with the stream, without waiting."""

@@ -7,7 +7,7 @@ follow each other in the order in which the backward pass finishes their gradien
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -123,28 +123,33 @@ class ParameterStore:
     """All state of a network that outlives a step. `dtype` is that of the network's tensors.
 
     `wire_dtype`: the one in which gradients are averaged over several GPUs. Where it is not `dtype`, the gradients of
-    the weights are copied to `wire_gradients` for that, and the optimizer reads those. Where nothing is `trained` there
-    are no gradients and nothing of an optimizer, and no fp32 masters of 16-bit weights.
+    the weights are copied to `wire_gradients` for that, and the optimizer reads those. What is `frozen`, parameters and
+    running statistics, comes last, and has no gradients and nothing of an optimizer. `folded`: the store of what the
+    network computes with in place of some of it (`folding.py`).
     """
 
-    def __init__(self, parameters: Iterable[Parameter], statistics: dict[str, tuple[int, ...]], dtype: str,
-                 wire_dtype: str | None = None, trained: bool = True) -> None:
-        self.parameters = {parameter.name: parameter for parameter in parameters}
-        self.dtype = dtype
-        everything = [(p.name, p.device_shape) for p in self.parameters.values()]
-        weights = [(p.name, p.device_shape) for p in self.parameters.values() if p.is_weight]
-        others = [(p.name, p.device_shape) for p in self.parameters.values() if not p.is_weight]
-        self.master = FlatArray("float32", everything if trained or dtype == "float32" else others)
+    def __init__(self, parameters: Iterable[Parameter], statistics: Mapping[str, tuple[int, ...]], dtype: str,
+                 wire_dtype: str | None = None, frozen: Collection[str] = (),
+                 folded: FoldedStore | None = None) -> None:
+        ordered = sorted(parameters, key=lambda parameter: parameter.name in frozen)
+        self.parameters = {parameter.name: parameter for parameter in ordered}
+        self.trained = [parameter for parameter in ordered if parameter.name not in frozen]
+        self.dtype, self.folded = dtype, folded
+        everything, trained = _shapes(ordered), _shapes(self.trained)
+        weights = _shapes(p for p in self.trained if p.is_weight)
+        self.master = FlatArray("float32", everything)
         # What an optimizer keeps. Every one keeps something; the second has memory only where one needs it.
-        self.states = [FlatArray("float32", everything if trained else ()) for _ in range(MAX_SLOTS)]
-        self.weight_gradients = FlatArray(dtype, weights if trained else ())
-        self.other_gradients = FlatArray("float32", others if trained else ())
+        self.states = [FlatArray("float32", trained) for _ in range(MAX_SLOTS)]
+        self.weight_gradients = FlatArray(dtype, weights)
+        self.other_gradients = FlatArray("float32", _shapes(p for p in self.trained if not p.is_weight))
         self.wire_gradients = FlatArray(wire_dtype or dtype, weights if wire_dtype not in (None, dtype) else ())
-        self.statistics = FlatArray("float32", statistics.items())
-        self.copies = FlatArray(dtype, weights if dtype != "float32" else ())
-        # Moving averages, which have memory only where an optimizer keeps them.
-        self.ema = FlatArray("float32", everything)
-        self.ema_statistics = FlatArray("float32", statistics.items())
+        in_order = sorted(statistics.items(), key=lambda item: item[0] in frozen)
+        self.statistics = FlatArray("float32", in_order)
+        self.copies = FlatArray(dtype, _shapes(p for p in ordered if p.is_weight) if dtype != "float32" else ())
+        # Moving averages, which have memory only where an optimizer keeps them. As what is frozen comes last, they lie
+        # as the beginnings of `master` and `statistics` do.
+        self.ema = FlatArray("float32", trained)
+        self.ema_statistics = FlatArray("float32", [item for item in in_order if item[0] not in frozen])
 
     @property
     def arrays(self) -> dict[str, FlatArray]:
@@ -153,8 +158,13 @@ class ParameterStore:
                 "statistics": self.statistics, "copies": self.copies}
 
     def value(self, name: str) -> Buffer:
-        """What the network computes with: the copy in the network's dtype, or the fp32 master."""
+        """A parameter in the network's dtype: the copy, or the fp32 master."""
         return self.copies.slices.get(name) or self.master.slices[name]
+
+    @property
+    def values(self) -> dict[str, Buffer]:
+        """What the network computes with, by variable."""
+        return {name: self.value(name) for name in self.parameters} | (self.folded.values if self.folded else {})
 
     @property
     def gradients(self) -> dict[str, Buffer]:
@@ -165,3 +175,32 @@ class ParameterStore:
     def reduced_gradients(self) -> dict[str, Buffer]:
         """What the optimizer reads."""
         return {**self.gradients, **self.wire_gradients.slices}
+
+
+class FoldedStore:
+    """The parameters of a folded graph, in the network's dtype but for the biases, and the running statistics of what
+    could not be folded."""
+
+    def __init__(self, parameters: Iterable[Parameter], statistics: Mapping[str, tuple[int, ...]], dtype: str) -> None:
+        self.parameters = {parameter.name: parameter for parameter in parameters}
+        self.dtype = dtype
+        self.weights = FlatArray(dtype, _shapes(p for p in self.parameters.values() if p.is_weight))
+        self.others = FlatArray("float32", _shapes(p for p in self.parameters.values() if not p.is_weight))
+        self.statistics = FlatArray("float32", statistics.items())
+        self.gradients: dict[str, Buffer] = {}
+
+    @property
+    def arrays(self) -> dict[str, FlatArray]:
+        return {"weights": self.weights, "others": self.others, "statistics": self.statistics}
+
+    @property
+    def values(self) -> dict[str, Buffer]:
+        """What the network computes with, by variable."""
+        return {**self.weights.slices, **self.others.slices}
+
+
+Store = ParameterStore | FoldedStore  # what a graph can run on
+
+
+def _shapes(parameters: Iterable[Parameter]) -> list[tuple[str, tuple[int, ...]]]:
+    return [(parameter.name, parameter.device_shape) for parameter in parameters]

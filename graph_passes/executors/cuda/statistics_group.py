@@ -6,13 +6,13 @@
 
 Statistics are those of all images that the members have in a step. With n members that have `rows` rows each,
 
-    mean = sum of x / (n * rows),    var = sum of x * x / (n * rows) - mean^2                      over all members
+    mean = sum of mean_i / n,    var = sum of (var_i + (mean_i - mean)^2) / n                      over all members
     dx_i = gamma / sqrt(var + eps) * (dy_i - sum of dy / (n * rows) - x^_i * sum of dy * x^ / (n * rows))
 
 (Ioffe and Szegedy, arXiv:1502.03167, where a mini-batch is that of the group), dy being a member's gradient of its own
-mean loss, which is n times that of the group's. So it is the sums' means over the group that stand where one GPU has
-its own sums: `kernels/batch_norm_group.cu` puts them there, and what reads them does not know of the group. The sums of
-the backward pass are the gradients of gamma and beta as well. Their mean over the group may stay there: the optimizer
+mean loss, which is n times that of the group's. So on the way back it is the sums' means over the group that stand
+where one GPU has its own sums: `kernels/batch_norm_group.cu` puts them there, and what reads them does not know of the
+group. These sums are the gradients of gamma and beta as well. Their mean over the group may stay there: the optimizer
 sees their mean over all processes, and groups are equally large, so that is the same.
 """
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from common.disk_cache import Cache
-from graph_passes import pipeline
+from graph_passes import pipeline, roles
 from graph_passes.errors import GraphError
 from graph_passes.executors.base import Metrics
 from graph_passes.executors.cuda.arena import Arena
@@ -27,6 +27,7 @@ from graph_passes.executors.cuda.capacity import check_fits, largest_batch, most
 from graph_passes.executors.cuda.compiled import CompiledGraph
 from graph_passes.executors.cuda.convolution import ConvolutionLibrary, import_cudnn
 from graph_passes.executors.cuda.device import Gpu
+from graph_passes.executors.cuda.folding import Folded
 from graph_passes.executors.cuda.inference import Inference
 from graph_passes.executors.cuda.kernels import C_TYPES, KernelLibrary, count, instance, threads
 from graph_passes.executors.cuda.lowering import LoweredGraph, Persistent, check_operators
@@ -81,9 +82,14 @@ class TrainingStep:
         self._allocate_for_owner = allocate
         self._graph, self._shapes = graph, dict(shapes)
         inferred = graph.infer_shapes(shapes)
+        frozen = roles.frozen(graph)
+        # What the frozen layers compute with; from the fused graph, as the passes fold that.
+        self._frozen = Folded(pipeline.run(pipeline.FUSED, graph), shapes, options.dtype, self._tools,
+                              frozen_only=True) if frozen else None
+        self._frozen_is_current = False
         self.store = ParameterStore(
             parameters_of(graph, inferred, tuple(shapes)), {name: inferred[Ref(name)] for name in graph.aux},
-            options.dtype, options.wire_dtype)
+            options.dtype, options.wire_dtype, frozen, self._frozen.store if self._frozen else None)
         largest = self._largest_shapes(options.largest_image_size)
         unfused = self._passes(largest)(first_way)
         arena_bytes = check_fits(unfused, largest, self.store, *self.gpu.memory())
@@ -93,6 +99,7 @@ class TrainingStep:
         self._inputs = {self.persistent.data.shape[1:3]: self.persistent.data}  # by height and width of the images
         self._slots: tuple[str, ...] = ()  # of the optimizer: names of what it keeps in the store's states
         self._update: Any = None  # a CUDA graph
+        self._rate_factors = roles.rate_factors(graph)
         self.set_optimizer(options.optimizer)
         self.buckets, self._parts = self._cut_buckets(options.num_buckets)
         if largest != self._shapes:
@@ -100,6 +107,7 @@ class TrainingStep:
         self._training = self._compile()
         self._mixup = 1.0  # as the GPU has it
         self._free_pinned: list[np.ndarray] = []
+        self.skipped_steps = self.skipped_in_a_row = 0  # as `Executor` has them
         self._gradient_backup: dict[str, int] = {}
         self._inference: Inference | None = None
         self._inference_is_current = False
@@ -223,6 +231,7 @@ class TrainingStep:
     def set_optimizer(self, config: OptimizerConfig) -> None:
         """Another optimizer from now on. Parameters stay, and what the one before has kept, where this one keeps the
         same; the loss scale starts anew."""
+        config = dataclasses.replace(config, rate_factors=self._rate_factors)
         slots = config.rule.slots
         for number, array in enumerate(self.store.states[: len(slots)], start=1):
             if not array.address:
@@ -233,12 +242,16 @@ class TrainingStep:
         if config.ema and not self.store.ema.address:
             self._place("ema", self.store.ema)
             self._place("ema_statistics", self.store.ema_statistics)
-        state = self.persistent.loss_scale.address - State.loss_scale.offset
         if self._update is not None:
             self.optimizer.close()
             self.gpu.destroy(self._update)
-        self.optimizer: Optimizer = Optimizer(self.gpu, self.kernels, self.store, config, state)
+        self.optimizer: Optimizer = Optimizer(self.gpu, self.kernels, self.store, config, self._state_address)
         self._update = self.gpu.capture(self.optimizer.enqueue_update)
+
+    @property
+    def _state_address(self) -> int:
+        """Of the optimizer's `State`."""
+        return self.persistent.loss_scale.address - State.loss_scale.offset
 
     # --- parameters ---
 
@@ -254,9 +267,9 @@ class TrainingStep:
         self.parameters_changed()
 
     def parameters_changed(self) -> None:
-        """To be called by whoever writes parameters or running statistics by their addresses: inference holds folded
-        copies, which are made anew when it is used next."""
-        self._inference_is_current = False
+        """To be called by whoever writes parameters or running statistics by their addresses: inference and the frozen
+        layers hold folded copies, which are made anew when they are used next."""
+        self._inference_is_current = self._frozen_is_current = False
 
     @staticmethod
     def _check(name: str, array: np.ndarray | None, shape: tuple[int, ...]) -> None:
@@ -273,10 +286,10 @@ class TrainingStep:
 
     def swap_ema(self) -> None:
         """Exchange parameters and running statistics with their moving averages. Asynchronous."""
-        self.parameters_changed()
+        self._inference_is_current = False
         store, kernel = self.store, self.kernels.get("elementwise.cu", "exchange")
         for own, ema in ((store.master, store.ema), (store.statistics, store.ema_statistics)):
-            vectors = own.size // 4
+            vectors = ema.size // 4  # those that are frozen come after it
             kernel.launch(*threads(vectors), own.address, ema.address, count(vectors))
         self.optimizer.enqueue_copy()
 
@@ -287,14 +300,14 @@ class TrainingStep:
 
     def get_state(self) -> dict[str, Arrays]:
         """Canonical copies of what the optimizer keeps, by its slots."""
-        return {slot: {name: self._read(array.slices[name], name) for name in self.store.parameters}
+        return {slot: {name: self._read(array.slices[name], name) for name in array.slices}
                 for slot, array in self.states.items()}
 
     def set_state(self, state: Mapping[str, Mapping[str, np.ndarray]]) -> None:
         """The inverse of `get_state`."""
         for slot, array in self.states.items():
-            for name, parameter in self.store.parameters.items():
-                self.gpu.upload(array.slices[name].address, parameter.to_device(state[slot][name]))
+            for parameter in self.store.trained:
+                self.gpu.upload(array.slices[parameter.name].address, parameter.to_device(state[slot][parameter.name]))
 
     def get_gradients(self) -> Arrays:
         """Canonical gradients of the latest pass, without the loss scale."""
@@ -352,7 +365,10 @@ class TrainingStep:
     def forward_backward(self, accumulate: bool = False, on_bucket: OnBucket | None = None) -> None:
         """One pass over the loaded batch; gradients, times the loss scale, are in the store, added to what was there if
         `accumulate`. `on_bucket` is called with each bucket once what computes it is enqueued. Asynchronous."""
-        self.parameters_changed()  # the running statistics
+        self._inference_is_current = False  # the running statistics change
+        if self._frozen and not self._frozen_is_current:
+            self._frozen.fold(self.store)
+            self._frozen_is_current = True
         if self._training.image_size != self.persistent.data.shape[1:3]:
             self._training.close()
             self._training = self._compile()
@@ -403,7 +419,7 @@ class TrainingStep:
 
     def update(self, learning_rate: float, gradient_scale: float = 1.0, ema_decay: float = 0.0) -> None:
         """One optimizer step. Asynchronous."""
-        self.parameters_changed()
+        self._inference_is_current = False
         self.optimizer.set_step(learning_rate, gradient_scale, ema_decay)
         self.gpu.replay(self._update)
 
@@ -446,17 +462,20 @@ class TrainingStep:
 
     def request_metrics(self) -> Callable[[], Metrics]:
         """`read_metrics` without waiting: what is returned, to be called once, waits for the passes enqueued so far."""
-        buffer = self.persistent.metrics
-        pinned = self._free_pinned.pop() if self._free_pinned else self.gpu.pinned(buffer.num_bytes)
-        copied = self.gpu.start_download(pinned, buffer.address)
-        self.gpu.fill(buffer.address, 0, buffer.num_bytes)
+        buffer, size = self.persistent.metrics, self.persistent.metrics.num_bytes
+        pinned = self._free_pinned.pop() if self._free_pinned else self.gpu.pinned(size + ctypes.sizeof(State))
+        self.gpu.start_download(pinned[:size], buffer.address)
+        self.gpu.fill(buffer.address, 0, size)
+        copied = self.gpu.start_download(pinned[size:], self._state_address)
 
         def receive() -> Metrics:
             copied.sync()
             if self.options.group:
                 self.options.group.check()
-            sums = MetricsLayout.from_buffer_copy(pinned.tobytes())
+            sums = MetricsLayout.from_buffer_copy(pinned[:size].tobytes())
+            state = State.from_buffer_copy(pinned[size:].tobytes())
             self._free_pinned.append(pinned)
+            self.skipped_steps, self.skipped_in_a_row = state.skipped_steps, state.skipped_in_a_row
             return Metrics(sums.loss_sum, sums.top1, sums.top5, sums.count)
 
         return receive

@@ -16,6 +16,8 @@ from graph_passes.executors.cuda.lowering.pooling import Window
 from graph_passes.executors.cuda.lowering.stem import STEM_BLOCK, stem_work
 from graph_passes.executors.cuda.training_step import MetricsLayout
 from graph_passes.operators import pooling
+from graph_passes.operators.base import channel_sums, sums_about_mean
+from graph_passes.operators.batch_norm_halves import statistics_of
 
 pytestmark = pytest.mark.gpu
 
@@ -47,6 +49,11 @@ class BatchNormCase:
     def saved(self) -> int:
         return self.device.put(np.stack([self.mean, self.invstd]))
 
+    def sums(self, about_mean: bool) -> tuple[int, ctypes.c_bool]:
+        """Of x, or of x less its mean, as kernels take them."""
+        sums = (sums_about_mean if about_mean else channel_sums)(self.x, 1)
+        return self.device.put(sums), ctypes.c_bool(about_mean)
+
 
 @pytest.fixture(params=DTYPES)
 def dtype(request: pytest.FixtureRequest) -> str:
@@ -56,28 +63,31 @@ def dtype(request: pytest.FixtureRequest) -> str:
 @pytest.mark.parametrize("rows, channels", SHAPES)
 def test_statistics(device: Device, dtype: str, rows: int, channels: int) -> None:
     case = BatchNormCase(device, rows, channels, dtype, seed=rows)
-    sums = device.poisoned((2, channels))
+    sums = device.poisoned((3, channels))
     for _ in range(2):  # twice: the tickets must be back at zero
         device.run("batch_norm.cu", case.kernel("batch_norm_statistics"), (case.tiles, 5, 1), REDUCE_BLOCK,
                    device.put(case.x, dtype), sums, case.partials, case.tickets, *case.size)
-    wanted = np.stack([case.x.sum(0), (case.x**2).sum(0)])
-    scale = np.stack([np.abs(case.x).sum(0), (case.x**2).sum(0)])  # a sum near zero is exact against its terms only
-    assert np.max(np.abs(device.get(sums, (2, channels)) - wanted) / scale) < 1e-5  # fp32 sums of up to 4099 terms
+    zero, squares, mean = device.get(sums, (3, channels))
+    assert not zero.any()
+    deviation = np.sqrt(case.var + (case.mean - case.x[0]) ** 2)  # fp32 sums of up to 4099 terms about the first value
+    assert (np.abs(mean - case.mean) <= 1e-5 * deviation + 2.0**-23 * np.abs(case.mean)).all()
+    assert (np.abs(squares / rows - case.var) <= 1e-5 * deviation**2).all()
 
 
 @pytest.mark.parametrize("rows, channels", SHAPES)
 @pytest.mark.parametrize("add, relu", [(False, False), (False, True), (True, True)])
-def test_batch_norm_forward(device: Device, dtype: str, rows: int, channels: int, add: bool, relu: bool) -> None:
+@pytest.mark.parametrize("about_mean", [False, True])
+def test_batch_norm_forward(device: Device, dtype: str, rows: int, channels: int, add: bool, relu: bool,
+                            about_mean: bool) -> None:
     case = BatchNormCase(device, rows, channels, dtype, seed=channels)
     y, mask = device.poisoned((rows, channels), dtype), device.poisoned((rows, channels // 8), "uint8")
     saved = device.poisoned((2, channels))
     running = [np.full(channels, 0.25), np.full(channels, 2.0)]
     running_mean, running_var = (device.put(value) for value in running)
-    sums = device.put(np.stack([case.x.sum(0), (case.x**2).sum(0)]))
     device.run("batch_norm.cu", case.kernel("batch_norm_apply", str(add).lower(), str(relu).lower()),
-               (case.tiles, 3, 1), APPLY_BLOCK, device.put(case.x, dtype), device.put(case.addend, dtype), sums,
-               device.put(case.gamma), device.put(case.beta), y, mask, saved, running_mean, running_var,
-               ctypes.c_float(EPS), ctypes.c_float(MOMENTUM), *case.size)
+               (case.tiles, 3, 1), APPLY_BLOCK, device.put(case.x, dtype), device.put(case.addend, dtype),
+               *case.sums(about_mean), device.put(case.gamma), device.put(case.beta), y, mask, saved, running_mean,
+               running_var, ctypes.c_float(EPS), ctypes.c_float(MOMENTUM), *case.size)
     before_relu = case.normal * case.gamma + case.beta + (case.addend if add else 0)
     wanted = np.maximum(before_relu, 0) if relu else before_relu
     got = device.get(y, (rows, channels), dtype)
@@ -134,16 +144,18 @@ def test_batch_norm_backward(device: Device, dtype: str, rows: int, channels: in
 
 
 @pytest.mark.parametrize("rows, channels", SHAPES[1:])
-def test_batch_norm_pair_forward(device: Device, dtype: str, rows: int, channels: int) -> None:
+@pytest.mark.parametrize("about_mean", [(False, False), (False, True), (True, False), (True, True)])
+def test_batch_norm_pair_forward(device: Device, dtype: str, rows: int, channels: int, about_mean: tuple[bool, bool]
+                                 ) -> None:
     cases = [BatchNormCase(device, rows, channels, dtype, seed) for seed in (rows, channels)]
+    sums, flags = zip(*(case.sums(about) for case, about in zip(cases, about_mean, strict=True)), strict=True)
     y, mask = device.poisoned((rows, channels), dtype), device.poisoned((rows, channels // 8), "uint8")
     saved = [device.poisoned((2, channels)) for _ in cases]
     running = [device.put(np.full(channels, value)) for value in (0.25, 0.5, 2.0, 3.0)]
     device.run("batch_norm_pair.cu", cases[0].kernel("batch_norm_pair_apply"), (cases[0].tiles, 3, 1), APPLY_BLOCK,
                *(device.put(case.x, dtype) for case in cases),
-               *(device.put(np.stack([case.x.sum(0), (case.x**2).sum(0)])) for case in cases),
-               *(device.put(case.gamma) for case in cases), *(device.put(case.beta) for case in cases), y, mask, *saved,
-               *running, ctypes.c_float(EPS), ctypes.c_float(MOMENTUM), *cases[0].size)
+               *sums, *flags, *(device.put(case.gamma) for case in cases), *(device.put(case.beta) for case in cases),
+               y, mask, *saved, *running, ctypes.c_float(EPS), ctypes.c_float(MOMENTUM), *cases[0].size)
     before_relu = sum(case.normal * case.gamma + case.beta for case in cases)
     got = device.get(y, (rows, channels), dtype)
     assert relative_error(got, np.maximum(before_relu, 0)) < PRECISION[dtype] + 2e-5  # as in test_batch_norm_forward
@@ -205,7 +217,7 @@ def test_stem(device: Device, stem_dtype: str, height: int, width: int) -> None:
     # (N, rows, columns, 7, 7, 4): what each output pixel is made of
     windows = np.lib.stride_tricks.sliding_window_view(padded, (7, 7), (1, 2))[:, ::2, ::2].transpose(0, 1, 2, 4, 5, 3)
     wanted = np.einsum("nyxrsc,frsc->nyxf", windows, w, optimize=True)
-    y, sums, tickets = device.poisoned(wanted.shape, stem_dtype), device.poisoned((2, filters)), device.zeros(4)
+    y, sums, tickets = device.poisoned(wanted.shape, stem_dtype), device.poisoned((3, filters)), device.zeros(4)
     partials = device.poisoned((blocks, filters, 7, 32))
     counts = ctypes.c_uint32(items), ctypes.c_int(tiles)
     data_address = device.put(data, stem_dtype)
@@ -214,8 +226,8 @@ def test_stem(device: Device, stem_dtype: str, height: int, width: int) -> None:
                    device.put(w, stem_dtype), y, sums, partials, tickets, sizes, *counts, shared_bytes=2 * image_bytes)
     got = device.get(y, wanted.shape, stem_dtype)
     assert relative_error(got, wanted) < PRECISION[stem_dtype]
-    got_sums = device.get(sums, (2, filters))
-    assert relative_error(got_sums, np.stack([got.sum((0, 1, 2)), (got**2).sum((0, 1, 2))])) < 1e-5
+    mean, var = statistics_of(device.get(sums, (3, filters)), got)
+    assert relative_error(mean, got.mean((0, 1, 2))) < 1e-5 and relative_error(var, got.var((0, 1, 2))) < 1e-5
 
     saved = np.stack([got.mean((0, 1, 2)), 1 / np.sqrt(got.var((0, 1, 2)) + EPS)])
     gamma, dgamma, dbeta = (random.normal(0, 1, filters).astype(np.float32) for _ in range(3))

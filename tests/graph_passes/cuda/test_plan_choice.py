@@ -13,11 +13,14 @@ from unittest.mock import MagicMock
 import pytest
 
 from common.disk_cache import Cache
-from graph_passes import GraphError
+from graph_passes import Graph, GraphError
 from graph_passes.errors import PassingError
 from graph_passes.executors.cuda import convolution
 from graph_passes.executors.cuda.arena import Arena
 from graph_passes.executors.cuda.convolution import ConvolutionLibrary, Problem
+from graph_passes.executors.cuda.options import StepOptions
+from graph_passes.executors.cuda.training_step import TrainingStep
+from train.models.resnet import resnet
 
 PROBLEM = Problem("wgrad", (4, 9, 9, 16), (8, 3, 3, 16), (4, 9, 9, 8), (1, 1), (1, 1), (1, 1), "float16")
 FUSED = dataclasses.replace(PROBLEM, kind="fprop_stats")
@@ -26,12 +29,14 @@ WORKSPACES = (0, 0, 4096, 512)  # bytes, of each plan
 
 
 class FakeCudnn:
-    """Four plans of fixed speed. `refusals`: why some cannot be built; `seconds`: what building one takes, for the
-    first one of a process `first_seconds`."""
+    """Four plans of fixed speed. `refusals`: why some cannot be built; `notes`: numerical ones of some; `seconds`: what
+    building one takes, for the first one of a process `first_seconds`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.running, self.built = -1, []
         self.refusals = {0: "not supported"}
+        self.notes: dict[int, str] = {}
+        self.deselected: list[str] = []
         self.clock, self.seconds, self.first_seconds = 0.0, 0.0, 0.0
         monkeypatch.setattr(convolution, "time", SimpleNamespace(monotonic=lambda: self.clock))
         graph = MagicMock()
@@ -42,17 +47,21 @@ class FakeCudnn:
         graph.get_workspace_size_plan_at_index.side_effect = WORKSPACES.__getitem__
         graph.build_plan_at_index.side_effect = self.build
         graph.execute_plan_at_index.side_effect = self.execute
-        cudnn = MagicMock()
+        graph.deselect_numeric_notes.side_effect = lambda notes: setattr(self, "deselected", notes)
+        cudnn = MagicMock(numerical_note=SimpleNamespace(**{note: note for note in convolution.NOTES}))
         cudnn.pygraph.return_value = graph
         monkeypatch.setattr(convolution, "import_cudnn", lambda: cudnn)
         self.gpu: Any = MagicMock(time_ms=self.time_ms, allocate=self.allocate, check_free=self.check_free,
                                   fill_random=self.fill_random)
         self.memory = self.filled = range(0)
         self.free_bytes = 1 << 40
+        self.item_bytes = 2  # of the tensors
 
     def build(self, index: int) -> None:
         self.clock += self.first_seconds or self.seconds
         self.first_seconds = 0.0
+        if self.notes.get(index) in self.deselected:
+            raise RuntimeError("Deselecting execution plan")
         if index in self.refusals:
             raise RuntimeError(self.refusals[index])
         self.built.append(index)
@@ -71,7 +80,7 @@ class FakeCudnn:
     def execute(self, pack: dict[Any, int], workspace: int, index: int, handle: Any) -> None:
         """x, dy and dw lie side by side in memory that has been filled, and the workspace behind them."""
         if len(pack) == 3:
-            sizes = [2 * math.prod(shape) for shape in (PROBLEM.x, PROBLEM.y, PROBLEM.w)]
+            sizes = [self.item_bytes * math.prod(shape) for shape in (PROBLEM.x, PROBLEM.y, PROBLEM.w)]
             for address, size, end in zip(pack.values(), sizes, [*list(pack.values())[1:], workspace], strict=True):
                 assert self.filled.start <= address and address + size <= min(end, self.filled.stop)
         assert self.filled.stop <= workspace and workspace + WORKSPACES[index] <= self.memory.stop
@@ -123,6 +132,31 @@ def test_the_first_plan_is_taken_where_runs_are_to_be_repeatable(monkeypatch: py
     assert cudnn.choose(tmp_path, deterministic=True) == "engine 1", "the first that cuDNN builds"
     assert cudnn.choose(tmp_path, deterministic=False) == "engine 2", "and it is not remembered as the fastest"
     assert cudnn.choose(tmp_path, deterministic=True) == "engine 1", "whatever is remembered"
+
+
+@pytest.mark.parametrize("note, dtype, tf32, deterministic, taken", [
+    *[(note, dtype, tf32, False, False) for note in ("REDUCED_PRECISION_REDUCTION", "WINOGRAD", "FFT")
+      for dtype, tf32 in (("float16", True), ("bfloat16", True), ("float32", True), ("float32", False))],
+    ("DOWN_CONVERT_INPUTS", "float16", True, False, False),
+    ("DOWN_CONVERT_INPUTS", "float32", True, False, True),
+    ("DOWN_CONVERT_INPUTS", "float32", False, False, False),
+    ("TENSOR_CORE", "float16", False, False, True),
+    ("TENSOR_CORE", "float32", True, False, True),
+    ("TENSOR_CORE", "float32", False, False, False),
+    ("NONDETERMINISTIC", "float16", True, False, True),
+    ("NONDETERMINISTIC", "float16", True, True, False),
+])
+def test_plans_that_round_otherwise_are_not_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, note: str,
+                                                  dtype: str, tf32: bool, deterministic: bool, taken: bool) -> None:
+    """Sums in less than fp32, transformed tensors, TF32 where it is not asked for. The notes can be listed."""
+    cudnn = FakeCudnn(monkeypatch)
+    best = 1 if deterministic else 2  # the first, or the fastest
+    cudnn.notes = {best: note}
+    problem, cudnn.item_bytes = dataclasses.replace(PROBLEM, dtype=dtype), 4 if dtype == "float32" else 2
+    library = ConvolutionLibrary(cudnn.gpu, Cache("machine", tmp_path), Arena(cudnn.gpu), tf32, deterministic)
+    plan = library.plan(problem)
+    assert (plan.name == f"engine {best}") == taken
+    assert library.notes(plan) == ([note] if taken else [])
 
 
 def test_a_library_that_loads_slowly_refuses_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -204,3 +238,30 @@ def test_a_gpu_that_cannot_go_on_is_no_verdict(monkeypatch: pytest.MonkeyPatch, 
         cudnn.choose(tmp_path, False, FUSED)
     cudnn.gpu.synchronize.side_effect = None
     assert cudnn.choose(tmp_path, False, FUSED) == "engine 2"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_notes_of_the_plans_in_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dtype: str) -> None:
+    """Of ResNet-50's step, and what it costs to leave plans out: a table of the plans in use and of the fastest of all,
+    with their milliseconds and notes (pytest -s)."""
+    batch = 32 if dtype == "float32" else 256
+    shapes = {"data": (batch, 224, 224, 3), "softmax_label": (batch,)}
+    graph = Graph.from_json(resnet(50).tojson())
+    step = TrainingStep(graph, shapes, StepOptions(dtype, tf32=False), cache_folder=tmp_path)
+    library = step._tools.convolutions
+    used = list(library._plans.values())
+    monkeypatch.setattr(ConvolutionLibrary, "_unwanted", lambda self, problem: [])
+    every = ConvolutionLibrary(step.gpu, Cache("all", tmp_path), Arena(step.gpu), tf32=True)
+    print(f"\n{'':<80}{'in use: ms':>10}  {'notes':<30}{'fastest: ms':>11}  notes")
+    totals = [0.0, 0.0]
+    for plan in used:
+        rival = every.plan(plan.problem)
+        own, others = library.notes(plan), every.notes(rival)
+        print(f"{plan.problem!s:<80}{plan.time_ms:>10.3f}  {', '.join(own).lower():<30}{rival.time_ms:>11.3f}  "
+              f"{', '.join(others).lower()}")
+        totals = [totals[0] + plan.time_ms, totals[1] + rival.time_ms]
+        assert not {*own} & {*convolution.INEXACT, "DOWN_CONVERT_INPUTS"}, plan.problem
+    print(f"{len(used)} plans: {totals[0]:.3f} ms, the fastest of all {totals[1]:.3f} ms")
+    assert used
+    step.gpu.free_all()

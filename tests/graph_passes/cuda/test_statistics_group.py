@@ -3,6 +3,7 @@ itself between streams of one GPU. tests/train/processes/test_multi_gpu.py has t
 
 from __future__ import annotations
 
+import ctypes
 import re
 import time
 from types import SimpleNamespace
@@ -19,15 +20,16 @@ from graph_passes.executors.cuda import statistics_group
 from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.kernels import SOURCES, KernelLibrary
 from graph_passes.executors.cuda.statistics_group import MAX_VALUES, THREADS, StatisticsGroup
+from graph_passes.operators.base import channel_sums, sums_about_mean
 from graph_passes.operators.batch_norm import batch_statistics, data_gradient, gradient_sums, to_saved
 
 EPS = 1e-5
 
 
 @pytest.mark.parametrize("members, rows, channels", [(2, 35, 3), (3, 8, 7), (8, 2, 1)])
-def test_means_of_sums_give_what_one_gpu_has_for_all_images(members: int, rows: int, channels: int) -> None:
-    """The formulas of batch_norm.cuh, with the group's means in place of a GPU's own sums, against the reference
-    operators on the images of all members. The loss of all is the mean of the members' losses."""
+def test_what_members_share_gives_what_one_gpu_has_for_all_images(members: int, rows: int, channels: int) -> None:
+    """The formulas of batch_norm.cuh and batch_norm_group.cu, with the group's statistics and means of sums in place of
+    a GPU's own, against the reference operators on the images of all members. The loss of all is the mean of theirs."""
     random = np.random.default_rng()
     symbol = mx.sym.BatchNorm(mx.sym.Variable("x"), axis=3, eps=EPS, fix_gamma=False, name="bn")
     node = Graph.from_json(symbol.tojson())["bn"]
@@ -41,8 +43,8 @@ def test_means_of_sums_give_what_one_gpu_has_for_all_images(members: int, rows: 
     dx = data_gradient(node, dz, whole, gamma, saved, (dgamma, dbeta))
 
     x, dy = x.reshape(members, rows, channels), dy.reshape(members, rows, channels)
-    mean = x.sum(1).mean(0) / rows
-    var = (x * x).sum(1).mean(0) / rows - mean**2
+    mean = x.mean(1).mean(0)
+    var = (x.var(1) + (x.mean(1) - mean) ** 2).mean(0)
     invstd = 1 / np.sqrt(var + EPS)
     shared_dbeta, shared_dgamma = dy.sum(1).mean(0), (dy * (x - mean) * invstd).sum(1).mean(0)
     shared_dx = gamma * invstd * (dy - shared_dbeta / rows - (x - mean) * invstd * shared_dgamma / rows)
@@ -60,12 +62,18 @@ FAKE_GROUP = SimpleNamespace(arguments=lambda num_values: ())
 def test_no_sum_is_read_before_it_is_shared(depth: int, batch_norms: int, projections: int, fused: bool) -> None:
     lowering, store = lower(depth, 4, 64, True, fused, group=FAKE_GROUP)
     launches = lowering.program.launches
+    forward = [launch for launch in launches if launch.operation == "group_statistics"]
+    assert len(forward) == batch_norms
+    for exchange in forward:
+        (own,), (of_group,) = exchange.reads, exchange.writes
+        assert [launch for launch in launches if own in launch.reads] == [exchange]
+        (apply,) = (launch for launch in launches if of_group in launch.reads)
+        assert apply.operation in ("batch_norm_apply", "batch_norm_pair_apply", "batch_norm_relu_max_pool")
     exchanges = [launch for launch in launches if launch.operation == "group_mean"]
-    assert len(exchanges) == 2 * batch_norms - projections, "both BatchNorms of a pair exchange at once on the way back"
+    assert len(exchanges) == batch_norms - projections, "both BatchNorms of a pair exchange at once on the way back"
     shared = [buffer for launch in exchanges for buffer in launch.writes]
     gradients = {store.gradients[name] for name in store.gradients if name.endswith(("_gamma", "_beta"))}
-    assert len(gradients) == 2 * batch_norms and gradients <= set(shared)
-    assert len(shared) == len(set(shared)) == 3 * batch_norms, "the sums of the forward pass lie in one buffer"
+    assert len(shared) == len(gradients) == 2 * batch_norms and gradients == set(shared)
     fresh = set()  # written since they were shared
     for launch in launches:
         if launch.operation != "group_mean":
@@ -91,7 +99,7 @@ def test_members_exchange_in_one_order_whatever_they_have_chosen() -> None:
         lowering, store = lower(50, 4, 64, training=True, group=FAKE_GROUP, **options)  # type: ignore[arg-type]
         names = {buffer: name for name, buffer in store.gradients.items()}
         orders.append([[names.get(buffer, str(buffer.shape)) for buffer in launch.writes]
-                       for launch in lowering.program.launches if launch.operation == "group_mean"])
+                       for launch in lowering.program.launches if launch.operation.startswith("group_")])
     assert orders[0] == orders[1] == orders[2]
 
 
@@ -99,20 +107,20 @@ def test_members_exchange_in_one_order_whatever_they_have_chosen() -> None:
 def test_without_a_group_nothing_is_launched_for_it(training: bool) -> None:
     alone, grouped = (lower(18, 4, 64, training, group=group)[0].program for group in (None, FAKE_GROUP))
     steps = [[(launch.node, launch.operation) for launch in program.launches] for program in (alone, grouped)]
-    assert "group_mean" not in {operation for _, operation in steps[0]}
-    assert steps[0] == [step for step in steps[1] if step[1] != "group_mean"]
+    assert not any(operation.startswith("group_") for _, operation in steps[0])
+    assert steps[0] == [step for step in steps[1] if not step[1].startswith("group_")]
     if not training:
         assert steps[0] == steps[1], "inference has the running statistics"
 
 
 def test_too_many_channels_are_refused() -> None:
-    x = mx.sym.Convolution(mx.sym.Variable("data"), kernel=(1, 1), num_filter=MAX_VALUES // 2 + 8, no_bias=True,
+    x = mx.sym.Convolution(mx.sym.Variable("data"), kernel=(1, 1), num_filter=MAX_VALUES + 8, no_bias=True,
                            layout="NHWC", name="conv")
     x = mx.sym.Flatten(mx.sym.BatchNorm(x, axis=3, fix_gamma=False, name="wide"))
     graph = Graph.from_json(mx.sym.SoftmaxOutput(mx.sym.FullyConnected(x, num_hidden=8), name="softmax").tojson())
     shapes: dict[str, tuple[int, ...]] = {"data": (2, 1, 1, 8), "softmax_label": (2,)}
     lower_graph(graph, shapes, training=True)
-    with pytest.raises(GraphError, match="BatchNorm 'wide' has 4104 channels: a group shares 4096 at most$"):
+    with pytest.raises(GraphError, match="BatchNorm 'wide' has 8200 channels: a group shares 8192 at most$"):
         lower_graph(graph, shapes, training=True, group=FAKE_GROUP)
 
 
@@ -181,10 +189,16 @@ class Member:
         self._library = library
 
     def exchange(self, *arrays: int, values: int) -> None:
-        grid = (max(1, -(-values // THREADS)), 1, 1)
         pointers = (*arrays, *(0,) * (4 - len(arrays)))
-        self._library.get("batch_norm_group.cu", "group_mean").launch(
-            grid, (THREADS, 1, 1), *pointers, *self.group.arguments(values))
+        self._launch("group_mean", values, *pointers)
+
+    def exchange_statistics(self, sums: int, about_mean: bool, result: int, rows: int, channels: int) -> None:
+        self._launch("group_statistics", channels, sums, ctypes.c_bool(about_mean), result, ctypes.c_uint32(rows))
+
+    def _launch(self, kernel: str, values: int, *operands: Any) -> None:
+        grid = (max(1, -(-values // THREADS)), 1, 1)
+        self._library.get("batch_norm_group.cu", kernel).launch(
+            grid, (THREADS, 1, 1), *operands, *self.group.arguments(values))
 
 
 @pytest.fixture
@@ -198,6 +212,7 @@ def make_members(tmp_path: Any) -> Any:
         for own, member in enumerate(members):
             member.group.connect([other.group.mailbox for other in members], own)
             member.exchange(values=0)
+            member.exchange_statistics(0, True, 0, rows=1, channels=0)
             member.gpu.synchronize()
         return members
 
@@ -237,6 +252,37 @@ def test_exchange(make_members: Any, count: int) -> None:
         # each of `count` additions and the division is rounded
         bound = (count + 1) * (2.0**-24 * np.abs(x.astype(np.float64)).sum(0) + 2.0**-149)
         assert (np.abs(got[0] - wanted)[finite] <= bound[finite]).all()
+    for member in members:
+        member.group.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ratio", [1, 100, 1000])
+@pytest.mark.parametrize("count", [2, 5])
+def test_exchange_of_statistics(make_members: Any, count: int, ratio: int) -> None:
+    """Of members whose means differ and are `ratio` times their deviation; one has plain sums, as cuDNN leaves them."""
+    random = np.random.default_rng(ratio)
+    rows, channels = 700, 300
+    x = random.normal(ratio * random.choice([-1, 1], channels) + random.normal(0, 1, (count, 1, channels)), 1.0,
+                      (count, rows, channels)).astype(np.float32).astype(np.float64)
+    members, results = make_members(count), []
+    for own, (member, values) in enumerate(zip(members, x, strict=True)):
+        is_plain = own == 1 and ratio == 1
+        own_sums = (channel_sums if is_plain else sums_about_mean)(values, 1).astype(np.float32)
+        sums, result = member.gpu.allocate(own_sums.nbytes), member.gpu.allocate(4 * 3 * channels)
+        member.gpu.upload(sums, own_sums)
+        results.append((sums, result, not is_plain))
+    for member, (sums, result, about_mean) in zip(members, results, strict=True):
+        member.exchange_statistics(sums, about_mean, result, rows, channels)
+    got = [member.gpu.download(result, (3, channels), np.float32)
+           for member, (_, result, _) in zip(members, results, strict=True)]
+    assert all(member.tobytes() == got[0].tobytes() for member in got), "all have the same bits"
+    zero, squares, mean = got[0].astype(np.float64)
+    var = squares / rows
+    assert not zero.any()
+    # What is sent is rounded: means to 2^-24 of themselves, by which the deviation of one from another is off.
+    assert np.max(np.abs(mean - x.mean((0, 1)))) < 4 * 2.0**-24 * ratio + 1e-6
+    assert np.max(np.abs(var / x.var((0, 1)) - 1)) < 1e-5 + 8 * 2.0**-24 * ratio
     for member in members:
         member.group.check()
 

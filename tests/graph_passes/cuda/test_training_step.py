@@ -175,19 +175,19 @@ def written_tensors(step: TrainingStep, shapes: dict[str, tuple[int, ...]]) -> d
     return tensors
 
 
-@pytest.mark.parametrize("depth, dtype", [*itertools.product((18, 50), DTYPES), (101, "float16")])
-def test_every_tensor_of_a_whole_network_follows_from_its_inputs(cache: Path, depth: int, dtype: str) -> None:
+@pytest.mark.parametrize("name, dtype", [*itertools.product(("resnet18", "resnet50", "resnet50_v2"), DTYPES),
+                                         ("resnet101", "float16")])
+def test_every_tensor_of_a_whole_network_follows_from_its_inputs(cache: Path, name: str, dtype: str) -> None:
     """Forward and backward, operator by operator of the graph that runs: float64 applied to what the device has written
     before, so that one ReLU whose sign is a matter of rounding does not move everything after it, as from end to end.
     """
-    symbol, shapes = resnet(depth, CLASSES, 0.1), {"data": (6, 49, 41, 3), "softmax_label": (6,)}
-    graph = fused(symbol)
-    params, aux = init_params(symbol, seed=depth)
-    random = np.random.default_rng(depth)
-    for name, value in params.items():
-        if name.endswith("_gamma") and not value.any():  # a block that starts as the identity has gradients of 0
-            params[name] = random.uniform(0.1, 0.5, value.shape).astype(np.float32)
-    data, label = random_batch(shapes, seed=depth)
+    network, shapes = models.create(name, CLASSES, 0.1), {"data": (6, 49, 41, 3), "softmax_label": (6,)}
+    graph, random = fused(network.symbol), np.random.default_rng(50)
+    params, aux = network.initial_values(seed=50)
+    for parameter, value in params.items():
+        if parameter.endswith("_gamma") and not value.any():  # a block that starts as the identity has gradients of 0
+            params[parameter] = random.uniform(0.1, 0.5, value.shape).astype(np.float32)
+    data, label = random_batch(shapes, seed=50)
     step = TrainingStep(graph, shapes, StepOptions(dtype, tf32=False), cache_folder=cache)
     step.set_params(params, aux)
     step.load(data, label)
@@ -213,7 +213,8 @@ def test_every_tensor_of_a_whole_network_follows_from_its_inputs(cache: Path, de
                 errors[ref] = float(np.mean(device[ref] != wanted))
     gradients = {ref for name, ref in passes.output_names(whole).items() if name.endswith("_grad")}
     assert gradients <= errors.keys() and len(errors) > len(list(whole)) // 2
-    assert {"BatchNormPoolApply", "BatchNormPairApply", "BatchNormPoolBackwardReduce"} <= whole.operators().keys()
+    particular = "BatchNormReluBackwardApplyAdd" if name.endswith("v2") else "BatchNormPairApply"
+    assert {"BatchNormPoolApply", "BatchNormPoolBackwardReduce", particular} <= whole.operators().keys()
     print(f"median {np.median(list(errors.values())):.1e}, maximum {max(errors.values()):.1e} of {len(errors)} tensors")
     worst = sorted(errors.items(), key=lambda item: -item[1])[:5]
     assert max(errors.values()) < {"float16": 2e-2, "bfloat16": 2e-2, "float32": 1e-4}[dtype], worst
@@ -303,7 +304,8 @@ def test_folded_inference_of_a_trained_network(cache: Path, name: str, dtype: st
 
 def test_the_largest_batch_computes_what_two_of_its_images_do(cache: Path) -> None:
     """2,674 images of 224 pixels, which are the same two again and again: 2^31 numbers in the first convolution. The
-    gradients are 16-bit values of another scale, so a wrong place would show as more than their rounding."""
+    gradients are 16-bit values of another scale, so a wrong place would show as more than their rounding: each of the
+    two lies within SMALL of the exact ones, so they lie within twice that of each other."""
     graph, results = fused(bottlenecks(7, CLASSES)), []
     for images in (2, 2674):
         shapes = {"data": (images, 224, 224, 4), "softmax_label": (images,)}
@@ -320,7 +322,7 @@ def test_the_largest_batch_computes_what_two_of_its_images_do(cache: Path) -> No
     assert loss_of_many == pytest.approx(loss, rel=1e-3)
     assert np.abs(probabilities_of_many - probabilities).max() < 2e-2, "of every image"
     for name, gradient in wanted.items():
-        assert relative_error(got[name], gradient) < SMALL["bfloat16"], name
+        assert relative_error(got[name], gradient) < 2 * SMALL["bfloat16"], name
 
 
 RULES = {
@@ -409,6 +411,29 @@ def test_an_overflow_skips_the_step_and_halves_the_loss_scale(cache: Path, rule:
         step.update(0.01)
     state = step.optimizer.read_state()
     assert (state.loss_scale, state.skipped_steps, state.updates) == (scale, 1, 2), "two good steps double it again"
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_steps_that_overflow_for_ever_are_counted(cache: Path, rule: Rule) -> None:
+    """A gradient beyond float16 at a loss scale of 1, of a loss that is finite: the metrics tell."""
+    graph, shapes = fused(small_network(8)), {"data": (4, 16, 16, 3), "softmax_label": (4,)}
+    step = TrainingStep(graph, shapes, StepOptions("float16", optimizer=OptimizerConfig(rule)), cache_folder=cache)
+    params, aux = random_state(graph, shapes, seed=1)
+    # The gradient of b2_conv_weight is 10^6 in the reference.
+    steep = {"b2_bn_gamma": 1e4 * params["b2_bn_gamma"], "b2_conv_weight": 1e-5 * params["b2_conv_weight"]}
+    step.set_params(params | steep, aux)
+    step.load(*random_batch(shapes, seed=2))
+    for number in range(1, 13):  # 2^10 is the first scale
+        step.forward_backward()
+        step.update(0.1)
+        assert np.isfinite(step.read_metrics().loss_sum)
+        assert (step.skipped_steps, step.skipped_in_a_row) == (number, number)
+    assert step.optimizer.read_state().loss_scale == 1
+    step.set_params(params, aux)
+    step.forward_backward()
+    step.update(0.1)
+    step.read_metrics()
+    assert (step.skipped_steps, step.skipped_in_a_row) == (12, 0), "and the next one that is finite counts"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -16,11 +16,11 @@ import pytest
 from step_networks import bottlenecks, flattened, random_network
 
 from common.mxnet_compat import mx
-from graph_passes import Graph, GraphError, Ref, passes, pipeline
+from graph_passes import Graph, GraphError, Ref, passes, pipeline, roles
 from graph_passes.executors.cuda import kernels, training_step
 from graph_passes.executors.cuda.capacity import check_fits
 from graph_passes.executors.cuda.choices import Choices
-from graph_passes.executors.cuda.inference import Inference
+from graph_passes.executors.cuda.folding import Folded
 from graph_passes.executors.cuda.lowering import Persistent, check_operators
 from graph_passes.executors.cuda.lowering import lower as lower_to_launches
 from graph_passes.executors.cuda.optimizer import OptimizerConfig
@@ -90,6 +90,28 @@ class FakePlanner:
         return possible
 
 
+class CountingGpu:
+    """Memory that is only counted, and work that is done at once."""
+
+    num_multiprocessors, max_shared_bytes = 132, 227 << 10
+
+    def __init__(self, capability: tuple[int, int] = (9, 0)) -> None:
+        self.capability = capability
+        self.copied: list[tuple[int, int, int]] = []
+        self._memory = count(1 << 40, 1 << 30)
+
+    def allocate(self, num_bytes: int) -> int:
+        return next(self._memory)
+
+    def copy(self, *arguments: int) -> None:
+        self.copied.append(arguments)
+
+    def capture(self, enqueue: Callable[[], None]) -> None:
+        enqueue()
+
+    def replay(self, graph: None) -> None: ...
+
+
 def lower(depth: int, batch: int, size: int, training: bool, fused: bool = False,
           **options: Any) -> tuple[Lowered, ParameterStore]:
     graph = passes.bn_relu(passes.bn_add_relu(Graph.from_json(resnet(depth, 1000).tojson())))
@@ -103,8 +125,12 @@ def lower_graph(graph: Graph, shapes: dict[str, tuple[int, ...]], training: bool
                 ) -> tuple[Lowered, ParameterStore]:
     batch, height, width, channels = shapes["data"]
     inferred = graph.infer_shapes(shapes)
+    frozen, gpu = roles.frozen(graph), CountingGpu(capability)
+    tools: Any = SimpleNamespace(gpu=gpu, kernels=FakeKernels(), convolutions=FakeConvolutions(), group=group,
+                                 planner=planner or FakePlanner(fused, deterministic))
     store = ParameterStore(
-        parameters_of(graph, inferred, tuple(shapes)), {name: inferred[Ref(name)] for name in graph.aux}, dtype)
+        parameters_of(graph, inferred, tuple(shapes)), {name: inferred[Ref(name)] for name in graph.aux}, dtype,
+        frozen=frozen, folded=Folded(graph, shapes, dtype, tools, frozen_only=True).store if frozen else None)
 
     def kept(name: str, shape: tuple[int, ...], dtype: str) -> Buffer:
         return Buffer(name, shape, dtype, persistent=True)
@@ -114,10 +140,6 @@ def lower_graph(graph: Graph, shapes: dict[str, tuple[int, ...]], training: bool
         kept("mixup", (1,), "float32"),
         kept("probabilities", (batch, 1000), "float32"), kept("metrics", (32,), "uint8"),
         kept("num_valid", (1,), "int32"), kept("loss_scale", (1,), "float32"), kept("tickets", (64,), "int32"))
-    gpu = SimpleNamespace(num_multiprocessors=132, capability=capability, max_shared_bytes=227 << 10)
-    planner = planner or FakePlanner(fused, deterministic)
-    tools: Any = SimpleNamespace(gpu=gpu, kernels=FakeKernels(), convolutions=FakeConvolutions(), group=group,
-                                 planner=planner)
     choices = Choices(shapes, store, persistent, tools)
     if training:
         graph = pipeline.training_step(graph, shapes, dtype, choices, grouped=group is not None)
@@ -242,21 +264,39 @@ def test_inference_takes_over_every_parameter() -> None:
     graph = passes.bn_relu(passes.bn_add_relu(Graph.from_json(resnet(50, 1000).tojson())))
     shapes: dict[str, tuple[int, ...]] = {"data": (4, 64, 64, 3), "softmax_label": (4,)}
     _, trained = lower_graph(graph, shapes, training=True)
-    launched: list[tuple[Any, ...]] = []
-    copied: list[tuple[int, int, int]] = []
-    memory = count(1 << 40, 1 << 30)
-    gpu = SimpleNamespace(allocate=lambda num_bytes: next(memory), copy=lambda *copy: copied.append(copy),
-                          capture=lambda enqueue: enqueue(), replay=lambda graph: None)
+    gpu, launched = CountingGpu(), []
     kernel = SimpleNamespace(launch=lambda grid, block, *arguments: launched.append((grid[0], *arguments)))
     tools: Any = SimpleNamespace(gpu=gpu, kernels=SimpleNamespace(get=lambda source, name: kernel))
-    inference = Inference(graph, shapes, "float16", tools)
-    inference.fold(trained)
-    own = inference._store
+    folded = Folded(graph, shapes, "float16", tools)
+    folded.fold(trained)
+    own = folded.store
     assert len(launched) == 53 and not own.statistics.slices, "every BatchNorm is folded"
     assert launched[0][0] == 64 and launched[0][-1].value == 7 * 7 * 4, "the stem, a padded channel included"
-    written = [address for launch in launched for address in launch[7:9]] + [to for to, _, _ in copied]
-    assert sorted(written) == sorted(own.value(name).address for name in own.parameters)
-    assert [size for _, _, size in copied] == [2 * 1000 * 2048, 4 * 1000]
+    written = [address for launch in launched for address in launch[7:9]] + [to for to, _, _ in gpu.copied]
+    assert sorted(written) == sorted(buffer.address for buffer in own.values.values())
+    assert [size for _, _, size in gpu.copied] == [2 * 1000 * 2048, 4 * 1000]
+
+
+@pytest.mark.parametrize("name", ["resnet50", "resnet50d", "resnet50_v2"])
+@pytest.mark.parametrize("prefix", ["stem", "stage2", "backbone"])
+def test_a_frozen_network(name: str, prefix: str) -> None:
+    """Its convolutions are those of inference, on weights of their own where a BatchNorm is folded into them; what is
+    frozen has no gradient, and nothing of an optimizer."""
+    whole = models.create(name).graph
+    shapes: dict[str, tuple[int, ...]] = {"data": (4, 64, 64, 3), "softmax_label": (4,)}
+    graph = pipeline.run(pipeline.FUSED, passes.freeze(whole, prefix))
+    frozen = roles.frozen(graph)
+    lowering, store = lower_graph(graph, shapes, training=True, fused=True)
+    assert lowering.ready.keys() == store.gradients.keys() == store.parameters.keys() - frozen
+    assert all(not array.slices.keys() & frozen for array in (*store.states, store.ema, store.ema_statistics))
+    ends = {"master": store.ema, "statistics": store.ema_statistics}
+    assert all(list(store.arrays[name].slices)[: len(ema.slices)] == list(ema.slices) for name, ema in ends.items())
+    assert store.folded and store.folded.values.keys() - frozen == {
+        each.bias for each in passes.foldings(graph, frozen_only=True)}
+    check_memory(lowering.program)
+    everything, _ = lower_graph(pipeline.run(pipeline.FUSED, whole), shapes, training=True, fused=True)
+    assert len(lowering.program.launches) < len(everything.program.launches)
+    assert lowering.program.arena_bytes <= everything.program.arena_bytes
 
 
 @pytest.mark.parametrize("size, is_ours", [(224, True), (225, False), (1024, False)])

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from common.errors import UserError
 from common.mxnet_compat import mx
@@ -15,8 +19,8 @@ from graph_passes import Graph, GraphError, onnx_writer
 from graph_passes.executors import create_executor
 from train import models
 from train.checkpoint import Checkpoint, save
-from train.commands import export
-from train.commands.options import ExportOptions
+from train.commands import export, predict
+from train.commands.options import ExportOptions, PredictOptions
 from train.config import Config, read
 from train.errors import TrainError
 from train.models.network import init_params
@@ -25,6 +29,7 @@ from train.models.resnet import resnet
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
 
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "inference.md"
 NUM_CLASSES, SIZE = 7, 40
 CLASS_NAMES = ["ant", "bee", "cat", "dog", "eel", "fox", "été"]
 
@@ -119,6 +124,34 @@ def test_onnx_of_the_command(
     assert json.loads(meta["mean"]) == [123.675, 116.28, 103.53]
     assert (meta["resize_shorter"], meta["center_crop"]) == ("50", "40")
     assert list(file.parent.iterdir()) == [file]
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("size", [(61, 84), (93, 55), (71, 71)])  # two whose longer side and offset round up
+def test_the_lines_of_the_page_predict_the_same(
+    trained: Checkpoint, size: tuple[int, int], interpolation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str], rng: np.random.Generator,
+) -> None:
+    """A picture without losses, so that no decoder differs: what is left is the rounding of its pixels."""
+    monkeypatch.chdir(tmp_path)
+    coarse = Image.fromarray(rng.integers(0, 256, (size[1] // 6, size[0] // 6, 3), np.uint8))
+    coarse.resize(size, Image.Resampling.BICUBIC).save("cat.jpg", "PNG")
+    saved = tmp_path / "network.npz"
+    save(replace(trained, config=replace(trained.config, interpolation=interpolation)), saved)
+    (ours,) = predict.predict(PredictOptions(images=(Path("cat.jpg"),), checkpoint=str(saved)))
+    run_export(["--checkpoint", str(saved), "--onnx", "model.onnx"])
+    capsys.readouterr()
+    names: dict[str, Any] = {}
+    (lines,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    exec(lines, names)
+    printed = dict(reversed(line.split("%  ")) for line in capsys.readouterr().out.splitlines())
+    # Pillow rounds to whole levels between its two passes, DALI does not.
+    assert np.abs(names["pixels"].astype(int) - ours.picture).max() <= 1
+    theirs = dict(zip(CLASS_NAMES, names["probabilities"][0], strict=True))
+    for guess in ours.guesses:
+        assert theirs[guess.name] == pytest.approx(guess.probability, abs=0.03)  # 0.003 was seen
+    best = sorted(theirs, key=lambda name: -theirs[name])[:5]
+    assert printed == {name: f"{100 * theirs[name]:5.1f}" for name in best}
 
 
 def test_a_wrong_model_is_not_written(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

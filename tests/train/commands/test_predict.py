@@ -15,7 +15,7 @@ from common.mxnet_compat import mx
 from graph_passes import Graph
 from graph_passes.executors import create_executor
 from pipelines import DataError, load_images
-from train.checkpoint import Checkpoint, save
+from train.checkpoint import Checkpoint, load, save
 from train.commands import predict
 from train.commands.options import PredictOptions
 from train.commands.predict import Guess, Prediction
@@ -104,7 +104,7 @@ def test_table_names_files_classes_and_probabilities(
 def test_probabilities_are_those_of_the_executor(run_folder: Path) -> None:
     file = run_folder / "grey.png"
     (found,) = predict.predict(PredictOptions(images=(file,), checkpoint=str(run_folder), top=5))
-    trained = predict.checkpoint.load(run_folder / "checkpoints" / "best.npz")
+    trained = load(run_folder / "checkpoints" / "best.npz")
     graph = Graph.from_json(resnet(18, len(CLASS_NAMES)).tojson())
     executor = create_executor("mxnet", graph, {"data": (1, SIZE, SIZE, 3), "softmax_label": (1,)}, "cpu(0)")
     executor.set_params(trained.params, trained.aux)

@@ -35,7 +35,9 @@ BUCKETS = """
         for bucket in buckets:
             on_bucket(bucket)
 
-    executor = SimpleNamespace(buckets=buckets, follow=followed.append, hand_over=hand_over)
+    passes = []
+    executor = SimpleNamespace(buckets=buckets, follow=followed.append, hand_over=hand_over, show_passes=passes.append,
+                               passes_shown=np.zeros(1, np.uint32))
     all_reduce = BucketAllReduce(executor, ON_HOST)
     assert all_reduce.description == ("gradients averaged by Horovod beside the backward pass, in buckets: "
                                    "first 0.0 MB float16, second 0.0 MB float32")
@@ -48,6 +50,7 @@ BUCKETS = """
         values[name][:] = -2 * sent
     all_reduce.finish()  # starts them all itself
     assert followed == 2 * buckets
+    assert passes == [0, 1, 2]
     np.savez(f"{sys.argv[1]}/finished{workers.rank}.npz", **values)
 """
 
@@ -108,7 +111,9 @@ def test_a_process_that_is_gone_is_an_error_not_a_hang(tmp_path):
             os._exit(0)  # without a word: not even the launcher takes it for a failure
         values = np.ones(10, np.float32)
         bucket = Bucket("only", values.ctypes.data, 10, "float32", 0, 0)
-        all_reduce = BucketAllReduce(SimpleNamespace(buckets=[bucket]), ON_HOST)
+        executor = SimpleNamespace(buckets=[bucket], show_passes=lambda number: None,
+                                   passes_shown=np.zeros(1, np.uint32))
+        all_reduce = BucketAllReduce(executor, ON_HOST)
         all_reduce.start(bucket)
         try:
             all_reduce.finish()

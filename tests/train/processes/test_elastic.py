@@ -2,115 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
-from several_processes import needs_horovod, python_path, run_processes
+from several_processes import BATCH, COMMIT_EVERY, needs_horovod, run_processes
 
 from common.nvidia_gpus import find_gpus
 from train import checkpoint
 
-SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "dgx1_8gpu.sh"
-BATCH, COMMIT_EVERY = 4, 2
 pytestmark = needs_horovod
-
-
-class Run:
-    """A run on generated images; on the CPU an epoch of them is longer than any test."""
-
-    def __init__(self, folder: Path, device: str, processes: int, *options: str) -> None:
-        self.folder = folder
-        environment = {**os.environ, "PYTHON": sys.executable}
-        if device == "cpu":
-            options = (*options, "--model", "resnet18", "--image-size", "32", "--num-threads", "1")
-            environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(narrow=True)}
-        self.process = subprocess.Popen(
-            ["bash", SCRIPT, "-n", str(processes), *options, "-b", str(BATCH), "--device", device, "--epochs", "90",
-             "--config", "cpu_sample", "--data", "synthetic", "--no-tensorboard", "--warmup-epochs", "0",
-             "--log-every", "1", "--checkpoint-minutes", "0", "--validate-every", "0", "--optimizer", "sgd",
-             "--learning-rate", "0.16", "--momentum", "0.9", "--weight-decay", "1e-4",
-             "--commit-every", str(COMMIT_EVERY), "--output", folder],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
-        )
-
-    def events(self, kind: str) -> list[dict[str, Any]]:
-        path = self.folder / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        found = []
-        for line in lines:
-            if f'"event": "{kind}"' in line and line.endswith("}"):
-                found.append(json.loads(line))
-        return found
-
-    def wait_for(self, condition: Callable[[], bool], seconds: float = 90) -> None:
-        end = time.monotonic() + seconds
-        while not condition():
-            assert self.process.poll() is None, self.process.communicate()
-            assert time.monotonic() < end, self.events("session")
-            time.sleep(0.05)
-
-    def last_step(self) -> int:
-        return max((event["step"] for event in self.events("steps")), default=0)
-
-    def workers(self) -> dict[int, int]:
-        """Process ids by the rank that each started with."""
-        found = {}
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        for pid in {*children, *_children_of_threads(self.process.pid)}:
-            try:
-                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
-                continue
-            rank = [entry for entry in variables if entry.startswith(b"HOROVOD_RANK=")]
-            if rank:
-                found[int(rank[0].partition(b"=")[2])] = int(pid)
-        return found
-
-    def end(self) -> tuple[int, str, str]:
-        out, err = self.process.communicate(timeout=60)
-        return self.process.returncode, out, err
-
-
-def _children_of_threads(pid: int) -> Iterator[str]:
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended meanwhile
-            yield from (task / "children").read_text().split()
-
-
-@pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
-def on_gpu(request):
-    if request.param == "gpu" and len(find_gpus()) < 2:
-        pytest.skip(f"2 GPUs are needed, {len(find_gpus())} are there")
-    return request.param == "gpu"
-
-
-@pytest.fixture
-def start(tmp_path, on_gpu):
-    """Starts a run of so many processes, with further options of the launcher."""
-    runs = []
-
-    def build(processes: int, *options: str) -> Run:
-        runs.append(Run(tmp_path / "run", "gpu" if on_gpu else "cpu", processes, *options))
-        return runs[-1]
-
-    yield build
-    for run in runs:
-        if run.process.poll() is None:
-            run.process.terminate()
-            try:
-                run.process.wait(20)
-            finally:
-                run.process.kill()
 
 
 def test_elastic_run_loses_a_process_and_gets_one(start, on_gpu, rng):
@@ -156,6 +60,75 @@ def test_elastic_run_loses_a_process_and_gets_one(start, on_gpu, rng):
         num_seen = sum(sizes[step] for step in range(1, last.progress.step + 1))
         # less than a batch is passed over at each change
         assert num_seen <= more * state["batch"] < num_seen + less + more
+
+
+@pytest.mark.parametrize("place", ["start", "joining", "session"])
+def test_loss_at_start_up(place, monkeypatch):
+    """One of three processes is killed before it has joined the others, while they connect, or before the first
+    commit: the others do without it, and do not wait for Gloo's time-out."""
+    monkeypatch.setenv("HOROVOD_GLOO_TIMEOUT_SECONDS", "600")
+    script = f"""
+        import os, signal, sys
+        from train.processes import elastic
+        from train.processes.distributed import Workers
+
+        def die_at(place):
+            if place == {place!r} and os.environ["HOROVOD_HOSTNAME"] == "slot1":
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        class DyingWorkers(Workers):
+            def __init__(self):
+                die_at("joining")
+                super().__init__()
+
+        def session(state):
+            die_at("session")
+            workers = Workers()
+            print(f"{{workers.gather(workers.rank)}}\\n", end="", flush=True)
+
+        elastic.Workers = DyingWorkers
+        die_at("start")
+        elastic.run(session)
+    """
+    done = run_processes(script, count=3, min_np=2)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == 2 * "[0, 1]\n"
+    (line,) = [line for line in done.stderr.splitlines() if "process 1 (" in line]
+    assert re.match(r"process 1 \(pid \d+\) was killed by SIGKILL, ", line)
+    assert line.endswith("; 2 go on without it: nothing was trained yet")
+
+
+@pytest.mark.parametrize("min_np", [0, 1])
+def test_loss_while_the_report_is_written(tiny_options, tmp_path, min_np):
+    """Process 1 has nothing to do any more, and is not missed; process 0 writes it, and nobody goes on without it."""
+    script = """
+        import os, signal, sys
+        from pathlib import Path
+        from train import __main__ as program
+        from train.commands import session
+
+        folder = Path(sys.argv[1])
+
+        def write_report(*_):
+            while not (folder / "gone").exists():
+                pass
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        session._write_report = write_report
+        code = program.main(sys.argv[2:])
+        if os.environ["HOROVOD_RANK"] == "1":
+            (folder / "gone").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        sys.exit(code)
+    """
+    done = run_processes(script, tmp_path, *tiny_options, "--epochs", "1", "--output", tmp_path / "run", narrow=True,
+                         min_np=min_np)
+    assert done.returncode == 128 + signal.SIGKILL, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "process " in line]
+    assert line.startswith("error: process 0 (pid ")
+    assert "was killed by SIGKILL, as the kernel does when the machine's memory runs out, while it wrote the" in line
+    assert "make the report with " in line
+    assert checkpoint.load(checkpoint.find(str(tmp_path / "run"))).progress.epoch == 1
 
 
 def test_killed_process_ends_the_run(start, rng):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from common.command_line import exit_code_of
 from train.errors import TrainError
 from train.processes import launch, topology
 from train.processes.invocation import LAUNCHER_VARIABLE
@@ -173,6 +175,18 @@ def test_parse():
     assert passed == ["benchmark", "--data", "a folder", "--batch-size", "64", "--epochs", "3"]
 
 
+@pytest.mark.parametrize("processes", ["2", "1 --min-np 1"])
+def test_machine_whose_name_has_no_address(monkeypatch, capsys, processes):
+    """Gloo would crash."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "nobody.invalid")
+    monkeypatch.setenv(LAUNCHER_VARIABLE, "")  # put back afterwards
+    arguments = ["-n", *processes.split(), "--device", "cpu"]
+    assert exit_code_of(lambda: launch.main(arguments)) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: this machine's name, nobody.invalid, has no address (")
+    assert line.endswith("add the line '127.0.0.1 nobody.invalid' to /etc/hosts")
+
+
 def test_one_process_needs_no_horovod(monkeypatch, capsys):
     called = {}
 
@@ -306,4 +320,5 @@ def test_too_few_left(capfd):
     assert launch.launch_elastic(slots, [sys.executable, "-c", script], min_processes=3) == 128 + signal.SIGKILL
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("error: process ")
-    assert line.endswith("2 are left, but --min-np is 3, so the run ends: go on with --resume and its folder")
+    assert "; 2 are left, but --min-np is 3, so the run ends; " in line
+    assert line.endswith("go on with --resume and the run's folder")

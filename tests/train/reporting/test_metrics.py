@@ -7,9 +7,10 @@ import itertools
 import json
 import random
 import re
+import shutil
 import statistics
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -356,12 +357,59 @@ def test_plain_output_has_speed_loss_and_time_left_but_no_control_codes(tmp_path
     printed = text.splitlines()
     assert printed[0] == "epoch 1/3, step 1/8  loss 2.000  learning rate 0.1"
     assert printed[1] == (
-        "epoch 1/3, step 4/8  images/sec: 48.0 +/- 0.0 (jitter = 0.0)  loss 2.000  learning rate 0.1  time left 0:00:10"
+        "epoch 1/3, step 4/8  images/sec: 48.0 +/- 0.0 (jitter = 0.0)  loss 2.000  learning rate 0.1  "
+        "time left > 0:00:10"
     )
     assert "top-1 40.0%, top-5 90.0%" in printed[3]
     # 4 + 8 steps of half a second and two validations of ten seconds
     assert printed[4].endswith("time left 0:00:26")
     assert printed[-1] == "total images/sec: 48.0"
+
+
+def test_time_left_of_very_short_epochs(tmp_path: Path) -> None:
+    """Five epochs of two steps of half a second, with validation and checkpoint in 4 s after each, the first time in 9
+    s: what is told before the end of the second epoch is a bound, from then on it is what the run will take."""
+    run = Run(tmp_path, num_epochs=5, log_every=100, warmup_steps=10)
+    told, began = [], []
+    with run.recorder as recorder:
+        for epoch in range(5):
+            run.epoch(epoch, [0.0] * 2, [0.5] * 2)
+            began.append(run.clock.seconds)  # where the line of the epoch's last step is
+            with recorder.phase("validation"):
+                run.clock.seconds += 6.0 if epoch == 0 else 3.0
+            with recorder.phase("checkpoint"):
+                run.clock.seconds += 3.0 if epoch == 0 else 1.0
+            recorder.end_epoch(Metrics(100.0, 40, 90, 100))
+    for line in run.output.getvalue().splitlines():
+        if "step 2/2" in line:
+            told.append(line.partition("time left ")[2])
+    left = [round(run.clock.seconds - time) for time in began]
+    assert told[0] == "> 0:00:04" and left[0] == 29, "nobody knows yet what comes between two epochs"
+    assert told[2:] == [f"0:00:{seconds:02}" for seconds in left[2:]] == ["0:00:14", "0:00:09", "0:00:04"]
+
+
+def test_a_speed_of_warm_up_is_none_of_the_epoch(tmp_path: Path) -> None:
+    run = Run(tmp_path, warmup_steps=4)
+    with run.recorder as recorder:
+        for epoch in range(3):
+            run.epoch(epoch, [0.0] * 2, [5.0 if epoch < 2 else 0.5] * 2)
+            recorder.end_epoch()
+    assert [row.images_per_sec for row in recorder.record.epochs] == [None, None, pytest.approx(48)]
+
+
+@pytest.mark.parametrize("remove", [lambda folder: (folder / METRICS_FILE).unlink(), shutil.rmtree],
+                         ids=["file", "folder"])
+def test_metrics_that_are_removed_are_written_again(tmp_path: Path, remove: Callable[[Path], None]) -> None:
+    run = Run(tmp_path / "run")
+    with run.recorder as recorder:
+        run.epoch(0, [0.0] * 2, [0.5] * 2)
+        remove(tmp_path / "run")
+        run.epoch(1, [0.0] * 2, [0.5] * 2)
+    assert recorder.all_removed == [METRICS_FILE]
+    assert run.output.getvalue().count("removed while the run goes on: metrics.jsonl in") == 1
+    kept = RunRecord.read_jsonl(tmp_path / "run" / METRICS_FILE)
+    assert kept == recorder.record and kept.step_ms == [500.0] * 4
+    assert [event["event"] for event in kept.events] == ["removed", "end"]
 
 
 def test_terminal_gets_a_progress_bar_that_80_columns_hold(tmp_path: Path) -> None:
@@ -370,7 +418,7 @@ def test_terminal_gets_a_progress_bar_that_80_columns_hold(tmp_path: Path) -> No
         run.epoch(0, [0.0] * 8, [0.5] * 8)
         run.recorder._terminal.progress.refresh()  # type: ignore[union-attr]
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", run.output.getvalue())
-    assert f"epoch 1/3 {'━' * 20} 8/8 48.0 images/sec  time left 0:00:08" in text
+    assert f"epoch 1/3 {'━' * 20} 8/8 48.0 images/sec  time left > 0:00:08" in text
 
 
 def test_resume_drops_what_is_done_again(tmp_path: Path) -> None:
@@ -496,7 +544,8 @@ def test_the_first_step_of_a_session_is_in_no_speed_but_its_own(tmp_path: Path, 
         run.epoch(0, [9.0] + [0.0] * 5, [1.0] + [0.5] * 5, first_step)
     first, *others = [line for line in run.output.getvalue().splitlines() if "step" in line]
     assert "images/sec" not in first and "time left" not in first
-    assert len(others) == 2 and all("images/sec: 48.0 +/- 0.0" in line for line in others)
+    assert ["images/sec: 48.0 +/- 0.0" in line for line in others] == [True, False]
+    assert "images/sec: 48.0 (a single step)" in others[1], "the first one after the warm-up"
     rows = [line for line in lines(tmp_path) if line["event"] == "steps"]
     assert [row["step_ms"] for row in rows] == [[10_000], [500] * 2, [500] * 3]
     assert [row["images_per_sec"] for row in rows] == pytest.approx([2.4, 48, 48])
@@ -522,7 +571,7 @@ def test_a_first_step_that_is_all_there_is(tmp_path: Path) -> None:
     run = Run(tmp_path)
     with run.recorder:
         run.epoch(0, [0.0], [2.0])
-    assert "images/sec: 12.0 +/- 0.0" in run.output.getvalue()
+    assert "images/sec: 12.0 (a single step)  loss" in run.output.getvalue(), "which has neither error nor jitter"
     assert [line["images_per_sec"] for line in lines(tmp_path) if line["event"] == "steps"] == [pytest.approx(12)]
 
 
@@ -593,7 +642,7 @@ def test_tensorboard_hides_what_is_done_again_and_gets_no_nan(tmp_path: Path) ->
     assert [(event.step, event.session_log.status) for event in events if event.HasField("session_log")] == [
         (3, SessionLog.START)]
     tags = {value.tag for event in events for value in event.summary.value}
-    assert tags == {"train/top1", "train/images_per_sec", "train/learning_rate"}
+    assert tags == {"train/top1", "train/images_per_sec", "train/learning_rate", "train/skipped_steps"}
 
 
 @pytest.mark.parametrize("log", ["tensorboard", "mlperf"])

@@ -215,6 +215,17 @@ def test_long_runs_are_drawn_with_few_points() -> None:
     assert len(plots.throughput(record, plots.LIGHT)) > 1000
 
 
+def test_skipped_images_stand_at_its_head(record: RunRecord, tmp_path: Path) -> None:
+    """Each once, though a resumed run may name one again."""
+    text = report.write_report(tmp_path, record).read_text()
+    assert "1 image was skipped, which cannot be decoded (see the events): a.JPEG\n" in text
+    record.events += [{"event": "bad_image", "time": 2.0, "file": f"{name}.png", "reason": "x"} for name in "bcdb"]
+    text = report.write_report(tmp_path, record).read_text()
+    assert "4 images were skipped, which cannot be decoded (see the events): a.JPEG, b.png, c.png, ...\n" in text
+    record.events = []
+    assert "skipped" not in report.write_report(tmp_path, record).read_text()
+
+
 def test_benchmark_without_epochs_or_losses(record: RunRecord, tmp_path: Path) -> None:
     record.epochs, record.loss_curve, record.events, record.loader_images_per_sec = [], [], [], None
     report.write_report(tmp_path, record)
@@ -239,7 +250,7 @@ def test_a_run_of_one_step(tmp_path: Path) -> None:
     record = RunRecord({}, "python", 8, warmup_steps=10, session_starts=[0], seconds=1.0,
                        step_ms=[1000.0], loader_wait_ms=[250.0], compute_ms=[750.0])
     report.write_report(tmp_path, record)
-    assert "| total | 8.0 | +/- 0.0 (jitter = 0.0) |" in (tmp_path / "report.md").read_text()
+    assert "| total | 8.0 | (a single step) |" in (tmp_path / "report.md").read_text()
 
 
 def test_bad_input_is_one_sentence(record: RunRecord, tmp_path: Path) -> None:

@@ -6,8 +6,8 @@
 // output again would cost. Without a residual the backward pass computes the sign again from x, which it reads anyway.
 #include "batch_norm.cuh"
 
-// sums[0][c] = sum of x, sums[1][c] = sum of x * x: what cuDNN's genstats gives too.
-// Shapes: x (rows, C); sums (2, C), partials (gridDim.y, 2, C) fp32; tickets (gridDim.x).
+// The sums about the mean. They are taken about the first value of each channel, which is not far from it.
+// Shapes: x (rows, C); sums (3, C), partials (gridDim.y, 2, C) fp32; tickets (gridDim.x).
 template <class T>
 __global__ void __launch_bounds__(REDUCE_THREADS, 1)
 batch_norm_statistics(const Packed<T> *x, float *sums, float *partials, uint32 *tickets, uint32 rows, int channels) {
@@ -15,6 +15,8 @@ batch_norm_statistics(const Packed<T> *x, float *sums, float *partials, uint32 *
     const uint32 stride = gridDim.y * REDUCE_ROWS, pitch = channels / VEC;
     float acc[2][VEC] = {};
     if (channel < channels) {
+        float first[VEC];
+        unpack(x[channel / VEC], first);
         for (uint32 row = blockIdx.y * REDUCE_ROWS + threadIdx.y; row < rows; row += LOADS * stride) {
             Packed<T> packed[LOADS];
 #pragma unroll
@@ -27,6 +29,7 @@ batch_norm_statistics(const Packed<T> *x, float *sums, float *partials, uint32 *
                 unpack(packed[u], v);
 #pragma unroll
                 for (int k = 0; k < VEC; ++k) {
+                    v[k] -= first[k];
                     acc[0][k] += v[k];
                     acc[1][k] += v[k] * v[k];
                 }
@@ -34,18 +37,21 @@ batch_norm_statistics(const Packed<T> *x, float *sums, float *partials, uint32 *
         }
     }
     reduce_over_rows(acc, partials, tickets, channels, [=](int c, const float (&of)[2]) {
-        sums[c] = of[0];
-        sums[channels + c] = of[1];
+        const float from_first = of[0] / rows;
+        sums[c] = 0;
+        sums[channels + c] = of[1] - of[0] * from_first;
+        sums[2 * channels + c] = to_float(x[c / VEC].element[c % VEC]) + from_first;
     });
 }
 
 // The sums that a batch with exactly the running statistics would have: inference then runs batch_norm_apply as it is.
-// Shapes: running_mean, running_var (C), sums (2, C), all fp32.
+// Shapes: running_mean, running_var (C), sums (3, C), all fp32.
 __global__ void sums_from_running(const float *running_mean, const float *running_var, float *sums, uint32 rows, int channels) {
     const int c = blockIdx.x * blockDim.x + threadIdx.x;
     if (c >= channels) return;
-    sums[c] = running_mean[c] * rows;
-    sums[channels + c] = (running_var[c] + running_mean[c] * running_mean[c]) * rows;
+    sums[c] = 0;
+    sums[channels + c] = running_var[c] * rows;
+    sums[2 * channels + c] = running_mean[c];
 }
 
 // --- forward: normalise, add, ReLU ---
@@ -53,17 +59,17 @@ __global__ void sums_from_running(const float *running_mean, const float *runnin
 // y = relu(gamma * (x - mean) / sqrt(var + eps) + beta + residual), mean and variance from the sums of this batch.
 // Also leaves the ReLU bits in `mask` unless it is null, and what `Forward` keeps.
 // Rows are walked from the end: the tail that the producer of x just wrote is still in the L2 cache.
-// Shapes: x, residual, y (rows, C); mask (rows, C / 8) bytes; sums, saved (2, C), gamma, beta, running_mean, running_var
-// (C) fp32.
+// Shapes: x, residual, y (rows, C); mask (rows, C / 8) bytes; sums (2 or 3, C), saved (2, C), gamma, beta, running_mean,
+// running_var (C) fp32.
 template <class T, bool ADD, bool RELU>
 __global__ void __launch_bounds__(APPLY_THREADS, 4)
-batch_norm_apply(const Packed<T> *x, const Packed<T> *residual, const float *sums, const float *gamma,
+batch_norm_apply(const Packed<T> *x, const Packed<T> *residual, const float *sums, bool about_mean, const float *gamma,
                  const float *beta, Packed<T> *y, uint8 *mask, float *saved, float *running_mean, float *running_var,
                  float eps, float momentum, uint32 rows, int channels) {
     constexpr int DEPTH = ADD ? 1 : LOADS;
     const int channel = (blockIdx.x * TILE + threadIdx.x) * VEC;
     if (channel >= channels) return;
-    const Forward of(sums, gamma, beta, saved, running_mean, running_var, eps, momentum, rows, channel, channels);
+    const Forward of(sums, about_mean, gamma, beta, saved, running_mean, running_var, eps, momentum, rows, channel, channels);
     const uint32 stride = gridDim.y * APPLY_ROWS, pitch = channels / VEC;
     for (uint32 i = blockIdx.y * APPLY_ROWS + threadIdx.y; i < rows; i += DEPTH * stride) {
         Packed<T> packed[DEPTH], packed_residual[DEPTH];

@@ -82,30 +82,41 @@ __device__ void reduce_over_rows(float (&sums)[N][VEC], float *partials, uint32 
 
 // --- arithmetic per channel ---
 
+// The sums of a batch over its rows, of which mean and variance are made. Two rows: the sums of x and of x * x, as cuDNN's
+// genstats leaves them. With `about_mean` three, as our own kernels leave them: those of x - mean, which is 0, and of its
+// square, then the mean. The variance as a difference of means of squares loses (mean / deviation)^2 of fp32's digits, and
+// about the mean, or a value not far from it, there is nothing to lose (Chan, Golub and LeVeque, 'Algorithms for computing
+// the sample variance', The American Statistician 37, 1983).
+
 // Scale and shift of a thread's 8 channels in the forward pass: y = x * scale + shift, from the sums of this batch. One
 // thread a channel, the `keeper`, also writes what is kept: mean and 1 / sqrt(var + eps) in `saved` (2, C), and the
 // running statistics, running = momentum * running + (1 - momentum) * new. Null pointers leave them out (inference).
 struct Forward {
     float scale[VEC], shift[VEC];
 
-    __device__ Forward(const float *sums, const float *gamma, const float *beta, float *saved, float *running_mean,
-                       float *running_var, float eps, float momentum, uint32 rows, int channel, int channels) {
-        float sum[VEC], sum_of_squares[VEC], g[VEC], b[VEC], mean[VEC], invstd[VEC];
-        load_floats(sums + channel, sum);
-        load_floats(sums + channels + channel, sum_of_squares);
+    __device__ Forward(const float *sums, bool about_mean, const float *gamma, const float *beta, float *saved,
+                       float *running_mean, float *running_var, float eps, float momentum, uint32 rows, int channel,
+                       int channels) {
+        float mean[VEC], var[VEC], g[VEC], b[VEC], invstd[VEC];
+        load_floats(sums + channel, mean);
+        load_floats(sums + channels + channel, var);
+#pragma unroll
+        for (int k = 0; k < VEC; ++k) {
+            mean[k] /= rows;
+            var[k] = fmaxf(var[k] / rows - mean[k] * mean[k], 0.f);
+        }
+        if (about_mean) load_floats(sums + 2 * channels + channel, mean);
         load_floats(gamma + channel, g);
         load_floats(beta + channel, b);
         const bool keeper = blockIdx.y == 0 && threadIdx.y == 0;
 #pragma unroll
         for (int k = 0; k < VEC; ++k) {
-            mean[k] = sum[k] / rows;
-            const float var = fmaxf(sum_of_squares[k] / rows - mean[k] * mean[k], 0.f);
-            invstd[k] = rsqrtf(var + eps);
+            invstd[k] = rsqrtf(var[k] + eps);
             scale[k] = g[k] * invstd[k];
             shift[k] = b[k] - mean[k] * scale[k];
             if (keeper && running_mean) {
                 running_mean[channel + k] = momentum * running_mean[channel + k] + (1 - momentum) * mean[k];
-                running_var[channel + k] = momentum * running_var[channel + k] + (1 - momentum) * var;
+                running_var[channel + k] = momentum * running_var[channel + k] + (1 - momentum) * var[k];
             }
         }
         if (keeper && saved) {

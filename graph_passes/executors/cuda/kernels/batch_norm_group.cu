@@ -1,4 +1,4 @@
-// The means of a BatchNorm's sums over a group of GPUs by the GPUs themselves: within a step there is no host that could.
+// What a BatchNorm sums up, over a group of GPUs by the GPUs themselves: within a step there is no host that could.
 //
 // Every member has a mailbox that all of them can write. A word of it is a float and the number of the exchange that it
 // belongs to, stored as 64 bits at once: whoever finds the number that it waits for has the float too, so there are no flags
@@ -48,6 +48,50 @@ __device__ inline float receive(const uint64 *word, uint32 number, uint32 *fault
     }
 }
 
+// Sends a float to all other members.
+__device__ inline void send_all(const Mailboxes &mailboxes, int own, int size, uint32 number, int array, int value, float v) {
+#pragma unroll 1
+    for (int i = 1; i < size; ++i) {
+        uint64 *const mailbox = mailboxes.of[(own + i) % size];  // not all write to the same one first
+        send(word_of(mailbox, number, size, own, array, value), number, v);
+    }
+}
+
+// The sums of the whole group's rows about their mean, from those of each member, which sends its mean and variance. All get
+// the same bits. `rows`: of each member; the rest as in group_mean.
+// Shapes: sums (2 or 3, C), result (3, C) fp32; numbers (gridDim.x); fault (1).
+__global__ void __launch_bounds__(THREADS)
+group_statistics(const float *sums, bool about_mean, float *result, uint32 rows, Mailboxes mailboxes, int own, int size,
+                 uint32 *numbers, uint32 *fault, uint64 limit, int channels) {
+    const uint32 number = numbers[blockIdx.x] + 1;
+    const int c = blockIdx.x * THREADS + threadIdx.x;
+    if (c < channels) {
+        const float from_zero = sums[c] / rows;
+        const float own_mean = about_mean ? sums[2 * channels + c] : from_zero;
+        const float own_var = fmaxf(sums[channels + c] / rows - from_zero * from_zero, 0.f);
+        send_all(mailboxes, own, size, number, 0, c, own_mean);
+        send_all(mailboxes, own, size, number, 1, c, own_var);
+        const auto of_member = [&](int member, int array, float own_value) {
+            const uint64 *const word = word_of(mailboxes.of[own], number, size, member, array, c);
+            return member == own ? own_value : receive(word, number, fault, limit);
+        };
+        // The members' means about that of the first, for the same reason as the sums.
+        const float near = of_member(0, 0, own_mean);
+        float sum = 0, var = 0;
+#pragma unroll 1
+        for (int member = 0; member < size; ++member) {
+            const float of_mean = of_member(member, 0, own_mean) - near;
+            sum += of_mean;
+            var += of_member(member, 1, own_var) + of_mean * of_mean;
+        }
+        result[c] = 0;
+        result[channels + c] = (var / size - sum / size * (sum / size)) * rows;
+        result[2 * channels + c] = near + sum / size;
+    }
+    __syncthreads();  // all have read the number
+    if (threadIdx.x == 0) numbers[blockIdx.x] = number;
+}
+
 // Replaces the first `values` floats of up to four arrays (the others are null) by their means over the group, added up in the
 // order of its members: all get the same bits. `own`: this GPU's place among the `size` members. `numbers`: of the latest
 // exchange of each block; blocks exchange independently.
@@ -64,11 +108,7 @@ group_mean(float *a, float *b, float *c, float *d, Mailboxes mailboxes, int own,
         for (int array = 0; array < MAX_ARRAYS; ++array) {
             if (!arrays[array]) continue;
             own_value[array] = arrays[array][value];
-#pragma unroll 1
-            for (int i = 1; i < size; ++i) {
-                uint64 *const mailbox = mailboxes.of[(own + i) % size];  // not all write to the same one first
-                send(word_of(mailbox, number, size, own, array, value), number, own_value[array]);
-            }
+            send_all(mailboxes, own, size, number, array, value, own_value[array]);
         }
 #pragma unroll
         for (int array = 0; array < MAX_ARRAYS; ++array) {

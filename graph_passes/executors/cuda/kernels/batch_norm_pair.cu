@@ -5,21 +5,23 @@
 #include "batch_norm.cuh"
 
 // Rows from the end, as in batch_norm_apply. `saved` and the running statistics: what `Forward` keeps, of each norm.
-// Shapes: x, x_2, y (rows, C); mask (rows, C / 8) bytes; sums, saved (2, C), gamma, beta, running_mean, running_var (C)
-// fp32, and those with _2.
+// Shapes: x, x_2, y (rows, C); mask (rows, C / 8) bytes; sums (2 or 3, C), saved (2, C), gamma, beta, running_mean,
+// running_var (C) fp32, and those with _2.
 template <class T>
 __global__ void __launch_bounds__(APPLY_THREADS, 4)
 batch_norm_pair_apply(const Packed<T> *x, const Packed<T> *x_2, const float *sums, const float *sums_2,
-                      const float *gamma, const float *gamma_2, const float *beta, const float *beta_2, Packed<T> *y,
-                      uint8 *mask, float *saved, float *saved_2, float *running_mean, float *running_mean_2,
-                      float *running_var, float *running_var_2, float eps, float momentum, uint32 rows, int channels) {
+                      bool about_mean, bool about_mean_2, const float *gamma, const float *gamma_2, const float *beta,
+                      const float *beta_2, Packed<T> *y, uint8 *mask, float *saved, float *saved_2, float *running_mean,
+                      float *running_mean_2, float *running_var, float *running_var_2, float eps, float momentum,
+                      uint32 rows, int channels) {
     const int channel = (blockIdx.x * TILE + threadIdx.x) * VEC;
     if (channel >= channels) return;
     float scale[VEC], scale_2[VEC], shift[VEC];
     {
-        const Forward of(sums, gamma, beta, saved, running_mean, running_var, eps, momentum, rows, channel, channels);
-        const Forward of_2(sums_2, gamma_2, beta_2, saved_2, running_mean_2, running_var_2, eps, momentum, rows, channel,
-                           channels);
+        const Forward of(sums, about_mean, gamma, beta, saved, running_mean, running_var, eps, momentum, rows, channel,
+                         channels);
+        const Forward of_2(sums_2, about_mean_2, gamma_2, beta_2, saved_2, running_mean_2, running_var_2, eps, momentum,
+                           rows, channel, channels);
 #pragma unroll
         for (int k = 0; k < VEC; ++k) {
             scale[k] = of.scale[k];

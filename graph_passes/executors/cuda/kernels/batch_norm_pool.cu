@@ -45,16 +45,16 @@ template <> __device__ inline uint32 greater<bfloat16>(uint32 a, uint32 b) {
 // y = max over the window of relu(x * scale + shift), over `outputs` pixels of the pooled image. The largest is where x is
 // the largest, or the smallest if scale < 0: signs are flipped then. A NaN needs no care: it is in the statistics, so that
 // scale and all of its channel are NaN.
-// Shapes: x (N, H, W, C); y, x_winner (N, OH, OW, C); winner (N, OH, OW, C) bytes; sums, saved (2, C), gamma, beta,
+// Shapes: x (N, H, W, C); y, x_winner (N, OH, OW, C); winner (N, OH, OW, C) bytes; sums (2 or 3, C), saved (2, C), gamma, beta,
 // running_mean, running_var (C) fp32. rows = N*H*W, outputs = N*OH*OW.
 template <class T>
 __global__ void __launch_bounds__(APPLY_THREADS, 4)
-batch_norm_relu_max_pool(const Packed<T> *x, const float *sums, const float *gamma, const float *beta, Packed<T> *y,
-                         uint2 *winner, Packed<T> *x_winner, float *saved, float *running_mean, float *running_var, float eps, float momentum,
-                         Image size, uint32 rows, uint32 outputs, int channels) {
+batch_norm_relu_max_pool(const Packed<T> *x, const float *sums, bool about_mean, const float *gamma, const float *beta,
+                         Packed<T> *y, uint2 *winner, Packed<T> *x_winner, float *saved, float *running_mean,
+                         float *running_var, float eps, float momentum, Image size, uint32 rows, uint32 outputs, int channels) {
     const int channel = (blockIdx.x * TILE + threadIdx.x) * VEC, pitch = channels / VEC;
     if (channel >= channels) return;
-    const Forward of(sums, gamma, beta, saved, running_mean, running_var, eps, momentum, rows, channel, channels);
+    const Forward of(sums, about_mean, gamma, beta, saved, running_mean, running_var, eps, momentum, rows, channel, channels);
     Words<T> flip, lowest;
 #pragma unroll
     for (int k = 0; k < VEC; ++k) {

@@ -19,6 +19,7 @@ struct Tensor {
     uint32 fp32_gradient;
     uint32 is_weight;         // has weight decay, and its own learning rate in LARS and LAMB
     float weight_decay;
+    float rate_factor;        // the learning rate is multiplied by it
 };
 
 struct Chunk { uint32 tensor, start; };
@@ -30,6 +31,7 @@ struct State {
     uint32 overflow;           // a gradient of this step is not finite: skip the update
     uint32 good_steps;         // since the last change of the loss scale
     uint32 skipped_steps;      // in total
+    uint32 skipped_in_a_row;   // since the last update
     uint32 growth_interval;    // good steps after which the loss scale doubles; 0: constant loss scale
     uint32 updates;            // not skipped, in total
     float ema_decay;           // ema = ema_decay * ema + (1 - ema_decay) * weight
@@ -266,7 +268,7 @@ update(const Tensor *tensors, const Chunk *chunks, const State *state, const flo
     if (skip && !t.ema) return;
     const uint32 end = min(t.size, chunk.start + CHUNK);
     const Rule rule(*state);
-    const float rate = state->learning_rate * (Rule::NORMS_OF == NOTHING ? 1.f : trust[chunk.tensor]);
+    const float rate = state->learning_rate * t.rate_factor * (Rule::NORMS_OF == NOTHING ? 1.f : trust[chunk.tensor]);
     const float unscale = state->gradient_scale / state->loss_scale;
     for (uint32 at = chunk.start + threadIdx.x * VEC; at < end; at += THREADS * VEC) {
         float g[VEC] = {}, w[VEC], s[Rule::SLOTS][VEC];
@@ -308,10 +310,12 @@ __global__ void end_step(State *state) {
     if (state->overflow) {
         state->overflow = 0;
         state->skipped_steps += 1;
+        state->skipped_in_a_row += 1;
         state->good_steps = 0;
         if (state->growth_interval) state->loss_scale = fmaxf(1.f, state->loss_scale / 2);
         return;
     }
+    state->skipped_in_a_row = 0;
     state->good_steps += 1;
     state->updates += 1;
     if (state->growth_interval && state->good_steps >= state->growth_interval) {

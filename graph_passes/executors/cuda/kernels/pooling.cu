@@ -8,6 +8,17 @@ struct Window {
     int kernel_h, kernel_w, stride_h, stride_w, pad_h, pad_w;
 };
 
+// The windows that cover an element of the input: they start at most `kernel - 1` before it. `top` and `left` are where it
+// lies in the padded image.
+struct Covering {
+    int top, left, first_h, last_h, first_w, last_w;
+
+    __device__ Covering(const Window &w, int row, int column)
+        : top(row + w.pad_h), left(column + w.pad_w),
+          first_h(max(0, (top - w.kernel_h + w.stride_h) / w.stride_h)), last_h(min(w.out_height - 1, top / w.stride_h)),
+          first_w(max(0, (left - w.kernel_w + w.stride_w) / w.stride_w)), last_w(min(w.out_width - 1, left / w.stride_w)) {}
+};
+
 // y = maximum over the window; `winner` = its place in the window (row * kernel_w + column), for the backward pass. Of
 // equal values the first one wins, as in MXNet. Padding never wins.
 // Shapes: x (N, H, W, C), y (N, OH, OW, C); winner (N, OH, OW, C) bytes. vectors = N * OH * OW * C / 8, pitch = C / 8.
@@ -57,15 +68,12 @@ __global__ void max_pool_backward(const Packed<T> *dy, const Packed<T> *dy2, con
     if (at >= vectors) return;
     const uint32 group = at % pitch, column = at / pitch % w.width, row = at / pitch / w.width % w.height;
     const uint32 image = at / pitch / w.width / w.height;
-    // Windows that cover the element start at most `kernel - 1` before it.
-    const int top = row + w.pad_h, left = column + w.pad_w;
-    const int first_h = max(0, (top - w.kernel_h + w.stride_h) / w.stride_h), last_h = min(w.out_height - 1, top / w.stride_h);
-    const int first_w = max(0, (left - w.kernel_w + w.stride_w) / w.stride_w), last_w = min(w.out_width - 1, left / w.stride_w);
+    const Covering by(w, row, column);
     float sum[VEC] = {};
-    for (int i = first_h; i <= last_h; ++i) {
-        for (int j = first_w; j <= last_w; ++j) {
+    for (int i = by.first_h; i <= by.last_h; ++i) {
+        for (int j = by.first_w; j <= by.last_w; ++j) {
             const uint32 source = ((image * w.out_height + i) * w.out_width + j) * pitch + group;
-            const uint32 place = (top - i * w.stride_h) * w.kernel_w + left - j * w.stride_w;
+            const uint32 place = (by.top - i * w.stride_h) * w.kernel_w + by.left - j * w.stride_w;
             const uint2 places = reinterpret_cast<const uint2 *>(winner)[source];
             float g[VEC], g2[VEC];
             unpack(dy[source], g);
@@ -121,13 +129,10 @@ __global__ void average_pool_backward(const Packed<T> *dy, Packed<T> *dx, Window
     if (at >= vectors) return;
     const uint32 group = at % pitch, column = at / pitch % w.width, row = at / pitch / w.width % w.height;
     const uint32 image = at / pitch / w.width / w.height;
-    // Windows that cover the element start at most `kernel - 1` before it.
-    const int top = row + w.pad_h, left = column + w.pad_w;
-    const int first_h = max(0, (top - w.kernel_h + w.stride_h) / w.stride_h), last_h = min(w.out_height - 1, top / w.stride_h);
-    const int first_w = max(0, (left - w.kernel_w + w.stride_w) / w.stride_w), last_w = min(w.out_width - 1, left / w.stride_w);
+    const Covering by(w, row, column);
     float sum[VEC] = {};
-    for (int i = first_h; i <= last_h; ++i) {
-        for (int j = first_w; j <= last_w; ++j) {
+    for (int i = by.first_h; i <= by.last_h; ++i) {
+        for (int j = by.first_w; j <= by.last_w; ++j) {
             float g[VEC];
             unpack(dy[((image * w.out_height + i) * w.out_width + j) * pitch + group], g);
             const int pixels = window_pixels(w, i, j, PADDING);

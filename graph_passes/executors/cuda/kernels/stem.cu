@@ -66,18 +66,47 @@ template <> __device__ inline void multiply_add<bfloat16>(float (&c)[4], const u
 
 // --- forward ---
 
-// y = the convolution; sums[0] and sums[1] = sums of y and of y * y per filter, in a fixed order, as batch_norm_statistics.
+// Of some values of a filter: how many, their mean, and the sum of squares of what they differ from it.
+struct Moments {
+    float count, mean, squares;
+
+    // From the sums of v - near and of its square.
+    __device__ static Moments about(float near, float count, float sum, float sum_of_squares) {
+        const float from_near = count > 0 ? sum / count : 0;
+        return {count, near + from_near, sum_of_squares - sum * from_near};
+    }
+};
+
+// Of the values of at(first), at(first + step), ... together, always in this order.
+template <class At> __device__ Moments together(int first, int end, int step, At at) {
+    float near = 0, count = 0, sum = 0, sum_of_squares = 0;
+#pragma unroll 8
+    for (int i = first; i < end; i += step) {
+        const Moments part = at(i);
+        if (i == first) near = part.mean;
+        const float from_near = part.mean - near;
+        count += part.count;
+        sum += part.count * from_near;
+        sum_of_squares += part.squares + part.count * from_near * from_near;
+    }
+    return Moments::about(near, count, sum, sum_of_squares);
+}
+
+// y = the convolution; sums = those of y per filter about its mean, in a fixed order. A warp sums about the first value of
+// each filter that it makes.
 // `items`: images times groups of OUT_ROWS rows; `tiles`: of 16 pixels in a row. Half the warps make 32 filters each, with
 // all their weights in registers; of the others, each makes one row of an item. Dynamic shared memory: image rows of two
-// items. `partials` holds 2 * gridDim.x * FILTERS floats.
-// Shapes: x (N, H, W, 4), w (K, 7, 7, 4) with K = FILTERS, y (N, OH, OW, K); sums (2, K), partials (gridDim.x, 2, K) fp32;
+// items.
+// Shapes: x (N, H, W, 4), w (K, 7, 7, 4) with K = FILTERS, y (N, OH, OW, K); sums (3, K), partials (gridDim.x, K, 3) fp32;
 // tickets (1).
 template <class T>
 __global__ void __launch_bounds__(THREADS, 1)
-stem_fprop(const T *x, const T *w, Packed<T> *y, float *sums, float *partials, uint32 *tickets, Image size, uint32 items,
-           int tiles) {
+stem_fprop(const T *x, const T *w, Packed<T> *y, float *sums, Moments *partials, uint32 *tickets, Image size,
+           uint32 items, int tiles) {
+    constexpr int PARTS = THREADS / FILTERS;
+    static_assert(PARTS == OUT_ROWS, "they share memory");
     extern __shared__ uint4 shared[];
-    __shared__ float row_sums[2][OUT_ROWS][FILTERS];
+    __shared__ Moments of_part[OUT_ROWS][FILTERS];
     __shared__ bool last;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, half_of_filters = warp % 2, own_row = warp / 2;
     const int pitch = row_vectors(tiles), groups = (size.out_height + OUT_ROWS - 1) / OUT_ROWS;
@@ -101,7 +130,8 @@ stem_fprop(const T *x, const T *w, Packed<T> *y, float *sums, float *partials, u
     }
     __syncthreads();
 
-    float acc[2][VEC] = {};
+    float acc[2][VEC] = {}, near[VEC] = {};
+    uint32 pixels = 0;  // of this warp so far
     uint32 item = blockIdx.x;
     if (item < items) copy_image_rows(shared, pitch, x, item / groups, item % groups * OUT_ROWS, size);
     for (int turn = 0; item < items; item += gridDim.x, turn ^= 1) {
@@ -126,6 +156,10 @@ stem_fprop(const T *x, const T *w, Packed<T> *y, float *sums, float *partials, u
 #pragma unroll
                 for (int j = 0; j < 4; ++j) multiply_add<T>(c[j], a, weights[step][j][0], weights[step][j][1]);
             }
+            if (pixels == 0)  // the first column is that of lanes 0 to 3
+#pragma unroll
+                for (int k = 0; k < VEC; ++k) near[k] = __shfl_sync(0xffffffff, c[k / 2][k % 2], lane % 4);
+            pixels += min(16, size.out_width - tile * 16);
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const int column = tile * 16 + r * 8 + lane / 4;
@@ -138,6 +172,7 @@ stem_fprop(const T *x, const T *w, Packed<T> *y, float *sums, float *partials, u
                 unpack(packed, v);
 #pragma unroll
                 for (int k = 0; k < VEC; ++k) {
+                    v[k] -= near[k];
                     acc[0][k] += v[k];
                     acc[1][k] += v[k] * v[k];
                 }
@@ -153,16 +188,19 @@ stem_fprop(const T *x, const T *w, Packed<T> *y, float *sums, float *partials, u
             float v = acc[j][k];
 #pragma unroll
             for (int distance = 4; distance < WARP; distance *= 2) v += __shfl_xor_sync(0xffffffff, v, distance);
-            if (lane < 4) row_sums[j][own_row][half_of_filters * 32 + lane * VEC + k] = v;
+            acc[j][k] = v;
         }
     }
-    __syncthreads();
-    const int which = threadIdx.x / FILTERS, filter = threadIdx.x % FILTERS;
-    if (which < 2) {
-        float total = 0;
+    if (lane < 4) {
 #pragma unroll
-        for (int row = 0; row < OUT_ROWS; ++row) total += row_sums[which][row][filter];
-        partials[blockIdx.x * 2 * FILTERS + threadIdx.x] = total;
+        for (int k = 0; k < VEC; ++k)
+            of_part[own_row][half_of_filters * 32 + lane * VEC + k] = Moments::about(near[k], pixels, acc[0][k], acc[1][k]);
+    }
+    __syncthreads();
+    const int part = threadIdx.x / FILTERS, filter = threadIdx.x % FILTERS;
+    const auto of_filter = [&](int i) { return of_part[i][filter]; };
+    if (part == 0) {
+        partials[blockIdx.x * FILTERS + filter] = together(0, OUT_ROWS, 1, of_filter);
         __threadfence();
     }
     __syncthreads();
@@ -171,12 +209,18 @@ stem_fprop(const T *x, const T *w, Packed<T> *y, float *sums, float *partials, u
         if (last) *tickets = 0;
     }
     __syncthreads();
-    if (!last || which >= 2) return;
+    if (!last) return;
     __threadfence();
-    float total = 0;
-#pragma unroll 16
-    for (int block = 0; block < gridDim.x; ++block) total += __ldcg(partials + block * 2 * FILTERS + threadIdx.x);
-    sums[threadIdx.x] = total;
+    of_part[part][filter] = together(part, gridDim.x, PARTS, [=](int block) {
+        const float *at = &partials[block * FILTERS + filter].count;
+        return Moments{__ldcg(at), __ldcg(at + 1), __ldcg(at + 2)};
+    });
+    __syncthreads();
+    if (part > 0) return;
+    const Moments all = together(0, PARTS, 1, of_filter);
+    sums[filter] = 0;
+    sums[FILTERS + filter] = all.squares;
+    sums[2 * FILTERS + filter] = all.mean;
 }
 
 // --- gradient of the weights ---

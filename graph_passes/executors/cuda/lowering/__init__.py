@@ -25,7 +25,7 @@ from graph_passes.executors.cuda.lowering import (
     stem,
 )
 from graph_passes.executors.cuda.lowering.builder import Builder, Persistent, Rule, no_lowering, require
-from graph_passes.executors.cuda.parameters import ParameterStore
+from graph_passes.executors.cuda.parameters import Store
 from graph_passes.executors.cuda.program import Buffer, Program
 from graph_passes.executors.cuda.toolchain import Toolchain
 from graph_passes.graph import Graph, Node, Ref
@@ -63,7 +63,7 @@ class LoweredGraph:
     buffers: Mapping[Ref, Buffer]  # where the tensors lie
 
 
-def lower(graph: Graph, shapes: Mapping[Ref, Shape], store: ParameterStore, persistent: Persistent,
+def lower(graph: Graph, shapes: Mapping[Ref, Shape], store: Store, persistent: Persistent,
           tools: Toolchain) -> LoweredGraph:
     """One pass over the graph. `shapes`: of all its tensors. Raises GraphError, with the name of the node, for what has
     no lowering, or too many elements."""
@@ -89,9 +89,9 @@ def lower_nodes(builder: Builder, nodes: Graph | list[Node]) -> None:
         RULES[node.op](builder, node)
 
 
-def bound_buffers(graph: Graph, store: ParameterStore, persistent: Persistent) -> dict[Ref, Buffer]:
+def bound_buffers(graph: Graph, store: Store, persistent: Persistent) -> dict[Ref, Buffer]:
     """The tensors that have their places already: data, parameters, running statistics, and their gradients."""
-    buffers = {Ref("data"): persistent.data, **{Ref(name): store.value(name) for name in store.parameters},
+    buffers = {Ref("data"): persistent.data, **{Ref(name): buffer for name, buffer in store.values.items()},
                **{Ref(name): buffer for name, buffer in store.statistics.slices.items()}}
     if "output_names" not in graph.attrs:
         return buffers

@@ -26,8 +26,13 @@ def require_gamma(node: Node) -> None:
     require(not node["fix_gamma"], node, "has fix_gamma=True, which has no GPU lowering: set it to False")
 
 
+def about_mean(sums: Buffer) -> ctypes.c_bool:
+    """Whether they are about the mean, which is their third row."""
+    return ctypes.c_bool(sums.shape[0] == 3)
+
+
 def statistics(builder: Builder, node: Node) -> None:
-    """The sum and the sum of squares of the input."""
+    """The sums of the input."""
     require_gamma(node)
     x = builder.input(node, "data")
     rows, channels = rows_and_channels(node, x)
@@ -46,7 +51,7 @@ def inference(builder: Builder, node: Node) -> None:
     """In inference: the output, from the input and the running statistics, of which sums are made."""
     x = builder.input(node, "data")
     rows, channels = rows_and_channels(node, x)
-    sums = Buffer(f"{node.name}:sums", (2, channels), "float32")
+    sums = Buffer(f"{node.name}:sums", (3, channels), "float32")
     mean, var = (builder.input(node, role) for role in RUNNING)
     builder.launch(node, "batch_norm.cu", "sums_from_running", *threads(channels), In(mean), In(var), Out(sums),
                    count(rows), ctypes.c_int(channels))
@@ -62,7 +67,7 @@ def _apply(builder: Builder, node: Node, sums: Buffer) -> None:
     running = [InOut(builder.input(node, role)) if training else In(None) for role in RUNNING]
     builder.launch(node, "batch_norm.cu", builder.kernel("batch_norm_apply", add, relu), builder.grid(rows, channels),
                    APPLY_BLOCK, In(x), In(builder.input(node, "addend") if add else None), In(sums),
-                   In(builder.input(node, "gamma")), In(builder.input(node, "beta")), Out(y, over=x),
+                   about_mean(sums), In(builder.input(node, "gamma")), In(builder.input(node, "beta")), Out(y, over=x),
                    Out(builder.output(node, "mask") if training and add else None),
                    Out(builder.output(node, "saved") if training else None), *running,
                    ctypes.c_float(node["eps"]), ctypes.c_float(node["momentum"]), count(rows), ctypes.c_int(channels))
@@ -105,12 +110,27 @@ def backward_apply(builder: Builder, node: Node) -> None:
                    In(builder.input(node, "beta_grad")), count(rows), ctypes.c_int(channels))
 
 
+def group_statistics(builder: Builder, node: Node) -> None:
+    """The sums over the rows of all of the group, from those over this GPU's."""
+    sums, result = builder.input(node, "sums"), builder.output(node)
+    channels = sums.shape[1]
+    _require_shared(node, channels)
+    assert builder.group
+    rows = math.prod(builder.shapes[node.input("data")]) // channels
+    builder.launch(node, "batch_norm_group.cu", "group_statistics", (-(-channels // THREADS), 1, 1), (THREADS, 1, 1),
+                   In(sums), about_mean(sums), Out(result), count(rows), *builder.group.arguments(channels))
+
+
+def _require_shared(node: Node, channels: int) -> None:
+    require(channels <= MAX_VALUES, node, f"has {channels} channels: a group shares {MAX_VALUES} at most")
+
+
 def group_mean(builder: Builder, node: Node) -> None:
     """Replace sums over this GPU's rows by their means over the group, where they lie."""
     arrays = [builder.buffers[ref] for ref in node.inputs]
     builder.buffers |= dict(zip(node.refs(), arrays, strict=True))
     values = math.prod(arrays[0].shape)
-    require(values <= MAX_VALUES, node, f"has {values // 2} channels: a group shares {MAX_VALUES // 2} at most")
+    _require_shared(node, values)
     assert builder.group
     missing = [In(None)] * (MAX_ARRAYS - len(arrays))
     builder.launch(node, "batch_norm_group.cu", "group_mean", (-(-values // THREADS), 1, 1), (THREADS, 1, 1),
@@ -140,5 +160,6 @@ RULES: Rules = {
     "BatchNormReluBackwardApply": backward_apply,
     "BatchNormBackwardApplyAdd": backward_apply,
     "BatchNormReluBackwardApplyAdd": backward_apply,
+    "GroupStatistics": group_statistics,
     "GroupMean": group_mean,
 }

@@ -6,7 +6,7 @@ import ctypes
 from itertools import chain
 
 from graph_passes.executors.cuda.kernels import count
-from graph_passes.executors.cuda.lowering.batch_norm import require_gamma
+from graph_passes.executors.cuda.lowering.batch_norm import about_mean, require_gamma
 from graph_passes.executors.cuda.lowering.builder import APPLY_BLOCK, REDUCE_BLOCK, Builder, Rules, rows_and_channels
 from graph_passes.executors.cuda.lowering.operands import In, InOut, Out
 from graph_passes.executors.cuda.program import Buffer
@@ -27,8 +27,10 @@ def apply(builder: Builder, node: Node) -> None:
     require_gamma(node)
     x = _inputs(builder, node, "data")
     rows, channels = rows_and_channels(node, x[0])
+    sums = _inputs(builder, node, "sums")
     builder.launch(node, "batch_norm_pair.cu", builder.kernel("batch_norm_pair_apply"), builder.grid(rows, channels),
-                   APPLY_BLOCK, *map(In, x), *map(In, _inputs(builder, node, "sums", "gamma", "beta")),
+                   APPLY_BLOCK, *map(In, x), *map(In, sums), *map(about_mean, sums),
+                   *map(In, _inputs(builder, node, "gamma", "beta")),
                    Out(builder.output(node)), Out(builder.output(node, "mask")),
                    *map(Out, _outputs(builder, node, "saved")),
                    *map(InOut, _inputs(builder, node, "moving_mean", "moving_var")),

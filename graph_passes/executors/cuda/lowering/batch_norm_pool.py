@@ -6,7 +6,7 @@ import ctypes
 import math
 
 from graph_passes.executors.cuda.kernels import count
-from graph_passes.executors.cuda.lowering.batch_norm import require_gamma
+from graph_passes.executors.cuda.lowering.batch_norm import about_mean, require_gamma
 from graph_passes.executors.cuda.lowering.builder import APPLY_BLOCK, REDUCE_BLOCK, Builder, Rules, rows_and_channels
 from graph_passes.executors.cuda.lowering.operands import In, InOut, Out, Scratch
 from graph_passes.executors.cuda.program import Buffer
@@ -27,12 +27,13 @@ class Image(ctypes.Structure):
 def apply(builder: Builder, node: Node) -> None:
     """The output of the pooling, from the BatchNorm's input and its sums."""
     require_gamma(node)
-    x, y = builder.input(node, "data"), builder.output(node)
+    x, sums, y = builder.input(node, "data"), builder.input(node, "sums"), builder.output(node)
     rows, channels = rows_and_channels(node, x)
     outputs = math.prod(y.shape[:-1])
     builder.launch(node, "batch_norm_pool.cu", builder.kernel("batch_norm_relu_max_pool"),
                    builder.grid(outputs, channels), APPLY_BLOCK,
-                   In(x), *(In(builder.input(node, role)) for role in ("sums", "gamma", "beta")), Out(y),
+                   In(x), In(sums), about_mean(sums), In(builder.input(node, "gamma")), In(builder.input(node, "beta")),
+                   Out(y),
                    *(Out(builder.output(node, role)) for role in ("winner", "data_at_winner", "saved")),
                    *(InOut(builder.input(node, role)) for role in ("moving_mean", "moving_var")),
                    ctypes.c_float(node["eps"]), ctypes.c_float(node["momentum"]), Image.of(x, y), count(rows),

@@ -14,7 +14,7 @@ from graph_passes.passes.stem import FILTERS, SIZE
 
 STEM_BLOCK: Size = (256, 1, 1)
 OUT_ROWS = 4  # of stem.cu
-STATIC_BYTES = 2100  # of shared memory, beside what `stem_work` says
+STATIC_BYTES = 3100  # of shared memory, beside what `stem_work` says
 SHARE = FILTERS * SIZE * 32  # floats of the weights' gradient that a block of stem_wgrad leaves
 
 
@@ -43,7 +43,7 @@ def forward(builder: Builder, node: Node) -> None:
     items, tiles, image_bytes, _ = stem_work(y.shape)
     blocks = min(builder.gpu.num_multiprocessors, items)
     builder.launch(node, "stem.cu", builder.kernel("stem_fprop"), (blocks, 1, 1), STEM_BLOCK,
-                   In(x), In(w), Out(y), Out(builder.output(node, "sums")), builder.partials(blocks * 2 * FILTERS),
+                   In(x), In(w), Out(y), Out(builder.output(node, "sums")), builder.partials(blocks * FILTERS * 3),
                    builder.tickets, Image.of(x, y), count(items), ctypes.c_int(tiles), shared_bytes=2 * image_bytes,
                    flops=builder.problem("fprop", node, x, w, y).flops)
 

@@ -1,0 +1,272 @@
+"""Fine-tuning with few images: CIFAR-10, ours against PyTorch from the same weights, with the same recipe, in one run.
+
+    PEER_PYTHON=/path/to/python-with-torch python benchmarks/finetune.py
+
+A ResNet-18 is trained on five classes of CIFAR-10 and exported for torchvision. On the other five classes, with 20, 100
+and 500 training images of each, both programs then train
+
+    whole     all weights, from those
+    head      the classifier alone, the rest frozen
+    nothing   all weights, from random ones
+
+with the same constants from three seeds, and validate on the 5,000 validation images of these classes. Ours is
+`python -m train` as a user starts it. A seed draws the new classifier, the order, the augmentation, and which
+training images are taken: those are the same for both.
+
+Writes results/finetune_1gpu.jsonl (the final top-1 of each run), .png and .json: top-1 in % of whole networks with 100
+images a class, one for each seed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import record
+from cifar10_time_to_accuracy import DEFAULT_DATA, decoded, recipe, validations
+from torch_peer import require_peer, start_peer
+
+from common.command_line import Positive, read_options
+from common.errors import ProgramError, error_of
+from pipelines.sources import Source, open_source
+from train.config import Config, load_preset
+
+NAME = "finetune_1gpu"
+PEER = Path(__file__).with_name("peer_finetune.py")
+NUM_PRETRAINED = 5  # classes, the first of the data set
+WAYS = ("whole", "head", "nothing")
+# Training images a class, and epochs: with fewer images an epoch has fewer steps.
+SIZES = {20: 40, 100: 20, 500: 10}
+PUBLISHED = ("whole", 100)
+
+Line = dict[str, Any]  # of the .jsonl
+
+
+class Case(NamedTuple):
+    """What one run trains."""
+
+    way: str
+    images_per_class: int
+    seed: int
+
+
+def cases(seeds: int) -> list[Case]:
+    return [Case(*case) for case in itertools.product(WAYS, SIZES, range(1, seeds + 1))]
+
+
+def write_images(source: Source, classes: Sequence[int], folder: Path, per_class: int | None = None,
+                 seed: int = 0) -> None:
+    """Class folders with the encoded images of these classes, or with so many of each, sampled by the seed."""
+    labels = np.array([source.label(i) for i in range(len(source))])
+    for label in classes:
+        (indices,) = np.nonzero(labels == label)
+        if per_class:
+            indices = np.random.default_rng((seed, label)).choice(indices, per_class, replace=False)
+        place = folder / source.class_names[label]
+        place.mkdir(parents=True)
+        for i in indices:
+            (place / f"{i}.jpg").write_bytes(source.read(int(i)).tobytes())
+
+
+def write_data(data: Path, folder: Path, seeds: int) -> None:
+    """`pretrain`, and `<images a class>-<seed>` for each case; the validation images are those of the classes."""
+    train, val = (open_source(data, split) for split in ("train", "val"))
+    first, others = np.split(np.arange(len(train.classes)), [NUM_PRETRAINED])
+    write_images(train, first, folder / "pretrain" / "train")
+    write_images(val, first, folder / "pretrain" / "val")
+    write_images(val, others, folder / "val")
+    for count, seed in itertools.product(SIZES, range(1, seeds + 1)):
+        write_images(train, others, folder / f"{count}-{seed}" / "train", count, seed)
+        (folder / f"{count}-{seed}" / "val").symlink_to(folder / "val")
+
+
+def configured(preset: Config, images_per_class: int) -> Config:
+    """The recipe of a case: that of the preset with short steps, for few images."""
+    return replace(preset, epochs=SIZES[images_per_class], batch_size=50, learning_rate=0.1, warmup_epochs=1.0,
+                   cutout=0.0, validate_every=SIZES[images_per_class])
+
+
+def options_of(config: Config) -> list[str]:
+    return record.flags(config, "epochs", "batch_size", "learning_rate", "warmup_epochs", "cutout", "validate_every")
+
+
+def program(*arguments: object) -> list[str]:
+    return [sys.executable, "-W", "ignore", "-m", "train", *map(str, arguments)]
+
+
+def run_program(command: Sequence[str], log: Path) -> None:
+    """Run it with its output in a file; raises its error."""
+    with log.open("w") as output:
+        code = subprocess.run(command, cwd=record.ROOT, stdout=output, stderr=subprocess.STDOUT).returncode
+    if code:
+        raise error_of(code)(f"{' '.join(command[3:])} ended with exit code {code}: {log.read_text()[-2000:]}")
+
+
+def pretrain(preset: Config, epochs: int, folder: Path) -> Path:
+    """Train on the first classes; the run's folder, with the weights for torchvision in `weights.pth` beside it."""
+    run = folder / "pretrained"
+    run_program(program("train", "--config", preset.config, "--data", folder / "pretrain", "--epochs", epochs,
+                        "--output", run, "--no-tensorboard"), folder / "pretrain.log")
+    run_program(program("export", "--checkpoint", run, "--torchvision", folder / "weights.pth"), folder / "export.log")
+    return run
+
+
+def ours(case: Case, preset: Config, folder: Path) -> Line:
+    """A run of the program."""
+    run = folder / f"ours-{case.way}-{case.images_per_class}-{case.seed}"
+    start = [] if case.way == "nothing" else ["--weights", folder / "pretrained"]
+    frozen = ["--freeze", "backbone"] if case.way == "head" else []
+    data = folder / f"{case.images_per_class}-{case.seed}"
+    run_program(program("train", "--config", preset.config, "--data", data, *start, *frozen, "--seed", case.seed,
+                        *options_of(configured(preset, case.images_per_class)), "--output", run, "--no-tensorboard"),
+                folder / f"{run.name}.log")
+    *_, last = validations(run, launched=0.0, program="ours", seed=case.seed)
+    return {"program": "ours", **case._asdict(), "top1": last["top1"]}
+
+
+class Peer:
+    """peer_finetune.py, started once."""
+
+    def __init__(self) -> None:
+        self._process = start_peer(PEER)
+        self.name = f"PyTorch {self._answer()['torch']}"
+
+    def run(self, case: Case, preset: Config, folder: Path) -> Line:
+        data = folder / f"{case.images_per_class}-{case.seed}"
+        arrays = data / "arrays.npz"
+        if not arrays.exists():
+            np.savez(arrays, **decoded(data))
+        with np.load(arrays) as loaded:
+            labels = loaded["train_labels"]
+        job = recipe(configured(preset, case.images_per_class), int(labels.max()) + 1, len(labels)) | {
+            "arrays": str(arrays), "weights": None if case.way == "nothing" else str(folder / "weights.pth"),
+            "frozen": case.way == "head", "seed": case.seed,
+        }
+        assert self._process.stdin
+        print(json.dumps(job), file=self._process.stdin, flush=True)
+        return {"program": "pytorch", **case._asdict(), **self._answer()}
+
+    def close(self) -> None:
+        self._process.communicate()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout
+        line = self._process.stdout.readline()
+        if not line:
+            raise ProgramError(f"{PEER.name} ended with code {self._process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def measure(preset: Config, data: Path, seeds: int, epochs: int, side_by_side: int) -> Iterator[Line | str]:
+    """The lines of all runs as they end, and at last the peer's name."""
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(side_by_side) as pool:
+        folder = Path(scratch)
+        write_data(data, folder, seeds)
+        pretrain(preset, epochs, folder)
+        runs = pool.map(lambda case: ours(case, preset, folder), cases(seeds))
+        peer = Peer()
+        for case in cases(seeds):
+            yield peer.run(case, preset, folder)
+        peer.close()
+        yield from runs
+        yield peer.name
+
+
+def top1s(lines: Sequence[Line], program: str, way: str, images_per_class: int) -> list[float]:
+    """In % of each seed."""
+    found = {line["seed"]: 100 * line["top1"] for line in lines
+             if (line["program"], line["way"], line["images_per_class"]) == (program, way, images_per_class)}
+    return [found[seed] for seed in sorted(found)]
+
+
+def table(lines: Sequence[Line]) -> str:
+    """Mean and standard deviation of each case, in Markdown."""
+    def cell(program: str, way: str, count: int) -> str:
+        values = top1s(lines, program, way, count)
+        return f"{statistics.mean(values):.1f} +/- {statistics.stdev(values):.1f}"
+
+    rows = ["| trained | images a class | ours, top-1 % | PyTorch, top-1 % |", "|---|---|---|---|"]
+    rows += [f"| {way} | {count} | {cell('ours', way, count)} | {cell('pytorch', way, count)} |"
+             for way, count in itertools.product(WAYS, SIZES)]
+    return "\n".join(rows)
+
+
+def plot(lines: Sequence[Line], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    for color, way in enumerate(WAYS):
+        for program, style, shift in (("ours", "o-", 0.97), ("pytorch", "s--", 1.03)):
+            values = [top1s(lines, program, way, count) for count in SIZES]
+            means = [statistics.mean(of_size) for of_size in values]
+            axes.errorbar([shift * count for count in SIZES], means, yerr=[statistics.stdev(v) for v in values],
+                          fmt=style, color=f"C{color}", capsize=3, label=f"{way}, {program}")
+    axes.set_xscale("log")
+    axes.set_xticks(list(SIZES), list(map(str, SIZES)))
+    axes.minorticks_off()
+    axes.set(xlabel="training images a class", ylabel="validation top-1, %")
+    axes.grid(alpha=0.3)
+    axes.legend(ncols=3, fontsize="small")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def publish(lines: Sequence[Line], peer_name: str, folder: Path = record.RESULTS) -> None:
+    """The three files of the result."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{NAME}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    plot(lines, folder / f"{NAME}.png")
+    print(table(lines))
+    own, theirs = (top1s(lines, program, *PUBLISHED) for program in ("ours", "pytorch"))
+    record.write_result(NAME, own, peer=record.Peer(f"{peer_name}, same recipe", theirs), folder=folder, unit="top-1 %")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is trained."""
+
+    preset: str = "cifar10_resnet18"
+    """Whose network and images are taken, and whose recipe trains the first weights."""
+    data: Path = DEFAULT_DATA
+    """CIFAR-10 in any form that the loader reads."""
+    seeds: Positive = 3
+    """Runs of each case; a published result needs 3."""
+    epochs: Positive = 12
+    """Of the training on the first five classes."""
+    side_by_side: Positive = 4
+    """Runs of ours at a time: they are too small to fill a GPU, and accuracies are what counts."""
+    results: Path = record.RESULTS
+    """Folder to write to."""
+
+
+def main() -> None:
+    arguments = read_options(Options)
+    require_peer()
+    lines: list[Line] = []
+    peer_name = ""
+    for result in measure(load_preset(arguments.preset), arguments.data, arguments.seeds, arguments.epochs,
+                          arguments.side_by_side):
+        if isinstance(result, str):
+            peer_name = result
+        else:
+            lines.append(result)
+            print(json.dumps(result), flush=True)
+    publish(lines, peer_name, arguments.results)
+
+
+if __name__ == "__main__":
+    record.run(main)

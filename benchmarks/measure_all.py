@@ -1,0 +1,98 @@
+"""Measures every figure of the README and of docs/cuda_executor.md on one GPU again, at one commit.
+
+    PEER_PYTHON=/path/to/python-with-torch python benchmarks/measure_all.py
+    PEER_PYTHON=/path/to/python-with-torch python benchmarks/measure_all.py --sections step small --limit 200
+    python benchmarks/measure_all.py --list
+
+Runs the programs of SECTIONS, one after the other, each in a process of its own; a section is meant to take less than
+four minutes. Each program writes its files under results/. `python benchmarks/tables.py` then puts them into the pages.
+What fails is named at the end, with exit code 1; the other figures are measured all the same. `--limit`: begin no
+further program after so many seconds, and say which are left.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from record import ROOT, run
+from torch_peer import require_peer
+
+from common.command_line import Positive, read_options
+from common.errors import ProgramError
+
+SectionName = Literal["step", "small", "inference", "jpeg", "loader", "shallow", "resnet101", "resnet152", "resnext50",
+                      "resnext101", "variants", "precision", "cpu"]
+PROFILE = "benchmarks/results/resnet50_fp16_b256_profile.txt"
+# Steps: about a second's work in a turn, and enough for a median.
+SECTIONS: dict[SectionName, tuple[str, ...]] = {
+    "step": (f"step_gpu.py --batch 256 --steps 100 --profile {PROFILE}",
+             "step_gpu.py --batch 256 --steps 60 --dtype bfloat16"),
+    "small": ("step_gpu.py --batch 64 --steps 150", "step_gpu.py --batch 128 --steps 100"),
+    "inference": ("step_gpu.py --inference --batch 1 --steps 2000", "step_gpu.py --inference --batch 32 --steps 600",
+                  "step_gpu.py --inference --batch 256 --steps 120"),
+    "jpeg": ("step_jpeg.py",),
+    "loader": ("loader_gpu.py --seconds 2",),
+    "shallow": ("step_gpu.py --model resnet18 --steps 100", "step_gpu.py --model resnet34 --steps 80"),
+    "resnet101": ("step_gpu.py --model resnet101 --steps 30",),
+    "resnet152": ("step_gpu.py --model resnet152 --steps 25",),
+    "resnext50": ("step_gpu.py --model resnext50_32x4d --steps 40",),
+    "resnext101": ("step_gpu.py --model resnext101_32x8d --steps 20",),
+    "variants": ("step_gpu.py --model resnet50d --steps 50", "step_gpu.py --model wide_resnet50_2 --steps 30"),
+    "precision": ("step_gpu.py --dtype tf32 --steps 20 --peers eager", "step_gpu.py --dtype float32 --steps 8 "
+                  "--peers eager", "step_gpu.py --batch 512 --steps 30"),
+    "cpu": ("step_cpu.py", "loader_cpu.py"),
+}
+ON_GPU = tuple(name for name in SECTIONS if name != "cpu")  # that one is for a machine whose CPU counts
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is measured."""
+
+    sections: tuple[SectionName, ...] = ON_GPU
+    """In this order."""
+    limit: Positive = 24 * 3600
+    """Seconds after which no further program begins."""
+    list: bool = False
+    """Print the sections and their programs, and measure nothing."""
+
+
+def measure(commands: Sequence[str], limit: float) -> tuple[list[str], list[str]]:
+    """Run them; those that failed, and those that were not begun within `limit` seconds."""
+    begin = time.monotonic()
+    failed: list[str] = []
+    for number, command in enumerate(commands):
+        started = time.monotonic()
+        if started - begin >= limit:
+            return failed, list(commands[number:])
+        program, *options = command.split()
+        print(f"== {command}", flush=True)
+        code = subprocess.run([sys.executable, Path(__file__).with_name(program), *options], cwd=ROOT).returncode
+        print(f"== {time.monotonic() - started:.0f} s" + f", exit code {code}" * bool(code), flush=True)
+        failed += [command] * bool(code)
+    return failed, []
+
+
+def main() -> None:
+    arguments = read_options(Options)
+    if arguments.list:
+        for name, commands in SECTIONS.items():
+            print(f"{name}:", *commands, sep="\n    ")
+        return
+    if set(arguments.sections) - {"cpu"}:
+        require_peer()
+    failed, left = measure([command for name in arguments.sections for command in SECTIONS[name]], arguments.limit)
+    sentences = [f"{verb}: {'; '.join(commands)}" for verb, commands in (("failed", failed), ("not begun", left))
+                 if commands]
+    if sentences:
+        raise ProgramError(". ".join(sentences))
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,70 @@
+"""Standard output and standard error that cannot end a program."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+from typing import Any
+
+
+def make_safe() -> None:
+    """Output that was closed before the start (`>&-`), or whose locale lacks a character, must not end in a stack trace.
+
+    A closed descriptor would be given to the first file that the program opens, where what is printed would end up.
+    """
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free: this one
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # as Python has it where it was started without
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # until the program ends
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace" if name == "stdout" else "backslashreplace")
+
+
+def make_lasting() -> None:
+    """From now on nothing that is printed raises OSError. What cannot be written to standard output (nobody reads the
+    pipe any more, the disk is full) goes to standard error, and what cannot be written there is dropped."""
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        stream = getattr(sys, name)
+        if not isinstance(stream, io.TextIOWrapper) or stream.fileno() != descriptor:
+            continue  # somebody else's
+        is_buffered = isinstance(stream.buffer, io.BufferedWriter)  # not with `python -u`
+        raw = stream.buffer.raw if is_buffered else stream.buffer
+        if not isinstance(raw, _Lasting):
+            with contextlib.suppress(OSError):
+                stream.flush()
+            lasting: Any = _Lasting(descriptor)
+            setattr(sys, name, io.TextIOWrapper(
+                io.BufferedWriter(lasting) if is_buffered else lasting, stream.encoding, stream.errors,
+                line_buffering=stream.line_buffering, write_through=stream.write_through))
+
+
+class _Lasting(io.FileIO):
+    """Writes to a descriptor, which takes another's place where that fails."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if self.fileno() == 1:
+                sentence = (f"standard output cannot be written any more ({error.strerror}): what follows is on "
+                            "standard error\n")
+                try:
+                    os.write(2, sentence.encode())
+                    os.dup2(2, 1)
+                    return super().write(data)
+                except OSError:
+                    pass
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            return super().write(data)

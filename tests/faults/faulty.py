@@ -1,0 +1,199 @@
+"""What the tests of faults share: a training run that can be harmed, what must hold after that, and the table of tries.
+
+A test tries a fault once, at a moment or place that its random generator chooses; it runs `tries()` times. The first
+few tries are for every run of the tests, the others are marked `slow`: `make test-faults` runs all, and
+RESNET_FAULT_TRIES says how many there are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from train import checkpoint
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+LIGHT = Path(__file__).with_name("light")  # on PYTHONPATH it makes a run shorter
+TRIES = int(os.environ.get("RESNET_FAULT_TRIES", "5"))
+EPOCHS, STEPS_PER_EPOCH = 2, 6  # 27 images in batches of 4
+PATIENCE = 120  # seconds that a run may take to end, on a machine that others work on too; no promise
+OPTIONS = ("--model", "resnet18", "--image-size", "32", "--batch-size", "4", "--epochs", str(EPOCHS), "--device", "cpu",
+           "--num-threads", "1", "--no-tensorboard", "--warmup-epochs", "0", "--learning-rate", "0.5", "--optimizer",
+           "sgd", "--weight-decay", "1e-4", "--validate-every", "1", "--log-every", "1",
+           "--checkpoint-minutes", "0.00001")  # after each step, so that many faults fall into a save
+
+
+def tries(few: int = 0) -> pytest.MarkDecorator:
+    """Run a test so often; all tries but the first `few` are slow."""
+    marks = [[] if number < few else [pytest.mark.slow] for number in range(max(few, TRIES))]
+    return pytest.mark.parametrize("number", [pytest.param(number, marks=mark) for number, mark in enumerate(marks)])
+
+
+class FaultyRun:
+    """`python -m train` of two epochs of six steps, a checkpoint after each, in `folder`; started again by the same
+    command, it goes on with --resume auto."""
+
+    steps_per_epoch = STEPS_PER_EPOCH
+
+    def __init__(self, folder: Path, data: Path, *options: str, command: Sequence[str] = ("-m", "train")) -> None:
+        self.folder = folder
+        self.command = [sys.executable, *command, "--output", str(folder), "--resume", "auto",
+                        "--data", str(data), *OPTIONS, *options]
+        self.process: subprocess.Popen[str] | None = None
+
+    @property
+    def steps(self) -> int:
+        """How many it takes in all."""
+        return self.steps_per_epoch * EPOCHS
+
+    def start(self, **environment: str) -> None:
+        """Start it; what it prints goes to files beside its folder."""
+        assert self.process is None or self.process.poll() is not None
+        paths = os.pathsep.join([str(LIGHT), str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **environment}
+        with self._words("out").open("w") as out, self._words("err").open("w") as err:
+            self.process = subprocess.Popen(self.command, stdout=out, stderr=err, env=env, start_new_session=True)
+
+    def _words(self, kind: str) -> Path:
+        return self.folder.with_name(f"{self.folder.name}.{kind}")
+
+    @property
+    def err(self) -> str:
+        return self._words("err").read_text(errors="replace")
+
+    @property
+    def out(self) -> str:
+        return self._words("out").read_text(errors="replace")
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        """What metrics.jsonl holds by now, whole lines only."""
+        path = self.folder / "metrics.jsonl"
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float = PATIENCE) -> bool:
+        """Until it holds, or the run has ended: whether it holds."""
+        end = time.monotonic() + seconds
+        assert self.process
+        while not condition():
+            if self.process.poll() is not None:
+                return condition()
+            assert time.monotonic() < end, f"still waiting after {seconds} s: {self.err}"
+            time.sleep(0.005)
+        return True
+
+    def wait_for_step(self, step: int) -> bool:
+        """Until so many steps are logged: whether it came to that."""
+        return self.wait_for(lambda: len(self.events("steps")) >= step)
+
+    def end(self, seconds: float = PATIENCE) -> int:
+        """Its exit code. Fails where the run does not end by itself in time."""
+        assert self.process
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"the run has not ended after {seconds} s: {self.out[-500:]} {self.err[-500:]}")
+
+    def kill(self) -> None:
+        """It and all of its processes, at once, stopped ones too."""
+        if self.process and self.process.poll() is None:
+            for pid in (self.process.pid, *self.ranks().values()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.process.wait()
+
+    def ranks(self) -> dict[int, int]:
+        """Ids of the processes that train, by rank, of a run of several."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended meanwhile, or is another user's
+                variables = (folder / "environ").read_bytes().split(b"\0")
+                command = (folder / "cmdline").read_bytes()
+                rank = [entry for entry in variables if entry.startswith(b"HOROVOD_RANK=")]
+                if rank and os.fsencode(str(self.folder)) + b"\0" in command:
+                    found[int(rank[0].partition(b"=")[2])] = int(folder.name)
+        return found
+
+    def finish(self) -> int:
+        """Start it again, undisturbed."""
+        self.start()
+        return self.end()
+
+
+def wait_a_random_time(run: FaultyRun, rng: np.random.Generator, least: int = 0) -> None:
+    """Until a step that is chosen at random, and a random part of what a step and its save take beyond it; the run may
+    have ended by then. `least`: at least so many steps."""
+    run.wait_for_step(int(rng.integers(least, run.steps + 1)))
+    time.sleep(rng.uniform(0, 0.2))  # to hit any moment, not to wait for something
+
+
+def assert_nothing_lost(run: FaultyRun) -> None:
+    """Every checkpoint is whole, and the newest is that of the last save that was told of, or newer."""
+    told = [event["step"] for event in run.events("checkpoint")]
+    folder = run.folder / "checkpoints"
+    found = sorted(folder.glob("*.npz")) if folder.exists() else []
+    steps = [checkpoint.load(path).progress.step for path in found]
+    assert max(steps, default=0) >= max(told, default=0), f"saved: {told}; there: {[path.name for path in found]}"
+
+
+def assert_same_end(run: FaultyRun, unbroken: FaultyRun) -> None:
+    """Last and best checkpoint have the bits of the unbroken run."""
+    last = max(path.name for path in (unbroken.folder / "checkpoints").glob("step-*.npz"))
+    for name in (last, checkpoint.BEST):
+        ours, theirs = (checkpoint.load(each.folder / "checkpoints" / name) for each in (run, unbroken))
+        assert ours.progress == theirs.progress, name
+        assert ours.loader_states == theirs.loader_states, name
+        for group in ("params", "aux"):
+            assert_equal_arrays(getattr(ours, group), getattr(theirs, group), f"{name}, {group}")
+        for slot in ours.state.keys() | theirs.state.keys():
+            assert_equal_arrays(ours.state[slot], theirs.state[slot], f"{name}, {slot}")
+    assert not list(run.folder.rglob("*.partial")), "what a save has left behind is still there"
+
+
+def assert_equal_arrays(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray], where: str) -> None:
+    assert ours.keys() == theirs.keys(), where
+    differ = [name for name in ours if not np.array_equal(ours[name], theirs[name])]
+    assert not differ, f"{where}: {differ} differ"
+
+
+def assert_sentence(run: FaultyRun, *words: str) -> None:
+    """The last line on standard error is one sentence with these words, and there is no stack trace."""
+    assert "Traceback" not in run.err, run.err
+    last = (run.err.splitlines() or [""])[-1]
+    assert last.startswith("error: ") and all(re.search(word, last) for word in words), run.err
+
+
+# --- the table ---
+
+
+def title(function: Any) -> str:
+    """Of a fault: the first line of its test's docstring."""
+    return str(function.__doc__).splitlines()[0].rstrip(".")
+
+
+def table(outcomes: Iterable[tuple[str, str]]) -> str:
+    """Markdown, from a fault's title and the outcome of each try."""
+    counts: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for fault, outcome in outcomes:
+        counts[fault][outcome] += 1
+    lines = ["| fault | tries | survived |", "|---|---|---|"]
+    total = [0, 0]
+    for fault, found in counts.items():
+        row = [found["passed"] + found["failed"], found["passed"]]
+        if row[0]:
+            lines.append(f"| {fault} | {row[0]} | {row[1]} |")
+            total = [total[0] + row[0], total[1] + row[1]]
+    return "\n".join([*lines, f"| all | {total[0]} | {total[1]} |"])

@@ -1,0 +1,572 @@
+"""What an executor has written, at sampled places, against float64 applied to what it read.
+
+`samples` has a rule for each operator of a training step, by which a few elements of an output follow from the inputs:
+of an image all channels at some pixels (or some whole images), of what is summed over the batch every channel. So a
+step of full size is checked in about a minute, and every channel of every tensor is looked at.
+
+Bounds are for each element: what is stored is rounded once, to half the distance of two numbers of its type; sums and
+products before that are of fp32. `norm` is that of the n terms of a sum.
+
+    the sum           UNIT * (32 + sqrt(n) / 8) * sqrt(n) * norm, where sqrt(n) * norm is at least the sum of the
+                      terms' sizes. Partial sums of terms with any sign grow as sqrt(i), so that rounding adds a few
+                      UNIT of it. Tensor cores cut off instead, 16 terms at a time, which is biased: sqrt(n) / 24 UNIT,
+                      of which three times are allowed. One missing term is 1 / sqrt(n) of the norm.
+    its terms         16 roundings of the network's type times the norm, where a kernel sums what it rounds for the
+                      tensor cores, or has not rounded yet as it was written: these errors are independent.
+    a ReLU made again lets through or not where fp32 cannot tell the sign: such elements are left out.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+
+from graph_passes.executors.reference import evaluate
+from graph_passes.graph import Node
+from graph_passes.operators import OPERATORS, window
+from graph_passes.operators.batch_norm import ATTRIBUTES, data_gradient, masked, normalised, positive_bits, scaled
+from graph_passes.operators.batch_norm_pool import NOBODY, WINDOW
+from graph_passes.operators.elementwise import relu, relu_backward
+from graph_passes.operators.pooling import max_pooling, max_pooling_backward
+from graph_passes.operators.softmax import smoothed_targets
+from graph_passes.operators.windows import Places
+
+Array = np.ndarray
+Named = Mapping[str, Array]  # inputs or outputs by their names in the operator's description
+
+PIXELS = 256  # looked at of a tensor, each with all channels
+IMAGES = 4  # where whole images are
+FILTERS = 32  # of a weight's gradient, and as many of its other elements
+CHUNK = 2**19  # elements that are worked on at once where all of a tensor is
+WHOLE = 2**27  # elements of the largest tensor that is computed as a whole
+
+UNIT = 2.0**-24  # of fp32: the rounding of a number relative to itself
+FEW = 16  # roundings of fp32 that an expression has, with room
+STORED = {"float16": (2.0**-11, 2.0**-25), "float32": (2.0**-24, 2.0**-150)}  # relative, and where numbers end
+
+
+class Sample(NamedTuple):
+    """Elements of one output: as they were written, as they should be, and how far apart they may be."""
+
+    output: str
+    got: Array
+    wanted: Array
+    bound: Array
+
+    @property
+    def excess(self) -> float:
+        """The largest distance in units of its bound: more than 1 is wrong. Infinite for NaN."""
+        distance = np.abs(self.got.astype(np.float64) - self.wanted)
+        ratio = np.divide(distance, self.bound, out=np.where(distance == 0, 0.0, np.inf), where=self.bound > 0)
+        return float(np.nan_to_num(ratio, nan=np.inf, posinf=np.inf).max(initial=0.0))
+
+    @property
+    def decided(self) -> float:
+        """Share of the elements that have a finite bound."""
+        return float(np.mean(np.isfinite(self.bound)))
+
+
+def samples(node: Node, inputs: Sequence[Array], outputs: Sequence[Array | None],
+            rng: np.random.Generator) -> list[Sample]:
+    """Of all outputs of a node that were written. Arrays are of float16 or float32, images NHWC; None: not written."""
+    operator = OPERATORS[node.op]
+    given = dict(zip(operator.input_names(node), inputs, strict=True))
+    written = {name: array for name, array in zip(operator.output_names(node), outputs, strict=True)
+               if array is not None}
+    if not written:
+        return []
+    found = [sample for rule in RULES.get(node.op, (_whole,)) for sample in rule(node, given, written, rng)]
+    assert {sample.output for sample in found} == written.keys(), f"{node.op}: an output has no rule"
+    return found
+
+
+# --- bounds ---
+
+
+def _stored(wanted: Array, dtype: np.dtype) -> Array:
+    """Half the distance of two neighbouring numbers of the type."""
+    relative, absolute = STORED[dtype.name]
+    return relative * np.abs(wanted) + absolute
+
+
+def _summed(terms: int, norm: Array) -> Array:
+    return UNIT * (32 + math.sqrt(terms) / 8) * math.sqrt(terms) * norm
+
+
+def _rounded_terms(norm: Array, dtype: np.dtype) -> Array:
+    return 16 * STORED[dtype.name][0] * norm
+
+
+def _sample(name: str, written: Named, got: Array, wanted: Array, error: Array) -> Sample:
+    """`error`: of the computation, to which the rounding of what is stored is added."""
+    return Sample(name, got, wanted, error + _stored(wanted, written[name].dtype))
+
+
+def _absolute(given: Named) -> dict[str, Array]:
+    """Inputs of BatchNorm's operators for which the terms of each result have one sign: what is added to an element, in
+    absolute numbers, is then the result."""
+    changed = {}
+    for name, array in given.items():
+        if name.startswith("mask") and array.dtype == np.uint8:
+            changed[name] = np.full_like(array, 255)
+        elif name.startswith(("gamma_grad", "beta_grad")):
+            changed[name] = -np.abs(array)  # they are subtracted
+        elif name.startswith("saved"):
+            changed[name] = np.stack([-np.abs(array[0]), array[1]])  # and so is the mean
+        else:
+            changed[name] = np.abs(array) if array.dtype.kind == "f" else array
+    return changed
+
+
+def _of_batch_norm(given: Named, suffix: str = "") -> tuple[Array, Array, Array]:
+    """gamma, beta and saved in float64."""
+    gamma, beta, saved = (given[name + suffix].astype(np.float64) for name in ("gamma", "beta", "saved"))
+    return gamma, beta, saved
+
+
+def _activation(node: Node, x: Array, gamma: Array, beta: Array, saved: Array) -> tuple[Array, Array]:
+    """BatchNorm of x, and how far from it fp32 may be."""
+    signs = _absolute({"data": x, "gamma": gamma, "beta": beta, "saved": saved})
+    return scaled(node, x, gamma, beta, saved), FEW * UNIT * scaled(node, *signs.values())
+
+
+# --- the places that are looked at ---
+
+
+def _pixels(shape: Sequence[int], rng: np.random.Generator) -> tuple[Array, ...]:
+    """Image, row and column of each; the first and the last of the tensor among them."""
+    places = tuple(rng.integers(0, size, PIXELS) for size in shape[:3])
+    for at, size in zip(places, shape[:3], strict=True):
+        at[:2] = 0, size - 1
+    return places
+
+
+def _at(array: Array, places: tuple[Array, ...]) -> Array:
+    """(pixels, 1, 1, C): each pixel an image of its own."""
+    pixels = array[places][:, None, None, :]
+    return pixels.astype(np.float64) if array.dtype.kind == "f" else pixels
+
+
+def _of_images(given: Named, read: Callable[[Array], Array]) -> dict[str, Array]:
+    """`read` applied to what has pixels."""
+    return {name: read(array) if array.ndim == 4 and name != "weight" else array for name, array in given.items()}
+
+
+def _chunks(shape: Sequence[int]) -> list[slice]:
+    images = max(1, CHUNK // math.prod(shape[1:]))
+    return [slice(first, first + images) for first in range(0, shape[0], images)]
+
+
+def _fraction(given: Named, share: float) -> dict[str, Array]:
+    """In float64, with BatchNorm's sums of the backward pass as if they were of a share of the pixels: the operators
+    divide them by the number of pixels that they are given."""
+    return {name: array.astype(np.float64) * (share if name.startswith(("gamma_grad", "beta_grad")) else 1)
+            if array.dtype.kind == "f" else array for name, array in given.items()}
+
+
+# --- element by element ---
+
+
+def _elementwise(node: Node, given: Named, written: Named, rng: np.random.Generator) -> Iterator[Sample]:
+    """The operator itself, applied to the pixels."""
+    images = {name: array for name, array in written.items() if array.ndim == 4}
+    if not images:
+        return
+    shape = next(iter(images.values())).shape
+    places = _pixels(shape, rng)
+    here = _of_images(given, lambda array: _at(array, places))
+    here = _fraction(here, PIXELS / math.prod(shape[:3]))
+    names = OPERATORS[node.op].output_names(node)
+    wanted = dict(zip(names, evaluate(node, list(here.values())), strict=True))
+    terms = dict(zip(names, evaluate(node, list(_absolute(here).values())), strict=True))
+    open_ = np.zeros(())
+    if "beta" in here and "out_grad" in here:
+        y, error = _activation(node, here["data"], *_of_batch_norm(here))
+        open_ = np.where(np.abs(y) <= error, np.inf, 0)
+    for name, array in images.items():
+        yield _sample(name, written, _at(array, places), wanted[name], FEW * UNIT * np.abs(terms[name]) + open_)
+
+
+def _apply(node: Node, given: Named, written: Named, rng: np.random.Generator) -> Iterator[Sample]:
+    """BatchNorm's forward half: elements from the statistics that the GPU has kept, and those from the sums."""
+    places = _pixels(written["output"].shape, rng)
+    yield from _statistics_kept(node, given, written)
+    y, error = np.zeros(()), np.zeros(())
+    for suffix in ("", "_2") if "data_2" in given else ("",):
+        parts = (*_of_batch_norm(given | {f"saved{suffix}": written[f"saved{suffix}"]}, suffix),)
+        part, its_error = _activation(node, _at(given[f"data{suffix}"], places), *parts)
+        y, error = y + part, error + its_error
+    if "addend" in given:
+        addend = _at(given["addend"], places)
+        y, error = y + addend, error + FEW * UNIT * np.abs(addend)
+    wanted = y if node.op == "BatchNormApply" else relu(y)
+    yield _sample("output", written, _at(written["output"], places), wanted, error)
+    if "mask" in written:
+        # A positive number may also be too small for the type.
+        smallest = STORED[written["output"].dtype.name][1]
+        bits = [np.unpackbits(mask, axis=-1, count=y.shape[-1], bitorder="little").astype(float)
+                for mask in (_at(written["mask"], places), positive_bits(y))]
+        yield Sample("mask", *bits, np.where(np.abs(y) <= error + smallest, np.inf, 0))
+
+
+def _statistics_kept(node: Node, given: Named, written: Named) -> Iterator[Sample]:
+    """`saved` and the running statistics, from the sums."""
+    for suffix in ("", "_2") if "data_2" in given else ("",):
+        data = given[f"data{suffix}"]
+        sums = given[f"sums{suffix}"].astype(np.float64)
+        from_near, mean_square = sums[:2] / math.prod(data.shape[:3])
+        near = sums[2] if len(sums) == 3 else np.zeros_like(from_near)
+        mean, var = near + from_near, np.maximum(mean_square - from_near**2, 0)
+        error = FEW * UNIT * np.stack([np.abs(near) + np.abs(from_near), mean_square])  # the variance is a difference
+        inverse = 1 / np.sqrt(var + node["eps"])
+        slope = inverse / (var + node["eps"])  # twice that of the root, of which the variance may take a good part
+        name = f"saved{suffix}"
+        yield _sample(name, written, written[name], np.stack([mean, inverse]),
+                      np.stack([error[0], slope * error[1] + FEW * UNIT * inverse]))
+        keep = node["momentum"]
+        for statistic, new, its_error in zip(("moving_mean", "moving_var"), (mean, var), error, strict=True):
+            name = f"{statistic}{suffix}"
+            if name in written:
+                old = keep * given[name].astype(np.float64)
+                yield _sample(name, written, written[name], old + (1 - keep) * new,
+                              its_error + FEW * UNIT * np.abs(old))
+
+
+# --- sums over the batch, of every channel ---
+
+
+Terms = Callable[[slice], Sequence[tuple[Array, Array | None]]]  # of some images: terms, and those that may be missing
+
+
+def _sums(chunks: Sequence[slice], terms: Terms) -> list[tuple[Array, Array, Array]]:
+    """Of each kind of terms, by channel: the sum, the norm, and the sum of what may be missing."""
+    def work(chunk: slice) -> list[tuple[Array, Array, Array]]:
+        results = []
+        for values, open_ in terms(chunk):
+            values = values.reshape(-1, values.shape[-1])
+            missing = np.zeros(()) if open_ is None else np.abs(open_).reshape(values.shape).sum(axis=0)
+            results.append((values.sum(axis=0), np.einsum("rc,rc->c", values, values), missing))
+        return results
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        parts = list(pool.map(work, chunks))
+    return [(sum(part[0] for part in kind), np.sqrt(sum(part[1] for part in kind)), sum(part[2] for part in kind))
+            for kind in zip(*parts, strict=True)]
+
+
+def _statistics(node: Node, given: Named, written: Named, rng: np.random.Generator) -> Iterator[Sample]:
+    """Sums and sums of squares of what BatchNorm reads; where a convolution leaves them, they may be of values that are
+    not rounded yet."""
+    x = written["output"] if "output" in written else given["data"]
+    sums = written["sums"]
+    near = sums[2].astype(np.float64) if len(sums) == 3 else np.zeros(sums.shape[1])
+
+    def terms(chunk: slice) -> list[tuple[Array, None]]:
+        values = x[chunk].astype(np.float64) - near
+        return [(values, None), (values * values, None)]
+
+    (plain, norm, _), (squares, norm_of_squares, _) = _sums(_chunks(x.shape), terms)
+    norms = np.stack([norm, 2 * norm_of_squares])
+    error = _summed(math.prod(x.shape[:3]), norms)
+    if "output" in written:
+        # What is rounded are the values, not what they are less `near`.
+        sizes = np.stack([np.ones_like(norm), 2 * norm / math.sqrt(math.prod(x.shape[:3]))])
+        shift = np.abs(near) * math.sqrt(math.prod(x.shape[:3])) * sizes
+        error = error + _rounded_terms(norms + shift, x.dtype)
+    wanted = [plain, squares]
+    if len(sums) == 3:  # any value will do that is not far from the mean: the sums above are about the one written
+        mean = plain / math.prod(x.shape[:3])
+        wanted.append(near + mean)
+        error = np.stack([*error, 8 * norm / math.sqrt(math.prod(x.shape[:3]))])
+    yield _sample("sums", written, sums, np.stack(wanted), error)
+
+
+def _gradient_sums(node: Node, given: Named, written: Named, rng: np.random.Generator) -> Iterator[Sample]:
+    """The gradients of gamma and beta, from the masked gradient: as it was written, or else made again."""
+    dz = written.get("masked_grad", given.get("out_grad"))
+    assert dz is not None
+    roles = [("data_at_winner", "saved", "")] if "winner" in given else [("data", "saved", "")]
+    if node.op == "NormConvReduce":
+        roles = [("data_2", "saved_2", "")]
+    elif "data_2" in given:
+        roles.append(("data_2", "saved_2", "_2"))
+
+    def terms(chunk: slice) -> list[tuple[Array, Array | None]]:
+        values, open_ = dz[chunk].astype(np.float64), None
+        if "masked_grad" not in written and "winner" in given:
+            values = np.where(given["winner"][chunk] == NOBODY, 0, values)
+        elif "masked_grad" not in written and "beta" in given:
+            y, error = _activation(node, given["data"][chunk].astype(np.float64), *_of_batch_norm(given))
+            is_open = np.abs(y) <= error
+            values, open_ = np.where((y > 0) & ~is_open, values, 0), np.where(is_open, values, 0)
+        found = []
+        for data, saved, _ in roles:
+            x = normalised(node, given[data][chunk].astype(np.float64), given[saved].astype(np.float64))
+            found += [(values * x, None if open_ is None else open_ * x), (values, open_)]
+        return found
+
+    results = iter(_sums(_chunks(dz.shape), terms))
+    for _, _, suffix in roles:
+        for name in (f"gamma_grad{suffix}", f"beta_grad{suffix}"):
+            total, norm, missing = next(results)
+            error = _summed(math.prod(dz.shape[:3]), norm) + missing
+            if "masked_grad" in written:
+                error = error + _rounded_terms(norm, dz.dtype)
+            yield _sample(name, written, written[name], total, error)
+
+
+# --- convolutions ---
+
+
+def _grouped_product(a: Array, b: Array, groups: int) -> tuple[Array, Array]:
+    """(rows, groups * inner) times (groups, inner, columns), group by group; and the norm of each result's terms."""
+    rows, inner = len(a), b.shape[1]
+    a = a.reshape(rows, groups, inner)
+    product = np.concatenate([a[:, g] @ b[g] for g in range(groups)], axis=1)
+    squares = np.concatenate([(a[:, g] ** 2) @ (b[g] ** 2) for g in range(groups)], axis=1)
+    return product, np.sqrt(squares)
+
+
+def _patches(node: Node, x: Array, places: tuple[Array, ...]) -> Array:
+    """(pixels, KH, KW, C): what the window of each pixel of the output covers, 0 outside of the image."""
+    size, (image, *corner) = window(node), places
+    at = [corner[i][:, None] * size.stride[i] - size.pad[i] + size.dilate[i] * np.arange(size.kernel[i])
+          for i in (0, 1)]
+    inside = [(at[i] >= 0) & (at[i] < x.shape[1 + i]) for i in (0, 1)]
+    row, column = (at[i].clip(0, x.shape[1 + i] - 1) for i in (0, 1))
+    found = x[image[:, None, None], row[:, :, None], column[:, None, :]].astype(np.float64)
+    return found * (inside[0][:, :, None] & inside[1][:, None, :])[..., None]
+
+
+def _fprop(node: Node, given: Named, written: Named, rng: np.random.Generator) -> Iterator[Sample]:
+    weight, groups = given["weight"].astype(np.float64), node["num_group"]
+    places = _pixels(written["output"].shape, rng)
+    patches = _patches(node, given["data"], places)
+    patches = patches.reshape(PIXELS, -1, groups, weight.shape[3]).swapaxes(1, 2).reshape(PIXELS, -1)
+    wanted, norm = _grouped_product(patches, weight.reshape(groups, len(weight) // groups, -1).swapaxes(1, 2), groups)
+    error = _summed(math.prod(weight.shape[1:]), norm)
+    if "bias" in given:
+        wanted, error = wanted + given["bias"], error + FEW * UNIT * np.abs(given["bias"])
+    yield _sample("output", written, written["output"][places], wanted, error)
+
+
+def _gradient_patches(node: Node, places: tuple[Array, ...], out_shape: Sequence[int],
+                      read: Callable[[tuple[Array, ...]], Array]) -> Array:
+    """(pixels, KH, KW, K): of each pixel of the data and each place in the kernel, the gradient of the output that
+    meets the pixel there. `read` gives it at image, row and column; 0 where there is none."""
+    size, (image, *corner) = window(node), places
+    at, inside = [], []
+    for i in (0, 1):
+        reach = corner[i][:, None] + size.pad[i] - size.dilate[i] * np.arange(size.kernel[i])
+        inside.append((reach % size.stride[i] == 0) & (reach >= 0) & (reach // size.stride[i] < out_shape[1 + i]))
+        at.append((reach // size.stride[i]).clip(0, out_shape[1 + i] - 1))
+    shape = (PIXELS, *size.kernel)
+    indices = [np.broadcast_to(array, shape).ravel()
+               for array in (image[:, None, None], at[0][:, :, None], at[1][:, None, :])]
+    found = read(tuple(indices)).reshape(*shape, -1)
+    return found * (inside[0][:, :, None] & inside[1][:, None, :])[..., None]
+
+
+def _dgrad(node: Node, given: Named, written: Named, rng: np.random.Generator) -> Iterator[Sample]:
+    """The gradient of a convolution's data, and what DgradReduce and NormConvReduce do with it."""
+    weight, groups = given["weight"].astype(np.float64), node["num_group"]
+    name = "masked_grad" if "masked_grad" in written else "data_grad"
+    places = _pixels(written[name].shape, rng)
+    open_ = np.zeros((PIXELS, 1))
+    if node.op.startswith("NormConv"):
+        out_shape = given["masked_grad"].shape
+
+        def read(at: tuple[Array, ...]) -> Array:
+            dy, is_open = _norm_gradient(node, _of_images(given, lambda array: _at(array, at)), out_shape)
+            open_[is_open.reshape(PIXELS, -1).any(axis=1)] = np.inf  # of a 1x1 convolution: pixel by pixel
+            return dy
+    else:
+        dy = given["conv_grad" if node.op == "DgradReduce" else "out_grad"]
+        out_shape = dy.shape
+
+        def read(at: tuple[Array, ...]) -> Array:
+            return dy[at].astype(np.float64)
+
+    patches = _gradient_patches(node, places, out_shape, read)
+    filters, channels = len(weight), weight.shape[3]
+    patches = patches.reshape(PIXELS, -1, groups, filters // groups).swapaxes(1, 2).reshape(PIXELS, -1)
+    weight = weight.reshape(groups, filters // groups, -1, channels).swapaxes(1, 2).reshape(groups, -1, channels)
+    wanted, norm = _grouped_product(patches, weight, groups)
+    error = _summed(weight.shape[1], norm) + open_
+    if node.op.startswith("NormConv"):
+        error = error + _rounded_terms(norm, given["weight"].dtype)
+    if "out_grad_2" in given:
+        addend = given["out_grad_2"][places].astype(np.float64)
+        wanted, error = wanted + addend, error + FEW * UNIT * np.abs(addend)
+    if "mask" in given:
+        wanted = masked(wanted, given["mask"][places])
+    if node.op == "NormConvReduce":
+        y, its_error = _activation(node, _at(given["data_2"], places), *_of_batch_norm(given, "_2"))
+        wanted = relu_backward(wanted, y[:, 0, 0])
+        error = error + np.where(np.abs(y[:, 0, 0]) <= its_error[:, 0, 0], np.inf, 0)
+    yield _sample(name, written, written[name][places], wanted, error)
+
+
+def _norm_gradient(node: Node, given: Named, shape: Sequence[int]) -> tuple[Array, Array]:
+    """The gradient of what a BatchNorm reads, at some of the pixels of a tensor of this shape: what NormConvBackward
+    and NormConvReduce do not write. And where its ReLU is not decided."""
+    here = _fraction(given, math.prod(given["data"].shape[:3]) / math.prod(shape[:3]))
+    dz, is_open = here["masked_grad"], np.zeros(here["masked_grad"].shape, bool)
+    if not node["no_relu"]:
+        y, error = _activation(node, here["data"], *_of_batch_norm(here))
+        dz, is_open = relu_backward(dz, y), np.abs(y) <= error
+    sums = here["gamma_grad"], here["beta_grad"]
+    return data_gradient(node, dz, here["data"], here["gamma"], here["saved"], sums), is_open
+
+
+def _wgrad(node: Node, given: Named, written: Named, rng: np.random.Generator) -> Iterator[Sample]:
+    """Of a weight's gradient all that belongs to some filters, and of all filters what belongs to some places and
+    channels: so each filter, place and channel is looked at."""
+    weight, groups = written["weight_grad"], node["num_group"]
+    images = given[{"ConvolutionWgrad": "data", "StemWgrad": "image"}.get(node.op, "data_2")]
+
+    def operands(chunk: slice) -> tuple[Array, Array]:
+        """Of some images: the gradient of the convolution's output, and its data."""
+        x = images[chunk].astype(np.float64)
+        if node.op == "ConvolutionWgrad":
+            return given["out_grad"][chunk].astype(np.float64), x
+        here = _of_images(given, lambda array: array[chunk])
+        if node.op == "StemWgrad":
+            return _pool_gradient(node, here, given["data"].shape), x
+        dy, _ = _norm_gradient(node, here, given["data"].shape)
+        if node.op == "NormConvReduce":
+            x = relu(scaled(node, x, *_of_batch_norm(given, "_2")))
+        return dy, x
+
+    filters_of_group, (height, width, channels) = len(weight) // groups, weight.shape[1:]
+    filters = rng.choice(filters_of_group, min(FILTERS, filters_of_group), replace=False)  # of each group
+    columns = rng.choice(height * width * channels, min(FILTERS, height * width * channels), replace=False)
+
+    def work(chunk: slice) -> list[Array]:
+        """By group: of some filters all, and of all filters some; the same of the terms' squares, in fp32."""
+        dy, x = operands(chunk)
+        places = Places(node, x.shape)
+        padded = places.padded(x)
+        dy = dy.reshape(-1, groups, filters_of_group)
+        patches = [padded[region].reshape(len(dy), groups, channels) for _, region in places]
+        chosen = np.stack([patches[column // channels][..., column % channels] for column in columns], axis=-1)
+        chosen_squared, dy_squared = (chosen**2).astype(np.float32), (dy**2).astype(np.float32)
+        of_filters = np.empty((2, groups, len(filters), len(patches), channels))
+        of_columns = np.empty((2, groups, filters_of_group, len(columns)))
+        for g in range(groups):
+            some, some_squared = (np.ascontiguousarray(array[:, g, filters].T) for array in (dy, dy_squared))
+            for number, patch in enumerate(patches):
+                of_filters[0, g, :, number] = some @ patch[:, g]
+                of_filters[1, g, :, number] = some_squared @ (patch[:, g] ** 2).astype(np.float32)
+            of_columns[:, g] = dy[:, g].T @ chosen[:, g], dy_squared[:, g].T @ chosen_squared[:, g]
+        return [of_filters, of_columns]
+
+    # Each thread holds a hundred megabytes, and products of matrices have threads of their own.
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        of_filters, of_columns = (sum(parts) for parts in zip(*pool.map(work, _chunks(images.shape)), strict=True))
+    got = weight.reshape(groups, filters_of_group, height * width, channels)
+    pixels = math.prod(given["out_grad" if node.op == "ConvolutionWgrad" else "data"].shape[:3])
+    for elements, (total, squares) in ((got[:, filters], of_filters),
+                                       (got.reshape(groups, filters_of_group, -1)[..., columns], of_columns)):
+        error = _summed(pixels, np.sqrt(squares))
+        if node.op != "ConvolutionWgrad":
+            error = error + _rounded_terms(np.sqrt(squares), images.dtype)
+        yield _sample("weight_grad", written, elements, total, error)
+
+
+# --- the stem's pooling, whole images of it ---
+
+
+def _pool_gradient(node: Node, given: Named, shape: Sequence[int]) -> Array:
+    """The gradient of what the BatchNorm before the pooling reads, for some images of a tensor of this shape."""
+    here = _fraction(given, len(given["data"]) / shape[0])
+    attrs = {**WINDOW, "layout": "NHWC", **{name: node[name] for name in ATTRIBUTES}}
+    pooling = node.replace(op="BatchNormPoolBackwardApply", attrs=attrs)
+    dz = max_pooling_backward(pooling, here["out_grad"], here["winner"], here["data"].shape)
+    return data_gradient(node, dz, here["data"], here["gamma"], here["saved"], (here["gamma_grad"], here["beta_grad"]))
+
+
+def _some_images(shape: Sequence[int], rng: np.random.Generator) -> Array:
+    """Numbers of images, in order; the last among them."""
+    return np.union1d(rng.choice(shape[0], min(IMAGES, shape[0]) - 1, replace=False), shape[0] - 1)
+
+
+def _pool_apply(node: Node, given: Named, written: Named, rng: np.random.Generator) -> Iterator[Sample]:
+    yield from _statistics_kept(node, given, written)
+    chosen = _some_images(given["data"].shape, rng)
+    parts = _of_batch_norm({**given, "saved": written["saved"]})
+    x = given["data"][chosen].astype(np.float64)
+    largest, winner = max_pooling(node, scaled(node, x, *parts))
+    windows = np.stack([Places(node, x.shape).padded(x)[region] for _, region in Places(node, x.shape)])
+    at_winner = np.take_along_axis(windows, winner[None], axis=0)[0]
+    _, error = _activation(node, at_winner, *parts)
+    yield _sample("output", written, written["output"][chosen], relu(largest), error)
+    yield Sample("data_at_winner", written["data_at_winner"][chosen], at_winner, np.zeros(at_winner.shape))
+    yield Sample("winner", written["winner"][chosen], np.where(largest > 0, winner, NOBODY),
+                 np.where(np.abs(largest) <= error, np.inf, 0))
+
+
+def _pool_backward(node: Node, given: Named, written: Named, rng: np.random.Generator) -> Iterator[Sample]:
+    chosen = _some_images(given["data"].shape, rng)
+    here = _of_images(given, lambda array: array[chosen])
+    wanted = _pool_gradient(node, here, given["data"].shape)
+    terms = _pool_gradient(node, _absolute(here), given["data"].shape)
+    yield _sample("data_grad", written, written["data_grad"][chosen], wanted, FEW * UNIT * np.abs(terms))
+
+
+# --- as a whole, what is small ---
+
+
+def _whole(node: Node, given: Named, written: Named, rng: np.random.Generator) -> Iterator[Sample]:
+    """The operator itself. Integers must be equal."""
+    assert max(array.size for array in (*given.values(), *written.values())) <= WHOLE, f"{node.op} needs a rule"
+    names, doubles = OPERATORS[node.op].output_names(node), _fraction(given, 1)
+    results = evaluate(node, list(doubles.values())), evaluate(node, list(_absolute(doubles).values()))
+    for name, wanted, terms in zip(names, *results, strict=True):
+        if name in written and written[name].dtype.kind == "f":
+            yield _sample(name, written, written[name], wanted, 4 * FEW * UNIT * np.abs(terms))
+        elif name in written:
+            yield Sample(name, written[name], wanted, np.zeros(wanted.shape))
+
+
+def _cross_entropy(node: Node, given: Named, written: Named, rng: np.random.Generator) -> Iterator[Sample]:
+    """Probabilities less targets; these are added up for the bound. Sums over the batch go to the metrics."""
+    doubles = _fraction(given, 1)
+    results = dict(zip(OPERATORS[node.op].output_names(node), evaluate(node, list(doubles.values())), strict=True))
+    wanted = results["data_grad"]
+    targets = smoothed_targets(node, doubles["label"], wanted.shape[1], wanted.dtype)
+    scale = node["grad_scale"] * np.asarray(doubles.get("loss_scale", 1.0))
+    scale = scale / (1 if node["normalization"] == "null" else len(wanted))
+    yield _sample("data_grad", written, written["data_grad"], wanted,
+                  4 * FEW * UNIT * (np.abs(wanted) + 2 * targets * scale))
+    for name in written.keys() & {"loss", "top1", "top5"}:
+        yield Sample(name, written[name], results[name], 4 * FEW * UNIT * np.abs(results[name]))
+
+
+Rule = Callable[[Node, Named, Named, np.random.Generator], Iterator[Sample]]
+
+RULES: Mapping[str, Sequence[Rule]] = {
+    "Convolution": (_fprop,),
+    **dict.fromkeys(("ConvolutionStatistics", "StemConvolution"), (_fprop, _statistics)),
+    "ConvolutionDgrad": (_dgrad,),
+    "ConvolutionWgrad": (_wgrad,),
+    "BatchNormStatistics": (_statistics,),
+    **dict.fromkeys(("BatchNormApply", "BatchNormReluApply", "BatchNormAddReluApply", "BatchNormPairApply"), (_apply,)),
+    **dict.fromkeys(("BatchNormBackwardReduce", "BatchNormReluBackwardReduce", "BatchNormAddReluBackwardReduce",
+                     "BatchNormPairBackwardReduce", "BatchNormPoolBackwardReduce"), (_elementwise, _gradient_sums)),
+    **dict.fromkeys(("BatchNormBackwardApply", "BatchNormReluBackwardApply", "BatchNormBackwardApplyAdd",
+                     "BatchNormReluBackwardApplyAdd", "BatchNormPairBackwardApply", "ReluBackward", "elemwise_add",
+                     "AddRelu", "BiasAdd", "BiasRelu", "BiasAddRelu"), (_elementwise,)),
+    "DgradReduce": (_dgrad, _gradient_sums),
+    "NormConvBackward": (_wgrad, _dgrad),
+    "NormConvReduce": (_wgrad, _dgrad, _gradient_sums),
+    "BatchNormPoolApply": (_pool_apply,),
+    "BatchNormPoolBackwardApply": (_pool_backward,),
+    "StemWgrad": (_wgrad,),
+    "SoftmaxCrossEntropy": (_cross_entropy,),
+}

@@ -1,0 +1,112 @@
+"""The sampled oracle, of every tensor of a step: it accepts what rounds as a GPU does, and finds one wrong channel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from sampled import RULES, samples
+from step_networks import bottlenecks, flattened, pre_activation, random_variables, small_resnet
+
+from common.mxnet_compat import mx
+from graph_passes import Graph, Node, Ref, passes, pipeline
+from graph_passes.executors.reference import evaluate
+from graph_passes.operators import OPERATORS
+
+
+def grouped(classes: int = 7) -> Any:
+    """Convolutions in groups, one of them with a bias; sums and ReLUs that no BatchNorm takes."""
+    def conv(x: Any, name: str, **more: Any) -> Any:
+        return mx.sym.Convolution(x, num_filter=16, kernel=(3, 3), pad=(1, 1), layout="NHWC", name=name, **more)
+
+    x = mx.sym.relu(conv(mx.sym.Variable("data"), "first"))
+    y = conv(x, "second", num_group=4, stride=(2, 2), no_bias=True)
+    y = mx.sym.relu(mx.sym.BatchNorm(y, axis=3, fix_gamma=False, name="norm"))
+    y = mx.sym.relu(mx.sym.elemwise_add(y, y))
+    x = mx.sym.relu(mx.sym.elemwise_add(conv(y, "third", num_group=2), y))
+    x = mx.sym.FullyConnected(mx.sym.Flatten(mx.sym.elemwise_add(conv(x, "fourth"), x)), num_hidden=classes, name="fc")
+    return mx.sym.SoftmaxOutput(x, normalization="batch", name="softmax")
+
+
+NETWORKS = {
+    "basic blocks": (lambda: small_resnet(False), (5, 17, 14, 3)),
+    "bottlenecks": (lambda: bottlenecks(7, 7), (5, 42, 38, 4)),
+    "BatchNorm first": (pre_activation, (7, 19, 17, 3)),
+    "groups": (grouped, (5, 9, 8, 4)),
+    "flattened pooling": (lambda: flattened("Pooling"), (5, 11, 8, 4)),
+}
+WAYS = {"fused": passes.fused_way, "separate": passes.first_way}
+Call = tuple[Node, list[np.ndarray], list[np.ndarray]]  # a node, what it read, what it wrote
+
+
+def calls(name: str, way: str, rng: np.random.Generator) -> Iterator[Call]:
+    """Of every node of a training step in fp16: operators in fp32 whose results are rounded when they are stored. Sums
+    are of fp64: NumPy adds up all pixels one after the other, where a GPU makes many short sums."""
+    build, data = NETWORKS[name]
+    shapes = {"data": data, "softmax_label": data[:1]}
+    graph = Graph.from_json(build().tojson())
+    values = random_variables(graph, shapes, rng)
+    step = pipeline.training_step(graph, shapes, "float16", WAYS[way])
+    dtypes = passes.tensor_dtypes(step)
+    values["loss_scale"] = np.array([1024.0])
+    tensors = {Ref(name): values[name].astype(dtypes[Ref(name)]) for name in step.variables}
+    for node in step:
+        if node.is_variable:
+            continue
+        inputs = [tensors[ref] for ref in node.inputs]
+        dtype = np.float64 if any(word in node.op for word in ("Reduce", "Statistics", "Wgrad")) else np.float32
+        exact = evaluate(node, [array.astype(dtype) if array.dtype.kind == "f" else array for array in inputs])
+        outputs = [array.astype(dtypes[ref]) for ref, array in zip(node.refs(), exact, strict=True)]
+        tensors.update(zip(node.refs(), outputs, strict=True))
+        yield node, inputs, outputs
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_step_is_accepted(name: str, way: str, rng: np.random.Generator) -> None:
+    for node, inputs, outputs in calls(name, way, rng):
+        for sample in samples(node, inputs, outputs, rng):
+            assert sample.excess <= 1, (node.op, node.name, sample.output)
+            assert sample.decided > 0.9, (node.op, node.name, sample.output)
+
+
+def with_a_wrong_channel(node: Node, array: np.ndarray) -> np.ndarray:
+    """That of the largest element, a fifth too large; of bits and places, others."""
+    broken = array.copy()
+    axis = 0 if node.op.endswith("Wgrad") else -1
+    largest = np.unravel_index(np.abs(array.astype(float)).argmax(), array.shape)[axis]
+    channel = np.moveaxis(broken, axis, 0)[largest:largest + 1]
+    channel[...] = channel * 1.2 if array.dtype.kind == "f" else channel ^ 1
+    return broken
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_wrong_channel_is_found(name: str, way: str, rng: np.random.Generator) -> None:
+    found = missed = 0
+    for node, inputs, outputs in calls(name, way, rng):
+        names = OPERATORS[node.op].output_names(node)
+        for index, array in enumerate(outputs):
+            if not array.any():
+                continue  # the gradient of a bias before a BatchNorm
+            changed = list(outputs)
+            changed[index] = with_a_wrong_channel(node, array)
+            checked = samples(node, inputs, changed, rng)
+            if max(sample.excess for sample in checked) > 1:
+                found += 1
+                continue
+            missed += 1
+            (sample,) = (sample for sample in checked if sample.output == names[index])
+            assert sample.bound.max() > 0.1 * np.abs(array).max(), (node.op, node.name, names[index])
+    assert missed <= 0.02 * found, "sums of as much above 0 as below it"
+
+
+def test_every_rule_is_for_an_operator_of_these_networks() -> None:
+    seen = set()
+    for build, data in NETWORKS.values():
+        graph, shapes = Graph.from_json(build().tojson()), {"data": data, "softmax_label": data[:1]}
+        for choose in WAYS.values():
+            seen |= pipeline.training_step(graph, shapes, "float16", choose).operators().keys()
+    assert RULES.keys() <= seen, RULES.keys() - seen

@@ -1,0 +1,61 @@
+"""What benchmarks/finetune.py makes of its runs, and the images that it gives them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+from PIL import Image
+
+from pipelines.sources import open_source
+from train.config import load_preset
+
+
+@pytest.fixture
+def benchmark(benchmark_module):
+    return benchmark_module("finetune")
+
+
+def test_images_of_the_other_classes_are_sampled_by_the_seed(benchmark, tmp_path, monkeypatch, rng):
+    monkeypatch.setattr(benchmark, "NUM_PRETRAINED", 2)
+    monkeypatch.setattr(benchmark, "SIZES", {3: 1, 5: 1})
+    data = tmp_path / "data"
+    for split, count in (("train", 6), ("val", 2)):
+        for label, i in itertools.product("abcd", range(count)):
+            (data / split / label).mkdir(parents=True, exist_ok=True)
+            pixels = rng.integers(0, 256, (32, 32, 3)).astype("uint8")
+            Image.fromarray(pixels).save(data / split / label / f"{i}.jpg")
+    benchmark.write_data(data, tmp_path / "cases", seeds=2)
+    assert open_source(tmp_path / "cases" / "pretrain", "train").class_names == ["a", "b"]
+    assert len(open_source(tmp_path / "cases" / "pretrain", "train")) == 12
+    chosen = {}
+    for count, seed in itertools.product((3, 5), (1, 2)):
+        train, val = (open_source(tmp_path / "cases" / f"{count}-{seed}", split) for split in ("train", "val"))
+        assert train.class_names == val.class_names == ["c", "d"] and (len(train), len(val)) == (2 * count, 4)
+        chosen[count, seed] = {train.read(i).tobytes() for i in range(len(train))}
+    assert chosen[5, 1] != chosen[5, 2]
+    with pytest.raises(FileExistsError):
+        benchmark.write_data(data, tmp_path / "cases", seeds=2)
+
+
+def test_what_is_published(benchmark, tmp_path):
+    lines = [{"program": program, **case._asdict(), "top1": 0.5 + 0.01 * case.seed + 0.1 * (program == "ours")}
+             for program in ("ours", "pytorch") for case in benchmark.cases(3)]
+    benchmark.publish(lines, "PyTorch 9", tmp_path)
+    result = json.loads((tmp_path / "finetune_1gpu.json").read_text())
+    assert result["step_ms"] == pytest.approx([61, 62, 63]) and result["unit"] == "top-1 %"
+    assert result["value"] == pytest.approx(62) and result["peer"]["value"] == pytest.approx(52)
+    assert len((tmp_path / "finetune_1gpu.jsonl").read_text().splitlines()) == 54
+    assert (tmp_path / "finetune_1gpu.png").stat().st_size > 1000
+    assert "| head | 500 | 62.0 +/- 1.0 | 52.0 +/- 1.0 |" in benchmark.table(lines).splitlines()
+
+
+def test_both_programs_have_the_same_recipe(benchmark):
+    preset = load_preset("cifar10_resnet18")
+    for count, epochs in benchmark.SIZES.items():
+        config = benchmark.configured(preset, count)
+        options = benchmark.options_of(config)
+        given = dict(zip(options[::2], options[1::2], strict=True))
+        assert (config.epochs, config.batch_size) == (epochs, 50) and given["--learning-rate"] == "0.1"
+        assert benchmark.recipe(config, 5, 5 * count)["peak_learning_rate"] == pytest.approx(0.1 * 50 / 256)

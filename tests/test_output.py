@@ -1,0 +1,70 @@
+"""Output that fails, of programs that it must not end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import sys
+from common.output import make_lasting, make_safe
+
+make_safe()
+make_lasting()
+make_lasting()  # once is enough
+print("begun", flush=True)
+sys.stdin.readline()
+for _ in range(3):
+    print("more", flush=True)
+print("an error", file=sys.stderr)
+"""
+SENTENCE = "standard output cannot be written any more ({}): what follows is on standard error\n"
+
+
+@pytest.mark.parametrize("options", [[], ["-u"]], ids=["buffered", "unbuffered"])
+def test_a_reader_that_goes_away(options):
+    process = subprocess.Popen([sys.executable, *options, "-c", PROGRAM], stdin=subprocess.PIPE, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout.readline() == "begun\n"
+    process.stdout.close()
+    process.stdout = None
+    assert process.communicate("go\n", timeout=30)[1] == SENTENCE.format("Broken pipe") + 3 * "more\n" + "an error\n"
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize("options", [[], ["-u"]], ids=["buffered", "unbuffered"])
+def test_a_full_disk(options):
+    with Path("/dev/full").open("w") as full:
+        shown = subprocess.run([sys.executable, *options, "-c", PROGRAM], stdin=subprocess.DEVNULL, stdout=full,
+                               stderr=subprocess.PIPE, text=True)
+        assert shown.stderr == SENTENCE.format("No space left on device") + "begun\n" + 3 * "more\n" + "an error\n"
+        nowhere = subprocess.run([sys.executable, *options, "-c", PROGRAM], stdin=subprocess.DEVNULL, stdout=full,
+                                 stderr=full)
+    assert (shown.returncode, nowhere.returncode) == (0, 0)
+
+
+@pytest.mark.parametrize("closed", ["1", "2", "0 1 2"])
+def test_what_is_closed_at_the_start_is_no_file_of_the_program(closed, tmp_path):
+    """The first file to be opened would become standard output else."""
+    script = (
+        "from common.command_line import exit_code_of\n"
+        "from common.errors import UserError\n"
+        "import os, sys\n"
+        "def main():\n"
+        "    file = open('file', 'w')\n"
+        "    print('text', flush=True)\n"
+        "    os.write(1, b'text'), os.write(2, b'text')\n"
+        "    raise UserError('bad')\n"
+        "sys.exit(exit_code_of(main))\n"
+    )
+    shell = " ".join(f"{number}>&-" for number in closed.split())
+    found = subprocess.run(["sh", "-c", f"exec \"$@\" {shell}", "sh", sys.executable, "-c", script], cwd=tmp_path,
+                           env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}, capture_output=True,
+                           text=True)
+    assert found.returncode == 2, found.stderr
+    assert "Traceback" not in found.stderr
+    assert (tmp_path / "file").read_text() == ""

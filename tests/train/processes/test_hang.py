@@ -1,0 +1,331 @@
+"""A process that hangs: the launcher finds it, says which and ends it; the run ends, or in elastic mode goes on."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from several_processes import COMMIT_EVERY, needs_horovod, run_processes
+
+from common.nvidia_gpus import find_gpus
+from train import checkpoint
+from train.errors import EXIT_HUNG_PROCESS
+from train.processes import watch
+from train.processes.pulse import Activity
+from train.processes.watch import ONCE, SLOWER, Hang, Watch
+
+SECONDS = 6  # the launcher's patience here; a step takes a tenth of a second, on a busy machine a few
+ENDING = 25  # seconds that ending the others may take on a busy machine
+
+
+class Clocked:
+    """A watch of three processes whose clock the test turns; none of them is stopped."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float = 40) -> None:
+        self.now, self.stopped, self.gone = 0.0, set[int](), set[int]()
+        monkeypatch.setattr(watch, "is_stopped", lambda pid: pid in self.stopped)
+        self.watch = Watch(3, seconds, clock=lambda: self.now)
+        self.records = self.watch.records
+        for number in range(3):
+            self.watch.begin(number)
+            self.records[number].keeps_pace, self.records[number].activity = 1, Activity.TOGETHER
+
+        self.after(1)  # they are seen for the first time
+
+    def after(self, seconds: float, *alive: int) -> Hang | None:
+        """What is found so much later, where only those processes have shown signs of life."""
+        found = None
+        for _ in range(round(seconds)):
+            self.now += 1
+            for number in alive:
+                self.records[number].beats += 1
+            found = self.watch.look({number: 100 + number for number in range(3) if number not in self.gone})
+        return found
+
+
+@pytest.fixture
+def clocked(monkeypatch):
+    return Clocked(monkeypatch)
+
+
+def test_who_is_behind_hangs(clocked):
+    """The others have begun an operation that process 1 has not."""
+    for number, collectives in enumerate((8, 7, 9)):
+        clocked.records[number].collectives = collectives
+    assert clocked.after(40) is None
+    assert clocked.after(1) == Hang((1,), is_certain=True)
+
+
+def test_who_waits_does_not_hang(clocked):
+    """Process 1 alone is behind, and alive: the others wait for it as long as it takes."""
+    for number, collectives in enumerate((8, 7, 9)):
+        clocked.records[number].collectives = collectives
+    assert clocked.after(500, 1) is None
+
+
+def test_equally_far(clocked):
+    assert clocked.after(40) is None
+    assert clocked.after(1) == Hang((0, 1, 2), is_certain=False)
+
+
+def test_gpu_that_is_behind(clocked):
+    """The hosts have all launched the step after, and wait."""
+    for number, passes in enumerate((12, 12, 11)):
+        clocked.records[number].device_passes = passes
+    assert clocked.after(41) == Hang((2,), is_certain=True)
+
+
+def test_stopped_process_hangs_wherever_it_is(clocked):
+    """Also while it compiles, and though it has begun more than the others."""
+    clocked.records[2].activity, clocked.records[2].collectives = Activity.STARTING, 5
+    clocked.stopped = {102}
+    assert clocked.after(40, 0, 1) is None
+    assert clocked.after(1, 0, 1) == Hang((2,), is_certain=True)
+
+
+@pytest.mark.parametrize("keeps_pace, activity", [(0, Activity.COMPUTING), (1, Activity.SAVING)])
+def test_what_is_done_once_may_take_longer(clocked, keeps_pace, activity):
+    clocked.records[1].keeps_pace, clocked.records[1].activity = keeps_pace, activity
+    clocked.records[0].collectives = clocked.records[2].collectives = 1
+    assert clocked.after(ONCE * 40) is None
+    assert clocked.after(1) == Hang((1,), is_certain=True)
+
+
+def test_long_steps_may_take_longer(clocked):
+    """A network on a CPU may take a minute for a step."""
+    for number in range(3):
+        clocked.records[number].longest = 60
+    assert clocked.after(SLOWER * 60) is None
+    assert clocked.after(1)
+
+
+def test_launcher_that_was_stopped_has_seen_nothing(clocked):
+    """As with Ctrl-Z and fg: an hour went by in which nobody could have shown anything."""
+    assert clocked.after(1) is None
+    clocked.now += 3600
+    assert clocked.after(35) is None
+    assert clocked.after(35, 0, 1, 2) is None
+
+
+def test_who_has_waited_is_not_the_next(clocked):
+    """Process 1 was waited for, and is gone: the others have as much time to notice it as they had to wait for it."""
+    clocked.records[0].collectives = clocked.records[2].collectives = 1
+    assert clocked.after(41) == Hang((1,), is_certain=True)
+    clocked.gone = {1}
+    assert clocked.after(41) is None
+    assert clocked.after(1) == Hang((0, 2), is_certain=False)
+
+
+def test_those_who_come_are_not_waited_for(clocked):
+    """Elastic: process 2 has been started anew, and those who train do not wait for it; nor does one at the door."""
+    clocked.records[0].generation = clocked.records[1].generation = 1
+    clocked.records[0].collectives = clocked.records[1].collectives = 7
+    assert clocked.after(100, 0, 1, 2) is None
+    clocked.records[0].collectives = 8
+    clocked.records[2].keeps_pace = 0
+    assert clocked.after(41) == Hang((1,), is_certain=True)
+    clocked.records[1].activity = clocked.records[0].activity = Activity.AT_DOOR
+    assert clocked.after(50, 2) is None
+
+
+def test_no_patience_given(monkeypatch):
+    assert Clocked(monkeypatch, seconds=0).after(100_000) is None
+
+
+def test_words(clocked):
+    clocked.records[1].activity, clocked.records[1].step, clocked.records[1].epoch = Activity.LOADING, 120, 2
+    clocked.after(41)
+    assert clocked.watch.describe(1, 101).startswith("no sign of life for 41 s, the last one on ")
+    assert clocked.watch.describe(1, 101).endswith(": epoch 3, step 120, waiting for a batch of images")
+    clocked.stopped = {101}
+    assert clocked.watch.describe(1, 101).endswith("; it was stopped (SIGSTOP)")
+
+
+# --- real processes ---
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for task in Path(f"/proc/{pid}/task").iterdir()
+            for child in (task / "children").read_text().split()]
+
+
+def is_there(pid: int) -> bool:
+    return watch.status(pid) is not None
+
+
+def wait_until(condition, seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def told(err: str) -> list[str]:
+    """What the launcher has said of processes, among the libraries' lines."""
+    return [line for line in err.splitlines() if re.match(r"(error: )?process \d", line)]
+
+
+@needs_horovod
+def test_stopped_process_ends_the_run(start, rng):
+    """With its name and place, within the time given; what was saved is whole."""
+    run = start(2, "--hang-seconds", str(SECONDS))
+    run.wait_for(lambda: run.last_step() >= 3)
+    run.process.send_signal(signal.SIGUSR1)
+    run.wait_for(lambda: run.events("checkpoint"))
+    saved, workers, victim = run.events("checkpoint")[0]["step"], run.workers(), int(rng.integers(2))
+    run.wait_for(lambda: run.last_step() >= saved + 3)
+    os.kill(workers[victim], signal.SIGSTOP)
+    begin = time.monotonic()
+    code, _, err = run.end()
+    assert SECONDS - 1 < time.monotonic() - begin < SECONDS + ENDING
+    assert code == EXIT_HUNG_PROCESS
+    first, *rest = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert f"process {victim} (" in first
+    assert f"pid {workers[victim]}) shows no sign of life for " in first
+    assert "; it was stopped (SIGSTOP); it hangs and is killed, so the run ends; its last checkpoint" in first
+    assert all("the connection to another process of this run is lost" in line for line in rest), err
+    assert "Traceback" not in err
+    assert not any(map(is_there, workers.values()))
+    assert checkpoint.load(checkpoint.find(str(run.folder))).progress.step == run.events("checkpoint")[-1]["step"]
+
+
+@needs_horovod
+def test_elastic_run_goes_on_without_a_stopped_process(start, rng):
+    run = start(2, "--min-np", "1", "--hang-seconds", str(SECONDS))
+    run.wait_for(lambda: run.last_step() >= COMMIT_EVERY + 1)
+    workers, victim = run.workers(), int(rng.integers(2))
+    os.kill(workers[victim], signal.SIGSTOP)
+    run.wait_for(lambda: len(run.events("session")) == 2, seconds=SECONDS + ENDING)
+    assert run.events("session")[-1]["num_processes"] == 1
+    steps = len(run.events("steps"))
+    run.wait_for(lambda: len(run.events("steps")) >= steps + 2)
+    run.process.send_signal(signal.SIGTERM)
+    code, out, err = run.end()
+    assert code == 128 + signal.SIGTERM, err
+    (line,) = told(err)
+    assert f"pid {workers[victim]}) shows no sign of life for " in line
+    assert line.endswith("; it hangs and is killed; 1 goes on from the last commit")
+    assert "stopped after step " in out
+
+
+@needs_horovod
+def test_request_to_stop_survives_a_loss(start):
+    """SIGTERM while a process is stopped: it is found, and the others, who begin anew without it, save and stop."""
+    run = start(2, "--min-np", "1", "--hang-seconds", str(SECONDS))
+    run.wait_for(lambda: run.last_step() >= COMMIT_EVERY + 1)
+    os.kill(run.workers()[1], signal.SIGSTOP)
+    run.process.send_signal(signal.SIGTERM)
+    begin = time.monotonic()
+    code, out, err = run.end()
+    assert time.monotonic() - begin < SECONDS + ENDING
+    assert code == 128 + signal.SIGTERM, err
+    assert "stopped after step " in out
+    assert checkpoint.load(checkpoint.find(str(run.folder))).progress.step >= COMMIT_EVERY
+
+
+BLOCKED = """
+    import ctypes, sys
+    from train import __main__ as program
+    from train.loop import Trainer
+
+    mixup = Trainer._mixup
+
+    def blocking_mixup(self, number):
+        if self.workers.rank == 1 and self.progress.step == 4:
+            ctypes.PyDLL(None).sleep(1000)  # with Python's lock: no signal handler and no thread runs
+        return mixup(self, number)
+
+    Trainer._mixup = blocking_mixup
+    sys.exit(program.main(sys.argv[1:]))
+"""
+
+
+@needs_horovod
+def test_process_blocked_in_c_ends_the_run(tiny_options, tmp_path):
+    """Where no signal handler can run."""
+    done = run_processes(BLOCKED, *tiny_options, "--output", tmp_path / "run", narrow=True,
+                         hang_seconds=SECONDS)
+    assert done.returncode == EXIT_HUNG_PROCESS, done.stderr
+    first = next(line for line in done.stderr.splitlines() if line.startswith("error: "))
+    assert first.startswith("error: process 1 (pid ")
+    assert ": epoch 2, step 4, computing; it hangs and is killed, so the run ends; " in first
+    assert checkpoint.load(checkpoint.find(str(tmp_path / "run"))).progress.step == 3  # of the first validation
+
+
+@needs_horovod
+def test_elastic_run_goes_on_without_a_blocked_process(tiny_options, tmp_path):
+    done = run_processes(BLOCKED, *tiny_options, "--output", tmp_path / "run", "--commit-every", "2", narrow=True,
+                         hang_seconds=SECONDS, min_np=1)
+    assert done.returncode == 0, done.stderr
+    (line,) = told(done.stderr)
+    assert line.startswith("process 1 (pid ")
+    assert line.endswith("; it hangs and is killed; 1 goes on from the last commit")
+    assert (tmp_path / "run" / "report" / "report.md").exists()
+
+
+@pytest.mark.gpu
+@needs_horovod
+@pytest.mark.parametrize("min_np", [0, 1])
+def test_gpu_that_hangs(tiny_options, tmp_path, min_np):
+    """One of two GPUs never gets to the end of a pass; both hosts wait for the next. (A function of the host in its
+    stream that does not return, which to the stream is a kernel that does not.)"""
+    if len(find_gpus()) < 2:
+        pytest.skip(f"2 GPUs are needed, {len(find_gpus())} are there")
+    script = """
+        import ctypes, sys
+        from train import __main__ as program
+        from train.loop import Trainer
+
+        mixup = Trainer._mixup
+
+        def hanging_mixup(self, number):
+            if self.workers.rank == 1 and self.progress.step == 5:
+                gpu, pause = self.executor.gpu, ctypes.cast(ctypes.CDLL(None).pause, ctypes.c_void_p).value
+                gpu.check(gpu._driver.cuLaunchHostFunc(gpu.stream_handle, gpu._driver.CUhostFn(pause), 0))
+            return mixup(self, number)
+
+        Trainer._mixup = hanging_mixup
+        sys.exit(program.main(sys.argv[1:]))
+    """
+    options = ["gpu" if option == "cpu" else option for option in tiny_options]
+    done = run_processes(script, *options, "--commit-every", "2", "--validate-every", "0", "--output", tmp_path / "run",
+                         hang_seconds=SECONDS, min_np=min_np)
+    assert done.returncode == (0 if min_np else EXIT_HUNG_PROCESS), done.stderr
+    first, *_ = told(done.stderr)
+    assert first.removeprefix("error: ").startswith("process 1 (GPU ")
+    assert "it hangs and is killed" in first
+
+
+@needs_horovod
+@pytest.mark.parametrize("stop", [True, False])
+def test_killed_launcher_leaves_no_process(tmp_path, stop):
+    """Not one that is stopped, which cannot take the signal that the launcher's end sends, and not one that goes on as
+    if nothing had been."""
+    script = f"""if True:
+        import os, pathlib, signal, time
+        from train.processes.pulse import Activity, pulse
+        place = pathlib.Path({str(tmp_path)!r}, os.environ['HOROVOD_RANK'])
+        if place.name == "1" and {stop}:
+            signal.signal(signal.SIGTERM, lambda number, frame: place.with_suffix('.told').touch())
+        pulse.show(Activity.LOADING)
+        pulse.end_step(0, 1), pulse.end_step(0, 2)
+        place.touch()
+        time.sleep(60)
+    """
+    starter = ("import sys; from train.processes.launch import launch, plan; "
+               "sys.exit(launch(plan(2, on_cpu=True)[0], [sys.executable, '-c', sys.argv[1]], 1))")
+    with subprocess.Popen([sys.executable, "-c", starter, script]) as launcher:
+        wait_until(lambda: {"0", "1"} <= set(os.listdir(tmp_path)))
+        all_of_it = children(launcher.pid)
+        assert len(all_of_it) == 3  # with the guard
+        for pid in all_of_it:
+            if stop and b"HOROVOD_RANK=0\0" in Path(f"/proc/{pid}/environ").read_bytes():
+                os.kill(pid, signal.SIGSTOP)
+        launcher.kill()
+    wait_until(lambda: not any(map(is_there, all_of_it)))

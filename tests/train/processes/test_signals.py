@@ -1,0 +1,140 @@
+"""Signals: requests to the training loop, and the guard that ends a process which does not listen."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from train.processes import signals
+from train.processes.signals import ANSWERS, Signals
+
+# A process with a guard; `block` waits in C, where no signal wakes it and no other thread can run meanwhile.
+PROGRAM = """
+    import ctypes, signal, sys
+    from train.processes import signals
+
+    signals.SAME_SECONDS, signals.GRACE_SECONDS = 0.2, 0.3
+    signals.guard(speaks=True)
+    signal.signal(signal.SIGINT, signals.interrupt)
+
+    def block():
+        mutex = ctypes.create_string_buffer(64)
+        print("ready", flush=True)
+        for _ in range(2):
+            ctypes.PyDLL(None).pthread_mutex_lock(mutex)
+"""
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[[str], subprocess.Popen]]:
+    """Starts PROGRAM followed by these lines, and waits until it is ready."""
+    started: list[subprocess.Popen] = []
+
+    def run(lines: str, same_seconds: float = 0.2) -> subprocess.Popen:
+        script = textwrap.dedent(PROGRAM.replace("0.2", str(same_seconds))) + textwrap.dedent(lines)
+        process = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                   stderr=subprocess.PIPE, text=True)
+        started.append(process)
+        assert process.stdout and process.stdout.readline() == "ready\n"
+        return process
+
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def insist(process: subprocess.Popen, number: int) -> None:
+    """Send a signal again until the process has ended."""
+    deadline = time.monotonic() + 20
+    while process.poll() is None and time.monotonic() < deadline:
+        process.send_signal(number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.3)  # longer than SAME_SECONDS
+
+
+@pytest.mark.parametrize("first, second", [("SIGTERM", "SIGTERM"), ("SIGINT", "SIGINT"), ("SIGINT", "SIGTERM")])
+def test_a_second_signal_ends_a_process_that_is_blocked(start, first, second):
+    process = start("""
+        with signals.Signals():
+            block()
+    """)
+    process.send_signal(signal.Signals[first])
+    assert process.stderr.readline() == f"{ANSWERS[signal.Signals[first]]}\n", "at once"
+    insist(process, signal.Signals[second])
+    assert process.returncode == -signal.SIGKILL
+    assert process.stderr.read() == ""
+
+
+def test_a_second_ctrl_c_ends_a_process_that_is_blocked_before_it_trains(start):
+    process = start("block()")
+    insist(process, signal.SIGINT)
+    assert (process.returncode, process.stderr.read()) == (-signal.SIGKILL, "")
+
+
+def test_a_second_ctrl_c_is_the_usual_one_for_a_process_that_listens(start):
+    process = start("""
+        try:
+            with signals.Signals():
+                print("ready", flush=True)
+                while True:
+                    pass
+        except KeyboardInterrupt:
+            sys.exit(130)
+    """)
+    process.send_signal(signal.SIGTERM)
+    process.stderr.readline()
+    insist(process, signal.SIGTERM)
+    assert (process.returncode, process.stderr.read()) == (130, "")
+
+
+def test_signals_that_come_by_two_ways_at_once_are_one(start):
+    """As from a launcher and from the system. A closed terminal's do not end a process either, be it one that saves
+    already."""
+    process = start("""
+        with signals.Signals() as requests:
+            print("ready", flush=True)
+            while not requests.stop:
+                pass
+            print(requests.stop, flush=True)
+            sys.stdin.read()
+    """, same_seconds=60)
+    process.send_signal(signal.SIGHUP)
+    assert process.stdout.readline() == f"{signal.SIGHUP:d}\n"
+    assert process.stderr.readline() == f"{ANSWERS[signal.SIGHUP]}\n"
+    for _ in range(3):
+        process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGTERM)
+    assert process.stderr.readline() == f"{ANSWERS[signal.SIGTERM]}\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate("", timeout=20) == ("", "")
+    assert process.returncode == 0
+
+
+def test_nohup_and_other_processes_decide_what_is_a_request():
+    """SIGHUP is none where it is ignored, SIGPIPE where a process works with others."""
+    with signals.handled({signal.SIGHUP: signal.SIG_IGN}), Signals(alone=False) as requests:
+        for number in (signal.SIGHUP, signal.SIGPIPE):
+            os.kill(os.getpid(), number)
+        assert requests.stop == 0
+        signal.raise_signal(signal.SIGUSR1)
+        assert requests.save
+    with Signals() as requests:
+        signal.raise_signal(signal.SIGPIPE)
+        signal.raise_signal(signal.SIGTERM)
+        assert requests.stop == signal.SIGPIPE, "the first says why"
+
+
+def test_the_guard_ends_with_its_process(start):
+    """Even if that is killed: the guard holds its standard error, whose end is seen here."""
+    process = start("block()")
+    process.kill()
+    assert process.communicate(timeout=20) == ("", "")

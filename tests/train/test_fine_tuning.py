@@ -1,0 +1,100 @@
+"""Runs with frozen layers, a slower backbone, and patience."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from graph_passes import passes, roles
+from train import checkpoint, models
+from train.models.network import init_params
+
+pytestmark = pytest.mark.usefixtures("narrow_network")
+
+FINE_TUNING = ("--freeze", "stage2", "--backbone-lr-factor", "0.1", "--ema-decay", "0.9", "--no-zero-init-residual")
+
+
+def last_of(folder):
+    return checkpoint.load(checkpoint.find(str(folder)))
+
+
+@pytest.mark.parametrize("executor", ["mxnet", "reference"])
+def test_frozen_layers_keep_their_initial_values(run_train, tiny_options, tmp_path, executor):
+    steps = () if executor == "mxnet" else ("--max-steps", "1", "--batch-size", "2")
+    code, _, err = run_train("--output", tmp_path / "run", *tiny_options, *FINE_TUNING, "--executor", executor, *steps)
+    assert code == 0, err
+    end, network = last_of(tmp_path / "run"), models.create("resnet18", 3)
+    frozen = roles.frozen(passes.freeze(network.graph, "stage2"))
+    before = dict(zip(("params", "aux"), init_params(network.symbol, end.config.seed, zero_init_residual=False),
+                      strict=True))
+    for values in (end.params | end.aux, end.ema):
+        for name, value in values.items():
+            same = np.array_equal(value, (before["params"] | before["aux"])[name])
+            if name in frozen or name.endswith("_weight"):  # a gamma of 1 may move by less than its rounding
+                assert same == (name in frozen), name
+    assert end.state["momentum"].keys() == end.params.keys() - frozen
+    assert checkpoint.load_trained(str(tmp_path / "run")).params.keys() == before["params"].keys()
+
+
+def test_a_stopped_run_goes_on_to_the_same_bits(run_train, tiny_options, tmp_path):
+    for name, stops in (("whole", [[]]), ("parts", [["--max-steps", "5"], ["--resume"]])):
+        folder = tmp_path / name
+        for stop in stops:
+            stop = [*stop, folder, "--max-steps", "0"] if stop == ["--resume"] else stop
+            code, _, err = run_train("--output", folder, *tiny_options, *FINE_TUNING, *stop)
+            assert code == 0, err
+    whole, parts = last_of(tmp_path / "whole"), last_of(tmp_path / "parts")
+    assert whole.progress.step == parts.progress.step == 12
+    for one, other in ((whole.params, parts.params), (whole.aux, parts.aux), (whole.ema, parts.ema),
+                       (whole.state["momentum"], parts.state["momentum"])):
+        assert one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def test_other_layers_cannot_be_frozen_by_going_on(run_train, tiny_options, tmp_path):
+    folder = tmp_path / "run"
+    assert run_train("--output", folder, *tiny_options, "--max-steps", "1")[0] == 0
+    code, _, err = run_train("--resume", folder, "--freeze", "stem")
+    assert code == 2 and "no --freeze, and this one has --freeze stem: to train other layers, begin a new run" in err
+    assert last_of(folder).progress.step == 1
+
+
+@pytest.mark.parametrize("name, words", [
+    ("stage7", "no layer with parameters has a name that begins with 'stage7': there are stem, stage1"),
+    ("classifier", "nothing would be left to train: freeze backbone, or a part of it")])
+def test_layers_that_cannot_be_frozen(run_train, tiny_options, tmp_path, name, words):
+    code, _, err = run_train("--output", tmp_path / "run", *tiny_options, "--freeze", name)
+    assert code == 2 and f"--freeze {name}, of resnet18: " in err and words in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_patience(run_train, tiny_options, tmp_path, monkeypatch):
+    """The third of these validations is the best, the two after it are not: the run ends with the third's kept."""
+    tops = iter([0.25, 0.375, 0.5, 0.5, 0.375, 0.75])
+
+    def validated(executor, loader, workers):
+        from graph_passes.executors import Metrics
+
+        return Metrics(1.0, 8 * next(tops), 8.0, 8.0)
+
+    monkeypatch.setattr("train.loop.validate", validated)
+    folder = tmp_path / "run"
+    code, out, err = run_train("--output", folder, *tiny_options, "--epochs", "6", "--patience", "2")
+    assert code == 0, err
+    assert "stopped: 2 validations in a row have not raised the top-1 on the training images above 0.5000" in out
+    assert last_of(folder).progress.epoch == 5
+    assert checkpoint.load(checkpoint.find(str(folder), prefer_best=True)).progress.epoch == 3
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    assert [line["reason"] for line in lines if line["event"] == "stop"]
+
+
+def test_patience_counts_through_a_resume(run_train, tiny_options, tmp_path, monkeypatch):
+    monkeypatch.setattr("train.loop.validate", lambda executor, loader, workers: executor.read_metrics()._replace(
+        loss_sum=1.0, top1=4.0, top5=8.0, count=8.0))
+    folder, options = tmp_path / "run", (*tiny_options, "--epochs", "6", "--patience", "3")
+    assert run_train("--output", folder, *options, "--max-steps", "15")[0] == 0  # in the third epoch
+    assert last_of(folder).progress.validations_since_best == 1
+    code, out, err = run_train("--resume", folder, "--max-steps", "0")
+    assert code == 0 and "stopped: 3 validations in a row" in out, err
+    assert last_of(folder).progress.epoch == 4

@@ -1,0 +1,156 @@
+"""Runs that start from trained weights, and commands that take weights of other programs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from train import checkpoint
+from train.weights import torch_file
+
+pytestmark = pytest.mark.usefixtures("narrow_network")
+
+
+@pytest.fixture(scope="module")
+def trained(narrow_network, tiny_options, tmp_path_factory) -> Path:
+    """A run of three steps on class0, class1 and class2."""
+    from train.__main__ import main
+
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    assert main(["--output", str(folder), *tiny_options, "--max-steps", "3"]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def published(trained) -> Path:
+    """The same as a file of PyTorch."""
+    from train.__main__ import main
+
+    file = trained.parent / "w.pth"
+    assert main(["export", "--checkpoint", str(trained), "--torchvision", str(file)]) == 0
+    return file
+
+
+@pytest.fixture
+def start(run_train, tiny_options, tmp_path):
+    """Runs a training of no step but one with a learning rate of nearly nothing; its output and its parameters."""
+
+    def run(*options: object) -> tuple[str, dict[str, np.ndarray]]:
+        folder = tmp_path / "new"
+        code, out, err = run_train("--output", folder, *tiny_options, "--max-steps", "1", "--learning-rate", "1e-30",
+                                   "--weight-decay", "0", *options)
+        assert code == 0, (out, err)
+        return out, checkpoint.load(checkpoint.find(str(folder))).params
+
+    return run
+
+
+def test_from_a_run(start, trained):
+    out, params = start("--weights", trained)
+    before = checkpoint.load_trained(str(trained)).params
+    for name, array in before.items():
+        np.testing.assert_array_equal(params[name], array, err_msg=name)
+    assert f"weights: resnet18 with 3 classes of {trained}, 102 arrays" in out
+    assert "classifier_weight: 3 classes there, 3 here: as it is" in out
+
+
+def test_from_a_file_for_some_of_its_classes(start, published, tiny_data, tmp_path):
+    """The classifier's rows are found by the names of the classes, which the record beside the file has. The network
+    is the file's, also where the preset has another."""
+    data = tmp_path / "data"
+    for name in ("class2", "class0"):
+        shutil.copytree(tiny_data / name, data / name)
+    out, params = start("--weights", published, "--data", data)
+    state = torch_file.read(published)
+    np.testing.assert_array_equal(params["classifier_weight"], state["fc.weight"][[0, 2]])
+    np.testing.assert_array_equal(params["stem_conv_weight"].transpose(0, 3, 1, 2), state["conv1.weight"])
+    assert "fc.weight: 3 classes there, 2 here: its rows of these 2 classes, by their names" in out
+    assert f"weights: resnet18 of {published}, 122 arrays by torchvision or timm's names" in out
+
+
+def test_from_a_file_for_other_classes(start, published, tiny_data, tmp_path):
+    for number in range(3):
+        shutil.copytree(tiny_data / f"class{number}", tmp_path / "data" / f"other{number}")
+    out, params = start("--weights", published, "--data", tmp_path / "data")
+    state = torch_file.read(published)
+    assert "fc.weight: 3 classes there, 3 here: a new classifier" in out
+    assert not np.isin(params["classifier_weight"], state["fc.weight"]).any()
+    np.testing.assert_array_equal(params["stem_bn_gamma"], state["bn1.weight"])
+
+
+def test_the_run_has_the_images_of_its_weights(start, published, tmp_path):
+    """Their normalisation is that of the weights, unless the command line has its own."""
+    file = tmp_path / "w.pth"
+    shutil.copy(published, file)
+    cfg = {"mean": [0.5, 0.5, 0.5], "std": [0.25, 0.25, 0.25], "interpolation": "bicubic", "input_size": [3, 224, 224]}
+    file.with_suffix(".json").write_text(json.dumps({"architecture": "resnet18", "pretrained_cfg": cfg}))
+    start("--weights", file, "--std", "50", "60", "70")
+    config = json.loads((tmp_path / "new" / "config.json").read_text())
+    assert config["mean"] == [127.5] * 3 and config["std"] == [50, 60, 70] and config["interpolation"] == "bicubic"
+    assert config["image_size"] == 32 and config["weights"] == str(file)
+    events = [json.loads(line) for line in (tmp_path / "new" / "metrics.jsonl").read_text().splitlines()]
+    (event,) = [line for line in events if line["event"] == "weights"]
+    assert event["notes"][-1] == "fc.weight: 3 classes there, 3 here: a new classifier"
+
+
+def test_a_run_from_weights_goes_on_without_them(start, run_train, published, tmp_path):
+    start("--weights", published)
+    shutil.copy(published, tmp_path / "gone.pth")
+    code, out, err = run_train("--resume", tmp_path / "new", "--max-steps", "2")
+    assert code == 0 and "stopped after step 2" in out, (out, err)
+    code, out, err = run_train("--resume", "auto", "--output", tmp_path / "new", "--weights", "nowhere.pth",
+                               "--max-steps", "3")
+    assert code == 0 and "stopped after step 3" in out, (out, err)
+
+
+def test_resume_auto_begins_with_weights(start, published):
+    out, _ = start("--weights", published, "--resume", "auto")
+    assert "fc.weight: 3 classes there, 3 here: as it is" in out
+
+
+@pytest.mark.parametrize("options, words", [
+    (["--weights", "FILE", "--resume", "RUN"], "--weights FILE begins a run, and --resume RUN goes on with one"),
+    (["--weights", "FILE", "--model", "resnet34"], "FILE holds a resnet18, and this run has --model resnet34"),
+    (["--weights", "RUN", "--model", "resnet34"], "RUN holds a resnet18, and this run has --model resnet34"),
+    (["--weights", "nowhere"], "there is no checkpoint or run folder nowhere"),
+    (["--weights", "HALF"], "HALF is no complete file of PyTorch ("),
+    (["--weights", "DATA"], "DATA holds no checkpoint"),
+])
+def test_mistakes_leave_nothing(options, words, run_train, tiny_options, tiny_data, trained, published, tmp_path):
+    half = tmp_path / "half.pth"
+    half.write_bytes(published.read_bytes()[:9000])
+    places = {"FILE": published, "RUN": trained, "HALF": half, "DATA": tiny_data}
+
+    def placed(text: str) -> str:
+        for name, place in places.items():
+            text = text.replace(name, str(place))
+        return text
+
+    kept = [option for option in tiny_options if option not in ("--model", "resnet18")]
+    code, _, err = run_train("--output", tmp_path / "new", *kept, *map(placed, options))
+    assert code == 2 and err.startswith("error: ") and err.count("\n") == 1, err
+    assert placed(words) in err
+    assert not (tmp_path / "new").exists()
+
+
+def test_validate_and_predict_with_a_file(run_train, trained, published, tiny_data):
+    """As with the run that it was exported from; what is to be said stands on stderr."""
+    options = ("--data", tiny_data, "--device", "cpu", "--num-threads", "1", "--batch-size", "9")
+    lines = {}
+    for place in (trained, published):
+        code, out, err = run_train("validate", "--checkpoint", place, *options)
+        assert code == 0, err
+        lines[place] = out.splitlines()[-1].partition("top-1")[2]  # the loss is that of the run's smoothed labels
+        assert out.splitlines()[-1].startswith(f"{place}: 27 images, loss ")
+    assert lines[trained] == lines[published]
+    image = next((tiny_data / "class1").iterdir())
+    found = []
+    for place in (trained, published):
+        code, out, err = run_train("predict", "--checkpoint", place, "--json", "--device", "cpu", image)
+        assert code == 0 and ("images: 32 pixels" in err) == (place == published), err
+        found.append(json.loads(out))
+    assert found[0] == found[1] and found[0][0]["predictions"][0]["class"].startswith("class")

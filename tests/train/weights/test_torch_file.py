@@ -1,0 +1,195 @@
+"""PyTorch's files: what torch.save writes is read to the bit, and nothing in them is executed."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import struct
+import subprocess
+import tarfile
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from train.errors import TrainError
+from train.weights import torch_file
+
+SMALL = Path(__file__).with_name("resnet18_small.pth")
+NUMBERS = np.arange(12, dtype=np.float32)
+
+
+def test_tensors_of_every_kind():
+    """tensors.pth is PyTorch 2.5's, written by benchmarks/peer_weights.py: strides, offsets, a shared storage, types,
+    and a wrapper's names."""
+    wanted = {
+        "transposed": NUMBERS.reshape(3, 4).T, "part": NUMBERS[2:9:3], "shared": NUMBERS, "scalar": np.array(7),
+        "none": np.zeros((0, 3), np.float32), "parameter": NUMBERS[:2], "half": NUMBERS.astype(np.float16),
+        "bfloat16": NUMBERS / 4, "double": np.arange(12.0) / 3, "bool": NUMBERS > 5, "byte": NUMBERS.astype(np.uint8),
+        "channels_last": NUMBERS.reshape(1, 3, 2, 2),
+    }
+    found = torch_file.read(Path(__file__).with_name("tensors.pth"))
+    assert list(found) == list(wanted)
+    for name, array in wanted.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name, strict=True)
+
+
+def test_what_is_written_is_read_again(tmp_path):
+    arrays = torch_file.read(SMALL)
+    arrays |= {"half": NUMBERS.astype(np.float16), "steps": np.array(2**40), "none": np.zeros((0, 2), np.float32)}
+    file = tmp_path / "w.pth"
+    file.write_bytes(torch_file.content(arrays))
+    found = torch_file.read(file)
+    assert list(found) == list(arrays)
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(found[name], array, strict=True)
+    with zipfile.ZipFile(file) as archive, file.open("rb") as raw:
+        for info in archive.infolist():
+            raw.seek(info.header_offset)
+            header = raw.read(30)
+            start = info.header_offset + 30 + sum(struct.unpack("<HH", header[26:30]))
+            assert start % 64 == 0, f"{info.filename} cannot be mapped"
+
+
+@pytest.mark.skipif("PEER_PYTHON" not in os.environ, reason="PEER_PYTHON is not set")
+def test_pytorch_reads_what_is_written(tmp_path):
+    arrays = torch_file.read(SMALL) | {"half": NUMBERS.astype(np.float16)}
+    file = tmp_path / "w.pth"
+    file.write_bytes(torch_file.content(arrays))
+    script = """if True:
+        import sys, numpy as np, torch
+        found = torch.load(sys.argv[1], weights_only=True, mmap=True)
+        np.savez(sys.argv[2], **{name: tensor.numpy() for name, tensor in found.items()})
+    """
+    subprocess.run([os.environ["PEER_PYTHON"], "-c", script, file, tmp_path / "w.npz"], check=True)
+    with np.load(tmp_path / "w.npz") as found:
+        assert list(found) == list(arrays)
+        for name, array in arrays.items():
+            np.testing.assert_array_equal(found[name], array, strict=True)
+
+
+# --- files that are not what they seem ---
+
+
+def archive(path: Path, content: bytes, compression: int = zipfile.ZIP_STORED, **members: bytes) -> Path:
+    with zipfile.ZipFile(path, "w", compression) as file:
+        for name, data in {"data.pkl": content, **members}.items():
+            file.writestr(f"archive/{name}", data)
+    return path
+
+
+def sentence(path: Path) -> str:
+    with pytest.raises(TrainError) as error:
+        torch_file.read(path)
+    text = str(error.value)
+    assert text.startswith(str(path)) and "\n" not in text
+    return text
+
+
+class Command:
+    """Pickled, it is a call: a file that is opened with pickle.load makes `victim`."""
+
+    def __init__(self, *call: object) -> None:
+        self.call = call
+
+    def __reduce__(self):
+        function, *arguments = self.call
+        return function, tuple(arguments)
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 4, 5])
+@pytest.mark.parametrize("wrap", [lambda evil: evil, lambda evil: {"state_dict": {"conv1.weight": evil}}])
+def test_a_malicious_pickle_is_not_executed(protocol, wrap, tmp_path):
+    victim = tmp_path / "victim"
+    for call in ((os.system, f"touch {victim}"), (eval, f"open({str(victim)!r}, 'w')"), (Path.touch, victim)):
+        content = pickle.dumps(wrap(Command(*call)), protocol)
+        text = sentence(archive(tmp_path / "evil.pth", content))
+        assert "holds more than tensors and plain containers (" in text and "nothing of it was executed" in text
+        assert not victim.exists()
+        pickle.loads(content)  # which shows that this pickle is one that does harm
+        assert victim.exists()
+        victim.unlink()
+
+
+def test_a_pickle_cannot_change_what_it_gets(tmp_path):
+    """BUILD sets attributes: of the functions that stand for PyTorch's, so that the next tensor would call another."""
+    name = b"ctorch._utils\n_rebuild_tensor_v2\n"
+    for state in (b"}X\x04\x00\x00\x00callc__builtin__\neval\ns", b"}X\x04\x00\x00\x00callK\x01s"):
+        content = b"\x80\x02" + name + state + b"b."
+        sentence(archive(tmp_path / "evil.pth", content))
+    assert torch_file.read(SMALL)
+
+
+def tensor(count: int, offset: int, size: tuple[int, ...], stride: tuple[int, ...]) -> bytes:
+    """The pickle of a dictionary with one tensor of a storage of `count` numbers."""
+    right = torch_file._pickle({"w": np.zeros(count, np.float32)})
+    before = torch_file._number(0) + torch_file._numbers((count,)) + torch_file._numbers((1,))
+    assert before in right
+    return right.replace(before, torch_file._number(offset) + torch_file._numbers(size) + torch_file._numbers(stride))
+
+
+@pytest.mark.parametrize("offset, size, stride", [
+    (3, (2,), (1,)), (0, (5,), (1,)), (0, (2, 2), (3, 1)), (-1, (2,), (1,)), (0, (2,), (-1,)), (0, (-1,), (1,)),
+    (0, (2**40, 2**40), (0, 0)), (0, (3, 3), (0, 1)), (0, (2, 2), (1,)), (2**70, (1,), (1,)),
+])
+def test_tensors_beyond_their_storage(offset, size, stride, tmp_path):
+    file = archive(tmp_path / "w.pth", tensor(4, offset, size, stride), **{"data/0": bytes(16)})
+    assert "is no complete file of PyTorch (" in sentence(file)
+
+
+def test_truncated_files(tmp_path):
+    content, file = SMALL.read_bytes(), tmp_path / "w.pth"
+    for size in (0, 4, 100, 600, 5000, len(content) // 2, len(content) - 30, len(content) - 1):
+        file.write_bytes(content[:size])
+        assert "fetch or write it once more" in sentence(file)
+
+
+def test_damaged_files(tmp_path, rng):
+    content, file = bytearray(SMALL.read_bytes()), tmp_path / "w.pth"
+    reads = 0
+    for place in rng.integers(0, len(content), 60):
+        damaged = content.copy()
+        damaged[place] ^= 0xFF
+        file.write_bytes(damaged)
+        try:
+            torch_file.read(file)
+            reads += 1
+        except TrainError as error:
+            assert "\n" not in str(error)
+    assert reads < 30  # what lies between the members is read by nobody
+
+
+@pytest.mark.parametrize("content, words", [
+    (b"", "is empty"),
+    (b"<!DOCTYPE html><html>", "is no file of PyTorch, as it begins with b'<!DOCTYP'"),
+    (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M\xe9\x03.", "that PyTorch wrote before version 1.6"),
+    (b"\x89HDF\r\n\x1a\n", "is no file of PyTorch"),
+])
+def test_files_of_another_form(content, words, tmp_path):
+    file = tmp_path / "w.pth"
+    file.write_bytes(content)
+    assert words in sentence(file)
+
+
+def test_a_tar_of_long_ago(tmp_path):
+    with tarfile.open(tmp_path / "w.pth", "w") as file:
+        for name in ("sys_info", "pickle", "tensors"):
+            file.addfile(tarfile.TarInfo(name), io.BytesIO())
+    assert "that PyTorch wrote before version 1.6: write it anew with PyTorch" in sentence(tmp_path / "w.pth")
+
+
+@pytest.mark.parametrize("make, words", [
+    (lambda path: archive(path, b"", **{"constants.pkl": b"", "code/x.py": b""}), "it is a program of TorchScript"),
+    (lambda path: archive(path, pickle.dumps({}), zipfile.ZIP_DEFLATED), "its data.pkl is compressed"),
+    (lambda path: archive(path, pickle.dumps({"lr": 0.1})), "holds no state_dict"),
+    (lambda path: archive(path, pickle.dumps([1, 2])), "holds no state_dict"),
+    (lambda path: archive(path, tensor(4, 0, (4,), (1,))), "data/0"),
+    (lambda path: archive(path, tensor(4, 0, (4,), (1,)), **{"data/0": bytes(12)}), "4 numbers has 3"),
+    (lambda path: archive(path, b"not a pickle"), "is no complete file of PyTorch"),
+    (lambda path: np.savez(path.open("wb"), w=NUMBERS), "it has no data.pkl"),
+])
+def test_zips_of_another_kind(make, words, tmp_path):
+    make(tmp_path / "w.pth")
+    assert words in sentence(tmp_path / "w.pth")

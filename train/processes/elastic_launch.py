@@ -1,0 +1,233 @@
+"""Starts the processes of an elastic run on this machine, and gives out their ranks anew whenever one is lost or comes
+back; what the processes do is in elastic.py. Needs Horovod, but not its own driver, which waits for ever for a process
+that hangs, and for Gloo's time-out where one is lost while the others connect.
+
+Each process waits at a door (`Pulse.wait_for_place`) before it connects to the others. When all that are left stand
+there they get their ranks and are let in together: a generation. Who is lost on the way to the door is not waited for.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Sequence
+
+from horovod.runner.common.util.hosts import SlotInfo
+from horovod.runner.gloo_run import create_slot_env_vars
+from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer, RendezvousServer
+
+from train.errors import EXIT_HUNG_PROCESS
+from train.processes.pulse import Activity, Record
+from train.processes.worker import (
+    GRACE_SECONDS,
+    POLL_SECONDS,
+    TOLD,
+    WAY_OUT,
+    Processes,
+    Slot,
+    Worker,
+    exit_code,
+    on_this_machine,
+)
+
+LONGEST_COOLDOWN = 3600.0  # seconds
+
+
+class ElasticRun:
+    """One run; arguments as of `launch_elastic`."""
+
+    def __init__(self, slots: Sequence[Slot], command: Sequence[str], min_processes: int, cooldown: float,
+                 hang_seconds: float) -> None:
+        self._slots, self._min_processes, self._cooldown = slots, min_processes, cooldown
+        self._processes = Processes(slots, command, hang_seconds)
+        self._server = RendezvousServer()
+        self._environment = {**on_this_machine(hang_seconds), "HOROVOD_ELASTIC": "1"}
+        self._generation = 0
+        self._members: list[Worker] = []  # of the latest generation, by rank
+        self._ended: list[Worker] = []  # those whose end has been seen
+        self._hung: dict[int, str] = {}  # by process id: those that were killed because they hung, and what is said
+        self._losses = [0] * len(slots)  # by number of the slot
+        self._returns: dict[int, float] = {}  # by number of a slot that is given up: when it is tried again, seconds
+        self._code: int | None = None  # of a run that ends because of a loss
+
+    def run(self) -> int:
+        """Run to the end; the exit code."""
+        ranks = self._ranks
+        RendezvousHTTPServer.daemon_threads = True  # one that waits for a dead process must not keep this one
+
+        class Handler(RendezvousHandler):  # type: ignore[misc]  # Horovod is untyped
+            def _get_value(self, scope: str, key: str) -> bytes | None:
+                """What Horovod asks for when it starts again in a process that has a place already."""
+                if scope == "rank_and_size":
+                    return ranks()[key.partition(":")[0]].to_response_string().encode()
+                return super()._get_value(scope, key)
+
+        self._environment["HOROVOD_GLOO_RENDEZVOUS_PORT"] = str(self._server.start(Handler))
+        logging.disable(logging.ERROR)  # Horovod's, of what is told here
+        try:
+            with self._processes.in_charge():
+                for slot in self._slots:
+                    self._start(slot)
+                deadline = float("inf")
+                while self._processes.running and time.monotonic() < deadline:
+                    self._look()
+                    if self._processes.must_end and deadline == float("inf"):
+                        deadline = time.monotonic() + GRACE_SECONDS
+                    time.sleep(POLL_SECONDS)
+                self._look()
+                if self._processes.running:
+                    return 128 + self._processes.signals[-1]
+                return self._end()
+        finally:
+            self._server.stop()
+            logging.disable(logging.NOTSET)
+
+    def _end(self) -> int:
+        if self._code is not None:
+            return self._code
+        return max((exit_code(worker.process.returncode) for worker in self._processes.all
+                    if self._is_regular(worker)), default=1)
+
+    def _look(self) -> None:
+        """What there is to do now."""
+        self._part_with_ended()
+        if self._code is not None:
+            return
+        if hang := self._processes.end_hang():
+            self._hung |= {worker.process.pid: hang.sentence for worker in hang.workers}
+            self._part_with_ended()
+            if self._code is not None:
+                return
+        self._bring_back()
+        self._let_in()
+        if self._processes.signals_to_stop:
+            for worker in self._members:
+                self._record(worker).stops = 1
+
+    # --- processes come and go ---
+
+    def _record(self, worker: Worker) -> Record:
+        return self._processes.watch.records[worker.slot.number]
+
+    def _start(self, slot: Slot) -> None:
+        visible = {"CUDA_VISIBLE_DEVICES": slot.gpu.visible} if slot.gpu else {}  # each is the only one on its host
+        place = SlotInfo(hostname=_host(slot), rank=slot.number, size=len(self._slots), local_rank=0, local_size=1,
+                         cross_rank=slot.number, cross_size=len(self._slots))
+        self._processes.start(slot, {**self._environment, **visible, **create_slot_env_vars(place)})
+
+    def _is_regular(self, worker: Worker) -> bool:
+        """Whether a process that has ended is no loss: it was done, or has said why it ends, or was asked to."""
+        code = worker.process.returncode
+        return worker.process.pid not in self._hung and (code in (0, *TOLD) or -code in self._processes.signals)
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether a process has trained to the end, as all do at the same time."""
+        return any(self._processes.writes_report(worker) or worker.process.returncode == 0
+                   for worker in self._processes.all if worker.process.pid not in self._hung)
+
+    def _part_with_ended(self) -> None:
+        for worker in list(self._processes.all):  # which grows where all start anew
+            if worker in self._processes.running or worker in self._ended:
+                continue
+            self._ended.append(worker)
+            if not (self._is_regular(worker) or self._processes.has_done_its_part(worker)) and self._code is None:
+                self._lose(worker)
+
+    def _lose(self, worker: Worker) -> None:
+        """Go on without a process, or end the run; say so."""
+        why = self._hung.get(worker.process.pid)
+        code = EXIT_HUNG_PROCESS if why else exit_code(worker.process.returncode)
+        why = why or worker.last_words()
+        running = self._processes.running
+        left, least = len(running), self._min_processes
+        if self._processes.writes_report(worker):
+            self._give_up(code, self._processes.end_of_run(worker))
+        elif left < least and not (left and self._cooldown):
+            self._give_up(code, f"{why}; {left} {'is' if left == 1 else 'are'} left, but --min-np is {least}, so the "
+                                f"run ends; {WAY_OUT}")
+        elif self._has_commits and not any(member in running for member in self._members):
+            self._give_up(code, f"{why}; none is left that knows what has been trained, so the run ends; {WAY_OUT}")
+        elif self._has_commits and worker in self._members and self._is_joining:
+            self._give_up(code, f"{why} while the processes connected to each other, so the run ends; {WAY_OUT}")
+        else:
+            go, wait = ("go", "wait") if left > 1 else ("goes", "waits")
+            do = f"{go} on" if left >= least else f"{wait} for more, to be {least},"
+            where = "from the last commit" if self._has_commits else "without it: nothing was trained yet"
+            print(f"{why}; {left} {do} {where}", file=sys.stderr, flush=True)
+            if self._cooldown:
+                pause = self._cooldown * 2 ** self._losses[worker.slot.number]
+                self._returns[worker.slot.number] = time.monotonic() + min(pause, LONGEST_COOLDOWN)
+            self._losses[worker.slot.number] += 1
+            if worker in self._members and self._is_joining:
+                self._begin_again()
+
+    @property
+    def _has_commits(self) -> bool:
+        return any(self._record(worker).commits for worker in self._members)
+
+    @property
+    def _is_joining(self) -> bool:
+        """Whether processes that have been let in are not all connected to each other yet."""
+        return any(self._record(worker).activity == Activity.JOINING for worker in self._members
+                   if worker in self._processes.running)
+
+    def _begin_again(self) -> None:
+        """Start all anew: Horovod would wait for one that is lost while they connect, and then end the others."""
+        members = [worker for worker in self._members if worker in self._processes.running]
+        self._processes.kill(members)
+        for worker in members:
+            worker.process.wait()
+            self._ended.append(worker)
+            self._start(worker.slot)
+        self._members = []
+
+    def _give_up(self, code: int, sentence: str) -> None:
+        print(f"error: {sentence}", file=sys.stderr, flush=True)
+        self._code = code
+        self._processes.kill()
+
+    def _bring_back(self) -> None:
+        for number, when in list(self._returns.items()):
+            if time.monotonic() >= when and not (self._is_over or self._processes.signals_to_stop):
+                del self._returns[number]
+                self._start(self._slots[number])
+
+    # --- ranks ---
+
+    def _let_in(self) -> None:
+        """Give ranks to all that wait at the door once nobody else is to come there, and let them in."""
+        running = self._processes.running
+        waiting = [worker for worker in running if self._record(worker).activity == Activity.AT_DOOR]
+        inside = [worker for worker in self._members if worker in running and worker not in waiting]
+        if inside:
+            for member in inside:
+                self._record(member).recalled = bool(waiting)
+            return
+        is_first = not self._members
+        if not waiting or (is_first and len(waiting) < len(running)):
+            return
+        if len(waiting) < self._min_processes and not self._is_over:
+            return
+        # Those that know the run's state come first: rank 0 tells it to the others.
+        knowing = [worker for worker in self._members if worker in waiting]
+        self._members = knowing + [worker for worker in waiting if worker not in knowing]
+        self._generation += 1
+        self._server.init(list(self._ranks().values()))
+        for rank, worker in enumerate(self._members):
+            record = self._record(worker)
+            record.rank, record.size, record.recalled = rank, len(self._members), 0
+            record.activity = Activity.JOINING  # at once: it may be lost before it says so itself
+            record.generation = self._generation
+
+    def _ranks(self) -> dict[str, SlotInfo]:
+        """The places of the latest generation, by host. To Horovod every slot is a host of its own."""
+        size = len(self._members)
+        return {_host(worker.slot): SlotInfo(hostname=_host(worker.slot), rank=rank, size=size, local_rank=0,
+                                             local_size=1, cross_rank=rank, cross_size=size)
+                for rank, worker in enumerate(self._members)}
+
+
+def _host(slot: Slot) -> str:
+    return f"slot{slot.number}"

@@ -1,0 +1,211 @@
+"""A process of a run, as the launcher on its machine sees it: what it gets, how it is started, and how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import os
+import signal
+import subprocess
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from common.errors import EXIT_USER_ERROR
+from train.errors import EXIT_HUNG_PROCESS, EXIT_LOST_PROCESS
+from train.processes import topology
+from train.processes.guard import Guard
+from train.processes.invocation import python
+from train.processes.pulse import Activity
+from train.processes.signals import STOPPING, handled
+from train.processes.watch import Watch
+
+_libc = ctypes.CDLL(None)
+
+GRACE_SECONDS = 3.0  # for the others to end by themselves when one process has failed
+POLL_SECONDS = 0.05
+PR_SET_PDEATHSIG = 1  # of prctl(2)
+# Exit codes of processes that have said why they end.
+STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # as it was asked to
+TOLD = (EXIT_USER_ERROR, EXIT_LOST_PROCESS, EXIT_HUNG_PROCESS, *STOPPED)
+WAY_OUT = "its last checkpoint, if there is one, is whole: go on with --resume and the run's folder"
+
+
+class Slot(NamedTuple):
+    """What a process gets."""
+
+    number: int
+    gpu: topology.GpuPlace | None
+    cores: frozenset[int]
+    bound: bool  # to these cores; else it only has as many threads
+
+    @property
+    def environment(self) -> dict[str, str]:
+        count = str(len(self.cores))
+        variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", count), topology.CORES_VARIABLE: count}
+        if self.gpu:
+            variables["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # NVML's; CUDA's own: fastest first
+            # Of the GPU's queues, which CUDA's streams share: a stream that waits for another GPU holds up its queue.
+            variables["CUDA_DEVICE_MAX_CONNECTIONS"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        return variables
+
+    def __str__(self) -> str:
+        where = f"GPU {self.gpu.visible} ({self.gpu})" if self.gpu else "CPU"
+        return f"process {self.number}: {where}" + (f", cores {topology.format_cores(self.cores)}" * self.bound)
+
+
+class Worker(NamedTuple):
+    slot: Slot
+    process: subprocess.Popen[bytes]
+
+    @property
+    def place(self) -> str:
+        """What users know it by."""
+        gpu = f"GPU {self.slot.gpu.visible}, " if self.slot.gpu else ""
+        return f"process {self.slot.number} ({gpu}pid {self.process.pid})"
+
+    def last_words(self) -> str:
+        """Why it ended."""
+        code = self.process.returncode
+        if code >= 0:
+            return f"{self.place} failed with exit code {code}"
+        name = signal.Signals(-code).name
+        memory = ", as the kernel does when the machine's memory runs out" if -code == signal.SIGKILL else ""
+        return f"{self.place} was killed by {name}{memory}"
+
+
+def exit_code(code: int) -> int:
+    """A shell's code for a process that a signal ended."""
+    return 128 - code if code < 0 else code
+
+
+def on_this_machine(hang_seconds: float) -> dict[str, str]:
+    """Horovod's settings for processes that are all on one machine."""
+    settings = {"HOROVOD_GLOO_IFACE": "lo", "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "NCCL_SOCKET_IFNAME": "lo",
+                "HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
+    # Gloo's own time-out (30 s) ends the well and names nobody: one that hangs is to be found first.
+    patience = str(max(30, math.ceil(hang_seconds) + 15)) if hang_seconds else "3600"
+    return {**settings, "HOROVOD_GLOO_TIMEOUT_SECONDS": os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", patience)}
+
+
+class Hung(NamedTuple):
+    """Processes that hung and were killed."""
+
+    sentence: str  # without an end
+    workers: list[Worker]
+
+
+class Processes:
+    """The processes of a run on this machine, one for each slot at most, all of which end with this one.
+
+    Args:
+        slots: what the processes get.
+        command: what each runs.
+        hang_seconds: see `Watch`.
+    """
+
+    def __init__(self, slots: Sequence[Slot], command: Sequence[str], hang_seconds: float) -> None:
+        self.command = command
+        self.watch = Watch(1 + max(slot.number for slot in slots), hang_seconds)
+        self.all: list[Worker] = []  # also those that have ended, in the order in which they were started
+        self.signals: list[int] = []  # that this process has received to hand them on
+        self._given_up: list[Worker] = []  # killed because they hung; one that waits for a dead disk stays for ever
+        self._guard = Guard(self.watch)
+
+    def start(self, slot: Slot, environment: Mapping[str, str]) -> Worker:
+        """Start the process of a slot."""
+        variables = {**os.environ, **slot.environment, **environment, **self.watch.begin(slot.number)}
+        self.watch.records[slot.number].rank = int(environment["HOROVOD_RANK"])
+        process = subprocess.Popen(self.command, env=variables, preexec_fn=_stop_with_us,
+                                   pass_fds=(self.watch.descriptor,))
+        self.all.append(Worker(slot, process))
+        self._guard.add(slot.number, process.pid)
+        if slot.bound:
+            with contextlib.suppress(ProcessLookupError):  # it has ended already
+                os.sched_setaffinity(process.pid, slot.cores)
+        return self.all[-1]
+
+    @property
+    def running(self) -> list[Worker]:
+        return [worker for worker in self.all if worker.process.poll() is None and worker not in self._given_up]
+
+    def end_hang(self) -> Hung | None:
+        """Kill those that make no progress, if any, and say which; to be called several times a second."""
+        running = {worker.slot.number: worker for worker in self.running}
+        hang = self.watch.look({number: worker.process.pid for number, worker in running.items()})
+        if not hang:
+            return None
+        hung = [running[number] for number in hang.processes]
+        last = "; ".join(f"{worker.place} shows {self.watch.describe(worker.slot.number, worker.process.pid)}"
+                         for worker in hung)
+        if hang.is_certain:
+            ended = Hung(f"{last}; {'it hangs and is' if len(hung) == 1 else 'they hang and are'} killed", hung)
+        else:
+            ended = Hung(f"no process makes progress, and which one holds up the others cannot be told: {last}; all "
+                         "are killed", list(running.values()))
+        self.kill(ended.workers)
+        self._given_up += ended.workers
+        return ended
+
+    def writes_report(self, worker: Worker) -> bool:
+        """Whether a process has, or had, trained to the end."""
+        return self.watch.records[worker.slot.number].activity == Activity.REPORTING
+
+    def has_done_its_part(self, worker: Worker) -> bool:
+        """Whether nothing is lost with a process, which had trained to the end and has no report to write."""
+        return self.writes_report(worker) and self.watch.records[worker.slot.number].rank > 0
+
+    def end_of_run(self, culprit: Worker) -> str:
+        """The sentence about a process that ends the run."""
+        if self.writes_report(culprit):
+            return (f"{culprit.last_words()}, while it wrote the report; training had ended and its last checkpoint is "
+                    f"whole: make the report with {python()} -m train.reporting.report and the run's folder")
+        return f"{culprit.last_words()}, so the run ends; {WAY_OUT}"
+
+    def kill(self, workers: Collection[Worker] | None = None) -> None:
+        """End processes at once, all if none are given."""
+        for worker in self.all if workers is None else workers:
+            worker.process.kill()
+
+    def send(self, number: int) -> None:
+        """A signal to all that run."""
+        for worker in self.running:
+            worker.process.send_signal(number)
+
+    @contextlib.contextmanager
+    def in_charge(self) -> Iterator[None]:
+        """Inside, signals to this process reach all processes; behind it, none is left."""
+
+        def forward(number: int, frame: object) -> None:
+            self.signals.append(number)
+            self.send(number)
+
+        def leave(number: int, frame: object) -> None:
+            """Ctrl-C reaches the whole process group by itself. Not SIG_IGN, which the processes would inherit."""
+            self.signals.append(number)
+
+        try:
+            with handled({signal.SIGTERM: forward, signal.SIGUSR1: forward, signal.SIGINT: leave}):
+                yield
+        finally:
+            self.kill()
+            for worker in self.all:
+                if worker not in self._given_up:
+                    worker.process.wait()
+            self._guard.close()
+
+    @property
+    def signals_to_stop(self) -> list[int]:
+        """Those received that ask to save and stop."""
+        return [number for number in self.signals if number in STOPPING]
+
+    @property
+    def must_end(self) -> bool:
+        """Whether somebody has asked to stop for the second time, which waits for nothing."""
+        return len(self.signals_to_stop) > 1
+
+
+def _stop_with_us() -> None:
+    """In a new process: SIGTERM for it when this one is killed, so that it saves and leaves the GPU. (Guard has an eye
+    on it.)"""
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,142 @@
+"""Trained weights from anywhere: of this program, of PyTorch, Gluon or an ONNX export.
+
+    trained = load("resnet50.pth")                             # to validate, predict with or export
+    weights = read("runs/my-run", model="resnet50")            # to start from
+    start, notes = starting_point(weights, classes, config)
+
+`files` reads the forms of files, `recognise` finds the network, `record` says how images are prepared for it; `publish`
+is the way back.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from common import imagenet
+from pipelines.sources import Classes
+from pipelines.transform import Normalisation
+from train import checkpoint, models
+from train.checkpoint import Checkpoint, Progress
+from train.classes import numbers_by_name
+from train.config import Config
+from train.errors import TrainError
+from train.weights import files
+from train.weights.recognise import Found, recognise
+
+BATCH_SIZE = 32  # of validation and export, for weights that no run here has made
+
+
+class Weights(NamedTuple):
+    """Trained weights, and what is to be said about them."""
+
+    trained: Checkpoint  # `params` without those of the classifier where there is none
+    classifier: str  # name of the classifier's weight where they are from
+    num_classes: int  # 0 without a classifier
+    notes: list[str]  # what was taken, what not and why
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The options of a run that starts from them: the network, and its images' normalisation."""
+        names = ("model", *(field.name for field in fields(Normalisation)))
+        return {name: getattr(self.trained.config, name) for name in names}
+
+
+def read(place: str, model: str = "") -> Weights:
+    """The weights of a run folder, a checkpoint, or a file of another program.
+
+    Args:
+        place: the folder or file. Of a run folder, the best checkpoint, with moving averages where the run keeps them.
+        model: the network that they must be of; "": any of the registry.
+
+    Raises:
+        UserError: there are none; they are damaged, of another network, or would compute something else here.
+    """
+    path = Path(place)
+    if not _is_of_others(path):
+        return _own(place, model)
+    if not path.stat().st_size:
+        raise TrainError(f"{path} is empty: fetch or write it once more")
+    found = recognise(path, *files.read(path), wanted=model)
+    _, bias = models.create(found.model).classifier
+    count = len(found.params.get(bias, ()))
+    classes, about_classes = _classes(path, found, count)
+    trained = Checkpoint(
+        params=found.params, aux=found.aux, state={},
+        config=Config(model=found.model, batch_size=BATCH_SIZE, label_smoothing=0.0, **found.record.settings),
+        class_names=[name for _, name in classes], class_keys=[key for key, _ in classes],
+        progress=Progress(step=found.num_batches),
+    )
+    whose = f" by {found.library}'s names" if found.library else ""
+    said_by = found.record.file or f"torchvision's first recipe, as no {path.stem}.json beside it says another"
+    notes = [f"weights: {found.model} of {path}, {found.num_arrays} arrays{whose}", *found.notes,
+             f"images: {found.record} ({said_by})", *([about_classes] if about_classes else [])]
+    return Weights(trained, found.classifier, count, notes)
+
+
+def load(place: str, quiet: bool = False) -> Checkpoint:
+    """The network to validate, predict with or export. What `read` has to say about a file of another program goes to
+    stderr, unless `quiet`. Raises UserError."""
+    if not _is_of_others(Path(place)):
+        return checkpoint.load_trained(place)
+    weights = read(place)
+    if not weights.num_classes:
+        raise TrainError(f"{place} has no classifier: train one from it with --weights")
+    for note in () if quiet else weights.notes:
+        print(note, file=sys.stderr)
+    return weights.trained
+
+
+def starting_point(weights: Weights, classes: Classes, config: Config) -> tuple[Checkpoint, list[str]]:
+    """A network for these classes, and the notes on the weights with one on its classifier: that is theirs where they
+    have all of the classes, by their names, else a new one with the initial values of the configuration's seed."""
+    trained, known = weights.trained, weights.num_classes
+    network = models.create(trained.config.model, len(classes))
+    initial, _ = network.initial_values(config.seed)
+    rows = numbers_by_name(classes, trained.classes) if known else None
+    params = dict(trained.params)
+    for name in network.classifier:
+        params[name] = params[name][rows] if rows else initial[name]
+    if rows and rows == list(range(known)):
+        note = "as it is"
+    elif rows:
+        note = f"its rows of these {len(classes)} classes, by their names"
+    else:
+        note = "a new classifier"
+    there = f"{known:,} classes" if known else "no classifier"
+    start = replace(trained, params=params, class_names=[name for _, name in classes],
+                    class_keys=[key for key, _ in classes])
+    return start, [*weights.notes, f"{weights.classifier}: {there} there, {len(classes):,} here: {note}"]
+
+
+def _is_of_others(path: Path) -> bool:
+    return path.suffix.lower() in files.READERS and path.is_file()
+
+
+def _own(place: str, model: str) -> Weights:
+    """Of this program's own runs."""
+    trained = checkpoint.load_trained(place)
+    if model and model != trained.config.model:
+        raise TrainError(f"{place} holds a {trained.config.model}, and this run has --model {model}: give weights of "
+                         f"that one, or --model {trained.config.model}")
+    network = models.create(trained.config.model)
+    count = len(trained.params) + len(trained.aux)
+    return Weights(trained, network.classifier[0], trained.num_classes,
+                   [f"weights: {trained.network} of {place}, {count} arrays"])
+
+
+def _classes(path: Path, found: Found, count: int) -> tuple[Classes, str]:
+    """The classes of a file's classifier, and what is to be said about them. Raises TrainError."""
+    classes = found.record.classes
+    if not count:
+        return [], ""
+    if classes is not None:
+        if len(classes) != count:
+            raise TrainError(f"{path} has {count} classes, and the list of their names beside it {len(classes)}: "
+                             "correct the list or remove it")
+        return imagenet.in_words(classes), ""
+    if count == len(imagenet.classes()):
+        return list(imagenet.classes()), "classes: ImageNet's, for which 1,000 without names are taken"
+    return [(str(label), str(label)) for label in range(count)], ""

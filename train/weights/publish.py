@@ -1,0 +1,64 @@
+"""A trained network as torchvision or timm has it: a state_dict, in PyTorch's form or in that of safetensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from train import models
+from train.checkpoint import Checkpoint
+from train.errors import TrainError
+from train.models.libraries import TORCH
+from train.weights import torch_file
+from train.weights.recognise import COUNTER
+
+Arrays = dict[str, np.ndarray]
+
+
+def state_dict(trained: Checkpoint) -> Arrays:
+    """The arrays by their names there, in the order in which that network has them, convolution weights OIHW, fp32.
+
+    `num_batches_tracked`, which PyTorch counts, is the number of optimizer steps. Raises TrainError for a network that
+    neither torchvision nor timm has.
+    """
+    model = trained.config.model
+    names = next((names for names in models.published(model) if names.library == TORCH), None)
+    if not names:
+        raise TrainError(f"neither torchvision nor timm has a {model}, whose names its weights could have: export it "
+                         "with --onnx or --params")
+    arrays = {**trained.params, **trained.aux}
+    found: Arrays = {}
+    for layer in names.layers:
+        ends = [end for end in _ENDS if f"{layer}_{end}" in arrays]
+        for name, array in ((f"{layer}_{end}", arrays[f"{layer}_{end}"]) for end in ends):
+            found[names.name(name)] = np.ascontiguousarray(array.transpose(0, 3, 1, 2)) if array.ndim == 4 else array
+        if "moving_mean" in ends:
+            found[f"{names.layers[layer]}.{COUNTER}"] = np.array(trained.progress.step, np.int64)
+    assert len([name for name in found if not name.endswith(COUNTER)]) == len(arrays)
+    return found
+
+
+_ENDS = ("weight", "bias", "gamma", "beta", "moving_mean", "moving_var")
+
+
+def content(tensors: Mapping[str, np.ndarray], file: Path) -> bytes:
+    """The content of a file of that name with these tensors. Raises TrainError where its ending is of no form."""
+    if file.suffix.lower() not in _FORMS:
+        raise TrainError(f"--torchvision {file} must end in {' or '.join(_FORMS)}, which says the form to write")
+    return _FORMS[file.suffix.lower()](tensors)
+
+
+def _safetensors(tensors: Mapping[str, np.ndarray]) -> bytes:
+    try:
+        from safetensors.numpy import save
+    except ImportError:
+        raise TrainError("a .safetensors file needs the package safetensors: run make setup, or pip install safetensors"
+                         ) from None
+    return save(dict(tensors), metadata={"format": "pt"})
+
+
+_FORMS: Mapping[str, Callable[[Mapping[str, np.ndarray]], bytes]] = {
+    ".pth": torch_file.content, ".pt": torch_file.content, ".safetensors": _safetensors,
+}

@@ -1,0 +1,240 @@
+"""Which network some arrays are of, and these arrays in our form.
+
+A network fits if it has all the arrays, under its own names or those of another library (train/models), with their
+shapes, and no others; but for the classifier, which may have any number of classes or be missing, and for what other
+libraries have besides: counters, biases before a BatchNorm, and Gluon's BatchNorm of the images.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from graph_passes import Graph, roles
+from graph_passes.passes.fold_bn import foldings
+from train import models
+from train.errors import TrainError
+from train.models.libraries import GLUON, Published
+from train.models.network import Network, value_shapes
+from train.models.resnet import BATCH_NORM_EPS
+from train.weights.record import Record
+
+COUNTER = "num_batches_tracked"  # of each BatchNorm of PyTorch; nothing depends on it
+# Gluon's names where it counts layers, with what a network put before them: resnetv10_stage1_conv0_weight.
+_COUNTED = re.compile(r"(?:resnetv\d+_)?((?:stage\d+_)?(?:conv|batchnorm|dense)\d+)_(\w+)")
+
+Arrays = dict[str, np.ndarray]
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A network of the registry whose weights some arrays are."""
+
+    model: str
+    library: str  # whose names they have; "": ours
+    params: Arrays  # canonical, as `aux`
+    aux: Arrays
+    classifier: str  # name there of the classifier's weight, which `params` may be without
+    record: Record  # how images are prepared, with what the arrays say about it
+    num_arrays: int
+    num_batches: int  # that the BatchNorms have counted
+    notes: list[str]  # what was not taken as it is
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"{self.library}'s {self.model}" if self.library == GLUON else self.model
+
+
+def recognise(path: Path, arrays: Mapping[str, np.ndarray], record: Record, wanted: str = "") -> Found:
+    """The network that the arrays of a file are of, and these in our form.
+
+    Args:
+        path: of the file, for messages.
+        arrays: by the names of any library.
+        record: how images are prepared.
+        wanted: the model that it must be; "": any.
+
+    Raises:
+        TrainError: they are of no network of this program, of another one than `wanted`, or of one that would compute
+            something else; or they hold what is no finite number.
+    """
+    candidates = list(_candidates())
+    shared = [candidate.shared_names(arrays) for candidate in candidates]
+    alike = [candidate for candidate, share in zip(candidates, shared, strict=True) if share == max(shared)]
+    nearest = max(alike, key=lambda candidate: candidate.match(candidate.structural(arrays)))
+    named = nearest.structural(arrays)
+    if nearest.match(named) == 1:
+        return nearest.take(path, named, record, wanted)
+    raise TrainError(f"{path} is of no network of this program; the nearest is {nearest.model}, "
+                     f"{nearest.difference(named)}: give weights of one that it has "
+                     f"({', '.join(models.names())})")
+
+
+def _candidates() -> Iterator[_Candidate]:
+    for model in models.names():
+        network = models.create(model)
+        shapes, aux_shapes = value_shapes(network.symbol)
+        for published, is_oihw in ((None, False), (None, True), *((found, True) for found in models.published(model))):
+            yield _Candidate(network, published, is_oihw, shapes, aux_shapes)
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A network, and the form in which its arrays may be."""
+
+    network: Network
+    published: Published | None  # whose names; None: ours
+    is_oihw: bool  # layout of convolution weights; else OHWI
+    shapes: Shapes  # of the parameters, canonical, by our names
+    aux_shapes: Shapes
+
+    @property
+    def model(self) -> str:
+        """Its name."""
+        return self.network.name
+
+    @property
+    def graph(self) -> Graph:
+        """Which takes longer to make than all the rest of a candidate."""
+        return self.network.graph
+
+    def name(self, ours: str) -> str:
+        """What the array is called there."""
+        return self.published.name(ours) if self.published else ours
+
+    @cached_property
+    def wanted(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape there of each array."""
+        return {self.name(ours): _oihw(shape) if self.is_oihw else shape
+                for ours, shape in (*self.shapes.items(), *self.aux_shapes.items())}
+
+    @cached_property
+    def classifier(self) -> list[str]:
+        """Names there of its weight and its bias."""
+        return [self.name(ours) for ours in self.network.classifier]
+
+    @cached_property
+    def biases(self) -> dict[str, str]:
+        """Names there that biases of convolutions before a BatchNorm would have, and our name of that one's running
+        mean."""
+        if not self.published:
+            return {}
+        return {f"{self.published.layers[conv.name]}.bias": norm.inputs[3].node
+                for norm, conv, _ in foldings(self.graph)}
+
+    def structural(self, arrays: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        """The arrays by the names that Gluon gives by the structure of a network, where it has counted layers."""
+        if not self.published or self.published.library != GLUON:
+            return arrays
+        counted = {name: _COUNTED.fullmatch(name) for name in arrays}
+        layers = self.published.counted()
+        return {f"{layers[found[1]]}.{found[2]}" if found and found[1] in layers else name: arrays[name]
+                for name, found in counted.items()}
+
+    def shared_names(self, arrays: Mapping[str, np.ndarray]) -> float:
+        """The share of all names, there and here, that both have."""
+        there, here = self.structural(arrays).keys(), self.wanted.keys()
+        return len(there & here) / len(there | here)
+
+    def match(self, arrays: Mapping[str, np.ndarray]) -> float:
+        """The share of all arrays, there and here, that fit; 1 only if they all do."""
+        there = {name for name in arrays if not self._is_spare(name)}
+        here = self.wanted.keys() - (set() if there & set(self.classifier) else set(self.classifier))
+        return sum(self._fits(name, arrays) for name in there & here) / len(there | here)
+
+    def _is_spare(self, name: str) -> bool:
+        layer, _, end = name.rpartition(".")
+        images = self.published.norm_of_images if self.published else ""
+        return end == COUNTER or name in self.biases or (bool(images) and layer == images)
+
+    def _fits(self, name: str, arrays: Mapping[str, np.ndarray]) -> bool:
+        shape, wanted = arrays[name].shape, self.wanted[name]
+        if name not in self.classifier:
+            return shape == wanted
+        rows = {arrays[name].shape[:1] for name in self.classifier if name in arrays}
+        return shape[1:] == wanted[1:] and len(shape) == len(wanted) and len(rows) == 1
+
+    def difference(self, arrays: Mapping[str, np.ndarray]) -> str:
+        """In words: the first difference between the arrays there and here, and how many more there are."""
+        found = []
+        for name in sorted(self.wanted.keys() | arrays.keys()):
+            if name not in arrays:
+                found += [f"which also has {name}"]
+            elif name not in self.wanted:
+                found += [] if self._is_spare(name) else [f"which has no {name}"]
+            elif not self._fits(name, arrays):
+                found += [f"whose {name} is {self.wanted[name]} and not {arrays[name].shape}"]
+        return found[0] + (f" (and {len(found) - 1} more differences)" if len(found) > 1 else "")
+
+    # --- the arrays in our form ---
+
+    def take(self, path: Path, arrays: Mapping[str, np.ndarray], record: Record, wanted: str) -> Found:
+        """Raises TrainError where that cannot be."""
+        library = self.published.library if self.published else ""
+        if self.published and self.published.refused:
+            raise TrainError(f"{path} is {library}'s {self.model}, which would compute something else here: "
+                             f"{self.published.refused}; give weights of torchvision, timm or this program")
+        for model, whose in ((wanted, "this run has --model"), (record.architecture, f"{record.file} says")):
+            if model and model != self.model:
+                raise TrainError(f"{path} holds a {self.model}, and {whose} {model}: give weights of that one, or "
+                                 f"make it {self.model} if it is one")
+        for name, array in arrays.items():
+            _check(path, name, array)
+        params, aux = ({ours: self._canonical(arrays[self.name(ours)]) for ours in shapes if self.name(ours) in arrays}
+                       for shapes in (self.shapes, self.aux_shapes))
+        notes = []
+        if biases := [name for name in self.biases if name in arrays]:
+            for name in biases:
+                aux[self.biases[name]] = aux[self.biases[name]] - arrays[name].astype(np.float32)
+            more = f" and {len(biases) - 1} more" if len(biases) > 1 else ""
+            notes.append(f"{biases[0]}{more}: subtracted from the running means of the BatchNorms behind them")
+        if record.is_bgr:
+            (first,) = roles.first_weights(self.graph)
+            params[first] = np.ascontiguousarray(params[first][..., ::-1])
+            notes.append(f"{self.name(first)}: reads blue, green, red there; turned round")
+        if (images := self.published.norm_of_images if self.published else "") and f"{images}.running_mean" in arrays:
+            record = _with_norm(record, {end: arrays[f"{images}.{end}"] for end in ("running_mean", "running_var")})
+            notes.append(f"{images}: normalises the images once more; now a part of their mean and standard deviation")
+        counters = [int(array) for name, array in arrays.items() if name.endswith(COUNTER)]
+        if counters:
+            notes.append(f"{COUNTER} of {len(counters)} BatchNorms: nothing depends on them")
+        return Found(self.model, library, params, aux, self.classifier[0], record, len(arrays),
+                     max(counters, default=0), notes)
+
+    def _canonical(self, array: np.ndarray) -> np.ndarray:
+        if array.ndim == 4 and self.is_oihw:
+            array = array.transpose(0, 2, 3, 1)
+        return np.ascontiguousarray(array, np.float32)
+
+
+def _oihw(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (shape[0], shape[3], *shape[1:3]) if len(shape) == 4 else shape
+
+
+def _check(path: Path, name: str, array: np.ndarray) -> None:
+    """Raises TrainError where a network cannot compute with an array."""
+    if name.endswith(COUNTER):
+        return
+    if array.dtype.kind != "f":
+        raise TrainError(f"{path} cannot be used: its {name} is {array.dtype}, no floating-point numbers; give weights "
+                         "that are not quantised")
+    with np.errstate(over="ignore"):
+        if not np.isfinite(array.astype(np.float32)).all():
+            raise TrainError(f"{path} cannot be used: its {name} holds what is no finite number; give other weights")
+    if name.endswith("_var") and array.min(initial=0) < 0:
+        raise TrainError(f"{path} cannot be used: its {name} holds a negative variance; give other weights")
+
+
+def _with_norm(record: Record, norm: Mapping[str, np.ndarray]) -> Record:
+    """The images' mean and standard deviation with those of Gluon's first BatchNorm, without gamma and beta there."""
+    deviation = np.sqrt(norm["running_var"].astype(np.float64) + BATCH_NORM_EPS)
+    mean, std = np.array(record.mean), np.array(record.std)
+    return replace(record, mean=tuple((mean + std * norm["running_mean"]).tolist()),
+                   std=tuple((std * deviation).tolist()))

@@ -1,0 +1,156 @@
+"""What images a network was trained on: a JSON file beside its weights, in the form of timm's config.json.
+
+Of the name of the weights' file, or config.json:
+
+    {"architecture": "resnet50", "num_classes": 3, "label_names": ["n01440764", ...],
+     "label_descriptions": {"n01440764": "tench", ...},
+     "pretrained_cfg": {"input_size": [3, 224, 224], "crop_pct": 0.875, "interpolation": "bilinear",
+                        "mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225], "color_order": "RGB"}}
+
+Mean and standard deviation are of pixels from 0 to 1. All members may be missing: they are torchvision's then. timm has
+no `color_order`: all of its networks read RGB.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pipelines.sources import Classes, class_list
+from pipelines.transform import MEAN, STD
+from train.config import MIN_IMAGE_SIZE, Config
+from train.errors import TrainError
+
+SIZE, CROP = 224, 0.875  # of torchvision's first recipe: the shorter side to 256 pixels
+INTERPOLATIONS = ("bilinear", "bicubic")
+CLASSES = "classes.txt"
+
+
+@dataclass(frozen=True)
+class Record:
+    """How images are prepared for a network, and what its classes are called."""
+
+    file: Path | None = None  # that says so; None: nothing does, and what follows is torchvision's
+    architecture: str = ""  # the network's name in timm; "": not said
+    size: int = SIZE  # pixels, height and width of the network's input
+    crop: float = CROP  # part of the shorter side that the centre crop takes
+    mean: tuple[float, ...] = MEAN  # R, G, B of pixels from 0 to 255
+    std: tuple[float, ...] = STD
+    interpolation: str = "bilinear"
+    is_bgr: bool = False  # the network's input is blue, green, red; mean and std here are R, G, B all the same
+    classes: Classes | None = None  # None: not said
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The options of a run that say the same."""
+        return {"image_size": self.size, "val_crop_fraction": self.crop, "mean": self.mean, "std": self.std,
+                "interpolation": self.interpolation}
+
+    def __str__(self) -> str:
+        shorter = max(self.size, round(self.size / self.crop))
+        mean, std = (", ".join(f"{value / 255:.3g}" for value in values) for values in (self.mean, self.std))
+        return (f"{self.size} pixels of {shorter}, {self.interpolation}, mean {mean}, standard deviation {std}"
+                + ", BGR" * self.is_bgr)
+
+
+def find(weights: Path) -> Record:
+    """The record beside a file of weights; its classes may stand in a classes.txt too, one in each line. Raises
+    UserError where it says what cannot be, or what this program has not."""
+    record = Record()
+    for path in (weights.with_suffix(".json"), weights.with_name("config.json")):
+        if path.is_file() and (values := _values(path)):
+            record = _record(path, values)
+            break
+    if record.classes is None and (weights.parent / CLASSES).is_file():
+        return replace(record, classes=class_list(weights.parent / CLASSES, separator="\t"))
+    return record
+
+
+def to_json(config: Config, classes: Classes) -> bytes:
+    """The record of a network of this program. In timm's form, with members that timm passes over where it has none."""
+    size = config.inference_image_size
+    shorter = max(size, round(size / config.val_crop_fraction))
+    crop = size / shorter if math.floor(size / (size / shorter)) == shorter else size / (shorter + 0.5)
+    value = {
+        "architecture": config.model,
+        "num_classes": len(classes),
+        "label_names": [key for key, _ in classes],
+        "label_descriptions": dict(classes),
+        "pretrained_cfg": {
+            "input_size": [3, size, size], "crop_pct": crop, "crop_mode": "center",
+            "interpolation": config.interpolation, "color_order": "RGB",
+            "mean": [value / 255 for value in config.mean], "std": [value / 255 for value in config.std],
+        },
+    }
+    return json.dumps(value, indent=1).encode() + b"\n"
+
+
+def _values(path: Path) -> dict[str, Any]:
+    """What the JSON file says, in one dictionary; {} for one that is no record, such as a run's config.json."""
+    try:
+        found = json.loads(path.read_bytes())
+    except OSError as error:
+        raise TrainError(f"cannot read {path} ({error.strerror}), which says how images are prepared: see to its "
+                         "permissions") from None
+    except ValueError as error:
+        raise TrainError(f"{path}, which says how images are prepared for these weights, is no JSON ({error}): correct "
+                         "or remove it") from None
+    if not isinstance(found, dict) or not {"architecture", "pretrained_cfg"} & found.keys():
+        return {}
+    inner = found.get("pretrained_cfg")
+    return found | inner if isinstance(inner, dict) else found
+
+
+def _record(path: Path, values: dict[str, Any]) -> Record:
+    try:
+        return _checked(path, values)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise TrainError(f"{path} says how images are prepared for these weights, but {error}: correct or remove it"
+                         ) from None
+
+
+def _checked(path: Path, values: dict[str, Any]) -> Record:
+    channels, height, width = values.get("input_size") or (3, SIZE, SIZE)
+    crop, interpolation = values.get("crop_pct") or CROP, values.get("interpolation") or "bilinear"
+    mode, order = values.get("crop_mode") or "center", values.get("color_order") or "RGB"
+    if channels != 3 or height != width or not isinstance(height, int) or height < MIN_IMAGE_SIZE:
+        raise ValueError(f"this program has no images of {channels} x {height} x {width} (input_size)")
+    if not 0 < crop <= 1:
+        raise ValueError(f"its crop_pct {crop} is not above 0 and at most 1")
+    for name, value, known in (("interpolation", interpolation, INTERPOLATIONS), ("crop_mode", mode, ("center",)),
+                               ("color_order", order, ("RGB", "BGR"))):
+        if value not in known:
+            raise ValueError(f"its {name} {value!r} is none of this program's ({', '.join(known)})")
+    mean, std = (tuple(255 * float(number) for number in values[name]) if name in values else default
+                 for name, default in (("mean", MEAN), ("std", STD)))
+    if len(mean) != 3 or len(std) != 3 or not all(map(math.isfinite, (*mean, *std))) or min(std) <= 0:
+        raise ValueError("its mean and std are not three numbers each, those of std above 0")
+    if changed := values.get("model_args"):  # BatchNorm's epsilon, the activation, ...
+        raise ValueError(f"its model_args {changed} change the network")
+    turn = -1 if order == "BGR" else 1
+    return Record(
+        file=path,
+        architecture=str(values.get("architecture") or "").partition(".")[0],
+        size=height,
+        crop=height / math.floor(height / crop),  # timm resizes to the whole number below
+        mean=mean[::turn],
+        std=std[::turn],
+        interpolation=interpolation,
+        is_bgr=turn < 0,
+        classes=_classes(values),
+    )
+
+
+def _classes(values: dict[str, Any]) -> Classes | None:
+    names, shown = values.get("label_names"), values.get("label_descriptions") or {}
+    if not names:
+        return None
+    if not (isinstance(names, list) and all(isinstance(name, str) for name in names)) or not isinstance(shown, dict):
+        raise ValueError("its label_names are no list of names, or its label_descriptions no dictionary")
+    if len(set(names)) < len(names):
+        raise ValueError("its label_names have a name twice")
+    return [(name, str(shown.get(name, name))) for name in names]
+

@@ -1,0 +1,269 @@
+"""PyTorch's .pth and .pt files, read without PyTorch and without executing what they hold.
+
+Since PyTorch 1.6 such a file is a zip, nothing in it compressed:
+
+    NAME/data.pkl     a pickle of the object, in which each tensor refers to a storage by its key
+    NAME/data/KEY     the bytes of a storage
+    NAME/byteorder    little or big; little where it is missing
+
+A pickle is a program: what it names is imported and called. Here it can name tensors and plain containers and nothing
+else, and what stands for them makes arrays and dictionaries only, and cannot be changed by the pickle. The form of the
+references is that of torch/serialization.py and of `torch._utils._rebuild_tensor_v2`.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import re
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from train.errors import TrainError
+
+HOW_TO_SAVE = "save it with torch.save(model.state_dict(), FILE)"
+_ZIP = b"PK\x03\x04"
+# What files of PyTorch 0.1.10 to 1.5 begin with: the pickle of a number. Before, they were tars.
+_LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+
+BFLOAT16 = "BFloat16Storage"  # a type that NumPy has not: its bits are the upper half of a float32's
+STORAGES: Mapping[str, np.dtype[Any]] = {
+    "DoubleStorage": np.dtype("f8"), "FloatStorage": np.dtype("f4"), "HalfStorage": np.dtype("f2"),
+    "LongStorage": np.dtype("i8"), "IntStorage": np.dtype("i4"), "ShortStorage": np.dtype("i2"),
+    "CharStorage": np.dtype("i1"), "ByteStorage": np.dtype("u1"), "BoolStorage": np.dtype("?"),
+    BFLOAT16: np.dtype("u2"),
+}
+_STORAGE_OF = {dtype: name for name, dtype in STORAGES.items()}
+# Names of a state_dict in the dictionary of a training program; those of averaged weights come first, which are what
+# such a program validates.
+_WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model", "model_state_dict")
+_PREFIX = re.compile(r"^(?:module\.|_orig_mod\.)+")
+
+# What is raised for a pickle that is none, or is not made as torch.save makes it, and for a broken zip.
+_BROKEN = (pickle.UnpicklingError, zipfile.BadZipFile, zlib.error, struct.error, EOFError, ValueError, LookupError,
+           TypeError, AttributeError, OverflowError, MemoryError, RuntimeError)
+
+
+class _Forbidden(Exception):
+    """The pickle names what is neither a tensor nor a plain container."""
+
+
+class _Inert:
+    """What a pickle may get hold of: without attributes that it could set."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: object) -> None:
+        """PyTorch gives attributes to some dictionaries; they are passed over."""
+
+
+class _Dict(dict[Any, Any], _Inert):
+    __slots__ = ()
+
+
+class _Tensor(_Inert):
+    __slots__ = ("array",)
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+
+
+class _Function(_Inert):
+    __slots__ = ("call",)
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.call = call
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.call(*arguments)
+
+
+class _Storage(NamedTuple):
+    values: np.ndarray  # one axis
+
+
+def read(path: Path) -> dict[str, np.ndarray]:
+    """The tensors of a state_dict, by name; one of bfloat16 comes as float32.
+
+    The state_dict is what the file holds, or stands in it under one of the names that training programs give it. What
+    DistributedDataParallel and torch.compile put before names is left out.
+
+    Raises:
+        OSError: the file cannot be read.
+        TrainError: it is none of PyTorch's, damaged, of an old form, holds more than tensors and plain containers, or
+            no state_dict.
+    """
+    with path.open("rb") as file:
+        start = file.read(512)
+    if not start.startswith(_ZIP):
+        raise TrainError(_not_a_zip(path, start))
+    try:
+        with zipfile.ZipFile(path) as archive:
+            value = _read(archive)
+    except _Forbidden as error:
+        raise TrainError(f"{path} holds more than tensors and plain containers ({error}), and nothing of it was "
+                         f"executed: {HOW_TO_SAVE}") from None
+    except _BROKEN as error:
+        raise TrainError(f"{path} is no complete file of PyTorch ({str(error) or type(error).__name__}): fetch or "
+                         "write it once more") from None
+    wrapped = [value.get(key) for key in _WRAPPERS] if isinstance(value, dict) else []
+    for found in (value, *wrapped):
+        if isinstance(found, dict) and found and all(
+                isinstance(name, str) and isinstance(tensor, _Tensor) for name, tensor in found.items()):
+            return {_PREFIX.sub("", name): tensor.array for name, tensor in found.items()}
+    raise TrainError(f"{path} holds no state_dict, names with their tensors: {HOW_TO_SAVE}")
+
+
+def _not_a_zip(path: Path, start: bytes) -> str:
+    if not start:
+        return f"{path} is empty: fetch or write it once more"
+    if start.startswith(_LEGACY) or start[257:262] == b"ustar":
+        return (f"{path} has the form that PyTorch wrote before version 1.6: write it anew with PyTorch, "
+                "torch.save(torch.load(FILE, weights_only=True), NEW)")
+    return f"{path} is no file of PyTorch, as it begins with {start[:8]!r}: give one that torch.save wrote"
+
+
+def _read(archive: zipfile.ZipFile) -> Any:
+    members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+    if "data.pkl" not in members:
+        raise ValueError("it has no data.pkl")
+    if "constants.pkl" in members:
+        raise _Forbidden("it is a program of TorchScript")
+    # What is stored takes no more memory than the file; what is compressed could take any.
+    if packed := next((name for name, info in members.items() if info.compress_type != zipfile.ZIP_STORED), ""):
+        raise ValueError(f"its {packed} is compressed")
+    order = archive.read(members["byteorder"]).decode() if "byteorder" in members else "little"
+
+    def load(key: str, kind: str, count: int) -> np.ndarray:
+        dtype = STORAGES[kind]
+        stored = dtype.newbyteorder("<" if order == "little" else ">")
+        values = np.frombuffer(archive.read(members[f"data/{key}"]), stored)
+        if len(values) != count:
+            raise ValueError(f"a storage of {count} numbers has {len(values)}")
+        values = values.astype(dtype)
+        return from_bfloat16(values) if kind == BFLOAT16 else values
+
+    return _Unpickler(archive.read(members["data.pkl"]), load).load()
+
+
+def from_bfloat16(bits: np.ndarray) -> np.ndarray:
+    """The float32 numbers of which these 16 bits are the upper half."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+class _Unpickler(pickle.Unpickler):
+    """One that imports nothing: the few names that it knows stand for what is in this file."""
+
+    def __init__(self, content: bytes, load_storage: Callable[[str, str, int], np.ndarray]) -> None:
+        super().__init__(io.BytesIO(content))
+        self._load_storage = load_storage
+        self._storages: dict[str, _Storage] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and name in STORAGES:
+            return name
+        if (module, name) == ("collections", "OrderedDict"):
+            return _Dict
+        if module == "torch._utils" and name in _REBUILD:
+            return _Function(_REBUILD[name])
+        raise _Forbidden(f"{module}.{name}")
+
+    def persistent_load(self, reference: Any) -> _Storage:
+        what, kind, key, _, count = reference
+        if what != "storage":
+            raise ValueError(f"it refers to {what!r}")
+        if key not in self._storages:
+            self._storages[key] = _Storage(self._load_storage(key, kind, count))
+        return self._storages[key]
+
+
+def _tensor(storage: _Storage, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: object) -> _Tensor:
+    """What `torch._utils._rebuild_tensor_v2` makes: a view of a storage; `offset` and `stride` count numbers."""
+    values = storage.values
+    if len(size) != len(stride) or min((offset, *size, *stride)) < 0:
+        raise ValueError(f"a tensor has the shape {size} and the strides {stride}")
+    count = math.prod(size)
+    last = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+    # A tensor that repeats its numbers could be of any size.
+    if count and (last >= len(values) or count > len(values)):
+        raise ValueError(f"a tensor of the shape {size} reaches beyond its {len(values)} numbers")
+    if not count:
+        return _Tensor(np.zeros(size, values.dtype))
+    strides = [step * values.itemsize for step in stride]
+    return _Tensor(np.lib.stride_tricks.as_strided(values[offset:], size, strides, writeable=False))
+
+
+def _parameter(tensor: _Tensor, *_: object) -> _Tensor:
+    """What `torch._utils._rebuild_parameter` makes."""
+    return _Tensor(tensor.array)
+
+
+_REBUILD: Mapping[str, Callable[..., _Tensor]] = {"_rebuild_tensor_v2": _tensor, "_rebuild_parameter": _parameter}
+
+
+# --- writing ---
+
+
+def content(tensors: Mapping[str, np.ndarray]) -> bytes:
+    """The bytes of a file that `torch.load(FILE, weights_only=True)` reads as a state_dict: an OrderedDict of tensors,
+    in that order. The arrays' types are those of STORAGES."""
+    arrays = {name: np.ascontiguousarray(array).reshape(np.shape(array)) for name, array in tensors.items()}
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
+        write = partial(_write_aligned, archive, buffer)
+        write("data.pkl", _pickle(arrays))
+        write("byteorder", b"little")
+        for key, array in enumerate(arrays.values()):
+            write(f"data/{key}", array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes())
+        write("version", b"3\n")
+    return buffer.getvalue()
+
+
+def _write_aligned(archive: zipfile.ZipFile, buffer: io.BytesIO, name: str, data: bytes) -> None:
+    """As PyTorch does: bytes begin at multiples of 64, so that a file can be mapped. The date is always the same."""
+    info = zipfile.ZipInfo(f"archive/{name}")
+    header = buffer.tell() + 30 + len(info.filename)  # where the extra field begins
+    padding = -(header + 4) % 64
+    info.extra = b"FB" + struct.pack("<H", padding) + padding * b"Z"
+    archive.writestr(info, data)
+
+
+def _pickle(arrays: Mapping[str, np.ndarray]) -> bytes:
+    """The pickle of the dictionary, in protocol 2, opcode by opcode: Python's own pickler would import PyTorch."""
+    ordered_dict = _named("collections", "OrderedDict") + pickle.EMPTY_TUPLE + pickle.REDUCE
+    parts = [pickle.PROTO + b"\x02", ordered_dict, pickle.MARK]
+    for key, (name, array) in enumerate(arrays.items()):
+        storage = pickle.MARK + _text("storage") + _named("torch", _STORAGE_OF[array.dtype]) + _text(str(key)) + _text(
+            "cpu") + _number(array.size) + pickle.TUPLE + pickle.BINPERSID
+        strides = [step // array.itemsize for step in array.strides]
+        parts += [
+            _text(name), _named("torch._utils", "_rebuild_tensor_v2"), pickle.MARK, storage, _number(0),
+            _numbers(array.shape), _numbers(strides), pickle.NEWFALSE, ordered_dict, pickle.TUPLE, pickle.REDUCE,
+        ]
+    return b"".join([*parts, pickle.SETITEMS, pickle.STOP])
+
+
+def _named(module: str, name: str) -> bytes:
+    return pickle.GLOBAL + f"{module}\n{name}\n".encode()
+
+
+def _text(value: str) -> bytes:
+    encoded = value.encode()
+    return pickle.BINUNICODE + struct.pack("<I", len(encoded)) + encoded
+
+
+def _number(value: int) -> bytes:
+    encoded = value.to_bytes((value.bit_length() + 8) // 8, "little", signed=True)
+    return pickle.LONG1 + bytes([len(encoded)]) + encoded
+
+
+def _numbers(values: Any) -> bytes:
+    return pickle.MARK + b"".join(map(_number, values)) + pickle.TUPLE
