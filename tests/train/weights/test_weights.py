@@ -386,7 +386,7 @@ def test_timms_record(state, tmp_path):
         assert config.mean == (127.5, 63.75, 127.5) and config.std == (127.5, 127.5, 63.75)
         assert round(64 / config.val_crop_fraction) == 67  # timm: floor(64 / 0.95)
         assert found.trained.classes == [("a", "ant"), *((key, key) for key in "bcde")]
-        assert "images: 64 pixels of 67, bicubic, mean 0.5, 0.25, 0.5, standard deviation 0.5, " in found.notes[-1]
+        assert "images: 64 pixels of 67, bicubic, mean 0.5, 0.25, 0.5, std 0.5, " in found.notes[-1]
         assert found.settings == {"model": "resnet18", "mean": config.mean, "std": config.std,
                                   "interpolation": "bicubic"}
 
