@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common.mxnet_compat import mx
+from pipelines.balance import draw_balanced
 from pipelines.decoder_messages import DecoderCheck, decoder_messages
 from pipelines.errors import DataError
 from pipelines.graph import GraphConfig, ImageInputs, build_pipeline, random_inputs
@@ -166,8 +167,22 @@ class DaliLoader(Loader):
         return list(range(start, min(start + count, self.num_images)))
 
     def _shuffle(self, epoch: int) -> np.ndarray:
-        """All images, in an epoch's order."""
-        return np.random.default_rng([self.config.seed, epoch]).permutation(self.num_images)
+        """An epoch's images, in its order: all of them, or with `balance` as many, drawn by class."""
+        rng = np.random.default_rng([self.config.seed, epoch])
+        if not self.config.balance:
+            return rng.permutation(self.num_images)
+        return rng.permutation(draw_balanced(self._images_by_class, self.config.balance, rng))
+
+    @functools.cached_property
+    def _images_by_class(self) -> list[np.ndarray]:
+        """The images of each class that has some, in the order of the data's class numbers."""
+        by_class: dict[int, list[int]] = {}
+        for i in range(self.num_images):
+            try:
+                by_class.setdefault(self._source.label(i), []).append(i)
+            except BrokenRecordError as error:
+                self._mark_bad(i, _reason(error))
+        return [np.array(by_class[label]) for label in sorted(by_class)]
 
     def _choose(self, epoch: int, batch: int) -> tuple[list[int], list[np.ndarray], int]:
         """Images of a batch, and what the graph is fed with for them: those of this process's slice that are not bad,
@@ -343,6 +358,6 @@ def load_chosen(config: LoaderConfig, indices: Sequence[int]) -> Iterator[Batch]
     """Those images of a split, in that order, through the validation transform of `config`; only the first `num_valid`
     rows of a batch count. Raises DataError."""
     config = replace(config, split="val", prefetch=1)
-    source = Chosen(open_source(config.data, "val", config.num_classes), indices)
+    source = Chosen(open_source(config.data, "val", config.num_classes, config.val_split), indices)
     with DaliLoader(config, (0, 1), source) as loader:
         yield from loader

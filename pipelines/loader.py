@@ -35,6 +35,8 @@ class LoaderConfig:
 
     data: str  # a path as in sources/, or "synthetic"
     split: str = "train"  # "train" shuffles and augments, "val" does neither
+    val_split: float = 0.0  # of data without a split "val": this fraction of the training images is that
+    balance: float = 0.0  # training: how equally often classes are drawn, from as they come (0) to equally often (1)
     batch_size: int = 32  # images a process
     image_size: int = 224  # pixels, height and width
     image_sizes: tuple[int, ...] = ()  # training: of the first epochs, one by one; image_size holds after them
@@ -66,6 +68,10 @@ class LoaderConfig:
             raise DataError(f"image_sizes has {min(self.image_sizes)}; every size must be at least 1")
         check_not_negative(num_threads=self.num_threads, seed=self.seed, device_id=self.device_id)
         self.transform.check()
+        if not 0 <= self.val_split < 1:
+            raise DataError(f"val_split is {self.val_split:g}; it must be at least 0 and below 1")
+        if not 0 <= self.balance <= 1:
+            raise DataError(f"balance is {self.balance:g}; it must be from 0 to 1")
         if self.hw_decoder_load is not None and not 0 <= self.hw_decoder_load <= 1:
             raise DataError(f"hw_decoder_load is {self.hw_decoder_load:g}; it must be from 0 to 1")
         if self.cache_gib is not None and self.cache_gib < 0:
@@ -172,7 +178,10 @@ class Loader(ABC):
 
     def _identity(self) -> dict[str, Any]:
         """What must be the same for a position to mean the same images."""
-        return {"split": self.config.split, "num_images": self.num_images, "seed": self.config.seed}
+        config = self.config
+        identity = {"split": config.split, "num_images": self.num_images, "seed": config.seed}
+        options = {"val_split": config.val_split, "balance": config.balance}
+        return identity | {name: value for name, value in options.items() if value}
 
     @property
     def global_batch(self) -> int:
@@ -196,11 +205,11 @@ class Loader(ABC):
             bad = {int(i): str(reason) for i, reason in saved["bad_images"]}
         except (ValueError, KeyError, TypeError):
             raise DataError("the saved loader position cannot be read; start the run anew") from None
-        for key, value in self._identity().items():
-            if saved.get(key) != value:
+        for key, value in ({"val_split": 0.0, "balance": 0.0} | self._identity()).items():
+            if saved.get(key, 0.0) != value:
                 raise DataError(
-                    f"the saved loader position belongs to {key} {saved.get(key)}, but this loader has {value}; "
-                    f"resume with the same data and seed"
+                    f"the saved loader position belongs to {key} {saved.get(key, 0)}, but this loader has {value}; "
+                    "resume with the same data, seed, --val-split and --balance"
                 )
         self.epoch, self.bad = epoch, bad
         self.batch = min(-(-num_seen // self.global_batch), self.num_batches)

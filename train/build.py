@@ -54,6 +54,8 @@ def open_split(config: Config, split: str, placement: Placement, workers: Worker
         LoaderConfig(
             data=str(SAMPLES_FOLDER) if config.data == SAMPLES else config.data,
             split=split,
+            val_split=config.val_split,
+            balance=config.balance,
             batch_size=config.batch_size,
             image_size=config.image_size if split == "train" else config.inference_image_size,
             image_sizes=image_sizes(config),
@@ -90,7 +92,7 @@ def open_split(config: Config, split: str, placement: Placement, workers: Worker
 
 def evaluated_images(config: Config) -> str:
     """What validation sees, in the words of `metrics.EVALUATED`. Raises DataError where there is no data."""
-    has_own = config.data in (SAMPLES, SYNTHETIC) or "val" in splits_of(config.data)
+    has_own = config.val_split or config.data in (SAMPLES, SYNTHETIC) or "val" in splits_of(config.data)
     return VALIDATION if has_own else TRAINING_IMAGES
 
 

@@ -13,6 +13,7 @@ import math
 import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from os.path import realpath
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
@@ -46,6 +47,9 @@ class DataOptions:
     CIFAR-10's own files; samples: the built-in sample set; synthetic: generated images."""
     num_classes: int = 0
     """Classes of the network; 0: as many as the data has."""
+    val_split: float = 0.0
+    """Of data without images for validation: set this fraction of each class's aside for it, by a hash of the files'
+    names, so that an image stays on its side when others come; 0: none."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +160,9 @@ class ImageOptions(Augmentation, SizeOptions):
     mixup: float = 0.0
     """Mix each image and its label with another of its batch, by a share sampled from Beta(MIXUP, MIXUP); 0: no mixup.
     Training loss and accuracy are then those of the mixed images."""
+    balance: float = 0.0
+    """For classes of unequal size: draw a class's images in proportion to their number to the power of 1 - BALANCE; 1:
+    every class equally often, 0.5: by the root of its size, 0: every image once. An epoch stays as long."""
 
 
 @dataclass(frozen=True)
@@ -372,8 +379,9 @@ _LIMITS = {
                      "warmup_epochs", "mixup", "price_per_hour", "final_learning_rate", "time_limit",
                      "checkpoint_minutes", "warmup_steps"),
                     (lambda value: value >= 0, "0 or more")),
-    **dict.fromkeys(("label_smoothing", "momentum", "ema_decay"),
+    **dict.fromkeys(("label_smoothing", "momentum", "ema_decay", "val_split"),
                     (lambda value: 0 <= value < 1, "at least 0 and below 1")),
+    "balance": (lambda value: 0 <= value <= 1, "a fraction from 0 to 1"),
     "cache": (lambda value: value == -1 or value >= 0, "0 or more, or -1"),
     "hw_decoder_load": (lambda value: value == -1 or 0 <= value <= 1, "a fraction from 0 to 1, or -1"),
     "target_accuracy": (lambda value: 0 <= value <= 1, "a fraction from 0 to 1"),
@@ -518,6 +526,8 @@ def configure(values: Mapping[str, Any], default: Config) -> Config:
     optimizer = values.get("optimizer", default.optimizer)
     recipe = optimizers.rule_of(optimizer).recipe if optimizer != default.optimizer else {}
     of_run = {name: values[name] for name in vars(default).keys() & values}
+    if realpath(of_run.get("data", default.data)) != realpath(default.data):
+        of_run = {"val_split": 0.0} | of_run  # was that of other images
     config = dataclasses.replace(default, **{**recipe, **of_run})
     if "warmup_epochs" not in values:
         config = dataclasses.replace(config, warmup_epochs=default_warmup(default, config.epochs))

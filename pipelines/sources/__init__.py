@@ -21,6 +21,7 @@ from pipelines.sources.folders import FileSource
 from pipelines.sources.records import RecordSource
 from pipelines.sources.shards import ShardSource
 from pipelines.sources.tfrecord import TFRecordSource, is_tfrecord
+from pipelines.sources.val_split import part
 from pipelines.sources.webdataset import TarSource, is_tar
 
 __all__ = [
@@ -78,13 +79,23 @@ class Location(NamedTuple):
         return self.files[0]
 
 
-def open_source(data: str | Path, split: str, num_classes: int | None = None) -> Source:
-    """Find and open one split of a data set; raises DataError. `num_classes` is for formats that do not know it."""
+def open_source(data: str | Path, split: str, num_classes: int | None = None, val_split: float = 0.0) -> Source:
+    """Find and open one split of a data set; raises DataError.
+
+    Args:
+        data: a path, as in FORMATS.
+        split: "train" or "val".
+        num_classes: for formats that do not know it.
+        val_split: this fraction of the training images is the split "val", which the data must not have.
+    """
     try:
-        found = locate(data, split)
-        source = FORMATS[found.format].open(found.files, split, num_classes)
+        if val_split:
+            _check_no_val(data)
+        stored = "train" if val_split else split
+        found = locate(data, stored)
+        source = FORMATS[found.format].open(found.files, stored, num_classes)
         source.classes = in_words(source.classes)
-        return source
+        return part(source, split, val_split) if val_split else source
     except OSError as error:
         raise DataError(
             f"{error.filename or data}: cannot be read ({error.strerror or error}); check disk and permissions"
@@ -127,6 +138,13 @@ def same_images(data: str | Path) -> bool:
     places = [_find(Path(data).expanduser(), split) for split in ("train", "val")]
     files = [[file.resolve() for file in place.files] for place in places if place]
     return len(files) == 2 and files[0] == files[1]
+
+
+def _check_no_val(data: str | Path) -> None:
+    found = _find(Path(data).expanduser(), "val")
+    if found and not same_images(data):
+        raise DataError(f"data path {data} has images for validation, {found.path}: leave out --val-split, or give the "
+                        "training images alone as the data")
 
 
 def _find(path: Path, split: str) -> Location | None:

@@ -79,7 +79,7 @@ class Chosen(Source):
     """Some images of another source, in a given order."""
 
     def __init__(self, source: Source, indices: Sequence[int]) -> None:
-        self.path, self.classes, self.feeds = source.path, source.classes, source.feeds
+        self.path, self.classes, self.feeds, self.remarks = source.path, source.classes, source.feeds, source.remarks
         self._source, self._indices = source, list(indices)
 
     def __len__(self) -> int:
@@ -99,6 +99,9 @@ class Chosen(Source):
 
     def check(self, indices: Iterable[int]) -> None:
         self._source.check(self._indices[i] for i in indices)
+
+    def read_ahead(self, indices: Iterable[int]) -> None:
+        self._source.read_ahead(self._indices[i] for i in indices)
 
 
 def read_classes(folder: Path) -> Classes:

@@ -215,6 +215,8 @@ def _note_data(trainer: Trainer, recorder: Recorder) -> None:
     found = f"{train_loader.num_images:,} training images of {len(train_loader.classes):,} classes"
     if val_loader and not on_training_images:
         found += f", {val_loader.num_images:,} for validation"
+    if config.val_split:
+        found += f" (--val-split {config.val_split:g})"
     recorder.say(found)
     if on_training_images:
         recorder.say(f"{config.data} has no train and val (docs/data.md): accuracy after an epoch is that on the "

@@ -1,0 +1,35 @@
+"""Which images an epoch has where classes of unequal size are drawn more equally often (`--balance`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def draw_balanced(images_by_class: Sequence[np.ndarray], balance: float, rng: np.random.Generator) -> np.ndarray:
+    """As many images as there are, class by class, with repetitions.
+
+    A class of n images is drawn in proportion to n ** (1 - balance): 1 is class-balanced sampling, 0.5 square-root
+    sampling (Mahajan et al., arXiv:1805.00932, section 2.2). Of a class, each image is drawn as often as any other, or
+    once more.
+
+    Args:
+        images_by_class: the numbers of each class's images; no class is empty.
+        balance: from 0 to 1.
+        rng: what the choice depends on.
+    """
+    sizes = np.array([len(images) for images in images_by_class])
+    shares = sizes ** (1 - balance)
+    wanted = shares * (sizes.sum() / shares.sum())
+    counts = np.floor(wanted).astype(int)
+    # What rounding leaves over goes to the classes that lost most by it; of equals, to others in each epoch.
+    left = sizes.sum() - counts.sum()
+    counts[np.lexsort((rng.permutation(len(sizes)), (counts - wanted).round(9)))[:left]] += 1
+    return np.concatenate([_draw(images, count, rng) for images, count in zip(images_by_class, counts, strict=True)])
+
+
+def _draw(images: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
+    """So many of a class's images, each as often as any other one, or once more."""
+    whole, rest = divmod(int(count), len(images))
+    return np.concatenate([np.tile(images, whole), rng.permutation(images)[:rest]])

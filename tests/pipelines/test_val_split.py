@@ -1,0 +1,140 @@
+"""--val-split: part of each class for validation, by a hash of the files' names."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from image_helpers import write_folder, write_records
+
+from pipelines import DataError, LoaderConfig, open_loader
+from pipelines.sources import open_source
+
+
+def files(data, split, fraction, num_classes=None):
+    source = open_source(data, split, num_classes, fraction)
+    return {"/".join(source.name(i).split("/")[-2:]) for i in range(len(source))}
+
+
+def empty_images(folder, names):
+    """Class folders with these files, of which only the names matter."""
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"")
+
+
+def test_the_parts_are_all_images_and_about_the_fraction_of_each_class(tmp_path):
+    names = [f"{label}/{label}-{i:04}.jpg" for label in "abc" for i in range(400)]
+    empty_images(tmp_path / "data", names)
+    train, val = (files(tmp_path / "data", split, 0.1) for split in ("train", "val"))
+    assert train | val == set(names) and not train & val
+    sizes = Counter(name[0] for name in val)
+    assert all(20 <= sizes[label] <= 60 for label in "abc")  # 40, with a standard deviation of 6
+    assert val < files(tmp_path / "data", "val", 0.2)
+
+
+def test_an_image_stays_on_its_side_when_others_come_and_go(tmp_path):
+    names = [f"{label}/{label}-{i:04}.jpg" for label in "abc" for i in range(200)]
+    empty_images(tmp_path / "few", names[::3])
+    empty_images(tmp_path / "elsewhere" / "many" / "train", [*names, "d/0.jpg", "d/1.jpg"])
+    few, many = files(tmp_path / "few", "val", 0.1), files(tmp_path / "elsewhere" / "many", "val", 0.1)
+    assert few == many & set(names[::3])
+
+
+def test_small_classes(tmp_path):
+    """Each class can be trained on, and seen in validation where it has two images; whatever its files are called."""
+    for number in range(20):
+        data = tmp_path / str(number)
+        empty_images(data, [f"one/{number}.jpg", *(f"two/{number}-{i}.jpg" for i in range(2)),
+                            *(f"three/{number}-{i}.jpg" for i in range(3))])
+        for fraction in (0.01, 0.99):
+            train, val = (Counter(name.split("/")[0] for name in files(data, split, fraction))
+                          for split in ("train", "val"))
+            assert train == {"one": 1, "two": 1, "three": 2 if fraction < 0.5 else 1}
+            assert val == {"two": 1, "three": 1 if fraction < 0.5 else 2}
+
+
+def test_one_image_a_class(tmp_path):
+    empty_images(tmp_path, ["a/1.jpg", "b/1.jpg"])
+    with pytest.raises(DataError, match="no class has two images, one to train on and one for --val-split 0.1: add"):
+        open_source(tmp_path, "train", val_split=0.1)
+
+
+def test_data_with_val_is_refused(tmp_path):
+    empty_images(tmp_path / "data", [f"{split}/a/{i}.jpg" for split in ("train", "val") for i in range(9)])
+    with pytest.raises(DataError, match=f"has images for validation, {tmp_path}/data/val: leave out --val-split, or"):
+        open_source(tmp_path / "data", "val", val_split=0.1)
+    assert len(files(tmp_path / "data" / "train", "val", 0.5)) in range(1, 9)  # the way out
+    with pytest.raises(DataError, match="validation images of their own, and as many of each class; leave out --val-s"):
+        open_loader(LoaderConfig(data="synthetic", val_split=0.1))
+
+
+def test_a_list_and_records(tmp_path):
+    """A list gives the parts of the folder that it lists, as after `verify --write-clean`."""
+    names = [f"{label}/{label}-{i:04}.jpg" for label in "ab" for i in range(30)]
+    empty_images(tmp_path / "data" / "train", names)
+    from_folder = files(tmp_path / "data", "val", 0.2)
+    lines = [f"0\t{'ab'.index(name[0])}\ttrain/{name}\n" for name in names]
+    (tmp_path / "data" / "train.lst").write_text("".join(lines))
+    assert open_source(tmp_path / "data", "train").path.name == "train.lst"
+    assert files(tmp_path / "data", "val", 0.2) == from_folder
+
+    write_records(tmp_path / "train.rec", [b"image"] * 60, [float(i % 2) for i in range(60)])
+    parts = [open_source(tmp_path / "train.rec", split, val_split=0.2) for split in ("train", "val")]
+    assert sum(map(len, parts)) == 60 and 4 <= len(parts[1]) <= 22
+    assert {part.label(i) for part in parts for i in range(len(part))} == {0, 1}
+
+
+def test_the_loader_has_each_part(tmp_path):
+    data = str(tmp_path / "images")
+    write_folder(tmp_path / "images", 24, 3, seed=1)
+    for cache_gib in (0.0, 1.0):
+        config = LoaderConfig(data=data, val_split=0.3, batch_size=4, image_size=16, cache_gib=cache_gib)
+        val = LoaderConfig(data=data, val_split=0.3, batch_size=4, image_size=16, split="val", cache_gib=cache_gib)
+        with open_loader(config) as train_loader, open_loader(val) as val_loader:
+            assert train_loader.num_images + val_loader.num_images == 24
+            labels = [label for batch in val_loader for label in batch.label.asnumpy()[: batch.num_valid].tolist()]
+            source = open_source(data, "val", val_split=0.3)
+            assert labels == [source.label(i) for i in range(len(source))]
+
+
+def test_resuming_with_another_part_is_refused(tmp_path):
+    write_folder(tmp_path / "images", 24, 3, seed=1)
+
+    def loader(**options):
+        return open_loader(LoaderConfig(data=str(tmp_path / "images"), batch_size=4, image_size=16, **options))
+
+    with loader(val_split=0.3) as before, loader(val_split=0.3) as same, loader() as other, loader(balance=1) as drawn:
+        same.restore(before.state())
+        with pytest.raises(DataError, match="belongs to val_split 0.3, but this loader has 0"):
+            other.restore(before.state())
+        with pytest.raises(DataError, match="belongs to balance 1.*resume with the same data, seed, --val-split and"):
+            other.restore(drawn.state())
+
+
+def test_a_broken_image_is_met_where_it_belongs(tmp_path):
+    write_folder(tmp_path / "images", 12, 3, seed=1)
+    source = open_source(tmp_path / "images", "val", val_split=0.4)
+    Path(source.name(0)).write_bytes(b"")
+    config = LoaderConfig(data=str(tmp_path / "images"), val_split=0.4, batch_size=3, image_size=16)
+    with open_loader(config) as loader:
+        assert len(list(loader)) == loader.num_batches and not loader.bad_images
+    with (
+        open_loader(LoaderConfig(data=str(tmp_path / "images"), split="val", val_split=0.4, batch_size=3,
+                                 image_size=16)) as loader,
+        pytest.raises(DataError, match=source.name(0)),
+    ):
+        list(loader)
+
+
+def test_values():
+    with pytest.raises(DataError, match="val_split is 1; it must be at least 0 and below 1"):
+        LoaderConfig(data="here", val_split=1)
+    with pytest.raises(DataError, match="balance is 2; it must be from 0 to 1"):
+        LoaderConfig(data="here", balance=2)
+
+
+def test_files_of_one_name_in_several_classes_are_not_all_on_one_side(tmp_path):
+    empty_images(tmp_path, [f"{label}/{i}.jpg" for label in range(40) for i in range(3)])
+    chosen = Counter(name.split("/")[1] for name in files(tmp_path, "val", 1 / 3))
+    assert len(chosen) == 3
