@@ -27,8 +27,8 @@ from pipelines.make_records import (
 from pipelines.options import BenchOptions, MakeRecordsOptions, MakeSamplesOptions, ShowOptions, VerifyOptions
 from pipelines.samples import NUM_TRAIN, NUM_VAL, PATTERNS, make_samples
 from pipelines.show import contact_sheet, save_png
-from pipelines.sources import class_list, read_classes, same_images, splits_of
-from pipelines.verify import print_report, verify_split, write_clean
+from pipelines.sources import class_list, open_source, read_classes, same_images, splits_of
+from pipelines.verify import Report, leave_out_duplicates, print_report, verify_split, write_clean
 
 
 def make_records(options: MakeRecordsOptions) -> int:
@@ -40,6 +40,9 @@ def make_records(options: MakeRecordsOptions) -> int:
     if labels and kind != "val":
         raise DataError(f"{source}: --labels {labels} is for ILSVRC2012_img_val.tar alone; leave it out")
     if kind in ("train", "val"):
+        if options.val_split:
+            raise DataError(f"{source}: --val-split {options.val_split:g} is for data without validation images, and "
+                            "ILSVRC2012 has them: leave it out")
         known = class_list(classes, separator=None) if classes else read_classes(output)
         if options.split not in (None, kind):
             raise DataError(f"{source}: holds the {kind} images, not {options.split}; leave --split out")
@@ -47,10 +50,11 @@ def make_records(options: MakeRecordsOptions) -> int:
     else:
         if classes:
             raise DataError(f"{source}: --classes {classes} is for ILSVRC2012's tar files; put a classes.txt beside it")
-        names = [options.split] if options.split else splits_of(str(source))
+        both = ["train", "val"] if options.val_split else splits_of(str(source))
+        names = [options.split] if options.split else both
         if any(journal_path(output, name).exists() for name in names):  # interrupted; what is whole is done
             names = [name for name in names if not (output / f"{name}.rec").exists()]
-        plans = {name: plan_files(source, name) for name in names}
+        plans = {name: plan_files(source, name, options.val_split) for name in names}
     for name in plans:
         new_record_path(output, name)  # nothing is written if one of them is there
     for name, plan in plans.items():
@@ -58,7 +62,7 @@ def make_records(options: MakeRecordsOptions) -> int:
         for image, reason in skipped:
             print(f"skipped {image}: {reason}")
         print(f"{output / name}.rec: {count:,} images of {len(plan.classes):,} classes")
-    if kind == "files" and not options.split and same_images(source):
+    if kind == "files" and not options.split and not options.val_split and same_images(source):
         share_records(output)
         print(f"{output}/val.rec: these images too, as {source} has no train and val")
     return 0
@@ -68,15 +72,33 @@ def verify(options: VerifyOptions) -> int:
     """Look for unusable images; 1 where some were found and are not left out from now on."""
     console = Console()
     unusable = 0
-    for name in [options.split] if options.split else splits_of(options.data):
-        report = verify_split(options.data, name, options.num_threads, options.num_classes, options.max_pixels)
+    for report in _reports(options):
         print_report(report, console)
         if options.write_clean_:
             write_clean(report)
-            print(f"{report.clean_path}: {len(report.clean_lines):,} usable images")
+            print(f"{report.clean_path}: {len(report.usable):,} usable images")
         else:
             unusable += report.num_unusable
     return 1 if unusable else 0
+
+
+def _reports(options: VerifyOptions) -> list[Report]:
+    """Of each split that is asked for."""
+    data, num_classes = options.data, options.num_classes
+    in_val: set[str] = set()
+    if options.val_split:
+        if options.split:
+            raise DataError(f"--val-split {options.val_split:g} compares two parts of the training images: leave out "
+                            f"--split {options.split}")
+        part = open_source(data, "val", num_classes, options.val_split)
+        in_val = {part.name(i) for i in range(len(part))}
+    splits = [options.split] if options.split else ["train"] if in_val else splits_of(data)
+    found = {split: verify_split(data, split, options.num_threads, num_classes, options.max_pixels) for split in splits}
+    if in_val:
+        found["train"] = leave_out_duplicates(found["train"], [u for u in found["train"].usable if u.name in in_val])
+    elif len(found) == 2:
+        found["train"] = leave_out_duplicates(found["train"], found["val"].usable)
+    return list(found.values())
 
 
 def bench(options: BenchOptions) -> int:

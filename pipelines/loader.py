@@ -68,8 +68,6 @@ class LoaderConfig:
             raise DataError(f"image_sizes has {min(self.image_sizes)}; every size must be at least 1")
         check_not_negative(num_threads=self.num_threads, seed=self.seed, device_id=self.device_id)
         self.transform.check()
-        if not 0 <= self.val_split < 1:
-            raise DataError(f"val_split is {self.val_split:g}; it must be at least 0 and below 1")
         if not 0 <= self.balance <= 1:
             raise DataError(f"balance is {self.balance:g}; it must be from 0 to 1")
         if self.hw_decoder_load is not None and not 0 <= self.hw_decoder_load <= 1:

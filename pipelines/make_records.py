@@ -31,7 +31,7 @@ from pipelines.files import link_beside, open_file, read_lines, write_text
 from pipelines.inspect_image import inspect_image
 from pipelines.progress import map_in_order
 from pipelines.recordio import index_path, pack_record
-from pipelines.sources import Classes, FileSource, ShardSource, open_source
+from pipelines.sources import Chosen, Classes, FileSource, ShardSource, open_source
 from pipelines.sources.base import parse_classes
 from pipelines.sources.webdataset import check_end, check_not_compressed
 from pipelines.transform import MAX_PIXELS
@@ -56,15 +56,16 @@ class Plan(NamedTuple):
     classes: Classes
 
 
-def plan_files(path: Path, split: str) -> Plan:
-    """All images of one split in class folders, of a list or of shards."""
-    source = open_source(path, split)
+def plan_files(path: Path, split: str, val_split: float = 0.0) -> Plan:
+    """All images of one split in class folders, of a list or of shards; `val_split` as in `open_source`."""
+    source = open_source(path, split, val_split=val_split)
+    source, chosen = (source.source, source.indices) if isinstance(source, Chosen) else (source, range(len(source)))
     if not isinstance(source, FileSource | ShardSource):
         raise DataError(
             f"{source.path}: RecordIO files, CIFAR-10's own and their like need no conversion; give class folders, a "
             ".lst file, shards or a tar file, or train on it as it is"
         )
-    entries = [Entry(source.label(i), *source.location(i), source.name(i)) for i in range(len(source))]
+    entries = [Entry(source.label(i), *source.location(i), source.name(i)) for i in chosen]
     return Plan(entries, source.classes)
 
 

@@ -18,7 +18,7 @@ def open_loader(config: LoaderConfig, shard: tuple[int, int] = (0, 1)) -> Loader
         raise DataError(f"shard {rank} of {size} does not exist; ranks go from 0 to the number of processes less one")
     if config.data == "synthetic":
         if config.val_split or config.balance:
-            raise DataError("synthetic images have validation images of their own, and as many of each class; leave out "
+            raise DataError("synthetic images have a validation split, and as many of each class; leave out "
                             f"{'--val-split' if config.val_split else '--balance'}")
         return SyntheticLoader(config, shard)
     source = decode_once(config, open_source(config.data, config.split, config.num_classes, config.val_split))

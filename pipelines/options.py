@@ -26,6 +26,9 @@ class MakeRecordsOptions(SizeLimit):
     """The folder to write into."""
     split: Split | None = None
     """What to convert; default: all that SOURCE holds."""
+    val_split: float = 0.0
+    """Of data without val: write this fraction of each class's images as val, those that training with the same
+    --val-split would set aside."""
     labels: OptionalFile = None
     """Labels of the validation tar: a synset on each line, or lines of file name and label."""
     classes: OptionalFile = None
@@ -44,12 +47,15 @@ class MakeRecordsOptions(SizeLimit):
 
 @dataclass(frozen=True)
 class VerifyOptions(SizeLimit):
-    """Find truncated, empty, non-image, CMYK and mislabelled images; exit code 1 if some are unusable."""
+    """Find truncated, empty, non-image, CMYK and mislabelled images, and training images that are in validation too;
+    exit code 1 if some are unusable."""
 
     data: str
     """Where the images are, in any of the forms of docs/data.md."""
     split: Split | None = None
     """What to look at; default: all that DATA holds."""
+    val_split: float = 0.0
+    """Of data without val: which images are for validation, as in training, to find those that are on both sides."""
     write_clean_: bool = False
     """Write an .idx (RecordIO) or a .lst (folders) without the unusable ones, which the loader then uses; the
     former one is kept as NAME.orig. A missing or wrong .idx is made anew from the .rec file."""

@@ -1,4 +1,5 @@
-"""Look at every image of a data set: whether it is there, whole, an image, and labelled with a class that exists.
+"""Look at every image of a data set: whether it is there, whole, an image, labelled with a class that exists, and not
+both in training and in validation.
 
     python -m pipelines verify DATA                  lists what it finds
     python -m pipelines verify DATA --write-clean    and writes an index (RecordIO) or list (folders) of the good ones
@@ -10,6 +11,7 @@ so. Damage that is still a valid picture cannot be told from one, here or in tra
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 from collections import Counter
@@ -45,6 +47,14 @@ class Item(NamedTuple):
     read: Callable[[], bytes]
 
 
+class Usable(NamedTuple):
+    """An image that can be used."""
+
+    name: str
+    line: str  # of the clean index or list
+    digest: bytes  # of its encoded bytes
+
+
 class Report(NamedTuple):
     """What `verify_split` found."""
 
@@ -52,14 +62,14 @@ class Report(NamedTuple):
     num_images: int
     findings: list[tuple[str, Finding]]  # (file or record, finding)
     clean_path: Path | None  # where the index or list without the unusable images goes; None: the format has neither
-    clean_lines: list[str]
+    usable: list[Usable]
     is_shared: bool = False  # validation finds the same images in these folders: it is to read the same list, then
     remarks: Sequence[str] = ()  # what is left out of the data
 
     @property
     def num_unusable(self) -> int:
-        """Images that the loader would refuse."""
-        return self.num_images - len(self.clean_lines)
+        """Images that the loader would refuse, or that are in validation too."""
+        return self.num_images - len(self.usable)
 
 
 def verify_split(
@@ -84,25 +94,39 @@ def verify_split(
         items = [item._replace(line=_relative(item, clean_path.parent)) for item in items]
     else:
         items = _source_items(open_source(data, split, num_classes))
-    clean_lines = []
+    usable = []
     num_images = len(items) + len(findings)  # so far these are entries of an index that point at nothing
     title = f"verifying {path.name}"
-    results = list(map_in_order(partial(_look_at, max_pixels), items, len(items), title, num_threads))
+    looked_at = list(map_in_order(partial(_look_at, max_pixels), items, len(items), title, num_threads))
+    results = [finding for finding, _ in looked_at]
     fine = [i for i, finding in enumerate(results) if finding is None]
     for i, message in _messages(items, fine, f"decoding {path.name}", num_threads, max_pixels):
         results[i] = Finding("damaged", f"the decoder says: {message}", True)
-    for item, finding in zip(items, results, strict=True):
+    for item, finding, (_, digest) in zip(items, results, looked_at, strict=True):
         if finding:
             findings.append((item.name, finding))
         if not finding or finding.usable:
-            clean_lines.append(item.line)
+            usable.append(Usable(item.name, item.line, digest))
     is_shared = found.format == "folders" and split == "train" and same_images(data)
-    return Report(path, num_images, findings, clean_path, clean_lines, is_shared, remarks)
+    return Report(path, num_images, findings, clean_path, usable, is_shared, remarks)
+
+
+def leave_out_duplicates(train: Report, val: Sequence[Usable]) -> Report:
+    """The report of the training images without those that are images of validation too, byte for byte, which become
+    findings. `val` may be a part of them."""
+    name_of = {image.digest: image.name for image in val}
+    own = {image.name for image in val}
+    twice = {image.name: name_of[image.digest] for image in train.usable
+             if image.digest in name_of and image.name not in own}
+    findings = [(name, Finding("duplicate", f"the same image as {other}, which is for validation", False))
+                for name, other in twice.items()]
+    usable = [image for image in train.usable if image.name not in twice]
+    return train._replace(findings=[*train.findings, *findings], usable=usable)
 
 
 def write_clean(report: Report) -> None:
     """Write the index or list of the usable images; one that is there already is kept as NAME.orig."""
-    if not report.clean_lines:
+    if not report.usable:
         raise DataError(f"{report.path}: none of its {report.num_images} images is usable; nothing is written")
     path = report.clean_path
     if path is None:
@@ -114,7 +138,7 @@ def write_clean(report: Report) -> None:
         original = path.with_name(path.name + ".orig")
         if path.exists() and not original.exists():
             shutil.copy2(path, original)
-        write_text(path, "".join(report.clean_lines))
+        write_text(path, "".join(image.line for image in report.usable))
         if report.is_shared:
             link_beside(path, "val.lst")
     except OSError as error:
@@ -143,16 +167,17 @@ def print_report(report: Report, console: Console) -> None:
           + (": " + ", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common()) if kinds else ""))
 
 
-def _look_at(max_pixels: int, item: Item) -> Finding | None:
+def _look_at(max_pixels: int, item: Item) -> tuple[Finding | None, bytes]:
+    """What is to be said of an image, and the digest of its bytes, if it has any."""
     try:
         encoded = item.read()
     except BrokenRecordError as error:
-        return Finding("index", str(error), False)
+        return Finding("index", str(error), False), b""
     except OSError as error:
-        return Finding("unreadable", error.strerror or str(error), False)
+        return Finding("unreadable", error.strerror or str(error), False), b""
     if item.label is None:
-        return Finding("label", "its label is not one of the classes", False)
-    return inspect_image(encoded, max_pixels)
+        return Finding("label", "its label is not one of the classes", False), b""
+    return inspect_image(encoded, max_pixels), hashlib.blake2b(encoded, digest_size=16).digest()
 
 
 def _messages(

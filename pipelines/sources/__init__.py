@@ -90,7 +90,7 @@ def open_source(data: str | Path, split: str, num_classes: int | None = None, va
     """
     try:
         if val_split:
-            _check_no_val(data)
+            _check_val_split(data, val_split)
         stored = "train" if val_split else split
         found = locate(data, stored)
         source = FORMATS[found.format].open(found.files, stored, num_classes)
@@ -140,7 +140,9 @@ def same_images(data: str | Path) -> bool:
     return len(files) == 2 and files[0] == files[1]
 
 
-def _check_no_val(data: str | Path) -> None:
+def _check_val_split(data: str | Path, val_split: float) -> None:
+    if not 0 < val_split < 1:
+        raise DataError(f"--val-split {val_split:g} must be at least 0 and below 1")
     found = _find(Path(data).expanduser(), "val")
     if found and not same_images(data):
         raise DataError(f"data path {data} has images for validation, {found.path}: leave out --val-split, or give the "

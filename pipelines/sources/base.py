@@ -80,28 +80,28 @@ class Chosen(Source):
 
     def __init__(self, source: Source, indices: Sequence[int]) -> None:
         self.path, self.classes, self.feeds, self.remarks = source.path, source.classes, source.feeds, source.remarks
-        self._source, self._indices = source, list(indices)
+        self.source, self.indices = source, list(indices)
 
     def __len__(self) -> int:
-        return len(self._indices)
+        return len(self.indices)
 
     def name(self, i: int) -> str:
-        return self._source.name(self._indices[i])
+        return self.source.name(self.indices[i])
 
     def label(self, i: int) -> int:
-        return self._source.label(self._indices[i])
+        return self.source.label(self.indices[i])
 
     def feed(self, i: int) -> np.ndarray:
-        return self._source.feed(self._indices[i])
+        return self.source.feed(self.indices[i])
 
     def read(self, i: int) -> np.ndarray:
-        return self._source.read(self._indices[i])
+        return self.source.read(self.indices[i])
 
     def check(self, indices: Iterable[int]) -> None:
-        self._source.check(self._indices[i] for i in indices)
+        self.source.check(self.indices[i] for i in indices)
 
     def read_ahead(self, indices: Iterable[int]) -> None:
-        self._source.read_ahead(self._indices[i] for i in indices)
+        self.source.read_ahead(self.indices[i] for i in indices)
 
 
 def read_classes(folder: Path) -> Classes:

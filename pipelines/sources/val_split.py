@@ -18,10 +18,10 @@ _HASHES = 2**64
 def set_aside(source: Source, fraction: float) -> np.ndarray:
     """Which images are for validation: bool (number of images). Raises DataError where no class can spare one.
 
-    An image is, where the hash of its class and its file's name is in the lowest `fraction` of all hashes. So each class
+    An image is where the hash of its class and its file's name is in the lowest `fraction` of all hashes. So each class
     gives about that part, and an image stays on its side whatever becomes of the others, and wherever the folder is.
-    Only where the hashes would leave a class nothing to train on, it keeps the image of the highest; and where they
-    would give validation none of a class that has two or more, it gets that of the lowest.
+    Only a class too small for that is seen to: of its highest hash it keeps an image to train on, and if it has two,
+    that of its lowest is for validation.
     """
     hashes: dict[int, dict[int, int]] = defaultdict(dict)  # class -> image -> hash
     for i in range(len(source)):

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -77,6 +78,49 @@ def test_verify_says_so_with_its_exit_code_and_mends(tmp_path, capsys):
     assert run(capsys, "verify", tmp_path)[0] == 0
 
 
+def test_verify_finds_training_images_that_are_in_validation_too(tmp_path, capsys):
+    files = write_folder(tmp_path / "train", 6, 2, seed=1)
+    others = write_folder(tmp_path / "val", 4, 2, seed=2)
+    others[1].write_bytes(files[2].read_bytes())
+    files[5].write_bytes(files[2].read_bytes())
+    code, out, _ = run(capsys, "verify", tmp_path)
+    assert code == 1 and "train: 6 images, 2 unusable: 2 duplicate" in out and "val: 4 images, 0 unusable" in out
+    for file in (files[2], files[5]):
+        assert f"{file}: duplicate, the same image as {others[1]}, which is for validation\n" in out
+    code, out, _ = run(capsys, "verify", tmp_path, "--write-clean")
+    assert code == 0 and "train.lst: 4 usable images" in out and "val.lst: 4 usable images" in out
+    assert run(capsys, "verify", tmp_path)[0] == 0
+    assert len(open_source(tmp_path, "train")) == len(open_source(tmp_path, "val")) == 4
+
+
+def test_verify_compares_the_parts_that_val_split_makes(tmp_path, capsys):
+    files = write_folder(tmp_path / "in", 30, 2, seed=1)
+    val = set(names_of(open_source(tmp_path / "in", "val", val_split=0.3)))
+    train, (one, other) = [file for file in files if str(file) not in val], sorted(val)[:2]
+    for path in (train[0], other):
+        shutil.copyfile(one, path)
+    assert run(capsys, "verify", tmp_path / "in")[0] == 0
+    code, out, _ = run(capsys, "verify", tmp_path / "in", "--val-split", 0.3)
+    assert code == 1 and "30 images, 1 unusable: 1 duplicate" in out
+    assert f"{train[0]}: duplicate, the same image as {other}, which is for validation" in out
+    assert run(capsys, "verify", tmp_path / "in", "--val-split", 0.3, "--write-clean")[0] == 0
+    assert run(capsys, "verify", tmp_path / "in", "--val-split", 0.3)[0] == 0
+    assert set(names_of(open_source(tmp_path / "in", "val", val_split=0.3))) == val  # from the list now
+    code, _, err = run(capsys, "verify", tmp_path / "in", "--val-split", 0.3, "--split", "train")
+    assert code == 2 and "compares two parts of the training images: leave out --split train" in err
+
+
+def test_make_records_of_the_parts_that_val_split_makes(tmp_path, capsys):
+    write_folder(tmp_path / "in", 30, 2, seed=1)
+    code, out, _ = run(capsys, "make-records", tmp_path / "in", tmp_path / "out", "--val-split", 0.3)
+    parts = [open_source(tmp_path / "in", split, val_split=0.3) for split in ("train", "val")]
+    assert code == 0 and f"train.rec: {len(parts[0])} images" in out and f"val.rec: {len(parts[1])} images" in out
+    for part, split in zip(parts, ("train", "val"), strict=True):
+        written = open_source(tmp_path / "out", split)
+        assert (sorted(written.read(i).tobytes() for i in range(len(written)))
+                == sorted(part.read(i).tobytes() for i in range(len(part))))
+
+
 def test_without_splits_validation_reads_what_training_reads(folder, tmp_path, capsys):
     """The clean list of such a folder, and the records made of it: else it would still meet the broken image, or find
     nothing."""
@@ -116,6 +160,7 @@ def test_make_samples(tmp_path, capsys):
         (["verify", "x", "--splt", "val"], "did you mean --split?"),
         (["bench", "x", "--batch-size", "many"], "--batch-size needs a whole number, not 'many'"),
         (["bench", "x", "--split", "test"], "test"),
+        (["verify", "{tmp}/none", "--val-split", "2"], "--val-split 2 must be at least 0 and below 1"),
         (["verify", "{tmp}/none"], "none does not exist; give"),
         (["bench", "{tmp}"], "text.tar: is truncated or no tar file"),
         (["bench", "synthetic"], "'synthetic' is not a place with image files"),

@@ -65,7 +65,7 @@ def test_data_with_val_is_refused(tmp_path):
     with pytest.raises(DataError, match=f"has images for validation, {tmp_path}/data/val: leave out --val-split, or"):
         open_source(tmp_path / "data", "val", val_split=0.1)
     assert len(files(tmp_path / "data" / "train", "val", 0.5)) in range(1, 9)  # the way out
-    with pytest.raises(DataError, match="validation images of their own, and as many of each class; leave out --val-s"):
+    with pytest.raises(DataError, match="have a validation split, and as many of each class; leave out --val-split"):
         open_loader(LoaderConfig(data="synthetic", val_split=0.1))
 
 
@@ -127,9 +127,11 @@ def test_a_broken_image_is_met_where_it_belongs(tmp_path):
         list(loader)
 
 
-def test_values():
-    with pytest.raises(DataError, match="val_split is 1; it must be at least 0 and below 1"):
-        LoaderConfig(data="here", val_split=1)
+def test_values(tmp_path):
+    empty_images(tmp_path, ["a/1.jpg", "a/2.jpg"])
+    for value in (1, -0.1):
+        with pytest.raises(DataError, match=f"--val-split {value} must be at least 0 and below 1"):
+            open_source(tmp_path, "train", val_split=value)
     with pytest.raises(DataError, match="balance is 2; it must be from 0 to 1"):
         LoaderConfig(data="here", balance=2)
 

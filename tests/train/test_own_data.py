@@ -1,0 +1,87 @@
+"""Runs on own data: --val-split, --balance and balanced accuracy, from the command to the report."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from train import checkpoint
+
+pytestmark = pytest.mark.usefixtures("narrow_network")
+
+OWN = ("--val-split", "0.3", "--balance", "1")
+
+
+@pytest.fixture(scope="module")
+def uneven_data(tiny_data, tmp_path_factory):
+    """Class folders of 18, 9 and 3 images."""
+    folder = tmp_path_factory.mktemp("uneven") / "photos"
+    shutil.copytree(tiny_data, folder)
+    for i in range(9):
+        shutil.copyfile(folder / "class0" / f"{i}.jpg", folder / "class0" / f"again{i}.jpg")
+    for i in range(3, 9):
+        (folder / "class2" / f"{i}.jpg").unlink()
+    return folder
+
+
+@pytest.fixture
+def options(tiny_options, uneven_data):
+    return [*tiny_options, "--data", uneven_data]
+
+
+def last_of(folder):
+    return checkpoint.load(checkpoint.find(str(folder)))
+
+
+def test_a_folder_without_val_is_split(run_train, options, uneven_data, tmp_path):
+    folder = tmp_path / "run"
+    code, out, err = run_train("--output", folder, *options, *OWN, report=True)
+    assert code == 0, err
+    said = next(line for line in out.splitlines() if "training images of 3 classes" in line)
+    numbers = [int(word) for word in said.replace(",", "").split() if word.isdigit()]
+    assert numbers[0] + numbers[2] == 30 and said.endswith("for validation (--val-split 0.3)")
+    assert "on the training images" not in out and "validation loss" in out
+    assert json.loads((folder / "report" / "report.json").read_text())["epochs"][-1]["val_top1"] is not None
+
+    code, out, err = run_train("validate", "--checkpoint", folder)
+    assert code == 0 and f"{numbers[2]} images, loss" in out, err
+    code, out, err = run_train("validate", "--checkpoint", folder, "--data", shutil.copytree(uneven_data, tmp_path / "x"))
+    assert code == 0 and "30 images, loss" in out, err  # other data, all of them
+    code, out, err = run_train("validate", "--checkpoint", folder, "--data", tmp_path / "x", "--val-split", "0.3")
+    assert code == 0 and f"{numbers[2]} images, loss" in out, err
+
+
+def test_a_stopped_run_goes_on_to_the_same_bits(run_train, options, tmp_path):
+    assert run_train("--output", tmp_path / "whole", *options, *OWN)[0] == 0
+    assert run_train("--output", tmp_path / "parts", *options, *OWN, "--max-steps", "3")[0] == 0
+    code, out, err = run_train("--resume", tmp_path / "parts")
+    assert code == 0 and "other options" not in out, err
+    whole, parts = last_of(tmp_path / "whole"), last_of(tmp_path / "parts")
+    assert whole.progress == parts.progress and whole.loader_states == parts.loader_states
+    for name, value in (whole.params | whole.aux).items():
+        assert np.array_equal(value, (parts.params | parts.aux)[name]), name
+    code, _, err = run_train("--resume", tmp_path / "parts", "--epochs", "3", "--val-split", "0.2")
+    assert code == 2 and "resume with the same data, seed, --val-split and --balance" in err
+
+
+@pytest.mark.parametrize("wrong, sentence", [
+    (["--val-split", "1"], "--val-split 1.0 must be at least 0 and below 1"),
+    (["--balance", "2"], "--balance 2.0 must be a fraction from 0 to 1"),
+    (["--data", "synthetic", "--val-split", "0.1"], "have a validation split, and as many of each class; leave out"),
+    (["--data", "{tmp}/single", "--val-split", "0.1"], "no class has two images, one to train on and one for --val-sp"),
+    (["--data", "{tmp}/val", "--val-split", "0.1"], "has images for validation, {tmp}/val/val: leave out --val-split"),
+])
+def test_mistakes(run_train, tiny_options, tiny_data, tmp_path, monkeypatch, wrong, sentence):
+    monkeypatch.chdir(tmp_path)
+    for name in ("class0", "class1"):
+        for place in ("single", "val/val", "val/train"):
+            (tmp_path / place / name).mkdir(parents=True)
+            shutil.copyfile(tiny_data / name / "0.jpg", tmp_path / place / name / "0.jpg")
+    code, _, err = run_train(*tiny_options, *(option.format(tmp=tmp_path) for option in wrong))
+    assert code == 2 and sentence.format(tmp=tmp_path) in err, err
+    assert not (tmp_path / "runs").exists()
+
+
