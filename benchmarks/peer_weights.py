@@ -21,7 +21,7 @@ import torchvision
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-NUM_IMAGES, SIZE = 4, 224
+NUM_IMAGES, SIZE = 2, 224
 LOGITS = 2.0  # their standard deviation: no probability is so small that it is 0
 SMALL_WIDTH, SMALL_CLASSES, SMALL_SIZE = 2, 5, 40
 

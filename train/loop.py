@@ -462,7 +462,7 @@ class Trainer:
         self.optimizer.scalars = checkpoint.scalars
         try:
             np.random.set_state(checkpoint.numpy_rng)
-        except (ValueError, KeyError, TypeError, OverflowError) as error:
+        except (ValueError, LookupError, TypeError, OverflowError) as error:
             raise _incomplete(f"no state of NumPy's random numbers ({error})") from None
         self.progress = replace(checkpoint.progress)
         if self.train_loader.epoch == self.progress.epoch:

@@ -9,14 +9,15 @@ from typing import Any
 
 from common.mxnet_compat import mx
 from train.models import resnet
-from train.models.resnet import BLOCKS_PER_STAGE, FIRST_WIDTH, batch_norm, conv, relu
+from train.models.resnet import BLOCKS_PER_STAGE, batch_norm, conv, relu
 
 Symbol = Any  # mx.sym.Symbol; MXNet has no type stubs
 
 
 def stem(x: Symbol) -> Symbol:
     """From the images to FIRST_WIDTH channels, the first convolution with stride 2."""
-    for number, (filters, stride) in enumerate(((FIRST_WIDTH // 2, 2), (FIRST_WIDTH // 2, 1), (FIRST_WIDTH, 1)), 1):
+    width = resnet.FIRST_WIDTH
+    for number, (filters, stride) in enumerate(((width // 2, 2), (width // 2, 1), (width, 1)), 1):
         x = conv(x, f"stem_conv{number}", filters, kernel=3, stride=stride)
         x = relu(batch_norm(x, f"stem_bn{number}"), f"stem_relu{number}")
     return x

@@ -52,7 +52,7 @@ class Record:
     def __str__(self) -> str:
         shorter = max(self.size, round(self.size / self.crop))
         mean, std = (", ".join(f"{value / 255:.3g}" for value in values) for values in (self.mean, self.std))
-        return (f"{self.size} pixels of {shorter}, {self.interpolation}, mean {mean}, standard deviation {std}"
+        return (f"{self.size} pixels of {shorter}, {self.interpolation}, mean {mean}, std {std}"
                 + ", BGR" * self.is_bgr)
 
 

@@ -145,7 +145,7 @@ def test_validate_and_predict_with_a_file(run_train, trained, published, tiny_da
         code, out, err = run_train("validate", "--checkpoint", place, *options)
         assert code == 0, err
         lines[place] = out.splitlines()[-1].partition("top-1")[2]  # the loss is that of the run's smoothed labels
-        assert out.splitlines()[-1].startswith(f"{place}: 27 images, loss ")
+        assert out.splitlines()[-1].startswith(f"{place}: 27 ")
     assert lines[trained] == lines[published]
     image = next((tiny_data / "class1").iterdir())
     found = []
