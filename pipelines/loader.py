@@ -89,6 +89,7 @@ class Batch(NamedTuple):
     data: Any  # mx.nd (N, size, size, channels), normalised, size being that of the epoch; read only
     label: Any  # mx.nd (N,) float32
     num_valid: int  # in validation < N where images ran out or were skipped; the rest is padding that must not count
+    indices: Sequence[int] = ()  # of the first `num_valid`: which images of the split these are; none of synthetic ones
 
 
 class Loader(ABC):

@@ -31,8 +31,9 @@ def main(values: Mapping[str, Any]) -> None:
         loader = open_split(replace(config, cache=0), "val", placement, workers, trained.classes,
                             f"the network of {place}")  # without cache: each image is needed once
         executor = build_executor(config, trained.num_classes, loader.config.image_size, placement, trained)
-    sums = validate(executor, loader, workers)
-    assert sums  # nothing stops it before its end
+    validation = validate(executor, loader, workers)
+    assert validation  # nothing stops it before its end
+    sums = validation.metrics
     if workers.rank == 0:
         is_same = Path(config.data).resolve() == Path(trained.config.data).resolve()
         images = TRAINING_IMAGES if is_same and evaluated_images(config) == TRAINING_IMAGES else "images"
