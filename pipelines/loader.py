@@ -139,6 +139,10 @@ class Loader(ABC):
     def prepare(self) -> None:  # noqa: B027  # where a batch costs nothing there is nothing to do
         """Make the next batch before it is asked for, so that the memory that batches need is taken now."""
 
+    def names(self, images: Sequence[int]) -> list[str]:
+        """Files or records of images of the split."""
+        return [self._name(i) for i in images]
+
     @property
     def bad_images(self) -> list[tuple[str, str]]:
         """(file or record, reason) of those that this process met and skipped."""
