@@ -128,7 +128,7 @@ class DaliLoader(Loader):
         # array is the pipeline's output itself, and goes back to DALI's pool when MXNet drops its last reference.
         data, label = (mx.nd.from_dlpack(output.as_tensor().__dlpack__()) for output in (images, labels))
         self._recent.append((data, label))
-        return Batch(data, label, plan.num_valid)
+        return Batch(data, label, plan.num_valid, plan.indices[: plan.num_valid])
 
     def _start(self) -> None:
         """Build the pipeline, to begin at the current position."""

@@ -93,6 +93,7 @@ class Batch(NamedTuple):
     data: Any  # mx.nd (N, size, size, channels), normalised, size being that of the epoch; read only
     label: Any  # mx.nd (N,) float32
     num_valid: int  # in validation < N where images ran out or were skipped; the rest is padding that must not count
+    indices: Sequence[int] = ()  # of the first `num_valid`: which images of the split these are; none of synthetic ones
 
 
 class Loader(ABC):
@@ -141,6 +142,10 @@ class Loader(ABC):
 
     def prepare(self) -> None:  # noqa: B027  # where a batch costs nothing there is nothing to do
         """Make the next batch before it is asked for, so that the memory that batches need is taken now."""
+
+    def names(self, images: Sequence[int]) -> list[str]:
+        """Files or records of images of the split."""
+        return [self._name(i) for i in images]
 
     @property
     def bad_images(self) -> list[tuple[str, str]]:

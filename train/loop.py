@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,6 +36,7 @@ from train.processes.pulse import Activity, pulse
 from train.processes.signals import Signals, StoppedBySignal
 from train.reporting.gpu_monitor import GpuMonitor, GpuReadings
 from train.reporting.metrics import accuracy_of
+from train.reporting.outcomes import Outcomes
 from train.reporting.recorder import Recorder
 from train.schedule import make_schedule
 
@@ -46,10 +47,17 @@ MAX_SKIPPED_STEPS = 50
 FRESH_SECONDS = 30.0  # a checkpoint of this age need not be followed by one before validation
 
 
+class Validation(NamedTuple):
+    """What a network makes of a whole split, over all processes."""
+
+    metrics: Metrics
+    outcomes: Outcomes
+
+
 def validate(
     executor: Executor, loader: Loader, workers: Workers, stop: Callable[[], bool] = lambda: False
-) -> Metrics | None:
-    """Loss and accuracy over a whole split, with BatchNorm's statistics averaged over the processes first.
+) -> Validation | None:
+    """Validate on a whole split, with BatchNorm's statistics averaged over the processes first.
 
     None where `stop`, which is asked after each batch, has said so on any of the processes. Raises UserError, on all of
     them, where one cannot load a batch.
@@ -58,6 +66,8 @@ def validate(
     pulse.show(Activity.VALIDATING)  # the first batch may wait until the network is compiled for it
     batches, is_over = iter(loader), False
     problem: UserError | None = None
+    found: list[Outcomes] = []
+    take: Callable[[], Outcomes] | None = None  # of the batch before: the host counts while the device computes
     for _ in range(loader.num_batches):  # on each process as many: they vote after each
         if not problem:
             try:
@@ -66,6 +76,9 @@ def validate(
                 problem = error
             else:
                 executor.evaluate(batch.data, batch.label, batch.num_valid)
+                take_next = _request_outcomes(executor, batch)
+                found += [take()] if take else []
+                take = take_next
                 pulse.show(Activity.LOADING)
         (is_over,) = workers.vote([problem is not None or stop()], "validation")
         if is_over:
@@ -77,7 +90,15 @@ def validate(
     if is_over:
         return None
     next(batches, None)  # the loader's epoch ends
-    return Metrics(*workers.sum(executor.read_metrics()))
+    found += [take()] if take else []
+    metrics = Metrics(*workers.sum(executor.read_metrics()))
+    return Validation(metrics, Outcomes.together(workers.gather(Outcomes.together(found))))
+
+
+def _request_outcomes(executor: Executor, batch: Batch) -> Callable[[], Outcomes]:
+    """Those of the batch that has just been evaluated; what is returned waits for them."""
+    probabilities, count = executor.request_probabilities(), batch.num_valid
+    return lambda: Outcomes.of(probabilities()[:count], batch.label.asnumpy()[:count], batch.indices)
 
 
 @contextlib.contextmanager
@@ -119,6 +140,7 @@ class Trainer:
         self.executor = executor
         self.train_loader = train_loader
         self.val_loader = val_loader
+        self.validated: tuple[int, Outcomes] | None = None  # in this session last: after so many epochs, with this
         self.run_folder = run_folder
         self.commit = commit
         self.optimizer = make_optimizer(executor, config)
@@ -352,16 +374,17 @@ class Trainer:
             self.save(recorder)
         try:
             with recorder.phase("validation"), ema_in_use(self.optimizer):
-                metrics = validate(self.executor, loader, self.workers, lambda: _is_to_stop(signals))
+                validation = validate(self.executor, loader, self.workers, lambda: _is_to_stop(signals))
         except UserError:
             self.save(recorder)
             recorder.say(f"step {self.progress.step} is saved; with that mended {self._go_on}")
             raise
-        if not metrics:
+        if not validation:
             self.save(recorder)
             raise self._stopped(signals)
+        self.validated = self.progress.epoch + 1, validation.outcomes
         self._report_bad_images(recorder, loader)
-        return metrics
+        return validation.metrics
 
     def _report_bad_images(self, recorder: Recorder, loader: Loader) -> None:
         """Name the images that a loader's processes have skipped, or used though they are damaged; the recorder names

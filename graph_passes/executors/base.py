@@ -156,6 +156,11 @@ class Executor(ABC):
         """Inference that only adds to the metrics; images from index `num_valid` on do not count."""
 
     @abstractmethod
+    def request_probabilities(self) -> Callable[[], np.ndarray]:
+        """The class probabilities (N, classes), float32, that the latest `forward` or `evaluate` has given, without
+        waiting: what is returned waits for them, whatever the executor is asked for in between."""
+
+    @abstractmethod
     def read_metrics(self) -> Metrics:
         """What has been counted since the last read, over training and inference; waits for the device."""
 

@@ -10,7 +10,7 @@ import contextlib
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -81,6 +81,9 @@ class MXNetExecutor(Executor):
         bound = self._load("null", data, label)
         bound.executor.forward(is_train=False)
         self._count(bound, label, num_valid)
+
+    def request_probabilities(self) -> Callable[[], np.ndarray]:
+        return self._bound["null"].executor.outputs[0].copyto(mx.cpu()).asnumpy
 
     def read_metrics(self) -> Metrics:
         loss_sum, top1, top5, count = self._totals.asnumpy()

@@ -34,6 +34,9 @@ class ValidateOptions(LoaderOptions, InferenceImageOptions, BatchOptions, Device
     checkpoint: Annotated[str, "PATH"] = ""
     """Run folder, checkpoint or weights of another program (docs/fine_tuning.md) that are validated; of a run folder,
     its best checkpoint."""
+    report: Annotated[str, "FOLDER"] = ""
+    """Also write a report into this new folder: what is taken for what, accuracy by class, the surest mistakes,
+    calibration."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from train.processes.distributed import Workers
 from train.processes.invocation import python
 from train.processes.pulse import Activity, pulse
 from train.reporting import predictions
-from train.reporting.inspection import predict_some
+from train.reporting.inspection import describe, predict_some
 from train.reporting.metrics import VALIDATION
 from train.reporting.recorder import Recorder
 from train.reporting.report import write_report
@@ -154,6 +154,10 @@ def report(recorder: Recorder, run_folder: Path, trainer: Trainer | None = None)
 def _write_report(recorder: Recorder, run_folder: Path, trainer: Trainer | None) -> None:
     folder = run_folder / "report"
     if trainer and trainer.val_loader and has_predictions(trainer, recorder):
+        if trainer.validated:
+            epoch, outcomes = trainer.validated
+            images = f"{VALIDATION} images" if recorder.evaluated == VALIDATION else recorder.evaluated
+            describe(outcomes, trainer.val_loader, epoch, images).save(folder)
         try:
             with ema_in_use(trainer.optimizer):
                 found = predict_some(trainer.executor, trainer.val_loader, trainer.progress.epoch, recorder.evaluated)

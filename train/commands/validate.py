@@ -14,27 +14,40 @@ from train.config import configure
 from train.errors import TrainError
 from train.loop import validate
 from train.processes.distributed import Workers
+from train.processes.invocation import command_line
+from train.reporting.document import Tiles
+from train.reporting.inspection import describe
 from train.reporting.metrics import TRAINING_IMAGES
+from train.reporting.report import write_validation
 
 
 def main(values: Mapping[str, Any]) -> None:
     """Print loss and accuracy of a trained network, by the options given. Raises UserError."""
     workers = Workers()
+    folder = Path(values.get("report", ""))
     with workers.agreement():
         place = values.get("checkpoint")
         if not place:
             raise TrainError("validation needs trained weights: give --checkpoint with a run folder, a checkpoint or a "
                              "file of weights")
+        if folder.name and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise TrainError(f"the report's folder {folder} already holds files: give another --report")
         trained = weights.load(place, quiet=workers.rank > 0)
         config = of_network(configure(values, trained.config), values, trained)
         placement = prepare(config, workers)
         loader = open_split(replace(config, cache=0), "val", placement, workers, trained.classes,
                             f"the network of {place}")  # without cache: each image is needed once
         executor = build_executor(config, trained.num_classes, loader.config.image_size, placement, trained)
-    sums = validate(executor, loader, workers)
-    assert sums  # nothing stops it before its end
+    validation = validate(executor, loader, workers)
+    assert validation  # nothing stops it before its end
+    sums = validation.metrics
     if workers.rank == 0:
         is_same = Path(config.data).resolve() == Path(trained.config.data).resolve()
         images = TRAINING_IMAGES if is_same and evaluated_images(config) == TRAINING_IMAGES else "images"
         loss, top1, top5 = (value / sums.count for value in (sums.loss_sum, sums.top1, sums.top5))
         print(f"{place}: {sums.count:.0f} {images}, loss {loss:.4f}, top-1 {top1:.2%}, top-5 {top5:.2%}")
+        if folder.name:
+            on = images if images == TRAINING_IMAGES else f"images of {config.data}"
+            found = describe(validation.outcomes, loader, trained.progress.epoch, on)
+            figures = Tiles([(f"{top1:.1%}", "top-1"), (f"{top5:.1%}", "top-5"), (f"{loss:.4f}", "loss")])
+            print(f"report: {write_validation(folder, f'{place}: validation', figures, command_line(), found)}")

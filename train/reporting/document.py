@@ -63,9 +63,14 @@ def markdown(title: str, blocks: Sequence[Block]) -> str:
                 parts.append(" · ".join(f"**{value}** {what}" for value, what in figures))
             case Table(header, rows):
                 lines = [header, ["---"] * len(header), *rows]
-                cells = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in line] for line in lines]
+                cells = [[_cell(str(cell)) for cell in line] for line in lines]
                 parts.append("\n".join(f"| {' | '.join(line)} |" for line in cells))
     return "\n\n".join(parts) + "\n"
+
+
+def _cell(text: str) -> str:
+    """A cell of a Markdown table: on one line, and neither a bar nor a tag in it means anything."""
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "\\<")
 
 
 STYLE = """

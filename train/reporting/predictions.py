@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import io
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from common import files
-from train.errors import TrainError
+from train.reporting import arrays
 from train.reporting.metrics import VALIDATION
 
 FILE, PICTURE = "predictions.npz", "predictions.png"  # in the report's folder
@@ -41,26 +38,12 @@ class Predictions:
 
 
 def save(predictions: Predictions, folder: Path) -> None:
-    """Write them into a report's folder. Raises TrainError where that fails."""
-    content = io.BytesIO()
-    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, value in vars(predictions).items():
-            array = io.BytesIO()
-            np.lib.format.write_array(array, np.asarray(value), allow_pickle=False)
-            # A ZipInfo has a time of its own; a zip file cannot hold that of a clock before 1980.
-            archive.writestr(zipfile.ZipInfo(f"{name}.npy"), array.getvalue(), zipfile.ZIP_DEFLATED)
-    files.write(folder / FILE, content.getvalue())
+    """Write them into a report's folder. Raises UserError where that fails."""
+    arrays.save(folder / FILE, vars(predictions))
 
 
 def read(folder: Path) -> Predictions | None:
     """Those that a report's folder holds; None where there are none. Raises TrainError where they cannot be read."""
-    path = folder / FILE
-    if not path.is_file():
-        return None
-    try:
-        with np.load(path) as values:
-            true, guessed = values["true"].tolist(), values["guessed"].tolist()
-            images = str(values["images"]) if "images" in values else VALIDATION  # files of earlier versions
-            return Predictions(values["pictures"], true, guessed, values["probability"], int(values["epoch"]), images)
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        raise TrainError(f"{path} cannot be read ({error}): delete it, and the report comes without it") from None
+    return arrays.read(folder / FILE, lambda values: Predictions(
+        values["pictures"], values["true"].tolist(), values["guessed"].tolist(), values["probability"],
+        int(values["epoch"]), str(values["images"]) if "images" in values else VALIDATION))  # files of earlier versions

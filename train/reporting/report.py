@@ -17,7 +17,8 @@ from common import files
 from common.command_line import exit_code_of, given
 from train.config import SYNTHETIC
 from train.errors import TrainError
-from train.reporting import plots, predictions
+from train.reporting import classifier, plots, predictions
+from train.reporting.classifier import Classifier
 from train.reporting.document import Block, Code, Heading, Plot, Table, Text, Tiles, html_page, markdown
 from train.reporting.metrics import EVALUATED, METRICS_FILE, TRAINING_IMAGES, VALIDATION, RunRecord, accuracy_of
 from train.reporting.summary import Summary, summarize
@@ -26,8 +27,8 @@ from train.reporting.summary import Summary, summarize
 def write_report(folder: Path, record: RunRecord) -> Path:
     """Write all files of a report into `folder`; returns the path of report.md.
 
-    Predictions that lie there (`train.reporting.predictions`) become a picture. Raises UserError for a run without a
-    single step and a folder that cannot be written.
+    Predictions and a classifier that lie there (`train.reporting.predictions`, `classifier`) are shown. Raises UserError
+    for a run without a single step and a folder that cannot be written.
     """
     summary = summarize(record)
     figures: dict[str, Callable[[plots.Theme], bytes]] = {
@@ -43,20 +44,42 @@ def write_report(folder: Path, record: RunRecord) -> Path:
     shown = predictions.read(folder)
     if shown:
         figures[predictions.PICTURE] = lambda theme: plots.predictions(shown, theme)
+    found = classifier.read(folder)
+    title, blocks = _contents(record, summary, list(figures), shown.caption if shown else "", found)
+    values: dict[str, Any] = {"summary": asdict(summary), **record.to_dict()}
+    if found:
+        figures |= found.figures
+        values["classifier"] = found.to_dict()
+    _write(folder, title, blocks, figures, values)
+    files.write(folder / "dawnbench.tsv", dawnbench_tsv(record).encode())
+    return folder / "report.md"
+
+
+def write_validation(folder: Path, title: str, results: Tiles, command: str, found: Classifier) -> Path:
+    """Write a report of a validation into `folder`; returns the path of report.md. Raises UserError for a folder that
+    cannot be written."""
+    found.save(folder)
+    _write(folder, title, [results, Text("By:"), Code(command), *found.blocks], found.figures,
+           {"command": command, "classifier": found.to_dict()})
+    return folder / "report.md"
+
+
+def _write(
+    folder: Path, title: str, blocks: Sequence[Block], figures: Mapping[str, Callable[[plots.Theme], bytes]],
+    values: Mapping[str, Any],
+) -> None:
+    """A report's files: PNG plots, report.json with these values, report.md and report.html with these blocks."""
     light = {name: draw(plots.LIGHT) for name, draw in figures.items()}
     dark = {name: draw(plots.DARK) for name, draw in figures.items()}
-
-    title, blocks = _contents(record, summary, list(figures), shown.caption if shown else "")
     contents: dict[str, bytes] = {
         **light,
-        "report.json": json.dumps({"summary": asdict(summary), **record.to_dict()}, indent=1).encode(),
-        "report.md": markdown(title, blocks).encode(),
-        "report.html": html_page(title, blocks, light, dark).encode(),
-        "dawnbench.tsv": dawnbench_tsv(record).encode(),
+        "report.json": json.dumps(values, indent=1).encode(),
+        # Names of files may have bytes that are no text.
+        "report.md": markdown(title, blocks).encode(errors="replace"),
+        "report.html": html_page(title, blocks, light, dark).encode(errors="replace"),
     }
     for name, content in contents.items():
         files.write(folder / name, content)
-    return folder / "report.md"
 
 
 def dawnbench_tsv(record: RunRecord) -> str:
@@ -90,7 +113,7 @@ def _model(config: Mapping[str, Any]) -> str:
 
 
 def _contents(
-    record: RunRecord, summary: Summary, figures: Sequence[str], predicted: str
+    record: RunRecord, summary: Summary, figures: Sequence[str], predicted: str, found: Classifier | None
 ) -> tuple[str, list[Block]]:
     """Title and blocks; `predicted` is the caption of the picture of predictions, if there is one."""
     title = f"{_model(record.config)}, {record.config.get('config', 'run')}: training report"
@@ -143,6 +166,8 @@ def _contents(
                         "whole ones.")]
     if record.epochs:
         blocks += [_epoch_table(record)]
+    if found:
+        blocks += found.blocks
     if record.events:
         blocks += [Heading("Events"), _event_table(record)]
     blocks += [

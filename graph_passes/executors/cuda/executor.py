@@ -79,6 +79,7 @@ class CudaExecutor(Executor):
         if self._options.dtype != "bfloat16":
             self._grads |= self._views("weight_gradients", store.weight_gradients)
         self._num_valid = self.input_shapes["data"][0]
+        self._num_inferred = 0  # images of the latest inference
         self.gpu_bus_id = self._step.gpu.device.pci_bus_id
         self._last_step: Any = None  # CUDA event at the end of the latest step
         self._idle = IdleClock(self._step.gpu)
@@ -243,10 +244,8 @@ class CudaExecutor(Executor):
         num_images = min(data.shape[0], self.input_shapes["data"][0])
         self._load(data, label, 0 if label is None else num_images, num_images)
         self._step.infer(num_images)
-        shape = self._step.persistent.probabilities.shape
-        probabilities = self._arrays["probabilities"].reshape(shape)[:num_images]
-        self._gate([probabilities])
-        return probabilities
+        self._num_inferred = num_images
+        return self._probabilities()
 
     def evaluate(self, data: Array, label: Array, num_valid: int) -> None:
         """Inference that only adds to the metrics. The batch may be smaller than the one that the executor was made
@@ -256,6 +255,18 @@ class CudaExecutor(Executor):
         num_images = min(data.shape[0], self.input_shapes["data"][0])
         self._load(data, label, min(num_valid, num_images), num_images)
         self._step.infer(num_images)
+        self._num_inferred = num_images
+
+    def request_probabilities(self) -> Callable[[], np.ndarray]:
+        """As `Executor` has it. The next batch waits on the host until these are copied."""
+        return self._probabilities().copyto(mx.cpu()).asnumpy
+
+    def _probabilities(self) -> Array:
+        """Those of the latest inference."""
+        shape = self._step.persistent.probabilities.shape
+        probabilities = self._arrays["probabilities"].reshape(shape)[: self._num_inferred]
+        self._gate([probabilities])
+        return probabilities
 
     def read_metrics(self) -> Metrics:
         return self._step.read_metrics()
