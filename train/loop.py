@@ -347,11 +347,14 @@ class Trainer:
         self._report_bad_images(recorder, self.train_loader)
         self._look_for_removed(recorder)
         is_due = config.validate_every and (done % config.validate_every == 0 or done == config.epochs)
-        metrics = self._validate(recorder, signals, self.val_loader) if self.val_loader and is_due else None
+        validation = self._validate(recorder, signals, self.val_loader) if self.val_loader and is_due else None
         progress.epoch, progress.epoch_step = done, 0
-        recorder.end_epoch(metrics)
-        if not metrics:
+        if not validation:
+            recorder.end_epoch()
             return ""
+        metrics, outcomes = validation
+        is_balance_wanted = config.balance > 0 or outcomes.is_uneven
+        recorder.end_epoch(metrics, outcomes.balanced_accuracy if is_balance_wanted else None)
         top1 = metrics.top1 / metrics.count
         if top1 > progress.best_top1:
             progress.best_top1, progress.validations_since_best = top1, 0
@@ -366,7 +369,7 @@ class Trainer:
                     f"{accuracy_of(recorder.evaluated)} above {progress.best_top1:.4f}, whose weights are kept")
         return ""
 
-    def _validate(self, recorder: Recorder, signals: Signals, loader: Loader) -> Metrics:
+    def _validate(self, recorder: Recorder, signals: Signals, loader: Loader) -> Validation:
         """Validate after an epoch's last step, whose state is saved whatever becomes of the validation: a resumed run
         begins with it. Raises StoppedBySignal, and UserError where an image cannot be read."""
         age = time.monotonic() - self.last_saved_at
@@ -384,7 +387,7 @@ class Trainer:
             raise self._stopped(signals)
         self.validated = self.progress.epoch + 1, validation.outcomes
         self._report_bad_images(recorder, loader)
-        return validation.metrics
+        return validation
 
     def _report_bad_images(self, recorder: Recorder, loader: Loader) -> None:
         """Name the images that a loader's processes have skipped, or used though they are damaged; the recorder names

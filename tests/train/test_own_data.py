@@ -44,14 +44,25 @@ def test_a_folder_without_val_is_split(run_train, options, uneven_data, tmp_path
     numbers = [int(word) for word in said.replace(",", "").split() if word.isdigit()]
     assert numbers[0] + numbers[2] == 30 and said.endswith("for validation (--val-split 0.3)")
     assert "on the training images" not in out and "validation loss" in out
-    assert json.loads((folder / "report" / "report.json").read_text())["epochs"][-1]["val_top1"] is not None
+    report = json.loads((folder / "report" / "report.json").read_text())
+    last = report["epochs"][-1]
+    assert last["val_balanced_top1"] == pytest.approx(report["classifier"]["balanced_top1"])
+    assert f"balanced accuracy {last['val_balanced_top1']:.1%} |" in out
+    assert "balanced accuracy of the same epoch" in (folder / "report" / "report.md").read_text()
 
     code, out, err = run_train("validate", "--checkpoint", folder)
-    assert code == 0 and f"{numbers[2]} images, loss" in out, err
+    assert code == 0 and f"{numbers[2]} images, loss" in out and ", balanced accuracy " in out, err
     code, out, err = run_train("validate", "--checkpoint", folder, "--data", shutil.copytree(uneven_data, tmp_path / "x"))
     assert code == 0 and "30 images, loss" in out, err  # other data, all of them
     code, out, err = run_train("validate", "--checkpoint", folder, "--data", tmp_path / "x", "--val-split", "0.3")
     assert code == 0 and f"{numbers[2]} images, loss" in out, err
+
+
+def test_balanced_accuracy_is_told_where_classes_are_uneven(run_train, options, tiny_options, tmp_path):
+    for data, told in ((tiny_options, False), (options, True), ([*tiny_options, "--balance", "0.5"], True)):
+        folder = tmp_path / f"run{len(list(tmp_path.iterdir()))}"
+        code, out, err = run_train("--output", folder, *data, "--epochs", "1")
+        assert code == 0 and ("balanced accuracy" in out) == told, err
 
 
 def test_a_stopped_run_goes_on_to_the_same_bits(run_train, options, tmp_path):

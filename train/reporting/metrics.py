@@ -37,6 +37,7 @@ UNITS = {
     "loss": "nats per image",
     "top1": "fraction of images",
     "top5": "fraction of images",
+    "balanced_top1": "fraction of images, mean of the classes; of uneven classes, and with --balance",
     "learning_rate": "1",
     "skipped_steps": "optimizer steps that changed no weight, since a gradient was not finite",
     "gpu_power": "W, all GPUs together",
@@ -105,6 +106,7 @@ class Evaluation(NamedTuple):
     loss: float
     top1: float  # fraction of the images
     top5: float
+    balanced_top1: float | None  # the mean of the classes; of uneven ones, and with --balance
 
 
 @dataclass
@@ -119,15 +121,17 @@ class EpochRow:
     val_loss: float | None = None
     val_top1: float | None = None
     val_top5: float | None = None
+    val_balanced_top1: float | None = None
     train_eval_loss: float | None = None  # of the training images, seen as in validation: the data has no others
     train_eval_top1: float | None = None
     train_eval_top5: float | None = None
+    train_eval_balanced_top1: float | None = None
 
     @property
     def evaluation(self) -> Evaluation | None:
         """Of validation images, or of the training images where there are no others; None: not in this epoch."""
         for images, prefix in EVALUATED.items():
-            values = [getattr(self, f"{prefix}_{name}") for name in ("loss", "top1", "top5")]
+            values = [getattr(self, f"{prefix}_{name}") for name in Evaluation._fields[1:]]
             if values[1] is not None:
                 return Evaluation(images, *values)
         return None

@@ -9,6 +9,7 @@ import numpy as np
 
 NUM_BINS = 15  # of equal width, from 0 to 1: Guo et al., section 2
 NUM_MISTAKES = 20
+UNEVEN = 2  # from here on accuracy says more of some classes than of others
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,19 @@ class Outcomes:
         """The expected calibration error: the mean distance of probability and accuracy, over bins weighted by their
         images. Source: Guo et al., arXiv:1706.04599, equation 3."""
         return float(np.abs(self.bins[:, 1] - self.bins[:, 2]).sum() / self.num_images)
+
+    @property
+    def balanced_accuracy(self) -> float:
+        """Each class counting the same: the mean over the classes, of those that have images, of the share of a class's
+        images that is taken for it (recall)."""
+        images, right, _ = self.by_class(1 + int(self.pairs[:, :2].max()))
+        return float((right[images > 0] / images[images > 0]).mean())
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether a class has at least UNEVEN times the images of another one that has some."""
+        images, *_ = self.by_class(1 + int(self.pairs[:, :2].max()))
+        return bool(images.max() >= UNEVEN * images[images > 0].min())
 
     def by_class(self, num_classes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Of each class (num_classes,): its images, those of them taken for it, and all that are taken for it."""

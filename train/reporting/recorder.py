@@ -363,8 +363,8 @@ class Recorder:
             self._mlperf.end("eval_stop", epoch_num=self._epoch + 1)
         self._emit("phase", name=name, seconds=seconds)
 
-    def end_epoch(self, validation: Metrics | None = None) -> None:
-        """The epoch's steps, and its validation if there was one, have ended."""
+    def end_epoch(self, validation: Metrics | None = None, balanced_top1: float | None = None) -> None:
+        """The epoch's steps, and its validation if there was one, have ended; `balanced_top1` where it is to be told."""
         if not (self._terminal and self._file):
             return
         self._write_unread()
@@ -387,12 +387,14 @@ class Recorder:
             sums = {"loss": validation.loss_sum, "top1": validation.top1, "top5": validation.top5}
             for name, value in sums.items():
                 setattr(row, f"{EVALUATED[self.evaluated]}_{name}", value / validation.count)
+            setattr(row, f"{EVALUATED[self.evaluated]}_balanced_top1", balanced_top1)
         self._emit("epoch", **vars(row))
         self._terminal.end_epoch(row)
         if self._tensorboard and row.evaluation:
-            images, *values = row.evaluation
+            values = row.evaluation._asdict()
+            images = values.pop("images")
             group = VALIDATION if images == VALIDATION else EVALUATED[images]
-            self._tensorboard.add(group, self._step, **dict(zip(("loss", "top1", "top5"), values, strict=True)))
+            self._tensorboard.add(group, self._step, **{n: value for n, value in values.items() if value is not None})
         if self._mlperf:
             if row.val_top1 is not None:
                 self._mlperf.point("eval_accuracy", row.val_top1, epoch_num=self._epoch + 1)

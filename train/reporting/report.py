@@ -122,6 +122,8 @@ def _contents(
     if summary.best and (best := summary.best.evaluation):
         tiles += [(f"{best.top1:.1%}", f"{accuracy_of(best.images)}, epoch {summary.best.epoch}")]
         tiles += [(f"{best.top5:.1%}", "top-5 of the same epoch")]
+        if best.balanced_top1 is not None:
+            tiles += [(f"{best.balanced_top1:.1%}", "balanced accuracy of the same epoch")]
     tiles += [(_duration(record.seconds), f"on {record.num_processes} process{'es' * (record.num_processes > 1)}")]
     if summary.price is not None:
         tiles += [(_amount(summary.price), "price of the run")]

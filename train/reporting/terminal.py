@@ -70,7 +70,8 @@ class Terminal:
             parts.append(f"train loss {row.train_loss:.3f}, top-1 {row.train_top1:.1%}")
         if found := row.evaluation:
             parts.append("| validation" if found.images == VALIDATION else f"| on the {found.images}:")
-            parts.append(f"loss {found.loss:.3f}, top-1 {found.top1:.1%}, top-5 {found.top5:.1%}")
+            balanced = "" if found.balanced_top1 is None else f", balanced accuracy {found.balanced_top1:.1%}"
+            parts.append(f"loss {found.loss:.3f}, top-1 {found.top1:.1%}, top-5 {found.top5:.1%}{balanced}")
         self.say(" ".join([*parts, f"| {timedelta(seconds=round(3600 * row.hours))} so far"]))
 
     def close(self) -> None:

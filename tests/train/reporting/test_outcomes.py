@@ -94,3 +94,19 @@ def test_bins_hold_their_upper_bound_and_what_is_no_number() -> None:
     assert two_classes(sureness, np.ones(3)).bins[:, 0].nonzero()[0].tolist() == [7, 14]
     broken = Outcomes.of(np.full((2, 3), np.nan, "f"), np.array([0, 2], "f"), [0, 1])
     assert broken.num_images == 2 and np.isfinite(broken.calibration_error)
+
+
+def test_balanced_accuracy_is_the_mean_of_the_classes() -> None:
+    """Classes 0, 1 and 3 with 8, 2 and 4 images, of which 6, 2 and 1 are right; class 2 has none, but is guessed."""
+    labels = np.repeat([0, 1, 3], [8, 2, 4])
+    guesses = np.array([0] * 6 + [1, 3] + [1, 1] + [3, 2, 2, 0])
+    found = Outcomes.of(np.eye(5, dtype="f")[guesses], labels.astype("f"), range(14))
+    assert found.balanced_accuracy == pytest.approx((6 / 8 + 2 / 2 + 1 / 4) / 3)
+    assert found.is_uneven
+
+
+@pytest.mark.parametrize(("sizes", "is_uneven"), [((5, 5, 0, 5), False), ((5, 9), False), ((5, 10), True)])
+def test_uneven_classes(sizes: tuple[int, ...], is_uneven: bool) -> None:
+    labels = np.repeat(np.arange(len(sizes)), sizes)
+    probabilities = np.full((len(labels), len(sizes)), 1 / len(sizes), "f")  # all are taken for class 0
+    assert Outcomes.of(probabilities, labels.astype("f"), range(len(labels))).is_uneven == is_uneven
