@@ -52,7 +52,8 @@ def test_a_folder_without_val_is_split(run_train, options, uneven_data, tmp_path
 
     code, out, err = run_train("validate", "--checkpoint", folder)
     assert code == 0 and f"{numbers[2]} images, loss" in out and ", balanced accuracy " in out, err
-    code, out, err = run_train("validate", "--checkpoint", folder, "--data", shutil.copytree(uneven_data, tmp_path / "x"))
+    shutil.copytree(uneven_data, tmp_path / "x")
+    code, out, err = run_train("validate", "--checkpoint", folder, "--data", tmp_path / "x")
     assert code == 0 and "30 images, loss" in out, err  # other data, all of them
     code, out, err = run_train("validate", "--checkpoint", folder, "--data", tmp_path / "x", "--val-split", "0.3")
     assert code == 0 and f"{numbers[2]} images, loss" in out, err

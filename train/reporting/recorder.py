@@ -364,7 +364,7 @@ class Recorder:
         self._emit("phase", name=name, seconds=seconds)
 
     def end_epoch(self, validation: Metrics | None = None, balanced_top1: float | None = None) -> None:
-        """The epoch's steps, and its validation if there was one, have ended; `balanced_top1` where it is to be told."""
+        """The epoch's steps, and its validation if there was one, have ended; `balanced_top1` where it is told."""
         if not (self._terminal and self._file):
             return
         self._write_unread()

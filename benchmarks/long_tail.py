@@ -1,0 +1,142 @@
+"""Unbalanced CIFAR-10: balanced accuracy with and without `--balance`, in one run.
+
+    python benchmarks/long_tail.py
+    python benchmarks/long_tail.py --largest 40 --imbalance 10 --val-images 10 --epochs 1 --seeds 1   # a try on a CPU
+
+Of the most frequent class 5,000 training images are kept, of the next ones fewer and fewer, down to a hundredth
+(exponential profile of Cui et al., arXiv:1901.05555, section 5.1: 12,406 images); which ones, the seed draws. A
+ResNet-18 is trained on them from nothing as a user starts it, with `--balance 0`, 0.5 and 1, and validated on the
+10,000 validation images, which are as many of each class.
+
+Writes results/long_tail_1gpu.jsonl (of each run balanced accuracy, and that of the three rarest classes) and, from
+three seeds on, .json: balanced accuracy in % with `--balance 1`, its peer being the same without.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import record
+from cifar10_time_to_accuracy import DEFAULT_DATA
+from finetune import program, run_program, write_images
+
+from common.command_line import Positive, read_options
+from common.errors import UserError
+from pipelines.sources import Source, open_source
+
+NAME = "long_tail_1gpu"
+BALANCES = (0.0, 0.5, 1.0)
+NUM_RARE = 3  # classes
+RECIPE = ("--batch-size", "128", "--warmup-epochs", "1")  # an epoch is short: the preset's batch would be 24 steps
+
+Line = dict[str, Any]  # of the .jsonl
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is trained."""
+
+    preset: str = "cifar10_resnet18"
+    """Whose network, images and recipe are taken."""
+    data: Path = DEFAULT_DATA
+    """CIFAR-10 in any form that the loader reads."""
+    largest: Positive = 5000
+    """Training images of the most frequent class."""
+    imbalance: float = 100.0
+    """So many times those of the rarest class."""
+    val_images: Positive = 1000
+    """Validation images of each class."""
+    epochs: Positive = 50
+    """Of each run."""
+    seeds: Positive = 3
+    """Runs with each balance; a published result needs 3."""
+    side_by_side: Positive = 4
+    """Runs at a time: they are too small to fill a GPU, and accuracies are what counts."""
+    results: Path = record.RESULTS
+    """Folder to write to."""
+
+
+def class_sizes(largest: int, imbalance: float, num_classes: int) -> list[int]:
+    """Images of each class, the most frequent first: they fall by the same factor from class to class."""
+    return [max(1, int(largest * imbalance ** (-label / (num_classes - 1)))) for label in range(num_classes)]
+
+
+def write_data(arguments: Options, train: Source, val: Source, folder: Path) -> None:
+    """`<seed>/train` and `<seed>/val` as class folders."""
+    sizes = class_sizes(arguments.largest, arguments.imbalance, len(train.classes))
+    write_images(val, range(len(val.classes)), folder / "val", arguments.val_images)
+    for seed in range(1, arguments.seeds + 1):
+        for label, size in enumerate(sizes):
+            write_images(train, [label], folder / str(seed) / "train", size, seed)
+        (folder / str(seed) / "val").symlink_to(folder / "val")
+
+
+def train_once(arguments: Options, balance: float, seed: int, folder: Path) -> Line:
+    """A run of the program."""
+    run = folder / f"run-{balance:g}-{seed}"
+    run_program(program("train", "--config", arguments.preset, "--data", folder / str(seed), "--seed", seed,
+                        "--balance", balance, *RECIPE, "--epochs", arguments.epochs, "--validate-every",
+                        arguments.epochs, "--output", run, "--no-tensorboard"), folder / f"{run.name}.log")
+    found = json.loads((run / "report" / "report.json").read_text())["classifier"]
+    of_class = [right / images for right, images in zip(found["class_right"], found["class_images"], strict=True)]
+    return {"balance": balance, "seed": seed, "balanced_accuracy": statistics.fmean(of_class),
+            "rare": statistics.fmean(of_class[-NUM_RARE:]), "of_class": of_class}
+
+
+def measure(arguments: Options) -> Iterator[Line]:
+    """The lines of all runs."""
+    train, val = (open_source(arguments.data, split) for split in ("train", "val"))
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(arguments.side_by_side) as pool:
+        write_data(arguments, train, val, Path(scratch))
+        cases = itertools.product(BALANCES, range(1, arguments.seeds + 1))
+        yield from pool.map(lambda case: train_once(arguments, *case, Path(scratch)), cases)
+
+
+def of(lines: Sequence[Line], balance: float, figure: str) -> list[float]:
+    """In %, of each seed."""
+    return [100 * line[figure] for line in lines if line["balance"] == balance]
+
+
+def table(lines: Sequence[Line]) -> str:
+    """Mean and standard deviation, in Markdown."""
+    def cell(balance: float, figure: str) -> str:
+        values = of(lines, balance, figure)
+        return f"{statistics.mean(values):.1f}" + (f" +/- {statistics.stdev(values):.1f}" if len(values) > 1 else "")
+
+    rows = [f"| `--balance` | balanced accuracy, % | of the {NUM_RARE} rarest classes, % |", "|---|---|---|"]
+    return "\n".join(rows + [f"| {balance:g} | {cell(balance, 'balanced_accuracy')} | {cell(balance, 'rare')} |"
+                             for balance in BALANCES])
+
+
+def publish(lines: Sequence[Line], folder: Path) -> None:
+    """The files of the result, and its table."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{NAME}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    print(table(lines))
+    plain, *_, balanced = (of(lines, balance, "balanced_accuracy") for balance in BALANCES)
+    if len(plain) >= record.MIN_RUNS:
+        record.write_result(NAME, balanced, peer=record.Peer("the same with --balance 0", plain), folder=folder,
+                            unit="balanced accuracy %")
+
+
+def main() -> None:
+    arguments = read_options(Options)
+    if arguments.imbalance < 1:
+        raise UserError(f"--imbalance {arguments.imbalance:g} must be at least 1")
+    lines = []
+    for line in measure(arguments):
+        lines.append(line)
+        print(json.dumps(line), flush=True)
+    publish(lines, arguments.results)
+
+
+if __name__ == "__main__":
+    record.run(main)
