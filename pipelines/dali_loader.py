@@ -72,6 +72,12 @@ class DaliLoader(Loader):
         self._read_ahead = 0  # the batch to be asked for next, counted likewise
         self._num_looked_ahead = 0  # batches, see _images_ahead
         self._order = functools.lru_cache(maxsize=2)(self._shuffle)  # of this epoch and the next
+        self._images_by_class: list[np.ndarray] = []  # with `balance`
+        if config.balance and config.split == "train":
+            self._images_by_class = self._sorted_by_class()
+            sizes = [len(images) for images in self._images_by_class]
+            self.remarks = [*source.remarks, f"--balance {config.balance:g}: the classes have {min(sizes):,} to "
+                                             f"{max(sizes):,} images, and are drawn more equally often"]
         # MXNet keeps an array alive until all work that it was handed to is done. A consumer that takes the bare
         # pointer and launches work of its own has until two batches later.
         self._recent: deque[tuple[Any, Any]] = deque(maxlen=2)
@@ -173,8 +179,7 @@ class DaliLoader(Loader):
             return rng.permutation(self.num_images)
         return rng.permutation(draw_balanced(self._images_by_class, self.config.balance, rng))
 
-    @functools.cached_property
-    def _images_by_class(self) -> list[np.ndarray]:
+    def _sorted_by_class(self) -> list[np.ndarray]:
         """The images of each class that has some, in the order of the data's class numbers."""
         by_class: dict[int, list[int]] = {}
         for i in range(self.num_images):

@@ -63,6 +63,8 @@ def test_an_epoch_is_as_long_and_balanced(long_tail):
     with loader(long_tail) as balanced, loader(long_tail, balance=0.0) as plain:
         epochs = [np.concatenate([labels for _, labels in batches_of(balanced)]) for _ in range(2)]
         assert balanced.num_batches == plain.num_batches == 9
+        assert "--balance 1: the classes have 1 to 60 images, and are drawn more equally often" in balanced.remarks
+        assert not plain.remarks
         for labels in epochs:
             assert np.bincount(labels).tolist() == [18, 18, 18, 18]
         assert not np.array_equal(*epochs)
@@ -114,8 +116,8 @@ def test_broken_records_are_not_drawn(tmp_path, monkeypatch):
     with loader(path, on_bad_image="skip", batch_size=4, num_classes=2) as opened:
         assert np.bincount(np.concatenate([labels for _, labels in batches_of(opened)])).tolist() == [8, 8]
         assert [name for name, _ in opened.bad_images] == [f"{path} record 5"]
-    with loader(path, batch_size=4, num_classes=2) as opened, pytest.raises(DataError, match="record 5: .*--on-bad-i"):
-        batches_of(opened)
+    with pytest.raises(DataError, match="record 5: .*--on-bad-image skip"):
+        loader(path, batch_size=4, num_classes=2)
 
 
 def test_synthetic_images_are_refused():

@@ -7,7 +7,9 @@ import shutil
 
 import numpy as np
 import pytest
+from several_processes import needs_horovod, run_processes
 
+from pipelines.sources import open_source
 from train import checkpoint
 
 pytestmark = pytest.mark.usefixtures("narrow_network")
@@ -77,6 +79,19 @@ def test_a_stopped_run_goes_on_to_the_same_bits(run_train, options, tmp_path):
         assert np.array_equal(value, (parts.params | parts.aux)[name]), name
     code, _, err = run_train("--resume", tmp_path / "parts", "--epochs", "3", "--val-split", "0.2")
     assert code == 2 and "resume with the same data, seed, --val-split and --balance" in err
+
+
+@needs_horovod
+def test_two_processes_validate_each_image_once(options, uneven_data, tmp_path):
+    """The part that is set aside is the same on both, and balanced accuracy is that of the images of both."""
+    program = "import sys; from train.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    done = run_processes(program, *options, *OWN, "--output", tmp_path / "run", "--batch-size", "2", "--epochs", "1",
+                         narrow=True)
+    assert done.returncode == 0 and "for validation (--val-split 0.3)" in done.stdout, done.stderr
+    report = json.loads((tmp_path / "run" / "report" / "report.json").read_text())
+    assert report["classifier"]["count"] == len(open_source(uneven_data, "val", val_split=0.3))
+    (epoch,) = report["epochs"]
+    assert epoch["val_balanced_top1"] == pytest.approx(report["classifier"]["balanced_top1"])
 
 
 @pytest.mark.parametrize("wrong, sentence", [
