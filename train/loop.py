@@ -27,7 +27,7 @@ from pipelines import Batch, Loader
 from train.checkpoint import BEST, Checkpoint, CheckpointFolder, Progress
 from train.checkpoint import FOLDER as CHECKPOINTS
 from train.config import Config, changes
-from train.errors import TrainError
+from train.errors import LostProcessError, TrainError
 from train.mixup import draw_lambda
 from train.optimizer import ema_decay, ema_in_use, make_optimizer
 from train.processes.distributed import GradientAllReduce, Workers
@@ -52,7 +52,7 @@ def validate(
     """Loss and accuracy over a whole split, with BatchNorm's statistics averaged over the processes first.
 
     None where `stop`, which is asked after each batch, has said so on any of the processes. Raises UserError, on all of
-    them, where one cannot load a batch.
+    them, where one cannot load or evaluate a batch.
     """
     workers.all_reduce_on_host(executor.trained_statistics, "aux")
     pulse.show(Activity.VALIDATING)  # the first batch may wait until the network is compiled for it
@@ -62,11 +62,10 @@ def validate(
         if not problem:
             try:
                 batch = next(batches)
+                executor.evaluate(batch.data, batch.label, batch.num_valid)
             except UserError as error:
                 problem = error
-            else:
-                executor.evaluate(batch.data, batch.label, batch.num_valid)
-                pulse.show(Activity.LOADING)
+            pulse.show(Activity.LOADING)
         (is_over,) = workers.vote([problem is not None or stop()], "validation")
         if is_over:
             break
@@ -74,10 +73,11 @@ def validate(
     with workers.agreement():
         if problem:
             raise problem
+        metrics = executor.read_metrics()  # waits for the device, which may fail too
     if is_over:
         return None
     next(batches, None)  # the loader's epoch ends
-    return Metrics(*workers.sum(executor.read_metrics()))
+    return Metrics(*workers.sum(metrics))
 
 
 @contextlib.contextmanager
@@ -353,6 +353,8 @@ class Trainer:
         try:
             with recorder.phase("validation"), ema_in_use(self.optimizer):
                 metrics = validate(self.executor, loader, self.workers, lambda: _is_to_stop(signals))
+        except LostProcessError:
+            raise
         except UserError:
             self.save(recorder)
             recorder.say(f"step {self.progress.step} is saved; with that mended {self._go_on}")
