@@ -65,7 +65,8 @@ class FaultyRun:
         paths = os.pathsep.join([str(LIGHT), str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **environment}
         with self._words("out").open("w") as out, self._words("err").open("w") as err:
-            self.process = subprocess.Popen(self.command, stdout=out, stderr=err, env=env, start_new_session=True)
+            self.process = subprocess.Popen(self.command, stdout=out, stderr=err, env=env, start_new_session=True,
+                                            preexec_fn=hear_signals)
 
     def _words(self, kind: str) -> Path:
         return self.folder.with_name(f"{self.folder.name}.{kind}")
@@ -110,13 +111,14 @@ class FaultyRun:
     def kill(self) -> None:
         """It and all of its processes, at once, stopped ones too."""
         if self.process and self.process.poll() is None:
-            for pid in (self.process.pid, *self.ranks().values()):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            os.kill(self.process.pid, signal.SIGKILL)
             self.process.wait()
+        for pid in self.members():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
-    def ranks(self) -> dict[int, int]:
-        """Ids of the processes that train, by rank, of a run of several."""
+    def members(self) -> dict[int, tuple[int, int]]:
+        """Parent and rank of each process of a run of several: those that train, and what they have forked."""
         found = {}
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # it has ended meanwhile, or is another user's
@@ -124,13 +126,25 @@ class FaultyRun:
                 command = (folder / "cmdline").read_bytes()
                 rank = [entry for entry in variables if entry.startswith(b"HOROVOD_RANK=")]
                 if rank and os.fsencode(str(self.folder)) + b"\0" in command:
-                    found[int(rank[0].partition(b"=")[2])] = int(folder.name)
+                    parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+                    found[int(folder.name)] = int(parent), int(rank[0].partition(b"=")[2])
         return found
+
+    def ranks(self) -> dict[int, int]:
+        """Ids of the processes that train, by rank."""
+        members = self.members()
+        return {rank: pid for pid, (parent, rank) in members.items() if parent not in members}
 
     def finish(self) -> int:
         """Start it again, undisturbed."""
         self.start()
         return self.end()
+
+
+def hear_signals() -> None:
+    """As in a terminal, also where the tests run in the background or under nohup, which ignore these."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def wait_a_random_time(run: FaultyRun, rng: np.random.Generator, least: int = 0) -> None:

@@ -32,7 +32,7 @@ class Pair(FaultyRun):
 
     def wait_until_all_are_gone(self, seconds: float) -> None:
         end = time.monotonic() + seconds
-        while left := self.ranks():
+        while left := self.members():
             assert time.monotonic() < end, f"still there: {left}"
             time.sleep(0.05)
 
