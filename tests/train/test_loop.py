@@ -177,7 +177,9 @@ def test_accuracy_on_the_training_images_is_called_so(run_train, tiny_data, tiny
         assert (len((folder / "report" / "dawnbench.tsv").read_text().splitlines()) == 2) == is_own
     own, none = texts["split"], texts[tiny_data.name]
     assert "| validation loss" in own and "validation top-1, epoch 1" in own and "the validation set" in own
-    assert "training images" not in own.replace("training images over all the time", "")
+    found = "27 training images of 3 classes, 27 for validation\n"
+    assert own.count(found) == 1
+    assert "training images" not in own.replace("training images over all the time", "").replace(found, "")
     for words in ("| on the training images: loss", "the top-1 on the training images is", "27 training images, loss",
                   "top-1 on the training images, epoch 1", "spread evenly over the training images",
                   "| evaluation on the training images |", "| top-1 on the training images |"):
