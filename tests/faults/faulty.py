@@ -164,8 +164,8 @@ def assert_nothing_lost(run: FaultyRun) -> None:
 
 
 def assert_same_end(run: FaultyRun, unbroken: FaultyRun, same_statistics: bool = True) -> None:
-    """Last and best checkpoint have the bits of the unbroken run. Not `same_statistics`: running statistics are equal but
-    for rounding, as several processes go on from the mean of theirs, each with that."""
+    """Last and best checkpoint have the bits of the unbroken run. Not `same_statistics`: running statistics are equal
+    but for rounding, as several processes go on from the mean of theirs, each with that."""
     last = max(path.name for path in (unbroken.folder / "checkpoints").glob("step-*.npz"))
     for name in (last, checkpoint.BEST):
         ours, theirs = (checkpoint.load(each.folder / "checkpoints" / name) for each in (run, unbroken))
