@@ -3,6 +3,7 @@
 # make bench-scaling      images/sec on 1, 2, 4 and 8 GPUs of this machine, with plots
 # make test               lint, type check and tests, JOBS=2 test files side by side
 # make test-gpu           the tests that need a GPU
+# make sanitize           compute-sanitizer (of the CUDA toolkit) over every kernel: memory, races, barriers
 # make test-faults        kills, stops, full disks, lost files at random moments, TRIES=20 of each (docs/reliability.md)
 # make setup              .venv alone, with all that the others need; make clean removes it
 #
@@ -21,7 +22,7 @@ endif
 # One for each core, four at most: each takes up to a gigabyte of memory.
 JOBS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 
-.PHONY: help setup train-1gpu compare-precision bench-scaling lint test test-gpu test-faults clean
+.PHONY: help setup train-1gpu compare-precision bench-scaling lint test test-gpu test-faults sanitize clean
 
 help:
 	@sed -n '/^$$/q; s/^# \?//p' Makefile
@@ -58,6 +59,9 @@ test-gpu: $(TOOLS) $(HOROVOD)
 
 test-faults: $(TOOLS) $(HOROVOD)
 	@$(call stage,faults,RESNET_FAULT_TRIES=$(or $(TRIES),20) $(PYTHON) -m pytest tests/faults $(ARGS))
+
+sanitize: $(TOOLS)
+	@$(call stage,compute-sanitizer,$(PYTHON) -m pytest -m gpu -rs tests/graph_passes/cuda/test_sanitizer.py $(ARGS))
 
 bench-scaling: $(RUN) $(HOROVOD)
 	@$(PYTHON) benchmarks/scaling.py $(if $(DATA),--data "$(DATA)") $(ARGS)

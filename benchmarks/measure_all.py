@@ -4,27 +4,32 @@
     PEER_PYTHON=/path/to/python-with-torch python benchmarks/measure_all.py --sections step small --limit 200
     python benchmarks/measure_all.py --list
 
-Runs the programs of SECTIONS, one after the other, each in a process of its own; a section is meant to take less than
-four minutes. Each program writes its files under results/. `python benchmarks/tables.py` then puts them into the pages.
+First PyTorch compiles all the steps that are to be measured, several at a time, without running them: what
+torch.compile leaves on disk shortens its start later. Then the programs of SECTIONS run, one after the other with
+nothing beside them, each in a process of its own; a section is meant to take less than four minutes. Each program
+writes its files under results/. `python benchmarks/tables.py` then puts them into the pages.
 What fails is named at the end, with exit code 1; the other figures are measured all the same. `--limit`: begin no
 further program after so many seconds, and say which are left.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from record import ROOT, run
-from torch_peer import require_peer
+from torch_peer import PEER, require_peer, start_peer
 
-from common.command_line import Positive, read_options
+from common.command_line import Positive, given, read_options
 from common.errors import ProgramError
+from pipelines.progress import num_cores
 
 SectionName = Literal["step", "small", "inference", "jpeg", "loader", "shallow", "resnet101", "resnet152", "resnext50",
                       "resnext101", "variants", "precision", "cpu"]
@@ -48,6 +53,8 @@ SECTIONS: dict[SectionName, tuple[str, ...]] = {
                   "--peers eager", "step_gpu.py --batch 512 --steps 30"),
     "cpu": ("step_cpu.py", "loader_cpu.py"),
 }
+COMPILE_SECONDS = 300
+COMPILERS = 6  # at a time: each takes several cores and about 5 GiB
 ON_GPU = tuple(name for name in SECTIONS if name != "cpu")  # that one is for a machine whose CPU counts
 
 
@@ -59,8 +66,38 @@ class Options:
     """In this order."""
     limit: Positive = 24 * 3600
     """Seconds after which no further program begins."""
+    compile_first: bool = True
+    """Have PyTorch compile everything before anything is measured."""
     list: bool = False
     """Print the sections and their programs, and measure nothing."""
+
+
+def compile_one(options: Sequence[str]) -> int:
+    """Exit code of a peer that only compiles; one that takes too long is ended."""
+    peer = start_peer(PEER, "--compile-only", *options)
+    try:
+        return peer.wait(COMPILE_SECONDS)
+    except subprocess.TimeoutExpired:
+        peer.kill()
+        return peer.wait()
+
+
+def compile_first(commands: Sequence[str]) -> None:
+    """Have PyTorch compile the steps that these commands measure, COMPILERS at a time. What fails here is told when it
+    is measured."""
+    import step_gpu
+
+    measured = [step_gpu.Options(**given(step_gpu.Options, options, prog=program))
+                for program, *options in map(str.split, commands) if program == "step_gpu.py"]
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, num_cores() // COMPILERS)))
+    os.environ.setdefault("TORCHINDUCTOR_FX_GRAPH_CACHE", "1")  # by itself so in newer versions
+    begin = time.monotonic()
+    with ThreadPoolExecutor(COMPILERS) as pool:
+        ends = [pool.submit(compile_one, step_gpu.peer_options(options)) for options in measured
+                if {"compile", "graph"} & set(options.peers)]
+    failed = sum(end.result() != 0 for end in ends)
+    print(f"== PyTorch has compiled {len(ends) - failed} of {len(ends)} steps in {time.monotonic() - begin:.0f} s",
+          flush=True)
 
 
 def measure(commands: Sequence[str], limit: float) -> tuple[list[str], list[str]]:
@@ -82,12 +119,15 @@ def measure(commands: Sequence[str], limit: float) -> tuple[list[str], list[str]
 def main() -> None:
     arguments = read_options(Options)
     if arguments.list:
-        for name, commands in SECTIONS.items():
-            print(f"{name}:", *commands, sep="\n    ")
+        for name, programs in SECTIONS.items():
+            print(f"{name}:", *programs, sep="\n    ")
         return
     if set(arguments.sections) - {"cpu"}:
         require_peer()
-    failed, left = measure([command for name in arguments.sections for command in SECTIONS[name]], arguments.limit)
+    commands = [command for name in arguments.sections for command in SECTIONS[name]]
+    if arguments.compile_first and set(arguments.sections) - {"cpu"}:
+        compile_first(commands)
+    failed, left = measure(commands, arguments.limit)
     sentences = [f"{verb}: {'; '.join(commands)}" for verb, commands in (("failed", failed), ("not begun", left))
                  if commands]
     if sentences:

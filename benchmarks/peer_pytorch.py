@@ -17,7 +17,8 @@ Each line of its standard input is a way to run, in which it measures `--steps` 
     reduce-overhead   through torch.compile in the mode of that name: CUDA graphs of forward and backward pass
 
 It ends with its input. With `--ddp`, on several GPUs through DistributedDataParallel and torch.compile, it measures
-once, and the first process prints. With `--data`, a folder of class folders, the batches come from torchvision as
+once, and the first process prints. With `--compile-only` it compiles, so that torch.compile finds its work on disk when
+it is started again, and ends. With `--data`, a folder of class folders, the batches come from torchvision as
 usual: ImageFolder, RandomResizedCrop, flip, normalise, a DataLoader with `--workers` processes and pinned memory; with
 `--loader-only` nothing is done with them. Runs in an interpreter of its own (the programs beside it start the one named
 by PEER_PYTHON): this project itself never imports PyTorch.
@@ -36,6 +37,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch._functorch.config
 import torchvision
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -142,13 +144,13 @@ class Peer:
             if mode == "graph":
                 self.steps[mode] = captured(self.step("compile", batches), *next(batches))
             elif mode == "eager":
-                self.steps[mode] = self._step(self.network)
+                self.steps[mode] = self.step_of(self.network)
             else:
                 chosen = None if mode == "compile" else mode
-                self.steps[mode] = self._step(torch.compile(self.network, mode=chosen))
+                self.steps[mode] = self.step_of(torch.compile(self.network, mode=chosen))
         return self.steps[mode]
 
-    def _step(self, forward: torch.nn.Module) -> Step:
+    def step_of(self, forward: torch.nn.Module) -> Step:
         @torch.inference_mode()
         def infer(data: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
             return torch.softmax(forward(data).float(), 1)
@@ -163,6 +165,17 @@ class Peer:
             return loss.detach()
 
         return infer if self.inference else train
+
+
+def compile_only(peer: Peer, batches: Batches) -> None:
+    """Have torch.compile compile the step, forward and backward, and end this process before it runs."""
+    def compile_and_leave(graph: Any, inputs: Any) -> None:
+        from torch._inductor.compile_fx import compile_fx  # what torch.compile calls
+
+        compile_fx(graph, inputs)
+        os._exit(0)
+
+    peer.step_of(torch.compile(peer.network, backend=compile_and_leave))(*next(batches))
 
 
 def captured(step: Step, *example: torch.Tensor) -> Step:
@@ -244,6 +257,7 @@ def main() -> None:
     parser.add_argument("--data", help="folder of class folders; without it the data is synthetic")
     parser.add_argument("--workers", type=int, default=16, help="processes that load --data")
     parser.add_argument("--loader-only", action="store_true", help="load --data, and nothing else; needs no GPU")
+    parser.add_argument("--compile-only", action="store_true", help="run nothing on the GPU, and measure nothing")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try this program out")
     arguments = parser.parse_args()
     batches: Batches | None = None
@@ -265,10 +279,16 @@ def main() -> None:
 
     torch.backends.cudnn.benchmark = True
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = arguments.dtype == "tf32"
-    peer = Peer(arguments)
+    if hasattr(torch._functorch.config, "force_non_lazy_backward_lowering"):  # newer versions have it
+        torch._functorch.config.force_non_lazy_backward_lowering = True  # compiled together with the forward pass
     before_timing: Callable[[], None] = (lambda: drain(batches, arguments.workers)) if batches else lambda: None
-    feed = batches or peer.synthetic(arguments.batch, arguments.size)
-    for line in ["compile"] if arguments.ddp else sys.stdin:
+    peer: Peer | None = None
+    for line in ["compile"] if arguments.ddp or arguments.compile_only else sys.stdin:
+        if peer is None:  # only now, so that this may wait without taking the GPU's memory
+            peer = Peer(arguments)
+            feed = batches or peer.synthetic(arguments.batch, arguments.size)
+        if arguments.compile_only:
+            compile_only(peer, feed)
         turn = measure(peer, line.strip(), feed, arguments, before_timing)
         turn["name"] += " DDP" * arguments.ddp + f", {loader}" * bool(batches)
         if rank == 0:

@@ -143,10 +143,10 @@ class Options:
     """Forward with folded BatchNorm, from batch to answer."""
 
 
-def start_peer(arguments: Options) -> TorchPeer:
-    options = flags(arguments, "model", "batch", "size", "dtype", "steps")
-    return TorchPeer(*options, "--learning-rate", str(learning_rate(arguments.batch)),
-                     *["--inference"] * arguments.inference)
+def peer_options(arguments: Options) -> list[str]:
+    """Of peer_pytorch.py."""
+    return [*flags(arguments, "model", "batch", "size", "dtype", "steps"), "--learning-rate",
+            str(learning_rate(arguments.batch)), *["--inference"] * arguments.inference]
 
 
 def write_memory(name: str, figures: dict[str, Any]) -> None:
@@ -179,6 +179,8 @@ def gib(num_bytes: int) -> float:
 
 def main() -> None:
     arguments = read_options(Options)
+    # It imports PyTorch meanwhile, and takes nothing of the GPU before its first turn.
+    peer = TorchPeer(*peer_options(arguments)) if "PEER_PYTHON" in os.environ else None
     started = time.monotonic()
     executor, batches = make_step(arguments.model, arguments.batch, arguments.size, arguments.dtype)
     print(f"ready after {time.monotonic() - started:.1f} s (the first time on a machine, plans are timed)", flush=True)
@@ -188,7 +190,6 @@ def main() -> None:
     monitor.start()
     programs: dict[str, Callable[[], dict[str, Any]]] = {
         "ours": partial(measure, executor, monitor, batches, arguments.steps, arguments.inference)}
-    peer = start_peer(arguments) if "PEER_PYTHON" in os.environ else None
 
     def peer_turn(mode: str) -> dict[str, Any]:
         assert peer

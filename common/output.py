@@ -10,7 +10,7 @@ from typing import Any
 
 
 def make_safe() -> None:
-    """Output that was closed before the start (`>&-`), or whose locale lacks a character, must not end in a stack trace.
+    """Output that was closed before the start (`>&-`), or whose locale lacks a character, must not end in a trace.
 
     A closed descriptor would be given to the first file that the program opens, where what is printed would end up.
     """

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common.mxnet_compat import mx
+from pipelines.decoder_messages import DecoderCheck, decoder_messages
 from pipelines.errors import DataError
 from pipelines.graph import GraphConfig, ImageInputs, build_pipeline, random_inputs
 from pipelines.inspect_image import inspect_image
@@ -48,6 +49,8 @@ class DaliLoader(Loader):
         super().__init__(config, shard, len(source), source.classes)
         self._source = source
         self.remarks = source.remarks
+        self.damaged = dict(source.damaged)
+        self._looked_at: set[int] = set()  # images that the decoder was asked about, each alone
         self._graph = GraphConfig(
             training=config.split == "train",
             transform=config.transform,
@@ -66,7 +69,7 @@ class DaliLoader(Loader):
         self._prepared: tuple[Any, Any, Plan] | None = None
         self._planned = 0  # the plan to be made next, batches counted through all epochs
         self._read_ahead = 0  # the batch to be asked for next, counted likewise
-        self._num_looked_ahead = 0  # batches, see _exclude_undecodable
+        self._num_looked_ahead = 0  # batches, see _images_ahead
         self._order = functools.lru_cache(maxsize=2)(self._shuffle)  # of this epoch and the next
         # MXNet keeps an array alive until all work that it was handed to is done. A consumer that takes the bare
         # pointer and launches work of its own has until two batches later.
@@ -103,6 +106,8 @@ class DaliLoader(Loader):
                 images, labels = self._pipeline.run()
                 plan = self._plans.popleft()
                 self._source.check(plan.indices)
+                if decoder_messages().take() and self._find_damaged(plan):
+                    continue
                 return images, labels, plan
             except (RuntimeError, MemoryError) as error:  # DALI gives up a whole batch for one image
                 self._pipeline = None
@@ -127,6 +132,7 @@ class DaliLoader(Loader):
     def _start(self) -> None:
         """Build the pipeline, to begin at the current position."""
         self._plans.clear()
+        decoder_messages()  # from now on they are caught
         self._planned = self._read_ahead = self.epoch * self.num_batches + self.batch
         config = self.config
         self._pipeline = build_pipeline(
@@ -210,9 +216,7 @@ class DaliLoader(Loader):
         before = len(self.bad)
         under_way = {i for plan in self._plans for i in plan.indices}
         self._source.check(under_way)
-        ahead = range(self._planned, self._planned + self._num_looked_ahead)
-        soon = {i for number in ahead for i in self._wanted(*divmod(number, self.num_batches))}
-        looked_at = sorted((under_way | soon) - self.bad.keys())
+        looked_at = sorted((under_way | self._images_ahead()) - self.bad.keys())
         with ThreadPoolExecutor(self.config.num_threads or num_cores()) as pool:
             for i, reason in zip(looked_at, pool.map(self._fault, looked_at), strict=True):
                 if reason:
@@ -221,8 +225,38 @@ class DaliLoader(Loader):
             for i in _undecodable(self._graph, self._source, under_way):
                 self._mark_bad(i, "DALI cannot decode it")
         if self.config.on_bad_image == "skip":
-            self._num_looked_ahead = min(max(1, 2 * self._num_looked_ahead), self.num_batches)
+            self._look_further_ahead()
         return len(self.bad) > before
+
+    def _find_damaged(self, plan: Plan) -> bool:
+        """Find the images of which the decoder has written a message, among those of this batch and those on their way.
+        True if they were looked for, which takes the pipeline: the batch is then to be made again.
+
+        Each image is looked at once, and further ahead with each find, as for those that cannot be decoded.
+        """
+        under_way = set(plan.indices).union(*(later.indices for later in self._plans))
+        if under_way <= self._looked_at:
+            return False  # of one that is known
+        self._pipeline = None  # else it would go on decoding, and writing messages
+        places = sorted((under_way | self._images_ahead()) - self._looked_at - self.bad.keys())
+        self._looked_at.update(places)
+        found = DecoderCheck(self._source.read, self.config.num_threads, self.config.max_pixels)(places)
+        if found:
+            self._look_further_ahead()
+        for i, message in found.items():
+            if reason := self._fault(i):  # DALI has tried another decoder: what `verify` calls unusable is not used
+                self._mark_bad(i, reason)
+            else:
+                self.damaged[i] = f"the decoder says: {message}"
+        return True
+
+    def _images_ahead(self) -> set[int]:
+        """Those of some batches after the ones under way."""
+        ahead = range(self._planned, self._planned + self._num_looked_ahead)
+        return {i for number in ahead for i in self._wanted(*divmod(number, self.num_batches))}
+
+    def _look_further_ahead(self) -> None:
+        self._num_looked_ahead = min(max(1, 2 * self._num_looked_ahead), self.num_batches)
 
     def _fault(self, i: int) -> str:
         """Why an image cannot be decoded, or ""."""

@@ -35,10 +35,13 @@ class DecodedSource(Source):
 
     feeds = "pixels"
 
-    def __init__(self, source: Source, pixels: dict[int, np.ndarray], broken: dict[int, str]):
+    def __init__(
+        self, source: Source, pixels: dict[int, np.ndarray], broken: dict[int, str], damaged: dict[int, str]
+    ):
         self.path: Path = source.path
         self.classes, self.remarks = source.classes, source.remarks
         self.cache_bytes = sum(image.nbytes for image in pixels.values())
+        self.damaged = damaged
         self._source = source
         self._pixels = pixels  # of image i, uint8 (height, width, 3); each image is here or in `broken`
         self._broken = broken  # image -> reason
@@ -95,7 +98,7 @@ def _decode(config: LoaderConfig, source: Source, batch_size: int, limit: float)
                 num_bytes += pixels[i].nbytes
             if num_bytes > limit:
                 return None
-        return DecodedSource(source, pixels, loader.bad)
+        return DecodedSource(source, pixels, loader.bad, loader.damaged)
 
 
 def _mean_decoded_bytes(source: Source) -> float:

@@ -21,7 +21,7 @@ _UNDECODABLE_TIFF = {"1": "1 bit", "I": "32-bit integers", "F": "floating-point 
 class Finding(NamedTuple):
     """A remark about one image."""
 
-    kind: str  # "empty", "not an image", "truncated", "broken", "too large", "format", or "CMYK", "16-bit"
+    kind: str  # "empty", "not an image", "truncated", "broken", "too large", "format", or "damaged", "CMYK", "16-bit"
     detail: str
     usable: bool  # the loader decodes it all the same
 

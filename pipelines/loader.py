@@ -104,6 +104,7 @@ class Loader(ABC):
         self.labels: Sequence[int] = range(len(classes))  # of the data's own class numbers
         self.remarks: Sequence[str] = ()  # sentences about what of the data is left out
         self.bad: dict[int, str] = {}  # image -> reason
+        self.damaged: dict[int, str] = {}  # image -> what the decoder says of it, whose picture is used all the same
         self.epoch = 0
         self.batch = 0  # the next one of this epoch
         global_batch = config.batch_size * shard[1]
@@ -141,6 +142,11 @@ class Loader(ABC):
     def bad_images(self) -> list[tuple[str, str]]:
         """(file or record, reason) of those that this process met and skipped."""
         return [(self._name(i), reason) for i, reason in sorted(self.bad.items())]
+
+    @property
+    def damaged_images(self) -> list[tuple[str, str]]:
+        """(file or record, what its decoder says) of those that this process met and used as they decode."""
+        return [(self._name(i), message) for i, message in sorted(self.damaged.items())]
 
     @property
     def cache_bytes(self) -> int:

@@ -3,8 +3,9 @@
     python -m pipelines verify DATA                  lists what it finds
     python -m pipelines verify DATA --write-clean    and writes an index (RecordIO) or list (folders) of the good ones
 
-Every byte of every image is decoded. That finds what is truncated or no image at all; damage in the middle of a JPEG
-that still decodes (to a grey or torn picture) cannot be told from a picture and is not found, here or in training.
+Every byte of every image is decoded twice: by Pillow, which finds what is truncated or no image at all, and by the
+loader's own decoder on the CPU, which draws what it can of a JPEG that is damaged in its middle, grey or torn, and says
+so. Damage that is still a valid picture cannot be told from one, here or in training.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ from __future__ import annotations
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from pipelines.decoder_messages import GROUP_SIZE, DecoderCheck
 from pipelines.errors import DataError, check_not_negative, check_positive
 from pipelines.files import link_beside, read_file, read_lines, write_text
 from pipelines.inspect_image import Finding, inspect_image
@@ -83,7 +86,11 @@ def verify_split(
         items = _source_items(open_source(data, split, num_classes))
     clean_lines = []
     num_images = len(items) + len(findings)  # so far these are entries of an index that point at nothing
-    results = map_in_order(partial(_look_at, max_pixels), items, len(items), f"verifying {path.name}", num_threads)
+    title = f"verifying {path.name}"
+    results = list(map_in_order(partial(_look_at, max_pixels), items, len(items), title, num_threads))
+    fine = [i for i, finding in enumerate(results) if finding is None]
+    for i, message in _messages(items, fine, f"decoding {path.name}", num_threads, max_pixels):
+        results[i] = Finding("damaged", f"the decoder says: {message}", True)
     for item, finding in zip(items, results, strict=True):
         if finding:
             findings.append((item.name, finding))
@@ -146,6 +153,16 @@ def _look_at(max_pixels: int, item: Item) -> Finding | None:
     if item.label is None:
         return Finding("label", "its label is not one of the classes", False)
     return inspect_image(encoded, max_pixels)
+
+
+def _messages(
+    items: list[Item], places: list[int], title: str, num_threads: int, max_pixels: int
+) -> Iterator[tuple[int, str]]:
+    """The places of the images of which the loader's decoder has something to say, and what that is."""
+    check = DecoderCheck(lambda i: np.frombuffer(items[i].read(), np.uint8), num_threads, max_pixels)
+    groups = [places[start : start + GROUP_SIZE] for start in range(0, len(places), GROUP_SIZE)]
+    for found in map_in_order(check, groups, len(places), title, num_threads=1, size=len):  # it has threads of its own
+        yield from found.items()
 
 
 def _record_items(path: Path, num_classes: int | None, findings: list[tuple[str, Finding]]) -> list[Item]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,12 +47,33 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU; this machine has none"))
 
 
+# Of the random numbers of all tests; RESNET_TEST_SEED repeats it. In the environment, so that processes that run tests
+# side by side have one.
+SEED = int(os.environ.setdefault("RESNET_TEST_SEED", str(np.random.SeedSequence().entropy % 2**32)))  # type: ignore
+
+
+def pytest_report_header() -> str:
+    return f"RESNET_TEST_SEED={SEED}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Any:
+    report = yield
+    if report.failed and {"rng", "seed"} & set(getattr(item, "fixturenames", ())):
+        report.sections.append(("Random numbers", f"RESNET_TEST_SEED={SEED} repeats them"))
+    return report
+
+
+@pytest.fixture(scope="session")
+def seed() -> int:
+    """Of this run's random numbers; a test that fails says it."""
+    return SEED
+
+
 @pytest.fixture
-def rng() -> np.random.Generator:
-    """A freshly seeded generator; the seed is printed, so that a failure can be repeated with RESNET_TEST_SEED."""
-    seed = int(os.environ.get("RESNET_TEST_SEED", np.random.SeedSequence().entropy % 2**32))  # type: ignore[operator]
-    print(f"RESNET_TEST_SEED={seed}")
-    return np.random.default_rng(seed)
+def rng(seed: int, request: pytest.FixtureRequest) -> np.random.Generator:
+    """A freshly seeded generator, another one for each test and each of its parameters."""
+    return np.random.default_rng([seed, zlib.crc32(request.node.nodeid.encode())])
 
 
 @pytest.fixture

@@ -227,7 +227,9 @@ def test_interrupted(venv):
     process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True,
                                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     log = venv / "setup-packages.log"
+    deadline = time.monotonic() + 60
     while not (log.exists() and log.read_text()):
+        assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)
     _, error = process.communicate(timeout=10)
@@ -326,7 +328,7 @@ def test_make_sets_up_what_a_target_needs(tmp_path):
         return [line.split()[-1] for line in done.stdout.splitlines() if "setup.sh" in line]
 
     assert parts("train-1gpu") == parts("compare-precision") == ["run"]
-    assert parts("lint") == ["test"]
+    assert parts("lint") == parts("sanitize") == ["test"]
     assert parts("test") == parts("test-gpu") == ["test", "horovod"]
     assert parts("bench-scaling") == ["run", "horovod"]
     assert parts("test", "PYTHON=python3") == []

@@ -228,6 +228,35 @@ class TestMeasureAll:
             program.main()
         assert ran == [["--x", "1"], [], []]
 
+    def test_pytorch_compiles_first_what_is_measured_compiled(
+            self, program: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        """Each with the options that it is measured with; one that takes too long is ended."""
+        started: list[list[str]] = []
+        killed: list[int] = []
+
+        class Process:
+            def __init__(self, script: Path, *options: str) -> None:
+                started.append([str(option) for option in options])
+                self.slow = "512" in options
+
+            def wait(self, seconds: float | None = None) -> int:
+                if self.slow and seconds:
+                    raise program.subprocess.TimeoutExpired("peer", seconds)
+                return -9 if self.slow else 0
+
+            def kill(self) -> None:
+                killed.append(1)
+
+        monkeypatch.setattr(program, "start_peer", Process)
+        program.compile_first(["step_gpu.py --batch 64 --inference", "step_jpeg.py", "step_gpu.py --batch 512",
+                               "step_gpu.py --dtype float32 --peers eager"])
+        first, second = sorted(started, key=len, reverse=True)
+        assert first[0] == second[0] == "--compile-only" and first[-1] == "--inference"
+        pairs = {tuple(first[at:at + 2]) for at in range(1, len(first), 2)}
+        assert pairs >= {("--batch", "64"), ("--dtype", "float16")}
+        assert second[second.index("--batch") + 1] == "512" and len(killed) == 1
+        assert "PyTorch has compiled 1 of 2 steps" in capsys.readouterr().out
+
     def test_limit(self, program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         now = iter(range(0, 10_000, 100))
         monkeypatch.setattr(program.time, "monotonic", lambda: next(now))

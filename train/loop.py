@@ -364,14 +364,17 @@ class Trainer:
         return metrics
 
     def _report_bad_images(self, recorder: Recorder, loader: Loader) -> None:
-        """Name the images that a loader's processes have skipped; the recorder names those that its own meets in
-        training. A collective operation."""
-        for rank, found in enumerate(self.workers.gather(loader.bad_images)):
+        """Name the images that a loader's processes have skipped, or used though they are damaged; the recorder names
+        those that its own meets in training. A collective operation."""
+        for rank, (bad, damaged) in enumerate(self.workers.gather((loader.bad_images, loader.damaged_images))):
             is_named = loader is self.train_loader and rank == 0
-            for file, reason in [] if is_named else sorted(set(found) - self.reported_bad):
+            for file, reason in [] if is_named else sorted(set(bad) - self.reported_bad):
                 recorder.say(f"skipped {file}: {reason}")
                 recorder.event("bad_image", file=file, reason=reason)
-            self.reported_bad.update(found)
+            for file, reason in [] if is_named else sorted(set(damaged) - self.reported_bad):
+                recorder.say(f"a damaged image is used as it decodes: {file}: {reason}")
+                recorder.event("damaged_image", file=file, reason=reason)
+            self.reported_bad.update(bad, damaged)
 
     # --- saving and restoring ---
 
@@ -459,7 +462,7 @@ class Trainer:
         self.optimizer.scalars = checkpoint.scalars
         try:
             np.random.set_state(checkpoint.numpy_rng)
-        except (ValueError, KeyError, TypeError, OverflowError) as error:
+        except (ValueError, LookupError, TypeError, OverflowError) as error:
             raise _incomplete(f"no state of NumPy's random numbers ({error})") from None
         self.progress = replace(checkpoint.progress)
         if self.train_loader.epoch == self.progress.epoch:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
@@ -26,6 +27,7 @@ class Source(ABC):
     path: Path
     classes: Classes
     feeds: str  # what `feed` gives: "bytes", "paths" or "pixels"
+    damaged: Mapping[int, str] = MappingProxyType({})  # image -> what its decoder said, where they come decoded
     cache_bytes: int = 0  # memory that decoded images take
     remarks: Sequence[str] = ()  # sentences for the owner of the data: what of it is left out
 

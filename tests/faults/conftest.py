@@ -28,10 +28,10 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 @pytest.fixture(scope="session")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def images(tmp_path_factory: pytest.TempPathFactory, seed: int) -> Path:
     """Class folders of 27 small random JPEGs in three tints."""
     folder = tmp_path_factory.mktemp("images")
-    rng = np.random.default_rng()
+    rng = np.random.default_rng(seed)
     for label in range(3):
         (folder / f"class{label}").mkdir()
         for number in range(9):

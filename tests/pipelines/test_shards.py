@@ -9,6 +9,7 @@ import lzma
 import os
 import struct
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -29,10 +30,14 @@ def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("RESNET_CACHE", str(tmp_path / "cache"))
 
 
-def make_images(count: int, classes: int = 4) -> Images:
-    rng = np.random.default_rng()
-    sizes = rng.integers(30, 90, (count, 2))
-    return [(encode(smooth_image(rng, int(w), int(h))), i % classes) for i, (w, h) in enumerate(sizes)]
+@pytest.fixture
+def make_images(rng: np.random.Generator) -> Callable[[int], Images]:
+    """Of as many images as are asked for, of four classes."""
+    def make(count: int) -> Images:
+        sizes = rng.integers(30, 90, (count, 2))
+        return [(encode(smooth_image(rng, int(w), int(h))), i % 4) for i, (w, h) in enumerate(sizes)]
+
+    return make
 
 
 def write_tar(path: Path, members: dict[str, bytes], format: int = tarfile.USTAR_FORMAT) -> None:
@@ -97,7 +102,7 @@ TFRECORD_LAYOUTS = {
 
 @pytest.mark.parametrize("layout", TAR_LAYOUTS)
 @pytest.mark.parametrize("tar_format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
-def test_tar_shards(tmp_path, layout, tar_format):
+def test_tar_shards(make_images, tmp_path, layout, tar_format):
     first, second, val = make_images(5), make_images(4), make_images(3)
     a, b, c = (tmp_path / name for name in TAR_LAYOUTS[layout])
     write_tar(a, samples(first), tar_format)
@@ -110,7 +115,7 @@ def test_tar_shards(tmp_path, layout, tar_format):
 
 
 @pytest.mark.parametrize("layout", TFRECORD_LAYOUTS)
-def test_tfrecord_shards(tmp_path, layout):
+def test_tfrecord_shards(make_images, tmp_path, layout):
     first, second, val = make_images(5), make_images(4), make_images(3)
     a, b, c = (tmp_path / name for name in TFRECORD_LAYOUTS[layout])
     # TensorFlow's ImageNet counts its classes from 1, TFDS from 0.
@@ -123,13 +128,13 @@ def test_tfrecord_shards(tmp_path, layout):
     assert content(c, "val") == val
 
 
-def test_labels_that_begin_at_0_stay(tmp_path):
+def test_labels_that_begin_at_0_stay(make_images, tmp_path):
     images = make_images(5)
     write_tfrecord(tmp_path / "train.tfrecord", [example(image, label) for image, label in images])
     assert content(tmp_path) == images
 
 
-def test_shards_give_the_batches_of_the_files_they_were_made_of(tmp_path):
+def test_shards_give_the_batches_of_the_files_they_were_made_of(make_images, tmp_path):
     """A batch is a function of seed, epoch and number, whatever the images are stored in."""
     images = make_images(11)
     write_tar(tmp_path / "tar/train-0.tar", samples(images[:6]))
@@ -150,7 +155,7 @@ def test_shards_give_the_batches_of_the_files_they_were_made_of(tmp_path):
             np.testing.assert_array_equal(data, other_data)
 
 
-def test_the_index_is_made_once_and_anew_when_a_shard_changes(tmp_path, monkeypatch):
+def test_the_index_is_made_once_and_anew_when_a_shard_changes(make_images, tmp_path, monkeypatch):
     shard, images = tmp_path / "data/train.tar", make_images(4)
     write_tar(shard, samples(images))
     content(shard.parent)
@@ -162,7 +167,7 @@ def test_the_index_is_made_once_and_anew_when_a_shard_changes(tmp_path, monkeypa
     assert content(shard.parent) == images[:2]
 
 
-def test_make_records_and_verify_take_shards(tmp_path, capsys):
+def test_make_records_and_verify_take_shards(make_images, tmp_path, capsys):
     images = make_images(6)
     images[3] = images[3][0][:100], images[3][1]
     write_tar(tmp_path / "tar/train-0.tar", samples(images))
@@ -276,7 +281,7 @@ TFRECORD_MISTAKES = [truncated_tfrecord, tfrecord_cut_in_a_length, empty_tfrecor
 
 
 @pytest.mark.parametrize("mistake", TAR_MISTAKES + TFRECORD_MISTAKES, ids=lambda mistake: mistake.__name__)
-def test_mistakes_get_one_sentence(tmp_path, mistake):
+def test_mistakes_get_one_sentence(make_images, tmp_path, mistake):
     path = tmp_path / ("train-0.tar" if mistake in TAR_MISTAKES else "train-00000-of-00001")
     message = mistake(path, make_images(1)[0][0])
     with pytest.raises(DataError, match=message) as caught:
@@ -300,13 +305,13 @@ def test_compressed_tar(tmp_path):
         open_source(tmp_path, "train")
 
 
-def test_a_tar_whose_first_name_begins_as_a_compressed_file_does(tmp_path):
+def test_a_tar_whose_first_name_begins_as_a_compressed_file_does(make_images, tmp_path):
     images = make_images(2)
     write_tar(tmp_path / "train.tar", {f"BZh{name}": content for name, content in samples(images).items()})
     assert len(open_source(tmp_path / "train.tar", "train")) == 2
 
 
-def test_label_outside_the_classes(tmp_path):
+def test_label_outside_the_classes(make_images, tmp_path):
     write_tar(tmp_path / "train.tar", samples(make_images(3)))
     (tmp_path / "classes.txt").write_text("a\nb\n")
     source = open_source(tmp_path, "train")

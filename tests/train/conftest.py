@@ -24,10 +24,10 @@ def narrow_network() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_data(tmp_path_factory: pytest.TempPathFactory, seed: int) -> Path:
     """Class folders of small random JPEGs in three tints."""
     folder = tmp_path_factory.mktemp("tiny_data")
-    rng = np.random.default_rng()
+    rng = np.random.default_rng(seed)
     for label in range(NUM_CLASSES):
         (folder / f"class{label}").mkdir()
         for i in range(IMAGES_PER_CLASS):

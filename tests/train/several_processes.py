@@ -69,7 +69,7 @@ class Run:
                 found.append(json.loads(line))
         return found
 
-    def wait_for(self, condition: Callable[[], object], seconds: float = 90) -> None:
+    def wait_for(self, condition: Callable[[], object], seconds: float = 180) -> None:
         end = time.monotonic() + seconds
         while not condition():
             assert self.process.poll() is None, self.process.communicate()
@@ -94,7 +94,7 @@ class Run:
         return found
 
     def end(self) -> tuple[int, str, str]:
-        out, err = self.process.communicate(timeout=60)
+        out, err = self.process.communicate(timeout=90)
         return self.process.returncode, out, err
 
 

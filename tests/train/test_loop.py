@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from common.mxnet_compat import mx
 from graph_passes import Graph
@@ -134,6 +135,24 @@ def test_skipped_images_are_named_once(run_train, tiny_data, tiny_options, tmp_p
     assert str(broken) in err.splitlines()[-1]
 
 
+def test_damaged_images_are_counted_and_named(run_train, tiny_data, tiny_options, tmp_path):
+    shutil.copytree(tiny_data, tmp_path / "data")
+    rng = np.random.default_rng(5)
+    damaged = [tmp_path / "data" / "class1" / name for name in ("3.jpg", "4.jpg")]
+    for file in damaged:
+        Image.fromarray(rng.integers(0, 256, (60, 80, 3), np.uint8)).save(file, quality=95)
+        content = bytearray(file.read_bytes())
+        content[5000:5064] = rng.integers(0, 255, 64, np.uint8).tobytes()
+        file.write_bytes(content)
+    folder = tmp_path / "run"
+    options = [*tiny_options, "--output", folder, "--data", tmp_path / "data", "--validate-every", "0"]
+    code, out, err = run_train(*options, "--epochs", "1")
+    assert code == 0 and "JPEG" not in err, err
+    assert [event["file"] for event in read_lines(folder, "damaged_image")] == [str(file) for file in damaged]
+    for number, file in enumerate(damaged, start=1):
+        assert f"a damaged image is used as it decodes ({number} so far): {file}: the decoder says: Corrupt" in out
+
+
 def test_accuracy_on_the_training_images_is_called_so(run_train, tiny_data, tiny_options, tmp_path):
     """Of a folder without `val`; nowhere is it validation, but with `val` it is."""
     for folder in ("train", "val"):
@@ -158,7 +177,9 @@ def test_accuracy_on_the_training_images_is_called_so(run_train, tiny_data, tiny
         assert (len((folder / "report" / "dawnbench.tsv").read_text().splitlines()) == 2) == is_own
     own, none = texts["split"], texts[tiny_data.name]
     assert "| validation loss" in own and "validation top-1, epoch 1" in own and "the validation set" in own
-    assert "training images" not in own.replace("training images over all the time", "")
+    found = "27 training images of 3 classes, 27 for validation\n"
+    assert own.count(found) == 1
+    assert "training images" not in own.replace("training images over all the time", "").replace(found, "")
     for words in ("| on the training images: loss", "the top-1 on the training images is", "27 training images, loss",
                   "top-1 on the training images, epoch 1", "spread evenly over the training images",
                   "| evaluation on the training images |", "| top-1 on the training images |"):

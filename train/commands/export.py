@@ -50,7 +50,8 @@ def main(values: Mapping[str, Any]) -> None:
         if options.checkpoint and name in values:
             raise TrainError(f"{option_name(name)} {values[name]} is for --symbol without a checkpoint, and "
                              f"{options.checkpoint} has its own: leave it out")
-    if options.torchvision and options.symbol and Path(options.torchvision).with_suffix(".json") == Path(options.symbol):
+    record_file = Path(options.torchvision).with_suffix(".json") if options.torchvision else None
+    if record_file and options.symbol and record_file == Path(options.symbol):
         raise TrainError(f"--symbol {options.symbol} has the name of the file that --torchvision {options.torchvision} "
                          "writes beside it: give another one")
     trained = weights.load(options.checkpoint) if options.checkpoint else None

@@ -17,7 +17,7 @@ import socket
 import stat
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from horovod.common.elastic import State, run_fn
 from horovod.common.exceptions import HorovodInternalError
@@ -29,9 +29,6 @@ from train.processes.distributed import Workers, drain_engine, is_lost_process
 from train.processes.horovod_mxnet import hvd
 from train.processes.pulse import pulse
 
-if TYPE_CHECKING:
-    from train.commands.train import Beginning
-
 
 class RunState(State):  # type: ignore[misc]  # Horovod is untyped
     """What a process takes from one session into the next. `commit()` keeps the trainer's state in memory, then looks
@@ -39,7 +36,7 @@ class RunState(State):  # type: ignore[misc]  # Horovod is untyped
 
     def __init__(self) -> None:
         super().__init__(bcast_object=_broadcast, get_rank=hvd.rank)
-        self.beginning: Beginning | None = None  # what the next session starts from; None: as the first one does
+        self.beginning: Any = None  # `Beginning` that the next session starts from; None: as the first one does
         self.executor: Executor | None = None  # kept: its batch stays, and compiled steps are not thrown away
         self.capture: Callable[[], Checkpoint]  # of the session's trainer
 

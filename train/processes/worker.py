@@ -8,6 +8,7 @@ import math
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from train.processes import topology
 from train.processes.guard import Guard
 from train.processes.invocation import python
 from train.processes.pulse import Activity
-from train.processes.signals import STOPPING, handled
+from train.processes.signals import SAME_SECONDS, STOPPING, handled
 from train.processes.watch import Watch
 
 _libc = ctypes.CDLL(None)
@@ -109,6 +110,7 @@ class Processes:
         self.watch = Watch(1 + max(slot.number for slot in slots), hang_seconds)
         self.all: list[Worker] = []  # also those that have ended, in the order in which they were started
         self.signals: list[int] = []  # that this process has received to hand them on
+        self._asked_at: list[float] = []  # seconds; when it has received one that asks to stop
         self._given_up: list[Worker] = []  # killed because they hung; one that waits for a dead disk stays for ever
         self._guard = Guard(self.watch)
 
@@ -177,12 +179,12 @@ class Processes:
         """Inside, signals to this process reach all processes; behind it, none is left."""
 
         def forward(number: int, frame: object) -> None:
-            self.signals.append(number)
+            self._note(number)
             self.send(number)
 
         def leave(number: int, frame: object) -> None:
             """Ctrl-C reaches the whole process group by itself. Not SIG_IGN, which the processes would inherit."""
-            self.signals.append(number)
+            self._note(number)
 
         try:
             with handled({signal.SIGTERM: forward, signal.SIGUSR1: forward, signal.SIGINT: leave}):
@@ -199,10 +201,15 @@ class Processes:
         """Those received that ask to save and stop."""
         return [number for number in self.signals if number in STOPPING]
 
+    def _note(self, number: int) -> None:
+        self.signals.append(number)
+        if number in STOPPING:
+            self._asked_at.append(time.monotonic())
+
     @property
     def must_end(self) -> bool:
         """Whether somebody has asked to stop for the second time, which waits for nothing."""
-        return len(self.signals_to_stop) > 1
+        return bool(self._asked_at) and self._asked_at[-1] - self._asked_at[0] > SAME_SECONDS
 
 
 def _stop_with_us() -> None:

@@ -134,7 +134,8 @@ class Recorder:
         self._tensorboard: TensorBoardLog | None = None
         self._mlperf: MLPerfLog | None = None
         self._terminal: Terminal | None = None
-        self._named_bad: set[str] | None = None  # bad images of the loader that have been named
+        self._named_bad: set[str] | None = None  # bad and damaged images of the loader that have been named
+        self._num_damaged = 0
         if not enabled:
             return
 
@@ -180,7 +181,8 @@ class Recorder:
     def timed(self, batches: Iterable[T]) -> Iterator[T]:
         """Pass batches through; the time that each takes to arrive counts as the step's wait for the loader.
 
-        A loader's `bad_images` (file or record, reason) become events, and lines on the terminal, as they are found.
+        A loader's `bad_images` and `damaged_images` (file or record, reason) become events, and lines on the terminal,
+        as they are found.
         """
         iterator = iter(batches)
         if self._named_bad is None:
@@ -197,6 +199,12 @@ class Recorder:
                     self._named_bad.add(file)
                     self.event("bad_image", file=file, reason=reason)
                     self.say(f"skipped a bad image: {file}: {reason}")
+            for file, message in _damaged_images(batches):
+                if file not in self._named_bad:
+                    self._named_bad.add(file)
+                    self._num_damaged += 1
+                    self.event("damaged_image", file=file, reason=message)
+                    self.say(f"a damaged image is used as it decodes ({self._num_damaged} so far): {file}: {message}")
             yield batch
 
     @property
@@ -483,6 +491,11 @@ class Recorder:
 def _bad_images(batches: object) -> Sequence[tuple[str, str]]:
     """(file or record, reason) of the images that a loader has skipped so far; plain iterables have none."""
     return getattr(batches, "bad_images", ())
+
+
+def _damaged_images(batches: object) -> Sequence[tuple[str, str]]:
+    """(file or record, what its decoder says) of the images that a loader has used so far though they are damaged."""
+    return getattr(batches, "damaged_images", ())
 
 
 def _rate(images: int, milliseconds: float) -> float | None:

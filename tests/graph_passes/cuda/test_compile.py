@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from graph_passes.executors.cuda.kernels import C_TYPES, SOURCES, compile_kernel
+from graph_passes.executors.cuda.kernels import C_TYPES, HOPPER, SOURCES, architecture, compile_kernel
 from graph_passes.executors.cuda.lowering.conv1x1_backward import DgradReduce, NormBackward
 from graph_passes.passes.dgrad_reduce import OUT_CHANNELS
 
@@ -89,6 +89,37 @@ def test_compiles(source: str, kernel: str) -> None:
                 cubin, symbol = compile_kernel(source, expression, "sm_90a")
                 assert cubin[:4] == b"\x7fELF" and symbol.encode() in cubin
                 done.add(expression)
+
+
+# Compute capabilities of the generations from Turing to Blackwell.
+CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), HOPPER, (10, 0), (12, 0)]
+
+
+def serves(source: str, capability: tuple[int, int]) -> bool:
+    """Whether the kernels of a file are for this GPU: elsewhere another way is lowered (test_without_gpu.py)."""
+    if source in ("dgrad_reduce.cu", "norm_backward.cu"):  # wgmma
+        return capability == HOPPER
+    return source != "stem.cu" or capability >= (8, 0)  # cp.async
+
+
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("capability, path", [
+    pytest.param(capability, path, id=f"{architecture(capability)}-{path.name}") for capability in CAPABILITIES
+    for path in sorted(SOURCES.glob("*.cu")) if serves(path.name, capability)])
+def test_compiles_for_each_generation(capability: tuple[int, int], path: Path) -> None:
+    """Each kernel in one variant, in the youngest type: what differs between generations are their instructions."""
+    from cuda.bindings import nvrtc
+    from cuda.core import Program, ProgramOptions
+
+    arch = architecture(capability)
+    _, known = nvrtc.nvrtcGetSupportedArchs()
+    if 10 * capability[0] + capability[1] not in known:
+        pytest.skip(f"this NVRTC does not know {arch}: it has {', '.join(f'sm_{number}' for number in known)}")
+    names = [expressions(kernel, C_TYPES["bfloat16"])[0] for source, kernel in kernels() if source == path.name]
+    options = ProgramOptions(arch=arch, std="c++17", include_path=[str(SOURCES)], name=path.name)
+    compiled = Program(path.read_text(), "c++", options).compile("cubin", name_expressions=tuple(names))
+    assert bytes(compiled.code)[:4] == b"\x7fELF"
+    assert len({compiled.symbol_mapping[name] for name in names}) == len(names)
 
 
 @pytest.mark.usefixtures("nvrtc")

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gpu_arrays import DTYPES, relative_error
-from step_networks import bottlenecks
-from test_training_step import SMALL, random_batch, random_state, rounded_reference, small_network
+from gpu_arrays import DTYPES, Device, relative_error
+from test_training_step import random_batch, random_state, small_network
 
 from graph_passes import Graph, passes, pipeline, roles
-from graph_passes.executors.cuda.optimizer import INITIAL_LOSS_SCALE, OptimizerConfig
+from graph_passes.executors.cuda.optimizer import OptimizerConfig
 from graph_passes.executors.cuda.options import StepOptions
 from graph_passes.executors.cuda.training_step import TrainingStep
 from graph_passes.optimizers.lamb import LAMB
@@ -20,6 +19,8 @@ from train import models
 
 pytestmark = pytest.mark.gpu
 
+ROUNDING = {"float32": 1e-6, "float16": 2.0**-11, "bfloat16": 2.0**-8}  # of one value, and in fp32 of a few operations
+
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -27,34 +28,26 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("network, size, prefix", [
-    (small_network(), (3, 29, 23, 3), "stem"), (small_network(), (5, 32, 32, 4), "a"),
-    (small_network(), (3, 29, 23, 3), "backbone"), (bottlenecks(7), (3, 38, 44, 4), "a2")])
-def test_gradients_against_the_reference(cache: Path, dtype: str, network, size, prefix: str) -> None:
-    """With the frozen part folded, as the step has it, and every tensor rounded where the device does."""
-    graph, shapes = passes.freeze(Graph.from_json(network.tojson()), prefix), {"data": size, "softmax_label": size[:1]}
+def test_frozen_layers_are_folded(cache: Path, dtype: str) -> None:
+    """Into weights and biases of their own, anew for each set of values; their statistics stay. Every tensor of such a
+    step: test_training_step.py."""
+    graph = passes.freeze(Graph.from_json(small_network().tojson()), "a")
+    shapes = {"data": (3, 29, 23, 3), "softmax_label": (3,)}
     fused, frozen = pipeline.run(pipeline.FUSED, graph), roles.frozen(graph)
     step = TrainingStep(graph, shapes, StepOptions(dtype, tf32=False, num_buckets=2), cache_folder=cache)
-    for seed in (1, 2):  # other values: they are folded anew
+    for seed in (1, 2):
         params, aux = random_state(graph, shapes, seed)
-        data, label = random_batch(shapes, seed)
-        folded = passes.fold_bn_params(fused, params, aux, frozen_only=True)
-        wanted = rounded_reference(passes.fold_frozen(fused), shapes,
-                                   {**params, **folded, **aux, "data": data, "softmax_label": label}, dtype)
-        scale = INITIAL_LOSS_SCALE if dtype == "float16" else 1.0
         step.set_params(params, aux)
-        step.load(data, label)
+        step.load(*random_batch(shapes, seed))
         step.forward_backward()
-        metrics, gradients = step.read_metrics(), step.get_gradients()
-        assert abs(metrics.loss_sum - wanted["loss"]) < SMALL[dtype] * wanted["loss"]
-        assert gradients.keys() == params.keys() - frozen
-        for name, gradient in gradients.items():
-            assert relative_error(gradient, wanted[f"{name}_grad"] / scale) < SMALL[dtype], name
+        wanted = passes.fold_bn_params(fused, params, aux, frozen_only=True)
+        for name, parameter in step._frozen.store.parameters.items():
+            buffer = step._frozen.store.values[name]
+            got = parameter.to_canonical(Device(step.gpu, step.kernels).get(buffer.address, buffer.shape, buffer.dtype))
+            assert relative_error(got, wanted[name]) < ROUNDING[buffer.dtype], name
+        assert step.get_gradients().keys() == params.keys() - frozen
         for name, value in step.get_params()[1].items():
-            if name in frozen:
-                assert np.array_equal(value, aux[name]), name
-            else:
-                assert relative_error(value, wanted[name]) < SMALL[dtype], name
+            assert np.array_equal(value, aux[name]) == (name in frozen), name
     step.gpu.free_all()
 
 

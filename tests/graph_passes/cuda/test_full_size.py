@@ -89,8 +89,8 @@ def test_every_tensor_of_a_whole_step_at_full_size(tmp_path: Path, rng: np.rando
     step.load(data, label)
     for _ in range(2):
         step.forward_backward()
-        step.update(0.05)
-    step.read_metrics()
+        step.update(0.01)
+    assert np.isfinite(step.read_metrics().loss_sum)
 
     scale = np.array([step.optimizer.read_state().loss_scale], np.float32)
     dtypes = passes.tensor_dtypes(step.graph)

@@ -63,6 +63,7 @@ def test_gaps_between_passes_are_counted_for_their_step() -> None:
 def test_on_a_gpu(device: Any) -> None:
     clock = IdleClock(device.gpu)
     memory = device.gpu.allocate(1 << 20)
+    begin = time.monotonic()
     for pause in (0.0, 0.03):
         time.sleep(pause)
         clock.begin()
@@ -71,5 +72,5 @@ def test_on_a_gpu(device: Any) -> None:
         device.gpu.synchronize()
     clock.end_step()
     device.gpu.synchronize()
-    assert 0.03 <= clock.take_seconds() < 0.06
+    assert 0.03 <= clock.take_seconds() < time.monotonic() - begin
     device.gpu.free(memory)

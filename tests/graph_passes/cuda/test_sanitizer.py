@@ -1,59 +1,153 @@
-"""compute-sanitizer over steps of small networks, with every kernel that the lowering and the planner may take."""
+"""compute-sanitizer over steps of small networks in which every kernel of ours runs. `make sanitize` prints a table."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
-from step_networks import bottlenecks, repeatable_fusions
-from test_training_step import fused, random_batch, random_state, small_network
+from step_networks import bottlenecks, pre_activation, repeatable_fusions
+from test_compile import kernels
+from test_training_step import RULES, fused, random_batch, random_state, small_network
 
+from common.mxnet_compat import mx
 from graph_passes.executors.cuda.choices import Choices
+from graph_passes.executors.cuda.kernels import Kernel, KernelLibrary
+from graph_passes.executors.cuda.optimizer import OptimizerConfig
 from graph_passes.executors.cuda.options import StepOptions
+from graph_passes.executors.cuda.statistics_group import StatisticsGroup
 from graph_passes.executors.cuda.training_step import TrainingStep
 from train.models.resnet import resnet
 
 pytestmark = pytest.mark.gpu
 
 REPOSITORY = Path(__file__).resolve().parents[3]
+OWN = {kernel.strip("!") for _, kernel in kernels()}
+NOT_IN_A_STEP = {"copy"}  # of --profile
+NUM_NETWORKS = 6
 
 
-def test_a_sanitizer_finds_nothing(tmp_path: Path) -> None:
-    sanitizer = shutil.which("compute-sanitizer")
-    if not sanitizer:
-        pytest.skip("compute-sanitizer is not installed; it comes with the CUDA toolkit")
+def run_here(cache: Path, *command: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(REPOSITORY), *sys.path])  # with the folders of the tests' own modules
-    run = subprocess.run([sanitizer, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-W", "ignore",
-                          __file__, str(tmp_path)], capture_output=True, text=True, timeout=300,
-                         env={**os.environ, "PYTHONPATH": path})
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-1000:]
-    assert run.stdout.count("steps are done") == 3 and "SUMMARY: 0 " in run.stdout
+    return subprocess.run([*command, sys.executable, "-W", "ignore", __file__, str(cache)], capture_output=True,
+                          text=True, timeout=400, env={**os.environ, "PYTHONPATH": path})
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Compiled kernels, so that the sanitizers need not wait for the compiler."""
+    if not shutil.which("compute-sanitizer"):
+        pytest.skip("compute-sanitizer is not installed; it comes with the CUDA toolkit")
+    folder = tmp_path_factory.mktemp("cache")
+    run = run_here(folder)
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    return folder
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
+def test_a_sanitizer_finds_nothing(tool: str, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In kernels of ours; what it finds in those of cuDNN is counted."""
+    begin = time.monotonic()
+    run = run_here(cache, "compute-sanitizer", "--tool", tool)
+    report = run.stdout + run.stderr
+    assert run.stdout.count("steps are done") == NUM_NETWORKS and run.returncode == 0, report[-4000:]
+    summary = re.search(r"SUMMARY: (\d+) (?:error|hazard)", report)
+    assert summary, report[-4000:]
+    ours, others = findings(report)
+    with capsys.disabled():
+        print(f"\n{tool:10} {summary[1]:>4} found, {len(ours)} in own kernels, {len(others)} in others; "
+              f"{len(OWN - NOT_IN_A_STEP)} kernels, {time.monotonic() - begin:.0f} s", end=" ")
+    assert not ours, "\n".join(ours[:5])
+    assert others or summary[1] == "0", f"in kernels without a name:\n{report[-4000:]}"
+
+
+def findings(report: str) -> tuple[list[str], list[str]]:
+    """What a sanitizer reports, one text for each: in our kernels and in others. Each begins with a line that is not
+    indented, and names the kernel there or in the next ones."""
+    blocks: list[list[str]] = []
+    for line in report.splitlines():
+        text = line.removeprefix("========= ")
+        if not line.startswith("=========") or "SUMMARY" in text or text.startswith("COMPUTE-SANITIZER"):
+            continue
+        if line == "=========":
+            blocks.append([])
+        elif not line[len("========= "):].startswith(" ") or not blocks:
+            blocks.append([text])
+        else:
+            blocks[-1].append(text)
+    found = ["\n".join(block) for block in blocks if block]
+    ours = [text for text in found if any(re.search(rf"\b{name}\b", text) for name in OWN)]
+    return ours, [text for text in found if text not in ours]
+
+
+def pooled() -> Any:
+    """What the other networks do not have: average pooling over windows, two gradients of a max pooling."""
+    def conv_bn(x: Any, name: str) -> Any:
+        x = mx.sym.Convolution(x, num_filter=16, kernel=(3, 3), pad=(1, 1), layout="NHWC", name=name)
+        return mx.sym.BatchNorm(x, axis=3, fix_gamma=False, name=f"{name}_bn")
+
+    window = {"kernel": (2, 2), "stride": (2, 2), "layout": "NHWC"}
+    x = mx.sym.Pooling(mx.sym.relu(conv_bn(mx.sym.Variable("data"), "a")), pool_type="max", **window)
+    x = mx.sym.Pooling(mx.sym.elemwise_add(conv_bn(x, "b"), x), pool_type="avg", **window)
+    x = mx.sym.FullyConnected(mx.sym.Flatten(x), num_hidden=10, name="fc")
+    return mx.sym.SoftmaxOutput(x, normalization="batch", name="softmax")
 
 
 def main(cache: Path) -> None:
     """What the sanitizer looks at. Deterministic, so that no plans are timed, which takes minutes under a sanitizer."""
     Choices.__call__ = lambda self, *question: repeatable_fusions(*question)  # type: ignore[method-assign]
-    for name, network, size, dtype in (
-        ("all fusions", bottlenecks(), (3, 19, 23, 4), "float16"),
-        ("ResNet-18", resnet(18, 10), (3, 36, 38, 3), "float16"),
-        ("all operators", small_network(), (3, 29, 23, 3), "float32"),
+    launched: set[str] = set()
+    get, launch = KernelLibrary.get, Kernel.launch
+
+    def named(library: KernelLibrary, source: str, expression: str) -> Kernel:
+        kernel = get(library, source, expression)
+        kernel.name = expression.split("<")[0]  # type: ignore[attr-defined]
+        return kernel
+
+    def recorded(kernel: Kernel, *arguments: Any, **options: Any) -> None:
+        launched.add(kernel.name)  # type: ignore[attr-defined]
+        launch(kernel, *arguments, **options)
+
+    KernelLibrary.get, Kernel.launch = named, recorded  # type: ignore[method-assign]
+    group = StatisticsGroup(0)
+    group.connect([group.mailbox], 0)  # of one
+    for name, network, size, dtype, options in (
+        ("all fusions", bottlenecks(), (3, 19, 23, 4), "float16", {}),
+        ("all fusions after ResNet's stem", bottlenecks(7), (3, 36, 38, 3), "float16", {"wire_dtype": "float32"}),
+        ("ResNet-18 in a group", resnet(18, 10), (3, 36, 38, 3), "float16", {"group": group}),
+        ("all operators", small_network(), (3, 29, 23, 3), "float32", {}),
+        ("BatchNorm first", pre_activation(10), (3, 19, 17, 3), "bfloat16", {}),
+        ("poolings", pooled(), (3, 17, 14, 4), "float16", {}),
     ):
         graph, shapes = fused(network), {"data": size, "softmax_label": size[:1]}
-        step = TrainingStep(graph, shapes, StepOptions(dtype, deterministic=True), cache_folder=cache)
+        step = TrainingStep(graph, shapes, StepOptions(dtype, deterministic=True, **options), cache_folder=cache)
         step.set_params(*random_state(graph, shapes, seed=1))
         step.load(*random_batch(shapes, seed=2))
         for accumulate in (False, True):
             step.forward_backward(accumulate)
+            if step.options.wire_dtype:
+                step.hand_over(lambda bucket: None)
             step.update(0.1)
         step.infer()
         step.set_num_valid(2)
         step.infer(num_images=2)
+        step.mix(0.7)
+        step.forward_backward()
+        if name == "all operators":
+            for rule in RULES.values():
+                step.set_optimizer(OptimizerConfig(rule, ema=True))
+                step.update(0.01, ema_decay=0.9)
+            step.swap_ema()
         assert step.read_metrics()[3] > 0
+        step.gpu.synchronize()
         print(f"{name}: steps are done", flush=True)
+    assert launched >= OWN - NOT_IN_A_STEP, f"not looked at: {OWN - NOT_IN_A_STEP - launched}"
 
 
 if __name__ == "__main__":

@@ -27,10 +27,11 @@ EPS = 1e-5
 
 
 @pytest.mark.parametrize("members, rows, channels", [(2, 35, 3), (3, 8, 7), (8, 2, 1)])
-def test_what_members_share_gives_what_one_gpu_has_for_all_images(members: int, rows: int, channels: int) -> None:
+def test_what_members_share_gives_what_one_gpu_has_for_all_images(members: int, rows: int, channels: int,
+                                                                  rng: np.random.Generator) -> None:
     """The formulas of batch_norm.cuh and batch_norm_group.cu, with the group's statistics and means of sums in place of
     a GPU's own, against the reference operators on the images of all members. The loss of all is the mean of theirs."""
-    random = np.random.default_rng()
+    random = rng
     symbol = mx.sym.BatchNorm(mx.sym.Variable("x"), axis=3, eps=EPS, fix_gamma=False, name="bn")
     node = Graph.from_json(symbol.tojson())["bn"]
     x = random.normal(random.normal(0, 2, (members, 1, 1, 1, channels)), 1.5, (members, rows, 1, 1, channels))
@@ -221,9 +222,9 @@ def make_members(tmp_path: Any) -> Any:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("count", [2, 3, 5])
-def test_exchange(make_members: Any, count: int) -> None:
+def test_exchange(make_members: Any, count: int, rng: np.random.Generator) -> None:
     """Many in a row, of changing sizes, one member far ahead of the others at times."""
-    random = np.random.default_rng()
+    random = rng
     members = make_members(count)
     expected: list[np.ndarray] = []
     addresses: list[list[list[int]]] = []  # by exchange, member, array

@@ -79,9 +79,9 @@ SESSION = """
 
 
 @pytest.fixture(scope="module")
-def session(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+def session(tmp_path_factory: pytest.TempPathFactory, seed: int) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """What SESSION left behind, its folder and how it ended."""
-    folder, rng = tmp_path_factory.mktemp("session"), np.random.default_rng()
+    folder, rng = tmp_path_factory.mktemp("session"), np.random.default_rng(seed)
     for rank in range(2):
         np.savez(
             folder / f"batch{rank}.npz",

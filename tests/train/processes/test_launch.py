@@ -17,6 +17,7 @@ from common.command_line import exit_code_of
 from train.errors import TrainError
 from train.processes import launch, topology
 from train.processes.invocation import LAUNCHER_VARIABLE
+from train.processes.signals import SAME_SECONDS
 
 GIB = 2**30
 
@@ -295,6 +296,32 @@ time.sleep(60)
         wait_until(lambda: len(os.listdir(tmp_path)) == 2)
         launcher.kill()
     wait_until(lambda: {"0.stopped", "1.stopped"} <= set(os.listdir(tmp_path)))
+
+
+@pytest.mark.parametrize("call", ["launch(slots, command)", "launch_elastic(slots, command, 1)"])
+def test_second_request_ends_what_ignores_the_first(tmp_path, call):
+    pytest.importorskip("horovod")
+    script = f"""
+import os, pathlib, signal, time
+place = pathlib.Path({str(tmp_path)!r}, os.environ['HOROVOD_RANK'])
+signal.signal(signal.SIGTERM, lambda number, frame: place.with_suffix('.asked').touch())
+place.touch()
+while True:
+    time.sleep(60)
+"""
+    starter = ("import sys; from train.processes.launch import *; slots, _ = plan(2, on_cpu=True); "
+               f"command = [sys.executable, '-c', sys.argv[1]]; sys.exit({call})")
+    with subprocess.Popen([sys.executable, "-c", starter, script]) as launcher:
+        wait_until(lambda: {"0", "1"} <= set(os.listdir(tmp_path)))
+        launcher.terminate()
+        wait_until(lambda: {"0.asked", "1.asked"} <= set(os.listdir(tmp_path)))
+        try:
+            with pytest.raises(subprocess.TimeoutExpired):
+                launcher.wait(SAME_SECONDS + 0.2)  # before, another one would be the first again
+            launcher.terminate()
+            assert launcher.wait(30) == 128 + signal.SIGTERM
+        finally:
+            launcher.kill()
 
 
 def test_the_slowest_to_stop_is_waited_for(capfd, monkeypatch):

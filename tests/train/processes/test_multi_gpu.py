@@ -191,18 +191,27 @@ all_reduce = workers.gradient_all_reduce(executor)
 executor.forward_backward(*batch(workers.rank), on_bucket=all_reduce.start)
 all_reduce.finish()
 got = executor._step.get_gradients()
-for rank in range(workers.size):
-    alone.forward_backward(*batch(rank), accumulate=rank > 0)
-errors = {}
-for name, gradient in alone._step.get_gradients().items():
-    wanted = gradient / workers.size
-    assert wanted.any(), name
-    errors[name] = np.linalg.norm(got[name] - wanted) / np.linalg.norm(wanted)
-worst = sorted(errors.items(), key=lambda item: -item[1])[:3]
-print("errors", np.median(list(errors.values())), worst, flush=True)
-# Two ways to round in fp16, which may put a ReLU on either side of 0; as those of one GPU against fp32
-# (tests/graph_passes/cuda/test_training_step.py). One of n batches left out makes about 1 / sqrt(n).
-assert np.median(list(errors.values())) < 8e-2 and worst[0][1] < 0.2, worst
+sums = []
+for repetition in range(2):
+    for rank in range(workers.size):
+        alone.forward_backward(*batch(rank), accumulate=rank > 0)
+    sums.append(alone._step.get_gradients())
+
+
+def errors(one, other, factor):
+    found = {}
+    for name, gradient in other.items():
+        assert gradient.any(), name
+        found[name] = np.linalg.norm(one[name] - factor * gradient) / np.linalg.norm(factor * gradient)
+    return np.array(sorted(found.values()))
+
+
+# Sums whose order varies are rounded otherwise in each pass, which may put a ReLU on either side of 0: so far does one
+# GPU differ from itself. One of n batches left out makes about 1 / sqrt(n).
+noise, error = errors(*sums, 1), errors(got, sums[0], 1 / workers.size)
+print("errors", np.median(error), error[-1], "of one GPU", np.median(noise), noise[-1], flush=True)
+assert np.median(error) < 1.5 * np.median(noise) + 1e-3 and error[-1] < 2 * noise[-1] + 1e-3
+assert np.median(error) < 0.25
 
 for step in range(20):
     executor.forward_backward(*batch(1000 * workers.rank + step), on_bucket=all_reduce.start)

@@ -1,0 +1,88 @@
+"""Damaged JPEGs that still decode: found, named, used; and nothing else is lost of what C libraries write to stderr."""
+
+import ctypes
+
+import numpy as np
+import pytest
+from image_helpers import encode, write_records
+from PIL import Image
+
+from pipelines import DataError, ImageTransform, LoaderConfig, open_loader
+from pipelines.decoder_messages import decoder_messages
+from pipelines.sources import open_source
+from pipelines.verify import verify_split, write_clean
+
+MESSAGE = "the decoder says: Corrupt JPEG data: "
+
+
+def jpeg(seed: int) -> bytes:
+    return encode(Image.fromarray(np.random.default_rng(seed).integers(0, 256, (60, 80, 3), np.uint8)), quality=95)
+
+
+def damaged(seed: int) -> bytes:
+    """With 64 bytes overwritten in its middle, by none that could be a marker."""
+    content = bytearray(jpeg(seed))
+    middle = len(content) // 2
+    content[middle : middle + 64] = np.random.default_rng(seed).integers(0, 255, 64, np.uint8).tobytes()
+    return bytes(content)
+
+
+@pytest.fixture
+def records(tmp_path):
+    """24 images, three of them damaged."""
+    path = tmp_path / "train.rec"
+    write_records(path, [damaged(i) if i in (3, 10, 11) else jpeg(i) for i in range(24)], [float(i) for i in range(24)])
+    return path
+
+
+def config(path, **options):
+    return LoaderConfig(**{"data": str(path), "batch_size": 4, "image_size": 16, "num_threads": 2, **options})
+
+
+@pytest.mark.parametrize("split, cache", [("train", 0.0), ("val", 0.0), ("val", 1.0)])
+def test_the_loader_names_them_and_uses_them(records, capfd, split, cache):
+    whole = ImageTransform(crop_padding=1)  # a crop of a random area need not reach the damage
+    with open_loader(config(records, split=split, cache_gib=cache, transform=whole)) as loader:
+        assert sorted(int(label) for batch in loader for label in batch.label.asnumpy()) == list(range(24))
+        found = dict(loader.damaged_images)
+        assert not loader.bad_images
+    assert list(found) == [f"{records} record {i}" for i in (3, 10, 11)]
+    assert all(message.startswith(MESSAGE) for message in found.values())
+    assert "JPEG" not in capfd.readouterr().err
+
+
+def test_one_that_another_decoder_takes_is_bad_where_verify_says_so(records, tmp_path):
+    """An invalid marker: libjpeg gives up, and DALI's next decoder draws something."""
+    content = bytearray(jpeg(7))
+    content[len(content) // 2 : len(content) // 2 + 2] = b"\xff\x36"
+    path = tmp_path / "other/train.rec"
+    write_records(path, [bytes(content) if i == 2 else jpeg(i) for i in range(8)], [0.0] * 8)
+    (_, finding), = verify_split(str(path), "train").findings
+    assert (finding.kind, finding.usable) == ("broken", False)
+    with open_loader(config(path, split="val", on_bad_image="skip")) as loader:
+        assert sum(batch.num_valid for batch in loader) == 7
+        assert [name for name, _ in loader.bad_images] == [f"{path} record 2"] and not loader.damaged_images
+    with open_loader(config(path, split="val")) as loader, pytest.raises(DataError, match="record 2: broken, "):
+        list(loader)
+
+
+def test_verify_finds_them(records, capfd):
+    report = verify_split(str(records), "train")
+    assert [name for name, _ in report.findings] == [f"{records} record {i}" for i in (3, 10, 11)]
+    assert {(finding.kind, finding.usable) for _, finding in report.findings} == {("damaged", True)}
+    assert all(finding.detail.startswith(MESSAGE) for _, finding in report.findings)
+    write_clean(report)
+    assert len(open_source(records, "train")) == 24
+    assert "JPEG" not in capfd.readouterr().err
+
+
+def test_other_lines_are_passed_on(capfd):
+    messages = decoder_messages()
+    messages.take()
+    libc = ctypes.CDLL(None)
+    libc.perror(b"a library")
+    libc.perror(b"Corrupt JPEG data")
+    lines = messages.take()
+    assert len(lines) == 1 and lines[0].startswith("Corrupt JPEG data: ")
+    err = capfd.readouterr().err
+    assert err.startswith("a library: ") and err.count("\n") == 1

@@ -1,0 +1,44 @@
+"""What repeats a random test that has failed."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TEST = """
+def test_fails(rng):
+    assert rng.integers(2**40) == 0
+
+def test_fails_too(rng):
+    assert rng.integers(2**40) == 0
+
+def test_without_random_numbers():
+    assert 0
+"""
+
+
+def run_tests(folder: Path, **environment: str) -> str:
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
+    (folder / "test_it.py").write_text(TEST)
+    command = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", "--rootdir", folder, folder]
+    given = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "RESNET_TEST_SEED"))}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder,
+                          env={**given, "PYTHONPATH": path, **environment})
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_failed_test_says_the_seed_that_repeats_it(tmp_path: Path) -> None:
+    out = run_tests(tmp_path)
+    header, *seeds = re.findall(r"RESNET_TEST_SEED=(\d+)", out)
+    assert seeds == [header] * 2, "of those with random numbers"
+    numbers = re.findall(r"assert (\d+) == 0", out)
+    again = run_tests(tmp_path, RESNET_TEST_SEED=header)
+    assert re.findall(r"assert (\d+) == 0", again) == numbers and numbers[0] != numbers[1]
+    assert re.findall(r"assert (\d+) == 0", run_tests(tmp_path)) != numbers
