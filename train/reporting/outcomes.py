@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 NUM_BINS = 15  # of equal width, from 0 to 1: Guo et al., section 2
-NUM_MISTAKES = 20
+NUM_MISTAKES = 24
 
 
 @dataclass(frozen=True)
