@@ -133,7 +133,7 @@ class Classifier:
                 for true, guess, times in self.outcomes.confused(count)]
         if not rows:
             return Text("No image is taken for one of another class.")
-        return Table(("most confused: is", "taken for", "images", "of the class"), rows)
+        return Table(("class", "confused with", "images", "of the class"), rows)
 
     def _class_table(self) -> list[Block]:
         """Accuracy by class, the lowest first; of many classes both ends."""
