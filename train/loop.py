@@ -27,7 +27,7 @@ from pipelines import Batch, Loader
 from train.checkpoint import BEST, Checkpoint, CheckpointFolder, Progress
 from train.checkpoint import FOLDER as CHECKPOINTS
 from train.config import Config, changes
-from train.errors import TrainError
+from train.errors import LostProcessError, TrainError
 from train.mixup import draw_lambda
 from train.optimizer import ema_decay, ema_in_use, make_optimizer
 from train.processes.distributed import GradientAllReduce, Workers
@@ -60,7 +60,7 @@ def validate(
     """Validate on a whole split, with BatchNorm's statistics averaged over the processes first.
 
     None where `stop`, which is asked after each batch, has said so on any of the processes. Raises UserError, on all of
-    them, where one cannot load a batch.
+    them, where one cannot load or evaluate a batch.
     """
     workers.all_reduce_on_host(executor.trained_statistics, "aux")
     pulse.show(Activity.VALIDATING)  # the first batch may wait until the network is compiled for it
@@ -72,14 +72,13 @@ def validate(
         if not problem:
             try:
                 batch = next(batches)
-            except UserError as error:
-                problem = error
-            else:
                 executor.evaluate(batch.data, batch.label, batch.num_valid)
                 take_next = _request_outcomes(executor, batch)
                 found += [take()] if take else []
                 take = take_next
-                pulse.show(Activity.LOADING)
+            except UserError as error:
+                problem = error
+            pulse.show(Activity.LOADING)
         (is_over,) = workers.vote([problem is not None or stop()], "validation")
         if is_over:
             break
@@ -87,12 +86,12 @@ def validate(
     with workers.agreement():
         if problem:
             raise problem
+        found += [take()] if take else []  # waits for the device, which may fail too
+        metrics = executor.read_metrics()
     if is_over:
         return None
     next(batches, None)  # the loader's epoch ends
-    found += [take()] if take else []
-    metrics = Metrics(*workers.sum(executor.read_metrics()))
-    return Validation(metrics, Outcomes.together(workers.gather(Outcomes.together(found))))
+    return Validation(Metrics(*workers.sum(metrics)), Outcomes.together(workers.gather(Outcomes.together(found))))
 
 
 def _request_outcomes(executor: Executor, batch: Batch) -> Callable[[], Outcomes]:
@@ -375,6 +374,8 @@ class Trainer:
         try:
             with recorder.phase("validation"), ema_in_use(self.optimizer):
                 validation = validate(self.executor, loader, self.workers, lambda: _is_to_stop(signals))
+        except LostProcessError:
+            raise
         except UserError:
             self.save(recorder)
             recorder.say(f"step {self.progress.step} is saved; with that mended {self._go_on}")

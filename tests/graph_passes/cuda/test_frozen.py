@@ -85,7 +85,9 @@ def test_updates_leave_what_is_frozen_and_go_as_far_as_the_factors_say(cache: Pa
         step.gpu.free_all()
     for name in params.keys() - frozen:
         wanted = moves[1.0][name] * (1.0 if name.startswith("fc") else 0.25)
-        assert relative_error(moves[0.25][name], wanted) < 1e-4, name  # the difference of two fp32 weights
+        rounding = 2.0**-23 * np.abs(params[name]).max()  # of each of the fp32 weights whose difference these are
+        assert np.abs(moves[0.25][name] - wanted).max() < 2 * rounding + 1e-5 * np.abs(wanted).max(), name
+        assert np.abs(wanted).max() > 10 * rounding, name
 
 
 def test_a_frozen_step_is_faster(cache: Path) -> None:

@@ -197,8 +197,7 @@ def test_every_tensor_of_a_frozen_network_follows_from_its_inputs(cache: Path, n
 
 def check_every_tensor(cache: Path, name: str, network: models.network.Network, graph: Graph,
                        shapes: dict[str, tuple[int, ...]], dtype: str) -> None:
-    # Of another seed one ReLU of v2's stem lies so near to 0 that its sign is a matter of rounding in fp32.
-    seed, frozen = 51 if name == "resnet50_v2" else 50, roles.frozen(graph)
+    seed, frozen = 50, roles.frozen(graph)
     random = np.random.default_rng(seed)
     params, aux = network.initial_values(seed=seed)
     for parameter, value in params.items():
@@ -229,7 +228,11 @@ def check_every_tensor(cache: Path, name: str, network: models.network.Network, 
                 continue
             tensors[ref] = device[ref] if is_float else device[ref].astype(wanted.dtype)
             if is_float:
-                errors[ref] = relative_error(device[ref], wanted)
+                # What is left of terms that cancel is as far off as the terms are: the sums of v2's stem vanish, as a
+                # BatchNorm follows, whose gradient is orthogonal to what it reads. The terms' size is that of dy.
+                terms = 0.1 * np.linalg.norm(tensors[node.inputs[0]]) if node.op.endswith("BackwardReduce") else 0.0
+                size = max(float(np.linalg.norm(wanted)), terms)
+                errors[ref] = float(np.linalg.norm(device[ref] - wanted)) / max(size, 1e-30)
             else:
                 errors[ref] = float(np.mean(device[ref] != wanted))
     gradients = {name: ref for name, ref in passes.output_names(whole).items() if name.endswith("_grad")}

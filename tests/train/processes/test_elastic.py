@@ -179,6 +179,37 @@ def test_process_without_memory_ends_the_run(tiny_options, tmp_path):
     assert checkpoint.load(checkpoint.find(str(tmp_path / "run"))).progress.step in (1, 2)
 
 
+def test_validation_that_fails_on_one_process_ends_the_run(tiny_options, tmp_path):
+    """As where a GPU has no memory left for it: nobody waits for the other, and the epoch is saved."""
+    script = """
+        import sys
+        from graph_passes import GraphError
+        from graph_passes.executors.mxnet import MXNetExecutor
+        from train import __main__ as program
+        from train.processes.distributed import Workers
+
+        evaluate, workers = MXNetExecutor.evaluate, []
+        begin = Workers.__init__
+
+        def known(self, *arguments):
+            begin(self, *arguments)
+            workers.append(self)
+
+        def failing(self, *arguments):
+            if workers[0].rank == 1:
+                raise GraphError("the GPU has no memory left")
+            return evaluate(self, *arguments)
+
+        Workers.__init__, MXNetExecutor.evaluate = known, failing
+        sys.exit(program.main(sys.argv[1:]))
+    """
+    done = run_processes(script, *tiny_options, "--output", tmp_path / "run", narrow=True)
+    assert done.returncode == 2, done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert errors == ["error: the GPU has no memory left"]
+    assert checkpoint.load(checkpoint.find(str(tmp_path / "run"))).progress.step == 3
+
+
 @pytest.mark.gpu
 def test_gpu_without_memory_ends_the_run(tiny_options, tmp_path):
     """Something takes all memory of one of two GPUs in mid-epoch; the first validation then has none."""
