@@ -97,7 +97,7 @@ def measure(arguments: Options) -> Iterator[Line]:
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(arguments.side_by_side) as pool:
         write_data(arguments, train, val, Path(scratch))
         cases = itertools.product(BALANCES, range(1, arguments.seeds + 1))
-        yield from pool.map(lambda case: train_once(arguments, *case, Path(scratch)), cases)
+        yield from pool.map(lambda case: train_once(arguments, case[0], case[1], Path(scratch)), cases)
 
 
 def of(lines: Sequence[Line], balance: float, figure: str) -> list[float]:

@@ -86,8 +86,8 @@ def validate(
     with workers.agreement():
         if problem:
             raise problem
-        metrics = executor.read_metrics()  # waits for the device, which may fail too
-        found += [take()] if take else []
+        found += [take()] if take else []  # waits for the device, which may fail too
+        metrics = executor.read_metrics()
     if is_over:
         return None
     next(batches, None)  # the loader's epoch ends

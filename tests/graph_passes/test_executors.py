@@ -194,8 +194,11 @@ def test_metrics_count_what_they_should(kind, problem, rng):
     for data, label in problem[4]:
         num_valid = int(rng.integers(0, len(label) + 1))
         executor.evaluate(*nd((data, label)), num_valid)
+        evaluated = executor.request_probabilities()
         output = executor.forward(mx.nd.array(data))
         probabilities = output.asnumpy() if kind == "mxnet" else output
+        executor.forward(mx.nd.zeros(data.shape))  # in between changes nothing of what was asked for
+        np.testing.assert_array_equal(evaluated(), probabilities)
         for p, target in zip(probabilities[:num_valid], label[:num_valid].astype(int), strict=True):
             loss -= 0.9 * np.log(p[target]) + sum(0.1 / 6 * np.log(p[k]) for k in range(CLASSES) if k != target)
             rank = sum(p > p[target])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from train import TrainError, checkpoint
-from train.classes import match, padded
+from train.classes import display_names, match, padded
 
 KNOWN = [("n1", "cat"), ("n2", "crane"), ("n3", "crane"), ("n4", "dog")]  # two classes to show alike, as ImageNet has
 NUMBERED = padded([], 4)
@@ -105,3 +105,10 @@ def test_more_classes_than_the_data_has(narrow_network, tiny_options, run_train,
     assert json.loads((tmp_path / "run" / "config.json").read_text())["num_classes"] == 5
     assert "classes of" not in out
     assert run_train("--resume", tmp_path / "run", "--max-steps", "8")[0] == 0
+
+
+def test_names_for_people_are_printable_and_differ() -> None:
+    classes = [("n1", "crane"), ("n2", "crane"), ("a\nb", "a\nb"), ("", ""), ("k\udcff", "k\udcff"),
+               ("e", "\u202eevil"), ("x", "x y"), ("x", "x\ty"), ("日本", "日本")]
+    assert display_names(classes) == ["crane (n1)", "crane (n2)", "a b", "class 3", "k?", "evil", "x y (x) (class 6)",
+                                      "x y (x) (class 7)", "日本"]

@@ -51,5 +51,6 @@ def main(values: Mapping[str, Any]) -> None:
         if folder.name:
             on = images if images == TRAINING_IMAGES else f"images of {config.data}"
             found = describe(validation.outcomes, loader, trained.progress.epoch, on)
-            figures = Tiles([(f"{top1:.1%}", "top-1"), (f"{top5:.1%}", "top-5"), (f"{loss:.4f}", "loss")])
+            figures = Tiles([(f"{value:{form}}", f"{name} on the {on}") for value, form, name in
+                             ((top1, ".1%", "top-1"), (top5, ".1%", "top-5"), (loss, ".4f", "loss"))])
             print(f"report: {write_validation(folder, f'{place}: validation', figures, command_line(), found)}")

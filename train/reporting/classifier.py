@@ -64,7 +64,7 @@ class Classifier:
             "count": outcomes.num_images,
             "epoch": self.epoch,
             "top1": float(right.sum() / outcomes.num_images),
-            "balanced_top1": float(np.nanmean(self.class_accuracy)),
+            "balanced_top1": outcomes.balanced_accuracy,
             "calibration_error": outcomes.calibration_error,
             "classes": names,
             "class_images": images.tolist(),
@@ -74,8 +74,8 @@ class Classifier:
                          for true, guess, count in outcomes.confused(2 * NUM_CONFUSED)],
             "mistakes": [{"file": file, "true": names[true], "guessed": names[guess], "probability": float(sure)}
                          for file, (_, true, guess), sure in self._mistakes()],
-            "calibration": [{"above": m / NUM_BINS, "count": int(count), "right": int(hits), "probability": sure / count}
-                            for m, (count, hits, sure) in enumerate(outcomes.bins.tolist()) if count],
+            "calibration": [{"above": m / NUM_BINS, "count": int(count), "right": int(hits), "probability": p / count}
+                            for m, (count, hits, p) in enumerate(outcomes.bins.tolist()) if count],
         }
 
     def _mistakes(self) -> list[tuple[str, np.ndarray, float]]:
@@ -92,7 +92,7 @@ class Classifier:
             _, true, guess = self.outcomes.mistakes[self.shown].T
             sheet = Predictions(self.pictures, [self.names[i] for i in true], [self.names[i] for i in guess],
                                 self.outcomes.sureness[self.shown], self.epoch)
-            drawn[MISTAKES] = lambda theme: plots.predictions(sheet, theme, "The surest mistakes")
+            drawn[MISTAKES] = lambda theme: plots.contact_sheet(sheet, "The surest mistakes", "", theme)
         drawn[CALIBRATION] = lambda theme: classifier_plots.calibration(self.outcomes, theme)
         return drawn
 
@@ -105,8 +105,8 @@ class Classifier:
         after = f" after {self.epoch} epoch{'s' * (self.epoch != 1)}" if self.epoch else ""
         caveat = (" These are the images that it was trained on: none of this says how it does on others."
                   if self.is_of_training else "")
-        text = (f"What the network makes of {what}{after}: {known['top1']:.2%} are taken for what they are. Each class "
-                f"counting the same (balanced accuracy), it is {known['balanced_top1']:.2%}.{caveat}")
+        text = (f"What the network makes of {what}{after}: top-1 {known['top1']:.2%}, balanced accuracy (the mean over "
+                f"the classes) {known['balanced_top1']:.2%}.{caveat}")
         blocks: list[Block] = [Heading("The classifier" + f" on the {TRAINING_IMAGES}" * self.is_of_training),
                                Text(text)]
         if CONFUSION in figures:
@@ -122,8 +122,8 @@ class Classifier:
             rows = [(file, self.names[true], self.names[guess], f"{sure:.1%}")
                     for file, (_, true, guess), sure in self._mistakes()]
             blocks += [Table(("file", "is", "taken for", "probability"), rows, folded="Files of the surest mistakes")]
-        blocks += [Plot(CALIBRATION, f"Calibration on the {what}: of guesses with a probability of 80 %, 80 % should be "
-                                     "right. The expected calibration error (ECE), which is the mean distance from "
+        blocks += [Plot(CALIBRATION, f"Calibration on the {what}: of guesses with a probability of 80 %, 80 % should "
+                                     "be right. The expected calibration error (ECE), which is the mean distance from "
                                      f"that, is {outcomes.calibration_error:.2%}.")]
         return blocks
 
@@ -133,7 +133,7 @@ class Classifier:
                 for true, guess, times in self.outcomes.confused(count)]
         if not rows:
             return Text("No image is taken for one of another class.")
-        return Table(("most confused: is", "taken for", "images", "of the class"), rows)
+        return Table(("class", "confused with", "images", "of the class"), rows)
 
     def _class_table(self) -> list[Block]:
         """Accuracy by class, the lowest first; of many classes both ends."""
@@ -149,12 +149,13 @@ class Classifier:
         notes = []
         if len(order) > MAX_TABLE:
             rows.insert(NUM_ENDS, ("...",) + ("",) * 4)
-            notes += [f"the {NUM_ENDS} classes with the lowest accuracy and the {NUM_ENDS} with the highest, of "
-                      f"{len(order):,} (report.json has all)"]
+            notes += [f"These are the {NUM_ENDS} classes with the lowest accuracy and the {NUM_ENDS} with the highest, "
+                      f"of {len(order):,}; report.json has all."]
         if without := len(self.names) - len(order):
-            notes += [f"{without:,} class{'es' * (without > 1)} of the network without an image are left out"]
+            notes += [f"{without:,} class{'es' * (without > 1)} of the network {'have' if without > 1 else 'has'} no "
+                      "image here."]
         head = ("class", "accuracy", "right", "precision", "taken for it")
-        return [Table(head, rows), *([Text(f"Here are {'; '.join(notes)}.")] if notes else [])]
+        return [Table(head, rows), *([Text(" ".join(notes))] if notes else [])]
 
 
 def read(folder: Path) -> Classifier | None:

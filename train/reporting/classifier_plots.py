@@ -58,11 +58,11 @@ def calibration(outcomes: Outcomes, theme: Theme) -> bytes:
     """How many guesses of a probability are right, bin by bin, and how many guesses there are of it."""
     figure = plots._figure(8, 4.8, theme)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    title = f"Calibration: expected error {100 * outcomes.calibration_error:.1f} %"
+    title = f"Calibration, ECE {100 * outcomes.calibration_error:.1f} %"
     plots._styled(upper, theme, title, "", "correct (%)")
     plots._styled(lower, theme, "", "probability of the guess (%)", "images (%)")
     images, right, sure = outcomes.bins[outcomes.bins[:, 0] > 0].T
-    upper.plot((0, 100), (0, 100), "--", color=theme.muted, linewidth=1.2, label="as probable as right")
+    upper.plot((0, 100), (0, 100), "--", color=theme.muted, linewidth=1.2, label="perfect calibration")
     upper.plot(100 * sure / images, 100 * right / images, "o-", color=theme.series[0], linewidth=1.6, markersize=5,
                label="this network")
     upper.set_ylim(-2, 102)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import html
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -69,8 +70,8 @@ def markdown(title: str, blocks: Sequence[Block]) -> str:
 
 
 def _cell(text: str) -> str:
-    """A cell of a Markdown table: on one line, and neither a bar nor a tag in it means anything."""
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "\\<")
+    """A cell of a Markdown table: on one line, and no letter of it means anything but itself."""
+    return re.sub(r"([|<*`$])", r"\\\1", " ".join(text.split()))
 
 
 STYLE = """

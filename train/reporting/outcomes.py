@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 NUM_BINS = 15  # of equal width, from 0 to 1: Guo et al., section 2
-NUM_MISTAKES = 20
+NUM_MISTAKES = 24
 UNEVEN = 2  # from here on accuracy says more of some classes than of others
 
 
@@ -33,20 +33,19 @@ class Outcomes:
         # Not a number where the network's weights are not: the guess is worth nothing.
         sureness = np.nan_to_num(probabilities[np.arange(len(labels)), guesses].astype(np.float64))
         is_right = guesses == labels
-        pairs, counts = np.unique(np.stack([labels, guesses], axis=1), axis=0, return_counts=True)
         which = np.clip(np.ceil(NUM_BINS * sureness).astype(int) - 1, 0, NUM_BINS - 1)  # bin m is (m / M, (m + 1) / M]
         bins = [np.bincount(which, weights, NUM_BINS) for weights in (None, is_right, sureness)]
         wrong = np.flatnonzero(~is_right) if len(images) else np.zeros(0, np.int64)
         rows = [np.asarray(images, np.int64)[wrong], labels[wrong], guesses[wrong]]
-        return cls(np.column_stack([pairs, counts]), np.stack(bins, axis=1).astype(np.float64),
+        pairs = _counted(labels, guesses, np.ones(len(labels)))
+        return cls(pairs, np.stack(bins, axis=1).astype(np.float64),
                    *_surest(np.stack(rows, axis=1), sureness[wrong]))
 
     @classmethod
     def together(cls, parts: Sequence[Outcomes]) -> Outcomes:
         """Of the images of all parts, at least one, whatever their order."""
-        pairs, place = np.unique(np.concatenate([part.pairs[:, :2] for part in parts]), axis=0, return_inverse=True)
-        counts = np.bincount(place.ravel(), np.concatenate([part.pairs[:, 2] for part in parts]), len(pairs))
-        return cls(np.column_stack([pairs, counts.astype(np.int64)]), np.sum([part.bins for part in parts], axis=0),
+        pairs = _counted(*np.concatenate([part.pairs for part in parts]).T)
+        return cls(pairs, np.sum([part.bins for part in parts], axis=0),
                    *_surest(np.concatenate([part.mistakes for part in parts]),
                             np.concatenate([part.sureness for part in parts])))
 
@@ -92,6 +91,15 @@ class Outcomes:
         """The rows of `pairs` of different classes with the most images, `count` at most."""
         wrong = self.pairs[self.pairs[:, 0] != self.pairs[:, 1]]
         return wrong[np.argsort(-wrong[:, 2], kind="stable")[:count]]
+
+
+def _counted(true: np.ndarray, guess: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """`Outcomes.pairs` of pairs that may occur several times."""
+    classes = max(true.max(initial=0), guess.max(initial=0)) + 1
+    # One number for each pair: NumPy takes 20 times as long to find equal rows.
+    pairs, place = np.unique(true * classes + guess, return_inverse=True)
+    counts = np.bincount(place, count, len(pairs))
+    return np.stack([*np.divmod(pairs, classes), counts.astype(np.int64)], axis=1)
 
 
 def _surest(mistakes: np.ndarray, sureness: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -168,7 +168,12 @@ _COLUMNS, _TOP = 6, 58  # pictures in a row; pixels above the first row
 _CELL, _PICTURE, _LINE = 192, 168, 22  # pixels of a cell's width, of a picture in it, of a line of text
 
 
-def predictions(shown: Predictions, theme: Theme, title: str = "Predictions") -> bytes:
+def predictions(shown: Predictions, theme: Theme) -> bytes:
+    """The contact sheet of predictions, with the number of those that are right."""
+    return contact_sheet(shown, "Predictions", f"{shown.num_right} of {len(shown.true)} right", theme)
+
+
+def contact_sheet(shown: Predictions, title: str, note: str, theme: Theme) -> bytes:
     """Images with what the network makes of them: its guess, how sure it is of it (also as a bar), and whether it is
     right; where it is not, a frame and the true class."""
     columns = min(_COLUMNS, len(shown.true))
@@ -177,8 +182,7 @@ def predictions(shown: Predictions, theme: Theme, title: str = "Predictions") ->
     draw = ImageDraw.Draw(sheet)
     margin = (_CELL - _PICTURE) // 2
     draw.text((margin, 12), title, theme.text, font(23, bold=True))
-    score = f"{shown.num_right} of {len(shown.true)} right"
-    draw.text((sheet.width - margin, 16), score, theme.muted, font(19), anchor="ra")
+    draw.text((sheet.width - margin, 16), note, theme.muted, font(19), anchor="ra")
     for i, (true, guess, probability) in enumerate(zip(shown.true, shown.guessed, shown.probability, strict=True)):
         x, y = i % columns * _CELL + margin, _TOP + i // columns * height
         is_right = guess == true

@@ -27,8 +27,9 @@ from train.reporting.summary import Summary, summarize
 def write_report(folder: Path, record: RunRecord) -> Path:
     """Write all files of a report into `folder`; returns the path of report.md.
 
-    Predictions and a classifier that lie there (`train.reporting.predictions`, `classifier`) are shown. Raises UserError
-    for a run without a single step and a folder that cannot be written.
+    Predictions and a classifier that lie there (`train.reporting.predictions`, `classifier`) are shown.
+
+    Raises UserError for a run without a single step and a folder that cannot be written.
     """
     summary = summarize(record)
     figures: dict[str, Callable[[plots.Theme], bytes]] = {

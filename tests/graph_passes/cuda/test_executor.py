@@ -185,6 +185,9 @@ def test_inference_and_metrics(executor: CudaExecutor) -> None:
     assert relative_error(executor.forward(data).asnumpy(), wanted) < 1e-4
     assert executor.read_metrics().count == 0, "without a label nothing is counted"
     executor.evaluate(data, label, num_valid=4)
+    evaluated = executor.request_probabilities()
+    executor.evaluate(*batch(8), num_valid=0)
+    assert relative_error(evaluated(), wanted) < 1e-4, "those of the batch before, whatever came since"
     reference.evaluate(data.asnumpy(), label.asnumpy(), 4)
     assert executor.read_metrics()[1:] == reference.read_metrics()[1:]
     executor.forward_backward(data, label)
