@@ -111,7 +111,8 @@ def locate(data: str | Path, split: str) -> Location:
         return found
     other = "val" if split == "train" else "train"
     if path.is_dir() and _find(path, other):
-        without = ", or train without validation (--validate-every 0)" if split == "val" else ""
+        without = (", set part of the training images aside (--val-split 0.1), or train without validation "
+                   "(--validate-every 0)" if split == "val" else "")
         raise DataError(
             f"data path {path} has {other} but no {split}; add {split}/, {split}.rec or {split}.lst{without}"
         )

@@ -69,6 +69,12 @@ def test_data_with_val_is_refused(tmp_path):
         open_loader(LoaderConfig(data="synthetic", val_split=0.1))
 
 
+def test_data_without_val_are_told_of_it(tmp_path):
+    empty_images(tmp_path / "data", ["train/a/1.jpg"])
+    with pytest.raises(DataError, match="has train but no val; add .*, set part of the training images aside .--val"):
+        open_source(tmp_path / "data", "val")
+
+
 def test_a_list_and_records(tmp_path):
     """A list gives the parts of the folder that it lists, as after `verify --write-clean`."""
     names = [f"{label}/{label}-{i:04}.jpg" for label in "ab" for i in range(30)]

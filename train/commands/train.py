@@ -221,3 +221,4 @@ def _note_data(trainer: Trainer, recorder: Recorder) -> None:
     if on_training_images:
         recorder.say(f"{config.data} has no train and val (docs/data.md): accuracy after an epoch is that on the "
                      f"{TRAINING_IMAGES}, no validation")
+        recorder.say("--val-split 0.1 would set a tenth of them aside for it")
