@@ -124,7 +124,7 @@ def test_loss_while_the_report_is_written(tiny_options, tmp_path, min_np):
     done = run_processes(script, tmp_path, *tiny_options, "--epochs", "1", "--output", tmp_path / "run", narrow=True,
                          min_np=min_np)
     assert done.returncode == 128 + signal.SIGKILL, done.stderr
-    (line,) = [line for line in done.stderr.splitlines() if "process " in line]
+    (line,) = [line for line in done.stderr.splitlines() if re.search(r"process \d \(", line)]
     assert line.startswith("error: process 0 (pid ")
     assert "was killed by SIGKILL, as the kernel does when the machine's memory runs out, while it wrote the" in line
     assert "make the report with " in line
