@@ -87,7 +87,9 @@ def test_broken_images_are_named_and_skipped(tmp_path, kind, split):
     write_records(path, images, [float(i) for i in range(24)])
     with open_loader(config(path, split=split, on_bad_image="skip")) as loader:
         for _ in range(2):
-            valid = [b.label.asnumpy()[: b.num_valid].astype(int).tolist() for b in loader]
+            batches = [(b.label.asnumpy()[: b.num_valid].astype(int).tolist(), list(b.indices)) for b in loader]
+            valid = [labels for labels, _ in batches]
+            assert [indices for _, indices in batches] == valid, "each image has a class of its own here"
             seen = [label for labels in valid for label in labels]
             assert set(seen) == set(range(24)) - set(broken)
             assert len(seen) == (24 if split == "train" else 21)

@@ -40,7 +40,9 @@ def test_validation_counts_every_image_once(numbered, size):
         batches = list(loader)
         assert len(batches) == loader.num_batches
         assert all(batch.data.shape == (5, 24, 24, 3) and batch.label.shape == (5,) for batch in batches)
-        seen += [int(label) for batch in batches for label in batch.label.asnumpy()[: batch.num_valid]]
+        labels = [batch.label.asnumpy()[: batch.num_valid].astype(int).tolist() for batch in batches]
+        assert [list(batch.indices) for batch in batches] == labels, "each image has a class of its own here"
+        seen += itertools.chain.from_iterable(labels)
     assert sorted(seen) == list(range(37))
 
 

@@ -24,13 +24,13 @@ from train.reporting.report import write_validation
 def main(values: Mapping[str, Any]) -> None:
     """Print loss and accuracy of a trained network, by the options given. Raises UserError."""
     workers = Workers()
-    folder = Path(values.get("report", ""))
+    folder = Path(values["report"]) if values.get("report") else None
     with workers.agreement():
         place = values.get("checkpoint")
         if not place:
             raise TrainError("validation needs trained weights: give --checkpoint with a run folder, a checkpoint or a "
                              "file of weights")
-        if folder.name and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        if folder and workers.rank == 0 and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise TrainError(f"the report's folder {folder} already holds files: give another --report")
         trained = weights.load(place, quiet=workers.rank > 0)
         config = of_network(configure(values, trained.config), values, trained)
@@ -48,7 +48,7 @@ def main(values: Mapping[str, Any]) -> None:
         balanced = validation.outcomes.balanced_accuracy
         print(f"{place}: {sums.count:.0f} {images}, loss {loss:.4f}, top-1 {top1:.2%}, top-5 {top5:.2%}"
               + f", balanced accuracy {balanced:.2%}" * (config.balance > 0 or validation.outcomes.is_uneven))
-        if folder.name:
+        if folder:
             on = images if images == TRAINING_IMAGES else f"images of {config.data}"
             found = describe(validation.outcomes, loader, trained.progress.epoch, on)
             figures = Tiles([(f"{value:{form}}", f"{name} on the {on}") for value, form, name in

@@ -167,7 +167,8 @@ def test_pictures_are_those_of_the_mistakes(tmp_path: Path, rng: np.random.Gener
 
 
 def test_a_run_shows_what_predict_says_of_each_image(
-    narrow_network: None, tiny_options: list[str], tiny_data: Path, tmp_path: Path, run_train
+    narrow_network: None, tiny_options: list[str], tiny_data: Path, tmp_path: Path, run_train,
+    monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The images are 27 in batches of 4; the network of the last epoch is that of the last checkpoint. `validate` with
     --report finds the same, and makes no report where files are."""
@@ -202,8 +203,11 @@ def test_a_run_shows_what_predict_says_of_each_image(
     assert again == found
     assert "top-1 on the training images" in (tmp_path / "new" / "report" / "report.md").read_text()
     before = (run / "report" / "report.md").read_bytes()
-    code, out, err = run_train(*options, "--report", run / "report")
-    assert code == 2 and "already holds files: give another --report" in err and "top-1" not in out
+    monkeypatch.chdir(run / "report")
+    for place in (run / "report", ".", "report.md"):
+        code, out, err = run_train(*options, "--report", place)
+        assert (code, err) == (2, f"error: the report's folder {place} already holds files: give another --report\n")
+        assert "top-1" not in out
     assert (run / "report" / "report.md").read_bytes() == before
 
 
