@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -23,8 +24,10 @@ def last_of(folder):
 @pytest.mark.parametrize("executor", ["mxnet", "reference"])
 def test_frozen_layers_keep_their_initial_values(run_train, tiny_options, tmp_path, executor):
     steps = () if executor == "mxnet" else ("--max-steps", "1", "--batch-size", "2")
-    code, _, err = run_train("--output", tmp_path / "run", *tiny_options, *FINE_TUNING, "--executor", executor, *steps)
+    code, out, err = run_train("--output", tmp_path / "run", *tiny_options, *FINE_TUNING, "--executor", executor,
+                             *steps)
     assert code == 0, err
+    assert re.search(r"\n\d+,\d+ of \d+,\d+ parameters are trained \(--freeze stage2\)\n", out)
     end, network = last_of(tmp_path / "run"), models.create("resnet18", 3)
     frozen = roles.frozen(passes.freeze(network.graph, "stage2"))
     before = dict(zip(("params", "aux"), init_params(network.symbol, end.config.seed, zero_init_residual=False),

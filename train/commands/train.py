@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -175,6 +176,7 @@ def train(trainer: Trainer) -> None:
     try:
         with recorder:
             _note_origin(trainer, recorder)
+            _note_frozen(trainer, recorder)
             _note_memory(trainer, recorder)
             _note_data(trainer, recorder)
             trainer.run(recorder)
@@ -192,6 +194,14 @@ def _note_origin(trainer: Trainer, recorder: Recorder) -> None:
         recorder.say(note)
     if trainer.origin:
         recorder.event("weights", notes=trainer.origin)
+
+
+def _note_frozen(trainer: Trainer, recorder: Recorder) -> None:
+    executor, layers = trainer.executor, trainer.config.freeze
+    if layers:
+        sizes = {name: math.prod(array.shape) for name, array in executor.params.items()}
+        trained = sum(size for name, size in sizes.items() if name not in executor.frozen)
+        recorder.say(f"{trained:,} of {sum(sizes.values()):,} parameters are trained (--freeze {layers})")
 
 
 def _note_memory(trainer: Trainer, recorder: Recorder) -> None:
