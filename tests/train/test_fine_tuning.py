@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from graph_passes import passes, roles
-from train import checkpoint, models
+from train import checkpoint, loop, models
 from train.models.network import init_params
 
 pytestmark = pytest.mark.usefixtures("narrow_network")
@@ -72,16 +72,20 @@ def test_layers_that_cannot_be_frozen(run_train, tiny_options, tmp_path, name, w
     assert not (tmp_path / "run").exists()
 
 
+def make_accuracies(monkeypatch, top1s):
+    """Let the next validations have these fractions, whatever the network says."""
+    real, fractions = loop.validate, iter(top1s)
+
+    def validated(*arguments):
+        found = real(*arguments)
+        return found._replace(metrics=found.metrics._replace(top1=next(fractions) * found.metrics.count))
+
+    monkeypatch.setattr(loop, "validate", validated)
+
+
 def test_patience(run_train, tiny_options, tmp_path, monkeypatch):
     """The third of these validations is the best, the two after it are not: the run ends with the third's kept."""
-    tops = iter([0.25, 0.375, 0.5, 0.5, 0.375, 0.75])
-
-    def validated(executor, loader, workers):
-        from graph_passes.executors import Metrics
-
-        return Metrics(1.0, 8 * next(tops), 8.0, 8.0)
-
-    monkeypatch.setattr("train.loop.validate", validated)
+    make_accuracies(monkeypatch, [0.25, 0.375, 0.5, 0.5, 0.375, 0.75])
     folder = tmp_path / "run"
     code, out, err = run_train("--output", folder, *tiny_options, "--epochs", "6", "--patience", "2")
     assert code == 0, err
@@ -93,8 +97,7 @@ def test_patience(run_train, tiny_options, tmp_path, monkeypatch):
 
 
 def test_patience_counts_through_a_resume(run_train, tiny_options, tmp_path, monkeypatch):
-    monkeypatch.setattr("train.loop.validate", lambda executor, loader, workers: executor.read_metrics()._replace(
-        loss_sum=1.0, top1=4.0, top5=8.0, count=8.0))
+    make_accuracies(monkeypatch, [0.5] * 6)
     folder, options = tmp_path / "run", (*tiny_options, "--epochs", "6", "--patience", "3")
     assert run_train("--output", folder, *options, "--max-steps", "15")[0] == 0  # in the third epoch
     assert last_of(folder).progress.validations_since_best == 1

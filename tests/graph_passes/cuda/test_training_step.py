@@ -186,7 +186,7 @@ def test_every_tensor_of_a_whole_network_follows_from_its_inputs(cache: Path, na
 
 
 @pytest.mark.parametrize("prefix", ["stem", "stage2_block1", "backbone"])
-@pytest.mark.parametrize("name, dtype", itertools.product(("resnet18", "resnet50", "resnet50_v2"), DTYPES))
+@pytest.mark.parametrize("name, dtype", [*itertools.product(("resnet18", "resnet50", "resnet50_v2"), DTYPES)])
 def test_every_tensor_of_a_frozen_network_follows_from_its_inputs(cache: Path, name: str, dtype: str,
                                                                  prefix: str) -> None:
     """Likewise, on the weights that the frozen layers are folded into."""
