@@ -69,8 +69,10 @@ class ReferenceExecutor(Executor):
         inputs = self._inputs(data, label)
         if mixup < 1:
             inputs |= self._mixed(inputs, mixup)
-        fused = pipeline.run(pipeline.FUSED, self.graph)
-        params = self.params | fold_bn_params(fused, self.params, self.aux, frozen_only=True)
+        params = self.params
+        if self.frozen:
+            fused = pipeline.run(pipeline.FUSED, self.graph)
+            params = params | fold_bn_params(fused, params, self.aux, frozen_only=True)
         results = run(self.step_graph(inputs["data"].shape), params | self.aux | inputs)
         for name, grad in self.grads.items():
             grad[...] = results.get(f"{name}_grad", 0.0) + (grad if accumulate else 0.0)
