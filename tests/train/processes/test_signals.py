@@ -10,6 +10,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -25,11 +26,12 @@ PROGRAM = """
     signals.guard(speaks=True)
     signal.signal(signal.SIGINT, signals.interrupt)
 
+    lock, mutex = ctypes.PyDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
+
     def block():
-        mutex = ctypes.create_string_buffer(64)
+        lock(mutex)
         print("ready", flush=True)
-        for _ in range(2):
-            ctypes.PyDLL(None).pthread_mutex_lock(mutex)
+        lock(mutex)
 """
 
 
@@ -52,6 +54,15 @@ def start() -> Iterator[Callable[[str], subprocess.Popen]]:
         process.communicate()
 
 
+def wait_until_blocked(process: subprocess.Popen) -> None:
+    """Between "ready" and the lock there is a moment in which the process would listen."""
+    status = Path(f"/proc/{process.pid}/stat")
+    deadline = time.monotonic() + 20
+    while status.read_text().rpartition(")")[2].split()[0] != "S":
+        assert time.monotonic() < deadline, status.read_text()
+        time.sleep(0.01)
+
+
 def insist(process: subprocess.Popen, number: int) -> None:
     """Send a signal again until the process has ended."""
     deadline = time.monotonic() + 20
@@ -67,6 +78,7 @@ def test_a_second_signal_ends_a_process_that_is_blocked(start, first, second):
         with signals.Signals():
             block()
     """)
+    wait_until_blocked(process)
     process.send_signal(signal.Signals[first])
     assert process.stderr.readline() == f"{ANSWERS[signal.Signals[first]]}\n", "at once"
     insist(process, signal.Signals[second])
@@ -76,6 +88,7 @@ def test_a_second_signal_ends_a_process_that_is_blocked(start, first, second):
 
 def test_a_second_ctrl_c_ends_a_process_that_is_blocked_before_it_trains(start):
     process = start("block()")
+    wait_until_blocked(process)
     insist(process, signal.SIGINT)
     assert (process.returncode, process.stderr.read()) == (-signal.SIGKILL, "")
 
