@@ -1,4 +1,4 @@
-"""The training loop and validation.
+"""The training loop.
 
 A step: batches from the loader -> executor.forward_backward -> gradients averaged over the processes -> optimizer.
 Between two steps the loop looks whether to log, to save or to stop.
@@ -16,19 +16,19 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from common.errors import UserError
 from graph_passes import optimizers
-from graph_passes.executors import Executor, Metrics
+from graph_passes.executors import Draws, Executor, Metrics
 from pipelines import Batch, Loader
 from train.checkpoint import BEST, Checkpoint, CheckpointFolder, Progress
 from train.checkpoint import FOLDER as CHECKPOINTS
 from train.config import Config, changes
+from train.draws import draw
 from train.errors import LostProcessError, TrainError
-from train.mixup import draw_lambda
 from train.optimizer import ema_decay, ema_in_use, make_optimizer
 from train.processes.distributed import GradientAllReduce, Workers
 from train.processes.invocation import launcher
@@ -39,65 +39,13 @@ from train.reporting.metrics import accuracy_of
 from train.reporting.outcomes import Outcomes
 from train.reporting.recorder import Recorder
 from train.schedule import make_schedule
+from train.validation import Validation, validate
 
 # So many steps in a row whose gradients are not finite end a run. From the highest loss scale, 2^24, it takes 24 of
 # them to get down to 1, below which it does not go.
 MAX_SKIPPED_STEPS = 50
 
 FRESH_SECONDS = 30.0  # a checkpoint of this age need not be followed by one before validation
-
-
-class Validation(NamedTuple):
-    """What a network makes of a whole split, over all processes."""
-
-    metrics: Metrics
-    outcomes: Outcomes
-
-
-def validate(
-    executor: Executor, loader: Loader, workers: Workers, stop: Callable[[], bool] = lambda: False
-) -> Validation | None:
-    """Validate on a whole split, with BatchNorm's statistics averaged over the processes first.
-
-    None where `stop`, which is asked after each batch, has said so on any of the processes. Raises UserError, on all of
-    them, where one cannot load or evaluate a batch.
-    """
-    workers.all_reduce_on_host(executor.trained_statistics, "aux")
-    pulse.show(Activity.VALIDATING)  # the first batch may wait until the network is compiled for it
-    batches, is_over = iter(loader), False
-    problem: UserError | None = None
-    found: list[Outcomes] = []
-    take: Callable[[], Outcomes] | None = None  # of the batch before: the host counts while the device computes
-    for _ in range(loader.num_batches):  # on each process as many: they vote after each
-        if not problem:
-            try:
-                batch = next(batches)
-                executor.evaluate(batch.data, batch.label, batch.num_valid)
-                take_next = _request_outcomes(executor, batch)
-                found += [take()] if take else []
-                take = take_next
-            except UserError as error:
-                problem = error
-            pulse.show(Activity.LOADING)
-        (is_over,) = workers.vote([problem is not None or stop()], "validation")
-        if is_over:
-            break
-    pulse.show(Activity.VALIDATING)  # what the device has not done yet
-    with workers.agreement():
-        if problem:
-            raise problem
-        found += [take()] if take else []  # waits for the device, which may fail too
-        metrics = executor.read_metrics()
-    if is_over:
-        return None
-    next(batches, None)  # the loader's epoch ends
-    return Validation(Metrics(*workers.sum(metrics)), Outcomes.together(workers.gather(Outcomes.together(found))))
-
-
-def _request_outcomes(executor: Executor, batch: Batch) -> Callable[[], Outcomes]:
-    """Those of the batch that has just been evaluated; what is returned waits for them."""
-    probabilities, count = executor.request_probabilities(), batch.num_valid
-    return lambda: Outcomes.of(probabilities()[:count], batch.label.asnumpy()[:count], batch.indices)
 
 
 @contextlib.contextmanager
@@ -280,7 +228,7 @@ class Trainer:
         for batch in itertools.islice(batches, self.config.accumulate):
             pulse.show(Activity.COMPUTING)
             self.executor.forward_backward(
-                batch.data, batch.label, accumulate=count > 0, mixup=self._mixup(count), **overlap
+                batch.data, batch.label, accumulate=count > 0, draws=self._draws(count), **overlap
             )
             count += 1
             pulse.show(Activity.LOADING)
@@ -296,11 +244,11 @@ class Trainer:
         pulse.end_step(self.progress.epoch, self.progress.step)
         return True
 
-    def _mixup(self, number: int) -> float:
-        """Lambda of batch `number` of the step under way."""
+    def _draws(self, number: int) -> Draws:
+        """What is random in the pass over batch `number` of the step under way."""
         config, progress = self.config, self.progress
         batch = progress.epoch_step * config.accumulate + number
-        return draw_lambda(config.mixup, config.seed, progress.epoch, batch, self.workers.rank)
+        return draw(config, progress.epoch, batch, self.workers.rank)
 
     def end_step(self, recorder: Recorder, read_now: bool = False) -> None:
         """Tell the recorder of the step, and of the metrics of the log line before: they are asked for at one step and

@@ -17,7 +17,7 @@ from graph_passes.operators.softmax import TOP_K
 from graph_passes.optimizers import ArrayOptimizer, Optimizer, Rule
 from graph_passes.passes.layout import weight_layouts
 
-__all__ = ["TOP_K", "Arrays", "Executor", "Metrics", "parse_device", "wrong_shape"]
+__all__ = ["NO_DRAWS", "TOP_K", "Arrays", "Draws", "Executor", "Metrics", "parse_device", "wrong_shape"]
 
 Arrays = dict[str, np.ndarray]
 
@@ -30,6 +30,21 @@ class Metrics(NamedTuple):
     top1: float
     top5: float
     count: float  # type: ignore[assignment]  # hides tuple.count, which nobody needs here
+
+
+class Draws(NamedTuple):
+    """What is random in a training pass. The caller draws it, from where the run stands, so that any pass can be made
+    again, on any executor.
+
+    mixup: lambda of Zhang et al., arXiv:1710.09412, from 0.5 to 1: each image becomes lambda * itself + (1 - lambda) *
+        the one at the same place from the end of the batch, and its target likewise. The loss is that of the mixed
+        targets; hits are counted for an image's own label, whose share is the larger one.
+    """
+
+    mixup: float = 1.0
+
+
+NO_DRAWS = Draws()
 
 
 class Executor(ABC):
@@ -137,13 +152,9 @@ class Executor(ABC):
     # --- running ---
 
     @abstractmethod
-    def forward_backward(self, data: Any, label: Any, accumulate: bool = False, mixup: float = 1.0) -> None:
+    def forward_backward(self, data: Any, label: Any, accumulate: bool = False, draws: Draws = NO_DRAWS) -> None:
         """One training pass over a batch: gradients of the mean loss in `grads` (added to what is there if
         `accumulate`), running statistics in `aux`, metrics. Asynchronous where the device is.
-
-        `mixup` is lambda of Zhang et al., arXiv:1710.09412, from 0.5 to 1: each image becomes lambda * itself
-        + (1 - lambda) * the one at the same place from the end of the batch, and its target likewise. The loss is that
-        of the mixed targets; hits are counted for an image's own label, whose share is the larger one.
         """
 
     @abstractmethod

@@ -17,7 +17,7 @@ import numpy as np
 
 from common.mxnet_compat import mx
 from graph_passes.errors import GraphError
-from graph_passes.executors.base import TOP_K, Executor, Metrics, parse_device
+from graph_passes.executors.base import NO_DRAWS, TOP_K, Draws, Executor, Metrics, parse_device
 from graph_passes.graph import Graph, Node
 from graph_passes.passes import layout, unfuse
 
@@ -60,11 +60,11 @@ class MXNetExecutor(Executor):
         self._bind("write", self._shapes)
         self._totals = mx.nd.zeros(4, dtype="float64", ctx=self._context)  # the fields of Metrics
 
-    def forward_backward(self, data: Array, label: Array, accumulate: bool = False, mixup: float = 1.0) -> None:
+    def forward_backward(self, data: Array, label: Array, accumulate: bool = False, draws: Draws = NO_DRAWS) -> None:
         if self._loss is None:
             raise GraphError("the graph does not end in SoftmaxOutput: without a loss there is nothing to train")
         grad_req = "add" if accumulate else "write"
-        bound = self._load(grad_req, data, label, mixup)
+        bound = self._load(grad_req, data, label, draws)
         with self._first_pass_quiet(grad_req):
             bound.executor.forward(is_train=True)
             bound.executor.backward()
@@ -98,7 +98,7 @@ class MXNetExecutor(Executor):
         # MXNet operator knows that, but assigning NumPy to such an array fails, and its pointer must not be given away.
         array[:] = mx.nd.array(value, ctx=self._context)
 
-    def _load(self, grad_req: str, data: Array, label: Array | None, mixup: float = 1.0) -> _Bound:
+    def _load(self, grad_req: str, data: Array, label: Array | None, draws: Draws = NO_DRAWS) -> _Bound:
         """The Symbol bound for a use and the size of this batch, with the batch in its inputs."""
         arrays = {"data": data} if label is None else {"data": data, LABEL: label}
         for name, array in arrays.items():
@@ -108,6 +108,7 @@ class MXNetExecutor(Executor):
             bound = self._bind(grad_req, self._shapes | {"data": data.shape})
         if label is not None:
             arrays[LABEL] = self._targets(label)
+        mixup = draws.mixup
         for name, array in arrays.items():
             # Reversed along the batch: the partners of mixup.
             bound.inputs[name][:] = array if mixup == 1 else mixup * array + (1 - mixup) * mx.nd.flip(array, axis=0)

@@ -15,7 +15,7 @@ import numpy as np
 
 from graph_passes import pipeline
 from graph_passes.errors import GraphError
-from graph_passes.executors.base import TOP_K, Executor, Metrics, parse_device
+from graph_passes.executors.base import NO_DRAWS, TOP_K, Draws, Executor, Metrics, parse_device
 from graph_passes.graph import Graph, Node, Ref
 from graph_passes.operators import OPERATORS, Operator
 from graph_passes.operators.batch_norm import batch_statistics
@@ -65,10 +65,10 @@ class ReferenceExecutor(Executor):
             self._inference = pipeline.inference(self.graph, self._network_dtype, fused_way)
         return self._inference
 
-    def forward_backward(self, data: Any, label: Any, accumulate: bool = False, mixup: float = 1.0) -> None:
+    def forward_backward(self, data: Any, label: Any, accumulate: bool = False, draws: Draws = NO_DRAWS) -> None:
         inputs = self._inputs(data, label)
-        if mixup < 1:
-            inputs |= self._mixed(inputs, mixup)
+        if draws.mixup < 1:
+            inputs |= self._mixed(inputs, draws.mixup)
         params = self.params
         if self.frozen:
             fused = pipeline.run(pipeline.FUSED, self.graph)

@@ -13,7 +13,7 @@ from step_networks import fused, random_variables, small_resnet
 
 from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError, passes
-from graph_passes.executors import Metrics, create_executor
+from graph_passes.executors import Draws, Metrics, create_executor
 from train.models import resnet, resnet_d
 
 CLASSES = 7
@@ -174,7 +174,7 @@ def test_mixup_is_the_mean_of_two_plain_passes(kind, problem, rng):
         grads.append(canonical_grads(plain))
         metrics = plain.read_metrics()
         losses.append(metrics.loss_sum)
-    executor.forward_backward(*nd((data, label)), mixup=mixup)
+    executor.forward_backward(*nd((data, label)), draws=Draws(mixup))
     expected = {name: (1 - mixup) * grads[0][name] + mixup * grads[1][name] for name in grads[0]}
     assert_close(canonical_grads(executor), expected, 1e-4)
     got = executor.read_metrics()

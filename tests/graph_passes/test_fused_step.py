@@ -7,7 +7,7 @@ from step_networks import bottlenecks, flattened, pre_activation, random_network
 
 from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError, Ref, passes, pipeline
-from graph_passes.executors import create_executor
+from graph_passes.executors import Draws, create_executor
 from graph_passes.executors.reference import backward, evaluate, forward, run
 from graph_passes.operators import OPERATORS
 from train.models.resnet import resnet
@@ -140,7 +140,7 @@ def test_the_executor_against_mxnet(name, rng):
     for executor in (own, other):
         executor.set_params(params, aux)
         executor.forward_backward(mx.nd.array(data), mx.nd.array(label))
-        executor.forward_backward(mx.nd.array(data), mx.nd.array(label), accumulate=True, mixup=0.75)
+        executor.forward_backward(mx.nd.array(data), mx.nd.array(label), accumulate=True, draws=Draws(mixup=0.75))
     fused = own.step_graph(shapes["data"]).operators()
     assert any(OPERATORS[op].fused for op in fused)
     canonical = {name: (own.to_canonical(name, own.grads[name]), other.to_canonical(name, other.grads[name]))

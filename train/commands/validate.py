@@ -12,13 +12,13 @@ from train.build import build_executor, evaluated_images, open_split
 from train.commands.session import of_network, prepare
 from train.config import configure
 from train.errors import TrainError
-from train.loop import validate
 from train.processes.distributed import Workers
 from train.processes.invocation import command_line
 from train.reporting.document import Tiles
 from train.reporting.inspection import describe
 from train.reporting.metrics import TRAINING_IMAGES
 from train.reporting.report import write_validation
+from train.validation import validate
 
 
 def main(values: Mapping[str, Any]) -> None:

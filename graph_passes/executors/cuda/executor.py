@@ -17,7 +17,7 @@ import numpy as np
 
 from common.mxnet_compat import mx
 from graph_passes.errors import GraphError
-from graph_passes.executors.base import Arrays, Executor, Metrics, parse_device
+from graph_passes.executors.base import NO_DRAWS, Arrays, Draws, Executor, Metrics, parse_device
 from graph_passes.executors.cuda.buckets import Bucket
 from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.idle import IdleClock
@@ -203,7 +203,7 @@ class CudaExecutor(Executor):
 
     # --- running ---
 
-    def forward_backward(self, data: Array, label: Array, accumulate: bool = False, mixup: float = 1.0,
+    def forward_backward(self, data: Array, label: Array, accumulate: bool = False, draws: Draws = NO_DRAWS,
                          on_bucket: OnBucket | None = None) -> None:
         """One training pass over a batch, as `Executor` has it. `on_bucket` gets one bucket of gradients after the
         other, each as soon as what computes it is launched; its event `ready` says when it is computed."""
@@ -211,7 +211,7 @@ class CudaExecutor(Executor):
         self._idle.begin()
         num_images = self.input_shapes["data"][0]
         self._load(data, label, num_images, num_images)
-        self._step.mix(mixup)
+        self._step.mix(draws.mixup)
         self._step.forward_backward(accumulate, on_bucket)
         self._idle.end()
 

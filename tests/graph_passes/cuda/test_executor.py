@@ -12,7 +12,7 @@ from test_training_step import CLASSES, fused, random_batch, random_state, small
 
 from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError, roles
-from graph_passes.executors import Executor, create_executor
+from graph_passes.executors import Draws, Executor, create_executor
 from graph_passes.executors.base import Metrics
 from graph_passes.executors.cuda.buckets import Bucket
 from graph_passes.executors.cuda.executor import CudaExecutor
@@ -43,9 +43,9 @@ def batch(seed: int) -> tuple:
 def check_pass(executor: CudaExecutor, reference: Executor, seed: int, mixup: float = 1.0) -> None:
     """Gradients, read at once, and metrics of one pass over the same batch."""
     data, label = batch(seed)
-    executor.forward_backward(data, label, mixup=mixup)
+    executor.forward_backward(data, label, draws=Draws(mixup))
     got = {name: executor.to_canonical(name, grad) for name, grad in executor.grads.items()}
-    reference.forward_backward(data.asnumpy(), label.asnumpy(), mixup=mixup)
+    reference.forward_backward(data.asnumpy(), label.asnumpy(), draws=Draws(mixup))
     for name, grad in reference.grads.items():
         assert relative_error(got[name], grad) < 1e-4, name
     wanted, metrics = reference.read_metrics(), executor.read_metrics()

@@ -232,14 +232,14 @@ BLOCKED = """
     from train import __main__ as program
     from train.loop import Trainer
 
-    mixup = Trainer._mixup
+    draws = Trainer._draws
 
-    def blocking_mixup(self, number):
+    def blocking_draws(self, number):
         if self.workers.rank == 1 and self.progress.step == 4:
             ctypes.PyDLL(None).sleep(1000)  # with Python's lock: no signal handler and no thread runs
-        return mixup(self, number)
+        return draws(self, number)
 
-    Trainer._mixup = blocking_mixup
+    Trainer._draws = blocking_draws
     sys.exit(program.main(sys.argv[1:]))
 """
 
@@ -280,15 +280,15 @@ def test_gpu_that_hangs(tiny_options, tmp_path, min_np):
         from train import __main__ as program
         from train.loop import Trainer
 
-        mixup = Trainer._mixup
+        draws = Trainer._draws
 
-        def hanging_mixup(self, number):
+        def hanging_draws(self, number):
             if self.workers.rank == 1 and self.progress.step == 5:
                 gpu, pause = self.executor.gpu, ctypes.cast(ctypes.CDLL(None).pause, ctypes.c_void_p).value
                 gpu.check(gpu._driver.cuLaunchHostFunc(gpu.stream_handle, gpu._driver.CUhostFn(pause), 0))
-            return mixup(self, number)
+            return draws(self, number)
 
-        Trainer._mixup = hanging_mixup
+        Trainer._draws = hanging_draws
         sys.exit(program.main(sys.argv[1:]))
     """
     options = ["gpu" if option == "cpu" else option for option in tiny_options]
