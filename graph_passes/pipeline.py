@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from graph_passes import passes
 from graph_passes.graph import Graph
-from graph_passes.passes.choice import Choose
+from graph_passes.passes.choice import Choose, fused_way
 from graph_passes.passes.conv_epilogue import conv_epilogue
 from graph_passes.passes.conv_statistics import conv_statistics
 from graph_passes.passes.dgrad_reduce import dgrad_reduce
@@ -21,6 +21,7 @@ from graph_passes.passes.norm_backward import norm_backward
 from graph_passes.passes.norm_grad_add import norm_grad_add
 from graph_passes.passes.norm_pair import norm_pair
 from graph_passes.passes.norm_pool import norm_pool
+from graph_passes.passes.quantise import CLASSIFIER_KEPT, Kept, Scales, quantise
 from graph_passes.passes.softmax_bias import softmax_bias
 from graph_passes.passes.split_norm import split_norm
 from graph_passes.passes.stem import stem
@@ -63,6 +64,15 @@ def inference_passes(dtype: str, choose: Choose) -> dict[str, Pass]:
         "precision": lambda graph: passes.precision(graph, dtype),
         "softmax_bias": softmax_bias,
         "conv_epilogue": lambda graph: conv_epilogue(graph, choose),
+    }
+
+
+def quantised_passes(dtype: str, scales: Scales, kept: Kept = CLASSIFIER_KEPT) -> dict[str, Pass]:
+    """The passes of inference in INT8 by name, in order; `dtype` is that of what stays in floats."""
+    return {
+        **inference_passes(dtype, fused_way),
+        "conv_epilogue": lambda graph: conv_epilogue(graph, fused_way, groups=True),
+        "quantise": lambda graph: quantise(graph, scales, kept),
     }
 
 

@@ -19,6 +19,7 @@ from graph_passes.operators import (
     elementwise,
     fully_connected,
     pooling,
+    quantised,
     softmax,
 )
 from graph_passes.operators.base import Attribute, NodeView, Operator, Ref, Shape, Shapes, channel_axis
@@ -45,7 +46,7 @@ __all__ = [
 ]
 
 _FAMILIES = (convolution, batch_norm, elementwise, pooling, fully_connected, softmax, batch_norm_halves,
-             batch_norm_pair, batch_norm_pool, conv1x1_backward)
+             batch_norm_pair, batch_norm_pool, conv1x1_backward, quantised)
 
 OPERATORS: Mapping[str, Operator] = MappingProxyType(
     {operator.name: operator for family in _FAMILIES for operator in family.OPERATORS})

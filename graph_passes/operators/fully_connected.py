@@ -21,7 +21,7 @@ from graph_passes.operators.base import (
 from graph_passes.operators.convolution import weighted_gradient
 
 
-def _shapes(node: NodeView, data: Shape) -> tuple[Shape, Shape]:
+def fully_connected_shapes(node: NodeView, data: Shape) -> tuple[Shape, Shape]:
     """Shapes of weight and output, from that of the data."""
     flat = (data[0], math.prod(data[1:])) if node["flatten"] else data
     return (node["num_hidden"], flat[-1]), (*flat[:-1], node["num_hidden"])
@@ -29,18 +29,18 @@ def _shapes(node: NodeView, data: Shape) -> tuple[Shape, Shape]:
 
 def _fully_connected(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
     data = known(node, shapes)
-    weight, output = _shapes(node, data)
+    weight, output = fully_connected_shapes(node, data)
     return [data, weight] if node["no_bias"] else [data, weight, (node["num_hidden"],)], [output]
 
 
 def _wgrad(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
     data = known(node, shapes, 1)
-    weight, output = _shapes(node, data)
+    weight, output = fully_connected_shapes(node, data)
     return [output, data], [weight]
 
 
 def _dgrad(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
-    weight, output = _shapes(node, node["data_shape"])
+    weight, output = fully_connected_shapes(node, node["data_shape"])
     return [output, weight], [node["data_shape"]]
 
 
@@ -66,7 +66,7 @@ def _numpy_gradient(node: NodeView, inputs: Sequence[Array], outputs: Sequence[A
     return [fully_connected_dgrad(dy, weight, x.shape), fully_connected_wgrad(node, dy, x), *dbias]
 
 
-_ATTRIBUTES = {"num_hidden": Attribute(int), "no_bias": FALSE, "flatten": TRUE}
+FULLY_CONNECTED = {"num_hidden": Attribute(int), "no_bias": FALSE, "flatten": TRUE}
 
 OPERATORS = (
     Operator(
@@ -74,7 +74,7 @@ OPERATORS = (
         ("data", "weight", "bias"),
         _fully_connected,
         lambda node, *inputs: [fully_connected(node, *inputs)],
-        _ATTRIBUTES,
+        FULLY_CONNECTED,
         optional={"bias": "no_bias"},
         gradient=weighted_gradient,
         numpy_gradient=_numpy_gradient,
@@ -84,7 +84,7 @@ OPERATORS = (
         ("out_grad", "data"),
         _wgrad,
         lambda node, dy, x: [fully_connected_wgrad(node, dy, x)],
-        _ATTRIBUTES,
+        FULLY_CONNECTED,
         ("weight_grad",),
         forward="FullyConnected",
     ),
@@ -93,7 +93,7 @@ OPERATORS = (
         ("out_grad", "weight"),
         _dgrad,
         lambda node, dy, weight: [fully_connected_dgrad(dy, weight, node["data_shape"])],
-        _ATTRIBUTES | DATA_SHAPE,
+        FULLY_CONNECTED | DATA_SHAPE,
         ("data_grad",),
         forward="FullyConnected",
     ),

@@ -1,4 +1,5 @@
-"""Passes: pure functions from a graph to a graph, one a file. Only `precision` changes what is computed.
+"""Passes: pure functions from a graph to a graph, one a file. Only `precision` and `quantise` change what is
+computed.
 
 Those of single fusions are in their modules only, for `pipeline.py`, which has all that run in their order.
 """

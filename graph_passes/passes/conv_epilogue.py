@@ -9,7 +9,7 @@ from graph_passes.operators import is_relu
 from graph_passes.passes.choice import Choose
 
 
-def conv_epilogue(graph: Graph, choose: Choose) -> Graph:
+def conv_epilogue(graph: Graph, choose: Choose, groups: bool = False) -> Graph:
     """Let a convolution with bias also add a tensor and apply ReLU, where that is faster than a launch of its own.
 
         before    x, weight, bias -> Convolution -> y;  y, shortcut -> AddRelu `r`
@@ -17,6 +17,7 @@ def conv_epilogue(graph: Graph, choose: Choose) -> Graph:
         or        x, weight -> Convolution -> product;  product, bias, shortcut -> BiasAddRelu `r`
 
     Likewise with ReLU alone: ConvolutionRelu or BiasRelu; and with neither: Convolution as it is, or BiasAdd.
+    `groups`: also where the convolution is one in groups, into which cuDNN fuses nothing.
     """
     ends = {}  # name of a convolution -> the ReLU that reads it
     for node in graph:
@@ -30,8 +31,7 @@ def conv_epilogue(graph: Graph, choose: Choose) -> Graph:
             names = {"Convolution": "fprop_bias", "ConvolutionRelu": "fprop_bias_relu",
                      "ConvolutionAddRelu": "fprop_bias_add_relu"}
             ways: dict[str, Sequence[Node]] = {"separate": separate, names[fused.op]: [fused]}
-            in_groups = node["num_group"] > 1  # cuDNN fuses nothing into these
-            way = separate if in_groups else ways[choose(graph, node, ways)]
+            way = separate if node["num_group"] > 1 and not groups else ways[choose(graph, node, ways)]
             chosen[end.name if end else node.name] = list(way)
     nodes = [node for way in chosen.values() for node in way]
     return graph.replace(nodes, {})

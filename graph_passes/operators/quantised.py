@@ -1,0 +1,176 @@
+"""INT8: operators on integers from -127 to 127, each of which stands for itself times the scale of its tensor.
+
+Scales are symmetric, one a tensor for activations and one an output channel for weights. What a tensor holds is then
+`scale * integer`, and a convolution's sum of products `data_scale * weight_scale[k] * accumulator`. So that a GPU gives
+the same integers to the bit, every operation after the exact int32 sum is one fp32 operation, rounded to nearest even,
+in the order written at `requantised`; none is contracted (no fma), and what is derived from scales is computed in
+float64 and rounded to fp32 once. In this order an epilogue is a conversion, one product (two and a sum with an
+addend), and a conversion with saturation, which is the ReLU as well.
+
+The bias is an int32 in units of the accumulator, which starts from it: no operation of its own, and the number that
+ONNX's QDQ form has. Outputs have the `dtype` of the node: "int8", or a float type for what is read by an operator in
+floats, in the unit 1 (`scale` is 1 then) and without the rounding.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from graph_passes.operators.base import (
+    TRUE,
+    Array,
+    Attribute,
+    NodeView,
+    Operator,
+    Shape,
+    Shapes,
+    along_axis,
+    boolean,
+    channel_axis,
+    known,
+)
+from graph_passes.operators.convolution import CONVOLUTION, convolution_shapes
+from graph_passes.operators.elementwise import elementwise, relu
+from graph_passes.operators.fully_connected import FULLY_CONNECTED, fully_connected_shapes
+from graph_passes.operators.pooling import POOLING, max_pooling, pooled_shape
+from graph_passes.operators.windows import Places, as_layout, nhwc
+
+LARGEST = 127  # and -127: symmetric, so that a product with -1 cannot overflow
+# Products of int8 that fp32 sums exactly in any order, as every partial sum is an integer of at most 24 bits.
+_EXACT_IN_FP32 = 2**24 // LARGEST**2
+
+# --- shapes ---
+
+
+def _convolution(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
+    data = known(node, shapes)
+    weight, output = convolution_shapes(node, data)
+    return [data, weight, *[(node["num_filter"],)] * 2, *[output] * (len(shapes) - 4)], [output]
+
+
+def _fully_connected(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
+    data = known(node, shapes)
+    weight, output = fully_connected_shapes(node, data)
+    return [data, weight, (node["num_hidden"],)], [output]
+
+
+def _pooling(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
+    data = known(node, shapes)
+    return [data], [pooled_shape(node, data)]
+
+
+# --- NumPy ---
+
+
+def saturated(x: Array) -> Array:
+    """Floats to int8: to the nearest integer, to the even one of two, and from -127 to 127."""
+    return np.clip(np.rint(x), -LARGEST, LARGEST).astype(np.int8)
+
+
+def quantised(x: Array, scale: float) -> Array:
+    """Floats as int8 in units of `scale`: the fp32 product with fp32(1 / scale), saturated."""
+    return saturated(x.astype(np.float32) * np.float32(1 / scale))
+
+
+def dequantised(x: Array, scale: float) -> Array:
+    """What integers stand for: the fp32 product with the scale."""
+    return x.astype(np.float32) * np.float32(scale)
+
+
+def requantised(node: NodeView, accumulator: Array, multiplier: Array, addend: Array | None = None) -> Array:
+    """The epilogue: an int32 accumulator in the unit of the node's output, all in fp32.
+
+        v = float(accumulator) * multiplier
+        v = v + float(addend) * fp32(addend_scale / scale)     with an addend
+        v = max(v, 0)                                          with relu
+        int8: nearest even, from -127 to 127; else v
+
+    Args:
+        accumulator: int32, any shape.
+        multiplier: fp32, data_scale * weight_scale / scale, which broadcasts to the accumulator.
+        addend: int8, of the accumulator's shape.
+    """
+    v = accumulator.astype(np.float32) * multiplier.astype(np.float32)
+    if addend is not None:
+        v = v + addend.astype(np.float32) * np.float32(node["addend_scale"] / node["scale"])
+    if node.get("relu", False):
+        v = relu(v)
+    return saturated(v) if node["dtype"] == "int8" else v
+
+
+def int8_convolution(node: NodeView, x: Array, weight: Array) -> Array:
+    """The exact int32 sums of a convolution of int8 data and weights, in the node's layout."""
+    places = Places(node, x.shape)
+    x, weight, groups = places.padded(nhwc(node, x)), nhwc(node, weight), node["num_group"]
+    filters, _, _, channels = weight.shape  # those of a group
+    batch, height, width = places.output_size
+    total = np.zeros((groups, batch * height * width, filters // groups), np.int32)
+    for (row, column), region in places:
+        patch = x[region].reshape(-1, groups, channels).transpose(1, 0, 2)
+        total += _products(patch, weight[:, row, column].reshape(groups, -1, channels).transpose(0, 2, 1))
+    return as_layout(node, total.transpose(1, 0, 2).reshape(batch, height, width, filters))
+
+
+def _products(a: Array, b: Array) -> Array:
+    """The exact int32 product of int8 matrices (..., M, K) and (..., K, N), by fp32's fast one on parts of K."""
+    parts = [slice(start, start + _EXACT_IN_FP32) for start in range(0, a.shape[-1], _EXACT_IN_FP32)]
+    return sum(((a[..., part].astype(np.float32) @ b[..., part, :].astype(np.float32)).astype(np.int32)
+                for part in parts), start=np.zeros((), np.int32))
+
+
+def _quantised_convolution(node: NodeView, x: Array, weight: Array, multiplier: Array, bias: Array,
+                           addend: Array | None = None) -> list[Array]:
+    axis = channel_axis(node["layout"])
+    accumulator = int8_convolution(node, x, weight) + along_axis(bias, axis, 4)
+    return [requantised(node, accumulator, along_axis(multiplier, axis, 4), addend)]
+
+
+def _quantised_pooling(node: NodeView, x: Array) -> list[Array]:
+    if node["pool_type"] == "max":
+        return [max_pooling(node, x.astype(np.float32))[0].astype(np.int8)]
+    places = Places(node, x.shape)
+    padded = places.padded(nhwc(node, x))
+    sums = np.sum([padded[region] for _, region in places], axis=0, dtype=np.int32)
+    multiplier = (node["data_scale"] / node["scale"] / places.divisor(node)).astype(np.float32)
+    return [as_layout(node, requantised(node, sums, multiplier))]
+
+
+def _quantised_fully_connected(node: NodeView, x: Array, weight: Array, multiplier: Array) -> list[Array]:
+    x = x.reshape(len(x), -1) if node["flatten"] else x
+    return [requantised(node, _products(x, weight.T), multiplier)]
+
+
+# --- the descriptions ---
+
+
+def _scale(value: object) -> float:
+    number = float(value)  # type: ignore[arg-type]
+    if not 0 < number < float("inf"):
+        raise ValueError(value)
+    return number
+
+
+SCALE = Attribute(_scale)  # of the output: what 1 stands for
+_UNIT = Attribute(_scale, 1.0)
+_DTYPE = {"dtype": Attribute(str, "int8")}
+
+OPERATORS = (
+    Operator("Quantise", ("data",), elementwise, lambda node, x: [quantised(x, node["scale"])],
+             {"scale": SCALE, **_DTYPE}),
+    # `data_scale`: what 1 stands for in the data.
+    Operator("Dequantise", ("data",), elementwise, lambda node, x: [dequantised(x, node["data_scale"])],
+             {"data_scale": SCALE, "dtype": Attribute(str, "float32")}),
+    # multiplier: data_scale * weight_scale / scale, fp32 of each channel. Then bias, addend and ReLU: `requantised`.
+    Operator("QuantisedConvolution", ("data", "weight", "multiplier", "bias", "addend"), _convolution,
+             _quantised_convolution,
+             CONVOLUTION | _DTYPE | {"scale": SCALE, "addend_scale": _UNIT, "no_addend": TRUE,
+                                     "relu": Attribute(boolean, False)},
+             optional={"addend": "no_addend"}, forward="Convolution", fused=True),
+    # Of the maximum `scale` is `data_scale`: the same integers. A mean is the exact sum, times
+    # fp32(data_scale / scale / pixels of the window).
+    Operator("QuantisedPooling", ("data",), _pooling, _quantised_pooling,
+             POOLING | _DTYPE | {"scale": SCALE, "data_scale": SCALE}, forward="Pooling"),
+    # Without bias, which softmax adds.
+    Operator("QuantisedFullyConnected", ("data", "weight", "multiplier"), _fully_connected, _quantised_fully_connected,
+             FULLY_CONNECTED | _DTYPE | {"scale": SCALE}, forward="FullyConnected"),
+)
