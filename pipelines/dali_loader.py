@@ -360,9 +360,8 @@ def load_images(
 
 
 def load_chosen(config: LoaderConfig, indices: Sequence[int]) -> Iterator[Batch]:
-    """Those images of a split, in that order, through the validation transform of `config`; only the first `num_valid`
-    rows of a batch count. Raises DataError."""
-    config = replace(config, split="val", prefetch=1)
-    source = Chosen(open_source(config.data, "val", config.num_classes, config.val_split), indices)
-    with DaliLoader(config, (0, 1), source) as loader:
+    """Those images of the split of `config`, in that order, through its validation transform, whichever split that is;
+    only the first `num_valid` rows of a batch count. Raises DataError."""
+    source = Chosen(open_source(config.data, config.split, config.num_classes, config.val_split), indices)
+    with DaliLoader(replace(config, split="val", prefetch=1), (0, 1), source) as loader:
         yield from loader

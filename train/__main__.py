@@ -16,7 +16,14 @@ from typing import Any
 
 from common.command_line import HELP, VERSION, VERSIONS, Command, choose_command, describe_commands, exit_code_of
 from common.errors import ProgramError, UserError
-from train.commands.options import BenchmarkOptions, CompareOptions, ExportOptions, PredictOptions, ValidateOptions
+from train.commands.options import (
+    BenchmarkOptions,
+    CompareOptions,
+    ExportOptions,
+    PredictOptions,
+    QuantizeOptions,
+    ValidateOptions,
+)
 from train.config import Config, presets, read
 from train.errors import TrainError
 from train.processes.signals import StoppedBySignal, guard, interrupt
@@ -29,9 +36,10 @@ COMMANDS = {
     "benchmark": Command(BenchmarkOptions, "train.commands.benchmark:main"),
     "compare-precision": Command(CompareOptions, "train.commands.compare_precision:main"),
     "predict": Command(PredictOptions, "train.commands.predict:main"),
+    "quantize": Command(QuantizeOptions, "train.commands.quantize:main"),
     "export": Command(ExportOptions, "train.commands.export:main"),
 }
-OF_ONE_PROCESS = ("compare-precision", "predict", "export")
+OF_ONE_PROCESS = ("compare-precision", "predict", "quantize", "export")
 PROG = "python -m train"
 
 

@@ -77,6 +77,11 @@ class MXNetExecutor(Executor):
             self._count(bound, label, label.shape[0])
         return probabilities
 
+    def forward_all(self, data: Array) -> list[np.ndarray]:
+        """All outputs of the graph by inference, of which `forward` gives the first."""
+        bound = self._load("null", data, None)
+        return [output.asnumpy() for output in bound.executor.forward(is_train=False)]
+
     def evaluate(self, data: Array, label: Array, num_valid: int) -> None:
         bound = self._load("null", data, label)
         bound.executor.forward(is_train=False)

@@ -21,6 +21,7 @@ from graph_passes.operators import OPERATORS, Operator
 from graph_passes.operators.batch_norm import batch_statistics
 from graph_passes.operators.softmax import smoothed_targets
 from graph_passes.passes import fold_bn_params, fused_way, output_names
+from graph_passes.passes.quantise import Kept, Scales
 
 Array = np.ndarray
 Values = dict[Ref, Array]
@@ -119,10 +120,14 @@ class ReferenceExecutor(Executor):
         mixed = {"data": inputs["data"], label: smoothed_targets(loss, inputs[label], classes, self._dtype)}
         return {name: mixup * array + (1 - mixup) * array[::-1] for name, array in mixed.items()}
 
+    def _inference_values(self) -> dict[str, Array]:
+        """Those of the variables of `inference_graph`, but its inputs."""
+        params = fold_bn_params(pipeline.run(pipeline.FUSED, self.graph), self.params, self.aux)
+        return self.params | self.aux | params
+
     def _probabilities(self, data: Any, label: Any) -> Array:
         graph = self.inference_graph()
-        params = fold_bn_params(pipeline.run(pipeline.FUSED, self.graph), self.params, self.aux)
-        variables = self.params | self.aux | params | self._inputs(data, label)
+        variables = self._inference_values() | self._inputs(data, label)
         values: Values = {Ref(name): variables[name] for name in graph.variables}
         for node in graph:
             if not node.is_variable:
@@ -138,6 +143,28 @@ class ReferenceExecutor(Executor):
         loss = -(targets * np.log(np.maximum(probabilities, 1.2e-38))).sum()
         best = np.argsort(-probabilities, axis=1, kind="stable")[:, :TOP_K] == label[:, None]
         self._sums += loss, best[:, 0].sum(), best.sum(), len(label)
+
+
+class QuantisedExecutor(ReferenceExecutor):
+    """Inference in INT8, to the bit: the oracle for devices, and for their users who have none.
+
+    Args:
+        graph, shapes: of the network, as for every executor.
+        scales, kept: those of `passes/quantise.py`.
+        params: by `quantise_params`.
+    """
+
+    def __init__(self, graph: Graph, shapes: Mapping[str, Sequence[int]], scales: Scales, kept: Kept,
+                 params: Mapping[str, Array]) -> None:
+        super().__init__(graph, shapes)
+        self._quantised = pipeline.run(pipeline.quantised_passes("float32", scales, kept), self.graph)
+        self._values = dict(params)
+
+    def inference_graph(self) -> Graph:
+        return self._quantised
+
+    def _inference_values(self) -> dict[str, Array]:
+        return self._values
 
 
 # --- graphs that the passes have made ---

@@ -56,7 +56,8 @@ def quantise(graph: Graph, scales: Scales, kept: Kept = CLASSIFIER_KEPT) -> Grap
     return _Quantiser(graph, scales, kept).run()
 
 
-def quantise_params(graph: Graph, params: Arrays, scales: Scales, kept: Kept = CLASSIFIER_KEPT) -> dict[str, np.ndarray]:
+def quantise_params(graph: Graph, params: Arrays, scales: Scales,
+                    kept: Kept = CLASSIFIER_KEPT) -> dict[str, np.ndarray]:
     """The values of the parameters of `quantise(graph, scales, kept)`, from those of `graph`.
 
         weight_scale[k] = max |weight[k]| / 127           weight'     = weight / weight_scale, to the nearest integer

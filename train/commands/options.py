@@ -34,9 +34,33 @@ class ValidateOptions(LoaderOptions, InferenceImageOptions, BatchOptions, Device
     checkpoint: Annotated[str, "PATH"] = ""
     """Run folder, checkpoint or weights of another program (docs/fine_tuning.md) that are validated; of a run folder,
     its best checkpoint."""
+    int8: bool = False
+    """Validate the network in INT8 that `quantize` has made of it, on the CPU."""
     report: Annotated[str, "FOLDER"] = ""
     """Also write a report into this new folder: what is taken for what, accuracy by class, the surest mistakes,
     calibration."""
+
+
+@dataclass(frozen=True)
+class QuantizeOptions(LoaderOptions, InferenceImageOptions, BatchOptions, DataOptions):
+    """Make a trained network one in INT8, and print what that costs in accuracy.
+
+    Convolutions compute with 8-bit integers, whose ranges come from training images. Written beside the checkpoint.
+    What is not given is as it was in the run that trained it. On the CPU.
+    """
+
+    checkpoint: Annotated[str, "PATH"] = ""
+    """Run folder, checkpoint or weights of another program (docs/fine_tuning.md); of a run folder, its best
+    checkpoint."""
+    calibration: Literal["max", "percentile", "entropy"] = "entropy"
+    """How the range of a tensor is found: its largest absolute value, the one that 0.01 % exceed, or the one that keeps
+    the distribution (Kullback-Leibler divergence; TensorRT's way)."""
+    images: int = 512
+    """Training images that the ranges come from."""
+    float_first: bool = False
+    """Leave the first convolution, which reads the images, in floats."""
+    int8_classifier: bool = False
+    """Compute the classifier in INT8 too."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +137,9 @@ class ExportOptions:
     onnx: Annotated[str, "FILE"] = ""
     """ONNX file to write: input `data` float32 (N, 3, H, W), RGB, output `probabilities` (N, classes), BatchNorm folded
     into the convolutions; checked with ONNX Runtime. Its metadata says how to prepare an image (docs/inference.md)."""
+    int8: bool = False
+    """Write the network in INT8 that `quantize` has made to --onnx, in the QDQ form (QuantizeLinear, DequantizeLinear)
+    that ONNX Runtime and TensorRT run with integers."""
     symbol: Annotated[str, "FILE"] = ""
     """Symbol JSON file to write: the network for `python -m graph_passes show --symbol` and for MXNet to load."""
     params: Annotated[str, "FILE"] = ""

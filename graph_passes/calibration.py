@@ -1,0 +1,136 @@
+"""Which range of each tensor INT8 is to tell apart, from what the tensor holds for some images.
+
+    names = observed(folded(graph))
+    found = Calibration(names)
+    for images in batches:
+        found.add(tensors(images))          # by these names, from whatever executor
+    scales = found.scales("entropy")        # for `passes/quantise.py`
+
+A limit is the largest absolute value that is not cut off: small limits resolve finely, large ones cut little off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, get_args
+
+import numpy as np
+
+from graph_passes import passes, pipeline
+from graph_passes.errors import GraphError
+from graph_passes.graph import Graph
+from graph_passes.operators import is_relu
+from graph_passes.operators.quantised import LARGEST
+
+Method = Literal["max", "percentile", "entropy"]
+METHODS: tuple[str, ...] = get_args(Method)
+PERCENTILE = 99.99  # of the absolute values, which the method "percentile" does not cut off
+NUM_BINS = 2048  # of a histogram; and 128 levels for entropy: Migacz, '8-bit Inference with TensorRT', GTC 2017
+_LEVELS = LARGEST + 1
+_STEP = 8  # bins between limits that are tried for entropy: 0.4 % of the range
+# What gives a tensor that may become int8, in a graph of `folded`.
+_OBSERVED = ("Convolution", "AddRelu", "Pooling", "Flatten", "BatchNormRelu", "elemwise_add")
+
+
+def folded(graph: Graph) -> Graph:
+    """The network with BatchNorm folded; its tensors have the names that those of `pipeline.quantised_passes` have."""
+    return pipeline.run({**pipeline.FUSED, "fold_bn": passes.fold_bn}, graph)
+
+
+def observed(graph: Graph) -> list[str]:
+    """Names of the tensors of a folded graph that may become int8, and of those that ONNX's form of it has besides."""
+    return ["data", *(node.name for node in graph if node.op in _OBSERVED or is_relu(node))]
+
+
+class Calibration:
+    """Histograms of the tensors of a network."""
+
+    def __init__(self, names: list[str]) -> None:
+        self._histograms = {name: Histogram() for name in names}
+
+    def add(self, tensors: Mapping[str, np.ndarray]) -> None:
+        """Count what tensors hold for a batch. Raises GraphError where that is no finite number."""
+        for name, histogram in self._histograms.items():
+            if not histogram.add(tensors[name]):
+                raise GraphError(f"the tensor '{name}' holds what is no finite number: take other weights, the network "
+                                 "cannot be calibrated with these")
+
+    def scales(self, method: str) -> dict[str, float]:
+        """What 1 stands for in each tensor, by name. Raises GraphError for an unknown method."""
+        return {name: (histogram.limit(method) or 1.0) / LARGEST for name, histogram in self._histograms.items()}
+
+
+class Histogram:
+    """Of absolute values, in bins of equal width from 0 on. The width doubles, and bins are joined in pairs, when a
+    value comes that is beyond the last one: no value is looked at twice."""
+
+    def __init__(self) -> None:
+        self.counts = np.zeros(NUM_BINS, np.int64)
+        self.width = 0.0  # of a bin; 0 until something else than 0 has come
+        self.largest = 0.0
+
+    def add(self, values: np.ndarray) -> bool:
+        """Count values; False, and nothing counted, if some are not finite."""
+        values = np.abs(values.ravel())
+        largest = float(values.max(initial=0.0))
+        if not np.isfinite(largest):
+            return False
+        self.largest = max(self.largest, largest)
+        if not self.width:
+            self.width = largest / NUM_BINS
+        while self.largest > self.width * NUM_BINS:
+            pairs = self.counts.reshape(-1, 2).sum(axis=1)
+            self.counts = np.concatenate([pairs, np.zeros_like(pairs)])
+            self.width *= 2
+        if self.width:
+            places = np.minimum((values * (1 / self.width)).astype(np.int32), NUM_BINS - 1)
+            self.counts += np.bincount(places, minlength=NUM_BINS)
+        else:
+            self.counts[0] += values.size
+        return True
+
+    def limit(self, method: str) -> float:
+        """The limit by one of METHODS; 0 where all is 0. Raises GraphError for another."""
+        ways = {"max": lambda: self.largest, "percentile": self._percentile, "entropy": self._entropy}
+        if method not in ways:
+            raise GraphError(f"there is no calibration '{method}': choose {', '.join(ways)}")
+        return ways[method]()
+
+    def _percentile(self) -> float:
+        """The end of the bin up to which PERCENTILE of the values lie."""
+        within = np.cumsum(self.counts)
+        bins = int(np.searchsorted(within, within[-1] * PERCENTILE / 100)) + 1
+        return min(bins * self.width, self.largest)
+
+    def _entropy(self) -> float:
+        """The limit at which the distribution of the quantised values diverges least from that of the values (Kullback
+        and Leibler; Migacz, GTC 2017), whose outliers count as the limit.
+
+        The first bin counts as the second: it holds the zeros of ReLUs, which are exact at any limit (so NVIDIA's
+        pytorch-quantization).
+        """
+        counts = self.counts.astype(np.float64)
+        counts[0] = counts[1]
+        if not counts.any():
+            return self.largest
+        last = int(np.flatnonzero(counts)[-1]) + 1
+        tried = [*range(_LEVELS, last, _STEP), max(last, _LEVELS)]
+        best = min(tried, key=lambda bins: _divergence(counts, bins))
+        return min(best * self.width, self.largest)
+
+
+def _divergence(counts: np.ndarray, bins: int) -> float:
+    """KL divergence of the first `bins` bins, outliers in the last one, from themselves in 128 levels, in nats; inf
+    where that gives a value no chance that occurs."""
+    inside = counts[:bins]
+    reference = inside.copy()
+    reference[-1] += counts[bins:].sum()
+    level = np.arange(bins) * _LEVELS // bins
+    occurs = inside > 0
+    sums, sizes = (np.bincount(level, weights, _LEVELS) for weights in (inside, occurs.astype(np.float64)))
+    spread = np.where(occurs, (sums / np.maximum(sizes, 1))[level], 0.0)
+    p = reference > 0
+    if not spread[p].all() or not spread.any():
+        return float("inf")
+    reference, spread = reference[p] / reference.sum(), spread[p] / spread.sum()
+    return float((reference * np.log(reference / spread)).sum())

@@ -1,0 +1,203 @@
+"""The command quantize: a trained network in INT8, and what that costs.
+
+    python -m train quantize --checkpoint runs/my-run [--data PATH] [--calibration entropy] [--images 512]
+
+The ranges come from training images, prepared as for validation. Writes int8-<checkpoint>.npz beside the checkpoint.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from graph_passes import Graph, Ref, passes, pipeline
+from graph_passes.calibration import Calibration, folded, observed
+from graph_passes.executors import reference
+from graph_passes.executors.base import Executor, Metrics
+from graph_passes.executors.mxnet import MXNetExecutor
+from graph_passes.passes.quantise import Kept, in_floats, layers, quantise_params
+from pipelines import Batch, Loader, LoaderConfig, load_chosen
+from pipelines.sources import open_source
+from train import models, weights
+from train.build import build_executor, evaluated_images, open_split
+from train.checkpoint import Checkpoint
+from train.commands.options import QuantizeOptions
+from train.commands.session import of_network, prepare
+from train.config import Config, configure
+from train.devices import Placement
+from train.errors import TrainError
+from train.processes.distributed import Workers
+from train.reporting.metrics import TRAINING_IMAGES
+from train.validation import validate
+from train.weights import int8_file
+from train.weights.int8_file import Int8Network
+
+CPU = Placement("mxnet", "cpu(0)", "")
+MIN_IMAGES = 16  # fewer are a range of single images
+# Images in a batch are as many as have 2^20 pixels, 64 at most: all tensors of a batch are in memory at once.
+_BATCH_PIXELS, _LARGEST_BATCH = 2**20, 64
+MUCH = 0.01  # of top-1: what INT8 should not lose
+
+Tensors = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class LayerError:
+    """What INT8 does to a layer, as ratios of signal to noise in dB: 20 more are a tenth of the noise."""
+
+    name: str
+    limit: float  # the largest absolute value that its output tells apart; 0 where that is in floats
+    weight_db: float  # of its weights, each alone
+    output_db: float  # of its output for images, with the noise of all layers before it
+
+
+def main(values: Mapping[str, Any]) -> None:
+    """Quantise, by the options given. Raises UserError."""
+    options = QuantizeOptions(**values)
+    if not options.checkpoint:
+        raise TrainError("quantize needs trained weights: give --checkpoint with a run folder, a checkpoint or a file "
+                         "of weights")
+    if options.images < MIN_IMAGES:
+        raise TrainError(f"--images {options.images} is too few to calibrate on: give {MIN_IMAGES} or more, some "
+                         "hundreds are good")
+    trained, workers = weights.load(options.checkpoint), Workers()
+    config = of_network(configure(values, trained.config), values, trained)
+    size = config.inference_image_size
+    batch_size = values.get("batch_size", max(1, min(_LARGEST_BATCH, _BATCH_PIXELS // size**2)))
+    config = replace(config, batch_size=batch_size, cache=0, device="cpu", executor="mxnet", dtype="auto")
+    prepare(config, workers)
+    loader = open_split(config, "val", CPU, workers, trained.classes, f"the network of {options.checkpoint}")
+    source = replace(loader.config, split="train")
+    chosen = choose(source, options.images, config.seed)
+    kept = Kept(options.float_first, not options.int8_classifier)
+    print(f"calibrating ({options.calibration}) on {len(chosen)} training images of {size} pixels ...", flush=True)
+    network, errors = quantised(trained, config, load_chosen(source, chosen), options.calibration, kept)
+    graph = network.graph(trained)
+    _print(errors, graph)
+    exact = build_executor(config, trained.num_classes, size, CPU, trained)
+    images = TRAINING_IMAGES if evaluated_images(config) == TRAINING_IMAGES else "validation images"
+    accuracy = {}
+    for precision, executor in (("float32", exact), ("int8", executor_of(network, trained, config))):
+        sums = _validated(executor, loader, workers)
+        accuracy[precision] = sums.top1 / sums.count
+        print(f"{precision}: loss {sums.loss_sum / sums.count:.4f}, top-1 {accuracy[precision]:.2%}, top-5 "
+              f"{sums.top5 / sums.count:.2%} on {sums.count:.0f} {images}", flush=True)
+    lost = accuracy["float32"] - accuracy["int8"]
+    if lost > MUCH:
+        print(f"INT8 loses {100 * lost:.1f} points of top-1: try another --calibration, more --images or --float-first",
+              file=sys.stderr)
+    path = int8_file.path_of(options.checkpoint)
+    int8_file.save(replace(network, accuracy=accuracy), path)
+    print(f"{path}: {path.stat().st_size / 1e6:.1f} MB, {sum(1 for _ in layers(graph))} layers in INT8")
+
+
+def choose(config: LoaderConfig, count: int, seed: int) -> list[int]:
+    """`count` of the training images, drawn by the seed. Raises DataError, and TrainError where there are fewer."""
+    total = len(open_source(config.data, config.split, config.num_classes, config.val_split))
+    if total < count:
+        way_out = f"give --images {total}" if total >= MIN_IMAGES else f"give data with {MIN_IMAGES} or more"
+        raise TrainError(f"{config.data} has {total} training images, too few for --images {count}: {way_out}")
+    return sorted(np.random.default_rng(seed).choice(total, count, replace=False).tolist())
+
+
+def quantised(trained: Checkpoint, config: Config, batches: Iterator[Batch], method: str,
+              kept: Kept) -> tuple[Int8Network, list[LayerError]]:
+    """A trained network in INT8, calibrated on these batches, and the errors that it makes on the first of them.
+    Raises UserError."""
+    graph = models.create(trained.config.model, trained.num_classes).graph
+    tensors_of = _Tensors(graph, trained, config)
+    calibration, first, count = Calibration(tensors_of.names), None, 0
+    for batch in batches:
+        tensors = tensors_of(batch)
+        calibration.add(tensors)
+        first = first or tensors
+        count += batch.num_valid
+    assert first  # there are MIN_IMAGES or more
+    scales = calibration.scales(method)
+    listed = pipeline.quantised_passes("float32", scales, kept)
+    before = pipeline.run({name: each for name, each in listed.items() if name != "quantise"}, graph)
+    network = Int8Network(
+        network=trained.network, checksum=int8_file.checksum(trained), scales=scales, kept=kept,
+        calibration={"method": method, "images": count, "data": config.data}, images=int8_file.images_of(config),
+        params=quantise_params(before, tensors_of.params, scales, kept),
+    )
+    return network, _errors(network, network.graph(trained), tensors_of.params, first)
+
+
+def executor_of(network: Int8Network, trained: Checkpoint, config: Config) -> reference.QuantisedExecutor:
+    """What computes it on the CPU, with the loss of this configuration."""
+    graph = models.create(trained.config.model, trained.num_classes, config.label_smoothing).graph
+    shape = (config.batch_size, config.inference_image_size, config.inference_image_size, 3)
+    return reference.QuantisedExecutor(graph, {"data": shape, "softmax_label": shape[:1]}, network.scales, network.kept,
+                                       network.params)
+
+
+class _Tensors:
+    """All tensors that may become int8, in floats, for a batch of images."""
+
+    def __init__(self, graph: Graph, trained: Checkpoint, config: Config) -> None:
+        fused = pipeline.run(pipeline.FUSED, graph)
+        self.params = passes.fold_bn_params(fused, trained.params, trained.aux) | trained.aux
+        inference = folded(graph)
+        self.names = observed(inference)
+        shape = (config.batch_size, config.inference_image_size, config.inference_image_size, 3)
+        outputs = [*inference.outputs, *(Ref(name) for name in self.names)]
+        self._executor = MXNetExecutor(Graph(inference, outputs), {"data": shape, "softmax_label": shape[:1]})
+        own, aux = self._executor.params, self._executor.aux
+        self._executor.set_params({name: self.params[name] for name in own}, {name: self.params[name] for name in aux})
+
+    def __call__(self, batch: Batch) -> Tensors:
+        found = self._executor.forward_all(batch.data)[1:]
+        return {name: array[: batch.num_valid] for name, array in zip(self.names, found, strict=True)}
+
+
+def _errors(network: Int8Network, graph: Graph, params: Mapping[str, np.ndarray], exact: Tensors) -> list[LayerError]:
+    """Those of each layer, from its tensors in floats for some images."""
+    variables = {**network.params, "data": exact["data"], "softmax_label": np.zeros(len(exact["data"]))}
+    found = reference.forward(graph, {Ref(name): variables[name] for name in graph.variables}, training=False)
+    errors = []
+    for layer in layers(graph):
+        name, integers = layer.node.name, network.params[layer.weight]
+        scale = layer.node["scale"]
+        # What the multiplier was made of, in the order of `quantise_params`.
+        weight_scale = network.params[layer.multiplier].astype(np.float64) * scale / layer.data_scale
+        weight = integers * weight_scale.reshape(-1, *(1,) * (integers.ndim - 1))
+        output = found[Ref(name)]
+        errors.append(LayerError(
+            name, limit=127 * scale if output.dtype == np.int8 else 0.0,
+            weight_db=_decibel(params[layer.weight], weight),
+            output_db=_decibel(exact[name], output * scale) if name in exact else float("nan"),
+        ))
+    return errors
+
+
+def _decibel(exact: np.ndarray, found: np.ndarray) -> float:
+    """Signal to noise; inf without noise."""
+    exact = exact.astype(np.float64)
+    signal, noise = (exact**2).sum(), ((found - exact) ** 2).sum()
+    return float(10 * np.log10(signal / noise)) if noise and signal else float("inf")
+
+
+def _validated(executor: Executor, loader: Loader, workers: Workers) -> Metrics:
+    found = validate(executor, loader, workers)
+    assert found  # nothing stops it before its end
+    return found.metrics
+
+
+def _print(errors: list[LayerError], graph: Graph) -> None:
+    table = Table("layer", "largest value", "weights, dB", "output, dB", box=None, pad_edge=False,
+                  title="signal to noise of INT8; outputs with the noise of all layers before", title_justify="left")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for each in errors:
+        limit = f"{each.limit:.4g}" if each.limit else "float32"
+        table.add_row(each.name, limit, f"{each.weight_db:.1f}", f"{each.output_db:.1f}")
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    kept = [f"{node.name} ({node.op})" for node in in_floats(graph) if node.op not in ("Flatten", "SoftmaxOutput")]
+    print(f"in float32: {', '.join(kept) or 'nothing'}, and the softmax", flush=True)

@@ -1,0 +1,130 @@
+"""A network in INT8, as `quantize` writes it beside the checkpoint that it was made of: int8-best.npz for best.npz.
+
+    meta             JSON: format, version, network, the checksum of the weights it was made of, scales, what has stayed
+                     in floats, what it was calibrated on, the images that it is for, its accuracy
+    params/<name>    weights int8, biases int32, multipliers and what has stayed in floats fp32 (passes/quantise.py)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import zipfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common import files
+from graph_passes import Graph, GraphError, Ref, passes, pipeline
+from graph_passes.passes.quantise import Kept
+from train import checkpoint, models
+from train.checkpoint import Checkpoint
+from train.config import Config
+from train.errors import TrainError
+
+FORMAT, VERSION = "resnet int8", 1
+# Of the images: a network that was calibrated for others gets other values than its ranges are for.
+IMAGES = ("inference_image_size", "mean", "std")
+Arrays = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Int8Network:
+    """What `passes/quantise.py` has made of a trained network."""
+
+    network: str
+    checksum: int  # of the weights that it was made of
+    scales: dict[str, float]  # by tensor
+    kept: Kept
+    calibration: dict[str, Any]  # method, images, data
+    images: dict[str, Any]  # IMAGES
+    params: Arrays
+    accuracy: dict[str, float] = dataclasses.field(default_factory=dict)  # top-1 by precision
+
+    def graph(self, trained: Checkpoint) -> Graph:
+        """The inference graph in INT8. Raises GraphError where the scales are of another network."""
+        graph = models.create(trained.config.model, trained.num_classes).graph
+        return pipeline.run(pipeline.quantised_passes("float32", self.scales, self.kept), graph)
+
+
+def path_of(place: str) -> Path:
+    """Where the network in INT8 belongs that is made of the weights at `place`. Raises TrainError for none."""
+    path = Path(place)
+    found = path if path.is_file() else checkpoint.find(place, prefer_best=True)
+    return found.with_name(f"int8-{found.stem}.npz")
+
+
+def images_of(config: Config) -> dict[str, Any]:
+    """What of the preparation of images the ranges depend on."""
+    values = {name: getattr(config, name) for name in IMAGES}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def checksum(trained: Checkpoint) -> int:
+    """Of the weights and running statistics: CRC-32."""
+    found = 0
+    for arrays in (trained.params, trained.aux):
+        for name in sorted(arrays):
+            found = zlib.crc32(np.ascontiguousarray(arrays[name]).tobytes(), zlib.crc32(name.encode(), found))
+    return found
+
+
+def save(network: Int8Network, path: Path) -> None:
+    """Write the file complete or not at all. Raises UserError."""
+    meta = {"format": FORMAT, "version": VERSION, **vars(network), "kept": network.kept._asdict()}
+    params = meta.pop("params")
+    content = io.BytesIO()
+    np.savez(content, meta=np.array(json.dumps(meta)), **{f"params/{name}": array for name, array in params.items()})
+    files.write(path, content.getvalue())
+
+
+def load(place: str, trained: Checkpoint, config: Config) -> Int8Network:
+    """The network in INT8 that was made of these weights, for images as this configuration has them. Raises TrainError:
+    there is none, it is damaged, of other weights or for other images."""
+    path = path_of(place)
+    again = f"run python -m train quantize --checkpoint {place}"
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            meta = json.loads(archive["meta"].item())
+            if meta.pop("format") != FORMAT or meta.pop("version") != VERSION:
+                raise ValueError(f"it is not of the format {FORMAT}, version {VERSION}")
+            params = {name.removeprefix("params/"): archive[name] for name in archive.files if name != "meta"}
+        network = Int8Network(**{**meta, "kept": Kept(**meta["kept"]), "params": params})
+        found = network.checksum == checksum(trained)
+        if found:
+            _check(network, trained)
+    except FileNotFoundError:
+        raise TrainError(f"there is no {path}, the network in INT8: {again} first") from None
+    except OSError as error:
+        raise TrainError(f"cannot read {path} ({error.strerror or error}): {again}") from None
+    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, KeyError, TypeError, AttributeError,
+            GraphError) as error:
+        raise TrainError(f"{path} is no complete network in INT8 ({error}): {again}") from None
+    if not found:
+        raise TrainError(f"{path} was made of other weights than {place} has now: {again}")
+    for name, value in images_of(config).items():
+        if network.images[name] != value:
+            raise TrainError(f"{path} was calibrated for images of {_words(name)} {network.images[name]}, and these "
+                             f"have {value}: leave that option out, or {again} with it")
+    return network
+
+
+def _check(network: Int8Network, trained: Checkpoint) -> None:
+    """Raise ValueError where the arrays are not those of the graph."""
+    graph, size = network.graph(trained), trained.config.inference_image_size
+    shapes = graph.infer_shapes({"data": (1, size, size, 3), "softmax_label": (1,)})
+    dtypes = passes.tensor_dtypes(graph)
+    wanted = {name: (shapes[Ref(name)], dtypes[Ref(name)]) for name in graph.variables
+              if name not in ("data", "softmax_label")}
+    found = {name: (array.shape, str(array.dtype)) for name, array in network.params.items()}
+    for name in sorted(wanted.keys() | found.keys()):
+        if wanted.get(name) != found.get(name):
+            raise ValueError(f"its {name} is {found.get(name)}, and {wanted.get(name)} in the network")
+
+
+def _words(name: str) -> str:
+    return {"inference_image_size": "the size"}.get(name, f"the {name}")
