@@ -7,13 +7,15 @@ MXNet's own exporter (`mx.onnx`) needs a module that onnx removed in release 1.1
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from graph_passes import Graph, Node, Ref
 from graph_passes.errors import GraphError
-from graph_passes.operators import window
+from graph_passes.operators import is_relu, window
+from graph_passes.passes.quantise import Layer, layers
 
 if TYPE_CHECKING:
     import onnx
@@ -25,13 +27,32 @@ Arrays = Mapping[str, np.ndarray]
 OnnxOperator = tuple[str, dict[str, Any]]  # operator type and attributes
 
 
-def to_onnx(graph: Graph, arrays: Arrays, input_shape: tuple[int, int, int]) -> onnx.ModelProto:
+@dataclass(frozen=True)
+class Qdq:
+    """How INT8 is written in the QDQ form: QuantizeLinear and DequantizeLinear around what is to be integers.
+
+    graph: the same network, quantised (`passes/quantise.py`), and `params` its parameters, weights in the layout of the
+    graph that is written. `unsigned`: tensors are uint8 in the same scale, with the zero point 0 after a ReLU and 128
+    elsewhere, and what is added is rounded before the sum too, by its scale of `scales`: so ONNX Runtime computes on
+    CPUs with integers throughout, where it leaves ReLU and sums of int8 with the zero point 0 in floats. TensorRT takes
+    the latter alone.
+    """
+
+    graph: Graph
+    params: Arrays
+    scales: Mapping[str, float]
+    unsigned: bool
+
+
+def to_onnx(graph: Graph, arrays: Arrays, input_shape: tuple[int, int, int],
+            qdq: Qdq | None = None) -> onnx.ModelProto:
     """The inference model of a graph, checked by onnx.
 
     Args:
         graph: in NCHW, without operators that only our executors know. A SoftmaxOutput becomes a Softmax.
         arrays: parameters and running statistics by variable name, in the graph's layout, fp32.
         input_shape: (C, H, W) of an image.
+        qdq: what of it is to be INT8, by the names of its nodes; None: nothing.
 
     Returns:
         A model with input `data`, float32 (N, C, H, W) for any N, and output `probabilities`, float32 (N, classes).
@@ -41,16 +62,20 @@ def to_onnx(graph: Graph, arrays: Arrays, input_shape: tuple[int, int, int]) -> 
     """
     from onnx import TensorProto, checker, helper, numpy_helper
 
-    nodes, weights = [], {}
+    nodes: list[Any] = []
+    weights: dict[str, np.ndarray] = {}
     names: dict[Ref, str] = {}  # what an output is called in the ONNX graph
+    integers = _Integers(graph, qdq, nodes, weights) if qdq else None
     labels = {node.inputs[1].node for node in graph if node.op == "SoftmaxOutput"}
     for node in graph:
         names[Ref(node.name)] = node.name
         if node.is_variable:
             if node.name in arrays:
-                weights[node.name] = np.asarray(arrays[node.name], np.float32)
+                weights[node.name] = np.asarray(arrays[node.name], np.float32)  # INT8 replaces it where it is read
             elif node.name not in {"data", *labels}:
                 raise GraphError(f"the parameter '{node.name}' is missing: export from a complete checkpoint")
+            elif integers and node.name == "data":
+                integers.add(node)
             continue
         if node.op == "BatchNorm" and node["fix_gamma"]:
             weights[node.inputs[1].node] = np.ones_like(weights[node.inputs[1].node])
@@ -58,7 +83,7 @@ def to_onnx(graph: Graph, arrays: Arrays, input_shape: tuple[int, int, int]) -> 
             raise GraphError(f"operator {node.op} of node '{node.name}' has no ONNX form; those that have one are "
                              f"{', '.join(OPERATORS)}")
         op_type, attributes = OPERATORS[node.op](node)
-        inputs = [names[ref] for ref in node.inputs]
+        inputs = integers.inputs(node) if integers else [names[ref] for ref in node.inputs]
         if node.op == "SoftmaxOutput":
             del inputs[1]  # the label
         elif node.op == "FullyConnected" and node["flatten"] and graph[node.inputs[0].node].op != "Flatten":
@@ -66,6 +91,8 @@ def to_onnx(graph: Graph, arrays: Arrays, input_shape: tuple[int, int, int]) -> 
             nodes.append(helper.make_node("Flatten", inputs[:1], [flat], flat, axis=1))
             inputs[0] = flat
         nodes.append(helper.make_node(op_type, inputs, [node.name], node.name, **attributes))
+        if integers:
+            integers.add(node)
     (output,) = graph.outputs
     nodes[-1].output[0] = "probabilities"
     assert nodes[-1].name == output.node, "the graph's output is its last node"
@@ -80,6 +107,89 @@ def to_onnx(graph: Graph, arrays: Arrays, input_shape: tuple[int, int, int]) -> 
     model = helper.make_model(onnx_graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
     checker.check_model(model, full_check=True)
     return model
+
+
+class _Integers:
+    """The QuantizeLinear and DequantizeLinear of a graph that is being written."""
+
+    def __init__(self, graph: Graph, qdq: Qdq, nodes: list[Any], weights: dict[str, np.ndarray]) -> None:
+        self._graph, self._qdq, self._nodes, self._weights = graph, qdq, nodes, weights
+        self._layers: dict[str, Layer] = {layer.weight: layer for layer in layers(qdq.graph)}
+        self._scales: dict[str, float] = {}  # of the tensors that become integers
+        for node in qdq.graph:
+            if node.op == "Quantise":
+                self._scales[node.inputs[0].node] = node["scale"]
+            elif node.op.startswith("Quantised") and node["dtype"] == "int8":
+                self._scales[node.name] = node["scale"]
+        self._computed = {node.name for node in graph if self._is_computed(node)}
+        if qdq.unsigned:
+            for node in graph:
+                if node.op == "elemwise_add" and node.name in self._computed:
+                    summands = (ref.node for ref in node.inputs)
+                    self._scales |= {name: self._scales.get(name, qdq.scales[name]) for name in summands}
+        self._not_negative: set[str] = set()
+        self._dequantised: dict[str, str] = {}  # tensor -> its name in floats again
+
+    def _is_computed(self, node: Node) -> bool:
+        """Is it a part of a node in INT8?"""
+        if node.op in ("Convolution", "FullyConnected"):
+            return node.inputs[1].node in self._layers
+        if node.op == "elemwise_add":
+            (reader, *others) = self._graph.consumers[Ref(node.name)]
+            return not others and is_relu(reader) and self._is_computed(reader)
+        return node.name in self._qdq.graph.nodes and self._qdq.graph[node.name].op.startswith("Quantised")
+
+    def inputs(self, node: Node) -> list[str]:
+        """What a node of the graph reads."""
+        if node.op in ("Convolution", "FullyConnected") and node.name in self._computed:
+            return [self._of(node, node.inputs[0]), *self._parameters(node)]
+        return [self._of(node, ref) for ref in node.inputs]
+
+    def _of(self, reader: Node, ref: Ref) -> str:
+        is_integer = reader.name in self._computed or ref.node in self._computed
+        return self._dequantised.get(ref.node, ref.node) if is_integer else ref.node
+
+    def add(self, node: Node) -> None:
+        """What follows a node: if its tensor is to be integers, to these and back."""
+        if is_relu(node) or (node.op in ("Pooling", "Flatten") and node.inputs[0].node in self._not_negative):
+            self._not_negative.add(node.name)
+        if node.name not in self._scales:
+            return
+        readers = self._graph.consumers.get(Ref(node.name), ())
+        if node.name in self._not_negative and self._qdq.unsigned:
+            zero_point = np.array(0, np.uint8)
+        elif self._qdq.unsigned and not any(reader.op == "Convolution" for reader in readers):
+            zero_point = np.array(128, np.uint8)
+        else:
+            zero_point = np.array(0, np.int8)
+        constants = self._constants(node.name, self._scales[node.name], zero_point)
+        self._emit("QuantizeLinear", [node.name, *constants], f"{node.name}_quantized")
+        self._dequantised[node.name] = self._back(f"{node.name}_quantized", constants)
+
+    def _parameters(self, node: Node) -> list[str]:
+        """Of a convolution or the classifier: integer weight and bias, each with its scale, in floats again."""
+        layer = self._layers[node.inputs[1].node]
+        scale = self._qdq.params[layer.multiplier].astype(np.float64) * layer.node["scale"] / layer.data_scale
+        parameters = {layer.weight: scale} | ({layer.bias: scale * layer.data_scale} if layer.bias else {})
+        result = []
+        for name, scales in parameters.items():
+            integers = self._weights[name] = self._qdq.params[name]
+            constants = self._constants(name, scales, np.zeros(len(scales), integers.dtype))
+            result.append(self._back(name, constants, axis=0))
+        return [*result, *(ref.node for ref in node.inputs[2:] if not layer.bias)]
+
+    def _constants(self, name: str, scale: Any, zero_point: np.ndarray) -> list[str]:
+        self._weights |= {f"{name}_scale": np.asarray(scale, np.float32), f"{name}_zero_point": zero_point}
+        return [f"{name}_scale", f"{name}_zero_point"]
+
+    def _back(self, name: str, constants: list[str], **attributes: Any) -> str:
+        return self._emit("DequantizeLinear", [name, *constants], f"{name}_dequantized", **attributes)
+
+    def _emit(self, op: str, inputs: list[str], output: str, **attributes: Any) -> str:
+        from onnx import helper
+
+        self._nodes.append(helper.make_node(op, inputs, [output], output, **attributes))
+        return output
 
 
 def _convolution(node: Node) -> OnnxOperator:

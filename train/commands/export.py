@@ -19,18 +19,21 @@ import numpy as np
 from common import files
 from common.command_line import option_name
 from common.mxnet_compat import mx
-from graph_passes import Graph, Ref, onnx_writer, passes
+from graph_passes import Graph, Ref, calibration, onnx_writer, passes, pipeline
 from train import models, weights
 from train.build import build_executor
 from train.checkpoint import Checkpoint
 from train.commands.options import ExportOptions
 from train.devices import Placement
 from train.errors import TrainError
-from train.weights import onnx_file, publish, record
+from train.weights import int8_file, onnx_file, publish, record
+from train.weights.int8_file import Int8Network, executor_of
 
 # Largest difference allowed between the probabilities of ONNX Runtime and of our executor. Both compute in fp32, in
 # another order; 1e-4 is far above what that makes (about 1e-6) and far below what a wrong weight makes.
 TOLERANCE = 1e-4
+
+INT8_TOLERANCE = 0.1
 
 CPU = Placement("mxnet", "cpu(0)", "")
 
@@ -57,11 +60,13 @@ def main(values: Mapping[str, Any]) -> None:
     trained = weights.load(options.checkpoint) if options.checkpoint else None
     if options.onnx:
         assert trained
-        model, difference = export_onnx(trained)
+        int8 = int8_file.load(options.checkpoint, trained, trained.config) if options.int8 != "none" else None
+        model, difference = export_onnx(trained, int8, unsigned=options.int8 == "onnxruntime")
         files.write(Path(options.onnx), model)
         size = trained.config.inference_image_size
         print(
-            f"{options.onnx}: {trained.network}, input data float32 (N, 3, {size}, {size}), output probabilities; "
+            f"{options.onnx}: {trained.network}{' in INT8' if int8 else ''}, "
+            f"input data float32 (N, 3, {size}, {size}), output probabilities; "
             f"largest difference between ONNX Runtime and this program: {difference:.1e}"
         )
     if options.torchvision:
@@ -134,8 +139,8 @@ def mxnet_params(arrays: Mapping[str, np.ndarray]) -> bytes:
         return path.read_bytes()
 
 
-def export_onnx(trained: Checkpoint) -> tuple[bytes, float]:
-    """An ONNX file of a trained network, checked.
+def export_onnx(trained: Checkpoint, int8: Int8Network | None = None, unsigned: bool = True) -> tuple[bytes, float]:
+    """An ONNX file of a trained network, or of what is in INT8 of it, checked; `unsigned`: see `onnx_writer.Qdq`.
 
     Returns:
         The file's content, and the largest absolute difference between the probabilities that ONNX Runtime computes
@@ -152,10 +157,13 @@ def export_onnx(trained: Checkpoint) -> tuple[bytes, float]:
 
     graph = models.create(trained.config.model, trained.num_classes).graph
     size = trained.config.inference_image_size
-    folded = channels_first(passes.fold_bn(graph))
-    params = passes.fold_bn_params(graph, trained.params, trained.aux)
+    folded = channels_first(passes.unfuse(calibration.folded(graph)))
+    params = passes.fold_bn_params(pipeline.run(pipeline.FUSED, graph), trained.params, trained.aux)
     arrays = {**in_layout(folded, params), **trained.aux}  # statistics: of BatchNorms that no convolution is before
-    model = onnx_writer.to_onnx(folded, arrays, (3, size, size))
+    qdq = None
+    if int8:
+        qdq = onnx_writer.Qdq(int8.graph(trained), in_layout(folded, int8.params), int8.scales, unsigned)
+    model = onnx_writer.to_onnx(folded, arrays, (3, size, size), qdq)
     model.producer_name = onnx_file.PRODUCER
     preparation = {
         "class_names": json.dumps(trained.class_names),
@@ -178,14 +186,20 @@ def export_onnx(trained: Checkpoint) -> tuple[bytes, float]:
     difference = 0.0
     for batch_size in (1, 3):
         images_nhwc = rng.standard_normal((batch_size, size, size, 3), dtype=np.float32)
+        if int8:  # no pixel beyond the range: it would be -127 in one and -128 in the other
+            limit = np.float32(127 * int8.scales["data"])
+            images_nhwc = images_nhwc.clip(-limit, limit)
         config = replace(trained.config, batch_size=batch_size)
-        executor = build_executor(config, trained.num_classes, size, CPU, trained)
-        ours = executor.forward(mx.nd.array(images_nhwc)).asnumpy()
+        executor = executor_of(int8, trained, config) if int8 else build_executor(
+            config, trained.num_classes, size, CPU, trained)
+        executor.forward(mx.nd.array(images_nhwc))
+        ours = executor.request_probabilities()()
         (theirs,) = session.run(None, {"data": np.ascontiguousarray(images_nhwc.transpose(0, 3, 1, 2))})
         difference = max(difference, float(np.abs(ours - theirs).max()))
-    if not difference <= TOLERANCE:  # NaN is a disagreement too
+    tolerance = INT8_TOLERANCE if int8 else TOLERANCE
+    if not difference <= tolerance:  # NaN is a disagreement too
         raise TrainError(
-            f"ONNX Runtime's probabilities differ from this program's by {difference:.1e}, more than {TOLERANCE:.0e}: "
+            f"ONNX Runtime's probabilities differ from this program's by {difference:.1e}, more than {tolerance:.0e}: "
             "no file was written; please report this"
         )
     return content, difference

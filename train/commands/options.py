@@ -137,9 +137,9 @@ class ExportOptions:
     onnx: Annotated[str, "FILE"] = ""
     """ONNX file to write: input `data` float32 (N, 3, H, W), RGB, output `probabilities` (N, classes), BatchNorm folded
     into the convolutions; checked with ONNX Runtime. Its metadata says how to prepare an image (docs/inference.md)."""
-    int8: bool = False
-    """Write the network in INT8 that `quantize` has made to --onnx, in the QDQ form (QuantizeLinear, DequantizeLinear)
-    that ONNX Runtime and TensorRT run with integers."""
+    int8: Literal["none", "onnxruntime", "tensorrt"] = "none"
+    """Write the network in INT8 that `quantize` has made to --onnx, in the QDQ form (QuantizeLinear, DequantizeLinear):
+    as ONNX Runtime computes it on CPUs with integers, or with symmetric int8, as TensorRT takes it."""
     symbol: Annotated[str, "FILE"] = ""
     """Symbol JSON file to write: the network for `python -m graph_passes show --symbol` and for MXNet to load."""
     params: Annotated[str, "FILE"] = ""

@@ -36,7 +36,7 @@ from train.processes.distributed import Workers
 from train.reporting.metrics import TRAINING_IMAGES
 from train.validation import validate
 from train.weights import int8_file
-from train.weights.int8_file import Int8Network
+from train.weights.int8_file import Int8Network, executor_of
 
 CPU = Placement("mxnet", "cpu(0)", "")
 MIN_IMAGES = 16  # fewer are a range of single images
@@ -128,14 +128,6 @@ def quantised(trained: Checkpoint, config: Config, batches: Iterator[Batch], met
         params=quantise_params(before, tensors_of.params, scales, kept),
     )
     return network, _errors(network, network.graph(trained), tensors_of.params, first)
-
-
-def executor_of(network: Int8Network, trained: Checkpoint, config: Config) -> reference.QuantisedExecutor:
-    """What computes it on the CPU, with the loss of this configuration."""
-    graph = models.create(trained.config.model, trained.num_classes, config.label_smoothing).graph
-    shape = (config.batch_size, config.inference_image_size, config.inference_image_size, 3)
-    return reference.QuantisedExecutor(graph, {"data": shape, "softmax_label": shape[:1]}, network.scales, network.kept,
-                                       network.params)
 
 
 class _Tensors:

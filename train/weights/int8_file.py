@@ -20,6 +20,7 @@ import numpy as np
 
 from common import files
 from graph_passes import Graph, GraphError, Ref, passes, pipeline
+from graph_passes.executors.reference import QuantisedExecutor
 from graph_passes.passes.quantise import Kept
 from train import checkpoint, models
 from train.checkpoint import Checkpoint
@@ -111,6 +112,14 @@ def load(place: str, trained: Checkpoint, config: Config) -> Int8Network:
             raise TrainError(f"{path} was calibrated for images of {_words(name)} {network.images[name]}, and these "
                              f"have {value}: leave that option out, or {again} with it")
     return network
+
+
+def executor_of(network: Int8Network, trained: Checkpoint, config: Config) -> QuantisedExecutor:
+    """What computes it on the CPU, with the loss of this configuration."""
+    graph = models.create(trained.config.model, trained.num_classes, config.label_smoothing).graph
+    shape = (config.batch_size, config.inference_image_size, config.inference_image_size, 3)
+    return QuantisedExecutor(graph, {"data": shape, "softmax_label": shape[:1]}, network.scales, network.kept,
+                                       network.params)
 
 
 def _check(network: Int8Network, trained: Checkpoint) -> None:
