@@ -155,11 +155,8 @@ class _Integers:
             self._not_negative.add(node.name)
         if node.name not in self._scales:
             return
-        readers = self._graph.consumers.get(Ref(node.name), ())
-        if node.name in self._not_negative and self._qdq.unsigned:
-            zero_point = np.array(0, np.uint8)
-        elif self._qdq.unsigned and not any(reader.op == "Convolution" for reader in readers):
-            zero_point = np.array(128, np.uint8)
+        if self._qdq.unsigned:
+            zero_point = np.array(0 if node.name in self._not_negative else 128, np.uint8)
         else:
             zero_point = np.array(0, np.int8)
         constants = self._constants(node.name, self._scales[node.name], zero_point)

@@ -31,6 +31,8 @@ class ShowOptions:
     """Type of the tensors."""
     inference: bool = False
     """Show the graph of inference, with BatchNorm folded into the convolutions."""
+    int8: bool = False
+    """Show the graph of inference in INT8; the scales, which calibration finds, are all 1."""
     step: bool = False
     """Show the graph of a training step, forward and backward in one, with everything fused that can be; with --gpu as
     that GPU runs it."""

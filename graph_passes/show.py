@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 
 from rich.console import Console
@@ -26,8 +27,9 @@ def show(options: ShowOptions) -> None:
         raise GraphError("give either --symbol FILE or --model NAME" + (", not both" if options.symbol else ""))
     if options.batch_size < 1 or options.image_size < 1:
         raise GraphError(f"batch size {options.batch_size}, image size {options.image_size}: both must be at least 1")
-    if options.inference and (options.gpu is not None or options.step):
-        raise GraphError(f"{'--step' if options.step else '--gpu'} shows a training step: leave out --inference")
+    shown = "--inference" if options.inference else "--int8" if options.int8 else ""
+    if shown and (options.gpu is not None or options.step):
+        raise GraphError(f"{'--step' if options.step else '--gpu'} shows a training step: leave out {shown}")
     before = Graph.load(options.symbol) if options.symbol else _zoo_graph(options.model or "")
     name = options.symbol.stem if options.symbol else options.model
     if "data" not in before.arguments:
@@ -40,7 +42,9 @@ def show(options: ShowOptions) -> None:
     if options.gpu is not None:
         decisions, choose = _choices(nhwc, shapes, options.dtype, options.gpu)
     listed: Mapping[str, pipeline.Pass] = pipeline.FUSED
-    if options.inference:
+    if options.int8:
+        listed = pipeline.quantised_passes(options.dtype, defaultdict(lambda: 1.0))
+    elif options.inference:
         listed = pipeline.inference_passes(options.dtype, choose)
     elif options.step:
         nhwc = _with_loss(nhwc)
@@ -57,7 +61,8 @@ def show(options: ShowOptions) -> None:
         if options.step:
             _print_step_bytes(console, passes.precision(passes.gradient(nhwc, shapes), options.dtype), after, shapes)
         else:
-            _print_bytes(console, before, after, drawn, ITEM_BYTES[options.dtype], options.inference)
+            _print_bytes(console, before, after, drawn, ITEM_BYTES[options.dtype],
+                         options.inference or options.int8)
         setting = f"batch {options.batch_size}, {options.image_size}x{options.image_size} pixels, {options.dtype}"
         console.print(f"({setting}; each operator reads its input tensors and writes its result once)", style="dim")
     except GraphError as error:
@@ -164,13 +169,14 @@ def _count_table(before: Graph, after: Graph) -> Table:
 
 def forward_bytes(graph: Graph, shapes: dict[Ref, Shape], item_bytes: int) -> int:
     """Bytes of activations that the forward pass reads and writes, if each operator reads its inputs and writes its
-    first output once. Parameters are left out, and Flatten, which moves nothing."""
-    total = 0
+    first output once; `item_bytes` of floats. Parameters are left out, and Flatten, which moves nothing."""
+    dtypes, total = passes.tensor_dtypes(graph), 0
     for node in graph:
         if node.is_variable or node.op in _MOVE_NOTHING:
             continue
         tensors = [ref for ref in node.inputs if not graph[ref.node].is_variable or ref.node == "data"]
-        total += sum(item_bytes * math.prod(shapes[ref]) for ref in (*tensors, Ref(node.name)))
+        total += sum((1 if dtypes[ref] == "int8" else item_bytes) * math.prod(shapes[ref])
+                     for ref in (*tensors, Ref(node.name)))
     return total
 
 

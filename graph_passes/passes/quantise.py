@@ -218,10 +218,11 @@ class _Quantiser:
         return self._floats[ref]
 
     def _scale(self, ref: Ref) -> float:
-        if ref.node not in self._scales:
+        try:
+            return self._scales[ref.node]
+        except KeyError:
             raise GraphError(f"there is no scale of the tensor '{ref.node}', which is to be int8: calibrate this "
-                             "network")
-        return self._scales[ref.node]
+                             "network") from None
 
 
 def _rows(values: np.ndarray, ndim: int) -> np.ndarray:

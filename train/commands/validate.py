@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from graph_passes.executors import Executor
 from train import weights
 from train.build import build_executor, evaluated_images, open_split
 from train.commands.session import of_network, prepare
@@ -19,6 +20,7 @@ from train.reporting.inspection import describe
 from train.reporting.metrics import TRAINING_IMAGES
 from train.reporting.report import write_validation
 from train.validation import validate
+from train.weights import int8_file
 
 
 def main(values: Mapping[str, Any]) -> None:
@@ -34,10 +36,16 @@ def main(values: Mapping[str, Any]) -> None:
             raise TrainError(f"the report's folder {folder} already holds files: give another --report")
         trained = weights.load(place, quiet=workers.rank > 0)
         config = of_network(configure(values, trained.config), values, trained)
+        if int8 := values.get("int8", False):
+            config = replace(config, device="cpu", executor="reference", dtype="auto")
         placement = prepare(config, workers)
         loader = open_split(replace(config, cache=0), "val", placement, workers, trained.classes,
                             f"the network of {place}")  # without cache: each image is needed once
-        executor = build_executor(config, trained.num_classes, loader.config.image_size, placement, trained)
+        executor: Executor
+        if int8:
+            executor = int8_file.executor_of(int8_file.load(place, trained, config), trained, config)
+        else:
+            executor = build_executor(config, trained.num_classes, loader.config.image_size, placement, trained)
     validation = validate(executor, loader, workers)
     assert validation  # nothing stops it before its end
     sums = validation.metrics
@@ -46,7 +54,7 @@ def main(values: Mapping[str, Any]) -> None:
         images = TRAINING_IMAGES if is_same and evaluated_images(config) == TRAINING_IMAGES else "images"
         loss, top1, top5 = (value / sums.count for value in (sums.loss_sum, sums.top1, sums.top5))
         balanced = validation.outcomes.balanced_accuracy
-        print(f"{place}: {sums.count:.0f} {images}, loss {loss:.4f}, top-1 {top1:.2%}, top-5 {top5:.2%}"
+        print(f"{place}{' in INT8' if int8 else ''}: {sums.count:.0f} {images}, loss {loss:.4f}, top-1 {top1:.2%}, top-5 {top5:.2%}"
               + f", balanced accuracy {balanced:.2%}" * (config.balance > 0 or validation.outcomes.is_uneven))
         if folder:
             on = images if images == TRAINING_IMAGES else f"images of {config.data}"
