@@ -1,0 +1,214 @@
+"""The command quantize, and what takes its file: validate --int8 and export --int8."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from common.errors import UserError
+from graph_passes import Ref
+from graph_passes.executors import reference
+from graph_passes.operators.quantised import LARGEST
+from train import models
+from train.checkpoint import Checkpoint, load, save
+from train.commands import export
+from train.config import Config
+from train.weights import int8_file
+
+SIZE = 32
+RunTrain = Callable[..., tuple[int, str, str]]
+pytestmark = pytest.mark.usefixtures("narrow_network")
+
+
+@pytest.fixture(scope="module")
+def trained(narrow_network: None, tiny_data: Path, seed: int) -> Checkpoint:
+    """A network for the tiny data whose probabilities are neither alike nor all 0 or 1."""
+    rng = np.random.default_rng(seed)
+    params, aux = models.create("resnet18", 3).initial_values(seed, zero_init_residual=False)
+    params["classifier_weight"] = 0.3 * rng.standard_normal(params["classifier_weight"].shape, np.float32)
+    config = Config(model="resnet18", data=str(tiny_data), image_size=SIZE, batch_size=4, num_threads=1)
+    return Checkpoint(params=params, aux=aux, state={}, config=config, class_names=["red", "green", "blue"],
+                      class_keys=["class0", "class1", "class2"])
+
+
+@pytest.fixture
+def run_folder(trained: Checkpoint, tmp_path: Path) -> Path:
+    save(trained, tmp_path / "run" / "checkpoints" / "best.npz")
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def quantised(run_folder: Path, run_train: RunTrain) -> Path:
+    """The run's folder, once it has a network in INT8 beside its checkpoint."""
+    code, _, err = run_train("quantize", "--checkpoint", run_folder, "--images", "27")
+    assert (code, err) == (0, "")
+    return run_folder
+
+
+def top1(line: str) -> float:
+    return float(re.findall(r"top-1 ([0-9.]+)%", line)[0])
+
+
+def test_the_command_writes_integers_and_tells_what_they_cost(
+    run_folder: Path, trained: Checkpoint, run_train: RunTrain
+) -> None:
+    code, out, err = run_train("quantize", "--checkpoint", run_folder, "--images", "20", "--calibration", "max")
+    assert (code, err) == (0, "")
+    assert sorted(path.name for path in (run_folder / "checkpoints").iterdir()) == ["best.npz", "int8-best.npz"]
+    lines = out.splitlines()
+    assert "calibrating (max) on 20 training images of 32 pixels ..." in lines
+    assert "in float32: classifier (FullyConnected), and the softmax" in lines
+    rows = [line.split() for line in lines if re.match(r"(stem|stage\d)\w+ +[0-9.]+ +[0-9.]+ +[0-9.]+$", line)]
+    assert len(rows) == 20 and all(float(row[2]) > 35 and float(row[3]) > 15 for row in rows)  # dB
+    exact, int8 = (next(line for line in lines if line.startswith(name)) for name in ("float32: ", "int8: "))
+    assert exact.endswith("on 27 training images") and int8.endswith("on 27 training images")
+    assert f"{run_folder}/checkpoints/int8-best.npz: 0.2 MB, 20 layers in INT8" in lines
+    network = int8_file.load(str(run_folder), trained, trained.config)
+    assert network.calibration == {"method": "max", "images": 20, "data": trained.config.data}
+    assert network.accuracy["int8"] == pytest.approx(top1(int8) / 100, abs=1e-4)
+    weights = [array for name, array in network.params.items() if name.endswith("conv_weight") or "conv1_w" in name]
+    assert weights and all(array.dtype == np.int8 for array in weights)
+    assert all((np.abs(array).reshape(len(array), -1).max(axis=1) == LARGEST).all() for array in weights)
+    code, again, err = run_train("validate", "--checkpoint", run_folder, "--int8")
+    assert code == 0 and f"{run_folder} in INT8: 27 training images" in again
+    assert top1(again) == top1(int8)
+
+
+def test_the_same_images_give_the_same_file(quantised: Path, run_train: RunTrain) -> None:
+    path = quantised / "checkpoints" / "int8-best.npz"
+    first = path.read_bytes()
+    assert run_train("quantize", "--checkpoint", quantised, "--images", "27")[0] == 0
+    assert path.read_bytes() == first
+
+
+def test_what_is_kept_in_floats(run_folder: Path, run_train: RunTrain) -> None:
+    options = ["--images", "16", "--float-first", "--int8-classifier"]
+    code, out, _ = run_train("quantize", "--checkpoint", run_folder, *options)
+    assert code == 0 and "in float32: stem_bn_relu (ConvolutionRelu), stem_pool (Pooling), and the softmax" in out
+    assert re.search(r"^classifier +float32 ", out, re.MULTILINE)  # its output
+    assert run_train("validate", "--checkpoint", run_folder, "--int8")[0] == 0
+
+
+@pytest.mark.parametrize(("options", "sentence"), [
+    ([], "quantize needs trained weights: give --checkpoint"),
+    (["--checkpoint", "RUN", "--images", "15"], "--images 15 is too few to calibrate on: give 16 or more"),
+    (["--checkpoint", "RUN", "--images", "28"], "has 27 training images, too few for --images 28: give --images 27"),
+    (["--checkpoint", "RUN", "--calibration", "mean"], "--calibration mean is not one of max, percentile, entropy"),
+    (["--checkpoint", "nowhere"], "there is no checkpoint or run folder nowhere"),
+    (["--checkpoint", "RUN", "--data", "synthetic"], "of synthetic is none of the 3 classes"),
+])
+def test_bad_input_is_one_sentence(options: list[str], sentence: str, run_folder: Path, run_train: RunTrain) -> None:
+    code, _, err = run_train("quantize", *(str(run_folder) if each == "RUN" else each for each in options))
+    assert code == 2 and err.startswith("error: ") and sentence in err and err.count("\n") == 1
+    assert [path.name for path in (run_folder / "checkpoints").iterdir()] == ["best.npz"]
+
+
+def test_weights_that_are_no_numbers_are_refused(run_folder: Path, trained: Checkpoint, run_train: RunTrain) -> None:
+    bad = dict(trained.params) | {"stem_conv_weight": np.full_like(trained.params["stem_conv_weight"], np.nan)}
+    save(replace(trained, params=bad), run_folder / "checkpoints" / "best.npz")
+    code, _, err = run_train("quantize", "--checkpoint", run_folder, "--images", "16")
+    assert code == 2 and "its stem_conv_weight holds what is no finite number" in err
+
+
+def test_a_missing_file_is_named(run_folder: Path, run_train: RunTrain) -> None:
+    code, _, err = run_train("validate", "--checkpoint", run_folder, "--int8")
+    assert code == 2 and "int8-best.npz, the network in INT8: run python -m train quantize --checkpoint" in err
+
+
+@pytest.mark.parametrize("cut", [0, 100, -200])
+def test_a_damaged_file_is_named(cut: int, quantised: Path, run_train: RunTrain) -> None:
+    path = quantised / "checkpoints" / "int8-best.npz"
+    path.write_bytes(path.read_bytes()[:cut])
+    code, _, err = run_train("validate", "--checkpoint", quantised, "--int8")
+    assert code == 2 and f"{path} is no complete network in INT8" in err and err.count("\n") == 1
+
+
+def test_a_file_of_other_weights_or_images_is_refused(
+    quantised: Path, trained: Checkpoint, run_train: RunTrain
+) -> None:
+    code, _, err = run_train("validate", "--checkpoint", quantised, "--int8", "--val-image-size", "40")
+    assert code == 2 and "was calibrated for images of the size 32, and these have 40: leave that option out" in err
+    code, _, err = run_train("validate", "--checkpoint", quantised, "--int8", "--mean", "0", "0", "0")
+    assert code == 2 and "was calibrated for images of the mean [" in err
+    other = dict(trained.params) | {"classifier_bias": trained.params["classifier_bias"] + 1}
+    save(replace(trained, params=other), quantised / "checkpoints" / "best.npz")
+    code, _, err = run_train("validate", "--checkpoint", quantised, "--int8")
+    assert code == 2 and "was made of other weights than" in err
+
+
+# --- ONNX ---
+
+
+def test_onnx_for_tensorrt_has_the_same_integers(quantised: Path, tmp_path: Path, run_train: RunTrain) -> None:
+    """Symmetric int8 with channels along axis 0; where ONNX Runtime computes each operator by itself, it gives each of
+    our integers, or of 10,000 one its neighbour, as it sums products in another order."""
+    onnx, onnxruntime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
+    file = tmp_path / "network.onnx"
+    code, out, _ = run_train("export", "--checkpoint", quantised, "--onnx", file, "--int8", "tensorrt")
+    assert code == 0 and "resnet18 with 3 classes in INT8, input data float32" in out
+    model = onnx.load(file)
+    onnx.checker.check_model(model, full_check=True)
+    constants = {each.name: onnx.numpy_helper.to_array(each) for each in model.graph.initializer}
+    rounding = [node for node in model.graph.node if node.op_type == "QuantizeLinear"]
+    for node in model.graph.node:
+        if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
+            assert not constants[node.input[2]].any()  # the zero point
+            assert constants[node.input[2]].dtype == (np.int32 if node.input[0].endswith("bias") else np.int8)
+        if node.input[0].endswith("conv_weight"):
+            assert constants[node.input[1]].shape == constants[node.input[0]].shape[:1]
+    checkpoint = load(quantised / "checkpoints" / "best.npz")
+    network = int8_file.load(str(quantised), checkpoint, checkpoint.config)
+    graph, limit = network.graph(checkpoint), LARGEST * network.scales["data"]
+    images = np.random.default_rng(1).uniform(-limit, limit, (6, SIZE, SIZE, 3)).astype(np.float32)
+    values = {**network.params, "data": images, "softmax_label": np.zeros(6)}
+    ours = reference.forward(graph, {Ref(name): values[name] for name in graph.variables}, training=False)
+    model.graph.output.extend(onnx.helper.make_tensor_value_info(node.output[0], onnx.TensorProto.INT8, None)
+                              for node in rounding)
+    settings = onnxruntime.SessionOptions()
+    settings.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(model.SerializeToString(), settings, providers=["CPUExecutionProvider"])
+    probabilities, *integers = session.run(None, {"data": images.transpose(0, 3, 1, 2)})
+    assert len(rounding) == 22  # the images, 20 convolutions and the pooling
+    for node, theirs in zip(rounding, integers, strict=True):
+        name = node.input[0].replace("data", "data_int8")
+        moved = np.abs(ours[Ref(name)].transpose(0, 3, 1, 2).astype(int) - theirs)
+        assert moved.max() <= 1 and moved.mean() < 1e-4, name
+        assert np.ptp(theirs.astype(int)) > 20
+    np.testing.assert_allclose(probabilities, ours[graph.outputs[0]], atol=0.01)
+
+
+def test_onnx_for_onnx_runtime_computes_with_integers(quantised: Path, tmp_path: Path, run_train: RunTrain) -> None:
+    onnx, onnxruntime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
+    file, optimised = tmp_path / "network.onnx", tmp_path / "optimised.onnx"
+    assert run_train("export", "--checkpoint", quantised, "--onnx", file, "--int8", "onnxruntime")[0] == 0
+    settings = onnxruntime.SessionOptions()
+    settings.optimized_model_filepath = str(optimised)
+    settings.log_severity_level = 3  # it warns that what it writes is for this machine
+    onnxruntime.InferenceSession(str(file), settings, providers=["CPUExecutionProvider"])
+    kinds = [node.op_type for node in onnx.load(optimised).graph.node]
+    assert kinds.count("QLinearConv") == 20 and kinds.count("QLinearAdd") == 8
+    assert not {"Conv", "FusedConv", "Add", "Relu"} & set(kinds)
+
+
+def test_onnx_that_differs_is_not_written(quantised: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                          run_train: RunTrain) -> None:
+    pytest.importorskip("onnxruntime")
+    monkeypatch.setattr(export, "INT8_TOLERANCE", {False: -1.0, True: -1.0})
+    code, _, err = run_train("export", "--checkpoint", quantised, "--onnx", tmp_path / "x.onnx", "--int8", "tensorrt")
+    assert code == 2 and "differ from this program's by" in err and not (tmp_path / "x.onnx").exists()
+
+
+def test_int8_without_onnx_is_refused(quantised: Path, tmp_path: Path, run_train: RunTrain) -> None:
+    code, _, err = run_train("export", "--checkpoint", quantised, "--symbol", tmp_path / "s.json", "--int8", "tensorrt")
+    assert code == 2 and "--int8 tensorrt is for --onnx, which is not given" in err
+
+
+def test_no_place_to_write_to(quantised: Path, trained: Checkpoint) -> None:
+    network = int8_file.load(str(quantised), trained, trained.config)
+    with pytest.raises(UserError, match="cannot write"):
+        int8_file.save(network, quantised / "checkpoints" / "best.npz" / "int8.npz")
