@@ -51,7 +51,7 @@ SECTIONS: dict[SectionName, tuple[str, ...]] = {
     "variants": ("step_gpu.py --model resnet50d --steps 50", "step_gpu.py --model wide_resnet50_2 --steps 30"),
     "precision": ("step_gpu.py --dtype tf32 --steps 20 --peers eager", "step_gpu.py --dtype float32 --steps 8 "
                   "--peers eager", "step_gpu.py --batch 512 --steps 30"),
-    "cpu": ("step_cpu.py", "loader_cpu.py"),
+    "cpu": ("step_cpu.py", "loader_cpu.py", "int8_cpu.py"),
 }
 COMPILE_SECONDS = 300
 COMPILERS = 6  # at a time: each takes several cores and about 5 GiB

@@ -1,0 +1,104 @@
+"""ResNet-50 in INT8 against fp32, both in ONNX Runtime on this CPU, in turn. Writes results/resnet50_int8_cpu.json.
+
+    python benchmarks/int8_cpu.py
+
+Both are files that `python -m train export --onnx` writes of the same untrained network, one by `--int8 onnxruntime`.
+INT8 is calibrated on random images, as speed does not depend on the values. ONNX Runtime optimises both files as it
+likes, on all physical cores. A CPU with VNNI has instructions for sums of INT8 products; the JSON names the CPU.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+
+import numpy as np
+from record import Peer, run, write_result
+
+from common.command_line import Positive, read_options
+from common.errors import UserError
+from common.mxnet_compat import mx
+from graph_passes.passes.quantise import CLASSIFIER_KEPT
+from pipelines import Batch
+from train import models
+from train.checkpoint import Checkpoint
+from train.commands.export import export_onnx
+from train.commands.quantize import quantised
+from train.config import Config
+
+CALIBRATION_IMAGES = 4
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is measured."""
+
+    batch: Positive = 8
+    """Images a pass."""
+    size: Positive = 224
+    """Height and width of an image."""
+    rounds: Positive = 60
+    """Counted passes of each."""
+    model: str = "resnet50"
+    """The network; the figure is called after it."""
+    classes: Positive = 1000
+    """Its classes."""
+
+
+def network_files(model: str, classes: int, size: int) -> dict[str, bytes]:
+    """The content of both ONNX files by precision."""
+    params, aux = models.create(model, classes).initial_values(seed=0, zero_init_residual=False)
+    config = Config(model=model, image_size=size, batch_size=CALIBRATION_IMAGES)
+    trained = Checkpoint(params=params, aux=aux, state={}, config=config,
+                         class_names=[str(label) for label in range(classes)])
+    images = np.random.default_rng(0).standard_normal((CALIBRATION_IMAGES, size, size, 3), dtype=np.float32)
+    batch = Batch(mx.nd.array(images), mx.nd.zeros(CALIBRATION_IMAGES), CALIBRATION_IMAGES)
+    int8, _ = quantised(trained, config, iter([batch]), "max", CLASSIFIER_KEPT)
+    return {"int8": export_onnx(trained, int8)[0], "fp32": export_onnx(trained)[0]}
+
+
+def passes(contents: dict[str, bytes], images_nchw: np.ndarray, threads: int) -> dict[str, Callable[[], object]]:
+    """By precision what runs the network once. Raises UserError without ONNX Runtime."""
+    try:
+        import onnxruntime
+    except ImportError:
+        raise UserError("this needs onnxruntime, which is not installed: run make setup") from None
+    settings = onnxruntime.SessionOptions()
+    settings.intra_op_num_threads = threads
+
+    def of(content: bytes) -> Callable[[], object]:
+        session = onnxruntime.InferenceSession(content, settings, providers=["CPUExecutionProvider"])
+        return lambda: session.run(None, {"data": images_nchw})
+
+    return {name: of(content) for name, content in contents.items()}
+
+
+def measure(ways: dict[str, Callable[[], object]], rounds: int, warm_up: int) -> dict[str, list[float]]:
+    """Times in ms, in turns of one pass each, so that a slow spell of the machine hits both."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(warm_up + rounds):
+        for name, once in ways.items():
+            start = time.perf_counter()
+            once()
+            if number >= warm_up:
+                times[name].append((time.perf_counter() - start) * 1e3)
+    return times
+
+
+def main() -> None:
+    import psutil
+
+    options = read_options(Options)
+    images = np.random.default_rng(1).standard_normal((options.batch, 3, options.size, options.size), dtype=np.float32)
+    contents = network_files(options.model, options.classes, options.size)
+    ways = passes(contents, images, psutil.cpu_count(logical=False) or 1)
+    times = measure(ways, options.rounds, warm_up=5)
+    versions = {"onnxruntime": version("onnxruntime")}
+    write_result(f"{options.model}_int8_cpu", times["int8"], options.batch,
+                 Peer("ONNX Runtime fp32", times["fp32"], versions))
+
+
+if __name__ == "__main__":
+    run(main)
