@@ -208,7 +208,7 @@ class TestMeasureAll:
         for command in (command for commands in program.SECTIONS.values() for command in commands):
             name, *options = command.split()
             module = benchmark_module(name.removesuffix(".py"))
-            declared = getattr(module, "Options" if name.startswith("step") else "LoaderOptions")
+            declared = getattr(module, "LoaderOptions" if name.startswith("loader") else "Options")
             assert given(declared, options, prog=name).keys() >= {option[2:] for option in options
                                                                   if option.startswith("--")}
 
