@@ -232,6 +232,9 @@ class OptimizerOptions:
     """Weight decay; never applied to BatchNorm parameters and biases."""
     trust_coefficient: float = 0.001
     """Optimizer lars: the learning rate of a layer is multiplied by this times |weights| / |decayed gradient|."""
+    clip_norm: float = 0.0
+    """Clip gradients: where the norm of all of them together is larger than this, they are scaled down to it before the
+    optimizer sees them (arXiv:1211.5063); 0: no clipping. metrics.jsonl and TensorBoard have the norm before."""
     label_smoothing: float = 0.1
     """Share of the target that goes to the wrong classes."""
     accumulate: int = 1
@@ -375,7 +378,7 @@ _LIMITS = {
                      "epsilon", "backbone_lr_factor"),
                     (lambda value: value > 0, "above 0")),
     "num_threads": (lambda value: 0 <= value <= MAX_THREADS, f"from 0 to {MAX_THREADS}"),
-    **dict.fromkeys(("num_classes", "seed", "max_steps", "patience", "validate_every", "weight_decay",
+    **dict.fromkeys(("num_classes", "seed", "max_steps", "patience", "validate_every", "weight_decay", "clip_norm",
                      "warmup_epochs", "mixup", "price_per_hour", "final_learning_rate", "time_limit",
                      "checkpoint_minutes", "warmup_steps"),
                     (lambda value: value >= 0, "0 or more")),

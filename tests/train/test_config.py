@@ -97,6 +97,7 @@ MISTAKES = {
     "--bn-group 17": "--bn-group 17 must be from 1 to 16",
     "--accumulate 0": "--accumulate 0 must be at least 1",
     "--learning-rate 0": "--learning-rate 0.0 must be above 0",
+    "--clip-norm -1": "--clip-norm -1.0 must be 0 or more",
     "--learning-rate nan": "--learning-rate nan must be above 0",
     "--learning-rate inf": "--learning-rate inf must be a finite number",
     "--num-threads 100000": "--num-threads 100000 must be from 0 to 1024",

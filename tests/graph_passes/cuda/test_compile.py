@@ -27,7 +27,7 @@ FLAGS = {
     "max_pool_backward": ["false", "true"],
     "average_pool": ["false", "true"],
     "average_pool_backward": ["false", "true"],
-    "inspect_gradients": ["false", "true"],
+    "inspect_gradients": ["false, false", "false, true", "true, true"],
     "update": RULES,
     "accumulate": ["Lamb"],
 }
