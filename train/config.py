@@ -160,6 +160,11 @@ class ImageOptions(Augmentation, SizeOptions):
     mixup: float = 0.0
     """Mix each image and its label with another of its batch, by a share sampled from Beta(MIXUP, MIXUP); 0: no mixup.
     Training loss and accuracy are then those of the mixed images."""
+    cutmix: float = 0.0
+    """Put a box of another image of its batch into each one, and of its label as much into the target; the box has the
+    area 1 - lambda, sampled from Beta(CUTMIX, CUTMIX). 0: no CutMix. With --mixup, each batch has one of the two."""
+    cutmix_share: float = 0.5
+    """With --mixup and --cutmix: which part of the batches has CutMix."""
     balance: float = 0.0
     """For classes of unequal size: draw a class's images in proportion to their number to the power of 1 - BALANCE; 1:
     every class equally often, 0.5: by the root of its size, 0: every image once. An epoch stays as long."""
@@ -383,12 +388,12 @@ _LIMITS = {
                     (lambda value: value > 0, "above 0")),
     "num_threads": (lambda value: 0 <= value <= MAX_THREADS, f"from 0 to {MAX_THREADS}"),
     **dict.fromkeys(("num_classes", "seed", "max_steps", "patience", "validate_every", "weight_decay", "clip_norm",
-                     "warmup_epochs", "mixup", "price_per_hour", "final_learning_rate", "time_limit",
+                     "warmup_epochs", "mixup", "cutmix", "price_per_hour", "final_learning_rate", "time_limit",
                      "checkpoint_minutes", "warmup_steps"),
                     (lambda value: value >= 0, "0 or more")),
     **dict.fromkeys(("label_smoothing", "momentum", "ema_decay", "val_split"),
                     (lambda value: 0 <= value < 1, "at least 0 and below 1")),
-    "balance": (lambda value: 0 <= value <= 1, "a fraction from 0 to 1"),
+    **dict.fromkeys(("balance", "cutmix_share"), (lambda value: 0 <= value <= 1, "a fraction from 0 to 1")),
     "repeated_augmentation": (lambda value: value == 0 or value >= 2, "0, or at least 2"),
     "cache": (lambda value: value == -1 or value >= 0, "0 or more, or -1"),
     "hw_decoder_load": (lambda value: value == -1 or 0 <= value <= 1, "a fraction from 0 to 1, or -1"),
@@ -545,4 +550,8 @@ def configure(values: Mapping[str, Any], default: Config) -> Config:
         if (value := getattr(config, other)) not in useful:
             raise TrainError(f"{option_name(name)} is for {option_name(other)} {' or '.join(useful)}, and this run has "
                              f"{value}: leave it out, or give {option_name(other)} {useful[0]}")
+    if "cutmix_share" in values and not (config.mixup and config.cutmix):
+        missing = " and ".join(option_name(name) for name in ("mixup", "cutmix") if not getattr(config, name))
+        raise TrainError(f"--cutmix-share {config.cutmix_share:g} is for runs with both mixup and CutMix: leave it "
+                         f"out, or give {missing}")
     return config

@@ -17,7 +17,7 @@ from graph_passes.operators.softmax import TOP_K
 from graph_passes.optimizers import ArrayOptimizer, Optimizer, Rule
 from graph_passes.passes.layout import weight_layouts
 
-__all__ = ["NO_DRAWS", "TOP_K", "Arrays", "Draws", "Executor", "Metrics", "parse_device", "wrong_shape"]
+__all__ = ["NO_DRAWS", "TOP_K", "Arrays", "Box", "Draws", "Executor", "Metrics", "parse_device", "wrong_shape"]
 
 Arrays = dict[str, np.ndarray]
 
@@ -32,16 +32,43 @@ class Metrics(NamedTuple):
     count: float  # type: ignore[assignment]  # hides tuple.count, which nobody needs here
 
 
+class Box(NamedTuple):
+    """A part of an image, in pixels: rows from `top` to before `bottom`, columns from `left` to before `right`."""
+
+    top: int
+    left: int
+    bottom: int
+    right: int
+
+
 class Draws(NamedTuple):
     """What is random in a training pass. The caller draws it, from where the run stands, so that any pass can be made
     again, on any executor.
 
+    An image's partner is the one at the same place from the end of the batch; the middle one of an odd number has
+    itself. The loss is that of the mixed targets. Hits are counted for the label that has the larger share of the
+    image: mostly its own, but with a `cutmix` of more than half of the image its partner's; of equal shares, for the
+    label with the smaller number.
+
     mixup: lambda of Zhang et al., arXiv:1710.09412, from 0.5 to 1: each image becomes lambda * itself + (1 - lambda) *
-        the one at the same place from the end of the batch, and its target likewise. The loss is that of the mixed
-        targets; hits are counted for an image's own label, whose share is the larger one.
+        its partner, and its target likewise.
+    cutmix: the box of Yun et al., arXiv:1905.04899, of images in the size of this batch: each image has its partner's
+        pixels there, and its target is a mean by area. None: no box, as with mixup, since a batch has one of the two.
     """
 
     mixup: float = 1.0
+    cutmix: Box | None = None
+
+    def own_share(self, height: int, width: int) -> float:
+        """The share of its own label in each image's target. Raises GraphError for a box that leaves images of this
+        size, and for one with mixup."""
+        if self.cutmix is None:
+            return self.mixup
+        top, left, bottom, right = self.cutmix
+        if not (0 <= top <= bottom <= height and 0 <= left <= right <= width and self.mixup == 1):
+            raise GraphError(f"CutMix has the {self.cutmix} and mixup {self.mixup:g}, for images of {height}x{width}: "
+                             "the box must lie inside, and mixup be 1")
+        return 1 - (bottom - top) * (right - left) / (height * width)
 
 
 NO_DRAWS = Draws()

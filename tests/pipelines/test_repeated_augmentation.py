@@ -1,4 +1,4 @@
-"""--repeated-augmentation: copies of an image in a batch, augmented differently, as a function of (seed, epoch) alone."""
+"""--repeated-augmentation: copies of an image in a batch, augmented differently; a function of (seed, epoch) alone."""
 
 import numpy as np
 import pytest

