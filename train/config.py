@@ -168,6 +168,10 @@ class ImageOptions(Augmentation, SizeOptions):
     balance: float = 0.0
     """For classes of unequal size: draw a class's images in proportion to their number to the power of 1 - BALANCE; 1:
     every class equally often, 0.5: by the root of its size, 0: every image once. An epoch stays as long."""
+    repeated_augmentation: int = 0
+    """Repeated augmentation (arXiv:1901.09335): a batch holds so many copies of each of its images, augmented
+    differently, and an epoch, as long as before, so much the fewer images (with --balance: of those drawn); 0: no
+    copies."""
 
 
 @dataclass(frozen=True)
@@ -390,6 +394,7 @@ _LIMITS = {
     **dict.fromkeys(("label_smoothing", "momentum", "ema_decay", "val_split"),
                     (lambda value: 0 <= value < 1, "at least 0 and below 1")),
     **dict.fromkeys(("balance", "cutmix_share"), (lambda value: 0 <= value <= 1, "a fraction from 0 to 1")),
+    "repeated_augmentation": (lambda value: value == 0 or value >= 2, "0, or at least 2"),
     "cache": (lambda value: value == -1 or value >= 0, "0 or more, or -1"),
     "hw_decoder_load": (lambda value: value == -1 or 0 <= value <= 1, "a fraction from 0 to 1, or -1"),
     "target_accuracy": (lambda value: 0 <= value <= 1, "a fraction from 0 to 1"),
