@@ -135,10 +135,15 @@ def join_bn_group(config: Config, placement: Placement, workers: Workers) -> Sta
     return group
 
 
+def with_loss(config: Config, graph: Graph) -> Graph:
+    """A network with the loss of `--loss`, and so with the probabilities that it answers with."""
+    return passes.binary_cross_entropy(graph, config.bce_threshold) if config.loss == "bce" else graph
+
+
 def training_graph(config: Config, network: Network) -> Graph:
-    """The network with the marks of `--freeze` and `--backbone-lr-factor`. Raises TrainError for layers that cannot be
-    frozen."""
-    graph = network.graph
+    """The network with the loss of `--loss` and the marks of `--freeze` and `--backbone-lr-factor`. Raises TrainError
+    for layers that cannot be frozen."""
+    graph = with_loss(config, network.graph)
     try:
         if config.freeze:
             graph = passes.freeze(graph, config.freeze)

@@ -239,6 +239,11 @@ class OptimizerOptions:
     """Optimizer lars: the learning rate of a layer is multiplied by this times |weights| / |decayed gradient|."""
     label_smoothing: float = 0.1
     """Share of the target that goes to the wrong classes."""
+    loss: Literal["softmax", "bce"] = "softmax"
+    """softmax: cross entropy of the scores' softmax; bce: binary cross entropy, the mean over the classes, each of
+    which is then a yes or no by itself: an image's probabilities need not add up to 1 (arXiv:2110.00476)."""
+    bce_threshold: float = 0.0
+    """Loss bce: targets above this, smoothed and mixed, become 1 and others 0; 0: they stay as they are."""
     accumulate: int = 1
     """Batches whose gradients are averaged into one optimizer step."""
     ema_decay: float = 0.0
@@ -384,7 +389,7 @@ _LIMITS = {
                      "warmup_epochs", "mixup", "cutmix", "price_per_hour", "final_learning_rate", "time_limit",
                      "checkpoint_minutes", "warmup_steps"),
                     (lambda value: value >= 0, "0 or more")),
-    **dict.fromkeys(("label_smoothing", "momentum", "ema_decay", "val_split"),
+    **dict.fromkeys(("label_smoothing", "momentum", "ema_decay", "val_split", "bce_threshold"),
                     (lambda value: 0 <= value < 1, "at least 0 and below 1")),
     **dict.fromkeys(("balance", "cutmix_share"), (lambda value: 0 <= value <= 1, "a fraction from 0 to 1")),
     "cache": (lambda value: value == -1 or value >= 0, "0 or more, or -1"),
@@ -408,6 +413,7 @@ def _constants_of_optimizers() -> dict[str, tuple[str, tuple[str, ...]]]:
 _ONLY_WITH = {
     **dict.fromkeys(("decay_epochs", "decay_factor"), ("schedule", ("step",))),
     "decay_power": ("schedule", ("polynomial",)),
+    "bce_threshold": ("loss", ("bce",)),
     "final_learning_rate": ("schedule", ("cosine", "polynomial")),
     **_constants_of_optimizers(),
 }
@@ -427,6 +433,10 @@ def check(config: Config) -> None:
         )
     if config.resize_epochs[1] > 0 and not config.first_image_size:
         raise TrainError("--resize-epochs is given without --first-image-size, from which the size is to rise; add it")
+    if config.bce_threshold >= 1 - config.label_smoothing:
+        raise TrainError(f"--bce-threshold {config.bce_threshold:g} is not below {1 - config.label_smoothing:g}, the "
+                         f"largest target with --label-smoothing {config.label_smoothing:g}: no target would become 1; "
+                         "lower one of them")
     if config.warmup_epochs > config.epochs:
         raise TrainError(
             f"--warmup-epochs {config.warmup_epochs:g} is longer than the run of {config.epochs} epochs; lower it"

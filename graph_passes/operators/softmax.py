@@ -26,15 +26,17 @@ TOP_K = 5  # of the second accuracy, as ImageNet's
 # --- shapes ---
 
 
-def _softmax_output(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
+def scores_and_labels(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
+    """Of an operator that makes probabilities of scores (N, classes)."""
     data = known(node, shapes)
     if len(data) != 2:
-        raise GraphError(f"SoftmaxOutput '{node.name}' needs scores of shape (batch, classes), not {data}")
+        raise GraphError(f"{node.op} '{node.name}' needs scores of shape (batch, classes), not {data}")
     return [data, data[:1], *_bias(node, data)], [data]
 
 
-def _cross_entropy(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
-    (data, *others), _ = _softmax_output(node, shapes)
+def loss_and_hits(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
+    """Of the operator that takes its place in a training step."""
+    (data, *others), _ = scores_and_labels(node, shapes)
     loss_scale = [] if node["no_loss_scale"] else [(1,)]
     label, *bias = others
     return [data, label, *loss_scale, *bias], [data, (1,), (1,), (1,)]
@@ -71,13 +73,17 @@ def smoothed_targets(node: NodeView, label: Array, num_classes: int, dtype: np.d
     return targets
 
 
+def gradient_scale(node: NodeView, num_images: int) -> float:
+    """What the gradient of an image's loss is multiplied by."""
+    return node["grad_scale"] / (1 if node["normalization"] == "null" else num_images)
+
+
 def softmax_output_backward(node: NodeView, probabilities: Array, label: Array) -> Array:
     """Gradient of the cross entropy with regard to the scores: (p - target) * grad_scale, over N unless 'null'."""
     if node["use_ignore"] or node["multi_output"]:
         raise GraphError(f"SoftmaxOutput '{node.name}' has use_ignore or multi_output: only plain labels are supported")
     targets = smoothed_targets(node, label, probabilities.shape[1], probabilities.dtype)
-    scale = node["grad_scale"] / (1 if node["normalization"] == "null" else len(label))
-    return (probabilities - targets) * probabilities.dtype.type(scale)
+    return (probabilities - targets) * probabilities.dtype.type(gradient_scale(node, len(label)))
 
 
 def _compute_output(node: NodeView, scores: Array, label: Array, bias: Array | None = None) -> list[Array]:
@@ -85,22 +91,30 @@ def _compute_output(node: NodeView, scores: Array, label: Array, bias: Array | N
 
 
 def _compute_cross_entropy(node: NodeView, scores: Array, label: Array, *others: Array) -> list[Array]:
-    """Of targets (N, classes) in place of labels, each image's largest is counted as its label."""
-    names = [name for name, absent in (("loss_scale", "no_loss_scale"), ("bias", "no_bias")) if not node[absent]]
-    given = dict(zip(names, others, strict=True))
-    scores = scores + given["bias"] if "bias" in given else scores
-    gradient = softmax_output_backward(node, softmax(scores), label)
-    if "loss_scale" in given:
-        gradient = gradient * given["loss_scale"].astype(gradient.dtype)
+    scores, loss_scale = with_bias(node, scores, others)
+    gradient = softmax_output_backward(node, softmax(scores), label) * loss_scale
     targets = smoothed_targets(node, label, scores.shape[1], scores.dtype)
     log_p = scores - scores.max(axis=1, keepdims=True)
     log_p -= np.log(np.exp(log_p).sum(axis=1, keepdims=True))
+    return [gradient, -(targets * log_p).sum(dtype=log_p.dtype).reshape(1), *count_hits(scores, label)]
+
+
+def with_bias(node: NodeView, scores: Array, others: Sequence[Array]) -> tuple[Array, Array]:
+    """The scores with the bias, and the loss scale, in the scores' dtype, of a loss that has `others` of both."""
+    names = [name for name, absent in _OPTIONAL.items() if not node[absent]]
+    given = dict(zip(names, others, strict=True))
+    loss_scale = given.get("loss_scale", np.ones(1)).astype(scores.dtype)
+    return scores + given["bias"] if "bias" in given else scores, loss_scale
+
+
+def count_hits(scores: Array, label: Array) -> list[Array]:
+    """How many images have their label as the best class, and among the best `TOP_K`, (1,) each. Of targets
+    (N, classes) in place of labels, each image's largest is counted as its label."""
     # Classes that come before the label: better ones, and equal ones with a smaller number.
     own_class = (label.argmax(axis=1) if label.ndim == 2 else label.astype(int))[:, None]
     own = np.take_along_axis(scores, own_class, axis=1)
     rank = ((scores > own) | ((scores == own) & (np.arange(scores.shape[1]) < own_class))).sum(axis=1)
-    counts = [np.array([(rank < k).sum()], np.int32) for k in (1, TOP_K)]
-    return [gradient, -(targets * log_p).sum(dtype=log_p.dtype).reshape(1), *counts]
+    return [np.array([(rank < k).sum()], np.int32) for k in (1, TOP_K)]
 
 
 def _output_gradient(node: NodeView, inputs: Sequence[Array], outputs: Sequence[Array], dy: Array,
@@ -117,6 +131,7 @@ def _training(node: NodeView) -> str:
 
 # --- the descriptions ---
 
+_OPTIONAL = {"loss_scale": "no_loss_scale", "bias": "no_bias"}
 _OUTPUT = {
     "grad_scale": Attribute(float, 1.0),
     "normalization": Attribute(one_of("null", "batch", "valid"), "null"),
@@ -130,10 +145,10 @@ OPERATORS = (
     Operator("softmax", ("data",), elementwise, lambda node, x: [softmax(x, node["axis"])],
              {"axis": Attribute(int, -1)},
              numpy_gradient=lambda node, x, y, dy, training: [softmax_backward(dy, y[0], node["axis"])]),
-    Operator("SoftmaxOutput", ("data", "label", "bias"), _softmax_output, _compute_output, _OUTPUT,
+    Operator("SoftmaxOutput", ("data", "label", "bias"), scores_and_labels, _compute_output, _OUTPUT,
              optional={"bias": "no_bias"}, numpy_gradient=_output_gradient, training=_training),
     # The gradient of the data (times loss_scale), and sums over the batch: the loss, hits among the best 1 and 5.
-    Operator("SoftmaxCrossEntropy", ("data", "label", "loss_scale", "bias"), _cross_entropy, _compute_cross_entropy,
+    Operator("SoftmaxCrossEntropy", ("data", "label", "loss_scale", "bias"), loss_and_hits, _compute_cross_entropy,
              _OUTPUT | {"no_loss_scale": TRUE}, ("data_grad", "loss", "top1", "top5"),
-             {"loss_scale": "no_loss_scale", "bias": "no_bias"}, forward="SoftmaxOutput"),
+             _OPTIONAL, forward="SoftmaxOutput"),
 )
