@@ -46,6 +46,8 @@ class MXNetExecutor(Executor):
             graph = Graph(graph, self._loss.inputs[:1], graph.attrs)
             if LABEL in self.input_shapes:
                 self._classes = self.graph.infer_shapes(self.input_shapes)[self._loss.inputs[0]][1]
+        weights = self._loss.get("class_weights", ()) if self._loss else ()
+        self._class_weights = mx.nd.array(weights, ctx=self._context).reshape((1, -1)) if weights else None
         self._shapes = {name: shape for name, shape in self.input_shapes.items() if name != LABEL or not self._loss}
         symbol = mx.sym.load_json(graph.to_json())
         arguments, aux = _infer_shapes(symbol, self._shapes)
@@ -69,6 +71,8 @@ class MXNetExecutor(Executor):
         grad_req = "add" if accumulate else "write"
         bound = self._load(grad_req, data, draws)
         targets, ranked = self._targets(label, draws.own_share(*data.shape[1:3]))
+        if self._class_weights is not None:
+            targets = targets * self._class_weights
         with self._first_pass_quiet(grad_req):
             (scores,) = bound.executor.forward(is_train=True)
             bound.executor.backward(_loss_gradient(self._loss, scores, targets))
@@ -221,7 +225,7 @@ def _loss_node(graph: Graph) -> Node | None:
     return node if node.op in LOSSES else None
 
 
-# --- the losses of graph_passes/operators, of targets (N, classes) ---
+# --- the losses of graph_passes/operators, of targets (N, classes), weighted where there are weights ---
 
 
 def _loss_sum(loss: Node, scores: Array, targets: Array) -> Array:
@@ -238,7 +242,10 @@ def _loss_gradient(loss: Node, scores: Array, targets: Array) -> Array:
     scale = loss["grad_scale"] / (1 if loss["normalization"] == "null" else scores.shape[0])
     if loss.op == "SigmoidOutput":
         return (mx.nd.sigmoid(scores) - _above_threshold(loss, targets)) * (scale / scores.shape[1])
-    return (mx.nd.softmax(scores) - targets) * scale
+    probabilities = mx.nd.softmax(scores)
+    if loss["class_weights"]:
+        probabilities = probabilities * targets.sum(axis=1, keepdims=True)
+    return (probabilities - targets) * scale
 
 
 def _above_threshold(loss: Node, targets: Array) -> Array:

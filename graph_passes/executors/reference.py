@@ -136,7 +136,8 @@ class ReferenceExecutor(Executor):
         if num_valid:
             last = graph[graph.outputs[0].node]
             scores, label, *bias = (values[ref] for ref in last.inputs)
-            _, *sums = evaluate(last.replace(op=LOSSES[last.op]), [scores[:num_valid], label[:num_valid], *bias])
+            counting = last.derive(LOSSES[last.op], last.name, last.inputs, class_weights=())  # which are for training
+            _, *sums = evaluate(counting, [scores[:num_valid], label[:num_valid], *bias])
             self._sums += [*(total.item() for total in sums), num_valid]
         return self._latest
 

@@ -17,6 +17,7 @@ from graph_passes.operators.base import (
     Shape,
     Shapes,
     known,
+    numbers,
     one_of,
 )
 from graph_passes.operators.elementwise import elementwise
@@ -40,6 +41,15 @@ def loss_and_hits(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, S
     loss_scale = [] if node["no_loss_scale"] else [(1,)]
     label, *bias = others
     return [data, label, *loss_scale, *bias], [data, (1,), (1,), (1,)]
+
+
+def _softmax_output(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
+    given, made = scores_and_labels(node, shapes)
+    weights, classes = node["class_weights"], made[0][1]
+    if weights and len(weights) != classes:
+        raise GraphError(f"SoftmaxOutput '{node.name}' has class_weights of {len(weights)} classes, and scores of "
+                         f"{classes}: give one weight for each")
+    return given, made
 
 
 def _bias(node: NodeView, data: Shape) -> list[Shape]:
@@ -73,16 +83,27 @@ def smoothed_targets(node: NodeView, label: Array, num_classes: int, dtype: np.d
     return targets
 
 
+def weighted_targets(node: NodeView, label: Array, num_classes: int, dtype: np.dtype) -> Array:
+    """(N, classes): `smoothed_targets`, each class's times its weight, as PyTorch's cross_entropy has it."""
+    targets, weights = smoothed_targets(node, label, num_classes, dtype), node["class_weights"]
+    return targets * np.asarray(weights, dtype) if weights else targets
+
+
 def gradient_scale(node: NodeView, num_images: int) -> float:
     """What the gradient of an image's loss is multiplied by."""
     return node["grad_scale"] / (1 if node["normalization"] == "null" else num_images)
 
 
 def softmax_output_backward(node: NodeView, probabilities: Array, label: Array) -> Array:
-    """Gradient of the cross entropy with regard to the scores: (p - target) * grad_scale, over N unless 'null'."""
+    """Gradient of the cross entropy with regard to the scores: (p - target) * grad_scale, over N unless 'null'.
+
+    With `class_weights` targets are `weighted_targets`, and p is multiplied by their sum.
+    """
     if node["use_ignore"] or node["multi_output"]:
         raise GraphError(f"SoftmaxOutput '{node.name}' has use_ignore or multi_output: only plain labels are supported")
-    targets = smoothed_targets(node, label, probabilities.shape[1], probabilities.dtype)
+    targets = weighted_targets(node, label, probabilities.shape[1], probabilities.dtype)
+    if node["class_weights"]:
+        probabilities = probabilities * targets.sum(axis=1, keepdims=True)
     return (probabilities - targets) * probabilities.dtype.type(gradient_scale(node, len(label)))
 
 
@@ -93,7 +114,7 @@ def _compute_output(node: NodeView, scores: Array, label: Array, bias: Array | N
 def _compute_cross_entropy(node: NodeView, scores: Array, label: Array, *others: Array) -> list[Array]:
     scores, loss_scale = with_bias(node, scores, others)
     gradient = softmax_output_backward(node, softmax(scores), label) * loss_scale
-    targets = smoothed_targets(node, label, scores.shape[1], scores.dtype)
+    targets = weighted_targets(node, label, scores.shape[1], scores.dtype)
     log_p = scores - scores.max(axis=1, keepdims=True)
     log_p -= np.log(np.exp(log_p).sum(axis=1, keepdims=True))
     return [gradient, -(targets * log_p).sum(dtype=log_p.dtype).reshape(1), *count_hits(scores, label)]
@@ -138,6 +159,7 @@ _OUTPUT = {
     "smooth_alpha": Attribute(float, 0.0),
     "use_ignore": FALSE,
     "multi_output": FALSE,
+    "class_weights": Attribute(numbers, ()),  # ours: in training, of the targets of each class; none: all are 1
     "no_bias": TRUE,  # ours: the classifier's bias, where the pass `softmax_bias` has moved it here
 }
 
@@ -145,7 +167,7 @@ OPERATORS = (
     Operator("softmax", ("data",), elementwise, lambda node, x: [softmax(x, node["axis"])],
              {"axis": Attribute(int, -1)},
              numpy_gradient=lambda node, x, y, dy, training: [softmax_backward(dy, y[0], node["axis"])]),
-    Operator("SoftmaxOutput", ("data", "label", "bias"), scores_and_labels, _compute_output, _OUTPUT,
+    Operator("SoftmaxOutput", ("data", "label", "bias"), _softmax_output, _compute_output, _OUTPUT,
              optional={"bias": "no_bias"}, numpy_gradient=_output_gradient, training=_training),
     # The gradient of the data (times loss_scale), and sums over the batch: the loss, hits among the best 1 and 5.
     Operator("SoftmaxCrossEntropy", ("data", "label", "loss_scale", "bias"), loss_and_hits, _compute_cross_entropy,

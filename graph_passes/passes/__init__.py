@@ -11,7 +11,7 @@ from graph_passes.passes.fold_bn import fold_bn, fold_bn_params, fold_frozen, fo
 from graph_passes.passes.freeze import BACKBONE, freeze, slow_backbone
 from graph_passes.passes.gradient import gradient, gradient_add, output_names
 from graph_passes.passes.layout import layout, weight_layouts
-from graph_passes.passes.loss import binary_cross_entropy, stock_loss
+from graph_passes.passes.loss import binary_cross_entropy, stock_loss, weigh_classes
 from graph_passes.passes.memory import MemoryPlan, memory
 from graph_passes.passes.precision import precision, tensor_dtypes
 from graph_passes.passes.unfuse import unfuse
@@ -42,5 +42,6 @@ __all__ = [
     "stock_loss",
     "tensor_dtypes",
     "unfuse",
+    "weigh_classes",
     "weight_layouts",
 ]

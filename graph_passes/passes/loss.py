@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from graph_passes.errors import GraphError
 from graph_passes.graph import Graph, Node
 
@@ -23,6 +25,15 @@ def binary_cross_entropy(graph: Graph, threshold: float = 0.0) -> Graph:
                          "another loss is to take")
     kept = {name: end[name] for name in ("grad_scale", "normalization", "smooth_alpha")}
     return _replace(graph, end.replace(op="SigmoidOutput", attrs=kept | {"threshold": threshold}))
+
+
+def weigh_classes(graph: Graph, weights: Sequence[float]) -> Graph:
+    """Multiply the targets of each class by its weight, in training alone.
+
+        before    scores, label -> SoftmaxOutput
+        after     scores, label -> SoftmaxOutput(class_weights)
+    """
+    return _replace(graph, graph[graph.outputs[0].node].with_attrs(class_weights=tuple(weights)))
 
 
 def stock_loss(graph: Graph) -> Graph:

@@ -16,15 +16,16 @@ from graph_passes.operators import LOSSES
 def softmax(builder: Builder, node: Node) -> None:
     """Training: loss, metrics and the gradient of the scores. Inference: probabilities and metrics."""
     _, classes = builder.shapes[node.input("data")]
-    _loss(builder, node, "softmax.cu", "softmax_cross_entropy", _gradient_scale(builder, node),
-          shared_bytes=4 * classes)
+    weights = builder.persistent.class_weights if node.op == "SoftmaxCrossEntropy" else None
+    _loss(builder, node, "softmax.cu", builder.kernel("softmax_cross_entropy", weights is not None),
+          _gradient_scale(builder, node), In(weights), shared_bytes=4 * classes)
 
 
 def sigmoid(builder: Builder, node: Node) -> None:
     """As `softmax`, for sigmoids and binary cross entropy."""
     _, classes = builder.shapes[node.input("data")]
-    _loss(builder, node, "sigmoid.cu", "sigmoid_cross_entropy", _gradient_scale(builder, node) / classes,
-          ctypes.c_float(node["threshold"]))
+    _loss(builder, node, "sigmoid.cu", builder.kernel("sigmoid_cross_entropy"),
+          _gradient_scale(builder, node) / classes, ctypes.c_float(node["threshold"]))
 
 
 def _gradient_scale(builder: Builder, node: Node) -> float:
@@ -43,7 +44,7 @@ def _loss(builder: Builder, node: Node, source: str, kernel: str, gradient_scale
     probabilities, own_share = (None, keep.own_share) if training else (keep.probabilities, None)
     row_loss = Buffer(f"{node.name}:row_loss", (images,), "float32")
     row_rank = Buffer(f"{node.name}:row_rank", (images,), "int32")
-    builder.launch(node, source, builder.kernel(kernel), (images, 1, 1), (256, 1, 1),
+    builder.launch(node, source, kernel, (images, 1, 1), (256, 1, 1),
                    In(scores), In(builder.optional_input(node, "bias", "no_bias")), In(keep.label), In(own_share),
                    Out(probabilities), Out(gradient), Out(row_loss), Out(row_rank), In(keep.loss_scale),
                    ctypes.c_float(gradient_scale), ctypes.c_float(node["smooth_alpha"]), ctypes.c_int(classes),
