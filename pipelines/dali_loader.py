@@ -80,7 +80,7 @@ class DaliLoader(Loader):
                                                                      (rank + 1) * config.batch_size)
         self._images_by_class: list[np.ndarray] = []  # with `balance`
         if config.balance and config.split == "train":
-            self._images_by_class = self._sorted_by_class()
+            self._images_by_class = list(self._sorted_by_class().values())
             sizes = [len(images) for images in self._images_by_class]
             self.remarks = [*source.remarks, f"--balance {config.balance:g}: the classes have {min(sizes):,} to "
                                              f"{max(sizes):,} images, and are drawn more equally often"]
@@ -189,15 +189,21 @@ class DaliLoader(Loader):
             return np.repeat(order[: -(-len(order) // copies)], copies)[: len(order)]
         return order
 
-    def _sorted_by_class(self) -> list[np.ndarray]:
-        """The images of each class that has some, in the order of the data's class numbers."""
+    def class_sizes(self) -> np.ndarray:
+        sizes = np.zeros(len(self.classes), np.int64)
+        for label, images in self._sorted_by_class().items():
+            sizes[self.labels[label]] += len(images)
+        return sizes
+
+    def _sorted_by_class(self) -> dict[int, np.ndarray]:
+        """The images of each class that has some, by the data's class numbers, in their order."""
         by_class: dict[int, list[int]] = {}
         for i in range(self.num_images):
             try:
                 by_class.setdefault(self._source.label(i), []).append(i)
             except BrokenRecordError as error:
                 self._mark_bad(i, _reason(error))
-        return [np.array(by_class[label]) for label in sorted(by_class)]
+        return {label: np.array(by_class[label]) for label in sorted(by_class)}
 
     def _choose(self, epoch: int, batch: int) -> tuple[list[int], list[np.ndarray], int]:
         """Images of a batch, and what the graph is fed with for them: those of this process's share that are not bad,

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from common.mxnet_compat import mx
 from common.nvidia_gpus import find_gpus
 from pipelines.errors import DataError, check_not_negative, check_positive
@@ -142,6 +144,10 @@ class Loader(ABC):
     def count_classes_as(self, classes: Classes, labels: Sequence[int]) -> None:
         """From the next batch on, labels are numbers of these classes; `labels` has that of each class of the data."""
         self.classes, self.labels = classes, labels
+
+    def class_sizes(self) -> np.ndarray:
+        """How many images of the whole split each class has, in the order of the labels; about so of synthetic ones."""
+        return np.full(len(self.classes), self.num_images // len(self.classes))
 
     def __iter__(self) -> Iterator[Batch]:
         while self.batch < self.num_batches:
