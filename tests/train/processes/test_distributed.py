@@ -20,6 +20,7 @@ SESSION = """
     from common.mxnet_compat import mx
     from graph_passes import Graph
     from graph_passes.executors import create_executor
+    from graph_passes.optimizers.sgd import SGD
     from pipelines.synthetic import SyntheticLoader
     from train import __main__ as program
     from train.processes.distributed import Workers
@@ -45,6 +46,11 @@ SESSION = """
              **{f"averaged/{name}": grad.asnumpy() for name, grad in executor.grads.items()},
              **{f"params/{name}": param.asnumpy() for name, param in executor.params.items()},
              **{f"aux/{name}": value.asnumpy() for name, value in executor.aux.items()})
+
+    optimizer = executor.create_optimizer(SGD(momentum=0), clip_norm=0.25)
+    optimizer.step(1.0)
+    np.savez(f"{folder}/clipped{workers.rank}.npz", norm=optimizer.gradient_norm,
+             **{name: param.asnumpy() for name, param in executor.params.items()})
 
     # the vote is that of the call before, the same on both ranks
     votes = [workers.vote([workers.rank == 1, False]), workers.vote([False, False]), workers.vote([False, True])]
@@ -112,6 +118,22 @@ def test_averaged_gradients(session):
     statistics = [name for name in first.files if name.startswith("aux/")]
     assert len(statistics) == 40
     assert all(np.array_equal(first[name], second[name]) for name in statistics)
+
+
+@needs_horovod
+def test_clipping_takes_the_mean_over_the_processes(session):
+    folder, _ = session
+    session_arrays = np.load(folder / "rank0.npz")
+    clipped = [np.load(folder / f"clipped{rank}.npz") for rank in range(2)]
+    mean = {name: session_arrays[f"averaged/{name}"].astype(np.float64) for name in clipped[0].files if name != "norm"}
+    norm = np.sqrt(sum((grad**2).sum() for grad in mean.values()))
+    assert norm > 0.5 and clipped[0]["norm"] == pytest.approx(norm, rel=1e-5)
+    assert clipped[0]["norm"] == clipped[1]["norm"]
+    for name, grad in mean.items():
+        assert np.array_equal(clipped[0][name], clipped[1][name]), name
+        before = session_arrays[f"params/{name}"]
+        np.testing.assert_allclose(before - clipped[0][name], 0.25 * grad / norm, rtol=1e-4,
+                                   atol=3e-7 * max(1e-3, np.abs(before).max()), err_msg=name)
 
 
 @needs_horovod
