@@ -15,6 +15,7 @@ image is computed outside, for a whole batch at once: an operator on the numbers
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import os
@@ -32,7 +33,7 @@ import nvidia.dali.math as dali_math
 from nvidia import dali
 
 from pipelines import policies
-from pipelines.operations import Numbers, applied, numbers
+from pipelines.operations import Numbers, applied, numbers, on_those
 from pipelines.transform import MAX_PIXELS, MOST_OPERATIONS, ImageTransform
 
 # DALI makes its operators when it is imported, so type checkers do not know them.
@@ -194,7 +195,6 @@ def build_pipeline(
         num_threads=num_threads,
         device_id=device_id if config.device == "gpu" else None,  # type: ignore[arg-type]  # None is "no GPU"
         prefetch_queue_depth=prefetch,
-        enable_conditionals=is_derived,
     )
     def graph() -> tuple[Any, Any]:
         nodes = iter(fn.external_source(feed, num_outputs=num_inputs, batch=True, no_copy=True))
@@ -263,7 +263,8 @@ def _image(config: GraphConfig, inputs: ImageInputs, values: Derived | None, ope
     if config.training and transform.brightness:
         image = fn.brightness(image, brightness=inputs.brightness)
     if config.training and transform.random_erasing:
-        image = _erased(image, values, transform.mean_colour)
+        erase = functools.partial(_erased, colour=transform.mean_colour)
+        image = on_those(values.erased, erase, image, values.erased_from, values.erased_size)
     return fn.crop_mirror_normalize(
         image,
         **({} if config.training else {"crop": (config.image_size, config.image_size)}),
@@ -276,12 +277,8 @@ def _image(config: GraphConfig, inputs: ImageInputs, values: Derived | None, ope
     )
 
 
-def _erased(image: Any, values: Derived, colour: tuple[int, ...]) -> Any:
-    """The images, some of them with a rectangle of this colour."""
-    if values.erased:
-        place = {"anchor": values.erased_from, "shape": values.erased_size, "axis_names": "HW"}
-        image = fn.erase(image, **place, fill_value=colour)
-    return image
+def _erased(image: Any, start: Any, size: Any, colour: tuple[int, ...]) -> Any:
+    return fn.erase(image, anchor=start, shape=size, axis_names="HW", fill_value=colour)
 
 
 def _window(config: GraphConfig, inputs: ImageInputs) -> Any:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipelines.operations import FAMILIES, Family, Operation
+from pipelines.operations import FAMILIES, Operation
 from pipelines.transform import MOST_OPERATIONS, ImageTransform
 
 
@@ -103,13 +103,13 @@ def num_operations(transform: ImageTransform) -> int:
     )
 
 
-def families(transform: ImageTransform) -> frozenset[Family]:
+def families(transform: ImageTransform) -> frozenset[str]:
     """Those of the operations that the policy may choose."""
     used = {
         "autoaugment": {operation for pair in AUTOAUGMENT for operation, _, _ in pair},
         "randaugment-timm": set(TIMM_OPERATIONS),
     }.get(transform.auto_augment, set(OPERATIONS))
-    return frozenset(FAMILIES[operation] for operation in used)
+    return frozenset(FAMILIES[operation] for operation in used if operation in FAMILIES)
 
 
 def fill(transform: ImageTransform) -> float:
