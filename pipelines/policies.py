@@ -6,7 +6,7 @@ transforms/autoaugment.py, and timm's data/auto_augment.py for "randaugment-timm
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -98,17 +98,23 @@ Chosen = tuple[np.ndarray, np.ndarray]  # (N,) Operation, (N,) its magnitude
 
 def num_operations(transform: ImageTransform) -> int:
     """How many follow each other."""
-    return {"none": 0, "trivialaugment": 1, "autoaugment": 2}.get(
-        transform.auto_augment, transform.randaugment_operations
-    )
+    return {
+        "none": 0,
+        "trivialaugment": 1,
+        "randaugment": transform.randaugment_operations,
+        "randaugment-timm": transform.randaugment_operations,
+        "autoaugment": 2,
+    }[transform.auto_augment]
 
 
 def families(transform: ImageTransform) -> frozenset[str]:
     """Those of the operations that the policy may choose."""
-    used = {
+    used: Collection[Operation] = {
+        "trivialaugment": OPERATIONS,
+        "randaugment": OPERATIONS,
+        "randaugment-timm": TIMM_OPERATIONS,
         "autoaugment": {operation for pair in AUTOAUGMENT for operation, _, _ in pair},
-        "randaugment-timm": set(TIMM_OPERATIONS),
-    }.get(transform.auto_augment, set(OPERATIONS))
+    }[transform.auto_augment]
     return frozenset(FAMILIES[operation] for operation in used if operation in FAMILIES)
 
 
@@ -119,14 +125,14 @@ def fill(transform: ImageTransform) -> float:
 
 def chosen(transform: ImageTransform, draws: Draws, height: int, width: int) -> Iterator[Chosen]:
     """The operations on images of `height` x `width` pixels, in their order."""
-    choose: Callable[..., Chosen] = {
+    policies: dict[str, Callable[..., Chosen]] = {
         "trivialaugment": _trivialaugment,
         "randaugment": _randaugment,
         "randaugment-timm": _randaugment_timm,
         "autoaugment": _autoaugment,
-    }.get(transform.auto_augment, _randaugment)
+    }
     for number in range(num_operations(transform)):
-        yield choose(transform, draws, number, height, width)
+        yield policies[transform.auto_augment](transform, draws, number, height, width)
 
 
 def _trivialaugment(_: ImageTransform, draws: Draws, number: int, height: int, width: int) -> Chosen:
