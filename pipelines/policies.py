@@ -140,7 +140,7 @@ def _trivialaugment(_: ImageTransform, draws: Draws, number: int, height: int, w
     which, strength, sign, _ = draws.uniform[:, number].T
     operation = _one_of(OPERATIONS, which)
     level = np.floor(strength * 31) / 30
-    return operation, _magnitude(operation, level, sign, 0.99, 135, 0.99, 6, (32, 32))
+    return operation, wide(operation, level, sign, height, width)
 
 
 def _randaugment(transform: ImageTransform, draws: Draws, number: int, height: int, width: int) -> Chosen:
@@ -148,7 +148,7 @@ def _randaugment(transform: ImageTransform, draws: Draws, number: int, height: i
     which, _, sign, _ = draws.uniform[:, number].T
     operation = _one_of(OPERATIONS, which)
     level = np.full(len(sign), transform.randaugment_magnitude / 30)
-    return operation, _standard(operation, level, sign, height, width)
+    return operation, standard(operation, level, sign, height, width)
 
 
 def _autoaugment(_: ImageTransform, draws: Draws, number: int, height: int, width: int) -> Chosen:
@@ -157,11 +157,16 @@ def _autoaugment(_: ImageTransform, draws: Draws, number: int, height: int, widt
     pair = _one_of(range(len(AUTOAUGMENT)), draws.uniform[:, 0, 0])
     operation, probability, bin_of_ten = np.array([pair[number] for pair in AUTOAUGMENT])[pair].T
     operation = np.where(whether < probability, operation, Operation.IDENTITY).astype(int)
-    return operation, _standard(operation, bin_of_ten / 9, sign, height, width)
+    return operation, standard(operation, bin_of_ten / 9, sign, height, width)
 
 
-def _standard(operation: np.ndarray, level: np.ndarray, sign: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Magnitudes of RandAugment and AutoAugment, as torchvision has them."""
+def wide(operation: np.ndarray, level: np.ndarray, sign: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Magnitudes (N,) of TrivialAugment at levels from 0 to 1, with signs by a number below and above 1/2."""
+    return _magnitude(operation, level, sign, 0.99, 135, 0.99, 6, (32, 32))
+
+
+def standard(operation: np.ndarray, level: np.ndarray, sign: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Magnitudes (N,) of RandAugment and AutoAugment, as `wide`, in images of `height` x `width` pixels."""
     return _magnitude(operation, level, sign, 0.3, 30, 0.9, 4, (TRANSLATION * width, TRANSLATION * height))
 
 
@@ -175,7 +180,7 @@ def _magnitude(
     bits: int,
     translation: tuple[float, float],
 ) -> np.ndarray:
-    """Magnitudes (N,) of torchvision's operations at levels from 0 to 1, `sign` uniform in [0, 1)."""
+    """With the largest of each operation, as torchvision has them."""
     sign = np.where(sign < 0.5, 1, -1)
     by_operation = {
         (Operation.SHEAR_X, Operation.SHEAR_Y): sign * shear * level,
