@@ -41,7 +41,8 @@ fn: Any = dali.fn
 types: Any = dali.types
 
 INTERPOLATIONS = {"bilinear": types.INTERP_LINEAR, "bicubic": types.INTERP_CUBIC}
-# Windows, and rectangles to erase, drawn for each training image; the first that fits is taken (torchvision draws as many).
+# Windows, and rectangles to erase, drawn for each training image; the first that fits is taken (torchvision draws as
+# many).
 NUM_CANDIDATES = 10
 # torchvision's defaults: the part of an image that is erased, and height / width.
 ERASED_AREA, ERASED_RATIO = (0.02, 0.33), (0.3, 3.3)
@@ -173,7 +174,7 @@ def build_pipeline(
     """
 
     transform = config.transform
-    fields = [name for name in ImageInputs._fields if name not in READ_BY_HOST] if config.training else ["image", "label"]
+    fields = [name for name in ImageInputs._fields if name not in READ_BY_HOST][: None if config.training else 2]
     num_operations = policies.num_operations(transform) if config.training else 0
     is_derived = config.training and bool(num_operations or transform.random_erasing)
     num_inputs = len(fields) + is_derived * len(Derived._fields) + num_operations * len(Numbers._fields)
@@ -198,7 +199,7 @@ def build_pipeline(
     )
     def graph() -> tuple[Any, Any]:
         nodes = iter(fn.external_source(feed, num_outputs=num_inputs, batch=True, no_copy=True))
-        inputs = ImageInputs(**dict(zip(fields, nodes)))
+        inputs = ImageInputs(**dict(zip(fields, nodes, strict=False)))
         values = Derived(*itertools.islice(nodes, len(Derived._fields))) if is_derived else None
         operations = [Numbers(*itertools.islice(nodes, len(Numbers._fields))) for _ in range(num_operations)]
         if config.feeds == "paths":

@@ -219,8 +219,8 @@ def _auto_contrast(image: Any) -> Any:
 def _equalized(image: Any) -> Any:
     """Pillow's ImageOps.equalize.
 
-    Pillow maps a pixel by the number of darker ones, DALI (as OpenCV) by that of the pixels up to its own value. That of
-    the inverted image is 255 less Pillow's, but for the scale: Pillow's is a whole number of pixels for each level.
+    Pillow maps a pixel by the number of darker ones, DALI (as OpenCV) by that of the pixels up to its own value. So the
+    inverted image becomes 255 less Pillow's, but for the scale: Pillow's is a whole number of pixels for each level.
     """
     exact = _white() - fn.equalize(_white() - image)
     below = image < fn.reductions.max(image, axis_names="HW", keep_dims=True)

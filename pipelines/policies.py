@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipelines.operations import FAMILIES, Operation
-from pipelines.transform import MOST_OPERATIONS, ImageTransform
+from pipelines.transform import ImageTransform
 
 
 class Draws(NamedTuple):
@@ -61,7 +61,7 @@ _A, _C, _E, _I, _O, _P, _R, _S, _H, _X = (
     Operation.AUTO_CONTRAST, Operation.CONTRAST, Operation.EQUALIZE, Operation.INVERT, Operation.COLOR,
     Operation.POSTERIZE, Operation.ROTATE, Operation.SOLARIZE, Operation.SHARPNESS, Operation.SHEAR_X,
 )  # fmt: skip
-# Cubuk et al., arXiv:1805.09501, table 9: for ImageNet, two operations each with its probability and magnitude (0 to 9).
+# Cubuk et al., arXiv:1805.09501, table 9: for ImageNet, two operations, each with its probability and magnitude of 9.
 AUTOAUGMENT = (
     ((_P, 0.4, 8), (_R, 0.6, 9)),
     ((_S, 0.6, 5), (_A, 0.6, 0)),

@@ -105,8 +105,8 @@ class ImageTransform(Normalisation, CentreCrop, Augmentation):
         default, largest = Augmentation(), {"randaugment": 30, "randaugment-timm": 10}.get(self.auto_augment, math.inf)
         for name in ("randaugment_operations", "randaugment_magnitude", "randaugment_magnitude_std"):
             if getattr(self, name) != getattr(default, name) and not self.auto_augment.startswith("randaugment"):
-                raise DataError(f"{name} is for RandAugment, and auto_augment is {self.auto_augment}; choose randaugment "
-                                "or randaugment-timm, or leave it out")
+                raise DataError(f"{name} is for RandAugment, and auto_augment is {self.auto_augment}; choose "
+                                "randaugment or randaugment-timm there, or leave it out")
         if self.randaugment_magnitude > largest:
             raise DataError(f"randaugment_magnitude is {self.randaugment_magnitude:g}; {self.auto_augment} knows 0 to "
                             f"{largest}")

@@ -69,7 +69,8 @@ def test_epochs_are_reshuffled_by_the_seed(numbered):
 @pytest.mark.parametrize("transform", [ImageTransform(), EVERYTHING])
 def test_two_processes_see_what_one_with_twice_the_batch_sees(numbered, transform):
     whole = epoch_of(open_loader(config(numbered, batch_size=8, transform=transform)))
-    halves = [epoch_of(open_loader(config(numbered, batch_size=4, transform=transform), (rank, 2))) for rank in range(2)]
+    settings = config(numbered, batch_size=4, transform=transform)
+    halves = [epoch_of(open_loader(settings, (rank, 2))) for rank in range(2)]
     for (pixels, labels), *parts in zip(whole, *halves, strict=True):
         np.testing.assert_array_equal(labels, np.concatenate([part[1] for part in parts]))
         np.testing.assert_array_equal(pixels, np.concatenate([part[0] for part in parts]))
@@ -415,11 +416,13 @@ def test_load_images_keeps_order_and_names_mistakes(folder, tmp_path):
             ("randaugment_operations", 5, "randaugment_operations is 5; it must be from 1 to 4"),
             ("randaugment_magnitude", -1.0, "randaugment_magnitude is -1; it must be from 0 to 30"),
         )),
-        *(({"transform": ImageTransform(**{"auto_augment": policy, name: value})}, message)
-          for policy, name, value, message in (
-            ("randaugment-timm", "randaugment_magnitude", 11.0, "randaugment_magnitude is 11; randaugment-timm knows 0 to 10"),
-            ("randaugment", "randaugment_magnitude_std", 0.5, "randaugment_magnitude_std is for randaugment-timm"),
-            ("trivialaugment", "randaugment_magnitude", 5.0, "randaugment_magnitude is for RandAugment, and auto_augment is"),
+        *(({"transform": ImageTransform(**values)}, message) for values, message in (
+            ({"auto_augment": "randaugment-timm", "randaugment_magnitude": 11.0},
+             "randaugment_magnitude is 11; randaugment-timm knows 0 to 10"),
+            ({"auto_augment": "randaugment", "randaugment_magnitude_std": 0.5},
+             "randaugment_magnitude_std is for randaugment-timm"),
+            ({"auto_augment": "trivialaugment", "randaugment_magnitude": 5.0},
+             "randaugment_magnitude is for RandAugment, and auto_augment is trivialaugment"),
         )),
         ({"num_threads": -1}, "num_threads is -1"),
         ({"seed": -1}, "seed is -1"),

@@ -14,7 +14,7 @@ from pipelines.transform import MOST_OPERATIONS
 
 TORCHVISION = {"".join(word.capitalize() for word in operation.name.split("_")): operation for operation in Operation}
 FACTORS = (Operation.BRIGHTNESS, Operation.COLOR, Operation.CONTRAST, Operation.SHARPNESS)
-SIGNED = (Operation.SHEAR_X, Operation.SHEAR_Y, Operation.TRANSLATE_X, Operation.TRANSLATE_Y, Operation.ROTATE, *FACTORS)
+SIGNED = (*FACTORS, Operation.SHEAR_X, Operation.SHEAR_Y, Operation.TRANSLATE_X, Operation.TRANSLATE_Y, Operation.ROTATE)
 
 
 def draws(count: int, **columns: np.ndarray | float) -> Draws:
@@ -35,7 +35,8 @@ def every_operation_and_strength(num_operations: int, num_strengths: int) -> tup
 def table(transform: ImageTransform, size: int) -> dict[Operation, list[float]]:
     """The magnitudes of each operation, all that occur, in their order."""
     which, strength, sign = every_operation_and_strength(len(OPERATIONS), 31)
-    operation, magnitude = next(chosen(transform, draws(len(which), which=which, strength=strength, sign=sign), size, size))
+    given = draws(len(which), which=which, strength=strength, sign=sign)
+    operation, magnitude = next(chosen(transform, given, size, size))
     return {each: sorted(set(np.round(magnitude[operation == each], 9))) for each in OPERATIONS}
 
 
@@ -69,7 +70,8 @@ def test_against_torchvision(name, magnitudes, size):
         operation = TORCHVISION[operation_name]
         assert signed == (operation in SIGNED)
         for number, value in enumerate(values.tolist() if values.ndim else []):
-            given = int(value) if "TRANSLATE" in operation.name else value  # as they call their functions
+            # Pixels are whole. Their 16.0 of TrivialAugment is 15.999998, and so 15.
+            given = int(value + 1e-4) if "TRANSLATE" in operation.name else value
             wanted = np.array([given, -given if signed else given]) + (operation in FACTORS)
             level, sign = np.full(2, number / (num_bins - 1)), np.array([0.1, 0.9])
             got = magnitudes(np.full(2, operation), level, sign, size, size)
