@@ -117,19 +117,19 @@ def test_torchvision_s_average_is_the_one_of_its_train_py() -> None:
 
 
 @pytest.mark.usefixtures("narrow_network")
-@pytest.mark.parametrize("name", ["resnet50_a1_600ep", "resnet50_torchvision_v2", "cifar10_strong"])
+@pytest.mark.parametrize("name", ["resnet50_a1_600ep", "cifar10_strong"])
 def test_a_run_with_all_ingredients_goes_on_with_equal_bits(name, tiny_data, run_train, tmp_path) -> None:
     """Each of them as the preset has it, but for the network and the sizes."""
     options = ["--config", name, "--data", tiny_data, "--model", "resnet18", "--image-size", "32", "--val-image-size",
-               "32", "--batch-size", "4", "--epochs", "2", "--device", "cpu", "--num-threads", "1",
-               "--no-tensorboard", "--checkpoint-minutes", "0", "--validate-every", "2"]
-    for part, limit in (("whole", ()), ("parts", ("--max-steps", "4"))):
+               "32", "--batch-size", "4", "--epochs", "1", "--device", "cpu", "--num-threads", "1",
+               "--no-tensorboard", "--checkpoint-minutes", "0", "--validate-every", "0"]
+    for part, limit in (("whole", ()), ("parts", ("--max-steps", "3"))):
         code, _, err = run_train("--output", tmp_path / part, *options, *limit)
         assert code == 0, err
     code, _, err = run_train("--resume", tmp_path / "parts")
     assert code == 0, err
     whole, parts = (checkpoint.load(checkpoint.find(str(tmp_path / part))) for part in ("whole", "parts"))
-    assert whole.progress == parts.progress and whole.progress.step == 12
+    assert whole.progress == parts.progress and whole.progress.step == 6
     assert whole.loader_states == parts.loader_states
     for group in ("params", "aux", "ema"):
         for key, array in getattr(whole, group).items():
