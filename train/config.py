@@ -425,6 +425,9 @@ def _constants_of_optimizers() -> dict[str, tuple[str, tuple[str, ...]]]:
 _ONLY_WITH = {
     **dict.fromkeys(("decay_epochs", "decay_factor"), ("schedule", ("step",))),
     "decay_power": ("schedule", ("polynomial",)),
+    **dict.fromkeys(("randaugment_operations", "randaugment_magnitude"),
+                    ("auto_augment", ("randaugment", "randaugment-timm"))),
+    "randaugment_magnitude_std": ("auto_augment", ("randaugment-timm",)),
     "bce_threshold": ("loss", ("bce",)),
     "class_weights": ("loss", ("softmax",)),
     "final_learning_rate": ("schedule", ("cosine", "polynomial")),

@@ -106,6 +106,10 @@ MISTAKES = {
     "--num-threads 100000": "--num-threads 100000 must be from 0 to 1024",
     "--momentum 1": "--momentum 1.0 must be at least 0 and below 1",
     "--random-area 0.5 0.1": "--random-area 0.5 0.1 must be two fractions above 0, the smaller first",
+    "--randaugment-magnitude 5":
+        "--randaugment-magnitude is for --auto-augment randaugment or randaugment-timm, and this run has none: leave",
+    "--auto-augment randaugment --randaugment-magnitude-std 0.5":
+        "--randaugment-magnitude-std is for --auto-augment randaugment-timm, and this run has randaugment: leave",
     "--repeated-augmentation 1": "--repeated-augmentation 1 must be 0, or at least 2",
     "--repeated-augmentation -3": "--repeated-augmentation -3 must be 0, or at least 2",
     "--cache -2": "--cache -2.0 must be 0 or more, or -1",

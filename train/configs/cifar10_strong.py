@@ -14,6 +14,8 @@ from train.configs.cifar10_resnet18 import CONFIG as CIFAR10_RESNET18
 CONFIG = replace(
     CIFAR10_RESNET18,
     cutout=0.0,
+    auto_augment="trivialaugment",
+    random_erasing=0.1,
     mixup=0.2,
     cutmix=1.0,
     repeated_augmentation=2,
