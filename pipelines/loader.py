@@ -68,6 +68,10 @@ class LoaderConfig:
             raise DataError(f"image_sizes has {min(self.image_sizes)}; every size must be at least 1")
         check_not_negative(num_threads=self.num_threads, seed=self.seed, device_id=self.device_id)
         self.transform.check()
+        if self.split == "train" and self.transform.auto_augment != "none":
+            smallest = min((self.image_size, *self.image_sizes))
+            if smallest < 3:
+                raise DataError(f"image_size is {smallest}, and {self.transform.auto_augment} needs at least 3 pixels")
         if not 0 <= self.balance <= 1:
             raise DataError(f"balance is {self.balance:g}; it must be from 0 to 1")
         if self.hw_decoder_load is not None and not 0 <= self.hw_decoder_load <= 1:
