@@ -128,16 +128,9 @@ class ImageTransform(Normalisation, CentreCrop, Augmentation):
             if not is_good(value := getattr(self, name)):
                 shown = " ".join(f"{each:g}" for each in (value if isinstance(value, tuple) else (value,)))
                 raise DataError(f"{name} is {shown}; it must be {words}")
-        default, largest = Augmentation(), {"randaugment": 30, "randaugment-timm": 10}.get(self.auto_augment, math.inf)
-        for name in ("randaugment_operations", "randaugment_magnitude", "randaugment_magnitude_std"):
-            if getattr(self, name) != getattr(default, name) and not self.auto_augment.startswith("randaugment"):
-                raise DataError(f"{name} is for RandAugment, and auto_augment is {self.auto_augment}; choose "
-                                "randaugment or randaugment-timm there, or leave it out")
-        if self.randaugment_magnitude > largest:
-            raise DataError(f"randaugment_magnitude is {self.randaugment_magnitude:g}; {self.auto_augment} knows 0 to "
-                            f"{largest}")
-        if self.randaugment_magnitude_std and self.auto_augment != "randaugment-timm":
-            raise DataError("randaugment_magnitude_std is for randaugment-timm; leave it out with randaugment")
+        if self.auto_augment == "randaugment-timm" and self.randaugment_magnitude > 10:
+            raise DataError(f"--randaugment-magnitude {self.randaugment_magnitude:g} is of 30, and that of --auto-augment "
+                            "randaugment-timm is of 10: give 0 to 10, or randaugment")
 
 
 # What a value must be: a test and its words.
