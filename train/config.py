@@ -431,6 +431,9 @@ _ONLY_WITH = {
     "bce_threshold": ("loss", ("bce",)),
     "class_weights": ("loss", ("softmax",)),
     "final_learning_rate": ("schedule", ("cosine", "polynomial")),
+    **dict.fromkeys(("randaugment_operations", "randaugment_magnitude"),
+                    ("auto_augment", ("randaugment", "randaugment-timm"))),
+    "randaugment_magnitude_std": ("auto_augment", ("randaugment-timm",)),
     **_constants_of_optimizers(),
 }
 
@@ -438,6 +441,7 @@ _ONLY_WITH = {
 def check(config: Config) -> None:
     """Raise TrainError for a value that makes no sense, or that does not go together with another one."""
     _check_limits(vars(config))
+    config.transform.check()
     models.check(config.model)
     _check_optimizer(config.optimizer)
     if config.schedule == "step" and list(config.decay_epochs) != sorted(config.decay_epochs):
