@@ -46,9 +46,9 @@ def recipe(config: Config, num_classes: int, num_images: int) -> dict[str, Any]:
     if config.schedule != "cosine" or config.optimizer != "sgd":
         raise UserError(f"--preset {config.config} has another schedule or optimizer than the peer, which knows SGD "
                          "with a cosine schedule only: give one that has these")
-    if not config.crop_padding or config.mixup:
-        raise UserError(f"--preset {config.config} has mixup, or other crops than the peer, which knows those of "
-                         "padded images only: give one that has these")
+    if not config.crop_padding or config.mixup or config.cutmix:
+        raise UserError(f"--preset {config.config} has mixup or CutMix, or other crops than the peer, which knows "
+                         "those of padded images only: give one that has these")
     names = ("model", "batch_size", "epochs", "warmup_epochs", "momentum", "nesterov", "weight_decay", "crop_padding",
              "cutout", "ema_decay", "validate_every", "zero_init_residual")
     return {name: getattr(config, name) for name in names} | {

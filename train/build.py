@@ -7,6 +7,7 @@ from typing import Any
 
 import psutil
 
+from common.command_line import option_name
 from graph_passes import Graph, GraphError, passes
 from graph_passes.executors import Executor, create_executor
 from graph_passes.executors.cuda.statistics_group import StatisticsGroup
@@ -44,6 +45,9 @@ def open_split(config: Config, split: str, placement: Placement, workers: Worker
     `classes`: of the network, if they are known; labels are numbers of these, and training data must have all of them.
     `whose` says in messages where they are from.
     """
+    if split == "train" and config.batch_size == 1 and (config.mixup or config.cutmix):
+        raise TrainError(f"{option_name('mixup' if config.mixup else 'cutmix')} mixes the images of a batch, and "
+                         "--batch-size 1 has one only: raise it, or leave out the mixing")
     on_gpu = placement.device.startswith("gpu")
     # The cuda executor's first convolution reads four channels: a batch that has them is copied as it is.
     channels = 4 if placement.executor == "cuda" else 3

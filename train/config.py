@@ -160,6 +160,11 @@ class ImageOptions(Augmentation, SizeOptions):
     mixup: float = 0.0
     """Mix each image and its label with another of its batch, by a share sampled from Beta(MIXUP, MIXUP); 0: no mixup.
     Training loss and accuracy are then those of the mixed images."""
+    cutmix: float = 0.0
+    """Put a box of another image of its batch into each one, and of its label as much into the target; the box has the
+    area 1 - lambda, sampled from Beta(CUTMIX, CUTMIX). 0: no CutMix. With --mixup, each batch has one of the two."""
+    cutmix_share: float = 0.5
+    """With --mixup and --cutmix: which part of the batches has CutMix."""
     balance: float = 0.0
     """For classes of unequal size: draw a class's images in proportion to their number to the power of 1 - BALANCE; 1:
     every class equally often, 0.5: by the root of its size, 0: every image once. An epoch stays as long."""
@@ -232,6 +237,9 @@ class OptimizerOptions:
     """Weight decay; never applied to BatchNorm parameters and biases."""
     trust_coefficient: float = 0.001
     """Optimizer lars: the learning rate of a layer is multiplied by this times |weights| / |decayed gradient|."""
+    clip_norm: float = 0.0
+    """Clip gradients: where the norm of all of them together is larger than this, they are scaled down to it before the
+    optimizer sees them (arXiv:1211.5063); 0: no clipping. metrics.jsonl and TensorBoard have the norm before."""
     label_smoothing: float = 0.1
     """Share of the target that goes to the wrong classes."""
     accumulate: int = 1
@@ -375,13 +383,13 @@ _LIMITS = {
                      "epsilon", "backbone_lr_factor"),
                     (lambda value: value > 0, "above 0")),
     "num_threads": (lambda value: 0 <= value <= MAX_THREADS, f"from 0 to {MAX_THREADS}"),
-    **dict.fromkeys(("num_classes", "seed", "max_steps", "patience", "validate_every", "weight_decay",
-                     "warmup_epochs", "mixup", "price_per_hour", "final_learning_rate", "time_limit",
+    **dict.fromkeys(("num_classes", "seed", "max_steps", "patience", "validate_every", "weight_decay", "clip_norm",
+                     "warmup_epochs", "mixup", "cutmix", "price_per_hour", "final_learning_rate", "time_limit",
                      "checkpoint_minutes", "warmup_steps"),
                     (lambda value: value >= 0, "0 or more")),
     **dict.fromkeys(("label_smoothing", "momentum", "ema_decay", "val_split"),
                     (lambda value: 0 <= value < 1, "at least 0 and below 1")),
-    "balance": (lambda value: 0 <= value <= 1, "a fraction from 0 to 1"),
+    **dict.fromkeys(("balance", "cutmix_share"), (lambda value: 0 <= value <= 1, "a fraction from 0 to 1")),
     "cache": (lambda value: value == -1 or value >= 0, "0 or more, or -1"),
     "hw_decoder_load": (lambda value: value == -1 or 0 <= value <= 1, "a fraction from 0 to 1, or -1"),
     "target_accuracy": (lambda value: 0 <= value <= 1, "a fraction from 0 to 1"),
@@ -537,4 +545,8 @@ def configure(values: Mapping[str, Any], default: Config) -> Config:
         if (value := getattr(config, other)) not in useful:
             raise TrainError(f"{option_name(name)} is for {option_name(other)} {' or '.join(useful)}, and this run has "
                              f"{value}: leave it out, or give {option_name(other)} {useful[0]}")
+    if "cutmix_share" in values and not (config.mixup and config.cutmix):
+        missing = " and ".join(option_name(name) for name in ("mixup", "cutmix") if not getattr(config, name))
+        raise TrainError(f"--cutmix-share {config.cutmix_share:g} is for runs with both mixup and CutMix: leave it "
+                         f"out, or give {missing}")
     return config

@@ -68,7 +68,7 @@ class MXNetExecutor(Executor):
         with self._first_pass_quiet(grad_req):
             bound.executor.forward(is_train=True)
             bound.executor.backward()
-        self._count(bound, label, label.shape[0])
+        self._count(bound, _of_larger_share(label, draws.own_share(*data.shape[1:3])), label.shape[0])
 
     def forward(self, data: Array, label: Array | None = None) -> Array:
         bound = self._load("null", data, label)
@@ -100,18 +100,21 @@ class MXNetExecutor(Executor):
 
     def _load(self, grad_req: str, data: Array, label: Array | None, draws: Draws = NO_DRAWS) -> _Bound:
         """The Symbol bound for a use and the size of this batch, with the batch in its inputs."""
-        arrays = {"data": data} if label is None else {"data": data, LABEL: label}
-        for name, array in arrays.items():
-            self.check_input(name, array.shape)
+        for name, array in (("data", data), (LABEL, label)):
+            if array is not None:
+                self.check_input(name, array.shape)
         bound = self._bound.get(grad_req)
         if not bound or bound.inputs["data"].shape != data.shape:
             bound = self._bind(grad_req, self._shapes | {"data": data.shape})
+        share = draws.own_share(*data.shape[1:3])
+        bound.inputs["data"][:] = data if draws.mixup == 1 else _mixed(data, share)
+        if draws.cutmix:
+            top, left, bottom, right = draws.cutmix
+            if top < bottom and left < right:  # MXNet knows no empty slices
+                bound.inputs["data"][:, top:bottom, left:right] = mx.nd.flip(data[:, top:bottom, left:right], axis=0)
         if label is not None:
-            arrays[LABEL] = self._targets(label)
-        mixup = draws.mixup
-        for name, array in arrays.items():
-            # Reversed along the batch: the partners of mixup.
-            bound.inputs[name][:] = array if mixup == 1 else mixup * array + (1 - mixup) * mx.nd.flip(array, axis=0)
+            targets = self._targets(label)
+            bound.inputs[LABEL][:] = targets if share == 1 else _mixed(targets, share)
         return bound
 
     def _targets(self, label: Array) -> Array:
@@ -158,6 +161,19 @@ class MXNetExecutor(Executor):
         best = mx.nd.topk(probabilities, k=min(TOP_K, self._classes), axis=1) == label.reshape((-1, 1))
         sums = [-loss.sum(), best[:, 0].sum(), best.sum(), mx.nd.full(1, num_valid, ctx=self._context)]
         self._totals += mx.nd.concat(*sums, dim=0).astype("float64")
+
+
+def _mixed(array: Array, share: float) -> Array:
+    """Each row with the one at the same place from the end."""
+    return share * array + (1 - share) * mx.nd.flip(array, axis=0)
+
+
+def _of_larger_share(label: Array, share: float) -> Array:
+    """The labels (N,) that hits are counted for, as `Draws` says. `share`: of an image's own."""
+    if share > 0.5:
+        return label
+    partners = mx.nd.flip(label, axis=0)
+    return partners if share < 0.5 else mx.nd.minimum(label, partners)
 
 
 def _context(device: str) -> Any:

@@ -67,8 +67,8 @@ class ReferenceExecutor(Executor):
 
     def forward_backward(self, data: Any, label: Any, accumulate: bool = False, draws: Draws = NO_DRAWS) -> None:
         inputs = self._inputs(data, label)
-        if draws.mixup < 1:
-            inputs |= self._mixed(inputs, draws.mixup)
+        if draws.own_share(*inputs["data"].shape[1:3]) < 1:
+            inputs |= self._mixed(inputs, draws)
         params = self.params
         if self.frozen:
             fused = pipeline.run(pipeline.FUSED, self.graph)
@@ -111,13 +111,20 @@ class ReferenceExecutor(Executor):
             inputs[name] = array.astype(self._dtype)
         return inputs
 
-    def _mixed(self, inputs: Mapping[str, Array], mixup: float) -> dict[str, Array]:
+    def _mixed(self, inputs: Mapping[str, Array], draws: Draws) -> dict[str, Array]:
         """Images, and targets (N, classes) in place of labels, each mixed with the one from the end of the batch."""
         loss = self.graph[self.graph.outputs[0].node]
         classes = self.graph.infer_shapes(self.input_shapes)[loss.inputs[0]][1]
-        label = loss.inputs[1].node
-        mixed = {"data": inputs["data"], label: smoothed_targets(loss, inputs[label], classes, self._dtype)}
-        return {name: mixup * array + (1 - mixup) * array[::-1] for name, array in mixed.items()}
+        label, data = loss.inputs[1].node, inputs["data"]
+        share = draws.own_share(*data.shape[1:3])
+        targets = smoothed_targets(loss, inputs[label], classes, self._dtype)
+        if draws.cutmix:
+            top, left, bottom, right = draws.cutmix
+            mixed = data.copy()
+            mixed[:, top:bottom, left:right] = data[::-1, top:bottom, left:right]
+        else:
+            mixed = share * data + (1 - share) * data[::-1]
+        return {"data": mixed, label: share * targets + (1 - share) * targets[::-1]}
 
     def _probabilities(self, data: Any, label: Any) -> Array:
         graph = self.inference_graph()

@@ -24,10 +24,11 @@ FLAGS = {
     "batch_norm_relu_max_pool_backward_reduce": ["false", "true"],
     "batch_norm_pair_backward_reduce": ["false", "true"],
     "bias_add_relu": ["false, false", "false, true", "true, true"],
+    "exchange_boxes": ["4", "3"],
     "max_pool_backward": ["false", "true"],
     "average_pool": ["false", "true"],
     "average_pool_backward": ["false", "true"],
-    "inspect_gradients": ["false", "true"],
+    "inspect_gradients": ["false, false", "false, true", "true, true"],
     "update": RULES,
     "accumulate": ["Lamb"],
 }

@@ -12,8 +12,8 @@ from test_training_step import CLASSES, fused, random_batch, random_state, small
 
 from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError, roles
-from graph_passes.executors import Draws, Executor, create_executor
-from graph_passes.executors.base import Metrics
+from graph_passes.executors import Box, Draws, Executor, create_executor
+from graph_passes.executors.base import NO_DRAWS, Metrics
 from graph_passes.executors.cuda.buckets import Bucket
 from graph_passes.executors.cuda.executor import CudaExecutor
 from graph_passes.optimizers import ArrayOptimizer, Rule
@@ -40,12 +40,12 @@ def batch(seed: int) -> tuple:
     return mx.nd.array(data, ctx=mx.gpu(0)), mx.nd.array(label, ctx=mx.gpu(0))
 
 
-def check_pass(executor: CudaExecutor, reference: Executor, seed: int, mixup: float = 1.0) -> None:
+def check_pass(executor: CudaExecutor, reference: Executor, seed: int, draws: Draws = NO_DRAWS) -> None:
     """Gradients, read at once, and metrics of one pass over the same batch."""
     data, label = batch(seed)
-    executor.forward_backward(data, label, draws=Draws(mixup))
+    executor.forward_backward(data, label, draws=draws)
     got = {name: executor.to_canonical(name, grad) for name, grad in executor.grads.items()}
-    reference.forward_backward(data.asnumpy(), label.asnumpy(), draws=Draws(mixup))
+    reference.forward_backward(data.asnumpy(), label.asnumpy(), draws=draws)
     for name, grad in reference.grads.items():
         assert relative_error(got[name], grad) < 1e-4, name
     wanted, metrics = reference.read_metrics(), executor.read_metrics()
@@ -120,11 +120,16 @@ def test_its_optimizer_does_what_that_on_arrays_does(executor: CudaExecutor, rul
             assert np.array_equal(array, 2 * oracle.state[slot][name]), name
 
 
-def test_mixup_against_the_reference(executor: CudaExecutor) -> None:
+def test_mixing_against_the_reference(executor: CudaExecutor) -> None:
+    """Mixup and CutMix in turn, with plain passes between them; an odd number of images, some boxes of more than half
+    of an image, one of nothing."""
     reference = create_executor("reference", executor.graph, SHAPES, dtype="float64")
     reference.set_params(*executor.get_params())
-    for mixup in (0.6, 1.0, 0.75):
-        check_pass(executor, reference, seed=5, mixup=mixup)
+    for draws in (Draws(0.6), Draws(cutmix=Box(3, 0, 20, 31)), NO_DRAWS, Draws(cutmix=Box(0, 1, 33, 30)), Draws(0.75),
+                  Draws(cutmix=Box(33, 4, 33, 9)), Draws(cutmix=Box(0, 0, 33, 31)), Draws(cutmix=Box(32, 30, 33, 31))):
+        check_pass(executor, reference, seed=5, draws=draws)
+    with pytest.raises(GraphError, match="the box must lie inside"):
+        executor.forward_backward(*batch(5), draws=Draws(cutmix=Box(0, 0, 34, 31)))
 
 
 def test_metrics_that_are_asked_for_before_they_are_waited_for(executor: CudaExecutor) -> None:

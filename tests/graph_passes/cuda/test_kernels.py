@@ -344,10 +344,17 @@ def test_global_average_pool(device: Device, dtype: str) -> None:
     assert relative_error(device.get(dx, x.shape, dtype), wanted) < PRECISION[dtype]
 
 
+def ranked_labels(labels: np.ndarray, own_share: float) -> np.ndarray:
+    """Those that hits are counted for, as `Draws` says."""
+    if own_share == 0.5:
+        return np.minimum(labels, labels[::-1])
+    return labels if own_share > 0.5 else labels[::-1]
+
+
 @pytest.mark.parametrize("rows, classes, smoothing", [(33, 10, 0.0), (5, 1000, 0.1), (3, 2, 0.2)])
-@pytest.mark.parametrize("mixup", [1.0, 0.625])
+@pytest.mark.parametrize("own_share", [1.0, 0.625, 0.5, 0.25, 0.0])
 def test_softmax_cross_entropy(device: Device, dtype: str, rows: int, classes: int, smoothing: float,
-                               mixup: float) -> None:
+                               own_share: float) -> None:
     random = np.random.default_rng(classes)
     pitch, loss_scale, gradient_scale, valid = -(-classes // 8) * 8, 64.0, 1 / rows, rows - 1
     scores = rounded(random.normal(0, 3, (rows, pitch)), dtype)
@@ -357,7 +364,7 @@ def test_softmax_cross_entropy(device: Device, dtype: str, rows: int, classes: i
     row_loss, row_rank = device.poisoned((rows,)), device.poisoned((rows,), "int32")
     metrics, dbias = device.zeros(32), device.poisoned((classes,))
     device.run("softmax.cu", f"softmax_cross_entropy<{C_TYPES[dtype]}>", (rows, 1, 1), (256, 1, 1),
-               device.put(scores, dtype), device.put(bias), device.put(labels), device.put(np.array([mixup])),
+               device.put(scores, dtype), device.put(bias), device.put(labels), device.put(np.array([own_share])),
                probabilities, gradient, row_loss, row_rank, device.put(np.array([loss_scale])),
                ctypes.c_float(gradient_scale), ctypes.c_float(smoothing), ctypes.c_int(classes), ctypes.c_int(pitch),
                shared_bytes=4 * classes)
@@ -371,7 +378,8 @@ def test_softmax_cross_entropy(device: Device, dtype: str, rows: int, classes: i
     log_p -= np.log(np.exp(log_p).sum(1, keepdims=True))
     target = np.full((rows, classes), smoothing / (classes - 1))
     target[np.arange(rows), labels] = 1 - smoothing
-    target = mixup * target + (1 - mixup) * target[::-1]
+    target = own_share * target + (1 - own_share) * target[::-1]
+    ranked = ranked_labels(labels, own_share)
     loss = -(target * log_p).sum(1)
     wanted = np.zeros((rows, pitch))
     wanted[:, :classes] = (np.exp(log_p) - target) * gradient_scale * loss_scale
@@ -380,7 +388,7 @@ def test_softmax_cross_entropy(device: Device, dtype: str, rows: int, classes: i
     got = device.get(gradient, (rows, pitch), dtype)
     assert relative_error(got, wanted) < PRECISION[dtype] + 1e-5
     assert relative_error(device.get(dbias, (classes,)), got[:, :classes].sum(0)) < 1e-5
-    rank = (z > z[np.arange(rows), labels][:, None]).sum(1)[:valid]
+    rank = (z > z[np.arange(rows), ranked][:, None]).sum(1)[:valid]
     sums = MetricsLayout.from_buffer_copy(device.get(metrics, (32,), "uint8").tobytes())
     assert (sums.top1, sums.top5, sums.count) == ((rank < 1).sum(), (rank < 5).sum(), valid)
     assert abs(sums.loss_sum - loss[:valid].sum()) < 1e-4 * loss[:valid].sum()
@@ -406,6 +414,19 @@ def test_mix_images(device: Device, dtype: str, images: int) -> None:
                ctypes.c_int64(size), ctypes.c_int(images), ctypes.c_float(mixup))
     got = device.get(mixed, x.shape, dtype)
     assert relative_error(got, mixup * x + (1 - mixup) * x[::-1]) < PRECISION[dtype]
+
+
+@pytest.mark.parametrize("images, channels", [(2, 4), (5, 4), (4, 3)])
+def test_exchange_boxes(device: Device, dtype: str, images: int, channels: int) -> None:
+    x = rounded(np.random.default_rng(images).normal(0, 1, (images, 37, 29, channels)), dtype)
+    for top, left, bottom, right in ((0, 0, 37, 29), (3, 1, 36, 29), (36, 28, 37, 29)):
+        mixed = device.put(x, dtype)
+        blocks = -(-(bottom - top) * (right - left) // 256) * -(-images // 2)
+        device.run("elementwise.cu", f"exchange_boxes<{C_TYPES[dtype]}, {channels}>", (blocks, 1, 1), (256, 1, 1),
+                   mixed, *map(ctypes.c_int, (images, 37, 29, top, left, bottom, right)))
+        wanted = x.copy()
+        wanted[:, top:bottom, left:right] = x[::-1, top:bottom, left:right]
+        assert np.array_equal(device.get(mixed, x.shape, dtype), wanted)
 
 
 def test_elementwise(device: Device, dtype: str) -> None:

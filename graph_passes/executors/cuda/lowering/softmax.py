@@ -18,12 +18,12 @@ def softmax(builder: Builder, node: Node) -> None:
     require(scores.shape[:-1] == (images, 1, 1), node, "does not follow a FullyConnected: no GPU lowering")
     keep = builder.persistent
     gradient = builder.output(node, shape=scores.shape) if training else None
-    probabilities, mixup = (None, keep.mixup) if training else (keep.probabilities, None)
+    probabilities, own_share = (None, keep.own_share) if training else (keep.probabilities, None)
     row_loss = Buffer(f"{node.name}:row_loss", (images,), "float32")
     row_rank = Buffer(f"{node.name}:row_rank", (images,), "int32")
     scale = node["grad_scale"] / (images if node["normalization"] == "batch" else 1)
     builder.launch(node, "softmax.cu", builder.kernel("softmax_cross_entropy"), (images, 1, 1), (256, 1, 1),
-                   In(scores), In(builder.optional_input(node, "bias", "no_bias")), In(keep.label), In(mixup),
+                   In(scores), In(builder.optional_input(node, "bias", "no_bias")), In(keep.label), In(own_share),
                    Out(probabilities), Out(gradient), Out(row_loss), Out(row_rank), In(keep.loss_scale),
                    ctypes.c_float(scale), ctypes.c_float(node["smooth_alpha"]), ctypes.c_int(classes),
                    ctypes.c_int(scores.shape[3]), shared_bytes=4 * classes)
