@@ -17,6 +17,7 @@ each seed), .jsonl (a line for each validation of all runs) and .png.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import statistics
 import tempfile
@@ -31,26 +32,33 @@ import record
 from torch_peer import LinePeer, require_peer
 from trainings import Line, TrainingOptions, decoded, train, validations
 
-from common.command_line import read_options
+from common.command_line import option_name, read_options
 from common.errors import ProgramError, UserError
 from train.config import Config, load_preset
 from train.schedule import image_sizes, make_schedule
 
 NAME = "cifar10_time_to_accuracy"
 PEER = Path(__file__).with_name("peer_cifar10.py")
+# Options of a preset that the peer is not given by their names.
+TAKEN_OTHERWISE = ("config", "data", "learning_rate", "final_learning_rate", "label_smoothing", "image_size",
+                   "first_image_size", "resize_epochs", "val_image_size", "val_crop_fraction")
 
 
-def recipe(config: Config, num_classes: int, num_images: int) -> dict[str, Any]:
-    """The preset as peer_cifar10.py takes it."""
+def recipe(config: Config, num_classes: int, num_images: int, knows: Sequence[str] = ()) -> dict[str, Any]:
+    """The preset as peer_cifar10.py takes it. `knows`: options that another peer knows besides; the caller adds them.
+
+    Raises UserError for a preset with anything that the peer has not.
+    """
     peak = make_schedule(config, num_images // config.batch_size, num_processes=1)
-    if config.schedule != "cosine" or config.optimizer != "sgd":
-        raise UserError(f"--preset {config.config} has another schedule or optimizer than the peer, which knows SGD "
-                         "with a cosine schedule only: give one that has these")
-    if not config.crop_padding or config.mixup or config.cutmix:
-        raise UserError(f"--preset {config.config} has mixup or CutMix, or other crops than the peer, which knows "
-                         "those of padded images only: give one that has these")
     names = ("model", "batch_size", "epochs", "warmup_epochs", "momentum", "nesterov", "weight_decay", "crop_padding",
              "cutout", "ema_decay", "validate_every", "zero_init_residual")
+    foreign = [f"{option_name(field.name)} {value}" for field in dataclasses.fields(config)
+               if (value := getattr(config, field.name)) != field.default
+               and field.name not in (*names, *TAKEN_OTHERWISE, *knows)]
+    if foreign or not config.crop_padding:
+        raise UserError(f"--preset {config.config} has {', '.join(foreign) or 'no --crop-padding'}, unlike the peer: "
+                        "give one that trains on crops of padded images, by SGD with a cosine schedule, and with "
+                        "nothing that the peer does not know")
     return {name: getattr(config, name) for name in names} | {
         # Ours goes to the wrong classes only, as MXNet has it, PyTorch's to all of them.
         "label_smoothing": config.label_smoothing * num_classes / (num_classes - 1),
