@@ -300,7 +300,7 @@ class Trainer:
             recorder.end_epoch()
             return ""
         metrics, outcomes = validation
-        is_balance_wanted = config.balance > 0 or outcomes.is_uneven
+        is_balance_wanted = max(config.balance, config.class_weights) > 0 or outcomes.is_uneven
         recorder.end_epoch(metrics, outcomes.balanced_accuracy if is_balance_wanted else None)
         top1 = metrics.top1 / metrics.count
         if top1 > progress.best_top1:

@@ -103,6 +103,8 @@ MISTAKES = {
     "--num-threads 100000": "--num-threads 100000 must be from 0 to 1024",
     "--momentum 1": "--momentum 1.0 must be at least 0 and below 1",
     "--random-area 0.5 0.1": "--random-area 0.5 0.1 must be two fractions above 0, the smaller first",
+    "--repeated-augmentation 1": "--repeated-augmentation 1 must be 0, or at least 2",
+    "--repeated-augmentation -3": "--repeated-augmentation -3 must be 0, or at least 2",
     "--cache -2": "--cache -2.0 must be 0 or more, or -1",
     "--target-accuracy 76": "--target-accuracy 76.0 must be a fraction from 0 to 1",
     "--schedule step --decay-epochs 3 2": "--decay-epochs 3.0 2.0 must rise",

@@ -141,7 +141,12 @@ class TrainingStep:
         self.gpu.upload(buffers["num_valid"].address, np.array([images], np.int32))
         self.gpu.upload(buffers["own_share"].address, np.ones(1, np.float32))
         loss_scale = Buffer("loss_scale", (1,), "float32", state + State.loss_scale.offset, persistent=True)
-        return Persistent(**buffers, probabilities=answer, loss_scale=loss_scale)
+        class_weights = None
+        if weights := self._graph[self._graph.outputs[0].node].get("class_weights", ()):
+            class_weights = Buffer("class_weights", (len(weights),), "float32", persistent=True)
+            class_weights.address = self.gpu.allocate(class_weights.num_bytes)
+            self.gpu.upload(class_weights.address, np.array(weights, np.float32))
+        return Persistent(**buffers, probabilities=answer, loss_scale=loss_scale, class_weights=class_weights)
 
     def _allocate(self, name: str, num_bytes: int) -> int:
         self.gpu.check_free(num_bytes)  # MXNet's own words for it are a stack trace

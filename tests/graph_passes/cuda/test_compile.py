@@ -25,6 +25,7 @@ FLAGS = {
     "batch_norm_pair_backward_reduce": ["false", "true"],
     "bias_add_relu": ["false, false", "false, true", "true, true"],
     "exchange_boxes": ["4", "3"],
+    "softmax_cross_entropy": ["false", "true"],
     "max_pool_backward": ["false", "true"],
     "average_pool": ["false", "true"],
     "average_pool_backward": ["false", "true"],

@@ -36,6 +36,7 @@ class Persistent:
     num_valid: Buffer  # int32: how many rows of the batch count
     loss_scale: Buffer  # float32, part of the optimizer's state
     tickets: Buffer  # zeros, left as zeros by every reduction
+    class_weights: Buffer | None = None  # (classes,) float32, where the loss has some
 
 
 class Builder:
