@@ -256,6 +256,7 @@ def plot(lines: Sequence[Line], path: Path) -> None:
 
 def publish(lines: Sequence[Line], folder: Path) -> None:
     """The picture, and the figures of what is complete."""
+    folder.mkdir(parents=True, exist_ok=True)
     plot(lines, folder / f"{NAME}.png")
     ours, theirs = (by_seed(compared(lines), program) for program in ("ours", "pytorch"))
     if min(len(ours), len(theirs)) >= record.MIN_RUNS:

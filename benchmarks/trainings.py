@@ -146,14 +146,14 @@ class KeptLines:
             first, *rest = map(json.loads, path.read_text().splitlines() or ["{}"])
             self.lines = rest if first == json.loads(json.dumps(self._about)) else []
 
-    def add(self, *lines: Line) -> None:
-        """Write and print them; those of one call are written together or not at all."""
+    def add(self, *lines: Line, show: bool = True) -> None:
+        """Write them, and print them; those of one call are written together or not at all."""
         self.lines += lines
         self._path.parent.mkdir(parents=True, exist_ok=True)
         partial = self._path.with_suffix(".partial")
         partial.write_text("".join(json.dumps(line) + "\n" for line in (self._about, *self.lines)))
         partial.replace(self._path)
-        for line in lines:
+        for line in lines if show else ():
             print(json.dumps(line), flush=True)
 
 
