@@ -20,6 +20,7 @@ STD = (58.395, 57.12, 57.375)
 # Far above what cameras give, and 6.5 times what DALI's example of ImageNet takes for its largest image (5,980 by 6,430
 # pixels; docs/examples/use_cases/pytorch/resnet50/main.py): 0.75 GB in memory.
 MAX_PIXELS = 250_000_000
+MOST_OPERATIONS = 4  # of RandAugment that may follow each other
 
 
 @dataclass(frozen=True, kw_only=True)  # so that fields without a default may follow in those that take it over
@@ -50,6 +51,19 @@ class Augmentation:
     brightness: float = 0.0
     """Multiply each training image's pixels by a random number from 1 - BRIGHTNESS to 1 + BRIGHTNESS (0.4 is usual for
     photographs); 0: off."""
+    auto_augment: Literal["none", "trivialaugment", "randaugment", "randaugment-timm", "autoaugment"] = "none"
+    """Change each training image by random operations (shear, rotate, equalize, ...): one of any strength
+    (trivialaugment, arXiv:2103.10158), several of equal strength (randaugment, arXiv:1909.13719, or as timm has it), or
+    one of the pairs found for ImageNet (autoaugment, arXiv:1805.09501)."""
+    randaugment_operations: int = 2
+    """How many operations RandAugment does to an image."""
+    randaugment_magnitude: float = 9.0
+    """Strength of RandAugment's operations: of 30, and with randaugment-timm of 10."""
+    randaugment_magnitude_std: float = 0.0
+    """Standard deviation of that strength, which is then drawn for each operation; for randaugment-timm."""
+    random_erasing: float = 0.0
+    """Fill a random rectangle, 2 to 33 % of a training image, with the mean colour, with this probability
+    (arXiv:1708.04896; 0.1 to 0.25 is usual); 0: off."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +102,16 @@ class ImageTransform(Normalisation, CentreCrop, Augmentation):
             if not is_good(value := getattr(self, name)):
                 shown = " ".join(f"{each:g}" for each in (value if isinstance(value, tuple) else (value,)))
                 raise DataError(f"{name} is {shown}; it must be {words}")
+        default, largest = Augmentation(), {"randaugment": 30, "randaugment-timm": 10}.get(self.auto_augment, math.inf)
+        for name in ("randaugment_operations", "randaugment_magnitude", "randaugment_magnitude_std"):
+            if getattr(self, name) != getattr(default, name) and not self.auto_augment.startswith("randaugment"):
+                raise DataError(f"{name} is for RandAugment, and auto_augment is {self.auto_augment}; choose "
+                                "randaugment or randaugment-timm there, or leave it out")
+        if self.randaugment_magnitude > largest:
+            raise DataError(f"randaugment_magnitude is {self.randaugment_magnitude:g}; {self.auto_augment} knows 0 to "
+                            f"{largest}")
+        if self.randaugment_magnitude_std and self.auto_augment != "randaugment-timm":
+            raise DataError("randaugment_magnitude_std is for randaugment-timm; leave it out with randaugment")
 
 
 # What a value must be: a test and its words.
@@ -97,6 +121,10 @@ LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "crop_padding": (lambda value: value >= 0, "0 or more"),
     "cutout": (lambda value: 0 <= value <= 1, "a fraction from 0 to 1"),
     "brightness": (lambda value: 0 <= value <= 1, "a fraction from 0 to 1"),
+    "randaugment_operations": (lambda value: 1 <= value <= MOST_OPERATIONS, f"from 1 to {MOST_OPERATIONS}"),
+    "randaugment_magnitude": (lambda value: 0 <= value <= 30, "from 0 to 30"),
+    "randaugment_magnitude_std": (lambda value: 0 <= value < math.inf, "0 or more"),
+    "random_erasing": (lambda value: 0 <= value <= 1, "a probability from 0 to 1"),
     "mean": (lambda value: all(map(math.isfinite, value)), "three finite numbers"),
     "std": (lambda value: all(0 < number < math.inf for number in value), "three numbers above 0"),
     "val_crop_fraction": (lambda value: 0 < value <= 1, "above 0 and at most 1"),
