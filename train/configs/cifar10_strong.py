@@ -5,7 +5,7 @@ CutMix, label smoothing, repeated augmentation, clipping, moving average.
 
 benchmarks/cifar10_recipe.py trains it beside PyTorch, and with one ingredient left out at a time (docs/recipes.md).
 
-Hardware: one NVIDIA GPU. Images/sec and accuracy: not measured yet.
+Hardware: one NVIDIA GPU. Images/sec: not measured here. Accuracy: not measured here.
 """
 
 from train.config import Config
