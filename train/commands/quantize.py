@@ -21,6 +21,7 @@ from graph_passes.calibration import Calibration, folded, observed
 from graph_passes.executors import reference
 from graph_passes.executors.base import Executor, Metrics
 from graph_passes.executors.mxnet import MXNetExecutor
+from graph_passes.operators import LOSSES
 from graph_passes.passes.quantise import Kept, in_floats, layers, quantise_params
 from pipelines import Batch, Loader, LoaderConfig, load_chosen
 from pipelines.sources import open_source
@@ -191,5 +192,5 @@ def _print(errors: list[LayerError], graph: Graph) -> None:
         limit = f"{each.limit:.4g}" if each.limit else "float32"
         table.add_row(each.name, limit, f"{each.weight_db:.1f}", f"{each.output_db:.1f}")
     Console(width=None if sys.stdout.isatty() else 120).print(table)
-    kept = [f"{node.name} ({node.op})" for node in in_floats(graph) if node.op not in ("Flatten", "SoftmaxOutput")]
-    print(f"in float32: {', '.join(kept) or 'nothing'}, and the softmax", flush=True)
+    kept = [f"{node.name} ({node.op})" for node in in_floats(graph) if node.op not in ("Flatten", *LOSSES)]
+    print(f"in float32: {', '.join(kept) or 'nothing'}, and the loss", flush=True)
