@@ -83,7 +83,7 @@ class MXNetExecutor(Executor):
 
     def forward_all(self, data: Array) -> list[np.ndarray]:
         """All outputs of the graph by inference, of which `forward` gives the first."""
-        bound = self._load("null", data, None)
+        bound = self._load("null", data)
         return [output.asnumpy() for output in bound.executor.forward(is_train=False)]
 
     def evaluate(self, data: Array, label: Array, num_valid: int) -> None:

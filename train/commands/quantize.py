@@ -140,13 +140,12 @@ class _Tensors:
         inference = folded(graph)
         self.names = observed(inference)
         shape = (config.batch_size, config.inference_image_size, config.inference_image_size, 3)
-        outputs = [*inference.outputs, *(Ref(name) for name in self.names)]
-        self._executor = MXNetExecutor(Graph(inference, outputs), {"data": shape, "softmax_label": shape[:1]})
+        self._executor = MXNetExecutor(Graph(inference, [Ref(name) for name in self.names]), {"data": shape})
         own, aux = self._executor.params, self._executor.aux
         self._executor.set_params({name: self.params[name] for name in own}, {name: self.params[name] for name in aux})
 
     def __call__(self, batch: Batch) -> Tensors:
-        found = self._executor.forward_all(batch.data)[1:]
+        found = self._executor.forward_all(batch.data)
         return {name: array[: batch.num_valid] for name, array in zip(self.names, found, strict=True)}
 
 
