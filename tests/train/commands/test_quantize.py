@@ -30,7 +30,7 @@ def trained(narrow_network: None, tiny_data: Path, seed: int) -> Checkpoint:
     """A network for the tiny data whose probabilities are neither alike nor all 0 or 1."""
     rng = np.random.default_rng(seed)
     params, aux = models.create("resnet18", 3).initial_values(seed, zero_init_residual=False)
-    params["classifier_weight"] = 0.3 * rng.standard_normal(params["classifier_weight"].shape, np.float32)
+    params["classifier_weight"] = 0.1 * rng.standard_normal(params["classifier_weight"].shape, np.float32)
     config = Config(model="resnet18", data=str(tiny_data), image_size=SIZE, batch_size=4, num_threads=1)
     return Checkpoint(params=params, aux=aux, state={}, config=config, class_names=["red", "green", "blue"],
                       class_keys=["class0", "class1", "class2"])
@@ -187,15 +187,16 @@ def test_onnx_for_tensorrt_has_the_same_integers(quantised: Path, tmp_path: Path
 def test_onnx_for_onnx_runtime_computes_with_integers(quantised: Path, tmp_path: Path, run_train: RunTrain) -> None:
     onnx, onnxruntime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
     file, optimised = tmp_path / "network.onnx", tmp_path / "optimised.onnx"
-    assert run_train("export", "--checkpoint", quantised, "--onnx", file, "--int8", "onnxruntime")[0] == 0
+    code, _, err = run_train("export", "--checkpoint", quantised, "--onnx", file, "--int8", "onnxruntime")
+    assert (code, err) == (0, "")
     settings = onnxruntime.SessionOptions()
     settings.optimized_model_filepath = str(optimised)
     settings.log_severity_level = 3  # it warns that what it writes is for this machine
     onnxruntime.InferenceSession(str(file), settings, providers=["CPUExecutionProvider"])
     kinds = [node.op_type for node in onnx.load(optimised).graph.node]
     assert kinds.count("QLinearConv") == 19 and kinds.count("QLinearAdd") == 8
-    assert kinds.count("FusedConv") == 1  # the first one, with its ReLU
-    assert not {"Conv", "Add", "Relu"} & set(kinds)
+    assert kinds.count("FusedConv") + kinds.count("Conv") == 1  # the first one
+    assert not {"Add", "Relu"} & set(kinds)
 
 
 def test_onnx_that_differs_is_not_written(quantised: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
