@@ -34,9 +34,10 @@ from train.weights.int8_file import Int8Network, executor_of
 TOLERANCE = 1e-4
 
 # In INT8 a sum in another order can round to the next integer, 1/127 of a tensor's range, which spreads: 0.002 was seen
-# in 64 images. The form for ONNX Runtime rounds once more before each sum: 0.07, and more than 0.2 in an untrained network
-# of sharp answers, so that only what is grossly wrong is seen there. By `onnx_writer.Qdq.unsigned`.
-INT8_TOLERANCE = {False: 0.02, True: 0.5}
+# in 64 images by a trained network, more than 0.01 by an untrained one of 8 channels. The form for ONNX Runtime rounds
+# once more before each sum: 0.07, and by such a one more than 0.2, so that only what is grossly wrong is seen there. By
+# `onnx_writer.Qdq.unsigned`.
+INT8_TOLERANCE = {False: 0.1, True: 0.5}
 
 CPU = Placement("mxnet", "cpu(0)", "")
 
