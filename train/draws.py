@@ -11,14 +11,18 @@ import numpy as np
 from graph_passes.executors import Draws
 from train.config import Config
 
-_STREAM = 0x6D69787570  # tells these random numbers from those that the loader draws from the same seed
+# Tell these random numbers from each other, and from those that the loader draws from the same seed.
+_MIXUP, _MASKS = 0x6D69787570, 0x6D61736B73
 
 
 def draw(config: Config, epoch: int, batch: int, rank: int = 0) -> Draws:
     """The draws of one process for a batch of an epoch."""
-    if not config.mixup:
-        return Draws()
-    rng = np.random.default_rng([_STREAM, config.seed, epoch, batch, rank])
-    drawn = float(rng.beta(config.mixup, config.mixup))
-    # Partners are exchanged when lambda and 1 - lambda are, so the larger of the two stands for both.
-    return Draws(mixup=max(drawn, 1 - drawn))
+    place = config.seed, epoch, batch, rank
+    mixup, seed = 1.0, 0
+    if config.mixup:
+        drawn = float(np.random.default_rng([_MIXUP, *place]).beta(config.mixup, config.mixup))
+        # Partners are exchanged when lambda and 1 - lambda are, so the larger of the two stands for both.
+        mixup = max(drawn, 1 - drawn)
+    if config.stochastic_depth or config.dropout:
+        seed = int(np.random.default_rng([_MASKS, *place]).integers(2**64, dtype=np.uint64))
+    return Draws(mixup=mixup, seed=seed)

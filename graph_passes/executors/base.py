@@ -39,9 +39,11 @@ class Draws(NamedTuple):
     mixup: lambda of Zhang et al., arXiv:1710.09412, from 0.5 to 1: each image becomes lambda * itself + (1 - lambda) *
         the one at the same place from the end of the batch, and its target likewise. The loss is that of the mixed
         targets; hits are counted for an image's own label, whose share is the larger one.
+    seed: 64 bits, from which all that the network's Dropouts drop follows (`operators/dropout.py`).
     """
 
     mixup: float = 1.0
+    seed: int = 0
 
 
 NO_DRAWS = Draws()

@@ -16,6 +16,7 @@ from graph_passes.operators import (
     batch_norm_pool,
     conv1x1_backward,
     convolution,
+    dropout,
     elementwise,
     fully_connected,
     pooling,
@@ -44,7 +45,7 @@ __all__ = [
     "window",
 ]
 
-_FAMILIES = (convolution, batch_norm, elementwise, pooling, fully_connected, softmax, batch_norm_halves,
+_FAMILIES = (convolution, batch_norm, elementwise, dropout, pooling, fully_connected, softmax, batch_norm_halves,
              batch_norm_pair, batch_norm_pool, conv1x1_backward)
 
 OPERATORS: Mapping[str, Operator] = MappingProxyType(
