@@ -20,6 +20,7 @@ import numpy as np
 from graph_passes.operators.base import (
     FALSE,
     OPTIONAL_SIZES,
+    TRUE,
     Array,
     Attribute,
     Gradient,
@@ -96,12 +97,19 @@ def _elements(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shape
     return [data, (2,)], [data]
 
 
+def factors_shape(node: NodeView, shapes: Sequence[Shape | None], index: int) -> Shapes:
+    """That of the factors, input number `index`, of a node that has some."""
+    return [] if node["no_factors"] else [known(node, shapes, index)]
+
+
 # --- NumPy ---
 
 
-def factor_of_images(node: NodeView, factors: Array, x: Array) -> Array:
-    """This node's row of the factors, in the dtype of x and a shape that broadcasts to it."""
-    return factors[node["row"]].astype(x.dtype).reshape(-1, *(1,) * (x.ndim - 1))
+def dropped(node: NodeView, x: Array, factors: Array | None) -> Array:
+    """Each image of x times its factor, of this node's row. Without factors, x itself."""
+    if factors is None:
+        return x
+    return x * factors[node["row"]].astype(x.dtype).reshape(-1, *(1,) * (x.ndim - 1))
 
 
 def _compute_factors(node: NodeView, seed: Array) -> list[Array]:
@@ -111,7 +119,7 @@ def _compute_factors(node: NodeView, seed: Array) -> list[Array]:
 
 
 def _compute_images(node: NodeView, x: Array, factors: Array) -> list[Array]:
-    return [x * factor_of_images(node, factors, x)]
+    return [dropped(node, x, factors)]
 
 
 def _compute_elements(node: NodeView, x: Array, seed: Array) -> list[Array]:
@@ -151,6 +159,13 @@ def _rates(value: Any) -> tuple[float, ...]:
 
 
 ROW = {"row": Attribute(int, 0)}  # of `factors`, which has those of all Dropouts of a kind
+FACTORS = {"factors": "no_factors"}  # of operators that multiply by them on the way, where there are any
+
+
+def dropping(inputs: Sequence[str]) -> dict[str, Attribute]:
+    """The attributes that an operator with these inputs has for it."""
+    return {**ROW, "no_factors": TRUE} if "factors" in inputs else {}
+
 
 OPERATORS = (
     Operator("Dropout", ("data",), elementwise, lambda node, x: [x],

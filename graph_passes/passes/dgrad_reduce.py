@@ -39,7 +39,8 @@ def is_plain_1x1(convolution: Node) -> bool:
 
 def _gradient(graph: Graph, reduction: Node) -> Node | None:
     """The gradient that only this reduction reads, if both can be one."""
-    if reduction.op not in ("BatchNormAddReluBackwardReduce", "BatchNormPairBackwardReduce"):
+    if (reduction.op not in ("BatchNormAddReluBackwardReduce", "BatchNormPairBackwardReduce")
+            or not reduction["no_factors"]):
         return None
     for ref in (reduction.input("out_grad"), *(() if reduction["single_grad"] else (reduction.input("out_grad_2"),))):
         dgrad = graph[ref.node]

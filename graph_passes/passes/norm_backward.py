@@ -24,8 +24,8 @@ def norm_backward(graph: Graph, choose: Choose) -> Graph:
         after     dz, x, x_2, weight -> NormConvReduce `dw` -> dw, dz_2, dgamma, dbeta
                   dz_2, ... -> BatchNormBackwardApply `b`
 
-    dx, the wide one, is not written. Of a pair of BatchNorms, both convolutions are done so, or none. For 16-bit types;
-    the kernel is for GPUs of the Hopper generation.
+    dx, the wide one, is not written. Of a pair of BatchNorms, both convolutions are done so, or none. Not where images are
+    dropped after the BatchNorm. For 16-bit types; the kernel is for GPUs of the Hopper generation.
     """
     nodes: list[Node] = []
     moved: dict[Ref, Ref] = {}
@@ -85,7 +85,7 @@ _APPLIES = ("BatchNormBackwardApply", "BatchNormReluBackwardApply", "BatchNormPa
 
 def _convolutions(graph: Graph, apply: Node) -> list[_Convolution]:
     """Those whose output's gradients the half of a BatchNorm gives; none where one of them is of another kind."""
-    if apply.op not in _APPLIES:
+    if apply.op not in _APPLIES or not apply.get("no_factors", True):
         return []
     found = [each for number, ref in enumerate(apply.refs()) if (each := _convolution(graph, number, ref))]
     return found if len(found) == apply.num_outputs else []
