@@ -61,12 +61,12 @@ def philox(counter: Sequence[Array], key: Iterable[int]) -> list[Array]:
 
 def threshold(p: float) -> int:
     """Words below it drop an element."""
-    return round(p * 2**32)
+    return min(round(p * 2**32), 2**32 - 1)
 
 
-def kept_scale(p: float) -> np.float32:
-    """What kept elements are multiplied by."""
-    return np.float32(1 / (1 - p))
+def kept_scale(p: float) -> float:
+    """What kept elements are multiplied by, a number of fp32."""
+    return float(np.float32(1 / (1 - p)))
 
 
 def words_of(seed: int) -> Array:
@@ -77,7 +77,7 @@ def words_of(seed: int) -> Array:
 def keep_factors(p: float, number: int, elements: Array, seed: Array) -> Array:
     """float32, 0 or 1 / (1 - p), for the elements of these numbers."""
     words = philox([elements, np.full_like(elements, number), *[np.zeros_like(elements)] * 2], seed)[0]
-    return np.where(words >= threshold(p), kept_scale(p), np.float32(0))
+    return np.where(words >= threshold(p), np.float32(kept_scale(p)), np.float32(0))
 
 
 # --- shapes ---

@@ -40,9 +40,9 @@ def bn_add_relu(graph: Graph) -> Graph:
             return None
         for ref, shortcut in (add.inputs, reversed(add.inputs)):
             if drop := dropped(ref):
-                bn = graph[drop.inputs[0].node]
-                return bn.derive("BatchNormAddRelu", graph.unused_name(f"{bn.name}_add_relu"),
-                                 (*bn.inputs, shortcut, drop.inputs[1]), row=drop["row"], no_factors=False)
+                norm = graph[drop.inputs[0].node]
+                return norm.derive("BatchNormAddRelu", graph.unused_name(f"{norm.name}_add_relu"),
+                                   (*norm.inputs, shortcut, drop.inputs[1]), row=drop["row"], no_factors=False)
         for ref, shortcut in (add.inputs, reversed(add.inputs)):
             if bn := graph.only_used_by_one(ref, "BatchNorm"):
                 name = graph.unused_name(f"{bn.name}_add_relu")

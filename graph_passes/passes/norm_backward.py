@@ -24,8 +24,8 @@ def norm_backward(graph: Graph, choose: Choose) -> Graph:
         after     dz, x, x_2, weight -> NormConvReduce `dw` -> dw, dz_2, dgamma, dbeta
                   dz_2, ... -> BatchNormBackwardApply `b`
 
-    dx, the wide one, is not written. Of a pair of BatchNorms, both convolutions are done so, or none. Not where images are
-    dropped after the BatchNorm. For 16-bit types; the kernel is for GPUs of the Hopper generation.
+    dx, the wide one, is not written. Of a pair of BatchNorms, both convolutions are done so, or none. Not where images
+    are dropped after the BatchNorm. For 16-bit types; the kernel is for GPUs of the Hopper generation.
     """
     nodes: list[Node] = []
     moved: dict[Ref, Ref] = {}

@@ -101,7 +101,8 @@ def pre_activation(classes=7):
 
 
 def random_network(rng):
-    """Convolutions, BatchNorms, sums of any of these, ReLUs after BatchNorms and max poolings, in any order."""
+    """Convolutions, BatchNorms, sums of any of these, ReLUs after BatchNorms and max poolings, in any order. What is
+    added may be dropped."""
     def conv(x, filters, stride=1, sizes=(1, 1, 3)):
         size = int(rng.choice(sizes))
         return mx.sym.Convolution(x, num_filter=filters, kernel=(size, size), stride=(stride, stride),
@@ -110,6 +111,10 @@ def random_network(rng):
     def norm(x):
         return mx.sym.BatchNorm(x, axis=3, eps=float(rng.choice([1e-3, 1e-5])), fix_gamma=False)
 
+    def dropped(x):
+        axes = [(1, 2, 3), (0, 1, 2, 3), ()][rng.integers(3)]
+        return x if rng.integers(2) else mx.sym.Dropout(x, p=float(rng.uniform(0.1, 0.6)), axes=axes)
+
     width = 64
     x = conv(mx.sym.Variable("data"), width, *((2, (7,)) if rng.integers(2) else ()))
     for kind in rng.integers(6, size=rng.integers(1, 8)):
@@ -117,7 +122,7 @@ def random_network(rng):
             x = mx.sym.relu(norm(x))
         elif kind == 1:
             shortcut = x if rng.integers(2) else norm(conv(x, width))
-            terms = [norm(conv(x, width)), shortcut]
+            terms = [dropped(norm(conv(x, width))), dropped(shortcut)]
             x = mx.sym.elemwise_add(*(terms[i] for i in rng.permutation(2)))
             x = mx.sym.relu(x) if rng.integers(4) else x
         elif kind == 2:

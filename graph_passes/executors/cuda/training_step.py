@@ -39,6 +39,7 @@ from graph_passes.executors.cuda.planner import Decision, Planner
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.executors.cuda.toolchain import Toolchain
 from graph_passes.graph import Graph, Node, Ref
+from graph_passes.operators.dropout import words_of
 from graph_passes.passes import Choose, Ways, first_way
 from graph_passes.passes.precision import ITEM_BYTES
 
@@ -105,7 +106,7 @@ class TrainingStep:
         if largest != self._shapes:
             self._arena.reserve(arena_bytes)
         self._training = self._compile()
-        self._mixup = 1.0  # as the GPU has it
+        self._mixup, self._seed = 1.0, 0  # as the GPU has them
         self._free_pinned: list[np.ndarray] = []
         self.skipped_steps = self.skipped_in_a_row = 0  # as `Executor` has them
         self._gradient_backup: dict[str, int] = {}
@@ -129,6 +130,7 @@ class TrainingStep:
             "data": ((images, height, width, padded_channels(channels)), self.dtype),
             "label": ((images,), "float32"),
             "mixup": ((1,), "float32"),
+            "seed": ((2,), "uint32"),
             "metrics": ((ctypes.sizeof(MetricsLayout),), "uint8"),
             "num_valid": ((1,), "int32"),
             "tickets": ((MAX_CHANNELS // TILE_CHANNELS,), "int32"),
@@ -361,6 +363,13 @@ class TrainingStep:
             kernel = self.kernels.get("elementwise.cu", instance("mix_images", data.dtype))
             kernel.launch((-(-size // 1024) * -(-images // 2), 1, 1), (256, 1, 1), data.address, ctypes.c_int64(size),
                           ctypes.c_int(images), ctypes.c_float(mixup))
+
+    def set_seed(self, seed: int) -> None:
+        """What the next passes drop follows from these 64 bits. Asynchronous."""
+        if seed != self._seed:
+            for number, word in enumerate(words_of(seed)):
+                self.gpu.write_word(self.persistent.seed.address + number * ITEM_BYTES["uint32"], word)
+            self._seed = seed
 
     def forward_backward(self, accumulate: bool = False, on_bucket: OnBucket | None = None) -> None:
         """One pass over the loaded batch; gradients, times the loss scale, are in the store, added to what was there if

@@ -140,7 +140,7 @@ def lower_graph(graph: Graph, shapes: dict[str, tuple[int, ...]], training: bool
 
     persistent = Persistent(
         kept("data", (batch, height, width, padded_channels(channels)), dtype), kept("label", (batch,), "float32"),
-        kept("mixup", (1,), "float32"),
+        kept("mixup", (1,), "float32"), kept("seed", (2,), "uint32"),
         kept("probabilities", (batch, 1000), "float32"), kept("metrics", (32,), "uint8"),
         kept("num_valid", (1,), "int32"), kept("loss_scale", (1,), "float32"), kept("tickets", (64,), "int32"))
     choices = Choices(shapes, store, persistent, tools)

@@ -19,6 +19,7 @@ from graph_passes.executors.cuda.lowering import (
     batch_norm_pool,
     conv1x1_backward,
     convolution,
+    dropout,
     elementwise,
     pooling,
     softmax,
@@ -30,11 +31,12 @@ from graph_passes.executors.cuda.program import Buffer, Program
 from graph_passes.executors.cuda.toolchain import Toolchain
 from graph_passes.graph import Graph, Node, Ref
 from graph_passes.operators import BATCH_NORMS, Shape
+from graph_passes.operators.dropout import SEED
 from graph_passes.passes import output_names, tensor_dtypes
 
 __all__ = ["LoweredGraph", "Persistent", "bound_buffers", "check_operators", "lower", "lower_nodes"]
 
-_FAMILIES = (convolution, batch_norm, elementwise, pooling, softmax, batch_norm_pair, batch_norm_pool, stem,
+_FAMILIES = (convolution, batch_norm, elementwise, dropout, pooling, softmax, batch_norm_pair, batch_norm_pool, stem,
              conv1x1_backward)
 RULES: Mapping[str, Rule] = {op: rule for family in _FAMILIES for op, rule in family.RULES.items()}
 
@@ -91,7 +93,8 @@ def lower_nodes(builder: Builder, nodes: Graph | list[Node]) -> None:
 
 def bound_buffers(graph: Graph, store: Store, persistent: Persistent) -> dict[Ref, Buffer]:
     """The tensors that have their places already: data, parameters, running statistics, and their gradients."""
-    buffers = {Ref("data"): persistent.data, **{Ref(name): buffer for name, buffer in store.values.items()},
+    buffers = {Ref("data"): persistent.data, Ref(SEED): persistent.seed,
+               **{Ref(name): buffer for name, buffer in store.values.items()},
                **{Ref(name): buffer for name, buffer in store.statistics.slices.items()}}
     if "output_names" not in graph.attrs:
         return buffers

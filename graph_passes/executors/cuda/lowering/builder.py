@@ -31,6 +31,7 @@ class Persistent:
     data: Buffer  # (N, H, W, C padded), the network's dtype
     label: Buffer  # (N,) float32
     mixup: Buffer  # float32: lambda of mixup, 1 without
+    seed: Buffer  # (2,) uint32: of what is dropped
     probabilities: Buffer  # (N, classes) float32
     metrics: Buffer  # softmax.cu's Metrics
     num_valid: Buffer  # int32: how many rows of the batch count
