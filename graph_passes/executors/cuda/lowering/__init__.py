@@ -44,8 +44,9 @@ RULES: Mapping[str, Rule] = {op: rule for family in _FAMILIES for op, rule in fa
 def check_operators(graph: Graph) -> None:
     """Raise GraphError for the first node of a network that can have no lowering: another operator, or not NHWC."""
     unknown = [node for node in graph if not node.is_variable and node.op not in RULES]
-    if unknown:  # a transpose may be there only because of the operator that the layout pass does not know
-        raise no_lowering(next((node for node in unknown if node.op != "transpose"), unknown[0]))
+    own = [node for node in unknown if node.op != "transpose"]
+    if own:
+        raise no_lowering(own[0])
     for node in graph:
         is_nchw = ((node.op in ("Convolution", "Pooling") and node["layout"] == "NCHW")
                    or (node.op in BATCH_NORMS and node["axis"] not in (3, -1)))
@@ -54,6 +55,8 @@ def check_operators(graph: Graph) -> None:
             readers = {reader.op for reader in graph.consumers.get(Ref(node.name), ())}
             require(bool(readers) and readers <= {"SoftmaxOutput", "SoftmaxCrossEntropy"}, node,
                     "does not feed a SoftmaxOutput alone: only the classifier has a GPU lowering")
+    if unknown:  # a transpose may be there only because of another operator, in front of which the layout pass put it
+        raise no_lowering(unknown[0])
 
 
 @dataclass(frozen=True)
