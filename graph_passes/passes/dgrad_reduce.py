@@ -39,8 +39,7 @@ def is_plain_1x1(convolution: Node) -> bool:
 
 def _gradient(graph: Graph, reduction: Node) -> Node | None:
     """The gradient that only this reduction reads, if both can be one."""
-    if (reduction.op not in ("BatchNormAddReluBackwardReduce", "BatchNormPairBackwardReduce")
-            or not reduction["no_factors"]):
+    if reduction.op not in ("BatchNormAddReluBackwardReduce", "BatchNormPairBackwardReduce"):
         return None
     for ref in (reduction.input("out_grad"), *(() if reduction["single_grad"] else (reduction.input("out_grad_2"),))):
         dgrad = graph[ref.node]
@@ -57,6 +56,7 @@ def _fused(reduction: Node, dgrad: Node) -> Node:
     if not reduction["single_grad"]:
         gradients.append(reduction.input("out_grad_2"))
     addend = [ref for ref in gradients if ref != Ref(dgrad.name)]
-    inputs = (*dgrad.inputs, reduction.input("mask"), *norms, *addend)
+    factors = [] if reduction["no_factors"] else [reduction.input("factors")]
+    inputs = (*dgrad.inputs, reduction.input("mask"), *norms, *factors, *addend)
     return Node("DgradReduce", reduction.name, inputs,
                 {**dgrad.attrs, **reduction.attrs, "single_norm": not is_pair, "single_grad": not addend})

@@ -15,8 +15,10 @@ RULES = ["Sgd<false>", "Sgd<true>", "Lars<false>", "Lars<true>", "AdamW", "Lamb"
 
 # Template arguments behind the dtype that the executor asks for.
 FLAGS = {
-    "dgrad_reduce": ["64, false, true", "128, true, false", "256, true, true"],
-    "norm_backward": ["64, true, false", "128, true, true", "256, false, true"],
+    "dgrad_reduce": ["64, false, true, false", "128, true, false, false", "256, true, true, false",
+                     "64, true, true, true", "256, false, false, true"],
+    "norm_backward": ["64, true, false, false", "128, true, true, false", "256, false, true, false",
+                      "256, false, false, true"],
     "batch_norm_apply": ["false, false, false", "false, true, false", "true, true, false", "true, true, true"],
     "batch_norm_backward_reduce": [
         "NO_RELU, false, false, false", "NO_RELU, true, true, false", "RECOMPUTED, false, false, false",
