@@ -10,6 +10,11 @@ def fused(symbol) -> Graph:
     return passes.bn_relu(passes.bn_add_relu(Graph.from_json(symbol.tojson())))
 
 
+def dropping(symbol, mode="image", depth=0.6, p=0.25) -> Graph:
+    """The network with stochastic depth, from its second block on, and dropout before the classifier."""
+    return passes.dropout(passes.stochastic_depth(Graph.from_json(symbol.tojson()), depth, mode), p)
+
+
 def block(x, name, width, stride, bottleneck, project, layout="NHWC"):
     """A residual block with few channels, written independently of train/models/."""
     axis = layout.index("C")

@@ -3,7 +3,15 @@ against the network as it is given, whose gradient no pass writes; and against M
 
 import numpy as np
 import pytest
-from step_networks import bottlenecks, flattened, pre_activation, random_network, random_variables, small_resnet
+from step_networks import (
+    bottlenecks,
+    dropping,
+    flattened,
+    pre_activation,
+    random_network,
+    random_variables,
+    small_resnet,
+)
 
 from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError, Ref, passes, pipeline
@@ -30,11 +38,6 @@ def biased(classes=7):
     return mx.sym.SoftmaxOutput(x, normalization="batch", name="softmax")
 
 
-def dropping(build, mode="image"):
-    """Such a network with stochastic depth, from the second block on, and dropout before the classifier."""
-    return passes.dropout(passes.stochastic_depth(Graph.from_json(build().tojson()), 0.6, mode), 0.25)
-
-
 NETWORKS = {
     "basic blocks": (lambda: small_resnet(False), (3, 17, 14, 3)),
     "bottlenecks": (lambda: bottlenecks(7, 7), (3, 22, 18, 4)),
@@ -43,10 +46,10 @@ NETWORKS = {
     "BatchNorm first": (pre_activation, (3, 9, 7, 3)),
     "flattened convolution": (lambda: flattened("Convolution"), (5, 12, 9, 3)),
     "flattened pooling": (lambda: flattened("Pooling"), (5, 11, 8, 4)),
-    "basic blocks that drop": (lambda: dropping(lambda: small_resnet(False)), (4, 17, 14, 3)),
-    "bottlenecks that drop": (lambda: dropping(lambda: bottlenecks(7, 7)), (5, 22, 18, 4)),
-    "bottlenecks that drop batches": (lambda: dropping(lambda: bottlenecks(7, 7), "block"), (3, 22, 18, 4)),
-    "BatchNorm first that drops": (lambda: dropping(pre_activation), (4, 9, 7, 3)),
+    "basic blocks that drop": (lambda: dropping(small_resnet(False)), (4, 17, 14, 3)),
+    "bottlenecks that drop": (lambda: dropping(bottlenecks(7, 7)), (5, 22, 18, 4)),
+    "bottlenecks that drop batches": (lambda: dropping(bottlenecks(7, 7), "block"), (3, 22, 18, 4)),
+    "BatchNorm first that drops": (lambda: dropping(pre_activation()), (4, 9, 7, 3)),
 }
 WAYS = {"fused": passes.fused_way, "separate": passes.first_way}
 
