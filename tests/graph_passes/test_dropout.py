@@ -195,3 +195,53 @@ def test_networks_that_drop_are_drawn_and_planned() -> None:
     assert plan.arena_bytes <= kept.arena_bytes + factors + 2 * 4 * 128 * 2
     assert passes.tensor_dtypes(step)[Ref(SEED)] == "uint32"
     assert Graph.from_json(step.to_json()) == step
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
+def test_a_whole_step_against_timm(name: str, rng: np.random.Generator) -> None:
+    """In float64, with the masks of our seed in place of timm's: its rates, where it drops, and all gradients."""
+    torch, timm = pytest.importorskip("torch"), pytest.importorskip("timm")
+    images, depth, p, draws = 5, 0.5, 0.3, Draws(seed=int(rng.integers(2**63)))
+    network = models.create(name, 10)
+    graph = passes.dropout(passes.stochastic_depth(network.graph, depth), p)
+    shapes = {"data": (images, 64, 64, 3), "softmax_label": (images,)}
+    params, aux = network.initial_values(3, zero_init_residual=False)
+    data, label = rng.standard_normal(shapes["data"]), rng.integers(0, 10, images)
+    own = create_executor("reference", graph, shapes, dtype="float64", network_dtype="bfloat16")
+    own.set_params(params, aux)
+    own.forward_backward(data, label, draws=draws)
+
+    class Product(torch.nn.Module):
+        def __init__(self, factors: np.ndarray) -> None:
+            super().__init__()
+            self.factors = torch.from_numpy(factors.astype(np.float64))
+
+        def forward(self, x: Any) -> Any:
+            return x * self.factors
+
+    theirs = timm.create_model(name, num_classes=10, drop_path_rate=depth, drop_rate=p).double().train()
+    published = models.published(name)[0]
+    state = {published.name(key): value.transpose(0, 3, 1, 2) if value.ndim == 4 else value
+             for key, value in {**params, **aux}.items()}
+    theirs.load_state_dict({key: torch.from_numpy(np.ascontiguousarray(value, np.float64))
+                            for key, value in state.items()}, strict=False)
+    steps = passes.draw_masks(graph, images)
+    blocks = [block for layer in (theirs.layer1, theirs.layer2, theirs.layer3, theirs.layer4) for block in layer]
+    (factors,) = (node for node in steps if node.op == "DropoutFactors")
+    assert [block.drop_path.drop_prob for block in blocks[1:]] == pytest.approx(factors["rates"])
+    assert blocks[0].drop_path is None and theirs.drop_rate == p
+    for block, row in zip(blocks[1:], masks(graph, images, draws.seed), strict=True):
+        block.drop_path = Product(row.reshape(-1, 1, 1, 1))
+    (of_elements,) = (node for node in steps if node.op == "DropoutElements")
+    kept = evaluate(of_elements, [np.ones((images, theirs.num_features)), words_of(draws.seed)])[0]
+    theirs.drop_rate, theirs.fc = 0.0, torch.nn.Sequential(Product(kept), theirs.fc)
+    answers = theirs(torch.from_numpy(data.transpose(0, 3, 1, 2).copy()))
+    loss = torch.nn.functional.cross_entropy(answers, torch.from_numpy(label))
+    loss.backward()
+    assert own.read_metrics().loss_sum / images == pytest.approx(loss.item(), rel=1e-9)
+    gradients = {key.replace("fc.1.", "fc."): value.grad.numpy() for key, value in theirs.named_parameters()}
+    for key in params:
+        gradient = own.to_canonical(key, own.grads[key])
+        wanted = gradients[published.name(key)]
+        gradient = gradient.transpose(0, 3, 1, 2) if gradient.ndim == 4 else gradient
+        assert np.linalg.norm(gradient - wanted) < 1e-7 * np.linalg.norm(wanted), key
