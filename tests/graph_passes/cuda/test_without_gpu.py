@@ -269,6 +269,33 @@ def test_a_pre_activation_network(name: str, convolutions: int, sums: int) -> No
     check_memory(lowering.program)
 
 
+@pytest.mark.parametrize("name, mode, products", [("resnet18", "image", 0), ("resnet50", "image", 0),
+                                                  ("resnet50", "block", 0), ("resnet50d", "image", 0),
+                                                  ("resnet50_v2", "image", 2 * 15)])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_network_that_drops(name: str, mode: Any, products: int, fused: bool) -> None:
+    """The launches of the same network, and two for the masks and two for dropout; where branches end in a BatchNorm,
+    the products with masks are in its launches."""
+    plain = models.create(name).graph
+    graph = passes.dropout(passes.stochastic_depth(plain, 0.2, mode), 0.1)
+    shapes: dict[str, tuple[int, ...]] = {"data": (4, 96, 96, 3), "softmax_label": (4,)}
+    lowering, store = lower_graph(graph, shapes, training=True, fused=fused)
+    without, _ = lower_graph(plain, shapes, training=True, fused=fused)
+    operations, before = (Counter(launch.operation for launch in each.program.launches) for each in (lowering, without))
+    dropped = {"dropout_factors": 1, "dropout_elements": 2, "dropout_images": products}
+    more = operations - before
+    assert more == Counter({key: number for key, number in dropped.items() if number}) + (
+        Counter(add=more["add"], batch_norm_backward_apply=0))
+    assert not before - operations
+    assert lowering.ready.keys() == store.parameters.keys()
+    for launch in lowering.program.launches:
+        launch.enqueue()
+    check_memory(lowering.program)
+    check_operators(graph)
+    inference = pipeline.inference(graph, "float16", passes.fused_way)
+    assert inference == pipeline.inference(plain, "float16", passes.fused_way)
+
+
 def test_inference_takes_over_every_parameter() -> None:
     graph = passes.bn_relu(passes.bn_add_relu(Graph.from_json(resnet(50, 1000).tojson())))
     shapes: dict[str, tuple[int, ...]] = {"data": (4, 64, 64, 3), "softmax_label": (4,)}
