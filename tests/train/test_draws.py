@@ -27,11 +27,20 @@ def test_lambda_is_the_larger_half_of_beta(alpha: float, rng: np.random.Generato
     assert np.mean(drawn * (1 - drawn)) == pytest.approx(alpha / (4 * alpha + 2), abs=0.014)
 
 
-def test_each_place_in_a_run_has_its_own() -> None:
+@pytest.mark.parametrize("options", [{"mixup": 0.4}, {"stochastic_depth": 0.1}, {"dropout": 0.1}], ids=str)
+def test_each_place_in_a_run_has_its_own(options: dict[str, float]) -> None:
     def everywhere() -> list[Draws]:
-        config = Config(mixup=0.4)
+        config = Config(**options)
         return [draw(replace(config, seed=seed), *place) for seed, *place in itertools.product((0, 1), repeat=4)]
 
     drawn = everywhere()
     assert len(set(drawn)) == len(drawn)
     assert drawn == everywhere()
+
+
+def test_masks_have_seeds_of_64_bits_and_of_their_own() -> None:
+    config = Config(stochastic_depth=0.1)
+    seeds = [draw(config, epoch, batch).seed for epoch in range(2) for batch in range(500)]
+    assert len(set(seeds)) == len(seeds) and 0 <= min(seeds) and 2**63 < max(seeds) < 2**64
+    both = draw(replace(config, mixup=0.4, dropout=0.2), 0, 0)
+    assert both == Draws(mixup=draw(Config(mixup=0.4), 0, 0).mixup, seed=seeds[0]), "each as without the others"

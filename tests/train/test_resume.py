@@ -195,8 +195,9 @@ def test_files_that_are_removed_in_mid_run(gone, named, unbroken, tiny_options, 
     assert json.loads((folder / "config.json").read_text())["batch_size"] == 4
 
 
-def test_mixup_and_averages_go_on(tiny_options, tmp_path, run_train):
-    options = [*tiny_options, "--mixup", "0.4", "--ema-decay", "0.9", "--validate-every", "2"]
+def test_draws_and_averages_go_on(tiny_options, tmp_path, run_train):
+    options = [*tiny_options, "--mixup", "0.4", "--ema-decay", "0.9", "--validate-every", "2", "--stochastic-depth",
+               "0.5", "--dropout", "0.3"]
     for name, limit in (("whole", ()), ("parts", ("--max-steps", "4"))):
         code, _, err = run_train("--output", tmp_path / name, *options, *limit)
         assert code == 0, err
