@@ -41,6 +41,6 @@ def test_each_place_in_a_run_has_its_own(options: dict[str, float]) -> None:
 def test_masks_have_seeds_of_64_bits_and_of_their_own() -> None:
     config = Config(stochastic_depth=0.1)
     seeds = [draw(config, epoch, batch).seed for epoch in range(2) for batch in range(500)]
-    assert len(set(seeds)) == len(seeds) and 0 <= min(seeds) and 2**63 < max(seeds) < 2**64
+    assert len(set(seeds)) == len(seeds) and min(seeds) >= 0 and 2**63 < max(seeds) < 2**64
     both = draw(replace(config, mixup=0.4, dropout=0.2), 0, 0)
     assert both == Draws(mixup=draw(Config(mixup=0.4), 0, 0).mixup, seed=seeds[0]), "each as without the others"

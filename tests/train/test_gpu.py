@@ -239,7 +239,7 @@ def test_benchmark_with_profile(run_train, tmp_path):
 def test_accumulation_draws_and_averages_go_on(run_train, tmp_path):
     """All options at once, with --deterministic: a run in two parts has the bits of a run in one, and it learns."""
     options = [*OPTIONS, "--deterministic", "--validate-every", "0", "--batch-size", "128", "--accumulate", "2",
-               "--mixup", "0.2", "--stochastic-depth", "0.2", "--dropout", "0.1", "--ema-decay", "0.95",
+               "--mixup", "0.2", "--stochastic-depth", "0.1", "--dropout", "0.1", "--ema-decay", "0.95",
                "--log-every", "7"]
     for name, steps in (("whole", "100"), ("parts", "60")):
         code, _, err = run_train(*options, "--output", tmp_path / name, "--max-steps", steps)
