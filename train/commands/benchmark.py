@@ -13,7 +13,7 @@ import numpy as np
 
 from common.command_line import part_of
 from train import devices
-from train.build import build_executor, check_memory, join_bn_group, open_split
+from train.build import build_executor, check_memory, class_weights, join_bn_group, open_split
 from train.commands.options import Measurement
 from train.commands.profile import write_profile
 from train.commands.session import measure_loader, name_preset, open_recorder, prepare, report, run_folder_of
@@ -47,7 +47,7 @@ def main(values: Mapping[str, Any]) -> None:
         loader = open_split(config, "train", placement, workers)
         check_memory(config, len(loader.class_names), loader.config.size_in(0), placement)
         executor = build_executor(config, len(loader.class_names), loader.config.size_in(0), placement, None,
-                                  not workers.alone, bn_group)
+                                  not workers.alone, bn_group, class_weights=class_weights(config, loader))
         trainer = Trainer(config, workers, executor, loader, None, run_folder, None)
     trainer.join()
     with workers.agreement():
