@@ -438,6 +438,7 @@ _ONLY_WITH = {
 def check(config: Config) -> None:
     """Raise TrainError for a value that makes no sense, or that does not go together with another one."""
     _check_limits(vars(config))
+    config.transform.check()
     models.check(config.model)
     _check_optimizer(config.optimizer)
     if config.schedule == "step" and list(config.decay_epochs) != sorted(config.decay_epochs):
