@@ -62,6 +62,7 @@ def open_split(config: Config, split: str, placement: Placement, workers: Worker
             split=split,
             val_split=config.val_split,
             balance=config.balance,
+            repeated_augmentation=config.repeated_augmentation,
             batch_size=config.batch_size,
             image_size=config.image_size if split == "train" else config.inference_image_size,
             image_sizes=image_sizes(config),

@@ -168,6 +168,10 @@ class ImageOptions(Augmentation, SizeOptions):
     balance: float = 0.0
     """For classes of unequal size: draw a class's images in proportion to their number to the power of 1 - BALANCE; 1:
     every class equally often, 0.5: by the root of its size, 0: every image once. An epoch stays as long."""
+    repeated_augmentation: int = 0
+    """Repeated augmentation (arXiv:1901.09335): a batch holds so many copies of each of its images, augmented
+    differently, and an epoch, as long as before, so much the fewer images (with --balance: of those drawn); 0: no
+    copies."""
 
 
 @dataclass(frozen=True)
@@ -237,6 +241,9 @@ class OptimizerOptions:
     """Weight decay; never applied to BatchNorm parameters and biases."""
     trust_coefficient: float = 0.001
     """Optimizer lars: the learning rate of a layer is multiplied by this times |weights| / |decayed gradient|."""
+    clip_norm: float = 0.0
+    """Clip gradients: where the norm of all of them together is larger than this, they are scaled down to it before the
+    optimizer sees them (arXiv:1211.5063); 0: no clipping. metrics.jsonl and TensorBoard have the norm before."""
     label_smoothing: float = 0.1
     """Share of the target that goes to the wrong classes."""
     loss: Literal["softmax", "bce"] = "softmax"
@@ -388,7 +395,7 @@ _LIMITS = {
                      "epsilon", "backbone_lr_factor"),
                     (lambda value: value > 0, "above 0")),
     "num_threads": (lambda value: 0 <= value <= MAX_THREADS, f"from 0 to {MAX_THREADS}"),
-    **dict.fromkeys(("num_classes", "seed", "max_steps", "patience", "validate_every", "weight_decay",
+    **dict.fromkeys(("num_classes", "seed", "max_steps", "patience", "validate_every", "weight_decay", "clip_norm",
                      "warmup_epochs", "mixup", "cutmix", "price_per_hour", "final_learning_rate", "time_limit",
                      "checkpoint_minutes", "warmup_steps"),
                     (lambda value: value >= 0, "0 or more")),
@@ -396,6 +403,7 @@ _LIMITS = {
                     (lambda value: 0 <= value < 1, "at least 0 and below 1")),
     **dict.fromkeys(("balance", "class_weights", "cutmix_share"),
                     (lambda value: 0 <= value <= 1, "a fraction from 0 to 1")),
+    "repeated_augmentation": (lambda value: value == 0 or value >= 2, "0, or at least 2"),
     "cache": (lambda value: value == -1 or value >= 0, "0 or more, or -1"),
     "hw_decoder_load": (lambda value: value == -1 or 0 <= value <= 1, "a fraction from 0 to 1, or -1"),
     "target_accuracy": (lambda value: 0 <= value <= 1, "a fraction from 0 to 1"),
@@ -417,9 +425,15 @@ def _constants_of_optimizers() -> dict[str, tuple[str, tuple[str, ...]]]:
 _ONLY_WITH = {
     **dict.fromkeys(("decay_epochs", "decay_factor"), ("schedule", ("step",))),
     "decay_power": ("schedule", ("polynomial",)),
+    **dict.fromkeys(("randaugment_operations", "randaugment_magnitude"),
+                    ("auto_augment", ("randaugment", "randaugment-timm"))),
+    "randaugment_magnitude_std": ("auto_augment", ("randaugment-timm",)),
     "bce_threshold": ("loss", ("bce",)),
     "class_weights": ("loss", ("softmax",)),
     "final_learning_rate": ("schedule", ("cosine", "polynomial")),
+    **dict.fromkeys(("randaugment_operations", "randaugment_magnitude"),
+                    ("auto_augment", ("randaugment", "randaugment-timm"))),
+    "randaugment_magnitude_std": ("auto_augment", ("randaugment-timm",)),
     **_constants_of_optimizers(),
 }
 
@@ -427,6 +441,7 @@ _ONLY_WITH = {
 def check(config: Config) -> None:
     """Raise TrainError for a value that makes no sense, or that does not go together with another one."""
     _check_limits(vars(config))
+    config.transform.check()
     models.check(config.model)
     _check_optimizer(config.optimizer)
     if config.schedule == "step" and list(config.decay_epochs) != sorted(config.decay_epochs):

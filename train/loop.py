@@ -283,7 +283,7 @@ class Trainer:
             self.skipped_steps, self.skipped_in_a_row = (round(value / self.workers.size) for value in values[:2])
             sums = values[2:]
             gpu = GpuReadings(*(value / self.workers.size for value in sums))._replace(power=sums[0]) if sums else None
-            recorder.log(metrics, gpu, slowest, self.skipped_steps - before)
+            recorder.log(metrics, gpu, slowest, self.skipped_steps - before, self.executor.gradient_norm)
             if not math.isfinite(metrics.loss_sum):
                 raise self._diverged(*self.metrics_steps)
 

@@ -103,6 +103,7 @@ class Executor(ABC):
         self.input_shapes: dict[str, Shape] = {name: tuple(shape) for name, shape in shapes.items()}
         self._weight_layouts = weight_layouts(graph)
         self._accepted = {name: {shape} for name, shape in self.input_shapes.items()}  # by `check_input`
+        self._optimizer: ArrayOptimizer | None = None
 
     @property
     def trained_statistics(self) -> list[Any]:
@@ -168,13 +169,15 @@ class Executor(ABC):
                                  f"this network works with images of {made[1]}x{made[2]} only")
         self._accepted[name].add(shape)
 
-    def create_optimizer(self, rule: Rule, ema: bool = False) -> Optimizer:
+    def create_optimizer(self, rule: Rule, ema: bool = False, clip_norm: float = 0.0) -> Optimizer:
         """The optimizer of all parameters that are not frozen; `ema`: with moving averages of them and of the running
-        statistics."""
+        statistics. `clip_norm`: their gradients are scaled down to this norm where all of them together have a larger
+        one (`optimizers.base.clip_factor`); 0: never."""
         trained, statistics = ({name: array for name, array in arrays.items() if name not in self.frozen}
                                for arrays in (self.params, self.aux))
-        return ArrayOptimizer(rule, trained, self.grads, roles.weights(self.graph), trained | statistics if ema else {},
-                              roles.rate_factors(self.graph))
+        self._optimizer = ArrayOptimizer(rule, trained, self.grads, roles.weights(self.graph),
+                                         trained | statistics if ema else {}, roles.rate_factors(self.graph), clip_norm)
+        return self._optimizer
 
     # --- running ---
 
@@ -205,8 +208,13 @@ class Executor(ABC):
     def request_metrics(self) -> Callable[[], Metrics]:
         """`read_metrics` as of now, but without waiting: what is returned, to be called once, waits for what has been
         asked for so far, and gives the metrics of that. Here they are read at once."""
-        metrics = self.read_metrics()
-        return lambda: metrics
+        metrics, gradient_norm = self.read_metrics(), self._optimizer.gradient_norm if self._optimizer else None
+
+        def receive() -> Metrics:
+            self.gradient_norm = gradient_norm
+            return metrics
+
+        return receive
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -228,9 +236,12 @@ class Executor(ABC):
 
     # Of the optimizer's steps before the metrics received last were asked for: those that changed no weight, since a
     # gradient was not finite; in all, and since the last that did change some. Only the cuda executor skips steps, in
-    # float16 and with LARS; elsewhere what is not finite reaches the weights, and so the loss.
+    # float16, with LARS and with clipping; elsewhere what is not finite reaches the weights, and so the loss.
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
+
+    # Where gradients are clipped: the norm that those of the last of these steps had before.
+    gradient_norm: float | None = None
 
     def end_step(self) -> None:
         """To be called after each optimizer step: bounds the work under way. Here it waits for all of it; where a

@@ -108,6 +108,7 @@ class TrainingStep:
         self._own_share = 1.0  # as the GPU has it
         self._free_pinned: list[np.ndarray] = []
         self.skipped_steps = self.skipped_in_a_row = 0  # as `Executor` has them
+        self.gradient_norm: float | None = None  # likewise
         self._gradient_backup: dict[str, int] = {}
         self._inference: Inference | None = None
         self._inference_is_current = False
@@ -490,6 +491,7 @@ class TrainingStep:
             state = State.from_buffer_copy(pinned[size:].tobytes())
             self._free_pinned.append(pinned)
             self.skipped_steps, self.skipped_in_a_row = state.skipped_steps, state.skipped_in_a_row
+            self.gradient_norm = state.gradient_norm if state.clip_norm else None
             return Metrics(sums.loss_sum, sums.top1, sums.top5, sums.count)
 
         return receive
