@@ -15,7 +15,6 @@ image is computed outside, for a whole batch at once: an operator on the numbers
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import math
 import os
@@ -33,7 +32,7 @@ import nvidia.dali.math as dali_math
 from nvidia import dali
 
 from pipelines import policies
-from pipelines.operations import Numbers, applied, numbers, on_those
+from pipelines.operations import Numbers, applied, colour_numbers, mean_grey, numbers, on_those, solarised
 from pipelines.transform import MAX_PIXELS, MOST_OPERATIONS, ImageTransform
 
 # DALI makes its operators when it is imported, so type checkers do not know them.
@@ -44,6 +43,7 @@ INTERPOLATIONS = {"bilinear": types.INTERP_LINEAR, "bicubic": types.INTERP_CUBIC
 # Windows, and rectangles to erase, drawn for each training image; the first that fits is taken (torchvision draws as
 # many).
 NUM_CANDIDATES = 10
+BLUR_SIGMA = (0.1, 2.0)  # pixels (SimCLR, arXiv:2002.05709, appendix A)
 # torchvision's defaults: the part of an image that is erased, and height / width.
 ERASED_AREA, ERASED_RATIO = (0.02, 0.33), (0.3, 3.3)
 DEFAULT_HW_DECODER_LOAD = 0.65  # DALI's own
@@ -87,6 +87,9 @@ class ImageInputs(NamedTuple):
     shift: Any = None  # (N, 2) int32, for crop_padding: left and top of the window in the image, in pixels
     hole: Any = None  # (N, 2) float32, for cutout: left and top of the hole in the window, as fractions of that
     brightness: Any = None  # (N,) float32, what the pixels are multiplied by
+    colour: Any = None  # (N, 3) float32, factors of contrast and saturation, and the turn of the hue in degrees
+    chance: Any = None  # (N, 4) float32 in [0, 1): whether grey, blur, solarise, and which interpolation
+    sigma: Any = None  # (N,) float32, standard deviation of the blur in pixels
     policy: Any = None  # (N, MOST_OPERATIONS, 4) float32, policies.Draws.uniform
     policy_noise: Any = None  # (N, MOST_OPERATIONS) float32, policies.Draws.normal
     erasing: Any = None  # (N, 2, NUM_CANDIDATES) float32 in [0, 1), for random erasing: area, and width / height
@@ -95,7 +98,7 @@ class ImageInputs(NamedTuple):
 
 
 # Of ImageInputs, what the graph does not read itself: `Derived` and the operations follow from it.
-READ_BY_HOST = ("policy", "policy_noise", "erasing", "erasing_place")
+READ_BY_HOST = ("brightness", "colour", "chance", "policy", "policy_noise", "erasing", "erasing_place")
 
 
 class Derived(NamedTuple):
@@ -106,16 +109,38 @@ class Derived(NamedTuple):
     erased: Any  # (N,) bool
     erased_from: Any  # (N, 2) float32, the erased rectangle in pixels: top and left
     erased_size: Any  # (N, 2) float32, height and width
+    coloured: Any  # (N,) bool, whether the following does something
+    matrix: Any  # (N, 3, 4) float32, from a colour (R, G, B, 1) to another
+    centre: Any  # (N,) float32, what part of the image's mean grey is added
+    blurred: Any  # (N,) bool
+    solarised: Any  # (N,) bool
+    interpolation: Any  # (N,) int32, DALI's number
 
 
 def derived(transform: ImageTransform, inputs: ImageInputs) -> tuple[Derived, list[Numbers]]:
     """And the numbers of the policy's operations, one after the other."""
     height, width = map(int, inputs.size[0])
+    grey, blur, solarise, interpolation = inputs.chance.T
+    contrast, saturation, hue = inputs.colour.T
+    matrix, centre = colour_numbers(inputs.brightness, contrast, saturation, hue, grey < transform.grey)
     corner = np.stack([0 * inputs.mirror, inputs.mirror], axis=1).astype(np.float32)
     rectangle = _rectangle(transform, inputs, height, width)
     draws = policies.Draws(inputs.policy, inputs.policy_noise)
     operations = [numbers(*each, height, width) for each in policies.chosen(transform, draws, height, width)]
-    return Derived(corner, 1 - corner, *rectangle), operations
+    values = Derived(
+        corner,
+        1 - corner,
+        *rectangle,
+        coloured=np.abs(matrix - np.eye(3, 4)).max((1, 2)) > 1e-6,
+        matrix=matrix,
+        centre=centre,
+        blurred=blur < transform.blur,
+        solarised=solarise < transform.solarise,
+        interpolation=np.array([int(each) for each in INTERPOLATIONS.values()], np.int32)[
+            (interpolation * len(INTERPOLATIONS)).astype(int)
+        ],
+    )
+    return values, operations
 
 
 def _rectangle(
@@ -151,6 +176,11 @@ def random_inputs(rng: np.random.Generator, count: int, transform: ImageTransfor
         "shift": (position * (2 * padding + 1)).astype(np.int32) - np.int32(padding),
         "hole": rng.random((count, 2), np.float32) - np.float32(transform.cutout / 2),
         "brightness": np.float32(1) + np.float32(transform.brightness) * (2 * rng.random(count, np.float32) - 1),
+        "colour": np.array([1, 1, 0], np.float32)
+        + np.array([transform.contrast, transform.saturation, 360 * transform.hue], np.float32)
+        * (2 * rng.random((count, 3), np.float32) - 1),
+        "chance": rng.random((count, 4), np.float32),
+        "sigma": np.float32(BLUR_SIGMA[0]) + np.float32(BLUR_SIGMA[1] - BLUR_SIGMA[0]) * rng.random(count, np.float32),
         "policy": rng.random((count, MOST_OPERATIONS, 4), np.float32),
         "policy_noise": rng.standard_normal((count, MOST_OPERATIONS), np.float32),
         "erasing": rng.random((count, 2, NUM_CANDIDATES), np.float32),
@@ -176,7 +206,7 @@ def build_pipeline(
     transform = config.transform
     fields = [name for name in ImageInputs._fields if name not in READ_BY_HOST][: None if config.training else 2]
     num_operations = policies.num_operations(transform) if config.training else 0
-    is_derived = config.training and bool(num_operations or transform.random_erasing)
+    is_derived = config.training and transform.changes_resized_images
     num_inputs = len(fields) + is_derived * len(Derived._fields) + num_operations * len(Numbers._fields)
     # DALI reads the arrays' memory without holding the arrays. The pipeline owns this list of those under way, through
     # `feed`, and joins its threads before it lets go of it.
@@ -200,8 +230,8 @@ def build_pipeline(
     def graph() -> tuple[Any, Any]:
         nodes = iter(fn.external_source(feed, num_outputs=num_inputs, batch=True, no_copy=True))
         inputs = ImageInputs(**dict(zip(fields, nodes, strict=False)))
-        values = Derived(*itertools.islice(nodes, len(Derived._fields))) if is_derived else None
-        operations = [Numbers(*itertools.islice(nodes, len(Numbers._fields))) for _ in range(num_operations)]
+        values = Derived(*(next(nodes) if is_derived else None for _ in Derived._fields))
+        operations = [Numbers(*(next(nodes) for _ in Numbers._fields)) for _ in range(num_operations)]
         if config.feeds == "paths":
             inputs = inputs._replace(image=fn.io.file.read(inputs.image))
         label = inputs.label.gpu() if config.device == "gpu" else inputs.label
@@ -233,7 +263,7 @@ def without_lines(unwanted: re.Pattern[bytes]) -> Iterator[None]:
             os.write(2, b"".join(line for line in caught if not unwanted.search(line)))
 
 
-def _image(config: GraphConfig, inputs: ImageInputs, values: Derived | None, operations: list[Numbers]) -> Any:
+def _image(config: GraphConfig, inputs: ImageInputs, values: Derived, operations: list[Numbers]) -> Any:
     if config.stage == "read":
         return fn.copy(inputs.image)  # else nobody would touch the bytes of a mapped file
     image = _window(config, inputs)
@@ -248,6 +278,10 @@ def _image(config: GraphConfig, inputs: ImageInputs, values: Derived | None, ope
     interpolation = INTERPOLATIONS[transform.interpolation]
     mirror = inputs.mirror
     if config.training:
+        if transform.train_interpolation == "random":
+            interpolation = fn.cast(values.interpolation, dtype=types.INTERP_TYPE)
+        elif transform.train_interpolation != "same":
+            interpolation = INTERPOLATIONS[transform.train_interpolation]
         flip = {}
         if operations:
             # An operation with a direction follows the flip (torchvision's order), which costs nothing here.
@@ -261,11 +295,8 @@ def _image(config: GraphConfig, inputs: ImageInputs, values: Derived | None, ope
         return image
     for each in operations:
         image = applied(image, each, policies.families(transform), policies.fill(transform), inputs.size, config.device)
-    if config.training and transform.brightness:
-        image = fn.brightness(image, brightness=inputs.brightness)
-    if config.training and transform.random_erasing:
-        erase = functools.partial(_erased, colour=transform.mean_colour)
-        image = on_those(values.erased, erase, image, values.erased_from, values.erased_size)
+    if config.training:
+        image = _changed(config, image, inputs, values)
     return fn.crop_mirror_normalize(
         image,
         **({} if config.training else {"crop": (config.image_size, config.image_size)}),
@@ -278,8 +309,32 @@ def _image(config: GraphConfig, inputs: ImageInputs, values: Derived | None, ope
     )
 
 
-def _erased(image: Any, start: Any, size: Any, colour: tuple[int, ...]) -> Any:
-    return fn.erase(image, anchor=start, shape=size, axis_names="HW", fill_value=colour)
+def _changed(config: GraphConfig, image: Any, inputs: ImageInputs, values: Derived) -> Any:
+    """Images of the network's input's size after what follows the policy, each as it was drawn."""
+    transform = config.transform
+
+    def colour(image: Any, matrix: Any, centre: Any) -> Any:
+        if not transform.contrast:
+            return fn.coord_transform(image, MT=matrix, dtype=types.UINT8)
+        centre = centre.gpu() if config.device == "gpu" else centre
+        moved = fn.coord_transform(image, MT=matrix, dtype=types.FLOAT) + centre * mean_grey(image)
+        return fn.cast(moved, dtype=types.UINT8)
+
+    def blur(image: Any, sigma: Any) -> Any:
+        return fn.gaussian_blur(image, sigma=sigma)
+
+    def erase(image: Any, start: Any, size: Any) -> Any:
+        return fn.erase(image, anchor=start, shape=size, axis_names="HW", fill_value=transform.mean_colour)
+
+    if transform.changes_colours:
+        image = on_those(values.coloured, colour, image, values.matrix, values.centre)
+    if transform.blur:
+        image = on_those(values.blurred, blur, image, inputs.sigma)
+    if transform.solarise:
+        image = on_those(values.solarised, solarised, image)
+    if transform.random_erasing:
+        image = on_those(values.erased, erase, image, values.erased_from, values.erased_size)
+    return image
 
 
 def _window(config: GraphConfig, inputs: ImageInputs) -> Any:

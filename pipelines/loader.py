@@ -75,6 +75,10 @@ class LoaderConfig:
         if self.repeated_augmentation < 0 or self.repeated_augmentation == 1:
             raise DataError(f"repeated_augmentation is {self.repeated_augmentation}; it must be 0, or at least 2")
         self.transform.check()
+        if self.split == "train" and self.transform.auto_augment != "none":
+            smallest = min((self.image_size, *self.image_sizes))
+            if smallest < 3:
+                raise DataError(f"image_size is {smallest}, and {self.transform.auto_augment} needs at least 3 pixels")
         if not 0 <= self.balance <= 1:
             raise DataError(f"balance is {self.balance:g}; it must be from 0 to 1")
         if self.hw_decoder_load is not None and not 0 <= self.hw_decoder_load <= 1:

@@ -25,6 +25,7 @@ fn: Any = dali.fn
 types: Any = dali.types
 
 LUMA = np.array((0.299, 0.587, 0.114), np.float32)  # of R, G, B: ITU-R BT.601, as Pillow's "L"
+YIQ = np.array([LUMA, (0.5959, -0.2746, -0.3213), (0.2115, -0.5227, 0.3112)])  # from R, G, B: NTSC, FCC 1953
 # Pillow cuts the fraction off where DALI rounds. Less than a half, so that what is whole stays so.
 CUT = 0.498
 # Pillow's ImageFilter.SMOOTH, less the image itself.
@@ -137,6 +138,33 @@ def saturation_matrix(factor: np.ndarray) -> np.ndarray:
     return factor[:, None, None] * np.eye(3) + (1 - factor)[:, None, None] * LUMA
 
 
+def hue_matrix(degrees: np.ndarray) -> np.ndarray:
+    """(N, 3, 3), of N angles by which colours turn about the grey axis, from red to green, and keep their luma.
+
+    In YIQ, as DALI's `hue` does it. torchvision turns the hexagon of HSV, which is no matrix and moves the luma.
+    """
+    angle = np.deg2rad(degrees)
+    turn = np.zeros((len(angle), 3, 3))
+    turn[:, 0, 0] = 1
+    turn[:, 1, 1] = turn[:, 2, 2] = np.cos(angle)
+    turn[:, 1, 2], turn[:, 2, 1] = -np.sin(angle), np.sin(angle)
+    return np.linalg.inv(YIQ) @ turn @ YIQ
+
+
+def colour_numbers(
+    brightness: np.ndarray, contrast: np.ndarray, saturation: np.ndarray, hue: np.ndarray, is_grey: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Matrices (N, 3, 4) and parts (N,) of the mean grey that are added, for N images.
+
+    They are brightness, contrast, saturation, hue (in degrees) and grey, one after the other, without the limits of a
+    byte between them.
+    """
+    linear = hue_matrix(hue) @ saturation_matrix(saturation) @ brightness_matrix(brightness * contrast)
+    linear = saturation_matrix(1.0 - is_grey) @ linear
+    matrix = np.concatenate([linear, np.zeros((len(linear), 3, 1))], axis=2).astype(np.float32)
+    return matrix, (brightness * (1 - contrast)).astype(np.float32)
+
+
 def applied(images: Any, these: Numbers, used: frozenset[str], fill: float, size: Any, device: str) -> Any:
     """In a DALI graph: the images (uint8, HWC, of equal size), each after its operation.
 
@@ -196,6 +224,11 @@ def on_those(chosen: Any, change: Callable[..., Any], images: Any, *values: Any)
 def mean_grey(image: Any) -> Any:
     """The mean luma of each image (1, 1, 1), on its device."""
     return fn.coord_transform(fn.reductions.mean(image, axis_names="HW", keep_dims=True), M=LUMA.tolist())
+
+
+def solarised(image: Any) -> Any:
+    """Pillow's ImageOps.solarize: pixels from 128 on inverted."""
+    return image ^ (_white() * (image >= types.Constant(128, dtype=types.UINT8)))
 
 
 def _white() -> Any:

@@ -425,9 +425,15 @@ def _constants_of_optimizers() -> dict[str, tuple[str, tuple[str, ...]]]:
 _ONLY_WITH = {
     **dict.fromkeys(("decay_epochs", "decay_factor"), ("schedule", ("step",))),
     "decay_power": ("schedule", ("polynomial",)),
+    **dict.fromkeys(("randaugment_operations", "randaugment_magnitude"),
+                    ("auto_augment", ("randaugment", "randaugment-timm"))),
+    "randaugment_magnitude_std": ("auto_augment", ("randaugment-timm",)),
     "bce_threshold": ("loss", ("bce",)),
     "class_weights": ("loss", ("softmax",)),
     "final_learning_rate": ("schedule", ("cosine", "polynomial")),
+    **dict.fromkeys(("randaugment_operations", "randaugment_magnitude"),
+                    ("auto_augment", ("randaugment", "randaugment-timm"))),
+    "randaugment_magnitude_std": ("auto_augment", ("randaugment-timm",)),
     **_constants_of_optimizers(),
 }
 
@@ -435,6 +441,7 @@ _ONLY_WITH = {
 def check(config: Config) -> None:
     """Raise TrainError for a value that makes no sense, or that does not go together with another one."""
     _check_limits(vars(config))
+    config.transform.check()
     models.check(config.model)
     _check_optimizer(config.optimizer)
     if config.schedule == "step" and list(config.decay_epochs) != sorted(config.decay_epochs):

@@ -15,7 +15,10 @@ from pipelines.operations import FAMILIES, Numbers, applied, fn, numbers
 from pipelines.recordio import pack_record
 
 # All augmentations at once, each often.
-EVERYTHING = ImageTransform(crop_padding=5, cutout=0.2, brightness=0.4, auto_augment="randaugment", random_erasing=0.5)
+EVERYTHING = ImageTransform(
+    crop_padding=5, cutout=0.2, brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1, grey=0.3, blur=0.5, solarise=0.3,
+    auto_augment="randaugment", random_erasing=0.5, train_interpolation="random",
+)  # fmt: skip
 
 
 def smooth_image(rng: np.random.Generator, width: int, height: int) -> Image.Image:

@@ -126,6 +126,7 @@ def test_a_batch_of_one_operation_and_a_single_image(rng):
             assert np.abs(result - pillow(Image.fromarray(image), operation, 0).astype(int)).max() <= 1
 
 
+@pytest.mark.filterwarnings("ignore:The external source node")
 def test_graphs_for_gpus_have_operators_for_gpus(monkeypatch):
     """Seen without a GPU: the graph is made, and not built."""
     monkeypatch.setattr(dali.Pipeline, "build", lambda _: None)

@@ -14,7 +14,7 @@ from pipelines.transform import MOST_OPERATIONS
 
 TORCHVISION = {"".join(word.capitalize() for word in operation.name.split("_")): operation for operation in Operation}
 FACTORS = (Operation.BRIGHTNESS, Operation.COLOR, Operation.CONTRAST, Operation.SHARPNESS)
-SIGNED = (*FACTORS, Operation.SHEAR_X, Operation.SHEAR_Y, Operation.TRANSLATE_X, Operation.TRANSLATE_Y, Operation.ROTATE)
+WARPS = (Operation.SHEAR_X, Operation.SHEAR_Y, Operation.TRANSLATE_X, Operation.TRANSLATE_Y, Operation.ROTATE)
 
 
 def draws(count: int, **columns: np.ndarray | float) -> Draws:
@@ -68,7 +68,7 @@ def test_against_torchvision(name, magnitudes, size):
         assert [TORCHVISION[each] for each in space] == list(OPERATIONS)
     for operation_name, (values, signed) in space.items():
         operation = TORCHVISION[operation_name]
-        assert signed == (operation in SIGNED)
+        assert signed == (operation in WARPS + FACTORS)
         for number, value in enumerate(values.tolist() if values.ndim else []):
             # Pixels are whole. Their 16.0 of TrivialAugment is 15.999998, and so 15.
             given = int(value + 1e-4) if "TRANSLATE" in operation.name else value

@@ -106,6 +106,10 @@ MISTAKES = {
     "--num-threads 100000": "--num-threads 100000 must be from 0 to 1024",
     "--momentum 1": "--momentum 1.0 must be at least 0 and below 1",
     "--random-area 0.5 0.1": "--random-area 0.5 0.1 must be two fractions above 0, the smaller first",
+    "--randaugment-magnitude 5":
+        "--randaugment-magnitude is for --auto-augment randaugment or randaugment-timm, and this run has none: leave",
+    "--auto-augment randaugment --randaugment-magnitude-std 0.5":
+        "--randaugment-magnitude-std is for --auto-augment randaugment-timm, and this run has randaugment: leave",
     "--repeated-augmentation 1": "--repeated-augmentation 1 must be 0, or at least 2",
     "--repeated-augmentation -3": "--repeated-augmentation -3 must be 0, or at least 2",
     "--cache -2": "--cache -2.0 must be 0 or more, or -1",
@@ -135,6 +139,17 @@ MISTAKES = {
     "--loss bce --bce-threshold 0.95 --label-smoothing 0.1":
         "--bce-threshold 0.95 is not below 0.9, the largest target with --label-smoothing 0.1: no target would become",
     "--loss bc": "--loss bc is not one of softmax, bce",
+    "--auto-augment augmix": "--auto-augment augmix is not one of none, trivialaugment, randaugment, randaugment-timm,",
+    "--randaugment-operations 3": "--randaugment-operations is for --auto-augment randaugment or randaugment-timm, and this",
+    "--auto-augment randaugment --randaugment-operations 5": "--randaugment-operations 5 must be from 1 to 4",
+    "--auto-augment randaugment --randaugment-magnitude 31": "--randaugment-magnitude 31.0 must be from 0 to 30",
+    "--auto-augment randaugment --randaugment-magnitude-std 1":
+        "--randaugment-magnitude-std is for --auto-augment randaugment-timm, and this run has randaugment",
+    "--auto-augment randaugment-timm --randaugment-magnitude 11":
+        "--randaugment-magnitude 11 is of 30, and that of --auto-augment randaugment-timm is of 10",
+    "--hue 0.6": "--hue 0.6 must be from 0 to 0.5, half of the colour circle",
+    "--random-erasing 2": "--random-erasing 2.0 must be a probability from 0 to 1",
+    "--train-interpolation nearest": "--train-interpolation nearest is not one of same, bilinear, bicubic, random",
     "--class-weights 1.5": "--class-weights 1.5 must be a fraction from 0 to 1",
     "--class-weights 1 --loss bce": "--class-weights is for --loss softmax, and this run has bce: leave it out",
     "--class-weights 0.5 --balance 1": "--balance 1 and --class-weights 0.5 would both raise what rare classes",

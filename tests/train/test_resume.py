@@ -200,6 +200,8 @@ def test_files_that_are_removed_in_mid_run(gone, named, unbroken, tiny_options, 
     ("--mixup 0.2 --cutmix 1 --loss bce --bce-threshold 0.2 --first-image-size 32 --image-size 64 "
      "--resize-epochs 0 1", 6),
     ("--mixup 0.1 --cutmix 1 --cutmix-share 0.7 --class-weights 0.5 --optimizer lamb --accumulate 2 --batch-size 2", 7),
+    ("--auto-augment randaugment-timm --randaugment-magnitude-std 0.5 --random-erasing 0.5 --brightness 0.4 "
+     "--contrast 0.4 --saturation 0.4 --hue 0.1 --grey 0.2 --blur 0.3 --solarise 0.2 --train-interpolation random", 6),
 ])
 def test_ingredients_and_averages_go_on(recipe, steps_per_epoch, tiny_options, tmp_path, run_train):
     options = [*tiny_options, "--ema-decay", "0.9", "--validate-every", "2", *recipe.split()]
