@@ -431,9 +431,6 @@ _ONLY_WITH = {
     "bce_threshold": ("loss", ("bce",)),
     "class_weights": ("loss", ("softmax",)),
     "final_learning_rate": ("schedule", ("cosine", "polynomial")),
-    **dict.fromkeys(("randaugment_operations", "randaugment_magnitude"),
-                    ("auto_augment", ("randaugment", "randaugment-timm"))),
-    "randaugment_magnitude_std": ("auto_augment", ("randaugment-timm",)),
     **_constants_of_optimizers(),
 }
 
