@@ -136,7 +136,7 @@ MISTAKES = {
         "--bce-threshold 0.95 is not below 0.9, the largest target with --label-smoothing 0.1: no target would become",
     "--loss bc": "--loss bc is not one of softmax, bce",
     "--auto-augment augmix": "--auto-augment augmix is not one of none, trivialaugment, randaugment, randaugment-timm,",
-    "--randaugment-operations 3": "--randaugment-operations is for --auto-augment randaugment or randaugment-timm, and this",
+    "--randaugment-operations 3": "--randaugment-operations is for --auto-augment randaugment or randaugment-timm, and",
     "--auto-augment randaugment --randaugment-operations 5": "--randaugment-operations 5 must be from 1 to 4",
     "--auto-augment randaugment --randaugment-magnitude 31": "--randaugment-magnitude 31.0 must be from 0 to 30",
     "--auto-augment randaugment --randaugment-magnitude-std 1":
