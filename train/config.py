@@ -186,7 +186,7 @@ class InferenceImageOptions(Normalisation, CentreCrop):
     (arXiv:1906.06423)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LoaderOptions(SizeLimit):
     """Loader."""
 
