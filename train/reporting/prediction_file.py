@@ -26,6 +26,7 @@ from common import files
 from train.errors import TrainError
 
 ABOUT = ".about.json"  # ends the name of the file beside it
+MOST_PASSES = 100  # over the probabilities: one takes 0.3 us for 1,000 classes, and to sort them takes 72 us (one core)
 COPIED_AT_ONCE = 2**24  # bytes
 ENCODING, ERRORS = "utf-8", "surrogateescape"  # names of files are bytes, which come out as they were
 
@@ -258,11 +259,15 @@ class _Lines:
 def most_likely(probabilities: np.ndarray, top: int) -> tuple[np.ndarray, np.ndarray]:
     """The classes (N, top) of the largest of the probabilities (N, classes), the largest first and of equal ones the
     first, and these (N, top)."""
-    classes = np.argpartition(-probabilities, top - 1, axis=1)[:, :top]
-    classes.sort(axis=1)
-    best = np.take_along_axis(probabilities, classes, axis=1)
-    order = np.argsort(-best, axis=1, kind="stable")
-    return np.take_along_axis(classes, order, axis=1), np.take_along_axis(best, order, axis=1)
+    if top > MOST_PASSES:
+        classes = np.argsort(-probabilities, axis=1, kind="stable")[:, :top]
+        return classes, np.take_along_axis(probabilities, classes, axis=1)
+    left, images = probabilities.copy(), np.arange(len(probabilities))
+    classes = np.empty((len(left), top), np.int64)
+    for rank in range(top):
+        classes[:, rank] = left.argmax(axis=1)
+        left[images, classes[:, rank]] = -np.inf
+    return classes, np.take_along_axis(probabilities, classes, axis=1)
 
 
 def _quoted(text: str) -> str:
