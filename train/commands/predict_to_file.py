@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -77,41 +78,57 @@ class Totals:
 
 def predict_to_file(options: PredictOptions, values: Mapping[str, Any], workers: Workers) -> None:
     """Predict, and write `options.output`; `values` are the options that were given. Raises UserError."""
-    path, about = Path(options.output), {}
+    with ExitStack() as opened:
+        try:
+            _predict_to_file(options, values, workers, opened)
+        except KeyboardInterrupt:
+            if workers.rank == 0:
+                print(f"stopped: the same command goes on where {options.output} ends", flush=True)
+            raise
+
+
+def _predict_to_file(options: PredictOptions, values: Mapping[str, Any], workers: Workers, opened: ExitStack) -> None:
+    path = Path(options.output)
     images: list[str] = []
     first = 0  # of the images that are left
-    whole: PredictionFile | None = None
+
+    def open_file(path: Path, share: str) -> PredictionFile:
+        return opened.enter_context(PredictionFile(path, job.trained.class_names, job.top, about | {"part": share},
+                                                   SAME))
+
     with workers.agreement():
         check_name(path)
         job = _job(options, values, workers)
         about = _about(job)
         if workers.rank == 0:
             images = [str(image) for image in image_paths(options.images)]
-            whole = PredictionFile(path, job.trained.class_names, job.top, about | {"part": "all"}, SAME)
+            whole = open_file(path, "all")
             first = whole.go_on(images)
             if first:
                 print(f"{path} has {first:,} of {len(images):,} images", flush=True)
     images, first = workers.gather((images, first))[0]  # the same ones, though a folder be just being filled
     totals = Totals()
-    parts = [path.with_name(f"{path.stem}.part{rank}{path.suffix}") for rank in range(workers.size)]
     with workers.agreement():
-        if whole and workers.size == 1:
+        if workers.size == 1:
             totals = _predict(job, images[first:], whole)
         elif first < len(images):
             ends = [first + (len(images) - first) * rank // workers.size for rank in range(workers.size + 1)]
             share = images[slice(*ends[workers.rank : workers.rank + 2])]
-            described = f"{workers.rank} of {workers.size}, of images {first:,} to {len(images):,}"
-            part = PredictionFile(parts[workers.rank], job.trained.class_names, job.top, about | {"part": described},
-                                  SAME)
+            part = open_file(_part(path, workers.rank),
+                             f"{workers.rank} of {workers.size}, of images {first:,} to {len(images):,}")
             totals = _predict(job, share[part.go_on(share) :], part)
             part.close()
     totals = totals.over(workers)
     with workers.agreement():
-        if whole:
+        if workers.rank == 0:
             if workers.size > 1 and first < len(images):
-                whole.take_over(parts)
-            whole.close()
-            _summarise(whole, totals, len(images))
+                whole.take_over([_part(path, rank) for rank in range(workers.size)])
+            _summarise(path, totals, len(images))
+
+
+def _part(path: Path, rank: int) -> Path:
+    """What one of several processes writes."""
+    return path.with_name(f"{path.stem}.part{rank}{path.suffix}")
 
 
 def top_of(options: PredictOptions, trained: Checkpoint) -> int:
@@ -284,15 +301,15 @@ class _Progress:
                   file=sys.stderr, flush=True)
 
 
-def _summarise(file: PredictionFile, totals: Totals, num_images: int) -> None:
+def _summarise(path: Path, totals: Totals, num_images: int) -> None:
     count = totals.good + totals.bad
     if not count:
-        print(f"{file.path}: complete, nothing was left to do")
+        print(f"{path}: complete, nothing was left to do")
         return
-    print(f"{file.path}: {count:,} image{'s' * (count > 1)} in {timedelta(seconds=round(totals.seconds))}, "
+    print(f"{path}: {count:,} image{'s' * (count > 1)} in {timedelta(seconds=round(totals.seconds))}, "
           f"{count / totals.seconds:,.1f} images/sec" + f", {totals.damaged:,} of them damaged" * bool(totals.damaged))
     if totals.bad:
         print(f"{totals.bad:,} image{'s' * (totals.bad > 1)} cannot be read: the file has the reason of each",
               file=sys.stderr)
     if totals.bad == num_images:
-        raise TrainError(f"none of the {num_images:,} images can be read; {file.path} has the reason of each")
+        raise TrainError(f"none of the {num_images:,} images can be read; {path} has the reason of each")

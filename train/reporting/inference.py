@@ -111,5 +111,6 @@ def plot(points: Sequence[Point], title: str) -> bytes:
         axes.yaxis.set_major_formatter("{x:,g}")
     left.set_xticks(batches[:: 1 + len(batches) // 8])
     right.set_xticks([batch for batch in batches if batch <= LATENCY_BATCH])
-    plots._legend(left, theme)
+    figure.legend(*left.get_legend_handles_labels(), loc="upper right", ncols=len(theme.parts), frameon=False,
+                  labelcolor=theme.text, fontsize=9, handlelength=1.6, columnspacing=1.4)  # beside the title
     return plots._png(figure, theme)

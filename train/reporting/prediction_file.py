@@ -199,9 +199,16 @@ class PredictionFile:
             path.with_name(path.name + ABOUT).unlink(missing_ok=True)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # of a file system that does not know it
-            os.fsync(self._file.fileno())
-        self._file.close()
+        if not self._file.closed:
+            with contextlib.suppress(OSError):  # of a file system that does not know it
+                os.fsync(self._file.fileno())
+            self._file.close()
+
+    def __enter__(self) -> PredictionFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _write(self, content: bytes) -> None:
         """All of it; a disk that is nearly full takes a part first."""

@@ -251,6 +251,34 @@ def test_full_disk_loses_nothing(run_folder, photos, tmp_path, monkeypatch):
     assert_same(output, tmp_path / "whole.csv")
 
 
+def test_ctrl_c_keeps_what_is_done(run_folder, photos, tmp_path, monkeypatch, capsys):
+    class Interrupted:
+        """The executor, until somebody presses Ctrl-C in the third batch."""
+
+        def __init__(self, executor: Any) -> None:
+            self.executor, self.batches = executor, 0
+
+        def forward(self, data: Any) -> None:
+            self.batches += 1
+            if self.batches == 3:
+                raise KeyboardInterrupt
+            self.executor.forward(data)
+
+        def request_probabilities(self) -> Any:
+            return self.executor.request_probabilities()
+
+    run_predict(run_folder, tmp_path / "whole.csv", photos)
+    output, build = tmp_path / "out.csv", predict_to_file.build_executor
+    with monkeypatch.context() as patch:
+        patch.setattr(predict_to_file, "build_executor", lambda *arguments: Interrupted(build(*arguments)))
+        with pytest.raises(KeyboardInterrupt):
+            run_predict(run_folder, output, photos)
+    assert f"stopped: the same command goes on where {output} ends" in capsys.readouterr().out
+    assert 1 < output.read_bytes().count(b"\n") < 11
+    run_predict(run_folder, output, photos)
+    assert_same(output, tmp_path / "whole.csv")
+
+
 @pytest.mark.parametrize("what, sentence", [
     ("checkpoint", "begun with another network, by the SHA-256 of its weights"),
     ("top", "begun with another --top: 2, now 3"),
