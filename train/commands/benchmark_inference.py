@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from datetime import datetime, timezone
 from itertools import cycle
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -180,9 +180,9 @@ def measure(executor: Executor, precision: str, batches: Sequence[Any]) -> Point
 
     def alone() -> float:
         nonlocal answer
-        begin = time.perf_counter()
+        begin = perf_counter()
         answer = start()()
-        return time.perf_counter() - begin
+        return perf_counter() - begin
 
     monitor = GpuMonitor(executor.gpu_bus_id) if executor.gpu_bus_id else None
     warm_up_seconds, least_seconds = (WARM_UP_SECONDS, SECONDS) if monitor else (CPU_SECONDS, CPU_SECONDS)
@@ -191,11 +191,11 @@ def measure(executor: Executor, precision: str, batches: Sequence[Any]) -> Point
     if monitor:
         monitor.start()
         monitor.take()
-    under_way, ends = start(), [time.perf_counter()]
+    under_way, ends = start(), [perf_counter()]
     while ends[-1] - ends[0] < least_seconds or len(ends) <= LEAST_PASSES:
         under_way, before = start(), under_way
         before()
-        ends.append(time.perf_counter())
+        ends.append(perf_counter())
     if monitor:
         monitor.sample()
         monitor.close()
@@ -213,8 +213,8 @@ def measure(executor: Executor, precision: str, batches: Sequence[Any]) -> Point
 
 def _repeat(step: Callable[[], float], seconds: float, at_least: int) -> list[float]:
     times: list[float] = []
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(times) < at_least:
+    end = perf_counter() + seconds
+    while perf_counter() < end or len(times) < at_least:
         times.append(step())
     return times
 

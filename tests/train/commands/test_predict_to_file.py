@@ -231,6 +231,14 @@ def test_goes_on_where_the_file_ends(run_folder, photos, tmp_path, form, part, c
     assert output.read_bytes() == whole
 
 
+def test_progress_without_a_terminal(run_folder, photos, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(predict_to_file, "LOG_SECONDS", 0.0)
+    run_predict(run_folder, tmp_path / "out.csv", photos)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "left" in line]
+    assert [line.partition(" images, ")[0] for line in lines] == ["4 of 10", "8 of 10", "10 of 10"]
+    assert lines[-1].endswith(" images/sec, 0:00:00 left")
+
+
 def test_full_disk_loses_nothing(run_folder, photos, tmp_path, monkeypatch):
     run_predict(run_folder, tmp_path / "whole.csv", photos)
     output, room = tmp_path / "out.csv", [600]
