@@ -13,7 +13,7 @@ import numpy as np
 
 from graph_passes import Graph, Node, Ref
 from graph_passes.errors import GraphError
-from graph_passes.operators import window
+from graph_passes.operators import LOSSES, window
 
 if TYPE_CHECKING:
     import onnx
@@ -29,7 +29,8 @@ def to_onnx(graph: Graph, arrays: Arrays, input_shape: tuple[int, int, int]) -> 
     """The inference model of a graph, checked by onnx.
 
     Args:
-        graph: in NCHW, without operators that only our executors know. A SoftmaxOutput becomes a Softmax.
+        graph: in NCHW, without operators that only our executors know. A SoftmaxOutput becomes a Softmax, a
+            SigmoidOutput a Sigmoid.
         arrays: parameters and running statistics by variable name, in the graph's layout, fp32.
         input_shape: (C, H, W) of an image.
 
@@ -43,7 +44,7 @@ def to_onnx(graph: Graph, arrays: Arrays, input_shape: tuple[int, int, int]) -> 
 
     nodes, weights = [], {}
     names: dict[Ref, str] = {}  # what an output is called in the ONNX graph
-    labels = {node.inputs[1].node for node in graph if node.op == "SoftmaxOutput"}
+    labels = {node.inputs[1].node for node in graph if node.op in LOSSES}
     for node in graph:
         names[Ref(node.name)] = node.name
         if node.is_variable:
@@ -59,7 +60,7 @@ def to_onnx(graph: Graph, arrays: Arrays, input_shape: tuple[int, int, int]) -> 
                              f"{', '.join(OPERATORS)}")
         op_type, attributes = OPERATORS[node.op](node)
         inputs = [names[ref] for ref in node.inputs]
-        if node.op == "SoftmaxOutput":
+        if node.op in LOSSES:
             del inputs[1]  # the label
         elif node.op == "FullyConnected" and node["flatten"] and graph[node.inputs[0].node].op != "Flatten":
             flat = f"{node.name}_flatten"  # Gemm does not flatten its input
@@ -131,6 +132,7 @@ OPERATORS: dict[str, Callable[[Node], OnnxOperator]] = {
     "FullyConnected": lambda node: ("Gemm", {"transB": 1}),
     "softmax": lambda node: ("Softmax", {"axis": node["axis"]}),
     "SoftmaxOutput": lambda node: ("Softmax", {"axis": 1}),
+    "SigmoidOutput": lambda node: ("Sigmoid", {}),
 }
 
 

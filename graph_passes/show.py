@@ -12,7 +12,7 @@ from common import files
 from common.command_line import did_you_mean
 from graph_passes import VARIABLE, Graph, GraphError, Node, Ref, passes, pipeline
 from graph_passes.drawing import FUSED, draw_svg
-from graph_passes.operators import Shape
+from graph_passes.operators import LOSSES, Shape
 from graph_passes.options import ShowOptions
 from graph_passes.passes.precision import ITEM_BYTES
 
@@ -110,7 +110,7 @@ def _choices(graph: Graph, shapes: Mapping[str, Shape], dtype: str, gpu: int) ->
 def _with_loss(graph: Graph) -> Graph:
     """The network with a loss, if it ends in scores, as those of the zoo do."""
     scores = graph.outputs[0]
-    if graph[scores.node].op == "SoftmaxOutput":
+    if graph[scores.node].op in LOSSES:
         return graph
     loss = Node("SoftmaxOutput", "softmax", (scores, Ref("softmax_label")), {"normalization": "batch"})
     return Graph([*graph, Node(VARIABLE, "softmax_label"), loss], [Ref(loss.name)], graph.attrs)

@@ -72,9 +72,15 @@ class DaliLoader(Loader):
         self._read_ahead = 0  # the batch to be asked for next, counted likewise
         self._num_looked_ahead = 0  # batches, see _images_ahead
         self._order = functools.lru_cache(maxsize=2)(self._shuffle)  # of this epoch and the next
+        rank, size = shard
+        # This process's part of a global batch. Copies of an image, which follow each other, are dealt out to the
+        # processes (as DeiT's RASampler does), for whose BatchNorm and mixup they are so many images the fewer.
+        is_dealt = config.split == "train" and config.repeated_augmentation > 0
+        self._share = slice(rank, None, size) if is_dealt else slice(rank * config.batch_size,
+                                                                     (rank + 1) * config.batch_size)
         self._images_by_class: list[np.ndarray] = []  # with `balance`
         if config.balance and config.split == "train":
-            self._images_by_class = self._sorted_by_class()
+            self._images_by_class = list(self._sorted_by_class().values())
             sizes = [len(images) for images in self._images_by_class]
             self.remarks = [*source.remarks, f"--balance {config.balance:g}: the classes have {min(sizes):,} to "
                                              f"{max(sizes):,} images, and are drawn more equally often"]
@@ -164,33 +170,43 @@ class DaliLoader(Loader):
         return self._with_randoms(epoch, batch, ImageInputs(_joined(images), label))
 
     def _wanted(self, epoch: int, batch: int) -> list[int]:
-        """This process's slice of a batch; in validation it may be short or empty."""
-        rank, size = self.shard
-        count = self.config.batch_size
-        start = (batch * size + rank) * count
+        """This process's share of a batch; in validation it may be short or empty."""
+        start = batch * self.global_batch
+        end = min(start + self.global_batch, self.num_images)
         if self._graph.training:
-            return self._order(epoch)[start : start + count].tolist()
-        return list(range(start, min(start + count, self.num_images)))
+            return self._order(epoch)[start:end][self._share].tolist()
+        return list(range(start, end)[self._share])
 
     def _shuffle(self, epoch: int) -> np.ndarray:
-        """An epoch's images, in its order: all of them, or with `balance` as many, drawn by class."""
-        rng = np.random.default_rng([self.config.seed, epoch])
-        if not self.config.balance:
-            return rng.permutation(self.num_images)
-        return rng.permutation(draw_balanced(self._images_by_class, self.config.balance, rng))
+        """An epoch's images, in its order: all of them, or with `balance` as many, drawn by class. With
+        `repeated_augmentation` N as many, but those of the first N-th only, each N times in a row (Hoffer et al.,
+        arXiv:1901.09335)."""
+        config = self.config
+        rng = np.random.default_rng([config.seed, epoch])
+        images = draw_balanced(self._images_by_class, config.balance, rng) if config.balance else self.num_images
+        order = rng.permutation(images)
+        if copies := config.repeated_augmentation:
+            return np.repeat(order[: -(-len(order) // copies)], copies)[: len(order)]
+        return order
 
-    def _sorted_by_class(self) -> list[np.ndarray]:
-        """The images of each class that has some, in the order of the data's class numbers."""
+    def class_sizes(self) -> np.ndarray:
+        sizes = np.zeros(len(self.classes), np.int64)
+        for label, images in self._sorted_by_class().items():
+            sizes[self.labels[label]] += len(images)
+        return sizes
+
+    def _sorted_by_class(self) -> dict[int, np.ndarray]:
+        """The images of each class that has some, by the data's class numbers, in their order."""
         by_class: dict[int, list[int]] = {}
         for i in range(self.num_images):
             try:
                 by_class.setdefault(self._source.label(i), []).append(i)
             except BrokenRecordError as error:
                 self._mark_bad(i, _reason(error))
-        return [np.array(by_class[label]) for label in sorted(by_class)]
+        return {label: np.array(by_class[label]) for label in sorted(by_class)}
 
     def _choose(self, epoch: int, batch: int) -> tuple[list[int], list[np.ndarray], int]:
-        """Images of a batch, and what the graph is fed with for them: those of this process's slice that are not bad,
+        """Images of a batch, and what the graph is fed with for them: those of this process's share that are not bad,
         filled up with repetitions. And how many of them count."""
         count = self.config.batch_size
         good = [(i, image) for i in self._wanted(epoch, batch) if (image := self._feed(i)) is not None]
@@ -219,12 +235,11 @@ class DaliLoader(Loader):
     def _with_randoms(self, epoch: int, batch: int, inputs: ImageInputs) -> ImageInputs:
         if not self._graph.training:
             return inputs
-        rank, size = self.shard
         count = self.config.batch_size
         # Drawn for the whole global batch and cut, so that an image's augmentation does not depend on who loads it.
         rng = np.random.default_rng([self.config.seed, epoch, batch])
-        randoms = random_inputs(rng, count * size, self.config.transform)
-        mine = {name: values[rank * count : (rank + 1) * count] for name, values in randoms.items()}
+        randoms = random_inputs(rng, self.global_batch, self.config.transform)
+        mine = {name: np.ascontiguousarray(values[self._share]) for name, values in randoms.items()}
         return inputs._replace(size=np.full((count, 2), self.config.size_in(epoch), np.float32), **mine)
 
     def _exclude_undecodable(self) -> bool:

@@ -15,6 +15,7 @@ image is computed outside, for a whole batch at once: an operator on the numbers
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import re
@@ -30,14 +31,21 @@ import numpy as np
 import nvidia.dali.math as dali_math
 from nvidia import dali
 
-from pipelines.transform import MAX_PIXELS, ImageTransform
+from pipelines import policies
+from pipelines.operations import Numbers, applied, colour_numbers, mean_grey, numbers, on_those, solarised
+from pipelines.transform import MAX_PIXELS, MOST_OPERATIONS, ImageTransform
 
 # DALI makes its operators when it is imported, so type checkers do not know them.
 fn: Any = dali.fn
 types: Any = dali.types
 
 INTERPOLATIONS = {"bilinear": types.INTERP_LINEAR, "bicubic": types.INTERP_CUBIC}
-NUM_CANDIDATES = 10  # windows drawn for each training image; the first that fits is taken (torchvision draws as many)
+# Windows, and rectangles to erase, drawn for each training image; the first that fits is taken (torchvision draws as
+# many).
+NUM_CANDIDATES = 10
+BLUR_SIGMA = (0.1, 2.0)  # pixels (SimCLR, arXiv:2002.05709, appendix A)
+# torchvision's defaults: the part of an image that is erased, and height / width.
+ERASED_AREA, ERASED_RATIO = (0.02, 0.33), (0.3, 3.3)
 DEFAULT_HW_DECODER_LOAD = 0.65  # DALI's own
 # Pixels, width and height, that the GPU's decoders have memory ready for; larger images are decoded all the same, and
 # cost a pause (none of 900 of ImageNet is). Without it memory is taken and given back in every batch, for which the GPU
@@ -79,7 +87,76 @@ class ImageInputs(NamedTuple):
     shift: Any = None  # (N, 2) int32, for crop_padding: left and top of the window in the image, in pixels
     hole: Any = None  # (N, 2) float32, for cutout: left and top of the hole in the window, as fractions of that
     brightness: Any = None  # (N,) float32, what the pixels are multiplied by
+    colour: Any = None  # (N, 3) float32, factors of contrast and saturation, and the turn of the hue in degrees
+    chance: Any = None  # (N, 4) float32 in [0, 1): whether grey, blur, solarise, and which interpolation
+    sigma: Any = None  # (N,) float32, standard deviation of the blur in pixels
+    policy: Any = None  # (N, MOST_OPERATIONS, 4) float32, policies.Draws.uniform
+    policy_noise: Any = None  # (N, MOST_OPERATIONS) float32, policies.Draws.normal
+    erasing: Any = None  # (N, 2, NUM_CANDIDATES) float32 in [0, 1), for random erasing: area, and width / height
+    erasing_place: Any = None  # (N, 3) float32 in [0, 1): whether, and where the rectangle lies, x and y
     size: Any = None  # (N, 2) float32, height and width of the output in pixels, equal for all images of a batch
+
+
+# Of ImageInputs, what the graph does not read itself: `Derived` and the operations follow from it.
+READ_BY_HOST = ("brightness", "colour", "chance", "policy", "policy_noise", "erasing", "erasing_place")
+
+
+class Derived(NamedTuple):
+    """What the graph reads that follows from a batch's random numbers and its size: arrays whose first axis is N."""
+
+    corner: Any  # (N, 2) float32, where the resize begins in the image, y and x from 0 to 1: on the right to mirror it
+    opposite: Any  # (N, 2) float32, where it ends
+    erased: Any  # (N,) bool
+    erased_from: Any  # (N, 2) float32, the erased rectangle in pixels: top and left
+    erased_size: Any  # (N, 2) float32, height and width
+    coloured: Any  # (N,) bool, whether the following does something
+    matrix: Any  # (N, 3, 4) float32, from a colour (R, G, B, 1) to another
+    centre: Any  # (N,) float32, what part of the image's mean grey is added
+    blurred: Any  # (N,) bool
+    solarised: Any  # (N,) bool
+    interpolation: Any  # (N,) int32, DALI's number
+
+
+def derived(transform: ImageTransform, inputs: ImageInputs) -> tuple[Derived, list[Numbers]]:
+    """And the numbers of the policy's operations, one after the other."""
+    height, width = map(int, inputs.size[0])
+    grey, blur, solarise, interpolation = inputs.chance.T
+    contrast, saturation, hue = inputs.colour.T
+    matrix, centre = colour_numbers(inputs.brightness, contrast, saturation, hue, grey < transform.grey)
+    corner = np.stack([0 * inputs.mirror, inputs.mirror], axis=1).astype(np.float32)
+    rectangle = _rectangle(transform, inputs, height, width)
+    draws = policies.Draws(inputs.policy, inputs.policy_noise)
+    operations = [numbers(*each, height, width) for each in policies.chosen(transform, draws, height, width)]
+    values = Derived(
+        corner,
+        1 - corner,
+        *rectangle,
+        coloured=np.abs(matrix - np.eye(3, 4)).max((1, 2)) > 1e-6,
+        matrix=matrix,
+        centre=centre,
+        blurred=blur < transform.blur,
+        solarised=solarise < transform.solarise,
+        interpolation=np.array([int(each) for each in INTERPOLATIONS.values()], np.int32)[
+            (interpolation * len(INTERPOLATIONS)).astype(int)
+        ],
+    )
+    return values, operations
+
+
+def _rectangle(
+    transform: ImageTransform, inputs: ImageInputs, height: int, width: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Whether, from where and how much is erased: torchvision's RandomErasing (Zhong et al., arXiv:1708.04896)."""
+    area = (ERASED_AREA[0] + (ERASED_AREA[1] - ERASED_AREA[0]) * inputs.erasing[:, 0]) * (height * width)
+    log_ratio = [math.log(ratio) for ratio in ERASED_RATIO]
+    ratio = np.exp(log_ratio[0] + (log_ratio[1] - log_ratio[0]) * inputs.erasing[:, 1])
+    sizes = np.round(np.stack([np.sqrt(area * ratio), np.sqrt(area / ratio)], axis=2))  # (N, NUM_CANDIDATES, 2)
+    fits = (sizes < (height, width)).all(2)
+    size = sizes[np.arange(len(sizes)), fits.argmax(1)]  # the first that fits
+    whether, x, y = inputs.erasing_place.T
+    start = np.floor(np.stack([y, x], axis=1) * ((height, width) - size + 1))
+    is_erased = fits.any(1) & (whether < transform.random_erasing)
+    return is_erased, start.astype(np.float32), size.astype(np.float32)
 
 
 def random_inputs(rng: np.random.Generator, count: int, transform: ImageTransform) -> dict[str, np.ndarray]:
@@ -99,6 +176,15 @@ def random_inputs(rng: np.random.Generator, count: int, transform: ImageTransfor
         "shift": (position * (2 * padding + 1)).astype(np.int32) - np.int32(padding),
         "hole": rng.random((count, 2), np.float32) - np.float32(transform.cutout / 2),
         "brightness": np.float32(1) + np.float32(transform.brightness) * (2 * rng.random(count, np.float32) - 1),
+        "colour": np.array([1, 1, 0], np.float32)
+        + np.array([transform.contrast, transform.saturation, 360 * transform.hue], np.float32)
+        * (2 * rng.random((count, 3), np.float32) - 1),
+        "chance": rng.random((count, 4), np.float32),
+        "sigma": np.float32(BLUR_SIGMA[0]) + np.float32(BLUR_SIGMA[1] - BLUR_SIGMA[0]) * rng.random(count, np.float32),
+        "policy": rng.random((count, MOST_OPERATIONS, 4), np.float32),
+        "policy_noise": rng.standard_normal((count, MOST_OPERATIONS), np.float32),
+        "erasing": rng.random((count, 2, NUM_CANDIDATES), np.float32),
+        "erasing_place": rng.random((count, 3), np.float32),
     }
 
 
@@ -117,14 +203,23 @@ def build_pipeline(
     own sizes (uint8).
     """
 
-    num_inputs = len(ImageInputs._fields) if config.training else 2
+    transform = config.transform
+    fields = [name for name in ImageInputs._fields if name not in READ_BY_HOST][: None if config.training else 2]
+    num_operations = policies.num_operations(transform) if config.training else 0
+    is_derived = config.training and transform.changes_resized_images
+    num_inputs = len(fields) + is_derived * len(Derived._fields) + num_operations * len(Numbers._fields)
     # DALI reads the arrays' memory without holding the arrays. The pipeline owns this list of those under way, through
     # `feed`, and joins its threads before it lets go of it.
-    under_way: deque[ImageInputs] = deque(maxlen=prefetch + 2)
+    under_way: deque[tuple[Any, ...]] = deque(maxlen=prefetch + 2)
 
     def feed() -> tuple[Any, ...]:
-        under_way.append(source())
-        return under_way[-1][:num_inputs]
+        inputs = source()
+        fed = tuple(getattr(inputs, name) for name in fields)
+        if is_derived:
+            values, operations = derived(transform, inputs)
+            fed += (*values, *itertools.chain.from_iterable(operations))
+        under_way.append(fed)
+        return fed
 
     @dali.pipeline_def(
         batch_size=batch_size,
@@ -133,11 +228,14 @@ def build_pipeline(
         prefetch_queue_depth=prefetch,
     )
     def graph() -> tuple[Any, Any]:
-        inputs = ImageInputs(*fn.external_source(feed, num_outputs=num_inputs, batch=True, no_copy=True))
+        nodes = iter(fn.external_source(feed, num_outputs=num_inputs, batch=True, no_copy=True))
+        inputs = ImageInputs(**dict(zip(fields, nodes, strict=False)))
+        values = Derived(*(next(nodes) if is_derived else None for _ in Derived._fields))
+        operations = [Numbers(*(next(nodes) for _ in Numbers._fields)) for _ in range(num_operations)]
         if config.feeds == "paths":
             inputs = inputs._replace(image=fn.io.file.read(inputs.image))
         label = inputs.label.gpu() if config.device == "gpu" else inputs.label
-        return _image(config, inputs), label
+        return _image(config, inputs, values, operations), label
 
     with warnings.catch_warnings():
         # A graph that ends early has inputs that nobody reads; that costs nothing.
@@ -165,37 +263,78 @@ def without_lines(unwanted: re.Pattern[bytes]) -> Iterator[None]:
             os.write(2, b"".join(line for line in caught if not unwanted.search(line)))
 
 
-def _image(config: GraphConfig, inputs: ImageInputs) -> Any:
+def _image(config: GraphConfig, inputs: ImageInputs, values: Derived, operations: list[Numbers]) -> Any:
     if config.stage == "read":
         return fn.copy(inputs.image)  # else nobody would touch the bytes of a mapped file
     image = _window(config, inputs)
     if config.stage == "decode":
         return image
-    if config.training and config.transform.cutout:
+    transform = config.transform
+    if config.training and transform.cutout:
         # DeVries and Taylor, arXiv:1708.04552. Its centre is anywhere in the image, so part of it may lie outside.
-        hole = {"anchor": inputs.hole, "shape": 2 * [config.transform.cutout], "axis_names": "WH", "normalized": True}
-        image = fn.erase(image, **hole, fill_value=config.transform.mean_colour)
+        hole = {"anchor": inputs.hole, "shape": 2 * [transform.cutout], "axis_names": "WH", "normalized": True}
+        image = fn.erase(image, **hole, fill_value=transform.mean_colour)
     # Both resizes filter before they shrink (antialias), as training and prediction must see the same pictures.
-    interpolation = INTERPOLATIONS[config.transform.interpolation]
+    interpolation = INTERPOLATIONS[transform.interpolation]
+    mirror = inputs.mirror
     if config.training:
-        image = fn.resize(image, size=inputs.size, interp_type=interpolation)
+        if transform.train_interpolation == "random":
+            interpolation = fn.cast(values.interpolation, dtype=types.INTERP_TYPE)
+        elif transform.train_interpolation != "same":
+            interpolation = INTERPOLATIONS[transform.train_interpolation]
+        flip = {}
+        if operations:
+            # An operation with a direction follows the flip (torchvision's order), which costs nothing here.
+            flip = {"roi_start": values.corner, "roi_end": values.opposite, "roi_relative": True}
+            mirror = 0
+        image = fn.resize(image, size=inputs.size, interp_type=interpolation, **flip)
     else:
-        shorter = max(config.image_size, round(config.image_size / config.transform.val_crop_fraction))
+        shorter = max(config.image_size, round(config.image_size / transform.val_crop_fraction))
         image = fn.resize(image, resize_shorter=shorter, interp_type=interpolation)
     if config.stage == "resize":
         return image
-    if config.training and config.transform.brightness:
-        image = fn.brightness(image, brightness=inputs.brightness)
+    for each in operations:
+        image = applied(image, each, policies.families(transform), policies.fill(transform), inputs.size, config.device)
+    if config.training:
+        image = _changed(config, image, inputs, values)
     return fn.crop_mirror_normalize(
         image,
         **({} if config.training else {"crop": (config.image_size, config.image_size)}),
-        mirror=inputs.mirror,
-        mean=config.transform.mean,
-        std=config.transform.std,
+        mirror=mirror,
+        mean=transform.mean,
+        std=transform.std,
         dtype=types.FLOAT16 if config.dtype == "float16" else types.FLOAT,
         output_layout="HWC",
         pad_output=config.channels == 4,
     )
+
+
+def _changed(config: GraphConfig, image: Any, inputs: ImageInputs, values: Derived) -> Any:
+    """Images of the network's input's size after what follows the policy, each as it was drawn."""
+    transform = config.transform
+
+    def colour(image: Any, matrix: Any, centre: Any) -> Any:
+        if not transform.contrast:
+            return fn.coord_transform(image, MT=matrix, dtype=types.UINT8)
+        centre = centre.gpu() if config.device == "gpu" else centre
+        moved = fn.coord_transform(image, MT=matrix, dtype=types.FLOAT) + centre * mean_grey(image)
+        return fn.cast(moved, dtype=types.UINT8)
+
+    def blur(image: Any, sigma: Any) -> Any:
+        return fn.gaussian_blur(image, sigma=sigma)
+
+    def erase(image: Any, start: Any, size: Any) -> Any:
+        return fn.erase(image, anchor=start, shape=size, axis_names="HW", fill_value=transform.mean_colour)
+
+    if transform.changes_colours:
+        image = on_those(values.coloured, colour, image, values.matrix, values.centre)
+    if transform.blur:
+        image = on_those(values.blurred, blur, image, inputs.sigma)
+    if transform.solarise:
+        image = on_those(values.solarised, solarised, image)
+    if transform.random_erasing:
+        image = on_those(values.erased, erase, image, values.erased_from, values.erased_size)
+    return image
 
 
 def _window(config: GraphConfig, inputs: ImageInputs) -> Any:

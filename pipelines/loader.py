@@ -2,7 +2,7 @@
 
 What a batch holds is a function of (seed, epoch, number of the batch) and nothing else. Global batch `k` holds the
 images `k * B ... (k + 1) * B - 1` of the epoch's order, B being the batch size times the number of processes, and each
-process has its slice of them. So all processes have as many batches, and every validation image is in exactly one.
+process has its share of them. So all processes have as many batches, and every validation image is in exactly one.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from common.mxnet_compat import mx
 from common.nvidia_gpus import find_gpus
@@ -28,6 +30,8 @@ _CHOICES = {
     "on_bad_image": ("error", "skip"),
 }
 
+_IN_THE_ORDER = ("val_split", "balance", "repeated_augmentation")  # what decides on an epoch's images, besides the seed
+
 
 @dataclass(frozen=True)
 class LoaderConfig:
@@ -37,6 +41,7 @@ class LoaderConfig:
     split: str = "train"  # "train" shuffles and augments, "val" does neither
     val_split: float = 0.0  # of data without a split "val": this fraction of the training images is that
     balance: float = 0.0  # training: how equally often classes are drawn, from as they come (0) to equally often (1)
+    repeated_augmentation: int = 0  # training: copies of an image that a global batch holds; 0: no copies
     batch_size: int = 32  # images a process
     image_size: int = 224  # pixels, height and width
     image_sizes: tuple[int, ...] = ()  # training: of the first epochs, one by one; image_size holds after them
@@ -67,7 +72,13 @@ class LoaderConfig:
         if min(self.image_sizes, default=1) < 1:
             raise DataError(f"image_sizes has {min(self.image_sizes)}; every size must be at least 1")
         check_not_negative(num_threads=self.num_threads, seed=self.seed, device_id=self.device_id)
+        if self.repeated_augmentation < 0 or self.repeated_augmentation == 1:
+            raise DataError(f"repeated_augmentation is {self.repeated_augmentation}; it must be 0, or at least 2")
         self.transform.check()
+        if self.split == "train" and self.transform.auto_augment != "none":
+            smallest = min((self.image_size, *self.image_sizes))
+            if smallest < 3:
+                raise DataError(f"image_size is {smallest}, and {self.transform.auto_augment} needs at least 3 pixels")
         if not 0 <= self.balance <= 1:
             raise DataError(f"balance is {self.balance:g}; it must be from 0 to 1")
         if self.hw_decoder_load is not None and not 0 <= self.hw_decoder_load <= 1:
@@ -121,6 +132,11 @@ class Loader(ABC):
                     f"{config.data}: {num_images} training images are fewer than one batch of {global_batch}{each}; "
                     "lower --batch-size or add images"
                 )
+            if config.repeated_augmentation > global_batch:
+                raise DataError(
+                    f"--repeated-augmentation {config.repeated_augmentation} is more than the {global_batch} images of "
+                    "a batch, which is to hold all copies of an image; lower it"
+                )
         else:
             self.num_batches = -(-num_images // global_batch)
 
@@ -132,6 +148,10 @@ class Loader(ABC):
     def count_classes_as(self, classes: Classes, labels: Sequence[int]) -> None:
         """From the next batch on, labels are numbers of these classes; `labels` has that of each class of the data."""
         self.classes, self.labels = classes, labels
+
+    def class_sizes(self) -> np.ndarray:
+        """How many images of the whole split each class has, in the order of the labels; about so of synthetic ones."""
+        return np.full(len(self.classes), self.num_images // len(self.classes))
 
     def __iter__(self) -> Iterator[Batch]:
         while self.batch < self.num_batches:
@@ -183,7 +203,7 @@ class Loader(ABC):
         """What must be the same for a position to mean the same images."""
         config = self.config
         identity = {"split": config.split, "num_images": self.num_images, "seed": config.seed}
-        options = {"val_split": config.val_split, "balance": config.balance}
+        options = {name: getattr(config, name) for name in _IN_THE_ORDER}
         return identity | {name: value for name, value in options.items() if value}
 
     @property
@@ -208,11 +228,11 @@ class Loader(ABC):
             bad = {int(i): str(reason) for i, reason in saved["bad_images"]}
         except (ValueError, KeyError, TypeError):
             raise DataError("the saved loader position cannot be read; start the run anew") from None
-        for key, value in ({"val_split": 0.0, "balance": 0.0} | self._identity()).items():
-            if saved.get(key, 0.0) != value:
+        for key, value in (dict.fromkeys(_IN_THE_ORDER, 0) | self._identity()).items():
+            if saved.get(key, 0) != value:
                 raise DataError(
                     f"the saved loader position belongs to {key} {saved.get(key, 0)}, but this loader has {value}; "
-                    "resume with the same data, seed, --val-split and --balance"
+                    "resume with the same data, seed, --val-split, --balance and --repeated-augmentation"
                 )
         self.epoch, self.bad = epoch, bad
         self.batch = min(-(-num_seen // self.global_batch), self.num_batches)

@@ -20,6 +20,7 @@ STD = (58.395, 57.12, 57.375)
 # Far above what cameras give, and 6.5 times what DALI's example of ImageNet takes for its largest image (5,980 by 6,430
 # pixels; docs/examples/use_cases/pytorch/resnet50/main.py): 0.75 GB in memory.
 MAX_PIXELS = 250_000_000
+MOST_OPERATIONS = 4  # of RandAugment that may follow each other
 
 
 @dataclass(frozen=True, kw_only=True)  # so that fields without a default may follow in those that take it over
@@ -50,6 +51,33 @@ class Augmentation:
     brightness: float = 0.0
     """Multiply each training image's pixels by a random number from 1 - BRIGHTNESS to 1 + BRIGHTNESS (0.4 is usual for
     photographs); 0: off."""
+    contrast: float = 0.0
+    """Move each training image's pixels from or to its mean grey by such a number; 0: off."""
+    saturation: float = 0.0
+    """Move each training image's pixels from or to the grey of equal brightness by such a number; 0: off."""
+    hue: float = 0.0
+    """Turn each training image's colours by up to this part of the colour circle, at most 0.5; 0: off."""
+    grey: float = 0.0
+    """Make a training image grey with this probability (0.2 is usual)."""
+    blur: float = 0.0
+    """Blur a training image with this probability, by a Gaussian of a random standard deviation, 0.1 to 2 pixels."""
+    solarise: float = 0.0
+    """Invert a training image's pixels from 128 on with this probability."""
+    auto_augment: Literal["none", "trivialaugment", "randaugment", "randaugment-timm", "autoaugment"] = "none"
+    """Change each training image by random operations (shear, rotate, equalize, ...): one of any strength
+    (trivialaugment, arXiv:2103.10158), several of equal strength (randaugment, arXiv:1909.13719, or as timm has it), or
+    one of the pairs found for ImageNet (autoaugment, arXiv:1805.09501)."""
+    randaugment_operations: int = 2
+    """How many operations RandAugment does to an image."""
+    randaugment_magnitude: float = 9.0
+    """Strength of RandAugment's operations: of 30, and with randaugment-timm of 10."""
+    randaugment_magnitude_std: float = 0.0
+    """Standard deviation of that strength, which is then drawn for each operation; for randaugment-timm."""
+    random_erasing: float = 0.0
+    """Fill a random rectangle, 2 to 33 % of a training image, with the mean colour, with this probability
+    (arXiv:1708.04896; 0.1 to 0.25 is usual); 0: off."""
+    train_interpolation: Literal["same", "bilinear", "bicubic", "random"] = "same"
+    """How training images are resized: as those of validation (same), or one of the two for each image (random)."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +106,18 @@ class ImageTransform(Normalisation, CentreCrop, Augmentation):
     """What is done to images, in training and in validation."""
 
     @property
+    def changes_colours(self) -> bool:
+        """Whether a matrix does something to the colours of a training image."""
+        return any((self.brightness, self.contrast, self.saturation, self.hue, self.grey))
+
+    @property
+    def changes_resized_images(self) -> bool:
+        """Whether a training image is more than cut out, resized, flipped and normalised."""
+        return self.changes_colours or self.auto_augment != "none" or self.train_interpolation == "random" or any(
+            (self.blur, self.solarise, self.random_erasing)
+        )
+
+    @property
     def mean_colour(self) -> tuple[int, ...]:
         """As pixels have it."""
         return tuple(min(max(round(value), 0), 255) for value in self.mean)
@@ -88,6 +128,9 @@ class ImageTransform(Normalisation, CentreCrop, Augmentation):
             if not is_good(value := getattr(self, name)):
                 shown = " ".join(f"{each:g}" for each in (value if isinstance(value, tuple) else (value,)))
                 raise DataError(f"{name} is {shown}; it must be {words}")
+        if self.auto_augment == "randaugment-timm" and self.randaugment_magnitude > 10:
+            raise DataError(f"--randaugment-magnitude {self.randaugment_magnitude:g} is of 30, and that of "
+                            "--auto-augment randaugment-timm is of 10: give 0 to 10, or randaugment")
 
 
 # What a value must be: a test and its words.
@@ -96,7 +139,16 @@ LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "random_ratio": (lambda value: 0 < value[0] <= value[1] < math.inf, "two numbers above 0, the smaller first"),
     "crop_padding": (lambda value: value >= 0, "0 or more"),
     "cutout": (lambda value: 0 <= value <= 1, "a fraction from 0 to 1"),
-    "brightness": (lambda value: 0 <= value <= 1, "a fraction from 0 to 1"),
+    **dict.fromkeys(
+        ("brightness", "contrast", "saturation"), (lambda value: 0 <= value <= 1, "a fraction from 0 to 1")
+    ),
+    "hue": (lambda value: 0 <= value <= 0.5, "from 0 to 0.5, half of the colour circle"),
+    **dict.fromkeys(
+        ("grey", "blur", "solarise", "random_erasing"), (lambda value: 0 <= value <= 1, "a probability from 0 to 1")
+    ),
+    "randaugment_operations": (lambda value: 1 <= value <= MOST_OPERATIONS, f"from 1 to {MOST_OPERATIONS}"),
+    "randaugment_magnitude": (lambda value: 0 <= value <= 30, "from 0 to 30"),
+    "randaugment_magnitude_std": (lambda value: 0 <= value < math.inf, "0 or more"),
     "mean": (lambda value: all(map(math.isfinite, value)), "three finite numbers"),
     "std": (lambda value: all(0 < number < math.inf for number in value), "three numbers above 0"),
     "val_crop_fraction": (lambda value: 0 < value <= 1, "above 0 and at most 1"),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 
+from common.command_line import option_name
 from graph_passes import Graph, GraphError, passes
 from graph_passes.errors import CapacityError
 from graph_passes.executors import Executor, create_executor
@@ -45,6 +48,9 @@ def open_split(config: Config, split: str, placement: Placement, workers: Worker
     `classes`: of the network, if they are known; labels are numbers of these, and training data must have all of them.
     `whose` says in messages where they are from.
     """
+    if split == "train" and config.batch_size == 1 and (config.mixup or config.cutmix):
+        raise TrainError(f"{option_name('mixup' if config.mixup else 'cutmix')} mixes the images of a batch, and "
+                         "--batch-size 1 has one only: raise it, or leave out the mixing")
     on_gpu = placement.device.startswith("gpu")
     # The cuda executor's first convolution reads four channels: a batch that has them is copied as it is.
     channels = 4 if placement.executor == "cuda" else 3
@@ -57,6 +63,7 @@ def open_split(config: Config, split: str, placement: Placement, workers: Worker
             split=split,
             val_split=config.val_split,
             balance=config.balance,
+            repeated_augmentation=config.repeated_augmentation,
             batch_size=config.batch_size,
             image_size=config.image_size if split == "train" else config.inference_image_size,
             image_sizes=image_sizes(config),
@@ -132,10 +139,35 @@ def join_bn_group(config: Config, placement: Placement, workers: Workers) -> Sta
     return group
 
 
-def training_graph(config: Config, network: Network) -> Graph:
-    """The network with the marks of `--freeze` and `--backbone-lr-factor`. Raises TrainError for layers that cannot be
-    frozen."""
-    graph = network.graph
+def class_weights(config: Config, loader: Loader) -> list[float]:
+    """Of the loss (`--class-weights`), in the order of the labels; none where all are to weigh the same.
+
+    `loader` is that of the training images, whose mean weight is 1; its remarks get the weights' range. A class without
+    images, which smoothed targets have too, has the weight 1. Raises DataError.
+    """
+    if not config.class_weights:
+        return []
+    sizes = loader.class_sizes()
+    weights = np.maximum(sizes, 1.0) ** -config.class_weights
+    weights *= sizes.sum() / (sizes * weights).sum()
+    weights[sizes == 0] = 1
+    images, weigh = (f"{values.min():,.4g} to {values.max():,.4g}" for values in (sizes[sizes > 0], weights[sizes > 0]))
+    remark = f"--class-weights {config.class_weights:g}: the classes have {images} images, and weigh {weigh}"
+    loader.remarks = [*loader.remarks, remark]
+    return weights.tolist()
+
+
+def with_loss(config: Config, graph: Graph, class_weights: Sequence[float] = ()) -> Graph:
+    """A network with the loss of `--loss`, and so with the probabilities that it answers with."""
+    if config.loss == "bce":
+        return passes.binary_cross_entropy(graph, config.bce_threshold)
+    return passes.weigh_classes(graph, class_weights) if class_weights else graph
+
+
+def training_graph(config: Config, network: Network, class_weights: Sequence[float] = ()) -> Graph:
+    """The network with the loss of `--loss` and the marks of `--freeze` and `--backbone-lr-factor`. Raises TrainError
+    for layers that cannot be frozen."""
+    graph = with_loss(config, network.graph, class_weights)
     try:
         if config.freeze:
             graph = passes.freeze(graph, config.freeze)
@@ -171,12 +203,14 @@ def build_executor(
     all_reduce: bool = False,
     bn_group: StatisticsGroup | None = None,
     largest_image_size: int = 0,
+    class_weights: Sequence[float] = (),
 ) -> Executor:
     """The network with the parameters of `checkpoint`, or initial ones without. Raises GraphError or TrainError.
 
     `image_size` is that of the first batches, in pixels: for others the executor is built when they come. `all_reduce`:
     its gradients will be averaged with those of other processes. `bn_group`: see `join_bn_group`.
     `largest_image_size`: of the training images to come, for whose memory the cuda executor asks at once.
+    `class_weights`: of the loss, see the function of that name.
     """
     network = models.create(config.model, num_classes, config.label_smoothing)
     if checkpoint is None:
@@ -197,6 +231,7 @@ def build_executor(
             # Horovod's MXNet library knows no bfloat16.
             wide = config.wire_dtype == "float32" or dtype == "bfloat16"
             options |= {"num_buckets": config.buckets, "wire_dtype": "float32" if wide else None}
-    executor = create_executor(placement.executor, training_graph(config, network), shapes, placement.device, **options)
+    graph = training_graph(config, network, class_weights)
+    executor = create_executor(placement.executor, graph, shapes, placement.device, **options)
     executor.set_params(params, aux)
     return executor

@@ -160,9 +160,18 @@ class ImageOptions(Augmentation, SizeOptions):
     mixup: float = 0.0
     """Mix each image and its label with another of its batch, by a share sampled from Beta(MIXUP, MIXUP); 0: no mixup.
     Training loss and accuracy are then those of the mixed images."""
+    cutmix: float = 0.0
+    """Put a box of another image of its batch into each one, and of its label as much into the target; the box has the
+    area 1 - lambda, sampled from Beta(CUTMIX, CUTMIX). 0: no CutMix. With --mixup, each batch has one of the two."""
+    cutmix_share: float = 0.5
+    """With --mixup and --cutmix: which part of the batches has CutMix."""
     balance: float = 0.0
     """For classes of unequal size: draw a class's images in proportion to their number to the power of 1 - BALANCE; 1:
     every class equally often, 0.5: by the root of its size, 0: every image once. An epoch stays as long."""
+    repeated_augmentation: int = 0
+    """Repeated augmentation (arXiv:1901.09335): a batch holds so many copies of each of its images, augmented
+    differently, and an epoch, as long as before, so much the fewer images (with --balance: of those drawn); 0: no
+    copies."""
 
 
 @dataclass(frozen=True)
@@ -232,8 +241,19 @@ class OptimizerOptions:
     """Weight decay; never applied to BatchNorm parameters and biases."""
     trust_coefficient: float = 0.001
     """Optimizer lars: the learning rate of a layer is multiplied by this times |weights| / |decayed gradient|."""
+    clip_norm: float = 0.0
+    """Clip gradients: where the norm of all of them together is larger than this, they are scaled down to it before the
+    optimizer sees them (arXiv:1211.5063); 0: no clipping. metrics.jsonl and TensorBoard have the norm before."""
     label_smoothing: float = 0.1
     """Share of the target that goes to the wrong classes."""
+    loss: Literal["softmax", "bce"] = "softmax"
+    """softmax: cross entropy of the scores' softmax; bce: binary cross entropy, the mean over the classes, each of
+    which is then a yes or no by itself: an image's probabilities need not add up to 1 (arXiv:2110.00476)."""
+    bce_threshold: float = 0.0
+    """Loss bce: targets above this, smoothed and mixed, become 1 and others 0; 0: they stay as they are."""
+    class_weights: float = 0.0
+    """Loss softmax, for classes of unequal size: weigh a class's targets in proportion to its number of images to the
+    power of -CLASS_WEIGHTS; 0: all alike. The mean weight of the images is 1. (--balance draws them more often.)"""
     accumulate: int = 1
     """Batches whose gradients are averaged into one optimizer step."""
     ema_decay: float = 0.0
@@ -376,13 +396,15 @@ _LIMITS = {
                      "epsilon", "backbone_lr_factor"),
                     (lambda value: value > 0, "above 0")),
     "num_threads": (lambda value: 0 <= value <= MAX_THREADS, f"from 0 to {MAX_THREADS}"),
-    **dict.fromkeys(("num_classes", "seed", "max_steps", "patience", "validate_every", "weight_decay",
-                     "warmup_epochs", "mixup", "price_per_hour", "final_learning_rate", "time_limit",
+    **dict.fromkeys(("num_classes", "seed", "max_steps", "patience", "validate_every", "weight_decay", "clip_norm",
+                     "warmup_epochs", "mixup", "cutmix", "price_per_hour", "final_learning_rate", "time_limit",
                      "checkpoint_minutes", "warmup_steps"),
                     (lambda value: value >= 0, "0 or more")),
-    **dict.fromkeys(("label_smoothing", "momentum", "ema_decay", "val_split"),
+    **dict.fromkeys(("label_smoothing", "momentum", "ema_decay", "val_split", "bce_threshold"),
                     (lambda value: 0 <= value < 1, "at least 0 and below 1")),
-    "balance": (lambda value: 0 <= value <= 1, "a fraction from 0 to 1"),
+    **dict.fromkeys(("balance", "class_weights", "cutmix_share"),
+                    (lambda value: 0 <= value <= 1, "a fraction from 0 to 1")),
+    "repeated_augmentation": (lambda value: value == 0 or value >= 2, "0, or at least 2"),
     "cache": (lambda value: value == -1 or value >= 0, "0 or more, or -1"),
     "hw_decoder_load": (lambda value: value == -1 or 0 <= value <= 1, "a fraction from 0 to 1, or -1"),
     "target_accuracy": (lambda value: 0 <= value <= 1, "a fraction from 0 to 1"),
@@ -404,6 +426,11 @@ def _constants_of_optimizers() -> dict[str, tuple[str, tuple[str, ...]]]:
 _ONLY_WITH = {
     **dict.fromkeys(("decay_epochs", "decay_factor"), ("schedule", ("step",))),
     "decay_power": ("schedule", ("polynomial",)),
+    **dict.fromkeys(("randaugment_operations", "randaugment_magnitude"),
+                    ("auto_augment", ("randaugment", "randaugment-timm"))),
+    "randaugment_magnitude_std": ("auto_augment", ("randaugment-timm",)),
+    "bce_threshold": ("loss", ("bce",)),
+    "class_weights": ("loss", ("softmax",)),
     "final_learning_rate": ("schedule", ("cosine", "polynomial")),
     **_constants_of_optimizers(),
 }
@@ -412,6 +439,7 @@ _ONLY_WITH = {
 def check(config: Config) -> None:
     """Raise TrainError for a value that makes no sense, or that does not go together with another one."""
     _check_limits(vars(config))
+    config.transform.check()
     models.check(config.model)
     _check_optimizer(config.optimizer)
     if config.schedule == "step" and list(config.decay_epochs) != sorted(config.decay_epochs):
@@ -423,6 +451,13 @@ def check(config: Config) -> None:
         )
     if config.resize_epochs[1] > 0 and not config.first_image_size:
         raise TrainError("--resize-epochs is given without --first-image-size, from which the size is to rise; add it")
+    if config.balance and config.class_weights:
+        raise TrainError(f"--balance {config.balance:g} and --class-weights {config.class_weights:g} would both "
+                         "raise what rare classes count: leave out one of them")
+    if config.bce_threshold >= 1 - config.label_smoothing:
+        raise TrainError(f"--bce-threshold {config.bce_threshold:g} is not below {1 - config.label_smoothing:g}, the "
+                         f"largest target with --label-smoothing {config.label_smoothing:g}: no target would become 1; "
+                         "lower one of them")
     if config.warmup_epochs > config.epochs:
         raise TrainError(
             f"--warmup-epochs {config.warmup_epochs:g} is longer than the run of {config.epochs} epochs; lower it"
@@ -538,4 +573,8 @@ def configure(values: Mapping[str, Any], default: Config) -> Config:
         if (value := getattr(config, other)) not in useful:
             raise TrainError(f"{option_name(name)} is for {option_name(other)} {' or '.join(useful)}, and this run has "
                              f"{value}: leave it out, or give {option_name(other)} {useful[0]}")
+    if "cutmix_share" in values and not (config.mixup and config.cutmix):
+        missing = " and ".join(option_name(name) for name in ("mixup", "cutmix") if not getattr(config, name))
+        raise TrainError(f"--cutmix-share {config.cutmix_share:g} is for runs with both mixup and CutMix: leave it "
+                         f"out, or give {missing}")
     return config

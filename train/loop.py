@@ -283,7 +283,7 @@ class Trainer:
             self.skipped_steps, self.skipped_in_a_row = (round(value / self.workers.size) for value in values[:2])
             sums = values[2:]
             gpu = GpuReadings(*(value / self.workers.size for value in sums))._replace(power=sums[0]) if sums else None
-            recorder.log(metrics, gpu, slowest, self.skipped_steps - before)
+            recorder.log(metrics, gpu, slowest, self.skipped_steps - before, self.executor.gradient_norm)
             if not math.isfinite(metrics.loss_sum):
                 raise self._diverged(*self.metrics_steps)
 
@@ -300,7 +300,7 @@ class Trainer:
             recorder.end_epoch()
             return ""
         metrics, outcomes = validation
-        is_balance_wanted = config.balance > 0 or outcomes.is_uneven
+        is_balance_wanted = max(config.balance, config.class_weights) > 0 or outcomes.is_uneven
         recorder.end_epoch(metrics, outcomes.balanced_accuracy if is_balance_wanted else None)
         top1 = metrics.top1 / metrics.count
         if top1 > progress.best_top1:

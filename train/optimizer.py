@@ -14,7 +14,7 @@ from train.config import Config
 def make_optimizer(executor: Executor, config: Config) -> Optimizer:
     """The optimizer of the configuration, for all parameters of the executor."""
     rule = optimizers.create(config.optimizer, vars(config))
-    return executor.create_optimizer(rule, ema=config.ema_decay > 0)
+    return executor.create_optimizer(rule, config.ema_decay > 0, config.clip_norm)
 
 
 def ema_decay(decay: float, step: int) -> float:

@@ -60,21 +60,22 @@ def make_schedule(config: Config, steps_per_epoch: int, num_processes: int) -> S
     )
 
 
-def image_sizes(config: Config) -> tuple[int, ...]:
-    """Height and width of the training images in each epoch of a run, in pixels.
+def image_size_in(config: Config, epoch: int) -> int:
+    """Height and width of the training images in an epoch, in pixels.
 
     first_image_size until the first of resize_epochs, then linearly, rounded to multiples of 32, to image_size at the
     second (progressive resizing, as in libffcv/ffcv-imagenet).
     """
     small, large = config.first_image_size or config.image_size, config.image_size
     start, end = config.resize_epochs
+    if epoch >= end:
+        return large
+    if epoch <= start:
+        return small
+    exact = small + (large - small) * (epoch - start) / (end - start)
+    return min(max(IMAGE_SIZE_STEP * round(exact / IMAGE_SIZE_STEP), small), large)
 
-    def size_in(epoch: int) -> int:
-        if epoch >= end:
-            return large
-        if epoch <= start:
-            return small
-        exact = small + (large - small) * (epoch - start) / (end - start)
-        return min(max(IMAGE_SIZE_STEP * round(exact / IMAGE_SIZE_STEP), small), large)
 
-    return tuple(size_in(epoch) for epoch in range(config.epochs))
+def image_sizes(config: Config) -> tuple[int, ...]:
+    """Height and width of the training images in each epoch of a run, in pixels."""
+    return tuple(image_size_in(config, epoch) for epoch in range(config.epochs))

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from graph_passes.errors import GraphError
-from graph_passes.executors.base import Draws, Executor, Metrics
+from graph_passes.executors.base import Box, Draws, Executor, Metrics
 from graph_passes.graph import Graph
 
-__all__ = ["Draws", "Executor", "Metrics", "create_executor"]
+__all__ = ["Box", "Draws", "Executor", "Metrics", "create_executor"]
 
 
 def create_executor(

@@ -17,7 +17,7 @@ from graph_passes.operators.softmax import TOP_K
 from graph_passes.optimizers import ArrayOptimizer, Optimizer, Rule
 from graph_passes.passes.layout import weight_layouts
 
-__all__ = ["NO_DRAWS", "TOP_K", "Arrays", "Draws", "Executor", "Metrics", "parse_device", "wrong_shape"]
+__all__ = ["NO_DRAWS", "TOP_K", "Arrays", "Box", "Draws", "Executor", "Metrics", "parse_device", "wrong_shape"]
 
 Arrays = dict[str, np.ndarray]
 
@@ -32,16 +32,43 @@ class Metrics(NamedTuple):
     count: float  # type: ignore[assignment]  # hides tuple.count, which nobody needs here
 
 
+class Box(NamedTuple):
+    """A part of an image, in pixels: rows from `top` to before `bottom`, columns from `left` to before `right`."""
+
+    top: int
+    left: int
+    bottom: int
+    right: int
+
+
 class Draws(NamedTuple):
     """What is random in a training pass. The caller draws it, from where the run stands, so that any pass can be made
     again, on any executor.
 
+    An image's partner is the one at the same place from the end of the batch; the middle one of an odd number has
+    itself. The loss is that of the mixed targets. Hits are counted for the label that has the larger share of the
+    image: mostly its own, but with a `cutmix` of more than half of the image its partner's; of equal shares, for the
+    label with the smaller number.
+
     mixup: lambda of Zhang et al., arXiv:1710.09412, from 0.5 to 1: each image becomes lambda * itself + (1 - lambda) *
-        the one at the same place from the end of the batch, and its target likewise. The loss is that of the mixed
-        targets; hits are counted for an image's own label, whose share is the larger one.
+        its partner, and its target likewise.
+    cutmix: the box of Yun et al., arXiv:1905.04899, of images in the size of this batch: each image has its partner's
+        pixels there, and its target is a mean by area. None: no box, as with mixup, since a batch has one of the two.
     """
 
     mixup: float = 1.0
+    cutmix: Box | None = None
+
+    def own_share(self, height: int, width: int) -> float:
+        """The share of its own label in each image's target. Raises GraphError for a box that leaves images of this
+        size, and for one with mixup."""
+        if self.cutmix is None:
+            return self.mixup
+        top, left, bottom, right = self.cutmix
+        if not (0 <= top <= bottom <= height and 0 <= left <= right <= width and self.mixup == 1):
+            raise GraphError(f"CutMix has the {self.cutmix} and mixup {self.mixup:g}, for images of {height}x{width}: "
+                             "the box must lie inside, and mixup be 1")
+        return 1 - (bottom - top) * (right - left) / (height * width)
 
 
 NO_DRAWS = Draws()
@@ -76,6 +103,7 @@ class Executor(ABC):
         self.input_shapes: dict[str, Shape] = {name: tuple(shape) for name, shape in shapes.items()}
         self._weight_layouts = weight_layouts(graph)
         self._accepted = {name: {shape} for name, shape in self.input_shapes.items()}  # by `check_input`
+        self._optimizer: ArrayOptimizer | None = None
 
     @property
     def trained_statistics(self) -> list[Any]:
@@ -141,13 +169,15 @@ class Executor(ABC):
                                  f"this network works with images of {made[1]}x{made[2]} only")
         self._accepted[name].add(shape)
 
-    def create_optimizer(self, rule: Rule, ema: bool = False) -> Optimizer:
+    def create_optimizer(self, rule: Rule, ema: bool = False, clip_norm: float = 0.0) -> Optimizer:
         """The optimizer of all parameters that are not frozen; `ema`: with moving averages of them and of the running
-        statistics."""
+        statistics. `clip_norm`: their gradients are scaled down to this norm where all of them together have a larger
+        one (`optimizers.base.clip_factor`); 0: never."""
         trained, statistics = ({name: array for name, array in arrays.items() if name not in self.frozen}
                                for arrays in (self.params, self.aux))
-        return ArrayOptimizer(rule, trained, self.grads, roles.weights(self.graph), trained | statistics if ema else {},
-                              roles.rate_factors(self.graph))
+        self._optimizer = ArrayOptimizer(rule, trained, self.grads, roles.weights(self.graph),
+                                         trained | statistics if ema else {}, roles.rate_factors(self.graph), clip_norm)
+        return self._optimizer
 
     # --- running ---
 
@@ -178,8 +208,13 @@ class Executor(ABC):
     def request_metrics(self) -> Callable[[], Metrics]:
         """`read_metrics` as of now, but without waiting: what is returned, to be called once, waits for what has been
         asked for so far, and gives the metrics of that. Here they are read at once."""
-        metrics = self.read_metrics()
-        return lambda: metrics
+        metrics, gradient_norm = self.read_metrics(), self._optimizer.gradient_norm if self._optimizer else None
+
+        def receive() -> Metrics:
+            self.gradient_norm = gradient_norm
+            return metrics
+
+        return receive
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -201,9 +236,12 @@ class Executor(ABC):
 
     # Of the optimizer's steps before the metrics received last were asked for: those that changed no weight, since a
     # gradient was not finite; in all, and since the last that did change some. Only the cuda executor skips steps, in
-    # float16 and with LARS; elsewhere what is not finite reaches the weights, and so the loss.
+    # float16, with LARS and with clipping; elsewhere what is not finite reaches the weights, and so the loss.
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
+
+    # Where gradients are clipped: the norm that those of the last of these steps had before.
+    gradient_norm: float | None = None
 
     def end_step(self) -> None:
         """To be called after each optimizer step: bounds the work under way. Here it waits for all of it; where a

@@ -19,6 +19,7 @@ from common.mxnet_compat import mx
 from graph_passes.errors import GraphError
 from graph_passes.executors.base import NO_DRAWS, TOP_K, Draws, Executor, Metrics, parse_device
 from graph_passes.graph import Graph, Node
+from graph_passes.operators import LOSSES
 from graph_passes.passes import layout, unfuse
 
 LABEL = "softmax_label"
@@ -39,12 +40,15 @@ class MXNetExecutor(Executor):
         self._context = _context(device)
         graph = unfuse(graph)
         super().__init__(layout(graph, "NCHW") if self._context.device_type == "cpu" else graph, shapes)
-        self._loss = _loss_node(self.graph)
-        self._shapes, graph = self.input_shapes, self.graph  # as the Symbol has them
-        if self._loss and LABEL in self._shapes:
-            images, self._classes = graph.infer_shapes(self._shapes)[graph.outputs[0]]
-            self._shapes = self._shapes | {LABEL: (images, self._classes)}
-            graph = _with_targets(graph, self._loss, images)
+        graph = self.graph
+        self._loss = _loss_node(graph)
+        if self._loss:  # the Symbol ends in the scores: what is made of them needs no Symbol
+            graph = Graph(graph, self._loss.inputs[:1], graph.attrs)
+            if LABEL in self.input_shapes:
+                self._classes = self.graph.infer_shapes(self.input_shapes)[self._loss.inputs[0]][1]
+        weights = self._loss.get("class_weights", ()) if self._loss else ()
+        self._class_weights = mx.nd.array(weights, ctx=self._context).reshape((1, -1)) if weights else None
+        self._shapes = {name: shape for name, shape in self.input_shapes.items() if name != LABEL or not self._loss}
         symbol = mx.sym.load_json(graph.to_json())
         arguments, aux = _infer_shapes(symbol, self._shapes)
         zeros = {name: mx.nd.zeros(shape, ctx=self._context) for name, shape in {**arguments, **aux}.items()}
@@ -59,31 +63,39 @@ class MXNetExecutor(Executor):
         self._trained: set[str] = set()  # those of them that have had a training pass
         self._bind("write", self._shapes)
         self._totals = mx.nd.zeros(4, dtype="float64", ctx=self._context)  # the fields of Metrics
+        self._latest: Array = None  # what `forward` or `evaluate` has given last
 
     def forward_backward(self, data: Array, label: Array, accumulate: bool = False, draws: Draws = NO_DRAWS) -> None:
         if self._loss is None:
             raise GraphError("the graph does not end in SoftmaxOutput: without a loss there is nothing to train")
         grad_req = "add" if accumulate else "write"
-        bound = self._load(grad_req, data, label, draws)
+        bound = self._load(grad_req, data, draws)
+        targets, ranked = self._targets(label, draws.own_share(*data.shape[1:3]))
+        if self._class_weights is not None:
+            targets = targets * self._class_weights
         with self._first_pass_quiet(grad_req):
-            bound.executor.forward(is_train=True)
-            bound.executor.backward()
-        self._count(bound, label, label.shape[0])
+            (scores,) = bound.executor.forward(is_train=True)
+            bound.executor.backward(_loss_gradient(self._loss, scores, targets))
+        self._count(scores, targets, ranked, label.shape[0])
 
     def forward(self, data: Array, label: Array | None = None) -> Array:
-        bound = self._load("null", data, label)
-        probabilities = bound.executor.forward(is_train=False)[0]
-        if label is not None:
-            self._count(bound, label, label.shape[0])
-        return probabilities
+        return self._infer(data, label, data.shape[0])
 
     def evaluate(self, data: Array, label: Array, num_valid: int) -> None:
-        bound = self._load("null", data, label)
-        bound.executor.forward(is_train=False)
-        self._count(bound, label, num_valid)
+        self._infer(data, label, num_valid)
+
+    def _infer(self, data: Array, label: Array | None, num_valid: int) -> Array:
+        """The answer to a batch; with a label, the first `num_valid` images are counted."""
+        (answer,) = self._load("null", data).executor.forward(is_train=False)
+        if label is not None:
+            self._count(answer, *self._targets(label), num_valid)
+        if self._loss:
+            answer = mx.nd.sigmoid(answer) if self._loss.op == "SigmoidOutput" else mx.nd.softmax(answer)
+        self._latest = answer
+        return answer
 
     def request_probabilities(self) -> Callable[[], np.ndarray]:
-        return self._bound["null"].executor.outputs[0].copyto(mx.cpu()).asnumpy
+        return self._latest.copyto(mx.cpu()).asnumpy
 
     def read_metrics(self) -> Metrics:
         loss_sum, top1, top5, count = self._totals.asnumpy()
@@ -98,28 +110,31 @@ class MXNetExecutor(Executor):
         # MXNet operator knows that, but assigning NumPy to such an array fails, and its pointer must not be given away.
         array[:] = mx.nd.array(value, ctx=self._context)
 
-    def _load(self, grad_req: str, data: Array, label: Array | None, draws: Draws = NO_DRAWS) -> _Bound:
-        """The Symbol bound for a use and the size of this batch, with the batch in its inputs."""
-        arrays = {"data": data} if label is None else {"data": data, LABEL: label}
-        for name, array in arrays.items():
-            self.check_input(name, array.shape)
+    def _load(self, grad_req: str, data: Array, draws: Draws = NO_DRAWS) -> _Bound:
+        """The Symbol bound for a use and the size of this batch, with the images in its input."""
+        self.check_input("data", data.shape)
         bound = self._bound.get(grad_req)
         if not bound or bound.inputs["data"].shape != data.shape:
             bound = self._bind(grad_req, self._shapes | {"data": data.shape})
-        if label is not None:
-            arrays[LABEL] = self._targets(label)
-        mixup = draws.mixup
-        for name, array in arrays.items():
-            # Reversed along the batch: the partners of mixup.
-            bound.inputs[name][:] = array if mixup == 1 else mixup * array + (1 - mixup) * mx.nd.flip(array, axis=0)
+        bound.inputs["data"][:] = data if draws.mixup == 1 else _mixed(data, draws.mixup)
+        if draws.cutmix and draws.own_share(*data.shape[1:3]) < 1:  # MXNet knows no empty slices
+            top, left, bottom, right = draws.cutmix
+            bound.inputs["data"][:, top:bottom, left:right] = mx.nd.flip(data[:, top:bottom, left:right], axis=0)
         return bound
 
-    def _targets(self, label: Array) -> Array:
-        """(N, classes): what the network should answer, with label smoothing."""
+    def _targets(self, label: Array, share: float = 1.0) -> tuple[Array, Array]:
+        """(N, classes): what the network should answer, with label smoothing; (N,): the labels that hits are counted
+        for, as `Draws` says. `share`: of an image's own label."""
+        self.check_input(LABEL, label.shape)
         assert self._loss is not None
-        smoothing = self._loss["smooth_alpha"]
+        label, smoothing = label.as_in_context(self._context), self._loss["smooth_alpha"]
         elsewhere = smoothing / (self._classes - 1) if smoothing else 0.0
-        return mx.nd.one_hot(label.as_in_context(self._context), self._classes, 1 - smoothing, elsewhere)
+        targets = mx.nd.one_hot(label, self._classes, 1 - smoothing, elsewhere)
+        if share == 1:
+            return targets, label
+        partners = mx.nd.flip(label, axis=0)
+        ranked = label if share > 0.5 else partners if share < 0.5 else mx.nd.minimum(label, partners)
+        return _mixed(targets, share), ranked
 
     def _bind(self, grad_req: str, shapes: Mapping[str, Sequence[int]]) -> _Bound:
         shared = next((bound.executor for bound in self._bound.values()), None)  # all share their working memory
@@ -147,17 +162,21 @@ class MXNetExecutor(Executor):
             mx.nd.waitall()
         self._trained.add(grad_req)
 
-    def _count(self, bound: _Bound, label: Array, num_valid: int) -> None:
-        """Add the first `num_valid` images of the batch to the metrics. Asynchronous."""
+    def _count(self, scores: Array, targets: Array, label: Array, num_valid: int) -> None:
+        """Add the first `num_valid` images of a batch to the metrics. Asynchronous."""
         if not num_valid:
             return
-        probabilities, targets = bound.executor.outputs[0][:num_valid], bound.inputs[LABEL][:num_valid]
-        label = label[:num_valid].as_in_context(self._context)
-        # Not below the smallest normal number: a probability that underflowed costs 87 nats, not an infinity.
-        loss = targets * mx.nd.log(mx.nd.maximum(probabilities, 1.2e-38))
-        best = mx.nd.topk(probabilities, k=min(TOP_K, self._classes), axis=1) == label.reshape((-1, 1))
-        sums = [-loss.sum(), best[:, 0].sum(), best.sum(), mx.nd.full(1, num_valid, ctx=self._context)]
+        assert self._loss
+        scores = scores[:num_valid]
+        best = mx.nd.topk(scores, k=min(TOP_K, self._classes), axis=1) == label[:num_valid].reshape((-1, 1))
+        sums = [_loss_sum(self._loss, scores, targets[:num_valid]), best[:, 0].sum(), best.sum(),
+                mx.nd.full(1, num_valid, ctx=self._context)]
         self._totals += mx.nd.concat(*sums, dim=0).astype("float64")
+
+
+def _mixed(array: Array, share: float) -> Array:
+    """Each row with the one at the same place from the end."""
+    return share * array + (1 - share) * mx.nd.flip(array, axis=0)
 
 
 def _context(device: str) -> Any:
@@ -201,14 +220,33 @@ def _stderr_closed() -> Iterator[None]:
         os.close(nowhere)
 
 
-def _with_targets(graph: Graph, loss: Node, images: int) -> Graph:
-    """The graph for targets (N, classes) in place of labels (N,), which mixup needs: SoftmaxOutput takes either, but it
-    neither smooths targets nor divides by the batch then."""
-    scale = loss["grad_scale"] / (1 if loss["normalization"] == "null" else images)
-    changed = loss.with_attrs(grad_scale=scale, normalization="null", smooth_alpha=0.0)
-    return graph.rewrite(lambda node: changed if node.name == loss.name else None)
-
-
 def _loss_node(graph: Graph) -> Node | None:
     node = graph[graph.outputs[0].node]
-    return node if node.op == "SoftmaxOutput" else None
+    return node if node.op in LOSSES else None
+
+
+# --- the losses of graph_passes/operators, of targets (N, classes), weighted where there are weights ---
+
+
+def _loss_sum(loss: Node, scores: Array, targets: Array) -> Array:
+    """(1,): the sum over the images."""
+    if loss.op == "SigmoidOutput":
+        targets = _above_threshold(loss, targets)
+        costs = mx.nd.relu(scores) - scores * targets + mx.nd.log1p(mx.nd.exp(-mx.nd.abs(scores)))
+        return costs.sum() / scores.shape[1]
+    return -(targets * mx.nd.log_softmax(scores)).sum()
+
+
+def _loss_gradient(loss: Node, scores: Array, targets: Array) -> Array:
+    """(N, classes): of the loss with regard to the scores."""
+    scale = loss["grad_scale"] / (1 if loss["normalization"] == "null" else scores.shape[0])
+    if loss.op == "SigmoidOutput":
+        return (mx.nd.sigmoid(scores) - _above_threshold(loss, targets)) * (scale / scores.shape[1])
+    probabilities = mx.nd.softmax(scores)
+    if loss["class_weights"]:
+        probabilities = probabilities * targets.sum(axis=1, keepdims=True)
+    return (probabilities - targets) * scale
+
+
+def _above_threshold(loss: Node, targets: Array) -> Array:
+    return targets > loss["threshold"] if loss["threshold"] else targets

@@ -15,9 +15,9 @@ import numpy as np
 
 from graph_passes import pipeline
 from graph_passes.errors import GraphError
-from graph_passes.executors.base import NO_DRAWS, TOP_K, Draws, Executor, Metrics, parse_device
+from graph_passes.executors.base import NO_DRAWS, Draws, Executor, Metrics, parse_device
 from graph_passes.graph import Graph, Node, Ref
-from graph_passes.operators import OPERATORS, Operator
+from graph_passes.operators import LOSSES, OPERATORS, Operator
 from graph_passes.operators.batch_norm import batch_statistics
 from graph_passes.operators.softmax import smoothed_targets
 from graph_passes.passes import fold_bn_params, fused_way, output_names
@@ -67,8 +67,8 @@ class ReferenceExecutor(Executor):
 
     def forward_backward(self, data: Any, label: Any, accumulate: bool = False, draws: Draws = NO_DRAWS) -> None:
         inputs = self._inputs(data, label)
-        if draws.mixup < 1:
-            inputs |= self._mixed(inputs, draws.mixup)
+        if draws.own_share(*inputs["data"].shape[1:3]) < 1:
+            inputs |= self._mixed(inputs, draws)
         params = self.params
         if self.frozen:
             fused = pipeline.run(pipeline.FUSED, self.graph)
@@ -81,13 +81,10 @@ class ReferenceExecutor(Executor):
         self._sums += [*(results[name].item() for name in ("loss", "top1", "top5")), len(inputs["data"])]
 
     def forward(self, data: Any, label: Any = None) -> Array:
-        probabilities = self._probabilities(data, label)
-        if label is not None:
-            self._count(probabilities, label, len(probabilities))
-        return probabilities
+        return self._infer(data, label, 0 if label is None else len(data))
 
     def evaluate(self, data: Any, label: Any, num_valid: int) -> None:
-        self._count(self._probabilities(data, label), label, num_valid)
+        self._infer(data, label, num_valid)
 
     def request_probabilities(self) -> Callable[[], np.ndarray]:
         latest = self._latest.astype(np.float32)
@@ -111,15 +108,23 @@ class ReferenceExecutor(Executor):
             inputs[name] = array.astype(self._dtype)
         return inputs
 
-    def _mixed(self, inputs: Mapping[str, Array], mixup: float) -> dict[str, Array]:
+    def _mixed(self, inputs: Mapping[str, Array], draws: Draws) -> dict[str, Array]:
         """Images, and targets (N, classes) in place of labels, each mixed with the one from the end of the batch."""
         loss = self.graph[self.graph.outputs[0].node]
         classes = self.graph.infer_shapes(self.input_shapes)[loss.inputs[0]][1]
-        label = loss.inputs[1].node
-        mixed = {"data": inputs["data"], label: smoothed_targets(loss, inputs[label], classes, self._dtype)}
-        return {name: mixup * array + (1 - mixup) * array[::-1] for name, array in mixed.items()}
+        label, data = loss.inputs[1].node, inputs["data"]
+        share = draws.own_share(*data.shape[1:3])
+        targets = smoothed_targets(loss, inputs[label], classes, self._dtype)
+        if draws.cutmix:
+            top, left, bottom, right = draws.cutmix
+            mixed = data.copy()
+            mixed[:, top:bottom, left:right] = data[::-1, top:bottom, left:right]
+        else:
+            mixed = share * data + (1 - share) * data[::-1]
+        return {"data": mixed, label: share * targets + (1 - share) * targets[::-1]}
 
-    def _probabilities(self, data: Any, label: Any) -> Array:
+    def _infer(self, data: Any, label: Any, num_valid: int) -> Array:
+        """The answer to a batch, whose first `num_valid` images are added to the metrics."""
         graph = self.inference_graph()
         params = fold_bn_params(pipeline.run(pipeline.FUSED, self.graph), self.params, self.aux)
         variables = self.params | self.aux | params | self._inputs(data, label)
@@ -128,16 +133,13 @@ class ReferenceExecutor(Executor):
             if not node.is_variable:
                 values.update(zip(node.refs(), evaluate(node, [values[ref] for ref in node.inputs]), strict=False))
         self._latest = values[graph.outputs[0]]
+        if num_valid:
+            last = graph[graph.outputs[0].node]
+            scores, label, *bias = (values[ref] for ref in last.inputs)
+            counting = last.derive(LOSSES[last.op], last.name, last.inputs, class_weights=())  # which are for training
+            _, *sums = evaluate(counting, [scores[:num_valid], label[:num_valid], *bias])
+            self._sums += [*(total.item() for total in sums), num_valid]
         return self._latest
-
-    def _count(self, probabilities: Array, label: Any, num_valid: int) -> None:
-        """Add the first `num_valid` images of a batch to the metrics."""
-        probabilities, label = probabilities[:num_valid], _numpy(label)[:num_valid].astype(int)
-        targets = smoothed_targets(self.graph[self.graph.outputs[0].node], label, probabilities.shape[1],
-                                   np.dtype(float))
-        loss = -(targets * np.log(np.maximum(probabilities, 1.2e-38))).sum()
-        best = np.argsort(-probabilities, axis=1, kind="stable")[:, :TOP_K] == label[:, None]
-        self._sums += loss, best[:, 0].sum(), best.sum(), len(label)
 
 
 # --- graphs that the passes have made ---

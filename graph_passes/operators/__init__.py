@@ -19,6 +19,7 @@ from graph_passes.operators import (
     elementwise,
     fully_connected,
     pooling,
+    sigmoid,
     softmax,
 )
 from graph_passes.operators.base import Attribute, NodeView, Operator, Ref, Shape, Shapes, channel_axis
@@ -28,6 +29,7 @@ from graph_passes.operators.windows import Window, output_size, window
 
 __all__ = [
     "BATCH_NORMS",
+    "LOSSES",
     "OPERATORS",
     "Attribute",
     "NodeView",
@@ -44,11 +46,15 @@ __all__ = [
     "window",
 ]
 
-_FAMILIES = (convolution, batch_norm, elementwise, pooling, fully_connected, softmax, batch_norm_halves,
-             batch_norm_pair, batch_norm_pool, conv1x1_backward)
+_FAMILIES = (convolution, batch_norm, elementwise, pooling, fully_connected, softmax, sigmoid,
+             batch_norm_halves, batch_norm_pair, batch_norm_pool, conv1x1_backward)
 
 OPERATORS: Mapping[str, Operator] = MappingProxyType(
     {operator.name: operator for family in _FAMILIES for operator in family.OPERATORS})
+
+# What a network ends in, which is its own loss, and what takes its place in a training step.
+LOSSES: Mapping[str, str] = MappingProxyType({
+    operator.forward: operator.name for operator in OPERATORS.values() if "loss" in operator.outputs})
 
 
 def infer_node_shapes(node: NodeView, inputs: list[Shape | None]) -> tuple[Shapes, Shapes]:

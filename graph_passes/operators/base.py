@@ -148,6 +148,10 @@ def integers(value: Any) -> tuple[int, ...]:
     return (int(items),) if isinstance(items, int) else tuple(int(item) for item in items or ())
 
 
+def numbers(value: Any) -> tuple[float, ...]:
+    return tuple(map(float, ast.literal_eval(value) if isinstance(value, str) else value))
+
+
 def one_of(*values: str) -> Callable[[Any], str]:
     def read(value: Any) -> str:
         if value not in values:

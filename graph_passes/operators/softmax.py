@@ -17,6 +17,7 @@ from graph_passes.operators.base import (
     Shape,
     Shapes,
     known,
+    numbers,
     one_of,
 )
 from graph_passes.operators.elementwise import elementwise
@@ -26,18 +27,29 @@ TOP_K = 5  # of the second accuracy, as ImageNet's
 # --- shapes ---
 
 
-def _softmax_output(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
+def scores_and_labels(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
+    """Of an operator that makes probabilities of scores (N, classes)."""
     data = known(node, shapes)
     if len(data) != 2:
-        raise GraphError(f"SoftmaxOutput '{node.name}' needs scores of shape (batch, classes), not {data}")
+        raise GraphError(f"{node.op} '{node.name}' needs scores of shape (batch, classes), not {data}")
     return [data, data[:1], *_bias(node, data)], [data]
 
 
-def _cross_entropy(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
-    (data, *others), _ = _softmax_output(node, shapes)
+def loss_and_hits(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
+    """Of the operator that takes its place in a training step."""
+    (data, *others), _ = scores_and_labels(node, shapes)
     loss_scale = [] if node["no_loss_scale"] else [(1,)]
     label, *bias = others
     return [data, label, *loss_scale, *bias], [data, (1,), (1,), (1,)]
+
+
+def _softmax_output(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
+    given, made = scores_and_labels(node, shapes)
+    weights, classes = node["class_weights"], made[0][1]
+    if weights and len(weights) != classes:
+        raise GraphError(f"SoftmaxOutput '{node.name}' has class_weights of {len(weights)} classes, and scores of "
+                         f"{classes}: give one weight for each")
+    return given, made
 
 
 def _bias(node: NodeView, data: Shape) -> list[Shape]:
@@ -71,13 +83,28 @@ def smoothed_targets(node: NodeView, label: Array, num_classes: int, dtype: np.d
     return targets
 
 
+def weighted_targets(node: NodeView, label: Array, num_classes: int, dtype: np.dtype) -> Array:
+    """(N, classes): `smoothed_targets`, each class's times its weight, as PyTorch's cross_entropy has it."""
+    targets, weights = smoothed_targets(node, label, num_classes, dtype), node["class_weights"]
+    return targets * np.asarray(weights, dtype) if weights else targets
+
+
+def gradient_scale(node: NodeView, num_images: int) -> float:
+    """What the gradient of an image's loss is multiplied by."""
+    return node["grad_scale"] / (1 if node["normalization"] == "null" else num_images)
+
+
 def softmax_output_backward(node: NodeView, probabilities: Array, label: Array) -> Array:
-    """Gradient of the cross entropy with regard to the scores: (p - target) * grad_scale, over N unless 'null'."""
+    """Gradient of the cross entropy with regard to the scores: (p - target) * grad_scale, over N unless 'null'.
+
+    With `class_weights` targets are `weighted_targets`, and p is multiplied by their sum.
+    """
     if node["use_ignore"] or node["multi_output"]:
         raise GraphError(f"SoftmaxOutput '{node.name}' has use_ignore or multi_output: only plain labels are supported")
-    targets = smoothed_targets(node, label, probabilities.shape[1], probabilities.dtype)
-    scale = node["grad_scale"] / (1 if node["normalization"] == "null" else len(label))
-    return (probabilities - targets) * probabilities.dtype.type(scale)
+    targets = weighted_targets(node, label, probabilities.shape[1], probabilities.dtype)
+    if node["class_weights"]:
+        probabilities = probabilities * targets.sum(axis=1, keepdims=True)
+    return (probabilities - targets) * probabilities.dtype.type(gradient_scale(node, len(label)))
 
 
 def _compute_output(node: NodeView, scores: Array, label: Array, bias: Array | None = None) -> list[Array]:
@@ -85,22 +112,30 @@ def _compute_output(node: NodeView, scores: Array, label: Array, bias: Array | N
 
 
 def _compute_cross_entropy(node: NodeView, scores: Array, label: Array, *others: Array) -> list[Array]:
-    """Of targets (N, classes) in place of labels, each image's largest is counted as its label."""
-    names = [name for name, absent in (("loss_scale", "no_loss_scale"), ("bias", "no_bias")) if not node[absent]]
-    given = dict(zip(names, others, strict=True))
-    scores = scores + given["bias"] if "bias" in given else scores
-    gradient = softmax_output_backward(node, softmax(scores), label)
-    if "loss_scale" in given:
-        gradient = gradient * given["loss_scale"].astype(gradient.dtype)
-    targets = smoothed_targets(node, label, scores.shape[1], scores.dtype)
+    scores, loss_scale = with_bias(node, scores, others)
+    gradient = softmax_output_backward(node, softmax(scores), label) * loss_scale
+    targets = weighted_targets(node, label, scores.shape[1], scores.dtype)
     log_p = scores - scores.max(axis=1, keepdims=True)
     log_p -= np.log(np.exp(log_p).sum(axis=1, keepdims=True))
+    return [gradient, -(targets * log_p).sum(dtype=log_p.dtype).reshape(1), *count_hits(scores, label)]
+
+
+def with_bias(node: NodeView, scores: Array, others: Sequence[Array]) -> tuple[Array, Array]:
+    """The scores with the bias, and the loss scale, in the scores' dtype, of a loss that has `others` of both."""
+    names = [name for name, absent in _OPTIONAL.items() if not node[absent]]
+    given = dict(zip(names, others, strict=True))
+    loss_scale = given.get("loss_scale", np.ones(1)).astype(scores.dtype)
+    return scores + given["bias"] if "bias" in given else scores, loss_scale
+
+
+def count_hits(scores: Array, label: Array) -> list[Array]:
+    """How many images have their label as the best class, and among the best `TOP_K`, (1,) each. Of targets
+    (N, classes) in place of labels, each image's largest is counted as its label."""
     # Classes that come before the label: better ones, and equal ones with a smaller number.
     own_class = (label.argmax(axis=1) if label.ndim == 2 else label.astype(int))[:, None]
     own = np.take_along_axis(scores, own_class, axis=1)
     rank = ((scores > own) | ((scores == own) & (np.arange(scores.shape[1]) < own_class))).sum(axis=1)
-    counts = [np.array([(rank < k).sum()], np.int32) for k in (1, TOP_K)]
-    return [gradient, -(targets * log_p).sum(dtype=log_p.dtype).reshape(1), *counts]
+    return [np.array([(rank < k).sum()], np.int32) for k in (1, TOP_K)]
 
 
 def _output_gradient(node: NodeView, inputs: Sequence[Array], outputs: Sequence[Array], dy: Array,
@@ -117,12 +152,14 @@ def _training(node: NodeView) -> str:
 
 # --- the descriptions ---
 
+_OPTIONAL = {"loss_scale": "no_loss_scale", "bias": "no_bias"}
 _OUTPUT = {
     "grad_scale": Attribute(float, 1.0),
     "normalization": Attribute(one_of("null", "batch", "valid"), "null"),
     "smooth_alpha": Attribute(float, 0.0),
     "use_ignore": FALSE,
     "multi_output": FALSE,
+    "class_weights": Attribute(numbers, ()),  # ours: in training, of the targets of each class; none: all are 1
     "no_bias": TRUE,  # ours: the classifier's bias, where the pass `softmax_bias` has moved it here
 }
 
@@ -133,7 +170,7 @@ OPERATORS = (
     Operator("SoftmaxOutput", ("data", "label", "bias"), _softmax_output, _compute_output, _OUTPUT,
              optional={"bias": "no_bias"}, numpy_gradient=_output_gradient, training=_training),
     # The gradient of the data (times loss_scale), and sums over the batch: the loss, hits among the best 1 and 5.
-    Operator("SoftmaxCrossEntropy", ("data", "label", "loss_scale", "bias"), _cross_entropy, _compute_cross_entropy,
+    Operator("SoftmaxCrossEntropy", ("data", "label", "loss_scale", "bias"), loss_and_hits, _compute_cross_entropy,
              _OUTPUT | {"no_loss_scale": TRUE}, ("data_grad", "loss", "top1", "top5"),
-             {"loss_scale": "no_loss_scale", "bias": "no_bias"}, forward="SoftmaxOutput"),
+             _OPTIONAL, forward="SoftmaxOutput"),
 )

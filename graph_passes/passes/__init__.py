@@ -11,6 +11,7 @@ from graph_passes.passes.fold_bn import fold_bn, fold_bn_params, fold_frozen, fo
 from graph_passes.passes.freeze import BACKBONE, freeze, slow_backbone
 from graph_passes.passes.gradient import gradient, gradient_add, output_names
 from graph_passes.passes.layout import layout, weight_layouts
+from graph_passes.passes.loss import binary_cross_entropy, stock_loss, weigh_classes
 from graph_passes.passes.memory import MemoryPlan, memory
 from graph_passes.passes.precision import precision, tensor_dtypes
 from graph_passes.passes.unfuse import unfuse
@@ -21,6 +22,7 @@ __all__ = [
     "MemoryPlan",
     "Ways",
     "add_relu",
+    "binary_cross_entropy",
     "bn_add_relu",
     "bn_relu",
     "first_way",
@@ -37,7 +39,9 @@ __all__ = [
     "output_names",
     "precision",
     "slow_backbone",
+    "stock_loss",
     "tensor_dtypes",
     "unfuse",
+    "weigh_classes",
     "weight_layouts",
 ]

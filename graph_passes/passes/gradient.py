@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from graph_passes import roles
 from graph_passes.errors import GraphError
 from graph_passes.graph import Graph, Node, Ref
-from graph_passes.operators import BATCH_NORMS, OPERATORS
+from graph_passes.operators import BATCH_NORMS, LOSSES, OPERATORS
 
 
 def gradient(graph: Graph, shapes: Mapping[str, Sequence[int]]) -> Graph:
-    """Add the backward pass to a training graph that ends in SoftmaxOutput.
+    """Add the backward pass to a training graph that ends in SoftmaxOutput, or SigmoidOutput.
 
         before    data -> Convolution -> BatchNormRelu -> ... -> SoftmaxOutput
         after     data -> Convolution -> BatchNormReluTrain -> ... -> SoftmaxCrossEntropy
@@ -21,7 +21,7 @@ def gradient(graph: Graph, shapes: Mapping[str, Sequence[int]]) -> Graph:
     operator's own gradient is in its description (`graph_passes/operators`). Outputs, by the names that `output_names`
     gives:
 
-    - `loss`, `top1`, `top5`: sums over the batch, (1,). The loss is the cross entropy with smoothed targets
+    - `loss`, `top1`, `top5`: sums over the batch, (1,). The loss is the (binary) cross entropy with smoothed targets
     - each running statistic under its own name: the value after this step
     - `<parameter>_grad`, last layers first: the order in which the backward pass has them ready. A parameter that the
       loss does not depend on (gamma with fix_gamma) has none
@@ -35,7 +35,7 @@ def gradient(graph: Graph, shapes: Mapping[str, Sequence[int]]) -> Graph:
     Raises GraphError for another last operator, and operators that have no gradient here.
     """
     loss = graph[graph.outputs[0].node]
-    if len(graph.outputs) != 1 or loss.op != "SoftmaxOutput":
+    if len(graph.outputs) != 1 or loss.op not in LOSSES:
         raise GraphError(f"the graph ends in {loss.op} '{loss.name}', not in one SoftmaxOutput: add it as the loss")
     sizes = graph.infer_shapes(shapes)
     inputs = {*shapes, loss.inputs[1].node}

@@ -6,7 +6,7 @@ import re
 
 from graph_passes.errors import GraphError
 from graph_passes.graph import Graph, Node, Ref
-from graph_passes.operators import OPERATORS
+from graph_passes.operators import LOSSES, OPERATORS
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4, "uint8": 1}
 DTYPES = ("float16", "bfloat16", "float32")  # of a network
@@ -61,7 +61,7 @@ def precision(graph: Graph, dtype: str) -> Graph:
         if node.is_variable:
             return node if node.name in fixed else node.with_attrs(dtype=dtype)
         marked = node.with_attrs(dtype=dtype)
-        if node.op == "SoftmaxCrossEntropy" and dtype == "float16":
+        if node.op in LOSSES.values() and dtype == "float16":
             scaled = (*node.inputs, Ref(loss_scale.name))
             return [loss_scale, marked.with_attrs(no_loss_scale=False).replace(inputs=scaled)]
         return marked
@@ -78,7 +78,7 @@ def node_dtypes(node: Node) -> list[str]:
     """The dtypes of a node's outputs."""
     own = node.attrs.get("dtype", "float32")
     roles = OPERATORS[node.op].output_names(node) if node.op in OPERATORS else ("output",) * node.num_outputs
-    return ["float32" if node.op == "SoftmaxOutput" else _FIXED.get(_role(role), own) for role in roles]
+    return ["float32" if node.op in LOSSES else _FIXED.get(_role(role), own) for role in roles]
 
 
 def _role(name: str) -> str:

@@ -1,14 +1,13 @@
-"""The classifier's bias is added where softmax reads the scores."""
+"""The classifier's bias is added where softmax, or the sigmoid, reads the scores."""
 
 from __future__ import annotations
 
 from graph_passes.graph import Graph, Node
-
-_LOSSES = ("SoftmaxOutput", "SoftmaxCrossEntropy")
+from graph_passes.operators import LOSSES
 
 
 def softmax_bias(graph: Graph) -> Graph:
-    """Move a bias that only a softmax sees into it.
+    """Move a bias that only a softmax or the sigmoids see into it.
 
         before    x, weight, bias -> FullyConnected `fc` -> SoftmaxCrossEntropy (data, label)
         after     x, weight -> FullyConnected(no_bias) `fc` -> SoftmaxCrossEntropy (data, label, bias)
@@ -17,7 +16,7 @@ def softmax_bias(graph: Graph) -> Graph:
     """
     nodes: list[Node] = []
     for node in graph:
-        if node.op in _LOSSES and node["no_bias"]:
+        if node.op in {*LOSSES, *LOSSES.values()} and node["no_bias"]:
             classifier = graph.only_used_by_one(node.inputs[0], "FullyConnected")
             if classifier and not classifier["no_bias"]:
                 *inputs, bias = classifier.inputs

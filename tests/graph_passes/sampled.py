@@ -535,13 +535,15 @@ def _whole(node: Node, given: Named, written: Named, rng: np.random.Generator) -
 
 
 def _cross_entropy(node: Node, given: Named, written: Named, rng: np.random.Generator) -> Iterator[Sample]:
-    """Probabilities less targets; these are added up for the bound. Sums over the batch go to the metrics."""
+    """Probabilities less targets, of a loss without threshold and weights; these are added up for the bound. Sums over
+    the batch go to the metrics."""
     doubles = _fraction(given, 1)
     results = dict(zip(OPERATORS[node.op].output_names(node), evaluate(node, list(doubles.values())), strict=True))
     wanted = results["data_grad"]
     targets = smoothed_targets(node, doubles["label"], wanted.shape[1], wanted.dtype)
     scale = node["grad_scale"] * np.asarray(doubles.get("loss_scale", 1.0))
     scale = scale / (1 if node["normalization"] == "null" else len(wanted))
+    scale = scale / (wanted.shape[1] if node.op == "SigmoidCrossEntropy" else 1)
     yield _sample("data_grad", written, written["data_grad"], wanted,
                   4 * FEW * UNIT * (np.abs(wanted) + 2 * targets * scale))
     for name in written.keys() & {"loss", "top1", "top5"}:
@@ -568,5 +570,5 @@ RULES: Mapping[str, Sequence[Rule]] = {
     "BatchNormPoolApply": (_pool_apply,),
     "BatchNormPoolBackwardApply": (_pool_backward,),
     "StemWgrad": (_wgrad,),
-    "SoftmaxCrossEntropy": (_cross_entropy,),
+    **dict.fromkeys(("SoftmaxCrossEntropy", "SigmoidCrossEntropy"), (_cross_entropy,)),
 }

@@ -13,7 +13,7 @@ from step_networks import fused, random_variables, small_resnet
 
 from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError, passes
-from graph_passes.executors import Draws, Metrics, create_executor
+from graph_passes.executors import Box, Draws, Metrics, create_executor
 from train.models import resnet, resnet_d
 
 CLASSES = 7
@@ -160,30 +160,61 @@ def test_gradients_accumulate(kind, problem):
     assert_close(canonical_grads(executor), separate[1], 1e-6)
 
 
+def mixed_by_hand(data, draws):
+    """Images by the definitions of mixup and CutMix, one by one, and the share of an image's own label."""
+    images, partners = data.copy(), data[::-1]
+    if not draws.cutmix:
+        return (draws.mixup * data + (1 - draws.mixup) * partners).astype(np.float32), draws.mixup
+    top, left, bottom, right = draws.cutmix
+    _, height, width, _ = data.shape
+    inside = np.zeros((height, width, 1), bool)
+    for y in range(top, bottom):
+        for x in range(left, right):
+            inside[y, x] = True
+    return np.where(inside, partners, images), 1 - inside.mean()
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_mixup_is_the_mean_of_two_plain_passes(kind, problem, rng):
-    """Cross entropy is linear in its targets: a pass with mixup is lambda of a plain one over the mixed images with
-    their own labels, and 1 - lambda of one with the labels of their partners. fp32: rounding only."""
+@pytest.mark.parametrize("draws", [Draws(mixup=0.5), Draws(mixup=0.7), Draws(cutmix=Box(0, 3, 9, 17)),
+                                   Draws(cutmix=Box(1, 0, 18, 16)), Draws(cutmix=Box(5, 5, 5, 9)),
+                                   Draws(cutmix=Box(0, 0, 18, 9)), Draws(cutmix=Box(0, 0, 18, 18))], ids=str)
+def test_mixing_is_the_mean_of_two_plain_passes(kind, draws, rng):
+    """Cross entropy is linear in its targets: a pass with mixup or CutMix is a share of a plain one over the mixed
+    images with their own labels, and the rest of one with the labels of their partners. fp32: rounding only."""
+    graph, shapes, params, aux, _ = make_problem(rng)
+    shapes["data"] = (shapes["data"][0], 18, 18, 3)
+    n = shapes["data"][0]  # odd or even
+    problem = graph, shapes, params, aux, None
     executor, plain = executors(problem, kind, kind)
-    data, label = problem[4][0]
-    mixup = float(rng.uniform(0.5, 1))
-    mixed = (mixup * data + (1 - mixup) * data[::-1]).astype(np.float32)
-    grads, losses = [], []
-    for labels in (label[::-1].copy(), label):
+    data, label = rng.standard_normal(shapes["data"]).astype("f"), rng.integers(0, CLASSES, n).astype("f")
+    mixed, share = mixed_by_hand(data, draws)
+    smaller = np.minimum(label, label[::-1])
+    grads, metrics = [], []
+    for labels in (label, label[::-1].copy(), smaller):
         plain.forward_backward(*nd((mixed, labels)))
         grads.append(canonical_grads(plain))
-        metrics = plain.read_metrics()
-        losses.append(metrics.loss_sum)
-    executor.forward_backward(*nd((data, label)), draws=Draws(mixup))
-    expected = {name: (1 - mixup) * grads[0][name] + mixup * grads[1][name] for name in grads[0]}
+        metrics.append(plain.read_metrics())
+    executor.forward_backward(*nd((data, label)), draws=draws)
+    expected = {name: share * grads[0][name] + (1 - share) * grads[1][name] for name in grads[0]}
     assert_close(canonical_grads(executor), expected, 1e-4)
     got = executor.read_metrics()
-    assert got[1:] == metrics[1:], "hits are those of the images' own labels"
-    assert got.loss_sum == pytest.approx((1 - mixup) * losses[0] + mixup * losses[1], rel=1e-5)
+    counted = metrics[0] if share > 0.5 else metrics[1] if share < 0.5 else metrics[2]
+    assert got[1:] == counted[1:], "hits are those of the labels with the larger share"
+    assert got.loss_sum == pytest.approx(share * metrics[0].loss_sum + (1 - share) * metrics[1].loss_sum, rel=1e-5)
     executor.forward_backward(*nd((data, label)))  # and the next pass is a plain one again
     plain.set_params(*executor.get_params())
     plain.forward_backward(*nd((data, label)))
     assert_close(canonical_grads(executor), canonical_grads(plain), 1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("draws", [Draws(cutmix=Box(0, 0, 5, 40)), Draws(cutmix=Box(3, 4, 2, 9)),
+                                   Draws(0.7, Box(0, 0, 5, 5))], ids=str)
+def test_a_box_that_cannot_be_is_refused(kind, draws, problem):
+    (executor,) = executors(problem, kind)
+    height, width = problem[1]["data"][1:3]
+    with pytest.raises(GraphError, match=f"for images of {height}x{width}: the box must lie inside, and mixup be 1"):
+        executor.forward_backward(*nd(problem[4][0]), draws=draws)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -360,7 +391,7 @@ def test_training_with_onednn_equals_training_without():
     seeds = (seed, seed + 1)
     code = (f"import json, test_executors as t; one, two = ([t.one_dnn_run(s) for s in {seeds}] for _ in range(2)); "
             "assert one == two, 'not deterministic'; print(json.dumps(one))")
-    run = subprocess.run([sys.executable, "-c", code], env=environment, text=True, capture_output=True, timeout=120)
+    run = subprocess.run([sys.executable, "-c", code], env=environment, text=True, capture_output=True, timeout=300)
     assert run.returncode == 0, run.stderr
     for s, result in zip(seeds, json.loads(run.stdout), strict=True):
         with_onednn = {name: np.array(value) for name, value in result.items()}

@@ -7,7 +7,7 @@ from step_networks import bottlenecks, flattened, pre_activation, random_network
 
 from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError, Ref, passes, pipeline
-from graph_passes.executors import Draws, create_executor
+from graph_passes.executors import Box, Draws, create_executor
 from graph_passes.executors.reference import backward, evaluate, forward, run
 from graph_passes.operators import OPERATORS
 from train.models.resnet import resnet
@@ -37,13 +37,20 @@ NETWORKS = {
     "BatchNorm first": (pre_activation, (3, 9, 7, 3)),
     "flattened convolution": (lambda: flattened("Convolution"), (5, 12, 9, 3)),
     "flattened pooling": (lambda: flattened("Pooling"), (5, 11, 8, 4)),
+    "binary cross entropy": (lambda: small_resnet(False), (3, 9, 8, 3)),
+    "weighted classes": (lambda: small_resnet(False), (3, 9, 8, 3)),
+}
+LOSSES = {
+    "binary cross entropy": lambda graph: passes.binary_cross_entropy(graph, 0.1),
+    "weighted classes": lambda graph: passes.weigh_classes(graph, [0.25, 0.5, 1, 2, 4, 0.1, 3]),
 }
 WAYS = {"fused": passes.fused_way, "separate": passes.first_way}
 
 
 def network(name):
     build, data = NETWORKS[name]
-    return Graph.from_json(build().tojson()), {"data": data, "softmax_label": data[:1]}
+    graph = Graph.from_json(build().tojson())
+    return LOSSES.get(name, lambda same: same)(graph), {"data": data, "softmax_label": data[:1]}
 
 
 def check_close(got, wanted, tolerance, name, floor=0.0):
@@ -124,9 +131,9 @@ def test_every_operator_is_in_one_of_these_graphs():
     assert set(OPERATORS) - seen == {"transpose", "softmax"}
 
 
-@pytest.mark.parametrize("name", ["basic blocks", "bottlenecks", "biases", "BatchNorm first"])
+@pytest.mark.parametrize("name", ["basic blocks", "bottlenecks", "biases", "BatchNorm first", *LOSSES])
 def test_the_executor_against_mxnet(name, rng):
-    """Two steps, one of them with mixup, and inference; MXNet has fp32 and stock operators."""
+    """Three steps, one of them with mixup, one with CutMix, and inference; MXNet has fp32 and stock operators."""
     graph, shapes = network(name)
     values = random_variables(graph, shapes, rng)
     for name in graph.arguments:
@@ -140,7 +147,8 @@ def test_the_executor_against_mxnet(name, rng):
     for executor in (own, other):
         executor.set_params(params, aux)
         executor.forward_backward(mx.nd.array(data), mx.nd.array(label))
-        executor.forward_backward(mx.nd.array(data), mx.nd.array(label), accumulate=True, draws=Draws(mixup=0.75))
+        for draws in (Draws(mixup=0.75), Draws(cutmix=Box(1, 0, 7, 5))):
+            executor.forward_backward(mx.nd.array(data), mx.nd.array(label), accumulate=True, draws=draws)
     fused = own.step_graph(shapes["data"]).operators()
     assert any(OPERATORS[op].fused for op in fused)
     canonical = {name: (own.to_canonical(name, own.grads[name]), other.to_canonical(name, other.grads[name]))
@@ -149,7 +157,7 @@ def test_the_executor_against_mxnet(name, rng):
     assert np.median(norms) < 1e-4 and max(norms) < 5e-2, "a ReLU may flip"
     for name in aux:
         check_close(own.to_canonical(name, own.aux[name]), other.to_canonical(name, other.aux[name]), 1e-4, name)
-    check_close(own.forward(data), other.forward(mx.nd.array(data)).asnumpy(), 1e-3, "probabilities")
+    check_close(own.forward(data, label), other.forward(*map(mx.nd.array, (data, label))).asnumpy(), 1e-3, "answers")
     metrics = own.read_metrics(), other.read_metrics()
     assert metrics[0].loss_sum == pytest.approx(metrics[1].loss_sum, rel=1e-4)
     assert metrics[0][1:] == metrics[1][1:]

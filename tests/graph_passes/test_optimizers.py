@@ -10,7 +10,7 @@ import pytest
 from step_networks import fused, random_variables, small_resnet
 
 from common.mxnet_compat import mx
-from graph_passes import optimizers, roles
+from graph_passes import optimizers, passes, roles
 from graph_passes.executors import create_executor
 from graph_passes.executors.cuda.kernels import SOURCES
 from graph_passes.executors.cuda.optimizer import CHUNK, MAX_CONSTANTS, THREADS
@@ -93,9 +93,16 @@ RULES = [
 ]
 
 
+def clipped(grads: Arrays, clip_norm: float) -> Arrays:
+    """Of the norm `clip_norm` at most, all together, with PyTorch's 1e-6."""
+    norm = np.linalg.norm(np.concatenate([g.ravel() for g in grads.values()]))
+    return {name: g * (clip_norm / (norm + 1e-6)) for name, g in grads.items()} if norm > clip_norm else grads
+
+
+@pytest.mark.parametrize("clip_norm", [0, 10.25], ids=["", "clipped"])
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{type(rule).__name__} {rule.kernel_constants}")
 @pytest.mark.parametrize("backend", ["mxnet", "numpy"])
-def test_fifty_steps_against_the_oracle(backend: str, rule: Rule, rng: np.random.Generator) -> None:
+def test_fifty_steps_against_the_oracle(backend: str, rule: Rule, clip_norm: float, rng: np.random.Generator) -> None:
     if isinstance(rule, Lion):  # in one draw of a thousand a moving average is so near 0 that fp32 has another sign
         rng = np.random.default_rng(0)
     start = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
@@ -109,13 +116,13 @@ def test_fifty_steps_against_the_oracle(backend: str, rule: Rule, rng: np.random
     numpy = (lambda array: array.asnumpy()) if backend == "mxnet" else np.asarray
     params = {name: convert(p) for name, p in start.items()}
     live: dict[str, Any] = {}
-    optimizer = ArrayOptimizer(rule, params, live, WEIGHTS)
+    optimizer = ArrayOptimizer(rule, params, live, WEIGHTS, clip_norm=clip_norm)
     for number, (grads, rate) in enumerate(zip(gradients, rates, strict=True)):
         live.update({name: convert(g) for name, g in grads.items()})
         optimizer.step(rate, scale=0.5)
         if number == 20:  # as a run that is resumed
             saved, scalars, before = optimizer.state, optimizer.scalars, optimizer
-            optimizer = ArrayOptimizer(rule, params, live, WEIGHTS)
+            optimizer = ArrayOptimizer(rule, params, live, WEIGHTS, clip_norm=clip_norm)
             optimizer.scalars = scalars
             for slot, arrays in saved.items():
                 for name, array in arrays.items():
@@ -123,6 +130,9 @@ def test_fifty_steps_against_the_oracle(backend: str, rule: Rule, rng: np.random
             assert before is not optimizer and scalars == ({"updates": 21} if isinstance(rule, AdamW) else {})
 
     halved = [{name: 0.5 * g.astype(np.float64) for name, g in grads.items()} for grads in gradients]
+    if clip_norm:
+        whole, halved = halved, [clipped(grads, clip_norm) for grads in halved]
+        assert 5 < sum(a is b for a, b in zip(whole, halved, strict=True)) < 45, "some are clipped"
     exact = {name: p.astype(np.float64) for name, p in start.items()}
     expected, state = ORACLES[type(rule)](rule, exact, halved, rates)
     for name in SHAPES:
@@ -133,6 +143,48 @@ def test_fifty_steps_against_the_oracle(backend: str, rule: Rule, rng: np.random
                                        err_msg=f"{slot} {name}")
 
 
+@pytest.mark.parametrize("executor_name", ["mxnet", "reference"])
+def test_clipping_sees_the_mean_of_all_passes_and_trained_parameters(executor_name: str,
+                                                                     rng: np.random.Generator) -> None:
+    graph, shapes = fused(small_resnet(True)), {"data": (2, 17, 17, 3), "softmax_label": (2,)}
+    values = random_variables(graph, shapes, rng, dtype=np.float32)
+    graph = passes.freeze(graph, "stem")
+    assert 0 < len(roles.frozen(graph)) < len(graph.arguments)
+    executor = create_executor(executor_name, graph, shapes)
+    before = {name: values[name] for name in executor.params}
+    executor.set_params(before, {name: values[name] for name in executor.aux})
+    optimizer = executor.create_optimizer(SGD(momentum=0), clip_norm=0.25)
+    batches = [mx.nd.array(rng.standard_normal((2, *shapes["data"])))[number] for number in range(2)]
+    label = mx.nd.array([1, 3])
+    for number, data in enumerate(batches):
+        executor.forward_backward(data, label, accumulate=number > 0)
+    mean = {name: executor.to_canonical(name, grad).astype(np.float64) / 2 for name, grad in executor.grads.items()}
+    norm = np.sqrt(sum((grad**2).sum() for grad in mean.values()))
+    optimizer.step(1.0, scale=0.5)
+    executor.request_metrics()()
+    assert norm > 0.5 and executor.gradient_norm == pytest.approx(norm, rel=1e-5)
+    for name, after in executor.get_params()[0].items():
+        moved = 0.25 * mean[name] / norm if name in mean else 0
+        np.testing.assert_allclose(before[name] - after, moved, rtol=1e-4, atol=3e-7 * np.abs(before[name]).max(),
+                                   err_msg=name)
+
+
+def test_clipping_against_pytorch(rng: np.random.Generator) -> None:
+    torch = pytest.importorskip("torch")
+    for clip_norm in (0.5, 1e-5, 1e4):
+        start, grads = ({name: rng.standard_normal(shape) for name, shape in SHAPES.items()} for _ in range(2))
+        theirs = {name: torch.nn.Parameter(torch.tensor(value)) for name, value in start.items()}
+        for name, parameter in theirs.items():
+            parameter.grad = torch.tensor(grads[name])
+        norm = torch.nn.utils.clip_grad_norm_(theirs.values(), clip_norm)
+        torch.optim.SGD(theirs.values(), lr=0.1).step()
+        optimizer = ArrayOptimizer(SGD(momentum=0), start, grads, WEIGHTS, clip_norm=clip_norm)
+        optimizer.step(0.1)
+        assert optimizer.gradient_norm == pytest.approx(float(norm), rel=1e-12)
+        for name, parameter in theirs.items():
+            np.testing.assert_allclose(start[name], parameter.detach().numpy(), rtol=1e-12, atol=1e-13, err_msg=name)
+
+
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{type(rule).__name__} {rule.kernel_constants}")
 @pytest.mark.parametrize("backend", ["mxnet", "numpy"])
 def test_a_gradient_of_nan_shows(backend: str, rule: Rule) -> None:
@@ -140,7 +192,7 @@ def test_a_gradient_of_nan_shows(backend: str, rule: Rule) -> None:
     convert = mx.nd.array if backend == "mxnet" else np.array
     params = {"bn_beta": convert(np.ones(3, np.float32))}
     gradients = {"bn_beta": convert(np.array([0.5, np.nan, -0.5], np.float32))}
-    ArrayOptimizer(rule, params, gradients, WEIGHTS).step(0.1)
+    ArrayOptimizer(rule, params, gradients, WEIGHTS, clip_norm=1.0).step(0.1)
     updated = np.array(params["bn_beta"].asnumpy() if backend == "mxnet" else params["bn_beta"])
     assert list(np.isnan(updated)) == [False, True, False]
 

@@ -70,6 +70,14 @@ def test_an_epoch_is_as_long_and_balanced(long_tail):
         assert not np.array_equal(*epochs)
 
 
+def test_how_many_images_each_class_has(long_tail):
+    """In the order of the labels, which may be another than the data's."""
+    with loader(long_tail, balance=0.0) as opened:
+        assert opened.class_sizes().tolist() == [60, 9, 2, 1]
+        opened.count_classes_as([(name, name) for name in "abcde"], [4, 1, 0, 2])
+        assert opened.class_sizes().tolist() == [2, 9, 1, 0, 60]
+
+
 def test_an_image_that_comes_again_is_augmented_anew(long_tail):
     with loader(long_tail, batch_size=72) as balanced:
         ((pixels, labels),) = batches_of(balanced)

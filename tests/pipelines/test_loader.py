@@ -5,16 +5,18 @@ import itertools
 import json
 import os
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from image_helpers import write_folder, write_records
+from image_helpers import EVERYTHING, operated, write_folder, write_records
 from PIL import Image
 
 from common.mxnet_compat import mx
 from pipelines import MEAN, STD, DataError, ImageTransform, LoaderConfig, dali_loader, load_images, open_loader
 from pipelines.dali_loader import READ_AHEAD, DaliLoader, decodes_on_cpu
-from pipelines.graph import random_inputs, without_lines
+from pipelines.graph import ImageInputs, derived, random_inputs, without_lines
+from pipelines.policies import Draws, chosen
 from pipelines.sources import open_source
 
 
@@ -64,9 +66,11 @@ def test_epochs_are_reshuffled_by_the_seed(numbered):
     assert one != labels_of(other)
 
 
-def test_two_processes_see_what_one_with_twice_the_batch_sees(numbered):
-    whole = epoch_of(open_loader(config(numbered, batch_size=8)))
-    halves = [epoch_of(open_loader(config(numbered, batch_size=4), (rank, 2))) for rank in range(2)]
+@pytest.mark.parametrize("transform", [ImageTransform(), EVERYTHING])
+def test_two_processes_see_what_one_with_twice_the_batch_sees(numbered, transform):
+    whole = epoch_of(open_loader(config(numbered, batch_size=8, transform=transform)))
+    settings = config(numbered, batch_size=4, transform=transform)
+    halves = [epoch_of(open_loader(settings, (rank, 2))) for rank in range(2)]
     for (pixels, labels), *parts in zip(whole, *halves, strict=True):
         np.testing.assert_array_equal(labels, np.concatenate([part[1] for part in parts]))
         np.testing.assert_array_equal(pixels, np.concatenate([part[0] for part in parts]))
@@ -99,13 +103,16 @@ def test_too_little_memory(numbered, monkeypatch, sentence, kind):
         loader.prepare()
 
 
-@pytest.mark.parametrize("split", ["train", "val"])
-@pytest.mark.parametrize("stop", [1, 5, "last", "after the end"])
-def test_restored_loader_gives_equal_bits(numbered, split, stop):
-    unbroken = open_loader(config(numbered, split=split))
+@pytest.mark.parametrize("split, stop, transform", [
+    *itertools.product(("train", "val"), (1, 5, "last", "after the end"), (ImageTransform(),)),
+    *(("train", 5, replace(EVERYTHING, auto_augment=policy))
+      for policy in ("trivialaugment", "randaugment", "randaugment-timm", "autoaugment")),
+])
+def test_restored_loader_gives_equal_bits(numbered, split, stop, transform):
+    unbroken = open_loader(config(numbered, split=split, transform=transform))
     first, second = epoch_of(unbroken), epoch_of(unbroken)
 
-    broken = open_loader(config(numbered, split=split))
+    broken = open_loader(config(numbered, split=split, transform=transform))
     if stop == "after the end":
         epoch_of(broken)
         expected = [second]
@@ -113,7 +120,7 @@ def test_restored_loader_gives_equal_bits(numbered, split, stop):
         stop = broken.num_batches if stop == "last" else stop
         list(itertools.islice(broken, stop))
         expected = [first[stop:], second]
-    resumed = open_loader(config(numbered, split=split, num_threads=1))
+    resumed = open_loader(config(numbered, split=split, num_threads=1, transform=transform))
     next(iter(resumed))  # it has started elsewhere already
     resumed.restore(broken.state())
     for epoch in expected:
@@ -289,10 +296,137 @@ def test_brightness_against_numpy(numbered):
         np.testing.assert_array_equal(pixels, wanted)
 
 
+def jittered(images: np.ndarray, brightness, contrast, saturation, hue, is_grey) -> np.ndarray:
+    """uint8 (N, H, W, 3) after what torchvision's functions do, in floats and without limits between them; the hue as
+    colours of YIQ (complex numbers) that turn."""
+    luma = np.array([0.299, 0.587, 0.114])
+    factors = [each[:, None, None, None] for each in (brightness, contrast, saturation)]
+    pixels = images * factors[0]
+    pixels = factors[1] * pixels + (1 - factors[1]) * (pixels.mean((1, 2), keepdims=True) @ luma)[..., None]
+    pixels = factors[2] * pixels + (1 - factors[2]) * (pixels @ luma)[..., None]
+    y = pixels @ luma
+    yiq = np.array([luma, (0.5959, -0.2746, -0.3213), (0.2115, -0.5227, 0.3112)])
+    _, i, q = np.moveaxis(pixels @ yiq.T, -1, 0)
+    chroma = (i + 1j * q) * np.exp(1j * np.deg2rad(hue))[:, None, None]
+    pixels = np.stack([y, chroma.real, chroma.imag], axis=-1) @ np.linalg.inv(yiq).T
+    pixels = np.where(is_grey[:, None, None, None], (pixels @ luma)[..., None], pixels)
+    return np.clip(np.round(pixels), 0, 255)
+
+
+@pytest.mark.parametrize("values", [
+    {"contrast": 0.8}, {"saturation": 0.9}, {"hue": 0.5}, {"grey": 0.4},
+    {"brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "hue": 0.1, "grey": 0.2},
+])
+def test_colours_against_numpy(numbered, values):
+    transform = ImageTransform(**values)
+    plain = epoch_of(open_loader(config(numbered, seed=3)))
+    greys = 0
+    for k, ((pixels, _), (before, _)) in enumerate(
+        zip(epoch_of(open_loader(config(numbered, seed=3, transform=transform))), plain, strict=True)
+    ):
+        drawn = random_inputs(np.random.default_rng([3, 0, k]), 4, transform)
+        is_grey = drawn["chance"][:, 0] < transform.grey
+        greys += is_grey.sum()
+        wanted = jittered(np.round(before * STD + MEAN), drawn["brightness"], *drawn["colour"].T, is_grey)
+        # A level where float32 rounds to the other side.
+        np.testing.assert_allclose(pixels * STD + MEAN, wanted, atol=1.01)
+    assert not transform.grey or 2 < greys < 24  # of 36
+
+
+def test_ranges_of_colours():
+    transform = ImageTransform(contrast=0.6, saturation=0.3, hue=0.25)
+    colour = random_inputs(np.random.default_rng(2), 5000, transform)["colour"]
+    for values, middle, span in zip(colour.T, (1, 1, 0), (0.6, 0.3, 90), strict=True):
+        assert abs(values - middle).max() <= span + 1e-4 and abs(values - middle).max() > 0.99 * span
+        assert abs(values.mean() - middle) < 0.05 * span
+
+
+def test_blur_and_solarise_against_numpy(numbered):
+    """A Gaussian of three standard deviations to each side, mirrored at the edge without it (torchvision's)."""
+    transform = ImageTransform(blur=0.6, solarise=0.4)
+    plain = epoch_of(open_loader(config(numbered, seed=3)))
+    num_blurred = num_solarised = 0
+    for k, ((pixels, _), (before, _)) in enumerate(
+        zip(epoch_of(open_loader(config(numbered, seed=3, transform=transform))), plain, strict=True)
+    ):
+        drawn = random_inputs(np.random.default_rng([3, 0, k]), 4, transform)
+        for result, image, sigma, chance in zip(pixels * STD + MEAN, np.round(before * STD + MEAN), drawn["sigma"],
+                                                drawn["chance"], strict=True):
+            if chance[1] < 0.6:
+                radius = int(np.ceil(3 * sigma))
+                kernel = np.exp(-(np.arange(-radius, radius + 1) ** 2) / (2 * sigma**2))
+                kernel /= kernel.sum()
+                for axis in (0, 1):
+                    padding = [(0, 0)] * 3
+                    padding[axis] = (radius, radius)
+                    image = np.apply_along_axis(np.convolve, axis, np.pad(image, padding, "reflect"), kernel, "valid")
+                num_blurred += 1
+            if chance[2] < 0.4:
+                near = np.abs(image - 127.5) < 0.51  # either side of the threshold
+                image = np.where(near, np.round(result), np.where(image >= 127.5, 255 - image, image))
+                num_solarised += 1
+            np.testing.assert_allclose(result, image, atol=1.01)
+    assert 12 < num_blurred < 32 and 6 < num_solarised < 26  # of 36
+
+
+def test_interpolation_of_training_images(numbered):
+    """Another than that of validation, or one for each image."""
+    def pixels(split="train", **values):
+        loader = open_loader(config(numbered, split=split, transform=ImageTransform(**values)))
+        return np.concatenate([pixels for pixels, _ in epoch_of(loader)])
+
+    bilinear, bicubic = pixels(), pixels(interpolation="bicubic")
+    np.testing.assert_array_equal(pixels(train_interpolation="bicubic"), bicubic)
+    np.testing.assert_array_equal(pixels(interpolation="bicubic", train_interpolation="bilinear"), bilinear)
+    np.testing.assert_array_equal(pixels("val", train_interpolation="bicubic"), pixels("val"))
+    drawn = np.concatenate([random_inputs(np.random.default_rng([0, 0, k]), 4, ImageTransform())["chance"]
+                            for k in range(len(bilinear) // 4)])
+    is_bicubic = drawn[:, 3] >= 0.5
+    assert 8 < is_bicubic.sum() < 28  # of 36
+    wanted = np.where(is_bicubic[:, None, None, None], bicubic, bilinear)
+    np.testing.assert_array_equal(pixels(train_interpolation="random"), wanted)
+    assert (bilinear != bicubic).any((1, 2, 3)).all()
+
+
+def test_policy_and_erasing_against_plain_batches(numbered):
+    """The plain batch's pixels after their operations, with their rectangle; the size follows the epoch."""
+    transform = ImageTransform(auto_augment="randaugment", random_erasing=0.6, mirror=False)
+    size, seed = 26, 3
+    plain = epoch_of(open_loader(config(numbered, seed=seed, image_size=size, transform=ImageTransform(mirror=False))))
+    loader = open_loader(config(numbered, seed=seed, image_size=99, image_sizes=(size,), transform=transform))
+    num_erased = 0
+    for k, ((pixels, _), (before, _)) in enumerate(zip(epoch_of(loader), plain, strict=True)):
+        drawn = random_inputs(np.random.default_rng([seed, 0, k]), 4, transform)
+        inputs = ImageInputs(None, None, **drawn, size=np.full((4, 2), size, np.float32))
+        values, _ = derived(transform, inputs)
+        images = np.round(before * STD + MEAN).astype(np.uint8)
+        draws = Draws(inputs.policy, inputs.policy_noise)
+        for operation, magnitude in chosen(transform, draws, size, size):
+            images = operated(images, operation, magnitude, fill=0)
+        for image, start, shape, is_erased in zip(images, values.erased_from.astype(int),
+                                                  values.erased_size.astype(int), values.erased, strict=True):
+            if is_erased:
+                assert 0.01 < shape.prod() / size**2 < 0.36 and (start >= 0).all() and (start + shape <= size).all()
+                image[start[0] : start[0] + shape[0], start[1] : start[1] + shape[1]] = np.round(MEAN)
+                num_erased += 1
+        np.testing.assert_allclose(pixels * STD + MEAN, images, atol=1e-3)
+    assert 10 < num_erased < 33  # of 36, 21.6 expected
+
+
+def test_operations_follow_the_flip(numbered):
+    """Images that timm's RandAugment leaves alone are as without it, flipped or not, though another operator did it."""
+    plain = epoch_of(open_loader(config(numbered, seed=3)))
+    policy = epoch_of(open_loader(config(numbered, seed=3, transform=ImageTransform(auto_augment="randaugment-timm"))))
+    alike = np.concatenate([np.abs(pixels - wanted).max((1, 2, 3)) * np.max(STD) < 1.01
+                            for (pixels, _), (wanted, _) in zip(policy, plain, strict=True)])
+    mirrored = np.concatenate([random_inputs(np.random.default_rng([3, 0, k]), 4, ImageTransform())["mirror"]
+                               for k in range(len(plain))])
+    assert 3 <= alike.sum() <= 20 and 0 < mirrored[alike].sum() < alike.sum()  # of 36, 9 expected
+
+
 def test_validation_has_no_augmentation(numbered):
-    augmented = ImageTransform(crop_padding=5, cutout=0.5, random_area=(0.1, 0.2), brightness=0.5)
     plain, other = (open_loader(config(numbered, split="val", transform=transform))
-                    for transform in (ImageTransform(), augmented))
+                    for transform in (ImageTransform(), EVERYTHING))
     for (pixels, _), (wanted, _) in zip(epoch_of(other), epoch_of(plain), strict=True):
         np.testing.assert_array_equal(pixels, wanted)
 
@@ -369,7 +503,17 @@ def test_load_images_keeps_order_and_names_mistakes(folder, tmp_path):
             ("crop_padding", -4, "crop_padding is -4; it must be 0 or more"),
             ("cutout", 8.0, "cutout is 8; it must be a fraction from 0 to 1"),
             ("brightness", -0.1, "brightness is -0.1; it must be a fraction from 0 to 1"),
+            ("hue", 0.6, "hue is 0.6; it must be from 0 to 0.5, half of the colour circle"),
+            ("contrast", float("nan"), "contrast is nan; it must be a fraction from 0 to 1"),
+            ("blur", -0.1, "blur is -0.1; it must be a probability from 0 to 1"),
+            ("random_erasing", 1.1, "random_erasing is 1.1; it must be a probability from 0 to 1"),
+            ("randaugment_operations", 5, "randaugment_operations is 5; it must be from 1 to 4"),
+            ("randaugment_magnitude", -1.0, "randaugment_magnitude is -1; it must be from 0 to 30"),
         )),
+        ({"transform": ImageTransform(auto_augment="randaugment-timm", randaugment_magnitude=11.0)},
+         "--randaugment-magnitude 11 is of 30, and that of --auto-augment randaugment-timm is of 10"),
+        ({"transform": ImageTransform(auto_augment="autoaugment"), "image_size": 2},
+         "image_size is 2, and autoaugment needs at least 3 pixels"),
         ({"num_threads": -1}, "num_threads is -1"),
         ({"seed": -1}, "seed is -1"),
         ({"cache_gib": -0.5}, "cache_gib is -0.5; it cannot be negative"),
@@ -390,7 +534,7 @@ def test_a_gpu_that_is_not_there(numbered):
 @pytest.mark.parametrize("split", ["train", "val"])
 @pytest.mark.parametrize("options", [{"decoder": "gpu"}, {"decoder": "cpu"}, {"cache_gib": 1.0}])
 @pytest.mark.parametrize("transform", [ImageTransform(), ImageTransform(crop_padding=9, cutout=0.3),
-                                       ImageTransform(brightness=0.6)])
+                                       ImageTransform(brightness=0.6), EVERYTHING])
 def test_the_gpu_makes_the_same_batches(numbered, split, options, transform):
     on_cpu = epoch_of(open_loader(config(numbered, split=split, transform=transform)))
     on_gpu = epoch_of(open_loader(config(numbered, split=split, transform=transform, device="gpu", **options)))

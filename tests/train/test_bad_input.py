@@ -63,6 +63,8 @@ def test_unknown_command(fails):
 @pytest.mark.parametrize("options, sentence", [
     (["--data", "/nowhere"], "/nowhere"),
     (["--batch-size", "28"], "27 training images are fewer than one batch of 28"),
+    (["--batch-size", "1", "--mixup", "0.2"], "--mixup mixes the images of a batch, and --batch-size 1 has one only"),
+    (["--batch-size", "1", "--cutmix", "1"], "--cutmix mixes the images of a batch, and --batch-size 1 has one only"),
     (["--num-classes", "2"], "--num-classes 2 is less than the 3 classes"),
     (["--max-pixels", "0"], "--max-pixels 0 must be at least 1"),
     (["--max-pixels", "1000"], "none of the 27 images can be decoded"),

@@ -72,7 +72,10 @@ def test_json_round_trip():
 
 
 def test_what_earlier_versions_wrote_is_read():
-    """Networks had a depth, gradients could be averaged in two ways."""
+    """Networks had a depth, gradients could be averaged in two ways; there was one loss."""
+    before = {name: value for name, value in Config().to_dict().items()
+              if name not in ("loss", "bce_threshold", "class_weights", "cutmix", "cutmix_share")}
+    assert Config.from_dict(before) == Config() and Config().loss == "softmax"
     assert Config.from_dict({"depth": 18, "all_reduce": "peer", "epochs": 3}) == Config(model="resnet18", epochs=3)
 
 
@@ -97,11 +100,18 @@ MISTAKES = {
     "--bn-group 17": "--bn-group 17 must be from 1 to 16",
     "--accumulate 0": "--accumulate 0 must be at least 1",
     "--learning-rate 0": "--learning-rate 0.0 must be above 0",
+    "--clip-norm -1": "--clip-norm -1.0 must be 0 or more",
     "--learning-rate nan": "--learning-rate nan must be above 0",
     "--learning-rate inf": "--learning-rate inf must be a finite number",
     "--num-threads 100000": "--num-threads 100000 must be from 0 to 1024",
     "--momentum 1": "--momentum 1.0 must be at least 0 and below 1",
     "--random-area 0.5 0.1": "--random-area 0.5 0.1 must be two fractions above 0, the smaller first",
+    "--randaugment-magnitude 5":
+        "--randaugment-magnitude is for --auto-augment randaugment or randaugment-timm, and this run has none: leave",
+    "--auto-augment randaugment --randaugment-magnitude-std 0.5":
+        "--randaugment-magnitude-std is for --auto-augment randaugment-timm, and this run has randaugment: leave",
+    "--repeated-augmentation 1": "--repeated-augmentation 1 must be 0, or at least 2",
+    "--repeated-augmentation -3": "--repeated-augmentation -3 must be 0, or at least 2",
     "--cache -2": "--cache -2.0 must be 0 or more, or -1",
     "--target-accuracy 76": "--target-accuracy 76.0 must be a fraction from 0 to 1",
     "--schedule step --decay-epochs 3 2": "--decay-epochs 3.0 2.0 must rise",
@@ -121,6 +131,30 @@ MISTAKES = {
     "--optimizer lamb --betas 0.9 1": "--betas 0.9 1.0 must be two fractions below 1",
     "--optimizer lamb --epsilon 0": "--epsilon 0.0 must be above 0",
     "--random-area 0.5": "--random-area needs 2 values (see",
+    "--cutmix -1": "--cutmix -1.0 must be 0 or more",
+    "--mixup 0.2 --cutmix 1 --cutmix-share 2": "--cutmix-share 2.0 must be a fraction from 0 to 1",
+    "--cutmix-share 0.5": "--cutmix-share 0.5 is for runs with both mixup and CutMix: leave it out, or give --mixup",
+    "--bce-threshold 0.2": "--bce-threshold is for --loss bce, and this run has softmax: leave it out, or give --loss",
+    "--loss bce --bce-threshold 1": "--bce-threshold 1.0 must be at least 0 and below 1",
+    "--loss bce --bce-threshold 0.95 --label-smoothing 0.1":
+        "--bce-threshold 0.95 is not below 0.9, the largest target with --label-smoothing 0.1: no target would become",
+    "--loss bc": "--loss bc is not one of softmax, bce",
+    "--auto-augment augmix": "--auto-augment augmix is not one of none, trivialaugment, randaugment, randaugment-timm,",
+    "--randaugment-operations 3": "--randaugment-operations is for --auto-augment randaugment or randaugment-timm, and",
+    "--auto-augment randaugment --randaugment-operations 5": "--randaugment-operations 5 must be from 1 to 4",
+    "--auto-augment randaugment --randaugment-magnitude 31": "--randaugment-magnitude 31.0 must be from 0 to 30",
+    "--auto-augment randaugment --randaugment-magnitude-std 1":
+        "--randaugment-magnitude-std is for --auto-augment randaugment-timm, and this run has randaugment",
+    "--auto-augment randaugment-timm --randaugment-magnitude 11":
+        "--randaugment-magnitude 11 is of 30, and that of --auto-augment randaugment-timm is of 10",
+    "--hue 0.6": "--hue 0.6 must be from 0 to 0.5, half of the colour circle",
+    "--random-erasing 2": "--random-erasing 2.0 must be a probability from 0 to 1",
+    "--train-interpolation nearest": "--train-interpolation nearest is not one of same, bilinear, bicubic, random",
+    "--class-weights 1.5": "--class-weights 1.5 must be a fraction from 0 to 1",
+    "--class-weights 1 --loss bce": "--class-weights is for --loss softmax, and this run has bce: leave it out",
+    "--class-weights 0.5 --balance 1": "--balance 1 and --class-weights 0.5 would both raise what rare classes",
+    "--cutmix 1 --cutmix-share 0.5": "--cutmix-share 0.5 is for runs with both mixup and CutMix: leave it out, or give "
+                                     "--mixup",
     "--data=": "--data is followed by an empty value: give one, or leave it out",
     "--lr 0.1": "there is no option --lr; did you mean --learning-rate?",
     "--config": "--config needs a value",

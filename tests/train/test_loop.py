@@ -18,6 +18,7 @@ from common.mxnet_compat import mx
 from graph_passes import Graph
 from graph_passes.executors import create_executor
 from graph_passes.executors.mxnet import MXNetExecutor
+from graph_passes.optimizers import ArrayOptimizer
 from graph_passes.optimizers.sgd import SGD
 from pipelines import Batch
 from train import checkpoint
@@ -300,14 +301,38 @@ def test_metrics_are_received_a_step_late_and_none_is_lost(run_train, tiny_optio
     assert [line["step"] for line in read_lines(folder, "steps")] == [1, 4, 6, 9, 10, 12]
 
 
+@pytest.mark.parametrize("accumulate", ["1", "2"])
+def test_the_norm_of_clipped_gradients_is_that_of_a_line_s_last_step(accumulate, run_train, tiny_options, tmp_path,
+                                                                    monkeypatch):
+    norms: list[float] = []
+    step = ArrayOptimizer.step
+
+    def spy(self, *arguments, **options):
+        step(self, *arguments, **options)
+        norms.append(self.gradient_norm)
+
+    monkeypatch.setattr(ArrayOptimizer, "step", spy)
+    folder = tmp_path / "run"
+    options = [*tiny_options, "--log-every", "3", "--validate-every", "0", "--accumulate", accumulate]
+    code, _, err = run_train("--output", folder, *options, "--clip-norm", "0.01")
+    assert code == 0, err
+    assert min(norms) > 0.01, "so each is clipped"
+    lines = read_lines(folder, "steps")
+    assert [line["gradient_norm"] for line in lines] == [norms[line["step"] - 1] for line in lines]
+    assert len({line["gradient_norm"] for line in lines}) == len(lines) >= 3
+    code, _, err = run_train("--output", tmp_path / "free", *options)
+    assert code == 0, err
+    assert not any("gradient_norm" in line for line in read_lines(tmp_path / "free", "steps"))
+
+
 class Overflowing(MXNetExecutor):
     """Skips some of its optimizer's steps, as the cuda executor does where a gradient is not finite."""
 
     skipped: frozenset[int] = frozenset()  # numbers of these steps, from 1
     steps = 0
 
-    def create_optimizer(self, rule, ema=False):
-        optimizer = super().create_optimizer(rule, ema)
+    def create_optimizer(self, *arguments):
+        optimizer = super().create_optimizer(*arguments)
         step = optimizer.step
 
         def step_or_skip(*arguments, **options):

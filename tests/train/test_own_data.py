@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from several_processes import needs_horovod, run_processes
 
 from pipelines.sources import open_source
-from train import checkpoint
+from train import checkpoint, models
+from train.build import class_weights, open_split, training_graph
+from train.config import Config
+from train.devices import Placement
+from train.processes.distributed import Workers
 
 pytestmark = pytest.mark.usefixtures("narrow_network")
 
@@ -112,3 +117,26 @@ def test_mistakes(run_train, tiny_options, tiny_data, tmp_path, monkeypatch, wro
     assert not (tmp_path / "runs").exists()
 
 
+def test_class_weights(run_train, options, tmp_path):
+    """In proportion to the size to the power of -1/2, 1 on average over the images; told, and in the network's loss."""
+    folder = tmp_path / "run"
+    code, out, err = run_train("--output", folder, *options, "--class-weights", "0.5", "--max-steps", "2")
+    assert code == 0, err
+    sizes = np.array([18, 9, 3])
+    weights = sizes**-0.5 * 30 / (sizes**0.5).sum()
+    assert weights @ sizes == pytest.approx(30)
+    assert (f"--class-weights 0.5: the classes have 3 to 18 images, and weigh {weights[0]:.4g} to {weights[2]:.4g}"
+            in out)
+    assert "balanced accuracy" in run_train("validate", "--checkpoint", folder)[1]
+
+
+@pytest.mark.parametrize("padding", [0, 2])
+def test_weights_of_classes(padding, uneven_data):
+    """Those without images have the weight 1."""
+    config = Config(data=str(uneven_data), class_weights=1.0, num_classes=3 + padding, batch_size=4)
+    with open_split(config, "train", Placement("mxnet", "cpu(0)", ""), Workers()) as loader:
+        weights = class_weights(config, loader)
+        assert class_weights(replace(config, class_weights=0.0), loader) == []
+    assert weights == pytest.approx([30 / 3 / 18, 30 / 3 / 9, 30 / 3 / 3] + padding * [1.0])
+    graph = training_graph(config, models.create("resnet18", 3 + padding), weights)
+    assert graph["softmax"]["class_weights"] == pytest.approx(weights)

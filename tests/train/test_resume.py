@@ -36,8 +36,8 @@ def unbroken(narrow_network, tiny_options, tmp_path_factory):
     return checkpoint.load(folder / "checkpoints" / LAST)
 
 
-def assert_same_end(folder, unbroken_end):
-    end = checkpoint.load(folder / "checkpoints" / LAST)
+def assert_same_end(folder, unbroken_end, last=LAST):
+    end = checkpoint.load(folder / "checkpoints" / last)
     assert end.progress == unbroken_end.progress
     assert end.loader_states == unbroken_end.loader_states
     assert end.scalars == unbroken_end.scalars
@@ -195,16 +195,25 @@ def test_files_that_are_removed_in_mid_run(gone, named, unbroken, tiny_options, 
     assert json.loads((folder / "config.json").read_text())["batch_size"] == 4
 
 
-def test_mixup_and_averages_go_on(tiny_options, tmp_path, run_train):
-    options = [*tiny_options, "--mixup", "0.4", "--ema-decay", "0.9", "--validate-every", "2"]
+@pytest.mark.parametrize("recipe, steps_per_epoch", [
+    ("--mixup 0.4 --clip-norm 0.5 --repeated-augmentation 2", 6),
+    ("--mixup 0.2 --cutmix 1 --loss bce --bce-threshold 0.2 --first-image-size 32 --image-size 64 "
+     "--resize-epochs 0 1", 6),
+    ("--mixup 0.1 --cutmix 1 --cutmix-share 0.7 --class-weights 0.5 --optimizer lamb --accumulate 2 --batch-size 2", 7),
+    ("--auto-augment randaugment-timm --randaugment-magnitude-std 0.5 --random-erasing 0.5 --brightness 0.4 "
+     "--contrast 0.4 --saturation 0.4 --hue 0.1 --grey 0.2 --blur 0.3 --solarise 0.2 --train-interpolation random", 6),
+])
+def test_ingredients_and_averages_go_on(recipe, steps_per_epoch, tiny_options, tmp_path, run_train):
+    options = [*tiny_options, "--ema-decay", "0.9", "--validate-every", "2", *recipe.split()]
     for name, limit in (("whole", ()), ("parts", ("--max-steps", "4"))):
         code, _, err = run_train("--output", tmp_path / name, *options, *limit)
         assert code == 0, err
     code, _, err = run_train("--resume", tmp_path / "parts")
     assert code == 0, err
-    whole = checkpoint.load(tmp_path / "whole" / "checkpoints" / LAST)
+    last = f"step-{2 * steps_per_epoch:08d}.npz"
+    whole = checkpoint.load(tmp_path / "whole" / "checkpoints" / last)
     assert whole.ema.keys() == whole.params.keys() | whole.aux.keys()
-    assert_same_end(tmp_path / "parts", whole)
+    assert_same_end(tmp_path / "parts", whole, last)
 
 
 def test_averages_begin_in_mid_run(tiny_options, tmp_path, run_train):

@@ -14,7 +14,7 @@ import numpy as np
 
 from common.command_line import part_of
 from train import devices
-from train.build import build_executor, check_memory, join_bn_group, open_split
+from train.build import build_executor, check_memory, class_weights, join_bn_group, open_split
 from train.commands.benchmark_inference import measure_inference
 from train.commands.options import Measurement
 from train.commands.profile import write_profile
@@ -54,7 +54,7 @@ def main(values: Mapping[str, Any]) -> None:
         loader = open_split(config, "train", placement, workers)
         check_memory(config, len(loader.class_names), loader.config.size_in(0), placement)
         executor = build_executor(config, len(loader.class_names), loader.config.size_in(0), placement, None,
-                                  not workers.alone, bn_group)
+                                  not workers.alone, bn_group, class_weights=class_weights(config, loader))
         trainer = Trainer(config, workers, executor, loader, None, run_folder, None)
     trainer.join()
     with workers.agreement():

@@ -21,7 +21,7 @@ from common.command_line import option_name
 from common.mxnet_compat import mx
 from graph_passes import Graph, Ref, onnx_writer, passes
 from train import models, weights
-from train.build import build_executor
+from train.build import build_executor, with_loss
 from train.checkpoint import Checkpoint
 from train.commands.options import ExportOptions
 from train.devices import Placement
@@ -94,6 +94,7 @@ def network(trained: Checkpoint | None, options: ExportOptions) -> tuple[Graph, 
     """
     if trained:
         graph = models.create(trained.config.model, trained.num_classes).graph
+        graph = passes.stock_loss(with_loss(trained.config, graph))
     elif options.num_classes < 1:
         raise TrainError(f"--num-classes {options.num_classes} must be at least 1")
     else:
@@ -150,7 +151,7 @@ def export_onnx(trained: Checkpoint) -> tuple[bytes, float]:
     except ImportError as error:
         raise TrainError(f"--onnx needs {error.name}: run make setup, or pip install onnx onnxruntime") from None
 
-    graph = models.create(trained.config.model, trained.num_classes).graph
+    graph = with_loss(trained.config, models.create(trained.config.model, trained.num_classes).graph)
     size = trained.config.inference_image_size
     folded = channels_first(passes.fold_bn(graph))
     params = passes.fold_bn_params(graph, trained.params, trained.aux)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from graph_passes.executors import Executor
 from graph_passes.executors.cuda.statistics_group import StatisticsGroup
 from train import checkpoint, demonstration, devices
-from train.build import build_executor, check_memory, join_bn_group, open_split
+from train.build import build_executor, check_memory, class_weights, join_bn_group, open_split
 from train.checkpoint import Checkpoint
 from train.commands.session import (
     AUTO,
@@ -159,7 +159,7 @@ def open_trainer(
                 check_memory(config, num_classes, largest_size, placement)
                 image_size = train_loader.config.size_in(start.progress.epoch if start else 0)
                 executor = build_executor(config, num_classes, image_size, placement, initial, not workers.alone,
-                                          bn_group, largest_size)
+                                          bn_group, largest_size, class_weights(config, train_loader))
         if fit_machine and placement.device.startswith("cpu"):  # any GPU trains all of its epochs in seconds
             config = demonstration.fit(config, executor, train_loader.num_images, workers)
         with workers.agreement():

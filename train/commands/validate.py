@@ -46,8 +46,9 @@ def main(values: Mapping[str, Any]) -> None:
         images = TRAINING_IMAGES if is_same and evaluated_images(config) == TRAINING_IMAGES else "images"
         loss, top1, top5 = (value / sums.count for value in (sums.loss_sum, sums.top1, sums.top5))
         balanced = validation.outcomes.balanced_accuracy
+        is_balance_wanted = max(config.balance, config.class_weights) > 0 or validation.outcomes.is_uneven
         print(f"{place}: {sums.count:.0f} {images}, loss {loss:.4f}, top-1 {top1:.2%}, top-5 {top5:.2%}"
-              + f", balanced accuracy {balanced:.2%}" * (config.balance > 0 or validation.outcomes.is_uneven))
+              + f", balanced accuracy {balanced:.2%}" * is_balance_wanted)
         if folder:
             on = images if images == TRAINING_IMAGES else f"images of {config.data}"
             found = describe(validation.outcomes, loader, trained.progress.epoch, on)

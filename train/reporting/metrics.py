@@ -40,6 +40,7 @@ UNITS = {
     "balanced_top1": "fraction of images, mean of the classes; of uneven classes, and with --balance",
     "learning_rate": "1",
     "skipped_steps": "optimizer steps that changed no weight, since a gradient was not finite",
+    "gradient_norm": "norm of all gradients of the last of the steps together, before clipping; with --clip-norm",
     "gpu_power": "W, all GPUs together",
     "gpu_utilization": "fraction of the time in which a kernel ran, mean of the GPUs",
     "gpu_memory": "GiB in use by any program, mean of the GPUs",

@@ -318,12 +318,13 @@ class Recorder:
 
     def log(
         self, metrics: Metrics, gpu: GpuReadings | None = None, loader_waits: Sequence[float] | None = None,
-        skipped_steps: int = 0
+        skipped_steps: int = 0, gradient_norm: float | None = None
     ) -> None:
         """The metrics of the closed interval: sums over all its images, over all processes; and the GPUs' readings.
 
         `loader_waits`: as the property of that name, but of the process that waited longest, for which all wait.
         `skipped_steps`: those of the interval that changed no weight, since a gradient was not finite.
+        `gradient_norm`: of its last step, where gradients are clipped.
         """
         interval, self._interval = self._interval, None
         assert interval, "close_interval() comes first"
@@ -335,7 +336,7 @@ class Recorder:
         self._overhang = self._clock() - self._step_start  # the wait for them
         if not self._terminal:
             return
-        self._write_steps(interval, metrics, gpu, skipped_steps)
+        self._write_steps(interval, metrics, gpu, skipped_steps, gradient_norm)
         self._skipped_steps += skipped_steps
         if interval.is_logged:
             loss = self.record.loss_curve[-1].loss if self.record.loss_curve else None
@@ -465,7 +466,8 @@ class Recorder:
             self._write_unread()
 
     def _write_steps(
-        self, interval: _Interval, metrics: Metrics | None, gpu: GpuReadings | None = None, skipped_steps: int = 0
+        self, interval: _Interval, metrics: Metrics | None, gpu: GpuReadings | None = None, skipped_steps: int = 0,
+        gradient_norm: float | None = None
     ) -> None:
         loss, top1 = (metrics.loss_sum / metrics.count, metrics.top1 / metrics.count) if metrics else (None, None)
         has_first = interval.step - len(interval.times["step_ms"]) == self._first_step
@@ -478,6 +480,7 @@ class Recorder:
             top1=top1,
             learning_rate=interval.learning_rate,
             skipped_steps=skipped_steps,
+            **({} if gradient_norm is None else {"gradient_norm": gradient_norm}),
             images_per_sec=rate.mean,
             images_per_sec_uncertainty=rate.uncertainty,
             images_per_sec_jitter=rate.jitter,
@@ -486,7 +489,7 @@ class Recorder:
         )
         if metrics and self._tensorboard:
             self._tensorboard.add("train", interval.step, loss=loss, top1=top1, learning_rate=interval.learning_rate,
-                                  images_per_sec=rate.mean, skipped_steps=skipped_steps)
+                                  images_per_sec=rate.mean, skipped_steps=skipped_steps, gradient_norm=gradient_norm)
             self._tensorboard.add("gpu", interval.step, **(gpu._asdict() if gpu else {}))
 
 

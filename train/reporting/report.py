@@ -164,9 +164,9 @@ def _contents(
     if record.skipped_steps:
         blocks += [Text(f"{record.skipped_steps:,} of {len(record.step_ms):,} steps changed no weight, since a "
                         "gradient was not finite (the loss scale of float16 is halved then).")]
-    if record.config.get("mixup"):
-        blocks += [Text("Training loss and accuracy are those of mixed images (--mixup), which are harder than "
-                        "whole ones.")]
+    if mixing := [f"--{name}" for name in ("mixup", "cutmix") if record.config.get(name)]:
+        blocks += [Text(f"Training loss and accuracy are those of mixed images ({', '.join(mixing)}), which are harder "
+                        "than whole ones.")]
     if record.epochs:
         blocks += [_epoch_table(record)]
     if found:

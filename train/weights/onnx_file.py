@@ -31,8 +31,8 @@ def metadata(trained: Checkpoint) -> dict[str, str]:
     graph = models.create(trained.config.model, trained.num_classes).graph
     norms = {folding.norm.name: [_text(trained.params[ref.node]) for ref in folding.norm.inputs[1:3]]
              for folding in foldings(graph)}
-    return {"model": trained.config.model, "class_keys": json.dumps([key for key, _ in trained.classes]),
-            "batch_norms": json.dumps(norms)}
+    return {"model": trained.config.model, "loss": trained.config.loss, "batch_norms": json.dumps(norms),
+            "class_keys": json.dumps([key for key, _ in trained.classes])}
 
 
 def read(path: Path) -> tuple[Arrays, Record]:
@@ -76,7 +76,7 @@ def _record(path: Path, about: Mapping[str, str]) -> Record:
     names, keys = (json.loads(about[name]) for name in ("class_names", "class_keys"))
     return Record(file=path, size=size, crop=size / int(about["resize_shorter"]), mean=mean, std=std,
                   interpolation=about["interpolation"],
-                  classes=list(zip(keys, names, strict=True)))
+                  classes=list(zip(keys, names, strict=True)), loss=about.get("loss", "softmax"))
 
 
 def _text(array: np.ndarray) -> str:

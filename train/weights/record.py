@@ -5,10 +5,11 @@ Of the name of the weights' file, or config.json:
     {"architecture": "resnet50", "num_classes": 3, "label_names": ["n01440764", ...],
      "label_descriptions": {"n01440764": "tench", ...},
      "pretrained_cfg": {"input_size": [3, 224, 224], "crop_pct": 0.875, "interpolation": "bilinear",
-                        "mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225], "color_order": "RGB"}}
+                        "mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225], "color_order": "RGB"},
+     "loss": "softmax"}
 
 Mean and standard deviation are of pixels from 0 to 1. All members may be missing: they are torchvision's then. timm has
-no `color_order`: all of its networks read RGB.
+no `color_order`: all of its networks read RGB; and no `loss`, which says what scores become: `--loss`.
 """
 
 from __future__ import annotations
@@ -42,12 +43,13 @@ class Record:
     interpolation: str = "bilinear"
     is_bgr: bool = False  # the network's input is blue, green, red; mean and std here are R, G, B all the same
     classes: Classes | None = None  # None: not said
+    loss: str = "softmax"  # that it was trained with, and by which its scores become probabilities
 
     @property
     def settings(self) -> dict[str, Any]:
         """The options of a run that say the same."""
         return {"image_size": self.size, "val_crop_fraction": self.crop, "mean": self.mean, "std": self.std,
-                "interpolation": self.interpolation}
+                "interpolation": self.interpolation, "loss": self.loss}
 
     def __str__(self) -> str:
         shorter = max(self.size, round(self.size / self.crop))
@@ -79,6 +81,7 @@ def to_json(config: Config, classes: Classes) -> bytes:
         "num_classes": len(classes),
         "label_names": [key for key, _ in classes],
         "label_descriptions": dict(classes),
+        "loss": config.loss,
         "pretrained_cfg": {
             "input_size": [3, size, size], "crop_pct": crop, "crop_mode": "center",
             "interpolation": config.interpolation, "color_order": "RGB",
@@ -114,6 +117,7 @@ def _record(path: Path, values: dict[str, Any]) -> Record:
 
 def _checked(path: Path, values: dict[str, Any]) -> Record:
     channels, height, width = values.get("input_size") or (3, SIZE, SIZE)
+    loss = values.get("loss") or "softmax"
     crop, interpolation = values.get("crop_pct") or CROP, values.get("interpolation") or "bilinear"
     mode, order = values.get("crop_mode") or "center", values.get("color_order") or "RGB"
     if channels != 3 or height != width or not isinstance(height, int) or height < MIN_IMAGE_SIZE:
@@ -121,7 +125,7 @@ def _checked(path: Path, values: dict[str, Any]) -> Record:
     if not 0 < crop <= 1:
         raise ValueError(f"its crop_pct {crop} is not above 0 and at most 1")
     for name, value, known in (("interpolation", interpolation, INTERPOLATIONS), ("crop_mode", mode, ("center",)),
-                               ("color_order", order, ("RGB", "BGR"))):
+                               ("color_order", order, ("RGB", "BGR")), ("loss", loss, ("softmax", "bce"))):
         if value not in known:
             raise ValueError(f"its {name} {value!r} is none of this program's ({', '.join(known)})")
     mean, std = (tuple(255 * float(number) for number in values[name]) if name in values else default
@@ -141,6 +145,7 @@ def _checked(path: Path, values: dict[str, Any]) -> Record:
         interpolation=interpolation,
         is_bgr=turn < 0,
         classes=_classes(values),
+        loss=loss,
     )
 
 

@@ -175,10 +175,10 @@ class CudaExecutor(Executor):
         self._wait_for_mxnet()
         self._step.swap_ema()
 
-    def create_optimizer(self, rule: Rule, ema: bool = False) -> DeviceOptimizer:
-        """Make the step update all parameters by this rule; `ema`: with moving averages of them and of the running
-        statistics. The optimizer to call for that."""
-        self._step.set_optimizer(OptimizerConfig(rule, ema=ema))
+    def create_optimizer(self, rule: Rule, ema: bool = False,  # type: ignore[override]
+                         clip_norm: float = 0.0) -> DeviceOptimizer:
+        """Make the step update all parameters by this rule, as `Executor` has it. The optimizer to call for that."""
+        self._step.set_optimizer(OptimizerConfig(rule, ema=ema, clip_norm=clip_norm))
         return DeviceOptimizer(self)
 
     def set_state(self, state: Mapping[str, Mapping[str, np.ndarray]]) -> None:
@@ -211,7 +211,7 @@ class CudaExecutor(Executor):
         self._idle.begin()
         num_images = self.input_shapes["data"][0]
         self._load(data, label, num_images, num_images)
-        self._step.mix(draws.mixup)
+        self._step.mix(draws)
         self._step.forward_backward(accumulate, on_bucket)
         self._idle.end()
 
@@ -281,6 +281,10 @@ class CudaExecutor(Executor):
     @property
     def skipped_in_a_row(self) -> int:  # type: ignore[override]
         return self._step.skipped_in_a_row
+
+    @property
+    def gradient_norm(self) -> float | None:  # type: ignore[override]
+        return self._step.gradient_norm
 
     @property
     def gpu(self) -> Gpu:

@@ -28,17 +28,20 @@ INITIAL_LOSS_SCALE = 1024.0  # of float16; the gradients of a batch mean are sma
 class OptimizerConfig:
     """A rule, and what the GPU adds to it; the learning rate is given at every step.
 
-    `loss_scale`: a constant, or None for dynamic scaling in float16 and 1 in other types. `growth_interval`: good steps
-    after which a dynamic loss scale doubles. `ema`: keep moving averages of parameters and running statistics,
-    with the decay that is given at every step. `rate_factors`: by parameter, what its learning rate is multiplied by,
-    where that is not 1.
+    `loss_scale`: a constant, or None for dynamic scaling in float16 and 1 in other types. A dynamic one begins as
+    `initial_loss_scale`, and doubles after `growth_interval` good steps. `ema`: keep moving averages of parameters and
+    running statistics, with the decay that is given at every step. `rate_factors`: by parameter, what its learning rate
+    is multiplied by, where that is not 1. `clip_norm`: what the norm of all gradients together is brought down to; 0:
+    never.
     """
 
     rule: Rule = field(default_factory=SGD)
     loss_scale: float | None = None
+    initial_loss_scale: float = INITIAL_LOSS_SCALE
     growth_interval: int = 2000
     ema: bool = False
     rate_factors: Mapping[str, float] = field(default_factory=dict)
+    clip_norm: float = 0.0
 
 
 class State(ctypes.Structure):
@@ -49,6 +52,7 @@ class State(ctypes.Structure):
         ("overflow", ctypes.c_uint32), ("good_steps", ctypes.c_uint32), ("skipped_steps", ctypes.c_uint32),
         ("skipped_in_a_row", ctypes.c_uint32), ("growth_interval", ctypes.c_uint32), ("updates", ctypes.c_uint32),
         ("ema_decay", ctypes.c_float), ("constants", ctypes.c_float * MAX_CONSTANTS),
+        ("clip_norm", ctypes.c_float), ("gradient_norm", ctypes.c_float),
     )
 
 
@@ -74,8 +78,10 @@ class Optimizer:
                  state_address: int) -> None:
         self._gpu, self._store, self.config, self._state_address = gpu, store, config, state_address
         rule = config.rule
-        self._inspect = kernels.get("optimizer.cu", instance("inspect_gradients", store.dtype,
-                                                             rule.norms_of == "gradient"))
+        needs_norms = rule.norms_of == "gradient", rule.norms_of == "gradient" or config.clip_norm > 0
+        self._inspect = kernels.get("optimizer.cu", instance("inspect_gradients", store.dtype, *needs_norms))
+        if config.clip_norm:
+            self._clip = kernels.get("optimizer.cu", "clip_gradients")
         if rule.norms_of == "update":
             self._accumulate = kernels.get("optimizer.cu", instance("accumulate", store.dtype, rule.kernel))
         if rule.norms_of:
@@ -95,11 +101,12 @@ class Optimizer:
         self._trust = gpu.allocate(self._num_tensors * 4)
         dynamic = config.loss_scale is None and store.dtype == "float16"
         # Where nothing scales the loss, nothing overflows that should be skipped: NaN then shows in the loss.
-        self._inspects = dynamic or rule.norms_of == "gradient"
+        self._inspects = dynamic or any(needs_norms)
         constants = (ctypes.c_float * MAX_CONSTANTS)(*rule.kernel_constants)
         self._write_state(State(
-            gradient_scale=1.0, loss_scale=INITIAL_LOSS_SCALE if dynamic else config.loss_scale or 1.0,
-            growth_interval=config.growth_interval if dynamic else 0, constants=constants))
+            gradient_scale=1.0, loss_scale=config.initial_loss_scale if dynamic else config.loss_scale or 1.0,
+            growth_interval=config.growth_interval if dynamic else 0, constants=constants,
+            clip_norm=config.clip_norm))
 
     def _tables(self) -> tuple[ctypes.Array[_Tensor], np.ndarray]:
         """All parameters, those that are trained first, and the chunks that they are cut into, in the same order."""
@@ -146,6 +153,8 @@ class Optimizer:
         every_chunk, block = (self._num_chunks, 1, 1), (THREADS, 1, 1)
         if self._inspects:
             self._inspect.launch(every_chunk, block, self._tensors, self._chunks, self._state_address, self._norms)
+        if self.config.clip_norm:
+            self._clip.launch((1, 1, 1), block, self._state_address, self._norms, ctypes.c_uint32(self._num_chunks))
         if self.config.rule.norms_of == "update":
             self._accumulate.launch(every_chunk, block, self._tensors, self._chunks, self._state_address, self._norms)
         if self.config.rule.norms_of:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ import numpy as np
 from common.disk_cache import Cache
 from graph_passes import pipeline, roles
 from graph_passes.errors import GraphError
-from graph_passes.executors.base import Metrics
+from graph_passes.executors.base import Draws, Metrics
 from graph_passes.executors.cuda.arena import Arena
 from graph_passes.executors.cuda.buckets import Bucket, bucket_of, cut
 from graph_passes.executors.cuda.capacity import check_fits, largest_batch, most_images
@@ -32,7 +31,7 @@ from graph_passes.executors.cuda.inference import Inference
 from graph_passes.executors.cuda.kernels import C_TYPES, KernelLibrary, count, instance, threads
 from graph_passes.executors.cuda.lowering import LoweredGraph, Persistent, check_operators
 from graph_passes.executors.cuda.lowering.builder import MAX_CHANNELS, TILE_CHANNELS
-from graph_passes.executors.cuda.optimizer import Optimizer, OptimizerConfig, State
+from graph_passes.executors.cuda.optimizer import INITIAL_LOSS_SCALE, Optimizer, OptimizerConfig, State
 from graph_passes.executors.cuda.options import StepOptions
 from graph_passes.executors.cuda.parameters import VECTOR, FlatArray, ParameterStore, padded_channels, parameters_of
 from graph_passes.executors.cuda.planner import Decision, Planner
@@ -100,14 +99,16 @@ class TrainingStep:
         self._slots: tuple[str, ...] = ()  # of the optimizer: names of what it keeps in the store's states
         self._update: Any = None  # a CUDA graph
         self._rate_factors = roles.rate_factors(graph)
+        self._initial_loss_scale = _initial_loss_scale(graph, inferred[graph.outputs[0]][1])
         self.set_optimizer(options.optimizer)
         self.buckets, self._parts = self._cut_buckets(options.num_buckets)
         if largest != self._shapes:
             self._arena.reserve(arena_bytes)
         self._training = self._compile()
-        self._mixup = 1.0  # as the GPU has it
+        self._own_share = 1.0  # as the GPU has it
         self._free_pinned: list[np.ndarray] = []
         self.skipped_steps = self.skipped_in_a_row = 0  # as `Executor` has them
+        self.gradient_norm: float | None = None  # likewise
         self._gradient_backup: dict[str, int] = {}
         self._inference: Inference | None = None
         self._inference_is_current = False
@@ -128,7 +129,7 @@ class TrainingStep:
         sized: dict[str, tuple[tuple[int, ...], str]] = {
             "data": ((images, height, width, padded_channels(channels)), self.dtype),
             "label": ((images,), "float32"),
-            "mixup": ((1,), "float32"),
+            "own_share": ((1,), "float32"),
             "metrics": ((ctypes.sizeof(MetricsLayout),), "uint8"),
             "num_valid": ((1,), "int32"),
             "tickets": ((MAX_CHANNELS // TILE_CHANNELS,), "int32"),
@@ -139,9 +140,14 @@ class TrainingStep:
         answer = Buffer("probabilities", tuple(probabilities), "float32", persistent=True)
         answer.address = self._allocate(answer.name, answer.num_bytes)
         self.gpu.upload(buffers["num_valid"].address, np.array([images], np.int32))
-        self.gpu.upload(buffers["mixup"].address, np.ones(1, np.float32))
+        self.gpu.upload(buffers["own_share"].address, np.ones(1, np.float32))
         loss_scale = Buffer("loss_scale", (1,), "float32", state + State.loss_scale.offset, persistent=True)
-        return Persistent(**buffers, probabilities=answer, loss_scale=loss_scale)
+        class_weights = None
+        if weights := self._graph[self._graph.outputs[0].node].get("class_weights", ()):
+            class_weights = Buffer("class_weights", (len(weights),), "float32", persistent=True)
+            class_weights.address = self.gpu.allocate(class_weights.num_bytes)
+            self.gpu.upload(class_weights.address, np.array(weights, np.float32))
+        return Persistent(**buffers, probabilities=answer, loss_scale=loss_scale, class_weights=class_weights)
 
     def _allocate(self, name: str, num_bytes: int) -> int:
         self.gpu.check_free(num_bytes)  # MXNet's own words for it are a stack trace
@@ -231,7 +237,8 @@ class TrainingStep:
     def set_optimizer(self, config: OptimizerConfig) -> None:
         """Another optimizer from now on. Parameters stay, and what the one before has kept, where this one keeps the
         same; the loss scale starts anew."""
-        config = dataclasses.replace(config, rate_factors=self._rate_factors)
+        config = dataclasses.replace(config, rate_factors=self._rate_factors,
+                                     initial_loss_scale=self._initial_loss_scale)
         slots = config.rule.slots
         for number, array in enumerate(self.store.states[: len(slots)], start=1):
             if not array.address:
@@ -349,18 +356,26 @@ class TrainingStep:
         kernel.launch(*threads(pixels), address, target.address, ctypes.c_int64(pixels), ctypes.c_int(shape[3]),
                       ctypes.c_int(target.shape[3]))
 
-    def mix(self, mixup: float) -> None:
-        """Mix the loaded batch and the labels of the next passes over it as `Executor.forward_backward` says. `mixup`:
-        lambda; 1 leaves the batch as it is. Asynchronous."""
-        if mixup != self._mixup:
-            self.gpu.write_word(self.persistent.mixup.address, np.float32(mixup))
-            self._mixup = mixup
-        if mixup < 1:
-            data = self.persistent.data
-            images, size = data.shape[0], math.prod(data.shape[1:])
+    def mix(self, draws: Draws) -> None:
+        """Mix the loaded batch and the labels of the next passes over it as `draws` says; a plain one leaves both as
+        they are. Asynchronous. Raises GraphError for a box that leaves the images."""
+        data = self.persistent.data
+        images, height, width, channels = data.shape
+        own_share = draws.own_share(height, width)
+        if own_share != self._own_share:
+            self.gpu.write_word(self.persistent.own_share.address, np.float32(own_share))
+            self._own_share = own_share
+        pairs, size = -(-images // 2), height * width * channels
+        if draws.mixup < 1:
             kernel = self.kernels.get("elementwise.cu", instance("mix_images", data.dtype))
-            kernel.launch((-(-size // 1024) * -(-images // 2), 1, 1), (256, 1, 1), data.address, ctypes.c_int64(size),
-                          ctypes.c_int(images), ctypes.c_float(mixup))
+            kernel.launch((-(-size // 1024) * pairs, 1, 1), (256, 1, 1), data.address, ctypes.c_int64(size),
+                          ctypes.c_int(images), ctypes.c_float(draws.mixup))
+        elif own_share < 1:
+            assert draws.cutmix
+            top, left, bottom, right = draws.cutmix
+            kernel = self.kernels.get("elementwise.cu", instance("exchange_boxes", data.dtype, channels))
+            kernel.launch((-(-(bottom - top) * (right - left) // 256) * pairs, 1, 1), (256, 1, 1), data.address,
+                          *map(ctypes.c_int, (images, height, width, *draws.cutmix)))
 
     def forward_backward(self, accumulate: bool = False, on_bucket: OnBucket | None = None) -> None:
         """One pass over the loaded batch; gradients, times the loss scale, are in the store, added to what was there if
@@ -476,9 +491,18 @@ class TrainingStep:
             state = State.from_buffer_copy(pinned[size:].tobytes())
             self._free_pinned.append(pinned)
             self.skipped_steps, self.skipped_in_a_row = state.skipped_steps, state.skipped_in_a_row
+            self.gradient_norm = state.gradient_norm if state.clip_norm else None
             return Metrics(sums.loss_sum, sums.top1, sums.top5, sums.count)
 
         return receive
+
+
+def _initial_loss_scale(graph: Graph, classes: int) -> float:
+    """Of float16. Gradients of a mean over the classes are as much smaller, and thousands of steps double it only once.
+    """
+    if graph[graph.outputs[0].node].op != "SigmoidOutput":
+        return INITIAL_LOSS_SCALE
+    return min(INITIAL_LOSS_SCALE * 2.0 ** (classes.bit_length() - 1), 2.0**24)
 
 
 def _machine(gpu: Gpu) -> str:

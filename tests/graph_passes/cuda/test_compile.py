@@ -24,10 +24,12 @@ FLAGS = {
     "batch_norm_relu_max_pool_backward_reduce": ["false", "true"],
     "batch_norm_pair_backward_reduce": ["false", "true"],
     "bias_add_relu": ["false, false", "false, true", "true, true"],
+    "exchange_boxes": ["4", "3"],
+    "softmax_cross_entropy": ["false", "true"],
     "max_pool_backward": ["false", "true"],
     "average_pool": ["false", "true"],
     "average_pool_backward": ["false", "true"],
-    "inspect_gradients": ["false", "true"],
+    "inspect_gradients": ["false, false", "false, true", "true, true"],
     "update": RULES,
     "accumulate": ["Lamb"],
 }
@@ -78,17 +80,37 @@ def nvrtc() -> None:
         raise
 
 
+def compile_for(path: Path, names: list[str], arch: str) -> None:
+    """All kernels of a file at once: each call of NVRTC reads all that the file includes."""
+    from cuda.core import Program, ProgramOptions
+
+    options = ProgramOptions(arch=arch, std="c++17", include_path=[str(SOURCES)], name=path.name)
+    compiled = Program(path.read_text(), "c++", options).compile("cubin", name_expressions=tuple(names))
+    cubin, symbols = bytes(compiled.code), [compiled.symbol_mapping[name] for name in names]
+    assert cubin[:4] == b"\x7fELF"
+    assert len(set(symbols)) == len(names)
+    assert all((symbol if isinstance(symbol, bytes) else symbol.encode()) in cubin for symbol in symbols)
+
+
+TENSOR_CORES = ("dgrad_reduce.cu", "norm_backward.cu", "stem.cu")  # in 16-bit types only, by instructions of each type
+
+
 @pytest.mark.usefixtures("nvrtc")
-@pytest.mark.parametrize("source, kernel", kernels())
-def test_compiles(source: str, kernel: str) -> None:
-    done = set()
-    types = C_TYPES if source != "stem.cu" else {"float16", "bfloat16"}
-    for c_type in (C_TYPES[dtype] for dtype in types):
-        for expression in expressions(kernel, c_type):
-            if expression not in done:
-                cubin, symbol = compile_kernel(source, expression, "sm_90a")
-                assert cubin[:4] == b"\x7fELF" and symbol.encode() in cubin
-                done.add(expression)
+@pytest.mark.parametrize("path, dtype", [
+    pytest.param(path, dtype, id=f"{path.name}-{dtype}") for path in sorted(SOURCES.glob("*.cu"))
+    for dtype in ("float16", "bfloat16" if path.name in TENSOR_CORES else "float32")])
+def test_compiles_in_every_variant(path: Path, dtype: str) -> None:
+    """In other files bfloat16 differs from float16 in the helpers that all variants of a kernel use: one of each in it
+    is compiled for each generation below."""
+    names = [name for source, kernel in kernels() if source == path.name
+             for name in expressions(kernel, C_TYPES[dtype])]
+    compile_for(path, names, architecture(HOPPER))
+
+
+@pytest.mark.usefixtures("nvrtc")
+def test_compiles_one_kernel_as_the_executor_does() -> None:
+    cubin, symbol = compile_kernel("elementwise.cu", "add<half>", architecture(HOPPER))
+    assert cubin[:4] == b"\x7fELF" and symbol.encode() in cubin
 
 
 # Compute capabilities of the generations from Turing to Blackwell.
@@ -109,17 +131,13 @@ def serves(source: str, capability: tuple[int, int]) -> bool:
 def test_compiles_for_each_generation(capability: tuple[int, int], path: Path) -> None:
     """Each kernel in one variant, in the youngest type: what differs between generations are their instructions."""
     from cuda.bindings import nvrtc
-    from cuda.core import Program, ProgramOptions
 
     arch = architecture(capability)
     _, known = nvrtc.nvrtcGetSupportedArchs()
     if 10 * capability[0] + capability[1] not in known:
         pytest.skip(f"this NVRTC does not know {arch}: it has {', '.join(f'sm_{number}' for number in known)}")
     names = [expressions(kernel, C_TYPES["bfloat16"])[0] for source, kernel in kernels() if source == path.name]
-    options = ProgramOptions(arch=arch, std="c++17", include_path=[str(SOURCES)], name=path.name)
-    compiled = Program(path.read_text(), "c++", options).compile("cubin", name_expressions=tuple(names))
-    assert bytes(compiled.code)[:4] == b"\x7fELF"
-    assert len({compiled.symbol_mapping[name] for name in names}) == len(names)
+    compile_for(path, names, arch)
 
 
 @pytest.mark.usefixtures("nvrtc")

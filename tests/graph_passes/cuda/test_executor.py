@@ -11,9 +11,9 @@ from gpu_arrays import relative_error
 from test_training_step import CLASSES, fused, random_batch, random_state, small_network
 
 from common.mxnet_compat import mx
-from graph_passes import Graph, GraphError, roles
-from graph_passes.executors import Draws, Executor, create_executor
-from graph_passes.executors.base import Metrics
+from graph_passes import Graph, GraphError, passes, roles
+from graph_passes.executors import Box, Draws, Executor, create_executor
+from graph_passes.executors.base import NO_DRAWS, Metrics
 from graph_passes.executors.cuda.buckets import Bucket
 from graph_passes.executors.cuda.executor import CudaExecutor
 from graph_passes.optimizers import ArrayOptimizer, Rule
@@ -40,12 +40,12 @@ def batch(seed: int) -> tuple:
     return mx.nd.array(data, ctx=mx.gpu(0)), mx.nd.array(label, ctx=mx.gpu(0))
 
 
-def check_pass(executor: CudaExecutor, reference: Executor, seed: int, mixup: float = 1.0) -> None:
+def check_pass(executor: CudaExecutor, reference: Executor, seed: int, draws: Draws = NO_DRAWS) -> None:
     """Gradients, read at once, and metrics of one pass over the same batch."""
     data, label = batch(seed)
-    executor.forward_backward(data, label, draws=Draws(mixup))
+    executor.forward_backward(data, label, draws=draws)
     got = {name: executor.to_canonical(name, grad) for name, grad in executor.grads.items()}
-    reference.forward_backward(data.asnumpy(), label.asnumpy(), draws=Draws(mixup))
+    reference.forward_backward(data.asnumpy(), label.asnumpy(), draws=draws)
     for name, grad in reference.grads.items():
         assert relative_error(got[name], grad) < 1e-4, name
     wanted, metrics = reference.read_metrics(), executor.read_metrics()
@@ -120,11 +120,50 @@ def test_its_optimizer_does_what_that_on_arrays_does(executor: CudaExecutor, rul
             assert np.array_equal(array, 2 * oracle.state[slot][name]), name
 
 
-def test_mixup_against_the_reference(executor: CudaExecutor) -> None:
+def test_mixing_against_the_reference(executor: CudaExecutor) -> None:
+    """Mixup and CutMix in turn, with plain passes between them; an odd number of images, some boxes of more than half
+    of an image, one of nothing."""
     reference = create_executor("reference", executor.graph, SHAPES, dtype="float64")
     reference.set_params(*executor.get_params())
-    for mixup in (0.6, 1.0, 0.75):
-        check_pass(executor, reference, seed=5, mixup=mixup)
+    for draws in (Draws(0.6), Draws(cutmix=Box(3, 0, 20, 31)), NO_DRAWS, Draws(cutmix=Box(0, 1, 33, 30)), Draws(0.75),
+                  Draws(cutmix=Box(33, 4, 33, 9)), Draws(cutmix=Box(0, 0, 33, 31)), Draws(cutmix=Box(32, 30, 33, 31))):
+        check_pass(executor, reference, seed=5, draws=draws)
+    with pytest.raises(GraphError, match="the box must lie inside"):
+        executor.forward_backward(*batch(5), draws=Draws(cutmix=Box(0, 0, 34, 31)))
+
+
+LOSSES = {
+    "binary cross entropy": passes.binary_cross_entropy,
+    "of targets above 0.2": lambda graph: passes.binary_cross_entropy(graph, 0.2),
+    "weighted classes": lambda graph: passes.weigh_classes(graph, np.linspace(0.25, 4, CLASSES)),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_losses_against_the_reference(loss: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training with mixed images, and inference; in fp16 with the loss scale."""
+    monkeypatch.setenv("RESNET_CACHE", str(tmp_path))
+    graph = LOSSES[loss](fused(small_network()))
+    reference = create_executor("reference", graph, SHAPES, dtype="float64")
+    reference.set_params(*random_state(graph, SHAPES, seed=1))
+    executor = create_executor("cuda", graph, SHAPES, device="gpu(0)", dtype="float32", tf32=False)
+    assert isinstance(executor, CudaExecutor)
+    executor.set_params(*reference.get_params())
+    for draws in (NO_DRAWS, Draws(0.6), Draws(cutmix=Box(3, 0, 30, 31))):
+        check_pass(executor, reference, seed=5, draws=draws)
+    data, label = batch(7)
+    reference.set_params(*executor.get_params())
+    reference.evaluate(data.asnumpy(), label.asnumpy(), 4)
+    executor.evaluate(data, label, 4)
+    assert relative_error(executor.request_probabilities()(), reference.request_probabilities()()) < 1e-4
+    metrics, wanted = executor.read_metrics(), reference.read_metrics()
+    assert metrics[1:] == wanted[1:] and abs(metrics.loss_sum - wanted.loss_sum) < 1e-4 * wanted.loss_sum
+    half = create_executor("cuda", graph, SHAPES, device="gpu(0)", dtype="float16")
+    half.set_params(*executor.get_params())
+    half.forward_backward(data, label)
+    reference.forward_backward(data.asnumpy(), label.asnumpy())
+    got = half.to_canonical("fc_bias", half.grads["fc_bias"]) / half.loss_scale()
+    assert relative_error(got, reference.grads["fc_bias"]) < 0.02
 
 
 def test_metrics_that_are_asked_for_before_they_are_waited_for(executor: CudaExecutor) -> None:

@@ -344,53 +344,80 @@ def test_global_average_pool(device: Device, dtype: str) -> None:
     assert relative_error(device.get(dx, x.shape, dtype), wanted) < PRECISION[dtype]
 
 
+def ranked_labels(labels: np.ndarray, own_share: float) -> np.ndarray:
+    """Those that hits are counted for, as `Draws` says."""
+    if own_share == 0.5:
+        return np.minimum(labels, labels[::-1])
+    return labels if own_share > 0.5 else labels[::-1]
+
+
+@pytest.mark.parametrize("kernel", ["softmax", "weighted softmax", "sigmoid", "sigmoid above 0.3"])
 @pytest.mark.parametrize("rows, classes, smoothing", [(33, 10, 0.0), (5, 1000, 0.1), (3, 2, 0.2)])
-@pytest.mark.parametrize("mixup", [1.0, 0.625])
-def test_softmax_cross_entropy(device: Device, dtype: str, rows: int, classes: int, smoothing: float,
-                               mixup: float) -> None:
+@pytest.mark.parametrize("own_share", [1.0, 0.625, 0.5, 0.25, 0.0])
+def test_cross_entropy(device: Device, dtype: str, kernel: str, rows: int, classes: int, smoothing: float,
+                       own_share: float) -> None:
     random = np.random.default_rng(classes)
     pitch, loss_scale, gradient_scale, valid = -(-classes // 8) * 8, 64.0, 1 / rows, rows - 1
     scores = rounded(random.normal(0, 3, (rows, pitch)), dtype)
+    scores[0, :2] = 100, -100
     bias = rounded(random.normal(0, 1, classes), "float32")
     labels = random.integers(0, classes, rows)
+    weights = rounded(random.uniform(0.2, 5, classes), "float32") if kernel == "weighted softmax" else None
+    threshold = 0.3 if kernel.endswith("0.3") else 0.0
+    is_softmax = kernel.endswith("softmax")
     probabilities, gradient = device.poisoned((rows, classes)), device.poisoned((rows, pitch), dtype)
     row_loss, row_rank = device.poisoned((rows,)), device.poisoned((rows,), "int32")
     metrics, dbias = device.zeros(32), device.poisoned((classes,))
-    device.run("softmax.cu", f"softmax_cross_entropy<{C_TYPES[dtype]}>", (rows, 1, 1), (256, 1, 1),
-               device.put(scores, dtype), device.put(bias), device.put(labels), device.put(np.array([mixup])),
+    c_type = C_TYPES[dtype]
+    device.run("softmax.cu" if is_softmax else "sigmoid.cu",
+               f"softmax_cross_entropy<{c_type}, {'false' if weights is None else 'true'}>" if is_softmax
+               else f"sigmoid_cross_entropy<{c_type}>", (rows, 1, 1), (256, 1, 1),
+               device.put(scores, dtype), device.put(bias), device.put(labels), device.put(np.array([own_share])),
                probabilities, gradient, row_loss, row_rank, device.put(np.array([loss_scale])),
-               ctypes.c_float(gradient_scale), ctypes.c_float(smoothing), ctypes.c_int(classes), ctypes.c_int(pitch),
-               shared_bytes=4 * classes)
+               ctypes.c_float(gradient_scale / (1 if is_softmax else classes)), ctypes.c_float(smoothing),
+               ctypes.c_int(classes), ctypes.c_int(pitch),
+               (0 if weights is None else device.put(weights)) if is_softmax else ctypes.c_float(threshold),
+               shared_bytes=4 * classes if is_softmax else 0)
     device.run("softmax.cu", "add_metrics", (1, 1, 1), (256, 1, 1), row_loss, row_rank,
                device.put(np.array([valid]), "int32"), metrics)
-    device.run("softmax.cu", f"bias_gradient<{C_TYPES[dtype]}>", (-(-classes // 32), 1, 1), (32, 32, 1), gradient,
+    device.run("softmax.cu", f"bias_gradient<{c_type}>", (-(-classes // 32), 1, 1), (32, 32, 1), gradient,
                dbias, ctypes.c_int(rows), ctypes.c_int(classes), ctypes.c_int(pitch))
 
     z = scores[:, :classes] + bias
-    log_p = z - z.max(1, keepdims=True)
-    log_p -= np.log(np.exp(log_p).sum(1, keepdims=True))
     target = np.full((rows, classes), smoothing / (classes - 1))
     target[np.arange(rows), labels] = 1 - smoothing
-    target = mixup * target + (1 - mixup) * target[::-1]
-    loss = -(target * log_p).sum(1)
+    target = own_share * target + (1 - own_share) * target[::-1]
+    if is_softmax:
+        target *= 1.0 if weights is None else weights
+        log_p = z - z.max(1, keepdims=True)
+        log_p -= np.log(np.exp(log_p).sum(1, keepdims=True))
+        p, loss = np.exp(log_p), -(target * log_p).sum(1)
+        slope = p * target.sum(1, keepdims=True) - target
+    else:
+        target = target > threshold if threshold else target
+        p = 1 / (1 + np.exp(-z))
+        loss = (np.logaddexp(0, z) - z * target).mean(1)
+        slope = (p - target) / classes
     wanted = np.zeros((rows, pitch))
-    wanted[:, :classes] = (np.exp(log_p) - target) * gradient_scale * loss_scale
-    assert relative_error(device.get(probabilities, (rows, classes)), np.exp(log_p)) < 1e-5
+    wanted[:, :classes] = slope * gradient_scale * loss_scale
+    assert relative_error(device.get(probabilities, (rows, classes)), p) < 1e-5
     assert relative_error(device.get(row_loss, (rows,)), loss) < 1e-5
     got = device.get(gradient, (rows, pitch), dtype)
     assert relative_error(got, wanted) < PRECISION[dtype] + 1e-5
     assert relative_error(device.get(dbias, (classes,)), got[:, :classes].sum(0)) < 1e-5
-    rank = (z > z[np.arange(rows), labels][:, None]).sum(1)[:valid]
+    rank = (z > z[np.arange(rows), ranked_labels(labels, own_share)][:, None]).sum(1)[:valid]
     sums = MetricsLayout.from_buffer_copy(device.get(metrics, (32,), "uint8").tobytes())
     assert (sums.top1, sums.top5, sums.count) == ((rank < 1).sum(), (rank < 5).sum(), valid)
     assert abs(sums.loss_sum - loss[:valid].sum()) < 1e-4 * loss[:valid].sum()
 
 
-def test_a_label_outside_the_classes_gives_nan(device: Device) -> None:
+@pytest.mark.parametrize("kernel", ["softmax", "sigmoid"])
+def test_a_label_outside_the_classes_gives_nan(device: Device, kernel: str) -> None:
+    flags, last = (", false", 0) if kernel == "softmax" else ("", ctypes.c_float(0))
     metrics, row_loss, row_rank = device.zeros(32), device.poisoned((1,)), device.poisoned((1,), "int32")
-    device.run("softmax.cu", "softmax_cross_entropy<float>", (1, 1, 1), (256, 1, 1), device.put(np.zeros((1, 16))), 0,
-               device.put(np.array([10.0])), 0, 0, 0, row_loss, row_rank, 0, ctypes.c_float(1), ctypes.c_float(0),
-               ctypes.c_int(10), ctypes.c_int(16), shared_bytes=40)
+    device.run(f"{kernel}.cu", f"{kernel}_cross_entropy<float{flags}>", (1, 1, 1), (256, 1, 1),
+               device.put(np.zeros((1, 16))), 0, device.put(np.array([10.0])), 0, 0, 0, row_loss, row_rank, 0,
+               ctypes.c_float(1), ctypes.c_float(0), ctypes.c_int(10), ctypes.c_int(16), last, shared_bytes=40)
     device.run("softmax.cu", "add_metrics", (1, 1, 1), (256, 1, 1), row_loss, row_rank,
                device.put(np.array([1]), "int32"), metrics)
     sums = MetricsLayout.from_buffer_copy(device.get(metrics, (32,), "uint8").tobytes())
@@ -406,6 +433,19 @@ def test_mix_images(device: Device, dtype: str, images: int) -> None:
                ctypes.c_int64(size), ctypes.c_int(images), ctypes.c_float(mixup))
     got = device.get(mixed, x.shape, dtype)
     assert relative_error(got, mixup * x + (1 - mixup) * x[::-1]) < PRECISION[dtype]
+
+
+@pytest.mark.parametrize("images, channels", [(2, 4), (5, 4), (4, 3)])
+def test_exchange_boxes(device: Device, dtype: str, images: int, channels: int) -> None:
+    x = rounded(np.random.default_rng(images).normal(0, 1, (images, 37, 29, channels)), dtype)
+    for top, left, bottom, right in ((0, 0, 37, 29), (3, 1, 36, 29), (36, 28, 37, 29)):
+        mixed = device.put(x, dtype)
+        blocks = -(-(bottom - top) * (right - left) // 256) * -(-images // 2)
+        device.run("elementwise.cu", f"exchange_boxes<{C_TYPES[dtype]}, {channels}>", (blocks, 1, 1), (256, 1, 1),
+                   mixed, *map(ctypes.c_int, (images, 37, 29, top, left, bottom, right)))
+        wanted = x.copy()
+        wanted[:, top:bottom, left:right] = x[::-1, top:bottom, left:right]
+        assert np.array_equal(device.get(mixed, x.shape, dtype), wanted)
 
 
 def test_elementwise(device: Device, dtype: str) -> None:

@@ -141,7 +141,7 @@ def main(cache: Path) -> None:
         step.forward_backward()
         if name == "all operators":
             for rule in RULES.values():
-                step.set_optimizer(OptimizerConfig(rule, ema=True))
+                step.set_optimizer(OptimizerConfig(rule, ema=True, clip_norm=0.5))
                 step.update(0.01, ema_decay=0.9)
             step.swap_ema()
         assert step.read_metrics()[3] > 0

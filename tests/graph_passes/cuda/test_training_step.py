@@ -359,29 +359,32 @@ RULES = {
 }
 
 
+@pytest.mark.parametrize("clip_norm", [0, 0.3], ids=["", "clipped"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_fifty_optimizer_steps_against_numpy(cache: Path, dtype: str, rule: Rule) -> None:
+def test_fifty_optimizer_steps_against_numpy(cache: Path, dtype: str, rule: Rule, clip_norm: float) -> None:
     """In float64, from the gradients that the device has: tests/graph_passes/test_optimizers.py tests the formulas."""
     graph, shapes = fused(small_network(8)), {"data": (8, 16, 16, 3), "softmax_label": (8,)}
-    options = StepOptions(dtype, optimizer=OptimizerConfig(rule))
-    step = TrainingStep(graph, shapes, options, cache_folder=cache)
+    config = OptimizerConfig(rule, clip_norm=clip_norm)
+    step = TrainingStep(graph, shapes, StepOptions(dtype, optimizer=config), cache_folder=cache)
     params, aux = random_state(graph, shapes, seed=1)
     step.set_params(params, aux)
     step.load(*random_batch(shapes, seed=2))
     wanted = {name: value.astype(np.float64) for name, value in params.items()}
     gradients: dict[str, np.ndarray] = {}
-    oracle = ArrayOptimizer(rule, wanted, gradients, roles.weights(graph))
+    oracle = ArrayOptimizer(rule, wanted, gradients, roles.weights(graph), clip_norm=clip_norm)
     for number in range(50):
         rate = (0.05 if rule.rate_in else 0.005) / (1 + number)
         step.forward_backward()
         gradients.update({name: gradient.astype(np.float64) for name, gradient in step.get_gradients().items()})
         oracle.step(rate, scale=0.5)
         step.update(rate, gradient_scale=0.5)
+        step.read_metrics()
+        assert step.gradient_norm == (pytest.approx(oracle.gradient_norm, rel=1e-5) if clip_norm else None)
         if number == 20:  # as a run that is resumed
             state, scalars = step.get_state(), step.optimizer.get_scalars()
             assert scalars.get("updates") == (21 if rule.counts else None)
-            step.set_optimizer(OptimizerConfig(rule))
+            step.set_optimizer(config)
             step.optimizer.set_scalars(scalars)
             step.set_state(state)
     got, state = step.get_params()[0], step.get_state()
@@ -410,10 +413,12 @@ def test_another_optimizer_begins_anew(cache: Path) -> None:
                 assert np.array_equal(array, momentum[name]) if is_kept else not array.any(), name
 
 
+@pytest.mark.parametrize("clip_norm", [0, 1e-3], ids=["", "clipped"])
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_an_overflow_skips_the_step_and_halves_the_loss_scale(cache: Path, rule: Rule) -> None:
+def test_an_overflow_skips_the_step_and_halves_the_loss_scale(cache: Path, rule: Rule, clip_norm: float) -> None:
     graph, shapes = fused(small_network(8)), {"data": (4, 16, 16, 3), "softmax_label": (4,)}
-    options = StepOptions("float16", optimizer=OptimizerConfig(rule, growth_interval=2, ema=True))
+    config = OptimizerConfig(rule, growth_interval=2, ema=True, clip_norm=clip_norm)
+    options = StepOptions("float16", optimizer=config)
     step = TrainingStep(graph, shapes, options, cache_folder=cache)
     params, aux = random_state(graph, shapes, seed=1)
     step.set_params(params, aux)
@@ -429,6 +434,7 @@ def test_an_overflow_skips_the_step_and_halves_the_loss_scale(cache: Path, rule:
     ema = step.get_params()[0]
     assert all(relative_error(ema[name], 0.25 * params[name]) < 1e-6 for name in params), "averaged all the same"
     assert (state.loss_scale, state.skipped_steps, state.overflow, state.updates) == (scale / 2, 1, 0, 0)
+    assert state.gradient_norm == 0, "that of an overflow is not told"
     assert all(np.array_equal(after[name], params[name]) for name in params)
     assert not any(array.any() for arrays in step.get_state().values() for array in arrays.values())
     step.set_params(params, aux)
@@ -438,6 +444,7 @@ def test_an_overflow_skips_the_step_and_halves_the_loss_scale(cache: Path, rule:
         step.update(0.01)
     state = step.optimizer.read_state()
     assert (state.loss_scale, state.skipped_steps, state.updates) == (scale, 1, 2), "two good steps double it again"
+    assert np.isfinite(state.gradient_norm) and (state.gradient_norm > clip_norm) == (clip_norm > 0)
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)

@@ -61,7 +61,7 @@ def test_options_that_make_a_configuration():
 
 
 @pytest.mark.parametrize("options", [[], ["--epochs", "9", "--warmup-epochs", "2"], ["--epochs", "2"]])
-@pytest.mark.parametrize("preset", ["overfit_100", "cpu_sample", "resnet50_fast_16ep"])
+@pytest.mark.parametrize("preset", ["overfit_100", "cpu_sample", "resnet50_ffcv_16ep"])
 def test_a_run_of_the_comparison_has_its_preset(preset, options):
     default = load_preset(preset)
     config = configure(read(Config, ["--config", preset, *options], command="train"), default)

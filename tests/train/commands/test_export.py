@@ -152,6 +152,35 @@ def test_the_lines_of_the_page_predict_the_same(
     assert printed == {name: f"{100 * theirs[name]:5.1f}" for name in best}
 
 
+def test_a_network_of_binary_cross_entropy(trained: Checkpoint, images: np.ndarray, tmp_path: Path) -> None:
+    """All that leaves the program gives sigmoids, as predictions are, and all that comes back does; the order of the
+    classes is that of the scores."""
+    scores = np.log(probabilities(trained.params, trained.aux, images))  # but for a constant of each image
+    bce = replace(trained, config=replace(trained.config, loss="bce", bce_threshold=0.2))
+    save(bce, tmp_path / "run" / "checkpoints" / "best.npz")
+    run, prefix = str(tmp_path / "run"), tmp_path / "network"
+    run_export(["--checkpoint", run, "--onnx", f"{prefix}.onnx", "--torchvision", str(tmp_path / "torch.safetensors"),
+                "--symbol", f"{prefix}-symbol.json", "--params", f"{prefix}-0000.params", "--layout", "NCHW"])
+    images_nchw = np.ascontiguousarray(images.transpose(0, 3, 1, 2))
+    session = onnxruntime.InferenceSession(f"{prefix}.onnx", providers=["CPUExecutionProvider"])
+    (answers,) = session.run(None, {"data": images_nchw})
+    logits = np.log(answers / (1 - answers))
+    np.testing.assert_allclose(logits - logits[:, :1], scores - scores[:, :1], atol=1e-3)
+    assert np.abs(answers.sum(axis=1) - 1).max() > 0.01
+    symbol, params, aux = mx.model.load_checkpoint(str(prefix), 0)
+    executor = symbol.simple_bind(mx.cpu(), data=images_nchw.shape, grad_req="null")
+    executor.copy_params_from(params, aux)
+    stock = executor.forward(is_train=False, data=mx.nd.array(images_nchw))[0].asnumpy()
+    np.testing.assert_allclose(stock, answers, atol=1e-5)
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (SIZE, SIZE, 3), np.uint8)).save(tmp_path / "a.png")
+    found = [predict.predict(PredictOptions(images=(tmp_path / "a.png",), checkpoint=place, top=NUM_CLASSES))[0].guesses
+             for place in (run, f"{prefix}.onnx", str(tmp_path / "torch.safetensors"))]
+    for guesses in found[1:]:
+        assert [guess.name for guess in guesses] == [guess.name for guess in found[0]]
+        assert [guess.probability for guess in guesses] == pytest.approx([guess.probability for guess in found[0]],
+                                                                         abs=1e-4)
+
+
 def test_a_wrong_model_is_not_written(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(*arguments: object) -> onnx.ModelProto:
         model = right(*arguments)

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from several_processes import needs_horovod, python_path
+from several_processes import LIMIT, needs_horovod, python_path
 
 from train import checkpoint
 
@@ -30,7 +30,7 @@ def fake_python(tmp_path):
 
 def run_script(*arguments: object, python: object = sys.executable, **environment: str):
     return subprocess.run(
-        ["bash", SCRIPT, *map(str, arguments)], capture_output=True, text=True, timeout=180,
+        ["bash", SCRIPT, *map(str, arguments)], capture_output=True, text=True, timeout=LIMIT,
         env={**os.environ, "PYTHON": str(python), **environment},
     )
 
@@ -102,7 +102,7 @@ def test_sigterm_and_resume_in_two_processes(tiny_options, tmp_path):
             break
     process.send_signal(signal.SIGTERM)
     rest = process.stdout.read()
-    assert process.wait(timeout=60) == 128 + signal.SIGTERM, rest
+    assert process.wait(timeout=LIMIT) == 128 + signal.SIGTERM, rest
     assert f"go on with: scripts/dgx1_8gpu.sh -n 2 --resume {folder}" in rest
     stopped = checkpoint.load(checkpoint.find(str(folder)))
     assert stopped.progress.step >= 2

@@ -6,10 +6,9 @@ import json
 import os
 import re
 import signal
-import time
 
 import pytest
-from several_processes import BATCH, COMMIT_EVERY, needs_horovod, run_processes
+from several_processes import BATCH, COMMIT_EVERY, LIMIT, needs_horovod, run_processes
 
 from common.nvidia_gpus import find_gpus
 from train import checkpoint
@@ -17,6 +16,13 @@ from train import checkpoint
 pytestmark = needs_horovod
 
 
+@pytest.fixture
+def patient_gloo(monkeypatch):
+    """Who waits for Gloo's time-out to notice a loss waits longer than any test does."""
+    monkeypatch.setenv("HOROVOD_GLOO_TIMEOUT_SECONDS", str(2 * LIMIT))
+
+
+@pytest.mark.usefixtures("patient_gloo")
 def test_elastic_run_loses_a_process_and_gets_one(start, on_gpu, rng):
     """Three processes become two and three again (on two GPUs: two, one, two). No commit is lost, and the position
     counts images, not steps."""
@@ -26,14 +32,13 @@ def test_elastic_run_loses_a_process_and_gets_one(start, on_gpu, rng):
     victim = int(rng.integers(count))  # rank 0, whose part is more, like any other
     os.kill(run.workers()[victim], signal.SIGKILL)
     killed_after = run.last_step()
-    run.wait_for(lambda: len(run.events("session")) == 2, seconds=25)  # Gloo's time-out of 30 s has not been waited for
     run.wait_for(lambda: len(run.events("session")) == 3)
     steps = len(run.events("steps"))
     run.wait_for(lambda: len(run.events("steps")) >= steps + COMMIT_EVERY + 1)
     run.process.send_signal(signal.SIGTERM)
     code, out, err = run.end()
     assert code == 128 + signal.SIGTERM, err
-    assert "was killed by SIGKILL" in err
+    assert "was killed by SIGKILL" in err and "it hangs" not in err
     assert f"{count - 1} {'goes' if count == 2 else 'go'} on from the last commit" in err
     less, more = (count - 1) * BATCH, count * BATCH
     fewer = "1 process" if count == 2 else f"{count - 1} processes"
@@ -62,11 +67,11 @@ def test_elastic_run_loses_a_process_and_gets_one(start, on_gpu, rng):
         assert num_seen <= more * state["batch"] < num_seen + less + more
 
 
+@pytest.mark.usefixtures("patient_gloo")
 @pytest.mark.parametrize("place", ["start", "joining", "session"])
-def test_loss_at_start_up(place, monkeypatch):
+def test_loss_at_start_up(place):
     """One of three processes is killed before it has joined the others, while they connect, or before the first
     commit: the others do without it, and do not wait for Gloo's time-out."""
-    monkeypatch.setenv("HOROVOD_GLOO_TIMEOUT_SECONDS", "600")
     script = f"""
         import os, signal, sys
         from train.processes import elastic
@@ -102,7 +107,7 @@ def test_loss_at_start_up(place, monkeypatch):
 def test_loss_while_the_report_is_written(tiny_options, tmp_path, min_np):
     """Process 1 has nothing to do any more, and is not missed; process 0 writes it, and nobody goes on without it."""
     script = """
-        import os, signal, sys
+        import os, signal, sys, time
         from pathlib import Path
         from train import __main__ as program
         from train.commands import session
@@ -111,7 +116,7 @@ def test_loss_while_the_report_is_written(tiny_options, tmp_path, min_np):
 
         def write_report(*_):
             while not (folder / "gone").exists():
-                pass
+                time.sleep(0.05)
             os.kill(os.getpid(), signal.SIGKILL)
 
         session._write_report = write_report
@@ -131,16 +136,15 @@ def test_loss_while_the_report_is_written(tiny_options, tmp_path, min_np):
     assert checkpoint.load(checkpoint.find(str(tmp_path / "run"))).progress.epoch == 1
 
 
+@pytest.mark.usefixtures("patient_gloo")
 def test_killed_process_ends_the_run(start, rng):
-    """Without elastic mode: within seconds, with what happened and what to do; the checkpoint of before is whole."""
+    """Without elastic mode: at once, with what happened and what to do; the checkpoint of before is whole."""
     run = start(2)
     run.wait_for(lambda: run.last_step() >= 1)
     run.process.send_signal(signal.SIGUSR1)
     run.wait_for(lambda: len(run.events("checkpoint")) == 1)
     os.kill(run.workers()[int(rng.integers(2))], signal.SIGKILL)
-    start_time = time.monotonic()
     code, _, err = run.end()
-    assert time.monotonic() - start_time < 25  # on its own it would wait for Gloo's time-out of 30 s
     assert code == 128 + signal.SIGKILL
     last = err.splitlines()[-1]
     assert last.startswith("error: process ")

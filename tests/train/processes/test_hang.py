@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from several_processes import COMMIT_EVERY, needs_horovod, run_processes
+from several_processes import COMMIT_EVERY, LIMIT, needs_horovod, run_processes
 
 from common.nvidia_gpus import find_gpus
 from train import checkpoint
@@ -20,8 +20,7 @@ from train.processes import watch
 from train.processes.pulse import Activity
 from train.processes.watch import ONCE, SLOWER, Hang, Watch
 
-SECONDS = 10  # the launcher's patience here; a step takes a tenth of a second, on a busy machine a few
-ENDING = 40  # seconds that ending the others may take on a busy machine: they have 3
+SECONDS = 5  # the launcher's patience here; a step takes a tenth of a second, and may take ten times the longest
 
 
 class Clocked:
@@ -159,8 +158,8 @@ def is_there(pid: int) -> bool:
     return watch.status(pid) is not None
 
 
-def wait_until(condition, seconds: float = 30) -> None:
-    end = time.monotonic() + seconds
+def wait_until(condition) -> None:
+    end = time.monotonic() + LIMIT
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.05)
@@ -173,7 +172,7 @@ def told(err: str) -> list[str]:
 
 @needs_horovod
 def test_stopped_process_ends_the_run(start, rng):
-    """With its name and place, within the time given; what was saved is whole."""
+    """With its name and place, after the time given; what was saved is whole."""
     run = start(2, "--hang-seconds", str(SECONDS))
     run.wait_for(lambda: run.last_step() >= 3)
     run.process.send_signal(signal.SIGUSR1)
@@ -181,13 +180,12 @@ def test_stopped_process_ends_the_run(start, rng):
     saved, workers, victim = run.events("checkpoint")[0]["step"], run.workers(), int(rng.integers(2))
     run.wait_for(lambda: run.last_step() >= saved + 3)
     os.kill(workers[victim], signal.SIGSTOP)
-    begin = time.monotonic()
     code, _, err = run.end()
-    assert SECONDS - 1 < time.monotonic() - begin < SECONDS + ENDING
     assert code == EXIT_HUNG_PROCESS
     first, *rest = [line for line in err.splitlines() if line.startswith("error: ")]
     assert f"process {victim} (" in first
-    assert f"pid {workers[victim]}) shows no sign of life for " in first
+    quiet = re.search(rf"pid {workers[victim]}\) shows no sign of life for (\d+) s", first)
+    assert quiet and int(quiet[1]) >= SECONDS
     assert "; it was stopped (SIGSTOP); it hangs and is killed, so the run ends; its last checkpoint" in first
     assert all("the connection to another process of this run is lost" in line for line in rest), err
     assert "Traceback" not in err
@@ -201,7 +199,7 @@ def test_elastic_run_goes_on_without_a_stopped_process(start, rng):
     run.wait_for(lambda: run.last_step() >= COMMIT_EVERY + 1)
     workers, victim = run.workers(), int(rng.integers(2))
     os.kill(workers[victim], signal.SIGSTOP)
-    run.wait_for(lambda: len(run.events("session")) == 2, seconds=SECONDS + ENDING)
+    run.wait_for(lambda: len(run.events("session")) == 2)
     assert run.events("session")[-1]["num_processes"] == 1
     steps = len(run.events("steps"))
     run.wait_for(lambda: len(run.events("steps")) >= steps + 2)
@@ -221,7 +219,7 @@ def test_request_to_stop_survives_a_loss(start):
     run.wait_for(lambda: run.last_step() >= COMMIT_EVERY + 1)
     os.kill(run.workers()[1], signal.SIGSTOP)
     run.process.send_signal(signal.SIGTERM)
-    code, out, err = run.end()  # which has a limit of 90 s, for the report too
+    code, out, err = run.end()
     assert code == 128 + signal.SIGTERM, err
     assert "stopped after step " in out
     assert checkpoint.load(checkpoint.find(str(run.folder))).progress.step >= COMMIT_EVERY
@@ -314,7 +312,7 @@ def test_killed_launcher_leaves_no_process(tmp_path, stop):
         pulse.show(Activity.LOADING)
         pulse.end_step(0, 1), pulse.end_step(0, 2)
         place.touch()
-        time.sleep(60)
+        time.sleep(10_000)
     """
     starter = ("import sys; from train.processes.launch import launch, plan; "
                "sys.exit(launch(plan(2, on_cpu=True)[0], [sys.executable, '-c', sys.argv[1]], 1))")

@@ -12,6 +12,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from several_processes import LIMIT
 
 from common.command_line import exit_code_of
 from train.errors import TrainError
@@ -240,7 +241,7 @@ def test_last_words(ending, code, words, capfd, monkeypatch):
 import os, sys, time
 if os.environ["HOROVOD_RANK"] == "1":
     {ending}
-time.sleep(60)
+time.sleep(10_000)
 """
     pytest.importorskip("horovod")
     assert launch.launch(launch.plan(2, on_cpu=True)[0], [sys.executable, "-c", script]) == code
@@ -257,7 +258,7 @@ def test_ctrl_c_reaches_the_processes(tmp_path):
     """Also before they have a handler of their own, as while they start, and in commands that need none."""
     pytest.importorskip("horovod")
     script = ("import os, pathlib, time; "
-              f"pathlib.Path({str(tmp_path)!r}, os.environ['HOROVOD_RANK']).touch(); time.sleep(60)")
+              f"pathlib.Path({str(tmp_path)!r}, os.environ['HOROVOD_RANK']).touch(); time.sleep(10_000)")
     starter = ("import sys; from train.processes.launch import launch, plan; "
                "sys.exit(launch(plan(2, on_cpu=True)[0], [sys.executable, '-c', sys.argv[1]]))")
     command = [sys.executable, "-c", starter, script]
@@ -265,7 +266,7 @@ def test_ctrl_c_reaches_the_processes(tmp_path):
         wait_until(lambda: len(os.listdir(tmp_path)) == 2)
         os.killpg(launcher.pid, signal.SIGINT)  # as a terminal does
         try:
-            assert launcher.wait(20) == 128 + signal.SIGINT
+            assert launcher.wait(LIMIT) == 128 + signal.SIGINT
             assert launcher.stderr
             assert b"error" not in launcher.stderr.read()  # it was asked to
         finally:
@@ -274,7 +275,7 @@ def test_ctrl_c_reaches_the_processes(tmp_path):
 
 
 def wait_until(condition):
-    end = time.monotonic() + 30
+    end = time.monotonic() + LIMIT
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.05)
@@ -288,7 +289,7 @@ import os, pathlib, signal, sys, time
 place = pathlib.Path({str(tmp_path)!r}, os.environ['HOROVOD_RANK'])
 signal.signal(signal.SIGTERM, lambda number, frame: (place.with_suffix('.stopped').touch(), sys.exit()))
 place.touch()
-time.sleep(60)
+time.sleep(10_000)
 """
     starter = ("import sys; from train.processes.launch import launch, plan; "
                "sys.exit(launch(plan(2, on_cpu=True)[0], [sys.executable, '-c', sys.argv[1]]))")
@@ -307,7 +308,7 @@ place = pathlib.Path({str(tmp_path)!r}, os.environ['HOROVOD_RANK'])
 signal.signal(signal.SIGTERM, lambda number, frame: place.with_suffix('.asked').touch())
 place.touch()
 while True:
-    time.sleep(60)
+    time.sleep(10_000)
 """
     starter = ("import sys; from train.processes.launch import *; slots, _ = plan(2, on_cpu=True); "
                f"command = [sys.executable, '-c', sys.argv[1]]; sys.exit({call})")
@@ -319,7 +320,7 @@ while True:
             with pytest.raises(subprocess.TimeoutExpired):
                 launcher.wait(SAME_SECONDS + 0.2)  # before, another one would be the first again
             launcher.terminate()
-            assert launcher.wait(30) == 128 + signal.SIGTERM
+            assert launcher.wait(LIMIT) == 128 + signal.SIGTERM
         finally:
             launcher.kill()
 
@@ -342,7 +343,7 @@ sys.exit({128 + signal.SIGTERM})
 def test_too_few_left(capfd):
     """An elastic run of which fewer than the least number are left ends at once, and says so."""
     pytest.importorskip("horovod")
-    script = "import os, time; os.environ['HOROVOD_RANK'] == '1' and os.kill(os.getpid(), 9); time.sleep(60)"
+    script = "import os, time; os.environ['HOROVOD_RANK'] == '1' and os.kill(os.getpid(), 9); time.sleep(10_000)"
     slots, _ = launch.plan(3, on_cpu=True)
     assert launch.launch_elastic(slots, [sys.executable, "-c", script], min_processes=3) == 128 + signal.SIGKILL
     (line,) = capfd.readouterr().err.splitlines()

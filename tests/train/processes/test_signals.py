@@ -17,12 +17,14 @@ import pytest
 from train.processes import signals
 from train.processes.signals import ANSWERS, Signals
 
-# A process with a guard; `block` waits in C, where no signal wakes it and no other thread can run meanwhile.
+LIMIT = 120  # seconds that nothing here takes, however busy the machine
+# A process with a guard; `block` waits in C, where no signal wakes it and no other thread can run meanwhile. Without
+# further ado the second signal is not the first one again, however soon it comes, and leaves little time.
 PROGRAM = """
     import ctypes, signal, sys
     from train.processes import signals
 
-    signals.SAME_SECONDS, signals.GRACE_SECONDS = 0.2, 0.3
+    signals.SAME_SECONDS, signals.GRACE_SECONDS = {same_seconds}, {grace_seconds}
     signals.guard(speaks=True)
     signal.signal(signal.SIGINT, signals.interrupt)
 
@@ -40,8 +42,9 @@ def start() -> Iterator[Callable[[str], subprocess.Popen]]:
     """Starts PROGRAM followed by these lines, and waits until it is ready."""
     started: list[subprocess.Popen] = []
 
-    def run(lines: str, same_seconds: float = 0.2) -> subprocess.Popen:
-        script = textwrap.dedent(PROGRAM.replace("0.2", str(same_seconds))) + textwrap.dedent(lines)
+    def run(lines: str, same_seconds: float = 0, grace_seconds: float = 0.3) -> subprocess.Popen:
+        times = {"same_seconds": same_seconds, "grace_seconds": grace_seconds}
+        script = textwrap.dedent(PROGRAM).format(**times) + textwrap.dedent(lines)
         process = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                    stderr=subprocess.PIPE, text=True)
         started.append(process)
@@ -57,19 +60,19 @@ def start() -> Iterator[Callable[[str], subprocess.Popen]]:
 def wait_until_blocked(process: subprocess.Popen) -> None:
     """Between "ready" and the lock there is a moment in which the process would listen."""
     status = Path(f"/proc/{process.pid}/stat")
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + LIMIT
     while status.read_text().rpartition(")")[2].split()[0] != "S":
         assert time.monotonic() < deadline, status.read_text()
         time.sleep(0.01)
 
 
 def insist(process: subprocess.Popen, number: int) -> None:
-    """Send a signal again until the process has ended."""
-    deadline = time.monotonic() + 20
+    """Send a signal again until the process has ended: two at once may arrive as one."""
+    deadline = time.monotonic() + LIMIT
     while process.poll() is None and time.monotonic() < deadline:
         process.send_signal(number)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(0.3)  # longer than SAME_SECONDS
+            process.wait(0.3)
 
 
 @pytest.mark.parametrize("first, second", [("SIGTERM", "SIGTERM"), ("SIGINT", "SIGINT"), ("SIGINT", "SIGTERM")])
@@ -81,8 +84,8 @@ def test_a_second_signal_ends_a_process_that_is_blocked(start, first, second):
     wait_until_blocked(process)
     process.send_signal(signal.Signals[first])
     assert process.stderr.readline() == f"{ANSWERS[signal.Signals[first]]}\n", "at once"
-    insist(process, signal.Signals[second])
-    assert process.returncode == -signal.SIGKILL
+    process.send_signal(signal.Signals[second])
+    assert process.wait(LIMIT) == -signal.SIGKILL
     assert process.stderr.read() == ""
 
 
@@ -102,11 +105,11 @@ def test_a_second_ctrl_c_is_the_usual_one_for_a_process_that_listens(start):
                     pass
         except KeyboardInterrupt:
             sys.exit(130)
-    """)
+    """, grace_seconds=1000)
     process.send_signal(signal.SIGTERM)
     process.stderr.readline()
-    insist(process, signal.SIGTERM)
-    assert (process.returncode, process.stderr.read()) == (130, "")
+    process.send_signal(signal.SIGTERM)  # once: a third would find a program that has no handler any more
+    assert (process.wait(LIMIT), process.stderr.read()) == (130, "")
 
 
 def test_signals_that_come_by_two_ways_at_once_are_one(start):
@@ -119,7 +122,7 @@ def test_signals_that_come_by_two_ways_at_once_are_one(start):
                 pass
             print(requests.stop, flush=True)
             sys.stdin.read()
-    """, same_seconds=60)
+    """, same_seconds=1000)
     process.send_signal(signal.SIGHUP)
     assert process.stdout.readline() == f"{signal.SIGHUP:d}\n"
     assert process.stderr.readline() == f"{ANSWERS[signal.SIGHUP]}\n"
@@ -128,7 +131,7 @@ def test_signals_that_come_by_two_ways_at_once_are_one(start):
     process.send_signal(signal.SIGTERM)
     assert process.stderr.readline() == f"{ANSWERS[signal.SIGTERM]}\n"
     process.send_signal(signal.SIGTERM)
-    assert process.communicate("", timeout=20) == ("", "")
+    assert process.communicate("", timeout=LIMIT) == ("", "")
     assert process.returncode == 0
 
 
@@ -150,4 +153,4 @@ def test_the_guard_ends_with_its_process(start):
     """Even if that is killed: the guard holds its standard error, whose end is seen here."""
     process = start("block()")
     process.kill()
-    assert process.communicate(timeout=20) == ("", "")
+    assert process.communicate(timeout=LIMIT) == ("", "")

@@ -74,7 +74,7 @@ def test_gpu_figures_weigh_by_counted_time(record: RunRecord, tmp_path: Path) ->
     """Points every 5 steps, beginning with the warm-up, which counts neither joules nor images."""
     assert "GPU" not in report.write_report(tmp_path, record).read_text(), "a run on a CPU does not speak of it"
     record.config["price_per_hour"] = 3.5
-    record.config["mixup"] = 0.2
+    record.config |= {"mixup": 0.2, "cutmix": 1.0}
     points = range(5, FIRST_SESSION + SECOND_SESSION + 1, 5)
     record.gpu_curve = [GpuPoint(step, 10.0 * step, None if step == 20 else 0.5, step / 2, 1500.0, 0.25)
                         for step in points]
@@ -90,7 +90,7 @@ def test_gpu_figures_weigh_by_counted_time(record: RunRecord, tmp_path: Path) ->
     text = report.write_report(tmp_path, record).read_text()
     for cell in (f"| energy | {found.joules_per_image:.3g} J |", "| utilisation | 50% |", "at 3.5 an hour",
                  "| clock | 1,500 MHz |", "| at the power limit | 25% |",
-                 "NVML does not give energy: Not Supported.", "those of mixed images (--mixup)"):
+                 "NVML does not give energy: Not Supported.", "those of mixed images (--mixup, --cutmix)"):
         assert cell in text, cell
     assert Image.open(tmp_path / "gpu.png").size[0] > 500
 

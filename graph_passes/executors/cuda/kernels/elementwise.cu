@@ -34,6 +34,24 @@ __global__ void mix_images(T *images, int64_t size, int num_images, float lambda
     *last = b;
 }
 
+// CutMix (Yun et al., arXiv:1905.04899): exchanges a box of each image with that of the one at the same place from the
+// end, in place. One thread exchanges a pixel of such a pair; the middle image of an odd number has itself, and stays.
+// Shapes: images (N, H, W, CHANNELS), the box in pixels; gridDim.x is a multiple of ceil(N / 2).
+template <class T, int CHANNELS>
+__global__ void exchange_boxes(T *images, int num_images, int height, int width, int top, int left, int bottom,
+                               int right) {
+    struct alignas(CHANNELS == 4 ? 4 * sizeof(T) : sizeof(T)) Pixel { T value[CHANNELS]; };
+    const uint32 blocks = gridDim.x / ((num_images + 1) / 2), pair = blockIdx.x / blocks;
+    const uint32 partner = num_images - 1 - pair, box_width = right - left;
+    const uint32 at = blockIdx.x % blocks * blockDim.x + threadIdx.x;
+    if (pair == partner || at >= (bottom - top) * box_width) return;
+    Pixel *box = reinterpret_cast<Pixel *>(images) + size_t(top + at / box_width) * width + left + at % box_width;
+    const size_t size = size_t(height) * width;
+    const Pixel own = box[pair * size];
+    box[pair * size] = box[partner * size];
+    box[partner * size] = own;
+}
+
 // y = x in fp32: gradients for an all-reduce in fp32.
 // Shapes: x and, in fp32, y (8 * vectors).
 template <class T>

@@ -36,6 +36,8 @@ struct State {
     uint32 updates;            // not skipped, in total
     float ema_decay;           // ema = ema_decay * ema + (1 - ema_decay) * weight
     float constants[MAX_CONSTANTS];  // of the rule below, in the order of its members
+    float clip_norm;           // of gradients, at most; `clip_gradients` is launched where there is such a limit
+    float gradient_norm;       // of the latest step that was not skipped, before clipping
 };
 
 // --- the rules, one struct for each optimizer; graph_passes/optimizers/ has the formulas ---
@@ -150,10 +152,11 @@ __device__ inline void update_ema(float *ema, const float (&values)[VEC], float 
     store_floats(ema, a);
 }
 
-// Sets state->overflow if a gradient is not finite. With NORMS also leaves the sums of squares of weights and gradients
-// of each chunk in norms (chunks, 2), for LARS.
+// Sets state->overflow if a gradient is not finite. Also leaves the sums of squares of each chunk in norms (chunks, 2): with
+// WEIGHT_NORMS of weights in the first column, for LARS, and with GRADIENT_NORMS of gradients in the second, for LARS and
+// clipping.
 // Shapes: tensors (number of tensors), chunks (gridDim.x), state (1), norms (gridDim.x, 2) fp32.
-template <class T, bool NORMS>
+template <class T, bool WEIGHT_NORMS, bool GRADIENT_NORMS>
 __global__ void __launch_bounds__(THREADS)
 inspect_gradients(const Tensor *tensors, const Chunk *chunks, State *state, float *norms) {
     const Chunk chunk = chunks[blockIdx.x];
@@ -164,24 +167,34 @@ inspect_gradients(const Tensor *tensors, const Chunk *chunks, State *state, floa
     for (uint32 at = chunk.start + threadIdx.x * VEC; at < end; at += THREADS * VEC) {
         float g[VEC], w[VEC];
         load_gradient<T>(t, at, g);
-        if (NORMS) load_floats(t.master + at, w);
+        if (WEIGHT_NORMS) load_floats(t.master + at, w);
 #pragma unroll
         for (int k = 0; k < VEC; ++k) {
             finite &= fabsf(g[k]) < INF;
-            if (NORMS) {
-                weight_squares += w[k] * w[k];
-                gradient_squares += g[k] * g[k];
-            }
+            if (WEIGHT_NORMS) weight_squares += w[k] * w[k];
+            if (GRADIENT_NORMS) gradient_squares += g[k] * g[k];
         }
     }
     if (!finite) state->overflow = 1;
-    if (NORMS) {
-        weight_squares = block_reduce(weight_squares, 0.f, Sum());
-        gradient_squares = block_reduce(gradient_squares, 0.f, Sum());
-        if (threadIdx.x == 0) {
-            norms[2 * blockIdx.x] = weight_squares;
-            norms[2 * blockIdx.x + 1] = gradient_squares;
-        }
+    if (WEIGHT_NORMS) weight_squares = block_reduce(weight_squares, 0.f, Sum());
+    if (GRADIENT_NORMS) gradient_squares = block_reduce(gradient_squares, 0.f, Sum());
+    if (threadIdx.x == 0) {
+        if (WEIGHT_NORMS) norms[2 * blockIdx.x] = weight_squares;
+        if (GRADIENT_NORMS) norms[2 * blockIdx.x + 1] = gradient_squares;
+    }
+}
+
+// Clipping by global norm (Pascanu et al., arXiv:1211.5063, algorithm 1): what all gradients are multiplied by becomes
+// min(1, clip_norm / (|gradient| + 1e-6)) of what it was, from the sums that inspect_gradients has left. The gradient is that
+// of the mean, without the loss scale; the 1e-6 is of torch.nn.utils.clip_grad_norm_. One block, which sums in a fixed order.
+// Shapes: state (1), norms (num_chunks, 2) fp32.
+__global__ void __launch_bounds__(THREADS) clip_gradients(State *state, const float *norms, uint32 num_chunks) {
+    float squares = 0;
+    for (uint32 c = threadIdx.x; c < num_chunks; c += THREADS) squares += norms[2 * c + 1];
+    squares = block_reduce(squares, 0.f, Sum());
+    if (threadIdx.x == 0 && !state->overflow) {
+        state->gradient_norm = sqrtf(squares) * (state->gradient_scale / state->loss_scale);
+        state->gradient_scale *= fminf(1.f, state->clip_norm / (state->gradient_norm + 1e-6f));  // the host sets it anew
     }
 }
 

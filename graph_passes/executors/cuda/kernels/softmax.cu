@@ -8,19 +8,21 @@ struct Metrics {
 
 // One block a row. `scores` (rows, pitch), of which the first `classes` count; the bias is added here, in fp32.
 // Targets are 1 - smoothing for the label and smoothing / (classes - 1) for every other class, as MXNet's SoftmaxOutput
-// has them. With mixup (`lambda` not null) a row's target is `*lambda` of that for its label and 1 - `*lambda` of that for
-// the label of the row at the same place from the end; what is ranked is its own label. Written where the pointer is not null:
+// has them. Where images are mixed (`own_share` not null and below 1) a row's target is `*own_share` of that for its label
+// and the rest of that for the label of the row at the same place from the end. Ranked is the label with the larger share,
+// of equal shares the smaller label. WEIGHTED: then each class's target is multiplied by its weight.
+// Written where the pointer is not null:
 //   probabilities (rows, classes) fp32
-//   gradient (rows, pitch): (probability - target) * gradient_scale * *loss_scale, 0 beyond `classes`
+//   gradient (rows, pitch): (probability * sum of targets - target) * gradient_scale * *loss_scale, 0 beyond `classes`
 //   row_loss (rows): cross entropy against those targets; NaN for a label outside the classes, so that it is noticed
-//   row_rank (rows): number of classes that come before the label: 0 is a top-1 hit, below 5 a top-5 hit
-// Shapes: scores, gradient (N, pitch); bias (K), labels (N), lambda (1), probabilities (N, K), row_loss (N), loss_scale (1)
-// fp32; row_rank (N). One row an image, classes = K.
-template <class T>
-__global__ void softmax_cross_entropy(const T *scores, const float *bias, const float *labels, const float *lambda,
+//   row_rank (rows): number of classes that come before the ranked label: 0 is a top-1 hit, below 5 a top-5 hit
+// Shapes: scores, gradient (N, pitch); bias (K), labels (N), own_share (1), probabilities (N, K), row_loss (N),
+// loss_scale (1), class_weights (K) fp32; row_rank (N). One row an image, classes = K.
+template <class T, bool WEIGHTED>
+__global__ void softmax_cross_entropy(const T *scores, const float *bias, const float *labels, const float *own_share,
                                       float *probabilities, T *gradient, float *row_loss, int *row_rank,
                                       const float *loss_scale, float gradient_scale, float smoothing, int classes,
-                                      int pitch) {
+                                      int pitch, const float *class_weights) {
     extern __shared__ float score[];  // of this row, later exp(score - maximum)
     const int row = blockIdx.x;
     float largest = -INF;
@@ -31,37 +33,51 @@ __global__ void softmax_cross_entropy(const T *scores, const float *bias, const 
     largest = block_reduce(largest, -INF, Max());
 
     const int label = labels ? int(labels[row]) : -1;
-    const float own = lambda ? *lambda : 1;
+    const float own = own_share ? *own_share : 1;
     const int partner = own < 1 ? int(labels[gridDim.x - 1 - row]) : label;
     const bool valid = label >= 0 && label < classes && partner >= 0 && partner < classes;
-    const float label_score = valid ? score[label] : 0;
-    float exp_sum = 0, score_sum = 0, rank = 0;
+    const int ranked = own > 0.5f || (own == 0.5f && label < partner) ? label : partner;
+    const float ranked_score = valid ? score[ranked] : 0;
+    float exp_sum = 0, score_sum = 0, rank = 0, weight_sum = 0;
     for (int c = threadIdx.x; c < classes; c += blockDim.x) {
         exp_sum += expf(score[c] - largest);
-        score_sum += score[c] - largest;
-        rank += score[c] > label_score || (score[c] == label_score && c < label);
+        if (WEIGHTED) {
+            score_sum += class_weights[c] * (score[c] - largest);
+            weight_sum += class_weights[c];
+        } else {
+            score_sum += score[c] - largest;
+        }
+        rank += score[c] > ranked_score || (score[c] == ranked_score && c < ranked);
     }
     exp_sum = block_reduce(exp_sum, 0.f, Sum());
     score_sum = block_reduce(score_sum, 0.f, Sum());
     rank = block_reduce(rank, 0.f, Sum());
+    weight_sum = WEIGHTED ? block_reduce(weight_sum, 0.f, Sum()) : classes;
 
     const float other = classes > 1 ? smoothing / (classes - 1) : 0;
+    const float label_part = WEIGHTED && valid ? own * class_weights[label] : own;
+    const float partner_part = WEIGHTED && valid ? (1 - own) * class_weights[partner] : 1 - own;
+    const float parts = WEIGHTED ? label_part + partner_part : 1;
     if (threadIdx.x == 0 && row_loss) {
         // -sum of target * log(probability), with log(probability) = score - largest - log(exp_sum)
-        const float log_sum = logf(exp_sum), partner_score = valid ? score[partner] : 0;
-        const float log_label = own * label_score + (1 - own) * partner_score - largest - log_sum;
-        const float log_others = score_sum - classes * log_sum - log_label;
+        const float log_sum = logf(exp_sum);
+        const float label_score = valid ? score[label] : 0, partner_score = valid ? score[partner] : 0;
+        const float log_label = label_part * label_score + partner_part * partner_score - parts * largest -
+                                parts * log_sum;
+        const float log_others = score_sum - weight_sum * log_sum - log_label;
         row_loss[row] = valid ? -(1 - smoothing) * log_label - other * log_others : NOT_A_NUMBER;
-        row_rank[row] = valid && label_score == label_score ? int(rank) : classes;
+        row_rank[row] = valid && ranked_score == ranked_score ? int(rank) : classes;
     }
     const float scale = gradient ? gradient_scale * *loss_scale : 0;
+    const float target_sum = WEIGHTED ? (1 - smoothing - other) * parts + other * weight_sum : 1;
     for (int c = threadIdx.x; c < pitch; c += blockDim.x) {
         const float p = c < classes ? expf(score[c] - largest) / exp_sum : 0;
         if (probabilities && c < classes) probabilities[size_t(row) * classes + c] = p;
         if (gradient) {
             const float hit = own * (c == label) + (1 - own) * (c == partner);
-            const float target = c < classes ? other + (1 - smoothing - other) * hit : 0;
-            gradient[size_t(row) * pitch + c] = from_float<T>((p - target) * scale);
+            float target = c < classes ? other + (1 - smoothing - other) * hit : 0;
+            if (WEIGHTED && c < classes) target *= class_weights[c];
+            gradient[size_t(row) * pitch + c] = from_float<T>((p * target_sum - target) * scale);
         }
     }
 }

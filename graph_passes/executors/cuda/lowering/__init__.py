@@ -29,7 +29,7 @@ from graph_passes.executors.cuda.parameters import Store
 from graph_passes.executors.cuda.program import Buffer, Program
 from graph_passes.executors.cuda.toolchain import Toolchain
 from graph_passes.graph import Graph, Node, Ref
-from graph_passes.operators import BATCH_NORMS, Shape
+from graph_passes.operators import BATCH_NORMS, LOSSES, Shape
 from graph_passes.passes import output_names, tensor_dtypes
 
 __all__ = ["LoweredGraph", "Persistent", "bound_buffers", "check_operators", "lower", "lower_nodes"]
@@ -50,7 +50,7 @@ def check_operators(graph: Graph) -> None:
         require(not is_nchw, node, "is not NHWC: run passes.layout(graph, 'NHWC', inputs=['data']) first")
         if node.op == "FullyConnected":
             readers = {reader.op for reader in graph.consumers.get(Ref(node.name), ())}
-            require(bool(readers) and readers <= {"SoftmaxOutput", "SoftmaxCrossEntropy"}, node,
+            require(bool(readers) and readers <= {*LOSSES, *LOSSES.values()}, node,
                     "does not feed a SoftmaxOutput alone: only the classifier has a GPU lowering")
 
 

@@ -30,12 +30,13 @@ class Persistent:
 
     data: Buffer  # (N, H, W, C padded), the network's dtype
     label: Buffer  # (N,) float32
-    mixup: Buffer  # float32: lambda of mixup, 1 without
+    own_share: Buffer  # float32: of an image's own label in its target; 1 where nothing is mixed
     probabilities: Buffer  # (N, classes) float32
     metrics: Buffer  # softmax.cu's Metrics
     num_valid: Buffer  # int32: how many rows of the batch count
     loss_scale: Buffer  # float32, part of the optimizer's state
     tickets: Buffer  # zeros, left as zeros by every reduction
+    class_weights: Buffer | None = None  # (classes,) float32, where the loss has some
 
 
 class Builder:

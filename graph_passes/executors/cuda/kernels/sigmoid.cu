@@ -1,0 +1,48 @@
+// The classifier's end where each class is a yes or no by itself: bias, sigmoid, binary cross entropy, its gradient, hits.
+#include "common.cuh"
+
+// One block a row; arguments, targets, ranks and what is written are those of softmax.cu's softmax_cross_entropy, but
+//   with `threshold` above 0, targets above it are 1 and others 0
+//   probabilities: 1 / (1 + exp(-score))
+//   row_loss: the mean over the classes of -target * log(probability) - (1 - target) * log(1 - probability)
+// Shapes: scores, gradient (N, pitch); bias (K), labels (N), own_share (1), probabilities (N, K), row_loss (N),
+// loss_scale (1) fp32; row_rank (N). One row an image, classes = K.
+template <class T>
+__global__ void sigmoid_cross_entropy(const T *scores, const float *bias, const float *labels, const float *own_share,
+                                      float *probabilities, T *gradient, float *row_loss, int *row_rank,
+                                      const float *loss_scale, float gradient_scale, float smoothing, int classes,
+                                      int pitch, float threshold) {
+    const int row = blockIdx.x;
+    const T *row_scores = scores + size_t(row) * pitch;
+    const int label = labels ? int(labels[row]) : -1;
+    const float own = own_share ? *own_share : 1;
+    const int partner = own < 1 ? int(labels[gridDim.x - 1 - row]) : label;
+    const bool valid = label >= 0 && label < classes && partner >= 0 && partner < classes;
+    const int ranked = own > 0.5f || (own == 0.5f && label < partner) ? label : partner;
+    const float ranked_score = valid ? to_float(row_scores[ranked]) + (bias ? bias[ranked] : 0) : 0;
+    const float other = classes > 1 ? smoothing / (classes - 1) : 0;
+    const float scale = gradient ? gradient_scale * *loss_scale : 0;
+    float loss = 0, rank = 0;
+    for (int c = threadIdx.x; c < pitch; c += blockDim.x) {
+        float slope = 0;
+        if (c < classes) {
+            const float score = to_float(row_scores[c]) + (bias ? bias[c] : 0);
+            const float hit = own * (c == label) + (1 - own) * (c == partner);
+            float target = other + (1 - smoothing - other) * hit;
+            if (threshold > 0) target = target > threshold;
+            // No logarithm of what has been rounded to 0 or 1
+            loss += fmaxf(score, 0) - score * target + log1pf(expf(-fabsf(score)));
+            rank += score > ranked_score || (score == ranked_score && c < ranked);
+            const float p = 1 / (1 + expf(-score));
+            if (probabilities) probabilities[size_t(row) * classes + c] = p;
+            slope = (p - target) * scale;
+        }
+        if (gradient) gradient[size_t(row) * pitch + c] = from_float<T>(slope);
+    }
+    loss = block_reduce(loss, 0.f, Sum());
+    rank = block_reduce(rank, 0.f, Sum());
+    if (threadIdx.x == 0 && row_loss) {
+        row_loss[row] = valid ? loss / classes : NOT_A_NUMBER;
+        row_rank[row] = valid && ranked_score == ranked_score ? int(rank) : classes;
+    }
+}

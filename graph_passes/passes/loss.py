@@ -1,0 +1,52 @@
+"""What a network learns to lower: another loss than the cross entropy of its softmax."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from graph_passes.errors import GraphError
+from graph_passes.graph import Graph, Node
+
+
+def binary_cross_entropy(graph: Graph, threshold: float = 0.0) -> Graph:
+    """Answer for each class by itself, and learn that by binary cross entropy (arXiv:2110.00476, section 2.1).
+
+        before    scores, label -> SoftmaxOutput
+        after     scores, label -> SigmoidOutput(threshold)
+
+    Label smoothing and normalisation stay. The loss of an image is the mean over the classes. With a `threshold`,
+    targets above it become 1 and the others 0, once they are smoothed and mixed; 0: they stay as they are.
+
+    Raises GraphError for a network that does not end in SoftmaxOutput.
+    """
+    end = graph[graph.outputs[0].node]
+    if end.op != "SoftmaxOutput":
+        raise GraphError(f"the graph ends in {end.op} '{end.name}', not in the SoftmaxOutput whose place "
+                         "another loss is to take")
+    kept = {name: end[name] for name in ("grad_scale", "normalization", "smooth_alpha")}
+    return _replace(graph, end.replace(op="SigmoidOutput", attrs=kept | {"threshold": threshold}))
+
+
+def weigh_classes(graph: Graph, weights: Sequence[float]) -> Graph:
+    """Multiply the targets of each class by its weight, in training alone.
+
+        before    scores, label -> SoftmaxOutput
+        after     scores, label -> SoftmaxOutput(class_weights)
+    """
+    return _replace(graph, graph[graph.outputs[0].node].with_attrs(class_weights=tuple(weights)))
+
+
+def stock_loss(graph: Graph) -> Graph:
+    """MXNet's own operator in place of SigmoidOutput, for a file that MXNet is to read; it gives the same answers.
+
+        before    scores, label -> SigmoidOutput
+        after     scores, label -> LogisticRegressionOutput
+    """
+    end = graph[graph.outputs[0].node]
+    if end.op != "SigmoidOutput":
+        return graph
+    return _replace(graph, end.replace(op="LogisticRegressionOutput", attrs={}))
+
+
+def _replace(graph: Graph, changed: Node) -> Graph:
+    return graph.rewrite(lambda node: changed if node.name == changed.name else None)

@@ -1,0 +1,141 @@
+"""The operations of the policies, pixel by pixel against Pillow, which torchvision's functions call."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from image_helpers import EVERYTHING, operated, smooth_image
+from nvidia import dali
+from PIL import Image, ImageEnhance, ImageOps
+
+from pipelines.graph import GraphConfig, build_pipeline
+from pipelines.operations import FAMILIES, Operation, numbers
+
+# Magnitudes of each operation: those that change nothing, and beyond what any policy asks for.
+MAGNITUDES: dict[Operation, tuple[float, ...]] = {
+    Operation.IDENTITY: (0,),
+    Operation.SHEAR_X: (0, 0.3, -0.99, 5),
+    Operation.SHEAR_Y: (0, -0.3, 0.99, -5),
+    Operation.TRANSLATE_X: (0, 32, -7, 1000),
+    Operation.TRANSLATE_Y: (0, -32, 5, -1000),
+    Operation.ROTATE: (0, 30, -135, 90, 180),
+    Operation.BRIGHTNESS: (0, 0.01, 1, 1.99, 20),
+    Operation.COLOR: (0, 0.01, 1, 1.99, 20),
+    Operation.CONTRAST: (0, 0.01, 1, 1.99, 20),
+    Operation.SHARPNESS: (0, 0.01, 1, 1.99, 20),
+    Operation.POSTERIZE: (1, 2, 4, 8),
+    Operation.SOLARIZE: (0, 127.5, 255, 256),
+    Operation.SOLARIZE_ADD: (0, 77, 128),
+    Operation.INVERT: (0,),
+    Operation.AUTO_CONTRAST: (0,),
+    Operation.EQUALIZE: (0,),
+}
+CASES = [(operation, magnitude) for operation, magnitudes in MAGNITUDES.items() for magnitude in magnitudes]
+# Levels of 255 by which a pixel may differ from Pillow's. What is not here is equal. Pillow works with whole numbers in
+# between (luma, blurred image, scale of the histogram) where DALI has floats; a factor multiplies that, too.
+TOLERANCE = {
+    Operation.SHEAR_X: 1, Operation.SHEAR_Y: 1, Operation.ROTATE: 1, Operation.COLOR: 1, Operation.CONTRAST: 1,
+    Operation.BRIGHTNESS: 1, Operation.SHARPNESS: 1, Operation.AUTO_CONTRAST: 1, Operation.EQUALIZE: 1,
+}  # fmt: skip
+BLENDS = (Operation.COLOR, Operation.CONTRAST, Operation.SHARPNESS)
+FILL = 40
+
+
+def pillow(image: Image.Image, operation: Operation, magnitude: float) -> np.ndarray:
+    """The image after the operation, as torchvision and timm call Pillow."""
+
+    def affine(*matrix: float) -> Image.Image:
+        return image.transform(image.size, Image.Transform.AFFINE, matrix, Image.Resampling.BILINEAR,
+                               fillcolor=3 * (FILL,))
+
+    calls: dict[Operation, Callable[[], Image.Image]] = {
+        Operation.IDENTITY: lambda: image,
+        Operation.SHEAR_X: lambda: affine(1, magnitude, 0, 0, 1, 0),
+        Operation.SHEAR_Y: lambda: affine(1, 0, 0, magnitude, 1, 0),
+        Operation.TRANSLATE_X: lambda: affine(1, 0, -magnitude, 0, 1, 0),
+        Operation.TRANSLATE_Y: lambda: affine(1, 0, 0, 0, 1, -magnitude),
+        Operation.ROTATE: lambda: image.rotate(magnitude, Image.Resampling.BILINEAR, fillcolor=3 * (FILL,)),
+        Operation.BRIGHTNESS: lambda: ImageEnhance.Brightness(image).enhance(magnitude),
+        Operation.COLOR: lambda: ImageEnhance.Color(image).enhance(magnitude),
+        Operation.CONTRAST: lambda: ImageEnhance.Contrast(image).enhance(magnitude),
+        Operation.SHARPNESS: lambda: ImageEnhance.Sharpness(image).enhance(magnitude),
+        Operation.POSTERIZE: lambda: ImageOps.posterize(image, int(magnitude)),
+        Operation.SOLARIZE: lambda: ImageOps.solarize(image, magnitude),  # type: ignore[arg-type]  # torchvision's
+        Operation.SOLARIZE_ADD: lambda: image.point([i + int(magnitude) * (i < 128) for i in range(256)] * 3),
+        Operation.INVERT: lambda: ImageOps.invert(image),
+        Operation.AUTO_CONTRAST: lambda: ImageOps.autocontrast(image),
+        Operation.EQUALIZE: lambda: ImageOps.equalize(image),
+    }
+    return np.asarray(calls[operation]())
+
+
+def pictures(kind: str, rng: np.random.Generator, height: int, width: int) -> np.ndarray:
+    """One for each of CASES."""
+    smooth = np.stack([np.asarray(smooth_image(rng, width, height)) for _ in CASES])
+    return {
+        "smooth": smooth,
+        "noise": rng.integers(0, 256, smooth.shape, np.uint8),
+        "narrow": smooth // 4 + 70,
+        "grey": np.repeat(smooth[..., :1], 3, axis=3),
+        "flat": np.full_like(smooth, 77),
+        "one channel": smooth * np.array([0, 1, 0], np.uint8),
+    }[kind]
+
+
+def away_from_the_edge(operation: Operation, magnitude: float, height: int, width: int) -> np.ndarray:
+    """Whether a pixel comes from half a pixel or more inside or outside the image's edge. DALI mixes those at the edge
+    with the fill, as if the image had a soft one; Pillow has a hard one."""
+    place = numbers(np.array([operation]), np.array([magnitude]), height, width).place[0].astype(float)
+    x, y = np.meshgrid(np.arange(width) + 0.5, np.arange(height) + 0.5)
+    source = np.einsum("ij,jhw->ihw", place, np.stack([x, y, np.ones_like(x)]))
+    limits = np.array([width, height])[:, None, None]
+    beyond = np.maximum(-source, source - limits)  # pixels outside, in each direction
+    return (beyond.max(0) > 0.5 + 1e-3) | (beyond.max(0) < -0.5 - 1e-3) | (magnitude == 0)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("kind", ["smooth", "noise", "narrow", "grey", "flat", "one channel"])
+@pytest.mark.parametrize("height, width", [(224, 224), (61, 47), (32, 32), (3, 5)])
+def test_against_pillow(kind, height, width, device, rng):
+    images = pictures(kind, rng, height, width)
+    got = operated(images, *zip(*CASES, strict=True), FILL, device)
+    for image, result, (operation, magnitude) in zip(images, got, CASES, strict=True):
+        wanted = pillow(Image.fromarray(image), operation, magnitude).astype(int)
+        tolerance = TOLERANCE.get(operation, 0) * max(1, abs(1 - magnitude) if operation in BLENDS else 1)
+        difference = np.abs(result - wanted).max(-1)
+        if FAMILIES.get(operation) == "warp":
+            inner = away_from_the_edge(operation, magnitude, height, width)
+            assert inner.mean() > 1 - 4 / min(height, width), "the edge is no wider than a few pixels"
+            difference = difference * inner
+        assert difference.max() <= tolerance, (operation, magnitude)
+        if operation is Operation.IDENTITY or (magnitude == 1 and operation in (*BLENDS, Operation.BRIGHTNESS)):
+            np.testing.assert_array_equal(result, image)
+
+
+def test_a_batch_of_one_operation_and_a_single_image(rng):
+    """Branches without an image."""
+    images = pictures("smooth", rng, 20, 30)[:3]
+    for operation in (Operation.IDENTITY, Operation.EQUALIZE):
+        got = operated(images, 3 * [operation], [0, 0, 0])
+        np.testing.assert_array_equal(got[:1], operated(images[:1], [operation], [0]))
+        for image, result in zip(images, got, strict=True):
+            assert np.abs(result - pillow(Image.fromarray(image), operation, 0).astype(int)).max() <= 1
+
+
+@pytest.mark.filterwarnings("ignore:The external source node")
+def test_graphs_for_gpus_have_operators_for_gpus(monkeypatch):
+    """Seen without a GPU: the graph is made, and not built."""
+    monkeypatch.setattr(dali.Pipeline, "build", lambda _: None)
+    for policy in ("trivialaugment", "randaugment-timm"):
+        config = GraphConfig(training=True, transform=replace(EVERYTHING, auto_augment=policy), image_size=64,
+                             dtype="float16", channels=4, device="gpu")
+        pipeline = build_pipeline(config, lambda: None, 4, 1)
+        pipeline._build_graph()
+        found = re.findall(r"OpSpec for (\w+):[^@]*", "@".join(str(op.spec) for op in pipeline._ops))
+        on_gpu = {name for name, op in zip(found, pipeline._ops, strict=True) if op.outputs[0].device == "gpu"}
+        assert {"WarpAffine", "CoordTransform", "Filter", "Equalize", "Erase", "CropMirrorNormalize"} <= on_gpu
+        assert on_gpu <= {*dali.backend.RegisteredGPUOps(), "decoders__ImageSlice"}
