@@ -40,7 +40,8 @@ class MXNetExecutor(Executor):
 
     def __init__(self, graph: Graph, shapes: Mapping[str, Sequence[int]], device: str = "cpu(0)") -> None:
         self._context = _context(device)
-        graph = draw_masks(unfuse(graph), shapes["data"][0])
+        images, *_ = shapes.get("data") or (1,)  # other inputs are refused below
+        graph = draw_masks(unfuse(graph), images)
         super().__init__(layout(graph, "NCHW") if self._context.device_type == "cpu" else graph, shapes)
         graph = self.graph
         self._loss = _loss_node(graph)
