@@ -209,7 +209,7 @@ class TestMeasureAll:
             name, *options = command.split()
             module = benchmark_module(name.removesuffix(".py"))
             declared = getattr(module, "LoaderOptions" if name.startswith("loader") else "Options")
-            assert given(declared, options, prog=name).keys() >= {option[2:].replace('-', '_') for option in options
+            assert given(declared, options, prog=name).keys() >= {option[2:].replace("-", "_") for option in options
                                                                   if option.startswith("--")}
 
     def test_what_fails_does_not_keep_others_from_being_measured(

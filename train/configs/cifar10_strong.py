@@ -1,11 +1,11 @@
-"""ResNet-18 on CIFAR-10 with all of today's ingredients, upscaled to 96 pixels: TrivialAugment, random erasing, mixup or
+"""ResNet-18 on CIFAR-10 with today's ingredients, upscaled to 96 pixels: TrivialAugment, random erasing, mixup or
 CutMix, label smoothing, repeated augmentation, clipping, moving average.
 
     python -m train --config cifar10_strong --data /path/to/cifar10
 
 benchmarks/cifar10_recipe.py trains it beside PyTorch, and with one ingredient left out at a time (docs/recipes.md).
 
-Hardware: one NVIDIA GPU. Images/sec and accuracy: not measured yet.
+Hardware: one NVIDIA GPU. Images/sec: not measured here. Accuracy: not measured here.
 """
 
 from train.config import Config
