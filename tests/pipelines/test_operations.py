@@ -121,14 +121,14 @@ def test_torchvision_calls_pillow_like_that(rng):
     image = Image.fromarray(pictures("smooth", rng, 61, 47)[0])
     for operation, magnitude in CASES:
         name = "".join(word.capitalize() for word in operation.name.split("_"))
-        if operation is Operation.SOLARIZE_ADD:  # timm's
+        shears = operation in (Operation.SHEAR_X, Operation.SHEAR_Y)
+        if operation is Operation.SOLARIZE_ADD or (shears and abs(magnitude) > 1):  # timm's; more than any policy's
             continue
         given = magnitude - 1 if operation in (*BLENDS, Operation.BRIGHTNESS) else magnitude
         bilinear = torchvision.InterpolationMode.BILINEAR
         theirs = torchvision.autoaugment._apply_op(image, name, given, bilinear, 3 * [FILL])
         difference = np.abs(np.asarray(theirs).astype(int) - pillow(image, operation, magnitude))
-        # Their shears go by arctan and tan, which moves a pixel at the edge, or the rounding of one, now and then.
-        assert (difference > 1).mean() < 0.002 if "SHEAR" in operation.name else not difference.any(), operation
+        assert difference.max() <= shears, operation  # theirs go through arctan and tan, which moves a rounding
 
 
 def test_a_batch_of_one_operation_and_a_single_image(rng):
