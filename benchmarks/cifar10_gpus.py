@@ -28,9 +28,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from cifar10_time_to_accuracy import DEFAULT_DATA, Line, by_seed, in_epochs, summary, train_options, validations
-from record import RESULTS, ROOT, Peer, run, write_result
+from cifar10_time_to_accuracy import by_seed, in_epochs, summary
+from record import ROOT, Peer, run, write_result
 from several_gpus import check_gpus
+from trainings import Line, TrainingOptions, arguments_of, validations
 
 from common.command_line import Positive, read_options
 from common.errors import error_of
@@ -67,7 +68,7 @@ def train(runs: Sequence[tuple[Way, int]], slots: Sequence[Slot], config: Config
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as running:
         launched = time.time()
         folders = [Path(scratch) / str(number) for number, _ in enumerate(runs)]
-        processes = [running.enter_context(start(way, slot, train_options(config, data, seed, folder)))
+        processes = [running.enter_context(start(way, slot, arguments_of(config, data, seed, folder)))
                      for (way, seed), slot, folder in zip(runs, slots, folders, strict=False)]
         lines: list[Line] = []
         for (way, seed), process, folder in zip(runs, processes, folders, strict=True):
@@ -106,21 +107,13 @@ def publish(lines: Sequence[Line], num_gpus: int, epochs: int, folder: Path) -> 
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(TrainingOptions):
     """What is trained on how many GPUs."""
 
-    preset: str = "cifar10_resnet18"
-    """Whose recipe is trained."""
-    data: Path = DEFAULT_DATA
-    """CIFAR-10 in any form that the loader reads."""
     gpus: Positive = 2
     """How many to use."""
-    seeds: Positive = 3
-    """Runs of each; a published result needs 3."""
     epochs: Positive = 18
     """Of each run."""
-    results: Path = RESULTS
-    """Folder to write to."""
 
 
 def main() -> None:

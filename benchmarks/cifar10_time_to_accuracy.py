@@ -17,10 +17,9 @@ each seed), .jsonl (a line for each validation of all runs) and .png.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -30,44 +29,36 @@ from typing import Any
 
 import numpy as np
 import record
-from torch_peer import require_peer, start_peer
+from torch_peer import LinePeer, require_peer
+from trainings import Line, TrainingOptions, decoded, train, validations
 
-from common.command_line import Positive, read_options
-from common.errors import ProgramError, UserError, error_of
-from pipelines import MEAN, STD, LoaderConfig
-from pipelines.decoded import decode_once
-from pipelines.sources import open_source
+from common.command_line import option_name, read_options
+from common.errors import ProgramError, UserError
 from train.config import Config, load_preset
 from train.schedule import image_sizes, make_schedule
 
 NAME = "cifar10_time_to_accuracy"
 PEER = Path(__file__).with_name("peer_cifar10.py")
-DEFAULT_DATA = record.REAL_DATA / "cifar10"
-
-Line = dict[str, Any]  # of the .jsonl
-
-
-def decoded(data: Path) -> dict[str, np.ndarray]:
-    """All images (N, 32, 32, 3) uint8 and labels (N,) of both splits."""
-    arrays: dict[str, np.ndarray] = {"mean": np.array(MEAN, np.float32), "std": np.array(STD, np.float32)}
-    for split in ("train", "val"):
-        source = decode_once(LoaderConfig(data=str(data), split=split, cache_gib=None), open_source(data, split))
-        arrays[f"{split}_images"] = np.stack([source.feed(i) for i in range(len(source))])
-        arrays[f"{split}_labels"] = np.array([source.label(i) for i in range(len(source))])
-    return arrays
+# Options of a preset that the peer is not given by their names.
+TAKEN_OTHERWISE = ("config", "data", "learning_rate", "final_learning_rate", "label_smoothing", "image_size",
+                   "first_image_size", "resize_epochs", "val_image_size", "val_crop_fraction")
 
 
-def recipe(config: Config, num_classes: int, num_images: int) -> dict[str, Any]:
-    """The preset as peer_cifar10.py takes it."""
+def recipe(config: Config, num_classes: int, num_images: int, knows: Sequence[str] = ()) -> dict[str, Any]:
+    """The preset as peer_cifar10.py takes it. `knows`: options that another peer knows besides; the caller adds them.
+
+    Raises UserError for a preset with anything that the peer has not.
+    """
     peak = make_schedule(config, num_images // config.batch_size, num_processes=1)
-    if config.schedule != "cosine" or config.optimizer != "sgd":
-        raise UserError(f"--preset {config.config} has another schedule or optimizer than the peer, which knows SGD "
-                         "with a cosine schedule only: give one that has these")
-    if not config.crop_padding or config.mixup or config.cutmix:
-        raise UserError(f"--preset {config.config} has mixup or CutMix, or other crops than the peer, which knows "
-                         "those of padded images only: give one that has these")
     names = ("model", "batch_size", "epochs", "warmup_epochs", "momentum", "nesterov", "weight_decay", "crop_padding",
              "cutout", "ema_decay", "validate_every", "zero_init_residual")
+    foreign = [f"{option_name(field.name)} {value}" for field in dataclasses.fields(config)
+               if (value := getattr(config, field.name)) != field.default
+               and field.name not in (*names, *TAKEN_OTHERWISE, *knows)]
+    if foreign or not config.crop_padding:
+        raise UserError(f"--preset {config.config} has {', '.join(foreign) or 'no --crop-padding'}, unlike the peer: "
+                        "give one that trains on crops of padded images, by SGD with a cosine schedule, and with "
+                        "nothing that the peer does not know")
     return {name: getattr(config, name) for name in names} | {
         # Ours goes to the wrong classes only, as MXNet has it, PyTorch's to all of them.
         "label_smoothing": config.label_smoothing * num_classes / (num_classes - 1),
@@ -91,66 +82,31 @@ def one_of_each_size(config: Config) -> Config:
     return replace(config, epochs=last + 1, warmup_epochs=0.0, resize_epochs=(0.0, float(last)))
 
 
-def train_options(config: Config, data: Path, seed: int, folder: Path) -> list[str]:
-    """Options of `python -m train` for this recipe."""
-    return ["--config", config.config, "--data", str(data), "--seed", str(seed), "--epochs", str(config.epochs),
-            "--warmup-epochs", str(config.warmup_epochs), "--resize-epochs", *map(str, config.resize_epochs),
-            "--output", str(folder), "--no-tensorboard"]
-
-
-def validations(folder: Path, launched: float, program: str, seed: int) -> Iterator[Line]:
-    """Those of a run that was launched at `launched`, as time.time() has it."""
-    startup = (folder / "config.json").stat().st_mtime - launched  # written when everything is built
-    apart = 0.0  # seconds
-    for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
-        if line["event"] == "phase" and line["name"] == "checkpoint":
-            apart += line["seconds"]
-        elif line["event"] == "epoch" and line["val_top1"] is not None:
-            yield {"program": program, "seed": seed, "epoch": line["epoch"], "seconds": line["time"] - apart,
-                   "top1": line["val_top1"], "train_loss": line["train_loss"], "startup_seconds": startup}
-
-
 def run_ours(config: Config, data: Path, seed: int, folder: Path) -> Iterator[Line]:
     """A run of the program; its validations."""
     launched = time.time()
-    command = [sys.executable, "-W", "ignore", "-m", "train", *train_options(config, data, seed, folder)]
-    if code := subprocess.run(command, cwd=record.ROOT, stdout=sys.stderr).returncode:
-        raise error_of(code)(f"our run of seed {seed} ended with exit code {code}, see its message above")
+    train(config, data, seed, folder)
     yield from validations(folder, launched, "ours", seed)
 
 
-class Peer:
-    """peer_cifar10.py, started once: it stays compiled between the seeds."""
+class Peer(LinePeer):
+    """A program such as peer_cifar10.py, started once: it stays compiled between the seeds."""
 
-    def __init__(self, config: dict[str, Any]) -> None:
-        self._process = start_peer(PEER)
-        self._say(json.dumps(config))
+    def __init__(self, config: dict[str, Any], program: Path = PEER) -> None:
+        super().__init__(program)
+        self.say(json.dumps(config))
 
     def wait(self) -> str:
         """Until it is ready; its name."""
-        self._started = json.loads(self._answer())
+        self._started = json.loads(self.answer())
         return f"PyTorch {self._started['torch']}, torch.compile"
 
     def run(self, seed: int) -> Iterator[Line]:
         """Train once; its validations."""
-        self._say(str(seed))
-        while line := self._answer().strip():
+        self.say(str(seed))
+        while line := self.answer().strip():
             yield {"program": "pytorch", "seed": seed, **json.loads(line),
                    "startup_seconds": self._started["startup_seconds"]}
-
-    def close(self) -> None:
-        self._process.communicate()
-
-    def _say(self, text: str) -> None:
-        assert self._process.stdin
-        print(text, file=self._process.stdin, flush=True)
-
-    def _answer(self) -> str:
-        assert self._process.stdout
-        line = self._process.stdout.readline()
-        if not line:
-            raise ProgramError(f"{PEER.name} ended with code {self._process.wait()}")
-        return line
 
 
 def by_seed(lines: Sequence[Line], program: str) -> list[list[Line]]:
@@ -206,15 +162,9 @@ def publish(lines: Sequence[Line], peer_name: str, folder: Path = record.RESULTS
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(TrainingOptions):
     """What is trained."""
 
-    preset: str = "cifar10_resnet18"
-    """Whose recipe both train."""
-    data: Path = DEFAULT_DATA
-    """CIFAR-10 in any form that the loader reads."""
-    seeds: Positive = 3
-    """Runs of each, at least 2; a published result needs 3."""
     epochs: int = 0
     """Of both; 0: those of the preset."""
 
@@ -242,7 +192,7 @@ def main() -> None:
                     lines.append(line)
                     print(json.dumps(line), flush=True)
         peer.close()
-    publish(lines, peer_name)
+    publish(lines, peer_name, arguments.results)
 
 
 if __name__ == "__main__":

@@ -22,24 +22,33 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import record
-from cifar10_time_to_accuracy import DEFAULT_DATA, decoded, recipe, validations
-from torch_peer import require_peer, start_peer
+from cifar10_time_to_accuracy import recipe
+from torch_peer import LinePeer, require_peer
+from trainings import (
+    Line,
+    SideBySide,
+    TrainingOptions,
+    command,
+    decoded,
+    mean_and_deviation,
+    run_program,
+    train,
+    validations,
+    write_images,
+)
 
 from common.command_line import Positive, read_options
-from common.errors import ProgramError, error_of
-from pipelines.sources import Source, open_source
-from train.config import Config, load_preset
+from pipelines.sources import open_source
+from train.config import Config, default_warmup, load_preset
 
 NAME = "finetune_1gpu"
 PEER = Path(__file__).with_name("peer_finetune.py")
@@ -48,8 +57,6 @@ WAYS = ("whole", "head", "nothing")
 # Training images a class, and epochs: with fewer images an epoch has fewer steps.
 SIZES = {20: 40, 100: 20, 500: 10}
 PUBLISHED = ("whole", 100)
-
-Line = dict[str, Any]  # of the .jsonl
 
 
 class Case(NamedTuple):
@@ -62,20 +69,6 @@ class Case(NamedTuple):
 
 def cases(seeds: int) -> list[Case]:
     return [Case(*case) for case in itertools.product(WAYS, SIZES, range(1, seeds + 1))]
-
-
-def write_images(source: Source, classes: Sequence[int], folder: Path, per_class: int | None = None,
-                 seed: int = 0) -> None:
-    """Class folders with the encoded images of these classes, or with so many of each, sampled by the seed."""
-    labels = np.array([source.label(i) for i in range(len(source))])
-    for label in classes:
-        (indices,) = np.nonzero(labels == label)
-        if per_class:
-            indices = np.random.default_rng((seed, label)).choice(indices, per_class, replace=False)
-        place = folder / source.class_names[label]
-        place.mkdir(parents=True)
-        for i in indices:
-            (place / f"{i}.jpg").write_bytes(source.read(int(i)).tobytes())
 
 
 def write_data(data: Path, folder: Path, seeds: int) -> None:
@@ -96,28 +89,12 @@ def configured(preset: Config, images_per_class: int) -> Config:
                    cutout=0.0, validate_every=SIZES[images_per_class])
 
 
-def options_of(config: Config) -> list[str]:
-    return record.flags(config, "epochs", "batch_size", "learning_rate", "warmup_epochs", "cutout", "validate_every")
-
-
-def program(*arguments: object) -> list[str]:
-    return [sys.executable, "-W", "ignore", "-m", "train", *map(str, arguments)]
-
-
-def run_program(command: Sequence[str], log: Path) -> None:
-    """Run it with its output in a file; raises its error."""
-    with log.open("w") as output:
-        code = subprocess.run(command, cwd=record.ROOT, stdout=output, stderr=subprocess.STDOUT).returncode
-    if code:
-        raise error_of(code)(f"{' '.join(command[3:])} ended with exit code {code}: {log.read_text()[-2000:]}")
-
-
 def pretrain(preset: Config, epochs: int, folder: Path) -> Path:
     """Train on the first classes; the run's folder, with the weights for torchvision in `weights.pth` beside it."""
     run = folder / "pretrained"
-    run_program(program("train", "--config", preset.config, "--data", folder / "pretrain", "--epochs", epochs,
-                        "--output", run, "--no-tensorboard"), folder / "pretrain.log")
-    run_program(program("export", "--checkpoint", run, "--torchvision", folder / "weights.pth"), folder / "export.log")
+    short = replace(preset, epochs=epochs, warmup_epochs=default_warmup(preset, epochs))
+    train(short, folder / "pretrain", preset.seed, run)
+    run_program(command("export", "--checkpoint", run, "--torchvision", folder / "weights.pth"), folder / "export.log")
     return run
 
 
@@ -127,19 +104,17 @@ def ours(case: Case, preset: Config, folder: Path) -> Line:
     start = [] if case.way == "nothing" else ["--weights", folder / "pretrained"]
     frozen = ["--freeze", "backbone"] if case.way == "head" else []
     data = folder / f"{case.images_per_class}-{case.seed}"
-    run_program(program("train", "--config", preset.config, "--data", data, *start, *frozen, "--seed", case.seed,
-                        *options_of(configured(preset, case.images_per_class)), "--output", run, "--no-tensorboard"),
-                folder / f"{run.name}.log")
+    train(configured(preset, case.images_per_class), data, case.seed, run, *start, *frozen)
     *_, last = validations(run, launched=0.0, program="ours", seed=case.seed)
     return {"program": "ours", **case._asdict(), "top1": last["top1"]}
 
 
-class Peer:
+class Peer(LinePeer):
     """peer_finetune.py, started once."""
 
     def __init__(self) -> None:
-        self._process = start_peer(PEER)
-        self.name = f"PyTorch {self._answer()['torch']}"
+        super().__init__(PEER)
+        self.name = f"PyTorch {json.loads(self.answer())['torch']}"
 
     def run(self, case: Case, preset: Config, folder: Path) -> Line:
         data = folder / f"{case.images_per_class}-{case.seed}"
@@ -152,20 +127,8 @@ class Peer:
             "arrays": str(arrays), "weights": None if case.way == "nothing" else str(folder / "weights.pth"),
             "frozen": case.way == "head", "seed": case.seed,
         }
-        assert self._process.stdin
-        print(json.dumps(job), file=self._process.stdin, flush=True)
-        return {"program": "pytorch", **case._asdict(), **self._answer()}
-
-    def close(self) -> None:
-        self._process.communicate()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout
-        line = self._process.stdout.readline()
-        if not line:
-            raise ProgramError(f"{PEER.name} ended with code {self._process.wait()}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        self.say(json.dumps(job))
+        return {"program": "pytorch", **case._asdict(), **json.loads(self.answer())}
 
 
 def measure(preset: Config, data: Path, seeds: int, epochs: int, side_by_side: int) -> Iterator[Line | str]:
@@ -193,8 +156,7 @@ def top1s(lines: Sequence[Line], program: str, way: str, images_per_class: int) 
 def table(lines: Sequence[Line]) -> str:
     """Mean and standard deviation of each case, in Markdown."""
     def cell(program: str, way: str, count: int) -> str:
-        values = top1s(lines, program, way, count)
-        return f"{statistics.mean(values):.1f} +/- {statistics.stdev(values):.1f}"
+        return mean_and_deviation(top1s(lines, program, way, count))
 
     rows = ["| trained | images a class | ours, top-1 % | PyTorch, top-1 % |", "|---|---|---|---|"]
     rows += [f"| {way} | {count} | {cell('ours', way, count)} | {cell('pytorch', way, count)} |"
@@ -236,21 +198,11 @@ def publish(lines: Sequence[Line], peer_name: str, folder: Path = record.RESULTS
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(SideBySide, TrainingOptions):
     """What is trained."""
 
-    preset: str = "cifar10_resnet18"
-    """Whose network and images are taken, and whose recipe trains the first weights."""
-    data: Path = DEFAULT_DATA
-    """CIFAR-10 in any form that the loader reads."""
-    seeds: Positive = 3
-    """Runs of each case; a published result needs 3."""
     epochs: Positive = 12
     """Of the training on the first five classes."""
-    side_by_side: Positive = 4
-    """Runs of ours at a time: they are too small to fill a GPU, and accuracies are what counts."""
-    results: Path = record.RESULTS
-    """Folder to write to."""
 
 
 def main() -> None:

@@ -20,34 +20,27 @@ import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import record
-from cifar10_time_to_accuracy import DEFAULT_DATA
-from finetune import program, run_program, write_images
+from trainings import Line, SideBySide, TrainingOptions, mean_and_deviation, train, write_images
 
 from common.command_line import Positive, read_options
 from common.errors import UserError
 from pipelines.sources import Source, open_source
+from train.config import load_preset
 
 NAME = "long_tail_1gpu"
 BALANCES = (0.0, 0.5, 1.0)
 NUM_RARE = 3  # classes
-RECIPE = ("--batch-size", "128", "--warmup-epochs", "1")  # an epoch is short: the preset's batch would be 24 steps
-
-Line = dict[str, Any]  # of the .jsonl
+BATCH_SIZE, WARMUP_EPOCHS = 128, 1.0  # an epoch is short: the preset's batch would be 24 steps
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(SideBySide, TrainingOptions):
     """What is trained."""
 
-    preset: str = "cifar10_resnet18"
-    """Whose network, images and recipe are taken."""
-    data: Path = DEFAULT_DATA
-    """CIFAR-10 in any form that the loader reads."""
     largest: Positive = 5000
     """Training images of the most frequent class."""
     imbalance: float = 100.0
@@ -56,12 +49,6 @@ class Options:
     """Validation images of each class."""
     epochs: Positive = 50
     """Of each run."""
-    seeds: Positive = 3
-    """Runs with each balance; a published result needs 3."""
-    side_by_side: Positive = 4
-    """Runs at a time: they are too small to fill a GPU, and accuracies are what counts."""
-    results: Path = record.RESULTS
-    """Folder to write to."""
 
 
 def class_sizes(largest: int, imbalance: float, num_classes: int) -> list[int]:
@@ -82,9 +69,9 @@ def write_data(arguments: Options, train: Source, val: Source, folder: Path) -> 
 def train_once(arguments: Options, balance: float, seed: int, folder: Path) -> Line:
     """A run of the program."""
     run = folder / f"run-{balance:g}-{seed}"
-    run_program(program("train", "--config", arguments.preset, "--data", folder / str(seed), "--seed", seed,
-                        "--balance", balance, *RECIPE, "--epochs", arguments.epochs, "--validate-every",
-                        arguments.epochs, "--output", run, "--no-tensorboard"), folder / f"{run.name}.log")
+    config = replace(load_preset(arguments.preset), balance=balance, batch_size=BATCH_SIZE, epochs=arguments.epochs,
+                     warmup_epochs=WARMUP_EPOCHS, validate_every=arguments.epochs)
+    train(config, folder / str(seed), seed, run)
     found = json.loads((run / "report" / "report.json").read_text())["classifier"]
     of_class = [right / images for right, images in zip(found["class_right"], found["class_images"], strict=True)]
     return {"balance": balance, "seed": seed, "balanced_accuracy": statistics.fmean(of_class),
@@ -108,8 +95,7 @@ def of(lines: Sequence[Line], balance: float, figure: str) -> list[float]:
 def table(lines: Sequence[Line]) -> str:
     """Mean and standard deviation, in Markdown."""
     def cell(balance: float, figure: str) -> str:
-        values = of(lines, balance, figure)
-        return f"{statistics.mean(values):.1f}" + (f" +/- {statistics.stdev(values):.1f}" if len(values) > 1 else "")
+        return mean_and_deviation(of(lines, balance, figure))
 
     rows = [f"| `--balance` | balanced accuracy, % | of the {NUM_RARE} rarest classes, % |", "|---|---|---|"]
     return "\n".join(rows + [f"| {balance:g} | {cell(balance, 'balanced_accuracy')} | {cell(balance, 'rare')} |"

@@ -31,8 +31,9 @@ from common.command_line import Positive, given, read_options
 from common.errors import ProgramError
 from pipelines.progress import num_cores
 
-SectionName = Literal["step", "small", "inference", "jpeg", "loader", "shallow", "resnet101", "resnet152", "resnext50",
-                      "resnext101", "variants", "precision", "cpu"]
+SectionName = Literal["step", "small", "inference", "jpeg", "trivialaugment", "randaugment", "loader", "ingredients",
+                      "presets", "shallow", "resnet101", "resnet152", "resnext50", "resnext101", "variants",
+                      "precision", "cpu"]
 PROFILE = "benchmarks/results/resnet50_fp16_b256_profile.txt"
 # Steps: about a second's work in a turn, and enough for a median.
 SECTIONS: dict[SectionName, tuple[str, ...]] = {
@@ -42,7 +43,11 @@ SECTIONS: dict[SectionName, tuple[str, ...]] = {
     "inference": ("step_gpu.py --inference --batch 1 --steps 2000", "step_gpu.py --inference --batch 32 --steps 600",
                   "step_gpu.py --inference --batch 256 --steps 120"),
     "jpeg": ("step_jpeg.py",),
+    "trivialaugment": ("step_jpeg.py --auto-augment trivialaugment --random-erasing 0.1",),
+    "randaugment": ("step_jpeg.py --auto-augment randaugment --random-erasing 0.1",),
     "loader": ("loader_gpu.py --seconds 2",),
+    "ingredients": ("step_ingredients.py",),
+    "presets": ("preset_rates.py",),
     "shallow": ("step_gpu.py --model resnet18 --steps 100", "step_gpu.py --model resnet34 --steps 80"),
     "resnet101": ("step_gpu.py --model resnet101 --steps 30",),
     "resnet152": ("step_gpu.py --model resnet152 --steps 25",),

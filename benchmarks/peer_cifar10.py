@@ -85,7 +85,12 @@ class Recipe:
         torch.manual_seed(seed)
         self.model.load_state_dict(self.network().state_dict())
         self.optimizer.state.clear()
-        self.scaler = torch.amp.GradScaler()
+        self.scaler = torch.amp.GradScaler(self.device, enabled=self.device == "cuda")
+
+    @property
+    def autocast(self) -> torch.autocast:
+        """float16 on a GPU; a CPU is for trying this out."""
+        return torch.autocast(self.device, torch.float16 if self.device == "cuda" else torch.bfloat16)
 
     def network_input(self, images: torch.Tensor, size: int) -> torch.Tensor:
         """uint8 images (N, height, width, C) normalised and resized: (N, C, size, size), channels_last, float16."""
@@ -101,6 +106,10 @@ class Recipe:
         hole = torch.rand(count, 2, device=self.device)
         return self.crops(self.padded, indices, corner, mirror, hole, config["cutout"], self.fill, self.side)
 
+    def order(self, epoch: int) -> torch.Tensor:
+        """The images of an epoch that begins, (count,)."""
+        return torch.randperm(len(self.padded), device=self.device)
+
     def learning_rate(self, step: int, steps: int, warmup: int) -> float:
         """As train/schedule.py: linear warm-up, then a cosine."""
         if step < warmup:
@@ -113,18 +122,25 @@ class Recipe:
         """Optimizer step `number`, from 0, on some images; their loss."""
         config = self.config
         images = self.inputs(self.training_images(indices), image_size)
-        with torch.autocast(self.device, torch.float16):
+        with self.autocast:
             loss = F.cross_entropy(self.compiled(images), self.train_y[indices],
                                    label_smoothing=config["label_smoothing"])
+        self.update(number, loss)
+        return loss.detach()
+
+    def update(self, number: int, loss: torch.Tensor) -> None:
+        """From the loss of step `number` to the new weights and their averages."""
         self.scaler.scale(loss).backward()
+        if clip_norm := self.config.get("clip_norm"):
+            self.scaler.unscale_(self.optimizer)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        if config["ema_decay"]:
-            decay = min(config["ema_decay"], number / (9 + number))  # as train/optimizer.py
+        if self.config["ema_decay"]:
+            decay = min(self.config["ema_decay"], number / (9 + number))  # as train/optimizer.py
             with torch.no_grad():
                 torch._foreach_lerp_(self.averages, self.averaged, 1 - decay)
-        return loss.detach()
 
     @torch.no_grad()
     def validate(self) -> float:
@@ -136,7 +152,7 @@ class Recipe:
         hits = torch.zeros((), dtype=torch.int64, device=self.device)
         for start in range(0, len(self.val_x), VAL_BATCH):
             images = self.inputs(self.val_x[start : start + VAL_BATCH], self.config["val_image_size"])
-            with torch.autocast(self.device, torch.float16):
+            with self.autocast:
                 hits += (self.compiled(images).argmax(1) == self.val_y[start : start + VAL_BATCH]).sum()
         self.model.train()
         if self.config["ema_decay"]:
@@ -157,10 +173,11 @@ def train(recipe: Recipe, seed: int) -> None:
     config, count = recipe.config, len(recipe.padded)
     batch, epochs = config["batch_size"], config["epochs"]
     per_epoch = count // batch
-    torch.cuda.synchronize()
+    if recipe.device == "cuda":
+        torch.cuda.synchronize()
     step, start = 0, time.perf_counter()
     for epoch in range(epochs):
-        order = torch.randperm(count, device=recipe.device)
+        order = recipe.order(epoch)
         losses = []
         for number in range(per_epoch):
             rate = recipe.learning_rate(step, epochs * per_epoch, round(config["warmup_epochs"] * per_epoch))

@@ -18,10 +18,10 @@ Each line of its standard input is a way to run, in which it measures `--steps` 
 
 It ends with its input. With `--ddp`, on several GPUs through DistributedDataParallel and torch.compile, it measures
 once, and the first process prints. With `--compile-only` it compiles, so that torch.compile finds its work on disk when
-it is started again, and ends. With `--data`, a folder of class folders, the batches come from torchvision as
-usual: ImageFolder, RandomResizedCrop, flip, normalise, a DataLoader with `--workers` processes and pinned memory; with
-`--loader-only` nothing is done with them. Runs in an interpreter of its own (the programs beside it start the one named
-by PEER_PYTHON): this project itself never imports PyTorch.
+it is started again, and ends. With `--data`, a folder of class folders, the batches come from torchvision as usual:
+ImageFolder, RandomResizedCrop, flip, a policy of `--auto-augment`, normalise, `--random-erasing`, a DataLoader with
+`--workers` processes and pinned memory; with `--loader-only` nothing is done with them. Runs in an interpreter of its
+own (the programs beside it start the one named by PEER_PYTHON): this project itself never imports PyTorch.
 """
 
 from __future__ import annotations
@@ -70,18 +70,22 @@ def make_network(name: str) -> torch.nn.Module:
     return network
 
 
-def load_batches(folder: str, batch: int, size: int, workers: int) -> Batches:
+def load_batches(arguments: argparse.Namespace) -> Batches:
     """Batches on the host, without end."""
     from torchvision import transforms
 
+    policy = {"none": [], "trivialaugment": [transforms.TrivialAugmentWide()],
+              "randaugment": [transforms.RandAugment()]}[arguments.auto_augment]
+    erasing = [transforms.RandomErasing(arguments.random_erasing)] * (arguments.random_erasing > 0)
     transform = transforms.Compose([
-        transforms.RandomResizedCrop(size), transforms.RandomHorizontalFlip(), transforms.ToTensor(),
-        transforms.Normalize(MEAN, STD),
+        transforms.RandomResizedCrop(arguments.size), transforms.RandomHorizontalFlip(), *policy,
+        transforms.ToTensor(), transforms.Normalize(MEAN, STD), *erasing,
     ])
-    images = torchvision.datasets.ImageFolder(folder, transform)
+    images = torchvision.datasets.ImageFolder(arguments.data, transform)
     loader = torch.utils.data.DataLoader(
-        torch.utils.data.ConcatDataset([images] * REPEATS), batch, shuffle=True, num_workers=workers, pin_memory=True,
-        drop_last=True, persistent_workers=True, prefetch_factor=PREFETCH)
+        torch.utils.data.ConcatDataset([images] * REPEATS), arguments.batch, shuffle=True,
+        num_workers=arguments.workers, pin_memory=True, drop_last=True, persistent_workers=True,
+        prefetch_factor=PREFETCH)
     return itertools.chain.from_iterable(itertools.repeat(loader))
 
 
@@ -256,6 +260,8 @@ def main() -> None:
     parser.add_argument("--inference", action="store_true", help="weights in the given dtype, no gradients")
     parser.add_argument("--data", help="folder of class folders; without it the data is synthetic")
     parser.add_argument("--workers", type=int, default=16, help="processes that load --data")
+    parser.add_argument("--auto-augment", choices=("none", "trivialaugment", "randaugment"), default="none")
+    parser.add_argument("--random-erasing", type=float, default=0.0, help="probability of a rectangle, of --data")
     parser.add_argument("--loader-only", action="store_true", help="load --data, and nothing else; needs no GPU")
     parser.add_argument("--compile-only", action="store_true", help="run nothing on the GPU, and measure nothing")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try this program out")
@@ -263,7 +269,8 @@ def main() -> None:
     batches: Batches | None = None
     loader = f"torchvision DataLoader with {arguments.workers} workers"
     if arguments.data:
-        batches = load_batches(arguments.data, arguments.batch, arguments.size, arguments.workers)
+        batches = load_batches(arguments)
+        loader += f", {arguments.auto_augment}" * (arguments.auto_augment != "none")
     if batches and arguments.loader_only:
         for _ in sys.stdin:
             drain(batches, arguments.workers)

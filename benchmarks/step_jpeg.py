@@ -2,13 +2,14 @@
 
     PEER_PYTHON=/path/to/python-with-torch python benchmarks/step_jpeg.py [--data FOLDER]
 
-Writes results/<model>_fp16_b<batch>_jpeg_1gpu.json, whose peer is our own step on synthetic data, and, as lines
-of the .jsonl file of that name, both with the time for which the GPU stood still, its power and its clock (a GPU at
-its power limit lowers its clock), and PyTorch's training step fed by torchvision's DataLoader (peer_pytorch.py;
-eager, which its loader does not keep busy). Ours are the steps of `python -m train`: the loader, the executor and the
-optimizer of the preset resnet50_90ep from all gammas 1, through `Trainer.step`. The images are those of loader_gpu.py.
-Each turn begins with three seconds of warm-up. Step times are from CUDA events, one after each step. Nothing is written
-where the timed steps did not train.
+Writes results/<model>_fp16_b<batch>_jpeg_1gpu.json, whose peer is our own step on synthetic data, and, as lines of the
+.jsonl file of that name, both with the time for which the GPU stood still, its power and its clock (a GPU at its power
+limit lowers its clock), our loader alone, and PyTorch's training step fed by torchvision's DataLoader (peer_pytorch.py;
+eager, which its loader does not keep busy). With `--auto-augment` the name is <model>_fp16_b<batch>_jpeg_<policy>_1gpu,
+and of PyTorch it is that DataLoader alone, with the same transforms. Ours are the steps of `python -m train`: the
+loader, the executor and the optimizer of the preset resnet50_90ep from all gammas 1, through `Trainer.step`. The images
+are those of loader_gpu.py. Each turn begins with three seconds of warm-up. Step times are from CUDA events, one after
+each step. Nothing is written where the timed steps did not train.
 
 `--sweep` measures instead how much the loader slows the step down with other settings, each in turn with synthetic
 data, and writes them to results/<model>_fp16_b<batch>_jpeg_settings.jsonl.
@@ -25,7 +26,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from loader_gpu import repeated_records, write_lines
@@ -36,7 +37,10 @@ from torch_peer import TorchPeer, take_turns
 from common.command_line import Positive, read_options
 from graph_passes.executors.cuda.executor import CudaExecutor
 from pipelines import Batch, Loader, open_loader
+from pipelines.bench import time_loader
+from pipelines.dali_loader import DaliLoader
 from pipelines.progress import num_cores
+from pipelines.sources import open_source
 from train import devices
 from train.build import build_executor, open_split
 from train.config import SYNTHETIC, Config, load_preset
@@ -46,6 +50,7 @@ from train.reporting.gpu_monitor import GpuReadings
 
 GPU_READINGS = ("power", "clock", "power_capped")  # units: train/reporting/gpu_monitor.py
 NUM_CORES = num_cores()
+LOADER_SECONDS = 3.0  # for which the loader alone is measured
 
 
 def endless(loader: Loader) -> Iterator[Batch]:
@@ -104,6 +109,10 @@ class Options:
     """Of our loader; 0: all cores."""
     workers: Positive = NUM_CORES
     """Processes of the peer's loader."""
+    auto_augment: Literal["none", "trivialaugment", "randaugment"] = "none"
+    """Policy of random operations on each image, those of torchvision's transforms of these names."""
+    random_erasing: float = 0.0
+    """Probability with which a rectangle of an image is erased."""
     sweep: bool = False
     """Measure other settings of the loader, and nothing else."""
 
@@ -114,28 +123,38 @@ def main() -> None:
         records = str(repeated_records(arguments.data, Path(folder)))
         config = replace(load_preset("resnet50_90ep"), data=records, model=arguments.model,
                          batch_size=arguments.batch, num_classes=1000, dtype="float16", executor="cuda",
-                         num_threads=arguments.threads, zero_init_residual=False)
-        training = f"{arguments.model}_fp16_b{arguments.batch}_jpeg"
+                         num_threads=arguments.threads, zero_init_residual=False,
+                         auto_augment=arguments.auto_augment, random_erasing=arguments.random_erasing)
+        policy = "" if arguments.auto_augment == "none" else f"_{arguments.auto_augment}"
+        training = f"{arguments.model}_fp16_b{arguments.batch}_jpeg{policy}"
         if arguments.sweep:
             sweep(config, Path(folder) / "run", arguments.rounds, arguments.steps, f"{training}_settings")
             return
         lines = run_ours(config, Path(folder) / "run", arguments.rounds, arguments.steps)
     name = f"{training}_1gpu"
-    jpeg, synthetic = lines
+    jpeg, synthetic, _ = lines
     write_result(name, jpeg["step_ms"], arguments.batch, Peer("our synthetic step", synthetic["step_ms"]),
                  jpeg["power"], jpeg["clock"])
     lines = [with_speed(line, arguments.batch) for line in lines]
     write_lines(name, lines)
     if "PEER_PYTHON" in os.environ:
-        # The peer's batches come in bursts, one of each worker: a time is the mean of such a stretch.
-        peer = TorchPeer(*flags(arguments, "data", "workers", "model", "batch"),
-                         "--steps", str(5 * arguments.workers))
-        turn = peer.measure("eager")
-        check_trained(turn["name"], [turn["loss"]], turn["loss_scales"])
-        stretches = np.reshape(turn["step_ms"], (-1, arguments.workers)).mean(axis=1)
-        peer.close()
-        theirs = {"name": turn["name"], "step_ms": rounded(list(map(float, stretches)))}
-        write_lines(name, [*lines, with_speed(theirs, arguments.batch)])
+        write_lines(name, [*lines, with_speed(run_peer(arguments), arguments.batch)])
+
+
+def run_peer(arguments: Options) -> dict[str, Any]:
+    """Name and times of PyTorch's training from JPEGs; with a policy, of its loader alone."""
+    options = flags(arguments, "data", "workers", "batch", "auto_augment", "random_erasing")
+    alone = arguments.auto_augment != "none"
+    training = ["--model", arguments.model, "--steps", str(5 * arguments.workers)]
+    peer = TorchPeer(*options, *(["--loader-only"] if alone else training))
+    turn = peer.measure("eager")
+    peer.close()
+    if alone:
+        return {"name": turn["name"], "step_ms": rounded(turn["step_ms"])}
+    check_trained(turn["name"], [turn["loss"]], turn["loss_scales"])
+    # Its batches come in bursts, one of each worker: a time is the mean of such a stretch.
+    stretches = np.reshape(turn["step_ms"], (-1, arguments.workers)).mean(axis=1)
+    return {"name": turn["name"], "step_ms": rounded(list(map(float, stretches)))}
 
 
 def with_speed(line: dict[str, Any], batch: int) -> dict[str, Any]:
@@ -149,32 +168,40 @@ def with_speed(line: dict[str, Any], batch: int) -> dict[str, Any]:
     return {**line, "images_per_sec": images_per_sec}
 
 
-def start(config: Config, run_folder: Path) -> tuple[Trainer, Loader, Loader]:
-    """What trains; and the loaders, from JPEGs and of synthetic data."""
+def start_trainer(config: Config, run_folder: Path) -> tuple[Trainer, Loader]:
+    """What trains, and its loader."""
     workers = Workers()
     placement = devices.choose(config, 0)
     loader = open_split(config, "train", placement, workers)
-    synthetic = open_split(replace(config, data=SYNTHETIC), "train", placement, workers)
     executor = build_executor(config, config.num_classes, config.image_size, placement, None, False)
     trainer = Trainer(config, workers, executor, loader, None, run_folder, None)
     assert trainer.monitor
     trainer.monitor.start()
+    return trainer, loader
+
+
+def start(config: Config, run_folder: Path) -> tuple[Trainer, Loader, Loader]:
+    """What trains; and the loaders, from JPEGs and of synthetic data."""
+    trainer, loader = start_trainer(config, run_folder)
+    synthetic = open_split(replace(config, data=SYNTHETIC), "train", devices.choose(config, 0), trainer.workers)
     return trainer, loader, synthetic
 
 
 def run_ours(config: Config, run_folder: Path, rounds: int, steps: int) -> list[dict[str, Any]]:
-    """Name, step times and share of idle time: from JPEGs, and on synthetic data."""
+    """Name, step times and share of idle time: from JPEGs, and on synthetic data; and those of the loader alone."""
     trainer, loader, synthetic = start(config, run_folder)
     turns = take_turns(rounds, {
         f"JPEG, hw_decoder_load {loader.config.hw_decoder_load}": partial(measure, trainer, endless(loader), steps),
         "synthetic": partial(measure, trainer, endless(synthetic), steps)})
     loader.close()
+    trainer.executor.close()
+    alone = time_loader(DaliLoader(loader.config, (0, 1), open_source(loader.config.data, "train")), LOADER_SECONDS)
     return [
         {"name": f"ours, {name}", "step_ms": rounded([ms for turn in found for ms in turn.step_ms]),
          "idle_share": statistics.fmean(turn.idle_share for turn in found),
          **{what: statistics.fmean(getattr(turn.gpu, what) for turn in found) for what in GPU_READINGS}}
         for name, found in turns.items()
-    ]
+    ] + [{"name": "our loader alone", "step_ms": rounded(alone.step_ms)}]
 
 
 def sweep(config: Config, run_folder: Path, rounds: int, steps: int, name: str) -> None:

@@ -32,29 +32,43 @@ def start_peer(script: Path, *options: object) -> subprocess.Popen[str]:
                          "interpreter with PyTorch and torchvision") from None
 
 
-class TorchPeer:
+class LinePeer:
+    """A peer's program that answers lines with lines, kept running in between."""
+
+    def __init__(self, script: Path, *options: object) -> None:
+        self._process = start_peer(script, *options)
+
+    def say(self, line: str) -> None:
+        assert self._process.stdin
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which the empty answer tells
+            print(line, file=self._process.stdin, flush=True)
+
+    def answer(self) -> str:
+        """Its next line. Raises ProgramError where it has ended."""
+        assert self._process.stdout
+        line = self._process.stdout.readline()
+        if not line:
+            raise ProgramError(f"the peer ended with exit code {self._process.wait()}: see its message above")
+        return line
+
+    def close(self) -> None:
+        """End its input, and wait for its end."""
+        self._process.communicate()
+
+
+class TorchPeer(LinePeer):
     """peer_pytorch.py with these options, kept running between its turns."""
 
     def __init__(self, *options: str) -> None:
-        self._process = start_peer(PEER, *options)
+        super().__init__(PEER, *options)
         self.versions: dict[str, str] = {}  # of its libraries, from its first turn on
 
     def measure(self, mode: str = "eager") -> dict[str, Any]:
         """One turn in this way to run: what peer_pytorch.py prints. Raises ProgramError where it has ended."""
-        assert self._process.stdin and self._process.stdout
-        with contextlib.suppress(BrokenPipeError):  # it has ended, which the empty answer tells
-            print(mode, file=self._process.stdin, flush=True)
-        line = self._process.stdout.readline()
-        if not line:
-            raise ProgramError(f"the peer ended with exit code {self._process.wait()}: see its message above")
-        turn: dict[str, Any] = json.loads(line)
+        self.say(mode)
+        turn: dict[str, Any] = json.loads(self.answer())
         self.versions = turn["versions"]
         return turn
-
-    def close(self) -> None:
-        assert self._process.stdin
-        self._process.stdin.close()
-        self._process.wait()
 
 
 T = TypeVar("T")

@@ -51,11 +51,11 @@ def test_what_is_published(benchmark, tmp_path):
     assert "| head | 500 | 62.0 +/- 1.0 | 52.0 +/- 1.0 |" in benchmark.table(lines).splitlines()
 
 
-def test_both_programs_have_the_same_recipe(benchmark):
+def test_both_programs_have_the_same_recipe(benchmark, benchmark_module):
     preset = load_preset("cifar10_resnet18")
     for count, epochs in benchmark.SIZES.items():
         config = benchmark.configured(preset, count)
-        options = benchmark.options_of(config)
+        options = benchmark_module("trainings").options_of(config)
         given = dict(zip(options[::2], options[1::2], strict=True))
         assert (config.epochs, config.batch_size) == (epochs, 50) and given["--learning-rate"] == "0.1"
         assert benchmark.recipe(config, 5, 5 * count)["peak_learning_rate"] == pytest.approx(0.1 * 50 / 256)

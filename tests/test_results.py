@@ -44,10 +44,10 @@ def faults(result: dict[str, Any], file_name: str) -> list[str]:
         values = [images / (t / 1e3) for t in times]
     elif unit == "seconds":
         values = [t / 1e3 for t in times]
-    elif unit == "top-1 %":
+    elif unit in ("top-1 %", "balanced accuracy %"):
         values = times
     else:
-        return [*found, f"the unit {unit!r} is none of images/sec, seconds and top-1 %"]
+        return [*found, f"the unit {unit!r} is none of images/sec, seconds, top-1 % and balanced accuracy %"]
     quartile1, median, quartile3 = statistics.quantiles(values, n=4, method="inclusive")
     mean_ms = statistics.fmean(times)
     # 0.1 %: the raw times are rounded to 0.1 us (earlier ones to 1 us), and steps take 0.3 ms and more

@@ -20,6 +20,7 @@ SCRIPT = ROOT / "scripts" / "setup.sh"
 TOOLS = ("awk", "bash", "cat", "cksum", "cut", "dirname", "df", "du", "flock", "grep", "head", "mkdir", "mv",
          "realpath", "rm", "rmdir", "sed", "sort", "tail", "touch")  # of any Linux
 PIP = "pip install --disable-pip-version-check --retries 3 --no-compile -e"
+LIMIT = 300  # seconds that nothing here takes, however busy the machine
 GPU = 'echo "580.65.06, 9.0, NVIDIA H200"'
 
 
@@ -34,6 +35,11 @@ def write_program(path: Path, body: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!{shutil.which('bash')}\n{body}\n")
     path.chmod(0o755)
+
+
+def until(condition: str) -> str:
+    """Lines of a shell that wait for it, in the end for nothing."""
+    return f"for _ in {{1..3000}}; do if {condition}; then break; fi; sleep 0.1; done"
 
 
 @pytest.fixture
@@ -221,18 +227,18 @@ def test_a_checkout_that_cannot_be_written(run_setup, tmp_path):
 
 def test_interrupted(venv):
     """Ctrl-C ends it and what it started, at once; the next call goes on."""
-    write_program(venv / "bin" / "pip", "echo installing; exec sleep 20")
+    write_program(venv / "bin" / "pip", "echo installing; exec sleep 1000")
     command = ["bash", SCRIPT, "run", venv]
     # A shell that has put the tests into its background ignores the signal, and a script cannot undo that.
     process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True,
                                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     log = venv / "setup-packages.log"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + LIMIT
     while not (log.exists() and log.read_text()):
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)
-    _, error = process.communicate(timeout=10)
+    _, error = process.communicate(timeout=LIMIT)
     assert process.returncode == 130 and error.endswith("error: interrupted; make goes on where it was\n")
     assert not (venv / ".ready").exists()
     write_program(venv / "bin" / "pip", "")
@@ -251,14 +257,16 @@ def test_a_folder_that_is_no_environment_is_left_alone(tmp_path: Path) -> None:
 
 def test_two_at_a_time(run_setup, venv, tmp_path):
     """The second one waits for the first, and finds all done."""
-    write_program(venv / "bin" / "pip", f'echo "pip $*" >>{tmp_path}/calls; sleep 1')
+    outputs = [tmp_path / f"{number}.out" for number in range(2)]
+    wait = until(f"grep -q 'waiting for another set-up' {tmp_path}/[01].out")
+    write_program(venv / "bin" / "pip", f'echo "pip $*" >>{tmp_path}/calls; {wait}')
     command = ["bash", SCRIPT, "run", venv]
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     write_program(tmp_path / "nvidia-smi", "exit 9")
-    both = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    said = [process.communicate()[0] for process in both]
-    assert [process.returncode for process in both] == [0, 0]
-    assert sum("waiting for another set-up" in text for text in said) == 1
+    with outputs[0].open("w") as first, outputs[1].open("w") as second:
+        both = [subprocess.Popen(command, env=environment, stdout=output) for output in (first, second)]
+    assert [process.wait(LIMIT) for process in both] == [0, 0]
+    assert sum("waiting for another set-up" in output.read_text() for output in outputs) == 1
     assert len((tmp_path / "calls").read_text().splitlines()) == 1
 
 
@@ -268,12 +276,15 @@ def test_two_at_a_time_from_nothing(tmp_path):
     for name in ("pip", "python"):
         write_program(ready / "bin" / name, "")
     (ready / "pyvenv.cfg").touch()
-    make = f'echo made >>{tmp_path}/calls; mkdir -p "$3"; touch "$3/pyvenv.cfg"; sleep 1; cp -r {ready}/. "$3"'
+    wait = until(f"grep -q 'waiting for another set-up' {tmp_path}/[01].out")
+    make = f'echo made >>{tmp_path}/calls; mkdir -p "$3"; touch "$3/pyvenv.cfg"; {wait}; cp -r {ready}/. "$3"'
     write_program(tmp_path / "path" / "python3.12", f'[ "$2" != venv ] || {{ {make}; }}')
     write_program(tmp_path / "path" / "nvidia-smi", "exit 9")
     environment = {**os.environ, "PATH": f"{tmp_path}/path:{os.environ['PATH']}"}
-    both = [subprocess.Popen(["bash", SCRIPT, "run", new], env=environment) for _ in range(2)]
-    assert [process.wait(timeout=30) for process in both] == [0, 0]
+    with (tmp_path / "0.out").open("w") as first, (tmp_path / "1.out").open("w") as second:
+        both = [subprocess.Popen(["bash", SCRIPT, "run", new], env=environment, stdout=output)
+                for output in (first, second)]
+    assert [process.wait(LIMIT) for process in both] == [0, 0]
     assert (tmp_path / "calls").read_text() == "made\n" and (new / ".ready").exists()
 
 
@@ -281,11 +292,21 @@ def test_it_says_that_it_is_alive(venv):
     """In one line of a terminal; and nothing is left in the background that would hold it."""
     if not shutil.which("script"):
         pytest.skip("there is no program 'script' here, which gives a terminal")
-    write_program(venv / "bin" / "pip", 'echo "  Downloading mxnet-1.9.1-py3-none-any.whl (49.1 MB)"; sleep 2.2')
-    begin = time.monotonic()
-    done = subprocess.run(["script", "-qec", f"bash {SCRIPT} run {venv}", "/dev/null"], capture_output=True)
-    assert re.search(rb"\r\x1b\[Ksetup: packages 0:0\d  Downloading mxnet-1\.9\.1 \(49\.1 MB\)", done.stdout)
-    assert time.monotonic() - begin < 8
+    seen = venv.parent / "seen"
+    downloading = 'echo "  Downloading mxnet-1.9.1-py3-none-any.whl (49.1 MB)"'
+    write_program(venv / "bin" / "pip", f"{downloading}; {until(f'grep -q Downloading {seen}')}")
+    command = ["script", "-qfec", f"bash {SCRIPT} run {venv}", seen]
+    subprocess.run(command, stdout=subprocess.DEVNULL, check=True, timeout=LIMIT, env={**os.environ, "MARK": str(seen)})
+    assert re.search(rb"\r\x1b\[Ksetup: packages \d+:\d\d  Downloading mxnet-1\.9\.1 \(49\.1 MB\)", seen.read_bytes())
+    assert not [folder for folder in Path("/proc").glob("[0-9]*") if f"MARK={seen}".encode() in environment_of(folder)]
+
+
+def environment_of(process: Path) -> bytes:
+    """Of a process, given its folder in /proc."""
+    try:
+        return (process / "environ").read_bytes()
+    except OSError:  # it has ended meanwhile, or is another user's
+        return b""
 
 
 # --- the launchers ---

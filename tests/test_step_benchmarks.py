@@ -208,8 +208,8 @@ class TestMeasureAll:
         for command in (command for commands in program.SECTIONS.values() for command in commands):
             name, *options = command.split()
             module = benchmark_module(name.removesuffix(".py"))
-            declared = getattr(module, "Options" if name.startswith("step") else "LoaderOptions")
-            assert given(declared, options, prog=name).keys() >= {option[2:] for option in options
+            declared = getattr(module, "LoaderOptions" if name.startswith("loader") else "Options")
+            assert given(declared, options, prog=name).keys() >= {option[2:].replace("-", "_") for option in options
                                                                   if option.startswith("--")}
 
     def test_what_fails_does_not_keep_others_from_being_measured(
@@ -334,3 +334,118 @@ def test_seeded_peer_choice(benchmark_module: Callable[[str], Any]) -> None:
     ways = {name: [rng.uniform(9, 11) + slow for _ in range(9)] for name, slow in (("a", 2), ("b", 0), ("c", 5))}
     peer = benchmark_module("record").best_peer(ways, {"torch": "9"})
     assert (peer.name, list(peer.others)) == ("b", ["a", "c"])
+
+
+class TestJpeg:
+    """step_jpeg.py: its figures by policy."""
+
+    @pytest.fixture
+    def run(self, benchmark_module: Callable[[str], Any], tmp_path: Path,
+            monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+        """Runs the program with fakes for what needs a GPU; what it wrote, by file, and how its peer was started."""
+        step_jpeg = benchmark_module("step_jpeg")
+        record, loader_gpu, torch_peer = (sys.modules[name] for name in ("record", "loader_gpu", "torch_peer"))
+        peer = tmp_path / "peer.py"
+        peer.write_text("import json, sys\n"
+                        f"open({str(tmp_path / 'started')!r}, 'w').write(json.dumps(sys.argv[1:]))\n" +
+                        FAKE_PEER.format(losses=[7.0]).replace("* 5", "* 10"))
+        gpu = dict(zip(step_jpeg.GPU_READINGS, (690.0, 1810.0, 1.0), strict=True))
+        found: dict[str, Any] = {}
+
+        def run_ours(config: Any, *_: Any) -> list[dict[str, Any]]:
+            found["config"] = config
+            times = {"JPEG": 25.0, "synthetic": 24.0}
+            return [*({"name": name, "step_ms": [ms] * 6, "idle_share": 0.0, **gpu} for name, ms in times.items()),
+                    {"name": "our loader alone", "step_ms": [12.5] * 6}]
+
+        monkeypatch.setattr(step_jpeg, "repeated_records", lambda *_: tmp_path)
+        monkeypatch.setattr(step_jpeg, "run_ours", run_ours)
+        monkeypatch.setattr(step_jpeg, "write_result", lambda *arguments: record.write_result(
+            *arguments, folder=tmp_path))
+        monkeypatch.setattr(loader_gpu, "RESULTS", tmp_path)
+        monkeypatch.setattr(torch_peer, "PEER", peer)
+        monkeypatch.setenv("PEER_PYTHON", sys.executable)
+
+        def run(*options: str) -> dict[str, Any]:
+            monkeypatch.setattr(sys, "argv", [str(Path(step_jpeg.__file__)), "--workers", "2", *options])
+            step_jpeg.main()
+            return {**found, "started": json.loads((tmp_path / "started").read_text()),
+                    **{path.name: path.read_text() for path in tmp_path.glob("resnet50_*")}}
+
+        return run
+
+    @pytest.mark.parametrize("policy", ["trivialaugment", "randaugment"])
+    def test_a_policy_is_a_figure_of_its_own(self, run: Callable[..., dict[str, Any]], policy: str) -> None:
+        """Its peer is our synthetic step; torchvision's loader is measured alone, with the same transforms."""
+        written = run("--auto-augment", policy, "--random-erasing", "0.1")
+        assert (written["config"].auto_augment, written["config"].random_erasing) == (policy, 0.1)
+        name = f"resnet50_fp16_b256_jpeg_{policy}_1gpu"
+        result = json.loads(written[f"{name}.json"])
+        result["commit"] = result["commit"] or "0" * 40
+        assert faults(result, f"{name}.json") == []
+        assert (result["peer"]["name"], result["ratio"]) == ("our synthetic step", pytest.approx(24 / 25))
+        lines = [json.loads(line) for line in written[f"{name}.jsonl"].splitlines()]
+        assert [line["name"] for line in lines] == ["JPEG", "synthetic", "our loader alone", "PyTorch 9.9 eager"]
+        assert lines[2]["images_per_sec"] == pytest.approx(256 / 12.5e-3)
+        started = written["started"]
+        assert "--loader-only" in started and "--model" not in started
+        assert started[started.index("--auto-augment"):][:4] == ["--auto-augment", policy, "--random-erasing", "0.1"]
+
+    def test_without_a_policy_pytorch_trains(self, run: Callable[..., dict[str, Any]]) -> None:
+        written = run()
+        assert "--loader-only" not in written["started"] and "--model" in written["started"]
+        assert set(written) >= {"resnet50_fp16_b256_jpeg_1gpu.json", "resnet50_fp16_b256_jpeg_1gpu.jsonl"}
+
+
+class TestIngredients:
+    """step_ingredients.py: what it keeps, and what it makes of it."""
+
+    @pytest.fixture
+    def program(self, benchmark_module: Callable[[str], Any]) -> Any:
+        return benchmark_module("step_ingredients")
+
+    def test_every_ingredient_is_a_configuration(self, program: Any) -> None:
+        """Each differs from the step without, and makes sense."""
+        from train.config import check
+
+        plain = program.configuration(program.Options(), {})
+        for changes in (program.TOGETHER, *program.INGREDIENTS.values()):
+            config = program.configuration(program.Options(), changes)
+            check(config)
+            assert config != plain
+        assert set(program.TOGETHER) >= {name for changes in program.INGREDIENTS.values() for name in changes
+                                         if name != "stochastic_depth_mode"}
+
+    def test_it_goes_on_where_it_stopped(self, program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                         capsys: pytest.CaptureFixture[str]) -> None:
+        from step_jpeg import Turn
+
+        measured: list[str] = []
+
+        def compare(_: Any, name: str, changes: dict[str, Any], folder: Path) -> dict[str, Any]:
+            if len(measured) == 2:
+                raise ProgramError("the GPU is gone")
+            measured.append(name)
+            turns = [[Turn([ms] * 5, 0.0, GpuReadings(690.0, 1.0, 10.0, 1810.0, 1.0))] for ms in (20.0, 20.5)]
+            return program.line_of(name, *turns)
+
+        monkeypatch.setattr(program, "compare", compare)
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", [str(Path(program.__file__)), "--results", "."])
+        with pytest.raises(ProgramError, match="the GPU is gone"):
+            program.main()
+        assert not list(tmp_path.glob("*.json"))
+        both, measured = measured, []
+        names = [program.ALL, *program.INGREDIENTS]
+        while True:  # two more of them at a time
+            try:
+                program.main()
+                break
+            except ProgramError:
+                both, measured = both + measured, []
+        assert both + measured == names
+        result = json.loads((tmp_path / "resnet50_fp16_b256_ingredients_1gpu.json").read_text())
+        result["commit"] = result["commit"] or "0" * 40
+        assert faults(result, "resnet50_fp16_b256_ingredients_1gpu.json") == []
+        assert result["ratio"] == pytest.approx(20 / 20.5)
+        assert f"{program.ALL}: 20.500 ms, without 20.000 ms: +2.50 %" in capsys.readouterr().out

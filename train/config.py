@@ -195,7 +195,7 @@ class InferenceImageOptions(Normalisation, CentreCrop):
     (arXiv:1906.06423)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LoaderOptions(SizeLimit):
     """Loader."""
 
@@ -386,6 +386,7 @@ _LIMITS = {
     **dict.fromkeys(("batch_size", "epochs", "accumulate", "buckets", "commit_every", "keep_checkpoints", "log_every",
                      "min_steps", "limit_steps", "top"),
                     (lambda value: value >= 1, "at least 1")),
+    "batch_sizes": (lambda value: min(value, default=1) >= 1, "at least 1 each"),
     "bn_group": (lambda value: 1 <= value <= MAX_BN_GROUP, f"from 1 to {MAX_BN_GROUP}"),
     "image_size": (lambda value: value >= MIN_IMAGE_SIZE, f"at least {MIN_IMAGE_SIZE} pixels"),
     **dict.fromkeys(("first_image_size", "val_image_size"),
@@ -425,12 +426,12 @@ def _constants_of_optimizers() -> dict[str, tuple[str, tuple[str, ...]]]:
 _ONLY_WITH = {
     **dict.fromkeys(("decay_epochs", "decay_factor"), ("schedule", ("step",))),
     "decay_power": ("schedule", ("polynomial",)),
-    "bce_threshold": ("loss", ("bce",)),
-    "class_weights": ("loss", ("softmax",)),
-    "final_learning_rate": ("schedule", ("cosine", "polynomial")),
     **dict.fromkeys(("randaugment_operations", "randaugment_magnitude"),
                     ("auto_augment", ("randaugment", "randaugment-timm"))),
     "randaugment_magnitude_std": ("auto_augment", ("randaugment-timm",)),
+    "bce_threshold": ("loss", ("bce",)),
+    "class_weights": ("loss", ("softmax",)),
+    "final_learning_rate": ("schedule", ("cosine", "polynomial")),
     **_constants_of_optimizers(),
 }
 

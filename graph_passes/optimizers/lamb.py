@@ -17,7 +17,8 @@ class LAMB(AdamW):
         |w| / |m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + epsilon) + weight_decay * w|
 
     or by 1 where a norm is 0. Biases, gamma and beta are spared, as in the authors' own code (LAMBOptimizer in
-    google-research/albert, `exclude_from_layer_adaptation`); gradients are not normalised first.
+    google-research/albert, `exclude_from_layer_adaptation`). Gradients are not normalised first: to clip them to a norm
+    of 1, as NVIDIA's and timm's LAMB do, is the optimizer's `clip_norm`.
     """
 
     norms_of = "update"

@@ -391,7 +391,7 @@ def test_training_with_onednn_equals_training_without():
     seeds = (seed, seed + 1)
     code = (f"import json, test_executors as t; one, two = ([t.one_dnn_run(s) for s in {seeds}] for _ in range(2)); "
             "assert one == two, 'not deterministic'; print(json.dumps(one))")
-    run = subprocess.run([sys.executable, "-c", code], env=environment, text=True, capture_output=True, timeout=120)
+    run = subprocess.run([sys.executable, "-c", code], env=environment, text=True, capture_output=True, timeout=300)
     assert run.returncode == 0, run.stderr
     for s, result in zip(seeds, json.loads(run.stdout), strict=True):
         with_onednn = {name: np.array(value) for name, value in result.items()}

@@ -236,10 +236,12 @@ def test_benchmark_with_profile(run_train, tmp_path):
     assert total and 0.3 * result["median_step_ms"] < float(total[1]) < 2 * result["median_step_ms"]
 
 
-def test_accumulation_mixup_and_averages_go_on(run_train, tmp_path):
+@pytest.mark.parametrize("recipe", ["", "--cutmix 1", "--cutmix 1 --class-weights 0.5",
+                                    "--cutmix 1 --loss bce --bce-threshold 0.2 --learning-rate 1"])
+def test_accumulation_mixing_and_averages_go_on(recipe, run_train, tmp_path):
     """All options at once, with --deterministic: a run in two parts has the bits of a run in one, and it learns."""
     options = [*OPTIONS, "--deterministic", "--validate-every", "0", "--batch-size", "128", "--accumulate", "2",
-               "--mixup", "0.2", "--ema-decay", "0.95", "--log-every", "7"]
+               "--mixup", "0.2", "--ema-decay", "0.95", "--log-every", "7", *recipe.split()]
     for name, steps in (("whole", "100"), ("parts", "60")):
         code, _, err = run_train(*options, "--output", tmp_path / name, "--max-steps", steps)
         assert code == 0, err
@@ -252,10 +254,10 @@ def test_accumulation_mixup_and_averages_go_on(run_train, tmp_path):
         steps = lines(folder, "steps")
         assert all(line["loss"] is not None for line in steps), "every step's metrics were read"
         assert sum(len(line["step_ms"]) for line in steps) == 100
-        assert steps[-1]["loss"] < 0.7 * steps[0]["loss"]
+        assert steps[-1]["loss"] < (0.9 if recipe else 0.7) * steps[0]["loss"]
     code, out, err = run_train("validate", "--checkpoint", tmp_path / "whole")
     assert code == 0, err
-    assert validated(out)[1] > 0.8, "of the averaged weights; chance is 0.1"
+    assert validated(out)[1] > (0.5 if recipe else 0.8), "of the averaged weights; chance is 0.1"
 
 
 def test_predict_and_export_from_a_gpu_run(run_train, tiny_data, tmp_path):

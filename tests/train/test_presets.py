@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 
+from train import checkpoint
 from train.config import REFERENCE_BATCH, Config, load_preset
 
 NUM_GPUS = 8  # of every source's command
@@ -31,14 +33,14 @@ A2: dict[str, dict[str, Any]] = {
     STRIKES_BACK: {
         "model": "resnet50", "image_size": 224, "epochs": 300, "global batch": 2048, "optimizer": "lamb",
         "peak learning rate": 5e-3, "schedule": "cosine", "weight_decay": 0.02, "warmup_epochs": 5.0,
-        "label_smoothing": 0.0, "mirror": True,
-        "mixup": 0.1, "cutmix": 1.0, "cutout": 0.0,
+        "label_smoothing": 0.0, "mirror": True, "randaugment_magnitude": 7.0,
+        "randaugment_magnitude_std": 0.5, "mixup": 0.1, "cutmix": 1.0, "random_erasing": 0.0, "cutout": 0.0,
         "ema_decay": 0.0, "val_crop_fraction": 0.95, "loss": "bce", "bce_threshold": 0.2,
     },
     TIMM_WEIGHTS: {"interpolation": "bicubic", "zero_init_residual": True},
     TIMM_LAMB: {"epsilon": 1e-6, "clip_norm": 1.0, "betas": (0.9, 0.999)},
-    TIMM_TRANSFORMS: {"random_area": (0.08, 1.0), "random_ratio": (3 / 4, 4 / 3),},
-    TIMM_RANDAUGMENT: {},
+    TIMM_TRANSFORMS: {"random_area": (0.08, 1.0), "random_ratio": (3 / 4, 4 / 3), "train_interpolation": "random"},
+    TIMM_RANDAUGMENT: {"auto_augment": "randaugment-timm", "randaugment_operations": 2},
     TIMM_SAMPLER: {"repeated_augmentation": 3},
     TIMM_MIXUP: {"cutmix_share": 0.5},
 }
@@ -70,13 +72,14 @@ SOURCES: dict[str, dict[str, dict[str, Any]]] = {
     "resnet50_a2_300ep": A2,
     "resnet50_a3_100ep": with_values(
         A2, epochs=100, image_size=160, val_image_size=224, repeated_augmentation=0,
-        **{"peak learning rate": 8e-3}),
+        randaugment_magnitude=6.0, **{"peak learning rate": 8e-3}),
     "resnet50_torchvision_v2": {
         TORCHVISION: {
             "global batch": 1024, "epochs": 600, "optimizer": "sgd", "momentum": 0.9, "peak learning rate": 0.5,
             "schedule": "cosine", "warmup_epochs": 5.0, "weight_decay": 2e-5, "label_smoothing": 0.1, "mixup": 0.2,
-            "cutmix": 1.0, "repeated_augmentation": 4,
+            "cutmix": 1.0, "auto_augment": "trivialaugment", "random_erasing": 0.1, "repeated_augmentation": 4,
             "ema of 32 steps, of 0.99998": 0.9989077333333333, "interpolation": "bilinear", "image_size": 176,
+            "train_interpolation": "same",
         },
         TORCHVISION_TRAIN: {"nesterov": False, "final_learning_rate": 0.0, "cutmix_share": 0.5, "clip_norm": 0.0,
                             "loss": "softmax"},
@@ -106,5 +109,29 @@ def test_a_recipe_has_its_source_s_values_and_no_other(name: str) -> None:
 
 
 def test_torchvision_s_average_is_the_one_of_its_train_py() -> None:
-    """adjust = world_size * batch_size * model_ema_steps / epochs; decay = 1 - min(1, (1 - model_ema_decay) * adjust)"""
-    assert pytest.approx(0.9989077333333333, rel=1e-12) == 1 - (1 - 0.99998) * (8 * 128 * 32 / 600)
+    """adjust = world_size * batch_size * model_ema_steps / epochs; decay = 1 - min(1, (1 - model_ema_decay) * adjust)
+
+    Source: references/classification/train.py, of 8 processes with 128 images each, 32 steps and 600 epochs.
+    """
+    decay = 1 - (1 - 0.99998) * (8 * 128 * 32 / 600)
+    assert decay == pytest.approx(0.9989077333333333, rel=1e-12)
+
+
+@pytest.mark.usefixtures("narrow_network")
+@pytest.mark.parametrize("name", ["resnet50_a1_600ep", "cifar10_strong"])
+def test_a_run_with_all_ingredients_goes_on_with_equal_bits(name, tiny_data, run_train, tmp_path) -> None:
+    """Each of them as the preset has it, but for the network and the sizes."""
+    options = ["--config", name, "--data", tiny_data, "--model", "resnet18", "--image-size", "32", "--val-image-size",
+               "32", "--batch-size", "4", "--epochs", "1", "--device", "cpu", "--num-threads", "1",
+               "--no-tensorboard", "--checkpoint-minutes", "0", "--validate-every", "0"]
+    for part, limit in (("whole", ()), ("parts", ("--max-steps", "3"))):
+        code, _, err = run_train("--output", tmp_path / part, *options, *limit)
+        assert code == 0, err
+    code, _, err = run_train("--resume", tmp_path / "parts")
+    assert code == 0, err
+    whole, parts = (checkpoint.load(checkpoint.find(str(tmp_path / part))) for part in ("whole", "parts"))
+    assert whole.progress == parts.progress and whole.progress.step == 6
+    assert whole.loader_states == parts.loader_states
+    for group in ("params", "aux", "ema"):
+        for key, array in getattr(whole, group).items():
+            assert np.array_equal(array, getattr(parts, group)[key]), f"{group} {key}"

@@ -21,5 +21,6 @@ CONFIG = replace(
     val_image_size=224,
     epochs=100,
     learning_rate=8e-3 * REFERENCE_BATCH / GLOBAL_BATCH,
+    randaugment_magnitude=6.0,
     repeated_augmentation=0,
 )

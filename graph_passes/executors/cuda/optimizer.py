@@ -28,14 +28,16 @@ INITIAL_LOSS_SCALE = 1024.0  # of float16; the gradients of a batch mean are sma
 class OptimizerConfig:
     """A rule, and what the GPU adds to it; the learning rate is given at every step.
 
-    `loss_scale`: a constant, or None for dynamic scaling in float16 and 1 in other types. `growth_interval`: good steps
-    after which a dynamic loss scale doubles. `ema`: keep moving averages of parameters and running statistics,
-    with the decay that is given at every step. `rate_factors`: by parameter, what its learning rate is multiplied by,
-    where that is not 1. `clip_norm`: what the norm of all gradients together is brought down to; 0: never.
+    `loss_scale`: a constant, or None for dynamic scaling in float16 and 1 in other types. A dynamic one begins as
+    `initial_loss_scale`, and doubles after `growth_interval` good steps. `ema`: keep moving averages of parameters and
+    running statistics, with the decay that is given at every step. `rate_factors`: by parameter, what its learning rate
+    is multiplied by, where that is not 1. `clip_norm`: what the norm of all gradients together is brought down to; 0:
+    never.
     """
 
     rule: Rule = field(default_factory=SGD)
     loss_scale: float | None = None
+    initial_loss_scale: float = INITIAL_LOSS_SCALE
     growth_interval: int = 2000
     ema: bool = False
     rate_factors: Mapping[str, float] = field(default_factory=dict)
@@ -102,7 +104,7 @@ class Optimizer:
         self._inspects = dynamic or any(needs_norms)
         constants = (ctypes.c_float * MAX_CONSTANTS)(*rule.kernel_constants)
         self._write_state(State(
-            gradient_scale=1.0, loss_scale=INITIAL_LOSS_SCALE if dynamic else config.loss_scale or 1.0,
+            gradient_scale=1.0, loss_scale=config.initial_loss_scale if dynamic else config.loss_scale or 1.0,
             growth_interval=config.growth_interval if dynamic else 0, constants=constants,
             clip_norm=config.clip_norm))
 

@@ -31,7 +31,7 @@ from graph_passes.executors.cuda.inference import Inference
 from graph_passes.executors.cuda.kernels import C_TYPES, KernelLibrary, count, instance, threads
 from graph_passes.executors.cuda.lowering import LoweredGraph, Persistent, check_operators
 from graph_passes.executors.cuda.lowering.builder import MAX_CHANNELS, TILE_CHANNELS
-from graph_passes.executors.cuda.optimizer import Optimizer, OptimizerConfig, State
+from graph_passes.executors.cuda.optimizer import INITIAL_LOSS_SCALE, Optimizer, OptimizerConfig, State
 from graph_passes.executors.cuda.options import StepOptions
 from graph_passes.executors.cuda.parameters import VECTOR, FlatArray, ParameterStore, padded_channels, parameters_of
 from graph_passes.executors.cuda.planner import Decision, Planner
@@ -99,6 +99,7 @@ class TrainingStep:
         self._slots: tuple[str, ...] = ()  # of the optimizer: names of what it keeps in the store's states
         self._update: Any = None  # a CUDA graph
         self._rate_factors = roles.rate_factors(graph)
+        self._initial_loss_scale = _initial_loss_scale(graph, inferred[graph.outputs[0]][1])
         self.set_optimizer(options.optimizer)
         self.buckets, self._parts = self._cut_buckets(options.num_buckets)
         if largest != self._shapes:
@@ -236,7 +237,8 @@ class TrainingStep:
     def set_optimizer(self, config: OptimizerConfig) -> None:
         """Another optimizer from now on. Parameters stay, and what the one before has kept, where this one keeps the
         same; the loss scale starts anew."""
-        config = dataclasses.replace(config, rate_factors=self._rate_factors)
+        config = dataclasses.replace(config, rate_factors=self._rate_factors,
+                                     initial_loss_scale=self._initial_loss_scale)
         slots = config.rule.slots
         for number, array in enumerate(self.store.states[: len(slots)], start=1):
             if not array.address:
@@ -493,6 +495,14 @@ class TrainingStep:
             return Metrics(sums.loss_sum, sums.top1, sums.top5, sums.count)
 
         return receive
+
+
+def _initial_loss_scale(graph: Graph, classes: int) -> float:
+    """Of float16. Gradients of a mean over the classes are as much smaller, and thousands of steps double it only once.
+    """
+    if graph[graph.outputs[0].node].op != "SigmoidOutput":
+        return INITIAL_LOSS_SCALE
+    return min(INITIAL_LOSS_SCALE * 2.0 ** (classes.bit_length() - 1), 2.0**24)
 
 
 def _machine(gpu: Gpu) -> str:

@@ -11,7 +11,7 @@ from gpu_arrays import relative_error
 from test_training_step import CLASSES, fused, random_batch, random_state, small_network
 
 from common.mxnet_compat import mx
-from graph_passes import Graph, GraphError, roles
+from graph_passes import Graph, GraphError, passes, roles
 from graph_passes.executors import Box, Draws, Executor, create_executor
 from graph_passes.executors.base import NO_DRAWS, Metrics
 from graph_passes.executors.cuda.buckets import Bucket
@@ -130,6 +130,40 @@ def test_mixing_against_the_reference(executor: CudaExecutor) -> None:
         check_pass(executor, reference, seed=5, draws=draws)
     with pytest.raises(GraphError, match="the box must lie inside"):
         executor.forward_backward(*batch(5), draws=Draws(cutmix=Box(0, 0, 34, 31)))
+
+
+LOSSES = {
+    "binary cross entropy": passes.binary_cross_entropy,
+    "of targets above 0.2": lambda graph: passes.binary_cross_entropy(graph, 0.2),
+    "weighted classes": lambda graph: passes.weigh_classes(graph, np.linspace(0.25, 4, CLASSES)),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_losses_against_the_reference(loss: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training with mixed images, and inference; in fp16 with the loss scale."""
+    monkeypatch.setenv("RESNET_CACHE", str(tmp_path))
+    graph = LOSSES[loss](fused(small_network()))
+    reference = create_executor("reference", graph, SHAPES, dtype="float64")
+    reference.set_params(*random_state(graph, SHAPES, seed=1))
+    executor = create_executor("cuda", graph, SHAPES, device="gpu(0)", dtype="float32", tf32=False)
+    assert isinstance(executor, CudaExecutor)
+    executor.set_params(*reference.get_params())
+    for draws in (NO_DRAWS, Draws(0.6), Draws(cutmix=Box(3, 0, 30, 31))):
+        check_pass(executor, reference, seed=5, draws=draws)
+    data, label = batch(7)
+    reference.set_params(*executor.get_params())
+    reference.evaluate(data.asnumpy(), label.asnumpy(), 4)
+    executor.evaluate(data, label, 4)
+    assert relative_error(executor.request_probabilities()(), reference.request_probabilities()()) < 1e-4
+    metrics, wanted = executor.read_metrics(), reference.read_metrics()
+    assert metrics[1:] == wanted[1:] and abs(metrics.loss_sum - wanted.loss_sum) < 1e-4 * wanted.loss_sum
+    half = create_executor("cuda", graph, SHAPES, device="gpu(0)", dtype="float16")
+    half.set_params(*executor.get_params())
+    half.forward_backward(data, label)
+    reference.forward_backward(data.asnumpy(), label.asnumpy())
+    got = half.to_canonical("fc_bias", half.grads["fc_bias"]) / half.loss_scale()
+    assert relative_error(got, reference.grads["fc_bias"]) < 0.02
 
 
 def test_metrics_that_are_asked_for_before_they_are_waited_for(executor: CudaExecutor) -> None:

@@ -90,6 +90,28 @@ def test_updates_leave_what_is_frozen_and_go_as_far_as_the_factors_say(cache: Pa
         assert np.abs(wanted).max() > 10 * rounding, name
 
 
+def test_clipping_takes_the_norm_of_what_is_trained(cache: Path) -> None:
+    shapes = {"data": (6, 33, 31, 4), "softmax_label": (6,)}
+    graph = passes.freeze(Graph.from_json(small_network().tojson()), "a")
+    options = StepOptions("float16", optimizer=OptimizerConfig(SGD(momentum=0), clip_norm=1e-3), deterministic=True)
+    step = TrainingStep(graph, shapes, options, cache_folder=cache)
+    params, aux = random_state(graph, shapes, seed=3)
+    step.set_params(params, aux)
+    step.load(*random_batch(shapes, seed=4))
+    step.forward_backward()
+    gradients = {name: gradient.astype(np.float64) for name, gradient in step.get_gradients().items()}
+    assert gradients.keys() == params.keys() - roles.frozen(graph)
+    norm = np.sqrt(sum((gradient**2).sum() for gradient in gradients.values()))
+    step.update(1000.0)
+    step.read_metrics()
+    assert norm > 2e-3 and step.gradient_norm == pytest.approx(norm, rel=1e-5)
+    for name, gradient in gradients.items():
+        moved = params[name] - step.get_params()[0][name]
+        rounding = 2.0**-23 * max(1.0, np.abs(params[name]).max())
+        np.testing.assert_allclose(moved, gradient / norm, rtol=1e-4, atol=2 * rounding, err_msg=name)
+    step.gpu.free_all()
+
+
 def test_a_frozen_step_is_faster(cache: Path) -> None:
     """ResNet-50 at batch 64: fewer launches, less memory, less time."""
     shapes, found = {"data": (64, 224, 224, 4), "softmax_label": (64,)}, []

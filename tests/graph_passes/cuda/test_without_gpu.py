@@ -19,6 +19,7 @@ from test_compile import serves
 
 from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError, Ref, passes, pipeline, roles
+from graph_passes.executors import Box, Draws
 from graph_passes.executors.cuda import kernels, training_step
 from graph_passes.executors.cuda.capacity import check_fits
 from graph_passes.executors.cuda.choices import Choices
@@ -142,7 +143,8 @@ def lower_graph(graph: Graph, shapes: dict[str, tuple[int, ...]], training: bool
         kept("data", (batch, height, width, padded_channels(channels)), dtype), kept("label", (batch,), "float32"),
         kept("own_share", (1,), "float32"),
         kept("probabilities", (batch, 1000), "float32"), kept("metrics", (32,), "uint8"),
-        kept("num_valid", (1,), "int32"), kept("loss_scale", (1,), "float32"), kept("tickets", (64,), "int32"))
+        kept("num_valid", (1,), "int32"), kept("loss_scale", (1,), "float32"), kept("tickets", (64,), "int32"),
+        kept("class_weights", (1000,), "float32") if graph[graph.outputs[0].node].get("class_weights", ()) else None)
     choices = Choices(shapes, store, persistent, tools)
     if training:
         graph = pipeline.training_step(graph, shapes, dtype, choices, grouped=group is not None)
@@ -208,6 +210,26 @@ def test_launches_of_a_training_step(depth: int, batch_norms: int, projections: 
     assert lowering.ready["classifier_weight"] < lowering.ready["stem_conv_weight"] == len(operations)
     for launch in lowering.program.launches:
         launch.enqueue()
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+def test_launches_of_the_losses(training: bool) -> None:
+    """Each its kernel; the softmax without weights is the instance that knows of none, and so it is in inference."""
+    plain = passes.bn_relu(passes.bn_add_relu(Graph.from_json(resnet(18, 1000).tojson())))
+    shapes = {"data": (4, 64, 64, 3), "softmax_label": (4,)}
+    kernels = {}
+    for name, graph in (("softmax", plain), ("sigmoid", passes.binary_cross_entropy(plain, 0.2)),
+                        ("weighted", passes.weigh_classes(plain, [0.5, 1.5] * 500))):
+        lowering, _ = lower_graph(graph, shapes, training)
+        loss, count_hits = (launch for launch in lowering.program.launches if launch.node == "softmax")
+        assert count_hits.operation == "add_metrics"
+        kernels[name] = loss.operation, [buffer.name for buffer in loss.reads]
+        check_memory(lowering.program)
+    assert [operation for operation, _ in kernels.values()] == [
+        "softmax_cross_entropy", "sigmoid_cross_entropy", "softmax_cross_entropy"]
+    assert {name: "class_weights" in reads for name, (_, reads) in kernels.items()} == {
+        "softmax": False, "sigmoid": False, "weighted": training}
+    assert all(("own_share" in reads) == training for _, reads in kernels.values())
 
 
 def test_launches_of_folded_inference() -> None:
@@ -584,9 +606,11 @@ def make_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., 
     monkeypatch.setattr(training_step, "_machine", lambda gpu: "fake")
     graph = passes.bn_relu(passes.bn_add_relu(Graph.from_json(resnet(18, 10).tojson())))
 
-    def make(size: int, **options: Any) -> training_step.TrainingStep:
+    def make(size: int, change: Callable[[Graph], Graph] = lambda same: same,
+             **options: Any) -> training_step.TrainingStep:
         shapes = {"data": (4, size, size, 3), "softmax_label": (4,)}
-        return training_step.TrainingStep(graph, shapes, StepOptions(num_buckets=3, **options), cache_folder=tmp_path)
+        return training_step.TrainingStep(change(graph), shapes, StepOptions(num_buckets=3, **options),
+                                          cache_folder=tmp_path)
 
     return make
 
@@ -668,6 +692,33 @@ def test_windows_of_too_many_places_are_refused(window: tuple[int, int], trainin
 def test_images_of_other_types_are_refused(make_step: Callable[..., training_step.TrainingStep]) -> None:
     with pytest.raises(GraphError, match="data has the dtype float64: give one of float16, bfloat16, float32"):
         make_step(64).load_from_device(1, "float64", (4, 64, 64, 4))
+
+
+def test_what_mixes_a_batch(make_step: Callable[..., training_step.TrainingStep], monkeypatch: pytest.MonkeyPatch
+                            ) -> None:
+    """One launch over as many blocks as the pairs of images have, and the share where the loss reads it, if it is
+    another than before."""
+    step = make_step(64)
+    launched: list[Any] = []
+    monkeypatch.setattr(step.kernels, "get", lambda source, name: SimpleNamespace(
+        launch=lambda grid, block, address, *rest: launched.append((name, grid[0], [each.value for each in rest]))))
+    monkeypatch.setattr(step.gpu, "write_word", lambda address, value: launched.append(float(value)))
+    for draws in (Draws(), Draws(cutmix=Box(5, 5, 5, 9)), Draws(0.75), Draws(cutmix=Box(8, 0, 24, 64)), Draws()):
+        step.mix(draws)
+    image = 64 * 64 * 4
+    assert launched == [0.75, ("mix_images<half>", 2 * image // 1024, [image, 4, 0.75]),
+                        ("exchange_boxes<half, 4>", 2 * 16 * 64 // 256, [4, 64, 64, 8, 0, 24, 64]), 1.0]
+    with pytest.raises(GraphError, match="for images of 64x64: the box must lie inside, and mixup be 1"):
+        step.mix(Draws(cutmix=Box(0, 0, 65, 64)))
+
+
+def test_the_loss_scale_begins_higher_where_gradients_are_of_a_mean_over_the_classes(
+        make_step: Callable[..., training_step.TrainingStep]) -> None:
+    assert make_step(64).optimizer.config.initial_loss_scale == 1024
+    step = make_step(64, change=passes.binary_cross_entropy)
+    assert step.optimizer.config.initial_loss_scale == 8192, "10 classes"
+    step.set_optimizer(OptimizerConfig())
+    assert step.optimizer.config.initial_loss_scale == 8192
 
 
 def test_validation_takes_no_memory_but_that_of_its_weights(make_step: Callable[..., training_step.TrainingStep]

@@ -160,16 +160,17 @@ def test_a_network_of_binary_cross_entropy(trained: Checkpoint, images: np.ndarr
     save(bce, tmp_path / "run" / "checkpoints" / "best.npz")
     run, prefix = str(tmp_path / "run"), tmp_path / "network"
     run_export(["--checkpoint", run, "--onnx", f"{prefix}.onnx", "--torchvision", str(tmp_path / "torch.safetensors"),
-                "--symbol", f"{prefix}-symbol.json", "--params", f"{prefix}-0000.params"])
+                "--symbol", f"{prefix}-symbol.json", "--params", f"{prefix}-0000.params", "--layout", "NCHW"])
+    images_nchw = np.ascontiguousarray(images.transpose(0, 3, 1, 2))
     session = onnxruntime.InferenceSession(f"{prefix}.onnx", providers=["CPUExecutionProvider"])
-    (answers,) = session.run(None, {"data": images.transpose(0, 3, 1, 2)})
+    (answers,) = session.run(None, {"data": images_nchw})
     logits = np.log(answers / (1 - answers))
     np.testing.assert_allclose(logits - logits[:, :1], scores - scores[:, :1], atol=1e-3)
     assert np.abs(answers.sum(axis=1) - 1).max() > 0.01
     symbol, params, aux = mx.model.load_checkpoint(str(prefix), 0)
-    executor = symbol.simple_bind(mx.cpu(), data=images.shape, grad_req="null")
+    executor = symbol.simple_bind(mx.cpu(), data=images_nchw.shape, grad_req="null")
     executor.copy_params_from(params, aux)
-    stock = executor.forward(is_train=False, data=mx.nd.array(images))[0].asnumpy()
+    stock = executor.forward(is_train=False, data=mx.nd.array(images_nchw))[0].asnumpy()
     np.testing.assert_allclose(stock, answers, atol=1e-5)
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (SIZE, SIZE, 3), np.uint8)).save(tmp_path / "a.png")
     found = [predict.predict(PredictOptions(images=(tmp_path / "a.png",), checkpoint=place, top=NUM_CLASSES))[0].guesses

@@ -10,15 +10,17 @@ import numpy as np
 import pytest
 from several_processes import needs_horovod, run_processes
 
+from train import checkpoint, models
+from train.models.network import init_params
 from train.processes.distributed import Workers
 from train.reporting.metrics import METRICS_FILE, RunRecord
 
-# Three tests in one start of the processes, the mistake last: after it they end.
+# Five tests in one start of the processes, the mistake last: after it they end.
 SESSION = """
     import sys, time
     import numpy as np
     from common.mxnet_compat import mx
-    from graph_passes import Graph
+    from graph_passes import Graph, passes
     from graph_passes.executors import create_executor
     from graph_passes.optimizers.sgd import SGD
     from pipelines.synthetic import SyntheticLoader
@@ -34,7 +36,8 @@ SESSION = """
     executor = create_executor("mxnet", Graph.from_json(symbol.tojson()), shapes)
     executor.set_params(*network.init_params(symbol, seed=1 + workers.rank))  # the broadcast must make them equal
     params, aux = executor.get_params()
-    executor.set_params(workers.broadcast(params, "params"), aux)
+    params = workers.broadcast(params, "params")
+    executor.set_params(params, aux)
 
     batch = np.load(f"{folder}/batch{workers.rank}.npz")
     executor.forward_backward(mx.nd.array(batch["data"]), mx.nd.array(batch["label"]))
@@ -51,6 +54,19 @@ SESSION = """
     optimizer.step(1.0)
     np.savez(f"{folder}/clipped{workers.rank}.npz", norm=optimizer.gradient_norm,
              **{name: param.asnumpy() for name, param in executor.params.items()})
+
+    # Two stages frozen, two slower: a step by the mean of the gradients of the others, which is all that is exchanged.
+    graph = passes.slow_backbone(passes.freeze(Graph.from_json(symbol.tojson()), "stage2"), 0.25)
+    frozen = create_executor("mxnet", graph, shapes)
+    frozen.set_params(params, aux)
+    optimizer = frozen.create_optimizer(SGD(momentum=0))
+    frozen.forward_backward(mx.nd.array(batch["data"]), mx.nd.array(batch["label"]))
+    workers.gradient_all_reduce(frozen).finish()
+    optimizer.step(0.5)
+    np.savez(f"{folder}/frozen{workers.rank}.npz",
+             **{f"mean/{name}": frozen.to_canonical(name, grad) for name, grad in frozen.grads.items()},
+             **{f"before/{name}": param for name, param in params.items()},
+             **{f"after/{name}": param for name, param in frozen.get_params()[0].items()})
 
     # the vote is that of the call before, the same on both ranks
     votes = [workers.vote([workers.rank == 1, False]), workers.vote([False, False]), workers.vote([False, True])]
@@ -134,6 +150,51 @@ def test_clipping_takes_the_mean_over_the_processes(session):
         before = session_arrays[f"params/{name}"]
         np.testing.assert_allclose(before - clipped[0][name], 0.25 * grad / norm, rtol=1e-4,
                                    atol=3e-7 * max(1e-3, np.abs(before).max()), err_msg=name)
+
+
+@needs_horovod
+def test_step_with_frozen_and_slower_layers(session):
+    """The same on both processes: what is frozen stays, the rest goes as far as mean gradient and factor say."""
+    first, second = (np.load(session[0] / f"frozen{rank}.npz") for rank in range(2))
+    assert all(np.array_equal(first[name], second[name]) for name in first.files)
+    trained = {name.removeprefix("mean/") for name in first.files if name.startswith("mean/")}
+    assert "stage3_block1_conv1_weight" in trained and "stage2_block1_conv1_weight" not in trained
+    for name in (name.removeprefix("before/") for name in first.files if name.startswith("before/")):
+        before, after = first[f"before/{name}"], first[f"after/{name}"]
+        rate = 0.5 if name.startswith("classifier") else 0.125
+        expected = before - rate * first[f"mean/{name}"].astype(np.float64) if name in trained else before
+        tolerance = 1e-6 * max(1, np.abs(expected).max())  # a few roundings of 6e-8
+        np.testing.assert_allclose(after, expected, rtol=0, atol=tolerance if name in trained else 0, err_msg=name)
+
+
+@needs_horovod
+def test_frozen_backbone_trains_as_in_one_process(narrow_network, tiny_options, tmp_path, run_train):
+    """Batches of 4 on each of two processes, of 8 on one: where no BatchNorm has statistics of its batch, both train
+    the classifier alike, image by image."""
+    script = """
+        import sys
+        from train import __main__ as program
+        from train.commands import session
+
+        session.write_report = lambda folder, record: folder
+        session.has_predictions = lambda trainer, recorder: False
+        sys.exit(program.main(sys.argv[1:]))
+    """
+    options = [*tiny_options, "--freeze", "backbone", "--no-zero-init-residual", "--validate-every", "0", "--output"]
+    done = run_processes(script, *options, tmp_path / "two", narrow=True)
+    assert done.returncode == 0, done.stderr
+    code, _, err = run_train(*options, tmp_path / "one", "--batch-size", "8")
+    assert code == 0, err
+    one, two = (checkpoint.load(checkpoint.find(str(tmp_path / name))) for name in ("one", "two"))
+    start, aux = init_params(models.create("resnet18", 3).symbol, one.config.seed, zero_init_residual=False)
+    assert one.progress.step == two.progress.step == 6
+    assert one.state["momentum"].keys() == two.state["momentum"].keys() == {"classifier_weight", "classifier_bias"}
+    for name, value in one.params.items():
+        way = np.abs(value - start[name]).max()
+        assert way > 1e-3 if name.startswith("classifier") else way == 0, name
+        # Sums of 8 in another order, 1e-6 of a gradient: a hundredth of this is left for each step.
+        np.testing.assert_allclose(two.params[name], value, rtol=0, atol=1e-4 * way, err_msg=name)
+    assert all(np.array_equal(two.aux[name], value) for name, value in aux.items())
 
 
 @needs_horovod

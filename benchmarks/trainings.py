@@ -1,0 +1,162 @@
+"""What the programs that train whole runs share: their options and data, `python -m train` as a user starts it, what it
+has found, and results that are kept as they come."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import record
+
+from common.command_line import Positive, option_name
+from common.errors import error_of
+from pipelines import MEAN, STD, LoaderConfig
+from pipelines.decoded import decode_once
+from pipelines.sources import Source, open_source
+from train.config import Config, load_preset
+
+Line = dict[str, Any]  # of a .jsonl
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """What is trained."""
+
+    preset: str = "cifar10_resnet18"
+    """Whose network, images and recipe are taken."""
+    data: Path = record.REAL_DATA / "cifar10"
+    """CIFAR-10 in any form that the loader reads."""
+    seeds: Positive = 3
+    """Runs of each; a published result needs 3."""
+    results: Path = record.RESULTS
+    """Folder to write to."""
+
+
+@dataclass(frozen=True)
+class SideBySide:
+    """What is trained."""
+
+    side_by_side: Positive = 4
+    """Runs of ours at a time where accuracies are what counts: they are too small to fill a GPU."""
+
+
+# --- data ---
+
+
+def decoded(data: Path) -> dict[str, np.ndarray]:
+    """All images (N, 32, 32, 3) uint8 and labels (N,) of both splits."""
+    arrays: dict[str, np.ndarray] = {"mean": np.array(MEAN, np.float32), "std": np.array(STD, np.float32)}
+    for split in ("train", "val"):
+        source = decode_once(LoaderConfig(data=str(data), split=split, cache_gib=None), open_source(data, split))
+        arrays[f"{split}_images"] = np.stack([source.feed(i) for i in range(len(source))])
+        arrays[f"{split}_labels"] = np.array([source.label(i) for i in range(len(source))])
+    return arrays
+
+
+def write_images(source: Source, classes: Iterable[int], folder: Path, per_class: int | None = None,
+                 seed: int = 0) -> None:
+    """Class folders with the encoded images of these classes, or with so many of each, sampled by the seed."""
+    labels = np.array([source.label(i) for i in range(len(source))])
+    for label in classes:
+        (indices,) = np.nonzero(labels == label)
+        if per_class:
+            indices = np.random.default_rng((seed, label)).choice(indices, per_class, replace=False)
+        place = folder / source.class_names[label]
+        place.mkdir(parents=True)
+        for i in indices:
+            (place / f"{i}.jpg").write_bytes(source.read(int(i)).tobytes())
+
+
+# --- runs ---
+
+
+def options_of(config: Config) -> list[str]:
+    """Options of `python -m train` that make of a preset this configuration: those that differ, and the warm-up, which
+    by default depends on the number of epochs."""
+    preset = load_preset(config.config)
+    changed = [name for name, value in vars(config).items()
+               if value != getattr(preset, name) or name == "warmup_epochs"]
+    return [text for name in changed for text in _option(name, getattr(config, name))]
+
+
+def _option(name: str, value: object) -> list[str]:
+    if isinstance(value, bool):
+        return [option_name(name) if value else option_name(f"no_{name}")]
+    return [option_name(name), *map(str, value if isinstance(value, tuple) else (value,))]
+
+
+def command(*arguments: object) -> list[str]:
+    """The command `python -m train` with these arguments."""
+    return [sys.executable, "-W", "ignore", "-m", "train", *map(str, arguments)]
+
+
+def run_program(words: Sequence[str], log: Path) -> None:
+    """Run it with its output in a file; raises its error."""
+    with log.open("w") as output:
+        code = subprocess.run(words, cwd=record.ROOT, stdout=output, stderr=subprocess.STDOUT).returncode
+    if code:
+        raise error_of(code)(f"{' '.join(words[4:])} ended with exit code {code}: {log.read_text()[-2000:]}")
+
+
+def arguments_of(config: Config, data: Path, seed: int, run: Path) -> list[str]:
+    """What `python -m train` is given for a run with its results in the folder `run`."""
+    return ["--config", config.config, "--data", str(data), "--seed", str(seed), *options_of(config), "--output",
+            str(run), "--no-tensorboard"]
+
+
+def train(config: Config, data: Path, seed: int, run: Path, *others: object) -> None:
+    """A whole run, in the folder `run`, its output in a file beside it; raises its error."""
+    run_program(command(*arguments_of(config, data, seed, run), *others), run.with_name(f"{run.name}.log"))
+
+
+def validations(folder: Path, launched: float, program: str, seed: int) -> Iterator[Line]:
+    """Those of a run that was launched at `launched`, as time.time() has it. Seconds are from the beginning of the
+    first step, less those of writing checkpoints."""
+    startup = (folder / "config.json").stat().st_mtime - launched  # written when everything is built
+    apart = 0.0  # seconds
+    for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
+        if line["event"] == "phase" and line["name"] == "checkpoint":
+            apart += line["seconds"]
+        elif line["event"] == "epoch" and line["val_top1"] is not None:
+            yield {"program": program, "seed": seed, "epoch": line["epoch"], "seconds": line["time"] - apart,
+                   "top1": line["val_top1"], "train_loss": line["train_loss"], "startup_seconds": startup}
+
+
+# --- results ---
+
+
+class KeptLines:
+    """The lines of a .jsonl, written as they come, so that a program goes on where it was stopped.
+
+    The file's first line is `about`, what all lines have in common, such as recipe, commit and GPU: lines of other ones
+    are not those that this run would make, and are replaced.
+    """
+
+    def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
+        self._path, self._about = path, dict(about)
+        self.lines: list[Line] = []
+        if path.exists():
+            first, *rest = map(json.loads, path.read_text().splitlines() or ["{}"])
+            self.lines = rest if first == json.loads(json.dumps(self._about)) else []
+
+    def add(self, *lines: Line, show: bool = True) -> None:
+        """Write them, and print them; those of one call are written together or not at all."""
+        self.lines += lines
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self._path.with_suffix(".partial")
+        partial.write_text("".join(json.dumps(line) + "\n" for line in (self._about, *self.lines)))
+        partial.replace(self._path)
+        for line in lines if show else ():
+            print(json.dumps(line), flush=True)
+
+
+def mean_and_deviation(values: Sequence[float]) -> str:
+    """With one decimal; of one value without a deviation."""
+    return f"{statistics.mean(values):.1f}" + (f" +/- {statistics.stdev(values):.1f}" if len(values) > 1 else "")
