@@ -31,7 +31,7 @@ COMMANDS = {
     "predict": Command(PredictOptions, "train.commands.predict:main"),
     "export": Command(ExportOptions, "train.commands.export:main"),
 }
-OF_ONE_PROCESS = ("compare-precision", "predict", "export")
+OF_ONE_PROCESS = ("compare-precision", "export")
 PROG = "python -m train"
 
 

@@ -11,6 +11,7 @@ import psutil
 
 from common.command_line import option_name
 from graph_passes import Graph, GraphError, passes
+from graph_passes.errors import CapacityError
 from graph_passes.executors import Executor, create_executor
 from graph_passes.executors.cuda.statistics_group import StatisticsGroup
 from pipelines import DEFAULT_HW_DECODER_LOAD, Loader, LoaderConfig, open_loader
@@ -176,8 +177,8 @@ def training_graph(config: Config, network: Network, class_weights: Sequence[flo
 
 
 def check_memory(config: Config, num_classes: int, image_size: int, placement: Placement) -> None:
-    """Raises TrainError where this machine's memory is too small for a training step on the CPU, which the system would
-    end without a word. The cuda executor asks by itself."""
+    """Raises CapacityError where this machine's memory is too small for a training step on the CPU, which the system
+    would end without a word. The cuda executor asks by itself."""
     if placement.executor != "mxnet" or not placement.device.startswith("cpu"):
         return
     graph = training_graph(config, models.create(config.model, num_classes, config.label_smoothing))
@@ -187,7 +188,7 @@ def check_memory(config: Config, num_classes: int, image_size: int, placement: P
     if needed > free:
         largest = int(0.8 * config.batch_size * free / needed)
         advice = f"use a --batch-size of at most {largest}" if largest else "free memory, or use a smaller --image-size"
-        raise TrainError(
+        raise CapacityError(
             f"training on batches of {config.batch_size} images of {image_size}x{image_size} needs about "
             f"{needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} GiB are free: {advice}"
         )

@@ -195,7 +195,7 @@ class InferenceImageOptions(Normalisation, CentreCrop):
     (arXiv:1906.06423)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LoaderOptions(SizeLimit):
     """Loader."""
 
@@ -386,6 +386,7 @@ _LIMITS = {
     **dict.fromkeys(("batch_size", "epochs", "accumulate", "buckets", "commit_every", "keep_checkpoints", "log_every",
                      "min_steps", "limit_steps", "top"),
                     (lambda value: value >= 1, "at least 1")),
+    "batch_sizes": (lambda value: min(value, default=1) >= 1, "at least 1 each"),
     "bn_group": (lambda value: 1 <= value <= MAX_BN_GROUP, f"from 1 to {MAX_BN_GROUP}"),
     "image_size": (lambda value: value >= MIN_IMAGE_SIZE, f"at least {MIN_IMAGE_SIZE} pixels"),
     **dict.fromkeys(("first_image_size", "val_image_size"),

@@ -23,8 +23,8 @@ Arrays = dict[str, np.ndarray]
 
 
 class Metrics(NamedTuple):
-    """Sums over images, of one process or of all: cross entropy (nats, with the network's label smoothing), hits among
-    the best 1 and 5, and how many images these are."""
+    """Sums over images, of one process or of all: the network's loss (nats, with its label smoothing; of binary cross
+    entropy the mean over the classes), hits among the best 1 and 5, and how many images these are."""
 
     loss_sum: float
     top1: float

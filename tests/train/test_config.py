@@ -202,6 +202,13 @@ def test_another_optimizer_than_the_preset_s_brings_its_own_recipe():
     assert constants("--optimizer", "lamb", default=resumed) == (0.125, preset.weight_decay, 1e-8)
 
 
+def test_a_preset_s_policy_can_be_left_out():
+    """What belongs to it stays, and does nothing."""
+    config = config_of("--config", "resnet50_a1_600ep", "--auto-augment", "none", "--loss", "softmax")
+    config.transform.check()
+    assert config.randaugment_magnitude == 7 and config.bce_threshold == 0.2
+
+
 def test_an_empty_shell_variable_is_no_value():
     with pytest.raises(UserError, match="^--resume is followed by an empty value"):
         config_of("--epochs", "2", "--resume", "")

@@ -1,4 +1,4 @@
-"""ResNet-18 on CIFAR-10 with all of today's ingredients, upscaled to 96 pixels: TrivialAugment, random erasing, mixup or
+"""ResNet-18 on CIFAR-10 with today's ingredients, upscaled to 96 pixels: TrivialAugment, random erasing, mixup or
 CutMix, label smoothing, repeated augmentation, clipping, moving average.
 
     python -m train --config cifar10_strong --data /path/to/cifar10

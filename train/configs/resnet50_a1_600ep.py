@@ -24,6 +24,7 @@ CONFIG = Config(
     image_size=224,
     val_crop_fraction=0.95,
     interpolation="bicubic",
+    train_interpolation="random",
     batch_size=256,
     random_area=(0.08, 1.0),
     auto_augment="randaugment-timm",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from graph_passes.executors.cuda.kernels import C_TYPES, HOPPER, SOURCES, architecture, compile_kernel
 from graph_passes.executors.cuda.lowering.conv1x1_backward import DgradReduce, NormBackward
+from graph_passes.executors.cuda.optimizer import State, _Tensor
 from graph_passes.passes.dgrad_reduce import OUT_CHANNELS
 
 RULES = ["Sgd<false>", "Sgd<true>", "Lars<false>", "Lars<true>", "AdamW", "Lamb", "Lion"]  # of optimizer.cu
@@ -138,6 +140,20 @@ def test_compiles_for_each_generation(capability: tuple[int, int], path: Path) -
         pytest.skip(f"this NVRTC does not know {arch}: it has {', '.join(f'sm_{number}' for number in known)}")
     names = [expressions(kernel, C_TYPES["bfloat16"])[0] for source, kernel in kernels() if source == path.name]
     compile_for(path, names, arch)
+
+
+@pytest.mark.usefixtures("nvrtc")
+def test_structs_of_the_optimizer_are_laid_out_alike() -> None:
+    """Python writes them, the kernels read them."""
+    from cuda.core import Program, ProgramOptions
+
+    source, asserts = (SOURCES / "optimizer.cu").read_text(), ""
+    for name, struct in (("State", State), ("Tensor", _Tensor)):
+        body = re.sub("//.*", "", source.partition(f"struct {name} {{")[2].partition("};")[0])
+        assert re.findall(r"(\w+)(?:\[\w+\])?[,;]", body) == [field[0] for field in struct._fields_]
+        asserts += f"static_assert(sizeof({name}) == {ctypes.sizeof(struct)});\n"
+    options = ProgramOptions(arch="sm_90a", std="c++17", include_path=[str(SOURCES)])
+    Program('#include "optimizer.cu"\n' + asserts, "c++", options).compile("cubin")
 
 
 @pytest.mark.usefixtures("nvrtc")
