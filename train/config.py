@@ -126,6 +126,19 @@ class NetworkOptions:
 
 
 @dataclass(frozen=True)
+class DroppingOptions:
+    """Network."""
+
+    stochastic_depth: float = 0.0
+    """Leave out residual branches at random in training, with a probability that rises from 0 at the first block to
+    this at the last (arXiv:1603.09382); 0: none."""
+    stochastic_depth_mode: Literal["image", "block"] = "image"
+    """With --stochastic-depth: image: a branch is left out for each image or not; block: for all of a batch at once."""
+    dropout: float = 0.0
+    """Set this part of what the classifier reads to 0 in training, at random; 0: none."""
+
+
+@dataclass(frozen=True)
 class FineTuningOptions:
     """Fine-tuning."""
 
@@ -332,8 +345,8 @@ class LogOptions:
 @dataclass(frozen=True)
 class TrainingOptions(LogOptions, CheckpointOptions, ElasticOptions, DistributedOptions, ScheduleOptions,
                       OptimizerOptions, CacheOptions, LoaderOptions, InferenceImageOptions, ResizingOptions,
-                      ImageOptions, BatchOptions, FineTuningOptions, NetworkOptions, DeviceOptions, LengthOptions,
-                      DataOptions, RunOptions):
+                      ImageOptions, BatchOptions, FineTuningOptions, DroppingOptions, NetworkOptions, DeviceOptions,
+                      LengthOptions, DataOptions, RunOptions):
     """What a training run is, wherever it begins."""
 
 
@@ -400,7 +413,8 @@ _LIMITS = {
                      "warmup_epochs", "mixup", "cutmix", "price_per_hour", "final_learning_rate", "time_limit",
                      "checkpoint_minutes", "warmup_steps"),
                     (lambda value: value >= 0, "0 or more")),
-    **dict.fromkeys(("label_smoothing", "momentum", "ema_decay", "val_split", "bce_threshold"),
+    **dict.fromkeys(("label_smoothing", "momentum", "ema_decay", "val_split", "bce_threshold", "stochastic_depth",
+                     "dropout"),
                     (lambda value: 0 <= value < 1, "at least 0 and below 1")),
     **dict.fromkeys(("balance", "class_weights", "cutmix_share"),
                     (lambda value: 0 <= value <= 1, "a fraction from 0 to 1")),

@@ -54,10 +54,12 @@ class Draws(NamedTuple):
         its partner, and its target likewise.
     cutmix: the box of Yun et al., arXiv:1905.04899, of images in the size of this batch: each image has its partner's
         pixels there, and its target is a mean by area. None: no box, as with mixup, since a batch has one of the two.
+    seed: 64 bits, from which all that the network's Dropouts drop follows (`operators/dropout.py`).
     """
 
     mixup: float = 1.0
     cutmix: Box | None = None
+    seed: int = 0
 
     def own_share(self, height: int, width: int) -> float:
         """The share of its own label in each image's target. Raises GraphError for a box that leaves images of this

@@ -105,6 +105,9 @@ MISTAKES = {
     "--learning-rate inf": "--learning-rate inf must be a finite number",
     "--num-threads 100000": "--num-threads 100000 must be from 0 to 1024",
     "--momentum 1": "--momentum 1.0 must be at least 0 and below 1",
+    "--stochastic-depth 1": "--stochastic-depth 1.0 must be at least 0 and below 1",
+    "--stochastic-depth -0.1": "--stochastic-depth -0.1 must be at least 0 and below 1",
+    "--dropout 1": "--dropout 1.0 must be at least 0 and below 1",
     "--random-area 0.5 0.1": "--random-area 0.5 0.1 must be two fractions above 0, the smaller first",
     "--randaugment-magnitude 5":
         "--randaugment-magnitude is for --auto-augment randaugment or randaugment-timm, and this run has none: leave",

@@ -200,7 +200,7 @@ def test_files_that_are_removed_in_mid_run(gone, named, unbroken, tiny_options, 
 
 
 @pytest.mark.parametrize("recipe, steps_per_epoch", [
-    ("--mixup 0.4 --clip-norm 0.5 --repeated-augmentation 2", 6),
+    ("--mixup 0.4 --clip-norm 0.5 --repeated-augmentation 2 --stochastic-depth 0.5 --dropout 0.3", 6),
     ("--mixup 0.2 --cutmix 1 --loss bce --bce-threshold 0.2 --first-image-size 32 --image-size 64 "
      "--resize-epochs 0 1", 6),
     ("--mixup 0.1 --cutmix 1 --cutmix-share 0.7 --class-weights 0.5 --optimizer lamb --accumulate 2 --batch-size 2", 7),

@@ -12,6 +12,7 @@ from train.config import (
     DataOptions,
     DeviceOptions,
     DistributedOptions,
+    DroppingOptions,
     ImageOptions,
     InferenceImageOptions,
     LoaderOptions,
@@ -63,7 +64,8 @@ class Measurement:
 
 @dataclass(frozen=True)
 class BenchmarkOptions(LogOptions, DistributedOptions, OptimizerOptions, CacheOptions, LoaderOptions, ImageOptions,
-                       BatchOptions, NetworkOptions, DeviceOptions, DataOptions, RunOptions, Measurement):
+                       BatchOptions, DroppingOptions, NetworkOptions, DeviceOptions, DataOptions, RunOptions,
+                       Measurement):
     """Measure the speed of training steps, which are repeated until it is known to 1 %, or of inference."""
 
 

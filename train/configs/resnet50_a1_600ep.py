@@ -17,6 +17,7 @@ GLOBAL_BATCH = 2048  # images
 
 CONFIG = Config(
     model="resnet50",
+    stochastic_depth=0.05,
     loss="bce",
     bce_threshold=0.2,  # of two mixed classes both are there, unless one has less than this
     label_smoothing=0.1,

@@ -17,14 +17,21 @@ RULES = ["Sgd<false>", "Sgd<true>", "Lars<false>", "Lars<true>", "AdamW", "Lamb"
 
 # Template arguments behind the dtype that the executor asks for.
 FLAGS = {
-    "dgrad_reduce": ["64, false, true", "128, true, false", "256, true, true"],
-    "norm_backward": ["64, true, false", "128, true, true", "256, false, true"],
-    "batch_norm_apply": ["false, false", "false, true", "true, true"],
-    "batch_norm_backward_reduce": ["NO_RELU, false, false", "NO_RELU, true, true", "RECOMPUTED, false, false",
-                                   "RECOMPUTED, true, true", "BITS, false, true", "BITS, true, true"],
-    "batch_norm_backward_apply": ["NO_RELU, false", "NO_RELU, true", "RECOMPUTED, false", "RECOMPUTED, true"],
+    "dgrad_reduce": ["64, false, true, false", "128, true, false, false", "256, true, true, false",
+                     "64, true, true, true", "256, false, false, true"],
+    "norm_backward": ["64, true, false, false", "128, true, true, false", "256, false, true, false",
+                      "256, false, false, true"],
+    "batch_norm_apply": ["false, false, false", "false, true, false", "true, true, false", "true, true, true"],
+    "batch_norm_backward_reduce": [
+        "NO_RELU, false, false, false", "NO_RELU, true, true, false", "RECOMPUTED, false, false, false",
+        "RECOMPUTED, true, true, false", "BITS, false, true, false", "BITS, true, true, false",
+        "BITS, false, true, true", "BITS, true, true, true"],
+    "batch_norm_backward_apply": ["NO_RELU, false, false", "NO_RELU, true, false", "RECOMPUTED, false, false",
+                                  "RECOMPUTED, true, false", "NO_RELU, false, true"],
     "batch_norm_relu_max_pool_backward_reduce": ["false", "true"],
-    "batch_norm_pair_backward_reduce": ["false", "true"],
+    "batch_norm_pair_apply": ["false", "true"],
+    "batch_norm_pair_backward_reduce": ["false, false", "true, false", "false, true", "true, true"],
+    "batch_norm_pair_backward_apply": ["false", "true"],
     "bias_add_relu": ["false, false", "false, true", "true, true"],
     "exchange_boxes": ["4", "3"],
     "softmax_cross_entropy": ["false", "true"],

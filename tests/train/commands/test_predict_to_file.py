@@ -119,6 +119,13 @@ def test_every_image_once_and_in_order(run_folder, photos, tmp_path, capsys):
     assert not list(output.parent.glob("*.part*"))
 
 
+def test_the_reference_executor_predicts_the_same(run_folder, photos, tmp_path):
+    for executor in ("mxnet", "reference"):
+        run_predict(run_folder, tmp_path / f"{executor}.csv", photos / "0.png", "--device", "cpu",
+                    "--executor", executor)
+    assert_same(tmp_path / "reference.csv", tmp_path / "mxnet.csv")
+
+
 def test_json_lines_say_the_same(run_folder, photos, tmp_path):
     run_predict(run_folder, tmp_path / "a.csv", photos)
     run_predict(run_folder, tmp_path / "a.jsonl", photos)
