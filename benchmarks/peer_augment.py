@@ -105,8 +105,8 @@ def _stretched(images: torch.Tensor) -> torch.Tensor:
 def _equalized(images: torch.Tensor) -> torch.Tensor:
     """Each channel with a flat histogram."""
     flat = images.flatten(2).long()
-    counts = torch.zeros(*flat.shape[:2], 256, device=images.device, dtype=torch.long)
-    counts = counts.scatter_add(2, flat, torch.ones_like(flat))
+    counts = torch.zeros(*flat.shape[:2], 256, device=images.device, dtype=torch.int32)
+    counts = counts.scatter_add(2, flat, torch.ones_like(flat, dtype=torch.int32))
     last = counts.gather(2, flat.amax(2, keepdim=True))
     step = (flat.shape[2] - last) // 255
     before = counts.cumsum(2) - counts

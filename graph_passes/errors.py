@@ -7,6 +7,10 @@ class GraphError(UserError):
     """A user's mistake in what concerns a network's graph."""
 
 
+class CapacityError(GraphError):
+    """A batch is larger than a device has room for."""
+
+
 class PassingError(GraphError):
     """What was asked for cannot be had now, but perhaps another time, as memory or time ran out: nobody is to remember
     it as a refusal."""

@@ -29,13 +29,14 @@ from graph_passes.passes.zero_bias_grad import zero_bias_grad
 
 Pass = Callable[[Graph], Graph]
 Shapes = Mapping[str, Sequence[int]]  # of the inputs
-# What comes first in both: fusions of operators of the network.
+# What is in both: fusions of operators of the network.
 FUSED: Mapping[str, Pass] = {"bn_add_relu": passes.bn_add_relu, "bn_relu": passes.bn_relu, "add_relu": passes.add_relu}
 
 
 def training_passes(shapes: Shapes, dtype: str, choose: Choose, grouped: bool = False) -> dict[str, Pass]:
     """The passes of `training_step` by name, in order."""
     listed: dict[str, Pass] = {
+        "draw_masks": lambda graph: passes.draw_masks(graph, shapes["data"][0]),
         **FUSED,
         "fold_frozen": passes.fold_frozen,
         "gradient": lambda graph: passes.gradient(graph, shapes),
@@ -59,6 +60,7 @@ def training_passes(shapes: Shapes, dtype: str, choose: Choose, grouped: bool = 
 def inference_passes(dtype: str, choose: Choose) -> dict[str, Pass]:
     """The passes of `inference` by name, in order."""
     return {
+        "remove_dropout": passes.remove_dropout,
         **FUSED,
         "fold_bn": passes.fold_bn,
         "precision": lambda graph: passes.precision(graph, dtype),

@@ -59,22 +59,40 @@ def classifier(graph: Graph) -> Node:
     return next(node for node in reversed(list(graph)) if node.op == "FullyConnected")
 
 
-def branch_gammas(graph: Graph) -> frozenset[str]:
-    """Gamma of the last BatchNorm of each residual branch, in a graph in which nothing is fused yet.
+def trained(graph: Graph) -> frozenset[str]:
+    """The parameters that training changes, and the operators that depend on one."""
+    kept, found = frozen(graph), set()
+    for name, use in uses(graph).items():
+        if use.input in ("weight", "bias", "gamma", "beta") and name not in kept:
+            found.add(name)
+    for node in graph:
+        if any(ref.node in found for ref in node.inputs):
+            found.add(node.name)
+    return frozenset(found)
+
+
+def branches(graph: Graph) -> dict[str, Ref]:
+    """The end of each residual branch by the sum that reads it, from the first block to the last, in a graph in which
+    nothing is fused yet.
 
     Of the two tensors that are added, the branch is the one with more operators between it and what both are made of;
     the other is the shortcut, which is that tensor itself, or a projection of it.
     """
-    found = set()
+    found = {}
     for node in graph:
         if node.op == "elemwise_add":
             paths = [_path(graph, ref) for ref in node.inputs]
             shared = set(paths[0]) & set(paths[1])
             own = [[name for name in path if name not in shared] for path in paths]
-            end = graph[max(own, key=len)[0]]
-            if end.op == "BatchNorm":
-                found.add(end.inputs[1].node)
-    return frozenset(found)
+            if any(own):
+                found[node.name] = Ref(max(own, key=len)[0])
+    return found
+
+
+def branch_gammas(graph: Graph) -> frozenset[str]:
+    """Gamma of the last BatchNorm of each residual branch, in a graph in which nothing is fused yet."""
+    ends = (graph[ref.node] for ref in branches(graph).values())
+    return frozenset(end.inputs[1].node for end in ends if end.op == "BatchNorm")
 
 
 def _path(graph: Graph, ref: Ref) -> list[str]:

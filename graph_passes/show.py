@@ -59,7 +59,8 @@ def show(options: ShowOptions) -> None:
         drawn["before"] = before.infer_shapes({"data": _data_shape(before, options.batch_size, options.image_size)})
         drawn |= {stage: graph.infer_shapes(shapes) for stage, graph in stages}
         if options.step:
-            _print_step_bytes(console, passes.precision(passes.gradient(nhwc, shapes), options.dtype), after, shapes)
+            plain = passes.gradient(passes.draw_masks(nhwc, options.batch_size), shapes)
+            _print_step_bytes(console, passes.precision(plain, options.dtype), after, shapes)
         else:
             _print_bytes(console, before, after, drawn, ITEM_BYTES[options.dtype],
                          options.inference or options.int8)

@@ -26,7 +26,7 @@ from pipelines.make_records import (
 )
 from pipelines.options import BenchOptions, MakeRecordsOptions, MakeSamplesOptions, ShowOptions, VerifyOptions
 from pipelines.samples import NUM_TRAIN, NUM_VAL, PATTERNS, make_samples
-from pipelines.show import contact_sheet, save_png
+from pipelines.show import augmentation_sheet, contact_sheet, save
 from pipelines.sources import class_list, open_source, read_classes, same_images, splits_of
 from pipelines.verify import Report, leave_out_duplicates, print_report, verify_split, write_clean
 
@@ -167,9 +167,13 @@ def show(options: ShowOptions) -> int:
         device=options.device,
         on_bad_image="skip",
     )
-    with open_loader(config) as loader:
-        title = f"{options.data}: {options.split}, {options.image_size} px"
-        save_png(contact_sheet(loader, options.rows, options.columns, title), options.output)
+    title = f"{options.data}: {options.split}, {options.image_size} px"
+    if options.each:
+        sheet = augmentation_sheet(config, options.columns, title)
+    else:
+        with open_loader(config) as loader:
+            sheet = contact_sheet(loader, options.rows, options.columns, title)
+    save(sheet, options.output)
     print(options.output)
     return 0
 

@@ -368,10 +368,16 @@ def load_images(
     for file in files:
         if not file.is_file():
             raise DataError(f"{file}: {'is not a file' if file.exists() else 'does not exist'}; give image files")
-    config = LoaderConfig(data="files", split="val", image_size=image_size, batch_size=batch_size, **options)
-    source = FileSource(files[0].parent, files, list(range(len(files))), [(str(file), str(file)) for file in files])
-    with DaliLoader(config, (0, 1), source) as loader:
+    with open_files(files, image_size, batch_size, **options) as loader:
         yield from loader
+
+
+def open_files(files: Sequence[str | Path], image_size: int, batch_size: int, **options: Any) -> DaliLoader:
+    """The loader that `load_images` iterates over, for any number of files: one that is missing is a bad image, among
+    the others in the loader's `bad`. `options` as there."""
+    config = LoaderConfig(data="files", split="val", image_size=image_size, batch_size=batch_size, **options)
+    source = FileSource(Path(files[0]).parent, files, range(len(files)), [("", "")] * len(files))
+    return DaliLoader(config, (0, 1), source)
 
 
 def load_chosen(config: LoaderConfig, indices: Sequence[int]) -> Iterator[Batch]:

@@ -3,7 +3,8 @@
     encoded image -> decode (training: only a random window) -> resize -> crop, flip, normalise, pad channels -> NHWC
 
 Where the images come decoded (decoded.py), the window is cut out of the pixels instead, and so it is where it may
-reach beyond the image (`crop_padding`). Cutout, where it is wanted, follows the window, and brightness the resizing.
+reach beyond the image (`crop_padding`). Cutout, where it is wanted, follows the window; all other augmentations follow
+the resize, when the images of a batch have one size: the policy (policies.py, operations.py), colours, blur, erasing.
 
 All random numbers come in from outside, drawn by the loader from (seed, epoch, batch), and no operator keeps a state.
 So any batch of any epoch can be computed at once: resuming needs two numbers, a broken image can be taken out without

@@ -151,7 +151,7 @@ class Loader(ABC):
 
     def class_sizes(self) -> np.ndarray:
         """How many images of the whole split each class has, in the order of the labels; about so of synthetic ones."""
-        return np.full(len(self.classes), self.num_images // len(self.classes))
+        return np.full(len(self.classes), max(1, self.num_images // len(self.classes)))
 
     def __iter__(self) -> Iterator[Batch]:
         while self.batch < self.num_batches:

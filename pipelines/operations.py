@@ -26,6 +26,7 @@ types: Any = dali.types
 
 LUMA = np.array((0.299, 0.587, 0.114), np.float32)  # of R, G, B: ITU-R BT.601, as Pillow's "L"
 YIQ = np.array([LUMA, (0.5959, -0.2746, -0.3213), (0.2115, -0.5227, 0.3112)])  # from R, G, B: NTSC, FCC 1953
+RGB = np.linalg.inv(YIQ)
 # Pillow cuts the fraction off where DALI rounds. Less than a half, so that what is whole stays so.
 CUT = 0.498
 # Pillow's ImageFilter.SMOOTH, less the image itself.
@@ -72,6 +73,12 @@ FAMILIES = {
 }
 
 
+# For each family whether an operation, by its number, is of it.
+_OF_FAMILY = {
+    name: np.array([FAMILIES.get(each) == name for each in Operation]) for name in dict.fromkeys(FAMILIES.values())
+}
+
+
 class Numbers(NamedTuple):
     """What the graph reads for one operation on each of N images."""
 
@@ -97,8 +104,8 @@ def numbers(operation: np.ndarray, magnitude: np.ndarray, height: int, width: in
     """The numbers of one operation (N,) with its magnitude (N,) for each of N images of `height` x `width` pixels."""
     count, magnitude = len(operation), np.asarray(magnitude, np.float64)
 
-    def of(*wanted: Operation, otherwise: float = 0.0) -> np.ndarray:
-        return np.where(np.isin(operation, wanted), magnitude, otherwise)
+    def of(wanted: Operation, otherwise: float = 0.0) -> np.ndarray:
+        return np.where(operation == wanted, magnitude, otherwise)
 
     angle = np.deg2rad(of(Operation.ROTATE))
     place = np.zeros((count, 2, 3))
@@ -115,9 +122,8 @@ def numbers(operation: np.ndarray, magnitude: np.ndarray, height: int, width: in
     )
     kernel = (1 - of(Operation.SHARPNESS, otherwise=1))[:, None, None] * BLURRED_LESS_IMAGE
     threshold = np.where(operation == Operation.INVERT, 0, np.ceil(of(Operation.SOLARIZE, otherwise=256)))
-    family = np.array([FAMILIES.get(each, "none") for each in Operation])[operation]
     return Numbers(
-        **{name: family == name for name in sorted(set(FAMILIES.values()))},
+        **{name: of_family[operation] for name, of_family in _OF_FAMILY.items()},
         place=place.astype(np.float32),
         colour=np.concatenate([matrix, np.full((count, 3, 1), -CUT)], axis=2).astype(np.float32),
         factor=of(Operation.CONTRAST, otherwise=1).astype(np.float32),
@@ -148,7 +154,7 @@ def hue_matrix(degrees: np.ndarray) -> np.ndarray:
     turn[:, 0, 0] = 1
     turn[:, 1, 1] = turn[:, 2, 2] = np.cos(angle)
     turn[:, 1, 2], turn[:, 2, 1] = -np.sin(angle), np.sin(angle)
-    return np.linalg.inv(YIQ) @ turn @ YIQ
+    return RGB @ turn @ YIQ
 
 
 def colour_numbers(

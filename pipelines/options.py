@@ -99,14 +99,16 @@ class BenchOptions:
 
 @dataclass(frozen=True, kw_only=True)  # so that those without a default may follow those of ImageTransform
 class ShowOptions(ImageTransform):
-    """Write a contact sheet (PNG) of augmented samples with their class names: what the network sees."""
+    """Write a contact sheet (PNG, or JPEG) of augmented samples with their class names: what the network sees."""
 
     data: str
     """Where the images are, in any of the forms of docs/data.md, or "synthetic"."""
     output: Path
-    """The PNG file."""
+    """The file; .jpg makes it a JPEG."""
     split: Split = "train"
     """train shows augmented samples, val those of the validation."""
+    each: bool = False
+    """Show each augmentation alone instead of those that are asked for: a row of the same images for each."""
     image_size: int = 224
     """Pixels, height and width."""
     rows: int = 4

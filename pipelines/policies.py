@@ -227,7 +227,7 @@ def _whole(value: np.ndarray) -> np.ndarray:
 
 
 def _by_operation(operation: np.ndarray, magnitudes: dict[tuple[Operation, ...], np.ndarray]) -> np.ndarray:
-    result = np.zeros(len(operation))
+    of_each = np.zeros((len(Operation), len(operation)))
     for operations, values in magnitudes.items():
-        result = np.where(np.isin(operation, operations), values, result)
-    return result
+        of_each[list(operations)] = values
+    return of_each[operation, np.arange(len(operation))]

@@ -36,6 +36,16 @@ class _RateColumn(ProgressColumn):
         return Text(f"{speed:,.0f} {self._unit}/sec" if speed else "", style="progress.data.speed", no_wrap=True)
 
 
+def progress_bar(unit: str = "images", transient: bool = False) -> Progress:
+    """A bar on stderr with count, rate and time left; a `transient` one is for terminals and leaves nothing behind."""
+    columns = (
+        TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), _RateColumn(unit),
+        TimeRemainingColumn(),
+    )
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, transient=transient, disable=transient and not console.is_terminal)
+
+
 def map_in_order(
     function: Callable[[Item], Result],
     items: Iterable[Item],
@@ -52,17 +62,8 @@ def map_in_order(
     `transient` bar is for terminals and leaves nothing behind.
     """
     num_threads = num_threads or num_cores()
-    columns = (
-        TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), _RateColumn(unit),
-        TimeRemainingColumn(),
-    )
     waiting: deque[tuple[Item, Future[Result]]] = deque()
-    console = Console(stderr=True)
-    hidden = transient and not console.is_terminal
-    with (
-        Progress(*columns, console=console, transient=transient, disable=hidden) as progress,
-        ThreadPoolExecutor(num_threads) as pool,
-    ):
+    with progress_bar(unit, transient) as progress, ThreadPoolExecutor(num_threads) as pool:
         task = progress.add_task(description, total=total)
 
         def finish_first() -> Result:

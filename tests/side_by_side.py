@@ -11,8 +11,8 @@ import pytest
 # Every test of these files starts two or three processes that train together: on two cores, one such file at a time.
 SEVERAL_PROCESSES = ("test_elastic", "test_dgx1_8gpu", "test_distributed", "test_allreduce", "test_launch")
 # What takes longest is begun first, so that the last files are short ones and no core is idle at the end.
-LONGEST_FIRST = (*SEVERAL_PROCESSES, "test_compile", "test_resume", "test_fusion_and_layout", "test_report",
-                 "test_loop", "test_gradient", "test_compare_precision", "test_pipeline_commands")
+LONGEST_FIRST = (*SEVERAL_PROCESSES, "test_hang", "test_compile", "test_resume", "test_fusion_and_layout",
+                 "test_report", "test_loop", "test_gradient", "test_compare_precision", "test_pipeline_commands")
 
 
 def file_of(test_id: str) -> str:

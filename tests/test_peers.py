@@ -63,6 +63,96 @@ def test_cifar10_training_images(real_data, tmp_path, rng):
     assert grey_levels.max() < 0.5 + 0.16
 
 
+AUGMENT = """
+import json, sys
+import torch
+torch.set_num_threads(1)
+sys.path.insert(0, sys.argv[1])
+from torchvision.transforms import InterpolationMode, v2
+import peer_augment
+
+torch.manual_seed(int(sys.argv[2]))
+policy = v2.TrivialAugmentWide()
+smooth = torch.nn.functional.interpolate(255 * torch.rand(3, 3, 5, 5), (40, 40), mode="bilinear").to(torch.uint8)
+smooth[2] = 77
+images = torch.cat([torch.randint(0, 256, (1, 3, 40, 40), dtype=torch.uint8), smooth])
+found = {}
+for name, (magnitudes, signed) in peer_augment.OPERATIONS.items():
+    theirs = policy._AUGMENTATION_SPACE[name][0](peer_augment.BINS, 40, 40)
+    far, most = [], 0.0
+    for bin in (0, 7, 30):
+        for sign in (1, -1) if signed else (1,):
+            magnitude = sign * float(theirs[bin]) if theirs is not None else 0.0
+            assert magnitude == sign * float(magnitudes[bin]), name
+            expected = torch.stack([policy._apply_image_or_video_transform(
+                v2.functional.to_image(image), name, magnitude, interpolation=InterpolationMode.NEAREST,
+                fill=policy._fill) for image in images])
+            count = len(images)
+            got = peer_augment.trivial_augment(images.float(), torch.full((count,), peer_augment.NUMBER[name]),
+                                               torch.full((count,), magnitude))
+            difference = (got - expected.float()).abs()
+            most = max(most, difference.max().item())
+            far.append((difference > 0).float().mean().item())
+    found[name] = [most, max(far)]
+
+operation, magnitude = peer_augment.draw_trivial_augment(20000, "cpu")
+drawn = {name: magnitude[operation == number].tolist() for name, number in peer_augment.NUMBER.items()}
+rectangles = peer_augment.draw_rectangles(20000, 0.25, 96, 64, "cpu")
+inside = peer_augment.inside(rectangles[:50], 96, 64).sum((1, 2, 3))
+print(json.dumps({"pixels": found, "drawn": drawn, "rectangles": rectangles.tolist(), "inside": inside.tolist()}))
+"""
+
+
+def test_augmentations_of_whole_batches_are_torchvision_s(rng):
+    """Each operation of TrivialAugment, pixel by pixel, and what is drawn for a batch."""
+    done = subprocess.run([os.environ["PEER_PYTHON"], "-c", AUGMENT, str(BENCHMARKS), str(rng.integers(1 << 16))],
+                          capture_output=True, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    found = json.loads(done.stdout)
+    # Sums of three products, and a quotient of two roundings, fall on the other side of a whole level now and then.
+    one_level_in_a_few_pixels = ("Color", "AutoContrast")
+    for name, (most, part) in found["pixels"].items():
+        assert most <= (name in one_level_in_a_few_pixels) and part < 0.02, name
+    counts = {name: len(magnitudes) for name, magnitudes in found["drawn"].items()}
+    assert len(counts) == 14 and min(counts.values()) > 20000 / 14 - 6 * 37  # six standard deviations
+    for name, magnitudes in found["drawn"].items():
+        signs = {np.sign(value) for value in magnitudes}
+        assert (-1.0 in signs) == (name[:5] in ("Shear", "Trans", "Rotat", "Brigh", "Color", "Contr", "Sharp")), name
+    left, top, right, bottom = np.array(found["rectangles"]).T
+    erased = right > left
+    assert abs(erased.mean() - 0.25) < 6 * np.sqrt(0.25 * 0.75 / 20000)
+    wide, tall = (right - left)[erased], (bottom - top)[erased]
+    assert left.min() >= 0 and right.max() <= 64 and top.min() >= 0 and bottom.max() <= 96
+    part = wide * tall / (64 * 96)  # sides are rounded to whole pixels
+    assert 0.015 < part.min() < 0.025 and 0.31 < part.max() < 0.345
+    assert (left[erased] + wide == 64).any() and (left[erased] == 0).any()  # each place, the last one too
+    assert np.array_equal(found["inside"], ((right - left) * (bottom - top))[:50])
+
+
+def test_the_peer_of_the_strong_recipe_learns(tmp_path, rng):
+    """On a CPU, with all ingredients: classes of one colour each are told apart."""
+    colours = rng.permutation([(230, 30, 30), (30, 230, 30), (30, 30, 230)])
+    arrays = {"mean": np.float32(MEAN), "std": np.float32(STD)}
+    for split, count in (("train", 48), ("val", 12)):
+        labels = np.arange(count) % 3
+        noise = rng.integers(-20, 20, (count, 32, 32, 3))
+        images = (colours[labels][:, None, None] + noise).astype(np.uint8)
+        arrays |= {f"{split}_labels": labels, f"{split}_images": images}
+    np.savez(tmp_path / "arrays.npz", **arrays)
+    config = {"model": "resnet18", "batch_size": 16, "epochs": 5, "warmup_epochs": 1.0, "momentum": 0.9,
+              "nesterov": True, "weight_decay": 5e-4, "crop_padding": 4, "cutout": 0.0, "ema_decay": 0.5,
+              "validate_every": 5, "zero_init_residual": False, "label_smoothing": 0.1, "num_classes": 3,
+              "image_sizes": [32] * 5, "val_image_size": 32, "peak_learning_rate": 0.02, "final_learning_rate": 0.0,
+              "auto_augment": "trivialaugment", "random_erasing": 0.2, "mixup": 0.2, "cutmix": 1.0,
+              "cutmix_share": 0.5, "stochastic_depth": 0.1, "repeated_augmentation": 2, "clip_norm": 1.0,
+              "loader_seconds": 0.1, "arrays": str(tmp_path / "arrays.npz")}
+    done = subprocess.run([os.environ["PEER_PYTHON"], str(BENCHMARKS / "peer_recipe.py")],
+                          input=json.dumps(config) + "\n1\nloader\n", capture_output=True, text=True, check=True,
+                          env={**os.environ, "OMP_NUM_THREADS": "1"})
+    ready, validated, end, loader = done.stdout.splitlines()
+    assert json.loads(ready)["torch"] and end == "" and json.loads(loader)["images_per_sec"] > 0
+    assert json.loads(validated)["epoch"] == 5 and json.loads(validated)["top1"] > 0.6
+
+
 @pytest.mark.parametrize("options", [[], ["--inference"]])
 def test_a_turn_of_the_peer(options):
     """Raw times, a loss and the loss scale, from all gammas 1. On the CPU, for which it has no CUDA graphs."""

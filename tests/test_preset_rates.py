@@ -62,14 +62,16 @@ def test_the_presets_are_those_of_imagenet(benchmark):
     assert not {"cifar10_resnet18", "cpu_sample", "finetune"} & set(benchmark.of_imagenet())
 
 
-def test_a_measurement(benchmark, monkeypatch):
+@pytest.mark.parametrize("preset", ["resnet50_90ep", "resnet50_torchvision_v2"])
+def test_a_measurement(benchmark, monkeypatch, preset):
     """The command as it is written down runs, on a CPU with a tiny batch."""
     real = benchmark.command
     monkeypatch.setattr(benchmark, "command", lambda *arguments: [
-        *real(*arguments), "--batch-size", "2", "--model", "resnet18", "--device", "cpu", "--warmup-steps", "1"])
-    found = benchmark.measure("resnet50_90ep", 32, 3)
+        *real(*arguments), "--batch-size", "2", "--model", "resnet18", "--device", "cpu", "--warmup-steps", "1",
+        "--accumulate", "1"])
+    found = benchmark.measure(preset, 32, 3)
     assert len(found["step_ms"]) == 3 and found["batch"] == 2 and found["images_per_sec"] > 0
-    assert found["command"].startswith("python -m train benchmark --config resnet50_90ep --data synthetic ")
+    assert found["command"].startswith("python -m train benchmark --config " + preset + " --data synthetic ")
 
 
 def test_a_measurement_that_fails(benchmark):

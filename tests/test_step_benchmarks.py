@@ -209,7 +209,7 @@ class TestMeasureAll:
             name, *options = command.split()
             module = benchmark_module(name.removesuffix(".py"))
             declared = getattr(module, "LoaderOptions" if name.startswith("loader") else "Options")
-            assert given(declared, options, prog=name).keys() >= {option[2:].replace('-', '_') for option in options
+            assert given(declared, options, prog=name).keys() >= {option[2:].replace("-", "_") for option in options
                                                                   if option.startswith("--")}
 
     def test_what_fails_does_not_keep_others_from_being_measured(
@@ -449,3 +449,12 @@ class TestIngredients:
         assert faults(result, "resnet50_fp16_b256_ingredients_1gpu.json") == []
         assert result["ratio"] == pytest.approx(20 / 20.5)
         assert f"{program.ALL}: 20.500 ms, without 20.000 ms: +2.50 %" in capsys.readouterr().out
+
+    @pytest.mark.gpu
+    def test_steps_with_and_without(self, program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """All ingredients together, on a small network: both sides train, and raw times of both are kept."""
+        monkeypatch.setattr(sys.modules["step_jpeg"], "WARM_UP_SECONDS", 0.5)
+        line = program.compare(program.Options(model="resnet18", batch=16, steps=20, rounds=2), program.ALL,
+                               program.TOGETHER, tmp_path)
+        assert len(line["step_ms"]) == len(line["without_ms"]) == 40 and min(line["step_ms"]) > 0
+        assert line["power"] > 0 and line["clock"] > 0

@@ -45,7 +45,8 @@ def test_lines_are_kept_until_they_would_be_others(trainings, tmp_path):
 def test_a_failed_run_is_told_with_its_last_words(trainings, tmp_path):
     from common.errors import UserError
 
-    with pytest.raises(UserError, match=r"train --config cifar10_resnet18 .* ended with exit code 2: (.|\n)*nowhere does"):
+    words = r"train --config cifar10_resnet18 .* ended with exit code 2: (.|\n)*nowhere does not exist"
+    with pytest.raises(UserError, match=words):
         trainings.train(load_preset("cifar10_resnet18"), tmp_path / "nowhere", 1, tmp_path / "run")
 
 

@@ -39,7 +39,7 @@ COMMANDS = {
     "quantize": Command(QuantizeOptions, "train.commands.quantize:main"),
     "export": Command(ExportOptions, "train.commands.export:main"),
 }
-OF_ONE_PROCESS = ("compare-precision", "predict", "quantize", "export")
+OF_ONE_PROCESS = ("compare-precision", "quantize", "export")
 PROG = "python -m train"
 
 

@@ -11,6 +11,7 @@ import psutil
 
 from common.command_line import option_name
 from graph_passes import Graph, GraphError, passes
+from graph_passes.errors import CapacityError
 from graph_passes.executors import Executor, create_executor
 from graph_passes.executors.cuda.statistics_group import StatisticsGroup
 from pipelines import DEFAULT_HW_DECODER_LOAD, Loader, LoaderConfig, open_loader
@@ -164,30 +165,37 @@ def with_loss(config: Config, graph: Graph, class_weights: Sequence[float] = ())
 
 
 def training_graph(config: Config, network: Network, class_weights: Sequence[float] = ()) -> Graph:
-    """The network with the loss of `--loss` and the marks of `--freeze` and `--backbone-lr-factor`. Raises TrainError
-    for layers that cannot be frozen."""
-    graph = with_loss(config, network.graph, class_weights)
+    """The network as it is trained: with the loss of `--loss`, with the marks of `--freeze` and `--backbone-lr-factor`,
+    and with what `--stochastic-depth` and `--dropout` drop. Raises TrainError for layers that cannot be frozen or
+    dropped."""
+    graph, option = with_loss(config, network.graph, class_weights), ""
     try:
         if config.freeze:
+            option = f"--freeze {config.freeze}"
             graph = passes.freeze(graph, config.freeze)
+        if config.stochastic_depth:
+            option = f"--stochastic-depth {config.stochastic_depth:g}"
+            graph = passes.stochastic_depth(graph, config.stochastic_depth, config.stochastic_depth_mode)
     except GraphError as error:
-        raise TrainError(f"--freeze {config.freeze}, of {network.name}: {error}", on_all_ranks=True) from None
-    return graph if config.backbone_lr_factor == 1 else passes.slow_backbone(graph, config.backbone_lr_factor)
+        raise TrainError(f"{option}, of {network.name}: {error}", on_all_ranks=True) from None
+    if config.backbone_lr_factor != 1:
+        graph = passes.slow_backbone(graph, config.backbone_lr_factor)
+    return passes.dropout(graph, config.dropout)
 
 
 def check_memory(config: Config, num_classes: int, image_size: int, placement: Placement) -> None:
-    """Raises TrainError where this machine's memory is too small for a training step on the CPU, which the system would
-    end without a word. The cuda executor asks by itself."""
+    """Raises CapacityError where this machine's memory is too small for a training step on the CPU, which the system
+    would end without a word. The cuda executor asks by itself."""
     if placement.executor != "mxnet" or not placement.device.startswith("cpu"):
         return
     graph = training_graph(config, models.create(config.model, num_classes, config.label_smoothing))
     shapes = {"data": (config.batch_size, image_size, image_size, 3), "softmax_label": (config.batch_size,)}
-    step = passes.gradient_add(passes.gradient(graph, shapes))
+    step = passes.gradient_add(passes.gradient(passes.draw_masks(graph, config.batch_size), shapes))
     needed, free = MXNET_MEMORY * passes.memory(step, shapes).arena_bytes, psutil.virtual_memory().available
     if needed > free:
         largest = int(0.8 * config.batch_size * free / needed)
         advice = f"use a --batch-size of at most {largest}" if largest else "free memory, or use a smaller --image-size"
-        raise TrainError(
+        raise CapacityError(
             f"training on batches of {config.batch_size} images of {image_size}x{image_size} needs about "
             f"{needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} GiB are free: {advice}"
         )

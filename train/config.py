@@ -126,6 +126,19 @@ class NetworkOptions:
 
 
 @dataclass(frozen=True)
+class DroppingOptions:
+    """Network."""
+
+    stochastic_depth: float = 0.0
+    """Leave out residual branches at random in training, with a probability that rises from 0 at the first block to
+    this at the last (arXiv:1603.09382); 0: none."""
+    stochastic_depth_mode: Literal["image", "block"] = "image"
+    """With --stochastic-depth: image: a branch is left out for each image or not; block: for all of a batch at once."""
+    dropout: float = 0.0
+    """Set this part of what the classifier reads to 0 in training, at random; 0: none."""
+
+
+@dataclass(frozen=True)
 class FineTuningOptions:
     """Fine-tuning."""
 
@@ -195,7 +208,7 @@ class InferenceImageOptions(Normalisation, CentreCrop):
     (arXiv:1906.06423)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LoaderOptions(SizeLimit):
     """Loader."""
 
@@ -332,8 +345,8 @@ class LogOptions:
 @dataclass(frozen=True)
 class TrainingOptions(LogOptions, CheckpointOptions, ElasticOptions, DistributedOptions, ScheduleOptions,
                       OptimizerOptions, CacheOptions, LoaderOptions, InferenceImageOptions, ResizingOptions,
-                      ImageOptions, BatchOptions, FineTuningOptions, NetworkOptions, DeviceOptions, LengthOptions,
-                      DataOptions, RunOptions):
+                      ImageOptions, BatchOptions, FineTuningOptions, DroppingOptions, NetworkOptions, DeviceOptions,
+                      LengthOptions, DataOptions, RunOptions):
     """What a training run is, wherever it begins."""
 
 
@@ -386,6 +399,7 @@ _LIMITS = {
     **dict.fromkeys(("batch_size", "epochs", "accumulate", "buckets", "commit_every", "keep_checkpoints", "log_every",
                      "min_steps", "limit_steps", "top"),
                     (lambda value: value >= 1, "at least 1")),
+    "batch_sizes": (lambda value: min(value, default=1) >= 1, "at least 1 each"),
     "bn_group": (lambda value: 1 <= value <= MAX_BN_GROUP, f"from 1 to {MAX_BN_GROUP}"),
     "image_size": (lambda value: value >= MIN_IMAGE_SIZE, f"at least {MIN_IMAGE_SIZE} pixels"),
     **dict.fromkeys(("first_image_size", "val_image_size"),
@@ -399,7 +413,8 @@ _LIMITS = {
                      "warmup_epochs", "mixup", "cutmix", "price_per_hour", "final_learning_rate", "time_limit",
                      "checkpoint_minutes", "warmup_steps"),
                     (lambda value: value >= 0, "0 or more")),
-    **dict.fromkeys(("label_smoothing", "momentum", "ema_decay", "val_split", "bce_threshold"),
+    **dict.fromkeys(("label_smoothing", "momentum", "ema_decay", "val_split", "bce_threshold", "stochastic_depth",
+                     "dropout"),
                     (lambda value: 0 <= value < 1, "at least 0 and below 1")),
     **dict.fromkeys(("balance", "class_weights", "cutmix_share"),
                     (lambda value: 0 <= value <= 1, "a fraction from 0 to 1")),

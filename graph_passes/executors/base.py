@@ -23,8 +23,8 @@ Arrays = dict[str, np.ndarray]
 
 
 class Metrics(NamedTuple):
-    """Sums over images, of one process or of all: cross entropy (nats, with the network's label smoothing), hits among
-    the best 1 and 5, and how many images these are."""
+    """Sums over images, of one process or of all: the network's loss (nats, with its label smoothing; of binary cross
+    entropy the mean over the classes), hits among the best 1 and 5, and how many images these are."""
 
     loss_sum: float
     top1: float
@@ -54,10 +54,12 @@ class Draws(NamedTuple):
         its partner, and its target likewise.
     cutmix: the box of Yun et al., arXiv:1905.04899, of images in the size of this batch: each image has its partner's
         pixels there, and its target is a mean by area. None: no box, as with mixup, since a batch has one of the two.
+    seed: 64 bits, from which all that the network's Dropouts drop follows (`operators/dropout.py`).
     """
 
     mixup: float = 1.0
     cutmix: Box | None = None
+    seed: int = 0
 
     def own_share(self, height: int, width: int) -> float:
         """The share of its own label in each image's target. Raises GraphError for a box that leaves images of this

@@ -18,19 +18,21 @@ import numpy as np
 from common.mxnet_compat import mx
 from graph_passes.errors import GraphError
 from graph_passes.executors.base import NO_DRAWS, TOP_K, Draws, Executor, Metrics, parse_device
-from graph_passes.graph import Graph, Node
-from graph_passes.operators import LOSSES
-from graph_passes.passes import layout, unfuse
+from graph_passes.graph import VARIABLE, Graph, Node, Ref
+from graph_passes.operators import LOSSES, OPERATORS, Shape
+from graph_passes.operators.dropout import SEED, words_of
+from graph_passes.passes import draw_masks, layout, remove_dropout, unfuse
 
 LABEL = "softmax_label"
 Array = Any  # mx.nd.NDArray; MXNet has no type stubs
 
 
 class _Bound(NamedTuple):
-    """The Symbol bound for one use and one image size."""
+    """The Symbol bound for one use and one image size. `masks`: those of its inputs that say what is dropped."""
 
     executor: Any
     inputs: dict[str, Array]
+    masks: dict[str, Shape]
 
 
 class MXNetExecutor(Executor):
@@ -38,7 +40,8 @@ class MXNetExecutor(Executor):
 
     def __init__(self, graph: Graph, shapes: Mapping[str, Sequence[int]], device: str = "cpu(0)") -> None:
         self._context = _context(device)
-        graph = unfuse(graph)
+        images, *_ = shapes.get("data") or (1,)  # other inputs are refused below
+        graph = draw_masks(unfuse(graph), images)
         super().__init__(layout(graph, "NCHW") if self._context.device_type == "cpu" else graph, shapes)
         graph = self.graph
         self._loss = _loss_node(graph)
@@ -49,14 +52,14 @@ class MXNetExecutor(Executor):
         weights = self._loss.get("class_weights", ()) if self._loss else ()
         self._class_weights = mx.nd.array(weights, ctx=self._context).reshape((1, -1)) if weights else None
         self._shapes = {name: shape for name, shape in self.input_shapes.items() if name != LABEL or not self._loss}
-        symbol = mx.sym.load_json(graph.to_json())
-        arguments, aux = _infer_shapes(symbol, self._shapes)
+        training, inference = (mx.sym.load_json(each.to_json()) for each in (_with_masks(graph), remove_dropout(graph)))
+        arguments, aux = _infer_shapes(inference, self._shapes)
         zeros = {name: mx.nd.zeros(shape, ctx=self._context) for name, shape in {**arguments, **aux}.items()}
         self.params = {name: zeros[name] for name in arguments if name not in self.input_shapes}
         self.aux = {name: zeros[name] for name in aux}
         self.grads = {name: mx.nd.zeros(array.shape, ctx=self._context) for name, array in self.params.items()
                       if name not in self.frozen}
-        self._symbol = symbol
+        self._symbols = {"write": training, "add": training, "null": inference}
         # The Symbol is bound once for each use: forward(is_train) of a bound Symbol sets a flag that operators which
         # still wait in the engine read when their turn comes. One that both trained and inferred would mix up the two.
         self._bound: dict[str, _Bound] = {}  # by grad_req: to write gradients, to add to them, or to infer ("null")
@@ -121,6 +124,8 @@ class MXNetExecutor(Executor):
         bound = self._bound.get(grad_req)
         if not bound or bound.inputs["data"].shape != data.shape:
             bound = self._bind(grad_req, self._shapes | {"data": data.shape})
+        for name, mask in _masks(self.graph, bound.masks, draws.seed):
+            bound.inputs[name][:] = mx.nd.array(mask, ctx=self._context)
         bound.inputs["data"][:] = data if draws.mixup == 1 else _mixed(data, draws.mixup)
         if draws.cutmix and draws.own_share(*data.shape[1:3]) < 1:  # MXNet knows no empty slices
             top, left, bottom, right = draws.cutmix
@@ -143,14 +148,15 @@ class MXNetExecutor(Executor):
 
     def _bind(self, grad_req: str, shapes: Mapping[str, Sequence[int]]) -> _Bound:
         shared = next((bound.executor for bound in self._bound.values()), None)  # all share their working memory
-        inputs = {name: mx.nd.zeros(shape, ctx=self._context) for name, shape in shapes.items()}
+        masks = {} if grad_req == "null" else _mask_shapes(self.graph, shapes["data"])
+        inputs = {name: mx.nd.zeros(shape, ctx=self._context) for name, shape in {**shapes, **masks}.items()}
         requests = dict.fromkeys({**self.params, **inputs}, "null") | dict.fromkeys(self.grads, grad_req)
         arguments = {**self.params, **inputs}
         with _stderr_closed():
-            executor = self._symbol.bind(
+            executor = self._symbols[grad_req].bind(
                 self._context, arguments, self.grads, requests, self.aux, shared_exec=shared
             )
-        self._bound[grad_req] = _Bound(executor, inputs)
+        self._bound[grad_req] = _Bound(executor, inputs, masks)
         self._trained.discard(grad_req)
         return self._bound[grad_req]
 
@@ -223,6 +229,43 @@ def _stderr_closed() -> Iterator[None]:
         os.dup2(saved, 2)
         os.close(saved)
         os.close(nowhere)
+
+
+_DROPPING = ("DropoutImages", "DropoutElements")
+
+
+def _mask(node: Node) -> str:
+    """Name of the input that a tensor is multiplied by where `node` drops."""
+    return f"{node.name}_mask"
+
+
+def _with_masks(graph: Graph) -> Graph:
+    """The graph with masks as inputs: MXNet's own Dropout would draw them anew in a resumed run."""
+    def multiply(node: Node) -> Sequence[Node] | None:
+        if node.op not in _DROPPING:
+            return None
+        return Node(VARIABLE, _mask(node)), Node("broadcast_mul", node.name, (node.inputs[0], Ref(_mask(node))))
+
+    return graph.rewrite(multiply)
+
+
+def _mask_shapes(graph: Graph, data: Sequence[int]) -> dict[str, Shape]:
+    """Of all masks, by their names, for data of this shape."""
+    dropping = [node for node in graph if node.op in _DROPPING]
+    sizes = graph.infer_shapes({"data": data}) if dropping else {}
+    return {_mask(node): (sizes[Ref(node.name)][0], 1, 1, 1) if node.op == "DropoutImages" else sizes[Ref(node.name)]
+            for node in dropping}
+
+
+def _masks(graph: Graph, shapes: Mapping[str, Shape], seed: int) -> Iterator[tuple[str, np.ndarray]]:
+    """The masks that a seed gives, by their names."""
+    values = {Ref(SEED): words_of(seed)}
+    for node in graph if shapes else ():
+        if node.op == "DropoutFactors":
+            values[Ref(node.name)], = OPERATORS[node.op].compute(node, values[Ref(SEED)])
+        elif node.op in _DROPPING:
+            ones = np.ones(shapes[_mask(node)], np.float32)
+            yield _mask(node), OPERATORS[node.op].compute(node, ones, values[node.inputs[1]])[0]
 
 
 def _loss_node(graph: Graph) -> Node | None:

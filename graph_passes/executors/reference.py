@@ -19,6 +19,7 @@ from graph_passes.executors.base import NO_DRAWS, Draws, Executor, Metrics, pars
 from graph_passes.graph import Graph, Node, Ref
 from graph_passes.operators import LOSSES, OPERATORS, Operator
 from graph_passes.operators.batch_norm import batch_statistics
+from graph_passes.operators.dropout import SEED, words_of
 from graph_passes.operators.softmax import smoothed_targets
 from graph_passes.passes import fold_bn_params, fused_way, output_names
 from graph_passes.passes.quantise import Kept, Scales
@@ -67,7 +68,7 @@ class ReferenceExecutor(Executor):
         return self._inference
 
     def forward_backward(self, data: Any, label: Any, accumulate: bool = False, draws: Draws = NO_DRAWS) -> None:
-        inputs = self._inputs(data, label)
+        inputs = self._inputs(data, label) | {SEED: words_of(draws.seed)}
         if draws.own_share(*inputs["data"].shape[1:3]) < 1:
             inputs |= self._mixed(inputs, draws)
         params = self.params

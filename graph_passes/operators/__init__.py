@@ -16,6 +16,7 @@ from graph_passes.operators import (
     batch_norm_pool,
     conv1x1_backward,
     convolution,
+    dropout,
     elementwise,
     fully_connected,
     pooling,
@@ -47,7 +48,7 @@ __all__ = [
     "window",
 ]
 
-_FAMILIES = (convolution, batch_norm, elementwise, pooling, fully_connected, softmax, sigmoid,
+_FAMILIES = (convolution, batch_norm, elementwise, dropout, pooling, fully_connected, softmax, sigmoid,
              batch_norm_halves, batch_norm_pair, batch_norm_pool, conv1x1_backward, quantised)
 
 OPERATORS: Mapping[str, Operator] = MappingProxyType(

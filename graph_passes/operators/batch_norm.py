@@ -9,6 +9,9 @@ running ones; the variants of a training step take the batch's and keep what the
   input was positive is computed again from data, gamma, beta and `saved`, which are read anyway.
 - `mask` of BatchNorm + add + ReLU: one bit (1/8 byte), eight channels to a byte, the lowest bit first. To compute it
   again the addend would have to be kept and read (2 bytes); reading the output instead costs 2 bytes as well.
+
+Where images are dropped (`operators/dropout.py`) BatchNorm + add + ReLU multiplies by `factors` before it adds. The
+gradient of BatchNorm is multiplied then, that of the addend is not.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ from graph_passes.operators.base import (
     sum_over_others,
     total,
 )
+from graph_passes.operators.dropout import FACTORS, dropped, dropping, factors_shape
 from graph_passes.operators.elementwise import relu, relu_backward
 
 BATCH_NORMS = ("BatchNorm", "BatchNormRelu", "BatchNormAddRelu")
@@ -67,25 +71,23 @@ def mask_shape(data: Shape) -> Shape:
 def _inference(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
     data = known(node, shapes)
     channels = channels_of(node, data)
-    return [data, *[channels] * 4, *[data] * (len(shapes) - 5)], [data, channels, channels]
+    addend = [data, *factors_shape(node, shapes, 6)] if node.op.startswith("BatchNormAddRelu") else []
+    return [data, *[channels] * 4, *addend], [data, channels, channels]
 
 
 def _training(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
     inputs, (output, channels, _) = _inference(node, shapes)
-    mask = [mask_shape(output)] if len(inputs) == 6 else []
+    mask = [mask_shape(output)] if node.op == "BatchNormAddReluTrain" else []
     return inputs, [output, (2, *channels), channels, channels, *mask]
 
 
 def _backward(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
     data = known(node, shapes)
     channels = channels_of(node, data)
-    last = {
-        "BatchNormBackward": [],
-        "BatchNormReluBackward": [channels],
-        "BatchNormAddReluBackward": [mask_shape(data)],
-    }[node.op]
+    adds = node.op == "BatchNormAddReluBackward"
+    last = [mask_shape(data), *factors_shape(node, shapes, 5)] if adds else [channels] * ("Relu" in node.op)
     second = [] if node["single_grad"] else [data]
-    addend = [data] if node.op == "BatchNormAddReluBackward" else []
+    addend = [data] if adds else []
     return [data, data, channels, (2, *channels), *last, *second], [data, channels, channels, *addend]
 
 
@@ -149,14 +151,14 @@ def masked(dz: Array, mask: Array) -> Array:
 
 
 def _compute(node: NodeView, x: Array, gamma: Array, beta: Array, mean: Array, var: Array,
-             addend: Array | None = None) -> list[Array]:
+             addend: Array | None = None, factors: Array | None = None) -> list[Array]:
     y = scaled(node, x, gamma, beta, to_saved(node, Statistics(mean, var)))
-    y = y if addend is None else y + addend
+    y = y if addend is None else dropped(node, y, factors) + addend
     return [y if node.op == "BatchNorm" else relu(y), mean, var]
 
 
 def _compute_training(node: NodeView, x: Array, gamma: Array, beta: Array, mean: Array, var: Array,
-                      addend: Array | None = None) -> list[Array]:
+                      addend: Array | None = None, factors: Array | None = None) -> list[Array]:
     batch = batch_statistics(node, x)
     saved, moving = to_saved(node, batch), running_statistics(node, Statistics(mean, var), batch)
     y = scaled(node, x, gamma, beta, saved)
@@ -164,7 +166,7 @@ def _compute_training(node: NodeView, x: Array, gamma: Array, beta: Array, mean:
         return [y, saved, *moving]
     if addend is None:
         return [relu(y), saved, *moving]
-    y = relu(y + addend)
+    y = relu(dropped(node, y, factors) + addend)
     return [y, saved, *moving, positive_bits(y)]
 
 
@@ -177,21 +179,26 @@ def _compute_backward(node: NodeView, dy: Array, x: Array, gamma: Array, saved: 
     elif node.op == "BatchNormAddReluBackward":
         assert last is not None
         dz = masked(dz, last)
+    addend = []
+    if node.op == "BatchNormAddReluBackward":
+        addend, dz = [dz], dropped(node, dz, None if node["no_factors"] else others[1])
     sums = gradient_sums(node, dz, x, saved)
     dgamma = np.zeros_like(sums[0]) if node["fix_gamma"] else sums[0]
-    addend = [dz] if node.op == "BatchNormAddReluBackward" else []
     return [data_gradient(node, dz, x, gamma, saved, sums), dgamma, sums[1], *addend]
 
 
 def _numpy_gradient(node: NodeView, inputs: Sequence[Array], outputs: Sequence[Array], dy: Array,
                     training: bool) -> list[Array | None]:
     dz = dy if node.op == "BatchNorm" else relu_backward(dy, outputs[0])
+    addend = [dz] if node.op == "BatchNormAddRelu" else []
+    factors = inputs[6:]
+    dz = dropped(node, dz, *factors or (None,))
     x, gamma, saved = inputs[0], inputs[1], to_saved(node, Statistics(*outputs[1:]))
     sums = gradient_sums(node, dz, x, saved)
     from_batch = training and not node["use_global_stats"]
     dgamma = np.zeros_like(sums[0]) if node["fix_gamma"] else sums[0]
-    addend = [dz] if node.op == "BatchNormAddRelu" else []
-    return [data_gradient(node, dz, x, gamma, saved, sums, from_batch), dgamma, sums[1], None, None, *addend]
+    dx = data_gradient(node, dz, x, gamma, saved, sums, from_batch)
+    return [dx, dgamma, sums[1], None, None, *addend, *[None] * len(factors)]
 
 
 # --- the gradient in the graph ---
@@ -207,7 +214,7 @@ def _training_variant(node: NodeView) -> str:
 def _gradient(node: NodeView, dy: Ref, shapes: Mapping[Ref, Shape]) -> Gradient:
     data, gamma, beta, *_ = node.inputs
     saved, mask = Ref(node.name, 1), Ref(node.name, 4)
-    more = {"BatchNorm": (), "BatchNormRelu": (beta,), "BatchNormAddRelu": (mask,)}[node.op]
+    more = {"BatchNorm": (), "BatchNormRelu": (beta,), "BatchNormAddRelu": (mask, *node.inputs[6:])}[node.op]
     backward = node.derive(f"{node.op}Backward", f"{node.name}_backward", (dy, data, gamma, saved, *more))
     names = ["data", "gamma", "beta", "addend"]
     gradients = {name: Ref(backward.name, index) for index, name in enumerate(names[: backward.num_outputs])}
@@ -232,19 +239,19 @@ _GRADIENTS = ("data_grad", "gamma_grad", "beta_grad")
 
 
 def _forward(name: str, inputs: tuple[str, ...], over: tuple[str, ...]) -> Operator:
-    return Operator(name, inputs, _inference, _compute, ATTRIBUTES, ("output", "mean", "var"), aux=RUNNING,
-                    in_place={"output": over}, gradient=_gradient, numpy_gradient=_numpy_gradient,
+    return Operator(name, inputs, _inference, _compute, ATTRIBUTES | dropping(inputs), ("output", "mean", "var"),
+                    FACTORS, RUNNING, {"output": over}, gradient=_gradient, numpy_gradient=_numpy_gradient,
                     training=_training_variant, fused=name != "BatchNorm")
 
 
 def _train(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], over: tuple[str, ...]) -> Operator:
-    return Operator(name, inputs, _training, _compute_training, ATTRIBUTES, outputs, aux=RUNNING,
-                    in_place={"output": over}, fused="Relu" in name, forward=name.removesuffix("Train"))
+    return Operator(name, inputs, _training, _compute_training, ATTRIBUTES | dropping(inputs), outputs, FACTORS,
+                    RUNNING, {"output": over}, fused="Relu" in name, forward=name.removesuffix("Train"))
 
 
 def _back(name: str, last: tuple[str, ...], outputs: tuple[str, ...], in_place: Mapping[str, Any]) -> Operator:
     return Operator(name, ("out_grad", "data", "gamma", "saved", *last, "out_grad_2"), _backward, _compute_backward,
-                    ATTRIBUTES | SINGLE_GRAD, outputs, SECOND_GRAD, in_place=in_place,
+                    ATTRIBUTES | SINGLE_GRAD | dropping(last), outputs, {**SECOND_GRAD, **FACTORS}, in_place=in_place,
                     fused="Relu" in name, forward=name.removesuffix("Backward"))
 
 
@@ -253,13 +260,13 @@ _OVER = {"data_grad": ("data", "out_grad", "out_grad_2")}
 OPERATORS = (
     _forward("BatchNorm", _INPUTS, ("data",)),
     _forward("BatchNormRelu", _INPUTS, ("data",)),
-    _forward("BatchNormAddRelu", (*_INPUTS, "addend"), ("data", "addend")),
+    _forward("BatchNormAddRelu", (*_INPUTS, "addend", "factors"), ("data", "addend")),
     _train("BatchNormTrain", _INPUTS, _KEPT, ("data",)),
     _train("BatchNormReluTrain", _INPUTS, _KEPT, ("data",)),
-    _train("BatchNormAddReluTrain", (*_INPUTS, "addend"), (*_KEPT, "mask"), ("addend", "data")),
+    _train("BatchNormAddReluTrain", (*_INPUTS, "addend", "factors"), (*_KEPT, "mask"), ("addend", "data")),
     _back("BatchNormBackward", (), _GRADIENTS, _OVER),
     _back("BatchNormReluBackward", ("beta",), _GRADIENTS, _OVER),
     # addend_grad is written by the reduction, while data is still read: it may replace gradients only.
-    _back("BatchNormAddReluBackward", ("mask",), (*_GRADIENTS, "addend_grad"),
+    _back("BatchNormAddReluBackward", ("mask", "factors"), (*_GRADIENTS, "addend_grad"),
           {"addend_grad": ("out_grad", "out_grad_2"), "data_grad": ("data",)}),
 )

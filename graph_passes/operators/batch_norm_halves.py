@@ -7,7 +7,7 @@ where the mean is far above the deviation; or (3, C) those of the data less its 
 mean. The first is what cuDNN makes beside a convolution, the second what our own kernels make. The sums of the backward
 pass are the gradients of gamma and beta. `masked_grad` is the gradient of what ReLU reads: the sum of the output's
 gradients where ReLU let it through. It is kept where an addend wants it, or where to compute it again would cost more
-than one read.
+than one read. Where images are dropped, both halves of the backward pass multiply it by `factors` as they read it.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from graph_passes.operators.batch_norm import (
     scaled,
     to_saved,
 )
+from graph_passes.operators.dropout import FACTORS, dropped, dropping, factors_shape
 from graph_passes.operators.elementwise import relu, relu_backward
 
 # --- shapes ---
@@ -66,27 +67,31 @@ def _group_statistics(node: NodeView, shapes: list[Shape | None]) -> tuple[Shape
 def _apply(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
     data = known(node, shapes)
     channels = channels_of(node, data)
-    inputs = [data, sums_shape(shapes[1], channels), *[channels] * 4, *[data] * (len(shapes) - 6)]
-    mask = [mask_shape(data)] if len(inputs) == 7 else []
+    inputs, mask = [data, sums_shape(shapes[1], channels), *[channels] * 4], []
+    if node.op == "BatchNormAddReluApply":
+        inputs += [data, *factors_shape(node, shapes, 7)]
+        mask = [mask_shape(data)]
     return inputs, [data, (2, *channels), channels, channels, *mask]
 
 
 def _backward_reduce(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
     data = known(node, shapes)
     channels = channels_of(node, data)
-    last = {"BatchNormBackwardReduce": [], "BatchNormReluBackwardReduce": [channels],
-            "BatchNormAddReluBackwardReduce": [mask_shape(data)]}[node.op]
+    adds = node.op == "BatchNormAddReluBackwardReduce"
+    last = [mask_shape(data), *factors_shape(node, shapes, 5)] if adds else [channels] * ("Relu" in node.op)
     second = [] if node["single_grad"] else [data]
-    keeps = bool(second) or node.op == "BatchNormAddReluBackwardReduce"
+    keeps = bool(second) or adds
     return [data, data, channels, (2, *channels), *last, *second], [channels, channels, *[data] * keeps]
 
 
 def _backward_apply(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
     data = known(node, shapes)
     channels = channels_of(node, data)
-    addend = [data] if node.op.endswith("Add") else []
-    sums_and_beta = [channels] * (len(shapes) - 4 - len(addend))
-    return [data, data, channels, (2, *channels), *sums_and_beta, *addend], [data]
+    last = [data] if node.op.endswith("Add") else []
+    if node.op == "BatchNormBackwardApply":
+        last = [*factors_shape(node, shapes, 6)]
+    sums_and_beta = [channels] * (len(shapes) - 4 - len(last))
+    return [data, data, channels, (2, *channels), *sums_and_beta, *last], [data]
 
 
 def _same(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
@@ -123,7 +128,8 @@ def _compute_apply(node: NodeView, *inputs: Array) -> list[Array]:
         return [y, saved, *moving]
     if node.op == "BatchNormReluApply":
         return [relu(y), saved, *moving]
-    y = relu(y + inputs[6])
+    addend, *factors = inputs[6:]
+    y = relu(dropped(node, y, *factors or (None,)) + addend)
     return [y, saved, *moving, positive_bits(y)]
 
 
@@ -133,13 +139,15 @@ def _compute_reduce(node: NodeView, dy: Array, x: Array, gamma: Array, saved: Ar
         dz = relu_backward(dz, scaled(node, x, gamma, others[0], saved))
     elif node.op == "BatchNormAddReluBackwardReduce":
         dz = masked(dz, others[0])
-    keeps = node.op == "BatchNormAddReluBackwardReduce" or not node["single_grad"]
-    return [*gradient_sums(node, dz, x, saved), *[dz] * keeps]
+        return [*gradient_sums(node, dropped(node, dz, None if node["no_factors"] else others[1]), x, saved), dz]
+    return [*gradient_sums(node, dz, x, saved), *[dz] * (not node["single_grad"])]
 
 
 def _compute_backward_apply(node: NodeView, dz: Array, x: Array, gamma: Array, saved: Array, dgamma: Array,
-                            dbeta: Array, addend: Array | None = None) -> list[Array]:
-    return [total(data_gradient(node, dz, x, gamma, saved, (dgamma, dbeta)), addend)]
+                            dbeta: Array, last: Array | None = None) -> list[Array]:
+    if node.op == "BatchNormBackwardApply":
+        return [data_gradient(node, dropped(node, dz, last), x, gamma, saved, (dgamma, dbeta))]
+    return [total(data_gradient(node, dz, x, gamma, saved, (dgamma, dbeta)), last)]
 
 
 def _compute_relu_backward_apply(node: NodeView, dy: Array, x: Array, gamma: Array, saved: Array, beta: Array,
@@ -157,14 +165,15 @@ _ARRAYS = ("sums", "sums_2", "sums_3", "sums_4")
 
 
 def _forward(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Operator:
-    return Operator(name, inputs, _apply, _compute_apply, ATTRIBUTES, outputs, aux=RUNNING,
-                    in_place={"output": ("data",)}, fused="Relu" in name, forward=name.removesuffix("Apply"))
+    return Operator(name, inputs, _apply, _compute_apply, ATTRIBUTES | dropping(inputs), outputs, FACTORS, RUNNING,
+                    {"output": ("data",)}, fused="Relu" in name, forward=name.removesuffix("Apply"))
 
 
 def _reduce(name: str, last: tuple[str, ...]) -> Operator:
-    optional = SECOND_GRAD if "mask" in last else {**SECOND_GRAD, "masked_grad": "single_grad"}
+    optional = FACTORS if "mask" in last else {"masked_grad": "single_grad"}
     return Operator(name, ("out_grad", "data", "gamma", "saved", *last, "out_grad_2"), _backward_reduce,
-                    _compute_reduce, ATTRIBUTES | SINGLE_GRAD, (*_SUMS, "masked_grad"), optional,
+                    _compute_reduce, ATTRIBUTES | SINGLE_GRAD | dropping(last), (*_SUMS, "masked_grad"),
+                    {**SECOND_GRAD, **optional},
                     in_place={"masked_grad": ("out_grad",)}, fused="Relu" in name,
                     forward=name.removesuffix("BackwardReduce"))
 
@@ -174,14 +183,14 @@ OPERATORS = (
              ATTRIBUTES, ("sums",), forward="BatchNorm"),
     _forward("BatchNormApply", _APPLY, _KEPT),
     _forward("BatchNormReluApply", _APPLY, _KEPT),
-    _forward("BatchNormAddReluApply", (*_APPLY, "addend"), (*_KEPT, "mask")),
+    _forward("BatchNormAddReluApply", (*_APPLY, "addend", "factors"), (*_KEPT, "mask")),
     _reduce("BatchNormBackwardReduce", ()),
     _reduce("BatchNormReluBackwardReduce", ("beta",)),
-    _reduce("BatchNormAddReluBackwardReduce", ("mask",)),
+    _reduce("BatchNormAddReluBackwardReduce", ("mask", "factors")),
     # Of all three, from `masked_grad`; of a BatchNorm alone also from the gradient of its output.
-    Operator("BatchNormBackwardApply", ("masked_grad", "data", "gamma", "saved", *_SUMS), _backward_apply,
-             _compute_backward_apply, ATTRIBUTES, ("data_grad",), in_place={"data_grad": ("masked_grad",)},
-             forward="BatchNorm"),
+    Operator("BatchNormBackwardApply", ("masked_grad", "data", "gamma", "saved", *_SUMS, "factors"), _backward_apply,
+             _compute_backward_apply, ATTRIBUTES | dropping(["factors"]), ("data_grad",), FACTORS,
+             in_place={"data_grad": ("masked_grad",)}, forward="BatchNorm"),
     Operator("BatchNormReluBackwardApply", ("out_grad", "data", "gamma", "saved", "beta", *_SUMS), _backward_apply,
              _compute_relu_backward_apply, ATTRIBUTES, ("data_grad",), in_place={"data_grad": ("out_grad",)},
              forward="BatchNormRelu"),

@@ -7,6 +7,8 @@ In the direction of the backward pass:
     NormConvBackward  from those sums through a BatchNorm and the 1x1 convolution that it read: the gradients of the
                       weights and of the data; the wide gradient between them is not stored
     NormConvReduce    the same, and on through the ReLU of the BatchNorm before the convolution to that one's sums
+
+Where images are dropped after a BatchNorm, its gradient is multiplied by `factors`.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from graph_passes.operators.convolution import (
     convolution_shapes,
     convolution_wgrad,
 )
+from graph_passes.operators.dropout import FACTORS, dropped, dropping, factors_shape
 from graph_passes.operators.elementwise import relu, relu_backward
 
 # --- shapes ---
@@ -43,7 +46,8 @@ def _dgrad_reduce(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, S
     weight, output = convolution_shapes(node, data)
     norms = 1 if node["single_norm"] else 2
     addend = [] if node["single_grad"] else [data]
-    inputs = [output, weight, mask_shape(data), *[data, (2, data[-1])] * norms, *addend]
+    factors = factors_shape(node, shapes, 3 + 2 * norms)
+    inputs = [output, weight, mask_shape(data), *[data, (2, data[-1])] * norms, *factors, *addend]
     return inputs, [data[-1:], data[-1:], data, *[data[-1:]] * 2 * (norms - 1)]
 
 
@@ -53,10 +57,11 @@ def _norm_conv(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shap
     channels = (node["num_filter"],)
     beta = [] if node["no_relu"] else [channels]
     inputs = [output, output, channels, (2, *channels), channels, channels, weight, data, *beta]
+    factors = factors_shape(node, shapes, len(shapes) - 1)
     if node.op == "NormConvBackward":
-        return inputs, [weight, data]
+        return [*inputs, *factors], [weight, data]
     before = data[-1:]
-    return [*inputs, before, (2, *before), before], [weight, data, before, before]
+    return [*inputs, before, (2, *before), before, *factors], [weight, data, before, before]
 
 
 # --- NumPy ---
@@ -65,13 +70,16 @@ def _norm_conv(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shap
 def _compute_dgrad_reduce(node: NodeView, dy: Array, weight: Array, mask: Array, *others: Array) -> Sequence[Array]:
     addend = None if node["single_grad"] else others[-1]
     dz = masked(total(convolution_dgrad(node, dy, weight, node["data_shape"]), addend), mask)
-    sums = gradient_sums(node, dz, *others[:2])
-    return [*sums, dz] if node["single_norm"] else [*sums, dz, *gradient_sums(node, dz, *others[2:4])]
+    norms = 1 if node["single_norm"] else 2
+    factors = None if node["no_factors"] else others[2 * norms]
+    sums = gradient_sums(node, dropped(node, dz, factors), *others[:2])
+    return [*sums, dz] if norms == 1 else [*sums, dz, *gradient_sums(node, dz, *others[2:4])]
 
 
 def _compute_norm_conv(node: NodeView, dz: Array, x: Array, gamma: Array, saved: Array, dgamma: Array, dbeta: Array,
                        weight: Array, data: Array, *others: Array) -> list[Array]:
     more = list(others)
+    dz = dropped(node, dz, None if node["no_factors"] else more.pop())
     if not node["no_relu"]:
         dz = relu_backward(dz, scaled(node, x, gamma, more.pop(0), saved))
     dy = data_gradient(node, dz, x, gamma, saved, (dgamma, dbeta))
@@ -88,19 +96,22 @@ def _compute_norm_conv(node: NodeView, dz: Array, x: Array, gamma: Array, saved:
 
 _SUMS = ("gamma_grad", "beta_grad")
 _NORM_CONV = ("masked_grad", "data", "gamma", "saved", *_SUMS, "weight", "data_2", "beta")
-_ATTRIBUTES = CONVOLUTION | ATTRIBUTES | DATA_SHAPE
+_ATTRIBUTES = CONVOLUTION | ATTRIBUTES | DATA_SHAPE | dropping(["factors"])
 
 OPERATORS = (
-    Operator("DgradReduce", ("conv_grad", "weight", "mask", "data", "saved", "data_2", "saved_2", "out_grad_2"),
+    Operator("DgradReduce",
+             ("conv_grad", "weight", "mask", "data", "saved", "data_2", "saved_2", "factors", "out_grad_2"),
              _dgrad_reduce, _compute_dgrad_reduce, _ATTRIBUTES | SINGLE_GRAD | {"single_norm": TRUE},
              (*_SUMS, "masked_grad", *(f"{name}_2" for name in _SUMS)),
-             {**SECOND_GRAD, **dict.fromkeys(("data_2", "saved_2", "gamma_grad_2", "beta_grad_2"), "single_norm")},
+             {**SECOND_GRAD, **FACTORS,
+              **dict.fromkeys(("data_2", "saved_2", "gamma_grad_2", "beta_grad_2"), "single_norm")},
              in_place={"masked_grad": ("out_grad_2",)}, forward="Convolution", fused=True),
     # `beta` where ReLU has still to be applied to the gradient. `data_2` is the data of the convolution ...
-    Operator("NormConvBackward", _NORM_CONV, _norm_conv, _compute_norm_conv, _ATTRIBUTES | {"no_relu": FALSE},
-             ("weight_grad", "data_grad"), {"beta": "no_relu"}, forward="BatchNorm", fused=True),
+    Operator("NormConvBackward", (*_NORM_CONV, "factors"), _norm_conv, _compute_norm_conv,
+             _ATTRIBUTES | {"no_relu": FALSE}, ("weight_grad", "data_grad"), {"beta": "no_relu", **FACTORS},
+             forward="BatchNorm", fused=True),
     # ... and here that of the BatchNorm + ReLU before it, from which it is made again.
-    Operator("NormConvReduce", (*_NORM_CONV, "gamma_2", "saved_2", "beta_2"), _norm_conv, _compute_norm_conv,
-             _ATTRIBUTES | {"no_relu": FALSE}, ("weight_grad", "masked_grad", *_SUMS), {"beta": "no_relu"},
+    Operator("NormConvReduce", (*_NORM_CONV, "gamma_2", "saved_2", "beta_2", "factors"), _norm_conv, _compute_norm_conv,
+             _ATTRIBUTES | {"no_relu": FALSE}, ("weight_grad", "masked_grad", *_SUMS), {"beta": "no_relu", **FACTORS},
              forward="BatchNorm", fused=True),
 )

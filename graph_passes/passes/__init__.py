@@ -8,6 +8,8 @@ from graph_passes.passes.add_relu import add_relu
 from graph_passes.passes.bn_add_relu import bn_add_relu
 from graph_passes.passes.bn_relu import bn_relu
 from graph_passes.passes.choice import Choose, Ways, first_way, fused_way
+from graph_passes.passes.draw_masks import draw_masks
+from graph_passes.passes.dropout import dropout
 from graph_passes.passes.fold_bn import fold_bn, fold_bn_params, fold_frozen, foldings
 from graph_passes.passes.freeze import BACKBONE, freeze, slow_backbone
 from graph_passes.passes.gradient import gradient, gradient_add, output_names
@@ -15,6 +17,8 @@ from graph_passes.passes.layout import layout, weight_layouts
 from graph_passes.passes.loss import binary_cross_entropy, stock_loss, weigh_classes
 from graph_passes.passes.memory import MemoryPlan, memory
 from graph_passes.passes.precision import precision, tensor_dtypes
+from graph_passes.passes.remove_dropout import remove_dropout
+from graph_passes.passes.stochastic_depth import stochastic_depth
 from graph_passes.passes.unfuse import unfuse
 
 __all__ = [
@@ -26,6 +30,8 @@ __all__ = [
     "binary_cross_entropy",
     "bn_add_relu",
     "bn_relu",
+    "draw_masks",
+    "dropout",
     "first_way",
     "fold_bn",
     "fold_bn_params",
@@ -39,7 +45,9 @@ __all__ = [
     "memory",
     "output_names",
     "precision",
+    "remove_dropout",
     "slow_backbone",
+    "stochastic_depth",
     "stock_loss",
     "tensor_dtypes",
     "unfuse",

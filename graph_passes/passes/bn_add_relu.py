@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graph_passes.graph import Graph, Node
+from graph_passes.graph import Graph, Node, Ref
 from graph_passes.operators import is_relu
 
 
@@ -14,8 +14,19 @@ def bn_add_relu(graph: Graph) -> Graph:
         after     x, gamma, beta, mean, var, shortcut -> BatchNormAddRelu `bn_add_relu`
 
     Where a BatchNorm feeds each side of the sum, the first one is taken. Finds an AddRelu of the pass `add_relu` as
-    well, so that the order of the passes does not matter.
+    well, so that the order of the passes does not matter. Where images are dropped between BatchNorm and sum:
+
+        before    x, gamma, beta, mean, var -> BatchNorm `bn`;  bn, factors -> DropoutImages -> elemwise_add -> ...
+        after     x, gamma, beta, mean, var, shortcut, factors -> BatchNormAddRelu(no_factors=False) `bn_add_relu`
+
+    and that BatchNorm is taken before another one.
     """
+
+    def dropped(ref: Ref) -> Node | None:
+        """What drops images of the BatchNorm that is to be added."""
+        drop = graph.only_used_by_one(ref, "DropoutImages")
+        bn = graph.only_used_by_one(drop.inputs[0], "BatchNorm") if drop else None
+        return drop if bn and not bn["use_global_stats"] else None
 
     def sum_of(node: Node) -> Node | None:
         """The node whose inputs are added up, if `node` is the ReLU of a sum."""
@@ -27,6 +38,11 @@ def bn_add_relu(graph: Graph) -> Graph:
         add = sum_of(node)
         if add is None:
             return None
+        for ref, shortcut in (add.inputs, reversed(add.inputs)):
+            if drop := dropped(ref):
+                norm = graph[drop.inputs[0].node]
+                return norm.derive("BatchNormAddRelu", graph.unused_name(f"{norm.name}_add_relu"),
+                                   (*norm.inputs, shortcut, drop.inputs[1]), row=drop["row"], no_factors=False)
         for ref, shortcut in (add.inputs, reversed(add.inputs)):
             if bn := graph.only_used_by_one(ref, "BatchNorm"):
                 name = graph.unused_name(f"{bn.name}_add_relu")

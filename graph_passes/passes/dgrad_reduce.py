@@ -56,6 +56,7 @@ def _fused(reduction: Node, dgrad: Node) -> Node:
     if not reduction["single_grad"]:
         gradients.append(reduction.input("out_grad_2"))
     addend = [ref for ref in gradients if ref != Ref(dgrad.name)]
-    inputs = (*dgrad.inputs, reduction.input("mask"), *norms, *addend)
+    factors = [] if reduction["no_factors"] else [reduction.input("factors")]
+    inputs = (*dgrad.inputs, reduction.input("mask"), *norms, *factors, *addend)
     return Node("DgradReduce", reduction.name, inputs,
                 {**dgrad.attrs, **reduction.attrs, "single_norm": not is_pair, "single_grad": not addend})

@@ -8,6 +8,7 @@ from graph_passes import roles
 from graph_passes.errors import GraphError
 from graph_passes.graph import Graph, Node, Ref
 from graph_passes.operators import BATCH_NORMS, LOSSES, OPERATORS
+from graph_passes.operators.dropout import SEED
 
 
 def gradient(graph: Graph, shapes: Mapping[str, Sequence[int]]) -> Graph:
@@ -38,7 +39,7 @@ def gradient(graph: Graph, shapes: Mapping[str, Sequence[int]]) -> Graph:
     if len(graph.outputs) != 1 or loss.op not in LOSSES:
         raise GraphError(f"the graph ends in {loss.op} '{loss.name}', not in one SoftmaxOutput: add it as the loss")
     sizes = graph.infer_shapes(shapes)
-    inputs = {*shapes, loss.inputs[1].node}
+    inputs = {*shapes, loss.inputs[1].node, SEED}
     parameters = [name for name in graph.arguments if name not in inputs | roles.frozen(graph)]
     needed = _needing_gradient(graph, parameters)
 

@@ -80,6 +80,9 @@ class _Conversion:
             if all(ref in self.one_pixel for ref in node.inputs):
                 self.one_pixel.add(result)
             return node.replace(inputs=tuple(self._convert(ref) for ref in node.inputs))
+        if node.op == "DropoutImages" and is_converted[0]:
+            self.converted[result] = result
+            return node.replace(inputs=(self._convert(node.inputs[0]), node.inputs[1]))
         flattens = node.op == "Flatten" or (node.op == "FullyConnected" and node["flatten"])
         if flattens and node.inputs[0] in self.one_pixel:
             return node

@@ -24,8 +24,8 @@ def norm_backward(graph: Graph, choose: Choose) -> Graph:
         after     dz, x, x_2, weight -> NormConvReduce `dw` -> dw, dz_2, dgamma, dbeta
                   dz_2, ... -> BatchNormBackwardApply `b`
 
-    dx, the wide one, is not written. Of a pair of BatchNorms, both convolutions are done so, or none. For 16-bit types;
-    the kernel is for GPUs of the Hopper generation.
+    dx, the wide one, is not written. Of a pair of BatchNorms, both convolutions are done so, or none. For 16-bit
+    types; the kernel is for GPUs of the Hopper generation.
     """
     nodes: list[Node] = []
     moved: dict[Ref, Ref] = {}
@@ -64,11 +64,14 @@ class _Convolution(NamedTuple):
         inputs = [norm.inputs[0], *(norm.input(f"{role}{suffix}") for role in (
             "data", "gamma", "saved", "gamma_grad", "beta_grad")), self.dgrad.input("weight")]
         relu = [norm.input("beta")] if norm.op == "BatchNormReluBackwardApply" else []
-        attrs = {**norm.attrs, **self.dgrad.attrs, "no_relu": not relu}
+        # Of a pair, images of the first are dropped.
+        factors = [] if self.number or norm.get("no_factors", True) else [norm.input("factors")]
+        attrs = {**norm.attrs, **self.dgrad.attrs, "no_relu": not relu, "no_factors": not factors}
         if self.reduction is None or self.apply is None:
-            return [Node("NormConvBackward", self.wgrad.name, (*inputs, self.wgrad.input("data"), *relu), attrs)]
+            return [Node("NormConvBackward", self.wgrad.name, (*inputs, self.wgrad.input("data"), *relu, *factors),
+                         attrs)]
         data, gamma, saved, beta = (self.reduction.input(role) for role in ("data", "gamma", "saved", "beta"))
-        fused = Node("NormConvReduce", self.wgrad.name, (*inputs, data, *relu, gamma, saved, beta), attrs)
+        fused = Node("NormConvReduce", self.wgrad.name, (*inputs, data, *relu, gamma, saved, beta, *factors), attrs)
         _, dz, dgamma, dbeta = fused.refs()
         rest = self.apply.derive("BatchNormBackwardApply", self.apply.name, (dz, data, gamma, saved, dgamma, dbeta))
         return [fused, rest]

@@ -21,7 +21,8 @@ def norm_grad_add(graph: Graph) -> Graph:
     def fuse(node: Node) -> Node | None:
         if node.op != "elemwise_add":
             return None
-        found = [apply for ref in node.inputs if (apply := graph.only_used_by_one(ref, *_APPLIES))]
+        found = [apply for ref in node.inputs
+                 if (apply := graph.only_used_by_one(ref, *_APPLIES)) and apply.get("no_factors", True)]
         if not found:
             return None
         apply = max(found, key=lambda each: places[each.name])

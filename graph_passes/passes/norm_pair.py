@@ -18,7 +18,8 @@ def norm_pair(graph: Graph) -> Graph:
         after     dy, x, x_2, mask -> BatchNormPairBackwardReduce -> dgamma, dbeta, dz, dgamma_2, dbeta_2
                   dz, x, x_2, ... -> BatchNormPairBackwardApply -> dx, dx_2
 
-    Neither BatchNorm's output is written, and dz is read once for both.
+    Neither BatchNorm's output is written, and dz is read once for both. All three read the factors of images that are
+    dropped, if `bn` has some.
     """
     nodes: list[Node] = []
     moved: dict[Ref, Ref] = {}
@@ -26,7 +27,8 @@ def norm_pair(graph: Graph) -> Graph:
         shortcut = _added(graph, norm)
         if shortcut is None:
             continue
-        pair = norm.derive("BatchNormPairApply", norm.name, (*norm.inputs[:6], *shortcut.inputs))
+        factors = [] if norm["no_factors"] else [norm.input("factors")]
+        pair = norm.derive("BatchNormPairApply", norm.name, (*norm.inputs[:6], *shortcut.inputs, *factors))
         reductions, applies = ([_reader(graph, one.output("saved"), half) for one in (norm, shortcut)]
                                for half in ("BackwardReduce", "BackwardApply"))
         reduction = _reduction(*reductions)
@@ -34,7 +36,7 @@ def norm_pair(graph: Graph) -> Graph:
             reduction.output("masked_grad"),
             *(ref for one, suffix in zip(reductions, ("", "_2"), strict=True) for ref in (
                 one.input("data"), one.input("gamma"), one.input("saved"),
-                reduction.output(f"gamma_grad{suffix}"), reduction.output(f"beta_grad{suffix}")))))
+                reduction.output(f"gamma_grad{suffix}"), reduction.output(f"beta_grad{suffix}"))), *factors))
         nodes += [pair, reduction, apply]
         moved |= {shortcut.output(role): pair.output(f"{role}_2") for role in ("saved", "moving_mean", "moving_var")}
         moved |= {reductions[1].output(role): reduction.output(f"{role}_2") for role in ("gamma_grad", "beta_grad")}
@@ -60,6 +62,6 @@ def _reader(graph: Graph, saved: Ref, half: str) -> Node:
 def _reduction(one: Node, other: Node) -> Node:
     """That of both, with the name of the one that has the mask."""
     both = (reduction.input(role) for reduction in (one, other) for role in ("data", "saved"))
-    second = () if one["single_grad"] else (one.input("out_grad_2"),)
+    last = one.inputs[5:]  # factors of images that are dropped, and the second gradient, where there are any
     return one.derive("BatchNormPairBackwardReduce", one.name,
-                      (one.input("out_grad"), one.input("mask"), *both, *second))
+                      (one.input("out_grad"), one.input("mask"), *both, *last))

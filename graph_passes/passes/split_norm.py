@@ -19,8 +19,8 @@ def split_norm(graph: Graph) -> Graph:
         after     dy, x, gamma, saved, beta -> BatchNormReluBackwardReduce `b_sums` -> dgamma, dbeta
                   dy, x, gamma, saved, beta, dgamma, dbeta -> BatchNormReluBackwardApply `b` -> dx
 
-    Where the reduction keeps `masked_grad`, it is from there that the second half starts: BatchNormBackwardApply. Two
-    BatchNorms of one tensor share its sums.
+    Where the reduction keeps `masked_grad`, it is from there that the second half starts: BatchNormBackwardApply. Both
+    halves read the factors of images that are dropped. Two BatchNorms of one tensor share its sums.
     """
     nodes: list[Node] = []
     moved: dict[Ref, Ref] = {}
@@ -46,7 +46,8 @@ def _backward(graph: Graph, node: Node) -> tuple[Node, Node]:
     reduction = node.derive(f"{node.op}Reduce", graph.unused_name(f"{node.name}_sums"), node.inputs, part_of=node.name)
     dgamma, dbeta, *dz = reduction.refs()
     if dz or node.op == "BatchNormBackward":
+        factors = [] if node.get("no_factors", True) else [node.input("factors")]
         return reduction, node.derive("BatchNormBackwardApply", node.name,
-                                      (*(dz or [dy]), data, gamma, saved, dgamma, dbeta))
+                                      (*(dz or [dy]), data, gamma, saved, dgamma, dbeta, *factors))
     return reduction, node.derive("BatchNormReluBackwardApply", node.name,
                                   (dy, data, gamma, saved, node.input("beta"), dgamma, dbeta))

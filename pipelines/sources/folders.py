@@ -40,7 +40,8 @@ class FileSource(Source):
 
     feeds = "paths"
 
-    def __init__(self, path: Path, files: list[Path], labels: list[int], classes: Classes, remarks: Sequence[str] = ()):
+    def __init__(self, path: Path, files: Sequence[str | Path], labels: Sequence[int], classes: Classes,
+                 remarks: Sequence[str] = ()):
         self.path, self.classes, self.remarks = path, classes, remarks
         self._files, self._labels = files, labels
 
@@ -59,12 +60,12 @@ class FileSource(Source):
         return np.frombuffer(path, np.uint8)
 
     def read(self, i: int) -> np.ndarray:
-        with open_file(self._files[i]) as file:
+        with open_file(Path(self._files[i])) as file:
             return np.fromfile(file, np.uint8)
 
     def location(self, i: int) -> tuple[Path, int, int]:
         """File, offset and size of image `i`; a file that is missing has no bytes."""
-        file = self._files[i]
+        file = Path(self._files[i])
         return file, 0, file.stat().st_size if file.is_file() else 0
 
 

@@ -29,7 +29,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 LIGHT = Path(__file__).with_name("light")  # on PYTHONPATH it makes a run shorter
 TRIES = int(os.environ.get("RESNET_FAULT_TRIES", "5"))
 EPOCHS, STEPS_PER_EPOCH = 2, 6  # 27 images in batches of 4
-PATIENCE = 120  # seconds that a run may take to end, on a machine that others work on too; no promise
+PATIENCE = 300  # seconds that a run may take to end, on a machine that others work on too; no promise
 OPTIONS = ("--model", "resnet18", "--image-size", "32", "--batch-size", "4", "--epochs", str(EPOCHS), "--device", "cpu",
            "--num-threads", "1", "--no-tensorboard", "--warmup-epochs", "0", "--learning-rate", "0.5", "--optimizer",
            "sgd", "--weight-decay", "1e-4", "--validate-every", "1", "--log-every", "1",

@@ -10,6 +10,11 @@ def fused(symbol) -> Graph:
     return passes.bn_relu(passes.bn_add_relu(Graph.from_json(symbol.tojson())))
 
 
+def dropping(symbol, mode="image", depth=0.6, p=0.25) -> Graph:
+    """The network with stochastic depth, from its second block on, and dropout before the classifier."""
+    return passes.dropout(passes.stochastic_depth(Graph.from_json(symbol.tojson()), depth, mode), p)
+
+
 def block(x, name, width, stride, bottleneck, project, layout="NHWC"):
     """A residual block with few channels, written independently of train/models/."""
     axis = layout.index("C")
@@ -101,7 +106,8 @@ def pre_activation(classes=7):
 
 
 def random_network(rng):
-    """Convolutions, BatchNorms, sums of any of these, ReLUs after BatchNorms and max poolings, in any order."""
+    """Convolutions, BatchNorms, sums of any of these, ReLUs after BatchNorms and max poolings, in any order. What is
+    added may be dropped."""
     def conv(x, filters, stride=1, sizes=(1, 1, 3)):
         size = int(rng.choice(sizes))
         return mx.sym.Convolution(x, num_filter=filters, kernel=(size, size), stride=(stride, stride),
@@ -110,6 +116,10 @@ def random_network(rng):
     def norm(x):
         return mx.sym.BatchNorm(x, axis=3, eps=float(rng.choice([1e-3, 1e-5])), fix_gamma=False)
 
+    def dropped(x, kinds):
+        axes = [(1, 2, 3), (0, 1, 2, 3), ()][rng.integers(kinds)]
+        return x if rng.integers(2) else mx.sym.Dropout(x, p=float(rng.uniform(0.1, 0.6)), axes=axes)
+
     width = 64
     x = conv(mx.sym.Variable("data"), width, *((2, (7,)) if rng.integers(2) else ()))
     for kind in rng.integers(6, size=rng.integers(1, 8)):
@@ -117,7 +127,8 @@ def random_network(rng):
             x = mx.sym.relu(norm(x))
         elif kind == 1:
             shortcut = x if rng.integers(2) else norm(conv(x, width))
-            terms = [norm(conv(x, width)), shortcut]
+            # A GPU has no ReLU but after a BatchNorm of which images are dropped at most.
+            terms = [dropped(norm(conv(x, width)), 2), dropped(shortcut, 3)]
             x = mx.sym.elemwise_add(*(terms[i] for i in rng.permutation(2)))
             x = mx.sym.relu(x) if rng.integers(4) else x
         elif kind == 2:

@@ -87,8 +87,8 @@ def test_show_a_network_of_the_zoo(capsys, tmp_path):
     assert len(boxes((tmp_path / "new" / "after.svg").read_text())) == kinds.total()
     assert len(boxes((tmp_path / "new" / "before.svg").read_text())) == 53 + 53 + 49 + 16 + 2 + 1
     stages = {path.name: len(boxes(path.read_text())) for path in (tmp_path / "new").glob("0*.svg")}
-    assert stages["01_layout.svg"] == stages["02_bn_add_relu.svg"] + 2 * 16 == 174
-    assert max(stages) == "08_conv_epilogue.svg"
+    assert stages["01_layout.svg"] == stages["02_remove_dropout.svg"] == stages["03_bn_add_relu.svg"] + 2 * 16 == 174
+    assert max(stages) == "09_conv_epilogue.svg"
 
 
 def test_show_our_own_symbol(capsys, tmp_path):
@@ -170,3 +170,12 @@ def test_mistakes_get_one_sentence(arguments, message, capsys):
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1
     assert message in error
+
+
+def test_show_the_step_of_a_network_that_drops(capsys, tmp_path):
+    dropping = passes.dropout(passes.stochastic_depth(Graph.from_json(resnet(18).tojson()), 0.1), 0.1)
+    (tmp_path / "drops.json").write_text(dropping.to_json())
+    assert main(["show", "--symbol", str(tmp_path / "drops.json"), "--step", "--batch-size", "2"]) == 0
+    output = capsys.readouterr().out
+    assert re.search(r"draw_masks\W+9 .*\n.*bn_add_relu\W+8 ", output) and "left out" not in output
+    assert re.search(r"DropoutElements\W+2\W.*\n.*DropoutFactors\W+1\W", output) and "DropoutImages" not in output

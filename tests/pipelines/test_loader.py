@@ -413,6 +413,38 @@ def test_policy_and_erasing_against_plain_batches(numbered):
     assert 10 < num_erased < 33  # of 36, 21.6 expected
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 176])
+def test_erased_rectangles(size):
+    """torchvision's: 2 to 33 % of the area, height / width from 0.3 to 3.3, anywhere inside; smaller than the image."""
+    transform = ImageTransform(random_erasing=1.0)
+    drawn = random_inputs(np.random.default_rng(4), 3000, transform)
+    values, _ = derived(transform, ImageInputs(None, None, **drawn, size=np.full((3000, 2), size, np.float32)))
+    start, shape = (each[values.erased] for each in (values.erased_from, values.erased_size))
+    assert (start == np.floor(start)).all() and (shape == np.round(shape)).all()
+    assert (start >= 0).all() and (start + shape <= size).all() and (shape < size).all()
+    assert shape.any() == (size > 1)
+    if size == 176:
+        assert values.erased.mean() > 0.999
+        area, ratio = shape.prod(1) / size**2, shape[:, 0] / shape[:, 1]
+        assert 0.019 < area.min() < 0.022 and 0.32 < area.max() < 0.335 and abs(area.mean() - 0.175) < 0.01
+        assert 0.29 < ratio.min() < 0.32 and 3.1 < ratio.max() < 3.4 and 0.9 < np.median(ratio) < 1.1
+        assert (start == 0).any(0).all() and (start + shape == size).any(0).all()
+
+
+def test_images_of_one_pixel_s_height_and_grey_ones(tmp_path):
+    rng = np.random.default_rng(1)
+    for number, (width, height, mode) in enumerate([(40, 1, "RGB"), (1, 40, "RGB"), (1, 1, "L"), (33, 21, "L")]):
+        pixels = rng.integers(0, 256, (height, width, 3), np.uint8)
+        (tmp_path / str(number)).mkdir()
+        Image.fromarray(pixels).convert(mode).save(tmp_path / str(number) / "image.png")
+    for policy in ("trivialaugment", "randaugment", "randaugment-timm", "autoaugment"):
+        settings = config(tmp_path, transform=replace(EVERYTHING, auto_augment=policy, crop_padding=0), image_size=3)
+        loader = open_loader(settings)
+        for _ in range(8):
+            ((pixels, _),) = epoch_of(loader)
+            assert pixels.shape == (4, 3, 3, 3) and np.isfinite(pixels).all()
+
+
 def test_operations_follow_the_flip(numbered):
     """Images that timm's RandAugment leaves alone are as without it, flipped or not, though another operator did it."""
     plain = epoch_of(open_loader(config(numbered, seed=3)))

@@ -14,6 +14,7 @@ from image_helpers import write_folder
 from PIL import Image
 
 from pipelines.__main__ import COMMANDS, main
+from pipelines.show import ALONE
 from pipelines.sources import open_source, same_images, splits_of
 
 
@@ -54,6 +55,17 @@ def test_from_folders_to_a_contact_sheet(tmp_path, capsys):
     code, *_ = run(capsys, "show", tmp_path / "rec", sheet, "--rows", 2, "--columns", 3, "--image-size", 128,
                    "--cutout", 0.5, "--crop-padding", 9)
     assert code == 0 and sheet.read_bytes() != plain
+
+    each = tmp_path / "each.jpg"
+    code, *_ = run(capsys, "show", tmp_path / "rec", each, "--each", "--columns", 3, "--image-size", 112)
+    assert code == 0
+    with Image.open(each) as image:
+        assert image.format == "JPEG"
+        pixels = np.asarray(image, float)
+    rows = [pixels[64 + number * 144 :][:112, 24 : 24 + 3 * 122] for number in range(len(ALONE))]
+    assert rows[-1].shape == (112, 366, 3) and pixels.shape[0] == 64 + len(ALONE) * 144 - 10 + 24
+    changed = {option for option, row in zip(ALONE, rows, strict=True) if np.abs(row - rows[0]).max() > 20}
+    assert set(ALONE) - changed == {"none", "--train-interpolation random", "--blur 0.5"}  # smooth images change little
 
     figures = tmp_path / "bench.json"
     code, out, _ = run(

@@ -105,6 +105,9 @@ MISTAKES = {
     "--learning-rate inf": "--learning-rate inf must be a finite number",
     "--num-threads 100000": "--num-threads 100000 must be from 0 to 1024",
     "--momentum 1": "--momentum 1.0 must be at least 0 and below 1",
+    "--stochastic-depth 1": "--stochastic-depth 1.0 must be at least 0 and below 1",
+    "--stochastic-depth -0.1": "--stochastic-depth -0.1 must be at least 0 and below 1",
+    "--dropout 1": "--dropout 1.0 must be at least 0 and below 1",
     "--random-area 0.5 0.1": "--random-area 0.5 0.1 must be two fractions above 0, the smaller first",
     "--randaugment-magnitude 5":
         "--randaugment-magnitude is for --auto-augment randaugment or randaugment-timm, and this run has none: leave",
@@ -200,6 +203,13 @@ def test_another_optimizer_than_the_preset_s_brings_its_own_recipe():
     assert configure({"optimizer": "lion"}, preset).betas == (0.9, 0.99)
     resumed = dataclasses.replace(preset, optimizer="lamb", learning_rate=0.125)
     assert constants("--optimizer", "lamb", default=resumed) == (0.125, preset.weight_decay, 1e-8)
+
+
+def test_a_preset_s_policy_can_be_left_out():
+    """What belongs to it stays, and does nothing."""
+    config = config_of("--config", "resnet50_a1_600ep", "--auto-augment", "none", "--loss", "softmax")
+    config.transform.check()
+    assert config.randaugment_magnitude == 7 and config.bce_threshold == 0.2
 
 
 def test_an_empty_shell_variable_is_no_value():

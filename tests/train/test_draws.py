@@ -71,7 +71,8 @@ def test_mixup_alone_draws_what_it_always_did() -> None:
     assert draw(Config(mixup=0.4, seed=3), 2, 5, 1).mixup == 0.8259347960390848
 
 
-@pytest.mark.parametrize("options", [{"mixup": 0.4}, {"cutmix": 1.0}, {"mixup": 0.4, "cutmix": 1.0}], ids=str)
+@pytest.mark.parametrize("options", [{"mixup": 0.4}, {"cutmix": 1.0}, {"mixup": 0.4, "cutmix": 1.0},
+                                     {"stochastic_depth": 0.1}, {"dropout": 0.1}], ids=str)
 def test_each_place_in_a_run_has_its_own(options: dict[str, float]) -> None:
     def everywhere() -> list[Draws]:
         config = Config(**options)  # type: ignore[arg-type]  # mypy takes them for any options
@@ -80,3 +81,11 @@ def test_each_place_in_a_run_has_its_own(options: dict[str, float]) -> None:
     drawn = everywhere()
     assert len(set(drawn)) == len(drawn)
     assert drawn == everywhere()
+
+
+def test_masks_have_seeds_of_64_bits_and_of_their_own() -> None:
+    config = Config(stochastic_depth=0.1)
+    seeds = [draw(config, epoch, batch).seed for epoch in range(2) for batch in range(500)]
+    assert len(set(seeds)) == len(seeds) and min(seeds) >= 0 and 2**63 < max(seeds) < 2**64
+    both = draw(replace(config, mixup=0.4, dropout=0.2), 0, 0)
+    assert both == Draws(mixup=draw(Config(mixup=0.4), 0, 0).mixup, seed=seeds[0]), "each as without the others"

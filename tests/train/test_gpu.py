@@ -236,7 +236,8 @@ def test_benchmark_with_profile(run_train, tmp_path):
     assert total and 0.3 * result["median_step_ms"] < float(total[1]) < 2 * result["median_step_ms"]
 
 
-@pytest.mark.parametrize("recipe", ["", "--cutmix 1", "--cutmix 1 --class-weights 0.5",
+@pytest.mark.parametrize("recipe", ["", "--stochastic-depth 0.1 --dropout 0.1", "--cutmix 1",
+                                    "--cutmix 1 --class-weights 0.5",
                                     "--cutmix 1 --loss bce --bce-threshold 0.2 --learning-rate 1"])
 def test_accumulation_mixing_and_averages_go_on(recipe, run_train, tmp_path):
     """All options at once, with --deterministic: a run in two parts has the bits of a run in one, and it learns."""

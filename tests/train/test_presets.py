@@ -35,11 +35,12 @@ A2: dict[str, dict[str, Any]] = {
         "peak learning rate": 5e-3, "schedule": "cosine", "weight_decay": 0.02, "warmup_epochs": 5.0,
         "label_smoothing": 0.0, "mirror": True, "randaugment_magnitude": 7.0,
         "randaugment_magnitude_std": 0.5, "mixup": 0.1, "cutmix": 1.0, "random_erasing": 0.0, "cutout": 0.0,
-        "ema_decay": 0.0, "val_crop_fraction": 0.95, "loss": "bce", "bce_threshold": 0.2,
+        "ema_decay": 0.0, "val_crop_fraction": 0.95, "loss": "bce", "bce_threshold": 0.2, "stochastic_depth": 0.05,
+        "dropout": 0.0,
     },
     TIMM_WEIGHTS: {"interpolation": "bicubic", "zero_init_residual": True},
     TIMM_LAMB: {"epsilon": 1e-6, "clip_norm": 1.0, "betas": (0.9, 0.999)},
-    TIMM_TRANSFORMS: {"random_area": (0.08, 1.0), "random_ratio": (3 / 4, 4 / 3),},
+    TIMM_TRANSFORMS: {"random_area": (0.08, 1.0), "random_ratio": (3 / 4, 4 / 3), "train_interpolation": "random"},
     TIMM_RANDAUGMENT: {"auto_augment": "randaugment-timm", "randaugment_operations": 2},
     TIMM_SAMPLER: {"repeated_augmentation": 3},
     TIMM_MIXUP: {"cutmix_share": 0.5},
@@ -71,7 +72,7 @@ SOURCES: dict[str, dict[str, dict[str, Any]]] = {
     "resnet50_a1_600ep": with_values(A2, epochs=600, weight_decay=0.01, label_smoothing=0.1, mixup=0.2),
     "resnet50_a2_300ep": A2,
     "resnet50_a3_100ep": with_values(
-        A2, epochs=100, image_size=160, val_image_size=224, repeated_augmentation=0,
+        A2, epochs=100, image_size=160, val_image_size=224, repeated_augmentation=0, stochastic_depth=0.0,
         randaugment_magnitude=6.0, **{"peak learning rate": 8e-3}),
     "resnet50_torchvision_v2": {
         TORCHVISION: {
@@ -79,6 +80,7 @@ SOURCES: dict[str, dict[str, dict[str, Any]]] = {
             "schedule": "cosine", "warmup_epochs": 5.0, "weight_decay": 2e-5, "label_smoothing": 0.1, "mixup": 0.2,
             "cutmix": 1.0, "auto_augment": "trivialaugment", "random_erasing": 0.1, "repeated_augmentation": 4,
             "ema of 32 steps, of 0.99998": 0.9989077333333333, "interpolation": "bilinear", "image_size": 176,
+            "train_interpolation": "same",
         },
         TORCHVISION_TRAIN: {"nesterov": False, "final_learning_rate": 0.0, "cutmix_share": 0.5, "clip_norm": 0.0,
                             "loss": "softmax"},

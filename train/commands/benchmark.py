@@ -1,4 +1,5 @@
-"""The command `benchmark`: the speed of training steps, which are repeated until it is known well enough."""
+"""The command `benchmark`: the speed of training steps, which are repeated until it is known well enough, or that of
+inference (`benchmark_inference`)."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ import numpy as np
 from common.command_line import part_of
 from train import devices
 from train.build import build_executor, check_memory, class_weights, join_bn_group, open_split
+from train.commands.benchmark_inference import measure_inference
 from train.commands.options import Measurement
 from train.commands.profile import write_profile
 from train.commands.session import measure_loader, name_preset, open_recorder, prepare, report, run_folder_of
@@ -33,6 +35,11 @@ class Result(NamedTuple):
 
 def main(values: Mapping[str, Any]) -> None:
     """Measure and report, by the options given. Raises UserError."""
+    if values.get("inference"):
+        measure_inference(values, Workers())
+        return
+    if "batch_sizes" in values:
+        raise TrainError("--batch-sizes is for --inference: add it, or give --batch-size", on_all_ranks=True)
     workers, wanted = Workers(), part_of(Measurement, values)
     with workers.agreement():
         default = devices.default_config(values, workers.local_rank)

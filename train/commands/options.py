@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pipelines.transform import SizeLimit
 from train.config import (
     BatchOptions,
     CacheOptions,
     DataOptions,
     DeviceOptions,
     DistributedOptions,
+    DroppingOptions,
     ImageOptions,
     InferenceImageOptions,
     LoaderOptions,
@@ -77,12 +77,20 @@ class Measurement:
     """End after this many minutes, even if the median is still uncertain."""
     profile: bool = False
     """Executor cuda: also measure each operator of the step; printed, and written to profile.txt in the run folder."""
+    inference: bool = False
+    """Measure inference instead: images/sec, latency, memory and energy over batch sizes, in each precision that the
+    executor has or in that of --dtype, on generated images (docs/inference.md); printed, and written as JSON and as a
+    plot. The network is ResNet-50 with 1,000 classes at 224 pixels, where the options do not say otherwise."""
+    batch_sizes: Annotated[tuple[int, ...], "N"] = ()
+    """With --inference: the batch sizes; default: 1 to 2,048 by powers of two as far as memory allows, on a CPU to
+    16."""
 
 
 @dataclass(frozen=True)
 class BenchmarkOptions(LogOptions, DistributedOptions, OptimizerOptions, CacheOptions, LoaderOptions, ImageOptions,
-                       BatchOptions, NetworkOptions, DeviceOptions, DataOptions, RunOptions, Measurement):
-    """Measure the speed of training steps, which are repeated until it is known to 1 %."""
+                       BatchOptions, DroppingOptions, NetworkOptions, DeviceOptions, DataOptions, RunOptions,
+                       Measurement):
+    """Measure the speed of training steps, which are repeated until it is known to 1 %, or of inference."""
 
 
 @dataclass(frozen=True)
@@ -103,14 +111,19 @@ class CompareOptions(TrainingOptions, Comparison):
 
 
 @dataclass(frozen=True)
-class PredictOptions(SizeLimit):
-    """Print the most likely classes of image files."""
+class PredictOptions(LoaderOptions):
+    """Print the most likely classes of image files, or write those of any number of them to a file."""
 
     images: tuple[Path, ...]
-    """Image files, and folders, which stand for all images in them."""
+    """Image files; folders, which stand for all images in them and in the folders within; .txt files that list image
+    files, one a line; - for such a list on standard input."""
     checkpoint: Annotated[str, "PATH"] = ""
     """Run folder, checkpoint or weights of another program (docs/fine_tuning.md); of a run folder, its best
     checkpoint."""
+    output: Annotated[str, "FILE"] = ""
+    """Write the predictions to this file instead, batch by batch: .csv, or .jsonl for a line of JSON each
+    (docs/inference.md). The same command goes on where the file ends. An image that cannot be read gets the reason in
+    place of classes, unless --on-bad-image error is given."""
     top: int = 5
     """How many classes to give for each image."""
     json: bool = False
@@ -118,9 +131,7 @@ class PredictOptions(SizeLimit):
     contact_sheet: Annotated[str, "FILE"] = ""
     """Also write a PNG with the images, as the network sees them, and their predictions."""
     batch_size: int = 32
-    """Images in one forward pass."""
-    on_bad_image: Literal["error", "skip"] = "error"
-    """What to do with a file that is no readable image."""
+    """Images in one forward pass; with --output on a GPU 256, where it is not given."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """Where to compute, as in training."""
     executor: Literal["auto", "mxnet", "reference", "cuda"] = "auto"

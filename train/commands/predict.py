@@ -1,6 +1,7 @@
-"""Prediction: the most likely classes of given image files.
+"""Prediction: the most likely classes of given image files, printed; `predict_to_file` has the way for many.
 
     python -m train predict --checkpoint runs/my-run picture1.jpg folder/ [--json] [--contact-sheet sheet.png]
+    python -m train predict --checkpoint runs/my-run folder/ --output predictions.csv
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ from rich.table import Table
 
 from common import files
 from pipelines import load_images
-from pipelines.sources.folders import image_files
 from train import devices, weights
 from train.build import build_executor
+from train.commands.image_paths import image_paths
 from train.commands.options import PredictOptions
+from train.commands.predict_to_file import predict_to_file, top_of
 from train.errors import TrainError
+from train.processes.distributed import Workers
 from train.reporting.plots import fitting, font
+from train.reporting.prediction_file import most_likely
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,16 @@ class Prediction:
 
 def main(values: Mapping[str, Any]) -> None:
     """Predict, by the options given. Raises UserError."""
-    options = PredictOptions(**values)
+    options, workers = PredictOptions(**values), Workers()
+    if not options.checkpoint:
+        raise TrainError("prediction needs trained weights: give --checkpoint with a run folder, a checkpoint or a "
+                         "file of weights", on_all_ranks=True)
+    if options.output:
+        predict_to_file(options, values, workers)
+        return
+    if workers.size > 1:
+        raise TrainError("several processes predict into a file: give --output, or use python -m train predict",
+                         on_all_ranks=True)
     options = replace(options, images=tuple(image_paths(options.images)))
     predictions = predict(options)
     for file in sorted(set(options.images) - {prediction.file for prediction in predictions}):
@@ -65,10 +78,8 @@ def main(values: Mapping[str, Any]) -> None:
 
 def predict(options: PredictOptions) -> list[Prediction]:
     """Predictions for the given image files, in their order. Raises TrainError or DataError for a user's mistake."""
-    if not options.checkpoint:
-        raise TrainError("prediction needs trained weights: give --checkpoint with a run folder, a checkpoint or a "
-                         "file of weights")
     trained = weights.load(options.checkpoint)
+    top = top_of(options, trained)
     config = replace(
         trained.config,
         batch_size=min(options.batch_size, len(options.images)),
@@ -84,36 +95,24 @@ def predict(options: PredictOptions) -> list[Prediction]:
         device=placement.device.partition("(")[0],
         on_bad_image=options.on_bad_image,
         max_pixels=options.max_pixels,
+        num_threads=options.num_threads,
+        hw_decoder_load=options.hw_decoder_load if options.hw_decoder_load >= 0 else None,
         transform=config.transform,
     )
     executor = build_executor(config, trained.num_classes, config.inference_image_size, placement, trained)
     predictions = []
     for batch in batches:
-        probabilities = executor.forward(batch.data).asnumpy()[: batch.num_valid]
+        executor.forward(batch.data)
+        probabilities = executor.request_probabilities()()[: batch.num_valid]
+        classes, best = most_likely(probabilities, top)
         positions = batch.label.asnumpy()[: batch.num_valid].astype(int)
         pixels = batch.data.asnumpy()[: batch.num_valid, ..., :3] * config.std + config.mean
         pictures = pixels.round().clip(0, 255).astype(np.uint8)
-        for position, row, picture in zip(positions, probabilities, pictures, strict=True):
-            best = np.argsort(-row, kind="stable")[: options.top]
-            guesses = [Guess(trained.class_names[i], int(i), float(row[i])) for i in best]
+        for position, indices, values, picture in zip(positions, classes.tolist(), best.tolist(), pictures,
+                                                      strict=True):
+            guesses = [Guess(trained.class_names[i], i, value) for i, value in zip(indices, values, strict=True)]
             predictions.append(Prediction(options.images[position], guesses, picture))
     return predictions
-
-
-def image_paths(places: Sequence[Path]) -> list[Path]:
-    """Each file, and the image files in each folder and in those within it, by name.
-
-    Raises TrainError for a folder without any.
-    """
-    paths: list[Path] = []
-    for place in places:
-        if not place.is_dir():
-            paths.append(place)
-        elif found := image_files(place):
-            paths += found
-        else:
-            raise TrainError(f"the folder {place} has no image files in it; name files, or a folder that has")
-    return paths
 
 
 def _plain(prediction: Prediction) -> dict[str, object]:

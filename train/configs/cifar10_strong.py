@@ -1,5 +1,5 @@
-"""ResNet-18 on CIFAR-10 with all of today's ingredients, upscaled to 96 pixels: TrivialAugment, random erasing, mixup or
-CutMix, label smoothing, repeated augmentation, clipping, moving average.
+"""ResNet-18 on CIFAR-10 with today's ingredients, upscaled to 96 pixels: TrivialAugment, random erasing, mixup or
+CutMix, label smoothing, stochastic depth, repeated augmentation, clipping, moving average.
 
     python -m train --config cifar10_strong --data /path/to/cifar10
 
@@ -23,7 +23,8 @@ CONFIG = Config(
     cutmix=1.0,
     repeated_augmentation=2,
     label_smoothing=0.1,
-    epochs=50,
+    stochastic_depth=0.05,
+    epochs=40,
     learning_rate=0.2,
     warmup_epochs=3.0,
     momentum=0.9,

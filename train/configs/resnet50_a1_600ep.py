@@ -17,6 +17,7 @@ GLOBAL_BATCH = 2048  # images
 
 CONFIG = Config(
     model="resnet50",
+    stochastic_depth=0.05,
     loss="bce",
     bce_threshold=0.2,  # of two mixed classes both are there, unless one has less than this
     label_smoothing=0.1,
@@ -24,6 +25,7 @@ CONFIG = Config(
     image_size=224,
     val_crop_fraction=0.95,
     interpolation="bicubic",
+    train_interpolation="random",
     batch_size=256,
     random_area=(0.08, 1.0),
     auto_augment="randaugment-timm",

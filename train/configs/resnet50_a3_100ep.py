@@ -23,4 +23,5 @@ CONFIG = replace(
     learning_rate=8e-3 * REFERENCE_BATCH / GLOBAL_BATCH,
     randaugment_magnitude=6.0,
     repeated_augmentation=0,
+    stochastic_depth=0.0,
 )

@@ -79,7 +79,7 @@ def throughput(record: RunRecord, theme: Theme) -> bytes:
 
 def loss(record: RunRecord, theme: Theme) -> bytes:
     """Training loss by epoch, and that of validation where there is one."""
-    figure, axes = _figure_with_axes(theme, "Loss", "epoch", "cross entropy (nats per image)")
+    figure, axes = _figure_with_axes(theme, "Loss", "epoch", "nats per image")
     x, y = _thin(np.array([p.epoch for p in record.loss_curve]), np.array([p.loss for p in record.loss_curve]))
     axes.plot(x, y, color=theme.series[0], linewidth=1.6, label="training")
     for images, points in _evaluations(record).items():

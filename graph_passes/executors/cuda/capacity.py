@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from graph_passes.errors import GraphError
+from graph_passes.errors import CapacityError
 from graph_passes.executors.cuda.parameters import ParameterStore, padded_channels
 from graph_passes.graph import Graph, Ref
 from graph_passes.operators import Shape
@@ -26,8 +26,8 @@ def check_sizes(shapes: Mapping[Ref, Shape]) -> None:
     """Raise GraphError for a tensor with more elements than kernels can number."""
     for ref, shape in shapes.items():
         if math.prod(shape) > MAX_ELEMENTS:
-            raise GraphError(f"'{ref.node}' has {math.prod(shape):,} elements {tuple(shape)}, and the cuda executor "
-                             f"numbers {MAX_ELEMENTS:,} at most: use a smaller batch size, or smaller images")
+            raise CapacityError(f"'{ref.node}' has {math.prod(shape):,} elements {tuple(shape)}, and the cuda executor "
+                                f"numbers {MAX_ELEMENTS:,} at most: use a smaller batch size, or smaller images")
 
 
 def most_images(step: Graph, shapes: Mapping[str, tuple[int, ...]]) -> int:
@@ -43,8 +43,8 @@ def most_images(step: Graph, shapes: Mapping[str, tuple[int, ...]]) -> int:
 
 def check_fits(step: Graph, shapes: Mapping[str, tuple[int, ...]], store: ParameterStore, free: int,
                total: int) -> int:
-    """Bytes of the step's arena, but for what single kernels need besides. Raises GraphError where the GPU is certain
-    to have too little memory, or the batch is too large for the kernels, before any are chosen and timed.
+    """Bytes of the step's arena, but for what single kernels need besides. Raises CapacityError where the GPU is
+    certain to have too little memory, or the batch is too large for the kernels, before any are chosen and timed.
 
     Args:
         step: the training graph, after the passes gradient and precision.
@@ -61,8 +61,9 @@ def check_fits(step: Graph, shapes: Mapping[str, tuple[int, ...]], store: Parame
     if growing + fixed > free:
         raise too_little_memory(shapes["data"], growing, fixed, free, total, most)
     if images > most:
-        raise GraphError(f"batches of {images} images of {height}x{width} make a tensor of more than {MAX_ELEMENTS:,} "
-                         f"elements, which is what the cuda executor can number: use a batch size of at most {most}")
+        raise CapacityError(f"batches of {images} images of {height}x{width} make a tensor of more than "
+                            f"{MAX_ELEMENTS:,} elements, which is what the cuda executor can number: use a batch size "
+                            f"of at most {most}")
     return arena_bytes
 
 
@@ -76,11 +77,12 @@ def largest_batch(images: int, growing: int, free: int, most: int) -> int:
     return min(most, int(max(0, free) * images / (growing * (1 + HEADROOM))))
 
 
-def too_little_memory(data: tuple[int, ...], growing: int, fixed: int, free: int, total: int, most: int) -> GraphError:
+def too_little_memory(data: tuple[int, ...], growing: int, fixed: int, free: int, total: int,
+                      most: int) -> CapacityError:
     """The error that names the largest batch that is sure to fit. `growing`: bytes that batches of the shape `data`
     need, in proportion to their size; `fixed`: bytes needed besides; `most`: images that can be numbered."""
     images, height, width, _ = data
     largest = largest_batch(images, growing, free - fixed, most)
     advice = f"use a batch size of at most {largest}" if largest else "free memory on it, or use smaller images"
-    return GraphError(f"the GPU has {free / GIB:.1f} of {total / GIB:.1f} GiB free, but batches of {images} images "
-                      f"of {height}x{width} need {(growing + fixed) / GIB:.1f} GiB: {advice}")
+    return CapacityError(f"the GPU has {free / GIB:.1f} of {total / GIB:.1f} GiB free, but batches of {images} images "
+                         f"of {height}x{width} need {(growing + fixed) / GIB:.1f} GiB: {advice}")

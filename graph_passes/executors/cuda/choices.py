@@ -13,7 +13,7 @@ from graph_passes.executors.cuda.planner import Decision
 from graph_passes.executors.cuda.program import Buffer, Program
 from graph_passes.executors.cuda.toolchain import Toolchain
 from graph_passes.graph import Graph, Node, Ref
-from graph_passes.operators import Shape, infer_node_shapes, window
+from graph_passes.operators import OPERATORS, Shape, infer_node_shapes, window
 from graph_passes.passes import Ways, tensor_dtypes
 from graph_passes.passes.precision import node_dtypes
 
@@ -88,11 +88,13 @@ class _Tensors:
 
     def describe(self, nodes: Sequence[Node], dtype: str) -> str:
         """What the time of these nodes depends on, for people and as the key of what is remembered: operators, the
-        shapes of the images and weights that they read, windows."""
+        shapes of the images and weights that they read, and of the factors of images that are dropped, windows."""
         shapes, _, _ = self.around(nodes)
         parts = []
         for node in nodes:
-            sizes = ", ".join("x".join(map(str, shapes[ref])) for ref in node.inputs if len(shapes[ref]) > 2)
+            roles = OPERATORS[node.op].input_names(node)
+            sizes = ", ".join("x".join(map(str, shapes[ref])) for role, ref in zip(roles, node.inputs, strict=True)
+                              if len(shapes[ref]) > 2 or role == "factors")
             parts.append(f"{node.op}{_window(node)} {sizes}")
         return f"{' + '.join(parts)}, {dtype}"
 

@@ -212,6 +212,7 @@ class CudaExecutor(Executor):
         num_images = self.input_shapes["data"][0]
         self._load(data, label, num_images, num_images)
         self._step.mix(draws)
+        self._step.set_seed(draws.seed)
         self._step.forward_backward(accumulate, on_bucket)
         self._idle.end()
 

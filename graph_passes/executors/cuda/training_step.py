@@ -38,6 +38,7 @@ from graph_passes.executors.cuda.planner import Decision, Planner
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.executors.cuda.toolchain import Toolchain
 from graph_passes.graph import Graph, Node, Ref
+from graph_passes.operators.dropout import words_of
 from graph_passes.passes import Choose, Ways, first_way
 from graph_passes.passes.precision import ITEM_BYTES
 
@@ -105,7 +106,7 @@ class TrainingStep:
         if largest != self._shapes:
             self._arena.reserve(arena_bytes)
         self._training = self._compile()
-        self._own_share = 1.0  # as the GPU has it
+        self._own_share, self._seed = 1.0, 0  # as the GPU has them
         self._free_pinned: list[np.ndarray] = []
         self.skipped_steps = self.skipped_in_a_row = 0  # as `Executor` has them
         self.gradient_norm: float | None = None  # likewise
@@ -130,6 +131,7 @@ class TrainingStep:
             "data": ((images, height, width, padded_channels(channels)), self.dtype),
             "label": ((images,), "float32"),
             "own_share": ((1,), "float32"),
+            "seed": ((2,), "uint32"),
             "metrics": ((ctypes.sizeof(MetricsLayout),), "uint8"),
             "num_valid": ((1,), "int32"),
             "tickets": ((MAX_CHANNELS // TILE_CHANNELS,), "int32"),
@@ -376,6 +378,13 @@ class TrainingStep:
             kernel = self.kernels.get("elementwise.cu", instance("exchange_boxes", data.dtype, channels))
             kernel.launch((-(-(bottom - top) * (right - left) // 256) * pairs, 1, 1), (256, 1, 1), data.address,
                           *map(ctypes.c_int, (images, height, width, *draws.cutmix)))
+
+    def set_seed(self, seed: int) -> None:
+        """What the next passes drop follows from these 64 bits. Asynchronous."""
+        if seed != self._seed:
+            for number, word in enumerate(words_of(seed)):
+                self.gpu.write_word(self.persistent.seed.address + number * ITEM_BYTES["uint32"], word)
+            self._seed = seed
 
     def forward_backward(self, accumulate: bool = False, on_bucket: OnBucket | None = None) -> None:
         """One pass over the loaded batch; gradients, times the loss scale, are in the store, added to what was there if

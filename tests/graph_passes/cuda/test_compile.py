@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 from pathlib import Path
 
@@ -9,20 +10,28 @@ import pytest
 
 from graph_passes.executors.cuda.kernels import C_TYPES, HOPPER, SOURCES, architecture, compile_kernel
 from graph_passes.executors.cuda.lowering.conv1x1_backward import DgradReduce, NormBackward
+from graph_passes.executors.cuda.optimizer import State, _Tensor
 from graph_passes.passes.dgrad_reduce import OUT_CHANNELS
 
 RULES = ["Sgd<false>", "Sgd<true>", "Lars<false>", "Lars<true>", "AdamW", "Lamb", "Lion"]  # of optimizer.cu
 
 # Template arguments behind the dtype that the executor asks for.
 FLAGS = {
-    "dgrad_reduce": ["64, false, true", "128, true, false", "256, true, true"],
-    "norm_backward": ["64, true, false", "128, true, true", "256, false, true"],
-    "batch_norm_apply": ["false, false", "false, true", "true, true"],
-    "batch_norm_backward_reduce": ["NO_RELU, false, false", "NO_RELU, true, true", "RECOMPUTED, false, false",
-                                   "RECOMPUTED, true, true", "BITS, false, true", "BITS, true, true"],
-    "batch_norm_backward_apply": ["NO_RELU, false", "NO_RELU, true", "RECOMPUTED, false", "RECOMPUTED, true"],
+    "dgrad_reduce": ["64, false, true, false", "128, true, false, false", "256, true, true, false",
+                     "64, true, true, true", "256, false, false, true"],
+    "norm_backward": ["64, true, false, false", "128, true, true, false", "256, false, true, false",
+                      "256, false, false, true"],
+    "batch_norm_apply": ["false, false, false", "false, true, false", "true, true, false", "true, true, true"],
+    "batch_norm_backward_reduce": [
+        "NO_RELU, false, false, false", "NO_RELU, true, true, false", "RECOMPUTED, false, false, false",
+        "RECOMPUTED, true, true, false", "BITS, false, true, false", "BITS, true, true, false",
+        "BITS, false, true, true", "BITS, true, true, true"],
+    "batch_norm_backward_apply": ["NO_RELU, false, false", "NO_RELU, true, false", "RECOMPUTED, false, false",
+                                  "RECOMPUTED, true, false", "NO_RELU, false, true"],
     "batch_norm_relu_max_pool_backward_reduce": ["false", "true"],
-    "batch_norm_pair_backward_reduce": ["false", "true"],
+    "batch_norm_pair_apply": ["false", "true"],
+    "batch_norm_pair_backward_reduce": ["false, false", "true, false", "false, true", "true, true"],
+    "batch_norm_pair_backward_apply": ["false", "true"],
     "bias_add_relu": ["false, false", "false, true", "true, true"],
     "exchange_boxes": ["4", "3"],
     "softmax_cross_entropy": ["false", "true"],
@@ -138,6 +147,20 @@ def test_compiles_for_each_generation(capability: tuple[int, int], path: Path) -
         pytest.skip(f"this NVRTC does not know {arch}: it has {', '.join(f'sm_{number}' for number in known)}")
     names = [expressions(kernel, C_TYPES["bfloat16"])[0] for source, kernel in kernels() if source == path.name]
     compile_for(path, names, arch)
+
+
+@pytest.mark.usefixtures("nvrtc")
+def test_structs_of_the_optimizer_are_laid_out_alike() -> None:
+    """Python writes them, the kernels read them."""
+    from cuda.core import Program, ProgramOptions
+
+    source, asserts = (SOURCES / "optimizer.cu").read_text(), ""
+    for name, struct in (("State", State), ("Tensor", _Tensor)):
+        body = re.sub("//.*", "", source.partition(f"struct {name} {{")[2].partition("};")[0])
+        assert re.findall(r"(\w+)(?:\[\w+\])?[,;]", body) == [field[0] for field in struct._fields_]
+        asserts += f"static_assert(sizeof({name}) == {ctypes.sizeof(struct)});\n"
+    options = ProgramOptions(arch="sm_90a", std="c++17", include_path=[str(SOURCES)])
+    Program('#include "optimizer.cu"\n' + asserts, "c++", options).compile("cubin")
 
 
 @pytest.mark.usefixtures("nvrtc")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from graph_passes.operators.batch_norm_halves import statistics_of
 pytestmark = pytest.mark.gpu
 
 EPS, MOMENTUM = 1e-5, 0.9
+NOTHING_DROPPED = 0, ctypes.c_uint32(0), ctypes.c_uint32(1)
 SHAPES = [(1, 8), (7, 24), (1000, 64), (333, 72), (4099, 256), (49, 2048)]  # rows, channels
 
 
@@ -42,9 +44,20 @@ class BatchNormCase:
         self.partials = device.poisoned((2 * 5 * channels,))
         self.tickets = device.zeros(4 * self.tiles)
         self.size = (ctypes.c_uint32(rows), ctypes.c_int(channels))
+        # Images of which the last may have fewer rows, and the second of three sets of factors for them.
+        self.pixels = -(-rows // 5)
+        images = -(-rows // self.pixels)
+        factors = rounded(random.choice([0, 1 / 0.7], (3, images)), "float32")
+        self.factor = factors[1].repeat(self.pixels)[:rows, None]
+        self.factors = (device.put(factors), ctypes.c_uint32(images), ctypes.c_uint32(self.pixels))
 
-    def kernel(self, name: str, *arguments: str) -> str:
-        return f"{name}<{', '.join([C_TYPES[self.dtype], *arguments])}>"
+    def kernel(self, name: str, *arguments: str | bool) -> str:
+        return f"{name}<{', '.join([C_TYPES[self.dtype], *(str(argument) for argument in arguments)])}>".replace(
+            "True", "true").replace("False", "false")
+
+    def dropping(self, drop: bool) -> tuple[Any, ...]:
+        """The kernels' last arguments."""
+        return self.factors if drop else NOTHING_DROPPED
 
     def saved(self) -> int:
         return self.device.put(np.stack([self.mean, self.invstd]))
@@ -75,20 +88,22 @@ def test_statistics(device: Device, dtype: str, rows: int, channels: int) -> Non
 
 
 @pytest.mark.parametrize("rows, channels", SHAPES)
-@pytest.mark.parametrize("add, relu", [(False, False), (False, True), (True, True)])
+@pytest.mark.parametrize("add, relu, drop", [(False, False, False), (False, True, False), (True, True, False),
+                                             (True, True, True)])
 @pytest.mark.parametrize("about_mean", [False, True])
 def test_batch_norm_forward(device: Device, dtype: str, rows: int, channels: int, add: bool, relu: bool,
-                            about_mean: bool) -> None:
+                            drop: bool, about_mean: bool) -> None:
     case = BatchNormCase(device, rows, channels, dtype, seed=channels)
     y, mask = device.poisoned((rows, channels), dtype), device.poisoned((rows, channels // 8), "uint8")
     saved = device.poisoned((2, channels))
     running = [np.full(channels, 0.25), np.full(channels, 2.0)]
     running_mean, running_var = (device.put(value) for value in running)
-    device.run("batch_norm.cu", case.kernel("batch_norm_apply", str(add).lower(), str(relu).lower()),
+    device.run("batch_norm.cu", case.kernel("batch_norm_apply", add, relu, drop),
                (case.tiles, 3, 1), APPLY_BLOCK, device.put(case.x, dtype), device.put(case.addend, dtype),
                *case.sums(about_mean), device.put(case.gamma), device.put(case.beta), y, mask, saved, running_mean,
-               running_var, ctypes.c_float(EPS), ctypes.c_float(MOMENTUM), *case.size)
-    before_relu = case.normal * case.gamma + case.beta + (case.addend if add else 0)
+               running_var, ctypes.c_float(EPS), ctypes.c_float(MOMENTUM), *case.size, *case.dropping(drop))
+    norm = (case.normal * case.gamma + case.beta) * (case.factor if drop else 1)
+    before_relu = norm + (case.addend if add else 0)
     wanted = np.maximum(before_relu, 0) if relu else before_relu
     got = device.get(y, (rows, channels), dtype)
     if rows > 1:  # of one row the variance is 0 and what fp32 makes of it differs
@@ -107,9 +122,10 @@ def test_batch_norm_forward(device: Device, dtype: str, rows: int, channels: int
 
 @pytest.mark.parametrize("rows, channels", SHAPES[1:])
 @pytest.mark.parametrize("relu", ["NO_RELU", "RECOMPUTED", "BITS"])
-@pytest.mark.parametrize("two, write", [(False, False), (False, True), (True, True)])
+@pytest.mark.parametrize("two, write, drop", [(False, False, False), (False, True, False), (True, True, False),
+                                              (False, True, True), (True, True, True)])
 def test_batch_norm_backward(device: Device, dtype: str, rows: int, channels: int, relu: str, two: bool,
-                             write: bool) -> None:
+                             write: bool, drop: bool) -> None:
     case = BatchNormCase(device, rows, channels, dtype, seed=rows + channels)
     random = np.random.default_rng(rows)
     dy, dy2 = (rounded(random.normal(0.1, 1, (rows, channels)), dtype) for _ in range(2))
@@ -121,42 +137,47 @@ def test_batch_norm_backward(device: Device, dtype: str, rows: int, channels: in
     dy_address = device.put(dy, dtype)
     dz_address = device.poisoned((rows, channels), dtype) if write else 0
     dgamma, dbeta = device.poisoned((channels,)), device.poisoned((channels,))
-    device.run("batch_norm.cu", case.kernel("batch_norm_backward_reduce", relu, str(two).lower(), str(write).lower()),
+    device.run("batch_norm.cu", case.kernel("batch_norm_backward_reduce", relu, two, write, drop),
                (case.tiles, 5, 1), REDUCE_BLOCK, x, dy_address, device.put(dy2, dtype), device.put(mask, "uint8"),
-               dz_address, saved, gamma, beta, dgamma, dbeta, case.partials, case.tickets, *case.size)
+               dz_address, saved, gamma, beta, dgamma, dbeta, case.partials, case.tickets, *case.size,
+               *case.dropping(drop))
     got_dgamma, got_dbeta = device.get(dgamma, (channels,)), device.get(dbeta, (channels,))
-    assert relative_error(got_dbeta, dz.sum(0)) < 1e-4
-    assert relative_error(got_dgamma, (dz * case.normal).sum(0)) < 1e-4
+    factor = case.factor if drop else 1
+    assert relative_error(got_dbeta, (dz * factor).sum(0)) < 1e-4
+    assert relative_error(got_dgamma, (dz * factor * case.normal).sum(0)) < 1e-4
     if write:
         dz = rounded(dz, dtype)
         assert relative_error(device.get(dz_address, (rows, channels), dtype), dz) < PRECISION[dtype]
 
     masked = "NO_RELU" if write or relu == "BITS" else relu
     source = dz_address if write else device.put(dz, dtype) if relu == "BITS" else dy_address
-    wanted = case.gamma * case.invstd * (dz - got_dbeta / rows - case.normal * got_dgamma / rows)
+    wanted = case.gamma * case.invstd * (dz * factor - got_dbeta / rows - case.normal * got_dgamma / rows)
     for add in (False, True):
         dx, addend = device.poisoned((rows, channels), dtype), device.put(case.addend, dtype) if add else 0
-        device.run("batch_norm.cu", case.kernel("batch_norm_backward_apply", masked, str(add).lower()),
+        device.run("batch_norm.cu", case.kernel("batch_norm_backward_apply", masked, add, drop),
                    (case.tiles, 3, 1), APPLY_BLOCK, x, source, addend, dx, saved, gamma, beta, dgamma, dbeta,
-                   *case.size)
+                   *case.size, *case.dropping(drop))
         got = device.get(dx, (rows, channels), dtype)
         assert relative_error(got, wanted + case.addend if add else wanted) < PRECISION[dtype] + 1e-4
 
 
 @pytest.mark.parametrize("rows, channels", SHAPES[1:])
 @pytest.mark.parametrize("about_mean", [(False, False), (False, True), (True, False), (True, True)])
-def test_batch_norm_pair_forward(device: Device, dtype: str, rows: int, channels: int, about_mean: tuple[bool, bool]
-                                 ) -> None:
+@pytest.mark.parametrize("drop", [False, True])
+def test_batch_norm_pair_forward(device: Device, dtype: str, rows: int, channels: int, about_mean: tuple[bool, bool],
+                                 drop: bool) -> None:
     cases = [BatchNormCase(device, rows, channels, dtype, seed) for seed in (rows, channels)]
     sums, flags = zip(*(case.sums(about) for case, about in zip(cases, about_mean, strict=True)), strict=True)
     y, mask = device.poisoned((rows, channels), dtype), device.poisoned((rows, channels // 8), "uint8")
     saved = [device.poisoned((2, channels)) for _ in cases]
     running = [device.put(np.full(channels, value)) for value in (0.25, 0.5, 2.0, 3.0)]
-    device.run("batch_norm_pair.cu", cases[0].kernel("batch_norm_pair_apply"), (cases[0].tiles, 3, 1), APPLY_BLOCK,
-               *(device.put(case.x, dtype) for case in cases),
+    device.run("batch_norm_pair.cu", cases[0].kernel("batch_norm_pair_apply", drop), (cases[0].tiles, 3, 1),
+               APPLY_BLOCK, *(device.put(case.x, dtype) for case in cases),
                *sums, *flags, *(device.put(case.gamma) for case in cases), *(device.put(case.beta) for case in cases),
-               y, mask, *saved, *running, ctypes.c_float(EPS), ctypes.c_float(MOMENTUM), *cases[0].size)
-    before_relu = sum(case.normal * case.gamma + case.beta for case in cases)
+               y, mask, *saved, *running, ctypes.c_float(EPS), ctypes.c_float(MOMENTUM), *cases[0].size,
+               *cases[0].dropping(drop))
+    norms = [case.normal * case.gamma + case.beta for case in cases]
+    before_relu = norms[0] * (cases[0].factor if drop else 1) + norms[1]
     got = device.get(y, (rows, channels), dtype)
     assert relative_error(got, np.maximum(before_relu, 0)) < PRECISION[dtype] + 2e-5  # as in test_batch_norm_forward
     bits = np.unpackbits(device.get(mask, (rows, channels // 8), "uint8"), axis=1, bitorder="little")
@@ -172,8 +193,8 @@ def test_batch_norm_pair_forward(device: Device, dtype: str, rows: int, channels
 
 
 @pytest.mark.parametrize("rows, channels", SHAPES[1:])
-@pytest.mark.parametrize("two", [False, True])
-def test_batch_norm_pair_backward(device: Device, dtype: str, rows: int, channels: int, two: bool) -> None:
+@pytest.mark.parametrize("two, drop", [(False, False), (True, False), (False, True), (True, True)])
+def test_batch_norm_pair_backward(device: Device, dtype: str, rows: int, channels: int, two: bool, drop: bool) -> None:
     cases = [BatchNormCase(device, rows, channels, dtype, seed) for seed in (rows, channels)]
     random = np.random.default_rng(rows + channels)
     dy, dy2 = (rounded(random.normal(0.1, 1, (rows, channels)), dtype) for _ in range(2))
@@ -182,22 +203,25 @@ def test_batch_norm_pair_backward(device: Device, dtype: str, rows: int, channel
     x, saved = [device.put(case.x, dtype) for case in cases], [case.saved() for case in cases]
     dgamma, dbeta = ([device.poisoned((channels,)) for _ in cases] for _ in range(2))
     dz_address = device.poisoned((rows, channels), dtype)
-    partials = device.poisoned((3 * 5 * channels,))
+    partials = device.poisoned(((3 + drop) * 5 * channels,))
     mask = device.put(np.packbits(let_through, axis=1, bitorder="little"), "uint8")
     for _ in range(2):  # twice: the tickets must be back at zero
-        device.run("batch_norm_pair.cu", cases[0].kernel("batch_norm_pair_backward_reduce", str(two).lower()),
+        device.run("batch_norm_pair.cu", cases[0].kernel("batch_norm_pair_backward_reduce", two, drop),
                    (cases[0].tiles, 5, 1), REDUCE_BLOCK, *x, device.put(dy, dtype), device.put(dy2, dtype), mask,
-                   dz_address, *saved, *dgamma, *dbeta, partials, cases[0].tickets, *cases[0].size)
+                   dz_address, *saved, *dgamma, *dbeta, partials, cases[0].tickets, *cases[0].size,
+                   *cases[0].dropping(drop))
     sums = [[device.get(address, (channels,)) for address in pair] for pair in (dgamma, dbeta)]
     dx = [device.poisoned((rows, channels), dtype) for _ in cases]
-    device.run("batch_norm_pair.cu", cases[0].kernel("batch_norm_pair_backward_apply"), (cases[0].tiles, 3, 1),
+    device.run("batch_norm_pair.cu", cases[0].kernel("batch_norm_pair_backward_apply", drop), (cases[0].tiles, 3, 1),
                APPLY_BLOCK, *x, dz_address, *dx, *saved, *(device.put(case.gamma) for case in cases), *dgamma, dbeta[0],
-               *cases[0].size)
+               *cases[0].size, dbeta[1] if drop else 0, *cases[0].dropping(drop))
     assert relative_error(device.get(dz_address, (rows, channels), dtype), rounded(dz, dtype)) < PRECISION[dtype]
-    for case, address, got_dgamma, got_dbeta in zip(cases, dx, *sums, strict=True):
-        assert relative_error(got_dbeta, dz.sum(0)) < 1e-4
-        assert relative_error(got_dgamma, (dz * case.normal).sum(0)) < 1e-4
-        wanted = case.gamma * case.invstd * (rounded(dz, dtype) - got_dbeta / rows - case.normal * got_dgamma / rows)
+    factors = cases[0].factor if drop else 1, 1
+    for case, factor, address, got_dgamma, got_dbeta in zip(cases, factors, dx, *sums, strict=True):
+        assert relative_error(got_dbeta, (dz * factor).sum(0)) < 1e-4
+        assert relative_error(got_dgamma, (dz * factor * case.normal).sum(0)) < 1e-4
+        of_norm = rounded(dz, dtype) * factor
+        wanted = case.gamma * case.invstd * (of_norm - got_dbeta / rows - case.normal * got_dgamma / rows)
         assert relative_error(device.get(address, (rows, channels), dtype), wanted) < PRECISION[dtype] + 1e-4
 
 

@@ -17,6 +17,8 @@ from test_compile import kernels
 from test_training_step import RULES, fused, random_batch, random_state, small_network
 
 from common.mxnet_compat import mx
+from graph_passes import passes
+from graph_passes.executors import Box, Draws
 from graph_passes.executors.cuda.choices import Choices
 from graph_passes.executors.cuda.kernels import Kernel, KernelLibrary
 from graph_passes.executors.cuda.optimizer import OptimizerConfig
@@ -30,6 +32,10 @@ pytestmark = pytest.mark.gpu
 REPOSITORY = Path(__file__).resolve().parents[3]
 OWN = {kernel.strip("!") for _, kernel in kernels()}
 NOT_IN_A_STEP = {"copy"}  # of --profile
+LOSSES = {  # of the networks that have another one
+    "poolings": lambda network: passes.binary_cross_entropy(fused(network), 0.2),
+    "BatchNorm first": lambda network: passes.weigh_classes(fused(network), [0.5, 1.5] * 5),
+}
 NUM_NETWORKS = 6
 
 
@@ -125,7 +131,7 @@ def main(cache: Path) -> None:
         ("BatchNorm first", pre_activation(10), (3, 19, 17, 3), "bfloat16", {}),
         ("poolings", pooled(), (3, 17, 14, 4), "float16", {}),
     ):
-        graph, shapes = fused(network), {"data": size, "softmax_label": size[:1]}
+        graph, shapes = LOSSES.get(name, fused)(network), {"data": size, "softmax_label": size[:1]}
         step = TrainingStep(graph, shapes, StepOptions(dtype, deterministic=True, **options), cache_folder=cache)
         step.set_params(*random_state(graph, shapes, seed=1))
         step.load(*random_batch(shapes, seed=2))
@@ -137,8 +143,9 @@ def main(cache: Path) -> None:
         step.infer()
         step.set_num_valid(2)
         step.infer(num_images=2)
-        step.mix(0.7)
-        step.forward_backward()
+        for draws in (Draws(0.7), Draws(cutmix=Box(1, 2, 9, 11))):
+            step.mix(draws)
+            step.forward_backward()
         if name == "all operators":
             for rule in RULES.values():
                 step.set_optimizer(OptimizerConfig(rule, ema=True, clip_norm=0.5))

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gpu_arrays import PRECISION, Device, relative_error, rounded
+from test_kernels import NOTHING_DROPPED
 
 from common.disk_cache import Cache
 from graph_passes import GraphError
@@ -191,9 +192,9 @@ def test_statistics_and_what_reads_them(device: Device, check: Report, dtype: st
                 device.zeros(4 * channels))
 
     y, saved, mean, var = outputs(x.shape)
-    device.run("batch_norm.cu", f"batch_norm_apply<{C_TYPES[dtype]}, false, false>", (1, 132, 1), APPLY_BLOCK, address,
-               0, sums, ctypes.c_bool(True), gamma, beta, y, 0, saved, mean, var, *options, ctypes.c_uint32(rows),
-               ctypes.c_int(channels))
+    device.run("batch_norm.cu", f"batch_norm_apply<{C_TYPES[dtype]}, false, false, false>", (1, 132, 1), APPLY_BLOCK,
+               address, 0, sums, ctypes.c_bool(True), gamma, beta, y, 0, saved, mean, var, *options,
+               ctypes.c_uint32(rows), ctypes.c_int(channels), *NOTHING_DROPPED)
     check("batch_norm_statistics", dtype, ratio, variance_from(device.get(saved, (2, channels))), x.var(0), NEAR)
     check("  running variance", dtype, ratio, device.get(var, (channels,)) / (1 - MOMENTUM), x.var(0), NEAR)
     assert relative_error(device.get(y, x.shape, dtype), normal) < exact
@@ -201,9 +202,10 @@ def test_statistics_and_what_reads_them(device: Device, check: Report, dtype: st
     y, saved, mean, var = outputs(x.shape)
     _, saved_2, mean_2, var_2 = outputs((1,))
     mask = device.poisoned((rows, channels // 8), "uint8")
-    device.run("batch_norm_pair.cu", f"batch_norm_pair_apply<{C_TYPES[dtype]}>", (1, 132, 1), APPLY_BLOCK, address,
-               address, sums, sums, ctypes.c_bool(True), ctypes.c_bool(True), gamma, gamma, beta, beta, y, mask, saved,
-               saved_2, mean, mean_2, var, var_2, *options, ctypes.c_uint32(rows), ctypes.c_int(channels))
+    device.run("batch_norm_pair.cu", f"batch_norm_pair_apply<{C_TYPES[dtype]}, false>", (1, 132, 1), APPLY_BLOCK,
+               address, address, sums, sums, ctypes.c_bool(True), ctypes.c_bool(True), gamma, gamma, beta, beta, y,
+               mask, saved, saved_2, mean, mean_2, var, var_2, *options, ctypes.c_uint32(rows), ctypes.c_int(channels),
+               *NOTHING_DROPPED)
     for kept in (saved, saved_2):
         check("  of a pair", dtype, ratio, variance_from(device.get(kept, (2, channels))), x.var(0), NEAR)
     assert relative_error(device.get(y, x.shape, dtype), np.maximum(2 * normal, 0)) < 2 * exact

@@ -141,7 +141,7 @@ def lower_graph(graph: Graph, shapes: dict[str, tuple[int, ...]], training: bool
 
     persistent = Persistent(
         kept("data", (batch, height, width, padded_channels(channels)), dtype), kept("label", (batch,), "float32"),
-        kept("own_share", (1,), "float32"),
+        kept("own_share", (1,), "float32"), kept("seed", (2,), "uint32"),
         kept("probabilities", (batch, 1000), "float32"), kept("metrics", (32,), "uint8"),
         kept("num_valid", (1,), "int32"), kept("loss_scale", (1,), "float32"), kept("tickets", (64,), "int32"),
         kept("class_weights", (1000,), "float32") if graph[graph.outputs[0].node].get("class_weights", ()) else None)
@@ -289,6 +289,30 @@ def test_a_pre_activation_network(name: str, convolutions: int, sums: int) -> No
     assert operations["batch_norm_apply"] == alone and operations["fprop_bias_relu"] == norms - alone
     assert operations["add"] == sums
     check_memory(lowering.program)
+
+
+@pytest.mark.parametrize("name, mode, products", [("resnet18", "image", 0), ("resnet50", "image", 0),
+                                                  ("resnet50", "block", 0), ("resnet50d", "image", 0),
+                                                  ("resnet50_v2", "image", 2 * 15)])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_network_that_drops(name: str, mode: Any, products: int, fused: bool) -> None:
+    """The launches of the same network, and two for the masks and two for dropout; where branches end in a BatchNorm,
+    the products with masks are in its launches."""
+    plain = models.create(name).graph
+    graph = passes.dropout(passes.stochastic_depth(plain, 0.2, mode), 0.1)
+    shapes: dict[str, tuple[int, ...]] = {"data": (4, 96, 96, 3), "softmax_label": (4,)}
+    lowering, store = lower_graph(graph, shapes, training=True, fused=fused)
+    without, _ = lower_graph(plain, shapes, training=True, fused=fused)
+    operations, before = (Counter(launch.operation for launch in each.program.launches) for each in (lowering, without))
+    dropped = {"dropout_factors": 1, "dropout_elements": 2, "dropout_images": products}
+    assert operations - before == +Counter(dropped) and not before - operations
+    assert lowering.ready.keys() == store.parameters.keys()
+    for launch in lowering.program.launches:
+        launch.enqueue()
+    check_memory(lowering.program)
+    check_operators(graph)
+    inference = pipeline.inference(graph, "float16", passes.fused_way)
+    assert inference == pipeline.inference(plain, "float16", passes.fused_way)
 
 
 def test_inference_takes_over_every_parameter() -> None:
@@ -501,7 +525,7 @@ def test_networks_of_the_zoo(tmp_path: Path) -> None:
         "resnet18_v2": "BatchNorm '.*' has fix_gamma=True, .*: set it to False$",
         "mobilenet1_0": "",
         "mobilenet_v2_1_0": "cannot run clip '.*_relu6': use the executor mxnet",
-        "vgg11": "cannot run Dropout '",
+        "vgg11": "FullyConnected '.*' does not feed a SoftmaxOutput alone",
         "densenet121": "cannot run Concat '",
     }
     shapes = {"data": (2, 64, 64, 3), "softmax_label": (2,)}

@@ -27,7 +27,7 @@ def test_elastic_run_loses_a_process_and_gets_one(start, on_gpu, rng):
     """Three processes become two and three again (on two GPUs: two, one, two). No commit is lost, and the position
     counts images, not steps."""
     count = min(3, len(find_gpus())) if on_gpu else 3
-    run = start(count, "--min-np", str(count - 1), "--cooldown", "1")
+    run = start(count, "--min-np", str(count - 1), "--cooldown", "1", "--freeze", "stage2")
     run.wait_for(lambda: run.last_step() >= COMMIT_EVERY + 1)
     victim = int(rng.integers(count))  # rank 0, whose part is more, like any other
     os.kill(run.workers()[victim], signal.SIGKILL)
@@ -60,6 +60,7 @@ def test_elastic_run_loses_a_process_and_gets_one(start, on_gpu, rng):
 
     last = checkpoint.load(checkpoint.find(str(run.folder)))
     assert len(last.loader_states) == count
+    assert {name.partition("_")[0] for name in last.state["momentum"]} == {"stage3", "stage4", "classifier"}
     state = json.loads(last.loader_states[0])
     if last.progress.epoch == 0:
         num_seen = sum(sizes[step] for step in range(1, last.progress.step + 1))

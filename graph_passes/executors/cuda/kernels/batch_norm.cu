@@ -56,16 +56,18 @@ __global__ void sums_from_running(const float *running_mean, const float *runnin
 
 // --- forward: normalise, add, ReLU ---
 
-// y = relu(gamma * (x - mean) / sqrt(var + eps) + beta + residual), mean and variance from the sums of this batch.
+// y = relu(gamma * (x - mean) / sqrt(var + eps) + beta + residual), mean and variance from the sums of this batch. With DROP,
+// all but the residual is multiplied by the image's factor.
 // Also leaves the ReLU bits in `mask` unless it is null, and what `Forward` keeps.
 // Rows are walked from the end: the tail that the producer of x just wrote is still in the L2 cache.
 // Shapes: x, residual, y (rows, C); mask (rows, C / 8) bytes; sums (2 or 3, C), saved (2, C), gamma, beta, running_mean,
-// running_var (C) fp32.
-template <class T, bool ADD, bool RELU>
+// running_var (C), factors fp32.
+template <class T, bool ADD, bool RELU, bool DROP>
 __global__ void __launch_bounds__(APPLY_THREADS, 4)
 batch_norm_apply(const Packed<T> *x, const Packed<T> *residual, const float *sums, bool about_mean, const float *gamma,
                  const float *beta, Packed<T> *y, uint8 *mask, float *saved, float *running_mean, float *running_var,
-                 float eps, float momentum, uint32 rows, int channels) {
+                 float eps, float momentum, uint32 rows, int channels, const float *factors, uint32 first_factor,
+                 uint32 pixels) {
     constexpr int DEPTH = ADD ? 1 : LOADS;
     const int channel = (blockIdx.x * TILE + threadIdx.x) * VEC;
     if (channel >= channels) return;
@@ -87,10 +89,12 @@ batch_norm_apply(const Packed<T> *x, const Packed<T> *residual, const float *sum
             float v[VEC], r[VEC];
             unpack(packed[u], v);
             if (ADD) unpack(packed_residual[u], r);
+            const float factor = DROP ? factor_of(rows - 1 - (i + u * stride), factors, first_factor, pixels) : 1;
             uint32 bits = 0;
 #pragma unroll
             for (int k = 0; k < VEC; ++k) {
                 v[k] = v[k] * of.scale[k] + of.shift[k];
+                if (DROP) v[k] *= factor;
                 if (ADD) v[k] += r[k];
                 if (RELU) {
                     bits |= uint32(v[k] > 0) << k;
@@ -109,13 +113,15 @@ enum Relu { NO_RELU, RECOMPUTED, BITS };  // how the backward pass knows where R
 
 // dbeta = sum of dz, dgamma = sum of dz * (x - mean) * invstd, where dz is dy, or dy + dy2, where ReLU let it through.
 // With WRITE, dz is stored: it is the residual's gradient, and batch_norm_backward_apply then reads it instead of dy.
+// With DROP, the sums are of dz times the image's factor.
 // Shapes: x, dy, dy2, dz (rows, C); mask (rows, C / 8) bytes; saved (2, C), gamma, beta, dgamma, dbeta (C), partials
-// (gridDim.y, 2, C) fp32; tickets (gridDim.x).
-template <class T, Relu RELU, bool TWO, bool WRITE>
+// (gridDim.y, 2, C), factors fp32; tickets (gridDim.x).
+template <class T, Relu RELU, bool TWO, bool WRITE, bool DROP>
 __global__ void __launch_bounds__(REDUCE_THREADS, 1)
 batch_norm_backward_reduce(const Packed<T> *x, const Packed<T> *dy, const Packed<T> *dy2, const uint8 *mask,
                            Packed<T> *dz, const float *saved, const float *gamma, const float *beta, float *dgamma,
-                           float *dbeta, float *partials, uint32 *tickets, uint32 rows, int channels) {
+                           float *dbeta, float *partials, uint32 *tickets, uint32 rows, int channels,
+                           const float *factors, uint32 first_factor, uint32 pixels) {
     constexpr int DEPTH = TWO || WRITE ? 1 : LOADS / 2;
     const int channel = (blockIdx.x * TILE + threadIdx.x) * VEC;
     const uint32 stride = gridDim.y * REDUCE_ROWS, pitch = channels / VEC;
@@ -142,13 +148,15 @@ batch_norm_backward_reduce(const Packed<T> *x, const Packed<T> *dy, const Packed
                 unpack(px[u], v);
                 unpack(pdy[u], g);
                 if (TWO) unpack(pdy2[u], g2);
+                const float factor = DROP ? factor_of(row + u * stride, factors, first_factor, pixels) : 1;
 #pragma unroll
                 for (int k = 0; k < VEC; ++k) {
                     if (TWO) g[k] += g2[k];
                     if (RELU == BITS && !(bits[u] >> k & 1)) g[k] = 0;
                     if (RELU == RECOMPUTED && !(v[k] * of.scale[k] + of.shift[k] > 0)) g[k] = 0;
-                    acc[0][k] += g[k];
-                    acc[1][k] += g[k] * (v[k] - of.mean[k]);
+                    const float own = DROP ? g[k] * factor : g[k];
+                    acc[0][k] += own;
+                    acc[1][k] += own * (v[k] - of.mean[k]);
                 }
                 if (WRITE) dz[at] = pack<T>(g);
             }
@@ -160,14 +168,16 @@ batch_norm_backward_reduce(const Packed<T> *x, const Packed<T> *dy, const Packed
     });
 }
 
-// dx as `InputGradient` has it, dz being dy where ReLU let it through (RECOMPUTED), or dy itself. With ADD, the other
-// gradient of x is added before dx is rounded. Rows from the end, as in batch_norm_apply. dx may be dy or the addend.
-// Shapes: x, dy, addend, dx (rows, C); saved (2, C), gamma, beta, dgamma, dbeta (C) fp32.
-template <class T, Relu RELU, bool ADD>
+// dx as `InputGradient` has it, dz being dy where ReLU let it through (RECOMPUTED), or dy itself; with DROP, times the image's
+// factor. With ADD, the other gradient of x is added before dx is rounded. Rows from the end, as in batch_norm_apply. dx may
+// be dy or the addend.
+// Shapes: x, dy, addend, dx (rows, C); saved (2, C), gamma, beta, dgamma, dbeta (C), factors fp32.
+template <class T, Relu RELU, bool ADD, bool DROP>
 __global__ void __launch_bounds__(APPLY_THREADS, 4)
 batch_norm_backward_apply(const Packed<T> *x, const Packed<T> *dy, const Packed<T> *addend, Packed<T> *dx,
                           const float *saved, const float *gamma, const float *beta, const float *dgamma,
-                          const float *dbeta, uint32 rows, int channels) {
+                          const float *dbeta, uint32 rows, int channels, const float *factors, uint32 first_factor,
+                          uint32 pixels) {
     const int channel = (blockIdx.x * TILE + threadIdx.x) * VEC;
     if (channel >= channels) return;
     const Backward of(saved, gamma, RELU == RECOMPUTED ? beta : nullptr, channel, channels);
@@ -179,9 +189,11 @@ batch_norm_backward_apply(const Packed<T> *x, const Packed<T> *dy, const Packed<
         unpack(x[at], v);
         unpack(dy[at], g);
         if (ADD) unpack(addend[at], a);
+        const float factor = DROP ? factor_of(rows - 1 - i, factors, first_factor, pixels) : 1;
 #pragma unroll
         for (int k = 0; k < VEC; ++k) {
             if (RELU == RECOMPUTED && !(v[k] * of.scale[k] + of.shift[k] > 0)) g[k] = 0;
+            if (DROP) g[k] *= factor;
             v[k] = of.scale[k] * g[k] + to.b[k] * v[k] + to.c[k];
             if (ADD) v[k] += a[k];
         }

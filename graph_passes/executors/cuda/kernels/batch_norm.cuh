@@ -80,6 +80,15 @@ __device__ void reduce_over_rows(float (&sums)[N][VEC], float *partials, uint32 
     }
 }
 
+// --- images that are dropped ---
+
+// Where DROP, a BatchNorm's output is multiplied by the factor of its image, 0 or 1 / (1 - p), before the residual is added
+// (operators/dropout.py). `factors` are those of all such BatchNorms, `first_factor` the place of the first image's in this
+// one's; an image has `pixels` rows.
+__device__ inline float factor_of(uint32 row, const float *factors, uint32 first_factor, uint32 pixels) {
+    return factors[first_factor + row / pixels];
+}
+
 // --- arithmetic per channel ---
 
 // The sums of a batch over its rows, of which mean and variance are made. Two rows: the sums of x and of x * x, as cuDNN's

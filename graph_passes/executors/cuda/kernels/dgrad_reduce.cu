@@ -22,16 +22,20 @@ template <class S> struct Shared {
 };
 
 // dz = dy * w, plus `addend` with ADD, where the ReLU bits in `mask` let it through; and of dz the sums that
-// batch_norm_backward_reduce makes, or with PAIR those of batch_norm_pair_backward_reduce. Weights are (K, C), which is OHWI.
+// batch_norm_backward_reduce makes, or with PAIR those of batch_norm_pair_backward_reduce. DROP is as it is there. Weights
+// are (K, C), which is OHWI.
 // Shapes: dy (rows, K); w (K, C); x, x_2, addend, dz (rows, C); mask (rows, C / 8) bytes; saved (2, C), dgamma, dbeta (C)
-// fp32, and those with _2; partials (gridDim.y, 2 + PAIR, C) fp32; tickets (gridDim.x). columns = C.
-template <class T, int K, bool ADD, bool PAIR>
+// fp32, and those with _2; partials (gridDim.y, 2 + PAIR, or 4 with PAIR and DROP, C), factors fp32; tickets (gridDim.x).
+// columns = C.
+template <class T, int K, bool ADD, bool PAIR, bool DROP>
 __global__ void __launch_bounds__(Shape<K, ADD, PAIR>::THREADS, 1)
 dgrad_reduce(const Packed<T> *dy, const T *w, const Packed<T> *x, const Packed<T> *x_2, const Packed<T> *addend,
              const uint8 *mask, Packed<T> *dz, const float *saved, const float *saved_2, float *dgamma, float *dgamma_2,
-             float *dbeta, float *dbeta_2, float *partials, uint32 *tickets, uint32 rows, int columns) {
+             float *dbeta, float *dbeta_2, float *partials, uint32 *tickets, uint32 rows, int columns,
+             const float *factors, uint32 first_factor, uint32 pixels) {
     using S = Shape<K, ADD, PAIR>;
-    constexpr int SUMS = 2 + PAIR, STAGES = S::STAGES;
+    constexpr int SUMS = 2 + PAIR + (PAIR && DROP), GAMMA_2 = PAIR ? 2 : 0, BETA_2 = DROP ? SUMS - 1 : 0;
+    constexpr int STAGES = S::STAGES;
     extern __shared__ __align__(1024) uint4 memory[];
     Shared<S> &shared = *reinterpret_cast<Shared<S> *>(memory);
     const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // one for all, to the compiler
@@ -106,13 +110,16 @@ dgrad_reduce(const Packed<T> *dy, const T *w, const Packed<T> *x, const Packed<T
             unpack(packed<T>(stage.behind[0][warp_n / 2][at]), v);
             if (ADD) unpack(packed<T>(stage.behind[S::ADD][warp_n / 2][at]), g2);
             if (PAIR) unpack(packed<T>(stage.behind[S::ADD + S::PAIR][warp_n / 2][at]), v_2);
+            const float factor = DROP ? factor_of(row < rows ? row : 0, factors, first_factor, pixels) : 1;
 #pragma unroll
             for (int k = 0; k < VEC; ++k) {
                 if (ADD) g[k] += g2[k];
                 if (!(bits[r] >> k & 1)) g[k] = 0;  // as of rows that are not there
-                sums[0][k] += g[k];
-                sums[1][k] += g[k] * (v[k] - mean[k]);
-                if (PAIR) sums[SUMS - 1][k] += g[k] * (v_2[k] - mean_2[k]);
+                const float own = DROP ? g[k] * factor : g[k];
+                sums[0][k] += own;
+                sums[1][k] += own * (v[k] - mean[k]);
+                if (PAIR) sums[GAMMA_2][k] += g[k] * (v_2[k] - mean_2[k]);
+                if (PAIR && DROP) sums[BETA_2][k] += g[k];
             }
             if (row < rows && column < columns) dz[row * pitch + column / VEC] = pack<T>(g);
         }
@@ -122,7 +129,7 @@ dgrad_reduce(const Packed<T> *dy, const T *w, const Packed<T> *x, const Packed<T
                                            [=](int n, const float (&of)[SUMS]) {
         dbeta[n] = of[0];
         dgamma[n] = of[1] * saved[columns + n];
-        if (PAIR) dbeta_2[n] = of[0];
-        if (PAIR) dgamma_2[n] = of[SUMS - 1] * saved_2[columns + n];
+        if (PAIR) dbeta_2[n] = of[BETA_2];
+        if (PAIR) dgamma_2[n] = of[GAMMA_2] * saved_2[columns + n];
     });
 }

@@ -33,20 +33,22 @@ template <class S> struct Shared {
     float behind_mean[S::COLUMNS], behind_scale[S::COLUMNS], behind_shift[S::COLUMNS];
 };
 
-// For each channel of the later BatchNorm: dx = scale * dz + b * x + c; with RELU, dz counts where x * scale + shift > 0.
+// For each channel of the later BatchNorm: dx = scale * dz + b * x + c; with RELU, dz counts where x * scale + shift > 0; with
+// DROP, it is multiplied by the image's factor.
 // REDUCE: the convolution has read relu(BatchNorm(behind)). Stored are that BatchNorm's dz, which is the gradient where ReLU
 // let it through, as `out`, and the sums that batch_norm_backward_reduce makes of it. Else `behind` is what the convolution
 // has read, and the gradient of that is stored.
 // The gradient of the weights (K, C), which is OHWI, is left in gridDim.y parts for `sum_parts`.
 // Shapes: dz, x (rows, K); saved (2, K), gamma, beta, dgamma, dbeta (K) fp32; w (K, C) with C = COLUMNS; behind, out (rows,
 // C); behind_saved (2, C), behind_gamma, behind_beta, behind_dgamma, behind_dbeta (C), dw_parts (gridDim.y, K, C), partials
-// (gridDim.y, 2, C) fp32; tickets (1).
-template <class T, int K, bool RELU, bool REDUCE>
+// (gridDim.y, 2, C), factors fp32; tickets (1).
+template <class T, int K, bool RELU, bool REDUCE, bool DROP>
 __global__ void __launch_bounds__(Shape<K>::THREADS, 1)
 norm_backward(const Packed<T> *dz, const Packed<T> *x, const float *saved, const float *gamma, const float *beta,
               const float *dgamma, const float *dbeta, const T *w, const Packed<T> *behind, Packed<T> *out,
               const float *behind_saved, const float *behind_gamma, const float *behind_beta, float *behind_dgamma,
-              float *behind_dbeta, float *dw_parts, float *partials, uint32 *tickets, uint32 rows) {
+              float *behind_dbeta, float *dw_parts, float *partials, uint32 *tickets, uint32 rows, const float *factors,
+              uint32 first_factor, uint32 pixels) {
     using S = Shape<K>;
     constexpr int STAGES = S::STAGES;
     extern __shared__ __align__(1024) uint4 memory[];
@@ -112,9 +114,11 @@ norm_backward(const Packed<T> *dz, const Packed<T> *x, const float *saved, const
             unpack(packed<T>(to), g);
             unpack(packed<T>(stage.x[chunk][swizzled(r, vector)]), v);
             const bool there = tile * S::ROWS + r < rows;
+            const float factor = DROP ? factor_of(there ? tile * S::ROWS + r : 0, factors, first_factor, pixels) : 1;
 #pragma unroll
             for (int k = 0; k < VEC; ++k) {
                 if (RELU && !(v[k] * scale[k] + shift[k] > 0)) g[k] = 0;
+                if (DROP) g[k] *= factor;
                 v[k] = there ? scale[k] * g[k] + b[k] * v[k] + c[k] : 0;
             }
             to = words(pack<T>(v));

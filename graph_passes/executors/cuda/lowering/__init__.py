@@ -19,6 +19,7 @@ from graph_passes.executors.cuda.lowering import (
     batch_norm_pool,
     conv1x1_backward,
     convolution,
+    dropout,
     elementwise,
     pooling,
     softmax,
@@ -30,11 +31,12 @@ from graph_passes.executors.cuda.program import Buffer, Program
 from graph_passes.executors.cuda.toolchain import Toolchain
 from graph_passes.graph import Graph, Node, Ref
 from graph_passes.operators import BATCH_NORMS, LOSSES, Shape
+from graph_passes.operators.dropout import SEED
 from graph_passes.passes import output_names, tensor_dtypes
 
 __all__ = ["LoweredGraph", "Persistent", "bound_buffers", "check_operators", "lower", "lower_nodes"]
 
-_FAMILIES = (convolution, batch_norm, elementwise, pooling, softmax, batch_norm_pair, batch_norm_pool, stem,
+_FAMILIES = (convolution, batch_norm, elementwise, dropout, pooling, softmax, batch_norm_pair, batch_norm_pool, stem,
              conv1x1_backward)
 RULES: Mapping[str, Rule] = {op: rule for family in _FAMILIES for op, rule in family.RULES.items()}
 
@@ -42,8 +44,9 @@ RULES: Mapping[str, Rule] = {op: rule for family in _FAMILIES for op, rule in fa
 def check_operators(graph: Graph) -> None:
     """Raise GraphError for the first node of a network that can have no lowering: another operator, or not NHWC."""
     unknown = [node for node in graph if not node.is_variable and node.op not in RULES]
-    if unknown:  # a transpose may be there only because of the operator that the layout pass does not know
-        raise no_lowering(next((node for node in unknown if node.op != "transpose"), unknown[0]))
+    own = [node for node in unknown if node.op != "transpose"]
+    if own:
+        raise no_lowering(own[0])
     for node in graph:
         is_nchw = ((node.op in ("Convolution", "Pooling") and node["layout"] == "NCHW")
                    or (node.op in BATCH_NORMS and node["axis"] not in (3, -1)))
@@ -52,6 +55,8 @@ def check_operators(graph: Graph) -> None:
             readers = {reader.op for reader in graph.consumers.get(Ref(node.name), ())}
             require(bool(readers) and readers <= {*LOSSES, *LOSSES.values()}, node,
                     "does not feed a SoftmaxOutput alone: only the classifier has a GPU lowering")
+    if unknown:  # a transpose may be there only because of another operator, in front of which the layout pass put it
+        raise no_lowering(unknown[0])
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,8 @@ def lower_nodes(builder: Builder, nodes: Graph | list[Node]) -> None:
 
 def bound_buffers(graph: Graph, store: Store, persistent: Persistent) -> dict[Ref, Buffer]:
     """The tensors that have their places already: data, parameters, running statistics, and their gradients."""
-    buffers = {Ref("data"): persistent.data, **{Ref(name): buffer for name, buffer in store.values.items()},
+    buffers = {Ref("data"): persistent.data, Ref(SEED): persistent.seed,
+               **{Ref(name): buffer for name, buffer in store.values.items()},
                **{Ref(name): buffer for name, buffer in store.statistics.slices.items()}}
     if "output_names" not in graph.attrs:
         return buffers

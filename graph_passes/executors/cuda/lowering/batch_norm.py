@@ -14,6 +14,7 @@ from graph_passes.executors.cuda.lowering.builder import (
     require,
     rows_and_channels,
 )
+from graph_passes.executors.cuda.lowering.dropout import drops, factors_of
 from graph_passes.executors.cuda.lowering.operands import In, InOut, Out
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.executors.cuda.statistics_group import MAX_ARRAYS, MAX_VALUES, THREADS
@@ -65,12 +66,14 @@ def _apply(builder: Builder, node: Node, sums: Buffer) -> None:
     x, y = builder.input(node, "data"), builder.output(node)
     rows, channels = rows_and_channels(node, x)
     running = [InOut(builder.input(node, role)) if training else In(None) for role in RUNNING]
-    builder.launch(node, "batch_norm.cu", builder.kernel("batch_norm_apply", add, relu), builder.grid(rows, channels),
-                   APPLY_BLOCK, In(x), In(builder.input(node, "addend") if add else None), In(sums),
-                   about_mean(sums), In(builder.input(node, "gamma")), In(builder.input(node, "beta")), Out(y, over=x),
+    builder.launch(node, "batch_norm.cu", builder.kernel("batch_norm_apply", add, relu, drops(node)),
+                   builder.grid(rows, channels), APPLY_BLOCK, In(x),
+                   In(builder.input(node, "addend") if add else None), In(sums), about_mean(sums),
+                   In(builder.input(node, "gamma")), In(builder.input(node, "beta")), Out(y, over=x),
                    Out(builder.output(node, "mask") if training and add else None),
                    Out(builder.output(node, "saved") if training else None), *running,
-                   ctypes.c_float(node["eps"]), ctypes.c_float(node["momentum"]), count(rows), ctypes.c_int(channels))
+                   ctypes.c_float(node["eps"]), ctypes.c_float(node["momentum"]), count(rows), ctypes.c_int(channels),
+                   *factors_of(builder, node, rows))
 
 
 # How batch_norm.cu knows where ReLU let the gradient through.
@@ -87,12 +90,12 @@ def backward_reduce(builder: Builder, node: Node) -> None:
     dz = builder.output(node, "masked_grad") if node.num_outputs == 3 else None
     rows, channels = rows_and_channels(node, x)
     grid = builder.reduce_grid(rows, channels)
-    builder.launch(node, "batch_norm.cu",
-                   builder.kernel("batch_norm_backward_reduce", relu, dy2 is not None, dz is not None), grid,
+    flags = dy2 is not None, dz is not None, drops(node)
+    builder.launch(node, "batch_norm.cu", builder.kernel("batch_norm_backward_reduce", relu, *flags), grid,
                    REDUCE_BLOCK, In(x), In(dy), In(dy2), In(mask), Out(dz, over=dy), In(builder.input(node, "saved")),
                    In(builder.input(node, "gamma")), In(beta), Out(builder.output(node, "gamma_grad")),
                    Out(builder.output(node, "beta_grad")), builder.partials(2 * channels * grid[1]), builder.tickets,
-                   count(rows), ctypes.c_int(channels))
+                   count(rows), ctypes.c_int(channels), *factors_of(builder, node, rows))
 
 
 def backward_apply(builder: Builder, node: Node) -> None:
@@ -102,12 +105,14 @@ def backward_apply(builder: Builder, node: Node) -> None:
     source, x = builder.buffers[node.inputs[0]], builder.input(node, "data")
     rows, channels = rows_and_channels(node, x)
     builder.launch(node, "batch_norm.cu",
-                   builder.kernel("batch_norm_backward_apply", "RECOMPUTED" if recompute else "NO_RELU", add),
+                   builder.kernel("batch_norm_backward_apply", "RECOMPUTED" if recompute else "NO_RELU", add,
+                                  drops(node)),
                    builder.grid(rows, channels), APPLY_BLOCK, In(x), In(source),
                    In(builder.input(node, "addend") if add else None), Out(builder.output(node), over=source),
                    In(builder.input(node, "saved")), In(builder.input(node, "gamma")),
                    In(builder.input(node, "beta") if recompute else None), In(builder.input(node, "gamma_grad")),
-                   In(builder.input(node, "beta_grad")), count(rows), ctypes.c_int(channels))
+                   In(builder.input(node, "beta_grad")), count(rows), ctypes.c_int(channels),
+                   *factors_of(builder, node, rows))
 
 
 def group_statistics(builder: Builder, node: Node) -> None:

@@ -31,6 +31,7 @@ class Persistent:
     data: Buffer  # (N, H, W, C padded), the network's dtype
     label: Buffer  # (N,) float32
     own_share: Buffer  # float32: of an image's own label in its target; 1 where nothing is mixed
+    seed: Buffer  # (2,) uint32: of what is dropped
     probabilities: Buffer  # (N, classes) float32
     metrics: Buffer  # softmax.cu's Metrics
     num_valid: Buffer  # int32: how many rows of the batch count

@@ -7,6 +7,7 @@ import ctypes
 
 from graph_passes.executors.cuda.kernels import HOPPER, Size, count, instance
 from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require, rows_and_channels
+from graph_passes.executors.cuda.lowering.dropout import drops, factors_of
 from graph_passes.executors.cuda.lowering.operands import In, Out
 from graph_passes.executors.cuda.parameters import VECTOR
 from graph_passes.executors.cuda.program import Buffer
@@ -65,12 +66,13 @@ def dgrad_reduce(builder: Builder, node: Node) -> None:
     (rows, columns), k, flags = rows_and_channels(node, x), w.shape[0], (addend is not None, not node["single_norm"])
     way = DgradReduce(k)
     grid = way.grid(rows, columns, builder.gpu.num_multiprocessors)
-    builder.launch(node, "dgrad_reduce.cu", builder.kernel("dgrad_reduce", k, *flags), grid, BLOCK,
+    sums = 2 + flags[1] + (flags[1] and drops(node))
+    builder.launch(node, "dgrad_reduce.cu", builder.kernel("dgrad_reduce", k, *flags, drops(node)), grid, BLOCK,
                    In(dy), In(w), In(x), In(second("data_2")), In(addend), In(mask), Out(dz, over=addend), In(saved),
                    In(second("saved_2")), Out(dgamma), Out(second_output("gamma_grad_2")), Out(dbeta),
-                   Out(second_output("beta_grad_2")), builder.partials((2 + flags[1]) * columns * grid[1]),
-                   builder.tickets, count(rows), ctypes.c_int(columns), shared_bytes=way.shared_bytes(*flags),
-                   flops=2 * rows * columns * k)
+                   Out(second_output("beta_grad_2")), builder.partials(sums * columns * grid[1]),
+                   builder.tickets, count(rows), ctypes.c_int(columns), *factors_of(builder, node, rows),
+                   shared_bytes=way.shared_bytes(*flags), flops=2 * rows * columns * k)
 
 
 class NormBackward:
@@ -103,13 +105,14 @@ def norm_backward(builder: Builder, node: Node) -> None:
     parts = Buffer(f"{node.name}:parts", (grid[1], k, columns), "float32")
     before = [builder.input(node, role) if reduces else None for role in ("saved_2", "gamma_2", "beta_2")]
     sums = [builder.output(node, role) if reduces else None for role in ("gamma_grad", "beta_grad")]
-    builder.launch(node, "norm_backward.cu", builder.kernel("norm_backward", k, beta is not None, reduces), grid, BLOCK,
+    flags = beta is not None, reduces, drops(node)
+    builder.launch(node, "norm_backward.cu", builder.kernel("norm_backward", k, *flags), grid, BLOCK,
                    In(builder.input(node, "masked_grad")), In(x), In(builder.input(node, "saved")),
                    In(builder.input(node, "gamma")), In(beta), In(builder.input(node, "gamma_grad")),
                    In(builder.input(node, "beta_grad")), In(w), In(builder.input(node, "data_2")),
                    Out(builder.output(node, "masked_grad" if reduces else "data_grad")), *map(In, before),
                    *map(Out, sums), Out(parts), builder.partials(2 * columns * grid[1]), builder.tickets, count(rows),
-                   shared_bytes=way.shared_bytes, flops=4 * rows * columns * k)
+                   *factors_of(builder, node, rows), shared_bytes=way.shared_bytes, flops=4 * rows * columns * k)
     vectors = k * columns // VECTOR
     builder.launch(node, "norm_backward.cu", instance("sum_parts", dw.dtype), (-(-vectors // 16), 1, 1), (256, 1, 1),
                    In(parts), Out(dw), ctypes.c_int(grid[1]), count(vectors))

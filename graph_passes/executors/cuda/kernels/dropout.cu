@@ -1,0 +1,51 @@
+// Dropout, of whole images (stochastic depth) and of single elements: which are dropped follows from a seed alone.
+//
+// What is kept is multiplied by `scale`, 1 / (1 - p); it is kept where its random word is at least `threshold`, p * 2^32.
+#include "common.cuh"
+#include "philox.cuh"
+
+constexpr int MAX_DROPOUTS = 128;  // of whole images, in a network
+
+struct Rates {
+    uint32 threshold[MAX_DROPOUTS];
+    float scale[MAX_DROPOUTS];
+    uint32 number[MAX_DROPOUTS];  // of the Dropout: random bits of its own
+};
+
+// The factor of each image in each Dropout. One thread a factor. With `per_batch` an image has that of the first.
+// Shapes: seed (2); factors (dropouts, N) fp32, with images = N.
+__global__ void dropout_factors(const uint32 *seed, float *factors, Rates rates, uint32 dropouts, uint32 images, bool per_batch) {
+    const uint32 at = blockIdx.x * blockDim.x + threadIdx.x, row = at / images;
+    if (row >= dropouts) return;
+    const uint32 word = random_word(per_batch ? 0 : at % images, rates.number[row], seed[0], seed[1]);
+    factors[at] = word >= rates.threshold[row] ? rates.scale[row] : 0;
+}
+
+// y = x times the factor of its image; `first`: place of the first image's. y may be x.
+// Shapes: x, y (N, H*W*C / 8) vectors; factors (dropouts, N) fp32. vectors: of all of x; image_vectors = H*W*C / 8.
+template <class T>
+__global__ void dropout_images(const Packed<T> *x, const float *factors, Packed<T> *y, uint32 first, uint32 vectors,
+                               uint32 image_vectors) {
+    const uint32 at = blockIdx.x * blockDim.x + threadIdx.x;
+    if (at >= vectors) return;
+    const float factor = factors[first + at / image_vectors];
+    float v[VEC];
+    unpack(x[at], v);
+#pragma unroll
+    for (int k = 0; k < VEC; ++k) v[k] *= factor;
+    y[at] = pack<T>(v);
+}
+
+// y = x where it is kept, times `scale`, else 0. y may be x.
+// Shapes: seed (2); x, y (8 * vectors).
+template <class T>
+__global__ void dropout_elements(const Packed<T> *x, const uint32 *seed, Packed<T> *y, uint32 threshold, float scale,
+                                 uint32 number, uint32 vectors) {
+    const uint32 at = blockIdx.x * blockDim.x + threadIdx.x;
+    if (at >= vectors) return;
+    float v[VEC];
+    unpack(x[at], v);
+#pragma unroll
+    for (int k = 0; k < VEC; ++k) v[k] *= random_word(at * VEC + k, number, seed[0], seed[1]) >= threshold ? scale : 0;
+    y[at] = pack<T>(v);
+}

@@ -1,0 +1,16 @@
+"""Inference: nothing is dropped."""
+
+from __future__ import annotations
+
+from graph_passes.graph import Graph, Ref
+
+_OPERATORS = ("Dropout", "DropoutImages", "DropoutElements")
+
+
+def remove_dropout(graph: Graph) -> Graph:
+    """Leave out every Dropout, also those that `draw_masks` has written as products.
+
+        before    x -> Dropout -> FullyConnected
+        after     x -> FullyConnected
+    """
+    return graph.replace([], {Ref(node.name): node.inputs[0] for node in graph if node.op in _OPERATORS})

@@ -1,0 +1,429 @@
+"""Predictions of many images into a file: every image once and in order, whatever is broken or interrupted."""
+
+from __future__ import annotations
+
+import csv
+import errno
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from several_processes import SCRIPT, needs_horovod, python_path
+
+from common.errors import UserError
+from train.checkpoint import Checkpoint, save
+from train.commands import predict, predict_to_file
+from train.commands.options import PredictOptions
+from train.commands.predict_to_file import top_of
+from train.config import Config, read
+from train.errors import TrainError
+from train.models.network import init_params
+from train.models.resnet import resnet
+from train.reporting import prediction_file
+from train.reporting.prediction_file import Csv, JsonLines, PredictionFile, most_likely
+
+SIZE, BATCH = 32, 4
+CLASS_NAMES = ["plain", 'with "quotes", and commas', "ünïcode", "four"]
+COLUMNS = "file,class,index,probability,class_2,index_2,probability_2,error"
+
+pytestmark = pytest.mark.usefixtures("narrow_network")
+
+
+def make_run(folder: Path, seed: int) -> Path:
+    params, aux = init_params(resnet(18, len(CLASS_NAMES)), seed=seed)
+    config = Config(model="resnet18", image_size=SIZE)
+    save(Checkpoint(params, aux, {}, config, CLASS_NAMES), folder / "checkpoints" / "best.npz")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory, narrow_network: None) -> Path:
+    return make_run(tmp_path_factory.mktemp("run"), seed=3)
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory, seed: int) -> Path:
+    """Ten images in two folders, one of them within the other, and one with a name that CSV must quote."""
+    folder = tmp_path_factory.mktemp("photos")
+    (folder / "within").mkdir()
+    rng = np.random.default_rng(seed)
+    for i in range(10):
+        name = 'a, "b".png' if i == 3 else f"{i}.png"
+        pixels = rng.integers(0, 256, (40, 48, 3), np.uint8)
+        Image.fromarray(pixels).save((folder / "within" if i % 2 else folder) / name)
+    return folder
+
+
+def run_predict(run_folder: Path, output: Path, *arguments: object) -> None:
+    line = ["--checkpoint", run_folder, "--output", output, "--batch-size", BATCH, "--num-threads", 1, "--top", 2,
+            *arguments]
+    predict.main(read(PredictOptions, [str(word) for word in line], command="predict"))
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8", errors="surrogateescape") as file:
+        return list(csv.DictReader(file))
+
+
+def assert_same(path: Path, other: Path) -> None:
+    """The same but for what another batch size changes: the last digit of a probability."""
+    ours, theirs = ((rows if each.suffix == ".csv" else json_rows)(each) for each in (path, other))
+    assert [row["file"] for row in ours] == [row["file"] for row in theirs]
+    for own, known in zip(ours, theirs, strict=True):
+        for name, value in known.items():
+            if name.startswith("probability") and value:
+                assert float(own[name]) == pytest.approx(float(value), rel=1e-4)
+            else:
+                assert own[name] == value
+
+
+def json_rows(path: Path) -> list[dict[str, Any]]:
+    """As `rows` has them."""
+    found = []
+    for line in map(json.loads, path.read_text().splitlines()):
+        row = {"file": line["file"], "error": line.get("error", "")}
+        for suffix, guess in zip(("", "_2"), line["predictions"], strict=False):
+            row |= {f"{name}{suffix}": str(guess[name]) for name in ("class", "index", "probability")}
+        found.append(row)
+    return found
+
+
+def files_of(photos: Path) -> list[str]:
+    return [str(file) for folder in (photos, photos / "within") for file in sorted(folder.glob("*.png"))]
+
+
+def test_every_image_once_and_in_order(run_folder, photos, tmp_path, capsys):
+    output = tmp_path / "made" / "predictions.csv"  # its folder is made
+    run_predict(run_folder, output, photos)
+    assert output.read_text().splitlines()[0] == COLUMNS
+    found = rows(output)
+    assert [row["file"] for row in found] == files_of(photos)
+    printed = capsys.readouterr().out
+    assert "10 images in " in printed and " images/sec" in printed
+
+    names = [Path(row["file"]) for row in found]
+    for row, known in zip(found, predict.predict(PredictOptions(images=tuple(names), checkpoint=str(run_folder))),
+                          strict=True):
+        assert row["error"] == ""
+        for suffix, guess in zip(("", "_2"), known.guesses[:2], strict=True):
+            assert (row[f"class{suffix}"], int(row[f"index{suffix}"])) == (guess.name, guess.index)
+            assert float(row[f"probability{suffix}"]) == pytest.approx(guess.probability, rel=1e-4)
+    assert not list(output.parent.glob("*.part*"))
+
+
+def test_the_reference_executor_predicts_the_same(run_folder, photos, tmp_path):
+    for executor in ("mxnet", "reference"):
+        run_predict(run_folder, tmp_path / f"{executor}.csv", photos / "0.png", "--device", "cpu",
+                    "--executor", executor)
+    assert_same(tmp_path / "reference.csv", tmp_path / "mxnet.csv")
+
+
+def test_json_lines_say_the_same(run_folder, photos, tmp_path):
+    run_predict(run_folder, tmp_path / "a.csv", photos)
+    run_predict(run_folder, tmp_path / "a.jsonl", photos)
+    assert "error" not in (tmp_path / "a.jsonl").read_text()
+    assert_same(tmp_path / "a.jsonl", tmp_path / "a.csv")
+
+
+def test_lists_of_files(run_folder, photos, tmp_path, monkeypatch):
+    wanted = files_of(photos)[5:2:-1]
+    listed = tmp_path / "some.txt"
+    listed.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(wanted).encode() + b"\r\n\r\n")
+    run_predict(run_folder, tmp_path / "list.csv", listed)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("\n".join(wanted).encode())))
+    run_predict(run_folder, tmp_path / "stdin.csv", "-")
+    assert [row["file"] for row in rows(tmp_path / "list.csv")] == wanted
+    assert (tmp_path / "list.csv").read_bytes() == (tmp_path / "stdin.csv").read_bytes()
+
+
+def test_a_name_that_is_no_text(run_folder, photos, tmp_path):
+    """Names of files are bytes, and those of Latin-1 are no UTF-8."""
+    odd = tmp_path / os.fsdecode(b"caf\xe9.png")
+    shutil.copy(files_of(photos)[0], odd)
+    for form in ("csv", "jsonl"):
+        output = tmp_path / f"odd.{form}"
+        for _ in range(2):  # the second one finds that nothing is left
+            run_predict(run_folder, output, odd)
+    assert b"caf\xe9.png" in (tmp_path / "odd.csv").read_bytes()
+    assert json.loads((tmp_path / "odd.jsonl").read_text())["file"] == str(odd)
+
+
+@pytest.fixture
+def some_bad(photos: Path, tmp_path: Path) -> list[str]:
+    """The photos with a broken one among the first batch, and a second batch of missing ones alone."""
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(Path(files_of(photos)[0]).read_bytes()[:200])
+    missing = [str(tmp_path / f"missing{i}.jpg") for i in range(BATCH)]
+    return [*files_of(photos)[:3], str(broken), *missing, *files_of(photos)[3:]]
+
+
+@pytest.mark.parametrize("form", ["csv", "jsonl"])
+def test_bad_images_are_named(run_folder, photos, some_bad, tmp_path, form, capsys):
+    listed, output = tmp_path / "all.txt", tmp_path / f"out.{form}"
+    listed.write_text("\n".join(some_bad))
+    run_predict(run_folder, output, listed)
+    found = (rows if form == "csv" else json_rows)(output)
+    errors = {row["file"]: row["error"] for row in found}
+    classes = {row["file"]: row.get("class") for row in found}
+    assert list(errors) == some_bad
+    assert [file for file in some_bad if errors[file]] == some_bad[3:8] == [f for f in some_bad if not classes[f]]
+    assert "cannot be read (No such file or directory)" in errors[some_bad[4]]
+    assert "5 images cannot be read" in capsys.readouterr().err
+
+    good = tmp_path / f"good.{form}"
+    run_predict(run_folder, good, photos)
+    lines = output.read_bytes().splitlines(keepends=True)
+    whole = tmp_path / f"without.{form}"
+    whole.write_bytes(b"".join(line for line in lines if b"/broken" not in line and b"/missing" not in line))
+    assert_same(whole, good)
+
+
+def test_bad_images_can_be_an_error(run_folder, some_bad, tmp_path):
+    listed = tmp_path / "all.txt"
+    listed.write_text("\n".join(some_bad))
+    with pytest.raises(UserError, match="broken.png|missing"):
+        run_predict(run_folder, tmp_path / "out.csv", listed, "--on-bad-image", "error")
+
+
+def test_no_readable_image_at_all(run_folder, tmp_path):
+    listed, output = tmp_path / "all.txt", tmp_path / "out.csv"
+    listed.write_text("\n".join(f"/nowhere/{i}.jpg" for i in range(6)))
+    with pytest.raises(TrainError, match="none of the 6 images can be read; .*out.csv has the reason of each"):
+        run_predict(run_folder, output, listed)
+    assert [row["error"] for row in rows(output)] == ["cannot be read (No such file or directory)"] * 6
+
+
+def test_the_rest_may_be_bad(run_folder, photos, tmp_path):
+    """Where a run goes on and finds bad images alone, those before them were good ones."""
+    first, listed, output = tmp_path / "first.txt", tmp_path / "all.txt", tmp_path / "out.csv"
+    first.write_text("\n".join(files_of(photos)[:4]))
+    listed.write_text("\n".join([*files_of(photos)[:4], "/nowhere/1.jpg"]))
+    run_predict(run_folder, output, first)
+    run_predict(run_folder, output, listed)
+    assert [row["error"] != "" for row in rows(output)] == [False] * 4 + [True]
+
+
+@pytest.mark.parametrize("form", ["csv", "jsonl"])
+@pytest.mark.parametrize("part", [0.0, 0.01, 0.3, 0.55, 0.99])
+def test_goes_on_where_the_file_ends(run_folder, photos, tmp_path, form, part, capsys):
+    """Cut anywhere, as a kill does, with another batch size afterwards."""
+    output = tmp_path / f"out.{form}"
+    run_predict(run_folder, output, photos)
+    unbroken = tmp_path / f"unbroken.{form}"
+    shutil.copy(output, unbroken)
+    whole = output.read_bytes()
+    cut = int(part * len(whole))
+    output.write_bytes(whole[:cut])
+    capsys.readouterr()
+    run_predict(run_folder, output, photos, "--batch-size", 3)
+    header = form == "csv"
+    done = max(0, whole[:cut].count(b"\n") - header)
+    left = 10 - done
+    assert output.read_bytes()[: whole[:cut].rfind(b"\n") + 1] == whole[: whole[:cut].rfind(b"\n") + 1]
+    assert_same(output, unbroken)
+    whole = output.read_bytes()
+    printed = capsys.readouterr().out
+    assert (f"has {done} of 10 images" in printed) == (done > 0)
+    assert f"{left} image{'s' * (left > 1)} in " in printed
+    run_predict(run_folder, output, photos)
+    assert "complete, nothing was left to do" in capsys.readouterr().out
+    assert output.read_bytes() == whole
+
+
+def test_progress_without_a_terminal(run_folder, photos, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(predict_to_file, "LOG_SECONDS", 0.0)
+    run_predict(run_folder, tmp_path / "out.csv", photos)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "left" in line]
+    assert [line.partition(" images, ")[0] for line in lines] == ["4 of 10", "8 of 10", "10 of 10"]
+    assert lines[-1].endswith(" images/sec, 0:00:00 left")
+
+
+def test_full_disk_loses_nothing(run_folder, photos, tmp_path, monkeypatch):
+    run_predict(run_folder, tmp_path / "whole.csv", photos)
+    output, room = tmp_path / "out.csv", [600]
+
+    def write(self: PredictionFile, content: bytes) -> None:
+        part = content[: room[0]]
+        room[0] -= len(part)
+        self._file.write(part)
+        if len(part) < len(content):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PredictionFile, "_write", write)
+        with pytest.raises(TrainError, match=r"out.csv \(No space left on device\): make room and give the same "):
+            run_predict(run_folder, output, photos)
+    assert len(output.read_bytes()) == 600
+    run_predict(run_folder, output, photos)
+    assert_same(output, tmp_path / "whole.csv")
+
+
+def test_ctrl_c_keeps_what_is_done(run_folder, photos, tmp_path, monkeypatch, capsys):
+    class Interrupted:
+        """The executor, until somebody presses Ctrl-C in the third batch."""
+
+        def __init__(self, executor: Any) -> None:
+            self.executor, self.batches = executor, 0
+
+        def forward(self, data: Any) -> None:
+            self.batches += 1
+            if self.batches == 3:
+                raise KeyboardInterrupt
+            self.executor.forward(data)
+
+        def request_probabilities(self) -> Any:
+            return self.executor.request_probabilities()
+
+    run_predict(run_folder, tmp_path / "whole.csv", photos)
+    output, build = tmp_path / "out.csv", predict_to_file.build_executor
+    with monkeypatch.context() as patch:
+        patch.setattr(predict_to_file, "build_executor", lambda *arguments: Interrupted(build(*arguments)))
+        with pytest.raises(KeyboardInterrupt):
+            run_predict(run_folder, output, photos)
+    assert f"stopped: the same command goes on where {output} ends" in capsys.readouterr().out
+    assert 1 < output.read_bytes().count(b"\n") < 11
+    run_predict(run_folder, output, photos)
+    assert_same(output, tmp_path / "whole.csv")
+
+
+@pytest.mark.parametrize("what, sentence", [
+    ("checkpoint", "begun with another network, by the SHA-256 of its weights"),
+    ("top", "begun with another --top: 2, now 3"),
+    ("foreign", "is there already, and was not begun by this command"),
+    ("images", "of this command"),
+    ("fewer images", "of this command none"),
+    ("damaged", "is damaged after 3 images"),
+    ("columns", "has other columns"),
+    ("locked", "another process is writing"),
+])
+def test_another_file_is_refused_and_stays(run_folder, photos, tmp_path, what, sentence):
+    output = tmp_path / ("out.jsonl" if what == "damaged" else "out.csv")
+    run_predict(run_folder, output, photos)
+    arguments: list[object] = [photos]
+    if what == "checkpoint":
+        run_folder = make_run(tmp_path / "other", seed=4)
+    elif what == "top":
+        arguments += ["--top", 3]
+    elif what == "foreign":
+        output.with_name(f"{output.name}.about.json").unlink()
+    elif what == "images":
+        arguments = [photos / "within", photos]
+    elif what == "fewer images":
+        arguments = files_of(photos)[:9]
+    elif what == "damaged":
+        lines = output.read_bytes().splitlines(keepends=True)
+        output.write_bytes(b"".join([*lines[:3], b"no JSON\n", *lines[4:]]))
+    elif what == "columns":
+        output.write_text(output.read_text().replace("class_2", "class_3"))
+    before = output.read_bytes()
+    holder = PredictionFile(output, CLASS_NAMES, 2, {}, {}) if what == "locked" else None
+    with pytest.raises(TrainError, match=sentence) as error:
+        run_predict(run_folder, output, *arguments)
+    assert "--output" in str(error.value) and "\n" not in str(error.value)
+    assert output.read_bytes() == before
+    if holder:
+        holder.close()
+
+
+def test_folder_that_cannot_be_written(run_folder, photos, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(TrainError, match=r"cannot write .*out.csv \(File exists\): give another --output"):
+        run_predict(run_folder, tmp_path / "file" / "out.csv", photos)
+
+
+@pytest.mark.parametrize("arguments, sentence", [
+    (("--output", "out.txt", "PHOTOS"), "--output out.txt must end in .csv or .jsonl"),
+    (("--top", "9", "PHOTOS"), "--top 9 is more than the 4 classes"),
+    (("--json", "PHOTOS"), "--json is for predictions that are printed"),
+    (("--contact-sheet", "sheet.png", "PHOTOS"), "--contact-sheet is for predictions that are printed"),
+    (("EMPTY",), "empty has no image files in it"),
+    (("EMPTY/none.txt",), "none.txt lists no image files"),
+    (("EMPTY/no.txt",), "no.txt cannot be read (No such file or directory)"),
+    (("EMPTY/no.jpg",), "no.jpg does not exist"),
+    (("PHOTOS", "--checkpoint", "PHOTOS"), "holds no checkpoint"),
+])
+def test_bad_input_is_one_sentence(run_folder, photos, tmp_path, arguments, sentence):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "none.txt").write_text("\n\n")
+    words = [word.replace("PHOTOS", str(photos)).replace("EMPTY", str(tmp_path / "empty")) for word in arguments]
+    with pytest.raises(UserError) as error:
+        run_predict(run_folder, tmp_path / "out.csv", *words)
+    assert sentence in str(error.value) and "\n" not in str(error.value)
+    assert not (tmp_path / "out.csv").exists() or not (tmp_path / "out.csv").read_bytes()
+
+
+def test_top_is_that_of_the_network_where_it_has_fewer(run_folder):
+    trained = predict_to_file.weights.load(str(run_folder))
+    assert top_of(PredictOptions(images=()), trained) == 4
+    with pytest.raises(TrainError, match="--top 6"):
+        top_of(PredictOptions(images=(), top=6), trained)
+
+
+def test_the_order_of_most_likely_classes(rng, monkeypatch):
+    probabilities = rng.integers(0, 5, (50, 30)).astype(np.float32) / 5  # many are equal
+    probabilities += np.linspace(0, 1e-3, 30, dtype=np.float32) * (rng.random((50, 1)) < 0.5)
+    monkeypatch.setattr(prediction_file, "MOST_PASSES", 5)
+    for top in (1, 3, 30):
+        classes, best = most_likely(probabilities, top)
+        assert classes.shape == best.shape == (50, top)
+        np.testing.assert_array_equal(best, -np.sort(-probabilities, axis=1)[:, :top])
+        np.testing.assert_array_equal(best, np.take_along_axis(probabilities, classes, axis=1))
+        np.testing.assert_array_equal(classes, np.argsort(-probabilities, axis=1, kind="stable")[:, :top])
+
+
+def test_records_are_read_back():
+    """By Python's own readers, and by what finds where a file ends."""
+    names, files = ['a,"b"\n', "plain"], ['x"y\n,z', "line\rfeed", " plain "]
+    for form in (Csv(names, 1), JsonLines(names, 1)):
+        text = "".join([*(form.prediction(file, [0], [0.25]) for file in files), form.failure(files[0], 'no, "none"')])
+        assert list(form.files(text.splitlines(keepends=True) if isinstance(form, JsonLines)
+                               else io.StringIO(text, newline=""))) == [*files, files[0]]
+        if isinstance(form, Csv):
+            read = list(csv.reader(io.StringIO(text, newline="")))
+            assert read[0] == [files[0], names[0], "0", "0.25", ""] and read[3] == [files[0], "", "", "", 'no, "none"']
+
+
+@needs_horovod
+def test_two_processes(run_folder, photos, tmp_path):
+    """Together they write what one writes, and go on with all that an interrupted run has left: two records in the file
+    itself, and two of the next four in the part of process 0; that of process 1 is not there yet."""
+    alone, output, part = tmp_path / "alone.csv", tmp_path / "out.csv", tmp_path / "out.part0.csv"
+    run_predict(run_folder, alone, photos)
+    header, *lines = alone.read_bytes().splitlines(keepends=True)
+    about = json.loads(Path(f"{alone}.about.json").read_text())
+    for path, own, share in ((output, lines[:2], "all"), (part, lines[2:4], "0 of 2, of images 2 to 10")):
+        path.write_bytes(b"".join([header, *own]))
+        Path(f"{path}.about.json").write_text(json.dumps({**about, "part": share}))
+    command = ["bash", SCRIPT, "-n", "2", "predict", "--device", "cpu", "--num-threads", "1", "--top", "2",
+               "--checkpoint", run_folder, "--output", output, photos]
+    environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1",
+                   "PYTHONPATH": python_path(narrow=True)}
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, env=environment, timeout=250)
+    assert done.returncode == 0, done.stderr
+    assert "has 2 of 10 images" in done.stdout and "6 images in " in done.stdout
+    assert_same(output, alone)
+    assert not list(tmp_path.glob("*.part*"))
+
+
+@pytest.mark.gpu
+def test_gpu_predicts_as_the_cpu(run_folder, photos, tmp_path):
+    """In float16, in any batch size, and where a file is gone on with."""
+    run_predict(run_folder, tmp_path / "cpu.csv", photos, "--device", "cpu")
+    run_predict(run_folder, tmp_path / "gpu.csv", photos, "--device", "gpu")
+    cpu, gpu = rows(tmp_path / "cpu.csv"), rows(tmp_path / "gpu.csv")
+    assert [row["file"] for row in gpu] == [row["file"] for row in cpu]
+    for ours, theirs in zip(gpu, cpu, strict=True):
+        # 2 % of a probability: float16's step is 0.1 %, and the two decode and resize by other code.
+        assert float(ours["probability"]) == pytest.approx(float(theirs["probability"]), rel=0.02, abs=0.002)
+    output = tmp_path / "gpu.csv"
+    output.write_bytes(b"".join(output.read_bytes().splitlines(keepends=True)[:6]))
+    run_predict(run_folder, output, photos, "--device", "gpu")
+    assert [row["file"] for row in rows(output)] == files_of(photos)
