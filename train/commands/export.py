@@ -20,6 +20,9 @@ from common import files
 from common.command_line import option_name
 from common.mxnet_compat import mx
 from graph_passes import Graph, Ref, calibration, onnx_writer, passes, pipeline
+from graph_passes.executors import reference
+from graph_passes.operators.quantised import dequantised, quantised
+from graph_passes.passes import quantise
 from train import models, weights
 from train.build import build_executor, with_loss
 from train.checkpoint import Checkpoint
@@ -27,17 +30,17 @@ from train.commands.options import ExportOptions
 from train.devices import Placement
 from train.errors import TrainError
 from train.weights import int8_file, onnx_file, publish, record
-from train.weights.int8_file import Int8Network, executor_of
+from train.weights.int8_file import Int8Network
 
 # Largest difference allowed between the probabilities of ONNX Runtime and of our executor. Both compute in fp32, in
 # another order; 1e-4 is far above what that makes (about 1e-6) and far below what a wrong weight makes.
 TOLERANCE = 1e-4
 
-# In INT8 a sum in another order can round to the next integer, 1/127 of a tensor's range, which spreads: 0.002 was seen
-# in 64 images by a trained network, more than 0.01 by an untrained one of 8 channels. The form for ONNX Runtime rounds
-# once more before each sum: 0.07, and by such a one more than 0.2, so that only what is grossly wrong is seen there. By
-# `onnx_writer.Qdq.unsigned`.
-INT8_TOLERANCE = {False: 0.1, True: 0.5}
+# Largest difference allowed between an integer of ONNX Runtime and what we compute in floats of the integers that it has
+# before that layer. Rounding makes half a level; sums in another order made 6e-6 more in narrow networks, and would make
+# some 0.005 in the largest sums of ResNets (4,608 products whose magnitudes add up to 1,000 levels: sqrt(4608) * 2^-24 *
+# 1000). Whole networks are not compared: one integer that is near the middle of two turns others, without a bound.
+INT8_TOLERANCE = 0.5 + 0.1
 
 CPU = Placement("mxnet", "cpu(0)", "")
 
@@ -74,6 +77,7 @@ def main(values: Mapping[str, Any]) -> None:
             f"{options.onnx}: {trained.network}{' in INT8' if int8 else ''}, "
             f"input data float32 (N, 3, {size}, {size}), output probabilities; "
             f"largest difference between ONNX Runtime and this program: {difference:.1e}"
+            + ", given the same integers before" * bool(int8)
         )
     if options.torchvision:
         assert trained
@@ -154,7 +158,8 @@ def export_onnx(trained: Checkpoint, int8: Int8Network | None = None, unsigned: 
         from it and those of our executor.
 
     Raises:
-        TrainError: onnx or onnxruntime is not installed, or the two disagree by more than TOLERANCE.
+        TrainError: onnx or onnxruntime is not installed, or the two disagree by more than TOLERANCE, or
+            INT8_TOLERANCE.
     """
     try:
         import onnx
@@ -193,24 +198,86 @@ def export_onnx(trained: Checkpoint, int8: Int8Network | None = None, unsigned: 
     settings.add_session_config_entry("session.x64quantprecision", "1")
     session = onnxruntime.InferenceSession(content, settings, providers=["CPUExecutionProvider"])
     rng = np.random.default_rng(0)
-    difference = 0.0
+    difference, levels = 0.0, 0.0
     for batch_size in (1, 3):
         images_nhwc = rng.standard_normal((batch_size, size, size, 3), dtype=np.float32)
-        if int8:  # no pixel beyond the range: it would be -127 in one and -128 in the other
-            limit = np.float32(127 * int8.scales["data"])
-            images_nhwc = images_nhwc.clip(-limit, limit)
-        config = replace(trained.config, batch_size=batch_size)
-        executor = executor_of(int8, trained, config) if int8 else build_executor(
-            config, trained.num_classes, size, CPU, trained)
-        executor.forward(mx.nd.array(images_nhwc))
-        ours = executor.request_probabilities()()
-        (theirs,) = session.run(None, {"data": np.ascontiguousarray(images_nhwc.transpose(0, 3, 1, 2))})
+        if int8 and qdq:
+            scale = int8.scales["data"]  # values that integers stand for: no form rounds them or cuts them off
+            images = dequantised(quantised(images_nhwc, scale), scale).transpose(0, 3, 1, 2)
+            ours, theirs, level = _by_integers(model, folded, arrays, qdq, images, settings)
+            levels = max(levels, level)
+        else:
+            config = replace(trained.config, batch_size=batch_size)
+            executor = build_executor(config, trained.num_classes, size, CPU, trained)
+            executor.forward(mx.nd.array(images_nhwc))
+            ours = executor.request_probabilities()()
+            (theirs,) = session.run(None, {"data": np.ascontiguousarray(images_nhwc.transpose(0, 3, 1, 2))})
         difference = max(difference, float(np.abs(ours - theirs).max()))
-    tolerance = INT8_TOLERANCE[unsigned] if int8 else TOLERANCE
-    if not difference <= tolerance:  # NaN is a disagreement too
-        raise TrainError(
-            f"ONNX Runtime's probabilities differ from this program's by {difference:.1e}, more than {tolerance:.0e}: "
-            "no file was written; please report this"
-        )
+    for what, found, tolerance in (("integers", levels, INT8_TOLERANCE), ("probabilities", difference, TOLERANCE)):
+        if not found <= tolerance:  # NaN is a disagreement too
+            raise TrainError(
+                f"ONNX Runtime's {what} differ from this program's by {found:.1e}, more than {tolerance:.0e}: "
+                "no file was written; please report this"
+            )
     return content, difference
 
+
+def _dequantised(qdq: onnx_writer.Qdq) -> Arrays:
+    """What the integer weights and biases of a network stand for, fp32."""
+    found = {}
+    for layer in quantise.layers(qdq.graph):
+        weight = qdq.params[layer.weight]
+        scale = qdq.params[layer.multiplier].astype(np.float64) * layer.node["scale"] / layer.data_scale
+        found[layer.weight] = (weight * scale.reshape(-1, *(1,) * (weight.ndim - 1))).astype(np.float32)
+        if layer.bias:
+            found[layer.bias] = (qdq.params[layer.bias] * scale * layer.data_scale).astype(np.float32)
+    return found
+
+
+def _by_integers(model: Any, graph: Graph, arrays: Arrays, qdq: onnx_writer.Qdq, images: np.ndarray,
+                 settings: Any) -> tuple[np.ndarray, np.ndarray, float]:
+    """Compute each operator in floats of what ONNX Runtime has before it, wherever that is integers.
+
+    Args:
+        model: onnx.ModelProto in the QDQ form of the float `graph`, by the names of its nodes.
+        arrays: parameters and running statistics in floats, which stand where `qdq` has no integers.
+        images: (N, 3, H, W).
+        settings: onnxruntime.SessionOptions.
+
+    Returns:
+        Our probabilities, ONNX Runtime's, and the largest difference of its integers from ours before these are
+        rounded, in levels.
+    """
+    import onnx
+    import onnxruntime
+
+    scales = {**qdq.scales, **{each.name: each["scale"] for each in qdq.graph if each.op == "QuantisedPooling"}}
+    constants = {each.name: onnx.numpy_helper.to_array(each) for each in model.graph.initializer}
+    readers = {node.name: set(node.input) for node in model.graph.node}
+    rounding = {node.output[0]: node for node in model.graph.node if node.op_type == "QuantizeLinear"}
+    watched = onnx.ModelProto()
+    watched.CopyFrom(model)
+    for name, node in rounding.items():
+        kind = onnx.helper.np_dtype_to_tensor_dtype(constants[node.input[2]].dtype)
+        watched.graph.output.append(onnx.helper.make_tensor_value_info(name, kind, None))
+    session = onnxruntime.InferenceSession(watched.SerializeToString(), settings, providers=["CPUExecutionProvider"])
+    theirs, *integers = session.run(None, {"data": np.ascontiguousarray(images)})
+    found = dict(zip(rounding, integers, strict=True))
+
+    values: Arrays = {**arrays, **_dequantised(qdq), "data": images}
+    values |= {name: np.zeros(len(images), np.float32) for name in graph.variables if name not in values}  # labels
+    levels = 0.0
+    for node in graph:
+        if not node.is_variable:
+            rounded_inputs = [f"{ref.node}_quantized_dequantized" for ref in node.inputs]
+            inputs = [values[back if back in readers[node.name] else ref.node]
+                      for ref, back in zip(node.inputs, rounded_inputs, strict=True)]
+            values[node.name] = reference.evaluate(node, inputs)[0]
+        if (rounded := f"{node.name}_quantized") in found:
+            scale, zero = np.float32(scales[node.name]), constants[rounding[rounded].input[2]]
+            ends = np.iinfo(zero.dtype)
+            exact = (values[node.name] / scale).clip(ends.min - float(zero), ends.max - float(zero))
+            whole = found[rounded].astype(np.float32) - np.float32(zero)
+            levels = max(levels, float(np.abs(whole - exact).max()))
+            values[f"{rounded}_dequantized"] = whole * scale
+    return values[graph.outputs[0].node], theirs, levels
