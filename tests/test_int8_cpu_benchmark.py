@@ -21,8 +21,8 @@ def test_both_files_compute_and_take_turns(
     assert contents["int8"].count(b"QuantizeLinear") > 20 > contents["fp32"].count(b"QuantizeLinear") == 0
     images = np.random.default_rng(0).standard_normal((2, 3, 32, 32), dtype=np.float32)
     ways, turns = program.passes(contents, images, threads=1), []
-    for once in ways.values():
-        (probabilities,) = once()
-        np.testing.assert_allclose(probabilities.sum(axis=1), [1, 1], rtol=1e-5)
+    scores = {name: np.log(once()[0]) for name, once in ways.items()}
+    noise, signal = (np.var(each, axis=1).mean() for each in (scores["int8"] - scores["fp32"], scores["fp32"]))
+    assert noise < signal / 40  # 16 dB: 25 dB here, and about 0 dB with other weights
     times = program.measure({name: lambda name=name: turns.append(name) for name in ways}, rounds=3, warm_up=1)
     assert turns == ["int8", "fp32"] * 4 and [len(each) for each in times.values()] == [3, 3]
