@@ -36,10 +36,11 @@ from train.weights.int8_file import Int8Network
 # another order; 1e-4 is far above what that makes (about 1e-6) and far below what a wrong weight makes.
 TOLERANCE = 1e-4
 
-# Largest difference allowed between an integer of ONNX Runtime and what we compute in floats of the integers that it has
-# before that layer. Rounding makes half a level; sums in another order made 6e-6 more in narrow networks, and would make
-# some 0.005 in the largest sums of ResNets (4,608 products whose magnitudes add up to 1,000 levels: sqrt(4608) * 2^-24 *
-# 1000). Whole networks are not compared: one integer that is near the middle of two turns others, without a bound.
+# Largest difference allowed between an integer of ONNX Runtime and what we compute in floats of the integers that it
+# has before that layer. Rounding makes half a level; sums in another order made 6e-6 more in narrow networks, and would
+# make some 0.005 in the largest sums of ResNets (4,608 products whose magnitudes add up to 1,000 levels: sqrt(4608) *
+# 2^-24 * 1000). Whole networks are not compared: one integer that is near the middle of two turns others, without a
+# bound.
 INT8_TOLERANCE = 0.5 + 0.1
 
 CPU = Placement("mxnet", "cpu(0)", "")
