@@ -65,7 +65,7 @@ def test_the_command_writes_integers_and_tells_what_they_cost(
     assert "calibrating (max) on 20 training images of 32 pixels ..." in lines
     assert "in float32: classifier (FullyConnected), and the loss" in lines
     rows = [line.split() for line in lines if re.match(r"(stem|stage\d)\w+ +[0-9.]+ +[0-9.]+ +[0-9.]+$", line)]
-    # In dB. Rounding makes a noise 127 * sqrt(12), 53 dB, below the largest weight of a channel, which is less than 17 dB
+    # In dB. Rounding makes a noise 127 * sqrt(12), 53 dB, below the largest weight of a channel, itself less than 17 dB
     # above the root of their mean square but for one in 10^11 normal ones. Outputs had 27 dB or more in 8 drawings.
     assert len(rows) == 20 and all(float(row[2]) > 35 and float(row[3]) > 15 for row in rows)
     exact, int8 = (next(line for line in lines if line.startswith(name)) for name in ("float32: ", "int8: "))
