@@ -70,7 +70,7 @@ def test_a_measurement(benchmark, monkeypatch, preset):
         *real(*arguments), "--batch-size", "4", "--model", "resnet18", "--device", "cpu", "--warmup-steps", "1",
         "--accumulate", "1"])
     found = benchmark.measure(preset, 32, 3)
-    assert len(found["step_ms"]) == 3 and found["batch"] == 2 and found["images_per_sec"] > 0
+    assert len(found["step_ms"]) == 3 and found["batch"] == 4 and found["images_per_sec"] > 0
     assert found["command"].startswith("python -m train benchmark --config " + preset + " --data synthetic ")
 
 
