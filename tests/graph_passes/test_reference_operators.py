@@ -84,7 +84,8 @@ CASES = {
 
 def test_every_operator_has_a_case():
     elsewhere = {"SoftmaxOutput", "SigmoidOutput", "Dropout", "DropoutImages", "DropoutElements"}
-    assert {name.split()[0] for name in CASES} | elsewhere == {name for name, operator in OPERATORS.items() if operator.numpy_gradient}
+    with_gradient = {name for name, operator in OPERATORS.items() if operator.numpy_gradient}
+    assert {name.split()[0] for name in CASES} | elsewhere == with_gradient
 
 
 def random_values(graph, shapes, rng):
