@@ -59,8 +59,7 @@ def command(preset: str, image_size: int, steps: int) -> list[str]:
     """That measures it, without interpreter and folder."""
     return ["-m", "train", "benchmark", "--config", preset, "--data", "synthetic", "--num-classes", "1000",
             "--image-size", str(image_size), "--no-tensorboard", "--warmup-steps", "10", "--min-steps", str(steps),
-            "--limit-steps", str(steps),
-            "--repeated-augmentation", "0"]  # of synthetic images there is none, and it changes no step
+            "--limit-steps", str(steps)]
 
 
 def measure(preset: str, image_size: int, steps: int) -> Line:

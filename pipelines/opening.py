@@ -20,8 +20,6 @@ def open_loader(config: LoaderConfig, shard: tuple[int, int] = (0, 1)) -> Loader
         if config.val_split or config.balance:
             raise DataError("synthetic images have a validation split, and as many of each class; leave out "
                             f"{'--val-split' if config.val_split else '--balance'}")
-        if config.repeated_augmentation:
-            raise DataError("synthetic images are not augmented; leave out --repeated-augmentation")
         return SyntheticLoader(config, shard)
     source = decode_once(config, open_source(config.data, config.split, config.num_classes, config.val_split))
     return DaliLoader(tune(config, source, shard), shard, source)

@@ -67,10 +67,10 @@ def test_a_measurement(benchmark, monkeypatch, preset):
     """The command as it is written down runs, on a CPU with a tiny batch."""
     real = benchmark.command
     monkeypatch.setattr(benchmark, "command", lambda *arguments: [
-        *real(*arguments), "--batch-size", "2", "--model", "resnet18", "--device", "cpu", "--warmup-steps", "1",
+        *real(*arguments), "--batch-size", "4", "--model", "resnet18", "--device", "cpu", "--warmup-steps", "1",
         "--accumulate", "1"])
     found = benchmark.measure(preset, 32, 3)
-    assert len(found["step_ms"]) == 3 and found["batch"] == 2 and found["images_per_sec"] > 0
+    assert len(found["step_ms"]) == 3 and found["batch"] == 4 and found["images_per_sec"] > 0
     assert found["command"].startswith("python -m train benchmark --config " + preset + " --data synthetic ")
 
 

@@ -138,6 +138,7 @@ def test_truncated_and_foreign_checkpoints(fails, trained, tmp_path):
     content = checkpoint.find(str(trained)).read_bytes()
     broken = tmp_path / "broken.npz"
     broken.write_bytes(content[: len(content) // 2])
+    (tmp_path / "a.jpg").touch()
     for command, option in (("train", "--resume"), ("validate", "--checkpoint"), ("predict", "--checkpoint")):
         picture = [tmp_path / "a.jpg"] if command == "predict" else []
         assert f"{broken} is no complete checkpoint" in fails(command, *picture, option, broken)

@@ -22,7 +22,6 @@ def patient_gloo(monkeypatch):
     monkeypatch.setenv("HOROVOD_GLOO_TIMEOUT_SECONDS", str(2 * LIMIT))
 
 
-@pytest.mark.usefixtures("patient_gloo")
 def test_elastic_run_loses_a_process_and_gets_one(start, on_gpu, rng):
     """Three processes become two and three again (on two GPUs: two, one, two). No commit is lost, and the position
     counts images, not steps."""
