@@ -7,6 +7,7 @@ The executors do what is drawn (`graph_passes.executors.Draws`).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -21,17 +22,18 @@ _MIXING, _MASKS = 0x6D69787570, 0x6D61736B73
 def draw(config: Config, epoch: int, batch: int, rank: int = 0) -> Draws:
     """The draws of one process for a batch of an epoch."""
     place = config.seed, epoch, batch, rank
-    drawn = _draw_mixing(config, epoch, np.random.default_rng([_MIXING, *place]))
+    drawn = _draw_mixing(config, epoch, place)
     if config.stochastic_depth or config.dropout:
         seed = np.random.default_rng([_MASKS, *place]).integers(2**64, dtype=np.uint64)
         drawn = drawn._replace(seed=int(seed))
     return drawn
 
 
-def _draw_mixing(config: Config, epoch: int, rng: np.random.Generator) -> Draws:
-    """How images of a batch are mixed, if they are."""
+def _draw_mixing(config: Config, epoch: int, place: Sequence[int]) -> Draws:
+    """How images of a batch are mixed, if they are. `place`: of the batch, which decides on it."""
     if not (config.mixup or config.cutmix):
         return Draws()
+    rng = np.random.default_rng([_MIXING, *place])
     if config.cutmix and (not config.mixup or rng.random() < config.cutmix_share):
         return Draws(cutmix=_draw_box(config.cutmix, image_size_in(config, epoch), rng))
     drawn = float(rng.beta(config.mixup, config.mixup))

@@ -8,30 +8,20 @@ benchmarks/cifar10_recipe.py trains it beside PyTorch, and with one ingredient l
 Hardware: one NVIDIA GPU. Images/sec: not measured here. Accuracy: not measured here.
 """
 
-from train.config import Config
+from dataclasses import replace
 
-CONFIG = Config(
-    model="resnet18",
-    data="data/cifar10",
+from train.configs.cifar10_resnet18 import CONFIG as CIFAR10_RESNET18
+
+CONFIG = replace(
+    CIFAR10_RESNET18,
     image_size=96,
-    val_crop_fraction=1.0,
-    batch_size=512,
-    crop_padding=4,
+    cutout=0.0,
     auto_augment="trivialaugment",
     random_erasing=0.1,
     mixup=0.2,
     cutmix=1.0,
     repeated_augmentation=2,
-    label_smoothing=0.1,
     stochastic_depth=0.05,
-    epochs=40,
-    learning_rate=0.2,
-    warmup_epochs=3.0,
-    momentum=0.9,
-    nesterov=True,
-    weight_decay=5e-4,
     clip_norm=1.0,
-    ema_decay=0.99,
-    zero_init_residual=False,  # blocks that begin as their shortcuts learn late: docs/recipes.md
     validate_every=5,
 )
