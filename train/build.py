@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import psutil
@@ -41,6 +41,13 @@ def network_dtype(config: Config, placement: Placement) -> str:
     return "float16" if placement.executor == "cuda" else "float32"
 
 
+def batch_form(config: Config, placement: Placement) -> tuple[str, Literal[3, 4]]:
+    """Type and channels of the images that the executor is given: "float16" or "float32"; 3, or 4 with zeros."""
+    # The cuda executor's first convolution reads four channels: a batch that has them is copied as it is.
+    channels: Literal[3, 4] = 4 if placement.executor == "cuda" else 3
+    return "float16" if network_dtype(config, placement) == "float16" else "float32", channels
+
+
 def open_split(config: Config, split: str, placement: Placement, workers: Workers, classes: Classes | None = None,
                whose: str = "") -> Loader:
     """The loader of "train" or "val", this process's shard of it. Raises DataError or TrainError.
@@ -52,8 +59,7 @@ def open_split(config: Config, split: str, placement: Placement, workers: Worker
         raise TrainError(f"{option_name('mixup' if config.mixup else 'cutmix')} mixes the images of a batch, and "
                          "--batch-size 1 has one only: raise it, or leave out the mixing")
     on_gpu = placement.device.startswith("gpu")
-    # The cuda executor's first convolution reads four channels: a batch that has them is copied as it is.
-    channels = 4 if placement.executor == "cuda" else 3
+    dtype, channels = batch_form(config, placement)
     hw_decoder_load = config.hw_decoder_load
     if hw_decoder_load < 0 and config.deterministic:
         hw_decoder_load = DEFAULT_HW_DECODER_LOAD  # not the fastest: an image's pixels depend on which decoder has it
@@ -68,7 +74,7 @@ def open_split(config: Config, split: str, placement: Placement, workers: Worker
             image_size=config.image_size if split == "train" else config.inference_image_size,
             image_sizes=image_sizes(config),
             transform=config.transform,
-            dtype="float16" if network_dtype(config, placement) == "float16" else "float32",
+            dtype=dtype,
             channels=channels,
             device="gpu" if on_gpu else "cpu",
             device_id=workers.local_rank if on_gpu else 0,

@@ -35,7 +35,7 @@ from graph_passes.errors import CapacityError, PassingError
 from graph_passes.executors import Executor
 from graph_passes.passes import BACKBONE
 from train import devices
-from train.build import build_executor, check_memory, network_dtype
+from train.build import batch_form, build_executor, check_memory, network_dtype
 from train.commands.session import run_folder_of
 from train.config import Config, DeviceOptions, NetworkOptions, RunOptions, SizeOptions, configure, load_preset
 from train.devices import IMAGENET_PRESET, Placement
@@ -158,8 +158,7 @@ def _left_out(precision: str, batch: int) -> str:
 
 def images(config: Config, placement: Placement, batch: int) -> list[Any]:
     """Batches of noise on the device, in the form in which the loader gives them."""
-    channels = 4 if placement.executor == "cuda" else 3
-    dtype = "float16" if network_dtype(config, placement) == "float16" else "float32"
+    dtype, channels = batch_form(config, placement)
     size, rng = config.image_size, np.random.default_rng(config.seed)
     pool = np.zeros((min(POOL, NUM_BATCHES * batch), size, size, channels), dtype)
     pool[..., :3] = rng.standard_normal((*pool.shape[:3], 3), np.float32)

@@ -27,7 +27,7 @@ from pipelines import DataError, Loader, open_files
 from pipelines.dali_loader import DaliLoader
 from pipelines.progress import progress_bar
 from train import devices, weights
-from train.build import build_executor, network_dtype
+from train.build import batch_form, build_executor, network_dtype
 from train.checkpoint import Checkpoint
 from train.commands.image_paths import image_paths
 from train.commands.options import PredictOptions
@@ -186,11 +186,12 @@ def _open_loader(job: Job, config: Config, images: Sequence[str]) -> DaliLoader:
     """As validation has it (`build.open_split`), of files."""
     workers, options = job.workers, job.options
     on_gpu = job.placement.device.startswith("gpu")
+    dtype, channels = batch_form(config, job.placement)
     return open_files(
         images, config.inference_image_size, config.batch_size,
         transform=config.transform,
-        dtype="float16" if network_dtype(config, job.placement) == "float16" else "float32",
-        channels=4 if job.placement.executor == "cuda" else 3,
+        dtype=dtype,
+        channels=channels,
         device="gpu" if on_gpu else "cpu",
         device_id=workers.local_rank if on_gpu else 0,
         num_threads=options.num_threads or topology.cores_of_process(workers.local_size),
