@@ -7,6 +7,7 @@
 // for each next pixel. `ldmatrix` takes rows of 16 bytes from anywhere, so an image row in shared memory is the matrix a as
 // it is. PTX ISA, "Matrix Fragments for mma.m16n8k16" and "ldmatrix".
 #include "batch_norm_pool.cuh"
+#include "moments.cuh"
 
 constexpr int SIZE = 7, TAPS = SIZE + 1, IMAGE_CHANNELS = 4, FILTERS = 64;
 constexpr int FILTER_VECTORS = FILTERS / VEC;
@@ -65,32 +66,6 @@ template <> __device__ inline void multiply_add<bfloat16>(float (&c)[4], const u
 }
 
 // --- forward ---
-
-// Of some values of a filter: how many, their mean, and the sum of squares of what they differ from it.
-struct Moments {
-    float count, mean, squares;
-
-    // From the sums of v - near and of its square.
-    __device__ static Moments about(float near, float count, float sum, float sum_of_squares) {
-        const float from_near = count > 0 ? sum / count : 0;
-        return {count, near + from_near, sum_of_squares - sum * from_near};
-    }
-};
-
-// Of the values of at(first), at(first + step), ... together, always in this order.
-template <class At> __device__ Moments together(int first, int end, int step, At at) {
-    float near = 0, count = 0, sum = 0, sum_of_squares = 0;
-#pragma unroll 8
-    for (int i = first; i < end; i += step) {
-        const Moments part = at(i);
-        if (i == first) near = part.mean;
-        const float from_near = part.mean - near;
-        count += part.count;
-        sum += part.count * from_near;
-        sum_of_squares += part.squares + part.count * from_near * from_near;
-    }
-    return Moments::about(near, count, sum, sum_of_squares);
-}
 
 // y = the convolution; sums = those of y per filter about its mean, in a fixed order. A warp sums about the first value of
 // each filter that it makes.
@@ -212,8 +187,7 @@ stem_fprop(const T *x, const T *w, Packed<T> *y, float *sums, Moments *partials,
     if (!last) return;
     __threadfence();
     of_part[part][filter] = together(part, gridDim.x, PARTS, [=](int block) {
-        const float *at = &partials[block * FILTERS + filter].count;
-        return Moments{__ldcg(at), __ldcg(at + 1), __ldcg(at + 2)};
+        return Moments::written(&partials[block * FILTERS + filter]);
     });
     __syncthreads();
     if (part > 0) return;

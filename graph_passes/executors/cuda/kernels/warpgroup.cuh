@@ -28,23 +28,52 @@ __device__ inline void show_to_products() { asm volatile("fence.proxy.async.shar
 __device__ inline void open_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void close_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 __device__ inline void wait_for_products() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+// Until at most the series closed last is under way.
+__device__ inline void wait_for_products_before_last() { asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory"); }
+#define FOUR(c, j) "+f"(c[j][0]), "+f"(c[j][1]), "+f"(c[j][2]), "+f"(c[j][3])
+// Nothing is done with `c` earlier than here, as the compiler might think it could.
+template <int N> __device__ inline void hold_products(float (&c)[N][4]) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) asm volatile("" : FOUR(c, j) :: "memory");
+}
 
 // c += a * b. c has 64 rows, of which a warp has 16; `c[j]` is what it is for `mma.m16n8k16` of columns 8j to 8j + 7.
-// `multiply_rows`: a is (64, 16) with rows of k, b is (32, 16) likewise. `multiply_columns`: a is (16, 64), b is (16, 64):
-// the rows are k.
+// `multiply_rows`: a is (64, 16) with rows of k, b is (32, 64, 128 or 256 columns of c, 16) likewise. `multiply_columns`: a is
+// (16, 64), b is (16, 64): the rows are k.
 #define MULTIPLY(TYPE)                                                                                                       \
     __device__ inline void multiply_rows(float (&c)[4][4], uint64 a, uint64 b, TYPE) {                                       \
-        asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32." PTX_##TYPE "." PTX_##TYPE                                 \
-                     " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, %16, %17, 1, 1, 1, 0, 0;"                    \
+        asm volatile(PRODUCT("32", TYPE) " {" REGISTERS_16 "}, %16, %17, 1, 1, 1, 0, 0;"                                     \
                      : SIXTEEN(c, 0) : "l"(a), "l"(b));                                                                      \
     }                                                                                                                        \
+    __device__ inline void multiply_rows(float (&c)[8][4], uint64 a, uint64 b, TYPE) {                                       \
+        asm volatile(PRODUCT("64", TYPE) " {" REGISTERS_32 "}, %32, %33, 1, 1, 1, 0, 0;"                                     \
+                     : SIXTEEN(c, 0), SIXTEEN(c, 4) : "l"(a), "l"(b));                                                       \
+    }                                                                                                                        \
+    __device__ inline void multiply_rows(float (&c)[16][4], uint64 a, uint64 b, TYPE) {                                      \
+        asm volatile(PRODUCT("128", TYPE) " {" REGISTERS_64 "}, %64, %65, 1, 1, 1, 0, 0;"                                    \
+                     : SIXTEEN(c, 0), SIXTEEN(c, 4), SIXTEEN(c, 8), SIXTEEN(c, 12) : "l"(a), "l"(b));                        \
+    }                                                                                                                        \
+    __device__ inline void multiply_rows(float (&c)[32][4], uint64 a, uint64 b, TYPE) {                                      \
+        asm volatile(PRODUCT("256", TYPE) " {" REGISTERS_128 "}, %128, %129, 1, 1, 1, 0, 0;"                                 \
+                     : SIXTEEN(c, 0), SIXTEEN(c, 4), SIXTEEN(c, 8), SIXTEEN(c, 12), SIXTEEN(c, 16), SIXTEEN(c, 20),          \
+                       SIXTEEN(c, 24), SIXTEEN(c, 28) : "l"(a), "l"(b));                                                     \
+    }                                                                                                                        \
     __device__ inline void multiply_columns(float (&c)[8][4], uint64 a, uint64 b, TYPE) {                                    \
-        asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." PTX_##TYPE "." PTX_##TYPE                                 \
-                     " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,"  \
-                     "%27,%28,%29,%30,%31}, %32, %33, 1, 1, 1, 1, 1;"                                                        \
+        asm volatile(PRODUCT("64", TYPE) " {" REGISTERS_32 "}, %32, %33, 1, 1, 1, 1, 1;"                                     \
                      : SIXTEEN(c, 0), SIXTEEN(c, 4) : "l"(a), "l"(b));                                                       \
     }
-#define FOUR(c, j) "+f"(c[j][0]), "+f"(c[j][1]), "+f"(c[j][2]), "+f"(c[j][3])
+#define PRODUCT(COLUMNS, TYPE) "wgmma.mma_async.sync.aligned.m64n" COLUMNS "k16.f32." PTX_##TYPE "." PTX_##TYPE
+#define REGISTERS_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define REGISTERS_32 REGISTERS_16  \
+    ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define REGISTERS_64 REGISTERS_32 \
+    ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47" \
+    ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define REGISTERS_128 REGISTERS_64 \
+    ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79" \
+    ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95" \
+    ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111" \
+    ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 #define SIXTEEN(c, j) FOUR(c, j), FOUR(c, j + 1), FOUR(c, j + 2), FOUR(c, j + 3)
 #define PTX_half "f16"
 #define PTX_bfloat16 "bf16"
