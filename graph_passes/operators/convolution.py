@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -56,7 +57,12 @@ def _convolution(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Sh
 def _with_statistics(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
     data = known(node, shapes)
     weight, output = convolution_shapes(node, data)
-    return [data, weight], [output, (3 if node.op == "StemConvolution" else 2, node["num_filter"])]
+    return [data, weight], [output, (2 if _is_by_cudnn(node) else 3, node["num_filter"])]
+
+
+def _is_by_cudnn(node: NodeView) -> bool:
+    """Whether the sums are those of cuDNN's genstats, of x and x * x; those of our own kernels are about the mean."""
+    return node.op == "ConvolutionStatistics"
 
 
 def _with_epilogue(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
@@ -133,7 +139,7 @@ def _grouped_channels(node: NodeView, x: Array) -> Array:
 def convolution_with_sums(node: NodeView, x: Array, weight: Array) -> tuple[Array, Array]:
     """The convolution, and the sums of its output for a BatchNorm."""
     y = convolution(node, x, weight)
-    sums = sums_about_mean if node.op == "StemConvolution" else channel_sums  # those of our own kernel, and of cuDNN's
+    sums = channel_sums if _is_by_cudnn(node) else sums_about_mean
     return y, sums(y, channel_axis(node["layout"]))
 
 
@@ -174,7 +180,7 @@ CONVOLUTION = {
     "layout": LAYOUT,
 }
 
-OPERATORS = (
+_DESCRIBED = (
     Operator(
         "Convolution",
         ("data", "weight", "bias"),
@@ -252,3 +258,11 @@ OPERATORS = (
         fused=True,
     ),
 )
+
+# A 1x1 convolution by a kernel of our own (conv1x1_forward.cu); each computes what its namesake does.
+OPERATORS = (*_DESCRIBED, *(
+    dataclasses.replace(operator, name=operator.name.replace("Convolution", "Conv1x1"), gradient=None,
+                        numpy_gradient=None, forward="Convolution", fused=True)
+    for operator in _DESCRIBED
+    if operator.name in ("Convolution", "ConvolutionRelu", "ConvolutionAddRelu", "ConvolutionStatistics")
+))

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from graph_passes.graph import Graph, Node, Ref
 from graph_passes.operators import channel_axis
 from graph_passes.passes.choice import Choose
+from graph_passes.passes.conv1x1 import own_way
 
 
 def conv_statistics(graph: Graph, choose: Choose) -> Graph:
@@ -14,17 +15,20 @@ def conv_statistics(graph: Graph, choose: Choose) -> Graph:
 
         before    x, weight -> Convolution `conv` -> y -> BatchNormStatistics -> sums
         after     x, weight -> ConvolutionStatistics `conv` -> y, sums
+        or        x, weight -> Conv1x1Statistics `conv` -> y, sums
 
     cuDNN adds these sums up in a varying order, which its notes on plans do not say (cuDNN 9.19 on an H200: other bits
-    in each of 20 runs). So this is not for runs that are to be repeatable.
+    in each of 20 runs). So this is not for runs that are to be repeatable. Conv1x1Statistics is our own kernel's, whose
+    order is fixed, and whose sums are about the mean.
     """
     nodes: list[Node] = []
     moved: dict[Ref, Ref] = {}
     for convolution, sums in with_statistics(graph):
         fused = convolution.derive("ConvolutionStatistics", convolution.name, convolution.inputs)
-        ways = {"separate": [convolution, sums], "fprop_stats": [fused]}
-        if choose(graph, convolution, ways) == "fprop_stats":
-            nodes.append(fused)
+        ways = {"separate": [convolution, sums], "fprop_stats": [fused], **own_way(fused)}
+        way = choose(graph, convolution, ways)
+        if way != "separate":
+            nodes += ways[way]
             moved[Ref(sums.name)] = fused.output("sums")
     return graph.replace(nodes, moved)
 

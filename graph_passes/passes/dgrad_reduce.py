@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from graph_passes.graph import Graph, Node, Ref
-from graph_passes.operators import window
 from graph_passes.passes.choice import Choose
+from graph_passes.passes.conv1x1 import is_product
 
 OUT_CHANNELS = (64, 128, 256)  # of the convolution: chunks of 64 whose tiles fit into shared memory
 MIN_CHANNELS = 128  # of its data
@@ -31,10 +31,8 @@ def dgrad_reduce(graph: Graph, choose: Choose) -> Graph:
 
 
 def is_plain_1x1(convolution: Node) -> bool:
-    """Is it, or the convolution whose gradient it is, a product of matrices that our kernels for Hopper can make?"""
-    return (window(convolution) == ((1, 1), (1, 1), (0, 0), (1, 1)) and convolution["layout"] == "NHWC"
-            and convolution["num_group"] == 1 and convolution["num_filter"] in OUT_CHANNELS
-            and convolution.attrs.get("dtype") in ("float16", "bfloat16"))
+    """Is it, or the convolution whose gradient it is, one that our kernels for the backward pass can make?"""
+    return is_product(convolution) and convolution["num_filter"] in OUT_CHANNELS
 
 
 def _gradient(graph: Graph, reduction: Node) -> Node | None:

@@ -554,7 +554,7 @@ Rule = Callable[[Node, Named, Named, np.random.Generator], Iterator[Sample]]
 
 RULES: Mapping[str, Sequence[Rule]] = {
     "Convolution": (_fprop,),
-    **dict.fromkeys(("ConvolutionStatistics", "StemConvolution"), (_fprop, _statistics)),
+    **dict.fromkeys(("ConvolutionStatistics", "Conv1x1Statistics", "StemConvolution"), (_fprop, _statistics)),
     "ConvolutionDgrad": (_dgrad,),
     "ConvolutionWgrad": (_wgrad,),
     "BatchNormStatistics": (_statistics,),

@@ -15,12 +15,14 @@ from typing import Any
 import numpy as np
 
 from graph_passes.errors import GraphError, PassingError
+from graph_passes.passes.precision import ITEM_BYTES
 
 MIN_COMPUTE_CAPABILITY = (7, 5)  # below, cuDNN 9 and CUDA 13 have no kernels
 OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 MIN_DRIVER_CUDA = 12000  # CUDA 12.0, as cuDriverGetVersion counts
 
 IPC_HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
+TENSOR_MAP_WORDS = 16  # CU_TENSOR_MAP_NUM_QWORDS
 
 _NO_GPU = "install a driver and a GPU, or use the executor mxnet"
 INSTALL = "install the GPU packages: `make setup`, or pip install '.[gpu]' in this project's folder"
@@ -193,6 +195,27 @@ class Gpu:
         attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         self.check(self._driver.cuKernelSetAttribute(attribute, shared_bytes, self._driver.CUkernel(function),
                                                      self._driver.CUdevice(self.device_id)))
+
+    def tensor_map(self, address: int, dtype: str, shape: tuple[int, int], tile: tuple[int, int]) -> Any:
+        """A matrix at `address`, whose rows follow each other, as the copy engine of a Hopper GPU is told of it: an
+        argument for a kernel (`TensorMap` of kernels/copy_engine.cuh). `shape` and `tile`, what one copy moves: rows,
+        columns. A row of a tile has 128 bytes at most, which are swizzled. Without an address a map that is not for
+        use."""
+        if not address:
+            return (ctypes.c_uint64 * TENSOR_MAP_WORDS)()
+        driver, types, (rows, columns) = self._driver, self._driver.CUtensorMapDataType, shape
+        opaque = self.check(driver.cuTensorMapEncodeTiled(
+            {"float16": types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+             "bfloat16": types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16}[dtype],
+            2, address, [driver.cuuint64_t(size) for size in (columns, rows)],
+            [driver.cuuint64_t(columns * ITEM_BYTES[dtype])], [driver.cuuint32_t(size) for size in reversed(tile)],
+            [driver.cuuint32_t(1)] * 2, driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE))
+        words = (ctypes.c_uint64 * TENSOR_MAP_WORDS)()
+        ctypes.memmove(words, int(opaque.getPtr()), ctypes.sizeof(words))
+        return words
 
     def synchronize(self) -> None:
         self.stream.sync()

@@ -15,10 +15,14 @@ from graph_passes.passes.dgrad_reduce import OUT_CHANNELS
 
 RULES = ["Sgd<false>", "Sgd<true>", "Lars<false>", "Lars<true>", "AdamW", "Lamb", "Lion"]  # of optimizer.cu
 
+WARPGROUPS = ("conv1x1_forward.cu", "dgrad_reduce.cu", "norm_backward.cu")  # wgmma: for Hopper alone, in 16-bit types
+
 # Template arguments behind the dtype that the executor asks for.
 FLAGS = {
     "dgrad_reduce": ["64, false, true, false", "128, true, false, false", "256, true, true, false",
                      "64, true, true, true", "256, false, false, true"],
+    "conv1x1_forward": ["64, true, true, false", "128, false, true, false", "256, false, false, false",
+                        "64, false, false, true", "256, false, false, true", "256, true, true, false"],
     "norm_backward": ["64, true, false, false", "128, true, true, false", "256, false, true, false",
                       "256, false, false, true"],
     "batch_norm_apply": ["false, false, false", "false, true, false", "true, true, false", "true, true, true"],
@@ -61,7 +65,7 @@ def expressions(kernel: str, c_type: str) -> list[str]:
         return [f"trust_ratios<{rule}>" for rule in RULES if rule.startswith("La")]
     if kernel == "convert_input":
         return [f"convert_input<float, {c_type}>", f"convert_input<half, {c_type}>"]
-    if c_type == "float" and kernel in ("dgrad_reduce", "norm_backward"):  # on tensor cores, of 16-bit types only
+    if c_type == "float" and f"{kernel}.cu" in WARPGROUPS:
         return []
     return [f"{kernel}<{c_type}{', ' + flags if flags else ''}>" for flags in FLAGS.get(kernel, [""])]
 
@@ -101,7 +105,7 @@ def compile_for(path: Path, names: list[str], arch: str) -> None:
     assert all((symbol if isinstance(symbol, bytes) else symbol.encode()) in cubin for symbol in symbols)
 
 
-TENSOR_CORES = ("dgrad_reduce.cu", "norm_backward.cu", "stem.cu")  # in 16-bit types only, by instructions of each type
+TENSOR_CORES = (*WARPGROUPS, "stem.cu")  # in 16-bit types only, by instructions of each type
 
 
 @pytest.mark.usefixtures("nvrtc")
@@ -128,7 +132,7 @@ CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), HOPPER, (10, 0), (12, 0)]
 
 def serves(source: str, capability: tuple[int, int]) -> bool:
     """Whether the kernels of a file are for this GPU: elsewhere another way is lowered (test_without_gpu.py)."""
-    if source in ("dgrad_reduce.cu", "norm_backward.cu"):  # wgmma
+    if source in WARPGROUPS:
         return capability == HOPPER
     return source != "stem.cu" or capability >= (8, 0)  # cp.async
 

@@ -10,7 +10,17 @@ from typing import Any
 from graph_passes.errors import GraphError
 from graph_passes.executors.cuda.convolution import Problem
 from graph_passes.executors.cuda.kernels import Size, instance
-from graph_passes.executors.cuda.lowering.operands import In, InOut, Operand, Out, Scratch, in_place, reads, writes
+from graph_passes.executors.cuda.lowering.operands import (
+    In,
+    InOut,
+    Operand,
+    Out,
+    Scratch,
+    Tiled,
+    in_place,
+    reads,
+    writes,
+)
 from graph_passes.executors.cuda.parameters import VECTOR
 from graph_passes.executors.cuda.program import Buffer, Launch, Program
 from graph_passes.executors.cuda.toolchain import Toolchain
@@ -92,7 +102,7 @@ class Builder:
         function = self._kernels.get(source, kernel)
 
         def enqueue() -> None:
-            function.launch(grid, block, *map(_argument, operands), shared_bytes=shared_bytes)
+            function.launch(grid, block, *map(self._argument, operands), shared_bytes=shared_bytes)
 
         self.program.launches.append(Launch(node.name, kernel.split("<")[0], enqueue, reads(operands), writes(operands),
                                             flops, in_place(operands)))
@@ -135,7 +145,7 @@ class Builder:
         self._workspace.shape = (max(self._workspace.shape[0], plan.workspace_bytes),)
 
         def enqueue() -> None:
-            addresses = [_argument(operand) for operand in operands]
+            addresses = [self._argument(operand) for operand in operands]
             if problem.kind == "fprop_stats":
                 sums = operands[-1].buffer
                 assert sums
@@ -146,15 +156,19 @@ class Builder:
                                             flops=problem.flops))
 
 
+    def _argument(self, operand: Any) -> Any:
+        """As the kernel gets it: an address is an int."""
+        if isinstance(operand, Tiled):
+            address, buffer = self._argument(operand.operand), operand.operand.buffer
+            dtype = buffer.dtype if buffer else self.dtype
+            return self.gpu.tensor_map(address, dtype, (operand.rows, operand.columns), operand.tile)
+        if isinstance(operand, In | Out | InOut | Scratch):
+            return operand.buffer.address if operand.buffer else 0
+        return operand
+
+
 Rule = Callable[[Builder, Node], None]  # emits the launches of a node
 Rules = Mapping[str, Rule]  # by operator
-
-
-def _argument(operand: Any) -> Any:
-    """As the kernel gets it: an address is an int."""
-    if isinstance(operand, In | Out | InOut | Scratch):
-        return operand.buffer.address if operand.buffer else 0
-    return operand
 
 
 def rows_and_channels(node: Node, x: Buffer) -> tuple[int, int]:

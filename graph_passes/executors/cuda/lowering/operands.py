@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from graph_passes.executors.cuda.program import Buffer
@@ -38,18 +38,33 @@ class Scratch:
     buffer: Buffer
 
 
+@dataclass(frozen=True)
+class Tiled:
+    """A matrix that Hopper's copy engine reads or writes by tiles, as kernels/copy_engine.cuh has it. `rows` and
+    `columns` are the tensor's, whose rows follow each other; `tile` (rows, columns) those of what one copy moves."""
+
+    operand: In | Out
+    rows: int
+    columns: int
+    tile: tuple[int, int]
+
+
 Operand = In | Out | InOut | Scratch
 
 
 def reads(operands: Iterable[object]) -> tuple[Buffer, ...]:
-    return tuple(each.buffer for each in operands if isinstance(each, In | InOut) and each.buffer)
+    return tuple(each.buffer for each in _plain(operands) if isinstance(each, In | InOut) and each.buffer)
 
 
 def writes(operands: Iterable[object]) -> tuple[Buffer, ...]:
-    return tuple(each.buffer for each in operands if isinstance(each, Out | InOut) and each.buffer)
+    return tuple(each.buffer for each in _plain(operands) if isinstance(each, Out | InOut) and each.buffer)
 
 
 def in_place(operands: Iterable[object]) -> tuple[Buffer, Buffer] | None:
     """(read, written) of the one output that may take the place of an input."""
-    return next(((each.over, each.buffer) for each in operands if isinstance(each, Out) and each.over and each.buffer),
-                None)
+    return next(((each.over, each.buffer) for each in _plain(operands)
+                 if isinstance(each, Out) and each.over and each.buffer), None)
+
+
+def _plain(operands: Iterable[object]) -> Iterator[object]:
+    return (each.operand if isinstance(each, Tiled) else each for each in operands)

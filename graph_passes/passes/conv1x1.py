@@ -1,0 +1,22 @@
+"""1x1 convolutions that kernels of our own can make, for GPUs of the Hopper generation."""
+
+from __future__ import annotations
+
+from graph_passes.graph import Node
+from graph_passes.operators import window
+
+
+def is_product(convolution: Node) -> bool:
+    """Is it, or the convolution whose gradient it is, a plain product of matrices, in a type of 16 bits?"""
+    return (window(convolution) == ((1, 1), (1, 1), (0, 0), (1, 1)) and convolution["layout"] == "NHWC"
+            and convolution["num_group"] == 1 and convolution.attrs.get("dtype") in ("float16", "bfloat16"))
+
+
+def own_way(fused: Node) -> dict[str, list[Node]]:
+    """The way that is our own kernel, for a convolution with what is fused with it; none where it is no such product.
+
+    Convolution becomes Conv1x1, ConvolutionRelu Conv1x1Relu, and so on: they compute the same.
+    """
+    if not is_product(fused):
+        return {}
+    return {"conv1x1_forward": [fused.replace(op=fused.op.replace("Convolution", "Conv1x1"))]}

@@ -1,0 +1,123 @@
+"""The forward pass of 1x1 convolutions with what follows it, against float64 NumPy: random values, odd numbers of rows,
+channels that fill neither the last chunk nor the last block, poisoned outputs."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+from gpu_arrays import PRECISION, Device, relative_error, rounded
+
+from graph_passes.executors.cuda.kernels import instance
+from graph_passes.executors.cuda.lowering.conv1x1_forward import BLOCK, Conv1x1Forward
+
+BLOCKS = 3  # along the rows: fewer than tiles, so that each block walks
+# Norm of the error over the norm: rounding of what is stored, and fp32 sums of products in another order.
+STORED = {dtype: PRECISION[dtype] + 2e-5 for dtype in ("float16", "bfloat16")}
+NEAR = 1e-5  # relative error of a variance from fp32 sums about a value near the mean, and of that mean in deviations
+
+
+class Case:
+    """Random operands, and what the kernel leaves on a GPU."""
+
+    def __init__(self, device: Device, dtype: str, channels: int, filters: int, rows: int, add: bool = False,
+                 relu: bool = False, sums: bool = False, mean: float = 0.0) -> None:
+        self.device, self.dtype, self.shape = device, dtype, (rows, filters)
+        random = np.random.default_rng(rows + channels + filters)
+        self.x = rounded(random.normal(0, 1, (rows, channels)), dtype)
+        self.w = rounded(random.normal(0, channels**-0.5, (filters, channels)), dtype)
+        if mean:  # the first channel is 1 in all rows
+            self.x[:, 0], self.w[:, 0] = 1, rounded(mean * random.choice([-1, 1], filters), dtype)
+        self.bias = None if sums else random.normal(0, 1, filters).astype(np.float32)
+        self.addend = rounded(random.normal(0, 1, self.shape), dtype) if add else None
+        self.relu, self.add, self.sums = relu, add, sums
+        self.way = Conv1x1Forward(channels, filters, add)
+
+    def run(self, times: int = 2) -> tuple[np.ndarray, np.ndarray]:
+        """y and its sums; more than once, for what a launch must leave as it was."""
+        device, way, (rows, filters) = self.device, self.way, self.shape
+        y, sums = device.poisoned(self.shape, self.dtype), device.poisoned((3, filters))
+        blocks = -(-filters // way.columns), min(BLOCKS, -(-rows // 128)), 1
+        partials, tickets = device.poisoned((3 * filters * BLOCKS,)), device.zeros(4 * blocks[0])
+
+        def tiled(array: np.ndarray | int | None, shape: tuple[int, int], tile: tuple[int, int]) -> object:
+            address = device.put(array, self.dtype) if isinstance(array, np.ndarray) else array or 0
+            return device.gpu.tensor_map(address, self.dtype, shape, tile)
+
+        maps = (tiled(self.x, self.x.shape, way.tile_of_x), tiled(self.w, self.w.shape, way.tile_of_w),
+                tiled(self.addend, self.shape, way.tile_of_y), tiled(y, self.shape, way.tile_of_y))
+        bias = 0 if self.bias is None else device.put(self.bias)
+        for _ in range(times):
+            device.run("conv1x1_forward.cu",
+                       instance("conv1x1_forward", self.dtype, way.columns, self.add, self.relu, self.sums), blocks,
+                       BLOCK, *maps, bias, sums, partials, tickets, ctypes.c_uint32(rows),
+                       *map(ctypes.c_int, (filters, way.chunks, way.stages, way.results)),
+                       shared_bytes=way.shared_bytes)
+        return device.get(y, self.shape, self.dtype), device.get(sums, (3, filters))
+
+    @property
+    def wanted(self) -> np.ndarray:
+        y = self.x @ self.w.T
+        for more in (self.bias, self.addend):
+            y = y if more is None else y + more
+        return np.maximum(y, 0) if self.relu else y
+
+
+SHAPES = [  # channels, filters, rows: ResNet-50's, and others that fill nothing
+    (64, 64, 1003), (64, 256, 1003), (256, 64, 517), (128, 512, 1003), (512, 128, 777), (256, 1024, 389),
+    (512, 2048, 131), (256, 128, 64), (512, 256, 1), (8, 8, 65), (72, 40, 130), (200, 328, 259), (448, 136, 1111)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("channels, filters, rows", SHAPES)
+@pytest.mark.parametrize("dtype, add, relu", [
+    ("float16", True, True), ("float16", False, True), ("bfloat16", False, False), ("bfloat16", True, True)])
+def test_epilogues_of_inference(device: Device, dtype: str, add: bool, relu: bool, channels: int, filters: int,
+                                rows: int) -> None:
+    case = Case(device, dtype, channels, filters, rows, add, relu)
+    y, _ = case.run()
+    assert relative_error(y, case.wanted) < STORED[dtype]
+    assert np.abs(y - case.wanted).max() < 8 * PRECISION[dtype] * np.abs(case.wanted).max()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("channels, filters, rows", SHAPES)
+@pytest.mark.parametrize("dtype, mean", [("float16", 0.0), ("bfloat16", 0.0), ("float16", 100.0), ("float16", 1000.0)])
+def test_sums_of_the_output(device: Device, dtype: str, mean: float, channels: int, filters: int, rows: int) -> None:
+    """Of what is stored, about the mean; equal bits every time."""
+    case = Case(device, dtype, channels, filters, rows, sums=True, mean=mean)
+    y, sums = case.run()
+    assert relative_error(y, case.wanted) < STORED[dtype]
+    assert np.all(sums[0] == 0)
+    deviation = y.std(0)
+    assert np.all(np.abs(sums[2] - y.mean(0)) <= NEAR * deviation + 2.0**-22 * np.abs(y.mean(0)))
+    assert np.all(np.abs(sums[1] / rows - y.var(0)) <= NEAR * y.var(0))
+    again = case.run(times=1)
+    assert np.array_equal(again[0], y) and np.array_equal(again[1], sums)
+
+
+@pytest.mark.gpu
+def test_nan_and_infinity_stay(device: Device) -> None:
+    """Those of x reach all outputs of their row and no others; ReLU keeps them, so that a broken network is noticed."""
+    case = Case(device, "float16", 64, 64, 200, add=True, relu=True)
+    case.x[70, 3] = np.nan
+    case.addend[131, 5] = np.inf
+    y, _ = case.run()
+    assert np.isnan(y[70]).all() and y[131, 5] == np.inf
+    assert np.isfinite(np.delete(y, 70, axis=0)).sum() == 199 * 64 - 1
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("channels, filters, _", SHAPES)
+def test_division_of_shared_memory(channels: int, filters: int, _: int, adds: bool) -> None:
+    """All that a block needs fits, with two tiles on their way for each team, and more where a tensor is read too."""
+    way = Conv1x1Forward(channels, filters, adds)
+    assert way.stages >= 2 and way.results >= 2 + adds
+    assert way.shared_bytes <= 227 << 10
+    assert way.columns >= min(filters, 128)
+
+
+def test_what_does_not_fit() -> None:
+    assert Conv1x1Forward(2048, 512, False).columns == 0
+    assert Conv1x1Forward(512, 2048, False).columns == 128 and Conv1x1Forward(1024, 256, False).columns == 64
