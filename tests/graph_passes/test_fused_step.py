@@ -7,6 +7,7 @@ from step_networks import (
     bottlenecks,
     dropping,
     flattened,
+    last_way,
     pre_activation,
     random_network,
     random_variables,
@@ -58,7 +59,7 @@ LOSSES = {
     "binary cross entropy": lambda graph: passes.binary_cross_entropy(graph, 0.1),
     "weighted classes": lambda graph: passes.weigh_classes(graph, [0.25, 0.5, 1, 2, 4, 0.1, 3]),
 }
-WAYS = {"fused": passes.fused_way, "separate": passes.first_way, "last": lambda graph, node, ways: [*ways][-1]}
+WAYS = {"fused": passes.fused_way, "separate": passes.first_way, "last": last_way}
 
 
 def network(name):
