@@ -25,6 +25,7 @@ from graph_passes.passes.quantise import CLASSIFIER_KEPT, Kept, Scales, quantise
 from graph_passes.passes.softmax_bias import softmax_bias
 from graph_passes.passes.split_norm import split_norm
 from graph_passes.passes.stem import stem
+from graph_passes.passes.stem_pool import stem_pool
 from graph_passes.passes.zero_bias_grad import zero_bias_grad
 
 Pass = Callable[[Graph], Graph]
@@ -65,6 +66,7 @@ def inference_passes(dtype: str, choose: Choose) -> dict[str, Pass]:
         "fold_bn": passes.fold_bn,
         "precision": lambda graph: passes.precision(graph, dtype),
         "softmax_bias": softmax_bias,
+        "stem_pool": lambda graph: stem_pool(graph, choose),
         "conv_epilogue": lambda graph: conv_epilogue(graph, choose),
     }
 
@@ -73,6 +75,7 @@ def quantised_passes(dtype: str, scales: Scales, kept: Kept = CLASSIFIER_KEPT) -
     """The passes of inference in INT8 by name, in order; `dtype` is that of what stays in floats."""
     return {
         **inference_passes(dtype, fused_way),
+        "stem_pool": lambda graph: graph,  # its parts are quantised one by one
         "conv_epilogue": lambda graph: conv_epilogue(graph, fused_way, groups=True),
         "quantise": lambda graph: quantise(graph, scales, kept),
     }

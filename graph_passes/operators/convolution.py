@@ -71,6 +71,12 @@ def _with_epilogue(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, 
     return [data, weight, (node["num_filter"],), *[output] * (len(shapes) - 3)], [output]
 
 
+def _stem_pool(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
+    data = known(node, shapes)
+    weight, (images, height, width, filters) = convolution_shapes(node, data)
+    return [data, weight, (filters,)], [(images, (height + 1) // 2, (width + 1) // 2, filters)]
+
+
 def _wgrad(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
     data = known(node, shapes, 1)
     weight, output = convolution_shapes(node, data)
@@ -141,6 +147,13 @@ def convolution_with_sums(node: NodeView, x: Array, weight: Array) -> tuple[Arra
     y = convolution(node, x, weight)
     sums = channel_sums if _is_by_cudnn(node) else sums_about_mean
     return y, sums(y, channel_axis(node["layout"]))
+
+
+def _compute_stem_pool(node: NodeView, x: Array, weight: Array, bias: Array) -> list[Array]:
+    y = relu(convolution(node, x, weight, bias))
+    padded = np.pad(y, ((0, 0), (1, 1), (1, 1), (0, 0)), constant_values=-np.inf)
+    rows = [padded[:, i:i + y.shape[1]:2] for i in range(3)]
+    return [np.max([row[:, :, j:j + y.shape[2]:2] for row in rows for j in range(3)], axis=0)]
 
 
 def _numpy_gradient(node: NodeView, inputs: Sequence[Array], outputs: Sequence[Array], dy: Array,
@@ -236,6 +249,16 @@ _DESCRIBED = (
         convolution_with_sums,
         CONVOLUTION,
         ("output", "sums"),
+        forward="Convolution",
+        fused=True,
+    ),
+    # In inference the same with bias, ReLU, and max pooling over 3x3 with stride 2 and padding 1, in NHWC.
+    Operator(
+        "StemPool",
+        ("data", "weight", "bias"),
+        _stem_pool,
+        _compute_stem_pool,
+        CONVOLUTION,
         forward="Convolution",
         fused=True,
     ),

@@ -29,7 +29,7 @@ def conv_epilogue(graph: Graph, choose: Choose, groups: bool = False) -> Graph:
     for node in graph:
         if node.op == "Convolution" and not node["no_bias"]:
             end = ends.get(node.name)
-            fused, separate = _ways(graph, node, end)
+            fused, separate = in_one_and_in_two(graph, node, end)
             names = {"Convolution": "fprop_bias", "ConvolutionRelu": "fprop_bias_relu",
                      "ConvolutionAddRelu": "fprop_bias_add_relu"}
             ways: dict[str, Sequence[Node]] = {"separate": separate, names[fused.op]: [fused], **own_way(fused)}
@@ -47,7 +47,7 @@ def _before_relu(graph: Graph, node: Node) -> Node | None:
     return next((each for each in found if each and not each["no_bias"]), None)
 
 
-def _ways(graph: Graph, convolution: Node, end: Node | None) -> tuple[Node, list[Node]]:
+def in_one_and_in_two(graph: Graph, convolution: Node, end: Node | None) -> tuple[Node, list[Node]]:
     """In one node, and in two; the last has the name of what is replaced."""
     *inputs, bias = convolution.inputs
     addend = [ref for ref in end.inputs if ref != Ref(convolution.name)] if end else []

@@ -10,12 +10,14 @@ import pytest
 
 from graph_passes.executors.cuda.kernels import C_TYPES, HOPPER, SOURCES, architecture, compile_kernel
 from graph_passes.executors.cuda.lowering.conv1x1_backward import DgradReduce, NormBackward
+from graph_passes.executors.cuda.lowering.stem import StemPool
 from graph_passes.executors.cuda.optimizer import State, _Tensor
 from graph_passes.passes.dgrad_reduce import OUT_CHANNELS
 
 RULES = ["Sgd<false>", "Sgd<true>", "Lars<false>", "Lars<true>", "AdamW", "Lamb", "Lion"]  # of optimizer.cu
 
-WARPGROUPS = ("conv1x1_forward.cu", "dgrad_reduce.cu", "norm_backward.cu")  # wgmma: for Hopper alone, in 16-bit types
+# Of wgmma: for Hopper alone, in 16-bit types.
+WARPGROUPS = ("conv1x1_forward.cu", "dgrad_reduce.cu", "norm_backward.cu", "stem_pool.cu")
 
 # Template arguments behind the dtype that the executor asks for.
 FLAGS = {
@@ -177,6 +179,8 @@ def test_shared_memory() -> None:
         "dgrad_reduce.cu": [(f"{k}, {str(add).lower()}, {str(pair).lower()}", DgradReduce(k).shared_bytes(add, pair))
                             for k in OUT_CHANNELS for add in (False, True) for pair in (False, True)]}
     options = ProgramOptions(arch="sm_90a", std="c++17", include_path=[str(SOURCES)])
+    Program(f'#include "stem_pool.cu"\nstatic_assert(sizeof(Shared) == {StemPool.SHARED_BYTES});', "c++",
+            options).compile("cubin")
     for source, shapes in sizes.items():
         assert max(size for _, size in shapes) <= (227 - 2) << 10, "what Hopper has, less what is not asked for"
         asserts = "".join(f"static_assert(sizeof(Shared<Shape<{shape}>>) == {size});\n" for shape, size in shapes)

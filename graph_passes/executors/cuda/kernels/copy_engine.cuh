@@ -59,6 +59,11 @@ __device__ inline void load_tile(uint4 *to, const TensorMap &map, int column, in
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
                  :: "r"(address_of(to)), "l"(&map), "r"(column), "r"(row), "r"(address_of(&barrier)) : "memory");
 }
+// Bytes that follow each other; `bytes` and both places are multiples of 16.
+__device__ inline void load_bytes(void *to, const void *from, uint32 bytes, uint64 &barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 :: "r"(address_of(to)), "l"(from), "r"(bytes), "r"(address_of(&barrier)) : "memory");
+}
 // What other threads wrote there must have been shown (`show_to_copies`) before they met this one.
 __device__ inline void store_tile(const TensorMap &map, int column, int row, const uint4 *from) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];\n\t"

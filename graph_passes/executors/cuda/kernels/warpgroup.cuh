@@ -22,6 +22,12 @@ __device__ inline uint64 matrix(const uint4 *at) {
     return (__cvta_generic_to_shared(at) & 0x3ffff) >> 4 | 64ull << 16 | 64ull << 32 | 1ull << 62;
 }
 
+// Rows of k that start every 16 bytes and overlap, without swizzle: windows that are two 8-byte pixels apart. Groups of 8
+// elements of k are 16 bytes apart, and groups of 8 rows 128 bytes.
+__device__ inline uint64 overlapping(const uint4 *at) {
+    return (__cvta_generic_to_shared(at) & 0x3ffff) >> 4 | 1ull << 16 | 8ull << 32;
+}
+
 // What this thread wrote to shared memory is seen by products that are started after the next barrier.
 __device__ inline void show_to_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Before the first of a series of products, and after its last.
@@ -62,10 +68,20 @@ template <int N> __device__ inline void hold_products(float (&c)[N][4]) {
         asm volatile(PRODUCT("64", TYPE) " {" REGISTERS_32 "}, %32, %33, 1, 1, 1, 1, 1;"                                     \
                      : SIXTEEN(c, 0), SIXTEEN(c, 4) : "l"(a), "l"(b));                                                       \
     }
+// c += a * b with a, (64, 16), in registers, as `mma.m16n8k16` has 16 rows of it in those of a warp; b is (112, 16) with rows
+// of k, without swizzle: `overlapping`.
+#define MULTIPLY_BY_REGISTERS(TYPE)                                                                                          \
+    __device__ inline void multiply_rows(float (&c)[14][4], const uint32 (&a)[4], uint64 b, TYPE) {                          \
+        asm volatile(PRODUCT("112", TYPE) " {" REGISTERS_56 "}, {%56,%57,%58,%59}, %60, 1, 1, 1, 0;"                         \
+                     : SIXTEEN(c, 0), SIXTEEN(c, 4), SIXTEEN(c, 8), FOUR(c, 12), FOUR(c, 13)                                 \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                  \
+    }
 #define PRODUCT(COLUMNS, TYPE) "wgmma.mma_async.sync.aligned.m64n" COLUMNS "k16.f32." PTX_##TYPE "." PTX_##TYPE
 #define REGISTERS_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define REGISTERS_32 REGISTERS_16  \
     ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define REGISTERS_56 REGISTERS_32 \
+    ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55"
 #define REGISTERS_64 REGISTERS_32 \
     ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47" \
     ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
@@ -79,3 +95,5 @@ template <int N> __device__ inline void hold_products(float (&c)[N][4]) {
 #define PTX_bfloat16 "bf16"
 MULTIPLY(half)
 MULTIPLY(bfloat16)
+MULTIPLY_BY_REGISTERS(half)
+MULTIPLY_BY_REGISTERS(bfloat16)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ctypes
 
-from graph_passes.executors.cuda.kernels import Size, count
+from graph_passes.executors.cuda.kernels import HOPPER, Size, count
 from graph_passes.executors.cuda.lowering.batch_norm_pool import Image
 from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require, rows_and_channels
-from graph_passes.executors.cuda.lowering.operands import In, Out
+from graph_passes.executors.cuda.lowering.operands import In, Out, Tiled
 from graph_passes.graph import Node
 from graph_passes.operators import Shape
 from graph_passes.passes.stem import FILTERS, SIZE
@@ -16,6 +16,30 @@ STEM_BLOCK: Size = (256, 1, 1)
 OUT_ROWS = 4  # of stem.cu
 STATIC_BYTES = 3100  # of shared memory, beside what `stem_work` says
 SHARE = FILTERS * SIZE * 32  # floats of the weights' gradient that a block of stem_wgrad leaves
+
+
+class StemPool:
+    """How stem_pool.cu divides its work: into strips of rows of its output. A block has two teams of warps, each of
+    which makes a strip."""
+
+    BLOCK: Size = (320, 1, 1)
+    TEAMS, MAX_WIDTH, PAIRS, ROW_BYTES = 2, 224, 8, 1856  # of an image, and of one of its rows in shared memory
+    SHARED_BYTES = 4 * (112 // 2) * FILTERS * 2 + (TEAMS * PAIRS * 2 + 1) * ROW_BYTES + 2 * TEAMS * PAIRS * 8
+
+    def __init__(self, shape: Shape, num_multiprocessors: int) -> None:
+        """`shape`: of the output, (N, PH, PW, 64)."""
+        images, height, _, _ = shape
+
+        def rows_in_turn(strips: int) -> int:
+            """Of the convolution, that the busiest team makes; each strip has one of the strip above it."""
+            rounds = -(-images * strips // (self.TEAMS * num_multiprocessors))
+            return rounds * (2 * -(-height // strips) + 1)
+
+        strips = min(range(1, height + 1), key=rows_in_turn)
+        self.strip = -(-height // strips)
+        items = images * -(-height // self.strip)
+        self.grid: Size = (min(num_multiprocessors, -(-items // self.TEAMS)), 1, 1)
+        self.tile = shape[2], FILTERS
 
 
 def stem_work(out_shape: Shape) -> tuple[int, int, int, int]:
@@ -48,6 +72,33 @@ def forward(builder: Builder, node: Node) -> None:
                    flops=builder.problem("fprop", node, x, w, y).flops)
 
 
+class PooledImage(ctypes.Structure):
+    """`Sizes` of stem_pool.cu."""
+
+    _fields_ = tuple((name, ctypes.c_int) for name in (
+        "height", "width", "out_height", "out_width", "pooled_height", "pooled_width"))
+
+    @classmethod
+    def of(cls, image: Shape, pooled: Shape) -> PooledImage:
+        height, width = image[1:3]
+        return cls(height, width, -(-height // 2), -(-width // 2), *pooled[1:3])
+
+
+def pool(builder: Builder, node: Node) -> None:
+    """The convolution with bias, ReLU and max pooling, in inference."""
+    x, w, y = builder.input(node, "data"), builder.input(node, "weight"), builder.output(node)
+    require(builder.gpu.capability == HOPPER, node, "is fused as only Hopper's instructions can compute it")
+    _, _, width, channels = x.shape
+    require(width % 2 == 0 and width <= StemPool.MAX_WIDTH and channels == 4, node,
+            f"reads images of {channels} channels and {width} pixels' width: its kernel takes 4 and, if even, up to "
+            f"{StemPool.MAX_WIDTH}")
+    way, (rows, _) = StemPool(y.shape, builder.gpu.num_multiprocessors), rows_and_channels(node, y)
+    builder.launch(node, "stem_pool.cu", builder.kernel("stem_pool"), way.grid, way.BLOCK, In(x), In(w),
+                   In(builder.input(node, "bias")), Tiled(Out(y), rows, FILTERS, way.tile),
+                   PooledImage.of(x.shape, y.shape), *map(ctypes.c_int, (x.shape[0], way.strip)),
+                   shared_bytes=way.SHARED_BYTES, flops=8 * rows * FILTERS * SIZE * SIZE * x.shape[3])
+
+
 def wgrad(builder: Builder, node: Node) -> None:
     """The gradient of the weights, from what makes the gradient of the convolution's output."""
     x, dz, image = (builder.input(node, role) for role in ("data", "out_grad", "image"))
@@ -69,5 +120,6 @@ def wgrad(builder: Builder, node: Node) -> None:
 
 RULES: Rules = {
     "StemConvolution": forward,
+    "StemPool": pool,
     "StemWgrad": wgrad,
 }
