@@ -623,6 +623,9 @@ class FakeGpu:
         return 1.0
 
     def copy(self, to: int, source: int, num_bytes: int) -> None: ...
+
+    def tensor_map(self, *arguments: Any) -> bytes:
+        return b""
     def write_word(self, address: int, value: Any) -> None: ...
 
 
