@@ -28,7 +28,7 @@ LINKED_NUMBER = re.compile(r"\[([\d,]+(?:\.(\d+))?)([^\]]*)\]\(([^)\s]+\.json)\)
 Figure = dict[str, Any]
 # Of the step's operations, as a profile names them.
 OPERATIONS = {
-    "convolutions forward, most with statistics": ("fprop_stats", "fprop"),
+    "convolutions forward, most with statistics": ("fprop_stats", "fprop", "conv1x1_forward"),
     "their weight gradients": ("wgrad",),
     "their data gradients": ("dgrad",),
     "BatchNorm forward": ("batch_norm_apply", "batch_norm_pair_apply"),
