@@ -10,7 +10,7 @@ import ctypes
 import gc
 import statistics
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,6 +26,20 @@ TENSOR_MAP_WORDS = 16  # CU_TENSOR_MAP_NUM_QWORDS
 
 _NO_GPU = "install a driver and a GPU, or use the executor mxnet"
 INSTALL = "install the GPU packages: `make setup`, or pip install '.[gpu]' in this project's folder"
+
+
+class Tiling(NamedTuple):
+    """A tensor of lines, rows and columns by tiles, each of which one copy moves. `pitches`: elements from a line to
+    the next, and from a row to the next."""
+
+    shape: tuple[int, int, int]
+    pitches: tuple[int, int]
+    tile: tuple[int, int, int]
+
+    @classmethod
+    def of_matrix(cls, rows: int, columns: int, tile: tuple[int, int]) -> Tiling:
+        """Of rows that follow each other; `tile`: rows, columns."""
+        return cls((1, rows, columns), (rows * columns, columns), (1, *tile))
 
 
 class Gpu:
@@ -196,20 +210,20 @@ class Gpu:
         self.check(self._driver.cuKernelSetAttribute(attribute, shared_bytes, self._driver.CUkernel(function),
                                                      self._driver.CUdevice(self.device_id)))
 
-    def tensor_map(self, address: int, dtype: str, shape: tuple[int, int], tile: tuple[int, int]) -> Any:
-        """A matrix at `address`, whose rows follow each other, as the copy engine of a Hopper GPU is told of it: an
-        argument for a kernel (`TensorMap` of kernels/copy_engine.cuh). `shape` and `tile`, what one copy moves: rows,
-        columns. A row of a tile has 128 bytes at most, which are swizzled. Without an address a map that is not for
-        use."""
+    def tensor_map(self, address: int, dtype: str, tiling: Tiling) -> Any:
+        """A tensor at `address` as the copy engine of a Hopper GPU is told of it: an argument for a kernel (`TensorMap`
+        of kernels/copy_engine.cuh). A row of a tile has 128 bytes at most, which are swizzled. Without an address a map
+        that is not for use."""
         if not address:
             return (ctypes.c_uint64 * TENSOR_MAP_WORDS)()
-        driver, types, (rows, columns) = self._driver, self._driver.CUtensorMapDataType, shape
+        driver, types = self._driver, self._driver.CUtensorMapDataType
         opaque = self.check(driver.cuTensorMapEncodeTiled(
             {"float16": types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
              "bfloat16": types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16}[dtype],
-            2, address, [driver.cuuint64_t(size) for size in (columns, rows)],
-            [driver.cuuint64_t(columns * ITEM_BYTES[dtype])], [driver.cuuint32_t(size) for size in reversed(tile)],
-            [driver.cuuint32_t(1)] * 2, driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            3, address, [driver.cuuint64_t(size) for size in reversed(tiling.shape)],
+            [driver.cuuint64_t(pitch * ITEM_BYTES[dtype]) for pitch in reversed(tiling.pitches)],
+            [driver.cuuint32_t(size) for size in reversed(tiling.tile)], [driver.cuuint32_t(1)] * 3,
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE))

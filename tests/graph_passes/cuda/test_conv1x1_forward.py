@@ -4,13 +4,15 @@ channels that fill neither the last chunk nor the last block, poisoned outputs."
 from __future__ import annotations
 
 import ctypes
+import math
 
 import numpy as np
 import pytest
 from gpu_arrays import PRECISION, Device, relative_error, rounded
 
+from graph_passes.executors.cuda.device import Tiling
 from graph_passes.executors.cuda.kernels import instance
-from graph_passes.executors.cuda.lowering.conv1x1_forward import BLOCK, Conv1x1Forward
+from graph_passes.executors.cuda.lowering.conv1x1_forward import BLOCK, Conv1x1Forward, Tiles
 
 BLOCKS = 3  # along the rows: fewer than tiles, so that each block walks
 # Norm of the error over the norm: rounding of what is stored, and fp32 sums of products in another order.
@@ -22,15 +24,24 @@ class Case:
     """Random operands, and what the kernel leaves on a GPU."""
 
     def __init__(self, device: Device, dtype: str, channels: int, filters: int, rows: int, add: bool = False,
-                 relu: bool = False, sums: bool = False, mean: float = 0.0) -> None:
-        self.device, self.dtype, self.shape = device, dtype, (rows, filters)
+                 relu: bool = False, sums: bool = False, mean: float = 0.0,
+                 images: tuple[int, int, int] | None = None) -> None:
+        """`images` (N, H, W), in which every other pixel of every other row is read, in place of `rows`."""
+        image_shape = images or (1, 1, rows)
+        data_rows, stride = math.prod(image_shape), 2 if images else 1
+        out_shape = (image_shape[0], *(-(-size // stride) for size in image_shape[1:]), filters)
+        rows = math.prod(out_shape[:3])
+        tiles = Tiles.of((*image_shape, channels), out_shape, (stride, stride))
+        assert tiles
+        self.tiles, self.device, self.dtype, self.shape = tiles, device, dtype, (rows, filters)
         random = np.random.default_rng(rows + channels + filters)
-        self.x = rounded(random.normal(0, 1, (rows, channels)), dtype)
+        self.data = rounded(random.normal(0, 1, (data_rows, channels)), dtype)
         self.w = rounded(random.normal(0, channels**-0.5, (filters, channels)), dtype)
         if mean:  # the first channel is 1 in all rows
-            self.x[:, 0], self.w[:, 0] = 1, rounded(mean * random.choice([-1, 1], filters), dtype)
+            self.data[:, 0], self.w[:, 0] = 1, rounded(mean * random.choice([-1, 1], filters), dtype)
         self.bias = None if sums else random.normal(0, 1, filters).astype(np.float32)
         self.addend = rounded(random.normal(0, 1, self.shape), dtype) if add else None
+        self.x = self.data.reshape(*image_shape, channels)[:, ::stride, ::stride].reshape(rows, channels)
         self.relu, self.add, self.sums = relu, add, sums
         self.way = Conv1x1Forward(channels, filters, add)
 
@@ -38,20 +49,20 @@ class Case:
         """y and its sums; more than once, for what a launch must leave as it was."""
         device, way, (rows, filters) = self.device, self.way, self.shape
         y, sums = device.poisoned(self.shape, self.dtype), device.poisoned((3, filters))
-        blocks = -(-filters // way.columns), min(BLOCKS, -(-rows // 128)), 1
+        blocks = way.grid(-(-rows // self.tiles.walk.rows), BLOCKS * -(-filters // way.columns))
         partials, tickets = device.poisoned((3 * filters * BLOCKS,)), device.zeros(4 * blocks[0])
 
-        def tiled(array: np.ndarray | int | None, shape: tuple[int, int], tile: tuple[int, int]) -> object:
+        def tiled(array: np.ndarray | int | None, tiling: Tiling) -> object:
             address = device.put(array, self.dtype) if isinstance(array, np.ndarray) else array or 0
-            return device.gpu.tensor_map(address, self.dtype, shape, tile)
+            return device.gpu.tensor_map(address, self.dtype, tiling)
 
-        maps = (tiled(self.x, self.x.shape, way.tile_of_x), tiled(self.w, self.w.shape, way.tile_of_w),
-                tiled(self.addend, self.shape, way.tile_of_y), tiled(y, self.shape, way.tile_of_y))
+        maps = (tiled(self.data, self.tiles.data), tiled(self.w, way.weights), tiled(self.addend, self.tiles.output),
+                tiled(y, self.tiles.output))
         bias = 0 if self.bias is None else device.put(self.bias)
         for _ in range(times):
             device.run("conv1x1_forward.cu",
                        instance("conv1x1_forward", self.dtype, way.columns, self.add, self.relu, self.sums), blocks,
-                       BLOCK, *maps, bias, sums, partials, tickets, ctypes.c_uint32(rows),
+                       BLOCK, *maps, bias, sums, partials, tickets, ctypes.c_uint32(rows), self.tiles.walk,
                        *map(ctypes.c_int, (filters, way.chunks, way.stages, way.results)),
                        shared_bytes=way.shared_bytes)
         return device.get(y, self.shape, self.dtype), device.get(sums, (3, filters))
@@ -98,10 +109,24 @@ def test_sums_of_the_output(device: Device, dtype: str, mean: float, channels: i
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("channels, filters, images", [
+    (256, 512, (3, 56, 56)), (512, 1024, (5, 14, 14)), (64, 128, (7, 14, 14)), (72, 200, (1, 2, 1)),
+    (128, 40, (3, 6, 127)), (64, 64, (2, 34, 19))])
+@pytest.mark.parametrize("dtype, sums", [("float16", False), ("bfloat16", True)])
+def test_stride_2(device: Device, dtype: str, sums: bool, channels: int, filters: int,
+                  images: tuple[int, int, int]) -> None:
+    case = Case(device, dtype, channels, filters, 0, add=not sums, relu=not sums, sums=sums, images=images)
+    y, of_y = case.run()
+    assert relative_error(y, case.wanted) < STORED[dtype]
+    if sums:
+        assert np.all(np.abs(of_y[1] / len(y) - y.var(0)) <= NEAR * y.var(0))
+
+
+@pytest.mark.gpu
 def test_nan_and_infinity_stay(device: Device) -> None:
     """Those of x reach all outputs of their row and no others; ReLU keeps them, so that a broken network is noticed."""
     case = Case(device, "float16", 64, 64, 200, add=True, relu=True)
-    case.x[70, 3] = np.nan
+    case.data[70, 3] = np.nan
     case.addend[131, 5] = np.inf
     y, _ = case.run()
     assert np.isnan(y[70]).all() and y[131, 5] == np.inf

@@ -10,6 +10,7 @@ import pytest
 from gpu_arrays import PRECISION, Device, relative_error, rounded
 
 from graph_passes import Node
+from graph_passes.executors.cuda.device import Tiling
 from graph_passes.executors.cuda.kernels import instance
 from graph_passes.executors.cuda.lowering.stem import PooledImage, StemPool
 from graph_passes.executors.reference import evaluate
@@ -33,7 +34,8 @@ def test_stem_pool(device: Device, dtype: str, images: int, height: int, width: 
     way = StemPool(wanted.shape, num_multiprocessors)
     for _ in range(2):
         device.run("stem_pool.cu", instance("stem_pool", dtype), way.grid, way.BLOCK, device.put(x, dtype),
-                   device.put(w, dtype), device.put(bias), device.gpu.tensor_map(y, dtype, (rows, filters), way.tile),
+                   device.put(w, dtype), device.put(bias),
+                   device.gpu.tensor_map(y, dtype, Tiling.of_matrix(rows, filters, way.tile)),
                    PooledImage.of(x.shape, wanted.shape), ctypes.c_int(images), ctypes.c_int(way.strip),
                    shared_bytes=way.SHARED_BYTES)
     got = device.get(y, wanted.shape, dtype)

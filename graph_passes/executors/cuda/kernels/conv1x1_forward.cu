@@ -24,6 +24,9 @@ struct alignas(1024) Control {
     uint64 weights, full[TEAMS][MAX_STAGES], empty[TEAMS][MAX_STAGES], addend[MULTIPLYING][MAX_RESULTS];
 };
 
+// Of a tile: how many rows it has, at most ROWS, and from one to the next the steps in rows and lines, of x and of y.
+struct Walk { int rows, x_row, x_line, y_row, y_line; };
+
 // --- 16 rows of 64 channels in shared memory, and two 8-column products of a warp ---
 
 // Where this thread's row of the four 8x8 matrices of 16 columns, the `pair`-th such, lies in a result.
@@ -56,8 +59,9 @@ __device__ inline float relu(float v) {
 // --- the kernel ---
 
 // y = x * w + bias (+ addend), then ReLU with RELU; a null `bias` is none. With SUMS, `sums` are those of y per column about
-// its mean, in a fixed order. The maps are of these matrices: of x by tiles of 64 rows and 64 columns, of w by tiles of
-// COLUMNS rows and 64 columns, of y and addend by those of 16 rows and 64 columns. gridDim.x blocks share the columns,
+// its mean, in a fixed order. The maps are of these matrices: of x by tiles of `walk.rows` rows and 64 columns, of w by tiles
+// of COLUMNS rows and 64 columns, of y and addend by those of 16 rows and 64 columns. With stride 2 the map of x leaves pixels
+// out, a tile of it is whole lines of an image, and a line of the map of y is a tile. gridDim.x blocks share the columns,
 // gridDim.y the rows.
 // Shapes: x (rows, C), w (K, C), y and addend (rows, K); bias (K), sums (3, K), partials (gridDim.y, K, 3) fp32; tickets
 // (gridDim.x). columns = K; C fits into `chunks` of 64 channels.
@@ -65,8 +69,8 @@ template <class T, int COLUMNS, bool ADD, bool RELU, bool SUMS>
 __global__ void __launch_bounds__(THREADS, 1)
 conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,
                 const __grid_constant__ TensorMap addend, const __grid_constant__ TensorMap y, const float *bias,
-                float *sums, Moments *partials, uint32 *tickets, uint32 rows, int columns, int chunks, int stages,
-                int results) {
+                float *sums, Moments *partials, uint32 *tickets, uint32 rows, Walk walk, int columns, int chunks,
+                int stages, int results) {
     constexpr int PARTS = COLUMNS / CHUNK;
     static_assert(sizeof(Control) == 2048, "as lowering/conv1x1_forward.py counts");
     extern __shared__ __align__(1024) uint4 memory[];
@@ -77,7 +81,7 @@ conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
     const bool multiplies = warp < MULTIPLYING;
     const int team = multiplies ? warp / TEAM_WARPS : warp - MULTIPLYING;
     const int first_column = blockIdx.x * COLUMNS;
-    const uint32 tiles = (rows + ROWS - 1) / ROWS, first_tile = blockIdx.y * TEAMS + team, step = gridDim.y * TEAMS;
+    const uint32 tiles = (rows + walk.rows - 1) / walk.rows, first_tile = blockIdx.y * TEAMS + team, step = gridDim.y * TEAMS;
 
     for (int n = threadIdx.x; n < COLUMNS; n += THREADS)
         control.bias[n] = bias && first_column + n < columns ? bias[first_column + n] : 0;
@@ -104,20 +108,21 @@ conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
                 fetch_map(y);
                 arrive_expecting(control.weights, chunks * COLUMNS * CHUNK_VECTORS * VECTOR_BYTES);
                 for (int c = 0; c < chunks; ++c)
-                    load_tile(weights + c * COLUMNS * CHUNK_VECTORS, w, c * CHUNK, first_column, control.weights);
+                    load_tile(weights + c * COLUMNS * CHUNK_VECTORS, w, c * CHUNK, first_column, 0, control.weights);
             }
             Turn turn;
             for (uint32 tile = first_tile; tile < tiles; tile += step)
                 for (int c = 0; c < chunks; ++c, turn.next(stages)) {
                     wait_for_phase(control.empty[team][turn.place], turn.parity ^ 1);  // at once in the first turn
                     uint64 &full = control.full[team][turn.place];
-                    arrive_expecting(full, TILE_VECTORS * VECTOR_BYTES);
-                    load_tile(own_tiles + turn.place * TILE_VECTORS, x, c * CHUNK, tile * ROWS, full);
+                    arrive_expecting(full, walk.rows * CHUNK_VECTORS * VECTOR_BYTES);
+                    load_tile(own_tiles + turn.place * TILE_VECTORS, x, c * CHUNK, tile * walk.x_row, tile * walk.x_line,
+                              full);
                 }
         }
     } else {
         uint4 *const own_results = all_results + warp * results * RESULT_VECTORS;
-        const uint32 own_row = warp % TEAM_WARPS * WARP_ROWS;
+        const int own_row = warp % TEAM_WARPS * WARP_ROWS;
 
         // What is added is on its way into all of the results but the one that is worked on.
         uint32 ahead_tile = first_tile;
@@ -127,7 +132,7 @@ conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
             uint64 &there = control.addend[warp][place];
             arrive_expecting(there, RESULT_VECTORS * VECTOR_BYTES);
             load_tile(own_results + place * RESULT_VECTORS, addend, first_column + ahead_part * CHUNK,
-                      ahead_tile * ROWS + own_row, there);
+                      ahead_tile * walk.y_row + own_row, ahead_tile * walk.y_line, there);
             if (++ahead_part == PARTS) {
                 ahead_part = 0;
                 ahead_tile += step;
@@ -162,8 +167,7 @@ conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
             hold_products(products);
             if (lane == 0) arrive(control.empty[team][before]);
 
-            const uint32 row = tile * ROWS + own_row;
-            const int rows_here = row < rows ? min(WARP_ROWS, rows - row) : 0;
+            const int rows_here = max(0, min(WARP_ROWS, min(walk.rows, int(rows - tile * walk.rows)) - own_row));
 #pragma unroll
             for (int p = 0; p < PARTS; ++p) {
                 uint4 *const part = own_results + result.place * RESULT_VECTORS;
@@ -194,7 +198,7 @@ conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
                 show_to_copies();
                 __syncwarp();
                 if (lane == 0) {
-                    store_tile(y, first_column + p * CHUNK, row, part);
+                    store_tile(y, first_column + p * CHUNK, tile * walk.y_row + own_row, tile * walk.y_line, part);
                     if (ADD && (p > 0 || tile != first_tile)) {
                         wait_for_stores<1>();
                         load_addend(result.place == 0 ? results - 1 : result.place - 1);

@@ -3,7 +3,7 @@
 #pragma once
 #include "common.cuh"
 
-// How a tensor lies in memory, and the size of a tile of it: made by `Gpu.tensor_map`. A kernel has it as a parameter that is
+// How a tensor of lines, rows and columns lies in memory, and the size of a tile of it: made by `Gpu.tensor_map`. A kernel has it as a parameter that is
 // `const __grid_constant__`. Tiles lie in shared memory as warpgroup.cuh says; what is outside of the tensor is read as
 // zeros, and not written.
 struct alignas(64) TensorMap { uint64 words[16]; };
@@ -54,10 +54,10 @@ struct Turn {
 __device__ inline void fetch_map(const TensorMap &map) {
     asm volatile("prefetch.tensormap [%0];" :: "l"(&map) : "memory");
 }
-// The tile that starts at (row, column) of a matrix; its bytes end a phase of `barrier`.
-__device__ inline void load_tile(uint4 *to, const TensorMap &map, int column, int row, uint64 &barrier) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
-                 :: "r"(address_of(to)), "l"(&map), "r"(column), "r"(row), "r"(address_of(&barrier)) : "memory");
+// The tile that starts at this place; its bytes end a phase of `barrier`.
+__device__ inline void load_tile(uint4 *to, const TensorMap &map, int column, int row, int line, uint64 &barrier) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
+                 :: "r"(address_of(to)), "l"(&map), "r"(column), "r"(row), "r"(line), "r"(address_of(&barrier)) : "memory");
 }
 // Bytes that follow each other; `bytes` and both places are multiples of 16.
 __device__ inline void load_bytes(void *to, const void *from, uint32 bytes, uint64 &barrier) {
@@ -65,10 +65,10 @@ __device__ inline void load_bytes(void *to, const void *from, uint32 bytes, uint
                  :: "r"(address_of(to)), "l"(from), "r"(bytes), "r"(address_of(&barrier)) : "memory");
 }
 // What other threads wrote there must have been shown (`show_to_copies`) before they met this one.
-__device__ inline void store_tile(const TensorMap &map, int column, int row, const uint4 *from) {
-    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];\n\t"
+__device__ inline void store_tile(const TensorMap &map, int column, int row, int line, const uint4 *from) {
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];\n\t"
                  "cp.async.bulk.commit_group;"
-                 :: "l"(&map), "r"(column), "r"(row), "r"(address_of(from)) : "memory");
+                 :: "l"(&map), "r"(column), "r"(row), "r"(line), "r"(address_of(from)) : "memory");
 }
 __device__ inline void show_to_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Until all but the last `OPEN` stores of this thread have read shared memory.

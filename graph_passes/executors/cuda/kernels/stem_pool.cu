@@ -160,7 +160,7 @@ stem_pool(const T *x, const T *w, const float *bias, const __grid_constant__ Ten
                 show_to_copies();
                 meet_team(team);
                 if (in_team == 0)
-                    store_tile(y, 0, (image * size.pooled_height + row / 2) * size.pooled_width, pooled);
+                    store_tile(y, 0, (image * size.pooled_height + row / 2) * size.pooled_width, 0, pooled);
                 buffer ^= 1;
             }
 #pragma unroll

@@ -161,7 +161,7 @@ class Builder:
         if isinstance(operand, Tiled):
             address, buffer = self._argument(operand.operand), operand.operand.buffer
             dtype = buffer.dtype if buffer else self.dtype
-            return self.gpu.tensor_map(address, dtype, (operand.rows, operand.columns), operand.tile)
+            return self.gpu.tensor_map(address, dtype, operand.tiling)
         if isinstance(operand, In | Out | InOut | Scratch):
             return operand.buffer.address if operand.buffer else 0
         return operand

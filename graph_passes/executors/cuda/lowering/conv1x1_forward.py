@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from graph_passes.executors.cuda.device import Tiling
 from graph_passes.executors.cuda.kernels import HOPPER, Size, count
 from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require, rows_and_channels
 from graph_passes.executors.cuda.lowering.operands import In, Out, Tiled
 from graph_passes.graph import Node
+from graph_passes.operators import Shape, window
 
 BLOCK: Size = (320, 1, 1)
 TEAMS, TILE_ROWS, CHUNK, WARP_ROWS = 2, 64, 64, 16
@@ -18,6 +21,40 @@ MAX_STAGES, MAX_RESULTS = 12, 8
 SHARED_BYTES, CONTROL_BYTES = 227 << 10, 2 << 10
 CHUNK_BYTES = 2 * CHUNK  # of a row
 MAX_WEIGHT_BYTES = 128 << 10  # of shared memory that a block gives to its weights
+
+
+class Walk(ctypes.Structure):
+    """`Walk` of conv1x1_forward.cu."""
+
+    _fields_ = tuple((name, ctypes.c_int) for name in ("rows", "x_row", "x_line", "y_row", "y_line"))
+
+
+class Tiles(NamedTuple):
+    """How the pixels of a convolution's data (N, H, W, C) and of its output (N, OH, OW, K) are divided into tiles."""
+
+    walk: Walk
+    data: Tiling
+    output: Tiling
+
+    @classmethod
+    def of(cls, data: Shape, output: Shape, stride: tuple[int, int]) -> Tiles | None:
+        """None where there is no such division. With stride 2, rows of pixels of which every other is read, and every
+        other pixel of these; from image to image too, which is why their height is even."""
+        (_, height, width, channels), (images, out_height, out_width, filters) = data, output
+        rows = images * out_height * out_width
+        if stride == (1, 1):
+            return cls(Walk(TILE_ROWS, TILE_ROWS, 0, TILE_ROWS, 0),
+                       Tiling.of_matrix(rows, channels, (TILE_ROWS, CHUNK)),
+                       Tiling.of_matrix(rows, filters, (WARP_ROWS, CHUNK)))
+        if stride != (2, 2) or height % 2 or out_width > TILE_ROWS:
+            return None
+        lines = images * out_height
+        at_once = max(number for number in range(1, TILE_ROWS // out_width + 1) if lines % number == 0)
+        in_tile = at_once * out_width
+        return cls(Walk(in_tile, 0, at_once, 0, 1),
+                   Tiling((lines, out_width, channels), (2 * width * channels, 2 * channels),
+                          (at_once, out_width, CHUNK)),
+                   Tiling((rows // in_tile, in_tile, filters), (in_tile * filters, filters), (1, WARP_ROWS, CHUNK)))
 
 
 @dataclass(frozen=True)
@@ -32,11 +69,9 @@ class Conv1x1Forward:
     filters: int
     adds: bool
 
-    tile_of_x, tile_of_y = (TILE_ROWS, CHUNK), (WARP_ROWS, CHUNK)
-
     @property
-    def tile_of_w(self) -> tuple[int, int]:
-        return self.columns, CHUNK
+    def weights(self) -> Tiling:
+        return Tiling.of_matrix(self.filters, self.channels, (self.columns, CHUNK))
 
     @property
     def chunks(self) -> int:
@@ -62,9 +97,9 @@ class Conv1x1Forward:
         places = TEAMS * TILE_ROWS * CHUNK_BYTES * (self.stages + self.results)
         return CONTROL_BYTES + self._weight_bytes(self.columns) + places
 
-    def grid(self, rows: int, num_multiprocessors: int) -> Size:
+    def grid(self, tiles: int, num_multiprocessors: int) -> Size:
         """Blocks for columns and rows, one for each multiprocessor."""
-        blocks, pairs = -(-self.filters // self.columns), -(-rows // (TEAMS * TILE_ROWS))
+        blocks, pairs = -(-self.filters // self.columns), -(-tiles // TEAMS)
         return blocks, max(1, min(num_multiprocessors // blocks, pairs)), 1
 
     @property
@@ -87,14 +122,15 @@ def forward(builder: Builder, node: Node) -> None:
     (rows, filters), (_, channels) = rows_and_channels(node, y), rows_and_channels(node, x)
     way = Conv1x1Forward(channels, filters, addend is not None)
     require(way.columns > 0, node, f"has {channels} channels: their weights do not fit into shared memory")
-    grid = way.grid(rows, builder.gpu.num_multiprocessors)
-
+    tiles = Tiles.of(x.shape, y.shape, window(node).stride)
+    require(tiles is not None, node, f"has images of {x.shape[1]}x{x.shape[2]} pixels, which its kernel cannot divide")
+    assert tiles
+    grid = way.grid(-(-rows // tiles.walk.rows), builder.gpu.num_multiprocessors)
     flags = addend is not None, node.op.endswith("Relu"), sums is not None
     builder.launch(node, "conv1x1_forward.cu", builder.kernel("conv1x1_forward", way.columns, *flags), grid, BLOCK,
-                   Tiled(In(x), rows, channels, way.tile_of_x), Tiled(In(w), filters, channels, way.tile_of_w),
-                   Tiled(In(addend), rows, filters, way.tile_of_y),
-                   Tiled(Out(y, over=addend), rows, filters, way.tile_of_y), In(bias), Out(sums),
-                   builder.partials(3 * filters * grid[1] if sums else 0), builder.tickets, count(rows),
+                   Tiled(In(x), tiles.data), Tiled(In(w), way.weights), Tiled(In(addend), tiles.output),
+                   Tiled(Out(y, over=addend), tiles.output), In(bias), Out(sums),
+                   builder.partials(3 * filters * grid[1] if sums else 0), builder.tickets, count(rows), tiles.walk,
                    *map(ctypes.c_int, (filters, way.chunks, way.stages, way.results)), shared_bytes=way.shared_bytes,
                    flops=2 * rows * filters * channels)
 

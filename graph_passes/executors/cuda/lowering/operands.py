@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from graph_passes.executors.cuda.device import Tiling
 from graph_passes.executors.cuda.program import Buffer
 
 
@@ -40,13 +41,10 @@ class Scratch:
 
 @dataclass(frozen=True)
 class Tiled:
-    """A matrix that Hopper's copy engine reads or writes by tiles, as kernels/copy_engine.cuh has it. `rows` and
-    `columns` are the tensor's, whose rows follow each other; `tile` (rows, columns) those of what one copy moves."""
+    """A tensor that Hopper's copy engine reads or writes by tiles, as kernels/copy_engine.cuh has it."""
 
     operand: In | Out
-    rows: int
-    columns: int
-    tile: tuple[int, int]
+    tiling: Tiling
 
 
 Operand = In | Out | InOut | Scratch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
+from graph_passes.executors.cuda.device import Tiling
 from graph_passes.executors.cuda.kernels import HOPPER, Size, count
 from graph_passes.executors.cuda.lowering.batch_norm_pool import Image
 from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require, rows_and_channels
@@ -94,7 +95,7 @@ def pool(builder: Builder, node: Node) -> None:
             f"{StemPool.MAX_WIDTH}")
     way, (rows, _) = StemPool(y.shape, builder.gpu.num_multiprocessors), rows_and_channels(node, y)
     builder.launch(node, "stem_pool.cu", builder.kernel("stem_pool"), way.grid, way.BLOCK, In(x), In(w),
-                   In(builder.input(node, "bias")), Tiled(Out(y), rows, FILTERS, way.tile),
+                   In(builder.input(node, "bias")), Tiled(Out(y), Tiling.of_matrix(rows, FILTERS, way.tile)),
                    PooledImage.of(x.shape, y.shape), *map(ctypes.c_int, (x.shape[0], way.strip)),
                    shared_bytes=way.SHARED_BYTES, flops=8 * rows * FILTERS * SIZE * SIZE * x.shape[3])
 
