@@ -8,7 +8,6 @@
 // on it is on its own: it adds what is to be added, 64 columns at a time, in shared memory, whence the copy engine takes them.
 #include "copy_engine.cuh"
 #include "moments.cuh"
-#include "warp_products.cuh"
 #include "warpgroup.cuh"
 
 constexpr int TEAM_WARPS = 4;                                 // that multiply
@@ -32,9 +31,16 @@ struct Walk { int rows, x_row, x_line, y_row, y_line; };
 
 // --- 16 rows of 64 channels in shared memory, and two 8-column products of a warp ---
 
-// The address that this thread gives of the four 8x8 matrices of 16 columns, the `pair`-th such, of a result.
-__device__ inline uint32 matrices(const uint4 *result, int lane, int pair) {
-    return address_of(result + swizzled(lane % 16, pair * 2 + lane / 16));
+// Where this thread's row of the four 8x8 matrices of 16 columns, the `pair`-th such, lies in a result.
+__device__ inline int matrix_row(int lane, int pair) { return swizzled(lane % 16, pair * 2 + lane / 16); }
+
+__device__ inline void load_pair(uint32 (&m)[4], const uint4 *at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(address_of(at)) : "memory");
+}
+__device__ inline void store_pair(uint4 *at, const uint32 (&m)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};"
+                 :: "r"(address_of(at)), "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3]) : "memory");
 }
 
 template <class T> __device__ inline float2 unpack_two(uint32 bits) {
@@ -51,55 +57,6 @@ __device__ inline float relu(float v) {
     asm("max.NaN.f32 %0, %0, 0f00000000;" : "+f"(v));  // NaN stays
     return v;
 }
-
-// --- the sums of a warp's columns, on tensor cores ---
-
-// Of 8 columns of 16 rows, of which a thread has rows 2q, 2q + 1, 2q + 8 and 2q + 9 of column lane / 4, with q = lane % 4: as
-// the second operand of mma.m16n8k16. The same registers are the first operand's rows 0 to 7, and its rows 8 to 15 are ones.
-// So the diagonal of the product has the sums of squares, and its other half the sums.
-//
-// They are those of v - near, which is rounded to T. So `near` is 0, where it is exact, unless all of the first values have
-// one sign: then it is the first of them, from which the others are rarely further than by a factor of two, and that is exact
-// again (Sterbenz).
-template <class T> struct ColumnSums {
-    float products[4] = {};
-    uint32 near = 0;  // twice
-
-    // The first values of a thread's column; of rows that are not there `keep` has no bits.
-    __device__ void begin(uint32 low, uint32 high, const uint32 (&keep)[2]) {
-        constexpr uint32 SIGNS = 0x80008000u;
-        const uint32 first = __byte_perm(__shfl_sync(0xffffffff, low, threadIdx.x % WARP & ~3), 0, 0x1010);
-        low = (low & keep[0]) | (first & ~keep[0]);
-        high = (high & keep[1]) | (first & ~keep[1]);
-        const bool differs = ((low ^ first) | (high ^ first)) & SIGNS;
-        near = __ballot_sync(0xffffffff, differs) >> (threadIdx.x % WARP & ~3) & 15 ? 0 : first;
-    }
-
-    __device__ void add(uint32 low, uint32 high, const uint32 (&keep)[2]) {
-        constexpr uint32 ONES = ones(T{});
-        const uint32 of[4] = {minus(low, near, T{}) & keep[0], ONES, minus(high, near, T{}) & keep[1], ONES};
-        multiply_add<T>(products, of, of[0], of[2]);
-    }
-
-    // Whether this thread has the sums of its column.
-    __device__ static bool is_here() { return threadIdx.x % 4 == threadIdx.x % WARP / 8; }
-    __device__ Moments moments(uint32 rows) const {
-        const bool odd = threadIdx.x / 4 % 2;
-        return Moments::about(unpack_two<T>(near).x, rows, odd ? products[3] : products[2], odd ? products[1] : products[0]);
-    }
-
-private:
-    static constexpr __device__ uint32 ones(half) { return 0x3c003c00u; }
-    static constexpr __device__ uint32 ones(bfloat16) { return 0x3f803f80u; }
-    static __device__ uint32 minus(uint32 a, uint32 b, half) {
-        asm("sub.rn.f16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
-        return a;
-    }
-    static __device__ uint32 minus(uint32 a, uint32 b, bfloat16) {
-        asm("sub.rn.bf16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
-        return a;
-    }
-};
 
 // --- the kernel ---
 
@@ -145,8 +102,8 @@ conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
     __syncthreads();
 
     uint4 *const own_tiles = tiles_of_x + team * stages * TILE_VECTORS;
-    ColumnSums<T> of_columns[SUMS ? COLUMNS / 8 : 1];
-    uint32 counted = 0;  // rows
+    float near[PARTS][2] = {}, of_column[PARTS][2][2] = {};  // of the two columns of each part that a thread sums up
+    uint32 counted = 0;                                 // rows
     if (!multiplies) {
         if (lane == 0) {
             if (team == 0) {
@@ -213,12 +170,6 @@ conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
             if (lane == 0) arrive(control.empty[team][before]);
 
             const int rows_here = max(0, min(WARP_ROWS, min(walk.rows, int(rows - tile * walk.rows)) - own_row));
-            uint32 keep[2];  // of a thread's rows those that are there: ColumnSums
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int of_pair = i * 8 + lane % 4 * 2;
-                keep[i] = (of_pair < rows_here ? 0xffffu : 0) | (of_pair + 1 < rows_here ? 0xffff0000u : 0);
-            }
 #pragma unroll
             for (int p = 0; p < PARTS; ++p) {
                 uint4 *const part = own_results + result.place * RESULT_VECTORS;
@@ -235,9 +186,9 @@ conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
                 for (int pair = 0; pair < CHUNK / 16; ++pair) {
                     const float(&left)[4] = products[p * 8 + pair * 2], (&right)[4] = products[p * 8 + pair * 2 + 1];
                     float v[8] = {left[0], left[1], left[2], left[3], right[0], right[1], right[2], right[3]};
-                    const uint32 at = matrices(part, lane, pair);
+                    uint4 *const at = part + matrix_row(lane, pair);
                     uint32 m[4];
-                    if (ADD) load_matrices(m, at);
+                    if (ADD) load_pair(m, at);
 #pragma unroll
                     for (int i = 0; i < 4; ++i) {
                         if (ADD) {
@@ -247,7 +198,7 @@ conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
                         }
                         m[i] = RELU ? pack_two<T>(relu(v[2 * i]), relu(v[2 * i + 1])) : pack_two<T>(v[2 * i], v[2 * i + 1]);
                     }
-                    store_matrices(at, m);
+                    store_pair(at, m);
                 }
                 show_to_copies();
                 __syncwarp();
@@ -258,18 +209,30 @@ conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
                         load_addend(result.place == 0 ? results - 1 : result.place - 1);
                     }
                 }
-                if (SUMS)
-#pragma unroll
-                    for (int pair = 0; pair < CHUNK / 16; ++pair) {
-                        uint32 m[4];
-                        load_transposed(m, matrices(part, lane, pair));
-#pragma unroll
-                        for (int i = 0; i < 2; ++i) {
-                            ColumnSums<T> &of = of_columns[p * 8 + pair * 2 + i];
-                            if (counted == 0 && rows_here > 0) of.begin(m[2 * i], m[2 * i + 1], keep);
-                            of.add(m[2 * i], m[2 * i + 1], keep);
-                        }
+                if (SUMS) {
+                    const auto stored = [&](int r) {
+                        const uint4 &vector = part[swizzled(r, lane / 4)];
+                        return unpack_two<T>(reinterpret_cast<const uint32 *>(&vector)[lane % 4]);
+                    };
+                    if (counted == 0 && rows_here > 0) {
+                        const float2 first = stored(0);
+                        near[p][0] = first.x;
+                        near[p][1] = first.y;
                     }
+                    const auto sum_up = [&](float2 v) {
+                        const float from_near[2] = {v.x - near[p][0], v.y - near[p][1]};
+#pragma unroll
+                        for (int k = 0; k < 2; ++k) {
+                            of_column[p][k][0] += from_near[k];
+                            of_column[p][k][1] += from_near[k] * from_near[k];
+                        }
+                    };
+                    if (rows_here == WARP_ROWS)  // all loads at once
+#pragma unroll
+                        for (int r = 0; r < WARP_ROWS; ++r) sum_up(stored(r));
+                    else
+                        for (int r = 0; r < rows_here; ++r) sum_up(stored(r));
+                }
                 result.next(results);
             }
             counted += rows_here;
@@ -282,10 +245,13 @@ conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
     __syncthreads();  // the results were here
     Moments *const of_warps = reinterpret_cast<Moments *>(all_results);
     int &is_last = *reinterpret_cast<int *>(control.bias);
-    if (multiplies && ColumnSums<T>::is_here())
+    if (multiplies)
 #pragma unroll
-        for (int g = 0; g < (SUMS ? COLUMNS / 8 : 0); ++g)
-            of_warps[warp * COLUMNS + g * 8 + lane / 4] = of_columns[g].moments(counted);
+        for (int p = 0; p < PARTS; ++p)
+#pragma unroll
+            for (int k = 0; k < 2; ++k)
+                of_warps[warp * COLUMNS + p * CHUNK + lane * 2 + k] =
+                    Moments::about(near[p][k], counted, of_column[p][k][0], of_column[p][k][1]);
     __syncthreads();
     const int n = first_column + threadIdx.x;
     const bool has_column = threadIdx.x < COLUMNS && n < columns;

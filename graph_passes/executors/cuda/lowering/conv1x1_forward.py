@@ -17,7 +17,6 @@ from graph_passes.operators import Shape, window
 TEAM_THREADS = 160  # of a block: four warps that multiply, one that starts copies
 TILE_ROWS, CHUNK, WARP_ROWS = 64, 64, 16
 COLUMNS = (64, 128, 256)  # that a block makes
-MOST_TEAMS = {(64, False): 4, (128, False): 3, (256, False): 2, (64, True): 4, (128, True): 2}  # by these; with sums?
 MAX_STAGES, MAX_RESULTS, MIN_PLACES = 12, 8, 6
 SHARED_BYTES, CONTROL_BYTES = 227 << 10, 3 << 10
 CHUNK_BYTES = 2 * CHUNK  # of a row
@@ -60,8 +59,7 @@ class Tiles(NamedTuple):
 
 @dataclass(frozen=True)
 class Conv1x1Forward:
-    """How `conv1x1_forward` divides a convolution of `channels` (C) to `filters` (K), which with `adds` adds a tensor
-    and with `sums` has the sums of its output.
+    """How `conv1x1_forward` divides a convolution of `channels` (C) to `filters` (K), which adds a tensor with `adds`.
 
     A block keeps the weights of `columns` filters; the rest of its shared memory is for tiles of the data that are on
     their way, `stages` for each team, and for parts of the output, `results` for each warp.
@@ -69,8 +67,7 @@ class Conv1x1Forward:
 
     channels: int
     filters: int
-    adds: bool = False
-    sums: bool = False
+    adds: bool
 
     @property
     def weights(self) -> Tiling:
@@ -83,14 +80,13 @@ class Conv1x1Forward:
     @property
     def columns(self) -> int:
         """As few blocks as there can be read the same data; 0 where the weights do not fit."""
-        fitting = [columns for columns in COLUMNS if self._weight_bytes(columns) <= MAX_WEIGHT_BYTES
-                   and (columns, self.sums) in MOST_TEAMS]
+        fitting = [columns for columns in COLUMNS if self._weight_bytes(columns) <= MAX_WEIGHT_BYTES]
         return next((columns for columns in fitting if columns >= self.filters), max(fitting, default=0))
 
     @property
     def teams(self) -> int:
         """As many as there are registers for their products, and room for what they read and write."""
-        most = MOST_TEAMS[self.columns, self.sums]
+        most = {64: 4, 128: 3, 256: 2}[self.columns]
         return next((teams for teams in range(most, 2, -1) if self._places(teams) >= MIN_PLACES), 2)
 
     @property
@@ -133,7 +129,7 @@ def forward(builder: Builder, node: Node) -> None:
     bias = None if sums else builder.input(node, "bias")
     addend = builder.input(node, "addend") if node.op == "Conv1x1AddRelu" else None
     (rows, filters), (_, channels) = rows_and_channels(node, y), rows_and_channels(node, x)
-    way = Conv1x1Forward(channels, filters, addend is not None, sums is not None)
+    way = Conv1x1Forward(channels, filters, addend is not None)
     require(way.columns > 0, node, f"has {channels} channels: their weights do not fit into shared memory")
     tiles = Tiles.of(x.shape, y.shape, window(node).stride)
     require(tiles is not None, node, f"has images of {x.shape[1]}x{x.shape[2]} pixels, which its kernel cannot divide")
