@@ -4,22 +4,20 @@
 // As a matrix product, out[filter, pixel] = sum over k of w[filter, k] * x[pixel, k]. For each of the 7 kernel rows, k runs
 // over 8 taps (the first is padding: its weight is 0) of 4 channels: 64 bytes of one image row, which start 16 bytes later
 // for each next pixel. That is how wgmma takes its second operand from shared memory, without a copy of any window
-// (`unswizzled`). The pooling is done in registers: a thread has two neighbouring pixels of a row.
+// (`overlapping`). The weights stay in registers, and so does the pooling: a thread has two neighbouring pixels of a row.
 #include "copy_engine.cuh"
 #include "warpgroup.cuh"
 
 constexpr int SIZE = 7, IMAGE_CHANNELS = 4, FILTERS = 64, PIXEL_BYTES = 2 * IMAGE_CHANNELS;
 constexpr int WIDTH = 112, GROUPS = WIDTH / 8;      // pixels of a row of the convolution, at most
-constexpr int TEAMS = 3, TEAM_THREADS = 4 * WARP, MULTIPLYING = TEAMS * TEAM_THREADS, THREADS = MULTIPLYING + TEAMS * WARP;
+constexpr int TEAMS = 2, TEAM_THREADS = 4 * WARP, MULTIPLYING = TEAMS * TEAM_THREADS, THREADS = MULTIPLYING + TEAMS * WARP;
 constexpr int PAIRS = 8;                            // of image rows that a team has in shared memory
 constexpr int LEFT = 2;                             // vectors of zeros left of an image row
 constexpr int ROW_VECTORS = 116;                    // with the window of the last pixel
-constexpr int ROW_OF_K = (SIZE + 1) * IMAGE_CHANNELS;  // values of k in one kernel row
 constexpr int POOLED_VECTORS = WIDTH / 2 * FILTERS / VEC;
 
 struct Shared {
-    uint4 pooled[TEAMS][2][POOLED_VECTORS];       // 64 filters a row, swizzled
-    uint4 weights[SIZE][ROW_OF_K / VEC][FILTERS];
+    uint4 pooled[TEAMS][2][POOLED_VECTORS];  // 64 filters a row, swizzled
     uint4 rows[TEAMS][PAIRS][2][ROW_VECTORS];
     uint4 zeros[ROW_VECTORS];
     uint64 full[TEAMS][PAIRS], empty[TEAMS][PAIRS];
@@ -52,12 +50,6 @@ stem_pool(const T *x, const T *w, const float *bias, const __grid_constant__ Ten
 
     for (uint4 *at = &shared.rows[0][0][0][0] + threadIdx.x; at < &shared.zeros[ROW_VECTORS]; at += THREADS)
         *at = make_uint4(0, 0, 0, 0);
-    for (int i = threadIdx.x; i < SIZE * ROW_OF_K / VEC * FILTERS; i += THREADS) {
-        const int filter = i % FILTERS, pair = i / FILTERS % (ROW_OF_K / VEC), row = i / FILTERS / (ROW_OF_K / VEC);
-        const uint2 *taps = reinterpret_cast<const uint2 *>(w) + (filter * SIZE + row) * SIZE;  // of 4 channels each
-        const uint2 left = pair ? taps[2 * pair - 1] : make_uint2(0, 0), right = taps[2 * pair];
-        shared.weights[row][pair][filter] = make_uint4(left.x, left.y, right.x, right.y);
-    }
     show_to_products();
     if (threadIdx.x == 0) {
         for (int t = 0; t < TEAMS; ++t)
@@ -91,8 +83,19 @@ stem_pool(const T *x, const T *w, const float *bias, const __grid_constant__ Ten
         return;
     }
 
-    // A thread makes pixels of `filter` and of the one 8 further down.
+    // Filters `filter` and 8 further down: as mma.m16n8k16 has the first operand.
     const int in_team = threadIdx.x % TEAM_THREADS, filter = in_team / WARP * 16 + lane / 4;
+    uint32 weights[SIZE][2][4];
+#pragma unroll
+    for (int row = 0; row < SIZE; ++row)
+#pragma unroll
+        for (int step = 0; step < 2; ++step)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const int k = step * 16 + lane % 4 * 2 + e / 2 * 8, tap = k / IMAGE_CHANNELS - 1;
+                const T *at = w + (((filter + e % 2 * 8) * SIZE + row) * SIZE + tap) * IMAGE_CHANNELS + k % IMAGE_CHANNELS;
+                weights[row][step][e] = tap < 0 ? 0 : *reinterpret_cast<const uint32 *>(at);
+            }
     const float biases[2] = {bias[filter], bias[filter + 8]};
 
     int buffer = 0;
@@ -104,13 +107,6 @@ stem_pool(const T *x, const T *w, const float *bias, const __grid_constant__ Ten
         for (int i = 0; i < 3; ++i, turn.next(PAIRS)) wait_for_phase(shared.full[team][turn.place], turn.parity);
         for (int row = first_row; row < end_row; ++row, turn.next(PAIRS), oldest.next(PAIRS)) {
             wait_for_phase(shared.full[team][turn.place], turn.parity);
-            uint64 windows[SIZE];
-#pragma unroll
-            for (int j = 0; j < SIZE; ++j) {
-                const int image_row = 2 * row - 3 + j, place = (oldest.place + j / 2) % PAIRS;
-                const bool there = image_row >= 0 && image_row < size.height;
-                windows[j] = unswizzled(there ? shared.rows[team][place][j % 2] : shared.zeros, 1);
-            }
             float products[GROUPS][4];
 #pragma unroll
             for (int g = 0; g < GROUPS; ++g)
@@ -118,10 +114,13 @@ stem_pool(const T *x, const T *w, const float *bias, const __grid_constant__ Ten
                 for (int e = 0; e < 4; ++e) products[g][e] = biases[e / 2];
             open_products();
 #pragma unroll
-            for (int j = 0; j < SIZE; ++j)
+            for (int j = 0; j < SIZE; ++j) {
+                const int image_row = 2 * row - 3 + j, place = (oldest.place + j / 2) % PAIRS;
+                const bool there = image_row >= 0 && image_row < size.height;
+                const uint4 *at = there ? shared.rows[team][place][j % 2] : shared.zeros;
 #pragma unroll
-                for (int step = 0; step < 2; ++step)  // the second starts two vectors further
-                    multiply_rows(products, unswizzled(shared.weights[j][2 * step], FILTERS), windows[j] + 2 * step, T{});
+                for (int step = 0; step < 2; ++step) multiply_rows(products, weights[j][step], overlapping(at + step * 2), T{});
+            }
             close_products();
             wait_for_products();
             hold_products(products);

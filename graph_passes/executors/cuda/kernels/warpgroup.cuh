@@ -22,10 +22,10 @@ __device__ inline uint64 matrix(const uint4 *at) {
     return (__cvta_generic_to_shared(at) & 0x3ffff) >> 4 | 64ull << 16 | 64ull << 32 | 1ull << 62;
 }
 
-// The same without swizzle: a vector of 8 elements of each row, one row behind the other; those of the next 8 elements of k
-// are `next` vectors further. With 1 the rows overlap: windows into a row of an image, each a vector after the one before.
-__device__ inline uint64 unswizzled(const uint4 *at, int next) {
-    return (__cvta_generic_to_shared(at) & 0x3ffff) >> 4 | uint64(next) << 16 | 8ull << 32;
+// Rows of k that start every 16 bytes and overlap, without swizzle: windows that are two 8-byte pixels apart. Groups of 8
+// elements of k are 16 bytes apart, and groups of 8 rows 128 bytes.
+__device__ inline uint64 overlapping(const uint4 *at) {
+    return (__cvta_generic_to_shared(at) & 0x3ffff) >> 4 | 1ull << 16 | 8ull << 32;
 }
 
 // What this thread wrote to shared memory is seen by products that are started after the next barrier.
@@ -44,7 +44,7 @@ template <int N> __device__ inline void hold_products(float (&c)[N][4]) {
 }
 
 // c += a * b. c has 64 rows, of which a warp has 16; `c[j]` is what it is for `mma.m16n8k16` of columns 8j to 8j + 7.
-// `multiply_rows`: a is (64, 16) with rows of k, b is (the columns of c, 16) likewise. `multiply_columns`: a is
+// `multiply_rows`: a is (64, 16) with rows of k, b is (32, 64, 128 or 256 columns of c, 16) likewise. `multiply_columns`: a is
 // (16, 64), b is (16, 64): the rows are k.
 #define MULTIPLY(TYPE)                                                                                                       \
     __device__ inline void multiply_rows(float (&c)[4][4], uint64 a, uint64 b, TYPE) {                                       \
@@ -54,10 +54,6 @@ template <int N> __device__ inline void hold_products(float (&c)[N][4]) {
     __device__ inline void multiply_rows(float (&c)[8][4], uint64 a, uint64 b, TYPE) {                                       \
         asm volatile(PRODUCT("64", TYPE) " {" REGISTERS_32 "}, %32, %33, 1, 1, 1, 0, 0;"                                     \
                      : SIXTEEN(c, 0), SIXTEEN(c, 4) : "l"(a), "l"(b));                                                       \
-    }                                                                                                                        \
-    __device__ inline void multiply_rows(float (&c)[14][4], uint64 a, uint64 b, TYPE) {                                      \
-        asm volatile(PRODUCT("112", TYPE) " {" REGISTERS_56 "}, %56, %57, 1, 1, 1, 0, 0;"                                    \
-                     : SIXTEEN(c, 0), SIXTEEN(c, 4), SIXTEEN(c, 8), FOUR(c, 12), FOUR(c, 13) : "l"(a), "l"(b));              \
     }                                                                                                                        \
     __device__ inline void multiply_rows(float (&c)[16][4], uint64 a, uint64 b, TYPE) {                                      \
         asm volatile(PRODUCT("128", TYPE) " {" REGISTERS_64 "}, %64, %65, 1, 1, 1, 0, 0;"                                    \
@@ -71,6 +67,14 @@ template <int N> __device__ inline void hold_products(float (&c)[N][4]) {
     __device__ inline void multiply_columns(float (&c)[8][4], uint64 a, uint64 b, TYPE) {                                    \
         asm volatile(PRODUCT("64", TYPE) " {" REGISTERS_32 "}, %32, %33, 1, 1, 1, 1, 1;"                                     \
                      : SIXTEEN(c, 0), SIXTEEN(c, 4) : "l"(a), "l"(b));                                                       \
+    }
+// c += a * b with a, (64, 16), in registers, as `mma.m16n8k16` has 16 rows of it in those of a warp; b is (112, 16) with rows
+// of k, without swizzle: `overlapping`.
+#define MULTIPLY_BY_REGISTERS(TYPE)                                                                                          \
+    __device__ inline void multiply_rows(float (&c)[14][4], const uint32 (&a)[4], uint64 b, TYPE) {                          \
+        asm volatile(PRODUCT("112", TYPE) " {" REGISTERS_56 "}, {%56,%57,%58,%59}, %60, 1, 1, 1, 0;"                         \
+                     : SIXTEEN(c, 0), SIXTEEN(c, 4), SIXTEEN(c, 8), FOUR(c, 12), FOUR(c, 13)                                 \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                  \
     }
 #define PRODUCT(COLUMNS, TYPE) "wgmma.mma_async.sync.aligned.m64n" COLUMNS "k16.f32." PTX_##TYPE "." PTX_##TYPE
 #define REGISTERS_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
@@ -91,3 +95,5 @@ template <int N> __device__ inline void hold_products(float (&c)[N][4]) {
 #define PTX_bfloat16 "bf16"
 MULTIPLY(half)
 MULTIPLY(bfloat16)
+MULTIPLY_BY_REGISTERS(half)
+MULTIPLY_BY_REGISTERS(bfloat16)

@@ -20,13 +20,12 @@ SHARE = FILTERS * SIZE * 32  # floats of the weights' gradient that a block of s
 
 
 class StemPool:
-    """How stem_pool.cu divides its work: into strips of rows of its output. A block has three teams of warps, each of
+    """How stem_pool.cu divides its work: into strips of rows of its output. A block has two teams of warps, each of
     which makes a strip."""
 
-    BLOCK: Size = (480, 1, 1)
-    TEAMS, MAX_WIDTH, PAIRS, ROW_BYTES = 3, 224, 8, 1856  # of an image, and of one of its rows in shared memory
-    SHARED_BYTES = (2 * TEAMS * (112 // 2) * FILTERS * 2 + SIZE * FILTERS * 64 + (TEAMS * PAIRS * 2 + 1) * ROW_BYTES
-                    + 2 * TEAMS * PAIRS * 8)
+    BLOCK: Size = (320, 1, 1)
+    TEAMS, MAX_WIDTH, PAIRS, ROW_BYTES = 2, 224, 8, 1856  # of an image, and of one of its rows in shared memory
+    SHARED_BYTES = 4 * (112 // 2) * FILTERS * 2 + (TEAMS * PAIRS * 2 + 1) * ROW_BYTES + 2 * TEAMS * PAIRS * 8
 
     def __init__(self, shape: Shape, num_multiprocessors: int) -> None:
         """`shape`: of the output, (N, PH, PW, 64)."""
