@@ -23,8 +23,8 @@ WARPGROUPS = ("conv1x1_forward.cu", "dgrad_reduce.cu", "norm_backward.cu", "stem
 FLAGS = {
     "dgrad_reduce": ["64, false, true, false", "128, true, false, false", "256, true, true, false",
                      "64, true, true, true", "256, false, false, true"],
-    "conv1x1_forward": ["64, 4, true, true, false", "128, 3, false, true, false", "256, 2, false, false, false",
-                        "64, 4, false, false, true", "256, 2, false, false, true", "256, 2, true, true, false"],
+    "conv1x1_forward": ["64, true, true, false", "128, false, true, false", "256, false, false, false",
+                        "64, false, false, true", "256, false, false, true", "256, true, true, false"],
     "norm_backward": ["64, true, false, false", "128, true, true, false", "256, false, true, false",
                       "256, false, false, true"],
     "batch_norm_apply": ["false, false, false", "false, true, false", "true, true, false", "true, true, true"],

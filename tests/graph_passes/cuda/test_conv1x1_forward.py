@@ -12,7 +12,7 @@ from gpu_arrays import PRECISION, Device, relative_error, rounded
 
 from graph_passes.executors.cuda.device import Tiling
 from graph_passes.executors.cuda.kernels import instance
-from graph_passes.executors.cuda.lowering.conv1x1_forward import Conv1x1Forward, Tiles
+from graph_passes.executors.cuda.lowering.conv1x1_forward import BLOCK, Conv1x1Forward, Tiles
 
 BLOCKS = 3  # along the rows: fewer than tiles, so that each block walks
 # Norm of the error over the norm: rounding of what is stored, and fp32 sums of products in another order.
@@ -59,10 +59,10 @@ class Case:
         maps = (tiled(self.data, self.tiles.data), tiled(self.w, way.weights), tiled(self.addend, self.tiles.output),
                 tiled(y, self.tiles.output))
         bias = 0 if self.bias is None else device.put(self.bias)
-        kernel = instance("conv1x1_forward", self.dtype, way.columns, way.teams, self.add, self.relu, self.sums)
         for _ in range(times):
-            device.run("conv1x1_forward.cu", kernel, blocks, way.block, *maps, bias, sums, partials, tickets,
-                       ctypes.c_uint32(rows), self.tiles.walk,
+            device.run("conv1x1_forward.cu",
+                       instance("conv1x1_forward", self.dtype, way.columns, self.add, self.relu, self.sums), blocks,
+                       BLOCK, *maps, bias, sums, partials, tickets, ctypes.c_uint32(rows), self.tiles.walk,
                        *map(ctypes.c_int, (filters, way.chunks, way.stages, way.results)),
                        shared_bytes=way.shared_bytes)
         return device.get(y, self.shape, self.dtype), device.get(sums, (3, filters))

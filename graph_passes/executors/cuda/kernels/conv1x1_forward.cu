@@ -2,28 +2,26 @@
 // training.
 //
 // As conv1x1.cuh has it, with C and K exchanged: y[row, k] = sum over c of x[row, c] * w[k, c]. These layers are bound by
-// memory, and so is this kernel laid out. A block keeps the weights of COLUMNS outputs in shared memory. TEAMS of four
+// memory, and so is this kernel laid out. A block keeps the weights of COLUMNS outputs in shared memory. Two teams of four
 // multiplying warps, each with a warp that starts the copies of what they read, walk over tiles of 64 rows, independent of
-// each other: the products of one overlap with what the others do with their own. A warp has 16 rows, and from the products
-// on it is on its own: it adds what is to be added, 64 columns at a time, in shared memory, whence the copy engine takes them.
+// each other: the products of one overlap with what the other does with its own. A warp has 16 rows, and from the products on
+// it is on its own: it adds what is to be added, 64 columns at a time, in shared memory, whence the copy engine takes them.
 #include "copy_engine.cuh"
 #include "moments.cuh"
 #include "warpgroup.cuh"
 
-constexpr int TEAM_WARPS = 4;                                 // that multiply
+constexpr int TEAMS = 2, TEAM_WARPS = 4, MULTIPLYING = TEAMS * TEAM_WARPS, THREADS = (MULTIPLYING + TEAMS) * WARP;
 constexpr int WARP_ROWS = 16, ROWS = TEAM_WARPS * WARP_ROWS;  // of a tile
 constexpr int CHUNK = 64;                                     // channels of a tile of warpgroup.cuh: 128 bytes
 constexpr int CHUNK_VECTORS = CHUNK / VEC, TILE_VECTORS = ROWS * CHUNK_VECTORS, RESULT_VECTORS = WARP_ROWS * CHUNK_VECTORS;
 constexpr int VECTOR_BYTES = 16;
-constexpr int MAX_TEAMS = 4, MAX_COLUMNS = 256, MAX_STAGES = 12, MAX_RESULTS = 8;
-
-template <int TEAMS> constexpr int BLOCK = TEAMS * (TEAM_WARPS + 1) * WARP;  // threads
+constexpr int MAX_COLUMNS = 256, MAX_STAGES = 12, MAX_RESULTS = 8;
 
 // At the start of shared memory. Behind it, in vectors: the weights, (chunks, COLUMNS * 8); `stages` tiles of each team's x;
 // `results` parts of each multiplying warp's y.
 struct alignas(1024) Control {
     float bias[MAX_COLUMNS];
-    uint64 weights, full[MAX_TEAMS][MAX_STAGES], empty[MAX_TEAMS][MAX_STAGES], addend[MAX_TEAMS * TEAM_WARPS][MAX_RESULTS];
+    uint64 weights, full[TEAMS][MAX_STAGES], empty[TEAMS][MAX_STAGES], addend[MULTIPLYING][MAX_RESULTS];
 };
 
 // Of a tile: how many rows it has, at most ROWS, and from one to the next the steps in rows and lines, of x and of y.
@@ -67,14 +65,14 @@ __device__ inline float relu(float v) {
 // gridDim.y the rows.
 // Shapes: x (rows, C), w (K, C), y and addend (rows, K); bias (K), sums (3, K), partials (gridDim.y, K, 3) fp32; tickets
 // (gridDim.x). columns = K; C fits into `chunks` of 64 channels.
-template <class T, int COLUMNS, int TEAMS, bool ADD, bool RELU, bool SUMS>
-__global__ void __launch_bounds__(BLOCK<TEAMS>, 1)
+template <class T, int COLUMNS, bool ADD, bool RELU, bool SUMS>
+__global__ void __launch_bounds__(THREADS, 1)
 conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,
                 const __grid_constant__ TensorMap addend, const __grid_constant__ TensorMap y, const float *bias,
                 float *sums, Moments *partials, uint32 *tickets, uint32 rows, Walk walk, int columns, int chunks,
                 int stages, int results) {
-    constexpr int PARTS = COLUMNS / CHUNK, MULTIPLYING = TEAMS * TEAM_WARPS, THREADS = BLOCK<TEAMS>;
-    static_assert(sizeof(Control) == 3072, "as lowering/conv1x1_forward.py counts");
+    constexpr int PARTS = COLUMNS / CHUNK;
+    static_assert(sizeof(Control) == 2048, "as lowering/conv1x1_forward.py counts");
     extern __shared__ __align__(1024) uint4 memory[];
     Control &control = *reinterpret_cast<Control *>(memory);
     uint4 *const weights = memory + sizeof(Control) / VECTOR_BYTES, *const tiles_of_x = weights + chunks * COLUMNS * CHUNK_VECTORS;
@@ -176,10 +174,7 @@ conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
                 if (ADD) {
                     wait_for_phase(control.addend[warp][result.place], result.parity);
                 } else {
-                    if (lane == 0) {  // all but the one that is written now may be on their way
-                        if (results < 4) wait_for_stores<1>();
-                        else wait_for_stores<3>();
-                    }
+                    if (lane == 0) wait_for_stores<1>();  // of two results, the one before the last
                     __syncwarp();
                 }
 #pragma unroll
@@ -219,19 +214,16 @@ conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
                         near[p][0] = first.x;
                         near[p][1] = first.y;
                     }
-                    const auto sum_up = [&](float2 v) {
+#pragma unroll 4
+                    for (int r = 0; r < rows_here; ++r) {
+                        const float2 v = stored(r);
                         const float from_near[2] = {v.x - near[p][0], v.y - near[p][1]};
 #pragma unroll
                         for (int k = 0; k < 2; ++k) {
                             of_column[p][k][0] += from_near[k];
                             of_column[p][k][1] += from_near[k] * from_near[k];
                         }
-                    };
-                    if (rows_here == WARP_ROWS)  // all loads at once
-#pragma unroll
-                        for (int r = 0; r < WARP_ROWS; ++r) sum_up(stored(r));
-                    else
-                        for (int r = 0; r < rows_here; ++r) sum_up(stored(r));
+                    }
                 }
                 result.next(results);
             }

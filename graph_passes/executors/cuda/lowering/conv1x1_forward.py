@@ -14,11 +14,11 @@ from graph_passes.executors.cuda.lowering.operands import In, Out, Tiled
 from graph_passes.graph import Node
 from graph_passes.operators import Shape, window
 
-TEAM_THREADS = 160  # of a block: four warps that multiply, one that starts copies
-TILE_ROWS, CHUNK, WARP_ROWS = 64, 64, 16
+BLOCK: Size = (320, 1, 1)
+TEAMS, TILE_ROWS, CHUNK, WARP_ROWS = 2, 64, 64, 16
 COLUMNS = (64, 128, 256)  # that a block makes
-MAX_STAGES, MAX_RESULTS, MIN_PLACES = 12, 8, 6
-SHARED_BYTES, CONTROL_BYTES = 227 << 10, 3 << 10
+MAX_STAGES, MAX_RESULTS = 12, 8
+SHARED_BYTES, CONTROL_BYTES = 227 << 10, 2 << 10
 CHUNK_BYTES = 2 * CHUNK  # of a row
 MAX_WEIGHT_BYTES = 128 << 10  # of shared memory that a block gives to its weights
 
@@ -84,38 +84,29 @@ class Conv1x1Forward:
         return next((columns for columns in fitting if columns >= self.filters), max(fitting, default=0))
 
     @property
-    def teams(self) -> int:
-        """As many as there are registers for their products, and room for what they read and write."""
-        most = {64: 4, 128: 3, 256: 2}[self.columns]
-        return next((teams for teams in range(most, 2, -1) if self._places(teams) >= MIN_PLACES), 2)
-
-    @property
-    def block(self) -> Size:
-        return self.teams * TEAM_THREADS, 1, 1
-
-    @property
     def results(self) -> int:
-        """Some are being copied away while another one is written; or read, of what is added."""
-        return 3 if self.adds else 4 if self._places(self.teams) > MIN_PLACES else 2
+        """Two, of which one is being copied away; where they are also read, half of the room."""
+        return min(MAX_RESULTS, self._places // 2) if self.adds else 2
 
     @property
     def stages(self) -> int:
-        return min(MAX_STAGES, self._places(self.teams) - self.results)
+        return min(MAX_STAGES, self._places - self.results)
 
     @property
     def shared_bytes(self) -> int:
-        places = self.teams * TILE_ROWS * CHUNK_BYTES * (self.stages + self.results)
+        places = TEAMS * TILE_ROWS * CHUNK_BYTES * (self.stages + self.results)
         return CONTROL_BYTES + self._weight_bytes(self.columns) + places
 
     def grid(self, tiles: int, num_multiprocessors: int) -> Size:
         """Blocks for columns and rows, one for each multiprocessor."""
-        blocks, pairs = -(-self.filters // self.columns), -(-tiles // self.teams)
+        blocks, pairs = -(-self.filters // self.columns), -(-tiles // TEAMS)
         return blocks, max(1, min(num_multiprocessors // blocks, pairs)), 1
 
-    def _places(self, teams: int) -> int:
+    @property
+    def _places(self) -> int:
         """For a stage of each team, or a result of each warp: they have the same size."""
         free = SHARED_BYTES - CONTROL_BYTES - self._weight_bytes(self.columns)
-        return free // (teams * TILE_ROWS * CHUNK_BYTES)
+        return free // (TEAMS * TILE_ROWS * CHUNK_BYTES)
 
     def _weight_bytes(self, columns: int) -> int:
         return self.chunks * columns * CHUNK_BYTES
@@ -136,8 +127,7 @@ def forward(builder: Builder, node: Node) -> None:
     assert tiles
     grid = way.grid(-(-rows // tiles.walk.rows), builder.gpu.num_multiprocessors)
     flags = addend is not None, node.op.endswith("Relu"), sums is not None
-    builder.launch(node, "conv1x1_forward.cu", builder.kernel("conv1x1_forward", way.columns, way.teams, *flags), grid,
-                   way.block,
+    builder.launch(node, "conv1x1_forward.cu", builder.kernel("conv1x1_forward", way.columns, *flags), grid, BLOCK,
                    Tiled(In(x), tiles.data), Tiled(In(w), way.weights), Tiled(In(addend), tiles.output),
                    Tiled(Out(y, over=addend), tiles.output), In(bias), Out(sums),
                    builder.partials(3 * filters * grid[1] if sums else 0), builder.tickets, count(rows), tiles.walk,
