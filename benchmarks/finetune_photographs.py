@@ -2,9 +2,10 @@
 
     python benchmarks/finetune_photographs.py
 
-ResNet-50 memorises the photographs of RESNET_REAL_DATA/imagenet_sample, each in a class of its own (preset overfit_900).
-Of some of them other classes are made, each of photographs that follow each other in the order of ImageNet, which are of
-related things. On these a new run begins with the first one's weights, three times, with another seed each:
+ResNet-50 memorises the photographs of RESNET_REAL_DATA/imagenet_sample, each in a class of its own (preset
+overfit_900). Of some of them other classes are made, each of photographs that follow each other in the order of
+ImageNet, which are of related things. On these a new run begins with the first one's weights, three times, with another
+seed each:
 
     python -m train --config finetune --weights RUN --data FOLDER --target-accuracy 0.95
 
