@@ -141,6 +141,8 @@ class Options:
     """Write one line per kernel of the step to this file."""
     inference: bool = False
     """Forward with folded BatchNorm, from batch to answer."""
+    trial_kernels: bool = False
+    """Let the planner also time kernels that are on trial (graph_passes/passes/choice.py)."""
 
 
 def peer_options(arguments: Options) -> list[str]:
@@ -182,7 +184,8 @@ def main() -> None:
     # It imports PyTorch meanwhile, and takes nothing of the GPU before its first turn.
     peer = TorchPeer(*peer_options(arguments)) if "PEER_PYTHON" in os.environ else None
     started = time.monotonic()
-    executor, batches = make_step(arguments.model, arguments.batch, arguments.size, arguments.dtype)
+    executor, batches = make_step(arguments.model, arguments.batch, arguments.size, arguments.dtype,
+                                  trial_kernels=arguments.trial_kernels)
     print(f"ready after {time.monotonic() - started:.1f} s (the first time on a machine, plans are timed)", flush=True)
     free, total = executor.gpu.memory()
     memory: dict[str, Any] = {"ours_in_use_gib": gib(total - free)}

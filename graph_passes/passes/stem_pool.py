@@ -25,10 +25,9 @@ def stem_pool(graph: Graph, choose: Choose) -> Graph:
         convolution = graph.only_used_by_one(relu.inputs[0], "Convolution") if relu else None
         if relu is None or convolution is None or not _fits(convolution):
             continue
-        fused, separate = in_one_and_in_two(graph, convolution, relu)
+        _, separate = in_one_and_in_two(graph, convolution, relu)
         stem = convolution.derive("StemPool", pooling.name, convolution.inputs)
-        ways = {"separate": [*separate, pooling], "fprop_bias_relu": [fused, pooling], "stem_pool": [stem]}
-        if choose(graph, pooling, ways) == "stem_pool":
+        if choose(graph, pooling, {"separate": [*separate, pooling], "stem_pool": [stem]}) == "stem_pool":
             nodes.append(stem)
     return graph.replace(nodes, {})
 

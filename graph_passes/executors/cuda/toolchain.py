@@ -21,4 +21,5 @@ class Toolchain:
     convolutions: ConvolutionLibrary
     planner: Planner
     arena: Arena
+    trial_kernels: bool = False  # as StepOptions has it
     group: StatisticsGroup | None = None  # the GPUs that BatchNorm's statistics are shared with in training

@@ -78,7 +78,8 @@ class TrainingStep:
         self._arena = Arena(self.gpu)
         convolutions = ConvolutionLibrary(self.gpu, cache, self._arena, options.tf32, options.deterministic)
         planner = Planner(self.gpu, cache, self._arena, convolutions.variant, options.deterministic)
-        self._tools = Toolchain(self.gpu, self.kernels, convolutions, planner, self._arena, options.group)
+        self._tools = Toolchain(self.gpu, self.kernels, convolutions, planner, self._arena, options.trial_kernels,
+                                options.group)
         self._allocate_for_owner = allocate
         self._graph, self._shapes = graph, dict(shapes)
         inferred = graph.infer_shapes(shapes)

@@ -35,6 +35,7 @@ from graph_passes.executors.cuda.program import Buffer, Launch, Program
 from graph_passes.optimizers.sgd import SGD
 from graph_passes.passes.conv_epilogue import conv_epilogue
 from graph_passes.passes.softmax_bias import softmax_bias
+from graph_passes.passes.stem_pool import stem_pool
 from train import models
 from train.models.resnet import resnet
 
@@ -128,12 +129,13 @@ def lower(depth: int, batch: int, size: int, training: bool, fused: bool = False
 
 def lower_graph(graph: Graph, shapes: dict[str, tuple[int, ...]], training: bool, dtype: str = "float16",
                 fused: bool = False, group: Any = None, deterministic: bool = False,
-                capability: tuple[int, int] = HOPPER, shared_kib: int = 227, planner: FakePlanner | None = None
-                ) -> tuple[Lowered, ParameterStore]:
+                capability: tuple[int, int] = HOPPER, shared_kib: int = 227, planner: FakePlanner | None = None,
+                trial: bool = False) -> tuple[Lowered, ParameterStore]:
     batch, height, width, channels = shapes["data"]
     inferred = graph.infer_shapes(shapes)
     frozen, gpu = roles.frozen(graph), CountingGpu(capability, shared_kib)
     tools: Any = SimpleNamespace(gpu=gpu, kernels=FakeKernels(), convolutions=FakeConvolutions(), group=group,
+                                 trial_kernels=trial,
                                  planner=planner or FakePlanner(fused, deterministic))
     store = ParameterStore(
         parameters_of(graph, inferred, tuple(shapes)), {name: inferred[Ref(name)] for name in graph.aux}, dtype,
@@ -152,7 +154,7 @@ def lower_graph(graph: Graph, shapes: dict[str, tuple[int, ...]], training: bool
     if training:
         graph = pipeline.training_step(graph, shapes, dtype, choices, grouped=group is not None)
     else:
-        graph = conv_epilogue(softmax_bias(passes.precision(graph, dtype)), choices)
+        graph = conv_epilogue(stem_pool(softmax_bias(passes.precision(graph, dtype)), choices), choices)
     lowering = lower_to_launches(graph, graph.infer_shapes(shapes), store, persistent, tools)
     return Lowered(lowering.program, lowering.ready, lowering.buffers, choices.decisions, graph), store
 
@@ -185,7 +187,7 @@ def test_what_a_gpu_cannot_take_is_not_taken(capability: tuple[int, int], shared
     there the same step is lowered without them. test_compile.py compiles for each of these GPUs what is left."""
     lowering, _ = lower(50, 4, 224, training=True, fused=True, capability=capability, shared_kib=shared_kib)
     operations = {launch.operation for launch in lowering.program.launches}
-    hopper, stem = {"conv1x1_forward", "dgrad_reduce", "norm_backward"}, {"stem_fprop", "stem_wgrad"}
+    hopper, stem = {"dgrad_reduce", "norm_backward"}, {"stem_fprop", "stem_wgrad"}
     taken = (hopper if capability == HOPPER else set()) | (stem if capability >= (8, 0) else set())
     assert operations & (hopper | stem) == taken
     assert {decision.chosen for decision in lowering.decisions} == {"fprop_stats"} | taken
@@ -259,8 +261,7 @@ def test_grouped_convolutions_and_average_pooling(name: str, grouped: int, avera
     if training:
         convolutions = graph.operators()["Convolution"]
         assert operations["batch_norm_statistics"] == grouped
-        assert operations["fprop"] == grouped + 1
-        assert operations["fprop_stats"] + operations["conv1x1_forward"] == convolutions - grouped
+        assert operations["fprop"] == grouped + 1 and operations["fprop_stats"] == convolutions - grouped
         assert operations["average_pool"] == operations["average_pool_backward"] == averages
     else:
         assert operations["fprop"] == operations["bias_add_relu"] + 1 == grouped + 1
@@ -281,8 +282,8 @@ def test_a_pre_activation_network(name: str, convolutions: int, sums: int) -> No
     lowering, store = lower_graph(graph, shapes, training=True, fused=True)
     operations = Counter(launch.operation for launch in lowering.program.launches)
     assert operations["batch_norm_statistics"] == alone
-    with_sums = operations["stem_fprop"] + operations["fprop_stats"] + operations["conv1x1_forward"]
-    assert with_sums == norms - alone and with_sums + operations["fprop"] == convolutions + 1
+    assert operations["stem_fprop"] + operations["fprop_stats"] == norms - alone
+    assert operations["stem_fprop"] + operations["fprop_stats"] + operations["fprop"] == convolutions + 1
     assert operations["add"] == sums
     # In each block but those with a projection, whose shortcut reads what the BatchNorm gives.
     assert lowering.graph.operators()["BatchNormReluBackwardApplyAdd"] == sums - 4
@@ -376,13 +377,27 @@ def test_launches_of_the_fused_backward_pass() -> None:
     fused = operations.count("dgrad_reduce")
     assert fused == 11 + 1 and operations.count("dgrad") == 54 - 1 - 5 - fused
     assert Counter(decision.chosen for decision in lowering.decisions) == {
-        "stem_fprop": 1, "stem_wgrad": 1, "fprop_stats": 18, "conv1x1_forward": 34, "dgrad_reduce": fused,
-        "norm_backward": 4}
+        "stem_fprop": 1, "stem_wgrad": 1, "fprop_stats": 52, "dgrad_reduce": fused, "norm_backward": 4}
     assert lowering.ready.keys() == store.parameters.keys()
     written = [buffer for launch in launches for buffer in launch.writes if buffer in store.gradients.values()]
     assert len(written) == len(set(written)) == len(store.parameters)
     plain, _ = lower(50, 256, 224, training=True)
     assert lowering.program.arena_bytes < plain.program.arena_bytes, "the gradients in stage 1 are not stored"
+
+
+def test_launches_of_kernels_on_trial() -> None:
+    """They are taken where they are asked for, and where the GPU has the instructions for them."""
+    graph, shapes = Graph.from_json(resnet(50, 1000).tojson()), {"data": (256, 224, 224, 3), "softmax_label": (256,)}
+    folded = passes.fold_bn(pipeline.run(pipeline.FUSED, graph))
+    for capability, training, wanted in ((HOPPER, True, 34), (HOPPER, False, 34), ((8, 0), True, 0)):
+        lowering, _ = lower_graph(pipeline.run(pipeline.FUSED, graph) if training else folded, shapes, training,
+                                  fused=True, capability=capability, trial=True)
+        operations = Counter(launch.operation for launch in lowering.program.launches)
+        assert operations["conv1x1_forward"] == wanted
+        assert operations["stem_pool"] == (not training)
+        for launch in lowering.program.launches:
+            launch.enqueue()
+        check_memory(lowering.program)
 
 
 @pytest.mark.parametrize("depth, training, fused", [(18, True, False), (18, False, False), (50, True, True)])
@@ -623,9 +638,6 @@ class FakeGpu:
         return 1.0
 
     def copy(self, to: int, source: int, num_bytes: int) -> None: ...
-
-    def tensor_map(self, *arguments: Any) -> bytes:
-        return b""
     def write_word(self, address: int, value: Any) -> None: ...
 
 
