@@ -17,7 +17,7 @@ from graph_passes.executors.reference import evaluate
 
 NODE = Node("StemPool", "stem", (), {"kernel": (7, 7), "stride": (2, 2), "pad": (3, 3), "num_filter": 64,
                                      "layout": "NHWC"})
-SHAPES = [(1, 224, 224), (3, 224, 224), (2, 37, 64), (5, 64, 50), (2, 9, 8), (1, 1, 2), (3, 30, 222), (7, 14, 16)]
+SHAPES = [(1, 224, 224), (2, 37, 64), (5, 64, 50), (2, 9, 8), (1, 1, 2), (3, 30, 222), (7, 14, 16)]
 
 
 @pytest.mark.gpu
