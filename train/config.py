@@ -405,7 +405,7 @@ _LIMITS = {
     **dict.fromkeys(("first_image_size", "val_image_size"),
                     (lambda value: value == 0 or value >= MIN_IMAGE_SIZE, f"0, or at least {MIN_IMAGE_SIZE} pixels")),
     "resize_epochs": (lambda value: 0 <= value[0] <= value[1], "two numbers of epochs from 0 on, the smaller first"),
-    **dict.fromkeys(("learning_rate", "decay_factor", "decay_power", "limit_minutes", "trust_coefficient",
+    **dict.fromkeys(("learning_rate", "decay_factor", "decay_power", "limit_minutes", "minutes", "trust_coefficient",
                      "epsilon", "backbone_lr_factor"),
                     (lambda value: value > 0, "above 0")),
     "num_threads": (lambda value: 0 <= value <= MAX_THREADS, f"from 0 to {MAX_THREADS}"),

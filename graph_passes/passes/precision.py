@@ -8,7 +8,7 @@ from graph_passes.errors import GraphError
 from graph_passes.graph import Graph, Node, Ref
 from graph_passes.operators import LOSSES, OPERATORS
 
-ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4, "uint32": 4, "uint8": 1, "int8": 1}
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4, "uint32": 4, "uint8": 1, "int8": 1, "float8": 1}
 DTYPES = ("float16", "bfloat16", "float32")  # of a network
 LOSS_SCALE = "loss_scale"
 

@@ -111,6 +111,34 @@ class CompareOptions(TrainingOptions, Comparison):
 
 
 @dataclass(frozen=True)
+class GpuReportOptions:
+    """Measure what this GPU can do, in under ten minutes, or set reports side by side.
+
+    Kernels, training and inference of ResNets by precision, time and cost to an accuracy: docs/gpu_report.md. The same
+    command goes on where it was stopped. On a CPU, a small part of it.
+    """
+
+    compare: Annotated[tuple[Path, ...], "FILE"] = ()
+    """Measure nothing: set these reports (their report.json) side by side, with ratios to the first."""
+    sections: tuple[Literal["kernels", "training", "inference", "cost"], ...] = (
+        "kernels", "training", "inference", "cost",
+    )
+    """What to measure; what the report in --output has already is kept."""
+    data: Annotated[str, "PATH"] = ""
+    """CIFAR-10, in any form of docs/data.md, for the section cost; without it, that is left out on a GPU."""
+    target_accuracy: float = 0.0
+    """Top-1 that time and cost are counted to, a fraction; 0: 0.88 on CIFAR-10."""
+    price_per_hour: float = 0.0
+    """What an hour of this machine costs, in any currency; 0: not known."""
+    minutes: float = 10.0
+    """For all sections together; what would begin later is left out, and said."""
+    device: Literal["auto", "cpu", "gpu"] = "auto"
+    """What to measure; auto: the GPU if there is one that the executor can use."""
+    output: Annotated[str, "FOLDER"] = ""
+    """Folder of the report; default: runs/gpu_report, or runs/gpu_comparison."""
+
+
+@dataclass(frozen=True)
 class PredictOptions(LoaderOptions):
     """Print the most likely classes of image files, or write those of any number of them to a file."""
 

@@ -73,7 +73,7 @@ class TrainingStep:
         options = options or StepOptions()
         self.options, self.dtype = options, options.dtype
         self.gpu = Gpu(device_id)
-        cache = Cache(_machine(self.gpu), cache_folder)
+        cache = Cache(machine(self.gpu), cache_folder)
         self.kernels = KernelLibrary(self.gpu, cache)
         self._arena = Arena(self.gpu)
         convolutions = ConvolutionLibrary(self.gpu, cache, self._arena, options.tf32, options.deterministic)
@@ -514,6 +514,6 @@ def _initial_loss_scale(graph: Graph, classes: int) -> float:
     return min(INITIAL_LOSS_SCALE * 2.0 ** (classes.bit_length() - 1), 2.0**24)
 
 
-def _machine(gpu: Gpu) -> str:
+def machine(gpu: Gpu) -> str:
     """What compiled kernels and timed plans depend on."""
     return f"{gpu.name} driver {gpu.driver_version} cudnn {import_cudnn().backend_version()}"

@@ -627,7 +627,7 @@ def make_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., 
     monkeypatch.setattr(training_step, "Gpu", FakeGpu)
     monkeypatch.setattr(training_step, "KernelLibrary", lambda *_: FakeKernels())
     monkeypatch.setattr(training_step, "ConvolutionLibrary", lambda *_: FakeConvolutions())
-    monkeypatch.setattr(training_step, "_machine", lambda gpu: "fake")
+    monkeypatch.setattr(training_step, "machine", lambda gpu: "fake")
     graph = passes.bn_relu(passes.bn_add_relu(Graph.from_json(resnet(18, 10).tojson())))
 
     def make(size: int, change: Callable[[Graph], Graph] = lambda same: same,

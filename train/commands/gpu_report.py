@@ -1,0 +1,81 @@
+"""The command gpu-report: what this GPU can do, as buyers compare GPUs; and such reports side by side.
+
+Each section's figures are written to report.json when it has ended, so the same command goes on where it was stopped.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from common import environment
+from common.command_line import part_of
+from train import devices
+from train.commands.options import GpuReportOptions
+from train.config import Config
+from train.devices import Placement
+from train.errors import TrainError
+from train.gpu_report.figures import FILE, Report
+from train.gpu_report.section import Bench
+from train.processes.invocation import command_line
+from train.reporting import gpu_comparison, gpu_report
+
+# Each is a module of train/gpu_report; its part of --minutes.
+SECTIONS = {"kernels": 0.3, "training": 0.4, "inference": 0.2, "cost": 0.1}
+FOLDER, COMPARISON_FOLDER = Path("runs/gpu_report"), Path("runs/gpu_comparison")
+
+
+def main(values: Mapping[str, Any]) -> None:
+    """Measure and report, or compare, by the options given. Raises UserError."""
+    wanted = part_of(GpuReportOptions, values)
+    if wanted.compare:
+        _compare(wanted, values)
+        return
+    placement = devices.choose(Config(device=wanted.device), local_rank=0)
+    if placement.note:
+        print(placement.note, flush=True)
+    folder = Path(wanted.output or FOLDER)
+    report = _begun(folder, placement, set(wanted.sections))
+    for number, name in enumerate(wanted.sections, start=1):
+        if name in report.sections:
+            print(f"== {name}: complete, not done again", flush=True)
+            continue
+        print(f"== {name} ({number} of {len(wanted.sections)})", flush=True)
+        bench = Bench(placement, report.device, folder, 60 * wanted.minutes * SECTIONS[name], wanted.data,
+                      wanted.target_accuracy, wanted.price_per_hour)
+        section = importlib.import_module(f"train.gpu_report.{name}").measure(bench)
+        print(f"== {name}: {section.seconds:.0f} s", flush=True)
+        report = report.with_section(name, section)
+        report.write(folder / FILE)
+    gpu_report.write(folder, report)
+    print(f"report: {folder / 'report.md'}, {folder / 'report.html'}, {folder / FILE}")
+
+
+def _begun(folder: Path, placement: Placement, sections: set[str]) -> Report:
+    """The report in the folder, or one without sections. Raises UserError where it is of another device or commit."""
+    hardware = environment.hardware()
+    device = hardware["gpus"][0] if placement.device.startswith("gpu") else hardware["cpu"]
+    commit = environment.git_commit()
+    about = {"hardware": hardware, "executor": placement.executor, "versions": environment.versions(), "commit": commit,
+             "command": command_line(), "date": datetime.now(timezone.utc).isoformat(timespec="seconds")}
+    if not (folder / FILE).exists():
+        return Report(device, {}, about)
+    report = Report.read(folder / FILE)
+    for what, there, here in (("device", report.device, device), ("commit", report.about.get("commit"), commit)):
+        if there != here and not sections <= report.sections.keys():
+            raise TrainError(f"the report in {folder} is of the {what} {there}, and this is {here}: give another "
+                             "--output")
+    return report
+
+
+def _compare(wanted: GpuReportOptions, values: Mapping[str, Any]) -> None:
+    for name in values.keys() - {"compare", "output"}:
+        raise TrainError(f"--{name.replace('_', '-')} has no effect on --compare, which measures nothing: leave it out")
+    if len(wanted.compare) < 2:
+        raise TrainError(f"--compare {wanted.compare[0]}: that is one report: give two or more")
+    folder = Path(wanted.output or COMPARISON_FOLDER)
+    gpu_comparison.write(folder, [Report.read(path) for path in wanted.compare])
+    print(f"comparison: {folder / 'comparison.md'}, {folder / 'comparison.html'}")

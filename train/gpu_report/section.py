@@ -1,0 +1,70 @@
+"""What a section of the report is given, and how it tells how far it is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from train.devices import Placement
+from train.gpu_report.figures import Figure, Section
+
+
+@dataclass
+class Bench:
+    """Where and how long a section measures; `add` and `leave_out` collect what it finds.
+
+    Args:
+        placement: the device, and what computes on it.
+        device: its name.
+        folder: of the report, for files of the section's own.
+        seconds: that the section has. What would begin after them is left out, and said.
+        data: CIFAR-10 in any form that the loader reads; "" where it is not given.
+        target_accuracy: top-1 that time and cost are counted to, as a fraction.
+        price_per_hour: of the machine, in any currency; 0: not known.
+    """
+
+    placement: Placement
+    device: str
+    folder: Path
+    seconds: float
+    data: str = ""
+    target_accuracy: float = 0.0
+    price_per_hour: float = 0.0
+    clock: Callable[[], float] = time.monotonic
+    figures: list[Figure] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._start = self.clock()
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.placement.device.startswith("gpu")
+
+    @property
+    def spent(self) -> float:
+        """Seconds since the section began."""
+        return self.clock() - self._start
+
+    @property
+    def is_over(self) -> bool:
+        return self.spent > self.seconds
+
+    def add(self, *figures: Figure) -> None:
+        """Keep them, and print a line for each."""
+        for figure in figures:
+            self.figures.append(figure)
+            error = f" +/- {figure.error:.1%}" if figure.error is not None else ""
+            limit = f" ({figure.limit})" if figure.limit else ""
+            name = ", ".join(filter(None, (figure.what, figure.size, figure.precision)))
+            print(f"  {name}: {figure.value:,.4g} {figure.unit}{error}{limit}", flush=True)
+
+    def leave_out(self, what: str, reason: str) -> None:
+        """Note that something is not measured, and print it."""
+        self.notes.append(f"{what} is left out: {reason}")
+        print(f"  {self.notes[-1]}", flush=True)
+
+    def found(self) -> Section:
+        return Section(tuple(self.figures), tuple(self.notes), round(self.spent, 1))
