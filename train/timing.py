@@ -17,7 +17,7 @@ class Timing(NamedTuple):
     """The median of repeated timings, in the unit of the samples."""
 
     median: float
-    error: float  # standard error of the median, relative to it
+    error: float | None  # standard error of the median, relative to it; None: too few samples to tell
     limit: str  # what ended the repetition before the error was under 1 %; "" where nothing did
 
 
@@ -49,13 +49,10 @@ def repeat(sample: Callable[[], float], limit_seconds: float, least_seconds: flo
         clock: seconds, for tests.
     """
     start, samples = clock(), [sample()]
-    while True:
-        error, spent = relative_error(samples), clock() - start
-        if error < PRECISION and spent >= least_seconds:
-            return Timing(float(np.median(samples)), error, "")
-        if spent >= limit_seconds:
+    while (spent := clock() - start) < limit_seconds:
+        if spent >= least_seconds and relative_error(samples) < PRECISION:
             break
         samples.append(sample())
-    if error < PRECISION:
-        return Timing(float(np.median(samples)), error, "")
-    return Timing(float(np.median(samples)), error, f"ended after {spent:.3g} s and {len(samples)} timings")
+    error = relative_error(samples)
+    limit = "" if error < PRECISION else f"ended after {spent:.3g} s and {len(samples)} timings"
+    return Timing(float(np.median(samples)), error if math.isfinite(error) else None, limit)

@@ -41,8 +41,7 @@ def kernels(figures: Sequence[Figure], title: str, theme: Theme) -> bytes:
         axes.set_yticks(list(places.values()), list(places), fontsize=8)
         axes.set_ylim(-len(places) + 0.5, 0.5)
         axes.grid(axis="x", color=theme.grid, linewidth=0.8)
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter("{x:g}")
+        _logarithmic(axes)
     panels[-1].set_xlabel("TFLOP/s", color=theme.muted)
     _in_columns(panels[0], theme)
     return plots._png(figure, theme)
@@ -140,8 +139,7 @@ def ratios(values: Mapping[str, Sequence[float]], devices: Sequence[str], title:
         ticks.append((first + place + 1) / 2)
         place -= 0.6
     axes.set_yticks(ticks, list(values), fontsize=9)
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter("{x:g}")
+    _logarithmic(axes)
     axes.set_xmargin(0.15)
     axes.axvline(1, color=theme.muted, linewidth=0.8)
     axes.grid(visible=False)
@@ -149,6 +147,16 @@ def ratios(values: Mapping[str, Sequence[float]], devices: Sequence[str], title:
         axes.plot([], [], "s", color=color, label=device)
     _in_columns(axes, theme, columns=2)
     return plots._png(figure, theme)
+
+
+def _logarithmic(axes: Axes) -> None:
+    """The x axis, with ticks at 1, 2, 5, 10, ..."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter("{x:,g}")
 
 
 def _in_columns(axes: Axes, theme: Theme, columns: int = 6) -> None:

@@ -14,6 +14,8 @@ from train.reporting.document import Block, Code, Heading, Plot, Table, Text, Ti
 from train.reporting.plots import Theme
 from train.reporting.report import write_pages
 
+KERNELS = {GEMM: "Products of matrices", TOTAL: "Convolutions, all three passes together",
+           **{f"{CONVOLUTION} {direction}": f"Convolutions, {direction}" for direction in PASSES}}
 Drawings = dict[str, Callable[[Theme], bytes]]  # by file name
 
 
@@ -35,15 +37,15 @@ def _tiles(report: Report) -> list[tuple[str, str]]:
     """The figures to see first."""
     found = []
     for what, name, form, words in (
-        (GEMM, "kernels", "{:,.0f} TFLOP/s", "best product of matrices, {precision}"),
-        (COPY, "kernels", "{:,.0f} GB/s", "copy within its memory"),
-        ("ResNet-50, 224 pixels", "training", "{:,.0f}", "images/sec in training, ResNet-50, {precision}"),
-        ("ResNet-50, 224 pixels", "inference", "{:,.0f}", "images/sec in inference, ResNet-50, {precision}"),
+        (GEMM, "kernels", "{} TFLOP/s", "best product of matrices, {precision}"),
+        (COPY, "kernels", "{} GB/s", "copy within its memory"),
+        ("ResNet-50, 224 pixels", "training", "{}", "images/sec in training, ResNet-50, {precision}"),
+        ("ResNet-50, 224 pixels", "inference", "{}", "images/sec in inference, ResNet-50, {precision}"),
     ):
         own = [figure for figure in _of(report, name) if figure.what == what]
         if own:
             best = max(own, key=_speed)
-            found.append((form.format(_speed(best)), words.format(precision=best.precision)))
+            found.append((form.format(_number(_speed(best))), words.format(precision=best.precision)))
     found += [(f"{figure.value:,.1f} s", f"{figure.size}, {figure.what}")
               for figure in _of(report, "cost") if figure.unit == "s" and figure.size.startswith("to ")]
     return found
@@ -77,7 +79,7 @@ def _kernels(report: Report, section: Section, drawings: Drawings) -> list[Block
         Table(("precision", "best product", "of the datasheet", "best convolution", "of the datasheet",
                "of the best product"), list(_best(figures))),
     ]
-    blocks += [Text(f"Copy of {figure.size} within the memory: {figure.value:,.0f} GB/s, read and written"
+    blocks += [Text(f"Copy of {figure.size} within the memory: {_number(figure.value)} GB/s, read and written"
                     + (f", {figure.more['of_datasheet']:.0%} of the datasheet's bandwidth" if sheet else "") + ".")
                for figure in figures if figure.what == COPY]
     groups = {"gemm.png": ("Products of matrices", [GEMM]),
@@ -86,11 +88,9 @@ def _kernels(report: Report, section: Section, drawings: Drawings) -> list[Block
         if own := [figure for figure in figures if figure.what in kinds]:
             drawings[file] = partial(gpu_plots.kernels, own, title)
             blocks.append(Plot(file, f"{title}: TFLOP/s by size and precision."))
-    for title, kinds in (("Products of matrices", [GEMM]), ("Convolutions: all three passes together, in total",
-                                                            [TOTAL]), *((kind, [kind]) for kind in groups[
-                                                                "convolution.png"][1])):
-        if own := [figure for figure in figures if figure.what in kinds]:
-            blocks.append(_kernel_table(title, own))
+    for what in dict.fromkeys(figure.what for figure in figures if "tflops" in figure.more):
+        rows = [figure for figure in figures if figure.what == what]
+        blocks += [Text(f"{KERNELS[what]}:"), _kernel_table(rows)]
     return blocks
 
 
@@ -112,13 +112,13 @@ def _share(figure: Figure | None, name: str) -> str:
     return f"{figure.more[name]:.0%}" if figure and name in figure.more else "-"
 
 
-def _kernel_table(title: str, figures: Sequence[Figure]) -> Table:
+def _kernel_table(figures: Sequence[Figure]) -> Table:
     """A row for each size and precision."""
     rows = [(figure.size, figure.precision, _number(figure.value), _error(figure), _number(figure.more["tflops"]),
              _share(figure, "of_datasheet"), _share(figure, "of_best_gemm")) for figure in figures]
     sizes = "m x n x k" if figures[0].what == GEMM else "images x height x width x channels, filters"
     return Table((sizes, "precision", "ms", "+/-", "TFLOP/s", "of the datasheet", "of the best product"), rows,
-                 folded=title)
+                 folded=f"{len(rows)} timings")
 
 
 def _training(report: Report, section: Section, drawings: Drawings) -> list[Block]:
@@ -175,7 +175,8 @@ def _cost(report: Report, section: Section, drawings: Drawings) -> list[Block]:
         Heading("Time and cost to accuracy"),
         Text(f"{epochs[0].what}, {epochs[0].precision}: a whole run of the training program, {len(epochs)} epochs, "
              f"which end at {epochs[-1].value:.1f} % top-1. Time is from the beginning of the first step to the end of "
-             "a validation; starting the program, which chooses kernels the first time, is apart."),
+             "a validation, without the writing of checkpoints; starting the program, which chooses kernels the first "
+             "time, is apart."),
         Plot("accuracy.png", "Validation top-1 over the time of the run" + (", and its price." if prices else ".")),
         Table(("", "time", "price", "starting, s"), rows),
     ]
