@@ -41,7 +41,8 @@ def write(folder: Path, reports: Sequence[Report]) -> None:
         Heading("Sources"),
         Table(("", ""), [(device, _source(report)) for device, report in zip(devices, reports, strict=True)]),
     ]
-    write_pages(folder, " against ".join(devices), blocks, drawings, _to_dict(rows, devices, values), "comparison")
+    title = f"{devices[0]} beside {', '.join(devices[1:])}"
+    write_pages(folder, title, blocks, drawings, _to_dict(rows, devices, values), "comparison")
 
 
 def rows_of(reports: Sequence[Report]) -> list[Row]:
@@ -76,6 +77,7 @@ def summary(rows: Sequence[Row], num_reports: int) -> dict[str, list[float]]:
     for key, figures in rows:
         if figures[0] is not None:
             groups.setdefault((key.section, _kind(key), key.precision), []).append((key, figures))
+    groups = {group: own for group, own in groups.items() if any(any(figures[1:]) for _, figures in own)}
     order = sorted(groups, key=lambda group: (group[0], group[1], _rank(group[2])))
     return {", ".join(filter(None, (section, kind, precision))): [
         _geometric_mean([ratio(key, figures[i], figures[0]) for key, figures in groups[section, kind, precision]])
@@ -150,7 +152,7 @@ def _source(report: Report) -> str:
     urls = dict.fromkeys(figure.source for section in report.sections.values() for figure in section.figures
                          if figure.source)
     if urls:
-        return " ".join([*urls, str(report.about.get("note", ""))]).strip()
+        return "; ".join([*urls, *filter(None, [report.about.get("note")])])
     about = report.about
     return f"measured {about.get('date', '')}, commit {about.get('commit')}, by: {about.get('command', '')}"
 

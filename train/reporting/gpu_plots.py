@@ -64,7 +64,7 @@ def bars(figures: Sequence[Figure], title: str, unit: str, theme: Theme) -> byte
         ticks.append((first + place + 1) / 2)
         place -= 0.6
     axes.set_yticks(ticks, groups, fontsize=9)
-    axes.set_xmargin(0.1)
+    axes.margins(0.1, 0.01)
     axes.set_xlim(left=0)
     axes.xaxis.set_major_formatter("{x:,g}")
     axes.grid(visible=False)
@@ -74,7 +74,7 @@ def bars(figures: Sequence[Figure], title: str, unit: str, theme: Theme) -> byte
     return plots._png(figure, theme)
 
 
-def over_batches(figures: Sequence[Figure], title: str, theme: Theme) -> bytes:
+def over_batches(figures: Sequence[Figure], theme: Theme) -> bytes:
     """Images/sec over the batch size, a line for each precision; beside it the latency, its median."""
     figure = plots._figure(9, 3.6, theme)
     left, right = figure.subplots(1, 2)
@@ -86,7 +86,7 @@ def over_batches(figures: Sequence[Figure], title: str, theme: Theme) -> bytes:
         timed = [each for each in own if "latency_p50_ms" in each.more]
         right.plot([batch_of(each) for each in timed], [each.more["latency_p50_ms"] for each in timed], "o-",
                    color=color, **plots._DOTTED)
-    plots._styled(left, theme, title, "batch size", "images/sec")
+    plots._styled(left, theme, "Inference", "batch size", "images/sec")
     plots._styled(right, theme, "Latency", "batch size", "ms, median")
     for axes in (left, right):
         axes.set_facecolor(theme.background)
@@ -95,7 +95,7 @@ def over_batches(figures: Sequence[Figure], title: str, theme: Theme) -> bytes:
         axes.set_xticks(batches, [f"{batch:,}" for batch in batches])
         axes.set_ylim(bottom=0)
         axes.yaxis.set_major_formatter("{x:,g}")
-    _in_columns(left, theme)
+    _in_columns(right, theme, named=left)
     return plots._png(figure, theme)
 
 
@@ -123,43 +123,44 @@ def accuracy(figures: Sequence[Figure], title: str, price_per_second: float, the
 
 def ratios(values: Mapping[str, Sequence[float]], devices: Sequence[str], title: str, theme: Theme) -> bytes:
     """How many times as fast as the first device the others are, by kind of figure; NaN where that is not known."""
-    lines = len(values) * len(devices)
-    figure, axes = plots._figure_with_axes(theme, title, f"times as fast as {devices[0]}, on a logarithmic scale", "",
+    base, *others = devices
+    lines = sum(math.isfinite(value) for own in values.values() for value in own[1:])
+    figure, axes = plots._figure_with_axes(theme, title, f"times as fast as {base}, on a logarithmic scale", "",
                                            height=BARS * lines + 0.12 * len(values) + 1.2)
     place, ticks = 0.0, []
-    colors = (theme.parts * len(devices))[: len(devices)]
+    colors = (theme.parts * len(others))[: len(others)]
     for own in values.values():
         first = place
-        for value, color in zip(own, colors, strict=True):
+        for value, color in zip(own[1:], colors, strict=True):
             if math.isfinite(value):
-                # From 1: a bar to the left is slower.
-                bar = axes.barh(place, value - 1, left=1, color=color, height=0.85)
+                bar = axes.barh(place, value - 1, left=1, color=color, height=0.85)  # to the left: slower
                 axes.bar_label(bar, [f"{value:.3g}"], padding=3, color=theme.muted, fontsize=8)
-            place -= 1
+                place -= 1
         ticks.append((first + place + 1) / 2)
         place -= 0.6
     axes.set_yticks(ticks, list(values), fontsize=9)
     _logarithmic(axes)
-    axes.set_xmargin(0.15)
+    axes.margins(0.15, 0.01)
     axes.axvline(1, color=theme.muted, linewidth=0.8)
     axes.grid(visible=False)
-    for device, color in zip(devices, colors, strict=True):
+    for device, color in zip(others, colors, strict=True):
         axes.plot([], [], "s", color=color, label=device)
     _in_columns(axes, theme, columns=2)
     return plots._png(figure, theme)
 
 
 def _logarithmic(axes: Axes) -> None:
-    """The x axis, with ticks at 1, 2, 5, 10, ..."""
+    """The x axis, with ticks at 1, 2, 5, 10, ..., or at 1, 10, ... where there are many."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     axes.set_xscale("log")
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    low, high = axes.dataLim.intervalx
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 200 * low else (1,)))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter("{x:,g}")
 
 
-def _in_columns(axes: Axes, theme: Theme, columns: int = 6) -> None:
-    """The legend above the axes, at the right of the title."""
-    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=columns, frameon=False, labelcolor=theme.text,
+def _in_columns(axes: Axes, theme: Theme, columns: int = 6, named: Axes | None = None) -> None:
+    """The legend above the axes, at the right of the title; of what `named` shows, where that is another panel."""
+    axes.legend(*(named or axes).get_legend_handles_labels(), loc="lower right", bbox_to_anchor=(1, 1), ncols=columns, frameon=False, labelcolor=theme.text,
                 fontsize=9, borderaxespad=0.2, handlelength=1.0, columnspacing=1.2)

@@ -30,22 +30,22 @@ def write(folder: Path, report: Report) -> None:
             blocks += describe(report, section, drawings)
     blocks += [*_uncertain(report), *_left_out(report, [name for name in writers if name not in report.sections]),
                *_machine(report)]
-    write_pages(folder, f"What can this do? {report.device}", blocks, drawings, report.to_dict())
+    write_pages(folder, f"{report.device}: what it can do", blocks, drawings, report.to_dict())
 
 
 def _tiles(report: Report) -> list[tuple[str, str]]:
     """The figures to see first."""
     found = []
-    for what, name, form, words in (
-        (GEMM, "kernels", "{} TFLOP/s", "best product of matrices, {precision}"),
-        (COPY, "kernels", "{} GB/s", "copy within its memory"),
-        ("ResNet-50, 224 pixels", "training", "{}", "images/sec in training, ResNet-50, {precision}"),
-        ("ResNet-50, 224 pixels", "inference", "{}", "images/sec in inference, ResNet-50, {precision}"),
+    for what, name, words in (
+        (GEMM, "kernels", "TFLOP/s in the best product of matrices, {precision}"),
+        (COPY, "kernels", "GB/s in a copy within its memory"),
+        ("ResNet-50, 224 pixels", "training", "images/sec in training, ResNet-50, {precision}"),
+        ("ResNet-50, 224 pixels", "inference", "images/sec in inference, ResNet-50, {precision}"),
     ):
         own = [figure for figure in _of(report, name) if figure.what == what]
         if own:
             best = max(own, key=_speed)
-            found.append((form.format(_number(_speed(best))), words.format(precision=best.precision)))
+            found.append((_number(_speed(best)), words.format(precision=best.precision)))
     found += [(f"{figure.value:,.1f} s", f"{figure.size}, {figure.what}")
               for figure in _of(report, "cost") if figure.unit == "s" and figure.size.startswith("to ")]
     return found
@@ -146,7 +146,7 @@ def _inference(report: Report, section: Section, drawings: Drawings) -> list[Blo
     figures = section.figures
     if not figures:
         return []
-    drawings["inference.png"] = partial(gpu_plots.over_batches, figures, f"Inference, {figures[0].what}")
+    drawings["inference.png"] = partial(gpu_plots.over_batches, figures)
     rows = [(figure.precision, figure.size.removeprefix("batch "), f"{figure.value:,.1f}", _error(figure),
              _more(figure, "latency_p50_ms", ".2f"), _more(figure, "latency_p90_ms", ".2f"),
              _more(figure, "memory_gib", ".1f"), _more(figure, "joules_per_image", ".3g"),
