@@ -6,13 +6,14 @@ Each section's figures are written to report.json when it has ended, so the same
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from common import environment
-from common.command_line import part_of
+from common.command_line import option_name, part_of
 from train import devices
 from train.commands.options import GpuReportOptions
 from train.config import Config
@@ -34,18 +35,27 @@ def main(values: Mapping[str, Any]) -> None:
     if wanted.compare:
         _compare(wanted, values)
         return
+    for name in ("data", "target_accuracy", "price_per_hour"):
+        if name in values and "cost" not in wanted.sections:
+            raise TrainError(f"{option_name(name)} is for the section cost, which is not measured: leave it out, or "
+                             "add cost to --sections")
     placement = devices.choose(Config(device=wanted.device), local_rank=0)
     if placement.note:
         print(placement.note, flush=True)
     folder = Path(wanted.output or FOLDER)
     report = _begun(folder, placement, set(wanted.sections))
+    done = {name for name, section in report.sections.items() if section.figures}
+    ends_at = time.monotonic() + 60 * wanted.minutes
     for number, name in enumerate(wanted.sections, start=1):
-        if name in report.sections:
+        if name in done:
             print(f"== {name}: complete, not done again", flush=True)
             continue
         print(f"== {name} ({number} of {len(wanted.sections)})", flush=True)
-        bench = Bench(placement, report.device, folder, 60 * wanted.minutes * SECTIONS[name], wanted.data,
-                      wanted.target_accuracy, wanted.price_per_hour)
+        ahead = sum(SECTIONS[each] for each in wanted.sections[number - 1 :] if each not in done)
+        left = max(0.0, ends_at - time.monotonic())
+        seconds = left * SECTIONS[name] / ahead  # what the sections before have not needed is shared
+        bench = Bench(placement, report.device, folder, seconds, wanted.data, wanted.target_accuracy,
+                      wanted.price_per_hour)
         section = importlib.import_module(f"train.gpu_report.{name}").measure(bench)
         print(f"== {name}: {section.seconds:.0f} s", flush=True)
         report = report.with_section(name, section)
@@ -73,7 +83,7 @@ def _begun(folder: Path, placement: Placement, sections: set[str]) -> Report:
 
 def _compare(wanted: GpuReportOptions, values: Mapping[str, Any]) -> None:
     for name in values.keys() - {"compare", "output"}:
-        raise TrainError(f"--{name.replace('_', '-')} has no effect on --compare, which measures nothing: leave it out")
+        raise TrainError(f"{option_name(name)} has no effect on --compare, which measures nothing: leave it out")
     if len(wanted.compare) < 2:
         raise TrainError(f"--compare {wanted.compare[0]}: that is one report: give two or more")
     folder = Path(wanted.output or COMPARISON_FOLDER)

@@ -81,6 +81,9 @@ def _config(bench: Bench, recipe: Recipe) -> Config:
 
 def _figures(bench: Bench, recipe: Recipe, rows: Sequence[Validation], precision: str,
              startup: float) -> Iterator[Figure]:
+    if not rows:
+        bench.leave_out("time and cost to accuracy", f"{bench.data} has no validation images")
+        return
     target = bench.target_accuracy or recipe.target_accuracy
     for epoch, seconds, top1 in rows:
         yield Figure(recipe.what, f"epoch {epoch}", precision, 100 * top1, "top-1 %", more={"seconds": seconds})

@@ -22,7 +22,7 @@ def measure(bench: Bench) -> Section:
     config = Config(model=f"resnet{DEPTH}", image_size=IMAGE_SIZE)
     for precision, chosen in precisions(config, bench.placement, is_chosen=False).items():
         if bench.is_over:
-            bench.leave_out(f"inference in {precision}", f"the section's {bench.seconds:.0f} s were over")
+            bench.leave_out(f"inference in {precision}", bench.no_time)
             continue
         sizes = GPU_BATCHES if bench.on_gpu else CPU_BATCHES
         points = list(sweep(precision, chosen, bench.placement, CLASSES, sizes, SECONDS))  # which it prints

@@ -64,14 +64,16 @@ def measure(bench: Bench) -> Section:
     where = "cuda" if bench.on_gpu else "cpu"
     machine: Machine = importlib.import_module(f"train.gpu_report.kernels_{where}").open_machine(bench.placement)
     sizes = (GEMMS, CONVOLUTIONS) if bench.on_gpu else (SMALL_GEMMS, SMALL_CONVOLUTIONS)
-    with machine.copy() as sample:
-        timing = repeat(sample, LIMIT_SECONDS)
-    speed = 2 * machine.copy_bytes / timing.median / 1e6
-    bench.add(Figure(COPY, f"{machine.copy_bytes / 2**20:,.0f} MiB", "", speed, "GB/s", timing.error, timing.limit))
-    late: dict[str, int] = {}
+    try:
+        with machine.copy() as sample:
+            timing = repeat(sample, LIMIT_SECONDS)
+        speed = 2 * machine.copy_bytes / timing.median / 1e6
+        bench.add(Figure(COPY, f"{machine.copy_bytes / 2**20:,.0f} MiB", "", speed, "GB/s", timing.error, timing.limit))
+    except UserError as error:
+        bench.leave_out(COPY, str(error))
     for task in _tasks(machine, *sizes):
         if bench.is_over:
-            late[task.what] = late.get(task.what, 0) + 1
+            bench.leave_out(f"{task.what} {task.size} in {task.precision}", bench.no_time)
             continue
         try:
             with task.sampler() as sample:
@@ -82,10 +84,8 @@ def measure(bench: Bench) -> Section:
             continue
         bench.add(Figure(task.what, task.size, task.precision, timing.median, "ms", timing.error, timing.limit,
                          {"tflops": task.flops / timing.median / 1e9}))
-    for what, count in late.items():
-        bench.leave_out(f"{what}, {count} timings", f"the section's {bench.seconds:.0f} s were over")
-    figures = list(with_shares([*bench.figures, *totals(bench.figures)], bench.device))
-    return Section(tuple(figures), tuple(bench.notes), round(bench.spent, 1))
+    bench.figures = list(with_shares([*bench.figures, *totals(bench.figures)], bench.device))
+    return bench.found()
 
 
 def _tasks(machine: Machine, gemms: Iterable[Gemm], convolutions: Iterable[Convolution]) -> Iterator[Task]:

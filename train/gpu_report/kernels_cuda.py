@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -42,7 +43,6 @@ class CudaMachine:
         self.gpu = Gpu(device_id)
         cache, self._arena = Cache(machine(self.gpu)), Arena(self.gpu)
         self._kernels = KernelLibrary(self.gpu, cache)
-        self._gemms = GemmLibrary(self.gpu)
         self._convolutions = {is_tf32: ConvolutionLibrary(self.gpu, cache, self._arena, tf32=is_tf32)
                               for is_tf32 in (False, True)}
         least = {"tf32": MIN_TF32, "bf16": MIN_BF16, "fp8": MIN_FP8}
@@ -54,6 +54,10 @@ class CudaMachine:
         with copying(self.gpu, self._kernels) as enqueue, self.gpu.timer(enqueue, launches=1) as sample:
             sample()
             yield sample
+
+    @functools.cached_property
+    def _gemms(self) -> GemmLibrary:
+        return GemmLibrary(self.gpu)
 
     @contextlib.contextmanager
     def gemm(self, size: Gemm, precision: str) -> Iterator[Callable[[], float]]:

@@ -34,7 +34,7 @@ class Bench:
     price_per_hour: float = 0.0
     clock: Callable[[], float] = time.monotonic
     figures: list[Figure] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    left_out: dict[str, list[str]] = field(default_factory=dict)  # what, by the reason
 
     def __post_init__(self) -> None:
         self._start = self.clock()
@@ -52,6 +52,11 @@ class Bench:
     def is_over(self) -> bool:
         return self.spent > self.seconds
 
+    @property
+    def no_time(self) -> str:
+        """Why something is left out that would begin now."""
+        return f"the section's {self.seconds:.0f} s were over"
+
     def add(self, *figures: Figure) -> None:
         """Keep them, and print a line for each."""
         for figure in figures:
@@ -63,8 +68,10 @@ class Bench:
 
     def leave_out(self, what: str, reason: str) -> None:
         """Note that something is not measured, and print it."""
-        self.notes.append(f"{what} is left out: {reason}")
-        print(f"  {self.notes[-1]}", flush=True)
+        self.left_out.setdefault(reason, []).append(what)
+        print(f"  {what}: left out, {reason}", flush=True)
 
     def found(self) -> Section:
-        return Section(tuple(self.figures), tuple(self.notes), round(self.spent, 1))
+        notes = (f"{' and '.join(whats) if len(whats) < 3 else f'{whats[0]} and {len(whats) - 1} more'}: {reason}"
+                 for reason, whats in self.left_out.items())
+        return Section(tuple(self.figures), tuple(notes), round(self.spent, 1))

@@ -45,7 +45,7 @@ def measure(bench: Bench) -> Section:
     chosen = precisions(default, bench.placement, is_chosen=False)
     for depth, precision in in_turn(models, list(chosen)):
         if bench.is_over:
-            bench.leave_out(f"training {named(depth)} in {precision}", f"the section's {bench.seconds:.0f} s were over")
+            bench.leave_out(f"training {named(depth)} in {precision}", bench.no_time)
             continue
         from_batch = Config(**{**vars(chosen[precision]), "model": f"resnet{depth}"})
         _measure(bench, depth, precision, from_batch)

@@ -78,7 +78,8 @@ def summary(rows: Sequence[Row], num_reports: int) -> dict[str, list[float]]:
         if figures[0] is not None:
             groups.setdefault((key.section, _kind(key), key.precision), []).append((key, figures))
     groups = {group: own for group, own in groups.items() if any(any(figures[1:]) for _, figures in own)}
-    order = sorted(groups, key=lambda group: (group[0], group[1], _rank(group[2])))
+    kinds = list(dict.fromkeys(group[:2] for group in groups))
+    order = sorted(groups, key=lambda group: (kinds.index(group[:2]), _rank(group[2])))
     return {", ".join(filter(None, (section, kind, precision))): [
         _geometric_mean([ratio(key, figures[i], figures[0]) for key, figures in groups[section, kind, precision]])
         for i in range(num_reports)] for section, kind, precision in order}

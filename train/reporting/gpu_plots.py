@@ -162,5 +162,6 @@ def _logarithmic(axes: Axes) -> None:
 
 def _in_columns(axes: Axes, theme: Theme, columns: int = 6, named: Axes | None = None) -> None:
     """The legend above the axes, at the right of the title; of what `named` shows, where that is another panel."""
-    axes.legend(*(named or axes).get_legend_handles_labels(), loc="lower right", bbox_to_anchor=(1, 1), ncols=columns, frameon=False, labelcolor=theme.text,
-                fontsize=9, borderaxespad=0.2, handlelength=1.0, columnspacing=1.2)
+    axes.legend(*(named or axes).get_legend_handles_labels(), loc="lower right", bbox_to_anchor=(1, 1), ncols=columns,
+                frameon=False, labelcolor=theme.text, fontsize=9, borderaxespad=0.2, handlelength=1.0,
+                columnspacing=1.2)
