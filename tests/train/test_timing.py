@@ -6,7 +6,6 @@ import itertools
 import math
 
 import numpy as np
-import pytest
 
 from train.timing import MIN_SAMPLES, relative_error, repeat
 
