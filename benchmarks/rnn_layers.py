@@ -271,7 +271,7 @@ def geometric_mean(lines: Sequence[Line]) -> str:
     if not ratios:
         return ""
     mean = statistics.geometric_mean(ratios)
-    return f"{len(ratios)} layers: {mean:.2f} times PyTorch's fastest way (geometric mean), {min(ratios):.2f} at least"
+    return f"geometric mean of {len(ratios)}: {mean:.2f} times PyTorch's fastest way, {min(ratios):.2f} at least"
 
 
 def main() -> None:
