@@ -11,13 +11,14 @@ from step_networks import (
     random_network,
     random_variables,
     small_resnet,
+    words,
 )
 
 from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError, Ref, passes, pipeline
 from graph_passes.executors import Box, Draws, create_executor
 from graph_passes.executors.reference import backward, evaluate, forward, run
-from graph_passes.operators import OPERATORS, shown_name
+from graph_passes.operators import OPERATORS
 from graph_passes.operators.dropout import SEED
 from graph_passes.passes.quantise import QUANTISED
 from train.models.resnet import resnet
@@ -51,6 +52,7 @@ NETWORKS = {
     "bottlenecks that drop": (lambda: dropping(bottlenecks(7, 7)), (5, 22, 18, 4)),
     "bottlenecks that drop batches": (lambda: dropping(bottlenecks(7, 7), "block"), (3, 22, 18, 4)),
     "BatchNorm first that drops": (lambda: dropping(pre_activation()), (4, 9, 7, 3)),
+    "words": (words, (12, 1, 1, 1)),
     "binary cross entropy": (lambda: small_resnet(False), (3, 9, 8, 3)),
     "weighted classes": (lambda: small_resnet(False), (3, 9, 8, 3)),
 }
@@ -133,8 +135,7 @@ def test_random_networks(rng):
 
 
 def test_every_operator_is_in_one_of_these_graphs():
-    """All that is in the table, but what no pass writes, what only some executors know, INT8 (test_quantise.py), and
-    RNN (test_rnn.py)."""
+    """All that is in the table, but what no pass writes, what only some executors know, and INT8 (test_quantise.py)."""
     seen = set()
     for name in NETWORKS:
         graph, shapes = network(name)
@@ -148,8 +149,7 @@ def test_every_operator_is_in_one_of_these_graphs():
                     after = each(after)
                     seen |= after.operators().keys()
                 assert Graph.from_json(after.to_json()) == after
-    recurrent = {op for op in OPERATORS if shown_name(op) == "RNN"}
-    assert set(OPERATORS) - seen == {"transpose", "softmax", *recurrent, *QUANTISED}
+    assert set(OPERATORS) - seen == {"transpose", "softmax", *QUANTISED}
 
 
 @pytest.mark.parametrize("name", ["basic blocks", "bottlenecks", "biases", "BatchNorm first", "basic blocks that drop",

@@ -81,6 +81,8 @@ CASES = {
     "FullyConnected of rows": lambda rng: single("FullyConnected", (size(rng), size(rng), size(rng)), rng,
                                                  num_hidden=size(rng), flatten=False),
     **{f"RNN {mode}": lambda rng, mode=mode: recurrent(rng, mode) for mode in ("rnn_relu", "rnn_tanh", "lstm", "gru")},
+    "Reshape": lambda rng: single("Reshape", (3, 4, size(rng)), rng,
+                                  shape=[(2, -1), (0, 2, -1), (-1,)][rng.integers(3)]),
     "Flatten": lambda rng: single("Flatten", batch(rng, "NHWC", 2), rng),
     "transpose": lambda rng: single("transpose", batch(rng, "NHWC", 2), rng, axes=(0, 3, 1, 2)),
     "transpose of all": lambda rng: single("transpose", (2, size(rng), size(rng)), rng),
@@ -92,7 +94,8 @@ WITH_MXNET = [case for case in CASES if not case.startswith("RNN")]  # those: te
 
 
 def test_every_operator_has_a_case():
-    elsewhere = {"SoftmaxOutput", "SigmoidOutput", "Dropout", "DropoutImages", "DropoutElements"}
+    elsewhere = {"SoftmaxOutput", "SigmoidOutput", "Dropout", "DropoutImages", "DropoutElements", "Embedding",
+                 "_zeros"}
     with_gradient = {name for name, operator in OPERATORS.items() if operator.numpy_gradient}
     assert {name.split()[0] for name in CASES} | elsewhere == with_gradient
 
