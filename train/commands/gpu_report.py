@@ -25,7 +25,7 @@ from train.processes.invocation import command_line
 from train.reporting import gpu_comparison, gpu_report
 
 # Each is a module of train/gpu_report; its part of --minutes.
-SECTIONS = {"kernels": 0.3, "training": 0.4, "inference": 0.2, "cost": 0.1}
+SECTIONS = {"kernels": 0.25, "recurrent": 0.1, "training": 0.35, "inference": 0.2, "cost": 0.1}
 FOLDER, COMPARISON_FOLDER = Path("runs/gpu_report"), Path("runs/gpu_comparison")
 
 

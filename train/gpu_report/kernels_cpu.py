@@ -27,7 +27,7 @@ class CpuMachine:
     def copy(self) -> Iterator[Callable[[], float]]:
         source = np.ones(self.copy_bytes, np.uint8)
         target = np.zeros_like(source)
-        yield lambda: _milliseconds(lambda: np.copyto(target, source))
+        yield lambda: milliseconds(lambda: np.copyto(target, source))
 
     @contextlib.contextmanager
     def gemm(self, size: Gemm, precision: str) -> Iterator[Callable[[], float]]:
@@ -38,7 +38,7 @@ class CpuMachine:
         def product() -> None:
             mx.nd.dot(b, a, transpose_a=size.transpose_b, transpose_b=size.transpose_a).wait_to_read()
 
-        yield lambda: _milliseconds(product)
+        yield lambda: milliseconds(product)
 
     @contextlib.contextmanager
     def convolution(self, size: Convolution, direction: str, precision: str) -> Iterator[Callable[[], float]]:
@@ -63,10 +63,10 @@ class CpuMachine:
                 result.backward(gradient)
                 wanted.grad.wait_to_read()
 
-            return _milliseconds(gradients)
+            return milliseconds(gradients)
 
         if direction == "forward":
-            yield lambda: _milliseconds(lambda: forward().wait_to_read())
+            yield lambda: milliseconds(lambda: forward().wait_to_read())
         else:
             wanted.attach_grad()
             yield backward
@@ -76,7 +76,7 @@ def _random(shape: tuple[int, ...]) -> mx.nd.NDArray:
     return mx.nd.random.uniform(-1, 1, shape)
 
 
-def _milliseconds(action: Callable[[], object]) -> float:
+def milliseconds(action: Callable[[], object]) -> float:
     start = time.perf_counter()
     action()
     return 1e3 * (time.perf_counter() - start)

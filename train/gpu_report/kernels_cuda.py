@@ -7,16 +7,13 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from common.disk_cache import Cache
 from graph_passes.errors import GraphError
 from graph_passes.executors.base import parse_device
-from graph_passes.executors.cuda.arena import Arena
-from graph_passes.executors.cuda.convolution import ConvolutionLibrary, Problem, placed
+from graph_passes.executors.cuda.convolution import Problem, placed
 from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.gemm import WORKSPACE_BYTES, GemmLibrary, GemmProblem
-from graph_passes.executors.cuda.kernels import KernelLibrary
 from graph_passes.executors.cuda.profile import COPY_BYTES, copying
-from graph_passes.executors.cuda.training_step import machine
+from graph_passes.executors.cuda.toolchain import toolchain
 from graph_passes.passes.memory import aligned
 from train.devices import Placement
 from train.gpu_report.deepbench import Convolution, Gemm
@@ -25,8 +22,7 @@ SAMPLE_MS = 1.0  # of one sample, which holds so many launches as that takes
 MAX_LAUNCHES = 100
 DTYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp8": "float8", "int8": "int8"}
 KINDS = {"forward": "fprop", "data gradient": "dgrad", "weight gradient": "wgrad"}
-MIN_FP8 = (8, 9)  # compute capability
-MIN_TF32 = MIN_BF16 = (8, 0)
+LEAST_CAPABILITY = {"tf32": (8, 0), "bf16": (8, 0), "fp8": (8, 9)}  # compute capability
 
 
 def open_machine(placement: Placement) -> CudaMachine:
@@ -41,17 +37,14 @@ class CudaMachine:
 
     def __init__(self, device_id: int) -> None:
         self.gpu = Gpu(device_id)
-        cache, self._arena = Cache(machine(self.gpu)), Arena(self.gpu)
-        self._kernels = KernelLibrary(self.gpu, cache)
-        self._convolutions = {is_tf32: ConvolutionLibrary(self.gpu, cache, self._arena, tf32=is_tf32)
-                              for is_tf32 in (False, True)}
-        least = {"tf32": MIN_TF32, "bf16": MIN_BF16, "fp8": MIN_FP8}
+        self._tools = {is_tf32: toolchain(self.gpu, is_tf32) for is_tf32 in (False, True)}
+        self._arena = self._tools[False].arena
         self.precisions = tuple(precision for precision in ("fp16", "fp32", "tf32", "bf16", "int8", "fp8")
-                                if self.gpu.capability >= least.get(precision, (0, 0)))
+                                if self.gpu.capability >= LEAST_CAPABILITY.get(precision, (0, 0)))
 
     @contextlib.contextmanager
     def copy(self) -> Iterator[Callable[[], float]]:
-        with copying(self.gpu, self._kernels) as enqueue, self.gpu.timer(enqueue, launches=1) as sample:
+        with copying(self.gpu, self._tools[False].kernels) as enqueue, self.gpu.timer(enqueue, launches=1) as sample:
             sample()
             yield sample
 
@@ -69,7 +62,7 @@ class CudaMachine:
 
     @contextlib.contextmanager
     def convolution(self, size: Convolution, direction: str, precision: str) -> Iterator[Callable[[], float]]:
-        library = self._convolutions[precision != "fp32"]
+        library = self._tools[precision != "fp32"].convolutions
         problem = _problem(size, KINDS[direction], DTYPES[precision])
         plan = library.plan(problem)
         starts, num_bytes = placed(problem)

@@ -24,7 +24,7 @@ def write(folder: Path, report: Report) -> None:
     drawings: Drawings = {}
     blocks: list[Block] = [Tiles(_tiles(report)), *_made(report)]
     writers: dict[str, Callable[[Report, Section, Drawings], list[Block]]] = {
-        "kernels": _kernels, "training": _training, "inference": _inference, "cost": _cost}
+        "kernels": _kernels, "recurrent": _recurrent, "training": _training, "inference": _inference, "cost": _cost}
     for name, describe in writers.items():
         if section := report.sections.get(name):
             blocks += describe(report, section, drawings)
@@ -119,6 +119,21 @@ def _kernel_table(figures: Sequence[Figure]) -> Table:
     sizes = "m x n x k" if figures[0].what == GEMM else "images x height x width x channels, filters"
     return Table((sizes, "precision", "ms", "+/-", "TFLOP/s", "of the datasheet", "of the best product"), rows,
                  folded=f"{len(rows)} timings")
+
+
+def _recurrent(report: Report, section: Section, drawings: Drawings) -> list[Block]:
+    if not section.figures:
+        return []
+    drawings["recurrent.png"] = partial(gpu_plots.kernels, section.figures, "Recurrent layers")
+    rows = [(figure.what, figure.size, figure.precision, _number(figure.value), _error(figure),
+             _number(figure.more["tflops"])) for figure in section.figures]
+    return [
+        Heading("Recurrent layers"),
+        Text("One layer, with as many features as hidden units: forward pass and all gradients, and the forward pass "
+             "alone as inference has it. TFLOP/s count the products of matrices."),
+        Plot("recurrent.png", "TFLOP/s of recurrent layers by size and precision."),
+        Table(("layer", "size", "precision", "ms", "+/-", "TFLOP/s"), rows, folded=f"{len(rows)} timings"),
+    ]
 
 
 def _training(report: Report, section: Section, drawings: Drawings) -> list[Block]:

@@ -20,7 +20,7 @@ from test_compile import serves
 from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError, Ref, passes, pipeline, roles
 from graph_passes.executors import Box, Draws
-from graph_passes.executors.cuda import kernels, training_step
+from graph_passes.executors.cuda import kernels, toolchain, training_step
 from graph_passes.executors.cuda.capacity import check_fits
 from graph_passes.executors.cuda.choices import Choices
 from graph_passes.executors.cuda.folding import Folded
@@ -130,8 +130,8 @@ def lower_graph(graph: Graph, shapes: dict[str, tuple[int, ...]], training: bool
     batch, height, width, channels = shapes["data"]
     inferred = graph.infer_shapes(shapes)
     frozen, gpu = roles.frozen(graph), CountingGpu(capability, shared_kib)
-    tools: Any = SimpleNamespace(gpu=gpu, kernels=FakeKernels(), convolutions=FakeConvolutions(), group=group,
-                                 planner=planner or FakePlanner(fused, deterministic))
+    tools: Any = SimpleNamespace(gpu=gpu, kernels=FakeKernels(), convolutions=FakeConvolutions(), recurrent=None,
+                                 group=group, planner=planner or FakePlanner(fused, deterministic))
     store = ParameterStore(
         parameters_of(graph, inferred, tuple(shapes)), {name: inferred[Ref(name)] for name in graph.aux}, dtype,
         frozen=frozen, folded=Folded(graph, shapes, dtype, tools, frozen_only=True).store if frozen else None)
@@ -625,9 +625,9 @@ class FakeGpu:
 def make_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., training_step.TrainingStep]:
     """Makes a ResNet-18's training step for square images of so many pixels, where nothing is computed."""
     monkeypatch.setattr(training_step, "Gpu", FakeGpu)
-    monkeypatch.setattr(training_step, "KernelLibrary", lambda *_: FakeKernels())
-    monkeypatch.setattr(training_step, "ConvolutionLibrary", lambda *_: FakeConvolutions())
-    monkeypatch.setattr(training_step, "machine", lambda gpu: "fake")
+    monkeypatch.setattr(toolchain, "KernelLibrary", lambda *_: FakeKernels())
+    monkeypatch.setattr(toolchain, "ConvolutionLibrary", lambda *_: FakeConvolutions())
+    monkeypatch.setattr(toolchain, "_machine", lambda gpu: "fake")
     graph = passes.bn_relu(passes.bn_add_relu(Graph.from_json(resnet(18, 10).tojson())))
 
     def make(size: int, change: Callable[[Graph], Graph] = lambda same: same,

@@ -1,0 +1,81 @@
+"""Section recurrent: single layers, forward and backward and inference, by precision.
+
+Sizes are DeepBench's (rnn_problems.h, training) and those of articles on GPUs. Data has as many features as the layer
+has hidden units; in training the gradients of data, weights and initial states are made.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import NamedTuple, Protocol
+
+from common.errors import UserError
+from graph_passes.operators.rnn import GATES
+from train.gpu_report.figures import Figure, Section
+from train.gpu_report.section import Bench
+from train.timing import repeat
+
+LIMIT_SECONDS = 1.0  # of one timing
+TRAINING, INFERENCE = "forward and backward", "inference"
+NAMES = {"lstm": "LSTM", "gru": "GRU", "rnn_relu": "RNN with ReLU"}
+
+
+class Layer(NamedTuple):
+    """A recurrent layer and what it is given."""
+
+    mode: str  # as MXNet's RNN has it
+    hidden: int
+    batch: int
+    steps: int
+
+    @property
+    def flops(self) -> int:
+        """Of the products of a forward pass."""
+        return 2 * self.steps * self.batch * GATES[self.mode] * self.hidden * 2 * self.hidden
+
+    def __str__(self) -> str:
+        return f"hidden {self.hidden}, batch {self.batch}, {self.steps} steps"
+
+
+LAYERS = (
+    Layer("lstm", 1024, 128, 25), Layer("lstm", 2048, 128, 25), Layer("lstm", 4096, 128, 25),
+    Layer("lstm", 128, 128, 32), Layer("lstm", 256, 128, 32), Layer("lstm", 512, 128, 32), Layer("lstm", 1024, 128, 32),
+    Layer("rnn_relu", 1760, 16, 50), Layer("rnn_relu", 2560, 32, 50), Layer("gru", 2816, 32, 1500),
+)
+SMALL_LAYERS = tuple(layer for layer in LAYERS if layer.hidden <= 256)  # for a CPU
+
+
+class Machine(Protocol):
+    """A device that layers are timed on. `layer` raises UserError where it cannot do that."""
+
+    precisions: tuple[str, ...]
+
+    def layer(self, layer: Layer, use: str, precision: str) -> AbstractContextManager[Callable[[], float]]: ...
+
+
+def measure(bench: Bench) -> Section:
+    """All layers; what the device has not, or has no time for, is noted."""
+    if bench.on_gpu and bench.placement.executor != "cuda":
+        bench.leave_out("the section", f"it is measured through cuDNN 9, which {bench.device} cannot run")
+        return bench.found()
+    where = "cuda" if bench.on_gpu else "cpu"
+    machine: Machine = importlib.import_module(f"train.gpu_report.recurrent_{where}").open_machine(bench.placement)
+    for layer in LAYERS if bench.on_gpu else SMALL_LAYERS:
+        for precision in machine.precisions:
+            for use, passes in ((TRAINING, 3), (INFERENCE, 1)):  # two gradients take as many products each
+                what = f"{NAMES[layer.mode]}, {use}"
+                if bench.is_over:
+                    bench.leave_out(f"{what}, {layer} in {precision}", bench.no_time)
+                    continue
+                try:
+                    with machine.layer(layer, use, precision) as sample:
+                        sample()  # warms up
+                        timing = repeat(sample, LIMIT_SECONDS)
+                except UserError as error:
+                    bench.leave_out(f"{what}, {layer} in {precision}", str(error))
+                    continue
+                bench.add(Figure(what, str(layer), precision, timing.median, "ms", timing.error, timing.limit,
+                                 {"tflops": passes * layer.flops / timing.median / 1e9}))
+    return bench.found()
