@@ -39,7 +39,7 @@ from graph_passes.executors.cuda.function import DeviceFunction
 from graph_passes.executors.cuda.toolchain import Toolchain, toolchain
 from graph_passes.operators.rnn import flops
 from graph_passes.passes.rnn_algorithm import rnn_algorithm
-from train.gpu_report.recurrent_cuda import layer_graph
+from train.gpu_report.recurrent import layer_graph
 from train.reporting.gpu_monitor import GpuMonitor
 from train.timing import standard_error_of_median
 

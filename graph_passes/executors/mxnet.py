@@ -40,7 +40,7 @@ class MXNetExecutor(Executor):
 
     def __init__(self, graph: Graph, shapes: Mapping[str, Sequence[int]], device: str = "cpu(0)") -> None:
         self._context = _context(device)
-        _check_recurrent(graph)
+        check_recurrent(graph)
         images, *_ = shapes.get("data") or (1,)  # other inputs are refused below
         graph = draw_masks(unfuse(graph), images)
         super().__init__(layout(graph, "NCHW") if self._context.device_type == "cpu" else graph, shapes)
@@ -198,7 +198,7 @@ def _context(device: str) -> Any:
     return mx.Context(kind, number)
 
 
-def _check_recurrent(graph: Graph) -> None:
+def check_recurrent(graph: Graph) -> None:
     """MXNet 1.9.1 computes RNN by oneDNN. Told to go without, it still passes it arrays of oneDNN's, and gives any
     numbers or ends the process; its own code for it (MXNET_USE_MKLDNN_RNN=0) has wrong gradients of several layers."""
     recurrent = [node.name for node in graph if node.op == "RNN"]

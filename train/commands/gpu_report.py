@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,13 @@ from train.commands.options import GpuReportOptions
 from train.config import Config
 from train.devices import Placement
 from train.errors import TrainError
-from train.gpu_report.figures import FILE, Report
+from train.gpu_report.figures import FILE, Report, Section
 from train.gpu_report.section import Bench
 from train.processes.invocation import command_line
 from train.reporting import gpu_comparison, gpu_report
 
-# Each is a module of train/gpu_report; its part of --minutes.
-SECTIONS = {"kernels": 0.25, "recurrent": 0.1, "training": 0.35, "inference": 0.2, "cost": 0.1}
+# Each is a module of train/gpu_report; its part of --minutes. Training, which takes most, has what the others leave.
+SECTIONS = {"kernels": 0.2, "recurrent": 0.1, "inference": 0.15, "cost": 0.1, "training": 0.45}
 FOLDER, COMPARISON_FOLDER = Path("runs/gpu_report"), Path("runs/gpu_comparison")
 
 
@@ -44,7 +45,7 @@ def main(values: Mapping[str, Any]) -> None:
         print(placement.note, flush=True)
     folder = Path(wanted.output or FOLDER)
     report = _begun(folder, placement, set(wanted.sections))
-    done = {name for name, section in report.sections.items() if section.figures}
+    done = _done(report)
     ends_at = time.monotonic() + 60 * wanted.minutes
     for number, name in enumerate(wanted.sections, start=1):
         if name in done:
@@ -55,13 +56,22 @@ def main(values: Mapping[str, Any]) -> None:
         left = max(0.0, ends_at - time.monotonic())
         seconds = left * SECTIONS[name] / ahead  # what the sections before have not needed is shared
         bench = Bench(placement, report.device, folder, seconds, wanted.data, wanted.target_accuracy,
-                      wanted.price_per_hour)
-        section = importlib.import_module(f"train.gpu_report.{name}").measure(bench)
+                      wanted.price_per_hour, report.sections.get(name, Section(())))
+        try:
+            section = importlib.import_module(f"train.gpu_report.{name}").measure(bench)
+        except BaseException:  # Ctrl-C too: the next start goes on with what has been found
+            report.with_section(name, replace(bench.found(), complete=False)).write(folder / FILE)
+            raise
         print(f"== {name}: {section.seconds:.0f} s", flush=True)
         report = report.with_section(name, section)
         report.write(folder / FILE)
     gpu_report.write(folder, report)
     print(f"report: {folder / 'report.md'}, {folder / 'report.html'}, {folder / FILE}")
+
+
+def _done(report: Report) -> set[str]:
+    """The sections in which another start would find no more."""
+    return {name for name, section in report.sections.items() if section.figures and section.complete}
 
 
 def _begun(folder: Path, placement: Placement, sections: set[str]) -> Report:
@@ -75,7 +85,7 @@ def _begun(folder: Path, placement: Placement, sections: set[str]) -> Report:
         return Report(device, {}, about)
     report = Report.read(folder / FILE)
     for what, there, here in (("device", report.device, device), ("commit", report.about.get("commit"), commit)):
-        if there != here and not sections <= report.sections.keys():
+        if there != here and not sections <= _done(report):
             raise TrainError(f"the report in {folder} is of the {what} {there}, and this is {here}: give another "
                              "--output")
     return report

@@ -164,10 +164,10 @@ class GpuReportOptions:
 
     compare: Annotated[tuple[Path, ...], "FILE"] = ()
     """Measure nothing: set these reports (their report.json) side by side, with ratios to the first."""
-    sections: tuple[Literal["kernels", "recurrent", "training", "inference", "cost"], ...] = (
-        "kernels", "recurrent", "training", "inference", "cost",
+    sections: tuple[Literal["kernels", "recurrent", "inference", "cost", "training"], ...] = (
+        "kernels", "recurrent", "inference", "cost", "training",
     )
-    """What to measure; what the report in --output has already is kept."""
+    """What to measure, in this order; what the report in --output has already is kept."""
     data: Annotated[str, "PATH"] = ""
     """CIFAR-10, in any form of docs/data.md, for the section cost; without it, that is left out on a GPU."""
     target_accuracy: float = 0.0
@@ -175,7 +175,7 @@ class GpuReportOptions:
     price_per_hour: float = 0.0
     """What an hour of this machine costs, in any currency; 0: not known."""
     minutes: float = 10.0
-    """For all sections together; what would begin later is left out, and said."""
+    """For all sections together; what would begin later is left out, and measured when the command is repeated."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """What to measure; auto: the GPU if there is one that the executor can use."""
     output: Annotated[str, "FOLDER"] = ""

@@ -42,7 +42,7 @@ def measure(bench: Bench) -> Section:
                                                      "(docs/data.md)")
         return bench.found()
     recipe = CIFAR10 if bench.data else SAMPLE
-    config, folder = _config(bench, recipe), bench.folder / "training"
+    config, folder = _config(bench, recipe), bench.folder / "cost_run"
     launched = time.time()
     run_training(config, folder)
     startup = (folder / CONFIG_FILE).stat().st_mtime - launched  # it is written when everything is built
@@ -76,7 +76,7 @@ def _config(bench: Bench, recipe: Recipe) -> Config:
     return replace(preset, epochs=recipe.epochs, warmup_epochs=default_warmup(preset, recipe.epochs),
                    data=bench.data or preset.data, device="gpu" if bench.on_gpu else "cpu",
                    price_per_hour=bench.price_per_hour, tensorboard=False, validate_every=1, checkpoint_minutes=0.0,
-                   output=str(bench.folder / "training"))
+                   output=str(bench.folder / "cost_run"))
 
 
 def _figures(bench: Bench, recipe: Recipe, rows: Sequence[Validation], precision: str,

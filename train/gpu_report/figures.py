@@ -57,11 +57,13 @@ class Figure:
 
 @dataclass(frozen=True)
 class Section:
-    """What one section has found. `notes`: what is left out and why, a sentence each."""
+    """What one section has found, and in how many seconds. `notes`: what is left out and why, a sentence each.
+    `complete`: not for want of time, so that another start would find no more."""
 
     figures: tuple[Figure, ...]
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
+    complete: bool = True
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,8 @@ class Report:
                             f"{VERSION}: make it anew, or compare with the program that wrote it")
         try:
             sections = {name: Section(tuple(Figure(**figure) for figure in section["figures"]),
-                                      tuple(section.get("notes", ())), section.get("seconds", 0.0))
+                                      tuple(section.get("notes", ())), section.get("seconds", 0.0),
+                                      section.get("complete", True))
                         for name, section in values["sections"].items()}
             return cls(values["device"], sections, values.get("about", {}))
         except (KeyError, TypeError, AttributeError) as error:

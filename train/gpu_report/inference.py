@@ -21,14 +21,13 @@ def measure(bench: Bench) -> Section:
     """All precisions; those for which no time is left, and batches that do not fit, are noted."""
     config = Config(model=f"resnet{DEPTH}", image_size=IMAGE_SIZE)
     for precision, chosen in precisions(config, bench.placement, is_chosen=False).items():
-        if bench.is_over:
-            bench.leave_out(f"inference in {precision}", bench.no_time)
+        if bench.has(named(DEPTH), "batch ", precision) or not bench.has_time(precision):
             continue
         sizes = GPU_BATCHES if bench.on_gpu else CPU_BATCHES
         points = list(sweep(precision, chosen, bench.placement, CLASSES, sizes, SECONDS))  # which it prints
         bench.figures += map(_figure, points)
         for batch in set(sizes) - {point.batch for point in points}:
-            bench.leave_out(f"inference in {precision} with batch {batch}", "there is no room for it in memory")
+            bench.leave_out(f"{precision} with batch {batch}", "there is no room for it in memory")
     return bench.found()
 
 

@@ -28,6 +28,7 @@ from train.gpu_report.section import Bench
 from train.timing import repeat
 
 LIMIT_SECONDS = 1.0  # of one timing
+WARM_UP_SECONDS = 1.0  # of a GPU, whose clocks rise when it has work: the copy is the first that it has
 PASSES = ("forward", "data gradient", "weight gradient")
 COPY, GEMM, CONVOLUTION, TOTAL = "copy", "GEMM", "convolution", "convolution, total"
 Sampler = AbstractContextManager[Callable[[], float]]  # of what times once: ms
@@ -64,28 +65,37 @@ def measure(bench: Bench) -> Section:
     where = "cuda" if bench.on_gpu else "cpu"
     machine: Machine = importlib.import_module(f"train.gpu_report.kernels_{where}").open_machine(bench.placement)
     sizes = (GEMMS, CONVOLUTIONS) if bench.on_gpu else (SMALL_GEMMS, SMALL_CONVOLUTIONS)
-    try:
-        with machine.copy() as sample:
-            timing = repeat(sample, LIMIT_SECONDS)
-        speed = 2 * machine.copy_bytes / timing.median / 1e6
-        bench.add(Figure(COPY, f"{machine.copy_bytes / 2**20:,.0f} MiB", "", speed, "GB/s", timing.error, timing.limit))
-    except UserError as error:
-        bench.leave_out(COPY, str(error))
+    bench.figures = [figure for figure in bench.figures if figure.what != TOTAL]  # of an earlier start
+    if not bench.has(COPY, "", ""):
+        _measure_copy(bench, machine)
     for task in _tasks(machine, *sizes):
-        if bench.is_over:
-            bench.leave_out(f"{task.what} {task.size} in {task.precision}", bench.no_time)
+        name = f"{task.what} {task.size} in {task.precision}"
+        if bench.has(task.what, task.size, task.precision) or not bench.has_time(name):
             continue
         try:
             with task.sampler() as sample:
                 sample()  # warms up
                 timing = repeat(sample, LIMIT_SECONDS)
         except UserError as error:
-            bench.leave_out(f"{task.what} {task.size} in {task.precision}", str(error))
+            bench.leave_out(name, str(error))
             continue
         bench.add(Figure(task.what, task.size, task.precision, timing.median, "ms", timing.error, timing.limit,
                          {"tflops": task.flops / timing.median / 1e9}))
     bench.figures = list(with_shares([*bench.figures, *totals(bench.figures)], bench.device))
     return bench.found()
+
+
+def _measure_copy(bench: Bench, machine: Machine) -> None:
+    try:
+        with machine.copy() as sample:
+            if bench.on_gpu:
+                repeat(sample, WARM_UP_SECONDS, WARM_UP_SECONDS)
+            timing = repeat(sample, LIMIT_SECONDS)
+    except UserError as error:
+        bench.leave_out(COPY, str(error))
+        return
+    speed = 2 * machine.copy_bytes / timing.median / 1e6
+    bench.add(Figure(COPY, f"{machine.copy_bytes / 2**20:,.0f} MiB", "", speed, "GB/s", timing.error, timing.limit))
 
 
 def _tasks(machine: Machine, gemms: Iterable[Gemm], convolutions: Iterable[Convolution]) -> Iterator[Task]:

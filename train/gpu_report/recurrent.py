@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
 from common.errors import UserError
+from graph_passes import VARIABLE, Graph, Node, Ref
 from graph_passes.operators.rnn import GATES
 from train.gpu_report.figures import Figure, Section
 from train.gpu_report.section import Bench
@@ -47,6 +48,19 @@ LAYERS = (
 SMALL_LAYERS = tuple(layer for layer in LAYERS if layer.hidden <= 256)  # for a CPU
 
 
+def layer_graph(mode: str, hidden: int, is_training: bool) -> Graph:
+    """A layer; in training with its gradients, `head` being that of its output."""
+    names = ["data", "parameters", "state", *["state_cell"] * (mode == "lstm")]
+    attrs = {"mode": mode, "state_size": hidden, "num_layers": 1}
+    inputs = tuple(map(Ref, names))
+    variables = [Node(VARIABLE, name) for name in names]
+    if not is_training:
+        return Graph([*variables, Node("RNN", "rnn", inputs, attrs)], [Ref("rnn")])
+    forward = Node("RNNTrain", "rnn", inputs, attrs)
+    backward = Node("RNNBackward", "rnn_backward", (Ref("head"), *inputs, Ref("rnn"), forward.output("reserve")), attrs)
+    return Graph([*variables, Node(VARIABLE, "head"), forward, backward], [Ref("rnn"), *backward.refs()])
+
+
 class Machine(Protocol):
     """A device that layers are timed on. `layer` raises UserError where it cannot do that."""
 
@@ -66,15 +80,15 @@ def measure(bench: Bench) -> Section:
         for precision in machine.precisions:
             for use, passes in ((TRAINING, 3), (INFERENCE, 1)):  # two gradients take as many products each
                 what = f"{NAMES[layer.mode]}, {use}"
-                if bench.is_over:
-                    bench.leave_out(f"{what}, {layer} in {precision}", bench.no_time)
+                name = f"{what}, {layer} in {precision}"
+                if bench.has(what, str(layer), precision) or not bench.has_time(name):
                     continue
                 try:
                     with machine.layer(layer, use, precision) as sample:
                         sample()  # warms up
                         timing = repeat(sample, LIMIT_SECONDS)
                 except UserError as error:
-                    bench.leave_out(f"{what}, {layer} in {precision}", str(error))
+                    bench.leave_out(name, str(error))
                     continue
                 bench.add(Figure(what, str(layer), precision, timing.median, "ms", timing.error, timing.limit,
                                  {"tflops": passes * layer.flops / timing.median / 1e9}))

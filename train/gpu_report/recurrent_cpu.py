@@ -7,10 +7,11 @@ import math
 from collections.abc import Callable, Iterator
 
 from common.mxnet_compat import mx
+from graph_passes.executors.mxnet import check_recurrent
 from graph_passes.operators.rnn import GATES
 from train.devices import Placement
 from train.gpu_report.kernels_cpu import milliseconds
-from train.gpu_report.recurrent import TRAINING, Layer
+from train.gpu_report.recurrent import TRAINING, Layer, layer_graph
 
 
 def open_machine(placement: Placement) -> CpuMachine:
@@ -24,6 +25,7 @@ class CpuMachine:
 
     @contextlib.contextmanager
     def layer(self, layer: Layer, use: str, precision: str) -> Iterator[Callable[[], float]]:
+        check_recurrent(layer_graph(layer.mode, layer.hidden, is_training=False))
         shape, state = (layer.steps, layer.batch, layer.hidden), (1, layer.batch, layer.hidden)
         largest = 1 / math.sqrt(layer.hidden)
         count = GATES[layer.mode] * layer.hidden * (2 * layer.hidden + 2)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from graph_passes import VARIABLE, Graph, Node, Ref, passes
+from graph_passes import passes
 from graph_passes.executors.base import parse_device
 from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.function import DeviceFunction
@@ -16,25 +16,12 @@ from graph_passes.executors.cuda.toolchain import toolchain
 from graph_passes.passes.rnn_algorithm import rnn_algorithm
 from train.devices import Placement
 from train.gpu_report.kernels_cuda import DTYPES, LEAST_CAPABILITY, MAX_LAUNCHES, SAMPLE_MS
-from train.gpu_report.recurrent import TRAINING, Layer
+from train.gpu_report.recurrent import TRAINING, Layer, layer_graph
 
 
 def open_machine(placement: Placement) -> CudaMachine:
     """Raises GraphError where a library is missing."""
     return CudaMachine(parse_device(placement.device)[1])
-
-
-def layer_graph(mode: str, hidden: int, is_training: bool) -> Graph:
-    """A layer; in training with its gradients, `head` being that of its output."""
-    names = ["data", "parameters", "state", *["state_cell"] * (mode == "lstm")]
-    attrs = {"mode": mode, "state_size": hidden, "num_layers": 1}
-    inputs = tuple(map(Ref, names))
-    variables = [Node(VARIABLE, name) for name in names]
-    if not is_training:
-        return Graph([*variables, Node("RNN", "rnn", inputs, attrs)], [Ref("rnn")])
-    forward = Node("RNNTrain", "rnn", inputs, attrs)
-    backward = Node("RNNBackward", "rnn_backward", (Ref("head"), *inputs, Ref("rnn"), forward.output("reserve")), attrs)
-    return Graph([*variables, Node(VARIABLE, "head"), forward, backward], [Ref("rnn"), *backward.refs()])
 
 
 class CudaMachine:

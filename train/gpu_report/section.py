@@ -13,7 +13,8 @@ from train.gpu_report.figures import Figure, Section
 
 @dataclass
 class Bench:
-    """Where and how long a section measures; `add` and `leave_out` collect what it finds.
+    """Where and how long a section measures; `add` and `leave_out` collect what it finds. Where its time was over, the
+    next start goes on with what it has found: `begun`.
 
     Args:
         placement: the device, and what computes on it.
@@ -32,12 +33,14 @@ class Bench:
     data: str = ""
     target_accuracy: float = 0.0
     price_per_hour: float = 0.0
+    begun: Section = field(default_factory=lambda: Section(()))
     clock: Callable[[], float] = time.monotonic
-    figures: list[Figure] = field(default_factory=list)
     left_out: dict[str, list[str]] = field(default_factory=dict)  # what, by the reason
 
     def __post_init__(self) -> None:
         self._start = self.clock()
+        self.figures = list(self.begun.figures)
+        self._late = False
 
     @property
     def on_gpu(self) -> bool:
@@ -48,14 +51,18 @@ class Bench:
         """Seconds since the section began."""
         return self.clock() - self._start
 
-    @property
-    def is_over(self) -> bool:
-        return self.spent > self.seconds
+    def has(self, what: str, size: str, precision: str) -> bool:
+        """Whether that is measured already; a size may be the beginning of one."""
+        return any((figure.what, figure.precision) == (what, precision) and figure.size.startswith(size)
+                   for figure in self.figures)
 
-    @property
-    def no_time(self) -> str:
-        """Why something is left out that would begin now."""
-        return f"the section's {self.seconds:.0f} s were over"
+    def has_time(self, for_what: str) -> bool:
+        """Whether something more may begin; what may not is left out, and the same command measures it."""
+        if self.spent <= self.seconds:
+            return True
+        self._late = True
+        self.leave_out(for_what, f"the section's {self.seconds:.0f} s were over; the same command goes on with it")
+        return False
 
     def add(self, *figures: Figure) -> None:
         """Keep them, and print a line for each."""
@@ -74,4 +81,4 @@ class Bench:
     def found(self) -> Section:
         notes = (f"{' and '.join(whats) if len(whats) < 3 else f'{whats[0]} and {len(whats) - 1} more'}: {reason}"
                  for reason, whats in self.left_out.items())
-        return Section(tuple(self.figures), tuple(notes), round(self.spent, 1))
+        return Section(tuple(self.figures), tuple(notes), round(self.begun.seconds + self.spent, 1), not self._late)

@@ -44,8 +44,7 @@ def measure(bench: Bench) -> Section:
     default = Config(batch_size=batch, image_size=IMAGE_SIZE, zero_init_residual=False)
     chosen = precisions(default, bench.placement, is_chosen=False)
     for depth, precision in in_turn(models, list(chosen)):
-        if bench.is_over:
-            bench.leave_out(f"training {named(depth)} in {precision}", bench.no_time)
+        if bench.has(named(depth), "batch ", precision) or not bench.has_time(f"{named(depth)} in {precision}"):
             continue
         from_batch = Config(**{**vars(chosen[precision]), "model": f"resnet{depth}"})
         _measure(bench, depth, precision, from_batch)
@@ -67,7 +66,7 @@ def _measure(bench: Bench, depth: int, precision: str, config: Config) -> None:
             bench.add(_figure(bench, what, precision, fitting))
             return
         except (CapacityError, PassingError):
-            bench.leave_out(f"training {what} in {precision} with batch {batch}", "there is no room for it in memory")
+            bench.leave_out(f"{what} in {precision} with batch {batch}", "there is no room for it in memory")
         batch //= 2
 
 

@@ -153,7 +153,8 @@ def _source(report: Report) -> str:
     urls = dict.fromkeys(figure.source for section in report.sections.values() for figure in section.figures
                          if figure.source)
     if urls:
-        return "; ".join([*urls, *filter(None, [report.about.get("note")])])
+        notes = [note for section in report.sections.values() for note in section.notes]
+        return "; ".join([*urls, *filter(None, [report.about.get("note")]), *notes])
     about = report.about
     return f"measured {about.get('date', '')}, commit {about.get('commit')}, by: {about.get('command', '')}"
 

@@ -14,7 +14,7 @@ from several_processes import python_path
 
 from train.commands import gpu_report
 from train.config import load_preset
-from train.gpu_report import cost, deepbench, inference, kernels, section, training
+from train.gpu_report import cost, deepbench, inference, kernels, recurrent, section, training
 from train.gpu_report.figures import Figure, Report, Section
 from train.reporting import gpu_comparison
 
@@ -29,6 +29,8 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "SMALL_GEMMS", (deepbench.Gemm(64, 16, 32),))
     monkeypatch.setattr(kernels, "SMALL_CONVOLUTIONS", (deepbench.Convolution(9, 7, 3, 2, 4, 3, 3, 1, 1, 1, 1),))
     monkeypatch.setattr(kernels, "LIMIT_SECONDS", 0.02)
+    monkeypatch.setattr(recurrent, "LIMIT_SECONDS", 0.02)
+    monkeypatch.setattr(recurrent, "SMALL_LAYERS", (recurrent.Layer("gru", 8, 3, 5),))
     monkeypatch.setattr(training, "CPU_LIMIT_SECONDS", 0.02)
     monkeypatch.setattr(training, "CPU_MODELS", (18,))
     monkeypatch.setattr(training, "CPU_BATCH", 2)
@@ -61,11 +63,13 @@ def test_sections_one_after_the_other(run_train, tmp_path):
     assert found == {("copy", "GB/s"), ("GEMM", "ms"), ("convolution forward", "ms"), ("convolution, total", "ms"),
                      ("convolution data gradient", "ms"), ("convolution weight gradient", "ms")}
 
-    code, out, err = run_train(*command, "training", "kernels", "inference")
+    code, out, err = run_train(*command, "training", "kernels", "inference", "recurrent")
     assert code == 0, err
     assert "== kernels: complete, not done again" in out
     second = json.loads((folder / "report.json").read_text())
     assert second["sections"]["kernels"] == first["sections"]["kernels"]
+    layers = second["sections"]["recurrent"]
+    assert layers["figures"] == [] and "right with oneDNN only" in layers["notes"][0]  # which tests turn off
     (trained,) = second["sections"]["training"]["figures"]
     assert (trained["what"], trained["size"], trained["precision"]) == ("ResNet-18, 224 pixels", "batch 2", "fp32")
     assert trained["value"] > 0 and trained["more"]["memory_gib"] > 0 and "joules_per_image" not in trained["more"]
@@ -73,8 +77,9 @@ def test_sections_one_after_the_other(run_train, tmp_path):
     (inferred,) = second["sections"]["inference"]["figures"]
     assert inferred["size"] == "batch 1" and inferred["more"]["latency_p50_ms"] > 0
     page = (folder / "report.md").read_text()
-    for words in ("## Kernels", "## Training", "## Inference", "## Not known to 1 %", "cost | not measured"):
-        assert words in page
+    for words in ("Kernels", "Training", "Inference", "Not known to 1 %", "Left out"):
+        assert f"## {words}" in page
+    assert "| cost | not measured" in page
     assert "<h2>Training</h2>" in (folder / "report.html").read_text()
     for name in ("gemm", "convolution", "training", "inference"):
         with Image.open(folder / f"{name}.png") as picture:
@@ -82,16 +87,38 @@ def test_sections_one_after_the_other(run_train, tmp_path):
 
 
 def test_no_time(run_train, tmp_path, monkeypatch):
-    """Whatever would begin too late is left out, and said."""
-    monkeypatch.setattr(section.Bench, "is_over", property(lambda self: True))
-    code, _, err = run_train("gpu-report", "--device", "cpu", "--output", tmp_path / "report", "--sections", "kernels",
-                             "training", "--minutes", "0.001")
+    """Whatever would begin too late is left out, and said; the same command goes on with it."""
+    command = ("gpu-report", "--device", "cpu", "--output", tmp_path / "report", "--sections", "kernels", "training")
+    with monkeypatch.context() as patch:
+        patch.setattr(section.Bench, "spent", property(lambda self: 1e9))
+        code, _, err = run_train(*command)
     assert code == 0, err
     found = Report.read(tmp_path / "report" / "report.json").sections
     assert [figure.what for figure in found["kernels"].figures] == ["copy"]
-    assert found["training"].figures == () and found["training"].notes == (
-        "training ResNet-18, 224 pixels in fp32: the section's 0 s were over",)
+    assert found["training"].figures == () and not found["training"].complete
+    (note,) = found["training"].notes
+    assert note.startswith("ResNet-18, 224 pixels in fp32: the section's ") and "the same command goes on" in note
     assert "## Left out" in (tmp_path / "report" / "report.md").read_text()
+
+    code, out, err = run_train(*command)
+    assert code == 0, err
+    assert "copy" not in out, "that was measured before"
+    again = Report.read(tmp_path / "report" / "report.json").sections
+    assert again["kernels"].figures[0] == found["kernels"].figures[0]
+    assert len(again["kernels"].figures) == 6 and len(again["training"].figures) == 1
+    assert all(each.complete and each.notes == () for each in again.values())
+
+
+def test_stopped_within_a_section(run_train, tmp_path, monkeypatch):
+    command = ("gpu-report", "--device", "cpu", "--output", tmp_path, "--sections", "kernels")
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "totals", lambda figures: exec("raise KeyboardInterrupt"))
+        assert run_train(*command)[0] == 130
+    found = Report.read(tmp_path / "report.json").sections["kernels"]
+    assert len(found.figures) == 5 and not found.complete
+    assert run_train(*command)[0] == 0
+    again = Report.read(tmp_path / "report.json").sections["kernels"]
+    assert again.complete and [each.value for each in again.figures[:5]] == [each.value for each in found.figures]
 
 
 def test_cost(run_train, tiny_data, tmp_path, monkeypatch):
@@ -178,6 +205,9 @@ def test_published_figures(path):
     assert all(figure.source for figure in published.figures().values())
     sizes = {str(size) for size in (*deepbench.GEMMS, *deepbench.CONVOLUTIONS)}
     assert {figure.size for figure in published.sections["kernels"].figures} <= sizes
+    layers = {(f"{recurrent.NAMES[layer.mode]}, forward and backward", str(layer)) for layer in recurrent.LAYERS}
+    if "recurrent" in published.sections:
+        assert {(figure.what, figure.size) for figure in published.sections["recurrent"].figures} <= layers
     for figure in published.sections["kernels"].figures:  # DeepBench's own TFLOP/s agree, as far as ms are rounded
         if figure.what == "GEMM":
             (gemm,) = (size for size in deepbench.GEMMS if str(size) == figure.size)
