@@ -72,6 +72,8 @@ class Machine:
     precisions = ("fp16", "int8", "fp8")
     copy_bytes = 1 << 20
 
+    def close(self) -> None: ...
+
     @contextlib.contextmanager
     def copy(self) -> Iterator[Callable[[], float]]:
         raise PassingError("the GPU has 1.0 of 1.0 GiB free, 4.0 GiB more are needed: use a smaller batch size")

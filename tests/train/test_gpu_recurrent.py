@@ -36,6 +36,8 @@ def test_what_a_gpu_has_not_is_said(monkeypatch, tmp_path):
     class Machine:
         precisions = ("fp16",)
 
+        def close(self) -> None: ...
+
         @contextlib.contextmanager
         def layer(self, layer: Layer, use: str, precision: str) -> Iterator[Callable[[], float]]:
             if layer.hidden > 1024:

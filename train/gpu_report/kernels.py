@@ -7,11 +7,11 @@ it. In 8 bits there is a forward pass only, with bias and ReLU, as inference has
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from common.errors import UserError
 from train.gpu_report.datasheets import datasheet_of
@@ -24,18 +24,16 @@ from train.gpu_report.deepbench import (
     Gemm,
 )
 from train.gpu_report.figures import Figure, Section
-from train.gpu_report.section import Bench
+from train.gpu_report.section import LIMIT_SECONDS, Bench, Sampler, Task
 from train.timing import repeat
 
-LIMIT_SECONDS = 1.0  # of one timing
 WARM_UP_SECONDS = 1.0  # of a GPU, whose clocks rise when it has work: the copy is the first that it has
 PASSES = ("forward", "data gradient", "weight gradient")
 COPY, GEMM, CONVOLUTION, TOTAL = "copy", "GEMM", "convolution", "convolution, total"
-Sampler = AbstractContextManager[Callable[[], float]]  # of what times once: ms
 
 
 class Machine(Protocol):
-    """A device that kernels are timed on. The last three raise UserError where it cannot do that."""
+    """A device that kernels are timed on. What times them raises UserError where it cannot do that."""
 
     precisions: tuple[str, ...]
     copy_bytes: int  # that a copy reads; it writes as many
@@ -46,15 +44,7 @@ class Machine(Protocol):
 
     def convolution(self, size: Convolution, direction: str, precision: str) -> Sampler: ...
 
-
-class Task(NamedTuple):
-    """One timing."""
-
-    what: str
-    size: str
-    precision: str
-    flops: int
-    sampler: Callable[[], Sampler]
+    def close(self) -> None: ...
 
 
 def measure(bench: Bench) -> Section:
@@ -63,24 +53,14 @@ def measure(bench: Bench) -> Section:
         bench.leave_out("the section", f"it is measured through cuDNN 9, which {bench.device} cannot run")
         return bench.found()
     where = "cuda" if bench.on_gpu else "cpu"
-    machine: Machine = importlib.import_module(f"train.gpu_report.kernels_{where}").open_machine(bench.placement)
     sizes = (GEMMS, CONVOLUTIONS) if bench.on_gpu else (SMALL_GEMMS, SMALL_CONVOLUTIONS)
     bench.figures = [figure for figure in bench.figures if figure.what != TOTAL]  # of an earlier start
-    if not bench.has(COPY, "", ""):
-        _measure_copy(bench, machine)
-    for task in _tasks(machine, *sizes):
-        name = f"{task.what} {task.size} in {task.precision}"
-        if bench.has(task.what, task.size, task.precision) or not bench.has_time(name):
-            continue
-        try:
-            with task.sampler() as sample:
-                sample()  # warms up
-                timing = repeat(sample, LIMIT_SECONDS)
-        except UserError as error:
-            bench.leave_out(name, str(error))
-            continue
-        bench.add(Figure(task.what, task.size, task.precision, timing.median, "ms", timing.error, timing.limit,
-                         {"tflops": task.flops / timing.median / 1e9}))
+    module = importlib.import_module(f"train.gpu_report.kernels_{where}")
+    with contextlib.closing(module.open_machine(bench.placement)) as machine:
+        if not bench.has(COPY, "", ""):
+            _measure_copy(bench, machine)
+        for task in _tasks(machine, *sizes):
+            bench.time(task)
     bench.figures = list(with_shares([*bench.figures, *totals(bench.figures)], bench.device))
     return bench.found()
 

@@ -23,6 +23,9 @@ class CpuMachine:
     precisions = ("fp32",)
     copy_bytes = 256 << 20  # large against every cache
 
+    def close(self) -> None:
+        """Nothing is kept."""
+
     @contextlib.contextmanager
     def copy(self) -> Iterator[Callable[[], float]]:
         source = np.ones(self.copy_bytes, np.uint8)

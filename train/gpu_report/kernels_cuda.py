@@ -42,6 +42,10 @@ class CudaMachine:
         self.precisions = tuple(precision for precision in ("fp16", "fp32", "tf32", "bf16", "int8", "fp8")
                                 if self.gpu.capability >= LEAST_CAPABILITY.get(precision, (0, 0)))
 
+    def close(self) -> None:
+        """Give back the memory, which the sections behind this one measure in."""
+        self.gpu.free_all()
+
     @contextlib.contextmanager
     def copy(self) -> Iterator[Callable[[], float]]:
         with copying(self.gpu, self._tools[False].kernels) as enqueue, self.gpu.timer(enqueue, launches=1) as sample:

@@ -6,19 +6,17 @@ has hidden units; in training the gradients of data, weights and initial states 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import NamedTuple, Protocol
 
-from common.errors import UserError
 from graph_passes import VARIABLE, Graph, Node, Ref
 from graph_passes.operators.rnn import GATES
-from train.gpu_report.figures import Figure, Section
-from train.gpu_report.section import Bench
-from train.timing import repeat
+from train.gpu_report.figures import Section
+from train.gpu_report.section import Bench, Sampler, Task
 
-LIMIT_SECONDS = 1.0  # of one timing
 TRAINING, INFERENCE = "forward and backward", "inference"
 NAMES = {"lstm": "LSTM", "gru": "GRU", "rnn_relu": "RNN with ReLU"}
 
@@ -66,7 +64,9 @@ class Machine(Protocol):
 
     precisions: tuple[str, ...]
 
-    def layer(self, layer: Layer, use: str, precision: str) -> AbstractContextManager[Callable[[], float]]: ...
+    def layer(self, layer: Layer, use: str, precision: str) -> Sampler: ...
+
+    def close(self) -> None: ...
 
 
 def measure(bench: Bench) -> Section:
@@ -75,21 +75,16 @@ def measure(bench: Bench) -> Section:
         bench.leave_out("the section", f"it is measured through cuDNN 9, which {bench.device} cannot run")
         return bench.found()
     where = "cuda" if bench.on_gpu else "cpu"
-    machine: Machine = importlib.import_module(f"train.gpu_report.recurrent_{where}").open_machine(bench.placement)
-    for layer in LAYERS if bench.on_gpu else SMALL_LAYERS:
-        for precision in machine.precisions:
-            for use, passes in ((TRAINING, 3), (INFERENCE, 1)):  # two gradients take as many products each
-                what = f"{NAMES[layer.mode]}, {use}"
-                name = f"{what}, {layer} in {precision}"
-                if bench.has(what, str(layer), precision) or not bench.has_time(name):
-                    continue
-                try:
-                    with machine.layer(layer, use, precision) as sample:
-                        sample()  # warms up
-                        timing = repeat(sample, LIMIT_SECONDS)
-                except UserError as error:
-                    bench.leave_out(name, str(error))
-                    continue
-                bench.add(Figure(what, str(layer), precision, timing.median, "ms", timing.error, timing.limit,
-                                 {"tflops": passes * layer.flops / timing.median / 1e9}))
+    module = importlib.import_module(f"train.gpu_report.recurrent_{where}")
+    with contextlib.closing(module.open_machine(bench.placement)) as machine:
+        for task in _tasks(machine, LAYERS if bench.on_gpu else SMALL_LAYERS):
+            bench.time(task)
     return bench.found()
+
+
+def _tasks(machine: Machine, layers: Iterable[Layer]) -> Iterator[Task]:
+    for layer in layers:
+        for precision in machine.precisions:
+            for use, passes in ((TRAINING, 3), (INFERENCE, 1)):  # each of the two gradients takes as many products
+                yield Task(f"{NAMES[layer.mode]}, {use}", str(layer), precision, passes * layer.flops,
+                           partial(machine.layer, layer, use, precision))

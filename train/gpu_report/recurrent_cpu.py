@@ -23,6 +23,9 @@ class CpuMachine:
 
     precisions = ("fp32",)
 
+    def close(self) -> None:
+        """Nothing is kept."""
+
     @contextlib.contextmanager
     def layer(self, layer: Layer, use: str, precision: str) -> Iterator[Callable[[], float]]:
         check_recurrent(layer_graph(layer.mode, layer.hidden, is_training=False))

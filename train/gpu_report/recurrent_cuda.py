@@ -33,6 +33,10 @@ class CudaMachine:
         self.precisions = tuple(precision for precision in ("fp16", "tf32", "bf16", "fp32")
                                 if self.gpu.capability >= LEAST_CAPABILITY.get(precision, (0, 0)))
 
+    def close(self) -> None:
+        """Give back the memory, which the sections behind this one measure in."""
+        self.gpu.free_all()
+
     @contextlib.contextmanager
     def layer(self, layer: Layer, use: str, precision: str) -> Iterator[Callable[[], float]]:
         dtype, is_training = DTYPES[precision], use == TRAINING

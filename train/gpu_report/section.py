@@ -4,11 +4,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
+from common.errors import UserError
 from train.devices import Placement
 from train.gpu_report.figures import Figure, Section
+from train.timing import repeat
+
+LIMIT_SECONDS = 1.0  # of the timing of a kernel or a layer
+Sampler = AbstractContextManager[Callable[[], float]]  # of what times once: ms
+
+
+class Task(NamedTuple):
+    """One timing of a kernel or a layer."""
+
+    what: str
+    size: str
+    precision: str
+    flops: int
+    sampler: Callable[[], Sampler]  # raises UserError for what the device cannot do
 
 
 @dataclass
@@ -72,6 +89,21 @@ class Bench:
             limit = f" ({figure.limit})" if figure.limit else ""
             name = ", ".join(filter(None, (figure.what, figure.size, figure.precision)))
             print(f"  {name}: {figure.value:,.4g} {figure.unit}{error}{limit}", flush=True)
+
+    def time(self, task: Task) -> None:
+        """Do it, unless it is done, and add what it finds; or leave it out."""
+        name = f"{task.what} {task.size} in {task.precision}"
+        if self.has(task.what, task.size, task.precision) or not self.has_time(name):
+            return
+        try:
+            with task.sampler() as sample:
+                sample()  # warms up
+                timing = repeat(sample, LIMIT_SECONDS)
+        except UserError as error:
+            self.leave_out(name, str(error))
+            return
+        self.add(Figure(task.what, task.size, task.precision, timing.median, "ms", timing.error, timing.limit,
+                        {"tflops": task.flops / timing.median / 1e9}))
 
     def leave_out(self, what: str, reason: str) -> None:
         """Note that something is not measured, and print it."""
