@@ -88,7 +88,8 @@ class Bench:
             error = f" +/- {figure.error:.1%}" if figure.error is not None else ""
             limit = f" ({figure.limit})" if figure.limit else ""
             name = ", ".join(filter(None, (figure.what, figure.size, figure.precision)))
-            print(f"  {name}: {figure.value:,.4g} {figure.unit}{error}{limit}", flush=True)
+            value = format(figure.value, ",.0f" if figure.value >= 1000 else ".4g")
+            print(f"  {name}: {value} {figure.unit}{error}{limit}", flush=True)
 
     def time(self, task: Task) -> None:
         """Do it, unless it is done, and add what it finds; or leave it out."""

@@ -7,7 +7,7 @@ start, as in benchmarks of speed; batches take turns. Where the batch does not f
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import cycle
 from time import perf_counter
 
@@ -51,10 +51,9 @@ def measure(bench: Bench) -> Section:
     return bench.found()
 
 
-def in_turn(models: Sequence[int], names: Sequence[str]) -> Iterator[tuple[int, str]]:
-    """The first network in all precisions, then all in the first precision, then the rest."""
-    order = [(models[0], name) for name in names] + [(model, name) for name in names for model in models[1:]]
-    return iter(order)
+def in_turn(models: Sequence[int], names: Sequence[str]) -> list[tuple[int, str]]:
+    """The first network in all precisions, then the others in the first precision, in the second, ..."""
+    return [(models[0], name) for name in names] + [(model, name) for name in names for model in models[1:]]
 
 
 def _measure(bench: Bench, depth: int, precision: str, config: Config) -> None:
@@ -92,7 +91,7 @@ def _steps(bench: Bench, executor: Executor, config: Config) -> tuple[Timing, Gp
     labels = np.random.default_rng(config.seed).integers(0, CLASSES, config.batch_size)
     label = mx.nd.array(labels, gpu)
     batches = cycle(images(config, bench.placement, config.batch_size))
-    rate = config.learning_rate * config.batch_size / 256  # Goyal et al. (arXiv:1706.02677)
+    rate = 0.1 * config.batch_size / 256  # Goyal et al. (arXiv:1706.02677)
     last_end = perf_counter()
 
     def step() -> float:
@@ -108,8 +107,8 @@ def _steps(bench: Bench, executor: Executor, config: Config) -> tuple[Timing, Gp
     step()
     while perf_counter() < warm_until:
         step()
-    executor.read_metrics()
-    last_end = perf_counter()
+    executor.read_metrics()  # those of the warm-up
+    skipped, last_end = executor.skipped_steps, perf_counter()
     monitor = GpuMonitor(executor.gpu_bus_id) if executor.gpu_bus_id else None
     if monitor:
         monitor.start()
@@ -119,6 +118,7 @@ def _steps(bench: Bench, executor: Executor, config: Config) -> tuple[Timing, Gp
         monitor.sample()
         monitor.close()
     metrics = executor.read_metrics()
-    if not math.isfinite(metrics.loss_sum):
-        raise ProgramError(f"the timed steps of {config.model} did not train: their loss is {metrics.loss_sum}")
+    if not math.isfinite(metrics.loss_sum) or executor.skipped_steps > skipped:
+        raise ProgramError(f"the timed steps of {config.model} did not all train: their loss is {metrics.loss_sum}, "
+                           f"and {executor.skipped_steps - skipped} changed no weight")
     return timing, monitor.take() if monitor else UNKNOWN
