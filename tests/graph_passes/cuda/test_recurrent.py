@@ -72,9 +72,8 @@ class FakeCudnn:
     refusals: dict[str, str] = {}  # noqa: RUF012  a test replaces it
     shift = 0  # bytes by which the second matrix lies elsewhere
 
-    def __init__(self, gpu: FakeGpu, handle: int) -> None:
-        self.gpu, self.handle, self.algorithm = gpu, handle, ""
-        self.described: list[Any] = []
+    def __init__(self, gpu: FakeGpu) -> None:
+        self.gpu, self.handle = gpu, 7
         self.calls: list[tuple[Any, ...]] = []
 
     def create(self, kind: str) -> Any:
@@ -118,11 +117,10 @@ def cudnn(monkeypatch: pytest.MonkeyPatch) -> type[FakeCudnn]:
 def tools(folder: Path) -> tuple[Toolchain, FakeGpu]:
     gpu = FakeGpu()
     arena = Arena(gpu)  # type: ignore[arg-type]
-    convolutions: Any = SimpleNamespace(handle=7, save=lambda: None)
-    library = RecurrentLibrary(gpu, arena, convolutions)  # type: ignore[arg-type]
+    library = RecurrentLibrary(gpu, arena)  # type: ignore[arg-type]
     planner = Planner(gpu, Cache("machine", folder), arena, "variant")  # type: ignore[arg-type]
-    made: Any = SimpleNamespace(gpu=gpu, kernels=None, convolutions=convolutions, recurrent=library, planner=planner,
-                                arena=arena, group=None)
+    made: Any = SimpleNamespace(gpu=gpu, kernels=None, convolutions=None, recurrent=library, planner=planner, arena=arena,
+                                group=None)
     return made, gpu
 
 
