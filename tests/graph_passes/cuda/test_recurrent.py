@@ -119,8 +119,8 @@ def tools(folder: Path) -> tuple[Toolchain, FakeGpu]:
     arena = Arena(gpu)  # type: ignore[arg-type]
     library = RecurrentLibrary(gpu, arena)  # type: ignore[arg-type]
     planner = Planner(gpu, Cache("machine", folder), arena, "variant")  # type: ignore[arg-type]
-    made: Any = SimpleNamespace(gpu=gpu, kernels=None, convolutions=None, recurrent=library, planner=planner, arena=arena,
-                                group=None)
+    made: Any = SimpleNamespace(gpu=gpu, kernels=None, convolutions=None, recurrent=library, planner=planner,
+                                arena=arena, group=None)
     return made, gpu
 
 
