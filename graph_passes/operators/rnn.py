@@ -68,8 +68,7 @@ def flops(node: NodeView, data: Shape) -> int:
 
 def _rnn(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
     given, (output, state) = _sizes(node, known(node, shapes))
-    states = [state] * (0 if not node["state_outputs"] else 2 if _has_cell(node) else 1)
-    return given, [output, *states]
+    return given, [output, *[state] * (len(given) - 2 if node["state_outputs"] else 0)]
 
 
 def _train(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
@@ -261,13 +260,14 @@ def _forward(node: NodeView, x: Array, parameters: Array, state: Array,
     return x, np.stack(last_h), np.stack(last_c), np.stack(saved)
 
 
-def _compute(node: NodeView, *inputs: Array) -> list[Array]:
-    output, h, c, _ = _forward(node, *inputs)
-    return [output, *([h, c] if _has_cell(node) else [h])] if node["state_outputs"] else [output]
-
-
 def _compute_train(node: NodeView, *inputs: Array) -> list[Array]:
-    return [*_compute(node, *inputs), _forward(node, *inputs)[3]]
+    output, h, c, saved = _forward(node, *inputs)
+    states = [] if not node["state_outputs"] else [h, c] if _has_cell(node) else [h]
+    return [output, *states, saved]
+
+
+def _compute(node: NodeView, *inputs: Array) -> list[Array]:
+    return _compute_train(node, *inputs)[:-1]
 
 
 def _compute_backward(node: NodeView, dy: Array, x: Array, parameters: Array, state: Array,

@@ -34,7 +34,7 @@ def main(values: Mapping[str, Any]) -> None:
     if options.text == GENERATED:
         words, floor = generated_words(GENERATED_WORDS, GENERATED_DIFFERENT, options.seed)
         print(f"generated text of {len(words):,} words, {GENERATED_DIFFERENT} different ones: who knows how it was "
-              f"made has a perplexity of {floor:.1f}", flush=True)
+              f"made has a perplexity of {floor:.2f}", flush=True)
     else:
         words = read_words(Path(options.text))
     end = len(words) - round(VALIDATION_SHARE * len(words))

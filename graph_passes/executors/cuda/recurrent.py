@@ -15,7 +15,7 @@ from typing import Any
 
 from graph_passes.errors import GraphError, PassingError
 from graph_passes.executors.cuda.arena import Arena
-from graph_passes.executors.cuda.convolution import ConvolutionLibrary, is_passing
+from graph_passes.executors.cuda.convolution import import_cudnn, is_passing
 from graph_passes.executors.cuda.device import Gpu, first_line
 from graph_passes.operators.rnn import GATES
 from graph_passes.passes.memory import aligned
@@ -34,6 +34,8 @@ _SOME_ADDRESS = 1 << 40  # of parameters whose places are asked for; nothing is 
 
 _P, _I, _Z = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "cudnnCreate": (_P,),
+    "cudnnSetStream": (_P, _P),
     "cudnnCreateDropoutDescriptor": (_P,),
     "cudnnSetDropoutDescriptor": (_P, _P, ctypes.c_float, _P, _Z, ctypes.c_ulonglong),
     "cudnnCreateRNNDescriptor": (_P,),
@@ -167,11 +169,11 @@ class RecurrentPlan:
 
 
 class RecurrentLibrary:
-    """cuDNN's recurrent layers on one GPU, on the handle of its convolutions. Plans are tried in `arena`. `tf32` lets
-    fp32 layers round the inputs of their products to TF32."""
+    """cuDNN's recurrent layers on one GPU. Plans are tried in `arena`. `tf32` lets fp32 layers round the inputs of
+    their products to TF32."""
 
-    def __init__(self, gpu: Gpu, arena: Arena, convolutions: ConvolutionLibrary, tf32: bool = True) -> None:
-        self._gpu, self._arena, self._convolutions, self._tf32 = gpu, arena, convolutions, tf32
+    def __init__(self, gpu: Gpu, arena: Arena, tf32: bool = True) -> None:
+        self._gpu, self._arena, self._tf32 = gpu, arena, tf32
         self._cudnn: _Cudnn | None = None
         self._plans: dict[RecurrentProblem, RecurrentPlan | GraphError] = {}
 
@@ -193,7 +195,7 @@ class RecurrentLibrary:
     def _tried(self, problem: RecurrentProblem) -> RecurrentPlan:
         """A plan that has run: in its first call cuDNN loads libraries and takes memory, which a capture forbids."""
         if self._cudnn is None:
-            self._cudnn = _Cudnn(self._gpu, self._convolutions.handle)
+            self._cudnn = _Cudnn(self._gpu)
         try:
             plan = RecurrentPlan(self._cudnn, problem, self._tf32)
             for run in self._trial(plan):
@@ -232,14 +234,17 @@ class RecurrentLibrary:
 
 
 class _Cudnn:
-    """libcudnn, by its C API. Calling it raises RuntimeError with what cuDNN says."""
+    """libcudnn, by its C API, on the GPU's stream. Calling it raises RuntimeError with what cuDNN says."""
 
-    def __init__(self, gpu: Gpu, handle: int) -> None:
-        self.gpu, self.handle = gpu, handle
-        self._library = ctypes.CDLL("libcudnn.so.9")  # which the module cudnn has loaded
+    def __init__(self, gpu: Gpu) -> None:
+        import_cudnn()  # which finds and loads the library
+        self.gpu, self._library = gpu, ctypes.CDLL("libcudnn.so.9")
         self._library.cudnnGetErrorString.restype = ctypes.c_char_p
         for name, arguments in _SIGNATURES.items():
             getattr(self._library, name).argtypes = arguments
+        self.handle = _P()
+        self("cudnnCreate", ctypes.byref(self.handle))
+        self("cudnnSetStream", self.handle, gpu.stream_handle)
 
     def __call__(self, function: str, *arguments: Any) -> None:
         status = getattr(self._library, function)(*arguments)

@@ -34,8 +34,8 @@ def toolchain(gpu: Gpu, tf32: bool = True, deterministic: bool = False, group: S
     cache, arena = Cache(_machine(gpu), cache_folder), Arena(gpu)
     convolutions = ConvolutionLibrary(gpu, cache, arena, tf32, deterministic)
     planner = Planner(gpu, cache, arena, convolutions.variant, deterministic)
-    recurrent = RecurrentLibrary(gpu, arena, convolutions, tf32)
-    return Toolchain(gpu, KernelLibrary(gpu, cache), convolutions, recurrent, planner, arena, group)
+    return Toolchain(gpu, KernelLibrary(gpu, cache), convolutions, RecurrentLibrary(gpu, arena, tf32), planner, arena,
+                     group)
 
 
 def _machine(gpu: Gpu) -> str:

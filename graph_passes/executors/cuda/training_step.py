@@ -36,7 +36,7 @@ from graph_passes.executors.cuda.program import Buffer
 from graph_passes.executors.cuda.toolchain import toolchain
 from graph_passes.graph import Graph, Node, Ref
 from graph_passes.operators.dropout import words_of
-from graph_passes.passes import Choose, Ways, first_way
+from graph_passes.passes import Choose, Ways, first_way, precision, tensor_dtypes
 from graph_passes.passes.precision import ITEM_BYTES
 
 Arrays = dict[str, np.ndarray]
@@ -121,7 +121,8 @@ class TrainingStep:
         images, height, width, channels = data
         state = self._zeros(ctypes.sizeof(State))
         sized: dict[str, tuple[tuple[int, ...], str]] = {
-            "data": ((images, height, width, padded_channels(channels)), self.dtype),
+            "data": ((images, height, width, padded_channels(channels)),
+                     tensor_dtypes(precision(self._graph, self.dtype))[Ref("data")]),
             "label": ((images,), "float32"),
             "own_share": ((1,), "float32"),
             "seed": ((2,), "uint32"),
@@ -215,7 +216,7 @@ class TrainingStep:
         """Make the input for images of this size the one that is loaded and used."""
         if image_size not in self._inputs:
             images, _, _, channels = self.persistent.data.shape
-            buffer = Buffer("data", (images, *image_size, channels), self.dtype, persistent=True)
+            buffer = Buffer("data", (images, *image_size, channels), self.persistent.data.dtype, persistent=True)
             buffer.address = self._zeros(buffer.num_bytes)
             self._inputs[image_size] = buffer
         self.persistent = dataclasses.replace(self.persistent, data=self._inputs[image_size])

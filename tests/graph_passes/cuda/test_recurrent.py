@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from test_without_gpu import lower_graph
 
 from common.disk_cache import Cache
 from graph_passes import VARIABLE, Graph, GraphError, Node, Ref, passes
@@ -22,6 +23,7 @@ from graph_passes.executors.cuda.recurrent import RecurrentLibrary, RecurrentPro
 from graph_passes.executors.cuda.toolchain import Toolchain
 from graph_passes.operators.rnn import ALGORITHMS, GATES, num_parameters
 from graph_passes.passes.rnn_algorithm import rnn_algorithm
+from train.language_model import LanguageModel
 
 MILLISECONDS = dict(zip(ALGORITHMS, (3.0, 1.0, 2.0, 5.0), strict=True))
 RESERVE, WORKSPACE = 1000, 3000  # bytes
@@ -70,9 +72,8 @@ class FakeCudnn:
     refusals: dict[str, str] = {}  # noqa: RUF012  a test replaces it
     shift = 0  # bytes by which the second matrix lies elsewhere
 
-    def __init__(self, gpu: FakeGpu, handle: int) -> None:
-        self.gpu, self.handle, self.algorithm = gpu, handle, ""
-        self.described: list[Any] = []
+    def __init__(self, gpu: FakeGpu) -> None:
+        self.gpu, self.handle = gpu, 7
         self.calls: list[tuple[Any, ...]] = []
 
     def create(self, kind: str) -> Any:
@@ -116,10 +117,9 @@ def cudnn(monkeypatch: pytest.MonkeyPatch) -> type[FakeCudnn]:
 def tools(folder: Path) -> tuple[Toolchain, FakeGpu]:
     gpu = FakeGpu()
     arena = Arena(gpu)  # type: ignore[arg-type]
-    convolutions: Any = SimpleNamespace(handle=7, save=lambda: None)
-    library = RecurrentLibrary(gpu, arena, convolutions)  # type: ignore[arg-type]
+    library = RecurrentLibrary(gpu, arena)  # type: ignore[arg-type]
     planner = Planner(gpu, Cache("machine", folder), arena, "variant")  # type: ignore[arg-type]
-    made: Any = SimpleNamespace(gpu=gpu, kernels=None, convolutions=convolutions, recurrent=library, planner=planner,
+    made: Any = SimpleNamespace(gpu=gpu, kernels=None, convolutions=None, recurrent=library, planner=planner,
                                 arena=arena, group=None)
     return made, gpu
 
@@ -218,3 +218,24 @@ def test_repeatable_runs_take_the_first() -> None:
     graph, _ = layer(training=True)
     chosen = rnn_algorithm(graph, passes.first_way)
     assert {node["algorithm"] for node in chosen if not node.is_variable} == {"standard"}
+
+
+def test_a_language_model_is_lowered(cudnn: type[FakeCudnn], tmp_path: Path) -> None:
+    """Every launch finds its operands, in the shapes that it works on; a matrix with two uses has the sum of two
+    gradients; what is a number of a word stays in fp32."""
+    model = LanguageModel(words=24, hidden=16, layers=2, steps=5, sequences=3)
+    made, _ = tools(tmp_path)
+    lowered, store = lower_graph(model.graph, model.shapes, training=True, recurrent=made.recurrent)
+    shapes = {name: buffer.shape for name, buffer in store.gradients.items()}
+    assert shapes == {"embedding_weight": (24, 1, 1, 16), "scores_bias": (24,),
+                      "rnn_parameters": (num_parameters(model.graph["rnn"], 16),)}
+    assert store.values["rnn_parameters"].dtype == "float16"
+    launches = {launch.operation: launch for launch in lowered.program.launches}
+    assert [launch.operation for launch in lowered.program.launches] == [
+        "embedding", "zeros", "zeros", "rnn_forward", "fprop", "softmax_cross_entropy", "add_metrics", "wgrad",
+        "dgrad", "rnn_backward", "embedding_wgrad", "add", "bias_gradient"]
+    assert launches["add"].writes == (store.gradients["embedding_weight"],)
+    assert {buffer.shape for buffer in launches["add"].reads} == {(24, 1, 1, 16), (24, 16)}
+    assert launches["fprop"].reads[0].shape == (15, 16), "the states, word by word"
+    assert set(lowered.ready) == set(shapes)
+    assert launches["rnn_backward"].flops == 2 * launches["rnn_forward"].flops

@@ -121,3 +121,17 @@ def test_the_fastest_is_chosen_and_right(tools: Toolchain, dtype: str, rng: np.r
     (decision,) = function.decisions
     assert decision.chosen == function.graph["rnn"]["algorithm"] == function.graph["rnn_backward"]["algorithm"]
     assert "RNNTrain lstm 1 x 128" in decision.problem
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equal_inputs_give_equal_bits(tools: Toolchain, dtype: str, rng: np.random.Generator) -> None:
+    """With the algorithm that runs with --deterministic take, in sizes whose sums cuDNN may split."""
+    graph = step("lstm", 512, 1, False, "standard")
+    shapes = {"data": (20, 64, 512), "head": (20, 64, 512)}
+    values = random_values(graph, shapes, dtype, rng)
+    first, function = run_on_gpu(tools, graph, shapes, dtype, values)
+    device = Device(tools.gpu, tools.kernels)
+    for _ in range(5):
+        function()
+        again = [device.get(buffer.address, buffer.shape, dtype) for buffer in function.outputs]
+        assert all(np.array_equal(one, other) for one, other in zip(first, again, strict=True))

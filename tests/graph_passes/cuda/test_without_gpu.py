@@ -125,12 +125,12 @@ def lower(depth: int, batch: int, size: int, training: bool, fused: bool = False
 
 def lower_graph(graph: Graph, shapes: dict[str, tuple[int, ...]], training: bool, dtype: str = "float16",
                 fused: bool = False, group: Any = None, deterministic: bool = False,
-                capability: tuple[int, int] = HOPPER, shared_kib: int = 227, planner: FakePlanner | None = None
-                ) -> tuple[Lowered, ParameterStore]:
+                capability: tuple[int, int] = HOPPER, shared_kib: int = 227, planner: FakePlanner | None = None,
+                recurrent: Any = None) -> tuple[Lowered, ParameterStore]:
     batch, height, width, channels = shapes["data"]
     inferred = graph.infer_shapes(shapes)
     frozen, gpu = roles.frozen(graph), CountingGpu(capability, shared_kib)
-    tools: Any = SimpleNamespace(gpu=gpu, kernels=FakeKernels(), convolutions=FakeConvolutions(), recurrent=None,
+    tools: Any = SimpleNamespace(gpu=gpu, kernels=FakeKernels(), convolutions=FakeConvolutions(), recurrent=recurrent,
                                  group=group, planner=planner or FakePlanner(fused, deterministic))
     store = ParameterStore(
         parameters_of(graph, inferred, tuple(shapes)), {name: inferred[Ref(name)] for name in graph.aux}, dtype,
