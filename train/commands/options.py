@@ -156,7 +156,7 @@ class LanguageModelOptions:
 
 @dataclass(frozen=True)
 class GpuReportOptions:
-    """Measure what this GPU can do, in under ten minutes, or set reports side by side.
+    """Measure what this GPU can do, in ten minutes, or set reports side by side.
 
     Kernels, recurrent layers, training and inference of ResNets by precision, time and cost to an accuracy:
     docs/gpu_report.md. The same command goes on where it was stopped. On a CPU, a small part of it.

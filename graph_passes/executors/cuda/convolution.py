@@ -302,8 +302,10 @@ class ConvolutionLibrary:
         if problem.kind.startswith("fprop"):
             _, *epilogue = problem.kind.split("_")
             x, w = tensor("x", problem.x), tensor("w", problem.w)
-            sums = cudnn.data_type.INT32 if problem.dtype == "int8" else fp32
-            y = graph.conv_fprop(image=x, weight=w, compute_data_type=sums, **window).set_data_type(sums)
+            sums = {"compute_data_type": cudnn.data_type.INT32} if problem.dtype == "int8" else {}
+            y = graph.conv_fprop(image=x, weight=w, **window, **sums)
+            if sums:
+                y.set_data_type(cudnn.data_type.INT32)
             tensors = [x, w]
             if "bias" in epilogue:
                 channels = (1, 1, 1, problem.y[3])
