@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from several_processes import python_path
 
+from train.__main__ import main
 from train.commands import gpu_report
+from train.commands.compare_precision import run_arguments
 from train.config import load_preset
 from train.gpu_report import cost, deepbench, inference, kernels, recurrent, section, training
 from train.gpu_report.figures import Figure, Report, Section
@@ -122,7 +123,7 @@ def test_stopped_within_a_section(run_train, tmp_path, monkeypatch):
 
 
 def test_cost(run_train, tiny_data, tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", python_path(narrow=True))
+    monkeypatch.setattr(cost, "run_training", lambda config, folder: main(run_arguments(config)))  # in this process
     monkeypatch.setattr(cost, "CIFAR10", cost.Recipe("tiny", "cpu_sample", 2, 0.0))  # which any network reaches
     monkeypatch.setattr(cost, "load_preset", lambda name: replace(load_preset(name), batch_size=4, model="resnet18",
                                                                  val_split=0.25))
