@@ -4,9 +4,10 @@
     python benchmarks/rnn_layers.py --sizes 1024/128/25 --dtypes float16 --uses training     # hidden/batch/steps
 
 For each size, use and precision, ours (the graph's RNN operator as the cuda executor runs it, with the algorithm that
-the planner finds the fastest) takes turns with PyTorch's nn.LSTM (benchmarks/peer_rnn.py), as it is written and in a
-CUDA graph; the faster one is the peer. Data has as many features as the layer has hidden units; data, weights and
-states are in the precision measured. In training all gradients are made: of data, weights and initial states.
+the planner finds the fastest of `--algorithms`) takes turns with PyTorch's nn.LSTM (benchmarks/peer_rnn.py), as it is
+written and in a CUDA graph; the faster one is the peer. Data has as many features as the layer has hidden units; data,
+weights and states are in the precision measured. In training all gradients are made: of data, weights and initial
+states.
 
 A turn begins with a warm-up, and ends when the standard error of the median is below 1 %, or at its limit. Writes
 results/rnn_layers_1gpu.jsonl: a line for each, with all times in ms, and goes on where it was stopped. What is not
@@ -53,6 +54,7 @@ LEAST_SAMPLES, WANTED_ERROR = 12, 0.01
 
 Dtype = Literal["float16", "bfloat16", "tf32", "float32"]
 Use = Literal["training", "inference"]
+Algorithm = Literal["standard", "persist_static", "persist_dynamic", "persist_static_small_h"]
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,9 @@ class Options:
     """Forward and backward pass, or the forward pass alone."""
     mode: Literal["lstm", "gru", "rnn_tanh"] = "lstm"
     """Kind of layer."""
+    algorithms: tuple[Algorithm, ...] = ("standard",)
+    """cuDNN's algorithms, of which ours takes the fastest; the persistent ones are not offered to networks yet
+    (graph_passes/passes/rnn_algorithm.py)."""
     rounds: Positive = 2
     """Turns of ours and of each way to run PyTorch."""
     limit: float = 1.0
@@ -127,11 +132,11 @@ def turns_of(options: Options) -> Iterator[Turn]:
 class Ours:
     """The layer on the GPU, as the cuda executor runs it."""
 
-    def __init__(self, tools: Toolchain, turn: Turn) -> None:
+    def __init__(self, tools: Toolchain, turn: Turn, algorithms: Sequence[str]) -> None:
         self._gpu, self._turn = tools.gpu, turn
         marked = passes.precision(turn.graph, turn.network_dtype)
-        self._function = DeviceFunction(lambda choose: rnn_algorithm(marked, choose), turn.shapes, turn.network_dtype,
-                                        tools)
+        self._function = DeviceFunction(lambda choose: rnn_algorithm(marked, choose, algorithms), turn.shapes,
+                                        turn.network_dtype, tools)
         random = np.random.default_rng(0)
         for name, buffer in self._function.variables.items():
             values = random.standard_normal(buffer.shape, np.float32)
@@ -198,9 +203,10 @@ def relative_error(samples: Sequence[float]) -> float:
     return standard_error_of_median(samples) / statistics.median(samples)
 
 
-def measure(tools: Toolchain, monitor: GpuMonitor, peer: LinePeer | None, turn: Turn, rounds: int) -> Line:
+def measure(tools: Toolchain, monitor: GpuMonitor, peer: LinePeer | None, turn: Turn, rounds: int,
+            algorithms: Sequence[str]) -> Line:
     """Both sides in turn. Raises ProgramError where what was computed is not finite."""
-    ours = Ours(tools, turn)
+    ours = Ours(tools, turn, algorithms)
     readings = []
 
     def own_turn() -> dict[str, Any]:
@@ -273,7 +279,8 @@ def main() -> None:
     peer = LinePeer(PEER) if "PEER_PYTHON" in os.environ else None
     kept = KeptLines(options.results / "rnn_layers_1gpu.jsonl", {
         "what": "recurrent layers, ms of a step", "rounds": options.rounds, "limit_seconds": options.limit,
-        "commit": git_commit(), "gpu": (hardware()["gpus"] or [None])[0], "versions": versions()})
+        "algorithms": options.algorithms, "commit": git_commit(), "gpu": (hardware()["gpus"] or [None])[0],
+        "versions": versions()})
     gpu = Gpu()
     monitor = GpuMonitor(gpu.device.pci_bus_id)
     monitor.start()
@@ -281,7 +288,8 @@ def main() -> None:
     measured = {line["name"] for line in kept.lines}
     for turn in turns:
         if turn.name not in measured:
-            kept.add(measure(tools[turn.dtype == "tf32"], monitor, peer, turn, options.rounds), show=False)
+            kept.add(measure(tools[turn.dtype == "tf32"], monitor, peer, turn, options.rounds, options.algorithms),
+                     show=False)
             print(described(kept.lines[-1]), flush=True)
     monitor.close()
     if peer:

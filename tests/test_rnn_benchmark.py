@@ -122,7 +122,8 @@ def measured(rnn_layers: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     class Ours:
         algorithm, times = "persist_static", {"standard": 0.5, "persist_static": 0.2}
 
-        def __init__(self, tools: Any, turn: Any) -> None:
+        def __init__(self, tools: Any, turn: Any, algorithms: Any) -> None:
+            assert algorithms == ("standard",), "the others only by name"
             self.turn = turn
             made.append(turn.name)
 

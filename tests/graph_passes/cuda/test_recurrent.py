@@ -193,8 +193,8 @@ def test_the_fastest_algorithm_is_taken_and_remembered(cudnn: type[FakeCudnn], t
     graph, shapes = layer(training)
     for again in (False, True):
         made, gpu = tools(tmp_path)
-        function = DeviceFunction(lambda choose: rnn_algorithm(passes.precision(graph, "bfloat16"), choose), shapes,
-                                  "bfloat16", made)
+        function = DeviceFunction(lambda choose: rnn_algorithm(passes.precision(graph, "bfloat16"), choose, ALGORITHMS),
+                                  shapes, "bfloat16", made)
         taken = {node["algorithm"] for node in function.graph if not node.is_variable}
         assert taken == {"persist_dynamic"}, "the fastest that cuDNN can run"
         (decision,) = function.decisions
@@ -216,7 +216,7 @@ def test_the_fastest_algorithm_is_taken_and_remembered(cudnn: type[FakeCudnn], t
 
 def test_repeatable_runs_take_the_first() -> None:
     graph, _ = layer(training=True)
-    chosen = rnn_algorithm(graph, passes.first_way)
+    chosen = rnn_algorithm(graph, passes.first_way, ALGORITHMS)
     assert {node["algorithm"] for node in chosen if not node.is_variable} == {"standard"}
 
 
@@ -238,4 +238,5 @@ def test_a_language_model_is_lowered(cudnn: type[FakeCudnn], tmp_path: Path) -> 
     assert {buffer.shape for buffer in launches["add"].reads} == {(24, 1, 1, 16), (24, 16)}
     assert launches["fprop"].reads[0].shape == (15, 16), "the states, word by word"
     assert set(lowered.ready) == set(shapes)
+    assert lowered.graph["rnn"]["algorithm"] == "standard" and not lowered.decisions, "the others only by name"
     assert launches["rnn_backward"].flops == 2 * launches["rnn_forward"].flops

@@ -116,7 +116,8 @@ def test_the_fastest_is_chosen_and_right(tools: Toolchain, dtype: str, rng: np.r
     graph = step("lstm", 128, 1, False, "standard")
     shapes = shapes_of(graph, "aligned")
     values = random_values(graph, shapes, dtype, rng)
-    got, function = run_on_gpu(tools, graph, shapes, dtype, values, rnn_algorithm)
+    got, function = run_on_gpu(tools, graph, shapes, dtype, values,
+                               lambda marked, ask: rnn_algorithm(marked, ask, ALGORITHMS))
     check(got, in_numpy(graph, values), graph, max(TOLERANCE[dtype], TOLERANCE["tf32"]))
     (decision,) = function.decisions
     assert decision.chosen == function.graph["rnn"]["algorithm"] == function.graph["rnn_backward"]["algorithm"]

@@ -165,6 +165,30 @@ class Lowered:
     graph: Graph
 
 
+def test_plans_get_the_addresses_of_their_operands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of `Plan.enqueue`; that with statistics its sums as two, the second half of the buffer's bytes."""
+    given: list[tuple[str, tuple[int, ...], int]] = []
+
+    def plan(self: FakeConvolutions, problem: Any) -> Any:
+        return SimpleNamespace(workspace_bytes=4096, time_ms=1.0, enqueue=lambda *addresses, workspace: given.append(
+            (problem.kind, addresses, workspace)))
+
+    monkeypatch.setattr(FakeConvolutions, "plan", plan)
+    lowering, _ = lower(18, 4, 64, training=True, fused=True)
+    lowering.program.place(1 << 30)
+    for launch in lowering.program.launches:
+        if launch.operation not in ("fprop", "fprop_stats", "dgrad", "wgrad"):
+            continue
+        launch.enqueue()
+        kind, addresses, workspace = given.pop()
+        sums = launch.writes[-1]
+        expected = [*(buffer.address for buffer in (*launch.reads, *launch.writes))]
+        if kind == "fprop_stats":
+            expected.append(sums.address + sums.num_bytes // 2)
+        assert (kind, list(addresses)) == (launch.operation, expected)
+        assert workspace == lowering.program.scratch[0].address > 1 << 30
+
+
 def test_nothing_is_fused_by_its_speed_where_runs_are_to_be_repeatable() -> None:
     for deterministic in (False, True):
         lowering, _ = lower(50, 4, 64, training=True, fused=True, deterministic=deterministic)
@@ -676,6 +700,7 @@ def test_sizes_of_images_share_one_arena(make_step: Callable[..., training_step.
         infer(step, larger, num_images=3)
         check_arena(step)
         assert step.training.program.launches[0].reads[0].shape == (4, size, size, 4)
+        assert step.persistent.data.dtype == "float16"
         assert step._arena.num_bytes >= largest
         largest = step._arena.num_bytes
     expected = make_step(64)
