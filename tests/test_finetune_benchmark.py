@@ -41,15 +41,41 @@ def test_images_of_the_other_classes_are_sampled_by_the_seed(benchmark, tmp_path
 
 
 def test_what_is_published(benchmark, tmp_path):
-    lines = [{"program": program, **case._asdict(), "top1": 0.5 + 0.01 * case.seed + 0.1 * (program == "ours")}
-             for program in ("ours", "pytorch") for case in benchmark.cases(3)]
-    benchmark.publish(lines, "PyTorch 9", tmp_path)
+    lines = [{"program": program, **case._asdict(), "top1": 0.5 + 0.01 * case.seed + 0.1 * (program == "ours"), **more}
+             for program, more in (("ours", {}), ("pytorch", {"peer": "PyTorch 9"})) for case in benchmark.cases(3)]
+    benchmark.publish(lines, tmp_path)
     result = json.loads((tmp_path / "finetune_1gpu.json").read_text())
     assert result["step_ms"] == pytest.approx([61, 62, 63]) and result["unit"] == "top-1 %"
     assert result["value"] == pytest.approx(62) and result["peer"]["value"] == pytest.approx(52)
-    assert len((tmp_path / "finetune_1gpu.jsonl").read_text().splitlines()) == 54
     assert (tmp_path / "finetune_1gpu.png").stat().st_size > 1000
     assert "| head | 500 | 62.0 +/- 1.0 | 52.0 +/- 1.0 |" in benchmark.table(lines).splitlines()
+
+
+def test_it_goes_on_where_it_stopped(benchmark, tmp_path, monkeypatch):
+    """Ours beside PyTorch's, each case once."""
+    trained = []
+
+    def run(program, case):
+        trained.append((program, *case))
+        return {"program": program, **case._asdict()}
+
+    class Peer:
+        def run(self, case, preset, folder):
+            return run("pytorch", case)
+
+        def close(self):
+            trained.append("closed")
+
+    monkeypatch.setattr(benchmark, "Peer", Peer)
+    monkeypatch.setattr(benchmark, "ours", lambda case, preset, folder: run("ours", case))
+    monkeypatch.setattr(benchmark, "write_data", lambda *arguments: None)
+    monkeypatch.setattr(benchmark, "pretrain", lambda *arguments: None)
+    kept = benchmark.KeptLines(tmp_path / "x.jsonl", {})
+    for seeds in (1, 2, 2):
+        assert benchmark.measure(kept, benchmark.Options(seeds=seeds))
+    every = [(program, *case) for program in ("ours", "pytorch") for case in benchmark.cases(2)]
+    assert sorted(case for case in trained if case != "closed") == sorted(every)
+    assert trained.count("closed") == 2 and trained[-1] == "closed"
 
 
 def test_both_programs_have_the_same_recipe(benchmark, benchmark_module):

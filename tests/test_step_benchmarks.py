@@ -111,7 +111,7 @@ def measured(benchmark_module: Callable[[str], Any], tmp_path: Path,
             ) -> dict[str, Any]:
         executor = Executor(list(losses), list(scales))
         batches = [(f"batch {number}", [0] * 64) for number in range(6)]
-        monkeypatch.setattr(step_gpu, "make_step", lambda *_: (executor, batches))
+        monkeypatch.setattr(step_gpu, "make_step", lambda *_, **__: (executor, batches))
         monkeypatch.setattr(step_gpu, "GpuMonitor", Monitor)
         monkeypatch.setattr(step_gpu, "MEMORY", tmp_path / "memory.jsonl")
         monkeypatch.setattr(step_gpu, "WARM_UP_SECONDS", 0.0)

@@ -107,7 +107,7 @@ def pooled() -> Any:
 
 def main(cache: Path) -> None:
     """What the sanitizer looks at. Deterministic, so that no plans are timed, which takes minutes under a sanitizer."""
-    Choices.__call__ = lambda self, *question: repeatable_fusions(*question)  # type: ignore[method-assign]
+    Choices.__call__ = lambda self, *question: with_trials(*question)  # type: ignore[method-assign]
     launched: set[str] = set()
     get, launch = KernelLibrary.get, Kernel.launch
 

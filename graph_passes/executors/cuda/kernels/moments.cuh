@@ -22,7 +22,7 @@ struct Moments {
 // Of the values of at(first), at(first + step), ... together, always in this order.
 template <class At> __device__ Moments together(int first, int end, int step, At at) {
     float near = 0, count = 0, sum = 0, sum_of_squares = 0;
-#pragma unroll 16
+#pragma unroll 8
     for (int i = first; i < end; i += step) {
         const Moments part = at(i);
         if (i == first) near = part.mean;
