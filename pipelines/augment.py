@@ -2,7 +2,7 @@
 
 DALI has an operator for each thing, and each prepares and launches its own: a policy's fifteen operations were about
 sixty launches, and twice that for RandAugment. Here an image is changed by the family of its own operation, whichever
-that is, in one launch for the whole batch, a round. The last round also normalises and writes the batch. So there is one
+that is, in one launch for the whole batch, a round. The last round also normalises and writes the batch. So it is one
 launch for crops alone, two with TrivialAugment (one measures the images that need it), four with RandAugment.
 
 On the CPU the same numbers (operations.py) go to DALI's operators, in graph.py.
@@ -78,8 +78,12 @@ def changes(
     if transform.solarise:
         finish["solarise"] = values.solarised
     if transform.random_erasing:
-        corners = np.concatenate([values.erased_from, values.erased_from + values.erased_size], axis=1)
-        finish["erased"] = corners * values.erased[:, None]
+        top, left = values.erased_from.T
+        height, width = values.erased_size.T
+        if transform.auto_augment == "none":  # the rectangle was drawn for the image before its flip, as on the CPU
+            left = np.where(inputs.mirror, inputs.size[:, 1] - width - left, left)
+        corners = np.stack([top, left, top + height, left + width], axis=1)
+        finish["erased"] = np.where(values.erased[:, None], corners, 0)
     every_round = np.stack(rounds or [np.zeros(count, CHANGE)], axis=1)
     return every_round.view(np.uint8).reshape(count, -1), finish.view(np.uint8).reshape(count, -1)
 

@@ -181,7 +181,8 @@ def random_inputs(rng: np.random.Generator, count: int, transform: ImageTransfor
     def around(middle: Any, distance: Any, values: np.ndarray) -> np.ndarray:
         return np.asarray(middle, np.float32) + np.asarray(distance, np.float32) * (2 * values - 1)
 
-    area, ratio = rng.random((2, count, NUM_CANDIDATES), np.float32)
+    area, log_ratio = rng.random((2, count, NUM_CANDIDATES), np.float32)
+    narrowest, widest = map(math.log, transform.random_ratio)
     position = uniform(2)
     padding, colours = transform.crop_padding, transform.changes_colours
     ranges = (transform.contrast, transform.saturation, 360 * transform.hue)
@@ -190,7 +191,7 @@ def random_inputs(rng: np.random.Generator, count: int, transform: ImageTransfor
     # Name, whether it is read, and its values.
     draws: list[tuple[str, Any, Callable[[], np.ndarray]]] = [
         ("area", not padding, lambda: between(*transform.random_area, area)),
-        ("log_ratio", not padding, lambda: between(*map(math.log, transform.random_ratio), ratio)),
+        ("log_ratio", not padding, lambda: between(narrowest, widest, log_ratio)),
         ("position", not padding, lambda: position),
         ("shift", padding, lambda: (position * (2 * padding + 1)).astype(np.int32) - np.int32(padding)),
         ("mirror", True, lambda: rng.integers(0, 2, count, np.int32) * np.int32(transform.mirror)),
