@@ -121,7 +121,7 @@ class Augmenter:
         self._measured = measured_rounds(transform)
         self._dtype, self._channels, self._device = dtype, channels, device
 
-    def __call__(self, images: int, changes: int, finishes: int, shape: tuple[int, int, int]) -> Any:
+    def __call__(self, shape: tuple[int, int, int], images: int, changes: int, finishes: int) -> Any:
         """The batch of `shape` (N, H, W) whose images (N, H, W, 3) uint8 lie at an address, as do the arrays that the
         function `changes` gave for them. It is complete when this returns."""
         count, height, width = shape

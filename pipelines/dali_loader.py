@@ -110,8 +110,8 @@ class DaliLoader(Loader):
         return self._source.name(i)
 
     def run(self) -> tuple[Any, Any, Plan]:
-        """Images and labels of the next batch, as MXNet's or DALI's arrays, and which images these are. Of a stage before
-        "full", which leaves images of several sizes, DALI's own list."""
+        """Images and labels of the next batch, as MXNet's or DALI's arrays, and which images these are. Of a stage
+        before "full", which leaves images of several sizes, DALI's own list."""
         if self._prepared:
             prepared, self._prepared = self._prepared, None
             return prepared
@@ -129,7 +129,8 @@ class DaliLoader(Loader):
             device = GpuDevice(config.device_id, source_code(config.transform, config.dtype, config.channels))
             self._augmenter = Augmenter(config.transform, config.dtype, config.channels, device)
         count, height, width, _ = images.shape()
-        return self._augmenter(images.data_ptr(), changes.data_ptr(), finishes.data_ptr(), (count, height, width))
+        addresses = (each.data_ptr() for each in (images, changes, finishes))
+        return self._augmenter((count, height, width), *addresses)
 
     def _run_pipeline(self) -> tuple[Any, ...]:
         """The graph's images and labels, which images these are, and what else the graph gives."""

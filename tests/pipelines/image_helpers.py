@@ -109,7 +109,7 @@ def augmented(
     if device == "gpu":
         mx.nd.waitall()
     augmenter = Augmenter(transform, "float32", 3, where)
-    result = augmenter(*(where.address(array) for array in arrays), images.shape[:3])
+    result = augmenter(images.shape[:3], *(where.address(array) for array in arrays))
     return result.asnumpy() if device == "gpu" else result
 
 
