@@ -130,7 +130,16 @@ class DaliLoader(Loader):
             self._augmenter = Augmenter(config.transform, config.dtype, config.channels, device)
         count, height, width, _ = images.shape()
         addresses = (each.data_ptr() for each in (images, changes, finishes))
-        return self._augmenter((count, height, width), *addresses)
+        try:
+            return self._augmenter((count, height, width), *addresses)
+        except mx.base.MXNetError as error:
+            if "out of memory" in str(error):
+                raise self._no_memory() from error
+            raise
+
+    def _no_memory(self) -> DataError:
+        return DataError(f"{self.config.data}: the GPU has no memory left for the loader's batches of "
+                         f"{self.config.batch_size} images; use a smaller batch size, or free memory on that GPU")
 
     def _run_pipeline(self) -> tuple[Any, ...]:
         """The graph's images and labels, which images these are, and what else the graph gives."""
@@ -147,10 +156,7 @@ class DaliLoader(Loader):
             except (RuntimeError, MemoryError) as error:  # DALI gives up a whole batch for one image
                 self._pipeline = None
                 if "CUDA allocation failed" in str(error):  # DALI's words
-                    raise DataError(
-                        f"{self.config.data}: the GPU has no memory left for the loader's batches of "
-                        f"{self.config.batch_size} images; use a smaller batch size, or free memory on that GPU"
-                    ) from error
+                    raise self._no_memory() from error
                 if isinstance(error, MemoryError):
                     raise
                 if not self._exclude_undecodable():

@@ -261,8 +261,10 @@ def build_pipeline(
         operations = [Numbers(*(next(nodes) for _ in Numbers._fields)) for _ in range(num_operations)]
         if config.feeds == "paths":
             inputs = inputs._replace(image=fn.io.file.read(inputs.image))
-        label = inputs.label.gpu() if config.device == "gpu" else inputs.label
-        return _image(config, inputs, values, operations), label, *(node.gpu() for node in nodes)
+        beside = [inputs.label, *nodes]  # what is left is for kernels
+        if config.device == "gpu":
+            beside = [node.gpu() for node in beside]
+        return _image(config, inputs, values, operations), *beside
 
     with warnings.catch_warnings():
         # A graph that ends early has inputs that nobody reads; that costs nothing.

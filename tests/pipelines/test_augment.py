@@ -8,13 +8,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from image_helpers import EVERYTHING, augmented, operated, smooth_image
+from image_helpers import EVERYTHING, CpuDevice, augmented, operated, smooth_image, write_folder
 from nvidia import dali
 
-from pipelines import ImageTransform
+from pipelines import ImageTransform, Loader, LoaderConfig, dali_loader, open_loader
 from pipelines.augment import CHANGE, FAMILY_NUMBER, FINISH, SOURCE, STATISTICS_BYTES, changes, compiled, source_code
 from pipelines.graph import GraphConfig, ImageInputs, build_pipeline, derived, random_inputs
 from pipelines.operations import Operation
+from pipelines.transform import STD
 
 DEVICES = ["kernels", pytest.param("gpu", marks=pytest.mark.gpu)]
 COUNT = 24
@@ -83,6 +84,35 @@ def test_equalize_is_pillow_s_to_the_bit(device, rng):
     got = operated(images, len(images) * [Operation.EQUALIZE], len(images) * [0], device=device)
     for image, result in zip(images, got, strict=True):
         np.testing.assert_array_equal(result, np.asarray(ops.equalize(ops.Image.fromarray(image))))
+
+
+@pytest.mark.parametrize("transform", [ImageTransform(), ImageTransform(random_erasing=1.0, train_interpolation="random"),
+                                       EVERYTHING])
+def test_loader_whose_graph_ends_with_the_resize(transform, tmp_path, monkeypatch):
+    """As on a GPU, with its kernels on the CPU: the batches of the loader for CPUs, one by one and from the middle."""
+    write_folder(tmp_path / "images", 24, 3, seed=2)
+    config = LoaderConfig(data=str(tmp_path / "images"), batch_size=4, image_size=30, image_sizes=(21,), seed=5,
+                          transform=transform)
+
+    def epochs(loader: Loader) -> list[np.ndarray]:
+        with loader:
+            return [batch.data.asnumpy() for _ in range(2) for batch in loader]
+
+    wanted = epochs(open_loader(config))
+    monkeypatch.setattr(GraphConfig, "is_finished_by_kernels", property(lambda graph: graph.stage == "full"))
+    monkeypatch.setattr(dali_loader, "GpuDevice", lambda _, source: CpuDevice(source))
+    got = epochs(open_loader(config))
+    assert [each.shape for each in got] == [each.shape for each in wanted] == 6 * [(4, 21, 21, 3)] + 6 * [(4, 30, 30, 3)]
+    differences = [np.abs(a - b).mean() * np.mean(STD) for a, b in zip(got, wanted, strict=True)]
+    assert np.median(differences) < (2 if transform is EVERYTHING else 0.1), differences
+    first = open_loader(config)
+    iterator = iter(first)
+    for _ in range(2):
+        next(iterator)
+    with open_loader(config) as resumed:
+        resumed.restore(first.state())
+        for batch, wanted_now in zip(resumed, got[2:6], strict=True):
+            np.testing.assert_array_equal(batch.data.asnumpy(), wanted_now)
 
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90", "sm_120"])
