@@ -8,7 +8,6 @@ import io
 import os
 import re
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -117,10 +116,10 @@ class CpuDevice:
     """Runs the kernels on the CPU, compiled by g++, in blocks of one thread: these need nobody to wait for."""
 
     def __init__(self, source: str) -> None:
-        folder = Path(tempfile.gettempdir()) / f"kernels-{os.getuid()}"
+        folder = Path(__file__).resolve().parents[2] / ".pytest_cache" / "kernels"
         library = folder / f"{hashlib.sha256((CUDA_ON_THE_CPU + source).encode()).hexdigest()}.so"
         if not library.exists():
-            folder.mkdir(exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             text = CUDA_ON_THE_CPU.replace("KERNELS", source)
             building = library.with_suffix(f".{os.getpid()}")
             command = ["g++", "-x", "c++", "-std=c++17", "-O2", "-fPIC", "-shared", "-o", str(building), "-"]
