@@ -6,7 +6,7 @@ A step that trains beside the loader shares the GPU with it. So for each augment
 images/sec, what the GPU does for one batch: launches, and the sum of their times, those of our own kernels
 (pipelines/augment.cu) apart. Then these kernels alone, where all images of a batch have an operation of one family: the
 time of what a policy mixes. Writes both as lines of results/augment_1gpu.jsonl. Times and launches are CUPTI's
-(kernel_trace.py); without it they are left out. The images are those of loader_gpu.py.
+(trace_gpu.py); without it they are left out. The images are those of loader_gpu.py.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
-from kernel_trace import KernelTrace
 from loader_gpu import repeated_records, write_lines
 from record import SAMPLE, rounded, run
+from trace_gpu import KernelTrace
 
 from common.command_line import Positive, read_options
 from common.environment import git_commit, hardware
@@ -67,12 +67,16 @@ class Options:
     """Height and width of an image."""
     seconds: float = 2.0
     """For the loader with each augmentation."""
+    augmentations: Annotated[tuple[str, ...], "NAME"] = tuple(AUGMENTATIONS)
+    """Which of them."""
     hw_decoder_load: float = -1.0
     """Part of the images for the GPU's JPEG engine; below 0: as the loader finds it."""
 
 
 def main() -> None:
     options = read_options(Options)
+    if unknown := set(options.augmentations) - set(AUGMENTATIONS):
+        raise UserError(f"--augmentations {', '.join(sorted(unknown))}: there are {', '.join(AUGMENTATIONS)}")
     machine = {"hardware": f"1x {hardware()['gpus'][0]}" if hardware()["gpus"] else "", "commit": git_commit() or ""}
     lines: list[dict[str, Any]] = []
     for line in (*measure_loaders(options), *measure_families(options)):
@@ -100,7 +104,8 @@ def measure_loaders(options: Options) -> Iterator[dict[str, Any]]:
             hw_decoder_load=options.hw_decoder_load if options.hw_decoder_load >= 0 else None)
         source = open_source(config.data, "train")
         config = tune(config, source, (0, 1))
-        for name, values in AUGMENTATIONS.items():
+        for name in options.augmentations:
+            values = AUGMENTATIONS[name]
             loader = DaliLoader(replace(config, transform=ImageTransform(**values)), (0, 1), source)
             with loader:
                 speed = time_batches(loader, options.seconds)

@@ -22,12 +22,12 @@ def kernel_record(name: ctypes.c_char_p, start: int, end: int) -> ctypes.Array[c
 
 
 def test_records_are_read(benchmark_module: Callable[[str], Any]) -> None:
-    kernel_trace = benchmark_module("kernel_trace")
+    trace_gpu = benchmark_module("trace_gpu")
     name = ctypes.c_char_p(b"resample")
     record = kernel_record(name, 10**18, 10**18 + 1500)
-    assert kernel_trace.parsed(ctypes.addressof(record)) == ("resample", 10**18, 10**18 + 1500)
+    assert trace_gpu.parsed(ctypes.addressof(record)) == ("resample", 10**18, 10**18 + 1500)
     copy = ctypes.create_string_buffer(struct.pack("<I12xQQ", 1, 5, 7), 100)
-    assert kernel_trace.parsed(ctypes.addressof(copy)) == ("copy", 5, 7)
+    assert trace_gpu.parsed(ctypes.addressof(copy)) == ("copy", 5, 7)
 
 
 def test_without_cupti(benchmark_module: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,23 +39,23 @@ def test_without_cupti(benchmark_module: Callable[[str], Any], monkeypatch: pyte
 
     monkeypatch.setattr(pathfinder, "load_nvidia_dynamic_lib", nowhere)
     with pytest.raises(UserError, match="CUPTI is missing, .*: install the CUDA toolkit"), \
-            benchmark_module("kernel_trace").KernelTrace():
+            benchmark_module("trace_gpu").KernelTrace():
         pass
     assert benchmark_module("augment_gpu").traced(lambda: None) == {}
 
 
 def test_launches_are_counted_for_a_batch(benchmark_module: Callable[[str], Any],
                                           monkeypatch: pytest.MonkeyPatch) -> None:
-    augment_gpu, kernel_trace = benchmark_module("augment_gpu"), benchmark_module("kernel_trace")
+    augment_gpu, trace_gpu = benchmark_module("augment_gpu"), benchmark_module("trace_gpu")
 
-    class Trace(kernel_trace.KernelTrace):  # type: ignore[misc, name-defined]
+    class Trace(trace_gpu.KernelTrace):  # type: ignore[misc, name-defined]
         def __enter__(self) -> Any:
             return self
 
         def __exit__(self, *_: object) -> None:
             for _ in range(augment_gpu.BATCHES):
-                self.launches += [kernel_trace.Launch("resize", 0, 250_000), kernel_trace.Launch("copy", 0, 10**9),
-                                  kernel_trace.Launch("finish_images", 0, 50_000)]
+                self.launches += [trace_gpu.Launch("resize", 0, 250_000), trace_gpu.Launch("copy", 0, 10**9),
+                                  trace_gpu.Launch("finish_images", 0, 50_000)]
 
     monkeypatch.setattr(augment_gpu, "KernelTrace", Trace)
     found = augment_gpu.traced(lambda: None)
@@ -72,5 +72,8 @@ def test_lines_are_written_as_they_are_measured(benchmark_module: Callable[[str]
     monkeypatch.setattr(augment_gpu, "measure_families", lambda _: iter([{"name": "all images: warp"}]))
     monkeypatch.setattr(sys, "argv", ["augment_gpu.py", "--batch", "64"])
     augment_gpu.main()
+    monkeypatch.setattr(sys, "argv", ["augment_gpu.py", "--augmentations", "swirl"])
+    with pytest.raises(UserError, match="--augmentations swirl: there are crop and flip, random erasing, "):
+        augment_gpu.main()
     lines = [json.loads(line) for line in (tmp_path / "augment_1gpu.jsonl").read_text().splitlines()]
     assert [(line["name"], line["batch"]) for line in lines] == [("plain", 64), ("all images: warp", 64)]
