@@ -1,12 +1,10 @@
 // What training does to resized images on a GPU: the operations of a policy, colours, blur, solarising, erasing and
 // normalising, of a whole batch at once. augment.py launches these kernels, and puts before this file: `enum Family`,
-// MEAN, MEAN_COLOUR (R, G, B, 0 to 255), SCALE (one by the standard deviations), FILL, CHANNELS, and HALF where the
-// batch is to be in 16 bits.
+// MEAN, STD, MEAN_COLOUR (R, G, B, 0 to 255), FILL, CHANNELS, and HALF where the batch is to be in 16 bits.
 //
-// Images are changed in rounds, one `Change` of each image in each, of its own family and with its own numbers; the
-// last round also writes the batch. So the launches are as few as the rounds, whatever the images' operations are.
-// Between the rounds pixels are bytes, as they are in Pillow; in registers they are floats that are whole, from 0 to
-// 255.
+// Images are changed in rounds, one `Change` of each image in each, of its own family and with its own numbers; the last
+// round also writes the batch. So the launches are as few as the rounds, whatever the images' operations are. Between
+// the rounds pixels are bytes, as they are in Pillow.
 //
 // Shapes, as elsewhere: N images of H x W pixels. x: the images as they are, (N, H, W, 3) uint8. changes:
 // (N, rounds). finishes: (N,). statistics: (N, 3).
@@ -52,21 +50,18 @@ __device__ inline Element element(float v) { return v; }
 struct alignas(CHANNELS == 4 ? 4 * sizeof(Element) : sizeof(Element)) Pixel { Element channel[CHANNELS]; };
 
 struct Colour {
-    float channel[3];
+    float channel[3];  // 0 to 255
     __device__ float &operator[](int c) { return channel[c]; }
 };
 
-__device__ inline float limited(float v) { return fminf(fmaxf(v, 0.f), 255.f); }
+// The nearest byte.
+__device__ inline uint8 rounded(float v) { return uint8(fminf(fmaxf(rintf(v), 0.f), 255.f)); }
 
-__device__ inline Colour rounded(Colour v) {
-    for (int c = 0; c < 3; ++c) v[c] = rintf(limited(v[c]));
-    return v;
-}
+// The fraction cut off, as Pillow does it.
+__device__ inline float cut(float v) { return truncf(fminf(fmaxf(v, 0.f), 255.f)); }
 
-// Pillow's Image.blend, which cuts the fraction off.
-__device__ inline float blend(float from, float to, float factor) {
-    return truncf(limited(from + factor * (to - from)));
-}
+// Pillow's Image.blend.
+__device__ inline float blend(float from, float to, float factor) { return cut(from + factor * (to - from)); }
 
 __device__ inline float grey(float r, float g, float b) { return 0.299f * r + 0.587f * g + 0.114f * b; }
 
@@ -84,8 +79,7 @@ struct Image {
     // Bilinear; beyond the image lies FILL.
     __device__ Colour between(float y, float x) const {
         // Far outside it makes no difference where; whole numbers end somewhere.
-        const float row = floorf(fminf(fmaxf(y, -2.f), height + 1.f));
-        const float column = floorf(fminf(fmaxf(x, -2.f), width + 1.f));
+        const float row = floorf(fminf(fmaxf(y, -2.f), height + 1.f)), column = floorf(fminf(fmaxf(x, -2.f), width + 1.f));
         const float below = fminf(fmaxf(y - row, 0.f), 1.f), right = fminf(fmaxf(x - column, 0.f), 1.f);
         Colour sum = {{0, 0, 0}};
         for (int k = 0; k < 4; ++k) {
@@ -95,7 +89,7 @@ struct Image {
             Colour corner = is_inside ? at(v, u) : Colour{{FILL, FILL, FILL}};
             for (int c = 0; c < 3; ++c) sum[c] += weight * corner[c];
         }
-        return rounded(sum);
+        return sum;
     }
 };
 
@@ -124,16 +118,15 @@ __device__ inline Colour blurred(const Image &image, int y, int x, float sigma, 
     float weights = 0;
     for (int d = -radius; d <= radius; ++d) {
         const float weight = expf(-0.5f * d * d / (sigma * sigma));
-        Colour near =
-            along_x ? image.at(y, reflected(x + d, image.width)) : image.at(reflected(y + d, image.height), x);
+        Colour near = along_x ? image.at(y, reflected(x + d, image.width)) : image.at(reflected(y + d, image.height), x);
         for (int c = 0; c < 3; ++c) sum[c] += weight * near[c];
         weights += weight;
     }
     for (int c = 0; c < 3; ++c) sum[c] /= weights;
-    return rounded(sum);
+    return sum;
 }
 
-// The pixel after the image's change.
+// The pixel after the image's change; the fraction is still to be rounded.
 __device__ inline Colour changed(const Image &image, int y, int x, const Change &change, const Statistics *statistics) {
     if (change.family == WARP) {
         const float u = x + 0.5f, v = y + 0.5f;
@@ -152,7 +145,6 @@ __device__ inline Colour changed(const Image &image, int y, int x, const Change 
             const float(&m)[4] = change.colour[c];
             to[c] = m[0] * from[0] + m[1] * from[1] + m[2] * from[2] + m[3] + centre;
         }
-        return rounded(to);
     } else if (change.family == CONTRAST) {
         const float mean = floorf(grey(statistics[0].mean, statistics[1].mean, statistics[2].mean) + 0.5f);
         for (int c = 0; c < 3; ++c) to[c] = blend(mean, from[c], change.factor);
@@ -167,52 +159,46 @@ __device__ inline Colour changed(const Image &image, int y, int x, const Change 
     return to;
 }
 
-// A round but the last. Shapes: y as x. blockIdx.z: the image; a thread has a column, and rows as far apart as the
-// threads of a column are many.
-extern "C" __global__ void __launch_bounds__(256, 5) change_images(
-    const uint8 *__restrict__ x, const Change *changes, const Finish *finishes,
-    const Statistics *statistics, uint8 *__restrict__ y, int height, int width, int round, int rounds) {
-    const int column = blockIdx.x * blockDim.x + threadIdx.x, n = blockIdx.z;
-    if (column >= width) return;
-    const long long first = 1ll * n * height * width;
-    const Image image = {x + 3 * first, height, width, round == 0 && finishes[n].mirror};
-    for (int row = blockIdx.y * blockDim.y + threadIdx.y; row < height; row += gridDim.y * blockDim.y) {
-        Colour colour = changed(image, row, column, changes[n * rounds + round], statistics + 3 * n);
-        for (int c = 0; c < 3; ++c) y[3 * (first + row * width + column) + c] = uint8(colour[c]);
-    }
+// A round but the last. Shapes: y as x. A thread for each pixel; blockIdx.y: the image.
+extern "C" __global__ void change_images(const uint8 *__restrict__ x, const Change *changes, const Finish *finishes,
+                                         const Statistics *statistics, uint8 *__restrict__ y, int height, int width,
+                                         int round, int rounds) {
+    const int at = blockIdx.x * blockDim.x + threadIdx.x, pixels = height * width, n = blockIdx.y;
+    if (at >= pixels) return;
+    const Image image = {x + 3ll * n * pixels, height, width, round == 0 && finishes[n].mirror};
+    Colour colour = changed(image, at / width, at % width, changes[n * rounds + round], statistics + 3 * n);
+    for (int c = 0; c < 3; ++c) y[3 * (1ll * n * pixels + at) + c] = rounded(colour[c]);
 }
 
 // The last round. Shapes: y (N, H, W, CHANNELS), of which a fourth channel is zero. Threads as above.
-extern "C" __global__ void __launch_bounds__(256, 5) finish_images(
-    const uint8 *__restrict__ x, const Change *changes, const Finish *finishes,
-    const Statistics *statistics, Pixel *__restrict__ y, int height, int width, int round, int rounds) {
-    const int column = blockIdx.x * blockDim.x + threadIdx.x, n = blockIdx.z;
-    if (column >= width) return;
-    const long long first = 1ll * n * height * width;
-    const Finish finish = finishes[n];
-    const Image image = {x + 3 * first, height, width, round == 0 && finish.mirror};
-    for (int row = blockIdx.y * blockDim.y + threadIdx.y; row < height; row += gridDim.y * blockDim.y) {
-        Colour colour = changed(image, row, column, changes[n * rounds + round], statistics + 3 * n);
-        const bool is_erased =
-            finish.top <= row && row < finish.bottom && finish.left <= column && column < finish.right;
-        Pixel pixel = {};
-        for (int c = 0; c < 3; ++c) {
-            float v = colour[c];
-            if (finish.solarise && v >= 128) v = 255 - v;
-            if (is_erased) v = MEAN_COLOUR[c];
-            pixel.channel[c] = element((v - MEAN[c]) * SCALE[c]);
-        }
-        y[first + row * width + column] = pixel;
+extern "C" __global__ void finish_images(const uint8 *__restrict__ x, const Change *changes, const Finish *finishes,
+                                         const Statistics *statistics, Pixel *__restrict__ y, int height, int width,
+                                         int round, int rounds) {
+    const int at = blockIdx.x * blockDim.x + threadIdx.x, pixels = height * width, n = blockIdx.y;
+    if (at >= pixels) return;
+    const Finish &finish = finishes[n];
+    const int row = at / width, column = at % width;
+    const Image image = {x + 3ll * n * pixels, height, width, round == 0 && finish.mirror};
+    Colour colour = changed(image, row, column, changes[n * rounds + round], statistics + 3 * n);
+    const bool is_erased =
+        finish.top <= row && row < finish.bottom && finish.left <= column && column < finish.right;
+    Pixel pixel = {};
+    for (int c = 0; c < 3; ++c) {
+        float v = rounded(colour[c]);
+        if (finish.solarise && v >= 128) v = 255 - v;
+        if (is_erased) v = MEAN_COLOUR[c];
+        pixel.channel[c] = element((v - MEAN[c]) / STD[c]);
     }
+    y[1ll * n * pixels + at] = pixel;
 }
 
 constexpr int HISTOGRAMS = 8;  // side by side: threads that count the same level at once wait for each other
 
 // Before a round: the statistics that its families ask for. A block for each channel (blockIdx.x) of an image
-// (blockIdx.z).
-extern "C" __global__ void measure_images(
-    const uint8 *__restrict__ x, const Change *changes, Statistics *statistics, int pixels, int round, int rounds) {
-    const int n = blockIdx.z, channel = blockIdx.x, first = threadIdx.x, stride = blockDim.x;
+// (blockIdx.y).
+extern "C" __global__ void measure_images(const uint8 *__restrict__ x, const Change *changes, Statistics *statistics,
+                                          int pixels, int round, int rounds) {
+    const int n = blockIdx.y, channel = blockIdx.x, first = threadIdx.x, stride = blockDim.x;
     const Change &change = changes[n * rounds + round];
     const bool has_table = change.family == AUTO_CONTRAST || change.family == EQUALIZE;
     if (!has_table && change.family != CONTRAST && !(change.family == COLOURS && change.centre != 0)) return;

@@ -43,9 +43,7 @@ CHANGE = np.dtype([
 ])  # fmt: skip
 FINISH = np.dtype([("mirror", np.int32), ("solarise", np.int32), ("erased", np.int32, 4)])
 STATISTICS_BYTES = 4 + 256  # of a channel of an image
-MEASURING_BLOCK = (1024, 1)
-BLOCK = (32, 8)  # threads, of columns and rows; augment.cu's launch bounds have their product
-ROWS = 4  # of an image that a thread does
+BLOCK, MEASURING_BLOCK = 256, 1024  # threads
 
 
 def measured_rounds(transform: ImageTransform) -> list[bool]:
@@ -109,8 +107,7 @@ class Device(Protocol):
     def address(self, array: Any) -> int:
         """Where such an array begins."""
 
-    def launch(self, kernel: str, grid: tuple[int, int, int], block: tuple[int, int],
-               *arguments: int | np.int32) -> None:
+    def launch(self, kernel: str, grid: tuple[int, int], block: int, *arguments: int | np.int32) -> None:
         """Run a kernel: an `int` argument is an address. In the order of the calls, and perhaps later."""
 
     def synchronize(self) -> None:
@@ -133,15 +130,15 @@ class Augmenter:
         statistics = device.empty((count * 3 * STATISTICS_BYTES,), "uint8") if any(self._measured) else None
         between = [device.empty((*shape, 3), "uint8") for _ in range(min(rounds - 1, 2))]  # written in turn
         measured = device.address(statistics) if statistics is not None else 0
-        blocks = -(-width // BLOCK[0]), -(-height // (BLOCK[1] * ROWS)), count
+        blocks = -(-height * width // BLOCK)
         for number, is_measured in enumerate(self._measured):
             which = np.int32(number), np.int32(rounds)
             if is_measured:
-                device.launch("measure_images", (3, 1, count), MEASURING_BLOCK, images, changes, measured,
+                device.launch("measure_images", (3, count), MEASURING_BLOCK, images, changes, measured,
                               np.int32(height * width), *which)
             is_last = number == rounds - 1
             to = device.address(batch if is_last else between[number % 2])
-            device.launch("finish_images" if is_last else "change_images", blocks, BLOCK, images, changes,
+            device.launch("finish_images" if is_last else "change_images", (blocks, count), BLOCK, images, changes,
                           finishes, measured, to, np.int32(height), np.int32(width), *which)
             images = to
         device.synchronize()
@@ -159,7 +156,7 @@ def source_code(transform: ImageTransform, dtype: str, channels: int) -> str:
         f"constexpr int CHANNELS = {channels};",
         f"enum Family {{ {', '.join(name.upper() for name in FAMILY_NUMBER)} }};",
         floats("MEAN", transform.mean),
-        floats("SCALE", (1 / std for std in transform.std)),
+        floats("STD", transform.std),
         floats("MEAN_COLOUR", transform.mean_colour),
         f"constexpr float FILL = {policies.fill(transform):.1f}f;",
     ]
@@ -194,8 +191,7 @@ class GpuDevice:
         mx.base.check_call(mx.base._LIB.MXNDArrayGetData(array.handle, ctypes.byref(address)))
         return int(address.value or 0)
 
-    def launch(self, kernel: str, grid: tuple[int, int, int], block: tuple[int, int],
-               *arguments: int | np.int32) -> None:
+    def launch(self, kernel: str, grid: tuple[int, int], block: int, *arguments: int | np.int32) -> None:
         if kernel not in self._kernels:
             self._kernels[kernel] = self._code.get_kernel(kernel)
         self._launch(self._stream, self._config(grid=grid, block=block), self._kernels[kernel], *arguments)

@@ -113,7 +113,7 @@ def augmented(
 
 
 class CpuDevice:
-    """Runs the kernels on the CPU, compiled by g++, in blocks of one thread, which has nobody to wait for."""
+    """Runs the kernels on the CPU, compiled by g++, in blocks of one thread: these need nobody to wait for."""
 
     def __init__(self, source: str) -> None:
         folder = Path(__file__).resolve().parents[2] / ".pytest_cache" / "kernels"
@@ -133,10 +133,9 @@ class CpuDevice:
     def address(self, array: np.ndarray) -> int:
         return array.ctypes.data
 
-    def launch(self, kernel: str, grid: tuple[int, int, int], block: tuple[int, int],
-               *arguments: int | np.int32) -> None:
+    def launch(self, kernel: str, grid: tuple[int, int], block: int, *arguments: int | np.int32) -> None:
         values = [ctypes.c_void_p(each) if isinstance(each, int) else ctypes.c_int(int(each)) for each in arguments]
-        blocks = (grid[0] if kernel == "measure_images" else grid[0] * block[0]), *grid[1:]
+        blocks = grid[0] * (1 if kernel == "measure_images" else block), grid[1]
         getattr(self._library, f"run_{kernel}")(*map(ctypes.c_int, blocks), *values)
 
     def synchronize(self) -> None:
@@ -151,26 +150,23 @@ CUDA_ON_THE_CPU = """
 #define __constant__ static const
 #define __shared__ static
 #define __restrict__
-#define __launch_bounds__(...)
 #define __syncthreads()
-struct Size { int x, y, z; };
-static Size blockIdx, threadIdx = {0, 0, 0}, blockDim = {1, 1, 1}, gridDim;
+struct Size { int x, y; };
+static Size blockIdx, threadIdx = {0, 0}, blockDim = {1, 1};
 static void atomicAdd(unsigned *to, unsigned value) { *to += value; }
 KERNELS
-template <class... Arguments> static void run(void (*kernel)(Arguments...), Size grid, Arguments... arguments) {
-    gridDim = grid;
-    for (blockIdx.z = 0; blockIdx.z < grid.z; ++blockIdx.z)
-        for (blockIdx.y = 0; blockIdx.y < grid.y; ++blockIdx.y)
-            for (blockIdx.x = 0; blockIdx.x < grid.x; ++blockIdx.x) kernel(arguments...);
+template <class... Arguments> static void run(void (*kernel)(Arguments...), int x, int y, Arguments... arguments) {
+    for (blockIdx.y = 0; blockIdx.y < y; ++blockIdx.y)
+        for (blockIdx.x = 0; blockIdx.x < x; ++blockIdx.x) kernel(arguments...);
 }
 #define RUN(kernel, parameters, ...) \\
-    extern "C" void run_##kernel parameters { run(kernel, Size{grid_x, grid_y, grid_z}, __VA_ARGS__); }
-RUN(measure_images, (int grid_x, int grid_y, int grid_z, const uint8 *x, const Change *changes, Statistics *statistics,
+    extern "C" void run_##kernel parameters { run(kernel, blocks_x, blocks_y, __VA_ARGS__); }
+RUN(measure_images, (int blocks_x, int blocks_y, const uint8 *x, const Change *changes, Statistics *statistics,
     int pixels, int round, int rounds), x, changes, statistics, pixels, round, rounds)
-RUN(change_images, (int grid_x, int grid_y, int grid_z, const uint8 *x, const Change *changes, const Finish *finishes,
+RUN(change_images, (int blocks_x, int blocks_y, const uint8 *x, const Change *changes, const Finish *finishes,
     const Statistics *statistics, uint8 *y, int height, int width, int round, int rounds),
     x, changes, finishes, statistics, y, height, width, round, rounds)
-RUN(finish_images, (int grid_x, int grid_y, int grid_z, const uint8 *x, const Change *changes, const Finish *finishes,
+RUN(finish_images, (int blocks_x, int blocks_y, const uint8 *x, const Change *changes, const Finish *finishes,
     const Statistics *statistics, Pixel *y, int height, int width, int round, int rounds),
     x, changes, finishes, statistics, y, height, width, round, rounds)
 """
