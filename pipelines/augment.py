@@ -1,9 +1,9 @@
-"""Training on a GPU: what follows the resize, of a whole batch in a few launches of our own kernels (augment.cu).
+"""Augmenting on a GPU: what follows the resize, of a whole batch in a few launches of our own kernels (augment.cu).
 
 DALI has an operator for each thing, and each prepares and launches its own: a policy's fifteen operations were about
 sixty launches, and twice that for RandAugment. Here an image is changed by the family of its own operation, whichever
-that is, in one launch for the whole batch, a round. The last round also normalises and writes the batch. So it is one
-launch for crops alone, two with TrivialAugment (one measures the images that need it), four with RandAugment.
+that is, in one launch for the whole batch, a round. The last round also flips, erases, normalises and writes the batch.
+So TrivialAugment is two launches (one measures the images that need it), RandAugment four.
 
 On the CPU the same numbers (operations.py) go to DALI's operators, in graph.py.
 """

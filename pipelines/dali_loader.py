@@ -110,17 +110,15 @@ class DaliLoader(Loader):
         return self._source.name(i)
 
     def run(self) -> tuple[Any, Any, Plan]:
-        """Images and labels of the next batch, as MXNet's or DALI's arrays, and which images these are. Of a stage
-        before "full", which leaves images of several sizes, DALI's own list."""
+        """Images and labels of the next batch as DALI's own lists of tensors, images that our kernels have augmented as
+        an MXNet array; and which images these are."""
         if self._prepared:
             prepared, self._prepared = self._prepared, None
             return prepared
         images, labels, plan, *changes = self._run_pipeline()
         if changes:
             images = self._augmented(images.as_tensor(), *(each.as_tensor() for each in changes))
-        elif self._graph.stage == "full":
-            images = images.as_tensor()
-        return images, labels.as_tensor(), plan
+        return images, labels, plan
 
     def _augmented(self, images: Any, changes: Any, finishes: Any) -> Any:
         """The batch that the kernels of augment.cu make, as an MXNet array."""
@@ -166,8 +164,8 @@ class DaliLoader(Loader):
         images, labels, plan = self.run()
         # DALI's dynamic executor (its default) gives every batch memory of its own, which the DLPack capsule owns: the
         # array is the pipeline's output itself, and goes back to DALI's pool when MXNet drops its last reference.
-        data, label = (output if isinstance(output, mx.nd.NDArray) else mx.nd.from_dlpack(output.__dlpack__())
-                       for output in (images, labels))
+        data, label = (output if isinstance(output, mx.nd.NDArray)
+                       else mx.nd.from_dlpack(output.as_tensor().__dlpack__()) for output in (images, labels))
         self._recent.append((data, label))
         return Batch(data, label, plan.num_valid, plan.indices[: plan.num_valid])
 

@@ -5,8 +5,8 @@
 Where the images come decoded (decoded.py), the window is cut out of the pixels instead, and so it is where it may
 reach beyond the image (`crop_padding`). Cutout, where it is wanted, follows the window; all other augmentations follow
 the resize, when the images of a batch have one size: the policy (policies.py, operations.py), colours, blur, erasing.
-In training on a GPU the graph ends with the resize, and what follows is done by kernels of our own (augment.py), which
-read the same numbers.
+On a GPU, where any of these is wanted, the graph ends with the resize, and what follows is done by kernels of our own
+(augment.py), which read the same numbers.
 
 All random numbers come in from outside, drawn by the loader from (seed, epoch, batch), and no operator keeps a state.
 So any batch of any epoch can be computed at once: resuming needs two numbers, a broken image can be taken out without
@@ -79,7 +79,8 @@ class GraphConfig:
     @property
     def is_finished_by_kernels(self) -> bool:
         """Whether the graph ends with the resize, and augment.py does what follows it."""
-        return self.training and self.device == "gpu" and self.stage == "full"
+        augments = self.training and self.transform.changes_resized_images
+        return augments and self.device == "gpu" and self.stage == "full"
 
 
 class ImageInputs(NamedTuple):
