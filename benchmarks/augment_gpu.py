@@ -27,9 +27,10 @@ from common.command_line import Positive, read_options
 from common.environment import git_commit, hardware
 from common.errors import UserError
 from pipelines import ImageTransform, LoaderConfig
-from pipelines.augment import Augmenter, GpuDevice, changes, source_code
+from pipelines.augment import Augmenter, changes, source_code
 from pipelines.bench import time_batches
 from pipelines.dali_loader import DaliLoader
+from pipelines.gpu import GpuDevice
 from pipelines.graph import Derived, ImageInputs
 from pipelines.operations import Operation, numbers
 from pipelines.sources import open_source

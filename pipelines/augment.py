@@ -10,24 +10,15 @@ On the CPU the same numbers (operations.py) go to DALI's operators, in graph.py.
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from common.disk_cache import Cache
-from common.mxnet_compat import mx
-from common.nvidia_gpus import find_gpus
 from pipelines import policies
-from pipelines.errors import DataError
 from pipelines.operations import FAMILIES, Numbers
 from pipelines.transform import ImageTransform
-
-if TYPE_CHECKING:
-    from pipelines.graph import Derived, ImageInputs
 
 SOURCE = Path(__file__).with_name("augment.cu")
 # What a round can do to an image: an operation's family, or one of the augmentations that follow the policy.
@@ -57,9 +48,10 @@ def measured_rounds(transform: ImageTransform) -> list[bool]:
 
 
 def changes(
-    transform: ImageTransform, inputs: ImageInputs, values: Derived, operations: Iterable[Numbers]
+    transform: ImageTransform, inputs: Any, values: Any, operations: Iterable[Numbers]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What is done to each of N images, as the kernels read it: (N, rounds) of CHANGE and (N,) of FINISH, as bytes."""
+    """What is done to each of N images, as the kernels read it: (N, rounds) of CHANGE and (N,) of FINISH, as bytes.
+    `inputs` and `values` are the ImageInputs and Derived of graph.py."""
     count = len(inputs.size)
     rounds = [_operation(each) for each in operations]
     if transform.changes_colours:
@@ -99,7 +91,7 @@ def _operation(these: Numbers) -> np.ndarray:
 
 
 class Device(Protocol):
-    """Where the kernels run."""
+    """Where the kernels run: GpuDevice of gpu.py."""
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
         """Fresh memory there, as an array."""
@@ -161,54 +153,3 @@ def source_code(transform: ImageTransform, dtype: str, channels: int) -> str:
         f"constexpr float FILL = {policies.fill(transform):.1f}f;",
     ]
     return "\n".join([*head, SOURCE.read_text()])
-
-
-class GpuDevice:
-    """A GPU: MXNet's memory, and a stream of its own, whose launches come before those of the training step. Raises
-    DataError where what compiles the kernels is missing."""
-
-    def __init__(self, device_id: int, source: str) -> None:
-        try:
-            from cuda.core import Device as CudaDevice
-            from cuda.core import LaunchConfig, ObjectCode, StreamOptions, launch
-        except ImportError as error:
-            raise DataError(f"batches on the GPU need cuda-core ({error}): `make setup`, or pip install '.[gpu]' in "
-                            "this project's folder") from None
-        self._context = mx.gpu(device_id)
-        gpu = CudaDevice(device_id)
-        gpu.set_current()
-        self._stream = gpu.create_stream(options=StreamOptions(priority=-1))
-        self._launch, self._config = launch, LaunchConfig
-        major, minor = find_gpus()[device_id].capability
-        self._code = ObjectCode.from_cubin(compiled(source, f"sm_{major}{minor}"))
-        self._kernels: dict[str, Any] = {}
-
-    def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
-        return mx.nd.empty(shape, ctx=self._context, dtype=dtype)
-
-    def address(self, array: Any) -> int:
-        address = ctypes.c_void_p()
-        mx.base.check_call(mx.base._LIB.MXNDArrayGetData(array.handle, ctypes.byref(address)))
-        return int(address.value or 0)
-
-    def launch(self, kernel: str, grid: tuple[int, int], block: int, *arguments: int | np.int32) -> None:
-        if kernel not in self._kernels:
-            self._kernels[kernel] = self._code.get_kernel(kernel)
-        self._launch(self._stream, self._config(grid=grid, block=block), self._kernels[kernel], *arguments)
-
-    def synchronize(self) -> None:
-        self._stream.sync()
-
-
-def compiled(source: str, architecture: str) -> bytes:
-    """Machine code of CUDA C++, for NVRTC's name of a GPU such as 'sm_90'; made once on each machine."""
-    from cuda.core import Program, ProgramOptions
-
-    cache = Cache("loader kernels")
-    entry = hashlib.sha256(f"{architecture} {source}".encode()).hexdigest()[:32]
-    if code := cache.read(entry):
-        return code
-    options = ProgramOptions(arch=architecture, std="c++17", name=SOURCE.name)
-    code = bytes(Program(source, "c++", options).compile("cubin").code)
-    cache.write(entry, code)
-    return code

@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common.mxnet_compat import mx
-from pipelines.augment import Augmenter, GpuDevice, source_code
+from pipelines.augment import Augmenter, source_code
 from pipelines.balance import draw_balanced
 from pipelines.decoder_messages import DecoderCheck, decoder_messages
 from pipelines.errors import DataError
+from pipelines.gpu import GpuDevice
 from pipelines.graph import GraphConfig, ImageInputs, build_pipeline, random_inputs
 from pipelines.inspect_image import inspect_image
 from pipelines.loader import Batch, Loader, LoaderConfig

@@ -17,7 +17,8 @@ from PIL import Image
 
 from common.mxnet_compat import mx
 from pipelines import ImageTransform
-from pipelines.augment import Augmenter, Device, GpuDevice, changes, source_code
+from pipelines.augment import Augmenter, Device, changes, source_code
+from pipelines.gpu import GpuDevice
 from pipelines.graph import Derived, ImageInputs
 from pipelines.operations import FAMILIES, Numbers, applied, fn, numbers
 from pipelines.recordio import pack_record

@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from image_helpers import EVERYTHING, CpuDevice, augmented, operated, smooth_image, write_folder
 from nvidia import dali
 
+from common.mxnet_compat import mx
 from pipelines import ImageTransform, Loader, LoaderConfig, dali_loader, open_loader
-from pipelines.augment import CHANGE, FAMILY_NUMBER, FINISH, SOURCE, STATISTICS_BYTES, changes, compiled, source_code
+from pipelines.augment import CHANGE, FAMILY_NUMBER, FINISH, SOURCE, STATISTICS_BYTES, changes, source_code
+from pipelines.gpu import GpuDevice, compiled
 from pipelines.graph import GraphConfig, ImageInputs, build_pipeline, derived, random_inputs
 from pipelines.operations import Operation
 from pipelines.transform import STD
@@ -34,6 +37,15 @@ def finished(transform: ImageTransform, images: np.ndarray, device: str, rng: np
     config = GraphConfig(training=True, transform=transform, image_size=0, dtype="float32", channels=3, device="cpu",
                          feeds="pixels")
     return build_pipeline(config, lambda: whole, count, 2, prefetch=1).run()[0].as_array()
+
+
+class InMXNet(CpuDevice):
+    """With MXNet's memory, as on a GPU."""
+
+    address = GpuDevice.address
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
+        return mx.nd.empty(shape, dtype=dtype)
 
 
 def pictures(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
@@ -100,7 +112,7 @@ def test_loader_whose_graph_ends_with_the_resize(transform, tmp_path, monkeypatc
 
     wanted = epochs(open_loader(config))
     monkeypatch.setattr(GraphConfig, "is_finished_by_kernels", property(lambda graph: graph.stage == "full"))
-    monkeypatch.setattr(dali_loader, "GpuDevice", lambda _, source: CpuDevice(source))
+    monkeypatch.setattr(dali_loader, "GpuDevice", lambda _, source: InMXNet(source))
     got = epochs(open_loader(config))
     assert [each.shape for each in got] == 6 * [(4, 21, 21, 3)] + 6 * [(4, 30, 30, 3)]
     differences = [np.abs(a - b).mean() * np.mean(STD) for a, b in zip(got, wanted, strict=True)]
