@@ -397,7 +397,7 @@ _WITHOUT_EFFECT = ("all_reduce",)  # gradients were averaged by NCCL, or by the 
 # What a value must be, by name of the knob: a test and its words.
 _LIMITS = {
     **dict.fromkeys(("batch_size", "epochs", "accumulate", "buckets", "commit_every", "keep_checkpoints", "log_every",
-                     "min_steps", "limit_steps", "top"),
+                     "min_steps", "limit_steps", "top", "vocabulary", "hidden", "layers", "sequences", "steps"),
                     (lambda value: value >= 1, "at least 1")),
     "batch_sizes": (lambda value: min(value, default=1) >= 1, "at least 1 each"),
     "bn_group": (lambda value: 1 <= value <= MAX_BN_GROUP, f"from 1 to {MAX_BN_GROUP}"),

@@ -16,7 +16,7 @@ LOSS_SCALE = "loss_scale"
 _FIXED = {
     **dict.fromkeys(("gamma", "beta", "bias", "gamma_grad", "beta_grad", "bias_grad"), "float32"),
     **dict.fromkeys(("moving_mean", "moving_var", "mean", "var", "saved", "sums"), "float32"),
-    **dict.fromkeys(("label", "loss", LOSS_SCALE, "factors"), "float32"),
+    **dict.fromkeys(("label", "loss", LOSS_SCALE, "factors", "tokens"), "float32"),
     "seed": "uint32",
     **dict.fromkeys(("top1", "top5"), "int32"),
     **dict.fromkeys(("mask", "winner"), "uint8"),

@@ -241,7 +241,7 @@ class ConvolutionLibrary:
             except Exception as error:  # cuDNN refuses some of its own proposals while building or running them
                 self._gpu.synchronize()  # raises where the GPU cannot go on: that is no verdict on a plan
                 trial.reason = first_line(error)
-                trial.passing |= _is_passing(error)
+                trial.passing |= is_passing(error)
                 if trial.passing and self.deterministic:  # another proposal has other bits
                     break
             if ends_at == math.inf:
@@ -373,7 +373,8 @@ class _Bench:
         return self._gpu.time_ms(enqueue, launches=min(8, max(1, round(1 / max(rough, 1e-3)))))
 
 
-def _is_passing(error: Exception) -> bool:
+def is_passing(error: Exception) -> bool:
+    """Whether what cuDNN says is no verdict on what it was asked for."""
     return isinstance(error, PassingError) or any(word in str(error).upper() for word in PASSING)
 
 

@@ -16,30 +16,27 @@ from typing import Any
 
 import numpy as np
 
-from common.disk_cache import Cache
 from graph_passes import pipeline, roles
 from graph_passes.errors import GraphError
 from graph_passes.executors.base import Draws, Metrics
-from graph_passes.executors.cuda.arena import Arena
 from graph_passes.executors.cuda.buckets import Bucket, bucket_of, cut
 from graph_passes.executors.cuda.capacity import check_fits, largest_batch, most_images
 from graph_passes.executors.cuda.compiled import CompiledGraph
-from graph_passes.executors.cuda.convolution import ConvolutionLibrary, import_cudnn
 from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.folding import Folded
 from graph_passes.executors.cuda.inference import Inference
-from graph_passes.executors.cuda.kernels import C_TYPES, KernelLibrary, count, instance, threads
+from graph_passes.executors.cuda.kernels import C_TYPES, count, instance, threads
 from graph_passes.executors.cuda.lowering import LoweredGraph, Persistent, check_operators
 from graph_passes.executors.cuda.lowering.builder import MAX_CHANNELS, TILE_CHANNELS
 from graph_passes.executors.cuda.optimizer import INITIAL_LOSS_SCALE, Optimizer, OptimizerConfig, State
 from graph_passes.executors.cuda.options import StepOptions
 from graph_passes.executors.cuda.parameters import VECTOR, FlatArray, ParameterStore, padded_channels, parameters_of
-from graph_passes.executors.cuda.planner import Decision, Planner
+from graph_passes.executors.cuda.planner import Decision
 from graph_passes.executors.cuda.program import Buffer
-from graph_passes.executors.cuda.toolchain import Toolchain
+from graph_passes.executors.cuda.toolchain import toolchain
 from graph_passes.graph import Graph, Node, Ref
 from graph_passes.operators.dropout import words_of
-from graph_passes.passes import Choose, Ways, first_way
+from graph_passes.passes import Choose, Ways, first_way, precision, tensor_dtypes
 from graph_passes.passes.precision import ITEM_BYTES
 
 Arrays = dict[str, np.ndarray]
@@ -73,12 +70,8 @@ class TrainingStep:
         options = options or StepOptions()
         self.options, self.dtype = options, options.dtype
         self.gpu = Gpu(device_id)
-        cache = Cache(_machine(self.gpu), cache_folder)
-        self.kernels = KernelLibrary(self.gpu, cache)
-        self._arena = Arena(self.gpu)
-        convolutions = ConvolutionLibrary(self.gpu, cache, self._arena, options.tf32, options.deterministic)
-        planner = Planner(self.gpu, cache, self._arena, convolutions.variant, options.deterministic)
-        self._tools = Toolchain(self.gpu, self.kernels, convolutions, planner, self._arena, options.group)
+        self._tools = toolchain(self.gpu, options.tf32, options.deterministic, options.group, cache_folder)
+        self.kernels, self._arena = self._tools.kernels, self._tools.arena
         self._allocate_for_owner = allocate
         self._graph, self._shapes = graph, dict(shapes)
         inferred = graph.infer_shapes(shapes)
@@ -128,7 +121,8 @@ class TrainingStep:
         images, height, width, channels = data
         state = self._zeros(ctypes.sizeof(State))
         sized: dict[str, tuple[tuple[int, ...], str]] = {
-            "data": ((images, height, width, padded_channels(channels)), self.dtype),
+            "data": ((images, height, width, padded_channels(channels)),
+                     tensor_dtypes(precision(self._graph, self.dtype))[Ref("data")]),
             "label": ((images,), "float32"),
             "own_share": ((1,), "float32"),
             "seed": ((2,), "uint32"),
@@ -222,7 +216,7 @@ class TrainingStep:
         """Make the input for images of this size the one that is loaded and used."""
         if image_size not in self._inputs:
             images, _, _, channels = self.persistent.data.shape
-            buffer = Buffer("data", (images, *image_size, channels), self.dtype, persistent=True)
+            buffer = Buffer("data", (images, *image_size, channels), self.persistent.data.dtype, persistent=True)
             buffer.address = self._zeros(buffer.num_bytes)
             self._inputs[image_size] = buffer
         self.persistent = dataclasses.replace(self.persistent, data=self._inputs[image_size])
@@ -512,8 +506,3 @@ def _initial_loss_scale(graph: Graph, classes: int) -> float:
     if graph[graph.outputs[0].node].op != "SigmoidOutput":
         return INITIAL_LOSS_SCALE
     return min(INITIAL_LOSS_SCALE * 2.0 ** (classes.bit_length() - 1), 2.0**24)
-
-
-def _machine(gpu: Gpu) -> str:
-    """What compiled kernels and timed plans depend on."""
-    return f"{gpu.name} driver {gpu.driver_version} cudnn {import_cudnn().backend_version()}"
