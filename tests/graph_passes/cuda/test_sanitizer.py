@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from step_networks import bottlenecks, dropping, pre_activation, repeatable_fusions
+from step_networks import bottlenecks, dropping, pre_activation, with_trials
 from test_compile import kernels
 from test_training_step import RULES, fused, random_batch, random_state, small_network
 
