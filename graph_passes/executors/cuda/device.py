@@ -162,12 +162,14 @@ class Gpu:
             self.check(self._driver.cuMemsetD8Async(address, byte, num_bytes, self.stream_handle))
 
     def fill_random(self, address: int, num_bytes: int, dtype: str) -> None:
-        """Fill with uniform values in [-1, 1): something to time kernels with."""
+        """Fill with uniform values in [-1, 1), int8 from -127 to 127: something to time kernels with."""
         block = np.random.default_rng(0).uniform(-1, 1, 1 << 16).astype(np.float32)
         if dtype == "float16":
             block = block.astype(np.float16)
         elif dtype == "bfloat16":
             block = (block.view(np.uint32) >> 16).astype(np.uint16)
+        elif dtype == "int8":
+            block = (block * 128).astype(np.int8)
         first = min(num_bytes, block.nbytes)
         self.upload(address, block.view(np.uint8)[:first])
         filled = first

@@ -20,7 +20,7 @@ from test_compile import serves
 from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError, Ref, passes, pipeline, roles
 from graph_passes.executors import Box, Draws
-from graph_passes.executors.cuda import kernels, training_step
+from graph_passes.executors.cuda import kernels, network, training_step
 from graph_passes.executors.cuda.capacity import check_fits
 from graph_passes.executors.cuda.choices import Choices
 from graph_passes.executors.cuda.folding import Folded
@@ -624,10 +624,10 @@ class FakeGpu:
 @pytest.fixture
 def make_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., training_step.TrainingStep]:
     """Makes a ResNet-18's training step for square images of so many pixels, where nothing is computed."""
-    monkeypatch.setattr(training_step, "Gpu", FakeGpu)
-    monkeypatch.setattr(training_step, "KernelLibrary", lambda *_: FakeKernels())
-    monkeypatch.setattr(training_step, "ConvolutionLibrary", lambda *_: FakeConvolutions())
-    monkeypatch.setattr(training_step, "_machine", lambda gpu: "fake")
+    monkeypatch.setattr(network, "Gpu", FakeGpu)
+    monkeypatch.setattr(network, "KernelLibrary", lambda *_: FakeKernels())
+    monkeypatch.setattr(network, "ConvolutionLibrary", lambda *_: FakeConvolutions())
+    monkeypatch.setattr(network, "_machine", lambda gpu: "fake")
     graph = passes.bn_relu(passes.bn_add_relu(Graph.from_json(resnet(18, 10).tojson())))
 
     def make(size: int, change: Callable[[Graph], Graph] = lambda same: same,

@@ -17,17 +17,18 @@ __global__ void quantise(const Packed<T> *x, uint2 *y, float reciprocal_scale, u
 }
 
 // Squares of 2x2 pixels of images with up to 4 channels become the 16 channels of one, in units of a scale, and zeros all
-// around: `before` squares above and to the left. One thread a square.
+// around: `before_h` squares above and `before_w` to the left. One thread a square.
 // Shapes: x (N, height, width, channels) of the type T, channels 4; y (N, out_height, out_width, 16) int8.
 // squares = N * out_height * out_width.
 template <class T>
 __global__ void quantise_squares(const T *x, uint4 *y, float reciprocal_scale, uint32 squares, int height, int width,
-                                 int out_height, int out_width, int before) {
+                                 int out_height, int out_width, int before_h, int before_w) {
     struct alignas(4 * sizeof(T)) Pixel { T value[4]; };
     const uint32 at = blockIdx.x * blockDim.x + threadIdx.x;
     if (at >= squares) return;
     const uint32 image = at / out_width / out_height;
-    const int top = 2 * (int(at / out_width % out_height) - before), left = 2 * (int(at % out_width) - before);
+    const int top = 2 * (int(at / out_width % out_height) - before_h);
+    const int left = 2 * (int(at % out_width) - before_w);
     struct alignas(16) { int8 element[16]; } out = {};
 #pragma unroll
     for (int p = 0; p < 4; ++p) {

@@ -22,6 +22,7 @@ from graph_passes.executors.cuda.lowering import (
     dropout,
     elementwise,
     pooling,
+    quantised,
     softmax,
     stem,
 )
@@ -37,7 +38,7 @@ from graph_passes.passes import output_names, tensor_dtypes
 __all__ = ["LoweredGraph", "Persistent", "bound_buffers", "check_operators", "lower", "lower_nodes"]
 
 _FAMILIES = (convolution, batch_norm, elementwise, dropout, pooling, softmax, batch_norm_pair, batch_norm_pool, stem,
-             conv1x1_backward)
+             conv1x1_backward, quantised)
 RULES: Mapping[str, Rule] = {op: rule for family in _FAMILIES for op, rule in family.RULES.items()}
 
 
