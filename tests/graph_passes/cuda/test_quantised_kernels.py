@@ -27,6 +27,12 @@ from graph_passes.passes.quantised_way import DIRECT, TILES
 pytestmark = pytest.mark.gpu
 
 
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Kernels are compiled once for all networks."""
+    return tmp_path_factory.mktemp("cache")
+
+
 def int8(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.integers(-127, 128, shape, np.int8)
 
@@ -159,11 +165,11 @@ def test_classifier(device: Device, rng: np.random.Generator) -> None:
     ("resnet18", 64, Kept()), ("resnet50", 65, Kept()), ("resnet50", 64, Kept(classifier=False)),
     ("resnet18", 64, Kept(first=True)), ("resnext50_32x4d", 33, Kept()), ("resnet50d", 64, Kept()),
     ("resnet18_v2", 64, Kept())])
-def test_whole_networks(name: str, size: int, kept: Kept, rng: np.random.Generator, tmp_path: Path) -> None:
+def test_whole_networks(name: str, size: int, kept: Kept, rng: np.random.Generator, cache: Path) -> None:
     """Tensor by tensor: each integer. Where the first convolution is in floats, its float16 makes another integer of
     some; what is behind is then compared with the answer alone."""
     case = quantised(name, 3, size, rng, kept)
-    network = QuantisedNetwork(case.network, case.shapes, case.scales, kept, case.params, cache_folder=tmp_path)
+    network = QuantisedNetwork(case.network, case.shapes, case.scales, kept, case.params, cache_folder=cache)
     network.load(case.images.astype(np.float16), np.zeros(3))
     network.infer()
     expected, compared = case.expected(), 0
@@ -185,8 +191,8 @@ def test_whole_networks(name: str, size: int, kept: Kept, rng: np.random.Generat
     network.gpu.free_all()
 
 
-def test_a_network_with_parameters_of_another_shape(rng: np.random.Generator, tmp_path: Path) -> None:
+def test_a_network_with_parameters_of_another_shape(rng: np.random.Generator, cache: Path) -> None:
     case = quantised("resnet18", 2, 32, rng)
     params = case.params | {"classifier_weight": np.zeros((3, 512), np.float32)}
     with pytest.raises(GraphError, match="'classifier_weight' has the shape .3, 512.: the network in INT8 needs"):
-        QuantisedNetwork(case.network, case.shapes, case.scales, case.kept, params, cache_folder=tmp_path)
+        QuantisedNetwork(case.network, case.shapes, case.scales, case.kept, params, cache_folder=cache)
