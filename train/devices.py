@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from common.command_line import part_of
@@ -47,6 +48,24 @@ def choose(config: Config, local_rank: int) -> Placement:
             "which computes in float32 only; use --dtype auto"
         )
     return placement
+
+
+def for_int8(config: Config, values: Mapping[str, Any], local_rank: int) -> Config:
+    """The configuration with the device of a network in INT8: a GPU with the cuda executor, where it is not asked for
+    otherwise and there is one, else the CPU with the reference executor. `values` are the options that were given.
+    Raises TrainError for those that INT8 has no place for."""
+    if values.get("executor") == "mxnet":
+        raise TrainError("--executor mxnet has no INT8: leave it out, or give cuda or reference")
+    if (dtype := values.get("dtype", "auto")) != "auto":
+        raise TrainError(f"--dtype {dtype} is not for --int8, which computes with integers: leave out one of the two")
+    wanted = replace(config, dtype="auto", device=values.get("device", "auto"), executor=values.get("executor", "auto"))
+    if wanted.executor == "reference":
+        return wanted
+    if wanted.device == "gpu" or wanted.executor == "cuda":
+        return replace(wanted, executor="cuda")
+    if _place(wanted, local_rank).executor == "cuda":
+        return wanted
+    return replace(wanted, device="cpu", executor="reference")
 
 
 def _place(wanted: DeviceOptions, local_rank: int) -> Placement:

@@ -70,7 +70,7 @@ class Squares(NamedTuple):
     before: int  # the image
     shift: int  # of a tap of the window: where it lies in its squares
     window: int  # squares of a window
-    count: int
+    total: int
 
 
 def squares(kernel: int, pad: int, size: int = 0) -> Squares:
@@ -84,7 +84,7 @@ def squares(kernel: int, pad: int, size: int = 0) -> Squares:
 
 def _squares(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
     data = known(node, shapes)
-    sizes = (squares(*of).count for of in zip(node["kernel"], node["pad"], data[1:3], strict=True))
+    sizes = (squares(*of).total for of in zip(node["kernel"], node["pad"], data[1:3], strict=True))
     return [data], [(data[0], *sizes, SQUARE_CHANNELS)]
 
 
@@ -104,7 +104,7 @@ def quantised(x: Array, scale: float) -> Array:
 def in_squares(x: Array, kernel: Sequence[int], pad: Sequence[int]) -> Array:
     """Images (N, H, W, up to 4 channels) as squares (N, h, w, 16), zeros where there is no image."""
     down, right = (squares(*of) for of in zip(kernel, pad, x.shape[1:3], strict=True))
-    room = np.zeros((len(x), 2 * down.count, 2 * right.count, 4), x.dtype)
+    room = np.zeros((len(x), 2 * down.total, 2 * right.total, 4), x.dtype)
     top, left = 2 * down.before, 2 * right.before
     height, width = min(x.shape[1], room.shape[1] - top), min(x.shape[2], room.shape[2] - left)
     room[:, top : top + height, left : left + width, : x.shape[3]] = x[:, :height, :width]

@@ -29,5 +29,5 @@ def _way(graph: Graph, node: Node, choose: Choose) -> str:
         return choose(graph, node, {way: [node.with_attrs(way=way)] for way in TILES})
     except PassingError:
         raise
-    except GraphError:  # no tile is for this shape, or for this GPU; not a way to be timed beside them: it is far slower
+    except GraphError:  # no tile is for this shape, or this GPU: never one of several ways, as it is far slower
         return DIRECT

@@ -9,7 +9,7 @@ import numpy as np
 from graph_passes import Graph, Ref, passes, pipeline
 from graph_passes.calibration import folded, observed
 from graph_passes.executors import reference
-from graph_passes.passes.quantise import Kept, quantise_params
+from graph_passes.passes.quantise import CLASSIFIER_KEPT, Kept, quantise_params
 from train import models
 
 Arrays = dict[str, np.ndarray]
@@ -36,7 +36,8 @@ class Int8:
         return reference.forward(graph, {Ref(name): values[name] for name in graph.variables}, training=False)
 
 
-def quantised(name: str, images: int, size: int, rng: np.random.Generator, kept: Kept = Kept(), classes: int = 24) -> Int8:
+def quantised(name: str, images: int, size: int, rng: np.random.Generator, kept: Kept = CLASSIFIER_KEPT,
+              classes: int = 24) -> Int8:
     """A network with random weights and running statistics."""
     made = models.create(name, classes)
     params, aux = made.initial_values(0, zero_init_residual=False)
