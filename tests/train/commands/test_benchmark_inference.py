@@ -71,6 +71,9 @@ def test_sweep_on_the_cpu(run_train, tmp_path):
     (("--inference", "--batch-sizes", "4", "0"), "--batch-sizes 4 0 must be at least 1 each"),
     (("--batch-sizes", "4"), "--batch-sizes is for --inference"),
     (("--inference", "--dtype", "float16", "--device", "cpu"), "--dtype float16 needs the cuda executor"),
+    (("--inference", "--int8", "--device", "cpu"), "--int8 measures the cuda executor, and there is no GPU for it"),
+    (("--inference", "--int8", "--dtype", "float16"), "--dtype float16 is not for --int8, which computes with integers"),
+    (("--int8",), "--int8 is for --inference, as training computes in floats"),
 ])
 def test_mistakes(run_train, options, sentence, tmp_path):
     code, _, err = run_train("benchmark", *options, "--output", tmp_path / "run")
@@ -144,8 +147,8 @@ def test_no_figure_without_probabilities(monkeypatch):
 def test_precisions_of_an_executor():
     cuda, config = Placement("cuda", "gpu(0)", ""), Config()
     assert list(precisions(config, CPU, False)) == ["fp32"]
-    assert list(precisions(config, cuda, False)) == ["fp16", "bf16", "tf32", "fp32"]
-    assert [each.tf32 for each in precisions(config, cuda, False).values()][2:] == [True, False]
+    assert list(precisions(config, cuda, False)) == ["fp16", "bf16", "tf32", "fp32", "int8"]
+    assert [each.tf32 for each in precisions(config, cuda, False).values()][2:4] == [True, False]
     assert list(precisions(replace(config, dtype="float32"), cuda, True)) == ["tf32"]
     assert list(precisions(replace(config, dtype="float32", tf32=False), cuda, True)) == ["fp32"]
 

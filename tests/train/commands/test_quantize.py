@@ -80,6 +80,8 @@ def test_the_command_writes_integers_and_tells_what_they_cost(
     code, again, _ = run_train("validate", "--checkpoint", run_folder, "--int8")
     assert code == 0 and f"{run_folder} in INT8: 27 training images" in again
     assert top1(again) == top1(int8)
+    code, _, err = run_train("validate", "--checkpoint", run_folder, "--int8", "--executor", "mxnet")
+    assert code == 2 and "--executor mxnet has no INT8: leave it out, or give cuda or reference" in err
 
 
 def test_the_same_images_give_the_same_file(quantised: Path, run_train: RunTrain) -> None:
