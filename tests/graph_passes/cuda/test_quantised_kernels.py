@@ -12,6 +12,7 @@ import pytest
 from gpu_arrays import Device
 from int8_networks import quantised
 
+from common.mxnet_compat import mx
 from graph_passes import Graph, Node, Ref
 from graph_passes.errors import GraphError
 from graph_passes.executors import reference
@@ -20,6 +21,7 @@ from graph_passes.executors.cuda.lowering import lower_nodes
 from graph_passes.executors.cuda.lowering.builder import Builder
 from graph_passes.executors.cuda.program import Buffer, run
 from graph_passes.executors.cuda.quantised import QuantisedNetwork
+from graph_passes.executors.cuda.quantised_executor import QuantisedCudaExecutor
 from graph_passes.passes import tensor_dtypes
 from graph_passes.passes.quantise import Kept
 from graph_passes.passes.quantised_way import DIRECT, TILES
@@ -189,6 +191,29 @@ def test_whole_networks(name: str, size: int, kept: Kept, rng: np.random.Generat
     # fp16's scores (an error of 2^-11 of each) and the classifier's weights in fp16.
     np.testing.assert_allclose(probabilities, want, rtol=0.02 if compared else 0.2, atol=1e-4)
     network.gpu.free_all()
+
+
+def test_the_executor_answers_as_the_reference_does(rng: np.random.Generator, cache: Path,
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    """On MXNet's arrays, for a whole batch and a part of one, and its metrics."""
+    monkeypatch.setenv("RESNET_CACHE", str(cache))
+    case = quantised("resnet18", 4, 64, rng)
+    label = rng.integers(0, 24, 4)
+    arguments = case.network, case.shapes, case.scales, case.kept, case.params
+    oracle, executor = reference.QuantisedExecutor(*arguments), QuantisedCudaExecutor(*arguments)
+    data, labels = (mx.nd.array(array, ctx=mx.gpu(0)) for array in (case.images, label))
+    want = oracle.forward(case.images)
+    np.testing.assert_allclose(executor.forward(data).asnumpy(), want, rtol=0.02, atol=1e-4)
+    np.testing.assert_allclose(executor.forward(data[:3]).asnumpy(), want[:3], rtol=0.02, atol=1e-4)
+    np.testing.assert_allclose(executor.request_probabilities()(), want[:3], rtol=0.02, atol=1e-4)
+    executor.read_metrics()
+    executor.evaluate(data, labels, 3)
+    oracle.evaluate(case.images, label, 3)
+    found, expected = executor.read_metrics(), oracle.read_metrics()
+    assert found.count == expected.count == 3 and found.loss_sum == pytest.approx(expected.loss_sum, rel=1e-3)
+    with pytest.raises(GraphError, match="a network in INT8 cannot be trained"):
+        executor.forward_backward(data, labels)
+    executor.close()
 
 
 def test_a_network_with_parameters_of_another_shape(rng: np.random.Generator, cache: Path) -> None:
