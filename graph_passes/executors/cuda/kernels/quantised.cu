@@ -3,7 +3,8 @@
 #include "quantised.cuh"
 #include "window.cuh"
 
-// y = x in units of a scale. Shapes: x of the type T, y int8 (8 * vectors).
+// y = x in units of a scale.
+// Shapes: x of the type T, y int8 (8 * vectors).
 template <class T>
 __global__ void quantise(const Packed<T> *x, uint2 *y, float reciprocal_scale, uint32 vectors) {
     const uint32 at = blockIdx.x * blockDim.x + threadIdx.x;
@@ -42,7 +43,8 @@ __global__ void quantise_squares(const T *x, uint4 *y, float reciprocal_scale, u
     y[at] = *reinterpret_cast<const uint4 *>(&out);
 }
 
-// y = what x stands for. Shapes: x int8, y of the type T (8 * vectors).
+// y = what x stands for.
+// Shapes: x int8, y of the type T (8 * vectors).
 template <class T>
 __global__ void dequantise(const uint2 *x, Packed<T> *y, float scale, uint32 vectors) {
     const uint32 at = blockIdx.x * blockDim.x + threadIdx.x;

@@ -94,6 +94,11 @@ def convolution(builder: Builder, node: Node) -> None:
         _tiles(builder, node, *TILES[way])
 
 
+def stages_of(groups: int, columns: int) -> int:
+    """STAGES of quantised_conv.cu: chunks that have a place in shared memory."""
+    return 3 if groups * columns <= 256 else 4
+
+
 def _tiles(builder: Builder, node: Node, groups: int, columns: int) -> None:
     """On Hopper's tensor cores; a block makes 64 * groups rows of so many columns."""
     x, weight, y = builder.input(node, "data"), builder.input(node, "weight"), builder.output(node)
@@ -106,14 +111,13 @@ def _tiles(builder: Builder, node: Node, groups: int, columns: int) -> None:
     is_plain = size.kernel == size.stride == (1, 1) and size.pad == (0, 0)
     chunks = -(-size.kernel[0] * size.kernel[1] * channels // CHUNK)
     rows = 64 * groups
-    stages = 3 if groups * columns <= 256 else 4  # as Tile of quantised_conv.cu has it
     blocks = -(-geometry.rows // rows) * -(-y.shape[3] // columns)
     builder.launch(
         node, "quantised_conv.cu",
         instance("quantised_conv", y.dtype, groups, columns, is_plain, adds, relu),
         (blocks, 1, 1), (128 * groups, 1, 1), In(x), In(weight), In(builder.input(node, "multiplier")),
         In(builder.input(node, "bias")), In(builder.optional_input(node, "addend", "no_addend")), Out(y), geometry,
-        share, ctypes.c_int(chunks), shared_bytes=min(stages, chunks) * (rows + columns) * CHUNK,
+        share, ctypes.c_int(chunks), shared_bytes=min(stages_of(groups, columns), chunks) * (rows + columns) * CHUNK,
         flops=builder.problem("fprop", node, x, weight, y).flops)
 
 
