@@ -13,7 +13,7 @@ from graph_passes.executors.cuda.lowering.conv1x1_backward import DgradReduce, N
 from graph_passes.executors.cuda.lowering.quantised import CHUNK, Geometry, stages_of
 from graph_passes.executors.cuda.optimizer import State, _Tensor
 from graph_passes.passes.dgrad_reduce import OUT_CHANNELS
-from graph_passes.passes.quantised_way import TILES
+from graph_passes.passes.quantised_way import TILES, WINDOWS
 
 RULES = ["Sgd<false>", "Sgd<true>", "Lars<false>", "Lars<true>", "AdamW", "Lamb", "Lion"]  # of optimizer.cu
 
@@ -47,9 +47,12 @@ FLAGS = {
     "quantised_conv_direct": ["false, false", "true, true"],
     "quantised_conv": [f"{groups}, {columns}, {flags}" for groups, columns in TILES.values()
                        for flags in ("false, false, true", "true, true, true")],
+    "quantised_conv3x3": [f"{columns}, {flags}" for columns in WINDOWS.values()
+                          for flags in ("2, false, true", "4, true, true")],
 }
 # What gives int8 as well as floats.
-WRITES_INT8 = ("quantised_average_pool", "quantised_conv_direct", "quantised_conv")
+WRITES_INT8 = ("quantised_average_pool", "quantised_conv_direct", "quantised_conv",
+               "quantised_conv3x3")
 
 
 def kernels() -> list[tuple[str, str]]:
@@ -140,7 +143,7 @@ CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), HOPPER, (10, 0), (12, 0)]
 
 def serves(source: str, capability: tuple[int, int]) -> bool:
     """Whether the kernels of a file are for this GPU: elsewhere another way is lowered (test_without_gpu.py)."""
-    if source in ("dgrad_reduce.cu", "norm_backward.cu", "quantised_conv.cu"):  # wgmma
+    if source in ("dgrad_reduce.cu", "norm_backward.cu", "quantised_conv.cu", "quantised_conv3x3.cu"):  # wgmma
         return capability == HOPPER
     return source != "stem.cu" or capability >= (8, 0)  # cp.async
 

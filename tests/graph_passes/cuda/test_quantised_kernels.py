@@ -24,7 +24,7 @@ from graph_passes.executors.cuda.quantised import QuantisedNetwork
 from graph_passes.executors.cuda.quantised_executor import QuantisedCudaExecutor
 from graph_passes.passes import tensor_dtypes
 from graph_passes.passes.quantise import Kept
-from graph_passes.passes.quantised_way import DIRECT, TILES
+from graph_passes.passes.quantised_way import DIRECT, TILES, WINDOWS
 
 pytestmark = pytest.mark.gpu
 
@@ -73,21 +73,25 @@ CONVOLUTIONS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {  # images, w
     "3x3": ((2, 9, 13, 128), {"kernel": (3, 3), "pad": (1, 1)}),
     "3x3 at stride 2": ((3, 15, 14, 64), {"kernel": (3, 3), "stride": (2, 2), "pad": (1, 1)}),
     "3x3 over 256": ((1, 8, 9, 256), {"kernel": (3, 3), "pad": (1, 1)}),
+    "3x3 over 64": ((3, 21, 37, 64), {"kernel": (3, 3), "pad": (1, 1)}),
+    "3x3 over 384": ((5, 7, 7, 384), {"kernel": (3, 3), "pad": (1, 1)}),
     "3x2 with holes": ((2, 11, 12, 32), {"kernel": (3, 2), "stride": (1, 2), "pad": (2, 1), "dilate": (2, 3)}),
     "4x4 over 16": ((2, 20, 19, 16), {"kernel": (4, 4)}),
 }
 
 
 @pytest.mark.parametrize("filters", [48, 64, 128, 272])
-@pytest.mark.parametrize("way", [*TILES, DIRECT])
+@pytest.mark.parametrize("way", [*TILES, *WINDOWS, DIRECT])
 @pytest.mark.parametrize("shape, window", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
 def test_convolution(device: Device, shape: tuple[int, ...], window: dict[str, Any], way: str, filters: int,
                      rng: np.random.Generator) -> None:
     """With and without addend and ReLU, as int8 and as float16."""
     if way != DIRECT and device.gpu.capability != HOPPER:
         pytest.skip("for Hopper's tensor cores")
-    if way != DIRECT and filters <= TILES[way][1] // 2:
+    if filters <= {**WINDOWS, **{tile: columns for tile, (_, columns) in TILES.items()}}.get(way, 0) // 2:
         pytest.skip("has less filters than that tile is for")
+    if way in WINDOWS and (window != {"kernel": (3, 3), "pad": (1, 1)} or shape[3] % 128 not in (0, 64)):
+        pytest.skip("for 3x3 at stride 1")
     x, weight = int8(rng, *shape), int8(rng, filters, *window["kernel"], shape[3])
     spread = 127**2 / 3 * np.sqrt(weight[0].size)  # of the sums
     multiplier = (rng.uniform(0.5, 1.5, filters) * 60 / spread).astype(np.float32)

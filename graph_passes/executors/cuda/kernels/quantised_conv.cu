@@ -1,43 +1,9 @@
 // INT8 convolutions on Hopper's tensor cores, requantised, added to a shortcut and rectified before they are stored.
 //
-//     accumulator[row, k] = bias[k] + sum over tap, c of x[pixel(row, tap), c] * weight[k, tap, c]
-//
 // The products of a tile are made of chunks of 128 bytes of the reduction: 128 channels of a tap, or several taps of 16, 32 or
 // 64 channels. Chunks are copied ahead, zeros where a tap lies in the padding. Two blocks on a multiprocessor hide each other's
 // begin and end.
-#include "quantised.cuh"
-#include "warpgroup.cuh"
-
-constexpr int VECTOR = 16;  // channels: 16 bytes
-
-// c += a * b, exact. a is (64, 32) and b (columns, 32), both with rows of the reduction; c[j] as in warpgroup.cuh.
-#define INTEGERS(c, j) "+r"(c[j][0]), "+r"(c[j][1]), "+r"(c[j][2]), "+r"(c[j][3])
-#define INTEGERS_4(c, j) INTEGERS(c, j), INTEGERS(c, j + 1), INTEGERS(c, j + 2), INTEGERS(c, j + 3)
-#define INTEGERS_16(c, j) INTEGERS_4(c, j), INTEGERS_4(c, j + 4), INTEGERS_4(c, j + 8), INTEGERS_4(c, j + 12)
-
-__device__ inline void multiply_integers(int (&c)[8][4], uint64 a, uint64 b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 "
-                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,"
-                 "%28,%29,%30,%31}, %32, %33, 1;"
-                 : INTEGERS_4(c, 0), INTEGERS_4(c, 4) : "l"(a), "l"(b));
-}
-__device__ inline void multiply_integers(int (&c)[16][4], uint64 a, uint64 b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 "
-                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,"
-                 "%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,"
-                 "%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, %64, %65, 1;"
-                 : INTEGERS_16(c, 0) : "l"(a), "l"(b));
-}
-__device__ inline void multiply_integers(int (&c)[32][4], uint64 a, uint64 b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n256k32.s32.s8.s8 "
-                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,"
-                 "%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,"
-                 "%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,"
-                 "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,"
-                 "%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,"
-                 "%124,%125,%126,%127}, %128, %129, 1;"
-                 : INTEGERS_16(c, 0), INTEGERS_16(c, 16) : "l"(a), "l"(b));
-}
+#include "integer_products.cuh"
 
 // A block of `GROUPS` times four warps makes 64 rows with each group, all of the same columns.
 template <int GROUPS_, int COLUMNS_> struct Tile {
@@ -51,12 +17,6 @@ template <class S> struct Stage {
     uint4 rows[S::ROWS * 8];
     uint4 columns[S::COLUMNS * 8];
 };
-
-// Which of the filters a column of the products is: of 64, those that thread t of a quad has, 2t and 2t + 1 of each 8, are
-// neighbours, so that it stores 16 bytes.
-__device__ inline int filter_of(int column) {
-    return column / 64 * 64 + column % 8 / 2 * VECTOR + column % 64 / 8 * 2 + column % 2;
-}
 
 // Where the vector of a chunk that a thread copies is: a tap of the window, and a vector of channels of it. With 128 channels
 // or more the taps of 128 channels follow each other, as they find most pixels in the L1 cache; with fewer, taps follow taps.
@@ -142,20 +102,16 @@ quantised_conv(const uint4 *x, const uint4 *weight, const float *multiplier, con
         close_copies();
     };
 
-    // What this thread makes: of two rows, 16 columns of each 64.
-    constexpr int SPANS = COLUMNS / 64;
-    const int column = first_column + lane % 4 * VECTOR;
-    const uint32 row = first_row + warp * 16 + lane / 4;
-    uint4 added[ADD ? SPANS : 1][2];
+    Results<T, COLUMNS, ADD, RELU> results{multiplier, bias, y, addend_share, c.filters,
+                                           first_column + lane % 4 * VECTOR};
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        results.row[r] = first_row + warp * 16 + lane / 4 + r * 8;
+        results.there[r] = results.row[r] < c.rows;
+    }
 #pragma unroll
     for (int s = 0; s < STAGES - 1; ++s) copy_chunk(s);
-    if (ADD)
-#pragma unroll
-        for (int span = 0; span < SPANS; ++span)
-#pragma unroll
-            for (int r = 0; r < 2; ++r)
-                if (row + r * 8 < c.rows && column + span * 64 < c.filters)
-                    added[span][r] = addend[((row + r * 8) * size_t(c.filters) + column + span * 64) / VECTOR];
+    results.load_addends(addend);
 
     int products[COLUMNS / 8][4] = {};
     for (int chunk = 0; chunk < chunks; ++chunk) {
@@ -172,31 +128,5 @@ quantised_conv(const uint4 *x, const uint4 *weight, const float *multiplier, con
         wait_for_products();
     }
 
-#pragma unroll
-    for (int span = 0; span < SPANS; ++span) {
-        const int first = column + span * 64;
-        if (first >= c.filters) continue;
-        float scale[VECTOR];
-        int start[VECTOR];
-#pragma unroll
-        for (int k = 0; k < VECTOR; k += 4) {
-            *reinterpret_cast<float4 *>(scale + k) = *reinterpret_cast<const float4 *>(multiplier + first + k);
-            *reinterpret_cast<int4 *>(start + k) = *reinterpret_cast<const int4 *>(bias + first + k);
-        }
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            if (row + r * 8 >= c.rows) continue;
-            struct alignas(16) { T element[VECTOR]; } out;
-            const uint32 *words = reinterpret_cast<const uint32 *>(&added[ADD ? span : 0][r]);
-#pragma unroll
-            for (int k = 0; k < VECTOR; ++k) {
-                const int sum = products[span * 8 + k / 2][r * 2 + k % 2] + start[k];
-                out.element[k] = result<T>(requantised<ADD, RELU>(sum, scale[k], ADD ? byte_of(words[k / 4], k % 4) : 0,
-                                                                  addend_share));
-            }
-            uint4 *to = reinterpret_cast<uint4 *>(y + (row + r * 8) * size_t(c.filters) + first);
-#pragma unroll
-            for (int i = 0; i < int(sizeof(out) / 16); ++i) to[i] = reinterpret_cast<const uint4 *>(&out)[i];
-        }
-    }
+    results.store(products);
 }

@@ -17,10 +17,11 @@ from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Node
 from graph_passes.operators import window
 from graph_passes.operators.quantised import SQUARE_CHANNELS, squares
-from graph_passes.passes.quantised_way import DIRECT, TILES
+from graph_passes.passes.quantised_way import TILES, WINDOWS
 
 TILE_VECTOR = 16  # VECTOR of quantised_conv.cu: channels
 CHUNK = 128  # bytes of a reduction that it multiplies at once
+WINDOW_ROWS, WINDOW_STAGES = 256, 4  # ROWS and STAGES of quantised_conv3x3.cu
 _TILE_CHANNELS = (16, 32, 64)  # that it takes beside multiples of CHUNK
 
 
@@ -87,11 +88,13 @@ def dequantise(builder: Builder, node: Node) -> None:
 
 def convolution(builder: Builder, node: Node) -> None:
     """By the kernel that `passes/quantised_way.py` has chosen, or the one for all shapes."""
-    way = node["way"] or DIRECT
-    if way == DIRECT:
-        _direct(builder, node)
-    else:
+    way = node["way"]
+    if way in TILES:
         _tiles(builder, node, *TILES[way])
+    elif way in WINDOWS:
+        _windows(builder, node, WINDOWS[way])
+    else:
+        _direct(builder, node)
 
 
 def stages_of(groups: int, columns: int) -> int:
@@ -104,10 +107,8 @@ def _tiles(builder: Builder, node: Node, groups: int, columns: int) -> None:
     x, weight, y = builder.input(node, "data"), builder.input(node, "weight"), builder.output(node)
     geometry, (adds, relu, share), size = Geometry.of(node, x, y), _Epilogue.of(node), window(node)
     channels = x.shape[3]
-    require(builder.gpu.capability == HOPPER and node["num_group"] == 1
-            and (channels % CHUNK == 0 or channels in _TILE_CHANNELS) and y.shape[3] % TILE_VECTOR == 0, node,
-            "is not for the kernels of Hopper's tensor cores")
-    require(y.shape[3] > columns // 2, node, f"has less filters than {columns} columns are worth")
+    _require_tensor_cores(builder, node, columns)
+    require(channels % CHUNK == 0 or channels in _TILE_CHANNELS, node, "is not for the kernel of tiles")
     is_plain = size.kernel == size.stride == (1, 1) and size.pad == (0, 0)
     chunks = -(-size.kernel[0] * size.kernel[1] * channels // CHUNK)
     rows = 64 * groups
@@ -119,6 +120,37 @@ def _tiles(builder: Builder, node: Node, groups: int, columns: int) -> None:
         In(builder.input(node, "bias")), In(builder.optional_input(node, "addend", "no_addend")), Out(y), geometry,
         share, ctypes.c_int(chunks), shared_bytes=min(stages_of(groups, columns), chunks) * (rows + columns) * CHUNK,
         flops=builder.problem("fprop", node, x, weight, y).flops)
+
+
+def _windows(builder: Builder, node: Node, columns: int) -> None:
+    """3x3 on Hopper's tensor cores; a block makes WINDOW_ROWS places and so many columns."""
+    x, weight, y = builder.input(node, "data"), builder.input(node, "weight"), builder.output(node)
+    _require_tensor_cores(builder, node, columns)
+    (images, height, width, channels), filters = x.shape, y.shape[3]
+    require(window(node) == ((3, 3), (1, 1), (1, 1), (1, 1)) and (channels == 64 or channels % CHUNK == 0), node,
+            "is not for the kernel of 3x3 windows")
+    adds, relu, share = _Epilogue.of(node)
+    patch_rows = -(-(WINDOW_ROWS + 2 * (width + 1) + 2) // 8) * 8
+    shared_bytes = ((2 if channels > CHUNK else 1) * patch_rows + WINDOW_STAGES * columns) * CHUNK
+    require(shared_bytes <= builder.gpu.max_shared_bytes, node, "has too wide images for the kernel of 3x3 windows")
+    places = images * (height + 1) * (width + 1)
+    builder.launch(
+        node, "quantised_conv3x3.cu",
+        instance("quantised_conv3x3", y.dtype, columns, 2 if channels == 64 else 4, adds, relu),
+        (-(-places // WINDOW_ROWS) * -(-filters // columns), 1, 1), (2 * WINDOW_ROWS, 1, 1), In(x), In(weight),
+        In(builder.input(node, "multiplier")), In(builder.input(node, "bias")),
+        In(builder.optional_input(node, "addend", "no_addend")), Out(y),
+        *map(ctypes.c_int, (images, height, width, channels, filters)), share, ctypes.c_int(patch_rows),
+        shared_bytes=shared_bytes, flops=builder.problem("fprop", node, x, weight, y).flops)
+
+
+def _require_tensor_cores(builder: Builder, node: Node, columns: int) -> None:
+    """Raise GraphError where the kernels of Hopper's tensor cores are not for this GPU, or blocks of so many columns
+    not for this number of filters."""
+    filters = node["num_filter"]
+    require(builder.gpu.capability == HOPPER and node["num_group"] == 1 and filters % TILE_VECTOR == 0, node,
+            "is not for the kernels of Hopper's tensor cores")
+    require(filters > columns // 2, node, f"has less filters than {columns} columns are worth")
 
 
 def _direct(builder: Builder, node: Node) -> None:
