@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -237,6 +238,25 @@ def test_onnx_that_differs_is_not_written(quantised: Path, tmp_path: Path, monke
     monkeypatch.setattr(onnx_writer, "to_onnx", with_a_mistake)
     code, _, err = run_train("export", "--checkpoint", quantised, "--onnx", tmp_path / "x.onnx", "--int8", form)
     assert code == 2 and "integers differ from this program's by" in err and not (tmp_path / "x.onnx").exists()
+
+
+def test_predictions_with_integers(quantised: Path, trained: Checkpoint, tiny_data: Path, tmp_path: Path,
+                                   run_train: RunTrain) -> None:
+    """Printed and written to a file: those of the reference executor, which are not quite those in floats."""
+    images = sorted(tiny_data.rglob("*.jpg"))[:5]
+    found = {}
+    for name, options in (("int8", ["--int8"]), ("floats", [])):
+        code, out, err = run_train("predict", "--checkpoint", quantised, "--json", "--device", "cpu", *options, *images)
+        assert (code, err) == (0, "")
+        found[name] = np.array([each["probability"] for line in json.loads(out) for each in line["predictions"]])
+        file = tmp_path / f"{name}.csv"
+        assert run_train("predict", "--checkpoint", quantised, "--output", file, "--device", "cpu", *options,
+                         *images)[0] == 0
+        written = [float(value) for value in re.findall(r",(0\.\d+)", file.read_text())]
+        np.testing.assert_allclose(sorted(written), sorted(found[name]), atol=1e-4)
+    assert 0 < np.abs(found["int8"] - found["floats"]).max() < 0.1
+    code, _, err = run_train("predict", "--checkpoint", quantised, "--int8", "--executor", "mxnet", *images)
+    assert code == 2 and "--executor mxnet has no INT8" in err
 
 
 def test_int8_without_onnx_is_refused(quantised: Path, tmp_path: Path, run_train: RunTrain) -> None:

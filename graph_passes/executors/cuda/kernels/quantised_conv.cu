@@ -10,6 +10,8 @@ template <int GROUPS_, int COLUMNS_> struct Tile {
     static constexpr int GROUPS = GROUPS_, COLUMNS = COLUMNS_, ROWS = 64 * GROUPS, THREADS = 128 * GROUPS;
     static constexpr int BLOCKS = GROUPS * COLUMNS > 256 ? 1 : COLUMNS == 64 ? 3 : 2;  // on a multiprocessor
     static constexpr int STAGES = GROUPS * COLUMNS > 256 ? 4 : 3;
+    // Products of chunks that are under way when the next ones are started: a block that is alone must not pause.
+    static constexpr int OPEN = BLOCKS == 1 ? 1 : 0, AHEAD = STAGES - 1 - OPEN;
 };
 
 // Tiles as in warpgroup.cuh: rows of 128 bytes.
@@ -110,23 +112,24 @@ quantised_conv(const uint4 *x, const uint4 *weight, const float *multiplier, con
         results.there[r] = results.row[r] < c.rows;
     }
 #pragma unroll
-    for (int s = 0; s < STAGES - 1; ++s) copy_chunk(s);
+    for (int s = 0; s < S::AHEAD; ++s) copy_chunk(s);
     results.load_addends(addend);
 
     int products[COLUMNS / 8][4] = {};
     for (int chunk = 0; chunk < chunks; ++chunk) {
         const Stage<S> &stage = stages[chunk % STAGES];
-        wait_for_copies<STAGES - 2>();
+        wait_for_copies<S::AHEAD - 1>();
         show_to_products();
-        __syncthreads();  // the chunk is there, and everybody is done with the one before
+        __syncthreads();  // the chunk is there, and everybody is done with the one OPEN + 1 before
         open_products();
 #pragma unroll
         for (int k = 0; k < 4; ++k)
             multiply_integers(products, matrix(stage.rows + warp / 4 * 64 * 8 + k * 2), matrix(stage.columns + k * 2));
         close_products();
-        copy_chunk(chunk + STAGES - 1);
-        wait_for_products();
+        copy_chunk(chunk + S::AHEAD);
+        wait_for_products<S::OPEN>();
     }
+    wait_for_products();
 
     results.store(products);
 }

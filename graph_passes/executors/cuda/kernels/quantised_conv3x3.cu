@@ -6,8 +6,9 @@
 // another row for each tap. Results at places of zeros are not stored.
 #include "integer_products.cuh"
 
-constexpr int GROUPS = 4, ROWS = 64 * GROUPS, THREADS = 128 * GROUPS, STAGES = 4, TAPS = 9, COPIED_ROWS = THREADS / 8;
-constexpr int FIRST_COPYING_TAP = 3;  // of the chunk before: its buffer is free then, as copies are STAGES - 1 taps ahead
+constexpr int GROUPS = 4, ROWS = 64 * GROUPS, THREADS = 128 * GROUPS, STAGES = 5, TAPS = 9, COPIED_ROWS = THREADS / 8;
+constexpr int AHEAD = STAGES - 2;  // taps that are on their way; the products of one are under way when the next are started
+constexpr int FIRST_COPYING_TAP = AHEAD + 1;  // of the chunk before: nobody reads its buffer then
 
 // A block makes ROWS places and COLUMNS filters, chunk by chunk of 128 channels, or of C with KSTEPS = C / 32. Shared memory:
 // two buffers of `patch_rows` pixels (one, if there is one chunk), then STAGES times the weights of a tap; tiles as in
@@ -58,7 +59,7 @@ quantised_conv3x3(const uint4 *x, const uint4 *weight, const float *multiplier, 
     };
     for (int row = 0; row < patch_rows; row += COPIED_ROWS) copy_pixels(0, row);
 #pragma unroll
-    for (int s = 0; s < STAGES - 1; ++s) copy_step(s);
+    for (int s = 0; s < AHEAD; ++s) copy_step(s);
 
     Results<T, COLUMNS, ADD, RELU> results{multiplier, bias, y, addend_share, filters, first_column + lane % 4 * VECTOR};
 #pragma unroll
@@ -75,15 +76,16 @@ quantised_conv3x3(const uint4 *x, const uint4 *weight, const float *multiplier, 
         const int tap = step % TAPS;
         const uint4 *pixels = memory + (step / TAPS % 2 * patch_rows + warp / 4 * 64 + tap / 3 * pitch + tap % 3) * 8;
         const uint4 *columns = weights + step % STAGES * COLUMNS * 8;
-        wait_for_copies<STAGES - 2>();
+        wait_for_copies<AHEAD - 1>();
         show_to_products();
-        __syncthreads();  // the tap is there, and everybody is done with the one before
+        __syncthreads();  // the tap is there, and everybody is done with the second last
         open_products();
 #pragma unroll
         for (int k = 0; k < KSTEPS; ++k) multiply_integers(products, matrix(pixels + k * 2), matrix(columns + k * 2));
         close_products();
-        copy_step(step + STAGES - 1);
-        wait_for_products();
+        copy_step(step + AHEAD);
+        wait_for_products<1>();
     }
+    wait_for_products();
     results.store(products);
 }

@@ -21,7 +21,7 @@ from graph_passes.passes.quantised_way import TILES, WINDOWS
 
 TILE_VECTOR = 16  # VECTOR of quantised_conv.cu: channels
 CHUNK = 128  # bytes of a reduction that it multiplies at once
-WINDOW_ROWS, WINDOW_STAGES = 256, 4  # ROWS and STAGES of quantised_conv3x3.cu
+WINDOW_ROWS, WINDOW_STAGES = 256, 5  # ROWS and STAGES of quantised_conv3x3.cu
 _TILE_CHANNELS = (16, 32, 64)  # that it takes beside multiples of CHUNK
 
 
