@@ -49,10 +49,11 @@ FLAGS = {
                        for flags in ("false, false, true", "true, true, true")],
     "quantised_conv3x3": [f"{columns}, {flags}" for columns in WINDOWS.values()
                           for flags in ("2, false, true", "4, true, true")],
+    "quantised_conv_squares": ["4, true", "2, false"],
 }
 # What gives int8 as well as floats.
 WRITES_INT8 = ("quantised_average_pool", "quantised_conv_direct", "quantised_conv",
-               "quantised_conv3x3")
+               "quantised_conv3x3", "quantised_conv_squares")
 
 
 def kernels() -> list[tuple[str, str]]:
@@ -143,7 +144,8 @@ CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), HOPPER, (10, 0), (12, 0)]
 
 def serves(source: str, capability: tuple[int, int]) -> bool:
     """Whether the kernels of a file are for this GPU: elsewhere another way is lowered (test_without_gpu.py)."""
-    if source in ("dgrad_reduce.cu", "norm_backward.cu", "quantised_conv.cu", "quantised_conv3x3.cu"):  # wgmma
+    if source in ("dgrad_reduce.cu", "norm_backward.cu", "quantised_conv.cu", "quantised_conv3x3.cu",
+                  "quantised_conv_squares.cu"):  # wgmma
         return capability == HOPPER
     return source != "stem.cu" or capability >= (8, 0)  # cp.async
 

@@ -24,7 +24,7 @@ from graph_passes.executors.cuda.quantised import QuantisedNetwork
 from graph_passes.executors.cuda.quantised_executor import QuantisedCudaExecutor
 from graph_passes.passes import tensor_dtypes
 from graph_passes.passes.quantise import Kept
-from graph_passes.passes.quantised_way import DIRECT, TILES, WINDOWS
+from graph_passes.passes.quantised_way import DIRECT, SQUARES, TILES, WINDOWS
 
 pytestmark = pytest.mark.gpu
 
@@ -77,11 +77,12 @@ CONVOLUTIONS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {  # images, w
     "3x3 over 384": ((5, 7, 7, 384), {"kernel": (3, 3), "pad": (1, 1)}),
     "3x2 with holes": ((2, 11, 12, 32), {"kernel": (3, 2), "stride": (1, 2), "pad": (2, 1), "dilate": (2, 3)}),
     "4x4 over 16": ((2, 20, 19, 16), {"kernel": (4, 4)}),
+    "2x2 over 16": ((3, 115, 13, 16), {"kernel": (2, 2)}),
 }
 
 
 @pytest.mark.parametrize("filters", [48, 64, 128, 272])
-@pytest.mark.parametrize("way", [*TILES, *WINDOWS, DIRECT])
+@pytest.mark.parametrize("way", [*TILES, *WINDOWS, SQUARES, DIRECT])
 @pytest.mark.parametrize("shape, window", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
 def test_convolution(device: Device, shape: tuple[int, ...], window: dict[str, Any], way: str, filters: int,
                      rng: np.random.Generator) -> None:
@@ -92,6 +93,8 @@ def test_convolution(device: Device, shape: tuple[int, ...], window: dict[str, A
         pytest.skip("has less filters than that tile is for")
     if way in WINDOWS and (window != {"kernel": (3, 3), "pad": (1, 1)} or shape[3] % 128 not in (0, 64)):
         pytest.skip("for 3x3 at stride 1")
+    if way == SQUARES and shape[3] != 16:
+        pytest.skip("for squares with 16 channels")
     x, weight = int8(rng, *shape), int8(rng, filters, *window["kernel"], shape[3])
     spread = 127**2 / 3 * np.sqrt(weight[0].size)  # of the sums
     multiplier = (rng.uniform(0.5, 1.5, filters) * 60 / spread).astype(np.float32)
@@ -103,7 +106,7 @@ def test_convolution(device: Device, shape: tuple[int, ...], window: dict[str, A
         for dtype in ("int8", "float16"):
             check(device, "QuantisedConvolution", [x, weight, multiplier, bias], relu=relu, dtype=dtype, **attrs)
         check(device, "QuantisedConvolution", [x, weight, multiplier, bias, addend], relu=relu, dtype="int8",
-              no_addend=False, addend_scale=0.031, **attrs)
+              no_addend=False, addend_scale=0.031, **{**attrs, "way": DIRECT if way == SQUARES else way})
 
 
 def test_convolution_in_groups_and_of_images(device: Device, rng: np.random.Generator) -> None:

@@ -17,11 +17,12 @@ from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Node
 from graph_passes.operators import window
 from graph_passes.operators.quantised import SQUARE_CHANNELS, squares
-from graph_passes.passes.quantised_way import TILES, WINDOWS
+from graph_passes.passes.quantised_way import SQUARES, TILES, WINDOWS
 
 TILE_VECTOR = 16  # VECTOR of quantised_conv.cu: channels
 CHUNK = 128  # bytes of a reduction that it multiplies at once
 WINDOW_ROWS, WINDOW_STAGES = 256, 5  # ROWS and STAGES of quantised_conv3x3.cu
+SQUARES_ROWS, SQUARES_STAGES, SQUARES_BLOCKS = 128, 3, 3  # of quantised_conv_squares.cu; blocks on a multiprocessor
 _TILE_CHANNELS = (16, 32, 64)  # that it takes beside multiples of CHUNK
 
 
@@ -93,6 +94,8 @@ def convolution(builder: Builder, node: Node) -> None:
         _tiles(builder, node, *TILES[way])
     elif way in WINDOWS:
         _windows(builder, node, WINDOWS[way])
+    elif way == SQUARES:
+        _squares(builder, node)
     else:
         _direct(builder, node)
 
@@ -142,6 +145,28 @@ def _windows(builder: Builder, node: Node, columns: int) -> None:
         In(builder.optional_input(node, "addend", "no_addend")), Out(y),
         *map(ctypes.c_int, (images, height, width, channels, filters)), share, ctypes.c_int(patch_rows),
         shared_bytes=shared_bytes, flops=builder.problem("fprop", node, x, weight, y).flops)
+
+
+def _squares(builder: Builder, node: Node) -> None:
+    """Over squares with 16 channels; blocks walk over the places."""
+    x, weight, y = builder.input(node, "data"), builder.input(node, "weight"), builder.output(node)
+    _require_tensor_cores(builder, node, columns=64)
+    size, (adds, relu, _), filters = window(node), _Epilogue.of(node), y.shape[3]
+    images, height, width, channels = x.shape
+    kernel = size.kernel[0]
+    require(channels == SQUARE_CHANNELS and size == ((kernel, kernel), (1, 1), (0, 0), (1, 1)) and kernel % 2 == 0
+            and not adds, node, "is not for the kernel of squares")
+    places, patch = images * height * width, SQUARES_ROWS + (kernel - 1) * width + kernel
+    shared_bytes = -(-kernel**2 // 8) * 64 * CHUNK + SQUARES_STAGES * patch * SQUARE_CHANNELS
+    require(shared_bytes <= builder.gpu.max_shared_bytes // SQUARES_BLOCKS, node,
+            "has too wide images for the kernel of squares")
+    blocks = min(-(-places // SQUARES_ROWS), SQUARES_BLOCKS * builder.gpu.num_multiprocessors)
+    builder.launch(
+        node, "quantised_conv_squares.cu", instance("quantised_conv_squares", y.dtype, kernel, relu),
+        (blocks, -(-filters // 64), 1), (2 * SQUARES_ROWS, 1, 1), In(x), In(weight),
+        In(builder.input(node, "multiplier")), In(builder.input(node, "bias")), Out(y), count(places),
+        *map(ctypes.c_int, (height, width, filters, patch)), shared_bytes=shared_bytes,
+        flops=builder.problem("fprop", node, x, weight, y).flops)
 
 
 def _require_tensor_cores(builder: Builder, node: Node, columns: int) -> None:
