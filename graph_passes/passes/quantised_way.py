@@ -6,12 +6,12 @@ from graph_passes.errors import GraphError, PassingError
 from graph_passes.graph import Graph, Node
 from graph_passes.passes.choice import Choose
 
-# Our own on Hopper: by rows / 64 and columns of what a block makes. Then one for all shapes and GPUs.
+# On tensor cores: by rows / 64 and columns of what a block makes.
 TILES = {f"tile {groups}x{columns}": (groups, columns)
-         for groups, columns in ((2, 64), (2, 128), (4, 128), (2, 256))}
+         for groups, columns in ((1, 128), (2, 64), (2, 128), (4, 128), (2, 256))}
 WINDOWS = {f"3x3 window {columns}": columns for columns in (64, 128)}  # of 3x3 convolutions, by columns
 SQUARES = "squares"  # of the first convolution (passes/quantise_squares.py)
-DIRECT = "direct"
+DIRECT = "direct"  # for all shapes and GPUs
 
 
 def quantised_way(graph: Graph, choose: Choose) -> Graph:

@@ -144,10 +144,9 @@ CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), HOPPER, (10, 0), (12, 0)]
 
 def serves(source: str, capability: tuple[int, int]) -> bool:
     """Whether the kernels of a file are for this GPU: elsewhere another way is lowered (test_without_gpu.py)."""
-    if source in ("dgrad_reduce.cu", "norm_backward.cu", "quantised_conv.cu", "quantised_conv3x3.cu",
-                  "quantised_conv_squares.cu"):  # wgmma
+    if source in ("dgrad_reduce.cu", "norm_backward.cu", "quantised_conv_squares.cu"):  # wgmma
         return capability == HOPPER
-    return source != "stem.cu" or capability >= (8, 0)  # cp.async
+    return source not in ("stem.cu", "quantised_conv.cu", "quantised_conv3x3.cu") or capability >= (8, 0)  # cp.async
 
 
 @pytest.mark.usefixtures("nvrtc")

@@ -87,8 +87,8 @@ CONVOLUTIONS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {  # images, w
 def test_convolution(device: Device, shape: tuple[int, ...], window: dict[str, Any], way: str, filters: int,
                      rng: np.random.Generator) -> None:
     """With and without addend and ReLU, as int8 and as float16."""
-    if way != DIRECT and device.gpu.capability != HOPPER:
-        pytest.skip("for Hopper's tensor cores")
+    if (device.gpu.capability < (8, 0) and way != DIRECT) or (device.gpu.capability != HOPPER and way == SQUARES):
+        pytest.skip("for tensor cores that this GPU has not")
     if filters <= {**WINDOWS, **{tile: columns for tile, (_, columns) in TILES.items()}}.get(way, 0) // 2:
         pytest.skip("has less filters than that tile is for")
     if way in WINDOWS and (window != {"kernel": (3, 3), "pad": (1, 1)} or shape[3] % 128 not in (0, 64)):
@@ -124,7 +124,7 @@ def test_sums_beyond_24_bits(device: Device) -> None:
     x[0, 1, 1, 5] = 1
     bias = np.arange(64, dtype=np.int32) * 2**24 + 1
     for way in (*list(TILES)[:1], DIRECT):
-        if way == DIRECT or device.gpu.capability == HOPPER:
+        if way == DIRECT or device.gpu.capability >= (8, 0):
             check(device, "QuantisedConvolution", [x, weight, np.full(64, 2.0**-24, np.float32), bias], kernel=(1, 1),
                   num_filter=64, layout="NHWC", scale=1.0, dtype="float16", way=way)
 

@@ -1,4 +1,4 @@
-// Products of integers on Hopper's tensor cores, and what becomes of the sums: what the INT8 convolutions share.
+// Products of integers on tensor cores, and what becomes of the sums: what the INT8 convolutions share.
 //
 //     accumulator[row, k] = bias[k] + sum over tap, c of x[pixel(row, tap), c] * weight[k, tap, c]
 #pragma once
@@ -7,7 +7,16 @@
 
 constexpr int VECTOR = 16;  // channels: 16 bytes
 
-// c += a * b, exact. a is (64, 32) and b (columns, 32), both with rows of the reduction; c[j] as in warpgroup.cuh.
+// Products in series, of tiles as in warpgroup.cuh: on Hopper the tensor cores read them by themselves, behind the back of the
+// warps that start them; elsewhere (sm_80 and newer) each warp loads and multiplies at once.
+//
+// `multiply_integers`: c += a * b, exact. a is (64, 32) and b (columns, 32), both with rows of the reduction; c[j] as there.
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+__device__ inline void show_integers() { show_to_products(); }
+__device__ inline void open_integers() { open_products(); }
+__device__ inline void close_integers() { close_products(); }
+template <int OPEN = 0> __device__ inline void wait_for_integers() { wait_for_products<OPEN>(); }
+
 #define INTEGERS(c, j) "+r"(c[j][0]), "+r"(c[j][1]), "+r"(c[j][2]), "+r"(c[j][3])
 #define INTEGERS_4(c, j) INTEGERS(c, j), INTEGERS(c, j + 1), INTEGERS(c, j + 2), INTEGERS(c, j + 3)
 #define INTEGERS_16(c, j) INTEGERS_4(c, j), INTEGERS_4(c, j + 4), INTEGERS_4(c, j + 8), INTEGERS_4(c, j + 12)
@@ -35,6 +44,32 @@ __device__ inline void multiply_integers(int (&c)[32][4], uint64 a, uint64 b) {
                  "%124,%125,%126,%127}, %128, %129, 1;"
                  : INTEGERS_16(c, 0), INTEGERS_16(c, 16) : "l"(a), "l"(b));
 }
+template <int EIGHTS> __device__ inline void multiply_integers(int (&c)[EIGHTS][4], const uint4 *a, const uint4 *b) {
+    multiply_integers(c, matrix(a), matrix(b));
+}
+#else
+__device__ inline void show_integers() {}
+__device__ inline void open_integers() {}
+__device__ inline void close_integers() {}
+template <int OPEN = 0> __device__ inline void wait_for_integers() {}
+
+// 4 bytes of a tile's row, from byte `k` on: 128-byte swizzle goes by addresses.
+__device__ inline uint32 word_of(const uint4 *at, int row, int k) {
+    const uint64 address = reinterpret_cast<uint64>(at) + row * 128 + k;
+    return *reinterpret_cast<const uint32 *>(address ^ (address >> 7 & 7) << 4);
+}
+template <int EIGHTS> __device__ inline void multiply_integers(int (&c)[EIGHTS][4], const uint4 *a, const uint4 *b) {
+    const int lane = threadIdx.x % WARP, row = threadIdx.x / WARP % 4 * 16 + lane / 4, k = lane % 4 * 4;
+    const uint32 a0 = word_of(a, row, k), a1 = word_of(a, row + 8, k);
+    const uint32 a2 = word_of(a, row, k + 16), a3 = word_of(a, row + 8, k + 16);
+#pragma unroll
+    for (int j = 0; j < EIGHTS; ++j)
+        asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                     : "+r"(c[j][0]), "+r"(c[j][1]), "+r"(c[j][2]), "+r"(c[j][3])
+                     : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(word_of(b, 8 * j + lane / 4, k)),
+                       "r"(word_of(b, 8 * j + lane / 4, k + 16)));
+}
+#endif
 
 // Which of the filters a column of the products is: of 64, those that thread t of a quad has, 2t and 2t + 1 of each 8, are
 // neighbours, so that it stores 16 bytes.

@@ -1,4 +1,4 @@
-// INT8 convolutions on Hopper's tensor cores, requantised, added to a shortcut and rectified before they are stored.
+// INT8 convolutions on tensor cores, requantised, added to a shortcut and rectified before they are stored.
 //
 // The products of a tile are made of chunks of 128 bytes of the reduction: 128 channels of a tap, or several taps of 16, 32 or
 // 64 channels. Chunks are copied ahead, zeros where a tap lies in the padding. Two blocks on a multiprocessor hide each other's
@@ -8,7 +8,7 @@
 // A block of `GROUPS` times four warps makes 64 rows with each group, all of the same columns.
 template <int GROUPS_, int COLUMNS_> struct Tile {
     static constexpr int GROUPS = GROUPS_, COLUMNS = COLUMNS_, ROWS = 64 * GROUPS, THREADS = 128 * GROUPS;
-    static constexpr int BLOCKS = GROUPS * COLUMNS > 256 ? 1 : COLUMNS == 64 ? 3 : 2;  // on a multiprocessor
+    static constexpr int BLOCKS = GROUPS * COLUMNS > 256 ? 1 : GROUPS == 1 ? 4 : COLUMNS == 64 ? 3 : 2;  // on a multiprocessor
     static constexpr int STAGES = GROUPS * COLUMNS > 256 ? 4 : 3;
     // Products of chunks that are under way when the next ones are started: a block that is alone must not pause.
     static constexpr int OPEN = BLOCKS == 1 ? 1 : 0, AHEAD = STAGES - 1 - OPEN;
@@ -119,17 +119,17 @@ quantised_conv(const uint4 *x, const uint4 *weight, const float *multiplier, con
     for (int chunk = 0; chunk < chunks; ++chunk) {
         const Stage<S> &stage = stages[chunk % STAGES];
         wait_for_copies<S::AHEAD - 1>();
-        show_to_products();
+        show_integers();
         __syncthreads();  // the chunk is there, and everybody is done with the one OPEN + 1 before
-        open_products();
+        open_integers();
 #pragma unroll
         for (int k = 0; k < 4; ++k)
-            multiply_integers(products, matrix(stage.rows + warp / 4 * 64 * 8 + k * 2), matrix(stage.columns + k * 2));
-        close_products();
+            multiply_integers(products, stage.rows + warp / 4 * 64 * 8 + k * 2, stage.columns + k * 2);
+        close_integers();
         copy_chunk(chunk + S::AHEAD);
-        wait_for_products<S::OPEN>();
+        wait_for_integers<S::OPEN>();
     }
-    wait_for_products();
+    wait_for_integers();
 
     results.store(products);
 }

@@ -1,4 +1,4 @@
-// 3x3 convolutions in INT8 on Hopper's tensor cores, whose nine taps read one copy of the pixels in shared memory.
+// 3x3 convolutions in INT8 on tensor cores, whose nine taps read one copy of the pixels in shared memory.
 //
 // Images lie behind each other in one line of places: a pixel of zeros before each row of an image, and a row of zeros before
 // each image, so that what follows an end is zero too. With PITCH = W + 1 a tap (r, s) of the output at a place p reads place
@@ -77,15 +77,15 @@ quantised_conv3x3(const uint4 *x, const uint4 *weight, const float *multiplier, 
         const uint4 *pixels = memory + (step / TAPS % 2 * patch_rows + warp / 4 * 64 + tap / 3 * pitch + tap % 3) * 8;
         const uint4 *columns = weights + step % STAGES * COLUMNS * 8;
         wait_for_copies<AHEAD - 1>();
-        show_to_products();
+        show_integers();
         __syncthreads();  // the tap is there, and everybody is done with the second last
-        open_products();
+        open_integers();
 #pragma unroll
-        for (int k = 0; k < KSTEPS; ++k) multiply_integers(products, matrix(pixels + k * 2), matrix(columns + k * 2));
-        close_products();
+        for (int k = 0; k < KSTEPS; ++k) multiply_integers(products, pixels + k * 2, columns + k * 2);
+        close_integers();
         copy_step(step + AHEAD);
-        wait_for_products<1>();
+        wait_for_integers<1>();
     }
-    wait_for_products();
+    wait_for_integers();
     results.store(products);
 }

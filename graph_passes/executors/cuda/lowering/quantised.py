@@ -106,7 +106,7 @@ def stages_of(groups: int, columns: int) -> int:
 
 
 def _tiles(builder: Builder, node: Node, groups: int, columns: int) -> None:
-    """On Hopper's tensor cores; a block makes 64 * groups rows of so many columns."""
+    """On tensor cores; a block makes 64 * groups rows of so many columns."""
     x, weight, y = builder.input(node, "data"), builder.input(node, "weight"), builder.output(node)
     geometry, (adds, relu, share), size = Geometry.of(node, x, y), _Epilogue.of(node), window(node)
     channels = x.shape[3]
@@ -115,18 +115,20 @@ def _tiles(builder: Builder, node: Node, groups: int, columns: int) -> None:
     is_plain = size.kernel == size.stride == (1, 1) and size.pad == (0, 0)
     chunks = -(-size.kernel[0] * size.kernel[1] * channels // CHUNK)
     rows = 64 * groups
+    shared_bytes = min(stages_of(groups, columns), chunks) * (rows + columns) * CHUNK
+    require(shared_bytes <= builder.gpu.max_shared_bytes, node, "has no room for these tiles")
     blocks = -(-geometry.rows // rows) * -(-y.shape[3] // columns)
     builder.launch(
         node, "quantised_conv.cu",
         instance("quantised_conv", y.dtype, groups, columns, is_plain, adds, relu),
         (blocks, 1, 1), (128 * groups, 1, 1), In(x), In(weight), In(builder.input(node, "multiplier")),
         In(builder.input(node, "bias")), In(builder.optional_input(node, "addend", "no_addend")), Out(y), geometry,
-        share, ctypes.c_int(chunks), shared_bytes=min(stages_of(groups, columns), chunks) * (rows + columns) * CHUNK,
+        share, ctypes.c_int(chunks), shared_bytes=shared_bytes,
         flops=builder.problem("fprop", node, x, weight, y).flops)
 
 
 def _windows(builder: Builder, node: Node, columns: int) -> None:
-    """3x3 on Hopper's tensor cores; a block makes WINDOW_ROWS places and so many columns."""
+    """3x3 on tensor cores; a block makes WINDOW_ROWS places and so many columns."""
     x, weight, y = builder.input(node, "data"), builder.input(node, "weight"), builder.output(node)
     _require_tensor_cores(builder, node, columns)
     (images, height, width, channels), filters = x.shape, y.shape[3]
@@ -148,13 +150,13 @@ def _windows(builder: Builder, node: Node, columns: int) -> None:
 
 
 def _squares(builder: Builder, node: Node) -> None:
-    """Over squares with 16 channels; blocks walk over the places."""
+    """Over squares with 16 channels on Hopper; blocks walk over the places."""
     x, weight, y = builder.input(node, "data"), builder.input(node, "weight"), builder.output(node)
     _require_tensor_cores(builder, node, columns=64)
     size, (adds, relu, _), filters = window(node), _Epilogue.of(node), y.shape[3]
     images, height, width, channels = x.shape
     kernel = size.kernel[0]
-    require(channels == SQUARE_CHANNELS and size == ((kernel, kernel), (1, 1), (0, 0), (1, 1)) and kernel % 2 == 0
+    require(builder.gpu.capability == HOPPER and channels == SQUARE_CHANNELS and size == ((kernel, kernel), (1, 1), (0, 0), (1, 1)) and kernel % 2 == 0
             and not adds, node, "is not for the kernel of squares")
     places, patch = images * height * width, SQUARES_ROWS + (kernel - 1) * width + kernel
     shared_bytes = -(-kernel**2 // 8) * 64 * CHUNK + SQUARES_STAGES * patch * SQUARE_CHANNELS
@@ -170,11 +172,11 @@ def _squares(builder: Builder, node: Node) -> None:
 
 
 def _require_tensor_cores(builder: Builder, node: Node, columns: int) -> None:
-    """Raise GraphError where the kernels of Hopper's tensor cores are not for this GPU, or blocks of so many columns
-    not for this number of filters."""
+    """Raise GraphError where the kernels on tensor cores are not for this GPU, or blocks of so many columns not for
+    this number of filters."""
     filters = node["num_filter"]
-    require(builder.gpu.capability == HOPPER and node["num_group"] == 1 and filters % TILE_VECTOR == 0, node,
-            "is not for the kernels of Hopper's tensor cores")
+    require(builder.gpu.capability >= (8, 0) and node["num_group"] == 1 and filters % TILE_VECTOR == 0, node,
+            "is not for the kernels on tensor cores")
     require(filters > columns // 2, node, f"has less filters than {columns} columns are worth")
 
 
