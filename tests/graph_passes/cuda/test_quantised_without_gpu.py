@@ -67,9 +67,9 @@ def test_a_network_with_groups_and_a_pre_activation_one(tmp_path: Path, rng: np.
 def test_gpus_without_these_tensor_cores_take_the_kernel_for_all_shapes(tmp_path: Path, rng: np.random.Generator,
                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeGpu, "capability", (8, 0))
-    assert launches("resnet18", Kept(), tmp_path, rng, size=32)["quantised_conv"] == 20
+    assert launches("resnet18", Kept(), tmp_path / "8.0", rng, size=32)["quantised_conv"] == 20
     monkeypatch.setattr(FakeGpu, "capability", (7, 5))
-    assert launches("resnet18", Kept(), tmp_path, rng, size=32)["quantised_conv_direct"] == 20
+    assert launches("resnet18", Kept(), tmp_path / "7.5", rng, size=32)["quantised_conv_direct"] == 20
 
 
 def test_parameters_that_do_not_fit(tmp_path: Path, rng: np.random.Generator) -> None:

@@ -156,8 +156,9 @@ def _squares(builder: Builder, node: Node) -> None:
     size, (adds, relu, _), filters = window(node), _Epilogue.of(node), y.shape[3]
     images, height, width, channels = x.shape
     kernel = size.kernel[0]
-    require(builder.gpu.capability == HOPPER and channels == SQUARE_CHANNELS and size == ((kernel, kernel), (1, 1), (0, 0), (1, 1)) and kernel % 2 == 0
-            and not adds, node, "is not for the kernel of squares")
+    is_plain = size == ((kernel, kernel), (1, 1), (0, 0), (1, 1)) and kernel % 2 == 0 and not adds
+    require(builder.gpu.capability == HOPPER and channels == SQUARE_CHANNELS and is_plain, node,
+            "is not for the kernel of squares")
     places, patch = images * height * width, SQUARES_ROWS + (kernel - 1) * width + kernel
     shared_bytes = -(-kernel**2 // 8) * 64 * CHUNK + SQUARES_STAGES * patch * SQUARE_CHANNELS
     require(shared_bytes <= builder.gpu.max_shared_bytes // SQUARES_BLOCKS, node,
