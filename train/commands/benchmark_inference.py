@@ -79,7 +79,7 @@ def measure_inference(values: Mapping[str, Any], workers: Workers) -> None:
     if (folder / RESULT).exists():
         raise TrainError(f"the output folder {folder} already holds a measurement: give another --output")
     if int8 := values.get("int8", False):
-        config = devices.for_int8(config, values, workers.local_rank)
+        devices.check_int8(values)
     placement = devices.choose(config, workers.local_rank)
     if placement.note:
         print(placement.note, flush=True)
@@ -110,7 +110,6 @@ def precisions(config: Config, placement: Placement, is_chosen: bool) -> dict[st
         "bf16": replace(config, dtype="bfloat16"),
         "tf32": replace(config, dtype="float32", tf32=True),
         "fp32": replace(config, dtype="float32", tf32=False),
-        INT8: replace(config, dtype="auto"),
     }
 
 

@@ -82,7 +82,7 @@ class Measurement:
     executor has or in that of --dtype, on generated images (docs/inference.md); printed, and written as JSON and as a
     plot. The network is ResNet-50 with 1,000 classes at 224 pixels, where the options do not say otherwise."""
     int8: bool = False
-    """With --inference: measure INT8 alone, on a GPU."""
+    """With --inference: measure INT8, on a GPU."""
     batch_sizes: Annotated[tuple[int, ...], "N"] = ()
     """With --inference: the batch sizes; default: 1 to 2,048 by powers of two as far as memory allows, on a CPU to
     16."""

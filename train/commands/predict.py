@@ -89,7 +89,7 @@ def predict(options: PredictOptions) -> list[Prediction]:
         dtype="auto",
     )
     if options.int8:
-        config = devices.for_int8(config, vars(options), local_rank=0)
+        config = devices.for_int8(config, vars(options))
     placement = devices.choose(config, local_rank=0)
     int8 = int8_file.load(options.checkpoint, trained, config) if options.int8 else None
     batches = load_images(

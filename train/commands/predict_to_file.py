@@ -156,7 +156,7 @@ def _job(options: PredictOptions, values: Mapping[str, Any], workers: Workers) -
     config = replace(trained.config, device=options.device, executor=options.executor, dtype="auto",
                      batch_size=options.batch_size)
     if options.int8:
-        config = devices.for_int8(config, vars(options), workers.local_rank)
+        config = devices.for_int8(config, vars(options))
     placement = devices.choose(config, workers.local_rank)
     if placement.note and workers.rank == 0:
         print(placement.note, flush=True)

@@ -38,7 +38,7 @@ def main(values: Mapping[str, Any]) -> None:
         trained = weights.load(place, quiet=workers.rank > 0)
         config = of_network(configure(values, trained.config), values, trained)
         if int8 := values.get("int8", False):
-            config = for_int8(config, values, workers.local_rank)
+            config = for_int8(config, values)
         placement = prepare(config, workers)
         loader = open_split(replace(config, cache=0), "val", placement, workers, trained.classes,
                             f"the network of {place}")  # without cache: each image is needed once

@@ -13,7 +13,7 @@ from graph_passes.executors.cuda.lowering.conv1x1_backward import DgradReduce, N
 from graph_passes.executors.cuda.lowering.quantised import CHUNK, Geometry, stages_of
 from graph_passes.executors.cuda.optimizer import State, _Tensor
 from graph_passes.passes.dgrad_reduce import OUT_CHANNELS
-from graph_passes.passes.quantised_way import TILES, WINDOWS
+from graph_passes.passes.quantised_way import TILES
 
 RULES = ["Sgd<false>", "Sgd<true>", "Lars<false>", "Lars<true>", "AdamW", "Lamb", "Lion"]  # of optimizer.cu
 
@@ -47,13 +47,11 @@ FLAGS = {
     "quantised_conv_direct": ["false, false", "true, true"],
     "quantised_conv": [f"{groups}, {columns}, {flags}" for groups, columns in TILES.values()
                        for flags in ("false, false, true", "true, true, true")],
-    "quantised_conv3x3": [f"{columns}, {flags}" for columns in WINDOWS.values()
-                          for flags in ("2, false, true", "4, true, true")],
     "quantised_conv_squares": ["4, true", "2, false"],
 }
 # What gives int8 as well as floats.
 WRITES_INT8 = ("quantised_average_pool", "quantised_conv_direct", "quantised_conv",
-               "quantised_conv3x3", "quantised_conv_squares")
+               "quantised_conv_squares")
 
 
 def kernels() -> list[tuple[str, str]]:
@@ -146,7 +144,7 @@ def serves(source: str, capability: tuple[int, int]) -> bool:
     """Whether the kernels of a file are for this GPU: elsewhere another way is lowered (test_without_gpu.py)."""
     if source in ("dgrad_reduce.cu", "norm_backward.cu", "quantised_conv_squares.cu"):  # wgmma
         return capability == HOPPER
-    return source not in ("stem.cu", "quantised_conv.cu", "quantised_conv3x3.cu") or capability >= (8, 0)  # cp.async
+    return source not in ("stem.cu", "quantised_conv.cu") or capability >= (8, 0)  # cp.async
 
 
 @pytest.mark.usefixtures("nvrtc")

@@ -24,7 +24,7 @@ from graph_passes.executors.cuda.quantised import QuantisedNetwork
 from graph_passes.executors.cuda.quantised_executor import QuantisedCudaExecutor
 from graph_passes.passes import tensor_dtypes
 from graph_passes.passes.quantise import Kept
-from graph_passes.passes.quantised_way import DIRECT, SQUARES, TILES, WINDOWS
+from graph_passes.passes.quantised_way import DIRECT, SQUARES, TILES
 
 pytestmark = pytest.mark.gpu
 
@@ -82,17 +82,15 @@ CONVOLUTIONS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {  # images, w
 
 
 @pytest.mark.parametrize("filters", [48, 64, 128, 272])
-@pytest.mark.parametrize("way", [*TILES, *WINDOWS, SQUARES, DIRECT])
+@pytest.mark.parametrize("way", [*TILES, SQUARES, DIRECT])
 @pytest.mark.parametrize("shape, window", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
 def test_convolution(device: Device, shape: tuple[int, ...], window: dict[str, Any], way: str, filters: int,
                      rng: np.random.Generator) -> None:
     """With and without addend and ReLU, as int8 and as float16."""
     if (device.gpu.capability < (8, 0) and way != DIRECT) or (device.gpu.capability != HOPPER and way == SQUARES):
         pytest.skip("for tensor cores that this GPU has not")
-    if filters <= {**WINDOWS, **{tile: columns for tile, (_, columns) in TILES.items()}}.get(way, 0) // 2:
+    if way in TILES and filters <= TILES[way][1] // 2:
         pytest.skip("has less filters than that tile is for")
-    if way in WINDOWS and (window != {"kernel": (3, 3), "pad": (1, 1)} or shape[3] % 128 not in (0, 64)):
-        pytest.skip("for 3x3 at stride 1")
     if way == SQUARES and shape[3] != 16:
         pytest.skip("for squares with 16 channels")
     x, weight = int8(rng, *shape), int8(rng, filters, *window["kernel"], shape[3])

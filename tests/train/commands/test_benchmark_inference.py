@@ -147,8 +147,8 @@ def test_no_figure_without_probabilities(monkeypatch):
 def test_precisions_of_an_executor():
     cuda, config = Placement("cuda", "gpu(0)", ""), Config()
     assert list(precisions(config, CPU, False)) == ["fp32"]
-    assert list(precisions(config, cuda, False)) == ["fp16", "bf16", "tf32", "fp32", "int8"]
-    assert [each.tf32 for each in precisions(config, cuda, False).values()][2:4] == [True, False]
+    assert list(precisions(config, cuda, False)) == ["fp16", "bf16", "tf32", "fp32"]
+    assert [each.tf32 for each in precisions(config, cuda, False).values()][2:] == [True, False]
     assert list(precisions(replace(config, dtype="float32"), cuda, True)) == ["tf32"]
     assert list(precisions(replace(config, dtype="float32", tf32=False), cuda, True)) == ["fp32"]
 

@@ -7,17 +7,23 @@
 
 constexpr int VECTOR = 16;  // channels: 16 bytes
 
+// As `copy_ahead`, through the L1 cache: taps of a window find most pixels there.
+__device__ inline void copy_cached(uint4 *to, const void *from, bool there) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;"
+                 :: "r"(uint32(__cvta_generic_to_shared(to))), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
+
 // Products in series, of tiles as in warpgroup.cuh: on Hopper the tensor cores read them by themselves, behind the back of the
 // warps that start them; elsewhere (sm_80 and newer) each warp loads and multiplies at once.
 //
 // `multiply_integers`: c += a * b, exact. a is (64, 32) and b (columns, 32), both with rows of the reduction; c[j] as there.
+#define INTEGERS(c, j) "+r"(c[j][0]), "+r"(c[j][1]), "+r"(c[j][2]), "+r"(c[j][3])
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 __device__ inline void show_integers() { show_to_products(); }
 __device__ inline void open_integers() { open_products(); }
 __device__ inline void close_integers() { close_products(); }
 template <int OPEN = 0> __device__ inline void wait_for_integers() { wait_for_products<OPEN>(); }
 
-#define INTEGERS(c, j) "+r"(c[j][0]), "+r"(c[j][1]), "+r"(c[j][2]), "+r"(c[j][3])
 #define INTEGERS_4(c, j) INTEGERS(c, j), INTEGERS(c, j + 1), INTEGERS(c, j + 2), INTEGERS(c, j + 3)
 #define INTEGERS_16(c, j) INTEGERS_4(c, j), INTEGERS_4(c, j + 4), INTEGERS_4(c, j + 8), INTEGERS_4(c, j + 12)
 
@@ -65,11 +71,17 @@ template <int EIGHTS> __device__ inline void multiply_integers(int (&c)[EIGHTS][
 #pragma unroll
     for (int j = 0; j < EIGHTS; ++j)
         asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                     : "+r"(c[j][0]), "+r"(c[j][1]), "+r"(c[j][2]), "+r"(c[j][3])
+                     : INTEGERS(c, j)
                      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(word_of(b, 8 * j + lane / 4, k)),
                        "r"(word_of(b, 8 * j + lane / 4, k + 16)));
 }
 #endif
+
+// Nothing is done with `c` earlier than here, as the compiler might think it could.
+template <int EIGHTS> __device__ inline void hold_integers(int (&c)[EIGHTS][4]) {
+#pragma unroll
+    for (int j = 0; j < EIGHTS; ++j) asm volatile("" : INTEGERS(c, j) :: "memory");
+}
 
 // Which of the filters a column of the products is: of 64, those that thread t of a quad has, 2t and 2t + 1 of each 8, are
 // neighbours, so that it stores 16 bytes.

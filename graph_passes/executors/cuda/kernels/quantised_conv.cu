@@ -88,7 +88,7 @@ quantised_conv(const uint4 *x, const uint4 *weight, const float *multiplier, con
             for (int i = 0; i < ROW_COPIES; ++i) {
                 const bool there = in_window && (ONE ? top[i] == 0 : uint32(top[i] + down) < uint32(c.height) &&
                                                                       uint32(left[i] + right) < uint32(c.width));
-                copy_ahead(&stage.rows[swizzled(copied_row + i * COPIED_ROWS, copied_vector)],
+                copy_cached(&stage.rows[swizzled(copied_row + i * COPIED_ROWS, copied_vector)],
                            x + (there ? pixel[i] * vectors + offset : 0), there);
             }
             const int of_filter = (at.tap_h * c.kernel_w + at.tap_w) * vectors + at.channel;
@@ -96,7 +96,7 @@ quantised_conv(const uint4 *x, const uint4 *weight, const float *multiplier, con
             for (int i = 0; i < COLUMN_COPIES; ++i) {
                 const int column = copied_row + i * COPIED_ROWS, filter = first_column + filter_of(column);
                 const bool there = in_window && filter < c.filters;
-                copy_ahead(&stage.columns[swizzled(column, copied_vector)],
+                copy_cached(&stage.columns[swizzled(column, copied_vector)],
                            weight + (there ? filter * taps * vectors + of_filter : 0), there);
             }
             at.advance(c);
@@ -130,6 +130,6 @@ quantised_conv(const uint4 *x, const uint4 *weight, const float *multiplier, con
         wait_for_integers<S::OPEN>();
     }
     wait_for_integers();
-
+    hold_integers(products);
     results.store(products);
 }

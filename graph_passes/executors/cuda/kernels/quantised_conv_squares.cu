@@ -69,6 +69,7 @@ quantised_conv_squares(const uint4 *x, const uint4 *weight, const float *multipl
             results.row[r] = (image * out_height + image_row) * out_width + column;
         }
         wait_for_products();
+        hold_integers(products);
         results.store(products);
     }
 }

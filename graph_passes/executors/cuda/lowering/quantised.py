@@ -17,11 +17,10 @@ from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Node
 from graph_passes.operators import window
 from graph_passes.operators.quantised import SQUARE_CHANNELS, squares
-from graph_passes.passes.quantised_way import SQUARES, TILES, WINDOWS
+from graph_passes.passes.quantised_way import SQUARES, TILES
 
 TILE_VECTOR = 16  # VECTOR of quantised_conv.cu: channels
 CHUNK = 128  # bytes of a reduction that it multiplies at once
-WINDOW_ROWS, WINDOW_STAGES = 256, 5  # ROWS and STAGES of quantised_conv3x3.cu
 SQUARES_ROWS, SQUARES_STAGES, SQUARES_BLOCKS = 128, 3, 3  # of quantised_conv_squares.cu; blocks on a multiprocessor
 _TILE_CHANNELS = (16, 32, 64)  # that it takes beside multiples of CHUNK
 
@@ -92,8 +91,6 @@ def convolution(builder: Builder, node: Node) -> None:
     way = node["way"]
     if way in TILES:
         _tiles(builder, node, *TILES[way])
-    elif way in WINDOWS:
-        _windows(builder, node, WINDOWS[way])
     elif way == SQUARES:
         _squares(builder, node)
     else:
@@ -125,28 +122,6 @@ def _tiles(builder: Builder, node: Node, groups: int, columns: int) -> None:
         In(builder.input(node, "bias")), In(builder.optional_input(node, "addend", "no_addend")), Out(y), geometry,
         share, ctypes.c_int(chunks), shared_bytes=shared_bytes,
         flops=builder.problem("fprop", node, x, weight, y).flops)
-
-
-def _windows(builder: Builder, node: Node, columns: int) -> None:
-    """3x3 on tensor cores; a block makes WINDOW_ROWS places and so many columns."""
-    x, weight, y = builder.input(node, "data"), builder.input(node, "weight"), builder.output(node)
-    _require_tensor_cores(builder, node, columns)
-    (images, height, width, channels), filters = x.shape, y.shape[3]
-    require(window(node) == ((3, 3), (1, 1), (1, 1), (1, 1)) and (channels == 64 or channels % CHUNK == 0), node,
-            "is not for the kernel of 3x3 windows")
-    adds, relu, share = _Epilogue.of(node)
-    patch_rows = -(-(WINDOW_ROWS + 2 * (width + 1) + 2) // 8) * 8
-    shared_bytes = ((2 if channels > CHUNK else 1) * patch_rows + WINDOW_STAGES * columns) * CHUNK
-    require(shared_bytes <= builder.gpu.max_shared_bytes, node, "has too wide images for the kernel of 3x3 windows")
-    places = images * (height + 1) * (width + 1)
-    builder.launch(
-        node, "quantised_conv3x3.cu",
-        instance("quantised_conv3x3", y.dtype, columns, 2 if channels == 64 else 4, adds, relu),
-        (-(-places // WINDOW_ROWS) * -(-filters // columns), 1, 1), (2 * WINDOW_ROWS, 1, 1), In(x), In(weight),
-        In(builder.input(node, "multiplier")), In(builder.input(node, "bias")),
-        In(builder.optional_input(node, "addend", "no_addend")), Out(y),
-        *map(ctypes.c_int, (images, height, width, channels, filters)), share, ctypes.c_int(patch_rows),
-        shared_bytes=shared_bytes, flops=builder.problem("fprop", node, x, weight, y).flops)
 
 
 def _squares(builder: Builder, node: Node) -> None:
