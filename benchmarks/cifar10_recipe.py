@@ -23,11 +23,9 @@ import itertools
 import json
 import math
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -36,10 +34,21 @@ import numpy as np
 import record
 from cifar10_time_to_accuracy import Peer, by_seed, one_of_each_size, recipe, run_ours
 from torch_peer import require_peer
-from trainings import KeptLines, Line, SideBySide, TrainingOptions, decoded, mean_and_deviation, train, write_images
+from trainings import (
+    KeptLines,
+    Line,
+    SideBySide,
+    TrainingOptions,
+    decoded,
+    keep_all,
+    mean_and_deviation,
+    tell_what_is_left,
+    train,
+    until,
+    write_images,
+)
 
-from common.command_line import Positive, read_options
-from common.environment import git_commit, hardware
+from common.command_line import read_options
 from common.errors import UserError
 from pipelines.sources import open_source
 from train.config import Config, load_preset
@@ -82,8 +91,6 @@ class Options(SideBySide, TrainingOptions):
     """Images; 0: those of the preset."""
     images_per_class: int = 0
     """Train and validate with so many only, for a try; 0: all."""
-    limit: Positive = 24 * 3600
-    """Seconds after which no further run begins; the same command goes on later."""
 
 
 def configuration(arguments: Options) -> Config:
@@ -172,26 +179,13 @@ def leave_out(kept: KeptLines, config: Config, num_classes: int, arguments: Opti
         range(1, arguments.seeds + 1), variants(config, num_classes).items())
         if not has(kept.lines, part="ingredients", without=name, seed=seed)]
 
-    def run(case: tuple[str, Config, int]) -> Line | None:
-        if time.monotonic() >= ends:
-            return None
-        name, variant, seed = case
+    def run(name: str, variant: Config, seed: int) -> Line:
         place = folder / f"{'-'.join(name.split())}-{seed}"
         train(replace(variant, validate_every=variant.epochs), data, seed, place)
         return {"part": "ingredients", "without": name, "seed": seed, "top1": last_top1(place)}
 
-    done = True
-    with ThreadPoolExecutor(arguments.side_by_side) as pool:
-        try:
-            for ended in as_completed([pool.submit(run, case) for case in cases]):
-                if line := ended.result():
-                    kept.add(line)
-                else:
-                    done = False
-        except BaseException:
-            pool.shutdown(cancel_futures=True)  # what one run failed of, others would fail of too
-            raise
-    return done
+    with until(ends, arguments.side_by_side) as start:
+        return keep_all(kept, [start(run, *case) for case in cases])
 
 
 def last_top1(run: Path) -> float:
@@ -272,8 +266,7 @@ def about(config: Config, arguments: Options) -> dict[str, Any]:
     """What all lines of a file have in common."""
     changed: Mapping[str, Any] = {field.name: value for field in dataclasses.fields(config)
                                   if (value := getattr(config, field.name)) != field.default}
-    return {"recipe": dict(changed), "images_per_class": arguments.images_per_class, "commit": git_commit(),
-            "gpu": (hardware()["gpus"] or [None])[0]}
+    return {"recipe": dict(changed), "images_per_class": arguments.images_per_class}
 
 
 def main() -> None:
@@ -294,7 +287,7 @@ def main() -> None:
             or leave_out(kept, config, num_classes, arguments, data, folder, ends))
     publish(kept.lines, arguments.results)
     if not done:
-        print("--limit: not all runs have begun; the same command goes on", file=sys.stderr, flush=True)
+        tell_what_is_left()
 
 
 if __name__ == "__main__":

@@ -13,18 +13,20 @@ with the same constants from three seeds, and validate on the 5,000 validation i
 `python -m train` as a user starts it. A seed draws the new classifier, the order, the augmentation, and which
 training images are taken: those are the same for both.
 
-Writes results/finetune_1gpu.jsonl (the final top-1 of each run), .png and .json: top-1 in % of whole networks with 100
-images a class, one for each seed.
+Every run is written as it ends to results/finetune_1gpu.jsonl (its final top-1), from which the same command goes on
+where it was stopped, or where `--limit` let no further run begin; the weights to start from are then made again, to the
+same bits. When all are there: .png and .json, top-1 in % of whole networks with 100 images a class, one for each seed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import statistics
 import tempfile
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -34,14 +36,18 @@ import record
 from cifar10_time_to_accuracy import recipe
 from torch_peer import LinePeer, require_peer
 from trainings import (
+    KeptLines,
     Line,
     SideBySide,
     TrainingOptions,
     command,
     decoded,
+    keep_all,
     mean_and_deviation,
     run_program,
+    tell_what_is_left,
     train,
+    until,
     validations,
     write_images,
 )
@@ -89,13 +95,12 @@ def configured(preset: Config, images_per_class: int) -> Config:
                    cutout=0.0, validate_every=SIZES[images_per_class])
 
 
-def pretrain(preset: Config, epochs: int, folder: Path) -> Path:
-    """Train on the first classes; the run's folder, with the weights for torchvision in `weights.pth` beside it."""
+def pretrain(preset: Config, epochs: int, folder: Path) -> None:
+    """Train on the first classes, into `pretrained`, with the weights for torchvision in `weights.pth` beside it."""
     run = folder / "pretrained"
-    short = replace(preset, epochs=epochs, warmup_epochs=default_warmup(preset, epochs))
+    short = replace(preset, epochs=epochs, warmup_epochs=default_warmup(preset, epochs), deterministic=True)
     train(short, folder / "pretrain", preset.seed, run)
     run_program(command("export", "--checkpoint", run, "--torchvision", folder / "weights.pth"), folder / "export.log")
-    return run
 
 
 def ours(case: Case, preset: Config, folder: Path) -> Line:
@@ -128,22 +133,26 @@ class Peer(LinePeer):
             "frozen": case.way == "head", "seed": case.seed,
         }
         self.say(json.dumps(job))
-        return {"program": "pytorch", **case._asdict(), **json.loads(self.answer())}
+        return {"program": "pytorch", **case._asdict(), **json.loads(self.answer()), "peer": self.name}
 
 
-def measure(preset: Config, data: Path, seeds: int, epochs: int, side_by_side: int) -> Iterator[Line | str]:
-    """The lines of all runs as they end, and at last the peer's name."""
-    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(side_by_side) as pool:
+def measure(kept: KeptLines, arguments: Options) -> bool:
+    """Train what `kept` has not, PyTorch's one after the other beside ours; whether all is there."""
+    preset, ends = load_preset(arguments.preset), time.monotonic() + arguments.limit
+    known = {(line["program"], *(line[field] for field in Case._fields)) for line in kept.lines}
+    left = {program: [case for case in cases(arguments.seeds) if (program, *case) not in known]
+            for program in ("ours", "pytorch")}
+    if not any(left.values()):
+        return True
+    with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
         folder = Path(scratch)
-        write_data(data, folder, seeds)
-        pretrain(preset, epochs, folder)
-        runs = pool.map(lambda case: ours(case, preset, folder), cases(seeds))
+        write_data(arguments.data, folder, arguments.seeds)
+        pretrain(preset, arguments.epochs, folder)
         peer = Peer()
-        for case in cases(seeds):
-            yield peer.run(case, preset, folder)
-        peer.close()
-        yield from runs
-        yield peer.name
+        stack.callback(peer.close)
+        start_ours, start_peer = (stack.enter_context(until(ends, count)) for count in (arguments.side_by_side, 1))
+        return keep_all(kept, [*(start_ours(ours, case, preset, folder) for case in left["ours"]),
+                               *(start_peer(peer.run, case, preset, folder) for case in left["pytorch"])])
 
 
 def top1s(lines: Sequence[Line], program: str, way: str, images_per_class: int) -> list[float]:
@@ -187,13 +196,12 @@ def plot(lines: Sequence[Line], path: Path) -> None:
     plt.close(figure)
 
 
-def publish(lines: Sequence[Line], peer_name: str, folder: Path = record.RESULTS) -> None:
-    """The three files of the result."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{NAME}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+def publish(lines: Sequence[Line], folder: Path = record.RESULTS) -> None:
+    """The picture and the figure."""
     plot(lines, folder / f"{NAME}.png")
     print(table(lines))
     own, theirs = (top1s(lines, program, *PUBLISHED) for program in ("ours", "pytorch"))
+    peer_name = next(line["peer"] for line in lines if "peer" in line)
     record.write_result(NAME, own, peer=record.Peer(f"{peer_name}, same recipe", theirs), folder=folder, unit="top-1 %")
 
 
@@ -208,16 +216,11 @@ class Options(SideBySide, TrainingOptions):
 def main() -> None:
     arguments = read_options(Options)
     require_peer()
-    lines: list[Line] = []
-    peer_name = ""
-    for result in measure(load_preset(arguments.preset), arguments.data, arguments.seeds, arguments.epochs,
-                          arguments.side_by_side):
-        if isinstance(result, str):
-            peer_name = result
-        else:
-            lines.append(result)
-            print(json.dumps(result), flush=True)
-    publish(lines, peer_name, arguments.results)
+    kept = KeptLines(arguments.results / f"{NAME}.jsonl", {"preset": arguments.preset, "epochs": arguments.epochs})
+    if measure(kept, arguments):
+        publish(kept.lines, arguments.results)
+    else:
+        tell_what_is_left()
 
 
 if __name__ == "__main__":

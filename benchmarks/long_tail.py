@@ -8,8 +8,9 @@ Of the most frequent class 5,000 training images are kept, of the next ones fewe
 ResNet-18 is trained on them from nothing as a user starts it, with `--balance 0`, 0.5 and 1, and validated on the
 10,000 validation images, which are as many of each class.
 
-Writes results/long_tail_1gpu.jsonl (of each run balanced accuracy, and that of the three rarest classes) and, from
-three seeds on, .json: balanced accuracy in % with `--balance 1`, its peer being the same without.
+Every run is written as it ends to results/long_tail_1gpu.jsonl (balanced accuracy, and that of the three rarest
+classes), from which the same command goes on where it was stopped, or where `--limit` let no further run begin. When
+all are there, from three seeds on, .json: balanced accuracy in % with `--balance 1`, its peer being the same without.
 """
 
 from __future__ import annotations
@@ -18,13 +19,24 @@ import itertools
 import json
 import statistics
 import tempfile
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import record
-from trainings import Line, SideBySide, TrainingOptions, mean_and_deviation, train, write_images
+from trainings import (
+    KeptLines,
+    Line,
+    SideBySide,
+    TrainingOptions,
+    keep_all,
+    mean_and_deviation,
+    tell_what_is_left,
+    train,
+    until,
+    write_images,
+)
 
 from common.command_line import Positive, read_options
 from common.errors import UserError
@@ -78,13 +90,15 @@ def train_once(arguments: Options, balance: float, seed: int, folder: Path) -> L
             "rare": statistics.fmean(of_class[-NUM_RARE:]), "of_class": of_class}
 
 
-def measure(arguments: Options) -> Iterator[Line]:
-    """The lines of all runs."""
+def measure(kept: KeptLines, arguments: Options) -> bool:
+    """Train what `kept` has not; whether all is there."""
+    ends = time.monotonic() + arguments.limit
+    known = {(line["balance"], line["seed"]) for line in kept.lines}
+    left = [case for case in itertools.product(BALANCES, range(1, arguments.seeds + 1)) if case not in known]
     train, val = (open_source(arguments.data, split) for split in ("train", "val"))
-    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(arguments.side_by_side) as pool:
+    with tempfile.TemporaryDirectory() as scratch, until(ends, arguments.side_by_side) as start:
         write_data(arguments, train, val, Path(scratch))
-        cases = itertools.product(BALANCES, range(1, arguments.seeds + 1))
-        yield from pool.map(lambda case: train_once(arguments, case[0], case[1], Path(scratch)), cases)
+        return keep_all(kept, [start(train_once, arguments, *case, Path(scratch)) for case in left])
 
 
 def of(lines: Sequence[Line], balance: float, figure: str) -> list[float]:
@@ -103,9 +117,7 @@ def table(lines: Sequence[Line]) -> str:
 
 
 def publish(lines: Sequence[Line], folder: Path) -> None:
-    """The files of the result, and its table."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{NAME}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    """The figure, and the table."""
     print(table(lines))
     plain, *_, balanced = (of(lines, balance, "balanced_accuracy") for balance in BALANCES)
     if len(plain) >= record.MIN_RUNS:
@@ -117,11 +129,12 @@ def main() -> None:
     arguments = read_options(Options)
     if arguments.imbalance < 1:
         raise UserError(f"--imbalance {arguments.imbalance:g} must be at least 1")
-    lines = []
-    for line in measure(arguments):
-        lines.append(line)
-        print(json.dumps(line), flush=True)
-    publish(lines, arguments.results)
+    about = {name: getattr(arguments, name) for name in ("preset", "largest", "imbalance", "val_images", "epochs")}
+    kept = KeptLines(arguments.results / f"{NAME}.jsonl", about)
+    if measure(kept, arguments):
+        publish(kept.lines, arguments.results)
+    else:
+        tell_what_is_left()
 
 
 if __name__ == "__main__":

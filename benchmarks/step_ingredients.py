@@ -28,7 +28,6 @@ from torch_peer import take_turns
 from trainings import KeptLines, Line
 
 from common.command_line import Positive, read_options
-from common.environment import git_commit, hardware
 from train.config import SYNTHETIC, Config, load_preset
 
 # By name, what an ingredient changes in the preset.
@@ -101,9 +100,7 @@ def described(line: Line) -> str:
 def main() -> None:
     arguments = read_options(Options)
     name = f"{arguments.model}_fp16_b{arguments.batch}_ingredients_1gpu"
-    kept = KeptLines(arguments.results / f"{name}.jsonl", {
-        "steps": arguments.steps, "rounds": arguments.rounds, "commit": git_commit(),
-        "gpu": (hardware()["gpus"] or [None])[0]})
+    kept = KeptLines(arguments.results / f"{name}.jsonl", {"steps": arguments.steps, "rounds": arguments.rounds})
     measured = {line["ingredient"] for line in kept.lines}
     with tempfile.TemporaryDirectory() as folder:
         for ingredient, changes in ({ALL: TOGETHER} | INGREDIENTS).items():

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -185,7 +186,15 @@ def profile_table(_: Path) -> list[str]:
                     for label, (launches, ms, least) in groups.items() if launches]
 
 
-TABLES = {"results": results_table, "speed": speed_table, "profile": profile_table}
+def ingredients_table(_: Path) -> list[str]:
+    """What each ingredient of a recipe costs, in turn with the step without it."""
+    _about, *rows = map(json.loads, (RESULTS / "resnet50_fp16_b256_ingredients_1gpu.jsonl").read_text().splitlines())
+    lines = ["| | step, ms | without, ms | longer by |", "|---|---|---|---|"]
+    return lines + [f"| {row['ingredient']} | {statistics.median(row['step_ms']):.2f} | "
+                    f"{statistics.median(row['without_ms']):.2f} | {row['longer_percent']:.1f} % |" for row in rows]
+
+
+TABLES = {"results": results_table, "speed": speed_table, "profile": profile_table, "ingredients": ingredients_table}
 
 
 def updated(text: str, page: Path) -> str:

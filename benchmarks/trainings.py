@@ -3,11 +3,14 @@ has found, and results that are kept as they come."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ import numpy as np
 import record
 
 from common.command_line import Positive, option_name
+from common.environment import git_commit, hardware
 from common.errors import error_of
 from pipelines import MEAN, STD, LoaderConfig
 from pipelines.decoded import decode_once
@@ -45,6 +49,8 @@ class SideBySide:
 
     side_by_side: Positive = 4
     """Runs of ours at a time where accuracies are what counts: they are too small to fill a GPU."""
+    limit: Positive = 24 * 3600
+    """Seconds after which no further run begins; the same command goes on later."""
 
 
 # --- data ---
@@ -135,12 +141,12 @@ def validations(folder: Path, launched: float, program: str, seed: int) -> Itera
 class KeptLines:
     """The lines of a .jsonl, written as they come, so that a program goes on where it was stopped.
 
-    The file's first line is `about`, what all lines have in common, such as recipe, commit and GPU: lines of other ones
-    are not those that this run would make, and are replaced.
+    The file's first line is what all lines have in common, `about`, such as the recipe, and commit and GPU: lines of
+    other ones are not those that this run would make, and are replaced.
     """
 
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
-        self._path, self._about = path, dict(about)
+        self._path, self._about = path, {**about, "commit": git_commit(), "gpu": (hardware()["gpus"] or [None])[0]}
         self.lines: list[Line] = []
         if path.exists():
             first, *rest = map(json.loads, path.read_text().splitlines() or ["{}"])
@@ -155,6 +161,40 @@ class KeptLines:
         partial.replace(self._path)
         for line in lines if show else ():
             print(json.dumps(line), flush=True)
+
+
+Start = Callable[..., "Future[Line | None]"]
+
+
+@contextlib.contextmanager
+def until(ends: float, side_by_side: int) -> Iterator[Start]:
+    """Inside, a function that calls another one with its arguments, so many at a time, unless time.monotonic() has
+    come to `ends` by then: the result is None instead."""
+    def in_time(run: Callable[..., Line], *arguments: object) -> Line | None:
+        return run(*arguments) if time.monotonic() < ends else None
+
+    with ThreadPoolExecutor(side_by_side) as pool:
+        yield lambda run, *arguments: pool.submit(in_time, run, *arguments)
+
+
+def keep_all(kept: KeptLines, runs: Sequence[Future[Line | None]]) -> bool:
+    """Keep their lines as they end; whether all have run, for which there may have been no time. Raises what a run
+    raises, and begins no further one then: what one fails of, others would fail of too."""
+    done = True
+    try:
+        for run in as_completed(runs):
+            if line := run.result():
+                kept.add(line)
+            else:
+                done = False
+    finally:
+        for run in runs:
+            run.cancel()
+    return done
+
+
+def tell_what_is_left() -> None:
+    print("--limit: not all runs have begun; the same command goes on", file=sys.stderr, flush=True)
 
 
 def mean_and_deviation(values: Sequence[float]) -> str:

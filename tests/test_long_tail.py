@@ -47,7 +47,23 @@ def test_what_is_published(benchmark, tmp_path):
     result = json.loads((tmp_path / "long_tail_1gpu.json").read_text())
     assert result["step_ms"] == pytest.approx([61, 62, 63]) and result["unit"] == "balanced accuracy %"
     assert result["peer"]["value"] == pytest.approx(52)
-    assert len((tmp_path / "long_tail_1gpu.jsonl").read_text().splitlines()) == 9
     assert "| 0.5 | 57.0 +/- 1.0 | 10.0 +/- 0.0 |" in benchmark.table(lines).splitlines()
     benchmark.publish(lines[::3], tmp_path / "few")  # one seed: no figure
     assert not (tmp_path / "few" / "long_tail_1gpu.json").exists()
+
+
+def test_it_goes_on_where_it_stopped(benchmark, tmp_path, monkeypatch):
+    kept = benchmark.KeptLines(tmp_path / "x.jsonl", {})
+    trained = []
+
+    def train_once(arguments, balance, seed, folder):
+        trained.append((balance, seed))
+        return {"balance": balance, "seed": seed}
+
+    monkeypatch.setattr(benchmark, "train_once", train_once)
+    monkeypatch.setattr(benchmark, "open_source", lambda data, split: None)
+    monkeypatch.setattr(benchmark, "write_data", lambda *arguments: None)
+    assert benchmark.measure(kept, benchmark.Options(seeds=1, side_by_side=1))
+    assert trained == [(balance, 1) for balance in benchmark.BALANCES]
+    assert benchmark.measure(kept, benchmark.Options(seeds=2, side_by_side=1))
+    assert trained[3:] == [(balance, 2) for balance in benchmark.BALANCES]

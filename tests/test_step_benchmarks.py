@@ -325,6 +325,11 @@ class TestTables:
             "| convolutions forward, most with statistics | 2 | 1.50 | 1.25 | 0.25 |",
             "| loss, pooling and the like | 1 | 0.25 | 0.10 | 0.15 |", "| sum | 3 | 1.75 | 1.35 | 0.40 |"]
 
+    def test_ingredients(self, tables: Any, tmp_path: Path) -> None:
+        lines = [{"steps": 3}, {"ingredient": "BCE", "longer_percent": 0.84, "step_ms": [3, 2, 9], "without_ms": [2]}]
+        (tmp_path / "resnet50_fp16_b256_ingredients_1gpu.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        assert tables.ingredients_table(tmp_path)[2:] == ["| BCE | 3.00 | 2.00 | 0.8 % |"]
+
     def test_numbers_follow_their_links(self, tables: Any, tmp_path: Path) -> None:
         text = f"[9.0 images/s]({tables.MAIN}.json) [8,000]({tables.MAIN}.json) [7]({tables.MAIN}.jsonl) [6](gone.json)"
         assert tables.updated(text, tmp_path / "page.md") == (
@@ -339,7 +344,7 @@ def test_pages_hold_the_present_figures(benchmark_module: Callable[[str], Any]) 
     assert stale == []
     shown = {page: match[2] for page in tables.PAGES for match in tables.TABLE.finditer(page.read_text())}
     assert {page.name: name for page, name in shown.items()} == {
-        "README.md": "results", "cuda_executor.md": "speed", "performance.md": "profile"}
+        "README.md": "results", "cuda_executor.md": "speed", "performance.md": "profile", "recipes.md": "ingredients"}
 
 
 def test_seeded_peer_choice(benchmark_module: Callable[[str], Any]) -> None:

@@ -27,19 +27,43 @@ def test_options_make_the_configuration(trainings, changes):
     assert ("--epochs" in options) == ("epochs" in changes)  # what the preset has is not repeated
 
 
-def test_lines_are_kept_until_they_would_be_others(trainings, tmp_path):
-    path, about = tmp_path / "results" / "x.jsonl", {"commit": "abc", "epochs": 3, "sizes": (1, 2)}
+def test_lines_are_kept_until_they_would_be_others(trainings, tmp_path, monkeypatch):
+    path, about = tmp_path / "results" / "x.jsonl", {"epochs": 3, "sizes": (1, 2)}
+    monkeypatch.setattr(trainings, "git_commit", lambda: "abc")
     first = trainings.KeptLines(path, about)
     assert first.lines == []
     first.add({"seed": 1, "epoch": 1}, {"seed": 1, "epoch": 2})
     first.add({"seed": 2, "epoch": 1})
     again = trainings.KeptLines(path, about)
     assert again.lines == first.lines == [{"seed": 1, "epoch": 1}, {"seed": 1, "epoch": 2}, {"seed": 2, "epoch": 1}]
-    other = trainings.KeptLines(path, {**about, "commit": "def"})
+    assert trainings.KeptLines(path, {**about, "epochs": 4}).lines == []
+    monkeypatch.setattr(trainings, "git_commit", lambda: "def")
+    other = trainings.KeptLines(path, about)
     assert other.lines == [] and len(path.read_text().splitlines()) == 4  # gone only when the first new one comes
     other.add({"seed": 9})
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [
-        {"commit": "def", "epochs": 3, "sizes": [1, 2]}, {"seed": 9}]
+    first, line = map(json.loads, path.read_text().splitlines())
+    assert (first["commit"], first["epochs"], first["sizes"], line) == ("def", 3, [1, 2], {"seed": 9})
+
+
+def test_no_run_begins_after_the_end_or_a_fault(trainings, tmp_path, monkeypatch):
+    now, kept = [0.0], trainings.KeptLines(tmp_path / "x.jsonl", {})
+    monkeypatch.setattr(trainings.time, "monotonic", lambda: now[0])
+
+    def run(seed):
+        now[0] += 4
+        if seed == 13:
+            raise ValueError("unlucky")
+        return {"seed": seed}
+
+    with trainings.until(10, side_by_side=1) as start:
+        assert not trainings.keep_all(kept, [start(run, seed) for seed in range(5)])
+    assert kept.lines == [{"seed": 0}, {"seed": 1}, {"seed": 2}]
+    now[0] = 0.0
+    with trainings.until(100, side_by_side=1) as start:
+        assert trainings.keep_all(kept, [start(run, 7)])
+        with pytest.raises(ValueError, match="unlucky"):
+            trainings.keep_all(kept, [start(run, seed) for seed in (13, *range(100))])
+    assert len(kept.lines) < 20
 
 
 def test_a_failed_run_is_told_with_its_last_words(trainings, tmp_path):

@@ -31,12 +31,13 @@ def python_path(narrow: bool = False) -> str:
 
 
 def run_processes(
-    script: str, *arguments: object, count: int = 2, narrow: bool = False, hang_seconds: int = 40, min_np: int = 0
+    script: str, *arguments: object, count: int = 2, narrow: bool = False, hang_seconds: int = 40, min_np: int = 0,
+    on_gpus: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run a Python script in several processes by the launcher of `python -m train.processes.launch`; elastic where
-    `min_np` is given."""
+    `min_np` is given, and each with a GPU of its own with `on_gpus`."""
     call = f"launch_elastic(slots, sys.argv[1:], {min_np}, 0," if min_np else "launch(slots, sys.argv[1:],"
-    starter = (f"import sys; from train.processes.launch import *; slots, _ = plan({count}, on_cpu=True); "
+    starter = (f"import sys; from train.processes.launch import *; slots, _ = plan({count}, on_cpu={not on_gpus}); "
                f"sys.exit({call} {hang_seconds}))")
     command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(narrow)}

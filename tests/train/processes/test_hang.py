@@ -291,10 +291,10 @@ def test_gpu_that_hangs(tiny_options, tmp_path, min_np):
     """
     options = ["gpu" if option == "cpu" else option for option in tiny_options]
     done = run_processes(script, *options, "--commit-every", "2", "--validate-every", "0", "--output", tmp_path / "run",
-                         hang_seconds=SECONDS, min_np=min_np)
+                         hang_seconds=SECONDS, min_np=min_np, on_gpus=True)
     assert done.returncode == (0 if min_np else EXIT_HUNG_PROCESS), done.stderr
     first, *_ = told(done.stderr)
-    assert first.removeprefix("error: ").startswith("process 1 (GPU ")
+    assert first.removeprefix("error: ").startswith("process 1 (GPU "), done.stderr
     assert "it hangs and is killed" in first
 
 

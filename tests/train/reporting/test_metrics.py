@@ -164,24 +164,26 @@ def test_several_batches_of_one_step_add_their_waits(tmp_path: Path) -> None:
 
 
 def test_bad_images_of_the_loader_are_named_once(tmp_path: Path) -> None:
+    """Whether it met them before the first batch was asked for, or later; and not again in a resumed run."""
     class Loader:
-        bad_images: Sequence[tuple[str, str]] = [("old.jpg", "found before the resume")]
+        bad_images: Sequence[tuple[str, str]] = [("first.jpg", "empty")]
 
         def __iter__(self) -> Iterator[int]:
             yield 0
-            self.bad_images = [("a.jpg", "truncated"), *self.bad_images]
+            self.bad_images = [("a.jpg", "truncated"), ("first.jpg", "empty")]
             yield 1
             yield 2
 
-    run, loader = Run(tmp_path), Loader()
-    with run.recorder as recorder:
-        recorder.begin_epoch(0, 6)
-        for _ in itertools.chain(recorder.timed(loader), recorder.timed(loader)):
-            run.clock.seconds += 1.0
-            recorder.end_step(0.1)
-    named = [(event["file"], event["step"]) for event in recorder.record.events if event["event"] == "bad_image"]
-    assert named == [("a.jpg", 1)]  # after one step, and not again in the second epoch
-    assert run.output.getvalue().count("skipped a bad image: a.jpg: truncated") == 1
+    for epoch in range(2):
+        run, loader = Run(tmp_path), Loader()
+        with run.recorder as recorder:
+            recorder.begin_epoch(epoch, 6)
+            for _ in itertools.chain(recorder.timed(loader), recorder.timed(loader)):
+                run.clock.seconds += 1.0
+                recorder.end_step(0.1)
+        named = [(event["file"], event["step"]) for event in recorder.record.events if event["event"] == "bad_image"]
+        assert named == [("first.jpg", 0), ("a.jpg", 1)]
+        assert run.output.getvalue().count("skipped a bad image: ") == 2 * (epoch == 0)
 
 
 def test_time_of_a_phase_is_no_step_time(tmp_path: Path) -> None:
