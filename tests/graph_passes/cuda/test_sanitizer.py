@@ -111,6 +111,7 @@ def pooled() -> Any:
 
 def main(cache: Path) -> None:
     """What the sanitizer looks at. Deterministic, so that no plans are timed, which takes minutes under a sanitizer."""
+    choose = Choices.__call__
     Choices.__call__ = lambda self, *question: repeatable_fusions(*question)  # type: ignore[method-assign]
     launched: set[str] = set()
     get, launch = KernelLibrary.get, Kernel.launch
@@ -160,6 +161,7 @@ def main(cache: Path) -> None:
         assert step.read_metrics()[3] > 0
         step.gpu.synchronize()
         print(f"{name}: steps are done", flush=True)
+    Choices.__call__ = choose  # type: ignore[method-assign]
     for name, kept in (("resnet18", Kept()), ("resnet18_v2", Kept(classifier=False))):
         case = quantised(name, 2, 33, np.random.default_rng(0), kept)
         network = QuantisedNetwork(case.network, case.shapes, case.scales, kept, case.params, deterministic=True,
