@@ -35,7 +35,7 @@ class ValidateOptions(LoaderOptions, InferenceImageOptions, BatchOptions, Device
     """Run folder, checkpoint or weights of another program (docs/fine_tuning.md) that are validated; of a run folder,
     its best checkpoint."""
     int8: bool = False
-    """Validate the network in INT8 that `quantize` has made of it."""
+    """Validate the network in INT8 that `quantize` has made of it: on the CPU, with --device gpu on a GPU."""
     report: Annotated[str, "FOLDER"] = ""
     """Also write a report into this new folder: what is taken for what, accuracy by class, the surest mistakes,
     calibration."""
@@ -135,7 +135,7 @@ class PredictOptions(LoaderOptions):
     batch_size: int = 32
     """Images in one forward pass; with --output on a GPU 256, where it is not given."""
     int8: bool = False
-    """Predict with the network in INT8 that `quantize` has made of it."""
+    """Predict with the network in INT8 that `quantize` has made of it: on the CPU, with --device gpu on a GPU."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """Where to compute, as in training."""
     executor: Literal["auto", "mxnet", "reference", "cuda"] = "auto"

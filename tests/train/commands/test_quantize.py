@@ -20,6 +20,7 @@ from train import models
 from train.checkpoint import Checkpoint, load, save
 from train.commands import export
 from train.config import Config
+from train.devices import for_int8
 from train.weights import int8_file
 
 SIZE = 32
@@ -238,6 +239,15 @@ def test_onnx_that_differs_is_not_written(quantised: Path, tmp_path: Path, monke
     monkeypatch.setattr(onnx_writer, "to_onnx", with_a_mistake)
     code, _, err = run_train("export", "--checkpoint", quantised, "--onnx", tmp_path / "x.onnx", "--int8", form)
     assert code == 2 and "integers differ from this program's by" in err and not (tmp_path / "x.onnx").exists()
+
+
+@pytest.mark.parametrize("given, device, executor", [
+    ({}, "cpu", "reference"), ({"device": "cpu"}, "cpu", "reference"), ({"device": "gpu"}, "gpu", "cuda"),
+    ({"executor": "cuda"}, "auto", "cuda"), ({"executor": "reference"}, "cpu", "reference")])
+def test_where_integers_are_computed(given: dict[str, str], device: str, executor: str) -> None:
+    """On a GPU only where it is asked for, whatever the run was trained on."""
+    found = for_int8(Config(device="gpu", executor="mxnet", dtype="float16"), given)
+    assert (found.device, found.executor, found.dtype) == (device, executor, "auto")
 
 
 def test_predictions_with_integers(quantised: Path, trained: Checkpoint, tiny_data: Path, tmp_path: Path,

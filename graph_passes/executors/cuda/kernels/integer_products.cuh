@@ -22,7 +22,10 @@ __device__ inline void copy_cached(uint4 *to, const void *from, bool there) {
 __device__ inline void show_integers() { show_to_products(); }
 __device__ inline void open_integers() { open_products(); }
 __device__ inline void close_integers() { close_products(); }
-template <int OPEN = 0> __device__ inline void wait_for_integers() { wait_for_products<OPEN>(); }
+// Until at most `OPEN` of the series that this group of warps has closed are under way.
+template <int OPEN = 0> __device__ inline void wait_for_integers() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(OPEN) : "memory");
+}
 
 #define INTEGERS_4(c, j) INTEGERS(c, j), INTEGERS(c, j + 1), INTEGERS(c, j + 2), INTEGERS(c, j + 3)
 #define INTEGERS_16(c, j) INTEGERS_4(c, j), INTEGERS_4(c, j + 4), INTEGERS_4(c, j + 8), INTEGERS_4(c, j + 12)

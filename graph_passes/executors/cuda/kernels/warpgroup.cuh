@@ -27,10 +27,7 @@ __device__ inline void show_to_products() { asm volatile("fence.proxy.async.shar
 // Before the first of a series of products, and after its last.
 __device__ inline void open_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void close_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Until at most `OPEN` of the series that this group of warps has closed are under way.
-template <int OPEN = 0> __device__ inline void wait_for_products() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(OPEN) : "memory");
-}
+__device__ inline void wait_for_products() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
 
 // c += a * b. c has 64 rows, of which a warp has 16; `c[j]` is what it is for `mma.m16n8k16` of columns 8j to 8j + 7.
 // `multiply_rows`: a is (64, 16) with rows of k, b is (32, 16) likewise. `multiply_columns`: a is (16, 64), b is (16, 64):
