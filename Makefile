@@ -1,5 +1,6 @@
 # make train-1gpu         train ResNet-50 on this machine's GPU, or on the CPU where there is none
 # make compare-precision  train the same preset in fp32, TF32, fp16 and bf16: time, memory, speed, accuracy side by side
+# make gpu-report         what this GPU can do: kernels, training, inference, cost, in ten minutes; ARGS="--compare ..."
 # make bench-scaling      images/sec on 1, 2, 4 and 8 GPUs of this machine, with plots
 # make test               lint, type check and tests, JOBS=2 test files side by side
 # make test-gpu           the tests that need a GPU
@@ -22,7 +23,7 @@ endif
 # One for each core, four at most: each takes up to a gigabyte of memory.
 JOBS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 
-.PHONY: help setup train-1gpu compare-precision bench-scaling lint test test-gpu test-faults sanitize clean
+.PHONY: help setup train-1gpu compare-precision gpu-report bench-scaling lint test test-gpu test-faults sanitize clean
 
 help:
 	@sed -n '/^$$/q; s/^# \?//p' Makefile
@@ -41,6 +42,9 @@ train-1gpu: $(RUN)
 
 compare-precision: $(RUN)
 	@$(PYTHON) -m train compare-precision $(if $(DATA),--data "$(DATA)") $(ARGS)
+
+gpu-report: $(RUN)
+	@$(PYTHON) -m train gpu-report $(if $(DATA),--data "$(DATA)") $(ARGS)
 
 # $(call stage,NAME,COMMAND): says what runs, and how long it took.
 stage = printf '== %s\n' "$(1)"; start=$$(date +%s); $(2) && printf '== %s: %d s\n' "$(1)" $$(($$(date +%s) - start))

@@ -33,7 +33,7 @@ from pipelines.progress import num_cores
 
 SectionName = Literal["step", "small", "inference", "jpeg", "trivialaugment", "randaugment", "loader", "ingredients",
                       "presets", "shallow", "resnet101", "resnet152", "resnext50", "resnext101", "variants",
-                      "precision", "cpu"]
+                      "precision", "recurrent", "recurrent_others", "cpu"]
 PROFILE = "benchmarks/results/resnet50_fp16_b256_profile.txt"
 # Steps: about a second's work in a turn, and enough for a median.
 SECTIONS: dict[SectionName, tuple[str, ...]] = {
@@ -57,6 +57,8 @@ SECTIONS: dict[SectionName, tuple[str, ...]] = {
     "variants": ("step_gpu.py --model resnet50d --steps 50", "step_gpu.py --model wide_resnet50_2 --steps 30"),
     "precision": ("step_gpu.py --dtype tf32 --steps 20 --peers eager", "step_gpu.py --dtype float32 --steps 8 "
                   "--peers eager", "step_gpu.py --batch 512 --steps 30"),
+    "recurrent": ("rnn_layers.py --dtypes float16",),
+    "recurrent_others": ("rnn_layers.py --dtypes bfloat16 tf32",),
     "cpu": ("step_cpu.py", "loader_cpu.py", "int8_cpu.py"),
 }
 COMPILE_SECONDS = 300

@@ -24,6 +24,7 @@ from graph_passes.passes.norm_pool import norm_pool
 from graph_passes.passes.quantise import CLASSIFIER_KEPT, Kept, Scales, quantise
 from graph_passes.passes.quantise_squares import quantise_squares
 from graph_passes.passes.quantised_way import quantised_way
+from graph_passes.passes.rnn_algorithm import rnn_algorithm
 from graph_passes.passes.softmax_bias import softmax_bias
 from graph_passes.passes.split_norm import split_norm
 from graph_passes.passes.stem import stem
@@ -55,6 +56,7 @@ def training_passes(shapes: Shapes, dtype: str, choose: Choose, grouped: bool = 
         "dgrad_reduce": lambda graph: dgrad_reduce(graph, choose),
         "norm_backward": lambda graph: norm_backward(graph, choose),
         "norm_grad_add": norm_grad_add,
+        "rnn_algorithm": lambda graph: rnn_algorithm(graph, choose),
     }
     return listed | ({"group_mean": group_mean} if grouped else {})
 
@@ -68,6 +70,7 @@ def inference_passes(dtype: str, choose: Choose) -> dict[str, Pass]:
         "precision": lambda graph: passes.precision(graph, dtype),
         "softmax_bias": softmax_bias,
         "conv_epilogue": lambda graph: conv_epilogue(graph, choose),
+        "rnn_algorithm": lambda graph: rnn_algorithm(graph, choose),
     }
 
 

@@ -9,7 +9,8 @@ from graph_passes.operators import BATCH_NORMS, OPERATORS
 
 
 class Use(NamedTuple):
-    """The operator that reads a parameter, and as which of its inputs: "weight", "bias", "gamma" or "beta"."""
+    """The operator that reads a parameter, and as which of its inputs: "weight", "bias", "gamma", "beta", or, of all of
+    a recurrent layer's, "parameters"."""
 
     node: Node
     input: str
@@ -44,8 +45,9 @@ def frozen(graph: Graph) -> frozenset[str]:
 
 def weights(graph: Graph) -> frozenset[str]:
     """The parameters with weight decay, and with a learning rate of their own in LARS and LAMB: weights of convolutions
-    and fully connected layers, but no bias and neither gamma nor beta (He et al., arXiv:1812.01187, section 3.1)."""
-    return frozenset(name for name, use in uses(graph).items() if use.input == "weight")
+    and fully connected layers, but no bias and neither gamma nor beta (He et al., arXiv:1812.01187, section 3.1). Those
+    of recurrent layers, biases included, are one vector, which is one of them."""
+    return frozenset(name for name, use in uses(graph).items() if use.input in ("weight", "parameters"))
 
 
 def first_weights(graph: Graph) -> frozenset[str]:
@@ -63,7 +65,7 @@ def trained(graph: Graph) -> frozenset[str]:
     """The parameters that training changes, and the operators that depend on one."""
     kept, found = frozen(graph), set()
     for name, use in uses(graph).items():
-        if use.input in ("weight", "bias", "gamma", "beta") and name not in kept:
+        if use.input in ("weight", "bias", "gamma", "beta", "parameters") and name not in kept:
             found.add(name)
     for node in graph:
         if any(ref.node in found for ref in node.inputs):

@@ -348,7 +348,7 @@ def test_make_sets_up_what_a_target_needs(tmp_path):
                               env={name: value for name, value in os.environ.items() if name != "PYTHON"})
         return [line.split()[-1] for line in done.stdout.splitlines() if "setup.sh" in line]
 
-    assert parts("train-1gpu") == parts("compare-precision") == ["run"]
+    assert parts("train-1gpu") == parts("compare-precision") == parts("gpu-report") == ["run"]
     assert parts("lint") == parts("sanitize") == ["test"]
     assert parts("test") == parts("test-gpu") == ["test", "horovod"]
     assert parts("bench-scaling") == ["run", "horovod"]

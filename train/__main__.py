@@ -20,6 +20,8 @@ from train.commands.options import (
     BenchmarkOptions,
     CompareOptions,
     ExportOptions,
+    GpuReportOptions,
+    LanguageModelOptions,
     PredictOptions,
     QuantizeOptions,
     ValidateOptions,
@@ -35,11 +37,13 @@ COMMANDS = {
     "validate": Command(ValidateOptions, "train.commands.validate:main"),
     "benchmark": Command(BenchmarkOptions, "train.commands.benchmark:main"),
     "compare-precision": Command(CompareOptions, "train.commands.compare_precision:main"),
+    "gpu-report": Command(GpuReportOptions, "train.commands.gpu_report:main"),
+    "language-model": Command(LanguageModelOptions, "train.commands.language_model:main"),
     "predict": Command(PredictOptions, "train.commands.predict:main"),
     "quantize": Command(QuantizeOptions, "train.commands.quantize:main"),
     "export": Command(ExportOptions, "train.commands.export:main"),
 }
-OF_ONE_PROCESS = ("compare-precision", "quantize", "export")
+OF_ONE_PROCESS = ("compare-precision", "gpu-report", "quantize", "export")
 PROG = "python -m train"
 
 

@@ -397,7 +397,7 @@ _WITHOUT_EFFECT = ("all_reduce",)  # gradients were averaged by NCCL, or by the 
 # What a value must be, by name of the knob: a test and its words.
 _LIMITS = {
     **dict.fromkeys(("batch_size", "epochs", "accumulate", "buckets", "commit_every", "keep_checkpoints", "log_every",
-                     "min_steps", "limit_steps", "top"),
+                     "min_steps", "limit_steps", "top", "vocabulary", "hidden", "layers", "sequences", "steps"),
                     (lambda value: value >= 1, "at least 1")),
     "batch_sizes": (lambda value: min(value, default=1) >= 1, "at least 1 each"),
     "bn_group": (lambda value: 1 <= value <= MAX_BN_GROUP, f"from 1 to {MAX_BN_GROUP}"),
@@ -405,7 +405,7 @@ _LIMITS = {
     **dict.fromkeys(("first_image_size", "val_image_size"),
                     (lambda value: value == 0 or value >= MIN_IMAGE_SIZE, f"0, or at least {MIN_IMAGE_SIZE} pixels")),
     "resize_epochs": (lambda value: 0 <= value[0] <= value[1], "two numbers of epochs from 0 on, the smaller first"),
-    **dict.fromkeys(("learning_rate", "decay_factor", "decay_power", "limit_minutes", "trust_coefficient",
+    **dict.fromkeys(("learning_rate", "decay_factor", "decay_power", "limit_minutes", "minutes", "trust_coefficient",
                      "epsilon", "backbone_lr_factor"),
                     (lambda value: value > 0, "above 0")),
     "num_threads": (lambda value: 0 <= value <= MAX_THREADS, f"from 0 to {MAX_THREADS}"),

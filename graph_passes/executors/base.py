@@ -134,7 +134,8 @@ class Executor(ABC):
                 fault = "is missing" if name in own else "does not belong to this network"
                 raise GraphError(f"the {kind} '{name}' {fault}: the values are those of another network")
             for name, value in given.items():
-                shape = tuple(self.from_canonical(name, value).shape) if np.ndim(value) in (0, 1, 2, 4) else None
+                fits = np.ndim(value) == len(own[name].shape)
+                shape = tuple(self.from_canonical(name, value).shape) if fits else None
                 if shape != tuple(own[name].shape):
                     wanted = self.to_canonical(name, np.empty(own[name].shape, np.bool_)).shape
                     raise GraphError(f"the {kind} '{name}' has shape {np.shape(value)}, this network needs {wanted}: "

@@ -40,6 +40,7 @@ class MXNetExecutor(Executor):
 
     def __init__(self, graph: Graph, shapes: Mapping[str, Sequence[int]], device: str = "cpu(0)") -> None:
         self._context = _context(device)
+        check_recurrent(graph)
         images, *_ = shapes.get("data") or (1,)  # other inputs are refused below
         graph = draw_masks(unfuse(graph), images)
         super().__init__(layout(graph, "NCHW") if self._context.device_type == "cpu" else graph, shapes)
@@ -195,6 +196,15 @@ def _context(device: str) -> Any:
     if kind == "gpu" and number >= mx.context.num_gpus():
         raise GraphError(f"MXNet finds {mx.context.num_gpus()} GPUs here, so {device} cannot be used: use --device cpu")
     return mx.Context(kind, number)
+
+
+def check_recurrent(graph: Graph) -> None:
+    """MXNet 1.9.1 computes RNN by oneDNN. Told to go without, it still passes it arrays of oneDNN's, and gives any
+    numbers or ends the process; its own code for it (MXNET_USE_MKLDNN_RNN=0) has wrong gradients of several layers."""
+    recurrent = [node.name for node in graph if node.op == "RNN"]
+    if recurrent and "0" in (os.environ.get("MXNET_MKLDNN_ENABLED"), os.environ.get("MXNET_USE_MKLDNN_RNN")):
+        raise GraphError(f"MXNet computes RNN '{recurrent[0]}' right with oneDNN only: unset MXNET_MKLDNN_ENABLED and "
+                         "MXNET_USE_MKLDNN_RNN, or use the executor reference")
 
 
 def _infer_shapes(symbol: Any, inputs: Mapping[str, Sequence[int]]) -> tuple[dict[str, Any], dict[str, Any]]:

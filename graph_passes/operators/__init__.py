@@ -18,9 +18,11 @@ from graph_passes.operators import (
     convolution,
     dropout,
     elementwise,
+    embedding,
     fully_connected,
     pooling,
     quantised,
+    rnn,
     sigmoid,
     softmax,
 )
@@ -49,7 +51,8 @@ __all__ = [
 ]
 
 _FAMILIES = (convolution, batch_norm, elementwise, dropout, pooling, fully_connected, softmax, sigmoid,
-             batch_norm_halves, batch_norm_pair, batch_norm_pool, conv1x1_backward, quantised)
+             batch_norm_halves, batch_norm_pair, batch_norm_pool, conv1x1_backward, quantised, rnn,
+             embedding)
 
 OPERATORS: Mapping[str, Operator] = MappingProxyType(
     {operator.name: operator for family in _FAMILIES for operator in family.OPERATORS})

@@ -83,7 +83,8 @@ class Operator:
     compute: Compute
     attrs: Mapping[str, Attribute] = field(default_factory=dict)
     outputs: tuple[str, ...] = ("output",)
-    optional: Mapping[str, str] = field(default_factory=dict)  # input or output -> attribute: left out where it is true
+    # Input or output -> an attribute, or a function of the node: left out where it is true.
+    optional: Mapping[str, str | Callable[[Any], bool]] = field(default_factory=dict)
     aux: tuple[str, ...] = ()  # inputs that the operator updates in training
     # Outputs that may take the place of an input, the preferred one first: element i of the output depends on that
     # input only through its element i and through sums that are complete before the first element is written.
@@ -125,7 +126,11 @@ class Operator:
     def _present(self, node: NodeView, names: tuple[str, ...]) -> tuple[str, ...]:
         if not self.optional:
             return names
-        return tuple(name for name in names if name not in self.optional or not node[self.optional[name]])
+        return tuple(name for name in names if name not in self.optional or not self._is_absent(node, name))
+
+    def _is_absent(self, node: NodeView, name: str) -> bool:
+        absent = self.optional[name]
+        return bool(node[absent] if isinstance(absent, str) else absent(node))
 
     def aux_inputs(self, node: NodeView) -> tuple[Ref, ...]:
         """What this node reads as running statistics."""

@@ -22,6 +22,7 @@ from graph_passes.operators.base import (
     Ref,
     Shape,
     Shapes,
+    integers,
     known,
     one_of,
     total,
@@ -52,9 +53,20 @@ def _flatten(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes
     return [data], [(data[0], math.prod(data[1:]))]
 
 
+def _reshape(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
+    """0: as the data has it in that place; -1, once: what is left."""
+    data, wanted = known(node, shapes), list(node["shape"])
+    sizes = [data[place] if size == 0 and place < len(data) else size for place, size in enumerate(wanted)]
+    if sizes.count(-1) == 1:
+        sizes[sizes.index(-1)] = math.prod(data) // max(1, -math.prod(sizes))
+    if min(sizes, default=0) < 1 or math.prod(sizes) != math.prod(data):
+        raise GraphError(f"Reshape '{node.name}' has shape={tuple(wanted)}, which data of the shape {data} does not "
+                         "have: give sizes with the same product, 0 for one that stays, and -1 once at most")
+    return [data], [tuple(sizes)]
+
+
 def _flatten_backward(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
-    data = node["data_shape"]
-    return [(data[0], math.prod(data[1:]))], [data]
+    return [known(node, shapes)], [node["data_shape"]]
 
 
 def _transpose(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
@@ -150,12 +162,18 @@ OPERATORS = (
              forward="Convolution", fused=True),
     Operator("Flatten", ("data",), _flatten, lambda node, x: [x.reshape(len(x), -1)], in_place={"output": ("data",)},
              gradient=_flatten_gradient, numpy_gradient=lambda node, x, y, dy, training: [dy.reshape(x[0].shape)]),
+    Operator("Reshape", ("data",), _reshape, lambda node, x: [x.reshape(_reshape(node, [x.shape])[1][0])],
+             {"shape": Attribute(integers)}, in_place={"output": ("data",)}, gradient=_flatten_gradient,
+             numpy_gradient=lambda node, x, y, dy, training: [dy.reshape(x[0].shape)]),
     # The same bytes in another shape.
     Operator("FlattenBackward", ("out_grad",), _flatten_backward, lambda node, dy: [dy.reshape(node["data_shape"])],
              DATA_SHAPE, ("data_grad",), in_place={"data_grad": ("out_grad",)}, forward="Flatten"),
     Operator("transpose", ("data",), _transpose, lambda node, x: [x.transpose(_axes(node, x.ndim))],
              {"axes": OPTIONAL_SIZES}, gradient=_transpose_gradient,
              numpy_gradient=lambda node, x, y, dy, training: [dy.transpose(np.argsort(_axes(node, x[0].ndim)))]),
+    # MXNet's: initial states.
+    Operator("_zeros", (), _zeros, lambda node: [np.zeros(node["shape"], np.float32)], {"shape": Attribute(integers)},
+             numpy_gradient=lambda node, x, y, dy, training: []),
     # A gradient that is known to be 0.
     Operator("Zeros", (), _zeros, lambda node: [np.zeros(node["shape"])], {"shape": OPTIONAL_SIZES}, ("bias_grad",)),
 )

@@ -110,6 +110,8 @@ def _training_variant(graph: Graph, node: Node) -> Node:
     if node.op in BATCH_NORMS and any(Ref(node.name, index) in graph.consumers for index in (1, 2)):
         raise GraphError(f"the mean or variance of {node.op} '{node.name}' is read, which has no gradient here: read "
                          "output 0 only")
+    if node.op == "RNN" and any(ref in graph.consumers for ref in node.refs()[1:]):
+        raise GraphError(f"the last state of RNN '{node.name}' is read, which has no gradient here: read output 0 only")
     operator = OPERATORS.get(node.op)
     if operator and operator.training:
         return node.replace(op=operator.training(node), num_outputs=0)

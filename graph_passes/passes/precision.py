@@ -8,7 +8,7 @@ from graph_passes.errors import GraphError
 from graph_passes.graph import Graph, Node, Ref
 from graph_passes.operators import LOSSES, OPERATORS
 
-ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4, "uint32": 4, "uint8": 1, "int8": 1}
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4, "uint32": 4, "uint8": 1, "int8": 1, "float8": 1}
 DTYPES = ("float16", "bfloat16", "float32")  # of a network
 LOSS_SCALE = "loss_scale"
 
@@ -16,7 +16,7 @@ LOSS_SCALE = "loss_scale"
 _FIXED = {
     **dict.fromkeys(("gamma", "beta", "bias", "gamma_grad", "beta_grad", "bias_grad"), "float32"),
     **dict.fromkeys(("moving_mean", "moving_var", "mean", "var", "saved", "sums"), "float32"),
-    **dict.fromkeys(("label", "loss", LOSS_SCALE, "factors"), "float32"),
+    **dict.fromkeys(("label", "loss", LOSS_SCALE, "factors", "tokens"), "float32"),
     "seed": "uint32",
     **dict.fromkeys(("top1", "top5"), "int32"),
     **dict.fromkeys(("mask", "winner"), "uint8"),

@@ -105,6 +105,17 @@ def pre_activation(classes=7):
     return mx.sym.SoftmaxOutput(x, normalization="batch", name="softmax")
 
 
+def words(classes=7, steps=3, sequences=4):
+    """A language model: rows of a matrix by number, two recurrent layers from states of 0, scores by that matrix."""
+    weight = mx.sym.var("embedding_weight")
+    x = mx.sym.Embedding(mx.sym.var("data"), weight, input_dim=classes, output_dim=5, name="embedding")
+    x = mx.sym.Reshape(x, shape=(steps, sequences, -1))
+    states = [mx.sym.zeros(shape=(2, sequences, 5)) for _ in range(2)]
+    x = mx.sym.RNN(x, mx.sym.var("rnn_parameters"), *states, mode="lstm", state_size=5, num_layers=2, name="rnn")
+    x = mx.sym.FullyConnected(mx.sym.Reshape(x, shape=(-1, 5)), weight, num_hidden=classes, name="scores")
+    return mx.sym.SoftmaxOutput(x, normalization="batch", name="softmax")
+
+
 def random_network(rng):
     """Convolutions, BatchNorms, sums of any of these, ReLUs after BatchNorms and max poolings, in any order. What is
     added may be dropped."""
@@ -151,7 +162,7 @@ def random_variables(graph, shapes, rng, classes=7, dtype=np.float64):
     values = {}
     for name, shape in ((name, graph.infer_shapes(shapes)[Ref(name)]) for name in graph.variables):
         values[name] = rng.standard_normal(shape)
-        if name == "softmax_label":
+        if name == "softmax_label" or (name == "data" and "Embedding" in graph.operators()):
             values[name] = rng.integers(0, classes, shape).astype(float)
         elif name.endswith(("_gamma", "_var")):
             values[name] = rng.uniform(0.5, 1.5, shape)

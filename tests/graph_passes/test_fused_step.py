@@ -11,6 +11,7 @@ from step_networks import (
     random_network,
     random_variables,
     small_resnet,
+    words,
 )
 
 from common.mxnet_compat import mx
@@ -51,6 +52,7 @@ NETWORKS = {
     "bottlenecks that drop": (lambda: dropping(bottlenecks(7, 7)), (5, 22, 18, 4)),
     "bottlenecks that drop batches": (lambda: dropping(bottlenecks(7, 7), "block"), (3, 22, 18, 4)),
     "BatchNorm first that drops": (lambda: dropping(pre_activation()), (4, 9, 7, 3)),
+    "words": (words, (12, 1, 1, 1)),
     "binary cross entropy": (lambda: small_resnet(False), (3, 9, 8, 3)),
     "weighted classes": (lambda: small_resnet(False), (3, 9, 8, 3)),
 }

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -24,8 +24,7 @@ from train.errors import TrainError
 from train.loop import Trainer, frozen_heap
 from train.processes.distributed import Workers
 from train.reporting.recorder import Recorder
-
-PRECISION = 0.01  # wanted standard error of the median step time, relative to it
+from train.timing import PRECISION, standard_error_of_median
 
 
 class Result(NamedTuple):
@@ -124,13 +123,3 @@ def benchmark(trainer: Trainer, recorder: Recorder, wanted: Measurement) -> Resu
             f"{result}; ended at its limit with a standard error of the median of {error:.2%}, more than the 1 % wanted"
         )
     return Result(1e3 * median, sentence)
-
-
-def standard_error_of_median(values: Sequence[float]) -> float:
-    """From the order statistics that bound the median's 95 % confidence interval, so for any distribution.
-
-    Source: McKean and Schrader, 'A comparison of methods for studentizing the sample median', 1984.
-    """
-    ordered, z = np.sort(values), 1.96
-    below = max(0, math.floor((len(values) + 1) / 2 - z * math.sqrt(len(values) / 4)) - 1)
-    return float(ordered[len(values) - 1 - below] - ordered[below]) / (2 * z)

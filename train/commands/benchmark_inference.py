@@ -46,6 +46,7 @@ from train.processes.distributed import Workers
 from train.processes.invocation import command_line
 from train.reporting.gpu_monitor import UNKNOWN, GpuMonitor, GpuReadings
 from train.reporting.inference import LATENCY_BATCH, Point, plot, scenarios
+from train.timing import PRECISION, relative_error
 from train.weights.int8_file import executor_of
 
 GPU_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
@@ -54,6 +55,7 @@ CLASSES = 1000
 NUM_BATCHES, POOL = 6, 64  # batches in turn, and the images that they are made of
 WARM_UP_SECONDS, SECONDS = 3.0, 3.0  # of each of the two figures of a point, at least
 CPU_SECONDS = 1.0  # in place of both: a CPU's clock rises at once, and its passes take long
+LONGER = 4
 LEAST_LATENCIES, LEAST_PASSES = 10, 5  # the former tell a 90th percentile
 INT8 = "int8"
 CALIBRATION_SIZE = 64  # pixels: no scale depends on it
@@ -113,10 +115,12 @@ def precisions(config: Config, placement: Placement, is_chosen: bool) -> dict[st
     }
 
 
-def sweep(precision: str, config: Config, placement: Placement, num_classes: int,
-          sizes: Sequence[int]) -> Iterator[Point]:
+def sweep(precision: str, config: Config, placement: Placement, num_classes: int, sizes: Sequence[int],
+          seconds: float | None = None) -> Iterator[Point]:
     """The points of one precision, from the smallest batch; says what it measures, and which sizes memory has not room
-    for. A cuda executor takes smaller batches than its own; another one is made for each size."""
+    for. A cuda executor takes smaller batches than its own; another one is made for each size. `seconds`: of each part
+    of a point, in place of the usual ones; of the throughput LONGER times as many, where its median is not known to 1 %
+    by then."""
     shared: Executor | None = None
     fitting = list(sizes)
     if placement.executor == "cuda":
@@ -127,7 +131,7 @@ def sweep(precision: str, config: Config, placement: Placement, num_classes: int
             if executor is None:  # nor would a larger one fit
                 return
             try:
-                point = measure(executor, precision, images(config, placement, batch))
+                point = measure(executor, precision, images(config, placement, batch), seconds)
             except (CapacityError, PassingError):  # memory that kernels need besides; what is measured stays
                 print(_left_out(precision, batch), flush=True)
                 return
@@ -185,7 +189,7 @@ def images(config: Config, placement: Placement, batch: int) -> list[Any]:
     return [mx.nd.array(pool[(start * batch + np.arange(batch)) % len(pool)], context, dtype) for start in starts]
 
 
-def measure(executor: Executor, precision: str, batches: Sequence[Any]) -> Point:
+def measure(executor: Executor, precision: str, batches: Sequence[Any], seconds: float | None = None) -> Point:
     """A point of the sweep. Raises ProgramError where the network gave no probabilities."""
     in_turn, batch = cycle(batches), len(batches[0])
     answer = np.empty(0)
@@ -202,13 +206,16 @@ def measure(executor: Executor, precision: str, batches: Sequence[Any]) -> Point
 
     monitor = GpuMonitor(executor.gpu_bus_id) if executor.gpu_bus_id else None
     warm_up_seconds, least_seconds = (WARM_UP_SECONDS, SECONDS) if monitor else (CPU_SECONDS, CPU_SECONDS)
+    if seconds:
+        warm_up_seconds = least_seconds = seconds
     _repeat(alone, warm_up_seconds, 2)
     latencies = _repeat(alone, least_seconds, LEAST_LATENCIES) if batch <= LATENCY_BATCH else []
     if monitor:
         monitor.start()
         monitor.take()
     under_way, ends = start(), [perf_counter()]
-    while ends[-1] - ends[0] < least_seconds or len(ends) <= LEAST_PASSES:
+    while (ends[-1] - ends[0] < least_seconds or len(ends) <= LEAST_PASSES
+           or (seconds and ends[-1] - ends[0] < LONGER * seconds and relative_error(np.diff(ends)) >= PRECISION)):
         under_way, before = start(), under_way
         before()
         ends.append(perf_counter())
@@ -221,9 +228,9 @@ def measure(executor: Executor, precision: str, batches: Sequence[Any]) -> Point
     if not (len(answer) == batch and np.abs(sums - 1).max() < 0.01):  # a tenth of it is what 16 bits round away
         raise ProgramError(f"inference in {precision} at batch {batch} gave no probabilities: those of an image add up "
                            f"to {sums.min():g} to {sums.max():g}; nothing is published")
-    seconds = np.diff(ends)
-    per_second = batch * len(seconds) / (ends[-1] - ends[0])
-    return Point(precision, batch, per_second, 1e3 * seconds, 1e3 * np.array(latencies), _memory(readings),
+    passes = np.diff(ends)
+    per_second = batch * len(passes) / (ends[-1] - ends[0])
+    return Point(precision, batch, per_second, 1e3 * passes, 1e3 * np.array(latencies), memory_in_use(readings),
                  readings.power / per_second, readings.power, readings.clock)
 
 
@@ -235,7 +242,7 @@ def _repeat(step: Callable[[], float], seconds: float, at_least: int) -> list[fl
     return times
 
 
-def _memory(readings: GpuReadings) -> float:
+def memory_in_use(readings: GpuReadings) -> float:
     """GiB: of the GPU, all that is in use there; without one, of this process."""
     return readings.memory if math.isfinite(readings.memory) else psutil.Process().memory_info().rss / 2**30
 

@@ -71,7 +71,7 @@ def main(values: Mapping[str, Any]) -> None:
             folder = output / f"{model}_{precision}"
             own = replace(config, model=model, output=str(folder), **PRECISIONS[precision])
             print(f"== {model} in {precision}", flush=True)
-            runs[model, precision] = _train(own, folder)
+            runs[model, precision] = run_training(own, folder)
     rows = [_row(model, precision, record) for (model, precision), record in runs.items()]
     title = f"{config.config}: {_machine(next(iter(runs.values())))}"
     figure = plots.precisions({model: {p: runs[model, p] for m, p in runs if m == model} for model, _ in runs}, title)
@@ -94,7 +94,7 @@ def run_arguments(config: Config) -> list[str]:
     return ["--config", config.config, *own, "--epochs", str(config.epochs), "--resume", "auto"]
 
 
-def _train(config: Config, folder: Path) -> RunRecord:
+def run_training(config: Config, folder: Path) -> RunRecord:
     """Train, or go on, or do nothing where the run is complete; returns its record. Raises TrainError where it fails,
     and StoppedBySignal."""
     config_file = folder / CONFIG_FILE

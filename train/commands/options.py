@@ -112,6 +112,78 @@ class CompareOptions(TrainingOptions, Comparison):
     """Do the same training in fp32, TF32, fp16 and bf16, and show the results side by side."""
 
 
+GENERATED = "generated"  # value of --text
+
+
+@dataclass(frozen=True)
+class LanguageModelOptions:
+    """Train a small word language model: embedding, LSTM layers, softmax with the embedding's weights."""
+
+    text: Annotated[str, "PATH"] = GENERATED
+    """Text file in UTF-8, words being what spaces separate; generated: 200,000 random words that depend on the one
+    before. Its last tenth is for validation."""
+    output: Annotated[str, "FOLDER"] = ""
+    """Folder of the run; default: runs/language_model-<date>."""
+    seed: int = 0
+    """Seed of the initial weights, of where sequences begin and of generated text."""
+    epochs: int = 5
+    """Passes over the text."""
+    max_steps: int = 0
+    """Stop after this many optimizer steps; 0: no limit."""
+    vocabulary: int = 10_000
+    """Words that are told apart, at most: the most frequent ones."""
+    hidden: int = 200
+    """Units of each LSTM layer, and of a word's vector."""
+    layers: int = 2
+    """LSTM layers."""
+    sequences: int = 32
+    """Sequences in a batch."""
+    steps: int = 32
+    """Words of each sequence in a batch, through which gradients flow; each batch begins from states of 0."""
+    learning_rate: float = 0.02
+    """Peak learning rate of AdamW."""
+    clip_norm: float = 1.0
+    """Scale gradients down to this norm where they have a larger one; 0: never."""
+    log_every: int = 50
+    """Optimizer steps between two log lines."""
+    device: Literal["cpu", "gpu"] = "cpu"
+    """Where to compute. What recurrent layers compute on GPUs has not been checked yet (docs/language_model.md)."""
+    executor: Literal["auto", "mxnet", "reference", "cuda"] = "auto"
+    """What computes, as in training."""
+    dtype: Literal["auto", "float16", "bfloat16", "float32"] = "auto"
+    """Precision, as in training."""
+    tf32: bool = True
+    """Executor cuda with dtype float32: products round their inputs to TF32."""
+
+
+@dataclass(frozen=True)
+class GpuReportOptions:
+    """Measure what this GPU can do, in ten minutes, or set reports side by side.
+
+    Kernels, recurrent layers, training and inference of ResNets by precision, time and cost to an accuracy:
+    docs/gpu_report.md. The same command goes on where it was stopped. On a CPU, a small part of it.
+    """
+
+    compare: Annotated[tuple[Path, ...], "FILE"] = ()
+    """Measure nothing: set these reports (their report.json) side by side, with ratios to the first."""
+    sections: tuple[Literal["kernels", "recurrent", "inference", "cost", "training"], ...] = (
+        "kernels", "recurrent", "inference", "cost", "training",
+    )
+    """What to measure, in this order; what the report in --output has already is kept."""
+    data: Annotated[str, "PATH"] = ""
+    """CIFAR-10, in any form of docs/data.md, for the section cost; without it, that is left out on a GPU."""
+    target_accuracy: float = 0.0
+    """Top-1 that time and cost are counted to, a fraction; 0: 0.88 on CIFAR-10."""
+    price_per_hour: float = 0.0
+    """What an hour of this machine costs, in any currency; 0: not known."""
+    minutes: float = 10.0
+    """For all sections together; what would begin later is left out, and measured when the command is repeated."""
+    device: Literal["auto", "cpu", "gpu"] = "auto"
+    """What to measure; auto: the GPU if there is one that the executor can use."""
+    output: Annotated[str, "FOLDER"] = ""
+    """Folder of the report; default: runs/gpu_report, or runs/gpu_comparison."""
+
+
 @dataclass(frozen=True)
 class PredictOptions(LoaderOptions):
     """Print the most likely classes of image files, or write those of any number of them to a file."""

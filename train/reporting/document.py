@@ -74,6 +74,7 @@ def _cell(text: str) -> str:
     return re.sub(r"([|<*`$])", r"\\\1", " ".join(text.split()))
 
 
+SHORT = 24  # characters of a cell that is never broken; wider tables are scrolled
 STYLE = """
 :root { color-scheme: light dark; --back: #fff; --text: #1f2328; --muted: #6e7781; --line: #e4e8ec; --soft: #f6f8fa; }
 @media (prefers-color-scheme: dark) {
@@ -92,6 +93,7 @@ table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabul
 th { text-align: left; color: var(--muted); font-weight: 600; }
 th, td { padding: .3rem 1.25rem .3rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
 td { overflow-wrap: anywhere; }
+td.short { white-space: nowrap; }
 pre { background: var(--soft); border: 1px solid var(--line); border-radius: .4rem; padding: .6rem .8rem;
       white-space: pre-wrap; overflow-wrap: anywhere; font-size: .85rem; }
 figure { margin: 1rem 0; }
@@ -127,7 +129,7 @@ def html_page(title: str, blocks: Sequence[Block], light: Mapping[str, bytes], d
                 parts.append(f'<div class="tiles">{tiles}</div>')
             case Table(header, rows, folded):
                 head = "".join(f"<th>{text_of(cell)}</th>" for cell in header) if any(header) else ""
-                body = "".join(f"<tr>{''.join(f'<td>{text_of(str(c))}</td>' for c in row)}</tr>" for row in rows)
+                body = "".join(f"<tr>{''.join(_html_cell(str(cell)) for cell in row)}</tr>" for row in rows)
                 table = f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
                 parts.append(f"<details><summary>{text_of(folded)}</summary>{table}</details>" if folded else table)
     return (
@@ -136,6 +138,11 @@ def html_page(title: str, blocks: Sequence[Block], light: Mapping[str, bytes], d
         f"<title>{text_of(title)}</title><style>{STYLE}</style></head>\n"
         f"<body><main><h1>{text_of(title)}</h1>\n" + "\n".join(parts) + "\n</main></body></html>\n"
     )
+
+
+def _html_cell(text: str) -> str:
+    """Of a table; a number with its unit stays on one line."""
+    return f"<td{' class=short' * (len(text) <= SHORT)}>{html.escape(text)}</td>"
 
 
 def _data_url(png: bytes) -> str:

@@ -51,7 +51,7 @@ def write_report(folder: Path, record: RunRecord) -> Path:
     if found:
         figures |= found.figures
         values["classifier"] = found.to_dict()
-    _write(folder, title, blocks, figures, values)
+    write_pages(folder, title, blocks, figures, values)
     files.write(folder / "dawnbench.tsv", dawnbench_tsv(record).encode())
     return folder / "report.md"
 
@@ -60,27 +60,28 @@ def write_validation(folder: Path, title: str, results: Tiles, command: str, fou
     """Write a report of a validation into `folder`; returns the path of report.md. Raises UserError for a folder that
     cannot be written."""
     found.save(folder)
-    _write(folder, title, [results, Text("By:"), Code(command), *found.blocks], found.figures,
-           {"command": command, "classifier": found.to_dict()})
+    write_pages(folder, title, [results, Text("By:"), Code(command), *found.blocks], found.figures,
+                {"command": command, "classifier": found.to_dict()})
     return folder / "report.md"
 
 
-def _write(
+def write_pages(
     folder: Path, title: str, blocks: Sequence[Block], figures: Mapping[str, Callable[[plots.Theme], bytes]],
-    values: Mapping[str, Any],
+    values: Mapping[str, Any], name: str = "report",
 ) -> None:
-    """A report's files: PNG plots, report.json with these values, report.md and report.html with these blocks."""
+    """The files of a report with this name: PNG plots, a .json with these values, a .md and a .html with these blocks.
+    Raises UserError for a folder that cannot be written."""
     light = {name: draw(plots.LIGHT) for name, draw in figures.items()}
     dark = {name: draw(plots.DARK) for name, draw in figures.items()}
     contents: dict[str, bytes] = {
         **light,
-        "report.json": json.dumps(values, indent=1).encode(),
+        f"{name}.json": json.dumps(values, indent=1).encode(),
         # Names of files may have bytes that are no text.
-        "report.md": markdown(title, blocks).encode(errors="replace"),
-        "report.html": html_page(title, blocks, light, dark).encode(errors="replace"),
+        f"{name}.md": markdown(title, blocks).encode(errors="replace"),
+        f"{name}.html": html_page(title, blocks, light, dark).encode(errors="replace"),
     }
-    for name, content in contents.items():
-        files.write(folder / name, content)
+    for file, content in contents.items():
+        files.write(folder / file, content)
 
 
 def dawnbench_tsv(record: RunRecord) -> str:

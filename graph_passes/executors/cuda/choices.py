@@ -95,12 +95,20 @@ class _Tensors:
             roles = OPERATORS[node.op].input_names(node)
             sizes = ", ".join("x".join(map(str, shapes[ref])) for role, ref in zip(roles, node.inputs, strict=True)
                               if len(shapes[ref]) > 2 or role == "factors")
-            parts.append(f"{node.op}{_window(node)} {sizes}")
+            parts.append(f"{node.op}{_window(node)}{_layers(node)} {sizes}")
         return f"{' + '.join(parts)}, {dtype}"
 
 
 def _question(node: Node, ways: Ways) -> tuple[str, ...]:
     return (node.name, *ways)
+
+
+def _layers(node: Node) -> str:
+    """Of a recurrent layer, what its shapes do not tell."""
+    if not node.get("state_size"):
+        return ""
+    both = " both directions" if node["bidirectional"] else ""
+    return f" {node['mode']} {node['num_layers']} x {node['state_size']}{both}"
 
 
 def _window(node: Node) -> str:

@@ -61,7 +61,7 @@ class Problem:
     pad: tuple[int, int]
     stride: tuple[int, int]
     dilate: tuple[int, int]
-    dtype: str  # float16, bfloat16, float32
+    dtype: str  # float16, bfloat16, float32; of forward passes with an epilogue also int8 and float8 (E4M3)
 
     @property
     def flops(self) -> int:
@@ -241,7 +241,7 @@ class ConvolutionLibrary:
             except Exception as error:  # cuDNN refuses some of its own proposals while building or running them
                 self._gpu.synchronize()  # raises where the GPU cannot go on: that is no verdict on a plan
                 trial.reason = first_line(error)
-                trial.passing |= _is_passing(error)
+                trial.passing |= is_passing(error)
                 if trial.passing and self.deterministic:  # another proposal has other bits
                     break
             if ends_at == math.inf:
@@ -287,7 +287,8 @@ class ConvolutionLibrary:
         numerical notes `unwanted`, by default those that are never taken, stay in the list and cannot be built."""
         cudnn = self._cudnn
         fp32 = cudnn.data_type.FLOAT
-        dtype = {"float16": cudnn.data_type.HALF, "bfloat16": cudnn.data_type.BFLOAT16, "float32": fp32}[problem.dtype]
+        dtype = {"float16": cudnn.data_type.HALF, "bfloat16": cudnn.data_type.BFLOAT16, "float32": fp32,
+                 "int8": cudnn.data_type.INT8, "float8": cudnn.data_type.FP8_E4M3}[problem.dtype]
         graph = cudnn.pygraph(io_data_type=dtype, intermediate_data_type=fp32, compute_data_type=fp32,
                               handle=self.handle)
         window = {"padding": list(problem.pad), "stride": list(problem.stride), "dilation": list(problem.dilate)}
@@ -301,7 +302,10 @@ class ConvolutionLibrary:
         if problem.kind.startswith("fprop"):
             _, *epilogue = problem.kind.split("_")
             x, w = tensor("x", problem.x), tensor("w", problem.w)
-            y = graph.conv_fprop(image=x, weight=w, **window)
+            sums = {"compute_data_type": cudnn.data_type.INT32} if problem.dtype == "int8" else {}
+            y = graph.conv_fprop(image=x, weight=w, **window, **sums)
+            if sums:
+                y.set_data_type(cudnn.data_type.INT32)
             tensors = [x, w]
             if "bias" in epilogue:
                 channels = (1, 1, 1, problem.y[3])
@@ -355,7 +359,7 @@ class _Bench:
 
     def __init__(self, gpu: Gpu, arena: Arena, problem: Problem) -> None:
         self._gpu, self._arena, self._dtype = gpu, arena, problem.dtype
-        self._starts, self._data_bytes = _offsets(problem)
+        self._starts, self._data_bytes = placed(problem)
         arena.reserve(self._data_bytes)
         self._filled_bytes = 0  # of the arena, when it was filled
 
@@ -373,7 +377,8 @@ class _Bench:
         return self._gpu.time_ms(enqueue, launches=min(8, max(1, round(1 / max(rough, 1e-3)))))
 
 
-def _is_passing(error: Exception) -> bool:
+def is_passing(error: Exception) -> bool:
+    """Whether what cuDNN says is no verdict on what it was asked for."""
     return isinstance(error, PassingError) or any(word in str(error).upper() for word in PASSING)
 
 
@@ -392,7 +397,7 @@ def import_cudnn() -> Any:
     return cudnn
 
 
-def _offsets(problem: Problem) -> tuple[list[int], int]:
+def placed(problem: Problem) -> tuple[list[int], int]:
     """Where a problem's tensors lie while it is timed, in the order of `Plan.enqueue`; and the bytes of all of them."""
     roles = {"fprop": "xwy", "fprop_stats": "xwyss", "fprop_bias": "xwcy", "fprop_bias_relu": "xwcy",
              "fprop_bias_add_relu": "xwcyy", "dgrad": "ywx", "wgrad": "xyw"}[problem.kind]

@@ -6,10 +6,11 @@ a `Gpu` is made, so that the package can be imported where they are missing.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -162,14 +163,16 @@ class Gpu:
             self.check(self._driver.cuMemsetD8Async(address, byte, num_bytes, self.stream_handle))
 
     def fill_random(self, address: int, num_bytes: int, dtype: str) -> None:
-        """Fill with uniform values in [-1, 1), int8 from -127 to 127: something to time kernels with."""
+        """Fill with uniform values in [-1, 1), in int8 from -127 to 127: something to time kernels with."""
         block = np.random.default_rng(0).uniform(-1, 1, 1 << 16).astype(np.float32)
         if dtype == "float16":
             block = block.astype(np.float16)
         elif dtype == "bfloat16":
             block = (block.view(np.uint32) >> 16).astype(np.uint16)
         elif dtype == "int8":
-            block = (block * 128).astype(np.int8)
+            block = np.rint(127 * block).astype(np.int8)
+        elif dtype == "float8":
+            block = e4m3(block)
         first = min(num_bytes, block.nbytes)
         self.upload(address, block.view(np.uint8)[:first])
         filled = first
@@ -251,28 +254,44 @@ class Gpu:
     def elapsed_ms(self, start: Any, end: Any) -> float:
         return float(self.check(self._driver.cuEventElapsedTime(start, end)))
 
-    def time_ms(self, enqueue: Callable[[], None], launches: int = 8, repeats: int = 3) -> float:
-        """Milliseconds of what `enqueue` does: median over `repeats` of the mean of `launches` in one CUDA graph.
-
-        A graph, because enqueueing from Python takes longer than many kernels run.
-        """
+    @contextlib.contextmanager
+    def timer(self, enqueue: Callable[[], None], launches: int) -> Iterator[Callable[[], float]]:
+        """What replays `launches` of what `enqueue` does, captured in one CUDA graph, and returns the milliseconds of
+        one of them. A graph, because enqueueing from Python takes longer than many kernels run."""
         def enqueue_all() -> None:
             for _ in range(launches):
                 enqueue()
 
         executable = self.capture(enqueue_all)
         start, end = self.timing_event(), self.timing_event()
-        times = []
-        for _ in range(repeats + 1):  # the first one warms up
+
+        def sample() -> float:
             self.record(start)
             self.replay(executable)
             self.record(end)
             self.synchronize()
-            times.append(self.elapsed_ms(start, end) / launches)
-        self.destroy(executable)
-        for event in (start, end):
-            self.check(self._driver.cuEventDestroy(event))
-        return statistics.median(times[1:])
+            return self.elapsed_ms(start, end) / launches
+
+        try:
+            yield sample
+        finally:
+            self.destroy(executable)
+            for event in (start, end):
+                self.check(self._driver.cuEventDestroy(event))
+
+    def time_ms(self, enqueue: Callable[[], None], launches: int = 8, repeats: int = 3) -> float:
+        """Milliseconds of what `enqueue` does: median over `repeats` of the mean of `launches` in one CUDA graph."""
+        with self.timer(enqueue, launches) as sample:
+            sample()  # warms up
+            return statistics.median(sample() for _ in range(repeats))
+
+
+def e4m3(values: np.ndarray) -> np.ndarray:
+    """Values of [-1, 1] as bytes of FP8 E4M3, cut off after 3 bits; those below its smallest normal number, 2^-6,
+    become 0. The exponent's bias is 7. Source: arXiv:2209.05433, table 1."""
+    bits = values.astype(np.float16).view(np.uint16)
+    sign, rest = bits >> 15, (bits & 0x7FFF) >> 7  # 5 bits of exponent, with a bias of 15, and 3 of mantissa
+    return (sign << 7 | np.where(rest >= 9 << 3, rest - (8 << 3), 0)).astype(np.uint8)
 
 
 def first_line(error: Exception) -> str:

@@ -9,23 +9,20 @@ from pathlib import Path
 
 import numpy as np
 
-from common.disk_cache import Cache
 from graph_passes.errors import GraphError
 from graph_passes.executors.base import Metrics
-from graph_passes.executors.cuda.arena import Arena
-from graph_passes.executors.cuda.convolution import ConvolutionLibrary, import_cudnn
 from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.inference import Inference
-from graph_passes.executors.cuda.kernels import C_TYPES, KernelLibrary, instance, threads
+from graph_passes.executors.cuda.kernels import C_TYPES, instance, threads
 from graph_passes.executors.cuda.lowering import Persistent, check_operators
 from graph_passes.executors.cuda.lowering.builder import MAX_CHANNELS, TILE_CHANNELS
 from graph_passes.executors.cuda.optimizer import State
 from graph_passes.executors.cuda.options import StepOptions
 from graph_passes.executors.cuda.parameters import padded_channels
-from graph_passes.executors.cuda.planner import Planner
 from graph_passes.executors.cuda.program import Buffer
-from graph_passes.executors.cuda.toolchain import Toolchain
-from graph_passes.graph import Graph
+from graph_passes.executors.cuda.toolchain import toolchain
+from graph_passes.graph import Graph, Ref
+from graph_passes.passes import precision, tensor_dtypes
 
 Allocate = Callable[[str, int], int | None]  # name, bytes -> device address
 
@@ -50,12 +47,8 @@ class Network:
         check_operators(graph)
         self.options, self.dtype = options, options.dtype
         self.gpu = Gpu(device_id)
-        cache = Cache(_machine(self.gpu), cache_folder)
-        self.kernels = KernelLibrary(self.gpu, cache)
-        self._arena = Arena(self.gpu)
-        convolutions = ConvolutionLibrary(self.gpu, cache, self._arena, options.tf32, options.deterministic)
-        planner = Planner(self.gpu, cache, self._arena, convolutions.variant, options.deterministic)
-        self._tools = Toolchain(self.gpu, self.kernels, convolutions, planner, self._arena, options.group)
+        self._tools = toolchain(self.gpu, options.tf32, options.deterministic, options.group, cache_folder)
+        self.kernels, self._arena = self._tools.kernels, self._tools.arena
         self._allocate_for_owner = allocate
         self._graph, self._shapes = graph, dict(shapes)
         self._inference: Inference | None = None
@@ -68,7 +61,8 @@ class Network:
         images, height, width, channels = data
         state = self._zeros(ctypes.sizeof(State))
         sized: dict[str, tuple[tuple[int, ...], str]] = {
-            "data": ((images, height, width, padded_channels(channels)), self.dtype),
+            "data": ((images, height, width, padded_channels(channels)),
+                     tensor_dtypes(precision(self._graph, self.dtype))[Ref("data")]),
             "label": ((images,), "float32"),
             "own_share": ((1,), "float32"),
             "seed": ((2,), "uint32"),
@@ -112,7 +106,7 @@ class Network:
         """Make the input for images of this size the one that is loaded and used."""
         if image_size not in self._inputs:
             images, _, _, channels = self.persistent.data.shape
-            buffer = Buffer("data", (images, *image_size, channels), self.dtype, persistent=True)
+            buffer = Buffer("data", (images, *image_size, channels), self.persistent.data.dtype, persistent=True)
             buffer.address = self._zeros(buffer.num_bytes)
             self._inputs[image_size] = buffer
         self.persistent = dataclasses.replace(self.persistent, data=self._inputs[image_size])
@@ -207,8 +201,3 @@ class Network:
             return Metrics(sums.loss_sum, sums.top1, sums.top5, sums.count)
 
         return receive
-
-
-def _machine(gpu: Gpu) -> str:
-    """What compiled kernels and timed plans depend on."""
-    return f"{gpu.name} driver {gpu.driver_version} cudnn {import_cudnn().backend_version()}"

@@ -37,8 +37,9 @@ def padded_channels(channels: int) -> int:
 class Parameter:
     """A learned tensor. `shape` is canonical (fp32, OHWI), `device_shape` the padded one; what is padded stays 0.
 
-    `is_weight`: of a convolution or the classifier, held in the network's dtype beside the fp32 master, with a gradient
-    in that dtype, and with weight decay. The others (BatchNorm's gamma and beta, biases) are fp32 throughout.
+    `is_weight`: of a convolution, the classifier, recurrent layers or an embedding, held in the network's dtype beside
+    the fp32 master, with a gradient in that dtype, and with weight decay. The others (BatchNorm's gamma and beta,
+    biases) are fp32 throughout.
     """
 
     name: str
@@ -85,9 +86,9 @@ def parameters_of(graph: Graph, shapes: Mapping[Ref, Shape], inputs: tuple[str, 
             shape, use = tuple(shapes[ref]), uses[name]
             if name not in weights:
                 device_shape: tuple[int, ...] = (*shape[:-1], padded(shape[-1]))
-            elif shown_name(use.node.op) == "FullyConnected":
+            elif any(shown_name(reader.op) == "FullyConnected" for reader in graph.consumers[ref]):
                 device_shape = (padded(shape[0]), 1, 1, shape[1])
-            elif use.node["num_group"] == 1:
+            elif use.node.get("num_group") == 1:
                 device_shape = (*shape[:3], padded_channels(shape[3]))
             else:
                 device_shape = shape

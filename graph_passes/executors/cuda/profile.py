@@ -6,11 +6,15 @@ finds them. The memory ceiling for the percentages is measured on the same GPU.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
+from graph_passes.executors.cuda.device import Gpu
+from graph_passes.executors.cuda.kernels import KernelLibrary
 from graph_passes.executors.cuda.planner import Decision
 from graph_passes.executors.cuda.training_step import TrainingStep
 
@@ -59,17 +63,23 @@ def profile(step: TrainingStep, replays: int = 10) -> list[Row]:
             for launch, ms in zip(launches, times, strict=True)]
 
 
+@contextlib.contextmanager
+def copying(gpu: Gpu, kernels: KernelLibrary) -> Iterator[Callable[[], None]]:
+    """What enqueues a copy of COPY_BYTES within the device, which are read and written. Raises PassingError."""
+    address = gpu.allocate(2 * COPY_BYTES)
+    try:
+        gpu.fill_random(address, COPY_BYTES, "float16")
+        vectors = COPY_BYTES // 16
+        grid, block = (vectors // 1024, 1, 1), (256, 1, 1)  # four vectors a thread
+        yield partial(kernels.get("elementwise.cu", "copy").launch, grid, block, address, address + COPY_BYTES)
+    finally:
+        gpu.free(address)
+
+
 def copy_gigabytes_per_second(step: TrainingStep) -> float:
     """The memory ceiling: bytes read plus bytes written by a kernel that copies 2 GiB within the device."""
-    gpu = step.gpu
-    address = gpu.allocate(2 * COPY_BYTES)
-    gpu.fill_random(address, COPY_BYTES, "float16")
-    kernel = step.kernels.get("elementwise.cu", "copy")
-    vectors = COPY_BYTES // 16
-    grid, block = (vectors // 1024, 1, 1), (256, 1, 1)  # four vectors a thread
-    milliseconds = gpu.time_ms(lambda: kernel.launch(grid, block, address, address + COPY_BYTES), launches=4)
-    gpu.free(address)
-    return 2 * COPY_BYTES / milliseconds / 1e6
+    with copying(step.gpu, step.kernels) as copy:
+        return 2 * COPY_BYTES / step.gpu.time_ms(copy, launches=4) / 1e6
 
 
 def format_table(rows: list[Row], ceiling: float) -> str:

@@ -16,7 +16,7 @@ from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError, Ref, passes, pipeline
 from graph_passes.errors import PassingError
 from graph_passes.executors import reference
-from graph_passes.executors.cuda import network
+from graph_passes.executors.cuda import network, toolchain
 from graph_passes.executors.cuda.executor import CudaExecutor
 from graph_passes.executors.cuda.quantised import QuantisedNetwork
 from graph_passes.executors.cuda.quantised_executor import QuantisedCudaExecutor
@@ -30,9 +30,9 @@ from graph_passes.passes.quantised_way import DIRECT, SQUARES, TILES, quantised_
 def fake_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """On which nothing is computed."""
     monkeypatch.setattr(network, "Gpu", FakeGpu)
-    monkeypatch.setattr(network, "KernelLibrary", lambda *_: FakeKernels())
-    monkeypatch.setattr(network, "ConvolutionLibrary", lambda *_: FakeConvolutions())
-    monkeypatch.setattr(network, "_machine", lambda gpu: "fake")
+    monkeypatch.setattr(toolchain, "KernelLibrary", lambda *_: FakeKernels())
+    monkeypatch.setattr(toolchain, "ConvolutionLibrary", lambda *_: FakeConvolutions())
+    monkeypatch.setattr(toolchain, "_machine", lambda gpu: "fake")
 
 
 def launches(name: str, kept: Kept, tmp_path: Path, rng: np.random.Generator, size: int = 64) -> Counter[str]:

@@ -20,7 +20,7 @@ from test_compile import serves
 from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError, Ref, passes, pipeline, roles
 from graph_passes.executors import Box, Draws
-from graph_passes.executors.cuda import kernels, network, training_step
+from graph_passes.executors.cuda import kernels, network, toolchain, training_step
 from graph_passes.executors.cuda.capacity import check_fits
 from graph_passes.executors.cuda.choices import Choices
 from graph_passes.executors.cuda.folding import Folded
@@ -125,13 +125,13 @@ def lower(depth: int, batch: int, size: int, training: bool, fused: bool = False
 
 def lower_graph(graph: Graph, shapes: dict[str, tuple[int, ...]], training: bool, dtype: str = "float16",
                 fused: bool = False, group: Any = None, deterministic: bool = False,
-                capability: tuple[int, int] = HOPPER, shared_kib: int = 227, planner: FakePlanner | None = None
-                ) -> tuple[Lowered, ParameterStore]:
+                capability: tuple[int, int] = HOPPER, shared_kib: int = 227, planner: FakePlanner | None = None,
+                recurrent: Any = None) -> tuple[Lowered, ParameterStore]:
     batch, height, width, channels = shapes["data"]
     inferred = graph.infer_shapes(shapes)
     frozen, gpu = roles.frozen(graph), CountingGpu(capability, shared_kib)
-    tools: Any = SimpleNamespace(gpu=gpu, kernels=FakeKernels(), convolutions=FakeConvolutions(), group=group,
-                                 planner=planner or FakePlanner(fused, deterministic))
+    tools: Any = SimpleNamespace(gpu=gpu, kernels=FakeKernels(), convolutions=FakeConvolutions(), recurrent=recurrent,
+                                 group=group, planner=planner or FakePlanner(fused, deterministic))
     store = ParameterStore(
         parameters_of(graph, inferred, tuple(shapes)), {name: inferred[Ref(name)] for name in graph.aux}, dtype,
         frozen=frozen, folded=Folded(graph, shapes, dtype, tools, frozen_only=True).store if frozen else None)
@@ -163,6 +163,30 @@ class Lowered:
     buffers: Mapping[Ref, Buffer]
     decisions: list[Decision]
     graph: Graph
+
+
+def test_plans_get_the_addresses_of_their_operands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of `Plan.enqueue`; that with statistics its sums as two, the second half of the buffer's bytes."""
+    given: list[tuple[str, tuple[int, ...], int]] = []
+
+    def plan(self: FakeConvolutions, problem: Any) -> Any:
+        return SimpleNamespace(workspace_bytes=4096, time_ms=1.0, enqueue=lambda *addresses, workspace: given.append(
+            (problem.kind, addresses, workspace)))
+
+    monkeypatch.setattr(FakeConvolutions, "plan", plan)
+    lowering, _ = lower(18, 4, 64, training=True, fused=True)
+    lowering.program.place(1 << 30)
+    for launch in lowering.program.launches:
+        if launch.operation not in ("fprop", "fprop_stats", "dgrad", "wgrad"):
+            continue
+        launch.enqueue()
+        kind, addresses, workspace = given.pop()
+        sums = launch.writes[-1]
+        expected = [*(buffer.address for buffer in (*launch.reads, *launch.writes))]
+        if kind == "fprop_stats":
+            expected.append(sums.address + sums.num_bytes // 2)
+        assert (kind, list(addresses)) == (launch.operation, expected)
+        assert workspace == lowering.program.scratch[0].address > 1 << 30
 
 
 def test_nothing_is_fused_by_its_speed_where_runs_are_to_be_repeatable() -> None:
@@ -625,9 +649,9 @@ class FakeGpu:
 def make_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., training_step.TrainingStep]:
     """Makes a ResNet-18's training step for square images of so many pixels, where nothing is computed."""
     monkeypatch.setattr(network, "Gpu", FakeGpu)
-    monkeypatch.setattr(network, "KernelLibrary", lambda *_: FakeKernels())
-    monkeypatch.setattr(network, "ConvolutionLibrary", lambda *_: FakeConvolutions())
-    monkeypatch.setattr(network, "_machine", lambda gpu: "fake")
+    monkeypatch.setattr(toolchain, "KernelLibrary", lambda *_: FakeKernels())
+    monkeypatch.setattr(toolchain, "ConvolutionLibrary", lambda *_: FakeConvolutions())
+    monkeypatch.setattr(toolchain, "_machine", lambda gpu: "fake")
     graph = passes.bn_relu(passes.bn_add_relu(Graph.from_json(resnet(18, 10).tojson())))
 
     def make(size: int, change: Callable[[Graph], Graph] = lambda same: same,
@@ -676,6 +700,7 @@ def test_sizes_of_images_share_one_arena(make_step: Callable[..., training_step.
         infer(step, larger, num_images=3)
         check_arena(step)
         assert step.training.program.launches[0].reads[0].shape == (4, size, size, 4)
+        assert step.persistent.data.dtype == "float16"
         assert step._arena.num_bytes >= largest
         largest = step._arena.num_bytes
     expected = make_step(64)

@@ -101,6 +101,13 @@ def test_what_does_not_fit_is_left_out(run_train, tmp_path, monkeypatch):
     assert len(json.loads((tmp_path / "run" / "inference.json").read_text())["points"]) == 1
 
 
+def test_a_throughput_that_is_repeated_until_it_is_known(monkeypatch):
+    """Ten passes tell the error of their median."""
+    executor = Delayed(monkeypatch)
+    point = measure(executor, "fp16", [np.zeros((64, 1))], seconds=0.1)
+    assert len(point.pass_ms) == 10 and np.median(point.pass_ms) == pytest.approx(20)
+
+
 class Delayed:
     """An executor, and the clock that it is timed by: its device takes 20 ms a batch, answers take 10 ms to fetch."""
 

@@ -50,7 +50,7 @@ class Builder:
     def __init__(self, shapes: Mapping[Ref, Shape], dtypes: Mapping[Ref, str], buffers: Mapping[Ref, Buffer],
                  dtype: str, persistent: Persistent, tools: Toolchain) -> None:
         self.shapes, self.persistent, self.group = shapes, persistent, tools.group
-        self.gpu, self.convolutions = tools.gpu, tools.convolutions
+        self.gpu, self.convolutions, self.recurrent = tools.gpu, tools.convolutions, tools.recurrent
         self._kernels, self._dtypes = tools.kernels, dtypes
         self.dtype, self.item_bytes = dtype, ITEM_BYTES[dtype]
         self.buffers = dict(buffers)
@@ -132,18 +132,26 @@ class Builder:
     def plan(self, node: Node, problem: Problem, *operands: Operand) -> None:
         """Emit a cuDNN plan; the operands are in the order of `Plan.enqueue`."""
         plan = self.convolutions.plan(problem)
-        self._workspace.shape = (max(self._workspace.shape[0], plan.workspace_bytes),)
 
-        def enqueue() -> None:
-            addresses = [_argument(operand) for operand in operands]
+        def enqueue(*addresses: int, workspace: int) -> None:
             if problem.kind == "fprop_stats":
                 sums = operands[-1].buffer
                 assert sums
-                addresses.append(addresses[-1] + sums.num_bytes // 2)  # the second half: sums of squares
-            plan.enqueue(*addresses, workspace=self._workspace.address)
+                addresses = (*addresses, addresses[-1] + sums.num_bytes // 2)  # the second half: sums of squares
+            plan.enqueue(*addresses, workspace=workspace)
 
-        self.program.launches.append(Launch(node.name, problem.kind, enqueue, reads(operands), writes(operands),
-                                            flops=problem.flops))
+        self.call(node, problem.kind, enqueue, *operands, workspace_bytes=plan.workspace_bytes, flops=problem.flops)
+
+    def call(self, node: Node, operation: str, function: Callable[..., None], *operands: Operand, workspace_bytes: int,
+             flops: int) -> None:
+        """Emit a call of a library: `function` gets the addresses of the operands, 0 for a null pointer, and as
+        `workspace` that of so many bytes."""
+        self._workspace.shape = (max(self._workspace.shape[0], workspace_bytes),)
+
+        def enqueue() -> None:
+            function(*map(_argument, operands), workspace=self._workspace.address)
+
+        self.program.launches.append(Launch(node.name, operation, enqueue, reads(operands), writes(operands), flops))
 
 
 Rule = Callable[[Builder, Node], None]  # emits the launches of a node

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require
 from graph_passes.executors.cuda.lowering.operands import In, Out
 from graph_passes.executors.cuda.parameters import VECTOR, padded
@@ -55,7 +57,11 @@ def classifier(builder: Builder, node: Node) -> None:
 
 def wgrad(builder: Builder, node: Node) -> None:
     """The gradient of the weights."""
-    dy, x, dw = builder.input(node, "out_grad"), builder.input(node, "data"), builder.output(node)
+    dy, x = builder.input(node, "out_grad"), builder.input(node, "data")
+    shape = None
+    if node.op == "FullyConnectedWgrad":  # as the parameter lies, also where it is but a part of that one's gradient
+        shape = (padded(node["num_hidden"]), 1, 1, math.prod(x.shape[1:]))
+    dw = builder.output(node, shape=shape)
     builder.plan(node, builder.problem("wgrad", node, x, dw, dy), In(x), In(dy), Out(dw))
 
 

@@ -45,16 +45,24 @@ def flatten(builder: Builder, node: Node) -> None:
     builder.buffers[Ref(node.name)] = x
 
 
-def flatten_backward(builder: Builder, node: Node) -> None:
-    """Nothing is launched: the gradient's memory is from now on in the shape of what was flattened, as what reads it
-    looks at height and width."""
-    dx = builder.input(node, "out_grad")
-    dx.shape = builder.shapes[Ref(node.name)]
-    builder.buffers[Ref(node.name)] = dx
+def reshape(builder: Builder, node: Node) -> None:
+    """Nothing is launched: the memory is in the other shape from now on, as what reads it looks at that."""
+    x = builder.buffers[node.inputs[0]]
+    x.shape = builder.shapes[Ref(node.name)]
+    builder.buffers[Ref(node.name)] = x
 
 
 def zeros(builder: Builder, node: Node) -> None:
     """Gradients start as zeros."""
+
+
+def initial_zeros(builder: Builder, node: Node) -> None:
+    y = builder.output(node)
+
+    def fill(address: int, workspace: int) -> None:
+        builder.gpu.fill(address, 0, y.num_bytes)
+
+    builder.call(node, "zeros", fill, Out(y), workspace_bytes=0, flops=0)
 
 
 RULES: Rules = {
@@ -67,6 +75,8 @@ RULES: Rules = {
     "BiasRelu": bias,
     "BiasAddRelu": bias,
     "Flatten": flatten,
-    "FlattenBackward": flatten_backward,
+    "FlattenBackward": reshape,
+    "Reshape": reshape,
     "Zeros": zeros,
+    "_zeros": initial_zeros,
 }

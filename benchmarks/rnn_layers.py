@@ -1,0 +1,301 @@
+"""Recurrent layers on one GPU against PyTorch's, in turn, in one run: forward and backward, and inference.
+
+    PEER_PYTHON=/path/to/python-with-torch python benchmarks/rnn_layers.py
+    python benchmarks/rnn_layers.py --sizes 1024/128/25 --dtypes float16 --uses training     # hidden/batch/steps
+
+For each size, use and precision, ours (the graph's RNN operator as the cuda executor runs it, with the algorithm that
+the planner finds the fastest of `--algorithms`) takes turns with PyTorch's nn.LSTM (benchmarks/peer_rnn.py), as it is
+written and in a CUDA graph; the faster one is the peer. Data has as many features as the layer has hidden units; data,
+weights and states are in the precision measured. In training all gradients are made: of data, weights and initial
+states.
+
+A turn begins with a warm-up, and ends when the standard error of the median is below 1 %, or at its limit. Writes
+results/rnn_layers_1gpu.jsonl: a line for each, with all times in ms, and goes on where it was stopped. What is not
+finite on either side is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from record import RESULTS, best_peer, rounded, run
+from torch_peer import LinePeer, take_turns
+from trainings import KeptLines, Line
+
+from common.command_line import Positive, read_options
+from common.environment import git_commit, hardware, versions
+from common.errors import ProgramError, UserError
+from graph_passes import Graph, passes
+from graph_passes.executors.cuda.device import Gpu
+from graph_passes.executors.cuda.function import DeviceFunction
+from graph_passes.executors.cuda.toolchain import Toolchain, toolchain
+from graph_passes.operators.rnn import flops
+from graph_passes.passes.rnn_algorithm import rnn_algorithm
+from train.gpu_report.recurrent import layer_graph
+from train.reporting.gpu_monitor import GpuMonitor
+from train.timing import standard_error_of_median
+
+PEER = Path(__file__).with_name("peer_rnn.py")
+# Hidden, batch, steps. Articles' (32 steps, hidden 128 to 1,024), the issue's (25 steps), and around them.
+SIZES = ("128/128/32", "256/128/32", "512/128/32", "1024/128/32", "1024/128/25", "2048/128/25", "4096/128/25",
+         "512/64/25", "1024/64/25", "1024/256/25", "2048/64/25", "2048/256/25", "512/128/128", "1024/128/128")
+SHORT = {"float16": "fp16", "bfloat16": "bf16", "tf32": "tf32", "float32": "fp32"}
+SAMPLE_MS = 2.0  # of repetitions between two events, which cost 0.002 ms themselves
+LEAST_SAMPLES, WANTED_ERROR = 12, 0.01
+
+Dtype = Literal["float16", "bfloat16", "tf32", "float32"]
+Use = Literal["training", "inference"]
+Algorithm = Literal["standard", "persist_static", "persist_dynamic", "persist_static_small_h"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is measured."""
+
+    sizes: tuple[str, ...] = SIZES
+    """Hidden units/sequences in a batch/steps."""
+    dtypes: tuple[Dtype, ...] = ("float16", "bfloat16", "tf32")
+    """Precisions."""
+    uses: tuple[Use, ...] = ("training", "inference")
+    """Forward and backward pass, or the forward pass alone."""
+    mode: Literal["lstm", "gru", "rnn_tanh"] = "lstm"
+    """Kind of layer."""
+    algorithms: tuple[Algorithm, ...] = ("standard",)
+    """cuDNN's algorithms, of which ours takes the fastest; the persistent ones are not offered to networks yet
+    (graph_passes/passes/rnn_algorithm.py)."""
+    rounds: Positive = 2
+    """Turns of ours and of each way to run PyTorch."""
+    limit: float = 1.0
+    """Seconds after which a turn ends, warm-up not counted."""
+    warm_up: float = 0.3
+    """Seconds before what is timed in a turn."""
+    results: Path = RESULTS
+    """Folder to write to."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One layer to be measured, and for how long."""
+
+    mode: str
+    hidden: int
+    batch: int
+    steps: int
+    dtype: str
+    use: str
+    limit_seconds: float
+    warm_up_seconds: float
+    sample_ms: float = SAMPLE_MS
+    least_samples: int = LEAST_SAMPLES
+    wanted_error: float = WANTED_ERROR
+
+    @property
+    def name(self) -> str:
+        return f"{self.mode}_{SHORT[self.dtype]}_h{self.hidden}_b{self.batch}_t{self.steps}_{self.use}"
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        shape = (self.steps, self.batch, self.hidden)
+        return {"data": shape, **({"head": shape} if self.use == "training" else {})}
+
+    @property
+    def graph(self) -> Graph:
+        """The layer; in training with its gradients."""
+        return layer_graph(self.mode, self.hidden, self.use == "training")
+
+    @property
+    def network_dtype(self) -> str:
+        return "float32" if self.dtype == "tf32" else self.dtype
+
+
+def turns_of(options: Options) -> Iterator[Turn]:
+    """Raises UserError for a size that is none."""
+    for dtype in options.dtypes:
+        for use in options.uses:
+            for size in options.sizes:
+                parts = size.split("/")
+                if len(parts) != 3 or not all(part.isdecimal() and int(part) for part in parts):
+                    raise UserError(f"--sizes has {size}: give hidden/batch/steps, such as 1024/128/25")
+                hidden, batch, steps = map(int, parts)
+                yield Turn(options.mode, hidden, batch, steps, dtype, use, options.limit, options.warm_up)
+
+
+class Ours:
+    """The layer on the GPU, as the cuda executor runs it."""
+
+    def __init__(self, tools: Toolchain, turn: Turn, algorithms: Sequence[str]) -> None:
+        self._gpu, self._turn = tools.gpu, turn
+        marked = passes.precision(turn.graph, turn.network_dtype)
+        self._function = DeviceFunction(lambda choose: rnn_algorithm(marked, choose, algorithms), turn.shapes,
+                                        turn.network_dtype, tools)
+        random = np.random.default_rng(0)
+        for name, buffer in self._function.variables.items():
+            values = random.standard_normal(buffer.shape, np.float32)
+            if name == "parameters":  # PyTorch's initial weights
+                values = random.uniform(-1, 1, buffer.shape).astype(np.float32) / math.sqrt(turn.hidden)
+            self._gpu.upload(buffer.address, stored(values * (not name.startswith("state")), buffer.dtype))
+        self.algorithm = self._function.graph["rnn"]["algorithm"]
+        self.times = {way: ms for decision in self._function.decisions for way, ms in decision.times.items()
+                      if math.isfinite(ms)}
+
+    def measure(self) -> dict[str, Any]:
+        return {"step_ms": repeat(self._gpu, self._function, self._turn), "finite": self._is_finite()}
+
+    def close(self) -> None:
+        self._function.close()
+
+    def _is_finite(self) -> bool:
+        return all(is_finite(self._gpu.download(buffer.address, buffer.shape, bits_of(buffer.dtype)), buffer.dtype)
+                   for buffer in self._function.outputs)
+
+
+def stored(values: np.ndarray, dtype: str) -> np.ndarray:
+    """fp32 values as the bits of the dtype, bfloat16 cut off."""
+    if dtype == "bfloat16":
+        return (np.ascontiguousarray(values, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    return values.astype(dtype)
+
+
+def bits_of(dtype: str) -> str:
+    """The integer of its size."""
+    return "uint32" if dtype == "float32" else "uint16"
+
+
+def is_finite(bits: np.ndarray, dtype: str) -> bool:
+    """Whether no number has all bits of the exponent set."""
+    exponent = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}[dtype]
+    return not bool(((bits & exponent) == exponent).any())
+
+
+def repeat(gpu: Gpu, step: Callable[[], None], turn: Turn) -> list[float]:
+    """Milliseconds of a step, in samples of so many steps that each takes long enough, until their median is known."""
+    begin, num_steps = time.monotonic(), 0
+    while time.monotonic() - begin < turn.warm_up_seconds:
+        step()
+        gpu.synchronize()
+        num_steps += 1
+    per_sample = max(1, math.ceil(turn.sample_ms / (1e3 * turn.warm_up_seconds / num_steps)))
+    start, end = gpu.timing_event(), gpu.timing_event()
+    samples: list[float] = []
+    begin = time.monotonic()
+    while len(samples) < turn.least_samples or (
+            time.monotonic() - begin < turn.limit_seconds and relative_error(samples) > turn.wanted_error):
+        gpu.record(start)
+        for _ in range(per_sample):
+            step()
+        gpu.record(end)
+        gpu.synchronize()
+        samples.append(gpu.elapsed_ms(start, end) / per_sample)
+    return samples
+
+
+def relative_error(samples: Sequence[float]) -> float:
+    """Standard error of the median, relative to it."""
+    return standard_error_of_median(samples) / statistics.median(samples)
+
+
+def measure(tools: Toolchain, monitor: GpuMonitor, peer: LinePeer | None, turn: Turn, rounds: int,
+            algorithms: Sequence[str]) -> Line:
+    """Both sides in turn. Raises ProgramError where what was computed is not finite."""
+    ours = Ours(tools, turn, algorithms)
+    readings = []
+
+    def own_turn() -> dict[str, Any]:
+        monitor.take()
+        found = ours.measure()
+        monitor.sample()
+        readings.append(monitor.take())
+        return found
+
+    def peer_turn(way: str) -> dict[str, Any]:
+        assert peer
+        peer.say(json.dumps({**asdict(turn), "way": way}))
+        answer: dict[str, Any] = json.loads(peer.answer())
+        return answer
+
+    programs: dict[str, Callable[[], dict[str, Any]]] = {"ours": own_turn}
+    if peer:
+        programs |= {way: lambda way=way: peer_turn(way) for way in ("eager", "graph")}  # type: ignore[misc]
+    turns = take_turns(rounds, programs)
+    ours.close()
+    for who, of_one in turns.items():
+        if not all(each["finite"] for each in of_one):
+            raise ProgramError(f"{who} computed numbers that are not finite, for {turn.name}: nothing is published")
+    times = {who: [ms for each in of_one for ms in each["step_ms"]] for who, of_one in turns.items()}
+    median = statistics.median(times["ours"])
+    operations = flops(turn.graph["rnn"], turn.shapes["data"]) * (3 if turn.use == "training" else 1)
+    line: Line = {
+        "name": turn.name, "ms": round(median, 5), "mean_ms": round(statistics.fmean(times["ours"]), 5),
+        "relative_error": round(relative_error(times["ours"]), 5), "tflops": round(operations / median / 1e9, 2),
+        "algorithm": ours.algorithm, "algorithm_ms": {way: round(ms, 5) for way, ms in ours.times.items()},
+        "watts": round(statistics.fmean(each.power for each in readings), 1),
+        "sm_mhz": round(statistics.fmean(each.clock for each in readings)),
+        "peer": None, "ratio": None, "step_ms": rounded(times["ours"]),
+    }
+    if peer:
+        ways = {turns[way][0]["name"]: times[way] for way in ("eager", "graph")}
+        best = best_peer(ways, turns["eager"][0]["versions"])
+        theirs = statistics.median(best.step_ms)
+        line["peer"] = {"name": best.name, "ms": round(theirs, 5), "relative_error": round(
+            relative_error(best.step_ms), 5), "versions": best.versions, "step_ms": rounded(best.step_ms),
+            "others": {name: rounded(samples) for name, samples in best.others.items()}}
+        line["ratio"] = round(theirs / median, 4)
+    return line
+
+
+def described(line: Line) -> str:
+    """In one row for people: ms, how exact, TFLOP/s, algorithm; PyTorch's ms in each way, and the ratio to the best."""
+    row = (f"{line['name']:<36} {line['ms']:>8.4f} ms +-{line['relative_error']:>6.2%} {line['tflops']:>7.1f} TFLOP/s "
+           f"{line['algorithm']:<22}")
+    if line["peer"]:
+        ways = {line["peer"]["name"]: line["peer"]["step_ms"], **line["peer"]["others"]}
+        theirs = ", ".join(f"{name.split(' ', 2)[2]} {statistics.median(samples):.4f}"
+                           for name, samples in sorted(ways.items(), reverse=True))
+        row += f" PyTorch {theirs}: {line['ratio']:.2f} times"
+    return row
+
+
+def geometric_mean(lines: Sequence[Line]) -> str:
+    """Of the ratios, in a sentence; empty where there are none."""
+    ratios = [line["ratio"] for line in lines if line["ratio"]]
+    if not ratios:
+        return ""
+    mean = statistics.geometric_mean(ratios)
+    return f"geometric mean of {len(ratios)}: {mean:.2f} times PyTorch's fastest way, {min(ratios):.2f} at least"
+
+
+def main() -> None:
+    options = read_options(Options)
+    turns = list(turns_of(options))
+    peer = LinePeer(PEER) if "PEER_PYTHON" in os.environ else None
+    kept = KeptLines(options.results / "rnn_layers_1gpu.jsonl", {
+        "what": "recurrent layers, ms of a step", "rounds": options.rounds, "limit_seconds": options.limit,
+        "algorithms": options.algorithms, "commit": git_commit(), "gpu": (hardware()["gpus"] or [None])[0],
+        "versions": versions()})
+    gpu = Gpu()
+    monitor = GpuMonitor(gpu.device.pci_bus_id)
+    monitor.start()
+    tools = {tf32: toolchain(gpu, tf32) for tf32 in (False, True)}
+    measured = {line["name"] for line in kept.lines}
+    for turn in turns:
+        if turn.name not in measured:
+            kept.add(measure(tools[turn.dtype == "tf32"], monitor, peer, turn, options.rounds, options.algorithms),
+                     show=False)
+            print(described(kept.lines[-1]), flush=True)
+    monitor.close()
+    if peer:
+        peer.close()
+    print(geometric_mean(kept.lines))
+
+
+if __name__ == "__main__":
+    run(main)

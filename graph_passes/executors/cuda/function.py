@@ -1,0 +1,79 @@
+"""A graph as a function on the GPU: single layers, where no network is trained, in benchmarks and tests."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from graph_passes.executors.cuda.choices import Choices
+from graph_passes.executors.cuda.lowering import Persistent, lower_nodes
+from graph_passes.executors.cuda.lowering.builder import Builder
+from graph_passes.executors.cuda.parameters import ParameterStore
+from graph_passes.executors.cuda.planner import Decision
+from graph_passes.executors.cuda.program import Buffer, run
+from graph_passes.executors.cuda.toolchain import Toolchain
+from graph_passes.graph import Graph, Ref
+from graph_passes.passes import Choose, tensor_dtypes
+
+
+class DeviceFunction:
+    """A graph compiled as one CUDA graph. Its variables and outputs have memory of their own, which the caller fills
+    and reads; all else lies in the arena.
+
+    Args:
+        passes: give the graph that runs, with what this GPU answers where there are several ways.
+        shapes: of the graph's inputs, from which those of all its tensors follow.
+        dtype: of the network: "float16", "bfloat16" or "float32".
+
+    Raises GraphError for what cannot be lowered, and where memory does not suffice.
+    """
+
+    def __init__(self, passes: Callable[[Choose], Graph], shapes: Mapping[str, Sequence[int]], dtype: str,
+                 tools: Toolchain) -> None:
+        self._tools = tools
+        self._executable: Any = None
+        # What else a network has: no operator of a function reads it.
+        nothing = {field.name: Buffer(field.name, (0,), "uint8") for field in dataclasses.fields(Persistent)}
+        persistent = Persistent(**nothing | {"data": self._placed("data", shapes["data"], dtype)})
+        choices = Choices(shapes, ParameterStore((), {}, dtype), persistent, tools)
+        self.graph = passes(choices)
+        tools.planner.save()
+        self.decisions: list[Decision] = choices.decisions
+        sizes, dtypes = self.graph.infer_shapes(shapes), tensor_dtypes(self.graph)
+        buffers = {Ref("data"): persistent.data}
+        for ref in (*map(Ref, self.graph.variables), *self.graph.outputs):
+            if ref not in buffers:
+                buffers[ref] = self._placed(f"{ref.node}:{ref.output}", sizes[ref], dtypes[ref])
+        self.variables = {name: buffers[Ref(name)] for name in self.graph.variables}
+        self.outputs = [buffers[ref] for ref in self.graph.outputs]
+        builder = Builder(sizes, dtypes, buffers, dtype, persistent, tools)
+        lower_nodes(builder, self.graph)
+        self._program = builder.program
+        self._program.plan_memory()
+        tools.arena.admit(self._program.arena_bytes, self._place)
+
+    def __call__(self) -> None:
+        """Run it, asynchronous."""
+        self._tools.gpu.replay(self._executable)
+
+    def close(self) -> None:
+        """Wait for the GPU and give all memory back."""
+        self._tools.gpu.synchronize()
+        self._tools.arena.dismiss(self._place)
+        self._tools.gpu.destroy(self._executable)
+        for buffer in {*self.variables.values(), *self.outputs}:
+            self._tools.gpu.free(buffer.address)
+
+    def _placed(self, name: str, shape: Sequence[int], dtype: str) -> Buffer:
+        buffer = Buffer(name, tuple(shape), dtype, persistent=True)
+        buffer.address = self._tools.gpu.allocate(buffer.num_bytes)
+        return buffer
+
+    def _place(self, arena: int) -> None:
+        """Addresses are part of a CUDA graph, so it is made anew for another place."""
+        if self._executable is not None:
+            self._tools.gpu.destroy(self._executable)
+        self._program.place(arena)
+        self._executable = self._tools.gpu.capture(partial(run, self._program.launches))

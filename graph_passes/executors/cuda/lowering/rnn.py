@@ -1,0 +1,54 @@
+"""Recurrent layers: cuDNN's, whole sequences and all layers in a call."""
+
+from __future__ import annotations
+
+from graph_passes.executors.cuda.lowering.builder import Builder, Rules
+from graph_passes.executors.cuda.lowering.operands import In, InOut, Out
+from graph_passes.executors.cuda.program import Buffer
+from graph_passes.executors.cuda.recurrent import RecurrentPlan, RecurrentProblem
+from graph_passes.graph import Node
+from graph_passes.operators import OPERATORS
+from graph_passes.operators.rnn import flops
+
+
+def forward(builder: Builder, node: Node) -> None:
+    plan, training = _plan(builder, node), node.op == "RNNTrain"
+    reserve = None
+    if training:  # its size is cuDNN's affair
+        reserve = builder.output(node, "reserve", shape=(-(-plan.reserve_bytes // builder.item_bytes),))
+    x, y = builder.input(node, "data"), builder.output(node)
+    builder.call(node, "rnn_forward", plan.forward, *_read(builder, node), Out(y),
+                 Out(_output(builder, node, "state_output")), Out(_output(builder, node, "statecell_output")),
+                 Out(reserve), workspace_bytes=plan.workspace_bytes, flops=flops(node, x.shape))
+
+
+def backward(builder: Builder, node: Node) -> None:
+    """All gradients; those of data and weights take as many operations as the forward pass each."""
+    plan = _plan(builder, node)
+    gradients = [Out(_output(builder, node, f"{name}_grad")) for name in ("data", "parameters", "state", "state_cell")]
+    builder.call(node, "rnn_backward", plan.backward, In(builder.input(node, "out_grad")), *_read(builder, node),
+                 In(builder.input(node, "output")), InOut(builder.input(node, "reserve")), *gradients,
+                 workspace_bytes=plan.workspace_bytes, flops=2 * flops(node, builder.input(node, "data").shape))
+
+
+def _plan(builder: Builder, node: Node) -> RecurrentPlan:
+    (steps, sequences, features), (parameters,) = (
+        builder.input(node, name).shape for name in ("data", "parameters"))
+    return builder.recurrent.plan(RecurrentProblem(
+        node["mode"], node["num_layers"], node["bidirectional"], steps, sequences, features, node["state_size"],
+        parameters, builder.dtype, training=node.op != "RNN", algorithm=node["algorithm"]))
+
+
+def _read(builder: Builder, node: Node) -> list[In]:
+    """Data, parameters and initial states."""
+    names = OPERATORS[node.op].input_names(node)
+    return [In(builder.input(node, name) if name in names else None)
+            for name in ("data", "parameters", "state", "state_cell")]
+
+
+def _output(builder: Builder, node: Node, role: str) -> Buffer | None:
+    """None where the node has no such output."""
+    return builder.output(node, role) if role in OPERATORS[node.op].output_names(node) else None
+
+
+RULES: Rules = {"RNN": forward, "RNNTrain": forward, "RNNBackward": backward}

@@ -1,0 +1,122 @@
+"""Text as batches of words and the words that follow them: for language models, which are trained as classifiers are.
+
+An example is one word, its class the next one. A batch holds `steps` words in a row of each of several sequences, step
+by step: (steps * sequences, 1, 1, 1) numbers of words, in the form of images of one pixel. The text is cut into as many
+sequences of one length as all batches of a step hold, and each batch goes on where the one before has ended.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from common.mxnet_compat import mx
+from pipelines.errors import DataError
+from pipelines.loader import Batch, Loader, LoaderConfig
+
+UNKNOWN, END = "<unk>", "<eos>"  # a word that the vocabulary has not, and the end of a line
+ALIGNMENT = 8  # words of a vocabulary: classes of a GPU's kernels
+
+_SUCCESSORS = 8  # of each word of a generated text
+_SENTENCE_WORDS = 12  # of a line, in the mean
+
+
+def read_words(path: Path) -> list[str]:
+    """The words of a text file, with END behind each line that has some. Raises DataError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8"
+        raise DataError(f"cannot read the text {path} ({reason}): give a text file") from None
+    return [word for line in text.splitlines() if line.split() for word in (*line.split(), END)]
+
+
+def generated_words(num_words: int, num_different: int, seed: int) -> tuple[list[str], float]:
+    """A text of random words, each of which depends on the one before, and the perplexity of who knows on what.
+
+    Each word has a few successors, with probabilities of 1/2, 1/4 and so on; a line ends after any word with the
+    same probability and begins with any word. exp of the entropy of the next word is the perplexity that no model of
+    the language goes below, but by chance.
+    """
+    rng = np.random.default_rng(seed)
+    successors = np.stack([rng.choice(num_different, _SUCCESSORS, replace=False) for _ in range(num_different)])
+    chances = 0.5 ** np.arange(1, _SUCCESSORS + 1)
+    chances /= chances.sum()
+    draws = rng.choice(_SUCCESSORS, num_words, p=chances)
+    ends = rng.random(num_words) < 1 / _SENTENCE_WORDS
+    begins = rng.integers(0, num_different, num_words)
+    words: list[str] = []
+    current = -1
+    for end, draw, begin in zip(ends, draws, begins, strict=True):
+        if end and current >= 0:
+            current = -1
+            words.append(END)
+        else:
+            current = int(begin if current < 0 else successors[current, draw])
+            words.append(f"w{current}")
+    end_share = 1 / _SENTENCE_WORDS
+    within = -(chances * np.log(chances)).sum() * (1 - end_share)
+    within -= end_share * np.log(end_share) + (1 - end_share) * np.log(1 - end_share)
+    after_end = np.log(num_different)
+    share_of_ends = words.count(END) / num_words
+    return words, float(np.exp(share_of_ends * after_end + (1 - share_of_ends) * within))
+
+
+def vocabulary(words: Iterable[str], most: int) -> list[str]:
+    """UNKNOWN and the most frequent words, `most` in all, by falling frequency; filled up to a multiple of 8."""
+    counts = Counter(words)
+    counts.pop(UNKNOWN, None)  # as some published texts have it already
+    frequent = sorted(counts, key=lambda word: (-counts[word], word))[: most - 1]
+    listed = [UNKNOWN, *frequent]
+    return listed + [f"<none {number}>" for number in range(1, -len(listed) % ALIGNMENT + 1)]
+
+
+def numbered(words: Sequence[str], known: Sequence[str]) -> np.ndarray:
+    """(len(words),) int32: their places in a vocabulary, 0 for unknown ones."""
+    places = {word: place for place, word in enumerate(known)}
+    return np.fromiter((places.get(word, 0) for word in words), np.int32, len(words))
+
+
+class TextLoader(Loader):
+    """Batches of `steps` words of each of `batch_size / steps` sequences, in fp32.
+
+    In training each epoch begins a random number of words later, below `steps`, so that windows differ.
+
+    Args:
+        config: with `batch_size` words a process, a multiple of `steps`.
+        tokens: (words,) int32, numbers of the split's words.
+        words: the vocabulary.
+    """
+
+    def __init__(self, config: LoaderConfig, shard: tuple[int, int], tokens: np.ndarray, words: Sequence[str],
+                 steps: int) -> None:
+        if config.batch_size % steps:
+            raise DataError(f"a batch of {config.batch_size} words cannot be {steps} steps of some sequences: give a "
+                            f"multiple of {steps}")
+        self.steps, self._sequences = steps, config.batch_size // steps
+        lines = self._sequences * shard[1]
+        # Behind each word there is one more, the last one's answer; and in training up to `steps` before the first.
+        batches = (len(tokens) // lines - 1) // steps - (config.split == "train")
+        if batches < 1:
+            raise DataError(f"{config.data}: {len(tokens):,} words of the split {config.split} are too few for {lines} "
+                            f"sequences of {steps} steps: give a longer text, or fewer sequences or steps")
+        super().__init__(config, shard, batches * lines * steps, [(word, word) for word in words])
+        length = len(tokens) // lines
+        own = slice(shard[0] * self._sequences, (shard[0] + 1) * self._sequences)
+        self._tokens = tokens[: lines * length].reshape(lines, length)[own]
+
+    def _load(self) -> Batch:
+        offset = 0
+        if self.config.split == "train":
+            offset = int(np.random.default_rng([self.config.seed, self.epoch]).integers(self.steps))
+        start = offset + self.batch * self.steps
+        window = self._tokens[:, start : start + self.steps + 1].T.astype(np.float32)  # (steps + 1, sequences)
+        data, label = window[:-1].reshape(-1, 1, 1, 1), window[1:].ravel()
+        context = self.config.context
+        return Batch(mx.nd.array(data, context), mx.nd.array(label, context), len(label))
+
+    def close(self) -> None:
+        """Nothing is held."""

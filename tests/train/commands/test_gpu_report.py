@@ -1,0 +1,276 @@
+"""gpu-report on the CPU: its sections alone and together, going on, the page, comparisons, and what users do wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from train.__main__ import main
+from train.commands import gpu_report
+from train.commands.compare_precision import run_arguments
+from train.config import load_preset
+from train.gpu_report import cost, deepbench, inference, kernels, recurrent, section, training
+from train.gpu_report.figures import Figure, Report, Section
+from train.reporting import gpu_comparison
+
+PUBLISHED = Path(__file__).resolve().parents[3] / "benchmarks" / "results" / "gpu_report"
+
+pytestmark = pytest.mark.usefixtures("narrow_network")
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds instead of minutes."""
+    monkeypatch.setattr(kernels, "SMALL_GEMMS", (deepbench.Gemm(64, 16, 32),))
+    monkeypatch.setattr(kernels, "SMALL_CONVOLUTIONS", (deepbench.Convolution(9, 7, 3, 2, 4, 3, 3, 1, 1, 1, 1),))
+    monkeypatch.setattr(kernels, "LIMIT_SECONDS", 0.02)
+    monkeypatch.setattr(section, "LIMIT_SECONDS", 0.02)
+    monkeypatch.setattr(recurrent, "SMALL_LAYERS", (recurrent.Layer("gru", 8, 3, 5),))
+    monkeypatch.setattr(training, "CPU_LIMIT_SECONDS", 0.02)
+    monkeypatch.setattr(training, "CPU_MODELS", (18,))
+    monkeypatch.setattr(training, "CPU_BATCH", 2)
+    monkeypatch.setattr(inference, "SECONDS", 0.02)
+    monkeypatch.setattr(inference, "CPU_BATCHES", (1,))
+
+
+def figure(value: float, what: str = "GEMM", size: str = "1 x 1 x 1 NN", precision: str = "fp16", unit: str = "ms",
+           **more: float) -> Figure:
+    return Figure(what, size, precision, value, unit, 0.005, more=more)
+
+
+def report(device: str, **sections: tuple[Figure, ...]) -> Report:
+    return Report(device, {name: Section(figures) for name, figures in sections.items()}, {"commit": "0" * 40})
+
+
+# --- measuring ---
+
+
+def test_sections_one_after_the_other(run_train, tmp_path):
+    """Each is kept; the page has what there is, and names what there is not."""
+    folder = tmp_path / "report"
+    command = ("gpu-report", "--device", "cpu", "--output", folder, "--sections")
+    code, out, err = run_train(*command, "kernels")
+    assert code == 0, err
+    assert "== kernels (1 of 1)" in out and "GEMM, 64 x 16 x 32 NN, fp32: " in out
+    first = json.loads((folder / "report.json").read_text())
+    assert first["version"] == 1 and list(first["sections"]) == ["kernels"]
+    found = {(figure["what"], figure["unit"]) for figure in first["sections"]["kernels"]["figures"]}
+    assert found == {("copy", "GB/s"), ("GEMM", "ms"), ("convolution forward", "ms"), ("convolution, total", "ms"),
+                     ("convolution data gradient", "ms"), ("convolution weight gradient", "ms")}
+
+    code, out, err = run_train(*command, "training", "kernels", "inference", "recurrent")
+    assert code == 0, err
+    assert "== kernels: complete, not done again" in out
+    second = json.loads((folder / "report.json").read_text())
+    assert second["sections"]["kernels"] == first["sections"]["kernels"]
+    layers = second["sections"]["recurrent"]
+    assert layers["figures"] == [] and "right with oneDNN only" in layers["notes"][0]  # which tests turn off
+    (trained,) = second["sections"]["training"]["figures"]
+    assert (trained["what"], trained["size"], trained["precision"]) == ("ResNet-18, 224 pixels", "batch 2", "fp32")
+    assert trained["value"] > 0 and trained["more"]["memory_gib"] > 0 and "joules_per_image" not in trained["more"]
+    assert trained["limit"].startswith("ended after ")
+    (inferred,) = second["sections"]["inference"]["figures"]
+    assert inferred["size"] == "batch 1" and inferred["more"]["latency_p50_ms"] > 0
+    page = (folder / "report.md").read_text()
+    for words in ("Kernels", "Training", "Inference", "Not known to 1 %", "Left out"):
+        assert f"## {words}" in page
+    assert "| cost | not measured" in page
+    assert "<h2>Training</h2>" in (folder / "report.html").read_text()
+    for name in ("gemm", "convolution", "training", "inference"):
+        with Image.open(folder / f"{name}.png") as picture:
+            assert picture.width > 800
+
+
+def test_no_time(run_train, tmp_path, monkeypatch):
+    """Whatever would begin too late is left out, and said; the same command goes on with it."""
+    command = ("gpu-report", "--device", "cpu", "--output", tmp_path / "report", "--sections", "kernels", "training")
+    with monkeypatch.context() as patch:
+        patch.setattr(section.Bench, "spent", property(lambda self: 1e9))
+        code, _, err = run_train(*command)
+    assert code == 0, err
+    found = Report.read(tmp_path / "report" / "report.json").sections
+    assert [figure.what for figure in found["kernels"].figures] == ["copy"]
+    assert found["training"].figures == () and not found["training"].complete
+    (note,) = found["training"].notes
+    assert note.startswith("ResNet-18, 224 pixels in fp32: the section's ") and "the same command goes on" in note
+    assert "## Left out" in (tmp_path / "report" / "report.md").read_text()
+
+    code, out, err = run_train(*command)
+    assert code == 0, err
+    assert "copy" not in out, "that was measured before"
+    again = Report.read(tmp_path / "report" / "report.json").sections
+    assert again["kernels"].figures[0] == found["kernels"].figures[0]
+    assert len(again["kernels"].figures) == 6 and len(again["training"].figures) == 1
+    assert all(each.complete and each.notes == () for each in again.values())
+
+
+def test_stopped_within_a_section(run_train, tmp_path, monkeypatch):
+    command = ("gpu-report", "--device", "cpu", "--output", tmp_path, "--sections", "kernels")
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "totals", lambda figures: exec("raise KeyboardInterrupt"))
+        assert run_train(*command)[0] == 130
+    found = Report.read(tmp_path / "report.json").sections["kernels"]
+    assert len(found.figures) == 5 and not found.complete
+    assert run_train(*command)[0] == 0
+    again = Report.read(tmp_path / "report.json").sections["kernels"]
+    assert again.complete and [each.value for each in again.figures[:5]] == [each.value for each in found.figures]
+
+
+def test_cost(run_train, tiny_data, tmp_path, monkeypatch):
+    monkeypatch.setattr(cost, "run_training", lambda config, folder: main(run_arguments(config)))  # in this process
+    monkeypatch.setattr(cost, "CIFAR10", cost.Recipe("tiny", "cpu_sample", 2, 0.0))  # which any network reaches
+    monkeypatch.setattr(cost, "load_preset", lambda name: replace(load_preset(name), batch_size=4, model="resnet18",
+                                                                 val_split=0.25))
+    arguments = ("gpu-report", "--device", "cpu", "--output", tmp_path, "--sections", "cost", "--data", tiny_data,
+                 "--price-per-hour", "3.6")
+    code, _, err = run_train(*arguments)
+    assert code == 0, err
+    figures = Report.read(tmp_path / "report.json").sections["cost"].figures
+    epochs = [each for each in figures if each.unit == "top-1 %"]
+    assert [each.size for each in epochs] == ["epoch 1", "epoch 2"]
+    reached, price, whole, _ = figures[2:]
+    assert (reached.size, reached.unit, whole.size) == ("to 0% top-1", "s", "the whole run")
+    assert 0 < reached.value <= whole.value == epochs[-1].more["seconds"] and reached.more["startup_seconds"] > 0
+    assert price.value == pytest.approx(reached.value / 1000), "3.6 an hour is a thousandth a second"
+    assert "2 epochs, which end at" in " ".join((tmp_path / "report.md").read_text().split())
+
+
+def test_validations_without_checkpoints():
+    lines: list[dict[str, Any]] = [
+        {"event": "session"}, {"event": "phase", "name": "checkpoint", "seconds": 2.0},
+        {"event": "epoch", "epoch": 1, "time": 10.0, "val_top1": 0.5},
+        {"event": "phase", "name": "validation", "seconds": 1.0}, {"event": "epoch", "epoch": 2, "time": 15.0,
+                                                                   "val_top1": None},
+        {"event": "epoch", "epoch": 1, "time": 20.0, "val_top1": 0.6},  # done again, after a kill
+    ]
+    assert cost.validations(lines) == [cost.Validation(1, 18.0, 0.6)]
+
+
+def test_target_that_is_not_reached(tmp_path):
+    bench = section.Bench(gpu_report.Placement("mxnet", "cpu(0)", ""), "some CPU", tmp_path, 1.0, target_accuracy=0.9)
+    found = list(cost._figures(bench, cost.SAMPLE, [cost.Validation(1, 2.0, 0.5)], "fp32", 0.0))
+    assert [each.size for each in found] == ["epoch 1", "the whole run"]
+    assert bench.found().notes == ("the time to 90%: 1 epochs end at 50.0%",)
+
+
+# --- comparing ---
+
+
+def test_compare(run_train, tmp_path):
+    """Ratios above 1 are faster, whatever the unit; networks by their best batch too; what is missing is named."""
+    old = report("Old", kernels=(figure(8.0), figure(2.0, size="2 x 2 x 2 NN")),
+                 training=(figure(100.0, "ResNet-50", "batch 32", unit="images/sec"),), cost=())
+    new = report("New", kernels=(figure(2.0), figure(2.0, size="2 x 2 x 2 NN"), figure(1.0, precision="int8")),
+                 training=(figure(900.0, "ResNet-50", "batch 256", unit="images/sec"),
+                           figure(300.0, "ResNet-50", "batch 32", unit="images/sec")))
+    for each in (old, new):
+        each.write(tmp_path / f"{each.device}.json")
+    code, out, err = run_train("gpu-report", "--compare", tmp_path / "Old.json", tmp_path / "New.json", "--output",
+                               tmp_path / "compared")
+    assert code == 0, err
+    found = json.loads((tmp_path / "compared" / "comparison.json").read_text())
+    ratios = {(row["section"], row["size"], row["precision"]): row["ratios"] for row in found["rows"]}
+    assert ratios == {("kernels", "1 x 1 x 1 NN", "fp16"): [1.0, 4.0], ("kernels", "2 x 2 x 2 NN", "fp16"): [1.0, 1.0],
+                      ("training", "batch 32", "fp16"): [1.0, 3.0], ("training", "best batch", "fp16"): [1.0, 9.0]}
+    assert found["summary"]["kernels, GEMM, fp16"] == [1.0, pytest.approx(2.0)]  # the geometric mean of 4 and 1
+    page = (tmp_path / "compared" / "comparison.md").read_text()
+    assert page.startswith("# Old beside New") and "| New | cost |" in page
+    assert "900 images/sec (batch 256)" in page and "comparison.html" in out
+
+
+def test_compare_with_what_was_published(run_train, tmp_path):
+    own = report("NVIDIA H200", kernels=(figure(0.4, size="5124 x 9124 x 2560 TN"),),
+                 inference=(figure(2000.0, "ResNet-50, 224 pixels", "batch 1", "fp32", "images/sec"),))
+    own.write(tmp_path / "own.json")
+    published = sorted(PUBLISHED.glob("*_published.json"))
+    code, _, err = run_train("gpu-report", "--compare", tmp_path / "own.json", *published, "--output",
+                             tmp_path / "compared")
+    assert code == 0, err
+    found = json.loads((tmp_path / "compared" / "comparison.json").read_text())
+    assert found["devices"] == ["NVIDIA H200", "Tesla P100 (published)", "Tesla V100 (published)"]
+    (row,) = (row for row in found["rows"] if row["size"] == "5124 x 9124 x 2560 TN" and row["precision"] == "fp16")
+    assert row["ratios"] == [1.0, None, pytest.approx(0.4 / 8.73)]
+    assert "https://github.com/baidu-research/DeepBench" in (tmp_path / "compared" / "comparison.md").read_text()
+
+
+@pytest.mark.parametrize("path", sorted(PUBLISHED.glob("*_published.json")), ids=lambda path: path.stem)
+def test_published_figures(path):
+    """Each names its source, and the kernels are of sizes that a report has."""
+    published = Report.read(path)
+    assert all(figure.source for figure in published.figures().values())
+    sizes = {str(size) for size in (*deepbench.GEMMS, *deepbench.CONVOLUTIONS)}
+    assert {figure.size for figure in published.sections["kernels"].figures} <= sizes
+    layers = {(f"{recurrent.NAMES[layer.mode]}, forward and backward", str(layer)) for layer in recurrent.LAYERS}
+    if "recurrent" in published.sections:
+        assert {(figure.what, figure.size) for figure in published.sections["recurrent"].figures} <= layers
+    for figure in published.sections["kernels"].figures:  # DeepBench's own TFLOP/s agree, as far as ms are rounded
+        if figure.what == "GEMM":
+            (gemm,) = (size for size in deepbench.GEMMS if str(size) == figure.size)
+            assert figure.more["tflops"] == pytest.approx(gemm.flops / figure.value / 1e9, rel=0.2)
+
+
+def test_devices_of_one_name_are_told_apart(tmp_path):
+    same = [report("GPU", kernels=(figure(1.0),)), report("GPU", kernels=(figure(2.0),))]
+    same[1].about["commit"] = "f" * 40  # type: ignore[index]
+    assert gpu_comparison._names(same) == ["GPU (0000000)", "GPU (fffffff)"]
+
+
+# --- mistakes ---
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Reports of a kind, each a file."""
+    good = report("GPU", kernels=(figure(1.0),)).to_dict()
+    contents = {
+        "good": good, "newer": {**good, "version": 2}, "other": {"name": "inference"}, "list": [1],
+        "damaged": {**good, "sections": {"kernels": {"figures": [{"what": "GEMM"}]}}},
+        "empty": {**good, "sections": {}},
+    }
+    for name, content in contents.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    (tmp_path / "text.json").write_text("no JSON")
+    yield lambda name: tmp_path / f"{name}.json"
+
+
+@pytest.mark.parametrize("name, sentence", [
+    ("newer", "newer.json is a report of version 2, and this program reads version 1: make it anew"),
+    ("other", "other.json is no report on a GPU"),
+    ("list", "list.json is no report on a GPU"),
+    ("text", "text.json is not JSON: give the report.json of a report"),
+    ("absent", "absent.json (No such file or directory): give the report.json of a report"),
+    ("damaged", "damaged.json is damaged"),
+    ("empty", "the reports have no figure in common (GPU: kernels; GPU: no section): measure the same sections"),
+])
+def test_files_that_cannot_be_compared(run_train, files, name, sentence, tmp_path):
+    code, _, err = run_train("gpu-report", "--compare", files("good"), files(name), "--output", tmp_path / "compared")
+    assert code == 2 and err.startswith("error: ") and sentence in err and err.count("\n") == 1
+    assert not (tmp_path / "compared").exists()
+
+
+@pytest.mark.parametrize("options, sentence", [
+    (("--device", "gpu"), "--device gpu: process 0 found no NVIDIA GPU here; use --device cpu"),
+    (("--sections", "speed"), "--sections speed is not one of"),
+    (("--minutes", "0"), "--minutes 0.0 must be above 0"),
+    (("--price-per-hour", "-1"), "--price-per-hour -1.0 must be 0 or more"),
+    (("--compare", "a.json"), "--compare a.json: that is one report: give two or more"),
+    (("--compare", "a.json", "b.json", "--minutes", "3"), "--minutes has no effect on --compare"),
+    (("--sections", "kernels", "--data", "x"), "--data is for the section cost, which is not measured: leave it out"),
+])
+def test_mistakes(run_train, options, sentence, tmp_path, monkeypatch):
+    monkeypatch.setattr("train.devices.find_gpus", list)
+    code, _, err = run_train("gpu-report", "--output", tmp_path / "report", *options)
+    assert code == 2 and err.startswith("error: ") and sentence in err and err.count("\n") == 1
+    assert not (tmp_path / "report").exists()
+
+
+def test_report_of_another_device(run_train, tmp_path):
+    report("NVIDIA H200", kernels=(figure(1.0),)).write(tmp_path / "report.json")
+    code, _, err = run_train("gpu-report", "--device", "cpu", "--output", tmp_path)
+    assert code == 2 and f"the report in {tmp_path} is of the device NVIDIA H200, and this is " in err

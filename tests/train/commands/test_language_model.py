@@ -1,0 +1,61 @@
+"""The command language-model: a word language model through the loop that trains classifiers. With the reference
+executor: MXNet's RNN needs oneDNN, which the tests turn off (tests/graph_passes/test_rnn.py has it)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from graph_passes import Ref
+from graph_passes.executors.reference import backward, forward, run
+from graph_passes.passes import fused_way
+from graph_passes.pipeline import training_step
+from train.language_model import LanguageModel
+
+SMALL = ["language-model", "--executor", "reference", "--hidden", "16", "--layers", "1", "--sequences", "16", "--steps",
+         "8", "--log-every", "100"]
+Train = Callable[..., tuple[int, str, str]]
+
+
+def test_it_learns_a_text(run_train: Train, tmp_path: Path) -> None:
+    """Sentences in which each word but the second follows from the one before: of the 7 of a line a single one cannot
+    be known, and the perplexity goes towards 3 ** (1 / 7) = 1.17."""
+    rng = np.random.default_rng(0)
+    animals, sounds = ("cat", "dog", "bird"), ("meows", "barks", "sings")
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(f"my {animals[i]} {sounds[i]} in the morning" for i in rng.integers(0, 3, 1500)))
+    code, out, err = run_train(*SMALL, "--output", tmp_path / "run", "--text", text, "--epochs", "2")
+    assert code == 0, err
+    found = [float(perplexity) for perplexity in re.findall(r"in validation ([\d.]+)", out)]
+    assert len(found) == 2 and found[1] < min(1.3, found[0]), out
+    assert "10,500 words, 16 in the vocabulary" in out
+    assert (tmp_path / "run" / "checkpoints").is_dir()
+
+
+@pytest.mark.parametrize("options, message", [
+    (["--text", "/nowhere.txt"], "cannot read the text /nowhere.txt (No such file or directory): give a text file"),
+    (["--hidden", "0"], "--hidden 0 must be at least 1"),
+    (["--sequences", "100000"], "are too few for 100000 sequences of 8 steps"),
+])
+def test_bad_input(run_train: Train, options: list[str], message: str, tmp_path: Path) -> None:
+    code, _, err = run_train(*SMALL, "--output", tmp_path / "run", *options)
+    assert code == 2 and message in err and "Traceback" not in err
+
+
+def test_its_step_has_the_gradient_of_the_network(rng: np.random.Generator) -> None:
+    """The embedding's is that of its two uses together."""
+    model = LanguageModel(words=16, hidden=6, layers=2, steps=4, sequences=3)
+    values = {name: array.astype(np.float64) for name, array in model.initial_values(seed=0).items()}
+    tokens = rng.integers(0, 16, (2, 12)).astype(np.float64)
+    values |= {"data": tokens[0].reshape(12, 1, 1, 1), "softmax_label": tokens[1]}
+    results = run(training_step(model.graph, model.shapes, "float32", fused_way), values)
+    tensors = forward(model.graph, {Ref(name): array for name, array in values.items()}, training=True)
+    gradients = backward(model.graph, tensors)
+    for name in ("embedding_weight", "rnn_parameters", "scores_bias"):
+        np.testing.assert_allclose(results[f"{name}_grad"], gradients[Ref(name)], rtol=0, atol=1e-12)
+    log_p = np.log(tensors[Ref("softmax")][np.arange(12), tokens[1].astype(int)])
+    assert results["loss"] == pytest.approx(-log_p.sum())

@@ -1,0 +1,85 @@
+"""The page of a report on a GPU: every section has its table and its plot, and empty ones have none."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from train.gpu_report.figures import Figure, Report, Section
+from train.gpu_report.kernels import CONVOLUTION, PASSES, totals, with_shares
+from train.reporting import gpu_plots, gpu_report
+from train.reporting.plots import DARK
+
+NETWORK, CIFAR10 = "ResNet-50, 224 pixels", "CIFAR-10, ResNet-18, 128 pixels"
+
+
+@pytest.fixture
+def report() -> Report:
+    """Of a GPU, with round numbers."""
+    timed = [Figure("GEMM", "1 x 2 x 3 NN", precision, 1.0, "ms", 0.004, more={"tflops": tflops})
+             for precision, tflops in (("fp32", 33.5), ("fp16", 500.0), ("int8", 1000.0))]
+    timed += [Figure(f"{CONVOLUTION} {direction}", "4 x 5 x 6 x 7, 8 of 3 x 3, stride 1", "fp16", 2.0, "ms", 0.004,
+                     more={"tflops": 250.0}) for direction in PASSES]
+    timed += [Figure("copy", "2,048 MiB", "", 3600.0, "GB/s", 0.001)]
+    kernels = tuple(with_shares([*timed, *totals(timed)], "NVIDIA H200"))
+    layer = Figure("LSTM, inference", "hidden 8, batch 3, 5 steps", "fp16", 0.5, "ms", 0.02, "ended after 1 s and 12 "
+                   "timings", {"tflops": 3.0})
+    steps = tuple(Figure(NETWORK, "batch 256", precision, speed, "images/sec", 0.002, more=more)
+                  for precision, speed, more in (("fp32", 1000.0, {}), ("fp16", 10_500.0, {
+                      "memory_gib": 12.25, "largest_batch": 2674.0, "joules_per_image": 0.0654})))
+    passes = tuple(Figure(NETWORK, f"batch {batch}", "fp16", 100.0 * batch, "images/sec", 0.002,
+                          more={"latency_p50_ms": 1.5} if batch < 64 else {}) for batch in (1, 32, 256))
+    run = (*(Figure(CIFAR10, f"epoch {epoch}", "fp16", 40.0 * epoch, "top-1 %", more={"seconds": 5.0 * epoch})
+             for epoch in (1, 2)),
+           Figure(CIFAR10, "the whole run", "fp16", 10.0, "s"), Figure(CIFAR10, "the whole run", "fp16", 0.02, "price"))
+    sections = {"kernels": Section(kernels, ("GEMM 1 x 2 x 3 NN in fp8: there is none",), 60.0),
+                "recurrent": Section((layer,)), "training": Section(steps), "inference": Section(passes),
+                "cost": Section(run)}
+    about = {"command": "python -m train gpu-report", "date": "2027-01-02T03:04:05+00:00"}
+    return Report("NVIDIA H200", sections, about)
+
+
+def test_page(report, tmp_path):
+    gpu_report.write(tmp_path, report)
+    page = (tmp_path / "report.md").read_text()
+    for line in (
+        "**1,000** TFLOP/s in the best product of matrices, int8 · **3,600** GB/s in a copy within its memory · "
+        "**10,500** images/sec in training, ResNet-50, fp16 · **25,600** images/sec in inference, ResNet-50, fp16",
+        "Measured 2027-01-02 03:04:05 UTC, by:",
+        "| fp16 | 500 TFLOP/s | 51% | 250 TFLOP/s | 25% | 50% |",
+        "3,600 GB/s, read and written, 75% of the datasheet's bandwidth",
+        "| 4 x 5 x 6 x 7, 8 of 3 x 3, stride 1 | fp16 | 6 | 0.4% | 250 | 25% | 50% |",  # all three passes
+        "| LSTM, inference | hidden 8, batch 3, 5 steps | fp16 | 0.5 | 2.0% | 3 |",
+        "| recurrent | LSTM, inference | hidden 8, batch 3, 5 steps | fp16 | 2.0% | ended after 1 s and 12 timings |",
+        "| ResNet-50, 224 pixels | fp16 | 256 | 10,500.0 | 0.2% | 10.50 | 12.2 | 2,674 | 0.0654 | - | - |",
+        "| fp16 | 32 | 3,200.0 | 0.2% | 1.50 | - | - | - | - |",
+        "| the whole run | 10.0 s | 0.02 | - |",
+        "| kernels | GEMM 1 x 2 x 3 NN in fp8: there is none |",
+    ):
+        assert line in page, line
+    html = (tmp_path / "report.html").read_text()
+    for name in ("gemm", "convolution", "recurrent", "training", "inference", "accuracy"):
+        assert f"({name}.png)" in page
+        with Image.open(tmp_path / f"{name}.png") as picture:
+            assert picture.width > 800 and picture.height > 150
+    assert html.count("<img ") == 6 and html.count("prefers-color-scheme: dark)") == 7  # and the style's own
+    assert Report.read(tmp_path / "report.json") == report
+
+
+def test_what_is_missing_is_named(tmp_path):
+    """No section at all, and sections that found nothing."""
+    sections = {"training": Section((), ("all of it: no time",)), "cost": Section(())}
+    gpu_report.write(tmp_path, Report("some CPU", sections))
+    page = (tmp_path / "report.md").read_text()
+    assert "| kernels | not measured: add it with --sections |" in page and "| training | all of it: no time |" in page
+    assert "## Training" not in page and not list(tmp_path.glob("*.png"))
+
+
+def test_ratios_of_which_some_are_not_known(tmp_path: Path):
+    nan = float("nan")
+    values = {"GEMM, fp16": [1.0, 4.0, nan], "copy": [1.0, nan, 0.25]}
+    with Image.open(io.BytesIO(gpu_plots.ratios(values, ["A", "B", "C"], "Side by side", DARK))) as picture:
+        assert picture.width > 800

@@ -1,0 +1,101 @@
+"""The command gpu-report: what this GPU can do, as buyers compare GPUs; and such reports side by side.
+
+Each section's figures are written to report.json when it has ended, so the same command goes on where it was stopped.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from common import environment
+from common.command_line import option_name, part_of
+from train import devices
+from train.commands.options import GpuReportOptions
+from train.config import Config
+from train.devices import Placement
+from train.errors import TrainError
+from train.gpu_report.figures import FILE, Report, Section
+from train.gpu_report.section import Bench
+from train.processes.invocation import command_line
+from train.reporting import gpu_comparison, gpu_report
+
+# Each is a module of train/gpu_report; its part of --minutes. Training, which takes most, has what the others leave.
+SECTIONS = {"kernels": 0.2, "recurrent": 0.1, "inference": 0.15, "cost": 0.1, "training": 0.45}
+FOLDER, COMPARISON_FOLDER = Path("runs/gpu_report"), Path("runs/gpu_comparison")
+
+
+def main(values: Mapping[str, Any]) -> None:
+    """Measure and report, or compare, by the options given. Raises UserError."""
+    wanted = part_of(GpuReportOptions, values)
+    if wanted.compare:
+        _compare(wanted, values)
+        return
+    for name in ("data", "target_accuracy", "price_per_hour"):
+        if name in values and "cost" not in wanted.sections:
+            raise TrainError(f"{option_name(name)} is for the section cost, which is not measured: leave it out, or "
+                             "add cost to --sections")
+    placement = devices.choose(Config(device=wanted.device), local_rank=0)
+    if placement.note:
+        print(placement.note, flush=True)
+    folder = Path(wanted.output or FOLDER)
+    report = _begun(folder, placement, set(wanted.sections))
+    done = _done(report)
+    ends_at = time.monotonic() + 60 * wanted.minutes
+    for number, name in enumerate(wanted.sections, start=1):
+        if name in done:
+            print(f"== {name}: complete, not done again", flush=True)
+            continue
+        print(f"== {name} ({number} of {len(wanted.sections)})", flush=True)
+        ahead = sum(SECTIONS[each] for each in wanted.sections[number - 1 :] if each not in done)
+        left = max(0.0, ends_at - time.monotonic())
+        seconds = left * SECTIONS[name] / ahead  # what the sections before have not needed is shared
+        bench = Bench(placement, report.device, folder, seconds, wanted.data, wanted.target_accuracy,
+                      wanted.price_per_hour, report.sections.get(name, Section(())))
+        try:
+            section = importlib.import_module(f"train.gpu_report.{name}").measure(bench)
+        except BaseException:  # Ctrl-C too: the next start goes on with what has been found
+            report.with_section(name, replace(bench.found(), complete=False)).write(folder / FILE)
+            raise
+        print(f"== {name}: {section.seconds:.0f} s", flush=True)
+        report = report.with_section(name, section)
+        report.write(folder / FILE)
+    gpu_report.write(folder, report)
+    print(f"report: {folder / 'report.md'}, {folder / 'report.html'}, {folder / FILE}")
+
+
+def _done(report: Report) -> set[str]:
+    """The sections in which another start would find no more."""
+    return {name for name, section in report.sections.items() if section.figures and section.complete}
+
+
+def _begun(folder: Path, placement: Placement, sections: set[str]) -> Report:
+    """The report in the folder, or one without sections. Raises UserError where it is of another device or commit."""
+    hardware = environment.hardware()
+    device = hardware["gpus"][0] if placement.device.startswith("gpu") else hardware["cpu"]
+    commit = environment.git_commit()
+    about = {"hardware": hardware, "executor": placement.executor, "versions": environment.versions(), "commit": commit,
+             "command": command_line(), "date": datetime.now(timezone.utc).isoformat(timespec="seconds")}
+    if not (folder / FILE).exists():
+        return Report(device, {}, about)
+    report = Report.read(folder / FILE)
+    for what, there, here in (("device", report.device, device), ("commit", report.about.get("commit"), commit)):
+        if there != here and not sections <= _done(report):
+            raise TrainError(f"the report in {folder} is of the {what} {there}, and this is {here}: give another "
+                             "--output")
+    return report
+
+
+def _compare(wanted: GpuReportOptions, values: Mapping[str, Any]) -> None:
+    for name in values.keys() - {"compare", "output"}:
+        raise TrainError(f"{option_name(name)} has no effect on --compare, which measures nothing: leave it out")
+    if len(wanted.compare) < 2:
+        raise TrainError(f"--compare {wanted.compare[0]}: that is one report: give two or more")
+    folder = Path(wanted.output or COMPARISON_FOLDER)
+    gpu_comparison.write(folder, [Report.read(path) for path in wanted.compare])
+    print(f"comparison: {folder / 'comparison.md'}, {folder / 'comparison.html'}")

@@ -1,0 +1,98 @@
+"""Section cost: time and money to an accuracy on CIFAR-10, by a whole run of `python -m train` as a user starts it.
+
+On a CPU it is the built-in sample set, which trains in a minute. Time counts from the beginning of the first step to
+the end of a validation, with all that is between but the writing of checkpoints; starting the program, which chooses
+kernels, is given apart.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from train.commands.compare_precision import run_training
+from train.config import CONFIG_FILE, Config, default_warmup, load_preset
+from train.gpu_report.figures import Figure, Section
+from train.gpu_report.section import Bench
+from train.reporting.metrics import METRICS_FILE
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is trained: `what` in tables, the preset, its length and the accuracy that counts by default."""
+
+    what: str
+    preset: str
+    epochs: int
+    target_accuracy: float
+
+
+# 88 %: what PyTorch reaches with this recipe, less two standard deviations, was 88.4 % (docs/recipes.md).
+CIFAR10 = Recipe("CIFAR-10, ResNet-18, 128 pixels", "cifar10_resnet18", 18, 0.88)
+SAMPLE = Recipe("sample set, ResNet-50, 32 pixels", "cpu_sample", 3, 0.5)
+
+
+def measure(bench: Bench) -> Section:
+    """The run; it goes on where it was stopped."""
+    if bench.on_gpu and not bench.data:
+        bench.leave_out("time and cost to accuracy", "no CIFAR-10 was given: add --data and a place that holds it "
+                                                     "(docs/data.md)")
+        return bench.found()
+    recipe = CIFAR10 if bench.data else SAMPLE
+    config, folder = _config(bench, recipe), bench.folder / "cost_run"
+    launched = time.time()
+    run_training(config, folder)
+    startup = (folder / CONFIG_FILE).stat().st_mtime - launched  # it is written when everything is built
+    precision = "fp16" if bench.on_gpu and bench.placement.executor == "cuda" else "fp32"
+    lines = (folder / METRICS_FILE).read_text(encoding="utf-8").splitlines()
+    bench.add(*_figures(bench, recipe, validations(map(json.loads, lines)), precision, startup))
+    return bench.found()
+
+
+class Validation(NamedTuple):
+    """After an epoch."""
+
+    epoch: int  # counted from 1
+    seconds: float  # since the beginning of the first step
+    top1: float  # fraction of the images
+
+
+def validations(lines: Iterable[Mapping[str, Any]]) -> list[Validation]:
+    """Those of a run, from the lines of its metrics.jsonl; an epoch that was done again, after a kill, counts once."""
+    checkpoints, found = 0.0, {}
+    for line in lines:
+        if line["event"] == "phase" and line["name"] == "checkpoint":
+            checkpoints += line["seconds"]
+        elif line["event"] == "epoch" and line["val_top1"] is not None:
+            found[line["epoch"]] = Validation(line["epoch"], line["time"] - checkpoints, line["val_top1"])
+    return list(found.values())
+
+
+def _config(bench: Bench, recipe: Recipe) -> Config:
+    preset = load_preset(recipe.preset)
+    return replace(preset, epochs=recipe.epochs, warmup_epochs=default_warmup(preset, recipe.epochs),
+                   data=bench.data or preset.data, device="gpu" if bench.on_gpu else "cpu",
+                   price_per_hour=bench.price_per_hour, tensorboard=False, validate_every=1, checkpoint_minutes=0.0,
+                   output=str(bench.folder / "cost_run"))
+
+
+def _figures(bench: Bench, recipe: Recipe, rows: Sequence[Validation], precision: str,
+             startup: float) -> Iterator[Figure]:
+    if not rows:
+        bench.leave_out("time and cost to accuracy", f"{bench.data} has no validation images")
+        return
+    target = bench.target_accuracy or recipe.target_accuracy
+    for epoch, seconds, top1 in rows:
+        yield Figure(recipe.what, f"epoch {epoch}", precision, 100 * top1, "top-1 %", more={"seconds": seconds})
+    reached = next((seconds for _, seconds, top1 in rows if top1 >= target), None)
+    if reached is None:
+        bench.leave_out(f"the time to {target:.0%}", f"{rows[-1].epoch} epochs end at {rows[-1].top1:.1%}")
+    spans = {} if reached is None else {f"to {target:.0%} top-1": reached}
+    for size, seconds in (spans | {"the whole run": rows[-1].seconds}).items():
+        more = {"startup_seconds": startup} if startup > 0 else {}  # a run that was complete was not started now
+        yield Figure(recipe.what, size, precision, seconds, "s", more=more)
+        if bench.price_per_hour:
+            yield Figure(recipe.what, size, precision, bench.price_per_hour * seconds / 3600, "price")

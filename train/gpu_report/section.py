@@ -1,0 +1,117 @@
+"""What a section of the report is given, and how it tells how far it is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from common.errors import UserError
+from train.devices import Placement
+from train.gpu_report.figures import Figure, Section
+from train.timing import repeat
+
+LIMIT_SECONDS = 1.0  # of the timing of a kernel or a layer
+Sampler = AbstractContextManager[Callable[[], float]]  # of what times once: ms
+
+
+class Task(NamedTuple):
+    """One timing of a kernel or a layer."""
+
+    what: str
+    size: str
+    precision: str
+    flops: int
+    sampler: Callable[[], Sampler]  # raises UserError for what the device cannot do
+
+
+@dataclass
+class Bench:
+    """Where and how long a section measures; `add` and `leave_out` collect what it finds. Where its time was over, the
+    next start goes on with what it has found: `begun`.
+
+    Args:
+        placement: the device, and what computes on it.
+        device: its name.
+        folder: of the report, for files of the section's own.
+        seconds: that the section has. What would begin after them is left out, and said.
+        data: CIFAR-10 in any form that the loader reads; "" where it is not given.
+        target_accuracy: top-1 that time and cost are counted to, as a fraction.
+        price_per_hour: of the machine, in any currency; 0: not known.
+    """
+
+    placement: Placement
+    device: str
+    folder: Path
+    seconds: float
+    data: str = ""
+    target_accuracy: float = 0.0
+    price_per_hour: float = 0.0
+    begun: Section = field(default_factory=lambda: Section(()))
+    clock: Callable[[], float] = time.monotonic
+    left_out: dict[str, list[str]] = field(default_factory=dict)  # what, by the reason
+
+    def __post_init__(self) -> None:
+        self._start = self.clock()
+        self.figures = list(self.begun.figures)
+        self._late = False
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.placement.device.startswith("gpu")
+
+    @property
+    def spent(self) -> float:
+        """Seconds since the section began."""
+        return self.clock() - self._start
+
+    def has(self, what: str, size: str, precision: str) -> bool:
+        """Whether that is measured already; a size may be the beginning of one."""
+        return any((figure.what, figure.precision) == (what, precision) and figure.size.startswith(size)
+                   for figure in self.figures)
+
+    def has_time(self, for_what: str) -> bool:
+        """Whether something more may begin; what may not is left out, and the same command measures it."""
+        if self.spent <= self.seconds:
+            return True
+        self._late = True
+        self.leave_out(for_what, f"the section's {self.seconds:.0f} s were over; the same command goes on with it")
+        return False
+
+    def add(self, *figures: Figure) -> None:
+        """Keep them, and print a line for each."""
+        for figure in figures:
+            self.figures.append(figure)
+            error = f" +/- {figure.error:.1%}" if figure.error is not None else ""
+            limit = f" ({figure.limit})" if figure.limit else ""
+            name = ", ".join(filter(None, (figure.what, figure.size, figure.precision)))
+            value = format(figure.value, ",.0f" if figure.value >= 1000 else ".4g")
+            print(f"  {name}: {value} {figure.unit}{error}{limit}", flush=True)
+
+    def time(self, task: Task) -> None:
+        """Do it, unless it is done, and add what it finds; or leave it out."""
+        name = f"{task.what} {task.size} in {task.precision}"
+        if self.has(task.what, task.size, task.precision) or not self.has_time(name):
+            return
+        try:
+            with task.sampler() as sample:
+                sample()  # warms up
+                timing = repeat(sample, LIMIT_SECONDS)
+        except UserError as error:
+            self.leave_out(name, str(error))
+            return
+        self.add(Figure(task.what, task.size, task.precision, timing.median, "ms", timing.error, timing.limit,
+                        {"tflops": task.flops / timing.median / 1e9}))
+
+    def leave_out(self, what: str, reason: str) -> None:
+        """Note that something is not measured, and print it."""
+        self.left_out.setdefault(reason, []).append(what)
+        print(f"  {what}: left out, {reason}", flush=True)
+
+    def found(self) -> Section:
+        notes = (f"{' and '.join(whats) if len(whats) < 3 else f'{whats[0]} and {len(whats) - 1} more'}: {reason}"
+                 for reason, whats in self.left_out.items())
+        return Section(tuple(self.figures), tuple(notes), round(self.begun.seconds + self.spent, 1), not self._late)

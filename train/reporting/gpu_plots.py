@@ -1,0 +1,167 @@
+"""The plots of a report on a GPU, and of several side by side: PNG bytes in the colours of a theme."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from train.gpu_report.figures import PRECISIONS, Figure, precisions_of
+from train.reporting import plots
+from train.reporting.plots import Theme
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+DOTS, BARS = 0.22, 0.2  # inches of height for a line of dots, and for a bar
+
+
+def _colors(theme: Theme) -> dict[str, str]:
+    """The same for a precision in all plots."""
+    blue, orange, green, violet, yellow = theme.parts
+    return dict(zip(PRECISIONS, (theme.muted, orange, blue, green, violet, yellow), strict=True))
+
+
+def kernels(figures: Sequence[Figure], title: str, theme: Theme) -> bytes:
+    """TFLOP/s of each size, a dot for each precision; a panel for each kind of kernel, one above the other."""
+    kinds = list(dict.fromkeys(figure.what for figure in figures))
+    sizes = {kind: list(dict.fromkeys(figure.size for figure in figures if figure.what == kind)) for kind in kinds}
+    lines = [len(sizes[kind]) for kind in kinds]
+    figure = plots._figure(9, DOTS * sum(lines) + 0.9 * len(kinds), theme)
+    panels = figure.subplots(len(kinds), 1, squeeze=False, sharex=True, height_ratios=lines)[:, 0]
+    for axes, kind in zip(panels, kinds, strict=True):
+        places = {size: -number for number, size in enumerate(sizes[kind])}
+        for precision in precisions_of(figures):
+            own = [each for each in figures if each.what == kind and each.precision == precision]
+            axes.plot([each.more["tflops"] for each in own], [places[each.size] for each in own], "o", markersize=5,
+                      color=_colors(theme)[precision], label=precision, markeredgewidth=0)
+        plots._styled(axes, theme, kind if len(kinds) > 1 else title, "", "")
+        axes.set_yticks(list(places.values()), list(places), fontsize=8)
+        axes.set_ylim(-len(places) + 0.5, 0.5)
+        axes.grid(axis="x", color=theme.grid, linewidth=0.8)
+        _logarithmic(axes)
+    panels[-1].set_xlabel("TFLOP/s", color=theme.muted)
+    _in_columns(panels[0], theme)
+    return plots._png(figure, theme)
+
+
+def bars(figures: Sequence[Figure], title: str, unit: str, theme: Theme) -> bytes:
+    """Horizontal bars of the values, in groups by what they are of, a bar for each precision."""
+    groups = list(dict.fromkeys(figure.what for figure in figures))
+    names = precisions_of(figures)
+    figure, axes = plots._figure_with_axes(theme, title, unit, "", height=BARS * len(figures) + 0.12 * len(groups) + 1)
+    place, ticks = 0.0, []
+    for group in groups:
+        own = {each.precision: each for each in figures if each.what == group}
+        first = place
+        for precision in filter(own.__contains__, names):
+            bar = axes.barh(place, own[precision].value, color=_colors(theme)[precision], height=0.85)
+            axes.bar_label(bar, fmt="{:,.4g}" if own[precision].value < 1000 else "{:,.0f}", padding=3,
+                           color=theme.muted, fontsize=8)
+            place -= 1
+        ticks.append((first + place + 1) / 2)
+        place -= 0.6
+    axes.set_yticks(ticks, groups, fontsize=9)
+    axes.margins(0.1, 0.01)
+    axes.set_xlim(left=0)
+    axes.xaxis.set_major_formatter("{x:,g}")
+    axes.grid(visible=False)
+    for precision in names:  # each once, in order
+        axes.plot([], [], "s", color=_colors(theme)[precision], label=precision)
+    _in_columns(axes, theme)
+    return plots._png(figure, theme)
+
+
+def over_batches(figures: Sequence[Figure], theme: Theme) -> bytes:
+    """Images/sec over the batch size, a line for each precision; beside it the latency, its median."""
+    figure = plots._figure(9, 3.6, theme)
+    left, right = figure.subplots(1, 2)
+    for precision in precisions_of(figures):
+        own = [each for each in figures if each.precision == precision]
+        color = _colors(theme)[precision]
+        left.plot([batch_of(each) for each in own], [each.value for each in own], "o-", color=color, label=precision,
+                  **plots._DOTTED)
+        timed = [each for each in own if "latency_p50_ms" in each.more]
+        right.plot([batch_of(each) for each in timed], [each.more["latency_p50_ms"] for each in timed], "o-",
+                   color=color, **plots._DOTTED)
+    plots._styled(left, theme, "Inference", "batch size", "images/sec")
+    plots._styled(right, theme, "Latency", "batch size", "ms, median")
+    for axes in (left, right):
+        axes.set_facecolor(theme.background)
+        batches = sorted({int(x) for line in axes.lines for x in line.get_xdata()})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(batches, [f"{batch:,}" for batch in batches])
+        axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter("{x:,g}")
+    _in_columns(right, theme, named=left)
+    return plots._png(figure, theme)
+
+
+def batch_of(figure: Figure) -> int:
+    """Of a figure whose size is "batch N"."""
+    return int(figure.size.removeprefix("batch "))
+
+
+def accuracy(figures: Sequence[Figure], title: str, price_per_second: float, theme: Theme) -> bytes:
+    """Top-1 over the seconds of a run, and over its price where there is one."""
+    drawn, axes = plots._figure_with_axes(theme, title, "seconds of training and validation", "top-1, %")
+    axes.plot([each.more["seconds"] for each in figures], [each.value for each in figures], "o-",
+              color=theme.series[0], **plots._DOTTED)
+    axes.set_xlim(left=0)
+    axes.set_ylim(0, 100)
+    if price_per_second:
+        above = axes.secondary_xaxis("top", functions=(
+            lambda x: np.multiply(x, price_per_second), lambda x: np.divide(x, price_per_second)))
+        above.set_xlabel("price", color=theme.muted)
+        above.tick_params(colors=theme.muted, length=0)
+        above.spines["top"].set_visible(False)
+        axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=theme.text, pad=30)
+    return plots._png(drawn, theme)
+
+
+def ratios(values: Mapping[str, Sequence[float]], devices: Sequence[str], title: str, theme: Theme) -> bytes:
+    """How many times as fast as the first device the others are, by kind of figure; NaN where that is not known."""
+    base, *others = devices
+    lines = sum(math.isfinite(value) for own in values.values() for value in own[1:])
+    figure, axes = plots._figure_with_axes(theme, title, f"times as fast as {base}, on a logarithmic scale", "",
+                                           height=BARS * lines + 0.12 * len(values) + 1.2)
+    place, ticks = 0.0, []
+    colors = (theme.parts * len(others))[: len(others)]
+    for own in values.values():
+        first = place
+        for value, color in zip(own[1:], colors, strict=True):
+            if math.isfinite(value):
+                bar = axes.barh(place, value - 1, left=1, color=color, height=0.85)  # to the left: slower
+                axes.bar_label(bar, [f"{value:.3g}"], padding=3, color=theme.muted, fontsize=8)
+                place -= 1
+        ticks.append((first + place + 1) / 2)
+        place -= 0.6
+    axes.set_yticks(ticks, list(values), fontsize=9)
+    _logarithmic(axes)
+    axes.margins(0.15, 0.01)
+    axes.axvline(1, color=theme.muted, linewidth=0.8)
+    axes.grid(visible=False)
+    for device, color in zip(others, colors, strict=True):
+        axes.plot([], [], "s", color=color, label=device)
+    _in_columns(axes, theme, columns=2)
+    return plots._png(figure, theme)
+
+
+def _logarithmic(axes: Axes) -> None:
+    """The x axis, with ticks at 1, 2, 5, 10, ..., or at 1, 10, ... where there are many."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    axes.set_xscale("log")
+    low, high = axes.dataLim.intervalx
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 200 * low else (1,)))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter("{x:,g}")
+
+
+def _in_columns(axes: Axes, theme: Theme, columns: int = 6, named: Axes | None = None) -> None:
+    """The legend above the axes, at the right of the title; of what `named` shows, where that is another panel."""
+    axes.legend(*(named or axes).get_legend_handles_labels(), loc="lower right", bbox_to_anchor=(1, 1), ncols=columns,
+                frameon=False, labelcolor=theme.text, fontsize=9, borderaxespad=0.2, handlelength=1.0,
+                columnspacing=1.2)
