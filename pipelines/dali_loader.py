@@ -19,9 +19,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common.mxnet_compat import mx
+from pipelines.augment import Augmenter, source_code
 from pipelines.balance import draw_balanced
 from pipelines.decoder_messages import DecoderCheck, decoder_messages
 from pipelines.errors import DataError
+from pipelines.gpu import GpuDevice
 from pipelines.graph import GraphConfig, ImageInputs, build_pipeline, random_inputs
 from pipelines.inspect_image import inspect_image
 from pipelines.loader import Batch, Loader, LoaderConfig
@@ -66,6 +68,7 @@ class DaliLoader(Loader):
             max_pixels=config.max_pixels,
         )
         self._pipeline: Any = None
+        self._augmenter: Augmenter | None = None
         self._plans: deque[Plan] = deque()  # made ahead, the next to be returned first
         self._prepared: tuple[Any, Any, Plan] | None = None
         self._planned = 0  # the plan to be made next, batches counted through all epochs
@@ -108,27 +111,51 @@ class DaliLoader(Loader):
         return self._source.name(i)
 
     def run(self) -> tuple[Any, Any, Plan]:
-        """Images and labels of the next batch as DALI's own lists of tensors, and which images these are."""
+        """Images and labels of the next batch as DALI's own lists of tensors, images that our kernels have augmented as
+        an MXNet array; and which images these are."""
         if self._prepared:
             prepared, self._prepared = self._prepared, None
             return prepared
+        images, labels, plan, *changes = self._run_pipeline()
+        if changes:
+            images = self._augmented(images.as_tensor(), *(each.as_tensor() for each in changes))
+        return images, labels, plan
+
+    def _augmented(self, images: Any, changes: Any, finishes: Any) -> Any:
+        """The batch that the kernels of augment.cu make, as an MXNet array."""
+        if self._augmenter is None:
+            config = self.config
+            device = GpuDevice(config.device_id, source_code(config.transform, config.dtype, config.channels))
+            self._augmenter = Augmenter(config.transform, config.dtype, config.channels, device)
+        count, height, width, _ = images.shape()
+        addresses = (each.data_ptr() for each in (images, changes, finishes))
+        try:
+            return self._augmenter((count, height, width), *addresses)
+        except mx.base.MXNetError as error:
+            if "out of memory" in str(error):
+                raise self._no_memory() from error
+            raise
+
+    def _no_memory(self) -> DataError:
+        return DataError(f"{self.config.data}: the GPU has no memory left for the loader's batches of "
+                         f"{self.config.batch_size} images; use a smaller batch size, or free memory on that GPU")
+
+    def _run_pipeline(self) -> tuple[Any, ...]:
+        """The graph's images and labels, which images these are, and what else the graph gives."""
         while True:
             try:
                 if self._pipeline is None:
                     self._start()
-                images, labels = self._pipeline.run()
+                images, labels, *changes = self._pipeline.run()
                 plan = self._plans.popleft()
                 self._source.check(plan.indices)
                 if decoder_messages().take() and self._find_damaged(plan):
                     continue
-                return images, labels, plan
+                return images, labels, plan, *changes
             except (RuntimeError, MemoryError) as error:  # DALI gives up a whole batch for one image
                 self._pipeline = None
                 if "CUDA allocation failed" in str(error):  # DALI's words
-                    raise DataError(
-                        f"{self.config.data}: the GPU has no memory left for the loader's batches of "
-                        f"{self.config.batch_size} images; use a smaller batch size, or free memory on that GPU"
-                    ) from error
+                    raise self._no_memory() from error
                 if isinstance(error, MemoryError):
                     raise
                 if not self._exclude_undecodable():
@@ -138,7 +165,8 @@ class DaliLoader(Loader):
         images, labels, plan = self.run()
         # DALI's dynamic executor (its default) gives every batch memory of its own, which the DLPack capsule owns: the
         # array is the pipeline's output itself, and goes back to DALI's pool when MXNet drops its last reference.
-        data, label = (mx.nd.from_dlpack(output.as_tensor().__dlpack__()) for output in (images, labels))
+        data, label = (output if isinstance(output, mx.nd.NDArray)
+                       else mx.nd.from_dlpack(output.as_tensor().__dlpack__()) for output in (images, labels))
         self._recent.append((data, label))
         return Batch(data, label, plan.num_valid, plan.indices[: plan.num_valid])
 

@@ -5,6 +5,8 @@
 Where the images come decoded (decoded.py), the window is cut out of the pixels instead, and so it is where it may
 reach beyond the image (`crop_padding`). Cutout, where it is wanted, follows the window; all other augmentations follow
 the resize, when the images of a batch have one size: the policy (policies.py, operations.py), colours, blur, erasing.
+On a GPU, where any of these is wanted, the graph ends with the resize, and what follows is done by kernels of our own
+(augment.py), which read the same numbers.
 
 All random numbers come in from outside, drawn by the loader from (seed, epoch, batch), and no operator keeps a state.
 So any batch of any epoch can be computed at once: resuming needs two numbers, a broken image can be taken out without
@@ -32,7 +34,7 @@ import numpy as np
 import nvidia.dali.math as dali_math
 from nvidia import dali
 
-from pipelines import policies
+from pipelines import augment, policies
 from pipelines.operations import Numbers, applied, colour_numbers, mean_grey, numbers, on_those, solarised
 from pipelines.transform import MAX_PIXELS, MOST_OPERATIONS, ImageTransform
 
@@ -74,6 +76,12 @@ class GraphConfig:
     stage: str = "full"  # where to stop, one of STAGES
     max_pixels: int = MAX_PIXELS  # images of more fail before they are decoded
 
+    @property
+    def is_finished_by_kernels(self) -> bool:
+        """Whether the graph ends with the resize, and augment.py does what follows it."""
+        augments = self.training and self.transform.changes_resized_images
+        return augments and self.device == "gpu" and self.stage == "full"
+
 
 class ImageInputs(NamedTuple):
     """What the graph reads for one batch of N images: lists of N, or NumPy arrays whose first axis is N."""
@@ -98,50 +106,49 @@ class ImageInputs(NamedTuple):
     size: Any = None  # (N, 2) float32, height and width of the output in pixels, equal for all images of a batch
 
 
-# Of ImageInputs, what the graph does not read itself: `Derived` and the operations follow from it.
-READ_BY_HOST = ("brightness", "colour", "chance", "policy", "policy_noise", "erasing", "erasing_place")
-
-
 class Derived(NamedTuple):
-    """What the graph reads that follows from a batch's random numbers and its size: arrays whose first axis is N."""
+    """What follows from a batch's random numbers and its size, as far as it is wanted: arrays whose first axis is N."""
 
-    corner: Any  # (N, 2) float32, where the resize begins in the image, y and x from 0 to 1: on the right to mirror it
-    opposite: Any  # (N, 2) float32, where it ends
-    erased: Any  # (N,) bool
-    erased_from: Any  # (N, 2) float32, the erased rectangle in pixels: top and left
-    erased_size: Any  # (N, 2) float32, height and width
-    coloured: Any  # (N,) bool, whether the following does something
-    matrix: Any  # (N, 3, 4) float32, from a colour (R, G, B, 1) to another
-    centre: Any  # (N,) float32, what part of the image's mean grey is added
-    blurred: Any  # (N,) bool
-    solarised: Any  # (N,) bool
-    interpolation: Any  # (N,) int32, DALI's number
+    corner: Any = None  # (N, 2) float32, where the resize begins, y and x from 0 to 1: on the right to mirror the image
+    opposite: Any = None  # (N, 2) float32, where it ends
+    erased: Any = None  # (N,) bool
+    erased_from: Any = None  # (N, 2) float32, the erased rectangle in pixels: top and left
+    erased_size: Any = None  # (N, 2) float32, height and width
+    coloured: Any = None  # (N,) bool, whether the following does something
+    matrix: Any = None  # (N, 3, 4) float32, from a colour (R, G, B, 1) to another
+    centre: Any = None  # (N,) float32, what part of the image's mean grey is added
+    blurred: Any = None  # (N,) bool
+    solarised: Any = None  # (N,) bool
+    interpolation: Any = None  # (N,) int32, DALI's number
 
 
 def derived(transform: ImageTransform, inputs: ImageInputs) -> tuple[Derived, list[Numbers]]:
     """And the numbers of the policy's operations, one after the other."""
     height, width = map(int, inputs.size[0])
-    grey, blur, solarise, interpolation = inputs.chance.T
-    contrast, saturation, hue = inputs.colour.T
-    matrix, centre = colour_numbers(inputs.brightness, contrast, saturation, hue, grey < transform.grey)
-    corner = np.stack([0 * inputs.mirror, inputs.mirror], axis=1).astype(np.float32)
-    rectangle = _rectangle(transform, inputs, height, width)
-    draws = policies.Draws(inputs.policy, inputs.policy_noise)
-    operations = [numbers(*each, height, width) for each in policies.chosen(transform, draws, height, width)]
-    values = Derived(
-        corner,
-        1 - corner,
-        *rectangle,
-        coloured=np.abs(matrix - np.eye(3, 4)).max((1, 2)) > 1e-6,
-        matrix=matrix,
-        centre=centre,
-        blurred=blur < transform.blur,
-        solarised=solarise < transform.solarise,
-        interpolation=np.array([int(each) for each in INTERPOLATIONS.values()], np.int32)[
-            (interpolation * len(INTERPOLATIONS)).astype(int)
-        ],
-    )
-    return values, operations
+    values: dict[str, np.ndarray] = {}
+    operations: list[Numbers] = []
+    if transform.auto_augment != "none":
+        draws = policies.Draws(inputs.policy, inputs.policy_noise)
+        operations += (numbers(*each, height, width) for each in policies.chosen(transform, draws, height, width))
+        values["corner"] = np.stack([0 * inputs.mirror, inputs.mirror], axis=1).astype(np.float32)
+        values["opposite"] = 1 - values["corner"]
+    if transform.random_erasing:
+        names = ("erased", "erased_from", "erased_size")
+        values |= zip(names, _rectangle(transform, inputs, height, width), strict=True)
+    if transform.changes_colours:
+        contrast, saturation, hue = inputs.colour.T
+        is_grey = inputs.chance[:, 0] < transform.grey
+        matrix, centre = colour_numbers(inputs.brightness, contrast, saturation, hue, is_grey)
+        values |= {"matrix": matrix, "centre": centre}
+        values["coloured"] = np.abs(matrix - np.eye(3, 4)).max((1, 2)) > 1e-6
+    if transform.blur:
+        values["blurred"] = inputs.chance[:, 1] < transform.blur
+    if transform.solarise:
+        values["solarised"] = inputs.chance[:, 2] < transform.solarise
+    if transform.train_interpolation == "random":
+        kinds = np.array([int(each) for each in INTERPOLATIONS.values()], np.int32)
+        values["interpolation"] = kinds[(inputs.chance[:, 3] * len(kinds)).astype(int)]
+    return Derived(**values), operations
 
 
 def _rectangle(
@@ -161,32 +168,49 @@ def _rectangle(
 
 
 def random_inputs(rng: np.random.Generator, count: int, transform: ImageTransform) -> dict[str, np.ndarray]:
-    """Draw the random members of ImageInputs for `count` images, by their names.
+    """Draw the random members of ImageInputs that this transform reads, for `count` images, by their names.
 
     The order of the draws is part of what a seed means: what is drawn for a new augmentation is drawn last.
     """
-    uniform = rng.random((2, count, NUM_CANDIDATES), np.float32)
-    area, log_ratio = transform.random_area, [math.log(ratio) for ratio in transform.random_ratio]
-    position = rng.random((count, 2), np.float32)
-    padding = transform.crop_padding
-    return {
-        "area": np.float32(area[0]) + np.float32(area[1] - area[0]) * uniform[0],
-        "log_ratio": np.float32(log_ratio[0]) + np.float32(log_ratio[1] - log_ratio[0]) * uniform[1],
-        "position": position,
-        "mirror": rng.integers(0, 2, count, np.int32) * np.int32(transform.mirror),
-        "shift": (position * (2 * padding + 1)).astype(np.int32) - np.int32(padding),
-        "hole": rng.random((count, 2), np.float32) - np.float32(transform.cutout / 2),
-        "brightness": np.float32(1) + np.float32(transform.brightness) * (2 * rng.random(count, np.float32) - 1),
-        "colour": np.array([1, 1, 0], np.float32)
-        + np.array([transform.contrast, transform.saturation, 360 * transform.hue], np.float32)
-        * (2 * rng.random((count, 3), np.float32) - 1),
-        "chance": rng.random((count, 4), np.float32),
-        "sigma": np.float32(BLUR_SIGMA[0]) + np.float32(BLUR_SIGMA[1] - BLUR_SIGMA[0]) * rng.random(count, np.float32),
-        "policy": rng.random((count, MOST_OPERATIONS, 4), np.float32),
-        "policy_noise": rng.standard_normal((count, MOST_OPERATIONS), np.float32),
-        "erasing": rng.random((count, 2, NUM_CANDIDATES), np.float32),
-        "erasing_place": rng.random((count, 3), np.float32),
-    }
+
+    def uniform(*shape: int) -> np.ndarray:
+        return rng.random((count, *shape), np.float32)
+
+    def between(low: float, high: float, values: np.ndarray) -> np.ndarray:
+        return np.float32(low) + np.float32(high - low) * values
+
+    def around(middle: Any, distance: Any, values: np.ndarray) -> np.ndarray:
+        return np.asarray(middle, np.float32) + np.asarray(distance, np.float32) * (2 * values - 1)
+
+    area, log_ratio = rng.random((2, count, NUM_CANDIDATES), np.float32)
+    narrowest, widest = map(math.log, transform.random_ratio)
+    position = uniform(2)
+    padding, colours = transform.crop_padding, transform.changes_colours
+    ranges = (transform.contrast, transform.saturation, 360 * transform.hue)
+    chance = colours or transform.blur or transform.solarise or transform.train_interpolation == "random"
+    policy = transform.auto_augment != "none"
+    # Name, whether it is read, and its values.
+    draws: list[tuple[str, Any, Callable[[], np.ndarray]]] = [
+        ("area", not padding, lambda: between(*transform.random_area, area)),
+        ("log_ratio", not padding, lambda: between(narrowest, widest, log_ratio)),
+        ("position", not padding, lambda: position),
+        ("shift", padding, lambda: (position * (2 * padding + 1)).astype(np.int32) - np.int32(padding)),
+        ("mirror", True, lambda: rng.integers(0, 2, count, np.int32) * np.int32(transform.mirror)),
+        ("hole", transform.cutout, lambda: uniform(2) - np.float32(transform.cutout / 2)),
+        ("brightness", colours, lambda: around(1, transform.brightness, uniform())),
+        ("colour", colours, lambda: around((1, 1, 0), ranges, uniform(3))),
+        ("chance", chance, lambda: uniform(4)),
+        ("sigma", transform.blur, lambda: between(*BLUR_SIGMA, uniform())),
+        ("policy", policy, lambda: uniform(MOST_OPERATIONS, 4)),
+        ("policy_noise", policy, lambda: rng.standard_normal((count, MOST_OPERATIONS), np.float32)),
+        ("erasing", transform.random_erasing, lambda: uniform(2, NUM_CANDIDATES)),
+        ("erasing_place", transform.random_erasing, lambda: uniform(3)),
+    ]
+    is_read = {name: bool(read) for name, read, _ in draws}
+    while not is_read[draws[-1][0]]:  # nothing is drawn after it
+        draws.pop()
+    drawn = {name: draw() for name, _, draw in draws}
+    return {name: values for name, values in drawn.items() if is_read[name]}
 
 
 def build_pipeline(
@@ -201,14 +225,13 @@ def build_pipeline(
 
     The arrays that `source` returns are not copied, so it must not change them later.
     Images have shape (N, height, width, channels), labels (N,) float32. A stage before "full" returns images of their
-    own sizes (uint8).
+    own sizes (uint8). Where kernels are to finish the images (`is_finished_by_kernels`) these are (N, height, width, 3)
+    uint8, and what the kernels read follows the labels: the two arrays of `augment.changes`.
     """
-
     transform = config.transform
-    fields = [name for name in ImageInputs._fields if name not in READ_BY_HOST][: None if config.training else 2]
-    num_operations = policies.num_operations(transform) if config.training else 0
-    is_derived = config.training and transform.changes_resized_images
-    num_inputs = len(fields) + is_derived * len(Derived._fields) + num_operations * len(Numbers._fields)
+    fields, derived_fields, num_operations = _fed(config)
+    finishes = config.is_finished_by_kernels
+    num_inputs = len(fields) + len(derived_fields) + num_operations * len(Numbers._fields) + 2 * finishes
     # DALI reads the arrays' memory without holding the arrays. The pipeline owns this list of those under way, through
     # `feed`, and joins its threads before it lets go of it.
     under_way: deque[tuple[Any, ...]] = deque(maxlen=prefetch + 2)
@@ -216,9 +239,13 @@ def build_pipeline(
     def feed() -> tuple[Any, ...]:
         inputs = source()
         fed = tuple(getattr(inputs, name) for name in fields)
-        if is_derived:
+        if config.training:
             values, operations = derived(transform, inputs)
-            fed += (*values, *itertools.chain.from_iterable(operations))
+            fed += tuple(getattr(values, name) for name in derived_fields)
+            if finishes:
+                fed += augment.changes(transform, inputs, values, operations)
+            else:
+                fed += tuple(itertools.chain.from_iterable(operations))
         under_way.append(fed)
         return fed
 
@@ -228,15 +255,17 @@ def build_pipeline(
         device_id=device_id if config.device == "gpu" else None,  # type: ignore[arg-type]  # None is "no GPU"
         prefetch_queue_depth=prefetch,
     )
-    def graph() -> tuple[Any, Any]:
+    def graph() -> tuple[Any, ...]:
         nodes = iter(fn.external_source(feed, num_outputs=num_inputs, batch=True, no_copy=True))
-        inputs = ImageInputs(**dict(zip(fields, nodes, strict=False)))
-        values = Derived(*(next(nodes) if is_derived else None for _ in Derived._fields))
+        inputs = ImageInputs(**{name: next(nodes) for name in fields})
+        values = Derived(**{name: next(nodes) for name in derived_fields})
         operations = [Numbers(*(next(nodes) for _ in Numbers._fields)) for _ in range(num_operations)]
         if config.feeds == "paths":
             inputs = inputs._replace(image=fn.io.file.read(inputs.image))
-        label = inputs.label.gpu() if config.device == "gpu" else inputs.label
-        return _image(config, inputs, values, operations), label
+        beside = [inputs.label, *nodes]  # what is left is for kernels
+        if config.device == "gpu":
+            beside = [node.gpu() for node in beside]
+        return _image(config, inputs, values, operations), *beside
 
     with warnings.catch_warnings():
         # A graph that ends early has inputs that nobody reads; that costs nothing.
@@ -245,6 +274,31 @@ def build_pipeline(
         with without_lines(_MISSING_CODECS) if config.device == "gpu" else contextlib.nullcontext():
             pipeline.build()
     return pipeline
+
+
+def _fed(config: GraphConfig) -> tuple[list[str], list[str], int]:
+    """What the graph reads: fields of ImageInputs and of Derived, and how many operations. What is for kernels, or for
+    nothing that this transform does, is not fed: each costs DALI time in every batch."""
+    transform = config.transform
+    if not config.training:
+        return ["image", "label"], [], 0
+    window = ["shift"] if transform.crop_padding else ["area", "log_ratio", "position"]
+    fields = ["image", "label", *window, *(["hole"] if transform.cutout else []), "size"]
+    derived_fields = ["interpolation"] if transform.train_interpolation == "random" else []
+    if config.is_finished_by_kernels:
+        return fields, derived_fields, 0
+    num_operations = policies.num_operations(transform)
+    fields += ["sigma"] if transform.blur else []
+    if num_operations:
+        derived_fields += ["corner", "opposite"]
+    else:
+        fields.append("mirror")
+    if transform.random_erasing:
+        derived_fields += ["erased", "erased_from", "erased_size"]
+    if transform.changes_colours:
+        derived_fields += ["coloured", "matrix", "centre"]
+    derived_fields += ["blurred"] * bool(transform.blur) + ["solarised"] * bool(transform.solarise)
+    return fields, derived_fields, num_operations
 
 
 @contextlib.contextmanager
@@ -292,12 +346,12 @@ def _image(config: GraphConfig, inputs: ImageInputs, values: Derived, operations
     else:
         shorter = max(config.image_size, round(config.image_size / transform.val_crop_fraction))
         image = fn.resize(image, resize_shorter=shorter, interp_type=interpolation)
-    if config.stage == "resize":
+    if config.stage == "resize" or config.is_finished_by_kernels:
         return image
     for each in operations:
-        image = applied(image, each, policies.families(transform), policies.fill(transform), inputs.size, config.device)
+        image = applied(image, each, policies.families(transform), policies.fill(transform), inputs.size)
     if config.training:
-        image = _changed(config, image, inputs, values)
+        image = _changed(transform, image, inputs, values)
     return fn.crop_mirror_normalize(
         image,
         **({} if config.training else {"crop": (config.image_size, config.image_size)}),
@@ -310,14 +364,12 @@ def _image(config: GraphConfig, inputs: ImageInputs, values: Derived, operations
     )
 
 
-def _changed(config: GraphConfig, image: Any, inputs: ImageInputs, values: Derived) -> Any:
-    """Images of the network's input's size after what follows the policy, each as it was drawn."""
-    transform = config.transform
+def _changed(transform: ImageTransform, image: Any, inputs: ImageInputs, values: Derived) -> Any:
+    """Images of the network's input's size after what follows the policy, each as it was drawn; on the CPU."""
 
     def colour(image: Any, matrix: Any, centre: Any) -> Any:
         if not transform.contrast:
             return fn.coord_transform(image, MT=matrix, dtype=types.UINT8)
-        centre = centre.gpu() if config.device == "gpu" else centre
         moved = fn.coord_transform(image, MT=matrix, dtype=types.FLOAT) + centre * mean_grey(image)
         return fn.cast(moved, dtype=types.UINT8)
 

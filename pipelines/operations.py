@@ -1,13 +1,14 @@
-"""The operations of TrivialAugment, RandAugment and AutoAugment on batches in the DALI graph, each image with its own
-operation and magnitude, which come from outside (policies.py chooses them).
+"""The operations of TrivialAugment, RandAugment and AutoAugment, each image with its own operation and magnitude, which
+come from outside (policies.py chooses them): the numbers that they come down to, and what DALI does with these on the
+CPU. On GPUs they go to kernels of our own (augment.py).
 
 What an operation does is what Pillow does (ImageOps, ImageEnhance, Image.transform), which the policies were found with
 and which torchvision and timm call. Magnitudes are Pillow's, too: an angle, a factor, a threshold.
 
-Operations of one family are one DALI operator whose numbers differ from image to image: every warp is an affine map,
-brightness, colour and grey are a matrix on the three channels, posterize, solarise and invert a few bits. The batch is
-split by family (seven splits for fifteen operations), each operator sees its own images only, and nobody touches
-those that stay as they are: for TrivialAugment 13 of 14 images are touched, most of them once.
+Operations of one family are one computation whose numbers differ from image to image: every warp is an affine map,
+brightness, colour and grey are a matrix on the three channels, posterize, solarise and invert a few bits. For DALI the
+batch is split by family (seven splits for fifteen operations), each operator sees its own images only, and nobody
+touches those that stay as they are: for TrivialAugment 13 of 14 images are touched, most of them once.
 """
 
 from __future__ import annotations
@@ -93,8 +94,8 @@ class Numbers(NamedTuple):
     # The families' numbers:
     place: Any  # warp: (N, 2, 3) float32, from a place (x, y, 1) in the output to that in the input, in pixels
     colour: Any  # matrix: (N, 3, 4) float32, from a colour (R, G, B, 1) to another
-    factor: Any  # contrast: (N,) float32
-    kernel: Any  # sharpness: (N, 3, 3) float32, what is added to the image
+    factor: Any  # contrast and sharpness: (N,) float32
+    kernel: Any  # sharpness: (N, 3, 3) float32, what is added to the image, which follows from the factor
     threshold: Any  # bits: (N,) int32, pixels from here on are inverted; 256: none
     mask: Any  # bits: (N,) uint8, those that are kept
     lift: Any  # bits: (N,) uint8, added to pixels below 128
@@ -120,13 +121,14 @@ def numbers(operation: np.ndarray, magnitude: np.ndarray, height: int, width: in
     matrix = brightness_matrix(of(Operation.BRIGHTNESS, otherwise=1)) @ saturation_matrix(
         of(Operation.COLOR, otherwise=1)
     )
-    kernel = (1 - of(Operation.SHARPNESS, otherwise=1))[:, None, None] * BLURRED_LESS_IMAGE
+    sharpness = of(Operation.SHARPNESS, otherwise=1)
+    kernel = (1 - sharpness)[:, None, None] * BLURRED_LESS_IMAGE
     threshold = np.where(operation == Operation.INVERT, 0, np.ceil(of(Operation.SOLARIZE, otherwise=256)))
     return Numbers(
         **{name: of_family[operation] for name, of_family in _OF_FAMILY.items()},
         place=place.astype(np.float32),
         colour=np.concatenate([matrix, np.full((count, 3, 1), -CUT)], axis=2).astype(np.float32),
-        factor=of(Operation.CONTRAST, otherwise=1).astype(np.float32),
+        factor=(sharpness * of(Operation.CONTRAST, otherwise=1)).astype(np.float32),
         kernel=kernel.astype(np.float32),
         threshold=threshold.astype(np.int32),
         mask=(256 - 2 ** (8 - of(Operation.POSTERIZE, otherwise=8))).astype(np.uint8),
@@ -171,15 +173,12 @@ def colour_numbers(
     return matrix, (brightness * (1 - contrast)).astype(np.float32)
 
 
-def applied(images: Any, these: Numbers, used: frozenset[str], fill: float, size: Any, device: str) -> Any:
-    """In a DALI graph: the images (uint8, HWC, of equal size), each after its operation.
+def applied(images: Any, these: Numbers, used: frozenset[str], fill: float, size: Any) -> Any:
+    """In a DALI graph on the CPU: the images (uint8, HWC, of equal size), each after its operation.
 
     `used` are the families that occur; others get no branch. `fill` is the grey (0 to 255) of what a warp brings in
     from outside the image, and `size` (N, 2) its height and width, both at least 3.
     """
-
-    def on_device(*values: Any) -> list[Any]:
-        return [value.gpu() for value in values] if device == "gpu" else list(values)
 
     def warp(image: Any, place: Any) -> Any:
         return fn.warp_affine(image, matrix=place, fill_value=fill, interp_type=types.INTERP_LINEAR)
@@ -187,17 +186,15 @@ def applied(images: Any, these: Numbers, used: frozenset[str], fill: float, size
     def matrix(image: Any, colour: Any) -> Any:
         return fn.coord_transform(image, MT=colour, dtype=types.UINT8)
 
-    def bits(image: Any, *values: Any) -> Any:
-        threshold, mask, lift = on_device(*values)
+    def bits(image: Any, threshold: Any, mask: Any, lift: Any) -> Any:
         lifted = image + lift * (image < types.Constant(128, dtype=types.UINT8))
         return (lifted ^ (_white() * (image >= threshold))) & mask
 
-    def contrast(image: Any, value: Any) -> Any:
-        (factor,) = on_device(value)
+    def contrast(image: Any, factor: Any) -> Any:
         return _cut(image * factor + dali_math.floor(mean_grey(image) + 0.5) * (1.0 - factor))
 
     def sharpness(image: Any, kernel: Any, size: Any) -> Any:
-        change = fn.filter(image, *on_device(kernel), mode="valid", dtype=types.FLOAT)
+        change = fn.filter(image, kernel, mode="valid", dtype=types.FLOAT)
         # Pillow leaves the outermost pixels as they are.
         whole = {"start": (-1, -1), "shape": fn.cast(size, dtype=types.INT32), "axis_names": "HW"}
         return _cut(image + fn.slice(change, **whole, out_of_bounds_policy="pad"))
@@ -228,7 +225,7 @@ def on_those(chosen: Any, change: Callable[..., Any], images: Any, *values: Any)
 
 
 def mean_grey(image: Any) -> Any:
-    """The mean luma of each image (1, 1, 1), on its device."""
+    """The mean luma of each image (1, 1, 1)."""
     return fn.coord_transform(fn.reductions.mean(image, axis_names="HW", keep_dims=True), M=LUMA.tolist())
 
 

@@ -112,8 +112,8 @@ class ImageTransform(Normalisation, CentreCrop, Augmentation):
 
     @property
     def changes_resized_images(self) -> bool:
-        """Whether a training image is more than cut out, resized, flipped and normalised."""
-        return self.changes_colours or self.auto_augment != "none" or self.train_interpolation == "random" or any(
+        """Whether more is done to a training image after its resize than to flip and normalise it."""
+        return self.changes_colours or self.auto_augment != "none" or any(
             (self.blur, self.solarise, self.random_erasing)
         )
 

@@ -43,8 +43,9 @@ np.save(f"{folder}/peer.npy", images.float().permute(0, 2, 3, 1).numpy())
 def test_cifar10_training_images(real_data, tmp_path, rng):
     """The pixels of a batch are equal where the same random numbers are drawn."""
     count, padding, seed = 48, 4, int(rng.integers(1 << 16))
+    transform = ImageTransform(crop_padding=padding, cutout=0.3125)
     config = LoaderConfig(data=str(real_data / "cifar10"), batch_size=count, image_size=128, seed=seed,
-                          transform=ImageTransform(crop_padding=padding, cutout=0.3125))
+                          transform=transform)
     with open_loader(config) as loader:
         ours = next(iter(loader)).data.asnumpy()
     source = open_source(real_data / "cifar10", "train")
@@ -53,9 +54,10 @@ def test_cifar10_training_images(real_data, tmp_path, rng):
     for canvas, i in zip(padded, chosen, strict=True):
         canvas[padding:-padding, padding:-padding] = Image.open(io.BytesIO(source.read(i).tobytes()))
     draws = np.random.default_rng([seed, 0, 0])
-    drawn = random_inputs(draws, count, ImageTransform(crop_padding=padding))
+    drawn = random_inputs(draws, count, transform)
     np.savez(tmp_path / "given.npz", padded=padded, corner=drawn["shift"].astype(np.int64) + padding,
-             mirror=drawn["mirror"].astype(bool), hole=drawn["hole"], mean=np.float32(MEAN), std=np.float32(STD))
+             mirror=drawn["mirror"].astype(bool), hole=drawn["hole"] + transform.cutout / 2, mean=np.float32(MEAN),
+             std=np.float32(STD))
     subprocess.run([os.environ["PEER_PYTHON"], "-c", PEER, str(tmp_path), str(BENCHMARKS),
                     json.dumps({"cutout": config.transform.cutout})], check=True)
     grey_levels = np.abs(ours - np.load(tmp_path / "peer.npy")) * STD

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import io
+import os
+import re
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,7 +15,11 @@ import numpy as np
 from nvidia import dali
 from PIL import Image
 
+from common.mxnet_compat import mx
 from pipelines import ImageTransform
+from pipelines.augment import Augmenter, Device, changes, source_code
+from pipelines.gpu import GpuDevice
+from pipelines.graph import Derived, ImageInputs
 from pipelines.operations import FAMILIES, Numbers, applied, fn, numbers
 from pipelines.recordio import pack_record
 
@@ -64,20 +73,101 @@ def operated(
     fill: float = 0,
     device: str = "cpu",
 ) -> np.ndarray:
-    """Images (N, H, W, 3), each after its operation, in one DALI graph."""
+    """Images (N, H, W, 3), each after its operation: in a DALI graph, or by the kernels ("kernels", "gpu")."""
     count, height, width, _ = images.shape
-    inputs = numbers(np.array(operations), np.array(magnitudes), height, width)
+    these = numbers(np.array(operations), np.array(magnitudes), height, width)
     size = np.full((count, 2), (height, width), np.float32)
+    if device != "cpu":
+        # Of a policy of one round; the batch is to have the pixels as they are.
+        transform = ImageTransform(auto_augment="randaugment", randaugment_operations=1, mean=(0, 0, 0), std=(1, 1, 1))
+        inputs = ImageInputs(None, None, mirror=np.zeros(count, np.int32), size=size)
+        return augmented(images, transform, changes(transform, inputs, Derived(), [these]), device, fill)
 
-    @dali.pipeline_def(batch_size=count, num_threads=1, device_id=0 if device == "gpu" else None)
+    @dali.pipeline_def(batch_size=count, num_threads=1, device_id=None)
     def graph():
-        image, size_node, *nodes = fn.external_source(lambda: (images, size, *inputs), num_outputs=2 + len(inputs),
+        image, size_node, *nodes = fn.external_source(lambda: (images, size, *these), num_outputs=2 + len(these),
                                                       batch=True)
         image = fn.reinterpret(image, layout="HWC")
-        image = image.gpu() if device == "gpu" else image
-        return applied(image, Numbers(*nodes), frozenset(FAMILIES.values()), fill, size_node, device)
+        return applied(image, Numbers(*nodes), frozenset(FAMILIES.values()), fill, size_node)
 
     pipeline = graph()
     pipeline.build()
-    (result,) = pipeline.run()
-    return (result.as_cpu() if device == "gpu" else result).as_array()
+    return pipeline.run()[0].as_array()
+
+
+def augmented(
+    images: np.ndarray, transform: ImageTransform, what: tuple[np.ndarray, ...], device: str, fill: float | None = None
+) -> np.ndarray:
+    """Images (N, H, W, 3) after the kernels of augment.cu, fp32: on a GPU, or compiled for the CPU ("kernels")."""
+    source = source_code(transform, "float32", 3)
+    if fill is not None:
+        source = re.sub(r"FILL = [^;]*;", f"FILL = {fill:.1f}f;", source)
+    where: Device = GpuDevice(0, source) if device == "gpu" else CpuDevice(source)
+    arrays = [where.empty(array.shape, "uint8") for array in (images, *what)]
+    for array, values in zip(arrays, (images, *what), strict=True):
+        array[:] = values
+    if device == "gpu":
+        mx.nd.waitall()
+    augmenter = Augmenter(transform, "float32", 3, where)
+    result = augmenter(images.shape[:3], *(where.address(array) for array in arrays))
+    return result.asnumpy() if device == "gpu" else result
+
+
+class CpuDevice:
+    """Runs the kernels on the CPU, compiled by g++, in blocks of one thread: these need nobody to wait for."""
+
+    def __init__(self, source: str) -> None:
+        folder = Path(__file__).resolve().parents[2] / ".pytest_cache" / "kernels"
+        library = folder / f"{hashlib.sha256((CUDA_ON_THE_CPU + source).encode()).hexdigest()}.so"
+        if not library.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            text = CUDA_ON_THE_CPU.replace("KERNELS", source)
+            building = library.with_suffix(f".{os.getpid()}")
+            command = ["g++", "-x", "c++", "-std=c++17", "-O2", "-fPIC", "-shared", "-o", str(building), "-"]
+            subprocess.run(command, input=text, text=True, check=True)
+            building.rename(library)
+        self._library = ctypes.CDLL(str(library))
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+        return np.full(shape, 77, dtype)
+
+    def address(self, array: np.ndarray) -> int:
+        return array.ctypes.data
+
+    def launch(self, kernel: str, grid: tuple[int, int], block: int, *arguments: int | np.int32) -> None:
+        values = [ctypes.c_void_p(each) if isinstance(each, int) else ctypes.c_int(int(each)) for each in arguments]
+        blocks = grid[0] * (1 if kernel == "measure_images" else block), grid[1]
+        getattr(self._library, f"run_{kernel}")(*map(ctypes.c_int, blocks), *values)
+
+    def synchronize(self) -> None:
+        pass
+
+
+# What CUDA has and C++ has not, for blocks of one thread; and a loop over the blocks for each kernel.
+CUDA_ON_THE_CPU = """
+#include <cmath>
+#define __global__
+#define __device__
+#define __constant__ static const
+#define __shared__ static
+#define __restrict__
+#define __syncthreads()
+struct Size { int x, y; };
+static Size blockIdx, threadIdx = {0, 0}, blockDim = {1, 1};
+static void atomicAdd(unsigned *to, unsigned value) { *to += value; }
+KERNELS
+template <class... Arguments> static void run(void (*kernel)(Arguments...), int x, int y, Arguments... arguments) {
+    for (blockIdx.y = 0; blockIdx.y < y; ++blockIdx.y)
+        for (blockIdx.x = 0; blockIdx.x < x; ++blockIdx.x) kernel(arguments...);
+}
+#define RUN(kernel, parameters, ...) \\
+    extern "C" void run_##kernel parameters { run(kernel, blocks_x, blocks_y, __VA_ARGS__); }
+RUN(measure_images, (int blocks_x, int blocks_y, const uint8 *x, const Change *changes, Statistics *statistics,
+    int pixels, int round, int rounds), x, changes, statistics, pixels, round, rounds)
+RUN(change_images, (int blocks_x, int blocks_y, const uint8 *x, const Change *changes, const Finish *finishes,
+    const Statistics *statistics, uint8 *y, int height, int width, int round, int rounds),
+    x, changes, finishes, statistics, y, height, width, round, rounds)
+RUN(finish_images, (int blocks_x, int blocks_y, const uint8 *x, const Change *changes, const Finish *finishes,
+    const Statistics *statistics, Pixel *y, int height, int width, int round, int rounds),
+    x, changes, finishes, statistics, y, height, width, round, rounds)
+"""

@@ -10,6 +10,7 @@ import pytest
 from image_helpers import encode, smooth_image, write_records
 from PIL import Image
 
+from common.mxnet_compat import mx
 from pipelines import DataError, ImageTransform, LoaderConfig, load_images, open_loader
 from pipelines.dali_loader import DaliLoader
 from pipelines.inspect_image import inspect_image
@@ -197,6 +198,22 @@ def test_no_gpu_memory_left_is_no_bad_image(tmp_path, monkeypatch):
                                "CUDA allocation failed\nCurrent pipeline object is no longer valid.")
 
     monkeypatch.setattr(loader, "_start", lambda: setattr(loader, "_pipeline", FullGpu()))
+    with pytest.raises(DataError, match="the GPU has no memory left for the loader's batches of 8 images; use a small"):
+        next(iter(loader))
+
+
+def test_no_gpu_memory_left_for_the_kernels(tmp_path, monkeypatch):
+    """MXNet's error."""
+    path = tmp_path / "data.rec"
+    write_records(path, [DECODABLE["RGB JPEG"](seed) for seed in range(8)], [0.0] * 8)
+    loader = open_loader(config(path, split="val"))
+
+    def augmenter(*_):
+        raise mx.base.MXNetError("cudaMalloc retry failed: out of memory")
+
+    run = loader._run_pipeline
+    monkeypatch.setattr(loader, "_run_pipeline", lambda: (*run(), *run()[:2]))
+    monkeypatch.setattr(loader, "_augmenter", augmenter)
     with pytest.raises(DataError, match="the GPU has no memory left for the loader's batches of 8 images; use a small"):
         next(iter(loader))
 

@@ -251,13 +251,13 @@ def test_training_transform_against_pillow(numbered):
 def test_padded_windows_and_cutout_against_numpy(numbered, cache_gib, rng):
     """Padded, cut, erased and flipped in NumPy, and resized by Pillow. `numbered` has images of 40 to 130 pixels."""
     padding, side, seed = 9, 0.3, int(rng.integers(1 << 16))
-    settings = config(numbered, seed=seed, transform=ImageTransform(crop_padding=padding, cutout=side),
-                      cache_gib=cache_gib, image_size=32)
+    transform = ImageTransform(crop_padding=padding, cutout=side)
+    settings = config(numbered, seed=seed, transform=transform, cache_gib=cache_gib, image_size=32)
     source = open_source(numbered, "train")
     for k, (pixels, labels) in enumerate(epoch_of(open_loader(settings))):
-        drawn = np.random.default_rng([seed, 0, k])
-        plain = random_inputs(drawn, 4, ImageTransform())
-        position, mirror, hole = plain["position"], plain["mirror"], plain["hole"]
+        drawn = random_inputs(np.random.default_rng([seed, 0, k]), 4, transform)
+        position = random_inputs(np.random.default_rng([seed, 0, k]), 4, ImageTransform())["position"]
+        mirror, hole = drawn["mirror"], drawn["hole"]
         for i, label in enumerate(labels):
             image = np.asarray(Image.open(io.BytesIO(source.read(int(label)).tobytes())))
             height, width = image.shape[:2]
@@ -265,7 +265,7 @@ def test_padded_windows_and_cutout_against_numpy(numbered, cache_gib, rng):
             canvas[padding:-padding, padding:-padding] = image
             x, y = (position[i] * (2 * padding + 1)).astype(int)
             window = canvas[y : y + height, x : x + width]
-            (left, top), (right, bottom) = (np.floor((hole[i] + end * side / 2) * (width, height)) for end in (-1, 1))
+            (left, top), (right, bottom) = (np.floor((hole[i] + end * side) * (width, height)) for end in (0, 1))
             hole_pixels = slice(max(0, int(top)), int(bottom)), slice(max(0, int(left)), int(right))
             assert 0.01 < window[hole_pixels].size / window.size < 0.11  # 0.3 x 0.3, cut at the border
             window[hole_pixels] = np.round(MEAN)
@@ -379,7 +379,7 @@ def test_interpolation_of_training_images(numbered):
     np.testing.assert_array_equal(pixels(train_interpolation="bicubic"), bicubic)
     np.testing.assert_array_equal(pixels(interpolation="bicubic", train_interpolation="bilinear"), bilinear)
     np.testing.assert_array_equal(pixels("val", train_interpolation="bicubic"), pixels("val"))
-    drawn = np.concatenate([random_inputs(np.random.default_rng([0, 0, k]), 4, ImageTransform())["chance"]
+    drawn = np.concatenate([random_inputs(np.random.default_rng([0, 0, k]), 4, EVERYTHING)["chance"]
                             for k in range(len(bilinear) // 4)])
     is_bicubic = drawn[:, 3] >= 0.5
     assert 8 < is_bicubic.sum() < 28  # of 36
@@ -465,13 +465,28 @@ def test_validation_has_no_augmentation(numbered):
 
 def test_random_windows_cover_area_and_ratio_as_asked():
     rng = np.random.default_rng(1)
-    area, log_ratio, position, mirror, _, hole, *_ = random_inputs(rng, 2000, ImageTransform()).values()
+    area, log_ratio, position, mirror, hole = random_inputs(rng, 2000, ImageTransform(cutout=0.5)).values()
     assert area.min() >= 0.08 - 1e-6 and area.max() <= 1 + 1e-6
     assert abs(area.mean() - 0.54) < 0.01  # of 20,000 uniform numbers: standard error 0.002
     assert abs(log_ratio).max() <= np.log(4 / 3) + 1e-6 and abs(log_ratio.mean()) < 0.01
-    assert min(position.min(), hole.min()) >= 0 and max(position.max(), hole.max()) < 1
+    assert min(position.min(), hole.min() + 0.25) >= 0 and max(position.max(), hole.max() + 0.25) < 1
     assert abs(mirror.mean() - 0.5) < 0.06  # standard error 0.011
     assert not random_inputs(np.random.default_rng(1), 50, ImageTransform(mirror=False))["mirror"].any()
+
+
+def test_what_is_not_read_is_not_drawn_and_changes_no_other_draw():
+    """What a seed means for one augmentation does not depend on which others there are."""
+    everything = random_inputs(np.random.default_rng(7), 5, EVERYTHING)
+    names = {"crop_padding": {"shift"}, "cutout": {"hole"}, "contrast": {"brightness", "colour", "chance"},
+             "blur": {"chance", "sigma"}, "auto_augment": {"policy", "policy_noise"},
+             "random_erasing": {"erasing", "erasing_place"}}
+    for option, read in names.items():
+        drawn = random_inputs(np.random.default_rng(7), 5, ImageTransform(**{option: getattr(EVERYTHING, option)}))
+        window = {"mirror"} if option == "crop_padding" else {"mirror", "area", "log_ratio", "position"}
+        assert drawn.keys() == read | window, option
+        for name in drawn.keys() & everything.keys() - {"colour", "brightness"}:  # those have other ranges
+            np.testing.assert_array_equal(drawn[name], everything[name], err_msg=name)
+    assert random_inputs(np.random.default_rng(7), 5, ImageTransform()).keys() == window
 
 
 def test_types_and_channels(numbered):

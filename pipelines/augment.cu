@@ -1,0 +1,240 @@
+// What training does to resized images on a GPU: the operations of a policy, colours, blur, solarising, erasing and
+// normalising, of a whole batch at once. augment.py launches these kernels, and puts before this file: `enum Family`,
+// MEAN, STD, MEAN_COLOUR (R, G, B, 0 to 255), FILL, CHANNELS, and HALF where the batch is to be in 16 bits.
+//
+// Images are changed in rounds, one `Change` of each image in each, of its own family and with its own numbers; the last
+// round also writes the batch. So the launches are as few as the rounds, whatever the images' operations are. Between
+// the rounds pixels are bytes, as they are in Pillow.
+//
+// Shapes, as elsewhere: N images of H x W pixels. x: the images as they are, (N, H, W, 3) uint8. changes:
+// (N, rounds). finishes: (N,). statistics: (N, 3).
+
+using uint8 = unsigned char;
+using uint32 = unsigned int;
+
+// What one round does to an image. As CHANGE in augment.py.
+struct Change {
+    int family;
+    float place[2][3];                // WARP: from a place (x, y, 1) in the output to that in the input, in pixels
+    float colour[3][4];               // MATRIX, COLOURS: from a colour (R, G, B, 1) to another
+    float centre;                     // COLOURS: what part of the image's mean grey is added
+    float factor;                     // CONTRAST, SHARPNESS
+    int threshold, mask, lift;        // BITS: inverted from here on; bits that are kept; added to pixels below 128
+    float sigma;                      // BLUR_X, BLUR_Y: standard deviation, in pixels
+};
+
+// What is done to an image at the end, but for `mirror`, which comes before all else. As FINISH in augment.py.
+struct Finish {
+    int mirror, solarise;
+    int top, left, bottom, right;  // the erased rectangle
+};
+
+// Of one channel of one image, for the families that ask for it.
+struct Statistics {
+    float mean;
+    uint8 table[256];  // AUTO_CONTRAST, EQUALIZE: what each level becomes
+};
+
+#ifdef HALF
+struct Element { unsigned short bits; };
+__device__ inline Element element(float v) {
+    Element e;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(e.bits) : "f"(v));
+    return e;
+}
+#else
+using Element = float;
+__device__ inline Element element(float v) { return v; }
+#endif
+
+struct alignas(CHANNELS == 4 ? 4 * sizeof(Element) : sizeof(Element)) Pixel { Element channel[CHANNELS]; };
+
+struct Colour {
+    float channel[3];  // 0 to 255
+    __device__ float &operator[](int c) { return channel[c]; }
+};
+
+// The nearest byte.
+__device__ inline uint8 rounded(float v) { return uint8(fminf(fmaxf(rintf(v), 0.f), 255.f)); }
+
+// The fraction cut off, as Pillow does it.
+__device__ inline float cut(float v) { return truncf(fminf(fmaxf(v, 0.f), 255.f)); }
+
+// Pillow's Image.blend.
+__device__ inline float blend(float from, float to, float factor) { return cut(from + factor * (to - from)); }
+
+__device__ inline float grey(float r, float g, float b) { return 0.299f * r + 0.587f * g + 0.114f * b; }
+
+// One image.
+struct Image {
+    const uint8 *pixels;
+    int height, width;
+    bool mirrored;  // to be read from right to left
+
+    __device__ Colour at(int y, int x) const {
+        const uint8 *p = pixels + 3 * (y * width + (mirrored ? width - 1 - x : x));
+        return {{float(p[0]), float(p[1]), float(p[2])}};
+    }
+
+    // Bilinear; beyond the image lies FILL.
+    __device__ Colour between(float y, float x) const {
+        // Far outside it makes no difference where; whole numbers end somewhere.
+        const float row = floorf(fminf(fmaxf(y, -2.f), height + 1.f)), column = floorf(fminf(fmaxf(x, -2.f), width + 1.f));
+        const float below = fminf(fmaxf(y - row, 0.f), 1.f), right = fminf(fmaxf(x - column, 0.f), 1.f);
+        Colour sum = {{0, 0, 0}};
+        for (int k = 0; k < 4; ++k) {
+            const int v = int(row) + k / 2, u = int(column) + k % 2;
+            const float weight = (k / 2 ? below : 1 - below) * (k % 2 ? right : 1 - right);
+            const bool is_inside = 0 <= v && v < height && 0 <= u && u < width;
+            Colour corner = is_inside ? at(v, u) : Colour{{FILL, FILL, FILL}};
+            for (int c = 0; c < 3; ++c) sum[c] += weight * corner[c];
+        }
+        return sum;
+    }
+};
+
+// The place that stands for one outside, if the border is a mirror, in the middle of its outermost pixel.
+__device__ inline int reflected(int at, int size) {
+    while (size > 1 && (at < 0 || at >= size)) at = at < 0 ? -at : 2 * (size - 1) - at;
+    return size > 1 ? at : 0;
+}
+
+// Pillow's ImageFilter.SMOOTH, blended with the image. The outermost pixels stay as they are.
+__device__ inline Colour sharpened(const Image &image, int y, int x, float factor) {
+    Colour here = image.at(y, x), sum = {{0, 0, 0}};
+    if (y == 0 || x == 0 || y == image.height - 1 || x == image.width - 1) return here;
+    for (int k = 0; k < 9; ++k) {
+        Colour near = image.at(y + k / 3 - 1, x + k % 3 - 1);
+        for (int c = 0; c < 3; ++c) sum[c] += (k == 4 ? 5 : 1) * near[c];
+    }
+    for (int c = 0; c < 3; ++c) here[c] = blend(floorf(sum[c] / 13 + 0.5f), here[c], factor);
+    return here;
+}
+
+// Along one direction, by a Gaussian that ends after three standard deviations.
+__device__ inline Colour blurred(const Image &image, int y, int x, float sigma, bool along_x) {
+    const int radius = int(ceilf(3 * sigma));
+    Colour sum = {{0, 0, 0}};
+    float weights = 0;
+    for (int d = -radius; d <= radius; ++d) {
+        const float weight = expf(-0.5f * d * d / (sigma * sigma));
+        Colour near = along_x ? image.at(y, reflected(x + d, image.width)) : image.at(reflected(y + d, image.height), x);
+        for (int c = 0; c < 3; ++c) sum[c] += weight * near[c];
+        weights += weight;
+    }
+    for (int c = 0; c < 3; ++c) sum[c] /= weights;
+    return sum;
+}
+
+// The pixel after the image's change; the fraction is still to be rounded.
+__device__ inline Colour changed(const Image &image, int y, int x, const Change &change, const Statistics *statistics) {
+    if (change.family == WARP) {
+        const float u = x + 0.5f, v = y + 0.5f;
+        const float(&m)[2][3] = change.place;
+        return image.between(m[1][0] * u + m[1][1] * v + m[1][2] - 0.5f, m[0][0] * u + m[0][1] * v + m[0][2] - 0.5f);
+    }
+    if (change.family == SHARPNESS) return sharpened(image, y, x, change.factor);
+    if (change.family == BLUR_X || change.family == BLUR_Y)
+        return blurred(image, y, x, change.sigma, change.family == BLUR_X);
+    Colour from = image.at(y, x), to = from;
+    if (change.family == MATRIX || change.family == COLOURS) {
+        float centre = 0;
+        if (change.family == COLOURS && change.centre != 0)
+            centre = change.centre * grey(statistics[0].mean, statistics[1].mean, statistics[2].mean);
+        for (int c = 0; c < 3; ++c) {
+            const float(&m)[4] = change.colour[c];
+            to[c] = m[0] * from[0] + m[1] * from[1] + m[2] * from[2] + m[3] + centre;
+        }
+    } else if (change.family == CONTRAST) {
+        const float mean = floorf(grey(statistics[0].mean, statistics[1].mean, statistics[2].mean) + 0.5f);
+        for (int c = 0; c < 3; ++c) to[c] = blend(mean, from[c], change.factor);
+    } else if (change.family == AUTO_CONTRAST || change.family == EQUALIZE) {
+        for (int c = 0; c < 3; ++c) to[c] = statistics[c].table[int(from[c])];
+    } else if (change.family == BITS) {
+        for (int c = 0; c < 3; ++c) {
+            const int lifted = int(from[c]) + (from[c] < 128 ? change.lift : 0);
+            to[c] = (from[c] >= change.threshold ? 255 - lifted : lifted) & change.mask;
+        }
+    }
+    return to;
+}
+
+// A round but the last. Shapes: y as x. A thread for each pixel; blockIdx.y: the image.
+extern "C" __global__ void change_images(const uint8 *__restrict__ x, const Change *changes, const Finish *finishes,
+                                         const Statistics *statistics, uint8 *__restrict__ y, int height, int width,
+                                         int round, int rounds) {
+    const int at = blockIdx.x * blockDim.x + threadIdx.x, pixels = height * width, n = blockIdx.y;
+    if (at >= pixels) return;
+    const Image image = {x + 3ll * n * pixels, height, width, round == 0 && finishes[n].mirror};
+    Colour colour = changed(image, at / width, at % width, changes[n * rounds + round], statistics + 3 * n);
+    for (int c = 0; c < 3; ++c) y[3 * (1ll * n * pixels + at) + c] = rounded(colour[c]);
+}
+
+// The last round. Shapes: y (N, H, W, CHANNELS), of which a fourth channel is zero. Threads as above.
+extern "C" __global__ void finish_images(const uint8 *__restrict__ x, const Change *changes, const Finish *finishes,
+                                         const Statistics *statistics, Pixel *__restrict__ y, int height, int width,
+                                         int round, int rounds) {
+    const int at = blockIdx.x * blockDim.x + threadIdx.x, pixels = height * width, n = blockIdx.y;
+    if (at >= pixels) return;
+    const Finish &finish = finishes[n];
+    const int row = at / width, column = at % width;
+    const Image image = {x + 3ll * n * pixels, height, width, round == 0 && finish.mirror};
+    Colour colour = changed(image, row, column, changes[n * rounds + round], statistics + 3 * n);
+    const bool is_erased =
+        finish.top <= row && row < finish.bottom && finish.left <= column && column < finish.right;
+    Pixel pixel = {};
+    for (int c = 0; c < 3; ++c) {
+        float v = rounded(colour[c]);
+        if (finish.solarise && v >= 128) v = 255 - v;
+        if (is_erased) v = MEAN_COLOUR[c];
+        pixel.channel[c] = element((v - MEAN[c]) / STD[c]);
+    }
+    y[1ll * n * pixels + at] = pixel;
+}
+
+constexpr int HISTOGRAMS = 8;  // side by side: threads that count the same level at once wait for each other
+
+// Before a round: the statistics that its families ask for. A block for each channel (blockIdx.x) of an image
+// (blockIdx.y).
+extern "C" __global__ void measure_images(const uint8 *__restrict__ x, const Change *changes, Statistics *statistics,
+                                          int pixels, int round, int rounds) {
+    const int n = blockIdx.y, channel = blockIdx.x, first = threadIdx.x, stride = blockDim.x;
+    const Change &change = changes[n * rounds + round];
+    const bool has_table = change.family == AUTO_CONTRAST || change.family == EQUALIZE;
+    if (!has_table && change.family != CONTRAST && !(change.family == COLOURS && change.centre != 0)) return;
+
+    __shared__ uint32 counts[HISTOGRAMS][256];  // the pixels of each level; their sum is then in the first
+    for (int i = first; i < HISTOGRAMS * 256; i += stride) counts[i / 256][i % 256] = 0;
+    __syncthreads();
+    const uint8 *levels = x + 3ll * n * pixels + channel;
+#pragma unroll 4
+    for (int i = first; i < pixels; i += stride) atomicAdd(&counts[first / 32 % HISTOGRAMS][levels[3 * i]], 1u);
+    __syncthreads();
+    for (int level = first; level < 256; level += stride)
+        for (int k = 1; k < HISTOGRAMS; ++k) counts[0][level] += counts[k][level];
+    __syncthreads();
+
+    const uint32 *count = counts[0];
+    int low = 255, high = 0;
+    uint32 sum = 0;
+    for (int level = 0; level < 256; ++level) {
+        sum += level * count[level];  // below 2^32 for 16 million pixels
+        if (count[level]) low = level < low ? level : low, high = level;
+    }
+    Statistics &found = statistics[3 * n + channel];
+    if (first == 0) found.mean = float(sum) / pixels;
+    if (!has_table) return;
+    const uint32 step = (pixels - count[high]) / 255;  // EQUALIZE: pixels for each level that is written
+    for (int level = first; level < 256; level += stride) {
+        int to = level;
+        if (change.family == AUTO_CONTRAST && high > low) {
+            const int stretched = (level - low) * 255 / (high - low);
+            to = stretched < 0 ? 0 : stretched > 255 ? 255 : stretched;
+        } else if (change.family == EQUALIZE && step > 0) {
+            uint32 darker = step / 2;
+            for (int k = 0; k < level; ++k) darker += count[k];
+            to = darker / step < 255 ? darker / step : 255;
+        }
+        found.table[level] = to;
+    }
+}

@@ -1,0 +1,155 @@
+"""Augmenting on a GPU: what follows the resize, of a whole batch in a few launches of our own kernels (augment.cu).
+
+DALI has an operator for each thing, and each prepares and launches its own: a policy's fifteen operations were about
+sixty launches, and twice that for RandAugment. Here an image is changed by the family of its own operation, whichever
+that is, in one launch for the whole batch, a round. The last round also flips, erases, normalises and writes the batch.
+So TrivialAugment is two launches (one measures the images that need it), RandAugment four.
+
+On the CPU the same numbers (operations.py) go to DALI's operators, in graph.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from pipelines import policies
+from pipelines.operations import FAMILIES, Numbers
+from pipelines.transform import ImageTransform
+
+SOURCE = Path(__file__).with_name("augment.cu")
+# What a round can do to an image: an operation's family, or one of the augmentations that follow the policy.
+FAMILY_NUMBER = {
+    name: number
+    for number, name in enumerate(("identity", *dict.fromkeys(FAMILIES.values()), "colours", "blur_x", "blur_y"))
+}
+MEASURED = {"contrast", "auto_contrast", "equalize"}  # those that need to know more of an image than single pixels
+# The structs of these names in augment.cu.
+CHANGE = np.dtype([
+    ("family", np.int32), ("place", np.float32, (2, 3)), ("colour", np.float32, (3, 4)), ("centre", np.float32),
+    ("factor", np.float32), ("threshold", np.int32), ("mask", np.int32), ("lift", np.int32), ("sigma", np.float32),
+])  # fmt: skip
+FINISH = np.dtype([("mirror", np.int32), ("solarise", np.int32), ("erased", np.int32, 4)])
+STATISTICS_BYTES = 4 + 256  # of a channel of an image
+BLOCK, MEASURING_BLOCK = 256, 1024  # threads
+
+
+def measured_rounds(transform: ImageTransform) -> list[bool]:
+    """For each round whether some images may have to be measured before it."""
+    is_measured = transform.auto_augment != "none" and not MEASURED.isdisjoint(policies.families(transform))
+    rounds = [is_measured] * policies.num_operations(transform)
+    if transform.changes_colours:
+        rounds.append(transform.contrast > 0)
+    rounds += 2 * [False] * (transform.blur > 0)
+    return rounds or [False]  # the last one also does what is done at the end
+
+
+def changes(
+    transform: ImageTransform, inputs: Any, values: Any, operations: Iterable[Numbers]
+) -> tuple[np.ndarray, np.ndarray]:
+    """What is done to each of N images, as the kernels read it: (N, rounds) of CHANGE and (N,) of FINISH, as bytes.
+    `inputs` and `values` are the ImageInputs and Derived of graph.py."""
+    count = len(inputs.size)
+    rounds = [_operation(each) for each in operations]
+    if transform.changes_colours:
+        colours = np.zeros(count, CHANGE)
+        colours["family"] = np.where(values.coloured, FAMILY_NUMBER["colours"], 0)
+        colours["colour"], colours["centre"] = values.matrix, values.centre
+        rounds.append(colours)
+    if transform.blur:
+        for name in ("blur_x", "blur_y"):
+            blur = np.zeros(count, CHANGE)
+            blur["family"] = np.where(values.blurred, FAMILY_NUMBER[name], 0)
+            blur["sigma"] = inputs.sigma
+            rounds.append(blur)
+    finish = np.zeros(count, FINISH)
+    finish["mirror"] = inputs.mirror
+    if transform.solarise:
+        finish["solarise"] = values.solarised
+    if transform.random_erasing:
+        top, left = values.erased_from.T
+        height, width = values.erased_size.T
+        if transform.auto_augment == "none":  # the rectangle was drawn for the image before its flip, as on the CPU
+            left = np.where(inputs.mirror, inputs.size[:, 1] - width - left, left)
+        corners = np.stack([top, left, top + height, left + width], axis=1)
+        finish["erased"] = np.where(values.erased[:, None], corners, 0)
+    every_round = np.stack(rounds or [np.zeros(count, CHANGE)], axis=1)
+    return every_round.view(np.uint8).reshape(count, -1), finish.view(np.uint8).reshape(count, -1)
+
+
+def _operation(these: Numbers) -> np.ndarray:
+    """(N,) of CHANGE."""
+    change = np.zeros(len(these.factor), CHANGE)
+    for name in dict.fromkeys(FAMILIES.values()):
+        change["family"] += FAMILY_NUMBER[name] * getattr(these, name)
+    for name in ("place", "colour", "factor", "threshold", "mask", "lift"):
+        change[name] = getattr(these, name)
+    return change
+
+
+class Device(Protocol):
+    """Where the kernels run: GpuDevice of gpu.py."""
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
+        """Fresh memory there, as an array."""
+
+    def address(self, array: Any) -> int:
+        """Where such an array begins."""
+
+    def launch(self, kernel: str, grid: tuple[int, int], block: int, *arguments: int | np.int32) -> None:
+        """Run a kernel: an `int` argument is an address. In the order of the calls, and perhaps later."""
+
+    def synchronize(self) -> None:
+        """Wait for what was launched."""
+
+
+class Augmenter:
+    """Makes batches of resized images: (N, H, W, channels), normalised, in the dtype of the batch."""
+
+    def __init__(self, transform: ImageTransform, dtype: str, channels: int, device: Device) -> None:
+        self._measured = measured_rounds(transform)
+        self._dtype, self._channels, self._device = dtype, channels, device
+
+    def __call__(self, shape: tuple[int, int, int], images: int, changes: int, finishes: int) -> Any:
+        """The batch of `shape` (N, H, W) whose images (N, H, W, 3) uint8 lie at an address, as do the arrays that the
+        function `changes` gave for them. It is complete when this returns."""
+        count, height, width = shape
+        device, rounds = self._device, len(self._measured)
+        batch = device.empty((*shape, self._channels), self._dtype)
+        statistics = device.empty((count * 3 * STATISTICS_BYTES,), "uint8") if any(self._measured) else None
+        between = [device.empty((*shape, 3), "uint8") for _ in range(min(rounds - 1, 2))]  # written in turn
+        measured = device.address(statistics) if statistics is not None else 0
+        blocks = -(-height * width // BLOCK)
+        for number, is_measured in enumerate(self._measured):
+            which = np.int32(number), np.int32(rounds)
+            if is_measured:
+                device.launch("measure_images", (3, count), MEASURING_BLOCK, images, changes, measured,
+                              np.int32(height * width), *which)
+            is_last = number == rounds - 1
+            to = device.address(batch if is_last else between[number % 2])
+            device.launch("finish_images" if is_last else "change_images", (blocks, count), BLOCK, images, changes,
+                          finishes, measured, to, np.int32(height), np.int32(width), *which)
+            images = to
+        device.synchronize()
+        return batch
+
+
+def source_code(transform: ImageTransform, dtype: str, channels: int) -> str:
+    """augment.cu, with what it leaves open."""
+
+    def floats(name: str, values: Iterable[float]) -> str:
+        return f"__constant__ float {name}[] = {{{', '.join(f'{value:.9e}f' for value in values)}}};"
+
+    head = [
+        "#define HALF" if dtype == "float16" else "",
+        f"constexpr int CHANNELS = {channels};",
+        f"enum Family {{ {', '.join(name.upper() for name in FAMILY_NUMBER)} }};",
+        floats("MEAN", transform.mean),
+        floats("STD", transform.std),
+        floats("MEAN_COLOUR", transform.mean_colour),
+        f"constexpr float FILL = {policies.fill(transform):.1f}f;",
+    ]
+    return "\n".join([*head, SOURCE.read_text()])

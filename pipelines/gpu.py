@@ -1,0 +1,66 @@
+"""A GPU for the loader's kernels: memory, a stream, compiling. The only module of this package that calls CUDA
+libraries, which are imported when a device is made, so that the package can be imported where they are missing."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from typing import Any
+
+import numpy as np
+
+from common.disk_cache import Cache
+from common.mxnet_compat import mx
+from common.nvidia_gpus import find_gpus
+from pipelines.errors import DataError
+
+
+class GpuDevice:
+    """A GPU: MXNet's memory, and a stream of its own, whose launches come before those of the training step. Raises
+    DataError where what compiles the kernels is missing."""
+
+    def __init__(self, device_id: int, source: str) -> None:
+        try:
+            from cuda.core import Device as CudaDevice
+            from cuda.core import LaunchConfig, ObjectCode, StreamOptions, launch
+        except ImportError as error:
+            raise DataError(f"batches on the GPU need cuda-core ({error}): `make setup`, or pip install '.[gpu]' in "
+                            "this project's folder") from None
+        self._context = mx.gpu(device_id)
+        gpu = CudaDevice(device_id)
+        gpu.set_current()
+        self._stream = gpu.create_stream(options=StreamOptions(priority=-1))
+        self._launch, self._config = launch, LaunchConfig
+        major, minor = find_gpus()[device_id].capability
+        self._code = ObjectCode.from_cubin(compiled(source, f"sm_{major}{minor}"))
+        self._kernels: dict[str, Any] = {}
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
+        return mx.nd.empty(shape, ctx=self._context, dtype=dtype)
+
+    def address(self, array: Any) -> int:
+        address = ctypes.c_void_p()
+        mx.base.check_call(mx.base._LIB.MXNDArrayGetData(array.handle, ctypes.byref(address)))
+        return int(address.value or 0)
+
+    def launch(self, kernel: str, grid: tuple[int, int], block: int, *arguments: int | np.int32) -> None:
+        if kernel not in self._kernels:
+            self._kernels[kernel] = self._code.get_kernel(kernel)
+        self._launch(self._stream, self._config(grid=grid, block=block), self._kernels[kernel], *arguments)
+
+    def synchronize(self) -> None:
+        self._stream.sync()
+
+
+def compiled(source: str, architecture: str) -> bytes:
+    """Machine code of CUDA C++, for NVRTC's name of a GPU such as 'sm_90'; made once on each machine."""
+    from cuda.core import Program, ProgramOptions
+
+    cache = Cache("loader kernels")
+    entry = hashlib.sha256(f"{architecture} {source}".encode()).hexdigest()[:32]
+    if code := cache.read(entry):
+        return code
+    options = ProgramOptions(arch=architecture, std="c++17", name="augment.cu")
+    code = bytes(Program(source, "c++", options).compile("cubin").code)
+    cache.write(entry, code)
+    return code
