@@ -19,16 +19,8 @@ from record import Peer, run, write_result
 
 from common.command_line import Positive, read_options
 from common.errors import UserError
-from common.mxnet_compat import mx
-from graph_passes.passes.quantise import CLASSIFIER_KEPT
-from pipelines import Batch
-from train import models
-from train.checkpoint import Checkpoint
 from train.commands.export import export_onnx
-from train.commands.quantize import quantised
-from train.config import Config
-
-CALIBRATION_IMAGES = 4
+from train.commands.quantize import untrained
 
 
 @dataclass(frozen=True)
@@ -49,13 +41,7 @@ class Options:
 
 def network_files(model: str, classes: int, size: int) -> dict[str, bytes]:
     """The content of both ONNX files by precision."""
-    params, aux = models.create(model, classes).initial_values(seed=0, zero_init_residual=False)
-    config = Config(model=model, image_size=size, batch_size=CALIBRATION_IMAGES)
-    trained = Checkpoint(params=params, aux=aux, state={}, config=config,
-                         class_names=[str(label) for label in range(classes)])
-    images = np.random.default_rng(0).standard_normal((CALIBRATION_IMAGES, size, size, 3), dtype=np.float32)
-    batch = Batch(mx.nd.array(images), mx.nd.zeros(CALIBRATION_IMAGES), CALIBRATION_IMAGES)
-    int8, _ = quantised(trained, config, iter([batch]), "max", CLASSIFIER_KEPT)
+    trained, int8 = untrained(model, classes, size)
     return {"int8": export_onnx(trained, int8)[0], "fp32": export_onnx(trained)[0]}
 
 

@@ -7,7 +7,8 @@ of results/memory_1gpu.jsonl. Ours is what a training step of the cuda executor 
 on the GPU, forward, loss and top-1/top-5, backward, optimizer with loss scaling. The peer (benchmarks/peer_pytorch.py)
 does the same without top-1/top-5, in each of the ways to run that `--peers` names; the fastest of them is the figure's
 peer, and the file holds the times of all. Without PEER_PYTHON there is no peer. `--inference` measures inference, up to
-the probabilities on the GPU, and writes results/<model>_<...>_b<batch>_inference_synthetic_1gpu.json.
+the probabilities on the GPU, and writes results/<model>_<...>_b<batch>_inference_synthetic_1gpu.json; with
+`--dtype int8` ours in INT8 (`train/commands/quantize.py`) against the peer in float16, which is the least that it has.
 
 Both sides start from all gammas 1, the same learning rate and loss scale, take turns between six batches, and warm up
 for three seconds before each turn. Step times are from CUDA events, one after each step; nothing waits for the host.
@@ -22,7 +23,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -31,24 +32,39 @@ from record import RESULTS, Peer, best_peer, check_trained, flags, run, write_re
 from torch_peer import TorchPeer, all_times, take_turns
 
 from common.command_line import Positive, read_options
-from common.errors import ProgramError
+from common.errors import ProgramError, UserError
 from common.mxnet_compat import mx
 from graph_passes.executors import create_executor
 from graph_passes.executors.cuda import profile
 from graph_passes.executors.cuda.executor import CudaExecutor
+from graph_passes.executors.cuda.quantised_executor import QuantisedCudaExecutor
 from train import models
+from train.commands.quantize import untrained
+from train.devices import Placement
 from train.reporting.gpu_monitor import GpuMonitor
+from train.weights import int8_file
 
 CLASSES = 1000
 WARM_UP_SECONDS, NUM_BATCHES = 3.0, 6
-SHORT = {"float16": "fp16", "bfloat16": "bf16", "tf32": "tf32", "float32": "fp32"}
+CALIBRATION_SIZE = 64  # pixels: no scale depends on it
+SHORT = {"float16": "fp16", "bfloat16": "bf16", "tf32": "tf32", "float32": "fp32", "int8": "int8"}
 MEMORY = RESULTS / "memory_1gpu.jsonl"
 PeerMode = Literal["eager", "compile", "graph", "reduce-overhead"]
+Measured = CudaExecutor | QuantisedCudaExecutor
 
 
 def learning_rate(batch: int) -> float:
     """0.1 for 256 images (Goyal et al., arXiv:1706.02677)."""
     return 0.1 * batch / 256
+
+
+def make_int8(model: str, batch: int, size: int) -> tuple[QuantisedCudaExecutor, list[tuple[Any, Any]]]:
+    """As `make_step`, of inference in INT8."""
+    trained, network = untrained(model, CLASSES, CALIBRATION_SIZE)
+    config = replace(trained.config, batch_size=batch, image_size=size, val_image_size=0)
+    executor = int8_file.executor_of(network, trained, config, Placement("cuda", "gpu(0)", ""))
+    assert isinstance(executor, QuantisedCudaExecutor)
+    return executor, [random_batch((batch, size, size, 4), "float16", mx.gpu(0)) for _ in range(NUM_BATCHES)]
 
 
 def make_step(model: str, batch: int, size: int, dtype: str, device_id: int = 0,
@@ -72,12 +88,12 @@ def random_batch(shape: tuple[int, ...], dtype: str, gpu: Any) -> tuple[Any, Any
     return data.astype("float16" if dtype == "float16" else "float32").as_in_context(gpu), label.as_in_context(gpu)
 
 
-def loss_scale(executor: CudaExecutor) -> float:
+def loss_scale(executor: Measured) -> float:
     """1 where nothing scales the loss."""
-    return executor.get_scalars().get("loss_scale", 1.0)
+    return 1.0 if isinstance(executor, QuantisedCudaExecutor) else executor.get_scalars().get("loss_scale", 1.0)
 
 
-def measure(executor: CudaExecutor, monitor: GpuMonitor, batches: Sequence[tuple[Any, Any]], steps: int,
+def measure(executor: Measured, monitor: GpuMonitor, batches: Sequence[tuple[Any, Any]], steps: int,
             inference: bool = False, warm_up_seconds: float = WARM_UP_SECONDS) -> dict[str, Any]:
     """One turn, after warm-up: the step times in ms, the mean loss of these steps (by inference the mean sum of an
     image's probabilities), the loss scale before and after them, power in W and clock in MHz."""
@@ -87,7 +103,7 @@ def measure(executor: CudaExecutor, monitor: GpuMonitor, batches: Sequence[tuple
     def step() -> None:
         nonlocal answer
         data, label = next(in_turn)
-        if inference:
+        if inference or isinstance(executor, QuantisedCudaExecutor):
             answer = executor.forward(data)
             return
         executor.forward_backward(data, label)
@@ -129,8 +145,8 @@ class Options:
     """Images a step."""
     size: Positive = 224
     """Height and width of an image."""
-    dtype: Literal["float16", "bfloat16", "tf32", "float32"] = "float16"
-    """Precision."""
+    dtype: Literal["float16", "bfloat16", "tf32", "float32", "int8"] = "float16"
+    """Precision; int8 is for --inference."""
     steps: Positive = 50
     """Counted steps in each turn."""
     rounds: Positive = 2
@@ -147,6 +163,7 @@ class Options:
 
 def peer_options(arguments: Options) -> list[str]:
     """Of peer_pytorch.py."""
+    arguments = replace(arguments, dtype="float16") if arguments.dtype == "int8" else arguments
     return [*flags(arguments, "model", "batch", "size", "dtype", "steps"), "--learning-rate",
             str(learning_rate(arguments.batch)), *["--inference"] * arguments.inference]
 
@@ -181,11 +198,17 @@ def gib(num_bytes: int) -> float:
 
 def main() -> None:
     arguments = read_options(Options)
+    if arguments.dtype == "int8" and not arguments.inference:
+        raise UserError("--dtype int8 is for --inference: add it, or give another precision")
     # It imports PyTorch meanwhile, and takes nothing of the GPU before its first turn.
     peer = TorchPeer(*peer_options(arguments)) if "PEER_PYTHON" in os.environ else None
     started = time.monotonic()
-    executor, batches = make_step(arguments.model, arguments.batch, arguments.size, arguments.dtype,
-                                  trial_kernels=arguments.trial_kernels)
+    executor: Measured
+    if arguments.dtype == "int8":
+        executor, batches = make_int8(arguments.model, arguments.batch, arguments.size)
+    else:
+        executor, batches = make_step(arguments.model, arguments.batch, arguments.size, arguments.dtype,
+                                      trial_kernels=arguments.trial_kernels)
     print(f"ready after {time.monotonic() - started:.1f} s (the first time on a machine, plans are timed)", flush=True)
     free, total = executor.gpu.memory()
     memory: dict[str, Any] = {"ours_in_use_gib": gib(total - free)}
@@ -218,7 +241,7 @@ def main() -> None:
     if not arguments.inference:
         write_memory(name, memory)
         print(f"GPU memory: {memory}")
-    if arguments.profile:
+    if arguments.profile and not isinstance(executor, QuantisedCudaExecutor):
         rows = executor.profile()
         ceiling = executor.copy_gigabytes_per_second()
         text = f"{profile.format_table(rows, ceiling)}\n\n{profile.format_summary(rows, ceiling)}\n"

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from graph_passes import passes
-from graph_passes.graph import Graph
-from graph_passes.passes.choice import Choose, fused_way
+from graph_passes.graph import Graph, Node
+from graph_passes.passes.choice import Choose, Ways, fused_way
 from graph_passes.passes.conv_epilogue import conv_epilogue
 from graph_passes.passes.conv_statistics import conv_statistics
 from graph_passes.passes.dgrad_reduce import dgrad_reduce
@@ -22,6 +22,8 @@ from graph_passes.passes.norm_grad_add import norm_grad_add
 from graph_passes.passes.norm_pair import norm_pair
 from graph_passes.passes.norm_pool import norm_pool
 from graph_passes.passes.quantise import CLASSIFIER_KEPT, Kept, Scales, quantise
+from graph_passes.passes.quantise_squares import quantise_squares
+from graph_passes.passes.quantised_way import quantised_way
 from graph_passes.passes.rnn_algorithm import rnn_algorithm
 from graph_passes.passes.softmax_bias import softmax_bias
 from graph_passes.passes.split_norm import split_norm
@@ -81,6 +83,22 @@ def quantised_passes(dtype: str, scales: Scales, kept: Kept = CLASSIFIER_KEPT) -
         "stem_pool": lambda graph: graph,  # its parts are quantised one by one
         "conv_epilogue": lambda graph: conv_epilogue(graph, fused_way, groups=True),
         "quantise": lambda graph: quantise(graph, scales, kept),
+    }
+
+
+def gpu_quantised_passes(dtype: str, scales: Scales, kept: Kept, choose: Choose) -> dict[str, Pass]:
+    """Those of inference in INT8 on a GPU: the same integers, in the forms that its kernels take."""
+
+    def of_floats(graph: Graph, node: Node, ways: Ways) -> str:
+        """Where a way depends on the device: for a convolution that stays in floats. `quantise` takes fused ones."""
+        stays = kept.first and graph[node.inputs[0].node].is_variable
+        return (choose if stays else fused_way)(graph, node, ways)
+
+    return {
+        **quantised_passes(dtype, scales, kept),
+        "conv_epilogue": lambda graph: conv_epilogue(graph, of_floats, groups=True),
+        "quantise_squares": quantise_squares,
+        "quantised_way": lambda graph: quantised_way(graph, choose),
     }
 
 

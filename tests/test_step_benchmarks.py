@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from test_results import faults
 
-from common.errors import ProgramError
+from common.errors import ProgramError, UserError
 from graph_passes.executors.base import Metrics
 from train.reporting.gpu_monitor import GpuReadings
 
@@ -112,6 +112,7 @@ def measured(benchmark_module: Callable[[str], Any], tmp_path: Path,
         executor = Executor(list(losses), list(scales))
         batches = [(f"batch {number}", [0] * 64) for number in range(6)]
         monkeypatch.setattr(step_gpu, "make_step", lambda *_, **__: (executor, batches))
+        monkeypatch.setattr(step_gpu, "make_int8", lambda *_: (executor, batches))
         monkeypatch.setattr(step_gpu, "GpuMonitor", Monitor)
         monkeypatch.setattr(step_gpu, "MEMORY", tmp_path / "memory.jsonl")
         monkeypatch.setattr(step_gpu, "WARM_UP_SECONDS", 0.0)
@@ -156,6 +157,18 @@ def test_inference(measured: Callable[..., dict[str, Any]]) -> None:
     del result["executor"]
     assert faults(result, "resnet50_fp16_b64_inference_synthetic_1gpu.json") == []
     assert (result["value"], result["peer"]) == (32_000, None)
+
+
+def test_inference_in_int8(measured: Callable[..., dict[str, Any]], benchmark_module: Callable[[str], Any]) -> None:
+    """Against the peer in float16."""
+    result = measured("--inference", "--dtype", "int8", "--rounds", "1", losses=[1.0])
+    del result["executor"]
+    assert faults(result, "resnet50_int8_b64_inference_synthetic_1gpu.json") == []
+    step_gpu = benchmark_module("step_gpu")
+    options = step_gpu.peer_options(step_gpu.Options(dtype="int8", inference=True))
+    assert options[options.index("--dtype") + 1] == "float16"
+    with pytest.raises(UserError, match="--dtype int8 is for --inference: add it, or give another precision"):
+        measured("--dtype", "int8", losses=[1.0])
 
 
 @pytest.mark.parametrize("losses, scales, peer_losses, sentence", [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from common.command_line import part_of
@@ -47,6 +48,27 @@ def choose(config: Config, local_rank: int) -> Placement:
             "which computes in float32 only; use --dtype auto"
         )
     return placement
+
+
+def for_int8(config: Config, values: Mapping[str, Any]) -> Config:
+    """The configuration with the device of a network in INT8: the CPU with the reference executor, or a GPU with the
+    cuda executor where one of them is asked for. `values` are the options that were given. Raises TrainError for those
+    that INT8 has no place for."""
+    check_int8(values)
+    device, executor = values.get("device", "auto"), values.get("executor", "auto")
+    # Not by itself on a GPU: no test has compared the integers of its tensor cores with the reference executor's yet.
+    if executor == "auto":
+        executor = "cuda" if device == "gpu" else "reference"
+    return replace(config, dtype="auto", device="cpu" if executor == "reference" and device == "auto" else device,
+                   executor=executor)
+
+
+def check_int8(values: Mapping[str, Any]) -> None:
+    """Raise TrainError for given options that INT8 has no place for."""
+    if values.get("executor") == "mxnet":
+        raise TrainError("--executor mxnet has no INT8: leave it out, or give cuda or reference")
+    if (dtype := values.get("dtype", "auto")) != "auto":
+        raise TrainError(f"--dtype {dtype} is not for --int8, which computes with integers: leave out one of the two")
 
 
 def _place(wanted: DeviceOptions, local_rank: int) -> Placement:

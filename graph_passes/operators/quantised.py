@@ -14,6 +14,9 @@ floats, in the unit 1 (`scale` is 1 then) and without the rounding.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
 
 from graph_passes.operators.base import (
@@ -27,6 +30,7 @@ from graph_passes.operators.base import (
     along_axis,
     boolean,
     channel_axis,
+    integers,
     known,
 )
 from graph_passes.operators.convolution import CONVOLUTION, convolution_shapes
@@ -35,6 +39,7 @@ from graph_passes.operators.fully_connected import FULLY_CONNECTED, fully_connec
 from graph_passes.operators.pooling import POOLING, max_pooling, pooled_shape
 from graph_passes.operators.windows import Places, as_layout, nhwc
 
+SQUARE_CHANNELS = 16  # 2x2 pixels of 4 channels
 LARGEST = 127  # and -127: symmetric, so that a product with -1 cannot overflow
 # Products of int8 that fp32 sums exactly in any order, as every partial sum is an integer of at most 24 bits.
 _EXACT_IN_FP32 = 2**24 // LARGEST**2
@@ -59,6 +64,30 @@ def _pooling(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes
     return [data], [pooled_shape(node, data)]
 
 
+class Squares(NamedTuple):
+    """Of 2x2 pixels, which a convolution at stride 2 reads in place of pixels, in one dimension."""
+
+    before: int  # the image
+    shift: int  # of a tap of the window: where it lies in its squares
+    window: int  # squares of a window
+    total: int
+
+
+def squares(kernel: int, pad: int, size: int = 0) -> Squares:
+    """For a window of `kernel` pixels at stride 2 with this padding. `size`: pixels of the image; else there is no
+    count."""
+    before = -(-pad // 2)
+    shift = 2 * before - pad
+    window = -(-(kernel + shift) // 2)
+    return Squares(before, shift, window, (size + 2 * pad - kernel) // 2 + window)
+
+
+def _squares(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
+    data = known(node, shapes)
+    sizes = (squares(*of).total for of in zip(node["kernel"], node["pad"], data[1:3], strict=True))
+    return [data], [(data[0], *sizes, SQUARE_CHANNELS)]
+
+
 # --- NumPy ---
 
 
@@ -70,6 +99,33 @@ def saturated(x: Array) -> Array:
 def quantised(x: Array, scale: float) -> Array:
     """Floats as int8 in units of `scale`: the fp32 product with fp32(1 / scale), saturated."""
     return saturated(x.astype(np.float32) * np.float32(1 / scale))
+
+
+def in_squares(x: Array, kernel: Sequence[int], pad: Sequence[int]) -> Array:
+    """Images (N, H, W, up to 4 channels) as squares (N, h, w, 16), zeros where there is no image."""
+    down, right = (squares(*of) for of in zip(kernel, pad, x.shape[1:3], strict=True))
+    room = np.zeros((len(x), 2 * down.total, 2 * right.total, 4), x.dtype)
+    top, left = 2 * down.before, 2 * right.before
+    height, width = min(x.shape[1], room.shape[1] - top), min(x.shape[2], room.shape[2] - left)
+    room[:, top : top + height, left : left + width, : x.shape[3]] = x[:, :height, :width]
+    return _pixels_as_channels(room)
+
+
+def weight_in_squares(weight: Array, pad: Sequence[int]) -> Array:
+    """The weight (K, kernel, up to 4 channels) with which a convolution of squares at stride 1, without padding, gives
+    what one of images at stride 2 gives."""
+    filters, height, width, channels = weight.shape
+    down, right = squares(height, pad[0]), squares(width, pad[1])
+    room = np.zeros((filters, 2 * down.window, 2 * right.window, 4), weight.dtype)
+    room[:, down.shift : down.shift + height, right.shift : right.shift + width, :channels] = weight
+    return _pixels_as_channels(room)
+
+
+def _pixels_as_channels(x: Array) -> Array:
+    """(N, 2h, 2w, 4) -> (N, h, w, 16)."""
+    count, height, width, _ = x.shape
+    x = x.reshape(count, height // 2, 2, width // 2, 2, 4)
+    return np.ascontiguousarray(x.transpose(0, 1, 3, 2, 4, 5)).reshape(count, height // 2, width // 2, SQUARE_CHANNELS)
 
 
 def dequantised(x: Array, scale: float) -> Array:
@@ -152,19 +208,26 @@ def _scale(value: object) -> float:
 
 SCALE = Attribute(_scale)  # of the output: what 1 stands for
 _UNIT = Attribute(_scale, 1.0)
+SIZES = Attribute(integers)
 _DTYPE = {"dtype": Attribute(str, "int8")}
 
 OPERATORS = (
     Operator("Quantise", ("data",), elementwise, lambda node, x: [quantised(x, node["scale"])],
              {"scale": SCALE, **_DTYPE}),
+    # For the first convolution at stride 2, whose `kernel` and `pad` these are: 2x2 pixels are the channels of one
+    # (passes/quantise_squares.py).
+    Operator("QuantiseSquares", ("data",), _squares,
+             lambda node, x: [in_squares(quantised(x, node["scale"]), node["kernel"], node["pad"])],
+             {"scale": SCALE, "kernel": SIZES, "pad": SIZES, **_DTYPE}, forward="Quantise"),
     # `data_scale`: what 1 stands for in the data.
     Operator("Dequantise", ("data",), elementwise, lambda node, x: [dequantised(x, node["data_scale"])],
              {"data_scale": SCALE, "dtype": Attribute(str, "float32")}),
     # multiplier: data_scale * weight_scale / scale, fp32 of each channel. Then bias, addend and ReLU: `requantised`.
+    # `way`: by which kernel a device computes it (passes/quantised_way.py); the result is the same.
     Operator("QuantisedConvolution", ("data", "weight", "multiplier", "bias", "addend"), _convolution,
              _quantised_convolution,
              CONVOLUTION | _DTYPE | {"scale": SCALE, "addend_scale": _UNIT, "no_addend": TRUE,
-                                     "relu": Attribute(boolean, False)},
+                                     "relu": Attribute(boolean, False), "way": Attribute(str, "")},
              optional={"addend": "no_addend"}, forward="Convolution", fused=True),
     # Of the maximum `scale` is `data_scale`: the same integers. A mean is the exact sum, times
     # fp32(data_scale / scale / pixels of the window).

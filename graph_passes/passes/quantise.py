@@ -204,7 +204,8 @@ class _Quantiser:
     def _as_integers(self, ref: Ref) -> Ref:
         if ref not in self._integers:
             name = self._graph.unused_name(f"{ref.node}_int8")
-            self._nodes[name] = Node("Quantise", name, (self._floats[ref],), {"scale": self._scale(ref)})
+            self._nodes[name] = Node("Quantise", name, (self._floats[ref],),
+                                     {"scale": self._scale(ref), "dtype": "int8"})
             self._integers[ref] = Ref(name)
         return self._integers[ref]
 

@@ -39,6 +39,9 @@ def main(values: Mapping[str, Any]) -> None:
         return
     if "batch_sizes" in values:
         raise TrainError("--batch-sizes is for --inference: add it, or give --batch-size", on_all_ranks=True)
+    if values.get("int8"):
+        raise TrainError("--int8 is for --inference, as training computes in floats: add it, or leave out --int8",
+                         on_all_ranks=True)
     workers, wanted = Workers(), part_of(Measurement, values)
     with workers.agreement():
         default = devices.default_config(values, workers.local_rank)

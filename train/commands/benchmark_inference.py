@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from datetime import datetime, timezone
+from functools import cache, partial
 from itertools import cycle
 from pathlib import Path
 from time import perf_counter
@@ -36,6 +37,7 @@ from graph_passes.executors import Executor
 from graph_passes.passes import BACKBONE
 from train import devices
 from train.build import batch_form, build_executor, check_memory, network_dtype
+from train.commands.quantize import untrained
 from train.commands.session import run_folder_of
 from train.config import Config, DeviceOptions, NetworkOptions, RunOptions, SizeOptions, configure, load_preset
 from train.devices import IMAGENET_PRESET, Placement
@@ -45,6 +47,7 @@ from train.processes.invocation import command_line
 from train.reporting.gpu_monitor import UNKNOWN, GpuMonitor, GpuReadings
 from train.reporting.inference import LATENCY_BATCH, Point, plot, scenarios
 from train.timing import PRECISION, relative_error
+from train.weights.int8_file import executor_of
 
 GPU_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 CPU_BATCHES = (1, 2, 4, 8, 16)
@@ -54,11 +57,13 @@ WARM_UP_SECONDS, SECONDS = 3.0, 3.0  # of each of the two figures of a point, at
 CPU_SECONDS = 1.0  # in place of both: a CPU's clock rises at once, and its passes take long
 LONGER = 4
 LEAST_LATENCIES, LEAST_PASSES = 10, 5  # the former tell a 90th percentile
+INT8 = "int8"
+CALIBRATION_SIZE = 64  # pixels: no scale depends on it
 SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 RESULT, PLOT = "inference.json", "inference.png"
 
 # What may be given beside --inference, in which there are neither data nor training.
-TAKEN = {"inference", "batch_sizes", "num_classes",
+TAKEN = {"inference", "int8", "batch_sizes", "num_classes",
          *(field.name for part in (RunOptions, NetworkOptions, SizeOptions, DeviceOptions) for field in fields(part))}
 
 
@@ -75,14 +80,20 @@ def measure_inference(values: Mapping[str, Any], workers: Workers) -> None:
     folder = run_folder_of(replace(config, config=f"{config.config}-inference"))
     if (folder / RESULT).exists():
         raise TrainError(f"the output folder {folder} already holds a measurement: give another --output")
+    if int8 := values.get("int8", False):
+        devices.check_int8(values)
     placement = devices.choose(config, workers.local_rank)
     if placement.note:
         print(placement.note, flush=True)
+    if int8 and placement.executor != "cuda":
+        raise TrainError("--int8 measures the cuda executor, and there is no GPU for it here: on a CPU ONNX Runtime "
+                         "computes in INT8 (python -m train export --int8 onnxruntime)")
     num_classes = config.num_classes or CLASSES
     usual = GPU_BATCHES if placement.device.startswith("gpu") else CPU_BATCHES
     sizes = sorted(set(values.get("batch_sizes", usual)))
     points: list[Point] = []
-    for name, chosen in precisions(config, placement, "dtype" in values).items():
+    chosen_ones = {INT8: config} if int8 else precisions(config, placement, "dtype" in values)
+    for name, chosen in chosen_ones.items():
         points += sweep(name, chosen, placement, num_classes, sizes)
     if not points:
         raise TrainError(f"no batch of {' or '.join(map(str, sizes))} images fits into memory: give smaller "
@@ -121,7 +132,7 @@ def sweep(precision: str, config: Config, placement: Placement, num_classes: int
                 return
             try:
                 point = measure(executor, precision, images(config, placement, batch), seconds)
-            except PassingError:  # memory that kernels need besides; what is measured stays
+            except (CapacityError, PassingError):  # memory that kernels need besides; what is measured stays
                 print(_left_out(precision, batch), flush=True)
                 return
             finally:
@@ -149,11 +160,17 @@ def _build(precision: str, config: Config, placement: Placement, num_classes: in
     # Frozen: executors are made for training too, and it takes a tenth of the memory where only the classifier trains.
     config = replace(config, batch_size=batch, freeze=BACKBONE)
     try:
+        if precision == INT8:
+            trained, network = _untrained(config.model, num_classes)
+            return executor_of(network, trained, config, placement)
         check_memory(config, num_classes, config.image_size, placement)
         return build_executor(config, num_classes, config.image_size, placement, None)
     except (CapacityError, PassingError):
         print(_left_out(precision, batch), flush=True)
         return None
+
+
+_untrained = cache(partial(untrained, image_size=CALIBRATION_SIZE))  # once for all sizes of batches
 
 
 def _left_out(precision: str, batch: int) -> str:

@@ -35,7 +35,7 @@ class ValidateOptions(LoaderOptions, InferenceImageOptions, BatchOptions, Device
     """Run folder, checkpoint or weights of another program (docs/fine_tuning.md) that are validated; of a run folder,
     its best checkpoint."""
     int8: bool = False
-    """Validate the network in INT8 that `quantize` has made of it, on the CPU."""
+    """Validate the network in INT8 that `quantize` has made of it: on the CPU, with --device gpu on a GPU."""
     report: Annotated[str, "FOLDER"] = ""
     """Also write a report into this new folder: what is taken for what, accuracy by class, the surest mistakes,
     calibration."""
@@ -81,6 +81,8 @@ class Measurement:
     """Measure inference instead: images/sec, latency, memory and energy over batch sizes, in each precision that the
     executor has or in that of --dtype, on generated images (docs/inference.md); printed, and written as JSON and as a
     plot. The network is ResNet-50 with 1,000 classes at 224 pixels, where the options do not say otherwise."""
+    int8: bool = False
+    """With --inference: measure INT8, on a GPU."""
     batch_sizes: Annotated[tuple[int, ...], "N"] = ()
     """With --inference: the batch sizes; default: 1 to 2,048 by powers of two as far as memory allows, on a CPU to
     16."""
@@ -204,6 +206,8 @@ class PredictOptions(LoaderOptions):
     """Also write a PNG with the images, as the network sees them, and their predictions."""
     batch_size: int = 32
     """Images in one forward pass; with --output on a GPU 256, where it is not given."""
+    int8: bool = False
+    """Predict with the network in INT8 that `quantize` has made of it: on the CPU, with --device gpu on a GPU."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """Where to compute, as in training."""
     executor: Literal["auto", "mxnet", "reference", "cuda"] = "auto"

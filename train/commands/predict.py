@@ -32,6 +32,7 @@ from train.errors import TrainError
 from train.processes.distributed import Workers
 from train.reporting.plots import fitting, font
 from train.reporting.prediction_file import most_likely
+from train.weights import int8_file
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,10 @@ def predict(options: PredictOptions) -> list[Prediction]:
         executor=options.executor,
         dtype="auto",
     )
+    if options.int8:
+        config = devices.for_int8(config, vars(options))
     placement = devices.choose(config, local_rank=0)
+    int8 = int8_file.load(options.checkpoint, trained, config) if options.int8 else None
     batches = load_images(
         options.images,
         config.inference_image_size,
@@ -99,7 +103,8 @@ def predict(options: PredictOptions) -> list[Prediction]:
         hw_decoder_load=options.hw_decoder_load if options.hw_decoder_load >= 0 else None,
         transform=config.transform,
     )
-    executor = build_executor(config, trained.num_classes, config.inference_image_size, placement, trained)
+    executor = (int8_file.executor_of(int8, trained, config, placement) if int8 else
+                build_executor(config, trained.num_classes, config.inference_image_size, placement, trained))
     predictions = []
     for batch in batches:
         executor.forward(batch.data)

@@ -39,6 +39,8 @@ from train.processes.distributed import Workers
 from train.processes.invocation import command_line
 from train.processes.pulse import Activity, pulse
 from train.reporting.prediction_file import PredictionFile, check_name, most_likely
+from train.weights import int8_file
+from train.weights.int8_file import Int8Network
 
 GPU_BATCH = 256
 WAITING_WRITES = 4  # batches
@@ -59,6 +61,11 @@ class Job(NamedTuple):
     placement: Placement
     top: int
     workers: Workers
+    int8: Int8Network | None  # in place of the network in floats
+
+    @property
+    def dtype(self) -> str:
+        return "int8" if self.int8 else network_dtype(self.config, self.placement)
 
 
 @dataclass
@@ -148,24 +155,28 @@ def _job(options: PredictOptions, values: Mapping[str, Any], workers: Workers) -
     trained = weights.load(options.checkpoint, quiet=workers.rank > 0)
     config = replace(trained.config, device=options.device, executor=options.executor, dtype="auto",
                      batch_size=options.batch_size)
+    if options.int8:
+        config = devices.for_int8(config, vars(options))
     placement = devices.choose(config, workers.local_rank)
     if placement.note and workers.rank == 0:
         print(placement.note, flush=True)
+    int8 = int8_file.load(options.checkpoint, trained, config) if options.int8 else None
     if "batch_size" not in values and placement.device.startswith("gpu"):
         config = replace(config, batch_size=GPU_BATCH)
     options = replace(options, on_bad_image=values.get("on_bad_image", "skip"))
-    return Job(options, trained, config, placement, top_of(options, trained), workers)
+    return Job(options, trained, config, placement, top_of(options, trained), workers, int8)
 
 
 def _about(job: Job) -> dict[str, Any]:
     """What the predictions are made with."""
     digest = hashlib.sha256(repr(job.trained.class_names).encode(errors="surrogateescape"))
-    for name, array in sorted((job.trained.params | job.trained.aux).items()):
+    values = job.int8.params if job.int8 else job.trained.params | job.trained.aux
+    for name, array in sorted(values.items()):
         digest.update(f"{name} {array.shape}".encode() + np.ascontiguousarray(array).tobytes())
     return {
         "weights": digest.hexdigest(), "top": job.top, "image_size": job.config.inference_image_size,
         "checkpoint": job.options.checkpoint, "network": job.trained.network,
-        "dtype": network_dtype(job.config, job.placement), "command": command_line(),
+        "dtype": job.dtype, "command": command_line(),
         "version": environment.project_version(), "commit": environment.git_commit(),
     }
 
@@ -177,8 +188,9 @@ def _predict(job: Job, images: Sequence[str], file: PredictionFile) -> Totals:
     pulse.show(Activity.VALIDATING)  # the first batch waits until the network is built, or compiled
     config = replace(job.config, batch_size=min(job.config.batch_size, len(images)))
     with _open_loader(job, config, images) as loader:
-        executor = build_executor(config, job.trained.num_classes, config.inference_image_size, job.placement,
-                                  job.trained)
+        executor = (int8_file.executor_of(job.int8, job.trained, config, job.placement) if job.int8 else
+                    build_executor(config, job.trained.num_classes, config.inference_image_size, job.placement,
+                                   job.trained))
         return _write_all(job, executor, loader, images, file)
 
 

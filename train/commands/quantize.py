@@ -16,13 +16,14 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from common.mxnet_compat import mx
 from graph_passes import Graph, Ref, passes, pipeline
 from graph_passes.calibration import Calibration, folded, observed
 from graph_passes.executors import reference
 from graph_passes.executors.base import Executor, Metrics
 from graph_passes.executors.mxnet import MXNetExecutor
 from graph_passes.operators import LOSSES
-from graph_passes.passes.quantise import Kept, in_floats, layers, quantise_params
+from graph_passes.passes.quantise import CLASSIFIER_KEPT, Kept, in_floats, layers, quantise_params
 from pipelines import Batch, Loader, LoaderConfig, load_chosen
 from pipelines.sources import open_source
 from train import models, weights
@@ -43,6 +44,7 @@ CPU = Placement("mxnet", "cpu(0)", "")
 MIN_IMAGES = 16  # fewer are a range of single images
 # Images in a batch are as many as have 2^20 pixels, 64 at most: all tensors of a batch are in memory at once.
 _BATCH_PIXELS, _LARGEST_BATCH = 2**20, 64
+NOISE_IMAGES = 4  # that an untrained network is calibrated on
 MUCH = 0.01  # of top-1: what INT8 should not lose
 
 Tensors = dict[str, np.ndarray]
@@ -84,7 +86,7 @@ def main(values: Mapping[str, Any]) -> None:
     exact = build_executor(config, trained.num_classes, size, CPU, trained)
     images = TRAINING_IMAGES if evaluated_images(config) == TRAINING_IMAGES else "validation images"
     accuracy = {}
-    for precision, executor in (("float32", exact), ("int8", executor_of(network, trained, config))):
+    for precision, executor in (("float32", exact), ("int8", executor_of(network, trained, config, CPU))):
         sums = _validated(executor, loader, workers)
         accuracy[precision] = sums.top1 / sums.count
         print(f"{precision}: loss {sums.loss_sum / sums.count:.4f}, top-1 {accuracy[precision]:.2%}, top-5 "
@@ -129,6 +131,20 @@ def quantised(trained: Checkpoint, config: Config, batches: Iterator[Batch], met
         params=quantise_params(before, tensors_of.params, scales, kept),
     )
     return network, _errors(network, network.graph(trained), tensors_of.params, first)
+
+
+def untrained(model: str, num_classes: int, image_size: int) -> tuple[Checkpoint, Int8Network]:
+    """A network with initial values, and the same in INT8, calibrated on noise of so many pixels: for measurements of
+    speed, which does not depend on the values."""
+    params, aux = models.create(model, num_classes).initial_values(seed=0, zero_init_residual=False)
+    config = Config(model=model, image_size=image_size, batch_size=NOISE_IMAGES)
+    trained = Checkpoint(params=params, aux=aux, state={}, config=config,
+                         class_names=[str(label) for label in range(num_classes)])
+    shape = (NOISE_IMAGES, image_size, image_size, 3)
+    images = np.random.default_rng(0).standard_normal(shape, np.float32)
+    batch = Batch(mx.nd.array(images), mx.nd.zeros(NOISE_IMAGES), NOISE_IMAGES)
+    network, _ = quantised(trained, config, iter([batch]), "max", CLASSIFIER_KEPT)
+    return trained, network
 
 
 class _Tensors:

@@ -12,6 +12,7 @@ from train import weights
 from train.build import build_executor, evaluated_images, open_split
 from train.commands.session import of_network, prepare
 from train.config import configure
+from train.devices import for_int8
 from train.errors import TrainError
 from train.processes.distributed import Workers
 from train.processes.invocation import command_line
@@ -37,13 +38,13 @@ def main(values: Mapping[str, Any]) -> None:
         trained = weights.load(place, quiet=workers.rank > 0)
         config = of_network(configure(values, trained.config), values, trained)
         if int8 := values.get("int8", False):
-            config = replace(config, device="cpu", executor="reference", dtype="auto")
+            config = for_int8(config, values)
         placement = prepare(config, workers)
         loader = open_split(replace(config, cache=0), "val", placement, workers, trained.classes,
                             f"the network of {place}")  # without cache: each image is needed once
         executor: Executor
         if int8:
-            executor = int8_file.executor_of(int8_file.load(place, trained, config), trained, config)
+            executor = int8_file.executor_of(int8_file.load(place, trained, config), trained, config, placement)
         else:
             executor = build_executor(config, trained.num_classes, loader.config.image_size, placement, trained)
     validation = validate(executor, loader, workers)

@@ -20,11 +20,13 @@ import numpy as np
 
 from common import files
 from graph_passes import Graph, GraphError, Ref, passes, pipeline
+from graph_passes.executors import Executor
 from graph_passes.executors.reference import QuantisedExecutor
 from graph_passes.passes.quantise import Kept
 from train import checkpoint, models
 from train.checkpoint import Checkpoint
 from train.config import Config
+from train.devices import Placement
 from train.errors import TrainError
 
 FORMAT, VERSION = "resnet int8", 1
@@ -114,12 +116,18 @@ def load(place: str, trained: Checkpoint, config: Config) -> Int8Network:
     return network
 
 
-def executor_of(network: Int8Network, trained: Checkpoint, config: Config) -> QuantisedExecutor:
-    """What computes it on the CPU, with the loss of this configuration."""
+def executor_of(network: Int8Network, trained: Checkpoint, config: Config, placement: Placement) -> Executor:
+    """What computes it, with the loss of this configuration: on a GPU the cuda executor, else the reference executor,
+    with the same integers. Raises GraphError."""
     graph = models.create(trained.config.model, trained.num_classes, config.label_smoothing).graph
     shape = (config.batch_size, config.inference_image_size, config.inference_image_size, 3)
-    return QuantisedExecutor(graph, {"data": shape, "softmax_label": shape[:1]}, network.scales, network.kept,
-                                       network.params)
+    shapes = {"data": shape, "softmax_label": shape[:1]}
+    if placement.executor != "cuda":
+        return QuantisedExecutor(graph, shapes, network.scales, network.kept, network.params)
+    from graph_passes.executors.cuda.quantised_executor import QuantisedCudaExecutor
+
+    return QuantisedCudaExecutor(graph, shapes, network.scales, network.kept, network.params, placement.device,
+                                 config.deterministic)
 
 
 def _check(network: Int8Network, trained: Checkpoint) -> None:

@@ -1,38 +1,31 @@
-"""Inference: every BatchNorm that follows a convolution folded into it, compiled for each batch size."""
+"""Inference, compiled for each batch size."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
 
-from graph_passes import pipeline
 from graph_passes.executors.cuda.compiled import CompiledGraph
-from graph_passes.executors.cuda.folding import Folded
 from graph_passes.executors.cuda.lowering import Persistent
-from graph_passes.executors.cuda.parameters import ParameterStore
+from graph_passes.executors.cuda.parameters import Store
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.executors.cuda.toolchain import Toolchain
 from graph_passes.graph import Graph
+from graph_passes.passes import Choose
 
 
 class Inference:
-    """The folded network with weights of its own, on the inputs and outputs of a training step.
+    """The graph that `passes` give, on parameters of its own in `store`, and the inputs and outputs of a `Network`.
 
-    A batch may be smaller than the step's: its images, labels and probabilities are the first ones of the buffers. What
-    was compiled for one image size is kept until images of another one come.
+    A batch may be smaller than the network's: its images, labels and probabilities are the first ones of the buffers.
+    What was compiled for one image size is kept until images of another one come.
     """
 
-    def __init__(self, graph: Graph, shapes: Mapping[str, tuple[int, ...]], dtype: str, tools: Toolchain) -> None:
-        self._graph, self._dtype, self._shapes = graph, dtype, dict(shapes)
-        self._tools = tools
-        self._folded = Folded(graph, shapes, dtype, tools)
+    def __init__(self, passes: Callable[[Choose], Graph], shapes: Mapping[str, tuple[int, ...]], store: Store,
+                 tools: Toolchain) -> None:
+        self._passes, self._shapes, self._store, self._tools = passes, dict(shapes), store, tools
         self._compiled: dict[int, CompiledGraph] = {}  # by number of images
         self.image_size = tuple(shapes["data"][1:3])
-
-    def fold(self, trained: ParameterStore) -> None:
-        """Take over the parameters and running statistics of the training step. Asynchronous."""
-        self._folded.fold(trained)
 
     def run(self, num_images: int, persistent: Persistent) -> None:
         """Probabilities and metrics of the first `num_images` images in `persistent`. Asynchronous, but for the first
@@ -55,9 +48,7 @@ class Inference:
         shapes = {name: (num_images, *shape[1:]) for name, shape in self._shapes.items()}
         part = dataclasses.replace(persistent, data=first(persistent.data), label=first(persistent.label),
                                    probabilities=first(persistent.probabilities))
-        compiled = CompiledGraph(partial(pipeline.inference, self._graph, self._dtype),
-                                 shapes | {"data": (num_images, *self.image_size, channels)}, self._folded.store,
-                                 part,
-                                 self._tools)
+        compiled = CompiledGraph(self._passes, shapes | {"data": (num_images, *self.image_size, channels)}, self._store,
+                                 part, self._tools)
         compiled.capture()
         return compiled

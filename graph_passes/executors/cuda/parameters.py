@@ -15,7 +15,7 @@ import numpy as np
 from graph_passes import roles
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Graph, Ref
-from graph_passes.operators import Shape
+from graph_passes.operators import Shape, shown_name
 from graph_passes.passes.precision import ITEM_BYTES
 
 SLICE_ALIGNMENT = 64  # elements: 128 bytes in 16-bit types
@@ -51,11 +51,11 @@ class Parameter:
     def size(self) -> int:
         return math.prod(self.device_shape)
 
-    def to_device(self, array: np.ndarray) -> np.ndarray:
-        """Canonical array -> flat fp32, padded."""
+    def to_device(self, array: np.ndarray, dtype: str = "float32") -> np.ndarray:
+        """Canonical array -> flat, padded."""
         canonical = self._aligned(array)
         padding = [(0, large - small) for small, large in zip(canonical.shape, self.device_shape, strict=True)]
-        return np.pad(canonical.astype(np.float32), padding).ravel()
+        return np.pad(canonical.astype(dtype), padding).ravel()
 
     def to_canonical(self, flat: np.ndarray) -> np.ndarray:
         """Flat array from the device -> canonical, fp32."""
@@ -86,7 +86,7 @@ def parameters_of(graph: Graph, shapes: Mapping[Ref, Shape], inputs: tuple[str, 
             shape, use = tuple(shapes[ref]), uses[name]
             if name not in weights:
                 device_shape: tuple[int, ...] = (*shape[:-1], padded(shape[-1]))
-            elif any(reader.op == "FullyConnected" for reader in graph.consumers[ref]):
+            elif any(shown_name(reader.op) == "FullyConnected" for reader in graph.consumers[ref]):
                 device_shape = (padded(shape[0]), 1, 1, shape[1])
             elif use.node.get("num_group") == 1:
                 device_shape = (*shape[:3], padded_channels(shape[3]))
@@ -200,7 +200,30 @@ class FoldedStore:
         return {**self.weights.slices, **self.others.slices}
 
 
-Store = ParameterStore | FoldedStore  # what a graph can run on
+class QuantisedStore:
+    """The parameters of a graph in INT8, each of its own type, and the running statistics of what could not be folded.
+    `dtypes`: of the parameters by name; `dtype`: of what stays in floats."""
+
+    def __init__(self, parameters: Iterable[Parameter], dtypes: Mapping[str, str],
+                 statistics: Mapping[str, tuple[int, ...]], dtype: str) -> None:
+        self.parameters = {parameter.name: parameter for parameter in parameters}
+        self.dtypes, self.dtype = dtypes, dtype
+        self._typed = {each: FlatArray(each, _shapes(p for p in self.parameters.values() if dtypes[p.name] == each))
+                       for each in sorted({dtypes[name] for name in self.parameters})}
+        self.statistics = FlatArray("float32", statistics.items())
+        self.gradients: dict[str, Buffer] = {}
+
+    @property
+    def arrays(self) -> dict[str, FlatArray]:
+        return {**self._typed, "statistics": self.statistics}
+
+    @property
+    def values(self) -> dict[str, Buffer]:
+        """What the network computes with, by variable."""
+        return {name: buffer for array in self._typed.values() for name, buffer in array.slices.items()}
+
+
+Store = ParameterStore | FoldedStore | QuantisedStore  # what a graph can run on
 
 
 def _shapes(parameters: Iterable[Parameter]) -> list[tuple[str, tuple[int, ...]]]:

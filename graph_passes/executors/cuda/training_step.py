@@ -18,40 +18,30 @@ import numpy as np
 
 from graph_passes import pipeline, roles
 from graph_passes.errors import GraphError
-from graph_passes.executors.base import Draws, Metrics
+from graph_passes.executors.base import Draws
 from graph_passes.executors.cuda.buckets import Bucket, bucket_of, cut
 from graph_passes.executors.cuda.capacity import check_fits, largest_batch, most_images
 from graph_passes.executors.cuda.compiled import CompiledGraph
-from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.folding import Folded
 from graph_passes.executors.cuda.inference import Inference
-from graph_passes.executors.cuda.kernels import C_TYPES, count, instance, threads
-from graph_passes.executors.cuda.lowering import LoweredGraph, Persistent, check_operators
-from graph_passes.executors.cuda.lowering.builder import MAX_CHANNELS, TILE_CHANNELS
-from graph_passes.executors.cuda.optimizer import INITIAL_LOSS_SCALE, Optimizer, OptimizerConfig, State
+from graph_passes.executors.cuda.kernels import count, instance, threads
+from graph_passes.executors.cuda.lowering import LoweredGraph
+from graph_passes.executors.cuda.network import Allocate, Network
+from graph_passes.executors.cuda.optimizer import INITIAL_LOSS_SCALE, Optimizer, OptimizerConfig
 from graph_passes.executors.cuda.options import StepOptions
-from graph_passes.executors.cuda.parameters import VECTOR, FlatArray, ParameterStore, padded_channels, parameters_of
+from graph_passes.executors.cuda.parameters import VECTOR, FlatArray, ParameterStore, parameters_of
 from graph_passes.executors.cuda.planner import Decision
 from graph_passes.executors.cuda.program import Buffer
-from graph_passes.executors.cuda.toolchain import toolchain
 from graph_passes.graph import Graph, Node, Ref
 from graph_passes.operators.dropout import words_of
-from graph_passes.passes import Choose, Ways, first_way, precision, tensor_dtypes
+from graph_passes.passes import Choose, Ways, first_way
 from graph_passes.passes.precision import ITEM_BYTES
 
 Arrays = dict[str, np.ndarray]
-Allocate = Callable[[str, int], int | None]  # name, bytes -> device address
 OnBucket = Callable[[Bucket], None]
 
 
-class MetricsLayout(ctypes.Structure):
-    """How `Metrics` lies in the GPU's memory, as in softmax.cu."""
-
-    _fields_ = (("loss_sum", ctypes.c_double), ("top1", ctypes.c_uint64), ("top5", ctypes.c_uint64),
-                ("count", ctypes.c_uint64))
-
-
-class TrainingStep:
+class TrainingStep(Network):
     """Forward, loss, backward and update of one network on one GPU, each a CUDA graph.
 
     `shapes`: of the inputs `data` (NHWC) and `softmax_label`. `allocate` is asked for memory by name; where it answers
@@ -66,15 +56,8 @@ class TrainingStep:
 
     def __init__(self, graph: Graph, shapes: Mapping[str, tuple[int, ...]], options: StepOptions | None = None,
                  device_id: int = 0, allocate: Allocate | None = None, cache_folder: Path | None = None) -> None:
-        check_operators(graph)
         options = options or StepOptions()
-        self.options, self.dtype = options, options.dtype
-        self.gpu = Gpu(device_id)
-        self._tools = toolchain(self.gpu, options.tf32, options.deterministic, options.group, cache_folder,
-                                options.trial_kernels)
-        self.kernels, self._arena = self._tools.kernels, self._tools.arena
-        self._allocate_for_owner = allocate
-        self._graph, self._shapes = graph, dict(shapes)
+        super().__init__(graph, shapes, options, device_id, allocate, cache_folder)
         inferred = graph.infer_shapes(shapes)
         frozen = roles.frozen(graph)
         # What the frozen layers compute with; from the fused graph, as the passes fold that.
@@ -89,8 +72,7 @@ class TrainingStep:
         arena_bytes = check_fits(unfused, largest, self.store, *self.gpu.memory())
         self._most_images = most_images(unfused, largest)
         self._place_parameters()
-        self.persistent = self._persistent(shapes["data"], inferred[graph.outputs[0]])
-        self._inputs = {self.persistent.data.shape[1:3]: self.persistent.data}  # by height and width of the images
+        self._make_persistent(shapes["data"], inferred[graph.outputs[0]])
         self._slots: tuple[str, ...] = ()  # of the optimizer: names of what it keeps in the store's states
         self._update: Any = None  # a CUDA graph
         self._rate_factors = roles.rate_factors(graph)
@@ -101,11 +83,8 @@ class TrainingStep:
             self._arena.reserve(arena_bytes)
         self._training = self._compile()
         self._own_share, self._seed = 1.0, 0  # as the GPU has them
-        self._free_pinned: list[np.ndarray] = []
-        self.skipped_steps = self.skipped_in_a_row = 0  # as `Executor` has them
-        self.gradient_norm: float | None = None  # likewise
         self._gradient_backup: dict[str, int] = {}
-        self._inference: Inference | None = None
+        self._folded: Folded | None = None  # what inference computes with
         self._inference_is_current = False
 
     # --- building ---
@@ -117,44 +96,6 @@ class TrainingStep:
     def _place(self, name: str, array: FlatArray) -> None:
         array.place(self._allocate(name, array.num_bytes))
         self.gpu.fill(array.address, 0, array.num_bytes)
-
-    def _persistent(self, data: tuple[int, ...], probabilities: tuple[int, ...]) -> Persistent:
-        images, height, width, channels = data
-        state = self._zeros(ctypes.sizeof(State))
-        sized: dict[str, tuple[tuple[int, ...], str]] = {
-            "data": ((images, height, width, padded_channels(channels)),
-                     tensor_dtypes(precision(self._graph, self.dtype))[Ref("data")]),
-            "label": ((images,), "float32"),
-            "own_share": ((1,), "float32"),
-            "seed": ((2,), "uint32"),
-            "metrics": ((ctypes.sizeof(MetricsLayout),), "uint8"),
-            "num_valid": ((1,), "int32"),
-            "tickets": ((MAX_CHANNELS // TILE_CHANNELS,), "int32"),
-        }
-        buffers = {name: Buffer(name, shape, dtype, persistent=True) for name, (shape, dtype) in sized.items()}
-        for buffer in buffers.values():
-            buffer.address = self._zeros(buffer.num_bytes)
-        answer = Buffer("probabilities", tuple(probabilities), "float32", persistent=True)
-        answer.address = self._allocate(answer.name, answer.num_bytes)
-        self.gpu.upload(buffers["num_valid"].address, np.array([images], np.int32))
-        self.gpu.upload(buffers["own_share"].address, np.ones(1, np.float32))
-        loss_scale = Buffer("loss_scale", (1,), "float32", state + State.loss_scale.offset, persistent=True)
-        class_weights = None
-        if weights := self._graph[self._graph.outputs[0].node].get("class_weights", ()):
-            class_weights = Buffer("class_weights", (len(weights),), "float32", persistent=True)
-            class_weights.address = self.gpu.allocate(class_weights.num_bytes)
-            self.gpu.upload(class_weights.address, np.array(weights, np.float32))
-        return Persistent(**buffers, probabilities=answer, loss_scale=loss_scale, class_weights=class_weights)
-
-    def _allocate(self, name: str, num_bytes: int) -> int:
-        self.gpu.check_free(num_bytes)  # MXNet's own words for it are a stack trace
-        address = self._allocate_for_owner(name, num_bytes) if self._allocate_for_owner else None
-        return self.gpu.allocate(num_bytes) if address is None else address
-
-    def _zeros(self, num_bytes: int) -> int:
-        address = self.gpu.allocate(num_bytes)
-        self.gpu.fill(address, 0, num_bytes)
-        return address
 
     @property
     def training(self) -> LoweredGraph:
@@ -213,24 +154,6 @@ class TrainingStep:
         compiled.capture(cuts[1:])
         return compiled
 
-    def _select_input(self, image_size: tuple[int, ...]) -> None:
-        """Make the input for images of this size the one that is loaded and used."""
-        if image_size not in self._inputs:
-            images, _, _, channels = self.persistent.data.shape
-            buffer = Buffer("data", (images, *image_size, channels), self.persistent.data.dtype, persistent=True)
-            buffer.address = self._zeros(buffer.num_bytes)
-            self._inputs[image_size] = buffer
-        self.persistent = dataclasses.replace(self.persistent, data=self._inputs[image_size])
-
-    def _free_inputs(self) -> None:
-        """Those of sizes for which nothing is compiled any more."""
-        used = {self._training.image_size, self.persistent.data.shape[1:3]}
-        if self._inference:
-            used.add(self._inference.image_size)
-        for image_size in self._inputs.keys() - used:
-            self.gpu.synchronize()
-            self.gpu.free(self._inputs.pop(image_size).address)
-
     def set_optimizer(self, config: OptimizerConfig) -> None:
         """Another optimizer from now on. Parameters stay, and what the one before has kept, where this one keeps the
         same; the loss scale starts anew."""
@@ -251,11 +174,6 @@ class TrainingStep:
             self.gpu.destroy(self._update)
         self.optimizer: Optimizer = Optimizer(self.gpu, self.kernels, self.store, config, self._state_address)
         self._update = self.gpu.capture(self.optimizer.enqueue_update)
-
-    @property
-    def _state_address(self) -> int:
-        """Of the optimizer's `State`."""
-        return self.persistent.loss_scale.address - State.loss_scale.offset
 
     # --- parameters ---
 
@@ -326,32 +244,6 @@ class TrainingStep:
         return parameter.to_canonical(self.gpu.download(buffer.address, (parameter.size,), buffer.dtype))
 
     # --- running ---
-
-    def load(self, data: np.ndarray, label: np.ndarray) -> None:
-        """Copy a batch from the host: `data` NHWC, float32 or float16, `label` (N,)."""
-        data = np.ascontiguousarray(data)
-        staging = self.gpu.allocate(data.nbytes)
-        self.gpu.upload(staging, data)
-        self.load_from_device(staging, data.dtype.name, data.shape)
-        self.gpu.upload(self.persistent.label.address, np.asarray(label, np.float32))
-        self.gpu.free(staging)
-
-    def load_from_device(self, address: int, dtype: str, shape: tuple[int, ...]) -> None:
-        """Take a batch that lies on the GPU: convert and pad it to the network's own input, asynchronous."""
-        made = self.persistent.data.shape
-        if len(shape) != 4 or shape[0] > made[0] or shape[3] > made[3]:
-            raise GraphError(f"data has the shape {tuple(shape)}: the network was built for {made}")
-        if dtype not in C_TYPES:
-            raise GraphError(f"data has the dtype {dtype}: give one of {', '.join(C_TYPES)}")
-        self._select_input(tuple(shape[1:3]))
-        target = self.persistent.data
-        if dtype == target.dtype and shape[3] == target.shape[3]:
-            self.gpu.copy(target.address, address, target.num_bytes // target.shape[0] * shape[0])
-            return
-        kernel = self.kernels.get("elementwise.cu", instance("convert_input", dtype, target.dtype))
-        pixels = shape[0] * shape[1] * shape[2]
-        kernel.launch(*threads(pixels), address, target.address, ctypes.c_int64(pixels), ctypes.c_int(shape[3]),
-                      ctypes.c_int(target.shape[3]))
 
     def mix(self, draws: Draws) -> None:
         """Mix the loaded batch and the labels of the next passes over it as `draws` says; a plain one leaves both as
@@ -442,64 +334,26 @@ class TrainingStep:
         self.optimizer.set_step(learning_rate, gradient_scale, ema_decay)
         self.gpu.replay(self._update)
 
-    def infer(self, num_images: int | None = None) -> None:
-        """Forward with running statistics: fills the probabilities, adds to the metrics.
-
-        `num_images`: of a batch smaller than the step's. Asynchronous, but for the first time that images are so many
-        or so large. Where parameters have changed since the last call, they are folded again first.
-        """
+    def _ready_inference(self) -> Inference:
+        """Made when it is first asked for. Where parameters have changed since, they are folded again."""
+        if self._folded is None:
+            self._folded = Folded(self._graph, self._shapes, self.dtype, self._tools)
         if self._inference is None:
-            self._inference = Inference(self._graph, self._shapes, self.dtype, self._tools)
+            passes = partial(pipeline.inference, self._graph, self.dtype)
+            self._inference = Inference(passes, self._shapes, self._folded.store, self._tools)
         if not self._inference_is_current:
-            self._inference.fold(self.store)
+            self._folded.fold(self.store)
             self._inference_is_current = True
-        size_before = self._inference.image_size
-        self._inference.run(num_images or self._shapes["data"][0], self.persistent)
-        if self._inference.image_size != size_before:
-            self._free_inputs()
+        return self._inference
+
+    def _image_sizes_in_use(self) -> set[tuple[int, ...]]:
+        return super()._image_sizes_in_use() | {self._training.image_size}
 
     def largest_batch(self) -> int:
         """How many images a training step may have on this GPU, with what else is in its memory now."""
         free, _ = self.gpu.memory()
         growing = self._arena.num_bytes + self.persistent.data.num_bytes
         return largest_batch(self._shapes["data"][0], growing, free + growing, self._most_images)
-
-    def set_num_valid(self, num_valid: int) -> None:
-        """How many rows of the next batches count in the metrics."""
-        self.gpu.write_word(self.persistent.num_valid.address, np.uint32(num_valid))
-
-    def probabilities(self) -> np.ndarray:
-        """Of the latest `infer` (N, classes); waits."""
-        return self.gpu.download(self.persistent.probabilities.address, self.persistent.probabilities.shape, np.float32)
-
-    def read_metrics(self) -> Metrics:
-        """Of all passes since the last call; waits and resets.
-
-        Raises GraphError where another GPU of the group was waited for in vain.
-        """
-        return self.request_metrics()()
-
-    def request_metrics(self) -> Callable[[], Metrics]:
-        """`read_metrics` without waiting: what is returned, to be called once, waits for the passes enqueued so far."""
-        buffer, size = self.persistent.metrics, self.persistent.metrics.num_bytes
-        pinned = self._free_pinned.pop() if self._free_pinned else self.gpu.pinned(size + ctypes.sizeof(State))
-        self.gpu.start_download(pinned[:size], buffer.address)
-        self.gpu.fill(buffer.address, 0, size)
-        copied = self.gpu.start_download(pinned[size:], self._state_address)
-
-        def receive() -> Metrics:
-            copied.sync()
-            if self.options.group:
-                self.options.group.check()
-            sums = MetricsLayout.from_buffer_copy(pinned[:size].tobytes())
-            state = State.from_buffer_copy(pinned[size:].tobytes())
-            self._free_pinned.append(pinned)
-            self.skipped_steps, self.skipped_in_a_row = state.skipped_steps, state.skipped_in_a_row
-            self.gradient_norm = state.gradient_norm if state.clip_norm else None
-            return Metrics(sums.loss_sum, sums.top1, sums.top5, sums.count)
-
-        return receive
-
 
 def _initial_loss_scale(graph: Graph, classes: int) -> float:
     """Of float16. Gradients of a mean over the classes are as much smaller, and thousands of steps double it only once.

@@ -10,9 +10,11 @@ import pytest
 
 from graph_passes.executors.cuda.kernels import C_TYPES, HOPPER, SOURCES, architecture, compile_kernel
 from graph_passes.executors.cuda.lowering.conv1x1_backward import DgradReduce, NormBackward
+from graph_passes.executors.cuda.lowering.quantised import CHUNK, Geometry, stages_of
 from graph_passes.executors.cuda.lowering.stem import StemPool
 from graph_passes.executors.cuda.optimizer import State, _Tensor
 from graph_passes.passes.dgrad_reduce import OUT_CHANNELS
+from graph_passes.passes.quantised_way import TILES
 
 RULES = ["Sgd<false>", "Sgd<true>", "Lars<false>", "Lars<true>", "AdamW", "Lamb", "Lion"]  # of optimizer.cu
 
@@ -47,7 +49,15 @@ FLAGS = {
     "inspect_gradients": ["false, false", "false, true", "true, true"],
     "update": RULES,
     "accumulate": ["Lamb"],
+    "quantised_average_pool": ["4, IMAGE", "1, PADDING", "4, SUM"],
+    "quantised_conv_direct": ["false, false", "true, true"],
+    "quantised_conv": [f"{groups}, {columns}, {flags}" for groups, columns in TILES.values()
+                       for flags in ("false, false, true", "true, true, true")],
+    "quantised_conv_squares": ["4, true", "2, false"],
 }
+# What gives int8 as well as floats.
+WRITES_INT8 = ("quantised_average_pool", "quantised_conv_direct", "quantised_conv",
+               "quantised_conv_squares")
 
 
 def kernels() -> list[tuple[str, str]]:
@@ -67,8 +77,12 @@ def expressions(kernel: str, c_type: str) -> list[str]:
         return [f"trust_ratios<{rule}>" for rule in RULES if rule.startswith("La")]
     if kernel == "convert_input":
         return [f"convert_input<float, {c_type}>", f"convert_input<half, {c_type}>"]
+    if kernel == "quantised_max_pool":  # the same for all types
+        return ["quantised_max_pool<4>", "quantised_max_pool<1>"]
     if c_type == "float" and f"{kernel}.cu" in WARPGROUPS:
         return []
+    if kernel in WRITES_INT8 and c_type == "half":
+        return [f"{kernel}<{result}, {flags}>" for result in ("half", "int8") for flags in FLAGS[kernel]]
     return [f"{kernel}<{c_type}{', ' + flags if flags else ''}>" for flags in FLAGS.get(kernel, [""])]
 
 
@@ -134,9 +148,9 @@ CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), HOPPER, (10, 0), (12, 0)]
 
 def serves(source: str, capability: tuple[int, int]) -> bool:
     """Whether the kernels of a file are for this GPU: elsewhere another way is lowered (test_without_gpu.py)."""
-    if source in WARPGROUPS:
+    if source in (*WARPGROUPS, "quantised_conv_squares.cu"):
         return capability == HOPPER
-    return source != "stem.cu" or capability >= (8, 0)  # cp.async
+    return source not in ("stem.cu", "quantised_conv.cu") or capability >= (8, 0)  # cp.async
 
 
 @pytest.mark.usefixtures("nvrtc")
@@ -185,3 +199,19 @@ def test_shared_memory() -> None:
         assert max(size for _, size in shapes) <= (227 - 2) << 10, "what Hopper has, less what is not asked for"
         asserts = "".join(f"static_assert(sizeof(Shared<Shape<{shape}>>) == {size});\n" for shape, size in shapes)
         Program(f'#include "{source}"\n' + asserts, "c++", options).compile("cubin")
+
+
+@pytest.mark.usefixtures("nvrtc")
+def test_structs_of_int8_are_laid_out_alike() -> None:
+    """Python writes them, the kernels read them; and both know how many stages of a tile there are."""
+    from cuda.core import Program, ProgramOptions
+
+    body = (SOURCES / "quantised.cuh").read_text().partition("struct Convolution {")[2].partition("};")[0]
+    names = re.findall(r"(\w+)[,;]", re.sub("//.*", "", body))
+    assert names == [field[0] for field in Geometry._fields_]
+    asserts = f"static_assert(sizeof(Convolution) == {ctypes.sizeof(Geometry)});\n" + "".join(
+        f"static_assert(Tile<{groups}, {columns}>::STAGES == {stages_of(groups, columns)} && "
+        f"sizeof(Stage<Tile<{groups}, {columns}>>) == {(64 * groups + columns) * CHUNK});\n"
+        for groups, columns in TILES.values())
+    options = ProgramOptions(arch="sm_90a", std="c++17", include_path=[str(SOURCES)])
+    Program('#include "quantised_conv.cu"\n' + asserts, "c++", options).compile("cubin")

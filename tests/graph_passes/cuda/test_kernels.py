@@ -15,7 +15,7 @@ from graph_passes.executors.cuda.lowering.batch_norm_pool import Image
 from graph_passes.executors.cuda.lowering.builder import APPLY_BLOCK, REDUCE_BLOCK
 from graph_passes.executors.cuda.lowering.pooling import Window
 from graph_passes.executors.cuda.lowering.stem import STEM_BLOCK, stem_work
-from graph_passes.executors.cuda.training_step import MetricsLayout
+from graph_passes.executors.cuda.network import MetricsLayout
 from graph_passes.operators import pooling
 from graph_passes.operators.base import channel_sums, sums_about_mean
 from graph_passes.operators.batch_norm_halves import statistics_of

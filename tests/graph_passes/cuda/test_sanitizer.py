@@ -11,7 +11,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from int8_networks import quantised
 from step_networks import bottlenecks, dropping, pre_activation, with_trials
 from test_compile import kernels
 from test_training_step import RULES, fused, random_batch, random_state, small_network
@@ -23,8 +25,10 @@ from graph_passes.executors.cuda.choices import Choices
 from graph_passes.executors.cuda.kernels import Kernel, KernelLibrary
 from graph_passes.executors.cuda.optimizer import OptimizerConfig
 from graph_passes.executors.cuda.options import StepOptions
+from graph_passes.executors.cuda.quantised import QuantisedNetwork
 from graph_passes.executors.cuda.statistics_group import StatisticsGroup
 from graph_passes.executors.cuda.training_step import TrainingStep
+from graph_passes.passes.quantise import Kept
 from train.models.resnet import resnet
 
 pytestmark = pytest.mark.gpu
@@ -36,7 +40,7 @@ LOSSES = {  # of the networks that have another one
     "poolings": lambda network: passes.binary_cross_entropy(fused(network), 0.2),
     "BatchNorm first": lambda network: passes.weigh_classes(fused(network), [0.5, 1.5] * 5),
 }
-NUM_NETWORKS = 7
+NUM_NETWORKS = 9
 
 
 def run_here(cache: Path, *command: str) -> subprocess.CompletedProcess[str]:
@@ -107,6 +111,7 @@ def pooled() -> Any:
 
 def main(cache: Path) -> None:
     """What the sanitizer looks at. Deterministic, so that no plans are timed, which takes minutes under a sanitizer."""
+    choose = Choices.__call__
     Choices.__call__ = lambda self, *question: with_trials(*question)  # type: ignore[method-assign]
     launched: set[str] = set()
     get, launch = KernelLibrary.get, Kernel.launch
@@ -156,6 +161,15 @@ def main(cache: Path) -> None:
         assert step.read_metrics()[3] > 0
         step.gpu.synchronize()
         print(f"{name}: steps are done", flush=True)
+    Choices.__call__ = choose  # type: ignore[method-assign]
+    for name, kept in (("resnet18", Kept()), ("resnet18_v2", Kept(classifier=False))):
+        case = quantised(name, 2, 33, np.random.default_rng(0), kept)
+        network = QuantisedNetwork(case.network, case.shapes, case.scales, kept, case.params, deterministic=True,
+                                   cache_folder=cache)
+        network.load(case.images, np.zeros(2))
+        network.infer()
+        network.gpu.synchronize()
+        print(f"{name} in INT8: steps are done", flush=True)
     assert launched >= OWN - NOT_IN_A_STEP, f"not looked at: {OWN - NOT_IN_A_STEP - launched}"
 
 

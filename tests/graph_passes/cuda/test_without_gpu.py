@@ -20,7 +20,7 @@ from test_compile import serves
 from common.mxnet_compat import mx
 from graph_passes import Graph, GraphError, Ref, passes, pipeline, roles
 from graph_passes.executors import Box, Draws
-from graph_passes.executors.cuda import kernels, toolchain, training_step
+from graph_passes.executors.cuda import kernels, network, toolchain, training_step
 from graph_passes.executors.cuda.capacity import check_fits
 from graph_passes.executors.cuda.choices import Choices
 from graph_passes.executors.cuda.folding import Folded
@@ -668,7 +668,7 @@ class FakeGpu:
 @pytest.fixture
 def make_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., training_step.TrainingStep]:
     """Makes a ResNet-18's training step for square images of so many pixels, where nothing is computed."""
-    monkeypatch.setattr(training_step, "Gpu", FakeGpu)
+    monkeypatch.setattr(network, "Gpu", FakeGpu)
     monkeypatch.setattr(toolchain, "KernelLibrary", lambda *_: FakeKernels())
     monkeypatch.setattr(toolchain, "ConvolutionLibrary", lambda *_: FakeConvolutions())
     monkeypatch.setattr(toolchain, "_machine", lambda gpu: "fake")

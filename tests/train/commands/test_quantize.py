@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +20,7 @@ from train import models
 from train.checkpoint import Checkpoint, load, save
 from train.commands import export
 from train.config import Config
+from train.devices import for_int8
 from train.weights import int8_file
 
 SIZE = 32
@@ -80,6 +82,8 @@ def test_the_command_writes_integers_and_tells_what_they_cost(
     code, again, _ = run_train("validate", "--checkpoint", run_folder, "--int8")
     assert code == 0 and f"{run_folder} in INT8: 27 training images" in again
     assert top1(again) == top1(int8)
+    code, _, err = run_train("validate", "--checkpoint", run_folder, "--int8", "--executor", "mxnet")
+    assert code == 2 and "--executor mxnet has no INT8: leave it out, or give cuda or reference" in err
 
 
 def test_the_same_images_give_the_same_file(quantised: Path, run_train: RunTrain) -> None:
@@ -235,6 +239,34 @@ def test_onnx_that_differs_is_not_written(quantised: Path, tmp_path: Path, monke
     monkeypatch.setattr(onnx_writer, "to_onnx", with_a_mistake)
     code, _, err = run_train("export", "--checkpoint", quantised, "--onnx", tmp_path / "x.onnx", "--int8", form)
     assert code == 2 and "integers differ from this program's by" in err and not (tmp_path / "x.onnx").exists()
+
+
+@pytest.mark.parametrize("given, device, executor", [
+    ({}, "cpu", "reference"), ({"device": "cpu"}, "cpu", "reference"), ({"device": "gpu"}, "gpu", "cuda"),
+    ({"executor": "cuda"}, "auto", "cuda"), ({"executor": "reference"}, "cpu", "reference")])
+def test_where_integers_are_computed(given: dict[str, str], device: str, executor: str) -> None:
+    """On a GPU only where it is asked for, whatever the run was trained on."""
+    found = for_int8(Config(device="gpu", executor="mxnet", dtype="float16"), given)
+    assert (found.device, found.executor, found.dtype) == (device, executor, "auto")
+
+
+def test_predictions_with_integers(quantised: Path, trained: Checkpoint, tiny_data: Path, tmp_path: Path,
+                                   run_train: RunTrain) -> None:
+    """Printed and written to a file: those of the reference executor, which are not quite those in floats."""
+    images = sorted(tiny_data.rglob("*.jpg"))[:5]
+    found = {}
+    for name, options in (("int8", ["--int8"]), ("floats", [])):
+        code, out, err = run_train("predict", "--checkpoint", quantised, "--json", "--device", "cpu", *options, *images)
+        assert (code, err) == (0, "")
+        found[name] = np.array([each["probability"] for line in json.loads(out) for each in line["predictions"]])
+        file = tmp_path / f"{name}.csv"
+        assert run_train("predict", "--checkpoint", quantised, "--output", file, "--device", "cpu", *options,
+                         *images)[0] == 0
+        written = [float(value) for value in re.findall(r",(0\.\d+)", file.read_text())]
+        np.testing.assert_allclose(sorted(written), sorted(found[name]), atol=1e-4)
+    assert 0 < np.abs(found["int8"] - found["floats"]).max() < 0.1
+    code, _, err = run_train("predict", "--checkpoint", quantised, "--int8", "--executor", "mxnet", *images)
+    assert code == 2 and "--executor mxnet has no INT8" in err
 
 
 def test_int8_without_onnx_is_refused(quantised: Path, tmp_path: Path, run_train: RunTrain) -> None:

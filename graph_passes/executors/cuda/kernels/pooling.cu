@@ -1,12 +1,7 @@
 // Pooling in NHWC: max and average over windows, and the average over the whole image. A thread works on 8 neighbouring
 // channels.
 #include "common.cuh"
-
-struct Window {
-    int height, width;          // of the input
-    int out_height, out_width;  // of the output
-    int kernel_h, kernel_w, stride_h, stride_w, pad_h, pad_w;
-};
+#include "window.cuh"
 
 // The windows that cover an element of the input: they start at most `kernel - 1` before it. `top` and `left` are where it
 // lies in the padded image.

@@ -15,7 +15,7 @@ from graph_passes.operators import window
 
 
 class Window(ctypes.Structure):
-    """`Window` of pooling.cu."""
+    """`Window` of window.cuh."""
 
     _fields_ = tuple((name, ctypes.c_int) for name in (
         "height", "width", "out_height", "out_width", "kernel_h", "kernel_w", "stride_h", "stride_w", "pad_h", "pad_w"))

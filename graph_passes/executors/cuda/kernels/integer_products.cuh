@@ -1,0 +1,148 @@
+// Products of integers on tensor cores, and what becomes of the sums: what the INT8 convolutions share.
+//
+//     accumulator[row, k] = bias[k] + sum over tap, c of x[pixel(row, tap), c] * weight[k, tap, c]
+#pragma once
+#include "quantised.cuh"
+#include "warpgroup.cuh"
+
+constexpr int VECTOR = 16;  // channels: 16 bytes
+
+// As `copy_ahead`, through the L1 cache: taps of a window find most pixels there.
+__device__ inline void copy_cached(uint4 *to, const void *from, bool there) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;"
+                 :: "r"(uint32(__cvta_generic_to_shared(to))), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
+
+// Products in series, of tiles as in warpgroup.cuh: on Hopper the tensor cores read them by themselves, behind the back of the
+// warps that start them; elsewhere (sm_80 and newer) each warp loads and multiplies at once.
+//
+// `multiply_integers`: c += a * b, exact. a is (64, 32) and b (columns, 32), both with rows of the reduction; c[j] as there.
+#define INTEGERS(c, j) "+r"(c[j][0]), "+r"(c[j][1]), "+r"(c[j][2]), "+r"(c[j][3])
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+__device__ inline void show_integers() { show_to_products(); }
+__device__ inline void open_integers() { open_products(); }
+__device__ inline void close_integers() { close_products(); }
+// Until at most `OPEN` of the series that this group of warps has closed are under way.
+template <int OPEN = 0> __device__ inline void wait_for_integers() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(OPEN) : "memory");
+}
+
+#define INTEGERS_4(c, j) INTEGERS(c, j), INTEGERS(c, j + 1), INTEGERS(c, j + 2), INTEGERS(c, j + 3)
+#define INTEGERS_16(c, j) INTEGERS_4(c, j), INTEGERS_4(c, j + 4), INTEGERS_4(c, j + 8), INTEGERS_4(c, j + 12)
+
+__device__ inline void multiply_integers(int (&c)[8][4], uint64 a, uint64 b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 "
+                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,"
+                 "%28,%29,%30,%31}, %32, %33, 1;"
+                 : INTEGERS_4(c, 0), INTEGERS_4(c, 4) : "l"(a), "l"(b));
+}
+__device__ inline void multiply_integers(int (&c)[16][4], uint64 a, uint64 b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 "
+                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,"
+                 "%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,"
+                 "%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, %64, %65, 1;"
+                 : INTEGERS_16(c, 0) : "l"(a), "l"(b));
+}
+__device__ inline void multiply_integers(int (&c)[32][4], uint64 a, uint64 b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n256k32.s32.s8.s8 "
+                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,"
+                 "%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,"
+                 "%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,"
+                 "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,"
+                 "%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,"
+                 "%124,%125,%126,%127}, %128, %129, 1;"
+                 : INTEGERS_16(c, 0), INTEGERS_16(c, 16) : "l"(a), "l"(b));
+}
+template <int EIGHTS> __device__ inline void multiply_integers(int (&c)[EIGHTS][4], const uint4 *a, const uint4 *b) {
+    multiply_integers(c, matrix(a), matrix(b));
+}
+#else
+__device__ inline void show_integers() {}
+__device__ inline void open_integers() {}
+__device__ inline void close_integers() {}
+template <int OPEN = 0> __device__ inline void wait_for_integers() {}
+
+// 4 bytes of a tile's row, from byte `k` on: 128-byte swizzle goes by addresses.
+__device__ inline uint32 word_of(const uint4 *at, int row, int k) {
+    const uint64 address = reinterpret_cast<uint64>(at) + row * 128 + k;
+    return *reinterpret_cast<const uint32 *>(address ^ (address >> 7 & 7) << 4);
+}
+template <int EIGHTS> __device__ inline void multiply_integers(int (&c)[EIGHTS][4], const uint4 *a, const uint4 *b) {
+    const int lane = threadIdx.x % WARP, row = threadIdx.x / WARP % 4 * 16 + lane / 4, k = lane % 4 * 4;
+    const uint32 a0 = word_of(a, row, k), a1 = word_of(a, row + 8, k);
+    const uint32 a2 = word_of(a, row, k + 16), a3 = word_of(a, row + 8, k + 16);
+#pragma unroll
+    for (int j = 0; j < EIGHTS; ++j)
+        asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                     : INTEGERS(c, j)
+                     : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(word_of(b, 8 * j + lane / 4, k)),
+                       "r"(word_of(b, 8 * j + lane / 4, k + 16)));
+}
+#endif
+
+// Nothing is done with `c` earlier than here, as the compiler might think it could.
+template <int EIGHTS> __device__ inline void hold_integers(int (&c)[EIGHTS][4]) {
+#pragma unroll
+    for (int j = 0; j < EIGHTS; ++j) asm volatile("" : INTEGERS(c, j) :: "memory");
+}
+
+// Which of the filters a column of the products is: of 64, those that thread t of a quad has, 2t and 2t + 1 of each 8, are
+// neighbours, so that it stores 16 bytes.
+__device__ inline int filter_of(int column) {
+    return column / 64 * 64 + column % 8 / 2 * VECTOR + column % 64 / 8 * 2 + column % 2;
+}
+
+// The end of the rows of a thread: requantised, added to a shortcut, rectified and stored. Of 64 rows of a group of warps a
+// thread has two, 8 apart, and of each 64 columns 16 neighbours.
+// Shapes: multiplier (K) fp32; bias (K) int32; addend (rows, K) int8; y (rows, K), int8 or of the type T. filters = K.
+template <class T, int COLUMNS, bool ADD, bool RELU> struct Results {
+    static constexpr int SPANS = COLUMNS / 64;
+    const float *multiplier;
+    const int *bias;
+    T *y;
+    float addend_share;
+    int filters, first;  // first: of its columns
+    uint32 row[2];
+    bool there[2];
+    uint4 added[ADD ? SPANS : 1][2];
+
+    // Ahead of the products, which take their time.
+    __device__ void load_addends(const uint4 *addend) {
+#pragma unroll
+        for (int span = 0; span < SPANS; ++span)
+#pragma unroll
+            for (int r = 0; r < 2; ++r)
+                if (ADD && there[r] && first + span * 64 < filters)
+                    added[span][r] = addend[(row[r] * size_t(filters) + first + span * 64) / VECTOR];
+    }
+
+    __device__ void store(const int (&products)[COLUMNS / 8][4]) const {
+#pragma unroll
+        for (int span = 0; span < SPANS; ++span) {
+            const int column = first + span * 64;
+            if (column >= filters) continue;
+            float scale[VECTOR];
+            int start[VECTOR];
+#pragma unroll
+            for (int k = 0; k < VECTOR; k += 4) {
+                *reinterpret_cast<float4 *>(scale + k) = *reinterpret_cast<const float4 *>(multiplier + column + k);
+                *reinterpret_cast<int4 *>(start + k) = *reinterpret_cast<const int4 *>(bias + column + k);
+            }
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                if (!there[r]) continue;
+                struct alignas(16) { T element[VECTOR]; } out;
+                const uint32 *words = reinterpret_cast<const uint32 *>(&added[ADD ? span : 0][r]);
+#pragma unroll
+                for (int k = 0; k < VECTOR; ++k) {
+                    const int sum = products[span * 8 + k / 2][r * 2 + k % 2] + start[k];
+                    out.element[k] = result<T>(requantised<ADD, RELU>(sum, scale[k], ADD ? byte_of(words[k / 4], k % 4) : 0,
+                                                                      addend_share));
+                }
+                uint4 *to = reinterpret_cast<uint4 *>(y + row[r] * size_t(filters) + column);
+#pragma unroll
+                for (int i = 0; i < int(sizeof(out) / 16); ++i) to[i] = reinterpret_cast<const uint4 *>(&out)[i];
+            }
+        }
+    }
+};

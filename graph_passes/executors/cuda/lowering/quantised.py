@@ -1,0 +1,215 @@
+"""INT8: convolutions with requantisation, shortcut and ReLU in them, and what stands between them.
+
+The kernels give the integers that `graph_passes/operators/quantised.py` says, to the bit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import NamedTuple
+
+from graph_passes.executors.cuda.kernels import HOPPER, count, instance, threads
+from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require
+from graph_passes.executors.cuda.lowering.operands import In, Out
+from graph_passes.executors.cuda.lowering.pooling import Window
+from graph_passes.executors.cuda.parameters import VECTOR, padded
+from graph_passes.executors.cuda.program import Buffer
+from graph_passes.graph import Node
+from graph_passes.operators import window
+from graph_passes.operators.quantised import SQUARE_CHANNELS, squares
+from graph_passes.passes.quantised_way import SQUARES, TILES
+
+TILE_VECTOR = 16  # VECTOR of quantised_conv.cu: channels
+CHUNK = 128  # bytes of a reduction that it multiplies at once
+SQUARES_ROWS, SQUARES_STAGES, SQUARES_BLOCKS = 128, 3, 3  # of quantised_conv_squares.cu; blocks on a multiprocessor
+_TILE_CHANNELS = (16, 32, 64)  # that it takes beside multiples of CHUNK
+
+
+class Geometry(ctypes.Structure):
+    """`Convolution` of quantised.cuh."""
+
+    _fields_ = (("rows", ctypes.c_uint32), *((name, ctypes.c_int) for name in (
+        "height", "width", "channels", "out_height", "out_width", "filters", "kernel_h", "kernel_w", "stride_h",
+        "stride_w", "pad_h", "pad_w", "dilate_h", "dilate_w")))
+
+    @classmethod
+    def of(cls, node: Node, x: Buffer, y: Buffer) -> Geometry:
+        """Of a convolution from `x` to `y`, both NHWC."""
+        images, out_height, out_width, filters = y.shape
+        size = window(node)
+        return cls(images * out_height * out_width, *x.shape[1:4], out_height, out_width, filters, *size.kernel,
+                   *size.stride, *size.pad, *size.dilate)
+
+
+class _Epilogue(NamedTuple):
+    """What is done with the sums of a convolution."""
+
+    adds: bool
+    relu: bool
+    share: ctypes.c_float  # of the addend
+
+    @classmethod
+    def of(cls, node: Node) -> _Epilogue:
+        return cls(not node["no_addend"], node["relu"], ctypes.c_float(node["addend_scale"] / node["scale"]))
+
+
+def quantise(builder: Builder, node: Node) -> None:
+    """Floats become int8; of images also the channel that pads them."""
+    x = builder.input(node, "data")
+    y = builder.output(node, shape=x.shape)
+    require(x.shape[-1] % 4 == 0 and y.num_bytes % VECTOR == 0, node, f"has the shape {x.shape}, and works on 8 values "
+            "at once: use a multiple of 8 of them")
+    vectors = y.num_bytes // VECTOR
+    builder.launch(node, "quantised.cu", builder.kernel("quantise"), *threads(vectors), In(x), Out(y),
+                   ctypes.c_float(1 / node["scale"]), count(vectors))
+
+
+def quantise_squares(builder: Builder, node: Node) -> None:
+    """Images become int8, in squares of 2x2 pixels."""
+    x, y = builder.input(node, "data"), builder.output(node)
+    require(4 * x.shape[3] == SQUARE_CHANNELS, node, f"has images with {x.shape[3]} channels: give 3 or 4")
+    number = y.num_bytes // SQUARE_CHANNELS
+    before = (squares(*of).before for of in zip(node["kernel"], node["pad"], strict=True))
+    builder.launch(node, "quantised.cu", builder.kernel("quantise_squares"), *threads(number), In(x), Out(y),
+                   ctypes.c_float(1 / node["scale"]), count(number),
+                   *map(ctypes.c_int, (*x.shape[1:3], *y.shape[1:3], *before)))
+
+
+def dequantise(builder: Builder, node: Node) -> None:
+    """int8 becomes what it stands for."""
+    x = builder.input(node, "data")
+    y = builder.output(node, shape=x.shape)
+    require(x.num_bytes % VECTOR == 0, node, f"has the shape {x.shape}, and works on 8 values at once: use a multiple "
+            "of 8 of them")
+    vectors = x.num_bytes // VECTOR
+    builder.launch(node, "quantised.cu", builder.kernel("dequantise"), *threads(vectors), In(x), Out(y),
+                   ctypes.c_float(node["data_scale"]), count(vectors))
+
+
+def convolution(builder: Builder, node: Node) -> None:
+    """By the kernel that `passes/quantised_way.py` has chosen, or the one for all shapes."""
+    way = node["way"]
+    if way in TILES:
+        _tiles(builder, node, *TILES[way])
+    elif way == SQUARES:
+        _squares(builder, node)
+    else:
+        _direct(builder, node)
+
+
+def stages_of(groups: int, columns: int) -> int:
+    """STAGES of quantised_conv.cu: chunks that have a place in shared memory."""
+    return 3 if groups * columns <= 256 else 4
+
+
+def _tiles(builder: Builder, node: Node, groups: int, columns: int) -> None:
+    """On tensor cores; a block makes 64 * groups rows of so many columns."""
+    x, weight, y = builder.input(node, "data"), builder.input(node, "weight"), builder.output(node)
+    geometry, (adds, relu, share), size = Geometry.of(node, x, y), _Epilogue.of(node), window(node)
+    channels = x.shape[3]
+    _require_tensor_cores(builder, node, columns)
+    require(channels % CHUNK == 0 or channels in _TILE_CHANNELS, node, "is not for the kernel of tiles")
+    is_plain = size.kernel == size.stride == (1, 1) and size.pad == (0, 0)
+    chunks = -(-size.kernel[0] * size.kernel[1] * channels // CHUNK)
+    rows = 64 * groups
+    shared_bytes = min(stages_of(groups, columns), chunks) * (rows + columns) * CHUNK
+    require(shared_bytes <= builder.gpu.max_shared_bytes, node, "has no room for these tiles")
+    blocks = -(-geometry.rows // rows) * -(-y.shape[3] // columns)
+    builder.launch(
+        node, "quantised_conv.cu",
+        instance("quantised_conv", y.dtype, groups, columns, is_plain, adds, relu),
+        (blocks, 1, 1), (128 * groups, 1, 1), In(x), In(weight), In(builder.input(node, "multiplier")),
+        In(builder.input(node, "bias")), In(builder.optional_input(node, "addend", "no_addend")), Out(y), geometry,
+        share, ctypes.c_int(chunks), shared_bytes=shared_bytes,
+        flops=builder.problem("fprop", node, x, weight, y).flops)
+
+
+def _squares(builder: Builder, node: Node) -> None:
+    """Over squares with 16 channels on Hopper; blocks walk over the places."""
+    x, weight, y = builder.input(node, "data"), builder.input(node, "weight"), builder.output(node)
+    _require_tensor_cores(builder, node, columns=64)
+    size, (adds, relu, _), filters = window(node), _Epilogue.of(node), y.shape[3]
+    images, height, width, channels = x.shape
+    kernel = size.kernel[0]
+    is_plain = size == ((kernel, kernel), (1, 1), (0, 0), (1, 1)) and kernel % 2 == 0 and not adds
+    require(builder.gpu.capability == HOPPER and channels == SQUARE_CHANNELS and is_plain, node,
+            "is not for the kernel of squares")
+    places, patch = images * height * width, SQUARES_ROWS + (kernel - 1) * width + kernel
+    shared_bytes = -(-kernel**2 // 8) * 64 * CHUNK + SQUARES_STAGES * patch * SQUARE_CHANNELS
+    require(shared_bytes <= builder.gpu.max_shared_bytes // SQUARES_BLOCKS, node,
+            "has too wide images for the kernel of squares")
+    blocks = min(-(-places // SQUARES_ROWS), SQUARES_BLOCKS * builder.gpu.num_multiprocessors)
+    builder.launch(
+        node, "quantised_conv_squares.cu", instance("quantised_conv_squares", y.dtype, kernel, relu),
+        (blocks, -(-filters // 64), 1), (2 * SQUARES_ROWS, 1, 1), In(x), In(weight),
+        In(builder.input(node, "multiplier")), In(builder.input(node, "bias")), Out(y), count(places),
+        *map(ctypes.c_int, (height, width, filters, patch)), shared_bytes=shared_bytes,
+        flops=builder.problem("fprop", node, x, weight, y).flops)
+
+
+def _require_tensor_cores(builder: Builder, node: Node, columns: int) -> None:
+    """Raise GraphError where the kernels on tensor cores are not for this GPU, or blocks of so many columns not for
+    this number of filters."""
+    filters = node["num_filter"]
+    require(builder.gpu.capability >= (8, 0) and node["num_group"] == 1 and filters % TILE_VECTOR == 0, node,
+            "is not for the kernels on tensor cores")
+    require(filters > columns // 2, node, f"has less filters than {columns} columns are worth")
+
+
+def _direct(builder: Builder, node: Node) -> None:
+    x, y = builder.input(node, "data"), builder.output(node)
+    adds, relu, share = _Epilogue.of(node)
+    own = x.shape[3] // node["num_group"]
+    require(own % 4 == 0, node, f"has {own} channels in a group: use a multiple of 4")
+    _launch_direct(builder, node, Geometry.of(node, x, y), builder.input(node, "bias"),
+                   builder.optional_input(node, "addend", "no_addend"), y, (adds, relu), share, node["num_group"])
+
+
+def classifier(builder: Builder, node: Node) -> None:
+    """A 1x1 convolution of a 1x1 image, in floats. The softmax adds the bias."""
+    x = builder.input(node, "data")
+    images, channels, filters = x.shape[0], x.num_bytes // x.shape[0], padded(node["num_hidden"])
+    require(channels % 4 == 0, node, f"has {channels} values of an image: use a multiple of 4")
+    require(node["dtype"] != "int8", node, "does not feed a SoftmaxOutput alone: only the classifier has "
+            "a GPU lowering")
+    y = builder.output(node, shape=(images, 1, 1, filters))
+    geometry = Geometry(images, 1, 1, channels, 1, 1, filters, *(1,) * 4, 0, 0, 1, 1)
+    _launch_direct(builder, node, geometry, None, None, y, (False, False), ctypes.c_float(0), 1)
+
+
+def _launch_direct(builder: Builder, node: Node, geometry: Geometry, bias: Buffer | None, addend: Buffer | None,
+                   y: Buffer, flags: tuple[bool, bool], share: ctypes.c_float, groups: int) -> None:
+    outputs = geometry.rows * geometry.filters
+    builder.launch(node, "quantised.cu", instance("quantised_conv_direct", y.dtype, *flags), *threads(outputs),
+                   In(builder.input(node, "data")), In(builder.input(node, "weight")),
+                   In(builder.input(node, "multiplier")), In(bias), In(addend), Out(y), geometry, share,
+                   count(outputs), ctypes.c_int(groups))
+
+
+def pooling(builder: Builder, node: Node) -> None:
+    """Maxima are the same integers; means and sums are requantised."""
+    x, y = builder.input(node, "data"), builder.output(node)
+    channels = x.shape[3]
+    require(channels % 4 == 0, node, f"has {channels} channels: use a multiple of 4")
+    words = 4 if channels % 16 == 0 else 1
+    items, pitch = x.shape[0] * y.shape[1] * y.shape[2] * channels // (4 * words), channels // (4 * words)
+    size = (Window(*x.shape[1:3], 1, 1, *x.shape[1:3], 1, 1, 0, 0) if node["global_pool"]
+            else Window.of(node, x, y))
+    if node["pool_type"] == "max":
+        builder.launch(node, "quantised.cu", instance("quantised_max_pool", words), *threads(items), In(x), Out(y),
+                       size, count(items), ctypes.c_int(pitch))
+        return
+    divisor = "SUM" if node["pool_type"] == "sum" else "PADDING" if node["count_include_pad"] else "IMAGE"
+    builder.launch(node, "quantised.cu", instance("quantised_average_pool", y.dtype, words, divisor),
+                   *threads(items), In(x), Out(y), size, ctypes.c_double(node["data_scale"] / node["scale"]),
+                   count(items), ctypes.c_int(pitch))
+
+
+RULES: Rules = {
+    "Quantise": quantise,
+    "QuantiseSquares": quantise_squares,
+    "Dequantise": dequantise,
+    "QuantisedConvolution": convolution,
+    "QuantisedFullyConnected": classifier,
+    "QuantisedPooling": pooling,
+}

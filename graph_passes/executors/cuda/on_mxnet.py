@@ -1,0 +1,167 @@
+"""Inference on MXNet's GPU arrays, ordered with MXNet's engine: what executors on a GPU share.
+
+A `Network` runs on a stream of its own. What keeps it in order with MXNet are gates: an operation that is pushed to
+MXNet's engine as the reader or writer of an array, and that ends when the network's CUDA event has fired. Whatever
+MXNet or Horovod is asked to do with that array afterwards waits for it. A gate costs about 40 us of host time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from common.mxnet_compat import mx
+from graph_passes.errors import GraphError
+from graph_passes.executors.base import Executor, Metrics, parse_device
+from graph_passes.executors.cuda.device import Gpu
+from graph_passes.executors.cuda.network import Network
+from graph_passes.graph import Graph
+
+Array = Any  # mx.nd.NDArray; MXNet has no type stubs
+_ENGINE_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)
+
+
+class _Context(ctypes.Structure):
+    """MXNet's Context as its C API takes it."""
+
+    _fields_ = (("device_type", ctypes.c_int), ("device_id", ctypes.c_int32))
+
+
+class OnMXNet(Executor):
+    """Runs `_step`, which the executor makes."""
+
+    _step: Network
+
+    def __init__(self, graph: Graph, shapes: Mapping[str, Sequence[int]], device: str) -> None:
+        super().__init__(graph, shapes)
+        kind, number = parse_device(device)
+        if kind != "gpu":
+            raise GraphError(f"the cuda executor cannot run on the device '{device}': give gpu(0), gpu(1), ...")
+        self._context = mx.gpu(number)
+        self._shared = {"probabilities": "float32"}  # memory that is MXNet's, and its dtype
+        self._arrays: dict[str, Array] = {}
+        self._seen: list[Array] = []  # arrays that MXNet may be reading or writing
+        self._pending: dict[int, Any] = {}  # number of a gate that the engine has not passed yet -> its CUDA event
+        self._num_gates = 0
+        self._pass_gate = _ENGINE_CALLBACK(lambda run_context, number: self._pending.pop(number).sync())
+        self._num_valid = self.input_shapes["data"][0]
+        self._num_inferred = 0  # images of the latest inference
+
+    def _allocate(self, name: str, num_bytes: int) -> int | None:
+        """MXNet arrays for what MXNet or Horovod may want to see; the network takes plain memory for the rest."""
+        if name not in self._shared:
+            return None
+        dtype = self._shared[name]
+        array = mx.nd.empty((max(1, num_bytes // np.dtype(dtype).itemsize),), ctx=self._context, dtype=dtype)
+        self._arrays[name] = array
+        return self._address(array)
+
+    def forward(self, data: Array, label: Array | None = None) -> Array:
+        """Class probabilities by inference. The batch may be smaller than the one that the executor was made for."""
+        self._wait_for_mxnet()
+        num_images = min(data.shape[0], self.input_shapes["data"][0])
+        self._load(data, label, 0 if label is None else num_images, num_images)
+        self._step.infer(num_images)
+        self._num_inferred = num_images
+        return self._probabilities()
+
+    def evaluate(self, data: Array, label: Array, num_valid: int) -> None:
+        """Inference that only adds to the metrics. The batch may be smaller than the one that the executor was made
+        for."""
+        self._wait_for_mxnet()
+        num_images = min(data.shape[0], self.input_shapes["data"][0])
+        self._load(data, label, min(num_valid, num_images), num_images)
+        self._step.infer(num_images)
+        self._num_inferred = num_images
+
+    def request_probabilities(self) -> Callable[[], np.ndarray]:
+        """As `Executor` has it. The next batch waits on the host until these are copied."""
+        return self._probabilities().copyto(mx.cpu()).asnumpy
+
+    def _probabilities(self) -> Array:
+        """Those of the latest inference."""
+        shape = self._step.persistent.probabilities.shape
+        probabilities = self._arrays["probabilities"].reshape(shape)[: self._num_inferred]
+        self._gate([probabilities])
+        return probabilities
+
+    def read_metrics(self) -> Metrics:
+        return self._step.read_metrics()
+
+    def request_metrics(self) -> Callable[[], Metrics]:
+        return self._step.request_metrics()
+
+    @property
+    def gpu(self) -> Gpu:
+        return self._step.gpu
+
+    def close(self) -> None:
+        self._step.gpu.free_all()
+
+    def synchronize(self) -> None:
+        self._step.gpu.synchronize()
+        mx.nd.waitall()
+
+    def _load(self, data: Array, label: Array | None, num_valid: int, num_images: int) -> None:
+        made = self.input_shapes["data"]
+        for name, array in (("data", data), ("softmax_label", label)):
+            if array is not None:
+                shape = tuple(array.shape)
+                if name == "data" and shape[-1] == self._step.persistent.data.shape[3]:
+                    shape = (*shape[:-1], made[3])  # it has the channels that the network really reads
+                whole = made[0] if shape[0] == num_images else shape[0]  # `num_images` may be a part of a batch
+                self.check_input(name, (whole, *shape[1:]))
+        data = self._here(data)
+        self._step.load_from_device(self._address(data), np.dtype(data.dtype).name, data.shape)
+        used = [data]
+        if label is not None:
+            if label.dtype != np.float32:  # its bytes are copied
+                raise GraphError(f"'softmax_label' has the dtype {np.dtype(label.dtype).name}: give float32")
+            label = self._here(label)
+            target = self._step.persistent.label
+            self._step.gpu.copy(target.address, self._address(label), target.num_bytes // target.shape[0] * num_images)
+            used.append(label)
+        if num_valid != self._num_valid:
+            self._step.set_num_valid(num_valid)
+            self._num_valid = num_valid
+        self._gate(used, reading=True)  # nobody may overwrite the batch before it is copied
+
+    def _here(self, array: Array) -> Array:
+        """The array on this GPU."""
+        return array if array.context == self._context else array.as_in_context(self._context)
+
+    # --- order with MXNet's engine ---
+
+    def _address(self, array: Array) -> int:
+        array.wait_to_read()
+        address = ctypes.c_void_p()
+        _call("MXNDArrayGetData", array.handle, ctypes.byref(address))
+        return int(address.value or 0)
+
+    def _gate(self, arrays: Sequence[Array], reading: bool = False) -> None:
+        """Make what MXNet does with the arrays from now on wait for what is on the step's stream: everything, or with
+        `reading` what would overwrite them. No array twice, nor a slice beside its whole: the engine knows them as one
+        and would wait for itself."""
+        self._num_gates += 1
+        self._pending[self._num_gates] = self._step.gpu.record_event()
+        handles = (ctypes.c_void_p * len(arrays))(*(array.handle for array in arrays))
+        read, written = ((handles, len(arrays)), (None, 0)) if reading else ((None, 0), (handles, len(arrays)))
+        cpu = _Context(1, 0)  # a CPU worker waits, so that MXNet's own GPU worker stays free
+        _call("MXEnginePushSyncND", self._pass_gate, ctypes.c_void_p(self._num_gates), None, ctypes.byref(cpu),
+              *read, *written, None, 0, b"gate")
+        if not reading:
+            self._seen += arrays
+
+    def _wait_for_mxnet(self) -> None:
+        """Wait until MXNet has done what it was asked to do with arrays that it has been shown."""
+        for array in self._seen:
+            _call("MXNDArrayWaitToWrite", array.handle)
+        self._seen.clear()
+
+
+def _call(function: str, *arguments: Any) -> None:
+    """A function of MXNet's C API."""
+    mx.base.check_call(getattr(mx.base._LIB, function)(*arguments))

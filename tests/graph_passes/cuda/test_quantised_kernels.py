@@ -1,0 +1,228 @@
+"""INT8 on a GPU gives the bits of the reference executor: every operator, every kernel, whole networks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from gpu_arrays import Device
+from int8_networks import quantised
+
+from common.mxnet_compat import mx
+from graph_passes import Graph, Node, Ref
+from graph_passes.errors import GraphError
+from graph_passes.executors import reference
+from graph_passes.executors.cuda.kernels import HOPPER
+from graph_passes.executors.cuda.lowering import lower_nodes
+from graph_passes.executors.cuda.lowering.builder import Builder
+from graph_passes.executors.cuda.program import Buffer, run
+from graph_passes.executors.cuda.quantised import QuantisedNetwork
+from graph_passes.executors.cuda.quantised_executor import QuantisedCudaExecutor
+from graph_passes.passes import tensor_dtypes
+from graph_passes.passes.quantise import Kept
+from graph_passes.passes.quantised_way import DIRECT, SQUARES, TILES
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Kernels are compiled once for all networks."""
+    return tmp_path_factory.mktemp("cache")
+
+
+def int8(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.integers(-127, 128, shape, np.int8)
+
+
+def launched(device: Device, op: str, arrays: Sequence[np.ndarray], **attrs: Any) -> np.ndarray:
+    """What the launches of an operator write for these inputs."""
+    names = [f"input{i}" for i in range(len(arrays))]
+    node = Node(op, "y", tuple(map(Ref, names)), attrs)
+    variables = [Node("null", name, (), {"dtype": array.dtype.name}) for name, array in zip(names, arrays, strict=True)]
+    graph = Graph([*variables, node], [Ref("y")])
+    shapes = graph.infer_shapes({name: array.shape for name, array in zip(names, arrays, strict=True)})
+    buffers = {Ref(name): Buffer(name, array.shape, array.dtype.name, device.put(array, array.dtype.name), True)
+               for name, array in zip(names, arrays, strict=True)}
+    tools: Any = SimpleNamespace(gpu=device.gpu, kernels=device.kernels, convolutions=None, group=None)
+    persistent: Any = None
+    builder = Builder(shapes, tensor_dtypes(graph), buffers, "float16", persistent, tools)
+    lower_nodes(builder, [node])
+    y = builder.buffers[Ref("y")]
+    y.address = device.poisoned(y.shape, y.dtype)
+    run(builder.program.launches)
+    return device.get(y.address, y.shape, y.dtype).reshape(shapes[Ref("y")])
+
+
+def check(device: Device, op: str, arrays: Sequence[np.ndarray], **attrs: Any) -> None:
+    (expected,) = reference.evaluate(Node(op, "y", (), attrs), arrays)
+    if attrs.get("dtype") == "float16":
+        expected = expected.astype(np.float16)
+    found = launched(device, op, arrays, **attrs)
+    assert found.astype(expected.dtype).tobytes() == expected.tobytes(), f"{(found != expected).sum()} differ"
+
+
+CONVOLUTIONS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {  # images, window
+    "1x1": ((2, 9, 13, 64), {"kernel": (1, 1)}),
+    "1x1, long": ((1, 7, 7, 1024), {"kernel": (1, 1)}),
+    "1x1 at stride 2": ((2, 9, 13, 128), {"kernel": (1, 1), "stride": (2, 2)}),
+    "3x3": ((2, 9, 13, 128), {"kernel": (3, 3), "pad": (1, 1)}),
+    "3x3 at stride 2": ((3, 15, 14, 64), {"kernel": (3, 3), "stride": (2, 2), "pad": (1, 1)}),
+    "3x3 over 256": ((1, 8, 9, 256), {"kernel": (3, 3), "pad": (1, 1)}),
+    "3x3 over 64": ((3, 21, 37, 64), {"kernel": (3, 3), "pad": (1, 1)}),
+    "3x3 over 384": ((5, 7, 7, 384), {"kernel": (3, 3), "pad": (1, 1)}),
+    "3x2 with holes": ((2, 11, 12, 32), {"kernel": (3, 2), "stride": (1, 2), "pad": (2, 1), "dilate": (2, 3)}),
+    "4x4 over 16": ((2, 20, 19, 16), {"kernel": (4, 4)}),
+    "2x2 over 16": ((3, 115, 13, 16), {"kernel": (2, 2)}),
+}
+
+
+@pytest.mark.parametrize("filters", [48, 64, 128, 272])
+@pytest.mark.parametrize("way", [*TILES, SQUARES, DIRECT])
+@pytest.mark.parametrize("shape, window", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
+def test_convolution(device: Device, shape: tuple[int, ...], window: dict[str, Any], way: str, filters: int,
+                     rng: np.random.Generator) -> None:
+    """With and without addend and ReLU, as int8 and as float16."""
+    if (device.gpu.capability < (8, 0) and way != DIRECT) or (device.gpu.capability != HOPPER and way == SQUARES):
+        pytest.skip("for tensor cores that this GPU has not")
+    if way in TILES and filters <= TILES[way][1] // 2:
+        pytest.skip("has less filters than that tile is for")
+    if way == SQUARES and shape[3] != 16:
+        pytest.skip("for squares with 16 channels")
+    x, weight = int8(rng, *shape), int8(rng, filters, *window["kernel"], shape[3])
+    spread = 127**2 / 3 * np.sqrt(weight[0].size)  # of the sums
+    multiplier = (rng.uniform(0.5, 1.5, filters) * 60 / spread).astype(np.float32)
+    bias = rng.integers(-int(spread), int(spread), filters, np.int32)
+    attrs = {**window, "num_filter": filters, "layout": "NHWC", "way": way, "scale": 0.047}
+    addend = int8(rng, *reference.evaluate(Node("QuantisedConvolution", "y", (), attrs),
+                                           [x, weight, multiplier, bias])[0].shape)
+    for relu in (False, True):
+        for dtype in ("int8", "float16"):
+            check(device, "QuantisedConvolution", [x, weight, multiplier, bias], relu=relu, dtype=dtype, **attrs)
+        check(device, "QuantisedConvolution", [x, weight, multiplier, bias, addend], relu=relu, dtype="int8",
+              no_addend=False, addend_scale=0.031, **{**attrs, "way": DIRECT if way == SQUARES else way})
+
+
+def test_convolution_in_groups_and_of_images(device: Device, rng: np.random.Generator) -> None:
+    for channels, groups in ((32, 8), (4, 1), (24, 3)):
+        x, weight = int8(rng, 2, 11, 9, channels), int8(rng, 48, 3, 3, channels // groups)
+        check(device, "QuantisedConvolution",
+              [x, weight, rng.uniform(0, 1e-3, 48).astype(np.float32), rng.integers(-9999, 9999, 48, np.int32)],
+              kernel=(3, 3), pad=(1, 1), num_filter=48, num_group=groups, layout="NHWC", scale=1.0, dtype="int8")
+
+
+def test_sums_beyond_24_bits(device: Device) -> None:
+    """Which fp32 does not hold, and one bias that only an int32 holds."""
+    x, weight = np.full((1, 2, 2, 2048), 127, np.int8), np.full((64, 1, 1, 2048), 127, np.int8)
+    weight[::3] = -127
+    x[0, 1, 1, 5] = 1
+    bias = np.arange(64, dtype=np.int32) * 2**24 + 1
+    for way in (*list(TILES)[:1], DIRECT):
+        if way == DIRECT or device.gpu.capability >= (8, 0):
+            check(device, "QuantisedConvolution", [x, weight, np.full(64, 2.0**-24, np.float32), bias], kernel=(1, 1),
+                  num_filter=64, layout="NHWC", scale=1.0, dtype="float16", way=way)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float16"])
+@pytest.mark.parametrize("channels", [64, 12])
+def test_pooling(device: Device, channels: int, dtype: str, rng: np.random.Generator) -> None:
+    x = int8(rng, 3, 15, 13, channels)
+    for window in ({"kernel": (3, 3), "stride": (2, 2), "pad": (1, 1)}, {"global_pool": True, "kernel": (1, 1)},
+                   {"kernel": (2, 3), "stride": (2, 1), "pooling_convention": "full"}):
+        for include in (False, True):
+            for kind in ("avg", "sum"):
+                check(device, "QuantisedPooling", [x], pool_type=kind, count_include_pad=include, layout="NHWC",
+                      data_scale=0.03, scale=0.017 if dtype == "int8" else 1.0, dtype=dtype, **window)
+        if dtype == "int8":
+            check(device, "QuantisedPooling", [x], pool_type="max", layout="NHWC", data_scale=0.03, scale=0.03,
+                  dtype="int8", **window)
+
+
+def test_quantising_and_back(device: Device, rng: np.random.Generator) -> None:
+    """Ties among them."""
+    x = np.concatenate([rng.normal(0, 3, 4096), np.arange(-4096, 4096) / 64]).astype(np.float16).reshape(2, 8, 96, 8)
+    for scale in (1 / 32, 0.0371):
+        check(device, "Quantise", [x], scale=scale, dtype="int8")
+        check(device, "Dequantise", [int8(rng, 2, 8, 96, 8)], data_scale=scale, dtype="float16")
+
+
+@pytest.mark.parametrize("kernel, pad", [((7, 7), (3, 3)), ((3, 3), (1, 1)), ((6, 5), (2, 0))])
+@pytest.mark.parametrize("size", [(32, 32), (31, 40)])
+def test_squares(device: Device, kernel: tuple[int, int], pad: tuple[int, int], size: tuple[int, int],
+                 rng: np.random.Generator) -> None:
+    check(device, "QuantiseSquares", [rng.normal(0, 1, (2, *size, 4)).astype(np.float16)], scale=0.021, kernel=kernel,
+          pad=pad, dtype="int8")
+
+
+def test_classifier(device: Device, rng: np.random.Generator) -> None:
+    x, weight = int8(rng, 5, 64), int8(rng, 24, 64)
+    (expected,) = reference.evaluate(
+        Node("QuantisedFullyConnected", "y", (), {"num_hidden": 24, "scale": 1.0, "dtype": "float16"}),
+        [x, weight, np.full(24, 1e-3, np.float32)])
+    found = launched(device, "QuantisedFullyConnected", [x, weight, np.full(24, 1e-3, np.float32)], num_hidden=24,
+                     scale=1.0, dtype="float16")
+    np.testing.assert_array_equal(found, expected.astype(np.float16))
+
+
+@pytest.mark.parametrize("name, size, kept", [
+    ("resnet18", 64, Kept()), ("resnet50", 65, Kept()), ("resnet50", 64, Kept(classifier=False)),
+    ("resnet18", 64, Kept(first=True)), ("resnext50_32x4d", 33, Kept()), ("resnet50d", 64, Kept()),
+    ("resnet18_v2", 64, Kept())])
+def test_whole_networks(name: str, size: int, kept: Kept, rng: np.random.Generator, cache: Path) -> None:
+    """Tensor by tensor: each integer. Where the first convolution is in floats, its float16 makes another integer of
+    some; what is behind is then compared with the answer alone."""
+    case = quantised(name, 3, size, rng, kept)
+    network = QuantisedNetwork(case.network, case.shapes, case.scales, kept, case.params, cache_folder=cache)
+    network.load(case.images.astype(np.float16), np.zeros(3))
+    network.infer()
+    expected, compared = case.expected(), 0
+    probabilities = network.probabilities()
+    assert network._inference
+    for launch in network._inference._compiled[3].lowering.program.launches:
+        launch.enqueue()
+        for buffer in launch.writes:
+            want = expected.get(Ref(launch.node))
+            if buffer.dtype == "int8" and want is not None and want.shape == buffer.shape and not kept.first and (
+                    name != "resnet18_v2"):
+                found = network.gpu.download(buffer.address, buffer.shape, np.int8)
+                assert (found == want).all(), f"{launch.node}: {(found != want).sum()} of {want.size} differ"
+                compared += 1
+    assert compared > 15 or kept.first or name == "resnet18_v2"
+    want = expected[case.network.outputs[0]]
+    # fp16's scores (an error of 2^-11 of each) and the classifier's weights in fp16.
+    np.testing.assert_allclose(probabilities, want, rtol=0.02 if compared else 0.2, atol=1e-4)
+    network.gpu.free_all()
+
+
+def test_the_executor_answers_as_the_reference_does(rng: np.random.Generator, cache: Path,
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    """On MXNet's arrays, for a whole batch and a part of one, and its metrics."""
+    monkeypatch.setenv("RESNET_CACHE", str(cache))
+    case = quantised("resnet18", 4, 64, rng)
+    label = rng.integers(0, 24, 4)
+    arguments = case.network, case.shapes, case.scales, case.kept, case.params
+    oracle, executor = reference.QuantisedExecutor(*arguments), QuantisedCudaExecutor(*arguments)
+    data, labels = (mx.nd.array(array, ctx=mx.gpu(0)) for array in (case.images, label))
+    want = oracle.forward(case.images)
+    np.testing.assert_allclose(executor.forward(data).asnumpy(), want, rtol=0.02, atol=1e-4)
+    np.testing.assert_allclose(executor.forward(data[:3]).asnumpy(), want[:3], rtol=0.02, atol=1e-4)
+    np.testing.assert_allclose(executor.request_probabilities()(), want[:3], rtol=0.02, atol=1e-4)
+    executor.read_metrics()
+    executor.evaluate(data, labels, 3)
+    oracle.evaluate(case.images, label, 3)
+    found, expected = executor.read_metrics(), oracle.read_metrics()
+    assert found.count == expected.count == 3 and found.loss_sum == pytest.approx(expected.loss_sum, rel=1e-3)
+    with pytest.raises(GraphError, match="a network in INT8 cannot be trained"):
+        executor.forward_backward(data, labels)
+    executor.close()
+
+
+def test_a_network_with_parameters_of_another_shape(rng: np.random.Generator, cache: Path) -> None:
+    case = quantised("resnet18", 2, 32, rng)
+    params = case.params | {"classifier_weight": np.zeros((3, 512), np.float32)}
+    with pytest.raises(GraphError, match="'classifier_weight' has the shape .3, 512.: the network in INT8 needs"):
+        QuantisedNetwork(case.network, case.shapes, case.scales, case.kept, params, cache_folder=cache)

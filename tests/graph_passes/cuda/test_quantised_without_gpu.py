@@ -1,0 +1,171 @@
+"""What of inference in INT8 on a GPU needs none: its passes, its launches, its memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from int8_networks import quantised
+from test_without_gpu import FakeConvolutions, FakeGpu, FakeKernels
+
+from common.mxnet_compat import mx
+from graph_passes import Graph, GraphError, Ref, passes, pipeline
+from graph_passes.errors import PassingError
+from graph_passes.executors import reference
+from graph_passes.executors.cuda import network, toolchain
+from graph_passes.executors.cuda.executor import CudaExecutor
+from graph_passes.executors.cuda.quantised import QuantisedNetwork
+from graph_passes.executors.cuda.quantised_executor import QuantisedCudaExecutor
+from graph_passes.operators import window
+from graph_passes.passes.quantise import Kept
+from graph_passes.passes.quantise_squares import quantise_squares, quantise_squares_params
+from graph_passes.passes.quantised_way import DIRECT, SQUARES, TILES, quantised_way
+
+
+@pytest.fixture(autouse=True)
+def fake_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On which nothing is computed."""
+    monkeypatch.setattr(network, "Gpu", FakeGpu)
+    monkeypatch.setattr(toolchain, "KernelLibrary", lambda *_: FakeKernels())
+    monkeypatch.setattr(toolchain, "ConvolutionLibrary", lambda *_: FakeConvolutions())
+    monkeypatch.setattr(toolchain, "_machine", lambda gpu: "fake")
+
+
+def launches(name: str, kept: Kept, tmp_path: Path, rng: np.random.Generator, size: int = 64) -> Counter[str]:
+    """Of inference, by operation."""
+    case = quantised(name, 2, size, rng, kept)
+    made = QuantisedNetwork(case.network, case.shapes, case.scales, kept, case.params, cache_folder=tmp_path)
+    for images in (2, 1):
+        made.load_from_device(1, "float16", (images, size, size, 4))
+        made.infer(images)
+    assert made._inference and made._inference._compiled.keys() == {1, 2}
+    program = made._inference._compiled[2].lowering.program
+    for launch in program.launches:
+        launch.enqueue()
+    return Counter(launch.operation for launch in program.launches)
+
+
+def test_launches(tmp_path: Path, rng: np.random.Generator) -> None:
+    found = launches("resnet18", Kept(), tmp_path, rng)
+    assert found == {"quantise_squares": 1, "quantised_conv_squares": 1, "quantised_conv": 19, "quantised_max_pool": 1,
+                     "quantised_average_pool": 1, "fprop": 1, "softmax_cross_entropy": 1, "add_metrics": 1}
+
+
+def test_launches_of_what_stays_in_floats(tmp_path: Path, rng: np.random.Generator) -> None:
+    found = launches("resnet18", Kept(first=True, classifier=False), tmp_path, rng)
+    assert found["fprop_bias_relu"] + found["bias_add_relu"] == 1 and found["quantised_conv"] == 19
+    assert found["quantise"] == 2 and found["quantised_conv_direct"] == 1 and not found["quantise_squares"]
+
+
+def test_a_network_with_groups_and_a_pre_activation_one(tmp_path: Path, rng: np.random.Generator) -> None:
+    found = launches("resnext50_32x4d", Kept(), tmp_path, rng, size=32)
+    assert found["quantised_conv_direct"] == 16 and found["quantised_conv"] == 36
+    found = launches("resnet18_v2", Kept(), tmp_path, rng, size=32)
+    assert found["batch_norm_apply"] == 9 and found["dequantise"] and found["quantise"]
+
+
+def test_gpus_without_these_tensor_cores_take_the_kernel_for_all_shapes(tmp_path: Path, rng: np.random.Generator,
+                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeGpu, "capability", (8, 0))
+    assert launches("resnet18", Kept(), tmp_path / "8.0", rng, size=32)["quantised_conv"] == 20
+    monkeypatch.setattr(FakeGpu, "capability", (7, 5))
+    assert launches("resnet18", Kept(), tmp_path / "7.5", rng, size=32)["quantised_conv_direct"] == 20
+
+
+def test_parameters_that_do_not_fit(tmp_path: Path, rng: np.random.Generator) -> None:
+    case = quantised("resnet18", 2, 32, rng)
+    for params, sentence in (
+            ({**case.params, "classifier_weight": np.zeros((3, 512), np.float32)}, r"has the shape \(3, 512\)"),
+            ({name: array for name, array in case.params.items() if name != "classifier_weight"}, "is missing")):
+        with pytest.raises(GraphError, match=f"'classifier_weight' {sentence}: the network in INT8 needs"):
+            QuantisedNetwork(case.network, case.shapes, case.scales, case.kept, params, cache_folder=tmp_path)
+
+
+# --- the passes ---
+
+
+@pytest.mark.parametrize("name, size", [("resnet18", 40), ("resnet18", 33), ("resnet50d", 38)])
+def test_squares_change_no_integer(name: str, size: int, rng: np.random.Generator) -> None:
+    case = quantised(name, 2, size, rng)
+    graph = pipeline.run(pipeline.quantised_passes("float32", case.scales, case.kept), case.network)
+    in_squares, params = quantise_squares(graph), quantise_squares_params(graph, case.params)
+    first = next(node for node in in_squares if node.op == "QuantisedConvolution")
+    assert window(first).stride == (1, 1) and params[first.inputs[1].node].shape[3] == 16
+    values = params | {"data": case.images, "softmax_label": np.zeros(2)}
+    found = reference.forward(in_squares, {Ref(each): values[each] for each in in_squares.variables}, training=False)
+    for ref, want in case.expected().items():
+        if not graph[ref.node].is_variable and graph[ref.node].op != "Quantise":
+            np.testing.assert_array_equal(found[ref], want)
+
+
+def test_a_first_convolution_at_stride_1_reads_pixels(rng: np.random.Generator) -> None:
+    case = quantised("resnet18", 1, 32, rng)
+    graph = pipeline.run(pipeline.quantised_passes("float32", case.scales, case.kept), case.network)
+    plain = graph.rewrite(lambda node: node.with_attrs(stride=(1, 1)) if node.op == "QuantisedConvolution" else None)
+    assert quantise_squares(plain) == plain and quantise_squares_params(plain, case.params).keys() == case.params.keys()
+
+
+def test_each_convolution_is_asked_for(rng: np.random.Generator) -> None:
+    case = quantised("resnet18", 1, 32, rng)
+    graph = pipeline.run(pipeline.quantised_passes("float32", case.scales, case.kept), case.network)
+    asked = []
+
+    def second(graph: Graph, node: Any, ways: passes.Ways) -> str:
+        asked.append((node.name, *ways))
+        if len(asked) > 1:
+            return [*TILES][1]
+        raise GraphError("none of them")
+
+    chosen = quantised_way(graph, second)
+    assert len(asked) == 20 and asked[0][1:] == (SQUARES, *TILES)
+    assert [node["way"] for node in chosen if node.op == "QuantisedConvolution"] == [DIRECT] + 19 * [[*TILES][1]]
+
+    def short(graph: Graph, node: Any, ways: passes.Ways) -> str:
+        raise PassingError("no memory now")
+
+    with pytest.raises(PassingError):
+        quantised_way(graph, short)
+
+
+# --- on MXNet's arrays ---
+
+
+def test_executors_go_through_mxnet_arrays(tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+                                           ) -> None:
+    """Both of them take batches and give answers, metrics and an end; on arrays of the CPU, and nothing is computed."""
+    monkeypatch.setenv("RESNET_CACHE", str(tmp_path))
+    monkeypatch.setattr(mx, "gpu", lambda number: mx.cpu(number))
+    event = SimpleNamespace(sync=lambda: None)
+    for name, value in {
+            "device": SimpleNamespace(pci_bus_id="0000:00:00.0"), "record_event": lambda self: event,
+            "pinned": lambda self, num_bytes: np.zeros(num_bytes, np.uint8), "record": lambda self, event: None,
+            "elapsed_ms": lambda self, start, end: 0.0,
+            "start_download": lambda self, pinned, address: event, "free_all": lambda self: None}.items():
+        monkeypatch.setattr(FakeGpu, name, value, raising=False)
+    case = quantised("resnet18", 4, 32, rng)
+    executors = (CudaExecutor(case.network, case.shapes),
+                 QuantisedCudaExecutor(case.network, case.shapes, case.scales, case.kept, case.params))
+    data, label = mx.nd.array(case.images), mx.nd.zeros(4)
+    for executor in executors:
+        assert executor.forward(data).shape == (4, 24) and executor.forward(data[:3], label[:3]).shape == (3, 24)
+        assert executor.request_probabilities()().shape == (3, 24)
+        executor.evaluate(data, label, 2)
+        assert executor.read_metrics() == executor.request_metrics()() == (0, 0, 0, 0)
+        assert executor.gpu_bus_id == "0000:00:00.0" and executor.skipped_steps == 0
+        with pytest.raises(GraphError, match="'data' has the shape"):
+            executor.forward(mx.nd.zeros((4, 32, 32, 5)))
+        executor.synchronize()
+        executor.close()
+    step, int8 = executors
+    step.forward_backward(data, label)
+    step.update(0.1)
+    step.end_step()
+    assert step.params.keys() == step.grads.keys() and step.aux and step.state and not step.ema
+    with pytest.raises(GraphError, match="a network in INT8 cannot be trained"):
+        int8.forward_backward(data, label)
+    with pytest.raises(GraphError, match="the cuda executor cannot run on the device 'cpu"):
+        CudaExecutor(case.network, case.shapes, "cpu(0)")

@@ -1,0 +1,53 @@
+"""Networks in INT8 for tests: calibrated on noise, with the values of their parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from graph_passes import Graph, Ref, passes, pipeline
+from graph_passes.calibration import folded, observed
+from graph_passes.executors import reference
+from graph_passes.passes.quantise import CLASSIFIER_KEPT, Kept, quantise_params
+from train import models
+
+Arrays = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Int8:
+    """A network, what it is quantised with, and the images that it is calibrated on, as float16 holds them."""
+
+    network: Graph
+    scales: dict[str, float]
+    kept: Kept
+    params: Arrays
+    images: np.ndarray  # (N, H, W, 3) float32
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"data": self.images.shape, "softmax_label": self.images.shape[:1]}
+
+    def expected(self) -> dict[Ref, np.ndarray]:
+        """All tensors of the graph in INT8 for the images, by the reference executor."""
+        graph = pipeline.run(pipeline.quantised_passes("float32", self.scales, self.kept), self.network)
+        values = self.params | {"data": self.images, "softmax_label": np.zeros(len(self.images))}
+        return reference.forward(graph, {Ref(name): values[name] for name in graph.variables}, training=False)
+
+
+def quantised(name: str, images: int, size: int, rng: np.random.Generator, kept: Kept = CLASSIFIER_KEPT,
+              classes: int = 24) -> Int8:
+    """A network with random weights and running statistics."""
+    made = models.create(name, classes)
+    params, aux = made.initial_values(0, zero_init_residual=False)
+    data = rng.standard_normal((images, size, size, 3)).astype(np.float16).astype(np.float32)
+    fused = pipeline.run(pipeline.FUSED, made.graph)
+    values = passes.fold_bn_params(fused, params, aux) | aux
+    plain = folded(made.graph)
+    found = reference.forward(plain, {Ref(each): (values | {"data": data, "softmax_label": np.zeros(images)})[each]
+                                      for each in plain.variables}, training=False)
+    scales = {each: float(np.abs(found[Ref(each)]).max()) / 127 or 1.0 for each in observed(plain)}
+    listed = pipeline.quantised_passes("float32", scales, kept)
+    before = pipeline.run({each: run for each, run in listed.items() if each != "quantise"}, made.graph)
+    return Int8(made.graph, scales, kept, quantise_params(before, values, scales, kept), data)
