@@ -16,6 +16,7 @@ finite on either side is an error.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -32,7 +33,7 @@ from torch_peer import LinePeer, take_turns
 from trainings import KeptLines, Line
 
 from common.command_line import Positive, read_options
-from common.environment import git_commit, hardware, versions
+from common.environment import versions
 from common.errors import ProgramError, UserError
 from graph_passes import Graph, passes
 from graph_passes.executors.cuda.device import Gpu
@@ -276,24 +277,23 @@ def geometric_mean(lines: Sequence[Line]) -> str:
 def main() -> None:
     options = read_options(Options)
     turns = list(turns_of(options))
-    peer = LinePeer(PEER) if "PEER_PYTHON" in os.environ else None
     kept = KeptLines(options.results / "rnn_layers_1gpu.jsonl", {
         "what": "recurrent layers, ms of a step", "rounds": options.rounds, "limit_seconds": options.limit,
-        "algorithms": options.algorithms, "commit": git_commit(), "gpu": (hardware()["gpus"] or [None])[0],
-        "versions": versions()})
-    gpu = Gpu()
-    monitor = GpuMonitor(gpu.device.pci_bus_id)
-    monitor.start()
-    tools = {tf32: toolchain(gpu, tf32) for tf32 in (False, True)}
+        "algorithms": options.algorithms, "versions": versions()})
     measured = {line["name"] for line in kept.lines}
-    for turn in turns:
-        if turn.name not in measured:
-            kept.add(measure(tools[turn.dtype == "tf32"], monitor, peer, turn, options.rounds, options.algorithms),
-                     show=False)
-            print(described(kept.lines[-1]), flush=True)
-    monitor.close()
-    if peer:
-        peer.close()
+    gpu = Gpu()
+    tools = {tf32: toolchain(gpu, tf32) for tf32 in (False, True)}
+    with contextlib.ExitStack() as stack:
+        peer = None
+        if "PEER_PYTHON" in os.environ:
+            peer = stack.enter_context(contextlib.closing(LinePeer(PEER)))
+        monitor = stack.enter_context(contextlib.closing(GpuMonitor(gpu.device.pci_bus_id)))
+        monitor.start()
+        for turn in turns:
+            if turn.name not in measured:
+                kept.add(measure(tools[turn.dtype == "tf32"], monitor, peer, turn, options.rounds, options.algorithms),
+                         show=False)
+                print(described(kept.lines[-1]), flush=True)
     print(geometric_mean(kept.lines))
 
 

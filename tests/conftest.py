@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 import zlib
 from collections.abc import Callable
@@ -26,6 +27,9 @@ import side_by_side
 from common.nvidia_gpus import find_gpus
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+
+# Under nohup it is ignored, and would be in all processes that tests start.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 if sys.dont_write_bytecode:  # PYTHONDONTWRITEBYTECODE, as in many containers
     # Each of the hundreds of processes that tests start would compile all of MXNet's Python: of the 4.3 s of CPU time
