@@ -32,7 +32,7 @@ from common.errors import ProgramError
 from pipelines.progress import num_cores
 
 SectionName = Literal["step", "small", "inference", "jpeg", "trivialaugment", "randaugment", "loader", "ingredients",
-                      "presets", "shallow", "resnet101", "resnet152", "resnext50", "resnext101", "variants",
+                      "frozen", "presets", "shallow", "resnet101", "resnet152", "resnext50", "resnext101", "variants",
                       "precision", "recurrent", "recurrent_others", "cpu"]
 PROFILE = "benchmarks/results/resnet50_fp16_b256_profile.txt"
 # Steps: about a second's work in a turn, and enough for a median.
@@ -48,6 +48,7 @@ SECTIONS: dict[SectionName, tuple[str, ...]] = {
     "randaugment": ("step_jpeg.py --auto-augment randaugment --random-erasing 0.1",),
     "loader": ("loader_gpu.py --seconds 2",),
     "ingredients": ("step_ingredients.py",),
+    "frozen": ("step_frozen.py --steps 50 --rounds 2",),
     "presets": ("preset_rates.py",),
     "shallow": ("step_gpu.py --model resnet18 --steps 100", "step_gpu.py --model resnet34 --steps 80"),
     "resnet101": ("step_gpu.py --model resnet101 --steps 30",),

@@ -35,7 +35,6 @@ from common.command_line import Positive, read_options
 from common.errors import ProgramError, UserError
 from common.mxnet_compat import mx
 from graph_passes.executors import create_executor
-from graph_passes.executors.cuda import profile
 from graph_passes.executors.cuda.executor import CudaExecutor
 from graph_passes.executors.cuda.quantised_executor import QuantisedCudaExecutor
 from train import models
@@ -154,7 +153,7 @@ class Options:
     peers: tuple[PeerMode, ...] = ("compile", "graph")
     """Ways to run PyTorch, the first of which tells its memory; peer_pytorch.py explains them."""
     profile: Path | None = None
-    """Write one line per kernel of the step to this file."""
+    """Write one line per kernel of the step, or of inference, to this file."""
     inference: bool = False
     """Forward with folded BatchNorm, from batch to answer."""
     trial_kernels: bool = False
@@ -241,13 +240,12 @@ def main() -> None:
     if not arguments.inference:
         write_memory(name, memory)
         print(f"GPU memory: {memory}")
-    if arguments.profile and not isinstance(executor, QuantisedCudaExecutor):
-        rows = executor.profile()
-        ceiling = executor.copy_gigabytes_per_second()
-        text = f"{profile.format_table(rows, ceiling)}\n\n{profile.format_summary(rows, ceiling)}\n"
-        text += f"copy {ceiling:.0f} GB/s; step {statistics.median(all_times(ours)):.3f} ms\n"
-        arguments.profile.write_text(f"{text}\n{profile.format_decisions(executor.decisions)}\n")
-        print(profile.format_summary(rows, ceiling))
+    if arguments.profile:
+        measured = (executor.profile_inference() if arguments.inference or isinstance(executor, QuantisedCudaExecutor)
+                    else executor.profile())
+        note = f"copy {measured.ceiling:.0f} GB/s; step {statistics.median(all_times(ours)):.3f} ms"
+        arguments.profile.write_text(measured.text(note))
+        print(measured.summary())
 
 
 if __name__ == "__main__":

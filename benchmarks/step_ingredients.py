@@ -74,7 +74,7 @@ def line_of(name: str, without: Sequence[Turn], with_it: Sequence[Turn]) -> Line
     medians = {side: statistics.median(of_side) for side, of_side in times.items()}
     longer = 100 * (medians["step_ms"] / medians["without_ms"] - 1)
     readings = {what: statistics.fmean(getattr(turn.gpu, what) for turn in with_it) for what in GPU_READINGS}
-    return {"ingredient": name, "longer_percent": round(longer, 3), **readings, **times}
+    return {"change": name, "longer_percent": round(longer, 3), **readings, **times}
 
 
 def compare(arguments: Options, name: str, changes: dict[str, Any], folder: Path) -> Line:
@@ -94,24 +94,30 @@ def compare(arguments: Options, name: str, changes: dict[str, Any], folder: Path
 def described(line: Line) -> str:
     """In one line for people."""
     without, with_it = (statistics.median(line[side]) for side in ("without_ms", "step_ms"))
-    return f"{line['ingredient']}: {with_it:.3f} ms, without {without:.3f} ms: {line['longer_percent']:+.2f} %"
+    return f"{line['change']}: {with_it:.3f} ms, without {without:.3f} ms: {line['longer_percent']:+.2f} %"
+
+
+def measure_all(arguments: Options, name: str, changes: dict[str, dict[str, Any]], headline: str,
+                peer_name: str) -> None:
+    """Measure the changes that results/`name`.jsonl has not, and publish the one called `headline` as `name`."""
+    kept = KeptLines(arguments.results / f"{name}.jsonl", {"steps": arguments.steps, "rounds": arguments.rounds})
+    measured = {line["change"] for line in kept.lines}
+    with tempfile.TemporaryDirectory() as folder:
+        for each, options in changes.items():
+            if each not in measured:
+                begin = time.monotonic()
+                kept.add(compare(arguments, each, options, Path(folder)), show=False)
+                print(f"{described(kept.lines[-1])} ({time.monotonic() - begin:.0f} s)", flush=True)
+    published = next(line for line in kept.lines if line["change"] == headline)
+    write_result(name, published["step_ms"], arguments.batch, Peer(peer_name, published["without_ms"]),
+                 published["power"], published["clock"], folder=arguments.results)
+    print(*map(described, kept.lines), sep="\n")
 
 
 def main() -> None:
     arguments = read_options(Options)
-    name = f"{arguments.model}_fp16_b{arguments.batch}_ingredients_1gpu"
-    kept = KeptLines(arguments.results / f"{name}.jsonl", {"steps": arguments.steps, "rounds": arguments.rounds})
-    measured = {line["ingredient"] for line in kept.lines}
-    with tempfile.TemporaryDirectory() as folder:
-        for ingredient, changes in ({ALL: TOGETHER} | INGREDIENTS).items():
-            if ingredient not in measured:
-                begin = time.monotonic()
-                kept.add(compare(arguments, ingredient, changes, Path(folder)), show=False)
-                print(f"{described(kept.lines[-1])} ({time.monotonic() - begin:.0f} s)", flush=True)
-    together = next(line for line in kept.lines if line["ingredient"] == ALL)
-    write_result(name, together["step_ms"], arguments.batch, Peer("our step without them", together["without_ms"]),
-                 together["power"], together["clock"], folder=arguments.results)
-    print(*map(described, kept.lines), sep="\n")
+    measure_all(arguments, f"{arguments.model}_fp16_b{arguments.batch}_ingredients_1gpu", {ALL: TOGETHER} | INGREDIENTS,
+                ALL, "our step without them")
 
 
 if __name__ == "__main__":

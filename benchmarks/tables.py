@@ -190,7 +190,7 @@ def ingredients_table(_: Path) -> list[str]:
     """What each ingredient of a recipe costs, in turn with the step without it."""
     _about, *rows = map(json.loads, (RESULTS / "resnet50_fp16_b256_ingredients_1gpu.jsonl").read_text().splitlines())
     lines = ["| | step, ms | without, ms | longer by |", "|---|---|---|---|"]
-    return lines + [f"| {row['ingredient']} | {statistics.median(row['step_ms']):.2f} | "
+    return lines + [f"| {row['change']} | {statistics.median(row['step_ms']):.2f} | "
                     f"{statistics.median(row['without_ms']):.2f} | {row['longer_percent']:.1f} % |" for row in rows]
 
 

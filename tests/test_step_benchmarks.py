@@ -326,7 +326,7 @@ class TestTables:
             "| loss, pooling and the like | 1 | 0.25 | 0.10 | 0.15 |", "| sum | 3 | 1.75 | 1.35 | 0.40 |"]
 
     def test_ingredients(self, tables: Any, tmp_path: Path) -> None:
-        lines = [{"steps": 3}, {"ingredient": "BCE", "longer_percent": 0.84, "step_ms": [3, 2, 9], "without_ms": [2]}]
+        lines = [{"steps": 3}, {"change": "BCE", "longer_percent": 0.84, "step_ms": [3, 2, 9], "without_ms": [2]}]
         (tmp_path / "resnet50_fp16_b256_ingredients_1gpu.jsonl").write_text("\n".join(map(json.dumps, lines)))
         assert tables.ingredients_table(tmp_path)[2:] == ["| BCE | 3.00 | 2.00 | 0.8 % |"]
 
@@ -467,6 +467,22 @@ class TestIngredients:
         assert faults(result, "resnet50_fp16_b256_ingredients_1gpu.json") == []
         assert result["ratio"] == pytest.approx(20 / 20.5)
         assert f"{program.ALL}: 20.500 ms, without 20.000 ms: +2.50 %" in capsys.readouterr().out
+
+    def test_frozen_layers_are_configurations(self, program: Any, benchmark_module: Callable[[str], Any]) -> None:
+        """step_frozen.py: each beginning of the network that it freezes is one."""
+        from graph_passes import roles
+        from train import models
+        from train.build import training_graph
+        from train.config import check
+
+        frozen, num_trained = benchmark_module("step_frozen"), []
+        for changes in frozen.FROZEN.values():
+            config = program.configuration(program.Options(model="resnet18"), changes)
+            check(config)
+            graph = training_graph(config, models.create(config.model, 10))
+            num_trained.append(len(roles.uses(graph).keys() - roles.frozen(graph)))
+        assert num_trained == sorted(num_trained, reverse=True) and len(set(num_trained)) == len(num_trained)
+        assert frozen.CLASSIFIER_ALONE in frozen.FROZEN
 
     @pytest.mark.gpu
     def test_steps_with_and_without(self, program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,7 @@ from graph_passes.executors.cuda.on_mxnet import OnMXNet
 from graph_passes.executors.cuda.optimizer import OptimizerConfig
 from graph_passes.executors.cuda.options import StepOptions
 from graph_passes.executors.cuda.parameters import FlatArray
-from graph_passes.executors.cuda.planner import Decision
-from graph_passes.executors.cuda.profile import Row, copy_gigabytes_per_second, profile
+from graph_passes.executors.cuda.profile import Profile
 from graph_passes.executors.cuda.training_step import OnBucket, TrainingStep
 from graph_passes.graph import Graph
 from graph_passes.optimizers import Rule
@@ -225,23 +224,14 @@ class CudaExecutor(OnMXNet):
     def gradient_norm(self) -> float | None:  # type: ignore[override]
         return self._step.gradient_norm
 
-    def profile(self) -> list[Row]:
+    def profile(self) -> Profile:
         """Time, bytes and operations of every kernel of forward and backward, for the batch given last."""
-        return profile(self._step)
+        return self._step.profile()
 
     @property
     def step_graph(self) -> Graph:
         """What the latest training pass has run: the graph after all passes."""
         return self._step.graph
-
-    @property
-    def decisions(self) -> list[Decision]:
-        """Where the step could be computed in several ways: which was chosen, and the time of each."""
-        return self._step.decisions
-
-    def copy_gigabytes_per_second(self) -> float:
-        """The memory ceiling that `profile` is to be seen against."""
-        return copy_gigabytes_per_second(self._step)
 
     def largest_batch(self) -> int:
         return self._step.largest_batch()

@@ -25,6 +25,7 @@ class Inference:
                  tools: Toolchain) -> None:
         self._passes, self._shapes, self._store, self._tools = passes, dict(shapes), store, tools
         self._compiled: dict[int, CompiledGraph] = {}  # by number of images
+        self.latest: CompiledGraph | None = None  # what has run
         self.image_size = tuple(shapes["data"][1:3])
 
     def run(self, num_images: int, persistent: Persistent) -> None:
@@ -38,7 +39,8 @@ class Inference:
             self.image_size = image_size
         if num_images not in self._compiled:
             self._compiled[num_images] = self._compile(num_images, persistent)
-        self._compiled[num_images].replay()
+        self.latest = self._compiled[num_images]
+        self.latest.replay()
 
     def _compile(self, num_images: int, persistent: Persistent) -> CompiledGraph:
         def first(buffer: Buffer) -> Buffer:

@@ -19,6 +19,7 @@ from graph_passes.executors.cuda.lowering.builder import MAX_CHANNELS, TILE_CHAN
 from graph_passes.executors.cuda.optimizer import State
 from graph_passes.executors.cuda.options import StepOptions
 from graph_passes.executors.cuda.parameters import padded_channels
+from graph_passes.executors.cuda.profile import Profile, profile
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.executors.cuda.toolchain import toolchain
 from graph_passes.graph import Graph, Ref
@@ -166,6 +167,12 @@ class Network:
     def _ready_inference(self) -> Inference:
         """With the parameters as they are now."""
         raise NotImplementedError
+
+    def profile_inference(self) -> Profile:
+        """Of the latest `infer`."""
+        if not self._inference or not self._inference.latest:
+            raise GraphError("nothing has been inferred yet: give a batch first")
+        return profile(self._inference.latest, self.gpu, self.kernels)
 
     def set_num_valid(self, num_valid: int) -> None:
         """How many rows of the next batches count in the metrics."""

@@ -18,6 +18,7 @@ from graph_passes.errors import GraphError
 from graph_passes.executors.base import Executor, Metrics, parse_device
 from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.network import Network
+from graph_passes.executors.cuda.profile import Profile
 from graph_passes.graph import Graph
 
 Array = Any  # mx.nd.NDArray; MXNet has no type stubs
@@ -93,6 +94,10 @@ class OnMXNet(Executor):
 
     def request_metrics(self) -> Callable[[], Metrics]:
         return self._step.request_metrics()
+
+    def profile_inference(self) -> Profile:
+        """Time, bytes and operations of every kernel of the latest inference."""
+        return self._step.profile_inference()
 
     @property
     def gpu(self) -> Gpu:

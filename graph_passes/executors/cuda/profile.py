@@ -1,4 +1,4 @@
-"""Where the time of a step goes: the step's own launches, with a timing event between each two of them.
+"""Where the time of a step, or of inference, goes: its own launches, with a timing event between each two of them.
 
 The events become nodes of the CUDA graph, so every kernel is timed in its place in the step, with the caches as it
 finds them. The memory ceiling for the percentages is measured on the same GPU.
@@ -9,14 +9,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 import statistics
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from graph_passes.executors.cuda.compiled import CompiledGraph
 from graph_passes.executors.cuda.device import Gpu
 from graph_passes.executors.cuda.kernels import KernelLibrary
 from graph_passes.executors.cuda.planner import Decision
-from graph_passes.executors.cuda.training_step import TrainingStep
+from graph_passes.executors.cuda.program import Launch
 
 COPY_BYTES = 2 << 30  # large against every cache
 
@@ -40,9 +41,32 @@ class Row:
         return self.flops / self.milliseconds / 1e9
 
 
-def profile(step: TrainingStep, replays: int = 10) -> list[Row]:
-    """One row per launch of forward and backward; the batch that is loaded is used."""
-    gpu, launches = step.gpu, step.training.program.launches
+@dataclass(frozen=True)
+class Profile:
+    """Where the time of a compiled graph goes, and what the planner chose. `ceiling`: GB/s of a copy on this GPU."""
+
+    rows: list[Row]
+    ceiling: float
+    decisions: list[Decision]
+
+    def summary(self) -> str:
+        """Sums by operation."""
+        return format_summary(self.rows, self.ceiling)
+
+    def text(self, note: str) -> str:
+        """All of it, with a note below the sums."""
+        return (f"{format_table(self.rows, self.ceiling)}\n\n{self.summary()}\n{note}\n\n"
+                f"chosen, of the ways that were timed:\n{format_decisions(self.decisions)}\n")
+
+
+def profile(compiled: CompiledGraph, gpu: Gpu, kernels: KernelLibrary) -> Profile:
+    """Of what it computes with the batch that is loaded."""
+    return Profile(time_launches(gpu, compiled.lowering.program.launches), copy_gigabytes_per_second(gpu, kernels),
+                   compiled.choices.decisions)
+
+
+def time_launches(gpu: Gpu, launches: Sequence[Launch], replays: int = 10) -> list[Row]:
+    """One row per launch."""
     events = [gpu.timing_event() for _ in range(len(launches) + 1)]
 
     def enqueue() -> None:
@@ -76,10 +100,10 @@ def copying(gpu: Gpu, kernels: KernelLibrary) -> Iterator[Callable[[], None]]:
         gpu.free(address)
 
 
-def copy_gigabytes_per_second(step: TrainingStep) -> float:
+def copy_gigabytes_per_second(gpu: Gpu, kernels: KernelLibrary) -> float:
     """The memory ceiling: bytes read plus bytes written by a kernel that copies 2 GiB within the device."""
-    with copying(step.gpu, step.kernels) as copy:
-        return 2 * COPY_BYTES / step.gpu.time_ms(copy, launches=4) / 1e6
+    with copying(gpu, kernels) as copy:
+        return 2 * COPY_BYTES / gpu.time_ms(copy, launches=4) / 1e6
 
 
 def format_table(rows: list[Row], ceiling: float) -> str:

@@ -31,6 +31,7 @@ from graph_passes.executors.cuda.optimizer import INITIAL_LOSS_SCALE, Optimizer,
 from graph_passes.executors.cuda.options import StepOptions
 from graph_passes.executors.cuda.parameters import VECTOR, FlatArray, ParameterStore, parameters_of
 from graph_passes.executors.cuda.planner import Decision
+from graph_passes.executors.cuda.profile import Profile, profile
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Graph, Node, Ref
 from graph_passes.operators.dropout import words_of
@@ -111,6 +112,10 @@ class TrainingStep(Network):
     def decisions(self) -> list[Decision]:
         """Where that step could be computed in several ways: which was chosen, and the time of each."""
         return self._training.choices.decisions
+
+    def profile(self) -> Profile:
+        """Of forward and backward."""
+        return profile(self._training, self.gpu, self.kernels)
 
     def choose_again(self, graph: Graph, node: Node, ways: Ways) -> str:
         """The `choose` that gives the passes the same answers as they had for that step."""

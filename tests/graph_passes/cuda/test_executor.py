@@ -241,6 +241,18 @@ def test_inference_and_metrics(executor: CudaExecutor) -> None:
     assert (executor.forward(data).asnumpy().argmax(1) == 3).all(), "inference sees parameters that MXNet has written"
 
 
+def test_profiles(executor: CudaExecutor) -> None:
+    """Of the step and of inference: every launch has a time, and inference has fewer."""
+    with pytest.raises(GraphError, match="nothing has been inferred yet"):
+        executor.profile_inference()
+    executor.forward_backward(*batch(1))
+    executor.forward(batch(1)[0])
+    step, inference = executor.profile(), executor.profile_inference()
+    assert all(row.milliseconds > 0 for row in (*step.rows, *inference.rows))
+    assert len(step.rows) > len(inference.rows) > 0 and step.ceiling > 0
+    assert inference.rows[-1].node in inference.text("")
+
+
 def test_validation_between_steps_changes_no_bit_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inference works in the memory of the training step, and large images make that memory move. Here it comes between
     gradients and update, and the metrics of both are received at the end."""
