@@ -48,7 +48,7 @@ def launched(device: Device, op: str, arrays: Sequence[np.ndarray], **attrs: Any
     shapes = graph.infer_shapes({name: array.shape for name, array in zip(names, arrays, strict=True)})
     buffers = {Ref(name): Buffer(name, array.shape, array.dtype.name, device.put(array, array.dtype.name), True)
                for name, array in zip(names, arrays, strict=True)}
-    tools: Any = SimpleNamespace(gpu=device.gpu, kernels=device.kernels, convolutions=None, group=None)
+    tools: Any = SimpleNamespace(gpu=device.gpu, kernels=device.kernels, convolutions=None, recurrent=None, group=None)
     persistent: Any = None
     builder = Builder(shapes, tensor_dtypes(graph), buffers, "float16", persistent, tools)
     lower_nodes(builder, [node])
