@@ -70,8 +70,8 @@ class Options:
     """Forward and backward pass, or the forward pass alone."""
     mode: Literal["lstm", "gru", "rnn_tanh"] = "lstm"
     """Kind of layer."""
-    algorithms: tuple[Algorithm, ...] = ("standard",)
-    """cuDNN's algorithms, of which ours takes the fastest; the persistent ones are not offered to networks yet
+    algorithms: tuple[Algorithm, ...] = ("standard", "persist_static")
+    """cuDNN's algorithms, of which ours takes the fastest; by default those that networks are offered
     (graph_passes/passes/rnn_algorithm.py)."""
     rounds: Positive = 2
     """Turns of ours and of each way to run PyTorch."""

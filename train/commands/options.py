@@ -146,8 +146,8 @@ class LanguageModelOptions:
     """Scale gradients down to this norm where they have a larger one; 0: never."""
     log_every: int = 50
     """Optimizer steps between two log lines."""
-    device: Literal["cpu", "gpu"] = "cpu"
-    """Where to compute. What recurrent layers compute on GPUs has not been checked yet (docs/language_model.md)."""
+    device: Literal["auto", "cpu", "gpu"] = "auto"
+    """Where to compute, as in training."""
     executor: Literal["auto", "mxnet", "reference", "cuda"] = "auto"
     """What computes, as in training."""
     dtype: Literal["auto", "float16", "bfloat16", "float32"] = "auto"

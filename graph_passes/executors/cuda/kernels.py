@@ -73,7 +73,10 @@ class Kernel:
         self._shared_bytes = DEFAULT_SHARED_BYTES
 
     def launch(self, grid: Size, block: Size, *arguments: Any, shared_bytes: int = 0) -> None:
-        """Enqueue on the GPU's stream. An `int` argument is a device address, every other one a ctypes value."""
+        """Enqueue on the GPU's stream. An `int` argument is a device address, every other one a ctypes value. A grid
+        without blocks, for an array without elements, is no launch: CUDA would refuse it."""
+        if 0 in grid:
+            return
         if shared_bytes > self._shared_bytes:
             self._gpu.allow_shared_bytes(int(self._kernel.handle), shared_bytes)
             self._shared_bytes = shared_bytes

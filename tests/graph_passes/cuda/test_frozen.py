@@ -13,6 +13,7 @@ from graph_passes import Graph, passes, pipeline, roles
 from graph_passes.executors.cuda.optimizer import OptimizerConfig
 from graph_passes.executors.cuda.options import StepOptions
 from graph_passes.executors.cuda.training_step import TrainingStep
+from graph_passes.optimizers import Rule
 from graph_passes.optimizers.lamb import LAMB
 from graph_passes.optimizers.sgd import SGD
 from train import models
@@ -51,10 +52,11 @@ def test_frozen_layers_are_folded(cache: Path, dtype: str) -> None:
     step.gpu.free_all()
 
 
+@pytest.mark.parametrize("prefix", ["a", passes.BACKBONE])  # of the latter no running statistics are left to average
 @pytest.mark.parametrize("rule", [SGD(momentum=0.9, weight_decay=1e-2), LAMB(weight_decay=1e-2)])
-def test_updates_leave_what_is_frozen_and_go_as_far_as_the_factors_say(cache: Path, rule) -> None:
+def test_updates_leave_what_is_frozen_and_go_as_far_as_the_factors_say(cache: Path, rule: Rule, prefix: str) -> None:
     shapes = {"data": (6, 33, 31, 4), "softmax_label": (6,)}
-    frozen_graph = passes.freeze(Graph.from_json(small_network().tojson()), "a")
+    frozen_graph = passes.freeze(Graph.from_json(small_network().tojson()), prefix)
     frozen, moves = roles.frozen(frozen_graph), {}
     params, aux = random_state(frozen_graph, shapes, seed=3)
     data, label = random_batch(shapes, seed=4)

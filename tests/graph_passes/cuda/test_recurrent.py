@@ -22,7 +22,7 @@ from graph_passes.executors.cuda.planner import Planner
 from graph_passes.executors.cuda.recurrent import RecurrentLibrary, RecurrentProblem
 from graph_passes.executors.cuda.toolchain import Toolchain
 from graph_passes.operators.rnn import ALGORITHMS, GATES, num_parameters
-from graph_passes.passes.rnn_algorithm import rnn_algorithm
+from graph_passes.passes.rnn_algorithm import OFFERED, rnn_algorithm
 from train.language_model import LanguageModel
 
 MILLISECONDS = dict(zip(ALGORITHMS, (3.0, 1.0, 2.0, 5.0), strict=True))
@@ -238,5 +238,6 @@ def test_a_language_model_is_lowered(cudnn: type[FakeCudnn], tmp_path: Path) -> 
     assert {buffer.shape for buffer in launches["add"].reads} == {(24, 1, 1, 16), (24, 16)}
     assert launches["fprop"].reads[0].shape == (15, 16), "the states, word by word"
     assert set(lowered.ready) == set(shapes)
-    assert lowered.graph["rnn"]["algorithm"] == "standard" and not lowered.decisions, "the others only by name"
+    (decision,) = lowered.decisions
+    assert lowered.graph["rnn"]["algorithm"] == decision.chosen and decision.times.keys() == set(OFFERED)
     assert launches["rnn_backward"].flops == 2 * launches["rnn_forward"].flops

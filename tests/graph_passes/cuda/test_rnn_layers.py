@@ -74,6 +74,16 @@ def random_values(graph: Graph, shapes: dict[str, tuple[int, ...]], dtype: str,
             for name in graph.variables}
 
 
+def keep_off_the_kink(graph: Graph, values: dict[str, np.ndarray], dtype: str) -> None:
+    """Smaller weights and larger biases, so that no sum comes near 0. Of 50,000 units some always would, where rounding
+    decides whether ReLU lets a gradient through: a few wrong gradients, whoever computes, and more than TOLERANCE."""
+    layer = graph["rnn"]
+    biases = 2 * layer["state_size"] * layer["num_layers"] * (2 if layer["bidirectional"] else 1)
+    values["parameters"] = rounded(values["parameters"] / 5, dtype)
+    values["parameters"][-biases:] += 0.5
+    values["parameters"] = rounded(values["parameters"], dtype)
+
+
 def in_numpy(graph: Graph, values: dict[str, np.ndarray]) -> list[np.ndarray]:
     tensors: dict[Ref, Any] = {Ref(name): value for name, value in values.items()}
     for node in graph:
@@ -102,13 +112,17 @@ def test_against_numpy(tools: Toolchain, dtype: str, mode: str, algorithm: str, 
     graph = step(mode, SIZES[size][3], num_layers, bidirectional, algorithm)
     shapes = shapes_of(graph, size)
     values = random_values(graph, shapes, dtype, rng)
+    if mode == "rnn_relu" and size == "aligned":
+        keep_off_the_kink(graph, values, dtype)
     try:
         got, _ = run_on_gpu(tools, graph, shapes, dtype, values)
     except GraphError as error:
         if algorithm == "standard":
             raise
         pytest.skip(str(error))
-    check(got, in_numpy(graph, values), graph, TOLERANCE["tf32" if is_tf32 else dtype])
+    wanted = in_numpy(graph, values)
+    assert mode != "rnn_relu" or size == "odd" or wanted[0].min() > 0.1
+    check(got, wanted, graph, TOLERANCE["tf32" if is_tf32 else dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

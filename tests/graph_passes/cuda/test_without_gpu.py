@@ -24,7 +24,7 @@ from graph_passes.executors.cuda import kernels, network, toolchain, training_st
 from graph_passes.executors.cuda.capacity import check_fits
 from graph_passes.executors.cuda.choices import Choices
 from graph_passes.executors.cuda.folding import Folded
-from graph_passes.executors.cuda.kernels import HOPPER
+from graph_passes.executors.cuda.kernels import HOPPER, Kernel
 from graph_passes.executors.cuda.lowering import Persistent, check_operators
 from graph_passes.executors.cuda.lowering import lower as lower_to_launches
 from graph_passes.executors.cuda.optimizer import OptimizerConfig
@@ -59,11 +59,11 @@ class FakeConvolutions:
 
 
 class FakePlanner:
-    """Takes the way of fewest nodes wherever the GPU can; without `fused` only where it is one in the forward pass or
-    the stem's."""
+    """Takes the last way that the GPU can, our own forward kernels only with `own_forward`; without `fused` only a way
+    that is one in the forward pass or the stem's."""
 
-    def __init__(self, fused: bool, deterministic: bool = False) -> None:
-        self.fused, self.deterministic = fused, deterministic
+    def __init__(self, fused: bool, deterministic: bool = False, own_forward: bool = False) -> None:
+        self.fused, self.deterministic, self.own_forward = fused, deterministic, own_forward
         self.asked: dict[tuple[str, ...], list[Any]] = {}  # problem and ways -> what each of them launches
 
     def fastest(self, node: str, problem: str, ways: dict[str, Any]) -> Decision:
@@ -74,7 +74,9 @@ class FakePlanner:
         assert self.asked.setdefault((problem, *ways), launched) == launched, "problems that differ have other names"
         taken = possible[0]
         for way in possible:
-            if way != "separate" and (self.fused or way.startswith(("fprop", "stem"))):
+            if way in ("conv1x1_forward", "stem_pool"):
+                taken = way if self.own_forward else taken
+            elif way != "separate" and (self.fused or way.startswith(("fprop", "stem"))):
                 taken = way
         times = {way: 2.0 if way in possible else float("inf") for way in ways}
         return Decision(node, problem, {**times, taken: 1.0})
@@ -130,13 +132,13 @@ def lower(depth: int, batch: int, size: int, training: bool, fused: bool = False
 def lower_graph(graph: Graph, shapes: dict[str, tuple[int, ...]], training: bool, dtype: str = "float16",
                 fused: bool = False, group: Any = None, deterministic: bool = False,
                 capability: tuple[int, int] = HOPPER, shared_kib: int = 227, planner: FakePlanner | None = None,
-                recurrent: Any = None, trial: bool = False) -> tuple[Lowered, ParameterStore]:
+                recurrent: Any = None, own_forward: bool = False) -> tuple[Lowered, ParameterStore]:
     batch, height, width, channels = shapes["data"]
     inferred = graph.infer_shapes(shapes)
     frozen, gpu = roles.frozen(graph), CountingGpu(capability, shared_kib)
     tools: Any = SimpleNamespace(gpu=gpu, kernels=FakeKernels(), convolutions=FakeConvolutions(), recurrent=recurrent,
-                                 group=group, trial_kernels=trial,
-                                 planner=planner or FakePlanner(fused, deterministic))
+                                 group=group, trial_kernels=False,
+                                 planner=planner or FakePlanner(fused, deterministic, own_forward))
     store = ParameterStore(
         parameters_of(graph, inferred, tuple(shapes)), {name: inferred[Ref(name)] for name in graph.aux}, dtype,
         frozen=frozen, folded=Folded(graph, shapes, dtype, tools, frozen_only=True).store if frozen else None)
@@ -409,13 +411,24 @@ def test_launches_of_the_fused_backward_pass() -> None:
     assert lowering.program.arena_bytes < plain.program.arena_bytes, "the gradients in stage 1 are not stored"
 
 
-def test_launches_of_kernels_on_trial() -> None:
-    """They are taken where they are asked for, and where the GPU has the instructions for them."""
+def test_a_grid_without_blocks_is_no_launch() -> None:
+    """As for moving averages of running statistics, where all of these are frozen."""
+    launched: list[Any] = []
+    kernel = Kernel.__new__(Kernel)
+    kernel.__dict__.update(_gpu=SimpleNamespace(launch=lambda *arguments: launched.append(arguments[1])),
+                           _kernel=SimpleNamespace(handle=1), _shared_bytes=0)
+    kernel.launch((0, 1, 1), (256, 1, 1), 4096)
+    kernel.launch((2, 1, 1), (256, 1, 1), 4096)
+    assert launched == [(2, 1, 1)]
+
+
+def test_launches_of_our_own_forward_kernels() -> None:
+    """Where the GPU has the instructions for them."""
     graph, shapes = Graph.from_json(resnet(50, 1000).tojson()), {"data": (256, 224, 224, 3), "softmax_label": (256,)}
     folded = passes.fold_bn(pipeline.run(pipeline.FUSED, graph))
     for capability, training, wanted in ((HOPPER, True, 34), (HOPPER, False, 34), ((8, 0), True, 0)):
         lowering, _ = lower_graph(pipeline.run(pipeline.FUSED, graph) if training else folded, shapes, training,
-                                  fused=True, capability=capability, trial=True)
+                                  fused=True, capability=capability, own_forward=True)
         operations = Counter(launch.operation for launch in lowering.program.launches)
         assert operations["conv1x1_forward"] == wanted
         assert operations["stem_pool"] == (not training)
@@ -649,6 +662,9 @@ class FakeGpu:
 
     def download(self, address: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         return np.ones(shape, dtype)
+
+    def tensor_map(self, *arguments: Any) -> bytes:
+        return b""
 
     def timing_event(self) -> None: ...
     def check_free(self, num_bytes: int) -> None: ...
