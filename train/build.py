@@ -19,10 +19,11 @@ from pipelines.sources import Classes, splits_of
 from train import models
 from train.checkpoint import Checkpoint
 from train.classes import match, padded
-from train.config import SAMPLES, SYNTHETIC, Config
+from train.config import Config
 from train.devices import Placement
 from train.errors import TrainError
 from train.models.network import Network
+from train.options.data import SAMPLES, SYNTHETIC
 from train.processes import topology
 from train.processes.distributed import Workers, is_elastic
 from train.reporting.metrics import TRAINING_IMAGES, VALIDATION
