@@ -231,9 +231,8 @@ _DESCRIBED = (
         {"axis": Attribute(int)},
         ("bias_grad",),
     ),
-    # The latter is ResNet's first convolution in 16-bit types: the pass `stem` says which it is.
-    *(Operator(
-        name,
+    Operator(
+        "ConvolutionStatistics",
         ("data", "weight"),
         _with_statistics,
         convolution_with_sums,
@@ -241,7 +240,18 @@ _DESCRIBED = (
         ("output", "sums"),
         forward="Convolution",
         fused=True,
-    ) for name in ("ConvolutionStatistics", "StemConvolution")),
+    ),
+    # ResNet's first convolution in 16-bit types: the pass `stem` says which it is.
+    Operator(
+        "StemConvolution",
+        ("data", "weight"),
+        _with_statistics,
+        convolution_with_sums,
+        CONVOLUTION,
+        ("output", "sums"),
+        forward="Convolution",
+        fused=True,
+    ),
     # In inference the same with bias, ReLU, and max pooling over 3x3 with stride 2 and padding 1, in NHWC.
     Operator(
         "StemPool",
