@@ -35,7 +35,8 @@ from trainings import Line, TrainingOptions, arguments_of, validations
 
 from common.command_line import Positive, read_options
 from common.errors import error_of
-from train.config import Config, load_preset
+from train.config import Config
+from train.presets import load_preset
 from train.processes.launch import Slot, plan
 
 

@@ -51,7 +51,8 @@ from trainings import (
 from common.command_line import read_options
 from common.errors import UserError
 from pipelines.sources import open_source
-from train.config import Config, load_preset
+from train.config import Config
+from train.presets import load_preset
 
 NAME, SECONDS = "cifar10_recipe_1gpu", "cifar10_recipe_seconds_1gpu"
 PEER = Path(__file__).with_name("peer_recipe.py")

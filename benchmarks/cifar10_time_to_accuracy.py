@@ -34,7 +34,8 @@ from trainings import Line, TrainingOptions, decoded, train, validations
 
 from common.command_line import option_name, read_options
 from common.errors import ProgramError, UserError
-from train.config import Config, load_preset
+from train.config import Config
+from train.presets import load_preset
 from train.schedule import image_sizes, make_schedule
 
 NAME = "cifar10_time_to_accuracy"

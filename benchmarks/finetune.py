@@ -54,7 +54,8 @@ from trainings import (
 
 from common.command_line import Positive, read_options
 from pipelines.sources import open_source
-from train.config import Config, default_warmup, load_preset
+from train.config import Config, default_warmup
+from train.presets import load_preset
 
 NAME = "finetune_1gpu"
 PEER = Path(__file__).with_name("peer_finetune.py")

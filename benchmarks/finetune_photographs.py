@@ -30,7 +30,7 @@ from trainings import Line, command, run_program, train
 
 from common.command_line import Positive, read_options
 from common.errors import ProgramError
-from train.config import load_preset
+from train.presets import load_preset
 
 NAME = "finetune_photographs_1gpu"
 NUM_CLASSES, IMAGES_PER_CLASS = 10, 20

@@ -24,7 +24,8 @@ from common.command_line import read_options
 from common.environment import git_commit, hardware
 from common.errors import ProgramError
 from train import weights
-from train.config import Config, load_preset
+from train.config import Config
+from train.presets import load_preset
 from train.weights import int8_file
 
 LOSS = 1.0  # points of top-1 that INT8 should not lose

@@ -9,13 +9,12 @@ likes, on all physical cores. A CPU with VNNI has instructions for sums of INT8 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 
 import numpy as np
-from record import Peer, run, write_result
+from record import Peer, run, times_in_turn, write_result
 
 from common.command_line import Positive, read_options
 from common.errors import UserError
@@ -61,18 +60,6 @@ def passes(contents: dict[str, bytes], images_nchw: np.ndarray, threads: int) ->
     return {name: of(content) for name, content in contents.items()}
 
 
-def measure(ways: dict[str, Callable[[], object]], rounds: int, warm_up: int) -> dict[str, list[float]]:
-    """Times in ms, in turns of one pass each, so that a slow spell of the machine hits both."""
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(warm_up + rounds):
-        for name, once in ways.items():
-            start = time.perf_counter()
-            once()
-            if number >= warm_up:
-                times[name].append((time.perf_counter() - start) * 1e3)
-    return times
-
-
 def main() -> None:
     import psutil
 
@@ -80,7 +67,7 @@ def main() -> None:
     images = np.random.default_rng(1).standard_normal((options.batch, 3, options.size, options.size), dtype=np.float32)
     contents = network_files(options.model, options.classes, options.size)
     ways = passes(contents, images, psutil.cpu_count(logical=False) or 1)
-    times = measure(ways, options.rounds, warm_up=5)
+    times = times_in_turn(ways, options.rounds, warm_up=5)
     versions = {"onnxruntime": version("onnxruntime")}
     write_result(f"{options.model}_int8_cpu", times["int8"], options.batch,
                  Peer("ONNX Runtime fp32", times["fp32"], versions))

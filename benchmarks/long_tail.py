@@ -41,7 +41,7 @@ from trainings import (
 from common.command_line import Positive, read_options
 from common.errors import UserError
 from pipelines.sources import Source, open_source
-from train.config import load_preset
+from train.presets import load_preset
 
 NAME = "long_tail_1gpu"
 BALANCES = (0.0, 0.5, 1.0)

@@ -34,8 +34,9 @@ from graph_passes.executors.cuda.optimizer import INITIAL_LOSS_SCALE
 from pipelines import LoaderConfig, open_loader
 from train import devices, models
 from train.build import build_executor
-from train.config import Config, load_preset
+from train.config import Config
 from train.optimizer import make_optimizer
+from train.presets import load_preset
 from train.schedule import make_schedule
 
 PEER = Path(__file__).with_name("parity_peer.py")

@@ -26,7 +26,7 @@ import record
 from common.command_line import Positive, read_options
 from common.environment import git_commit, hardware
 from common.errors import error_of
-from train.config import load_preset, presets
+from train.presets import load_preset, presets
 from train.reporting.metrics import RunRecord
 from train.schedule import image_sizes
 

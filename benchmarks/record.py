@@ -14,6 +14,7 @@ import re
 import shlex
 import statistics
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -61,6 +62,19 @@ def best_peer(ways: Mapping[str, Sequence[float]], versions: Mapping[str, str]) 
     """The way to run, of those that were measured, with the least median time."""
     best = min(ways, key=lambda name: statistics.median(ways[name]))
     return Peer(best, ways[best], versions, {name: times for name, times in ways.items() if name != best})
+
+
+def times_in_turn(ways: Mapping[str, Callable[[], object]], rounds: int, warm_up: int) -> dict[str, list[float]]:
+    """Times in ms of what computes on the CPU, by name: one run of each in turn, so that a slow spell of the machine
+    hits them all."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(warm_up + rounds):
+        for name, once in ways.items():
+            start = time.perf_counter()
+            once()
+            if number >= warm_up:
+                times[name].append((time.perf_counter() - start) * 1e3)
+    return times
 
 
 def check_trained(what: str, losses: Sequence[float], loss_scales: Sequence[float]) -> None:

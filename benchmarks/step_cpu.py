@@ -11,11 +11,10 @@ physical cores (common/mxnet_compat.py); left to itself, MXNet takes half of the
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from record import Peer, run, write_result
+from record import Peer, run, times_in_turn, write_result
 
 from common.command_line import Positive, read_options
 from common.mxnet_compat import mx
@@ -68,18 +67,6 @@ def _labels(batch: int) -> mx.nd.NDArray:
     return mx.nd.random.randint(0, CLASSES, shape=batch).astype("float32")
 
 
-def measure(steps: dict[str, Step], num_rounds: int, warm_up: int) -> dict[str, list[float]]:
-    """Times in ms. The programs take turns, one step each, so that a slow spell of the machine hits them all."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for round_number in range(warm_up + num_rounds):
-        for name, step in steps.items():
-            start = time.perf_counter()
-            step()
-            if round_number >= warm_up:
-                times[name].append((time.perf_counter() - start) * 1e3)
-    return times
-
-
 @dataclass(frozen=True)
 class Options:
     """What is measured."""
@@ -95,7 +82,7 @@ class Options:
 def main() -> None:
     arguments = read_options(Options)
     steps = {"ours": our_step(arguments.batch, arguments.size), "gluon": gluon_step(arguments.batch, arguments.size)}
-    times = measure(steps, arguments.rounds, warm_up=5)
+    times = times_in_turn(steps, arguments.rounds, warm_up=5)
     write_result("step_cpu", times["ours"], arguments.batch, Peer("stock Gluon resnet50_v1", times["gluon"]))
 
 

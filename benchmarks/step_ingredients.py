@@ -28,7 +28,9 @@ from torch_peer import take_turns
 from trainings import KeptLines, Line
 
 from common.command_line import Positive, read_options
-from train.config import SYNTHETIC, Config, load_preset
+from train.config import Config
+from train.options.data import SYNTHETIC
+from train.presets import load_preset
 
 # By name, what an ingredient changes in the preset.
 INGREDIENTS: dict[str, dict[str, Any]] = {

@@ -43,8 +43,10 @@ from pipelines.progress import num_cores
 from pipelines.sources import open_source
 from train import devices
 from train.build import build_executor, open_split
-from train.config import SYNTHETIC, Config, load_preset
+from train.config import Config
 from train.loop import Trainer, frozen_heap
+from train.options.data import SYNTHETIC
+from train.presets import load_preset
 from train.processes.distributed import Workers
 from train.reporting.gpu_monitor import GpuReadings
 

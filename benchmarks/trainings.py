@@ -24,7 +24,8 @@ from common.errors import error_of
 from pipelines import MEAN, STD, LoaderConfig
 from pipelines.decoded import decode_once
 from pipelines.sources import Source, open_source
-from train.config import Config, load_preset
+from train.config import Config
+from train.presets import load_preset
 
 Line = dict[str, Any]  # of a .jsonl
 

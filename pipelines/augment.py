@@ -121,17 +121,17 @@ class Augmenter:
         batch = device.empty((*shape, self._channels), self._dtype)
         statistics = device.empty((count * 3 * STATISTICS_BYTES,), "uint8") if any(self._measured) else None
         between = [device.empty((*shape, 3), "uint8") for _ in range(min(rounds - 1, 2))]  # written in turn
-        measured = device.address(statistics) if statistics is not None else 0
+        measurements = device.address(statistics) if statistics is not None else 0
         blocks = -(-height * width // BLOCK)
         for number, is_measured in enumerate(self._measured):
             which = np.int32(number), np.int32(rounds)
             if is_measured:
-                device.launch("measure_images", (3, count), MEASURING_BLOCK, images, changes, measured,
+                device.launch("measure_images", (3, count), MEASURING_BLOCK, images, changes, measurements,
                               np.int32(height * width), *which)
             is_last = number == rounds - 1
             to = device.address(batch if is_last else between[number % 2])
             device.launch("finish_images" if is_last else "change_images", (blocks, count), BLOCK, images, changes,
-                          finishes, measured, to, np.int32(height), np.int32(width), *which)
+                          finishes, measurements, to, np.int32(height), np.int32(width), *which)
             images = to
         device.synchronize()
         return batch

@@ -24,7 +24,6 @@ import os
 import re
 import sys
 import tempfile
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -100,7 +99,7 @@ class ImageInputs(NamedTuple):
     chance: Any = None  # (N, 4) float32 in [0, 1): whether grey, blur, solarise, and which interpolation
     sigma: Any = None  # (N,) float32, standard deviation of the blur in pixels
     policy: Any = None  # (N, MOST_OPERATIONS, 4) float32, policies.Draws.uniform
-    policy_noise: Any = None  # (N, MOST_OPERATIONS) float32, policies.Draws.normal
+    policy_noise: Any = None  # (N, MOST_OPERATIONS) float32, policies.Draws.normal, for timm's RandAugment
     erasing: Any = None  # (N, 2, NUM_CANDIDATES) float32 in [0, 1), for random erasing: area, and width / height
     erasing_place: Any = None  # (N, 3) float32 in [0, 1): whether, and where the rectangle lies, x and y
     size: Any = None  # (N, 2) float32, height and width of the output in pixels, equal for all images of a batch
@@ -188,7 +187,7 @@ def random_inputs(rng: np.random.Generator, count: int, transform: ImageTransfor
     padding, colours = transform.crop_padding, transform.changes_colours
     ranges = (transform.contrast, transform.saturation, 360 * transform.hue)
     chance = colours or transform.blur or transform.solarise or transform.train_interpolation == "random"
-    policy = transform.auto_augment != "none"
+    policy = transform.auto_augment
     # Name, whether it is read, and its values.
     draws: list[tuple[str, Any, Callable[[], np.ndarray]]] = [
         ("area", not padding, lambda: between(*transform.random_area, area)),
@@ -201,8 +200,9 @@ def random_inputs(rng: np.random.Generator, count: int, transform: ImageTransfor
         ("colour", colours, lambda: around((1, 1, 0), ranges, uniform(3))),
         ("chance", chance, lambda: uniform(4)),
         ("sigma", transform.blur, lambda: between(*BLUR_SIGMA, uniform())),
-        ("policy", policy, lambda: uniform(MOST_OPERATIONS, 4)),
-        ("policy_noise", policy, lambda: rng.standard_normal((count, MOST_OPERATIONS), np.float32)),
+        ("policy", policy != "none", lambda: uniform(MOST_OPERATIONS, 4)),
+        ("policy_noise", policy == "randaugment-timm",
+         lambda: rng.standard_normal((count, MOST_OPERATIONS), np.float32)),
         ("erasing", transform.random_erasing, lambda: uniform(2, NUM_CANDIDATES)),
         ("erasing_place", transform.random_erasing, lambda: uniform(3)),
     ]
@@ -245,7 +245,7 @@ def build_pipeline(
             if finishes:
                 fed += augment.changes(transform, inputs, values, operations)
             else:
-                fed += tuple(itertools.chain.from_iterable(operations))
+                fed += tuple(itertools.chain.from_iterable(operations[:num_operations]))
         under_way.append(fed)
         return fed
 
@@ -267,25 +267,26 @@ def build_pipeline(
             beside = [node.gpu() for node in beside]
         return _image(config, inputs, values, operations), *beside
 
-    with warnings.catch_warnings():
-        # A graph that ends early has inputs that nobody reads; that costs nothing.
-        warnings.filterwarnings("ignore", message="The external source node")
-        pipeline = graph()
-        with without_lines(_MISSING_CODECS) if config.device == "gpu" else contextlib.nullcontext():
-            pipeline.build()
+    pipeline = graph()
+    with without_lines(_MISSING_CODECS) if config.device == "gpu" else contextlib.nullcontext():
+        pipeline.build()
     return pipeline
 
 
 def _fed(config: GraphConfig) -> tuple[list[str], list[str], int]:
-    """What the graph reads: fields of ImageInputs and of Derived, and how many operations. What is for kernels, or for
-    nothing that this transform does, is not fed: each costs DALI time in every batch."""
+    """What the graph reads: fields of ImageInputs and of Derived, and how many operations. What is for kernels, for a
+    stage that the graph does not reach, or for nothing that this transform does, is not fed: each costs DALI time in
+    every batch."""
     transform = config.transform
-    if not config.training:
-        return ["image", "label"], [], 0
-    window = ["shift"] if transform.crop_padding else ["area", "log_ratio", "position"]
-    fields = ["image", "label", *window, *(["hole"] if transform.cutout else []), "size"]
+    fields = ["image", "label"]
+    if not config.training or config.stage == "read":
+        return fields, [], 0
+    fields += ["shift"] if transform.crop_padding else ["area", "log_ratio", "position"]
+    if config.stage == "decode":
+        return fields, [], 0
+    fields += [*(["hole"] if transform.cutout else []), "size"]
     derived_fields = ["interpolation"] if transform.train_interpolation == "random" else []
-    if config.is_finished_by_kernels:
+    if config.is_finished_by_kernels or config.stage == "resize":
         return fields, derived_fields, 0
     num_operations = policies.num_operations(transform)
     fields += ["sigma"] if transform.blur else []
@@ -296,7 +297,7 @@ def _fed(config: GraphConfig) -> tuple[list[str], list[str], int]:
     if transform.random_erasing:
         derived_fields += ["erased", "erased_from", "erased_size"]
     if transform.changes_colours:
-        derived_fields += ["coloured", "matrix", "centre"]
+        derived_fields += ["coloured", "matrix", *(["centre"] if transform.contrast else [])]
     derived_fields += ["blurred"] * bool(transform.blur) + ["solarised"] * bool(transform.solarise)
     return fields, derived_fields, num_operations
 
@@ -367,9 +368,10 @@ def _image(config: GraphConfig, inputs: ImageInputs, values: Derived, operations
 def _changed(transform: ImageTransform, image: Any, inputs: ImageInputs, values: Derived) -> Any:
     """Images of the network's input's size after what follows the policy, each as it was drawn; on the CPU."""
 
-    def colour(image: Any, matrix: Any, centre: Any) -> Any:
-        if not transform.contrast:
-            return fn.coord_transform(image, MT=matrix, dtype=types.UINT8)
+    def colour(image: Any, matrix: Any) -> Any:
+        return fn.coord_transform(image, MT=matrix, dtype=types.UINT8)
+
+    def colour_and_contrast(image: Any, matrix: Any, centre: Any) -> Any:
         moved = fn.coord_transform(image, MT=matrix, dtype=types.FLOAT) + centre * mean_grey(image)
         return fn.cast(moved, dtype=types.UINT8)
 
@@ -379,8 +381,10 @@ def _changed(transform: ImageTransform, image: Any, inputs: ImageInputs, values:
     def erase(image: Any, start: Any, size: Any) -> Any:
         return fn.erase(image, anchor=start, shape=size, axis_names="HW", fill_value=transform.mean_colour)
 
-    if transform.changes_colours:
-        image = on_those(values.coloured, colour, image, values.matrix, values.centre)
+    if transform.contrast:
+        image = on_those(values.coloured, colour_and_contrast, image, values.matrix, values.centre)
+    elif transform.changes_colours:
+        image = on_those(values.coloured, colour, image, values.matrix)
     if transform.blur:
         image = on_those(values.blurred, blur, image, inputs.sigma)
     if transform.solarise:

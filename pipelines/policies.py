@@ -19,7 +19,7 @@ class Draws(NamedTuple):
     """What a policy knows by chance, for each of N images and of the operations that may follow each other."""
 
     uniform: np.ndarray  # (N, MOST_OPERATIONS, 4) float32 in [0, 1): which operation, how strong, which sign, whether
-    normal: np.ndarray  # (N, MOST_OPERATIONS) float32, of mean 0 and variance 1
+    normal: np.ndarray  # (N, MOST_OPERATIONS) float32, of mean 0 and variance 1; only randaugment-timm has it
 
 
 # Cubuk et al., arXiv:1909.13719, table 6 (with the identity, without inversion), as torchvision numbers them.

@@ -10,7 +10,7 @@ import pytest
 from test_results import faults
 
 from common.errors import UserError
-from train.config import load_preset
+from train.presets import load_preset
 from train.processes.launch import plan
 
 

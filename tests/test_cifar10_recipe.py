@@ -13,7 +13,8 @@ import pytest
 from test_results import faults
 
 from common.errors import UserError
-from train.config import check, load_preset
+from train.config import check
+from train.presets import load_preset
 
 PRESET = load_preset("cifar10_strong")
 

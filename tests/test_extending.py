@@ -98,9 +98,12 @@ OPTIMIZER = """
 import numpy as np
 from common.mxnet_compat import mx
 from graph_passes import optimizers
-from train import config
-values = config.read(config.Config, ["--optimizer", "rmsprop", "--rho", "0.5"], command="train")
-configured = config.configure(values, config.load_preset(config.DEFAULT_PRESET))
+from train import TrainError
+from train.command_line import read
+from train.config import Config, configure
+from train.presets import load_preset
+values = read(Config, ["--optimizer", "rmsprop", "--rho", "0.5"], command="train")
+configured = configure(values, load_preset("cpu_sample"))
 rule = optimizers.create(configured.optimizer, vars(configured))
 assert rule.rho == 0.5 and rule.kernel_constants == (0.5, 0.5, configured.epsilon)
 for convert in (np.array, mx.nd.array):
@@ -111,8 +114,8 @@ for convert in (np.array, mx.nd.array):
     got = weight if convert is np.array else weight.asnumpy()
     np.testing.assert_allclose(got, wanted, rtol=1e-6)
 try:
-    config.configure({"rho": 0.5}, config.load_preset(config.DEFAULT_PRESET))
-except config.TrainError as error:
+    configure({"rho": 0.5}, load_preset("cpu_sample"))
+except TrainError as error:
     assert str(error).startswith("--rho is for --optimizer rmsprop"), error
 else:
     raise AssertionError("--rho is not refused with other optimizers")
@@ -138,15 +141,17 @@ AUGMENTATION = """
 import numpy as np
 from pipelines import ImageTransform, LoaderConfig, open_loader
 from PIL import Image
-from train import config
+from train.command_line import read
+from train.config import Config, configure
+from train.presets import load_preset
 for split, name in (("train", "a"), ("train", "b"), ("val", "a"), ("val", "b")):
     __import__("os").makedirs(f"{split}/{name}")
     pixels = np.zeros((32, 32, 3), np.uint8)
     pixels[:16] = 255  # the sky
     for number in range(8):
         Image.fromarray(pixels).save(f"{split}/{name}/{number}.png")
-values = config.read(config.Config, ["--upside-down", "--random-area", "1", "1"], command="train")
-transform = config.configure(values, config.load_preset(config.DEFAULT_PRESET)).transform
+values = read(Config, ["--upside-down", "--random-area", "1", "1"], command="train")
+transform = configure(values, load_preset("cpu_sample")).transform
 def above(split, transform):
     settings = LoaderConfig(data=".", split=split, batch_size=16, image_size=32, num_threads=1, transform=transform)
     with open_loader(settings) as loader:

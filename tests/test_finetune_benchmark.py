@@ -10,7 +10,7 @@ from PIL import Image
 
 from common.errors import ProgramError
 from pipelines.sources import open_source
-from train.config import load_preset
+from train.presets import load_preset
 
 
 @pytest.fixture

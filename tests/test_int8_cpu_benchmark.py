@@ -24,5 +24,5 @@ def test_both_files_compute_and_take_turns(
     scores = {name: np.log(once()[0]) for name, once in ways.items()}
     noise, signal = (np.var(each, axis=1).mean() for each in (scores["int8"] - scores["fp32"], scores["fp32"]))
     assert noise < signal / 40  # 16 dB: 25 dB here, and about 0 dB with other weights
-    times = program.measure({name: lambda name=name: turns.append(name) for name in ways}, rounds=3, warm_up=1)
+    times = program.times_in_turn({name: lambda name=name: turns.append(name) for name in ways}, rounds=3, warm_up=1)
     assert turns == ["int8", "fp32"] * 4 and [len(each) for each in times.values()] == [3, 3]

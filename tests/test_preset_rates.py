@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from common.errors import ProgramError
-from train.config import load_preset, presets
+from train.presets import load_preset, presets
 
 
 @pytest.fixture

@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from train.config import Config, configure, load_preset, read
+from train.command_line import read
+from train.config import Config, configure
+from train.presets import load_preset
 
 
 @pytest.fixture

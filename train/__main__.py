@@ -16,6 +16,7 @@ from typing import Any
 
 from common.command_line import HELP, VERSION, VERSIONS, Command, choose_command, describe_commands, exit_code_of
 from common.errors import ProgramError, UserError
+from train.command_line import read
 from train.commands.options import (
     BenchmarkOptions,
     CompareOptions,
@@ -26,8 +27,9 @@ from train.commands.options import (
     QuantizeOptions,
     ValidateOptions,
 )
-from train.config import Config, presets, read
+from train.config import Config
 from train.errors import TrainError
+from train.presets import presets
 from train.processes.signals import StoppedBySignal, guard, interrupt
 
 # What each takes, and what is called with the values that the command line gives. The rest of this program is imported

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,10 +20,11 @@ from pipelines.sources import Classes, splits_of
 from train import models
 from train.checkpoint import Checkpoint
 from train.classes import match, padded
-from train.config import SAMPLES, SYNTHETIC, Config
+from train.config import Config
 from train.devices import Placement
 from train.errors import TrainError
 from train.models.network import Network
+from train.options.data import SAMPLES, SYNTHETIC, LoaderOptions
 from train.processes import topology
 from train.processes.distributed import Workers, is_elastic
 from train.reporting.metrics import TRAINING_IMAGES, VALIDATION
@@ -48,6 +50,25 @@ def batch_form(config: Config, placement: Placement) -> tuple[str, Literal[3, 4]
     return "float16" if network_dtype(config, placement) == "float16" else "float32", channels
 
 
+def loader_settings(options: LoaderOptions, config: Config, placement: Placement, workers: Workers) -> dict[str, Any]:
+    """Of a LoaderConfig, what all loaders have in common that feed the network of `config` with images: what `options`
+    say, the form of the batches, and where they are made."""
+    on_gpu = placement.device.startswith("gpu")
+    dtype, channels = batch_form(config, placement)
+    return {
+        "transform": config.transform,
+        "batch_size": config.batch_size,
+        "dtype": dtype,
+        "channels": channels,
+        "device": "gpu" if on_gpu else "cpu",
+        "device_id": workers.local_rank if on_gpu else 0,
+        "num_threads": options.num_threads or topology.cores_of_process(workers.local_size),
+        "hw_decoder_load": options.hw_decoder_load if options.hw_decoder_load >= 0 else None,
+        "on_bad_image": options.on_bad_image,
+        "max_pixels": options.max_pixels,
+    }
+
+
 def open_split(config: Config, split: str, placement: Placement, workers: Workers, classes: Classes | None = None,
                whose: str = "") -> Loader:
     """The loader of "train" or "val", this process's shard of it. Raises DataError or TrainError.
@@ -58,11 +79,9 @@ def open_split(config: Config, split: str, placement: Placement, workers: Worker
     if split == "train" and config.batch_size == 1 and (config.mixup or config.cutmix):
         raise TrainError(f"{option_name('mixup' if config.mixup else 'cutmix')} mixes the images of a batch, and "
                          "--batch-size 1 has one only: raise it, or leave out the mixing")
-    on_gpu = placement.device.startswith("gpu")
-    dtype, channels = batch_form(config, placement)
-    hw_decoder_load = config.hw_decoder_load
-    if hw_decoder_load < 0 and config.deterministic:
-        hw_decoder_load = DEFAULT_HW_DECODER_LOAD  # not the fastest: an image's pixels depend on which decoder has it
+    options = config
+    if config.hw_decoder_load < 0 and config.deterministic:  # not the fastest: pixels depend on which decoder has them
+        options = replace(config, hw_decoder_load=DEFAULT_HW_DECODER_LOAD)
     loader = open_loader(
         LoaderConfig(
             data=str(SAMPLES_FOLDER) if config.data == SAMPLES else config.data,
@@ -70,21 +89,12 @@ def open_split(config: Config, split: str, placement: Placement, workers: Worker
             val_split=config.val_split,
             balance=config.balance,
             repeated_augmentation=config.repeated_augmentation,
-            batch_size=config.batch_size,
             image_size=config.image_size if split == "train" else config.inference_image_size,
             image_sizes=image_sizes(config),
-            transform=config.transform,
-            dtype=dtype,
-            channels=channels,
-            device="gpu" if on_gpu else "cpu",
-            device_id=workers.local_rank if on_gpu else 0,
-            num_threads=config.num_threads or topology.cores_of_process(workers.local_size),
             seed=config.seed,
-            hw_decoder_load=hw_decoder_load if hw_decoder_load >= 0 else None,
             cache_gib=config.cache if config.cache >= 0 else None,
-            on_bad_image=config.on_bad_image,
-            max_pixels=config.max_pixels,
             num_classes=config.num_classes or None,
+            **loader_settings(options, config, placement, workers),
         ),
         shard=(workers.rank, workers.size),
     )

@@ -11,8 +11,11 @@ from common.mxnet_compat import mx
 from common.nvidia_gpus import GpuInfo, find_gpus
 from graph_passes import GraphError
 from graph_passes.executors.cuda.requirements import check_requirements
-from train.config import DEFAULT_PRESET, SAMPLES, Config, DeviceOptions, load_preset
+from train.config import Config
 from train.errors import TrainError
+from train.options.data import SAMPLES
+from train.options.run import DEFAULT_PRESET, DeviceOptions
+from train.presets import load_preset
 
 # MXNet 1.9.1's GPU wheels hold machine code for these compute capabilities only (and no PTX for newer ones).
 STOCK_MXNET_GPUS = ((5, 0), (8, 9))

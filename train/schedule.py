@@ -6,7 +6,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from train.config import REFERENCE_BATCH, Config
+from train.config import Config
+from train.options.optimizer import REFERENCE_BATCH
 
 IMAGE_SIZE_STEP = 32  # pixels; the network halves the image five times
 

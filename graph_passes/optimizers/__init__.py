@@ -5,7 +5,7 @@
     optimizer.step(learning_rate=1e-3)
 
 To add one: its file in this folder, whose `RULE` is its class; its struct in optimizer.cu; its options, under the names
-of the constants, in train/config.py.
+of the constants, in train/options/optimizer.py.
 """
 
 from __future__ import annotations

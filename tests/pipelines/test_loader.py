@@ -1,5 +1,6 @@
 """The loader: which images a batch holds, what they look like, and that it goes on where it stopped."""
 
+import dataclasses
 import io
 import itertools
 import json
@@ -15,9 +16,18 @@ from PIL import Image
 from common.mxnet_compat import mx
 from pipelines import MEAN, STD, DataError, ImageTransform, LoaderConfig, dali_loader, load_images, open_loader
 from pipelines.dali_loader import READ_AHEAD, DaliLoader, decodes_on_cpu
-from pipelines.graph import ImageInputs, derived, random_inputs, without_lines
+from pipelines.graph import (
+    STAGES,
+    GraphConfig,
+    ImageInputs,
+    build_pipeline,
+    derived,
+    random_inputs,
+    without_lines,
+)
 from pipelines.policies import Draws, chosen
 from pipelines.sources import open_source
+from pipelines.transform import Augmentation
 
 
 def config(data, **options):
@@ -478,7 +488,7 @@ def test_what_is_not_read_is_not_drawn_and_changes_no_other_draw():
     """What a seed means for one augmentation does not depend on which others there are."""
     everything = random_inputs(np.random.default_rng(7), 5, EVERYTHING)
     names = {"crop_padding": {"shift"}, "cutout": {"hole"}, "contrast": {"brightness", "colour", "chance"},
-             "blur": {"chance", "sigma"}, "auto_augment": {"policy", "policy_noise"},
+             "blur": {"chance", "sigma"}, "auto_augment": {"policy"},
              "random_erasing": {"erasing", "erasing_place"}}
     for option, read in names.items():
         drawn = random_inputs(np.random.default_rng(7), 5, ImageTransform(**{option: getattr(EVERYTHING, option)}))
@@ -487,6 +497,18 @@ def test_what_is_not_read_is_not_drawn_and_changes_no_other_draw():
         for name in drawn.keys() & everything.keys() - {"colour", "brightness"}:  # those have other ranges
             np.testing.assert_array_equal(drawn[name], everything[name], err_msg=name)
     assert random_inputs(np.random.default_rng(7), 5, ImageTransform()).keys() == window
+    timm = ImageTransform(auto_augment="randaugment-timm")  # whose strength has noise
+    assert random_inputs(np.random.default_rng(7), 5, timm).keys() == window | {"policy", "policy_noise"}
+
+
+@pytest.mark.filterwarnings("error:The external source node")  # produces what nobody reads
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("option", [field.name for field in dataclasses.fields(Augmentation)])
+def test_the_graph_is_fed_with_nothing_that_it_does_not_read(stage, option):
+    transform = ImageTransform(**{option: getattr(EVERYTHING, option)})
+    graph = GraphConfig(training=True, transform=transform, image_size=8, dtype="float32", channels=3, device="cpu",
+                        stage=stage)
+    build_pipeline(graph, lambda: None, batch_size=2, num_threads=1)
 
 
 def test_types_and_channels(numbered):

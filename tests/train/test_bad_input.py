@@ -21,7 +21,8 @@ import pytest
 from common.nvidia_gpus import GpuInfo
 from graph_passes import GraphError
 from train import checkpoint, devices
-from train.config import Config, read
+from train.command_line import read
+from train.config import Config
 from train.errors import TrainError
 from train.loop import Trainer
 from train.models import resnet

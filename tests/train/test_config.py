@@ -13,8 +13,12 @@ from graph_passes import optimizers
 from graph_passes.executors.cuda.statistics_group import MAX_MEMBERS
 from pipelines import ImageTransform, transform
 from train import TrainError, models
+from train.command_line import read
 from train.commands.options import BenchmarkOptions, CompareOptions, Measurement, PredictOptions, ValidateOptions
-from train.config import DEFAULT_PRESET, MAX_BN_GROUP, Config, check, configure, load_preset, presets, read
+from train.config import Config, check, configure
+from train.options import data, network, optimizer, run
+from train.options.run import DEFAULT_PRESET, MAX_BN_GROUP
+from train.presets import load_preset, presets
 
 
 def config_of(*arguments):
@@ -264,8 +268,15 @@ def test_help_breaks_no_line_where_the_source_does(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         read(BenchmarkOptions, ["-h"], command="benchmark")
     text = capsys.readouterr().out
-    assert "with the mean colour before a crop of its own size" in text  # two lines of config.py
+    assert "with the mean colour before a crop of its own size" in text  # two lines of pipelines/transform.py
     assert "the fastest for this GPU, data and number of threads" in text
+
+
+@pytest.mark.parametrize("subject", [data, network, optimizer, run])
+def test_limits_stand_beside_their_options(subject):
+    declared = {field.name for kind in vars(subject).values() if dataclasses.is_dataclass(kind)
+                for field in dataclasses.fields(kind)}
+    assert subject.LIMITS.keys() <= declared
 
 
 def test_every_option_of_images_reaches_the_loader_and_has_a_limit():

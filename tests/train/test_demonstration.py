@@ -15,9 +15,12 @@ import pytest
 
 from common.environment import ROOT
 from pipelines.samples import make_samples
-from train import checkpoint, config, demonstration
+from train import checkpoint, demonstration
+from train.command_line import read
 from train.commands import session
-from train.config import Config
+from train.config import Config, configure
+from train.options.run import DEFAULT_PRESET
+from train.presets import load_preset
 from train.processes.distributed import Workers
 
 NUM_IMAGES = 1800
@@ -76,8 +79,8 @@ def test_the_slowest_process_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     ({"data": "/images"}, False), ({"config": "overfit_100"}, False),
 ])
 def test_what_leaves_the_length_open(options: dict[str, Any], expected: bool) -> None:
-    preset = config.load_preset(options.get("config", config.DEFAULT_PRESET))
-    assert demonstration.is_one(config.configure(options, preset), options) == expected
+    preset = load_preset(options.get("config", DEFAULT_PRESET))
+    assert demonstration.is_one(configure(options, preset), options) == expected
 
 
 def test_the_choice_is_recorded_and_changes_nothing_else(
@@ -113,6 +116,6 @@ def test_commands_to_try_next_are_real() -> None:
     predict, own_data, processes = commands
     assert predict[1:6] == ["-m", "train", "predict", "--checkpoint", "runs/with a blank"]
     assert re.fullmatch(r"data/samples/val/\w+/0000\.jpg", predict[6])
-    taken = config.read(Config, own_data[3:], command="train")
-    assert taken == {"config": config.DEFAULT_PRESET, "data": "data/samples"}
+    taken = read(Config, own_data[3:], command="train")
+    assert taken == {"config": DEFAULT_PRESET, "data": "data/samples"}
     assert (ROOT / "scripts/dgx1_8gpu.sh").samefile(processes[-3]) and processes[-2:] == ["-n", "2"]

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from train import checkpoint
-from train.config import REFERENCE_BATCH, Config, load_preset
+from train.config import Config
+from train.options.optimizer import REFERENCE_BATCH
+from train.presets import load_preset
 
 NUM_GPUS = 8  # of every source's command
 

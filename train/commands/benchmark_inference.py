@@ -39,9 +39,13 @@ from train import devices
 from train.build import batch_form, build_executor, check_memory, network_dtype
 from train.commands.quantize import untrained
 from train.commands.session import run_folder_of
-from train.config import Config, DeviceOptions, NetworkOptions, RunOptions, SizeOptions, configure, load_preset
+from train.config import Config, configure
 from train.devices import IMAGENET_PRESET, Placement
 from train.errors import TrainError
+from train.options.data import SizeOptions
+from train.options.network import NetworkOptions
+from train.options.run import DeviceOptions, RunOptions
+from train.presets import load_preset
 from train.processes.distributed import Workers
 from train.processes.invocation import command_line
 from train.reporting.gpu_monitor import UNKNOWN, GpuMonitor, GpuReadings

@@ -24,8 +24,9 @@ from common.command_line import option_name, part_of, to_arguments
 from common.errors import error_of
 from train import devices
 from train.commands.options import Comparison
-from train.config import CONFIG_FILE, OF_A_SESSION, Config, configure, default_warmup, load_preset
+from train.config import CONFIG_FILE, OF_A_SESSION, Config, configure, default_warmup
 from train.errors import TrainError
+from train.presets import load_preset
 from train.processes.signals import STOPPING, StoppedBySignal, handled
 from train.reporting import plots
 from train.reporting.metrics import METRICS_FILE, VALIDATION, RunRecord, accuracy_of

@@ -14,9 +14,10 @@ from pipelines import LoaderConfig
 from pipelines.text import TextLoader, generated_words, numbered, read_words, vocabulary
 from train.commands.options import GENERATED, LanguageModelOptions
 from train.commands.session import open_recorder, prepare, run_folder_of
-from train.config import REFERENCE_BATCH, Config
+from train.config import Config
 from train.language_model import LanguageModel
 from train.loop import Trainer
+from train.options.optimizer import REFERENCE_BATCH
 from train.processes.distributed import Workers
 from train.reporting.recorder import Recorder
 

@@ -1,4 +1,4 @@
-"""What each command takes besides `train`, whose options are `config.Config`; imports nothing slow."""
+"""What each command takes besides `train`, whose options are those of `config.Config`; imports nothing slow."""
 
 from __future__ import annotations
 
@@ -6,22 +6,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from train.config import (
+from train.options.data import (
     BatchOptions,
     CacheOptions,
     DataOptions,
-    DeviceOptions,
-    DistributedOptions,
-    DroppingOptions,
     ImageOptions,
     InferenceImageOptions,
     LoaderOptions,
-    LogOptions,
-    NetworkOptions,
-    OptimizerOptions,
-    RunOptions,
-    TrainingOptions,
 )
+from train.options.limits import ABOVE_0, AT_LEAST_1, NOT_NEGATIVE, Limit
+from train.options.network import DroppingOptions, NetworkOptions
+from train.options.optimizer import OptimizerOptions
+from train.options.run import DeviceOptions, DistributedOptions, LogOptions, RunOptions
+from train.options.training import TrainingOptions
 
 
 @dataclass(frozen=True)
@@ -240,3 +237,13 @@ class ExportOptions:
     """Network for --symbol without a checkpoint, as in `train`."""
     num_classes: int = 1000
     """Its number of classes."""
+
+
+# Of the options that `train` has not.
+LIMITS: dict[str, Limit] = {
+    **dict.fromkeys(("min_steps", "limit_steps", "vocabulary", "hidden", "layers", "sequences", "steps", "top"),
+                    AT_LEAST_1),
+    "batch_sizes": (lambda value: min(value, default=1) >= 1, "at least 1 each"),
+    **dict.fromkeys(("limit_minutes", "minutes"), ABOVE_0),
+    "warmup_steps": NOT_NEGATIVE,
+}

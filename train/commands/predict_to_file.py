@@ -27,14 +27,13 @@ from pipelines import DataError, Loader, open_files
 from pipelines.dali_loader import DaliLoader
 from pipelines.progress import progress_bar
 from train import devices, weights
-from train.build import batch_form, build_executor, network_dtype
+from train.build import build_executor, loader_settings, network_dtype
 from train.checkpoint import Checkpoint
 from train.commands.image_paths import image_paths
 from train.commands.options import PredictOptions
 from train.config import Config
 from train.devices import Placement
 from train.errors import TrainError
-from train.processes import topology
 from train.processes.distributed import Workers
 from train.processes.invocation import command_line
 from train.processes.pulse import Activity, pulse
@@ -196,21 +195,8 @@ def _predict(job: Job, images: Sequence[str], file: PredictionFile) -> Totals:
 
 def _open_loader(job: Job, config: Config, images: Sequence[str]) -> DaliLoader:
     """As validation has it (`build.open_split`), of files."""
-    workers, options = job.workers, job.options
-    on_gpu = job.placement.device.startswith("gpu")
-    dtype, channels = batch_form(config, job.placement)
-    return open_files(
-        images, config.inference_image_size, config.batch_size,
-        transform=config.transform,
-        dtype=dtype,
-        channels=channels,
-        device="gpu" if on_gpu else "cpu",
-        device_id=workers.local_rank if on_gpu else 0,
-        num_threads=options.num_threads or topology.cores_of_process(workers.local_size),
-        hw_decoder_load=options.hw_decoder_load if options.hw_decoder_load >= 0 else None,
-        on_bad_image=options.on_bad_image,
-        max_pixels=options.max_pixels,
-    )
+    settings = loader_settings(job.options, config, job.placement, job.workers)
+    return open_files(images, config.inference_image_size, **settings)
 
 
 def _write_all(job: Job, executor: Executor, loader: Loader, images: Sequence[str], file: PredictionFile) -> Totals:

@@ -21,10 +21,12 @@ from pipelines.samples import make_samples
 from train import checkpoint, demonstration, devices
 from train.build import SAMPLES_FOLDER, evaluated_images
 from train.checkpoint import Checkpoint
-from train.config import CONFIG_FILE, LIST_PRESETS, SAMPLES, SYNTHETIC, Config
+from train.config import CONFIG_FILE, Config
 from train.errors import TrainError
 from train.loop import Trainer
 from train.optimizer import ema_in_use
+from train.options.data import SAMPLES, SYNTHETIC
+from train.options.run import LIST_PRESETS
 from train.processes.distributed import Workers
 from train.processes.invocation import python
 from train.processes.pulse import Activity, pulse

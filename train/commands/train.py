@@ -27,9 +27,11 @@ from train.commands.session import (
     report,
     run_folder_of,
 )
-from train.config import SYNTHETIC, Config, configure, load_preset
+from train.config import Config, configure
 from train.errors import LostProcessError, TrainError
 from train.loop import Trainer
+from train.options.data import SYNTHETIC
+from train.presets import load_preset
 from train.processes.distributed import Workers, drain_engine, is_elastic, is_lost_process
 from train.processes.invocation import launcher
 from train.processes.signals import StoppedBySignal

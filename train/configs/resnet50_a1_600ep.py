@@ -11,7 +11,8 @@ of its LAMB), three copies of an image, bicubic resizing. What differs: docs/rec
 Hardware: 8 NVIDIA GPUs, or 1. Images/sec: not measured here. Accuracy: 80.4 % expected, not measured here.
 """
 
-from train.config import REFERENCE_BATCH, Config
+from train.config import Config
+from train.options.optimizer import REFERENCE_BATCH
 
 GLOBAL_BATCH = 2048  # images
 

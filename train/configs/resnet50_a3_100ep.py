@@ -11,9 +11,9 @@ Hardware: 8 NVIDIA GPUs, or 1. Images/sec: not measured here. Accuracy: 78.1 % e
 
 from dataclasses import replace
 
-from train.config import REFERENCE_BATCH
 from train.configs.resnet50_a1_600ep import GLOBAL_BATCH
 from train.configs.resnet50_a2_300ep import CONFIG as RESNET50_A2
+from train.options.optimizer import REFERENCE_BATCH
 
 CONFIG = replace(
     RESNET50_A2,

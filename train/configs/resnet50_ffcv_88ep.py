@@ -10,7 +10,8 @@ over an image and its mirror image in validation.
 Hardware: 1 to 8 NVIDIA GPUs. Images/sec: docs/recipes.md. Accuracy: up to 78.4 % expected, not measured here.
 """
 
-from train.config import REFERENCE_BATCH, Config
+from train.config import Config
+from train.options.optimizer import REFERENCE_BATCH
 
 CONFIG = Config(
     model="resnet50",

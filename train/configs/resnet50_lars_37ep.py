@@ -11,7 +11,8 @@ target is 75.9 %. The learning rate scales linearly with other global batches.
 Hardware: 8 NVIDIA GPUs, or 1. Images/sec: docs/recipes.md. Accuracy: 75.9 % expected, not measured here.
 """
 
-from train.config import REFERENCE_BATCH, Config
+from train.config import Config
+from train.options.optimizer import REFERENCE_BATCH
 
 GLOBAL_BATCH = 3200  # images
 

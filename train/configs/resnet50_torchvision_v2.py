@@ -11,7 +11,8 @@ which torchvision states 80.858 % top-1. What differs: docs/recipes.md.
 Hardware: 8 NVIDIA GPUs, or 1. Images/sec: not measured here. Accuracy: 80.86 % expected, not measured here.
 """
 
-from train.config import REFERENCE_BATCH, Config
+from train.config import Config
+from train.options.optimizer import REFERENCE_BATCH
 
 GLOBAL_BATCH = 1024  # images
 EPOCHS = 600

@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from train.commands.compare_precision import run_training
-from train.config import CONFIG_FILE, Config, default_warmup, load_preset
+from train.config import CONFIG_FILE, Config, default_warmup
 from train.gpu_report.figures import Figure, Section
 from train.gpu_report.section import Bench
+from train.presets import load_preset
 from train.reporting.metrics import METRICS_FILE
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import cycle
 from time import perf_counter
 
@@ -23,6 +24,7 @@ from train.config import Config
 from train.gpu_report.figures import Figure, Section
 from train.gpu_report.section import Bench
 from train.optimizer import make_optimizer
+from train.options.optimizer import REFERENCE_BATCH
 from train.reporting.gpu_monitor import UNKNOWN, GpuMonitor, GpuReadings
 from train.timing import Timing, repeat
 
@@ -46,8 +48,7 @@ def measure(bench: Bench) -> Section:
     for depth, precision in in_turn(models, list(chosen)):
         if bench.has(named(depth), "batch ", precision) or not bench.has_time(f"{named(depth)} in {precision}"):
             continue
-        from_batch = Config(**{**vars(chosen[precision]), "model": f"resnet{depth}"})
-        _measure(bench, depth, precision, from_batch)
+        _measure(bench, depth, precision, replace(chosen[precision], model=f"resnet{depth}"))
     return bench.found()
 
 
@@ -60,7 +61,7 @@ def _measure(bench: Bench, depth: int, precision: str, config: Config) -> None:
     """With the largest batch of `config`'s, its half, and so on, that fits."""
     what, batch = named(depth), config.batch_size
     while batch:
-        fitting = Config(**{**vars(config), "batch_size": batch})
+        fitting = replace(config, batch_size=batch)
         try:
             bench.add(_figure(bench, what, precision, fitting))
             return
@@ -91,7 +92,7 @@ def _steps(bench: Bench, executor: Executor, config: Config) -> tuple[Timing, Gp
     labels = np.random.default_rng(config.seed).integers(0, CLASSES, config.batch_size)
     label = mx.nd.array(labels, gpu)
     batches = cycle(images(config, bench.placement, config.batch_size))
-    rate = 0.1 * config.batch_size / 256  # Goyal et al. (arXiv:1706.02677)
+    rate = 0.1 * config.batch_size / REFERENCE_BATCH
     last_end = perf_counter()
 
     def step() -> float:

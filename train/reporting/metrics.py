@@ -238,6 +238,24 @@ class RunRecord:
     def steps_done(self) -> int:
         return self.steps_before + len(self.step_ms)
 
+    def epoch_row(self, epoch: int, first_step: int, hours: float) -> EpochRow:
+        """What the training steps of an epoch gave, which is that of all steps after `first_step`."""
+        # Each point of the curve is a mean over the steps since the point before.
+        points = [point for point in self.loss_curve if point.step > first_step]
+        weights = np.diff([first_step, *(point.step for point in points)])
+        counted = self.counted_steps
+        # Of a session shorter than its warm-up the last step is counted, which is no epoch's speed.
+        warm = max(first_step - self.steps_before, self.session_starts[-1] + self.warmup_steps)
+        counted = counted[counted >= warm]
+        ms = np.asarray(self.step_ms)[counted].sum()
+        return EpochRow(
+            epoch=epoch,
+            hours=hours,
+            images_per_sec=self.images_per_step * len(counted) / (ms / 1e3) if ms else None,
+            train_loss=float(np.average([p.loss for p in points], weights=weights)) if points else None,
+            train_top1=float(np.average([p.top1 for p in points], weights=weights)) if points else None,
+        )
+
     def apply(self, line: Mapping[str, Any]) -> None:
         """Take in one line of metrics.jsonl; recorder and `read_jsonl` both go this way, so they cannot disagree."""
         kind = line["event"]

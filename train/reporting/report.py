@@ -15,8 +15,8 @@ from typing import Any
 
 from common import files
 from common.command_line import exit_code_of, given
-from train.config import SYNTHETIC
 from train.errors import TrainError
+from train.options.data import SYNTHETIC
 from train.reporting import classifier, plots, predictions
 from train.reporting.classifier import Classifier
 from train.reporting.document import Block, Code, Heading, Plot, Table, Text, Tiles, html_page, markdown

@@ -22,8 +22,9 @@ from typing import Any
 
 from pipelines.sources import Classes, class_list
 from pipelines.transform import MEAN, STD
-from train.config import MIN_IMAGE_SIZE, Config
+from train.config import Config
 from train.errors import TrainError
+from train.options.data import MIN_IMAGE_SIZE
 
 SIZE, CROP = 224, 0.875  # of torchvision's first recipe: the shorter side to 256 pixels
 INTERPOLATIONS = ("bilinear", "bicubic")

@@ -32,7 +32,7 @@ class _Context(ctypes.Structure):
 
 
 class OnMXNet(Executor):
-    """Runs `_step`, which the executor makes."""
+    """An executor that runs the network `_step`, which the subclass makes: of training, or in INT8."""
 
     _step: Network
 
@@ -62,16 +62,16 @@ class OnMXNet(Executor):
 
     def forward(self, data: Array, label: Array | None = None) -> Array:
         """Class probabilities by inference. The batch may be smaller than the one that the executor was made for."""
-        self._wait_for_mxnet()
-        num_images = min(data.shape[0], self.input_shapes["data"][0])
-        self._load(data, label, 0 if label is None else num_images, num_images)
-        self._step.infer(num_images)
-        self._num_inferred = num_images
+        self._infer(data, label, 0 if label is None else data.shape[0])
         return self._probabilities()
 
     def evaluate(self, data: Array, label: Array, num_valid: int) -> None:
         """Inference that only adds to the metrics. The batch may be smaller than the one that the executor was made
         for."""
+        self._infer(data, label, num_valid)
+
+    def _infer(self, data: Array, label: Array | None, num_valid: int) -> None:
+        """The probabilities, and the metrics of the first `num_valid` images."""
         self._wait_for_mxnet()
         num_images = min(data.shape[0], self.input_shapes["data"][0])
         self._load(data, label, min(num_valid, num_images), num_images)

@@ -9,8 +9,10 @@ import pytest
 from several_processes import python_path
 
 from common.command_line import given, to_arguments
+from train.command_line import read
 from train.commands import compare_precision
-from train.config import Config, configure, load_preset, read
+from train.config import Config, configure
+from train.presets import load_preset
 from train.reporting import plots
 from train.reporting.metrics import EpochRow, RunRecord
 

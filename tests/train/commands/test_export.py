@@ -19,9 +19,10 @@ from graph_passes import Graph, GraphError, onnx_writer
 from graph_passes.executors import create_executor
 from train import models
 from train.checkpoint import Checkpoint, save
+from train.command_line import read
 from train.commands import export, predict
 from train.commands.options import ExportOptions, PredictOptions
-from train.config import Config, read
+from train.config import Config
 from train.errors import TrainError
 from train.models.network import init_params
 from train.models.resnet import resnet

@@ -14,9 +14,9 @@ from PIL import Image
 from train.__main__ import main
 from train.commands import gpu_report
 from train.commands.compare_precision import run_arguments
-from train.config import load_preset
 from train.gpu_report import cost, deepbench, inference, kernels, recurrent, section, training
 from train.gpu_report.figures import Figure, Report, Section
+from train.presets import load_preset
 from train.reporting import gpu_comparison
 
 PUBLISHED = Path(__file__).resolve().parents[3] / "benchmarks" / "results" / "gpu_report"

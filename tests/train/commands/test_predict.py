@@ -16,10 +16,11 @@ from graph_passes import Graph
 from graph_passes.executors import create_executor
 from pipelines import DataError, load_images
 from train.checkpoint import Checkpoint, load, save
+from train.command_line import read
 from train.commands import predict
 from train.commands.options import PredictOptions
 from train.commands.predict import Guess, Prediction
-from train.config import Config, read
+from train.config import Config
 from train.errors import TrainError
 from train.models.network import init_params
 from train.models.resnet import resnet

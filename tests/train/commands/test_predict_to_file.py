@@ -20,10 +20,11 @@ from several_processes import SCRIPT, needs_horovod, python_path
 
 from common.errors import UserError
 from train.checkpoint import Checkpoint, save
+from train.command_line import read
 from train.commands import predict, predict_to_file
 from train.commands.options import PredictOptions
 from train.commands.predict_to_file import top_of
-from train.config import Config, read
+from train.config import Config
 from train.errors import TrainError
 from train.models.network import init_params
 from train.models.resnet import resnet

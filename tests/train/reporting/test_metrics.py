@@ -482,7 +482,7 @@ def test_steps_that_are_missing_before_a_resume(tmp_path: Path, checkpoint_step:
 
 def test_a_run_keeps_the_command_that_began_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for command in ("python -m train --epochs 3", "python -m train --resume x"):
-        monkeypatch.setattr("train.reporting.recorder.command_line", lambda command=command: command)
+        monkeypatch.setattr("train.reporting.run_logs.command_line", lambda command=command: command)
         with Run(tmp_path).recorder as recorder:
             pass
     assert recorder.record.command == "python -m train --epochs 3"
@@ -590,7 +590,7 @@ def test_mlperf_lines(tmp_path: Path) -> None:
         assert prefix == ":::MLLOG"
         event = json.loads(content)
         assert event.keys() == {"namespace", "time_ms", "event_type", "key", "value", "metadata"}
-        assert event["metadata"]["file"].endswith(("recorder.py", "mlperf.py")) and event["metadata"]["lineno"] > 0
+        assert event["metadata"]["file"].endswith(("run_logs.py", "mlperf.py")) and event["metadata"]["lineno"] > 0
         events.append((event["event_type"], event["key"], event["value"]))
     assert events == [
         ("POINT_IN_TIME", "submission_benchmark", "resnet"),
@@ -660,7 +660,7 @@ def test_a_disk_that_fills_up_later_ends_the_run_with_one_sentence(tmp_path: Pat
     monkeypatch.setattr("train.reporting.tensorboard.FLUSH_SECONDS", 0.0)
     with pytest.raises(TrainError, match="^cannot write .*tensorboard .*No space left"), \
             (run := Run(tmp_path, tensorboard=True)).recorder as recorder:
-        recorder._tensorboard._file._writer = FULL.open("wb")  # type: ignore[union-attr]
+        recorder._logs._tensorboard._file._writer = FULL.open("wb")  # type: ignore[union-attr]
         run.epoch(0, [0.0] * 6, [0.5] * 6)
     assert lines(tmp_path)[-1]["completed"] is False
 

@@ -17,9 +17,10 @@ from graph_passes.executors import create_executor
 from train import devices, models, weights
 from train.build import build_executor
 from train.checkpoint import Checkpoint, Progress, save
+from train.command_line import read
 from train.commands import export
 from train.commands.options import ExportOptions
-from train.config import Config, read
+from train.config import Config
 from train.errors import TrainError
 from train.models import resnet
 from train.weights import files, publish, torch_file

@@ -1,5 +1,5 @@
 // The classifier's end where each class is a yes or no by itself: bias, sigmoid, binary cross entropy, its gradient, hits.
-#include "common.cuh"
+#include "labels.cuh"
 
 // One block a row; arguments, targets, ranks and what is written are those of softmax.cu's softmax_cross_entropy, but
 //   with `threshold` above 0, targets above it are 1 and others 0
@@ -14,11 +14,9 @@ __global__ void sigmoid_cross_entropy(const T *scores, const float *bias, const 
                                       int pitch, float threshold) {
     const int row = blockIdx.x;
     const T *row_scores = scores + size_t(row) * pitch;
-    const int label = labels ? int(labels[row]) : -1;
-    const float own = own_share ? *own_share : 1;
-    const int partner = own < 1 ? int(labels[gridDim.x - 1 - row]) : label;
-    const bool valid = label >= 0 && label < classes && partner >= 0 && partner < classes;
-    const int ranked = own > 0.5f || (own == 0.5f && label < partner) ? label : partner;
+    const Labels wanted = labels_of_row(labels, own_share, classes);
+    const int ranked = wanted.ranked;
+    const bool valid = wanted.valid;
     const float ranked_score = valid ? to_float(row_scores[ranked]) + (bias ? bias[ranked] : 0) : 0;
     const float other = classes > 1 ? smoothing / (classes - 1) : 0;
     const float scale = gradient ? gradient_scale * *loss_scale : 0;
@@ -27,7 +25,7 @@ __global__ void sigmoid_cross_entropy(const T *scores, const float *bias, const 
         float slope = 0;
         if (c < classes) {
             const float score = to_float(row_scores[c]) + (bias ? bias[c] : 0);
-            const float hit = own * (c == label) + (1 - own) * (c == partner);
+            const float hit = wanted.own * (c == wanted.label) + (1 - wanted.own) * (c == wanted.partner);
             float target = other + (1 - smoothing - other) * hit;
             if (threshold > 0) target = target > threshold;
             // No logarithm of what has been rounded to 0 or 1

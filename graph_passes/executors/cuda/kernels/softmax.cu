@@ -1,5 +1,5 @@
 // The classifier's end: bias, softmax, cross entropy with label smoothing, its gradient, top-1 and top-5.
-#include "common.cuh"
+#include "labels.cuh"
 
 struct Metrics {
     double loss_sum;
@@ -7,10 +7,7 @@ struct Metrics {
 };
 
 // One block a row. `scores` (rows, pitch), of which the first `classes` count; the bias is added here, in fp32.
-// Targets are 1 - smoothing for the label and smoothing / (classes - 1) for every other class, as MXNet's SoftmaxOutput
-// has them. Where images are mixed (`own_share` not null and below 1) a row's target is `*own_share` of that for its label
-// and the rest of that for the label of the row at the same place from the end. Ranked is the label with the larger share,
-// of equal shares the smaller label. WEIGHTED: then each class's target is multiplied by its weight.
+// Targets and the ranked label are those of labels.cuh. WEIGHTED: then each class's target is multiplied by its weight.
 // Written where the pointer is not null:
 //   probabilities (rows, classes) fp32
 //   gradient (rows, pitch): (probability * sum of targets - target) * gradient_scale * *loss_scale, 0 beyond `classes`
@@ -32,11 +29,7 @@ __global__ void softmax_cross_entropy(const T *scores, const float *bias, const 
     }
     largest = block_reduce(largest, -INF, Max());
 
-    const int label = labels ? int(labels[row]) : -1;
-    const float own = own_share ? *own_share : 1;
-    const int partner = own < 1 ? int(labels[gridDim.x - 1 - row]) : label;
-    const bool valid = label >= 0 && label < classes && partner >= 0 && partner < classes;
-    const int ranked = own > 0.5f || (own == 0.5f && label < partner) ? label : partner;
+    const auto [label, partner, own, valid, ranked] = labels_of_row(labels, own_share, classes);
     const float ranked_score = valid ? score[ranked] : 0;
     float exp_sum = 0, score_sum = 0, rank = 0, weight_sum = 0;
     for (int c = threadIdx.x; c < classes; c += blockDim.x) {

@@ -57,9 +57,8 @@ def quantise(builder: Builder, node: Node) -> None:
     """Floats become int8; of images also the channel that pads them."""
     x = builder.input(node, "data")
     y = builder.output(node, shape=x.shape)
-    require(x.shape[-1] % 4 == 0 and y.num_bytes % VECTOR == 0, node, f"has the shape {x.shape}, and works on 8 values "
-            "at once: use a multiple of 8 of them")
-    vectors = y.num_bytes // VECTOR
+    require(x.shape[-1] % 4 == 0, node, f"has {x.shape[-1]} channels: use a multiple of 4")
+    vectors = _vectors(node, y)
     builder.launch(node, "quantised.cu", builder.kernel("quantise"), *threads(vectors), In(x), Out(y),
                    ctypes.c_float(1 / node["scale"]), count(vectors))
 
@@ -79,11 +78,16 @@ def dequantise(builder: Builder, node: Node) -> None:
     """int8 becomes what it stands for."""
     x = builder.input(node, "data")
     y = builder.output(node, shape=x.shape)
-    require(x.num_bytes % VECTOR == 0, node, f"has the shape {x.shape}, and works on 8 values at once: use a multiple "
-            "of 8 of them")
-    vectors = x.num_bytes // VECTOR
+    vectors = _vectors(node, x)
     builder.launch(node, "quantised.cu", builder.kernel("dequantise"), *threads(vectors), In(x), Out(y),
                    ctypes.c_float(node["data_scale"]), count(vectors))
+
+
+def _vectors(node: Node, integers: Buffer) -> int:
+    """Of all values, as many as a thread works on at once each."""
+    require(integers.num_bytes % VECTOR == 0, node, f"has the shape {integers.shape}, and works on {VECTOR} values at "
+            f"once: use a multiple of {VECTOR} of them")
+    return integers.num_bytes // VECTOR
 
 
 def convolution(builder: Builder, node: Node) -> None:
@@ -157,12 +161,12 @@ def _require_tensor_cores(builder: Builder, node: Node, columns: int) -> None:
 
 
 def _direct(builder: Builder, node: Node) -> None:
+    """By the kernel for all shapes: a thread makes an output."""
     x, y = builder.input(node, "data"), builder.output(node)
-    adds, relu, share = _Epilogue.of(node)
     own = x.shape[3] // node["num_group"]
     require(own % 4 == 0, node, f"has {own} channels in a group: use a multiple of 4")
     _launch_direct(builder, node, Geometry.of(node, x, y), builder.input(node, "bias"),
-                   builder.optional_input(node, "addend", "no_addend"), y, (adds, relu), share, node["num_group"])
+                   builder.optional_input(node, "addend", "no_addend"), y, _Epilogue.of(node), node["num_group"])
 
 
 def classifier(builder: Builder, node: Node) -> None:
@@ -174,13 +178,14 @@ def classifier(builder: Builder, node: Node) -> None:
             "a GPU lowering")
     y = builder.output(node, shape=(images, 1, 1, filters))
     geometry = Geometry(images, 1, 1, channels, 1, 1, filters, *(1,) * 4, 0, 0, 1, 1)
-    _launch_direct(builder, node, geometry, None, None, y, (False, False), ctypes.c_float(0), 1)
+    _launch_direct(builder, node, geometry, None, None, y, _Epilogue(False, False, ctypes.c_float(0)), groups=1)
 
 
 def _launch_direct(builder: Builder, node: Node, geometry: Geometry, bias: Buffer | None, addend: Buffer | None,
-                   y: Buffer, flags: tuple[bool, bool], share: ctypes.c_float, groups: int) -> None:
+                   y: Buffer, epilogue: _Epilogue, groups: int) -> None:
     outputs = geometry.rows * geometry.filters
-    builder.launch(node, "quantised.cu", instance("quantised_conv_direct", y.dtype, *flags), *threads(outputs),
+    adds, relu, share = epilogue
+    builder.launch(node, "quantised.cu", instance("quantised_conv_direct", y.dtype, adds, relu), *threads(outputs),
                    In(builder.input(node, "data")), In(builder.input(node, "weight")),
                    In(builder.input(node, "multiplier")), In(bias), In(addend), Out(y), geometry, share,
                    count(outputs), ctypes.c_int(groups))

@@ -1,0 +1,34 @@
+"""Presets: train/configs/<name>.py, each of which gives some options other defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import pkgutil
+
+import train.configs
+from common.command_line import nearest
+from train.config import Config
+from train.errors import TrainError
+
+
+def presets() -> list[str]:
+    """Names of all presets."""
+    return sorted(module.name for module in pkgutil.iter_modules(train.configs.__path__))
+
+
+def load_preset(name: str) -> Config:
+    """The configuration of train/configs/<name>.py. Raises TrainError for an unknown name."""
+    if name not in presets():
+        raise TrainError(f"there is no preset {name!r} in train/configs/{nearest(name, presets())}")
+    module = importlib.import_module(f"train.configs.{name}")
+    return dataclasses.replace(module.CONFIG, config=name)
+
+
+def describe_presets() -> str:
+    """Each preset with the first sentence of its docstring."""
+    lines = []
+    for name in presets():
+        text = " ".join((importlib.import_module(f"train.configs.{name}").__doc__ or "").split("\n\n")[0].split())
+        lines.append(f"{name}\n    {text.partition('. ')[0].removesuffix('.')}")
+    return "\n".join(lines)
