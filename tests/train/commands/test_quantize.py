@@ -16,7 +16,7 @@ from common.errors import UserError
 from graph_passes import Ref, onnx_writer
 from graph_passes.executors import reference
 from graph_passes.operators.quantised import LARGEST
-from train import models
+from train import devices, models
 from train.checkpoint import Checkpoint, load, save
 from train.commands import export
 from train.config import Config
@@ -82,8 +82,6 @@ def test_the_command_writes_integers_and_tells_what_they_cost(
     code, again, _ = run_train("validate", "--checkpoint", run_folder, "--int8")
     assert code == 0 and f"{run_folder} in INT8: 27 training images" in again
     assert top1(again) == top1(int8)
-    code, _, err = run_train("validate", "--checkpoint", run_folder, "--int8", "--executor", "mxnet")
-    assert code == 2 and "--executor mxnet has no INT8: leave it out, or give cuda or reference" in err
 
 
 def test_the_same_images_give_the_same_file(quantised: Path, run_train: RunTrain) -> None:
@@ -265,8 +263,19 @@ def test_predictions_with_integers(quantised: Path, trained: Checkpoint, tiny_da
         written = [float(value) for value in re.findall(r",(0\.\d+)", file.read_text())]
         np.testing.assert_allclose(sorted(written), sorted(found[name]), atol=1e-4)
     assert 0 < np.abs(found["int8"] - found["floats"]).max() < 0.1
-    code, _, err = run_train("predict", "--checkpoint", quantised, "--int8", "--executor", "mxnet", *images)
-    assert code == 2 and "--executor mxnet has no INT8" in err
+
+
+def test_the_way_out_of_a_missing_gpu_is_one(quantised: Path, tiny_data: Path, monkeypatch: pytest.MonkeyPatch,
+                                             run_train: RunTrain) -> None:
+    """The executor that each sentence names is one that the command takes."""
+    monkeypatch.setattr(devices, "find_gpus", lambda: [])
+    for command in (["validate"], ["predict", next(tiny_data.rglob("*.jpg"))]):
+        for executor, problem in (("cuda", "needs an NVIDIA GPU, and there is none here"), ("mxnet", "has no INT8")):
+            command_line = [*command, "--checkpoint", quantised, "--int8", "--executor"]
+            code, _, err = run_train(*command_line, executor)
+            assert code == 2 and f"--executor {executor} {problem}" in err
+            (way_out,) = re.findall(r"use --executor (\w+)$", err.strip())
+            assert run_train(*command_line, way_out)[0] == 0
 
 
 def test_int8_without_onnx_is_refused(quantised: Path, tmp_path: Path, run_train: RunTrain) -> None:
