@@ -153,14 +153,15 @@ def _job(options: PredictOptions, values: Mapping[str, Any], workers: Workers) -
             raise TrainError(f"{option_name(name)} is for predictions that are printed, and --output writes them to a "
                              "file: leave out one of the two")
     trained = weights.load(options.checkpoint, quiet=workers.rank > 0)
+    if int8 := int8_file.load(options.checkpoint, trained) if options.int8 else None:
+        trained = int8.prepared(trained)
     config = replace(trained.config, device=options.device, executor=options.executor, dtype="auto",
                      batch_size=options.batch_size)
-    if options.int8:
+    if int8:
         config = devices.for_int8(config, vars(options))
     placement = devices.choose(config, workers.local_rank)
     if placement.note and workers.rank == 0:
         print(placement.note, flush=True)
-    int8 = int8_file.load(options.checkpoint, trained, config) if options.int8 else None
     if "batch_size" not in values and placement.device.startswith("gpu"):
         config = replace(config, batch_size=GPU_BATCH)
     options = replace(options, on_bad_image=values.get("on_bad_image", "skip"))

@@ -73,7 +73,7 @@ def test_the_command_writes_integers_and_tells_what_they_cost(
     exact, int8 = (next(line for line in lines if line.startswith(name)) for name in ("float32: ", "int8: "))
     assert exact.endswith("on 27 training images") and int8.endswith("on 27 training images")
     assert f"{run_folder}/checkpoints/int8-best.npz: 0.2 MB, 20 layers in INT8" in lines
-    network = int8_file.load(str(run_folder), trained, trained.config)
+    network = int8_file.load(str(run_folder), trained)
     assert network.calibration == {"method": "max", "images": 20, "data": trained.config.data}
     assert network.accuracy["int8"] == pytest.approx(top1(int8) / 100, abs=1e-4)
     weights = [array for name, array in network.params.items() if name.endswith("conv_weight") or "conv1_w" in name]
@@ -137,13 +137,36 @@ def test_a_file_of_other_weights_or_images_is_refused(
     quantised: Path, trained: Checkpoint, run_train: RunTrain
 ) -> None:
     code, _, err = run_train("validate", "--checkpoint", quantised, "--int8", "--val-image-size", "40")
-    assert code == 2 and "was calibrated for images of the size 32, and these have 40: leave that option out" in err
+    assert code == 2 and "was calibrated for --val-image-size 32, not 40: leave --val-image-size out, or run" in err
     code, _, err = run_train("validate", "--checkpoint", quantised, "--int8", "--mean", "0", "0", "0")
-    assert code == 2 and "was calibrated for images of the mean [" in err
+    assert code == 2 and "was calibrated for --mean 123.675 116.28 103.53, not 0.0 0.0 0.0: leave --mean out" in err
     other = dict(trained.params) | {"classifier_bias": trained.params["classifier_bias"] + 1}
     save(replace(trained, params=other), quantised / "checkpoints" / "best.npz")
     code, _, err = run_train("validate", "--checkpoint", quantised, "--int8")
     assert code == 2 and "was made of other weights than" in err
+
+
+def test_images_are_prepared_as_for_the_ranges(run_folder: Path, tiny_data: Path, tmp_path: Path,
+                                               run_train: RunTrain) -> None:
+    """By each command that takes the file, with no option that says so."""
+    images = ["--val-image-size", "40", "--mean", "0", "0", "0", "--std", "1", "1", "1"]
+    code, out, _ = run_train("quantize", "--checkpoint", run_folder, "--images", "16", *images)
+    assert code == 0
+    (loss,) = re.findall(r"^int8: loss ([0-9.]+)", out, re.MULTILINE)
+    for options in ([], images):
+        code, out, _ = run_train("validate", "--checkpoint", run_folder, "--int8", *options)
+        assert code == 0 and f"loss {loss}" in out
+    code, _, err = run_train("predict", "--checkpoint", run_folder, "--int8", "--output", tmp_path / "x.csv", tiny_data)
+    assert (code, err) == (0, "")
+    assert json.loads((tmp_path / "x.csv.about.json").read_text())["image_size"] == 40
+    sheet = tmp_path / "sheet.png"
+    assert run_train("predict", "--checkpoint", run_folder, "--int8", "--contact-sheet", sheet, tiny_data)[0] == 0
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxruntime")
+    file = tmp_path / "x.onnx"
+    assert run_train("export", "--checkpoint", run_folder, "--onnx", file, "--int8", "onnxruntime")[0] == 0
+    about = {each.key: each.value for each in onnx.load(file).metadata_props}
+    assert (about["center_crop"], about["mean"], about["std"]) == ("40", "[0.0, 0.0, 0.0]", "[1.0, 1.0, 1.0]")
 
 
 # --- ONNX ---
@@ -169,7 +192,7 @@ def test_onnx_for_tensorrt_has_the_same_integers(quantised: Path, tmp_path: Path
         if node.input[0].endswith("conv_weight"):
             assert constants[node.input[1]].shape == constants[node.input[0]].shape[:1]
     checkpoint = load(quantised / "checkpoints" / "best.npz")
-    network = int8_file.load(str(quantised), checkpoint, checkpoint.config)
+    network = int8_file.load(str(quantised), checkpoint)
     graph = network.graph(checkpoint)
     integers = np.random.default_rng(1).integers(-LARGEST, LARGEST + 1, (6, SIZE, SIZE, 3))
     images = integers.astype(np.float32) * np.float32(network.scales["data"])  # no rounding of theirs is near a middle
@@ -284,6 +307,6 @@ def test_int8_without_onnx_is_refused(quantised: Path, tmp_path: Path, run_train
 
 
 def test_no_place_to_write_to(quantised: Path, trained: Checkpoint) -> None:
-    network = int8_file.load(str(quantised), trained, trained.config)
+    network = int8_file.load(str(quantised), trained)
     with pytest.raises(UserError, match="cannot write"):
         int8_file.save(network, quantised / "checkpoints" / "best.npz" / "int8.npz")
