@@ -70,6 +70,8 @@ def main(values: Mapping[str, Any]) -> None:
         raise TrainError(f"--images {options.images} is too few to calibrate on: give {MIN_IMAGES} or more, some "
                          "hundreds are good")
     trained, workers = weights.load(options.checkpoint), Workers()
+    if not options.overwrite:
+        int8_file.check_free(options.checkpoint, trained)
     config = of_network(configure(values, trained.config), values, trained)
     size = config.inference_image_size
     batch_size = values.get("batch_size", max(1, min(_LARGEST_BATCH, _BATCH_PIXELS // size**2)))

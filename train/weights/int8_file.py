@@ -93,6 +93,17 @@ def save(network: Int8Network, path: Path) -> None:
     files.write(path, content.getvalue())
 
 
+def check_free(place: str, trained: Checkpoint) -> None:
+    """Raise TrainError where these weights have a network in INT8 already."""
+    try:
+        found = load(place, trained)
+    except TrainError:  # what cannot be used is no loss
+        return
+    raise TrainError(f"{path_of(place)} is there already, calibrated ({found.calibration['method']}) on "
+                     f"{found.calibration['images']} images of {found.images['inference_image_size']} pixels: give "
+                     "--overwrite to replace it")
+
+
 def load(place: str, trained: Checkpoint) -> Int8Network:
     """The network in INT8 that was made of these weights. Raises TrainError: there is none, it is damaged or of other
     weights."""

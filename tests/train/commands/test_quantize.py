@@ -87,8 +87,22 @@ def test_the_command_writes_integers_and_tells_what_they_cost(
 def test_the_same_images_give_the_same_file(quantised: Path, run_train: RunTrain) -> None:
     path = quantised / "checkpoints" / "int8-best.npz"
     first = path.read_bytes()
-    assert run_train("quantize", "--checkpoint", quantised, "--images", "27")[0] == 0
+    assert run_train("quantize", "--checkpoint", quantised, "--images", "27", "--overwrite")[0] == 0
     assert path.read_bytes() == first
+
+
+def test_a_good_file_is_replaced_only_when_asked(quantised: Path, trained: Checkpoint, run_train: RunTrain) -> None:
+    path = quantised / "checkpoints" / "int8-best.npz"
+    first, command_line = path.read_bytes(), ("quantize", "--checkpoint", quantised, "--images", "16")
+    code, out, err = run_train(*command_line)
+    assert (code, out) == (2, "") and path.read_bytes() == first
+    assert f"{path} is there already, calibrated (entropy) on 27 images of 32 pixels: give --overwrite" in err
+    assert run_train(*command_line, "--overwrite")[0] == 0 and path.read_bytes() != first
+    path.write_bytes(first[:100])  # damaged: no loss
+    assert run_train(*command_line)[0] == 0
+    other = dict(trained.params) | {"classifier_bias": trained.params["classifier_bias"] + 1}
+    save(replace(trained, params=other), quantised / "checkpoints" / "best.npz")  # of other weights: likewise
+    assert run_train(*command_line)[0] == 0
 
 
 def test_what_is_kept_in_floats(run_folder: Path, run_train: RunTrain) -> None:
