@@ -150,21 +150,22 @@ def untrained(model: str, num_classes: int, image_size: int) -> tuple[Checkpoint
 
 
 class _Tensors:
-    """All tensors that may become int8, in floats, for a batch of images."""
+    """All tensors that may become int8, and the outputs of classifiers, in floats, for a batch of images."""
 
     def __init__(self, graph: Graph, trained: Checkpoint, config: Config) -> None:
         fused = pipeline.run(pipeline.FUSED, graph)
         self.params = passes.fold_bn_params(fused, trained.params, trained.aux) | trained.aux
         inference = folded(graph)
         self.names = observed(inference)
+        self._given = [*self.names, *(node.name for node in inference if node.op == "FullyConnected")]
         shape = (config.batch_size, config.inference_image_size, config.inference_image_size, 3)
-        self._executor = MXNetExecutor(Graph(inference, [Ref(name) for name in self.names]), {"data": shape})
+        self._executor = MXNetExecutor(Graph(inference, [Ref(name) for name in self._given]), {"data": shape})
         own, aux = self._executor.params, self._executor.aux
         self._executor.set_params({name: self.params[name] for name in own}, {name: self.params[name] for name in aux})
 
     def __call__(self, batch: Batch) -> Tensors:
         found = self._executor.forward_all(batch.data)
-        return {name: array[: batch.num_valid] for name, array in zip(self.names, found, strict=True)}
+        return {name: array[: batch.num_valid] for name, array in zip(self._given, found, strict=True)}
 
 
 def _errors(network: Int8Network, graph: Graph, params: Mapping[str, np.ndarray], exact: Tensors) -> list[LayerError]:
@@ -182,7 +183,7 @@ def _errors(network: Int8Network, graph: Graph, params: Mapping[str, np.ndarray]
         errors.append(LayerError(
             name, limit=127 * scale if output.dtype == np.int8 else 0.0,
             weight_db=_decibel(params[layer.weight], weight),
-            output_db=_decibel(exact[name], output * scale) if name in exact else float("nan"),
+            output_db=_decibel(exact[name], output * scale),
         ))
     return errors
 
