@@ -95,7 +95,8 @@ def main(values: Mapping[str, Any]) -> None:
               f"{sums.top5 / sums.count:.2%} on {sums.count:.0f} {images}", flush=True)
     lost = accuracy["float32"] - accuracy["int8"]
     if lost > MUCH:
-        print(f"INT8 loses {100 * lost:.1f} points of top-1: try another --calibration, more --images or --float-first",
+        others = " or --float-first" * (not kept.first) + " or no --int8-classifier" * (not kept.classifier)
+        print(f"INT8 loses {100 * lost:.1f} points of top-1: try another --calibration or more --images{others}",
               file=sys.stderr)
     path = int8_file.path_of(options.checkpoint)
     int8_file.save(replace(network, accuracy=accuracy), path)

@@ -18,7 +18,7 @@ from graph_passes.executors import reference
 from graph_passes.operators.quantised import LARGEST
 from train import devices, models
 from train.checkpoint import Checkpoint, load, save
-from train.commands import export
+from train.commands import export, quantize
 from train.config import Config
 from train.devices import for_int8
 from train.weights import int8_file
@@ -112,6 +112,17 @@ def test_what_is_kept_in_floats(run_folder: Path, run_train: RunTrain) -> None:
     (decibel,) = re.findall(r"^classifier +float32 +[0-9.]+ +([0-9.]+)$", out, re.MULTILINE)  # of its output
     assert float(decibel) > 15
     assert run_train("validate", "--checkpoint", run_folder, "--int8")[0] == 0
+
+
+@pytest.mark.parametrize(("options", "advice"), [
+    ([], "more --images or --float-first"), (["--float-first"], "more --images"),
+    (["--int8-classifier"], "more --images or --float-first or no --int8-classifier"),
+])
+def test_the_advice_is_what_was_not_tried(options: list[str], advice: str, run_folder: Path, run_train: RunTrain,
+                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantize, "MUCH", -1)  # any loss
+    code, _, err = run_train("quantize", "--checkpoint", run_folder, "--images", "16", *options)
+    assert code == 0 and err.endswith(f" points of top-1: try another --calibration or {advice}\n")
 
 
 @pytest.mark.parametrize(("options", "sentence"), [
