@@ -48,8 +48,8 @@ LOG_SECONDS = 30.0  # between two lines of progress where no terminal shows a ba
 NAMED = 5  # damaged images
 
 # What must be equal where a file is gone on with, of what is written beside it, and its name in messages.
-SAME = {"weights": "network, by the SHA-256 of its weights", "top": "--top", "image_size": "image size",
-        "part": "share of the images"}
+SAME = {"numbers": "kind of numbers", "weights": "network, by the SHA-256 of its weights", "top": "--top",
+        "image_size": "image size", "part": "share of the images"}
 
 
 class Job(NamedTuple):
@@ -175,7 +175,8 @@ def _about(job: Job) -> dict[str, Any]:
     for name, array in sorted(values.items()):
         digest.update(f"{name} {array.shape}".encode() + np.ascontiguousarray(array).tobytes())
     return {
-        "weights": digest.hexdigest(), "top": job.top, "image_size": job.config.inference_image_size,
+        "numbers": "integers (--int8)" if job.int8 else "floats", "weights": digest.hexdigest(), "top": job.top,
+        "image_size": job.config.inference_image_size,
         "checkpoint": job.options.checkpoint, "network": job.trained.network,
         "dtype": job.dtype, "command": command_line(),
         "version": environment.project_version(), "commit": environment.git_commit(),

@@ -312,6 +312,8 @@ def test_predictions_with_integers(quantised: Path, trained: Checkpoint, tiny_da
         written = [float(value) for value in re.findall(r",(0\.\d+)", file.read_text())]
         np.testing.assert_allclose(sorted(written), sorted(found[name]), atol=1e-4)
     assert 0 < np.abs(found["int8"] - found["floats"]).max() < 0.1
+    code, _, err = run_train("predict", "--checkpoint", quantised, "--output", file, "--int8", *images)
+    assert code == 2 and f"{file} was begun with another kind of numbers: floats, now integers (--int8); give" in err
 
 
 def test_the_way_out_of_a_missing_gpu_is_one(quantised: Path, tiny_data: Path, monkeypatch: pytest.MonkeyPatch,
