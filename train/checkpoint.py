@@ -44,6 +44,7 @@ READ = (1, 2)  # versions
 FOLDER = "checkpoints"  # inside the run folder
 BEST = "best.npz"
 META = "meta.json"
+OF_INT8 = "meta.npy"  # which weights/int8_file.py has instead
 
 Arrays = dict[str, np.ndarray]
 
@@ -124,6 +125,9 @@ def load(path: Path) -> Checkpoint:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
             meta = json.loads(archive.read(META)) if META in names else {}
+            if OF_INT8 in names:
+                raise TrainError(f"{path} is the network in INT8 that quantize has made beside a checkpoint: give that "
+                                 "one, or its run folder, with --int8 to compute in INT8")
             if not isinstance(meta, dict) or meta.get("format") != FORMAT:
                 raise TrainError(f"{path} is no checkpoint of this program; give a file from a run's {FOLDER}/ folder")
             if meta["version"] not in READ:

@@ -329,6 +329,20 @@ def test_the_way_out_of_a_missing_gpu_is_one(quantised: Path, tiny_data: Path, m
             assert run_train(*command_line, way_out)[0] == 0
 
 
+def test_integers_as_weights_are_named(quantised: Path, tiny_options: list[str], tmp_path: Path,
+                                       run_train: RunTrain) -> None:
+    path, file = quantised / "checkpoints" / "int8-best.npz", tmp_path / "network.onnx"
+    for command in (["validate", "--checkpoint", path], [*tiny_options, "--weights", path, "--output", tmp_path / "x"],
+                    ["--resume", path]):
+        code, _, err = run_train(*command)
+        assert code == 2 and f"{path} is the network in INT8 that quantize has made beside a checkpoint: give" in err
+    pytest.importorskip("onnxruntime")
+    assert run_train("export", "--checkpoint", quantised, "--onnx", file, "--int8", "tensorrt")[0] == 0
+    for command in (["validate", "--checkpoint", file], [*tiny_options, "--weights", file, "--output", tmp_path / "x"]):
+        code, _, err = run_train(*command)
+        assert code == 2 and f"{file} is an export in INT8, from which weights in floats cannot be had back" in err
+
+
 def test_int8_without_onnx_is_refused(quantised: Path, tmp_path: Path, run_train: RunTrain) -> None:
     code, _, err = run_train("export", "--checkpoint", quantised, "--symbol", tmp_path / "s.json", "--int8", "tensorrt")
     assert code == 2 and "--int8 tensorrt is for --onnx, which is not given" in err
