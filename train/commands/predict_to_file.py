@@ -38,6 +38,7 @@ from train.processes import topology
 from train.processes.distributed import Workers
 from train.processes.invocation import command_line
 from train.processes.pulse import Activity, pulse
+from train.processes.signals import ending_with
 from train.reporting.prediction_file import PredictionFile, check_name, most_likely
 from train.weights import int8_file
 from train.weights.int8_file import Int8Network
@@ -84,14 +85,10 @@ class Totals:
 
 
 def predict_to_file(options: PredictOptions, values: Mapping[str, Any], workers: Workers) -> None:
-    """Predict, and write `options.output`; `values` are the options that were given. Raises UserError."""
-    with ExitStack() as opened:
-        try:
-            _predict_to_file(options, values, workers, opened)
-        except KeyboardInterrupt:
-            if workers.rank == 0:
-                print(f"stopped: the same command goes on where {options.output} ends", flush=True)
-            raise
+    """Predict, and write `options.output`; `values` are the options that were given. Raises UserError,
+    and StoppedBySignal."""
+    with ending_with(f"stopped: the same command goes on where {options.output} ends"), ExitStack() as opened:
+        _predict_to_file(options, values, workers, opened)
 
 
 def _predict_to_file(options: PredictOptions, values: Mapping[str, Any], workers: Workers, opened: ExitStack) -> None:

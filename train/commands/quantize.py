@@ -35,6 +35,7 @@ from train.config import Config, configure
 from train.devices import Placement
 from train.errors import TrainError
 from train.processes.distributed import Workers
+from train.processes.signals import ending_with
 from train.reporting.metrics import TRAINING_IMAGES
 from train.validation import validate
 from train.weights import int8_file
@@ -61,7 +62,7 @@ class LayerError:
 
 
 def main(values: Mapping[str, Any]) -> None:
-    """Quantise, by the options given. Raises UserError."""
+    """Quantise, by the options given. Raises UserError, and StoppedBySignal."""
     options = QuantizeOptions(**values)
     if not options.checkpoint:
         raise TrainError("quantize needs trained weights: give --checkpoint with a run folder, a checkpoint or a file "
@@ -69,6 +70,11 @@ def main(values: Mapping[str, Any]) -> None:
     if options.images < MIN_IMAGES:
         raise TrainError(f"--images {options.images} is too few to calibrate on: give {MIN_IMAGES} or more, some "
                          "hundreds are good")
+    with ending_with("stopped: nothing was written, and the same command begins anew"):
+        _quantize(options, values)
+
+
+def _quantize(options: QuantizeOptions, values: Mapping[str, Any]) -> None:
     trained, workers = weights.load(options.checkpoint), Workers()
     if not options.overwrite:
         int8_file.check_free(options.checkpoint, trained)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -327,6 +328,15 @@ def test_the_way_out_of_a_missing_gpu_is_one(quantised: Path, tiny_data: Path, m
             assert code == 2 and f"--executor {executor} {problem}" in err
             (way_out,) = re.findall(r"use --executor (\w+)$", err.strip())
             assert run_train(*command_line, way_out)[0] == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_are_answered(run_folder: Path, run_train: RunTrain, monkeypatch: pytest.MonkeyPatch,
+                                         number: int) -> None:
+    monkeypatch.setattr(quantize, "quantised", lambda *arguments: signal.raise_signal(number))
+    code, out, _ = run_train("quantize", "--checkpoint", run_folder, "--images", "16")
+    assert code == 128 + number and "stopped: nothing was written, and the same command begins anew\n" in out
+    assert [path.name for path in (run_folder / "checkpoints").iterdir()] == ["best.npz"]
 
 
 def test_integers_as_weights_are_named(quantised: Path, tiny_options: list[str], tmp_path: Path,
