@@ -76,8 +76,7 @@ def main(values: Mapping[str, Any]) -> None:
 
 def _quantize(options: QuantizeOptions, values: Mapping[str, Any]) -> None:
     trained, workers = weights.load(options.checkpoint), Workers()
-    if not options.overwrite:
-        int8_file.check_free(options.checkpoint, trained)
+    int8_file.check_place(options.checkpoint, trained, options.overwrite)
     config = of_network(configure(values, trained.config), values, trained)
     size = config.inference_image_size
     batch_size = values.get("batch_size", max(1, min(_LARGEST_BATCH, _BATCH_PIXELS // size**2)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import os
 import zipfile
 import zlib
 from dataclasses import dataclass
@@ -93,13 +94,20 @@ def save(network: Int8Network, path: Path) -> None:
     files.write(path, content.getvalue())
 
 
-def check_free(place: str, trained: Checkpoint) -> None:
-    """Raise TrainError where these weights have a network in INT8 already."""
+def check_place(place: str, trained: Checkpoint, overwrite: bool) -> None:
+    """Raise TrainError where a network in INT8 cannot be written, or where these weights have one already that is not
+    to be replaced."""
+    path = path_of(place)
+    if not os.access(path.parent, os.W_OK):
+        raise TrainError(f"cannot write {path}, as nothing can be written to its folder: copy the checkpoint to "
+                         "another one and give that")
+    if overwrite:
+        return
     try:
         found = load(place, trained)
     except TrainError:  # what cannot be used is no loss
         return
-    raise TrainError(f"{path_of(place)} is there already, calibrated ({found.calibration['method']}) on "
+    raise TrainError(f"{path} is there already, calibrated ({found.calibration['method']}) on "
                      f"{found.calibration['images']} images of {found.images['inference_image_size']} pixels: give "
                      "--overwrite to replace it")
 

@@ -358,6 +358,13 @@ def test_int8_without_onnx_is_refused(quantised: Path, tmp_path: Path, run_train
     assert code == 2 and "--int8 tensorrt is for --onnx, which is not given" in err
 
 
+def test_a_folder_without_write_access_is_named_at_once(run_folder: Path, run_train: RunTrain,
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write everywhere
+    code, out, err = run_train("quantize", "--checkpoint", run_folder, "--images", "16")
+    assert (code, out) == (2, "") and "int8-best.npz, as nothing can be written to its folder: copy the check" in err
+
+
 def test_no_place_to_write_to(quantised: Path, trained: Checkpoint) -> None:
     network = int8_file.load(str(quantised), trained)
     with pytest.raises(UserError, match="cannot write"):
