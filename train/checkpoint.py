@@ -181,7 +181,7 @@ def load_checked(path: Path) -> Checkpoint:
 
 
 def _check_arrays(path: Path, network: str, arrays: Arrays, shapes: Shapes) -> None:
-    """Raise TrainError where the arrays are not those of a network, or hold what is no finite number."""
+    """Raise TrainError where the arrays are not those of a network, or hold what none computes with."""
     for name in sorted(arrays.keys() ^ shapes.keys()):
         fault = "is missing" if name in shapes else "is none of its arrays"
         raise TrainError(f"{path} holds no {network}: {name} {fault}; use another one of its folder")
@@ -192,6 +192,9 @@ def _check_arrays(path: Path, network: str, arrays: Arrays, shapes: Shapes) -> N
         if not np.isfinite(array).all():
             raise TrainError(f"{path} cannot be used: its {name} holds what is no finite number; use an earlier one of "
                              "its folder, or train anew with a lower --learning-rate")
+        if name.endswith("_var") and array.min(initial=0) < 0:
+            raise TrainError(f"{path} cannot be used: its {name} holds a negative variance; use an earlier one of its "
+                             "folder")
 
 
 def load_trained(place: str) -> Checkpoint:

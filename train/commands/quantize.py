@@ -79,7 +79,8 @@ def _quantize(options: QuantizeOptions, values: Mapping[str, Any]) -> None:
     int8_file.check_place(options.checkpoint, trained, options.overwrite)
     config = of_network(configure(values, trained.config), values, trained)
     size = config.inference_image_size
-    batch_size = values.get("batch_size", max(1, min(_LARGEST_BATCH, _BATCH_PIXELS // size**2)))
+    usual = max(1, min(_LARGEST_BATCH, _BATCH_PIXELS // size**2))
+    batch_size = min(values.get("batch_size", usual), options.images)
     config = replace(config, batch_size=batch_size, cache=0, device="cpu", executor="mxnet", dtype="auto")
     prepare(config, workers)
     loader = open_split(config, "val", CPU, workers, trained.classes, f"the network of {options.checkpoint}")

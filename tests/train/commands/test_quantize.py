@@ -145,6 +145,20 @@ def test_weights_that_are_no_numbers_are_refused(run_folder: Path, trained: Chec
     save(replace(trained, params=bad), run_folder / "checkpoints" / "best.npz")
     code, _, err = run_train("quantize", "--checkpoint", run_folder, "--images", "16")
     assert code == 2 and "its stem_conv_weight holds what is no finite number" in err
+    bad = dict(trained.aux) | {"stem_bn_moving_var": -trained.aux["stem_bn_moving_var"]}
+    save(replace(trained, aux=bad), run_folder / "checkpoints" / "best.npz")
+    code, _, err = run_train("quantize", "--checkpoint", run_folder, "--images", "16")
+    assert code == 2 and "its stem_bn_moving_var holds a negative variance; use an earlier one" in err
+
+
+def test_a_batch_has_no_more_images_than_are_asked_for(run_folder: Path, run_train: RunTrain,
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a batch has besides is computed too."""
+    sizes, of_tensors = [], quantize._Tensors
+    monkeypatch.setattr(quantize, "_Tensors", lambda graph, trained, config: sizes.append(config.batch_size)
+                        or of_tensors(graph, trained, config))
+    assert run_train("quantize", "--checkpoint", run_folder, "--images", "16", "--batch-size", "64")[0] == 0
+    assert sizes == [16]
 
 
 def test_a_missing_file_is_named(run_folder: Path, run_train: RunTrain) -> None:
