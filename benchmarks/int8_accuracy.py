@@ -60,7 +60,7 @@ def measured(config: Config, arguments: Options, seed: int, folder: Path) -> Lin
     words = ("quantize", "--checkpoint", run, "--calibration", arguments.calibration)
     run_program(command(*words), run.with_name(f"{run.name}-quantize.log"))
     trained = weights.load(str(run))
-    found = int8_file.load(str(run), trained, trained.config)
+    found = int8_file.load(str(run), trained)
     return {"seed": seed, **{f"top1_{precision}": value for precision, value in found.accuracy.items()}}
 
 

@@ -393,9 +393,6 @@ def load_images(
     files = [Path(path).expanduser() for path in paths]
     if not files:
         raise DataError("no image files given; name at least one")
-    for file in files:
-        if not file.is_file():
-            raise DataError(f"{file}: {'is not a file' if file.exists() else 'does not exist'}; give image files")
     with open_files(files, image_size, batch_size, **options) as loader:
         yield from loader
 

@@ -44,6 +44,7 @@ READ = (1, 2)  # versions
 FOLDER = "checkpoints"  # inside the run folder
 BEST = "best.npz"
 META = "meta.json"
+OF_INT8 = "meta.npy"  # which weights/int8_file.py has instead
 
 Arrays = dict[str, np.ndarray]
 
@@ -124,6 +125,9 @@ def load(path: Path) -> Checkpoint:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
             meta = json.loads(archive.read(META)) if META in names else {}
+            if OF_INT8 in names:
+                raise TrainError(f"{path} is the network in INT8 that quantize has made beside a checkpoint: give that "
+                                 "one, or its run folder, with --int8 to compute in INT8")
             if not isinstance(meta, dict) or meta.get("format") != FORMAT:
                 raise TrainError(f"{path} is no checkpoint of this program; give a file from a run's {FOLDER}/ folder")
             if meta["version"] not in READ:
@@ -177,7 +181,7 @@ def load_checked(path: Path) -> Checkpoint:
 
 
 def _check_arrays(path: Path, network: str, arrays: Arrays, shapes: Shapes) -> None:
-    """Raise TrainError where the arrays are not those of a network, or hold what is no finite number."""
+    """Raise TrainError where the arrays are not those of a network, or hold what none computes with."""
     for name in sorted(arrays.keys() ^ shapes.keys()):
         fault = "is missing" if name in shapes else "is none of its arrays"
         raise TrainError(f"{path} holds no {network}: {name} {fault}; use another one of its folder")
@@ -188,6 +192,9 @@ def _check_arrays(path: Path, network: str, arrays: Arrays, shapes: Shapes) -> N
         if not np.isfinite(array).all():
             raise TrainError(f"{path} cannot be used: its {name} holds what is no finite number; use an earlier one of "
                              "its folder, or train anew with a lower --learning-rate")
+        if name.endswith("_var") and array.min(initial=0) < 0:
+            raise TrainError(f"{path} cannot be used: its {name} holds a negative variance; use an earlier one of its "
+                             "folder")
 
 
 def load_trained(place: str) -> Checkpoint:

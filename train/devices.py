@@ -69,7 +69,7 @@ def for_int8(config: Config, values: Mapping[str, Any]) -> Config:
 def check_int8(values: Mapping[str, Any]) -> None:
     """Raise TrainError for given options that INT8 has no place for."""
     if values.get("executor") == "mxnet":
-        raise TrainError("--executor mxnet has no INT8: leave it out, or give cuda or reference")
+        raise TrainError("--executor mxnet has no INT8: use --executor auto")
     if (dtype := values.get("dtype", "auto")) != "auto":
         raise TrainError(f"--dtype {dtype} is not for --int8, which computes with integers: leave out one of the two")
 
@@ -83,7 +83,7 @@ def _place(wanted: DeviceOptions, local_rank: int) -> Placement:
         raise TrainError("--executor reference is NumPy and runs on the CPU only; use --device cpu")
     if wanted.executor == "cuda" and len(gpus) <= local_rank:
         reason = "but --device is cpu" if wanted.device == "cpu" else "and there is none here"
-        raise TrainError(f"--executor cuda needs an NVIDIA GPU, {reason}; use --executor mxnet")
+        raise TrainError(f"--executor cuda needs an NVIDIA GPU, {reason}; use --executor auto")
 
     on_cpu = "reference" if wanted.executor == "reference" else "mxnet"
     if wanted.executor == "reference" or wanted.device == "cpu":

@@ -543,8 +543,8 @@ def test_load_images_keeps_order_and_names_mistakes(folder, tmp_path):
     (tmp_path / "text.jpg").write_text("hello")
     for wrong, message in (
         ([], "no image files given"),
-        ([tmp_path / "none.jpg"], r"none\.jpg: does not exist"),
-        ([tmp_path], "is not a file"),
+        ([tmp_path / "none.jpg"], r"none\.jpg: cannot be read \(No such file or directory\)"),
+        ([tmp_path], r"cannot be read \(a folder, not a file\)"),
         ([*files, tmp_path / "text.jpg"], r"text\.jpg: not an image"),
     ):
         with pytest.raises(DataError, match=message):

@@ -70,10 +70,11 @@ def main(values: Mapping[str, Any]) -> None:
     trained = weights.load(options.checkpoint) if options.checkpoint else None
     if options.onnx:
         assert trained
-        int8 = int8_file.load(options.checkpoint, trained, trained.config) if options.int8 != "none" else None
-        model, difference = export_onnx(trained, int8, unsigned=options.int8 == "onnxruntime")
+        int8 = int8_file.load(options.checkpoint, trained) if options.int8 != "none" else None
+        of_onnx = int8.prepared(trained) if int8 else trained
+        model, difference = export_onnx(of_onnx, int8, unsigned=options.int8 == "onnxruntime")
         files.write(Path(options.onnx), model)
-        size = trained.config.inference_image_size
+        size = of_onnx.config.inference_image_size
         print(
             f"{options.onnx}: {trained.network}{' in INT8' if int8 else ''}, "
             f"input data float32 (N, 3, {size}, {size}), output probabilities; "

@@ -58,6 +58,8 @@ class QuantizeOptions(LoaderOptions, InferenceImageOptions, BatchOptions, DataOp
     """Leave the first convolution, which reads the images, in floats."""
     int8_classifier: bool = False
     """Compute the classifier in INT8 too."""
+    overwrite: bool = False
+    """Replace the network in INT8 that these weights have already."""
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,8 @@ def predict(options: PredictOptions) -> list[Prediction]:
     """Predictions for the given image files, in their order. Raises TrainError or DataError for a user's mistake."""
     trained = weights.load(options.checkpoint)
     top = top_of(options, trained)
+    if int8 := int8_file.load(options.checkpoint, trained) if options.int8 else None:
+        trained = int8.prepared(trained)
     config = replace(
         trained.config,
         batch_size=min(options.batch_size, len(options.images)),
@@ -88,10 +90,9 @@ def predict(options: PredictOptions) -> list[Prediction]:
         executor=options.executor,
         dtype="auto",
     )
-    if options.int8:
+    if int8:
         config = devices.for_int8(config, vars(options))
     placement = devices.choose(config, local_rank=0)
-    int8 = int8_file.load(options.checkpoint, trained, config) if options.int8 else None
     batches = load_images(
         options.images,
         config.inference_image_size,

@@ -37,6 +37,7 @@ from train.errors import TrainError
 from train.processes.distributed import Workers
 from train.processes.invocation import command_line
 from train.processes.pulse import Activity, pulse
+from train.processes.signals import ending_with
 from train.reporting.prediction_file import PredictionFile, check_name, most_likely
 from train.weights import int8_file
 from train.weights.int8_file import Int8Network
@@ -47,8 +48,8 @@ LOG_SECONDS = 30.0  # between two lines of progress where no terminal shows a ba
 NAMED = 5  # damaged images
 
 # What must be equal where a file is gone on with, of what is written beside it, and its name in messages.
-SAME = {"weights": "network, by the SHA-256 of its weights", "top": "--top", "image_size": "image size",
-        "part": "share of the images"}
+SAME = {"numbers": "kind of numbers", "weights": "network, by the SHA-256 of its weights", "top": "--top",
+        "image_size": "image size", "part": "share of the images"}
 
 
 class Job(NamedTuple):
@@ -83,14 +84,10 @@ class Totals:
 
 
 def predict_to_file(options: PredictOptions, values: Mapping[str, Any], workers: Workers) -> None:
-    """Predict, and write `options.output`; `values` are the options that were given. Raises UserError."""
-    with ExitStack() as opened:
-        try:
-            _predict_to_file(options, values, workers, opened)
-        except KeyboardInterrupt:
-            if workers.rank == 0:
-                print(f"stopped: the same command goes on where {options.output} ends", flush=True)
-            raise
+    """Predict, and write `options.output`; `values` are the options that were given. Raises UserError,
+    and StoppedBySignal."""
+    with ending_with(f"stopped: the same command goes on where {options.output} ends"), ExitStack() as opened:
+        _predict_to_file(options, values, workers, opened)
 
 
 def _predict_to_file(options: PredictOptions, values: Mapping[str, Any], workers: Workers, opened: ExitStack) -> None:
@@ -152,14 +149,15 @@ def _job(options: PredictOptions, values: Mapping[str, Any], workers: Workers) -
             raise TrainError(f"{option_name(name)} is for predictions that are printed, and --output writes them to a "
                              "file: leave out one of the two")
     trained = weights.load(options.checkpoint, quiet=workers.rank > 0)
+    if int8 := int8_file.load(options.checkpoint, trained) if options.int8 else None:
+        trained = int8.prepared(trained)
     config = replace(trained.config, device=options.device, executor=options.executor, dtype="auto",
                      batch_size=options.batch_size)
-    if options.int8:
+    if int8:
         config = devices.for_int8(config, vars(options))
     placement = devices.choose(config, workers.local_rank)
     if placement.note and workers.rank == 0:
         print(placement.note, flush=True)
-    int8 = int8_file.load(options.checkpoint, trained, config) if options.int8 else None
     if "batch_size" not in values and placement.device.startswith("gpu"):
         config = replace(config, batch_size=GPU_BATCH)
     options = replace(options, on_bad_image=values.get("on_bad_image", "skip"))
@@ -173,7 +171,8 @@ def _about(job: Job) -> dict[str, Any]:
     for name, array in sorted(values.items()):
         digest.update(f"{name} {array.shape}".encode() + np.ascontiguousarray(array).tobytes())
     return {
-        "weights": digest.hexdigest(), "top": job.top, "image_size": job.config.inference_image_size,
+        "numbers": "integers (--int8)" if job.int8 else "floats", "weights": digest.hexdigest(), "top": job.top,
+        "image_size": job.config.inference_image_size,
         "checkpoint": job.options.checkpoint, "network": job.trained.network,
         "dtype": job.dtype, "command": command_line(),
         "version": environment.project_version(), "commit": environment.git_commit(),

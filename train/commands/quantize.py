@@ -35,6 +35,7 @@ from train.config import Config, configure
 from train.devices import Placement
 from train.errors import TrainError
 from train.processes.distributed import Workers
+from train.processes.signals import ending_with
 from train.reporting.metrics import TRAINING_IMAGES
 from train.validation import validate
 from train.weights import int8_file
@@ -61,7 +62,7 @@ class LayerError:
 
 
 def main(values: Mapping[str, Any]) -> None:
-    """Quantise, by the options given. Raises UserError."""
+    """Quantise, by the options given. Raises UserError, and StoppedBySignal."""
     options = QuantizeOptions(**values)
     if not options.checkpoint:
         raise TrainError("quantize needs trained weights: give --checkpoint with a run folder, a checkpoint or a file "
@@ -69,10 +70,17 @@ def main(values: Mapping[str, Any]) -> None:
     if options.images < MIN_IMAGES:
         raise TrainError(f"--images {options.images} is too few to calibrate on: give {MIN_IMAGES} or more, some "
                          "hundreds are good")
+    with ending_with("stopped: nothing was written, and the same command begins anew"):
+        _quantize(options, values)
+
+
+def _quantize(options: QuantizeOptions, values: Mapping[str, Any]) -> None:
     trained, workers = weights.load(options.checkpoint), Workers()
+    int8_file.check_place(options.checkpoint, trained, options.overwrite)
     config = of_network(configure(values, trained.config), values, trained)
     size = config.inference_image_size
-    batch_size = values.get("batch_size", max(1, min(_LARGEST_BATCH, _BATCH_PIXELS // size**2)))
+    usual = max(1, min(_LARGEST_BATCH, _BATCH_PIXELS // size**2))
+    batch_size = min(values.get("batch_size", usual), options.images)
     config = replace(config, batch_size=batch_size, cache=0, device="cpu", executor="mxnet", dtype="auto")
     prepare(config, workers)
     loader = open_split(config, "val", CPU, workers, trained.classes, f"the network of {options.checkpoint}")
@@ -93,7 +101,8 @@ def main(values: Mapping[str, Any]) -> None:
               f"{sums.top5 / sums.count:.2%} on {sums.count:.0f} {images}", flush=True)
     lost = accuracy["float32"] - accuracy["int8"]
     if lost > MUCH:
-        print(f"INT8 loses {100 * lost:.1f} points of top-1: try another --calibration, more --images or --float-first",
+        others = " or --float-first" * (not kept.first) + " or no --int8-classifier" * (not kept.classifier)
+        print(f"INT8 loses {100 * lost:.1f} points of top-1: try another --calibration or more --images{others}",
               file=sys.stderr)
     path = int8_file.path_of(options.checkpoint)
     int8_file.save(replace(network, accuracy=accuracy), path)
@@ -148,21 +157,22 @@ def untrained(model: str, num_classes: int, image_size: int) -> tuple[Checkpoint
 
 
 class _Tensors:
-    """All tensors that may become int8, in floats, for a batch of images."""
+    """All tensors that may become int8, and the outputs of classifiers, in floats, for a batch of images."""
 
     def __init__(self, graph: Graph, trained: Checkpoint, config: Config) -> None:
         fused = pipeline.run(pipeline.FUSED, graph)
         self.params = passes.fold_bn_params(fused, trained.params, trained.aux) | trained.aux
         inference = folded(graph)
         self.names = observed(inference)
+        self._given = [*self.names, *(node.name for node in inference if node.op == "FullyConnected")]
         shape = (config.batch_size, config.inference_image_size, config.inference_image_size, 3)
-        self._executor = MXNetExecutor(Graph(inference, [Ref(name) for name in self.names]), {"data": shape})
+        self._executor = MXNetExecutor(Graph(inference, [Ref(name) for name in self._given]), {"data": shape})
         own, aux = self._executor.params, self._executor.aux
         self._executor.set_params({name: self.params[name] for name in own}, {name: self.params[name] for name in aux})
 
     def __call__(self, batch: Batch) -> Tensors:
         found = self._executor.forward_all(batch.data)
-        return {name: array[: batch.num_valid] for name, array in zip(self.names, found, strict=True)}
+        return {name: array[: batch.num_valid] for name, array in zip(self._given, found, strict=True)}
 
 
 def _errors(network: Int8Network, graph: Graph, params: Mapping[str, np.ndarray], exact: Tensors) -> list[LayerError]:
@@ -180,7 +190,7 @@ def _errors(network: Int8Network, graph: Graph, params: Mapping[str, np.ndarray]
         errors.append(LayerError(
             name, limit=127 * scale if output.dtype == np.int8 else 0.0,
             weight_db=_decibel(params[layer.weight], weight),
-            output_db=_decibel(exact[name], output * scale) if name in exact else float("nan"),
+            output_db=_decibel(exact[name], output * scale),
         ))
     return errors
 

@@ -36,15 +36,19 @@ def main(values: Mapping[str, Any]) -> None:
         if folder and workers.rank == 0 and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise TrainError(f"the report's folder {folder} already holds files: give another --report")
         trained = weights.load(place, quiet=workers.rank > 0)
+        int8 = int8_file.load(place, trained) if values.get("int8", False) else None
+        if int8:
+            trained = int8.prepared(trained)
         config = of_network(configure(values, trained.config), values, trained)
-        if int8 := values.get("int8", False):
+        if int8:
+            int8_file.check_images(int8, place, config)
             config = for_int8(config, values)
         placement = prepare(config, workers)
         loader = open_split(replace(config, cache=0), "val", placement, workers, trained.classes,
                             f"the network of {place}")  # without cache: each image is needed once
         executor: Executor
         if int8:
-            executor = int8_file.executor_of(int8_file.load(place, trained, config), trained, config, placement)
+            executor = int8_file.executor_of(int8, trained, config, placement)
         else:
             executor = build_executor(config, trained.num_classes, loader.config.image_size, placement, trained)
     validation = validate(executor, loader, workers)
@@ -56,7 +60,7 @@ def main(values: Mapping[str, Any]) -> None:
         loss, top1, top5 = (value / sums.count for value in (sums.loss_sum, sums.top1, sums.top5))
         balanced = validation.outcomes.balanced_accuracy
         is_balance_wanted = max(config.balance, config.class_weights) > 0 or validation.outcomes.is_uneven
-        print(f"{place}{' in INT8' * int8}: {sums.count:.0f} {images}, loss {loss:.4f}, top-1 {top1:.2%}, "
+        print(f"{place}{' in INT8' if int8 else ''}: {sums.count:.0f} {images}, loss {loss:.4f}, top-1 {top1:.2%}, "
               f"top-5 {top5:.2%}" + f", balanced accuracy {balanced:.2%}" * is_balance_wanted)
         if folder:
             on = images if images == TRAINING_IMAGES else f"images of {config.data}"

@@ -15,6 +15,7 @@ import contextlib
 import os
 import socket
 import stat
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,9 +26,11 @@ from horovod.runner.elastic.worker import HostUpdateResult
 
 from graph_passes.executors import Executor
 from train.checkpoint import Checkpoint
+from train.errors import TrainError
 from train.processes.distributed import Workers, drain_engine, is_lost_process
 from train.processes.horovod_mxnet import hvd
 from train.processes.pulse import pulse
+from train.processes.worker import WAY_OUT
 
 
 class RunState(State):  # type: ignore[misc]  # Horovod is untyped
@@ -39,6 +42,7 @@ class RunState(State):  # type: ignore[misc]  # Horovod is untyped
         self.beginning: Any = None  # `Beginning` that the next session starts from; None: as the first one does
         self.executor: Executor | None = None  # kept: its batch stays, and compiled steps are not thrown away
         self.capture: Callable[[], Checkpoint]  # of the session's trainer
+        self.fault = ""  # that has ended the latest session; "": something else has
 
     def save(self) -> None:
         """Part of `commit`."""
@@ -50,7 +54,9 @@ class RunState(State):  # type: ignore[misc]  # Horovod is untyped
             self.on_hosts_updated(time.time(), HostUpdateResult.added)
 
     def restore(self) -> None:
-        """After a loss; the next session starts from `beginning` in any case."""
+        """Horovod calls it while it handles the fault that has ended a session; the next one starts from `beginning` in
+        any case."""
+        self.fault = str(sys.exc_info()[1]).strip().rpartition("\n")[2]  # of MXNet's traces the last line says it
 
     def sync(self) -> None:
         """A process that joins takes over what rank 0 has, which is never one that joins."""
@@ -76,8 +82,10 @@ def _losses_named() -> Iterator[None]:
 
 
 def run(session: Callable[[RunState], None]) -> None:
-    """Call `session` in this process, and again after each change, until it returns. Raises whatever else it raises."""
+    """Call `session` in this process, and again after each change, until it returns. Raises whatever else it raises,
+    and TrainError where it fails though no process was lost, with nothing trained and committed: it would for ever."""
     connections = _join()
+    own, commits = RunState(), pulse.commits  # of a session the first commit is what it began with
 
     def guarded(state: RunState) -> None:
         try:
@@ -87,19 +95,35 @@ def run(session: Callable[[RunState], None]) -> None:
             drain_engine()
 
     def reset() -> None:
-        nonlocal connections
+        nonlocal connections, commits
         _hang_up(connections)
         hvd.shutdown()
-        connections = _join()
+        fault, own.fault = own.fault, ""
+        connections = _join(fault, pulse.commits > commits + 1)
+        commits = pulse.commits
 
-    run_fn(guarded, reset)(RunState())
+    run_fn(guarded, reset)(own)
 
 
-def _join() -> dict[int, str]:
-    """Become one of the processes that the launcher wants now; returns the connections made for that, by descriptor."""
+def _join(fault: str = "", has_committed: bool = False) -> dict[int, str]:
+    """Become one of the processes that the launcher wants now; returns the connections made for that, by descriptor.
+
+    Args:
+        fault: that has ended the session before.
+        has_committed: whether that one has committed anything that it trained.
+
+    Raises TrainError, as `run`.
+    """
     if pulse.is_watched:  # by our own launcher; under horovodrun, Horovod gives out the ranks
         rank, size = map(str, pulse.wait_for_place())
         os.environ.update(HOROVOD_RANK=rank, HOROVOD_SIZE=size, HOROVOD_CROSS_RANK=rank, HOROVOD_CROSS_SIZE=size)
+        if fault and pulse.is_unchanged:
+            sentence = f"an operation among the {size} processes failed, though none of them was lost ({fault})"
+            if not has_committed:
+                raise TrainError(f"{sentence}, so the run ends: see that each has a GPU of its own and reaches the "
+                                 f"others (NCCL_DEBUG=WARN says more); {WAY_OUT}", on_all_ranks=True)
+            if rank == "0":
+                print(f"{sentence}; going on from the last commit", file=sys.stderr, flush=True)
     before = _sockets()
     workers = Workers()
     pulse.lose_pace()

@@ -50,7 +50,7 @@ def handled(handlers: Mapping[int, Handler | signal.Handlers]) -> Iterator[None]
 
 
 class StoppedBySignal(Exception):
-    """The run has saved a checkpoint and ends; `exit_code` is the shell's for that signal, 128 + its number."""
+    """The program ends with a sentence; `exit_code` is the shell's for that signal, 128 + its number."""
 
     def __init__(self, signal_number: int, sentence: str) -> None:
         super().__init__(sentence)
@@ -96,6 +96,23 @@ def interrupt(number: int, frame: FrameType | None) -> None:
     """Handler: end like after Ctrl-C. The next Ctrl-C, in the middle of that, ends the process without a trace."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def ending_with(sentence: str) -> Iterator[None]:
+    """Inside, Ctrl-C and SIGTERM end the program with this sentence: raises StoppedBySignal."""
+    number: int = signal.SIGINT
+
+    def stop(received: int, frame: FrameType | None) -> None:
+        nonlocal number
+        number = received
+        interrupt(received, frame)
+
+    try:
+        with handled({signal.SIGINT: stop, signal.SIGTERM: stop}):
+            yield
+    except KeyboardInterrupt:
+        raise StoppedBySignal(number, sentence) from None
 
 
 # --- the guard ---

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import os
 import zipfile
 import zlib
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from common import files
+from common.command_line import option_name
 from graph_passes import Graph, GraphError, Ref, passes, pipeline
 from graph_passes.executors import Executor
 from graph_passes.executors.reference import QuantisedExecutor
@@ -32,6 +34,7 @@ from train.errors import TrainError
 FORMAT, VERSION = "resnet int8", 1
 # Of the images: a network that was calibrated for others gets other values than its ranges are for.
 IMAGES = ("inference_image_size", "mean", "std")
+OPTIONS = {"inference_image_size": "val_image_size"}  # of another name
 Arrays = dict[str, np.ndarray]
 
 
@@ -47,6 +50,12 @@ class Int8Network:
     images: dict[str, Any]  # IMAGES
     params: Arrays
     accuracy: dict[str, float] = dataclasses.field(default_factory=dict)  # top-1 by precision
+
+    def prepared(self, trained: Checkpoint) -> Checkpoint:
+        """The trained network with images as the ranges are for, in inference."""
+        size, mean, std = (self.images[name] for name in IMAGES)
+        config = dataclasses.replace(trained.config, val_image_size=size, mean=tuple(mean), std=tuple(std))
+        return dataclasses.replace(trained, config=config)
 
     def graph(self, trained: Checkpoint) -> Graph:
         """The inference graph in INT8. Raises GraphError where the scales are of another network."""
@@ -85,9 +94,27 @@ def save(network: Int8Network, path: Path) -> None:
     files.write(path, content.getvalue())
 
 
-def load(place: str, trained: Checkpoint, config: Config) -> Int8Network:
-    """The network in INT8 that was made of these weights, for images as this configuration has them. Raises TrainError:
-    there is none, it is damaged, of other weights or for other images."""
+def check_place(place: str, trained: Checkpoint, overwrite: bool) -> None:
+    """Raise TrainError where a network in INT8 cannot be written, or where these weights have one already that is not
+    to be replaced."""
+    path = path_of(place)
+    if not os.access(path.parent, os.W_OK):
+        raise TrainError(f"cannot write {path}, as nothing can be written to its folder: copy the checkpoint to "
+                         "another one and give that")
+    if overwrite:
+        return
+    try:
+        found = load(place, trained)
+    except TrainError:  # what cannot be used is no loss
+        return
+    raise TrainError(f"{path} is there already, calibrated ({found.calibration['method']}) on "
+                     f"{found.calibration['images']} images of {found.images['inference_image_size']} pixels: give "
+                     "--overwrite to replace it")
+
+
+def load(place: str, trained: Checkpoint) -> Int8Network:
+    """The network in INT8 that was made of these weights. Raises TrainError: there is none, it is damaged or of other
+    weights."""
     path = path_of(place)
     again = f"run python -m train quantize --checkpoint {place}"
     try:
@@ -109,11 +136,17 @@ def load(place: str, trained: Checkpoint, config: Config) -> Int8Network:
         raise TrainError(f"{path} is no complete network in INT8 ({error}): {again}") from None
     if not found:
         raise TrainError(f"{path} was made of other weights than {place} has now: {again}")
+    return network
+
+
+def check_images(network: Int8Network, place: str, config: Config) -> None:
+    """Raise TrainError where options that were given have made a configuration for other images."""
     for name, value in images_of(config).items():
         if network.images[name] != value:
-            raise TrainError(f"{path} was calibrated for images of {_words(name)} {network.images[name]}, and these "
-                             f"have {value}: leave that option out, or {again} with it")
-    return network
+            option = option_name(OPTIONS.get(name, name))
+            raise TrainError(f"{path_of(place)} was calibrated for {option} {_words(network.images[name])}, not "
+                             f"{_words(value)}: leave {option} out, or run python -m train quantize --checkpoint "
+                             f"{place} with it")
 
 
 def executor_of(network: Int8Network, trained: Checkpoint, config: Config, placement: Placement) -> Executor:
@@ -132,7 +165,7 @@ def executor_of(network: Int8Network, trained: Checkpoint, config: Config, place
 
 def _check(network: Int8Network, trained: Checkpoint) -> None:
     """Raise ValueError where the arrays are not those of the graph."""
-    graph, size = network.graph(trained), trained.config.inference_image_size
+    graph, size = network.graph(trained), network.prepared(trained).config.inference_image_size
     shapes = graph.infer_shapes({"data": (1, size, size, 3), "softmax_label": (1,)})
     dtypes = passes.tensor_dtypes(graph)
     wanted = {name: (shapes[Ref(name)], dtypes[Ref(name)]) for name in graph.variables
@@ -143,5 +176,6 @@ def _check(network: Int8Network, trained: Checkpoint) -> None:
             raise ValueError(f"its {name} is {found.get(name)}, and {wanted.get(name)} in the network")
 
 
-def _words(name: str) -> str:
-    return {"inference_image_size": "the size"}.get(name, f"the {name}")
+def _words(value: Any) -> str:
+    """As on a command line."""
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)

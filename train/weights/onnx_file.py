@@ -51,6 +51,9 @@ def read(path: Path) -> tuple[Arrays, Record]:
         if model.producer_name != PRODUCER or "batch_norms" not in about:
             raise TrainError(f"{path} is no ONNX export of this program, or one of an earlier version: give the "
                              "weights that it was made from")
+        if any(node.op_type == "QuantizeLinear" for node in model.graph.node):
+            raise TrainError(f"{path} is an export in INT8, from which weights in floats cannot be had back: give the "
+                             "run folder or checkpoint that it was made from, or an export without --int8")
         arrays = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
         return _unfold(arrays, about), _record(path, about)
     except (DecodeError, ValueError, KeyError, TypeError) as error:

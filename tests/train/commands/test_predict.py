@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -145,15 +146,16 @@ def test_broken_images_are_skipped_if_asked_for(
 ) -> None:
     broken = tmp_path / "broken.jpg"
     broken.write_bytes((run_folder / "red.png").read_bytes()[:100])
-    files = (broken, run_folder / "red.png")
+    os.mkfifo(pipe := tmp_path / "pipe.jpg")
+    files = (broken, run_folder / "red.png", pipe)
     with pytest.raises(DataError, match=r"broken\.jpg"):
-        predict.predict(PredictOptions(images=files, checkpoint=str(run_folder)))
+        predict.predict(PredictOptions(images=files[:2], checkpoint=str(run_folder)))
     arguments = ["--checkpoint", str(run_folder), "--on-bad-image", "skip", "--json", *map(str, files)]
     run_predict(arguments)
     printed = capsys.readouterr()
     (found,) = json.loads(printed.out)
     assert found["file"] == str(files[1]) and found["predictions"][0]["class"] == "red"
-    assert f"skipped, no readable image: {broken}" in printed.err
+    assert printed.err.splitlines()[-2:] == [f"skipped, no readable image: {file}" for file in (broken, pipe)]
 
 
 def test_real_photographs(run_folder: Path, real_data: Path) -> None:

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,7 @@ from train.config import Config
 from train.errors import TrainError
 from train.models.network import init_params
 from train.models.resnet import resnet
+from train.processes.signals import StoppedBySignal
 from train.reporting import prediction_file
 from train.reporting.prediction_file import Csv, JsonLines, PredictionFile, most_likely
 
@@ -267,9 +269,10 @@ def test_full_disk_loses_nothing(run_folder, photos, tmp_path, monkeypatch):
     assert_same(output, tmp_path / "whole.csv")
 
 
-def test_ctrl_c_keeps_what_is_done(run_folder, photos, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_keep_what_is_done(run_folder, photos, tmp_path, monkeypatch, number):
     class Interrupted:
-        """The executor, until somebody presses Ctrl-C in the third batch."""
+        """The executor, until a signal comes in the third batch."""
 
         def __init__(self, executor: Any) -> None:
             self.executor, self.batches = executor, 0
@@ -277,7 +280,7 @@ def test_ctrl_c_keeps_what_is_done(run_folder, photos, tmp_path, monkeypatch, ca
         def forward(self, data: Any) -> None:
             self.batches += 1
             if self.batches == 3:
-                raise KeyboardInterrupt
+                signal.raise_signal(number)
             self.executor.forward(data)
 
         def request_probabilities(self) -> Any:
@@ -287,9 +290,9 @@ def test_ctrl_c_keeps_what_is_done(run_folder, photos, tmp_path, monkeypatch, ca
     output, build = tmp_path / "out.csv", predict_to_file.build_executor
     with monkeypatch.context() as patch:
         patch.setattr(predict_to_file, "build_executor", lambda *arguments: Interrupted(build(*arguments)))
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(StoppedBySignal, match=f"stopped: the same command goes on where {output} ends") as stop:
             run_predict(run_folder, output, photos)
-    assert f"stopped: the same command goes on where {output} ends" in capsys.readouterr().out
+    assert stop.value.exit_code == 128 + number
     assert 1 < output.read_bytes().count(b"\n") < 11
     run_predict(run_folder, output, photos)
     assert_same(output, tmp_path / "whole.csv")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +17,9 @@ from common.errors import UserError
 from graph_passes import Ref, onnx_writer
 from graph_passes.executors import reference
 from graph_passes.operators.quantised import LARGEST
-from train import models
+from train import devices, models
 from train.checkpoint import Checkpoint, load, save
-from train.commands import export
+from train.commands import export, quantize
 from train.config import Config
 from train.devices import for_int8
 from train.weights import int8_file
@@ -73,7 +74,7 @@ def test_the_command_writes_integers_and_tells_what_they_cost(
     exact, int8 = (next(line for line in lines if line.startswith(name)) for name in ("float32: ", "int8: "))
     assert exact.endswith("on 27 training images") and int8.endswith("on 27 training images")
     assert f"{run_folder}/checkpoints/int8-best.npz: 0.2 MB, 20 layers in INT8" in lines
-    network = int8_file.load(str(run_folder), trained, trained.config)
+    network = int8_file.load(str(run_folder), trained)
     assert network.calibration == {"method": "max", "images": 20, "data": trained.config.data}
     assert network.accuracy["int8"] == pytest.approx(top1(int8) / 100, abs=1e-4)
     weights = [array for name, array in network.params.items() if name.endswith("conv_weight") or "conv1_w" in name]
@@ -82,23 +83,47 @@ def test_the_command_writes_integers_and_tells_what_they_cost(
     code, again, _ = run_train("validate", "--checkpoint", run_folder, "--int8")
     assert code == 0 and f"{run_folder} in INT8: 27 training images" in again
     assert top1(again) == top1(int8)
-    code, _, err = run_train("validate", "--checkpoint", run_folder, "--int8", "--executor", "mxnet")
-    assert code == 2 and "--executor mxnet has no INT8: leave it out, or give cuda or reference" in err
 
 
 def test_the_same_images_give_the_same_file(quantised: Path, run_train: RunTrain) -> None:
     path = quantised / "checkpoints" / "int8-best.npz"
     first = path.read_bytes()
-    assert run_train("quantize", "--checkpoint", quantised, "--images", "27")[0] == 0
+    assert run_train("quantize", "--checkpoint", quantised, "--images", "27", "--overwrite")[0] == 0
     assert path.read_bytes() == first
+
+
+def test_a_good_file_is_replaced_only_when_asked(quantised: Path, trained: Checkpoint, run_train: RunTrain) -> None:
+    path = quantised / "checkpoints" / "int8-best.npz"
+    first, command_line = path.read_bytes(), ("quantize", "--checkpoint", quantised, "--images", "16")
+    code, out, err = run_train(*command_line)
+    assert (code, out) == (2, "") and path.read_bytes() == first
+    assert f"{path} is there already, calibrated (entropy) on 27 images of 32 pixels: give --overwrite" in err
+    assert run_train(*command_line, "--overwrite")[0] == 0 and path.read_bytes() != first
+    path.write_bytes(first[:100])  # damaged: no loss
+    assert run_train(*command_line)[0] == 0
+    other = dict(trained.params) | {"classifier_bias": trained.params["classifier_bias"] + 1}
+    save(replace(trained, params=other), quantised / "checkpoints" / "best.npz")  # of other weights: likewise
+    assert run_train(*command_line)[0] == 0
 
 
 def test_what_is_kept_in_floats(run_folder: Path, run_train: RunTrain) -> None:
     options = ["--images", "16", "--float-first", "--int8-classifier"]
     code, out, _ = run_train("quantize", "--checkpoint", run_folder, *options)
     assert code == 0 and "in float32: stem_bn_relu (ConvolutionRelu), stem_pool (Pooling), and the loss" in out
-    assert re.search(r"^classifier +float32 ", out, re.MULTILINE)  # its output
+    (decibel,) = re.findall(r"^classifier +float32 +[0-9.]+ +([0-9.]+)$", out, re.MULTILINE)  # of its output
+    assert float(decibel) > 15
     assert run_train("validate", "--checkpoint", run_folder, "--int8")[0] == 0
+
+
+@pytest.mark.parametrize(("options", "advice"), [
+    ([], "more --images or --float-first"), (["--float-first"], "more --images"),
+    (["--int8-classifier"], "more --images or --float-first or no --int8-classifier"),
+])
+def test_the_advice_is_what_was_not_tried(options: list[str], advice: str, run_folder: Path, run_train: RunTrain,
+                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantize, "MUCH", -1)  # any loss
+    code, _, err = run_train("quantize", "--checkpoint", run_folder, "--images", "16", *options)
+    assert code == 0 and err.endswith(f" points of top-1: try another --calibration or {advice}\n")
 
 
 @pytest.mark.parametrize(("options", "sentence"), [
@@ -120,6 +145,20 @@ def test_weights_that_are_no_numbers_are_refused(run_folder: Path, trained: Chec
     save(replace(trained, params=bad), run_folder / "checkpoints" / "best.npz")
     code, _, err = run_train("quantize", "--checkpoint", run_folder, "--images", "16")
     assert code == 2 and "its stem_conv_weight holds what is no finite number" in err
+    bad = dict(trained.aux) | {"stem_bn_moving_var": -trained.aux["stem_bn_moving_var"]}
+    save(replace(trained, aux=bad), run_folder / "checkpoints" / "best.npz")
+    code, _, err = run_train("quantize", "--checkpoint", run_folder, "--images", "16")
+    assert code == 2 and "its stem_bn_moving_var holds a negative variance; use an earlier one" in err
+
+
+def test_a_batch_has_no_more_images_than_are_asked_for(run_folder: Path, run_train: RunTrain,
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a batch has besides is computed too."""
+    sizes, of_tensors = [], quantize._Tensors
+    monkeypatch.setattr(quantize, "_Tensors", lambda graph, trained, config: sizes.append(config.batch_size)
+                        or of_tensors(graph, trained, config))
+    assert run_train("quantize", "--checkpoint", run_folder, "--images", "16", "--batch-size", "64")[0] == 0
+    assert sizes == [16]
 
 
 def test_a_missing_file_is_named(run_folder: Path, run_train: RunTrain) -> None:
@@ -139,13 +178,36 @@ def test_a_file_of_other_weights_or_images_is_refused(
     quantised: Path, trained: Checkpoint, run_train: RunTrain
 ) -> None:
     code, _, err = run_train("validate", "--checkpoint", quantised, "--int8", "--val-image-size", "40")
-    assert code == 2 and "was calibrated for images of the size 32, and these have 40: leave that option out" in err
+    assert code == 2 and "was calibrated for --val-image-size 32, not 40: leave --val-image-size out, or run" in err
     code, _, err = run_train("validate", "--checkpoint", quantised, "--int8", "--mean", "0", "0", "0")
-    assert code == 2 and "was calibrated for images of the mean [" in err
+    assert code == 2 and "was calibrated for --mean 123.675 116.28 103.53, not 0.0 0.0 0.0: leave --mean out" in err
     other = dict(trained.params) | {"classifier_bias": trained.params["classifier_bias"] + 1}
     save(replace(trained, params=other), quantised / "checkpoints" / "best.npz")
     code, _, err = run_train("validate", "--checkpoint", quantised, "--int8")
     assert code == 2 and "was made of other weights than" in err
+
+
+def test_images_are_prepared_as_for_the_ranges(run_folder: Path, tiny_data: Path, tmp_path: Path,
+                                               run_train: RunTrain) -> None:
+    """By each command that takes the file, with no option that says so."""
+    images = ["--val-image-size", "40", "--mean", "0", "0", "0", "--std", "1", "1", "1"]
+    code, out, _ = run_train("quantize", "--checkpoint", run_folder, "--images", "16", *images)
+    assert code == 0
+    (loss,) = re.findall(r"^int8: loss ([0-9.]+)", out, re.MULTILINE)
+    for options in ([], images):
+        code, out, _ = run_train("validate", "--checkpoint", run_folder, "--int8", *options)
+        assert code == 0 and f"loss {loss}" in out
+    code, _, err = run_train("predict", "--checkpoint", run_folder, "--int8", "--output", tmp_path / "x.csv", tiny_data)
+    assert (code, err) == (0, "")
+    assert json.loads((tmp_path / "x.csv.about.json").read_text())["image_size"] == 40
+    sheet = tmp_path / "sheet.png"
+    assert run_train("predict", "--checkpoint", run_folder, "--int8", "--contact-sheet", sheet, tiny_data)[0] == 0
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxruntime")
+    file = tmp_path / "x.onnx"
+    assert run_train("export", "--checkpoint", run_folder, "--onnx", file, "--int8", "onnxruntime")[0] == 0
+    about = {each.key: each.value for each in onnx.load(file).metadata_props}
+    assert (about["center_crop"], about["mean"], about["std"]) == ("40", "[0.0, 0.0, 0.0]", "[1.0, 1.0, 1.0]")
 
 
 # --- ONNX ---
@@ -171,7 +233,7 @@ def test_onnx_for_tensorrt_has_the_same_integers(quantised: Path, tmp_path: Path
         if node.input[0].endswith("conv_weight"):
             assert constants[node.input[1]].shape == constants[node.input[0]].shape[:1]
     checkpoint = load(quantised / "checkpoints" / "best.npz")
-    network = int8_file.load(str(quantised), checkpoint, checkpoint.config)
+    network = int8_file.load(str(quantised), checkpoint)
     graph = network.graph(checkpoint)
     integers = np.random.default_rng(1).integers(-LARGEST, LARGEST + 1, (6, SIZE, SIZE, 3))
     images = integers.astype(np.float32) * np.float32(network.scales["data"])  # no rounding of theirs is near a middle
@@ -265,8 +327,44 @@ def test_predictions_with_integers(quantised: Path, trained: Checkpoint, tiny_da
         written = [float(value) for value in re.findall(r",(0\.\d+)", file.read_text())]
         np.testing.assert_allclose(sorted(written), sorted(found[name]), atol=1e-4)
     assert 0 < np.abs(found["int8"] - found["floats"]).max() < 0.1
-    code, _, err = run_train("predict", "--checkpoint", quantised, "--int8", "--executor", "mxnet", *images)
-    assert code == 2 and "--executor mxnet has no INT8" in err
+    code, _, err = run_train("predict", "--checkpoint", quantised, "--output", file, "--int8", *images)
+    assert code == 2 and f"{file} was begun with another kind of numbers: floats, now integers (--int8); give" in err
+
+
+def test_the_way_out_of_a_missing_gpu_is_one(quantised: Path, tiny_data: Path, monkeypatch: pytest.MonkeyPatch,
+                                             run_train: RunTrain) -> None:
+    """The executor that each sentence names is one that the command takes."""
+    monkeypatch.setattr(devices, "find_gpus", lambda: [])
+    for command in (["validate"], ["predict", next(tiny_data.rglob("*.jpg"))]):
+        for executor, problem in (("cuda", "needs an NVIDIA GPU, and there is none here"), ("mxnet", "has no INT8")):
+            command_line = [*command, "--checkpoint", quantised, "--int8", "--executor"]
+            code, _, err = run_train(*command_line, executor)
+            assert code == 2 and f"--executor {executor} {problem}" in err
+            (way_out,) = re.findall(r"use --executor (\w+)$", err.strip())
+            assert run_train(*command_line, way_out)[0] == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_are_answered(run_folder: Path, run_train: RunTrain, monkeypatch: pytest.MonkeyPatch,
+                                         number: int) -> None:
+    monkeypatch.setattr(quantize, "quantised", lambda *arguments: signal.raise_signal(number))
+    code, out, _ = run_train("quantize", "--checkpoint", run_folder, "--images", "16")
+    assert code == 128 + number and "stopped: nothing was written, and the same command begins anew\n" in out
+    assert [path.name for path in (run_folder / "checkpoints").iterdir()] == ["best.npz"]
+
+
+def test_integers_as_weights_are_named(quantised: Path, tiny_options: list[str], tmp_path: Path,
+                                       run_train: RunTrain) -> None:
+    path, file = quantised / "checkpoints" / "int8-best.npz", tmp_path / "network.onnx"
+    for command in (["validate", "--checkpoint", path], [*tiny_options, "--weights", path, "--output", tmp_path / "x"],
+                    ["--resume", path]):
+        code, _, err = run_train(*command)
+        assert code == 2 and f"{path} is the network in INT8 that quantize has made beside a checkpoint: give" in err
+    pytest.importorskip("onnxruntime")
+    assert run_train("export", "--checkpoint", quantised, "--onnx", file, "--int8", "tensorrt")[0] == 0
+    for command in (["validate", "--checkpoint", file], [*tiny_options, "--weights", file, "--output", tmp_path / "x"]):
+        code, _, err = run_train(*command)
+        assert code == 2 and f"{file} is an export in INT8, from which weights in floats cannot be had back" in err
 
 
 def test_int8_without_onnx_is_refused(quantised: Path, tmp_path: Path, run_train: RunTrain) -> None:
@@ -274,7 +372,14 @@ def test_int8_without_onnx_is_refused(quantised: Path, tmp_path: Path, run_train
     assert code == 2 and "--int8 tensorrt is for --onnx, which is not given" in err
 
 
+def test_a_folder_without_write_access_is_named_at_once(run_folder: Path, run_train: RunTrain,
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write everywhere
+    code, out, err = run_train("quantize", "--checkpoint", run_folder, "--images", "16")
+    assert (code, out) == (2, "") and "int8-best.npz, as nothing can be written to its folder: copy the check" in err
+
+
 def test_no_place_to_write_to(quantised: Path, trained: Checkpoint) -> None:
-    network = int8_file.load(str(quantised), trained, trained.config)
+    network = int8_file.load(str(quantised), trained)
     with pytest.raises(UserError, match="cannot write"):
         int8_file.save(network, quantised / "checkpoints" / "best.npz" / "int8.npz")

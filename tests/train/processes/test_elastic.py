@@ -103,6 +103,39 @@ def test_loss_at_start_up(place):
     assert line.endswith("; 2 go on without it: nothing was trained yet")
 
 
+@pytest.mark.parametrize("commits", [1, 2])
+def test_fault_without_a_loss(commits):
+    """As where NCCL refuses two processes on one GPU. With no commit but that of the beginning the run ends, as nothing
+    would change; else it goes on, and says so."""
+    script = f"""
+        import sys, time
+        from common.command_line import exit_code_of
+        from train.processes import elastic
+        from train.processes.distributed import Workers
+        from train.processes.pulse import pulse
+
+        def session(state):
+            Workers().gather("")
+            if pulse.commits:
+                return
+            for _ in range({commits}):
+                pulse.count_commit()
+            time.sleep(0.5)  # until nobody waits for an answer of this one any more
+            raise elastic.HorovodInternalError("trace\\nncclCommInitRank failed: invalid usage")
+
+        sys.exit(exit_code_of(lambda: elastic.run(session)))
+    """
+    done = run_processes(script, min_np=2)
+    fault = "2 processes failed, though none of them was lost (ncclCommInitRank failed: invalid usage)"
+    lines = [line for line in done.stderr.splitlines() if fault in line]
+    if commits > 1:
+        assert done.returncode == 0 and len(lines) == 1, done.stderr
+        assert lines[0].endswith("; going on from the last commit")
+    else:
+        assert done.returncode == 2 and len(lines) == 2, done.stderr
+        assert all(line.startswith("error: ") and ", so the run ends: see that" in line for line in lines)
+
+
 @pytest.mark.parametrize("min_np", [0, 1])
 def test_loss_while_the_report_is_written(tiny_options, tmp_path, min_np):
     """Process 1 has nothing to do any more, and is not missed; process 0 writes it, and nobody goes on without it."""
