@@ -54,6 +54,8 @@ def _wgrad(graph: Graph, convolution: Node, choose: Choose) -> list[Node]:
         if (before.op == "BatchNormPoolBackwardApply" and before.input("data") == Ref(convolution.name)
                 and graph.sole_reader(Ref(before.name), "ConvolutionWgrad")):
             fused = before.derive("StemWgrad", wgrad.name, (*before.inputs, image), **wgrad.attrs)
-            if choose(graph, wgrad, {"stem_wgrad": [fused], "separate": [before, wgrad]}) == "stem_wgrad":
-                return [fused]
+            ways = {"stem_wgrad": [fused], "separate": [before, wgrad],
+                    "stem_weights": [fused.with_attrs(way="stem_weights")]}
+            way = choose(graph, wgrad, ways)
+            return [] if way == "separate" else ways[way]
     return []

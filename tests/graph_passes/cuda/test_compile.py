@@ -19,7 +19,7 @@ from graph_passes.passes.quantised_way import TILES
 RULES = ["Sgd<false>", "Sgd<true>", "Lars<false>", "Lars<true>", "AdamW", "Lamb", "Lion"]  # of optimizer.cu
 
 # Of wgmma: for Hopper alone, in 16-bit types.
-WARPGROUPS = ("conv1x1_forward.cu", "dgrad_reduce.cu", "norm_backward.cu", "stem_pool.cu")
+WARPGROUPS = ("conv1x1_forward.cu", "dgrad_reduce.cu", "norm_backward.cu", "stem_pool.cu", "stem_weights.cu")
 
 # Template arguments behind the dtype that the executor asks for.
 FLAGS = {

@@ -16,7 +16,7 @@ from graph_passes.passes.stem import FILTERS, SIZE
 STEM_BLOCK: Size = (256, 1, 1)
 OUT_ROWS = 4  # of stem.cu
 STATIC_BYTES = 3100  # of shared memory, beside what `stem_work` says
-SHARE = FILTERS * SIZE * 32  # floats of the weights' gradient that a block of stem_wgrad leaves
+SHARE = FILTERS * SIZE * 32  # floats of the weights' gradient that a block leaves
 
 
 class StemPool:
@@ -41,6 +41,35 @@ class StemPool:
         items = images * -(-height // self.strip)
         self.grid: Size = (min(num_multiprocessors, -(-items // self.TEAMS)), 1, 1)
         self.tile = shape[2], FILTERS
+
+
+class Layout(ctypes.Structure):
+    """`Layout` of stem_weights.cu."""
+
+    _fields_ = tuple((name, ctypes.c_int) for name in ("stages", "stage_vectors", "pixels"))
+
+
+class StemWeights:
+    """How stem_weights.cu divides its work: into pairs of rows of the gradient of the convolution's output. A stage of
+    shared memory holds what such an item is made of."""
+
+    BLOCK: Size = (640, 1, 1)
+    ROWS, IN_ROWS, STEP, MAX_PIXELS = 2, 9, 16, 256  # MAX_PIXELS: of a side of what the copy engine copies at once
+    CONTROL_BYTES, SHARED_BYTES, MAX_STAGES = 1 << 10, 227 << 10, 8
+
+    def __init__(self, shape: Shape, num_multiprocessors: int) -> None:
+        """`shape`: of the convolution's output, (N, OH, OW, 64)."""
+        images, height, width, filters = shape
+        pixels, pooled_width = -(-width // self.STEP) * self.STEP, -(-width // 2)
+        gradient, image = self.ROWS * pixels * filters * 2, self.IN_ROWS * (pixels + 3) * 16
+        pooled = 2 * pooled_width * filters * 3  # two rows, of 2 bytes and the winner
+        stage_bytes = -(-(gradient + image + pooled) // 1024) * 1024
+        stages = min(self.MAX_STAGES, (self.SHARED_BYTES - self.CONTROL_BYTES) // stage_bytes)
+        self.fits = stages >= 2 and pixels <= self.MAX_PIXELS
+        self.layout, self.shared_bytes = Layout(stages, stage_bytes // 16, pixels), self.CONTROL_BYTES + stages * stage_bytes
+        self.items = images * -(-height // self.ROWS)
+        self.grid: Size = (min(num_multiprocessors, self.items), 1, 1)
+        self.tiling = Tiling((images * height, width, filters), (width * filters, filters), (self.ROWS, pixels, filters))
 
 
 def stem_work(out_shape: Shape) -> tuple[int, int, int, int]:
@@ -104,17 +133,26 @@ def wgrad(builder: Builder, node: Node) -> None:
     """The gradient of the weights, from what makes the gradient of the convolution's output."""
     x, dz, image = (builder.input(node, role) for role in ("data", "out_grad", "image"))
     dw = builder.output(node)
-    _require_support(builder, node, x.shape)
-    items, tiles, image_bytes, gradient_bytes = stem_work(x.shape)
-    blocks = min(2 * builder.gpu.num_multiprocessors, items)
-    shares = builder.partials(blocks * SHARE)
     rows, _ = rows_and_channels(node, x)
-    builder.launch(node, "stem.cu", builder.kernel("stem_wgrad"), (blocks, 1, 1), STEM_BLOCK, In(image), In(x), In(dz),
-                   *(In(builder.input(node, role)) for role in (
-                       "winner", "saved", "gamma", "gamma_grad", "beta_grad")),
-                   shares, Image.of(image, x), Image.of(x, dz), count(rows), count(items), ctypes.c_int(tiles),
-                   shared_bytes=image_bytes + gradient_bytes,
-                   flops=builder.problem("wgrad", node, image, dw, x).flops)
+    of_norm = [In(builder.input(node, role)) for role in ("winner", "saved", "gamma", "gamma_grad", "beta_grad")]
+    sizes, flops = (Image.of(image, x), Image.of(x, dz), count(rows)), builder.problem("wgrad", node, image, dw, x).flops
+    if node["way"] == "stem_weights":
+        require(builder.gpu.capability == HOPPER, node, "is fused as only Hopper's instructions can compute it")
+        way = StemWeights(x.shape, builder.gpu.num_multiprocessors)
+        require(way.fits, node, f"has images of {image.shape[2]} pixels' width, of which shared memory cannot hold rows")
+        blocks = way.grid[0]
+        shares = builder.partials(blocks * SHARE)
+        builder.launch(node, "stem_weights.cu", builder.kernel("stem_weights"), way.grid, way.BLOCK,
+                       Tiled(In(x), way.tiling), In(image), In(dz), *of_norm, shares, *sizes, ctypes.c_int(way.items),
+                       way.layout, shared_bytes=way.shared_bytes, flops=flops)
+    else:
+        _require_support(builder, node, x.shape)
+        items, tiles, image_bytes, gradient_bytes = stem_work(x.shape)
+        blocks = min(2 * builder.gpu.num_multiprocessors, items)
+        shares = builder.partials(blocks * SHARE)
+        builder.launch(node, "stem.cu", builder.kernel("stem_wgrad"), (blocks, 1, 1), STEM_BLOCK, In(image), In(x),
+                       In(dz), *of_norm, shares, *sizes, count(items), ctypes.c_int(tiles),
+                       shared_bytes=image_bytes + gradient_bytes, flops=flops)
     builder.launch(node, "stem.cu", builder.kernel("stem_wgrad_sum"), (FILTERS * SIZE, 1, 1), (32, 8, 1),
                    shares, Out(dw), ctypes.c_int(blocks))
 
