@@ -66,10 +66,12 @@ class StemWeights:
         stage_bytes = -(-(gradient + image + pooled) // 1024) * 1024
         stages = min(self.MAX_STAGES, (self.SHARED_BYTES - self.CONTROL_BYTES) // stage_bytes)
         self.fits = stages >= 2 and pixels <= self.MAX_PIXELS
-        self.layout, self.shared_bytes = Layout(stages, stage_bytes // 16, pixels), self.CONTROL_BYTES + stages * stage_bytes
+        self.layout = Layout(stages, stage_bytes // 16, pixels)
+        self.shared_bytes = self.CONTROL_BYTES + stages * stage_bytes
         self.items = images * -(-height // self.ROWS)
         self.grid: Size = (min(num_multiprocessors, self.items), 1, 1)
-        self.tiling = Tiling((images * height, width, filters), (width * filters, filters), (self.ROWS, pixels, filters))
+        self.tiling = Tiling((images * height, width, filters), (width * filters, filters),
+                             (self.ROWS, pixels, filters))
 
 
 def stem_work(out_shape: Shape) -> tuple[int, int, int, int]:
@@ -135,11 +137,12 @@ def wgrad(builder: Builder, node: Node) -> None:
     dw = builder.output(node)
     rows, _ = rows_and_channels(node, x)
     of_norm = [In(builder.input(node, role)) for role in ("winner", "saved", "gamma", "gamma_grad", "beta_grad")]
-    sizes, flops = (Image.of(image, x), Image.of(x, dz), count(rows)), builder.problem("wgrad", node, image, dw, x).flops
+    sizes = Image.of(image, x), Image.of(x, dz), count(rows)
+    flops = builder.problem("wgrad", node, image, dw, x).flops
     if node["way"] == "stem_weights":
         require(builder.gpu.capability == HOPPER, node, "is fused as only Hopper's instructions can compute it")
         way = StemWeights(x.shape, builder.gpu.num_multiprocessors)
-        require(way.fits, node, f"has images of {image.shape[2]} pixels' width, of which shared memory cannot hold rows")
+        require(way.fits, node, f"has rows of {image.shape[2]} pixels, of which too few fit into shared memory")
         blocks = way.grid[0]
         shares = builder.partials(blocks * SHARE)
         builder.launch(node, "stem_weights.cu", builder.kernel("stem_weights"), way.grid, way.BLOCK,
