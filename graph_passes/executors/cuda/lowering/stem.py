@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 
 from graph_passes.executors.cuda.device import Tiling
 from graph_passes.executors.cuda.kernels import HOPPER, Size, count
@@ -19,28 +20,37 @@ STATIC_BYTES = 3100  # of shared memory, beside what `stem_work` says
 SHARE = FILTERS * SIZE * 32  # floats of the weights' gradient that a block leaves
 
 
-class StemPool:
-    """How stem_pool.cu divides its work: into strips of rows of its output. A block has two teams of warps, each of
-    which makes a strip."""
+class StemRows:
+    """How the kernels of stem_rows.cuh divide their work: into strips of rows of their output. A block has two teams of
+    warps, each of which makes a strip."""
 
     BLOCK: Size = (320, 1, 1)
     TEAMS, MAX_WIDTH, PAIRS, ROW_BYTES = 2, 224, 8, 1856  # of an image, and of one of its rows in shared memory
-    SHARED_BYTES = 4 * (112 // 2) * FILTERS * 2 + (TEAMS * PAIRS * 2 + 1) * ROW_BYTES + 2 * TEAMS * PAIRS * 8
+    IMAGE_BYTES = (TEAMS * PAIRS * 2 + 1) * ROW_BYTES + 2 * TEAMS * PAIRS * 8
+    ROWS, RESULT_PIXELS = 1, 112  # of the convolution, that make a row of the output; of a row of the output
+    SHARED_BYTES = 4 * RESULT_PIXELS * FILTERS * 2 + IMAGE_BYTES
 
     def __init__(self, shape: Shape, num_multiprocessors: int) -> None:
-        """`shape`: of the output, (N, PH, PW, 64)."""
+        """`shape`: of the output, (N, H, W, 64)."""
         images, height, _, _ = shape
 
         def rows_in_turn(strips: int) -> int:
-            """Of the convolution, that the busiest team makes; each strip has one of the strip above it."""
+            """Of the convolution, that the busiest team makes; a strip costs one more."""
             rounds = -(-images * strips // (self.TEAMS * num_multiprocessors))
-            return rounds * (2 * -(-height // strips) + 1)
+            return rounds * (self.ROWS * -(-height // strips) + 1)
 
         strips = min(range(1, height + 1), key=rows_in_turn)
         self.strip = -(-height // strips)
         items = images * -(-height // self.strip)
         self.grid: Size = (min(num_multiprocessors, -(-items // self.TEAMS)), 1, 1)
-        self.tile = shape[2], FILTERS
+        self.tiling = Tiling.of_matrix(math.prod(shape[:3]), FILTERS, (shape[2], FILTERS))
+
+
+class StemPool(StemRows):
+    """Of stem_pool.cu, which also makes a row of the strip above."""
+
+    ROWS, RESULT_PIXELS = 2, 56
+    SHARED_BYTES = 4 * RESULT_PIXELS * FILTERS * 2 + StemRows.IMAGE_BYTES
 
 
 class Layout(ctypes.Structure):
@@ -92,16 +102,33 @@ def _require_support(builder: Builder, node: Node, out_shape: Shape) -> None:
             "is not for this GPU's kernels of the stem")
 
 
+def _require_rows(builder: Builder, node: Node, images: Shape) -> None:
+    """Raise GraphError where the GPU or these images are not for the kernels of stem_rows.cuh."""
+    require(builder.gpu.capability == HOPPER, node, "is fused as only Hopper's instructions can compute it")
+    _, _, width, channels = images
+    require(width % 2 == 0 and width <= StemRows.MAX_WIDTH and channels == 4, node,
+            f"reads images of {channels} channels and {width} pixels' width: its kernel takes 4 and, if even, up to "
+            f"{StemRows.MAX_WIDTH}")
+
+
 def forward(builder: Builder, node: Node) -> None:
     """The convolution with the sums of its output."""
     x, w, y = builder.input(node, "data"), builder.input(node, "weight"), builder.output(node)
-    _require_support(builder, node, y.shape)
-    items, tiles, image_bytes, _ = stem_work(y.shape)
-    blocks = min(builder.gpu.num_multiprocessors, items)
-    builder.launch(node, "stem.cu", builder.kernel("stem_fprop"), (blocks, 1, 1), STEM_BLOCK,
-                   In(x), In(w), Out(y), Out(builder.output(node, "sums")), builder.partials(blocks * FILTERS * 3),
-                   builder.tickets, Image.of(x, y), count(items), ctypes.c_int(tiles), shared_bytes=2 * image_bytes,
-                   flops=builder.problem("fprop", node, x, w, y).flops)
+    sums, flops = Out(builder.output(node, "sums")), builder.problem("fprop", node, x, w, y).flops
+    if node["way"] == "stem_forward":
+        _require_rows(builder, node, x.shape)
+        way = StemRows(y.shape, builder.gpu.num_multiprocessors)
+        builder.launch(node, "stem_forward.cu", builder.kernel("stem_forward"), way.grid, way.BLOCK, In(x), In(w),
+                       Tiled(Out(y), way.tiling), sums, builder.partials(way.grid[0] * FILTERS * 3), builder.tickets,
+                       Image.of(x, y), *map(ctypes.c_int, (x.shape[0], way.strip)), shared_bytes=way.SHARED_BYTES,
+                       flops=flops)
+    else:
+        _require_support(builder, node, y.shape)
+        items, tiles, image_bytes, _ = stem_work(y.shape)
+        blocks = min(builder.gpu.num_multiprocessors, items)
+        builder.launch(node, "stem.cu", builder.kernel("stem_fprop"), (blocks, 1, 1), STEM_BLOCK, In(x), In(w), Out(y),
+                       sums, builder.partials(blocks * FILTERS * 3), builder.tickets, Image.of(x, y), count(items),
+                       ctypes.c_int(tiles), shared_bytes=2 * image_bytes, flops=flops)
 
 
 class PooledImage(ctypes.Structure):
@@ -119,14 +146,10 @@ class PooledImage(ctypes.Structure):
 def pool(builder: Builder, node: Node) -> None:
     """The convolution with bias, ReLU and max pooling, in inference."""
     x, w, y = builder.input(node, "data"), builder.input(node, "weight"), builder.output(node)
-    require(builder.gpu.capability == HOPPER, node, "is fused as only Hopper's instructions can compute it")
-    _, _, width, channels = x.shape
-    require(width % 2 == 0 and width <= StemPool.MAX_WIDTH and channels == 4, node,
-            f"reads images of {channels} channels and {width} pixels' width: its kernel takes 4 and, if even, up to "
-            f"{StemPool.MAX_WIDTH}")
+    _require_rows(builder, node, x.shape)
     way, (rows, _) = StemPool(y.shape, builder.gpu.num_multiprocessors), rows_and_channels(node, y)
     builder.launch(node, "stem_pool.cu", builder.kernel("stem_pool"), way.grid, way.BLOCK, In(x), In(w),
-                   In(builder.input(node, "bias")), Tiled(Out(y), Tiling.of_matrix(rows, FILTERS, way.tile)),
+                   In(builder.input(node, "bias")), Tiled(Out(y), way.tiling),
                    PooledImage.of(x.shape, y.shape), *map(ctypes.c_int, (x.shape[0], way.strip)),
                    shared_bytes=way.SHARED_BYTES, flops=8 * rows * FILTERS * SIZE * SIZE * x.shape[3])
 
