@@ -46,7 +46,7 @@ def test_stem_forward(device: Device, dtype: str, images: int, height: int, widt
         assert not got_sums[0].any()
         assert relative_error(got_sums[2], got.mean((0, 1, 2))) < 1e-6
         squares = ((got - got.mean((0, 1, 2))) ** 2).sum((0, 1, 2))
-        assert np.abs(got_sums[1] - squares).max() < 1e-5 * squares.max() + 1e-10
+        assert np.abs(got_sums[1] - squares).max() < 1e-5 * squares.max() + 1e-8
     assert np.array_equal(results[-2], results[-1]), "the order of sums is fixed"
     device.gpu.free_all()
 
