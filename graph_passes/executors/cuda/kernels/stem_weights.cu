@@ -15,6 +15,9 @@
 constexpr int SIZE = 7, TAPS = SIZE + 1, IMAGE_CHANNELS = 4, PIXEL_BYTES = 2 * IMAGE_CHANNELS, FILTERS = 64;
 constexpr int FILTER_VECTORS = FILTERS / VEC, ROW_OF_K = TAPS * IMAGE_CHANNELS, PLACES = ROW_OF_K / VEC;
 constexpr int MULTIPLYING = 4, MAKING = 15, WARPS = MULTIPLYING + MAKING + 1, THREADS = WARPS * WARP;
+// Registers of a thread: what the launch gives, in which 112 sums have no place; and what is made of that.
+constexpr int REGISTERS = 65536 / THREADS / 8 * 8, OF_MULTIPLYING = 160, OF_OTHERS = 80;
+static_assert(MULTIPLYING * OF_MULTIPLYING + (WARPS - MULTIPLYING) * OF_OTHERS <= WARPS * REGISTERS, "none is ever free");
 constexpr int STEP = 16;                                // pixels that a product sums over
 constexpr int OUT_ROWS = 2, IN_ROWS = 2 * OUT_ROWS + SIZE - 2, WINDOW_ROWS = 2;  // of one item of work
 constexpr int LEFT = 2;                                 // vectors of zeros left of an image row
@@ -79,7 +82,7 @@ stem_weights(const __grid_constant__ TensorMap x, const T *data, const T *dz, co
 
     Turn turn;
     if (warp < MULTIPLYING) {
-        take_registers<152>();
+        take_registers<OF_MULTIPLYING>();
         const int pixel = lane / 16 * 8 + lane % 8, vector = warp * 2 + lane / 8 % 2;  // this thread's row of the matrices
         float sums[PLACES][SIZE][4] = {};
         for (int item = blockIdx.x; item < items; item += gridDim.x, turn.next(layout.stages)) {
@@ -119,7 +122,7 @@ stem_weights(const __grid_constant__ TensorMap x, const T *data, const T *dz, co
         return;
     }
 
-    leave_registers<88>();
+    leave_registers<OF_OTHERS>();
     if (warp < MULTIPLYING + MAKING) {
         const int thread = threadIdx.x - MULTIPLYING * WARP, vector = thread % FILTER_VECTORS;
         const PoolGradient<T> gradient(saved, gamma, dgamma, dbeta, rows, vector * VEC, FILTERS);

@@ -42,8 +42,8 @@ __device__ inline void close_products() { asm volatile("wgmma.commit_group.sync.
 __device__ inline void wait_for_products() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
 // Until at most the series closed last is under way.
 __device__ inline void wait_for_products_before_last() { asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory"); }
-// How many registers each thread of a group of four warps has from here on: what one group leaves another may take. Multiples
-// of 8; all groups together have what the launch gave them, at most.
+// How many registers each thread of a group of four warps has from here on, a multiple of 8. A group waits for what it takes
+// until others have left as much: the block has no more than it was launched with.
 template <int REGISTERS> __device__ inline void take_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(REGISTERS));
 }
