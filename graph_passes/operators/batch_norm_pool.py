@@ -17,6 +17,7 @@ from graph_passes.operators.base import (
     SECOND_GRAD,
     SINGLE_GRAD,
     Array,
+    Attribute,
     NodeView,
     Operator,
     Shape,
@@ -130,6 +131,8 @@ OPERATORS = (
     Operator("BatchNormPoolBackwardApply", _BACKWARD, _backward_apply, _compute_backward_apply,
              POOLING | ATTRIBUTES, ("data_grad",), forward="BatchNormRelu", fused=True),
     # BatchNormPoolBackwardApply, and the gradient of the weights of the convolution before it.
-    Operator("StemWgrad", (*_BACKWARD, "image"), _stem_wgrad, _compute_stem_wgrad, CONVOLUTION | ATTRIBUTES,
-             ("weight_grad",), forward="Convolution", fused=True),
+    # `way`: by which kernel a device computes it (passes/stem.py).
+    Operator("StemWgrad", (*_BACKWARD, "image"), _stem_wgrad, _compute_stem_wgrad,
+             CONVOLUTION | ATTRIBUTES | {"way": Attribute(str, "stem_wgrad")}, ("weight_grad",), forward="Convolution",
+             fused=True),
 )

@@ -241,13 +241,14 @@ _DESCRIBED = (
         forward="Convolution",
         fused=True,
     ),
-    # ResNet's first convolution in 16-bit types: the pass `stem` says which it is.
+    # ResNet's first convolution in 16-bit types: the pass `stem` says which it is. `way`: by which kernel a device
+    # computes it.
     Operator(
         "StemConvolution",
         ("data", "weight"),
         _with_statistics,
         convolution_with_sums,
-        CONVOLUTION,
+        CONVOLUTION | {"way": Attribute(str, "stem_fprop")},
         ("output", "sums"),
         forward="Convolution",
         fused=True,

@@ -34,8 +34,11 @@ def stem(graph: Graph, shapes: Mapping[str, Sequence[int]], choose: Choose) -> G
         if not _fits(convolution, sizes[convolution.inputs[0]]):
             continue
         fused = convolution.derive("StemConvolution", convolution.name, convolution.inputs)
-        if choose(graph, convolution, {"stem_fprop": [fused], "separate": [convolution, sums]}) == "stem_fprop":
-            nodes.append(fused)
+        ways = {"stem_fprop": [fused], "separate": [convolution, sums],
+                "stem_forward": [fused.with_attrs(way="stem_forward")]}
+        way = choose(graph, convolution, ways)
+        if way != "separate":
+            nodes += ways[way]
             moved[Ref(sums.name)] = fused.output("sums")
         nodes += _wgrad(graph, convolution, choose)
     return graph.replace(nodes, moved)
@@ -54,6 +57,8 @@ def _wgrad(graph: Graph, convolution: Node, choose: Choose) -> list[Node]:
         if (before.op == "BatchNormPoolBackwardApply" and before.input("data") == Ref(convolution.name)
                 and graph.sole_reader(Ref(before.name), "ConvolutionWgrad")):
             fused = before.derive("StemWgrad", wgrad.name, (*before.inputs, image), **wgrad.attrs)
-            if choose(graph, wgrad, {"stem_wgrad": [fused], "separate": [before, wgrad]}) == "stem_wgrad":
-                return [fused]
+            ways = {"stem_wgrad": [fused], "separate": [before, wgrad],
+                    "stem_weights": [fused.with_attrs(way="stem_weights")]}
+            way = choose(graph, wgrad, ways)
+            return [] if way == "separate" else ways[way]
     return []

@@ -11,7 +11,7 @@ import pytest
 from graph_passes.executors.cuda.kernels import C_TYPES, HOPPER, SOURCES, architecture, compile_kernel
 from graph_passes.executors.cuda.lowering.conv1x1_backward import DgradReduce, NormBackward
 from graph_passes.executors.cuda.lowering.quantised import CHUNK, Geometry, stages_of
-from graph_passes.executors.cuda.lowering.stem import StemPool
+from graph_passes.executors.cuda.lowering.stem import StemPool, StemRows, StemWeights
 from graph_passes.executors.cuda.optimizer import State, _Tensor
 from graph_passes.passes.dgrad_reduce import OUT_CHANNELS
 from graph_passes.passes.quantised_way import TILES
@@ -19,7 +19,8 @@ from graph_passes.passes.quantised_way import TILES
 RULES = ["Sgd<false>", "Sgd<true>", "Lars<false>", "Lars<true>", "AdamW", "Lamb", "Lion"]  # of optimizer.cu
 
 # Of wgmma: for Hopper alone, in 16-bit types.
-WARPGROUPS = ("conv1x1_forward.cu", "dgrad_reduce.cu", "norm_backward.cu", "stem_pool.cu")
+WARPGROUPS = ("conv1x1_forward.cu", "dgrad_reduce.cu", "norm_backward.cu", "stem_forward.cu", "stem_pool.cu",
+              "stem_weights.cu")
 
 # Template arguments behind the dtype that the executor asks for.
 FLAGS = {
@@ -193,8 +194,10 @@ def test_shared_memory() -> None:
         "dgrad_reduce.cu": [(f"{k}, {str(add).lower()}, {str(pair).lower()}", DgradReduce(k).shared_bytes(add, pair))
                             for k in OUT_CHANNELS for add in (False, True) for pair in (False, True)]}
     options = ProgramOptions(arch="sm_90a", std="c++17", include_path=[str(SOURCES)])
-    Program(f'#include "stem_pool.cu"\nstatic_assert(sizeof(Shared) == {StemPool.SHARED_BYTES});', "c++",
-            options).compile("cubin")
+    for source, size in (("stem_pool.cu", f"sizeof(Shared) == {StemPool.SHARED_BYTES}"),
+                         ("stem_forward.cu", f"sizeof(Shared) == {StemRows.SHARED_BYTES}"),
+                         ("stem_weights.cu", f"sizeof(Control) == {StemWeights.CONTROL_BYTES}")):
+        Program(f'#include "{source}"\nstatic_assert({size});', "c++", options).compile("cubin")
     for source, shapes in sizes.items():
         assert max(size for _, size in shapes) <= (227 - 2) << 10, "what Hopper has, less what is not asked for"
         asserts = "".join(f"static_assert(sizeof(Shared<Shape<{shape}>>) == {size});\n" for shape, size in shapes)

@@ -10,7 +10,6 @@ import pytest
 from gpu_arrays import PRECISION, Device, relative_error, rounded
 
 from graph_passes import Node
-from graph_passes.executors.cuda.device import Tiling
 from graph_passes.executors.cuda.kernels import instance
 from graph_passes.executors.cuda.lowering.stem import PooledImage, StemPool
 from graph_passes.executors.reference import evaluate
@@ -30,12 +29,12 @@ def test_stem_pool(device: Device, dtype: str, images: int, height: int, width: 
     w = rounded(random.normal(0, 14**-1.0, (64, 7, 7, 4)), dtype)
     bias = random.normal(0, 1, 64).astype(np.float32)
     (wanted,) = evaluate(NODE, [x, w, bias.astype(np.float64)])
-    y, (rows, filters) = device.poisoned(wanted.shape, dtype), (wanted[..., 0].size, 64)
+    y = device.poisoned(wanted.shape, dtype)
     way = StemPool(wanted.shape, num_multiprocessors)
     for _ in range(2):
         device.run("stem_pool.cu", instance("stem_pool", dtype), way.grid, way.BLOCK, device.put(x, dtype),
                    device.put(w, dtype), device.put(bias),
-                   device.gpu.tensor_map(y, dtype, Tiling.of_matrix(rows, filters, way.tile)),
+                   device.gpu.tensor_map(y, dtype, way.tiling),
                    PooledImage.of(x.shape, wanted.shape), ctypes.c_int(images), ctypes.c_int(way.strip),
                    shared_bytes=way.SHARED_BYTES)
     got = device.get(y, wanted.shape, dtype)

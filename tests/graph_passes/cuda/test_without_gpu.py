@@ -432,6 +432,9 @@ def test_launches_of_our_own_forward_kernels() -> None:
         operations = Counter(launch.operation for launch in lowering.program.launches)
         assert operations["conv1x1_forward"] == wanted
         assert operations["stem_pool"] == (not training)
+        on_hopper = training and capability == HOPPER
+        assert operations["stem_forward"] == operations["stem_weights"] == on_hopper
+        assert operations["stem_fprop"] == operations["stem_wgrad"] == (training and not on_hopper)
         for launch in lowering.program.launches:
             launch.enqueue()
         check_memory(lowering.program)

@@ -59,27 +59,46 @@ template <class T> struct PoolGradient {
                 if (inside[i][j]) packed[i][j] = x[((image * size.height + row) * size.width + column) * pitch + vector];
             }
         }
+        apply(packed, packed_dz, places);
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
+        for (int r = 0; r < 2; ++r)
 #pragma unroll
-            for (int s = 0; s < 2; ++s) {
-                float sum[VEC] = {}, v[VEC];
+            for (int s = 0; s < 2; ++s) store(r, s, inside[r][s], packed[r][s]);
+    }
+
+    // dx of such a square in the place of x, from its four windows.
+    __device__ void apply(Packed<T> (&x)[2][2], const Packed<T> (&dz)[2][2], const uint2 (&places)[2][2]) const {
 #pragma unroll
-                for (int i = 0; i <= r; ++i) {  // the second window of each direction holds the second pixel only
+        for (int k = 0; k < VEC; k += 2) {
+            float v[2][2][2];
 #pragma unroll
-                    for (int j = 0; j <= s; ++j) {
-                        const int place = (r + PAD - STRIDE * i) * KERNEL + s + PAD - STRIDE * j;
-                        float g[VEC];
-                        unpack(packed_dz[i][j], g);
+            for (int e = 0; e < 2; ++e) {
+                float g[2][2];
+                uint32 winner[2][2];
 #pragma unroll
-                        for (int k = 0; k < VEC; ++k) sum[k] += winner_of(places[i][j], k) == place ? g[k] : 0;
+                for (int i = 0; i < 2; ++i)
+#pragma unroll
+                    for (int j = 0; j < 2; ++j) {
+                        g[i][j] = to_float(dz[i][j].element[k + e]);
+                        winner[i][j] = winner_of(places[i][j], k + e);
                     }
-                }
-                unpack(packed[r][s], v);
 #pragma unroll
-                for (int k = 0; k < VEC; ++k) v[k] = scale[k] * sum[k] + b[k] * v[k] + c[k];
-                store(r, s, inside[r][s], pack<T>(v));
+                for (int r = 0; r < 2; ++r)
+#pragma unroll
+                    for (int s = 0; s < 2; ++s) {
+                        v[r][s][e] = b[k + e] * to_float(x[r][s].element[k + e]) + c[k + e];
+#pragma unroll
+                        for (int i = 0; i <= r; ++i)  // the second window of each direction holds the second pixel only
+#pragma unroll
+                            for (int j = 0; j <= s; ++j)
+                                if (winner[i][j] == (r + PAD - STRIDE * i) * KERNEL + s + PAD - STRIDE * j)
+                                    v[r][s][e] += scale[k + e] * g[i][j];
+                    }
             }
+#pragma unroll
+            for (int r = 0; r < 2; ++r)
+#pragma unroll
+                for (int s = 0; s < 2; ++s) from_floats(v[r][s][0], v[r][s][1], x[r][s].element + k);
         }
     }
 };

@@ -28,6 +28,12 @@ __device__ inline uint64 overlapping(const uint4 *at) {
     return (__cvta_generic_to_shared(at) & 0x3ffff) >> 4 | 1ull << 16 | 8ull << 32;
 }
 
+// The same windows as columns: each row of k is 8 neighbouring elements of a window, of the next window 16 bytes later.
+// Groups of 8 rows are 128 bytes apart, and groups of 8 columns `pitch` vectors.
+__device__ inline uint64 overlapping_columns(const uint4 *at, int pitch) {
+    return (__cvta_generic_to_shared(at) & 0x3ffff) >> 4 | 8ull << 16 | uint64(pitch) << 32;
+}
+
 // What this thread wrote to shared memory is seen by products that are started after the next barrier.
 __device__ inline void show_to_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Before the first of a series of products, and after its last.
@@ -36,6 +42,14 @@ __device__ inline void close_products() { asm volatile("wgmma.commit_group.sync.
 __device__ inline void wait_for_products() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
 // Until at most the series closed last is under way.
 __device__ inline void wait_for_products_before_last() { asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory"); }
+// How many registers each thread of a group of four warps has from here on, a multiple of 8. A group waits for what it takes
+// until others have left as much: the block has no more than it was launched with.
+template <int REGISTERS> __device__ inline void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(REGISTERS));
+}
+template <int REGISTERS> __device__ inline void leave_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(REGISTERS));
+}
 #define FOUR(c, j) "+f"(c[j][0]), "+f"(c[j][1]), "+f"(c[j][2]), "+f"(c[j][3])
 // Nothing is done with `c` earlier than here, as the compiler might think it could.
 template <int N> __device__ inline void hold_products(float (&c)[N][4]) {
@@ -76,8 +90,16 @@ template <int N> __device__ inline void hold_products(float (&c)[N][4]) {
                      : SIXTEEN(c, 0), SIXTEEN(c, 4), SIXTEEN(c, 8), FOUR(c, 12), FOUR(c, 13)                                 \
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                  \
     }
+// The same with b (16, 56) with rows of k: `overlapping_columns`.
+#define MULTIPLY_COLUMNS_BY_REGISTERS(TYPE)                                                                                  \
+    __device__ inline void multiply_columns(float (&c)[7][4], const uint32 (&a)[4], uint64 b, TYPE) {                        \
+        asm volatile(PRODUCT("56", TYPE) " {" REGISTERS_28 "}, {%28,%29,%30,%31}, %32, 1, 1, 1, 1;"                          \
+                     : FOUR(c, 0), FOUR(c, 1), FOUR(c, 2), FOUR(c, 3), FOUR(c, 4), FOUR(c, 5), FOUR(c, 6)                    \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                  \
+    }
 #define PRODUCT(COLUMNS, TYPE) "wgmma.mma_async.sync.aligned.m64n" COLUMNS "k16.f32." PTX_##TYPE "." PTX_##TYPE
 #define REGISTERS_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define REGISTERS_28 REGISTERS_16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27"
 #define REGISTERS_32 REGISTERS_16  \
     ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define REGISTERS_56 REGISTERS_32 \
@@ -97,3 +119,5 @@ MULTIPLY(half)
 MULTIPLY(bfloat16)
 MULTIPLY_BY_REGISTERS(half)
 MULTIPLY_BY_REGISTERS(bfloat16)
+MULTIPLY_COLUMNS_BY_REGISTERS(half)
+MULTIPLY_COLUMNS_BY_REGISTERS(bfloat16)

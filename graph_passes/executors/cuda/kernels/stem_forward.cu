@@ -1,0 +1,135 @@
+// ResNet's first convolution in training, on Hopper: 7x7 with stride 2 and padding 3 on 4-channel images, 64 filters, with the
+// sums of BatchNorm, as `stem_fprop` of stem.cu computes them.
+//
+// At batch 256 and 224 pixels an H200 reads and writes 514 MB for it (0.13 ms at 4.1 TB/s) and multiplies 92 GFLOP (0.09 ms
+// at the highest rate): one team multiplies while the other rounds, adds up and stores.
+#include "moments.cuh"
+#include "stem_rows.cuh"
+
+constexpr int RESULT_VECTORS = WIDTH * FILTERS / VEC, RESULTS = 2, PARTS = THREADS / FILTERS;
+
+struct Shared {
+    uint4 results[TEAMS][RESULTS][RESULT_VECTORS];  // a row of the output: 64 filters a pixel, swizzled
+    ImageRows images;
+};
+
+struct Sizes { int height, width, out_height, out_width; };
+
+// Four 8x8 matrices, transposed; each thread gives the address of one row of them.
+__device__ inline void store_transposed(uint4 *at, const uint32 (&m)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};"
+                 :: "r"(address_of(at)), "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3]) : "memory");
+}
+
+// y = the convolution; sums = those of y per filter about its mean, in a fixed order. A team walks down `strip` rows of y of
+// an image, each of which is one tile of the map of y: a matrix of 64 columns. A warp sums about the first value of each
+// filter that it makes.
+// Shapes: x (N, H, W, 4), w (K, 7, 7, 4) with K = FILTERS, y (N, OH, OW, K); sums (3, K), partials (gridDim.x, K, 3) fp32;
+// tickets (1). W is even and 224 at most.
+template <class T>
+__global__ void __launch_bounds__(THREADS, 1)
+stem_forward(const T *x, const T *w, const __grid_constant__ TensorMap y, float *sums, Moments *partials, uint32 *tickets,
+             Sizes size, int images, int strip) {
+    extern __shared__ __align__(1024) uint4 memory[];
+    Shared &shared = *reinterpret_cast<Shared *>(memory);
+    __shared__ Moments of_part[PARTS][FILTERS];
+    __shared__ bool last;
+    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // one for all, to the compiler
+    const bool multiplies = warp < MULTIPLYING / WARP;
+    const int team = multiplies ? warp / 4 : warp - MULTIPLYING / WARP;
+    const int strips = (size.out_height + strip - 1) / strip, items = images * strips;
+    shared.images.init();
+
+    if (!multiplies) {
+        Turn turn;
+        for (int item = blockIdx.x * TEAMS + team; lane == 0 && item < items; item += gridDim.x * TEAMS) {
+            const int image = item / strips, first = item % strips * strip;
+            shared.images.copy(team, turn, x + int64_t(image) * size.height * size.width * IMAGE_CHANNELS, size.height,
+                               size.width, first, min(first + strip, size.out_height));
+        }
+    } else {
+        Multiplier<T> multiplier(shared.images, team, w);
+        const int in_team = threadIdx.x % TEAM_THREADS;
+        // This thread's row of the matrices: of two groups of 8 pixels, and of 8 filters and the next 8.
+        const int matrix_row = swizzled(lane / 16 * 8 + lane % 8, in_team / WARP * 2 + lane / 8 % 2);
+        float near[2] = {}, acc[2][2] = {};  // of `multiplier.filter()` and 8 further down: sums of y - near, of its square
+        uint32 counted = 0;                  // pixels
+        int buffer = 0;
+        for (int item = blockIdx.x * TEAMS + team; item < items; item += gridDim.x * TEAMS) {
+            const int image = item / strips, first = item % strips * strip, end = min(first + strip, size.out_height);
+            multiplier.open();
+            for (int row = first; row < end; ++row, buffer ^= 1) {
+                float products[GROUPS][4] = {};
+                multiplier.row(products, row, size.height);
+                if (counted == 0)
+#pragma unroll
+                    for (int f = 0; f < 2; ++f) near[f] = __shfl_sync(0xffffffff, products[0][2 * f], lane & ~3);
+                counted += size.out_width;
+
+                uint4 *const result = shared.results[team][buffer];
+                if (in_team == 0) wait_for_stores<RESULTS - 1>();
+                meet_team(team);
+#pragma unroll
+                for (int g = 0; g < GROUPS; g += 2) {
+                    uint32 m[4];
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        const int f = i % 2;
+                        T two[2];
+                        from_floats(products[g + i / 2][2 * f], products[g + i / 2][2 * f + 1], two);
+                        m[i] = *reinterpret_cast<const uint32 *>(two);
+#pragma unroll
+                        for (int e = 0; e < 2; ++e)
+                            if ((g + i / 2) * 8 + lane % 4 * 2 + e < size.out_width) {
+                                const float from_near = to_float(two[e]) - near[f];
+                                acc[f][0] += from_near;
+                                acc[f][1] += from_near * from_near;
+                            }
+                    }
+                    store_transposed(result + g * 8 * (FILTERS / VEC) + matrix_row, m);
+                }
+                show_to_copies();
+                meet_team(team);
+                if (in_team == 0) store_tile(y, 0, (image * size.out_height + row) * size.out_width, 0, result);
+            }
+            multiplier.close();
+        }
+        if (in_team == 0) wait_for_stores<0>();
+#pragma unroll
+        for (int f = 0; f < 2; ++f) {
+#pragma unroll
+            for (int j = 0; j < 2; ++j)
+#pragma unroll
+                for (int distance = 1; distance < 4; distance *= 2)
+                    acc[f][j] += __shfl_xor_sync(0xffffffff, acc[f][j], distance);
+            if (lane % 4 == 0)
+                of_part[team][multiplier.filter() + f * 8] = Moments::about(near[f], counted, acc[f][0], acc[f][1]);
+        }
+    }
+
+    // Over the teams, then over the blocks.
+    __syncthreads();
+    const int part = threadIdx.x / FILTERS, filter = threadIdx.x % FILTERS;
+    const auto of_filter = [&](int i) { return of_part[i][filter]; };
+    if (part == 0) {
+        partials[blockIdx.x * FILTERS + filter] = together(0, TEAMS, 1, of_filter);
+        __threadfence();
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        last = atomicAdd(tickets, 1) == gridDim.x - 1;
+        if (last) *tickets = 0;
+    }
+    __syncthreads();
+    if (!last) return;
+    __threadfence();
+    of_part[part][filter] = together(part, gridDim.x, PARTS, [=](int block) {
+        return Moments::written(&partials[block * FILTERS + filter]);
+    });
+    __syncthreads();
+    if (part > 0) return;
+    const Moments all = together(0, PARTS, 1, of_filter);
+    sums[filter] = 0;
+    sums[FILTERS + filter] = all.squares;
+    sums[2 * FILTERS + filter] = all.mean;
+}

@@ -1,0 +1,121 @@
+// ResNet's first convolution, 7x7 with stride 2 and padding 3 on 4-channel images, 64 filters, on Hopper: what its forward
+// kernels share.
+//
+// As a matrix product, out[filter, pixel] = sum over k of w[filter, k] * x[pixel, k]. For each of the 7 kernel rows, k runs
+// over 8 taps (the first is padding: its weight is 0) of 4 channels: 64 bytes of one image row, which start 16 bytes later
+// for each next pixel. That is how wgmma takes its second operand from shared memory, without a copy of any window
+// (`overlapping`). The weights stay in registers.
+//
+// A block has teams of four multiplying warps, each with a warp that starts the copies of what they read. A team walks down
+// strips of an image's rows. Pair t of image rows is 2t - 1 and 2t, so row i of the convolution reads the pairs i - 1 to
+// i + 1 and the first of i + 2.
+#pragma once
+#include "copy_engine.cuh"
+#include "warpgroup.cuh"
+
+constexpr int SIZE = 7, IMAGE_CHANNELS = 4, FILTERS = 64, PIXEL_BYTES = 2 * IMAGE_CHANNELS;
+constexpr int WIDTH = 112, GROUPS = WIDTH / 8;      // pixels of a row of the convolution, at most
+constexpr int TEAMS = 2, TEAM_THREADS = 4 * WARP, MULTIPLYING = TEAMS * TEAM_THREADS, THREADS = MULTIPLYING + TEAMS * WARP;
+constexpr int PAIRS = 8;                            // of image rows that a team has in shared memory
+constexpr int LEFT = 2;                             // vectors of zeros left of an image row
+constexpr int ROW_VECTORS = 116;                    // with the window of the last pixel
+
+struct ImageRows {
+    uint4 rows[TEAMS][PAIRS][2][ROW_VECTORS];
+    uint4 zeros[ROW_VECTORS];
+    uint64 full[TEAMS][PAIRS], empty[TEAMS][PAIRS];
+
+    // By all threads of the block.
+    __device__ void init() {
+        for (uint4 *at = &rows[0][0][0][0] + threadIdx.x; at < &zeros[ROW_VECTORS]; at += THREADS)
+            *at = make_uint4(0, 0, 0, 0);
+        show_to_products();
+        if (threadIdx.x == 0) {
+            for (int t = 0; t < TEAMS; ++t)
+                for (int p = 0; p < PAIRS; ++p) {
+                    init_barrier(full[t][p], 1);
+                    init_barrier(empty[t][p], TEAM_THREADS / WARP);
+                }
+            show_barriers();
+        }
+        __syncthreads();
+    }
+
+    // By one thread: starts the copies of the pairs that these rows of the convolution of an image read.
+    template <class T>
+    __device__ void copy(int team, Turn &turn, const T *image, int height, int width, int first_row, int end_row) {
+        const uint32 row_bytes = width * PIXEL_BYTES;
+        for (int pair = first_row - 1; pair < end_row + 2; ++pair, turn.next(PAIRS)) {
+            wait_for_phase(empty[team][turn.place], turn.parity ^ 1);  // at once in the first turn
+            const bool there[2] = {pair > 0 && 2 * pair - 1 < height, pair >= 0 && 2 * pair < height};
+            arrive_expecting(full[team][turn.place], (there[0] + there[1]) * row_bytes);
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+                if (there[i])
+                    load_bytes(rows[team][turn.place][i] + LEFT, image + int64_t(2 * pair - 1 + i) * width * IMAGE_CHANNELS,
+                               row_bytes, full[team][turn.place]);
+        }
+    }
+};
+
+// A team's multiplying warps, and where they are in its image rows.
+template <class T> struct Multiplier {
+    ImageRows &images;
+    const int team, lane = threadIdx.x % WARP;
+    uint32 weights[SIZE][2][4];  // of `filter` and 8 further down: as mma.m16n8k16 has the first operand
+    Turn turn, oldest;           // the next pair, and the first of those that the row reads
+
+    __device__ static int filter() { return threadIdx.x % TEAM_THREADS / WARP * 16 + threadIdx.x % WARP / 4; }
+
+    __device__ Multiplier(ImageRows &images, int team, const T *w) : images(images), team(team) {
+#pragma unroll
+        for (int row = 0; row < SIZE; ++row)
+#pragma unroll
+            for (int step = 0; step < 2; ++step)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    const int k = step * 16 + lane % 4 * 2 + e / 2 * 8, tap = k / IMAGE_CHANNELS - 1;
+                    const T *at = w + (((filter() + e % 2 * 8) * SIZE + row) * SIZE + tap) * IMAGE_CHANNELS + k % IMAGE_CHANNELS;
+                    weights[row][step][e] = tap < 0 ? 0 : *reinterpret_cast<const uint32 *>(at);
+                }
+    }
+
+    // Before the first row of a strip.
+    __device__ void open() {
+        oldest = turn;
+        for (int i = 0; i < 3; ++i, turn.next(PAIRS)) wait_for_phase(images.full[team][turn.place], turn.parity);
+    }
+
+    // products += this row of the convolution; to be called for one after the other.
+    __device__ void row(float (&products)[GROUPS][4], int row, int height) {
+        wait_for_phase(images.full[team][turn.place], turn.parity);
+        uint64 windows[SIZE];
+#pragma unroll
+        for (int j = 0; j < SIZE; ++j) {
+            const int image_row = 2 * row - 3 + j, place = (oldest.place + j / 2) % PAIRS;
+            const bool there = image_row >= 0 && image_row < height;
+            windows[j] = overlapping(there ? images.rows[team][place][j % 2] : images.zeros);
+        }
+        open_products();
+#pragma unroll
+        for (int j = 0; j < SIZE; ++j)
+#pragma unroll
+            for (int step = 0; step < 2; ++step) multiply_rows(products, weights[j][step], windows[j] + step * 2, T{});
+        close_products();
+        wait_for_products();
+        hold_products(products);
+        if (lane == 0) arrive(images.empty[team][oldest.place]);
+        turn.next(PAIRS);
+        oldest.next(PAIRS);
+    }
+
+    // After the last: the pairs that it has not given back.
+    __device__ void close() {
+        for (int i = 0; i < 3; ++i, oldest.next(PAIRS))
+            if (lane == 0) arrive(images.empty[team][oldest.place]);
+    }
+};
+
+__device__ inline void meet_team(int team) {
+    asm volatile("bar.sync %0, %1;" :: "r"(team + 1), "n"(TEAM_THREADS) : "memory");
+}

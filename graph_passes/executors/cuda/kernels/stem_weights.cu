@@ -1,0 +1,196 @@
+// The gradient of the weights of ResNet's first convolution, as `stem_wgrad` of stem.cu computes it, on Hopper: what brings
+// the operands, what makes the gradient of the convolution's output of them, and what multiplies run side by side.
+//
+// At batch 256 and 224 pixels an H200 reads 668 MB for it (0.16 ms at 4.1 TB/s), makes 205 million elements of the gradient
+// (12 instructions each, 0.08 ms if no cycle is lost) and multiplies 92 GFLOP (0.09 ms at the highest rate).
+//
+// As a matrix product, dw[filter, k] = sum over pixels of dy[pixel, filter] * window[pixel, k]. For each of the 7 kernel rows,
+// k runs over 8 taps (the first is padding: nobody reads its sums) of 4 channels: 64 bytes of one image row, 4 vectors,
+// which start one vector later for each next pixel. So the 7 kernel rows' vectors of one place are a matrix of 56 columns
+// where they lie in shared memory (`overlapping_columns`), and four such matrices are all of k.
+#include "batch_norm_pool.cuh"
+#include "copy_engine.cuh"
+#include "warpgroup.cuh"
+
+constexpr int SIZE = 7, TAPS = SIZE + 1, IMAGE_CHANNELS = 4, PIXEL_BYTES = 2 * IMAGE_CHANNELS, FILTERS = 64;
+constexpr int FILTER_VECTORS = FILTERS / VEC, ROW_OF_K = TAPS * IMAGE_CHANNELS, PLACES = ROW_OF_K / VEC;
+constexpr int MULTIPLYING = 4, MAKING = 15, WARPS = MULTIPLYING + MAKING + 1, THREADS = WARPS * WARP;
+// Registers of a thread: what the launch gives, in which 112 sums have no place; and what is made of that.
+constexpr int REGISTERS = 65536 / THREADS / 8 * 8, OF_MULTIPLYING = 160, OF_OTHERS = 80;
+static_assert(MULTIPLYING * OF_MULTIPLYING + (WARPS - MULTIPLYING) * OF_OTHERS <= WARPS * REGISTERS, "none is ever free");
+constexpr int STEP = 16;                                // pixels that a product sums over
+constexpr int OUT_ROWS = 2, IN_ROWS = 2 * OUT_ROWS + SIZE - 2, WINDOW_ROWS = 2;  // of one item of work
+constexpr int LEFT = 2;                                 // vectors of zeros left of an image row
+constexpr int MAX_STAGES = 8;
+
+// At the start of shared memory.
+struct alignas(1024) Control { uint64 full[MAX_STAGES], made[MAX_STAGES], empty[MAX_STAGES]; };
+
+// How `stages` items lie behind it: vectors of one, and pixels of a row of the gradient, a multiple of STEP.
+struct Layout { int stages, stage_vectors, pixels; };
+
+// What an item is made of.
+struct Stage {
+    uint4 *x;      // (OUT_ROWS, pixels, FILTERS), swizzled; then the gradient in its place
+    uint4 *image;  // (IN_ROWS, pitch), from row 2 * OUT_ROWS * item - 3 on
+    uint4 *dz;     // (WINDOW_ROWS, PW, FILTERS)
+    uint2 *winner; // likewise
+    int pitch;
+
+    __device__ Stage(uint4 *memory, const Layout &layout, int place, int pooled_width)
+        : x(memory + sizeof(Control) / 16 + place * layout.stage_vectors),
+          image(x + OUT_ROWS * layout.pixels * FILTER_VECTORS), dz(image + IN_ROWS * (layout.pixels + 3)),
+          winner(reinterpret_cast<uint2 *>(dz + WINDOW_ROWS * pooled_width * FILTER_VECTORS)), pitch(layout.pixels + 3) {}
+};
+
+// Four 8x8 matrices, transposed; each thread gives the address of one row of them.
+__device__ inline void load_transposed(uint32 (&m)[4], const uint4 *at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(address_of(at)) : "memory");
+}
+
+// partials[block] = the block's share of dw. An item of work is two rows of the gradient of an image: a row of squares of
+// `PoolGradient`. One warp starts the copies of what it is made of, 15 make it in the place of x, four multiply. The map of x
+// is (N*OH, OW, K) by tiles of (OUT_ROWS, layout.pixels, K).
+// Shapes: data (N, H, W, 4); x (N, OH, OW, K), what BatchNorm reads; dz (N, PH, PW, K), after pooling, winner likewise, in
+// bytes; saved (2, K), gamma, dgamma, dbeta (K), partials (gridDim.x, K, 7 * ROW_OF_K) fp32. rows = N*OH*OW.
+template <class T>
+__global__ void __launch_bounds__(THREADS, 1)
+stem_weights(const __grid_constant__ TensorMap x, const T *data, const T *dz, const uint8 *winner, const float *saved,
+             const float *gamma, const float *dgamma, const float *dbeta, float *partials, Image size, Image pool,
+             uint32 rows, int items, Layout layout) {
+    extern __shared__ __align__(1024) uint4 memory[];
+    Control &control = *reinterpret_cast<Control *>(memory);
+    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // one for all, to the compiler
+    const int squares_down = (size.out_height + 1) / 2;
+    const auto stage_at = [&](const Turn &turn) { return Stage(memory, layout, turn.place, pool.out_width); };
+
+    // Beside the image rows there stay zeros.
+    for (int i = sizeof(Control) / 16 + threadIdx.x; i < int(sizeof(Control) / 16) + layout.stages * layout.stage_vectors;
+         i += THREADS)
+        memory[i] = make_uint4(0, 0, 0, 0);
+    show_to_products();
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < layout.stages; ++s) {
+            init_barrier(control.full[s], 1);
+            init_barrier(control.made[s], MAKING);
+            init_barrier(control.empty[s], MULTIPLYING);
+        }
+        show_barriers();
+    }
+    __syncthreads();
+
+    Turn turn;
+    if (warp < MULTIPLYING) {
+        take_registers<OF_MULTIPLYING>();
+        const int pixel = lane / 16 * 8 + lane % 8, vector = warp * 2 + lane / 8 % 2;  // this thread's row of the matrices
+        float sums[PLACES][SIZE][4] = {};
+        for (int item = blockIdx.x; item < items; item += gridDim.x, turn.next(layout.stages)) {
+            const Stage stage = stage_at(turn);
+            wait_for_phase(control.full[turn.place], turn.parity);
+            wait_for_phase(control.made[turn.place], turn.parity);
+            for (int first = 0; first < layout.pixels; first += STEP) {
+                uint32 dy[OUT_ROWS][4];
+#pragma unroll
+                for (int row = 0; row < OUT_ROWS; ++row) {
+                    load_transposed(dy[row], stage.x + swizzled(row * layout.pixels + first + pixel, vector));
+                    open_products();
+#pragma unroll
+                    for (int place = 0; place < PLACES; ++place)
+                        multiply_columns(sums[place], dy[row],
+                                         overlapping_columns(stage.image + 2 * row * stage.pitch + first + place, stage.pitch),
+                                         T{});
+                    close_products();
+                    wait_for_products_before_last();
+                }
+            }
+            wait_for_products();
+            if (lane == 0) arrive(control.empty[turn.place]);
+        }
+        float *own = partials + size_t(blockIdx.x) * FILTERS * SIZE * ROW_OF_K;
+#pragma unroll
+        for (int place = 0; place < PLACES; ++place) {
+            hold_products(sums[place]);
+#pragma unroll
+            for (int row = 0; row < SIZE; ++row)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    const int filter = warp * 16 + e / 2 * 8 + lane / 4;
+                    own[(filter * SIZE + row) * ROW_OF_K + place * VEC + lane % 4 * 2 + e % 2] = sums[place][row][e];
+                }
+        }
+        return;
+    }
+
+    leave_registers<OF_OTHERS>();
+    if (warp < MULTIPLYING + MAKING) {
+        const int thread = threadIdx.x - MULTIPLYING * WARP, vector = thread % FILTER_VECTORS;
+        const PoolGradient<T> gradient(saved, gamma, dgamma, dbeta, rows, vector * VEC, FILTERS);
+        const auto pixel_at = [&](uint4 *x, int row, int column) {
+            return reinterpret_cast<Packed<T> *>(x + row * layout.pixels * FILTER_VECTORS + swizzled(column, vector));
+        };
+        for (int item = blockIdx.x; item < items; item += gridDim.x, turn.next(layout.stages)) {
+            const Stage stage = stage_at(turn);
+            const int square_row = item % squares_down;
+            wait_for_phase(control.full[turn.place], turn.parity);
+            for (int square = thread / FILTER_VECTORS; square < pool.out_width; square += MAKING * WARP / FILTER_VECTORS) {
+                uint2 places[2][2];
+                Packed<T> packed_dz[2][2], packed[2][2];
+#pragma unroll
+                for (int i = 0; i < 2; ++i)
+#pragma unroll
+                    for (int j = 0; j < 2; ++j) {
+                        const int window = (i * pool.out_width + square + j) * FILTER_VECTORS + vector;
+                        places[i][j] = {~0u, ~0u};
+                        if (square_row + i < pool.out_height && square + j < pool.out_width) {
+                            places[i][j] = stage.winner[window];
+                            packed_dz[i][j] = reinterpret_cast<const Packed<T> *>(stage.dz)[window];
+                        }
+                        packed[i][j] = *pixel_at(stage.x, i, 2 * square + j);
+                    }
+                gradient.apply(packed, packed_dz, places);
+#pragma unroll
+                for (int i = 0; i < 2; ++i)
+#pragma unroll
+                    for (int j = 0; j < 2; ++j)
+                        if (2 * square + j < size.out_width) {  // else there are zeros, as they were copied
+                            Packed<T> *const at = pixel_at(stage.x, i, 2 * square + j);
+                            if (2 * square_row + i < size.out_height)
+                                *at = packed[i][j];
+                            else  // of the next image
+                                *reinterpret_cast<uint4 *>(at) = make_uint4(0, 0, 0, 0);
+                        }
+            }
+            show_to_copies();  // the next thing written there
+            __syncwarp();
+            if (lane == 0) arrive(control.made[turn.place]);
+        }
+        return;
+    }
+
+    const uint32 row_bytes = size.width * PIXEL_BYTES, winner_bytes = pool.out_width * FILTERS, dz_bytes = 2 * winner_bytes;
+    for (int item = blockIdx.x; item < items; item += gridDim.x, turn.next(layout.stages)) {
+        const Stage stage = stage_at(turn);
+        const int image = item / squares_down, square_row = item % squares_down, first_row = 2 * OUT_ROWS * square_row - 3;
+        const int there_from = max(0, -first_row), there_to = min(IN_ROWS, size.height - first_row);  // of the image's rows
+        const int windows = min(WINDOW_ROWS, pool.out_height - square_row);
+        wait_for_phase(control.empty[turn.place], turn.parity ^ 1);  // at once in the first turn
+        if (there_to - there_from < IN_ROWS) {
+            for (int i = lane; i < IN_ROWS * stage.pitch; i += WARP)
+                if (i < there_from * stage.pitch || i >= there_to * stage.pitch) stage.image[i] = make_uint4(0, 0, 0, 0);
+            show_to_products();
+        }
+        __syncwarp();
+        if (lane != 0) continue;
+        uint64 &full = control.full[turn.place];
+        arrive_expecting(full, OUT_ROWS * layout.pixels * FILTER_VECTORS * 16 + (there_to - there_from) * row_bytes +
+                                   windows * (dz_bytes + winner_bytes));
+        load_tile(stage.x, x, 0, 0, image * size.out_height + OUT_ROWS * square_row, full);
+        const size_t window_row = size_t(image) * pool.out_height + square_row;
+        load_bytes(stage.dz, dz + window_row * pool.out_width * FILTERS, windows * dz_bytes, full);
+        load_bytes(stage.winner, winner + window_row * pool.out_width * FILTERS, windows * winner_bytes, full);
+        for (int row = there_from; row < there_to; ++row)
+            load_bytes(stage.image + row * stage.pitch + LEFT,
+                       data + (size_t(image) * size.height + first_row + row) * size.width * IMAGE_CHANNELS, row_bytes, full);
+    }
+}
