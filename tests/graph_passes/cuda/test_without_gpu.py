@@ -33,6 +33,7 @@ from graph_passes.executors.cuda.parameters import Parameter, ParameterStore, pa
 from graph_passes.executors.cuda.planner import Decision
 from graph_passes.executors.cuda.program import Buffer, Launch, Program
 from graph_passes.optimizers.sgd import SGD
+from graph_passes.passes.conv1x1_pair import conv1x1_pair
 from graph_passes.passes.conv_epilogue import conv_epilogue
 from graph_passes.passes.softmax_bias import softmax_bias
 from graph_passes.passes.stem_pool import stem_pool
@@ -155,6 +156,7 @@ def lower_graph(graph: Graph, shapes: dict[str, tuple[int, ...]], training: bool
         graph = pipeline.training_step(graph, shapes, dtype, choices, grouped=group is not None)
     else:
         graph = conv_epilogue(stem_pool(softmax_bias(passes.precision(graph, dtype)), choices), choices)
+        graph = conv1x1_pair(graph, choices)
     lowering = lower_to_launches(graph, graph.infer_shapes(shapes), store, persistent, tools)
     return Lowered(lowering.program, lowering.ready, lowering.buffers, choices.decisions, graph), store
 
@@ -413,12 +415,14 @@ def test_launches_of_kernels_on_trial() -> None:
     """They are taken where they are asked for, and where the GPU has the instructions for them."""
     graph, shapes = Graph.from_json(resnet(50, 1000).tojson()), {"data": (256, 224, 224, 3), "softmax_label": (256,)}
     folded = passes.fold_bn(pipeline.run(pipeline.FUSED, graph))
-    for capability, training, wanted in ((HOPPER, True, 34), (HOPPER, False, 34), ((8, 0), True, 0)):
+    pairs = 3  # in stage 1: those of the others have more weights than a block can keep
+    for capability, training, wanted in ((HOPPER, True, 34), (HOPPER, False, 34 - 2 * pairs), ((8, 0), True, 0)):
         lowering, _ = lower_graph(pipeline.run(pipeline.FUSED, graph) if training else folded, shapes, training,
                                   fused=True, capability=capability, trial=True)
         operations = Counter(launch.operation for launch in lowering.program.launches)
         assert operations["conv1x1_forward"] == wanted
         assert operations["stem_pool"] == (not training)
+        assert operations["conv1x1_pair"] == (0 if training else pairs)
         for launch in lowering.program.launches:
             launch.enqueue()
         check_memory(lowering.program)
