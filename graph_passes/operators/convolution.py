@@ -77,6 +77,20 @@ def _stem_pool(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shap
     return [data, weight, (filters,)], [(images, (height + 1) // 2, (width + 1) // 2, filters)]
 
 
+def _pair(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
+    data = known(node, shapes)
+    weight, output = convolution_shapes(node, data)
+    second = _second(node)
+    weight_2, output_2 = convolution_shapes(second, output)
+    return ([data, weight, (node["num_filter"],), output, weight_2, (second["num_filter"],)], [output, output_2])
+
+
+def _second(node: NodeView) -> NodeView:
+    """The second convolution of a pair, as a node of its own."""
+    second: NodeView = node.derive("ConvolutionRelu", node.name, (), num_filter=node["num_filter_2"])
+    return second
+
+
 def _wgrad(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
     data = known(node, shapes, 1)
     weight, output = convolution_shapes(node, data)
@@ -154,6 +168,12 @@ def _compute_stem_pool(node: NodeView, x: Array, weight: Array, bias: Array) -> 
     padded = np.pad(y, ((0, 0), (1, 1), (1, 1), (0, 0)), constant_values=-np.inf)
     rows = [padded[:, i:i + y.shape[1]:2] for i in range(3)]
     return [np.max([row[:, :, j:j + y.shape[2]:2] for row in rows for j in range(3)], axis=0)]
+
+
+def _compute_pair(node: NodeView, x: Array, weight: Array, bias: Array, addend: Array, weight_2: Array,
+                  bias_2: Array) -> list[Array]:
+    y = relu(convolution(node, x, weight, bias) + addend).astype(addend.dtype)
+    return [y, relu(convolution(_second(node), y, weight_2, bias_2))]
 
 
 def _numpy_gradient(node: NodeView, inputs: Sequence[Array], outputs: Sequence[Array], dy: Array,
@@ -284,7 +304,17 @@ _DESCRIBED = (
 )
 
 # A 1x1 convolution by a kernel of our own (conv1x1_forward.cu); each computes what its namesake does.
-OPERATORS = (*_DESCRIBED, *(
+# Conv1x1Pair is Conv1x1AddRelu and the Conv1x1Relu that reads its output (conv1x1_pair.cu).
+OPERATORS = (*_DESCRIBED, Operator(
+    "Conv1x1Pair",
+    ("data", "weight", "bias", "addend", "weight_2", "bias_2"),
+    _pair,
+    _compute_pair,
+    {**CONVOLUTION, "num_filter_2": Attribute(int)},
+    ("output", "output_2"),
+    forward="Convolution",
+    fused=True,
+), *(
     dataclasses.replace(operator, name=operator.name.replace("Convolution", "Conv1x1"), gradient=None,
                         numpy_gradient=None, forward="Convolution", fused=True)
     for operator in _DESCRIBED

@@ -16,11 +16,12 @@ from step_networks import (
 )
 
 from common.mxnet_compat import mx
-from graph_passes import Graph, GraphError, Ref, passes, pipeline
+from graph_passes import Graph, GraphError, Node, Ref, passes, pipeline
 from graph_passes.executors import Box, Draws, create_executor
 from graph_passes.executors.reference import backward, evaluate, forward, run
 from graph_passes.operators import OPERATORS
 from graph_passes.operators.dropout import SEED
+from graph_passes.passes.conv1x1_pair import conv1x1_pair
 from graph_passes.passes.quantise import QUANTISED
 from train.models.resnet import resnet
 
@@ -124,6 +125,38 @@ def test_inference_against_the_network_as_it_is_given(name, rng):
             if not node.is_variable:
                 tensors.update(zip(node.refs(), evaluate(node, [tensors[ref] for ref in node.inputs]), strict=True))
         check_close(tensors[network_graph.outputs[0]], wanted[graph.outputs[0]], SAME, name)
+
+
+def test_pairs_of_convolutions_in_inference(rng):
+    """One at the end of each block but the last; what is between them keeps its readers."""
+    graph = Graph.from_json(resnet(50).tojson())
+    network_graph = pipeline.inference(graph, "float16", last_way)
+    pairs = [node for node in network_graph if node.op == "Conv1x1Pair"]
+    assert len(pairs) == 15
+    for pair in pairs:
+        first, second = (network_graph.consumers[ref] for ref in pair.refs())
+        assert len(first) == 1 and len(second) == 1
+    assert "Conv1x1Pair" not in pipeline.inference(graph, "float32", last_way).operators()
+
+
+def test_a_pair_is_two_convolutions_after_one_another(rng):
+    """To the bit in float16: what is between them is rounded as it is stored."""
+    values = {"x": (2, 3, 5, 16), "w": (24, 1, 1, 16), "b": (24,), "a": (2, 3, 5, 24), "w2": (8, 1, 1, 24), "b2": (8,)}
+    arrays = {name: rng.standard_normal(shape).astype(np.float32 if name in ("b", "b2") else np.float16)
+              for name, shape in values.items()}
+    attrs = {"kernel": (1, 1), "layout": "NHWC", "dtype": "float16"}
+    first = Node("Conv1x1AddRelu", "first", tuple(map(Ref, ("x", "w", "b", "a"))), {**attrs, "num_filter": 24})
+    second = Node("Conv1x1Relu", "second", (Ref("first"), Ref("w2"), Ref("b2")), {**attrs, "num_filter": 8})
+    variables = [Node("null", name) for name in values]
+    graph = Graph([*variables, first, second], [Ref("first"), Ref("second")])
+    paired = conv1x1_pair(graph, last_way)
+    assert paired.operators() == {"Conv1x1Pair": 1} and paired.outputs == (Ref("first"), Ref("first", 1))
+    (pair,) = (node for node in paired if not node.is_variable)
+    y, z = evaluate(pair, [arrays[ref.node] for ref in pair.inputs])
+    (wanted,) = evaluate(first, [arrays[name] for name in ("x", "w", "b", "a")])
+    wanted = wanted.astype(np.float16)
+    assert np.array_equal(y, wanted)
+    assert np.array_equal(z, evaluate(second, [wanted, arrays["w2"], arrays["b2"]])[0])
 
 
 def test_random_networks(rng):

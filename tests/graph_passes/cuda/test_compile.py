@@ -19,8 +19,8 @@ from graph_passes.passes.quantised_way import TILES
 RULES = ["Sgd<false>", "Sgd<true>", "Lars<false>", "Lars<true>", "AdamW", "Lamb", "Lion"]  # of optimizer.cu
 
 # Of wgmma: for Hopper alone, in 16-bit types.
-WARPGROUPS = ("conv1x1_forward.cu", "dgrad_reduce.cu", "norm_backward.cu", "stem_forward.cu", "stem_pool.cu",
-              "stem_weights.cu")
+WARPGROUPS = ("conv1x1_forward.cu", "conv1x1_pair.cu", "dgrad_reduce.cu", "norm_backward.cu", "stem_forward.cu",
+              "stem_pool.cu", "stem_weights.cu")
 
 # Template arguments behind the dtype that the executor asks for.
 FLAGS = {
@@ -28,6 +28,7 @@ FLAGS = {
                      "64, true, true, true", "256, false, false, true"],
     "conv1x1_forward": ["64, true, true, false", "128, false, true, false", "256, false, false, false",
                         "64, false, false, true", "256, false, false, true", "256, true, true, false"],
+    "conv1x1_pair": ["64", "128"],
     "norm_backward": ["64, true, false, false", "128, true, true, false", "256, false, true, false",
                       "256, false, false, true"],
     "batch_norm_apply": ["false, false, false", "false, true, false", "true, true, false", "true, true, true"],

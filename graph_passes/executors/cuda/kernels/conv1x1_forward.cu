@@ -1,62 +1,7 @@
 // The forward pass of a 1x1 convolution, with what follows it: bias, sum and ReLU in inference, the sums of BatchNorm in
-// training.
-//
-// As conv1x1.cuh has it, with C and K exchanged: y[row, k] = sum over c of x[row, c] * w[k, c]. These layers are bound by
-// memory, and so is this kernel laid out. A block keeps the weights of COLUMNS outputs in shared memory. Two teams of four
-// multiplying warps, each with a warp that starts the copies of what they read, walk over tiles of 64 rows, independent of
-// each other: the products of one overlap with what the other does with its own. A warp has 16 rows, and from the products on
-// it is on its own: it adds what is to be added, 64 columns at a time, in shared memory, whence the copy engine takes them.
-#include "copy_engine.cuh"
+// training. conv1x1_forward.cuh says how it works.
+#include "conv1x1_forward.cuh"
 #include "moments.cuh"
-#include "warpgroup.cuh"
-
-constexpr int TEAMS = 2, TEAM_WARPS = 4, MULTIPLYING = TEAMS * TEAM_WARPS, THREADS = (MULTIPLYING + TEAMS) * WARP;
-constexpr int WARP_ROWS = 16, ROWS = TEAM_WARPS * WARP_ROWS;  // of a tile
-constexpr int CHUNK = 64;                                     // channels of a tile of warpgroup.cuh: 128 bytes
-constexpr int CHUNK_VECTORS = CHUNK / VEC, TILE_VECTORS = ROWS * CHUNK_VECTORS, RESULT_VECTORS = WARP_ROWS * CHUNK_VECTORS;
-constexpr int VECTOR_BYTES = 16;
-constexpr int MAX_COLUMNS = 256, MAX_STAGES = 12, MAX_RESULTS = 8;
-
-// At the start of shared memory. Behind it, in vectors: the weights, (chunks, COLUMNS * 8); `stages` tiles of each team's x;
-// `results` parts of each multiplying warp's y.
-struct alignas(1024) Control {
-    float bias[MAX_COLUMNS];
-    uint64 weights, full[TEAMS][MAX_STAGES], empty[TEAMS][MAX_STAGES], addend[MULTIPLYING][MAX_RESULTS];
-};
-
-// Of a tile: how many rows it has, at most ROWS, and from one to the next the steps in rows and lines, of x and of y.
-struct Walk { int rows, x_row, x_line, y_row, y_line; };
-
-// --- 16 rows of 64 channels in shared memory, and two 8-column products of a warp ---
-
-// Where this thread's row of the four 8x8 matrices of 16 columns, the `pair`-th such, lies in a result.
-__device__ inline int matrix_row(int lane, int pair) { return swizzled(lane % 16, pair * 2 + lane / 16); }
-
-__device__ inline void load_pair(uint32 (&m)[4], const uint4 *at) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(address_of(at)) : "memory");
-}
-__device__ inline void store_pair(uint4 *at, const uint32 (&m)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};"
-                 :: "r"(address_of(at)), "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3]) : "memory");
-}
-
-template <class T> __device__ inline float2 unpack_two(uint32 bits) {
-    const T *two = reinterpret_cast<const T *>(&bits);
-    return make_float2(to_float(two[0]), to_float(two[1]));
-}
-template <class T> __device__ inline uint32 pack_two(float first, float second) {
-    uint32 bits;
-    from_floats(first, second, reinterpret_cast<T *>(&bits));
-    return bits;
-}
-
-__device__ inline float relu(float v) {
-    asm("max.NaN.f32 %0, %0, 0f00000000;" : "+f"(v));  // NaN stays
-    return v;
-}
-
-// --- the kernel ---
 
 // y = x * w + bias (+ addend), then ReLU with RELU; a null `bias` is none. With SUMS, `sums` are those of y per column about
 // its mean, in a fixed order. The maps are of these matrices: of x by tiles of `walk.rows` rows and 64 columns, of w by tiles
@@ -81,25 +26,14 @@ conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
     const bool multiplies = warp < MULTIPLYING;
     const int team = multiplies ? warp / TEAM_WARPS : warp - MULTIPLYING;
     const int first_column = blockIdx.x * COLUMNS;
-    const uint32 tiles = (rows + walk.rows - 1) / walk.rows, first_tile = blockIdx.y * TEAMS + team, step = gridDim.y * TEAMS;
+    const Share share{blockIdx.y * TEAMS + team, (rows + walk.rows - 1) / walk.rows, gridDim.y * TEAMS};
 
     for (int n = threadIdx.x; n < COLUMNS; n += THREADS)
         control.bias[n] = bias && first_column + n < columns ? bias[first_column + n] : 0;
-    if (threadIdx.x == 0) {
-        init_barrier(control.weights, 1);
-        for (int t = 0; t < TEAMS; ++t)
-            for (int s = 0; s < stages; ++s) {
-                init_barrier(control.full[t][s], 1);
-                init_barrier(control.empty[t][s], TEAM_WARPS);
-            }
-        if (ADD)
-            for (int i = 0; i < MULTIPLYING; ++i)
-                for (int r = 0; r < results; ++r) init_barrier(control.addend[i][r], 1);
-        show_barriers();
-    }
+    if (threadIdx.x == 0) init_barriers(control, stages, ADD ? results : 0);
     __syncthreads();
 
-    uint4 *const own_tiles = tiles_of_x + team * stages * TILE_VECTORS;
+    const Stages own{tiles_of_x + team * stages * TILE_VECTORS, control.full[team], control.empty[team], chunks, stages};
     float near[PARTS][2] = {}, of_column[PARTS][2][2] = {};  // of the two columns of each part that a thread sums up
     uint32 counted = 0;                                 // rows
     if (!multiplies) {
@@ -107,65 +41,24 @@ conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
             if (team == 0) {
                 fetch_map(y);
                 arrive_expecting(control.weights, chunks * COLUMNS * CHUNK_VECTORS * VECTOR_BYTES);
-                for (int c = 0; c < chunks; ++c)
-                    load_tile(weights + c * COLUMNS * CHUNK_VECTORS, w, c * CHUNK, first_column, 0, control.weights);
+                load_weights<COLUMNS>(weights, w, chunks, first_column, control.weights);
             }
-            Turn turn;
-            for (uint32 tile = first_tile; tile < tiles; tile += step)
-                for (int c = 0; c < chunks; ++c, turn.next(stages)) {
-                    wait_for_phase(control.empty[team][turn.place], turn.parity ^ 1);  // at once in the first turn
-                    uint64 &full = control.full[team][turn.place];
-                    arrive_expecting(full, walk.rows * CHUNK_VECTORS * VECTOR_BYTES);
-                    load_tile(own_tiles + turn.place * TILE_VECTORS, x, c * CHUNK, tile * walk.x_row, tile * walk.x_line,
-                              full);
-                }
+            load_tiles(own, x, share, walk);
         }
     } else {
         uint4 *const own_results = all_results + warp * results * RESULT_VECTORS;
         const int own_row = warp % TEAM_WARPS * WARP_ROWS;
 
-        // What is added is on its way into all of the results but the one that is worked on.
-        uint32 ahead_tile = first_tile;
-        int ahead_part = 0;
-        const auto load_addend = [&](int place) {
-            if (ahead_tile >= tiles) return;
-            uint64 &there = control.addend[warp][place];
-            arrive_expecting(there, RESULT_VECTORS * VECTOR_BYTES);
-            load_tile(own_results + place * RESULT_VECTORS, addend, first_column + ahead_part * CHUNK,
-                      ahead_tile * walk.y_row + own_row, ahead_tile * walk.y_line, there);
-            if (++ahead_part == PARTS) {
-                ahead_part = 0;
-                ahead_tile += step;
-            }
-        };
+        Addends addends{addend, walk, control.addend[warp], own_results, share, first_column, own_row, PARTS};
         if (ADD && lane == 0)
-            for (int place = 0; place < results; ++place) load_addend(place);
+            for (int place = 0; place < results; ++place) addends.load(place);
 
         Turn turn, result;
         wait_for_phase(control.weights, 0);
-        for (uint32 tile = first_tile; tile < tiles; tile += step) {
+        for (uint32 tile = share.first; tile < share.end; tile += share.step) {
             float products[COLUMNS / 8][4];
-#pragma unroll
-            for (int j = 0; j < COLUMNS / 8; ++j) {
-                const float2 b = *reinterpret_cast<const float2 *>(&control.bias[j * 8 + lane % 4 * 2]);
-                products[j][0] = products[j][2] = b.x;
-                products[j][1] = products[j][3] = b.y;
-            }
-            int before = 0;  // the place of the chunk before
-            for (int c = 0; c < chunks; ++c, turn.next(stages)) {
-                wait_for_phase(control.full[team][turn.place], turn.parity);
-                const uint4 *a = own_tiles + turn.place * TILE_VECTORS, *b = weights + c * COLUMNS * CHUNK_VECTORS;
-                open_products();
-#pragma unroll
-                for (int s = 0; s < CHUNK / 16; ++s) multiply_rows(products, matrix(a + s * 2), matrix(b + s * 2), T{});
-                close_products();
-                wait_for_products_before_last();
-                if (c > 0 && lane == 0) arrive(control.empty[team][before]);
-                before = turn.place;
-            }
-            wait_for_products();
-            hold_products(products);
-            if (lane == 0) arrive(control.empty[team][before]);
+            begin_with(products, control.bias, lane);
+            multiply_tile<T>(products, weights, own, turn, lane);
 
             const int rows_here = max(0, min(WARP_ROWS, min(walk.rows, int(rows - tile * walk.rows)) - own_row));
 #pragma unroll
@@ -179,29 +72,17 @@ conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
                 }
 #pragma unroll
                 for (int pair = 0; pair < CHUNK / 16; ++pair) {
-                    const float(&left)[4] = products[p * 8 + pair * 2], (&right)[4] = products[p * 8 + pair * 2 + 1];
-                    float v[8] = {left[0], left[1], left[2], left[3], right[0], right[1], right[2], right[3]};
-                    uint4 *const at = part + matrix_row(lane, pair);
                     uint32 m[4];
-                    if (ADD) load_pair(m, at);
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        if (ADD) {
-                            const float2 more = unpack_two<T>(m[i]);
-                            v[2 * i] += more.x;
-                            v[2 * i + 1] += more.y;
-                        }
-                        m[i] = RELU ? pack_two<T>(relu(v[2 * i]), relu(v[2 * i + 1])) : pack_two<T>(v[2 * i], v[2 * i + 1]);
-                    }
-                    store_pair(at, m);
+                    finish<T, ADD, RELU>(products[p * 8 + pair * 2], products[p * 8 + pair * 2 + 1],
+                                         part + matrix_row(lane, pair), m);
                 }
                 show_to_copies();
                 __syncwarp();
                 if (lane == 0) {
                     store_tile(y, first_column + p * CHUNK, tile * walk.y_row + own_row, tile * walk.y_line, part);
-                    if (ADD && (p > 0 || tile != first_tile)) {
+                    if (ADD && (p > 0 || tile != share.first)) {
                         wait_for_stores<1>();
-                        load_addend(result.place == 0 ? results - 1 : result.place - 1);
+                        addends.load(result.place == 0 ? results - 1 : result.place - 1);
                     }
                 }
                 if (SUMS) {

@@ -19,6 +19,7 @@ from graph_passes.executors.cuda.lowering import (
     batch_norm_pool,
     conv1x1_backward,
     conv1x1_forward,
+    conv1x1_pair,
     convolution,
     dropout,
     elementwise,
@@ -41,7 +42,7 @@ from graph_passes.passes import output_names, tensor_dtypes
 __all__ = ["LoweredGraph", "Persistent", "bound_buffers", "check_operators", "lower", "lower_nodes"]
 
 _FAMILIES = (convolution, batch_norm, elementwise, dropout, pooling, softmax, batch_norm_pair, batch_norm_pool, stem,
-             conv1x1_forward, conv1x1_backward, quantised, rnn, embedding)
+             conv1x1_forward, conv1x1_pair, conv1x1_backward, quantised, rnn, embedding)
 RULES: Mapping[str, Rule] = {op: rule for family in _FAMILIES for op, rule in family.RULES.items()}
 
 

@@ -1,0 +1,168 @@
+// Forward passes of 1x1 convolutions by Hopper's instructions: what conv1x1_forward.cu and conv1x1_pair.cu share.
+//
+// As conv1x1.cuh has it, with C and K exchanged: y[row, k] = sum over c of x[row, c] * w[k, c]. These layers are bound by
+// memory, and so are the kernels laid out. A block keeps the weights of COLUMNS outputs in shared memory. Two teams of four
+// multiplying warps, each with a warp that starts the copies of what they read, walk over tiles of 64 rows, independent of
+// each other: the products of one overlap with what the other does with its own. A warp has 16 rows, and from the products on
+// it is on its own: it adds what is to be added, 64 columns at a time, in shared memory, whence the copy engine takes them.
+#pragma once
+#include "copy_engine.cuh"
+#include "warpgroup.cuh"
+
+constexpr int TEAMS = 2, TEAM_WARPS = 4, MULTIPLYING = TEAMS * TEAM_WARPS, THREADS = (MULTIPLYING + TEAMS) * WARP;
+constexpr int WARP_ROWS = 16, ROWS = TEAM_WARPS * WARP_ROWS;  // of a tile
+constexpr int CHUNK = 64;                                     // channels of a tile of warpgroup.cuh: 128 bytes
+constexpr int CHUNK_VECTORS = CHUNK / VEC, TILE_VECTORS = ROWS * CHUNK_VECTORS, RESULT_VECTORS = WARP_ROWS * CHUNK_VECTORS;
+constexpr int VECTOR_BYTES = 16;
+constexpr int MAX_COLUMNS = 256, MAX_STAGES = 12, MAX_RESULTS = 8;
+
+// At the start of shared memory. Behind it, in vectors: the weights, (chunks, COLUMNS * 8); `stages` tiles of each team's x;
+// `results` parts of each multiplying warp's y.
+struct alignas(1024) Control {
+    float bias[MAX_COLUMNS];
+    uint64 weights, full[TEAMS][MAX_STAGES], empty[TEAMS][MAX_STAGES], addend[MULTIPLYING][MAX_RESULTS];
+};
+
+// Of a tile: how many rows it has, at most ROWS, and from one to the next the steps in rows and lines, of x and of y.
+struct Walk { int rows, x_row, x_line, y_row, y_line; };
+
+// --- 16 rows of 64 channels in shared memory, and two 8-column products of a warp ---
+
+// Where this thread's row of the four 8x8 matrices of 16 columns, the `pair`-th such, lies in a result.
+__device__ inline int matrix_row(int lane, int pair) { return swizzled(lane % 16, pair * 2 + lane / 16); }
+
+__device__ inline void load_pair(uint32 (&m)[4], const uint4 *at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(address_of(at)) : "memory");
+}
+__device__ inline void store_pair(uint4 *at, const uint32 (&m)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};"
+                 :: "r"(address_of(at)), "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3]) : "memory");
+}
+
+template <class T> __device__ inline float2 unpack_two(uint32 bits) {
+    const T *two = reinterpret_cast<const T *>(&bits);
+    return make_float2(to_float(two[0]), to_float(two[1]));
+}
+template <class T> __device__ inline uint32 pack_two(float first, float second) {
+    uint32 bits;
+    from_floats(first, second, reinterpret_cast<T *>(&bits));
+    return bits;
+}
+
+__device__ inline float relu(float v) {
+    asm("max.NaN.f32 %0, %0, 0f00000000;" : "+f"(v));  // NaN stays
+    return v;
+}
+
+// --- the tiles of a team ---
+
+// Every `step`-th of the tiles, from `first` on.
+struct Share { uint32 first, end, step; };
+
+// Where a team's tiles of x lie, 64 channels each, in places that are used in turn.
+struct Stages { uint4 *tiles; uint64 *full, *empty; int chunks, number; };
+
+__device__ inline void init_barriers(Control &control, int stages, int results_added) {
+    init_barrier(control.weights, 1);
+    for (int t = 0; t < TEAMS; ++t)
+        for (int s = 0; s < stages; ++s) {
+            init_barrier(control.full[t][s], 1);
+            init_barrier(control.empty[t][s], TEAM_WARPS);
+        }
+    for (int i = 0; i < MULTIPLYING; ++i)
+        for (int r = 0; r < results_added; ++r) init_barrier(control.addend[i][r], 1);
+    show_barriers();
+}
+
+// For one thread: starts the copies of `chunks` tiles of weights, (COLUMNS, 64) each.
+template <int COLUMNS>
+__device__ inline void load_weights(uint4 *to, const TensorMap &w, int chunks, int first_column, uint64 &barrier) {
+    for (int c = 0; c < chunks; ++c) load_tile(to + c * COLUMNS * CHUNK_VECTORS, w, c * CHUNK, first_column, 0, barrier);
+}
+
+// For one thread: starts the copies of the team's tiles of x, as places for them become free.
+__device__ inline void load_tiles(const Stages &stages, const TensorMap &x, const Share &share, const Walk &walk) {
+    Turn turn;
+    for (uint32 tile = share.first; tile < share.end; tile += share.step)
+        for (int c = 0; c < stages.chunks; ++c, turn.next(stages.number)) {
+            wait_for_phase(stages.empty[turn.place], turn.parity ^ 1);  // at once in the first turn
+            uint64 &full = stages.full[turn.place];
+            arrive_expecting(full, walk.rows * CHUNK_VECTORS * VECTOR_BYTES);
+            load_tile(stages.tiles + turn.place * TILE_VECTORS, x, c * CHUNK, tile * walk.x_row, tile * walk.x_line, full);
+        }
+}
+
+// What a warp adds to its part of each tile: it is on its way into all of the results but the one that is worked on.
+struct Addends {
+    const TensorMap &map;
+    const Walk &walk;
+    uint64 *arrived;
+    uint4 *results;
+    Share share;
+    int first_column, own_row, parts, part = 0;
+
+    // For one thread: starts the copy of the next part.
+    __device__ void load(int place) {
+        if (share.first >= share.end) return;
+        uint64 &there = arrived[place];
+        arrive_expecting(there, RESULT_VECTORS * VECTOR_BYTES);
+        load_tile(results + place * RESULT_VECTORS, map, first_column + part * CHUNK, share.first * walk.y_row + own_row,
+                  share.first * walk.y_line, there);
+        if (++part == parts) {
+            part = 0;
+            share.first += share.step;
+        }
+    }
+};
+
+// --- what a warp does with a tile ---
+
+// The bias, to which the products are added.
+template <int N> __device__ inline void begin_with(float (&products)[N][4], const float *bias, int lane) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+        const float2 b = *reinterpret_cast<const float2 *>(&bias[j * 8 + lane % 4 * 2]);
+        products[j][0] = products[j][2] = b.x;
+        products[j][1] = products[j][3] = b.y;
+    }
+}
+
+// products += x * w for the next tile of x.
+template <class T, int N>
+__device__ inline void multiply_tile(float (&products)[N][4], const uint4 *weights, const Stages &stages, Turn &turn,
+                                     int lane) {
+    int before = 0;  // the place of the chunk before
+    for (int c = 0; c < stages.chunks; ++c, turn.next(stages.number)) {
+        wait_for_phase(stages.full[turn.place], turn.parity);
+        const uint4 *a = stages.tiles + turn.place * TILE_VECTORS, *b = weights + c * N * 8 * CHUNK_VECTORS;
+        open_products();
+#pragma unroll
+        for (int s = 0; s < CHUNK / 16; ++s) multiply_rows(products, matrix(a + s * 2), matrix(b + s * 2), T{});
+        close_products();
+        wait_for_products_before_last();
+        if (c > 0 && lane == 0) arrive(stages.empty[before]);
+        before = turn.place;
+    }
+    wait_for_products();
+    hold_products(products);
+    if (lane == 0) arrive(stages.empty[before]);
+}
+
+// 16 columns, which are two 8-column products: adds what lies there, applies ReLU, and leaves them there, rounded. `m` has
+// them as the first operand of the next product.
+template <class T, bool ADD, bool RELU>
+__device__ inline void finish(const float (&left)[4], const float (&right)[4], uint4 *at, uint32 (&m)[4]) {
+    float v[8] = {left[0], left[1], left[2], left[3], right[0], right[1], right[2], right[3]};
+    if (ADD) load_pair(m, at);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        if (ADD) {
+            const float2 more = unpack_two<T>(m[i]);
+            v[2 * i] += more.x;
+            v[2 * i + 1] += more.y;
+        }
+        m[i] = RELU ? pack_two<T>(relu(v[2 * i]), relu(v[2 * i + 1])) : pack_two<T>(v[2 * i], v[2 * i + 1]);
+    }
+    store_pair(at, m);
+}
