@@ -68,7 +68,7 @@ class Signals:
         self.stop: int = 0  # number of the signal that asked for it first
         self.save = False
         heard = {*INSISTENT, signal.SIGUSR1}
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        if _hears_hangup():
             heard.add(signal.SIGHUP)
         if alone:
             heard.add(signal.SIGPIPE)
@@ -96,6 +96,28 @@ def interrupt(number: int, frame: FrameType | None) -> None:
     """Handler: end like after Ctrl-C. The next Ctrl-C, in the middle of that, ends the process without a trace."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def stopping(sentence: str) -> Iterator[None]:
+    """SIGTERM and SIGHUP end what is inside as Ctrl-C does, so that it can clean up. Raises StoppedBySignal then."""
+    received: list[int] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        interrupt(number, frame)
+
+    heard = [signal.SIGTERM, *[signal.SIGHUP] * _hears_hangup()]
+    try:
+        with handled(dict.fromkeys(heard, stop)):
+            yield
+    except KeyboardInterrupt:
+        raise StoppedBySignal(received[0] if received else signal.SIGINT, sentence) from None
+
+
+def _hears_hangup() -> bool:
+    """Not where the process was started to ignore it (nohup)."""
+    return signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
 
 
 # --- the guard ---
