@@ -27,7 +27,7 @@ _SENTENCE_WORDS = 12  # of a line, in the mean
 def read_words(path: Path) -> list[str]:
     """The words of a text file, with END behind each line that has some. Raises DataError."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark, which is no word
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8"
         raise DataError(f"cannot read the text {path} ({reason}): give a text file") from None

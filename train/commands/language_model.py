@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from common.command_line import part_of
 from graph_passes.executors import create_executor
 from pipelines import LoaderConfig
-from pipelines.text import TextLoader, generated_words, numbered, read_words, vocabulary
+from pipelines.text import UNKNOWN, TextLoader, generated_words, numbered, read_words, vocabulary
 from train.commands.options import GENERATED, LanguageModelOptions
 from train.commands.session import open_recorder, prepare, run_folder_of
 from train.config import REFERENCE_BATCH, Config
@@ -22,6 +25,7 @@ from train.reporting.recorder import Recorder
 
 GENERATED_WORDS, GENERATED_DIFFERENT = 200_000, 200
 VALIDATION_SHARE = 0.1  # of the text, its end
+MAX_EXPONENT = math.log(sys.float_info.max)
 
 
 def main(values: Mapping[str, Any]) -> None:
@@ -55,6 +59,10 @@ def main(values: Mapping[str, Any]) -> None:
     with open_recorder(trainer, config.epochs) as recorder:
         recorder.say(f"{len(words):,} words, {len(known):,} in the vocabulary; {loaders[0].num_images:,} are learned "
                      f"in an epoch, {loaders[1].num_images:,} are for validation")
+        unknown = float(np.mean(tokens[end:] == 0))  # a network that always says <unk> is right with these
+        if unknown:
+            recorder.say(f"{unknown:.1%} of the words for validation are not in the vocabulary: perplexity counts them "
+                         f"as one word, {UNKNOWN}")
         trainer.run(recorder)
     print(*perplexities(recorder), sep="\n", flush=True)
 
@@ -73,5 +81,10 @@ def configuration(options: LanguageModelOptions) -> Config:
 
 def perplexities(recorder: Recorder) -> list[str]:
     """A line for each epoch: exp of the mean loss of a word."""
-    return [f"epoch {row.epoch}: perplexity {math.exp(row.train_loss):.2f}, in validation {math.exp(row.val_loss):.2f}"
+    return [f"epoch {row.epoch}: perplexity {_exp(row.train_loss):.2f}, in validation {_exp(row.val_loss):.2f}"
             for row in recorder.record.epochs if row.train_loss is not None and row.val_loss is not None]
+
+
+def _exp(loss: float) -> float:
+    """Infinite where a float has no room for it."""
+    return math.exp(loss) if loss < MAX_EXPONENT else math.inf

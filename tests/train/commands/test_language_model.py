@@ -14,6 +14,7 @@ from graph_passes import Ref
 from graph_passes.executors.reference import backward, forward, run
 from graph_passes.passes import fused_way
 from graph_passes.pipeline import training_step
+from train.commands import language_model
 from train.language_model import LanguageModel
 
 SMALL = ["language-model", "--executor", "reference", "--hidden", "16", "--layers", "1", "--sequences", "16", "--steps",
@@ -34,6 +35,21 @@ def test_it_learns_a_text(run_train: Train, tmp_path: Path) -> None:
     assert len(found) == 2 and found[1] < min(1.3, found[0]), out
     assert "10,500 words, 16 in the vocabulary" in out
     assert (tmp_path / "run" / "checkpoints").is_dir()
+
+
+def test_words_that_are_not_in_the_vocabulary_are_told(run_train: Train, tmp_path: Path) -> None:
+    """In the last tenth one word is known. The mark that some
+    editors begin a file with is no word."""
+    text = tmp_path / "text.txt"
+    text.write_text("\ufeff" + "a b " * 1800 + " ".join(f"w{number}" for number in range(398)) + " a")
+    code, out, err = run_train(*SMALL, "--output", tmp_path / "run", "--text", text, "--epochs", "1")
+    assert code == 0, err
+    assert "4,000 words, 8 in the vocabulary" in out
+    assert "99.8% of the words for validation are not in the vocabulary: perplexity counts them as one word" in out
+
+
+def test_perplexity_without_end() -> None:
+    assert language_model._exp(1.0) == pytest.approx(np.e) and language_model._exp(1e6) == np.inf
 
 
 @pytest.mark.parametrize("options, message", [
