@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal
 import train.configs
 from common.command_line import given, given_value, nearest, option_name, part_of
 from graph_passes import optimizers
+from graph_passes.passes.freeze import BACKBONE
 from pipelines import transform
 from pipelines.transform import Augmentation, CentreCrop, ImageTransform, Normalisation, SizeLimit
 from train import models
@@ -28,6 +29,7 @@ from train.errors import TrainError
 DEFAULT_PRESET = "cpu_sample"
 CONFIG_FILE = "config.json"  # in a run's folder: its configuration
 LIST_PRESETS = "?"  # value of `config` that asks which presets there are
+LANGUAGE_MODEL = "language_model"  # what `config` is in a run of `language-model`
 SAMPLES = "samples"  # value of `data` that stands for the built-in sample set
 SYNTHETIC = "synthetic"  # value of `data` for generated images
 REFERENCE_BATCH = 256  # images; learning rates are given for this global batch, as in Goyal et al. (arXiv:1706.02677)
@@ -591,4 +593,11 @@ def configure(values: Mapping[str, Any], default: Config) -> Config:
         missing = " and ".join(option_name(name) for name in ("mixup", "cutmix") if not getattr(config, name))
         raise TrainError(f"--cutmix-share {config.cutmix_share:g} is for runs with both mixup and CutMix: leave it "
                          f"out, or give {missing}")
+    for name in ("patience", "target_accuracy"):
+        if values.get(name) and not config.validate_every:
+            raise TrainError(f"{option_name(name)} {values[name]:g} needs the accuracy in validation, and "
+                             "--validate-every 0 has none: leave out one of them")
+    if "backbone_lr_factor" in values and config.freeze == BACKBONE:
+        raise TrainError(f"--backbone-lr-factor {config.backbone_lr_factor:g} has no effect with --freeze {BACKBONE}, "
+                         "which leaves nothing of it to train: leave out one of them")
     return config
