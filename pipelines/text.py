@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -107,6 +108,9 @@ class TextLoader(Loader):
         length = len(tokens) // lines
         own = slice(shard[0] * self._sequences, (shard[0] + 1) * self._sequences)
         self._tokens = tokens[: lines * length].reshape(lines, length)[own]
+
+    def _identity(self) -> dict[str, Any]:
+        return super()._identity() | {"steps": self.steps}
 
     def _load(self) -> Batch:
         offset = 0

@@ -34,7 +34,7 @@ import numpy as np
 from common.files import replacing, way_out
 from pipelines.sources import Classes
 from train import models
-from train.config import Config
+from train.config import LANGUAGE_MODEL, Config
 from train.errors import TrainError
 from train.models.network import Shapes, value_shapes
 
@@ -158,6 +158,9 @@ def load(path: Path) -> Checkpoint:
 def load_checked(path: Path) -> Checkpoint:
     """`load`, where the arrays must also be those of the network, and finite. Raises TrainError."""
     checkpoint = load(path)
+    if checkpoint.config.config == LANGUAGE_MODEL:
+        raise TrainError(f"{path} is of a language model, and not of a network for images: give another one, or go on "
+                         "with that one by python -m train language-model --resume")
     try:
         network = models.create(checkpoint.config.model, checkpoint.num_classes)
     except KeyError as error:
