@@ -20,7 +20,6 @@ from typing import Annotated, Any, Literal
 import train.configs
 from common.command_line import given, given_value, nearest, option_name, part_of
 from graph_passes import optimizers
-from graph_passes.passes.freeze import BACKBONE
 from pipelines import transform
 from pipelines.transform import Augmentation, CentreCrop, ImageTransform, Normalisation, SizeLimit
 from train import models
@@ -597,7 +596,4 @@ def configure(values: Mapping[str, Any], default: Config) -> Config:
         if values.get(name) and not config.validate_every:
             raise TrainError(f"{option_name(name)} {values[name]:g} needs the accuracy in validation, and "
                              "--validate-every 0 has none: leave out one of them")
-    if "backbone_lr_factor" in values and config.freeze == BACKBONE:
-        raise TrainError(f"--backbone-lr-factor {config.backbone_lr_factor:g} has no effect with --freeze {BACKBONE}, "
-                         "which leaves nothing of it to train: leave out one of them")
     return config

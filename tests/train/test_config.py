@@ -160,7 +160,6 @@ MISTAKES = {
                                      "--mixup",
     "--patience 3 --validate-every 0": "--patience 3 needs the accuracy in validation, and --validate-every 0 has none",
     "--target-accuracy 0.9 --validate-every 0": "--target-accuracy 0.9 needs the accuracy in validation, and",
-    "--freeze backbone --backbone-lr-factor 0.1": "--backbone-lr-factor 0.1 has no effect with --freeze backbone",
     "--data=": "--data is followed by an empty value: give one, or leave it out",
     "--lr 0.1": "there is no option --lr; did you mean --learning-rate?",
     "--config": "--config needs a value",
