@@ -15,6 +15,7 @@ from typing import Any
 
 from common import environment
 from common.command_line import option_name, part_of
+from pipelines.sources import locate
 from train import devices
 from train.commands.options import GpuReportOptions
 from train.config import Config
@@ -41,6 +42,8 @@ def main(values: Mapping[str, Any]) -> None:
         if name in values and "cost" not in wanted.sections:
             raise TrainError(f"{option_name(name)} is for the section cost, which is not measured: leave it out, or "
                              "add cost to --sections")
+    if wanted.data:
+        locate(wanted.data, "train")  # before what takes minutes
     placement = devices.choose(Config(device=wanted.device), local_rank=0)
     if placement.note:
         print(placement.note, flush=True)

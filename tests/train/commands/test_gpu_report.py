@@ -307,6 +307,8 @@ def test_files_that_cannot_be_compared(run_train, files, name, sentence, tmp_pat
     (("--price-per-hour", "-1"), "--price-per-hour -1.0 must be 0 or more"),
     (("--compare", "a.json"), "--compare a.json: that is one report: give two or more"),
     (("--compare", "a.json", "b.json", "--minutes", "3"), "--minutes has no effect on --compare"),
+    (("--data", "/nowhere"), "data path /nowhere does not exist; give "),
+    (("--data", "synthetic"), "data path 'synthetic' is not a place with image files"),
     (("--sections", "kernels", "--data", "x"), "--data is for the section cost, which is not measured: leave it out"),
 ])
 def test_mistakes(run_train, options, sentence, tmp_path, monkeypatch):
