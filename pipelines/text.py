@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +28,7 @@ _SENTENCE_WORDS = 12  # of a line, in the mean
 def read_words(path: Path) -> list[str]:
     """The words of a text file, with END behind each line that has some. Raises DataError."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark, which is no word
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8"
         raise DataError(f"cannot read the text {path} ({reason}): give a text file") from None
@@ -107,6 +108,9 @@ class TextLoader(Loader):
         length = len(tokens) // lines
         own = slice(shard[0] * self._sequences, (shard[0] + 1) * self._sequences)
         self._tokens = tokens[: lines * length].reshape(lines, length)[own]
+
+    def _identity(self) -> dict[str, Any]:
+        return super()._identity() | {"steps": self.steps}
 
     def _load(self) -> Batch:
         offset = 0

@@ -54,7 +54,7 @@ def test_help(line):
     ("train benchmark --optimizer adam", "there is no optimizer 'adam'; did you mean adamw?"),
     ("train validate --epochs 3", "--epochs is an option of train, compare-precision and language-model, not of "
                                     "validate"),
-    ("train benchmark --resume auto", "--resume is an option of train, not of benchmark"),
+    ("train benchmark --resume auto", "--resume is an option of train and language-model, not of"),
     ("train predict --top x a.jpg", "--top needs a whole number, not 'x'"),
     ("pipelines vrify", "there is no command 'vrify'; did you mean verify?"),
     ("pipelines bench data --device tpu", "--device tpu is not one of cpu, gpu"),

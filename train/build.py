@@ -15,6 +15,7 @@ from graph_passes import Graph, GraphError, passes
 from graph_passes.errors import CapacityError
 from graph_passes.executors import Executor, create_executor
 from graph_passes.executors.cuda.statistics_group import StatisticsGroup
+from graph_passes.passes.freeze import BACKBONE
 from pipelines import DEFAULT_HW_DECODER_LOAD, Loader, LoaderConfig, open_loader
 from pipelines.sources import Classes, splits_of
 from train import models
@@ -195,6 +196,10 @@ def training_graph(config: Config, network: Network, class_weights: Sequence[flo
     except GraphError as error:
         raise TrainError(f"{option}, of {network.name}: {error}", on_all_ranks=True) from None
     if config.backbone_lr_factor != 1:
+        if config.freeze == BACKBONE:
+            raise TrainError(f"--backbone-lr-factor {config.backbone_lr_factor:g} has no effect with --freeze "
+                             f"{BACKBONE}, which leaves nothing of it to train: leave out one of them",
+                             on_all_ranks=True)
         graph = passes.slow_backbone(graph, config.backbone_lr_factor)
     return passes.dropout(graph, config.dropout)
 

@@ -37,6 +37,7 @@ from train import models
 from train.config import Config
 from train.errors import TrainError
 from train.models.network import Shapes, value_shapes
+from train.options.run import LANGUAGE_MODEL
 
 FORMAT = "resnet checkpoint"
 VERSION = 2
@@ -162,6 +163,9 @@ def load(path: Path) -> Checkpoint:
 def load_checked(path: Path) -> Checkpoint:
     """`load`, where the arrays must also be those of the network, and finite. Raises TrainError."""
     checkpoint = load(path)
+    if checkpoint.config.config == LANGUAGE_MODEL:
+        raise TrainError(f"{path} is of a language model, and not of a network for images: give another one, or go on "
+                         "with that one by python -m train language-model --resume")
     try:
         network = models.create(checkpoint.config.model, checkpoint.num_classes)
     except KeyError as error:

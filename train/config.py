@@ -93,6 +93,10 @@ def configure(values: Mapping[str, Any], default: Config) -> Config:
         missing = " and ".join(option_name(name) for name in ("mixup", "cutmix") if not getattr(config, name))
         raise TrainError(f"--cutmix-share {config.cutmix_share:g} is for runs with both mixup and CutMix: leave it "
                          f"out, or give {missing}")
+    for name in ("patience", "target_accuracy"):
+        if values.get(name) and not config.validate_every:
+            raise TrainError(f"{option_name(name)} {values[name]:g} needs the accuracy in validation, and "
+                             "--validate-every 0 has none: leave out one of them")
     return config
 
 

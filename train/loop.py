@@ -97,6 +97,7 @@ class Trainer:
         self.checkpoints = CheckpointFolder(run_folder, config.keep_checkpoints)
         self.progress = Progress()
         self.origin: list[str] = []  # what its initial weights are, where they are trained ones
+        self.go_on = f"{launcher()} --resume {shlex.quote(str(run_folder))}"  # the command that does so
         self.note = ""  # what the user should know about how the run goes on
         self.changes: list[str] = []  # options that it goes on with others of
         self.receive_metrics: Callable[[], Metrics] | None = None  # those asked for at the last log line
@@ -206,12 +207,8 @@ class Trainer:
         """What ends the run once its state is saved."""
         return StoppedBySignal(
             signals.stop or signal.SIGTERM,  # with several processes, another one may have got it
-            f"stopped after step {self.progress.step} with a checkpoint; {self._go_on}",
+            f"stopped after step {self.progress.step} with a checkpoint; go on with: {self.go_on}",
         )
-
-    @property
-    def _go_on(self) -> str:
-        return f"go on with: {launcher()} --resume {shlex.quote(str(self.run_folder))}"
 
     @property
     def schedule_step(self) -> int:
@@ -329,7 +326,7 @@ class Trainer:
             raise
         except UserError:
             self.save(recorder)
-            recorder.say(f"step {self.progress.step} is saved; with that mended {self._go_on}")
+            recorder.say(f"step {self.progress.step} is saved; with that mended go on with: {self.go_on}")
             raise
         if not validation:
             self.save(recorder)

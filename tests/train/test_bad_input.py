@@ -123,7 +123,7 @@ def test_resume_of_a_run_without_checkpoint(fails, tiny_options, tmp_path):
 def test_benchmark_does_not_go_on_with_a_run(fails, trained):
     before = (trained / "metrics.jsonl").read_bytes()
     sentence = fails("benchmark", "--output", trained, "--resume", "auto")
-    assert sentence.startswith("error: --resume is an option of train, not of benchmark (see")
+    assert sentence.startswith("error: --resume is an option of train and language-model, not of benchmark (see")
     assert (trained / "metrics.jsonl").read_bytes() == before
 
 

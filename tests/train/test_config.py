@@ -162,6 +162,8 @@ MISTAKES = {
     "--class-weights 0.5 --balance 1": "--balance 1 and --class-weights 0.5 would both raise what rare classes",
     "--cutmix 1 --cutmix-share 0.5": "--cutmix-share 0.5 is for runs with both mixup and CutMix: leave it out, or give "
                                      "--mixup",
+    "--patience 3 --validate-every 0": "--patience 3 needs the accuracy in validation, and --validate-every 0 has none",
+    "--target-accuracy 0.9 --validate-every 0": "--target-accuracy 0.9 needs the accuracy in validation, and",
     "--data=": "--data is followed by an empty value: give one, or leave it out",
     "--lr 0.1": "there is no option --lr; did you mean --learning-rate?",
     "--config": "--config needs a value",

@@ -63,6 +63,13 @@ def test_other_layers_cannot_be_frozen_by_going_on(run_train, tiny_options, tmp_
     assert last_of(folder).progress.step == 1
 
 
+def test_factor_of_a_backbone_that_is_frozen(run_train, tiny_options, tmp_path):
+    code, _, err = run_train("--output", tmp_path / "run", *tiny_options, "--freeze", "backbone",
+                             "--backbone-lr-factor", "0.1")
+    assert code == 2 and "--backbone-lr-factor 0.1 has no effect with --freeze backbone" in err
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("name, words", [
     ("stage7", "no layer with parameters has a name that begins with 'stage7': there are stem, stage1"),
     ("classifier", "nothing would be left to train: freeze backbone, or a part of it")])

@@ -15,6 +15,7 @@ from typing import Any
 
 from common import environment
 from common.command_line import option_name, part_of
+from pipelines.sources import locate
 from train import devices
 from train.commands.options import GpuReportOptions
 from train.config import Config
@@ -23,6 +24,7 @@ from train.errors import TrainError
 from train.gpu_report.figures import FILE, Report, Section
 from train.gpu_report.section import Bench
 from train.processes.invocation import command_line
+from train.processes.signals import ending_with
 from train.reporting import gpu_comparison, gpu_report
 
 # Each is a module of train/gpu_report; its part of --minutes. Training, which takes most, has what the others leave.
@@ -31,7 +33,7 @@ FOLDER, COMPARISON_FOLDER = Path("runs/gpu_report"), Path("runs/gpu_comparison")
 
 
 def main(values: Mapping[str, Any]) -> None:
-    """Measure and report, or compare, by the options given. Raises UserError."""
+    """Measure and report, or compare, by the options given. Raises UserError and StoppedBySignal."""
     wanted = part_of(GpuReportOptions, values)
     if wanted.compare:
         _compare(wanted, values)
@@ -40,12 +42,16 @@ def main(values: Mapping[str, Any]) -> None:
         if name in values and "cost" not in wanted.sections:
             raise TrainError(f"{option_name(name)} is for the section cost, which is not measured: leave it out, or "
                              "add cost to --sections")
+    if wanted.data:
+        locate(wanted.data, "train")  # before what takes minutes
     placement = devices.choose(Config(device=wanted.device), local_rank=0)
     if placement.note:
         print(placement.note, flush=True)
     folder = Path(wanted.output or FOLDER)
+    cost_again = not {"data", "target_accuracy", "price_per_hour"}.isdisjoint(values)  # of the run that there is
     report = _begun(folder, placement, set(wanted.sections))
-    done = _done(report)
+    report.write(folder / FILE)  # a folder that cannot be written is not to be found out after minutes
+    done = _done(report) - {"cost"} if cost_again else _done(report)
     ends_at = time.monotonic() + 60 * wanted.minutes
     for number, name in enumerate(wanted.sections, start=1):
         if name in done:
@@ -57,11 +63,12 @@ def main(values: Mapping[str, Any]) -> None:
         seconds = left * SECTIONS[name] / ahead  # what the sections before have not needed is shared
         bench = Bench(placement, report.device, folder, seconds, wanted.data, wanted.target_accuracy,
                       wanted.price_per_hour, report.sections.get(name, Section(())))
-        try:
-            section = importlib.import_module(f"train.gpu_report.{name}").measure(bench)
-        except BaseException:  # Ctrl-C too: the next start goes on with what has been found
-            report.with_section(name, replace(bench.found(), complete=False)).write(folder / FILE)
-            raise
+        with ending_with("stopped: repeat the command to go on"):
+            try:
+                section = importlib.import_module(f"train.gpu_report.{name}").measure(bench)
+            except BaseException:  # a signal too: the next start goes on with what has been found
+                report.with_section(name, replace(bench.found(), complete=False)).write(folder / FILE)
+                raise
         print(f"== {name}: {section.seconds:.0f} s", flush=True)
         report = report.with_section(name, section)
         report.write(folder / FILE)

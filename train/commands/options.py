@@ -123,6 +123,8 @@ class LanguageModelOptions:
     before. Its last tenth is for validation."""
     output: Annotated[str, "FOLDER"] = ""
     """Folder of the run; default: runs/language_model-<date>."""
+    resume: Annotated[str, "FOLDER"] = ""
+    """Go on with the run in this folder, from its newest checkpoint; the other options are to be as they were."""
     seed: int = 0
     """Seed of the initial weights, of where sequences begin and of generated text."""
     epochs: int = 5

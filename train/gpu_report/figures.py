@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,7 +96,7 @@ class Report:
             values = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise UserError(f"cannot read the report {path} ({error.strerror}): give the {FILE} of a report") from None
-        except ValueError:
+        except (ValueError, RecursionError):
             raise UserError(f"{path} is not JSON: give the {FILE} of a report") from None
         if not isinstance(values, dict) or values.get("name") != NAME:
             raise UserError(f"{path} is no report on a GPU: give the {FILE} that python -m train gpu-report writes")
@@ -103,13 +104,29 @@ class Report:
             raise UserError(f"{path} is a report of version {values.get('version')}, and this program reads version "
                             f"{VERSION}: make it anew, or compare with the program that wrote it")
         try:
-            sections = {name: Section(tuple(Figure(**figure) for figure in section["figures"]),
+            sections = {name: Section(tuple(map(_checked, section["figures"])),
                                       tuple(section.get("notes", ())), section.get("seconds", 0.0),
                                       section.get("complete", True))
                         for name, section in values["sections"].items()}
-            return cls(values["device"], sections, values.get("about", {}))
-        except (KeyError, TypeError, AttributeError) as error:
+            if not isinstance(values["device"], str):
+                raise TypeError(f"{values['device']!r} is no name of a device")
+            return cls(values["device"], sections, {**values.get("about", {})})
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise UserError(f"{path} is damaged, or was written by hand wrongly ({error}): make it anew") from None
+
+
+def _checked(values: Mapping[str, Any]) -> Figure:
+    """A figure as it is in a file. Raises TypeError or ValueError where it is none, or cannot be compared."""
+    figure = Figure(**values)
+    for words in (figure.what, figure.size, figure.precision, figure.unit, figure.limit, figure.source):
+        if not isinstance(words, str):
+            raise TypeError(f"{words!r} stands where words belong")
+    for number in (figure.value, figure.error or 0.0, *figure.more.values()):
+        if not 0 <= number < math.inf:
+            raise ValueError(f"{figure.what} {figure.size} has a figure of {number}")
+    if figure.value == 0 and figure.unit != "top-1 %":
+        raise ValueError(f"{figure.what} {figure.size} is 0 {figure.unit}")
+    return figure
 
 
 def precisions_of(figures: Iterable[Figure]) -> list[str]:

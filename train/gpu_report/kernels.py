@@ -100,7 +100,10 @@ def totals(figures: Iterable[Figure]) -> Iterator[Figure]:
         if len(passes) == len(PASSES):
             milliseconds = sum(each.value for each in passes)
             flops = sum(each.more["tflops"] * each.value for each in passes)
-            yield Figure(TOTAL, size, precision, milliseconds, "ms", max(each.error or 0.0 for each in passes), "",
+            errors = [each.error for each in passes if each.error is not None]
+            yield Figure(TOTAL, size, precision, milliseconds, "ms",
+                         max(errors) if len(errors) == len(passes) else None,  # of one it is not known
+                         "as one of its passes" if any(each.limit for each in passes) else "",
                          {"tflops": flops / milliseconds})
 
 

@@ -68,7 +68,7 @@ class Signals:
         self.stop: int = 0  # number of the signal that asked for it first
         self.save = False
         heard = {*INSISTENT, signal.SIGUSR1}
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        if _hears_hangup():
             heard.add(signal.SIGHUP)
         if alone:
             heard.add(signal.SIGPIPE)
@@ -100,7 +100,8 @@ def interrupt(number: int, frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def ending_with(sentence: str) -> Iterator[None]:
-    """Inside, Ctrl-C and SIGTERM end the program with this sentence: raises StoppedBySignal."""
+    """Inside, Ctrl-C, SIGTERM and SIGHUP end the program with this sentence, after what is inside has cleaned up: a
+    KeyboardInterrupt there, StoppedBySignal from here."""
     number: int = signal.SIGINT
 
     def stop(received: int, frame: FrameType | None) -> None:
@@ -108,11 +109,17 @@ def ending_with(sentence: str) -> Iterator[None]:
         number = received
         interrupt(received, frame)
 
+    heard = [signal.SIGINT, signal.SIGTERM, *[signal.SIGHUP] * _hears_hangup()]
     try:
-        with handled({signal.SIGINT: stop, signal.SIGTERM: stop}):
+        with handled(dict.fromkeys(heard, stop)):
             yield
     except KeyboardInterrupt:
         raise StoppedBySignal(number, sentence) from None
+
+
+def _hears_hangup() -> bool:
+    """Not where the process was started to ignore it (nohup)."""
+    return signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
 
 
 # --- the guard ---

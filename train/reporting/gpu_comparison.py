@@ -103,10 +103,13 @@ def _geometric_mean(values: Sequence[float]) -> float:
 
 
 def _names(reports: Sequence[Report]) -> list[str]:
-    """Of the devices; those of one name are told apart by commit or place."""
+    """Of the devices; those of one name are told apart by commit, and where that is the same by place."""
     names = [report.device for report in reports]
-    return [name if names.count(name) == 1 else f"{name} ({str(report.about.get('commit') or number)[:7]})"
-            for number, (name, report) in enumerate(zip(names, reports, strict=True), start=1)]
+    commits = [str(report.about.get("commit") or "")[:7] for report in reports]
+    for marks in (commits, [str(place) for place in range(1, len(reports) + 1)]):
+        names = [f"{name} ({mark})" if mark and names.count(name) > 1 else name
+                 for name, mark in zip(names, marks, strict=True)]
+    return names
 
 
 def _summary_blocks(values: Mapping[str, Sequence[float]], devices: Sequence[str]) -> list[Block]:

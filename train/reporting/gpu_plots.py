@@ -93,7 +93,7 @@ def over_batches(figures: Sequence[Figure], theme: Theme) -> bytes:
         batches = sorted({int(x) for line in axes.lines for x in line.get_xdata()})
         axes.set_xscale("log", base=2)
         axes.set_xticks(batches, [f"{batch:,}" for batch in batches])
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.08 * axes.dataLim.ymax)
         axes.yaxis.set_major_formatter("{x:,g}")
     _in_columns(right, theme, named=left)
     return plots._png(figure, theme)
@@ -150,12 +150,13 @@ def ratios(values: Mapping[str, Sequence[float]], devices: Sequence[str], title:
 
 
 def _logarithmic(axes: Axes) -> None:
-    """The x axis, with ticks at 1, 2, 5, 10, ..., or at 1, 10, ... where there are many."""
+    """The x axis, with ticks at 1, 2, 5, 10, ..., 1, 10, ... where those are many, 1, 2, 3, ... where few."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     axes.set_xscale("log")
     low, high = axes.dataLim.intervalx
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 200 * low else (1,)))
+    subs = range(1, 10) if high < 5 * low else (1, 2, 5) if high < 200 * low else (1,)
+    axes.xaxis.set_major_locator(LogLocator(subs=subs))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter("{x:,g}")
 

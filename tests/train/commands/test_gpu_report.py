@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -110,11 +111,13 @@ def test_no_time(run_train, tmp_path, monkeypatch):
     assert all(each.complete and each.notes == () for each in again.values())
 
 
-def test_stopped_within_a_section(run_train, tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_stopped_within_a_section(run_train, tmp_path, monkeypatch, number):
     command = ("gpu-report", "--device", "cpu", "--output", tmp_path, "--sections", "kernels")
     with monkeypatch.context() as patch:
-        patch.setattr(kernels, "totals", lambda figures: exec("raise KeyboardInterrupt"))
-        assert run_train(*command)[0] == 130
+        patch.setattr(kernels, "totals", lambda figures: signal.raise_signal(number))
+        code, out, _ = run_train(*command)
+    assert code == 128 + number and out.endswith("stopped: repeat the command to go on\n")
     found = Report.read(tmp_path / "report.json").sections["kernels"]
     assert len(found.figures) == 5 and not found.complete
     assert run_train(*command)[0] == 0
@@ -123,7 +126,8 @@ def test_stopped_within_a_section(run_train, tmp_path, monkeypatch):
 
 
 def test_cost(run_train, tiny_data, tmp_path, monkeypatch):
-    monkeypatch.setattr(cost, "run_training", lambda config, folder: main(run_arguments(config)))  # in this process
+    # In this process; a run that is complete is not done again.
+    monkeypatch.setattr(cost, "run_training", lambda config, folder: folder.exists() or main(run_arguments(config)))
     monkeypatch.setattr(cost, "CIFAR10", cost.Recipe("tiny", "cpu_sample", 2, 0.0))  # which any network reaches
     monkeypatch.setattr(cost, "load_preset", lambda name: replace(load_preset(name), batch_size=4, model="resnet18",
                                                                  val_split=0.25))
@@ -138,7 +142,34 @@ def test_cost(run_train, tiny_data, tmp_path, monkeypatch):
     assert (reached.size, reached.unit, whole.size) == ("to 0% top-1", "s", "the whole run")
     assert 0 < reached.value <= whole.value == epochs[-1].more["seconds"] and reached.more["startup_seconds"] > 0
     assert price.value == pytest.approx(reached.value / 1000), "3.6 an hour is a thousandth a second"
+    assert len(figures) == 6 and price.unit == "price"
+
+    again = (*arguments[:-1], "7.2", "--target-accuracy", "1")
+    code, _, err = run_train(*again)
+    assert code == 0, err
+    section = Report.read(tmp_path / "report.json").sections["cost"]
+    assert section.figures[:2] == figures[:2] and len(section.figures) == 4
+    assert section.figures[2] == whole and section.figures[3].value == pytest.approx(whole.value / 500)
+    assert section.notes[0].startswith("the time to 100%: 2 epochs end at")
     assert "2 epochs, which end at" in " ".join((tmp_path / "report.md").read_text().split())
+
+
+def test_cost_begins_no_run_when_its_time_is_over(tmp_path):
+    bench = section.Bench(gpu_report.Placement("mxnet", "cpu(0)", ""), "some CPU", tmp_path, -1.0)
+    found = cost.measure(bench)
+    assert not found.complete and found.notes[0].startswith("time and cost to accuracy: the section's ")
+    assert not (tmp_path / "cost_run").exists()
+
+
+@pytest.mark.parametrize("errors, error, limit", [
+    ((0.004, 0.002, 0.003), 0.004, ""), ((0.004, None, 0.003), None, "as one of its passes"),
+    ((None, None, None), None, "as one of its passes"),
+])
+def test_error_of_a_sum_is_known_with_those_of_its_parts(errors, error, limit):
+    passes = [Figure(f"convolution {direction}", "1", "fp32", 2.0, "ms", own, "" if own else "ended", {"tflops": 1.0})
+              for direction, own in zip(kernels.PASSES, errors, strict=True)]
+    (total,) = kernels.totals(passes)
+    assert (total.value, total.error, total.limit) == (6.0, error, limit)
 
 
 def test_validations_without_checkpoints():
@@ -219,6 +250,7 @@ def test_devices_of_one_name_are_told_apart(tmp_path):
     same = [report("GPU", kernels=(figure(1.0),)), report("GPU", kernels=(figure(2.0),))]
     same[1].about["commit"] = "f" * 40  # type: ignore[index]
     assert gpu_comparison._names(same) == ["GPU (0000000)", "GPU (fffffff)"]
+    assert gpu_comparison._names([same[0], same[0]]) == ["GPU (0000000) (1)", "GPU (0000000) (2)"]
 
 
 # --- mistakes ---
@@ -231,11 +263,16 @@ def files(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     contents = {
         "good": good, "newer": {**good, "version": 2}, "other": {"name": "inference"}, "list": [1],
         "damaged": {**good, "sections": {"kernels": {"figures": [{"what": "GEMM"}]}}},
-        "empty": {**good, "sections": {}},
+        "empty": {**good, "sections": {}}, "nameless": {**good, "device": None}, "about": {**good, "about": [1]},
+        **{name: {**good, "sections": {"kernels": {"figures": [
+            {"what": "GEMM", "size": "1", "precision": "fp16", "unit": "ms", "value": 1.0, **wrong}]}}}
+           for name, wrong in {"zero": {"value": 0}, "negative": {"value": -1.0}, "nan": {"value": float("nan")},
+                               "words": {"value": "1 ms"}, "number": {"size": 1}, "more": {"more": None}}.items()},
     }
     for name, content in contents.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
     (tmp_path / "text.json").write_text("no JSON")
+    (tmp_path / "deep.json").write_text("[" * 100_000)
     yield lambda name: tmp_path / f"{name}.json"
 
 
@@ -245,7 +282,16 @@ def files(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     ("list", "list.json is no report on a GPU"),
     ("text", "text.json is not JSON: give the report.json of a report"),
     ("absent", "absent.json (No such file or directory): give the report.json of a report"),
+    ("deep", "deep.json is not JSON"),
     ("damaged", "damaged.json is damaged"),
+    ("nameless", "(None is no name of a device): make it anew"),
+    ("about", "about.json is damaged"),
+    ("zero", "(GEMM 1 is 0 ms): make it anew"),
+    ("negative", "(GEMM 1 has a figure of -1.0): make it anew"),
+    ("nan", "(GEMM 1 has a figure of nan): make it anew"),
+    ("words", "words.json is damaged"),
+    ("number", "(1 stands where words belong): make it anew"),
+    ("more", "more.json is damaged"),
     ("empty", "the reports have no figure in common (GPU: kernels; GPU: no section): measure the same sections"),
 ])
 def test_files_that_cannot_be_compared(run_train, files, name, sentence, tmp_path):
@@ -261,6 +307,8 @@ def test_files_that_cannot_be_compared(run_train, files, name, sentence, tmp_pat
     (("--price-per-hour", "-1"), "--price-per-hour -1.0 must be 0 or more"),
     (("--compare", "a.json"), "--compare a.json: that is one report: give two or more"),
     (("--compare", "a.json", "b.json", "--minutes", "3"), "--minutes has no effect on --compare"),
+    (("--data", "/nowhere"), "data path /nowhere does not exist; give "),
+    (("--data", "synthetic"), "data path 'synthetic' is not a place with image files"),
     (("--sections", "kernels", "--data", "x"), "--data is for the section cost, which is not measured: leave it out"),
 ])
 def test_mistakes(run_train, options, sentence, tmp_path, monkeypatch):
@@ -268,6 +316,13 @@ def test_mistakes(run_train, options, sentence, tmp_path, monkeypatch):
     code, _, err = run_train("gpu-report", "--output", tmp_path / "report", *options)
     assert code == 2 and err.startswith("error: ") and sentence in err and err.count("\n") == 1
     assert not (tmp_path / "report").exists()
+
+
+def test_folder_that_cannot_be_written_is_found_out_before_anything_is_measured(run_train, tmp_path):
+    (tmp_path / "file").touch()
+    code, out, err = run_train("gpu-report", "--device", "cpu", "--output", tmp_path / "file" / "report")
+    assert code == 2 and err.startswith("error: cannot write ") and "give another place" in err
+    assert "==" not in out
 
 
 def test_report_of_another_device(run_train, tmp_path):

@@ -4,6 +4,7 @@ executor: MXNet's RNN needs oneDNN, which the tests turn off (tests/graph_passes
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from graph_passes import Ref
 from graph_passes.executors.reference import backward, forward, run
 from graph_passes.passes import fused_way
 from graph_passes.pipeline import training_step
+from train import checkpoint, loop
+from train.commands import language_model
 from train.language_model import LanguageModel
 
 SMALL = ["language-model", "--executor", "reference", "--hidden", "16", "--layers", "1", "--sequences", "16", "--steps",
@@ -34,6 +37,50 @@ def test_it_learns_a_text(run_train: Train, tmp_path: Path) -> None:
     assert len(found) == 2 and found[1] < min(1.3, found[0]), out
     assert "10,500 words, 16 in the vocabulary" in out
     assert (tmp_path / "run" / "checkpoints").is_dir()
+
+
+def test_words_that_are_not_in_the_vocabulary_are_told(run_train: Train, tmp_path: Path) -> None:
+    """In the last tenth one word is known. The mark that some
+    editors begin a file with is no word."""
+    text = tmp_path / "text.txt"
+    text.write_text("\ufeff" + "a b " * 1800 + " ".join(f"w{number}" for number in range(398)) + " a")
+    code, out, err = run_train(*SMALL, "--output", tmp_path / "run", "--text", text, "--epochs", "1")
+    assert code == 0, err
+    assert "4,000 words, 8 in the vocabulary" in out
+    assert "99.8% of the words for validation are not in the vocabulary: perplexity counts them as one word" in out
+
+
+def test_resume(run_train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is stopped and gone on with ends as one that is not; what does not fit is refused in one sentence."""
+    text, other = tmp_path / "text.txt", tmp_path / "other.txt"
+    text.write_text("a b c b c a " * 400)
+    other.write_text("d e f " * 800)
+    whole, parts = ([*SMALL, "--text", text, "--epochs", "2", "--output", tmp_path / name] for name in ("one", "two"))
+    _, out, _ = run_train(*whole)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Trainer, "_save_due", lambda self: bool(signal.raise_signal(signal.SIGTERM)))
+        code, stopped, _ = run_train(*parts)
+    assert code == 143 and "go on with: python " in stopped and f" --resume {tmp_path / 'two'}\n" in stopped
+
+    go_on = [*parts[:-2], "--resume", tmp_path / "two"]
+    for options, sentence in (
+            (["--text", other], "with another vocabulary: give --text, --vocabulary and --seed as they"),
+            (["--hidden", "8"], "is of another network: give --hidden and --layers as they were"),
+            (["--sequences", "8", "--steps", "16"], "belongs to steps 8, but this loader has 16")):
+        code, _, err = run_train(*go_on, *options)
+        assert code == 2 and sentence in err and err.count("\n") == 1
+    code, _, err = run_train("validate", "--checkpoint", tmp_path / "two")
+    assert code == 2 and "is of a language model, and not of a network for images" in err
+    code, again, err = run_train(*go_on)
+    assert code == 0, err
+    assert again.splitlines()[-1] == out.splitlines()[-1]
+    one, two = (checkpoint.load(checkpoint.find(str(tmp_path / name))) for name in ("one", "two"))
+    for name, array in one.params.items():
+        np.testing.assert_array_equal(array, two.params[name])
+
+
+def test_perplexity_without_end() -> None:
+    assert language_model._exp(1.0) == pytest.approx(np.e) and language_model._exp(1e6) == np.inf
 
 
 @pytest.mark.parametrize("options, message", [

@@ -10,7 +10,7 @@ from PIL import Image
 
 from train.gpu_report.figures import Figure, Report, Section
 from train.gpu_report.kernels import CONVOLUTION, PASSES, totals, with_shares
-from train.reporting import gpu_plots, gpu_report
+from train.reporting import gpu_plots, gpu_report, plots
 from train.reporting.plots import DARK
 
 NETWORK, CIFAR10 = "ResNet-50, 224 pixels", "CIFAR-10, ResNet-18, 128 pixels"
@@ -83,3 +83,16 @@ def test_ratios_of_which_some_are_not_known(tmp_path: Path):
     values = {"GEMM, fp16": [1.0, 4.0, nan], "copy": [1.0, nan, 0.25]}
     with Image.open(io.BytesIO(gpu_plots.ratios(values, ["A", "B", "C"], "Side by side", DARK))) as picture:
         assert picture.width > 800
+
+
+def test_plots_have_room_and_ticks(monkeypatch):
+    """The highest point is within its axes, and a narrow logarithmic axis has ticks enough to read it by."""
+    monkeypatch.setattr(plots, "_png", lambda figure, theme: figure)
+    points = [Figure("ResNet-50", f"batch {batch}", "fp32", 2.0 * batch, "images/sec", more={"latency_p50_ms": batch})
+              for batch in (1, 8)]
+    for axes in gpu_plots.over_batches(points, plots.LIGHT).axes:
+        assert axes.get_ylim()[0] == 0 and axes.get_ylim()[1] > 1.05 * axes.dataLim.ymax
+    layers = [Figure("LSTM", str(size), "fp32", 1.0, "ms", more={"tflops": size}) for size in (0.066, 0.151)]
+    (axes,) = gpu_plots.kernels(layers, "layers", plots.LIGHT).axes
+    low, high = axes.get_xlim()
+    assert sum(low <= tick <= high for tick in axes.get_xticks()) >= 4
