@@ -49,7 +49,9 @@ quantised_conv_squares(const uint4 *x, const uint4 *weight, const float *multipl
         wait_for_copies<STAGES - 2>();
         show_to_products();
         __syncthreads();  // the tile is there, and everybody is done with the one before
-        int products[COLUMNS / 8][4] = {};
+        Results<T, COLUMNS, false, RELU> results{multiplier, bias, y, 0, filters, first_column + lane % 4 * VECTOR};
+        int products[COLUMNS / 8][4];
+        results.start(products);
         const uint4 *rows = squares + (now * patch + warp / 4 * 64);
         open_products();
 #pragma unroll
@@ -59,7 +61,6 @@ quantised_conv_squares(const uint4 *x, const uint4 *weight, const float *multipl
         close_products();
         copy_tile(tile + (STAGES - 1) * gridDim.x, (now + STAGES - 1) % STAGES);
 
-        Results<T, COLUMNS, false, RELU> results{multiplier, bias, y, 0, filters, first_column + lane % 4 * VECTOR};
         const int out_height = height - KERNEL + 1, out_width = width - KERNEL + 1;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
