@@ -23,7 +23,7 @@ from graph_passes.executors.cuda.quantised_executor import QuantisedCudaExecutor
 from graph_passes.operators import window
 from graph_passes.passes.quantise import Kept
 from graph_passes.passes.quantise_squares import quantise_squares, quantise_squares_params
-from graph_passes.passes.quantised_way import DIRECT, SQUARES, TILES, quantised_way
+from graph_passes.passes.quantised_way import DIRECT, SQUARES, STREAMS, TILES, quantised_way
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +121,7 @@ def test_each_convolution_is_asked_for(rng: np.random.Generator) -> None:
         raise GraphError("none of them")
 
     chosen = quantised_way(graph, second)
-    assert len(asked) == 20 and asked[0][1:] == (SQUARES, *TILES)
+    assert len(asked) == 20 and asked[0][1:] == (SQUARES, *TILES, *STREAMS)
     assert [node["way"] for node in chosen if node.op == "QuantisedConvolution"] == [DIRECT] + 19 * [[*TILES][1]]
 
     def short(graph: Graph, node: Any, ways: passes.Ways) -> str:

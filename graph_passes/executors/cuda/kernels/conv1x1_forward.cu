@@ -24,9 +24,6 @@ struct alignas(1024) Control {
     uint64 weights, full[TEAMS][MAX_STAGES], empty[TEAMS][MAX_STAGES], addend[MULTIPLYING][MAX_RESULTS];
 };
 
-// Of a tile: how many rows it has, at most ROWS, and from one to the next the steps in rows and lines, of x and of y.
-struct Walk { int rows, x_row, x_line, y_row, y_line; };
-
 // --- 16 rows of 64 channels in shared memory, and two 8-column products of a warp ---
 
 // Where this thread's row of the four 8x8 matrices of 16 columns, the `pair`-th such, lies in a result.
@@ -69,7 +66,7 @@ template <class T, int COLUMNS, bool ADD, bool RELU, bool SUMS>
 __global__ void __launch_bounds__(THREADS, 1)
 conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,
                 const __grid_constant__ TensorMap addend, const __grid_constant__ TensorMap y, const float *bias,
-                float *sums, Moments *partials, uint32 *tickets, uint32 rows, Walk walk, int columns, int chunks,
+                float *sums, Moments *partials, uint32 *tickets, uint32 rows, TileWalk walk, int columns, int chunks,
                 int stages, int results) {
     constexpr int PARTS = COLUMNS / CHUNK;
     static_assert(sizeof(Control) == 2048, "as lowering/conv1x1_forward.py counts");

@@ -6,22 +6,26 @@ The kernels give the integers that `graph_passes/operators/quantised.py` says, t
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from graph_passes.executors.cuda.kernels import HOPPER, count, instance, threads
 from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require
-from graph_passes.executors.cuda.lowering.operands import In, Out
+from graph_passes.executors.cuda.lowering.conv1x1_forward import BLOCK, TEAMS, TILE_ROWS, Tiles
+from graph_passes.executors.cuda.lowering.operands import In, Out, Tiled
 from graph_passes.executors.cuda.lowering.pooling import Window
 from graph_passes.executors.cuda.parameters import VECTOR, padded
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Node
 from graph_passes.operators import window
 from graph_passes.operators.quantised import SQUARE_CHANNELS, squares
-from graph_passes.passes.quantised_way import SQUARES, TILES
+from graph_passes.passes.quantised_way import SQUARES, STREAMS, TILES
 
 TILE_VECTOR = 16  # VECTOR of quantised_conv.cu: channels
 CHUNK = 128  # bytes of a reduction that it multiplies at once
 SQUARES_ROWS, SQUARES_STAGES, SQUARES_BLOCKS = 128, 3, 3  # of quantised_conv_squares.cu; blocks on a multiprocessor
+STREAM_CONTROL_BYTES, STREAM_STAGES, STREAM_COLUMNS = 3 << 10, 12, 256  # of quantised_conv_stream.cu, at most
+MULTIPROCESSOR_SHARED_BYTES, RESERVED_BYTES = 228 << 10, 1 << 10  # Hopper's; what is not asked for, of each block
 _TILE_CHANNELS = (16, 32, 64)  # that it takes beside multiples of CHUNK
 
 
@@ -91,6 +95,8 @@ def convolution(builder: Builder, node: Node) -> None:
     way = node["way"]
     if way in TILES:
         _tiles(builder, node, *TILES[way])
+    elif way in STREAMS:
+        _stream(builder, node, STREAMS[way])
     elif way == SQUARES:
         _squares(builder, node)
     else:
@@ -144,6 +150,72 @@ def _squares(builder: Builder, node: Node) -> None:
         (blocks, -(-filters // 64), 1), (2 * SQUARES_ROWS, 1, 1), In(x), In(weight),
         In(builder.input(node, "multiplier")), In(builder.input(node, "bias")), Out(y), count(places),
         *map(ctypes.c_int, (height, width, filters, patch)), shared_bytes=shared_bytes,
+        flops=builder.problem("fprop", node, x, weight, y).flops)
+
+
+@dataclass(frozen=True)
+class Stream:
+    """How quantised_conv_stream.cu divides its shared memory, for C `channels`; a block makes so many columns. There is
+    room for as many blocks on a multiprocessor as have 256 columns together, unless weights leave too little of it."""
+
+    channels: int
+    columns: int
+    adds: bool
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.channels // CHUNK)
+
+    @property
+    def blocks(self) -> int:
+        """On a multiprocessor."""
+        most = STREAM_COLUMNS // self.columns
+        return most if self._places(most) >= self.results + 2 else 1
+
+    @property
+    def results(self) -> int:
+        """As `Conv1x1Forward.results`."""
+        return 3 if self.adds else 2
+
+    @property
+    def stages(self) -> int:
+        """Less than 1 where weights leave no room."""
+        return min(STREAM_STAGES, self._places(self.blocks) - self.results)
+
+    @property
+    def shared_bytes(self) -> int:
+        return self._kept_bytes + TEAMS * TILE_ROWS * CHUNK * (self.stages + self.results)
+
+    def _places(self, blocks: int) -> int:
+        """For a stage of each team, or a result of each warp: they have the same size."""
+        free = MULTIPROCESSOR_SHARED_BYTES // blocks - RESERVED_BYTES - self._kept_bytes
+        return free // (TEAMS * TILE_ROWS * CHUNK)
+
+    @property
+    def _kept_bytes(self) -> int:
+        return STREAM_CONTROL_BYTES + self.chunks * self.columns * CHUNK
+
+
+def _stream(builder: Builder, node: Node, columns: int) -> None:
+    """A 1x1 convolution on Hopper; blocks keep weights and walk over the rows."""
+    x, weight, y = builder.input(node, "data"), builder.input(node, "weight"), builder.output(node)
+    addend = builder.optional_input(node, "addend", "no_addend")
+    geometry, (adds, relu, share), size = Geometry.of(node, x, y), _Epilogue.of(node), window(node)
+    channels, filters = x.shape[3], y.shape[3]
+    _require_tensor_cores(builder, node, columns)
+    stream, tiles = Stream(channels, columns, adds), Tiles.of(x.shape, y.shape, size.stride, CHUNK)
+    require(builder.gpu.capability == HOPPER and size.kernel == (1, 1) and size.pad == (0, 0) and tiles is not None
+            and channels % TILE_VECTOR == 0 and y.dtype == "int8" and stream.stages > 0, node,
+            "is not for the kernel that streams")
+    assert tiles
+    across, pairs = -(-filters // columns), -(-geometry.rows // (tiles.walk.rows * TEAMS))
+    down = max(1, min(stream.blocks * builder.gpu.num_multiprocessors // across, pairs))
+    builder.launch(
+        node, "quantised_conv_stream.cu", instance("quantised_conv_stream", columns, adds, relu), (across, down, 1),
+        BLOCK, Tiled(In(x), tiles.data), Tiled(In(addend), tiles.output), Tiled(Out(y, over=addend), tiles.output),
+        In(weight), In(builder.input(node, "multiplier")), In(builder.input(node, "bias")), count(geometry.rows),
+        tiles.walk, *map(ctypes.c_int, (channels, filters)), share,
+        *map(ctypes.c_int, (stream.chunks, stream.stages, stream.results)), shared_bytes=stream.shared_bytes,
         flops=builder.problem("fprop", node, x, weight, y).flops)
 
 
