@@ -11,7 +11,7 @@ TILES = {f"tile {groups}x{columns}": (groups, columns)
          for groups, columns in ((2, 128), (2, 64), (4, 128), (2, 256), (1, 128))}
 # Of 1x1 convolutions that are bound by memory: by columns of what a block makes.
 STREAMS = {f"stream {columns}": columns for columns in (128, 256)}
-SQUARES = "squares"  # of the first convolution (passes/quantise_squares.py)
+SQUARES = "squares"  # of the first convolution (passes/quantise_squares.py), and of windows over few channels
 DIRECT = "direct"  # for all shapes and GPUs
 
 

@@ -115,8 +115,8 @@ def test_convolution(device: Device, shape: tuple[int, ...], window: dict[str, A
     if way in STREAMS and (window["kernel"] != (1, 1) or ("stride" in window and shape[1] % 2) or
                            Stream(shape[3], columns, True).stages < 1):
         pytest.skip("not for this window, or so many weights")
-    if way == SQUARES and shape[3] != 16:
-        pytest.skip("for squares with 16 channels")
+    if way == SQUARES and shape[3] != 16 and (shape[3], window) != (64, {"kernel": (3, 3), "pad": (1, 1)}):
+        pytest.skip("for squares with 16 channels, and 3x3 over 64")
     check_epilogues(device, shape, window, way, filters, rng)
 
 
