@@ -85,7 +85,7 @@ def expressions(kernel: str, c_type: str) -> list[str]:
     if kernel == "convert_input":
         return [f"convert_input<float, {c_type}>", f"convert_input<half, {c_type}>"]
     if kernel == "quantised_max_pool":  # the same for all types
-        return ["quantised_max_pool<4>", "quantised_max_pool<1>"]
+        return ["quantised_max_pool<4, 3>", "quantised_max_pool<1, 0>"]
     if kernel == "quantised_conv_stream":  # writes int8 alone
         return [f"quantised_conv_stream<{columns}, {flags}>" for columns in STREAMS.values()
                 for flags in ("true, true", "false, true", "false, false")]

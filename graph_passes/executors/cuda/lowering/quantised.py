@@ -273,8 +273,9 @@ def pooling(builder: Builder, node: Node) -> None:
     size = (Window(*x.shape[1:3], 1, 1, *x.shape[1:3], 1, 1, 0, 0) if node["global_pool"]
             else Window.of(node, x, y))
     if node["pool_type"] == "max":
-        builder.launch(node, "quantised.cu", instance("quantised_max_pool", words), *threads(items), In(x), Out(y),
-                       size, count(items), ctypes.c_int(pitch))
+        unrolled = 3 if (size.kernel_h, size.kernel_w) == (3, 3) else 0
+        builder.launch(node, "quantised.cu", instance("quantised_max_pool", words, unrolled), *threads(items), In(x),
+                       Out(y), size, count(items), ctypes.c_int(pitch))
         return
     divisor = "SUM" if node["pool_type"] == "sum" else "PADDING" if node["count_include_pad"] else "IMAGE"
     builder.launch(node, "quantised.cu", instance("quantised_average_pool", y.dtype, words, divisor),
