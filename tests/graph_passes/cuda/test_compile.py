@@ -60,7 +60,7 @@ FLAGS = {
     "quantised_conv_direct": ["false, false", "true, true"],
     "quantised_conv": [f"{groups}, {columns}, {flags}" for groups, columns in TILES.values()
                        for flags in ("false, false, true", "true, true, true")],
-    "quantised_conv_squares": ["4, 1, true", "2, 1, false", "3, 4, true"],
+    "quantised_conv_squares": ["4, 1, 64, true", "2, 1, 64, false", "3, 4, 64, true", "3, 8, 128, true"],
 }
 # What gives int8 as well as floats.
 WRITES_INT8 = ("quantised_average_pool", "quantised_conv_direct", "quantised_conv",

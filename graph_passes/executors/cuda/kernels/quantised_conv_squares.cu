@@ -7,26 +7,26 @@
 // in two planes. Results at places near the end of a row or an image, whose windows reach into the next one, are not stored.
 #include "integer_products.cuh"
 
-constexpr int GROUPS = 2, ROWS = 64 * GROUPS, COLUMNS = 64, THREADS = 128 * GROUPS;
+constexpr int GROUPS = 2, ROWS = 64 * GROUPS, THREADS = 128 * GROUPS;
 
 // Rows of 32 bytes, of which each begins 16 bytes behind the one before; their second halves are `vectors` behind the first.
 __device__ inline uint64 overlapping_rows(const uint4 *at, int vectors) {
     return (__cvta_generic_to_shared(at) & 0x3ffff) >> 4 | uint64(vectors) << 16 | 8ull << 32;
 }
 
-// A block keeps 64 filters and walks over tiles of ROWS places. Shared memory: the weights, in tiles as in warpgroup.cuh, then
+// A block keeps COLUMNS filters and walks over tiles of ROWS places. Shared memory: the weights, in tiles as in warpgroup.cuh, then
 // STAGES times PLANES times `patch` pixels.
 // Shapes: x (N, H, W, 16 * PLANES), weight (K, KERNEL, KERNEL, 16 * PLANES) int8; bias (K) int32; multiplier (K) fp32;
 // y (N, OH, OW, K), int8 or of the type T, with OH = height - KERNEL + 1, OW = width - KERNEL + 1. KERNEL * PLANES is even, K a
 // multiple of 16. height = H + 2 * pad, width = W + 2 * pad; pad is 0 with one plane. places = N * height * width,
 // patch >= ROWS + (KERNEL - 1) * width + KERNEL.
-template <class T, int KERNEL, int PLANES, bool RELU>
-__global__ void __launch_bounds__(THREADS, 3)
+template <class T, int KERNEL, int PLANES, int COLUMNS, bool RELU>
+__global__ void __launch_bounds__(THREADS, COLUMNS == 64 ? 3 : 1)
 quantised_conv_squares(const uint4 *x, const uint4 *weight, const float *multiplier, const int *bias, T *y, uint32 places,
                        int height, int width, int filters, int patch, int pad) {
     constexpr int STAGES = PLANES == 1 ? 3 : 2;
     constexpr int VECTORS = KERNEL * KERNEL * PLANES;  // of a filter
-    static_assert(KERNEL * PLANES % 2 == 0 && COLUMNS == 64);
+    static_assert(KERNEL * PLANES % 2 == 0);
     extern __shared__ __align__(1024) uint4 memory[];
     const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // one for all, to the compiler
     const int first_column = blockIdx.y * COLUMNS;

@@ -24,7 +24,7 @@ from graph_passes.passes.quantised_way import SQUARES, STREAMS, TILES
 TILE_VECTOR = 16  # VECTOR of quantised_conv.cu: channels
 CHUNK = 128  # bytes of a reduction that it multiplies at once
 SQUARES_ROWS, SQUARES_STAGES, SQUARES_BLOCKS = 128, 3, 3  # of quantised_conv_squares.cu; blocks on a multiprocessor
-FEW_CHANNELS = 64, 3  # which that kernel takes too, with a window of this size
+SQUARES_COLUMNS = {64: 64, 128: 128}  # of a block for 3x3 over so many channels, which that kernel takes too; else 64
 STREAM_CONTROL_BYTES, STREAM_STAGES, STREAM_COLUMNS = 3 << 10, 12, 256  # of quantised_conv_stream.cu, at most
 MULTIPROCESSOR_SHARED_BYTES, RESERVED_BYTES = 228 << 10, 1 << 10  # Hopper's; what is not asked for, of each block
 _TILE_CHANNELS = (16, 32, 64)  # that it takes beside multiples of CHUNK
@@ -134,25 +134,28 @@ def _tiles(builder: Builder, node: Node, groups: int, columns: int) -> None:
 def _squares(builder: Builder, node: Node) -> None:
     """Windows that overlap in shared memory, on Hopper; blocks walk over the places."""
     x, weight, y = builder.input(node, "data"), builder.input(node, "weight"), builder.output(node)
-    _require_tensor_cores(builder, node, columns=64)
     size, (adds, relu, _), filters = window(node), _Epilogue.of(node), y.shape[3]
     images, height, width, channels = x.shape
     kernel, pad, planes = size.kernel[0], size.pad[0], channels // SQUARE_CHANNELS
     is_plain = size == ((kernel, kernel), (1, 1), (pad, pad), (1, 1)) and not adds
     is_squares = channels == SQUARE_CHANNELS and kernel % 2 == 0 and pad == 0
-    require(builder.gpu.capability == HOPPER and is_plain and (is_squares or (channels, kernel) == FEW_CHANNELS), node,
+    has_few_channels = channels in SQUARES_COLUMNS and kernel == 3
+    require(builder.gpu.capability == HOPPER and is_plain and (is_squares or has_few_channels), node,
             "is not for the kernel of squares")
+    columns = SQUARES_COLUMNS.get(channels, 64)
+    _require_tensor_cores(builder, node, columns)
+    on_multiprocessor = SQUARES_BLOCKS if columns == 64 else 1
     height, width = height + 2 * pad, width + 2 * pad
     places, patch = images * height * width, SQUARES_ROWS + (kernel - 1) * width + kernel
-    patch += (2 - patch) % 8  # then eight copies of two neighbours in four planes are in all banks of shared memory
+    patch += (8 // planes - patch) % 8  # eight copies, of all planes, are then in all banks of shared memory
     stages = SQUARES_STAGES if planes == 1 else SQUARES_STAGES - 1
-    shared_bytes = -(-kernel**2 * planes // 8) * 64 * CHUNK + stages * patch * channels
-    require(shared_bytes <= builder.gpu.max_shared_bytes // SQUARES_BLOCKS - RESERVED_BYTES, node,
+    shared_bytes = -(-kernel**2 * planes // 8) * columns * CHUNK + stages * patch * channels
+    require(shared_bytes <= builder.gpu.max_shared_bytes // on_multiprocessor - RESERVED_BYTES, node,
             "has too wide images for the kernel of squares")
-    blocks = min(-(-places // SQUARES_ROWS), SQUARES_BLOCKS * builder.gpu.num_multiprocessors)
+    blocks = min(-(-places // SQUARES_ROWS), on_multiprocessor * builder.gpu.num_multiprocessors)
     builder.launch(
-        node, "quantised_conv_squares.cu", instance("quantised_conv_squares", y.dtype, kernel, planes, relu),
-        (blocks, -(-filters // 64), 1), (2 * SQUARES_ROWS, 1, 1), In(x), In(weight),
+        node, "quantised_conv_squares.cu", instance("quantised_conv_squares", y.dtype, kernel, planes, columns, relu),
+        (blocks, -(-filters // columns), 1), (2 * SQUARES_ROWS, 1, 1), In(x), In(weight),
         In(builder.input(node, "multiplier")), In(builder.input(node, "bias")), Out(y), count(places),
         *map(ctypes.c_int, (height, width, filters, patch, pad)), shared_bytes=shared_bytes,
         flops=builder.problem("fprop", node, x, weight, y).flops)
