@@ -9,7 +9,9 @@ from graph_passes.passes.choice import Choose
 # On tensor cores: by rows / 64 and columns of what a block makes.
 TILES = {f"tile {groups}x{columns}": (groups, columns)
          for groups, columns in ((2, 128), (2, 64), (4, 128), (2, 256), (1, 128))}
-SQUARES = "squares"  # of the first convolution (passes/quantise_squares.py)
+# Of 1x1 convolutions that are bound by memory: by columns of what a block makes.
+STREAMS = {f"stream {columns}": columns for columns in (128, 256)}
+SQUARES = "squares"  # of the first convolution (passes/quantise_squares.py), and of windows over few channels
 DIRECT = "direct"  # for all shapes and GPUs
 
 
@@ -27,7 +29,7 @@ def quantised_way(graph: Graph, choose: Choose) -> Graph:
 
 def _way(graph: Graph, node: Node, choose: Choose) -> str:
     try:
-        return choose(graph, node, {way: [node.with_attrs(way=way)] for way in (SQUARES, *TILES)})
+        return choose(graph, node, {way: [node.with_attrs(way=way)] for way in (SQUARES, *TILES, *STREAMS)})
     except PassingError:
         raise
     except GraphError:  # no tile is for this shape, or this GPU: never one of several ways, as it is far slower

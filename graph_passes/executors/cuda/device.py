@@ -224,7 +224,8 @@ class Gpu:
         driver, types = self._driver, self._driver.CUtensorMapDataType
         opaque = self.check(driver.cuTensorMapEncodeTiled(
             {"float16": types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-             "bfloat16": types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16}[dtype],
+             "bfloat16": types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+             "int8": types.CU_TENSOR_MAP_DATA_TYPE_UINT8}[dtype],
             3, address, [driver.cuuint64_t(size) for size in reversed(tiling.shape)],
             [driver.cuuint64_t(pitch * ITEM_BYTES[dtype]) for pitch in reversed(tiling.pitches)],
             [driver.cuuint32_t(size) for size in reversed(tiling.tile)], [driver.cuuint32_t(1)] * 3,

@@ -10,11 +10,18 @@ import pytest
 
 from graph_passes.executors.cuda.kernels import C_TYPES, HOPPER, SOURCES, architecture, compile_kernel
 from graph_passes.executors.cuda.lowering.conv1x1_backward import DgradReduce, NormBackward
-from graph_passes.executors.cuda.lowering.quantised import CHUNK, Geometry, stages_of
+from graph_passes.executors.cuda.lowering.quantised import (
+    CHUNK,
+    STREAM_COLUMNS,
+    STREAM_CONTROL_BYTES,
+    STREAM_STAGES,
+    Geometry,
+    stages_of,
+)
 from graph_passes.executors.cuda.lowering.stem import StemPool, StemRows, StemWeights
 from graph_passes.executors.cuda.optimizer import State, _Tensor
 from graph_passes.passes.dgrad_reduce import OUT_CHANNELS
-from graph_passes.passes.quantised_way import TILES
+from graph_passes.passes.quantised_way import STREAMS, TILES
 
 RULES = ["Sgd<false>", "Sgd<true>", "Lars<false>", "Lars<true>", "AdamW", "Lamb", "Lion"]  # of optimizer.cu
 
@@ -55,7 +62,7 @@ FLAGS = {
     "quantised_conv_direct": ["false, false", "true, true"],
     "quantised_conv": [f"{groups}, {columns}, {flags}" for groups, columns in TILES.values()
                        for flags in ("false, false, true", "true, true, true")],
-    "quantised_conv_squares": ["4, true", "2, false"],
+    "quantised_conv_squares": ["4, 1, 64, true", "2, 1, 64, false", "3, 4, 64, true", "3, 8, 128, true"],
 }
 # What gives int8 as well as floats.
 WRITES_INT8 = ("quantised_average_pool", "quantised_conv_direct", "quantised_conv",
@@ -80,7 +87,10 @@ def expressions(kernel: str, c_type: str) -> list[str]:
     if kernel == "convert_input":
         return [f"convert_input<float, {c_type}>", f"convert_input<half, {c_type}>"]
     if kernel == "quantised_max_pool":  # the same for all types
-        return ["quantised_max_pool<4>", "quantised_max_pool<1>"]
+        return ["quantised_max_pool<4, 3>", "quantised_max_pool<1, 0>"]
+    if kernel == "quantised_conv_stream":  # writes int8 alone
+        return [f"quantised_conv_stream<{columns}, {flags}>" for columns in STREAMS.values()
+                for flags in ("true, true", "false, true", "false, false")]
     if c_type == "float" and f"{kernel}.cu" in WARPGROUPS:
         return []
     if kernel in WRITES_INT8 and c_type == "half":
@@ -150,7 +160,7 @@ CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), HOPPER, (10, 0), (12, 0)]
 
 def serves(source: str, capability: tuple[int, int]) -> bool:
     """Whether the kernels of a file are for this GPU: elsewhere another way is lowered (test_without_gpu.py)."""
-    if source in (*WARPGROUPS, "quantised_conv_squares.cu"):
+    if source in (*WARPGROUPS, "quantised_conv_squares.cu", "quantised_conv_stream.cu"):
         return capability == HOPPER
     return source not in ("stem.cu", "quantised_conv.cu") or capability >= (8, 0)  # cp.async
 
@@ -218,4 +228,7 @@ def test_structs_of_int8_are_laid_out_alike() -> None:
         f"sizeof(Stage<Tile<{groups}, {columns}>>) == {(64 * groups + columns) * CHUNK});\n"
         for groups, columns in TILES.values())
     options = ProgramOptions(arch="sm_90a", std="c++17", include_path=[str(SOURCES)])
+    stream = (f"static_assert(sizeof(Control) == {STREAM_CONTROL_BYTES} && MAX_STAGES == {STREAM_STAGES} && "
+              f"MAX_COLUMNS == {STREAM_COLUMNS});\n")
     Program('#include "quantised_conv.cu"\n' + asserts, "c++", options).compile("cubin")
+    Program('#include "quantised_conv_stream.cu"\n' + stream, "c++", options).compile("cubin")

@@ -19,12 +19,13 @@ from graph_passes.executors import reference
 from graph_passes.executors.cuda.kernels import HOPPER
 from graph_passes.executors.cuda.lowering import lower_nodes
 from graph_passes.executors.cuda.lowering.builder import Builder
+from graph_passes.executors.cuda.lowering.quantised import SQUARES_COLUMNS, Stream
 from graph_passes.executors.cuda.program import Buffer, run
 from graph_passes.executors.cuda.quantised import QuantisedNetwork
 from graph_passes.executors.cuda.quantised_executor import QuantisedCudaExecutor
 from graph_passes.passes import tensor_dtypes
 from graph_passes.passes.quantise import Kept
-from graph_passes.passes.quantised_way import DIRECT, SQUARES, TILES
+from graph_passes.passes.quantised_way import DIRECT, SQUARES, STREAMS, TILES
 
 pytestmark = pytest.mark.gpu
 
@@ -70,6 +71,7 @@ CONVOLUTIONS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {  # images, w
     "1x1": ((2, 9, 13, 64), {"kernel": (1, 1)}),
     "1x1, long": ((1, 7, 7, 1024), {"kernel": (1, 1)}),
     "1x1 at stride 2": ((2, 9, 13, 128), {"kernel": (1, 1), "stride": (2, 2)}),
+    "1x1 at stride 2 of rows in pairs": ((2, 10, 13, 192), {"kernel": (1, 1), "stride": (2, 2)}),
     "3x3": ((2, 9, 13, 128), {"kernel": (3, 3), "pad": (1, 1)}),
     "3x3 at stride 2": ((3, 15, 14, 64), {"kernel": (3, 3), "stride": (2, 2), "pad": (1, 1)}),
     "3x3 over 256": ((1, 8, 9, 256), {"kernel": (3, 3), "pad": (1, 1)}),
@@ -81,30 +83,63 @@ CONVOLUTIONS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {  # images, w
 }
 
 
+def check_epilogues(device: Device, shape: tuple[int, ...], window: dict[str, Any], way: str, filters: int,
+                    rng: np.random.Generator, multipliers: Sequence[float] = ()) -> None:
+    x, weight = int8(rng, *shape), int8(rng, filters, *window["kernel"], shape[3])
+    spread = 127**2 / 3 * np.sqrt(weight[0].size)  # of the sums
+    multiplier = (rng.choice(multipliers, filters) if multipliers else
+                  rng.uniform(0.5, 1.5, filters) * 60 / spread).astype(np.float32)
+    bias = rng.integers(-int(spread), int(spread), filters, np.int32)
+    attrs = {**window, "num_filter": filters, "layout": "NHWC", "way": way, "scale": 0.062 if multipliers else 0.047}
+    addend = int8(rng, *reference.evaluate(Node("QuantisedConvolution", "y", (), attrs),
+                                           [x, weight, multiplier, bias])[0].shape)
+    for relu in (False, True):
+        for dtype in ("int8", "float16")[:1 if way in STREAMS else 2]:
+            check(device, "QuantisedConvolution", [x, weight, multiplier, bias], relu=relu, dtype=dtype, **attrs)
+        check(device, "QuantisedConvolution", [x, weight, multiplier, bias, addend], relu=relu, dtype="int8",
+              no_addend=False, addend_scale=0.031, **{**attrs, "way": DIRECT if way == SQUARES else way})
+
+
 @pytest.mark.parametrize("filters", [48, 64, 128, 272])
-@pytest.mark.parametrize("way", [*TILES, SQUARES, DIRECT])
+@pytest.mark.parametrize("way", [*TILES, *STREAMS, SQUARES, DIRECT])
 @pytest.mark.parametrize("shape, window", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
 def test_convolution(device: Device, shape: tuple[int, ...], window: dict[str, Any], way: str, filters: int,
                      rng: np.random.Generator) -> None:
     """With and without addend and ReLU, as int8 and as float16."""
-    if (device.gpu.capability < (8, 0) and way != DIRECT) or (device.gpu.capability != HOPPER and way == SQUARES):
+    if (device.gpu.capability < (8, 0) and way != DIRECT) or (
+            device.gpu.capability != HOPPER and way in (SQUARES, *STREAMS)):
         pytest.skip("for tensor cores that this GPU has not")
-    if way in TILES and filters <= TILES[way][1] // 2:
+    columns = STREAMS.get(way) or TILES.get(way, (0, 0))[1]
+    if columns and filters <= columns // 2:
         pytest.skip("has less filters than that tile is for")
-    if way == SQUARES and shape[3] != 16:
-        pytest.skip("for squares with 16 channels")
-    x, weight = int8(rng, *shape), int8(rng, filters, *window["kernel"], shape[3])
-    spread = 127**2 / 3 * np.sqrt(weight[0].size)  # of the sums
-    multiplier = (rng.uniform(0.5, 1.5, filters) * 60 / spread).astype(np.float32)
-    bias = rng.integers(-int(spread), int(spread), filters, np.int32)
-    attrs = {**window, "num_filter": filters, "layout": "NHWC", "way": way, "scale": 0.047}
-    addend = int8(rng, *reference.evaluate(Node("QuantisedConvolution", "y", (), attrs),
-                                           [x, weight, multiplier, bias])[0].shape)
-    for relu in (False, True):
-        for dtype in ("int8", "float16"):
-            check(device, "QuantisedConvolution", [x, weight, multiplier, bias], relu=relu, dtype=dtype, **attrs)
-        check(device, "QuantisedConvolution", [x, weight, multiplier, bias, addend], relu=relu, dtype="int8",
-              no_addend=False, addend_scale=0.031, **{**attrs, "way": DIRECT if way == SQUARES else way})
+    if way in STREAMS and (window["kernel"] != (1, 1) or ("stride" in window and shape[1] % 2) or
+                           Stream(shape[3], columns, True).stages < 1):
+        pytest.skip("not for this window, or so many weights")
+    if way == SQUARES and shape[3] != 16 and (
+            window != {"kernel": (3, 3), "pad": (1, 1)} or filters <= SQUARES_COLUMNS.get(shape[3], 2 * filters) // 2):
+        pytest.skip("for squares with 16 channels, and 3x3 over few")
+    check_epilogues(device, shape, window, way, filters, rng)
+
+
+@pytest.mark.parametrize("way", STREAMS)
+@pytest.mark.parametrize("channels, filters, stride", [
+    (64, 256, 1), (64, 272, 2), (128, 512, 1), (192, 400, 1), (256, 256, 2), (512, 304, 1), (16, 144, 1)])
+def test_blocks_that_walk(device: Device, way: str, channels: int, filters: int, stride: int, rng: np.random.Generator,
+                          monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a large batch: many tiles for each block."""
+    if device.gpu.capability != HOPPER:
+        pytest.skip("for Hopper")
+    monkeypatch.setattr(device.gpu, "num_multiprocessors", 2)
+    check_epilogues(device, (1, 46, 83, channels), {"kernel": (1, 1), "stride": (stride, stride)}, way, filters, rng)
+
+
+@pytest.mark.parametrize("way", [*TILES, *STREAMS])
+def test_ties_and_saturation(device: Device, way: str, rng: np.random.Generator) -> None:
+    """Sums that lie in the middle of two integers, alone and with an addend's half, and far beyond all integers."""
+    if device.gpu.capability < (8, 0) or (way in STREAMS and device.gpu.capability != HOPPER):
+        pytest.skip("for tensor cores that this GPU has not")
+    check_epilogues(device, (2, 20, 21, 16), {"kernel": (1, 1)}, way, 256, rng,
+                    (0.5, 2.0**-9, 2.0**-10, 2.0**-11, 2.0**-12, 2.0**-14, 1e3, 1e30, 1e-30, 1e-40))
 
 
 def test_convolution_in_groups_and_of_images(device: Device, rng: np.random.Generator) -> None:

@@ -23,7 +23,7 @@ from graph_passes.executors.cuda.quantised_executor import QuantisedCudaExecutor
 from graph_passes.operators import window
 from graph_passes.passes.quantise import Kept
 from graph_passes.passes.quantise_squares import quantise_squares, quantise_squares_params
-from graph_passes.passes.quantised_way import DIRECT, SQUARES, TILES, quantised_way
+from graph_passes.passes.quantised_way import DIRECT, SQUARES, STREAMS, TILES, quantised_way
 
 
 @pytest.fixture(autouse=True)
@@ -51,13 +51,13 @@ def launches(name: str, kept: Kept, tmp_path: Path, rng: np.random.Generator, si
 
 def test_launches(tmp_path: Path, rng: np.random.Generator) -> None:
     found = launches("resnet18", Kept(), tmp_path, rng)
-    assert found == {"quantise_squares": 1, "quantised_conv_squares": 1, "quantised_conv": 19, "quantised_max_pool": 1,
+    assert found == {"quantise_squares": 1, "quantised_conv_squares": 4, "quantised_conv": 16, "quantised_max_pool": 1,
                      "quantised_average_pool": 1, "fprop": 1, "softmax_cross_entropy": 1, "add_metrics": 1}
 
 
 def test_launches_of_what_stays_in_floats(tmp_path: Path, rng: np.random.Generator) -> None:
     found = launches("resnet18", Kept(first=True, classifier=False), tmp_path, rng)
-    assert found["fprop_bias_relu"] + found["bias_add_relu"] == 1 and found["quantised_conv"] == 19
+    assert found["fprop_bias_relu"] + found["bias_add_relu"] == 1 and found["quantised_conv"] == 16
     assert found["quantise"] == 2 and found["quantised_conv_direct"] == 1 and not found["quantise_squares"]
 
 
@@ -121,7 +121,7 @@ def test_each_convolution_is_asked_for(rng: np.random.Generator) -> None:
         raise GraphError("none of them")
 
     chosen = quantised_way(graph, second)
-    assert len(asked) == 20 and asked[0][1:] == (SQUARES, *TILES)
+    assert len(asked) == 20 and asked[0][1:] == (SQUARES, *TILES, *STREAMS)
     assert [node["way"] for node in chosen if node.op == "QuantisedConvolution"] == [DIRECT] + 19 * [[*TILES][1]]
 
     def short(graph: Graph, node: Any, ways: passes.Ways) -> str:

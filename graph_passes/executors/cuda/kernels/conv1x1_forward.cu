@@ -14,7 +14,7 @@ template <class T, int COLUMNS, bool ADD, bool RELU, bool SUMS>
 __global__ void __launch_bounds__(THREADS, 1)
 conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,
                 const __grid_constant__ TensorMap addend, const __grid_constant__ TensorMap y, const float *bias,
-                float *sums, Moments *partials, uint32 *tickets, uint32 rows, Walk walk, int columns, int chunks,
+                float *sums, Moments *partials, uint32 *tickets, uint32 rows, TileWalk walk, int columns, int chunks,
                 int stages, int results) {
     constexpr int PARTS = COLUMNS / CHUNK;
     static_assert(sizeof(Control) == 2048, "as lowering/conv1x1_forward.py counts");

@@ -23,9 +23,6 @@ struct alignas(1024) Control {
     uint64 weights, full[TEAMS][MAX_STAGES], empty[TEAMS][MAX_STAGES], addend[MULTIPLYING][MAX_RESULTS];
 };
 
-// Of a tile: how many rows it has, at most ROWS, and from one to the next the steps in rows and lines, of x and of y.
-struct Walk { int rows, x_row, x_line, y_row, y_line; };
-
 // --- 16 rows of 64 channels in shared memory, and two 8-column products of a warp ---
 
 // Where this thread's row of the four 8x8 matrices of 16 columns, the `pair`-th such, lies in a result.
@@ -82,7 +79,7 @@ __device__ inline void load_weights(uint4 *to, const TensorMap &w, int chunks, i
 }
 
 // For one thread: starts the copies of the team's tiles of x, as places for them become free.
-__device__ inline void load_tiles(const Stages &stages, const TensorMap &x, const Share &share, const Walk &walk) {
+__device__ inline void load_tiles(const Stages &stages, const TensorMap &x, const Share &share, const TileWalk &walk) {
     Turn turn;
     for (uint32 tile = share.first; tile < share.end; tile += share.step)
         for (int c = 0; c < stages.chunks; ++c, turn.next(stages.number)) {
@@ -96,7 +93,7 @@ __device__ inline void load_tiles(const Stages &stages, const TensorMap &x, cons
 // What a warp adds to its part of each tile: it is on its way into all of the results but the one that is worked on.
 struct Addends {
     const TensorMap &map;
-    const Walk &walk;
+    const TileWalk &walk;
     uint64 *arrived;
     uint4 *results;
     Share share;

@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(PAIR_THREADS, 1)
 conv1x1_pair(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,
              const __grid_constant__ TensorMap addend, const __grid_constant__ TensorMap y,
              const __grid_constant__ TensorMap w_2, const __grid_constant__ TensorMap z, const float *bias,
-             const float *bias_2, uint32 rows, Walk walk, int columns, int columns_2, int chunks, int stages, int results) {
+             const float *bias_2, uint32 rows, TileWalk walk, int columns, int columns_2, int chunks, int stages, int results) {
     constexpr int SECOND_PARTS = SECOND / CHUNK;
     static_assert(sizeof(PairControl) == 3072, "as lowering/conv1x1_pair.py counts");
     extern __shared__ __align__(1024) uint4 memory[];

@@ -49,6 +49,9 @@ struct Turn {
     }
 };
 
+// Of a tile of a 1x1 convolution: how many rows it has, and from one to the next the steps in rows and lines, of x and of y.
+struct TileWalk { int rows, x_row, x_line, y_row, y_line; };
+
 // --- copies ---
 
 __device__ inline void fetch_map(const TensorMap &map) {

@@ -116,17 +116,32 @@ template <class T, int COLUMNS, bool ADD, bool RELU> struct Results {
                     added[span][r] = addend[(row[r] * size_t(filters) + first + span * 64) / VECTOR];
     }
 
+    // What the products are added to.
+    __device__ void start(int (&products)[COLUMNS / 8][4]) const {
+#pragma unroll
+        for (int span = 0; span < SPANS; ++span)
+#pragma unroll
+            for (int k = 0; k < VECTOR; k += 4) {
+                const int column = first + span * 64;
+                const int4 b = column < filters ? *reinterpret_cast<const int4 *>(bias + column + k) : int4{};
+                int(&left)[4] = products[span * 8 + k / 2], (&right)[4] = products[span * 8 + k / 2 + 1];
+                left[0] = left[2] = b.x, left[1] = left[3] = b.y;
+                right[0] = right[2] = b.z, right[1] = right[3] = b.w;
+            }
+    }
+
     __device__ void store(const int (&products)[COLUMNS / 8][4]) const {
 #pragma unroll
         for (int span = 0; span < SPANS; ++span) {
             const int column = first + span * 64;
             if (column >= filters) continue;
-            float scale[VECTOR];
-            int start[VECTOR];
+            float scale[VECTOR / 4][4];
 #pragma unroll
-            for (int k = 0; k < VECTOR; k += 4) {
-                *reinterpret_cast<float4 *>(scale + k) = *reinterpret_cast<const float4 *>(multiplier + column + k);
-                *reinterpret_cast<int4 *>(start + k) = *reinterpret_cast<const int4 *>(bias + column + k);
+            for (int i = 0; i < VECTOR / 4; ++i)
+                *reinterpret_cast<float4 *>(scale[i]) = *reinterpret_cast<const float4 *>(multiplier + column + 4 * i);
+            if constexpr (sizeof(T) == 1) {
+#pragma unroll
+                for (int i = 0; i < VECTOR; ++i) scale[i / 4][i % 4] = Bytes<RELU>::scale(scale[i / 4][i % 4]);
             }
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
@@ -134,10 +149,18 @@ template <class T, int COLUMNS, bool ADD, bool RELU> struct Results {
                 struct alignas(16) { T element[VECTOR]; } out;
                 const uint32 *words = reinterpret_cast<const uint32 *>(&added[ADD ? span : 0][r]);
 #pragma unroll
-                for (int k = 0; k < VECTOR; ++k) {
-                    const int sum = products[span * 8 + k / 2][r * 2 + k % 2] + start[k];
-                    out.element[k] = result<T>(requantised<ADD, RELU>(sum, scale[k], ADD ? byte_of(words[k / 4], k % 4) : 0,
-                                                                      addend_share));
+                for (int i = 0; i < VECTOR / 4; ++i) {
+                    const int(&left)[4] = products[span * 8 + i * 2], (&right)[4] = products[span * 8 + i * 2 + 1];
+                    const int sums[4] = {left[r * 2], left[r * 2 + 1], right[r * 2], right[r * 2 + 1]};
+                    if constexpr (sizeof(T) == 1) {
+                        reinterpret_cast<uint32 *>(&out)[i] =
+                            Bytes<RELU>::template of<ADD>(sums, scale[i], ADD ? words[i] : 0, addend_share);
+                    } else {
+#pragma unroll
+                        for (int k = 0; k < 4; ++k)
+                            out.element[i * 4 + k] = result<T>(requantised<ADD, RELU>(
+                                sums[k], scale[i][k], ADD ? byte_of(words[i], k) : 0, addend_share));
+                    }
                 }
                 uint4 *to = reinterpret_cast<uint4 *>(y + row[r] * size_t(filters) + column);
 #pragma unroll

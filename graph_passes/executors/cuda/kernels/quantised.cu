@@ -71,25 +71,46 @@ struct Region {
     }
 };
 
-// y = maximum over the window, in which padding never wins. A thread makes 4 * WORDS channels.
+// y = maximum over the window, in which padding never wins. A thread makes 4 * WORDS channels. SIZE: of a square window, all
+// loads of which are then under way at once; 0 for any window.
 // Shapes: x (N, H, W, C), y (N, OH, OW, C) int8. items = N * OH * OW * C / (4 * WORDS), pitch = C / (4 * WORDS).
-template <int WORDS>
+template <int WORDS, int SIZE>
 __global__ void quantised_max_pool(const uint32 *x, uint32 *y, Window w, uint32 items, int pitch) {
     struct alignas(4 * WORDS) Words { uint32 word[WORDS]; };
     const uint32 at = blockIdx.x * blockDim.x + threadIdx.x;
     if (at >= items) return;
     Region region(w, at / pitch);
     region.clip(w);
+    // Bytes 1 and 3 of a word, and 0 and 2, on top of pairs of 16-bit numbers: Hopper compares such a pair in one instruction,
+    // and four bytes in seven. What is below only decides between equal ones.
+    Words odd, even;
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i) odd.word[i] = even.word[i] = 0x80008000;
+    const auto pixel = [&](int h, int c) {
+        return reinterpret_cast<const Words *>(x)[((region.image * w.height + h) * size_t(w.width) + c) * pitch + at % pitch];
+    };
+    const auto take = [&](const Words &v) {
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i) {
+            odd.word[i] = __vmaxs2(odd.word[i], v.word[i]);
+            even.word[i] = __vmaxs2(even.word[i], v.word[i] << 8);
+        }
+    };
+    if constexpr (SIZE == 0) {
+        for (int h = region.top; h < region.bottom; ++h)
+            for (int c = region.left; c < region.right; ++c) take(pixel(h, c));
+    } else if (region.top < region.bottom && region.left < region.right) {
+        Words all[SIZE * SIZE];  // at the borders some pixels twice
+#pragma unroll
+        for (int k = 0; k < SIZE * SIZE; ++k)
+            all[k] = pixel(min(region.top + k / SIZE, region.bottom - 1),
+                           min(region.left + k % SIZE, region.right - 1));
+#pragma unroll
+        for (int k = 0; k < SIZE * SIZE; ++k) take(all[k]);
+    }
     Words best;
 #pragma unroll
-    for (int i = 0; i < WORDS; ++i) best.word[i] = 0x80808080;
-    for (int h = region.top; h < region.bottom; ++h)
-        for (int c = region.left; c < region.right; ++c) {
-            const Words v = reinterpret_cast<const Words *>(x)[((region.image * w.height + h) * size_t(w.width) + c) * pitch +
-                                                               at % pitch];
-#pragma unroll
-            for (int i = 0; i < WORDS; ++i) best.word[i] = __vmaxs4(best.word[i], v.word[i]);
-        }
+    for (int i = 0; i < WORDS; ++i) best.word[i] = __byte_perm(even.word[i], odd.word[i], 0x7351);
     reinterpret_cast<Words *>(y)[at] = best;
 }
 

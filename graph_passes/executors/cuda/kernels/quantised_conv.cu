@@ -115,7 +115,8 @@ quantised_conv(const uint4 *x, const uint4 *weight, const float *multiplier, con
     for (int s = 0; s < S::AHEAD; ++s) copy_chunk(s);
     results.load_addends(addend);
 
-    int products[COLUMNS / 8][4] = {};
+    int products[COLUMNS / 8][4];
+    results.start(products);
     for (int chunk = 0; chunk < chunks; ++chunk) {
         const Stage<S> &stage = stages[chunk % STAGES];
         wait_for_copies<S::AHEAD - 1>();

@@ -1,44 +1,58 @@
-// The first convolution in INT8 on Hopper's tensor cores, of squares with 16 channels (passes/quantise_squares.py).
+// INT8 convolutions at stride 1 whose windows overlap in shared memory, on Hopper's tensor cores: the first one, of squares with
+// 16 channels (passes/quantise_squares.py), and those of few channels, of which every window would be a copy of much else.
 //
-// A square is 16 bytes. At stride 1, without padding, a row of the window of the output at a place p of the images' one line of
-// squares is the squares from p + r * W on; those of the next place begin one square later. So the tensor cores read a row of
-// the products, 32 bytes, at every 16 bytes of one copy of the squares. Results at places near the end of a row or an image,
-// whose windows reach into the next one, are not stored.
+// Pixels lie in planes of 16 channels, 16 bytes each. A row of the window of the output at a place p of the images' one line of
+// pixels, padding included, is the pixels from p + r * W on; those of the next place begin one pixel later. So the tensor cores
+// read a row of the products, 32 bytes, at every 16 bytes of one copy of the pixels: two neighbours of one plane, or one pixel
+// in two planes. Results at places near the end of a row or an image, whose windows reach into the next one, are not stored.
 #include "integer_products.cuh"
 
-constexpr int GROUPS = 2, ROWS = 64 * GROUPS, COLUMNS = 64, THREADS = 128 * GROUPS, STAGES = 3;
+constexpr int GROUPS = 2, ROWS = 64 * GROUPS, THREADS = 128 * GROUPS;
 
-// Rows of 32 bytes, of which each begins 16 bytes behind the one before.
-__device__ inline uint64 overlapping_rows(const uint4 *at) {
-    return (__cvta_generic_to_shared(at) & 0x3ffff) >> 4 | 1ull << 16 | 8ull << 32;
+// Rows of 32 bytes, of which each begins 16 bytes behind the one before; their second halves are `vectors` behind the first.
+__device__ inline uint64 overlapping_rows(const uint4 *at, int vectors) {
+    return (__cvta_generic_to_shared(at) & 0x3ffff) >> 4 | uint64(vectors) << 16 | 8ull << 32;
 }
 
-// A block keeps 64 filters and walks over tiles of ROWS places. Shared memory: the weights, in tiles as in warpgroup.cuh, then
-// STAGES times `patch` squares.
-// Shapes: x (N, H, W, 16), weight (K, KERNEL, KERNEL, 16) int8; bias (K) int32; multiplier (K) fp32; y (N, OH, OW, K), int8 or
-// of the type T, with OH = H - KERNEL + 1, OW = W - KERNEL + 1. KERNEL is even, K a multiple of 16. places = N * H * W,
-// patch >= ROWS + (KERNEL - 1) * W + KERNEL.
-template <class T, int KERNEL, bool RELU>
-__global__ void __launch_bounds__(THREADS, 3)
+// A block keeps COLUMNS filters and walks over tiles of ROWS places. Shared memory: the weights, in tiles as in warpgroup.cuh, then
+// STAGES times PLANES times `patch` pixels.
+// Shapes: x (N, H, W, 16 * PLANES), weight (K, KERNEL, KERNEL, 16 * PLANES) int8; bias (K) int32; multiplier (K) fp32;
+// y (N, OH, OW, K), int8 or of the type T, with OH = height - KERNEL + 1, OW = width - KERNEL + 1. KERNEL * PLANES is even, K a
+// multiple of 16. height = H + 2 * pad, width = W + 2 * pad; pad is 0 with one plane. places = N * height * width,
+// patch >= ROWS + (KERNEL - 1) * width + KERNEL.
+template <class T, int KERNEL, int PLANES, int COLUMNS, bool RELU>
+__global__ void __launch_bounds__(THREADS, COLUMNS == 64 ? 3 : 1)
 quantised_conv_squares(const uint4 *x, const uint4 *weight, const float *multiplier, const int *bias, T *y, uint32 places,
-                       int height, int width, int filters, int patch) {
+                       int height, int width, int filters, int patch, int pad) {
+    constexpr int STAGES = PLANES == 1 ? 3 : 2;
+    constexpr int VECTORS = KERNEL * KERNEL * PLANES;  // of a filter
+    static_assert(KERNEL * PLANES % 2 == 0);
     extern __shared__ __align__(1024) uint4 memory[];
     const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // one for all, to the compiler
-    constexpr int TAPS = KERNEL * KERNEL;
     const int first_column = blockIdx.y * COLUMNS;
     const uint32 tiles = (places + ROWS - 1) / ROWS;
-    uint4 *squares = memory + (TAPS + 7) / 8 * COLUMNS * 8;
+    uint4 *pixels = memory + (VECTORS + 7) / 8 * COLUMNS * 8;
 
-    for (int i = threadIdx.x; i < TAPS * COLUMNS; i += THREADS) {
-        const int tap = i % TAPS, column = i / TAPS, filter = first_column + filter_of(column);
-        copy_ahead(memory + (tap / 8 * COLUMNS * 8 + swizzled(column, tap % 8)),
-                   weight + (filter < filters ? filter * TAPS + tap : 0), filter < filters);
+    for (int i = threadIdx.x; i < VECTORS * COLUMNS; i += THREADS) {
+        const int vector = i % VECTORS, column = i / VECTORS, filter = first_column + filter_of(column);
+        copy_ahead(memory + (vector / 8 * COLUMNS * 8 + swizzled(column, vector % 8)),
+                   weight + (filter < filters ? filter * VECTORS + vector : 0), filter < filters);
     }
     const auto copy_tile = [&](uint32 tile, int stage) {
         if (tile < tiles)
-            for (int i = threadIdx.x; i < patch; i += THREADS) {
-                const uint32 place = tile * ROWS + i;
-                copy_ahead(squares + (stage * patch + i), x + (place < places ? place : 0), place < places);
+            for (int i = threadIdx.x; i < patch * PLANES; i += THREADS) {
+                const int pixel = i / PLANES, plane = i % PLANES;
+                const uint32 place = tile * ROWS + pixel;
+                uint32 from = place;
+                bool there = place < places;
+                if (PLANES > 1) {
+                    const uint32 line = place / width, image = line / height;
+                    const int column = int(place % width) - pad, row = int(line % height) - pad;
+                    const int rows = height - 2 * pad, columns = width - 2 * pad;
+                    there = there && uint32(row) < uint32(rows) && uint32(column) < uint32(columns);
+                    from = (image * rows + row) * columns + column;
+                }
+                copy_ahead(pixels + ((stage * PLANES + plane) * patch + pixel), x + (there ? from * PLANES + plane : 0), there);
             }
         close_copies();
     };
@@ -49,17 +63,22 @@ quantised_conv_squares(const uint4 *x, const uint4 *weight, const float *multipl
         wait_for_copies<STAGES - 2>();
         show_to_products();
         __syncthreads();  // the tile is there, and everybody is done with the one before
-        int products[COLUMNS / 8][4] = {};
-        const uint4 *rows = squares + (now * patch + warp / 4 * 64);
+        Results<T, COLUMNS, false, RELU> results{multiplier, bias, y, 0, filters, first_column + lane % 4 * VECTOR};
+        int products[COLUMNS / 8][4];
+        results.start(products);
+        const uint4 *rows = pixels + (now * PLANES * patch + warp / 4 * 64);
         open_products();
 #pragma unroll
-        for (int tap = 0; tap < TAPS; tap += 2)
-            multiply_integers(products, overlapping_rows(rows + (tap / KERNEL * width + tap % KERNEL)),
-                              matrix(memory + (tap / 8 * COLUMNS * 8 + tap % 8)));
+        for (int v = 0; v < VECTORS; v += 2) {
+            const int tap = v / PLANES;
+            multiply_integers(products,
+                              overlapping_rows(rows + (v % PLANES * patch + tap / KERNEL * width + tap % KERNEL),
+                                               PLANES == 1 ? 1 : patch),
+                              matrix(memory + (v / 8 * COLUMNS * 8 + v % 8)));
+        }
         close_products();
         copy_tile(tile + (STAGES - 1) * gridDim.x, (now + STAGES - 1) % STAGES);
 
-        Results<T, COLUMNS, false, RELU> results{multiplier, bias, y, 0, filters, first_column + lane % 4 * VECTOR};
         const int out_height = height - KERNEL + 1, out_width = width - KERNEL + 1;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {

@@ -24,7 +24,7 @@ MAX_WEIGHT_BYTES = 128 << 10  # of shared memory that a block gives to its weigh
 
 
 class Walk(ctypes.Structure):
-    """`Walk` of conv1x1_forward.cu."""
+    """`TileWalk` of kernels/copy_engine.cuh."""
 
     _fields_ = tuple((name, ctypes.c_int) for name in ("rows", "x_row", "x_line", "y_row", "y_line"))
 
@@ -37,15 +37,15 @@ class Tiles(NamedTuple):
     output: Tiling
 
     @classmethod
-    def of(cls, data: Shape, output: Shape, stride: tuple[int, int]) -> Tiles | None:
-        """None where there is no such division. With stride 2, rows of pixels of which every other is read, and every
-        other pixel of these; from image to image too, which is why their height is even."""
+    def of(cls, data: Shape, output: Shape, stride: tuple[int, int], chunk: int = CHUNK) -> Tiles | None:
+        """By `chunk` channels; None where there is no such division. With stride 2, rows of pixels of which every other
+        is read, and every other pixel of these; from image to image too, which is why their height is even."""
         (_, height, width, channels), (images, out_height, out_width, filters) = data, output
         rows = images * out_height * out_width
         if stride == (1, 1):
             return cls(Walk(TILE_ROWS, TILE_ROWS, 0, TILE_ROWS, 0),
-                       Tiling.of_matrix(rows, channels, (TILE_ROWS, CHUNK)),
-                       Tiling.of_matrix(rows, filters, (WARP_ROWS, CHUNK)))
+                       Tiling.of_matrix(rows, channels, (TILE_ROWS, chunk)),
+                       Tiling.of_matrix(rows, filters, (WARP_ROWS, chunk)))
         if stride != (2, 2) or height % 2 or out_width > TILE_ROWS:
             return None
         lines = images * out_height
@@ -53,8 +53,8 @@ class Tiles(NamedTuple):
         in_tile = at_once * out_width
         return cls(Walk(in_tile, 0, at_once, 0, 1),
                    Tiling((lines, out_width, channels), (2 * width * channels, 2 * channels),
-                          (at_once, out_width, CHUNK)),
-                   Tiling((rows // in_tile, in_tile, filters), (in_tile * filters, filters), (1, WARP_ROWS, CHUNK)))
+                          (at_once, out_width, chunk)),
+                   Tiling((rows // in_tile, in_tile, filters), (in_tile * filters, filters), (1, WARP_ROWS, chunk)))
 
 
 @dataclass(frozen=True)

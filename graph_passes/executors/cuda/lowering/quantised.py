@@ -6,22 +6,27 @@ The kernels give the integers that `graph_passes/operators/quantised.py` says, t
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from graph_passes.executors.cuda.kernels import HOPPER, count, instance, threads
 from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require
-from graph_passes.executors.cuda.lowering.operands import In, Out
+from graph_passes.executors.cuda.lowering.conv1x1_forward import BLOCK, TEAMS, TILE_ROWS, Tiles
+from graph_passes.executors.cuda.lowering.operands import In, Out, Tiled
 from graph_passes.executors.cuda.lowering.pooling import Window
 from graph_passes.executors.cuda.parameters import VECTOR, padded
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Node
 from graph_passes.operators import window
 from graph_passes.operators.quantised import SQUARE_CHANNELS, squares
-from graph_passes.passes.quantised_way import SQUARES, TILES
+from graph_passes.passes.quantised_way import SQUARES, STREAMS, TILES
 
 TILE_VECTOR = 16  # VECTOR of quantised_conv.cu: channels
 CHUNK = 128  # bytes of a reduction that it multiplies at once
 SQUARES_ROWS, SQUARES_STAGES, SQUARES_BLOCKS = 128, 3, 3  # of quantised_conv_squares.cu; blocks on a multiprocessor
+SQUARES_COLUMNS = {64: 64, 128: 128}  # of a block for 3x3 over so many channels, which that kernel takes too; else 64
+STREAM_CONTROL_BYTES, STREAM_STAGES, STREAM_COLUMNS = 3 << 10, 12, 256  # of quantised_conv_stream.cu, at most
+MULTIPROCESSOR_SHARED_BYTES, RESERVED_BYTES = 228 << 10, 1 << 10  # Hopper's; what is not asked for, of each block
 _TILE_CHANNELS = (16, 32, 64)  # that it takes beside multiples of CHUNK
 
 
@@ -95,6 +100,8 @@ def convolution(builder: Builder, node: Node) -> None:
     way = node["way"]
     if way in TILES:
         _tiles(builder, node, *TILES[way])
+    elif way in STREAMS:
+        _stream(builder, node, STREAMS[way])
     elif way == SQUARES:
         _squares(builder, node)
     else:
@@ -129,25 +136,98 @@ def _tiles(builder: Builder, node: Node, groups: int, columns: int) -> None:
 
 
 def _squares(builder: Builder, node: Node) -> None:
-    """Over squares with 16 channels on Hopper; blocks walk over the places."""
+    """Windows that overlap in shared memory, on Hopper; blocks walk over the places."""
     x, weight, y = builder.input(node, "data"), builder.input(node, "weight"), builder.output(node)
-    _require_tensor_cores(builder, node, columns=64)
     size, (adds, relu, _), filters = window(node), _Epilogue.of(node), y.shape[3]
     images, height, width, channels = x.shape
-    kernel = size.kernel[0]
-    is_plain = size == ((kernel, kernel), (1, 1), (0, 0), (1, 1)) and kernel % 2 == 0 and not adds
-    require(builder.gpu.capability == HOPPER and channels == SQUARE_CHANNELS and is_plain, node,
+    kernel, pad, planes = size.kernel[0], size.pad[0], channels // SQUARE_CHANNELS
+    is_plain = size == ((kernel, kernel), (1, 1), (pad, pad), (1, 1)) and not adds
+    is_squares = channels == SQUARE_CHANNELS and kernel % 2 == 0 and pad == 0
+    has_few_channels = channels in SQUARES_COLUMNS and kernel == 3
+    require(builder.gpu.capability == HOPPER and is_plain and (is_squares or has_few_channels), node,
             "is not for the kernel of squares")
+    columns = SQUARES_COLUMNS.get(channels, 64)
+    _require_tensor_cores(builder, node, columns)
+    on_multiprocessor = SQUARES_BLOCKS if columns == 64 else 1
+    height, width = height + 2 * pad, width + 2 * pad
     places, patch = images * height * width, SQUARES_ROWS + (kernel - 1) * width + kernel
-    shared_bytes = -(-kernel**2 // 8) * 64 * CHUNK + SQUARES_STAGES * patch * SQUARE_CHANNELS
-    require(shared_bytes <= builder.gpu.max_shared_bytes // SQUARES_BLOCKS, node,
+    patch += (8 // planes - patch) % 8  # eight copies, of all planes, are then in all banks of shared memory
+    stages = SQUARES_STAGES if planes == 1 else SQUARES_STAGES - 1
+    shared_bytes = -(-kernel**2 * planes // 8) * columns * CHUNK + stages * patch * channels
+    require(shared_bytes <= builder.gpu.max_shared_bytes // on_multiprocessor - RESERVED_BYTES, node,
             "has too wide images for the kernel of squares")
-    blocks = min(-(-places // SQUARES_ROWS), SQUARES_BLOCKS * builder.gpu.num_multiprocessors)
+    blocks = min(-(-places // SQUARES_ROWS), on_multiprocessor * builder.gpu.num_multiprocessors)
     builder.launch(
-        node, "quantised_conv_squares.cu", instance("quantised_conv_squares", y.dtype, kernel, relu),
-        (blocks, -(-filters // 64), 1), (2 * SQUARES_ROWS, 1, 1), In(x), In(weight),
+        node, "quantised_conv_squares.cu", instance("quantised_conv_squares", y.dtype, kernel, planes, columns, relu),
+        (blocks, -(-filters // columns), 1), (2 * SQUARES_ROWS, 1, 1), In(x), In(weight),
         In(builder.input(node, "multiplier")), In(builder.input(node, "bias")), Out(y), count(places),
-        *map(ctypes.c_int, (height, width, filters, patch)), shared_bytes=shared_bytes,
+        *map(ctypes.c_int, (height, width, filters, patch, pad)), shared_bytes=shared_bytes,
+        flops=builder.problem("fprop", node, x, weight, y).flops)
+
+
+@dataclass(frozen=True)
+class Stream:
+    """How quantised_conv_stream.cu divides its shared memory, for C `channels`; a block makes so many columns. There is
+    room for as many blocks on a multiprocessor as have 256 columns together, unless weights leave too little of it."""
+
+    channels: int
+    columns: int
+    adds: bool
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.channels // CHUNK)
+
+    @property
+    def blocks(self) -> int:
+        """On a multiprocessor."""
+        most = STREAM_COLUMNS // self.columns
+        return most if self._places(most) >= self.results + 2 else 1
+
+    @property
+    def results(self) -> int:
+        """As `Conv1x1Forward.results`."""
+        return 3 if self.adds else 2
+
+    @property
+    def stages(self) -> int:
+        """Less than 1 where weights leave no room."""
+        return min(STREAM_STAGES, self._places(self.blocks) - self.results)
+
+    @property
+    def shared_bytes(self) -> int:
+        return self._kept_bytes + TEAMS * TILE_ROWS * CHUNK * (self.stages + self.results)
+
+    def _places(self, blocks: int) -> int:
+        """For a stage of each team, or a result of each warp: they have the same size."""
+        free = MULTIPROCESSOR_SHARED_BYTES // blocks - RESERVED_BYTES - self._kept_bytes
+        return free // (TEAMS * TILE_ROWS * CHUNK)
+
+    @property
+    def _kept_bytes(self) -> int:
+        return STREAM_CONTROL_BYTES + self.chunks * self.columns * CHUNK
+
+
+def _stream(builder: Builder, node: Node, columns: int) -> None:
+    """A 1x1 convolution on Hopper; blocks keep weights and walk over the rows."""
+    x, weight, y = builder.input(node, "data"), builder.input(node, "weight"), builder.output(node)
+    addend = builder.optional_input(node, "addend", "no_addend")
+    geometry, (adds, relu, share), size = Geometry.of(node, x, y), _Epilogue.of(node), window(node)
+    channels, filters = x.shape[3], y.shape[3]
+    _require_tensor_cores(builder, node, columns)
+    stream, tiles = Stream(channels, columns, adds), Tiles.of(x.shape, y.shape, size.stride, CHUNK)
+    require(builder.gpu.capability == HOPPER and size.kernel == (1, 1) and size.pad == (0, 0) and tiles is not None
+            and channels % TILE_VECTOR == 0 and y.dtype == "int8" and stream.stages > 0, node,
+            "is not for the kernel that streams")
+    assert tiles
+    across, pairs = -(-filters // columns), -(-geometry.rows // (tiles.walk.rows * TEAMS))
+    down = max(1, min(stream.blocks * builder.gpu.num_multiprocessors // across, pairs))
+    builder.launch(
+        node, "quantised_conv_stream.cu", instance("quantised_conv_stream", columns, adds, relu), (across, down, 1),
+        BLOCK, Tiled(In(x), tiles.data), Tiled(In(addend), tiles.output), Tiled(Out(y, over=addend), tiles.output),
+        In(weight), In(builder.input(node, "multiplier")), In(builder.input(node, "bias")), count(geometry.rows),
+        tiles.walk, *map(ctypes.c_int, (channels, filters)), share,
+        *map(ctypes.c_int, (stream.chunks, stream.stages, stream.results)), shared_bytes=stream.shared_bytes,
         flops=builder.problem("fprop", node, x, weight, y).flops)
 
 
@@ -201,8 +281,9 @@ def pooling(builder: Builder, node: Node) -> None:
     size = (Window(*x.shape[1:3], 1, 1, *x.shape[1:3], 1, 1, 0, 0) if node["global_pool"]
             else Window.of(node, x, y))
     if node["pool_type"] == "max":
-        builder.launch(node, "quantised.cu", instance("quantised_max_pool", words), *threads(items), In(x), Out(y),
-                       size, count(items), ctypes.c_int(pitch))
+        unrolled = 3 if (size.kernel_h, size.kernel_w) == (3, 3) else 0
+        builder.launch(node, "quantised.cu", instance("quantised_max_pool", words, unrolled), *threads(items), In(x),
+                       Out(y), size, count(items), ctypes.c_int(pitch))
         return
     divisor = "SUM" if node["pool_type"] == "sum" else "PADDING" if node["count_include_pad"] else "IMAGE"
     builder.launch(node, "quantised.cu", instance("quantised_average_pool", y.dtype, words, divisor),
