@@ -687,9 +687,6 @@ class FakeGpu:
     def copy(self, to: int, source: int, num_bytes: int) -> None: ...
     def write_word(self, address: int, value: Any) -> None: ...
 
-    def tensor_map(self, *arguments: Any) -> bytes:
-        return b""
-
 
 @pytest.fixture
 def make_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., training_step.TrainingStep]:
