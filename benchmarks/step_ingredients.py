@@ -3,7 +3,8 @@
     python benchmarks/step_ingredients.py
 
 For each ingredient both steps are made and take turns: those of `python -m train`, as in step_jpeg.py, on synthetic
-data, of the preset resnet50_90ep from all gammas 1. What is random in a step is drawn as in a run, on the host.
+data, of the preset resnet50_90ep from all gammas 1, both from the state after a warm-up of the step without. What is
+random in a step is drawn as in a run, on the host.
 
 Writes results/<model>_fp16_b<batch>_ingredients_1gpu.json, the step with all of them together, whose peer is the step
 without any in the same turns, and as lines of the .jsonl file of that name both sides' step times for each ingredient,
@@ -83,6 +84,9 @@ def compare(arguments: Options, name: str, changes: dict[str, Any], folder: Path
     """The step without and with an ingredient, in turn."""
     trainers = {side: start_trainer(configuration(arguments, of_side), folder)
                 for side, of_side in (("without", {}), ("with", changes))}
+    first, images = trainers["without"]
+    measure(first, endless(images), steps=1)  # a warm-up: frozen BatchNorms need running statistics
+    trainers["with"][0].executor.set_params(*first.executor.get_params())
     turns = take_turns(arguments.rounds, {side: partial(measure, trainer, endless(loader), arguments.steps)
                                           for side, (trainer, loader) in trainers.items()})
     for trainer, loader in trainers.values():

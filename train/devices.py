@@ -54,14 +54,14 @@ def choose(config: Config, local_rank: int) -> Placement:
 
 
 def for_int8(config: Config, values: Mapping[str, Any]) -> Config:
-    """The configuration with the device of a network in INT8: the CPU with the reference executor, or a GPU with the
-    cuda executor where one of them is asked for. `values` are the options that were given. Raises TrainError for those
-    that INT8 has no place for."""
+    """The configuration with the device of a network in INT8: a GPU with the cuda executor where there is one that it
+    can use, else the CPU with the reference executor. `values` are the options that were given. Raises TrainError for
+    those that INT8 has no place for."""
     check_int8(values)
     device, executor = values.get("device", "auto"), values.get("executor", "auto")
-    # Not by itself on a GPU: no test has compared the integers of its tensor cores with the reference executor's yet.
     if executor == "auto":
-        executor = "cuda" if device == "gpu" else "reference"
+        has_gpu = device == "gpu" or (device == "auto" and bool(find_gpus()) and not _cuda_obstacle(0))
+        executor = "cuda" if has_gpu else "reference"
     return replace(config, dtype="auto", device="cpu" if executor == "reference" and device == "auto" else device,
                    executor=executor)
 

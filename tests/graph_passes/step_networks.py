@@ -185,7 +185,7 @@ def last_way(graph, node, ways):
     return [*ways][-1]
 
 
-def with_trials(graph, node, ways):
-    """`repeatable_fusions`, and every kernel that is on trial."""
-    trial = [way for way in ways if way in ON_TRIAL]
-    return trial[0] if trial else repeatable_fusions(graph, node, ways)
+def own_kernels(graph, node, ways):
+    """`repeatable_fusions`, and every kernel of ours that has others beside it."""
+    own = [way for way in ways if way in {*ON_TRIAL, "conv1x1_forward", "stem_pool"}]
+    return own[0] if own else repeatable_fusions(graph, node, ways)

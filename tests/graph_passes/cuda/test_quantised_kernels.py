@@ -19,7 +19,7 @@ from graph_passes.executors import reference
 from graph_passes.executors.cuda.kernels import HOPPER
 from graph_passes.executors.cuda.lowering import lower_nodes
 from graph_passes.executors.cuda.lowering.builder import Builder
-from graph_passes.executors.cuda.lowering.quantised import SQUARES_COLUMNS, Stream
+from graph_passes.executors.cuda.lowering.quantised import CHUNK, SQUARES_COLUMNS, TILE_CHANNELS, Stream
 from graph_passes.executors.cuda.program import Buffer, run
 from graph_passes.executors.cuda.quantised import QuantisedNetwork
 from graph_passes.executors.cuda.quantised_executor import QuantisedCudaExecutor
@@ -112,6 +112,8 @@ def test_convolution(device: Device, shape: tuple[int, ...], window: dict[str, A
     columns = STREAMS.get(way) or TILES.get(way, (0, 0))[1]
     if columns and filters <= columns // 2:
         pytest.skip("has less filters than that tile is for")
+    if way in TILES and shape[3] % CHUNK and shape[3] not in TILE_CHANNELS:
+        pytest.skip("for channels that fill tiles")
     if way in STREAMS and (window["kernel"] != (1, 1) or ("stride" in window and shape[1] % 2) or
                            Stream(shape[3], columns, True).stages < 1):
         pytest.skip("not for this window, or so many weights")
@@ -156,7 +158,7 @@ def test_sums_beyond_24_bits(device: Device) -> None:
     weight[::3] = -127
     x[0, 1, 1, 5] = 1
     bias = np.arange(64, dtype=np.int32) * 2**24 + 1
-    for way in (*list(TILES)[:1], DIRECT):
+    for way in ("tile 2x64", DIRECT):
         if way == DIRECT or device.gpu.capability >= (8, 0):
             check(device, "QuantisedConvolution", [x, weight, np.full(64, 2.0**-24, np.float32), bias], kernel=(1, 1),
                   num_filter=64, layout="NHWC", scale=1.0, dtype="float16", way=way)
@@ -227,9 +229,11 @@ def test_whole_networks(name: str, size: int, kept: Kept, rng: np.random.Generat
                 assert (found == want).all(), f"{launch.node}: {(found != want).sum()} of {want.size} differ"
                 compared += 1
     assert compared > 15 or kept.first or name == "resnet18_v2"
-    want = expected[case.network.outputs[0]]
-    # fp16's scores (an error of 2^-11 of each) and the classifier's weights in fp16.
-    np.testing.assert_allclose(probabilities, want, rtol=0.02 if compared else 0.2, atol=1e-4)
+    want, (softmax,) = expected[case.network.outputs[0]], [case.network[case.network.outputs[0].node]]
+    # The scores and, where it is in floats, the classifier's weights are rounded to fp16: each score by 2^-10 of the
+    # largest at most, of which two make a probability's error.
+    error = np.expm1(2 * 2.0**-10 * np.abs(expected[softmax.inputs[0]]).max())
+    np.testing.assert_allclose(probabilities, want, rtol=max(error, 0.02) if compared else 0.2, atol=1e-4)
     network.gpu.free_all()
 
 

@@ -112,7 +112,7 @@ def test_against_numpy(tools: Toolchain, dtype: str, mode: str, algorithm: str, 
     graph = step(mode, SIZES[size][3], num_layers, bidirectional, algorithm)
     shapes = shapes_of(graph, size)
     values = random_values(graph, shapes, dtype, rng)
-    if mode == "rnn_relu" and size == "aligned":
+    if mode == "rnn_relu" and (size == "aligned" or dtype != "float32"):
         keep_off_the_kink(graph, values, dtype)
     try:
         got, _ = run_on_gpu(tools, graph, shapes, dtype, values)
@@ -121,18 +121,22 @@ def test_against_numpy(tools: Toolchain, dtype: str, mode: str, algorithm: str, 
             raise
         pytest.skip(str(error))
     wanted = in_numpy(graph, values)
-    assert mode != "rnn_relu" or size == "odd" or wanted[0].min() > 0.1
+    assert mode != "rnn_relu" or (size, dtype) == ("odd", "float32") or wanted[0].min() > 0.1
     check(got, wanted, graph, TOLERANCE["tf32" if is_tf32 else dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_fastest_is_chosen_and_right(tools: Toolchain, dtype: str, rng: np.random.Generator) -> None:
+def test_the_fastest_is_chosen_and_right(tools: Toolchain, dtype: str, request: pytest.FixtureRequest,
+                                         rng: np.random.Generator) -> None:
     graph = step("lstm", 128, 1, False, "standard")
     shapes = shapes_of(graph, "aligned")
     values = random_values(graph, shapes, dtype, rng)
     got, function = run_on_gpu(tools, graph, shapes, dtype, values,
                                lambda marked, ask: rnn_algorithm(marked, ask, ALGORITHMS))
     check(got, in_numpy(graph, values), graph, max(TOLERANCE[dtype], TOLERANCE["tf32"]))
+    if dtype == "float32" and request.node.callspec.params["tools"] == "exact":
+        assert not function.decisions, "standard alone is exact"
+        return
     (decision,) = function.decisions
     assert decision.chosen == function.graph["rnn"]["algorithm"] == function.graph["rnn_backward"]["algorithm"]
     assert "RNNTrain lstm 1 x 128" in decision.problem

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 from int8_networks import quantised
-from step_networks import bottlenecks, dropping, pre_activation, repeatable_fusions, with_trials
+from step_networks import bottlenecks, dropping, own_kernels, pre_activation, repeatable_fusions
 from test_compile import kernels
 from test_training_step import RULES, fused, random_batch, random_state, small_network
 
 from common.mxnet_compat import mx
-from graph_passes import passes
+from graph_passes import Graph, Node, passes
 from graph_passes.executors import Box, Draws
 from graph_passes.executors.cuda.choices import Choices
 from graph_passes.executors.cuda.kernels import Kernel, KernelLibrary
@@ -28,7 +28,10 @@ from graph_passes.executors.cuda.options import StepOptions
 from graph_passes.executors.cuda.quantised import QuantisedNetwork
 from graph_passes.executors.cuda.statistics_group import StatisticsGroup
 from graph_passes.executors.cuda.training_step import TrainingStep
+from graph_passes.passes.choice import Ways
 from graph_passes.passes.quantise import Kept
+from graph_passes.passes.quantised_way import STREAMS
+from train.language_model import LanguageModel
 from train.models.resnet import resnet
 
 pytestmark = pytest.mark.gpu
@@ -40,7 +43,7 @@ LOSSES = {  # of the networks that have another one
     "poolings": lambda network: passes.binary_cross_entropy(fused(network), 0.2),
     "BatchNorm first": lambda network: passes.weigh_classes(fused(network), [0.5, 1.5] * 5),
 }
-NUM_NETWORKS = 9
+NUM_NETWORKS = 11
 
 
 def run_here(cache: Path, *command: str) -> subprocess.CompletedProcess[str]:
@@ -136,7 +139,7 @@ def main(cache: Path) -> None:
         ("poolings", pooled(), (3, 17, 14, 4), "float16", {}),
         ("stochastic depth and dropout", dropping(bottlenecks()), (3, 19, 23, 4), "float16", {}),
     ):
-        ways = repeatable_fusions if "group" in options else with_trials  # some are on trial in the place of others
+        ways = repeatable_fusions if "group" in options else own_kernels  # some take the place of others
         Choices.__call__ = lambda self, *question, ways=ways: ways(*question)  # type: ignore[method-assign,misc]
         graph, shapes = LOSSES.get(name, fused)(network), {"data": size, "softmax_label": size[:1]}
         step = TrainingStep(graph, shapes, StepOptions(dtype, deterministic=True, **options), cache_folder=cache)
@@ -163,7 +166,20 @@ def main(cache: Path) -> None:
         step.gpu.synchronize()
         print(f"{name}: steps are done", flush=True)
     Choices.__call__ = choose  # type: ignore[method-assign]
-    for name, kept in (("resnet18", Kept()), ("resnet18_v2", Kept(classifier=False))):
+    model = LanguageModel(words=24, hidden=16, layers=1, steps=3, sequences=4)
+    step = TrainingStep(model.graph, model.shapes, StepOptions("float16", deterministic=True), cache_folder=cache)
+    step.set_params(model.initial_values(seed=1), {})
+    step.load(np.arange(12, dtype=np.float32).reshape(12, 1, 1, 1), np.arange(12, 24, dtype=np.float32))
+    step.forward_backward()
+    step.update(0.1)
+    step.gpu.synchronize()
+    print("language model: steps are done", flush=True)
+
+    def streams_first(self: Choices, graph: Graph, node: Node, ways: Ways) -> str:
+        return choose(self, graph, node, dict(sorted(ways.items(), key=lambda way: way[0] not in STREAMS)))
+
+    Choices.__call__ = streams_first  # type: ignore[method-assign]
+    for name, kept in (("resnet18", Kept()), ("resnet50", Kept()), ("resnet18_v2", Kept(classifier=False))):
         case = quantised(name, 2, 33, np.random.default_rng(0), kept)
         network = QuantisedNetwork(case.network, case.shapes, case.scales, kept, case.params, deterministic=True,
                                    cache_folder=cache)

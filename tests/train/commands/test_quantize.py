@@ -303,11 +303,15 @@ def test_onnx_that_differs_is_not_written(quantised: Path, tmp_path: Path, monke
     assert code == 2 and "integers differ from this program's by" in err and not (tmp_path / "x.onnx").exists()
 
 
-@pytest.mark.parametrize("given, device, executor", [
-    ({}, "cpu", "reference"), ({"device": "cpu"}, "cpu", "reference"), ({"device": "gpu"}, "gpu", "cuda"),
-    ({"executor": "cuda"}, "auto", "cuda"), ({"executor": "reference"}, "cpu", "reference")])
-def test_where_integers_are_computed(given: dict[str, str], device: str, executor: str) -> None:
-    """On a GPU only where it is asked for, whatever the run was trained on."""
+@pytest.mark.parametrize("given, gpus, obstacle, device, executor", [
+    ({}, [], "", "cpu", "reference"), ({}, ["H200"], "", "auto", "cuda"), ({}, ["K80"], "too old", "cpu", "reference"),
+    ({"device": "cpu"}, ["H200"], "", "cpu", "reference"), ({"device": "gpu"}, ["H200"], "", "gpu", "cuda"),
+    ({"executor": "cuda"}, [], "", "auto", "cuda"), ({"executor": "reference"}, ["H200"], "", "cpu", "reference")])
+def test_where_integers_are_computed(given: dict[str, str], gpus: list[str], obstacle: str, device: str, executor: str,
+                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU where there is one that can, whatever the run was trained on."""
+    monkeypatch.setattr(devices, "find_gpus", lambda: gpus)
+    monkeypatch.setattr(devices, "_cuda_obstacle", lambda number: obstacle)
     found = for_int8(Config(device="gpu", executor="mxnet", dtype="float16"), given)
     assert (found.device, found.executor, found.dtype) == (device, executor, "auto")
 

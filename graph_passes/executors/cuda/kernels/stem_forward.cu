@@ -59,7 +59,8 @@ stem_forward(const T *x, const T *w, const __grid_constant__ TensorMap y, float 
             const int image = item / strips, first = item % strips * strip, end = min(first + strip, size.out_height);
             multiplier.open();
             for (int row = first; row < end; ++row, buffer ^= 1) {
-                float products[GROUPS][4] = {};
+                // Of bf16, which has few different values, thousands of sums in a row would all round the same way.
+                float products[GROUPS][4] = {}, of_row[2][2] = {};
                 multiplier.row(products, row, size.height);
                 if (counted == 0)
 #pragma unroll
@@ -82,12 +83,16 @@ stem_forward(const T *x, const T *w, const __grid_constant__ TensorMap y, float 
                         for (int e = 0; e < 2; ++e)
                             if ((g + i / 2) * 8 + lane % 4 * 2 + e < size.out_width) {
                                 const float from_near = to_float(two[e]) - near[f];
-                                acc[f][0] += from_near;
-                                acc[f][1] += from_near * from_near;
+                                of_row[f][0] += from_near;
+                                of_row[f][1] += from_near * from_near;
                             }
                     }
                     store_transposed(result + g * 8 * (FILTERS / VEC) + matrix_row, m);
                 }
+#pragma unroll
+                for (int f = 0; f < 2; ++f)
+#pragma unroll
+                    for (int j = 0; j < 2; ++j) acc[f][j] += of_row[f][j];
                 show_to_copies();
                 meet_team(team);
                 if (in_team == 0) store_tile(y, 0, (image * size.out_height + row) * size.out_width, 0, result);

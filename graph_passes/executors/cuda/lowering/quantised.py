@@ -27,7 +27,7 @@ SQUARES_ROWS, SQUARES_STAGES, SQUARES_BLOCKS = 128, 3, 3  # of quantised_conv_sq
 SQUARES_COLUMNS = {64: 64, 128: 128}  # of a block for 3x3 over so many channels, which that kernel takes too; else 64
 STREAM_CONTROL_BYTES, STREAM_STAGES, STREAM_COLUMNS = 3 << 10, 12, 256  # of quantised_conv_stream.cu, at most
 MULTIPROCESSOR_SHARED_BYTES, RESERVED_BYTES = 228 << 10, 1 << 10  # Hopper's; what is not asked for, of each block
-_TILE_CHANNELS = (16, 32, 64)  # that it takes beside multiples of CHUNK
+TILE_CHANNELS = (16, 32, 64)  # that it takes beside multiples of CHUNK
 
 
 class Geometry(ctypes.Structure):
@@ -119,7 +119,7 @@ def _tiles(builder: Builder, node: Node, groups: int, columns: int) -> None:
     geometry, (adds, relu, share), size = Geometry.of(node, x, y), _Epilogue.of(node), window(node)
     channels = x.shape[3]
     _require_tensor_cores(builder, node, columns)
-    require(channels % CHUNK == 0 or channels in _TILE_CHANNELS, node, "is not for the kernel of tiles")
+    require(channels % CHUNK == 0 or channels in TILE_CHANNELS, node, "is not for the kernel of tiles")
     is_plain = size.kernel == size.stride == (1, 1) and size.pad == (0, 0)
     chunks = -(-size.kernel[0] * size.kernel[1] * channels // CHUNK)
     rows = 64 * groups
