@@ -54,7 +54,9 @@ def training_passes(shapes: Shapes, dtype: str, choose: Choose, grouped: bool = 
         "norm_pool": norm_pool,
         "stem": lambda graph: stem(graph, shapes, choose),
         "conv_statistics": lambda graph: conv_statistics(graph, choose),
+        "stem_pool": lambda graph: stem_pool(graph, choose),  # this and the next two: what is frozen, and biases
         "conv_epilogue": lambda graph: conv_epilogue(graph, choose),
+        "conv1x1_pair": lambda graph: conv1x1_pair(graph, choose),
         "dgrad_reduce": lambda graph: dgrad_reduce(graph, choose),
         "norm_backward": lambda graph: norm_backward(graph, choose),
         "norm_grad_add": norm_grad_add,
@@ -82,8 +84,9 @@ def quantised_passes(dtype: str, scales: Scales, kept: Kept = CLASSIFIER_KEPT) -
     """The passes of inference in INT8 by name, in order; `dtype` is that of what stays in floats."""
     return {
         **inference_passes(dtype, fused_way),
-        "stem_pool": lambda graph: graph,  # its parts are quantised one by one
+        "stem_pool": lambda graph: graph,  # its parts are quantised one by one, and those of a pair
         "conv_epilogue": lambda graph: conv_epilogue(graph, fused_way, groups=True),
+        "conv1x1_pair": lambda graph: graph,
         "quantise": lambda graph: quantise(graph, scales, kept),
     }
 

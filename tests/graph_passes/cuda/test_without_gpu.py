@@ -387,6 +387,15 @@ def test_a_frozen_network(name: str, prefix: str) -> None:
     assert lowering.program.arena_bytes <= everything.program.arena_bytes
 
 
+def test_what_is_frozen_takes_the_kernels_of_inference() -> None:
+    graph = pipeline.run(pipeline.FUSED, passes.freeze(models.create("resnet50").graph, "stage3"))
+    shapes = {"data": (256, 224, 224, 3), "softmax_label": (256,)}
+    lowering, _ = lower_graph(graph, shapes, training=True, fused=True, own_forward=True)
+    operations = Counter(launch.operation for launch in lowering.program.launches)
+    assert operations["stem_pool"] == 1 and operations["conv1x1_pair"] == 3
+    check_memory(lowering.program)
+
+
 @pytest.mark.parametrize("size, is_ours", [(224, True), (225, False), (1024, False)])
 def test_the_stem_is_ours_where_its_rows_are_aligned_and_fit(size: int, is_ours: bool) -> None:
     lowering, _ = lower(18, 1, size, training=True)
