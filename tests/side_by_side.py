@@ -30,8 +30,12 @@ def sort_files(items: list[pytest.Item]) -> None:
 
 
 def make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Gives each process whole files, in the order of `sort_files`."""
+    """Gives each process whole files, in the order of `sort_files`; with `--dist` single tests, by pytest-xdist's own
+    scheduler: on a GPU a few files have most of the tests."""
     from xdist.scheduler import LoadFileScheduling
+
+    if config.option.dist != "load":  # which `-n` stands for
+        return None
 
     class Files(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:

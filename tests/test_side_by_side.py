@@ -55,3 +55,12 @@ def test_order_of_the_files():
 def test_the_files_that_are_named_are_there():
     stems = {path.stem for path in Path(__file__).parent.rglob("test_*.py")}
     assert set(side_by_side.LONGEST_FIRST) <= stems
+
+
+def test_files_are_handed_out_whole_unless_dist_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xdist.scheduler.LoadFileScheduling.__init__", lambda *_: None)
+    by_file = {}
+    for dist in ("load", "worksteal"):
+        config: Any = SimpleNamespace(option=SimpleNamespace(dist=dist))
+        by_file[dist] = side_by_side.make_scheduler(config, None) is not None
+    assert by_file == {"load": True, "worksteal": False}
