@@ -14,6 +14,7 @@ from graph_passes import passes
 from graph_passes.graph import Graph, Node
 from graph_passes.passes.choice import Choose, Ways, fused_way
 from graph_passes.passes.conv1x1_pair import conv1x1_pair
+from graph_passes.passes.conv1x1_sum import conv1x1_sum
 from graph_passes.passes.conv_epilogue import conv_epilogue
 from graph_passes.passes.conv_statistics import conv_statistics
 from graph_passes.passes.dgrad_reduce import dgrad_reduce
@@ -75,6 +76,7 @@ def inference_passes(dtype: str, choose: Choose) -> dict[str, Pass]:
         "softmax_bias": softmax_bias,
         "stem_pool": lambda graph: stem_pool(graph, choose),
         "conv_epilogue": lambda graph: conv_epilogue(graph, choose),
+        "conv1x1_sum": lambda graph: conv1x1_sum(graph, choose),
         "conv1x1_pair": lambda graph: conv1x1_pair(graph, choose),
         "rnn_algorithm": lambda graph: rnn_algorithm(graph, choose),
     }

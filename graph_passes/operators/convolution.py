@@ -91,6 +91,21 @@ def _second(node: NodeView) -> NodeView:
     return second
 
 
+def _sum(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
+    data, data_2 = known(node, shapes), known(node, shapes, 3)
+    weight, output = convolution_shapes(node, data)
+    data_2 = (*output[:3], data_2[-1])
+    weight_2, _ = convolution_shapes(_beside(node), data_2)
+    bias = (node["num_filter"],)
+    return [data, weight, bias, data_2, weight_2, bias], [output]
+
+
+def _beside(node: NodeView) -> NodeView:
+    """The second convolution of a sum, which reads what has the size of the output, as a node of its own."""
+    second: NodeView = node.derive("Convolution", node.name, (), stride=(1, 1))
+    return second
+
+
 def _wgrad(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
     data = known(node, shapes, 1)
     weight, output = convolution_shapes(node, data)
@@ -174,6 +189,11 @@ def _compute_pair(node: NodeView, x: Array, weight: Array, bias: Array, addend: 
                   bias_2: Array) -> list[Array]:
     y = relu(convolution(node, x, weight, bias) + addend).astype(addend.dtype)
     return [y, relu(convolution(_second(node), y, weight_2, bias_2))]
+
+
+def _compute_sum(node: NodeView, x: Array, weight: Array, bias: Array, x_2: Array, weight_2: Array,
+                 bias_2: Array) -> list[Array]:
+    return [relu(convolution(node, x, weight, bias) + convolution(_beside(node), x_2, weight_2, bias_2))]
 
 
 def _numpy_gradient(node: NodeView, inputs: Sequence[Array], outputs: Sequence[Array], dy: Array,
@@ -305,6 +325,7 @@ _DESCRIBED = (
 
 # A 1x1 convolution by a kernel of our own (conv1x1_forward.cu); each computes what its namesake does.
 # Conv1x1Pair is Conv1x1AddRelu and the Conv1x1Relu that reads its output (conv1x1_pair.cu).
+# Conv1x1SumRelu is Conv1x1AddRelu with stride 1, of `data_2`, and the Conv1x1 that it adds.
 OPERATORS = (*_DESCRIBED, Operator(
     "Conv1x1Pair",
     ("data", "weight", "bias", "addend", "weight_2", "bias_2"),
@@ -312,6 +333,14 @@ OPERATORS = (*_DESCRIBED, Operator(
     _compute_pair,
     {**CONVOLUTION, "num_filter_2": Attribute(int)},
     ("output", "output_2"),
+    forward="Convolution",
+    fused=True,
+), Operator(
+    "Conv1x1SumRelu",
+    ("data", "weight", "bias", "data_2", "weight_2", "bias_2"),
+    _sum,
+    _compute_sum,
+    CONVOLUTION,
     forward="Convolution",
     fused=True,
 ), *(

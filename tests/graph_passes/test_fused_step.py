@@ -22,6 +22,7 @@ from graph_passes.executors.reference import backward, evaluate, forward, run
 from graph_passes.operators import OPERATORS
 from graph_passes.operators.dropout import SEED
 from graph_passes.passes.conv1x1_pair import conv1x1_pair
+from graph_passes.passes.conv1x1_sum import conv1x1_sum
 from graph_passes.passes.quantise import QUANTISED
 from train.models.resnet import resnet
 
@@ -128,15 +129,51 @@ def test_inference_against_the_network_as_it_is_given(name, rng):
 
 
 def test_pairs_of_convolutions_in_inference(rng):
-    """One at the end of each block but the last; what is between them keeps its readers."""
+    """One at the end of each block but the last and those with a projection shortcut, which are a sum of two; what is
+    between them keeps its readers."""
     graph = Graph.from_json(resnet(50).tojson())
     network_graph = pipeline.inference(graph, "float16", last_way)
     pairs = [node for node in network_graph if node.op == "Conv1x1Pair"]
-    assert len(pairs) == 15
+    assert len(pairs) == 15 - 4
     for pair in pairs:
         first, second = (network_graph.consumers[ref] for ref in pair.refs())
         assert len(first) == 1 and len(second) == 1
     assert "Conv1x1Pair" not in pipeline.inference(graph, "float32", last_way).operators()
+
+
+def test_sums_of_convolutions_in_inference():
+    """One for each projection shortcut, the first of which alone has stride 1."""
+    graph = Graph.from_json(resnet(50).tojson())
+    network_graph = pipeline.inference(graph, "float16", last_way)
+    sums = [node for node in network_graph if node.op == "Conv1x1SumRelu"]
+    assert [node["stride"] for node in sums] == [(1, 1), (2, 2), (2, 2), (2, 2)]
+    assert not any("shortcut" in node.name for node in network_graph if not node.is_variable)
+    for dtype, choose in (("float32", last_way), ("float16", passes.fused_way)):
+        assert "Conv1x1SumRelu" not in pipeline.inference(graph, dtype, choose).operators()
+
+
+@pytest.mark.parametrize("last_is_shortcut", [False, True])
+def test_a_sum_is_two_convolutions_beside_one_another(last_is_shortcut, rng):
+    """With stride 2 in the one or the other."""
+    values = {"x": (2, 6, 10, 16), "w": (24, 1, 1, 16), "b": (24,),
+              "x2": (2, 3, 5, 8), "w2": (24, 1, 1, 8), "b2": (24,)}
+    arrays = {name: rng.standard_normal(shape) for name, shape in values.items()}
+    attrs = {"kernel": (1, 1), "layout": "NHWC", "dtype": "float16", "num_filter": 24}
+    operands = [(("x", "w", "b"), (2, 2)), (("x2", "w2", "b2"), (1, 1))]
+    (of_addend, stride), (of_last, last_stride) = reversed(operands) if last_is_shortcut else operands
+    addend = Node("Convolution", "addend", tuple(map(Ref, of_addend)), {**attrs, "stride": stride})
+    last = Node("Conv1x1AddRelu", "last", tuple(map(Ref, (*of_last, "addend"))), {**attrs, "stride": last_stride})
+    graph = Graph([*(Node("null", name) for name in values), addend, last], [Ref("last")])
+    summed = conv1x1_sum(graph, last_way)
+    assert summed.operators() == {"Conv1x1SumRelu": 1}
+    assert summed.infer_shapes({"x": values["x"], "x2": values["x2"]})[Ref("last")] == (2, 3, 5, 24)
+    (node,) = (node for node in summed if not node.is_variable)
+    (got,) = evaluate(node, [arrays[ref.node] for ref in node.inputs])
+    (first,) = evaluate(addend, [arrays[name] for name in of_addend])
+    (wanted,) = evaluate(last, [*(arrays[name] for name in of_last), first])
+    check_close(got, wanted, SAME, "last")
+    read_twice = Graph(graph, [Ref("last"), Ref("addend")])
+    assert conv1x1_sum(read_twice, last_way) == read_twice
 
 
 def test_a_pair_is_two_convolutions_after_one_another(rng):

@@ -33,8 +33,10 @@ WARPGROUPS = ("conv1x1_forward.cu", "conv1x1_pair.cu", "dgrad_reduce.cu", "norm_
 FLAGS = {
     "dgrad_reduce": ["64, false, true, false", "128, true, false, false", "256, true, true, false",
                      "64, true, true, true", "256, false, false, true"],
-    "conv1x1_forward": ["64, true, true, false", "128, false, true, false", "256, false, false, false",
-                        "64, false, false, true", "256, false, false, true", "256, true, true, false"],
+    "conv1x1_forward": ["64, true, true, false, false", "128, false, true, false, false",
+                        "256, false, false, false, false", "64, false, false, true, false",
+                        "256, false, false, true, false", "256, true, true, false, false",
+                        "64, false, true, false, true", "256, false, true, false, true"],
     "conv1x1_pair": ["64", "128"],
     "norm_backward": ["64, true, false, false", "128, true, true, false", "256, false, true, false",
                       "256, false, false, true"],

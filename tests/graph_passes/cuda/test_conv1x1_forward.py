@@ -25,8 +25,9 @@ class Case:
 
     def __init__(self, device: Device, dtype: str, channels: int, filters: int, rows: int, add: bool = False,
                  relu: bool = False, sums: bool = False, mean: float = 0.0,
-                 images: tuple[int, int, int] | None = None) -> None:
-        """`images` (N, H, W), in which every other pixel of every other row is read, in place of `rows`."""
+                 images: tuple[int, int, int] | None = None, channels_2: int = 0) -> None:
+        """`images` (N, H, W), in which every other pixel of every other row is read, in place of `rows`; `channels_2`:
+        of a second convolution, with stride 1."""
         image_shape = images or (1, 1, rows)
         data_rows, stride = math.prod(image_shape), 2 if images else 1
         out_shape = (image_shape[0], *(-(-size // stride) for size in image_shape[1:]), filters)
@@ -42,8 +43,11 @@ class Case:
         self.bias = None if sums else random.normal(0, 1, filters).astype(np.float32)
         self.addend = rounded(random.normal(0, 1, self.shape), dtype) if add else None
         self.x = self.data.reshape(*image_shape, channels)[:, ::stride, ::stride].reshape(rows, channels)
-        self.relu, self.add, self.sums = relu, add, sums
-        self.way = Conv1x1Forward(channels, filters, add)
+        self.relu, self.add, self.sums, self.two = relu, add, sums, channels_2 > 0
+        self.x_2 = rounded(random.normal(0, 1, (rows, channels_2)), dtype) if self.two else None
+        self.w_2 = rounded(random.normal(0, channels_2**-0.5, (filters, channels_2)), dtype) if self.two else None
+        self.bias_2 = random.normal(0, 1, filters).astype(np.float32) if self.two else None
+        self.way = Conv1x1Forward(channels, filters, add, channels_2)
 
     def run(self, times: int = 2) -> tuple[np.ndarray, np.ndarray]:
         """y and its sums; more than once, for what a launch must leave as it was."""
@@ -58,19 +62,21 @@ class Case:
 
         maps = (tiled(self.data, self.tiles.data), tiled(self.w, way.weights), tiled(self.addend, self.tiles.output),
                 tiled(y, self.tiles.output))
-        bias = 0 if self.bias is None else device.put(self.bias)
+        maps_2 = tiled(self.x_2, self.tiles.beside(way.channels_2)), tiled(self.w_2, way.weights_2)
+        bias, bias_2 = (0 if each is None else device.put(each) for each in (self.bias, self.bias_2))
         for _ in range(times):
             device.run("conv1x1_forward.cu",
-                       instance("conv1x1_forward", self.dtype, way.columns, self.add, self.relu, self.sums), blocks,
-                       BLOCK, *maps, bias, sums, partials, tickets, ctypes.c_uint32(rows), self.tiles.walk,
-                       *map(ctypes.c_int, (filters, way.chunks, way.stages, way.results)),
-                       shared_bytes=way.shared_bytes)
+                       instance("conv1x1_forward", self.dtype, way.columns, self.add, self.relu, self.sums, self.two),
+                       blocks, BLOCK, *maps, bias, sums, partials, tickets, ctypes.c_uint32(rows), self.tiles.walk,
+                       *map(ctypes.c_int, (filters, way.chunks, way.stages, way.results)), *maps_2, bias_2,
+                       ctypes.c_int(way.chunks_2), shared_bytes=way.shared_bytes)
         return device.get(y, self.shape, self.dtype), device.get(sums, (3, filters))
 
     @property
     def wanted(self) -> np.ndarray:
         y = self.x @ self.w.T
-        for more in (self.bias, self.addend):
+        beside = None if self.x_2 is None or self.w_2 is None else self.x_2 @ self.w_2.T
+        for more in (self.bias, self.addend, beside, self.bias_2):
             y = y if more is None else y + more
         return np.maximum(y, 0) if self.relu else y
 
@@ -123,6 +129,23 @@ def test_stride_2(device: Device, dtype: str, sums: bool, channels: int, filters
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("channels, channels_2, filters, rows, images", [
+    (64, 64, 256, 1003, None), (64, 64, 256, 1, None), (64, 64, 256, 5000, None), (72, 8, 40, 131, None),
+    (8, 200, 328, 259, None), (256, 128, 512, 0, (3, 56, 56)), (512, 256, 1024, 0, (5, 14, 14)),
+    (64, 72, 128, 0, (7, 14, 14)), (72, 136, 200, 0, (1, 2, 1)), (128, 64, 40, 0, (3, 6, 127)),
+    (64, 24, 64, 0, (2, 34, 19))])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_sum_of_two_convolutions(device: Device, dtype: str, channels: int, channels_2: int, filters: int, rows: int,
+                                 images: tuple[int, int, int] | None) -> None:
+    """Without rounding in between; equal bits every time."""
+    case = Case(device, dtype, channels, filters, rows, relu=True, images=images, channels_2=channels_2)
+    y, _ = case.run()
+    assert relative_error(y, case.wanted) < STORED[dtype]
+    assert np.abs(y - case.wanted).max() < 8 * PRECISION[dtype] * np.abs(case.wanted).max()
+    assert np.array_equal(case.run(times=1)[0], y)
+
+
+@pytest.mark.gpu
 def test_nan_and_infinity_stay(device: Device) -> None:
     """Those of x reach all outputs of their row and no others; ReLU keeps them, so that a broken network is noticed."""
     case = Case(device, "float16", 64, 64, 200, add=True, relu=True)
@@ -146,3 +169,12 @@ def test_division_of_shared_memory(channels: int, filters: int, _: int, adds: bo
 def test_what_does_not_fit() -> None:
     assert Conv1x1Forward(2048, 512, False).columns == 0
     assert Conv1x1Forward(512, 2048, False).columns == 128 and Conv1x1Forward(1024, 256, False).columns == 64
+
+
+@pytest.mark.parametrize("channels, channels_2, filters, columns", [
+    (64, 64, 256, 256), (256, 128, 512, 128), (512, 256, 1024, 64), (1024, 512, 2048, 0), (72, 8, 40, 64)])
+def test_shared_memory_of_two_convolutions(channels: int, channels_2: int, filters: int, columns: int) -> None:
+    """Those of ResNet-50's projection shortcuts: of stage 4 there are more weights than a block can keep."""
+    way = Conv1x1Forward(channels, filters, False, channels_2)
+    assert way.columns == columns
+    assert not columns or (way.stages >= 2 and way.shared_bytes <= 227 << 10)

@@ -1,21 +1,23 @@
 // The forward pass of a 1x1 convolution, with what follows it: bias, sum and ReLU in inference, the sums of BatchNorm in
-// training. conv1x1_forward.cuh says how it works.
+// training; or of two whose sum is wanted, as one product over the channels of both. conv1x1_forward.cuh says how it works.
 #include "conv1x1_forward.cuh"
 #include "moments.cuh"
 
-// y = x * w + bias (+ addend), then ReLU with RELU; a null `bias` is none. With SUMS, `sums` are those of y per column about
-// its mean, in a fixed order. The maps are of these matrices: of x by tiles of `walk.rows` rows and 64 columns, of w by tiles
-// of COLUMNS rows and 64 columns, of y and addend by those of 16 rows and 64 columns. With stride 2 the map of x leaves pixels
-// out, a tile of it is whole lines of an image, and a line of the map of y is a tile. gridDim.x blocks share the columns,
-// gridDim.y the rows.
-// Shapes: x (rows, C), w (K, C), y and addend (rows, K); bias (K), sums (3, K), partials (gridDim.y, K, 3) fp32; tickets
-// (gridDim.x). columns = K; C fits into `chunks` of 64 channels.
-template <class T, int COLUMNS, bool ADD, bool RELU, bool SUMS>
+// y = x * w + bias (+ addend), then ReLU with RELU; a null `bias` is none. With TWO, also + x_2 * w_2 + bias_2. With SUMS,
+// `sums` are those of y per column about its mean, in a fixed order. The maps are of these matrices: of x and x_2 by tiles of
+// `walk.rows` rows and 64 columns, of w and w_2 by tiles of COLUMNS rows and 64 columns, of y and addend by those of 16 rows
+// and 64 columns. With stride 2 the map of x leaves pixels out, a tile of it is whole lines of an image, and a line of the map
+// of y is a tile; that of x_2 has the lines of y. gridDim.x blocks share the columns, gridDim.y the rows.
+// Shapes: x (rows, C), w (K, C), x_2 (rows, C_2), w_2 (K, C_2), y and addend (rows, K); bias and bias_2 (K), sums (3, K),
+// partials (gridDim.y, K, 3) fp32; tickets (gridDim.x). columns = K; C fits into all but the last `chunks_2` of `chunks` of 64
+// channels, and C_2 into these.
+template <class T, int COLUMNS, bool ADD, bool RELU, bool SUMS, bool TWO>
 __global__ void __launch_bounds__(THREADS, 1)
 conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,
                 const __grid_constant__ TensorMap addend, const __grid_constant__ TensorMap y, const float *bias,
                 float *sums, Moments *partials, uint32 *tickets, uint32 rows, TileWalk walk, int columns, int chunks,
-                int stages, int results) {
+                int stages, int results, const __grid_constant__ TensorMap x_2, const __grid_constant__ TensorMap w_2,
+                const float *bias_2, int chunks_2) {
     constexpr int PARTS = COLUMNS / CHUNK;
     static_assert(sizeof(Control) == 2048, "as lowering/conv1x1_forward.py counts");
     extern __shared__ __align__(1024) uint4 memory[];
@@ -25,11 +27,14 @@ conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
     const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // one for all, to the compiler
     const bool multiplies = warp < MULTIPLYING;
     const int team = multiplies ? warp / TEAM_WARPS : warp - MULTIPLYING;
-    const int first_column = blockIdx.x * COLUMNS;
+    const int first_column = blockIdx.x * COLUMNS, chunks_1 = TWO ? chunks - chunks_2 : chunks;
     const Share share{blockIdx.y * TEAMS + team, (rows + walk.rows - 1) / walk.rows, gridDim.y * TEAMS};
 
-    for (int n = threadIdx.x; n < COLUMNS; n += THREADS)
-        control.bias[n] = bias && first_column + n < columns ? bias[first_column + n] : 0;
+    for (int n = threadIdx.x; n < COLUMNS; n += THREADS) {
+        const bool has_bias = bias && first_column + n < columns;
+        control.bias[n] = has_bias ? bias[first_column + n] : 0;
+        if (TWO && has_bias) control.bias[n] += bias_2[first_column + n];
+    }
     if (threadIdx.x == 0) init_barriers(control, stages, ADD ? results : 0);
     __syncthreads();
 
@@ -41,9 +46,12 @@ conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
             if (team == 0) {
                 fetch_map(y);
                 arrive_expecting(control.weights, chunks * COLUMNS * CHUNK_VECTORS * VECTOR_BYTES);
-                load_weights<COLUMNS>(weights, w, chunks, first_column, control.weights);
+                load_weights<COLUMNS>(weights, w, chunks_1, first_column, control.weights);
+                if (TWO)
+                    load_weights<COLUMNS>(weights + chunks_1 * COLUMNS * CHUNK_VECTORS, w_2, chunks_2, first_column,
+                                          control.weights);
             }
-            load_tiles(own, x, share, walk);
+            load_tiles<TWO>(own, x, share, walk, &x_2, chunks_2);
         }
     } else {
         uint4 *const own_results = all_results + warp * results * RESULT_VECTORS;

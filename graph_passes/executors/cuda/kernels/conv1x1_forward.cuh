@@ -78,15 +78,23 @@ __device__ inline void load_weights(uint4 *to, const TensorMap &w, int chunks, i
     for (int c = 0; c < chunks; ++c) load_tile(to + c * COLUMNS * CHUNK_VECTORS, w, c * CHUNK, first_column, 0, barrier);
 }
 
-// For one thread: starts the copies of the team's tiles of x, as places for them become free.
-__device__ inline void load_tiles(const Stages &stages, const TensorMap &x, const Share &share, const TileWalk &walk) {
+// For one thread: starts the copies of the team's tiles of x, as places for them become free. With TWO the last `chunks_2`
+// are of x_2, whose rows are those of y.
+template <bool TWO = false>
+__device__ inline void load_tiles(const Stages &stages, const TensorMap &x, const Share &share, const TileWalk &walk,
+                                  const TensorMap *x_2 = nullptr, int chunks_2 = 0) {
+    const int chunks_1 = stages.chunks - chunks_2;
     Turn turn;
     for (uint32 tile = share.first; tile < share.end; tile += share.step)
         for (int c = 0; c < stages.chunks; ++c, turn.next(stages.number)) {
             wait_for_phase(stages.empty[turn.place], turn.parity ^ 1);  // at once in the first turn
             uint64 &full = stages.full[turn.place];
             arrive_expecting(full, walk.rows * CHUNK_VECTORS * VECTOR_BYTES);
-            load_tile(stages.tiles + turn.place * TILE_VECTORS, x, c * CHUNK, tile * walk.x_row, tile * walk.x_line, full);
+            uint4 *const to = stages.tiles + turn.place * TILE_VECTORS;
+            if (TWO && c >= chunks_1)
+                load_tile(to, *x_2, (c - chunks_1) * CHUNK, tile * walk.y_row, tile * walk.y_line, full);
+            else
+                load_tile(to, x, c * CHUNK, tile * walk.x_row, tile * walk.x_line, full);
         }
 }
 

@@ -56,10 +56,16 @@ class Tiles(NamedTuple):
                           (at_once, out_width, chunk)),
                    Tiling((rows // in_tile, in_tile, filters), (in_tile * filters, filters), (1, WARP_ROWS, chunk)))
 
+    def beside(self, channels: int) -> Tiling:
+        """Of data with so many channels, whose pixels are those of the output."""
+        lines, rows, _ = self.output.shape
+        return Tiling((lines, rows, channels), (rows * channels, channels), (1, self.walk.rows, CHUNK))
+
 
 @dataclass(frozen=True)
 class Conv1x1Forward:
-    """How `conv1x1_forward` divides a convolution of `channels` (C) to `filters` (K), which adds a tensor with `adds`.
+    """How `conv1x1_forward` divides a convolution of `channels` (C) to `filters` (K), which adds a tensor with `adds`,
+    and with `channels_2` (C_2) a convolution of so many.
 
     A block keeps the weights of `columns` filters; the rest of its shared memory is for tiles of the data that are on
     their way, `stages` for each team, and for parts of the output, `results` for each warp.
@@ -68,14 +74,24 @@ class Conv1x1Forward:
     channels: int
     filters: int
     adds: bool
+    channels_2: int = 0
 
     @property
     def weights(self) -> Tiling:
         return Tiling.of_matrix(self.filters, self.channels, (self.columns, CHUNK))
 
     @property
+    def weights_2(self) -> Tiling:
+        return Tiling.of_matrix(self.filters, self.channels_2, (self.columns, CHUNK))
+
+    @property
     def chunks(self) -> int:
-        return -(-self.channels // CHUNK)
+        """Of both."""
+        return -(-self.channels // CHUNK) + self.chunks_2
+
+    @property
+    def chunks_2(self) -> int:
+        return -(-self.channels_2 // CHUNK)
 
     @property
     def columns(self) -> int:
@@ -114,26 +130,32 @@ class Conv1x1Forward:
 
 
 def forward(builder: Builder, node: Node) -> None:
-    """The convolution with a bias, and perhaps a sum and ReLU; or with the sums of its output."""
+    """The convolution with a bias, and perhaps a sum and ReLU; or with the sums of its output; or the sum of two."""
     x, w, y = builder.input(node, "data"), builder.input(node, "weight"), builder.output(node)
     require(builder.gpu.capability == HOPPER, node, "is fused as only Hopper's instructions can compute it")
     sums = builder.output(node, "sums") if node.op == "Conv1x1Statistics" else None
     bias = None if sums else builder.input(node, "bias")
     addend = builder.input(node, "addend") if node.op == "Conv1x1AddRelu" else None
+    is_sum = node.op == "Conv1x1SumRelu"
+    x_2, w_2, bias_2 = (builder.input(node, role) if is_sum else None for role in ("data_2", "weight_2", "bias_2"))
     (rows, filters), (_, channels) = rows_and_channels(node, y), rows_and_channels(node, x)
-    way = Conv1x1Forward(channels, filters, addend is not None)
-    require(way.columns > 0, node, f"has {channels} channels: their weights do not fit into shared memory")
+    channels_2 = rows_and_channels(node, x_2)[1] if x_2 else 0
+    way = Conv1x1Forward(channels, filters, addend is not None, channels_2)
+    require(way.columns > 0, node, f"has {channels + channels_2} channels: their weights do not fit into shared memory")
     tiles = Tiles.of(x.shape, y.shape, window(node).stride)
     require(tiles is not None, node, f"has images of {x.shape[1]}x{x.shape[2]} pixels, which its kernel cannot divide")
     assert tiles
     grid = way.grid(-(-rows // tiles.walk.rows), builder.gpu.num_multiprocessors)
-    flags = addend is not None, node.op.endswith("Relu"), sums is not None
+    flags = addend is not None, node.op.endswith("Relu"), sums is not None, is_sum
     builder.launch(node, "conv1x1_forward.cu", builder.kernel("conv1x1_forward", way.columns, *flags), grid, BLOCK,
                    Tiled(In(x), tiles.data), Tiled(In(w), way.weights), Tiled(In(addend), tiles.output),
                    Tiled(Out(y, over=addend), tiles.output), In(bias), Out(sums),
                    builder.partials(3 * filters * grid[1] if sums else 0), builder.tickets, count(rows), tiles.walk,
-                   *map(ctypes.c_int, (filters, way.chunks, way.stages, way.results)), shared_bytes=way.shared_bytes,
-                   flops=2 * rows * filters * channels)
+                   *map(ctypes.c_int, (filters, way.chunks, way.stages, way.results)),
+                   Tiled(In(x_2), tiles.beside(channels_2)), Tiled(In(w_2), way.weights_2), In(bias_2),
+                   ctypes.c_int(way.chunks_2), shared_bytes=way.shared_bytes,
+                   flops=2 * rows * filters * (channels + channels_2))
 
 
-RULES: Rules = dict.fromkeys(("Conv1x1", "Conv1x1Relu", "Conv1x1AddRelu", "Conv1x1Statistics"), forward)
+RULES: Rules = dict.fromkeys(
+    ("Conv1x1", "Conv1x1Relu", "Conv1x1AddRelu", "Conv1x1SumRelu", "Conv1x1Statistics"), forward)
