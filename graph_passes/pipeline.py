@@ -35,6 +35,7 @@ from graph_passes.passes.zero_bias_grad import zero_bias_grad
 
 Pass = Callable[[Graph], Graph]
 Shapes = Mapping[str, Sequence[int]]  # of the inputs
+OF_SEVERAL = ("stem_pool", "conv1x1_sum", "conv1x1_pair")  # passes that fuse a convolution with more than its epilogue
 # What is in both: fusions of operators of the network.
 FUSED: Mapping[str, Pass] = {"bn_add_relu": passes.bn_add_relu, "bn_relu": passes.bn_relu, "add_relu": passes.add_relu}
 
@@ -55,8 +56,9 @@ def training_passes(shapes: Shapes, dtype: str, choose: Choose, grouped: bool = 
         "norm_pool": norm_pool,
         "stem": lambda graph: stem(graph, shapes, choose),
         "conv_statistics": lambda graph: conv_statistics(graph, choose),
-        "stem_pool": lambda graph: stem_pool(graph, choose),  # this and the next two: what is frozen, and biases
+        "stem_pool": lambda graph: stem_pool(graph, choose),  # this and the next three: what is frozen, and biases
         "conv_epilogue": lambda graph: conv_epilogue(graph, choose),
+        "conv1x1_sum": lambda graph: conv1x1_sum(graph, choose),
         "conv1x1_pair": lambda graph: conv1x1_pair(graph, choose),
         "dgrad_reduce": lambda graph: dgrad_reduce(graph, choose),
         "norm_backward": lambda graph: norm_backward(graph, choose),
@@ -86,9 +88,8 @@ def quantised_passes(dtype: str, scales: Scales, kept: Kept = CLASSIFIER_KEPT) -
     """The passes of inference in INT8 by name, in order; `dtype` is that of what stays in floats."""
     return {
         **inference_passes(dtype, fused_way),
-        "stem_pool": lambda graph: graph,  # its parts are quantised one by one, and those of a pair
+        **dict.fromkeys(OF_SEVERAL, lambda graph: graph),  # convolutions are quantised one by one
         "conv_epilogue": lambda graph: conv_epilogue(graph, fused_way, groups=True),
-        "conv1x1_pair": lambda graph: graph,
         "quantise": lambda graph: quantise(graph, scales, kept),
     }
 

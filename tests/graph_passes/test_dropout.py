@@ -116,21 +116,29 @@ NETWORKS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
 @pytest.mark.parametrize("mode", ["image", "block"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_gradients_against_finite_differences(name: str, mode: str, rng: np.random.Generator) -> None:
-    """Of the loss of the fused step, in float64, along a random direction of all parameters."""
+    """Of the loss of the fused step, in float64, along random directions of all parameters. One in some hundred has a
+    ReLU that changes sides on the way, so one of two must agree: with a wrong gradient neither would."""
     build, data = NETWORKS[name]
     graph, shapes = dropping(build(), mode), {"data": data, "softmax_label": data[:1]}
     values = random_variables(graph, shapes, rng) | {SEED: words_of(1 if mode == "block" else 2)}
     step = pipeline.training_step(graph, shapes, "bfloat16", passes.fused_way)
     assert ("BatchNormAddReluApply" in step.operators()) == (name != "BatchNorm first")
     names = [name for name in graph.arguments if name not in shapes]
-    direction = {name: rng.standard_normal(values[name].shape) for name in names}
-    results = run(step, values)
-    count = data[0]
-    slope = sum((results[f"{name}_grad"] * direction[name]).sum() for name in names if f"{name}_grad" in results)
-    width = 1e-7
-    ahead, behind = (run(step, values | {name: values[name] + sign * width * direction[name] for name in names})
-                     for sign in (1, -1))
-    assert (ahead["loss"] - behind["loss"]).item() / (2 * width * count) == pytest.approx(slope, rel=2e-5, abs=1e-7)
+    results, width = run(step, values), 1e-9
+
+    def slopes() -> tuple[float, float]:
+        """Along a direction, by the loss and by the gradients."""
+        direction = {name: rng.standard_normal(values[name].shape) for name in names}
+        ahead, behind = (run(step, values | {name: values[name] + sign * width * direction[name] for name in names})
+                         for sign in (1, -1))
+        by_gradients = sum((results[f"{name}_grad"] * direction[name]).sum() for name in names
+                           if f"{name}_grad" in results)
+        return (ahead["loss"] - behind["loss"]).item() / (2 * width * data[0]), by_gradients
+
+    found, by_gradients = slopes()
+    if found != pytest.approx(by_gradients, rel=2e-5, abs=1e-7):
+        found, by_gradients = slopes()
+    assert found == pytest.approx(by_gradients, rel=2e-5, abs=1e-7)
 
 
 def trained(executor: Executor, values: dict[str, np.ndarray], *draws: Draws) -> dict[str, np.ndarray]:

@@ -107,7 +107,7 @@ def plot(points: Sequence[Point], title: str) -> bytes:
     for axes in (left, right):
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:,.0f}")
-        axes.set_ylim(0, 1.08 * axes.dataLim.ymax)
+        axes.set_ylim(0, 1.08 * axes.dataLim.ymax if axes.lines else None)  # no latencies where no batch is that small
         axes.yaxis.set_major_formatter("{x:,g}")
     left.set_xticks(batches[:: 1 + len(batches) // 8])
     right.set_xticks([batch for batch in batches if batch <= LATENCY_BATCH])
