@@ -13,7 +13,7 @@ Ways = Mapping[str, Sequence[Node]]
 
 # Ways whose kernels agree with float64 one by one, but with which no whole network has run on a GPU yet. So they are
 # taken only where they are asked for: `trial_kernels` of the cuda executor.
-ON_TRIAL = frozenset({"conv1x1_pair", "stem_forward", "stem_weights"})
+ON_TRIAL = frozenset({"conv1x1_pair", "stem_forward", "stem_weights", "quantised_stem_pool"})
 
 
 class Choose(Protocol):
