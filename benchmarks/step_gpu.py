@@ -57,11 +57,12 @@ def learning_rate(batch: int) -> float:
     return 0.1 * batch / 256
 
 
-def make_int8(model: str, batch: int, size: int) -> tuple[QuantisedCudaExecutor, list[tuple[Any, Any]]]:
+def make_int8(model: str, batch: int, size: int, trial_kernels: bool
+              ) -> tuple[QuantisedCudaExecutor, list[tuple[Any, Any]]]:
     """As `make_step`, of inference in INT8."""
     trained, network = untrained(model, CLASSES, CALIBRATION_SIZE)
     config = replace(trained.config, batch_size=batch, image_size=size, val_image_size=0)
-    executor = int8_file.executor_of(network, trained, config, Placement("cuda", "gpu(0)", ""))
+    executor = int8_file.executor_of(network, trained, config, Placement("cuda", "gpu(0)", ""), trial_kernels)
     assert isinstance(executor, QuantisedCudaExecutor)
     return executor, [random_batch((batch, size, size, 4), "float16", mx.gpu(0)) for _ in range(NUM_BATCHES)]
 
@@ -204,7 +205,7 @@ def main() -> None:
     started = time.monotonic()
     executor: Measured
     if arguments.dtype == "int8":
-        executor, batches = make_int8(arguments.model, arguments.batch, arguments.size)
+        executor, batches = make_int8(arguments.model, arguments.batch, arguments.size, arguments.trial_kernels)
     else:
         executor, batches = make_step(arguments.model, arguments.batch, arguments.size, arguments.dtype,
                                       trial_kernels=arguments.trial_kernels)

@@ -73,8 +73,14 @@ def _with_epilogue(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, 
 
 def _stem_pool(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
     data = known(node, shapes)
-    weight, (images, height, width, filters) = convolution_shapes(node, data)
-    return [data, weight, (filters,)], [(images, (height + 1) // 2, (width + 1) // 2, filters)]
+    weight, output = convolution_shapes(node, data)
+    return [data, weight, (node["num_filter"],)], [stem_pooled_shape(output)]
+
+
+def stem_pooled_shape(shape: Shape) -> Shape:
+    """Of `stem_pooled`."""
+    images, height, width, channels = shape
+    return images, (height + 1) // 2, (width + 1) // 2, channels
 
 
 def _pair(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
@@ -179,10 +185,15 @@ def convolution_with_sums(node: NodeView, x: Array, weight: Array) -> tuple[Arra
 
 
 def _compute_stem_pool(node: NodeView, x: Array, weight: Array, bias: Array) -> list[Array]:
-    y = relu(convolution(node, x, weight, bias))
-    padded = np.pad(y, ((0, 0), (1, 1), (1, 1), (0, 0)), constant_values=-np.inf)
+    return [stem_pooled(relu(convolution(node, x, weight, bias)), -np.inf)]
+
+
+def stem_pooled(y: Array, least: float) -> Array:
+    """Maxima over 3x3 with stride 2 and padding 1, in NHWC; nothing in y is smaller than `least`."""
+    padded = np.pad(y, ((0, 0), (1, 1), (1, 1), (0, 0)), constant_values=least)
     rows = [padded[:, i:i + y.shape[1]:2] for i in range(3)]
-    return [np.max([row[:, :, j:j + y.shape[2]:2] for row in rows for j in range(3)], axis=0)]
+    maxima: Array = np.max([row[:, :, j:j + y.shape[2]:2] for row in rows for j in range(3)], axis=0)
+    return maxima
 
 
 def _compute_pair(node: NodeView, x: Array, weight: Array, bias: Array, addend: Array, weight_2: Array,

@@ -33,7 +33,7 @@ from graph_passes.operators.base import (
     integers,
     known,
 )
-from graph_passes.operators.convolution import CONVOLUTION, convolution_shapes
+from graph_passes.operators.convolution import CONVOLUTION, convolution_shapes, stem_pooled, stem_pooled_shape
 from graph_passes.operators.elementwise import elementwise, relu
 from graph_passes.operators.fully_connected import FULLY_CONNECTED, fully_connected_shapes
 from graph_passes.operators.pooling import POOLING, max_pooling, pooled_shape
@@ -51,6 +51,11 @@ def _convolution(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Sh
     data = known(node, shapes)
     weight, output = convolution_shapes(node, data)
     return [data, weight, *[(node["num_filter"],)] * 2, *[output] * (len(shapes) - 4)], [output]
+
+
+def _stem_pool(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
+    inputs, (output,) = _convolution(node, shapes)
+    return inputs, [stem_pooled_shape(output)]
 
 
 def _fully_connected(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
@@ -181,6 +186,11 @@ def _quantised_convolution(node: NodeView, x: Array, weight: Array, multiplier: 
     return [requantised(node, accumulator, along_axis(multiplier, axis, 4), addend)]
 
 
+def _quantised_stem_pool(node: NodeView, x: Array, weight: Array, multiplier: Array, bias: Array) -> list[Array]:
+    (y,) = _quantised_convolution(node, x, weight, multiplier, bias)
+    return [stem_pooled(y, -LARGEST)]
+
+
 def _quantised_pooling(node: NodeView, x: Array) -> list[Array]:
     if node["pool_type"] == "max":
         return [max_pooling(node, x.astype(np.float32))[0].astype(np.int8)]
@@ -229,6 +239,10 @@ OPERATORS = (
              CONVOLUTION | _DTYPE | {"scale": SCALE, "addend_scale": _UNIT, "no_addend": TRUE,
                                      "relu": Attribute(boolean, False), "way": Attribute(str, "")},
              optional={"addend": "no_addend"}, forward="Convolution", fused=True),
+    # With max pooling over 3x3 at stride 2 and padding 1, in NHWC (passes/quantised_stem_pool.py).
+    Operator("QuantisedStemPool", ("data", "weight", "multiplier", "bias"), _stem_pool, _quantised_stem_pool,
+             CONVOLUTION | _DTYPE | {"scale": SCALE, "relu": Attribute(boolean, False)}, forward="Convolution",
+             fused=True),
     # Of the maximum `scale` is `data_scale`: the same integers. A mean is the exact sum, times
     # fp32(data_scale / scale / pixels of the window).
     Operator("QuantisedPooling", ("data",), _pooling, _quantised_pooling,

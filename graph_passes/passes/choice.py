@@ -11,9 +11,9 @@ from graph_passes.graph import Graph, Node
 Ways = Mapping[str, Sequence[Node]]
 
 
-# Ways whose kernels agree with float64 one by one, but with which no whole network has run on a GPU yet. So they are
-# taken only where they are asked for: `trial_kernels` of the cuda executor.
-ON_TRIAL = frozenset({"conv1x1_pair", "conv1x1_sum", "stem_forward", "stem_weights"})
+# Ways with whose kernels no whole network has been compared on a GPU yet. So they are taken only where they are asked
+# for: `trial_kernels` of the cuda executor.
+ON_TRIAL = frozenset({"conv1x1_pair", "conv1x1_sum", "quantised_stem_pool", "stem_forward", "stem_weights"})
 
 
 class Choose(Protocol):

@@ -12,10 +12,15 @@ from graph_passes.executors.cuda.kernels import C_TYPES, HOPPER, SOURCES, archit
 from graph_passes.executors.cuda.lowering.conv1x1_backward import DgradReduce, NormBackward
 from graph_passes.executors.cuda.lowering.quantised import (
     CHUNK,
+    STEM_BLOCK,
+    STEM_SHARED_BYTES,
+    STEM_TEAMS,
+    STEM_WIDTH,
     STREAM_COLUMNS,
     STREAM_CONTROL_BYTES,
     STREAM_STAGES,
     Geometry,
+    PooledSizes,
     stages_of,
 )
 from graph_passes.executors.cuda.lowering.stem import StemPool, StemRows, StemWeights
@@ -93,6 +98,8 @@ def expressions(kernel: str, c_type: str) -> list[str]:
     if kernel == "quantised_conv_stream":  # writes int8 alone
         return [f"quantised_conv_stream<{columns}, {flags}>" for columns in STREAMS.values()
                 for flags in ("true, true", "false, true", "false, false")]
+    if kernel == "quantised_stem_pool":  # likewise
+        return ["quantised_stem_pool<true>", "quantised_stem_pool<false>"]
     if c_type == "float" and f"{kernel}.cu" in WARPGROUPS:
         return []
     if kernel in WRITES_INT8 and c_type == "half":
@@ -162,7 +169,7 @@ CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), HOPPER, (10, 0), (12, 0)]
 
 def serves(source: str, capability: tuple[int, int]) -> bool:
     """Whether the kernels of a file are for this GPU: elsewhere another way is lowered (test_without_gpu.py)."""
-    if source in (*WARPGROUPS, "quantised_conv_squares.cu", "quantised_conv_stream.cu"):
+    if source in (*WARPGROUPS, "quantised_conv_squares.cu", "quantised_conv_stream.cu", "quantised_stem_pool.cu"):
         return capability == HOPPER
     return source not in ("stem.cu", "quantised_conv.cu") or capability >= (8, 0)  # cp.async
 
@@ -222,9 +229,11 @@ def test_structs_of_int8_are_laid_out_alike() -> None:
     """Python writes them, the kernels read them; and both know how many stages of a tile there are."""
     from cuda.core import Program, ProgramOptions
 
-    body = (SOURCES / "quantised.cuh").read_text().partition("struct Convolution {")[2].partition("};")[0]
-    names = re.findall(r"(\w+)[,;]", re.sub("//.*", "", body))
-    assert names == [field[0] for field in Geometry._fields_]
+    for file, name, struct in (("quantised.cuh", "Convolution", Geometry),
+                               ("quantised_stem_pool.cu", "PooledSizes", PooledSizes)):
+        body = (SOURCES / file).read_text().partition(f"struct {name} {{")[2].partition("};")[0]
+        names = re.findall(r"(\w+)[,;]", re.sub("//.*", "", body))
+        assert names == [field[0] for field in struct._fields_]
     asserts = f"static_assert(sizeof(Convolution) == {ctypes.sizeof(Geometry)});\n" + "".join(
         f"static_assert(Tile<{groups}, {columns}>::STAGES == {stages_of(groups, columns)} && "
         f"sizeof(Stage<Tile<{groups}, {columns}>>) == {(64 * groups + columns) * CHUNK});\n"
@@ -234,3 +243,6 @@ def test_structs_of_int8_are_laid_out_alike() -> None:
               f"MAX_COLUMNS == {STREAM_COLUMNS});\n")
     Program('#include "quantised_conv.cu"\n' + asserts, "c++", options).compile("cubin")
     Program('#include "quantised_conv_stream.cu"\n' + stream, "c++", options).compile("cubin")
+    stem = (f"static_assert(sizeof(Shared) == {STEM_SHARED_BYTES} && TEAMS == {STEM_TEAMS} && WIDTH == {STEM_WIDTH} && "
+            f"THREADS == {STEM_BLOCK[0]} && sizeof(PooledSizes) == {ctypes.sizeof(PooledSizes)});\n")
+    Program('#include "quantised_stem_pool.cu"\n' + stem, "c++", options).compile("cubin")

@@ -144,6 +144,23 @@ def test_ties_and_saturation(device: Device, way: str, rng: np.random.Generator)
                     (0.5, 2.0**-9, 2.0**-10, 2.0**-11, 2.0**-12, 2.0**-14, 1e3, 1e30, 1e-30, 1e-40))
 
 
+@pytest.mark.parametrize("num_multiprocessors", [1, 3, 132])  # another division among the teams
+@pytest.mark.parametrize("images, height, width", [(2, 112, 112), (3, 17, 33), (5, 16, 20), (2, 1, 1), (40, 2, 3)])
+def test_stem_pool(device: Device, images: int, height: int, width: int, num_multiprocessors: int,
+                   rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`height`, `width`: of what the convolution makes."""
+    if device.gpu.capability != HOPPER:
+        pytest.skip("for Hopper")
+    monkeypatch.setattr(device.gpu, "num_multiprocessors", num_multiprocessors)
+    x, weight = int8(rng, images, height + 3, width + 3, 16), int8(rng, 64, 4, 4, 16)
+    spread = 127**2 / 3 * np.sqrt(weight[0].size)  # of the sums
+    for multiplier in (rng.uniform(0.5, 1.5, 64) * 60 / spread, rng.choice([0, 2.0**-9, 2.0**-12, 1e30, 1e-40], 64)):
+        for relu in (False, True):
+            check(device, "QuantisedStemPool",
+                  [x, weight, multiplier.astype(np.float32), rng.integers(-int(spread), int(spread), 64, np.int32)],
+                  kernel=(4, 4), num_filter=64, layout="NHWC", scale=0.047, relu=relu, dtype="int8")
+
+
 def test_convolution_in_groups_and_of_images(device: Device, rng: np.random.Generator) -> None:
     for channels, groups in ((32, 8), (4, 1), (24, 3)):
         x, weight = int8(rng, 2, 11, 9, channels), int8(rng, 48, 3, 3, channels // groups)
@@ -205,15 +222,18 @@ def test_classifier(device: Device, rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(found, expected.astype(np.float16))
 
 
+@pytest.mark.parametrize("trial_kernels", [False, True])
 @pytest.mark.parametrize("name, size, kept", [
     ("resnet18", 64, Kept()), ("resnet50", 65, Kept()), ("resnet50", 64, Kept(classifier=False)),
     ("resnet18", 64, Kept(first=True)), ("resnext50_32x4d", 33, Kept()), ("resnet50d", 64, Kept()),
     ("resnet18_v2", 64, Kept())])
-def test_whole_networks(name: str, size: int, kept: Kept, rng: np.random.Generator, cache: Path) -> None:
+def test_whole_networks(name: str, size: int, kept: Kept, trial_kernels: bool, rng: np.random.Generator, cache: Path
+                        ) -> None:
     """Tensor by tensor: each integer. Where the first convolution is in floats, its float16 makes another integer of
     some; what is behind is then compared with the answer alone."""
     case = quantised(name, 3, size, rng, kept)
-    network = QuantisedNetwork(case.network, case.shapes, case.scales, kept, case.params, cache_folder=cache)
+    network = QuantisedNetwork(case.network, case.shapes, case.scales, kept, case.params, cache_folder=cache,
+                               trial_kernels=trial_kernels)
     network.load(case.images.astype(np.float16), np.zeros(3))
     network.infer()
     expected, compared = case.expected(), 0

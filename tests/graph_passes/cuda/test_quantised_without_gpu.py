@@ -17,12 +17,14 @@ from graph_passes import Graph, GraphError, Ref, passes, pipeline
 from graph_passes.errors import PassingError
 from graph_passes.executors import reference
 from graph_passes.executors.cuda import network, toolchain
+from graph_passes.executors.cuda.choices import Choices
 from graph_passes.executors.cuda.executor import CudaExecutor
 from graph_passes.executors.cuda.quantised import QuantisedNetwork
 from graph_passes.executors.cuda.quantised_executor import QuantisedCudaExecutor
 from graph_passes.operators import window
 from graph_passes.passes.quantise import Kept
 from graph_passes.passes.quantise_squares import quantise_squares, quantise_squares_params
+from graph_passes.passes.quantised_stem_pool import WAY, quantised_stem_pool
 from graph_passes.passes.quantised_way import DIRECT, SQUARES, STREAMS, TILES, quantised_way
 
 
@@ -35,10 +37,12 @@ def fake_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toolchain, "_machine", lambda gpu: "fake")
 
 
-def launches(name: str, kept: Kept, tmp_path: Path, rng: np.random.Generator, size: int = 64) -> Counter[str]:
+def launches(name: str, kept: Kept, tmp_path: Path, rng: np.random.Generator, size: int = 64,
+             deterministic: bool = False, trial_kernels: bool = False) -> Counter[str]:
     """Of inference, by operation."""
     case = quantised(name, 2, size, rng, kept)
-    made = QuantisedNetwork(case.network, case.shapes, case.scales, kept, case.params, cache_folder=tmp_path)
+    made = QuantisedNetwork(case.network, case.shapes, case.scales, kept, case.params, deterministic,
+                            cache_folder=tmp_path, trial_kernels=trial_kernels)
     for images in (2, 1):
         made.load_from_device(1, "float16", (images, size, size, 4))
         made.infer(images)
@@ -53,6 +57,22 @@ def test_launches(tmp_path: Path, rng: np.random.Generator) -> None:
     found = launches("resnet18", Kept(), tmp_path, rng)
     assert found == {"quantise_squares": 1, "quantised_conv_squares": 4, "quantised_conv": 16, "quantised_max_pool": 1,
                      "quantised_average_pool": 1, "fprop": 1, "softmax_cross_entropy": 1, "add_metrics": 1}
+
+
+def test_the_stem_with_its_pooling_is_on_trial(tmp_path: Path, rng: np.random.Generator,
+                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    choose = Choices.__call__
+
+    def pooled_first(self: Choices, graph: Graph, node: Any, ways: passes.Ways) -> str:
+        return choose(self, graph, node, dict(sorted(ways.items(), key=lambda way: way[0] != WAY)))
+
+    monkeypatch.setattr(Choices, "__call__", pooled_first)
+    for trial, size, taken in ((False, 64, 0), (True, 64, 1), (True, 33, 1), (True, 256, 0)):  # 128 pixels are too wide
+        found = launches("resnet18", Kept(), tmp_path, rng, size, deterministic=True, trial_kernels=trial)
+        assert (found["quantised_stem_pool"], found["quantised_max_pool"]) == (taken, 1 - taken)
+    monkeypatch.setattr(FakeGpu, "capability", (8, 0))
+    found = launches("resnet18", Kept(), tmp_path, rng, deterministic=True, trial_kernels=True)
+    assert found["quantised_max_pool"] == 1
 
 
 def test_launches_of_what_stays_in_floats(tmp_path: Path, rng: np.random.Generator) -> None:
@@ -99,6 +119,20 @@ def test_squares_change_no_integer(name: str, size: int, rng: np.random.Generato
     found = reference.forward(in_squares, {Ref(each): values[each] for each in in_squares.variables}, training=False)
     for ref, want in case.expected().items():
         if not graph[ref.node].is_variable and graph[ref.node].op != "Quantise":
+            np.testing.assert_array_equal(found[ref], want)
+
+
+@pytest.mark.parametrize("name, size", [("resnet18", 40), ("resnet18", 33)])
+def test_pooling_in_the_stem_changes_no_integer(name: str, size: int, rng: np.random.Generator) -> None:
+    case = quantised(name, 2, size, rng)
+    graph = pipeline.run(pipeline.quantised_passes("float32", case.scales, case.kept), case.network)
+    pooled = quantised_stem_pool(quantise_squares(graph), lambda *_: WAY)
+    assert sum(node.op == "QuantisedStemPool" for node in pooled) == 1
+    assert quantised_stem_pool(graph, lambda *_: WAY) == graph, "which reads no squares"
+    values = quantise_squares_params(graph, case.params) | {"data": case.images, "softmax_label": np.zeros(2)}
+    found = reference.forward(pooled, {Ref(each): values[each] for each in pooled.variables}, training=False)
+    for ref, want in case.expected().items():
+        if not graph[ref.node].is_variable and graph[ref.node].op != "Quantise" and ref in found:
             np.testing.assert_array_equal(found[ref], want)
 
 

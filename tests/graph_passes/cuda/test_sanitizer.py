@@ -30,6 +30,7 @@ from graph_passes.executors.cuda.statistics_group import StatisticsGroup
 from graph_passes.executors.cuda.training_step import TrainingStep
 from graph_passes.passes.choice import Ways
 from graph_passes.passes.quantise import Kept
+from graph_passes.passes.quantised_stem_pool import WAY
 from graph_passes.passes.quantised_way import STREAMS
 from train.language_model import LanguageModel
 from train.models.resnet import resnet
@@ -175,14 +176,14 @@ def main(cache: Path) -> None:
     step.gpu.synchronize()
     print("language model: steps are done", flush=True)
 
-    def streams_first(self: Choices, graph: Graph, node: Node, ways: Ways) -> str:
-        return choose(self, graph, node, dict(sorted(ways.items(), key=lambda way: way[0] not in STREAMS)))
+    def hopper_first(self: Choices, graph: Graph, node: Node, ways: Ways) -> str:
+        return choose(self, graph, node, dict(sorted(ways.items(), key=lambda way: way[0] not in (WAY, *STREAMS))))
 
-    Choices.__call__ = streams_first  # type: ignore[method-assign]
+    Choices.__call__ = hopper_first  # type: ignore[method-assign]
     for name, kept in (("resnet18", Kept()), ("resnet50", Kept()), ("resnet18_v2", Kept(classifier=False))):
         case = quantised(name, 2, 33, np.random.default_rng(0), kept)
         network = QuantisedNetwork(case.network, case.shapes, case.scales, kept, case.params, deterministic=True,
-                                   cache_folder=cache)
+                                   cache_folder=cache, trial_kernels=name == "resnet50")
         network.load(case.images, np.zeros(2))
         network.infer()
         network.gpu.synchronize()

@@ -53,6 +53,15 @@ __device__ inline void multiply_integers(int (&c)[32][4], uint64 a, uint64 b) {
                  "%124,%125,%126,%127}, %128, %129, 1;"
                  : INTEGERS_16(c, 0), INTEGERS_16(c, 16) : "l"(a), "l"(b));
 }
+// With a, (64, 32), in registers, as `mma.m16n8k32` has 16 rows of it in those of a warp.
+__device__ inline void multiply_integers(int (&c)[14][4], const uint32 (&a)[4], uint64 b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n112k32.s32.s8.s8 "
+                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,"
+                 "%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,"
+                 "%54,%55}, {%56,%57,%58,%59}, %60, 1;"
+                 : INTEGERS_4(c, 0), INTEGERS_4(c, 4), INTEGERS_4(c, 8), INTEGERS(c, 12), INTEGERS(c, 13)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
 template <int EIGHTS> __device__ inline void multiply_integers(int (&c)[EIGHTS][4], const uint4 *a, const uint4 *b) {
     multiply_integers(c, matrix(a), matrix(b));
 }

@@ -19,15 +19,25 @@ from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Node
 from graph_passes.operators import window
 from graph_passes.operators.quantised import SQUARE_CHANNELS, squares
+from graph_passes.passes.quantised_stem_pool import WINDOW
 from graph_passes.passes.quantised_way import SQUARES, STREAMS, TILES
+from graph_passes.passes.stem import FILTERS
 
 TILE_VECTOR = 16  # VECTOR of quantised_conv.cu: channels
 CHUNK = 128  # bytes of a reduction that it multiplies at once
 SQUARES_ROWS, SQUARES_STAGES, SQUARES_BLOCKS = 128, 3, 3  # of quantised_conv_squares.cu; blocks on a multiprocessor
 SQUARES_COLUMNS = {64: 64, 128: 128}  # of a block for 3x3 over so many channels, which that kernel takes too; else 64
 STREAM_CONTROL_BYTES, STREAM_STAGES, STREAM_COLUMNS = 3 << 10, 12, 256  # of quantised_conv_stream.cu, at most
+STEM_TEAMS, STEM_BLOCK, STEM_WIDTH, STEM_SHARED_BYTES = 3, (384, 1, 1), 112, 88_608  # of quantised_stem_pool.cu
 MULTIPROCESSOR_SHARED_BYTES, RESERVED_BYTES = 228 << 10, 1 << 10  # Hopper's; what is not asked for, of each block
 TILE_CHANNELS = (16, 32, 64)  # that it takes beside multiples of CHUNK
+
+
+class PooledSizes(ctypes.Structure):
+    """`PooledSizes` of quantised_stem_pool.cu."""
+
+    _fields_ = tuple((name, ctypes.c_int) for name in ("images", "out_height", "out_width", "pooled_height",
+                                                       "pooled_width"))
 
 
 class Geometry(ctypes.Structure):
@@ -165,6 +175,23 @@ def _squares(builder: Builder, node: Node) -> None:
         flops=builder.problem("fprop", node, x, weight, y).flops)
 
 
+def stem_pool(builder: Builder, node: Node) -> None:
+    """The first convolution and max pooling at once, on Hopper; teams walk over the rows of all images."""
+    x, weight, y = builder.input(node, "data"), builder.input(node, "weight"), builder.output(node)
+    images, height, width, channels = x.shape
+    size = window(node)
+    out_height, out_width = height - size.kernel[0] + 1, width - size.kernel[1] + 1
+    require(builder.gpu.capability == HOPPER and size == WINDOW and channels == SQUARE_CHANNELS
+            and y.shape[3] == FILTERS and y.dtype == "int8" and out_width <= STEM_WIDTH, node,
+            "is not for the kernel of the stem and its pooling")
+    blocks = min(builder.gpu.num_multiprocessors, -(-images * y.shape[1] // STEM_TEAMS))
+    builder.launch(node, "quantised_stem_pool.cu", instance("quantised_stem_pool", node["relu"]), (blocks, 1, 1),
+                   STEM_BLOCK, In(x), In(weight), In(builder.input(node, "multiplier")),
+                   In(builder.input(node, "bias")), Out(y),
+                   PooledSizes(images, out_height, out_width, *y.shape[1:3]), shared_bytes=STEM_SHARED_BYTES,
+                   flops=2 * images * out_height * out_width * weight.num_bytes)
+
+
 @dataclass(frozen=True)
 class Stream:
     """How quantised_conv_stream.cu divides its shared memory, for C `channels`; a block makes so many columns. There is
@@ -296,6 +323,7 @@ RULES: Rules = {
     "QuantiseSquares": quantise_squares,
     "Dequantise": dequantise,
     "QuantisedConvolution": convolution,
+    "QuantisedStemPool": stem_pool,
     "QuantisedFullyConnected": classifier,
     "QuantisedPooling": pooling,
 }
