@@ -393,7 +393,7 @@ def test_what_is_frozen_takes_the_kernels_of_inference() -> None:
     shapes = {"data": (256, 224, 224, 3), "softmax_label": (256,)}
     lowering, _ = lower_graph(graph, shapes, training=True, fused=True, own_forward=True)
     operations = Counter(launch.operation for launch in lowering.program.launches)
-    assert operations["stem_pool"] == 1 and operations["conv1x1_pair"] == 3
+    assert (operations["stem_pool"], operations["conv1x1_pair"]) == (1, 2)  # one pair less: its first is such a sum
     check_memory(lowering.program)
 
 
