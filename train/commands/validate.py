@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -54,6 +55,10 @@ def main(values: Mapping[str, Any]) -> None:
     validation = validate(executor, loader, workers)
     assert validation  # nothing stops it before its end
     sums = validation.metrics
+    if not math.isfinite(sums.loss_sum):
+        raise TrainError(f"the loss of {place} is {sums.loss_sum}: its weights are too large for the precision that it "
+                         "computes in, or its images are prepared otherwise; give --dtype float32, or other weights",
+                         on_all_ranks=True)
     if workers.rank == 0:
         is_same = Path(config.data).resolve() == Path(trained.config.data).resolve()
         images = TRAINING_IMAGES if is_same and evaluated_images(config) == TRAINING_IMAGES else "images"

@@ -118,7 +118,8 @@ LIMITS: dict[str, Limit] = {
     **dict.fromkeys(("first_image_size", "val_image_size"),
                     (lambda value: value == 0 or value >= MIN_IMAGE_SIZE, f"0, or at least {MIN_IMAGE_SIZE} pixels")),
     "resize_epochs": (lambda value: 0 <= value[0] <= value[1], "two numbers of epochs from 0 on, the smaller first"),
-    **dict.fromkeys(("mixup", "cutmix"), NOT_NEGATIVE),
+    # Beta(100, 100) is 0.5 +/- 0.035: beyond, all images would be halves.
+    **dict.fromkeys(("mixup", "cutmix"), (lambda value: 0 <= value <= 100, "from 0 to 100")),
     **dict.fromkeys(("cutmix_share", "balance"), FRACTION),
     "repeated_augmentation": (lambda value: value == 0 or value >= 2, "0, or at least 2"),
     "num_threads": (lambda value: 0 <= value <= MAX_THREADS, f"from 0 to {MAX_THREADS}"),

@@ -154,3 +154,14 @@ def test_validate_and_predict_with_a_file(run_train, trained, published, tiny_da
         assert code == 0 and ("images: 32 pixels" in err) == (place == published), err
         found.append(json.loads(out))
     assert found[0] == found[1] and found[0][0]["predictions"][0]["class"].startswith("class")
+
+
+def test_weights_that_overflow_are_not_validated(run_train, trained, tiny_data, tmp_path):
+    """Finite ones, so they are read; the scores that they make are not."""
+    huge = checkpoint.load(checkpoint.find(str(trained)))
+    huge.params["classifier_weight"][:] = 3e38
+    checkpoint.save(huge, tmp_path / "huge.npz")
+    code, out, err = run_train("validate", "--checkpoint", tmp_path / "huge.npz", "--data", tiny_data, "--device", "cpu",
+                               "--batch-size", "9")
+    assert code == 2 and "top-1" not in out
+    assert "huge.npz is nan: its weights are too large for the precision" in err
