@@ -47,7 +47,8 @@ def test_a_step_with_frozen_layers_against_the_network_as_it_is_given(name, pref
         largest = max(np.abs(gradients[Ref(name)]).max() for name in trained - set(graph.aux))
         for name in trained - set(graph.aux) - fixed:
             check_close(results[f"{name}_grad"], gradients[Ref(name)], SAME, name, largest / 1e3)
-        convolutions = [node for node in step if node.op.startswith("Convolution") and "weight" in node.inputs[1].node]
+        convolutions = [node for node in step if node.op.startswith(("Conv", "StemPool")) and
+                        "weight" in node.inputs[1].node]
         assert any(node.inputs[1].node in frozen for node in convolutions)
         readers = [node for node in step if any(ref.node in frozen for ref in node.inputs)]
         assert not [node.name for node in readers if "BatchNorm" in node.op], "all are folded into convolutions"

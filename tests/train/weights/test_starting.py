@@ -161,7 +161,7 @@ def test_weights_that_overflow_are_not_validated(run_train, trained, tiny_data, 
     huge = checkpoint.load(checkpoint.find(str(trained)))
     huge.params["classifier_weight"][:] = 3e38
     checkpoint.save(huge, tmp_path / "huge.npz")
-    code, out, err = run_train("validate", "--checkpoint", tmp_path / "huge.npz", "--data", tiny_data, "--device", "cpu",
-                               "--batch-size", "9")
+    options = ("--data", tiny_data, "--device", "cpu", "--batch-size", "9")
+    code, out, err = run_train("validate", "--checkpoint", tmp_path / "huge.npz", *options)
     assert code == 2 and "top-1" not in out
     assert "huge.npz is nan: its weights are too large for the precision" in err
