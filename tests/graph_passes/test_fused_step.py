@@ -226,28 +226,33 @@ def test_every_operator_is_in_one_of_these_graphs():
 @pytest.mark.parametrize("name", ["basic blocks", "bottlenecks", "biases", "BatchNorm first", "basic blocks that drop",
                                   "bottlenecks that drop batches", "BatchNorm first that drops", *LOSSES])
 def test_the_executor_against_mxnet(name, rng):
-    """Three steps, one of them with mixup, one with CutMix, and inference; MXNet has fp32 and stock operators."""
+    """Three steps, one of them with mixup, one with CutMix, and inference; MXNet has fp32 and stock operators. Where
+    fp32 decides about a ReLU near the end, all gradients before it change: then with other numbers once more."""
     graph, shapes = network(name)
-    values = random_variables(graph, shapes, rng)
-    for name in graph.arguments:
-        if name.endswith("weight"):
-            values[name] *= 0.7  # so that fp32 does not decide about ReLUs often
-    params = {name: values[name].astype(np.float32) for name in graph.arguments if name not in shapes}
-    aux = {name: values[name].astype(np.float32) for name in graph.aux}
     own = create_executor("reference", graph, shapes, dtype="float64", network_dtype="bfloat16")
     other = create_executor("mxnet", graph, shapes)
-    data, label = values["data"].astype(np.float32), values["softmax_label"].astype(np.float32)
-    for executor in (own, other):
-        executor.set_params(params, aux)
-        executor.forward_backward(mx.nd.array(data), mx.nd.array(label), draws=Draws(seed=2**63 + 1))
-        for draws in (Draws(mixup=0.75, seed=7), Draws(cutmix=Box(1, 0, 7, 5))):
-            executor.forward_backward(mx.nd.array(data), mx.nd.array(label), accumulate=True, draws=draws)
+    for _ in range(2):
+        values = random_variables(graph, shapes, rng)
+        for name in graph.arguments:
+            if name.endswith("weight"):
+                values[name] *= 0.7  # so that this is seldom
+        params = {name: values[name].astype(np.float32) for name in graph.arguments if name not in shapes}
+        aux = {name: values[name].astype(np.float32) for name in graph.aux}
+        data, label = values["data"].astype(np.float32), values["softmax_label"].astype(np.float32)
+        for executor in (own, other):
+            executor.read_metrics()
+            executor.set_params(params, aux)
+            executor.forward_backward(mx.nd.array(data), mx.nd.array(label), draws=Draws(seed=2**63 + 1))
+            for draws in (Draws(mixup=0.75, seed=7), Draws(cutmix=Box(1, 0, 7, 5))):
+                executor.forward_backward(mx.nd.array(data), mx.nd.array(label), accumulate=True, draws=draws)
+        canonical = {name: (own.to_canonical(name, own.grads[name]), other.to_canonical(name, other.grads[name]))
+                     for name in params}
+        norms = [np.linalg.norm(one - two) / max(np.linalg.norm(two), 1e-3) for one, two in canonical.values()]
+        if np.median(norms) < 1e-4:
+            break
+    assert np.median(norms) < 1e-4 and max(norms) < 5e-2, "a ReLU may flip"
     fused = own.step_graph(shapes["data"]).operators()
     assert any(OPERATORS[op].fused for op in fused)
-    canonical = {name: (own.to_canonical(name, own.grads[name]), other.to_canonical(name, other.grads[name]))
-                 for name in params}
-    norms = [np.linalg.norm(one - two) / max(np.linalg.norm(two), 1e-3) for one, two in canonical.values()]
-    assert np.median(norms) < 1e-4 and max(norms) < 5e-2, "a ReLU may flip"
     for name in aux:
         check_close(own.to_canonical(name, own.aux[name]), other.to_canonical(name, other.aux[name]), 1e-4, name)
     check_close(own.forward(data, label), other.forward(*map(mx.nd.array, (data, label))).asnumpy(), 1e-3, "answers")
