@@ -132,7 +132,7 @@ def test_fault_without_a_loss(commits):
         assert done.returncode == 0 and len(lines) == 1, done.stderr
         assert lines[0].endswith("; going on from the last commit")
     else:
-        assert done.returncode == 2 and len(lines) == 2, done.stderr
+        assert done.returncode == 2 and lines, done.stderr  # one may be ended before it says so too
         assert all(line.startswith("error: ") and ", so the run ends: see that" in line for line in lines)
 
 
