@@ -33,3 +33,35 @@ template <class At> __device__ Moments together(int first, int end, int step, At
     }
     return Moments::about(near, count, sum, sum_of_squares);
 }
+
+// The end of a kernel that has left the moments of each filter in the first `own` parts of `of_part`: the block's go to
+// `partials` (gridDim.x, FILTERS), and the last block to arrive writes those of all, in a fixed order, as BatchNorm reads them:
+// sums (3, FILTERS), tickets (1). For blocks of PARTS * FILTERS threads, all of which come here.
+template <int PARTS, int FILTERS>
+__device__ inline void write_sums(Moments (&of_part)[PARTS][FILTERS], int own, Moments *partials, uint32 *tickets, float *sums) {
+    __shared__ bool last;
+    __syncthreads();
+    const int part = threadIdx.x / FILTERS, filter = threadIdx.x % FILTERS;
+    const auto of_filter = [&](int i) { return of_part[i][filter]; };
+    if (part == 0) {
+        partials[blockIdx.x * FILTERS + filter] = together(0, own, 1, of_filter);
+        __threadfence();
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        last = atomicAdd(tickets, 1) == gridDim.x - 1;
+        if (last) *tickets = 0;
+    }
+    __syncthreads();
+    if (!last) return;
+    __threadfence();
+    of_part[part][filter] = together(part, gridDim.x, PARTS, [=](int block) {
+        return Moments::written(&partials[block * FILTERS + filter]);
+    });
+    __syncthreads();
+    if (part > 0) return;
+    const Moments all = together(0, PARTS, 1, of_filter);
+    sums[filter] = 0;
+    sums[FILTERS + filter] = all.squares;
+    sums[2 * FILTERS + filter] = all.mean;
+}

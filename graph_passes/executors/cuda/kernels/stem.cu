@@ -82,7 +82,6 @@ stem_fprop(const T *x, const T *w, Packed<T> *y, float *sums, Moments *partials,
     static_assert(PARTS == OUT_ROWS, "they share memory");
     extern __shared__ uint4 shared[];
     __shared__ Moments of_part[OUT_ROWS][FILTERS];
-    __shared__ bool last;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, half_of_filters = warp % 2, own_row = warp / 2;
     const int pitch = row_vectors(tiles), groups = (size.out_height + OUT_ROWS - 1) / OUT_ROWS;
     clear(shared, 2 * IN_ROWS * pitch);
@@ -171,30 +170,7 @@ stem_fprop(const T *x, const T *w, Packed<T> *y, float *sums, Moments *partials,
         for (int k = 0; k < VEC; ++k)
             of_part[own_row][half_of_filters * 32 + lane * VEC + k] = Moments::about(near[k], pixels, acc[0][k], acc[1][k]);
     }
-    __syncthreads();
-    const int part = threadIdx.x / FILTERS, filter = threadIdx.x % FILTERS;
-    const auto of_filter = [&](int i) { return of_part[i][filter]; };
-    if (part == 0) {
-        partials[blockIdx.x * FILTERS + filter] = together(0, OUT_ROWS, 1, of_filter);
-        __threadfence();
-    }
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        last = atomicAdd(tickets, 1) == gridDim.x - 1;
-        if (last) *tickets = 0;
-    }
-    __syncthreads();
-    if (!last) return;
-    __threadfence();
-    of_part[part][filter] = together(part, gridDim.x, PARTS, [=](int block) {
-        return Moments::written(&partials[block * FILTERS + filter]);
-    });
-    __syncthreads();
-    if (part > 0) return;
-    const Moments all = together(0, PARTS, 1, of_filter);
-    sums[filter] = 0;
-    sums[FILTERS + filter] = all.squares;
-    sums[2 * FILTERS + filter] = all.mean;
+    write_sums(of_part, OUT_ROWS, partials, tickets, sums);
 }
 
 // --- gradient of the weights ---

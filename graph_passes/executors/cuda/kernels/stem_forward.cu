@@ -33,7 +33,6 @@ stem_forward(const T *x, const T *w, const __grid_constant__ TensorMap y, float 
     extern __shared__ __align__(1024) uint4 memory[];
     Shared &shared = *reinterpret_cast<Shared *>(memory);
     __shared__ Moments of_part[PARTS][FILTERS];
-    __shared__ bool last;
     const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // one for all, to the compiler
     const bool multiplies = warp < MULTIPLYING / WARP;
     const int team = multiplies ? warp / 4 : warp - MULTIPLYING / WARP;
@@ -112,29 +111,5 @@ stem_forward(const T *x, const T *w, const __grid_constant__ TensorMap y, float 
         }
     }
 
-    // Over the teams, then over the blocks.
-    __syncthreads();
-    const int part = threadIdx.x / FILTERS, filter = threadIdx.x % FILTERS;
-    const auto of_filter = [&](int i) { return of_part[i][filter]; };
-    if (part == 0) {
-        partials[blockIdx.x * FILTERS + filter] = together(0, TEAMS, 1, of_filter);
-        __threadfence();
-    }
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        last = atomicAdd(tickets, 1) == gridDim.x - 1;
-        if (last) *tickets = 0;
-    }
-    __syncthreads();
-    if (!last) return;
-    __threadfence();
-    of_part[part][filter] = together(part, gridDim.x, PARTS, [=](int block) {
-        return Moments::written(&partials[block * FILTERS + filter]);
-    });
-    __syncthreads();
-    if (part > 0) return;
-    const Moments all = together(0, PARTS, 1, of_filter);
-    sums[filter] = 0;
-    sums[FILTERS + filter] = all.squares;
-    sums[2 * FILTERS + filter] = all.mean;
+    write_sums(of_part, TEAMS, partials, tickets, sums);
 }
