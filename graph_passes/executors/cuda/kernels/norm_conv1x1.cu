@@ -1,0 +1,260 @@
+// In training, what ends a residual block, BatchNorm + addition + ReLU, and the 1x1 convolution that begins the next, in one
+// launch. What is between them is written, for others read it too, but the convolution does not read it again.
+//
+// It is laid out as conv1x1_forward.cuh says, but that what is multiplied is made first. A tile of 64 rows and 64 channels
+// comes with the tile that is added. A warp takes its 16 rows of both to registers as the tensor cores have them, as the first
+// operand of a product, leaves the result there in place of what was added, whence the copy engine takes it, and multiplies
+// what is in the registers. The tile's place is free for the next once that has been copied away; that of a tile's last
+// channels is first used for what the convolution gives.
+#include "batch_norm.cuh"
+#include "conv1x1_forward.cuh"
+#include "moments.cuh"
+
+// Of a chunk of channels: y = x * scale + shift + addend, or with a pair x * scale + (x_2 * scale_2 + shift).
+struct alignas(1024) Affine { float scale[CHUNK], shift[CHUNK], scale_2[CHUNK]; };
+
+__device__ inline float2 two_of(const float (&of)[CHUNK], int first) { return *reinterpret_cast<const float2 *>(&of[first]); }
+
+// For one thread: starts the copies of a team's tiles of x and of what is added, from the last rows on.
+__device__ inline void load_both(const Stages &stages, const TensorMap &x, const TensorMap &addend, const Share &share) {
+    Turn turn;
+    for (uint32 n = share.first; n < share.end; n += share.step)
+        for (int c = 0; c < stages.chunks; ++c, turn.next(stages.number)) {
+            wait_for_phase(stages.empty[turn.place], turn.parity ^ 1);  // at once in the first turn
+            uint64 &full = stages.full[turn.place];
+            arrive_expecting(full, 2 * TILE_VECTORS * VECTOR_BYTES);
+            uint4 *const to = stages.tiles + turn.place * 2 * TILE_VECTORS;
+            const int row = (share.end - 1 - n) * ROWS;
+            load_tile(to, x, c * CHUNK, row, 0, full);
+            load_tile(to + TILE_VECTORS, addend, c * CHUNK, row, 0, full);
+        }
+}
+
+// 16 columns of a warp's rows, the `pair`-th such: what is made of x and of what is added takes the latter's place, and is left
+// in `m`. `bits` gets the signs: its words are of the warp's first 8 rows, channels 0 to 31 and 32 to 63, and of its last 8
+// rows; a byte is of 8 channels, of which a thread has two. As in batch_norm.cu and batch_norm_pair.cu, to the bit.
+template <class T, bool PAIR>
+__device__ inline void normalise(const Affine &of, const uint4 *x, uint4 *addend, int pair, int lane, uint32 (&m)[4],
+                                 uint32 (&bits)[4]) {
+    uint32 added[4];
+    load_pair(m, x + matrix_row(lane, pair));
+    load_pair(added, addend + matrix_row(lane, pair));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {  // rows below 8 and others, of 8 columns, then of the next 8
+        const int first = pair * 16 + i / 2 * 8 + lane % 4 * 2;
+        const float2 scale = two_of(of.scale, first), shift = two_of(of.shift, first), more = unpack_two<T>(added[i]);
+        float2 v = unpack_two<T>(m[i]);
+        if (PAIR) {
+            const float2 scale_2 = two_of(of.scale_2, first);
+            v.x = v.x * scale.x + (more.x * scale_2.x + shift.x);
+            v.y = v.y * scale.y + (more.y * scale_2.y + shift.y);
+        } else {
+            v.x = v.x * scale.x + shift.x;
+            v.y = v.y * scale.y + shift.y;
+            v.x += more.x;
+            v.y += more.y;
+        }
+        bits[i % 2 * 2 + pair / 2] |= (uint32(v.x > 0) | uint32(v.y > 0) << 1) << (pair % 2 * 2 + i / 2) * 8;
+        m[i] = pack_two<T>(relu(v.x), relu(v.y));
+    }
+    store_pair(addend + matrix_row(lane, pair), m);
+}
+
+// The word of `bits` that has this thread's number among the four of a row, with the bits of all four.
+__device__ inline uint32 gathered(uint32 (&bits)[4], int lane) {
+    const bool last_rows = lane & 2, last_channels = lane & 1;
+#pragma unroll
+    for (int w = 0; w < 4; ++w) bits[w] <<= lane % 4 * 2;
+    uint32 own[2];
+#pragma unroll
+    for (int w = 0; w < 2; ++w)
+        own[w] = (last_rows ? bits[2 + w] : bits[w]) | __shfl_xor_sync(0xffffffff, last_rows ? bits[w] : bits[2 + w], 2);
+    return (last_channels ? own[1] : own[0]) | __shfl_xor_sync(0xffffffff, last_channels ? own[0] : own[1], 1);
+}
+
+// y = relu(norm(x) + addend), or with PAIR relu(norm(x) + norm_2(addend)), with ReLU's bits in `mask` and what `Forward` keeps;
+// and z = y * w with its sums about the mean, in a fixed order. The maps are of x and addend by tiles of 64 rows and 64 columns,
+// of w by those of COLUMNS rows and 64 columns, of y and z by those of 16 rows and 64 columns. gridDim.y blocks share the rows.
+// Shapes: x, addend, y (rows, C), w (K, C), z (rows, K), mask (rows, C / 8) bytes; sums (2 or 3, C), saved (2, C), gamma, beta,
+// running_mean, running_var (C) fp32, and those with _2; sums_of_z (3, K), partials (gridDim.y, K, 3) fp32; tickets (1).
+// C = chunks * 64; columns = K is COLUMNS at most.
+template <class T, int COLUMNS, bool PAIR>
+__global__ void __launch_bounds__(THREADS, 1)
+norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap addend, const __grid_constant__ TensorMap w,
+             const __grid_constant__ TensorMap y, const __grid_constant__ TensorMap z, const float *sums,
+             const float *sums_2, bool about_mean, bool about_mean_2, const float *gamma, const float *gamma_2,
+             const float *beta, const float *beta_2, uint32 *mask, float *saved, float *saved_2, float *running_mean,
+             float *running_mean_2, float *running_var, float *running_var_2, float eps, float momentum, float *sums_of_z,
+             Moments *partials, uint32 *tickets, uint32 rows, int columns, int chunks, int stages) {
+    constexpr int PARTS = COLUMNS / CHUNK;
+    static_assert(sizeof(Control) == 2048 && sizeof(Affine) == 1024, "as lowering/norm_conv1x1.py counts");
+    extern __shared__ __align__(1024) uint4 memory[];
+    Control &control = *reinterpret_cast<Control *>(memory);
+    Affine *const affine = reinterpret_cast<Affine *>(memory + sizeof(Control) / VECTOR_BYTES);
+    uint4 *const weights = reinterpret_cast<uint4 *>(affine + chunks);
+    uint4 *const all_tiles = weights + chunks * COLUMNS * CHUNK_VECTORS;
+    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // one for all, to the compiler
+    const bool multiplies = warp < MULTIPLYING;
+    const int team = multiplies ? warp / TEAM_WARPS : warp - MULTIPLYING;
+    const Share share{blockIdx.y * TEAMS + team, (rows + ROWS - 1) / ROWS, gridDim.y * TEAMS};
+
+    for (int vector = threadIdx.x; vector < chunks * CHUNK_VECTORS; vector += THREADS) {
+        const int channel = vector * VEC, channels = chunks * CHUNK, at = channel % CHUNK;
+        Affine &to = affine[vector / CHUNK_VECTORS];
+        const Forward of(sums, about_mean, gamma, beta, saved, running_mean, running_var, eps, momentum, rows, channel,
+                         channels);
+        float shift[VEC];
+#pragma unroll
+        for (int k = 0; k < VEC; ++k) shift[k] = of.shift[k];
+        if (PAIR) {
+            const Forward of_2(sums_2, about_mean_2, gamma_2, beta_2, saved_2, running_mean_2, running_var_2, eps, momentum,
+                               rows, channel, channels);
+#pragma unroll
+            for (int k = 0; k < VEC; ++k) shift[k] += of_2.shift[k];
+            store_floats(to.scale_2 + at, of_2.scale);
+        }
+        store_floats(to.scale + at, of.scale);
+        store_floats(to.shift + at, shift);
+    }
+    if (threadIdx.x == 0) init_barriers(control, stages, 0);
+    __syncthreads();
+
+    const Stages own{all_tiles + team * stages * 2 * TILE_VECTORS, control.full[team], control.empty[team], chunks, stages};
+    float near[PARTS][2] = {}, of_column[PARTS][2][2] = {};  // of the two columns of each part that a thread sums up
+    uint32 counted = 0;                                 // rows
+    if (!multiplies) {
+        if (lane == 0) {
+            if (team == 0) {
+                fetch_map(y);
+                fetch_map(z);
+                arrive_expecting(control.weights, chunks * COLUMNS * CHUNK_VECTORS * VECTOR_BYTES);
+                load_weights<COLUMNS>(weights, w, chunks, 0, control.weights);
+            }
+            load_both(own, x, addend, share);
+        }
+    } else {
+        const int own_row = warp % TEAM_WARPS * WARP_ROWS;
+        Turn turn;
+        wait_for_phase(control.weights, 0);
+        for (uint32 n = share.first; n < share.end; n += share.step) {
+            const uint32 row = (share.end - 1 - n) * ROWS + own_row;
+            const int rows_here = max(0, min(WARP_ROWS, int(rows - row)));
+            float products[COLUMNS / 8][4] = {};
+            uint4 *part_of_x = nullptr, *part_of_y = nullptr;
+#pragma unroll 1
+            for (int c = 0; c < chunks; ++c) {
+                part_of_x = own.tiles + (turn.place * 2 * ROWS + own_row) * CHUNK_VECTORS;
+                part_of_y = part_of_x + TILE_VECTORS;
+                uint32 m[CHUNK / 16][4], bits[4] = {};
+                wait_for_phase(own.full[turn.place], turn.parity);
+#pragma unroll
+                for (int pair = 0; pair < CHUNK / 16; ++pair)
+                    normalise<T, PAIR>(affine[c], part_of_x, part_of_y, pair, lane, m[pair], bits);
+                show_to_copies();
+                __syncwarp();
+                if (lane == 0) store_tile(y, c * CHUNK, row, 0, part_of_y);
+                __syncwarp();
+                open_products();
+#pragma unroll
+                for (int s = 0; s < CHUNK / 16; ++s)
+                    multiply_rows(products, m[s], matrix(weights + c * COLUMNS * CHUNK_VECTORS + s * 2), T{});
+                close_products();
+                const uint32 word = gathered(bits, lane);
+                const int own_bits = lane / 4 + (lane & 2) * 4;  // rows, of the warp's
+                if (own_bits < rows_here) mask[((row + own_bits) * chunks + c) * 2 + lane % 2] = word;
+                wait_for_products();  // `m` is free, too
+                hold_products(products);
+                if (c == chunks - 1) break;
+                if (lane == 0) {
+                    wait_for_stores<0>();
+                    arrive(own.empty[turn.place]);
+                }
+                __syncwarp();
+                turn.next(stages);
+            }
+
+            // In the last place, the parts take turns with the tile of x, which nobody needs any more, and with that of y.
+#pragma unroll
+            for (int p = 0; p < PARTS; ++p) {
+                uint4 *const part = p % 2 ? part_of_y : part_of_x;
+                if (p > 0) {
+                    if (lane == 0) wait_for_stores<1>();  // of the part before the last, or of y
+                    __syncwarp();
+                }
+#pragma unroll
+                for (int pair = 0; pair < CHUNK / 16; ++pair) {
+                    uint32 m[4];
+                    finish<T, false, false>(products[p * 8 + pair * 2], products[p * 8 + pair * 2 + 1],
+                                            part + matrix_row(lane, pair), m);
+                }
+                show_to_copies();
+                __syncwarp();
+                if (lane == 0) store_tile(z, p * CHUNK, row, 0, part);
+                const auto stored = [&](int r) {
+                    const uint4 &vector = part[swizzled(r, lane / 4)];
+                    return unpack_two<T>(reinterpret_cast<const uint32 *>(&vector)[lane % 4]);
+                };
+                if (counted == 0 && rows_here > 0) {
+                    const float2 first = stored(0);
+                    near[p][0] = first.x;
+                    near[p][1] = first.y;
+                }
+#pragma unroll 4
+                for (int r = 0; r < rows_here; ++r) {
+                    const float2 v = stored(r);
+                    const float from_near[2] = {v.x - near[p][0], v.y - near[p][1]};
+#pragma unroll
+                    for (int k = 0; k < 2; ++k) {
+                        of_column[p][k][0] += from_near[k];
+                        of_column[p][k][1] += from_near[k] * from_near[k];
+                    }
+                }
+            }
+            counted += rows_here;
+            __syncwarp();
+            if (lane == 0) {
+                wait_for_stores<0>();
+                arrive(own.empty[turn.place]);
+            }
+            __syncwarp();
+            turn.next(stages);
+        }
+    }
+
+    // Over the warps, then over the blocks, by as many threads as there are for each column.
+    constexpr int SHARES = THREADS / COLUMNS;
+    __syncthreads();  // the tiles were here
+    Moments *const of_warps = reinterpret_cast<Moments *>(all_tiles), *const of_shares = of_warps + MULTIPLYING * COLUMNS;
+    int &is_last = *reinterpret_cast<int *>(control.bias);
+    if (multiplies)
+#pragma unroll
+        for (int p = 0; p < PARTS; ++p)
+#pragma unroll
+            for (int k = 0; k < 2; ++k)
+                of_warps[warp * COLUMNS + p * CHUNK + lane * 2 + k] =
+                    Moments::about(near[p][k], counted, of_column[p][k][0], of_column[p][k][1]);
+    __syncthreads();
+    const int n = threadIdx.x % COLUMNS, number = threadIdx.x / COLUMNS;
+    const bool has_share = n < columns && number < SHARES;
+    if (has_share && number == 0)
+        partials[blockIdx.y * columns + n] = together(0, MULTIPLYING, 1, [&](int i) { return of_warps[i * COLUMNS + n]; });
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        is_last = atomicAdd(tickets, 1) == gridDim.y - 1;
+        if (is_last) *tickets = 0;
+    }
+    __syncthreads();
+    if (!is_last) return;
+    __threadfence();
+    if (has_share)
+        of_shares[number * COLUMNS + n] = together(number, gridDim.y, SHARES, [&](int block) {
+            return Moments::written(&partials[block * columns + n]);
+        });
+    __syncthreads();
+    if (!has_share || number > 0) return;
+    const Moments all = together(0, SHARES, 1, [&](int i) { return of_shares[i * COLUMNS + n]; });
+    sums_of_z[n] = 0;
+    sums_of_z[columns + n] = all.squares;
+    sums_of_z[2 * columns + n] = all.mean;
+}

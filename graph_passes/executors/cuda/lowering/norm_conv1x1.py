@@ -1,0 +1,113 @@
+"""BatchNorm + add + ReLU, or a pair of BatchNorms, with the 1x1 convolution that follows, by norm_conv1x1.cu."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from graph_passes.executors.cuda.device import Tiling
+from graph_passes.executors.cuda.kernels import HOPPER, Size, count
+from graph_passes.executors.cuda.lowering.batch_norm import about_mean, require_gamma
+from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require, rows_and_channels
+from graph_passes.executors.cuda.lowering.conv1x1_forward import (
+    BLOCK,
+    CHUNK,
+    CHUNK_BYTES,
+    CONTROL_BYTES,
+    MAX_STAGES,
+    SHARED_BYTES,
+    TEAMS,
+    TILE_ROWS,
+    WARP_ROWS,
+)
+from graph_passes.executors.cuda.lowering.operands import In, InOut, Out, Tiled
+from graph_passes.executors.cuda.program import Buffer
+from graph_passes.graph import Node
+from graph_passes.operators.batch_norm import RUNNING
+
+__all__ = ["BLOCK", "RULES", "NormConv1x1"]
+
+COLUMNS = (64, 128)  # that a block makes
+AFFINE_BYTES = 1 << 10  # a chunk's scales and shifts
+STAGE_BYTES = 2 * TEAMS * TILE_ROWS * CHUNK_BYTES  # for a tile of each team, and what is added to it
+
+
+@dataclass(frozen=True)
+class NormConv1x1:
+    """How `norm_conv1x1` divides the rows of tensors of `channels` (C), of which a convolution makes `filters` (K). A block
+    keeps all weights; the rest of its shared memory is for tiles on their way, `stages` for each team."""
+
+    channels: int
+    filters: int
+
+    @property
+    def columns(self) -> int:
+        return next(columns for columns in COLUMNS if columns >= self.filters)
+
+    @property
+    def chunks(self) -> int:
+        return self.channels // CHUNK
+
+    @property
+    def weights(self) -> Tiling:
+        return Tiling.of_matrix(self.filters, self.channels, (self.columns, CHUNK))
+
+    def read(self, rows: int) -> Tiling:
+        """Of what is normalised, and of what is added."""
+        return Tiling.of_matrix(rows, self.channels, (TILE_ROWS, CHUNK))
+
+    def written(self, rows: int, columns: int) -> Tiling:
+        return Tiling.of_matrix(rows, columns, (WARP_ROWS, CHUNK))
+
+    @property
+    def stages(self) -> int:
+        return min(MAX_STAGES, (SHARED_BYTES - self._kept_bytes) // STAGE_BYTES)
+
+    @property
+    def shared_bytes(self) -> int:
+        return self._kept_bytes + self.stages * STAGE_BYTES
+
+    def grid(self, rows: int, num_multiprocessors: int) -> Size:
+        return 1, min(num_multiprocessors, -(-rows // (TEAMS * TILE_ROWS))), 1
+
+    @property
+    def _kept_bytes(self) -> int:
+        return CONTROL_BYTES + self.chunks * (AFFINE_BYTES + self.columns * CHUNK_BYTES)
+
+
+def norm_conv1x1(builder: Builder, node: Node) -> None:
+    require_gamma(node)
+    require(builder.gpu.capability == HOPPER, node, "is fused as only Hopper's instructions can compute it")
+    is_pair = node.op == "BatchNormPairConv1x1"
+    x, addend = builder.input(node, "data"), builder.input(node, "data_2" if is_pair else "addend")
+    y, z, sums = (builder.output(node, role) for role in ("output", "convolved", "sums"))
+    (rows, channels), (_, filters) = (rows_and_channels(node, each) for each in (x, z))
+    require(channels % CHUNK == 0, node, f"has {channels} channels: its kernel takes multiples of {CHUNK}")
+    require(filters <= max(COLUMNS), node, f"is read by {filters} filters: its kernel takes {max(COLUMNS)} at most")
+    way = NormConv1x1(channels, filters)
+    require(way.stages >= 2, node, f"has {channels} channels: the weights do not fit into shared memory")
+
+    def of_both(kind: type[In | Out | InOut], find: Callable[[Node, str], Buffer], role: str) -> list[In | Out | InOut]:
+        return [kind(find(node, role)), kind(find(node, f"{role}_2")) if is_pair else In(None)]
+
+    given = partial(of_both, In, builder.input)
+    sums_of_both = given("sums")
+    grid = way.grid(rows, builder.gpu.num_multiprocessors)
+    builder.launch(node, "norm_conv1x1.cu", builder.kernel("norm_conv1x1", way.columns, is_pair), grid, BLOCK,
+                   Tiled(In(x), way.read(rows)), Tiled(In(addend), way.read(rows)),
+                   Tiled(In(builder.input(node, "weight")), way.weights),
+                   Tiled(Out(y, over=None if is_pair else x), way.written(rows, channels)),
+                   Tiled(Out(z), way.written(rows, filters)), *sums_of_both,
+                   *(about_mean(each.buffer) if each.buffer else ctypes.c_bool(False) for each in sums_of_both),
+                   *given("gamma"), *given("beta"), Out(builder.output(node, "mask")),
+                   *of_both(Out, builder.output, "saved"),
+                   *(each for role in RUNNING for each in of_both(InOut, builder.input, role)),
+                   ctypes.c_float(node["eps"]), ctypes.c_float(node["momentum"]), Out(sums),
+                   builder.partials(3 * filters * grid[1]), builder.tickets, count(rows),
+                   *map(ctypes.c_int, (filters, way.chunks, way.stages)), shared_bytes=way.shared_bytes,
+                   flops=2 * rows * filters * channels)
+
+
+RULES: Rules = {"BatchNormAddReluConv1x1": norm_conv1x1, "BatchNormPairConv1x1": norm_conv1x1}
