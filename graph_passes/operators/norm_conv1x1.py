@@ -1,5 +1,5 @@
-"""What ends a residual block in a training step, BatchNorm + add + ReLU or two BatchNorms whose sum goes through ReLU, with
-the 1x1 convolution that begins the next block and the sums of its output.
+"""What ends a residual block in a training step, BatchNorm + add + ReLU or two BatchNorms whose sum goes through ReLU,
+with the 1x1 convolution that begins the next block and the sums of its output.
 
 Inputs and outputs are those of the BatchNorm's half, then those of the convolution: `convolved`, with its `sums` about
 their mean. Nothing may be dropped in between.

@@ -214,6 +214,16 @@ def _apply(node: Node, given: Named, written: Named, rng: np.random.Generator) -
         yield Sample("mask", *bits, np.where(np.abs(y) <= error + smallest, np.inf, 0))
 
 
+def _apply_and_convolve(node: Node, given: Named, written: Named, rng: np.random.Generator) -> Iterator[Sample]:
+    """BatchNorm's forward half, and the convolution of what it has written."""
+    names = {"convolved": "output", "sums": "sums"}
+    of_convolution = {name: written[its] for its, name in names.items()}
+    yield from _apply(node, given, {name: array for name, array in written.items() if name not in names}, rng)
+    data = {"data": written["output"], "weight": given["weight"]}
+    for sample in (*_fprop(node, data, of_convolution, rng), *_statistics(node, data, of_convolution, rng)):
+        yield sample._replace(output="convolved" if sample.output == "output" else sample.output)
+
+
 def _statistics_kept(node: Node, given: Named, written: Named) -> Iterator[Sample]:
     """`saved` and the running statistics, from the sums."""
     for suffix in ("", "_2") if "data_2" in given else ("",):
@@ -350,6 +360,8 @@ def _fprop(node: Node, given: Named, written: Named, rng: np.random.Generator) -
     patches = patches.reshape(PIXELS, -1, groups, weight.shape[3]).swapaxes(1, 2).reshape(PIXELS, -1)
     wanted, norm = _grouped_product(patches, weight.reshape(groups, len(weight) // groups, -1).swapaxes(1, 2), groups)
     error = _summed(math.prod(weight.shape[1:]), norm)
+    if node.op.startswith("BatchNorm"):
+        error = error + _rounded_terms(norm, given["weight"].dtype)
     if "bias" in given:
         wanted, error = wanted + given["bias"], error + FEW * UNIT * np.abs(given["bias"])
     yield _sample("output", written, written["output"][places], wanted, error)
@@ -559,6 +571,7 @@ RULES: Mapping[str, Sequence[Rule]] = {
     "ConvolutionWgrad": (_wgrad,),
     "BatchNormStatistics": (_statistics,),
     **dict.fromkeys(("BatchNormApply", "BatchNormReluApply", "BatchNormAddReluApply", "BatchNormPairApply"), (_apply,)),
+    **dict.fromkeys(("BatchNormAddReluConv1x1", "BatchNormPairConv1x1"), (_apply_and_convolve,)),
     **dict.fromkeys(("BatchNormBackwardReduce", "BatchNormReluBackwardReduce", "BatchNormAddReluBackwardReduce",
                      "BatchNormPairBackwardReduce", "BatchNormPoolBackwardReduce"), (_elementwise, _gradient_sums)),
     **dict.fromkeys(("BatchNormBackwardApply", "BatchNormReluBackwardApply", "BatchNormBackwardApplyAdd",

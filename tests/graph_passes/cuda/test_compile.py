@@ -31,8 +31,8 @@ from graph_passes.passes.quantised_way import STREAMS, TILES
 RULES = ["Sgd<false>", "Sgd<true>", "Lars<false>", "Lars<true>", "AdamW", "Lamb", "Lion"]  # of optimizer.cu
 
 # Of wgmma: for Hopper alone, in 16-bit types.
-WARPGROUPS = ("conv1x1_forward.cu", "conv1x1_pair.cu", "dgrad_reduce.cu", "norm_backward.cu", "stem_forward.cu",
-              "stem_pool.cu", "stem_weights.cu")
+WARPGROUPS = ("conv1x1_forward.cu", "conv1x1_pair.cu", "dgrad_reduce.cu", "norm_backward.cu", "norm_conv1x1.cu",
+              "stem_forward.cu", "stem_pool.cu", "stem_weights.cu")
 
 # Template arguments behind the dtype that the executor asks for.
 FLAGS = {
@@ -43,6 +43,7 @@ FLAGS = {
                         "256, false, false, true, false", "256, true, true, false, false",
                         "64, false, true, false, true", "256, false, true, false, true"],
     "conv1x1_pair": ["64", "128"],
+    "norm_conv1x1": ["64, false", "64, true", "128, false", "128, true"],
     "norm_backward": ["64, true, false, false", "128, true, true, false", "256, false, true, false",
                       "256, false, false, true"],
     "batch_norm_apply": ["false, false, false", "false, true, false", "true, true, false", "true, true, true"],

@@ -440,7 +440,9 @@ def test_launches_of_our_own_forward_kernels() -> None:
     folded = passes.fold_bn(pipeline.run(pipeline.FUSED, graph))
     sums = 3  # in the first block of stages 1 to 3: of the last there are more weights than a block can keep
     pairs = 3 - 1  # likewise in stage 1, but for what is such a sum
-    for capability, training, wanted in ((HOPPER, True, 34), (HOPPER, False, 34 - sums - 2 * pairs), ((8, 0), True, 0)):
+    norms = 3 + 3  # in training the first of a block, after every block of stage 1 and all but the last of stage 2
+    for capability, training, wanted in ((HOPPER, True, 34 - norms), (HOPPER, False, 34 - sums - 2 * pairs),
+                                         ((8, 0), True, 0)):
         lowering, _ = lower_graph(pipeline.run(pipeline.FUSED, graph) if training else folded, shapes, training,
                                   fused=True, capability=capability, own_forward=True)
         operations = Counter(launch.operation for launch in lowering.program.launches)
@@ -450,6 +452,7 @@ def test_launches_of_our_own_forward_kernels() -> None:
         assert operations["stem_forward"] == operations["stem_weights"] == on_hopper
         assert operations["stem_fprop"] == operations["stem_wgrad"] == (training and not on_hopper)
         assert operations["conv1x1_pair"] == (0 if training else pairs)
+        assert operations["norm_conv1x1"] == (norms if on_hopper else 0)
         assert lowering.graph.operators()["Conv1x1SumRelu"] == (0 if training else sums)
         for launch in lowering.program.launches:
             launch.enqueue()

@@ -36,8 +36,8 @@ STAGE_BYTES = 2 * TEAMS * TILE_ROWS * CHUNK_BYTES  # for a tile of each team, an
 
 @dataclass(frozen=True)
 class NormConv1x1:
-    """How `norm_conv1x1` divides the rows of tensors of `channels` (C), of which a convolution makes `filters` (K). A block
-    keeps all weights; the rest of its shared memory is for tiles on their way, `stages` for each team."""
+    """How `norm_conv1x1` divides the rows of tensors of `channels` (C), of which a convolution makes `filters` (K). A
+    block keeps all weights; the rest of its shared memory is for tiles on their way, `stages` for each team."""
 
     channels: int
     filters: int

@@ -1,0 +1,202 @@
+"""What ends a residual block with the 1x1 convolution that begins the next, in one launch: BatchNorm's part to the bit
+as in a launch of its own, all against float64 NumPy. Random values, odd numbers of rows, large means, poisoned outputs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+from gpu_arrays import PRECISION, Device, relative_error, rounded
+
+from graph_passes.executors.cuda.kernels import instance
+from graph_passes.executors.cuda.lowering.builder import APPLY_BLOCK
+from graph_passes.executors.cuda.lowering.norm_conv1x1 import BLOCK, NormConv1x1
+
+BLOCKS = 3  # fewer than tiles, so that each block walks
+EPS, MOMENTUM = 1e-5, 0.9
+# Norm of the error over the norm: rounding of what is stored, and fp32 sums of products in another order.
+STORED = {dtype: PRECISION[dtype] + 2e-5 for dtype in ("float16", "bfloat16")}
+NEAR = 1e-5  # relative error of a variance from fp32 sums about a value near the mean, and of that mean in deviations
+Arrays = dict[str, np.ndarray]
+
+
+class Norm:
+    """A BatchNorm of random data: its sums about the mean, or plain ones, its parameters and running statistics."""
+
+    def __init__(self, rows: int, channels: int, dtype: str, about_mean: bool, mean: float,
+                 random: np.random.Generator) -> None:
+        self.x = rounded(random.normal(random.normal(mean, 1, channels), 1, (rows, channels)), dtype)
+        self.about_mean = about_mean
+        self.mean, self.var = self.x.mean(0), self.x.var(0)
+        sums = [0 * self.mean, self.var * rows, self.mean] if about_mean else [self.x.sum(0), (self.x**2).sum(0)]
+        self.sums = np.stack(sums).astype(np.float32)
+        self.gamma = random.uniform(0.5, 1.5, channels).astype(np.float32)
+        self.beta = random.normal(0, 1, channels).astype(np.float32)
+        self.running_mean = random.normal(0, 1, channels).astype(np.float32)
+        self.running_var = random.uniform(0.5, 1.5, channels).astype(np.float32)
+
+    @property
+    def invstd(self) -> np.ndarray:
+        return 1 / np.sqrt(self.var + EPS)
+
+    @property
+    def y(self) -> np.ndarray:
+        return (self.x - self.mean) * self.invstd * self.gamma + self.beta
+
+
+class Case:
+    """Random operands, and what one launch leaves on a GPU, or that of the BatchNorm alone. `filter_mean`: about what
+    the convolution gives on average."""
+
+    def __init__(self, device: Device, dtype: str, channels: int, filters: int, rows: int, pair: bool,
+                 mean: float = 0.0, filter_mean: float = 0.0) -> None:
+        self.device, self.dtype, self.rows, self.pair = device, dtype, rows, pair
+        self.way = NormConv1x1(channels, filters)
+        random = np.random.default_rng([rows, channels, filters, pair])
+        self.norms = [Norm(rows, channels, dtype, about_mean=True, mean=mean, random=random)]
+        if pair:
+            self.norms.append(Norm(rows, channels, dtype, about_mean=False, mean=0.0, random=random))
+        self.addend = self.norms[1].x if pair else rounded(random.normal(0, 1, (rows, channels)), dtype)
+        w = random.normal(0, channels**-0.5, (filters, channels)) + filter_mean / channels
+        self.w = rounded(w, dtype)
+        self.tickets = device.zeros(4)
+
+    def run(self, separate: bool = False, in_place: bool = False) -> Arrays:
+        """By a launch with the convolution, or `separate`, of the BatchNorm alone; `in_place`: y over x."""
+        device, dtype, rows, way = self.device, self.dtype, self.rows, self.way
+        shapes = {"y": (rows, way.channels), "mask": (rows, way.channels // 8), "z": (rows, way.filters),
+                  "sums": (3, way.filters)}
+        dtypes = {"y": dtype, "mask": "uint8", "z": dtype}
+        at = {name: device.poisoned(shape, dtypes.get(name, "float32")) for name, shape in shapes.items()}
+        x, addend = device.put(self.norms[0].x, dtype), device.put(self.addend, dtype)
+        at["y"] = x if in_place else at["y"]
+        for number, norm in enumerate(self.norms):
+            for name in ("running_mean", "running_var"):
+                shapes[f"{name}{number}"] = (way.channels,)
+                at[f"{name}{number}"] = device.put(getattr(norm, name))
+            shapes[f"saved{number}"] = (2, way.channels)
+            at[f"saved{number}"] = device.poisoned((2, way.channels))
+        self._launch(separate, x, addend, at)
+        names = [name for name in shapes if not separate or name not in ("z", "sums")]
+        return {name: device.get(at[name], shapes[name], dtypes.get(name, "float32")) for name in names}
+
+    def _launch(self, separate: bool, x: int, addend: int, at: dict[str, int]) -> None:
+        device, dtype, rows, way, pair = self.device, self.dtype, self.rows, self.way, self.pair
+        numbers = (0, 1) if pair or not separate else (0,)
+
+        def put(name: str) -> list[int]:
+            given = [device.put(getattr(norm, name)) for norm in self.norms]
+            return [*given, 0][:len(numbers)]
+
+        def left(name: str) -> list[int]:
+            return [at.get(f"{name}{number}", 0) for number in numbers]
+
+        norms = [*put("sums"), *(ctypes.c_bool(number < len(self.norms) and self.norms[number].about_mean)
+                                 for number in numbers), *put("gamma"), *put("beta")]
+        kept = [*left("saved"), *left("running_mean"), *left("running_var"), ctypes.c_float(EPS),
+                ctypes.c_float(MOMENTUM)]
+        counts = ctypes.c_uint32(rows), ctypes.c_int(way.channels)
+        if separate:
+            kernel = instance("batch_norm_pair_apply", dtype, False) if pair else instance(
+                "batch_norm_apply", dtype, True, True, False)
+            device.run("batch_norm_pair.cu" if pair else "batch_norm.cu", kernel, (way.chunks, BLOCKS, 1), APPLY_BLOCK,
+                       x, addend, *norms, at["y"], at["mask"], *kept, *counts, 0, ctypes.c_uint32(0),
+                       ctypes.c_uint32(1))
+            return
+        grid = way.grid(rows, BLOCKS)
+        maps = [device.gpu.tensor_map(address, dtype, tiling) for address, tiling in (
+            (x, way.read(rows)), (addend, way.read(rows)), (device.put(self.w, dtype), way.weights),
+            (at["y"], way.written(rows, way.channels)), (at["z"], way.written(rows, way.filters)))]
+        device.run("norm_conv1x1.cu", instance("norm_conv1x1", dtype, way.columns, pair), grid, BLOCK, *maps, *norms,
+                   at["mask"], *kept, at["sums"], device.poisoned((3 * way.filters * grid[1],)), self.tickets,
+                   ctypes.c_uint32(rows), *map(ctypes.c_int, (way.filters, way.chunks, way.stages)),
+                   shared_bytes=way.shared_bytes)
+
+    @property
+    def wanted_y(self) -> np.ndarray:
+        return np.maximum(self.norms[0].y + (self.norms[1].y if self.pair else self.addend), 0)
+
+    def check(self, got: Arrays) -> None:
+        y, z, sums = got["y"], got["z"], got["sums"]
+        for array, wanted in ((y, self.wanted_y), (z, y @ self.w.T)):
+            assert relative_error(array, wanted) < STORED[self.dtype]
+            assert np.abs(array - wanted).max() < 8 * PRECISION[self.dtype] * np.abs(wanted).max()
+        bits = np.unpackbits(got["mask"], axis=1, bitorder="little")
+        assert np.array_equal(bits[y > 0], np.ones((y > 0).sum())) and bits[y == 0].mean() < 1e-2, "fp16 may round to 0"
+        for number, norm in enumerate(self.norms):
+            for array, wanted in zip(got[f"saved{number}"], (norm.mean, norm.invstd), strict=True):
+                assert np.abs(array - wanted).max() < 1e-5 * max(1, np.abs(wanted).max())
+        deviation = z.std(0)
+        assert np.all(sums[0] == 0)
+        assert np.all(np.abs(sums[2] - z.mean(0)) <= NEAR * deviation + 2.0**-22 * np.abs(z.mean(0)))
+        assert np.all(np.abs(sums[1] / self.rows - z.var(0)) <= NEAR * z.var(0))
+
+
+SHAPES = [  # channels, filters, rows: ResNet-50's, and others that fill nothing
+    (256, 64, 1003), (256, 128, 1003), (512, 128, 1003), (256, 64, 1), (512, 128, 1), (128, 64, 65), (64, 64, 131),
+    (256, 64, 5000), (256, 128, 1024), (512, 128, 777), (192, 72, 130), (64, 8, 517), (320, 40, 259), (448, 104, 193)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("channels, filters, rows", SHAPES)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("pair", [False, True])
+def test_norm_conv1x1(device: Device, pair: bool, dtype: str, channels: int, filters: int, rows: int) -> None:
+    """Equal bits as in the BatchNorm's own launch, and every time."""
+    case = Case(device, dtype, channels, filters, rows, pair)
+    got, again, alone = case.run(), case.run(), case.run(separate=True)
+    case.check(got)
+    for name, array in got.items():
+        assert np.array_equal(again[name], array), name
+        if name in alone:
+            assert np.array_equal(alone[name], array), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("channels, filters, rows", [(256, 64, 5000), (512, 128, 1003), (192, 72, 130)])
+@pytest.mark.parametrize("dtype, mean, filter_mean", [
+    ("float16", 100.0, 0.0), ("float16", 0.0, 100.0), ("float16", 0.0, 1000.0), ("bfloat16", 10.0, 100.0)])
+def test_large_means(device: Device, dtype: str, mean: float, filter_mean: float, channels: int, filters: int,
+                     rows: int) -> None:
+    """Of what is normalised, and of what the convolution gives."""
+    case = Case(device, dtype, channels, filters, rows, False, mean, filter_mean)
+    case.check(case.run())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("filters", [64, 128])
+def test_in_place(device: Device, filters: int) -> None:
+    """y may lie where x was."""
+    case = Case(device, "float16", 256, filters, 1003, False)
+    case.check(case.run(in_place=True))
+
+
+@pytest.mark.gpu
+def test_nan_and_infinity_stay(device: Device) -> None:
+    """In their rows, so that a broken network is noticed, and in no others."""
+    case = Case(device, "float16", 256, 64, 200, False)
+    case.norms[0].x[70, 3], case.addend[131, 5] = np.nan, np.inf  # not in the sums, as they are given
+    got = case.run()
+    y, z = got["y"], got["z"]
+    assert np.isnan(y[70, 3]) and np.isnan(z[70]).all() and y[131, 5] == np.inf
+    assert not np.isfinite(z[131]).any()
+    assert np.isfinite(np.delete(z, [70, 131], axis=0)).all() and np.isfinite(y).sum() == y.size - 2
+
+
+@pytest.mark.parametrize("channels, filters, _", SHAPES)
+def test_division_of_shared_memory(channels: int, filters: int, _: int) -> None:
+    """All that a block needs fits, with two tiles on their way for each team, and the sums of its warps where these
+    were."""
+    way = NormConv1x1(channels, filters)
+    assert way.stages >= 2 and way.shared_bytes <= 227 << 10
+    assert way.columns >= filters and way.chunks * 64 == channels
+    shares = BLOCK[0] // way.columns
+    assert 12 * way.columns * (8 + shares) <= way.stages * (32 << 10)
+
+
+def test_places_for_resnet() -> None:
+    """As many as the weights leave room for; of stages 3 and 4 there are more weights than a block can keep."""
+    assert [NormConv1x1(*sizes).stages for sizes in ((256, 64), (256, 128), (512, 128))] == [5, 4, 2]
+    assert NormConv1x1(1024, 128).stages < 2
