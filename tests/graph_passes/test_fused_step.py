@@ -1,6 +1,8 @@
 """The graphs that run, with every fused operator in them, forward and backward: on whole small networks, in float64,
 against the network as it is given, whose gradient no pass writes; and against MXNet."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from step_networks import (
@@ -194,6 +196,54 @@ def test_a_pair_is_two_convolutions_after_one_another(rng):
     wanted = wanted.astype(np.float16)
     assert np.array_equal(y, wanted)
     assert np.array_equal(z, evaluate(second, [wanted, arrays["w2"], arrays["b2"]])[0])
+
+
+@pytest.mark.parametrize("sums", ["own", "cudnn", "separate"])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_the_end_of_a_block_with_the_convolution_that_follows(sums, grouped, rng):
+    """However that convolution has its sums: one for each block that another follows, with the same results as without,
+    and all that others read of the two that it stands for."""
+    taken = {"own": "conv1x1_forward", "cudnn": "fprop_stats", "separate": "separate"}[sums]
+
+    def choose(graph, node, ways, fused=True):
+        if "norm_conv1x1" in ways:
+            return "norm_conv1x1" if fused else "separate"
+        return taken if taken in ways else passes.fused_way(graph, node, ways)
+
+    graph, shapes = network("bottlenecks")
+    values = random_variables(graph, shapes, rng)
+    operators = check_step(graph, shapes, values, choose, grouped)
+    assert {"BatchNormPairConv1x1", "BatchNormAddReluConv1x1"} <= operators
+    with_it, without = (pipeline.training_step(graph, shapes, "bfloat16", way, grouped)
+                        for way in (choose, partial(choose, fused=False)))
+    assert with_it.operators().total() == without.operators().total() - (4 if sums == "separate" else 2)
+    results = [run(step, values) for step in (with_it, without)]
+    for name, wanted in results[1].items():
+        check_close(results[0][name], wanted, SAME, name, np.abs(results[1]["fc_weight_grad"]).max() / 1e3)
+
+
+def test_where_a_block_and_the_next_convolution_are_left_alone():
+    """Where images are dropped; where the convolution is no product; in fp32; where nobody asks for its sums."""
+    asked = []
+
+    def choose(graph, node, ways):
+        asked.extend((node.op, node.name) for way in ways if way == "norm_conv1x1")
+        return last_way(graph, node, ways)
+
+    def norms(name, dtype="float16"):
+        graph, shapes = network(name)
+        asked.clear()
+        step = pipeline.training_step(graph, shapes, dtype, choose)
+        assert len(asked) == sum(node.op.endswith("Conv1x1") for node in step)
+        return [op for op, _ in asked]
+
+    assert norms("bottlenecks") == ["BatchNormPairApply", "BatchNormAddReluApply"]
+    assert norms("bottlenecks", "float32") == norms("basic blocks") == norms("BatchNorm first") == []
+    assert norms("bottlenecks that drop") == ["BatchNormPairApply"]  # in the first block nothing is dropped
+    graph, shapes = Graph.from_json(resnet(50).tojson()), {"data": (2, 64, 64, 3)}
+    asked.clear()
+    pipeline.training_step(graph, shapes, "float16", choose)
+    assert len(asked) == 15
 
 
 def test_random_networks(rng):
