@@ -73,7 +73,7 @@ __device__ inline uint32 gathered(uint32 (&bits)[4], int lane) {
 }
 
 // y = relu(norm(x) + addend), or with PAIR relu(norm(x) + norm_2(addend)), with ReLU's bits in `mask` and what `Forward` keeps;
-// and z = y * w with its sums about the mean, in a fixed order. The maps are of x and addend by tiles of 64 rows and 64 columns,
+// and z = y * w with its sums about the mean, in a fixed order. The maps are of x and addend by tiles of 64 rows and columns,
 // of w by those of COLUMNS rows and 64 columns, of y and z by those of 16 rows and 64 columns. gridDim.y blocks share the rows.
 // Shapes: x, addend, y (rows, C), w (K, C), z (rows, K), mask (rows, C / 8) bytes; sums (2 or 3, C), saved (2, C), gamma, beta,
 // running_mean, running_var (C) fp32, and those with _2; sums_of_z (3, K), partials (gridDim.y, K, 3) fp32; tickets (1).
