@@ -3,9 +3,8 @@
 //
 // It is laid out as conv1x1_forward.cuh says, but that what is multiplied is made first. A tile of 64 rows and 64 channels
 // comes with the tile that is added. A warp takes its 16 rows of both to registers as the tensor cores have them, as the first
-// operand of a product, leaves the result there in place of what was added, whence the copy engine takes it, and multiplies
-// what is in the registers. The tile's place is free for the next once that has been copied away; that of a tile's last
-// channels is first used for what the convolution gives.
+// operand of a product, and the places of both are free for the next tiles. What is made of them goes to a place of the warp's
+// own, whence the copy engine takes it, and is multiplied from the registers. What the convolution gives goes the same way.
 #include "batch_norm.cuh"
 #include "conv1x1_forward.cuh"
 #include "moments.cuh"
@@ -30,11 +29,11 @@ __device__ inline void load_both(const Stages &stages, const TensorMap &x, const
         }
 }
 
-// 16 columns of a warp's rows, the `pair`-th such: what is made of x and of what is added takes the latter's place, and is left
-// in `m`. `bits` gets the signs: its words are of the warp's first 8 rows, channels 0 to 31 and 32 to 63, and of its last 8
-// rows; a byte is of 8 channels, of which a thread has two. As in batch_norm.cu and batch_norm_pair.cu, to the bit.
+// `m` is what is made of 16 columns of a warp's rows, the `pair`-th such, of x and of what is added. `bits` gets the signs: its
+// words are of the warp's first 8 rows, channels 0 to 31 and 32 to 63, and of its last 8 rows; a byte is of 8 channels, of
+// which a thread has two. As in batch_norm.cu and batch_norm_pair.cu, to the bit.
 template <class T, bool PAIR>
-__device__ inline void normalise(const Affine &of, const uint4 *x, uint4 *addend, int pair, int lane, uint32 (&m)[4],
+__device__ inline void normalise(const Affine &of, const uint4 *x, const uint4 *addend, int pair, int lane, uint32 (&m)[4],
                                  uint32 (&bits)[4]) {
     uint32 added[4];
     load_pair(m, x + matrix_row(lane, pair));
@@ -57,7 +56,6 @@ __device__ inline void normalise(const Affine &of, const uint4 *x, uint4 *addend
         bits[i % 2 * 2 + pair / 2] |= (uint32(v.x > 0) | uint32(v.y > 0) << 1) << (pair % 2 * 2 + i / 2) * 8;
         m[i] = pack_two<T>(relu(v.x), relu(v.y));
     }
-    store_pair(addend + matrix_row(lane, pair), m);
 }
 
 // The word of `bits` that has this thread's number among the four of a row, with the bits of all four.
@@ -93,6 +91,7 @@ norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
     Affine *const affine = reinterpret_cast<Affine *>(memory + sizeof(Control) / VECTOR_BYTES);
     uint4 *const weights = reinterpret_cast<uint4 *>(affine + chunks);
     uint4 *const all_tiles = weights + chunks * COLUMNS * CHUNK_VECTORS;
+    uint4 *const all_results = all_tiles + TEAMS * stages * 2 * TILE_VECTORS;
     const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // one for all, to the compiler
     const bool multiplies = warp < MULTIPLYING;
     const int team = multiplies ? warp / TEAM_WARPS : warp - MULTIPLYING;
@@ -133,26 +132,34 @@ norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
             load_both(own, x, addend, share);
         }
     } else {
+        uint4 *const result = all_results + warp * RESULT_VECTORS;
         const int own_row = warp % TEAM_WARPS * WARP_ROWS;
+        const auto free_result = [&] {
+            if (lane == 0) wait_for_stores<0>();
+            __syncwarp();
+        };
         Turn turn;
         wait_for_phase(control.weights, 0);
         for (uint32 n = share.first; n < share.end; n += share.step) {
             const uint32 row = (share.end - 1 - n) * ROWS + own_row;
             const int rows_here = max(0, min(WARP_ROWS, int(rows - row)));
             float products[COLUMNS / 8][4] = {};
-            uint4 *part_of_x = nullptr, *part_of_y = nullptr;
 #pragma unroll 1
-            for (int c = 0; c < chunks; ++c) {
-                part_of_x = own.tiles + (turn.place * 2 * ROWS + own_row) * CHUNK_VECTORS;
-                part_of_y = part_of_x + TILE_VECTORS;
+            for (int c = 0; c < chunks; ++c, turn.next(stages)) {
+                const uint4 *const part_of_x = own.tiles + (turn.place * 2 * ROWS + own_row) * CHUNK_VECTORS;
                 uint32 m[CHUNK / 16][4], bits[4] = {};
                 wait_for_phase(own.full[turn.place], turn.parity);
 #pragma unroll
                 for (int pair = 0; pair < CHUNK / 16; ++pair)
-                    normalise<T, PAIR>(affine[c], part_of_x, part_of_y, pair, lane, m[pair], bits);
+                    normalise<T, PAIR>(affine[c], part_of_x, part_of_x + TILE_VECTORS, pair, lane, m[pair], bits);
+                __syncwarp();
+                if (lane == 0) arrive(own.empty[turn.place]);
+                free_result();
+#pragma unroll
+                for (int pair = 0; pair < CHUNK / 16; ++pair) store_pair(result + matrix_row(lane, pair), m[pair]);
                 show_to_copies();
                 __syncwarp();
-                if (lane == 0) store_tile(y, c * CHUNK, row, 0, part_of_y);
+                if (lane == 0) store_tile(y, c * CHUNK, row, 0, result);
                 __syncwarp();
                 open_products();
 #pragma unroll
@@ -164,34 +171,22 @@ norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
                 if (own_bits < rows_here) mask[((row + own_bits) * chunks + c) * 2 + lane % 2] = word;
                 wait_for_products();  // `m` is free, too
                 hold_products(products);
-                if (c == chunks - 1) break;
-                if (lane == 0) {
-                    wait_for_stores<0>();
-                    arrive(own.empty[turn.place]);
-                }
-                __syncwarp();
-                turn.next(stages);
             }
 
-            // In the last place, the parts take turns with the tile of x, which nobody needs any more, and with that of y.
 #pragma unroll
             for (int p = 0; p < PARTS; ++p) {
-                uint4 *const part = p % 2 ? part_of_y : part_of_x;
-                if (p > 0) {
-                    if (lane == 0) wait_for_stores<1>();  // of the part before the last, or of y
-                    __syncwarp();
-                }
+                free_result();
 #pragma unroll
                 for (int pair = 0; pair < CHUNK / 16; ++pair) {
                     uint32 m[4];
                     finish<T, false, false>(products[p * 8 + pair * 2], products[p * 8 + pair * 2 + 1],
-                                            part + matrix_row(lane, pair), m);
+                                            result + matrix_row(lane, pair), m);
                 }
                 show_to_copies();
                 __syncwarp();
-                if (lane == 0) store_tile(z, p * CHUNK, row, 0, part);
+                if (lane == 0) store_tile(z, p * CHUNK, row, 0, result);
                 const auto stored = [&](int r) {
-                    const uint4 &vector = part[swizzled(r, lane / 4)];
+                    const uint4 &vector = result[swizzled(r, lane / 4)];
                     return unpack_two<T>(reinterpret_cast<const uint32 *>(&vector)[lane % 4]);
                 };
                 if (counted == 0 && rows_here > 0) {
@@ -211,14 +206,8 @@ norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
                 }
             }
             counted += rows_here;
-            __syncwarp();
-            if (lane == 0) {
-                wait_for_stores<0>();
-                arrive(own.empty[turn.place]);
-            }
-            __syncwarp();
-            turn.next(stages);
         }
+        if (lane == 0) wait_for_stores<0>();
     }
 
     // Over the warps, then over the blocks, by as many threads as there are for each column.

@@ -31,13 +31,15 @@ __all__ = ["BLOCK", "RULES", "NormConv1x1"]
 
 COLUMNS = (64, 128)  # that a block makes
 AFFINE_BYTES = 1 << 10  # a chunk's scales and shifts
-STAGE_BYTES = 2 * TEAMS * TILE_ROWS * CHUNK_BYTES  # for a tile of each team, and what is added to it
+RESULT_BYTES = TEAMS * TILE_ROWS * CHUNK_BYTES  # for a part of each warp's results
+STAGE_BYTES = 2 * RESULT_BYTES  # for a tile of each team, and what is added to it
 
 
 @dataclass(frozen=True)
 class NormConv1x1:
     """How `norm_conv1x1` divides the rows of tensors of `channels` (C), of which a convolution makes `filters` (K). A
-    block keeps all weights; the rest of its shared memory is for tiles on their way, `stages` for each team."""
+    block keeps all weights, and a place for results of each warp; the rest of its shared memory is for tiles on their way,
+    `stages` for each team."""
 
     channels: int
     filters: int
@@ -74,7 +76,7 @@ class NormConv1x1:
 
     @property
     def _kept_bytes(self) -> int:
-        return CONTROL_BYTES + self.chunks * (AFFINE_BYTES + self.columns * CHUNK_BYTES)
+        return CONTROL_BYTES + self.chunks * (AFFINE_BYTES + self.columns * CHUNK_BYTES) + RESULT_BYTES
 
 
 def norm_conv1x1(builder: Builder, node: Node) -> None:
