@@ -167,8 +167,8 @@ norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
                     multiply_rows(products, m[s], matrix(weights + c * COLUMNS * CHUNK_VECTORS + s * 2), T{});
                 close_products();
                 const uint32 word = gathered(bits, lane);
-                const int own_bits = lane / 4 + (lane & 2) * 4;  // rows, of the warp's
-                if (own_bits < rows_here) mask[((row + own_bits) * chunks + c) * 2 + lane % 2] = word;
+                const int row_of_word = lane / 4 + (lane & 2) * 4;  // of the warp's
+                if (row_of_word < rows_here) mask[((row + row_of_word) * chunks + c) * 2 + lane % 2] = word;
                 wait_for_products();  // `m` is free, too
                 hold_products(products);
             }
