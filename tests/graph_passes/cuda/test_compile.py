@@ -43,7 +43,7 @@ FLAGS = {
                         "256, false, false, true, false", "256, true, true, false, false",
                         "64, false, true, false, true", "256, false, true, false, true"],
     "conv1x1_pair": ["64", "128"],
-    "norm_conv1x1": ["64, false", "64, true", "128, false", "128, true"],
+    "norm_conv1x1": ["64, false", "64, true", "128, false", "128, true", "256, false", "256, true"],
     "norm_backward": ["64, true, false, false", "128, true, true, false", "256, false, true, false",
                       "256, false, false, true"],
     "batch_norm_apply": ["false, false, false", "false, true, false", "true, true, false", "true, true, true"],

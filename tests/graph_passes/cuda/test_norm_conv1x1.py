@@ -12,7 +12,7 @@ from gpu_arrays import PRECISION, Device, relative_error, rounded
 
 from graph_passes.executors.cuda.kernels import instance
 from graph_passes.executors.cuda.lowering.builder import APPLY_BLOCK
-from graph_passes.executors.cuda.lowering.norm_conv1x1 import BLOCK, NormConv1x1
+from graph_passes.executors.cuda.lowering.norm_conv1x1 import NormConv1x1
 
 BLOCKS = 3  # fewer than tiles, so that each block walks
 EPS, MOMENTUM = 1e-5, 0.9
@@ -109,8 +109,8 @@ class Case:
         maps = [device.gpu.tensor_map(address, dtype, tiling) for address, tiling in (
             (x, way.read(rows)), (addend, way.read(rows)), (device.put(self.w, dtype), way.weights),
             (at["y"], way.written(rows, way.channels)), (at["z"], way.written(rows, way.filters)))]
-        device.run("norm_conv1x1.cu", instance("norm_conv1x1", dtype, way.columns, pair), grid, BLOCK, *maps, *norms,
-                   at["mask"], *kept, at["sums"], device.poisoned((3 * way.filters * grid[1],)), self.tickets,
+        device.run("norm_conv1x1.cu", instance("norm_conv1x1", dtype, way.columns, pair), grid, way.block, *maps,
+                   *norms, at["mask"], *kept, at["sums"], device.poisoned((3 * way.filters * grid[1],)), self.tickets,
                    ctypes.c_uint32(rows), *map(ctypes.c_int, (way.filters, way.chunks, way.stages)),
                    shared_bytes=way.shared_bytes)
 
@@ -136,7 +136,8 @@ class Case:
 
 SHAPES = [  # channels, filters, rows: ResNet-50's, and others that fill nothing
     (256, 64, 1003), (256, 128, 1003), (512, 128, 1003), (256, 64, 1), (512, 128, 1), (128, 64, 65), (64, 64, 131),
-    (256, 64, 5000), (256, 128, 1024), (512, 128, 777), (192, 72, 130), (64, 8, 517), (320, 40, 259), (448, 104, 193)]
+    (256, 64, 5000), (256, 128, 1024), (512, 128, 777), (192, 72, 130), (64, 8, 517), (320, 40, 259), (448, 104, 193),
+    (1024, 256, 1003), (512, 256, 517), (1024, 256, 1), (1024, 256, 5000), (64, 136, 65), (320, 200, 193)]
 
 
 @pytest.mark.gpu
@@ -155,7 +156,8 @@ def test_norm_conv1x1(device: Device, pair: bool, dtype: str, channels: int, fil
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("channels, filters, rows", [(256, 64, 5000), (512, 128, 1003), (192, 72, 130)])
+@pytest.mark.parametrize("channels, filters, rows", [(256, 64, 5000), (512, 128, 1003), (192, 72, 130),
+                                                      (1024, 256, 1003)])
 @pytest.mark.parametrize("dtype, mean, filter_mean", [
     ("float16", 100.0, 0.0), ("float16", 0.0, 100.0), ("float16", 0.0, 1000.0), ("bfloat16", 10.0, 100.0)])
 def test_large_means(device: Device, dtype: str, mean: float, filter_mean: float, channels: int, filters: int,
@@ -166,7 +168,7 @@ def test_large_means(device: Device, dtype: str, mean: float, filter_mean: float
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("filters", [64, 128])
+@pytest.mark.parametrize("filters", [64, 128, 256])
 def test_in_place(device: Device, filters: int) -> None:
     """y may lie where x was."""
     case = Case(device, "float16", 256, filters, 1003, False)
@@ -192,11 +194,12 @@ def test_division_of_shared_memory(channels: int, filters: int, _: int) -> None:
     way = NormConv1x1(channels, filters)
     assert way.stages >= 2 and way.shared_bytes <= 227 << 10
     assert way.columns >= filters and way.chunks * 64 == channels
-    shares = BLOCK[0] // way.columns
+    shares = 8 * 32 // way.columns
     assert 12 * way.columns * (8 + shares) <= way.stages * (32 << 10)
 
 
 def test_places_for_resnet() -> None:
-    """As many as the weights leave room for; of stages 3 and 4 there are more weights than a block can keep."""
+    """As many as the weights leave room for; those of 256 filters are streamed."""
     assert [NormConv1x1(*sizes).stages for sizes in ((256, 64), (256, 128), (512, 128))] == [5, 4, 2]
+    assert [NormConv1x1(*sizes).stages for sizes in ((512, 256), (1024, 256))] == [4, 4]
     assert NormConv1x1(1024, 128).stages < 2

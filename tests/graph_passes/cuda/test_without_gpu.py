@@ -440,7 +440,7 @@ def test_launches_of_our_own_forward_kernels() -> None:
     folded = passes.fold_bn(pipeline.run(pipeline.FUSED, graph))
     sums = 3  # in the first block of stages 1 to 3: of the last there are more weights than a block can keep
     pairs = 3 - 1  # likewise in stage 1, but for what is such a sum
-    norms = 3 + 3  # in training the first of a block, after every block of stage 1 and all but the last of stage 2
+    norms = 3 + 4 + 5  # in training the first of a block, after every block of stages 1 and 2, and within stage 3
     for capability, training, wanted in ((HOPPER, True, 34 - norms), (HOPPER, False, 34 - sums - 2 * pairs),
                                          ((8, 0), True, 0)):
         lowering, _ = lower_graph(pipeline.run(pipeline.FUSED, graph) if training else folded, shapes, training,

@@ -5,9 +5,21 @@
 // comes with the tile that is added. A warp takes its 16 rows of both to registers as the tensor cores have them, as the first
 // operand of a product, and the places of both are free for the next tiles. What is made of them goes to a place of the warp's
 // own, whence the copy engine takes it, and is multiplied from the registers. What the convolution gives goes the same way.
+//
+// A block keeps the weights of 128 outputs at most. Those of 256 are STREAMED: for each chunk of channels they come from the L2
+// cache once for both teams, which so go through their tiles side by side.
 #include "batch_norm.cuh"
 #include "conv1x1_forward.cuh"
 #include "moments.cuh"
+
+constexpr int WEIGHT_PLACES = 2;  // for a chunk's weights, where they are streamed
+template <int COLUMNS> constexpr bool STREAMED = COLUMNS > 128;
+// Registers go from four warps to others then, so four start copies.
+template <int COLUMNS> constexpr int BLOCK = STREAMED<COLUMNS> ? (MULTIPLYING + 4) * WARP : THREADS;
+
+// At the start of shared memory. Behind it: Affine (chunks); in vectors the weights, (chunks or WEIGHT_PLACES, COLUMNS * 8);
+// `stages` tiles of each team's x, each with what is added; a result of each multiplying warp.
+struct alignas(1024) NormControl { Control control; uint64 full[WEIGHT_PLACES], empty[WEIGHT_PLACES]; int is_last; };
 
 // Of a chunk of channels: y = x * scale + shift + addend, or with a pair x * scale + (x_2 * scale_2 + shift).
 struct alignas(1024) Affine { float scale[CHUNK], shift[CHUNK], scale_2[CHUNK]; };
@@ -28,6 +40,21 @@ __device__ inline void load_both(const Stages &stages, const TensorMap &x, const
             load_tile(to + TILE_VECTORS, addend, c * CHUNK, row, 0, full);
         }
 }
+
+// For one thread: starts the copies of each chunk's weights, as many times as there are rounds of tiles.
+template <int COLUMNS>
+__device__ inline void stream_weights(uint4 *to, const TensorMap &w, NormControl &all, int chunks, uint32 rounds) {
+    Turn turn;
+    for (uint32 round = 0; round < rounds; ++round)
+        for (int c = 0; c < chunks; ++c, turn.next(WEIGHT_PLACES)) {
+            wait_for_phase(all.empty[turn.place], turn.parity ^ 1);  // at once in the first turn
+            arrive_expecting(all.full[turn.place], COLUMNS * CHUNK_VECTORS * VECTOR_BYTES);
+            load_tile(to + turn.place * COLUMNS * CHUNK_VECTORS, w, c * CHUNK, 0, 0, all.full[turn.place]);
+        }
+}
+
+// Of the warps that multiply.
+__device__ inline void meet_multiplying() { asm volatile("bar.sync 1, %0;" :: "n"(MULTIPLYING * WARP) : "memory"); }
 
 // `m` is what is made of 16 columns of a warp's rows, the `pair`-th such, of x and of what is added. `bits` gets the signs: its
 // words are of the warp's first 8 rows, channels 0 to 31 and 32 to 63, and of its last 8 rows; a byte is of 8 channels, of
@@ -77,7 +104,7 @@ __device__ inline uint32 gathered(uint32 (&bits)[4], int lane) {
 // running_mean, running_var (C) fp32, and those with _2; sums_of_z (3, K), partials (gridDim.y, K, 3) fp32; tickets (1).
 // C = chunks * 64; columns = K is COLUMNS at most.
 template <class T, int COLUMNS, bool PAIR>
-__global__ void __launch_bounds__(THREADS, 1)
+__global__ void __launch_bounds__(BLOCK<COLUMNS>, 1)
 norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap addend, const __grid_constant__ TensorMap w,
              const __grid_constant__ TensorMap y, const __grid_constant__ TensorMap z, const float *sums,
              const float *sums_2, bool about_mean, bool about_mean_2, const float *gamma, const float *gamma_2,
@@ -85,19 +112,21 @@ norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
              float *running_mean_2, float *running_var, float *running_var_2, float eps, float momentum, float *sums_of_z,
              Moments *partials, uint32 *tickets, uint32 rows, int columns, int chunks, int stages) {
     constexpr int PARTS = COLUMNS / CHUNK;
-    static_assert(sizeof(Control) == 2048 && sizeof(Affine) == 1024, "as lowering/norm_conv1x1.py counts");
+    static_assert(sizeof(NormControl) == 3072 && sizeof(Affine) == 1024, "as lowering/norm_conv1x1.py counts");
     extern __shared__ __align__(1024) uint4 memory[];
-    Control &control = *reinterpret_cast<Control *>(memory);
-    Affine *const affine = reinterpret_cast<Affine *>(memory + sizeof(Control) / VECTOR_BYTES);
+    NormControl &all = *reinterpret_cast<NormControl *>(memory);
+    Control &control = all.control;
+    Affine *const affine = reinterpret_cast<Affine *>(memory + sizeof(NormControl) / VECTOR_BYTES);
     uint4 *const weights = reinterpret_cast<uint4 *>(affine + chunks);
-    uint4 *const all_tiles = weights + chunks * COLUMNS * CHUNK_VECTORS;
+    uint4 *const all_tiles = weights + (STREAMED<COLUMNS> ? WEIGHT_PLACES : chunks) * COLUMNS * CHUNK_VECTORS;
     uint4 *const all_results = all_tiles + TEAMS * stages * 2 * TILE_VECTORS;
     const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // one for all, to the compiler
     const bool multiplies = warp < MULTIPLYING;
     const int team = multiplies ? warp / TEAM_WARPS : warp - MULTIPLYING;
     const Share share{blockIdx.y * TEAMS + team, (rows + ROWS - 1) / ROWS, gridDim.y * TEAMS};
+    const uint32 rounds = (share.end - blockIdx.y * TEAMS + share.step - 1) / share.step;  // of the first team's tiles
 
-    for (int vector = threadIdx.x; vector < chunks * CHUNK_VECTORS; vector += THREADS) {
+    for (int vector = threadIdx.x; vector < chunks * CHUNK_VECTORS; vector += BLOCK<COLUMNS>) {
         const int channel = vector * VEC, channels = chunks * CHUNK, at = channel % CHUNK;
         Affine &to = affine[vector / CHUNK_VECTORS];
         const Forward of(sums, about_mean, gamma, beta, saved, running_mean, running_var, eps, momentum, rows, channel,
@@ -115,135 +144,157 @@ norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
         store_floats(to.scale + at, of.scale);
         store_floats(to.shift + at, shift);
     }
-    if (threadIdx.x == 0) init_barriers(control, stages, 0);
+    if (threadIdx.x == 0) {
+        for (int place = 0; place < WEIGHT_PLACES; ++place) {
+            init_barrier(all.full[place], 1);
+            init_barrier(all.empty[place], MULTIPLYING);
+        }
+        init_barriers(control, stages, 0);
+    }
     __syncthreads();
 
     const Stages own{all_tiles + team * stages * 2 * TILE_VECTORS, control.full[team], control.empty[team], chunks, stages};
-    float near[PARTS][2] = {}, of_column[PARTS][2][2] = {};  // of the two columns of each part that a thread sums up
-    uint32 counted = 0;                                 // rows
     if (!multiplies) {
-        if (lane == 0) {
+        if (STREAMED<COLUMNS>) leave_registers<24>();
+        if (STREAMED<COLUMNS> && lane == 0 && team == TEAMS) stream_weights<COLUMNS>(weights, w, all, chunks, rounds);
+        if (lane == 0 && team < TEAMS) {
             if (team == 0) {
                 fetch_map(y);
                 fetch_map(z);
-                arrive_expecting(control.weights, chunks * COLUMNS * CHUNK_VECTORS * VECTOR_BYTES);
-                load_weights<COLUMNS>(weights, w, chunks, 0, control.weights);
+                if (!STREAMED<COLUMNS>) {
+                    arrive_expecting(control.weights, chunks * COLUMNS * CHUNK_VECTORS * VECTOR_BYTES);
+                    load_weights<COLUMNS>(weights, w, chunks, 0, control.weights);
+                }
             }
             load_both(own, x, addend, share);
         }
-    } else {
-        uint4 *const result = all_results + warp * RESULT_VECTORS;
-        const int own_row = warp % TEAM_WARPS * WARP_ROWS;
-        const auto free_result = [&] {
-            if (lane == 0) wait_for_stores<0>();
-            __syncwarp();
-        };
-        Turn turn;
-        wait_for_phase(control.weights, 0);
-        for (uint32 n = share.first; n < share.end; n += share.step) {
-            const uint32 row = (share.end - 1 - n) * ROWS + own_row;
-            const int rows_here = max(0, min(WARP_ROWS, int(rows - row)));
-            float products[COLUMNS / 8][4] = {};
+        return;
+    }
+    if (STREAMED<COLUMNS>) take_registers<240>();
+    float near[PARTS][2] = {}, of_column[PARTS][2][2] = {};  // of the two columns of each part that a thread sums up
+    uint32 counted = 0;                                      // rows
+    uint4 *const result = all_results + warp * RESULT_VECTORS;
+    const int own_row = warp % TEAM_WARPS * WARP_ROWS;
+    const auto free_result = [&] {
+        if (lane == 0) wait_for_stores<0>();
+        __syncwarp();
+    };
+    Turn turn, of_weights;
+    uint32 round = 0;
+    if (!STREAMED<COLUMNS>) wait_for_phase(control.weights, 0);
+    for (uint32 n = share.first; n < share.end; n += share.step, ++round) {
+        const uint32 row = (share.end - 1 - n) * ROWS + own_row;
+        const int rows_here = max(0, min(WARP_ROWS, int(rows - row)));
+        float products[COLUMNS / 8][4] = {};
 #pragma unroll 1
-            for (int c = 0; c < chunks; ++c, turn.next(stages)) {
-                const uint4 *const part_of_x = own.tiles + (turn.place * 2 * ROWS + own_row) * CHUNK_VECTORS;
-                uint32 m[CHUNK / 16][4], bits[4] = {};
-                wait_for_phase(own.full[turn.place], turn.parity);
+        for (int c = 0; c < chunks; ++c, turn.next(stages)) {
+            const uint4 *const part_of_x = own.tiles + (turn.place * 2 * ROWS + own_row) * CHUNK_VECTORS;
+            uint32 m[CHUNK / 16][4], bits[4] = {};
+            wait_for_phase(own.full[turn.place], turn.parity);
 #pragma unroll
-                for (int pair = 0; pair < CHUNK / 16; ++pair)
-                    normalise<T, PAIR>(affine[c], part_of_x, part_of_x + TILE_VECTORS, pair, lane, m[pair], bits);
-                __syncwarp();
-                if (lane == 0) arrive(own.empty[turn.place]);
-                free_result();
+            for (int pair = 0; pair < CHUNK / 16; ++pair)
+                normalise<T, PAIR>(affine[c], part_of_x, part_of_x + TILE_VECTORS, pair, lane, m[pair], bits);
+            __syncwarp();
+            if (lane == 0) arrive(own.empty[turn.place]);
+            free_result();
 #pragma unroll
-                for (int pair = 0; pair < CHUNK / 16; ++pair) store_pair(result + matrix_row(lane, pair), m[pair]);
-                show_to_copies();
-                __syncwarp();
-                if (lane == 0) store_tile(y, c * CHUNK, row, 0, result);
-                __syncwarp();
-                open_products();
+            for (int pair = 0; pair < CHUNK / 16; ++pair) store_pair(result + matrix_row(lane, pair), m[pair]);
+            show_to_copies();
+            __syncwarp();
+            if (lane == 0) store_tile(y, c * CHUNK, row, 0, result);
+            __syncwarp();
+            if (STREAMED<COLUMNS>) wait_for_phase(all.full[of_weights.place], of_weights.parity);
+            const uint4 *const b = weights + (STREAMED<COLUMNS> ? of_weights.place : c) * COLUMNS * CHUNK_VECTORS;
+            open_products();
 #pragma unroll
-                for (int s = 0; s < CHUNK / 16; ++s)
-                    multiply_rows(products, m[s], matrix(weights + c * COLUMNS * CHUNK_VECTORS + s * 2), T{});
-                close_products();
-                const uint32 word = gathered(bits, lane);
-                const int row_of_word = lane / 4 + (lane & 2) * 4;  // of the warp's
-                if (row_of_word < rows_here) mask[((row + row_of_word) * chunks + c) * 2 + lane % 2] = word;
-                wait_for_products();  // `m` is free, too
-                hold_products(products);
+            for (int s = 0; s < CHUNK / 16; ++s) multiply_rows(products, m[s], matrix(b + s * 2), T{});
+            close_products();
+            const uint32 word = gathered(bits, lane);
+            const int row_of_word = lane / 4 + (lane & 2) * 4;  // of the warp's
+            if (row_of_word < rows_here) mask[((row + row_of_word) * chunks + c) * 2 + lane % 2] = word;
+            wait_for_products();  // `m` is free, too
+            hold_products(products);
+            if (STREAMED<COLUMNS>) {
+                if (lane == 0) arrive(all.empty[of_weights.place]);
+                of_weights.next(WEIGHT_PLACES);
             }
+        }
 
 #pragma unroll
-            for (int p = 0; p < PARTS; ++p) {
-                free_result();
+        for (int p = 0; p < PARTS; ++p) {
+            free_result();
 #pragma unroll
-                for (int pair = 0; pair < CHUNK / 16; ++pair) {
-                    uint32 m[4];
-                    finish<T, false, false>(products[p * 8 + pair * 2], products[p * 8 + pair * 2 + 1],
-                                            result + matrix_row(lane, pair), m);
-                }
-                show_to_copies();
-                __syncwarp();
-                if (lane == 0) store_tile(z, p * CHUNK, row, 0, result);
-                const auto stored = [&](int r) {
-                    const uint4 &vector = result[swizzled(r, lane / 4)];
-                    return unpack_two<T>(reinterpret_cast<const uint32 *>(&vector)[lane % 4]);
-                };
-                if (counted == 0 && rows_here > 0) {
-                    const float2 first = stored(0);
-                    near[p][0] = first.x;
-                    near[p][1] = first.y;
-                }
+            for (int pair = 0; pair < CHUNK / 16; ++pair) {
+                uint32 m[4];
+                finish<T, false, false>(products[p * 8 + pair * 2], products[p * 8 + pair * 2 + 1],
+                                        result + matrix_row(lane, pair), m);
+            }
+            show_to_copies();
+            __syncwarp();
+            if (lane == 0) store_tile(z, p * CHUNK, row, 0, result);
+            const auto stored = [&](int r) {
+                const uint4 &vector = result[swizzled(r, lane / 4)];
+                return unpack_two<T>(reinterpret_cast<const uint32 *>(&vector)[lane % 4]);
+            };
+            if (counted == 0 && rows_here > 0) {
+                const float2 first = stored(0);
+                near[p][0] = first.x;
+                near[p][1] = first.y;
+            }
 #pragma unroll 4
-                for (int r = 0; r < rows_here; ++r) {
-                    const float2 v = stored(r);
-                    const float from_near[2] = {v.x - near[p][0], v.y - near[p][1]};
+            for (int r = 0; r < rows_here; ++r) {
+                const float2 v = stored(r);
+                const float from_near[2] = {v.x - near[p][0], v.y - near[p][1]};
 #pragma unroll
-                    for (int k = 0; k < 2; ++k) {
-                        of_column[p][k][0] += from_near[k];
-                        of_column[p][k][1] += from_near[k] * from_near[k];
-                    }
+                for (int k = 0; k < 2; ++k) {
+                    of_column[p][k][0] += from_near[k];
+                    of_column[p][k][1] += from_near[k] * from_near[k];
                 }
             }
-            counted += rows_here;
         }
-        if (lane == 0) wait_for_stores<0>();
+        counted += rows_here;
     }
+    // Of two teams the second may have a tile less, whose weights come nonetheless.
+    if (STREAMED<COLUMNS> && round < rounds)
+        for (int c = 0; c < chunks; ++c, of_weights.next(WEIGHT_PLACES)) {
+            wait_for_phase(all.full[of_weights.place], of_weights.parity);
+            __syncwarp();
+            if (lane == 0) arrive(all.empty[of_weights.place]);
+        }
+    if (lane == 0) wait_for_stores<0>();
 
     // Over the warps, then over the blocks, by as many threads as there are for each column.
-    constexpr int SHARES = THREADS / COLUMNS;
-    __syncthreads();  // the tiles were here
+    constexpr int SHARES = MULTIPLYING * WARP / COLUMNS;
+    meet_multiplying();  // the tiles were here
     Moments *const of_warps = reinterpret_cast<Moments *>(all_tiles), *const of_shares = of_warps + MULTIPLYING * COLUMNS;
-    int &is_last = *reinterpret_cast<int *>(control.bias);
-    if (multiplies)
 #pragma unroll
-        for (int p = 0; p < PARTS; ++p)
+    for (int p = 0; p < PARTS; ++p)
 #pragma unroll
-            for (int k = 0; k < 2; ++k)
-                of_warps[warp * COLUMNS + p * CHUNK + lane * 2 + k] =
-                    Moments::about(near[p][k], counted, of_column[p][k][0], of_column[p][k][1]);
-    __syncthreads();
+        for (int k = 0; k < 2; ++k)
+            of_warps[warp * COLUMNS + p * CHUNK + lane * 2 + k] =
+                Moments::about(near[p][k], counted, of_column[p][k][0], of_column[p][k][1]);
+    meet_multiplying();
     const int n = threadIdx.x % COLUMNS, number = threadIdx.x / COLUMNS;
-    const bool has_share = n < columns && number < SHARES;
+    const bool has_share = n < columns;
     if (has_share && number == 0)
         partials[blockIdx.y * columns + n] = together(0, MULTIPLYING, 1, [&](int i) { return of_warps[i * COLUMNS + n]; });
     __threadfence();
-    __syncthreads();
+    meet_multiplying();
     if (threadIdx.x == 0) {
-        is_last = atomicAdd(tickets, 1) == gridDim.y - 1;
-        if (is_last) *tickets = 0;
+        all.is_last = atomicAdd(tickets, 1) == gridDim.y - 1;
+        if (all.is_last) *tickets = 0;
     }
-    __syncthreads();
-    if (!is_last) return;
+    meet_multiplying();
+    if (!all.is_last) return;
     __threadfence();
     if (has_share)
         of_shares[number * COLUMNS + n] = together(number, gridDim.y, SHARES, [&](int block) {
             return Moments::written(&partials[block * columns + n]);
         });
-    __syncthreads();
+    meet_multiplying();
     if (!has_share || number > 0) return;
-    const Moments all = together(0, SHARES, 1, [&](int i) { return of_shares[i * COLUMNS + n]; });
+    const Moments of_all = together(0, SHARES, 1, [&](int i) { return of_shares[i * COLUMNS + n]; });
     sums_of_z[n] = 0;
-    sums_of_z[columns + n] = all.squares;
-    sums_of_z[2 * columns + n] = all.mean;
+    sums_of_z[columns + n] = of_all.squares;
+    sums_of_z[2 * columns + n] = of_all.mean;
 }

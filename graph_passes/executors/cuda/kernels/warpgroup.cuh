@@ -82,8 +82,8 @@ template <int N> __device__ inline void hold_products(float (&c)[N][4]) {
         asm volatile(PRODUCT("64", TYPE) " {" REGISTERS_32 "}, %32, %33, 1, 1, 1, 1, 1;"                                     \
                      : SIXTEEN(c, 0), SIXTEEN(c, 4) : "l"(a), "l"(b));                                                       \
     }
-// c += a * b with a, (64, 16), in registers, as `mma.m16n8k16` has 16 rows of it in those of a warp; b is (64 or 128, 16) with
-// rows of k, or (112, 16) without swizzle: `overlapping`. Until the products have been waited for, a is read too.
+// c += a * b with a, (64, 16), in registers, as `mma.m16n8k16` has 16 rows of it in those of a warp; b is (64, 128 or 256, 16)
+// with rows of k, or (112, 16) without swizzle: `overlapping`. Until the products have been waited for, a is read too.
 #define MULTIPLY_BY_REGISTERS(TYPE)                                                                                          \
     __device__ inline void multiply_rows(float (&c)[8][4], const uint32 (&a)[4], uint64 b, TYPE) {                           \
         asm volatile(PRODUCT("64", TYPE) " {" REGISTERS_32 "}, {%32,%33,%34,%35}, %36, 1, 1, 1, 0;"                          \
@@ -97,6 +97,12 @@ template <int N> __device__ inline void hold_products(float (&c)[N][4]) {
     __device__ inline void multiply_rows(float (&c)[16][4], const uint32 (&a)[4], uint64 b, TYPE) {                          \
         asm volatile(PRODUCT("128", TYPE) " {" REGISTERS_64 "}, {%64,%65,%66,%67}, %68, 1, 1, 1, 0;"                         \
                      : SIXTEEN(c, 0), SIXTEEN(c, 4), SIXTEEN(c, 8), SIXTEEN(c, 12)                                           \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                  \
+    }                                                                                                                        \
+    __device__ inline void multiply_rows(float (&c)[32][4], const uint32 (&a)[4], uint64 b, TYPE) {                          \
+        asm volatile(PRODUCT("256", TYPE) " {" REGISTERS_128 "}, {%128,%129,%130,%131}, %132, 1, 1, 1, 0;"                   \
+                     : SIXTEEN(c, 0), SIXTEEN(c, 4), SIXTEEN(c, 8), SIXTEEN(c, 12), SIXTEEN(c, 16), SIXTEEN(c, 20),          \
+                       SIXTEEN(c, 24), SIXTEEN(c, 28)                                                                        \
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                  \
     }
 // The same with b (16, 56) with rows of k: `overlapping_columns`.

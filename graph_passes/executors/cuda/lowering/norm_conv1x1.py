@@ -15,7 +15,6 @@ from graph_passes.executors.cuda.lowering.conv1x1_forward import (
     BLOCK,
     CHUNK,
     CHUNK_BYTES,
-    CONTROL_BYTES,
     MAX_STAGES,
     SHARED_BYTES,
     TEAMS,
@@ -27,9 +26,10 @@ from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Node
 from graph_passes.operators.batch_norm import RUNNING
 
-__all__ = ["BLOCK", "RULES", "NormConv1x1"]
-
-COLUMNS = (64, 128)  # that a block makes
+COLUMNS = (64, 128, 256)  # that a block makes
+STREAMED, WEIGHT_PLACES = 256, 2  # so many of which weights are streamed, by chunks
+STREAMED_BLOCK: Size = (384, 1, 1)
+CONTROL_BYTES = 3 << 10
 AFFINE_BYTES = 1 << 10  # a chunk's scales and shifts
 RESULT_BYTES = TEAMS * TILE_ROWS * CHUNK_BYTES  # for a part of each warp's results
 STAGE_BYTES = 2 * RESULT_BYTES  # for a tile of each team, and what is added to it
@@ -38,8 +38,8 @@ STAGE_BYTES = 2 * RESULT_BYTES  # for a tile of each team, and what is added to 
 @dataclass(frozen=True)
 class NormConv1x1:
     """How `norm_conv1x1` divides the rows of tensors of `channels` (C), of which a convolution makes `filters` (K). A
-    block keeps all weights, and a place for results of each warp; the rest of its shared memory is for tiles on their way,
-    `stages` for each team."""
+    block keeps all weights, or streams them, and has a place for results of each warp; the rest of its shared memory is
+    for tiles on their way, `stages` for each team."""
 
     channels: int
     filters: int
@@ -51,6 +51,10 @@ class NormConv1x1:
     @property
     def chunks(self) -> int:
         return self.channels // CHUNK
+
+    @property
+    def block(self) -> Size:
+        return STREAMED_BLOCK if self.columns == STREAMED else BLOCK
 
     @property
     def weights(self) -> Tiling:
@@ -76,7 +80,8 @@ class NormConv1x1:
 
     @property
     def _kept_bytes(self) -> int:
-        return CONTROL_BYTES + self.chunks * (AFFINE_BYTES + self.columns * CHUNK_BYTES) + RESULT_BYTES
+        chunks = WEIGHT_PLACES if self.columns == STREAMED else self.chunks
+        return CONTROL_BYTES + self.chunks * AFFINE_BYTES + chunks * self.columns * CHUNK_BYTES + RESULT_BYTES
 
 
 def norm_conv1x1(builder: Builder, node: Node) -> None:
@@ -97,7 +102,7 @@ def norm_conv1x1(builder: Builder, node: Node) -> None:
     given = partial(of_both, In, builder.input)
     sums_of_both = given("sums")
     grid = way.grid(rows, builder.gpu.num_multiprocessors)
-    builder.launch(node, "norm_conv1x1.cu", builder.kernel("norm_conv1x1", way.columns, is_pair), grid, BLOCK,
+    builder.launch(node, "norm_conv1x1.cu", builder.kernel("norm_conv1x1", way.columns, is_pair), grid, way.block,
                    Tiled(In(x), way.read(rows)), Tiled(In(addend), way.read(rows)),
                    Tiled(In(builder.input(node, "weight")), way.weights),
                    Tiled(Out(y, over=None if is_pair else x), way.written(rows, channels)),
