@@ -35,7 +35,7 @@ from graph_passes.passes.quantised_way import STREAMS
 from train.language_model import LanguageModel
 from train.models.resnet import resnet
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 OWN = {kernel.strip("!") for _, kernel in kernels()}

@@ -364,6 +364,7 @@ def test_folded_inference_of_a_trained_network(cache: Path, name: str, dtype: st
     assert relative_error(step.probabilities()[:1], wanted[:1]) < {"float16": 2e-2, "bfloat16": 1e-1}.get(dtype, 1e-4)
 
 
+@pytest.mark.alone
 def test_the_largest_batch_computes_what_two_of_its_images_do(cache: Path) -> None:
     """2,674 images of 224 pixels, which are the same two again and again: 2^31 numbers in the first convolution. The
     gradients are 16-bit values of another scale, so a wrong place would show as more than their rounding: each of the
