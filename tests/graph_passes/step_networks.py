@@ -188,4 +188,4 @@ def last_way(graph, node, ways):
 def own_kernels(graph, node, ways):
     """`repeatable_fusions`, and every kernel of ours that has others beside it."""
     own = [way for way in ways if way in {*ON_TRIAL, "conv1x1_forward", "stem_pool"}]
-    return own[0] if own else repeatable_fusions(graph, node, ways)
+    return own[-1] if own else repeatable_fusions(graph, node, ways)
