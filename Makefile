@@ -3,7 +3,7 @@
 # make gpu-report         what this GPU can do: kernels, training, inference, cost, in ten minutes; ARGS="--compare ..."
 # make bench-scaling      images/sec on 1, 2, 4 and 8 GPUs of this machine, with plots
 # make test               lint, type check and tests, JOBS=2 test files side by side
-# make test-gpu           the tests that need a GPU
+# make test-gpu           the tests that need a GPU, GPU_JOBS=12 side by side and then those that need it alone
 # make sanitize           compute-sanitizer (of the CUDA toolkit) over every kernel: memory, races, barriers
 # make test-faults        kills, stops, full disks, lost files at random moments, TRIES=20 of each (docs/reliability.md)
 # make setup              .venv alone, with all that the others need; make clean removes it
@@ -22,6 +22,8 @@ endif
 
 # One for each core, four at most: each takes up to a gigabyte of memory.
 JOBS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
+# A test on a GPU takes a core too, and up to four gigabytes of the GPU's memory.
+GPU_JOBS ?= $(shell n=$$(nproc); echo $$((n < 12 ? n : 12)))
 
 .PHONY: help setup train-1gpu compare-precision gpu-report bench-scaling lint test test-gpu test-faults sanitize clean
 
@@ -57,9 +59,12 @@ lint: $(TOOLS)
 test: lint $(HOROVOD)
 	@$(call stage,pytest,$(PYTHON) -m pytest -m "not gpu and not slow" -n $(JOBS) --max-worker-restart 0 $(ARGS))
 
-# In one process and in order: the tests share the GPUs.
+# Single tests, not files: a few files have most of them. Where some fail, the second stage runs nevertheless; and where ARGS
+# names files of one stage only, the other has none, which is pytest's exit code 5.
 test-gpu: $(TOOLS) $(HOROVOD)
-	@$(call stage,pytest on GPUs,$(PYTHON) -m pytest -m gpu -rs $(ARGS))
+	@$(call stage,pytest on GPUs,{ $(PYTHON) -m pytest -m "gpu and not alone" -n $(GPU_JOBS) --dist worksteal $(ARGS) || test $$? = 5; }); \
+	 side_by_side=$$?; \
+	 $(call stage,pytest alone on GPUs,{ $(PYTHON) -m pytest -m "gpu and alone" -rs $(ARGS) || test $$? = 5; }) && exit $$side_by_side
 
 test-faults: $(TOOLS) $(HOROVOD)
 	@$(call stage,faults,RESNET_FAULT_TRIES=$(or $(TRIES),20) $(PYTHON) -m pytest tests/faults $(ARGS))

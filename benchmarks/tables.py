@@ -33,7 +33,7 @@ OPERATIONS = {
     "their weight gradients": ("wgrad",),
     "their data gradients": ("dgrad",),
     "BatchNorm forward": ("batch_norm_apply", "batch_norm_pair_apply"),
-    "`dgrad_reduce`": ("dgrad_reduce",),
+    "`dgrad_reduce`": ("dgrad_reduce", "dgrad_stream"),
     "BatchNorm backward, gradient": ("batch_norm_backward_apply", "batch_norm_pair_backward_apply"),
     "BatchNorm backward, sums": ("batch_norm_backward_reduce", "batch_norm_pair_backward_reduce"),
     "`norm_backward` and the sums of its parts": ("norm_backward", "sum_parts"),

@@ -169,6 +169,7 @@ def test_a_turn_of_the_peer(options):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("options", [[], ["--inference"]])
 def test_ways_to_run_the_peer(options):
     """On a GPU, in fp16: each way trains, that is the loss of the six batches falls from turn to turn, or infers."""
@@ -189,6 +190,7 @@ def test_ways_to_run_the_peer(options):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("options", [["--batch", "32"], ["--batch", "2", "--inference"]])
 def test_step_against_the_peer(options, benchmark_module, tmp_path, monkeypatch):
     """On a GPU: the whole program on a small network; its file has no faults."""

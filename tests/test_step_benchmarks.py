@@ -485,6 +485,7 @@ class TestIngredients:
         assert frozen.CLASSIFIER_ALONE in frozen.FROZEN
 
     @pytest.mark.gpu
+    @pytest.mark.alone
     def test_steps_with_and_without(self, program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """All ingredients together, on a small network: both sides train, and raw times of both are kept."""
         monkeypatch.setattr(sys.modules["step_jpeg"], "WARM_UP_SECONDS", 0.5)

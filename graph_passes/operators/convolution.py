@@ -282,12 +282,13 @@ _DESCRIBED = (
         {"axis": Attribute(int)},
         ("bias_grad",),
     ),
+    # `way`: of a Conv1x1Statistics, how its kernel makes the sums.
     Operator(
         "ConvolutionStatistics",
         ("data", "weight"),
         _with_statistics,
         convolution_with_sums,
-        CONVOLUTION,
+        CONVOLUTION | {"way": Attribute(str, "conv1x1_forward")},
         ("output", "sums"),
         forward="Convolution",
         fused=True,

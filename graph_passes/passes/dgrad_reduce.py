@@ -7,6 +7,7 @@ from graph_passes.passes.choice import Choose
 from graph_passes.passes.conv1x1 import is_product
 
 OUT_CHANNELS = (64, 128, 256)  # of the convolution: chunks of 64 whose tiles fit into shared memory
+STREAM_CHANNELS = 512  # likewise, for the kernel that needs no whole tile of them: at most
 MIN_CHANNELS = 128  # of its data
 
 
@@ -17,7 +18,8 @@ def dgrad_reduce(graph: Graph, choose: Choose) -> Graph:
         before    dy, weight -> ConvolutionDgrad -> dx;  dx, addend, x, mask -> BatchNormAddReluBackwardReduce `b`
         after     dy, weight, addend, x, mask -> DgradReduce `b` -> dgamma, dbeta, dz
 
-    dx is not written. For 16-bit types; the kernel is for GPUs of the Hopper generation.
+    dx is not written. There are two kernels for it, for 16-bit types and GPUs of the Hopper generation; that of the
+    way `dgrad_stream` takes more channels.
     """
     nodes: list[Node] = []
     for reduction in graph:
@@ -25,8 +27,13 @@ def dgrad_reduce(graph: Graph, choose: Choose) -> Graph:
         if dgrad is None:
             continue
         fused = _fused(reduction, dgrad)
-        if choose(graph, reduction, {"separate": [dgrad, reduction], "dgrad_reduce": [fused]}) == "dgrad_reduce":
-            nodes.append(fused)
+        ways = {"separate": [dgrad, reduction]}
+        if is_plain_1x1(dgrad):
+            ways["dgrad_reduce"] = [fused]
+        ways["dgrad_stream"] = [fused.with_attrs(way="dgrad_stream")]
+        way = choose(graph, reduction, ways)
+        if way != "separate":
+            nodes += ways[way]
     return graph.replace(nodes, {})
 
 
@@ -35,16 +42,19 @@ def is_plain_1x1(convolution: Node) -> bool:
     return is_product(convolution) and convolution["num_filter"] in OUT_CHANNELS
 
 
+def is_streamed(dgrad: Node) -> bool:
+    """Is it the gradient of a convolution's data that `dgrad_stream.cu` can make?"""
+    return (dgrad.op == "ConvolutionDgrad" and is_product(dgrad) and dgrad["num_filter"] <= STREAM_CHANNELS
+            and dgrad["data_shape"][3] >= MIN_CHANNELS)
+
+
 def _gradient(graph: Graph, reduction: Node) -> Node | None:
-    """The gradient that only this reduction reads, if both can be one."""
+    """The gradient that only this reduction reads, if both can be one. Of two, rather one that either kernel makes."""
     if reduction.op not in ("BatchNormAddReluBackwardReduce", "BatchNormPairBackwardReduce"):
         return None
-    for ref in (reduction.input("out_grad"), *(() if reduction["single_grad"] else (reduction.input("out_grad_2"),))):
-        dgrad = graph[ref.node]
-        if (dgrad.op == "ConvolutionDgrad" and graph.sole_reader(ref, reduction.op) and is_plain_1x1(dgrad)
-                and dgrad["data_shape"][3] >= MIN_CHANNELS):
-            return dgrad
-    return None
+    refs = (reduction.input("out_grad"), *(() if reduction["single_grad"] else (reduction.input("out_grad_2"),)))
+    found = [dgrad for ref in refs if is_streamed(dgrad := graph[ref.node]) and graph.sole_reader(ref, reduction.op)]
+    return min(found, key=lambda dgrad: not is_plain_1x1(dgrad), default=None)
 
 
 def _fused(reduction: Node, dgrad: Node) -> Node:

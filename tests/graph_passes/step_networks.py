@@ -63,9 +63,9 @@ def flattened(last, classes=7):
     return mx.sym.SoftmaxOutput(x, normalization="batch", name="softmax")
 
 
-def bottlenecks(stem=3, classes=10):
-    """Two blocks of 1x1, 3x3 and 1x1 convolutions, wide enough for all fused kernels: a projected and a plain one.
-    `stem`: the kernel of the first convolution; with 7 it is ResNet's."""
+def bottlenecks(stem=3, classes=10, width=64):
+    """Blocks of 1x1, 3x3 and 1x1 convolutions, wide enough for all fused kernels: a projected and two plain ones.
+    `stem`: the kernel of the first convolution; with 7 it is ResNet's. `width`: channels between the convolutions."""
 
     def conv_bn(x, name, filters, kernel, stride=1):
         x = mx.sym.Convolution(x, num_filter=filters, kernel=(kernel, kernel), pad=(kernel // 2,) * 2, no_bias=True,
@@ -75,8 +75,8 @@ def bottlenecks(stem=3, classes=10):
     x = mx.sym.relu(conv_bn(mx.sym.Variable("data"), "stem", 64, stem, stride=2 if stem == 7 else 1))
     x = mx.sym.Pooling(x, kernel=(3, 3), stride=(2, 2), pad=(1, 1), pool_type="max", layout="NHWC", name="pool")
     for block in ("a", "b", "c"):
-        y = mx.sym.relu(conv_bn(x, f"{block}1", 64, 1))
-        y = conv_bn(mx.sym.relu(conv_bn(y, f"{block}2", 64, 3)), f"{block}3", 128, 1)
+        y = mx.sym.relu(conv_bn(x, f"{block}1", width, 1))
+        y = conv_bn(mx.sym.relu(conv_bn(y, f"{block}2", width, 3)), f"{block}3", 128, 1)
         shortcut = conv_bn(x, f"{block}4", 128, 1) if block == "a" else x
         x = mx.sym.relu(mx.sym.elemwise_add(y, shortcut, name=block))
     x = mx.sym.Pooling(x, global_pool=True, kernel=(1, 1), pool_type="avg", layout="NHWC", name="mean")
@@ -180,6 +180,12 @@ def repeatable_fusions(graph, node, ways):
     return passes.fused_way(graph, node, ways)
 
 
+def streamed_gradients(graph, node, ways):
+    """`repeatable_fusions`, with the gradients of 1x1 convolutions by the kernel that is on trial."""
+    own = [way for way in ("dgrad_stream", "dgrad_relu") if way in ways]
+    return own[0] if own else repeatable_fusions(graph, node, ways)
+
+
 def last_way(graph, node, ways):
     """A `choose` that takes the kernels of our own where cuDNN's do the same, which stand before them."""
     return [*ways][-1]
@@ -188,4 +194,4 @@ def last_way(graph, node, ways):
 def own_kernels(graph, node, ways):
     """`repeatable_fusions`, and every kernel of ours that has others beside it."""
     own = [way for way in ways if way in {*ON_TRIAL, "conv1x1_forward", "stem_pool"}]
-    return own[0] if own else repeatable_fusions(graph, node, ways)
+    return own[-1] if own else repeatable_fusions(graph, node, ways)

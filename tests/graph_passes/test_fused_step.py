@@ -49,6 +49,7 @@ NETWORKS = {
     "basic blocks": (lambda: small_resnet(False), (3, 17, 14, 3)),
     "bottlenecks": (lambda: bottlenecks(7, 7), (3, 22, 18, 4)),
     "bottlenecks after another stem": (lambda: bottlenecks(3, 7), (2, 9, 11, 3)),
+    "wide bottlenecks": (lambda: bottlenecks(3, 7, 128), (3, 7, 6, 3)),
     "biases": (biased, (3, 7, 6, 3)),
     "BatchNorm first": (pre_activation, (3, 9, 7, 3)),
     "flattened convolution": (lambda: flattened("Convolution"), (5, 12, 9, 3)),
@@ -348,5 +349,6 @@ def test_no_pass_asks_where_there_is_nothing_to_choose(rng):
     pipeline.training_step(graph, shapes, "float32", choose)
     assert set(asked) == {"separate", "fprop_stats"}
     pipeline.training_step(graph, shapes, "float16", choose)
-    assert set(asked) == {"separate", "fprop_stats", "conv1x1_forward", "stem_fprop", "stem_forward", "stem_wgrad",
-                          "stem_weights", "norm_conv1x1", "dgrad_reduce", "norm_backward"}
+    assert set(asked) == {"separate", "fprop_stats", "conv1x1_forward", "conv1x1_sums", "stem_fprop", "stem_forward",
+                          "stem_wgrad", "stem_weights", "norm_conv1x1", "dgrad_reduce", "dgrad_stream",
+                          "norm_backward", "dgrad_relu"}

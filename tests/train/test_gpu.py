@@ -213,6 +213,7 @@ def test_sizes_change_and_a_run_goes_on_in_mid_schedule(run_train, tmp_path):
     assert np.isfinite(row["val_loss"])
 
 
+@pytest.mark.alone
 def test_a_batch_that_does_not_fit(run_train, tmp_path):
     options = [*STEP_OPTIONS, "--model", "resnet152", "--image-size", "224", "--batch-size", "12000"]
     code, _, err = run_train("benchmark", *options, "--output", tmp_path / "run")

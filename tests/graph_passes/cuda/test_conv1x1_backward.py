@@ -10,10 +10,17 @@ import pytest
 from gpu_arrays import PRECISION, Device, relative_error, rounded
 from test_kernels import BatchNormCase
 
+from graph_passes.executors.cuda.device import Tiling
 from graph_passes.executors.cuda.kernels import C_TYPES
-from graph_passes.executors.cuda.lowering.conv1x1_backward import BLOCK, DgradReduce, NormBackward
-
-pytestmark = pytest.mark.gpu
+from graph_passes.executors.cuda.lowering.conv1x1_backward import (
+    BLOCK,
+    STREAM_BLOCK,
+    DgradReduce,
+    DgradStream,
+    NormBackward,
+)
+from graph_passes.executors.cuda.lowering.conv1x1_forward import Tiles
+from graph_passes.passes.dgrad_reduce import OUT_CHANNELS
 
 BLOCKS = 3  # along the rows: fewer than tiles, so that each block walks
 # Norm of the error over the norm: rounding of what is stored, and fp32 sums of products in another order.
@@ -28,6 +35,71 @@ def check_sums(got: np.ndarray, terms: np.ndarray, dtype: str) -> None:
     assert np.max(np.abs(got - terms.sum(0)) / (np.abs(terms).sum(0) + 1e-6)) < SUMS[dtype]
 
 
+class DgradCase:
+    """Random operands of `dgrad_reduce` and `dgrad_stream`, and what they leave on a GPU. `mean` is added to what the
+    BatchNorms read; with `relu` there are no bits of ReLU, whose sign is that of the BatchNorm's output."""
+
+    def __init__(self, device: Device, dtype: str, k: int, rows: int, columns: int, add: bool, pair: bool, drop: bool,
+                 mean: float = 0.0, relu: bool = False) -> None:
+        self.device, self.dtype, self.k, self.shape = device, dtype, k, (rows, columns)
+        self.flags = add, pair, drop
+        self.norms = [BatchNormCase(device, rows, columns, dtype, seed=seed, mean=mean) for seed in (rows, columns)]
+        random = np.random.default_rng(rows + columns)
+        self.dy = rounded(random.normal(0, 1, (rows, k)), dtype)
+        self.w = rounded(random.normal(0, k**-0.5, (k, columns)), dtype)
+        self.addend = rounded(random.normal(0, 1, self.shape), dtype)
+        self.relu, y = relu, self.norms[0].normal * self.norms[0].gamma + self.norms[0].beta
+        self.mask = y > 0 if relu else random.integers(0, 2, self.shape).astype(bool)
+        self.clear = np.abs(y) > 1e-3 * (1 + mean) if relu else np.ones(self.shape, bool)  # else either answer is right
+
+    def run(self, stream: bool) -> tuple[np.ndarray, ...]:
+        """dz, dbeta, dgamma, dbeta_2 and dgamma_2; twice, for the tickets must be back at zero."""
+        device, dtype, (rows, columns) = self.device, self.dtype, self.shape
+        dz = device.poisoned(self.shape, dtype)
+        dgamma, dgamma_2, dbeta, dbeta_2 = sums = [device.poisoned((columns,)) for _ in range(4)]
+        name, first, last = ("dgrad_stream", (), (self.relu,)) if stream else ("dgrad_reduce", (str(self.k),), ())
+        kernel = self.norms[0].kernel(name, *first, *self.flags, *last)
+        scratch = device.poisoned((4 * BLOCKS * columns,)), device.zeros(4 * columns), ctypes.c_uint32(rows)
+        grid = (-(-columns // DgradReduce.COLUMNS), BLOCKS, 1)
+        of_norms = (*(norm.saved() for norm in self.norms), *sums, *scratch)
+        read = [device.put(array, dtype) for array in (self.dy, self.w, *(norm.x for norm in self.norms), self.addend)]
+        mask = 0 if self.relu else device.put(np.packbits(self.mask, axis=1, bitorder="little"), "uint8")
+        of_relu = [device.put(each) if self.relu else 0 for each in (self.norms[0].gamma, self.norms[0].beta)]
+        for _ in range(2):
+            if stream:
+                way = DgradStream(self.k, 1 + sum(self.flags[:2]))
+                tiles = Tiles.of((1, 1, rows, self.k), (1, 1, rows, columns), (1, 1))
+                assert tiles
+                tilings: list[Tiling] = [tiles.data, way.weights(columns), *[tiles.output] * 4]
+                maps = [device.gpu.tensor_map(address, dtype, tiling)
+                        for address, tiling in zip((*read, dz), tilings, strict=True)]
+                device.run("dgrad_stream.cu", kernel, grid, STREAM_BLOCK, *maps, mask, *of_norms, tiles.walk,
+                           *map(ctypes.c_int, (columns, way.chunks, way.stages, way.ahead)),
+                           *self.norms[0].dropping(self.flags[2]), *of_relu, shared_bytes=way.shared_bytes)
+            else:
+                device.run("dgrad_reduce.cu", kernel, grid, BLOCK, *read, mask, dz, *of_norms, ctypes.c_int(columns),
+                           *self.norms[0].dropping(self.flags[2]),
+                           shared_bytes=DgradReduce(self.k).shared_bytes(*self.flags[:2]))
+        return (device.get(dz, self.shape, dtype),
+                *(device.get(each, (columns,)) for each in (dbeta, dgamma, dbeta_2, dgamma_2)))
+
+    def check(self, stream: bool) -> None:
+        add, pair, drop = self.flags
+        dz, dbeta, dgamma, dbeta_2, dgamma_2 = self.run(stream)
+        wanted = np.where(self.mask, self.dy @ self.w + (self.addend if add else 0), 0)
+        assert relative_error(dz[self.clear], wanted[self.clear]) < STORED[self.dtype]
+        wanted = np.where(self.clear, wanted, dz)
+        own = wanted * (self.norms[0].factor if drop else 1)
+        check_sums(dbeta, own, self.dtype)
+        if len(wanted) > 1:  # of one row the variance is 0, and so is x - mean but for rounding
+            check_sums(dgamma, own * self.norms[0].normal, self.dtype)
+        if pair:
+            check_sums(dbeta_2, wanted, self.dtype)
+            assert drop or np.array_equal(dbeta_2, dbeta)
+            check_sums(dgamma_2, wanted * self.norms[1].normal, self.dtype)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype, k, rows, columns, add, pair, drop", [
     ("float16", 64, 1, 128, True, False, False),
     ("float16", 64, 129, 136, False, True, False),
@@ -40,38 +112,58 @@ def check_sums(got: np.ndarray, terms: np.ndarray, dtype: str) -> None:
     ("float16", 64, 1003, 256, True, False, True),
     ("bfloat16", 128, 333, 320, True, True, True),
     ("float16", 256, 259, 512, False, False, True),
-    ("float16", 256, 517, 136, False, True, True)])
-def test_dgrad_reduce(device: Device, dtype: str, k: int, rows: int, columns: int, add: bool, pair: bool,
-                      drop: bool) -> None:
-    norms = [BatchNormCase(device, rows, columns, dtype, seed=seed) for seed in (rows, columns)]
-    random = np.random.default_rng(rows + columns)
-    dy = rounded(random.normal(0, 1, (rows, k)), dtype)
-    w = rounded(random.normal(0, k**-0.5, (k, columns)), dtype)
-    addend = rounded(random.normal(0, 1, (rows, columns)), dtype)
-    mask = random.integers(0, 2, (rows, columns)).astype(bool)
-    dz, (dgamma, dgamma_2, dbeta, dbeta_2) = (device.poisoned((rows, columns), dtype),
-                                              [device.poisoned((columns,)) for _ in range(4)])
-    kernel = norms[0].kernel("dgrad_reduce", str(k), add, pair, drop)
-    partials, tickets = device.poisoned((4 * BLOCKS * columns,)), device.zeros(4 * columns)
-    for _ in range(2):  # twice: the tickets must be back at zero
-        device.run("dgrad_reduce.cu", kernel, (-(-columns // DgradReduce.COLUMNS), BLOCKS, 1), BLOCK,
-                   device.put(dy, dtype), device.put(w, dtype), *(device.put(norm.x, dtype) for norm in norms),
-                   device.put(addend, dtype), device.put(np.packbits(mask, axis=1, bitorder="little"), "uint8"), dz,
-                   *(norm.saved() for norm in norms), dgamma, dgamma_2, dbeta, dbeta_2, partials, tickets,
-                   ctypes.c_uint32(rows), ctypes.c_int(columns), *norms[0].dropping(drop),
-                   shared_bytes=DgradReduce(k).shared_bytes(add, pair))
-    wanted = np.where(mask, dy @ w + (addend if add else 0), 0)
-    assert relative_error(device.get(dz, (rows, columns), dtype), wanted) < STORED[dtype]
-    own = wanted * (norms[0].factor if drop else 1)
-    check_sums(device.get(dbeta, (columns,)), own, dtype)
-    if rows > 1:  # of one row the variance is 0, and so is x - mean but for rounding
-        check_sums(device.get(dgamma, (columns,)), own * norms[0].normal, dtype)
-    if pair:
-        check_sums(device.get(dbeta_2, (columns,)), wanted, dtype)
-        assert drop or np.array_equal(device.get(dbeta_2, (columns,)), device.get(dbeta, (columns,)))
-        check_sums(device.get(dgamma_2, (columns,)), wanted * norms[1].normal, dtype)
+    ("float16", 256, 517, 136, False, True, True),
+    ("float16", 256, 3011, 1024, True, False, False),
+    ("float16", 512, 777, 256, True, False, False),
+    ("bfloat16", 512, 64, 2048, False, False, False),
+    ("float16", 72, 130, 200, True, False, False),
+    ("bfloat16", 8, 65, 128, True, True, True),
+    ("float16", 456, 1, 136, False, True, False)])
+@pytest.mark.parametrize("stream", [False, True])
+def test_dgrad_reduce(device: Device, dtype: str, k: int, rows: int, columns: int, add: bool, pair: bool, drop: bool,
+                      stream: bool) -> None:
+    if not stream and k not in OUT_CHANNELS:
+        pytest.skip("dgrad_reduce.cu is for other numbers of channels")
+    DgradCase(device, dtype, k, rows, columns, add, pair, drop).check(stream)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype, k, rows, columns, mean", [
+    ("float16", 512, 1003, 128, 0.0), ("bfloat16", 512, 130, 136, 0.0), ("float16", 256, 4001, 128, 0.0),
+    ("bfloat16", 64, 65, 320, 0.0), ("float16", 200, 1, 128, 0.0), ("float16", 128, 3001, 256, 100.0)])
+def test_dgrad_through_relu(device: Device, dtype: str, k: int, rows: int, columns: int, mean: float) -> None:
+    """ReLU's sign made again from what the BatchNorm reads."""
+    DgradCase(device, dtype, k, rows, columns, False, False, False, mean, relu=True).check(stream=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("mean", [100.0, 1000.0])
+def test_dgrad_reduce_far_from_zero(device: Device, mean: float, stream: bool) -> None:
+    """Where a mean is far above the deviation, the sums are as exact."""
+    DgradCase(device, "float16", 128, 4001, 256, True, True, False, mean).check(stream)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stream", [False, True])
+def test_dgrad_reduce_gives_equal_bits(device: Device, stream: bool) -> None:
+    case = DgradCase(device, "float16", 256, 5003, 384, True, True, True)
+    first, second = case.run(stream), case.run(stream)
+    assert all(np.array_equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("read", [1, 2, 3])
+def test_division_of_shared_memory(read: int) -> None:
+    """All that a block needs fits, with two tiles on their way for each team; of more channels the weights do not."""
+    for k in range(8, 513, 8):
+        way = DgradStream(k, read)
+        assert (way.ahead > 0) == (k <= 448 or read < 3)
+        assert not way.ahead or (2 <= way.stages <= 12 and way.shared_bytes <= 227 << 10)
+    assert DgradStream(520, 2).ahead == 0
+    assert DgradStream(256, 2).stages == 4, "a whole tile of dy"
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype, k, rows, reduces, relu, drop", [
     ("float16", 256, 413, True, False, False), ("float16", 256, 413, False, False, False),
     ("bfloat16", 64, 1003, True, True, False), ("bfloat16", 128, 64, False, False, False),

@@ -309,6 +309,7 @@ def test_half_precision_images_and_other_shapes(executor: CudaExecutor) -> None:
         create_executor("cuda", executor.graph, SHAPES, device="cpu(0)")
 
 
+@pytest.mark.alone
 def test_close_gives_the_memory_back(executor: CudaExecutor) -> None:
     before = executor.gpu.memory()[0]
     shapes = {"data": (1024, 64, 64, 3), "softmax_label": (1024,)}

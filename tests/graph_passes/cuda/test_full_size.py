@@ -20,7 +20,7 @@ from graph_passes.operators import OPERATORS
 from graph_passes.optimizers import ArrayOptimizer
 from train import models
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 SHAPES = {"data": (256, 224, 224, 3), "softmax_label": (256,)}
 CLASSES = 1000

@@ -60,6 +60,7 @@ def test_gaps_between_passes_are_counted_for_their_step() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_on_a_gpu(device: Any) -> None:
     clock = IdleClock(device.gpu)
     memory = device.gpu.allocate(1 << 20)

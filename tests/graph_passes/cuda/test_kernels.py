@@ -28,12 +28,12 @@ SHAPES = [(1, 8), (7, 24), (1000, 64), (333, 72), (4099, 256), (49, 2048)]  # ro
 
 
 class BatchNormCase:
-    """A random batch norm, its reference and its device arrays."""
+    """A random batch norm, its reference and its device arrays. `mean` is added to what it reads."""
 
-    def __init__(self, device: Device, rows: int, channels: int, dtype: str, seed: int) -> None:
+    def __init__(self, device: Device, rows: int, channels: int, dtype: str, seed: int, mean: float = 0.0) -> None:
         random = np.random.default_rng(seed)
         self.device, self.dtype, self.rows, self.channels = device, dtype, rows, channels
-        self.x = rounded(random.normal(random.normal(0, 1, channels), 1.5, (rows, channels)), dtype)
+        self.x = rounded(random.normal(mean + random.normal(0, 1, channels), 1.5, (rows, channels)), dtype)
         self.addend = rounded(random.normal(0, 1, (rows, channels)), dtype)
         self.gamma = rounded(random.uniform(0.5, 1.5, channels), "float32")
         self.beta = rounded(random.normal(0, 0.5, channels), "float32")

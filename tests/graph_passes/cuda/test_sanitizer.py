@@ -35,7 +35,7 @@ from graph_passes.passes.quantised_way import STREAMS
 from train.language_model import LanguageModel
 from train.models.resnet import resnet
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 OWN = {kernel.strip("!") for _, kernel in kernels()}
@@ -135,12 +135,15 @@ def main(cache: Path) -> None:
         ("all fusions", bottlenecks(), (3, 19, 23, 4), "float16", {}),
         ("all fusions after ResNet's stem", bottlenecks(7), (3, 36, 38, 3), "float16", {"wire_dtype": "float32"}),
         ("ResNet-18 in a group", resnet(18, 10), (3, 36, 38, 3), "float16", {"group": group}),
+        ("the fusions that others replace", bottlenecks(), (3, 19, 23, 4), "float16", {}),
+        ("wide bottlenecks", bottlenecks(width=128), (3, 9, 11, 4), "bfloat16", {}),
         ("all operators", small_network(), (3, 29, 23, 3), "float32", {}),
         ("BatchNorm first", dropping(pre_activation(10)), (3, 19, 17, 3), "bfloat16", {}),
         ("poolings", pooled(), (3, 17, 14, 4), "float16", {}),
         ("stochastic depth and dropout", dropping(bottlenecks()), (3, 19, 23, 4), "float16", {}),
     ):
-        ways = repeatable_fusions if "group" in options else own_kernels  # some take the place of others
+        settled = "group" in options or name == "the fusions that others replace"
+        ways = repeatable_fusions if settled else own_kernels
         Choices.__call__ = lambda self, *question, ways=ways: ways(*question)  # type: ignore[method-assign,misc]
         graph, shapes = LOSSES.get(name, fused)(network), {"data": size, "softmax_label": size[:1]}
         step = TrainingStep(graph, shapes, StepOptions(dtype, deterministic=True, **options), cache_folder=cache)

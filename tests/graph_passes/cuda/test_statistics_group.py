@@ -221,6 +221,7 @@ def make_members(tmp_path: Any) -> Any:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("count", [2, 3, 5])
 def test_exchange(make_members: Any, count: int, rng: np.random.Generator) -> None:
     """Many in a row, of changing sizes, one member far ahead of the others at times."""
@@ -258,6 +259,7 @@ def test_exchange(make_members: Any, count: int, rng: np.random.Generator) -> No
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("ratio", [1, 100, 1000])
 @pytest.mark.parametrize("count", [2, 5])
 def test_exchange_of_statistics(make_members: Any, count: int, ratio: int) -> None:
@@ -289,6 +291,7 @@ def test_exchange_of_statistics(make_members: Any, count: int, ratio: int) -> No
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_a_lost_member_is_told_of_and_not_waited_for(make_members: Any) -> None:
     present, absent = make_members(2, limit_seconds=0.2)
     sums = [present.gpu.allocate(4 * 300) for _ in range(20)]

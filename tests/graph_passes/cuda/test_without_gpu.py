@@ -451,9 +451,12 @@ def test_launches_of_our_own_forward_kernels() -> None:
         on_hopper = training and capability == HOPPER
         assert operations["stem_forward"] == operations["stem_weights"] == on_hopper
         assert operations["stem_fprop"] == operations["stem_wgrad"] == (training and not on_hopper)
+        assert operations["dgrad_stream"] == (12 + 2 + 4 if on_hopper else 0), "to 512 channels; to ReLU, in stage 2"
         assert operations["conv1x1_pair"] == (0 if training else pairs)
         assert operations["norm_conv1x1"] == (norms if on_hopper else 0)
         assert lowering.graph.operators()["Conv1x1SumRelu"] == (0 if training else sums)
+        ways = Counter(node["way"] for node in lowering.graph if node.op == "Conv1x1Statistics")
+        assert ways == ({"conv1x1_sums": wanted} if training and wanted else {})
         for launch in lowering.program.launches:
             launch.enqueue()
         check_memory(lowering.program)

@@ -220,6 +220,7 @@ def test_sweep_on_the_gpu(run_train, tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_too_large_a_batch_on_the_gpu(run_train, tmp_path):
     code, out, err = run_train("benchmark", "--inference", *TINY, "--device", "gpu", "--dtype", "float16",
                                "--batch-sizes", "2", "100000000", "--output", tmp_path / "run")

@@ -8,7 +8,7 @@ from several_processes import Run
 from common.nvidia_gpus import find_gpus
 
 
-@pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["cpu", pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.alone])])
 def on_gpu(request):
     if request.param == "gpu" and len(find_gpus()) < 2:
         pytest.skip(f"2 GPUs are needed, {len(find_gpus())} are there")

@@ -248,6 +248,7 @@ def test_validation_that_fails_on_one_process_ends_the_run(tiny_options, tmp_pat
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_gpu_without_memory_ends_the_run(tiny_options, tmp_path):
     """Something takes all memory of one of two GPUs in mid-epoch; the first validation then has none."""
     if len(find_gpus()) < 2:

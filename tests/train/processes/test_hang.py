@@ -266,6 +266,7 @@ def test_elastic_run_goes_on_without_a_blocked_process(tiny_options, tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @needs_horovod
 @pytest.mark.parametrize("min_np", [0, 1])
 def test_gpu_that_hangs(tiny_options, tmp_path, min_np):

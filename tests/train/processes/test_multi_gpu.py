@@ -15,7 +15,7 @@ from several_processes import needs_horovod, run_processes
 
 from common.nvidia_gpus import find_gpus
 
-pytestmark = [pytest.mark.gpu, needs_horovod]
+pytestmark = [pytest.mark.gpu, pytest.mark.alone, needs_horovod]
 
 
 def run_on_gpus(count: int, script: str, *arguments: object) -> str:

@@ -33,26 +33,11 @@ __device__ inline void load_weights(uint4 (&weights)[K / 64][COLUMNS * 8], const
     }
 }
 
-// Adds up N sums per column over a block's WARPS_M x WARPS_N warps, each with 32 columns, and over all blocks of the same
-// columns, in the same order every time; as `reduce_over_rows`. `shared` holds N * WARPS_M * (columns of the block) floats,
-// `partials` N * gridDim.y * columns. `warp_m` and `warp_n` are this warp's place; further warps of the block only help.
-template <int WARPS_M, int WARPS_N, int N, class Finish>
-__device__ void reduce_columns(const float (&sums)[N][VEC], int warp_m, int warp_n, float *shared, float *partials,
-                               uint32 *tickets, int columns, Finish finish) {
-    constexpr int COLUMNS = 32, BLOCK_COLUMNS = WARPS_N * COLUMNS;
-    __shared__ bool last;
-    const int lane = threadIdx.x % WARP;
-    __syncthreads();  // the weights were here
-    if (threadIdx.x < WARPS_M * WARPS_N * WARP)
-#pragma unroll
-        for (int j = 0; j < N; ++j)
-#pragma unroll
-            for (int k = 0; k < VEC; ++k) {
-                float v = sums[j][k];
-#pragma unroll
-                for (int distance = 4; distance < WARP; distance *= 2) v += __shfl_xor_sync(0xffffffff, v, distance);
-                if (lane < 4) shared[(warp_m * N + j) * BLOCK_COLUMNS + warp_n * COLUMNS + lane * VEC + k] = v;
-            }
+// The end of a kernel that has left N sums per column of each of the block's PARTS in `shared`, (PARTS, N, BLOCK_COLUMNS): adds
+// them up over the parts, and over all blocks of the same columns, in the same order every time; as `reduce_over_rows`.
+// `partials` holds N * gridDim.y * columns; `last` is a place in shared memory.
+template <int PARTS, int N, int BLOCK_COLUMNS, class Finish>
+__device__ inline void reduce_parts(float *shared, float *partials, uint32 *tickets, int columns, bool &last, Finish finish) {
     __syncthreads();
     const int first = blockIdx.x * BLOCK_COLUMNS;
     for (int i = threadIdx.x; i < N * BLOCK_COLUMNS; i += blockDim.x) {
@@ -60,7 +45,7 @@ __device__ void reduce_columns(const float (&sums)[N][VEC], int warp_m, int warp
         if (n >= columns) continue;
         float total = 0;
 #pragma unroll
-        for (int m = 0; m < WARPS_M; ++m) total += shared[m * N * BLOCK_COLUMNS + i];
+        for (int m = 0; m < PARTS; ++m) total += shared[m * N * BLOCK_COLUMNS + i];
         partials[(size_t(blockIdx.y) * N + i / BLOCK_COLUMNS) * columns + n] = total;
     }
     __threadfence();
@@ -89,4 +74,27 @@ __device__ void reduce_columns(const float (&sums)[N][VEC], int warp_m, int warp
             for (int j = 0; j < N; ++j) totals[j] = shared[j * BLOCK_COLUMNS + i];
             finish(first + i, totals);
         }
+}
+
+// Adds up N sums per column over a block's WARPS_M x WARPS_N warps, each with 32 columns, and over all blocks of the same
+// columns, as `reduce_parts`. `shared` holds N * WARPS_M * (columns of the block) floats. `warp_m` and `warp_n` are this warp's
+// place; further warps of the block only help.
+template <int WARPS_M, int WARPS_N, int N, class Finish>
+__device__ void reduce_columns(const float (&sums)[N][VEC], int warp_m, int warp_n, float *shared, float *partials,
+                               uint32 *tickets, int columns, Finish finish) {
+    constexpr int COLUMNS = 32, BLOCK_COLUMNS = WARPS_N * COLUMNS;
+    __shared__ bool last;
+    const int lane = threadIdx.x % WARP;
+    __syncthreads();  // the weights were here
+    if (threadIdx.x < WARPS_M * WARPS_N * WARP)
+#pragma unroll
+        for (int j = 0; j < N; ++j)
+#pragma unroll
+            for (int k = 0; k < VEC; ++k) {
+                float v = sums[j][k];
+#pragma unroll
+                for (int distance = 4; distance < WARP; distance *= 2) v += __shfl_xor_sync(0xffffffff, v, distance);
+                if (lane < 4) shared[(warp_m * N + j) * BLOCK_COLUMNS + warp_n * COLUMNS + lane * VEC + k] = v;
+            }
+    reduce_parts<WARPS_M, N, BLOCK_COLUMNS>(shared, partials, tickets, columns, last, finish);
 }

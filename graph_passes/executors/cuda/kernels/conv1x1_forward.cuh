@@ -133,8 +133,8 @@ template <int N> __device__ inline void begin_with(float (&products)[N][4], cons
     }
 }
 
-// products += x * w for the next tile of x.
-template <class T, int N>
+// products += x * w for the next tile of x. The rows of the weights' tiles are their columns, or k with ROWS_ARE_K.
+template <class T, bool ROWS_ARE_K = false, int N>
 __device__ inline void multiply_tile(float (&products)[N][4], const uint4 *weights, const Stages &stages, Turn &turn,
                                      int lane) {
     int before = 0;  // the place of the chunk before
@@ -143,7 +143,11 @@ __device__ inline void multiply_tile(float (&products)[N][4], const uint4 *weigh
         const uint4 *a = stages.tiles + turn.place * TILE_VECTORS, *b = weights + c * N * 8 * CHUNK_VECTORS;
         open_products();
 #pragma unroll
-        for (int s = 0; s < CHUNK / 16; ++s) multiply_rows(products, matrix(a + s * 2), matrix(b + s * 2), T{});
+        for (int s = 0; s < CHUNK / 16; ++s)
+            if constexpr (ROWS_ARE_K)
+                multiply_rows_by_columns(products, matrix(a + s * 2), matrix_of_columns(b + s * 16 * CHUNK_VECTORS), T{});
+            else
+                multiply_rows(products, matrix(a + s * 2), matrix(b + s * 2), T{});
         close_products();
         wait_for_products_before_last();
         if (c > 0 && lane == 0) arrive(stages.empty[before]);

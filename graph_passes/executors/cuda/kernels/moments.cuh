@@ -19,10 +19,10 @@ struct Moments {
     }
 };
 
-// Of the values of at(first), at(first + step), ... together, always in this order.
-template <class At> __device__ Moments together(int first, int end, int step, At at) {
+// Of the values of at(first), at(first + step), ... together, always in this order; AT_ONCE of them are read ahead.
+template <int AT_ONCE = 8, class At> __device__ Moments together(int first, int end, int step, At at) {
     float near = 0, count = 0, sum = 0, sum_of_squares = 0;
-#pragma unroll 8
+#pragma unroll AT_ONCE
     for (int i = first; i < end; i += step) {
         const Moments part = at(i);
         if (i == first) near = part.mean;
@@ -32,6 +32,54 @@ template <class At> __device__ Moments together(int first, int end, int step, At
         sum_of_squares += part.squares + part.count * from_near * from_near;
     }
     return Moments::about(near, count, sum, sum_of_squares);
+}
+
+// The end of a kernel of which gridDim.y blocks share the rows, and gridDim.x the columns. `of_part`, in shared memory, has the
+// moments of the block's COLUMNS columns, from `first` on, in `parts` of its rows. The block leaves its own in `partials`, and
+// the last block of the same columns to arrive writes those of all, in a fixed order, as BatchNorm reads them. Nothing is read
+// behind it, so this takes as long as the reads: they are contiguous, and AT_ONCE are under way. For blocks of THREADS threads.
+// Shapes: of_part (max(parts, THREADS / COLUMNS), COLUMNS), sums (3, columns); partials: 3 * gridDim.y * columns floats,
+// tickets (gridDim.x).
+template <int COLUMNS, int THREADS>
+__device__ inline void write_sums_of_columns(Moments *of_part, int parts, int first, int columns, float *partials,
+                                             uint32 *tickets, int &is_last, float *sums) {
+    constexpr int SPLITS = THREADS / COLUMNS, AT_ONCE = 33;  // SPLITS threads of the last block share a column; H200: 132 blocks
+    // Of each block and column the mean and the sum of squares; behind them how many rows each block has.
+    float2 *const of_blocks = reinterpret_cast<float2 *>(partials);
+    float *const counts = partials + 2 * gridDim.y * columns + blockIdx.x * gridDim.y;
+    const int column = threadIdx.x % COLUMNS, split = threadIdx.x / COLUMNS, n = first + column;
+    const bool has_column = split < SPLITS && n < columns;
+    const auto of_column = [&](int i) { return of_part[i * COLUMNS + column]; };
+    __syncthreads();
+    if (has_column && split == 0) {
+        const Moments own = together(0, parts, 1, of_column);
+        of_blocks[blockIdx.y * columns + n] = make_float2(own.mean, own.squares);
+        if (column == 0) counts[blockIdx.y] = own.count;
+    }
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        is_last = atomicAdd(&tickets[blockIdx.x], 1) == gridDim.y - 1;
+        if (is_last) tickets[blockIdx.x] = 0;
+    }
+    __syncthreads();
+    if (!is_last) return;
+    __threadfence();
+    if (has_column) {
+        constexpr int STEP = SPLITS * AT_ONCE;
+        const int blocks = gridDim.y, end = (blocks + STEP - 1) / STEP * STEP;
+        of_part[split * COLUMNS + column] = together<AT_ONCE>(split, end, SPLITS, [&](int block) -> Moments {
+            if (block >= blocks) return {};
+            const float2 of_block = __ldcg(&of_blocks[block * columns + n]);
+            return {__ldcg(&counts[block]), of_block.x, of_block.y};
+        });
+    }
+    __syncthreads();
+    if (!has_column || split > 0) return;
+    const Moments all = together(0, SPLITS, 1, of_column);
+    sums[n] = 0;
+    sums[columns + n] = all.squares;
+    sums[2 * columns + n] = all.mean;
 }
 
 // The end of a kernel that has left the moments of each filter in the first `own` parts of `of_part`: the block's go to

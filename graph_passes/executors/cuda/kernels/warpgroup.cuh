@@ -22,6 +22,12 @@ __device__ inline uint64 matrix(const uint4 *at) {
     return (__cvta_generic_to_shared(at) & 0x3ffff) >> 4 | 64ull << 16 | 64ull << 32 | 1ull << 62;
 }
 
+// The same where the rows are k, for operands of several tiles of 64 rows and 64 columns behind each other: their columns go on
+// in the next tile.
+__device__ inline uint64 matrix_of_columns(const uint4 *at) {
+    return (__cvta_generic_to_shared(at) & 0x3ffff) >> 4 | 512ull << 16 | 64ull << 32 | 1ull << 62;
+}
+
 // Rows of k that start every 16 bytes and overlap, without swizzle: windows that are two 8-byte pixels apart. Groups of 8
 // elements of k are 16 bytes apart, and groups of 8 rows 128 bytes.
 __device__ inline uint64 overlapping(const uint4 *at) {
@@ -112,6 +118,12 @@ template <int N> __device__ inline void hold_products(float (&c)[N][4]) {
                      : FOUR(c, 0), FOUR(c, 1), FOUR(c, 2), FOUR(c, 3), FOUR(c, 4), FOUR(c, 5), FOUR(c, 6)                    \
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                  \
     }
+// c += a * b with a as for `multiply_rows` and b as for `multiply_columns`, but (16, 128): `matrix_of_columns`.
+#define MULTIPLY_ROWS_BY_COLUMNS(TYPE)                                                                                       \
+    __device__ inline void multiply_rows_by_columns(float (&c)[16][4], uint64 a, uint64 b, TYPE) {                           \
+        asm volatile(PRODUCT("128", TYPE) " {" REGISTERS_64 "}, %64, %65, 1, 1, 1, 0, 1;"                                    \
+                     : SIXTEEN(c, 0), SIXTEEN(c, 4), SIXTEEN(c, 8), SIXTEEN(c, 12) : "l"(a), "l"(b));                        \
+    }
 #define PRODUCT(COLUMNS, TYPE) "wgmma.mma_async.sync.aligned.m64n" COLUMNS "k16.f32." PTX_##TYPE "." PTX_##TYPE
 #define REGISTERS_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define REGISTERS_28 REGISTERS_16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27"
@@ -136,3 +148,5 @@ MULTIPLY_BY_REGISTERS(half)
 MULTIPLY_BY_REGISTERS(bfloat16)
 MULTIPLY_COLUMNS_BY_REGISTERS(half)
 MULTIPLY_COLUMNS_BY_REGISTERS(bfloat16)
+MULTIPLY_ROWS_BY_COLUMNS(half)
+MULTIPLY_ROWS_BY_COLUMNS(bfloat16)

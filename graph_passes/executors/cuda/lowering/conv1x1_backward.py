@@ -1,14 +1,26 @@
-"""The fused backward passes of 1x1 convolutions by dgrad_reduce.cu and norm_backward.cu, which are for the matrix
-instructions of Hopper."""
+"""The fused backward passes of 1x1 convolutions by dgrad_reduce.cu, dgrad_stream.cu and norm_backward.cu, which are for
+the matrix instructions of Hopper."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+from graph_passes.executors.cuda.device import Tiling
 from graph_passes.executors.cuda.kernels import HOPPER, Size, count, instance
 from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require, rows_and_channels
+from graph_passes.executors.cuda.lowering.conv1x1_forward import BLOCK as STREAM_BLOCK
+from graph_passes.executors.cuda.lowering.conv1x1_forward import (
+    CHUNK,
+    CHUNK_BYTES,
+    MAX_STAGES,
+    SHARED_BYTES,
+    TEAMS,
+    Tiles,
+)
 from graph_passes.executors.cuda.lowering.dropout import drops, factors_of
-from graph_passes.executors.cuda.lowering.operands import In, Out
+from graph_passes.executors.cuda.lowering.operands import In, Out, Tiled
 from graph_passes.executors.cuda.parameters import VECTOR
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Node
@@ -49,9 +61,62 @@ class DgradReduce:
         return weights + _stages(self.k) * stage
 
 
+@dataclass(frozen=True)
+class DgradStream:
+    """How `dgrad_stream` divides the gradient of a convolution to `k` channels. A block keeps the weights of `COLUMNS`
+    channels of data; the rest of its shared memory is for tiles of dy that are on their way, `stages` for each team,
+    and for parts of what each warp writes, two, and reads: `ahead` of each of `read` tensors."""
+
+    COLUMNS = MIN_CHANNELS
+    CONTROL_BYTES = 3 << 10
+    PLACE_BYTES = TEAMS * TILE_ROWS * CHUNK_BYTES  # for a stage of each team, or a part of each warp
+
+    k: int
+    read: int
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.k // CHUNK)
+
+    def weights(self, columns: int) -> Tiling:
+        """As they lie, which is by rows of k."""
+        return Tiling.of_matrix(self.k, columns, (CHUNK, CHUNK))
+
+    @property
+    def ahead(self) -> int:
+        """As many as leave enough stages: two at least, or half a tile of dy; 0 where one does not."""
+        enough = (3, max(4, self.chunks // 2)), (2, max(2, self.chunks // 2)), (1, 2)
+        return next((ahead for ahead, stages in enough if self._stages(ahead) >= stages), 0)
+
+    @property
+    def stages(self) -> int:
+        return min(MAX_STAGES, self._stages(self.ahead))
+
+    @property
+    def shared_bytes(self) -> int:
+        places = self.stages + self._results(self.ahead)
+        return self.CONTROL_BYTES + self._weight_bytes + places * self.PLACE_BYTES
+
+    def grid(self, rows: int, columns: int, num_multiprocessors: int) -> Size:
+        """Blocks for columns and rows, one for each multiprocessor."""
+        blocks, pairs = -(-columns // self.COLUMNS), -(-rows // (TEAMS * TILE_ROWS))
+        return blocks, max(1, min(num_multiprocessors // blocks, pairs)), 1
+
+    @property
+    def _weight_bytes(self) -> int:
+        return self.chunks * self.COLUMNS * CHUNK_BYTES
+
+    def _results(self, ahead: int) -> int:
+        return 2 + ahead * self.read
+
+    def _stages(self, ahead: int) -> int:
+        free = SHARED_BYTES - self.CONTROL_BYTES - self._weight_bytes
+        return free // self.PLACE_BYTES - self._results(ahead)
+
+
 def dgrad_reduce(builder: Builder, node: Node) -> None:
     """The gradient of a convolution's data, the residual's added to it, masked, and the sums of the BatchNorm (and its
-    shortcut's) that made the data."""
+    shortcut's) that made the data; by the kernel that the pass has chosen."""
     _require_hopper(builder, node)
 
     def second(role: str) -> Buffer | None:
@@ -61,18 +126,54 @@ def dgrad_reduce(builder: Builder, node: Node) -> None:
         return None if node["single_norm"] else builder.output(node, role)
 
     dy, w, x, mask, saved = (builder.input(node, role) for role in ("conv_grad", "weight", "data", "mask", "saved"))
-    addend = builder.optional_input(node, "out_grad_2", "single_grad")
+    x_2, addend = second("data_2"), builder.optional_input(node, "out_grad_2", "single_grad")
     dz, dgamma, dbeta = (builder.output(node, role) for role in ("masked_grad", "gamma_grad", "beta_grad"))
     (rows, columns), k, flags = rows_and_channels(node, x), w.shape[0], (addend is not None, not node["single_norm"])
+    sums = 2 + flags[1] + (flags[1] and drops(node))
+    norms = (In(saved), In(second("saved_2")), Out(dgamma), Out(second_output("gamma_grad_2")), Out(dbeta),
+             Out(second_output("beta_grad_2")))
+    if node["way"] == "dgrad_stream":
+        _stream(builder, node, (dy, w, x, x_2, addend, dz), mask, norms, flags)
+        return
     way = DgradReduce(k)
     grid = way.grid(rows, columns, builder.gpu.num_multiprocessors)
-    sums = 2 + flags[1] + (flags[1] and drops(node))
     builder.launch(node, "dgrad_reduce.cu", builder.kernel("dgrad_reduce", k, *flags, drops(node)), grid, BLOCK,
-                   In(dy), In(w), In(x), In(second("data_2")), In(addend), In(mask), Out(dz, over=addend), In(saved),
-                   In(second("saved_2")), Out(dgamma), Out(second_output("gamma_grad_2")), Out(dbeta),
-                   Out(second_output("beta_grad_2")), builder.partials(sums * columns * grid[1]),
-                   builder.tickets, count(rows), ctypes.c_int(columns), *factors_of(builder, node, rows),
-                   shared_bytes=way.shared_bytes(*flags), flops=2 * rows * columns * k)
+                   In(dy), In(w), In(x), In(x_2), In(addend), In(mask), Out(dz, over=addend), *norms,
+                   builder.partials(sums * columns * grid[1]), builder.tickets, count(rows), ctypes.c_int(columns),
+                   *factors_of(builder, node, rows), shared_bytes=way.shared_bytes(*flags),
+                   flops=2 * rows * columns * k)
+
+
+def dgrad_relu_reduce(builder: Builder, node: Node) -> None:
+    """The gradient of a convolution's data, through ReLU, and the sums of the BatchNorm before it."""
+    _require_hopper(builder, node)
+    dy, w, x, saved, gamma, beta = (builder.input(node, role) for role in (
+        "conv_grad", "weight", "data", "saved", "gamma", "beta"))
+    dz, dgamma, dbeta = (builder.output(node, role) for role in ("masked_grad", "gamma_grad", "beta_grad"))
+    norms = In(saved), In(None), Out(dgamma), Out(None), Out(dbeta), Out(None)
+    _stream(builder, node, (dy, w, x, None, None, dz), None, norms, (False, False), (gamma, beta))
+
+
+def _stream(builder: Builder, node: Node, tensors: Sequence[Buffer | None], mask: Buffer | None,
+            norms: Sequence[In | Out], flags: tuple[bool, bool],
+            relu: tuple[Buffer | None, Buffer | None] = (None, None)) -> None:
+    """`dgrad_stream`. `tensors`: dy, w, x, x_2, addend and dz; `norms`: its operands from `saved` to `dbeta_2`;
+    `flags`: ADD and PAIR; `relu`: gamma and beta, where there is no mask."""
+    dy, w, x, x_2, addend, dz = tensors
+    assert dy and w and x
+    (rows, columns), k = rows_and_channels(node, x), w.shape[0]
+    way, tiles = DgradStream(k, 1 + sum(flags)), Tiles.of(dy.shape, x.shape, (1, 1))
+    require(k % VECTOR == 0 and way.ahead > 0, node, f"makes {k} channels: its kernel has no room for them")
+    assert tiles
+    grid, by_part = way.grid(rows, columns, builder.gpu.num_multiprocessors), tiles.output
+    sums = 2 + flags[1] + (flags[1] and drops(node))
+    builder.launch(node, "dgrad_stream.cu", builder.kernel("dgrad_stream", *flags, drops(node), mask is None), grid,
+                   STREAM_BLOCK, Tiled(In(dy), tiles.data), Tiled(In(w), way.weights(columns)),
+                   *(Tiled(In(each), by_part) for each in (x, x_2, addend)), Tiled(Out(dz, over=addend), by_part),
+                   In(mask), *norms, builder.partials(sums * columns * grid[1]), builder.tickets, count(rows),
+                   tiles.walk, *map(ctypes.c_int, (columns, way.chunks, way.stages, way.ahead)),
+                   *factors_of(builder, node, rows), *map(In, relu), shared_bytes=way.shared_bytes,
+                   flops=2 * rows * columns * k)
 
 
 class NormBackward:
@@ -120,6 +221,7 @@ def norm_backward(builder: Builder, node: Node) -> None:
 
 RULES: Rules = {
     "DgradReduce": dgrad_reduce,
+    "DgradReluReduce": dgrad_relu_reduce,
     "NormConvBackward": norm_backward,
     "NormConvReduce": norm_backward,
 }
