@@ -92,6 +92,8 @@ class TextLoader(Loader):
         words: the vocabulary.
     """
 
+    _decisive = "the same text, sequences, steps, seed and number of processes"
+
     def __init__(self, config: LoaderConfig, shard: tuple[int, int], tokens: np.ndarray, words: Sequence[str],
                  steps: int) -> None:
         if config.batch_size % steps:

@@ -22,13 +22,13 @@ from train.commands.options import (
     CompareOptions,
     ExportOptions,
     GpuReportOptions,
-    LanguageModelOptions,
     PredictOptions,
     QuantizeOptions,
     ValidateOptions,
 )
 from train.config import Config
 from train.errors import TrainError
+from train.options.language_model import LanguageModelOptions
 from train.presets import presets
 from train.processes.signals import StoppedBySignal, guard, interrupt
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,58 +17,55 @@ from graph_passes.executors import create_executor
 from pipelines import LoaderConfig
 from pipelines.text import UNKNOWN, TextLoader, generated_words, numbered, read_words, vocabulary
 from train import checkpoint
+from train.build import network_dtype
 from train.checkpoint import Checkpoint
-from train.commands.options import GENERATED, LanguageModelOptions
-from train.commands.session import open_recorder, prepare, run_folder_of
-from train.config import Config
+from train.commands.session import checkpoint_to_resume, open_recorder, prepare, run_folder_of
 from train.errors import TrainError
 from train.language_model import LanguageModel
+from train.language_model_config import VALIDATION_SHARE, LanguageModelConfig
 from train.loop import Trainer
-from train.options.optimizer import REFERENCE_BATCH
-from train.options.run import LANGUAGE_MODEL
+from train.options.language_model import GENERATED, LanguageModelOptions
 from train.processes.distributed import Workers
-from train.processes.invocation import command_line
+from train.processes.invocation import launcher
 from train.reporting.recorder import Recorder
 
 GENERATED_WORDS, GENERATED_DIFFERENT = 200_000, 200
-VALIDATION_SHARE = 0.1  # of the text, its end
 MAX_EXPONENT = math.log(sys.float_info.max)
 
 
 def main(values: Mapping[str, Any]) -> None:
     """Train, and print the perplexity after each epoch. Raises UserError and StoppedBySignal."""
-    options, workers = part_of(LanguageModelOptions, values), Workers()
-    config = configuration(options)
-    file = checkpoint.find(options.resume) if options.resume else None
-    folder = run_folder_of(config, file)
-    placement = prepare(config, workers)
-    on_gpu = placement.device.startswith("gpu")
-    if options.text == GENERATED:
-        words, floor = generated_words(GENERATED_WORDS, GENERATED_DIFFERENT, options.seed)
-        print(f"generated text of {len(words):,} words, {GENERATED_DIFFERENT} different ones: who knows how it was "
-              f"made has a perplexity of {floor:.2f}", flush=True)
-    else:
-        words = read_words(Path(options.text))
-    end = len(words) - round(VALIDATION_SHARE * len(words))
-    known = vocabulary(words[:end], options.vocabulary)
-    tokens = numbered(words, known)
-    loading = LoaderConfig(data=options.text, batch_size=config.batch_size, seed=config.seed,
-                           device="gpu" if on_gpu else "cpu", device_id=workers.local_rank if on_gpu else 0)
-    loaders = [TextLoader(replace(loading, split=split), (workers.rank, workers.size), part, known, options.steps)
-               for split, part in (("train", tokens[:end]), ("val", tokens[end:]))]
-    model = LanguageModel(len(known), options.hidden, options.layers, options.steps, options.sequences)
-    settings: dict[str, Any] = {}
-    if placement.executor == "cuda":
-        settings = {"dtype": "float16" if config.dtype == "auto" else config.dtype, "tf32": config.tf32}
-    executor = create_executor(placement.executor, model.graph, model.shapes, placement.device, **settings)
-    initial, start = model.initial_values(config.seed), None
-    if file:
-        start = checkpoint.load(file)
-        _check_same(file, start, known, initial)
-        initial = start.params
-    executor.set_params(initial, {})
-    trainer = Trainer(config, workers, executor, loaders[0], loaders[1], folder, start)
-    trainer.go_on = command_line() + ("" if file else f" --resume {shlex.quote(str(folder))}")
+    workers = Workers()
+    with workers.agreement():
+        config, folder, start = begin(values)
+        options = config.options
+        placement = prepare(config, workers)
+        on_gpu = placement.device.startswith("gpu")
+        if options.text == GENERATED:
+            words, floor = generated_words(GENERATED_WORDS, GENERATED_DIFFERENT, options.seed)
+            if workers.rank == 0:
+                print(f"generated text of {len(words):,} words, {GENERATED_DIFFERENT} different ones: who knows how it "
+                      f"was made has a perplexity of {floor:.2f}", flush=True)
+        else:
+            words = read_words(Path(options.text))
+        end = len(words) - round(VALIDATION_SHARE * len(words))
+        known = vocabulary(words[:end], options.vocabulary)
+        if start and start.class_names != known:
+            raise TrainError(f"the checkpoint is of a run with another vocabulary than that of {options.text}: give "
+                             "--text as it was, or begin a new run with another --output")
+        tokens = numbered(words, known)
+        loading = LoaderConfig(data=options.text, batch_size=config.batch_size, seed=config.seed,
+                               device="gpu" if on_gpu else "cpu", device_id=workers.local_rank if on_gpu else 0)
+        loaders = [TextLoader(replace(loading, split=split), (workers.rank, workers.size), part, known, options.steps)
+                   for split, part in (("train", tokens[:end]), ("val", tokens[end:]))]
+        model = LanguageModel(len(known), options.hidden, options.layers, options.steps, options.sequences)
+        settings: dict[str, Any] = {}
+        if placement.executor == "cuda":
+            settings = {"dtype": network_dtype(config, placement), "tf32": config.tf32}
+        executor = create_executor(placement.executor, model.graph, model.shapes, placement.device, **settings)
+        executor.set_params(start.params if start else model.initial_values(config.seed), {})
+        trainer = Trainer(config, workers, executor, loaders[0], loaders[1], folder, start)
+    trainer.go_on = f"{launcher()} language-model --resume {shlex.quote(str(folder))}"
     trainer.join()
     with open_recorder(trainer, config.epochs) as recorder:
         recorder.say(f"{len(words):,} words, {len(known):,} in the vocabulary; {loaders[0].num_images:,} are learned "
@@ -81,26 +78,22 @@ def main(values: Mapping[str, Any]) -> None:
     print(*perplexities(recorder), sep="\n", flush=True)
 
 
-def configuration(options: LanguageModelOptions) -> Config:
-    """As the loop takes it. A batch's examples are words, and its learning rate is that of `options` as it is."""
-    examples = options.sequences * options.steps
-    return Config(
-        config=LANGUAGE_MODEL, data=options.text, val_split=VALIDATION_SHARE,
-        output=options.output or options.resume, seed=options.seed, epochs=options.epochs, batch_size=examples,
-        max_steps=options.max_steps, device=options.device, executor=options.executor, dtype=options.dtype,
-        tf32=options.tf32, optimizer="adamw", learning_rate=options.learning_rate * REFERENCE_BATCH / examples,
-        weight_decay=0.0, clip_norm=options.clip_norm, label_smoothing=0.0, warmup_epochs=0.1,
-        log_every=options.log_every, tensorboard=False)
-
-
-def _check_same(file: Path, start: Checkpoint, known: Sequence[str], initial: Mapping[str, np.ndarray]) -> None:
-    """Raise TrainError where the checkpoint is of another vocabulary or network."""
-    if start.class_names != list(known):
-        raise TrainError(f"{file} was trained with another vocabulary: give --text, --vocabulary and --seed as they "
-                         "were, or begin a new run")
-    if {name: array.shape for name, array in start.params.items()} != {
-            name: array.shape for name, array in initial.items()}:
-        raise TrainError(f"{file} is of another network: give --hidden and --layers as they were, or begin a new run")
+def begin(values: Mapping[str, Any]) -> tuple[LanguageModelConfig, Path, Checkpoint | None]:
+    """The configuration and folder of a new run, or of one that is gone on with, and then what it goes on from. Raises
+    TrainError."""
+    file = checkpoint_to_resume(values)
+    if not file:
+        config = LanguageModelConfig.of(part_of(LanguageModelOptions, values))
+        return config, run_folder_of(config), None
+    start = checkpoint.load(file)
+    if not isinstance(start.config, LanguageModelConfig):
+        raise TrainError(f"{file} is of a network for images, and not of a language model: give another one, or go on "
+                         "with that one by python -m train --resume")
+    # The limit was that of the session before.
+    of_run = replace(start.config.options, output=checkpoint.run_folder(file), max_steps=0)
+    config = LanguageModelConfig.of(replace(of_run, **values))
+    config.check_goes_on(start.config)
+    return config, run_folder_of(config, file), start
 
 
 def perplexities(recorder: Recorder) -> list[str]:

@@ -49,6 +49,19 @@ def name_preset(config: Config, values: Mapping[str, Any], workers: Workers) -> 
               flush=True)
 
 
+def checkpoint_to_resume(values: Mapping[str, Any]) -> Path | None:
+    """The file that --resume means; None: a run begins. Raises TrainError."""
+    place = values.get("resume")
+    if place and place != AUTO and values.get("weights"):
+        raise TrainError(f"--weights {values['weights']} begins a run, and --resume {place} goes on with one, whose "
+                         "weights it has: leave out one of them")
+    if place == AUTO:
+        if "output" not in values:
+            raise TrainError("--resume auto needs --output with the folder of the run; or give --resume that folder")
+        return checkpoint.in_folder(Path(values["output"]))
+    return checkpoint.find(place) if place else None
+
+
 def run_folder_of(config: Config, resumed_file: Path | None = None) -> Path:
     """The run's folder, which is not made yet. Raises TrainError where it holds another run."""
     folder = Path(config.output or f"runs/{config.config}-{datetime.now():%Y%m%d-%H%M%S}")

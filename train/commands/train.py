@@ -17,8 +17,8 @@ from train import checkpoint, demonstration, devices
 from train.build import build_executor, check_memory, class_weights, join_bn_group, open_split
 from train.checkpoint import Checkpoint
 from train.commands.session import (
-    AUTO,
     check_complete,
+    checkpoint_to_resume,
     measure_loader,
     name_preset,
     of_network,
@@ -28,7 +28,7 @@ from train.commands.session import (
     run_folder_of,
 )
 from train.config import Config, configure
-from train.errors import LostProcessError, TrainError
+from train.errors import LostProcessError
 from train.loop import Trainer
 from train.options.data import SYNTHETIC
 from train.presets import load_preset
@@ -92,7 +92,7 @@ def _elastic_session(values: Mapping[str, Any], state: RunState) -> None:
 def begin(values: Mapping[str, Any], workers: Workers) -> Beginning:
     """A new run, or one that is gone on with. A collective operation; raises TrainError."""
     with workers.agreement():
-        file = _checkpoint_to_resume(values)
+        file = checkpoint_to_resume(values)
         if not file:
             default = devices.default_config(values, workers.local_rank)
             weights = read_weights(values["weights"], values.get("model", "")) if values.get("weights") else None
@@ -105,22 +105,9 @@ def begin(values: Mapping[str, Any], workers: Workers) -> Beginning:
         return Beginning(config, run_folder_of(config, file), start)
 
 
-def _checkpoint_to_resume(values: Mapping[str, Any]) -> Path | None:
-    place = values.get("resume")
-    if place and place != AUTO and values.get("weights"):
-        raise TrainError(f"--weights {values['weights']} begins a run, and --resume {place} goes on with one, whose "
-                         "weights it has: leave out one of them")
-    if place == AUTO:
-        if "output" not in values:
-            raise TrainError("--resume auto needs --output with the folder of the run; or give --resume that folder")
-        return checkpoint.in_folder(Path(values["output"]))
-    return checkpoint.find(place) if place else None
-
-
 def _resumed_config(file: Path, start: Checkpoint) -> Config:
     """The configuration of the run that is gone on with, less its limits, which were those of that session."""
-    output = str(file.parent.parent) if file.parent.name == checkpoint.FOLDER else ""
-    return replace(start.config, output=output, max_steps=0, time_limit=0.0)
+    return replace(start.config, output=checkpoint.run_folder(file), max_steps=0, time_limit=0.0)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@ executor: MXNet's RNN needs oneDNN, which the tests turn off (tests/graph_passes
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from graph_passes.passes import fused_way
 from graph_passes.pipeline import training_step
 from train import checkpoint, loop
 from train.commands import language_model
+from train.config import Config
 from train.language_model import LanguageModel
 
 SMALL = ["language-model", "--executor", "reference", "--hidden", "16", "--layers", "1", "--sequences", "16", "--steps",
@@ -52,31 +54,54 @@ def test_words_that_are_not_in_the_vocabulary_are_told(run_train: Train, tmp_pat
 
 def test_resume(run_train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that is stopped and gone on with ends as one that is not; what does not fit is refused in one sentence."""
-    text, other = tmp_path / "text.txt", tmp_path / "other.txt"
+    text, other, longer = (tmp_path / f"{name}.txt" for name in ("text", "other", "longer"))
     text.write_text("a b c b c a " * 400)
     other.write_text("d e f " * 800)
+    longer.write_text("a b c b c a " * 450)
     whole, parts = ([*SMALL, "--text", text, "--epochs", "2", "--output", tmp_path / name] for name in ("one", "two"))
     _, out, _ = run_train(*whole)
     with monkeypatch.context() as patch:
         patch.setattr(loop.Trainer, "_save_due", lambda self: bool(signal.raise_signal(signal.SIGTERM)))
         code, stopped, _ = run_train(*parts)
-    assert code == 143 and "go on with: python " in stopped and f" --resume {tmp_path / 'two'}\n" in stopped
+    assert code == 143
+    assert stopped.splitlines()[-1].endswith(f" -m train language-model --resume {tmp_path / 'two'}")
 
-    go_on = [*parts[:-2], "--resume", tmp_path / "two"]
+    go_on = ["language-model", "--resume", tmp_path / "two"]
     for options, sentence in (
-            (["--text", other], "with another vocabulary: give --text, --vocabulary and --seed as they"),
-            (["--hidden", "8"], "is of another network: give --hidden and --layers as they were"),
-            (["--sequences", "8", "--steps", "16"], "belongs to steps 8, but this loader has 16")):
+            (["--text", other], f"of a run with another vocabulary than that of {other}: give --text as it was, or"),
+            (["--text", longer], "resume with the same text, sequences, steps, seed and number of processes"),
+            (["--hidden", "8"], "of a run with --hidden 16, and this one has --hidden 8: leave it out, or begin a new"),
+            (["--sequences", "8"], "of a run with --sequences 16, and this one has --sequences 8: leave it out, or")):
         code, _, err = run_train(*go_on, *options)
-        assert code == 2 and sentence in err and err.count("\n") == 1
+        assert code == 2 and sentence in err and err.count("\n") == 1, err
     code, _, err = run_train("validate", "--checkpoint", tmp_path / "two")
     assert code == 2 and "is of a language model, and not of a network for images" in err
-    code, again, err = run_train(*go_on)
+    code, again, err = run_train(*go_on, "--log-every", "50")
     assert code == 0, err
+    assert "going on with other options: --log-every 50 (before: 100)\n" in again
+    assert json.loads((tmp_path / "two" / "config.json").read_text())["hidden"] == 16
     assert again.splitlines()[-1] == out.splitlines()[-1]
     one, two = (checkpoint.load(checkpoint.find(str(tmp_path / name))) for name in ("one", "two"))
     for name, array in one.params.items():
         np.testing.assert_array_equal(array, two.params[name])
+
+
+def test_resume_of_a_run_of_images(run_train: Train, tmp_path: Path) -> None:
+    file = tmp_path / "checkpoints" / "step-00000001.npz"
+    checkpoint.save(checkpoint.Checkpoint({}, {}, {}, Config(), ["cat", "dog"]), file)
+    code, _, err = run_train("language-model", "--resume", tmp_path)
+    assert code == 2 and f"error: {file} is of a network for images, and not of a language model: give another" in err
+
+
+def test_a_run_begins_and_goes_on_by_the_same_command(run_train: Train, tmp_path: Path) -> None:
+    """--max-steps is the limit of a session: it is not kept."""
+    text = tmp_path / "text.txt"
+    text.write_text("a b c b c a " * 400)
+    options = [*SMALL, "--text", text, "--epochs", "1", "--output", tmp_path / "run", "--resume", "auto"]
+    code, out, err = run_train(*options, "--max-steps", "5")
+    assert code == 0 and "stopped after step 5: --max-steps is 5" in out, err
+    code, out, err = run_train(*options)
+    assert code == 0 and "step 6/15" in out, err
 
 
 def test_perplexity_without_end() -> None:
