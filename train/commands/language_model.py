@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import shlex
-import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ from pipelines.text import UNKNOWN, TextLoader, generated_words, numbered, read_
 from train import checkpoint
 from train.build import network_dtype
 from train.checkpoint import Checkpoint
-from train.commands.session import checkpoint_to_resume, open_recorder, prepare, run_folder_of
+from train.commands.session import checkpoint_to_resume, prepare, run_folder_of, train
+from train.config import Config
+from train.devices import Placement
 from train.errors import TrainError
 from train.language_model import LanguageModel
 from train.language_model_config import VALIDATION_SHARE, LanguageModelConfig
@@ -27,33 +29,28 @@ from train.loop import Trainer
 from train.options.language_model import GENERATED, LanguageModelOptions
 from train.processes.distributed import Workers
 from train.processes.invocation import launcher
+from train.reporting import language_model
+from train.reporting.language_model import Facts
 from train.reporting.recorder import Recorder
 
 GENERATED_WORDS, GENERATED_DIFFERENT = 200_000, 200
-MAX_EXPONENT = math.log(sys.float_info.max)
 
 
 def main(values: Mapping[str, Any]) -> None:
-    """Train, and print the perplexity after each epoch. Raises UserError and StoppedBySignal."""
+    """Train, by the options given, and report. Raises UserError and StoppedBySignal."""
     workers = Workers()
     with workers.agreement():
         config, folder, start = begin(values)
         options = config.options
         placement = prepare(config, workers)
-        on_gpu = placement.device.startswith("gpu")
-        if options.text == GENERATED:
-            words, floor = generated_words(GENERATED_WORDS, GENERATED_DIFFERENT, options.seed)
-            if workers.rank == 0:
-                print(f"generated text of {len(words):,} words, {GENERATED_DIFFERENT} different ones: who knows how it "
-                      f"was made has a perplexity of {floor:.2f}", flush=True)
-        else:
-            words = read_words(Path(options.text))
+        words, best_possible = _text(options, quiet=workers.rank > 0)
         end = len(words) - round(VALIDATION_SHARE * len(words))
         known = vocabulary(words[:end], options.vocabulary)
         if start and start.class_names != known:
             raise TrainError(f"the checkpoint is of a run with another vocabulary than that of {options.text}: give "
                              "--text as it was, or begin a new run with another --output")
         tokens = numbered(words, known)
+        on_gpu = placement.device.startswith("gpu")
         loading = LoaderConfig(data=options.text, batch_size=config.batch_size, seed=config.seed,
                                device="gpu" if on_gpu else "cpu", device_id=workers.local_rank if on_gpu else 0)
         loaders = [TextLoader(replace(loading, split=split), (workers.rank, workers.size), part, known, options.steps)
@@ -66,16 +63,37 @@ def main(values: Mapping[str, Any]) -> None:
         executor.set_params(start.params if start else model.initial_values(config.seed), {})
         trainer = Trainer(config, workers, executor, loaders[0], loaders[1], folder, start)
     trainer.go_on = f"{launcher()} language-model --resume {shlex.quote(str(folder))}"
-    trainer.join()
-    with open_recorder(trainer, config.epochs) as recorder:
-        recorder.say(f"{len(words):,} words, {len(known):,} in the vocabulary; {loaders[0].num_images:,} are learned "
-                     f"in an epoch, {loaders[1].num_images:,} are for validation")
-        unknown = float(np.mean(tokens[end:] == 0))  # a network that always says <unk> is right with these
-        if unknown:
-            recorder.say(f"{unknown:.1%} of the words for validation are not in the vocabulary: perplexity counts them "
-                         f"as one word, {UNKNOWN}")
-        trainer.run(recorder)
-    print(*perplexities(recorder), sep="\n", flush=True)
+    unknown = float(np.mean(tokens[end:] == 0))  # a network that always says <unk> is right with these
+    facts = Facts(_precision(config, placement), sum(math.prod(array.shape) for array in executor.params.values()),
+                  len(known), loaders[0].num_images, loaders[1].num_images, unknown, best_possible)
+    train(trainer, partial(_note, facts, len(words)))
+
+
+def _text(options: LanguageModelOptions, quiet: bool) -> tuple[list[str], float | None]:
+    """The words, and the best possible perplexity where it is known. Raises DataError."""
+    if options.text != GENERATED:
+        return read_words(Path(options.text)), None
+    words, best_possible = generated_words(GENERATED_WORDS, GENERATED_DIFFERENT, options.seed)
+    if not quiet:
+        print(f"generated text of {len(words):,} words, {GENERATED_DIFFERENT} different ones: who knows how it was "
+              f"made has a perplexity of {best_possible:.2f}", flush=True)
+    return words, best_possible
+
+
+def _precision(config: Config, placement: Placement) -> str:
+    dtype = network_dtype(config, placement)
+    is_tf32 = placement.executor == "cuda" and dtype == "float32" and config.tf32
+    return "float32, products in TF32" if is_tf32 else dtype
+
+
+def _note(facts: Facts, num_words: int, trainer: Trainer, recorder: Recorder) -> None:
+    """What there is to know about network and text before the first step."""
+    recorder.say(f"{num_words:,} words, {facts.vocabulary:,} in the vocabulary; {facts.training_words:,} are learned "
+                 f"in an epoch, {facts.validation_words:,} are for validation")
+    if facts.unknown_share:
+        recorder.say(f"{facts.unknown_share:.1%} of the words for validation are not in the vocabulary: perplexity "
+                     f"counts them as one word, {UNKNOWN}")
+    recorder.event(language_model.EVENT, **asdict(facts))
 
 
 def begin(values: Mapping[str, Any]) -> tuple[LanguageModelConfig, Path, Checkpoint | None]:
@@ -94,14 +112,3 @@ def begin(values: Mapping[str, Any]) -> tuple[LanguageModelConfig, Path, Checkpo
     config = LanguageModelConfig.of(replace(of_run, **values))
     config.check_goes_on(start.config)
     return config, run_folder_of(config, file), start
-
-
-def perplexities(recorder: Recorder) -> list[str]:
-    """A line for each epoch: exp of the mean loss of a word."""
-    return [f"epoch {row.epoch}: perplexity {_exp(row.train_loss):.2f}, in validation {_exp(row.val_loss):.2f}"
-            for row in recorder.record.epochs if row.train_loss is not None and row.val_loss is not None]
-
-
-def _exp(loss: float) -> float:
-    """Infinite where a float has no room for it."""
-    return math.exp(loss) if loss < MAX_EXPONENT else math.inf

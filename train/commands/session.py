@@ -7,7 +7,7 @@ import json
 import logging
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -30,9 +30,10 @@ from train.options.run import LIST_PRESETS
 from train.processes.distributed import Workers
 from train.processes.invocation import python
 from train.processes.pulse import Activity, pulse
+from train.processes.signals import StoppedBySignal
 from train.reporting import predictions
 from train.reporting.inspection import describe, predict_some
-from train.reporting.metrics import VALIDATION
+from train.reporting.metrics import IMAGES, VALIDATION
 from train.reporting.recorder import Recorder
 from train.reporting.report import write_report
 
@@ -126,7 +127,26 @@ def _write_config(trainer: Trainer) -> None:
     files.write(trainer.run_folder / CONFIG_FILE, content)
 
 
-def check_complete(trainer: Trainer, recorder: Recorder) -> None:
+def train(trainer: Trainer, note: Callable[[Trainer, Recorder], None]) -> None:
+    """Train to the end, record it in the run's folder, and write the report; `note` tells the recorder what there is to
+    know before the first step. Raises UserError and StoppedBySignal."""
+    trainer.join()
+    with trainer.workers.agreement():
+        recorder = open_recorder(trainer, trainer.config.epochs)
+    try:
+        with recorder:
+            note(trainer, recorder)
+            trainer.run(recorder)
+            if trainer.config.data != SYNTHETIC:  # which is made once and costs nothing
+                recorder.loader_speed(measure_loader(trainer.train_loader, trainer.workers))
+    except StoppedBySignal:
+        report(recorder, trainer.run_folder)
+        raise
+    report(recorder, trainer.run_folder, trainer)
+    _check_complete(trainer, recorder)
+
+
+def _check_complete(trainer: Trainer, recorder: Recorder) -> None:
     """Raise ProgramError where somebody has removed files of the run while it went on."""
     if recorder.enabled and not (trainer.run_folder / CONFIG_FILE).exists():
         recorder.all_removed.append(CONFIG_FILE)
@@ -185,4 +205,4 @@ def _write_report(recorder: Recorder, run_folder: Path, trainer: Trainer | None)
 def has_predictions(trainer: Trainer, recorder: Recorder) -> bool:
     """Whether the run has validated images that somebody can look at."""
     validated = any(row.evaluation for row in recorder.record.epochs)
-    return validated and trainer.config.data != SYNTHETIC
+    return validated and trainer.config.data != SYNTHETIC and recorder.record.examples == IMAGES

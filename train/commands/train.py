@@ -17,24 +17,19 @@ from train import checkpoint, demonstration, devices
 from train.build import build_executor, check_memory, class_weights, join_bn_group, open_split
 from train.checkpoint import Checkpoint
 from train.commands.session import (
-    check_complete,
     checkpoint_to_resume,
-    measure_loader,
     name_preset,
     of_network,
-    open_recorder,
     prepare,
-    report,
     run_folder_of,
+    train,
 )
 from train.config import Config, configure
 from train.errors import LostProcessError
 from train.loop import Trainer
-from train.options.data import SYNTHETIC
 from train.presets import load_preset
 from train.processes.distributed import Workers, drain_engine, is_elastic, is_lost_process
 from train.processes.invocation import launcher
-from train.processes.signals import StoppedBySignal
 from train.reporting.metrics import TRAINING_IMAGES
 from train.reporting.recorder import Recorder
 from train.schedule import image_sizes
@@ -66,7 +61,7 @@ def main(values: Mapping[str, Any]) -> None:
     beginning = begin(values, workers)
     with open_trainer(beginning, workers) as (trainer, bn_group):
         try:
-            train(trainer)
+            train(trainer, _note)
         except Exception as error:
             if not is_lost_process(error):
                 raise
@@ -86,7 +81,7 @@ def _elastic_session(values: Mapping[str, Any], state: RunState) -> None:
         state.beginning = begin(values, workers)
     with open_trainer(state.beginning, workers, state.executor, state.commit) as (trainer, _):
         state.capture, state.executor = trainer.capture, trainer.executor
-        train(trainer)
+        train(trainer, _note)
 
 
 def begin(values: Mapping[str, Any], workers: Workers) -> Beginning:
@@ -157,25 +152,12 @@ def open_trainer(
         yield trainer, bn_group
 
 
-def train(trainer: Trainer) -> None:
-    """Train to the end, record it in the run's folder, and write the report. Raises UserError and StoppedBySignal."""
-    trainer.join()
-    with trainer.workers.agreement():
-        recorder = open_recorder(trainer, trainer.config.epochs)
-    try:
-        with recorder:
-            _note_origin(trainer, recorder)
-            _note_frozen(trainer, recorder)
-            _note_memory(trainer, recorder)
-            _note_data(trainer, recorder)
-            trainer.run(recorder)
-            if trainer.config.data != SYNTHETIC:  # which is made once and costs nothing
-                recorder.loader_speed(measure_loader(trainer.train_loader, trainer.workers))
-    except StoppedBySignal:
-        report(recorder, trainer.run_folder)
-        raise
-    report(recorder, trainer.run_folder, trainer)
-    check_complete(trainer, recorder)
+def _note(trainer: Trainer, recorder: Recorder) -> None:
+    """What there is to know about the run before its first step."""
+    _note_origin(trainer, recorder)
+    _note_frozen(trainer, recorder)
+    _note_memory(trainer, recorder)
+    _note_data(trainer, recorder)
 
 
 def _note_origin(trainer: Trainer, recorder: Recorder) -> None:

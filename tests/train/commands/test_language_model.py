@@ -17,7 +17,6 @@ from graph_passes.executors.reference import backward, forward, run
 from graph_passes.passes import fused_way
 from graph_passes.pipeline import training_step
 from train import checkpoint, loop
-from train.commands import language_model
 from train.config import Config
 from train.language_model import LanguageModel
 
@@ -33,12 +32,16 @@ def test_it_learns_a_text(run_train: Train, tmp_path: Path) -> None:
     animals, sounds = ("cat", "dog", "bird"), ("meows", "barks", "sings")
     text = tmp_path / "text.txt"
     text.write_text("\n".join(f"my {animals[i]} {sounds[i]} in the morning" for i in rng.integers(0, 3, 1500)))
-    code, out, err = run_train(*SMALL, "--output", tmp_path / "run", "--text", text, "--epochs", "2")
+    code, out, err = run_train(*SMALL, "--output", tmp_path / "run", "--text", text, "--epochs", "2", report=True)
     assert code == 0, err
-    found = [float(perplexity) for perplexity in re.findall(r"in validation ([\d.]+)", out)]
+    found = [float(value) for value in re.findall(r"validation loss [\d.]+, perplexity ([\d.]+) \|", out)]
     assert len(found) == 2 and found[1] < min(1.3, found[0]), out
-    assert "10,500 words, 16 in the vocabulary" in out
+    assert "10,500 words, 16 in the vocabulary" in out and "total words/sec: " in out
     assert (tmp_path / "run" / "checkpoints").is_dir()
+    values = json.loads((tmp_path / "run" / "report" / "report.json").read_text())["language_model"]
+    assert values["precision"] == "float32" and values["vocabulary"] == 16
+    assert values["parameters"] == 16 * 16 + 2 * 4 * 16 * (16 + 1) + 16, "embedding, LSTM, bias of the scores"
+    assert [round(epoch["validation"], 2) for epoch in values["perplexity"]] == found
 
 
 def test_words_that_are_not_in_the_vocabulary_are_told(run_train: Train, tmp_path: Path) -> None:
@@ -80,7 +83,9 @@ def test_resume(run_train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert code == 0, err
     assert "going on with other options: --log-every 50 (before: 100)\n" in again
     assert json.loads((tmp_path / "two" / "config.json").read_text())["hidden"] == 16
-    assert again.splitlines()[-1] == out.splitlines()[-1]
+    last = [[line.partition(" | 0:")[0] for line in each.splitlines() if line.startswith("epoch 2/2 done")]
+            for each in (out, again)]
+    assert last[0] == last[1] and "perplexity" in last[0][0]
     one, two = (checkpoint.load(checkpoint.find(str(tmp_path / name))) for name in ("one", "two"))
     for name, array in one.params.items():
         np.testing.assert_array_equal(array, two.params[name])
@@ -102,10 +107,6 @@ def test_a_run_begins_and_goes_on_by_the_same_command(run_train: Train, tmp_path
     assert code == 0 and "stopped after step 5: --max-steps is 5" in out, err
     code, out, err = run_train(*options)
     assert code == 0 and "step 6/15" in out, err
-
-
-def test_perplexity_without_end() -> None:
-    assert language_model._exp(1.0) == pytest.approx(np.e) and language_model._exp(1e6) == np.inf
 
 
 @pytest.mark.parametrize("options, message", [
