@@ -27,13 +27,13 @@ from train.loop import Trainer
 from train.optimizer import ema_in_use
 from train.options.data import SAMPLES, SYNTHETIC
 from train.options.run import LIST_PRESETS
-from train.processes.distributed import Workers
+from train.processes.distributed import Workers, is_elastic
 from train.processes.invocation import python
 from train.processes.pulse import Activity, pulse
 from train.processes.signals import StoppedBySignal
 from train.reporting import predictions
 from train.reporting.inspection import describe, predict_some
-from train.reporting.metrics import IMAGES, VALIDATION
+from train.reporting.metrics import IMAGES, METRICS_FILE, VALIDATION
 from train.reporting.recorder import Recorder
 from train.reporting.report import write_report
 
@@ -100,6 +100,7 @@ def open_recorder(trainer: Trainer, num_epochs: int | None, warmup_steps: int = 
     """Make the run's folder with the recorder in it, and its config.json. Raises TrainError where that fails."""
     make_lasting()  # what cannot be printed costs no run
     config, workers, progress = trainer.config, trainer.workers, trainer.progress
+    is_apart = is_elastic() and progress.step > 0 and not (trainer.run_folder / METRICS_FILE).exists()
     recorder = Recorder(
         trainer.run_folder,
         config=config.to_dict(),
@@ -117,6 +118,9 @@ def open_recorder(trainer: Trainer, num_epochs: int | None, warmup_steps: int = 
     )
     if workers.rank == 0:  # once the recorder has the folder for itself
         _write_config(trainer)
+    if is_apart:
+        recorder.say(f"{trainer.run_folder} holds nothing of this run here: its report begins anew after step "
+                     f"{progress.step}; give --output a folder that the machines share")
     if trainer.all_reduce:
         recorder.say(workers.describe(trainer.all_reduce))
     return recorder
