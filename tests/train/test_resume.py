@@ -396,6 +396,6 @@ def test_rank_0_of_an_elastic_run_has_moved_to_a_machine_without_its_folder(tiny
     go_on = ("--resume", tmp_path / "run", "--max-steps", "4", "--output")
     code, out, err = run_train(*go_on, tmp_path / "other")
     assert code == 0, err
-    assert (f"{tmp_path / 'other'} holds nothing of this run here: its report begins anew after step 3; give --output a "
-            "folder that the machines share\n") in out
+    assert (f"{tmp_path / 'other'} holds nothing of this run here: its report begins anew after step 3; give --output "
+            "a folder that the machines share\n") in out
     assert "begins anew" not in run_train(*go_on, tmp_path / "run")[1]
