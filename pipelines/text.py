@@ -31,7 +31,7 @@ def read_words(path: Path) -> list[str]:
         text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark, which is no word
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8"
-        raise DataError(f"cannot read the text {path} ({reason}): give a text file") from None
+        raise DataError(f"cannot read the text {path} ({reason}): give --text a text file") from None
     return [word for line in text.splitlines() if line.split() for word in (*line.split(), END)]
 
 

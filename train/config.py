@@ -18,6 +18,7 @@ from pipelines.transform import ImageTransform
 from train import models
 from train.errors import TrainError
 from train.options.limits import check_limits, shown
+from train.options.optimizer import REFERENCE_BATCH
 from train.options.run import BeginningOptions
 from train.options.training import LIMITS, TrainingOptions
 
@@ -39,6 +40,16 @@ class Config(BeginningOptions, TrainingOptions):
     def transform(self) -> ImageTransform:
         """What is done to images, in training and in validation."""
         return part_of(ImageTransform, vars(self))
+
+    @property
+    def shown_rate(self) -> str:
+        """The learning rate as the command line has it, with what it is for."""
+        return f"{self.learning_rate:g} per {REFERENCE_BATCH} images"
+
+    @property
+    def calmer(self) -> str:
+        """What to do where training diverges."""
+        return f"lower --learning-rate (now {self.shown_rate}) or lengthen --warmup-epochs"
 
     def global_batch(self, num_processes: int) -> int:
         """Images of one optimizer step."""

@@ -37,6 +37,14 @@ class LanguageModelConfig(Config):
     def chosen(self) -> Mapping[str, Any]:
         return {"config": LANGUAGE_MODEL, **vars(self.options)}
 
+    @property
+    def shown_rate(self) -> str:
+        return f"{self.options.learning_rate:g}"
+
+    @property
+    def calmer(self) -> str:
+        return f"lower --learning-rate (now {self.shown_rate})"
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LanguageModelConfig:
         options = {name: value for name, value in values.items() if name != "config"}

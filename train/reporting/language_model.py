@@ -9,12 +9,16 @@ from typing import Any
 
 from train.reporting import plots
 from train.reporting.document import Block, Heading, Plot, Table, duration
-from train.reporting.metrics import WORDS, RunRecord, perplexity
+from train.reporting.metrics import WORDS, RunRecord, perplexity, shown_perplexity
 
 EVENT = "language_model"  # in a run's metrics: the fields of `Facts`
-PICTURE = "perplexity.png"
-CAPTION = ("exp of the mean loss of a word: in training between two log lines, in validation after an epoch. The "
-           "beginning, where it is much higher, is cut off.")
+PERPLEXITY, LOSS = "perplexity.png", "loss.png"
+CAPTIONS = {
+    PERPLEXITY: "exp of the mean loss of a word: in training between two log lines, in validation after an epoch. The "
+                "beginning, where it is much higher, is cut off.",
+    LOSS: "Mean loss of a word, whose exp no number holds: in training between two log lines, in validation after an "
+          "epoch.",
+}
 
 
 @dataclass(frozen=True)
@@ -40,10 +44,14 @@ def facts(record: RunRecord) -> Facts | None:
 
 
 def figures(record: RunRecord, known: Facts) -> dict[str, Callable[[plots.Theme], bytes]]:
-    """The plots, by file name; none where the run has logged no loss."""
+    """The plot, by its file name; none where the run has logged no loss."""
     if not record.loss_curve:
         return {}
-    return {PICTURE: lambda theme: plots.perplexities(record, known.best_possible, theme)}
+    losses = [point.loss for point in record.loss_curve]
+    losses += [row.val_loss for row in record.epochs if row.val_loss is not None]
+    if math.isfinite(perplexity(max(losses))):
+        return {PERPLEXITY: lambda theme: plots.perplexities(record, known.best_possible, theme)}
+    return {LOSS: lambda theme: plots.loss(record, theme)}
 
 
 def name(record: RunRecord) -> str:
@@ -64,7 +72,7 @@ def tiles(record: RunRecord, known: Facts) -> list[tuple[str, str]]:
 
 def blocks(record: RunRecord, known: Facts) -> list[Block]:
     """The plot, a table of the epochs, and one of network and text."""
-    found: list[Block] = [Plot(PICTURE, CAPTION)] if record.loss_curve else []
+    found: list[Block] = [Plot(name, CAPTIONS[name]) for name in figures(record, known)]
     if record.epochs:
         found += [Table(("epoch", "time", "words/sec", "train perplexity", "val perplexity"), [
             (str(row.epoch), duration(3600 * row.hours),
@@ -98,7 +106,7 @@ def to_dict(record: RunRecord, known: Facts) -> dict[str, Any]:
 
 
 def _shown(loss: float | None) -> str:
-    return "" if loss is None else f"{perplexity(loss):,.2f}"
+    return "" if loss is None else shown_perplexity(loss)
 
 
 def _finite(loss: float | None) -> float | None:

@@ -103,6 +103,12 @@ def perplexity(loss: float) -> float:
         return math.inf
 
 
+def shown_perplexity(loss: float) -> str:
+    """The same for people: of one that has diverged, no more than its size."""
+    value = perplexity(loss)
+    return f"{value:,.2f}" if value < 1e6 else f"{value:.1e}"
+
+
 VALIDATION, TRAINING_IMAGES = "validation", "training images"
 # What the accuracy after an epoch may be of, and how its fields begin in an `EpochRow`, metrics.jsonl and TensorBoard.
 EVALUATED = {VALIDATION: "val", TRAINING_IMAGES: "train_eval"}

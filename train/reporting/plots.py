@@ -80,7 +80,7 @@ def throughput(record: RunRecord, theme: Theme) -> bytes:
 
 def loss(record: RunRecord, theme: Theme) -> bytes:
     """Training loss by epoch, and that of validation where there is one."""
-    figure, axes = _figure_with_axes(theme, "Loss", "epoch", "nats per image")
+    figure, axes = _figure_with_axes(theme, "Loss", "epoch", f"nats per {record.examples[:-1]}")
     x, y = _thin(np.array([p.epoch for p in record.loss_curve]), np.array([p.loss for p in record.loss_curve]))
     axes.plot(x, y, color=theme.series[0], linewidth=1.6, label="training")
     for images, points in _evaluations(record).items():
@@ -126,8 +126,8 @@ def perplexities(record: RunRecord, best_possible: float | None, theme: Theme) -
     if best_possible:
         axes.axhline(best_possible, color=theme.muted, linewidth=1.2, linestyle="--", label="best possible")
     # Training begins with that of guessing, the size of the vocabulary, which would squash all the rest.
-    top = PERPLEXITY_ROOM * max((value for _, value in validated), default=math.inf)
-    if math.isfinite(top):
+    if validated:
+        top = PERPLEXITY_ROOM * max(value for _, value in validated)
         lowest = min(*training, *(value for _, value in validated), best_possible or math.inf)
         axes.set_ylim(lowest - 0.1 * (top - lowest), top)
     _epochs_from_0(axes)

@@ -7,7 +7,7 @@ from datetime import timedelta
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-from train.reporting.metrics import IMAGES, VALIDATION, WORDS, EpochRow, Speed, perplexity
+from train.reporting.metrics import IMAGES, VALIDATION, WORDS, EpochRow, Speed, shown_perplexity
 
 
 class Terminal:
@@ -80,7 +80,7 @@ class Terminal:
     def _success(self, loss: float, top1: float | None, top5: float | None = None) -> str:
         """The figure that a run is after."""
         if self.examples == WORDS:
-            return f"perplexity {perplexity(loss):,.2f}"
+            return f"perplexity {shown_perplexity(loss)}"
         return f"top-1 {top1:.1%}" + ("" if top5 is None else f", top-5 {top5:.1%}")
 
     def close(self) -> None:

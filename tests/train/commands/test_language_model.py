@@ -55,6 +55,14 @@ def test_words_that_are_not_in_the_vocabulary_are_told(run_train: Train, tmp_pat
     assert "99.8% of the words for validation are not in the vocabulary: perplexity counts them as one word" in out
 
 
+def test_a_run_that_diverges(run_train: Train, tmp_path: Path) -> None:
+    """Its learning rate is told as it was given, and no option of training with images."""
+    text = tmp_path / "text.txt"
+    text.write_text("a b c b c a " * 400)
+    code, _, err = run_train(*SMALL, "--output", tmp_path / "run", "--text", text, "--learning-rate", "1e38")
+    assert code == 2 and err.endswith("there is no checkpoint yet: lower --learning-rate (now 1e+38)\n"), err
+
+
 def test_resume(run_train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that is stopped and gone on with ends as one that is not; what does not fit is refused in one sentence."""
     text, other, longer = (tmp_path / f"{name}.txt" for name in ("text", "other", "longer"))
@@ -110,7 +118,7 @@ def test_a_run_begins_and_goes_on_by_the_same_command(run_train: Train, tmp_path
 
 
 @pytest.mark.parametrize("options, message", [
-    (["--text", "/nowhere.txt"], "cannot read the text /nowhere.txt (No such file or directory): give a text file"),
+    (["--text", "/nowhere.txt"], "cannot read the text /nowhere.txt (No such file or directory): give --text a"),
     (["--hidden", "0"], "--hidden 0 must be at least 1"),
     (["--sequences", "100000"], "are too few for 100000 sequences of 8 steps"),
 ])

@@ -11,7 +11,7 @@ from PIL import Image
 
 from train.options.language_model import LANGUAGE_MODEL
 from train.reporting import plots, report
-from train.reporting.metrics import EpochRow, LossPoint, RunRecord, perplexity
+from train.reporting.metrics import EpochRow, LossPoint, RunRecord, perplexity, shown_perplexity
 
 
 @pytest.fixture
@@ -60,8 +60,10 @@ def test_what_it_says(record: RunRecord, tmp_path: Path) -> None:
 def test_perplexity_without_end(record: RunRecord, tmp_path: Path) -> None:
     """No float holds it, and JSON has no infinity."""
     assert perplexity(1.0) == pytest.approx(math.e) and perplexity(1e6) == math.inf
+    assert [shown_perplexity(loss) for loss in (2.0, 500.0, 1e6)] == ["7.39", "1.4e+217", "inf"]
     record.epochs[0].val_loss = record.loss_curve[0].loss = 1e6
-    assert "| 4.48 | inf |" in report.write_report(tmp_path, record).read_text()
+    page = report.write_report(tmp_path, record).read_text()
+    assert "| 4.48 | inf |" in page and "(loss.png)" in page and "(perplexity.png)" not in page
     values = json.loads((tmp_path / "report.json").read_text())["language_model"]
     assert values["perplexity"][0] == {"epoch": 1, "training": pytest.approx(math.exp(1.5)), "validation": None}
 
@@ -71,7 +73,7 @@ def test_stopped_in_the_first_epoch(record: RunRecord, tmp_path: Path) -> None:
     page = report.write_report(tmp_path, record).read_text()
     assert "(perplexity.png)" in page and "perplexity in validation" not in page
     record.loss_curve = []
-    assert "perplexity.png" not in report.write_report(tmp_path, record).read_text()
+    assert "(perplexity.png)" not in report.write_report(tmp_path, record).read_text()
 
 
 def test_the_plot_shows_what_validation_has(record: RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:
