@@ -55,6 +55,7 @@ def test_words_that_are_not_in_the_vocabulary_are_told(run_train: Train, tmp_pat
     assert "99.8% of the words for validation are not in the vocabulary: perplexity counts them as one word" in out
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy
 def test_a_run_that_diverges(run_train: Train, tmp_path: Path) -> None:
     """Its learning rate is told as it was given, and no option of training with images."""
     text = tmp_path / "text.txt"
