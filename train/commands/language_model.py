@@ -19,7 +19,7 @@ from pipelines.text import UNKNOWN, TextLoader, generated_words, numbered, read_
 from train import checkpoint
 from train.build import network_dtype
 from train.checkpoint import Checkpoint
-from train.commands.session import checkpoint_to_resume, prepare, run_folder_of, train
+from train.commands.session import checkpoint_to_resume, lost_process, prepare, run_folder_of, train
 from train.config import Config
 from train.devices import Placement
 from train.errors import TrainError
@@ -27,7 +27,7 @@ from train.language_model import LanguageModel
 from train.language_model_config import VALIDATION_SHARE, LanguageModelConfig
 from train.loop import Trainer
 from train.options.language_model import GENERATED, LanguageModelOptions
-from train.processes.distributed import Workers
+from train.processes.distributed import Workers, is_lost_process
 from train.processes.invocation import launcher
 from train.reporting import language_model
 from train.reporting.language_model import Facts
@@ -66,7 +66,12 @@ def main(values: Mapping[str, Any]) -> None:
     unknown = float(np.mean(tokens[end:] == 0))  # a network that always says <unk> is right with these
     facts = Facts(_precision(config, placement), sum(math.prod(array.shape) for array in executor.params.values()),
                   len(known), loaders[0].num_images, loaders[1].num_images, unknown, best_possible)
-    train(trainer, partial(_note, facts, len(words)))
+    try:
+        train(trainer, partial(_note, facts, len(words)))
+    except Exception as error:
+        if not is_lost_process(error):
+            raise
+        raise lost_process(trainer) from None
 
 
 def _text(options: LanguageModelOptions, quiet: bool) -> tuple[list[str], float | None]:

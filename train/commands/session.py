@@ -22,12 +22,12 @@ from train import checkpoint, demonstration, devices
 from train.build import SAMPLES_FOLDER, evaluated_images
 from train.checkpoint import Checkpoint
 from train.config import CONFIG_FILE, Config
-from train.errors import TrainError
+from train.errors import LostProcessError, TrainError
 from train.loop import Trainer
 from train.optimizer import ema_in_use
 from train.options.data import SAMPLES, SYNTHETIC
 from train.options.run import LIST_PRESETS
-from train.processes.distributed import Workers, is_elastic
+from train.processes.distributed import Workers, drain_engine, is_elastic
 from train.processes.invocation import python
 from train.processes.pulse import Activity, pulse
 from train.processes.signals import StoppedBySignal
@@ -148,6 +148,13 @@ def train(trainer: Trainer, note: Callable[[Trainer, Recorder], None]) -> None:
         raise
     report(recorder, trainer.run_folder, trainer)
     _check_complete(trainer, recorder)
+
+
+def lost_process(trainer: Trainer) -> LostProcessError:
+    """What ends a run that has lost the connection to another of its processes."""
+    drain_engine()
+    return LostProcessError("the connection to another process of this run is lost; go on from the last checkpoint, if "
+                            f"there is one, with: {trainer.go_on}")
 
 
 def _check_complete(trainer: Trainer, recorder: Recorder) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -18,6 +17,7 @@ from train.build import build_executor, check_memory, class_weights, join_bn_gro
 from train.checkpoint import Checkpoint
 from train.commands.session import (
     checkpoint_to_resume,
+    lost_process,
     name_preset,
     of_network,
     prepare,
@@ -25,11 +25,9 @@ from train.commands.session import (
     train,
 )
 from train.config import Config, configure
-from train.errors import LostProcessError
 from train.loop import Trainer
 from train.presets import load_preset
-from train.processes.distributed import Workers, drain_engine, is_elastic, is_lost_process
-from train.processes.invocation import launcher
+from train.processes.distributed import Workers, is_elastic, is_lost_process
 from train.reporting.metrics import TRAINING_IMAGES
 from train.reporting.recorder import Recorder
 from train.schedule import image_sizes
@@ -67,10 +65,7 @@ def main(values: Mapping[str, Any]) -> None:
                 raise
             if bn_group:
                 bn_group.give_up()  # the GPU would wait for the lost one
-            drain_engine()
-            folder = shlex.quote(str(beginning.run_folder))
-            raise LostProcessError("the connection to another process of this run is lost; go on from the last "
-                                   f"checkpoint, if there is one, with: {launcher()} --resume {folder}") from None
+            raise lost_process(trainer) from None
 
 
 def _elastic_session(values: Mapping[str, Any], state: RunState) -> None:

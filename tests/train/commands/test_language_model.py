@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from common.mxnet_compat import mx
 from graph_passes import Ref
 from graph_passes.executors.reference import backward, forward, run
 from graph_passes.passes import fused_way
@@ -126,6 +127,23 @@ def test_a_run_begins_and_goes_on_by_the_same_command(run_train: Train, tmp_path
 def test_bad_input(run_train: Train, options: list[str], message: str, tmp_path: Path) -> None:
     code, _, err = run_train(*SMALL, "--output", tmp_path / "run", *options)
     assert code == 2 and message in err and "Traceback" not in err
+
+
+def test_elastic_runs_are_refused(run_train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is built: it would end at the first loss, though its launcher says that it goes on."""
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    code, _, err = run_train(*SMALL)
+    assert code == 2 and err.startswith("error: --min-np is for training with images: language-model cannot go on with")
+
+
+def test_a_lost_process_is_told(run_train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(trainer: object, recorder: object) -> None:
+        raise mx.base.MXNetError("Gloo: connection closed by peer")
+
+    monkeypatch.setattr(loop.Trainer, "run", fail)
+    code, _, err = run_train(*SMALL, "--output", tmp_path)
+    assert code == 3 and err.startswith("error: the connection to another process of this run is lost; go on from the")
+    assert err.endswith(f" -m train language-model --resume {tmp_path}\n")
 
 
 def test_its_step_has_the_gradient_of_the_network(rng: np.random.Generator) -> None:
