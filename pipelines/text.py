@@ -112,7 +112,7 @@ class TextLoader(Loader):
         self._tokens = tokens[: lines * length].reshape(lines, length)[own]
 
     def _identity(self) -> dict[str, Any]:
-        return super()._identity() | {"steps": self.steps}
+        return {"steps": self.steps, "sequences": self._sequences * self.shard[1]} | super()._identity()
 
     def _load(self) -> Batch:
         offset = 0

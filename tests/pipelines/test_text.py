@@ -88,6 +88,8 @@ def test_shards_and_positions() -> None:
     again = loader(tokens)
     again.restore(state)
     assert np.array_equal(next(iter(again)).data.asnumpy(), expected)
+    with pytest.raises(DataError, match="belongs to sequences 3, but this loader has 6; resume with the same text, "):
+        loader(tokens, shard=(0, 2)).restore(state)
 
 
 def test_what_is_too_short() -> None:
