@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -60,12 +59,13 @@ def main(values: Mapping[str, Any]) -> None:
         if placement.executor == "cuda":
             settings = {"dtype": network_dtype(config, placement), "tf32": config.tf32}
         executor = create_executor(placement.executor, model.graph, model.shapes, placement.device, **settings)
-        executor.set_params(start.params if start else model.initial_values(config.seed), {})
+        params = start.params if start else model.initial_values(config.seed)
+        executor.set_params(params, {})
         trainer = Trainer(config, workers, executor, loaders[0], loaders[1], folder, start)
     trainer.go_on = f"{launcher()} language-model --resume {shlex.quote(str(folder))}"
     unknown = float(np.mean(tokens[end:] == 0))  # a network that always says <unk> is right with these
-    facts = Facts(_precision(config, placement), sum(math.prod(array.shape) for array in executor.params.values()),
-                  len(known), loaders[0].num_images, loaders[1].num_images, unknown, best_possible)
+    facts = Facts(_precision(config, placement), sum(array.size for array in params.values()), len(known),
+                  loaders[0].num_images, loaders[1].num_images, unknown, best_possible)
     try:
         train(trainer, partial(_note, facts, len(words)))
     except Exception as error:
