@@ -110,6 +110,9 @@ class Batch(NamedTuple):
 class Loader(ABC):
     """Iterating gives the batches of the current epoch from where it stands; its end begins the next epoch."""
 
+    # What must be the same for a position to mean the same images, as the user knows it.
+    _decisive = "the same data, seed, --val-split, --balance and --repeated-augmentation"
+
     def __init__(self, config: LoaderConfig, shard: tuple[int, int], num_images: int, classes: Classes):
         if config.device == "gpu":
             require_gpu(config.device_id)
@@ -232,7 +235,7 @@ class Loader(ABC):
             if saved.get(key, 0) != value:
                 raise DataError(
                     f"the saved loader position belongs to {key} {saved.get(key, 0)}, but this loader has {value}; "
-                    "resume with the same data, seed, --val-split, --balance and --repeated-augmentation"
+                    f"resume with {self._decisive}"
                 )
         self.epoch, self.bad = epoch, bad
         self.batch = min(-(-num_seen // self.global_batch), self.num_batches)

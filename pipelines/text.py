@@ -31,7 +31,7 @@ def read_words(path: Path) -> list[str]:
         text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark, which is no word
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8"
-        raise DataError(f"cannot read the text {path} ({reason}): give a text file") from None
+        raise DataError(f"cannot read the text {path} ({reason}): give --text a text file") from None
     return [word for line in text.splitlines() if line.split() for word in (*line.split(), END)]
 
 
@@ -92,6 +92,8 @@ class TextLoader(Loader):
         words: the vocabulary.
     """
 
+    _decisive = "the same text, sequences, steps, seed and number of processes"
+
     def __init__(self, config: LoaderConfig, shard: tuple[int, int], tokens: np.ndarray, words: Sequence[str],
                  steps: int) -> None:
         if config.batch_size % steps:
@@ -110,7 +112,7 @@ class TextLoader(Loader):
         self._tokens = tokens[: lines * length].reshape(lines, length)[own]
 
     def _identity(self) -> dict[str, Any]:
-        return super()._identity() | {"steps": self.steps}
+        return {"steps": self.steps, "sequences": self._sequences * self.shard[1]} | super()._identity()
 
     def _load(self) -> Batch:
         offset = 0

@@ -22,13 +22,13 @@ from train.commands.options import (
     CompareOptions,
     ExportOptions,
     GpuReportOptions,
-    LanguageModelOptions,
     PredictOptions,
     QuantizeOptions,
     ValidateOptions,
 )
 from train.config import Config
 from train.errors import TrainError
+from train.options.language_model import LanguageModelOptions
 from train.presets import presets
 from train.processes.signals import StoppedBySignal, guard, interrupt
 
@@ -92,6 +92,9 @@ def understood(arguments: Sequence[str]) -> tuple[Command, dict[str, Any]]:
         name, rest = choose_command(_options(), arguments, prog=PROG, default="train")
         if name in OF_ONE_PROCESS and int(os.environ.get("HOROVOD_SIZE", "1")) > 1:
             raise UserError(f"{name} works in one process: use {PROG} {name}")
+        if name != "train" and os.environ.get("HOROVOD_ELASTIC") == "1":
+            raise UserError(f"--min-np is for training with images: {name} cannot go on without a process that is "
+                            "lost; leave it out")
         return COMMANDS[name], read(COMMANDS[name].options, rest, command=name)
     except UserError as error:
         raise TrainError(str(error), on_all_ranks=True) from None

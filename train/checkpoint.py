@@ -36,8 +36,9 @@ from pipelines.sources import Classes
 from train import models
 from train.config import Config
 from train.errors import TrainError
+from train.language_model_config import LanguageModelConfig
 from train.models.network import Shapes, value_shapes
-from train.options.run import LANGUAGE_MODEL
+from train.options.language_model import LANGUAGE_MODEL
 
 FORMAT = "resnet checkpoint"
 VERSION = 2
@@ -163,7 +164,7 @@ def load(path: Path) -> Checkpoint:
 def load_checked(path: Path) -> Checkpoint:
     """`load`, where the arrays must also be those of the network, and finite. Raises TrainError."""
     checkpoint = load(path)
-    if checkpoint.config.config == LANGUAGE_MODEL:
+    if isinstance(checkpoint.config, LanguageModelConfig):
         raise TrainError(f"{path} is of a language model, and not of a network for images: give another one, or go on "
                          "with that one by python -m train language-model --resume")
     try:
@@ -226,6 +227,11 @@ def find(place: str, prefer_best: bool = False) -> Path:
     if not found:
         raise TrainError(f"{path} holds no checkpoint: train first, or give another folder or file")
     return found
+
+
+def run_folder(file: Path) -> str:
+    """The folder of the run that a checkpoint file lies in; "" where it lies in none."""
+    return str(file.parent.parent) if file.parent.name == FOLDER else ""
 
 
 def in_folder(path: Path, prefer_best: bool = False) -> Path | None:
@@ -314,8 +320,9 @@ def _numbers(model: str, params: Arrays) -> list[str]:
 
 
 def _config(values: dict[str, Any], path: Path) -> Config:
+    kind = LanguageModelConfig if values.get("config") == LANGUAGE_MODEL else Config
     try:
-        return Config.from_dict(values)
+        return kind.from_dict(values)
     except TrainError as error:
         raise TrainError(f"cannot read the checkpoint {path}: {error}") from None
 

@@ -18,6 +18,7 @@ from pipelines.transform import ImageTransform
 from train import models
 from train.errors import TrainError
 from train.options.limits import check_limits, shown
+from train.options.optimizer import REFERENCE_BATCH
 from train.options.run import BeginningOptions
 from train.options.training import LIMITS, TrainingOptions
 
@@ -40,13 +41,28 @@ class Config(BeginningOptions, TrainingOptions):
         """What is done to images, in training and in validation."""
         return part_of(ImageTransform, vars(self))
 
+    @property
+    def shown_rate(self) -> str:
+        """The learning rate as the command line has it, with what it is for."""
+        return f"{self.learning_rate:g} per {REFERENCE_BATCH} images"
+
+    @property
+    def calmer(self) -> str:
+        """What to do where training diverges."""
+        return f"lower --learning-rate (now {self.shown_rate}) or lengthen --warmup-epochs"
+
     def global_batch(self, num_processes: int) -> int:
         """Images of one optimizer step."""
         return self.batch_size * self.accumulate * num_processes
 
+    @property
+    def chosen(self) -> Mapping[str, Any]:
+        """The values of the options, by their names on the command line."""
+        return vars(self)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return json.loads(json.dumps(dataclasses.asdict(self)))
+        return json.loads(json.dumps(dict(self.chosen)))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Config:
@@ -57,13 +73,18 @@ class Config(BeginningOptions, TrainingOptions):
         values = {name: value for name, value in values.items() if name not in _WITHOUT_EFFECT}
         if "depth" in values:  # of earlier versions, which had ResNets alone
             values["model"] = f"resnet{values.pop('depth')}"
-        known = {field.name for field in dataclasses.fields(cls)}
-        for name in values:
-            if name not in known:
-                raise TrainError(f"its run had the option {option_name(name)}, which this version of the program "
-                                 "does not know: use the version that the run was made with")
+        check_known(values, cls)
         fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
         return cls(**fields)
+
+
+def check_known(values: Mapping[str, Any], options: type) -> None:
+    """Raise TrainError for an option that the dataclass `options` has not: another version has written it."""
+    known = {field.name for field in dataclasses.fields(options)}
+    for name in values:
+        if name not in known:
+            raise TrainError(f"its run had the option {option_name(name)}, which this version of the program does not "
+                             "know: use the version that the run was made with")
 
 
 # Options of earlier versions that changed no result, which checkpoints of then may have.
@@ -109,8 +130,8 @@ def default_warmup(default: Config, epochs: int) -> float:
 
 def changes(before: Config, now: Config) -> list[str]:
     """The options that differ where a run goes on, with both values, those of a session left out."""
-    return [f"{option_name(name)} {shown(value)} (before: {shown(getattr(before, name))})"
-            for name, value in vars(now).items() if value != getattr(before, name) and name not in OF_A_SESSION]
+    return [f"{option_name(name)} {shown(value)} (before: {shown(before.chosen[name])})"
+            for name, value in now.chosen.items() if value != before.chosen[name] and name not in OF_A_SESSION]
 
 
 # --- what goes together ---

@@ -472,7 +472,7 @@ class Trainer:
         return TrainError(
             f"{self.skipped_in_a_row} steps in a row have changed no weight, since gradients are not finite even at a "
             f"loss scale of 1 (step {self.progress.step}, epoch {self.progress.epoch + 1}){saved}: go on with --dtype "
-            f"bfloat16, or begin anew with a lower --learning-rate (now {self.config.learning_rate:g} per 256 images)",
+            f"bfloat16, or begin anew with a lower --learning-rate (now {self.config.shown_rate})",
             on_all_ranks=True,
         )
 
@@ -481,7 +481,7 @@ class Trainer:
         saved = f"the last good checkpoint is {self.last_saved}" if self.last_saved else "there is no checkpoint yet"
         return TrainError(
             f"the loss is no finite number any more ({steps}, epoch {self.progress.epoch + 1}); {saved}: "
-            f"lower --learning-rate (now {self.config.learning_rate:g} per 256 images) or lengthen --warmup-epochs",
+            f"{self.config.calmer}",
             on_all_ranks=True,
         )
 

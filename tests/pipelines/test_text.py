@@ -88,6 +88,8 @@ def test_shards_and_positions() -> None:
     again = loader(tokens)
     again.restore(state)
     assert np.array_equal(next(iter(again)).data.asnumpy(), expected)
+    with pytest.raises(DataError, match="belongs to sequences 3, but this loader has 6; resume with the same text, "):
+        loader(tokens, shard=(0, 2)).restore(state)
 
 
 def test_what_is_too_short() -> None:
@@ -107,4 +109,5 @@ def test_generated_text_has_the_perplexity_that_it_says(seed: int) -> None:
     for word, following in itertools.pairwise(words):
         follow[word][following] += 1
     cost = -sum(count * math.log(count / counts.total()) for counts in follow.values() for count in counts.values())
-    assert 0.99 < math.exp(cost / (len(words) - 1)) / floor < 1.005
+    # Its standard deviation is 0.0028 (150 seeds).
+    assert 0.985 < math.exp(cost / (len(words) - 1)) / floor < 1.015

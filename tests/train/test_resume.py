@@ -16,6 +16,7 @@ import pytest
 
 from graph_passes.executors.mxnet import MXNetExecutor
 from train import checkpoint, loop
+from train.commands import session
 from train.loop import Trainer
 from train.processes.invocation import python
 from train.reporting.metrics import RunRecord
@@ -385,3 +386,16 @@ def test_another_global_batch(tiny_options, tmp_path, run_train):
     expected = [peak * (1 + np.cos(np.pi * k / 6)) / 2 for k in range(2, 6)]  # 2 epochs of 3 steps, 2 of them done
     np.testing.assert_allclose(rates[-4:], expected, rtol=1e-6)
     assert checkpoint.load(checkpoint.find(str(folder))).progress.step == 3 + 4
+
+
+def test_rank_0_of_an_elastic_run_has_moved_to_a_machine_without_its_folder(tiny_options, tmp_path, run_train,
+                                                                            monkeypatch):
+    """Where the machines share no disk, its report begins anew: it is told."""
+    assert run_train("--output", tmp_path / "run", *tiny_options, "--max-steps", "3")[0] == 0
+    monkeypatch.setattr(session, "is_elastic", lambda: True)
+    go_on = ("--resume", tmp_path / "run", "--max-steps", "4", "--output")
+    code, out, err = run_train(*go_on, tmp_path / "other")
+    assert code == 0, err
+    assert (f"{tmp_path / 'other'} holds nothing of this run here: its report begins anew after step 3; give --output "
+            "a folder that the machines share\n") in out
+    assert "begins anew" not in run_train(*go_on, tmp_path / "run")[1]

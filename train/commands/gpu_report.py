@@ -1,6 +1,6 @@
 """The command gpu-report: what this GPU can do, as buyers compare GPUs; and such reports side by side.
 
-Each section's figures are written to report.json when it has ended, so the same command goes on where it was stopped.
+Each figure is written to report.json once it is measured, so the same command goes on where it was stopped or killed.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import importlib
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,18 +62,25 @@ def main(values: Mapping[str, Any]) -> None:
         left = max(0.0, ends_at - time.monotonic())
         seconds = left * SECTIONS[name] / ahead  # what the sections before have not needed is shared
         bench = Bench(placement, report.device, folder, seconds, wanted.data, wanted.target_accuracy,
-                      wanted.price_per_hour, report.sections.get(name, Section(())))
+                      wanted.price_per_hour, report.sections.get(name, Section(())),
+                      save=partial(_write, report, folder, name))
         with ending_with("stopped: repeat the command to go on"):
             try:
                 section = importlib.import_module(f"train.gpu_report.{name}").measure(bench)
-            except BaseException:  # a signal too: the next start goes on with what has been found
-                report.with_section(name, replace(bench.found(), complete=False)).write(folder / FILE)
+            except BaseException:  # a signal too
+                bench.keep()  # what is left out, and why
                 raise
         print(f"== {name}: {section.seconds:.0f} s", flush=True)
-        report = report.with_section(name, section)
-        report.write(folder / FILE)
+        report = _write(report, folder, name, section)
     gpu_report.write(folder, report)
     print(f"report: {folder / 'report.md'}, {folder / 'report.html'}, {folder / FILE}")
+
+
+def _write(report: Report, folder: Path, name: str, section: Section) -> Report:
+    """The report with that section, in the folder too. Raises UserError where it cannot be written."""
+    report = report.with_section(name, section)
+    report.write(folder / FILE)
+    return report
 
 
 def _done(report: Report) -> set[str]:

@@ -7,7 +7,7 @@ import json
 import logging
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -22,17 +22,18 @@ from train import checkpoint, demonstration, devices
 from train.build import SAMPLES_FOLDER, evaluated_images
 from train.checkpoint import Checkpoint
 from train.config import CONFIG_FILE, Config
-from train.errors import TrainError
+from train.errors import LostProcessError, TrainError
 from train.loop import Trainer
 from train.optimizer import ema_in_use
 from train.options.data import SAMPLES, SYNTHETIC
 from train.options.run import LIST_PRESETS
-from train.processes.distributed import Workers
+from train.processes.distributed import Workers, drain_engine, is_elastic
 from train.processes.invocation import python
 from train.processes.pulse import Activity, pulse
+from train.processes.signals import StoppedBySignal
 from train.reporting import predictions
 from train.reporting.inspection import describe, predict_some
-from train.reporting.metrics import VALIDATION
+from train.reporting.metrics import IMAGES, METRICS_FILE, VALIDATION
 from train.reporting.recorder import Recorder
 from train.reporting.report import write_report
 
@@ -47,6 +48,19 @@ def name_preset(config: Config, values: Mapping[str, Any], workers: Workers) -> 
         recipe = f"{most}{config.epochs} epoch{'s' * (config.epochs > 1)} at {config.image_size} pixels"
         print(f"preset {config.config}: {recipe} (--config takes another one, --config {LIST_PRESETS} lists them)",
               flush=True)
+
+
+def checkpoint_to_resume(values: Mapping[str, Any]) -> Path | None:
+    """The file that --resume means; None: a run begins. Raises TrainError."""
+    place = values.get("resume")
+    if place and place != AUTO and values.get("weights"):
+        raise TrainError(f"--weights {values['weights']} begins a run, and --resume {place} goes on with one, whose "
+                         "weights it has: leave out one of them")
+    if place == AUTO:
+        if "output" not in values:
+            raise TrainError("--resume auto needs --output with the folder of the run; or give --resume that folder")
+        return checkpoint.in_folder(Path(values["output"]))
+    return checkpoint.find(place) if place else None
 
 
 def run_folder_of(config: Config, resumed_file: Path | None = None) -> Path:
@@ -86,6 +100,7 @@ def open_recorder(trainer: Trainer, num_epochs: int | None, warmup_steps: int = 
     """Make the run's folder with the recorder in it, and its config.json. Raises TrainError where that fails."""
     make_lasting()  # what cannot be printed costs no run
     config, workers, progress = trainer.config, trainer.workers, trainer.progress
+    is_apart = is_elastic() and progress.step > 0 and not (trainer.run_folder / METRICS_FILE).exists()
     recorder = Recorder(
         trainer.run_folder,
         config=config.to_dict(),
@@ -103,6 +118,9 @@ def open_recorder(trainer: Trainer, num_epochs: int | None, warmup_steps: int = 
     )
     if workers.rank == 0:  # once the recorder has the folder for itself
         _write_config(trainer)
+    if is_apart:
+        recorder.say(f"{trainer.run_folder} holds nothing of this run here: its report begins anew after step "
+                     f"{progress.step}; give --output a folder that the machines share")
     if trainer.all_reduce:
         recorder.say(workers.describe(trainer.all_reduce))
     return recorder
@@ -113,7 +131,33 @@ def _write_config(trainer: Trainer) -> None:
     files.write(trainer.run_folder / CONFIG_FILE, content)
 
 
-def check_complete(trainer: Trainer, recorder: Recorder) -> None:
+def train(trainer: Trainer, note: Callable[[Trainer, Recorder], None]) -> None:
+    """Train to the end, record it in the run's folder, and write the report; `note` tells the recorder what there is to
+    know before the first step. Raises UserError and StoppedBySignal."""
+    trainer.join()
+    with trainer.workers.agreement():
+        recorder = open_recorder(trainer, trainer.config.epochs)
+    try:
+        with recorder:
+            note(trainer, recorder)
+            trainer.run(recorder)
+            if trainer.config.data != SYNTHETIC:  # which is made once and costs nothing
+                recorder.loader_speed(measure_loader(trainer.train_loader, trainer.workers))
+    except StoppedBySignal:
+        report(recorder, trainer.run_folder)
+        raise
+    report(recorder, trainer.run_folder, trainer)
+    _check_complete(trainer, recorder)
+
+
+def lost_process(trainer: Trainer) -> LostProcessError:
+    """What ends a run that has lost the connection to another of its processes."""
+    drain_engine()
+    return LostProcessError("the connection to another process of this run is lost; go on from the last checkpoint, if "
+                            f"there is one, with: {trainer.go_on}")
+
+
+def _check_complete(trainer: Trainer, recorder: Recorder) -> None:
     """Raise ProgramError where somebody has removed files of the run while it went on."""
     if recorder.enabled and not (trainer.run_folder / CONFIG_FILE).exists():
         recorder.all_removed.append(CONFIG_FILE)
@@ -172,4 +216,4 @@ def _write_report(recorder: Recorder, run_folder: Path, trainer: Trainer | None)
 def has_predictions(trainer: Trainer, recorder: Recorder) -> bool:
     """Whether the run has validated images that somebody can look at."""
     validated = any(row.evaluation for row in recorder.record.epochs)
-    return validated and trainer.config.data != SYNTHETIC
+    return validated and trainer.config.data != SYNTHETIC and recorder.record.examples == IMAGES

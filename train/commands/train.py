@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -17,24 +16,18 @@ from train import checkpoint, demonstration, devices
 from train.build import build_executor, check_memory, class_weights, join_bn_group, open_split
 from train.checkpoint import Checkpoint
 from train.commands.session import (
-    AUTO,
-    check_complete,
-    measure_loader,
+    checkpoint_to_resume,
+    lost_process,
     name_preset,
     of_network,
-    open_recorder,
     prepare,
-    report,
     run_folder_of,
+    train,
 )
 from train.config import Config, configure
-from train.errors import LostProcessError, TrainError
 from train.loop import Trainer
-from train.options.data import SYNTHETIC
 from train.presets import load_preset
-from train.processes.distributed import Workers, drain_engine, is_elastic, is_lost_process
-from train.processes.invocation import launcher
-from train.processes.signals import StoppedBySignal
+from train.processes.distributed import Workers, is_elastic, is_lost_process
 from train.reporting.metrics import TRAINING_IMAGES
 from train.reporting.recorder import Recorder
 from train.schedule import image_sizes
@@ -66,16 +59,13 @@ def main(values: Mapping[str, Any]) -> None:
     beginning = begin(values, workers)
     with open_trainer(beginning, workers) as (trainer, bn_group):
         try:
-            train(trainer)
+            train(trainer, _note)
         except Exception as error:
             if not is_lost_process(error):
                 raise
             if bn_group:
                 bn_group.give_up()  # the GPU would wait for the lost one
-            drain_engine()
-            folder = shlex.quote(str(beginning.run_folder))
-            raise LostProcessError("the connection to another process of this run is lost; go on from the last "
-                                   f"checkpoint, if there is one, with: {launcher()} --resume {folder}") from None
+            raise lost_process(trainer) from None
 
 
 def _elastic_session(values: Mapping[str, Any], state: RunState) -> None:
@@ -86,13 +76,13 @@ def _elastic_session(values: Mapping[str, Any], state: RunState) -> None:
         state.beginning = begin(values, workers)
     with open_trainer(state.beginning, workers, state.executor, state.commit) as (trainer, _):
         state.capture, state.executor = trainer.capture, trainer.executor
-        train(trainer)
+        train(trainer, _note)
 
 
 def begin(values: Mapping[str, Any], workers: Workers) -> Beginning:
     """A new run, or one that is gone on with. A collective operation; raises TrainError."""
     with workers.agreement():
-        file = _checkpoint_to_resume(values)
+        file = checkpoint_to_resume(values)
         if not file:
             default = devices.default_config(values, workers.local_rank)
             weights = read_weights(values["weights"], values.get("model", "")) if values.get("weights") else None
@@ -105,22 +95,9 @@ def begin(values: Mapping[str, Any], workers: Workers) -> Beginning:
         return Beginning(config, run_folder_of(config, file), start)
 
 
-def _checkpoint_to_resume(values: Mapping[str, Any]) -> Path | None:
-    place = values.get("resume")
-    if place and place != AUTO and values.get("weights"):
-        raise TrainError(f"--weights {values['weights']} begins a run, and --resume {place} goes on with one, whose "
-                         "weights it has: leave out one of them")
-    if place == AUTO:
-        if "output" not in values:
-            raise TrainError("--resume auto needs --output with the folder of the run; or give --resume that folder")
-        return checkpoint.in_folder(Path(values["output"]))
-    return checkpoint.find(place) if place else None
-
-
 def _resumed_config(file: Path, start: Checkpoint) -> Config:
     """The configuration of the run that is gone on with, less its limits, which were those of that session."""
-    output = str(file.parent.parent) if file.parent.name == checkpoint.FOLDER else ""
-    return replace(start.config, output=output, max_steps=0, time_limit=0.0)
+    return replace(start.config, output=checkpoint.run_folder(file), max_steps=0, time_limit=0.0)
 
 
 @contextlib.contextmanager
@@ -170,25 +147,12 @@ def open_trainer(
         yield trainer, bn_group
 
 
-def train(trainer: Trainer) -> None:
-    """Train to the end, record it in the run's folder, and write the report. Raises UserError and StoppedBySignal."""
-    trainer.join()
-    with trainer.workers.agreement():
-        recorder = open_recorder(trainer, trainer.config.epochs)
-    try:
-        with recorder:
-            _note_origin(trainer, recorder)
-            _note_frozen(trainer, recorder)
-            _note_memory(trainer, recorder)
-            _note_data(trainer, recorder)
-            trainer.run(recorder)
-            if trainer.config.data != SYNTHETIC:  # which is made once and costs nothing
-                recorder.loader_speed(measure_loader(trainer.train_loader, trainer.workers))
-    except StoppedBySignal:
-        report(recorder, trainer.run_folder)
-        raise
-    report(recorder, trainer.run_folder, trainer)
-    check_complete(trainer, recorder)
+def _note(trainer: Trainer, recorder: Recorder) -> None:
+    """What there is to know about the run before its first step."""
+    _note_origin(trainer, recorder)
+    _note_frozen(trainer, recorder)
+    _note_memory(trainer, recorder)
+    _note_data(trainer, recorder)
 
 
 def _note_origin(trainer: Trainer, recorder: Recorder) -> None:

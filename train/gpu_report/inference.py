@@ -21,14 +21,24 @@ def measure(bench: Bench) -> Section:
     """All precisions; those for which no time is left, and batches that do not fit, are noted."""
     config = Config(model=f"resnet{DEPTH}", image_size=IMAGE_SIZE)
     for precision, chosen in precisions(config, bench.placement, is_chosen=False).items():
-        if bench.has(named(DEPTH), "batch ", precision) or not bench.has_time(precision):
+        missing = _missing(bench, precision)
+        if not missing or not bench.has_time(precision):
             continue
-        sizes = GPU_BATCHES if bench.on_gpu else CPU_BATCHES
-        points = list(sweep(precision, chosen, bench.placement, CLASSES, sizes, SECONDS))  # which it prints
-        bench.figures += map(_figure, points)
-        for batch in set(sizes) - {point.batch for point in points}:
+        for point in sweep(precision, chosen, bench.placement, CLASSES, missing, SECONDS):  # which prints it
+            bench.keep(_figure(point))
+        for batch in _missing(bench, precision):
             bench.leave_out(f"{precision} with batch {batch}", "there is no room for it in memory")
     return bench.found()
+
+
+def _missing(bench: Bench, precision: str) -> list[int]:
+    """The batches that are not measured yet, the smallest first."""
+    found = {figure.size for figure in bench.figures if figure.precision == precision}
+    return [batch for batch in (GPU_BATCHES if bench.on_gpu else CPU_BATCHES) if _size(batch) not in found]
+
+
+def _size(batch: int) -> str:
+    return f"batch {batch}"
 
 
 def _figure(point: Point) -> Figure:
@@ -37,6 +47,6 @@ def _figure(point: Point) -> Figure:
     limit = "" if error < PRECISION else f"ended after {passes.sum() / 1e3:.3g} s and {len(passes)} timings"
     more = {"latency_p50_ms": point.p50, "latency_p90_ms": point.p90, "memory_gib": point.memory_gib,
             "joules_per_image": point.joules_per_image, "watts": point.watts, "sm_mhz": point.sm_mhz}
-    return Figure(named(DEPTH), f"batch {point.batch}", point.precision, point.images_per_sec, "images/sec",
+    return Figure(named(DEPTH), _size(point.batch), point.precision, point.images_per_sec, "images/sec",
                   error if math.isfinite(error) else None, limit,
                   {name: value for name, value in more.items() if value is not None and math.isfinite(value)})

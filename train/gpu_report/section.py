@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,8 +30,8 @@ class Task(NamedTuple):
 
 @dataclass
 class Bench:
-    """Where and how long a section measures; `add` and `leave_out` collect what it finds. Where its time was over, the
-    next start goes on with what it has found: `begun`.
+    """Where and how long a section measures; `add`, `keep` and `leave_out` collect what it finds. Where its time was
+    over, or it was stopped or killed, the next start goes on with what it has found: `begun`.
 
     Args:
         placement: the device, and what computes on it.
@@ -41,6 +41,7 @@ class Bench:
         data: CIFAR-10 in any form that the loader reads; "" where it is not given.
         target_accuracy: top-1 that time and cost are counted to, as a fraction.
         price_per_hour: of the machine, in any currency; 0: not known.
+        save: writes down the section as far as it has come. Raises UserError.
     """
 
     placement: Placement
@@ -51,6 +52,7 @@ class Bench:
     target_accuracy: float = 0.0
     price_per_hour: float = 0.0
     begun: Section = field(default_factory=lambda: Section(()))
+    save: Callable[[Section], object] = lambda section: None
     clock: Callable[[], float] = time.monotonic
     left_out: dict[str, list[str]] = field(default_factory=dict)  # what, by the reason
 
@@ -83,13 +85,18 @@ class Bench:
 
     def add(self, *figures: Figure) -> None:
         """Keep them, and print a line for each."""
+        self.keep(*figures)
         for figure in figures:
-            self.figures.append(figure)
             error = f" +/- {figure.error:.1%}" if figure.error is not None else ""
             limit = f" ({figure.limit})" if figure.limit else ""
             name = ", ".join(filter(None, (figure.what, figure.size, figure.precision)))
             value = format(figure.value, ",.0f" if figure.value >= 1000 else ".4g")
             print(f"  {name}: {value} {figure.unit}{error}{limit}", flush=True)
+
+    def keep(self, *figures: Figure) -> None:
+        """With what was found before, on the disk too: whatever ends the program, the next start has them."""
+        self.figures += figures
+        self.save(replace(self.found(), complete=False))
 
     def time(self, task: Task) -> None:
         """Do it, unless it is done, and add what it finds; or leave it out."""

@@ -9,7 +9,6 @@ from train.options.limits import AT_LEAST_1, FRACTION, NOT_NEGATIVE, Limit
 
 DEFAULT_PRESET = "cpu_sample"
 LIST_PRESETS = "?"  # value of `config` that asks which presets there are
-LANGUAGE_MODEL = "language_model"  # what `config` is in a run of `language-model`
 MAX_BN_GROUP = 16  # GPUs; of the kernels in which they write to each other
 
 

@@ -17,8 +17,8 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from horovod.common.elastic import State, run_fn
 from horovod.common.exceptions import HorovodInternalError
@@ -33,6 +33,21 @@ from train.processes.pulse import pulse
 from train.processes.worker import WAY_OUT
 
 
+class Member(NamedTuple):
+    """What a process tells the others when they have found each other."""
+
+    host: str
+    pid: int
+    knows: bool  # the run's state
+    commits: int  # so far
+    fault: str  # that has ended its latest session; "": something else has, or there was none
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """That no other process has."""
+        return self.host, self.pid
+
+
 class RunState(State):  # type: ignore[misc]  # Horovod is untyped
     """What a process takes from one session into the next. `commit()` keeps the trainer's state in memory, then looks
     whether processes have come or gone: all raise HostsUpdatedInterrupt if so, which ends the session."""
@@ -42,7 +57,8 @@ class RunState(State):  # type: ignore[misc]  # Horovod is untyped
         self.beginning: Any = None  # `Beginning` that the next session starts from; None: as the first one does
         self.executor: Executor | None = None  # kept: its batch stays, and compiled steps are not thrown away
         self.capture: Callable[[], Checkpoint]  # of the session's trainer
-        self.fault = ""  # that has ended the latest session; "": something else has
+        self.fault = ""  # as in `Member`
+        self.members: list[Member] = []  # of the latest session, by rank
 
     def save(self) -> None:
         """Part of `commit`."""
@@ -59,15 +75,54 @@ class RunState(State):  # type: ignore[misc]  # Horovod is untyped
         self.fault = str(sys.exc_info()[1]).strip().rpartition("\n")[2]  # of MXNet's traces the last line says it
 
     def sync(self) -> None:
-        """A process that joins takes over what rank 0 has, which is never one that joins."""
+        """A process that joins takes over what the first one has that knows the run's state; what becomes of the run
+        after a fault is told. Raises TrainError, as `run`."""
         with _losses_named():
-            self.beginning = self._bcast_object(self.beginning)
+            own = Member(socket.gethostname(), os.getpid(), self.beginning is not None, pulse.commits, self.fault)
+            before, self.members, self.fault = self.members, _gather(own), ""
+            happened = _what_happened(before, self.members)
+            knowing = [rank for rank, member in enumerate(self.members) if member.knows]
+            self.beginning = _broadcast(self.beginning, min(knowing, default=0))
+        if happened and hvd.rank() == 0:
+            committed = getattr(self.beginning, "checkpoint", None)
+            step = f", step {committed.progress.step}" if committed else ""
+            where = f"going on from the last commit{step}"
+            if max(member.commits for member in self.members) < 2:
+                where = "beginning again where the run began: nothing it trained was committed yet (--commit-every)"
+            print(f"{happened}; {where}", file=sys.stderr, flush=True)
 
 
-def _broadcast(value: Any) -> Any:
-    """Rank 0's, on every rank."""
+def _what_happened(before: Sequence[Member], now: Sequence[Member]) -> str:
+    """Where a fault has ended the session of the members `before`, what it was; "" where there was none, or our own
+    launcher tells it. Raises TrainError, as `run`."""
+    fault = next((member.fault for member in now if member.fault), "")
+    if not fault:
+        return ""
+    commits = {member.place: member.commits for member in before}
+    processes = f"{len(before)} process{'es' * (len(before) > 1)}"
+    if lost := sorted(commits.keys() - {member.place for member in now}):
+        names = ", ".join(f"process {pid} on {host}" for host, pid in lost)
+        are = "is" if len(lost) == 1 else "are"
+        return "" if pulse.is_watched else f"{len(lost)} of {processes} {are} lost ({names})"
+    sentence = f"an operation among the {processes} failed, though none of them was lost ({fault})"
+    # The first commit of a session is what it began with.
+    has_committed = any(member.commits > commits.get(member.place, 0) + 1 for member in now)
+    if not has_committed and len(now) == len(before):
+        raise TrainError(f"{sentence}, so the run ends: see that each has a GPU of its own and reaches the others "
+                         f"(NCCL_DEBUG=WARN says more); {WAY_OUT}", on_all_ranks=True)
+    return sentence
+
+
+def _gather(value: Any) -> list[Any]:
+    """The values of all ranks, on every rank, by rank."""
     pulse.begin_collective()
-    return hvd.broadcast_object(value, name="elastic")
+    return hvd.allgather_object(value, name="elastic members")
+
+
+def _broadcast(value: Any, rank: int = 0) -> Any:
+    """That of one rank, on every rank."""
+    pulse.begin_collective()
+    return hvd.broadcast_object(value, root_rank=rank, name="elastic")
 
 
 @contextlib.contextmanager
@@ -85,7 +140,6 @@ def run(session: Callable[[RunState], None]) -> None:
     """Call `session` in this process, and again after each change, until it returns. Raises whatever else it raises,
     and TrainError where it fails though no process was lost, with nothing trained and committed: it would for ever."""
     connections = _join()
-    own, commits = RunState(), pulse.commits  # of a session the first commit is what it began with
 
     def guarded(state: RunState) -> None:
         try:
@@ -95,35 +149,19 @@ def run(session: Callable[[RunState], None]) -> None:
             drain_engine()
 
     def reset() -> None:
-        nonlocal connections, commits
+        nonlocal connections
         _hang_up(connections)
         hvd.shutdown()
-        fault, own.fault = own.fault, ""
-        connections = _join(fault, pulse.commits > commits + 1)
-        commits = pulse.commits
+        connections = _join()
 
-    run_fn(guarded, reset)(own)
+    run_fn(guarded, reset)(RunState())
 
 
-def _join(fault: str = "", has_committed: bool = False) -> dict[int, str]:
-    """Become one of the processes that the launcher wants now; returns the connections made for that, by descriptor.
-
-    Args:
-        fault: that has ended the session before.
-        has_committed: whether that one has committed anything that it trained.
-
-    Raises TrainError, as `run`.
-    """
+def _join() -> dict[int, str]:
+    """Become one of the processes that the launcher wants now; returns the connections made for that, by descriptor."""
     if pulse.is_watched:  # by our own launcher; under horovodrun, Horovod gives out the ranks
         rank, size = map(str, pulse.wait_for_place())
         os.environ.update(HOROVOD_RANK=rank, HOROVOD_SIZE=size, HOROVOD_CROSS_RANK=rank, HOROVOD_CROSS_SIZE=size)
-        if fault and pulse.is_unchanged:
-            sentence = f"an operation among the {size} processes failed, though none of them was lost ({fault})"
-            if not has_committed:
-                raise TrainError(f"{sentence}, so the run ends: see that each has a GPU of its own and reaches the "
-                                 f"others (NCCL_DEBUG=WARN says more); {WAY_OUT}", on_all_ranks=True)
-            if rank == "0":
-                print(f"{sentence}; going on from the last commit", file=sys.stderr, flush=True)
     before = _sockets()
     workers = Workers()
     pulse.lose_pace()

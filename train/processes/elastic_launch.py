@@ -212,13 +212,12 @@ class ElasticRun:
             return
         # Those that know the run's state come first: rank 0 tells it to the others.
         knowing = [worker for worker in self._members if worker in waiting]
-        unchanged = len(knowing) == len(waiting) == len(self._members)
         self._members = knowing + [worker for worker in waiting if worker not in knowing]
         self._generation += 1
         self._server.init(list(self._ranks().values()))
         for rank, worker in enumerate(self._members):
             record = self._record(worker)
-            record.rank, record.size, record.unchanged, record.recalled = rank, len(self._members), unchanged, 0
+            record.rank, record.size, record.recalled = rank, len(self._members), 0
             record.activity = Activity.JOINING  # at once: it may be lost before it says so itself
             record.generation = self._generation
 

@@ -75,8 +75,7 @@ class Record(ctypes.Structure):
         # Of an elastic run, written by the launcher:
         ("rank", ctypes.c_uint32),
         ("size", ctypes.c_uint32),
-        ("unchanged", ctypes.c_uint32),  # 1: nobody has left or joined since the ranks before
-        ("generation", ctypes.c_uint32),  # counts changes of the three above, which it follows
+        ("generation", ctypes.c_uint32),  # counts changes of the two above, which it follows
         ("recalled", ctypes.c_uint32),  # 1: others wait to join at the next commit
         ("stops", ctypes.c_uint32),  # 1: somebody has asked to stop, perhaps in a session that a loss has ended
     )
@@ -91,7 +90,6 @@ class Record(ctypes.Structure):
     commits: int
     rank: int
     size: int
-    unchanged: int
     generation: int
     recalled: int
     stops: int
@@ -163,11 +161,6 @@ class Pulse:
     def commits(self) -> int:
         """How many this process has counted."""
         return self._record.commits
-
-    @property
-    def is_unchanged(self) -> bool:
-        """Of an elastic run: whether the processes that it joins are those that it was one of before."""
-        return bool(self._record.unchanged)
 
     @property
     def is_recalled(self) -> bool:

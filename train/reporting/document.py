@@ -7,6 +7,7 @@ import html
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,11 @@ class Table:
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
     folded: str = ""  # title under which HTML hides a long table
+
+
+def duration(seconds: float) -> str:
+    """A time for people: seconds below a minute, else hours, minutes and seconds."""
+    return str(timedelta(seconds=round(seconds))) if seconds >= 60 else f"{seconds:.1f} s"
 
 
 Block = Heading | Text | Code | Plot | Tiles | Table

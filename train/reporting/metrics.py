@@ -18,12 +18,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from train.errors import TrainError
+from train.options.language_model import LANGUAGE_MODEL
 from train.reporting.gpu_monitor import GpuReadings
 
 SCHEMA = 1
 METRICS_FILE = "metrics.jsonl"  # in a run's output folder
 
 UNITS = {
+    "images": "of a language model's run: words",
     "time": "s since the start of the run, summed over its sessions",
     "step": "optimizer steps done since the start of the run",
     "epoch": "epochs, counted from 1",
@@ -52,8 +54,11 @@ UNITS = {
 }
 
 
+IMAGES, WORDS = "images", "words"  # what the examples of a run are: words those of a language model
+
+
 class Speed(NamedTuple):
-    """Images/sec of a series of steps: mean, standard error of the mean, jitter; a single step has only the first."""
+    """Examples/sec of a series of steps: mean, standard error of the mean, jitter; a single step has only the first."""
 
     mean: float
     uncertainty: float | None
@@ -67,7 +72,7 @@ class Speed(NamedTuple):
         return f"+/- {self.uncertainty:,.1f} (jitter = {self.jitter:,.1f})"
 
     def __str__(self) -> str:
-        return f"images/sec: {self.mean:.1f} {self.spread.replace(',', '')}"
+        return f"{self.mean:.1f} {self.spread.replace(',', '')}"
 
 
 def speed(step_ms: Sequence[float] | np.ndarray, images_per_step: int) -> Speed:
@@ -88,6 +93,20 @@ def speed(step_ms: Sequence[float] | np.ndarray, images_per_step: int) -> Speed:
         uncertainty=float(speeds.std() / math.sqrt(len(speeds))),
         jitter=float(1.4826 * np.median(np.abs(speeds - np.median(speeds)))),
     )
+
+
+def perplexity(loss: float) -> float:
+    """Of a language model with this mean loss of a word, in nats: exp of it; infinite where a float has no room."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+def shown_perplexity(loss: float) -> str:
+    """The same for people: of one that has diverged, no more than its size."""
+    value = perplexity(loss)
+    return f"{value:,.2f}" if value < 1e6 else f"{value:.1e}"
 
 
 VALIDATION, TRAINING_IMAGES = "validation", "training images"
@@ -191,6 +210,11 @@ class RunRecord:
     gpu_curve: list[GpuPoint] = field(default_factory=list)  # empty without a GPU
     events: list[dict[str, Any]] = field(default_factory=list)  # checkpoints, bad images, resumes, ...: {"event": ...}
     schema: int = SCHEMA
+
+    @property
+    def examples(self) -> str:
+        """What is counted as images in all names here: IMAGES, or the WORDS of a language model."""
+        return WORDS if self.config.get("config") == LANGUAGE_MODEL else IMAGES
 
     def speed(self) -> Speed:
         """Speed of the whole run, waits for the loader included, warm-up, validation and checkpoints excluded."""

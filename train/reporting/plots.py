@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from train.reporting.metrics import VALIDATION, Evaluation, RunRecord, accuracy_of
+from train.reporting.metrics import VALIDATION, Evaluation, RunRecord, accuracy_of, perplexity
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from train.reporting.predictions import Predictions
 
+PERPLEXITY_ROOM = 1.5  # times the highest one in validation: what is above is cut off
 MAX_POINTS = 1500  # more than a plot has pixels for: longer series are drawn as medians of equal parts
 
 
@@ -57,13 +58,13 @@ DARK = Theme(
 
 
 def throughput(record: RunRecord, theme: Theme) -> bytes:
-    """Images/sec of every step over training time, with its running median and the warm-up greyed."""
+    """Images/sec (words/sec) of every step over training time, with its running median and the warm-up greyed."""
     speeds = record.images_per_step / (np.asarray(record.step_ms) / 1e3)
     hours = np.cumsum(record.step_ms) / 3.6e6
     unit, scale = _time_unit(hours[-1])
     counted = np.zeros(len(speeds), dtype=bool)
     counted[record.counted_steps] = True
-    figure, axes = _figure_with_axes(theme, "Throughput", f"training time ({unit})", "images/sec")
+    figure, axes = _figure_with_axes(theme, "Throughput", f"training time ({unit})", f"{record.examples}/sec")
     x, y = _thin(hours[counted] * scale, speeds[counted])
     dots: dict[str, Any] = {"marker": "o", "markersize": 2.5, "linestyle": "none", "markeredgewidth": 0}
     axes.plot(x, y, color=theme.series[0], alpha=0.35, label="one step" if len(x) == counted.sum() else "steps", **dots)
@@ -79,7 +80,7 @@ def throughput(record: RunRecord, theme: Theme) -> bytes:
 
 def loss(record: RunRecord, theme: Theme) -> bytes:
     """Training loss by epoch, and that of validation where there is one."""
-    figure, axes = _figure_with_axes(theme, "Loss", "epoch", "nats per image")
+    figure, axes = _figure_with_axes(theme, "Loss", "epoch", f"nats per {record.examples[:-1]}")
     x, y = _thin(np.array([p.epoch for p in record.loss_curve]), np.array([p.loss for p in record.loss_curve]))
     axes.plot(x, y, color=theme.series[0], linewidth=1.6, label="training")
     for images, points in _evaluations(record).items():
@@ -87,7 +88,7 @@ def loss(record: RunRecord, theme: Theme) -> bytes:
         axes.plot([epoch for epoch, _ in points], [found.loss for _, found in points], "o-", color=theme.series[1],
                   **_DOTTED, label=label)
     axes.set_ylim(0, 1.08 * axes.dataLim.ymax)
-    axes.set_xlim(left=0)
+    _epochs_from_0(axes)
     _legend(axes, theme)
     return _png(figure, theme)
 
@@ -107,7 +108,29 @@ def accuracy(record: RunRecord, theme: Theme) -> bytes:
             x, y = zip(*known, strict=True)
             axes.plot(x, y, "o-", color=color, label=label, **_DOTTED)
     axes.set_ylim(0, 102)
-    axes.set_xlim(left=0)
+    _epochs_from_0(axes)
+    _legend(axes, theme)
+    return _png(figure, theme)
+
+
+def perplexities(record: RunRecord, best_possible: float | None, theme: Theme) -> bytes:
+    """Perplexity of a language model in training and, after each epoch, in validation; and the best possible one where
+    it is known."""
+    figure, axes = _figure_with_axes(theme, "Perplexity", "epoch", "")
+    x, losses = _thin(np.array([p.epoch for p in record.loss_curve]), np.array([p.loss for p in record.loss_curve]))
+    training = [perplexity(loss) for loss in losses]
+    axes.plot(x, training, color=theme.series[0], linewidth=1.6, label="training")
+    validated = [(row.epoch, perplexity(row.val_loss)) for row in record.epochs if row.val_loss is not None]
+    if validated:
+        axes.plot(*zip(*validated, strict=True), "o-", color=theme.series[1], **_DOTTED, label=VALIDATION)
+    if best_possible:
+        axes.axhline(best_possible, color=theme.muted, linewidth=1.2, linestyle="--", label="best possible")
+    # Training begins with that of guessing, the size of the vocabulary, which would squash all the rest.
+    if validated:
+        top = PERPLEXITY_ROOM * max(value for _, value in validated)
+        lowest = min(*training, *(value for _, value in validated), best_possible or math.inf)
+        axes.set_ylim(lowest - 0.1 * (top - lowest), top)
+    _epochs_from_0(axes)
     _legend(axes, theme)
     return _png(figure, theme)
 
@@ -286,6 +309,14 @@ def _styled(axes: Axes, theme: Theme, title: str, x_label: str, y_label: str) ->
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color(theme.grid)
     return axes
+
+
+def _epochs_from_0(axes: Axes) -> None:
+    """Whole epochs along the axis, where there are some."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_xlim(left=0)
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
 
 
 def _legend(axes: Axes, theme: Theme) -> None:

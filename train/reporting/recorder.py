@@ -110,7 +110,7 @@ class Recorder:
         self._named_bad.update(event["file"] for event in self.record.events if event["event"] in IMAGE_EVENTS)
         self._logs.begin_session(self._place, config, images_per_step=images_per_step, num_processes=num_processes,
                                  warmup_steps=warmup_steps, tensorboard=tensorboard, mlperf=mlperf)
-        self._terminal = Terminal(num_epochs, console)
+        self._terminal = Terminal(num_epochs, console, self.record.examples)
 
     # --- steps ---
 
@@ -331,7 +331,7 @@ class Recorder:
         if self._logs:
             self._logs.close()
         if error is None and len(self.record.counted_steps):
-            self.say(f"total images/sec: {self.record.speed().mean:.1f}")
+            self.say(f"total {self.record.examples}/sec: {self.record.speed().mean:.1f}")
 
     # --- inside ---
 

@@ -9,7 +9,6 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,9 @@ from common import files
 from common.command_line import exit_code_of, given
 from train.errors import TrainError
 from train.options.data import SYNTHETIC
-from train.reporting import classifier, plots, predictions
+from train.reporting import classifier, language_model, plots, predictions
 from train.reporting.classifier import Classifier
-from train.reporting.document import Block, Code, Heading, Plot, Table, Text, Tiles, html_page, markdown
+from train.reporting.document import Block, Code, Heading, Plot, Table, Text, Tiles, duration, html_page, markdown
 from train.reporting.metrics import EVALUATED, METRICS_FILE, TRAINING_IMAGES, VALIDATION, RunRecord, accuracy_of
 from train.reporting.summary import Summary, summarize
 
@@ -36,11 +35,14 @@ def write_report(folder: Path, record: RunRecord) -> Path:
         "throughput.png": lambda theme: plots.throughput(record, theme),
         "time_split.png": lambda theme: plots.time_split(summary.time_split_seconds, theme),
     }
-    if record.loss_curve:
+    known = language_model.facts(record)
+    if known:
+        figures |= language_model.figures(record, known)
+    elif record.loss_curve:
         figures["loss.png"] = lambda theme: plots.loss(record, theme)
     if any(point.power is not None or point.utilization is not None for point in record.gpu_curve):
         figures["gpu.png"] = lambda theme: plots.gpu(record, theme)
-    if record.epochs:
+    if record.epochs and not known:
         figures["accuracy.png"] = lambda theme: plots.accuracy(record, theme)
     shown = predictions.read(folder)
     if shown:
@@ -48,11 +50,14 @@ def write_report(folder: Path, record: RunRecord) -> Path:
     found = classifier.read(folder)
     title, blocks = _contents(record, summary, list(figures), shown.caption if shown else "", found)
     values: dict[str, Any] = {"summary": asdict(summary), **record.to_dict()}
+    if known:
+        values["language_model"] = language_model.to_dict(record, known)
     if found:
         figures |= found.figures
         values["classifier"] = found.to_dict()
     write_pages(folder, title, blocks, figures, values)
-    files.write(folder / "dawnbench.tsv", dawnbench_tsv(record).encode())
+    if not known:
+        files.write(folder / "dawnbench.tsv", dawnbench_tsv(record).encode())
     return folder / "report.md"
 
 
@@ -118,22 +123,27 @@ def _contents(
     record: RunRecord, summary: Summary, figures: Sequence[str], predicted: str, found: Classifier | None
 ) -> tuple[str, list[Block]]:
     """Title and blocks; `predicted` is the caption of the picture of predictions, if there is one."""
-    title = f"{_model(record.config)}, {record.config.get('config', 'run')}: training report"
+    known = language_model.facts(record)
+    name = f"{_model(record.config)}, {record.config.get('config', 'run')}"
+    title = f"{language_model.name(record) if known else name}: training report"
     where = ", ".join(record.hardware.get("gpus") or [record.hardware.get("cpu", "unknown CPU")])
-    tiles = [(f"{summary.total.mean:,.1f}", "images/sec in total")]
-    if summary.best and (best := summary.best.evaluation):
+    tiles = [(f"{summary.total.mean:,.1f}", f"{record.examples}/sec in total")]
+    if known:
+        tiles += language_model.tiles(record, known)
+    elif summary.best and (best := summary.best.evaluation):
         tiles += [(f"{best.top1:.1%}", f"{accuracy_of(best.images)}, epoch {summary.best.epoch}")]
         tiles += [(f"{best.top5:.1%}", "top-5 of the same epoch")]
         if best.balanced_top1 is not None:
             tiles += [(f"{best.balanced_top1:.1%}", "balanced accuracy of the same epoch")]
-    tiles += [(_duration(record.seconds), f"on {record.num_processes} process{'es' * (record.num_processes > 1)}")]
+    tiles += [(duration(record.seconds), f"on {record.num_processes} process{'es' * (record.num_processes > 1)}")]
     if summary.price is not None:
         tiles += [(_amount(summary.price), "price of the run")]
     blocks: list[Block] = [
         Tiles(tiles),
         Text(summary.limit_text),
         *_skipped(record),
-        Text(f"Started {_date(record.start_date)} on {where}, {record.images_per_step} images per step, by:"),
+        Text(f"Started {_date(record.start_date)} on {where}, {record.images_per_step} {record.examples} per step, "
+             "by:"),
         Code(record.command),
     ]
     if predicted:
@@ -153,7 +163,7 @@ def _contents(
         Table(
             ("part", "time", "share"),
             [
-                (name, _duration(seconds), f"{seconds / max(sum(summary.time_split_seconds.values()), 1e-9):.1%}")
+                (name, duration(seconds), f"{seconds / max(sum(summary.time_split_seconds.values()), 1e-9):.1%}")
                 for name, seconds in summary.time_split_seconds.items()
             ],
         ),
@@ -168,7 +178,9 @@ def _contents(
     if mixing := [f"--{name}" for name in ("mixup", "cutmix") if record.config.get(name)]:
         blocks += [Text(f"Training loss and accuracy are those of mixed images ({', '.join(mixing)}), which are harder "
                         "than whole ones.")]
-    if record.epochs:
+    if known:
+        blocks += language_model.blocks(record, known)
+    elif record.epochs:
         blocks += [_epoch_table(record)]
     if found:
         blocks += found.blocks
@@ -202,7 +214,7 @@ def _gpu_blocks(record: RunRecord, summary: Summary, figures: Sequence[str]) -> 
         for name, value, form, what in (
             ("utilisation", summary.gpu_utilization, "{:.0%}", "of the time a kernel was running"),
             ("power", summary.gpu_power, "{:,.0f} W", f"of the GPU{'s' * bool(several)}{several}"),
-            ("energy", summary.joules_per_image, "{:.3g} J", "per image, in training steps"),
+            ("energy", summary.joules_per_image, "{:.3g} J", f"per {record.examples[:-1]}, in training steps"),
             ("memory", summary.gpu_memory, "{:.1f} GiB", "at most, of all programs together"),
             ("clock", summary.gpu_clock, "{:,.0f} MHz", "of the multiprocessors"),
             ("at the power limit", summary.gpu_power_capped, "{:.0%}", "of the time that limit held the clock down"),
@@ -229,13 +241,14 @@ def _throughput_table(record: RunRecord, summary: Summary) -> Table:
     loader = summary.loader_images_per_sec
     how = "synthetic images, nothing to load" if record.config.get("data") == SYNTHETIC else "the loader running alone"
     return Table(
-        ("", "images/sec", ""),
+        ("", f"{record.examples}/sec", ""),
         [
             ("total", f"{total.mean:,.1f}", total.spread),
             ("total, median step", f"{summary.total_median:,.1f}", f"+/- {summary.total_spread:,.1f} (half IQR)"),
             ("compute-only", f"{summary.compute_images_per_sec:,.1f}", "steps without their wait for a batch"),
             ("loader-only", f"{loader:,.1f}" if loader else "not measured", how),
-            ("whole run", f"{summary.whole_run_images_per_sec:,.1f}", "training images over all the time of the run"),
+            ("whole run", f"{summary.whole_run_images_per_sec:,.1f}",
+             f"training {record.examples} over all the time of the run"),
         ],
     )
 
@@ -253,7 +266,7 @@ def _epoch_table(record: RunRecord) -> Table:
         ("epoch", "time", "images/sec", "train loss", "train top-1", *headings),
         [
             (
-                str(row.epoch), _duration(3600 * row.hours), number(row.images_per_sec, ",.1f"),
+                str(row.epoch), duration(3600 * row.hours), number(row.images_per_sec, ",.1f"),
                 number(row.train_loss, ".4f"), number(row.train_top1, ".2%"),
                 *(number(getattr(row, f"{prefix}_{name}"), form) for prefix in prefixes.values()
                   for name, form in (("loss", ".4f"), ("top1", ".2%"), ("top5", ".2%"))),
@@ -266,11 +279,13 @@ def _epoch_table(record: RunRecord) -> Table:
 def _event_table(record: RunRecord) -> Table:
     rows = []
     for event in record.events:
+        if event["event"] == language_model.EVENT:  # which has a table of its own
+            continue
         rest = {key: value for key, value in event.items() if key not in ("event", "time", "step")}
         if "date" in rest:
             rest["date"] = _date(rest["date"])
         what = ", ".join(f"{key.replace('_', ' ')}: {_plain(value)}" for key, value in rest.items())
-        rows.append((_duration(event["time"]), str(event.get("step", "")), event["event"].replace("_", " "), what))
+        rows.append((duration(event["time"]), str(event.get("step", "")), event["event"].replace("_", " "), what))
     return Table(("time", "step", "event", ""), rows, folded=f"{len(rows)} events" if len(rows) > 12 else "")
 
 
@@ -298,10 +313,6 @@ def _plain(value: Any) -> str:
 
 def _date(iso: str) -> str:
     return iso.replace("T", " ").replace("+00:00", " UTC")
-
-
-def _duration(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds))) if seconds >= 60 else f"{seconds:.1f} s"
 
 
 @dataclass(frozen=True)

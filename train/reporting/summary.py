@@ -8,14 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from train.errors import TrainError
-from train.reporting.metrics import EpochRow, RunRecord, Speed
+from train.reporting.metrics import IMAGES, EpochRow, RunRecord, Speed
 
 WAIT_SHARE_THAT_LIMITS = 0.1  # of the step time; used only where the loader's own speed was not measured
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The figures that a report opens with. Throughputs are images/sec of all processes together, warm-up excluded.
+    """The figures that a report opens with. Throughputs are images/sec (words/sec of a language model) of all processes
+    together, warm-up excluded.
 
     Total: steps from asking for the batch to updated parameters. Compute-only: the same without waiting for batches.
     Loader-only: the loader running alone. Whole run: all images over all the time, validation and the rest included.
@@ -56,7 +57,7 @@ def summarize(record: RunRecord) -> Summary:
     quartile1, median, quartile3 = np.percentile(speeds, (25, 50, 75))
     compute = record.images_per_step / (compute_ms.mean() / 1e3)
     wait_share = float(wait_ms.sum() / step_ms.sum())
-    limit, text = what_limits(compute, record.loader_images_per_sec, wait_share)
+    limit, text = what_limits(compute, record.loader_images_per_sec, wait_share, record.examples)
     split = {
         "computation": sum(record.compute_ms) / 1e3,
         "waiting for the loader": sum(record.loader_wait_ms) / 1e3,
@@ -109,7 +110,8 @@ def _gpu_figures(record: RunRecord) -> dict[str, float | None]:
     }
 
 
-def what_limits(compute: float, loader: float | None, wait_share: float) -> tuple[str, str]:
+def what_limits(compute: float, loader: float | None, wait_share: float,
+                examples: str = IMAGES) -> tuple[str, str]:
     """Which of the two is slower, and that in words."""
     waiting = f"steps spend {wait_share:.1%} of their time waiting for a batch"
     if loader is None:
@@ -117,12 +119,13 @@ def what_limits(compute: float, loader: float | None, wait_share: float) -> tupl
             return "loader", f"The loader limits this run: {waiting}."
         return "computation", f"Computation limits this run: {waiting}."
     if loader < compute:
+        advice = " More loader threads, images resized on disk or GPU decoding would help." * (examples == IMAGES)
         return "loader", (
-            f"The loader limits this run: alone it delivers {loader:,.1f} images/sec, and the computation could take "
-            f"{compute:,.1f}; {waiting}. More loader threads, images resized on disk or GPU decoding would help."
+            f"The loader limits this run: alone it delivers {loader:,.1f} {examples}/sec, and the computation could "
+            f"take {compute:,.1f}; {waiting}.{advice}"
         )
     times = loader / compute
     return "computation", (
-        f"Computation limits this run: alone it makes {compute:,.1f} images/sec, and the loader alone delivers "
-        f"{loader:,.1f}, {f'{times:,.0f}' if times > 10 else f'{times:.1f}'} times as many; {waiting}."
+        f"Computation limits this run: alone it makes {compute:,.1f} {examples}/sec, and the loader alone "
+        f"delivers {loader:,.1f}, {f'{times:,.0f}' if times > 10 else f'{times:.1f}'} times as many; {waiting}."
     )

@@ -7,17 +7,19 @@ from datetime import timedelta
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-from train.reporting.metrics import VALIDATION, EpochRow, Speed
+from train.reporting.metrics import IMAGES, VALIDATION, WORDS, EpochRow, Speed, shown_perplexity
 
 
 class Terminal:
     """Prints lines; a terminal gets a progress bar below them, anything else plain lines without control codes.
 
     `num_epochs`: of the whole run; None for a run that ends when its figure is known, whose end nobody can foretell.
+    `examples`: what they are, IMAGES or WORDS.
     """
 
-    def __init__(self, num_epochs: int | None, console: Console | None = None) -> None:
+    def __init__(self, num_epochs: int | None, console: Console | None = None, examples: str = IMAGES) -> None:
         self.num_epochs = num_epochs
+        self.examples = examples
         self.console = console or Console(highlight=False, soft_wrap=True)
         self.progress: Progress | None = None
         self._task: TaskID | None = None
@@ -46,13 +48,13 @@ class Terminal:
     ) -> None:
         """The line of some steps; `time_left` is shown where it is known, and not before the `rate` is, from which it
         follows. `skipped_steps`: of these steps, those that changed no weight."""
-        shown_rate = f"  {rate}" if rate else ""
+        shown_rate = f"  {self.examples}/sec: {rate}" if rate else ""
         shown_loss = f"  loss {loss:.3f}" if loss is not None else ""
         shown_skipped = f"  {skipped_steps} skipped (overflow)" if skipped_steps else ""
         shown_left = f"  time left {time_left}" if rate and time_left else ""
         self.say(f"{place}{shown_rate}{shown_loss}  learning rate {learning_rate:.4g}{shown_skipped}{shown_left}")
         if rate:
-            self._status = f"{rate.mean:.1f} images/sec{shown_left}"  # with name and bar, 80 columns hold it
+            self._status = f"{rate.mean:.1f} {self.examples}/sec{shown_left}"  # with name and bar, 80 columns hold it
         self.show()
 
     def show(self, activity: str = "") -> None:
@@ -67,12 +69,19 @@ class Terminal:
             self._task = None
         parts = [f"epoch {row.epoch}/{self.num_epochs} done:"]
         if row.train_loss is not None:
-            parts.append(f"train loss {row.train_loss:.3f}, top-1 {row.train_top1:.1%}")
+            parts.append(f"train loss {row.train_loss:.3f}, {self._success(row.train_loss, row.train_top1)}")
         if found := row.evaluation:
             parts.append("| validation" if found.images == VALIDATION else f"| on the {found.images}:")
-            balanced = "" if found.balanced_top1 is None else f", balanced accuracy {found.balanced_top1:.1%}"
-            parts.append(f"loss {found.loss:.3f}, top-1 {found.top1:.1%}, top-5 {found.top5:.1%}{balanced}")
+            parts.append(f"loss {found.loss:.3f}, {self._success(found.loss, found.top1, found.top5)}")
+            if found.balanced_top1 is not None and self.examples == IMAGES:
+                parts[-1] += f", balanced accuracy {found.balanced_top1:.1%}"
         self.say(" ".join([*parts, f"| {timedelta(seconds=round(3600 * row.hours))} so far"]))
+
+    def _success(self, loss: float, top1: float | None, top5: float | None = None) -> str:
+        """The figure that a run is after."""
+        if self.examples == WORDS:
+            return f"perplexity {shown_perplexity(loss)}"
+        return f"top-1 {top1:.1%}" + ("" if top5 is None else f", top-5 {top5:.1%}")
 
     def close(self) -> None:
         if self.progress:

@@ -45,7 +45,7 @@ class Choices:
         tensors, ways = self._known, ways if self._tools.trial_kernels else settled(ways)
         programs = {name: partial(self._program, tensors, nodes) for name, nodes in ways.items()}
         planner = self._tools.planner
-        if planner.deterministic:
+        if planner.deterministic or len(programs) == 1:
             return planner.first(programs)
         problem = tensors.describe(max(ways.values(), key=len), self._store.dtype)
         decision = planner.fastest(node.name, problem, programs)

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from train.__main__ import main
-from train.commands import gpu_report
+from train.commands import benchmark_inference, gpu_report
 from train.commands.compare_precision import run_arguments
 from train.gpu_report import cost, deepbench, inference, kernels, recurrent, section, training
 from train.gpu_report.figures import Figure, Report, Section
@@ -123,6 +123,30 @@ def test_stopped_within_a_section(run_train, tmp_path, monkeypatch, number):
     assert run_train(*command)[0] == 0
     again = Report.read(tmp_path / "report.json").sections["kernels"]
     assert again.complete and [each.value for each in again.figures[:5]] == [each.value for each in found.figures]
+
+
+def test_stopped_within_a_precision_of_inference(run_train, tmp_path, monkeypatch):
+    """A batch is on the disk before the next one begins, so a kill loses none either; nor is one measured again."""
+    command = ("gpu-report", "--device", "cpu", "--output", tmp_path, "--sections", "inference")
+    measure, sizes, kept = benchmark_inference.measure, [], []
+
+    def counted(executor: Any, precision: str, batches: Any, seconds: float) -> Any:
+        sizes.append(len(batches[0]))
+        kept.append([each.size for each in Report.read(tmp_path / "report.json").figures().values()])
+        if len(sizes) == 3:
+            signal.raise_signal(signal.SIGTERM)
+        return measure(executor, precision, batches, seconds)
+
+    monkeypatch.setattr(inference, "CPU_BATCHES", (1, 2, 12, 16))
+    monkeypatch.setattr(benchmark_inference, "measure", counted)
+    code, out, _ = run_train(*command)
+    assert code == 143 and out.endswith("stopped: repeat the command to go on\n")
+    assert sizes == [1, 2, 12] and kept == [[], ["batch 1"], ["batch 1", "batch 2"]]
+    found = Report.read(tmp_path / "report.json").sections["inference"]
+    assert len(found.figures) == 2 and not found.complete and found.notes == ()
+    assert run_train(*command)[0] == 0 and sizes == [1, 2, 12, 12, 16]
+    again = Report.read(tmp_path / "report.json").sections["inference"]
+    assert again.figures[:2] == found.figures and len(again.figures) == 4 and again.complete
 
 
 def test_cost(run_train, tiny_data, tmp_path, monkeypatch):

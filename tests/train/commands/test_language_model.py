@@ -3,6 +3,7 @@ executor: MXNet's RNN needs oneDNN, which the tests turn off (tests/graph_passes
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 from collections.abc import Callable
@@ -11,12 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from common.mxnet_compat import mx
 from graph_passes import Ref
 from graph_passes.executors.reference import backward, forward, run
 from graph_passes.passes import fused_way
 from graph_passes.pipeline import training_step
 from train import checkpoint, loop
-from train.commands import language_model
+from train.config import Config
 from train.language_model import LanguageModel
 
 SMALL = ["language-model", "--executor", "reference", "--hidden", "16", "--layers", "1", "--sequences", "16", "--steps",
@@ -31,12 +33,16 @@ def test_it_learns_a_text(run_train: Train, tmp_path: Path) -> None:
     animals, sounds = ("cat", "dog", "bird"), ("meows", "barks", "sings")
     text = tmp_path / "text.txt"
     text.write_text("\n".join(f"my {animals[i]} {sounds[i]} in the morning" for i in rng.integers(0, 3, 1500)))
-    code, out, err = run_train(*SMALL, "--output", tmp_path / "run", "--text", text, "--epochs", "2")
+    code, out, err = run_train(*SMALL, "--output", tmp_path / "run", "--text", text, "--epochs", "2", report=True)
     assert code == 0, err
-    found = [float(perplexity) for perplexity in re.findall(r"in validation ([\d.]+)", out)]
+    found = [float(value) for value in re.findall(r"validation loss [\d.]+, perplexity ([\d.]+) \|", out)]
     assert len(found) == 2 and found[1] < min(1.3, found[0]), out
-    assert "10,500 words, 16 in the vocabulary" in out
+    assert "10,500 words, 16 in the vocabulary" in out and "total words/sec: " in out
     assert (tmp_path / "run" / "checkpoints").is_dir()
+    values = json.loads((tmp_path / "run" / "report" / "report.json").read_text())["language_model"]
+    assert values["precision"] == "float32" and values["vocabulary"] == 16
+    assert values["parameters"] == 16 * 16 + 2 * 4 * 16 * (16 + 1) + 16, "embedding, LSTM, bias of the scores"
+    assert [round(epoch["validation"], 2) for epoch in values["perplexity"]] == found
 
 
 def test_words_that_are_not_in_the_vocabulary_are_told(run_train: Train, tmp_path: Path) -> None:
@@ -50,47 +56,94 @@ def test_words_that_are_not_in_the_vocabulary_are_told(run_train: Train, tmp_pat
     assert "99.8% of the words for validation are not in the vocabulary: perplexity counts them as one word" in out
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy
+def test_a_run_that_diverges(run_train: Train, tmp_path: Path) -> None:
+    """Its learning rate is told as it was given, and no option of training with images."""
+    text = tmp_path / "text.txt"
+    text.write_text("a b c b c a " * 400)
+    code, _, err = run_train(*SMALL, "--output", tmp_path / "run", "--text", text, "--learning-rate", "1e38")
+    assert code == 2 and err.endswith("there is no checkpoint yet: lower --learning-rate (now 1e+38)\n"), err
+
+
 def test_resume(run_train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that is stopped and gone on with ends as one that is not; what does not fit is refused in one sentence."""
-    text, other = tmp_path / "text.txt", tmp_path / "other.txt"
+    text, other, longer = (tmp_path / f"{name}.txt" for name in ("text", "other", "longer"))
     text.write_text("a b c b c a " * 400)
     other.write_text("d e f " * 800)
+    longer.write_text("a b c b c a " * 450)
     whole, parts = ([*SMALL, "--text", text, "--epochs", "2", "--output", tmp_path / name] for name in ("one", "two"))
     _, out, _ = run_train(*whole)
     with monkeypatch.context() as patch:
         patch.setattr(loop.Trainer, "_save_due", lambda self: bool(signal.raise_signal(signal.SIGTERM)))
         code, stopped, _ = run_train(*parts)
-    assert code == 143 and "go on with: python " in stopped and f" --resume {tmp_path / 'two'}\n" in stopped
+    assert code == 143
+    assert stopped.splitlines()[-1].endswith(f" -m train language-model --resume {tmp_path / 'two'}")
 
-    go_on = [*parts[:-2], "--resume", tmp_path / "two"]
+    go_on = ["language-model", "--resume", tmp_path / "two"]
     for options, sentence in (
-            (["--text", other], "with another vocabulary: give --text, --vocabulary and --seed as they"),
-            (["--hidden", "8"], "is of another network: give --hidden and --layers as they were"),
-            (["--sequences", "8", "--steps", "16"], "belongs to steps 8, but this loader has 16")):
+            (["--text", other], f"of a run with another vocabulary than that of {other}: give --text as it was, or"),
+            (["--text", longer], "resume with the same text, sequences, steps, seed and number of processes"),
+            (["--hidden", "8"], "of a run with --hidden 16, and this one has --hidden 8: leave it out, or begin a new"),
+            (["--sequences", "8"], "of a run with --sequences 16, and this one has --sequences 8: leave it out, or")):
         code, _, err = run_train(*go_on, *options)
-        assert code == 2 and sentence in err and err.count("\n") == 1
+        assert code == 2 and sentence in err and err.count("\n") == 1, err
     code, _, err = run_train("validate", "--checkpoint", tmp_path / "two")
     assert code == 2 and "is of a language model, and not of a network for images" in err
-    code, again, err = run_train(*go_on)
+    code, again, err = run_train(*go_on, "--log-every", "50")
     assert code == 0, err
-    assert again.splitlines()[-1] == out.splitlines()[-1]
+    assert "going on with other options: --log-every 50 (before: 100)\n" in again
+    assert json.loads((tmp_path / "two" / "config.json").read_text())["hidden"] == 16
+    last = [[line.partition(" | 0:")[0] for line in each.splitlines() if line.startswith("epoch 2/2 done")]
+            for each in (out, again)]
+    assert last[0] == last[1] and "perplexity" in last[0][0]
     one, two = (checkpoint.load(checkpoint.find(str(tmp_path / name))) for name in ("one", "two"))
     for name, array in one.params.items():
         np.testing.assert_array_equal(array, two.params[name])
 
 
-def test_perplexity_without_end() -> None:
-    assert language_model._exp(1.0) == pytest.approx(np.e) and language_model._exp(1e6) == np.inf
+def test_resume_of_a_run_of_images(run_train: Train, tmp_path: Path) -> None:
+    file = tmp_path / "checkpoints" / "step-00000001.npz"
+    checkpoint.save(checkpoint.Checkpoint({}, {}, {}, Config(), ["cat", "dog"]), file)
+    code, _, err = run_train("language-model", "--resume", tmp_path)
+    assert code == 2 and f"error: {file} is of a network for images, and not of a language model: give another" in err
+
+
+def test_a_run_begins_and_goes_on_by_the_same_command(run_train: Train, tmp_path: Path) -> None:
+    """--max-steps is the limit of a session: it is not kept."""
+    text = tmp_path / "text.txt"
+    text.write_text("a b c b c a " * 400)
+    options = [*SMALL, "--text", text, "--epochs", "1", "--output", tmp_path / "run", "--resume", "auto"]
+    code, out, err = run_train(*options, "--max-steps", "5")
+    assert code == 0 and "stopped after step 5: --max-steps is 5" in out, err
+    code, out, err = run_train(*options)
+    assert code == 0 and "step 6/15" in out, err
 
 
 @pytest.mark.parametrize("options, message", [
-    (["--text", "/nowhere.txt"], "cannot read the text /nowhere.txt (No such file or directory): give a text file"),
+    (["--text", "/nowhere.txt"], "cannot read the text /nowhere.txt (No such file or directory): give --text a"),
     (["--hidden", "0"], "--hidden 0 must be at least 1"),
     (["--sequences", "100000"], "are too few for 100000 sequences of 8 steps"),
 ])
 def test_bad_input(run_train: Train, options: list[str], message: str, tmp_path: Path) -> None:
     code, _, err = run_train(*SMALL, "--output", tmp_path / "run", *options)
     assert code == 2 and message in err and "Traceback" not in err
+
+
+def test_elastic_runs_are_refused(run_train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is built: it would end at the first loss, though its launcher says that it goes on."""
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    code, _, err = run_train(*SMALL)
+    assert code == 2 and err.startswith("error: --min-np is for training with images: language-model cannot go on with")
+
+
+def test_a_lost_process_is_told(run_train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(trainer: object, recorder: object) -> None:
+        raise mx.base.MXNetError("Gloo: connection closed by peer")
+
+    monkeypatch.setattr(loop.Trainer, "run", fail)
+    code, _, err = run_train(*SMALL, "--output", tmp_path)
+    assert code == 3 and err.startswith("error: the connection to another process of this run is lost; go on from the")
+    assert err.endswith(f" -m train language-model --resume {tmp_path}\n")
 
 
 def test_its_step_has_the_gradient_of_the_network(rng: np.random.Generator) -> None:

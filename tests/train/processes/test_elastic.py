@@ -6,12 +6,19 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
 
 import pytest
-from several_processes import BATCH, COMMIT_EVERY, LIMIT, needs_horovod, run_processes
+from several_processes import BATCH, COMMIT_EVERY, LIMIT, REPOSITORY, needs_horovod, run_processes
 
 from common.nvidia_gpus import find_gpus
 from train import checkpoint
+from train.commands.train import Beginning
+from train.config import Config
+from train.errors import TrainError
 
 pytestmark = needs_horovod
 
@@ -134,6 +141,83 @@ def test_fault_without_a_loss(commits):
     else:
         assert done.returncode == 2 and lines, done.stderr  # one may be ended before it says so too
         assert all(line.startswith("error: ") and ", so the run ends: see that" in line for line in lines)
+
+
+@pytest.mark.parametrize("now, sentence", [
+    ([("a", 1, 5), ("b", 2, 5)],
+     "an operation among the 2 processes failed, though none of them was lost (broken pipe)"),
+    ([("b", 2, 1)], "1 of 2 processes is lost (process 1 on a)"),
+    ([("b", 2, 1), ("b", 3, 0)], "1 of 2 processes is lost (process 1 on a)"),
+    ([("a", 1, 1), ("b", 2, 1), ("b", 3, 0)],
+     "an operation among the 2 processes failed, though none of them was lost (broken pipe)"),
+])
+def test_a_fault_over_several_machines_is_told(now, sentence):
+    """Where horovodrun has started them, nobody else says what has become of the run. Processes that join change
+    something: what failed may work then."""
+    from train.processes.elastic import Member, _what_happened
+
+    before = [Member(host, pid, True, 0, "") for host, pid in (("a", 1), ("b", 2))]
+    after = [Member(host, pid, commits > 0, commits, "broken pipe" * (pid == 2)) for host, pid, commits in now]
+    assert _what_happened(before, after) == sentence
+    assert _what_happened(before, [member._replace(fault="") for member in after]) == "", "somebody was let in"
+
+
+def test_a_fault_that_would_come_for_ever_ends_the_run():
+    from train.processes.elastic import Member, _what_happened
+
+    before = [Member("a", 1, True, 2, ""), Member("b", 2, True, 2, "")]
+    after = [member._replace(commits=3, fault="invalid usage") for member in before]
+    with pytest.raises(TrainError, match=r"none of them was lost \(invalid usage\), so the run ends: see that each"):
+        _what_happened(before, after)
+
+
+@pytest.mark.parametrize("commits, step, where", [
+    (1, 0, "beginning again where the run began: nothing it trained was committed yet (--commit-every)"),
+    (3, 20, "going on from the last commit, step 20"),
+])
+def test_the_state_comes_from_a_process_that_has_it(monkeypatch, capsys, commits, step, where):
+    """Rank 0 is new, as Horovod may have it: it does not begin the run anew in the others."""
+    from train.processes import elastic
+
+    start = checkpoint.Checkpoint({}, {}, {}, Config(), [], progress=checkpoint.Progress(step))
+    beginning = Beginning(Config(), Path("run"), start)
+    other = elastic.Member("b", 2, True, commits, "broken pipe")
+    monkeypatch.setattr(elastic, "_gather", lambda own: [own, other])
+    monkeypatch.setattr(elastic, "_broadcast", lambda value, rank=0: [value, beginning][rank])
+    monkeypatch.setattr(elastic.hvd, "rank", lambda: 0)
+    state = elastic.RunState()
+    state.members = [other._replace(commits=0, fault=""), elastic.Member("c", 3, True, 0, "")]
+    state.sync()
+    assert state.beginning is beginning and state.fault == ""
+    assert capsys.readouterr().err == f"1 of 2 processes is lost (process 3 on c); {where}\n"
+
+
+@pytest.mark.slow
+def test_fault_without_a_loss_over_two_hosts(tmp_path):
+    """Both are this machine. It began anew and failed again, for ever and without a word."""
+    hosts, script = tmp_path / "hosts.sh", tmp_path / "script.py"
+    hosts.write_text("#!/bin/sh\nprintf 'localhost:1\\n127.0.0.1:1\\n'\n")
+    hosts.chmod(0o755)
+    script.write_text(textwrap.dedent("""
+        import sys, time
+        from common.command_line import exit_code_of
+        from train.processes import elastic
+        from train.processes.distributed import Workers
+
+        def session(state):
+            Workers().gather("")
+            time.sleep(0.5)
+            raise elastic.HorovodInternalError("ncclCommInitRank failed: invalid usage")
+
+        sys.exit(exit_code_of(lambda: elastic.run(session)))
+    """))
+    run = "import sys; from train.processes.multi_host import horovodrun; sys.exit(horovodrun(sys.argv[1:]))"
+    command = [sys.executable, "-c", run, "--gloo", "-np", "2", "--min-np", "2", "--host-discovery-script", str(hosts),
+               sys.executable, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False, cwd=REPOSITORY,
+                          env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "none of them was lost (ncclCommInitRank failed: invalid usage), so the run ends: see" in done.stderr
 
 
 @pytest.mark.parametrize("min_np", [0, 1])
