@@ -24,10 +24,10 @@ NAMES = ["bricks", "a class with a rather long name, as ImageNet has many", "dot
 
 @pytest.fixture
 def shown(rng: np.random.Generator) -> Predictions:
-    """Eight images, of which the network takes the second and the last for something else."""
+    """Eight images in shades of grey, of which the network takes the second and the last for something else."""
     true = [NAMES[i % 3] for i in range(8)]
     guessed = [NAMES[2] if i == 1 else NAMES[0] if i == 7 else name for i, name in enumerate(true)]
-    pictures = rng.integers(0, 256, (8, 40, 40, 3)).astype(np.uint8)
+    pictures = np.repeat(rng.integers(0, 256, (8, 40, 40, 1)).astype(np.uint8), 3, axis=3)
     return Predictions(pictures, true, guessed, rng.uniform(0, 1, 8), epoch=3)
 
 
