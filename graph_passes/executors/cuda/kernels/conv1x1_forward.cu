@@ -3,32 +3,6 @@
 #include "conv1x1_forward.cuh"
 #include "moments.cuh"
 
-// Adds up to 16 rows of a result to the sums of a thread's two columns, 2 * lane and the next: of what differs from `near`,
-// and of its square.
-template <class T>
-__device__ inline void add_rows(const uint4 *result, int rows, int lane, const float (&near)[2], float (&of_column)[2][2]) {
-    const auto add = [&](uint32 bits) {
-        const float2 v = unpack_two<T>(bits);
-        const float from_near[2] = {v.x - near[0], v.y - near[1]};
-#pragma unroll
-        for (int k = 0; k < 2; ++k) {
-            of_column[k][0] += from_near[k];
-            of_column[k][1] += from_near[k] * from_near[k];
-        }
-    };
-    const uint32 *const words = reinterpret_cast<const uint32 *>(result);
-    const auto stored = [&](int r) { return words[r * WARP + (lane ^ r % 8 * 4)]; };  // where `swizzled` has it
-    if (rows == WARP_ROWS) {
-        uint32 bits[WARP_ROWS];  // all on their way before the first is needed
-#pragma unroll
-        for (int r = 0; r < WARP_ROWS; ++r) bits[r] = stored(r);
-#pragma unroll
-        for (int r = 0; r < WARP_ROWS; ++r) add(bits[r]);
-    } else
-#pragma unroll 1
-        for (int r = 0; r < rows; ++r) add(stored(r));
-}
-
 // y = x * w + bias (+ addend), then ReLU with RELU; a null `bias` is none. With TWO, also + x_2 * w_2 + bias_2. With SUMS,
 // `sums` are those of y per column about its mean, in a fixed order; 1 and 2 are two ways to make them, of which the second is
 // on trial and has no bias. The maps are of these matrices: of x and x_2 by tiles of `walk.rows` rows and 64 columns, of w and
@@ -166,7 +140,8 @@ conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
                     Moments::about(near[p][k], counted, of_column[p][k][0], of_column[p][k][1]);
     if (SUMS == 2) {
         write_sums_of_columns<COLUMNS, THREADS>(of_warps, MULTIPLYING, first_column, columns,
-                                                reinterpret_cast<float *>(partials), tickets, is_last, sums);
+                                                reinterpret_cast<float *>(partials), tickets, is_last, sums,
+                                                [] { __syncthreads(); });
         return;
     }
     __syncthreads();

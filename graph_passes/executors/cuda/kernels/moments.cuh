@@ -37,12 +37,13 @@ template <int AT_ONCE = 8, class At> __device__ Moments together(int first, int 
 // The end of a kernel of which gridDim.y blocks share the rows, and gridDim.x the columns. `of_part`, in shared memory, has the
 // moments of the block's COLUMNS columns, from `first` on, in `parts` of its rows. The block leaves its own in `partials`, and
 // the last block of the same columns to arrive writes those of all, in a fixed order, as BatchNorm reads them. Nothing is read
-// behind it, so this takes as long as the reads: they are contiguous, and AT_ONCE are under way. For blocks of THREADS threads.
+// behind it, so this takes as long as the reads: they are contiguous, and AT_ONCE are under way. For the first THREADS threads
+// of a block, which wait for each other by `meet`.
 // Shapes: of_part (max(parts, THREADS / COLUMNS), COLUMNS), sums (3, columns); partials: 3 * gridDim.y * columns floats,
 // tickets (gridDim.x).
-template <int COLUMNS, int THREADS>
+template <int COLUMNS, int THREADS, class Meet>
 __device__ inline void write_sums_of_columns(Moments *of_part, int parts, int first, int columns, float *partials,
-                                             uint32 *tickets, int &is_last, float *sums) {
+                                             uint32 *tickets, int &is_last, float *sums, Meet meet) {
     constexpr int SPLITS = THREADS / COLUMNS, AT_ONCE = 33;  // SPLITS threads of the last block share a column; H200: 132 blocks
     // Of each block and column the mean and the sum of squares; behind them how many rows each block has.
     float2 *const of_blocks = reinterpret_cast<float2 *>(partials);
@@ -50,19 +51,19 @@ __device__ inline void write_sums_of_columns(Moments *of_part, int parts, int fi
     const int column = threadIdx.x % COLUMNS, split = threadIdx.x / COLUMNS, n = first + column;
     const bool has_column = split < SPLITS && n < columns;
     const auto of_column = [&](int i) { return of_part[i * COLUMNS + column]; };
-    __syncthreads();
+    meet();
     if (has_column && split == 0) {
         const Moments own = together(0, parts, 1, of_column);
         of_blocks[blockIdx.y * columns + n] = make_float2(own.mean, own.squares);
         if (column == 0) counts[blockIdx.y] = own.count;
     }
     __threadfence();
-    __syncthreads();
+    meet();
     if (threadIdx.x == 0) {
         is_last = atomicAdd(&tickets[blockIdx.x], 1) == gridDim.y - 1;
         if (is_last) tickets[blockIdx.x] = 0;
     }
-    __syncthreads();
+    meet();
     if (!is_last) return;
     __threadfence();
     if (has_column) {
@@ -74,7 +75,7 @@ __device__ inline void write_sums_of_columns(Moments *of_part, int parts, int fi
             return {__ldcg(&counts[block]), of_block.x, of_block.y};
         });
     }
-    __syncthreads();
+    meet();
     if (!has_column || split > 0) return;
     const Moments all = together(0, SPLITS, 1, of_column);
     sums[n] = 0;

@@ -101,7 +101,7 @@ __device__ inline uint32 gathered(uint32 (&bits)[4], int lane) {
 // and z = y * w with its sums about the mean, in a fixed order. The maps are of x and addend by tiles of 64 rows and columns,
 // of w by those of COLUMNS rows and 64 columns, of y and z by those of 16 rows and 64 columns. gridDim.y blocks share the rows.
 // Shapes: x, addend, y (rows, C), w (K, C), z (rows, K), mask (rows, C / 8) bytes; sums (2 or 3, C), saved (2, C), gamma, beta,
-// running_mean, running_var (C) fp32, and those with _2; sums_of_z (3, K), partials (gridDim.y, K, 3) fp32; tickets (1).
+// running_mean, running_var (C) fp32, and those with _2; sums_of_z (3, K), partials (3 * gridDim.y * K) fp32; tickets (1).
 // C = chunks * 64; columns = K is COLUMNS at most.
 template <class T, int COLUMNS, bool PAIR>
 __global__ void __launch_bounds__(BLOCK<COLUMNS>, 1)
@@ -110,7 +110,7 @@ norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
              const float *sums_2, bool about_mean, bool about_mean_2, const float *gamma, const float *gamma_2,
              const float *beta, const float *beta_2, uint32 *mask, float *saved, float *saved_2, float *running_mean,
              float *running_mean_2, float *running_var, float *running_var_2, float eps, float momentum, float *sums_of_z,
-             Moments *partials, uint32 *tickets, uint32 rows, int columns, int chunks, int stages) {
+             float *partials, uint32 *tickets, uint32 rows, int columns, int chunks, int stages) {
     constexpr int PARTS = COLUMNS / CHUNK;
     static_assert(sizeof(NormControl) == 3072 && sizeof(Affine) == 1024, "as lowering/norm_conv1x1.py counts");
     extern __shared__ __align__(1024) uint4 memory[];
@@ -232,25 +232,12 @@ norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
             show_to_copies();
             __syncwarp();
             if (lane == 0) store_tile(z, p * CHUNK, row, 0, result);
-            const auto stored = [&](int r) {
-                const uint4 &vector = result[swizzled(r, lane / 4)];
-                return unpack_two<T>(reinterpret_cast<const uint32 *>(&vector)[lane % 4]);
-            };
             if (counted == 0 && rows_here > 0) {
-                const float2 first = stored(0);
+                const float2 first = unpack_two<T>(reinterpret_cast<const uint32 *>(result)[lane]);
                 near[p][0] = first.x;
                 near[p][1] = first.y;
             }
-#pragma unroll 4
-            for (int r = 0; r < rows_here; ++r) {
-                const float2 v = stored(r);
-                const float from_near[2] = {v.x - near[p][0], v.y - near[p][1]};
-#pragma unroll
-                for (int k = 0; k < 2; ++k) {
-                    of_column[p][k][0] += from_near[k];
-                    of_column[p][k][1] += from_near[k] * from_near[k];
-                }
-            }
+            add_rows<T>(result, rows_here, lane, near[p], of_column[p]);
         }
         counted += rows_here;
     }
@@ -263,38 +250,15 @@ norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
         }
     if (lane == 0) wait_for_stores<0>();
 
-    // Over the warps, then over the blocks, by as many threads as there are for each column.
-    constexpr int SHARES = MULTIPLYING * WARP / COLUMNS;
+    // Over the warps, then over the blocks.
     meet_multiplying();  // the tiles were here
-    Moments *const of_warps = reinterpret_cast<Moments *>(all_tiles), *const of_shares = of_warps + MULTIPLYING * COLUMNS;
+    Moments *const of_warps = reinterpret_cast<Moments *>(all_tiles);
 #pragma unroll
     for (int p = 0; p < PARTS; ++p)
 #pragma unroll
         for (int k = 0; k < 2; ++k)
             of_warps[warp * COLUMNS + p * CHUNK + lane * 2 + k] =
                 Moments::about(near[p][k], counted, of_column[p][k][0], of_column[p][k][1]);
-    meet_multiplying();
-    const int n = threadIdx.x % COLUMNS, number = threadIdx.x / COLUMNS;
-    const bool has_share = n < columns;
-    if (has_share && number == 0)
-        partials[blockIdx.y * columns + n] = together(0, MULTIPLYING, 1, [&](int i) { return of_warps[i * COLUMNS + n]; });
-    __threadfence();
-    meet_multiplying();
-    if (threadIdx.x == 0) {
-        all.is_last = atomicAdd(tickets, 1) == gridDim.y - 1;
-        if (all.is_last) *tickets = 0;
-    }
-    meet_multiplying();
-    if (!all.is_last) return;
-    __threadfence();
-    if (has_share)
-        of_shares[number * COLUMNS + n] = together(number, gridDim.y, SHARES, [&](int block) {
-            return Moments::written(&partials[block * columns + n]);
-        });
-    meet_multiplying();
-    if (!has_share || number > 0) return;
-    const Moments of_all = together(0, SHARES, 1, [&](int i) { return of_shares[i * COLUMNS + n]; });
-    sums_of_z[n] = 0;
-    sums_of_z[columns + n] = of_all.squares;
-    sums_of_z[2 * columns + n] = of_all.mean;
+    write_sums_of_columns<COLUMNS, MULTIPLYING * WARP>(of_warps, MULTIPLYING, 0, columns, partials, tickets, all.is_last,
+                                                       sums_of_z, [] { meet_multiplying(); });
 }
