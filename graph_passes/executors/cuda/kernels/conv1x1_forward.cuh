@@ -191,7 +191,9 @@ __device__ inline void add_rows(const uint4 *result, int rows, int lane, const f
     };
     const uint32 *const words = reinterpret_cast<const uint32 *>(result);
     const auto stored = [&](int r) { return words[r * WARP + (lane ^ r % 8 * 4)]; };  // where `swizzled` has it
-    if (rows == WARP_ROWS) {
+    // Of 0 to 16 the only one with this bit. Compared with 16 instead, where the caller has cut `rows` at 0 and 16, ptxas (12.9
+    // and 13.0) takes the flag of an instruction that cuts at both, which says something else: short tiles came here too.
+    if (rows & WARP_ROWS) {
         uint32 bits[WARP_ROWS];  // all on their way before the first is needed
 #pragma unroll
         for (int r = 0; r < WARP_ROWS; ++r) bits[r] = stored(r);
