@@ -55,7 +55,7 @@ LEAST_SAMPLES, WANTED_ERROR = 12, 0.01
 
 Dtype = Literal["float16", "bfloat16", "tf32", "float32"]
 Use = Literal["training", "inference"]
-Algorithm = Literal["standard", "persist_static", "persist_dynamic", "persist_static_small_h"]
+Algorithm = Literal["standard", "persist_static"]
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,7 @@ class Options:
     mode: Literal["lstm", "gru", "rnn_tanh"] = "lstm"
     """Kind of layer."""
     algorithms: tuple[Algorithm, ...] = ("standard", "persist_static")
-    """cuDNN's algorithms, of which ours takes the fastest; by default those that networks are offered
-    (graph_passes/passes/rnn_algorithm.py)."""
+    """cuDNN's algorithms, of which ours takes the fastest."""
     rounds: Positive = 2
     """Turns of ours and of each way to run PyTorch."""
     limit: float = 1.0

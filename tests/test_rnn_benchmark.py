@@ -14,7 +14,7 @@ import pytest
 
 from common.errors import ProgramError, UserError
 from graph_passes import Ref
-from graph_passes.passes.rnn_algorithm import OFFERED
+from graph_passes.operators.rnn import ALGORITHMS
 from train.reporting.gpu_monitor import GpuReadings
 
 # Stands in for peer_rnn.py: 0.4 ms as it is written, 0.3 ms in a CUDA graph.
@@ -124,7 +124,7 @@ def measured(rnn_layers: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         algorithm, times = "persist_static", {"standard": 0.5, "persist_static": 0.2}
 
         def __init__(self, tools: Any, turn: Any, algorithms: Any) -> None:
-            assert algorithms == OFFERED, "the others only by name"
+            assert algorithms == ALGORITHMS
             self.turn = turn
             made.append(turn.name)
 

@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from graph_passes.graph import Graph, Node
+from graph_passes.operators.rnn import ALGORITHMS
 from graph_passes.passes.choice import Choose
 
-# What networks are offered. The others are to be had by name: persist_dynamic has its kernels compiled for each size,
-# and persist_static_small_h was off with two layers in both directions (tests/graph_passes/cuda/test_rnn_layers.py).
-OFFERED = ("standard", "persist_static")
 
-
-def rnn_algorithm(graph: Graph, choose: Choose, algorithms: Sequence[str] = OFFERED) -> Graph:
+def rnn_algorithm(graph: Graph, choose: Choose, algorithms: Sequence[str] = ALGORITHMS) -> Graph:
     """Let the device choose how recurrent layers are computed, among `algorithms` (`operators/rnn.py`).
 
         before    RNNTrain, RNNBackward
         after     RNNTrain(algorithm=persist_static), RNNBackward(algorithm=persist_static)
 
     A layer and its backward pass, which reads what that algorithm has left, have one; inference has its own. The
-    persistent ones keep the weights on the chip, which is faster where they fit and few sequences share them.
+    persistent one keeps the weights on the chip, which is faster where they fit and few sequences share them.
     """
     nodes: list[Node] = []
     for node in graph:

@@ -22,7 +22,7 @@ from graph_passes.passes.memory import aligned
 from graph_passes.passes.precision import ITEM_BYTES
 
 # Numbers of cudnn_adv.h and cudnn_graph.h.
-_ALGORITHMS = {"standard": 0, "persist_static": 1, "persist_dynamic": 2, "persist_static_small_h": 3}
+_ALGORITHMS = {"standard": 0, "persist_static": 1}
 _MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
 _DTYPES = {"float32": 0, "float16": 2, "bfloat16": 9}
 _TWO_BIASES, _LINEAR_INPUT, _ADD, _INFERENCE, _TRAINING = 2, 0, 0, 0, 1
@@ -102,8 +102,6 @@ class RecurrentPlan:
         cudnn("cudnnSetRNNDescriptor_v8", self._rnn, _ALGORITHMS[problem.algorithm], _MODES[problem.mode], _TWO_BIASES,
               int(problem.bidirectional), _LINEAR_INPUT, dtype, _DTYPES["float32"], math, problem.features,
               problem.hidden, problem.hidden, problem.num_layers, dropout, _PADDED_IO)
-        if problem.algorithm == "persist_dynamic":
-            cudnn("cudnnBuildRNNDynamic", cudnn.handle, self._rnn, problem.sequences)
         self._x = self._sequences(dtype, problem.features)
         self._y = self._sequences(dtype, problem.directions * problem.hidden)
         self._state = cudnn.create("Tensor")

@@ -1,4 +1,4 @@
-"""Recurrent layers on the GPU: every algorithm that cuDNN has for them, in each precision, against NumPy in float64."""
+"""Recurrent layers on the GPU: every algorithm that is offered, in each precision, against NumPy in float64."""
 
 from __future__ import annotations
 
@@ -105,14 +105,15 @@ def check(got: list[np.ndarray], wanted: list[np.ndarray], graph: Graph, toleran
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_against_numpy(tools: Toolchain, dtype: str, mode: str, algorithm: str, num_layers: int, bidirectional: bool,
                        size: str, request: pytest.FixtureRequest, rng: np.random.Generator) -> None:
-    """Standard is there for every layer; what else cuDNN can run must be right."""
+    """Standard is there for every layer; where cuDNN can run the other, it must be right."""
     is_tf32 = request.node.callspec.params["tools"] == "tf32"
     if is_tf32 and dtype != "float32":
         pytest.skip("16-bit layers know no TF32")
     graph = step(mode, SIZES[size][3], num_layers, bidirectional, algorithm)
     shapes = shapes_of(graph, size)
     values = random_values(graph, shapes, dtype, rng)
-    if mode == "rnn_relu" and (size == "aligned" or dtype != "float32"):
+    few_near_the_kink = size == "odd" and dtype == "float32" and not is_tf32
+    if mode == "rnn_relu" and not few_near_the_kink:
         keep_off_the_kink(graph, values, dtype)
     try:
         got, _ = run_on_gpu(tools, graph, shapes, dtype, values)
@@ -121,7 +122,7 @@ def test_against_numpy(tools: Toolchain, dtype: str, mode: str, algorithm: str, 
             raise
         pytest.skip(str(error))
     wanted = in_numpy(graph, values)
-    assert mode != "rnn_relu" or (size, dtype) == ("odd", "float32") or wanted[0].min() > 0.1
+    assert mode != "rnn_relu" or few_near_the_kink or wanted[0].min() > 0.1
     check(got, wanted, graph, TOLERANCE["tf32" if is_tf32 else dtype])
 
 
@@ -132,7 +133,7 @@ def test_the_fastest_is_chosen_and_right(tools: Toolchain, dtype: str, request: 
     shapes = shapes_of(graph, "aligned")
     values = random_values(graph, shapes, dtype, rng)
     got, function = run_on_gpu(tools, graph, shapes, dtype, values,
-                               lambda marked, ask: rnn_algorithm(marked, ask, ALGORITHMS))
+                               rnn_algorithm)
     check(got, in_numpy(graph, values), graph, max(TOLERANCE[dtype], TOLERANCE["tf32"]))
     if dtype == "float32" and request.node.callspec.params["tools"] == "exact":
         assert not function.decisions, "standard alone is exact"

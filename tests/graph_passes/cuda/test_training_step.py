@@ -593,6 +593,7 @@ def test_convolutions_with_bias(cache: Path, dtype: str) -> None:
     assert relative_error(step.probabilities(), cpu.forward(mx.nd.array(data)).asnumpy()) < SMALL[dtype]
 
 
+@pytest.mark.alone
 def test_images_of_other_sizes(cache: Path) -> None:
     """Training goes from size to size, with inference at yet another one in between, to the bits of steps that were
     made for these sizes; what was compiled for the sizes before is given back."""
