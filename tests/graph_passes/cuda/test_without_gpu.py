@@ -455,8 +455,6 @@ def test_launches_of_our_own_forward_kernels() -> None:
         assert operations["conv1x1_pair"] == (0 if training else pairs)
         assert operations["norm_conv1x1"] == (norms if on_hopper else 0)
         assert lowering.graph.operators()["Conv1x1SumRelu"] == (0 if training else sums)
-        ways = Counter(node["way"] for node in lowering.graph if node.op == "Conv1x1Statistics")
-        assert ways == ({"conv1x1_sums": wanted} if training and wanted else {})
         for launch in lowering.program.launches:
             launch.enqueue()
         check_memory(lowering.program)
