@@ -14,7 +14,7 @@ Ways = Mapping[str, Sequence[Node]]
 # Ways with whose kernels no whole network has been compared on a GPU yet. So they are taken only where they are asked
 # for: `trial_kernels` of the cuda executor.
 ON_TRIAL = frozenset({
-    "conv1x1_pair", "conv1x1_sum", "dgrad_relu", "dgrad_stream", "norm_conv1x1", "quantised_stem_pool",
+    "conv1x1_pair", "conv1x1_sum", "dgrad_stream", "norm_conv1x1", "quantised_stem_pool",
     "stem_forward", "stem_weights"})
 
 

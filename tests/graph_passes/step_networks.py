@@ -181,9 +181,8 @@ def repeatable_fusions(graph, node, ways):
 
 
 def streamed_gradients(graph, node, ways):
-    """`repeatable_fusions`, with the gradients of 1x1 convolutions by the kernel that is on trial."""
-    own = [way for way in ("dgrad_stream", "dgrad_relu") if way in ways]
-    return own[0] if own else repeatable_fusions(graph, node, ways)
+    """`repeatable_fusions`, with the gradients of 1x1 convolutions by dgrad_stream.cu where that can make them."""
+    return "dgrad_stream" if "dgrad_stream" in ways else repeatable_fusions(graph, node, ways)
 
 
 def last_way(graph, node, ways):

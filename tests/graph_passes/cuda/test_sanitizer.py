@@ -136,7 +136,7 @@ def main(cache: Path) -> None:
         ("all fusions after ResNet's stem", bottlenecks(7), (3, 36, 38, 3), "float16", {"wire_dtype": "float32"}),
         ("ResNet-18 in a group", resnet(18, 10), (3, 36, 38, 3), "float16", {"group": group}),
         ("the fusions that others replace", bottlenecks(), (3, 19, 23, 4), "float16", {}),
-        ("wide bottlenecks", bottlenecks(width=128), (3, 9, 11, 4), "bfloat16", {}),
+        ("wide bottlenecks", bottlenecks(width=256), (3, 9, 11, 4), "bfloat16", {}),
         ("all operators", small_network(), (3, 29, 23, 3), "float32", {}),
         ("BatchNorm first", dropping(pre_activation(10)), (3, 19, 17, 3), "bfloat16", {}),
         ("poolings", pooled(), (3, 17, 14, 4), "float16", {}),

@@ -451,7 +451,7 @@ def test_launches_of_our_own_forward_kernels() -> None:
         on_hopper = training and capability == HOPPER
         assert operations["stem_forward"] == operations["stem_weights"] == on_hopper
         assert operations["stem_fprop"] == operations["stem_wgrad"] == (training and not on_hopper)
-        assert operations["dgrad_stream"] == (12 + 2 + 4 if on_hopper else 0), "to 512 channels; to ReLU, in stage 2"
+        assert operations["dgrad_stream"] == (1 + 5 + 1 if on_hopper else 0), "to 256 and 512 channels, of no pairs"
         assert operations["conv1x1_pair"] == (0 if training else pairs)
         assert operations["norm_conv1x1"] == (norms if on_hopper else 0)
         assert lowering.graph.operators()["Conv1x1SumRelu"] == (0 if training else sums)
