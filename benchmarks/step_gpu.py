@@ -57,12 +57,11 @@ def learning_rate(batch: int) -> float:
     return 0.1 * batch / 256
 
 
-def make_int8(model: str, batch: int, size: int, trial_kernels: bool
-              ) -> tuple[QuantisedCudaExecutor, list[tuple[Any, Any]]]:
+def make_int8(model: str, batch: int, size: int) -> tuple[QuantisedCudaExecutor, list[tuple[Any, Any]]]:
     """As `make_step`, of inference in INT8."""
     trained, network = untrained(model, CLASSES, CALIBRATION_SIZE)
     config = replace(trained.config, batch_size=batch, image_size=size, val_image_size=0)
-    executor = int8_file.executor_of(network, trained, config, Placement("cuda", "gpu(0)", ""), trial_kernels)
+    executor = int8_file.executor_of(network, trained, config, Placement("cuda", "gpu(0)", ""))
     assert isinstance(executor, QuantisedCudaExecutor)
     return executor, [random_batch((batch, size, size, 4), "float16", mx.gpu(0)) for _ in range(NUM_BATCHES)]
 
@@ -157,8 +156,6 @@ class Options:
     """Write one line per kernel of the step, or of inference, to this file."""
     inference: bool = False
     """Forward with folded BatchNorm, from batch to answer."""
-    trial_kernels: bool = False
-    """Let the planner also time kernels that are on trial (graph_passes/passes/choice.py)."""
 
 
 def peer_options(arguments: Options) -> list[str]:
@@ -205,10 +202,9 @@ def main() -> None:
     started = time.monotonic()
     executor: Measured
     if arguments.dtype == "int8":
-        executor, batches = make_int8(arguments.model, arguments.batch, arguments.size, arguments.trial_kernels)
+        executor, batches = make_int8(arguments.model, arguments.batch, arguments.size)
     else:
-        executor, batches = make_step(arguments.model, arguments.batch, arguments.size, arguments.dtype,
-                                      trial_kernels=arguments.trial_kernels)
+        executor, batches = make_step(arguments.model, arguments.batch, arguments.size, arguments.dtype)
     print(f"ready after {time.monotonic() - started:.1f} s (the first time on a machine, plans are timed)", flush=True)
     free, total = executor.gpu.memory()
     memory: dict[str, Any] = {"ours_in_use_gib": gib(total - free)}

@@ -18,7 +18,6 @@ from graph_passes.passes.conv1x1_sum import conv1x1_sum
 from graph_passes.passes.conv_epilogue import conv_epilogue
 from graph_passes.passes.conv_statistics import conv_statistics
 from graph_passes.passes.dgrad_reduce import dgrad_reduce
-from graph_passes.passes.dgrad_relu import dgrad_relu
 from graph_passes.passes.group_mean import group_mean
 from graph_passes.passes.norm_backward import norm_backward
 from graph_passes.passes.norm_conv1x1 import norm_conv1x1
@@ -66,7 +65,6 @@ def training_passes(shapes: Shapes, dtype: str, choose: Choose, grouped: bool = 
         "conv1x1_pair": lambda graph: conv1x1_pair(graph, choose),
         "dgrad_reduce": lambda graph: dgrad_reduce(graph, choose),
         "norm_backward": lambda graph: norm_backward(graph, choose),
-        "dgrad_relu": lambda graph: dgrad_relu(graph, choose),
         "norm_grad_add": norm_grad_add,
         "rnn_algorithm": lambda graph: rnn_algorithm(graph, choose),
     }

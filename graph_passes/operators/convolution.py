@@ -282,13 +282,12 @@ _DESCRIBED = (
         {"axis": Attribute(int)},
         ("bias_grad",),
     ),
-    # `way`: of a Conv1x1Statistics, how its kernel makes the sums.
     Operator(
         "ConvolutionStatistics",
         ("data", "weight"),
         _with_statistics,
         convolution_with_sums,
-        CONVOLUTION | {"way": Attribute(str, "conv1x1_forward")},
+        CONVOLUTION,
         ("output", "sums"),
         forward="Convolution",
         fused=True,

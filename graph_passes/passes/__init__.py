@@ -7,7 +7,7 @@ Those of single fusions are in their modules only, for `pipeline.py`, which has 
 from graph_passes.passes.add_relu import add_relu
 from graph_passes.passes.bn_add_relu import bn_add_relu
 from graph_passes.passes.bn_relu import bn_relu
-from graph_passes.passes.choice import Choose, Ways, first_way, fused_way, settled
+from graph_passes.passes.choice import Choose, Ways, first_way, fused_way
 from graph_passes.passes.draw_masks import draw_masks
 from graph_passes.passes.dropout import dropout
 from graph_passes.passes.fold_bn import fold_bn, fold_bn_params, fold_frozen, foldings
@@ -46,7 +46,6 @@ __all__ = [
     "output_names",
     "precision",
     "remove_dropout",
-    "settled",
     "slow_backbone",
     "stochastic_depth",
     "stock_loss",

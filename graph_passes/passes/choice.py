@@ -11,13 +11,6 @@ from graph_passes.graph import Graph, Node
 Ways = Mapping[str, Sequence[Node]]
 
 
-# Ways with whose kernels no whole network has been compared on a GPU yet. So they are taken only where they are asked
-# for: `trial_kernels` of the cuda executor.
-ON_TRIAL = frozenset({
-    "conv1x1_pair", "conv1x1_sum", "conv1x1_sums", "dgrad_relu", "dgrad_stream", "norm_conv1x1", "quantised_stem_pool",
-    "stem_forward", "stem_weights"})
-
-
 class Choose(Protocol):
     """Answers with the name of one of the ways in which `node` of `graph`, and what is fused with it, may be computed.
 
@@ -28,14 +21,9 @@ class Choose(Protocol):
     def __call__(self, graph: Graph, node: Node, ways: Ways) -> str: ...
 
 
-def settled(ways: Ways) -> Ways:
-    """Without those that are on trial."""
-    return {name: nodes for name, nodes in ways.items() if name not in ON_TRIAL}
-
-
 def fused_way(graph: Graph, node: Node, ways: Ways) -> str:
     """Where no device can be asked: the way of the fewest nodes."""
-    return min(settled(ways), key=lambda way: len(ways[way]))
+    return min(ways, key=lambda way: len(ways[way]))
 
 
 def first_way(graph: Graph, node: Node, ways: Ways) -> str:

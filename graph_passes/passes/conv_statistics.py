@@ -19,15 +19,13 @@ def conv_statistics(graph: Graph, choose: Choose) -> Graph:
 
     cuDNN adds these sums up in a varying order, which its notes on plans do not say (cuDNN 9.19 on an H200: other bits
     in each of 20 runs). So this is not for runs that are to be repeatable. Conv1x1Statistics is our own kernel's, whose
-    order is fixed, and whose sums are about the mean; it has two ways to make them.
+    order is fixed, and whose sums are about the mean.
     """
     nodes: list[Node] = []
     moved: dict[Ref, Ref] = {}
     for convolution, sums in with_statistics(graph):
         fused = convolution.derive("ConvolutionStatistics", convolution.name, convolution.inputs)
         ways = {"separate": [convolution, sums], "fprop_stats": [fused], **own_way(fused)}
-        if own := ways.get("conv1x1_forward"):
-            ways["conv1x1_sums"] = [own[0].with_attrs(way="conv1x1_sums")]
         way = choose(graph, convolution, ways)
         if way != "separate":
             nodes += ways[way]

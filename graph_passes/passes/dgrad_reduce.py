@@ -7,7 +7,8 @@ from graph_passes.passes.choice import Choose
 from graph_passes.passes.conv1x1 import is_product
 
 OUT_CHANNELS = (64, 128, 256)  # of the convolution: chunks of 64 whose tiles fit into shared memory
-STREAM_CHANNELS = 512  # likewise, for the kernel that needs no whole tile of them: at most
+# Likewise, for the kernel that needs no whole tile of them. With fewer, the other is faster (docs/performance.md).
+STREAM_CHANNELS = range(129, 512 + 1)
 MIN_CHANNELS = 128  # of its data
 
 
@@ -19,7 +20,7 @@ def dgrad_reduce(graph: Graph, choose: Choose) -> Graph:
         after     dy, weight, addend, x, mask -> DgradReduce `b` -> dgamma, dbeta, dz
 
     dx is not written. There are two kernels for it, for 16-bit types and GPUs of the Hopper generation; that of the
-    way `dgrad_stream` takes more channels.
+    way `dgrad_stream` takes more channels, and no pair.
     """
     nodes: list[Node] = []
     for reduction in graph:
@@ -30,7 +31,8 @@ def dgrad_reduce(graph: Graph, choose: Choose) -> Graph:
         ways = {"separate": [dgrad, reduction]}
         if is_plain_1x1(dgrad):
             ways["dgrad_reduce"] = [fused]
-        ways["dgrad_stream"] = [fused.with_attrs(way="dgrad_stream")]
+        if _is_streamed(dgrad, reduction):
+            ways["dgrad_stream"] = [fused.with_attrs(way="dgrad_stream")]
         way = choose(graph, reduction, ways)
         if way != "separate":
             nodes += ways[way]
@@ -42,18 +44,20 @@ def is_plain_1x1(convolution: Node) -> bool:
     return is_product(convolution) and convolution["num_filter"] in OUT_CHANNELS
 
 
-def is_streamed(dgrad: Node) -> bool:
-    """Is it the gradient of a convolution's data that `dgrad_stream.cu` can make?"""
-    return (dgrad.op == "ConvolutionDgrad" and is_product(dgrad) and dgrad["num_filter"] <= STREAM_CHANNELS
-            and dgrad["data_shape"][3] >= MIN_CHANNELS)
+def _is_streamed(dgrad: Node, reduction: Node) -> bool:
+    """Can `dgrad_stream.cu` make both?"""
+    return (is_product(dgrad) and dgrad["num_filter"] in STREAM_CHANNELS
+            and reduction.op == "BatchNormAddReluBackwardReduce")
 
 
 def _gradient(graph: Graph, reduction: Node) -> Node | None:
-    """The gradient that only this reduction reads, if both can be one. Of two, rather one that either kernel makes."""
+    """The gradient that only this reduction reads, if a kernel makes both. Of two, rather one of dgrad_reduce.cu."""
     if reduction.op not in ("BatchNormAddReluBackwardReduce", "BatchNormPairBackwardReduce"):
         return None
     refs = (reduction.input("out_grad"), *(() if reduction["single_grad"] else (reduction.input("out_grad_2"),)))
-    found = [dgrad for ref in refs if is_streamed(dgrad := graph[ref.node]) and graph.sole_reader(ref, reduction.op)]
+    found = [dgrad for ref in refs if (dgrad := graph[ref.node]).op == "ConvolutionDgrad"
+             and dgrad["data_shape"][3] >= MIN_CHANNELS and (is_plain_1x1(dgrad) or _is_streamed(dgrad, reduction))
+             and graph.sole_reader(ref, reduction.op)]
     return min(found, key=lambda dgrad: not is_plain_1x1(dgrad), default=None)
 
 

@@ -4,7 +4,10 @@ import numpy as np
 
 from common.mxnet_compat import mx
 from graph_passes import Graph, Ref, passes
-from graph_passes.passes.choice import ON_TRIAL
+
+# Ways by kernels of ours that take the place of others of ours.
+NEWEST = ("conv1x1_pair", "conv1x1_sum", "dgrad_stream", "norm_conv1x1", "quantised_stem_pool", "stem_forward",
+          "stem_weights")
 
 
 def fused(symbol) -> Graph:
@@ -174,16 +177,16 @@ def random_variables(graph, shapes, rng, classes=7, dtype=np.float64):
 
 
 def repeatable_fusions(graph, node, ways):
-    """A `choose` that takes every fusion but cuDNN's own, which sum in a varying order or take long to be compiled."""
+    """A `choose` that takes every fusion but cuDNN's own, which sum in a varying order or take long to be compiled, and
+    but the `NEWEST`, so that those run whose place they take."""
     if any(way.startswith("fprop") for way in ways):
         return "separate"
-    return passes.fused_way(graph, node, ways)
+    return passes.fused_way(graph, node, {way: ways[way] for way in ways if way not in NEWEST})
 
 
 def streamed_gradients(graph, node, ways):
-    """`repeatable_fusions`, with the gradients of 1x1 convolutions by the kernel that is on trial."""
-    own = [way for way in ("dgrad_stream", "dgrad_relu") if way in ways]
-    return own[0] if own else repeatable_fusions(graph, node, ways)
+    """`repeatable_fusions`, with the gradients of 1x1 convolutions by dgrad_stream.cu where that can make them."""
+    return "dgrad_stream" if "dgrad_stream" in ways else repeatable_fusions(graph, node, ways)
 
 
 def last_way(graph, node, ways):
@@ -193,5 +196,5 @@ def last_way(graph, node, ways):
 
 def own_kernels(graph, node, ways):
     """`repeatable_fusions`, and every kernel of ours that has others beside it."""
-    own = [way for way in ways if way in {*ON_TRIAL, "conv1x1_forward", "stem_pool"}]
+    own = [way for way in ways if way in (*NEWEST, "conv1x1_forward", "stem_pool")]
     return own[-1] if own else repeatable_fusions(graph, node, ways)

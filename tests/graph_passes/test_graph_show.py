@@ -83,8 +83,8 @@ def test_show_a_network_of_the_zoo(capsys, tmp_path):
         assert re.search(row, output), row
     after = Graph.load(tmp_path / "new" / "after.json")
     kinds = after.operators()
-    assert (kinds["ConvolutionAddRelu"], kinds["ConvolutionRelu"], kinds["Convolution"]) == (16, 32, 4)
-    assert kinds["StemPool"] == 1
+    assert (kinds["StemPool"], kinds["Conv1x1SumRelu"], kinds["Conv1x1Pair"]) == (1, 4, 8)
+    assert (kinds["ConvolutionAddRelu"], kinds["ConvolutionRelu"], kinds["Convolution"]) == (16 - 4 - 8, 32 - 8, 0)
     assert len(boxes((tmp_path / "new" / "after.svg").read_text())) == kinds.total()
     assert len(boxes((tmp_path / "new" / "before.svg").read_text())) == 53 + 53 + 49 + 16 + 2 + 1
     stages = {path.name: len(boxes(path.read_text())) for path in (tmp_path / "new").glob("[0-9]*.svg")}

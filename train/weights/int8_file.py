@@ -149,10 +149,9 @@ def check_images(network: Int8Network, place: str, config: Config) -> None:
                              f"{place} with it")
 
 
-def executor_of(network: Int8Network, trained: Checkpoint, config: Config, placement: Placement,
-                trial_kernels: bool = False) -> Executor:
+def executor_of(network: Int8Network, trained: Checkpoint, config: Config, placement: Placement) -> Executor:
     """What computes it, with the loss of this configuration: on a GPU the cuda executor, else the reference executor,
-    with the same integers. `trial_kernels`: as the cuda executor's `StepOptions` has it. Raises GraphError."""
+    with the same integers. Raises GraphError."""
     graph = models.create(trained.config.model, trained.num_classes, config.label_smoothing).graph
     shape = (config.batch_size, config.inference_image_size, config.inference_image_size, 3)
     shapes = {"data": shape, "softmax_label": shape[:1]}
@@ -161,7 +160,7 @@ def executor_of(network: Int8Network, trained: Checkpoint, config: Config, place
     from graph_passes.executors.cuda.quantised_executor import QuantisedCudaExecutor
 
     return QuantisedCudaExecutor(graph, shapes, network.scales, network.kept, network.params, placement.device,
-                                 config.deterministic, trial_kernels)
+                                 config.deterministic)
 
 
 def _check(network: Int8Network, trained: Checkpoint) -> None:

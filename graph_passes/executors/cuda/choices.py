@@ -14,7 +14,7 @@ from graph_passes.executors.cuda.program import Buffer, Program
 from graph_passes.executors.cuda.toolchain import Toolchain
 from graph_passes.graph import Graph, Node, Ref
 from graph_passes.operators import OPERATORS, Shape, infer_node_shapes, window
-from graph_passes.passes import Ways, settled, tensor_dtypes
+from graph_passes.passes import Ways, tensor_dtypes
 from graph_passes.passes.precision import node_dtypes
 
 
@@ -42,7 +42,7 @@ class Choices:
     def _choose(self, graph: Graph, node: Node, ways: Ways) -> str:
         if self._known is None or self._known.graph is not graph:
             self._known = _Tensors(graph, self._input_shapes, self._store, self._persistent)
-        tensors, ways = self._known, ways if self._tools.trial_kernels else settled(ways)
+        tensors = self._known
         programs = {name: partial(self._program, tensors, nodes) for name, nodes in ways.items()}
         planner = self._tools.planner
         if planner.deterministic or len(programs) == 1:

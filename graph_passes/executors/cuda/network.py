@@ -48,8 +48,7 @@ class Network:
         check_operators(graph)
         self.options, self.dtype = options, options.dtype
         self.gpu = Gpu(device_id)
-        self._tools = toolchain(self.gpu, options.tf32, options.deterministic, options.group, cache_folder,
-                                options.trial_kernels)
+        self._tools = toolchain(self.gpu, options.tf32, options.deterministic, options.group, cache_folder)
         self.kernels, self._arena = self._tools.kernels, self._tools.arena
         self._allocate_for_owner = allocate
         self._graph, self._shapes = graph, dict(shapes)

@@ -22,8 +22,6 @@ class StepOptions:
                         layers are ready while the first ones are still being computed
     wire_dtype          "float32": hand gradients over in that type whatever theirs is. Every update must then follow
                         `forward_backward` with `on_bucket`, or `hand_over`
-    trial_kernels       also choose among kernels with which no whole network has run on a GPU yet (`ON_TRIAL` of
-                        passes/choice.py)
     group               the GPUs that BatchNorm's statistics are shared with in training, joined already; all of them
                         must run the same passes
     largest_image_size  height and width of the largest training images to come, where those of the first batch are
@@ -36,7 +34,6 @@ class StepOptions:
     deterministic: bool = False
     num_buckets: int = 1
     wire_dtype: str | None = None
-    trial_kernels: bool = False
     group: StatisticsGroup | None = None
     largest_image_size: int = 0
 

@@ -30,16 +30,14 @@ class QuantisedNetwork(Network):
         scales, kept: those of `passes/quantise.py`.
         params: by `quantise_params`.
         deterministic, device_id, allocate, cache_folder: as for `TrainingStep`.
-        trial_kernels: as `StepOptions` has it.
 
     Raises GraphError for what has no lowering, a parameter of another shape, and what `Gpu` raises.
     """
 
     def __init__(self, graph: Graph, shapes: Mapping[str, tuple[int, ...]], scales: Scales, kept: Kept,
                  params: Mapping[str, np.ndarray], deterministic: bool = False, device_id: int = 0,
-                 allocate: Allocate | None = None, cache_folder: Path | None = None,
-                 trial_kernels: bool = False) -> None:
-        options = StepOptions(FLOATS, deterministic=deterministic, trial_kernels=trial_kernels)
+                 allocate: Allocate | None = None, cache_folder: Path | None = None) -> None:
+        options = StepOptions(FLOATS, deterministic=deterministic)
         super().__init__(graph, shapes, options, device_id, allocate, cache_folder)
         quantised = pipeline.run(pipeline.quantised_passes(FLOATS, scales, kept), graph)
         self.store = _store(self._passes(scales, kept, first_way), shapes)

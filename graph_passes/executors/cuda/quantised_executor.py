@@ -24,16 +24,14 @@ class QuantisedCudaExecutor(OnMXNet):
         scales, kept: those of `passes/quantise.py`.
         params: by `quantise_params`.
         deterministic: no clock decides which kernels compute what stays in floats.
-        trial_kernels: as `StepOptions` has it.
     """
 
     def __init__(self, graph: Graph, shapes: Mapping[str, Sequence[int]], scales: Scales, kept: Kept,
-                 params: Mapping[str, np.ndarray], device: str = "gpu(0)", deterministic: bool = False,
-                 trial_kernels: bool = False) -> None:
+                 params: Mapping[str, np.ndarray], device: str = "gpu(0)", deterministic: bool = False) -> None:
         super().__init__(graph, shapes, device)
         self.params, self.aux, self.grads = {}, {}, {}
         self._step = QuantisedNetwork(graph, self.input_shapes, scales, kept, params, deterministic,
-                                      self._context.device_id, self._allocate, trial_kernels=trial_kernels)
+                                      self._context.device_id, self._allocate)
         self.gpu_bus_id = self._step.gpu.device.pci_bus_id
 
     def forward_backward(self, data: Any, label: Any, accumulate: bool = False, draws: Draws = NO_DRAWS) -> None:

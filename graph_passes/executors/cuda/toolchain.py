@@ -26,17 +26,16 @@ class Toolchain:
     planner: Planner
     arena: Arena
     group: StatisticsGroup | None = None  # the GPUs that BatchNorm's statistics are shared with in training
-    trial_kernels: bool = False  # as StepOptions has it
 
 
 def toolchain(gpu: Gpu, tf32: bool = True, deterministic: bool = False, group: StatisticsGroup | None = None,
-              cache_folder: Path | None = None, trial_kernels: bool = False) -> Toolchain:
+              cache_folder: Path | None = None) -> Toolchain:
     """For one GPU, with the fields of `StepOptions`. Raises GraphError where cuDNN is missing or too old."""
     cache, arena = Cache(_machine(gpu), cache_folder), Arena(gpu)
     convolutions = ConvolutionLibrary(gpu, cache, arena, tf32, deterministic)
     planner = Planner(gpu, cache, arena, convolutions.variant, deterministic)
     return Toolchain(gpu, KernelLibrary(gpu, cache), convolutions, RecurrentLibrary(gpu, arena, tf32), planner, arena,
-                     group, trial_kernels)
+                     group)
 
 
 def _machine(gpu: Gpu) -> str:

@@ -10,6 +10,7 @@ import pytest
 
 from graph_passes.executors.cuda.kernels import C_TYPES, HOPPER, SOURCES, architecture, compile_kernel
 from graph_passes.executors.cuda.lowering.conv1x1_backward import DgradReduce, DgradStream, NormBackward
+from graph_passes.executors.cuda.lowering.conv1x1_forward import CONTROL_BYTES
 from graph_passes.executors.cuda.lowering.quantised import (
     CHUNK,
     STEM_BLOCK,
@@ -38,13 +39,11 @@ WARPGROUPS = ("conv1x1_forward.cu", "conv1x1_pair.cu", "dgrad_reduce.cu", "dgrad
 FLAGS = {
     "dgrad_reduce": ["64, false, true, false", "128, true, false, false", "256, true, true, false",
                      "64, true, true, true", "256, false, false, true"],
-    "dgrad_stream": ["true, false, false, false", "true, true, false, false", "false, false, true, false",
-                     "true, true, true, false", "false, false, false, true"],
+    "dgrad_stream": ["true, false", "false, false", "true, true", "false, true"],
     "conv1x1_forward": ["64, true, true, false, false", "128, false, true, false, false",
                         "256, false, false, false, false", "64, false, false, true, false",
                         "256, false, false, true, false", "256, true, true, false, false",
-                        "64, false, true, false, true", "256, false, true, false, true",
-                        "64, false, false, 2, false", "128, false, false, 2, false", "256, false, false, 2, false"],
+                        "64, false, true, false, true", "256, false, true, false, true"],
     "conv1x1_pair": ["64", "128"],
     "norm_conv1x1": ["64, false", "64, true", "128, false", "128, true", "256, false", "256, true"],
     "norm_backward": ["64, true, false, false", "128, true, true, false", "256, false, true, false",
@@ -220,8 +219,7 @@ def test_shared_memory() -> None:
     options = ProgramOptions(arch="sm_90a", std="c++17", include_path=[str(SOURCES)])
     for source, size in (("stem_pool.cu", f"sizeof(Shared) == {StemPool.SHARED_BYTES}"),
                          ("stem_forward.cu", f"sizeof(Shared) == {StemRows.SHARED_BYTES}"),
-                         ("dgrad_stream.cu", f"sizeof(DgradControl) == {DgradStream.CONTROL_BYTES} && "
-                                             f"COLUMNS == {DgradStream.COLUMNS}"),
+                         ("dgrad_stream.cu", f"sizeof(Control) == {CONTROL_BYTES} && COLUMNS == {DgradStream.COLUMNS}"),
                          ("stem_weights.cu", f"sizeof(Control) == {StemWeights.CONTROL_BYTES}")):
         Program(f'#include "{source}"\nstatic_assert({size});', "c++", options).compile("cubin")
     for source, shapes in sizes.items():

@@ -20,7 +20,7 @@ from graph_passes.executors.cuda.lowering.conv1x1_backward import (
     NormBackward,
 )
 from graph_passes.executors.cuda.lowering.conv1x1_forward import Tiles
-from graph_passes.passes.dgrad_reduce import OUT_CHANNELS
+from graph_passes.passes.dgrad_reduce import OUT_CHANNELS, STREAM_CHANNELS
 
 BLOCKS = 3  # along the rows: fewer than tiles, so that each block walks
 # Norm of the error over the norm: rounding of what is stored, and fp32 sums of products in another order.
@@ -37,10 +37,10 @@ def check_sums(got: np.ndarray, terms: np.ndarray, dtype: str) -> None:
 
 class DgradCase:
     """Random operands of `dgrad_reduce` and `dgrad_stream`, and what they leave on a GPU. `mean` is added to what the
-    BatchNorms read; with `relu` there are no bits of ReLU, whose sign is that of the BatchNorm's output."""
+    BatchNorms read; only `dgrad_reduce` takes a `pair` of them."""
 
     def __init__(self, device: Device, dtype: str, k: int, rows: int, columns: int, add: bool, pair: bool, drop: bool,
-                 mean: float = 0.0, relu: bool = False) -> None:
+                 mean: float = 0.0) -> None:
         self.device, self.dtype, self.k, self.shape = device, dtype, k, (rows, columns)
         self.flags = add, pair, drop
         self.norms = [BatchNormCase(device, rows, columns, dtype, seed=seed, mean=mean) for seed in (rows, columns)]
@@ -48,38 +48,38 @@ class DgradCase:
         self.dy = rounded(random.normal(0, 1, (rows, k)), dtype)
         self.w = rounded(random.normal(0, k**-0.5, (k, columns)), dtype)
         self.addend = rounded(random.normal(0, 1, self.shape), dtype)
-        self.relu, y = relu, self.norms[0].normal * self.norms[0].gamma + self.norms[0].beta
-        self.mask = y > 0 if relu else random.integers(0, 2, self.shape).astype(bool)
-        self.clear = np.abs(y) > 1e-3 * (1 + mean) if relu else np.ones(self.shape, bool)  # else either answer is right
+        self.mask = random.integers(0, 2, self.shape).astype(bool)
 
     def run(self, stream: bool) -> tuple[np.ndarray, ...]:
         """dz, dbeta, dgamma, dbeta_2 and dgamma_2; twice, for the tickets must be back at zero."""
         device, dtype, (rows, columns) = self.device, self.dtype, self.shape
         dz = device.poisoned(self.shape, dtype)
         dgamma, dgamma_2, dbeta, dbeta_2 = sums = [device.poisoned((columns,)) for _ in range(4)]
-        name, first, last = ("dgrad_stream", (), (self.relu,)) if stream else ("dgrad_reduce", (str(self.k),), ())
-        kernel = self.norms[0].kernel(name, *first, *self.flags, *last)
+        add, pair, drop = self.flags
+        kernel = (self.norms[0].kernel("dgrad_stream", add, drop) if stream
+                  else self.norms[0].kernel("dgrad_reduce", str(self.k), *self.flags))
         scratch = device.poisoned((4 * BLOCKS * columns,)), device.zeros(4 * columns), ctypes.c_uint32(rows)
         grid = (-(-columns // DgradReduce.COLUMNS), BLOCKS, 1)
-        of_norms = (*(norm.saved() for norm in self.norms), *sums, *scratch)
-        read = [device.put(array, dtype) for array in (self.dy, self.w, *(norm.x for norm in self.norms), self.addend)]
-        mask = 0 if self.relu else device.put(np.packbits(self.mask, axis=1, bitorder="little"), "uint8")
-        of_relu = [device.put(each) if self.relu else 0 for each in (self.norms[0].gamma, self.norms[0].beta)]
+        saved, saved_2 = (norm.saved() for norm in self.norms)
+        dy, w, x, x_2, addend = (device.put(array, dtype) for array in (
+            self.dy, self.w, *(norm.x for norm in self.norms), self.addend))
+        mask = device.put(np.packbits(self.mask, axis=1, bitorder="little"), "uint8")
+        dropping = self.norms[0].dropping(drop)
         for _ in range(2):
             if stream:
-                way = DgradStream(self.k, 1 + sum(self.flags[:2]))
+                way = DgradStream(self.k, 1 + add)
                 tiles = Tiles.of((1, 1, rows, self.k), (1, 1, rows, columns), (1, 1))
                 assert tiles
-                tilings: list[Tiling] = [tiles.data, way.weights(columns), *[tiles.output] * 4]
+                tilings: list[Tiling] = [tiles.data, way.weights(columns), *[tiles.output] * 3]
                 maps = [device.gpu.tensor_map(address, dtype, tiling)
-                        for address, tiling in zip((*read, dz), tilings, strict=True)]
-                device.run("dgrad_stream.cu", kernel, grid, STREAM_BLOCK, *maps, mask, *of_norms, tiles.walk,
-                           *map(ctypes.c_int, (columns, way.chunks, way.stages, way.ahead)),
-                           *self.norms[0].dropping(self.flags[2]), *of_relu, shared_bytes=way.shared_bytes)
+                        for address, tiling in zip((dy, w, x, addend, dz), tilings, strict=True)]
+                device.run("dgrad_stream.cu", kernel, grid, STREAM_BLOCK, *maps, mask, saved, dgamma, dbeta, *scratch,
+                           tiles.walk, *map(ctypes.c_int, (columns, way.chunks, way.stages, way.ahead)), *dropping,
+                           shared_bytes=way.shared_bytes)
             else:
-                device.run("dgrad_reduce.cu", kernel, grid, BLOCK, *read, mask, dz, *of_norms, ctypes.c_int(columns),
-                           *self.norms[0].dropping(self.flags[2]),
-                           shared_bytes=DgradReduce(self.k).shared_bytes(*self.flags[:2]))
+                device.run("dgrad_reduce.cu", kernel, grid, BLOCK, dy, w, x, x_2, addend, mask, dz, saved, saved_2,
+                           *sums, *scratch, ctypes.c_int(columns), *dropping,
+                           shared_bytes=DgradReduce(self.k).shared_bytes(add, pair))
         return (device.get(dz, self.shape, dtype),
                 *(device.get(each, (columns,)) for each in (dbeta, dgamma, dbeta_2, dgamma_2)))
 
@@ -87,8 +87,7 @@ class DgradCase:
         add, pair, drop = self.flags
         dz, dbeta, dgamma, dbeta_2, dgamma_2 = self.run(stream)
         wanted = np.where(self.mask, self.dy @ self.w + (self.addend if add else 0), 0)
-        assert relative_error(dz[self.clear], wanted[self.clear]) < STORED[self.dtype]
-        wanted = np.where(self.clear, wanted, dz)
+        assert relative_error(dz, wanted) < STORED[self.dtype]
         own = wanted * (self.norms[0].factor if drop else 1)
         check_sums(dbeta, own, self.dtype)
         if len(wanted) > 1:  # of one row the variance is 0, and so is x - mean but for rounding
@@ -117,23 +116,14 @@ class DgradCase:
     ("float16", 512, 777, 256, True, False, False),
     ("bfloat16", 512, 64, 2048, False, False, False),
     ("float16", 72, 130, 200, True, False, False),
-    ("bfloat16", 8, 65, 128, True, True, True),
-    ("float16", 456, 1, 136, False, True, False)])
+    ("bfloat16", 8, 65, 128, True, False, True),
+    ("float16", 456, 1, 136, False, False, False)])
 @pytest.mark.parametrize("stream", [False, True])
 def test_dgrad_reduce(device: Device, dtype: str, k: int, rows: int, columns: int, add: bool, pair: bool, drop: bool,
                       stream: bool) -> None:
-    if not stream and k not in OUT_CHANNELS:
-        pytest.skip("dgrad_reduce.cu is for other numbers of channels")
+    if pair if stream else k not in OUT_CHANNELS:
+        pytest.skip("this kernel is for no pairs" if stream else "this kernel is for other numbers of channels")
     DgradCase(device, dtype, k, rows, columns, add, pair, drop).check(stream)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype, k, rows, columns, mean", [
-    ("float16", 512, 1003, 128, 0.0), ("bfloat16", 512, 130, 136, 0.0), ("float16", 256, 4001, 128, 0.0),
-    ("bfloat16", 64, 65, 320, 0.0), ("float16", 200, 1, 128, 0.0), ("float16", 128, 3001, 256, 100.0)])
-def test_dgrad_through_relu(device: Device, dtype: str, k: int, rows: int, columns: int, mean: float) -> None:
-    """ReLU's sign made again from what the BatchNorm reads."""
-    DgradCase(device, dtype, k, rows, columns, False, False, False, mean, relu=True).check(stream=True)
 
 
 @pytest.mark.gpu
@@ -141,25 +131,24 @@ def test_dgrad_through_relu(device: Device, dtype: str, k: int, rows: int, colum
 @pytest.mark.parametrize("mean", [100.0, 1000.0])
 def test_dgrad_reduce_far_from_zero(device: Device, mean: float, stream: bool) -> None:
     """Where a mean is far above the deviation, the sums are as exact."""
-    DgradCase(device, "float16", 128, 4001, 256, True, True, False, mean).check(stream)
+    DgradCase(device, "float16", 128, 4001, 256, True, not stream, False, mean).check(stream)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("stream", [False, True])
 def test_dgrad_reduce_gives_equal_bits(device: Device, stream: bool) -> None:
-    case = DgradCase(device, "float16", 256, 5003, 384, True, True, True)
+    case = DgradCase(device, "float16", 256, 5003, 384, True, not stream, True)
     first, second = case.run(stream), case.run(stream)
-    assert all(np.array_equal(one, other) for one, other in zip(first, second, strict=True))
+    written = 3 if stream else 5
+    assert all(np.array_equal(one, other) for one, other in zip(first[:written], second[:written], strict=True))
 
 
-@pytest.mark.parametrize("read", [1, 2, 3])
+@pytest.mark.parametrize("read", [1, 2])
 def test_division_of_shared_memory(read: int) -> None:
-    """All that a block needs fits, with two tiles on their way for each team; of more channels the weights do not."""
-    for k in range(8, 513, 8):
+    """All that a block needs fits, with two tiles on their way for each team."""
+    for k in range(8, max(STREAM_CHANNELS) + 1, 8):
         way = DgradStream(k, read)
-        assert (way.ahead > 0) == (k <= 448 or read < 3)
-        assert not way.ahead or (2 <= way.stages <= 12 and way.shared_bytes <= 227 << 10)
-    assert DgradStream(520, 2).ahead == 0
+        assert 2 <= way.stages <= 12 and way.shared_bytes <= 227 << 10
     assert DgradStream(256, 2).stages == 4, "a whole tile of dy"
 
 

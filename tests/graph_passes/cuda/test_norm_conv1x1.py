@@ -48,11 +48,11 @@ class Norm:
 
 class Case:
     """Random operands, and what one launch leaves on a GPU, or that of the BatchNorm alone. `filter_mean`: about what
-    the convolution gives on average."""
+    the convolution gives on average; `blocks`: along the rows, at most."""
 
     def __init__(self, device: Device, dtype: str, channels: int, filters: int, rows: int, pair: bool,
-                 mean: float = 0.0, filter_mean: float = 0.0) -> None:
-        self.device, self.dtype, self.rows, self.pair = device, dtype, rows, pair
+                 mean: float = 0.0, filter_mean: float = 0.0, blocks: int = BLOCKS) -> None:
+        self.device, self.dtype, self.rows, self.pair, self.blocks = device, dtype, rows, pair, blocks
         self.way = NormConv1x1(channels, filters)
         random = np.random.default_rng([rows, channels, filters, pair])
         self.norms = [Norm(rows, channels, dtype, about_mean=True, mean=mean, random=random)]
@@ -105,7 +105,7 @@ class Case:
                        x, addend, *norms, at["y"], at["mask"], *kept, *counts, 0, ctypes.c_uint32(0),
                        ctypes.c_uint32(1))
             return
-        grid = way.grid(rows, BLOCKS)
+        grid = way.grid(rows, self.blocks)
         maps = [device.gpu.tensor_map(address, dtype, tiling) for address, tiling in (
             (x, way.read(rows)), (addend, way.read(rows)), (device.put(self.w, dtype), way.weights),
             (at["y"], way.written(rows, way.channels)), (at["z"], way.written(rows, way.filters)))]
@@ -119,7 +119,7 @@ class Case:
         return np.maximum(self.norms[0].y + (self.norms[1].y if self.pair else self.addend), 0)
 
     def check(self, got: Arrays) -> None:
-        y, z, sums = got["y"], got["z"], got["sums"]
+        y, z = got["y"], got["z"]
         for array, wanted in ((y, self.wanted_y), (z, y @ self.w.T)):
             assert relative_error(array, wanted) < STORED[self.dtype]
             assert np.abs(array - wanted).max() < 8 * PRECISION[self.dtype] * np.abs(wanted).max()
@@ -128,6 +128,10 @@ class Case:
         for number, norm in enumerate(self.norms):
             for array, wanted in zip(got[f"saved{number}"], (norm.mean, norm.invstd), strict=True):
                 assert np.abs(array - wanted).max() < 1e-5 * max(1, np.abs(wanted).max())
+        self.check_sums(got)
+
+    def check_sums(self, got: Arrays) -> None:
+        z, sums = got["z"], got["sums"]
         deviation = z.std(0)
         assert np.all(sums[0] == 0)
         assert np.all(np.abs(sums[2] - z.mean(0)) <= NEAR * deviation + 2.0**-22 * np.abs(z.mean(0)))
@@ -165,6 +169,21 @@ def test_large_means(device: Device, dtype: str, mean: float, filter_mean: float
     """Of what is normalised, and of what the convolution gives."""
     case = Case(device, dtype, channels, filters, rows, False, mean, filter_mean)
     case.check(case.run())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("blocks", [1, 2, 33, 34, 66, 132, 201])
+@pytest.mark.parametrize("channels, filters", [(64, 40), (64, 64), (64, 128), (256, 72), (64, 256)])
+@pytest.mark.parametrize("dtype, filter_mean", [("float16", 1000.0), ("bfloat16", 0.0)])
+def test_sums_of_many_blocks(device: Device, dtype: str, filter_mean: float, channels: int, filters: int, blocks: int
+                             ) -> None:
+    """The last block adds up those of as many as an H200 has multiprocessors, or of more; the last tile has one row."""
+    rows = 128 * blocks - 63
+    case = Case(device, dtype, channels, filters, rows, False, filter_mean=filter_mean, blocks=blocks)
+    assert case.way.grid(rows, blocks)[1] == blocks
+    got = case.run()
+    case.check(got)
+    assert np.array_equal(case.run()["sums"], got["sums"])
 
 
 @pytest.mark.gpu

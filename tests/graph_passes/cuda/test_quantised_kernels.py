@@ -16,6 +16,7 @@ from common.mxnet_compat import mx
 from graph_passes import Graph, Node, Ref
 from graph_passes.errors import GraphError
 from graph_passes.executors import reference
+from graph_passes.executors.cuda.choices import Choices
 from graph_passes.executors.cuda.kernels import HOPPER
 from graph_passes.executors.cuda.lowering import lower_nodes
 from graph_passes.executors.cuda.lowering.builder import Builder
@@ -23,8 +24,9 @@ from graph_passes.executors.cuda.lowering.quantised import CHUNK, SQUARES_COLUMN
 from graph_passes.executors.cuda.program import Buffer, run
 from graph_passes.executors.cuda.quantised import QuantisedNetwork
 from graph_passes.executors.cuda.quantised_executor import QuantisedCudaExecutor
-from graph_passes.passes import tensor_dtypes
+from graph_passes.passes import Ways, tensor_dtypes
 from graph_passes.passes.quantise import Kept
+from graph_passes.passes.quantised_stem_pool import WAY
 from graph_passes.passes.quantised_way import DIRECT, SQUARES, STREAMS, TILES
 
 pytestmark = pytest.mark.gpu
@@ -222,18 +224,23 @@ def test_classifier(device: Device, rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(found, expected.astype(np.float16))
 
 
-@pytest.mark.parametrize("trial_kernels", [False, True])
+@pytest.mark.parametrize("pooled", [False, True])
 @pytest.mark.parametrize("name, size, kept", [
     ("resnet18", 64, Kept()), ("resnet50", 65, Kept()), ("resnet50", 64, Kept(classifier=False)),
     ("resnet18", 64, Kept(first=True)), ("resnext50_32x4d", 33, Kept()), ("resnet50d", 64, Kept()),
     ("resnet18_v2", 64, Kept())])
-def test_whole_networks(name: str, size: int, kept: Kept, trial_kernels: bool, rng: np.random.Generator, cache: Path
-                        ) -> None:
-    """Tensor by tensor: each integer. Where the first convolution is in floats, its float16 makes another integer of
-    some; what is behind is then compared with the answer alone."""
+def test_whole_networks(name: str, size: int, kept: Kept, pooled: bool, rng: np.random.Generator, cache: Path,
+                        monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensor by tensor: each integer, also of the first convolution without its max pooling. Where that convolution is
+    in floats, its float16 makes another integer of some; what is behind is then compared with the answer alone."""
+    choose = Choices.__call__
+
+    def chosen(self: Choices, graph: Graph, node: Node, ways: Ways) -> str:
+        return choose(self, graph, node, {name: ways[name] for name in ways if pooled or name != WAY})
+
+    monkeypatch.setattr(Choices, "__call__", chosen)
     case = quantised(name, 3, size, rng, kept)
-    network = QuantisedNetwork(case.network, case.shapes, case.scales, kept, case.params, cache_folder=cache,
-                               trial_kernels=trial_kernels)
+    network = QuantisedNetwork(case.network, case.shapes, case.scales, kept, case.params, cache_folder=cache)
     network.load(case.images.astype(np.float16), np.zeros(3))
     network.infer()
     expected, compared = case.expected(), 0

@@ -120,7 +120,7 @@ def tools(folder: Path) -> tuple[Toolchain, FakeGpu]:
     library = RecurrentLibrary(gpu, arena)  # type: ignore[arg-type]
     planner = Planner(gpu, Cache("machine", folder), arena, "variant")  # type: ignore[arg-type]
     made: Any = SimpleNamespace(gpu=gpu, kernels=None, convolutions=None, recurrent=library, planner=planner,
-                                arena=arena, group=None, trial_kernels=False)
+                                arena=arena, group=None)
     return made, gpu
 
 

@@ -4,15 +4,14 @@
 #include "moments.cuh"
 
 // y = x * w + bias (+ addend), then ReLU with RELU; a null `bias` is none. With TWO, also + x_2 * w_2 + bias_2. With SUMS,
-// `sums` are those of y per column about its mean, in a fixed order; 1 and 2 are two ways to make them, of which the second is
-// on trial and has no bias. The maps are of these matrices: of x and x_2 by tiles of `walk.rows` rows and 64 columns, of w and
-// w_2 by tiles of COLUMNS rows and 64 columns, of y and addend by those of 16 rows and 64 columns. With stride 2 the map of x
-// leaves pixels out, a tile of it is whole lines of an image, and a line of the map of y is a tile; that of x_2 has the lines
-// of y. gridDim.x blocks share the columns, gridDim.y the rows.
+// `sums` are those of y per column about its mean, in a fixed order. The maps are of these matrices: of x and x_2 by tiles of
+// `walk.rows` rows and 64 columns, of w and w_2 by tiles of COLUMNS rows and 64 columns, of y and addend by those of 16 rows
+// and 64 columns. With stride 2 the map of x leaves pixels out, a tile of it is whole lines of an image, and a line of the map
+// of y is a tile; that of x_2 has the lines of y. gridDim.x blocks share the columns, gridDim.y the rows.
 // Shapes: x (rows, C), w (K, C), x_2 (rows, C_2), w_2 (K, C_2), y and addend (rows, K); bias and bias_2 (K), sums (3, K),
 // partials (gridDim.y, K, 3) fp32; tickets (gridDim.x). columns = K; C fits into all but the last `chunks_2` of `chunks` of 64
 // channels, and C_2 into these.
-template <class T, int COLUMNS, bool ADD, bool RELU, int SUMS, bool TWO>
+template <class T, int COLUMNS, bool ADD, bool RELU, bool SUMS, bool TWO>
 __global__ void __launch_bounds__(THREADS, 1)
 conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,
                 const __grid_constant__ TensorMap addend, const __grid_constant__ TensorMap y, const float *bias,
@@ -65,8 +64,8 @@ conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
         Turn turn, result;
         wait_for_phase(control.weights, 0);
         for (uint32 tile = share.first; tile < share.end; tile += share.step) {
-            float products[COLUMNS / 8][4] = {};
-            if (SUMS != 2) begin_with(products, control.bias, lane);
+            float products[COLUMNS / 8][4];
+            begin_with(products, control.bias, lane);
             multiply_tile<T>(products, weights, own, turn, lane);
 
             const int rows_here = max(0, min(WARP_ROWS, min(walk.rows, int(rows - tile * walk.rows)) - own_row));
@@ -104,18 +103,14 @@ conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
                         near[p][0] = first.x;
                         near[p][1] = first.y;
                     }
-                    if (SUMS == 2) {
-                        add_rows<T>(part, rows_here, lane, near[p], of_column[p]);
-                    } else {
 #pragma unroll 4
-                        for (int r = 0; r < rows_here; ++r) {
-                            const float2 v = stored(r);
-                            const float from_near[2] = {v.x - near[p][0], v.y - near[p][1]};
+                    for (int r = 0; r < rows_here; ++r) {
+                        const float2 v = stored(r);
+                        const float from_near[2] = {v.x - near[p][0], v.y - near[p][1]};
 #pragma unroll
-                            for (int k = 0; k < 2; ++k) {
-                                of_column[p][k][0] += from_near[k];
-                                of_column[p][k][1] += from_near[k] * from_near[k];
-                            }
+                        for (int k = 0; k < 2; ++k) {
+                            of_column[p][k][0] += from_near[k];
+                            of_column[p][k][1] += from_near[k] * from_near[k];
                         }
                     }
                 }
@@ -138,12 +133,6 @@ conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
             for (int k = 0; k < 2; ++k)
                 of_warps[warp * COLUMNS + p * CHUNK + lane * 2 + k] =
                     Moments::about(near[p][k], counted, of_column[p][k][0], of_column[p][k][1]);
-    if (SUMS == 2) {
-        write_sums_of_columns<COLUMNS, THREADS>(of_warps, MULTIPLYING, first_column, columns,
-                                                reinterpret_cast<float *>(partials), tickets, is_last, sums,
-                                                [] { __syncthreads(); });
-        return;
-    }
     __syncthreads();
     const int n = first_column + threadIdx.x;
     const bool has_column = threadIdx.x < COLUMNS && n < columns;

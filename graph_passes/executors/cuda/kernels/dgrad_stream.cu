@@ -5,10 +5,6 @@
 
 constexpr int COLUMNS = 128, PARTS = COLUMNS / CHUNK;  // of dz
 
-// At the start of shared memory. Behind it, in vectors: the weights, (chunks, PARTS) tiles; `stages` tiles of each team's dy;
-// of each multiplying warp two parts of dz, then `ahead` parts of x, of addend and of x_2.
-struct alignas(1024) DgradControl { Control control; float scale[COLUMNS], shift[COLUMNS]; };
-
 // The ReLU bits of a thread's two rows in 16 of a part's columns, which are two bytes each, on their way.
 struct Bits {
     uint32 bytes[4];
@@ -42,28 +38,24 @@ __device__ inline void sum_over_rows(float (&v)[16], int lane) {
 }
 
 // dz = dy * w, plus `addend` with ADD, where the ReLU bits in `mask` let it through; and of dz the sums that
-// batch_norm_backward_reduce makes, or with PAIR those of batch_norm_pair_backward_reduce. DROP is as it is there. With
-// RECOMPUTED there is no mask: ReLU's sign is made again from x, with the same bits. The maps are of these matrices: of dy and
-// of w, which is OHWI, by tiles of 64 rows and 64 columns, of the others by those of 16 rows and 64 columns. gridDim.x blocks
-// share the columns, gridDim.y the rows.
-// Shapes: dy (rows, K); w (K, C); x, x_2, addend, dz (rows, C); mask (rows, C / 8) bytes; saved (2, C), dgamma, dbeta (C)
-// fp32, and those with _2; gamma and beta (C), partials (gridDim.y, 2 + PAIR, or 4 with PAIR and DROP, C), factors fp32;
-// tickets (gridDim.x). columns = C; K fits into `chunks` of 64 channels.
-template <class T, bool ADD, bool PAIR, bool DROP, bool RECOMPUTED>
+// batch_norm_backward_reduce makes. DROP is as it is there. The maps are of these matrices: of dy and of w, which is OHWI, by
+// tiles of 64 rows and 64 columns, of the others by those of 16 rows and 64 columns. gridDim.x blocks share the columns,
+// gridDim.y the rows. Behind `Control`, shared memory has in vectors: the weights, (chunks, PARTS) tiles; `stages` tiles of
+// each team's dy; of each multiplying warp two parts of dz, then `ahead` parts of x and of addend.
+// Shapes: dy (rows, K); w (K, C); x, addend, dz (rows, C); mask (rows, C / 8) bytes; saved (2, C), dgamma, dbeta (C), partials
+// (gridDim.y, 2, C), factors fp32; tickets (gridDim.x). columns = C; K fits into `chunks` of 64 channels.
+template <class T, bool ADD, bool DROP>
 __global__ void __launch_bounds__(THREADS, 1)
 dgrad_stream(const __grid_constant__ TensorMap dy, const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap x,
-             const __grid_constant__ TensorMap x_2, const __grid_constant__ TensorMap addend,
-             const __grid_constant__ TensorMap dz, const uint8 *mask, const float *saved, const float *saved_2, float *dgamma,
-             float *dgamma_2, float *dbeta, float *dbeta_2, float *partials, uint32 *tickets, uint32 rows, TileWalk walk,
-             int columns, int chunks, int stages, int ahead, const float *factors, uint32 first_factor, uint32 pixels,
-             const float *gamma, const float *beta) {
-    constexpr int READ = 1 + ADD + PAIR, SUMS = 2 + PAIR + (PAIR && DROP), GAMMA_2 = PAIR ? 2 : 0, BETA_2 = DROP ? SUMS - 1 : 0;
-    static_assert(sizeof(DgradControl) == 3072, "as lowering/conv1x1_backward.py counts");
+             const __grid_constant__ TensorMap addend, const __grid_constant__ TensorMap dz, const uint8 *mask,
+             const float *saved, float *dgamma, float *dbeta, float *partials, uint32 *tickets, uint32 rows, TileWalk walk,
+             int columns, int chunks, int stages, int ahead, const float *factors, uint32 first_factor, uint32 pixels) {
+    constexpr int READ = 1 + ADD, SUMS = 2;
+    static_assert(sizeof(Control) == 2048, "as lowering/conv1x1_forward.py counts");
     extern __shared__ __align__(1024) uint4 memory[];
-    DgradControl &both = *reinterpret_cast<DgradControl *>(memory);
-    Control &control = both.control;
-    float *const mean = control.bias, *const mean_2 = mean + COLUMNS;  // there is no bias
-    uint4 *const weights = memory + sizeof(DgradControl) / VECTOR_BYTES;
+    Control &control = *reinterpret_cast<Control *>(memory);
+    float *const mean = control.bias;  // there is no bias
+    uint4 *const weights = memory + sizeof(Control) / VECTOR_BYTES;
     uint4 *const tiles_of_dy = weights + chunks * PARTS * TILE_VECTORS;
     uint4 *const all_results = tiles_of_dy + TEAMS * stages * TILE_VECTORS;
     const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // one for all, to the compiler
@@ -72,15 +64,8 @@ dgrad_stream(const __grid_constant__ TensorMap dy, const __grid_constant__ Tenso
     const int first_column = blockIdx.x * COLUMNS;
     const Share share{blockIdx.y * TEAMS + team, (rows + walk.rows - 1) / walk.rows, gridDim.y * TEAMS};
 
-    for (int n = threadIdx.x; n < COLUMNS; n += THREADS) {
-        const bool has_column = first_column + n < columns;
-        mean[n] = has_column ? saved[first_column + n] : 0;
-        if (PAIR) mean_2[n] = has_column ? saved_2[first_column + n] : 0;
-        if (RECOMPUTED) {  // as `Backward` has them
-            both.scale[n] = has_column ? gamma[first_column + n] * saved[columns + first_column + n] : 0;
-            both.shift[n] = has_column ? beta[first_column + n] - mean[n] * both.scale[n] : 0;
-        }
-    }
+    for (int n = threadIdx.x; n < COLUMNS; n += THREADS)
+        mean[n] = first_column + n < columns ? saved[first_column + n] : 0;
     if (threadIdx.x == 0) {
         init_barriers(control, stages, 0);
         for (int i = 0; i < MULTIPLYING; ++i)
@@ -105,18 +90,15 @@ dgrad_stream(const __grid_constant__ TensorMap dy, const __grid_constant__ Tenso
     } else {
         uint4 *const own_results = all_results + warp * (2 + READ * ahead) * RESULT_VECTORS;
         uint4 *const own_x = own_results + 2 * RESULT_VECTORS, *const own_addend = own_x + ahead * RESULT_VECTORS;
-        uint4 *const own_x_2 = own_addend + ADD * ahead * RESULT_VECTORS;
         const int own_row = warp % TEAM_WARPS * WARP_ROWS, quad_column = lane % 4 * 2;
 
         // All of a part arrives at one barrier.
         uint64 *const arrived = control.addend[warp];
         Addends parts_of_x{x, walk, arrived, own_x, share, first_column, own_row, PARTS};
         Addends parts_of_addend{addend, walk, arrived, own_addend, share, first_column, own_row, PARTS};
-        Addends parts_of_x_2{x_2, walk, arrived, own_x_2, share, first_column, own_row, PARTS};
         const auto load_part = [&](int place) {
             parts_of_x.load(place);
             if (ADD) parts_of_addend.load(place);
-            if (PAIR) parts_of_x_2.load(place);
         };
         if (lane == 0)
             for (int place = 0; place < ahead; ++place) load_part(place);
@@ -124,7 +106,7 @@ dgrad_stream(const __grid_constant__ TensorMap dy, const __grid_constant__ Tenso
         const auto load_bits = [&](uint32 tile, int part) {
             bits.load(mask, tile * ROWS + own_row + lane / 4, rows, first_column + part * CHUNK + quad_column * VEC, columns);
         };
-        if (!RECOMPUTED) load_bits(share.first, 0);
+        load_bits(share.first, 0);
 
         Turn turn, part, result;
         wait_for_phase(control.weights, 0);
@@ -138,8 +120,8 @@ dgrad_stream(const __grid_constant__ TensorMap dy, const __grid_constant__ Tenso
             }
 #pragma unroll
             for (int p = 0; p < PARTS; ++p) {
-                const uint32 own_bits = RECOMPUTED ? 0 : bits.together();
-                if (!RECOMPUTED) load_bits(p + 1 < PARTS ? tile : tile + share.step, (p + 1) % PARTS);
+                const uint32 own_bits = bits.together();
+                load_bits(p + 1 < PARTS ? tile : tile + share.step, (p + 1) % PARTS);
                 uint4 *const dz_part = own_results + result.place * RESULT_VECTORS;
                 const int from = part.place * RESULT_VECTORS;
                 wait_for_phase(arrived[part.place], part.parity);
@@ -149,36 +131,24 @@ dgrad_stream(const __grid_constant__ TensorMap dy, const __grid_constant__ Tenso
 #pragma unroll
                 for (int pair = 0; pair < CHUNK / 16; ++pair) {
                     const int at = matrix_row(lane, pair);
-                    uint32 open = 0;
-                    if (!RECOMPUTED) open = __shfl_sync(0xffffffff, own_bits, lane / 4 * 4 + pair) >> quad_column;
-                    uint32 g_bits[4], x_bits[4], x_2_bits[4];
+                    const uint32 open = __shfl_sync(0xffffffff, own_bits, lane / 4 * 4 + pair) >> quad_column;
+                    uint32 g_bits[4], x_bits[4];
                     load_pair(x_bits, own_x + from + at);
                     if (ADD) load_pair(g_bits, own_addend + from + at);
-                    if (PAIR) load_pair(x_2_bits, own_x_2 + from + at);
 #pragma unroll
                     for (int i = 0; i < 4; ++i) {
                         const int r = i % 2, j = pair * 2 + i / 2, n = p * CHUNK + j * 8 + quad_column;
                         const float2 more = ADD ? unpack_two<T>(g_bits[i]) : make_float2(0, 0);
                         const float2 v = unpack_two<T>(x_bits[i]), near = *reinterpret_cast<const float2 *>(&mean[n]);
-                        const float2 v_2 = PAIR ? unpack_two<T>(x_2_bits[i]) : v;
-                        const float2 near_2 = PAIR ? *reinterpret_cast<const float2 *>(&mean_2[n]) : near;
                         const float from_mean[2] = {v.x - near.x, v.y - near.y};
-                        const float from_mean_2[2] = {v_2.x - near_2.x, v_2.y - near_2.y};
                         float g[2] = {products[p * 8 + j][r * 2], products[p * 8 + j][r * 2 + 1]};
                         if (ADD) {
                             g[0] += more.x;
                             g[1] += more.y;
                         }
-                        bool is_open[2] = {bool(open >> (r * 16 + i / 2 * 8) & 1), bool(open >> (r * 16 + i / 2 * 8 + 1) & 1)};
-                        if (RECOMPUTED) {
-                            const float2 scale = *reinterpret_cast<const float2 *>(&both.scale[n]);
-                            const float2 shift = *reinterpret_cast<const float2 *>(&both.shift[n]);
-                            is_open[0] = v.x * scale.x + shift.x > 0;
-                            is_open[1] = v.y * scale.y + shift.y > 0;
-                        }
 #pragma unroll
                         for (int k = 0; k < 2; ++k) {
-                            if (!is_open[k]) g[k] = 0;  // bits are 0 in rows that are not there, and so is dy
+                            if (!(open >> (r * 16 + i / 2 * 8 + k) & 1)) g[k] = 0;  // bits are 0 in rows that are not there, and so is dy
                             const float own_g = DROP ? g[k] * factor[r] : g[k];
                             const auto add = [&](int sum, float term) {
                                 float &of = of_rows[sum][2 * j + k];
@@ -186,8 +156,6 @@ dgrad_stream(const __grid_constant__ TensorMap dy, const __grid_constant__ Tenso
                             };
                             add(0, own_g);
                             add(1, own_g * from_mean[k]);
-                            if (PAIR) add(GAMMA_2, g[k] * from_mean_2[k]);
-                            if (PAIR && DROP) add(BETA_2, g[k]);
                         }
                         g_bits[i] = pack_two<T>(g[0], g[1]);
                     }
@@ -226,7 +194,5 @@ dgrad_stream(const __grid_constant__ TensorMap dy, const __grid_constant__ Tenso
                                              [=](int n, const float (&of)[SUMS]) {
         dbeta[n] = of[0];
         dgamma[n] = of[1] * saved[columns + n];
-        if (PAIR) dbeta_2[n] = of[BETA_2];
-        if (PAIR) dgamma_2[n] = of[GAMMA_2] * saved_2[columns + n];
     });
 }

@@ -4,7 +4,6 @@ the matrix instructions of Hopper."""
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from graph_passes.executors.cuda.device import Tiling
@@ -14,6 +13,7 @@ from graph_passes.executors.cuda.lowering.conv1x1_forward import BLOCK as STREAM
 from graph_passes.executors.cuda.lowering.conv1x1_forward import (
     CHUNK,
     CHUNK_BYTES,
+    CONTROL_BYTES,
     MAX_STAGES,
     SHARED_BYTES,
     TEAMS,
@@ -30,6 +30,8 @@ from graph_passes.passes.norm_backward import CHANNELS
 VECTOR_BYTES, FLOAT_BYTES = 16, 4
 BLOCK: Size = (512, 1, 1)
 TILE_ROWS = 64
+_READ = "conv_grad", "weight", "data", "mask", "saved"
+_WRITTEN = "masked_grad", "gamma_grad", "beta_grad"
 
 
 def _require_hopper(builder: Builder, node: Node) -> None:
@@ -65,10 +67,9 @@ class DgradReduce:
 class DgradStream:
     """How `dgrad_stream` divides the gradient of a convolution to `k` channels. A block keeps the weights of `COLUMNS`
     channels of data; the rest of its shared memory is for tiles of dy that are on their way, `stages` for each team,
-    and for parts of what each warp writes, two, and reads: `ahead` of each of `read` tensors."""
+    and for parts of what each warp writes, two, and reads: `ahead` of each of `read` tensors, which are two at most."""
 
     COLUMNS = MIN_CHANNELS
-    CONTROL_BYTES = 3 << 10
     PLACE_BYTES = TEAMS * TILE_ROWS * CHUNK_BYTES  # for a stage of each team, or a part of each warp
 
     k: int
@@ -84,9 +85,9 @@ class DgradStream:
 
     @property
     def ahead(self) -> int:
-        """As many as leave enough stages: two at least, or half a tile of dy; 0 where one does not."""
-        enough = (3, max(4, self.chunks // 2)), (2, max(2, self.chunks // 2)), (1, 2)
-        return next((ahead for ahead, stages in enough if self._stages(ahead) >= stages), 0)
+        """As many as leave enough stages: two at least, or half a tile of dy. One always does."""
+        enough = (3, 4), (2, max(2, self.chunks // 2)), (1, 2)
+        return next(ahead for ahead, stages in enough if self._stages(ahead) >= stages)
 
     @property
     def stages(self) -> int:
@@ -95,7 +96,7 @@ class DgradStream:
     @property
     def shared_bytes(self) -> int:
         places = self.stages + self._results(self.ahead)
-        return self.CONTROL_BYTES + self._weight_bytes + places * self.PLACE_BYTES
+        return CONTROL_BYTES + self._weight_bytes + places * self.PLACE_BYTES
 
     def grid(self, rows: int, columns: int, num_multiprocessors: int) -> Size:
         """Blocks for columns and rows, one for each multiprocessor."""
@@ -110,7 +111,7 @@ class DgradStream:
         return 2 + ahead * self.read
 
     def _stages(self, ahead: int) -> int:
-        free = SHARED_BYTES - self.CONTROL_BYTES - self._weight_bytes
+        free = SHARED_BYTES - CONTROL_BYTES - self._weight_bytes
         return free // self.PLACE_BYTES - self._results(ahead)
 
 
@@ -118,6 +119,9 @@ def dgrad_reduce(builder: Builder, node: Node) -> None:
     """The gradient of a convolution's data, the residual's added to it, masked, and the sums of the BatchNorm (and its
     shortcut's) that made the data; by the kernel that the pass has chosen."""
     _require_hopper(builder, node)
+    if node["way"] == "dgrad_stream":
+        _stream(builder, node)
+        return
 
     def second(role: str) -> Buffer | None:
         return builder.optional_input(node, role, "single_norm")
@@ -125,55 +129,37 @@ def dgrad_reduce(builder: Builder, node: Node) -> None:
     def second_output(role: str) -> Buffer | None:
         return None if node["single_norm"] else builder.output(node, role)
 
-    dy, w, x, mask, saved = (builder.input(node, role) for role in ("conv_grad", "weight", "data", "mask", "saved"))
+    dy, w, x, mask, saved = (builder.input(node, role) for role in _READ)
     x_2, addend = second("data_2"), builder.optional_input(node, "out_grad_2", "single_grad")
-    dz, dgamma, dbeta = (builder.output(node, role) for role in ("masked_grad", "gamma_grad", "beta_grad"))
+    dz, dgamma, dbeta = (builder.output(node, role) for role in _WRITTEN)
     (rows, columns), k, flags = rows_and_channels(node, x), w.shape[0], (addend is not None, not node["single_norm"])
     sums = 2 + flags[1] + (flags[1] and drops(node))
-    norms = (In(saved), In(second("saved_2")), Out(dgamma), Out(second_output("gamma_grad_2")), Out(dbeta),
-             Out(second_output("beta_grad_2")))
-    if node["way"] == "dgrad_stream":
-        _stream(builder, node, (dy, w, x, x_2, addend, dz), mask, norms, flags)
-        return
     way = DgradReduce(k)
     grid = way.grid(rows, columns, builder.gpu.num_multiprocessors)
     builder.launch(node, "dgrad_reduce.cu", builder.kernel("dgrad_reduce", k, *flags, drops(node)), grid, BLOCK,
-                   In(dy), In(w), In(x), In(x_2), In(addend), In(mask), Out(dz, over=addend), *norms,
-                   builder.partials(sums * columns * grid[1]), builder.tickets, count(rows), ctypes.c_int(columns),
-                   *factors_of(builder, node, rows), shared_bytes=way.shared_bytes(*flags),
-                   flops=2 * rows * columns * k)
+                   In(dy), In(w), In(x), In(x_2), In(addend), In(mask), Out(dz, over=addend), In(saved),
+                   In(second("saved_2")), Out(dgamma), Out(second_output("gamma_grad_2")), Out(dbeta),
+                   Out(second_output("beta_grad_2")), builder.partials(sums * columns * grid[1]), builder.tickets,
+                   count(rows), ctypes.c_int(columns), *factors_of(builder, node, rows),
+                   shared_bytes=way.shared_bytes(*flags), flops=2 * rows * columns * k)
 
 
-def dgrad_relu_reduce(builder: Builder, node: Node) -> None:
-    """The gradient of a convolution's data, through ReLU, and the sums of the BatchNorm before it."""
-    _require_hopper(builder, node)
-    dy, w, x, saved, gamma, beta = (builder.input(node, role) for role in (
-        "conv_grad", "weight", "data", "saved", "gamma", "beta"))
-    dz, dgamma, dbeta = (builder.output(node, role) for role in ("masked_grad", "gamma_grad", "beta_grad"))
-    norms = In(saved), In(None), Out(dgamma), Out(None), Out(dbeta), Out(None)
-    _stream(builder, node, (dy, w, x, None, None, dz), None, norms, (False, False), (gamma, beta))
-
-
-def _stream(builder: Builder, node: Node, tensors: Sequence[Buffer | None], mask: Buffer | None,
-            norms: Sequence[In | Out], flags: tuple[bool, bool],
-            relu: tuple[Buffer | None, Buffer | None] = (None, None)) -> None:
-    """`dgrad_stream`. `tensors`: dy, w, x, x_2, addend and dz; `norms`: its operands from `saved` to `dbeta_2`;
-    `flags`: ADD and PAIR; `relu`: gamma and beta, where there is no mask."""
-    dy, w, x, x_2, addend, dz = tensors
-    assert dy and w and x
-    (rows, columns), k = rows_and_channels(node, x), w.shape[0]
-    way, tiles = DgradStream(k, 1 + sum(flags)), Tiles.of(dy.shape, x.shape, (1, 1))
-    require(k % VECTOR == 0 and way.ahead > 0, node, f"makes {k} channels: its kernel has no room for them")
+def _stream(builder: Builder, node: Node) -> None:
+    """By `dgrad_stream`, with the sums of one BatchNorm."""
+    dy, w, x, mask, saved = (builder.input(node, role) for role in _READ)
+    addend = builder.optional_input(node, "out_grad_2", "single_grad")
+    dz, dgamma, dbeta = (builder.output(node, role) for role in _WRITTEN)
+    (rows, columns), k, adds = rows_and_channels(node, x), w.shape[0], addend is not None
+    require(k % VECTOR == 0, node, f"makes {k} channels: its kernel takes multiples of {VECTOR}")
+    way, tiles = DgradStream(k, 1 + adds), Tiles.of(dy.shape, x.shape, (1, 1))
     assert tiles
     grid, by_part = way.grid(rows, columns, builder.gpu.num_multiprocessors), tiles.output
-    sums = 2 + flags[1] + (flags[1] and drops(node))
-    builder.launch(node, "dgrad_stream.cu", builder.kernel("dgrad_stream", *flags, drops(node), mask is None), grid,
-                   STREAM_BLOCK, Tiled(In(dy), tiles.data), Tiled(In(w), way.weights(columns)),
-                   *(Tiled(In(each), by_part) for each in (x, x_2, addend)), Tiled(Out(dz, over=addend), by_part),
-                   In(mask), *norms, builder.partials(sums * columns * grid[1]), builder.tickets, count(rows),
-                   tiles.walk, *map(ctypes.c_int, (columns, way.chunks, way.stages, way.ahead)),
-                   *factors_of(builder, node, rows), *map(In, relu), shared_bytes=way.shared_bytes,
-                   flops=2 * rows * columns * k)
+    builder.launch(node, "dgrad_stream.cu", builder.kernel("dgrad_stream", adds, drops(node)), grid, STREAM_BLOCK,
+                   Tiled(In(dy), tiles.data), Tiled(In(w), way.weights(columns)), Tiled(In(x), by_part),
+                   Tiled(In(addend), by_part), Tiled(Out(dz, over=addend), by_part), In(mask), In(saved), Out(dgamma),
+                   Out(dbeta), builder.partials(2 * columns * grid[1]), builder.tickets, count(rows), tiles.walk,
+                   *map(ctypes.c_int, (columns, way.chunks, way.stages, way.ahead)), *factors_of(builder, node, rows),
+                   shared_bytes=way.shared_bytes, flops=2 * rows * columns * k)
 
 
 class NormBackward:
@@ -221,7 +207,6 @@ def norm_backward(builder: Builder, node: Node) -> None:
 
 RULES: Rules = {
     "DgradReduce": dgrad_reduce,
-    "DgradReluReduce": dgrad_relu_reduce,
     "NormConvBackward": norm_backward,
     "NormConvReduce": norm_backward,
 }

@@ -146,8 +146,7 @@ def forward(builder: Builder, node: Node) -> None:
     require(tiles is not None, node, f"has images of {x.shape[1]}x{x.shape[2]} pixels, which its kernel cannot divide")
     assert tiles
     grid = way.grid(-(-rows // tiles.walk.rows), builder.gpu.num_multiprocessors)
-    way_of_sums = 0 if sums is None else 2 if node["way"] == "conv1x1_sums" else 1
-    flags = addend is not None, node.op.endswith("Relu"), way_of_sums, is_sum
+    flags = addend is not None, node.op.endswith("Relu"), sums is not None, is_sum
     builder.launch(node, "conv1x1_forward.cu", builder.kernel("conv1x1_forward", way.columns, *flags), grid, BLOCK,
                    Tiled(In(x), tiles.data), Tiled(In(w), way.weights), Tiled(In(addend), tiles.output),
                    Tiled(Out(y, over=addend), tiles.output), In(bias), Out(sums),
