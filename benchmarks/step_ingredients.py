@@ -3,8 +3,8 @@
     python benchmarks/step_ingredients.py
 
 For each ingredient both steps are made and take turns: those of `python -m train`, as in step_jpeg.py, on synthetic
-data, of the preset resnet50_90ep from all gammas 1, both from the state after a warm-up of the step without. What is
-random in a step is drawn as in a run, on the host.
+data, of the preset resnet50_90ep from all gammas 1, both from the same weights and running statistics. What is random
+in a step is drawn as in a run, on the host.
 
 Writes results/<model>_fp16_b<batch>_ingredients_1gpu.json, the step with all of them together, whose peer is the step
 without any in the same turns, and as lines of the .jsonl file of that name both sides' step times for each ingredient,
@@ -14,6 +14,7 @@ was stopped.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import tempfile
 import time
@@ -29,7 +30,9 @@ from torch_peer import take_turns
 from trainings import KeptLines, Line
 
 from common.command_line import Positive, read_options
+from pipelines import Loader
 from train.config import Config
+from train.loop import Trainer
 from train.options.data import SYNTHETIC
 from train.presets import load_preset
 
@@ -43,6 +46,7 @@ INGREDIENTS: dict[str, dict[str, Any]] = {
     "dropout 0.1": {"dropout": 0.1},
     "clipping 1": {"clip_norm": 1.0},
 }
+SETTLING_STEPS = 100  # running statistics keep 0.9 of what they were in each
 ALL = "all together"
 TOGETHER = {"mixup": 0.2, "cutmix": 1.0, "loss": "bce", "label_smoothing": 0.0, "stochastic_depth": 0.05,
             "dropout": 0.1, "clip_norm": 1.0}
@@ -80,13 +84,20 @@ def line_of(name: str, without: Sequence[Turn], with_it: Sequence[Turn]) -> Line
     return {"change": name, "longer_percent": round(longer, 3), **readings, **times}
 
 
+def settle_statistics(trainer: Trainer, images: Loader) -> None:
+    """Let the running statistics, with which frozen BatchNorms normalise, become those of the weights as they are: of
+    weights that move they lag behind, and what 16 layers amplify is then beyond float16."""
+    for batch in itertools.islice(endless(images), SETTLING_STEPS):
+        trainer.executor.forward_backward(batch.data, batch.label)
+    trainer.executor.read_metrics()
+
+
 def compare(arguments: Options, name: str, changes: dict[str, Any], folder: Path) -> Line:
     """The step without and with an ingredient, in turn."""
     trainers = {side: start_trainer(configuration(arguments, of_side), folder)
                 for side, of_side in (("without", {}), ("with", changes))}
-    first, images = trainers["without"]
-    measure(first, endless(images), steps=1)  # a warm-up: frozen BatchNorms need running statistics
-    trainers["with"][0].executor.set_params(*first.executor.get_params())
+    settle_statistics(*trainers["without"])
+    trainers["with"][0].executor.set_params(*trainers["without"][0].executor.get_params())
     turns = take_turns(arguments.rounds, {side: partial(measure, trainer, endless(loader), arguments.steps)
                                           for side, (trainer, loader) in trainers.items()})
     for trainer, loader in trainers.values():
