@@ -48,7 +48,7 @@ template <> __device__ inline uint32 greater<bfloat16>(uint32 a, uint32 b) {
 // Shapes: x (N, H, W, C); y, x_winner (N, OH, OW, C); winner (N, OH, OW, C) bytes; sums (2 or 3, C), saved (2, C), gamma, beta,
 // running_mean, running_var (C) fp32. rows = N*H*W, outputs = N*OH*OW.
 template <class T>
-__global__ void __launch_bounds__(APPLY_THREADS, 3)
+__global__ void __launch_bounds__(APPLY_THREADS, 4)
 batch_norm_relu_max_pool(const Packed<T> *x, const float *sums, bool about_mean, const float *gamma, const float *beta,
                          Packed<T> *y, uint2 *winner, Packed<T> *x_winner, float *saved, float *running_mean,
                          float *running_var, float eps, float momentum, Image size, uint32 rows, uint32 outputs, int channels) {
@@ -70,31 +70,28 @@ batch_norm_relu_max_pool(const Packed<T> *x, const float *sums, bool about_mean,
             best.word[w] = lowest.word[w] ^ flip.word[w];  // -infinity
             place[w] = in_lanes<T>(NOBODY);
         }
-        // Pixels beyond the border are read from the border, so that no read waits for a condition and all are under way
-        // at once.
-        Words<T> window[KERNEL][KERNEL];
-        bool inside[KERNEL][KERNEL];
 #pragma unroll
-        for (int i = 0; i < KERNEL; ++i)
+        for (int i = 0; i < KERNEL; ++i) {
+            const int row = at.row * STRIDE - PAD + i;
+            Words<T> here[KERNEL];
 #pragma unroll
             for (int j = 0; j < KERNEL; ++j) {
-                const int row = at.row * STRIDE - PAD + i, column = at.column * STRIDE - PAD + j;
-                const int near_row = max(0, min(row, size.height - 1)), near_column = max(0, min(column, size.width - 1));
-                inside[i][j] = row == near_row && column == near_column;
-                window[i][j].packed =
-                    x[((at.image * size.height + near_row) * size.width + near_column) * pitch + channel / VEC];
+                const int column = at.column * STRIDE - PAD + j;
+                here[j] = lowest;
+                if (row >= 0 && row < size.height && column >= 0 && column < size.width)
+                    here[j].packed = x[((at.image * size.height + row) * size.width + column) * pitch + channel / VEC];
             }
 #pragma unroll
-        for (int i = 0; i < KERNEL; ++i)
-#pragma unroll
-            for (int j = 0; j < KERNEL; ++j)
+            for (int j = 0; j < KERNEL; ++j) {
 #pragma unroll
                 for (int w = 0; w < WORDS<T>; ++w) {
-                    const uint32 value = (inside[i][j] ? window[i][j].word[w] : lowest.word[w]) ^ flip.word[w];
+                    const uint32 value = here[j].word[w] ^ flip.word[w];
                     const uint32 better = greater<T>(value, best.word[w]);
                     best.word[w] = (value & better) | (best.word[w] & ~better);
                     place[w] = (in_lanes<T>(i * KERNEL + j) & better) | (place[w] & ~better);
                 }
+            }
+        }
         const uint32 to = pixel * pitch + channel / VEC;
 #pragma unroll
         for (int w = 0; w < WORDS<T>; ++w) best.word[w] ^= flip.word[w];

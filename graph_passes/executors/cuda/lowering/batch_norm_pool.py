@@ -31,7 +31,7 @@ def apply(builder: Builder, node: Node) -> None:
     rows, channels = rows_and_channels(node, x)
     outputs = math.prod(y.shape[:-1])
     builder.launch(node, "batch_norm_pool.cu", builder.kernel("batch_norm_relu_max_pool"),
-                   builder.grid(outputs, channels, blocks_per_multiprocessor=3), APPLY_BLOCK,
+                   builder.grid(outputs, channels), APPLY_BLOCK,
                    In(x), In(sums), about_mean(sums), In(builder.input(node, "gamma")), In(builder.input(node, "beta")),
                    Out(y),
                    *(Out(builder.output(node, role)) for role in ("winner", "data_at_winner", "saved")),
