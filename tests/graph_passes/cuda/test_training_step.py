@@ -4,6 +4,7 @@ optimizer against NumPy, determinism, learning."""
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from graph_passes.executors.cuda.choices import Choices
 from graph_passes.executors.cuda.optimizer import INITIAL_LOSS_SCALE, OptimizerConfig
 from graph_passes.executors.cuda.options import StepOptions
 from graph_passes.executors.cuda.training_step import TrainingStep
+from graph_passes.operators import OPERATORS
 from graph_passes.operators.dropout import SEED, words_of
 from graph_passes.optimizers import ArrayOptimizer, Rule
 from graph_passes.optimizers.adamw import AdamW
@@ -255,6 +257,18 @@ def test_every_tensor_with_the_newest_kernels_follows_from_its_inputs(cache: Pat
     assert launches.count("norm_conv1x1") == (12 if name == "resnet50" else 0)
 
 
+def about_the_kink(node: Node, given: list[np.ndarray]) -> Iterator[list[np.ndarray]]:
+    """The inputs, and where ReLU's sign is made again from a BatchNorm's input, the same with the mean a rounding lower
+    and higher: for a pixel that lies at the mean, as bfloat16's few values do now and then, either sign is right."""
+    yield given
+    names = OPERATORS[node.op].input_names(node)
+    for saved, beta in (("saved", "beta"), ("saved_2", "beta_2")):
+        if {saved, beta} <= set(names):
+            at = names.index(saved)
+            for rounding in (-2.0**-22, 2.0**-22):
+                yield [*given[:at], given[at] * np.array([[1 + rounding], [1.0]]), *given[at + 1:]]
+
+
 def check_every_tensor(cache: Path, name: str, network: models.network.Network, graph: Graph,
                        shapes: dict[str, tuple[int, ...]], dtype: str) -> list[str]:
     """What it has launched."""
@@ -281,9 +295,12 @@ def check_every_tensor(cache: Path, name: str, network: models.network.Network, 
     tensors = {Ref(name): rounded(values[name], dtypes[Ref(name)]) for name in whole.variables}
     errors: dict[Ref, float] = {}
     for node in whole:
-        outputs = () if node.is_variable else reference.evaluate(node, [tensors[ref] for ref in node.inputs])
-        for index, wanted in enumerate(outputs):
-            ref = Ref(node.name, index)
+        if node.is_variable:
+            continue
+        inputs = [tensors[ref] for ref in node.inputs]
+        answers = [reference.evaluate(node, given) for given in about_the_kink(node, inputs)]
+        for index, of_output in enumerate(zip(*answers, strict=True)):
+            ref, wanted = Ref(node.name, index), of_output[0]
             is_float = dtypes[ref] in DTYPES
             if ref not in device:
                 tensors[ref] = rounded(wanted, dtypes[ref]) if is_float else wanted
@@ -292,9 +309,9 @@ def check_every_tensor(cache: Path, name: str, network: models.network.Network, 
             if is_float:
                 # What is left of terms that cancel is as far off as the terms are: the sums of v2's stem vanish, as a
                 # BatchNorm follows, whose gradient is orthogonal to what it reads. The terms' size is that of dy.
-                terms = 0.1 * np.linalg.norm(tensors[node.inputs[0]]) if node.op.endswith("BackwardReduce") else 0.0
-                size = max(float(np.linalg.norm(wanted)), terms)
-                errors[ref] = float(np.linalg.norm(device[ref] - wanted)) / max(size, 1e-30)
+                terms = 0.1 * np.linalg.norm(inputs[0]) if node.op.endswith("BackwardReduce") else 0.0
+                size = max(np.linalg.norm(wanted), terms, 1e-30)
+                errors[ref] = float(min(np.linalg.norm(device[ref] - answer) for answer in of_output) / size)
             else:
                 errors[ref] = float(np.mean(device[ref] != wanted))
     gradients = {name: ref for name, ref in passes.output_names(whole).items() if name.endswith("_grad")}
