@@ -389,8 +389,8 @@ def test_timms_record(state, tmp_path):
         assert round(64 / config.val_crop_fraction) == 67  # timm: floor(64 / 0.95)
         assert found.trained.classes == [("a", "ant"), *((key, key) for key in "bcde")]
         assert "images: 64 pixels of 67, bicubic, mean 0.5, 0.25, 0.5, std 0.5, " in found.notes[-1]
-        assert found.settings == {"model": "resnet18", "mean": config.mean, "std": config.std,
-                                  "interpolation": "bicubic"}
+        assert weights.settings(config) == {"model": "resnet18", "mean": config.mean, "std": config.std,
+                                            "interpolation": "bicubic"}
 
 
 def test_without_a_record(state, tmp_path):
