@@ -279,6 +279,10 @@ class CheckpointFolder:
         known, self._known = self._known, self._present()
         return sorted(known - self._known)
 
+    @property
+    def has_best(self) -> bool:
+        return (self.path / BEST).is_file()
+
     def _present(self) -> set[str]:
         return {path.name for path in (*_numbered(self.path), self.path / BEST) if path.is_file()}
 

@@ -69,15 +69,15 @@ def display_names(classes: Classes) -> list[str]:
 
     A class whose name another one has too is told by its folder or synset beside it, or else by its number.
     """
-    names = [_printable(name) or f"class {label}" for label, (_, name) in enumerate(classes)]
+    names = [printable(name) or f"class {label}" for label, (_, name) in enumerate(classes)]
     times = Counter(names)
-    names = [f"{name} ({_printable(key)})" if times[name] > 1 else name
+    names = [f"{name} ({printable(key)})" if times[name] > 1 else name
              for name, (key, _) in zip(names, classes, strict=True)]
     times = Counter(names)
     return [f"{name} (class {label})" if times[name] > 1 else name for label, name in enumerate(names)]
 
 
-def _printable(name: str) -> str:
+def printable(name: str) -> str:
     """On one line, without control characters and bytes that are no text (Python has these in names of folders)."""
     text = name.encode("utf-8", "replace").decode()
     return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())

@@ -135,6 +135,7 @@ class Trainer:
     def run(self, recorder: Recorder) -> None:
         """Train until the last epoch, or until a limit or the target is reached. Raises StoppedBySignal, TrainError."""
         progress, epochs = self.progress, self.config.epochs
+        self._look_for_best()
         stop = self._steps_used_up()  # a resumed run may have taken them before
         if progress.epoch >= epochs:
             self.note = f"nothing left to train: epoch {epochs} of {epochs} is done; a higher --epochs adds some"
@@ -374,7 +375,15 @@ class Trainer:
         if any_removed:
             self.saved_progress = None
         if best_removed:
-            self.progress.best_top1 = -1.0  # best.npz always holds the weights of this accuracy
+            self._forget_best()
+
+    def _look_for_best(self) -> None:
+        """A run may go on in another folder than it began in, or where somebody has removed files meanwhile."""
+        if self.workers.sum([self.workers.rank == 0 and not self.checkpoints.has_best])[0]:
+            self._forget_best()
+
+    def _forget_best(self) -> None:
+        self.progress.best_top1 = -1.0  # best.npz always holds the weights of this accuracy
 
     def capture(self) -> Checkpoint:
         """All of this run's state; a collective operation. Raises TrainError where parameters are not finite."""

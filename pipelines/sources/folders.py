@@ -92,6 +92,13 @@ def image_files(folder: Path, unread: Counter[str] | None = None) -> list[Path]:
     return found
 
 
+def _images_beside(path: Path) -> int:
+    """How many images lie in the folder itself."""
+    with os.scandir(path) as entries:
+        found = (os.path.splitext(entry.name) for entry in entries if not entry.is_dir())
+        return sum(ending.lower() in IMAGE_SUFFIXES and not name.startswith(".") for name, ending in found)
+
+
 def _has_image(folder: Path) -> bool:
     """Whether `image_files` finds some; looks no further than the first."""
     folders = []
@@ -140,6 +147,11 @@ def find_images(path: Path, split: str) -> tuple[Classes, dict[str, list[Path]],
     unread: Counter[str] = Counter()
     files = {name: image_files(path / name, unread) for name in class_folders(path)}
     remarks = []
+    if loose := _images_beside(path):
+        remarks.append(
+            f"{path}: {loose:,} image{'s' * (loose > 1)} beside the folders of classes, in none of them, "
+            f"{'are' if loose > 1 else 'is'} left out"
+        )
     if empty := [name for name in sorted(files.keys() - dict(classes).keys()) if not files[name]]:
         remarks.append(f"{path}: no class is made of folders without an image: {_some(empty)}")
     if unread:

@@ -81,6 +81,17 @@ def test_folders_within_class_folders(tmp_path):
     assert found(tmp_path, "train") == (images, names)
 
 
+def test_images_beside_the_folders_of_classes_are_told(tmp_path):
+    write_folder(tmp_path, 4, 2, seed=1)
+    (tmp_path / ".hidden.jpg").write_bytes(b"")
+    (tmp_path / "notes.txt").write_text("")
+    for number, words in ((1, "1 image beside the folders of classes, in none of them, is left out"),
+                          (2, "2 images beside the folders of classes, in none of them, are left out")):
+        (tmp_path / f"{number}.JPG").write_bytes(b"")
+        source = open_source(tmp_path, "train")
+        assert list(source.remarks) == [f"{tmp_path}: {words}"] and len(source) == 4
+
+
 def test_folders_without_an_image_are_no_classes(tmp_path, capsys):
     """But those of a classes.txt are, and an empty folder of validation images is one of a class without any."""
     write_folder(tmp_path / "train", 6, 3, seed=1)

@@ -111,3 +111,20 @@ def test_patience_counts_through_a_resume(run_train, tiny_options, tmp_path, mon
     code, out, err = run_train("--resume", folder, "--max-steps", "0")
     assert code == 0 and "stopped: 3 validations in a row" in out, err
     assert last_of(folder).progress.epoch == 4
+
+
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+def test_going_on_without_the_best_weights(is_elsewhere, run_train, tiny_options, tmp_path, monkeypatch):
+    """In another folder, or where best.npz was removed since: the next validation's weights are the best there are."""
+    make_accuracies(monkeypatch, [0.75, 0.5, 0.25])
+    folder = tmp_path / "run"
+    assert run_train("--output", folder, *tiny_options, "--epochs", "1", "--patience", "1")[0] == 0
+    if is_elsewhere:
+        folder = tmp_path / "other"
+    else:
+        (folder / "checkpoints" / "best.npz").unlink()
+    code, out, err = run_train("--resume", tmp_path / "run", "--output", folder, "--epochs", "3")
+    assert code == 0 and "stopped: 1 validations in a row have not raised" in out and "above 0.5000" in out, (out, err)
+    best = checkpoint.load(checkpoint.find(str(folder), prefer_best=True))
+    assert best.progress.epoch == 2 and best.progress.best_top1 == 0.5
+    assert last_of(folder).progress.epoch == 3

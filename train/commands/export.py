@@ -98,6 +98,9 @@ def export_torchvision(trained: Checkpoint, file: Path) -> None:
     tensors = publish.state_dict(trained)
     content = publish.content(tensors, file)
     about = file.with_suffix(".json")
+    if about.exists() and not record.is_one(about):
+        raise TrainError(f"{about}, where --torchvision {file} writes how images are prepared, already holds something "
+                         "else: move it, or give another name")
     files.write(about, record.to_json(trained.config, trained.classes))
     files.write(file, content)
     print(f"{file}: {trained.network}, {len(tensors)} tensors, as torchvision or timm names them; {about}: how images "

@@ -25,6 +25,7 @@ from common import files
 from pipelines import load_images
 from train import devices, weights
 from train.build import build_executor
+from train.classes import printable
 from train.commands.image_paths import image_paths
 from train.commands.options import PredictOptions
 from train.commands.predict_to_file import predict_to_file, top_of
@@ -161,7 +162,7 @@ def contact_sheet(predictions: Sequence[Prediction], columns: int = 6) -> bytes:
         y = _GAP + i // columns * (height + _GAP)
         sheet.paste(Image.fromarray(prediction.picture).resize((_CELL, _CELL), Image.Resampling.BICUBIC), (x, y))
         y += _CELL + 6
-        name = str(Path(*prediction.file.parts[-2:]))  # the folder is often the true class
+        name = printable(str(Path(*prediction.file.parts[-2:])))  # the folder is often the true class
         draw.text((x, y), fitting(name, regular, _CELL), _FAINT, regular)
         for rank, guess in enumerate(prediction.guesses[:_GUESSES]):
             y += _LINE
@@ -169,7 +170,7 @@ def contact_sheet(predictions: Sequence[Prediction], columns: int = 6) -> bytes:
             draw.rectangle((x, y - 1, x + round(_CELL * guess.probability), y + _LINE - 4), _BAR)
             percent = f"{guess.probability:.1%}"
             right = x + _CELL - letters.getlength(percent) - 4
-            draw.text((x + 4, y), fitting(guess.name, letters, right - x - 12), _INK, letters)
+            draw.text((x + 4, y), fitting(printable(guess.name), letters, right - x - 12), _INK, letters)
             draw.text((right, y), percent, _INK, letters)
     png = io.BytesIO()
     sheet.save(png, "PNG")

@@ -31,7 +31,7 @@ from train.processes.distributed import Workers, is_elastic, is_lost_process
 from train.reporting.metrics import TRAINING_IMAGES
 from train.reporting.recorder import Recorder
 from train.schedule import image_sizes
-from train.weights import Weights, starting_point
+from train.weights import Weights, settings, starting_point
 from train.weights import read as read_weights
 
 if TYPE_CHECKING:
@@ -86,11 +86,15 @@ def begin(values: Mapping[str, Any], workers: Workers) -> Beginning:
         if not file:
             default = devices.default_config(values, workers.local_rank)
             weights = read_weights(values["weights"], values.get("model", "")) if values.get("weights") else None
-            config = configure(values, replace(default, **weights.settings) if weights else default)
+            if weights:
+                default = replace(default, **settings(weights.trained.config))
+            config = configure(values, default)
             name_preset(config, values, workers)
             return Beginning(config, run_folder_of(config), None, weights, demonstration.is_one(config, values))
         start = checkpoint.load_checked(file)
         default = load_preset(values["config"]) if "config" in values else _resumed_config(file, start)
+        if values.get("weights"):  # those that it began with, by this same command
+            default = replace(default, **settings(start.config))
         config = of_network(configure(values, default), values, start)
         return Beginning(config, run_folder_of(config, file), start)
 

@@ -37,11 +37,12 @@ class Weights(NamedTuple):
     num_classes: int  # 0 without a classifier
     notes: list[str]  # what was taken, what not and why
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The options of a run that starts from them: the network, and its images' normalisation."""
-        names = ("model", *(field.name for field in fields(Normalisation)))
-        return {name: getattr(self.trained.config, name) for name in names}
+
+def settings(config: Config) -> dict[str, Any]:
+    """What a run that starts from trained weights has of their configuration: the network, and its images'
+    normalisation."""
+    names = ("model", *(field.name for field in fields(Normalisation)))
+    return {name: getattr(config, name) for name in names}
 
 
 def read(place: str, model: str = "") -> Weights:

@@ -72,6 +72,11 @@ def find(weights: Path) -> Record:
     return record
 
 
+def is_one(path: Path) -> bool:
+    """Whether the JSON file is such a record, and not something else. Raises UserError where it is no JSON."""
+    return bool(_values(path))
+
+
 def to_json(config: Config, classes: Classes) -> bytes:
     """The record of a network of this program. In timm's form, with members that timm passes over where it has none."""
     size = config.inference_image_size

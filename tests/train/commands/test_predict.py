@@ -141,6 +141,14 @@ def test_contact_sheet_cuts_long_names() -> None:
         predict.contact_sheet([])
 
 
+def test_contact_sheet_of_names_of_two_lines() -> None:
+    pictures = [
+        predict.contact_sheet([Prediction(Path(file), [Guess(name, 0, 0.5)], np.zeros((8, 8, 3), np.uint8))])
+        for file, name in (("a\nb.jpg", "c\nd"), ("a b.jpg", "c d"))
+    ]
+    assert pictures[0] == pictures[1]
+
+
 def test_broken_images_are_skipped_if_asked_for(
     run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

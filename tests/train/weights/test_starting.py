@@ -112,6 +112,23 @@ def test_resume_auto_begins_with_weights(start, published):
     assert "fc.weight: 3 classes there, 3 here: as it is" in out
 
 
+def test_the_same_command_with_a_preset_begins_and_resumes(run_train, tiny_options, published, tmp_path):
+    """The preset has another network and other images than the weights."""
+    file, folder = tmp_path / "w.pth", tmp_path / "new"
+    shutil.copy(published, file)
+    cfg = {"mean": [0.5, 0.5, 0.5], "std": [0.25, 0.25, 0.25], "interpolation": "bicubic"}
+    file.with_suffix(".json").write_text(json.dumps({"architecture": "resnet18", "pretrained_cfg": cfg}))
+    options = [option for option in tiny_options if option not in ("--model", "resnet18")]
+    for steps in ("1", "2"):
+        code, out, err = run_train("--config", "finetune", *options, "--weights", file, "--resume", "auto",
+                                   "--output", folder, "--max-steps", steps)
+        assert code == 0 and f"stopped after step {steps}" in out, (out, err)
+        config = json.loads((folder / "config.json").read_text())
+        assert config["model"] == "resnet18" and config["mean"] == [127.5] * 3
+        assert config["interpolation"] == "bicubic"
+        file.unlink(missing_ok=True)
+
+
 @pytest.mark.parametrize("options, words", [
     (["--weights", "FILE", "--resume", "RUN"], "--weights FILE begins a run, and --resume RUN goes on with one"),
     (["--weights", "FILE", "--model", "resnet34"], "FILE holds a resnet18, and this run has --model resnet34"),

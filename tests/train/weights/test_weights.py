@@ -170,6 +170,19 @@ def test_two_files_of_one_name(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_record_replaces_no_other_file(tmp_path):
+    """Such as the Symbol that another command has exported, or a run's config.json."""
+    file, about = tmp_path / "w.pth", tmp_path / "w.json"
+    about.write_text('{"nodes": []}')
+    with pytest.raises(TrainError, match=r"w\.json, where --torchvision .*w\.pth writes how images are prepared"):
+        run_export("--checkpoint", SMALL, "--torchvision", file)
+    assert about.read_text() == '{"nodes": []}' and not file.exists()
+    about.unlink()
+    for _ in range(2):  # a record is replaced, as its weights are
+        run_export("--checkpoint", SMALL, "--torchvision", file)
+    assert file.exists() and "architecture" in about.read_text()
+
+
 @pytest.mark.parametrize("dtype", [np.float16, np.float64])
 def test_other_precisions(dtype, state, tmp_path):
     arrays = {name: array.astype(dtype) if array.dtype == np.float32 else array for name, array in state.items()}
@@ -389,8 +402,8 @@ def test_timms_record(state, tmp_path):
         assert round(64 / config.val_crop_fraction) == 67  # timm: floor(64 / 0.95)
         assert found.trained.classes == [("a", "ant"), *((key, key) for key in "bcde")]
         assert "images: 64 pixels of 67, bicubic, mean 0.5, 0.25, 0.5, std 0.5, " in found.notes[-1]
-        assert found.settings == {"model": "resnet18", "mean": config.mean, "std": config.std,
-                                  "interpolation": "bicubic"}
+        assert weights.settings(config) == {"model": "resnet18", "mean": config.mean, "std": config.std,
+                                            "interpolation": "bicubic"}
 
 
 def test_without_a_record(state, tmp_path):
