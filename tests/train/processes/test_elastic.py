@@ -65,7 +65,8 @@ def test_elastic_run_loses_a_process_and_gets_one(start, on_gpu, rng):
         return less if second < step <= third else more
 
     # Cosine: hardly below its peak. On a busy machine the lost process may be back before the others took a step.
-    assert rates[third] / rates[third + 1] == pytest.approx(size(third) / size(third + 1), rel=1e-3)
+    if third in rates:
+        assert rates[third] / rates[third + 1] == pytest.approx(size(third) / size(third + 1), rel=1e-3)
 
     last = checkpoint.load(checkpoint.find(str(run.folder)))
     assert len(last.loader_states) == count
