@@ -23,7 +23,7 @@ import numpy as np
 from common.errors import UserError
 from graph_passes import optimizers
 from graph_passes.executors import Draws, Executor, Metrics
-from pipelines import Batch, Loader
+from pipelines import Batch, DataError, Loader
 from train.checkpoint import BEST, Checkpoint, CheckpointFolder, Progress
 from train.checkpoint import FOLDER as CHECKPOINTS
 from train.config import Config, changes
@@ -136,7 +136,7 @@ class Trainer:
         """Train until the last epoch, or until a limit or the target is reached. Raises StoppedBySignal, TrainError."""
         progress, epochs = self.progress, self.config.epochs
         self._look_for_best()
-        stop = self._steps_used_up()  # a resumed run may have taken them before
+        stop = self._steps_used_up() or self._settled(recorder)  # a resumed run may have done it before
         if progress.epoch >= epochs:
             self.note = f"nothing left to train: epoch {epochs} of {epochs} is done; a higher --epochs adds some"
         if self.changes:
@@ -179,7 +179,7 @@ class Trainer:
         if self.train_loader.epoch > progress.epoch:  # resumed where validation had begun
             return ""
         batches = recorder.timed(self.train_loader)
-        while self.step(batches):
+        while self._step_or_save(batches, recorder):
             recorder.stop_clock(self.executor.idle_seconds)
             save, stop_signal, time_up = self.workers.vote(
                 [signals.save or self._save_due(), _is_to_stop(signals), self._time_up()]
@@ -203,6 +203,15 @@ class Trainer:
             if stop := self._steps_used_up():
                 return stop
         return ""
+
+    def _step_or_save(self, batches: Iterator[Batch], recorder: Recorder) -> bool:
+        """`step`. Where an image cannot be read, a process that is alone saves the steps that are done."""
+        try:
+            return self.step(batches)
+        except DataError:
+            if self.workers.alone and self.progress.step:
+                self._save_for_the_mended(recorder)
+            raise
 
     def _stopped(self, signals: Signals) -> StoppedBySignal:
         """What ends the run once its state is saved."""
@@ -306,12 +315,17 @@ class Trainer:
             self.save(recorder, is_best=True)
         else:
             progress.validations_since_best += 1
-        if 0 < config.target_accuracy <= top1:
-            what = accuracy_of(recorder.evaluated)
-            return f"stopped: the {what} is {top1:.4f} and has reached the target of {config.target_accuracy:g}"
+        return self._settled(recorder)
+
+    def _settled(self, recorder: Recorder) -> str:
+        """Why the accuracies so far end the run, or ""; also of a run that goes on after it."""
+        config, progress, evaluated = self.config, self.progress, accuracy_of(recorder.evaluated)
+        if 0 < config.target_accuracy <= progress.best_top1:
+            return (f"stopped: the {evaluated} is {progress.best_top1:.4f} and has reached the target of "
+                    f"{config.target_accuracy:g}")
         if 0 < config.patience <= progress.validations_since_best:
             return (f"stopped: {progress.validations_since_best} validations in a row have not raised the "
-                    f"{accuracy_of(recorder.evaluated)} above {progress.best_top1:.4f}, whose weights are kept")
+                    f"{evaluated} above {progress.best_top1:.4f}, whose weights are kept")
         return ""
 
     def _validate(self, recorder: Recorder, signals: Signals, loader: Loader) -> Validation:
@@ -326,8 +340,7 @@ class Trainer:
         except LostProcessError:
             raise
         except UserError:
-            self.save(recorder)
-            recorder.say(f"step {self.progress.step} is saved; with that mended go on with: {self.go_on}")
+            self._save_for_the_mended(recorder)
             raise
         if not validation:
             self.save(recorder)
@@ -367,6 +380,11 @@ class Trainer:
         self.saved_progress = replace(self.progress)
         recorder.event("checkpoint", file=path.name, is_best=is_best)
 
+    def _save_for_the_mended(self, recorder: Recorder) -> None:
+        """Before a user's mistake ends the run."""
+        self.save(recorder)
+        recorder.say(f"step {self.progress.step} is saved; with that mended go on with: {self.go_on}")
+
     def _look_for_removed(self, recorder: Recorder) -> None:
         """Say which checkpoints somebody has removed, and count on none of them."""
         removed = self.checkpoints.removed() if self.workers.rank == 0 else []
@@ -384,6 +402,7 @@ class Trainer:
 
     def _forget_best(self) -> None:
         self.progress.best_top1 = -1.0  # best.npz always holds the weights of this accuracy
+        self.progress.validations_since_best = 0
 
     def capture(self) -> Checkpoint:
         """All of this run's state; a collective operation. Raises TrainError where parameters are not finite."""

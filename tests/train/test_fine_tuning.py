@@ -108,9 +108,22 @@ def test_patience_counts_through_a_resume(run_train, tiny_options, tmp_path, mon
     folder, options = tmp_path / "run", (*tiny_options, "--epochs", "6", "--patience", "3")
     assert run_train("--output", folder, *options, "--max-steps", "15")[0] == 0  # in the third epoch
     assert last_of(folder).progress.validations_since_best == 1
-    code, out, err = run_train("--resume", folder, "--max-steps", "0")
-    assert code == 0 and "stopped: 3 validations in a row" in out, err
-    assert last_of(folder).progress.epoch == 4
+    for _ in range(2):  # what has ended is not gone on with
+        code, out, err = run_train("--resume", folder, "--max-steps", "0")
+        assert code == 0 and "stopped: 3 validations in a row" in out, err
+        assert last_of(folder).progress.epoch == 4
+
+
+def test_a_run_that_has_reached_its_target_is_done(run_train, tiny_options, tmp_path, monkeypatch):
+    make_accuracies(monkeypatch, [0.5, 0.75, 0.25])
+    folder = tmp_path / "run"
+    for arguments in (("--output", folder, *tiny_options, "--epochs", "3", "--target-accuracy", "0.75"),
+                      ("--resume", folder)):
+        code, out, err = run_train(*arguments)
+        assert code == 0 and "is 0.7500 and has reached the target of 0.75" in out, err
+        assert last_of(folder).progress.epoch == 2
+    assert run_train("--resume", folder, "--target-accuracy", "0.9")[0] == 0
+    assert last_of(folder).progress.epoch == 3
 
 
 @pytest.mark.parametrize("is_elsewhere", [False, True])

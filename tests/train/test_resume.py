@@ -141,6 +141,29 @@ def test_an_image_that_validation_cannot_decode_loses_nothing(tiny_data, tiny_op
     assert code == 0 and "epoch 1/2 done" in out, err
 
 
+def test_images_that_training_cannot_decode_any_more_lose_nothing(unbroken, tiny_data, tiny_options, tmp_path,
+                                                                  run_train, monkeypatch):
+    data, folder = tmp_path / "data", tmp_path / "run"
+    shutil.copytree(tiny_data, data)
+    step = Trainer.step
+
+    def breaking_step(self, batches):
+        if self.progress.step == 2:  # the batches that are under way have been read
+            for image in data.rglob("*.jpg"):
+                image.write_bytes(b"no image")
+        return step(self, batches)
+
+    monkeypatch.setattr(Trainer, "step", breaking_step)
+    code, out, err = run_train("--output", folder, *tiny_options, "--data", data, "--cache", "0")
+    assert code == 2 and str(data) in err.splitlines()[-1], err
+    saved = checkpoint.load(checkpoint.find(str(folder))).progress.step
+    assert 2 <= saved < STEPS_PER_EPOCH and f"step {saved} is saved; with that mended go on with: " in out
+    monkeypatch.setattr(Trainer, "step", step)
+    shutil.copytree(tiny_data, data, dirs_exist_ok=True)
+    assert run_train("--resume", folder)[0] == 0
+    assert_same_end(folder, unbroken)
+
+
 def test_a_checkpoint_precedes_a_validation_unless_there_is_a_fresh_one(tiny_options, tmp_path, run_train, monkeypatch):
     seen = []
 

@@ -32,4 +32,6 @@ def shown(value: Any) -> str:
     """A value as a command line has it."""
     if isinstance(value, bool):
         return "on" if value else "off"
+    if isinstance(value, float):
+        return str(float(f"{value:.12g}"))  # 0.2 * 3 is 0.6
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
