@@ -86,7 +86,7 @@ def line_of(name: str, without: Sequence[Turn], with_it: Sequence[Turn]) -> Line
 
 def settle_statistics(trainer: Trainer, images: Loader) -> None:
     """Let the running statistics, with which frozen BatchNorms normalise, become those of the weights as they are: of
-    weights that move they lag behind, and what 16 layers amplify is then beyond float16."""
+    weights that move they lag behind, and what the blocks amplify is then beyond float16."""
     for batch in itertools.islice(endless(images), SETTLING_STEPS):
         trainer.executor.forward_backward(batch.data, batch.label)
     trainer.executor.read_metrics()

@@ -95,8 +95,12 @@ def image_files(folder: Path, unread: Counter[str] | None = None) -> list[Path]:
 def _images_beside(path: Path) -> int:
     """How many images lie in the folder itself."""
     with os.scandir(path) as entries:
-        found = (os.path.splitext(entry.name) for entry in entries if not entry.is_dir())
-        return sum(ending.lower() in IMAGE_SUFFIXES and not name.startswith(".") for name, ending in found)
+        return sum(_is_image(entry.name) and not entry.is_dir() for entry in entries)
+
+
+def _is_image(name: str) -> bool:
+    """By its ending, and not hidden."""
+    return os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES and not name.startswith(".")
 
 
 def _has_image(folder: Path) -> bool:
@@ -108,7 +112,7 @@ def _has_image(folder: Path) -> bool:
                 continue
             if entry.is_dir(follow_symlinks=False):
                 folders.append(Path(entry.path))
-            elif os.path.splitext(entry.name)[1].lower() in IMAGE_SUFFIXES:
+            elif _is_image(entry.name):
                 return True
     return any(map(_has_image, folders))
 

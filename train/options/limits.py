@@ -34,4 +34,4 @@ def shown(value: Any) -> str:
         return "on" if value else "off"
     if isinstance(value, float):
         return str(float(f"{value:.12g}"))  # 0.2 * 3 is 0.6
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return " ".join(map(shown, value)) if isinstance(value, tuple) else str(value)

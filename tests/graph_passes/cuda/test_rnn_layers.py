@@ -132,8 +132,7 @@ def test_the_fastest_is_chosen_and_right(tools: Toolchain, dtype: str, request: 
     graph = step("lstm", 128, 1, False, "standard")
     shapes = shapes_of(graph, "aligned")
     values = random_values(graph, shapes, dtype, rng)
-    got, function = run_on_gpu(tools, graph, shapes, dtype, values,
-                               rnn_algorithm)
+    got, function = run_on_gpu(tools, graph, shapes, dtype, values, rnn_algorithm)
     check(got, in_numpy(graph, values), graph, max(TOLERANCE[dtype], TOLERANCE["tf32"]))
     if dtype == "float32" and request.node.callspec.params["tools"] == "exact":
         assert not function.decisions, "standard alone is exact"

@@ -144,8 +144,7 @@ def lower_graph(graph: Graph, shapes: dict[str, tuple[int, ...]], training: bool
     inferred = graph.infer_shapes(shapes)
     frozen, gpu = roles.frozen(graph), CountingGpu(capability, shared_kib)
     tools: Any = SimpleNamespace(gpu=gpu, kernels=FakeKernels(), convolutions=FakeConvolutions(), recurrent=recurrent,
-                                 group=group,
-                                 planner=planner or FakePlanner(fused, deterministic, own_kernels))
+                                 group=group, planner=planner or FakePlanner(fused, deterministic, own_kernels))
     store = ParameterStore(
         parameters_of(graph, inferred, tuple(shapes)), {name: inferred[Ref(name)] for name in graph.aux}, dtype,
         frozen=frozen, folded=Folded(graph, shapes, dtype, tools, frozen_only=True).store if frozen else None)
@@ -440,7 +439,7 @@ def test_a_grid_without_blocks_is_no_launch() -> None:
     assert launched == [(2, 1, 1)]
 
 
-def test_launches_of_our_own_kernels_kernels() -> None:
+def test_launches_of_our_own_kernels() -> None:
     """Where the GPU has the instructions for them."""
     graph, shapes = Graph.from_json(resnet(50, 1000).tojson()), {"data": (256, 224, 224, 3), "softmax_label": (256,)}
     folded = passes.fold_bn(pipeline.run(pipeline.FUSED, graph))
