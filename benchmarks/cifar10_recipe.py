@@ -10,6 +10,9 @@ PyTorch augments whole batches on the GPU, compiled; the speed of a DataLoader w
 could feed it instead, is measured beside. Then ours trains with one ingredient left out at a time, several runs side by
 side: accuracies, not times, are what counts there.
 
+    python benchmarks/cifar10_recipe.py --epochs 100 --parts ingredients --without nothing "all of these" \\
+        --results benchmarks/results/cifar10_recipe_100ep            # whether they pay in a longer training
+
 Every run is written as it ends to results/cifar10_recipe_1gpu.jsonl, from which the same command goes on where it was
 stopped, or where `--limit` let no further run begin. When a part is complete it is published: .json (top-1 in % of the
 last epoch, a value for each seed), cifar10_recipe_seconds_1gpu.json (of whole runs) and .png, and the table of the
@@ -28,7 +31,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import record
@@ -84,6 +87,8 @@ class Options(SideBySide, TrainingOptions):
     """Whose network, images and recipe are taken."""
     parts: tuple[PartName, ...] = ("comparison", "ingredients")
     """Against PyTorch, and with one ingredient left out at a time."""
+    without: Annotated[tuple[str, ...], "NAME"] = ()
+    """What is left out in `ingredients`, by the names in its table; nothing given: each in turn."""
     epochs: int = 0
     """Of each run; 0: those of the preset."""
     image_size: int = 0
@@ -176,8 +181,11 @@ def leave_out(kept: KeptLines, config: Config, num_classes: int, arguments: Opti
               ends: float) -> bool:
     """Train with one ingredient left out at a time, side by side, those runs that `kept` has not; whether all are
     there. Seed by seed, so that what is stopped has all ingredients of some seeds."""
-    cases = [(name, variant, seed) for seed, (name, variant) in itertools.product(
-        range(1, arguments.seeds + 1), variants(config, num_classes).items())
+    possible = variants(config, num_classes)
+    if unknown := set(arguments.without) - possible.keys():
+        raise UserError(f"--without {', '.join(sorted(unknown))}: there are {', '.join(possible)}")
+    cases = [(name, possible[name], seed) for seed, name in itertools.product(
+        range(1, arguments.seeds + 1), arguments.without or possible)
         if not has(kept.lines, part="ingredients", without=name, seed=seed)]
 
     def run(name: str, variant: Config, seed: int) -> Line:

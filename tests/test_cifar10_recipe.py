@@ -134,6 +134,13 @@ def test_it_goes_on_where_it_stopped(program, benchmark, capsys):
     assert program("--seeds", "1", "--epochs", "3", "--parts", "comparison") == [("ours", 1), ("pytorch", 1)]
 
 
+def test_some_of_what_can_be_left_out(program):
+    assert program("--parts", "ingredients", "--seeds", "2", "--without", "nothing", "CutMix") == [
+        (name, seed) for seed in (1, 2) for name in ("nothing", "CutMix")]
+    with pytest.raises(UserError, match="--without cutmix: there are nothing, TrivialAugment"):
+        program("--parts", "ingredients", "--without", "cutmix")
+
+
 def test_what_is_published(program, tmp_path):
     program()
     for name, value, theirs in (("cifar10_recipe_1gpu", 90.0, 80.0), ("cifar10_recipe_seconds_1gpu", 22.0, 22.0)):

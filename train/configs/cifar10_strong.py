@@ -14,6 +14,8 @@ from train.configs.cifar10_resnet18 import CONFIG as CIFAR10_RESNET18
 
 CONFIG = replace(
     CIFAR10_RESNET18,
+    epochs=100,
+    warmup_epochs=7.5,
     image_size=96,
     cutout=0.0,
     auto_augment="trivialaugment",
