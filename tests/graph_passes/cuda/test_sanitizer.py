@@ -8,6 +8,8 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from graph_passes.executors.cuda.options import StepOptions
 from graph_passes.executors.cuda.quantised import QuantisedNetwork
 from graph_passes.executors.cuda.statistics_group import StatisticsGroup
 from graph_passes.executors.cuda.training_step import TrainingStep
-from graph_passes.passes.choice import Ways
+from graph_passes.passes.choice import Choose, Ways
 from graph_passes.passes.quantise import Kept
 from graph_passes.passes.quantised_stem_pool import WAY
 from graph_passes.passes.quantised_way import STREAMS
@@ -44,7 +46,8 @@ LOSSES = {  # of the networks that have another one
     "poolings": lambda network: passes.binary_cross_entropy(fused(network), 0.2),
     "BatchNorm first": lambda network: passes.weigh_classes(fused(network), [0.5, 1.5] * 5),
 }
-NUM_NETWORKS = 11
+INT8 = (("resnet18", Kept()), ("resnet50", Kept()), ("resnet18_v2", Kept(classifier=False)))
+CHOOSE = Choices._choose
 
 
 def run_here(cache: Path, *command: str) -> subprocess.CompletedProcess[str]:
@@ -70,7 +73,7 @@ def test_a_sanitizer_finds_nothing(tool: str, cache: Path, capsys: pytest.Captur
     begin = time.monotonic()
     run = run_here(cache, "compute-sanitizer", "--tool", tool)
     report = run.stdout + run.stderr
-    assert run.stdout.count("steps are done") == NUM_NETWORKS and run.returncode == 0, report[-4000:]
+    assert run.stdout.count("steps are done") == len(networks()) + 1 + len(INT8) and run.returncode == 0, report[-4000:]
     summary = re.search(r"SUMMARY: (\d+) (?:error|hazard)", report)
     assert summary, report[-4000:]
     ours, others = findings(report)
@@ -113,9 +116,50 @@ def pooled() -> Any:
     return mx.sym.SoftmaxOutput(x, normalization="batch", name="softmax")
 
 
+@dataclass(frozen=True)
+class Network:
+    """That the sanitizers look at: training steps, and inference."""
+
+    name: str
+    network: Any
+    size: tuple[int, int, int, int]
+    dtype: str
+    options: dict[str, Any] = field(default_factory=dict)
+    prefer: Choose = own_kernels  # taken where the GPU can take it
+
+
+def networks(**group: Any) -> tuple[Network, ...]:
+    """`group`: options of the one that is in a group."""
+    return (
+        Network("all fusions", bottlenecks(), (3, 19, 23, 4), "float16"),
+        Network("all fusions after ResNet's stem", bottlenecks(7), (3, 36, 38, 3), "float16",
+                {"wire_dtype": "float32"}),
+        Network("ResNet-18 in a group", resnet(18, 10), (3, 36, 38, 3), "float16", group, repeatable_fusions),
+        Network("the fusions that others replace", bottlenecks(), (3, 19, 23, 4), "float16", {}, repeatable_fusions),
+        Network("wide bottlenecks", bottlenecks(width=256), (3, 9, 11, 4), "bfloat16"),
+        Network("all operators", small_network(), (3, 29, 23, 3), "float32"),
+        Network("BatchNorm first", dropping(pre_activation(10)), (3, 19, 17, 3), "bfloat16"),
+        Network("poolings", pooled(), (3, 17, 14, 4), "float16"),
+        Network("stochastic depth and dropout", dropping(bottlenecks()), (3, 19, 23, 4), "float16"),
+    )
+
+
+def graph_of(case: Network) -> tuple[Graph, dict[str, tuple[int, ...]]]:
+    """With its loss, and the shapes of what it reads."""
+    return LOSSES.get(case.name, fused)(case.network), {"data": case.size, "softmax_label": case.size[:1]}
+
+
+def preferring(prefer: Choose) -> Callable[[Choices, Graph, Node, Ways], str]:
+    """A `Choices._choose` that tries first what `prefer` takes."""
+    def choose(self: Choices, graph: Graph, node: Node, ways: Ways) -> str:
+        wanted = prefer(graph, node, ways)
+        return CHOOSE(self, graph, node, {wanted: ways[wanted], **ways})
+
+    return choose
+
+
 def main(cache: Path) -> None:
     """What the sanitizer looks at. Deterministic, so that no plans are timed, which takes minutes under a sanitizer."""
-    choose = Choices.__call__
     launched: set[str] = set()
     get, launch = KernelLibrary.get, Kernel.launch
 
@@ -131,22 +175,11 @@ def main(cache: Path) -> None:
     KernelLibrary.get, Kernel.launch = named, recorded  # type: ignore[method-assign]
     group = StatisticsGroup(0)
     group.connect([group.mailbox], 0)  # of one
-    for name, network, size, dtype, options in (
-        ("all fusions", bottlenecks(), (3, 19, 23, 4), "float16", {}),
-        ("all fusions after ResNet's stem", bottlenecks(7), (3, 36, 38, 3), "float16", {"wire_dtype": "float32"}),
-        ("ResNet-18 in a group", resnet(18, 10), (3, 36, 38, 3), "float16", {"group": group}),
-        ("the fusions that others replace", bottlenecks(), (3, 19, 23, 4), "float16", {}),
-        ("wide bottlenecks", bottlenecks(width=256), (3, 9, 11, 4), "bfloat16", {}),
-        ("all operators", small_network(), (3, 29, 23, 3), "float32", {}),
-        ("BatchNorm first", dropping(pre_activation(10)), (3, 19, 17, 3), "bfloat16", {}),
-        ("poolings", pooled(), (3, 17, 14, 4), "float16", {}),
-        ("stochastic depth and dropout", dropping(bottlenecks()), (3, 19, 23, 4), "float16", {}),
-    ):
-        replaced = "group" in options or name == "the fusions that others replace"
-        ways = repeatable_fusions if replaced else own_kernels
-        Choices.__call__ = lambda self, *question, ways=ways: ways(*question)  # type: ignore[method-assign,misc]
-        graph, shapes = LOSSES.get(name, fused)(network), {"data": size, "softmax_label": size[:1]}
-        step = TrainingStep(graph, shapes, StepOptions(dtype, deterministic=True, **options), cache_folder=cache)
+    for case in networks(group=group):
+        Choices._choose = preferring(case.prefer)  # type: ignore[method-assign]
+        graph, shapes = graph_of(case)
+        step = TrainingStep(graph, shapes, StepOptions(case.dtype, deterministic=True, **case.options),
+                            cache_folder=cache)
         step.set_params(*random_state(graph, shapes, seed=1))
         step.load(*random_batch(shapes, seed=2))
         step.set_seed(3)
@@ -161,15 +194,15 @@ def main(cache: Path) -> None:
         for draws in (Draws(0.7), Draws(cutmix=Box(1, 2, 9, 11))):
             step.mix(draws)
             step.forward_backward()
-        if name == "all operators":
+        if case.name == "all operators":
             for rule in RULES.values():
                 step.set_optimizer(OptimizerConfig(rule, ema=True, clip_norm=0.5))
                 step.update(0.01, ema_decay=0.9)
             step.swap_ema()
         assert step.read_metrics()[3] > 0
         step.gpu.synchronize()
-        print(f"{name}: steps are done", flush=True)
-    Choices.__call__ = choose  # type: ignore[method-assign]
+        print(f"{case.name}: steps are done", flush=True)
+    Choices._choose = CHOOSE  # type: ignore[method-assign]
     model = LanguageModel(words=24, hidden=16, layers=1, steps=3, sequences=4)
     step = TrainingStep(model.graph, model.shapes, StepOptions("float16", deterministic=True), cache_folder=cache)
     step.set_params(model.initial_values(seed=1), {})
@@ -179,16 +212,16 @@ def main(cache: Path) -> None:
     step.gpu.synchronize()
     print("language model: steps are done", flush=True)
 
-    def hopper_first(self: Choices, graph: Graph, node: Node, ways: Ways) -> str:
-        return choose(self, graph, node, dict(sorted(ways.items(), key=lambda way: way[0] not in hopper)))
+    def hopper_first(graph: Graph, node: Node, ways: Ways) -> str:
+        return min(ways, key=lambda way: way not in hopper)
 
-    Choices.__call__ = hopper_first  # type: ignore[method-assign]
-    for name, kept in (("resnet18", Kept()), ("resnet50", Kept()), ("resnet18_v2", Kept(classifier=False))):
+    Choices._choose = preferring(hopper_first)  # type: ignore[method-assign]
+    for name, kept in INT8:
         hopper = (*STREAMS, WAY) if name == "resnet50" else (*STREAMS,)  # in the others max pooling is by itself
-        case = quantised(name, 2, 33, np.random.default_rng(0), kept)
-        network = QuantisedNetwork(case.network, case.shapes, case.scales, kept, case.params, deterministic=True,
+        int8 = quantised(name, 2, 33, np.random.default_rng(0), kept)
+        network = QuantisedNetwork(int8.network, int8.shapes, int8.scales, kept, int8.params, deterministic=True,
                                    cache_folder=cache)
-        network.load(case.images, np.zeros(2))
+        network.load(int8.images, np.zeros(2))
         network.infer()
         network.gpu.synchronize()
         print(f"{name} in INT8: steps are done", flush=True)

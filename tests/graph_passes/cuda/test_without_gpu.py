@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import test_sanitizer
 from step_networks import NEWEST, bottlenecks, flattened, random_network
 from test_compile import kernels as all_kernels
 from test_compile import serves
@@ -463,6 +464,27 @@ def test_launches_of_our_own_kernels() -> None:
         for launch in lowering.program.launches:
             launch.enqueue()
         check_memory(lowering.program)
+
+
+def test_what_the_sanitizers_look_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Can be lowered, for training and inference, and has each kernel of ours that the operators of images have."""
+    used: set[str] = set()
+
+    def get(self: FakeKernels, source: str, kernel: str) -> Any:
+        used.add(kernel.partition("<")[0])
+        return SimpleNamespace(launch=lambda *arguments, **options: None)
+
+    monkeypatch.setattr(FakeKernels, "get", get)
+    for case in test_sanitizer.networks():
+        monkeypatch.setattr(Choices, "_choose", test_sanitizer.preferring(case.prefer))
+        graph, shapes = test_sanitizer.graph_of(case)
+        lower_graph(graph, shapes, True, case.dtype, deterministic=True)
+        folded = passes.fold_bn(pipeline.run(pipeline.FUSED, passes.remove_dropout(graph)))
+        lower_graph(folded, shapes, False, case.dtype, deterministic=True)
+    others = ("batch_norm_group.cu", "embedding.cu", "optimizer.cu", "quantised")  # of groups, words, updates, INT8
+    around = {"convert_input", "copy", "exchange", "exchange_boxes", "fold_batch_norm", "mix_images", "widen"}
+    wanted = {kernel.strip("!") for source, kernel in all_kernels() if not source.startswith(others)} - around
+    assert wanted <= used, wanted - used
 
 
 @pytest.mark.parametrize("depth, training, fused", [(18, True, False), (18, False, False), (50, True, True)])
