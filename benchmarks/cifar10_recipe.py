@@ -257,12 +257,12 @@ def plot(lines: Sequence[Line], path: Path) -> None:
     plt.close(figure)
 
 
-def publish(lines: Sequence[Line], folder: Path) -> None:
-    """The picture, and the figures of what is complete."""
+def publish(lines: Sequence[Line], folder: Path, parts: Sequence[PartName]) -> None:
+    """The picture, and the figures of the comparison where that is complete and among these parts."""
     folder.mkdir(parents=True, exist_ok=True)
     plot(lines, folder / f"{NAME}.png")
     ours, theirs = (by_seed(compared(lines), program) for program in ("ours", "pytorch"))
-    if min(len(ours), len(theirs)) >= record.MIN_RUNS:
+    if "comparison" in parts and min(len(ours), len(theirs)) >= record.MIN_RUNS:
         name = f"{theirs[0][0]['peer']}, same recipe"
         top1s, seconds = ([[scale * run[-1][key] for run in runs] for runs in (ours, theirs)]
                           for key, scale in (("top1", 100), ("seconds", 1e3)))
@@ -294,7 +294,7 @@ def main() -> None:
         done = ("comparison" not in arguments.parts or compare(kept, config, arguments, data, folder, ends)) and (
             "ingredients" not in arguments.parts
             or leave_out(kept, config, num_classes, arguments, data, folder, ends))
-    publish(kept.lines, arguments.results)
+    publish(kept.lines, arguments.results, arguments.parts)
     if not done:
         tell_what_is_left()
 

@@ -153,6 +153,10 @@ def test_what_is_published(program, tmp_path):
     about, *lines = map(json.loads, (tmp_path / "results" / "cifar10_recipe_1gpu.jsonl").read_text().splitlines())
     assert about["recipe"]["cutmix"] == PRESET.cutmix
     assert {line["part"] for line in lines} == {"comparison", "loader", "ingredients"}
+    figure = tmp_path / "results" / "cifar10_recipe_1gpu.json"
+    figure.unlink()
+    program("--parts", "ingredients")  # whose command is not the one that has measured it
+    assert not figure.exists()
 
 
 def test_no_run_begins_after_the_limit(program, benchmark, tmp_path, monkeypatch, capsys):

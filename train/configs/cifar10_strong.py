@@ -5,7 +5,10 @@ CutMix, label smoothing, stochastic depth, repeated augmentation, clipping, movi
 
 benchmarks/cifar10_recipe.py trains it beside PyTorch, and with one ingredient left out at a time (docs/recipes.md).
 
-Hardware: one NVIDIA GPU. Images/sec: not measured here. Accuracy: not measured here.
+Hardware: one NVIDIA H200, 16 CPU cores. Images/sec: 72,000 with validation. Accuracy: 91.4 and 91.6 % in two runs, on
+images re-encoded at JPEG quality 75 with colour at half resolution; without the ingredients 90.2 and 90.7 %. With
+--epochs 20, 82.3 % (82.0 to 82.8 %, 3 seeds), as PyTorch reaches with this recipe: they pay in long trainings only
+(docs/recipes.md).
 """
 
 from dataclasses import replace
