@@ -114,6 +114,9 @@ def configure(values: Mapping[str, Any], default: Config) -> Config:
         missing = " and ".join(option_name(name) for name in ("mixup", "cutmix") if not getattr(config, name))
         raise TrainError(f"--cutmix-share {config.cutmix_share:g} is for runs with both mixup and CutMix: leave it "
                          f"out, or give {missing}")
+    if "stochastic_depth_mode" in values and not config.stochastic_depth:
+        raise TrainError(f"--stochastic-depth-mode {config.stochastic_depth_mode} is for runs that leave out residual "
+                         "branches: leave it out, or give --stochastic-depth")
     for name in ("patience", "target_accuracy"):
         if values.get(name) and not config.validate_every:
             raise TrainError(f"{option_name(name)} {values[name]:g} needs the accuracy in validation, and "
