@@ -112,7 +112,7 @@ MISTAKES = {
     "--stochastic-depth 1": "--stochastic-depth 1.0 must be at least 0 and below 1",
     "--stochastic-depth -0.1": "--stochastic-depth -0.1 must be at least 0 and below 1",
     "--stochastic-depth-mode block":
-        "--stochastic-depth-mode block is for runs that leave out residual branches: leave it out, or give --stochastic",
+        "--stochastic-depth-mode block is for runs that leave out residual branches: leave it out, or give",
     "--dropout 1": "--dropout 1.0 must be at least 0 and below 1",
     "--random-area 0.5 0.1": "--random-area 0.5 0.1 must be two fractions above 0, the smaller first",
     "--randaugment-magnitude 5":
