@@ -196,6 +196,8 @@ class ExportOptions:
     """Network for --symbol without a checkpoint, as in `train`."""
     num_classes: int = 1000
     """Its number of classes."""
+    overwrite: bool = False
+    """Replace files that are there already."""
 
 
 # Of the options that `train` has not.
