@@ -14,7 +14,7 @@ from typing import Any
 
 from common.command_line import nearest, option_name, part_of
 from graph_passes import optimizers
-from pipelines.transform import ImageTransform
+from pipelines.transform import OF_POLICIES, ImageTransform
 from train import models
 from train.errors import TrainError
 from train.options.limits import check_limits, shown
@@ -153,9 +153,7 @@ def _constants_of_optimizers() -> dict[str, tuple[str, tuple[str, ...]]]:
 _ONLY_WITH = {
     **dict.fromkeys(("decay_epochs", "decay_factor"), ("schedule", ("step",))),
     "decay_power": ("schedule", ("polynomial",)),
-    **dict.fromkeys(("randaugment_operations", "randaugment_magnitude"),
-                    ("auto_augment", ("randaugment", "randaugment-timm"))),
-    "randaugment_magnitude_std": ("auto_augment", ("randaugment-timm",)),
+    **{name: ("auto_augment", policies) for name, policies in OF_POLICIES.items()},
     "bce_threshold": ("loss", ("bce",)),
     "class_weights": ("loss", ("softmax",)),
     "final_learning_rate": ("schedule", ("cosine", "polynomial")),
