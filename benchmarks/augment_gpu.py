@@ -3,7 +3,7 @@
     python benchmarks/augment_gpu.py [--data FOLDER]
 
 A step that trains beside the loader shares the GPU with it. So for each augmentation there is, beside the loader's
-images/sec, what the GPU does for one batch: launches, and the sum of their times, those of our own kernels
+images/sec, what the GPU does for one batch, made alone: launches, and the sum of their times, those of our own kernels
 (pipelines/augment.cu) apart. Then these kernels alone, where all images of a batch have an operation of one family: the
 time of what a policy mixes. Writes both as lines of results/augment_1gpu.jsonl. Times and launches are CUPTI's
 (trace_gpu.py); without it they are left out. The images are those of loader_gpu.py.
@@ -28,12 +28,12 @@ from common.environment import git_commit, hardware
 from common.errors import UserError
 from pipelines import ImageTransform, LoaderConfig
 from pipelines.augment import Augmenter, changes, source_code
-from pipelines.bench import time_batches
+from pipelines.bench import time_loader
 from pipelines.dali_loader import DaliLoader
 from pipelines.gpu import GpuDevice
 from pipelines.graph import Derived, ImageInputs
 from pipelines.operations import Operation, numbers
-from pipelines.sources import open_source
+from pipelines.sources import Source, open_source
 from pipelines.tuning import tune
 
 NAME = "augment_1gpu"
@@ -106,11 +106,10 @@ def measure_loaders(options: Options) -> Iterator[dict[str, Any]]:
         source = open_source(config.data, "train")
         config = tune(config, source, (0, 1))
         for name in options.augmentations:
-            values = AUGMENTATIONS[name]
-            loader = DaliLoader(replace(config, transform=ImageTransform(**values)), (0, 1), source)
-            with loader:
-                speed = time_batches(loader, options.seconds)
-                yield {"name": name, **speed._asdict(), "step_ms": rounded(speed.step_ms), **traced(loader.run)}
+            augmented = replace(config, transform=ImageTransform(**AUGMENTATIONS[name]))
+            speed = time_loader(DaliLoader(augmented, (0, 1), source), options.seconds)
+            yield {"name": name, **speed._asdict(), "step_ms": rounded(speed.step_ms),
+                   **traced_loader(augmented, source)}
 
 
 def measure_families(options: Options) -> Iterator[dict[str, Any]]:
@@ -141,8 +140,18 @@ def measure_families(options: Options) -> Iterator[dict[str, Any]]:
         yield {"name": f"all images: {name}", **traced(batch)}
 
 
+def traced_loader(config: LoaderConfig, source: Source) -> dict[str, Any]:
+    """What the GPU does for one batch of a loader, which makes them one by one here: of batches made ahead, some are
+    ready before the trace begins, and as many are not when it ends."""
+    loader = DaliLoader(replace(config, prefetch=1), (0, 1), source)
+    with loader:
+        loader.run()  # compiles and allocates
+        return traced(loader.run)
+
+
 def traced(batch: Callable[[], Any]) -> dict[str, Any]:
-    """What the GPU does for one `batch`, a mean; the five kernels that take longest by name. Empty without CUPTI."""
+    """What the GPU does for one `batch`, which is complete when that returns: a mean; the five kernels that take
+    longest by name. Empty without CUPTI."""
     try:
         with KernelTrace() as trace:
             for _ in range(BATCHES):

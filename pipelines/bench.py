@@ -55,23 +55,18 @@ def _changes(config: LoaderConfig) -> list[dict[str, Any]]:
 
 def time_loader(loader: DaliLoader, seconds: float) -> LoaderSpeed:
     """Time a fresh loader for about `seconds`, after a warm-up that fills its queues; closes it. Raises DataError."""
-    with loader:
-        return time_batches(loader, seconds)
-
-
-def time_batches(loader: DaliLoader, seconds: float) -> LoaderSpeed:
-    """As `time_loader`, of a loader that goes on."""
-    for _ in range(loader.config.prefetch + 2):
-        loader.run()
     # A batch's own time jumps with the queue's filling; stretches as long as a tenth of the whole do not.
     step_ms: list[float] = []
-    begin = time.perf_counter()
-    while (start := time.perf_counter()) - begin < seconds or len(step_ms) < 5:
-        count = 0
-        while time.perf_counter() - start < seconds / 10:
+    with loader:
+        for _ in range(loader.config.prefetch + 2):
             loader.run()
-            count += 1
-        step_ms.append((time.perf_counter() - start) * 1000 / count)
+        begin = time.perf_counter()
+        while (start := time.perf_counter()) - begin < seconds or len(step_ms) < 5:
+            count = 0
+            while time.perf_counter() - start < seconds / 10:
+                loader.run()
+                count += 1
+            step_ms.append((time.perf_counter() - start) * 1000 / count)
     speeds = [loader.config.batch_size * 1000 / ms for ms in step_ms]
     quarters = statistics.quantiles(speeds, n=4)
     return LoaderSpeed(statistics.median(speeds), (quarters[2] - quarters[0]) / 2, step_ms)

@@ -9,7 +9,7 @@ import math
 from rich.console import Console
 from rich.table import Table
 
-from common.command_line import part_of
+from common.command_line import option_name, part_of
 from pipelines import DataError, ImageTransform, LoaderConfig, open_loader
 from pipelines.bench import STAGE_TITLES, LoaderSpeed, bench_settings, bench_stages
 from pipelines.files import write_text
@@ -28,6 +28,7 @@ from pipelines.options import BenchOptions, MakeRecordsOptions, MakeSamplesOptio
 from pipelines.samples import NUM_TRAIN, NUM_VAL, PATTERNS, make_samples
 from pipelines.show import augmentation_sheet, contact_sheet, save
 from pipelines.sources import class_list, open_source, read_classes, same_images, splits_of
+from pipelines.transform import OF_POLICIES, Augmentation
 from pipelines.verify import Report, leave_out_duplicates, print_report, verify_split, write_clean
 
 
@@ -156,7 +157,16 @@ def _print_speeds(title: str, column: str, rows: dict[str, tuple[int, LoaderSpee
 
 
 def show(options: ShowOptions) -> int:
-    """Write a contact sheet of samples."""
+    """Write a contact sheet of samples. Raises DataError for an option that would change nothing of them."""
+    given = [name for name, default in vars(Augmentation()).items() if getattr(options, name) != default]
+    if given and options.split == "val":
+        raise DataError(f"{option_name(given[0])} is for training images, and --split val shows those of validation: "
+                        "leave out one of them")
+    for name in given:
+        policies = OF_POLICIES.get(name, (options.auto_augment,))
+        if options.auto_augment not in policies:
+            raise DataError(f"{option_name(name)} is for --auto-augment {' or '.join(policies)}, and this is "
+                            f"{options.auto_augment}: leave it out, or give --auto-augment {policies[0]}")
     config = LoaderConfig(
         data=options.data,
         split=options.split,

@@ -110,8 +110,9 @@ class Batch(NamedTuple):
 class Loader(ABC):
     """Iterating gives the batches of the current epoch from where it stands; its end begins the next epoch."""
 
-    # What must be the same for a position to mean the same images, as the user knows it.
-    _decisive = "the same data, seed, --val-split, --balance and --repeated-augmentation"
+    # What must be the same for a position to mean the same images, as the user knows it, and what else can be done.
+    _way_out = ("resume with the same data, seed, --val-split, --balance and --repeated-augmentation, or begin a new "
+                "run on this data from the weights of that one with --weights RUN")
 
     def __init__(self, config: LoaderConfig, shard: tuple[int, int], num_images: int, classes: Classes):
         if config.device == "gpu":
@@ -233,10 +234,8 @@ class Loader(ABC):
             raise DataError("the saved loader position cannot be read; start the run anew") from None
         for key, value in (dict.fromkeys(_IN_THE_ORDER, 0) | self._identity()).items():
             if saved.get(key, 0) != value:
-                raise DataError(
-                    f"the saved loader position belongs to {key} {saved.get(key, 0)}, but this loader has {value}; "
-                    f"resume with {self._decisive}"
-                )
+                raise DataError(f"the saved loader position belongs to {key} {saved.get(key, 0)}, but this loader has "
+                                f"{value}; {self._way_out}")
         self.epoch, self.bad = epoch, bad
         self.batch = min(-(-num_seen // self.global_batch), self.num_batches)
 

@@ -92,7 +92,7 @@ class TextLoader(Loader):
         words: the vocabulary.
     """
 
-    _decisive = "the same text, sequences, steps, seed and number of processes"
+    _way_out = "resume with the same text, sequences, steps, seed and number of processes"
 
     def __init__(self, config: LoaderConfig, shard: tuple[int, int], tokens: np.ndarray, words: Sequence[str],
                  steps: int) -> None:

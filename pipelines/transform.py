@@ -133,6 +133,12 @@ class ImageTransform(Normalisation, CentreCrop, Augmentation):
                             "--auto-augment randaugment-timm is of 10: give 0 to 10, or randaugment")
 
 
+# Options that some values of `auto_augment` have alone.
+OF_POLICIES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("randaugment_operations", "randaugment_magnitude"), ("randaugment", "randaugment-timm")),
+    "randaugment_magnitude_std": ("randaugment-timm",),
+}
+
 # What a value must be: a test and its words.
 LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "random_area": (lambda value: 0 < value[0] <= value[1] <= 1, "two fractions above 0, the smaller first"),

@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 
 from common.errors import UserError
+from pipelines import LoaderConfig
+from pipelines.samples import make_samples
+from pipelines.sources import open_source
 
 
 def kernel_record(name: ctypes.c_char_p, start: int, end: int) -> ctypes.Array[ctypes.c_char]:
@@ -62,6 +65,25 @@ def test_launches_are_counted_for_a_batch(benchmark_module: Callable[[str], Any]
     assert found["longest_ms"] == {"resize": 0.25, "finish_images": 0.05}
     assert (found["launches"], found["gpu_ms"], found["our_launches"], found["our_ms"]) == (2, 0.3, 1, 0.05)
     assert "2.0 launches,  0.300 ms a batch; of ours 1,  0.050 ms" in augment_gpu.shown({"name": "plain", **found})
+
+
+def test_no_batch_is_under_way_where_a_trace_begins(benchmark_module: Callable[[str], Any], tmp_path: Path,
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be counted by half; nor where it ends."""
+    augment_gpu = benchmark_module("augment_gpu")
+    make_samples(tmp_path, num_train=12, num_val=12)
+    config = LoaderConfig(data=str(tmp_path), batch_size=2, image_size=32, num_threads=1)
+    made = []
+
+    def traced(batch: Callable[[], Any]) -> dict[str, Any]:
+        for _ in range(3):
+            made.append(batch.__self__._planned)  # type: ignore[attr-defined]
+            batch()
+        return {}
+
+    monkeypatch.setattr(augment_gpu, "traced", traced)
+    augment_gpu.traced_loader(config, open_source(str(tmp_path), "train"))
+    assert made == [1, 2, 3]
 
 
 def test_lines_are_written_as_they_are_measured(benchmark_module: Callable[[str], Any], tmp_path: Path,

@@ -14,7 +14,7 @@ from typing import Any
 
 from common.command_line import nearest, option_name, part_of
 from graph_passes import optimizers
-from pipelines.transform import ImageTransform
+from pipelines.transform import OF_POLICIES, ImageTransform
 from train import models
 from train.errors import TrainError
 from train.options.limits import check_limits, shown
@@ -114,6 +114,9 @@ def configure(values: Mapping[str, Any], default: Config) -> Config:
         missing = " and ".join(option_name(name) for name in ("mixup", "cutmix") if not getattr(config, name))
         raise TrainError(f"--cutmix-share {config.cutmix_share:g} is for runs with both mixup and CutMix: leave it "
                          f"out, or give {missing}")
+    if "stochastic_depth_mode" in values and not config.stochastic_depth:
+        raise TrainError(f"--stochastic-depth-mode {config.stochastic_depth_mode} is for runs that leave out residual "
+                         "branches: leave it out, or give --stochastic-depth")
     for name in ("patience", "target_accuracy"):
         if values.get(name) and not config.validate_every:
             raise TrainError(f"{option_name(name)} {values[name]:g} needs the accuracy in validation, and "
@@ -150,9 +153,7 @@ def _constants_of_optimizers() -> dict[str, tuple[str, tuple[str, ...]]]:
 _ONLY_WITH = {
     **dict.fromkeys(("decay_epochs", "decay_factor"), ("schedule", ("step",))),
     "decay_power": ("schedule", ("polynomial",)),
-    **dict.fromkeys(("randaugment_operations", "randaugment_magnitude"),
-                    ("auto_augment", ("randaugment", "randaugment-timm"))),
-    "randaugment_magnitude_std": ("auto_augment", ("randaugment-timm",)),
+    **{name: ("auto_augment", policies) for name, policies in OF_POLICIES.items()},
     "bce_threshold": ("loss", ("bce",)),
     "class_weights": ("loss", ("softmax",)),
     "final_learning_rate": ("schedule", ("cosine", "polynomial")),

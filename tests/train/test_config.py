@@ -111,6 +111,8 @@ MISTAKES = {
     "--momentum 1": "--momentum 1.0 must be at least 0 and below 1",
     "--stochastic-depth 1": "--stochastic-depth 1.0 must be at least 0 and below 1",
     "--stochastic-depth -0.1": "--stochastic-depth -0.1 must be at least 0 and below 1",
+    "--stochastic-depth-mode block":
+        "--stochastic-depth-mode block is for runs that leave out residual branches: leave it out, or give",
     "--dropout 1": "--dropout 1.0 must be at least 0 and below 1",
     "--random-area 0.5 0.1": "--random-area 0.5 0.1 must be two fractions above 0, the smaller first",
     "--randaugment-magnitude 5":
@@ -217,6 +219,8 @@ def test_a_preset_s_policy_can_be_left_out():
     config = config_of("--config", "resnet50_a1_600ep", "--auto-augment", "none", "--loss", "softmax")
     config.transform.check()
     assert config.randaugment_magnitude == 7 and config.bce_threshold == 0.2
+    by_block = dataclasses.replace(config, stochastic_depth_mode="block")
+    assert configure({"stochastic_depth": 0.0}, by_block).stochastic_depth_mode == "block"
 
 
 def test_an_empty_shell_variable_is_no_value():

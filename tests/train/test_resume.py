@@ -141,6 +141,19 @@ def test_an_image_that_validation_cannot_decode_loses_nothing(tiny_data, tiny_op
     assert code == 0 and "epoch 1/2 done" in out, err
 
 
+def test_where_images_have_come_a_new_run_begins_with_the_weights(tiny_data, tiny_options, tmp_path, run_train):
+    data, folder = tmp_path / "data", tmp_path / "run"
+    shutil.copytree(tiny_data, data)
+    options = [*tiny_options, "--data", data, "--max-steps", "2"]
+    assert run_train("--output", folder, *options)[0] == 0
+    shutil.copy(data / "class0" / "0.jpg", data / "class0" / "more.jpg")
+    code, _, err = run_train("--resume", folder)
+    assert code == 2 and "belongs to num_images 27, but this loader has 28" in err and err.endswith(
+        "or begin a new run on this data from the weights of that one with --weights RUN\n")
+    code, out, _ = run_train("--weights", folder, "--output", tmp_path / "new", *options)
+    assert code == 0 and "28 training images" in out
+
+
 def test_images_that_training_cannot_decode_any_more_lose_nothing(unbroken, tiny_data, tiny_options, tmp_path,
                                                                   run_train, monkeypatch):
     data, folder = tmp_path / "data", tmp_path / "run"

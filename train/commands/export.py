@@ -67,6 +67,10 @@ def main(values: Mapping[str, Any]) -> None:
     if record_file and options.symbol and record_file == Path(options.symbol):
         raise TrainError(f"--symbol {options.symbol} has the name of the file that --torchvision {options.torchvision} "
                          "writes beside it: give another one")
+    for name in ("onnx", "torchvision", "symbol", "params"):
+        if not options.overwrite and Path(file := getattr(options, name)).is_file():
+            raise TrainError(f"{option_name(name)} {file} is there already: give --overwrite to replace it, or another "
+                             "name")
     trained = weights.load(options.checkpoint) if options.checkpoint else None
     if options.onnx:
         assert trained
@@ -83,7 +87,7 @@ def main(values: Mapping[str, Any]) -> None:
         )
     if options.torchvision:
         assert trained
-        export_torchvision(trained, Path(options.torchvision))
+        export_torchvision(trained, Path(options.torchvision), options.overwrite)
     graph, params = network(trained, options)
     if options.symbol:
         files.write(Path(options.symbol), graph.to_json().encode())
@@ -93,15 +97,19 @@ def main(values: Mapping[str, Any]) -> None:
         print(f"{options.params}: {len(params)} arrays, {options.layout}")
 
 
-def export_torchvision(trained: Checkpoint, file: Path) -> None:
-    """Write a state_dict for torchvision or timm, and beside it the record of the images. Raises UserError."""
+def export_torchvision(trained: Checkpoint, file: Path, overwrite: bool) -> None:
+    """Write a state_dict for torchvision or timm, and beside it the record of the images; `overwrite`: in place of
+    another record, too. Raises UserError."""
     tensors = publish.state_dict(trained)
-    content = publish.content(tensors, file)
+    content, written = publish.content(tensors, file), record.to_json(trained.config, trained.classes)
     about = file.with_suffix(".json")
-    if about.exists() and not record.is_one(about):
-        raise TrainError(f"{about}, where --torchvision {file} writes how images are prepared, already holds something "
-                         "else: move it, or give another name")
-    files.write(about, record.to_json(trained.config, trained.classes))
+    if about.exists():
+        place = f"{about}, where --torchvision {file} writes how images are prepared,"
+        if not record.is_one(about):
+            raise TrainError(f"{place} already holds something else: move it, or give another name")
+        if not overwrite and about.read_bytes() != written:  # equal: of the same network in the other form
+            raise TrainError(f"{place} is of other weights: give --overwrite to replace it, or another name")
+    files.write(about, written)
     files.write(file, content)
     print(f"{file}: {trained.network}, {len(tensors)} tensors, as torchvision or timm names them; {about}: how images "
           "are prepared, and the classes")

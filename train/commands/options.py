@@ -54,7 +54,7 @@ class QuantizeOptions(LoaderOptions, InferenceImageOptions, BatchOptions, DataOp
     """How the range of a tensor is found: its largest absolute value, the one that 0.01 % exceed, or the one that keeps
     the distribution (Kullback-Leibler divergence; TensorRT's way)."""
     images: int = 512
-    """Training images that the ranges come from."""
+    """Training images that the ranges come from; where it is not given and the data has fewer, all of them."""
     float_first: bool = False
     """Leave the first convolution, which reads the images, in floats."""
     int8_classifier: bool = False
@@ -196,6 +196,8 @@ class ExportOptions:
     """Network for --symbol without a checkpoint, as in `train`."""
     num_classes: int = 1000
     """Its number of classes."""
+    overwrite: bool = False
+    """Replace files that are there already."""
 
 
 # Of the options that `train` has not.

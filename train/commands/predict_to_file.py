@@ -38,7 +38,7 @@ from train.processes.distributed import Workers
 from train.processes.invocation import command_line
 from train.processes.pulse import Activity, pulse
 from train.processes.signals import ending_with
-from train.reporting.prediction_file import PredictionFile, check_name, most_likely
+from train.reporting.prediction_file import Found, PredictionFile, check_name, most_likely
 from train.weights import int8_file
 from train.weights.int8_file import Int8Network
 
@@ -70,17 +70,19 @@ class Job(NamedTuple):
 
 @dataclass
 class Totals:
-    """Of a session: images predicted, those that cannot be read, those that are damaged, and the time that it took."""
+    """Of a session: images predicted, those that cannot be read, those that are damaged, and the time that it took; and
+    of the sessions before it, those that cannot be read."""
 
     good: int = 0
     bad: int = 0
     damaged: int = 0
     seconds: float = 0.0
+    bad_before: int = 0
 
     def over(self, workers: Workers) -> Totals:
         """Of all processes, which work at the same time; a collective operation."""
-        good, bad, damaged = map(round, workers.sum([self.good, self.bad, self.damaged]))
-        return Totals(good, bad, damaged, max(workers.gather(self.seconds)))
+        good, bad, damaged, before = map(round, workers.sum([self.good, self.bad, self.damaged, self.bad_before]))
+        return Totals(good, bad, damaged, max(workers.gather(self.seconds)), before)
 
 
 def predict_to_file(options: PredictOptions, values: Mapping[str, Any], workers: Workers) -> None:
@@ -93,7 +95,7 @@ def predict_to_file(options: PredictOptions, values: Mapping[str, Any], workers:
 def _predict_to_file(options: PredictOptions, values: Mapping[str, Any], workers: Workers, opened: ExitStack) -> None:
     path = Path(options.output)
     images: list[str] = []
-    first = 0  # of the images that are left
+    before = Found(0, 0)
 
     def open_file(path: Path, share: str) -> PredictionFile:
         return opened.enter_context(PredictionFile(path, job.trained.class_names, job.top, about | {"part": share},
@@ -106,10 +108,10 @@ def _predict_to_file(options: PredictOptions, values: Mapping[str, Any], workers
         if workers.rank == 0:
             images = [str(image) for image in image_paths(options.images)]
             whole = open_file(path, "all")
-            first = whole.go_on(images)
-            if first:
-                print(f"{path} has {first:,} of {len(images):,} images", flush=True)
-    images, first = workers.gather((images, first))[0]  # the same ones, though a folder be just being filled
+            before = whole.go_on(images)
+            if before.records:
+                print(f"{path} has {before.records:,} of {len(images):,} images", flush=True)
+    images, first = workers.gather((images, before.records))[0]  # the same ones, though a folder be just being filled
     totals = Totals()
     with workers.agreement():
         if workers.size == 1:
@@ -119,8 +121,11 @@ def _predict_to_file(options: PredictOptions, values: Mapping[str, Any], workers
             share = images[slice(*ends[workers.rank : workers.rank + 2])]
             part = open_file(_part(path, workers.rank),
                              f"{workers.rank} of {workers.size}, of images {first:,} to {len(images):,}")
-            totals = _predict(job, share[part.go_on(share) :], part)
+            of_part = part.go_on(share)
+            totals = _predict(job, share[of_part.records :], part)
+            totals.bad_before += of_part.bad
             part.close()
+    totals.bad_before += before.bad
     totals = totals.over(workers)
     with workers.agreement():
         if workers.rank == 0:
@@ -300,14 +305,16 @@ class _Progress:
 
 
 def _summarise(path: Path, totals: Totals, num_images: int) -> None:
-    count = totals.good + totals.bad
-    if not count:
+    if count := totals.good + totals.bad:
+        damaged = f", {totals.damaged:,} of them damaged" if totals.damaged else ""
+        print(f"{path}: {count:,} image{'s' * (count > 1)} in {timedelta(seconds=round(totals.seconds))}, "
+              f"{count / totals.seconds:,.1f} images/sec{damaged}")
+    else:
         print(f"{path}: complete, nothing was left to do")
-        return
-    print(f"{path}: {count:,} image{'s' * (count > 1)} in {timedelta(seconds=round(totals.seconds))}, "
-          f"{count / totals.seconds:,.1f} images/sec" + f", {totals.damaged:,} of them damaged" * bool(totals.damaged))
-    if totals.bad:
-        print(f"{totals.bad:,} image{'s' * (totals.bad > 1)} cannot be read: the file has the reason of each",
-              file=sys.stderr)
-    if totals.bad == num_images:
+    bad = totals.bad_before + totals.bad
+    if bad == num_images:
         raise TrainError(f"none of the {num_images:,} images can be read; {path} has the reason of each")
+    if bad:
+        earlier = f" ({totals.bad_before:,} of them found earlier)" if totals.bad_before else ""
+        print(f"{bad:,} of {num_images:,} images cannot be read{earlier}: {path} has the reason of each",
+              file=sys.stderr)

@@ -85,9 +85,11 @@ def _quantize(options: QuantizeOptions, values: Mapping[str, Any]) -> None:
     prepare(config, workers)
     loader = open_split(config, "val", CPU, workers, trained.classes, f"the network of {options.checkpoint}")
     source = replace(loader.config, split="train")
-    chosen = choose(source, options.images, config.seed)
+    chosen = choose(source, values.get("images"), config.seed)
     kept = Kept(options.float_first, not options.int8_classifier)
-    print(f"calibrating ({options.calibration}) on {len(chosen)} training images of {size} pixels ...", flush=True)
+    fewer = f" (all there are, and fewer than {options.images})" if len(chosen) < options.images else ""
+    print(f"calibrating ({options.calibration}) on {len(chosen)} training images of {size} pixels{fewer} ...",
+          flush=True)
     network, errors = quantised(trained, config, load_chosen(source, chosen), options.calibration, kept)
     graph = network.graph(trained)
     _print(errors, graph)
@@ -109,12 +111,19 @@ def _quantize(options: QuantizeOptions, values: Mapping[str, Any]) -> None:
     print(f"{path}: {path.stat().st_size / 1e6:.1f} MB, {sum(1 for _ in layers(graph))} layers in INT8")
 
 
-def choose(config: LoaderConfig, count: int, seed: int) -> list[int]:
-    """`count` of the training images, drawn by the seed. Raises DataError, and TrainError where there are fewer."""
+def choose(config: LoaderConfig, count: int | None, seed: int) -> list[int]:
+    """`count` of the training images, drawn by the seed; None: the usual number, or all where there are fewer.
+
+    Raises DataError, and TrainError where there are fewer than `count` or MIN_IMAGES.
+    """
     total = len(open_source(config.data, config.split, config.num_classes, config.val_split))
+    if total < MIN_IMAGES:
+        raise TrainError(f"{config.data} has {total} training images, too few to calibrate on: give data with "
+                         f"{MIN_IMAGES} or more")
+    count = count or min(QuantizeOptions.images, total)
     if total < count:
-        way_out = f"give --images {total}" if total >= MIN_IMAGES else f"give data with {MIN_IMAGES} or more"
-        raise TrainError(f"{config.data} has {total} training images, too few for --images {count}: {way_out}")
+        raise TrainError(f"{config.data} has {total} training images, too few for --images {count}: give --images "
+                         f"{total}")
     return sorted(np.random.default_rng(seed).choice(total, count, replace=False).tolist())
 
 

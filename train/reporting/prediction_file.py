@@ -18,7 +18,7 @@ import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -29,6 +29,13 @@ ABOUT = ".about.json"  # ends the name of the file beside it
 MOST_PASSES = 100  # over the probabilities: one takes 0.3 us for 1,000 classes, and to sort them takes 72 us (one core)
 COPIED_AT_ONCE = 2**24  # bytes
 ENCODING, ERRORS = "utf-8", "surrogateescape"  # names of files are bytes, which come out as they were
+
+
+class Found(NamedTuple):
+    """What a file has: records, and how many of them are of images that cannot be read."""
+
+    records: int
+    bad: int
 
 
 class Form(ABC):
@@ -51,8 +58,9 @@ class Form(ABC):
         """The record of an image that cannot be read."""
 
     @abstractmethod
-    def files(self, lines: Iterable[str]) -> Iterator[str]:
-        """The file of each record, as long as they are whole. Takes no line more than the record has."""
+    def records(self, lines: Iterable[str]) -> Iterator[tuple[str, bool]]:
+        """Of each record, the file, and whether it cannot be read. Takes no line more than the record has. Raises
+        ValueError, KeyError, TypeError or csv.Error for one that is not whole."""
 
     @abstractmethod
     def _beginning(self, name: str, index: int) -> str: ...
@@ -72,11 +80,11 @@ class Csv(Form):
     def failure(self, file: str, reason: str) -> str:
         return f"{_quoted(file)}{',' * (3 * self.top + 1)}{_quoted(reason)}\n"
 
-    def files(self, lines: Iterable[str]) -> Iterator[str]:
-        for record in csv.reader(lines):
+    def records(self, lines: Iterable[str]) -> Iterator[tuple[str, bool]]:
+        for record in csv.reader(lines, strict=True):
             if len(record) != len(self.columns):
-                return
-            yield record[0]
+                raise ValueError(f"{len(record)} columns")
+            yield record[0], record[-1] != ""
 
     def _beginning(self, name: str, index: int) -> str:
         return f",{_quoted(name)},{index},"
@@ -89,9 +97,10 @@ class JsonLines(Form):
     def failure(self, file: str, reason: str) -> str:
         return json.dumps({"file": file, "predictions": [], "error": reason}) + "\n"
 
-    def files(self, lines: Iterable[str]) -> Iterator[str]:
+    def records(self, lines: Iterable[str]) -> Iterator[tuple[str, bool]]:
         for line in lines:
-            yield json.loads(line)["file"]
+            record = json.loads(line)
+            yield record["file"], "error" in record
 
     def _beginning(self, name: str, index: int) -> str:
         return f'{{"class": {json.dumps(name)}, "index": {index}, "probability": '
@@ -144,35 +153,45 @@ class PredictionFile:
             self._file.close()
             raise
 
-    def go_on(self, images: Sequence[str]) -> int:
-        """How many of the images, of which the file has the first ones, are in it. An unfinished record at its end, as
-        a kill leaves it, is cut off. Raises TrainError where it has others."""
-        header, end, done = self.form.header, len(self.form.header), 0
+    def go_on(self, images: Sequence[str]) -> Found:
+        """What the file has, which is of the first ones of the images. An unfinished record at its end, as a kill
+        leaves it, is cut off. Raises TrainError where it has others, or is damaged before its end."""
+        header, end, found = self.form.header, 0, Found(0, 0)
         self._file.seek(0)
-        if (found := self._file.read(len(header))) != header:
-            if not header.startswith(found):
-                raise TrainError(f"{self.path} has other columns than these predictions: give another --output")
-            end = 0
-        else:
-            with self.path.open("rb") as reading:
-                reading.seek(end)
-                lines = _Lines(reading)
-                try:
-                    for file in self.form.files(lines):
-                        if done == len(images) or file != images[done]:
-                            wanted = repr(images[done]) if done < len(images) else "none"
-                            raise TrainError(f"image {done + 1:,} in {self.path} is {file!r}, and of this command "
-                                             f"{wanted}: give the same images in the same order, or another --output")
-                        done += 1
-                        end = len(header) + lines.bytes
-                except (ValueError, KeyError, TypeError, csv.Error):
-                    raise TrainError(f"{self.path} is damaged after {done:,} images: remove what follows these, or "
-                                     "give another --output") from None
+        if (beginning := self._file.read(len(header))) == header:
+            found, end = self._read(images)
+        elif not header.startswith(beginning):
+            raise TrainError(f"{self.path} has other columns than these predictions: give another --output")
         with self._writing(self.path):
             self._file.truncate(end)
             if not end:
                 self._write(header)
-        return done
+        return found
+
+    def _read(self, images: Sequence[str]) -> tuple[Found, int]:
+        """What the file has, and the byte where its last whole record ends. Raises TrainError."""
+        end, done, bad = len(self.form.header), 0, 0
+        with self.path.open("rb") as reading:
+            reading.seek(end)
+            lines = _Lines(reading, end)
+            line = first = 1 + bool(end)  # of the next record, counted from 1
+            try:
+                for file, is_bad in self.form.records(lines):
+                    if done == len(images) or file != images[done]:
+                        wanted = repr(images[done]) if done < len(images) else "none"
+                        raise TrainError(f"image {done + 1:,} in {self.path} is {file!r}, and of this command "
+                                         f"{wanted}: give the same images in the same order, or another --output")
+                    done, bad = done + 1, bad + is_bad
+                    end, line = lines.end, first + lines.number
+            except (ValueError, KeyError, TypeError, csv.Error):
+                # A name may have line breaks, and be cut after one of them.
+                name = _quoted(images[done]).encode(ENCODING, ERRORS) if done < len(images) else b""
+                reading.seek(end)
+                if not name.startswith(reading.read(lines.end - end)):
+                    raise TrainError(f"{self.path} is damaged in line {line:,}, after {done:,} images: repair that "
+                                     "line, or remove it and all that follow, whose images are then predicted again, "
+                                     "or give another --output") from None
+        return Found(done, bad), end
 
     def write(self, records: Iterable[str]) -> None:
         """Append records. Raises TrainError where that fails: what is whole remains."""
@@ -230,9 +249,15 @@ class PredictionFile:
         try:
             found = json.loads(path.read_bytes())
             before = {name: found[name] for name in same}
-        except (OSError, ValueError, KeyError, TypeError):
+        except FileNotFoundError:
             raise TrainError(f"{self.path} is there already, and was not begun by this command (no {path.name} beside "
                              "it says so): give another --output") from None
+        except OSError as error:
+            raise TrainError(f"cannot read {path}, which says what {self.path.name} was begun with ({error.strerror}): "
+                             "see that it can be read, or give another --output") from None
+        except (ValueError, KeyError, TypeError):
+            raise TrainError(f"{path}, which says what {self.path.name} was begun with, is damaged: put back a copy of "
+                             "it, or give another --output") from None
         for name, words in same.items():
             if before[name] != about[name]:
                 raise TrainError(f"{self.path} was begun with another {words}: {before[name]}, now {about[name]}; give "
@@ -250,16 +275,18 @@ class PredictionFile:
 
 
 class _Lines:
-    """The whole lines of a file from where it stands, and how many `bytes` those taken so far had."""
+    """The whole lines of a file from where it stands: the `number` of those taken so far, and the byte where the last
+    one of them ends."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self.bytes = file, 0
+    def __init__(self, file: BinaryIO, start: int) -> None:
+        self._file, self.end, self.number = file, start, 0
 
     def __iter__(self) -> Iterator[str]:
         for line in self._file:
             if not line.endswith(b"\n"):
                 return
-            self.bytes += len(line)
+            self.end += len(line)
+            self.number += 1
             yield line.decode(ENCODING, ERRORS)
 
 

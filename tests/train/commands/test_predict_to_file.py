@@ -179,7 +179,7 @@ def test_bad_images_are_named(run_folder, photos, some_bad, tmp_path, form, caps
     assert list(errors) == some_bad
     assert [file for file in some_bad if errors[file]] == some_bad[3:8] == [f for f in some_bad if not classes[f]]
     assert "cannot be read (No such file or directory)" in errors[some_bad[4]]
-    assert "5 images cannot be read" in capsys.readouterr().err
+    assert f"5 of 15 images cannot be read: {output} has the reason of each" in capsys.readouterr().err
 
     good = tmp_path / f"good.{form}"
     run_predict(run_folder, good, photos)
@@ -202,6 +202,23 @@ def test_no_readable_image_at_all(run_folder, tmp_path):
     with pytest.raises(TrainError, match="none of the 6 images can be read; .*out.csv has the reason of each"):
         run_predict(run_folder, output, listed)
     assert [row["error"] for row in rows(output)] == ["cannot be read (No such file or directory)"] * 6
+
+
+@pytest.mark.parametrize("form", ["csv", "jsonl"])
+def test_bad_images_of_earlier_sessions_count(run_folder, some_bad, tmp_path, form, capsys):
+    listed, output = tmp_path / "all.txt", tmp_path / f"out.{form}"
+    listed.write_text("\n".join(some_bad[:5]))
+    run_predict(run_folder, output, listed)
+    listed.write_text("\n".join(some_bad))
+    capsys.readouterr()
+    for earlier in (2, 5):  # the last time nothing is left
+        run_predict(run_folder, output, listed)
+        said = f"5 of 15 images cannot be read ({earlier} of them found earlier): {output} has"
+        assert said in capsys.readouterr().err
+    listed.write_text("/nowhere/1.jpg")
+    for _ in range(2):
+        with pytest.raises(TrainError, match="none of the 1 images can be read"):
+            run_predict(run_folder, tmp_path / f"none.{form}", listed)
 
 
 def test_the_rest_may_be_bad(run_folder, photos, tmp_path):
@@ -239,6 +256,20 @@ def test_goes_on_where_the_file_ends(run_folder, photos, tmp_path, form, part, c
     run_predict(run_folder, output, photos)
     assert "complete, nothing was left to do" in capsys.readouterr().out
     assert output.read_bytes() == whole
+
+
+@pytest.mark.parametrize("cut", [b'"line one\n', b'"line one\nline', b'"line one\nline two.jpg",four,'])
+def test_a_name_with_a_line_break_is_cut_anywhere(run_folder, tmp_path, cut):
+    listed, output = tmp_path / "all.txt", tmp_path / "out.csv"
+    listed.write_text("0.jpg")
+    with pytest.raises(TrainError, match="none of the 1 images"):
+        run_predict(run_folder, output, listed)
+    with output.open("ab") as file:
+        file.write(cut)
+    whole = PredictionFile(output, CLASS_NAMES, 2, {}, {})
+    assert whole.go_on(["0.jpg", "line one\nline two.jpg"]) == (1, 1)
+    assert [row["file"] for row in rows(output)] == ["0.jpg"]
+    whole.close()
 
 
 def test_progress_without_a_terminal(run_folder, photos, tmp_path, monkeypatch, capsys):
@@ -298,18 +329,30 @@ def test_ctrl_c_and_sigterm_keep_what_is_done(run_folder, photos, tmp_path, monk
     assert_same(output, tmp_path / "whole.csv")
 
 
+DAMAGE = {  # a line, and what is there instead
+    "damaged jsonl": (4, b"no JSON\n"),
+    "damaged csv": (5, b"a.png,four,3\n"),
+    "open quote": (5, b'"a.png,four,3,0.5,four,3,0.5,\n'),
+    "last line": (11, b"a.png,four,3\n"),
+}
+
+
 @pytest.mark.parametrize("what, sentence", [
     ("checkpoint", "begun with another network, by the SHA-256 of its weights"),
     ("top", "begun with another --top: 2, now 3"),
     ("foreign", "is there already, and was not begun by this command"),
     ("images", "of this command"),
     ("fewer images", "of this command none"),
-    ("damaged", "is damaged after 3 images"),
+    ("about", r"\.about\.json, which says what out\.csv was begun with, is damaged: put back"),
+    ("damaged jsonl", r"out\.jsonl is damaged in line 4, after 3 images: repair"),
+    ("damaged csv", r"out\.csv is damaged in line 5, after 3 images: repair"),
+    ("open quote", r"out\.csv is damaged in line 5, after 3 images: repair"),
+    ("last line", r"out\.csv is damaged in line 11, after 9 images: repair"),
     ("columns", "has other columns"),
     ("locked", "another process is writing"),
 ])
 def test_another_file_is_refused_and_stays(run_folder, photos, tmp_path, what, sentence):
-    output = tmp_path / ("out.jsonl" if what == "damaged" else "out.csv")
+    output = tmp_path / ("out.jsonl" if what.endswith("jsonl") else "out.csv")
     run_predict(run_folder, output, photos)
     arguments: list[object] = [photos]
     if what == "checkpoint":
@@ -322,9 +365,12 @@ def test_another_file_is_refused_and_stays(run_folder, photos, tmp_path, what, s
         arguments = [photos / "within", photos]
     elif what == "fewer images":
         arguments = files_of(photos)[:9]
-    elif what == "damaged":
+    elif what == "about":
+        output.with_name(f"{output.name}.about.json").write_bytes(b"{")
+    elif what in DAMAGE:
+        line, content = DAMAGE[what]
         lines = output.read_bytes().splitlines(keepends=True)
-        output.write_bytes(b"".join([*lines[:3], b"no JSON\n", *lines[4:]]))
+        output.write_bytes(b"".join([*lines[: line - 1], content, *lines[line:]]))
     elif what == "columns":
         output.write_text(output.read_text().replace("class_2", "class_3"))
     before = output.read_bytes()
@@ -388,8 +434,9 @@ def test_records_are_read_back():
     names, files = ['a,"b"\n', "plain"], ['x"y\n,z', "line\rfeed", " plain "]
     for form in (Csv(names, 1), JsonLines(names, 1)):
         text = "".join([*(form.prediction(file, [0], [0.25]) for file in files), form.failure(files[0], 'no, "none"')])
-        assert list(form.files(text.splitlines(keepends=True) if isinstance(form, JsonLines)
-                               else io.StringIO(text, newline=""))) == [*files, files[0]]
+        found = list(form.records(text.splitlines(keepends=True) if isinstance(form, JsonLines)
+                                  else io.StringIO(text, newline="")))
+        assert found == [*((file, False) for file in files), (files[0], True)]
         if isinstance(form, Csv):
             read = list(csv.reader(io.StringIO(text, newline="")))
             assert read[0] == [files[0], names[0], "0", "0.25", ""] and read[3] == [files[0], "", "", "", 'no, "none"']

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -104,6 +105,19 @@ def test_a_good_file_is_replaced_only_when_asked(quantised: Path, trained: Check
     other = dict(trained.params) | {"classifier_bias": trained.params["classifier_bias"] + 1}
     save(replace(trained, params=other), quantised / "checkpoints" / "best.npz")  # of other weights: likewise
     assert run_train(*command_line)[0] == 0
+
+
+def test_of_few_images_all_are_taken(run_folder: Path, trained: Checkpoint, tiny_data: Path, run_train: RunTrain,
+                                     tmp_path: Path) -> None:
+    code, out, _ = run_train("quantize", "--checkpoint", run_folder)
+    assert code == 0 and ("calibrating (entropy) on 27 training images of 32 pixels (all there are, and fewer than 512)"
+                          in out)
+    assert int8_file.load(str(run_folder), trained).calibration["images"] == 27
+    for file in tiny_data.glob("*/[0-4].jpg"):
+        (tmp_path / "few" / file.parent.name).mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, tmp_path / "few" / file.parent.name)
+    code, _, err = run_train("quantize", "--checkpoint", run_folder, "--overwrite", "--data", tmp_path / "few")
+    assert code == 2 and "has 15 training images, too few to calibrate on: give data with 16 or more" in err
 
 
 def test_what_is_kept_in_floats(run_folder: Path, run_train: RunTrain) -> None:

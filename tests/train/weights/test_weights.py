@@ -177,10 +177,36 @@ def test_a_record_replaces_no_other_file(tmp_path):
     with pytest.raises(TrainError, match=r"w\.json, where --torchvision .*w\.pth writes how images are prepared"):
         run_export("--checkpoint", SMALL, "--torchvision", file)
     assert about.read_text() == '{"nodes": []}' and not file.exists()
-    about.unlink()
-    for _ in range(2):  # a record is replaced, as its weights are
-        run_export("--checkpoint", SMALL, "--torchvision", file)
-    assert file.exists() and "architecture" in about.read_text()
+    with pytest.raises(TrainError, match=r"w\.json, where --torchvision .* move it, or give another name"):
+        run_export("--checkpoint", SMALL, "--torchvision", file, "--overwrite")
+    assert about.read_text() == '{"nodes": []}' and not file.exists()
+
+
+def test_files_are_replaced_only_when_asked(tmp_path):
+    names = {"torchvision": "w.pth", "params": "w.params", "symbol": "s.json", "onnx": "w.onnx"}
+    for name, file in names.items():
+        (tmp_path / file).write_bytes(b"a")
+        others = [word for each in names.keys() - {name} for word in (f"--{each}", tmp_path / f"new-{names[each]}")]
+        with pytest.raises(TrainError, match=rf"^--{name} .*{file} is there already: give --overwrite to replace it"):
+            run_export("--checkpoint", SMALL, f"--{name}", tmp_path / file, *others)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names.values())
+    for name in ("torchvision", "params", "symbol"):
+        run_export("--checkpoint", SMALL, f"--{name}", tmp_path / names[name], "--overwrite")
+        assert len((tmp_path / names[name]).read_bytes()) > 1
+
+
+def test_a_record_of_other_weights_is_replaced_only_when_asked(tmp_path, rng):
+    """Two forms of the same weights have one record."""
+    run_export("--checkpoint", SMALL, "--torchvision", tmp_path / "w.pth")
+    run_export("--checkpoint", SMALL, "--torchvision", tmp_path / "w.pt")
+    about, other = tmp_path / "w.json", saved(random_network("resnet18", 7, rng), tmp_path / "other")
+    before = about.read_bytes()
+    (tmp_path / "w.pt").unlink()
+    with pytest.raises(TrainError, match=r"w\.json, where .*w\.pt writes how images .*is of other weights: give --"):
+        run_export("--checkpoint", other, "--torchvision", tmp_path / "w.pt")
+    assert about.read_bytes() == before and not (tmp_path / "w.pt").exists()
+    run_export("--checkpoint", other, "--torchvision", tmp_path / "w.pt", "--overwrite")
+    assert about.read_bytes() != before
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float64])
