@@ -27,7 +27,7 @@ from common.command_line import Positive, read_options
 from common.environment import git_commit, hardware
 from common.errors import UserError
 from pipelines import ImageTransform, LoaderConfig
-from pipelines.augment import Augmenter, changes, source_code
+from pipelines.augment import WINDOW, Augmenter, changes, source_code
 from pipelines.bench import time_loader
 from pipelines.dali_loader import DaliLoader
 from pipelines.gpu import GpuDevice
@@ -37,7 +37,7 @@ from pipelines.sources import Source, open_source
 from pipelines.tuning import tune
 
 NAME = "augment_1gpu"
-OURS = ("change_images", "finish_images", "measure_images")
+OURS = ("resize_images", "resize_and_finish", "change_images", "finish_images", "measure_images")
 BATCHES = 8  # that are traced
 AUGMENTATIONS: dict[str, dict[str, Any]] = {
     "crop and flip": {},

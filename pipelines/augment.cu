@@ -1,16 +1,23 @@
-// What training does to resized images on a GPU: the operations of a policy, colours, blur, solarising, erasing and
-// normalising, of a whole batch at once. augment.py launches these kernels, and puts before this file: `enum Family`,
-// MEAN, STD, MEAN_COLOUR (R, G, B, 0 to 255), FILL, CHANNELS, and HALF where the batch is to be in 16 bits.
+// What training does to decoded images on a GPU: the resize, the operations of a policy, colours, blur, solarising, erasing
+// and normalising, of a whole batch at once. augment.py launches these kernels, and puts before this file: `enum Family`,
+// MEAN, PER_STD (1 / standard deviation), MEAN_COLOUR (R, G, B, 0 to 255), FILL, CHANNELS, and HALF where the batch is to
+// be in 16 bits.
 //
-// Images are changed in rounds, one `Change` of each image in each, of its own family and with its own numbers; the last
-// round also writes the batch. So the launches are as few as the rounds, whatever the images' operations are. Between
-// the rounds pixels are bytes, as they are in Pillow.
+// Resized images are changed in rounds, one `Change` of each image in each, of its own family and with its own numbers; the
+// last round also writes the batch, and where there is none, the resize does. So the launches are as few as the rounds,
+// whatever the images' operations are. Between the rounds pixels are bytes, as they are in Pillow.
 //
-// Shapes, as elsewhere: N images of H x W pixels. x: the images as they are, (N, H, W, 3) uint8. changes:
-// (N, rounds). finishes: (N,). statistics: (N, 3).
+// Shapes, as elsewhere: N images of H x W pixels. windows: (N,), each of its own size. x: the images resized,
+// (N, H, W, 3) uint8. changes: (N, rounds). finishes: (N,). statistics: (N, 3).
 
 using uint8 = unsigned char;
 using uint32 = unsigned int;
+
+// The part of an image that was decoded. As WINDOW in augment.py.
+struct Window {
+    const uint8 *pixels;  // (height, width, 3)
+    int height, width;
+};
 
 // What one round does to an image. As CHANGE in augment.py.
 struct Change {
@@ -23,9 +30,10 @@ struct Change {
     float sigma;                      // BLUR_X, BLUR_Y: standard deviation, in pixels
 };
 
-// What is done to an image at the end, but for `mirror`, which comes before all else. As FINISH in augment.py.
+// What is done to an image at its resize, and at the end. As FINISH in augment.py.
 struct Finish {
-    int mirror, solarise;
+    int mirror, cubic;  // cubic: bicubic, else bilinear
+    int solarise;
     int top, left, bottom, right;  // the erased rectangle
 };
 
@@ -69,10 +77,9 @@ __device__ inline float grey(float r, float g, float b) { return 0.299f * r + 0.
 struct Image {
     const uint8 *pixels;
     int height, width;
-    bool mirrored;  // to be read from right to left
 
     __device__ Colour at(int y, int x) const {
-        const uint8 *p = pixels + 3 * (y * width + (mirrored ? width - 1 - x : x));
+        const uint8 *p = pixels + 3 * (y * width + x);
         return {{float(p[0]), float(p[1]), float(p[2])}};
     }
 
@@ -159,27 +166,8 @@ __device__ inline Colour changed(const Image &image, int y, int x, const Change 
     return to;
 }
 
-// A round but the last. Shapes: y as x. A thread for each pixel; blockIdx.y: the image.
-extern "C" __global__ void change_images(const uint8 *__restrict__ x, const Change *changes, const Finish *finishes,
-                                         const Statistics *statistics, uint8 *__restrict__ y, int height, int width,
-                                         int round, int rounds) {
-    const int at = blockIdx.x * blockDim.x + threadIdx.x, pixels = height * width, n = blockIdx.y;
-    if (at >= pixels) return;
-    const Image image = {x + 3ll * n * pixels, height, width, round == 0 && finishes[n].mirror};
-    Colour colour = changed(image, at / width, at % width, changes[n * rounds + round], statistics + 3 * n);
-    for (int c = 0; c < 3; ++c) y[3 * (1ll * n * pixels + at) + c] = rounded(colour[c]);
-}
-
-// The last round. Shapes: y (N, H, W, CHANNELS), of which a fourth channel is zero. Threads as above.
-extern "C" __global__ void finish_images(const uint8 *__restrict__ x, const Change *changes, const Finish *finishes,
-                                         const Statistics *statistics, Pixel *__restrict__ y, int height, int width,
-                                         int round, int rounds) {
-    const int at = blockIdx.x * blockDim.x + threadIdx.x, pixels = height * width, n = blockIdx.y;
-    if (at >= pixels) return;
-    const Finish &finish = finishes[n];
-    const int row = at / width, column = at % width;
-    const Image image = {x + 3ll * n * pixels, height, width, round == 0 && finish.mirror};
-    Colour colour = changed(image, row, column, changes[n * rounds + round], statistics + 3 * n);
+// What the batch gets for a pixel; a fourth channel is zero.
+__device__ inline Pixel finished(Colour colour, int row, int column, const Finish &finish) {
     const bool is_erased =
         finish.top <= row && row < finish.bottom && finish.left <= column && column < finish.right;
     Pixel pixel = {};
@@ -187,9 +175,142 @@ extern "C" __global__ void finish_images(const uint8 *__restrict__ x, const Chan
         float v = rounded(colour[c]);
         if (finish.solarise && v >= 128) v = 255 - v;
         if (is_erased) v = MEAN_COLOUR[c];
-        pixel.channel[c] = element((v - MEAN[c]) / STD[c]);
+        pixel.channel[c] = element((v - MEAN[c]) * PER_STD[c]);
     }
-    y[1ll * n * pixels + at] = pixel;
+    return pixel;
+}
+
+__device__ inline int clamped(int at, int low, int high) { return at < low ? low : at > high ? high : at; }
+
+// The resize in one direction, as DALI's: an output pixel is the mean of the input pixels around its place, weighted by
+// their distance; where the image shrinks, of as many more. Beyond the border its outermost pixel goes on.
+struct Axis {
+    int input;  // pixels
+    bool cubic;
+    float scale;      // pixels of the input for each of the output
+    float narrowing;  // from a distance to that in an image that does not shrink
+    float reach;      // pixels of the input to each side that count
+
+
+    __device__ Axis(int input, int output, bool cubic) : input(input), cubic(cubic) {
+        scale = float(input) / output;
+        const float wider = fmaxf(scale, 1.f);
+        narrowing = 1 / wider;
+        reach = (cubic ? 2 : 1) * wider;
+    }
+    __device__ float place(int at) const { return (at + 0.5f) * scale - 0.5f; }
+    __device__ int first(int at) const { return int(ceilf(place(at) - reach)); }
+    __device__ int last(int at) const { return int(floorf(place(at) + reach)); }
+
+    __device__ float weight(float pixels) const {
+        const float d = fabsf(pixels) * narrowing;
+        if (!cubic) return fmaxf(1 - d, 0.f);
+        // Keys, 1981, a = -0.5
+        return d < 1 ? (1.5f * d - 2.5f) * d * d + 1 : d < 2 ? ((-0.5f * d + 2.5f) * d - 4) * d + 2 : 0;
+    }
+};
+
+constexpr int ROWS = 4;     // of the output that a block makes: so many pixels share the weight of a column
+constexpr int CHUNK = 512;  // columns of the input that it has in shared memory at a time
+constexpr int BYTES = 4;    // that a thread sums at a time: they share the weight of a row
+
+// The resize down the columns: ROWS rows of the output, from `top` on, of `count` columns of the input, from `start` on.
+__device__ inline void sum_rows(const Window &window, const Axis &axis, int top, int height, int start, int count,
+                                float (&sums)[ROWS][3 * CHUNK]) {
+    const int bytes = 3 * count, stride = (bytes + BYTES - 1) / BYTES;  // neighbouring threads read neighbouring bytes
+    for (int item = threadIdx.x; item < ROWS * stride; item += blockDim.x) {
+        const int row = item / stride, first = item % stride, y = top + row;
+        if (y >= height) return;
+        const float place = axis.place(y);
+        const int last = axis.last(y);
+        float sum[BYTES] = {}, weights = 0;
+        for (int at = axis.first(y); at <= last; ++at) {
+            const float weight = axis.weight(at - place);
+            const uint8 *line = window.pixels + 3 * (1ll * clamped(at, 0, window.height - 1) * window.width + start);
+            for (int i = 0; i < BYTES; ++i) sum[i] += weight * line[clamped(first + i * stride, 0, bytes - 1)];
+            weights += weight;
+        }
+        for (int i = 0; i < BYTES && first + i * stride < bytes; ++i) sums[row][first + i * stride] = sum[i] * (1 / weights);
+    }
+}
+
+// Calls write(row, column, colour) for ROWS rows of an image, the fraction still to be rounded. A thread for each column.
+template <class Write>
+__device__ inline void resized(const Window &window, const Finish &how, int height, int width, Write write) {
+    __shared__ float sums[ROWS][3 * CHUNK];
+    const Axis down(window.height, height, how.cubic), along(window.width, width, how.cubic);
+    const int top = ROWS * blockIdx.x, threads = blockDim.x;
+    for (int left = 0; left < width; left += threads) {
+        const int x = left + threadIdx.x, right = clamped(left + threads, 0, width) - 1;
+        const int begin = clamped(along.first(left), 0, window.width - 1);
+        const int end = clamped(along.last(right), 0, window.width - 1) + 1;
+        const float place = along.place(x);
+        Colour sum[ROWS] = {};
+        float weights = 0;
+        for (int start = begin; start < end; start += CHUNK) {
+            const int stop = clamped(start + CHUNK, 0, end);
+            __syncthreads();  // all have read the chunk before
+            sum_rows(window, down, top, height, start, stop - start, sums);
+            __syncthreads();
+            if (x >= width) continue;
+            int from = along.first(x), to = along.last(x);  // that lie in this chunk; beyond the border: in the outermost
+            if (start > begin && from < start) from = start;
+            if (stop < end && to >= stop) to = stop - 1;
+            for (int at = from; at <= to; ++at) {
+                const float weight = along.weight(at - place);
+                const int column = 3 * (clamped(at, start, stop - 1) - start);
+                for (int row = 0; row < ROWS; ++row)
+                    for (int c = 0; c < 3; ++c) sum[row][c] += weight * sums[row][column + c];
+                weights += weight;
+            }
+        }
+        if (x >= width) continue;
+        for (int row = 0; row < ROWS && top + row < height; ++row) {
+            for (int c = 0; c < 3; ++c) sum[row][c] *= 1 / weights;
+            write(top + row, how.mirror ? width - 1 - x : x, sum[row]);
+        }
+    }
+}
+
+// The resize, before rounds. Shapes: y (N, H, W, 3). A block for ROWS rows (blockIdx.x) of an image (blockIdx.y).
+extern "C" __global__ void resize_images(const Window *windows, const Finish *finishes, uint8 *__restrict__ y, int height,
+                                         int width) {
+    const int n = blockIdx.y;
+    resized(windows[n], finishes[n], height, width, [=](int row, int column, Colour colour) {
+        const long long at = (1ll * n * height + row) * width + column;
+        for (int c = 0; c < 3; ++c) y[3 * at + c] = rounded(colour[c]);
+    });
+}
+
+// The resize where no round follows. Shapes: y (N, H, W, CHANNELS). Blocks as above.
+extern "C" __global__ void resize_and_finish(const Window *windows, const Finish *finishes, Pixel *__restrict__ y,
+                                             int height, int width) {
+    const int n = blockIdx.y;
+    resized(windows[n], finishes[n], height, width, [=](int row, int column, Colour colour) {
+        y[(1ll * n * height + row) * width + column] = finished(colour, row, column, finishes[n]);
+    });
+}
+
+// A round but the last. Shapes: y as x. A thread for each pixel; blockIdx.y: the image.
+extern "C" __global__ void change_images(const uint8 *__restrict__ x, const Change *changes, const Statistics *statistics,
+                                         uint8 *__restrict__ y, int height, int width, int round, int rounds) {
+    const int at = blockIdx.x * blockDim.x + threadIdx.x, pixels = height * width, n = blockIdx.y;
+    if (at >= pixels) return;
+    const Image image = {x + 3ll * n * pixels, height, width};
+    Colour colour = changed(image, at / width, at % width, changes[n * rounds + round], statistics + 3 * n);
+    for (int c = 0; c < 3; ++c) y[3 * (1ll * n * pixels + at) + c] = rounded(colour[c]);
+}
+
+// The last round. Shapes: y (N, H, W, CHANNELS). Threads as above.
+extern "C" __global__ void finish_images(const uint8 *__restrict__ x, const Change *changes, const Statistics *statistics,
+                                         const Finish *finishes, Pixel *__restrict__ y, int height, int width, int round,
+                                         int rounds) {
+    const int at = blockIdx.x * blockDim.x + threadIdx.x, pixels = height * width, n = blockIdx.y;
+    if (at >= pixels) return;
+    const int row = at / width, column = at % width;
+    const Image image = {x + 3ll * n * pixels, height, width};
+    Colour colour = changed(image, row, column, changes[n * rounds + round], statistics + 3 * n);
+    y[1ll * n * pixels + at] = finished(colour, row, column, finishes[n]);
 }
 
 constexpr int HISTOGRAMS = 8;  // side by side: threads that count the same level at once wait for each other

@@ -1,9 +1,10 @@
-"""Augmenting on a GPU: what follows the resize, of a whole batch in a few launches of our own kernels (augment.cu).
+"""Augmenting on a GPU: what follows the decoding, of a whole batch in a few launches of our own kernels (augment.cu).
 
 DALI has an operator for each thing, and each prepares and launches its own: a policy's fifteen operations were about
-sixty launches, and twice that for RandAugment. Here an image is changed by the family of its own operation, whichever
-that is, in one launch for the whole batch, a round. The last round also flips, erases, normalises and writes the batch.
-So TrivialAugment is two launches (one measures the images that need it), RandAugment four.
+sixty launches, and twice that for RandAugment. Here one launch resizes all windows of a batch, whatever their sizes.
+Then an image is changed by the family of its own operation, whichever that is, in one launch for the whole batch, a
+round. The last round also erases, normalises and writes the batch; where there is none, the resize does. So plain
+crops and flips are one launch, TrivialAugment is three (one measures the images that need it), RandAugment five.
 
 On the CPU the same numbers (operations.py) go to DALI's operators, in graph.py.
 """
@@ -28,30 +29,40 @@ FAMILY_NUMBER = {
 }
 MEASURED = {"contrast", "auto_contrast", "equalize"}  # those that need to know more of an image than single pixels
 # The structs of these names in augment.cu.
+WINDOW = np.dtype([("address", np.uint64), ("height", np.int32), ("width", np.int32)])
 CHANGE = np.dtype([
     ("family", np.int32), ("place", np.float32, (2, 3)), ("colour", np.float32, (3, 4)), ("centre", np.float32),
     ("factor", np.float32), ("threshold", np.int32), ("mask", np.int32), ("lift", np.int32), ("sigma", np.float32),
 ])  # fmt: skip
-FINISH = np.dtype([("mirror", np.int32), ("solarise", np.int32), ("erased", np.int32, 4)])
+FINISH = np.dtype([
+    ("mirror", np.int32), ("cubic", np.int32), ("solarise", np.int32), ("erased", np.int32, 4),
+])  # fmt: skip
 STATISTICS_BYTES = 4 + 256  # of a channel of an image
 BLOCK, MEASURING_BLOCK = 256, 1024  # threads
+RESIZED_ROWS = 4  # that a block makes: ROWS in augment.cu
 
 
 def measured_rounds(transform: ImageTransform) -> list[bool]:
-    """For each round whether some images may have to be measured before it."""
+    """For each round, none where nothing but the end follows the resize, whether some images may have to be measured
+    before it."""
     is_measured = transform.auto_augment != "none" and not MEASURED.isdisjoint(policies.families(transform))
     rounds = [is_measured] * policies.num_operations(transform)
     if transform.changes_colours:
         rounds.append(transform.contrast > 0)
     rounds += 2 * [False] * (transform.blur > 0)
-    return rounds or [False]  # the last one also does what is done at the end
+    return rounds
+
+
+def num_arrays(transform: ImageTransform) -> int:
+    """How many `changes` gives."""
+    return 2 if measured_rounds(transform) else 1
 
 
 def changes(
     transform: ImageTransform, inputs: Any, values: Any, operations: Iterable[Numbers]
-) -> tuple[np.ndarray, np.ndarray]:
-    """What is done to each of N images, as the kernels read it: (N, rounds) of CHANGE and (N,) of FINISH, as bytes.
-    `inputs` and `values` are the ImageInputs and Derived of graph.py."""
+) -> tuple[np.ndarray, ...]:
+    """What is done to each of N images, as the kernels read it: (N,) of FINISH and, where there are rounds,
+    (N, rounds) of CHANGE, as bytes. `inputs` and `values` are the ImageInputs and Derived of graph.py."""
     count = len(inputs.size)
     rounds = [_operation(each) for each in operations]
     if transform.changes_colours:
@@ -66,7 +77,7 @@ def changes(
             blur["sigma"] = inputs.sigma
             rounds.append(blur)
     finish = np.zeros(count, FINISH)
-    finish["mirror"] = inputs.mirror
+    finish["mirror"], finish["cubic"] = inputs.mirror, values.cubic
     if transform.solarise:
         finish["solarise"] = values.solarised
     if transform.random_erasing:
@@ -76,8 +87,8 @@ def changes(
             left = np.where(inputs.mirror, inputs.size[:, 1] - width - left, left)
         corners = np.stack([top, left, top + height, left + width], axis=1)
         finish["erased"] = np.where(values.erased[:, None], corners, 0)
-    every_round = np.stack(rounds or [np.zeros(count, CHANGE)], axis=1)
-    return every_round.view(np.uint8).reshape(count, -1), finish.view(np.uint8).reshape(count, -1)
+    arrays = [finish, np.stack(rounds, axis=1)] if rounds else [finish]
+    return tuple(array.view(np.uint8).reshape(count, -1) for array in arrays)
 
 
 def _operation(these: Numbers) -> np.ndarray:
@@ -99,6 +110,9 @@ class Device(Protocol):
     def address(self, array: Any) -> int:
         """Where such an array begins."""
 
+    def upload(self, array: Any, values: np.ndarray) -> None:
+        """Copy `values` into an array of as many bytes, in the order of the launches."""
+
     def launch(self, kernel: str, grid: tuple[int, int], block: int, *arguments: int | np.int32) -> None:
         """Run a kernel: an `int` argument is an address. In the order of the calls, and perhaps later."""
 
@@ -107,32 +121,40 @@ class Device(Protocol):
 
 
 class Augmenter:
-    """Makes batches of resized images: (N, H, W, channels), normalised, in the dtype of the batch."""
+    """Makes batches of decoded windows: (N, H, W, channels), resized and normalised, in the dtype of the batch."""
 
     def __init__(self, transform: ImageTransform, dtype: str, channels: int, device: Device) -> None:
         self._measured = measured_rounds(transform)
         self._dtype, self._channels, self._device = dtype, channels, device
 
-    def __call__(self, shape: tuple[int, int, int], images: int, changes: int, finishes: int) -> Any:
-        """The batch of `shape` (N, H, W) whose images (N, H, W, 3) uint8 lie at an address, as do the arrays that the
-        function `changes` gave for them. It is complete when this returns."""
-        count, height, width = shape
-        device, rounds = self._device, len(self._measured)
-        batch = device.empty((*shape, self._channels), self._dtype)
+    def __call__(self, size: tuple[int, int], windows: np.ndarray, finishes: int, changes: int = 0) -> Any:
+        """The batch of `size` (H, W) of N `windows` (N,) of WINDOW, all pixels uint8. The arrays that the function
+        `changes` gave for them lie at addresses. The batch is complete when this returns."""
+        count, (height, width) = len(windows), size
+        device, rounds, shape = self._device, len(self._measured), (np.int32(height), np.int32(width))
+        batch = device.empty((count, *size, self._channels), self._dtype)
+        placed = device.empty((windows.nbytes,), "uint8")
+        device.upload(placed, windows)
         statistics = device.empty((count * 3 * STATISTICS_BYTES,), "uint8") if any(self._measured) else None
-        between = [device.empty((*shape, 3), "uint8") for _ in range(min(rounds - 1, 2))]  # written in turn
+        # Written in turn: the resized images, and those after each round but the last.
+        between = [device.empty((count, *size, 3), "uint8") for _ in range(min(rounds, 2))]
         measurements = device.address(statistics) if statistics is not None else 0
+        images = device.address(between[0] if between else batch)
+        device.launch("resize_images" if between else "resize_and_finish", (-(-height // RESIZED_ROWS), count), BLOCK,
+                      device.address(placed), finishes, images, *shape)
         blocks = -(-height * width // BLOCK)
         for number, is_measured in enumerate(self._measured):
             which = np.int32(number), np.int32(rounds)
             if is_measured:
                 device.launch("measure_images", (3, count), MEASURING_BLOCK, images, changes, measurements,
                               np.int32(height * width), *which)
-            is_last = number == rounds - 1
-            to = device.address(batch if is_last else between[number % 2])
-            device.launch("finish_images" if is_last else "change_images", (blocks, count), BLOCK, images, changes,
-                          finishes, measurements, to, np.int32(height), np.int32(width), *which)
-            images = to
+            read = images, changes, measurements
+            if number < rounds - 1:
+                images = device.address(between[(number + 1) % 2])
+                device.launch("change_images", (blocks, count), BLOCK, *read, images, *shape, *which)
+            else:
+                device.launch("finish_images", (blocks, count), BLOCK, *read, finishes, device.address(batch), *shape,
+                              *which)
         device.synchronize()
         return batch
 
@@ -148,7 +170,7 @@ def source_code(transform: ImageTransform, dtype: str, channels: int) -> str:
         f"constexpr int CHANNELS = {channels};",
         f"enum Family {{ {', '.join(name.upper() for name in FAMILY_NUMBER)} }};",
         floats("MEAN", transform.mean),
-        floats("STD", transform.std),
+        floats("PER_STD", (1 / std for std in transform.std)),
         floats("MEAN_COLOUR", transform.mean_colour),
         f"constexpr float FILL = {policies.fill(transform):.1f}f;",
     ]

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common.mxnet_compat import mx
-from pipelines.augment import Augmenter, source_code
+from pipelines.augment import WINDOW, Augmenter, source_code
 from pipelines.balance import draw_balanced
 from pipelines.decoder_messages import DecoderCheck, decoder_messages
 from pipelines.errors import DataError
@@ -37,12 +37,17 @@ READ_AHEAD = 4  # batches that are fetched from the disk before they are planned
 # it is, exceeds the decoding.
 THUMBNAIL_BYTES = 8192
 
+# Images of more bytes, about two megapixels, are resized before they wait for the step: the windows of a batch of 256
+# take about 1 GB then, and those of some batches wait.
+LARGE_BYTES = 500_000
+
 
 class Plan(NamedTuple):
     """A batch on its way through the pipeline."""
 
     indices: list[int]
     num_valid: int
+    size: int  # pixels, height and width of the network's input
 
 
 class DaliLoader(Loader):
@@ -66,6 +71,7 @@ class DaliLoader(Loader):
             hw_decoder_load=config.hw_decoder_load,
             stage=stage,
             max_pixels=config.max_pixels,
+            large_images=config.device == "gpu" and source.mean_encoded_bytes > LARGE_BYTES,
         )
         self._pipeline: Any = None
         self._augmenter: Augmenter | None = None
@@ -118,19 +124,17 @@ class DaliLoader(Loader):
             return prepared
         images, labels, plan, *changes = self._run_pipeline()
         if changes:
-            images = self._augmented(images.as_tensor(), *(each.as_tensor() for each in changes))
+            images = self._augmented(images, plan.size, *(each.as_tensor().data_ptr() for each in changes))
         return images, labels, plan
 
-    def _augmented(self, images: Any, changes: Any, finishes: Any) -> Any:
-        """The batch that the kernels of augment.cu make, as an MXNet array."""
+    def _augmented(self, images: Any, size: int, *changes: int) -> Any:
+        """The batch that the kernels of augment.cu make of images of any sizes, as an MXNet array."""
         if self._augmenter is None:
             config = self.config
             device = GpuDevice(config.device_id, source_code(config.transform, config.dtype, config.channels))
             self._augmenter = Augmenter(config.transform, config.dtype, config.channels, device)
-        count, height, width, _ = images.shape()
-        addresses = (each.data_ptr() for each in (images, changes, finishes))
         try:
-            return self._augmenter((count, height, width), *addresses)
+            return self._augmenter((size, size), windows(images), *changes)
         except mx.base.MXNetError as error:
             if "out of memory" in str(error):
                 raise self._no_memory() from error
@@ -193,7 +197,7 @@ class DaliLoader(Loader):
             self._source.read_ahead(self._wanted(*divmod(self._read_ahead, self.num_batches)))
             self._read_ahead += 1
         indices, images, num_valid = self._choose(epoch, batch)
-        self._plans.append(Plan(indices, num_valid))
+        self._plans.append(Plan(indices, num_valid, self.config.size_in(epoch)))
         label = np.array([self.labels[self._source.label(i)] for i in indices], np.float32)
         return self._with_randoms(epoch, batch, ImageInputs(_joined(images), label))
 
@@ -337,6 +341,14 @@ class DaliLoader(Loader):
                 f"`python -m pipelines verify`, or go on without them with --on-bad-image skip"
             )
         self.bad[i] = reason
+
+
+def windows(images: Any) -> np.ndarray:
+    """Where the images of a list of DALI's lie, and their sizes: (N,) of WINDOW."""
+    found = np.empty(len(images), WINDOW)
+    found["address"] = [images[i].data_ptr() for i in range(len(images))]
+    found["height"], found["width"], _ = zip(*images.shape(), strict=True)
+    return found
 
 
 def _reason(error: OSError | BrokenRecordError) -> str:

@@ -21,6 +21,7 @@ class GpuDevice:
 
     def __init__(self, device_id: int, source: str) -> None:
         try:
+            from cuda.bindings import driver
             from cuda.core import Device as CudaDevice
             from cuda.core import LaunchConfig, ObjectCode, StreamOptions, launch
         except ImportError as error:
@@ -30,7 +31,7 @@ class GpuDevice:
         gpu = CudaDevice(device_id)
         gpu.set_current()
         self._stream = gpu.create_stream(options=StreamOptions(priority=-1))
-        self._launch, self._config = launch, LaunchConfig
+        self._launch, self._config, self._driver = launch, LaunchConfig, driver
         major, minor = find_gpus()[device_id].capability
         self._code = ObjectCode.from_cubin(compiled(source, f"sm_{major}{minor}"))
         self._kernels: dict[str, Any] = {}
@@ -42,6 +43,13 @@ class GpuDevice:
         address = ctypes.c_void_p()
         mx.base.check_call(mx.base._LIB.MXNDArrayGetData(array.handle, ctypes.byref(address)))
         return int(address.value or 0)
+
+    def upload(self, array: Any, values: np.ndarray) -> None:
+        # `values` may change at once: what is copied from memory that is not pinned is taken from there first.
+        status, = self._driver.cuMemcpyHtoDAsync(
+            self.address(array), values.ctypes.data, values.nbytes, int(self._stream.handle))
+        if int(status):
+            raise DataError(f"the loader cannot copy {values.nbytes} bytes to the GPU (CUDA's error {int(status)})")
 
     def launch(self, kernel: str, grid: tuple[int, int], block: int, *arguments: int | np.int32) -> None:
         if kernel not in self._kernels:

@@ -5,8 +5,8 @@
 Where the images come decoded (decoded.py), the window is cut out of the pixels instead, and so it is where it may
 reach beyond the image (`crop_padding`). Cutout, where it is wanted, follows the window; all other augmentations follow
 the resize, when the images of a batch have one size: the policy (policies.py, operations.py), colours, blur, erasing.
-On a GPU, where any of these is wanted, the graph ends with the resize, and what follows is done by kernels of our own
-(augment.py), which read the same numbers.
+On a GPU the graph of training ends with the windows, and the resize and what follows are done by kernels of our own
+(augment.py), which read the same numbers; large windows, which would fill the memory while they wait, it still resizes.
 
 All random numbers come in from outside, drawn by the loader from (seed, epoch, batch), and no operator keeps a state.
 So any batch of any epoch can be computed at once: resuming needs two numbers, a broken image can be taken out without
@@ -74,12 +74,17 @@ class GraphConfig:
     hw_decoder_load: float | None = None  # part of the images for the GPU's JPEG engine
     stage: str = "full"  # where to stop, one of STAGES
     max_pixels: int = MAX_PIXELS  # images of more fail before they are decoded
+    large_images: bool = False  # device "gpu", training: their windows are not to wait in memory for augment.py
 
     @property
     def is_finished_by_kernels(self) -> bool:
-        """Whether the graph ends with the resize, and augment.py does what follows it."""
-        augments = self.training and self.transform.changes_resized_images
-        return augments and self.device == "gpu" and self.stage == "full"
+        """Whether the graph ends before the flip, and augment.py does the rest."""
+        return self.training and self.device == "gpu" and self.stage == "full"
+
+    @property
+    def is_resized_by_kernels(self) -> bool:
+        """Whether it ends with the windows; else augment.py gets images of their final size, and lets that be."""
+        return self.is_finished_by_kernels and not self.large_images
 
 
 class ImageInputs(NamedTuple):
@@ -118,7 +123,8 @@ class Derived(NamedTuple):
     centre: Any = None  # (N,) float32, what part of the image's mean grey is added
     blurred: Any = None  # (N,) bool
     solarised: Any = None  # (N,) bool
-    interpolation: Any = None  # (N,) int32, DALI's number
+    cubic: Any = False  # (N,) bool, or the same for all: whether the resize is bicubic
+    interpolation: Any = None  # (N,) int32, DALI's number for it, where it is random
 
 
 def derived(transform: ImageTransform, inputs: ImageInputs) -> tuple[Derived, list[Numbers]]:
@@ -144,10 +150,20 @@ def derived(transform: ImageTransform, inputs: ImageInputs) -> tuple[Derived, li
         values["blurred"] = inputs.chance[:, 1] < transform.blur
     if transform.solarise:
         values["solarised"] = inputs.chance[:, 2] < transform.solarise
-    if transform.train_interpolation == "random":
-        kinds = np.array([int(each) for each in INTERPOLATIONS.values()], np.int32)
-        values["interpolation"] = kinds[(inputs.chance[:, 3] * len(kinds)).astype(int)]
+    kind = interpolation(transform)
+    if kind == "random":
+        values["cubic"] = inputs.chance[:, 3] >= 0.5
+        bilinear, bicubic = (np.int32(int(each)) for each in INTERPOLATIONS.values())
+        values["interpolation"] = np.where(values["cubic"], bicubic, bilinear)
+    else:
+        values["cubic"] = np.bool_(kind == "bicubic")
     return Derived(**values), operations
+
+
+def interpolation(transform: ImageTransform) -> str:
+    """How training images are resized: "bilinear", "bicubic" or "random"."""
+    kind = transform.train_interpolation
+    return transform.interpolation if kind == "same" else kind
 
 
 def _rectangle(
@@ -225,13 +241,13 @@ def build_pipeline(
 
     The arrays that `source` returns are not copied, so it must not change them later.
     Images have shape (N, height, width, channels), labels (N,) float32. A stage before "full" returns images of their
-    own sizes (uint8). Where kernels are to finish the images (`is_finished_by_kernels`) these are (N, height, width, 3)
-    uint8, and what the kernels read follows the labels: the two arrays of `augment.changes`.
+    own sizes (uint8), and so does the whole graph where kernels are to resize them (`is_resized_by_kernels`). Where these
+    are to finish images (`is_finished_by_kernels`), what they read follows the labels: the arrays of `augment.changes`.
     """
     transform = config.transform
     fields, derived_fields, num_operations = _fed(config)
     finishes = config.is_finished_by_kernels
-    num_inputs = len(fields) + len(derived_fields) + num_operations * len(Numbers._fields) + 2 * finishes
+    num_inputs = len(fields) + len(derived_fields) + num_operations * len(Numbers._fields) + finishes * augment.num_arrays(transform)
     # DALI reads the arrays' memory without holding the arrays. The pipeline owns this list of those under way, through
     # `feed`, and joins its threads before it lets go of it.
     under_way: deque[tuple[Any, ...]] = deque(maxlen=prefetch + 2)
@@ -284,7 +300,10 @@ def _fed(config: GraphConfig) -> tuple[list[str], list[str], int]:
     fields += ["shift"] if transform.crop_padding else ["area", "log_ratio", "position"]
     if config.stage == "decode":
         return fields, [], 0
-    fields += [*(["hole"] if transform.cutout else []), "size"]
+    fields += ["hole"] if transform.cutout else []
+    if config.is_resized_by_kernels:
+        return fields, [], 0
+    fields.append("size")
     derived_fields = ["interpolation"] if transform.train_interpolation == "random" else []
     if config.is_finished_by_kernels or config.stage == "resize":
         return fields, derived_fields, 0
@@ -330,23 +349,21 @@ def _image(config: GraphConfig, inputs: ImageInputs, values: Derived, operations
         # DeVries and Taylor, arXiv:1708.04552. Its centre is anywhere in the image, so part of it may lie outside.
         hole = {"anchor": inputs.hole, "shape": 2 * [transform.cutout], "axis_names": "WH", "normalized": True}
         image = fn.erase(image, **hole, fill_value=transform.mean_colour)
+    if config.is_resized_by_kernels:
+        return image
     # Both resizes filter before they shrink (antialias), as training and prediction must see the same pictures.
-    interpolation = INTERPOLATIONS[transform.interpolation]
     mirror = inputs.mirror
     if config.training:
-        if transform.train_interpolation == "random":
-            interpolation = fn.cast(values.interpolation, dtype=types.INTERP_TYPE)
-        elif transform.train_interpolation != "same":
-            interpolation = INTERPOLATIONS[transform.train_interpolation]
+        kind = INTERPOLATIONS.get(interpolation(transform)) or fn.cast(values.interpolation, dtype=types.INTERP_TYPE)
         flip = {}
         if operations:
             # An operation with a direction follows the flip (torchvision's order), which costs nothing here.
             flip = {"roi_start": values.corner, "roi_end": values.opposite, "roi_relative": True}
             mirror = 0
-        image = fn.resize(image, size=inputs.size, interp_type=interpolation, **flip)
+        image = fn.resize(image, size=inputs.size, interp_type=kind, **flip)
     else:
         shorter = max(config.image_size, round(config.image_size / transform.val_crop_fraction))
-        image = fn.resize(image, resize_shorter=shorter, interp_type=interpolation)
+        image = fn.resize(image, resize_shorter=shorter, interp_type=INTERPOLATIONS[transform.interpolation])
     if config.stage == "resize" or config.is_finished_by_kernels:
         return image
     for each in operations:

@@ -111,13 +111,6 @@ class ImageTransform(Normalisation, CentreCrop, Augmentation):
         return any((self.brightness, self.contrast, self.saturation, self.hue, self.grey))
 
     @property
-    def changes_resized_images(self) -> bool:
-        """Whether more is done to a training image after its resize than to flip and normalise it."""
-        return self.changes_colours or self.auto_augment != "none" or any(
-            (self.blur, self.solarise, self.random_erasing)
-        )
-
-    @property
     def mean_colour(self) -> tuple[int, ...]:
         """As pixels have it."""
         return tuple(min(max(round(value), 0), 255) for value in self.mean)

@@ -17,7 +17,7 @@ from PIL import Image
 
 from common.mxnet_compat import mx
 from pipelines import ImageTransform
-from pipelines.augment import Augmenter, Device, changes, source_code
+from pipelines.augment import WINDOW, Augmenter, Device, changes, source_code
 from pipelines.gpu import GpuDevice
 from pipelines.graph import Derived, ImageInputs
 from pipelines.operations import FAMILIES, Numbers, applied, fn, numbers
@@ -96,25 +96,30 @@ def operated(
 
 
 def augmented(
-    images: np.ndarray, transform: ImageTransform, what: tuple[np.ndarray, ...], device: str, fill: float | None = None
+    images: Sequence[np.ndarray], transform: ImageTransform, what: tuple[np.ndarray, ...], device: str,
+    fill: float | None = None, size: tuple[int, int] | None = None,
 ) -> np.ndarray:
-    """Images (N, H, W, 3) after the kernels of augment.cu, fp32: on a GPU, or compiled for the CPU ("kernels")."""
+    """Images (height, width, 3), each of its own size, after the kernels of augment.cu, fp32, of `size` (height, width;
+    None: that of the first image): on a GPU, or compiled for the CPU ("kernels")."""
     source = source_code(transform, "float32", 3)
     if fill is not None:
         source = re.sub(r"FILL = [^;]*;", f"FILL = {fill:.1f}f;", source)
     where: Device = GpuDevice(0, source) if device == "gpu" else CpuDevice(source)
-    arrays = [where.empty(array.shape, "uint8") for array in (images, *what)]
-    for array, values in zip(arrays, (images, *what), strict=True):
+    arrays = [where.empty(array.shape, "uint8") for array in (*images, *what)]
+    for array, values in zip(arrays, (*images, *what), strict=True):
         array[:] = values
     if device == "gpu":
         mx.nd.waitall()
+    addresses = [where.address(array) for array in arrays]
+    windows = np.array([(address, *image.shape[:2]) for address, image in zip(addresses, images)], WINDOW)  # noqa: B905
     augmenter = Augmenter(transform, "float32", 3, where)
-    result = augmenter(images.shape[:3], *(where.address(array) for array in arrays))
+    result = augmenter(size or images[0].shape[:2], windows, *addresses[len(images):])
     return result.asnumpy() if device == "gpu" else result
 
 
 class CpuDevice:
-    """Runs the kernels on the CPU, compiled by g++, in blocks of one thread: these need nobody to wait for."""
+    """Runs the kernels on the CPU, compiled by g++: those whose threads wait for each other as a few real threads, the
+    others in blocks of one thread."""
 
     def __init__(self, source: str) -> None:
         folder = Path(__file__).resolve().parents[2] / ".pytest_cache" / "kernels"
@@ -123,7 +128,7 @@ class CpuDevice:
             folder.mkdir(parents=True, exist_ok=True)
             text = CUDA_ON_THE_CPU.replace("KERNELS", source)
             building = library.with_suffix(f".{os.getpid()}")
-            command = ["g++", "-x", "c++", "-std=c++17", "-O2", "-fPIC", "-shared", "-o", str(building), "-"]
+            command = ["g++", "-x", "c++", "-std=c++17", "-O2", "-fPIC", "-shared", "-pthread", "-o", str(building), "-"]
             subprocess.run(command, input=text, text=True, check=True)
             building.rename(library)
         self._library = ctypes.CDLL(str(library))
@@ -134,40 +139,64 @@ class CpuDevice:
     def address(self, array: np.ndarray) -> int:
         return array.ctypes.data
 
+    def upload(self, array: np.ndarray, values: np.ndarray) -> None:
+        array[:] = np.frombuffer(values.tobytes(), np.uint8)
+
     def launch(self, kernel: str, grid: tuple[int, int], block: int, *arguments: int | np.int32) -> None:
         values = [ctypes.c_void_p(each) if isinstance(each, int) else ctypes.c_int(int(each)) for each in arguments]
-        blocks = grid[0] * (1 if kernel == "measure_images" else block), grid[1]
+        blocks = grid[0] * (block if kernel in ("change_images", "finish_images") else 1), grid[1]
         getattr(self._library, f"run_{kernel}")(*map(ctypes.c_int, blocks), *values)
 
     def synchronize(self) -> None:
         pass
 
 
-# What CUDA has and C++ has not, for blocks of one thread; and a loop over the blocks for each kernel.
+# What CUDA has and C++ has not; and a loop over the blocks for each kernel.
 CUDA_ON_THE_CPU = """
 #include <cmath>
+#include <pthread.h>
+#include <thread>
+#include <vector>
 #define __global__
 #define __device__
 #define __constant__ static const
 #define __shared__ static
 #define __restrict__
-#define __syncthreads()
 struct Size { int x, y; };
-static Size blockIdx, threadIdx = {0, 0}, blockDim = {1, 1};
+static thread_local Size blockIdx, threadIdx = {0, 0};
+static Size blockDim = {1, 1};
+static pthread_barrier_t barrier;
+static void __syncthreads() { if (blockDim.x > 1) pthread_barrier_wait(&barrier); }
 static void atomicAdd(unsigned *to, unsigned value) { *to += value; }
 KERNELS
-template <class... Arguments> static void run(void (*kernel)(Arguments...), int x, int y, Arguments... arguments) {
-    for (blockIdx.y = 0; blockIdx.y < y; ++blockIdx.y)
-        for (blockIdx.x = 0; blockIdx.x < x; ++blockIdx.x) kernel(arguments...);
+template <class Kernel> static void run(int threads, int x, int y, Kernel kernel) {
+    blockDim.x = threads;
+    pthread_barrier_init(&barrier, nullptr, threads);
+    const auto one = [=](int thread) {
+        threadIdx.x = thread;
+        for (blockIdx.y = 0; blockIdx.y < y; ++blockIdx.y)
+            for (blockIdx.x = 0; blockIdx.x < x; ++blockIdx.x) {
+                kernel();
+                __syncthreads();  // before the next block has the shared memory
+            }
+    };
+    std::vector<std::thread> others;
+    for (int thread = 1; thread < threads; ++thread) others.emplace_back(one, thread);
+    one(0);
+    for (std::thread &other : others) other.join();
+    pthread_barrier_destroy(&barrier);
 }
-#define RUN(kernel, parameters, ...) \\
-    extern "C" void run_##kernel parameters { run(kernel, blocks_x, blocks_y, __VA_ARGS__); }
-RUN(measure_images, (int blocks_x, int blocks_y, const uint8 *x, const Change *changes, Statistics *statistics,
+#define RUN(kernel, threads, parameters, ...) \\
+    extern "C" void run_##kernel parameters { run(threads, blocks_x, blocks_y, [=] { kernel(__VA_ARGS__); }); }
+RUN(resize_images, 3, (int blocks_x, int blocks_y, const Window *windows, const Finish *finishes, uint8 *y, int height,
+    int width), windows, finishes, y, height, width)
+RUN(resize_and_finish, 3, (int blocks_x, int blocks_y, const Window *windows, const Finish *finishes, Pixel *y,
+    int height, int width), windows, finishes, y, height, width)
+RUN(measure_images, 1, (int blocks_x, int blocks_y, const uint8 *x, const Change *changes, Statistics *statistics,
     int pixels, int round, int rounds), x, changes, statistics, pixels, round, rounds)
-RUN(change_images, (int blocks_x, int blocks_y, const uint8 *x, const Change *changes, const Finish *finishes,
-    const Statistics *statistics, uint8 *y, int height, int width, int round, int rounds),
-    x, changes, finishes, statistics, y, height, width, round, rounds)
-RUN(finish_images, (int blocks_x, int blocks_y, const uint8 *x, const Change *changes, const Finish *finishes,
-    const Statistics *statistics, Pixel *y, int height, int width, int round, int rounds),
-    x, changes, finishes, statistics, y, height, width, round, rounds)
+RUN(change_images, 1, (int blocks_x, int blocks_y, const uint8 *x, const Change *changes, const Statistics *statistics,
+    uint8 *y, int height, int width, int round, int rounds), x, changes, statistics, y, height, width, round, rounds)
+RUN(finish_images, 1, (int blocks_x, int blocks_y, const uint8 *x, const Change *changes, const Statistics *statistics,
+    const Finish *finishes, Pixel *y, int height, int width, int round, int rounds),
+    x, changes, statistics, finishes, y, height, width, round, rounds)
 """

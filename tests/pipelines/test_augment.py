@@ -14,7 +14,17 @@ from nvidia import dali
 
 from common.mxnet_compat import mx
 from pipelines import ImageTransform, Loader, LoaderConfig, dali_loader, open_loader
-from pipelines.augment import CHANGE, FAMILY_NUMBER, FINISH, SOURCE, STATISTICS_BYTES, changes, source_code
+from pipelines.augment import (
+    CHANGE,
+    FAMILY_NUMBER,
+    FINISH,
+    RESIZED_ROWS,
+    SOURCE,
+    STATISTICS_BYTES,
+    WINDOW,
+    changes,
+    source_code,
+)
 from pipelines.gpu import GpuDevice, compiled
 from pipelines.graph import GraphConfig, ImageInputs, build_pipeline, derived, random_inputs
 from pipelines.operations import Operation
@@ -100,7 +110,8 @@ def test_equalize_is_pillow_s_to_the_bit(device, rng):
 
 @pytest.mark.parametrize("transform", [
     ImageTransform(), ImageTransform(random_erasing=1.0, train_interpolation="random"), EVERYTHING])
-def test_loader_whose_graph_ends_with_the_resize(transform, tmp_path, monkeypatch):
+@pytest.mark.parametrize("are_large", [False, True])
+def test_loader_whose_graph_ends_with_the_windows(transform, are_large, tmp_path, monkeypatch):
     """As on a GPU, with its kernels on the CPU: the batches of the loader for CPUs, one by one and from the middle."""
     write_folder(tmp_path / "images", 24, 3, seed=2)
     config = LoaderConfig(data=str(tmp_path / "images"), batch_size=4, image_size=30, image_sizes=(21,), seed=5,
@@ -112,6 +123,7 @@ def test_loader_whose_graph_ends_with_the_resize(transform, tmp_path, monkeypatc
 
     wanted = epochs(open_loader(config))
     monkeypatch.setattr(GraphConfig, "is_finished_by_kernels", property(lambda graph: graph.stage == "full"))
+    monkeypatch.setattr(GraphConfig, "is_resized_by_kernels", property(lambda _: not are_large))
     monkeypatch.setattr(dali_loader, "GpuDevice", lambda _, source: InMXNet(source))
     got = epochs(open_loader(config))
     assert [each.shape for each in got] == 6 * [(4, 21, 21, 3)] + 6 * [(4, 30, 30, 3)]
@@ -132,7 +144,8 @@ def test_they_compile_for_gpus(arch, dtype, channels, tmp_path, monkeypatch):
     pytest.importorskip("cuda.core")
     monkeypatch.setenv("RESNET_CACHE", str(tmp_path))
     code = compiled(source_code(EVERYTHING, dtype, channels), arch)
-    assert all(name in code for name in (b"finish_images", b"change_images", b"measure_images"))
+    assert all(name in code for name in (b"resize_images", b"resize_and_finish", b"finish_images", b"change_images",
+                                        b"measure_images"))
     monkeypatch.setattr("cuda.core.Program", None)
     assert compiled(source_code(EVERYTHING, dtype, channels), arch) == code, "kept on disk"
 
@@ -146,24 +159,28 @@ def test_structs_are_the_same_in_both_languages():
         sizes = {field: int(np.prod([int(size) for size in re.findall(r"\d+", dimensions)]))
                  for field, dimensions in declared}
         assert sum(sizes.values()) * 4 == dtype.itemsize
-        names = list(sizes) if name == "Change" else [*list(sizes)[:2], "erased"]
+        names = list(sizes) if name == "Change" else [*list(sizes)[:3], "erased"]
         assert list(dtype.names) == names
+    assert WINDOW.itemsize == 16 and "const uint8 *pixels;  // (height, width, 3)\n    int height, width;" in source
+    assert f"constexpr int ROWS = {RESIZED_ROWS};" in source
     assert STATISTICS_BYTES == 4 + 256 and "float mean;\n    uint8 table[256];" in source
     assert set(re.findall(r"family == (\w+)", source)) == {name.upper() for name in FAMILY_NUMBER} - {"IDENTITY"}
 
 
 @pytest.mark.filterwarnings("ignore:The external source node")
-@pytest.mark.parametrize("is_augmented", [True, False])
-def test_the_graph_for_a_gpu_has_its_operators_and_may_end_with_the_resize(is_augmented, monkeypatch):
+@pytest.mark.parametrize("ends", ["with the windows", "with the resize", "with the batch"])
+def test_the_graph_for_a_gpu_has_its_operators_and_ends_early_in_training(ends, monkeypatch):
     """Seen without a GPU: the graph is made, and not built."""
-    transform = EVERYTHING if is_augmented else ImageTransform(crop_padding=4, cutout=0.2)
     monkeypatch.setattr(dali.Pipeline, "build", lambda _: None)
-    config = GraphConfig(training=True, transform=transform, image_size=64, dtype="float16", channels=4, device="gpu")
+    training = ends != "with the batch"
+    config = GraphConfig(training=training, transform=EVERYTHING, image_size=64, dtype="float16", channels=4,
+                         device="gpu", large_images=ends == "with the resize")
     pipeline = build_pipeline(config, lambda: None, 4, 1)
     pipeline._build_graph()
     found = re.findall(r"OpSpec for (\w+):[^@]*", "@".join(str(op.spec) for op in pipeline._ops))
     on_gpu = {name for name, op in zip(found, pipeline._ops, strict=True) if op.outputs[0].device == "gpu"}
     assert on_gpu <= {*dali.backend.RegisteredGPUOps(), "decoders__ImageSlice"}
-    assert {"Resize", "Erase", "Slice"} <= on_gpu
-    assert ("CropMirrorNormalize" in on_gpu) is not is_augmented
-    assert not {"Equalize", "WarpAffine", "CropMirrorNormalize"} & set(found) - on_gpu
+    assert ({"Erase", "Slice"} <= on_gpu) is training
+    assert ("Resize" in on_gpu) is (ends != "with the windows")
+    assert ("CropMirrorNormalize" in on_gpu) is not training
+    assert not {"Equalize", "WarpAffine", "Resize", "CropMirrorNormalize"} & set(found) - on_gpu
