@@ -4,9 +4,10 @@
 
 A step that trains beside the loader shares the GPU with it. So for each augmentation there is, beside the loader's
 images/sec, what the GPU does for one batch, made alone: launches, and the sum of their times, those of our own kernels
-(pipelines/augment.cu) apart. Then these kernels alone, where all images of a batch have an operation of one family: the
-time of what a policy mixes. Writes both as lines of results/augment_1gpu.jsonl. Times and launches are CUPTI's
-(trace_gpu.py); without it they are left out. The images are those of loader_gpu.py.
+(pipelines/augment.cu) apart. Then these kernels alone, where all images of a batch have an operation of one family, of
+images that have their size already: the time of what a policy mixes. Writes both as lines of
+results/augment_1gpu.jsonl. Times and launches are CUPTI's (trace_gpu.py); without it they are left out. The images are
+those of loader_gpu.py.
 """
 
 from __future__ import annotations
@@ -131,10 +132,11 @@ def measure_families(options: Options) -> Iterator[dict[str, Any]]:
             arrays[-1][:] = values
         for array in arrays:
             array.wait_to_read()
-        addresses = [device.address(array) for array in arrays]
+        first, *addresses = [device.address(array) for array in arrays]
+        windows = np.array([(first + i * images[0].nbytes, size, size) for i in range(count)], WINDOW)
 
-        def batch(addresses: list[int] = addresses) -> None:
-            augmenter((count, size, size), *addresses)
+        def batch(windows: np.ndarray = windows, addresses: list[int] = addresses) -> None:
+            augmenter((size, size), windows, *addresses)
 
         batch()
         yield {"name": f"all images: {name}", **traced(batch)}

@@ -348,6 +348,8 @@ def windows(images: Any) -> np.ndarray:
     found = np.empty(len(images), WINDOW)
     found["address"] = [images[i].data_ptr() for i in range(len(images))]
     found["height"], found["width"], _ = zip(*images.shape(), strict=True)
+    if not (found["height"] * found["width"]).all():
+        raise DataError("a random crop of a very small image has no pixels; raise the first of --random-area")
     return found
 
 

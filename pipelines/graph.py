@@ -123,7 +123,7 @@ class Derived(NamedTuple):
     centre: Any = None  # (N,) float32, what part of the image's mean grey is added
     blurred: Any = None  # (N,) bool
     solarised: Any = None  # (N,) bool
-    cubic: Any = False  # (N,) bool, or the same for all: whether the resize is bicubic
+    cubic: Any = False  # (N,) bool, whether the resize is bicubic
     interpolation: Any = None  # (N,) int32, DALI's number for it, where it is random
 
 
@@ -156,7 +156,7 @@ def derived(transform: ImageTransform, inputs: ImageInputs) -> tuple[Derived, li
         bilinear, bicubic = (np.int32(int(each)) for each in INTERPOLATIONS.values())
         values["interpolation"] = np.where(values["cubic"], bicubic, bilinear)
     else:
-        values["cubic"] = np.bool_(kind == "bicubic")
+        values["cubic"] = np.full(len(inputs.size), kind == "bicubic")
     return Derived(**values), operations
 
 
@@ -241,13 +241,15 @@ def build_pipeline(
 
     The arrays that `source` returns are not copied, so it must not change them later.
     Images have shape (N, height, width, channels), labels (N,) float32. A stage before "full" returns images of their
-    own sizes (uint8), and so does the whole graph where kernels are to resize them (`is_resized_by_kernels`). Where these
-    are to finish images (`is_finished_by_kernels`), what they read follows the labels: the arrays of `augment.changes`.
+    own sizes (uint8), and so does the whole graph where kernels are to resize them (`is_resized_by_kernels`). Where
+    kernels are to finish images (`is_finished_by_kernels`), what they read follows the labels: the arrays of
+    `augment.changes`.
     """
     transform = config.transform
     fields, derived_fields, num_operations = _fed(config)
     finishes = config.is_finished_by_kernels
-    num_inputs = len(fields) + len(derived_fields) + num_operations * len(Numbers._fields) + finishes * augment.num_arrays(transform)
+    num_inputs = len(fields) + len(derived_fields) + num_operations * len(Numbers._fields)
+    num_inputs += augment.num_arrays(transform) if finishes else 0
     # DALI reads the arrays' memory without holding the arrays. The pipeline owns this list of those under way, through
     # `feed`, and joins its threads before it lets go of it.
     under_way: deque[tuple[Any, ...]] = deque(maxlen=prefetch + 2)

@@ -128,7 +128,8 @@ class CpuDevice:
             folder.mkdir(parents=True, exist_ok=True)
             text = CUDA_ON_THE_CPU.replace("KERNELS", source)
             building = library.with_suffix(f".{os.getpid()}")
-            command = ["g++", "-x", "c++", "-std=c++17", "-O2", "-fPIC", "-shared", "-pthread", "-o", str(building), "-"]
+            options = ["-x", "c++", "-std=c++17", "-O2", "-fPIC", "-shared", "-pthread"]
+            command = ["g++", *options, "-o", str(building), "-"]
             subprocess.run(command, input=text, text=True, check=True)
             building.rename(library)
         self._library = ctypes.CDLL(str(library))

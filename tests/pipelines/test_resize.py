@@ -1,4 +1,4 @@
-"""The resize of augment.cu against DALI's, whose numbers it follows, and Pillow's, which cuts the filter at the border."""
+"""The resize of augment.cu against DALI's, whose numbers it follows, and Pillow's, which cuts weights at the border."""
 
 from __future__ import annotations
 
