@@ -212,31 +212,37 @@ struct Axis {
 
 constexpr int ROWS = 4;     // of the output that a block makes: so many pixels share the weight of a column
 constexpr int CHUNK = 512;  // columns of the input that it has in shared memory at a time
-constexpr int BYTES = 4;    // that a thread sums at a time: they share the weight of a row
+constexpr int PIXELS = 2;   // of the input that a thread sums at a time: they share the weight of a row
 
 // The resize down the columns: ROWS rows of the output, from `top` on, of `count` columns of the input, from `start` on.
-__device__ inline void sum_rows(const Window &window, const Axis &axis, int top, int height, int start, int count,
+__device__ inline void sum_rows(const Window window, const Axis axis, int top, int height, int start, int count,
                                 float (&sums)[ROWS][3 * CHUNK]) {
-    const int bytes = 3 * count, stride = (bytes + BYTES - 1) / BYTES;  // neighbouring threads read neighbouring bytes
+    const int stride = (count + PIXELS - 1) / PIXELS;  // neighbouring threads read neighbouring pixels
     for (int item = threadIdx.x; item < ROWS * stride; item += blockDim.x) {
-        const int row = item / stride, first = item % stride, y = top + row;
+        const int row = item / stride, y = top + row;
         if (y >= height) return;
+        int columns[PIXELS];
+        for (int i = 0; i < PIXELS; ++i) columns[i] = clamped(item % stride + i * stride, 0, count - 1);
         const float place = axis.place(y);
         const int last = axis.last(y);
-        float sum[BYTES] = {}, weights = 0;
+        Colour sum[PIXELS] = {};
+        float weights = 0;
         for (int at = axis.first(y); at <= last; ++at) {
             const float weight = axis.weight(at - place);
             const uint8 *line = window.pixels + 3 * (1ll * clamped(at, 0, window.height - 1) * window.width + start);
-            for (int i = 0; i < BYTES; ++i) sum[i] += weight * line[clamped(first + i * stride, 0, bytes - 1)];
+            for (int i = 0; i < PIXELS; ++i)
+                for (int c = 0; c < 3; ++c) sum[i][c] += weight * line[3 * columns[i] + c];
             weights += weight;
         }
-        for (int i = 0; i < BYTES && first + i * stride < bytes; ++i) sums[row][first + i * stride] = sum[i] * (1 / weights);
+        for (int i = 0; i < PIXELS; ++i)
+            for (int c = 0; c < 3 && item % stride + i * stride < count; ++c)
+                sums[row][3 * columns[i] + c] = sum[i][c] * (1 / weights);
     }
 }
 
 // Calls write(row, column, colour) for ROWS rows of an image, the fraction still to be rounded. A thread for each column.
 template <class Write>
-__device__ inline void resized(const Window &window, const Finish &how, int height, int width, Write write) {
+__device__ inline void resized(const Window window, const Finish &how, int height, int width, Write write) {
     __shared__ float sums[ROWS][3 * CHUNK];
     const Axis down(window.height, height, how.cubic), along(window.width, width, how.cubic);
     const int top = ROWS * blockIdx.x, threads = blockDim.x;

@@ -58,7 +58,7 @@ def test_it_is_dali_s(size, interpolation, device, rng):
     for where in {"cpu", "gpu"} & {"cpu", device}:
         difference = np.abs(got - by_dali(images, size, interpolation, where))
         assert difference.max() <= 1
-        assert (difference > 0).mean() < (0.001 if interpolation == "bilinear" else 0.05)
+        assert (difference > 0).mean() < (0.005 if interpolation == "bilinear" else 0.03)
 
 
 @pytest.mark.parametrize("device", DEVICES)
