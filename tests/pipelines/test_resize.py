@@ -64,13 +64,16 @@ def test_it_is_dali_s(size, interpolation, device, rng):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 def test_inside_it_is_pillow_s(interpolation, device, rng):
-    """Smooth images, as Pillow rounds to bytes between the two directions; away from the border."""
+    """Smooth images, as Pillow rounds to bytes between the two directions, and cuts there what bicubic weights carry
+    beyond white and black: then a few bytes differ by two levels. Away from the border."""
     shapes = [(120, 90), (331, 257), (40, 30)]
     images = [np.asarray(smooth_image(rng, width, height)) for height, width in shapes]
     got = resized(images, (64, 48), interpolation == "bicubic", 0, device)
     for image, result in zip(images, got, strict=True):
         wanted = Image.fromarray(image).resize((48, 64), Image.Resampling[interpolation.upper()])
-        assert np.abs(result - np.asarray(wanted))[3:-3, 3:-3].max() <= 1
+        difference = np.abs(result - np.asarray(wanted))[3:-3, 3:-3]
+        assert difference.max() <= (1 if interpolation == "bilinear" else 2)
+        assert (difference > 1).mean() < 0.01
 
 
 @pytest.mark.parametrize("device", DEVICES)
