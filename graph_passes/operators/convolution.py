@@ -334,8 +334,8 @@ _DESCRIBED = (
     ),
 )
 
-# A 1x1 convolution by a kernel of our own (conv1x1_forward.cu), and any by that for few images (conv_small.cu); each computes
-# what its namesake does.
+# A 1x1 convolution by a kernel of our own (conv1x1_forward.cu), and any by the one for few images (conv_small.cu), with
+# the tile that is its `way`: each computes what its namesake does.
 # Conv1x1Pair is Conv1x1AddRelu and the Conv1x1Relu that reads its output (conv1x1_pair.cu).
 # Conv1x1SumRelu is Conv1x1AddRelu with stride 1, of `data_2`, and the Conv1x1 that it adds.
 OPERATORS = (*_DESCRIBED, Operator(

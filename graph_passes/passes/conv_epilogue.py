@@ -20,8 +20,8 @@ def conv_epilogue(graph: Graph, choose: Choose, groups: bool = False, small: boo
 
     Likewise with ReLU alone: ConvolutionRelu or BiasRelu; and with neither: Convolution as it is, or BiasAdd. A 1x1
     convolution may be our own kernel's: Conv1x1AddRelu, Conv1x1Relu or Conv1x1.
-    `groups`: also where the convolution is one in groups, into which cuDNN fuses nothing. `small`: any may be that of our
-    kernel for few images: SmallConvolutionAddRelu, SmallConvolutionRelu or SmallConvolution.
+    `groups`: also where the convolution is one in groups, into which cuDNN fuses nothing. `small`: any may be our
+    kernel's for few images: SmallConvolutionAddRelu, SmallConvolutionRelu or SmallConvolution.
     """
     ends = {}  # name of a convolution -> the ReLU that reads it
     for node in graph:

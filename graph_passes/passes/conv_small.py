@@ -17,4 +17,4 @@ def small_ways(fused: Node) -> dict[str, list[Node]]:
     if (fused["layout"] != "NHWC" or fused["num_group"] != 1
             or fused.attrs.get("dtype") not in ("float16", "bfloat16")):
         return {}
-    return {way: [fused.replace(op=f"Small{fused.op}").with_attrs(way=way)] for way in TILES}
+    return {way: [fused.replace(op=f"Small{fused.op}", attrs={**fused.attrs, "way": way})] for way in TILES}

@@ -11,7 +11,7 @@ import pytest
 from graph_passes.executors.cuda.kernels import C_TYPES, HOPPER, SOURCES, architecture, compile_kernel
 from graph_passes.executors.cuda.lowering.conv1x1_backward import DgradReduce, DgradStream, NormBackward
 from graph_passes.executors.cuda.lowering.conv1x1_forward import CONTROL_BYTES
-from graph_passes.executors.cuda.lowering.conv_small import SPLITS, Sizes
+from graph_passes.executors.cuda.lowering.conv_small import BLOCK, CHUNK_VECTORS, PADDED_COLUMNS, SPLITS, Sizes
 from graph_passes.executors.cuda.lowering.quantised import (
     CHUNK,
     STEM_BLOCK,
@@ -229,6 +229,21 @@ def test_shared_memory() -> None:
         assert max(size for _, size in shapes) <= (227 - 2) << 10, "what Hopper has, less what is not asked for"
         asserts = "".join(f"static_assert(sizeof(Shared<Shape<{shape}>>) == {size});\n" for shape, size in shapes)
         Program(f'#include "{source}"\n' + asserts, "c++", options).compile("cubin")
+
+
+@pytest.mark.usefixtures("nvrtc")
+def test_sizes_of_a_small_convolution_are_laid_out_alike() -> None:
+    """Python writes them, the kernel reads them; and both know how shared memory is divided."""
+    from cuda.core import Program, ProgramOptions
+
+    source = (SOURCES / "conv_small.cu").read_text()
+    body = re.sub("//.*", "", source.partition("struct SmallConvolution {")[2].partition("__device__")[0])
+    assert re.findall(r"(\w+)[,;]", body) == [field[0] for field in Sizes._fields_]
+    assert f"PITCH = COLUMNS + {PADDED_COLUMNS}" in source
+    asserts = (f"static_assert(sizeof(SmallConvolution) == {ctypes.sizeof(Sizes)} && THREADS == {BLOCK[0]} && "
+               f"CHUNK_VECTORS == {CHUNK_VECTORS});\n")
+    options = ProgramOptions(arch="sm_90a", std="c++17", include_path=[str(SOURCES)])
+    Program('#include "conv_small.cu"\n' + asserts, "c++", options).compile("cubin")
 
 
 @pytest.mark.usefixtures("nvrtc")

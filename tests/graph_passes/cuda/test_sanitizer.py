@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from int8_networks import quantised
-from step_networks import bottlenecks, dropping, own_kernels, pre_activation, repeatable_fusions
+from step_networks import bottlenecks, dropping, own_kernels, pre_activation, repeatable_fusions, small_convolutions
 from test_compile import kernels
 from test_training_step import RULES, fused, random_batch, random_state, small_network
 
@@ -143,7 +143,7 @@ def main(cache: Path) -> None:
         ("stochastic depth and dropout", dropping(bottlenecks()), (3, 19, 23, 4), "float16", {}),
     ):
         replaced = "group" in options or name == "the fusions that others replace"
-        ways = repeatable_fusions if replaced else own_kernels
+        ways = repeatable_fusions if replaced else small_convolutions if name == "wide bottlenecks" else own_kernels
         Choices.__call__ = lambda self, *question, ways=ways: ways(*question)  # type: ignore[method-assign,misc]
         graph, shapes = LOSSES.get(name, fused)(network), {"data": size, "softmax_label": size[:1]}
         step = TrainingStep(graph, shapes, StepOptions(dtype, deterministic=True, **options), cache_folder=cache)

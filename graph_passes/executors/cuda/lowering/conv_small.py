@@ -20,8 +20,8 @@ SPLITS = (1, 2, 4, 8)  # blocks of a cluster; 8 is what every GPU with clusters 
 CHUNK_VECTORS = 4  # of channels that are multiplied at once
 UNIT_BYTES = 16 * CHUNK_VECTORS  # of a pixel or a filter
 PADDED_COLUMNS = 8  # beside those of a row of sums, which are fp32
-# Blocks for each multiprocessor, which holds two: a block loads all that it needs before it can end, so more of them would
-# wait for one another, as those of a kernel for large problems do not.
+# Blocks for each multiprocessor, which holds two at most. A block has loaded all that it needs before it ends, so where
+# many follow each other a kernel that loads the next tile while it multiplies this one is faster.
 MAX_BLOCKS = 4
 
 
@@ -56,9 +56,10 @@ class Sizes(ctypes.Structure):
         first = np.arange(0, self.rows, rows)
         last = np.minimum(first + rows, self.rows) - 1
         of_window = (self.taps // self.kernel_w - 1) * self.step_h + (self.kernel_w - 1) * self.step_w
-        return int((self._place(last) - self._place(first)).max()) + of_window + 1
+        return int((self.place(last) - self.place(first)).max()) + of_window + 1
 
-    def _place(self, row: np.ndarray) -> np.ndarray:
+    def place(self, row: np.ndarray) -> np.ndarray:
+        """Of the first tap of rows of the output."""
         line, column = np.divmod(row, self.out_width)
         image, line = np.divmod(line, self.out_height)
         return (image * self.height + line * self.stride_h) * self.width + column * self.stride_w
@@ -83,7 +84,8 @@ class ConvSmall:
         fitting = [split for split in SPLITS
                    if split <= self.sizes.chunks and self.shared_bytes(split) <= max_shared_bytes]
         tiles = self.tiles[0] * self.tiles[1]
-        return max((split for split in fitting if tiles * split <= num_multiprocessors), default=min(fitting, default=0))
+        in_one_round = [split for split in fitting if tiles * split <= num_multiprocessors]
+        return max(in_one_round) if in_one_round else min(fitting, default=0)
 
     def shared_bytes(self, split: int) -> int:
         """Sums of a tile; a block's share of the weights and pixels."""
@@ -96,8 +98,7 @@ def forward(builder: Builder, node: Node) -> None:
     """The convolution with a bias, and perhaps a sum and ReLU."""
     x, w, y = builder.input(node, "data"), builder.input(node, "weight"), builder.output(node)
     gpu, (rows, columns) = builder.gpu, TILES[node["way"]]
-    require(gpu.capability == HOPPER, node, "is computed by clusters of blocks, for which a GPU of the Hopper generation "
-            "is needed")
+    require(gpu.capability == HOPPER, node, "is fused as only Hopper's clusters of blocks can compute it")
     require(x.shape[3] % VECTOR == 0 and y.shape[3] % VECTOR == 0, node,
             f"has {x.shape[3]} channels and {y.shape[3]} filters: use multiples of {VECTOR}")
     way = ConvSmall(Sizes.of(x.shape, y.shape, window(node), rows, node.op.endswith("Relu")), rows, columns)
