@@ -175,9 +175,10 @@ conv_small(const uint4 *x, const uint4 *weight, const float *bias, const uint4 *
     uint4 *const weight_vectors = reinterpret_cast<uint4 *>(memory + ROWS * PITCH);
     uint4 *const pixel_vectors = weight_vectors + most_units * UNIT;
 
+    Weights<COLUMNS> weights(c, weight, weight_vectors, first_chunk, first_column);
+    weights.copy(c, (units + PARTS - 1) / PARTS);  // before the divisions that places take
     const int start = c.place(first_row), of_window = (c.taps / c.kernel_w - 1) * c.step_h + (c.kernel_w - 1) * c.step_w;
     const Pixels pixels(c, x, pixel_vectors, first_chunk, start, c.place(last_row) + of_window + 1);
-    Weights<COLUMNS> weights(c, weight, weight_vectors, first_chunk, first_column);
     for (int part = 1, chunk = 0; part <= PARTS; ++part) {
         const int end = units * part / PARTS;
         for (; chunk * c.taps < end; ++chunk) pixels.copy(c, chunk);
