@@ -80,7 +80,7 @@ def inference_passes(dtype: str, choose: Choose) -> dict[str, Pass]:
         "precision": lambda graph: passes.precision(graph, dtype),
         "softmax_bias": softmax_bias,
         "stem_pool": lambda graph: stem_pool(graph, choose),
-        "conv_epilogue": lambda graph: conv_epilogue(graph, choose, small=True),
+        "conv_epilogue": lambda graph: conv_epilogue(graph, choose),
         "conv1x1_sum": lambda graph: conv1x1_sum(graph, choose),
         "conv1x1_pair": lambda graph: conv1x1_pair(graph, choose),
         "rnn_algorithm": lambda graph: rnn_algorithm(graph, choose),

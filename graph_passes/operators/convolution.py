@@ -334,8 +334,7 @@ _DESCRIBED = (
     ),
 )
 
-# A 1x1 convolution by a kernel of our own (conv1x1_forward.cu), and any by the one for few images (conv_small.cu), with
-# the tile that is its `way`: each computes what its namesake does.
+# A 1x1 convolution by a kernel of our own (conv1x1_forward.cu); each computes what its namesake does.
 # Conv1x1Pair is Conv1x1AddRelu and the Conv1x1Relu that reads its output (conv1x1_pair.cu).
 # Conv1x1SumRelu is Conv1x1AddRelu with stride 1, of `data_2`, and the Conv1x1 that it adds.
 OPERATORS = (*_DESCRIBED, Operator(
@@ -360,9 +359,4 @@ OPERATORS = (*_DESCRIBED, Operator(
                         numpy_gradient=None, forward="Convolution", fused=True)
     for operator in _DESCRIBED
     if operator.name in ("Convolution", "ConvolutionRelu", "ConvolutionAddRelu", "ConvolutionStatistics")
-), *(
-    dataclasses.replace(operator, name=f"Small{operator.name}", attrs={**CONVOLUTION, "way": Attribute(str)},
-                        gradient=None, numpy_gradient=None, forward="Convolution", fused=True)
-    for operator in _DESCRIBED
-    if operator.name in ("Convolution", "ConvolutionRelu", "ConvolutionAddRelu")
 ))

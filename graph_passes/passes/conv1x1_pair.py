@@ -6,8 +6,7 @@ from graph_passes.graph import Graph, Node, Ref
 from graph_passes.passes.choice import Choose
 from graph_passes.passes.conv1x1 import is_product
 
-FIRST = ("ConvolutionAddRelu", "Conv1x1AddRelu", "SmallConvolutionAddRelu")
-SECOND = ("ConvolutionRelu", "Conv1x1Relu", "SmallConvolutionRelu")
+FIRST, SECOND = ("ConvolutionAddRelu", "Conv1x1AddRelu"), ("ConvolutionRelu", "Conv1x1Relu")
 
 
 def conv1x1_pair(graph: Graph, choose: Choose) -> Graph:
@@ -16,8 +15,8 @@ def conv1x1_pair(graph: Graph, choose: Choose) -> Graph:
         before    x, weight, bias, shortcut -> ConvolutionAddRelu `r` -> y;  y, weight_2, bias_2 -> ConvolutionRelu -> z
         after     x, weight, bias, shortcut, weight_2, bias_2 -> Conv1x1Pair `r` -> y, z
 
-    Likewise with Conv1x1AddRelu and Conv1x1Relu, and where one is SmallConvolution's. y is written, for the next sum
-    reads it too, but z is made of what is still on the chip.
+    Likewise with Conv1x1AddRelu and Conv1x1Relu. y is written, for the next sum reads it too, but z is made of what is
+    still on the chip.
     """
     nodes: list[Node] = []
     moved: dict[Ref, Ref] = {}

@@ -6,8 +6,7 @@ from graph_passes.graph import Graph, Node
 from graph_passes.passes.choice import Choose
 from graph_passes.passes.conv1x1 import is_product
 
-SUMS = ("ConvolutionAddRelu", "Conv1x1AddRelu", "SmallConvolutionAddRelu")
-ADDENDS = ("Convolution", "Conv1x1", "SmallConvolution")
+SUMS, ADDENDS = ("ConvolutionAddRelu", "Conv1x1AddRelu"), ("Convolution", "Conv1x1")
 
 
 def conv1x1_sum(graph: Graph, choose: Choose) -> Graph:
@@ -16,10 +15,9 @@ def conv1x1_sum(graph: Graph, choose: Choose) -> Graph:
         before    x, weight, bias -> Convolution -> s;  y, weight_2, bias_2, s -> ConvolutionAddRelu `r`
         after     x, weight, bias, y, weight_2, bias_2 -> Conv1x1SumRelu `r`
 
-    Likewise with Conv1x1 and Conv1x1AddRelu, SmallConvolution and SmallConvolutionAddRelu. One of the two, the first in
-    the new node, may have stride 2. Their sum is one product over the channels of both: s is neither written nor read,
-    nor is it rounded. Where `conv1x1_pair` could begin with `r`, it would only save reading as many bytes once, so it
-    comes after this pass.
+    Likewise with Conv1x1 and Conv1x1AddRelu. One of the two, the first in the new node, may have stride 2. Their sum is
+    one product over the channels of both: s is neither written nor read, nor is it rounded. Where `conv1x1_pair` could
+    begin with `r`, it would only save reading as many bytes once, so it comes after this pass.
     """
     nodes: list[Node] = []
     for last in graph:

@@ -8,10 +8,9 @@ from graph_passes.graph import Graph, Node, Ref
 from graph_passes.operators import is_relu
 from graph_passes.passes.choice import Choose
 from graph_passes.passes.conv1x1 import own_way
-from graph_passes.passes.conv_small import small_ways
 
 
-def conv_epilogue(graph: Graph, choose: Choose, groups: bool = False, small: bool = False) -> Graph:
+def conv_epilogue(graph: Graph, choose: Choose, groups: bool = False) -> Graph:
     """Let a convolution with bias also add a tensor and apply ReLU, where that is faster than a launch of its own.
 
         before    x, weight, bias -> Convolution -> y;  y, shortcut -> AddRelu `r`
@@ -20,8 +19,7 @@ def conv_epilogue(graph: Graph, choose: Choose, groups: bool = False, small: boo
 
     Likewise with ReLU alone: ConvolutionRelu or BiasRelu; and with neither: Convolution as it is, or BiasAdd. A 1x1
     convolution may be our own kernel's: Conv1x1AddRelu, Conv1x1Relu or Conv1x1.
-    `groups`: also where the convolution is one in groups, into which cuDNN fuses nothing. `small`: any may be our
-    kernel's for few images: SmallConvolutionAddRelu, SmallConvolutionRelu or SmallConvolution.
+    `groups`: also where the convolution is one in groups, into which cuDNN fuses nothing.
     """
     ends = {}  # name of a convolution -> the ReLU that reads it
     for node in graph:
@@ -34,8 +32,7 @@ def conv_epilogue(graph: Graph, choose: Choose, groups: bool = False, small: boo
             fused, separate = in_one_and_in_two(graph, node, end)
             names = {"Convolution": "fprop_bias", "ConvolutionRelu": "fprop_bias_relu",
                      "ConvolutionAddRelu": "fprop_bias_add_relu"}
-            ways: dict[str, Sequence[Node]] = {"separate": separate, names[fused.op]: [fused], **own_way(fused),
-                                               **(small_ways(fused) if small else {})}
+            ways: dict[str, Sequence[Node]] = {"separate": separate, names[fused.op]: [fused], **own_way(fused)}
             way = separate if node["num_group"] > 1 and not groups else ways[choose(graph, node, ways)]
             chosen[end.name if end else node.name] = list(way)
     nodes = [node for way in chosen.values() for node in way]

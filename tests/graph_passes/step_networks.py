@@ -4,7 +4,6 @@ import numpy as np
 
 from common.mxnet_compat import mx
 from graph_passes import Graph, Ref, passes
-from graph_passes.passes.conv_small import TILES
 
 # Ways by kernels of ours that take the place of others of ours.
 NEWEST = ("conv1x1_pair", "conv1x1_sum", "dgrad_stream", "norm_conv1x1", "quantised_stem_pool", "stem_forward",
@@ -191,20 +190,11 @@ def streamed_gradients(graph, node, ways):
 
 
 def last_way(graph, node, ways):
-    """A `choose` that takes the kernels of our own where cuDNN's do the same, which stand before them, but for that of
-    few images."""
-    return [way for way in ways if way not in TILES][-1]
+    """A `choose` that takes the kernels of our own where cuDNN's do the same, which stand before them."""
+    return [*ways][-1]
 
 
 def own_kernels(graph, node, ways):
     """`repeatable_fusions`, and every kernel of ours that has others beside it."""
     own = [way for way in ways if way in (*NEWEST, "conv1x1_forward", "stem_pool")]
     return own[-1] if own else repeatable_fusions(graph, node, ways)
-
-
-def small_convolutions(graph, node, ways):
-    """`own_kernels`, but in inference with all convolutions but the first by conv_small.cu, with each of its tiles."""
-    tiles = [way for way in ways if way in TILES]
-    if tiles and Ref("data") not in node.inputs:
-        return tiles[sum(map(ord, node.name)) % len(tiles)]
-    return "separate" if set(ways) & {"conv1x1_pair", "conv1x1_sum"} else own_kernels(graph, node, ways)

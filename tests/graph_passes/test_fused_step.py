@@ -13,7 +13,6 @@ from step_networks import (
     pre_activation,
     random_network,
     random_variables,
-    small_convolutions,
     small_resnet,
     words,
 )
@@ -123,7 +122,7 @@ def test_inference_against_the_network_as_it_is_given(name, rng):
     wanted = forward(graph, {Ref(name): value for name, value in values.items()}, training=False)
     aux = {name: values[name] for name in graph.aux}
     folded = passes.fold_bn_params(graph, values, aux)
-    for choose in (*WAYS.values(), small_convolutions):
+    for choose in WAYS.values():
         network_graph = pipeline.inference(graph, "bfloat16", choose)
         tensors = {Ref(name): {**values, **folded}[name] for name in network_graph.variables}
         for node in network_graph:
@@ -263,7 +262,7 @@ def test_every_operator_is_in_one_of_these_graphs():
     for name in NETWORKS:
         graph, shapes = network(name)
         seen |= graph.operators().keys()
-        for choose in (*WAYS.values(), small_convolutions):
+        for choose in WAYS.values():
             steps = [pipeline.training_passes(shapes, "float16", choose, grouped=True),
                      pipeline.inference_passes("float16", choose)]
             for listed in steps:
@@ -333,18 +332,6 @@ def test_a_cpu_network_in_nchw_runs_unfused_where_kernels_are_for_nhwc(rng):
     operators = check_step(graph, shapes, values, passes.fused_way)
     assert not operators & {"StemConvolution", "BatchNormPoolApply", "DgradReduce", "NormConvBackward"}
     assert "BatchNormPairApply" in operators
-
-
-def test_small_convolutions_are_of_inference():
-    """In 16-bit types, by every tile, and beside all that is a sum of two convolutions or a pair of them."""
-    graph, shapes = Graph.from_json(resnet(50).tojson()), {"data": (1, 224, 224, 3)}
-    small = pipeline.inference(graph, "float16", small_convolutions).operators()
-    assert (small["SmallConvolution"], small["SmallConvolutionRelu"], small["SmallConvolutionAddRelu"]) == (4, 32, 16)
-    summed = pipeline.inference(graph, "float16", lambda graph, node, ways: [*ways][-1]).operators()
-    assert (summed["Conv1x1SumRelu"], summed["Conv1x1Pair"], summed["SmallConvolutionRelu"]) == (4, 11, 32 - 11)
-    for listed in (pipeline.inference(graph, "float32", small_convolutions),
-                   pipeline.training_step(graph, shapes, "float16", small_convolutions)):
-        assert not any(node.op.startswith("Small") for node in listed)
 
 
 def test_no_pass_asks_where_there_is_nothing_to_choose(rng):

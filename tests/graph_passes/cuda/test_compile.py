@@ -11,7 +11,6 @@ import pytest
 from graph_passes.executors.cuda.kernels import C_TYPES, HOPPER, SOURCES, architecture, compile_kernel
 from graph_passes.executors.cuda.lowering.conv1x1_backward import DgradReduce, DgradStream, NormBackward
 from graph_passes.executors.cuda.lowering.conv1x1_forward import CONTROL_BYTES
-from graph_passes.executors.cuda.lowering.conv_small import BLOCK, CHUNK_VECTORS, PADDED_COLUMNS, SPLITS, Sizes
 from graph_passes.executors.cuda.lowering.quantised import (
     CHUNK,
     STEM_BLOCK,
@@ -27,15 +26,14 @@ from graph_passes.executors.cuda.lowering.quantised import (
 )
 from graph_passes.executors.cuda.lowering.stem import StemPool, StemRows, StemWeights
 from graph_passes.executors.cuda.optimizer import State, _Tensor
-from graph_passes.passes.conv_small import TILES as SMALL_TILES
 from graph_passes.passes.dgrad_reduce import OUT_CHANNELS
 from graph_passes.passes.quantised_way import STREAMS, TILES
 
 RULES = ["Sgd<false>", "Sgd<true>", "Lars<false>", "Lars<true>", "AdamW", "Lamb", "Lion"]  # of optimizer.cu
 
-# Of wgmma or clusters: for Hopper alone, in 16-bit types.
-WARPGROUPS = ("conv1x1_forward.cu", "conv1x1_pair.cu", "conv_small.cu", "dgrad_reduce.cu", "dgrad_stream.cu",
-              "norm_backward.cu", "norm_conv1x1.cu", "stem_forward.cu", "stem_pool.cu", "stem_weights.cu")
+# Of wgmma: for Hopper alone, in 16-bit types.
+WARPGROUPS = ("conv1x1_forward.cu", "conv1x1_pair.cu", "dgrad_reduce.cu", "dgrad_stream.cu", "norm_backward.cu",
+              "norm_conv1x1.cu", "stem_forward.cu", "stem_pool.cu", "stem_weights.cu")
 
 # Template arguments behind the dtype that the executor asks for.
 FLAGS = {
@@ -47,7 +45,6 @@ FLAGS = {
                         "256, false, false, true, false", "256, true, true, false, false",
                         "64, false, true, false, true", "256, false, true, false, true"],
     "conv1x1_pair": ["64", "128"],
-    "conv_small": [f"{rows}, {columns}, {split}" for rows, columns in SMALL_TILES.values() for split in SPLITS],
     "norm_conv1x1": ["64, false", "64, true", "128, false", "128, true", "256, false", "256, true"],
     "norm_backward": ["64, true, false, false", "128, true, true, false", "256, false, true, false",
                       "256, false, false, true"],
@@ -86,7 +83,7 @@ def kernels() -> list[tuple[str, str]]:
     """(file, kernel) of all __global__ functions of kernels/."""
     found = []
     for path in sorted(SOURCES.glob("*.cu")):
-        text = re.sub(r"__(launch_bounds|cluster_dims)__\([^)]*\)", "", path.read_text())
+        text = re.sub(r"__launch_bounds__\([^)]*\)", "", path.read_text())
         for template, name in re.findall(r"(template <[^>]*>\s*)?__global__ void\s+(\w+)\(", text):
             found.append((path.name, name if template else f"{name}!"))
     return found
@@ -229,21 +226,6 @@ def test_shared_memory() -> None:
         assert max(size for _, size in shapes) <= (227 - 2) << 10, "what Hopper has, less what is not asked for"
         asserts = "".join(f"static_assert(sizeof(Shared<Shape<{shape}>>) == {size});\n" for shape, size in shapes)
         Program(f'#include "{source}"\n' + asserts, "c++", options).compile("cubin")
-
-
-@pytest.mark.usefixtures("nvrtc")
-def test_sizes_of_a_small_convolution_are_laid_out_alike() -> None:
-    """Python writes them, the kernel reads them; and both know how shared memory is divided."""
-    from cuda.core import Program, ProgramOptions
-
-    source = (SOURCES / "conv_small.cu").read_text()
-    body = re.sub("//.*", "", source.partition("struct SmallConvolution {")[2].partition("__device__")[0])
-    assert re.findall(r"(\w+)[,;]", body) == [field[0] for field in Sizes._fields_]
-    assert f"PITCH = COLUMNS + {PADDED_COLUMNS}" in source
-    asserts = (f"static_assert(sizeof(SmallConvolution) == {ctypes.sizeof(Sizes)} && THREADS == {BLOCK[0]} && "
-               f"CHUNK_VECTORS == {CHUNK_VECTORS});\n")
-    options = ProgramOptions(arch="sm_90a", std="c++17", include_path=[str(SOURCES)])
-    Program('#include "conv_small.cu"\n' + asserts, "c++", options).compile("cubin")
 
 
 @pytest.mark.usefixtures("nvrtc")

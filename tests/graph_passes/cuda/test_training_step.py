@@ -19,7 +19,6 @@ from step_networks import (
     own_kernels,
     pre_activation,
     repeatable_fusions,
-    small_convolutions,
     streamed_gradients,
 )
 
@@ -414,10 +413,13 @@ def test_whole_network_against_mxnet_on_the_cpu(cache: Path, name: str, dtype: s
     assert np.median(list(errors.values())) < median and max(errors.values()) < maximum
 
 
-def trained(cache: Path, name: str, shapes: dict[str, tuple[int, ...]], dtype: str) -> tuple[TrainingStep, np.ndarray]:
-    """A network with weights and statistics after ten steps, and what it answers unfolded, in fp32 on the CPU. (Larger
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["resnet18", "resnet50", "resnext50_32x4d", "resnet50d", "resnet50_v2"])
+def test_folded_inference_of_a_trained_network(cache: Path, name: str, dtype: str) -> None:
+    """Against the unfolded network in fp32 on the CPU, with weights and statistics after ten steps. Probabilities: each
+    of up to 50 layers rounds its output once, to 2^-11 (fp16) or 2^-8 (bf16); folding rounds other weights. (Larger
     steps make the answers of v2, which has no BatchNorm behind its sums, all but certain.)"""
-    network = models.create(name, CLASSES)
+    network, shapes = models.create(name, CLASSES), {"data": (9, 64, 64, 3), "softmax_label": (9,)}
     graph = fused(network.symbol)
     step = TrainingStep(graph, shapes, StepOptions(dtype, tf32=False), cache_folder=cache)
     step.set_params(*network.initial_values(seed=50))
@@ -428,15 +430,7 @@ def trained(cache: Path, name: str, shapes: dict[str, tuple[int, ...]], dtype: s
         step.update(0.001 if name == "resnet50_v2" else 0.01)
     cpu = create_executor("mxnet", graph, shapes)
     cpu.set_params(*step.get_params())
-    return step, cpu.forward(mx.nd.array(data)).asnumpy()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["resnet18", "resnet50", "resnext50_32x4d", "resnet50d", "resnet50_v2"])
-def test_folded_inference_of_a_trained_network(cache: Path, name: str, dtype: str) -> None:
-    """Against the unfolded network. Probabilities: each of up to 50 layers rounds its output once, to 2^-11 (fp16) or
-    2^-8 (bf16); folding rounds other weights."""
-    step, wanted = trained(cache, name, {"data": (9, 64, 64, 3), "softmax_label": (9,)}, dtype)
+    wanted = cpu.forward(mx.nd.array(data)).asnumpy()
     assert not np.allclose(wanted, wanted[0], rtol=0.1), "images must differ in their answers"
     step.infer()
     error = relative_error(step.probabilities(), wanted)
@@ -444,28 +438,6 @@ def test_folded_inference_of_a_trained_network(cache: Path, name: str, dtype: st
     assert error < {"float16": 2e-2, "bfloat16": 1e-1, "float32": 1e-4}[dtype]
     step.infer(num_images=1)
     assert relative_error(step.probabilities()[:1], wanted[:1]) < {"float16": 2e-2, "bfloat16": 1e-1}.get(dtype, 1e-4)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("name, images, size", [("resnet18", 3, 96), ("resnet50", 2, 224), ("resnet50", 9, 64),
-                                                ("resnet50d", 3, 89), ("resnet50_v2", 3, 129)])
-def test_folded_inference_by_the_kernel_for_few_images(cache: Path, monkeypatch: pytest.MonkeyPatch, name: str,
-                                                       images: int, size: int, dtype: str) -> None:
-    """All convolutions with a bias but the first by conv_small.cu, for all images and for one: likewise, and with equal
-    bits in each of five runs."""
-    monkeypatch.setattr(Choices, "__call__", lambda self, *question: small_convolutions(*question))
-    step, wanted = trained(cache, name, {"data": (images, size, size, 3), "softmax_label": (images,)}, dtype)
-    for number in (images, 1):
-        answers = []
-        for _ in range(5):
-            step.infer(num_images=number)
-            answers.append(step.probabilities()[:number])
-        assert step._inference and step._inference.latest
-        graph, program = step._inference.latest.graph, step._inference.latest.lowering.program
-        small = sum(node.op.startswith("Small") for node in graph)
-        assert small >= 19 and small == sum(launch.operation == "conv_small" for launch in program.launches)
-        assert relative_error(answers[0], wanted[:number]) < {"float16": 2e-2, "bfloat16": 1e-1}[dtype]
-        assert all(np.array_equal(answer, answers[0]) for answer in answers)
 
 
 @pytest.mark.alone

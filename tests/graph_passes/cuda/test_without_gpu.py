@@ -140,8 +140,7 @@ def lower(depth: int, batch: int, size: int, training: bool, fused: bool = False
 def lower_graph(graph: Graph, shapes: dict[str, tuple[int, ...]], training: bool, dtype: str = "float16",
                 fused: bool = False, group: Any = None, deterministic: bool = False,
                 capability: tuple[int, int] = HOPPER, shared_kib: int = 227, planner: FakePlanner | None = None,
-                recurrent: Any = None, own_kernels: bool = False,
-                small: bool = False) -> tuple[Lowered, ParameterStore]:
+                recurrent: Any = None, own_kernels: bool = False) -> tuple[Lowered, ParameterStore]:
     batch, height, width, channels = shapes["data"]
     inferred = graph.infer_shapes(shapes)
     frozen, gpu = roles.frozen(graph), CountingGpu(capability, shared_kib)
@@ -164,8 +163,7 @@ def lower_graph(graph: Graph, shapes: dict[str, tuple[int, ...]], training: bool
     if training:
         graph = pipeline.training_step(graph, shapes, dtype, choices, grouped=group is not None)
     else:
-        graph = stem_pool(softmax_bias(passes.precision(graph, dtype)), choices)
-        graph = conv_epilogue(graph, choices, small=small)
+        graph = conv_epilogue(stem_pool(softmax_bias(passes.precision(graph, dtype)), choices), choices)
         graph = conv1x1_pair(conv1x1_sum(graph, choices), choices)
     lowering = lower_to_launches(graph, graph.infer_shapes(shapes), store, persistent, tools)
     return Lowered(lowering.program, lowering.ready, lowering.buffers, choices.decisions, graph), store
@@ -482,25 +480,11 @@ def test_what_the_sanitizers_look_at(monkeypatch: pytest.MonkeyPatch) -> None:
         graph, shapes = test_sanitizer.graph_of(case)
         lower_graph(graph, shapes, True, case.dtype, deterministic=True)
         folded = passes.fold_bn(pipeline.run(pipeline.FUSED, passes.remove_dropout(graph)))
-        lower_graph(folded, shapes, False, case.dtype, deterministic=True, small=True)
+        lower_graph(folded, shapes, False, case.dtype, deterministic=True)
     others = ("batch_norm_group.cu", "embedding.cu", "optimizer.cu", "quantised")  # of groups, words, updates, INT8
     around = {"convert_input", "copy", "exchange", "exchange_boxes", "fold_batch_norm", "mix_images", "widen"}
     wanted = {kernel.strip("!") for source, kernel in all_kernels() if not source.startswith(others)} - around
     assert wanted <= used, wanted - used
-
-
-@pytest.mark.parametrize("images, capability, wanted", [
-    (1, HOPPER, 52), (8, HOPPER, 42), (64, HOPPER, 0), (1, (8, 0), 0), (1, (10, 0), 0)])
-def test_small_convolutions_are_for_few_images(images: int, capability: tuple[int, int], wanted: int) -> None:
-    """Where one round of blocks, or a few, makes all of the output; on a GPU that they were made for."""
-    folded = passes.fold_bn(pipeline.run(pipeline.FUSED, Graph.from_json(resnet(50, 1000).tojson())))
-    shapes = {"data": (images, 224, 224, 3), "softmax_label": (images,)}
-    lowering, _ = lower_graph(folded, shapes, training=False, fused=True, capability=capability, small=True)
-    launches = [launch for launch in lowering.program.launches if launch.operation == "conv_small"]
-    assert len(launches) == wanted
-    for launch in lowering.program.launches:
-        launch.enqueue()
-    check_memory(lowering.program)
 
 
 @pytest.mark.parametrize("depth, training, fused", [(18, True, False), (18, False, False), (50, True, True)])
