@@ -3,9 +3,10 @@
     python benchmarks/preset_rates.py [--presets resnet50_a1_600ep resnet50_a3_100ep]
 
 Each preset is measured at each of its image sizes by `python -m train benchmark`, batch size, accumulation, optimizer
-and all other options as it has them. Writes results/preset_rates_1gpu.jsonl, a line for each as it is measured; lines
-of this commit and this kind of GPU are not measured again, so the same command goes on where it was stopped. Then
-prints a table for docs/recipes.md: hours are those of the steps alone, for all epochs of ImageNet's training images.
+and all other options as it has them, on a GPU that has warmed up. Writes results/preset_rates_1gpu.jsonl, a line for
+each as it is measured; lines of this commit and this kind of GPU are not measured again, so the same command goes on
+where it was stopped. Then prints a table for docs/recipes.md: hours are those of the steps alone, for all epochs of
+ImageNet's training images.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from train.reporting.metrics import RunRecord
 from train.schedule import image_sizes
 
 FILE = "preset_rates_1gpu.jsonl"
+WARM_UP = 150  # steps, which are three seconds: a cool GPU is faster, and so is one with gammas of 0, as runs begin
 IMAGES = 1_281_167  # for training, of ImageNet (ILSVRC2012)
 
 Line = dict[str, Any]
@@ -58,8 +60,8 @@ class Options:
 def command(preset: str, image_size: int, steps: int) -> list[str]:
     """That measures it, without interpreter and folder."""
     return ["-m", "train", "benchmark", "--config", preset, "--data", "synthetic", "--num-classes", "1000",
-            "--image-size", str(image_size), "--no-tensorboard", "--warmup-steps", "10", "--min-steps", str(steps),
-            "--limit-steps", str(steps)]
+            "--image-size", str(image_size), "--no-tensorboard", "--warmup-steps", str(WARM_UP),
+            "--min-steps", str(steps), "--limit-steps", str(steps)]
 
 
 def measure(preset: str, image_size: int, steps: int) -> Line:
