@@ -26,7 +26,7 @@ class StemRows:
 
     BLOCK: Size = (320, 1, 1)
     TEAMS, MAX_WIDTH, PAIRS, ROW_BYTES = 2, 224, 8, 1856  # of an image, and of one of its rows in shared memory
-    IMAGE_BYTES = (TEAMS * PAIRS * 2 + 1) * ROW_BYTES + 2 * TEAMS * PAIRS * 8
+    IMAGE_BYTES = -(-((TEAMS * PAIRS * 2 + 1) * ROW_BYTES + 2 * TEAMS * PAIRS * 8) // 1024) * 1024
     ROWS, RESULT_PIXELS = 1, 112  # of the convolution, that make a row of the output; of a row of the output
     SHARED_BYTES = 4 * RESULT_PIXELS * FILTERS * 2 + IMAGE_BYTES
 
