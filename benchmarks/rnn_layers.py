@@ -55,7 +55,7 @@ LEAST_SAMPLES, WANTED_ERROR = 12, 0.01
 
 Dtype = Literal["float16", "bfloat16", "tf32", "float32"]
 Use = Literal["training", "inference"]
-Algorithm = Literal["standard", "persist_static"]
+Algorithm = Literal["standard", "persist_static", "persist_static_small_h"]
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Options:
     """Forward and backward pass, or the forward pass alone."""
     mode: Literal["lstm", "gru", "rnn_tanh"] = "lstm"
     """Kind of layer."""
-    algorithms: tuple[Algorithm, ...] = ("standard", "persist_static")
+    algorithms: tuple[Algorithm, ...] = ("standard", "persist_static", "persist_static_small_h")
     """cuDNN's algorithms, of which ours takes the fastest."""
     rounds: Positive = 2
     """Turns of ours and of each way to run PyTorch."""

@@ -39,11 +39,11 @@ from graph_passes.operators.base import (
 )
 
 GATES = {"rnn_relu": 1, "rnn_tanh": 1, "lstm": 4, "gru": 3}
-# cuDNN's ways to compute it. The persistent one keeps the weights on the chip from one step to the next, where they fit
-# (Diamos et al., 'Persistent RNNs: Stashing Recurrent Weights On-Chip', ICML 2016). Two more that cuDNN has are left
-# out: on an H200 (cuDNN 9.19) persist_static_small_h gave wrong gradients of two layers in both directions in each run
-# of tests/graph_passes/cuda/test_rnn_layers.py, and persist_dynamic in one of two.
-ALGORITHMS = ("standard", "persist_static")
+# cuDNN's ways to compute it. The persistent ones keep the weights on the chip from one step to the next, where they fit
+# (Diamos et al., 'Persistent RNNs: Stashing Recurrent Weights On-Chip', ICML 2016); the last is for one small layer in
+# one direction: of two layers in both it gave wrong gradients on an H200 (cuDNN 9.19) in each run of
+# tests/graph_passes/cuda/test_rnn_layers.py. persist_dynamic, which cuDNN has too, is left out: it did in one of two.
+ALGORITHMS = ("standard", "persist_static", "persist_static_small_h")
 
 
 def directions(node: NodeView) -> int:

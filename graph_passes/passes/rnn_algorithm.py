@@ -16,7 +16,7 @@ def rnn_algorithm(graph: Graph, choose: Choose, algorithms: Sequence[str] = ALGO
         after     RNNTrain(algorithm=persist_static), RNNBackward(algorithm=persist_static)
 
     A layer and its backward pass, which reads what that algorithm has left, have one; inference has its own. The
-    persistent one keeps the weights on the chip, which is faster where they fit and few sequences share them.
+    persistent ones keep the weights on the chip, which is faster where they fit and few sequences share them.
     """
     nodes: list[Node] = []
     for node in graph:

@@ -22,7 +22,7 @@ from graph_passes.passes.memory import aligned
 from graph_passes.passes.precision import ITEM_BYTES
 
 # Numbers of cudnn_adv.h and cudnn_graph.h.
-_ALGORITHMS = {"standard": 0, "persist_static": 1}
+_ALGORITHMS = {"standard": 0, "persist_static": 1, "persist_static_small_h": 3}
 _MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
 _DTYPES = {"float32": 0, "float16": 2, "bfloat16": 9}
 _TWO_BIASES, _LINEAR_INPUT, _ADD, _INFERENCE, _TRAINING = 2, 0, 0, 0, 1
@@ -93,6 +93,8 @@ class RecurrentPlan:
         if problem.dtype == "float32" and not tf32 and problem.algorithm != "standard":
             # Seen on an H200: their sigmoids and tanhs differ from NumPy's by more than fp32's rounding.
             raise GraphError(f"cuDNN computes {problem} less exactly than float32: use the algorithm standard, or tf32")
+        if problem.algorithm == "persist_static_small_h" and problem.num_layers * problem.directions > 1:
+            raise GraphError(f"cuDNN computes wrong gradients of {problem}: use another algorithm")
         item_bytes, dtype = ITEM_BYTES[problem.dtype], _DTYPES[problem.dtype]
         dropout = cudnn.create("Dropout")
         cudnn("cudnnSetDropoutDescriptor", dropout, cudnn.handle, 0.0, None, 0, 0)

@@ -25,7 +25,8 @@ from graph_passes.operators.rnn import ALGORITHMS, GATES, num_parameters
 from graph_passes.passes.rnn_algorithm import rnn_algorithm
 from train.language_model import LanguageModel
 
-MILLISECONDS = dict(zip(ALGORITHMS, (3.0, 1.0), strict=True))
+MILLISECONDS = dict(zip(ALGORITHMS, (3.0, 1.0, 2.0), strict=True))
+NUMBERS = {0: "standard", 1: "persist_static", 3: "persist_static_small_h"}  # of cudnn_graph.h
 RESERVE, WORKSPACE = 1000, 3000  # bytes
 
 
@@ -88,7 +89,7 @@ class FakeCudnn:
             rnn, algorithm, mode, _, both, _, dtype = arguments[:7]
             features, hidden, _, layers = arguments[9:13]
             gates = GATES[("rnn_relu", "rnn_tanh", "lstm", "gru")[mode]]
-            rnn.algorithm, rnn.item_bytes = ALGORITHMS[algorithm], 4 if dtype == 0 else 2
+            rnn.algorithm, rnn.item_bytes = NUMBERS[algorithm], 4 if dtype == 0 else 2
             widths = [features if layer < 1 + both else (1 + both) * hidden for layer in range(layers * (1 + both))]
             rnn.matrices = [hidden * size for width in widths for size in (width, hidden) for _ in range(gates)]
             rnn.sizes, rnn.gates = rnn.matrices + [hidden] * len(rnn.matrices), 2 * gates
@@ -124,9 +125,11 @@ def tools(folder: Path) -> tuple[Toolchain, FakeGpu]:
     return made, gpu
 
 
-def problem(algorithm: str = "standard", training: bool = True) -> RecurrentProblem:
-    node = Node("RNN", "rnn", (), {"mode": "lstm", "state_size": 9, "num_layers": 2, "bidirectional": True})
-    return RecurrentProblem("lstm", 2, True, 5, 3, 7, 9, num_parameters(node, 7), "float16", training, algorithm)
+def problem(algorithm: str = "standard", num_layers: int = 2, bidirectional: bool = True) -> RecurrentProblem:
+    node = Node("RNN", "rnn", (), {"mode": "lstm", "state_size": 9, "num_layers": num_layers,
+                                   "bidirectional": bidirectional})
+    return RecurrentProblem("lstm", num_layers, bidirectional, 5, 3, 7, 9, num_parameters(node, 7), "float16", True,
+                            algorithm)
 
 
 def test_a_plan_has_run_alone_and_captured(cudnn: type[FakeCudnn], tmp_path: Path) -> None:
@@ -162,6 +165,15 @@ def test_want_of_memory_is_no_verdict(cudnn: type[FakeCudnn], tmp_path: Path) ->
         made.recurrent.plan(problem())
     cudnn.refusals = {}
     made.recurrent.plan(problem())
+
+
+@pytest.mark.parametrize("num_layers, bidirectional", [(2, False), (1, True)])
+def test_what_cudnn_computes_wrongly_is_refused(cudnn: type[FakeCudnn], tmp_path: Path, num_layers: int,
+                                                bidirectional: bool) -> None:
+    recurrent = tools(tmp_path)[0].recurrent
+    recurrent.plan(problem("persist_static_small_h", num_layers=1, bidirectional=False))
+    with pytest.raises(GraphError, match=r"wrong gradients of lstm.*use another algorithm"):
+        recurrent.plan(problem("persist_static_small_h", num_layers=num_layers, bidirectional=bidirectional))
 
 
 def test_parameters_in_another_order_are_refused(cudnn: type[FakeCudnn], tmp_path: Path) -> None:
@@ -203,7 +215,7 @@ def test_the_fastest_algorithm_is_taken_and_remembered(cudnn: type[FakeCudnn], t
         assert decision.times["standard"] == 3.0 * passes_run
         fake: Any = made.recurrent._cudnn
         tried = {call[2] for call in fake.calls if call[0] == "cudnnSetRNNDescriptor_v8"}
-        assert tried == ({1} if again else {0, 1}), "the next process makes only what it takes"
+        assert tried == ({1} if again else {0, 1, 3}), "the next process makes only what it takes"
         before = gpu.clock
         function()
         assert gpu.clock - before == MILLISECONDS["persist_static"] * passes_run
@@ -214,7 +226,7 @@ def test_the_fastest_algorithm_is_taken_and_remembered(cudnn: type[FakeCudnn], t
 
 
 def test_what_cudnn_refuses_is_not_taken(cudnn: type[FakeCudnn], tmp_path: Path) -> None:
-    cudnn.refusals = {"persist_static": "NOT_SUPPORTED"}
+    cudnn.refusals = dict.fromkeys(ALGORITHMS[1:], "NOT_SUPPORTED")
     graph, shapes = layer(training=True)
     function = DeviceFunction(lambda choose: rnn_algorithm(passes.precision(graph, "float16"), choose), shapes,
                               "float16", tools(tmp_path)[0])

@@ -23,7 +23,8 @@ pytestmark = pytest.mark.gpu
 # dtype, and a gradient passes through up to 12 steps and two layers: a few roundings (2^-11, 2^-8 and, of TF32's
 # products, 2^-11) add up. Measured maxima are in docs/cuda_executor.md.
 TOLERANCE = {"float32": 2e-6, "tf32": 2e-3, "float16": 4e-3, "bfloat16": 3e-2}
-SIZES = {"odd": (7, 3, 5, 9), "aligned": (12, 16, 64, 128)}  # steps, sequences, features, hidden
+# Steps, sequences, features, hidden.
+SIZES = {"odd": (7, 3, 5, 9), "aligned": (12, 16, 64, 128), "wide": (12, 72, 256, 256)}
 
 
 @pytest.fixture(scope="module", params=["exact", "tf32"])
@@ -105,7 +106,7 @@ def check(got: list[np.ndarray], wanted: list[np.ndarray], graph: Graph, toleran
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_against_numpy(tools: Toolchain, dtype: str, mode: str, algorithm: str, num_layers: int, bidirectional: bool,
                        size: str, request: pytest.FixtureRequest, rng: np.random.Generator) -> None:
-    """Standard is there for every layer; where cuDNN can run the other, it must be right."""
+    """Standard is there for every layer; where cuDNN can run another, it must be right."""
     is_tf32 = request.node.callspec.params["tools"] == "tf32"
     if is_tf32 and dtype != "float32":
         pytest.skip("16-bit layers know no TF32")
