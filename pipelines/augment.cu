@@ -1,7 +1,7 @@
 // What training does to decoded images on a GPU: the resize, the operations of a policy, colours, blur, solarising, erasing
 // and normalising, of a whole batch at once. augment.py launches these kernels, and puts before this file: `enum Family`,
-// MEAN, PER_STD (1 / standard deviation), MEAN_COLOUR (R, G, B, 0 to 255), FILL, CHANNELS, and HALF where the batch is to
-// be in 16 bits.
+// MEAN, PER_STD (1 / standard deviation), MEAN_COLOUR (R, G, B, 0 to 255), FILL, CUTOUT (the side of the square that is cut
+// from each window, as a fraction; 0 for none), CHANNELS, and HALF where the batch is to be in 16 bits.
 //
 // Resized images are changed in rounds, one `Change` of each image in each, of its own family and with its own numbers; the
 // last round also writes the batch, and where there is none, the resize does. So the launches are as few as the rounds,
@@ -33,6 +33,7 @@ struct Change {
 // What is done to an image at its resize, and at the end. As FINISH in augment.py.
 struct Finish {
     int mirror, cubic;  // cubic: bicubic, else bilinear
+    float hole[2];      // of CUTOUT: left and top, as fractions of the window
     int solarise;
     int top, left, bottom, right;  // the erased rectangle
 };
@@ -210,13 +211,25 @@ struct Axis {
     }
 };
 
+// The square that is cut from a window, in its pixels; part of it may lie outside.
+struct Hole {
+    int top, left, bottom, right;
+
+    __device__ Hole(const Window &window, const Finish &how)
+        : top(int(how.hole[1] * window.height)), left(int(how.hole[0] * window.width)),
+          bottom(int((how.hole[1] + CUTOUT) * window.height)), right(int((how.hole[0] + CUTOUT) * window.width)) {}
+    __device__ bool has(int row, int column) const {
+        return CUTOUT > 0 && top <= row && row < bottom && left <= column && column < right;
+    }
+};
+
 constexpr int ROWS = 4;     // of the output that a block makes: so many pixels share the weight of a column
 constexpr int CHUNK = 512;  // columns of the input that it has in shared memory at a time
 constexpr int PIXELS = 2;   // of the input that a thread sums at a time: they share the weight of a row
 
 // The resize down the columns: ROWS rows of the output, from `top` on, of `count` columns of the input, from `start` on.
-__device__ inline void sum_rows(const Window window, const Axis axis, int top, int height, int start, int count,
-                                float (&sums)[ROWS][3 * CHUNK]) {
+__device__ inline void sum_rows(const Window window, const Hole hole, const Axis axis, int top, int height, int start,
+                                int count, float (&sums)[ROWS][3 * CHUNK]) {
     const int stride = (count + PIXELS - 1) / PIXELS;  // neighbouring threads read neighbouring pixels
     for (int item = threadIdx.x; item < ROWS * stride; item += blockDim.x) {
         const int row = item / stride, y = top + row;
@@ -229,9 +242,12 @@ __device__ inline void sum_rows(const Window window, const Axis axis, int top, i
         float weights = 0;
         for (int at = axis.first(y); at <= last; ++at) {
             const float weight = axis.weight(at - place);
-            const uint8 *line = window.pixels + 3 * (1ll * clamped(at, 0, window.height - 1) * window.width + start);
-            for (int i = 0; i < PIXELS; ++i)
-                for (int c = 0; c < 3; ++c) sum[i][c] += weight * line[3 * columns[i] + c];
+            const int from = clamped(at, 0, window.height - 1);
+            const uint8 *line = window.pixels + 3 * (1ll * from * window.width + start);
+            for (int i = 0; i < PIXELS; ++i) {
+                const bool is_cut = hole.has(from, start + columns[i]);
+                for (int c = 0; c < 3; ++c) sum[i][c] += weight * (is_cut ? MEAN_COLOUR[c] : line[3 * columns[i] + c]);
+            }
             weights += weight;
         }
         for (int i = 0; i < PIXELS; ++i)
@@ -245,6 +261,7 @@ template <class Write>
 __device__ inline void resized(const Window window, const Finish &how, int height, int width, Write write) {
     __shared__ float sums[ROWS][3 * CHUNK];
     const Axis down(window.height, height, how.cubic), along(window.width, width, how.cubic);
+    const Hole hole(window, how);
     const int top = ROWS * blockIdx.x, threads = blockDim.x;
     for (int left = 0; left < width; left += threads) {
         const int x = left + threadIdx.x, right = clamped(left + threads, 0, width) - 1;
@@ -256,7 +273,7 @@ __device__ inline void resized(const Window window, const Finish &how, int heigh
         for (int start = begin; start < end; start += CHUNK) {
             const int stop = clamped(start + CHUNK, 0, end);
             __syncthreads();  // all have read the chunk before
-            sum_rows(window, down, top, height, start, stop - start, sums);
+            sum_rows(window, hole, down, top, height, start, stop - start, sums);
             __syncthreads();
             if (x >= width) continue;
             int from = along.first(x), to = along.last(x);  // that lie in this chunk; beyond the border: in the outermost

@@ -35,7 +35,7 @@ CHANGE = np.dtype([
     ("factor", np.float32), ("threshold", np.int32), ("mask", np.int32), ("lift", np.int32), ("sigma", np.float32),
 ])  # fmt: skip
 FINISH = np.dtype([
-    ("mirror", np.int32), ("cubic", np.int32), ("solarise", np.int32), ("erased", np.int32, 4),
+    ("mirror", np.int32), ("cubic", np.int32), ("hole", np.float32, 2), ("solarise", np.int32), ("erased", np.int32, 4),
 ])  # fmt: skip
 STATISTICS_BYTES = 4 + 256  # of a channel of an image
 BLOCK, MEASURING_BLOCK = 256, 1024  # threads
@@ -78,6 +78,8 @@ def changes(
             rounds.append(blur)
     finish = np.zeros(count, FINISH)
     finish["mirror"], finish["cubic"] = inputs.mirror, values.cubic
+    if transform.cutout:
+        finish["hole"] = inputs.hole
     if transform.solarise:
         finish["solarise"] = values.solarised
     if transform.random_erasing:
@@ -173,5 +175,6 @@ def source_code(transform: ImageTransform, dtype: str, channels: int) -> str:
         floats("PER_STD", (1 / std for std in transform.std)),
         floats("MEAN_COLOUR", transform.mean_colour),
         f"constexpr float FILL = {policies.fill(transform):.1f}f;",
+        f"constexpr float CUTOUT = {transform.cutout:.9e}f;",
     ]
     return "\n".join([*head, SOURCE.read_text()])

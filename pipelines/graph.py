@@ -302,7 +302,7 @@ def _fed(config: GraphConfig) -> tuple[list[str], list[str], int]:
     fields += ["shift"] if transform.crop_padding else ["area", "log_ratio", "position"]
     if config.stage == "decode":
         return fields, [], 0
-    fields += ["hole"] if transform.cutout else []
+    fields += ["hole"] if transform.cutout and not config.is_finished_by_kernels else []
     if config.is_resized_by_kernels:
         return fields, [], 0
     fields.append("size")
@@ -347,8 +347,10 @@ def _image(config: GraphConfig, inputs: ImageInputs, values: Derived, operations
     if config.stage == "decode":
         return image
     transform = config.transform
-    if config.training and transform.cutout:
+    if config.training and transform.cutout and not config.is_finished_by_kernels:
         # DeVries and Taylor, arXiv:1708.04552. Its centre is anywhere in the image, so part of it may lie outside.
+        # Never in training on a GPU: DALI's operator frees pinned memory before its copy to the GPU has been made, and
+        # wrong batches were seen beside other processes (DALI 2.4).
         hole = {"anchor": inputs.hole, "shape": 2 * [transform.cutout], "axis_names": "WH", "normalized": True}
         image = fn.erase(image, **hole, fill_value=transform.mean_colour)
     if config.is_resized_by_kernels:

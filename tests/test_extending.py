@@ -140,6 +140,7 @@ else:
 AUGMENTATION = """
 import numpy as np
 from pipelines import ImageTransform, LoaderConfig, open_loader
+from pipelines.graph import GraphConfig
 from PIL import Image
 from train.command_line import read
 from train.config import Config, configure
@@ -150,7 +151,7 @@ for split, name in (("train", "a"), ("train", "b"), ("val", "a"), ("val", "b")):
     pixels[:16] = 255  # the sky
     for number in range(8):
         Image.fromarray(pixels).save(f"{split}/{name}/{number}.png")
-values = read(Config, ["--upside-down", "--random-area", "1", "1"], command="train")
+values = read(Config, ["--upside-down", "--random-area", "1", "1", "--random-ratio", "1", "1"], command="train")
 transform = configure(values, load_preset("cpu_sample")).transform
 def above(split, transform):
     settings = LoaderConfig(data=".", split=split, batch_size=16, image_size=32, num_threads=1, transform=transform)
@@ -160,6 +161,8 @@ def above(split, transform):
 assert above("train", ImageTransform(random_area=(1, 1))).all()
 assert 0 < above("train", transform).sum() < 16
 assert above("val", transform).all()
+GraphConfig.is_resized_by_kernels = property(lambda graph: graph.training)  # so a GPU's graph ends
+assert 0 < above("train", transform).sum() < 16
 """
 CHECKS = {
     "A fused operator": FUSED_OPERATOR,

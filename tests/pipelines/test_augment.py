@@ -109,7 +109,8 @@ def test_equalize_is_pillow_s_to_the_bit(device, rng):
 
 
 @pytest.mark.parametrize("transform", [
-    ImageTransform(), ImageTransform(random_erasing=1.0, train_interpolation="random"), EVERYTHING])
+    ImageTransform(), ImageTransform(random_erasing=1.0, train_interpolation="random"),
+    ImageTransform(crop_padding=9, cutout=0.3), EVERYTHING])
 @pytest.mark.parametrize("are_large", [False, True])
 def test_loader_whose_graph_ends_with_the_windows(transform, are_large, tmp_path, monkeypatch):
     """As on a GPU, with its kernels on the CPU: the batches of the loader for CPUs, one by one and from the middle."""
@@ -128,7 +129,9 @@ def test_loader_whose_graph_ends_with_the_windows(transform, are_large, tmp_path
     got = epochs(open_loader(config))
     assert [each.shape for each in got] == 6 * [(4, 21, 21, 3)] + 6 * [(4, 30, 30, 3)]
     differences = [np.abs(a - b).mean() * np.mean(STD) for a, b in zip(got, wanted, strict=True)]
-    assert np.median(differences) < (2 if transform is EVERYTHING else 0.1), differences
+    # The square is cut out of large images after the resize, and its edges are not blended.
+    has_other_edges = are_large and transform.cutout
+    assert np.median(differences) < (2 if transform is EVERYTHING or has_other_edges else 0.1), differences
     first = open_loader(config)
     iterator = iter(first)
     for _ in range(2):
@@ -159,7 +162,7 @@ def test_structs_are_the_same_in_both_languages():
         sizes = {field: int(np.prod([int(size) for size in re.findall(r"\d+", dimensions)]))
                  for field, dimensions in declared}
         assert sum(sizes.values()) * 4 == dtype.itemsize
-        names = list(sizes) if name == "Change" else [*list(sizes)[:3], "erased"]
+        names = list(sizes) if name == "Change" else [*list(sizes)[:4], "erased"]
         assert list(dtype.names) == names
     assert WINDOW.itemsize == 16 and "const uint8 *pixels;  // (height, width, 3)\n    int height, width;" in source
     assert f"constexpr int ROWS = {RESIZED_ROWS};" in source
@@ -180,7 +183,8 @@ def test_the_graph_for_a_gpu_has_its_operators_and_ends_early_in_training(ends, 
     found = re.findall(r"OpSpec for (\w+):[^@]*", "@".join(str(op.spec) for op in pipeline._ops))
     on_gpu = {name for name, op in zip(found, pipeline._ops, strict=True) if op.outputs[0].device == "gpu"}
     assert on_gpu <= {*dali.backend.RegisteredGPUOps(), "decoders__ImageSlice"}
-    assert ({"Erase", "Slice"} <= on_gpu) is training
+    assert ("Slice" in on_gpu) is training
+    assert "Erase" not in found, "it frees memory too early"
     assert ("Resize" in on_gpu) is (ends != "with the windows")
     assert ("CropMirrorNormalize" in on_gpu) is not training
     assert not {"Equalize", "WarpAffine", "Resize", "CropMirrorNormalize"} & set(found) - on_gpu

@@ -20,13 +20,13 @@ OF_BYTES: dict[str, Any] = {"mean": (0, 0, 0), "std": (1, 1, 1)}  # the batch is
 SIZES = [(37, 51), (1, 1), (1, 300), (300, 1), (2, 3), (64, 96), (131, 97), (330, 333), (90, 4000), (4000, 70)]
 
 
-def resized(images: list[np.ndarray], size: tuple[int, int], cubic: Any, mirror: Any, device: str,
+def resized(images: list[np.ndarray], size: tuple[int, int], cubic: Any, mirror: Any, device: str, hole: Any = None,
             **options: Any) -> np.ndarray:
     """By our kernels: where something follows, `options`, and where nothing does."""
     count = len(images)
     inputs = ImageInputs(None, None, mirror=np.broadcast_to(np.int32(mirror), count),
-                         size=np.full((count, 2), size, np.float32), sigma=np.ones(count, np.float32))
-    transform = ImageTransform(**OF_BYTES, **options)
+                         size=np.full((count, 2), size, np.float32), sigma=np.ones(count, np.float32), hole=hole)
+    transform = ImageTransform(**OF_BYTES | options)
     values = Derived(cubic=cubic, blurred=np.zeros(count, bool))
     return augmented(images, transform, changes(transform, inputs, values, []), device, size=size)
 
@@ -86,6 +86,26 @@ def test_mirror_and_interpolation_are_each_image_s_own(device, rng):
     for i, (is_mirrored, is_cubic) in enumerate(zip(mirror, cubic, strict=True)):
         [wanted] = resized([images[i]], (24, 31), is_cubic, 0, device)
         np.testing.assert_array_equal(got[i], wanted[:, ::-1] if is_mirrored else wanted)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("size", [(32, 32), (7, 301)])
+def test_a_square_that_is_cut_out(size, device, rng):
+    """As if the window had the mean colour there, to the bit; each image has a place of its own, which may lie partly
+    outside. Widths and heights are such that no edge lies between two pixels by rounding alone."""
+    mean, side = (90, 100, 110), 0.5
+    images = noise(rng)
+    hole = rng.integers(-4, 12, (len(images), 2)).astype(np.float32) / 16 + np.float32(1 / 64)
+    cut = []
+    for image, (x, y) in zip(images, hole, strict=True):
+        height, width, _ = image.shape
+        (left, right), (top, bottom) = ((int(max(at, 0) * pixels), int((at + side) * pixels))
+                                        for at, pixels in ((x, width), (y, height)))
+        cut.append(image.copy())
+        cut[-1][top:bottom, left:right] = mean
+    options = {"device": device, "mean": mean}
+    np.testing.assert_array_equal(resized(images, size, False, 0, hole=hole, cutout=side, **options),
+                                  resized(cut, size, False, 0, **options))
 
 
 @pytest.mark.parametrize("device", DEVICES)
