@@ -49,8 +49,8 @@ from train.presets import load_preset
 from train.processes.distributed import Workers
 from train.processes.invocation import command_line
 from train.reporting.gpu_monitor import UNKNOWN, GpuMonitor, GpuReadings
-from train.reporting.inference import LATENCY_BATCH, Point, plot, scenarios
-from train.timing import PRECISION, relative_error
+from train.reporting.inference import LATENCY_BATCH, Point, error_of_passes, plot, scenarios
+from train.timing import PRECISION
 from train.weights.int8_file import executor_of
 
 GPU_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
@@ -219,7 +219,7 @@ def measure(executor: Executor, precision: str, batches: Sequence[Any], seconds:
         monitor.take()
     under_way, ends = start(), [perf_counter()]
     while (ends[-1] - ends[0] < least_seconds or len(ends) <= LEAST_PASSES
-           or (seconds and ends[-1] - ends[0] < LONGER * seconds and relative_error(np.diff(ends)) >= PRECISION)):
+           or (seconds and ends[-1] - ends[0] < LONGER * seconds and error_of_passes(np.diff(ends)) >= PRECISION)):
         under_way, before = start(), under_way
         before()
         ends.append(perf_counter())

@@ -9,12 +9,12 @@ from train.config import Config
 from train.gpu_report.figures import Figure, Section
 from train.gpu_report.section import Bench
 from train.gpu_report.training import IMAGE_SIZE, named
-from train.reporting.inference import Point
-from train.timing import PRECISION, relative_error
+from train.reporting.inference import Point, error_of_passes
+from train.timing import PRECISION
 
 DEPTH = 50
 GPU_BATCHES, CPU_BATCHES = (1, 8, 32, 128, 256), (1, 8)
-SECONDS = 1.0  # of the warm-up, the latency and the throughput of one point, each at least
+SECONDS, CPU_SECONDS = 1.0, 4.0  # of the warm-up, the latency and the throughput of one point, each at least
 
 
 def measure(bench: Bench) -> Section:
@@ -24,7 +24,8 @@ def measure(bench: Bench) -> Section:
         missing = _missing(bench, precision)
         if not missing or not bench.has_time(precision):
             continue
-        for point in sweep(precision, chosen, bench.placement, CLASSES, missing, SECONDS):  # which prints it
+        seconds = SECONDS if bench.on_gpu else CPU_SECONDS
+        for point in sweep(precision, chosen, bench.placement, CLASSES, missing, seconds):  # which prints it
             bench.keep(_figure(point))
         for batch in _missing(bench, precision):
             bench.leave_out(f"{precision} with batch {batch}", "there is no room for it in memory")
@@ -42,8 +43,8 @@ def _size(batch: int) -> str:
 
 
 def _figure(point: Point) -> Figure:
-    error = relative_error(point.pass_ms)
     passes = point.pass_ms
+    error = error_of_passes(passes)
     limit = "" if error < PRECISION else f"ended after {passes.sum() / 1e3:.3g} s and {len(passes)} timings"
     more = {"latency_p50_ms": point.p50, "latency_p90_ms": point.p90, "memory_gib": point.memory_gib,
             "joules_per_image": point.joules_per_image, "watts": point.watts, "sm_mhz": point.sm_mhz}

@@ -24,7 +24,7 @@ from train.gpu_report.deepbench import (
     Gemm,
 )
 from train.gpu_report.figures import Figure, Section
-from train.gpu_report.section import LIMIT_SECONDS, Bench, Sampler, Task
+from train.gpu_report.section import Bench, Sampler, Task
 from train.timing import repeat
 
 WARM_UP_SECONDS = 1.0  # of a GPU, whose clocks rise when it has work: the copy is the first that it has
@@ -70,7 +70,7 @@ def _measure_copy(bench: Bench, machine: Machine) -> None:
         with machine.copy() as sample:
             if bench.on_gpu:
                 repeat(sample, WARM_UP_SECONDS, WARM_UP_SECONDS)
-            timing = repeat(sample, LIMIT_SECONDS)
+            timing = repeat(sample, bench.limit_seconds)
     except UserError as error:
         bench.leave_out(COPY, str(error))
         return

@@ -14,7 +14,7 @@ from train.devices import Placement
 from train.gpu_report.figures import Figure, Section
 from train.timing import repeat
 
-LIMIT_SECONDS = 1.0  # of the timing of a kernel or a layer
+LIMIT_SECONDS, CPU_LIMIT_SECONDS = 1.0, 8.0  # of the timing of a kernel or a layer
 Sampler = AbstractContextManager[Callable[[], float]]  # of what times once: ms
 
 
@@ -66,6 +66,11 @@ class Bench:
         return self.placement.device.startswith("gpu")
 
     @property
+    def limit_seconds(self) -> float:
+        """Of the timing of a kernel or a layer."""
+        return LIMIT_SECONDS if self.on_gpu else CPU_LIMIT_SECONDS
+
+    @property
     def spent(self) -> float:
         """Seconds since the section began."""
         return self.clock() - self._start
@@ -106,7 +111,7 @@ class Bench:
         try:
             with task.sampler() as sample:
                 sample()  # warms up
-                timing = repeat(sample, LIMIT_SECONDS)
+                timing = repeat(sample, self.limit_seconds)
         except UserError as error:
             self.leave_out(name, str(error))
             return

@@ -11,6 +11,7 @@ import numpy as np
 
 from train.reporting import plots
 from train.reporting.plots import LIGHT
+from train.timing import relative_error
 
 LATENCY_BATCH = 32  # images, the largest batch whose latency is measured
 
@@ -58,6 +59,12 @@ class Point:
             "joules_per_image": known(self.joules_per_image), "watts": known(self.watts), "sm_mhz": known(self.sm_mhz),
             "pass_ms": self.pass_ms.round(4).tolist(), "pass_latency_ms": self.latency_ms.round(4).tolist(),
         }
+
+
+def error_of_passes(passes: np.ndarray) -> float:
+    """Standard error of the median time of two passes in a row, relative to it; infinite where there are too few. Two,
+    because so many are under way at once, and on a CPU they end together."""
+    return relative_error(passes[: len(passes) // 2 * 2].reshape(-1, 2).sum(axis=1))
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from train.commands import benchmark_inference
 from train.commands.benchmark_inference import images, measure, precisions
 from train.config import Config
 from train.devices import Placement
-from train.reporting.inference import Point, plot, scenarios
+from train.reporting.inference import Point, error_of_passes, plot, scenarios
 
 TINY = ("--model", "resnet18", "--image-size", "32", "--num-classes", "3")
 
@@ -102,10 +102,17 @@ def test_what_does_not_fit_is_left_out(run_train, tmp_path, monkeypatch):
 
 
 def test_a_throughput_that_is_repeated_until_it_is_known(monkeypatch):
-    """Ten passes tell the error of their median."""
+    """Ten pairs of passes tell the error of their median."""
     executor = Delayed(monkeypatch)
-    point = measure(executor, "fp16", [np.zeros((64, 1))], seconds=0.1)
-    assert len(point.pass_ms) == 10 and np.median(point.pass_ms) == pytest.approx(20)
+    point = measure(executor, "fp16", [np.zeros((64, 1))], seconds=0.2)
+    assert len(point.pass_ms) == 20 and np.median(point.pass_ms) == pytest.approx(20)
+
+
+def test_passes_that_end_together_are_no_error():
+    """As on a CPU, whose two passes under way compute side by side."""
+    passes = np.tile([1.0, 39.0], 20)
+    assert error_of_passes(passes) == 0 and error_of_passes(passes[:19]) == np.inf
+    assert error_of_passes(passes + np.repeat([0, 10], 20)) > 0.05
 
 
 class Delayed:

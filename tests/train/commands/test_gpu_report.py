@@ -30,13 +30,12 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds instead of minutes."""
     monkeypatch.setattr(kernels, "SMALL_GEMMS", (deepbench.Gemm(64, 16, 32),))
     monkeypatch.setattr(kernels, "SMALL_CONVOLUTIONS", (deepbench.Convolution(9, 7, 3, 2, 4, 3, 3, 1, 1, 1, 1),))
-    monkeypatch.setattr(kernels, "LIMIT_SECONDS", 0.02)
-    monkeypatch.setattr(section, "LIMIT_SECONDS", 0.02)
+    monkeypatch.setattr(section, "CPU_LIMIT_SECONDS", 0.02)
     monkeypatch.setattr(recurrent, "SMALL_LAYERS", (recurrent.Layer("gru", 8, 3, 5),))
     monkeypatch.setattr(training, "CPU_LIMIT_SECONDS", 0.02)
     monkeypatch.setattr(training, "CPU_MODELS", (18,))
     monkeypatch.setattr(training, "CPU_BATCH", 2)
-    monkeypatch.setattr(inference, "SECONDS", 0.02)
+    monkeypatch.setattr(inference, "CPU_SECONDS", 0.02)
     monkeypatch.setattr(inference, "CPU_BATCHES", (1,))
 
 
