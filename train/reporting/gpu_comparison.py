@@ -31,7 +31,7 @@ def write(folder: Path, reports: Sequence[Report]) -> None:
         raise UserError(f"the reports have no figure in common ({found}): measure the same sections")
     devices = _names(reports)
     values = summary(rows, len(reports))
-    drawings = {"comparison.png": partial(gpu_plots.ratios, values, devices, "Side by side")} if values else {}
+    drawings = {"comparison.png": partial(gpu_plots.ratios, values, devices)} if values else {}
     blocks: list[Block] = [
         Text(f"Ratios are speeds over that of {devices[0]}: above 1 is faster."),
         *_summary_blocks(values, devices),

@@ -121,11 +121,12 @@ def accuracy(figures: Sequence[Figure], title: str, price_per_second: float, the
     return plots._png(drawn, theme)
 
 
-def ratios(values: Mapping[str, Sequence[float]], devices: Sequence[str], title: str, theme: Theme) -> bytes:
-    """How many times as fast as the first device the others are, by kind of figure; NaN where that is not known."""
+def ratios(values: Mapping[str, Sequence[float]], devices: Sequence[str], theme: Theme) -> bytes:
+    """How many times as fast as the first device the others are, by kind of figure; NaN where that is not known. There
+    is no title, as devices have long names."""
     base, *others = devices
     lines = sum(math.isfinite(value) for own in values.values() for value in own[1:])
-    figure, axes = plots._figure_with_axes(theme, title, f"times as fast as {base}, on a logarithmic scale", "",
+    figure, axes = plots._figure_with_axes(theme, "", f"times as fast as {base}, on a logarithmic scale", "",
                                            height=BARS * lines + 0.12 * len(values) + 1.2)
     place, ticks = 0.0, []
     colors = (theme.parts * len(others))[: len(others)]
