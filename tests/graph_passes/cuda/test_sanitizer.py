@@ -53,7 +53,7 @@ CHOOSE = Choices._choose
 def run_here(cache: Path, *command: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(REPOSITORY), *sys.path])  # with the folders of the tests' own modules
     return subprocess.run([*command, sys.executable, "-W", "ignore", __file__, str(cache)], capture_output=True,
-                          text=True, timeout=400, env={**os.environ, "PYTHONPATH": path})
+                          text=True, timeout=1200, env={**os.environ, "PYTHONPATH": path})
 
 
 @pytest.fixture(scope="module")
