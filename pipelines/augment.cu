@@ -38,6 +38,15 @@ struct Finish {
     int top, left, bottom, right;  // the erased rectangle
 };
 
+// Of an image, in pixels.
+struct Rectangle {
+    int top, left, bottom, right;
+
+    __device__ bool has(int row, int column) const {
+        return top <= row && row < bottom && left <= column && column < right;
+    }
+};
+
 // Of one channel of one image, for the families that ask for it.
 struct Statistics {
     float mean;
@@ -169,13 +178,12 @@ __device__ inline Colour changed(const Image &image, int y, int x, const Change 
 
 // What the batch gets for a pixel; a fourth channel is zero.
 __device__ inline Pixel finished(Colour colour, int row, int column, const Finish &finish) {
-    const bool is_erased =
-        finish.top <= row && row < finish.bottom && finish.left <= column && column < finish.right;
+    const Rectangle erased = {finish.top, finish.left, finish.bottom, finish.right};
     Pixel pixel = {};
     for (int c = 0; c < 3; ++c) {
         float v = rounded(colour[c]);
         if (finish.solarise && v >= 128) v = 255 - v;
-        if (is_erased) v = MEAN_COLOUR[c];
+        if (erased.has(row, column)) v = MEAN_COLOUR[c];
         pixel.channel[c] = element((v - MEAN[c]) * PER_STD[c]);
     }
     return pixel;
@@ -211,24 +219,18 @@ struct Axis {
     }
 };
 
-// The square that is cut from a window, in its pixels; part of it may lie outside.
-struct Hole {
-    int top, left, bottom, right;
-
-    __device__ Hole(const Window &window, const Finish &how)
-        : top(int(how.hole[1] * window.height)), left(int(how.hole[0] * window.width)),
-          bottom(int((how.hole[1] + CUTOUT) * window.height)), right(int((how.hole[0] + CUTOUT) * window.width)) {}
-    __device__ bool has(int row, int column) const {
-        return CUTOUT > 0 && top <= row && row < bottom && left <= column && column < right;
-    }
-};
+// The square that is cut from a window; part of it may lie outside.
+__device__ inline Rectangle hole_of(const Window &window, const Finish &how) {
+    const float x = how.hole[0], y = how.hole[1];
+    return {int(y * window.height), int(x * window.width), int((y + CUTOUT) * window.height), int((x + CUTOUT) * window.width)};
+}
 
 constexpr int ROWS = 4;     // of the output that a block makes: so many pixels share the weight of a column
 constexpr int CHUNK = 512;  // columns of the input that it has in shared memory at a time
 constexpr int PIXELS = 2;   // of the input that a thread sums at a time: they share the weight of a row
 
 // The resize down the columns: ROWS rows of the output, from `top` on, of `count` columns of the input, from `start` on.
-__device__ inline void sum_rows(const Window window, const Hole hole, const Axis axis, int top, int height, int start,
+__device__ inline void sum_rows(const Window window, const Rectangle hole, const Axis axis, int top, int height, int start,
                                 int count, float (&sums)[ROWS][3 * CHUNK]) {
     const int stride = (count + PIXELS - 1) / PIXELS;  // neighbouring threads read neighbouring pixels
     for (int item = threadIdx.x; item < ROWS * stride; item += blockDim.x) {
@@ -245,7 +247,7 @@ __device__ inline void sum_rows(const Window window, const Hole hole, const Axis
             const int from = clamped(at, 0, window.height - 1);
             const uint8 *line = window.pixels + 3 * (1ll * from * window.width + start);
             for (int i = 0; i < PIXELS; ++i) {
-                const bool is_cut = hole.has(from, start + columns[i]);
+                const bool is_cut = CUTOUT > 0 && hole.has(from, start + columns[i]);
                 for (int c = 0; c < 3; ++c) sum[i][c] += weight * (is_cut ? MEAN_COLOUR[c] : line[3 * columns[i] + c]);
             }
             weights += weight;
@@ -261,7 +263,7 @@ template <class Write>
 __device__ inline void resized(const Window window, const Finish &how, int height, int width, Write write) {
     __shared__ float sums[ROWS][3 * CHUNK];
     const Axis down(window.height, height, how.cubic), along(window.width, width, how.cubic);
-    const Hole hole(window, how);
+    const Rectangle hole = hole_of(window, how);
     const int top = ROWS * blockIdx.x, threads = blockDim.x;
     for (int left = 0; left < width; left += threads) {
         const int x = left + threadIdx.x, right = clamped(left + threads, 0, width) - 1;

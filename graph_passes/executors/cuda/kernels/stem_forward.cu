@@ -8,7 +8,6 @@
 
 constexpr int RESULT_VECTORS = WIDTH * FILTERS / VEC, RESULTS = 2, PARTS = THREADS / FILTERS;
 
-// The image rows lie first: compute-sanitizer takes each overlapping window for 3,584 bytes and wants as many behind it.
 struct Shared {
     ImageRows images;
     alignas(1024) uint4 results[TEAMS][RESULTS][RESULT_VECTORS];  // a row of the output: 64 filters a pixel, swizzled

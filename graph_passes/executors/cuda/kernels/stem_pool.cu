@@ -5,7 +5,6 @@
 
 constexpr int POOLED_VECTORS = WIDTH / 2 * FILTERS / VEC;
 
-// The image rows lie first: compute-sanitizer takes each overlapping window for 3,584 bytes and wants as many behind it.
 struct Shared {
     ImageRows images;
     alignas(1024) uint4 pooled[TEAMS][2][POOLED_VECTORS];  // 64 filters a row, swizzled

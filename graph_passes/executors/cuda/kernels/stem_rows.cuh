@@ -20,6 +20,8 @@ constexpr int PAIRS = 8;                            // of image rows that a team
 constexpr int LEFT = 2;                             // vectors of zeros left of an image row
 constexpr int ROW_VECTORS = 116;                    // with the window of the last pixel
 
+// First in a block's shared memory: compute-sanitizer takes each overlapping window for 3,584 bytes, and reports those that
+// would end behind that memory.
 struct ImageRows {
     uint4 rows[TEAMS][PAIRS][2][ROW_VECTORS];
     uint4 zeros[ROW_VECTORS];
