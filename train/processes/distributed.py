@@ -65,7 +65,8 @@ class Workers:
     def __init__(self) -> None:
         self.size, self.rank, self.local_rank, self.local_size = 1, 0, 0, 1
         self._hvd: Any = None
-        self._votes: dict[str, Any] = {}  # the all-reduces of the last `vote` about each thing, under way
+        # Of the last `vote` about each thing: its all-reduce, under way, and what it answered.
+        self._votes: dict[str, tuple[Any, list[bool]]] = {}
         if "HOROVOD_SIZE" in os.environ:  # a launcher has started this process, though perhaps alone
             self._hvd = _import_horovod(int(os.environ["HOROVOD_SIZE"]))
             for name, value in HOROVOD_SETTINGS.items():
@@ -148,15 +149,19 @@ class Workers:
         """For each request, whether any rank has it: the same answer on every rank, at the same step.
 
         With several ranks it is the answer to the requests of the call before `about` the same, whose all-reduce has
-        run beside a training step meanwhile, so that nobody waits for it.
+        run beside a training step meanwhile, so that nobody waits for it. A yes answers the requests of its own call
+        too: they were made before anybody knew, so the next answer to them is no.
         """
         if not self._hvd:
             return list(requests)
-        before = self._votes.get(about)
-        answer = [False] * len(requests) if before is None else [bool(n) for n in before.asnumpy()]
+        answer = [False] * len(requests)
+        if about in self._votes:
+            counts, answered = self._votes[about]
+            answer = [bool(n) and not was for n, was in zip(counts.asnumpy(), answered, strict=True)]
         pulse.begin_collective()
-        self._votes[about] = mx.nd.array(requests, dtype="int32")
-        self._hvd.allreduce_(self._votes[about], op=self._hvd.Sum, name=f"vote.{about}")
+        votes = mx.nd.array(requests, dtype="int32")
+        self._hvd.allreduce_(votes, op=self._hvd.Sum, name=f"vote.{about}")
+        self._votes[about] = votes, answer
         return answer
 
     def gather(self, value: Any) -> list[Any]:

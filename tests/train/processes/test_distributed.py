@@ -71,6 +71,10 @@ SESSION = """
     # the vote is that of the call before, the same on both ranks
     votes = [workers.vote([workers.rank == 1, False]), workers.vote([False, False]), workers.vote([False, True])]
     assert votes == [[False, False], [True, False], [False, False]], votes
+    # a request that is repeated until it is answered has one answer; a later one has its own
+    votes = [workers.vote([workers.rank == 1, False]) for _ in range(2)]
+    votes += [workers.vote([False, False]), workers.vote([True, False]), workers.vote([False, False])]
+    assert votes == [[False, True], [True, False], [False, False], [False, False], [True, False]], votes
     assert workers.sum([workers.rank + 1, 0.5]) == [3.0, 1.0]
     assert workers.gather(f"rank {workers.rank}") == ["rank 0", "rank 1"]
     mx.nd.waitall()

@@ -272,8 +272,8 @@ def test_killed_process_ends_the_run(start, rng):
     assert "was killed by SIGKILL, as the kernel does when the machine's memory runs out" in last
     assert "go on with --resume" in last
     assert "Traceback" not in err
-    step = run.events("checkpoint")[0]["step"]
-    assert checkpoint.load(checkpoint.find(str(run.folder))).progress.step == step
+    (saved,) = run.events("checkpoint")
+    assert checkpoint.load(checkpoint.find(str(run.folder))).progress.step == saved["step"]
 
 
 def test_process_without_memory_ends_the_run(tiny_options, tmp_path):
