@@ -75,7 +75,7 @@ class Network:
         for buffer in buffers.values():
             buffer.address = self._zeros(buffer.num_bytes)
         answer = Buffer("probabilities", tuple(probabilities), "float32", persistent=True)
-        answer.address = self._allocate(answer.name, answer.num_bytes)
+        answer.address = self._zeros(answer.num_bytes)
         self.gpu.upload(buffers["num_valid"].address, np.array([images], np.int32))
         self.gpu.upload(buffers["own_share"].address, np.ones(1, np.float32))
         loss_scale = Buffer("loss_scale", (1,), "float32", state + State.loss_scale.offset, persistent=True)

@@ -8,6 +8,7 @@ MXNet or Horovod is asked to do with that array afterwards waits for it. A gate 
 from __future__ import annotations
 
 import ctypes
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from graph_passes.executors.cuda.profile import Profile
 from graph_passes.graph import Graph
 
 Array = Any  # mx.nd.NDArray; MXNet has no type stubs
+PASSES_AHEAD = 2  # of inference, that wait for the GPU when the host is made to wait too
 _ENGINE_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)
 
 
@@ -42,7 +44,7 @@ class OnMXNet(Executor):
         if kind != "gpu":
             raise GraphError(f"the cuda executor cannot run on the device '{device}': give gpu(0), gpu(1), ...")
         self._context = mx.gpu(number)
-        self._shared = {"probabilities": "float32"}  # memory that is MXNet's, and its dtype
+        self._shared: dict[str, str] = {}  # memory that is MXNet's, and its dtype
         self._arrays: dict[str, Array] = {}
         self._seen: list[Array] = []  # arrays that MXNet may be reading or writing
         self._pending: dict[int, Any] = {}  # number of a gate that the engine has not passed yet -> its CUDA event
@@ -50,6 +52,7 @@ class OnMXNet(Executor):
         self._pass_gate = _ENGINE_CALLBACK(lambda run_context, number: self._pending.pop(number).sync())
         self._num_valid = self.input_shapes["data"][0]
         self._num_inferred = 0  # images of the latest inference
+        self._answered: deque[Any] = deque()  # CUDA events at the ends of the latest passes of inference
 
     def _allocate(self, name: str, num_bytes: int) -> int | None:
         """MXNet arrays for what MXNet or Horovod may want to see; the network takes plain memory for the rest."""
@@ -79,15 +82,18 @@ class OnMXNet(Executor):
         self._num_inferred = num_images
 
     def request_probabilities(self) -> Callable[[], np.ndarray]:
-        """As `Executor` has it. The next batch waits on the host until these are copied."""
         return self._probabilities().copyto(mx.cpu()).asnumpy
 
     def _probabilities(self) -> Array:
-        """Those of the latest inference."""
-        shape = self._step.persistent.probabilities.shape
-        probabilities = self._arrays["probabilities"].reshape(shape)[: self._num_inferred]
-        self._gate([probabilities])
-        return probabilities
+        """Those of the latest inference, in an array of their own: to write one again, the host would have to wait for
+        MXNet, whose worker waits for the GPU, and so each pass for the one before."""
+        source, gpu = self._step.persistent.probabilities, self._step.gpu
+        answer = mx.nd.empty((self._num_inferred, source.shape[1]), ctx=self._context)
+        gpu.copy(self._address(answer), source.address, source.num_bytes // source.shape[0] * self._num_inferred)
+        self._answered.append(self._gate([answer], is_seen=False))
+        if len(self._answered) > PASSES_AHEAD:
+            self._answered.popleft().sync()
+        return answer
 
     def read_metrics(self) -> Metrics:
         return self._step.read_metrics()
@@ -146,19 +152,21 @@ class OnMXNet(Executor):
         _call("MXNDArrayGetData", array.handle, ctypes.byref(address))
         return int(address.value or 0)
 
-    def _gate(self, arrays: Sequence[Array], reading: bool = False) -> None:
+    def _gate(self, arrays: Sequence[Array], reading: bool = False, is_seen: bool = True) -> Any:
         """Make what MXNet does with the arrays from now on wait for what is on the step's stream: everything, or with
         `reading` what would overwrite them. No array twice, nor a slice beside its whole: the engine knows them as one
-        and would wait for itself."""
+        and would wait for itself. `is_seen`: the next step must wait for what MXNet does with them. The CUDA event that
+        the gate waits for."""
         self._num_gates += 1
-        self._pending[self._num_gates] = self._step.gpu.record_event()
+        event = self._pending[self._num_gates] = self._step.gpu.record_event()
         handles = (ctypes.c_void_p * len(arrays))(*(array.handle for array in arrays))
         read, written = ((handles, len(arrays)), (None, 0)) if reading else ((None, 0), (handles, len(arrays)))
         cpu = _Context(1, 0)  # a CPU worker waits, so that MXNet's own GPU worker stays free
         _call("MXEnginePushSyncND", self._pass_gate, ctypes.c_void_p(self._num_gates), None, ctypes.byref(cpu),
               *read, *written, None, 0, b"gate")
-        if not reading:
+        if is_seen and not reading:
             self._seen += arrays
+        return event
 
     def _wait_for_mxnet(self) -> None:
         """Wait until MXNet has done what it was asked to do with arrays that it has been shown."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -169,9 +170,9 @@ def test_each_convolution_is_asked_for(rng: np.random.Generator) -> None:
 # --- on MXNet's arrays ---
 
 
-def test_executors_go_through_mxnet_arrays(tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-                                           ) -> None:
-    """Both of them take batches and give answers, metrics and an end; on arrays of the CPU, and nothing is computed."""
+@pytest.fixture
+def event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What executors need besides, on arrays of the CPU: each event of the GPU is this one."""
     monkeypatch.setenv("RESNET_CACHE", str(tmp_path))
     monkeypatch.setattr(mx, "gpu", lambda number: mx.cpu(number))
     event = SimpleNamespace(sync=lambda: None)
@@ -181,6 +182,34 @@ def test_executors_go_through_mxnet_arrays(tmp_path: Path, rng: np.random.Genera
             "elapsed_ms": lambda self, start, end: 0.0,
             "start_download": lambda self, pinned, address: event, "free_all": lambda self: None}.items():
         monkeypatch.setattr(FakeGpu, name, value, raising=False)
+    return event
+
+
+def test_the_next_batch_waits_for_no_answer(rng: np.random.Generator, event: SimpleNamespace) -> None:
+    """The host asks for two passes while the GPU has not ended the first, each with an answer of its own; it waits in
+    the third."""
+    case = quantised("resnet18", 4, 32, rng)
+    executor = QuantisedCudaExecutor(case.network, case.shapes, case.scales, case.kept, case.params)
+    data, done = mx.nd.array(case.images), threading.Event()
+    part = data[:3].copy()
+    part.wait_to_read()
+    event.sync = done.wait
+    hurry = threading.Timer(20, done.set)  # else a wait would be for ever
+    hurry.start()
+    answers = [executor.forward(data), executor.forward(part)]
+    assert not done.is_set()
+    hurry.cancel()
+    threading.Timer(0.1, done.set).start()
+    answers.append(executor.forward(data))
+    assert done.is_set()
+    for number, answer in enumerate(answers):
+        answer[:] = number
+    assert [answer.asnumpy().max() for answer in answers] == [0, 1, 2] and answers[1].shape == (3, 24)
+    executor.close()
+
+
+def test_executors_go_through_mxnet_arrays(rng: np.random.Generator, event: SimpleNamespace) -> None:
+    """Both of them take batches and give answers, metrics and an end, and nothing is computed."""
     case = quantised("resnet18", 4, 32, rng)
     executors = (CudaExecutor(case.network, case.shapes),
                  QuantisedCudaExecutor(case.network, case.shapes, case.scales, case.kept, case.params))
