@@ -77,6 +77,16 @@ def test_accumulating_run(run_train, tiny_options, tmp_path):
     assert rates == pytest.approx([0.5 * 16 / 256 * (1 - k / 4) for k in range(4)])
 
 
+def test_no_step_is_longer_than_an_epoch(run_train, tiny_options, tmp_path):
+    """Its learning rate and images/sec would be those of images that it never has."""
+    options = [*tiny_options, "--validate-every", "0"]
+    code, _, err = run_train("--output", tmp_path / "longer", *options, "--accumulate", "7")
+    assert (code, err) == (2, "error: --accumulate 7 is more than the 6 batches of an epoch, and a step ends with its "
+                              "epoch: lower it\n")
+    code, _, err = run_train("--output", tmp_path / "whole", *options, "--accumulate", "6")
+    assert code == 0, err
+
+
 def test_skipped_validation_images_are_named_once(run_train, tiny_data, tiny_options, tmp_path):
     for split in ("train", "val"):
         shutil.copytree(tiny_data, tmp_path / "data" / split)
