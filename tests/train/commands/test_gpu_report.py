@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from common.files import lock
 from train.__main__ import main
 from train.commands import benchmark_inference, gpu_report
 from train.commands.compare_precision import run_arguments
@@ -344,8 +346,22 @@ def test_mistakes(run_train, options, sentence, tmp_path, monkeypatch):
 def test_folder_that_cannot_be_written_is_found_out_before_anything_is_measured(run_train, tmp_path):
     (tmp_path / "file").touch()
     code, out, err = run_train("gpu-report", "--device", "cpu", "--output", tmp_path / "file" / "report")
-    assert code == 2 and err.startswith("error: cannot write ") and "give another place" in err
+    assert code == 2 and err.startswith("error: cannot write ") and "give another --output" in err
     assert "==" not in out
+
+
+def test_two_at_once_are_refused(run_train, tmp_path):
+    """Each would write its own figures over the other's."""
+    command = ("gpu-report", "--device", "cpu", "--output", tmp_path, "--sections", "recurrent")
+    other = os.open(tmp_path, os.O_RDONLY)
+    try:
+        assert lock(other)
+        code, out, err = run_train(*command)
+    finally:
+        os.close(other)
+    assert (code, err.startswith(f"error: another process is measuring into {tmp_path}: wait for its end")) == (2, True)
+    assert "==" not in out and list(tmp_path.iterdir()) == []
+    assert run_train(*command)[0] == 0
 
 
 def test_report_of_another_device(run_train, tmp_path):
