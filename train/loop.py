@@ -100,6 +100,7 @@ class Trainer:
         self.learning_rate = make_schedule(config, self.steps_per_epoch, workers.size)
         self.checkpoints = CheckpointFolder(run_folder, config.keep_checkpoints)
         self.progress = Progress()
+        self.num_batches = 0  # of the last step, on each process
         self.origin: list[str] = []  # what its initial weights are, where they are trained ones
         self.go_on = f"{launcher()} --resume {shlex.quote(str(run_folder))}"  # the command that does so
         self.note = ""  # what the user should know about how the run goes on
@@ -246,6 +247,7 @@ class Trainer:
             pulse.show(Activity.LOADING)
         if count == 0:
             return False
+        self.num_batches = count
         if self.all_reduce:
             self.all_reduce.finish()
         decay = ema_decay(self.config.ema_decay, self.progress.step)
@@ -269,7 +271,9 @@ class Trainer:
         `read_now`: the metrics of all steps so far are received, as a checkpoint and the end of an epoch need them; and
         those of a session's first step, whose line is to show at once that the run is alive.
         """
-        recorder.end_step(self.learning_rate(self.schedule_step - 1))
+        is_short = self.num_batches < self.config.accumulate
+        images = self.num_batches * self.config.batch_size * self.workers.size if is_short else None
+        recorder.end_step(self.learning_rate(self.schedule_step - 1), images)
         read_now |= recorder.is_first_step
         self._log(recorder)
         if recorder.log_due or read_now:

@@ -27,6 +27,7 @@ from train.loop import Trainer
 from train.models.network import init_params
 from train.models.resnet import resnet
 from train.reporting.gpu_monitor import GpuReadings
+from train.reporting.metrics import RunRecord
 from train.reporting.recorder import Recorder
 
 pytestmark = pytest.mark.usefixtures("narrow_network")
@@ -75,6 +76,7 @@ def test_accumulating_run(run_train, tiny_options, tmp_path):
     assert checkpoint.load(checkpoint.find(str(folder))).progress.step == 4
     rates = [line["learning_rate"] for line in read_lines(folder, "steps")]
     assert rates == pytest.approx([0.5 * 16 / 256 * (1 - k / 4) for k in range(4)])
+    assert RunRecord.read_jsonl(folder / "metrics.jsonl").images.tolist() == [16, 8] * 2
 
 
 def test_no_step_is_longer_than_an_epoch(run_train, tiny_options, tmp_path):
