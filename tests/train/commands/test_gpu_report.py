@@ -286,7 +286,8 @@ def files(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     """Reports of a kind, each a file."""
     good = report("GPU", kernels=(figure(1.0),)).to_dict()
     contents = {
-        "good": good, "newer": {**good, "version": 2}, "other": {"name": "inference"}, "list": [1],
+        "good": good, "newer": {**good, "version": 2}, "version": {**good, "version": "1"},
+        "other": {"name": "inference"}, "list": [1],
         "damaged": {**good, "sections": {"kernels": {"figures": [{"what": "GEMM"}]}}},
         "empty": {**good, "sections": {}}, "nameless": {**good, "device": None}, "about": {**good, "about": [1]},
         **{name: {**good, "sections": {"kernels": {"figures": [
@@ -314,9 +315,10 @@ def files(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     ("zero", "(GEMM 1 is 0 ms): make it anew"),
     ("negative", "(GEMM 1 has a figure of -1.0): make it anew"),
     ("nan", "(GEMM 1 has a figure of nan): make it anew"),
-    ("words", "words.json is damaged"),
+    ("words", "('1 ms' stands where a number belongs): make it anew"),
     ("number", "(1 stands where words belong): make it anew"),
-    ("more", "more.json is damaged"),
+    ("more", "(None stands where more figures belong): make it anew"),
+    ("version", "version.json is a report of version '1', and this program reads version 1: make it anew"),
     ("empty", "the reports have no figure in common (GPU: kernels; GPU: no section): measure the same sections"),
 ])
 def test_files_that_cannot_be_compared(run_train, files, name, sentence, tmp_path):
