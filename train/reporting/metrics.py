@@ -192,7 +192,7 @@ class RunRecord:
 
     config: dict[str, Any]  # of the last session
     command: str  # of the first session
-    images_per_step: int  # all processes and accumulated batches together
+    images_per_step: int  # of the last session, all processes and accumulated batches together
     num_processes: int = 1
     warmup_steps: int = 0  # first steps of every session that no throughput counts
     steps_before: int = 0  # steps that the checkpoint had behind it, where a run began from another run's
@@ -205,6 +205,7 @@ class RunRecord:
     compute_ms: list[float] = field(default_factory=list)  # the rest
     short_steps: list[list[int]] = field(default_factory=list)  # index and images of those with fewer images
     session_starts: list[int] = field(default_factory=list)  # steps done when each session began
+    session_images: list[int] = field(default_factory=list)  # per step, of each of them
     seconds: float = 0.0  # total over the sessions
     phase_seconds: dict[str, float] = field(default_factory=dict)  # validation, checkpoint, ...: time outside the steps
     loader_images_per_sec: float | None = None  # the loader alone, all processes together
@@ -240,6 +241,8 @@ class RunRecord:
     def images(self) -> np.ndarray:
         """Of each step."""
         images = np.full(len(self.step_ms), self.images_per_step)
+        for start, number in zip(self.session_starts, self.session_images, strict=False):  # none in older reports
+            images[start:] = number
         for index, number in self.short_steps:
             images[index] = number
         return images
@@ -337,6 +340,7 @@ class RunRecord:
             del steps[keep:]
         self.short_steps = [short for short in self.short_steps if short[0] < keep]
         self.session_starts = [start for start in self.session_starts if start < keep] + [keep]
+        self.session_images = [*self.session_images[: len(self.session_starts) - 1], line["images_per_step"]]
         self.loss_curve = [point for point in self.loss_curve if point.step <= line["step"]]
         self.gpu_curve = [point for point in self.gpu_curve if point.step <= line["step"]]
         self.epochs = [row for row in self.epochs if row.epoch < line["epoch"]]
