@@ -1,12 +1,14 @@
-"""Files that are written complete or not at all, and what to say where that fails."""
+"""Files that are written complete or not at all and by one process at a time, and what to say where that fails."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO, Any
 
 from common.errors import UserError
 
@@ -38,6 +40,18 @@ def write(path: Path, content: bytes) -> None:
         write_bytes(path, content)
     except OSError as error:
         raise UserError(f"cannot write {path} ({error.strerror}): {way_out(error, 'give another place')}") from None
+
+
+def lock(opened: IO[Any] | int) -> bool:
+    """Lock a file, or a folder's descriptor, until it is closed, which the end of the process does too; False where
+    another process has done so."""
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # some network file systems have no locks
+    return True
 
 
 def way_out(error: OSError, otherwise: str) -> str:

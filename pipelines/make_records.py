@@ -11,7 +11,6 @@ command goes on from there. The finished file appears under its name in one step
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import io
 import itertools
@@ -26,6 +25,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
+from common.files import lock
 from pipelines.errors import DataError, check_not_negative, check_positive
 from pipelines.files import link_beside, open_file, read_lines, write_text
 from pipelines.inspect_image import inspect_image
@@ -284,10 +284,8 @@ class _Journal:
         self._records_path = output / f".{split}.rec.partial"
         self._path = journal_path(output, split)
         self._records = self._records_path.open("ab")
-        try:
-            fcntl.flock(self._records, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed, or the process is gone
-        except BlockingIOError:
-            raise DataError(f"{self._records_path}: another process is writing it; wait until it is done") from None
+        if not lock(self._records):
+            raise DataError(f"{self._records_path}: another process is writing it; wait until it is done")
         finished = output / f"{split}.rec"
         if finished.exists():  # since it was looked for: what is open here is that very file, or a new one beside it
             if not os.path.samestat(os.fstat(self._records.fileno()), finished.stat()):

@@ -75,6 +75,11 @@ def vocabulary(words: Iterable[str], most: int) -> list[str]:
     return listed + [f"<none {number}>" for number in range(1, -len(listed) % ALIGNMENT + 1)]
 
 
+def num_known(known: Sequence[str]) -> int:
+    """Words of a vocabulary, without those that it is filled up with: their names, and no word, have a space."""
+    return sum(" " not in word for word in known)
+
+
 def numbered(words: Sequence[str], known: Sequence[str]) -> np.ndarray:
     """(len(words),) int32: their places in a vocabulary, 0 for unknown ones."""
     places = {word: place for place, word in enumerate(known)}

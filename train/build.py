@@ -101,6 +101,10 @@ def open_split(config: Config, split: str, placement: Placement, workers: Worker
     )
     if split == "train" and len(loader.classes) == 1:
         raise _one_class(config.data, loader.classes[0][0])
+    num_classes = max(len(classes or loader.classes), config.num_classes)
+    if split == "train" and config.label_smoothing >= (most := 1 - 1 / num_classes):
+        raise TrainError(f"--label-smoothing {config.label_smoothing:g} gives the right one of {num_classes} classes "
+                         f"no larger share than a wrong one: give less than {most:.3g}, 0.1 is usual")
     if classes is None:
         found = len(loader.classes)
         if 0 < config.num_classes < found:

@@ -169,6 +169,9 @@ def check(config: Config) -> None:
     check_optimizer(config.optimizer)
     if config.schedule == "step" and list(config.decay_epochs) != sorted(config.decay_epochs):
         raise TrainError(f"--decay-epochs {shown(config.decay_epochs)} must rise")
+    if config.final_learning_rate > config.learning_rate and config.schedule != "step":
+        raise TrainError(f"--final-learning-rate {config.final_learning_rate:g} is above --learning-rate "
+                         f"{config.learning_rate:g}, from which it is to fall; lower it")
     if config.first_image_size > config.image_size:
         raise TrainError(
             f"--first-image-size {config.first_image_size} is larger than --image-size {config.image_size}, to which "

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pipelines import DataError, LoaderConfig
-from pipelines.text import END, UNKNOWN, TextLoader, generated_words, numbered, read_words, vocabulary
+from pipelines.text import END, UNKNOWN, TextLoader, generated_words, num_known, numbered, read_words, vocabulary
 
 STEPS = 5
 
@@ -43,6 +43,7 @@ def test_words_of_a_file(tmp_path: Path) -> None:
     assert words == ["the", "cat", "sat", END, "on", "the", "mat", END]
     known = vocabulary(words, 4)
     assert known[:4] == [UNKNOWN, END, "the", "cat"] and len(known) == 8
+    assert num_known(known) == 4, "without what it is filled up with"
     assert numbered(words, known).tolist() == [2, 3, 0, 1, 0, 2, 0, 1]
 
 

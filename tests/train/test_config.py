@@ -125,6 +125,8 @@ MISTAKES = {
     "--target-accuracy 76": "--target-accuracy 76.0 must be a fraction from 0 to 1",
     "--schedule step --decay-epochs 3 2": "--decay-epochs 3.0 2.0 must rise",
     "--epochs 2 --warmup-epochs 3": "--warmup-epochs 3 is longer than the run of 2 epochs",
+    "--learning-rate 0.01 --final-learning-rate 0.1":
+        "--final-learning-rate 0.1 is above --learning-rate 0.01, from which it is to fall; lower it",
     "--first-image-size 96 --image-size 64": "--first-image-size 96 is larger than --image-size 64, to which",
     "--first-image-size 16": "--first-image-size 16 must be 0, or at least 32 pixels",
     "--resize-epochs 3 5": "--resize-epochs is given without --first-image-size",

@@ -27,6 +27,7 @@ from train.loop import Trainer
 from train.models.network import init_params
 from train.models.resnet import resnet
 from train.reporting.gpu_monitor import GpuReadings
+from train.reporting.metrics import RunRecord
 from train.reporting.recorder import Recorder
 
 pytestmark = pytest.mark.usefixtures("narrow_network")
@@ -75,6 +76,17 @@ def test_accumulating_run(run_train, tiny_options, tmp_path):
     assert checkpoint.load(checkpoint.find(str(folder))).progress.step == 4
     rates = [line["learning_rate"] for line in read_lines(folder, "steps")]
     assert rates == pytest.approx([0.5 * 16 / 256 * (1 - k / 4) for k in range(4)])
+    assert RunRecord.read_jsonl(folder / "metrics.jsonl").images.tolist() == [16, 8] * 2
+
+
+def test_no_step_is_longer_than_an_epoch(run_train, tiny_options, tmp_path):
+    """Its learning rate and images/sec would be those of images that it never has."""
+    options = [*tiny_options, "--validate-every", "0"]
+    code, _, err = run_train("--output", tmp_path / "longer", *options, "--accumulate", "7")
+    assert (code, err) == (2, "error: --accumulate 7 is more than the 6 batches of an epoch, and a step ends with its "
+                              "epoch: lower it\n")
+    code, _, err = run_train("--output", tmp_path / "whole", *options, "--accumulate", "6")
+    assert code == 0, err
 
 
 def test_skipped_validation_images_are_named_once(run_train, tiny_data, tiny_options, tmp_path):
@@ -323,6 +335,17 @@ def test_the_norm_of_clipped_gradients_is_that_of_a_line_s_last_step(accumulate,
     code, _, err = run_train("--output", tmp_path / "free", *options)
     assert code == 0, err
     assert not any("gradient_norm" in line for line in read_lines(tmp_path / "free", "steps"))
+
+
+@pytest.mark.parametrize("clip_norm, is_told", [("1e-30", True), ("0.01", False)])
+def test_clipping_that_leaves_nothing_of_the_gradients_is_told_once(clip_norm, is_told, run_train, tiny_options,
+                                                                    tmp_path):
+    code, out, err = run_train("--output", tmp_path / "run", *tiny_options, "--log-every", "1", "--validate-every", "0",
+                               "--clip-norm", clip_norm)
+    assert code == 0, err
+    sentences = re.findall(r"^step 1: the norm of the gradients is [0-9.]+, and --clip-norm 1e-30 scales them down to "
+                           "that: weights may hardly change; 1 is usual$", out, re.MULTILINE)
+    assert len(sentences) == out.count("--clip-norm") == is_told
 
 
 class Overflowing(MXNetExecutor):

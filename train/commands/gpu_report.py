@@ -5,15 +5,17 @@ Each figure is written to report.json once it is measured, so the same command g
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import environment
+from common import environment, files
 from common.command_line import option_name, part_of
 from pipelines.sources import locate
 from train import devices
@@ -48,6 +50,12 @@ def main(values: Mapping[str, Any]) -> None:
     if placement.note:
         print(placement.note, flush=True)
     folder = Path(wanted.output or FOLDER)
+    with _alone_in(folder):
+        _measure(wanted, values, placement, folder)
+
+
+def _measure(wanted: GpuReportOptions, values: Mapping[str, Any], placement: Placement, folder: Path) -> None:
+    """Go on with the report in the folder, or begin it."""
     cost_again = not {"data", "target_accuracy", "price_per_hour"}.isdisjoint(values)  # of the run that there is
     report = _begun(folder, placement, set(wanted.sections))
     report.write(folder / FILE)  # a folder that cannot be written is not to be found out after minutes
@@ -74,6 +82,25 @@ def main(values: Mapping[str, Any]) -> None:
         report = _write(report, folder, name, section)
     gpu_report.write(folder, report)
     print(f"report: {folder / 'report.md'}, {folder / 'report.html'}, {folder / FILE}")
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Inside, no other process measures into the folder, whose figures would take the place of this one's. Raises
+    TrainError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        opened = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise TrainError(f"cannot write to {folder} ({error.strerror}): "
+                         f"{files.way_out(error, 'give another --output')}") from None
+    try:
+        if not files.lock(opened):
+            raise TrainError(f"another process is measuring into {folder}: wait for its end, which two at "
+                             "once would only put off")
+        yield
+    finally:
+        os.close(opened)
 
 
 def _write(report: Report, folder: Path, name: str, section: Section) -> Report:

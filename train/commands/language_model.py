@@ -14,7 +14,7 @@ import numpy as np
 from common.command_line import part_of
 from graph_passes.executors import create_executor
 from pipelines import LoaderConfig
-from pipelines.text import UNKNOWN, TextLoader, generated_words, numbered, read_words, vocabulary
+from pipelines.text import UNKNOWN, TextLoader, generated_words, num_known, numbered, read_words, vocabulary
 from train import checkpoint
 from train.build import network_dtype
 from train.checkpoint import Checkpoint
@@ -64,7 +64,7 @@ def main(values: Mapping[str, Any]) -> None:
         trainer = Trainer(config, workers, executor, loaders[0], loaders[1], folder, start)
     trainer.go_on = f"{launcher()} language-model --resume {shlex.quote(str(folder))}"
     unknown = float(np.mean(tokens[end:] == 0))  # a network that always says <unk> is right with these
-    facts = Facts(_precision(config, placement), sum(array.size for array in params.values()), len(known),
+    facts = Facts(_precision(config, placement), sum(array.size for array in params.values()), num_known(known),
                   loaders[0].num_images, loaders[1].num_images, unknown, best_possible)
     try:
         train(trainer, partial(_note, facts, len(words)))
@@ -96,7 +96,7 @@ def _note(facts: Facts, num_words: int, trainer: Trainer, recorder: Recorder) ->
     recorder.say(f"{num_words:,} words, {facts.vocabulary:,} in the vocabulary; {facts.training_words:,} are learned "
                  f"in an epoch, {facts.validation_words:,} are for validation")
     if facts.unknown_share:
-        recorder.say(f"{facts.unknown_share:.1%} of the words for validation are not in the vocabulary: perplexity "
+        recorder.say(f"{facts.unknown_shown} of the words for validation are not in the vocabulary: perplexity "
                      f"counts them as one word, {UNKNOWN}")
     recorder.event(language_model.EVENT, **asdict(facts))
 

@@ -67,6 +67,8 @@ def main(values: Mapping[str, Any]) -> None:
         raise TrainError("several processes predict into a file: give --output, or use python -m train predict",
                          on_all_ranks=True)
     options = replace(options, images=tuple(image_paths(options.images)))
+    if options.contact_sheet:
+        _check_sheet(Path(options.contact_sheet), options.images)
     predictions = predict(options)
     for file in sorted(set(options.images) - {prediction.file for prediction in predictions}):
         print(f"skipped, no readable image: {file}", file=sys.stderr)
@@ -120,6 +122,14 @@ def predict(options: PredictOptions) -> list[Prediction]:
             guesses = [Guess(trained.class_names[i], i, value) for i, value in zip(indices, values, strict=True)]
             predictions.append(Prediction(options.images[position], guesses, picture))
     return predictions
+
+
+def _check_sheet(sheet: Path, images: Sequence[Path]) -> None:
+    """Raise TrainError where it would be written over a photograph."""
+    if sheet.suffix.lower() != ".png":
+        raise TrainError(f"--contact-sheet {sheet} must end in .png, as the sheet is one")
+    if sheet.resolve() in {image.resolve() for image in images}:
+        raise TrainError(f"--contact-sheet {sheet} is one of the images, which it would replace: give another name")
 
 
 def _plain(prediction: Prediction) -> dict[str, object]:

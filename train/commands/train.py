@@ -25,6 +25,7 @@ from train.commands.session import (
     train,
 )
 from train.config import Config, configure
+from train.errors import TrainError
 from train.loop import Trainer
 from train.presets import load_preset
 from train.processes.distributed import Workers, is_elastic, is_lost_process
@@ -123,6 +124,9 @@ def open_trainer(
             bn_group = join_bn_group(config, placement, workers)
             known = (start.classes, "the network that the run goes on with") if start else ()
             train_loader = loaders.enter_context(open_split(config, "train", placement, workers, *known))
+            if config.accumulate > train_loader.num_batches:  # the learning rate is for all of a step's images
+                raise TrainError(f"--accumulate {config.accumulate} is more than the {train_loader.num_batches} "
+                                 "batches of an epoch, and a step ends with its epoch: lower it")
             val_loader = None
             if config.validate_every:
                 val_loader = loaders.enter_context(open_split(config, "val", placement, workers, train_loader.classes,

@@ -101,7 +101,7 @@ class Report:
         if not isinstance(values, dict) or values.get("name") != NAME:
             raise UserError(f"{path} is no report on a GPU: give the {FILE} that python -m train gpu-report writes")
         if values.get("version") != VERSION:
-            raise UserError(f"{path} is a report of version {values.get('version')}, and this program reads version "
+            raise UserError(f"{path} is a report of version {values.get('version')!r}, and this program reads version "
                             f"{VERSION}: make it anew, or compare with the program that wrote it")
         try:
             sections = {name: Section(tuple(map(_checked, section["figures"])),
@@ -121,7 +121,11 @@ def _checked(values: Mapping[str, Any]) -> Figure:
     for words in (figure.what, figure.size, figure.precision, figure.unit, figure.limit, figure.source):
         if not isinstance(words, str):
             raise TypeError(f"{words!r} stands where words belong")
+    if not isinstance(figure.more, Mapping):
+        raise TypeError(f"{figure.more!r} stands where more figures belong")
     for number in (figure.value, figure.error or 0.0, *figure.more.values()):
+        if not isinstance(number, (int, float)):
+            raise TypeError(f"{number!r} stands where a number belongs")
         if not 0 <= number < math.inf:
             raise ValueError(f"{figure.what} {figure.size} has a figure of {number}")
     if figure.value == 0 and figure.unit != "top-1 %":

@@ -33,6 +33,11 @@ class Facts:
     unknown_share: float  # of the words for validation: that are not in the vocabulary
     best_possible: float | None  # perplexity of who knows how the text was made; None: nobody does
 
+    @property
+    def unknown_shown(self) -> str:
+        """`unknown_share`, which is not 0, for people."""
+        return f"{self.unknown_share:.1%}" if self.unknown_share >= 0.0005 else "less than 0.1%"
+
 
 def facts(record: RunRecord) -> Facts | None:
     """Of the run's last session; None where it is no language model's."""
@@ -90,7 +95,7 @@ def blocks(record: RunRecord, known: Facts) -> list[Block]:
         ("batch", f"{config['sequences']} sequences of {config['steps']} words on each process"),
     ]
     if known.unknown_share:
-        rows += [("unknown words", f"{known.unknown_share:.1%} of those for validation, which count as one word")]
+        rows += [("unknown words", f"{known.unknown_shown} of those for validation, which count as one word")]
     if known.best_possible:
         rows += [("best possible", f"perplexity {known.best_possible:.2f}, of who knows how the text was made")]
     return [*found, Heading("Network and text"), Table(("", ""), rows)]

@@ -41,6 +41,7 @@ UNITS = {
     "top5": "fraction of images",
     "balanced_top1": "fraction of images, mean of the classes; of uneven classes, and with --balance",
     "learning_rate": "1",
+    "last_step_images": "images of the last of the steps, where it has fewer than --accumulate batches",
     "skipped_steps": "optimizer steps that changed no weight, since a gradient was not finite",
     "gradient_norm": "norm of all gradients of the last of the steps together, before clipping; with --clip-norm",
     "gpu_power": "W, all GPUs together",
@@ -75,8 +76,9 @@ class Speed(NamedTuple):
         return f"{self.mean:.1f} {self.spread.replace(',', '')}"
 
 
-def speed(step_ms: Sequence[float] | np.ndarray, images_per_step: int) -> Speed:
-    """Speed of steps of `images_per_step` images that took `step_ms` milliseconds each, as in tf_cnn_benchmarks.
+def speed(step_ms: Sequence[float] | np.ndarray, images_per_step: int | np.ndarray) -> Speed:
+    """Speed of steps of `images_per_step` images, of each or of all, that took `step_ms` milliseconds each, as in
+    tf_cnn_benchmarks.
 
     Mean: images over the mean step time. Uncertainty: standard deviation of the steps' speeds over the root of their
     number. Jitter: 1.4826 times the median absolute deviation of the speeds, a standard deviation robust to outliers.
@@ -85,7 +87,7 @@ def speed(step_ms: Sequence[float] | np.ndarray, images_per_step: int) -> Speed:
     seconds = np.asarray(step_ms, dtype=np.float64) / 1e3
     if not len(seconds):
         raise ValueError("speed() needs at least one step")
-    mean, speeds = float(images_per_step / seconds.mean()), images_per_step / seconds
+    mean, speeds = float(np.mean(images_per_step) / seconds.mean()), images_per_step / seconds
     if len(seconds) == 1:
         return Speed(mean, None, None)
     return Speed(
@@ -190,7 +192,7 @@ class RunRecord:
 
     config: dict[str, Any]  # of the last session
     command: str  # of the first session
-    images_per_step: int  # all processes and accumulated batches together
+    images_per_step: int  # of the last session, all processes and accumulated batches together
     num_processes: int = 1
     warmup_steps: int = 0  # first steps of every session that no throughput counts
     steps_before: int = 0  # steps that the checkpoint had behind it, where a run began from another run's
@@ -201,7 +203,9 @@ class RunRecord:
     step_ms: list[float] = field(default_factory=list)  # batch asked for -> parameters updated
     loader_wait_ms: list[float] = field(default_factory=list)  # of it, the longest that a process waited for its batch
     compute_ms: list[float] = field(default_factory=list)  # the rest
+    short_steps: list[list[int]] = field(default_factory=list)  # index and images of those with fewer images
     session_starts: list[int] = field(default_factory=list)  # steps done when each session began
+    session_images: list[int] = field(default_factory=list)  # per step, of each of them
     seconds: float = 0.0  # total over the sessions
     phase_seconds: dict[str, float] = field(default_factory=dict)  # validation, checkpoint, ...: time outside the steps
     loader_images_per_sec: float | None = None  # the loader alone, all processes together
@@ -218,7 +222,7 @@ class RunRecord:
 
     def speed(self) -> Speed:
         """Speed of the whole run, waits for the loader included, warm-up, validation and checkpoints excluded."""
-        return speed(np.asarray(self.step_ms)[self.counted_steps], self.images_per_step)
+        return speed(np.asarray(self.step_ms)[self.counted_steps], self.images[self.counted_steps])
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -232,6 +236,16 @@ class RunRecord:
         record.loss_curve = [LossPoint(**point) for point in values["loss_curve"]]
         record.gpu_curve = [GpuPoint(**point) for point in values.get("gpu_curve", ())]
         return record
+
+    @property
+    def images(self) -> np.ndarray:
+        """Of each step."""
+        images = np.full(len(self.step_ms), self.images_per_step)
+        for start, number in zip(self.session_starts, self.session_images, strict=False):  # none in older reports
+            images[start:] = number
+        for index, number in self.short_steps:
+            images[index] = number
+        return images
 
     @property
     def counted_steps(self) -> np.ndarray:
@@ -275,7 +289,7 @@ class RunRecord:
         return EpochRow(
             epoch=epoch,
             hours=hours,
-            images_per_sec=self.images_per_step * len(counted) / (ms / 1e3) if ms else None,
+            images_per_sec=self.images[counted].sum() / (ms / 1e3) if ms else None,
             train_loss=float(np.average([p.loss for p in points], weights=weights)) if points else None,
             train_top1=float(np.average([p.top1 for p in points], weights=weights)) if points else None,
         )
@@ -292,6 +306,8 @@ class RunRecord:
             self.step_ms += line["step_ms"]
             self.loader_wait_ms += line["loader_wait_ms"]
             self.compute_ms += line["compute_ms"]
+            if "last_step_images" in line:
+                self.short_steps.append([len(self.step_ms) - 1, line["last_step_images"]])
             if line["loss"] is not None:
                 known = {f.name: line[f.name] for f in dataclasses.fields(LossPoint) if f.name in line}
                 self.loss_curve.append(LossPoint(**known))
@@ -322,7 +338,9 @@ class RunRecord:
             self.loss_curve, self.gpu_curve = [], []
         for steps in (self.step_ms, self.loader_wait_ms, self.compute_ms):
             del steps[keep:]
+        self.short_steps = [short for short in self.short_steps if short[0] < keep]
         self.session_starts = [start for start in self.session_starts if start < keep] + [keep]
+        self.session_images = [*self.session_images[: len(self.session_starts) - 1], line["images_per_step"]]
         self.loss_curve = [point for point in self.loss_curve if point.step <= line["step"]]
         self.gpu_curve = [point for point in self.gpu_curve if point.step <= line["step"]]
         self.epochs = [row for row in self.epochs if row.epoch < line["epoch"]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import math
 import os
@@ -11,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from common.files import way_out, write_bytes
+from common.files import lock, way_out, write_bytes
 from train.errors import TrainError
 from train.reporting.metrics import SCHEMA, UNITS, RunRecord
 
@@ -99,13 +98,9 @@ def _finite(value: Any) -> Any:
 
 def _lock(file: TextIO, path: Path) -> None:
     """Until the file is closed, which the end of the process does too."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not lock(file):
         raise TrainError(f"another process is at work on the run in {path.parent}: wait for its end, or give another "
-                         "--output folder") from None
-    except OSError:
-        pass  # some network file systems have no locks
+                         "--output folder")
 
 
 def _cut_unfinished_line(path: Path) -> None:

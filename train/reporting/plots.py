@@ -59,7 +59,7 @@ DARK = Theme(
 
 def throughput(record: RunRecord, theme: Theme) -> bytes:
     """Images/sec (words/sec) of every step over training time, with its running median and the warm-up greyed."""
-    speeds = record.images_per_step / (np.asarray(record.step_ms) / 1e3)
+    speeds = record.images / (np.asarray(record.step_ms) / 1e3)
     hours = np.cumsum(record.step_ms) / 3.6e6
     unit, scale = _time_unit(hours[-1])
     counted = np.zeros(len(speeds), dtype=bool)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import fcntl
 import json
 import os
 import shutil
@@ -265,13 +264,8 @@ class PredictionFile:
 
     def _lock(self) -> None:
         """Until the file is closed, which the end of the process does too."""
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise TrainError(f"another process is writing {self.path}: wait for its end, or give another --output"
-                             ) from None
-        except OSError:
-            pass  # some network file systems have no locks
+        if not files.lock(self._file):
+            raise TrainError(f"another process is writing {self.path}: wait for its end, or give another --output")
 
 
 class _Lines:

@@ -96,6 +96,7 @@ class Recorder:
         self._next_log = first_step + 1  # the first step has a line: the run has begun, and with this loss
         self._last_line = clock()  # of the terminal
         self._learning_rate = 0.0  # of the last step
+        self._last_step_images: int | None = None  # where it had fewer than the others
         self._interval: Interval | None = None  # closed, its metrics still to come
         self._skipped_steps = 0  # since the last log line
         self._logs: RunLogs | None = None
@@ -175,11 +176,11 @@ class Recorder:
         """
         self._clock.stop(idle_seconds)
 
-    def end_step(self, learning_rate: float) -> None:
-        """An optimizer step with this learning rate has ended."""
+    def end_step(self, learning_rate: float, images: int | None = None) -> None:
+        """An optimizer step with this learning rate has ended; with so many images, where its epoch had no more."""
         self._place.step += 1
-        self._learning_rate = learning_rate
-        self._clock.end_step(self._place.step)
+        self._learning_rate, self._last_step_images = learning_rate, images
+        self._clock.end_step(self._place.step, self.record.images_per_step if images is None else images)
         if self._terminal:
             self._terminal.end_step()
             is_quiet = self._clock.now() - self._last_line > LONGEST_SILENCE
@@ -188,7 +189,7 @@ class Recorder:
 
     @property
     def _recent_speed(self) -> Speed:
-        return self._clock.recent_speed(self.record.images_per_step)
+        return self._clock.recent_speed()
 
     @property
     def _time_left(self) -> str:
@@ -219,6 +220,7 @@ class Recorder:
             time_left=self._time_left,
             rate=None if starts else self._recent_speed,
             times=self._clock.take(),
+            last_step_images=self._last_step_images,
         )
         if self.log_due:
             self._last_log = place.step

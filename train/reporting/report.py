@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -142,7 +143,7 @@ def _contents(
         Tiles(tiles),
         Text(summary.limit_text),
         *_skipped(record),
-        Text(f"Started {_date(record.start_date)} on {where}, {record.images_per_step} {record.examples} per step, "
+        Text(f"Started {_date(record.start_date)} on {where}, {_images_per_step(record)} {record.examples} per step, "
              "by:"),
         Code(record.command),
     ]
@@ -193,6 +194,12 @@ def _contents(
         Table(("option", "value"), [(k, _plain(v)) for k, v in _flat(record.config).items()], folded="All options"),
     ]
     return title, blocks
+
+
+def _images_per_step(record: RunRecord) -> str:
+    """Of the sessions one after the other, where they differ."""
+    sessions = record.session_images or [record.images_per_step]  # none in older reports
+    return ", then ".join(str(number) for number, _ in itertools.groupby(sessions))
 
 
 def _skipped(record: RunRecord) -> list[Block]:

@@ -7,6 +7,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from common import environment
 from graph_passes.executors import Metrics
 from train.processes.invocation import command_line
@@ -84,8 +86,11 @@ class RunLogs:
         """Some steps and their metrics; None where nobody has read these. The others as in `Recorder.log`."""
         loss, top1 = (metrics.loss_sum / metrics.count, metrics.top1 / metrics.count) if metrics else (None, None)
         step_ms = interval.times.step_ms
-        has_first = interval.step - len(step_ms) == self._first_step
-        rate = speed(step_ms[has_first:] or step_ms, self.record.images_per_step)
+        images = np.full(len(step_ms), self.record.images_per_step)
+        if interval.last_step_images is not None:
+            images[-1] = interval.last_step_images
+        first = int(interval.step - len(step_ms) == self._first_step and len(step_ms) > 1)
+        rate = speed(step_ms[first:], images[first:])
         self.emit(
             "steps",
             step=interval.step,
@@ -95,6 +100,7 @@ class RunLogs:
             learning_rate=interval.learning_rate,
             skipped_steps=skipped_steps,
             **({} if gradient_norm is None else {"gradient_norm": gradient_norm}),
+            **({} if interval.last_step_images is None else {"last_step_images": interval.last_step_images}),
             images_per_sec=rate.mean,
             images_per_sec_uncertainty=rate.uncertainty,
             images_per_sec_jitter=rate.jitter,

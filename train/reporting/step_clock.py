@@ -75,6 +75,7 @@ class Interval:
     time_left: str  # of the run, for people
     rate: Speed | None  # of the latest steps, for people; None for a session's first
     times: StepTimes
+    last_step_images: int | None  # where they are fewer than those of the others
 
 
 class StepClock:
@@ -99,6 +100,7 @@ class StepClock:
         self._waited_before = 0.0  # of the step before, where the device works ahead
         self._times = StepTimes([], [], [])  # since `take`
         self._recent_ms: deque[float] = deque(maxlen=SPEED_WINDOW)
+        self._recent_images: deque[int] = deque(maxlen=SPEED_WINDOW)
         self._epoch_began: float | None = None  # time; of the epoch under way, if it began with its first step
         self._epoch_step_ms = 0.0  # the steps of it
         self._rests: list[float] = []  # s; what whole epochs of this session took beyond their steps
@@ -122,7 +124,7 @@ class StepClock:
             waited_before, self._waited_before = self._waited_before, self._waited
             self._waited = min(waited_before, idle_seconds)
 
-    def end_step(self, step: int) -> None:
+    def end_step(self, step: int, images: int) -> None:
         """The step of that number has ended, now or where `stop` was called."""
         now = self.now()
         step_end = now if self._step_end is None else self._step_end
@@ -133,7 +135,9 @@ class StepClock:
         self._times.append(step_ms, wait_ms)
         if step - 1 in self._forget_after:
             self._recent_ms.clear()
+            self._recent_images.clear()
         self._recent_ms.append(step_ms)
+        self._recent_images.append(images)
 
     def hold(self) -> None:
         """What has passed since the last step's end is part of the next step, even if an epoch begins before that."""
@@ -153,9 +157,9 @@ class StepClock:
         times, self._times = self._times, StepTimes([], [], [])
         return times
 
-    def recent_speed(self, images_per_step: int) -> Speed:
+    def recent_speed(self) -> Speed:
         """Of the latest steps."""
-        return speed(self._recent_ms, images_per_step)
+        return speed(self._recent_ms, np.asarray(self._recent_images))
 
     def time_left(self, place: Place) -> str:
         """Of the run, for people; "" where nobody can foretell its end.

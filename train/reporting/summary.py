@@ -53,9 +53,10 @@ def summarize(record: RunRecord) -> Summary:
     step_ms = np.asarray(record.step_ms)[counted]
     wait_ms = np.asarray(record.loader_wait_ms)[counted]
     compute_ms = np.asarray(record.compute_ms)[counted]
-    speeds = record.images_per_step / (step_ms / 1e3)
+    images = record.images[counted]
+    speeds = images / (step_ms / 1e3)
     quartile1, median, quartile3 = np.percentile(speeds, (25, 50, 75))
-    compute = record.images_per_step / (compute_ms.mean() / 1e3)
+    compute = images.mean() / (compute_ms.mean() / 1e3)
     wait_share = float(wait_ms.sum() / step_ms.sum())
     limit, text = what_limits(compute, record.loader_images_per_sec, wait_share, record.examples)
     split = {
@@ -71,7 +72,7 @@ def summarize(record: RunRecord) -> Summary:
         total_spread=float(quartile3 - quartile1) / 2,
         compute_images_per_sec=float(compute),
         loader_images_per_sec=record.loader_images_per_sec,
-        whole_run_images_per_sec=record.images_per_step * len(record.step_ms) / record.seconds,
+        whole_run_images_per_sec=float(record.images.sum()) / record.seconds,
         loader_wait_share=wait_share,
         num_steps_counted=len(counted),
         num_steps_warmup=len(record.step_ms) - len(counted),
@@ -92,7 +93,7 @@ def _gpu_figures(record: RunRecord) -> dict[str, float | None]:
     ends = [point.step - record.steps_before for point in record.gpu_curve]
     parts = [np.arange(start, end)[counted[start:end]] for start, end in itertools.pairwise([0, *ends])]
     seconds = np.array([step_ms[part].sum() / 1e3 for part in parts])
-    images = np.array([record.images_per_step * len(part) for part in parts])
+    images = np.array([record.images[part].sum() for part in parts])
     readings = [(p.power, p.utilization, p.memory, p.clock, p.power_capped) for p in record.gpu_curve]
     power, utilization, memory, clock, capped = np.array(readings, dtype=float).reshape(-1, 5).T  # None becomes NaN
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from common.files import lock
 from train.__main__ import main
 from train.commands import benchmark_inference, gpu_report
 from train.commands.compare_precision import run_arguments
@@ -284,7 +286,8 @@ def files(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     """Reports of a kind, each a file."""
     good = report("GPU", kernels=(figure(1.0),)).to_dict()
     contents = {
-        "good": good, "newer": {**good, "version": 2}, "other": {"name": "inference"}, "list": [1],
+        "good": good, "newer": {**good, "version": 2}, "version": {**good, "version": "1"},
+        "other": {"name": "inference"}, "list": [1],
         "damaged": {**good, "sections": {"kernels": {"figures": [{"what": "GEMM"}]}}},
         "empty": {**good, "sections": {}}, "nameless": {**good, "device": None}, "about": {**good, "about": [1]},
         **{name: {**good, "sections": {"kernels": {"figures": [
@@ -312,9 +315,10 @@ def files(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     ("zero", "(GEMM 1 is 0 ms): make it anew"),
     ("negative", "(GEMM 1 has a figure of -1.0): make it anew"),
     ("nan", "(GEMM 1 has a figure of nan): make it anew"),
-    ("words", "words.json is damaged"),
+    ("words", "('1 ms' stands where a number belongs): make it anew"),
     ("number", "(1 stands where words belong): make it anew"),
-    ("more", "more.json is damaged"),
+    ("more", "(None stands where more figures belong): make it anew"),
+    ("version", "version.json is a report of version '1', and this program reads version 1: make it anew"),
     ("empty", "the reports have no figure in common (GPU: kernels; GPU: no section): measure the same sections"),
 ])
 def test_files_that_cannot_be_compared(run_train, files, name, sentence, tmp_path):
@@ -344,8 +348,22 @@ def test_mistakes(run_train, options, sentence, tmp_path, monkeypatch):
 def test_folder_that_cannot_be_written_is_found_out_before_anything_is_measured(run_train, tmp_path):
     (tmp_path / "file").touch()
     code, out, err = run_train("gpu-report", "--device", "cpu", "--output", tmp_path / "file" / "report")
-    assert code == 2 and err.startswith("error: cannot write ") and "give another place" in err
+    assert code == 2 and err.startswith("error: cannot write ") and "give another --output" in err
     assert "==" not in out
+
+
+def test_two_at_once_are_refused(run_train, tmp_path):
+    """Each would write its own figures over the other's."""
+    command = ("gpu-report", "--device", "cpu", "--output", tmp_path, "--sections", "recurrent")
+    other = os.open(tmp_path, os.O_RDONLY)
+    try:
+        assert lock(other)
+        code, out, err = run_train(*command)
+    finally:
+        os.close(other)
+    assert (code, err.startswith(f"error: another process is measuring into {tmp_path}: wait for its end")) == (2, True)
+    assert "==" not in out and list(tmp_path.iterdir()) == []
+    assert run_train(*command)[0] == 0
 
 
 def test_report_of_another_device(run_train, tmp_path):

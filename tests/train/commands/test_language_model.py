@@ -37,11 +37,11 @@ def test_it_learns_a_text(run_train: Train, tmp_path: Path) -> None:
     assert code == 0, err
     found = [float(value) for value in re.findall(r"validation loss [\d.]+, perplexity ([\d.]+) \|", out)]
     assert len(found) == 2 and found[1] < min(1.3, found[0]), out
-    assert "10,500 words, 16 in the vocabulary" in out and "total words/sec: " in out
+    assert "10,500 words, 12 in the vocabulary" in out and "total words/sec: " in out
     assert (tmp_path / "run" / "checkpoints").is_dir()
     values = json.loads((tmp_path / "run" / "report" / "report.json").read_text())["language_model"]
-    assert values["precision"] == "float32" and values["vocabulary"] == 16
-    assert values["parameters"] == 16 * 16 + 2 * 4 * 16 * (16 + 1) + 16, "embedding, LSTM, bias of the scores"
+    assert values["precision"] == "float32" and values["vocabulary"] == 12
+    assert values["parameters"] == 16 * 16 + 2 * 4 * 16 * (16 + 1) + 16, "embedding, LSTM, bias, of 16 scores"
     assert [round(epoch["validation"], 2) for epoch in values["perplexity"]] == found
 
 
@@ -52,7 +52,7 @@ def test_words_that_are_not_in_the_vocabulary_are_told(run_train: Train, tmp_pat
     text.write_text("\ufeff" + "a b " * 1800 + " ".join(f"w{number}" for number in range(398)) + " a")
     code, out, err = run_train(*SMALL, "--output", tmp_path / "run", "--text", text, "--epochs", "1")
     assert code == 0, err
-    assert "4,000 words, 8 in the vocabulary" in out
+    assert "4,000 words, 3 in the vocabulary" in out
     assert "99.8% of the words for validation are not in the vocabulary: perplexity counts them as one word" in out
 
 

@@ -129,6 +129,21 @@ def test_contact_sheet_shows_every_picture(run_folder: Path, tmp_path: Path) -> 
         assert pure.sum() == 224 * 224
 
 
+@pytest.mark.parametrize("name, sentence", [
+    ("other.jpg", "must end in .png, as the sheet is one"),
+    ("a/../own.png", "is one of the images, which it would replace: give another name"),
+])
+def test_contact_sheet_replaces_no_photograph(name: str, sentence: str, run_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    for file in ("own.png", "other.jpg"):
+        Image.new("RGB", (SIZE, SIZE)).save(tmp_path / file)
+    before = {file: file.read_bytes() for file in tmp_path.glob("*.*")}
+    sheet, own = str(tmp_path / name), str(tmp_path / "own.png")
+    with pytest.raises(TrainError, match=f"--contact-sheet .*{name} {sentence}$"):
+        run_predict(["--checkpoint", str(run_folder), "--contact-sheet", sheet, own])
+    assert len(before) == 2 and all(file.read_bytes() == content for file, content in before.items())
+
+
 def test_contact_sheet_cuts_long_names() -> None:
     guess = Guess("w" * 200, 0, 0.5)
     prediction = Prediction(Path("n" * 200), [guess] * 3, np.zeros((8, 8, 3), np.uint8))

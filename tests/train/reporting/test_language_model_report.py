@@ -11,6 +11,7 @@ from PIL import Image
 
 from train.options.language_model import LANGUAGE_MODEL
 from train.reporting import plots, report
+from train.reporting.language_model import Facts
 from train.reporting.metrics import EpochRow, LossPoint, RunRecord, perplexity, shown_perplexity
 
 
@@ -55,6 +56,11 @@ def test_what_it_says(record: RunRecord, tmp_path: Path) -> None:
         assert picture.size[0] > 500
     values = json.loads((tmp_path / "report.json").read_text())["language_model"]
     assert values["words_per_sec"]["mean"] == 1_000 and values["perplexity"][1]["validation"] == pytest.approx(4)
+
+
+@pytest.mark.parametrize("share, shown", [(0.125, "12.5%"), (0.0005, "0.1%"), (0.0001, "less than 0.1%")])
+def test_a_share_that_there_is_is_not_shown_as_none(share: float, shown: str) -> None:
+    assert Facts("float32", 1, 8, 100, 10, share, None).unknown_shown == shown
 
 
 def test_perplexity_without_end(record: RunRecord, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from train.errors import TrainError
 from train.reporting.gpu_monitor import GpuReadings
 from train.reporting.metrics import METRICS_FILE, UNITS, RunRecord, speed
 from train.reporting.recorder import Recorder
+from train.reporting.summary import summarize
 
 IMAGES_PER_STEP = 24
 
@@ -161,6 +162,33 @@ def test_several_batches_of_one_step_add_their_waits(tmp_path: Path) -> None:
         recorder.end_step(0.1)
     assert recorder.record.loader_wait_ms == [750.0]
     assert recorder.record.compute_ms == [2000.0]
+
+
+def test_a_step_of_fewer_images_counts_those_that_it_has(tmp_path: Path) -> None:
+    """The last one of an epoch whose batches --accumulate does not divide: all steps here have 24 images/sec."""
+    run = Run(tmp_path, num_epochs=2, warmup_steps=0)
+    with run.recorder as recorder:
+        for epoch in range(2):
+            recorder.begin_epoch(epoch, 3)
+            for seconds, images in ((1.0, None), (1.0, None), (0.5, 12)):
+                run.clock.seconds += seconds
+                recorder.end_step(0.1, images)
+                if recorder.log_due:
+                    recorder.close_interval()
+                    recorder.log(Metrics(1.0, 1, 1, 1))
+            recorder.end_epoch()
+    record = RunRecord.read_jsonl(tmp_path / METRICS_FILE)
+    assert record == recorder.record == RunRecord.from_dict(json.loads(json.dumps(record.to_dict())))
+    assert record.images.tolist() == [24, 24, 12] * 2
+    found = summarize(record)
+    assert record.speed() == found.total == (24.0, 0.0, 0.0)
+    assert found.total_median == found.compute_images_per_sec == found.whole_run_images_per_sec == 24.0
+    assert [row.images_per_sec for row in record.epochs] == [24.0, 24.0]
+    assert run.output.getvalue().count("images/sec: 24.0 +/- 0.0") == 2
+    assert [line["images_per_sec"] for line in lines(tmp_path) if line["event"] == "steps"] == [24.0] * 3
+
+    again = Run(tmp_path, num_epochs=2, first_step=4, first_epoch=1)
+    assert again.recorder.record.images.tolist() == [24, 24, 12, 24], "the rest is done again"
 
 
 def test_bad_images_of_the_loader_are_named_once(tmp_path: Path) -> None:
@@ -447,6 +475,18 @@ def test_resume_drops_what_is_done_again(tmp_path: Path) -> None:
     assert [point.step for point in record.loss_curve] == [1, 4, 6, 9, 12]
     assert [event["event"] for event in record.events] == ["resume", "end"]
     assert RunRecord.read_jsonl(tmp_path / METRICS_FILE) == record
+
+
+def test_each_session_counts_its_own_images(tmp_path: Path) -> None:
+    """It may have another --batch-size or --accumulate, or fewer processes: all steps here have 24 images/sec."""
+    for first, images in ((0, 24), (4, 48), (6, 12)):  # the second does 4 steps, and has a checkpoint of 2 of them
+        run = Run(tmp_path, first_step=first, images_per_step=images, warmup_steps=0)
+        with run.recorder as recorder:
+            run.epoch(0, [0.0] * 4, [images / 24] * 4, first_step=first)
+    record = RunRecord.read_jsonl(tmp_path / METRICS_FILE)
+    assert record == recorder.record == RunRecord.from_dict(json.loads(json.dumps(record.to_dict())))
+    assert record.images.tolist() == [24] * 4 + [48] * 2 + [12] * 4
+    assert record.speed() == summarize(record).total == (24.0, 0.0, 0.0)
 
 
 def test_resume_from_an_older_checkpoint_drops_the_epochs_after_it(tmp_path: Path) -> None:

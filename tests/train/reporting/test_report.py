@@ -215,6 +215,15 @@ def test_long_runs_are_drawn_with_few_points() -> None:
     assert len(plots.throughput(record, plots.LIGHT)) > 1000
 
 
+@pytest.mark.parametrize("sessions, words", [
+    ([], f" {IMAGES_PER_STEP} images per step"), ([32, 32], " 32 images per step"),
+    ([32, 224], " 32, then 224 images per step"),
+])
+def test_images_per_step_of_all_sessions(sessions: list[int], words: str, record: RunRecord, tmp_path: Path) -> None:
+    record.session_images = sessions
+    assert words in report.write_report(tmp_path, record).read_text()
+
+
 def test_skipped_images_stand_at_its_head(record: RunRecord, tmp_path: Path) -> None:
     """Each once, though a resumed run may name one again."""
     text = report.write_report(tmp_path, record).read_text()
