@@ -53,6 +53,28 @@ def _convolution(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Sh
     return [data, weight, *[(node["num_filter"],)] * 2, *[output] * (len(shapes) - 4)], [output]
 
 
+def _convolution_sum(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
+    data, data_2 = known(node, shapes), known(node, shapes, 4)
+    weight, output = convolution_shapes(node, data)
+    data_2 = (*output[:3], data_2[-1])
+    weight_2, _ = convolution_shapes(_last_of_sum(node), data_2)
+    factors = [(node["num_filter"],)] * 2
+    return [data, weight, *factors, data_2, weight_2, *factors], [output]
+
+
+def _last_of_sum(node: NodeView) -> NodeView:
+    """The convolution of `data_2`, to which the other one is added, as a node of its own."""
+    last: NodeView = node.derive("QuantisedConvolution", node.name, (), stride=(1, 1), no_addend=False)
+    return last
+
+
+def _shortcut_of_sum(node: NodeView) -> NodeView:
+    """The convolution of `data`, as a node of its own."""
+    shortcut: NodeView = node.derive("QuantisedConvolution", node.name, (), scale=node["addend_scale"], relu=False,
+                                     dtype="int8")
+    return shortcut
+
+
 def _stem_pool(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
     inputs, (output,) = _convolution(node, shapes)
     return inputs, [stem_pooled_shape(output)]
@@ -186,6 +208,12 @@ def _quantised_convolution(node: NodeView, x: Array, weight: Array, multiplier: 
     return [requantised(node, accumulator, along_axis(multiplier, axis, 4), addend)]
 
 
+def _quantised_convolution_sum(node: NodeView, x: Array, weight: Array, multiplier: Array, bias: Array, x_2: Array,
+                               weight_2: Array, multiplier_2: Array, bias_2: Array) -> list[Array]:
+    (addend,) = _quantised_convolution(_shortcut_of_sum(node), x, weight, multiplier, bias)
+    return _quantised_convolution(_last_of_sum(node), x_2, weight_2, multiplier_2, bias_2, addend)
+
+
 def _quantised_stem_pool(node: NodeView, x: Array, weight: Array, multiplier: Array, bias: Array) -> list[Array]:
     (y,) = _quantised_convolution(node, x, weight, multiplier, bias)
     return [stem_pooled(y, -LARGEST)]
@@ -239,6 +267,14 @@ OPERATORS = (
              CONVOLUTION | _DTYPE | {"scale": SCALE, "addend_scale": _UNIT, "no_addend": TRUE,
                                      "relu": Attribute(boolean, False), "way": Attribute(str, "")},
              optional={"addend": "no_addend"}, forward="Convolution", fused=True),
+    # A convolution of `data_2` with stride 1, and the one that it adds, whose scale is `addend_scale`
+    # (passes/quantised_sum.py).
+    Operator("QuantisedConvolutionSum",
+             ("data", "weight", "multiplier", "bias", "data_2", "weight_2", "multiplier_2", "bias_2"), _convolution_sum,
+             _quantised_convolution_sum,
+             CONVOLUTION | _DTYPE | {"scale": SCALE, "addend_scale": SCALE, "relu": Attribute(boolean, False),
+                                     "way": Attribute(str, "")},
+             forward="Convolution", fused=True),
     # With max pooling over 3x3 at stride 2 and padding 1, in NHWC (passes/quantised_stem_pool.py).
     Operator("QuantisedStemPool", ("data", "weight", "multiplier", "bias"), _stem_pool, _quantised_stem_pool,
              CONVOLUTION | _DTYPE | {"scale": SCALE, "relu": Attribute(boolean, False)}, forward="Convolution",

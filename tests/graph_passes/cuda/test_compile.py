@@ -18,10 +18,10 @@ from graph_passes.executors.cuda.lowering.quantised import (
     STEM_TEAMS,
     STEM_WIDTH,
     STREAM_COLUMNS,
-    STREAM_CONTROL_BYTES,
     STREAM_STAGES,
     Geometry,
     PooledSizes,
+    Stream,
     stages_of,
 )
 from graph_passes.executors.cuda.lowering.stem import StemPool, StemRows, StemWeights
@@ -100,7 +100,7 @@ def expressions(kernel: str, c_type: str) -> list[str]:
         return ["quantised_max_pool<4, 3>", "quantised_max_pool<1, 0>"]
     if kernel == "quantised_conv_stream":  # writes int8 alone
         return [f"quantised_conv_stream<{columns}, {flags}>" for columns in STREAMS.values()
-                for flags in ("true, true", "false, true", "false, false")]
+                for flags in ("true, true, false", "false, true, false", "false, false, false", "false, true, true")]
     if kernel == "quantised_stem_pool":  # likewise
         return ["quantised_stem_pool<true>", "quantised_stem_pool<false>"]
     if c_type == "float" and f"{kernel}.cu" in WARPGROUPS:
@@ -243,8 +243,10 @@ def test_structs_of_int8_are_laid_out_alike() -> None:
         f"sizeof(Stage<Tile<{groups}, {columns}>>) == {(64 * groups + columns) * CHUNK});\n"
         for groups, columns in TILES.values())
     options = ProgramOptions(arch="sm_90a", std="c++17", include_path=[str(SOURCES)])
-    stream = (f"static_assert(sizeof(Control) == {STREAM_CONTROL_BYTES} && MAX_STAGES == {STREAM_STAGES} && "
-              f"MAX_COLUMNS == {STREAM_COLUMNS});\n")
+    stream = f"static_assert(MAX_STAGES == {STREAM_STAGES} && MAX_COLUMNS == {STREAM_COLUMNS});\n" + "".join(
+        f"static_assert(sizeof(Control<{columns}, {1 + (channels_2 > 0)}>) == "
+        f"{Stream(64, columns, False, channels_2).control_bytes});\n"
+        for columns in STREAMS.values() for channels_2 in (0, 64))
     Program('#include "quantised_conv.cu"\n' + asserts, "c++", options).compile("cubin")
     Program('#include "quantised_conv_stream.cu"\n' + stream, "c++", options).compile("cubin")
     stem = (f"static_assert(sizeof(Shared) == {STEM_SHARED_BYTES} && TEAMS == {STEM_TEAMS} && WIDTH == {STEM_WIDTH} && "

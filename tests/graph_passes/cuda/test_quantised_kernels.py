@@ -26,7 +26,6 @@ from graph_passes.executors.cuda.quantised import QuantisedNetwork
 from graph_passes.executors.cuda.quantised_executor import QuantisedCudaExecutor
 from graph_passes.passes import Ways, tensor_dtypes
 from graph_passes.passes.quantise import Kept
-from graph_passes.passes.quantised_stem_pool import WAY
 from graph_passes.passes.quantised_way import DIRECT, SQUARES, STREAMS, TILES
 
 pytestmark = pytest.mark.gpu
@@ -117,7 +116,7 @@ def test_convolution(device: Device, shape: tuple[int, ...], window: dict[str, A
     if way in TILES and shape[3] % CHUNK and shape[3] not in TILE_CHANNELS:
         pytest.skip("for channels that fill tiles")
     if way in STREAMS and (window["kernel"] != (1, 1) or ("stride" in window and shape[1] % 2) or
-                           Stream(shape[3], columns, True).stages < 1):
+                           Stream(shape[3], columns, True).stages < 2):
         pytest.skip("not for this window, or so many weights")
     if way == SQUARES and shape[3] != 16 and (
             window != {"kernel": (3, 3), "pad": (1, 1)} or filters <= SQUARES_COLUMNS.get(shape[3], 2 * filters) // 2):
@@ -135,6 +134,49 @@ def test_blocks_that_walk(device: Device, way: str, channels: int, filters: int,
         pytest.skip("for Hopper")
     monkeypatch.setattr(device.gpu, "num_multiprocessors", 2)
     check_epilogues(device, (1, 46, 83, channels), {"kernel": (1, 1), "stride": (stride, stride)}, way, filters, rng)
+
+
+def check_sums(device: Device, x_shape: tuple[int, ...], channels_2: int, way: str, filters: int, stride: int,
+               rng: np.random.Generator, multipliers: Sequence[float] = ()) -> None:
+    """A projection shortcut together with the convolution that it is added to, with ReLU and without."""
+    images, height, width, _ = x_shape
+    operands = []
+    for shape in (x_shape, (images, -(-height // stride), -(-width // stride), channels_2)):
+        spread = 127**2 / 3 * np.sqrt(shape[3])  # of the sums
+        multiplier = (rng.choice(multipliers, filters) if multipliers else
+                      rng.uniform(0.5, 1.5, filters) * 60 / spread).astype(np.float32)
+        operands += [int8(rng, *shape), int8(rng, filters, 1, 1, shape[3]), multiplier,
+                     rng.integers(-int(spread), int(spread), filters, np.int32)]
+    for relu in (False, True):
+        check(device, "QuantisedConvolutionSum", operands, kernel=(1, 1), stride=(stride, stride), num_filter=filters,
+              layout="NHWC", way=way, scale=0.062 if multipliers else 0.047, addend_scale=0.031, relu=relu,
+              dtype="int8")
+
+
+@pytest.mark.parametrize("num_multiprocessors", [1, 132])
+@pytest.mark.parametrize("way", STREAMS)
+@pytest.mark.parametrize("channels, channels_2, filters, stride", [
+    (64, 64, 256, 1), (256, 128, 512, 2), (512, 256, 272, 2), (16, 144, 144, 1), (192, 64, 400, 2), (128, 320, 256, 1)])
+def test_sums(device: Device, way: str, channels: int, channels_2: int, filters: int, stride: int,
+              num_multiprocessors: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that fill no tile; many tiles for each block, and few."""
+    if device.gpu.capability != HOPPER:
+        pytest.skip("for Hopper")
+    columns = STREAMS[way]
+    if filters <= columns // 2 or Stream(channels, columns, False, channels_2).stages < 2:
+        pytest.skip("has less filters than that way is for, or too many weights")
+    monkeypatch.setattr(device.gpu, "num_multiprocessors", num_multiprocessors)
+    check_sums(device, (1, 46, 83, channels), channels_2, way, filters, stride, rng)
+    check_sums(device, (3, 10, 7, channels), channels_2, way, filters, stride, rng)
+
+
+@pytest.mark.parametrize("way", STREAMS)
+def test_ties_and_saturation_of_sums(device: Device, way: str, rng: np.random.Generator) -> None:
+    """Of the shortcut, too, which is rounded and saturated before it is added."""
+    if device.gpu.capability != HOPPER:
+        pytest.skip("for Hopper")
+    check_sums(device, (2, 20, 21, 16), 32, way, 256, 1, rng,
+               (0.5, 2.0**-9, 2.0**-10, 2.0**-11, 2.0**-12, 2.0**-14, 1e3, 1e30, 1e-30, 1e-40))
 
 
 @pytest.mark.parametrize("way", [*TILES, *STREAMS])
@@ -224,19 +266,26 @@ def test_classifier(device: Device, rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(found, expected.astype(np.float16))
 
 
-@pytest.mark.parametrize("pooled", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("name, size, kept", [
     ("resnet18", 64, Kept()), ("resnet50", 65, Kept()), ("resnet50", 64, Kept(classifier=False)),
     ("resnet18", 64, Kept(first=True)), ("resnext50_32x4d", 33, Kept()), ("resnet50d", 64, Kept()),
     ("resnet18_v2", 64, Kept())])
-def test_whole_networks(name: str, size: int, kept: Kept, pooled: bool, rng: np.random.Generator, cache: Path,
+def test_whole_networks(name: str, size: int, kept: Kept, fused: bool, rng: np.random.Generator, cache: Path,
                         monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensor by tensor: each integer, also of the first convolution without its max pooling. Where that convolution is
-    in floats, its float16 makes another integer of some; what is behind is then compared with the answer alone."""
+    """Tensor by tensor: each integer, with several convolutions, or one and its pooling, in a launch wherever that can
+    be, and nowhere. Where the first convolution is in floats, its float16 makes another integer of some; what is behind
+    is then compared with the answer alone."""
     choose = Choices.__call__
 
     def chosen(self: Choices, graph: Graph, node: Node, ways: Ways) -> str:
-        return choose(self, graph, node, {name: ways[name] for name in ways if pooled or name != WAY})
+        if "separate" in ways:
+            try:
+                preferred = {way: nodes for way, nodes in ways.items() if (way == "separate") != fused}
+                return choose(self, graph, node, preferred)
+            except GraphError:
+                pass
+        return choose(self, graph, node, ways)
 
     monkeypatch.setattr(Choices, "__call__", chosen)
     case = quantised(name, 3, size, rng, kept)

@@ -19,12 +19,14 @@ from graph_passes.executors import reference
 from graph_passes.executors.cuda import network, toolchain
 from graph_passes.executors.cuda.choices import Choices
 from graph_passes.executors.cuda.executor import CudaExecutor
+from graph_passes.executors.cuda.lowering.quantised import MULTIPROCESSOR_SHARED_BYTES, RESERVED_BYTES, Stream
 from graph_passes.executors.cuda.quantised import QuantisedNetwork
 from graph_passes.executors.cuda.quantised_executor import QuantisedCudaExecutor
 from graph_passes.operators import window
 from graph_passes.passes.quantise import Kept
 from graph_passes.passes.quantise_squares import quantise_squares, quantise_squares_params
 from graph_passes.passes.quantised_stem_pool import WAY, quantised_stem_pool
+from graph_passes.passes.quantised_sum import quantised_sum
 from graph_passes.passes.quantised_way import DIRECT, SQUARES, STREAMS, TILES, quantised_way
 
 
@@ -74,6 +76,31 @@ def test_the_stem_with_its_pooling(tmp_path: Path, rng: np.random.Generator, mon
     monkeypatch.setattr(FakeGpu, "capability", (8, 0))
     found = launches("resnet18", Kept(), tmp_path, rng, deterministic=True)
     assert found["quantised_max_pool"] == 1
+
+
+def test_sums_of_convolutions(tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the weights of both fit into a block, and in runs that are to be repeatable not by itself."""
+    before = launches("resnet50", Kept(), tmp_path, rng, deterministic=True)
+    choose = Choices.__call__
+
+    def sum_first(self: Choices, graph: Graph, node: Any, ways: passes.Ways) -> str:
+        return choose(self, graph, node, dict(sorted(ways.items(), key=lambda way: way[0] not in STREAMS)))
+
+    monkeypatch.setattr(Choices, "__call__", sum_first)
+    streams = launches("resnet50", Kept(), tmp_path, rng, deterministic=True)
+    assert sum(before.values()) - sum(streams.values()) == 3, "and not in stage 4"
+    monkeypatch.setattr(FakeGpu, "capability", (8, 0))
+    assert sum(launches("resnet50", Kept(), tmp_path, rng, deterministic=True).values()) == sum(before.values())
+
+
+@pytest.mark.parametrize("channels, channels_2, columns, blocks, stages", [
+    (64, 64, 128, 2, 3), (256, 128, 128, 2, 2), (512, 256, 128, 1, 6), (64, 64, 256, 1, 7), (256, 128, 256, 1, 5)])
+def test_what_a_sum_keeps_in_shared_memory(channels: int, channels_2: int, columns: int, blocks: int,
+                                           stages: int) -> None:
+    stream = Stream(channels, columns, False, channels_2)
+    assert (stream.blocks, stream.stages) == (blocks, stages)
+    assert blocks * (stream.shared_bytes + RESERVED_BYTES) <= MULTIPROCESSOR_SHARED_BYTES
+    assert stream.shared_bytes <= FakeGpu.max_shared_bytes
 
 
 def test_launches_of_what_stays_in_floats(tmp_path: Path, rng: np.random.Generator) -> None:
@@ -134,6 +161,21 @@ def test_pooling_in_the_stem_changes_no_integer(name: str, size: int, rng: np.ra
     found = reference.forward(pooled, {Ref(each): values[each] for each in pooled.variables}, training=False)
     for ref, want in case.expected().items():
         if not graph[ref.node].is_variable and graph[ref.node].op != "Quantise" and ref in found:
+            np.testing.assert_array_equal(found[ref], want)
+
+
+@pytest.mark.parametrize("name, strides", [("resnet50", [1, 2, 2, 2]), ("resnet50d", [1] * 4), ("resnet18", [])])
+def test_sums_of_convolutions_change_no_integer(name: str, strides: list[int], rng: np.random.Generator) -> None:
+    case = quantised(name, 2, 33, rng)
+    graph = pipeline.run(pipeline.quantised_passes("float32", case.scales, case.kept), case.network)
+    summed = quantised_sum(graph, lambda *_: next(iter(STREAMS)))
+    assert [node["stride"] for node in summed if node.op == "QuantisedConvolutionSum"] == [(s, s) for s in strides]
+    assert Graph.from_json(summed.to_json()) == summed and quantised_sum(graph, passes.first_way) == graph
+    assert {*summed.variables} == {*graph.variables}
+    values = case.params | {"data": case.images, "softmax_label": np.zeros(2)}
+    found = reference.forward(summed, {Ref(each): values[each] for each in summed.variables}, training=False)
+    for ref, want in case.expected().items():
+        if ref in found:
             np.testing.assert_array_equal(found[ref], want)
 
 

@@ -41,7 +41,9 @@ template <bool RELU> struct Bytes {
 
     // The addend of the byte `k` of `word`, of which each is 128 more than the addend, in UNIT.
     __device__ static float addend_of(uint32 word, int k) {
-        const float held = __uint_as_float(__byte_perm(word, __float_as_uint(HOLDER), 0x7650 + k));
+        // A constant would be moved to a register for each byte: that 0 is added to it is not seen by the compiler.
+        const uint32 holder = __float_as_uint(HOLDER) + (threadIdx.x >> 20);
+        const float held = __uint_as_float(__byte_perm(word, holder, 0x7650 + k));
         return __fadd_rn(held, -(HOLDER + 128 / UNIT));
     }
 
