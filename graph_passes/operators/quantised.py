@@ -75,6 +75,25 @@ def _shortcut_of_sum(node: NodeView) -> NodeView:
     return shortcut
 
 
+def _pair(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
+    inputs, (output,) = _convolution(_first_of_pair(node), shapes[:5])
+    inputs_2, outputs_2 = _convolution(_second_of_pair(node), [output, *shapes[5:]])
+    return [*inputs, *inputs_2[1:]], [output, *outputs_2]
+
+
+def _first_of_pair(node: NodeView) -> NodeView:
+    """The first convolution of a pair, as a node of its own."""
+    first: NodeView = node.derive("QuantisedConvolution", node.name, (), relu=True, no_addend=False)
+    return first
+
+
+def _second_of_pair(node: NodeView) -> NodeView:
+    """The second, which reads what the first gives."""
+    second: NodeView = node.derive("QuantisedConvolution", node.name, (), relu=True, num_filter=node["num_filter_2"],
+                                   scale=node["scale_2"])
+    return second
+
+
 def _stem_pool(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
     inputs, (output,) = _convolution(node, shapes)
     return inputs, [stem_pooled_shape(output)]
@@ -214,6 +233,12 @@ def _quantised_convolution_sum(node: NodeView, x: Array, weight: Array, multipli
     return _quantised_convolution(_last_of_sum(node), x_2, weight_2, multiplier_2, bias_2, addend)
 
 
+def _quantised_pair(node: NodeView, x: Array, weight: Array, multiplier: Array, bias: Array, addend: Array,
+                    weight_2: Array, multiplier_2: Array, bias_2: Array) -> list[Array]:
+    (y,) = _quantised_convolution(_first_of_pair(node), x, weight, multiplier, bias, addend)
+    return [y, *_quantised_convolution(_second_of_pair(node), y, weight_2, multiplier_2, bias_2)]
+
+
 def _quantised_stem_pool(node: NodeView, x: Array, weight: Array, multiplier: Array, bias: Array) -> list[Array]:
     (y,) = _quantised_convolution(node, x, weight, multiplier, bias)
     return [stem_pooled(y, -LARGEST)]
@@ -275,6 +300,13 @@ OPERATORS = (
              CONVOLUTION | _DTYPE | {"scale": SCALE, "addend_scale": SCALE, "relu": Attribute(boolean, False),
                                      "way": Attribute(str, "")},
              forward="Convolution", fused=True),
+    # A convolution with addend and ReLU, and the one with ReLU that reads its output (passes/quantised_pair.py).
+    Operator("QuantisedConvolutionPair",
+             ("data", "weight", "multiplier", "bias", "addend", "weight_2", "multiplier_2", "bias_2"), _pair,
+             _quantised_pair,
+             CONVOLUTION | _DTYPE | {"scale": SCALE, "addend_scale": SCALE, "num_filter_2": Attribute(int),
+                                     "scale_2": SCALE},
+             ("output", "output_2"), forward="Convolution", fused=True),
     # With max pooling over 3x3 at stride 2 and padding 1, in NHWC (passes/quantised_stem_pool.py).
     Operator("QuantisedStemPool", ("data", "weight", "multiplier", "bias"), _stem_pool, _quantised_stem_pool,
              CONVOLUTION | _DTYPE | {"scale": SCALE, "relu": Attribute(boolean, False)}, forward="Convolution",

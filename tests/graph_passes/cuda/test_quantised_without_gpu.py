@@ -20,11 +20,13 @@ from graph_passes.executors.cuda import network, toolchain
 from graph_passes.executors.cuda.choices import Choices
 from graph_passes.executors.cuda.executor import CudaExecutor
 from graph_passes.executors.cuda.lowering.quantised import MULTIPROCESSOR_SHARED_BYTES, RESERVED_BYTES, Stream
+from graph_passes.executors.cuda.lowering.quantised_pair import QuantisedPair
 from graph_passes.executors.cuda.quantised import QuantisedNetwork
 from graph_passes.executors.cuda.quantised_executor import QuantisedCudaExecutor
 from graph_passes.operators import window
 from graph_passes.passes.quantise import Kept
 from graph_passes.passes.quantise_squares import quantise_squares, quantise_squares_params
+from graph_passes.passes.quantised_pair import PAIR, quantised_pair
 from graph_passes.passes.quantised_stem_pool import WAY, quantised_stem_pool
 from graph_passes.passes.quantised_sum import quantised_sum
 from graph_passes.passes.quantised_way import DIRECT, SQUARES, STREAMS, TILES, quantised_way
@@ -103,6 +105,26 @@ def test_what_a_sum_keeps_in_shared_memory(channels: int, channels_2: int, colum
     assert stream.shared_bytes <= FakeGpu.max_shared_bytes
 
 
+@pytest.mark.parametrize("channels, filters_2, stages", [(64, 64, 6), (64, 128, 5), (320, 64, 2)])
+def test_what_a_pair_keeps_in_shared_memory(channels: int, filters_2: int, stages: int) -> None:
+    pair = QuantisedPair(channels, filters_2)
+    assert pair.stages == stages and pair.shared_bytes <= FakeGpu.max_shared_bytes
+
+
+def test_pairs_of_convolutions(tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In stage 1 alone, where both have few channels; in runs that are to be repeatable not by themselves."""
+    assert launches("resnet50", Kept(), tmp_path, rng, deterministic=True)["quantised_pair"] == 0
+    choose = Choices.__call__
+
+    def pair_first(self: Choices, graph: Graph, node: Any, ways: passes.Ways) -> str:
+        return choose(self, graph, node, dict(sorted(ways.items(), key=lambda way: way[0] != PAIR)))
+
+    monkeypatch.setattr(Choices, "__call__", pair_first)
+    assert launches("resnet50", Kept(), tmp_path, rng, deterministic=True)["quantised_pair"] == 3
+    monkeypatch.setattr(FakeGpu, "capability", (8, 0))
+    assert launches("resnet50", Kept(), tmp_path, rng, deterministic=True)["quantised_pair"] == 0
+
+
 def test_launches_of_what_stays_in_floats(tmp_path: Path, rng: np.random.Generator) -> None:
     found = launches("resnet18", Kept(first=True, classifier=False), tmp_path, rng)
     assert found["fprop_bias_relu"] + found["bias_add_relu"] == 1 and found["quantised_conv"] == 16
@@ -174,6 +196,29 @@ def test_sums_of_convolutions_change_no_integer(name: str, strides: list[int], r
     assert {*summed.variables} == {*graph.variables}
     values = case.params | {"data": case.images, "softmax_label": np.zeros(2)}
     found = reference.forward(summed, {Ref(each): values[each] for each in summed.variables}, training=False)
+    for ref, want in case.expected().items():
+        if ref in found:
+            np.testing.assert_array_equal(found[ref], want)
+
+
+@pytest.mark.parametrize("summed", [False, True])
+@pytest.mark.parametrize("name, pairs", [("resnet50", 15), ("resnet50d", 15), ("resnet18", 0)])
+def test_pairs_of_convolutions_change_no_integer(name: str, pairs: int, summed: bool, rng: np.random.Generator) -> None:
+    """After `quantised_sum` those at the end of a block with a projection shortcut are left."""
+    case = quantised(name, 2, 33, rng)
+    graph = pipeline.run(pipeline.quantised_passes("float32", case.scales, case.kept), case.network)
+    if summed:
+        graph = quantised_sum(graph, lambda *_: next(iter(STREAMS)))
+    paired = quantised_pair(graph, passes.fused_way)
+    made = [node for node in paired if node.op == "QuantisedConvolutionPair"]
+    assert len(made) == (max(0, pairs - 4) if summed else pairs)
+    assert Graph.from_json(paired.to_json()) == paired and quantised_pair(graph, passes.first_way) == graph
+    dtypes, shapes = passes.tensor_dtypes(paired), paired.infer_shapes(case.shapes)
+    values = case.params | {"data": case.images, "softmax_label": np.zeros(2)}
+    found = reference.forward(paired, {Ref(each): values[each] for each in paired.variables}, training=False)
+    for node in made:
+        for ref in node.refs():
+            assert (dtypes[ref], shapes[ref]) == ("int8", found[ref].shape) == (found[ref].dtype, found[ref].shape)
     for ref, want in case.expected().items():
         if ref in found:
             np.testing.assert_array_equal(found[ref], want)
