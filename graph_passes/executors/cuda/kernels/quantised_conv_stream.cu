@@ -35,8 +35,8 @@ quantised_conv_stream(const __grid_constant__ TensorMap x, const __grid_constant
     keep_weights<COLUMNS>(weights, weight, chunks, channels, first_column, filters);
     if (TWO) keep_weights<COLUMNS>(weights_2, weight_2, chunks_2, channels_2, first_column, filters);
     close_copies();
-    keep_factors<RELU && !TWO>(factors, multiplier, bias, first_column, filters);
-    if (TWO) keep_factors<RELU>(factors_2, multiplier_2, bias_2, first_column, filters);
+    keep_factors(factors, multiplier, bias, TWO ? ToShifted::UNIT : Bytes<RELU>::UNIT, first_column, filters);
+    if (TWO) keep_factors(factors_2, multiplier_2, bias_2, Bytes<RELU>::UNIT, first_column, filters);
     if (threadIdx.x == 0) init_barriers(control.full, control.empty, control.addend, stages, ADD ? results : 0);
     wait_for_copies<0>();
     show_to_products();  // the weights
@@ -64,7 +64,7 @@ quantised_conv_stream(const __grid_constant__ TensorMap x, const __grid_constant
         multiply_tile(products, factors, weights, chunks, channels, own, turn, lane);
         if constexpr (TWO) {
 #pragma unroll
-            for (int p = 0; p < PARTS; ++p) requantise<false, false>(products, p, factors, words[p], 0, lane);
+            for (int p = 0; p < PARTS; ++p) requantise(products, p, factors, words[p], lane, ToShifted{});
             multiply_tile(products, factors_2, weights_2, chunks_2, channels_2, own, turn, lane);
         }
 
@@ -78,7 +78,7 @@ quantised_conv_stream(const __grid_constant__ TensorMap x, const __grid_constant
                 __syncwarp();
             }
             if (ADD) load_words(words[p], part, lane);
-            requantise<ADD || TWO, RELU>(products, p, factors_2, words[p], addend_share, lane);
+            requantise(products, p, factors_2, words[p], lane, ToInt8<ADD || TWO, RELU, TWO>{addend_share});
             store_words(words[p], part, lane);
             show_to_copies();
             __syncwarp();

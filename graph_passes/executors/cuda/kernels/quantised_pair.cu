@@ -61,8 +61,8 @@ quantised_pair(const __grid_constant__ TensorMap x, const __grid_constant__ Tens
     keep_weights<COLUMNS>(weights, weight, chunks, channels, 0, filters);
     close_copies();
     keep_second_weights<SECOND>(weights_2, weight_2, filters, filters_2);
-    keep_factors<true>(factors, multiplier, bias, 0, filters);
-    keep_factors<true>(both.factors, multiplier_2, bias_2, 0, filters_2);
+    keep_factors(factors, multiplier, bias, Bytes<true>::UNIT, 0, filters);
+    keep_factors(both.factors, multiplier_2, bias_2, Bytes<true>::UNIT, 0, filters_2);
     if (threadIdx.x == 0) init_barriers(control.full, control.empty, control.addend, stages, results);
     wait_for_copies<0>();
     show_to_products();  // the weights
@@ -97,7 +97,7 @@ quantised_pair(const __grid_constant__ TensorMap x, const __grid_constant__ Tens
                 uint4 *const part = own_results + result.place * RESULT_VECTORS;
                 wait_for_phase(control.addend[warp][result.place], result.parity);
                 load_words(words[p], part, lane);
-                requantise<true, true>(products, p, factors, words[p], addend_share, lane);
+                requantise(products, p, factors, words[p], lane, ToInt8<true, true>{addend_share});
                 store_words(words[p], part, lane);
                 show_to_copies();
                 __syncwarp();
@@ -121,7 +121,7 @@ quantised_pair(const __grid_constant__ TensorMap x, const __grid_constant__ Tens
             wait_for_integers();
             hold_integers(second);
             __syncwarp();  // the place of z is free: stores of y that came after the last z have been waited for
-            requantise<false, true>(second, 0, both.factors, words[0], 0, lane);
+            requantise(second, 0, both.factors, words[0], lane, ToInt8<false, true>{});
             store_words<SECOND / 64>(words[0], own_z, lane);
             show_to_copies();
             __syncwarp();

@@ -57,16 +57,17 @@ __device__ inline void keep_weights(uint4 *to, const uint4 *weight, int chunks, 
                    weight + (there ? filter * (channels / VECTOR) + at : 0), there);
     }
 }
-template <bool RELU, int COLUMNS>
-__device__ inline void keep_factors(Factors<COLUMNS> &to, const float *multiplier, const int *bias, int first_column,
-                                    int filters) {
+// Multipliers in `unit`, a power of 2.
+template <int COLUMNS>
+__device__ inline void keep_factors(Factors<COLUMNS> &to, const float *multiplier, const int *bias, float unit,
+                                    int first_column, int filters) {
     for (int n = threadIdx.x; n < COLUMNS; n += blockDim.x) {
         const int filter = first_column + streamed_filter<COLUMNS>(n);
         const int thread = n % 8 / 2, k = n % 2;
         int *const sums = reinterpret_cast<int *>(&to.bias[n / 8][thread]);
         sums[k] = sums[2 + k] = filter < filters ? bias[filter] : 0;
         reinterpret_cast<float *>(&to.multiplier[n / 16][thread])[n % 16 / 8 * 2 + k] =
-            filter < filters ? Bytes<RELU>::scale(multiplier[filter]) : 0;
+            filter < filters ? __fmul_rn(multiplier[filter], 1 / unit) : 0;
     }
 }
 
@@ -183,10 +184,10 @@ template <int VECTORS = 2> __device__ inline void store_words(const Words &words
         for (int r = 0; r < 2; ++r) vector_of<VECTORS>(part, v, r, lane) = *reinterpret_cast<const uint4 *>(words[v][r]);
 }
 
-// The products of the part `p`, requantised; with ADD to what `words` have before.
-template <bool ADD, bool RELU, int EIGHTS>
+// The words of the part `p`: `of` makes four bytes of four products, of their multipliers, and of what was there before.
+template <int EIGHTS, class Of>
 __device__ inline void requantise(const int (&products)[EIGHTS][4], int p, const Factors<EIGHTS * 8> &factors, Words &words,
-                                  float addend_share, int lane) {
+                                  int lane, Of of) {
 #pragma unroll
     for (int j = p * 16; j < min(EIGHTS, p * 16 + 16); j += 2) {
         const float4 four = factors.multiplier[j / 2][lane % 4];
@@ -196,7 +197,29 @@ __device__ inline void requantise(const int (&products)[EIGHTS][4], int p, const
             const int sums[4] = {products[j][r * 2], products[j][r * 2 + 1], products[j + 1][r * 2],
                                  products[j + 1][r * 2 + 1]};
             uint32 &word = words[j % 16 / 8][r][j % 8 / 2];
-            word = Bytes<RELU>::template of<ADD>(sums, scale, ADD ? word : 0, addend_share);
+            word = of(sums, scale, word);
         }
     }
 }
+
+template <bool ADD, bool RELU, bool SHIFTED = false> struct ToInt8 {
+    float addend_share;
+    __device__ uint32 operator()(const int (&accumulator)[4], const float (&scale)[4], uint32 addends) const {
+        return Bytes<RELU>::template of<ADD, SHIFTED>(accumulator, scale, addends, addend_share);
+    }
+};
+
+// Integers that are to be added, without ReLU, each as a byte that is LARGEST more. In units of 2^24, where rounding is as at
+// `Bytes`, one instruction saturates to what 23 bits tell apart, and one of Hopper's from there to 0 to 254.
+struct ToShifted {
+    static constexpr float UNIT = 1 << 24, MIDDLE = 0.75;  // from 0.5 to 1 the last bit is 1 / UNIT
+    __device__ uint32 operator()(const int (&accumulator)[4], const float (&scale)[4], uint32) const {
+        uint32 shifted[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            const float v = __saturatef(__fadd_rn(__fmul_rn(__int2float_rn(accumulator[k]), scale[k]), MIDDLE));
+            shifted[k] = __viaddmin_s32_relu(__float_as_int(v), LARGEST - __float_as_int(MIDDLE), 2 * LARGEST);
+        }
+        return lowest_bytes(shifted);
+    }
+};
