@@ -100,7 +100,7 @@ def expressions(kernel: str, c_type: str) -> list[str]:
     if kernel == "quantised_max_pool":  # the same for all types
         return ["quantised_max_pool<4, 3>", "quantised_max_pool<1, 0>"]
     if kernel == "quantised_conv_stream":  # writes int8 alone
-        return [f"quantised_conv_stream<{columns}, {flags}>" for columns in STREAMS.values()
+        return [f"quantised_conv_stream<{teams}, {columns}, {flags}>" for teams, columns in STREAMS.values()
                 for flags in ("true, true, false", "false, true, false", "false, false, false", "false, true, true")]
     if kernel == "quantised_pair":  # likewise
         return [f"quantised_pair<{columns}>" for columns in SECOND]
@@ -248,9 +248,9 @@ def test_structs_of_int8_are_laid_out_alike() -> None:
         for groups, columns in TILES.values())
     options = ProgramOptions(arch="sm_90a", std="c++17", include_path=[str(SOURCES)])
     stream = f"static_assert(MAX_STAGES == {STREAM_STAGES} && MAX_COLUMNS == {STREAM_COLUMNS});\n" + "".join(
-        f"static_assert(sizeof(Control<{columns}, {1 + (channels_2 > 0)}>) == "
-        f"{Stream(64, columns, False, channels_2).control_bytes});\n"
-        for columns in STREAMS.values() for channels_2 in (0, 64))
+        f"static_assert(sizeof(Control<{teams}, {columns}, {1 + (channels_2 > 0)}>) == "
+        f"{Stream(64, teams, columns, False, channels_2).control_bytes});\n"
+        for teams, columns in STREAMS.values() for channels_2 in (0, 64))
     Program('#include "quantised_conv.cu"\n' + asserts, "c++", options).compile("cubin")
     Program('#include "quantised_conv_stream.cu"\n' + stream, "c++", options).compile("cubin")
     pair = "".join(f"static_assert(sizeof(PairControl<{columns}>) == {QuantisedPair(64, columns).control_bytes});\n"

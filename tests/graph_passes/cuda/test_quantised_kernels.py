@@ -116,13 +116,13 @@ def test_convolution(device: Device, shape: tuple[int, ...], window: dict[str, A
     if (device.gpu.capability < (8, 0) and way != DIRECT) or (
             device.gpu.capability != HOPPER and way in (SQUARES, *STREAMS)):
         pytest.skip("for tensor cores that this GPU has not")
-    columns = STREAMS.get(way) or TILES.get(way, (0, 0))[1]
+    columns = (STREAMS | TILES).get(way, (0, 0))[1]
     if columns and filters <= columns // 2:
         pytest.skip("has less filters than that tile is for")
     if way in TILES and shape[3] % CHUNK and shape[3] not in TILE_CHANNELS:
         pytest.skip("for channels that fill tiles")
     if way in STREAMS and (window["kernel"] != (1, 1) or ("stride" in window and shape[1] % 2) or
-                           Stream(shape[3], columns, True).stages < 2):
+                           Stream(shape[3], *STREAMS[way], True).stages < 2):
         pytest.skip("not for this window, or so many weights")
     if way == SQUARES and shape[3] != 16 and (
             window != {"kernel": (3, 3), "pad": (1, 1)} or filters <= SQUARES_COLUMNS.get(shape[3], 2 * filters) // 2):
@@ -165,8 +165,8 @@ def test_sums(device: Device, way: str, channels: int, channels_2: int, filters:
     """Rows that fill no tile; many tiles for each block, and few."""
     if device.gpu.capability != HOPPER:
         pytest.skip("for Hopper")
-    columns = STREAMS[way]
-    if filters <= columns // 2 or Stream(channels, columns, False, channels_2).stages < 2:
+    teams, columns = STREAMS[way]
+    if filters <= columns // 2 or Stream(channels, teams, columns, False, channels_2).stages < 2:
         pytest.skip("has less filters than that way is for, or too many weights")
     monkeypatch.setattr(device.gpu, "num_multiprocessors", num_multiprocessors)
     check_sums(device, (1, 46, 83, channels), channels_2, way, filters, stride, rng)

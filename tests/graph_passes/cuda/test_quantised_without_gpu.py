@@ -95,12 +95,16 @@ def test_sums_of_convolutions(tmp_path: Path, rng: np.random.Generator, monkeypa
     assert sum(launches("resnet50", Kept(), tmp_path, rng, deterministic=True).values()) == sum(before.values())
 
 
-@pytest.mark.parametrize("channels, channels_2, columns, blocks, stages", [
-    (64, 64, 128, 2, 3), (256, 128, 128, 2, 2), (512, 256, 128, 1, 6), (64, 64, 256, 1, 7), (256, 128, 256, 1, 5)])
-def test_what_a_sum_keeps_in_shared_memory(channels: int, channels_2: int, columns: int, blocks: int,
-                                           stages: int) -> None:
-    stream = Stream(channels, columns, False, channels_2)
-    assert (stream.blocks, stream.stages) == (blocks, stages)
+@pytest.mark.parametrize("channels, channels_2, adds, way, blocks, results, stages", [
+    (64, 64, False, "stream 2x128", 2, 1, 3), (256, 128, False, "stream 2x128", 2, 1, 2),
+    (512, 256, False, "stream 2x128", 1, 1, 6), (64, 64, False, "stream 2x256", 1, 2, 7),
+    (512, 256, False, "stream 4x128", 1, 1, 2), (1024, 512, False, "stream 4x128", 1, 1, -1),
+    (256, 0, True, "stream 2x128", 2, 2, 2), (256, 0, True, "stream 4x128", 1, 3, 3),
+    (1024, 0, False, "stream 4x128", 1, 1, 2), (512, 0, True, "stream 4x128", 1, 3, 2)])
+def test_what_a_stream_keeps_in_shared_memory(channels: int, channels_2: int, adds: bool, way: str, blocks: int,
+                                              results: int, stages: int) -> None:
+    stream = Stream(channels, *STREAMS[way], adds, channels_2)
+    assert (stream.blocks, stream.results, stream.stages) == (blocks, results, stages)
     assert blocks * (stream.shared_bytes + RESERVED_BYTES) <= MULTIPROCESSOR_SHARED_BYTES
     assert stream.shared_bytes <= FakeGpu.max_shared_bytes
 

@@ -2,6 +2,9 @@
 // is added to it, whose integers stay in registers. quantised_stream.cuh says how they work.
 #include "quantised_stream.cuh"
 
+template <int TEAMS> constexpr int THREADS = TEAMS * (TEAM_WARPS + 1) * WARP;
+template <int TEAMS, int COLUMNS> constexpr int BLOCKS = 2 * MAX_COLUMNS / (TEAMS * COLUMNS);  // on a multiprocessor
+
 // The maps are of these matrices: of x by tiles of `walk.rows` rows and 128 columns, of y and addend by those of 16 rows and
 // 128 columns. With stride 2 the map of x leaves pixels out, a tile of it is whole lines of an image, and a line of the map of
 // y is a tile. gridDim.x blocks share the columns, gridDim.y the rows.
@@ -10,17 +13,17 @@
 // lines of y. C and C_2 fit into `chunks` and `chunks_2` of 128 channels.
 // Shapes: x (rows, C), weight (K, C), x_2 (rows, C_2), weight_2 (K, C_2), addend and y (rows, K) int8; multiplier and
 // multiplier_2 (K) fp32; bias and bias_2 (K) int32. C, C_2 and K are multiples of 16, filters = K.
-template <int COLUMNS, bool ADD, bool RELU, bool TWO>
-__global__ void __launch_bounds__(THREADS, MAX_COLUMNS / COLUMNS)
+template <int TEAMS, int COLUMNS, bool ADD, bool RELU, bool TWO>
+__global__ void __launch_bounds__(THREADS<TEAMS>, BLOCKS<TEAMS, COLUMNS>)
 quantised_conv_stream(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap addend,
                       const __grid_constant__ TensorMap y, const uint4 *weight, const float *multiplier, const int *bias,
                       uint32 rows, TileWalk walk, int channels, int filters, float addend_share, int chunks, int stages,
                       int results, const __grid_constant__ TensorMap x_2, const uint4 *weight_2, const float *multiplier_2,
                       const int *bias_2, int channels_2, int chunks_2) {
     static_assert(!(ADD && TWO), "what is added is one or the other");
-    constexpr int PARTS = COLUMNS / CHUNK, CONVOLUTIONS = TWO ? 2 : 1;
+    constexpr int PARTS = COLUMNS / CHUNK, CONVOLUTIONS = TWO ? 2 : 1, MULTIPLYING = TEAMS * TEAM_WARPS;
     extern __shared__ __align__(1024) uint4 memory[];
-    Control<COLUMNS, CONVOLUTIONS> &control = *reinterpret_cast<Control<COLUMNS, CONVOLUTIONS> *>(memory);
+    auto &control = *reinterpret_cast<Control<TEAMS, COLUMNS, CONVOLUTIONS> *>(memory);
     Factors<COLUMNS> &factors = control.factors[0], &factors_2 = control.factors[CONVOLUTIONS - 1];  // one, if not TWO
     uint4 *const weights = memory + sizeof(control) / VECTOR_BYTES;
     uint4 *const weights_2 = weights + chunks * COLUMNS * CHUNK_VECTORS;
@@ -37,7 +40,7 @@ quantised_conv_stream(const __grid_constant__ TensorMap x, const __grid_constant
     close_copies();
     keep_factors(factors, multiplier, bias, TWO ? ToShifted::UNIT : Bytes<RELU>::UNIT, first_column, filters);
     if (TWO) keep_factors(factors_2, multiplier_2, bias_2, Bytes<RELU>::UNIT, first_column, filters);
-    if (threadIdx.x == 0) init_barriers(control.full, control.empty, control.addend, stages, ADD ? results : 0);
+    if (threadIdx.x == 0) init_barriers(control, stages, ADD ? results : 0);
     wait_for_copies<0>();
     show_to_products();  // the weights
     __syncthreads();
@@ -74,7 +77,12 @@ quantised_conv_stream(const __grid_constant__ TensorMap x, const __grid_constant
             if (ADD) {
                 wait_for_phase(control.addend[warp][result.place], result.parity);
             } else {
-                if (lane == 0) wait_for_stores<TWO ? PARTS - 1 : 1>();  // those of this place: there are as many others
+                if (lane == 0) {  // of two results, for the one before the last
+                    if (results > 1)
+                        wait_for_stores<1>();
+                    else
+                        wait_for_stores<0>();
+                }
                 __syncwarp();
             }
             if (ADD) load_words(words[p], part, lane);

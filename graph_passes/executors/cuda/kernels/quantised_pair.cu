@@ -6,6 +6,7 @@
 // second product: in sums over K any order of K will do, so the weights are kept in the order that a thread has.
 #include "quantised_stream.cuh"
 
+constexpr int TEAMS = 2, MULTIPLYING = TEAMS * TEAM_WARPS;
 constexpr int COLUMNS = MAX_COLUMNS, PARTS = COLUMNS / CHUNK;  // of y
 constexpr int PAIR_THREADS = (MULTIPLYING + 4) * WARP;  // registers go from four warps to others, so two more start and end
 constexpr int WORD = 4;                                 // channels
@@ -13,7 +14,7 @@ constexpr int WORD = 4;                                 // channels
 // At the start of shared memory. Behind it, in vectors: the weights of both, (chunks, COLUMNS * 8) and (PARTS, SECOND * 8);
 // `stages` tiles of each team's x; `results` parts of each multiplying warp's y; a part of its z.
 template <int SECOND> struct alignas(1024) PairControl {
-    Control<COLUMNS, 1> first;
+    Control<TEAMS, COLUMNS, 1> first;
     Factors<SECOND> factors;
 };
 
@@ -47,7 +48,7 @@ quantised_pair(const __grid_constant__ TensorMap x, const __grid_constant__ Tens
                int stages, int results) {
     extern __shared__ __align__(1024) uint4 memory[];
     PairControl<SECOND> &both = *reinterpret_cast<PairControl<SECOND> *>(memory);
-    Control<COLUMNS, 1> &control = both.first;
+    auto &control = both.first;
     Factors<COLUMNS> &factors = control.factors[0];
     uint4 *const weights = memory + sizeof(both) / VECTOR_BYTES;
     uint4 *const weights_2 = weights + chunks * COLUMNS * CHUNK_VECTORS;
@@ -63,7 +64,7 @@ quantised_pair(const __grid_constant__ TensorMap x, const __grid_constant__ Tens
     keep_second_weights<SECOND>(weights_2, weight_2, filters, filters_2);
     keep_factors(factors, multiplier, bias, Bytes<true>::UNIT, 0, filters);
     keep_factors(both.factors, multiplier_2, bias_2, Bytes<true>::UNIT, 0, filters_2);
-    if (threadIdx.x == 0) init_barriers(control.full, control.empty, control.addend, stages, results);
+    if (threadIdx.x == 0) init_barriers(control, stages, results);
     wait_for_copies<0>();
     show_to_products();  // the weights
     __syncthreads();

@@ -1,15 +1,15 @@
 // INT8 1x1 convolutions on Hopper, as conv1x1_forward.cuh, in integers: what quantised_conv_stream.cu and quantised_pair.cu
 // share.
 //
-// A block keeps the weights of COLUMNS filters in shared memory. Two teams of four multiplying warps, each with a warp that
-// starts the copies of what they read, walk over tiles of 64 rows, independent of each other: while one multiplies, the other
+// A block keeps the weights of COLUMNS filters in shared memory. TEAMS of four multiplying warps, each with a warp that starts
+// the copies of what they read, walk over tiles of 64 rows, independent of each other: while one multiplies, another
 // requantises, and the copy engine brings what comes next and takes away what is done. A warp has 16 rows, of which it works on
 // 128 filters at a time, in shared memory: there the copy engine leaves the addend, and thence it takes the results.
 #pragma once
 #include "copy_engine.cuh"
 #include "integer_products.cuh"
 
-constexpr int TEAMS = 2, TEAM_WARPS = 4, MULTIPLYING = TEAMS * TEAM_WARPS, THREADS = (MULTIPLYING + TEAMS) * WARP;
+constexpr int TEAM_WARPS = 4;
 constexpr int WARP_ROWS = 16, ROWS = TEAM_WARPS * WARP_ROWS;  // of a tile
 constexpr int CHUNK = 128, STEP = 32;                         // channels of a tile of warpgroup.cuh, and of one product
 constexpr int CHUNK_VECTORS = CHUNK / VECTOR, TILE_VECTORS = ROWS * CHUNK_VECTORS, RESULT_VECTORS = WARP_ROWS * CHUNK_VECTORS;
@@ -25,9 +25,9 @@ template <int COLUMNS> struct Factors {
 
 // At the start of shared memory. Behind it, in vectors: the weights, (chunks, COLUMNS * 8); `stages` tiles of each team's x;
 // `results` parts of each multiplying warp's y. Factors and weights are in the order of `streamed_filter`.
-template <int COLUMNS, int CONVOLUTIONS> struct alignas(1024) Control {
+template <int TEAMS, int COLUMNS, int CONVOLUTIONS> struct alignas(1024) Control {
     Factors<COLUMNS> factors[CONVOLUTIONS];
-    uint64 full[TEAMS][MAX_STAGES], empty[TEAMS][MAX_STAGES], addend[MULTIPLYING][MAX_RESULTS];
+    uint64 full[TEAMS][MAX_STAGES], empty[TEAMS][MAX_STAGES], addend[TEAMS * TEAM_WARPS][MAX_RESULTS];
 };
 
 // Which of COLUMNS filters a column of the products is: of 128, those that thread t of a quad has are 32 neighbours, in two
@@ -96,15 +96,15 @@ __device__ inline void load_tiles(const Stages &stages, const TensorMap &x, int 
         }
 }
 
-__device__ inline void init_barriers(uint64 (&full)[TEAMS][MAX_STAGES], uint64 (&empty)[TEAMS][MAX_STAGES],
-                                     uint64 (&addend)[MULTIPLYING][MAX_RESULTS], int stages, int results_added) {
+template <int TEAMS, int COLUMNS, int CONVOLUTIONS>
+__device__ inline void init_barriers(Control<TEAMS, COLUMNS, CONVOLUTIONS> &control, int stages, int results_added) {
     for (int t = 0; t < TEAMS; ++t)
         for (int s = 0; s < stages; ++s) {
-            init_barrier(full[t][s], 1);
-            init_barrier(empty[t][s], TEAM_WARPS);
+            init_barrier(control.full[t][s], 1);
+            init_barrier(control.empty[t][s], TEAM_WARPS);
         }
-    for (int i = 0; i < MULTIPLYING; ++i)
-        for (int r = 0; r < results_added; ++r) init_barrier(addend[i][r], 1);
+    for (int i = 0; i < TEAMS * TEAM_WARPS; ++i)
+        for (int r = 0; r < results_added; ++r) init_barrier(control.addend[i][r], 1);
     show_barriers();
 }
 

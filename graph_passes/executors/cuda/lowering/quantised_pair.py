@@ -61,7 +61,7 @@ class QuantisedPair:
 
     @property
     def _first(self) -> Stream:
-        return Stream(self.channels, STREAM_COLUMNS, adds=True)
+        return Stream(self.channels, TEAMS, STREAM_COLUMNS, adds=True)
 
     @property
     def _weight_bytes(self) -> int:
