@@ -76,21 +76,24 @@ def _shortcut_of_sum(node: NodeView) -> NodeView:
 
 
 def _pair(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
-    inputs, (output,) = _convolution(_first_of_pair(node), shapes[:5])
-    inputs_2, outputs_2 = _convolution(_second_of_pair(node), [output, *shapes[5:]])
+    infer = _convolution_sum if node.op == "QuantisedConvolutionSumPair" else _convolution
+    inputs, (output,) = infer(_first_of_pair(node), shapes[:-3])
+    inputs_2, outputs_2 = _convolution(_second_of_pair(node), [output, *shapes[-3:]])
     return [*inputs, *inputs_2[1:]], [output, *outputs_2]
 
 
 def _first_of_pair(node: NodeView) -> NodeView:
-    """The first convolution of a pair, as a node of its own."""
-    first: NodeView = node.derive("QuantisedConvolution", node.name, (), relu=True, no_addend=False)
+    """The first convolution of a pair, or the sum of two, as a node of its own."""
+    op = node.op.removesuffix("Pair")
+    addend = {"no_addend": False} if op == "QuantisedConvolution" else {}
+    first: NodeView = node.derive(op, node.name, (), relu=True, **addend)
     return first
 
 
 def _second_of_pair(node: NodeView) -> NodeView:
-    """The second, which reads what the first gives."""
-    second: NodeView = node.derive("QuantisedConvolution", node.name, (), relu=True, num_filter=node["num_filter_2"],
-                                   scale=node["scale_2"])
+    """The last convolution of a pair, which reads what the first gives."""
+    second: NodeView = node.derive("QuantisedConvolution", node.name, (), relu=True, stride=(1, 1),
+                                   num_filter=node["num_filter_2"], scale=node["scale_2"])
     return second
 
 
@@ -233,10 +236,10 @@ def _quantised_convolution_sum(node: NodeView, x: Array, weight: Array, multipli
     return _quantised_convolution(_last_of_sum(node), x_2, weight_2, multiplier_2, bias_2, addend)
 
 
-def _quantised_pair(node: NodeView, x: Array, weight: Array, multiplier: Array, bias: Array, addend: Array,
-                    weight_2: Array, multiplier_2: Array, bias_2: Array) -> list[Array]:
-    (y,) = _quantised_convolution(_first_of_pair(node), x, weight, multiplier, bias, addend)
-    return [y, *_quantised_convolution(_second_of_pair(node), y, weight_2, multiplier_2, bias_2)]
+def _quantised_pair(node: NodeView, *inputs: Array) -> list[Array]:
+    compute = _quantised_convolution_sum if node.op == "QuantisedConvolutionSumPair" else _quantised_convolution
+    (y,) = compute(_first_of_pair(node), *inputs[:-3])
+    return [y, *_quantised_convolution(_second_of_pair(node), y, *inputs[-3:])]
 
 
 def _quantised_stem_pool(node: NodeView, x: Array, weight: Array, multiplier: Array, bias: Array) -> list[Array]:
@@ -273,6 +276,7 @@ SCALE = Attribute(_scale)  # of the output: what 1 stands for
 _UNIT = Attribute(_scale, 1.0)
 SIZES = Attribute(integers)
 _DTYPE = {"dtype": Attribute(str, "int8")}
+_PAIR = CONVOLUTION | _DTYPE | {"scale": SCALE, "addend_scale": SCALE, "num_filter_2": Attribute(int), "scale_2": SCALE}
 
 OPERATORS = (
     Operator("Quantise", ("data",), elementwise, lambda node, x: [quantised(x, node["scale"])],
@@ -304,9 +308,12 @@ OPERATORS = (
     Operator("QuantisedConvolutionPair",
              ("data", "weight", "multiplier", "bias", "addend", "weight_2", "multiplier_2", "bias_2"), _pair,
              _quantised_pair,
-             CONVOLUTION | _DTYPE | {"scale": SCALE, "addend_scale": SCALE, "num_filter_2": Attribute(int),
-                                     "scale_2": SCALE},
-             ("output", "output_2"), forward="Convolution", fused=True),
+             _PAIR, ("output", "output_2"), forward="Convolution", fused=True),
+    # Likewise with a QuantisedConvolutionSum with ReLU.
+    Operator("QuantisedConvolutionSumPair",
+             ("data", "weight", "multiplier", "bias", "data_2", "weight_2", "multiplier_2", "bias_2", "weight_3",
+              "multiplier_3", "bias_3"), _pair, _quantised_pair,
+             _PAIR, ("output", "output_2"), forward="Convolution", fused=True),
     # With max pooling over 3x3 at stride 2 and padding 1, in NHWC (passes/quantised_stem_pool.py).
     Operator("QuantisedStemPool", ("data", "weight", "multiplier", "bias"), _stem_pool, _quantised_stem_pool,
              CONVOLUTION | _DTYPE | {"scale": SCALE, "relu": Attribute(boolean, False)}, forward="Convolution",

@@ -17,24 +17,31 @@ def quantised_pair(graph: Graph, choose: Choose) -> Graph:
         after     x, weight, multiplier, bias, shortcut, weight_2, multiplier_2, bias_2
                   -> QuantisedConvolutionPair `r` -> y, z
 
-    Both with ReLU. y is written, for the next sum reads it too, but z is made of what is still on the chip. After
-    `quantised_way`, so that the two by themselves are timed in their fastest ways.
+    Both with ReLU. Likewise a QuantisedConvolutionSum begins a QuantisedConvolutionSumPair. y is written, for the next
+    sum reads it too, but z is made of what is still on the chip. After `quantised_way` and `quantised_sum`, so that the
+    two by themselves are timed in their fastest ways.
     """
     nodes: list[Node] = []
     moved: dict[Ref, Ref] = {}
     for first in graph:
-        if not _is_rectified(first) or first["no_addend"]:
+        if not _begins(first):
             continue
         second = next((reader for reader in graph.consumers.get(Ref(first.name), ())
                        if _is_rectified(reader) and reader["no_addend"]), None)
         if second is None:
             continue
-        pair = first.derive("QuantisedConvolutionPair", first.name, (*first.inputs, *second.inputs[1:]),
+        pair = first.derive(f"{first.op}Pair", first.name, (*first.inputs, *second.inputs[1:]),
                             num_filter_2=second["num_filter"], scale_2=second["scale"])
         if choose(graph, first, {"separate": [first, second], PAIR: [pair]}) == PAIR:
             nodes.append(pair)
             moved[Ref(second.name)] = pair.output("output_2")
     return graph.replace(nodes, moved)
+
+
+def _begins(first: Node) -> bool:
+    if first.op == "QuantisedConvolutionSum":
+        return bool(first["relu"])
+    return _is_rectified(first) and not first["no_addend"]
 
 
 def _is_rectified(node: Node) -> bool:

@@ -24,7 +24,7 @@ from graph_passes.executors.cuda.lowering.quantised import (
     Stream,
     stages_of,
 )
-from graph_passes.executors.cuda.lowering.quantised_pair import SECOND, QuantisedPair
+from graph_passes.executors.cuda.lowering.quantised_pair import Z_COLUMNS, QuantisedPair
 from graph_passes.executors.cuda.lowering.stem import StemPool, StemRows, StemWeights
 from graph_passes.executors.cuda.optimizer import State, _Tensor
 from graph_passes.passes.dgrad_reduce import OUT_CHANNELS
@@ -103,7 +103,7 @@ def expressions(kernel: str, c_type: str) -> list[str]:
         return [f"quantised_conv_stream<{teams}, {columns}, {flags}>" for teams, columns in STREAMS.values()
                 for flags in ("true, true, false", "false, true, false", "false, false, false", "false, true, true")]
     if kernel == "quantised_pair":  # likewise
-        return [f"quantised_pair<{columns}>" for columns in SECOND]
+        return [f"quantised_pair<{columns}, {two}>" for columns in Z_COLUMNS for two in ("false", "true")]
     if kernel == "quantised_stem_pool":  # likewise
         return ["quantised_stem_pool<true>", "quantised_stem_pool<false>"]
     if c_type == "float" and f"{kernel}.cu" in WARPGROUPS:
@@ -253,8 +253,9 @@ def test_structs_of_int8_are_laid_out_alike() -> None:
         for teams, columns in STREAMS.values() for channels_2 in (0, 64))
     Program('#include "quantised_conv.cu"\n' + asserts, "c++", options).compile("cubin")
     Program('#include "quantised_conv_stream.cu"\n' + stream, "c++", options).compile("cubin")
-    pair = "".join(f"static_assert(sizeof(PairControl<{columns}>) == {QuantisedPair(64, columns).control_bytes});\n"
-                   for columns in SECOND)
+    pair = "".join(f"static_assert(sizeof(PairControl<{columns}, {str(channels_2 > 0).lower()}>) == "
+                   f"{QuantisedPair(64, columns, channels_2).control_bytes});\n"
+                   for columns in Z_COLUMNS for channels_2 in (0, 64))
     Program('#include "quantised_pair.cu"\n' + pair, "c++", options).compile("cubin")
     stem = (f"static_assert(sizeof(Shared) == {STEM_SHARED_BYTES} && TEAMS == {STEM_TEAMS} && WIDTH == {STEM_WIDTH} && "
             f"THREADS == {STEM_BLOCK[0]} && sizeof(PooledSizes) == {ctypes.sizeof(PooledSizes)});\n")

@@ -142,14 +142,19 @@ def test_blocks_that_walk(device: Device, way: str, channels: int, filters: int,
     check_epilogues(device, (1, 46, 83, channels), {"kernel": (1, 1), "stride": (stride, stride)}, way, filters, rng)
 
 
+def operands_of_sum(x_shape: tuple[int, ...], channels_2: int, filters: int, stride: int, rng: np.random.Generator,
+                    multipliers: Sequence[float]) -> list[np.ndarray]:
+    images, height, width, _ = x_shape
+    made = []
+    for shape in (x_shape, (images, -(-height // stride), -(-width // stride), channels_2)):
+        made += [int8(rng, *shape), int8(rng, filters, 1, 1, shape[3]), *factors(rng, filters, shape[3], multipliers)]
+    return made
+
+
 def check_sums(device: Device, x_shape: tuple[int, ...], channels_2: int, way: str, filters: int, stride: int,
                rng: np.random.Generator, multipliers: Sequence[float] = ()) -> None:
     """A projection shortcut together with the convolution that it is added to, with ReLU and without."""
-    images, height, width, _ = x_shape
-    operands = []
-    for shape in (x_shape, (images, -(-height // stride), -(-width // stride), channels_2)):
-        operands += [int8(rng, *shape), int8(rng, filters, 1, 1, shape[3]),
-                     *factors(rng, filters, shape[3], multipliers)]
+    operands = operands_of_sum(x_shape, channels_2, filters, stride, rng, multipliers)
     for relu in (False, True):
         check(device, "QuantisedConvolutionSum", operands, kernel=(1, 1), stride=(stride, stride), num_filter=filters,
               layout="NHWC", way=way, scale=0.062 if multipliers else 0.047, addend_scale=0.031, relu=relu,
@@ -184,6 +189,29 @@ def check_pair(device: Device, shape: tuple[int, ...], filters: int, filters_2: 
           layout="NHWC", scale=0.062 if multipliers else 0.047, addend_scale=0.031, scale_2=0.02, dtype="int8")
 
 
+def check_sum_pair(device: Device, x_shape: tuple[int, ...], channels_2: int, filters: int, filters_z: int, stride: int,
+                   rng: np.random.Generator, multipliers: Sequence[float] = ()) -> None:
+    """A projection shortcut, the convolution that it is added to, with ReLU, and the one that reads what they give."""
+    operands = [*operands_of_sum(x_shape, channels_2, filters, stride, rng, multipliers),
+                int8(rng, filters_z, 1, 1, filters), *factors(rng, filters_z, filters, multipliers)]
+    check(device, "QuantisedConvolutionSumPair", operands, kernel=(1, 1), stride=(stride, stride), num_filter=filters,
+          num_filter_2=filters_z, layout="NHWC", scale=0.062 if multipliers else 0.047, addend_scale=0.031,
+          scale_2=0.02, dtype="int8")
+
+
+@pytest.mark.parametrize("num_multiprocessors", [1, 132])
+@pytest.mark.parametrize("channels, channels_2, filters, filters_z, stride", [
+    (64, 64, 256, 64, 1), (64, 64, 256, 128, 1), (128, 32, 208, 48, 2), (16, 144, 96, 112, 1), (256, 64, 256, 64, 2)])
+def test_pairs_that_begin_with_a_sum(device: Device, channels: int, channels_2: int, filters: int, filters_z: int,
+                                     stride: int, num_multiprocessors: int, rng: np.random.Generator,
+                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    if device.gpu.capability != HOPPER:
+        pytest.skip("for Hopper")
+    monkeypatch.setattr(device.gpu, "num_multiprocessors", num_multiprocessors)
+    for shape in ((1, 46, 83, channels), (3, 10, 7, channels)):
+        check_sum_pair(device, shape, channels_2, filters, filters_z, stride, rng)
+
+
 @pytest.mark.parametrize("num_multiprocessors", [1, 132])
 @pytest.mark.parametrize("channels, filters, filters_2", [
     (64, 256, 64), (64, 256, 128), (128, 256, 64), (144, 208, 48), (16, 96, 112), (320, 256, 64)])
@@ -201,8 +229,9 @@ def test_pairs(device: Device, channels: int, filters: int, filters_2: int, num_
 def test_ties_and_saturation_of_pairs(device: Device, filters_2: int, rng: np.random.Generator) -> None:
     if device.gpu.capability != HOPPER:
         pytest.skip("for Hopper")
-    check_pair(device, (2, 20, 21, 16), 256, filters_2, rng,
-               (0.5, 2.0**-9, 2.0**-10, 2.0**-11, 2.0**-12, 2.0**-14, 1e3, 1e30, 1e-30, 1e-40))
+    multipliers = (0.5, 2.0**-9, 2.0**-10, 2.0**-11, 2.0**-12, 2.0**-14, 1e3, 1e30, 1e-30, 1e-40)
+    check_pair(device, (2, 20, 21, 16), 256, filters_2, rng, multipliers)
+    check_sum_pair(device, (2, 20, 21, 16), 32, 256, filters_2, 1, rng, multipliers)
 
 
 @pytest.mark.parametrize("way", STREAMS)

@@ -109,22 +109,28 @@ def test_what_a_stream_keeps_in_shared_memory(channels: int, channels_2: int, ad
     assert stream.shared_bytes <= FakeGpu.max_shared_bytes
 
 
-@pytest.mark.parametrize("channels, filters_2, stages", [(64, 64, 6), (64, 128, 5), (320, 64, 2)])
-def test_what_a_pair_keeps_in_shared_memory(channels: int, filters_2: int, stages: int) -> None:
-    pair = QuantisedPair(channels, filters_2)
+@pytest.mark.parametrize("channels, filters_z, channels_2, stages", [
+    (64, 64, 0, 6), (64, 128, 0, 5), (320, 64, 0, 2), (64, 64, 64, 5), (256, 64, 64, 3)])
+def test_what_a_pair_keeps_in_shared_memory(channels: int, filters_z: int, channels_2: int, stages: int) -> None:
+    pair = QuantisedPair(channels, filters_z, channels_2)
     assert pair.stages == stages and pair.shared_bytes <= FakeGpu.max_shared_bytes
 
 
 def test_pairs_of_convolutions(tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In stage 1 alone, where both have few channels; in runs that are to be repeatable not by themselves."""
-    assert launches("resnet50", Kept(), tmp_path, rng, deterministic=True)["quantised_pair"] == 0
+    """In stage 1 alone, where all have few channels; in runs that are to be repeatable not by themselves."""
+    before = launches("resnet50", Kept(), tmp_path, rng, deterministic=True)
+    assert before["quantised_pair"] == 0
     choose = Choices.__call__
+    first = {PAIR}
 
-    def pair_first(self: Choices, graph: Graph, node: Any, ways: passes.Ways) -> str:
-        return choose(self, graph, node, dict(sorted(ways.items(), key=lambda way: way[0] != PAIR)))
+    def fused_first(self: Choices, graph: Graph, node: Any, ways: passes.Ways) -> str:
+        return choose(self, graph, node, dict(sorted(ways.items(), key=lambda way: way[0] not in first)))
 
-    monkeypatch.setattr(Choices, "__call__", pair_first)
-    assert launches("resnet50", Kept(), tmp_path, rng, deterministic=True)["quantised_pair"] == 3
+    monkeypatch.setattr(Choices, "__call__", fused_first)
+    for preferred, fewer in ({PAIR}, 3), ({PAIR, *STREAMS}, 6):  # with the three sums
+        first = preferred
+        found = launches("resnet50", Kept(), tmp_path, rng, deterministic=True)
+        assert (found["quantised_pair"], sum(before.values()) - sum(found.values())) == (3, fewer)
     monkeypatch.setattr(FakeGpu, "capability", (8, 0))
     assert launches("resnet50", Kept(), tmp_path, rng, deterministic=True)["quantised_pair"] == 0
 
@@ -208,14 +214,15 @@ def test_sums_of_convolutions_change_no_integer(name: str, strides: list[int], r
 @pytest.mark.parametrize("summed", [False, True])
 @pytest.mark.parametrize("name, pairs", [("resnet50", 15), ("resnet50d", 15), ("resnet18", 0)])
 def test_pairs_of_convolutions_change_no_integer(name: str, pairs: int, summed: bool, rng: np.random.Generator) -> None:
-    """After `quantised_sum` those at the end of a block with a projection shortcut are left."""
+    """Also of sums, at the end of a block with a projection shortcut."""
     case = quantised(name, 2, 33, rng)
     graph = pipeline.run(pipeline.quantised_passes("float32", case.scales, case.kept), case.network)
     if summed:
         graph = quantised_sum(graph, lambda *_: next(iter(STREAMS)))
     paired = quantised_pair(graph, passes.fused_way)
-    made = [node for node in paired if node.op == "QuantisedConvolutionPair"]
-    assert len(made) == (max(0, pairs - 4) if summed else pairs)
+    made = [node for node in paired if node.op.endswith("Pair")]
+    sums = sum(node.op == "QuantisedConvolutionSumPair" for node in made)
+    assert (len(made), sums) == (pairs, 4 if summed and pairs else 0)
     assert Graph.from_json(paired.to_json()) == paired and quantised_pair(graph, passes.first_way) == graph
     dtypes, shapes = passes.tensor_dtypes(paired), paired.infer_shapes(case.shapes)
     values = case.params | {"data": case.images, "softmax_label": np.zeros(2)}
