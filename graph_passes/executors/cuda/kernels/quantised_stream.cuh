@@ -57,7 +57,8 @@ __device__ inline void keep_weights(uint4 *to, const uint4 *weight, int chunks, 
                    weight + (there ? filter * (channels / VECTOR) + at : 0), there);
     }
 }
-// Multipliers in `unit`, a power of 2.
+
+// Keeps multipliers, in `unit`, a power of 2, and biases.
 template <int COLUMNS>
 __device__ inline void keep_factors(Factors<COLUMNS> &to, const float *multiplier, const int *bias, float unit,
                                     int first_column, int filters) {
