@@ -26,7 +26,9 @@ from graph_passes.passes.norm_pair import norm_pair
 from graph_passes.passes.norm_pool import norm_pool
 from graph_passes.passes.quantise import CLASSIFIER_KEPT, Kept, Scales, quantise
 from graph_passes.passes.quantise_squares import quantise_squares
+from graph_passes.passes.quantised_pair import quantised_pair
 from graph_passes.passes.quantised_stem_pool import quantised_stem_pool
+from graph_passes.passes.quantised_sum import quantised_sum
 from graph_passes.passes.quantised_way import quantised_way
 from graph_passes.passes.rnn_algorithm import rnn_algorithm
 from graph_passes.passes.softmax_bias import softmax_bias
@@ -111,6 +113,8 @@ def gpu_quantised_passes(dtype: str, scales: Scales, kept: Kept, choose: Choose)
         "quantise_squares": quantise_squares,
         "quantised_way": lambda graph: quantised_way(graph, choose),
         "quantised_stem_pool": lambda graph: quantised_stem_pool(graph, choose),
+        "quantised_sum": lambda graph: quantised_sum(graph, choose),
+        "quantised_pair": lambda graph: quantised_pair(graph, choose),
     }
 
 

@@ -53,6 +53,50 @@ def _convolution(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Sh
     return [data, weight, *[(node["num_filter"],)] * 2, *[output] * (len(shapes) - 4)], [output]
 
 
+def _convolution_sum(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
+    data, data_2 = known(node, shapes), known(node, shapes, 4)
+    weight, output = convolution_shapes(node, data)
+    data_2 = (*output[:3], data_2[-1])
+    weight_2, _ = convolution_shapes(_last_of_sum(node), data_2)
+    factors = [(node["num_filter"],)] * 2
+    return [data, weight, *factors, data_2, weight_2, *factors], [output]
+
+
+def _last_of_sum(node: NodeView) -> NodeView:
+    """The convolution of `data_2`, to which the other one is added, as a node of its own."""
+    last: NodeView = node.derive("QuantisedConvolution", node.name, (), stride=(1, 1), no_addend=False)
+    return last
+
+
+def _shortcut_of_sum(node: NodeView) -> NodeView:
+    """The convolution of `data`, as a node of its own."""
+    shortcut: NodeView = node.derive("QuantisedConvolution", node.name, (), scale=node["addend_scale"], relu=False,
+                                     dtype="int8")
+    return shortcut
+
+
+def _pair(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
+    infer = _convolution_sum if node.op == "QuantisedConvolutionSumPair" else _convolution
+    inputs, (output,) = infer(_first_of_pair(node), shapes[:-3])
+    inputs_2, outputs_2 = _convolution(_second_of_pair(node), [output, *shapes[-3:]])
+    return [*inputs, *inputs_2[1:]], [output, *outputs_2]
+
+
+def _first_of_pair(node: NodeView) -> NodeView:
+    """The first convolution of a pair, or the sum of two, as a node of its own."""
+    op = node.op.removesuffix("Pair")
+    addend = {"no_addend": False} if op == "QuantisedConvolution" else {}
+    first: NodeView = node.derive(op, node.name, (), relu=True, **addend)
+    return first
+
+
+def _second_of_pair(node: NodeView) -> NodeView:
+    """The last convolution of a pair, which reads what the first gives."""
+    second: NodeView = node.derive("QuantisedConvolution", node.name, (), relu=True, stride=(1, 1),
+                                   num_filter=node["num_filter_2"], scale=node["scale_2"])
+    return second
+
+
 def _stem_pool(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
     inputs, (output,) = _convolution(node, shapes)
     return inputs, [stem_pooled_shape(output)]
@@ -186,6 +230,18 @@ def _quantised_convolution(node: NodeView, x: Array, weight: Array, multiplier: 
     return [requantised(node, accumulator, along_axis(multiplier, axis, 4), addend)]
 
 
+def _quantised_convolution_sum(node: NodeView, x: Array, weight: Array, multiplier: Array, bias: Array, x_2: Array,
+                               weight_2: Array, multiplier_2: Array, bias_2: Array) -> list[Array]:
+    (addend,) = _quantised_convolution(_shortcut_of_sum(node), x, weight, multiplier, bias)
+    return _quantised_convolution(_last_of_sum(node), x_2, weight_2, multiplier_2, bias_2, addend)
+
+
+def _quantised_pair(node: NodeView, *inputs: Array) -> list[Array]:
+    compute = _quantised_convolution_sum if node.op == "QuantisedConvolutionSumPair" else _quantised_convolution
+    (y,) = compute(_first_of_pair(node), *inputs[:-3])
+    return [y, *_quantised_convolution(_second_of_pair(node), y, *inputs[-3:])]
+
+
 def _quantised_stem_pool(node: NodeView, x: Array, weight: Array, multiplier: Array, bias: Array) -> list[Array]:
     (y,) = _quantised_convolution(node, x, weight, multiplier, bias)
     return [stem_pooled(y, -LARGEST)]
@@ -220,6 +276,7 @@ SCALE = Attribute(_scale)  # of the output: what 1 stands for
 _UNIT = Attribute(_scale, 1.0)
 SIZES = Attribute(integers)
 _DTYPE = {"dtype": Attribute(str, "int8")}
+_PAIR = CONVOLUTION | _DTYPE | {"scale": SCALE, "addend_scale": SCALE, "num_filter_2": Attribute(int), "scale_2": SCALE}
 
 OPERATORS = (
     Operator("Quantise", ("data",), elementwise, lambda node, x: [quantised(x, node["scale"])],
@@ -239,6 +296,24 @@ OPERATORS = (
              CONVOLUTION | _DTYPE | {"scale": SCALE, "addend_scale": _UNIT, "no_addend": TRUE,
                                      "relu": Attribute(boolean, False), "way": Attribute(str, "")},
              optional={"addend": "no_addend"}, forward="Convolution", fused=True),
+    # A convolution of `data_2` with stride 1, and the one that it adds, whose scale is `addend_scale`
+    # (passes/quantised_sum.py).
+    Operator("QuantisedConvolutionSum",
+             ("data", "weight", "multiplier", "bias", "data_2", "weight_2", "multiplier_2", "bias_2"), _convolution_sum,
+             _quantised_convolution_sum,
+             CONVOLUTION | _DTYPE | {"scale": SCALE, "addend_scale": SCALE, "relu": Attribute(boolean, False),
+                                     "way": Attribute(str, "")},
+             forward="Convolution", fused=True),
+    # A convolution with addend and ReLU, and the one with ReLU that reads its output (passes/quantised_pair.py).
+    Operator("QuantisedConvolutionPair",
+             ("data", "weight", "multiplier", "bias", "addend", "weight_2", "multiplier_2", "bias_2"), _pair,
+             _quantised_pair,
+             _PAIR, ("output", "output_2"), forward="Convolution", fused=True),
+    # Likewise with a QuantisedConvolutionSum with ReLU.
+    Operator("QuantisedConvolutionSumPair",
+             ("data", "weight", "multiplier", "bias", "data_2", "weight_2", "multiplier_2", "bias_2", "weight_3",
+              "multiplier_3", "bias_3"), _pair, _quantised_pair,
+             _PAIR, ("output", "output_2"), forward="Convolution", fused=True),
     # With max pooling over 3x3 at stride 2 and padding 1, in NHWC (passes/quantised_stem_pool.py).
     Operator("QuantisedStemPool", ("data", "weight", "multiplier", "bias"), _stem_pool, _quantised_stem_pool,
              CONVOLUTION | _DTYPE | {"scale": SCALE, "relu": Attribute(boolean, False)}, forward="Convolution",

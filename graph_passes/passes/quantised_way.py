@@ -9,8 +9,8 @@ from graph_passes.passes.choice import Choose
 # On tensor cores: by rows / 64 and columns of what a block makes.
 TILES = {f"tile {groups}x{columns}": (groups, columns)
          for groups, columns in ((2, 128), (2, 64), (4, 128), (2, 256), (1, 128))}
-# Of 1x1 convolutions that are bound by memory: by columns of what a block makes.
-STREAMS = {f"stream {columns}": columns for columns in (128, 256)}
+# Of 1x1 convolutions that are bound by memory: by the teams of a block and the columns that it makes.
+STREAMS = {f"stream {teams}x{columns}": (teams, columns) for teams, columns in ((2, 128), (2, 256), (4, 128))}
 SQUARES = "squares"  # of the first convolution (passes/quantise_squares.py), and of windows over few channels
 DIRECT = "direct"  # for all shapes and GPUs
 

@@ -271,7 +271,9 @@ def test_every_operator_is_in_one_of_these_graphs():
                     after = each(after)
                     seen |= after.operators().keys()
                 assert Graph.from_json(after.to_json()) == after
-    assert set(OPERATORS) - seen == {"transpose", "softmax", "QuantiseSquares", "QuantisedStemPool", *QUANTISED}
+    assert set(OPERATORS) - seen == {"transpose", "softmax", "QuantiseSquares", "QuantisedStemPool",
+                                     "QuantisedConvolutionPair", "QuantisedConvolutionSum",
+                                     "QuantisedConvolutionSumPair", *QUANTISED}
 
 
 @pytest.mark.parametrize("name", ["basic blocks", "bottlenecks", "biases", "BatchNorm first", "basic blocks that drop",

@@ -18,12 +18,13 @@ from graph_passes.executors.cuda.lowering.quantised import (
     STEM_TEAMS,
     STEM_WIDTH,
     STREAM_COLUMNS,
-    STREAM_CONTROL_BYTES,
     STREAM_STAGES,
     Geometry,
     PooledSizes,
+    Stream,
     stages_of,
 )
+from graph_passes.executors.cuda.lowering.quantised_pair import Z_COLUMNS, QuantisedPair
 from graph_passes.executors.cuda.lowering.stem import StemPool, StemRows, StemWeights
 from graph_passes.executors.cuda.optimizer import State, _Tensor
 from graph_passes.passes.dgrad_reduce import OUT_CHANNELS
@@ -99,8 +100,10 @@ def expressions(kernel: str, c_type: str) -> list[str]:
     if kernel == "quantised_max_pool":  # the same for all types
         return ["quantised_max_pool<4, 3>", "quantised_max_pool<1, 0>"]
     if kernel == "quantised_conv_stream":  # writes int8 alone
-        return [f"quantised_conv_stream<{columns}, {flags}>" for columns in STREAMS.values()
-                for flags in ("true, true", "false, true", "false, false")]
+        return [f"quantised_conv_stream<{teams}, {columns}, {flags}>" for teams, columns in STREAMS.values()
+                for flags in ("true, true, false", "false, true, false", "false, false, false", "false, true, true")]
+    if kernel == "quantised_pair":  # likewise
+        return [f"quantised_pair<{columns}, {two}>" for columns in Z_COLUMNS for two in ("false", "true")]
     if kernel == "quantised_stem_pool":  # likewise
         return ["quantised_stem_pool<true>", "quantised_stem_pool<false>"]
     if c_type == "float" and f"{kernel}.cu" in WARPGROUPS:
@@ -172,7 +175,8 @@ CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), HOPPER, (10, 0), (12, 0)]
 
 def serves(source: str, capability: tuple[int, int]) -> bool:
     """Whether the kernels of a file are for this GPU: elsewhere another way is lowered (test_without_gpu.py)."""
-    if source in (*WARPGROUPS, "quantised_conv_squares.cu", "quantised_conv_stream.cu", "quantised_stem_pool.cu"):
+    if source in (*WARPGROUPS, "quantised_conv_squares.cu", "quantised_conv_stream.cu", "quantised_pair.cu",
+                  "quantised_stem_pool.cu"):
         return capability == HOPPER
     return source not in ("stem.cu", "quantised_conv.cu") or capability >= (8, 0)  # cp.async
 
@@ -243,10 +247,16 @@ def test_structs_of_int8_are_laid_out_alike() -> None:
         f"sizeof(Stage<Tile<{groups}, {columns}>>) == {(64 * groups + columns) * CHUNK});\n"
         for groups, columns in TILES.values())
     options = ProgramOptions(arch="sm_90a", std="c++17", include_path=[str(SOURCES)])
-    stream = (f"static_assert(sizeof(Control) == {STREAM_CONTROL_BYTES} && MAX_STAGES == {STREAM_STAGES} && "
-              f"MAX_COLUMNS == {STREAM_COLUMNS});\n")
+    stream = f"static_assert(MAX_STAGES == {STREAM_STAGES} && MAX_COLUMNS == {STREAM_COLUMNS});\n" + "".join(
+        f"static_assert(sizeof(Control<{teams}, {columns}, {1 + (channels_2 > 0)}>) == "
+        f"{Stream(64, teams, columns, False, channels_2).control_bytes});\n"
+        for teams, columns in STREAMS.values() for channels_2 in (0, 64))
     Program('#include "quantised_conv.cu"\n' + asserts, "c++", options).compile("cubin")
     Program('#include "quantised_conv_stream.cu"\n' + stream, "c++", options).compile("cubin")
+    pair = "".join(f"static_assert(sizeof(PairControl<{columns}, {str(channels_2 > 0).lower()}>) == "
+                   f"{QuantisedPair(64, columns, channels_2).control_bytes});\n"
+                   for columns in Z_COLUMNS for channels_2 in (0, 64))
+    Program('#include "quantised_pair.cu"\n' + pair, "c++", options).compile("cubin")
     stem = (f"static_assert(sizeof(Shared) == {STEM_SHARED_BYTES} && TEAMS == {STEM_TEAMS} && WIDTH == {STEM_WIDTH} && "
             f"THREADS == {STEM_BLOCK[0]} && sizeof(PooledSizes) == {ctypes.sizeof(PooledSizes)});\n")
     Program('#include "quantised_stem_pool.cu"\n' + stem, "c++", options).compile("cubin")

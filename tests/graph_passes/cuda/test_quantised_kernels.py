@@ -26,7 +26,6 @@ from graph_passes.executors.cuda.quantised import QuantisedNetwork
 from graph_passes.executors.cuda.quantised_executor import QuantisedCudaExecutor
 from graph_passes.passes import Ways, tensor_dtypes
 from graph_passes.passes.quantise import Kept
-from graph_passes.passes.quantised_stem_pool import WAY
 from graph_passes.passes.quantised_way import DIRECT, SQUARES, STREAMS, TILES
 
 pytestmark = pytest.mark.gpu
@@ -42,12 +41,12 @@ def int8(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.integers(-127, 128, shape, np.int8)
 
 
-def launched(device: Device, op: str, arrays: Sequence[np.ndarray], **attrs: Any) -> np.ndarray:
+def launched(device: Device, op: str, arrays: Sequence[np.ndarray], **attrs: Any) -> list[np.ndarray]:
     """What the launches of an operator write for these inputs."""
     names = [f"input{i}" for i in range(len(arrays))]
     node = Node(op, "y", tuple(map(Ref, names)), attrs)
     variables = [Node("null", name, (), {"dtype": array.dtype.name}) for name, array in zip(names, arrays, strict=True)]
-    graph = Graph([*variables, node], [Ref("y")])
+    graph = Graph([*variables, node], node.refs())
     shapes = graph.infer_shapes({name: array.shape for name, array in zip(names, arrays, strict=True)})
     buffers = {Ref(name): Buffer(name, array.shape, array.dtype.name, device.put(array, array.dtype.name), True)
                for name, array in zip(names, arrays, strict=True)}
@@ -55,18 +54,27 @@ def launched(device: Device, op: str, arrays: Sequence[np.ndarray], **attrs: Any
     persistent: Any = None
     builder = Builder(shapes, tensor_dtypes(graph), buffers, "float16", persistent, tools)
     lower_nodes(builder, [node])
-    y = builder.buffers[Ref("y")]
-    y.address = device.poisoned(y.shape, y.dtype)
+    made = {ref: builder.buffers[ref] for ref in node.refs()}
+    for buffer in made.values():
+        buffer.address = device.poisoned(buffer.shape, buffer.dtype)
     run(builder.program.launches)
-    return device.get(y.address, y.shape, y.dtype).reshape(shapes[Ref("y")])
+    return [device.get(buffer.address, buffer.shape, buffer.dtype).reshape(shapes[ref]) for ref, buffer in made.items()]
 
 
 def check(device: Device, op: str, arrays: Sequence[np.ndarray], **attrs: Any) -> None:
-    (expected,) = reference.evaluate(Node(op, "y", (), attrs), arrays)
-    if attrs.get("dtype") == "float16":
-        expected = expected.astype(np.float16)
-    found = launched(device, op, arrays, **attrs)
-    assert found.astype(expected.dtype).tobytes() == expected.tobytes(), f"{(found != expected).sum()} differ"
+    expected = reference.evaluate(Node(op, "y", (), attrs), arrays)
+    for found, want in zip(launched(device, op, arrays, **attrs), expected, strict=True):
+        want = want.astype(np.float16) if attrs.get("dtype") == "float16" else want
+        assert found.astype(want.dtype).tobytes() == want.tobytes(), f"{(found != want).sum()} differ"
+
+
+def factors(rng: np.random.Generator, filters: int, channels: int,
+            multipliers: Sequence[float] = ()) -> list[np.ndarray]:
+    """Multipliers by which most sums become numbers of int8, or some of those given; and biases. `channels`: of a
+    filter, with all taps."""
+    spread = 127**2 / 3 * np.sqrt(channels)  # of the sums
+    multiplier = rng.choice(multipliers, filters) if multipliers else rng.uniform(0.5, 1.5, filters) * 60 / spread
+    return [multiplier.astype(np.float32), rng.integers(-int(spread), int(spread), filters, np.int32)]
 
 
 CONVOLUTIONS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {  # images, window
@@ -88,10 +96,7 @@ CONVOLUTIONS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {  # images, w
 def check_epilogues(device: Device, shape: tuple[int, ...], window: dict[str, Any], way: str, filters: int,
                     rng: np.random.Generator, multipliers: Sequence[float] = ()) -> None:
     x, weight = int8(rng, *shape), int8(rng, filters, *window["kernel"], shape[3])
-    spread = 127**2 / 3 * np.sqrt(weight[0].size)  # of the sums
-    multiplier = (rng.choice(multipliers, filters) if multipliers else
-                  rng.uniform(0.5, 1.5, filters) * 60 / spread).astype(np.float32)
-    bias = rng.integers(-int(spread), int(spread), filters, np.int32)
+    multiplier, bias = factors(rng, filters, weight[0].size, multipliers)
     attrs = {**window, "num_filter": filters, "layout": "NHWC", "way": way, "scale": 0.062 if multipliers else 0.047}
     addend = int8(rng, *reference.evaluate(Node("QuantisedConvolution", "y", (), attrs),
                                            [x, weight, multiplier, bias])[0].shape)
@@ -111,13 +116,13 @@ def test_convolution(device: Device, shape: tuple[int, ...], window: dict[str, A
     if (device.gpu.capability < (8, 0) and way != DIRECT) or (
             device.gpu.capability != HOPPER and way in (SQUARES, *STREAMS)):
         pytest.skip("for tensor cores that this GPU has not")
-    columns = STREAMS.get(way) or TILES.get(way, (0, 0))[1]
+    columns = (STREAMS | TILES).get(way, (0, 0))[1]
     if columns and filters <= columns // 2:
         pytest.skip("has less filters than that tile is for")
     if way in TILES and shape[3] % CHUNK and shape[3] not in TILE_CHANNELS:
         pytest.skip("for channels that fill tiles")
     if way in STREAMS and (window["kernel"] != (1, 1) or ("stride" in window and shape[1] % 2) or
-                           Stream(shape[3], columns, True).stages < 1):
+                           Stream(shape[3], *STREAMS[way], True).stages < 2):
         pytest.skip("not for this window, or so many weights")
     if way == SQUARES and shape[3] != 16 and (
             window != {"kernel": (3, 3), "pad": (1, 1)} or filters <= SQUARES_COLUMNS.get(shape[3], 2 * filters) // 2):
@@ -135,6 +140,107 @@ def test_blocks_that_walk(device: Device, way: str, channels: int, filters: int,
         pytest.skip("for Hopper")
     monkeypatch.setattr(device.gpu, "num_multiprocessors", 2)
     check_epilogues(device, (1, 46, 83, channels), {"kernel": (1, 1), "stride": (stride, stride)}, way, filters, rng)
+
+
+def operands_of_sum(x_shape: tuple[int, ...], channels_2: int, filters: int, stride: int, rng: np.random.Generator,
+                    multipliers: Sequence[float]) -> list[np.ndarray]:
+    images, height, width, _ = x_shape
+    made = []
+    for shape in (x_shape, (images, -(-height // stride), -(-width // stride), channels_2)):
+        made += [int8(rng, *shape), int8(rng, filters, 1, 1, shape[3]), *factors(rng, filters, shape[3], multipliers)]
+    return made
+
+
+def check_sums(device: Device, x_shape: tuple[int, ...], channels_2: int, way: str, filters: int, stride: int,
+               rng: np.random.Generator, multipliers: Sequence[float] = ()) -> None:
+    """A projection shortcut together with the convolution that it is added to, with ReLU and without."""
+    operands = operands_of_sum(x_shape, channels_2, filters, stride, rng, multipliers)
+    for relu in (False, True):
+        check(device, "QuantisedConvolutionSum", operands, kernel=(1, 1), stride=(stride, stride), num_filter=filters,
+              layout="NHWC", way=way, scale=0.062 if multipliers else 0.047, addend_scale=0.031, relu=relu,
+              dtype="int8")
+
+
+@pytest.mark.parametrize("num_multiprocessors", [1, 132])
+@pytest.mark.parametrize("way", STREAMS)
+@pytest.mark.parametrize("channels, channels_2, filters, stride", [
+    (64, 64, 256, 1), (256, 128, 512, 2), (512, 256, 272, 2), (16, 144, 144, 1), (192, 64, 400, 2), (128, 320, 256, 1)])
+def test_sums(device: Device, way: str, channels: int, channels_2: int, filters: int, stride: int,
+              num_multiprocessors: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that fill no tile; many tiles for each block, and few."""
+    if device.gpu.capability != HOPPER:
+        pytest.skip("for Hopper")
+    teams, columns = STREAMS[way]
+    if filters <= columns // 2 or Stream(channels, teams, columns, False, channels_2).stages < 2:
+        pytest.skip("has less filters than that way is for, or too many weights")
+    monkeypatch.setattr(device.gpu, "num_multiprocessors", num_multiprocessors)
+    check_sums(device, (1, 46, 83, channels), channels_2, way, filters, stride, rng)
+    check_sums(device, (3, 10, 7, channels), channels_2, way, filters, stride, rng)
+
+
+def check_pair(device: Device, shape: tuple[int, ...], filters: int, filters_2: int, rng: np.random.Generator,
+               multipliers: Sequence[float] = ()) -> None:
+    """A convolution with its addend and ReLU, and the one that reads what it gives."""
+    channels = shape[3]
+    operands = [int8(rng, *shape), int8(rng, filters, 1, 1, channels), *factors(rng, filters, channels, multipliers),
+                int8(rng, *shape[:3], filters), int8(rng, filters_2, 1, 1, filters),
+                *factors(rng, filters_2, filters, multipliers)]
+    check(device, "QuantisedConvolutionPair", operands, kernel=(1, 1), num_filter=filters, num_filter_2=filters_2,
+          layout="NHWC", scale=0.062 if multipliers else 0.047, addend_scale=0.031, scale_2=0.02, dtype="int8")
+
+
+def check_sum_pair(device: Device, x_shape: tuple[int, ...], channels_2: int, filters: int, filters_z: int, stride: int,
+                   rng: np.random.Generator, multipliers: Sequence[float] = ()) -> None:
+    """A projection shortcut, the convolution that it is added to, with ReLU, and the one that reads what they give."""
+    operands = [*operands_of_sum(x_shape, channels_2, filters, stride, rng, multipliers),
+                int8(rng, filters_z, 1, 1, filters), *factors(rng, filters_z, filters, multipliers)]
+    check(device, "QuantisedConvolutionSumPair", operands, kernel=(1, 1), stride=(stride, stride), num_filter=filters,
+          num_filter_2=filters_z, layout="NHWC", scale=0.062 if multipliers else 0.047, addend_scale=0.031,
+          scale_2=0.02, dtype="int8")
+
+
+@pytest.mark.parametrize("num_multiprocessors", [1, 132])
+@pytest.mark.parametrize("channels, channels_2, filters, filters_z, stride", [
+    (64, 64, 256, 64, 1), (64, 64, 256, 128, 1), (128, 32, 208, 48, 2), (16, 144, 96, 112, 1), (256, 64, 256, 64, 2)])
+def test_pairs_that_begin_with_a_sum(device: Device, channels: int, channels_2: int, filters: int, filters_z: int,
+                                     stride: int, num_multiprocessors: int, rng: np.random.Generator,
+                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    if device.gpu.capability != HOPPER:
+        pytest.skip("for Hopper")
+    monkeypatch.setattr(device.gpu, "num_multiprocessors", num_multiprocessors)
+    for shape in ((1, 46, 83, channels), (3, 10, 7, channels)):
+        check_sum_pair(device, shape, channels_2, filters, filters_z, stride, rng)
+
+
+@pytest.mark.parametrize("num_multiprocessors", [1, 132])
+@pytest.mark.parametrize("channels, filters, filters_2", [
+    (64, 256, 64), (64, 256, 128), (128, 256, 64), (144, 208, 48), (16, 96, 112), (320, 256, 64)])
+def test_pairs(device: Device, channels: int, filters: int, filters_2: int, num_multiprocessors: int,
+               rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that fill no tile; many tiles for each block, and few."""
+    if device.gpu.capability != HOPPER:
+        pytest.skip("for Hopper")
+    monkeypatch.setattr(device.gpu, "num_multiprocessors", num_multiprocessors)
+    for shape in ((1, 46, 83, channels), (3, 5, 7, channels), (1, 8, 8, channels)):
+        check_pair(device, shape, filters, filters_2, rng)
+
+
+@pytest.mark.parametrize("filters_2", [64, 128])
+def test_ties_and_saturation_of_pairs(device: Device, filters_2: int, rng: np.random.Generator) -> None:
+    if device.gpu.capability != HOPPER:
+        pytest.skip("for Hopper")
+    multipliers = (0.5, 2.0**-9, 2.0**-10, 2.0**-11, 2.0**-12, 2.0**-14, 1e3, 1e30, 1e-30, 1e-40)
+    check_pair(device, (2, 20, 21, 16), 256, filters_2, rng, multipliers)
+    check_sum_pair(device, (2, 20, 21, 16), 32, 256, filters_2, 1, rng, multipliers)
+
+
+@pytest.mark.parametrize("way", STREAMS)
+def test_ties_and_saturation_of_sums(device: Device, way: str, rng: np.random.Generator) -> None:
+    """Of the shortcut, too, which is rounded and saturated before it is added."""
+    if device.gpu.capability != HOPPER:
+        pytest.skip("for Hopper")
+    check_sums(device, (2, 20, 21, 16), 32, way, 256, 1, rng,
+               (0.5, 2.0**-9, 2.0**-10, 2.0**-11, 2.0**-12, 2.0**-14, 1e3, 1e30, 1e-30, 1e-40))
 
 
 @pytest.mark.parametrize("way", [*TILES, *STREAMS])
@@ -219,24 +325,31 @@ def test_classifier(device: Device, rng: np.random.Generator) -> None:
     (expected,) = reference.evaluate(
         Node("QuantisedFullyConnected", "y", (), {"num_hidden": 24, "scale": 1.0, "dtype": "float16"}),
         [x, weight, np.full(24, 1e-3, np.float32)])
-    found = launched(device, "QuantisedFullyConnected", [x, weight, np.full(24, 1e-3, np.float32)], num_hidden=24,
-                     scale=1.0, dtype="float16")
+    (found,) = launched(device, "QuantisedFullyConnected", [x, weight, np.full(24, 1e-3, np.float32)], num_hidden=24,
+                        scale=1.0, dtype="float16")
     np.testing.assert_array_equal(found, expected.astype(np.float16))
 
 
-@pytest.mark.parametrize("pooled", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("name, size, kept", [
     ("resnet18", 64, Kept()), ("resnet50", 65, Kept()), ("resnet50", 64, Kept(classifier=False)),
     ("resnet18", 64, Kept(first=True)), ("resnext50_32x4d", 33, Kept()), ("resnet50d", 64, Kept()),
     ("resnet18_v2", 64, Kept())])
-def test_whole_networks(name: str, size: int, kept: Kept, pooled: bool, rng: np.random.Generator, cache: Path,
+def test_whole_networks(name: str, size: int, kept: Kept, fused: bool, rng: np.random.Generator, cache: Path,
                         monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensor by tensor: each integer, also of the first convolution without its max pooling. Where that convolution is
-    in floats, its float16 makes another integer of some; what is behind is then compared with the answer alone."""
+    """Tensor by tensor: each integer, with several convolutions, or one and its pooling, in a launch wherever that can
+    be, and nowhere. Where the first convolution is in floats, its float16 makes another integer of some; what is behind
+    is then compared with the answer alone."""
     choose = Choices.__call__
 
     def chosen(self: Choices, graph: Graph, node: Node, ways: Ways) -> str:
-        return choose(self, graph, node, {name: ways[name] for name in ways if pooled or name != WAY})
+        if "separate" in ways:
+            try:
+                preferred = {way: nodes for way, nodes in ways.items() if (way == "separate") != fused}
+                return choose(self, graph, node, preferred)
+            except GraphError:
+                pass
+        return choose(self, graph, node, ways)
 
     monkeypatch.setattr(Choices, "__call__", chosen)
     case = quantised(name, 3, size, rng, kept)

@@ -20,12 +20,16 @@ from graph_passes.executors import reference
 from graph_passes.executors.cuda import network, toolchain
 from graph_passes.executors.cuda.choices import Choices
 from graph_passes.executors.cuda.executor import CudaExecutor
+from graph_passes.executors.cuda.lowering.quantised import MULTIPROCESSOR_SHARED_BYTES, RESERVED_BYTES, Stream
+from graph_passes.executors.cuda.lowering.quantised_pair import QuantisedPair
 from graph_passes.executors.cuda.quantised import QuantisedNetwork
 from graph_passes.executors.cuda.quantised_executor import QuantisedCudaExecutor
 from graph_passes.operators import window
 from graph_passes.passes.quantise import Kept
 from graph_passes.passes.quantise_squares import quantise_squares, quantise_squares_params
+from graph_passes.passes.quantised_pair import PAIR, quantised_pair
 from graph_passes.passes.quantised_stem_pool import WAY, quantised_stem_pool
+from graph_passes.passes.quantised_sum import quantised_sum
 from graph_passes.passes.quantised_way import DIRECT, SQUARES, STREAMS, TILES, quantised_way
 
 
@@ -75,6 +79,61 @@ def test_the_stem_with_its_pooling(tmp_path: Path, rng: np.random.Generator, mon
     monkeypatch.setattr(FakeGpu, "capability", (8, 0))
     found = launches("resnet18", Kept(), tmp_path, rng, deterministic=True)
     assert found["quantised_max_pool"] == 1
+
+
+def test_sums_of_convolutions(tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the weights of both fit into a block, and in runs that are to be repeatable not by itself."""
+    before = launches("resnet50", Kept(), tmp_path, rng, deterministic=True)
+    choose = Choices.__call__
+
+    def sum_first(self: Choices, graph: Graph, node: Any, ways: passes.Ways) -> str:
+        return choose(self, graph, node, dict(sorted(ways.items(), key=lambda way: way[0] not in STREAMS)))
+
+    monkeypatch.setattr(Choices, "__call__", sum_first)
+    streams = launches("resnet50", Kept(), tmp_path, rng, deterministic=True)
+    assert sum(before.values()) - sum(streams.values()) == 3, "and not in stage 4"
+    monkeypatch.setattr(FakeGpu, "capability", (8, 0))
+    assert sum(launches("resnet50", Kept(), tmp_path, rng, deterministic=True).values()) == sum(before.values())
+
+
+@pytest.mark.parametrize("channels, channels_2, adds, way, blocks, results, stages", [
+    (64, 64, False, "stream 2x128", 2, 1, 3), (256, 128, False, "stream 2x128", 2, 1, 2),
+    (512, 256, False, "stream 2x128", 1, 1, 6), (64, 64, False, "stream 2x256", 1, 2, 7),
+    (512, 256, False, "stream 4x128", 1, 1, 2), (1024, 512, False, "stream 4x128", 1, 1, -1),
+    (256, 0, True, "stream 2x128", 2, 2, 2), (256, 0, True, "stream 4x128", 1, 3, 3),
+    (1024, 0, False, "stream 4x128", 1, 1, 2), (512, 0, True, "stream 4x128", 1, 3, 2)])
+def test_what_a_stream_keeps_in_shared_memory(channels: int, channels_2: int, adds: bool, way: str, blocks: int,
+                                              results: int, stages: int) -> None:
+    stream = Stream(channels, *STREAMS[way], adds, channels_2)
+    assert (stream.blocks, stream.results, stream.stages) == (blocks, results, stages)
+    assert blocks * (stream.shared_bytes + RESERVED_BYTES) <= MULTIPROCESSOR_SHARED_BYTES
+    assert stream.shared_bytes <= FakeGpu.max_shared_bytes
+
+
+@pytest.mark.parametrize("channels, filters_z, channels_2, stages", [
+    (64, 64, 0, 6), (64, 128, 0, 5), (320, 64, 0, 2), (64, 64, 64, 5), (256, 64, 64, 3)])
+def test_what_a_pair_keeps_in_shared_memory(channels: int, filters_z: int, channels_2: int, stages: int) -> None:
+    pair = QuantisedPair(channels, filters_z, channels_2)
+    assert pair.stages == stages and pair.shared_bytes <= FakeGpu.max_shared_bytes
+
+
+def test_pairs_of_convolutions(tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In stage 1 alone, where all have few channels; in runs that are to be repeatable not by themselves."""
+    before = launches("resnet50", Kept(), tmp_path, rng, deterministic=True)
+    assert before["quantised_pair"] == 0
+    choose = Choices.__call__
+    first = {PAIR}
+
+    def fused_first(self: Choices, graph: Graph, node: Any, ways: passes.Ways) -> str:
+        return choose(self, graph, node, dict(sorted(ways.items(), key=lambda way: way[0] not in first)))
+
+    monkeypatch.setattr(Choices, "__call__", fused_first)
+    for preferred, fewer in ({PAIR}, 3), ({PAIR, *STREAMS}, 6):  # with the three sums
+        first = preferred
+        found = launches("resnet50", Kept(), tmp_path, rng, deterministic=True)
+        assert (found["quantised_pair"], sum(before.values()) - sum(found.values())) == (3, fewer)
+    monkeypatch.setattr(FakeGpu, "capability", (8, 0))
+    assert launches("resnet50", Kept(), tmp_path, rng, deterministic=True)["quantised_pair"] == 0
 
 
 def test_launches_of_what_stays_in_floats(tmp_path: Path, rng: np.random.Generator) -> None:
@@ -135,6 +194,45 @@ def test_pooling_in_the_stem_changes_no_integer(name: str, size: int, rng: np.ra
     found = reference.forward(pooled, {Ref(each): values[each] for each in pooled.variables}, training=False)
     for ref, want in case.expected().items():
         if not graph[ref.node].is_variable and graph[ref.node].op != "Quantise" and ref in found:
+            np.testing.assert_array_equal(found[ref], want)
+
+
+@pytest.mark.parametrize("name, strides", [("resnet50", [1, 2, 2, 2]), ("resnet50d", [1] * 4), ("resnet18", [])])
+def test_sums_of_convolutions_change_no_integer(name: str, strides: list[int], rng: np.random.Generator) -> None:
+    case = quantised(name, 2, 33, rng)
+    graph = pipeline.run(pipeline.quantised_passes("float32", case.scales, case.kept), case.network)
+    summed = quantised_sum(graph, lambda *_: next(iter(STREAMS)))
+    assert [node["stride"] for node in summed if node.op == "QuantisedConvolutionSum"] == [(s, s) for s in strides]
+    assert Graph.from_json(summed.to_json()) == summed and quantised_sum(graph, passes.first_way) == graph
+    assert {*summed.variables} == {*graph.variables}
+    values = case.params | {"data": case.images, "softmax_label": np.zeros(2)}
+    found = reference.forward(summed, {Ref(each): values[each] for each in summed.variables}, training=False)
+    for ref, want in case.expected().items():
+        if ref in found:
+            np.testing.assert_array_equal(found[ref], want)
+
+
+@pytest.mark.parametrize("summed", [False, True])
+@pytest.mark.parametrize("name, pairs", [("resnet50", 15), ("resnet50d", 15), ("resnet18", 0)])
+def test_pairs_of_convolutions_change_no_integer(name: str, pairs: int, summed: bool, rng: np.random.Generator) -> None:
+    """Also of sums, at the end of a block with a projection shortcut."""
+    case = quantised(name, 2, 33, rng)
+    graph = pipeline.run(pipeline.quantised_passes("float32", case.scales, case.kept), case.network)
+    if summed:
+        graph = quantised_sum(graph, lambda *_: next(iter(STREAMS)))
+    paired = quantised_pair(graph, passes.fused_way)
+    made = [node for node in paired if node.op.endswith("Pair")]
+    sums = sum(node.op == "QuantisedConvolutionSumPair" for node in made)
+    assert (len(made), sums) == (pairs, 4 if summed and pairs else 0)
+    assert Graph.from_json(paired.to_json()) == paired and quantised_pair(graph, passes.first_way) == graph
+    dtypes, shapes = passes.tensor_dtypes(paired), paired.infer_shapes(case.shapes)
+    values = case.params | {"data": case.images, "softmax_label": np.zeros(2)}
+    found = reference.forward(paired, {Ref(each): values[each] for each in paired.variables}, training=False)
+    for node in made:
+        for ref in node.refs():
+            assert (dtypes[ref], shapes[ref]) == ("int8", found[ref].shape) == (found[ref].dtype, found[ref].shape)
+    for ref, want in case.expected().items():
+        if ref in found:
             np.testing.assert_array_equal(found[ref], want)
 
 

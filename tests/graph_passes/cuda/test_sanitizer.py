@@ -32,6 +32,7 @@ from graph_passes.executors.cuda.statistics_group import StatisticsGroup
 from graph_passes.executors.cuda.training_step import TrainingStep
 from graph_passes.passes.choice import Choose, Ways
 from graph_passes.passes.quantise import Kept
+from graph_passes.passes.quantised_pair import PAIR
 from graph_passes.passes.quantised_stem_pool import WAY
 from graph_passes.passes.quantised_way import STREAMS
 from train.language_model import LanguageModel
@@ -218,7 +219,7 @@ def main(cache: Path) -> None:
 
     Choices._choose = preferring(hopper_first)  # type: ignore[method-assign]
     for name, kept in INT8:
-        hopper = (*STREAMS, WAY) if name == "resnet50" else (*STREAMS,)  # in the others max pooling is by itself
+        hopper = (*STREAMS, WAY, PAIR) if name == "resnet50" else (*STREAMS,)  # in the others max pooling is by itself
         int8 = quantised(name, 2, 33, np.random.default_rng(0), kept)
         network = QuantisedNetwork(int8.network, int8.shapes, int8.scales, kept, int8.params, deterministic=True,
                                    cache_folder=cache)

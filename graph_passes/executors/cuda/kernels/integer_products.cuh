@@ -53,7 +53,21 @@ __device__ inline void multiply_integers(int (&c)[32][4], uint64 a, uint64 b) {
                  "%124,%125,%126,%127}, %128, %129, 1;"
                  : INTEGERS_16(c, 0), INTEGERS_16(c, 16) : "l"(a), "l"(b));
 }
-// With a, (64, 32), in registers, as `mma.m16n8k32` has 16 rows of it in those of a warp.
+// With a, (64, 32), in registers, as `mma.m16n8k32` has 16 rows of it in those of a warp. Until the products have been waited
+// for, a is read too.
+__device__ inline void multiply_integers(int (&c)[8][4], const uint32 (&a)[4], uint64 b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 "
+                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,"
+                 "%29,%30,%31}, {%32,%33,%34,%35}, %36, 1;"
+                 : INTEGERS_4(c, 0), INTEGERS_4(c, 4) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+__device__ inline void multiply_integers(int (&c)[16][4], const uint32 (&a)[4], uint64 b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 "
+                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,"
+                 "%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,"
+                 "%56,%57,%58,%59,%60,%61,%62,%63}, {%64,%65,%66,%67}, %68, 1;"
+                 : INTEGERS_16(c, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
 __device__ inline void multiply_integers(int (&c)[14][4], const uint32 (&a)[4], uint64 b) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n112k32.s32.s8.s8 "
                  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,"

@@ -25,6 +25,11 @@ __device__ inline float requantised(int accumulator, float multiplier, int adden
 // The byte `k` of 4 or 16, as a number.
 __device__ inline int byte_of(uint32 word, int k) { return int8(word >> 8 * k); }
 
+// The lowest byte of each.
+__device__ inline uint32 lowest_bytes(const uint32 (&words)[4]) {
+    return __byte_perm(__byte_perm(words[0], words[1], 0x0040), __byte_perm(words[2], words[3], 0x0040), 0x5410);
+}
+
 // The same results as int8, four at once, where each instruction counts. Those that convert between int8 and floats run at an
 // eighth of the rate of a sum; here sums do it. What is added to 1.5 * 2^23 is rounded to the nearest integer, to the even one
 // of two, and lies in the lowest byte of the float, of which 2^23 + byte is made likewise.
@@ -39,25 +44,27 @@ template <bool RELU> struct Bytes {
     // A multiplier as `of` takes it.
     __device__ static float scale(float multiplier) { return __fmul_rn(multiplier, 1 / UNIT); }
 
-    // The addend of the byte `k` of `word`, of which each is 128 more than the addend, in UNIT.
-    __device__ static float addend_of(uint32 word, int k) {
-        const float held = __uint_as_float(__byte_perm(word, __float_as_uint(HOLDER), 0x7650 + k));
-        return __fadd_rn(held, -(HOLDER + 128 / UNIT));
+    // The addend of the byte `k` of `word`, of which each is `more` than the addend, in UNIT.
+    __device__ static float addend_of(uint32 word, int k, int more) {
+        // A constant would be moved to a register for each byte: that 0 is added to it is not seen by the compiler.
+        const uint32 holder = __float_as_uint(HOLDER) + (threadIdx.x >> 20);
+        const float held = __uint_as_float(__byte_perm(word, holder, 0x7650 + k));
+        return __fadd_rn(held, -(HOLDER + more / UNIT));
     }
 
-    template <bool ADD>
+    // `addends`: int8, or with SHIFTED bytes that are LARGEST more.
+    template <bool ADD, bool SHIFTED = false>
     __device__ static uint32 of(const int (&accumulator)[4], const float (&scale)[4], uint32 addends, float addend_share) {
-        const uint32 word = addends ^ 0x80808080;
+        const uint32 word = SHIFTED ? addends : addends ^ 0x80808080;
         uint32 rounded[4];
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             float v = __fmul_rn(__int2float_rn(accumulator[k]), scale[k]);
-            if (ADD) v = __fadd_rn(v, __fmul_rn(addend_of(word, k), addend_share));
+            if (ADD) v = __fadd_rn(v, __fmul_rn(addend_of(word, k, SHIFTED ? LARGEST : 128), addend_share));
             v = RELU ? __saturatef(v) : fminf(fmaxf(v, -LARGEST), LARGEST);
             rounded[k] = __float_as_uint(__fadd_rn(v, ROUNDING));
         }
-        const uint32 bytes = __byte_perm(__byte_perm(rounded[0], rounded[1], 0x0040),
-                                         __byte_perm(rounded[2], rounded[3], 0x0040), 0x5410);
+        const uint32 bytes = lowest_bytes(rounded);
         return RELU ? bytes - (bytes >> 7 & 0x01010101) : bytes;
     }
 };

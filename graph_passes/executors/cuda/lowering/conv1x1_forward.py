@@ -56,10 +56,10 @@ class Tiles(NamedTuple):
                           (at_once, out_width, chunk)),
                    Tiling((rows // in_tile, in_tile, filters), (in_tile * filters, filters), (1, WARP_ROWS, chunk)))
 
-    def beside(self, channels: int) -> Tiling:
-        """Of data with so many channels, whose pixels are those of the output."""
+    def beside(self, channels: int, chunk: int = CHUNK) -> Tiling:
+        """Of data with so many channels, by `chunk` of them, whose pixels are those of the output."""
         lines, rows, _ = self.output.shape
-        return Tiling((lines, rows, channels), (rows * channels, channels), (1, self.walk.rows, CHUNK))
+        return Tiling((lines, rows, channels), (rows * channels, channels), (1, self.walk.rows, chunk))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from graph_passes.executors.cuda.kernels import HOPPER, count, instance, threads
 from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require
-from graph_passes.executors.cuda.lowering.conv1x1_forward import BLOCK, TEAMS, TILE_ROWS, Tiles
+from graph_passes.executors.cuda.lowering.conv1x1_forward import TILE_ROWS, Tiles
 from graph_passes.executors.cuda.lowering.operands import In, Out, Tiled
 from graph_passes.executors.cuda.lowering.pooling import Window
 from graph_passes.executors.cuda.parameters import VECTOR, padded
@@ -27,7 +27,9 @@ TILE_VECTOR = 16  # VECTOR of quantised_conv.cu: channels
 CHUNK = 128  # bytes of a reduction that it multiplies at once
 SQUARES_ROWS, SQUARES_STAGES, SQUARES_BLOCKS = 128, 3, 3  # of quantised_conv_squares.cu; blocks on a multiprocessor
 SQUARES_COLUMNS = {64: 64, 128: 128}  # of a block for 3x3 over so many channels, which that kernel takes too; else 64
-STREAM_CONTROL_BYTES, STREAM_STAGES, STREAM_COLUMNS = 3 << 10, 12, 256  # of quantised_conv_stream.cu, at most
+STREAM_STAGES, STREAM_COLUMNS = 12, 256  # of quantised_conv_stream.cu, at most
+TEAM_THREADS = 160  # four warps that multiply, one that starts copies
+STREAM_FACTOR_BYTES, STREAM_BARRIER_BYTES = 12, 288  # of its Control: of each filter, and of each team
 STEM_TEAMS, STEM_BLOCK, STEM_WIDTH, STEM_SHARED_BYTES = 3, (384, 1, 1), 112, 88_608  # of quantised_stem_pool.cu
 MULTIPROCESSOR_SHARED_BYTES, RESERVED_BYTES = 228 << 10, 1 << 10  # Hopper's; what is not asked for, of each block
 TILE_CHANNELS = (16, 32, 64)  # that it takes beside multiples of CHUNK
@@ -65,7 +67,7 @@ class _Epilogue(NamedTuple):
 
     @classmethod
     def of(cls, node: Node) -> _Epilogue:
-        return cls(not node["no_addend"], node["relu"], ctypes.c_float(node["addend_scale"] / node["scale"]))
+        return cls(not node.get("no_addend", True), node["relu"], ctypes.c_float(node["addend_scale"] / node["scale"]))
 
 
 def quantise(builder: Builder, node: Node) -> None:
@@ -111,7 +113,7 @@ def convolution(builder: Builder, node: Node) -> None:
     if way in TILES:
         _tiles(builder, node, *TILES[way])
     elif way in STREAMS:
-        _stream(builder, node, STREAMS[way])
+        _stream(builder, node, *STREAMS[way])
     elif way == SQUARES:
         _squares(builder, node)
     else:
@@ -194,68 +196,93 @@ def stem_pool(builder: Builder, node: Node) -> None:
 
 @dataclass(frozen=True)
 class Stream:
-    """How quantised_conv_stream.cu divides its shared memory, for C `channels`; a block makes so many columns. There is
-    room for as many blocks on a multiprocessor as have 256 columns together, unless weights leave too little of it."""
+    """How quantised_conv_stream.cu divides its shared memory, for C `channels`, and C_2 `channels_2` of a second
+    convolution; a block has so many teams and makes so many columns. There is room for as many blocks on a
+    multiprocessor as have two teams with 256 columns together, or four with 128, unless weights leave too little of it.
+    """
 
     channels: int
+    teams: int
     columns: int
     adds: bool
+    channels_2: int = 0
 
     @property
     def chunks(self) -> int:
         return -(-self.channels // CHUNK)
 
     @property
+    def chunks_2(self) -> int:
+        return -(-self.channels_2 // CHUNK)
+
+    @property
     def blocks(self) -> int:
         """On a multiprocessor."""
-        most = STREAM_COLUMNS // self.columns
-        return most if self._places(most) >= self.results + 2 else 1
+        most = 2 * STREAM_COLUMNS // (self.teams * self.columns)
+        return most if self._places(most) >= 2 + (2 if self.adds else 1) else 1
 
     @property
     def results(self) -> int:
-        """As `Conv1x1Forward.results`."""
-        return 3 if self.adds else 2
+        """As `Conv1x1Forward.results`, or one less where stages need the room. Of two convolutions, between whose
+        products there is time to copy them away, as many as are made at once."""
+        most = self.columns // CHUNK if self.channels_2 else 3 if self.adds else 2
+        return max(2 if self.adds else 1, min(most, self._places(self.blocks) - 2))
 
     @property
     def stages(self) -> int:
-        """Less than 1 where weights leave no room."""
+        """Less than the 2 that are needed where weights leave no room."""
         return min(STREAM_STAGES, self._places(self.blocks) - self.results)
 
     @property
+    def control_bytes(self) -> int:
+        factors = STREAM_FACTOR_BYTES * self.columns * (2 if self.channels_2 else 1)
+        return -(-(factors + STREAM_BARRIER_BYTES * self.teams) // 1024) * 1024
+
+    @property
     def shared_bytes(self) -> int:
-        return self._kept_bytes + TEAMS * TILE_ROWS * CHUNK * (self.stages + self.results)
+        return self._kept_bytes + self.teams * TILE_ROWS * CHUNK * (self.stages + self.results)
 
     def _places(self, blocks: int) -> int:
         """For a stage of each team, or a result of each warp: they have the same size."""
         free = MULTIPROCESSOR_SHARED_BYTES // blocks - RESERVED_BYTES - self._kept_bytes
-        return free // (TEAMS * TILE_ROWS * CHUNK)
+        return free // (self.teams * TILE_ROWS * CHUNK)
 
     @property
     def _kept_bytes(self) -> int:
-        return STREAM_CONTROL_BYTES + self.chunks * self.columns * CHUNK
+        return self.control_bytes + (self.chunks + self.chunks_2) * self.columns * CHUNK
 
 
-def _stream(builder: Builder, node: Node, columns: int) -> None:
-    """A 1x1 convolution on Hopper; blocks keep weights and walk over the rows."""
+def _stream(builder: Builder, node: Node, teams: int, columns: int) -> None:
+    """A 1x1 convolution on Hopper, or the sum of two; blocks keep weights and walk over the rows."""
     x, weight, y = builder.input(node, "data"), builder.input(node, "weight"), builder.output(node)
-    addend = builder.optional_input(node, "addend", "no_addend")
+    is_sum = node.op == "QuantisedConvolutionSum"
+    addend = None if is_sum else builder.optional_input(node, "addend", "no_addend")
+    x_2, weight_2, multiplier_2, bias_2 = (
+        builder.input(node, role) if is_sum else None for role in ("data_2", "weight_2", "multiplier_2", "bias_2"))
     geometry, (adds, relu, share), size = Geometry.of(node, x, y), _Epilogue.of(node), window(node)
-    channels, filters = x.shape[3], y.shape[3]
+    channels, channels_2, filters = x.shape[3], x_2.shape[3] if x_2 else 0, y.shape[3]
     _require_tensor_cores(builder, node, columns)
-    stream, tiles = Stream(channels, columns, adds), Tiles.of(x.shape, y.shape, size.stride, CHUNK)
+    stream, tiles = Stream(channels, teams, columns, adds, channels_2), Tiles.of(x.shape, y.shape, size.stride, CHUNK)
     require(builder.gpu.capability == HOPPER and size.kernel == (1, 1) and size.pad == (0, 0) and tiles is not None
-            and channels % TILE_VECTOR == 0 and y.dtype == "int8" and stream.stages > 0, node,
-            "is not for the kernel that streams")
+            and channels % TILE_VECTOR == channels_2 % TILE_VECTOR == 0 and y.dtype == "int8" and stream.stages >= 2,
+            node, "is not for the kernel that streams")
     assert tiles
-    across, pairs = -(-filters // columns), -(-geometry.rows // (tiles.walk.rows * TEAMS))
-    down = max(1, min(stream.blocks * builder.gpu.num_multiprocessors // across, pairs))
+    across, of_teams = -(-filters // columns), -(-geometry.rows // (tiles.walk.rows * teams))
+    down = max(1, min(stream.blocks * builder.gpu.num_multiprocessors // across, of_teams))
     builder.launch(
-        node, "quantised_conv_stream.cu", instance("quantised_conv_stream", columns, adds, relu), (across, down, 1),
-        BLOCK, Tiled(In(x), tiles.data), Tiled(In(addend), tiles.output), Tiled(Out(y, over=addend), tiles.output),
-        In(weight), In(builder.input(node, "multiplier")), In(builder.input(node, "bias")), count(geometry.rows),
-        tiles.walk, *map(ctypes.c_int, (channels, filters)), share,
-        *map(ctypes.c_int, (stream.chunks, stream.stages, stream.results)), shared_bytes=stream.shared_bytes,
-        flops=builder.problem("fprop", node, x, weight, y).flops)
+        node, "quantised_conv_stream.cu", instance("quantised_conv_stream", teams, columns, adds, relu, is_sum),
+        (across, down, 1), (teams * TEAM_THREADS, 1, 1), Tiled(In(x), tiles.data), Tiled(In(addend), tiles.output),
+        Tiled(Out(y, over=addend), tiles.output), In(weight), In(builder.input(node, "multiplier")),
+        In(builder.input(node, "bias")), count(geometry.rows), tiles.walk, *map(ctypes.c_int, (channels, filters)),
+        share, *map(ctypes.c_int, (stream.chunks, stream.stages, stream.results)),
+        Tiled(In(x_2), tiles.beside(channels_2, CHUNK)), In(weight_2), In(multiplier_2), In(bias_2),
+        *map(ctypes.c_int, (channels_2, stream.chunks_2)),
+        shared_bytes=stream.shared_bytes, flops=2 * geometry.rows * filters * (channels + channels_2))
+
+
+def convolution_sum(builder: Builder, node: Node) -> None:
+    """A projection shortcut and the convolution that it is added to, by the kernel that streams."""
+    _stream(builder, node, *STREAMS[node["way"]])
 
 
 def _require_tensor_cores(builder: Builder, node: Node, columns: int) -> None:
@@ -323,6 +350,7 @@ RULES: Rules = {
     "QuantiseSquares": quantise_squares,
     "Dequantise": dequantise,
     "QuantisedConvolution": convolution,
+    "QuantisedConvolutionSum": convolution_sum,
     "QuantisedStemPool": stem_pool,
     "QuantisedFullyConnected": classifier,
     "QuantisedPooling": pooling,
