@@ -98,8 +98,8 @@ __device__ inline float factor_of(uint32 row, const float *factors, uint32 first
 // the sample variance', The American Statistician 37, 1983).
 
 // Scale and shift of a thread's 8 channels in the forward pass: y = x * scale + shift, from the sums of this batch. One
-// thread a channel, the `keeper`, also writes what is kept: mean and 1 / sqrt(var + eps) in `saved` (2, C), and the
-// running statistics, running = momentum * running + (1 - momentum) * new. Null pointers leave them out (inference).
+// thread a channel also writes what is kept: mean and 1 / sqrt(var + eps) in `saved` (2, C), and the running
+// statistics, running = momentum * running + (1 - momentum) * new. Null pointers leave them out (inference).
 struct Forward {
     float scale[VEC], shift[VEC];
 
@@ -107,31 +107,43 @@ struct Forward {
                        float *running_mean, float *running_var, float eps, float momentum, uint32 rows, int channel,
                        int channels) {
         float mean[VEC], var[VEC], g[VEC], b[VEC], invstd[VEC];
-        load_floats(sums + channel, mean);
+        load_floats(sums + (about_mean ? 2 * channels : 0) + channel, mean);
         load_floats(sums + channels + channel, var);
-#pragma unroll
-        for (int k = 0; k < VEC; ++k) {
-            mean[k] /= rows;
-            var[k] = fmaxf(var[k] / rows - mean[k] * mean[k], 0.f);
-        }
-        if (about_mean) load_floats(sums + 2 * channels + channel, mean);
         load_floats(gamma + channel, g);
         load_floats(beta + channel, b);
         const bool keeper = blockIdx.y == 0 && threadIdx.y == 0;
+        // A division for each sum would be 13 instructions, and hold up the loads behind it.
+        const float share = 1.f / rows, share_of_mean = about_mean ? 1 : share, about_zero = about_mean ? 0 : 1;
 #pragma unroll
         for (int k = 0; k < VEC; ++k) {
-            invstd[k] = rsqrtf(var[k] + eps);
-            scale[k] = g[k] * invstd[k];
-            shift[k] = b[k] - mean[k] * scale[k];
-            if (keeper && running_mean) {
-                running_mean[channel + k] = momentum * running_mean[channel + k] + (1 - momentum) * mean[k];
-                running_var[channel + k] = momentum * running_var[channel + k] + (1 - momentum) * var[k];
-            }
+            mean[k] *= share_of_mean;
+            // Spelled out, as there are two ways to contract it: kernels with equal sums have equal bits.
+            var[k] = fmaxf(fmaf(-about_zero * mean[k], mean[k], var[k] * share), 0.f);
         }
+        if (keeper && running_mean) {
+            blend(running_mean + channel, mean, momentum);
+            blend(running_var + channel, var, momentum);
+        }
+#pragma unroll
+        for (int k = 0; k < VEC; ++k) invstd[k] = rsqrtf(var[k] + eps);
         if (keeper && saved) {
             store_floats(saved + channel, mean);
             store_floats(saved + channels + channel, invstd);
         }
+#pragma unroll
+        for (int k = 0; k < VEC; ++k) {
+            scale[k] = g[k] * invstd[k];
+            shift[k] = b[k] - mean[k] * scale[k];
+        }
+    }
+
+    // In vectors: float by float each load waits for the store before it, and the launch for all of them.
+    __device__ static void blend(float *running, const float (&of_batch)[VEC], float momentum) {
+        float v[VEC];
+        load_floats(running, v);
+#pragma unroll
+        for (int k = 0; k < VEC; ++k) v[k] = fmaf(momentum, v[k], (1 - momentum) * of_batch[k]);
+        store_floats(running, v);
     }
 };
 
@@ -161,10 +173,11 @@ struct InputGradient {
         float dg[VEC], db[VEC];
         load_floats(dgamma + channel, dg);
         load_floats(dbeta + channel, db);
+        const float share = 1.f / rows;
 #pragma unroll
         for (int k = 0; k < VEC; ++k) {
-            b[k] = -of.scale[k] * of.invstd[k] * dg[k] / rows;
-            c[k] = -of.scale[k] * db[k] / rows - b[k] * of.mean[k];
+            b[k] = -of.scale[k] * of.invstd[k] * dg[k] * share;
+            c[k] = fmaf(-b[k], of.mean[k], -of.scale[k] * db[k] * share);
         }
     }
 };
