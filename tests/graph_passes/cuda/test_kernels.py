@@ -87,6 +87,31 @@ def test_statistics(device: Device, dtype: str, rows: int, channels: int) -> Non
     assert (np.abs(squares / rows - case.var) <= 1e-5 * deviation**2).all()
 
 
+@pytest.mark.parametrize("blocks", [1, 24, 25, 216, 217, 300])
+def test_sums_by_many_blocks(device: Device, blocks: int) -> None:
+    """As many as the last one reads at once, one more, and some without rows; equal bits every time."""
+    rows, channels = 1003, 72
+    case = BatchNormCase(device, rows, channels, "float16", seed=blocks)
+    dy = rounded(np.random.default_rng(blocks).normal(0.1, 1, (rows, channels)), "float16")
+    x, dy_address, partials = device.put(case.x, "float16"), device.put(dy, "float16"), (2 * blocks * channels,)
+    results = []
+    for _ in range(2):  # twice: the tickets must be back at zero
+        sums, dgamma, dbeta = (device.poisoned((each, channels)) for each in (3, 1, 1))
+        device.run("batch_norm.cu", case.kernel("batch_norm_statistics"), (case.tiles, blocks, 1), REDUCE_BLOCK,
+                   x, sums, device.poisoned(partials), case.tickets, *case.size)
+        device.run("batch_norm.cu", case.kernel("batch_norm_backward_reduce", "NO_RELU", False, False, False),
+                   (case.tiles, blocks, 1), REDUCE_BLOCK, x, dy_address, 0, 0, 0, case.saved(),
+                   device.put(case.gamma), 0, dgamma, dbeta, device.poisoned(partials), case.tickets, *case.size,
+                   *NOTHING_DROPPED)
+        written = (sums, 3), (dgamma, 1), (dbeta, 1)
+        results.append([device.get(address, (each, channels)) for address, each in written])
+    (sums_of_x, got_dgamma, got_dbeta), again = results
+    assert all(np.array_equal(*each) for each in zip(results[0], again, strict=True))
+    assert relative_error(sums_of_x[1] / rows, case.var) < 1e-5 and relative_error(sums_of_x[2], case.mean) < 1e-5
+    assert relative_error(got_dbeta[0], dy.sum(0)) < 1e-4
+    assert relative_error(got_dgamma[0], (dy * case.normal).sum(0)) < 1e-4
+
+
 @pytest.mark.parametrize("rows, channels", SHAPES)
 @pytest.mark.parametrize("add, relu, drop", [(False, False, False), (False, True, False), (True, True, False),
                                              (True, True, True)])

@@ -55,7 +55,7 @@ def variance(sums: np.ndarray, rows: int) -> np.ndarray:
 
 def sums_in_order(x: np.ndarray, near: np.ndarray, blocks: int) -> np.ndarray:
     """`batch_norm_statistics` and `reduce_over_rows`, in fp32: a thread adds up every (96 * blocks)-th row, then the 4
-    rows of a warp, the 24 warps, the blocks in 6 parts, and these."""
+    rows of a warp, the 24 warps, the blocks in 24 parts, and these."""
     rows_at_once = REDUCE_BLOCK[1] * blocks
     padded = np.zeros((-(-len(x) // rows_at_once) * rows_at_once, x.shape[1]), np.float32)
     padded[: len(x)] = x - near
@@ -67,7 +67,7 @@ def sums_in_order(x: np.ndarray, near: np.ndarray, blocks: int) -> np.ndarray:
         lanes = of_thread.reshape(blocks, -1, 4, x.shape[1])
         of_warp = (lanes[:, :, 0] + lanes[:, :, 1]) + (lanes[:, :, 2] + lanes[:, :, 3])
         of_block = in_turn(of_warp.transpose(1, 0, 2))
-        sums.append(in_turn([in_turn(of_block[part::6]) for part in range(6)]))
+        sums.append(in_turn([in_turn(of_block[part::24]) for part in range(24)]))
     return np.stack(sums)
 
 

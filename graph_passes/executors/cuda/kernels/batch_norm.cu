@@ -163,8 +163,8 @@ batch_norm_backward_reduce(const Packed<T> *x, const Packed<T> *dy, const Packed
         }
     }
     reduce_over_rows(acc, partials, tickets, channels, [=](int c, const float (&of)[2]) {
-        dbeta[c] = of[0];
         dgamma[c] = of[1] * saved[channels + c];
+        dbeta[c] = of[0];
     });
 }
 

@@ -19,65 +19,89 @@ constexpr int LOADS = 4;
 
 // --- sums per channel over all rows ---
 
-// Adds up `sums` (N of them, 8 channels a thread) over the block and over all blocks of the tile, always in the same order, so
-// equal inputs give equal bits. The last block to arrive finishes and calls `finish(channel, the N sums)`.
-// `partials` is (gridDim.y, these N, C) in fp32; `tickets` one counter a tile, 0 before the launch and after it.
-template <int N, class Finish>
-__device__ void reduce_over_rows(float (&sums)[N][VEC], float *partials, uint32 *tickets, int channels, Finish finish) {
-    constexpr int CHANNELS = TILE * VEC;
-    constexpr int VALUES = N * CHANNELS;
-    constexpr int PARTS = REDUCE_THREADS / VALUES;      // threads for each of them
-    constexpr int WARPS = REDUCE_THREADS / WARP;
-    static_assert(REDUCE_THREADS % VALUES == 0);
-    __shared__ float shared[WARPS * VALUES];
-    __shared__ bool last;
-    const int thread = threadIdx.y * TILE + threadIdx.x;
-
-    // Over the 4 rows of a warp, then over the warps.
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-#pragma unroll
-        for (int k = 0; k < VEC; ++k) {
-            float v = sums[j][k];
-#pragma unroll
-            for (int distance = TILE; distance < WARP; distance *= 2) v += __shfl_xor_sync(0xffffffff, v, distance);
-            if (thread % WARP < TILE) shared[thread / WARP * VALUES + j * CHANNELS + threadIdx.x * VEC + k] = v;
-        }
-    }
+// The end of a kernel of which gridDim.y blocks share the rows, and gridDim.x the columns, COLUMNS each. `of_part`, in
+// shared memory, has N sums of each column over each of PARTS parts of the block's rows. Adds up those of the parts and
+// of all blocks of the same columns, always in the same order, so equal inputs give equal bits. The last block to come
+// adds up the blocks' sums as each did its parts', and calls `finish(column, the N sums)`. Nothing is read after it, so
+// this takes as long as its reads: all THREADS of the block share them, in vectors, and AT_ONCE of each are under way.
+// Shapes: of_part (max(PARTS, SPLITS), N, COLUMNS), partials (gridDim.y, N, columns) fp32; tickets (gridDim.x), 0
+// before the launch and after it. `last` is a place in shared memory.
+template <int THREADS, int PARTS, int N, int COLUMNS, class Finish>
+__device__ inline void reduce_parts(float *of_part, float *partials, uint32 *tickets, int columns, bool &last,
+                                    Finish finish) {
+    constexpr int VALUES = N * COLUMNS, QUADS = VALUES / 4;
+    constexpr int SPLITS = THREADS / QUADS, AT_ONCE = 9;  // SPLITS threads share four values; H200: up to 132 blocks
+    static_assert(THREADS >= VALUES && COLUMNS % 4 == 0);
+    const int thread = threadIdx.y * blockDim.x + threadIdx.x, first = blockIdx.x * COLUMNS, blocks = gridDim.y;
     __syncthreads();
-    const int value = thread % VALUES, part = thread / VALUES;
-    const int c = blockIdx.x * CHANNELS + value % CHANNELS;
-    const size_t column = size_t(value / CHANNELS) * channels + c;
-    if (part == 0 && c < channels) {
+    if (thread < VALUES && first + thread % COLUMNS < columns) {
         float total = 0;
 #pragma unroll
-        for (int warp = 0; warp < WARPS; ++warp) total += shared[warp * VALUES + value];
-        partials[size_t(blockIdx.y) * N * channels + column] = total;
+        for (int part = 0; part < PARTS; ++part) total += of_part[part * VALUES + thread];
+        partials[(size_t(blockIdx.y) * N + thread / COLUMNS) * columns + first + thread % COLUMNS] = total;
         __threadfence();
     }
     __syncthreads();
     if (thread == 0) {
-        last = atomicAdd(&tickets[blockIdx.x], 1) == gridDim.y - 1;
+        last = atomicAdd(&tickets[blockIdx.x], 1) == blocks - 1;
         if (last) tickets[blockIdx.x] = 0;
     }
     __syncthreads();
     if (!last) return;
     __threadfence();
 
-    float total = 0;
-    if (c < channels)
-#pragma unroll 16
-        for (int split = part; split < gridDim.y; split += PARTS)
-            total += __ldcg(partials + size_t(split) * N * channels + column);
-    shared[thread] = total;
-    __syncthreads();
-    if (thread < CHANNELS && c < channels) {
-        float totals[N] = {};
-        for (int p = 0; p < PARTS; ++p)
+    const int split = thread / QUADS, value = thread % QUADS * 4, column = first + value % COLUMNS;
+    if (split < SPLITS) {
+        const float4 *const from = reinterpret_cast<const float4 *>(partials + value / COLUMNS * columns + column);
+        const uint32 pitch = N * columns / 4;
+        float4 total = make_float4(0, 0, 0, 0);
+        for (int next = split; next < blocks; next += AT_ONCE * SPLITS) {
+            float4 of_block[AT_ONCE];
 #pragma unroll
-            for (int j = 0; j < N; ++j) totals[j] += shared[p * VALUES + j * CHANNELS + thread];
-        finish(c, totals);
+            for (int i = 0; i < AT_ONCE; ++i) {
+                const int block = next + i * SPLITS;
+                of_block[i] = make_float4(0, 0, 0, 0);
+                if (block < blocks && column < columns) of_block[i] = __ldcg(from + block * pitch);
+            }
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+                total.x += of_block[i].x;
+                total.y += of_block[i].y;
+                total.z += of_block[i].z;
+                total.w += of_block[i].w;
+            }
+        }
+        reinterpret_cast<float4 *>(of_part)[thread] = total;
     }
+    __syncthreads();
+    if (thread < COLUMNS && first + thread < columns) {
+        float totals[N] = {};
+#pragma unroll
+        for (int part = 0; part < SPLITS; ++part)
+#pragma unroll
+            for (int j = 0; j < N; ++j) totals[j] += of_part[part * VALUES + j * COLUMNS + thread];
+        finish(first + thread, totals);
+    }
+}
+
+// The same from `sums` (N of them, 8 channels a thread) of blocks of TILE x REDUCE_ROWS threads.
+template <int N, class Finish>
+__device__ void reduce_over_rows(float (&sums)[N][VEC], float *partials, uint32 *tickets, int channels, Finish finish) {
+    constexpr int CHANNELS = TILE * VEC, WARPS = REDUCE_THREADS / WARP;
+    __shared__ __align__(16) float of_warp[WARPS * N * CHANNELS];
+    __shared__ bool last;
+    const int thread = threadIdx.y * TILE + threadIdx.x;
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+#pragma unroll
+        for (int k = 0; k < VEC; ++k)
+#pragma unroll
+            for (int distance = TILE; distance < WARP; distance *= 2)  // over the 4 rows of a warp
+                sums[j][k] += __shfl_xor_sync(0xffffffff, sums[j][k], distance);
+        float *const to = of_warp + (thread / WARP * N + j) * CHANNELS + threadIdx.x * VEC;
+        if (thread % WARP < TILE) store_floats(to, sums[j]);
+    }
+    reduce_parts<REDUCE_THREADS, WARPS, N, CHANNELS>(of_warp, partials, tickets, channels, last, finish);
 }
 
 // --- images that are dropped ---

@@ -206,10 +206,11 @@ norm_backward(const Packed<T> *dz, const Packed<T> *x, const float *saved, const
         }
     }
     if (REDUCE)
-        reduce_columns<S::DATA_WARPS_M, S::DATA_WARPS_N>(sums, warp_m, warp_n, reinterpret_cast<float *>(memory), partials,
-                                                         tickets, S::COLUMNS, [=](int n, const float (&of)[2]) {
-            behind_dbeta[n] = of[0];
+        reduce_columns<S::THREADS, S::DATA_WARPS_M, S::DATA_WARPS_N>(
+            sums, warp_m, warp_n, reinterpret_cast<float *>(memory), partials, tickets, S::COLUMNS,
+            [=](int n, const float (&of)[2]) {
             behind_dgamma[n] = of[1] * behind_saved[S::COLUMNS + n];
+            behind_dbeta[n] = of[0];
         });
 }
 
