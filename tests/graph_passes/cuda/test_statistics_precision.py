@@ -21,7 +21,7 @@ from graph_passes import GraphError
 from graph_passes.executors.cuda.arena import Arena
 from graph_passes.executors.cuda.convolution import ConvolutionLibrary, Problem
 from graph_passes.executors.cuda.kernels import C_TYPES, threads
-from graph_passes.executors.cuda.lowering.batch_norm_pool import Image
+from graph_passes.executors.cuda.lowering.batch_norm_pool import STRIP, Image
 from graph_passes.executors.cuda.lowering.builder import APPLY_BLOCK, REDUCE_BLOCK
 from graph_passes.executors.cuda.lowering.stem import STEM_BLOCK, stem_work
 
@@ -222,7 +222,7 @@ def test_statistics_and_what_reads_them(device: Device, check: Report, dtype: st
     device.run("batch_norm_pool.cu", f"batch_norm_relu_max_pool<{C_TYPES[dtype]}>", (1, 132, 1), APPLY_BLOCK, address,
                sums, ctypes.c_bool(True), gamma, beta, y, device.poisoned(out, "uint8"), device.poisoned(out, dtype),
                saved, mean, var, *options, Image(height, width, *out[1:3]), ctypes.c_uint32(rows),
-               ctypes.c_uint32(int(np.prod(out[:3]))), ctypes.c_int(channels))
+               ctypes.c_uint32(images * -(-out[1] // STRIP) * out[2]), ctypes.c_int(channels))
     check("  with max pooling", dtype, ratio, variance_from(device.get(saved, (2, channels))), x.var(0), NEAR)
 
 
