@@ -408,8 +408,9 @@ def test_average_pool(device: Device, dtype: str, size: tuple[int, int], kernel:
         assert relative_error(device.get(target, shape, dtype), result) < PRECISION[dtype] + 1e-6
 
 
-def test_global_average_pool(device: Device, dtype: str) -> None:
-    n, pixels, channels = 5, 49, 40
+@pytest.mark.parametrize("pixels", [1, 3, 20, 49])
+def test_global_average_pool(device: Device, dtype: str, pixels: int) -> None:
+    n, channels = 5, 40
     random = np.random.default_rng(0)
     x = rounded(random.normal(0, 1, (n, pixels, channels)), dtype)
     dy = rounded(random.normal(0, 1, (n, channels)), dtype)
