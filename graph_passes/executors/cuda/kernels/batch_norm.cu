@@ -127,8 +127,9 @@ batch_norm_backward_reduce(const Packed<T> *x, const Packed<T> *dy, const Packed
     const uint32 stride = gridDim.y * REDUCE_ROWS, pitch = channels / VEC;
     float acc[2][VEC] = {};
     if (channel < channels) {
-        const Backward of(saved, gamma, RELU == RECOMPUTED ? beta : nullptr, channel, channels);
-        for (uint32 row = blockIdx.y * REDUCE_ROWS + threadIdx.y; row < rows; row += DEPTH * stride) {
+        const uint32 first = blockIdx.y * REDUCE_ROWS + threadIdx.y;
+        Backward of;
+        for (uint32 row = first; row < rows; row += DEPTH * stride) {
             Packed<T> px[DEPTH], pdy[DEPTH], pdy2[DEPTH];
             uint32 bits[DEPTH];
 #pragma unroll
@@ -140,6 +141,8 @@ batch_norm_backward_reduce(const Packed<T> *x, const Packed<T> *dy, const Packed
                 if (TWO) pdy2[u] = dy2[at];
                 if (RELU == BITS) bits[u] = mask[at];
             }
+            // While the first rows are on their way.
+            if (row == first) of = Backward(saved, gamma, RELU == RECOMPUTED ? beta : nullptr, channel, channels);
 #pragma unroll
             for (int u = 0; u < DEPTH; ++u) {
                 if (row + u * stride >= rows) continue;

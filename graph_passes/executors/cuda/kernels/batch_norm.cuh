@@ -176,6 +176,7 @@ struct Forward {
 struct Backward {
     float mean[VEC], invstd[VEC], gamma[VEC], scale[VEC], shift[VEC];
 
+    Backward() = default;
     __device__ Backward(const float *saved, const float *gammas, const float *betas, int channel, int channels) {
         load_floats(saved + channel, mean);
         load_floats(saved + channels + channel, invstd);
