@@ -171,6 +171,21 @@ struct Forward {
     }
 };
 
+// `Forward` of a block's channels, in shared memory: the first row of threads makes it, while all have loads under way.
+// Made by all, one after the other, it takes a microsecond of a multiprocessor with four blocks.
+struct SharedForward {
+    float scale[TILE * VEC], shift[TILE * VEC];
+
+    __device__ void keep(const Forward &of) {
+        store_floats(scale + threadIdx.x * VEC, of.scale);
+        store_floats(shift + threadIdx.x * VEC, of.shift);
+    }
+    __device__ void load_own(float (&own_scale)[VEC], float (&own_shift)[VEC]) const {
+        load_floats(scale + threadIdx.x * VEC, own_scale);
+        load_floats(shift + threadIdx.x * VEC, own_shift);
+    }
+};
+
 // Scale and shift in the backward pass, from what was saved: x * scale + shift has the bits that it had in the forward pass.
 // Without betas there is no shift.
 struct Backward {
@@ -194,6 +209,7 @@ struct Backward {
 struct InputGradient {
     float b[VEC], c[VEC];
 
+    InputGradient() = default;
     __device__ InputGradient(const Backward &of, const float *dgamma, const float *dbeta, uint32 rows, int channel) {
         float dg[VEC], db[VEC];
         load_floats(dgamma + channel, dg);

@@ -86,18 +86,15 @@ batch_norm_relu_max_pool(const Packed<T> *x, const float *sums, bool about_mean,
                          Packed<T> *y, uint2 *winner, Packed<T> *x_winner, float *saved, float *running_mean,
                          float *running_var, float eps, float momentum, Image size, uint32 rows, uint32 strips,
                          int channels) {
-    __shared__ __align__(16) float scales[TILE * VEC], shifts[TILE * VEC];  // as registers, they would be too many
+    __shared__ __align__(16) SharedForward made;
     const int channel = (blockIdx.x * TILE + threadIdx.x) * VEC, pitch = channels / VEC, vector = channel / VEC;
-    if (threadIdx.y == 0 && channel < channels) {
-        const Forward of(sums, about_mean, gamma, beta, saved, running_mean, running_var, eps, momentum, rows, channel,
-                         channels);
-        store_floats(scales + threadIdx.x * VEC, of.scale);
-        store_floats(shifts + threadIdx.x * VEC, of.shift);
-    }
+    if (threadIdx.y == 0 && channel < channels)
+        made.keep(Forward(sums, about_mean, gamma, beta, saved, running_mean, running_var, eps, momentum, rows, channel,
+                          channels));
     __syncthreads();
     if (channel >= channels) return;
     float scale[VEC], shift[VEC];
-    load_floats(scales + threadIdx.x * VEC, scale);
+    made.load_own(scale, shift);
     Words<T> flip, least;
 #pragma unroll
     for (int k = 0; k < VEC; ++k) {
@@ -145,8 +142,7 @@ batch_norm_relu_max_pool(const Packed<T> *x, const float *sums, bool about_mean,
             x_winner[to] = value.packed;
             float v[VEC];
             unpack(value.packed, v);
-            load_floats(scales + threadIdx.x * VEC, scale);
-            load_floats(shifts + threadIdx.x * VEC, shift);
+            made.load_own(scale, shift);  // in registers all the time they would be too many
             uint2 places = {0, 0};
 #pragma unroll
             for (int k = 0; k < VEC; ++k) {
