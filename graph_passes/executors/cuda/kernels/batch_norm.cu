@@ -15,13 +15,14 @@ batch_norm_statistics(const Packed<T> *x, float *sums, float *partials, uint32 *
     const uint32 stride = gridDim.y * REDUCE_ROWS, pitch = channels / VEC;
     float acc[2][VEC] = {};
     if (channel < channels) {
+        const uint32 begin = blockIdx.y * REDUCE_ROWS + threadIdx.y;
         float first[VEC];
-        unpack(x[channel / VEC], first);
-        for (uint32 row = blockIdx.y * REDUCE_ROWS + threadIdx.y; row < rows; row += LOADS * stride) {
+        for (uint32 row = begin; row < rows; row += LOADS * stride) {
             Packed<T> packed[LOADS];
 #pragma unroll
             for (int u = 0; u < LOADS; ++u)
                 if (row + u * stride < rows) packed[u] = x[(row + u * stride) * pitch + channel / VEC];
+            if (row == begin) unpack(x[channel / VEC], first);
 #pragma unroll
             for (int u = 0; u < LOADS; ++u) {
                 if (row + u * stride >= rows) continue;
