@@ -144,9 +144,18 @@ struct Forward {
             // Spelled out, as there are two ways to contract it: kernels with equal sums have equal bits.
             var[k] = fmaxf(fmaf(-about_zero * mean[k], mean[k], var[k] * share), 0.f);
         }
+        // In vectors: float by float each load waits for the store before it, and the launch for all of them.
         if (keeper && running_mean) {
-            blend(running_mean + channel, mean, momentum);
-            blend(running_var + channel, var, momentum);
+            float to_mean[VEC], to_var[VEC];
+            load_floats(running_mean + channel, to_mean);
+            load_floats(running_var + channel, to_var);
+#pragma unroll
+            for (int k = 0; k < VEC; ++k) {
+                to_mean[k] = fmaf(momentum, to_mean[k], (1 - momentum) * mean[k]);
+                to_var[k] = fmaf(momentum, to_var[k], (1 - momentum) * var[k]);
+            }
+            store_floats(running_mean + channel, to_mean);
+            store_floats(running_var + channel, to_var);
         }
 #pragma unroll
         for (int k = 0; k < VEC; ++k) invstd[k] = rsqrtf(var[k] + eps);
@@ -159,15 +168,6 @@ struct Forward {
             scale[k] = g[k] * invstd[k];
             shift[k] = b[k] - mean[k] * scale[k];
         }
-    }
-
-    // In vectors: float by float each load waits for the store before it, and the launch for all of them.
-    __device__ static void blend(float *running, const float (&of_batch)[VEC], float momentum) {
-        float v[VEC];
-        load_floats(running, v);
-#pragma unroll
-        for (int k = 0; k < VEC; ++k) v[k] = fmaf(momentum, v[k], (1 - momentum) * of_batch[k]);
-        store_floats(running, v);
     }
 };
 
