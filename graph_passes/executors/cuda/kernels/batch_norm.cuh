@@ -214,11 +214,11 @@ struct InputGradient {
         float dg[VEC], db[VEC];
         load_floats(dgamma + channel, dg);
         load_floats(dbeta + channel, db);
-        const float share = 1.f / rows;
+        // With a product in place of these divisions stem_weights has twice the spills in its loop: 0.319 ms for 0.263.
 #pragma unroll
         for (int k = 0; k < VEC; ++k) {
-            b[k] = -of.scale[k] * of.invstd[k] * dg[k] * share;
-            c[k] = fmaf(-b[k], of.mean[k], -of.scale[k] * db[k] * share);
+            b[k] = -of.scale[k] * of.invstd[k] * dg[k] / rows;
+            c[k] = -of.scale[k] * db[k] / rows - b[k] * of.mean[k];
         }
     }
 };
