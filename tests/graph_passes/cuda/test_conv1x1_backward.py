@@ -37,11 +37,11 @@ def check_sums(got: np.ndarray, terms: np.ndarray, dtype: str) -> None:
 
 class DgradCase:
     """Random operands of `dgrad_reduce` and `dgrad_stream`, and what they leave on a GPU. `mean` is added to what the
-    BatchNorms read; only `dgrad_reduce` takes a `pair` of them."""
+    BatchNorms read; only `dgrad_reduce` takes a `pair` of them. `blocks` share the rows."""
 
     def __init__(self, device: Device, dtype: str, k: int, rows: int, columns: int, add: bool, pair: bool, drop: bool,
-                 mean: float = 0.0) -> None:
-        self.device, self.dtype, self.k, self.shape = device, dtype, k, (rows, columns)
+                 mean: float = 0.0, blocks: int = BLOCKS) -> None:
+        self.device, self.dtype, self.k, self.shape, self.blocks = device, dtype, k, (rows, columns), blocks
         self.flags = add, pair, drop
         self.norms = [BatchNormCase(device, rows, columns, dtype, seed=seed, mean=mean) for seed in (rows, columns)]
         random = np.random.default_rng(rows + columns)
@@ -58,8 +58,8 @@ class DgradCase:
         add, pair, drop = self.flags
         kernel = (self.norms[0].kernel("dgrad_stream", add, drop) if stream
                   else self.norms[0].kernel("dgrad_reduce", str(self.k), *self.flags))
-        scratch = device.poisoned((4 * BLOCKS * columns,)), device.zeros(4 * columns), ctypes.c_uint32(rows)
-        grid = (-(-columns // DgradReduce.COLUMNS), BLOCKS, 1)
+        scratch = device.poisoned((4 * self.blocks * columns,)), device.zeros(4 * columns), ctypes.c_uint32(rows)
+        grid = (-(-columns // DgradReduce.COLUMNS), self.blocks, 1)
         saved, saved_2 = (norm.saved() for norm in self.norms)
         dy, w, x, x_2, addend = (device.put(array, dtype) for array in (
             self.dy, self.w, *(norm.x for norm in self.norms), self.addend))
@@ -135,6 +135,15 @@ def test_dgrad_reduce_far_from_zero(device: Device, mean: float, stream: bool) -
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("stream, blocks, rows, columns", [
+    (False, 72, 20_003, 256), (False, 73, 20_003, 256), (False, 132, 130, 136), (True, 45, 20_003, 256),
+    (True, 46, 20_003, 136)])
+def test_dgrad_reduce_by_many_blocks(device: Device, stream: bool, blocks: int, rows: int, columns: int) -> None:
+    """As many as the last one reads at once, one more, and with some that have no rows."""
+    DgradCase(device, "float16", 64, rows, columns, True, False, False, blocks=blocks).check(stream)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("stream", [False, True])
 def test_dgrad_reduce_gives_equal_bits(device: Device, stream: bool) -> None:
     case = DgradCase(device, "float16", 256, 5003, 384, True, not stream, True)
@@ -153,12 +162,14 @@ def test_division_of_shared_memory(read: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype, k, rows, reduces, relu, drop", [
-    ("float16", 256, 413, True, False, False), ("float16", 256, 413, False, False, False),
-    ("bfloat16", 64, 1003, True, True, False), ("bfloat16", 128, 64, False, False, False),
-    ("float16", 64, 517, False, True, False), ("float16", 256, 413, True, False, True),
-    ("bfloat16", 128, 517, False, False, True)])
-def test_norm_backward(device: Device, dtype: str, k: int, rows: int, reduces: bool, relu: bool, drop: bool) -> None:
+@pytest.mark.parametrize("dtype, k, rows, reduces, relu, drop, blocks", [
+    ("float16", 256, 413, True, False, False, 3), ("float16", 256, 413, False, False, False, 3),
+    ("bfloat16", 64, 1003, True, True, False, 3), ("bfloat16", 128, 64, False, False, False, 3),
+    ("float16", 64, 517, False, True, False, 3), ("float16", 256, 413, True, False, True, 3),
+    ("bfloat16", 128, 517, False, False, True, 3), ("float16", 64, 10_003, True, False, False, 144),
+    ("float16", 128, 10_003, True, False, False, 145)])
+def test_norm_backward(device: Device, dtype: str, k: int, rows: int, reduces: bool, relu: bool, drop: bool,
+                       blocks: int) -> None:
     """Gradients of a BatchNorm's input (never stored), of the 1x1 convolution before it, and of its input."""
     columns = NormBackward.COLUMNS
     out, norm = (BatchNormCase(device, rows, channels, dtype, seed=channels + rows) for channels in (k, columns))
@@ -172,12 +183,12 @@ def test_norm_backward(device: Device, dtype: str, k: int, rows: int, reduces: b
     out_dbeta, out_dgamma = out_dz.sum(0), (out_dz * out.normal).sum(0)
     dy = rounded(out.gamma * out.invstd * (out_dz - out_dbeta / rows - out.normal * out_dgamma / rows), dtype)
     before_relu = norm.normal * norm.gamma + norm.beta
-    dx, dw_parts = device.poisoned((rows, columns), dtype), device.poisoned((BLOCKS, k, columns))
+    dx, dw_parts = device.poisoned((rows, columns), dtype), device.poisoned((blocks, k, columns))
     dgamma, dbeta = device.poisoned((columns,)), device.poisoned((columns,))
-    partials, tickets = device.poisoned((2 * BLOCKS * columns,)), device.zeros(4)
+    partials, tickets = device.poisoned((2 * blocks * columns,)), device.zeros(4)
     kernel = out.kernel("norm_backward", str(k), relu, reduces, drop)
     for _ in range(2):  # twice: the tickets must be back at zero
-        device.run("norm_backward.cu", kernel, (1, BLOCKS, 1), BLOCK, device.put(given, dtype),
+        device.run("norm_backward.cu", kernel, (1, blocks, 1), BLOCK, device.put(given, dtype),
                    device.put(out.x, dtype), out.saved(), device.put(out.gamma), device.put(out.beta),
                    device.put(out_dgamma), device.put(out_dbeta), device.put(w, dtype), device.put(norm.x, dtype), dx,
                    norm.saved(), device.put(norm.gamma), device.put(norm.beta), dgamma, dbeta, dw_parts, partials,
@@ -195,5 +206,5 @@ def test_norm_backward(device: Device, dtype: str, k: int, rows: int, reduces: b
     dw = device.poisoned((k, columns), dtype)
     vectors = k * columns // 8
     device.run("norm_backward.cu", f"sum_parts<{C_TYPES[dtype]}>", (-(-vectors // 16), 1, 1), (256, 1, 1), dw_parts,
-               dw, ctypes.c_int(BLOCKS), ctypes.c_uint32(vectors))
+               dw, ctypes.c_int(blocks), ctypes.c_uint32(vectors))
     assert relative_error(device.get(dw, (k, columns), dtype), dy.T @ x) < STORED[dtype]

@@ -11,7 +11,7 @@ from gpu_arrays import DTYPES, PRECISION, Device, relative_error, rounded
 
 from graph_passes import Node
 from graph_passes.executors.cuda.kernels import C_TYPES
-from graph_passes.executors.cuda.lowering.batch_norm_pool import Image
+from graph_passes.executors.cuda.lowering.batch_norm_pool import STRIP, Image
 from graph_passes.executors.cuda.lowering.builder import APPLY_BLOCK, REDUCE_BLOCK
 from graph_passes.executors.cuda.lowering.pooling import Window
 from graph_passes.executors.cuda.lowering.stem import STEM_BLOCK, stem_work
@@ -85,6 +85,31 @@ def test_statistics(device: Device, dtype: str, rows: int, channels: int) -> Non
     deviation = np.sqrt(case.var + (case.mean - case.x[0]) ** 2)  # fp32 sums of up to 4099 terms about the first value
     assert (np.abs(mean - case.mean) <= 1e-5 * deviation + 2.0**-23 * np.abs(case.mean)).all()
     assert (np.abs(squares / rows - case.var) <= 1e-5 * deviation**2).all()
+
+
+@pytest.mark.parametrize("blocks", [1, 24, 25, 216, 217, 300])
+def test_sums_by_many_blocks(device: Device, blocks: int) -> None:
+    """As many as the last one reads at once, one more, and some without rows; equal bits every time."""
+    rows, channels = 1003, 72
+    case = BatchNormCase(device, rows, channels, "float16", seed=blocks)
+    dy = rounded(np.random.default_rng(blocks).normal(0.1, 1, (rows, channels)), "float16")
+    x, dy_address, partials = device.put(case.x, "float16"), device.put(dy, "float16"), (2 * blocks * channels,)
+    results = []
+    for _ in range(2):  # twice: the tickets must be back at zero
+        sums, dgamma, dbeta = (device.poisoned((each, channels)) for each in (3, 1, 1))
+        device.run("batch_norm.cu", case.kernel("batch_norm_statistics"), (case.tiles, blocks, 1), REDUCE_BLOCK,
+                   x, sums, device.poisoned(partials), case.tickets, *case.size)
+        device.run("batch_norm.cu", case.kernel("batch_norm_backward_reduce", "NO_RELU", False, False, False),
+                   (case.tiles, blocks, 1), REDUCE_BLOCK, x, dy_address, 0, 0, 0, case.saved(),
+                   device.put(case.gamma), 0, dgamma, dbeta, device.poisoned(partials), case.tickets, *case.size,
+                   *NOTHING_DROPPED)
+        written = (sums, 3), (dgamma, 1), (dbeta, 1)
+        results.append([device.get(address, (each, channels)) for address, each in written])
+    (sums_of_x, got_dgamma, got_dbeta), again = results
+    assert all(np.array_equal(*each) for each in zip(results[0], again, strict=True))
+    assert relative_error(sums_of_x[1] / rows, case.var) < 1e-5 and relative_error(sums_of_x[2], case.mean) < 1e-5
+    assert relative_error(got_dbeta[0], dy.sum(0)) < 1e-4
+    assert relative_error(got_dgamma[0], (dy * case.normal).sum(0)) < 1e-4
 
 
 @pytest.mark.parametrize("rows, channels", SHAPES)
@@ -225,6 +250,37 @@ def test_batch_norm_pair_backward(device: Device, dtype: str, rows: int, channel
         assert relative_error(device.get(address, (rows, channels), dtype), wanted) < PRECISION[dtype] + 1e-4
 
 
+@pytest.mark.parametrize("height, width, channels", [(1, 1, 8), (2, 5, 24), (15, 33, 64), (17, 8, 72), (36, 6, 128)])
+def test_batch_norm_relu_max_pool(device: Device, dtype: str, height: int, width: int, channels: int) -> None:
+    """Strips that are whole and others, odd and even sizes, scales of both signs, values that are equal."""
+    images, blocks = 3, 2
+    out = images, (height + 1) // 2, (width + 1) // 2, channels
+    case = BatchNormCase(device, images * height * width, channels, dtype, seed=height)
+    x = np.round(case.x * 4) / 4
+    case.x, case.gamma = x, case.gamma * np.where(np.arange(channels) % 3, 1, -1)
+    mean, invstd = x.mean(0), 1 / np.sqrt(x.var(0) + EPS)
+    y, x_winner = (device.poisoned(out, dtype) for _ in range(2))
+    winner, saved = device.poisoned(out, "uint8"), device.poisoned((2, channels))
+    running_mean, running_var = (device.put(np.ones(channels)) for _ in range(2))
+    device.run("batch_norm_pool.cu", case.kernel("batch_norm_relu_max_pool"), (case.tiles, blocks, 1), APPLY_BLOCK,
+               device.put(x, dtype), *case.sums(about_mean=True), device.put(case.gamma), device.put(case.beta), y,
+               winner, x_winner, saved, running_mean, running_var, ctypes.c_float(EPS), ctypes.c_float(MOMENTUM),
+               Image(height, width, *out[1:3]), ctypes.c_uint32(case.rows),
+               ctypes.c_uint32(images * -(-out[1] // STRIP) * out[2]), ctypes.c_int(channels))
+    sign = np.sign(case.gamma)
+    largest, place = pool_reference(x.reshape(images, height, width, channels) * sign,
+                                    Window(height, width, *out[1:3], 3, 3, 2, 2, 1, 1))
+    value = largest * sign
+    wanted = (value - mean) * invstd * case.gamma + case.beta
+    clear = np.abs(wanted) > 1e-3  # near zero either answer is right
+    assert np.array_equal(device.get(x_winner, out, dtype)[clear], value[clear])
+    assert np.array_equal(device.get(winner, out, "uint8")[clear], np.where(wanted > 0, place, 255)[clear])
+    if case.rows > 4:
+        assert relative_error(device.get(y, out, dtype), np.maximum(wanted, 0)) < PRECISION[dtype] + 2e-5
+        assert relative_error(device.get(saved, (2, channels)), np.stack([mean, invstd])) < 1e-4
+        assert relative_error(device.get(running_mean, (channels,)), MOMENTUM + (1 - MOMENTUM) * mean) < 1e-5
+
+
 @pytest.mark.parametrize("stem_dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("height, width", [(14, 38), (33, 64)])
 def test_stem(device: Device, stem_dtype: str, height: int, width: int) -> None:
@@ -352,8 +408,9 @@ def test_average_pool(device: Device, dtype: str, size: tuple[int, int], kernel:
         assert relative_error(device.get(target, shape, dtype), result) < PRECISION[dtype] + 1e-6
 
 
-def test_global_average_pool(device: Device, dtype: str) -> None:
-    n, pixels, channels = 5, 49, 40
+@pytest.mark.parametrize("pixels", [1, 3, 20, 49])
+def test_global_average_pool(device: Device, dtype: str, pixels: int) -> None:
+    n, channels = 5, 40
     random = np.random.default_rng(0)
     x = rounded(random.normal(0, 1, (n, pixels, channels)), dtype)
     dy = rounded(random.normal(0, 1, (n, channels)), dtype)

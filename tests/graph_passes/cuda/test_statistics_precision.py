@@ -21,7 +21,7 @@ from graph_passes import GraphError
 from graph_passes.executors.cuda.arena import Arena
 from graph_passes.executors.cuda.convolution import ConvolutionLibrary, Problem
 from graph_passes.executors.cuda.kernels import C_TYPES, threads
-from graph_passes.executors.cuda.lowering.batch_norm_pool import Image
+from graph_passes.executors.cuda.lowering.batch_norm_pool import STRIP, Image
 from graph_passes.executors.cuda.lowering.builder import APPLY_BLOCK, REDUCE_BLOCK
 from graph_passes.executors.cuda.lowering.stem import STEM_BLOCK, stem_work
 
@@ -55,7 +55,7 @@ def variance(sums: np.ndarray, rows: int) -> np.ndarray:
 
 def sums_in_order(x: np.ndarray, near: np.ndarray, blocks: int) -> np.ndarray:
     """`batch_norm_statistics` and `reduce_over_rows`, in fp32: a thread adds up every (96 * blocks)-th row, then the 4
-    rows of a warp, the 24 warps, the blocks in 6 parts, and these."""
+    rows of a warp, the 24 warps, the blocks in 24 parts, and these."""
     rows_at_once = REDUCE_BLOCK[1] * blocks
     padded = np.zeros((-(-len(x) // rows_at_once) * rows_at_once, x.shape[1]), np.float32)
     padded[: len(x)] = x - near
@@ -67,7 +67,7 @@ def sums_in_order(x: np.ndarray, near: np.ndarray, blocks: int) -> np.ndarray:
         lanes = of_thread.reshape(blocks, -1, 4, x.shape[1])
         of_warp = (lanes[:, :, 0] + lanes[:, :, 1]) + (lanes[:, :, 2] + lanes[:, :, 3])
         of_block = in_turn(of_warp.transpose(1, 0, 2))
-        sums.append(in_turn([in_turn(of_block[part::6]) for part in range(6)]))
+        sums.append(in_turn([in_turn(of_block[part::24]) for part in range(24)]))
     return np.stack(sums)
 
 
@@ -222,7 +222,7 @@ def test_statistics_and_what_reads_them(device: Device, check: Report, dtype: st
     device.run("batch_norm_pool.cu", f"batch_norm_relu_max_pool<{C_TYPES[dtype]}>", (1, 132, 1), APPLY_BLOCK, address,
                sums, ctypes.c_bool(True), gamma, beta, y, device.poisoned(out, "uint8"), device.poisoned(out, dtype),
                saved, mean, var, *options, Image(height, width, *out[1:3]), ctypes.c_uint32(rows),
-               ctypes.c_uint32(int(np.prod(out[:3]))), ctypes.c_int(channels))
+               ctypes.c_uint32(images * -(-out[1] // STRIP) * out[2]), ctypes.c_int(channels))
     check("  with max pooling", dtype, ratio, variance_from(device.get(saved, (2, channels))), x.var(0), NEAR)
 
 

@@ -15,13 +15,14 @@ batch_norm_statistics(const Packed<T> *x, float *sums, float *partials, uint32 *
     const uint32 stride = gridDim.y * REDUCE_ROWS, pitch = channels / VEC;
     float acc[2][VEC] = {};
     if (channel < channels) {
+        const uint32 begin = blockIdx.y * REDUCE_ROWS + threadIdx.y;
         float first[VEC];
-        unpack(x[channel / VEC], first);
-        for (uint32 row = blockIdx.y * REDUCE_ROWS + threadIdx.y; row < rows; row += LOADS * stride) {
+        for (uint32 row = begin; row < rows; row += LOADS * stride) {
             Packed<T> packed[LOADS];
 #pragma unroll
             for (int u = 0; u < LOADS; ++u)
                 if (row + u * stride < rows) packed[u] = x[(row + u * stride) * pitch + channel / VEC];
+            if (row == begin) unpack(x[channel / VEC], first);
 #pragma unroll
             for (int u = 0; u < LOADS; ++u) {
                 if (row + u * stride >= rows) continue;
@@ -69,11 +70,13 @@ batch_norm_apply(const Packed<T> *x, const Packed<T> *residual, const float *sum
                  float eps, float momentum, uint32 rows, int channels, const float *factors, uint32 first_factor,
                  uint32 pixels) {
     constexpr int DEPTH = ADD ? 1 : LOADS;
+    __shared__ __align__(16) SharedForward made;
     const int channel = (blockIdx.x * TILE + threadIdx.x) * VEC;
-    if (channel >= channels) return;
-    const Forward of(sums, about_mean, gamma, beta, saved, running_mean, running_var, eps, momentum, rows, channel, channels);
     const uint32 stride = gridDim.y * APPLY_ROWS, pitch = channels / VEC;
-    for (uint32 i = blockIdx.y * APPLY_ROWS + threadIdx.y; i < rows; i += DEPTH * stride) {
+    uint32 i = channel < channels ? blockIdx.y * APPLY_ROWS + threadIdx.y : rows;
+    float scale[VEC], shift[VEC];
+    bool first = true;
+    do {
         Packed<T> packed[DEPTH], packed_residual[DEPTH];
 #pragma unroll
         for (int u = 0; u < DEPTH; ++u) {
@@ -81,6 +84,14 @@ batch_norm_apply(const Packed<T> *x, const Packed<T> *residual, const float *sum
             const uint32 at = (rows - 1 - (i + u * stride)) * pitch + channel / VEC;
             packed[u] = x[at];
             if (ADD) packed_residual[u] = residual[at];
+        }
+        if (first) {
+            if (threadIdx.y == 0 && channel < channels)
+                made.keep(Forward(sums, about_mean, gamma, beta, saved, running_mean, running_var, eps, momentum, rows,
+                                  channel, channels));
+            __syncthreads();
+            made.load_own(scale, shift);
+            first = false;
         }
 #pragma unroll
         for (int u = 0; u < DEPTH; ++u) {
@@ -93,7 +104,7 @@ batch_norm_apply(const Packed<T> *x, const Packed<T> *residual, const float *sum
             uint32 bits = 0;
 #pragma unroll
             for (int k = 0; k < VEC; ++k) {
-                v[k] = v[k] * of.scale[k] + of.shift[k];
+                v[k] = v[k] * scale[k] + shift[k];
                 if (DROP) v[k] *= factor;
                 if (ADD) v[k] += r[k];
                 if (RELU) {
@@ -104,7 +115,8 @@ batch_norm_apply(const Packed<T> *x, const Packed<T> *residual, const float *sum
             y[at] = pack<T>(v);
             if (RELU && mask) mask[at] = uint8(bits);
         }
-    }
+        i += DEPTH * stride;
+    } while (i < rows);
 }
 
 // --- backward ---
@@ -127,8 +139,9 @@ batch_norm_backward_reduce(const Packed<T> *x, const Packed<T> *dy, const Packed
     const uint32 stride = gridDim.y * REDUCE_ROWS, pitch = channels / VEC;
     float acc[2][VEC] = {};
     if (channel < channels) {
-        const Backward of(saved, gamma, RELU == RECOMPUTED ? beta : nullptr, channel, channels);
-        for (uint32 row = blockIdx.y * REDUCE_ROWS + threadIdx.y; row < rows; row += DEPTH * stride) {
+        const uint32 first = blockIdx.y * REDUCE_ROWS + threadIdx.y;
+        Backward of;
+        for (uint32 row = first; row < rows; row += DEPTH * stride) {
             Packed<T> px[DEPTH], pdy[DEPTH], pdy2[DEPTH];
             uint32 bits[DEPTH];
 #pragma unroll
@@ -140,6 +153,8 @@ batch_norm_backward_reduce(const Packed<T> *x, const Packed<T> *dy, const Packed
                 if (TWO) pdy2[u] = dy2[at];
                 if (RELU == BITS) bits[u] = mask[at];
             }
+            // While the first rows are on their way.
+            if (row == first) of = Backward(saved, gamma, RELU == RECOMPUTED ? beta : nullptr, channel, channels);
 #pragma unroll
             for (int u = 0; u < DEPTH; ++u) {
                 if (row + u * stride >= rows) continue;
@@ -163,8 +178,8 @@ batch_norm_backward_reduce(const Packed<T> *x, const Packed<T> *dy, const Packed
         }
     }
     reduce_over_rows(acc, partials, tickets, channels, [=](int c, const float (&of)[2]) {
-        dbeta[c] = of[0];
         dgamma[c] = of[1] * saved[channels + c];
+        dbeta[c] = of[0];
     });
 }
 
@@ -180,15 +195,20 @@ batch_norm_backward_apply(const Packed<T> *x, const Packed<T> *dy, const Packed<
                           uint32 pixels) {
     const int channel = (blockIdx.x * TILE + threadIdx.x) * VEC;
     if (channel >= channels) return;
-    const Backward of(saved, gamma, RELU == RECOMPUTED ? beta : nullptr, channel, channels);
-    const InputGradient to(of, dgamma, dbeta, rows, channel);
-    const uint32 pitch = channels / VEC;
-    for (uint32 i = blockIdx.y * APPLY_ROWS + threadIdx.y; i < rows; i += gridDim.y * APPLY_ROWS) {
+    const uint32 first = blockIdx.y * APPLY_ROWS + threadIdx.y, pitch = channels / VEC;
+    Backward of;
+    InputGradient to;
+    for (uint32 i = first; i < rows; i += gridDim.y * APPLY_ROWS) {
         const uint32 at = (rows - 1 - i) * pitch + channel / VEC;
+        const Packed<T> px = x[at], pdy = dy[at], packed_addend = ADD ? addend[at] : Packed<T>{};
+        if (i == first) {  // while this row is on its way
+            of = Backward(saved, gamma, RELU == RECOMPUTED ? beta : nullptr, channel, channels);
+            to = InputGradient(of, dgamma, dbeta, rows, channel);
+        }
         float v[VEC], g[VEC], a[VEC];
-        unpack(x[at], v);
-        unpack(dy[at], g);
-        if (ADD) unpack(addend[at], a);
+        unpack(px, v);
+        unpack(pdy, g);
+        if (ADD) unpack(packed_addend, a);
         const float factor = DROP ? factor_of(rows - 1 - i, factors, first_factor, pixels) : 1;
 #pragma unroll
         for (int k = 0; k < VEC; ++k) {

@@ -19,65 +19,89 @@ constexpr int LOADS = 4;
 
 // --- sums per channel over all rows ---
 
-// Adds up `sums` (N of them, 8 channels a thread) over the block and over all blocks of the tile, always in the same order, so
-// equal inputs give equal bits. The last block to arrive finishes and calls `finish(channel, the N sums)`.
-// `partials` is (gridDim.y, these N, C) in fp32; `tickets` one counter a tile, 0 before the launch and after it.
-template <int N, class Finish>
-__device__ void reduce_over_rows(float (&sums)[N][VEC], float *partials, uint32 *tickets, int channels, Finish finish) {
-    constexpr int CHANNELS = TILE * VEC;
-    constexpr int VALUES = N * CHANNELS;
-    constexpr int PARTS = REDUCE_THREADS / VALUES;      // threads for each of them
-    constexpr int WARPS = REDUCE_THREADS / WARP;
-    static_assert(REDUCE_THREADS % VALUES == 0);
-    __shared__ float shared[WARPS * VALUES];
-    __shared__ bool last;
-    const int thread = threadIdx.y * TILE + threadIdx.x;
-
-    // Over the 4 rows of a warp, then over the warps.
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-#pragma unroll
-        for (int k = 0; k < VEC; ++k) {
-            float v = sums[j][k];
-#pragma unroll
-            for (int distance = TILE; distance < WARP; distance *= 2) v += __shfl_xor_sync(0xffffffff, v, distance);
-            if (thread % WARP < TILE) shared[thread / WARP * VALUES + j * CHANNELS + threadIdx.x * VEC + k] = v;
-        }
-    }
+// The end of a kernel of which gridDim.y blocks share the rows, and gridDim.x the columns, COLUMNS each. `of_part`, in
+// shared memory, has N sums of each column over each of PARTS parts of the block's rows. Adds up those of the parts and
+// of all blocks of the same columns, always in the same order, so equal inputs give equal bits. The last block to come
+// adds up the blocks' sums as each did its parts', and calls `finish(column, the N sums)`. Nothing is read after it, so
+// this takes as long as its reads: all THREADS of the block share them, in vectors, and AT_ONCE of each are under way.
+// Shapes: of_part (max(PARTS, SPLITS), N, COLUMNS), partials (gridDim.y, N, columns) fp32; tickets (gridDim.x), 0
+// before the launch and after it. `last` is a place in shared memory.
+template <int THREADS, int PARTS, int N, int COLUMNS, class Finish>
+__device__ inline void reduce_parts(float *of_part, float *partials, uint32 *tickets, int columns, bool &last,
+                                    Finish finish) {
+    constexpr int VALUES = N * COLUMNS, QUADS = VALUES / 4;
+    constexpr int SPLITS = THREADS / QUADS, AT_ONCE = 9;  // SPLITS threads share four values; H200: up to 132 blocks
+    static_assert(THREADS >= VALUES && COLUMNS % 4 == 0);
+    const int thread = threadIdx.y * blockDim.x + threadIdx.x, first = blockIdx.x * COLUMNS, blocks = gridDim.y;
     __syncthreads();
-    const int value = thread % VALUES, part = thread / VALUES;
-    const int c = blockIdx.x * CHANNELS + value % CHANNELS;
-    const size_t column = size_t(value / CHANNELS) * channels + c;
-    if (part == 0 && c < channels) {
+    if (thread < VALUES && first + thread % COLUMNS < columns) {
         float total = 0;
 #pragma unroll
-        for (int warp = 0; warp < WARPS; ++warp) total += shared[warp * VALUES + value];
-        partials[size_t(blockIdx.y) * N * channels + column] = total;
+        for (int part = 0; part < PARTS; ++part) total += of_part[part * VALUES + thread];
+        partials[(size_t(blockIdx.y) * N + thread / COLUMNS) * columns + first + thread % COLUMNS] = total;
         __threadfence();
     }
     __syncthreads();
     if (thread == 0) {
-        last = atomicAdd(&tickets[blockIdx.x], 1) == gridDim.y - 1;
+        last = atomicAdd(&tickets[blockIdx.x], 1) == blocks - 1;
         if (last) tickets[blockIdx.x] = 0;
     }
     __syncthreads();
     if (!last) return;
     __threadfence();
 
-    float total = 0;
-    if (c < channels)
-#pragma unroll 16
-        for (int split = part; split < gridDim.y; split += PARTS)
-            total += __ldcg(partials + size_t(split) * N * channels + column);
-    shared[thread] = total;
-    __syncthreads();
-    if (thread < CHANNELS && c < channels) {
-        float totals[N] = {};
-        for (int p = 0; p < PARTS; ++p)
+    const int split = thread / QUADS, value = thread % QUADS * 4, column = first + value % COLUMNS;
+    if (split < SPLITS) {
+        const float4 *const from = reinterpret_cast<const float4 *>(partials + value / COLUMNS * columns + column);
+        const uint32 pitch = N * columns / 4;
+        float4 total = make_float4(0, 0, 0, 0);
+        for (int next = split; next < blocks; next += AT_ONCE * SPLITS) {
+            float4 of_block[AT_ONCE];
 #pragma unroll
-            for (int j = 0; j < N; ++j) totals[j] += shared[p * VALUES + j * CHANNELS + thread];
-        finish(c, totals);
+            for (int i = 0; i < AT_ONCE; ++i) {
+                const int block = next + i * SPLITS;
+                of_block[i] = make_float4(0, 0, 0, 0);
+                if (block < blocks && column < columns) of_block[i] = __ldcg(from + block * pitch);
+            }
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+                total.x += of_block[i].x;
+                total.y += of_block[i].y;
+                total.z += of_block[i].z;
+                total.w += of_block[i].w;
+            }
+        }
+        reinterpret_cast<float4 *>(of_part)[thread] = total;
     }
+    __syncthreads();
+    if (thread < COLUMNS && first + thread < columns) {
+        float totals[N] = {};
+#pragma unroll
+        for (int part = 0; part < SPLITS; ++part)
+#pragma unroll
+            for (int j = 0; j < N; ++j) totals[j] += of_part[part * VALUES + j * COLUMNS + thread];
+        finish(first + thread, totals);
+    }
+}
+
+// The same from `sums` (N of them, 8 channels a thread) of blocks of TILE x REDUCE_ROWS threads.
+template <int N, class Finish>
+__device__ void reduce_over_rows(float (&sums)[N][VEC], float *partials, uint32 *tickets, int channels, Finish finish) {
+    constexpr int CHANNELS = TILE * VEC, WARPS = REDUCE_THREADS / WARP;
+    __shared__ __align__(16) float of_warp[WARPS * N * CHANNELS];
+    __shared__ bool last;
+    const int thread = threadIdx.y * TILE + threadIdx.x;
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+#pragma unroll
+        for (int k = 0; k < VEC; ++k)
+#pragma unroll
+            for (int distance = TILE; distance < WARP; distance *= 2)  // over the 4 rows of a warp
+                sums[j][k] += __shfl_xor_sync(0xffffffff, sums[j][k], distance);
+        float *const to = of_warp + (thread / WARP * N + j) * CHANNELS + threadIdx.x * VEC;
+        if (thread % WARP < TILE) store_floats(to, sums[j]);
+    }
+    reduce_parts<REDUCE_THREADS, WARPS, N, CHANNELS>(of_warp, partials, tickets, channels, last, finish);
 }
 
 // --- images that are dropped ---
@@ -98,8 +122,8 @@ __device__ inline float factor_of(uint32 row, const float *factors, uint32 first
 // the sample variance', The American Statistician 37, 1983).
 
 // Scale and shift of a thread's 8 channels in the forward pass: y = x * scale + shift, from the sums of this batch. One
-// thread a channel, the `keeper`, also writes what is kept: mean and 1 / sqrt(var + eps) in `saved` (2, C), and the
-// running statistics, running = momentum * running + (1 - momentum) * new. Null pointers leave them out (inference).
+// thread a channel also writes what is kept: mean and 1 / sqrt(var + eps) in `saved` (2, C), and the running
+// statistics, running = momentum * running + (1 - momentum) * new. Null pointers leave them out (inference).
 struct Forward {
     float scale[VEC], shift[VEC];
 
@@ -107,31 +131,58 @@ struct Forward {
                        float *running_mean, float *running_var, float eps, float momentum, uint32 rows, int channel,
                        int channels) {
         float mean[VEC], var[VEC], g[VEC], b[VEC], invstd[VEC];
-        load_floats(sums + channel, mean);
+        load_floats(sums + (about_mean ? 2 * channels : 0) + channel, mean);
         load_floats(sums + channels + channel, var);
-#pragma unroll
-        for (int k = 0; k < VEC; ++k) {
-            mean[k] /= rows;
-            var[k] = fmaxf(var[k] / rows - mean[k] * mean[k], 0.f);
-        }
-        if (about_mean) load_floats(sums + 2 * channels + channel, mean);
         load_floats(gamma + channel, g);
         load_floats(beta + channel, b);
         const bool keeper = blockIdx.y == 0 && threadIdx.y == 0;
+        // A division for each sum would be 13 instructions, and hold up the loads behind it.
+        const float share = 1.f / rows, share_of_mean = about_mean ? 1 : share, about_zero = about_mean ? 0 : 1;
 #pragma unroll
         for (int k = 0; k < VEC; ++k) {
-            invstd[k] = rsqrtf(var[k] + eps);
-            scale[k] = g[k] * invstd[k];
-            shift[k] = b[k] - mean[k] * scale[k];
-            if (keeper && running_mean) {
-                running_mean[channel + k] = momentum * running_mean[channel + k] + (1 - momentum) * mean[k];
-                running_var[channel + k] = momentum * running_var[channel + k] + (1 - momentum) * var[k];
-            }
+            mean[k] *= share_of_mean;
+            // Spelled out, as there are two ways to contract it: kernels with equal sums have equal bits.
+            var[k] = fmaxf(fmaf(-about_zero * mean[k], mean[k], var[k] * share), 0.f);
         }
+        // In vectors: float by float each load waits for the store before it, and the launch for all of them.
+        if (keeper && running_mean) {
+            float to_mean[VEC], to_var[VEC];
+            load_floats(running_mean + channel, to_mean);
+            load_floats(running_var + channel, to_var);
+#pragma unroll
+            for (int k = 0; k < VEC; ++k) {
+                to_mean[k] = fmaf(momentum, to_mean[k], (1 - momentum) * mean[k]);
+                to_var[k] = fmaf(momentum, to_var[k], (1 - momentum) * var[k]);
+            }
+            store_floats(running_mean + channel, to_mean);
+            store_floats(running_var + channel, to_var);
+        }
+#pragma unroll
+        for (int k = 0; k < VEC; ++k) invstd[k] = rsqrtf(var[k] + eps);
         if (keeper && saved) {
             store_floats(saved + channel, mean);
             store_floats(saved + channels + channel, invstd);
         }
+#pragma unroll
+        for (int k = 0; k < VEC; ++k) {
+            scale[k] = g[k] * invstd[k];
+            shift[k] = b[k] - mean[k] * scale[k];
+        }
+    }
+};
+
+// `Forward` of a block's channels, in shared memory: the first row of threads makes it, while all have loads under way.
+// Made by all, one after the other, it takes a microsecond of a multiprocessor with four blocks.
+struct SharedForward {
+    float scale[TILE * VEC], shift[TILE * VEC];
+
+    __device__ void keep(const Forward &of) {
+        store_floats(scale + threadIdx.x * VEC, of.scale);
+        store_floats(shift + threadIdx.x * VEC, of.shift);
+    }
+    __device__ void load_own(float (&own_scale)[VEC], float (&own_shift)[VEC]) const {
+        load_floats(scale + threadIdx.x * VEC, own_scale);
+        load_floats(shift + threadIdx.x * VEC, own_shift);
     }
 };
 
@@ -140,6 +191,7 @@ struct Forward {
 struct Backward {
     float mean[VEC], invstd[VEC], gamma[VEC], scale[VEC], shift[VEC];
 
+    Backward() = default;
     __device__ Backward(const float *saved, const float *gammas, const float *betas, int channel, int channels) {
         load_floats(saved + channel, mean);
         load_floats(saved + channels + channel, invstd);
@@ -157,10 +209,12 @@ struct Backward {
 struct InputGradient {
     float b[VEC], c[VEC];
 
+    InputGradient() = default;
     __device__ InputGradient(const Backward &of, const float *dgamma, const float *dbeta, uint32 rows, int channel) {
         float dg[VEC], db[VEC];
         load_floats(dgamma + channel, dg);
         load_floats(dbeta + channel, db);
+        // With a product in place of these divisions stem_weights has twice the spills in its loop: 0.319 ms for 0.263.
 #pragma unroll
         for (int k = 0; k < VEC; ++k) {
             b[k] = -of.scale[k] * of.invstd[k] * dg[k] / rows;

@@ -91,10 +91,11 @@ batch_norm_pair_backward_reduce(const Packed<T> *x, const Packed<T> *x_2, const 
         }
     }
     reduce_over_rows(acc, partials, tickets, channels, [=](int c, const float (&of)[SUMS]) {
+        const float invstd = saved[channels + c], invstd_2 = saved_2[channels + c];
         dbeta[c] = of[DROP ? SUMS - 1 : 0];
         dbeta_2[c] = of[0];
-        dgamma[c] = of[1] * saved[channels + c];
-        dgamma_2[c] = of[2] * saved_2[channels + c];
+        dgamma[c] = of[1] * invstd;
+        dgamma_2[c] = of[2] * invstd_2;
     });
 }
 

@@ -5,6 +5,8 @@
 // lets no gradient through. `x_winner` is x there, so that the sums of the backward pass need not look for it.
 #include "batch_norm_pool.cuh"
 
+constexpr int STRIP = 8;  // rows of the output that a thread of the forward pass makes
+
 // --- forward: comparisons are done in packed words, two 16-bit channels at once ---
 
 template <class T> constexpr int LANE_BITS = sizeof(T) * 8;                   // bits of a channel in a word
@@ -42,75 +44,119 @@ template <> __device__ inline uint32 greater<bfloat16>(uint32 a, uint32 b) {
 }
 #endif
 
-// y = max over the window of relu(x * scale + shift), over `outputs` pixels of the pooled image. The largest is where x is
-// the largest, or the smallest if scale < 0: signs are flipped then. A NaN needs no care: it is in the statistics, so that
-// scale and all of its channel are NaN.
-// Shapes: x (N, H, W, C); y, x_winner (N, OH, OW, C); winner (N, OH, OW, C) bytes; sums (2 or 3, C), saved (2, C), gamma, beta,
-// running_mean, running_var (C) fp32. rows = N*H*W, outputs = N*OH*OW.
-template <class T>
-__global__ void __launch_bounds__(APPLY_THREADS, 4)
-batch_norm_relu_max_pool(const Packed<T> *x, const float *sums, bool about_mean, const float *gamma, const float *beta,
-                         Packed<T> *y, uint2 *winner, Packed<T> *x_winner, float *saved, float *running_mean,
-                         float *running_var, float eps, float momentum, Image size, uint32 rows, uint32 outputs, int channels) {
-    const int channel = (blockIdx.x * TILE + threadIdx.x) * VEC, pitch = channels / VEC;
-    if (channel >= channels) return;
-    const Forward of(sums, about_mean, gamma, beta, saved, running_mean, running_var, eps, momentum, rows, channel, channels);
-    Words<T> flip, lowest;
-#pragma unroll
-    for (int k = 0; k < VEC; ++k) {
-        flip.packed.element[k] = from_float<T>(of.scale[k] < 0 ? -0.f : 0.f);  // the sign bit alone
-        lowest.packed.element[k] = from_float<T>(of.scale[k] < 0 ? INF : -INF);
+// Of some values the largest, and its place, channel by channel; of equal ones the first. Values have another sign if
+// the scale is negative (`flip`): what is largest then gives the largest output.
+template <class T> struct Largest {
+    uint32 value[WORDS<T>], place[WORDS<T>];
+
+    __device__ void compare(int w, uint32 with, uint32 its_place) {
+        const uint32 better = greater<T>(with, value[w]);
+        value[w] = (with & better) | (value[w] & ~better);
+        place[w] = (its_place & better) | (place[w] & ~better);
     }
-    for (uint32 pixel = blockIdx.y * APPLY_ROWS + threadIdx.y; pixel < outputs; pixel += gridDim.y * APPLY_ROWS) {
-        const Place at(pixel, size.out_height, size.out_width);
-        Words<T> best;
-        uint32 place[WORDS<T>];
+
+    // Of three neighbours in a row; `left` is the place of the first.
+    __device__ void look_across(const Words<T> (&x)[KERNEL], const Words<T> &flip, uint32 left) {
 #pragma unroll
         for (int w = 0; w < WORDS<T>; ++w) {
-            best.word[w] = lowest.word[w] ^ flip.word[w];  // -infinity
-            place[w] = in_lanes<T>(NOBODY);
+            value[w] = x[0].word[w] ^ flip.word[w];
+            place[w] = left;
+#pragma unroll
+            for (int j = 1; j < KERNEL; ++j) compare(w, x[j].word[w] ^ flip.word[w], in_lanes<T>(j));
         }
+    }
+
+    // With those of a window's `row`.
+    __device__ void look_down(const Largest &of_row, int row) {
 #pragma unroll
-        for (int i = 0; i < KERNEL; ++i) {
-            const int row = at.row * STRIDE - PAD + i;
-            Words<T> here[KERNEL];
+        for (int w = 0; w < WORDS<T>; ++w) compare(w, of_row.value[w], of_row.place[w] + in_lanes<T>(row * KERNEL));
+    }
+};
+
+// y = max over the window of relu(x * scale + shift). A NaN needs no care: it is in the statistics, so that scale and
+// all of its channel are NaN.
+// A thread makes a strip, a column of STRIP pixels, from top to bottom: rows that two windows share are read once, and
+// the next two are under way. In place of pixels outside it reads those at the edge, which change no maximum. Strips
+// from the end, as rows in batch_norm_apply.
+// Shapes: x (N, H, W, C); y, x_winner (N, OH, OW, C); winner (N, OH, OW, C) bytes; sums (2 or 3, C), saved (2, C),
+// gamma, beta, running_mean, running_var (C) fp32. rows = N*H*W, strips = N * ceil(OH / STRIP) * OW.
+template <class T>
+__global__ void __launch_bounds__(APPLY_THREADS, 3)
+batch_norm_relu_max_pool(const Packed<T> *x, const float *sums, bool about_mean, const float *gamma, const float *beta,
+                         Packed<T> *y, uint2 *winner, Packed<T> *x_winner, float *saved, float *running_mean,
+                         float *running_var, float eps, float momentum, Image size, uint32 rows, uint32 strips,
+                         int channels) {
+    __shared__ __align__(16) SharedForward made;
+    const int channel = (blockIdx.x * TILE + threadIdx.x) * VEC, pitch = channels / VEC, vector = channel / VEC;
+    if (threadIdx.y == 0 && channel < channels)
+        made.keep(Forward(sums, about_mean, gamma, beta, saved, running_mean, running_var, eps, momentum, rows, channel,
+                          channels));
+    __syncthreads();
+    if (channel >= channels) return;
+    float scale[VEC], shift[VEC];
+    made.load_own(scale, shift);
+    Words<T> flip, least;
 #pragma unroll
-            for (int j = 0; j < KERNEL; ++j) {
-                const int column = at.column * STRIDE - PAD + j;
-                here[j] = lowest;
-                if (row >= 0 && row < size.height && column >= 0 && column < size.width)
-                    here[j].packed = x[((at.image * size.height + row) * size.width + column) * pitch + channel / VEC];
-            }
+    for (int k = 0; k < VEC; ++k) {
+        flip.packed.element[k] = from_float<T>(scale[k] < 0 ? -0.f : 0.f);  // the sign bit alone
+        least.packed.element[k] = from_float<T>(-INF);
+    }
+    for (uint32 i = blockIdx.y * APPLY_ROWS + threadIdx.y; i < strips; i += gridDim.y * APPLY_ROWS) {
+        const Place at(strips - 1 - i, (size.out_height + STRIP - 1) / STRIP, size.out_width);
+        const int first = at.row * STRIP, end = min(first + STRIP, size.out_height);
+        const int middle = at.column * STRIDE, last = size.width - 1;
+        const int columns[KERNEL] = {max(middle - 1, 0), min(middle, last), min(middle + 1, last)};
+        const uint32 left = in_lanes<T>(at.column == 0 ? 1 : 0);  // whose place the first of three columns has
+        const auto load_row = [&](int row, Words<T> (&to)[KERNEL]) {
+            const uint32 from = (at.image * size.height + min(row, size.height - 1)) * size.width;
 #pragma unroll
-            for (int j = 0; j < KERNEL; ++j) {
+            for (int j = 0; j < KERNEL; ++j) to[j].packed = x[(from + columns[j]) * pitch + vector];
+        };
+        Words<T> upper[KERNEL], lower[KERNEL];
+        Largest<T> above;  // of the row above a window's middle
 #pragma unroll
-                for (int w = 0; w < WORDS<T>; ++w) {
-                    const uint32 value = here[j].word[w] ^ flip.word[w];
-                    const uint32 better = greater<T>(value, best.word[w]);
-                    best.word[w] = (value & better) | (best.word[w] & ~better);
-                    place[w] = (in_lanes<T>(i * KERNEL + j) & better) | (place[w] & ~better);
+        for (int w = 0; w < WORDS<T>; ++w) {
+            above.value[w] = least.word[w];
+            above.place[w] = in_lanes<T>(NOBODY);
+        }
+        if (first > 0) {
+            load_row(first * STRIDE - 1, upper);
+            above.look_across(upper, flip, left);
+        }
+        load_row(first * STRIDE, upper);
+        load_row(first * STRIDE + 1, lower);
+#pragma unroll 1
+        for (int row = first; row < end; ++row) {
+            Largest<T> best = above, of_row;
+            of_row.look_across(upper, flip, left);
+            if (row + 1 < end) load_row((row + 1) * STRIDE, upper);
+            best.look_down(of_row, 1);
+            above.look_across(lower, flip, left);
+            if (row + 1 < end) load_row((row + 1) * STRIDE + 1, lower);
+            best.look_down(above, 2);
+
+            const uint32 to = ((at.image * size.out_height + row) * size.out_width + at.column) * pitch + vector;
+            Words<T> value;
+#pragma unroll
+            for (int w = 0; w < WORDS<T>; ++w) value.word[w] = best.value[w] ^ flip.word[w];
+            x_winner[to] = value.packed;
+            float v[VEC];
+            unpack(value.packed, v);
+            made.load_own(scale, shift);  // in registers all the time they would be too many
+            uint2 places = {0, 0};
+#pragma unroll
+            for (int k = 0; k < VEC; ++k) {
+                v[k] = v[k] * scale[k] + shift[k];
+                uint32 p = best.place[k * LANE_BITS<T> / 32] >> k * LANE_BITS<T> % 32 & 0xff;
+                if (v[k] <= 0) {
+                    v[k] = 0;
+                    p = NOBODY;
                 }
+                (k < 4 ? places.x : places.y) |= p << 8 * (k % 4);
             }
+            y[to] = pack<T>(v);
+            winner[to] = places;
         }
-        const uint32 to = pixel * pitch + channel / VEC;
-#pragma unroll
-        for (int w = 0; w < WORDS<T>; ++w) best.word[w] ^= flip.word[w];
-        x_winner[to] = best.packed;
-        float v[VEC];
-        unpack(best.packed, v);
-        uint2 places = {0, 0};
-#pragma unroll
-        for (int k = 0; k < VEC; ++k) {
-            v[k] = v[k] * of.scale[k] + of.shift[k];
-            uint32 p = place[k * LANE_BITS<T> / 32] >> k * LANE_BITS<T> % 32 & 0xff;
-            if (v[k] <= 0) {
-                v[k] = 0;
-                p = NOBODY;
-            }
-            (k < 4 ? places.x : places.y) |= p << 8 * (k % 4);
-        }
-        y[to] = pack<T>(v);
-        winner[to] = places;
     }
 }
 
@@ -149,8 +195,8 @@ batch_norm_relu_max_pool_backward_reduce(const Packed<T> *x_winner, const Packed
         }
     }
     reduce_over_rows(acc, partials, tickets, channels, [=](int c, const float (&of)[2]) {
-        dbeta[c] = of[0];
         dgamma[c] = of[1] * saved[channels + c];
+        dbeta[c] = of[0];
     });
 }
 

@@ -33,54 +33,11 @@ __device__ inline void load_weights(uint4 (&weights)[K / 64][COLUMNS * 8], const
     }
 }
 
-// The end of a kernel that has left N sums per column of each of the block's PARTS in `shared`, (PARTS, N, BLOCK_COLUMNS): adds
-// them up over the parts, and over all blocks of the same columns, in the same order every time; as `reduce_over_rows`.
-// `partials` holds N * gridDim.y * columns; `last` is a place in shared memory.
-template <int PARTS, int N, int BLOCK_COLUMNS, class Finish>
-__device__ inline void reduce_parts(float *shared, float *partials, uint32 *tickets, int columns, bool &last, Finish finish) {
-    __syncthreads();
-    const int first = blockIdx.x * BLOCK_COLUMNS;
-    for (int i = threadIdx.x; i < N * BLOCK_COLUMNS; i += blockDim.x) {
-        const int n = first + i % BLOCK_COLUMNS;
-        if (n >= columns) continue;
-        float total = 0;
-#pragma unroll
-        for (int m = 0; m < PARTS; ++m) total += shared[m * N * BLOCK_COLUMNS + i];
-        partials[(size_t(blockIdx.y) * N + i / BLOCK_COLUMNS) * columns + n] = total;
-    }
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        last = atomicAdd(&tickets[blockIdx.x], 1) == gridDim.y - 1;
-        if (last) tickets[blockIdx.x] = 0;
-    }
-    __syncthreads();
-    if (!last) return;
-    __threadfence();
-    for (int i = threadIdx.x; i < N * BLOCK_COLUMNS; i += blockDim.x) {
-        const int n = first + i % BLOCK_COLUMNS;
-        float total = 0;
-        if (n < columns)
-#pragma unroll 16
-            for (int split = 0; split < gridDim.y; ++split)
-                total += __ldcg(partials + (size_t(split) * N + i / BLOCK_COLUMNS) * columns + n);
-        shared[i] = total;
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < BLOCK_COLUMNS; i += blockDim.x)
-        if (first + i < columns) {
-            float totals[N];
-#pragma unroll
-            for (int j = 0; j < N; ++j) totals[j] = shared[j * BLOCK_COLUMNS + i];
-            finish(first + i, totals);
-        }
-}
-
 // Adds up N sums per column over a block's WARPS_M x WARPS_N warps, each with 32 columns, and over all blocks of the same
-// columns, as `reduce_parts`. `shared` holds N * WARPS_M * (columns of the block) floats. `warp_m` and `warp_n` are this warp's
-// place; further warps of the block only help.
-template <int WARPS_M, int WARPS_N, int N, class Finish>
-__device__ void reduce_columns(const float (&sums)[N][VEC], int warp_m, int warp_n, float *shared, float *partials,
+// columns, as `reduce_parts`, whose `of_part` is `shared`. `warp_m` and `warp_n` are this warp's place; further warps
+// of the block's THREADS only help.
+template <int THREADS, int WARPS_M, int WARPS_N, int N, class Finish>
+__device__ void reduce_columns(float (&sums)[N][VEC], int warp_m, int warp_n, float *shared, float *partials,
                                uint32 *tickets, int columns, Finish finish) {
     constexpr int COLUMNS = 32, BLOCK_COLUMNS = WARPS_N * COLUMNS;
     __shared__ bool last;
@@ -88,13 +45,14 @@ __device__ void reduce_columns(const float (&sums)[N][VEC], int warp_m, int warp
     __syncthreads();  // the weights were here
     if (threadIdx.x < WARPS_M * WARPS_N * WARP)
 #pragma unroll
-        for (int j = 0; j < N; ++j)
+        for (int j = 0; j < N; ++j) {
 #pragma unroll
-            for (int k = 0; k < VEC; ++k) {
-                float v = sums[j][k];
+            for (int k = 0; k < VEC; ++k)
 #pragma unroll
-                for (int distance = 4; distance < WARP; distance *= 2) v += __shfl_xor_sync(0xffffffff, v, distance);
-                if (lane < 4) shared[(warp_m * N + j) * BLOCK_COLUMNS + warp_n * COLUMNS + lane * VEC + k] = v;
-            }
-    reduce_parts<WARPS_M, N, BLOCK_COLUMNS>(shared, partials, tickets, columns, last, finish);
+                for (int distance = 4; distance < WARP; distance *= 2)
+                    sums[j][k] += __shfl_xor_sync(0xffffffff, sums[j][k], distance);
+            float *const to = shared + (warp_m * N + j) * BLOCK_COLUMNS + warp_n * COLUMNS + lane * VEC;
+            if (lane < 4) store_floats(to, sums[j]);
+        }
+    reduce_parts<THREADS, WARPS_M, N, BLOCK_COLUMNS>(shared, partials, tickets, columns, last, finish);
 }

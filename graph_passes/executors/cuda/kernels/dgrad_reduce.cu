@@ -125,11 +125,13 @@ dgrad_reduce(const Packed<T> *dy, const T *w, const Packed<T> *x, const Packed<T
         }
         load_bits(tile + gridDim.y);
     }
-    reduce_columns<S::WARPS_M, S::WARPS_N>(sums, warp_m, warp_n, reinterpret_cast<float *>(memory), partials, tickets, columns,
-                                           [=](int n, const float (&of)[SUMS]) {
+    reduce_columns<S::THREADS, S::WARPS_M, S::WARPS_N>(
+        sums, warp_m, warp_n, reinterpret_cast<float *>(memory), partials, tickets, columns,
+        [=](int n, const float (&of)[SUMS]) {
+        const float invstd = saved[columns + n], invstd_2 = PAIR ? saved_2[columns + n] : 0;
         dbeta[n] = of[0];
-        dgamma[n] = of[1] * saved[columns + n];
+        dgamma[n] = of[1] * invstd;
         if (PAIR) dbeta_2[n] = of[BETA_2];
-        if (PAIR) dgamma_2[n] = of[GAMMA_2] * saved_2[columns + n];
+        if (PAIR) dgamma_2[n] = of[GAMMA_2] * invstd_2;
     });
 }

@@ -190,9 +190,10 @@ dgrad_stream(const __grid_constant__ TensorMap dy, const __grid_constant__ Tenso
 #pragma unroll
                 for (int k = 0; k < 2; ++k)
                     of_warps[(warp * SUMS + j) * COLUMNS + p * CHUNK + lane * 2 + k] = sums[j][p][k];
-    reduce_parts<MULTIPLYING, SUMS, COLUMNS>(of_warps, partials, tickets, columns, *reinterpret_cast<bool *>(mean),
-                                             [=](int n, const float (&of)[SUMS]) {
-        dbeta[n] = of[0];
+    reduce_parts<THREADS, MULTIPLYING, SUMS, COLUMNS>(of_warps, partials, tickets, columns,
+                                                      *reinterpret_cast<bool *>(mean),
+                                                      [=](int n, const float (&of)[SUMS]) {
         dgamma[n] = of[1] * saved[columns + n];
+        dbeta[n] = of[0];
     });
 }

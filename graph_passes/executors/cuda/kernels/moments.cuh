@@ -104,7 +104,10 @@ __device__ inline void write_sums(Moments (&of_part)[PARTS][FILTERS], int own, M
     __syncthreads();
     if (!last) return;
     __threadfence();
-    of_part[part][filter] = together(part, gridDim.x, PARTS, [=](int block) {
+    constexpr int AT_ONCE = 14, STEP = PARTS * AT_ONCE;  // H200: 132 blocks, in two or three rounds
+    const int blocks = gridDim.x, end = (blocks + STEP - 1) / STEP * STEP;
+    of_part[part][filter] = together<AT_ONCE>(part, end, PARTS, [=](int block) -> Moments {
+        if (block >= blocks) return {};
         return Moments::written(&partials[block * FILTERS + filter]);
     });
     __syncthreads();

@@ -206,28 +206,35 @@ norm_backward(const Packed<T> *dz, const Packed<T> *x, const float *saved, const
         }
     }
     if (REDUCE)
-        reduce_columns<S::DATA_WARPS_M, S::DATA_WARPS_N>(sums, warp_m, warp_n, reinterpret_cast<float *>(memory), partials,
-                                                         tickets, S::COLUMNS, [=](int n, const float (&of)[2]) {
-            behind_dbeta[n] = of[0];
+        reduce_columns<S::THREADS, S::DATA_WARPS_M, S::DATA_WARPS_N>(
+            sums, warp_m, warp_n, reinterpret_cast<float *>(memory), partials, tickets, S::COLUMNS,
+            [=](int n, const float (&of)[2]) {
             behind_dgamma[n] = of[1] * behind_saved[S::COLUMNS + n];
+            behind_dbeta[n] = of[0];
         });
 }
 
-// sum[i] = sum over `parts` of part[i], always in the same order; 8 neighbours a thread, and 16 threads for one of these sums.
+// sum[i] = sum over `parts` of part[i], always in the same order; 8 neighbours a thread, and 16 threads for each sum,
+// each with AT_ONCE parts under way.
 // Shapes: parts (num_parts, K, C) fp32, sum (K, C). vectors = K * C / 8.
 template <class T>
-__global__ void sum_parts(const float *parts, Packed<T> *sum, int num_parts, uint32 vectors) {
-    constexpr int GROUPS = 16;
+__global__ void __launch_bounds__(256, 1)  // more registers than a thread has otherwise
+sum_parts(const float *parts, Packed<T> *sum, int num_parts, uint32 vectors) {
+    constexpr int GROUPS = 16, AT_ONCE = 9;  // H200: 132 parts
     const uint32 i = (blockIdx.x * blockDim.x + threadIdx.x) / GROUPS;
     float total[VEC] = {};
-    if (i < vectors)
-#pragma unroll 4
-        for (int part = threadIdx.x % GROUPS; part < num_parts; part += GROUPS) {
-            float v[VEC];
-            load_floats(parts + (size_t(part) * vectors + i) * VEC, v);
+    for (int next = threadIdx.x % GROUPS; i < vectors && next < num_parts; next += AT_ONCE * GROUPS) {
+        float v[AT_ONCE][VEC] = {};
 #pragma unroll
-            for (int k = 0; k < VEC; ++k) total[k] += v[k];
+        for (int j = 0; j < AT_ONCE; ++j) {
+            const int part = next + j * GROUPS;
+            if (part < num_parts) load_floats(parts + (size_t(part) * vectors + i) * VEC, v[j]);
         }
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; ++j)
+#pragma unroll
+            for (int k = 0; k < VEC; ++k) total[k] += v[j][k];
+    }
 #pragma unroll
     for (int k = 0; k < VEC; ++k)
 #pragma unroll

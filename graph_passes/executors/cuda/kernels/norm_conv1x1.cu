@@ -154,24 +154,6 @@ norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
     const Share share{blockIdx.y * TEAMS + team, (rows + ROWS - 1) / ROWS, gridDim.y * TEAMS};
     const uint32 rounds = (share.end - blockIdx.y * TEAMS + share.step - 1) / share.step;  // of the first team's tiles
 
-    for (int vector = threadIdx.x; vector < chunks * CHUNK_VECTORS; vector += BLOCK<COLUMNS>) {
-        const int channel = vector * VEC, channels = chunks * CHUNK, at = channel % CHUNK;
-        Affine &to = affine[vector / CHUNK_VECTORS];
-        const Forward of(sums, about_mean, gamma, beta, saved, running_mean, running_var, eps, momentum, rows, channel,
-                         channels);
-        float shift[VEC];
-#pragma unroll
-        for (int k = 0; k < VEC; ++k) shift[k] = of.shift[k];
-        if (PAIR) {
-            const Forward of_2(sums_2, about_mean_2, gamma_2, beta_2, saved_2, running_mean_2, running_var_2, eps, momentum,
-                               rows, channel, channels);
-#pragma unroll
-            for (int k = 0; k < VEC; ++k) shift[k] += of_2.shift[k];
-            store_floats(to.scale_2 + at, of_2.scale);
-        }
-        store_floats(to.scale + at, of.scale);
-        store_floats(to.shift + at, shift);
-    }
     if (threadIdx.x == 0) {
         for (int place = 0; place < WEIGHT_PLACES; ++place) {
             init_barrier(all.full[place], 1);
@@ -199,6 +181,26 @@ norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
         return;
     }
     if (STREAMED<COLUMNS>) take_registers<240>();
+    // While the first tiles are on their way.
+    for (int vector = threadIdx.x; vector < chunks * CHUNK_VECTORS; vector += MULTIPLYING * WARP) {
+        const int channel = vector * VEC, channels = chunks * CHUNK, at = channel % CHUNK;
+        Affine &to = affine[vector / CHUNK_VECTORS];
+        const Forward of(sums, about_mean, gamma, beta, saved, running_mean, running_var, eps, momentum, rows, channel,
+                         channels);
+        float shift[VEC];
+#pragma unroll
+        for (int k = 0; k < VEC; ++k) shift[k] = of.shift[k];
+        if (PAIR) {
+            const Forward of_2(sums_2, about_mean_2, gamma_2, beta_2, saved_2, running_mean_2, running_var_2, eps,
+                               momentum, rows, channel, channels);
+#pragma unroll
+            for (int k = 0; k < VEC; ++k) shift[k] += of_2.shift[k];
+            store_floats(to.scale_2 + at, of_2.scale);
+        }
+        store_floats(to.scale + at, of.scale);
+        store_floats(to.shift + at, shift);
+    }
+    meet_multiplying();
     float near[PARTS][2] = {}, of_column[PARTS][2][2] = {};  // of the two columns of each part that a thread sums up
     uint32 counted = 0;                                      // rows
     uint4 *const result = all_results + warp * RESULT_VECTORS;

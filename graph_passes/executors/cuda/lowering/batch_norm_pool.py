@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import math
 
 from graph_passes.executors.cuda.kernels import count
 from graph_passes.executors.cuda.lowering.batch_norm import about_mean, require_gamma
@@ -11,6 +10,8 @@ from graph_passes.executors.cuda.lowering.builder import APPLY_BLOCK, REDUCE_BLO
 from graph_passes.executors.cuda.lowering.operands import In, InOut, Out, Scratch
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Node
+
+STRIP = 8  # of batch_norm_pool.cu: rows of the output that a thread makes
 
 
 class Image(ctypes.Structure):
@@ -29,15 +30,16 @@ def apply(builder: Builder, node: Node) -> None:
     require_gamma(node)
     x, sums, y = builder.input(node, "data"), builder.input(node, "sums"), builder.output(node)
     rows, channels = rows_and_channels(node, x)
-    outputs = math.prod(y.shape[:-1])
+    images, height, width, _ = y.shape
+    strips = images * -(-height // STRIP) * width
     builder.launch(node, "batch_norm_pool.cu", builder.kernel("batch_norm_relu_max_pool"),
-                   builder.grid(outputs, channels), APPLY_BLOCK,
+                   builder.grid(strips, channels, blocks_per_multiprocessor=3), APPLY_BLOCK,
                    In(x), In(sums), about_mean(sums), In(builder.input(node, "gamma")), In(builder.input(node, "beta")),
                    Out(y),
                    *(Out(builder.output(node, role)) for role in ("winner", "data_at_winner", "saved")),
                    *(InOut(builder.input(node, role)) for role in ("moving_mean", "moving_var")),
                    ctypes.c_float(node["eps"]), ctypes.c_float(node["momentum"]), Image.of(x, y), count(rows),
-                   count(outputs), ctypes.c_int(channels))
+                   count(strips), ctypes.c_int(channels))
 
 
 def backward_reduce(builder: Builder, node: Node) -> None:
