@@ -334,7 +334,13 @@ _DESCRIBED = (
     ),
 )
 
-# A 1x1 convolution by a kernel of our own (conv1x1_forward.cu); each computes what its namesake does.
+# By kernels of our own: 1x1 convolutions (conv1x1_forward.cu), and 3x3 over 64 channels (conv3x3.cu). Each computes
+# what its namesake does.
+_OWN = {
+    "Conv1x1": ("Convolution", "ConvolutionRelu", "ConvolutionAddRelu", "ConvolutionStatistics"),
+    "Conv3x3": ("ConvolutionRelu", "ConvolutionStatistics", "ConvolutionDgrad"),
+}
+
 # Conv1x1Pair is Conv1x1AddRelu and the Conv1x1Relu that reads its output (conv1x1_pair.cu).
 # Conv1x1SumRelu is Conv1x1AddRelu with stride 1, of `data_2`, and the Conv1x1 that it adds.
 OPERATORS = (*_DESCRIBED, Operator(
@@ -355,8 +361,7 @@ OPERATORS = (*_DESCRIBED, Operator(
     forward="Convolution",
     fused=True,
 ), *(
-    dataclasses.replace(operator, name=operator.name.replace("Convolution", "Conv1x1"), gradient=None,
-                        numpy_gradient=None, forward="Convolution", fused=True)
-    for operator in _DESCRIBED
-    if operator.name in ("Convolution", "ConvolutionRelu", "ConvolutionAddRelu", "ConvolutionStatistics")
+    dataclasses.replace(operator, name=operator.name.replace("Convolution", kind), gradient=None, numpy_gradient=None,
+                        forward="Convolution", fused=True)
+    for kind, names in _OWN.items() for operator in _DESCRIBED if operator.name in names
 ))

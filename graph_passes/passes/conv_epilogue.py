@@ -8,6 +8,7 @@ from graph_passes.graph import Graph, Node, Ref
 from graph_passes.operators import is_relu
 from graph_passes.passes.choice import Choose
 from graph_passes.passes.conv1x1 import own_way
+from graph_passes.passes.conv3x3 import own_way_3x3
 
 
 def conv_epilogue(graph: Graph, choose: Choose, groups: bool = False) -> Graph:
@@ -18,7 +19,7 @@ def conv_epilogue(graph: Graph, choose: Choose, groups: bool = False) -> Graph:
         or        x, weight -> Convolution -> product;  product, bias, shortcut -> BiasAddRelu `r`
 
     Likewise with ReLU alone: ConvolutionRelu or BiasRelu; and with neither: Convolution as it is, or BiasAdd. A 1x1
-    convolution may be our own kernel's: Conv1x1AddRelu, Conv1x1Relu or Conv1x1.
+    convolution may be our own kernel's: Conv1x1AddRelu, Conv1x1Relu or Conv1x1; and a 3x3 one with ReLU: Conv3x3Relu.
     `groups`: also where the convolution is one in groups, into which cuDNN fuses nothing.
     """
     ends = {}  # name of a convolution -> the ReLU that reads it
@@ -32,7 +33,8 @@ def conv_epilogue(graph: Graph, choose: Choose, groups: bool = False) -> Graph:
             fused, separate = in_one_and_in_two(graph, node, end)
             names = {"Convolution": "fprop_bias", "ConvolutionRelu": "fprop_bias_relu",
                      "ConvolutionAddRelu": "fprop_bias_add_relu"}
-            ways: dict[str, Sequence[Node]] = {"separate": separate, names[fused.op]: [fused], **own_way(fused)}
+            ways: dict[str, Sequence[Node]] = {"separate": separate, names[fused.op]: [fused], **own_way(fused),
+                                               **own_way_3x3(fused)}
             way = separate if node["num_group"] > 1 and not groups else ways[choose(graph, node, ways)]
             chosen[end.name if end else node.name] = list(way)
     nodes = [node for way in chosen.values() for node in way]

@@ -8,6 +8,7 @@ from graph_passes.graph import Graph, Node, Ref
 from graph_passes.operators import channel_axis
 from graph_passes.passes.choice import Choose
 from graph_passes.passes.conv1x1 import own_way
+from graph_passes.passes.conv3x3 import own_way_3x3
 
 
 def conv_statistics(graph: Graph, choose: Choose) -> Graph:
@@ -15,17 +16,18 @@ def conv_statistics(graph: Graph, choose: Choose) -> Graph:
 
         before    x, weight -> Convolution `conv` -> y -> BatchNormStatistics -> sums
         after     x, weight -> ConvolutionStatistics `conv` -> y, sums
-        or        x, weight -> Conv1x1Statistics `conv` -> y, sums
+        or        x, weight -> Conv1x1Statistics or Conv3x3Statistics `conv` -> y, sums
 
     cuDNN adds these sums up in a varying order, which its notes on plans do not say (cuDNN 9.19 on an H200: other bits
-    in each of 20 runs). So this is not for runs that are to be repeatable. Conv1x1Statistics is our own kernel's, whose
+    in each of 20 runs). So this is not for runs that are to be repeatable. The last two are our own kernels', whose
     order is fixed, and whose sums are about the mean.
     """
     nodes: list[Node] = []
     moved: dict[Ref, Ref] = {}
     for convolution, sums in with_statistics(graph):
         fused = convolution.derive("ConvolutionStatistics", convolution.name, convolution.inputs)
-        ways = {"separate": [convolution, sums], "fprop_stats": [fused], **own_way(fused)}
+        ways = {"separate": [convolution, sums], "fprop_stats": [fused], **own_way(fused),
+                **own_way_3x3(fused)}
         way = choose(graph, convolution, ways)
         if way != "separate":
             nodes += ways[way]

@@ -566,8 +566,9 @@ Rule = Callable[[Node, Named, Named, np.random.Generator], Iterator[Sample]]
 
 RULES: Mapping[str, Sequence[Rule]] = {
     "Convolution": (_fprop,),
-    **dict.fromkeys(("ConvolutionStatistics", "Conv1x1Statistics", "StemConvolution"), (_fprop, _statistics)),
-    "ConvolutionDgrad": (_dgrad,),
+    **dict.fromkeys(("ConvolutionStatistics", "Conv1x1Statistics", "Conv3x3Statistics", "StemConvolution"),
+                    (_fprop, _statistics)),
+    **dict.fromkeys(("ConvolutionDgrad", "Conv3x3Dgrad"), (_dgrad,)),
     "ConvolutionWgrad": (_wgrad,),
     "BatchNormStatistics": (_statistics,),
     **dict.fromkeys(("BatchNormApply", "BatchNormReluApply", "BatchNormAddReluApply", "BatchNormPairApply"), (_apply,)),

@@ -144,6 +144,21 @@ def test_pairs_of_convolutions_in_inference(rng):
     assert "Conv1x1Pair" not in pipeline.inference(graph, "float32", last_way).operators()
 
 
+@pytest.mark.parametrize("depth, convolutions, with_relu", [(18, 4, 2), (50, 3, 3)])
+def test_3x3_convolutions_of_our_own(depth, convolutions, with_relu):
+    """Those of stage 1, where the device finds them faster: forward, and their data gradients. In 16 bits alone."""
+    graph, shapes = Graph.from_json(resnet(depth).tojson()), {"data": (2, 64, 64, 3)}
+    step = pipeline.training_step(graph, shapes, "bfloat16", last_way)
+    own = [node for node in step if node.op.startswith("Conv3x3")]
+    assert all(node.name.startswith("stage1") for node in own)
+    assert [node.op for node in own] == ["Conv3x3Statistics"] * convolutions + ["Conv3x3Dgrad"] * convolutions
+    assert pipeline.inference(graph, "float16", last_way).operators()["Conv3x3Relu"] == with_relu
+    for dtype, choose in (("float32", last_way), ("float16", passes.first_way), ("float16", passes.fused_way)):
+        operators = {*pipeline.training_step(graph, shapes, dtype, choose).operators(),
+                     *pipeline.inference(graph, dtype, choose).operators()}
+        assert not any(op.startswith("Conv3x3") for op in operators)
+
+
 def test_sums_of_convolutions_in_inference():
     """One for each projection shortcut, the first of which alone has stride 1."""
     graph = Graph.from_json(resnet(50).tojson())
@@ -352,4 +367,5 @@ def test_no_pass_asks_where_there_is_nothing_to_choose(rng):
     assert set(asked) == {"separate", "fprop_stats"}
     pipeline.training_step(graph, shapes, "float16", choose)
     assert set(asked) == {"separate", "fprop_stats", "conv1x1_forward", "stem_fprop", "stem_forward", "stem_wgrad",
-                          "stem_weights", "norm_conv1x1", "dgrad_reduce", "dgrad_stream", "norm_backward"}
+                          "stem_weights", "norm_conv1x1", "dgrad_reduce", "dgrad_stream", "norm_backward",
+                          "conv3x3_forward", "dgrad", "conv3x3_dgrad"}

@@ -11,6 +11,8 @@ import pytest
 from graph_passes.executors.cuda.kernels import C_TYPES, HOPPER, SOURCES, architecture, compile_kernel
 from graph_passes.executors.cuda.lowering.conv1x1_backward import DgradReduce, DgradStream, NormBackward
 from graph_passes.executors.cuda.lowering.conv1x1_forward import CONTROL_BYTES
+from graph_passes.executors.cuda.lowering.conv3x3 import CONTROL_BYTES as CONV3X3_CONTROL_BYTES
+from graph_passes.executors.cuda.lowering.conv3x3 import Conv3x3, TiledImages
 from graph_passes.executors.cuda.lowering.quantised import (
     CHUNK,
     STEM_BLOCK,
@@ -33,8 +35,8 @@ from graph_passes.passes.quantised_way import STREAMS, TILES
 RULES = ["Sgd<false>", "Sgd<true>", "Lars<false>", "Lars<true>", "AdamW", "Lamb", "Lion"]  # of optimizer.cu
 
 # Of wgmma: for Hopper alone, in 16-bit types.
-WARPGROUPS = ("conv1x1_forward.cu", "conv1x1_pair.cu", "dgrad_reduce.cu", "dgrad_stream.cu", "norm_backward.cu",
-              "norm_conv1x1.cu", "stem_forward.cu", "stem_pool.cu", "stem_weights.cu")
+WARPGROUPS = ("conv1x1_forward.cu", "conv1x1_pair.cu", "conv3x3.cu", "dgrad_reduce.cu", "dgrad_stream.cu",
+              "norm_backward.cu", "norm_conv1x1.cu", "stem_forward.cu", "stem_pool.cu", "stem_weights.cu")
 
 # Template arguments behind the dtype that the executor asks for.
 FLAGS = {
@@ -46,6 +48,7 @@ FLAGS = {
                         "256, false, false, true, false", "256, true, true, false, false",
                         "64, false, true, false, true", "256, false, true, false, true"],
     "conv1x1_pair": ["64", "128"],
+    "conv3x3_forward": ["true, false", "false, true"],
     "norm_conv1x1": ["64, false", "64, true", "128, false", "128, true", "256, false", "256, true"],
     "norm_backward": ["64, true, false, false", "128, true, true, false", "256, false, true, false",
                       "256, false, false, true"],
@@ -224,7 +227,10 @@ def test_shared_memory() -> None:
     for source, size in (("stem_pool.cu", f"sizeof(Shared) == {StemPool.SHARED_BYTES}"),
                          ("stem_forward.cu", f"sizeof(Shared) == {StemRows.SHARED_BYTES}"),
                          ("dgrad_stream.cu", f"sizeof(Control) == {CONTROL_BYTES} && COLUMNS == {DgradStream.COLUMNS}"),
-                         ("stem_weights.cu", f"sizeof(Control) == {StemWeights.CONTROL_BYTES}")):
+                         ("stem_weights.cu", f"sizeof(Control) == {StemWeights.CONTROL_BYTES}"),
+                         ("conv3x3.cu", f"sizeof(Control) == {CONV3X3_CONTROL_BYTES} && THREADS == {Conv3x3.BLOCK[0]} "
+                          f"&& GROUPS * 8 == {Conv3x3.PIXELS} && MAX_PLACES == {Conv3x3.MAX_PLACES} "
+                          f"&& sizeof(TiledImages) == {ctypes.sizeof(TiledImages)}")):
         Program(f'#include "{source}"\nstatic_assert({size});', "c++", options).compile("cubin")
     for source, shapes in sizes.items():
         assert max(size for _, size in shapes) <= (227 - 2) << 10, "what Hopper has, less what is not asked for"

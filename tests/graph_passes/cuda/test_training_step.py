@@ -255,6 +255,8 @@ def test_every_tensor_with_the_newest_kernels_follows_from_its_inputs(cache: Pat
     network, shapes = models.create(name, CLASSES, 0.1), {"data": (6, 49, 41, 3), "softmax_label": (6,)}
     launches = check_every_tensor(cache, name, network, fused(network.symbol), shapes, dtype)
     assert launches.count("norm_conv1x1") == (12 if name == "resnet50" else 0)
+    in_stage_1 = 3 if name == "resnet50" else 4
+    assert launches.count("conv3x3_forward") == launches.count("conv3x3_dgrad") == in_stage_1
 
 
 def about_the_kink(node: Node, given: list[np.ndarray]) -> Iterator[list[np.ndarray]]:

@@ -37,21 +37,6 @@ __device__ inline void store_pair(uint4 *at, const uint32 (&m)[4]) {
                  :: "r"(address_of(at)), "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3]) : "memory");
 }
 
-template <class T> __device__ inline float2 unpack_two(uint32 bits) {
-    const T *two = reinterpret_cast<const T *>(&bits);
-    return make_float2(to_float(two[0]), to_float(two[1]));
-}
-template <class T> __device__ inline uint32 pack_two(float first, float second) {
-    uint32 bits;
-    from_floats(first, second, reinterpret_cast<T *>(&bits));
-    return bits;
-}
-
-__device__ inline float relu(float v) {
-    asm("max.NaN.f32 %0, %0, 0f00000000;" : "+f"(v));  // NaN stays
-    return v;
-}
-
 // --- the tiles of a team ---
 
 // Every `step`-th of the tiles, from `first` on.

@@ -15,12 +15,6 @@ struct Shared {
 
 struct Sizes { int height, width, out_height, out_width; };
 
-// Four 8x8 matrices, transposed; each thread gives the address of one row of them.
-__device__ inline void store_transposed(uint4 *at, const uint32 (&m)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};"
-                 :: "r"(address_of(at)), "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3]) : "memory");
-}
-
 // y = the convolution; sums = those of y per filter about its mean, in a fixed order. A team walks down `strip` rows of y of
 // an image, each of which is one tile of the map of y: a matrix of 64 columns. A warp sums about the first value of each
 // filter that it makes.

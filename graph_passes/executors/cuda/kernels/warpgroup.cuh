@@ -22,6 +22,15 @@ __device__ inline uint64 matrix(const uint4 *at) {
     return (__cvta_generic_to_shared(at) & 0x3ffff) >> 4 | 64ull << 16 | 64ull << 32 | 1ull << 62;
 }
 
+// The same from any row of a tile on. The swizzle is a function of addresses, so that a first row that is no multiple of 8 needs
+// no other descriptor. (With ROWS_BASE_OFFSET it tells that row: for trials only.)
+#ifndef ROWS_BASE_OFFSET
+#define ROWS_BASE_OFFSET 0
+#endif
+__device__ inline uint64 rows_from(const uint4 *at) {
+    return matrix(at) | (ROWS_BASE_OFFSET ? (__cvta_generic_to_shared(at) >> 7 & 7ull) << 49 : 0);
+}
+
 // The same where the rows are k, for operands of several tiles of 64 rows and 64 columns behind each other: their columns go on
 // in the next tile.
 __device__ inline uint64 matrix_of_columns(const uint4 *at) {
@@ -56,6 +65,36 @@ template <int REGISTERS> __device__ inline void take_registers() {
 template <int REGISTERS> __device__ inline void leave_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(REGISTERS));
 }
+
+// --- a thread's part of a product ---
+
+template <class T> __device__ inline float2 unpack_two(uint32 bits) {
+    const T *two = reinterpret_cast<const T *>(&bits);
+    return make_float2(to_float(two[0]), to_float(two[1]));
+}
+template <class T> __device__ inline uint32 pack_two(float first, float second) {
+    uint32 bits;
+    from_floats(first, second, reinterpret_cast<T *>(&bits));
+    return bits;
+}
+
+__device__ inline float relu(float v) {
+    asm("max.NaN.f32 %0, %0, 0f00000000;" : "+f"(v));  // NaN stays
+    return v;
+}
+
+// Four 8x8 matrices, or two, transposed; each thread, or each of the first 16, gives the address of one row of them.
+__device__ inline void store_transposed(uint4 *at, const uint32 (&m)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};"
+                 :: "r"(uint32(__cvta_generic_to_shared(at))), "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3]) : "memory");
+}
+__device__ inline void store_transposed(uint4 *at, const uint32 (&m)[2]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1,%2};"
+                 :: "r"(uint32(__cvta_generic_to_shared(at))), "r"(m[0]), "r"(m[1]) : "memory");
+}
+
+// --- products ---
+
 #define FOUR(c, j) "+f"(c[j][0]), "+f"(c[j][1]), "+f"(c[j][2]), "+f"(c[j][3])
 // Nothing is done with `c` earlier than here, as the compiler might think it could.
 template <int N> __device__ inline void hold_products(float (&c)[N][4]) {
@@ -64,8 +103,8 @@ template <int N> __device__ inline void hold_products(float (&c)[N][4]) {
 }
 
 // c += a * b. c has 64 rows, of which a warp has 16; `c[j]` is what it is for `mma.m16n8k16` of columns 8j to 8j + 7.
-// `multiply_rows`: a is (64, 16) with rows of k, b is (32, 64, 128 or 256 columns of c, 16) likewise. `multiply_columns`: a is
-// (16, 64), b is (16, 64): the rows are k.
+// `multiply_rows`: a is (64, 16) with rows of k, b is (32, 64, 128, 232 or 256 columns of c, 16) likewise. `multiply_columns`: a
+// is (16, 64), b is (16, 64): the rows are k. `multiply_columns_by_rows`: a is (16, 64), b is (232, 16).
 #define MULTIPLY(TYPE)                                                                                                       \
     __device__ inline void multiply_rows(float (&c)[4][4], uint64 a, uint64 b, TYPE) {                                       \
         asm volatile(PRODUCT("32", TYPE) " {" REGISTERS_16 "}, %16, %17, 1, 1, 1, 0, 0;"                                     \
@@ -83,6 +122,14 @@ template <int N> __device__ inline void hold_products(float (&c)[N][4]) {
         asm volatile(PRODUCT("256", TYPE) " {" REGISTERS_128 "}, %128, %129, 1, 1, 1, 0, 0;"                                 \
                      : SIXTEEN(c, 0), SIXTEEN(c, 4), SIXTEEN(c, 8), SIXTEEN(c, 12), SIXTEEN(c, 16), SIXTEEN(c, 20),          \
                        SIXTEEN(c, 24), SIXTEEN(c, 28) : "l"(a), "l"(b));                                                     \
+    }                                                                                                                        \
+    __device__ inline void multiply_rows(float (&c)[29][4], uint64 a, uint64 b, TYPE) {                                      \
+        asm volatile(PRODUCT("232", TYPE) " {" REGISTERS_116 "}, %116, %117, 1, 1, 1, 0, 0;" : TWENTY_NINE_FOURS(c)          \
+                     : "l"(a), "l"(b));                                                                                      \
+    }                                                                                                                        \
+    __device__ inline void multiply_columns_by_rows(float (&c)[29][4], uint64 a, uint64 b, TYPE) {                           \
+        asm volatile(PRODUCT("232", TYPE) " {" REGISTERS_116 "}, %116, %117, 1, 1, 1, 1, 0;" : TWENTY_NINE_FOURS(c)          \
+                     : "l"(a), "l"(b));                                                                                      \
     }                                                                                                                        \
     __device__ inline void multiply_columns(float (&c)[8][4], uint64 a, uint64 b, TYPE) {                                    \
         asm volatile(PRODUCT("64", TYPE) " {" REGISTERS_32 "}, %32, %33, 1, 1, 1, 1, 1;"                                     \
@@ -134,12 +181,14 @@ template <int N> __device__ inline void hold_products(float (&c)[N][4]) {
 #define REGISTERS_64 REGISTERS_32 \
     ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47" \
     ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define REGISTERS_128 REGISTERS_64 \
+#define REGISTERS_116 REGISTERS_64 \
     ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79" \
     ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95" \
-    ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111" \
-    ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+    ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115"
+#define REGISTERS_128 REGISTERS_116 ",%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 #define SIXTEEN(c, j) FOUR(c, j), FOUR(c, j + 1), FOUR(c, j + 2), FOUR(c, j + 3)
+#define TWENTY_NINE_FOURS(c) SIXTEEN(c, 0), SIXTEEN(c, 4), SIXTEEN(c, 8), SIXTEEN(c, 12), SIXTEEN(c, 16), SIXTEEN(c, 20), \
+    SIXTEEN(c, 24), FOUR(c, 28)
 #define PTX_half "f16"
 #define PTX_bfloat16 "bf16"
 MULTIPLY(half)

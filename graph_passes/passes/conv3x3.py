@@ -1,0 +1,47 @@
+"""3x3 convolutions of 64 channels with 64 filters, as in ResNet's stage 1, that kernels of our own can make
+(conv3x3.cu), for GPUs of the Hopper generation."""
+
+from __future__ import annotations
+
+from graph_passes.graph import Graph, Node
+from graph_passes.operators import window
+from graph_passes.passes.choice import Choose
+
+CHANNELS = 64  # and filters
+_FORWARD = ("ConvolutionStatistics", "ConvolutionRelu")
+
+
+def own_way_3x3(fused: Node) -> dict[str, list[Node]]:
+    """The way that is our own kernel, for a convolution with what is fused with it; none where it makes no such thing.
+
+    ConvolutionStatistics becomes Conv3x3Statistics, ConvolutionRelu Conv3x3Relu: they compute the same. That the data
+    has 64 channels, too, is for the device to see.
+    """
+    return {"conv3x3_forward": [_own(fused)]} if fused.op in _FORWARD and _is_3x3(fused) else {}
+
+
+def conv3x3_dgrad(graph: Graph, choose: Choose) -> Graph:
+    """Let a kernel of our own compute the gradient of a 3x3 convolution's data, where that is faster.
+
+        before    dy, weight -> ConvolutionDgrad
+        after     dy, weight -> Conv3x3Dgrad
+    """
+
+    def replaced(node: Node) -> Node | None:
+        if node.op != "ConvolutionDgrad" or not _is_3x3(node) or node["data_shape"][3] != CHANNELS:
+            return None
+        ways = {"dgrad": [node], "conv3x3_dgrad": [_own(node)]}
+        return ways[choose(graph, node, ways)][0]
+
+    return graph.rewrite(replaced)
+
+
+def _is_3x3(convolution: Node) -> bool:
+    """Is it, or the convolution whose gradient it is, one of 64 filters, in a type of 16 bits?"""
+    return (window(convolution) == ((3, 3), (1, 1), (1, 1), (1, 1)) and convolution["num_filter"] == CHANNELS
+            and convolution["layout"] == "NHWC" and convolution["num_group"] == 1
+            and convolution.attrs.get("dtype") in ("float16", "bfloat16"))
+
+
+def _own(node: Node) -> Node:
+    return node.replace(op=node.op.replace("Convolution", "Conv3x3"))

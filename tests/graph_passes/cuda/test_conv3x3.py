@@ -1,0 +1,125 @@
+"""3x3 convolutions of 64 channels with what follows them, and the gradient of their data, against float64 NumPy: rows
+that fill no tile, tiles that fill no block, images from one pixel on, poisoned outputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from gpu_arrays import PRECISION, Device, relative_error, rounded
+
+from graph_passes import Node
+from graph_passes.executors.cuda.kernels import instance
+from graph_passes.executors.cuda.lowering.conv3x3 import Conv3x3
+from graph_passes.executors.reference import evaluate
+
+# Norm of the error over the norm: rounding of what is stored, and fp32 sums of products in another order.
+STORED = {dtype: PRECISION[dtype] + 2e-5 for dtype in ("float16", "bfloat16")}
+NEAR = 1e-5  # relative error of a variance from fp32 sums about a value near the mean, and of that mean in deviations
+
+# N, H, W: ResNet's at 224 pixels and others; heights that are no multiple of a tile's, places for two tiles only.
+SHAPES = [(1, 56, 56), (3, 56, 56), (5, 13, 56), (2, 7, 9), (3, 12, 40), (5, 1, 1), (2, 1, 56), (1, 100, 1), (3, 5, 2),
+          (7, 28, 28), (2, 57, 80), (1, 9, 81), (2, 6, 180)]
+BLOCKS = [1, 3, 132]
+
+
+class Case:
+    """Random operands, and what the kernels leave on a GPU."""
+
+    def __init__(self, device: Device, dtype: str, shape: tuple[int, int, int], kind: str, mean: float = 0.0) -> None:
+        """`kind`: "Statistics", "Relu" or "Dgrad"; `mean`: of the output, in deviations."""
+        self.device, self.dtype, self.kind, self.shape = device, dtype, kind, (*shape, 64)
+        random = np.random.default_rng(sum(shape))
+        self.x = rounded(random.normal(0, 1, self.shape), dtype)
+        self.w = rounded(random.normal(0, 576**-0.5, (64, 3, 3, 64)), dtype)
+        if mean:  # the first channel is 1, and the tap in the middle is never in the padding
+            self.x[..., 0], self.w[..., 0] = 1, 0
+            self.w[:, 1, 1, 0] = rounded(mean * random.choice([-1, 1], 64), dtype)
+        self.bias = random.normal(0, 1, 64).astype(np.float32)
+
+    def run(self, blocks: int) -> tuple[np.ndarray, np.ndarray]:
+        """y and its sums, of the second of two launches: each must leave the tickets as they were."""
+        device, dtype, way, size = self.device, self.dtype, Conv3x3(self.shape), self.shape
+        grid = way.grid(blocks)
+        y, sums = device.poisoned(size, dtype), device.poisoned((3, 64))
+        partials, tickets = device.poisoned((3 * 64 * grid[1],)), device.zeros(4)
+        operands: list[Any] = [device.gpu.tensor_map(device.put(self.x, dtype), dtype, way.padded_rows),
+                               device.gpu.tensor_map(device.put(self.w, dtype), dtype, way.WEIGHTS),
+                               device.gpu.tensor_map(y, dtype, way.image_rows)]
+        if self.kind == "Dgrad":
+            kernel = instance("conv3x3_dgrad", dtype)
+        else:
+            kernel = instance("conv3x3_forward", dtype, self.kind == "Statistics", self.kind == "Relu")
+            operands += [device.put(self.bias), sums, partials, tickets]
+        for _ in range(2):
+            device.run("conv3x3.cu", kernel, grid, way.BLOCK, *operands, way.images, shared_bytes=way.shared_bytes)
+        results = device.get(y, size, dtype), device.get(sums, (3, 64))
+        device.gpu.free_all()
+        return results
+
+    @property
+    def wanted(self) -> np.ndarray:
+        attrs = {"kernel": (3, 3), "pad": (1, 1), "num_filter": 64, "layout": "NHWC"}
+        if self.kind == "Dgrad":
+            attrs["data_shape"] = self.shape
+        inputs = [self.x, self.w, *([self.bias.astype(np.float64)] if self.kind == "Relu" else [])]
+        return evaluate(Node(f"Conv3x3{self.kind}", "conv", (), attrs), inputs)[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", ["Statistics", "Relu", "Dgrad"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_of_every_shape(device: Device, dtype: str, kind: str, shape: tuple[int, int, int]) -> None:
+    case = Case(device, dtype, shape, kind)
+    wanted = case.wanted
+    for blocks in BLOCKS:
+        y, _ = case.run(blocks)
+        assert relative_error(y, wanted) < STORED[dtype], f"{blocks} blocks"
+        assert np.abs(y - wanted).max() < 8 * PRECISION[dtype] * np.abs(wanted).max()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype, mean", [("float16", 0.0), ("bfloat16", 0.0), ("float16", 100.0), ("float16", 1000.0)])
+def test_sums_of_the_output(device: Device, dtype: str, mean: float, shape: tuple[int, int, int]) -> None:
+    """Of what is stored, about the mean; equal bits every time."""
+    case = Case(device, dtype, shape, "Statistics", mean)
+    for blocks in BLOCKS:
+        y, sums = case.run(blocks)
+        stored = y.reshape(-1, 64)
+        assert np.all(sums[0] == 0)
+        assert np.all(np.abs(sums[2] - stored.mean(0)) <= NEAR * stored.std(0) + 2.0**-22 * np.abs(stored.mean(0)))
+        assert np.all(np.abs(sums[1] / len(stored) - stored.var(0)) <= NEAR * stored.var(0) + 1e-12)
+        again = case.run(blocks)
+        assert np.array_equal(again[0], y) and np.array_equal(again[1], sums)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["Statistics", "Relu", "Dgrad"])
+def test_not_a_number_stays_in_its_neighbourhood(device: Device, kind: str) -> None:
+    """Also at the border of an image, where the next one begins."""
+    case = Case(device, "float16", (3, 10, 56), kind)
+    touched = np.zeros(case.shape, bool)
+    for image, row, column in ((0, 9, 55), (1, 4, 20), (2, 0, 0)):
+        case.x[image, row, column, 7] = np.nan
+        touched[image, max(row - 1, 0):row + 2, max(column - 1, 0):column + 2] = True
+    y, _ = case.run(3)
+    assert np.array_equal(np.isnan(y), touched)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (256, 56, 56), (64, 72, 72)])
+def test_division_into_tiles(shape: tuple[int, int, int]) -> None:
+    """Every pixel of a tile is in its product, all that this reads is in the tile's place, and all places fit."""
+    way = Conv3x3((*shape, 64))
+    assert way.fits and way.rows * way.pitch - 2 <= way.PIXELS
+    read = 2 * way.pitch + 2 + way.PIXELS  # from the first pixel on that is in the tile
+    assert 128 * max(read, (way.rows + 2) * way.pitch) <= way.place_bytes and way.place_bytes % 1024 == 0
+    assert way.shared_bytes <= 227 << 10
+
+
+def test_what_does_not_fit() -> None:
+    assert not Conv3x3((1, 9, 181, 64)).fits and not Conv3x3((1, 9, 300, 64)).fits
+    assert [Conv3x3((1, 9, width, 64)).places for width in (56, 80, 81, 180)] == [3, 3, 2, 2]
+    assert Conv3x3((256, 56, 56, 64)).grid(132) == (1, 132, 1) and Conv3x3((2, 9, 56, 64)).grid(132) == (1, 6, 1)
