@@ -22,6 +22,7 @@ NEAR = 1e-5  # relative error of a variance from fp32 sums about a value near th
 SHAPES = [(1, 56, 56), (3, 56, 56), (5, 13, 56), (2, 7, 9), (3, 12, 40), (5, 1, 1), (2, 1, 56), (1, 100, 1), (3, 5, 2),
           (7, 28, 28), (2, 57, 80), (1, 9, 81), (2, 6, 180)]
 BLOCKS = [1, 3, 132]
+FEW = 1000  # pixels
 
 
 class Case:
@@ -91,7 +92,9 @@ def test_sums_of_the_output(device: Device, dtype: str, mean: float, shape: tupl
         stored = y.reshape(-1, 64)
         assert np.all(sums[0] == 0)
         assert np.all(np.abs(sums[2] - stored.mean(0)) <= NEAR * stored.std(0) + 2.0**-22 * np.abs(stored.mean(0)))
-        assert np.all(np.abs(sums[1] / len(stored) - stored.var(0)) <= NEAR * stored.var(0) + 1e-12)
+        # Of a few pixels the blocks' means, which are rounded to 2^-24, are as far apart as the pixels are.
+        between = 2.0**-22 * np.abs(stored.mean(0)) * stored.std(0) if len(stored) < FEW else 0.0
+        assert np.all(np.abs(sums[1] / len(stored) - stored.var(0)) <= NEAR * stored.var(0) + between + 1e-12)
         again = case.run(blocks)
         assert np.array_equal(again[0], y) and np.array_equal(again[1], sums)
 

@@ -79,7 +79,7 @@ __device__ inline void multiply_tile(float (&products)[GROUPS][4], const uint4 *
     open_products();
 #pragma unroll
     for (int tap = 0; tap < TAPS; ++tap) {
-        const uint64 pixels = rows_from(tile + (tap / 3 * pitch + tap % 3) * PIXEL_VECTORS);
+        const uint64 pixels = matrix(tile + (tap / 3 * pitch + tap % 3) * PIXEL_VECTORS);
         const uint4 *const of_tap = weights + (BACKWARD ? TAPS - 1 - tap : tap) * TAP_VECTORS;
 #pragma unroll
         for (int s = 0; s < CHANNELS / 16; ++s)

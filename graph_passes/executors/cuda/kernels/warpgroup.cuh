@@ -17,18 +17,10 @@ template <int OPEN> __device__ inline void wait_for_copies() { asm volatile("cp.
 
 __device__ inline int swizzled(int row, int vector) { return row * 8 + (vector ^ row % 8); }
 
-// A tile, or the rows or columns from `at` on, as the tensor cores are told of it. Groups of 8 rows are 1024 bytes apart.
+// A tile, or the rows or columns from `at` on, as the tensor cores are told of it. Groups of 8 rows are 1024 bytes apart. The
+// swizzle is a function of addresses, so the first row may be any.
 __device__ inline uint64 matrix(const uint4 *at) {
     return (__cvta_generic_to_shared(at) & 0x3ffff) >> 4 | 64ull << 16 | 64ull << 32 | 1ull << 62;
-}
-
-// The same from any row of a tile on. The swizzle is a function of addresses, so that a first row that is no multiple of 8 needs
-// no other descriptor. (With ROWS_BASE_OFFSET it tells that row: for trials only.)
-#ifndef ROWS_BASE_OFFSET
-#define ROWS_BASE_OFFSET 0
-#endif
-__device__ inline uint64 rows_from(const uint4 *at) {
-    return matrix(at) | (ROWS_BASE_OFFSET ? (__cvta_generic_to_shared(at) >> 7 & 7ull) << 49 : 0);
 }
 
 // The same where the rows are k, for operands of several tiles of 64 rows and 64 columns behind each other: their columns go on
