@@ -334,6 +334,7 @@ _DESCRIBED = (
     ),
 )
 
+# Conv3x3Wgrad is ConvolutionWgrad by a kernel of our own (conv3x3_weights.cu).
 # A 1x1 convolution by a kernel of our own (conv1x1_forward.cu); each computes what its namesake does.
 # Conv1x1Pair is Conv1x1AddRelu and the Conv1x1Relu that reads its output (conv1x1_pair.cu).
 # Conv1x1SumRelu is Conv1x1AddRelu with stride 1, of `data_2`, and the Conv1x1 that it adds.
@@ -359,4 +360,8 @@ OPERATORS = (*_DESCRIBED, Operator(
                         numpy_gradient=None, forward="Convolution", fused=True)
     for operator in _DESCRIBED
     if operator.name in ("Convolution", "ConvolutionRelu", "ConvolutionAddRelu", "ConvolutionStatistics")
+), *(
+    dataclasses.replace(operator, name="Conv3x3Wgrad", fused=True)
+    for operator in _DESCRIBED
+    if operator.name == "ConvolutionWgrad"
 ))

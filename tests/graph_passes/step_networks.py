@@ -5,9 +5,9 @@ import numpy as np
 from common.mxnet_compat import mx
 from graph_passes import Graph, Ref, passes
 
-# Ways by kernels of ours that take the place of others of ours.
-NEWEST = ("conv1x1_pair", "conv1x1_sum", "dgrad_stream", "norm_conv1x1", "quantised_stem_pool", "stem_forward",
-          "stem_weights")
+# Ways by kernels of ours that take the place of others of ours, or of cuDNN's.
+NEWEST = ("conv1x1_pair", "conv1x1_sum", "conv3x3_weights", "dgrad_stream", "norm_conv1x1", "quantised_stem_pool",
+          "stem_forward", "stem_weights")
 
 
 def fused(symbol) -> Graph:
