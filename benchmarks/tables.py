@@ -30,14 +30,14 @@ Figure = dict[str, Any]
 # Of the step's operations, as a profile names them.
 OPERATIONS = {
     "convolutions forward, most with statistics": ("fprop_stats", "fprop", "conv1x1_forward", "conv3x3_forward"),
-    "their weight gradients": ("wgrad",),
+    "their weight gradients": ("wgrad", "conv3x3_weights"),
     "their data gradients": ("dgrad", "conv3x3_dgrad"),
     "BatchNorm forward": ("batch_norm_apply", "batch_norm_pair_apply"),
     "`norm_conv1x1`": ("norm_conv1x1",),
     "`dgrad_reduce`": ("dgrad_reduce", "dgrad_stream"),
     "BatchNorm backward, gradient": ("batch_norm_backward_apply", "batch_norm_pair_backward_apply"),
     "BatchNorm backward, sums": ("batch_norm_backward_reduce", "batch_norm_pair_backward_reduce"),
-    "`norm_backward` and the sums of its parts": ("norm_backward", "sum_parts"),
+    "`norm_backward`, and sums of parts": ("norm_backward", "sum_parts"),
     "stem": ("stem_forward", "stem_weights", "stem_fprop", "stem_wgrad", "stem_wgrad_sum", "batch_norm_relu_max_pool",
              "batch_norm_relu_max_pool_backward_reduce"),
     "statistics not taken by a convolution": ("batch_norm_statistics",),

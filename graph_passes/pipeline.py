@@ -16,6 +16,7 @@ from graph_passes.passes.choice import Choose, Ways, fused_way
 from graph_passes.passes.conv1x1_pair import conv1x1_pair
 from graph_passes.passes.conv1x1_sum import conv1x1_sum
 from graph_passes.passes.conv3x3 import conv3x3_dgrad
+from graph_passes.passes.conv3x3_wgrad import conv3x3_wgrad
 from graph_passes.passes.conv_epilogue import conv_epilogue
 from graph_passes.passes.conv_statistics import conv_statistics
 from graph_passes.passes.dgrad_reduce import dgrad_reduce
@@ -69,6 +70,7 @@ def training_passes(shapes: Shapes, dtype: str, choose: Choose, grouped: bool = 
         "dgrad_reduce": lambda graph: dgrad_reduce(graph, choose),
         "norm_backward": lambda graph: norm_backward(graph, choose),
         "conv3x3_dgrad": lambda graph: conv3x3_dgrad(graph, choose),
+        "conv3x3_wgrad": lambda graph: conv3x3_wgrad(graph, shapes, choose),
         "norm_grad_add": norm_grad_add,
         "rnn_algorithm": lambda graph: rnn_algorithm(graph, choose),
     }

@@ -334,11 +334,11 @@ _DESCRIBED = (
     ),
 )
 
-# By kernels of our own: 1x1 convolutions (conv1x1_forward.cu), and 3x3 over 64 channels (conv3x3.cu). Each computes
-# what its namesake does.
+# By kernels of our own: 1x1 convolutions (conv1x1_forward.cu), and 3x3 (conv3x3.cu over 64 channels, and for weights
+# conv3x3_weights.cu). Each computes what its namesake does.
 _OWN = {
     "Conv1x1": ("Convolution", "ConvolutionRelu", "ConvolutionAddRelu", "ConvolutionStatistics"),
-    "Conv3x3": ("ConvolutionRelu", "ConvolutionStatistics", "ConvolutionDgrad"),
+    "Conv3x3": ("ConvolutionRelu", "ConvolutionStatistics", "ConvolutionDgrad", "ConvolutionWgrad"),
 }
 
 # Conv1x1Pair is Conv1x1AddRelu and the Conv1x1Relu that reads its output (conv1x1_pair.cu).

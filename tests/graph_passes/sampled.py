@@ -436,16 +436,19 @@ def _norm_gradient(node: Node, given: Named, shape: Sequence[int]) -> tuple[Arra
     return data_gradient(node, dz, here["data"], here["gamma"], here["saved"], sums), is_open
 
 
+WGRADS = "ConvolutionWgrad", "Conv3x3Wgrad"  # of a gradient that is read, not made on the way
+
+
 def _wgrad(node: Node, given: Named, written: Named, rng: np.random.Generator) -> Iterator[Sample]:
     """Of a weight's gradient all that belongs to some filters, and of all filters what belongs to some places and
     channels: so each filter, place and channel is looked at."""
     weight, groups = written["weight_grad"], node["num_group"]
-    images = given[{"ConvolutionWgrad": "data", "StemWgrad": "image"}.get(node.op, "data_2")]
+    images = given["data" if node.op in WGRADS else "image" if node.op == "StemWgrad" else "data_2"]
 
     def operands(chunk: slice) -> tuple[Array, Array]:
         """Of some images: the gradient of the convolution's output, and its data."""
         x = images[chunk].astype(np.float64)
-        if node.op == "ConvolutionWgrad":
+        if node.op in WGRADS:
             return given["out_grad"][chunk].astype(np.float64), x
         here = _of_images(given, lambda array: array[chunk])
         if node.op == "StemWgrad":
@@ -482,11 +485,11 @@ def _wgrad(node: Node, given: Named, written: Named, rng: np.random.Generator) -
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         of_filters, of_columns = (sum(parts) for parts in zip(*pool.map(work, _chunks(images.shape)), strict=True))
     got = weight.reshape(groups, filters_of_group, height * width, channels)
-    pixels = math.prod(given["out_grad" if node.op == "ConvolutionWgrad" else "data"].shape[:3])
+    pixels = math.prod(given["out_grad" if node.op in WGRADS else "data"].shape[:3])
     for elements, (total, squares) in ((got[:, filters], of_filters),
                                        (got.reshape(groups, filters_of_group, -1)[..., columns], of_columns)):
         error = _summed(pixels, np.sqrt(squares))
-        if node.op != "ConvolutionWgrad":
+        if node.op not in WGRADS:
             error = error + _rounded_terms(np.sqrt(squares), images.dtype)
         yield _sample("weight_grad", written, elements, total, error)
 
@@ -569,7 +572,7 @@ RULES: Mapping[str, Sequence[Rule]] = {
     **dict.fromkeys(("ConvolutionStatistics", "Conv1x1Statistics", "Conv3x3Statistics", "StemConvolution"),
                     (_fprop, _statistics)),
     **dict.fromkeys(("ConvolutionDgrad", "Conv3x3Dgrad"), (_dgrad,)),
-    "ConvolutionWgrad": (_wgrad,),
+    **dict.fromkeys(WGRADS, (_wgrad,)),
     "BatchNormStatistics": (_statistics,),
     **dict.fromkeys(("BatchNormApply", "BatchNormReluApply", "BatchNormAddReluApply", "BatchNormPairApply"), (_apply,)),
     **dict.fromkeys(("BatchNormAddReluConv1x1", "BatchNormPairConv1x1"), (_apply_and_convolve,)),

@@ -146,10 +146,12 @@ def test_pairs_of_convolutions_in_inference(rng):
 
 @pytest.mark.parametrize("depth, convolutions, with_relu", [(18, 4, 2), (50, 3, 3)])
 def test_3x3_convolutions_of_our_own(depth, convolutions, with_relu):
-    """Those of stage 1, where the device finds them faster: forward, and their data gradients. In 16 bits alone."""
+    """Where the device finds them faster: those of stage 1 forward, and their data gradients; of all with stride 1 the
+    weight gradients. In 16 bits alone."""
     graph, shapes = Graph.from_json(resnet(depth).tojson()), {"data": (2, 64, 64, 3)}
     step = pipeline.training_step(graph, shapes, "bfloat16", last_way)
-    own = [node for node in step if node.op.startswith("Conv3x3")]
+    assert step.operators()["Conv3x3Wgrad"] == 13
+    own = [node for node in step if node.op in ("Conv3x3Statistics", "Conv3x3Dgrad")]
     assert all(node.name.startswith("stage1") for node in own)
     assert [node.op for node in own] == ["Conv3x3Statistics"] * convolutions + ["Conv3x3Dgrad"] * convolutions
     assert pipeline.inference(graph, "float16", last_way).operators()["Conv3x3Relu"] == with_relu
@@ -368,4 +370,4 @@ def test_no_pass_asks_where_there_is_nothing_to_choose(rng):
     pipeline.training_step(graph, shapes, "float16", choose)
     assert set(asked) == {"separate", "fprop_stats", "conv1x1_forward", "stem_fprop", "stem_forward", "stem_wgrad",
                           "stem_weights", "norm_conv1x1", "dgrad_reduce", "dgrad_stream", "norm_backward",
-                          "conv3x3_forward", "dgrad", "conv3x3_dgrad"}
+                          "conv3x3_forward", "dgrad", "conv3x3_dgrad", "conv3x3_weights"}

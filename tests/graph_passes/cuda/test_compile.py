@@ -13,6 +13,7 @@ from graph_passes.executors.cuda.lowering.conv1x1_backward import DgradReduce, D
 from graph_passes.executors.cuda.lowering.conv1x1_forward import CONTROL_BYTES
 from graph_passes.executors.cuda.lowering.conv3x3 import CONTROL_BYTES as CONV3X3_CONTROL_BYTES
 from graph_passes.executors.cuda.lowering.conv3x3 import Conv3x3, TiledImages
+from graph_passes.executors.cuda.lowering.conv3x3_wgrad import Conv3x3Weights
 from graph_passes.executors.cuda.lowering.quantised import (
     CHUNK,
     STEM_BLOCK,
@@ -35,8 +36,9 @@ from graph_passes.passes.quantised_way import STREAMS, TILES
 RULES = ["Sgd<false>", "Sgd<true>", "Lars<false>", "Lars<true>", "AdamW", "Lamb", "Lion"]  # of optimizer.cu
 
 # Of wgmma: for Hopper alone, in 16-bit types.
-WARPGROUPS = ("conv1x1_forward.cu", "conv1x1_pair.cu", "conv3x3.cu", "dgrad_reduce.cu", "dgrad_stream.cu",
-              "norm_backward.cu", "norm_conv1x1.cu", "stem_forward.cu", "stem_pool.cu", "stem_weights.cu")
+WARPGROUPS = ("conv1x1_forward.cu", "conv1x1_pair.cu", "conv3x3.cu", "conv3x3_weights.cu", "dgrad_reduce.cu",
+              "dgrad_stream.cu", "norm_backward.cu", "norm_conv1x1.cu", "stem_forward.cu", "stem_pool.cu",
+              "stem_weights.cu")
 
 # Template arguments behind the dtype that the executor asks for.
 FLAGS = {
@@ -230,7 +232,10 @@ def test_shared_memory() -> None:
                          ("stem_weights.cu", f"sizeof(Control) == {StemWeights.CONTROL_BYTES}"),
                          ("conv3x3.cu", f"sizeof(Control) == {CONV3X3_CONTROL_BYTES} && THREADS == {Conv3x3.BLOCK[0]} "
                           f"&& GROUPS * 8 == {Conv3x3.PIXELS} && MAX_PLACES == {Conv3x3.MAX_PLACES} "
-                          f"&& sizeof(TiledImages) == {ctypes.sizeof(TiledImages)}")):
+                          f"&& sizeof(TiledImages) == {ctypes.sizeof(TiledImages)}"),
+                         ("conv3x3_weights.cu", f"sizeof(Control) == {Conv3x3Weights.CONTROL_BYTES} && "
+                          f"THREADS == {Conv3x3Weights.BLOCK[0]} && STEP == {Conv3x3Weights.STEP} && "
+                          f"MAX_ROWS == {Conv3x3Weights.MAX_ROWS}")):
         Program(f'#include "{source}"\nstatic_assert({size});', "c++", options).compile("cubin")
     for source, shapes in sizes.items():
         assert max(size for _, size in shapes) <= (227 - 2) << 10, "what Hopper has, less what is not asked for"

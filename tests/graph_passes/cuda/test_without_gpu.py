@@ -421,7 +421,8 @@ def test_launches_of_the_fused_backward_pass() -> None:
     assert fused == 11 + 1 and operations.count("dgrad") == 54 - 1 - 5 - fused
     assert Counter(decision.chosen for decision in lowering.decisions) == {
         "stem_fprop": 1, "stem_wgrad": 1, "fprop_stats": 52, "dgrad_reduce": fused, "norm_backward": 4,
-        "dgrad": 3, "separate": 12 + 2}, "instead of norm_conv1x1, from 512 channels dgrad_stream, and conv3x3_dgrad"
+        "dgrad": 3, "separate": 12 + 2 + 13}, (
+            "instead of norm_conv1x1, from 512 channels dgrad_stream, conv3x3_dgrad, and conv3x3_weights")
     assert lowering.ready.keys() == store.parameters.keys()
     written = [buffer for launch in launches for buffer in launch.writes if buffer in store.gradients.values()]
     assert len(written) == len(set(written)) == len(store.parameters)
@@ -457,6 +458,7 @@ def test_launches_of_our_own_kernels() -> None:
         on_hopper = training and capability == HOPPER
         assert operations["stem_forward"] == operations["stem_weights"] == on_hopper
         assert operations["stem_fprop"] == operations["stem_wgrad"] == (training and not on_hopper)
+        assert operations["conv3x3_weights"] == (13 if on_hopper else 0), "those with stride 1"
         assert operations["dgrad_stream"] == (1 + 5 + 1 if on_hopper else 0), "to 256 and 512 channels, of no pairs"
         assert operations["conv1x1_pair"] == (0 if training else pairs)
         assert operations["conv3x3_forward"] == (3 if capability == HOPPER else 0), "in stage 1"

@@ -29,6 +29,12 @@ __device__ inline uint64 matrix_of_columns(const uint4 *at) {
     return (__cvta_generic_to_shared(at) & 0x3ffff) >> 4 | 512ull << 16 | 64ull << 32 | 1ull << 62;
 }
 
+// Columns of tiles of which each begins one row behind the one before and overlaps with it: of a pixel, and of its
+// neighbours to the right. As the swizzle is one of addresses, the first may begin at any row.
+__device__ inline uint64 matrix_of_neighbours(const uint4 *at) {
+    return (__cvta_generic_to_shared(at) & 0x3ffff) >> 4 | 8ull << 16 | 64ull << 32 | 1ull << 62;
+}
+
 // Rows of k that start every 16 bytes and overlap, without swizzle: windows that are two 8-byte pixels apart. Groups of 8
 // elements of k are 16 bytes apart, and groups of 8 rows 128 bytes.
 __device__ inline uint64 overlapping(const uint4 *at) {
@@ -163,6 +169,13 @@ template <int N> __device__ inline void hold_products(float (&c)[N][4]) {
         asm volatile(PRODUCT("128", TYPE) " {" REGISTERS_64 "}, %64, %65, 1, 1, 1, 0, 1;"                                    \
                      : SIXTEEN(c, 0), SIXTEEN(c, 4), SIXTEEN(c, 8), SIXTEEN(c, 12) : "l"(a), "l"(b));                        \
     }
+// c += a * b with a and b as for `multiply_columns`, but b (16, 192): `matrix_of_neighbours`.
+#define MULTIPLY_COLUMNS_BY_NEIGHBOURS(TYPE)                                                                                 \
+    __device__ inline void multiply_columns(float (&c)[24][4], uint64 a, uint64 b, TYPE) {                                   \
+        asm volatile(PRODUCT("192", TYPE) " {" REGISTERS_96 "}, %96, %97, 1, 1, 1, 1, 1;"                                    \
+                     : SIXTEEN(c, 0), SIXTEEN(c, 4), SIXTEEN(c, 8), SIXTEEN(c, 12), SIXTEEN(c, 16), SIXTEEN(c, 20)           \
+                     : "l"(a), "l"(b));                                                                                      \
+    }
 #define PRODUCT(COLUMNS, TYPE) "wgmma.mma_async.sync.aligned.m64n" COLUMNS "k16.f32." PTX_##TYPE "." PTX_##TYPE
 #define REGISTERS_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define REGISTERS_28 REGISTERS_16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27"
@@ -173,9 +186,10 @@ template <int N> __device__ inline void hold_products(float (&c)[N][4]) {
 #define REGISTERS_64 REGISTERS_32 \
     ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47" \
     ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define REGISTERS_116 REGISTERS_64 \
+#define REGISTERS_96 REGISTERS_64 \
     ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79" \
-    ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95" \
+    ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define REGISTERS_116 REGISTERS_96 \
     ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115"
 #define REGISTERS_128 REGISTERS_116 ",%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 #define SIXTEEN(c, j) FOUR(c, j), FOUR(c, j + 1), FOUR(c, j + 2), FOUR(c, j + 3)
@@ -191,3 +205,5 @@ MULTIPLY_COLUMNS_BY_REGISTERS(half)
 MULTIPLY_COLUMNS_BY_REGISTERS(bfloat16)
 MULTIPLY_ROWS_BY_COLUMNS(half)
 MULTIPLY_ROWS_BY_COLUMNS(bfloat16)
+MULTIPLY_COLUMNS_BY_NEIGHBOURS(half)
+MULTIPLY_COLUMNS_BY_NEIGHBOURS(bfloat16)

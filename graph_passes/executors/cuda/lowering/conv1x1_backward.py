@@ -4,6 +4,7 @@ the matrix instructions of Hopper."""
 from __future__ import annotations
 
 import ctypes
+import math
 from dataclasses import dataclass
 
 from graph_passes.executors.cuda.device import Tiling
@@ -200,9 +201,14 @@ def norm_backward(builder: Builder, node: Node) -> None:
                    Out(builder.output(node, "masked_grad" if reduces else "data_grad")), *map(In, before),
                    *map(Out, sums), Out(parts), builder.partials(2 * columns * grid[1]), builder.tickets, count(rows),
                    *factors_of(builder, node, rows), shared_bytes=way.shared_bytes, flops=4 * rows * columns * k)
-    vectors = k * columns // VECTOR
+    sum_parts(builder, node, parts, dw)
+
+
+def sum_parts(builder: Builder, node: Node, parts: Buffer, dw: Buffer) -> None:
+    """dw from the parts that blocks have left of it, one behind the other."""
+    vectors = math.prod(parts.shape[1:]) // VECTOR
     builder.launch(node, "norm_backward.cu", instance("sum_parts", dw.dtype), (-(-vectors // 16), 1, 1), (256, 1, 1),
-                   In(parts), Out(dw), ctypes.c_int(grid[1]), count(vectors))
+                   In(parts), Out(dw), ctypes.c_int(parts.shape[0]), count(vectors))
 
 
 RULES: Rules = {
