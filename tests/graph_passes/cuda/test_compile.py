@@ -226,6 +226,7 @@ def test_shared_memory() -> None:
                          ("stem_weights.cu", f"sizeof(Control) == {StemWeights.CONTROL_BYTES}"),
                          ("conv3x3.cu", f"sizeof(Control) == {CONV3X3_CONTROL_BYTES} && THREADS == {Conv3x3.BLOCK[0]} "
                           f"&& GROUPS * 8 == {Conv3x3.PIXELS} && MAX_PLACES == {Conv3x3.MAX_PLACES} "
+                          f"&& TEAMS == {Conv3x3.TEAMS} "
                           f"&& sizeof(TiledImages) == {ctypes.sizeof(TiledImages)}")):
         Program(f'#include "{source}"\nstatic_assert({size});', "c++", options).compile("cubin")
     for source, shapes in sizes.items():

@@ -421,7 +421,7 @@ def test_launches_of_the_fused_backward_pass() -> None:
     assert fused == 11 + 1 and operations.count("dgrad") == 54 - 1 - 5 - fused
     assert Counter(decision.chosen for decision in lowering.decisions) == {
         "stem_fprop": 1, "stem_wgrad": 1, "fprop_stats": 52, "dgrad_reduce": fused, "norm_backward": 4,
-        "dgrad": 3, "separate": 12 + 2}, "instead of norm_conv1x1, from 512 channels dgrad_stream, and conv3x3_dgrad"
+        "dgrad": 3, "separate": 12 + 2}, "instead of norm_conv1x1, from 512 channels dgrad_stream, and conv3x3.cu"
     assert lowering.ready.keys() == store.parameters.keys()
     written = [buffer for launch in launches for buffer in launch.writes if buffer in store.gradients.values()]
     assert len(written) == len(set(written)) == len(store.parameters)
@@ -460,7 +460,7 @@ def test_launches_of_our_own_kernels() -> None:
         assert operations["dgrad_stream"] == (1 + 5 + 1 if on_hopper else 0), "to 256 and 512 channels, of no pairs"
         assert operations["conv1x1_pair"] == (0 if training else pairs)
         assert operations["conv3x3_forward"] == (3 if capability == HOPPER else 0), "in stage 1"
-        assert operations["conv3x3_dgrad"] == (3 if on_hopper else 0)
+        assert operations["conv3x3_dgrad_reduce"] == (3 if on_hopper else 0)
         assert operations["norm_conv1x1"] == (norms if on_hopper else 0)
         assert lowering.graph.operators()["Conv1x1SumRelu"] == (0 if training else sums)
         for launch in lowering.program.launches:
