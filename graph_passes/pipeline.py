@@ -68,8 +68,8 @@ def training_passes(shapes: Shapes, dtype: str, choose: Choose, grouped: bool = 
         "conv1x1_sum": lambda graph: conv1x1_sum(graph, choose),
         "conv1x1_pair": lambda graph: conv1x1_pair(graph, choose),
         "dgrad_reduce": lambda graph: dgrad_reduce(graph, choose),
+        "conv3x3_dgrad": lambda graph: conv3x3_dgrad(graph, choose),  # its BatchNorm's second half is for the next
         "norm_backward": lambda graph: norm_backward(graph, choose),
-        "conv3x3_dgrad": lambda graph: conv3x3_dgrad(graph, choose),
         "conv3x3_wgrad": lambda graph: conv3x3_wgrad(graph, shapes, choose),
         "norm_grad_add": norm_grad_add,
         "rnn_algorithm": lambda graph: rnn_algorithm(graph, choose),

@@ -1,9 +1,11 @@
-"""The fused backward passes of 1x1 convolutions with the BatchNorms after and before them.
+"""The fused backward passes of convolutions, 1x1 but for one operator, with the BatchNorms after and before them.
 
 In the direction of the backward pass:
 
     DgradReduce       the gradient of the convolution's data, the residual's added to it, masked, and the sums of the
                       BatchNorm that produced that data (of a pair, both BatchNorms' sums)
+    Conv3x3DgradReduce
+                      the same of a 3x3 convolution, through the ReLU of a BatchNorm without an addend
     NormConvBackward  from those sums through a BatchNorm and the 1x1 convolution that it read: the gradients of the
                       weights and of the data; the wide gradient between them is not stored
     NormConvReduce    the same, and on through the ReLU of the BatchNorm before the convolution to that one's sums
@@ -52,6 +54,13 @@ def _dgrad_reduce(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, S
     return inputs, [data[-1:], data[-1:], data, *[data[-1:]] * 2 * (norms - 1)]
 
 
+def _conv3x3_dgrad_reduce(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
+    data = node["data_shape"]
+    weight, output = convolution_shapes(node, data)
+    channels = data[-1:]
+    return [output, weight, data, channels, (2, *channels), channels], [channels, channels, data]
+
+
 def _norm_conv(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
     data = node["data_shape"]
     weight, output = convolution_shapes(node, data)
@@ -75,6 +84,12 @@ def _compute_dgrad_reduce(node: NodeView, dy: Array, weight: Array, mask: Array,
     factors = None if node["no_factors"] else others[2 * norms]
     sums = gradient_sums(node, dropped(node, dz, factors), *others[:2])
     return [*sums, dz] if norms == 1 else [*sums, dz, *gradient_sums(node, dz, *others[2:4])]
+
+
+def _compute_conv3x3_dgrad_reduce(node: NodeView, dy: Array, weight: Array, x: Array, gamma: Array, saved: Array,
+                                  beta: Array) -> Sequence[Array]:
+    dz = relu_backward(convolution_dgrad(node, dy, weight, node["data_shape"]), scaled(node, x, gamma, beta, saved))
+    return [*gradient_sums(node, dz, x, saved), dz]
 
 
 def _compute_norm_conv(node: NodeView, dz: Array, x: Array, gamma: Array, saved: Array, dgamma: Array, dbeta: Array,
@@ -109,6 +124,9 @@ OPERATORS = (
              {**SECOND_GRAD, **FACTORS,
               **dict.fromkeys(("data_2", "saved_2", "gamma_grad_2", "beta_grad_2"), "single_norm")},
              in_place={"masked_grad": ("out_grad_2",)}, forward="Convolution", fused=True),
+    Operator("Conv3x3DgradReduce", ("conv_grad", "weight", "data", "gamma", "saved", "beta"), _conv3x3_dgrad_reduce,
+             _compute_conv3x3_dgrad_reduce, CONVOLUTION | ATTRIBUTES | DATA_SHAPE, (*_SUMS, "masked_grad"),
+             forward="Convolution", fused=True),
     # `beta` where ReLU has still to be applied to the gradient. `data_2` is the data of the convolution ...
     Operator("NormConvBackward", (*_NORM_CONV, "factors"), _norm_conv, _compute_norm_conv,
              _ATTRIBUTES | {"no_relu": FALSE}, ("weight_grad", "data_grad"), {"beta": "no_relu", **FACTORS},

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from graph_passes.graph import Graph, Node
+from graph_passes.graph import Graph, Node, Ref
 from graph_passes.operators import window
 from graph_passes.passes.choice import Choose
+from graph_passes.passes.norm_backward import from_masked, relu_halves
 
 CHANNELS = 64  # and filters
 _FORWARD = ("ConvolutionStatistics", "ConvolutionRelu")
@@ -21,19 +22,36 @@ def own_way_3x3(fused: Node) -> dict[str, list[Node]]:
 
 
 def conv3x3_dgrad(graph: Graph, choose: Choose) -> Graph:
-    """Let a kernel of our own compute the gradient of a 3x3 convolution's data, where that is faster.
+    """Let a kernel of our own compute the gradient of a 3x3 convolution's data, where that is faster; and where the
+    data comes from a BatchNorm + ReLU, with the first half of that one's backward pass.
 
         before    dy, weight -> ConvolutionDgrad
         after     dy, weight -> Conv3x3Dgrad
+
+        before    dy, weight -> ConvolutionDgrad -> dx
+                  dx, x, ... -> BatchNormReluBackwardReduce `r` -> dgamma, dbeta
+                  dx, x, ... -> BatchNormReluBackwardApply `b`
+        after     dy, weight, x, ... -> Conv3x3DgradReduce `r` -> dgamma, dbeta, dz
+                  dz, x, ... -> BatchNormBackwardApply `b`
     """
+    nodes: list[Node] = []
+    for dgrad in graph:
+        if dgrad.op != "ConvolutionDgrad" or not _is_3x3(dgrad) or dgrad["data_shape"][3] != CHANNELS:
+            continue
+        halves = relu_halves(graph, Ref(dgrad.name)) or ()
+        ways = {"dgrad": [dgrad, *halves], "conv3x3_dgrad": [_own(dgrad), *halves]}
+        if halves:
+            ways["conv3x3_dgrad_reduce"] = _with_sums(dgrad, *halves)
+        nodes += ways[choose(graph, dgrad, ways)]
+    return graph.replace(nodes, {})
 
-    def replaced(node: Node) -> Node | None:
-        if node.op != "ConvolutionDgrad" or not _is_3x3(node) or node["data_shape"][3] != CHANNELS:
-            return None
-        ways = {"dgrad": [node], "conv3x3_dgrad": [_own(node)]}
-        return ways[choose(graph, node, ways)][0]
 
-    return graph.rewrite(replaced)
+def _with_sums(dgrad: Node, reduction: Node, apply: Node) -> list[Node]:
+    """In place of all three."""
+    norm = (reduction.input(role) for role in ("data", "gamma", "saved", "beta"))
+    fused = reduction.derive("Conv3x3DgradReduce", reduction.name, (*dgrad.inputs, *norm), **dgrad.attrs)
+    dgamma, dbeta, dz = fused.refs()
+    return [fused, from_masked(apply, dz, dgamma, dbeta)]
 
 
 def _is_3x3(convolution: Node) -> bool:

@@ -73,8 +73,7 @@ class _Convolution(NamedTuple):
         data, gamma, saved, beta = (self.reduction.input(role) for role in ("data", "gamma", "saved", "beta"))
         fused = Node("NormConvReduce", self.wgrad.name, (*inputs, data, *relu, gamma, saved, beta, *factors), attrs)
         _, dz, dgamma, dbeta = fused.refs()
-        rest = self.apply.derive("BatchNormBackwardApply", self.apply.name, (dz, data, gamma, saved, dgamma, dbeta))
-        return [fused, rest]
+        return [fused, from_masked(self.apply, dz, dgamma, dbeta)]
 
     def moved(self) -> dict[Ref, Ref]:
         """Where their outputs are then."""
@@ -102,8 +101,19 @@ def _convolution(graph: Graph, number: int, gradient: Ref) -> _Convolution | Non
     wgrad, dgrad = readers["ConvolutionWgrad"], readers["ConvolutionDgrad"]
     if not is_plain_1x1(dgrad) or dgrad["data_shape"][3] != CHANNELS:
         return None
-    halves = {reader.op: reader for reader in graph.consumers.get(Ref(dgrad.name), ())}
+    return _Convolution(number, wgrad, dgrad, *(relu_halves(graph, Ref(dgrad.name)) or (None, None)))
+
+
+def relu_halves(graph: Graph, gradient: Ref) -> tuple[Node, Node] | None:
+    """The halves of the backward pass of a BatchNorm + ReLU, if they alone read this gradient, and no other one."""
+    halves = {reader.op: reader for reader in graph.consumers.get(gradient, ())}
     reduction, apply = (halves.get(f"BatchNormReluBackward{half}") for half in ("Reduce", "Apply"))
-    goes_on = (reduction and apply and len(graph.consumers[Ref(dgrad.name)]) == 2 and reduction["single_grad"]
-               and Ref(dgrad.name) not in graph.outputs)
-    return _Convolution(number, wgrad, dgrad, *((reduction, apply) if goes_on else (None, None)))
+    alone = (reduction and apply and len(graph.consumers[gradient]) == 2 and reduction["single_grad"]
+             and gradient not in graph.outputs)
+    return (reduction, apply) if reduction and apply and alone else None
+
+
+def from_masked(apply: Node, dz: Ref, dgamma: Ref, dbeta: Ref) -> Node:
+    """The second half of the two, where the first has kept the masked gradient."""
+    data, gamma, saved = (apply.input(role) for role in ("data", "gamma", "saved"))
+    return apply.derive("BatchNormBackwardApply", apply.name, (dz, data, gamma, saved, dgamma, dbeta))

@@ -385,7 +385,7 @@ def _gradient_patches(node: Node, places: tuple[Array, ...], out_shape: Sequence
 
 
 def _dgrad(node: Node, given: Named, written: Named, rng: np.random.Generator) -> Iterator[Sample]:
-    """The gradient of a convolution's data, and what DgradReduce and NormConvReduce do with it."""
+    """The gradient of a convolution's data, and what DgradReduce, Conv3x3DgradReduce and NormConvReduce do with it."""
     weight, groups = given["weight"].astype(np.float64), node["num_group"]
     name = "masked_grad" if "masked_grad" in written else "data_grad"
     places = _pixels(written[name].shape, rng)
@@ -417,8 +417,9 @@ def _dgrad(node: Node, given: Named, written: Named, rng: np.random.Generator) -
         wanted, error = wanted + addend, error + FEW * UNIT * np.abs(addend)
     if "mask" in given:
         wanted = masked(wanted, given["mask"][places])
-    if node.op == "NormConvReduce":
-        y, its_error = _activation(node, _at(given["data_2"], places), *_of_batch_norm(given, "_2"))
+    if node.op in ("Conv3x3DgradReduce", "NormConvReduce"):
+        before = "_2" if node.op == "NormConvReduce" else ""
+        y, its_error = _activation(node, _at(given[f"data{before}"], places), *_of_batch_norm(given, before))
         wanted = relu_backward(wanted, y[:, 0, 0])
         error = error + np.where(np.abs(y[:, 0, 0]) <= its_error[:, 0, 0], np.inf, 0)
     yield _sample(name, written, written[name][places], wanted, error)
@@ -581,7 +582,7 @@ RULES: Mapping[str, Sequence[Rule]] = {
     **dict.fromkeys(("BatchNormBackwardApply", "BatchNormReluBackwardApply", "BatchNormBackwardApplyAdd",
                      "BatchNormReluBackwardApplyAdd", "BatchNormPairBackwardApply", "ReluBackward", "elemwise_add",
                      "AddRelu", "BiasAdd", "BiasRelu", "BiasAddRelu"), (_elementwise,)),
-    "DgradReduce": (_dgrad, _gradient_sums),
+    **dict.fromkeys(("DgradReduce", "Conv3x3DgradReduce"), (_dgrad, _gradient_sums)),
     "NormConvBackward": (_wgrad, _dgrad),
     "NormConvReduce": (_wgrad, _dgrad, _gradient_sums),
     "BatchNormPoolApply": (_pool_apply,),

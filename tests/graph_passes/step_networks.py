@@ -6,8 +6,8 @@ from common.mxnet_compat import mx
 from graph_passes import Graph, Ref, passes
 
 # Ways by kernels of ours that take the place of others of ours, or of cuDNN's 3x3 convolutions.
-NEWEST = ("conv1x1_pair", "conv1x1_sum", "conv3x3_dgrad", "conv3x3_forward", "conv3x3_weights", "dgrad_stream",
-          "norm_conv1x1", "quantised_stem_pool", "stem_forward", "stem_weights")
+NEWEST = ("conv1x1_pair", "conv1x1_sum", "conv3x3_dgrad", "conv3x3_dgrad_reduce", "conv3x3_forward", "conv3x3_weights",
+          "dgrad_stream", "norm_conv1x1", "quantised_stem_pool", "stem_forward", "stem_weights")
 
 
 def fused(symbol) -> Graph:
@@ -187,6 +187,11 @@ def repeatable_fusions(graph, node, ways):
 def streamed_gradients(graph, node, ways):
     """`repeatable_fusions`, with the gradients of 1x1 convolutions by dgrad_stream.cu where that can make them."""
     return "dgrad_stream" if "dgrad_stream" in ways else repeatable_fusions(graph, node, ways)
+
+
+def gradients_alone(graph, node, ways):
+    """`own_kernels`, with the gradients of 3x3 convolutions by conv3x3.cu without the sums of the BatchNorm before."""
+    return "conv3x3_dgrad" if "conv3x3_dgrad" in ways else own_kernels(graph, node, ways)
 
 
 def last_way(graph, node, ways):

@@ -8,7 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 from sampled import RULES, samples
-from step_networks import bottlenecks, flattened, last_way, pre_activation, random_variables, small_resnet
+from step_networks import (
+    bottlenecks,
+    flattened,
+    gradients_alone,
+    last_way,
+    pre_activation,
+    random_variables,
+    small_resnet,
+)
 
 from common.mxnet_compat import mx
 from graph_passes import Graph, Node, Ref, passes, pipeline
@@ -46,7 +54,7 @@ def network(name: str) -> Graph:
     return passes.binary_cross_entropy(graph) if name == "binary cross entropy" else graph
 
 
-WAYS = {"fused": passes.fused_way, "separate": passes.first_way, "last": last_way}
+WAYS = {"fused": passes.fused_way, "separate": passes.first_way, "last": last_way, "gradients alone": gradients_alone}
 Call = tuple[Node, list[np.ndarray], list[np.ndarray]]  # a node, what it read, what it wrote
 
 

@@ -232,6 +232,7 @@ def test_shared_memory() -> None:
                          ("stem_weights.cu", f"sizeof(Control) == {StemWeights.CONTROL_BYTES}"),
                          ("conv3x3.cu", f"sizeof(Control) == {CONV3X3_CONTROL_BYTES} && THREADS == {Conv3x3.BLOCK[0]} "
                           f"&& GROUPS * 8 == {Conv3x3.PIXELS} && MAX_PLACES == {Conv3x3.MAX_PLACES} "
+                          f"&& TEAMS == {Conv3x3.TEAMS} "
                           f"&& sizeof(TiledImages) == {ctypes.sizeof(TiledImages)}"),
                          ("conv3x3_weights.cu", f"sizeof(Control) == {Conv3x3Weights.CONTROL_BYTES} && "
                           f"THREADS == {Conv3x3Weights.BLOCK[0]} && STEP == {Conv3x3Weights.STEP} && "

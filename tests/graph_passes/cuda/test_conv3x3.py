@@ -1,5 +1,6 @@
-"""3x3 convolutions of 64 channels with what follows them, and the gradient of their data, against float64 NumPy: rows
-that fill no tile, tiles that fill no block, images from one pixel on, poisoned outputs."""
+"""3x3 convolutions of 64 channels with what follows them, and the gradient of their data, alone and with the sums of a
+BatchNorm, against float64 NumPy: rows that fill no tile, tiles that fill no block, images from one pixel on, poisoned
+outputs."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gpu_arrays import PRECISION, Device, relative_error, rounded
+from test_kernels import BatchNormCase
 
 from graph_passes import Node
 from graph_passes.executors.cuda.kernels import instance
@@ -16,6 +18,7 @@ from graph_passes.executors.reference import evaluate
 
 # Norm of the error over the norm: rounding of what is stored, and fp32 sums of products in another order.
 STORED = {dtype: PRECISION[dtype] + 2e-5 for dtype in ("float16", "bfloat16")}
+SUMMED = 1e-5  # error of fp32 sums, of the sum of the absolute values of their terms
 NEAR = 1e-5  # relative error of a variance from fp32 sums about a value near the mean, and of that mean in deviations
 
 # N, H, W: ResNet's at 224 pixels and others; heights that are no multiple of a tile's, places for two tiles only.
@@ -23,25 +26,35 @@ SHAPES = [(1, 56, 56), (3, 56, 56), (5, 13, 56), (2, 7, 9), (3, 12, 40), (5, 1, 
           (7, 28, 28), (2, 57, 80), (1, 9, 81), (2, 6, 180)]
 BLOCKS = [1, 3, 132]
 FEW = 1000  # pixels
+# With the sums of a BatchNorm there is no place for wider rows.
+REDUCED = [shape for shape in SHAPES if shape[2] <= 64] + [(2, 7, 64)]
 
 
 class Case:
     """Random operands, and what the kernels leave on a GPU."""
 
     def __init__(self, device: Device, dtype: str, shape: tuple[int, int, int], kind: str, mean: float = 0.0) -> None:
-        """`kind`: "Statistics", "Relu" or "Dgrad"; `mean`: of the output, in deviations."""
+        """`kind`: "Statistics", "Relu", "Dgrad" or "DgradReduce"; `mean`: of the output, in deviations, or of what the
+        BatchNorm reads."""
         self.device, self.dtype, self.kind, self.shape = device, dtype, kind, (*shape, 64)
         random = np.random.default_rng(sum(shape))
         self.x = rounded(random.normal(0, 1, self.shape), dtype)
         self.w = rounded(random.normal(0, 576**-0.5, (64, 3, 3, 64)), dtype)
-        if mean:  # the first channel is 1, and the tap in the middle is never in the padding
+        if kind == "DgradReduce":
+            self.norm = BatchNormCase(device, int(np.prod(shape)), 64, dtype, sum(shape), mean)
+        elif mean:  # the first channel is 1, and the tap in the middle is never in the padding
             self.x[..., 0], self.w[..., 0] = 1, 0
             self.w[:, 1, 1, 0] = rounded(mean * random.choice([-1, 1], 64), dtype)
         self.bias = random.normal(0, 1, 64).astype(np.float32)
 
+    @property
+    def way(self) -> Conv3x3:
+        return Conv3x3(self.shape, self.kind == "DgradReduce")
+
     def run(self, blocks: int) -> tuple[np.ndarray, np.ndarray]:
-        """y and its sums, of the second of two launches: each must leave the tickets as they were."""
-        device, dtype, way, size = self.device, self.dtype, Conv3x3(self.shape), self.shape
+        """y and its sums, of the second of two launches: each must leave the tickets as they were. The sums of a
+        BatchNorm are dgamma and dbeta."""
+        device, dtype, way, size = self.device, self.dtype, self.way, self.shape
         grid = way.grid(blocks)
         y, sums = device.poisoned(size, dtype), device.poisoned((3, 64))
         partials, tickets = device.poisoned((3 * 64 * grid[1],)), device.zeros(4)
@@ -50,6 +63,11 @@ class Case:
                                device.gpu.tensor_map(y, dtype, way.image_rows)]
         if self.kind == "Dgrad":
             kernel = instance("conv3x3_dgrad", dtype)
+        elif self.kind == "DgradReduce":
+            kernel, norm = instance("conv3x3_dgrad_reduce", dtype), self.norm
+            operands.insert(2, device.gpu.tensor_map(device.put(norm.x, dtype), dtype, way.image_rows))
+            operands += [norm.saved(), device.put(norm.gamma), device.put(norm.beta), sums, sums + 4 * 64, partials,
+                         tickets]
         else:
             kernel = instance("conv3x3_forward", dtype, self.kind == "Statistics", self.kind == "Relu")
             operands += [device.put(self.bias), sums, partials, tickets]
@@ -100,7 +118,31 @@ def test_sums_of_the_output(device: Device, dtype: str, mean: float, shape: tupl
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["Statistics", "Relu", "Dgrad"])
+@pytest.mark.parametrize("shape", REDUCED)
+@pytest.mark.parametrize("dtype, mean", [("float16", 0.0), ("bfloat16", 0.0), ("float16", 100.0), ("float16", 1000.0)])
+def test_gradient_with_the_sums_of_a_batch_norm(device: Device, dtype: str, mean: float,
+                                                shape: tuple[int, int, int]) -> None:
+    """The bits of the gradient alone where ReLU lets it through, and the sums of what is stored; equal bits always."""
+    case, alone = Case(device, dtype, shape, "DgradReduce", mean), Case(device, dtype, shape, "Dgrad")
+    wanted, norm = alone.wanted, case.norm
+    saved = np.stack([norm.mean, norm.invstd]).astype(np.float32).astype(np.float64)
+    normal = (norm.x - saved[0]) * saved[1]
+    before_relu = (normal * norm.gamma + norm.beta).reshape(case.shape)
+    clear = np.abs(before_relu) > 1e-3  # near zero either answer is right
+    for blocks in BLOCKS:
+        dz, sums = case.run(blocks)
+        error = relative_error(dz[clear], np.where(before_relu > 0, wanted, 0)[clear])
+        assert error < STORED[dtype], f"{blocks} blocks"
+        assert np.array_equal(dz[clear], np.where(before_relu > 0, alone.run(blocks)[0], 0)[clear])
+        stored = dz.reshape(-1, 64)
+        for got, terms in zip(sums, (stored * normal, stored), strict=False):
+            assert np.all(np.abs(got - terms.sum(0)) <= SUMMED * np.abs(terms).sum(0))
+        again = case.run(blocks)
+        assert np.array_equal(again[0], dz) and np.array_equal(again[1][:2], sums[:2])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["Statistics", "Relu", "Dgrad", "DgradReduce"])
 def test_not_a_number_stays_in_its_neighbourhood(device: Device, kind: str) -> None:
     """Also at the border of an image, where the next one begins."""
     case = Case(device, "float16", (3, 10, 56), kind)
@@ -109,13 +151,16 @@ def test_not_a_number_stays_in_its_neighbourhood(device: Device, kind: str) -> N
         case.x[image, row, column, 7] = np.nan
         touched[image, max(row - 1, 0):row + 2, max(column - 1, 0):column + 2] = True
     y, _ = case.run(3)
+    if kind == "DgradReduce":
+        touched &= (case.norm.normal * case.norm.gamma + case.norm.beta > 0).reshape(case.shape)
     assert np.array_equal(np.isnan(y), touched)
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, (256, 56, 56), (64, 72, 72)])
-def test_division_into_tiles(shape: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize("shape, reduces", [*((shape, False) for shape in [*SHAPES, (256, 56, 56), (64, 72, 72)]),
+                                            *((shape, True) for shape in [*REDUCED, (256, 56, 56)])])
+def test_division_into_tiles(shape: tuple[int, int, int], reduces: bool) -> None:
     """Every pixel of a tile is in its product, all that this reads is in the tile's place, and all places fit."""
-    way = Conv3x3((*shape, 64))
+    way = Conv3x3((*shape, 64), reduces)
     assert way.fits and way.rows * way.pitch - 2 <= way.PIXELS
     read = 2 * way.pitch + 2 + way.PIXELS  # from the first pixel on that is in the tile
     assert 128 * max(read, (way.rows + 2) * way.pitch) <= way.place_bytes and way.place_bytes % 1024 == 0
@@ -125,4 +170,6 @@ def test_division_into_tiles(shape: tuple[int, int, int]) -> None:
 def test_what_does_not_fit() -> None:
     assert not Conv3x3((1, 9, 181, 64)).fits and not Conv3x3((1, 9, 300, 64)).fits
     assert [Conv3x3((1, 9, width, 64)).places for width in (56, 80, 81, 180)] == [3, 3, 2, 2]
+    assert Conv3x3((256, 56, 56, 64), True).shared_bytes == (4 + 72 + 2 * 44 + 2 * 29) << 10
+    assert Conv3x3((1, 9, 64, 64), True).fits and not Conv3x3((1, 9, 65, 64), True).fits
     assert Conv3x3((256, 56, 56, 64)).grid(132) == (1, 132, 1) and Conv3x3((2, 9, 56, 64)).grid(132) == (1, 6, 1)

@@ -16,6 +16,7 @@ from step_networks import (
     bottlenecks,
     dropping,
     flattened,
+    gradients_alone,
     own_kernels,
     pre_activation,
     repeatable_fusions,
@@ -256,7 +257,10 @@ def test_every_tensor_with_the_newest_kernels_follows_from_its_inputs(cache: Pat
     launches = check_every_tensor(cache, name, network, fused(network.symbol), shapes, dtype)
     assert launches.count("norm_conv1x1") == (12 if name == "resnet50" else 0)
     in_stage_1 = 3 if name == "resnet50" else 4
-    assert launches.count("conv3x3_forward") == launches.count("conv3x3_dgrad") == in_stage_1
+    with_sums = 3 if name == "resnet50" else 2  # of the others the gradient goes to a sum
+    assert launches.count("conv3x3_forward") == in_stage_1
+    assert launches.count("conv3x3_dgrad_reduce") == with_sums
+    assert launches.count("conv3x3_dgrad") == in_stage_1 - with_sums
 
 
 def about_the_kink(node: Node, given: list[np.ndarray]) -> Iterator[list[np.ndarray]]:
@@ -355,6 +359,13 @@ def test_norm_conv1x1_in_a_step(cache: Path, monkeypatch: pytest.MonkeyPatch, ne
         return "separate" if "norm_conv1x1" in ways else own_kernels(graph, node, ways)
 
     check_ways(cache, monkeypatch, network, dtype, ("norm_conv1x1",), {two_launches: [0], own_kernels: [places]})
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_conv3x3_dgrad_reduce_in_a_step(cache: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+    """And with the two launches that it stands for."""
+    check_ways(cache, monkeypatch, bottlenecks(), dtype, ("conv3x3_dgrad", "conv3x3_dgrad_reduce"),
+               {gradients_alone: [3, 0], own_kernels: [0, 3]})
 
 
 def check_ways(cache: Path, monkeypatch: pytest.MonkeyPatch, network: Any, dtype: str, counted: tuple[str, ...],

@@ -462,7 +462,7 @@ def test_launches_of_our_own_kernels() -> None:
         assert operations["dgrad_stream"] == (1 + 5 + 1 if on_hopper else 0), "to 256 and 512 channels, of no pairs"
         assert operations["conv1x1_pair"] == (0 if training else pairs)
         assert operations["conv3x3_forward"] == (3 if capability == HOPPER else 0), "in stage 1"
-        assert operations["conv3x3_dgrad"] == (3 if on_hopper else 0)
+        assert operations["conv3x3_dgrad_reduce"] == (3 if on_hopper else 0)
         assert operations["norm_conv1x1"] == (norms if on_hopper else 0)
         assert lowering.graph.operators()["Conv1x1SumRelu"] == (0 if training else sums)
         for launch in lowering.program.launches:

@@ -12,6 +12,11 @@
 // the highest rate). So the tensor cores never wait: a block keeps all weights, one warp starts the copies of its tiles, and
 // of two teams of four warps one multiplies a tile while the other rounds its own, leaves it where it has read it, for the copy
 // engine to take away, and adds up.
+//
+// Of the gradient of the data the BatchNorm before the convolution wants sums, and where its ReLU let it through is told by the
+// sign of what it makes of x again. A tile of x, too, is brought to shared memory; a warp takes its channels from there and
+// leaves the gradient in their place. So the tile of dy is free as soon as it has been multiplied: two places are enough.
+#include "conv1x1.cuh"
 #include "copy_engine.cuh"
 #include "moments.cuh"
 #include "warpgroup.cuh"
@@ -22,12 +27,22 @@ constexpr int TEAMS = 2, TEAM_WARPS = 4, TEAM_THREADS = TEAM_WARPS * WARP, MULTI
 constexpr int THREADS = MULTIPLYING + WARP;
 constexpr int MAX_PLACES = 3;  // of tiles in shared memory
 constexpr int VECTOR_BYTES = 16;
+constexpr int RESULT_VECTORS = GROUPS * 8 * PIXEL_VECTORS;  // of a place where x is brought and the gradient left
 
-// At the start of shared memory. Behind it lie the tiles, then the weights, tap by tap.
+// At the start of shared memory. Behind it lie the tiles, for the sums of a gradient a place for each team's result, then the
+// weights, tap by tap.
 struct alignas(1024) Control {
     Moments of_part[MULTIPLYING / CHANNELS][CHANNELS];
-    uint64 weights, full[MAX_PLACES], empty[MAX_PLACES], turn[TEAMS];
+    float mean[CHANNELS], scale[CHANNELS], shift[CHANNELS];  // of the BatchNorm before the convolution
+    uint64 weights, full[MAX_PLACES], empty[MAX_PLACES], turn[TEAMS], x_full[TEAMS], x_empty[TEAMS];
     int is_last;
+};
+
+// The BatchNorm + ReLU that made the convolution's data from x, and where the sums of its backward pass go.
+struct Norm {
+    const TensorMap *x;
+    const float *saved, *gamma, *beta;
+    float *dgamma, *dbeta;
 };
 
 // Images of height x width pixels, `rows` of them in a tile, which starts at each row of a map of all images' rows that is a
@@ -52,15 +67,16 @@ struct Strip {
     }
 };
 
-// For one thread: starts the copies of the weights, and of the block's tiles as places become free.
-template <class At>
-__device__ inline void load(const TensorMap &x, const TensorMap &w, Control &control, uint4 *tiles, uint4 *weights,
-                            const TiledImages &images, At at) {
+// For one thread: starts the copies of the weights, and of the block's tiles as places become free. With REDUCE also those of
+// `norm_x`, to the results' places.
+template <bool REDUCE, class At>
+__device__ inline void load(const TensorMap &x, const TensorMap &w, const TensorMap *norm_x, Control &control, uint4 *tiles,
+                            uint4 *results, uint4 *weights, const TiledImages &images, At at) {
     arrive_expecting(control.weights, TAPS * TAP_VECTORS * VECTOR_BYTES);
     for (int tap = 0; tap < TAPS; ++tap) load_tile(weights + tap * TAP_VECTORS, w, tap * CHANNELS, 0, 0, control.weights);
     const int row_vectors = images.pitch() * PIXEL_VECTORS;
-    Turn turn;
-    for (uint32 i = blockIdx.y; i < images.tiles(); i += gridDim.y, turn.next(images.places)) {
+    Turn turn, team;
+    for (uint32 i = blockIdx.y; i < images.tiles(); i += gridDim.y, turn.next(images.places), team.next(TEAMS)) {
         const Strip strip(images, at(i));
         uint4 *const tile = tiles + turn.place * images.place_vectors;
         wait_for_phase(control.empty[turn.place], turn.parity ^ 1);  // at once in the first turn
@@ -70,6 +86,12 @@ __device__ inline void load(const TensorMap &x, const TensorMap &w, Control &con
             const bool there = row >= 0 && row < images.height;  // else zeros, as from any line outside of the map
             load_tile(tile + r * row_vectors, x, 0, -1, there ? strip.line + r - 1 : -1, control.full[turn.place]);
         }
+        if (!REDUCE) continue;
+        uint4 *const result = results + team.place * RESULT_VECTORS;
+        wait_for_phase(control.x_empty[team.place], team.parity ^ 1);
+        arrive_expecting(control.x_full[team.place], strip.rows * images.width * PIXEL_VECTORS * VECTOR_BYTES);
+        for (int r = 0; r < strip.rows; ++r)
+            load_tile(result + r * row_vectors, *norm_x, 0, 0, strip.line + r, control.x_full[team.place]);
     }
 }
 
@@ -109,6 +131,13 @@ __device__ inline void meet_team(int team) {
 }
 __device__ inline void meet_multiplying() { asm volatile("bar.sync 3, %0;" :: "n"(MULTIPLYING) : "memory"); }
 
+// Over the four threads of a filter.
+__device__ inline float sum_over_pixels(float v) {
+#pragma unroll
+    for (int distance = 1; distance < 4; distance *= 2) v += __shfl_xor_sync(0xffffffff, v, distance);
+    return v;
+}
+
 // A thread's sums over the pixels of its two filters: of what differs from a value near the mean, and of its square.
 struct Sums {
     float near[2] = {}, acc[2][2] = {};
@@ -140,25 +169,85 @@ struct Sums {
 
     // Of all threads of the first (0) or second (1) filter.
     __device__ Moments moments(int f) const {
-        float sums[2];
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            sums[j] = acc[f][j];
-#pragma unroll
-            for (int distance = 1; distance < 4; distance *= 2) sums[j] += __shfl_xor_sync(0xffffffff, sums[j], distance);
-        }
-        return Moments::about(near[f], counted, sums[0], sums[1]);
+        return Moments::about(near[f], counted, sum_over_pixels(acc[f][0]), sum_over_pixels(acc[f][1]));
     }
 };
 
+// Of a thread's two channels, what BatchNorm's mean, scale and shift are there.
+struct Channels {
+    float mean[2], scale[2], shift[2];
+
+    __device__ Channels(const Control &control, int channel) {
+#pragma unroll
+        for (int f = 0; f < 2; ++f) {
+            mean[f] = control.mean[channel + f * 8];
+            scale[f] = control.scale[channel + f * 8];
+            shift[f] = control.shift[channel + f * 8];
+        }
+    }
+};
+
+// Of some groups of pixels `m` has x, two pixels each of both channels, and then what ReLU let through of their products. It is
+// added up as it was rounded: sums[f] of channel f are those of the gradient, and of its product with x - mean. `inside` is as
+// for `Sums`, from the first of these groups on.
+template <class T, int N>
+__device__ inline void mask_groups(uint32 (&m)[N], const float (*products)[4], uint32 inside, const Channels &of,
+                                   float (&sums)[2][2]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        const int g = i / 2, f = i % 2;
+        const float2 both = unpack_two<T>(m[i]);
+        const float v[2] = {both.x, both.y};
+        bool open[2];
+        float dz[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            open[e] = inside & 1u << (2 * g + e) && v[e] * of.scale[f] + of.shift[f] > 0;
+            dz[e] = open[e] ? products[g][2 * f + e] : 0;
+        }
+        m[i] = pack_two<T>(dz[0], dz[1]);
+        const float2 rounded = unpack_two<T>(m[i]);
+        sums[f][0] += rounded.x + rounded.y;
+        if (open[0]) sums[f][1] += rounded.x * (v[0] - of.mean[f]);  // outside of the image v is anything
+        if (open[1]) sums[f][1] += rounded.y * (v[1] - of.mean[f]);
+    }
+}
+// Of a tile, in the place that has x, while x of the next groups is read. `at`: where this thread's row of the matrices of the
+// first two groups is.
+template <class T>
+__device__ inline void mask_tile(uint4 *at, const float (&products)[GROUPS][4], uint64 inside, const Channels &of,
+                                 float (&sums)[2][2]) {
+    constexpr int LAST = GROUPS - 1, STEP = 8 * PIXEL_VECTORS;
+    float of_tile[2][2] = {};
+    uint32 m[2][4], last[2];
+    load_transposed(m[0], at);
+#pragma unroll
+    for (int g = 0; g < LAST; g += 2) {
+        uint32 (&now)[4] = m[g / 2 % 2];
+        if (g + 2 < LAST)
+            load_transposed(m[(g / 2 + 1) % 2], at + (g + 2) * STEP);
+        else
+            load_transposed(last, at + LAST * STEP);
+        mask_groups<T>(now, &products[g], inside >> 2 * g, of, of_tile);
+        store_transposed(at + g * STEP, now);
+    }
+    mask_groups<T>(last, &products[LAST], inside >> 2 * LAST, of, of_tile);
+    store_transposed(at + LAST * STEP, last);
+#pragma unroll
+    for (int f = 0; f < 2; ++f)
+#pragma unroll
+        for (int j = 0; j < 2; ++j) sums[f][j] += of_tile[f][j];
+}
+
 // What the kernels below have in common.
-template <class T, bool SUMS, bool RELU, bool BACKWARD>
+template <class T, bool SUMS, bool RELU, bool BACKWARD, bool REDUCE>
 __device__ inline void convolve(const TensorMap &x, const TensorMap &w, const TensorMap &y, const float *bias, float *sums,
-                                float *partials, uint32 *tickets, const TiledImages &images) {
+                                const Norm &norm, float *partials, uint32 *tickets, const TiledImages &images) {
     static_assert(sizeof(Control) == 4096, "as lowering/conv3x3.py counts");
     extern __shared__ __align__(1024) uint4 memory[];
     Control &control = *reinterpret_cast<Control *>(memory);
-    uint4 *const tiles = memory + sizeof(Control) / VECTOR_BYTES, *const weights = tiles + images.places * images.place_vectors;
+    uint4 *const tiles = memory + sizeof(Control) / VECTOR_BYTES, *const results = tiles + images.places * images.place_vectors;
+    uint4 *const weights = results + (REDUCE ? TEAMS * RESULT_VECTORS : 0);
     const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // one for all, to the compiler
     // From the end of the tensor in inference, and from its start in training: what the launch before has left in the L2 cache.
     const auto at = [&](uint32 i) { return RELU ? images.tiles() - 1 - i : i; };
@@ -167,30 +256,46 @@ __device__ inline void convolve(const TensorMap &x, const TensorMap &w, const Te
         init_barrier(control.weights, 1);
         for (int place = 0; place < images.places; ++place) {
             init_barrier(control.full[place], 1);
-            init_barrier(control.empty[place], 1);
+            init_barrier(control.empty[place], REDUCE ? TEAM_WARPS : 1);
         }
-        for (int team = 0; team < TEAMS; ++team) init_barrier(control.turn[team], TEAM_WARPS);
+        for (int team = 0; team < TEAMS; ++team) {
+            init_barrier(control.turn[team], TEAM_WARPS);
+            if (!REDUCE) continue;
+            init_barrier(control.x_full[team], 1);
+            init_barrier(control.x_empty[team], 1);
+        }
         show_barriers();
     }
+    if (REDUCE && threadIdx.x < CHANNELS / VEC) {
+        const int c = threadIdx.x * VEC;
+        const Backward of(norm.saved, norm.gamma, norm.beta, c, CHANNELS);
+        store_floats(control.mean + c, of.mean);
+        store_floats(control.scale + c, of.scale);
+        store_floats(control.shift + c, of.shift);
+    }
     __syncthreads();
-    if (warp == MULTIPLYING / WARP) {
-        if (lane == 0) load(x, w, control, tiles, weights, images, at);
-        return;
+    const bool multiplies = warp < MULTIPLYING / WARP;
+    if (!multiplies) {
+        if (lane == 0) load<REDUCE>(x, w, norm.x, control, tiles, results, weights, images, at);
+        if (!REDUCE) return;
+        __syncwarp();
     }
 
     const int team = warp / TEAM_WARPS, own = warp % TEAM_WARPS, in_team = threadIdx.x % TEAM_THREADS, pitch = images.pitch();
     const int filter = own * 16 + lane / 4;  // and 8 further down
-    const int matrix_row = swizzled(lane / 16 * 8 + lane % 8, own * 2 + lane / 8 % 2);  // for `store_transposed`
+    const int matrix_row = swizzled(lane / 16 * 8 + lane % 8, own * 2 + lane / 8 % 2);  // to load and store transposed
     const float biases[2] = {RELU ? bias[filter] : 0, RELU ? bias[filter + 8] : 0};
-    const uint64 inside = SUMS ? columns_inside(lane, images.width, pitch) : 0;
+    const uint64 inside = SUMS || REDUCE ? columns_inside(lane, images.width, pitch) : 0;
     Sums of_filters;
+    float of_gradient[2][2] = {};
     Turn turn;
     uint32 round = 0;
     if (team > 0) turn.next(images.places);
     wait_for_phase(control.weights, 0);
-    for (uint32 i = blockIdx.y + team * gridDim.y; i < images.tiles(); i += TEAMS * gridDim.y, ++round) {
+    for (uint32 i = blockIdx.y + team * gridDim.y; multiplies && i < images.tiles(); i += TEAMS * gridDim.y, ++round) {
         const Strip strip(images, at(i));
         uint4 *const tile = tiles + turn.place * images.place_vectors;
+        uint4 *const result = REDUCE ? results + team * RESULT_VECTORS : tile;
         float products[GROUPS][4];
 #pragma unroll
         for (int g = 0; g < GROUPS; ++g)
@@ -205,29 +310,35 @@ __device__ inline void convolve(const TensorMap &x, const TensorMap &w, const Te
         wait_for_products();
         hold_products(products);
 
+        const uint64 counted = inside & first_pixels(lane, strip.rows * pitch);
         uint32 m[GROUPS][2];  // two pixels each, of both filters
+        if constexpr (REDUCE) {
+            if (lane == 0) arrive(control.empty[turn.place]);
+            wait_for_phase(control.x_full[team], round & 1);
+            mask_tile<T>(result + matrix_row, products, counted, Channels(control, filter), of_gradient);
+        } else {
 #pragma unroll
-        for (int g = 0; g < GROUPS; ++g)
+            for (int g = 0; g < GROUPS; ++g)
 #pragma unroll
-            for (int f = 0; f < 2; ++f) {
-                const float left = products[g][2 * f], right = products[g][2 * f + 1];
-                m[g][f] = RELU ? pack_two<T>(relu(left), relu(right)) : pack_two<T>(left, right);
-            }
-        meet_team(team);  // all have read the tile
+                for (int f = 0; f < 2; ++f) {
+                    const float left = products[g][2 * f], right = products[g][2 * f + 1];
+                    m[g][f] = RELU ? pack_two<T>(relu(left), relu(right)) : pack_two<T>(left, right);
+                }
+            meet_team(team);  // all have read the tile
 #pragma unroll
-        for (int g = 0; g < GROUPS - 1; g += 2)
-            store_transposed(tile + g * 8 * PIXEL_VECTORS + matrix_row, {m[g][0], m[g][1], m[g + 1][0], m[g + 1][1]});
-        store_transposed(tile + (GROUPS - 1) * 8 * PIXEL_VECTORS + matrix_row, m[GROUPS - 1]);
+            for (int g = 0; g < GROUPS - 1; g += 2)
+                store_transposed(result + g * 8 * PIXEL_VECTORS + matrix_row, {m[g][0], m[g][1], m[g + 1][0], m[g + 1][1]});
+            store_transposed(result + (GROUPS - 1) * 8 * PIXEL_VECTORS + matrix_row, m[GROUPS - 1]);
+        }
         show_to_copies();
         meet_team(team);
         if (in_team == 0)
-            for (int r = 0; r < strip.rows; ++r) store_tile(y, 0, 0, strip.line + r, tile + r * pitch * PIXEL_VECTORS);
+            for (int r = 0; r < strip.rows; ++r) store_tile(y, 0, 0, strip.line + r, result + r * pitch * PIXEL_VECTORS);
 
-        if (SUMS)
-            of_filters.add<T>(m, inside & first_pixels(lane, strip.rows * pitch), strip.rows * images.width, lane);
+        if (SUMS) of_filters.add<T>(m, counted, strip.rows * images.width, lane);
         if (in_team == 0) {
             wait_for_stores<0>();
-            arrive(control.empty[turn.place]);
+            arrive(REDUCE ? control.x_empty[team] : control.empty[turn.place]);
         }
         __syncwarp();  // products are started by whole warps
         for (int t = 0; t < TEAMS; ++t) turn.next(images.places);
@@ -241,6 +352,23 @@ __device__ inline void convolve(const TensorMap &x, const TensorMap &w, const Te
         write_sums_of_columns<CHANNELS, MULTIPLYING>(&control.of_part[0][0], TEAMS, 0, CHANNELS, partials, tickets,
                                                      control.is_last, sums, [] { meet_multiplying(); });
     }
+    if constexpr (REDUCE) {
+        float *const of_teams = reinterpret_cast<float *>(tiles);
+        __syncthreads();  // dy was here
+#pragma unroll
+        for (int f = 0; f < 2; ++f)
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const float sum = sum_over_pixels(of_gradient[f][j]);
+                if (multiplies && lane % 4 == 0) of_teams[(team * 2 + j) * CHANNELS + filter + f * 8] = sum;
+            }
+        bool &last = *reinterpret_cast<bool *>(&control.is_last);
+        reduce_parts<THREADS, TEAMS, 2, CHANNELS>(of_teams, partials, tickets, CHANNELS, last,
+                                                  [=](int n, const float (&of)[2]) {
+            norm.dbeta[n] = of[0];
+            norm.dgamma[n] = of[1] * norm.saved[CHANNELS + n];
+        });
+    }
 }
 
 // y = the convolution, with SUMS those of y per filter about its mean, in a fixed order; or with RELU y = relu(the convolution +
@@ -252,7 +380,7 @@ template <class T, bool SUMS, bool RELU>
 __global__ void __launch_bounds__(THREADS, 1)
 conv3x3_forward(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap y,
                 const float *bias, float *sums, float *partials, uint32 *tickets, const __grid_constant__ TiledImages images) {
-    convolve<T, SUMS, RELU, false>(x, w, y, bias, sums, partials, tickets, images);
+    convolve<T, SUMS, RELU, false, false>(x, w, y, bias, sums, {}, partials, tickets, images);
 }
 
 // dx = the gradient of the data of such a convolution; the maps are as above, of dy for x, and of dx for y.
@@ -261,5 +389,19 @@ template <class T>
 __global__ void __launch_bounds__(THREADS, 1)
 conv3x3_dgrad(const __grid_constant__ TensorMap dy, const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap dx,
               const __grid_constant__ TiledImages images) {
-    convolve<T, false, false, true>(dy, w, dx, nullptr, nullptr, nullptr, nullptr, images);
+    convolve<T, false, false, true, false>(dy, w, dx, nullptr, nullptr, {}, nullptr, nullptr, images);
+}
+
+// dz = that gradient where the ReLU that made the convolution's data let it through, and of dz the sums that
+// batch_norm_backward_reduce makes. The map of x, which that BatchNorm read, is as that of dz.
+// Shapes: as above, and x, dz (N, H, W, C); saved (2, C), gamma, beta, dgamma, dbeta (C), partials (gridDim.y, 2, C) fp32;
+// tickets (1).
+template <class T>
+__global__ void __launch_bounds__(THREADS, 1)
+conv3x3_dgrad_reduce(const __grid_constant__ TensorMap dy, const __grid_constant__ TensorMap w,
+                     const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap dz, const float *saved,
+                     const float *gamma, const float *beta, float *dgamma, float *dbeta, float *partials, uint32 *tickets,
+                     const __grid_constant__ TiledImages images) {
+    const Norm norm{&x, saved, gamma, beta, dgamma, dbeta};
+    convolve<T, false, false, true, true>(dy, w, dz, nullptr, nullptr, norm, partials, tickets, images);
 }

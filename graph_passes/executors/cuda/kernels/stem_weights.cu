@@ -43,12 +43,6 @@ struct Stage {
           winner(reinterpret_cast<uint2 *>(dz + WINDOW_ROWS * pooled_width * FILTER_VECTORS)), pitch(layout.pixels + 3) {}
 };
 
-// Four 8x8 matrices, transposed; each thread gives the address of one row of them.
-__device__ inline void load_transposed(uint32 (&m)[4], const uint4 *at) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(address_of(at)) : "memory");
-}
-
 // partials[block] = the block's share of dw. An item of work is two rows of the gradient of an image: a row of squares of
 // `PoolGradient`. One warp starts the copies of what it is made of, 15 make it in the place of x, four multiply. The map of x
 // is (N*OH, OW, K) by tiles of (OUT_ROWS, layout.pixels, K).

@@ -82,6 +82,14 @@ __device__ inline float relu(float v) {
 }
 
 // Four 8x8 matrices, or two, transposed; each thread, or each of the first 16, gives the address of one row of them.
+__device__ inline void load_transposed(uint32 (&m)[4], const uint4 *at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(uint32(__cvta_generic_to_shared(at))) : "memory");
+}
+__device__ inline void load_transposed(uint32 (&m)[2], const uint4 *at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];"
+                 : "=r"(m[0]), "=r"(m[1]) : "r"(uint32(__cvta_generic_to_shared(at))) : "memory");
+}
 __device__ inline void store_transposed(uint4 *at, const uint32 (&m)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};"
                  :: "r"(uint32(__cvta_generic_to_shared(at))), "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3]) : "memory");

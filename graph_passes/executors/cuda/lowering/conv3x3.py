@@ -30,14 +30,17 @@ class TiledImages(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Conv3x3:
-    """How the kernels of conv3x3.cu divide images (N, H, W, 64) into tiles of whole rows."""
+    """How the kernels of conv3x3.cu divide images (N, H, W, 64) into tiles of whole rows. `reduces`: with the sums of a
+    gradient, for which each team has a place for what it reads beside its tile, and leaves."""
 
     BLOCK: ClassVar[Size] = (288, 1, 1)
     PIXELS: ClassVar[int] = 232  # that are multiplied at once, those in the columns of zeros among them
     MAX_PLACES: ClassVar[int] = 3
+    TEAMS: ClassVar[int] = 2
     WEIGHTS: ClassVar[Tiling] = Tiling.of_matrix(CHANNELS, TAPS * CHANNELS, (CHANNELS, CHANNELS))
 
     shape: Shape
+    reduces: bool = False
 
     @property
     def pitch(self) -> int:
@@ -56,17 +59,22 @@ class Conv3x3:
 
     @property
     def places(self) -> int:
-        free = SHARED_BYTES - CONTROL_BYTES - TAPS * CHANNELS * PIXEL_BYTES
-        return min(self.MAX_PLACES, free // self.place_bytes)
+        return min(self.MAX_PLACES, (SHARED_BYTES - self._kept_bytes) // self.place_bytes)
+
+    @property
+    def _kept_bytes(self) -> int:
+        """Of shared memory, beside the tiles' places."""
+        results = self.TEAMS * self.PIXELS * PIXEL_BYTES if self.reduces else 0
+        return CONTROL_BYTES + results + TAPS * CHANNELS * PIXEL_BYTES
 
     @property
     def fits(self) -> bool:
         """Whether the two teams have a tile each."""
-        return self.rows > 0 and self.places >= 2
+        return self.rows > 0 and self.places >= self.TEAMS
 
     @property
     def shared_bytes(self) -> int:
-        return CONTROL_BYTES + self.places * self.place_bytes + TAPS * CHANNELS * PIXEL_BYTES
+        return self._kept_bytes + self.places * self.place_bytes
 
     @property
     def images(self) -> TiledImages:
@@ -83,7 +91,7 @@ class Conv3x3:
 
     @property
     def image_rows(self) -> Tiling:
-        """Of what is written."""
+        """Of what is written, and of what is read beside it."""
         return self._tiling(self.shape[2])
 
     def _tiling(self, pixels: int) -> Tiling:
@@ -91,11 +99,11 @@ class Conv3x3:
         return Tiling((images * height, width, channels), (width * channels, channels), (1, pixels, channels))
 
 
-def _way(builder: Builder, node: Node, x: Buffer) -> Conv3x3:
+def _way(builder: Builder, node: Node, x: Buffer, reduces: bool = False) -> Conv3x3:
     """Raises GraphError where the GPU or these images are not for the kernels."""
     require(builder.gpu.capability == HOPPER, node, "is fused as only Hopper's instructions can compute it")
     require(x.shape[3] == CHANNELS, node, f"has {x.shape[3]} channels: its kernel takes {CHANNELS}")
-    way = Conv3x3(x.shape)
+    way = Conv3x3(x.shape, reduces)
     require(way.fits, node, f"has rows of {x.shape[2]} pixels, of which too few fit into shared memory")
     return way
 
@@ -122,4 +130,20 @@ def dgrad(builder: Builder, node: Node) -> None:
                    way.images, shared_bytes=way.shared_bytes, flops=builder.problem("dgrad", node, dx, w, dy).flops)
 
 
-RULES: Rules = {"Conv3x3Relu": forward, "Conv3x3Statistics": forward, "Conv3x3Dgrad": dgrad}
+def dgrad_reduce(builder: Builder, node: Node) -> None:
+    """The same, masked, and the sums of the BatchNorm that made the data."""
+    dy, w, x, dz = (*(builder.input(node, role) for role in ("conv_grad", "weight", "data")),
+                    builder.output(node, "masked_grad"))
+    way = _way(builder, node, x, reduces=True)
+    norm = (In(builder.input(node, role)) for role in ("saved", "gamma", "beta"))
+    sums = (Out(builder.output(node, role)) for role in ("gamma_grad", "beta_grad"))
+    grid = way.grid(builder.gpu.num_multiprocessors)
+    builder.launch(node, "conv3x3.cu", builder.kernel("conv3x3_dgrad_reduce"), grid, way.BLOCK,
+                   Tiled(In(dy), way.padded_rows), Tiled(In(w), way.WEIGHTS), Tiled(In(x), way.image_rows),
+                   Tiled(Out(dz), way.image_rows), *norm, *sums, builder.partials(2 * CHANNELS * grid[1]),
+                   builder.tickets, way.images, shared_bytes=way.shared_bytes,
+                   flops=builder.problem("dgrad", node, dz, w, dy).flops)
+
+
+RULES: Rules = {"Conv3x3Relu": forward, "Conv3x3Statistics": forward, "Conv3x3Dgrad": dgrad,
+                "Conv3x3DgradReduce": dgrad_reduce}
