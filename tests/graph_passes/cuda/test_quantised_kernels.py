@@ -356,7 +356,8 @@ def test_whole_networks(name: str, size: int, kept: Kept, fused: bool, rng: np.r
     network = QuantisedNetwork(case.network, case.shapes, case.scales, kept, case.params, cache_folder=cache)
     network.load(case.images.astype(np.float16), np.zeros(3))
     network.infer()
-    expected, compared = case.expected(), 0
+    # The means before the classifier are float16: rounded, some become another integer where it is in INT8.
+    expected, compared = case.expected(in_16_bits=("pool",)), 0
     probabilities = network.probabilities()
     assert network._inference
     for launch in network._inference._compiled[3].lowering.program.launches:
