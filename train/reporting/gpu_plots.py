@@ -41,7 +41,7 @@ def kernels(figures: Sequence[Figure], title: str, theme: Theme) -> bytes:
         axes.set_yticks(list(places.values()), list(places), fontsize=8)
         axes.set_ylim(-len(places) + 0.5, 0.5)
         axes.grid(axis="x", color=theme.grid, linewidth=0.8)
-        _logarithmic(axes)
+    _logarithmic(*panels)
     panels[-1].set_xlabel("TFLOP/s", color=theme.muted)
     _in_columns(panels[0], theme)
     return plots._png(figure, theme)
@@ -150,16 +150,18 @@ def ratios(values: Mapping[str, Sequence[float]], devices: Sequence[str], theme:
     return plots._png(figure, theme)
 
 
-def _logarithmic(axes: Axes) -> None:
-    """The x axis, with ticks at 1, 2, 5, 10, ..., 1, 10, ... where those are many, 1, 2, 3, ... where few."""
+def _logarithmic(*panels: Axes) -> None:
+    """The x axis that they share, with ticks at 1, 2, 5, 10, ..., 1, 10, ... where those are many, 1, 2, 3, ... where
+    few."""
     from matplotlib.ticker import LogLocator, NullLocator
 
-    axes.set_xscale("log")
-    low, high = axes.dataLim.intervalx
+    low, high = min(axes.dataLim.xmin for axes in panels), max(axes.dataLim.xmax for axes in panels)
     subs = range(1, 10) if high < 5 * low else (1, 2, 5) if high < 200 * low else (1,)
-    axes.xaxis.set_major_locator(LogLocator(subs=subs))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter("{x:,g}")
+    for axes in panels:
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=subs))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter("{x:,g}")
 
 
 def _in_columns(axes: Axes, theme: Theme, columns: int = 6, named: Axes | None = None) -> None:

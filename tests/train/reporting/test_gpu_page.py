@@ -96,3 +96,7 @@ def test_plots_have_room_and_ticks(monkeypatch):
     (axes,) = gpu_plots.kernels(layers, "layers", plots.LIGHT).axes
     low, high = axes.get_xlim()
     assert sum(low <= tick <= high for tick in axes.get_xticks()) >= 4
+    layers += [Figure("GRU", str(size), "fp32", 1.0, "ms", more={"tflops": size}) for size in (100.0, 200.0)]
+    for axes in gpu_plots.kernels(layers, "layers", plots.LIGHT).axes:
+        low, high = axes.get_xlim()
+        assert sum(low <= tick <= high for tick in axes.get_xticks()) <= 5, "of all panels, one of which is narrow"
