@@ -10,6 +10,7 @@ import importlib
 import os
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -37,6 +38,7 @@ FOLDER, COMPARISON_FOLDER = Path("runs/gpu_report"), Path("runs/gpu_comparison")
 def main(values: Mapping[str, Any]) -> None:
     """Measure and report, or compare, by the options given. Raises UserError and StoppedBySignal."""
     wanted = part_of(GpuReportOptions, values)
+    wanted = replace(wanted, sections=tuple(dict.fromkeys(wanted.sections)))  # each once
     if wanted.compare:
         _compare(wanted, values)
         return

@@ -313,7 +313,7 @@ def _summarise(path: Path, totals: Totals, num_images: int) -> None:
         print(f"{path}: complete, nothing was left to do")
     bad = totals.bad_before + totals.bad
     if bad == num_images:
-        raise TrainError(f"none of the {num_images:,} images can be read; {path} has the reason of each")
+        raise TrainError(f"no image of {num_images:,} can be read; {path} has the reason of each")
     if bad:
         earlier = f" ({totals.bad_before:,} of them found earlier)" if totals.bad_before else ""
         print(f"{bad:,} of {num_images:,} images cannot be read{earlier}: {path} has the reason of each",

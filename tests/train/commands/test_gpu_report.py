@@ -94,8 +94,9 @@ def test_no_time(run_train, tmp_path, monkeypatch):
     command = ("gpu-report", "--device", "cpu", "--output", tmp_path / "report", "--sections", "kernels", "training")
     with monkeypatch.context() as patch:
         patch.setattr(section.Bench, "spent", property(lambda self: 1e9))
-        code, _, err = run_train(*command)
+        code, out, err = run_train(*command, "kernels")
     assert code == 0, err
+    assert out.count("== kernels (1 of 2)") == 1 and out.count("(2 of 2)") == 1, "each once, though one is given twice"
     found = Report.read(tmp_path / "report" / "report.json").sections
     assert [figure.what for figure in found["kernels"].figures] == ["copy"]
     assert found["training"].figures == () and not found["training"].complete

@@ -199,7 +199,7 @@ def test_bad_images_can_be_an_error(run_folder, some_bad, tmp_path):
 def test_no_readable_image_at_all(run_folder, tmp_path):
     listed, output = tmp_path / "all.txt", tmp_path / "out.csv"
     listed.write_text("\n".join(f"/nowhere/{i}.jpg" for i in range(6)))
-    with pytest.raises(TrainError, match="none of the 6 images can be read; .*out.csv has the reason of each"):
+    with pytest.raises(TrainError, match="no image of 6 can be read; .*out.csv has the reason of each"):
         run_predict(run_folder, output, listed)
     assert [row["error"] for row in rows(output)] == ["cannot be read (No such file or directory)"] * 6
 
@@ -217,7 +217,7 @@ def test_bad_images_of_earlier_sessions_count(run_folder, some_bad, tmp_path, fo
         assert said in capsys.readouterr().err
     listed.write_text("/nowhere/1.jpg")
     for _ in range(2):
-        with pytest.raises(TrainError, match="none of the 1 images can be read"):
+        with pytest.raises(TrainError, match="no image of 1 can be read"):
             run_predict(run_folder, tmp_path / f"none.{form}", listed)
 
 
@@ -262,7 +262,7 @@ def test_goes_on_where_the_file_ends(run_folder, photos, tmp_path, form, part, c
 def test_a_name_with_a_line_break_is_cut_anywhere(run_folder, tmp_path, cut):
     listed, output = tmp_path / "all.txt", tmp_path / "out.csv"
     listed.write_text("0.jpg")
-    with pytest.raises(TrainError, match="none of the 1 images"):
+    with pytest.raises(TrainError, match="no image of 1 can be read"):
         run_predict(run_folder, output, listed)
     with output.open("ab") as file:
         file.write(cut)
