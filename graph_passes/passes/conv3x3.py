@@ -18,7 +18,7 @@ def own_way_3x3(fused: Node) -> dict[str, list[Node]]:
     ConvolutionStatistics becomes Conv3x3Statistics, ConvolutionRelu Conv3x3Relu: they compute the same. That the data
     has 64 channels, too, is for the device to see.
     """
-    return {"conv3x3_forward": [_own(fused)]} if fused.op in _FORWARD and _is_3x3(fused) else {}
+    return {"conv3x3_forward": [_own(fused)]} if fused.op in _FORWARD and _is_narrow(fused) else {}
 
 
 def conv3x3_dgrad(graph: Graph, choose: Choose) -> Graph:
@@ -36,7 +36,7 @@ def conv3x3_dgrad(graph: Graph, choose: Choose) -> Graph:
     """
     nodes: list[Node] = []
     for dgrad in graph:
-        if dgrad.op != "ConvolutionDgrad" or not _is_3x3(dgrad) or dgrad["data_shape"][3] != CHANNELS:
+        if dgrad.op != "ConvolutionDgrad" or not _is_narrow(dgrad) or dgrad["data_shape"][3] != CHANNELS:
             continue
         halves = relu_halves(graph, Ref(dgrad.name)) or ()
         ways = {"dgrad": [dgrad, *halves], "conv3x3_dgrad": [_own(dgrad), *halves]}
@@ -54,11 +54,14 @@ def _with_sums(dgrad: Node, reduction: Node, apply: Node) -> list[Node]:
     return [fused, from_masked(apply, dz, dgamma, dbeta)]
 
 
-def _is_3x3(convolution: Node) -> bool:
-    """Is it, or the convolution whose gradient it is, one of 64 filters, in a type of 16 bits?"""
-    return (window(convolution) == ((3, 3), (1, 1), (1, 1), (1, 1)) and convolution["num_filter"] == CHANNELS
-            and convolution["layout"] == "NHWC" and convolution["num_group"] == 1
-            and convolution.attrs.get("dtype") in ("float16", "bfloat16"))
+def is_3x3(convolution: Node) -> bool:
+    """Is it, or the convolution whose gradient it is, one of 3x3 at stride and padding 1, in a type of 16 bits?"""
+    return (window(convolution) == ((3, 3), (1, 1), (1, 1), (1, 1)) and convolution["layout"] == "NHWC"
+            and convolution["num_group"] == 1 and convolution.attrs.get("dtype") in ("float16", "bfloat16"))
+
+
+def _is_narrow(convolution: Node) -> bool:
+    return is_3x3(convolution) and convolution["num_filter"] == CHANNELS
 
 
 def _own(node: Node) -> Node:

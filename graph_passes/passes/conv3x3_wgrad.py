@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from graph_passes.graph import Graph, Node
-from graph_passes.operators import window
 from graph_passes.passes.choice import Choose
+from graph_passes.passes.conv3x3 import is_3x3
 
 CHANNELS = 64  # of the data and of the output that a block works on: its part of the gradient fits into registers
-WINDOW = ((3, 3), (1, 1), (1, 1), (1, 1))  # kernel, stride, pad, dilation
 
 
 def conv3x3_wgrad(graph: Graph, shapes: Mapping[str, Sequence[int]], choose: Choose) -> Graph:
@@ -24,14 +23,11 @@ def conv3x3_wgrad(graph: Graph, shapes: Mapping[str, Sequence[int]], choose: Cho
     sizes = graph.infer_shapes(shapes)
 
     def own(node: Node) -> Node | None:
-        if node.op != "ConvolutionWgrad" or not _fits(node) or sizes[node.input("data")][3] % CHANNELS:
+        if node.op != "ConvolutionWgrad" or not is_3x3(node):
+            return None
+        if node["num_filter"] % CHANNELS or sizes[node.input("data")][3] % CHANNELS:
             return None
         ways = {"separate": [node], "conv3x3_weights": [node.replace(op="Conv3x3Wgrad")]}
         return ways[choose(graph, node, ways)][0]
 
     return graph.rewrite(own)
-
-
-def _fits(node: Node) -> bool:
-    return (window(node) == WINDOW and node["num_filter"] % CHANNELS == 0 and node["num_group"] == 1
-            and node["layout"] == "NHWC" and node.attrs.get("dtype") in ("float16", "bfloat16"))
