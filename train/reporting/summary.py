@@ -93,7 +93,8 @@ def _gpu_figures(record: RunRecord) -> dict[str, float | None]:
     ends = [point.step - record.steps_before for point in record.gpu_curve]
     parts = [np.arange(start, end)[counted[start:end]] for start, end in itertools.pairwise([0, *ends])]
     seconds = np.array([step_ms[part].sum() / 1e3 for part in parts])
-    images = np.array([record.images[part].sum() for part in parts])
+    of_steps = record.images
+    images = np.array([of_steps[part].sum() for part in parts])
     readings = [(p.power, p.utilization, p.memory, p.clock, p.power_capped) for p in record.gpu_curve]
     power, utilization, memory, clock, capped = np.array(readings, dtype=float).reshape(-1, 5).T  # None becomes NaN
 
