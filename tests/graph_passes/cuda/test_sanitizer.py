@@ -9,7 +9,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,7 @@ from graph_passes.passes.quantise import Kept
 from graph_passes.passes.quantised_pair import PAIR
 from graph_passes.passes.quantised_stem_pool import WAY
 from graph_passes.passes.quantised_way import STREAMS
+from pipelines.progress import num_cores
 from train.language_model import LanguageModel
 from train.models.resnet import resnet
 
@@ -56,12 +59,21 @@ LOSSES = {  # of the networks that have another one
 }
 INT8 = (("resnet18", Kept()), ("resnet50", Kept()), ("resnet18_v2", Kept(classifier=False)))
 CHOOSE = Choices._choose
+AT_ONCE = 8  # processes on one GPU
 
 
-def run_here(cache: Path, *command: str) -> subprocess.CompletedProcess[str]:
+def run_here(cache: Path, *command: str) -> dict[str, subprocess.CompletedProcess[str]]:
+    """What the sanitizer looks at, each network in a process of its own, several at a time: racecheck makes a step take
+    minutes."""
     path = os.pathsep.join([str(REPOSITORY), *sys.path])  # with the folders of the tests' own modules
-    return subprocess.run([*command, sys.executable, "-W", "ignore", __file__, str(cache)], capture_output=True,
-                          text=True, timeout=1200, env={**os.environ, "PYTHONPATH": path})
+
+    def look_at(name: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*command, sys.executable, "-W", "ignore", __file__, str(cache), name],
+                              capture_output=True, text=True, timeout=1200, env={**os.environ, "PYTHONPATH": path})
+
+    names = list(steps(cache))
+    with ThreadPoolExecutor(min(AT_ONCE, num_cores())) as pool:
+        return dict(zip(names, pool.map(look_at, names), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -70,27 +82,31 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not shutil.which("compute-sanitizer"):
         pytest.skip("compute-sanitizer is not installed; it comes with the CUDA toolkit")
     folder = tmp_path_factory.mktemp("cache")
-    run = run_here(folder)
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    launched: set[str] = set()
+    for name, run in run_here(folder).items():
+        assert run.returncode == 0, f"{name}: {run.stdout[-3000:]}{run.stderr[-3000:]}"
+        launched.update(run.stdout.split())
+    assert launched >= OWN - NOT_IN_A_STEP, f"not looked at: {OWN - NOT_IN_A_STEP - launched}"
     return folder
 
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
 def test_a_sanitizer_finds_nothing(tool: str, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In kernels of ours; what it finds in those of cuDNN is counted."""
-    begin = time.monotonic()
-    run = run_here(cache, "compute-sanitizer", "--tool", tool)
-    report = run.stdout + run.stderr
-    ours, others = findings(report)
-    assert not ours, "\n".join(ours[:5])
-    done = run.stdout.count("steps are done")
-    assert (done, run.returncode) == (len(networks()) + 1 + len(INT8), 0), "\n".join(others[:3]) + report[-4000:]
-    summary = re.search(r"SUMMARY: (\d+) (?:error|hazard)", report)
-    assert summary, report[-4000:]
+    begin, found_by_others, total = time.monotonic(), 0, 0
+    for name, run in run_here(cache, "compute-sanitizer", "--tool", tool).items():
+        report = run.stdout + run.stderr
+        ours, others = findings(report)
+        assert not ours, f"{name}: " + "\n".join(ours[:5])
+        assert run.returncode == 0, f"{name}: " + "\n".join(others[:3]) + report[-4000:]
+        summary = re.search(r"SUMMARY: (\d+) (?:error|hazard)", report)
+        assert summary, f"{name}: {report[-4000:]}"
+        assert others or summary[1] == "0", f"{name}, in kernels without a name:\n{report[-4000:]}"
+        found_by_others += len(others)
+        total += int(summary[1])
     with capsys.disabled():
-        print(f"\n{tool:10} {summary[1]:>4} found, {len(ours)} in own kernels, {len(others)} in others; "
+        print(f"\n{tool:10} {total:>4} found, 0 in own kernels, {found_by_others} in others; "
               f"{len(OWN - NOT_IN_A_STEP)} kernels, {time.monotonic() - begin:.0f} s", end=" ")
-    assert others or summary[1] == "0", f"in kernels without a name:\n{report[-4000:]}"
 
 
 def findings(report: str) -> tuple[list[str], list[str]]:
@@ -168,8 +184,71 @@ def preferring(prefer: Choose) -> Callable[[Choices, Graph, Node, Ways], str]:
     return choose
 
 
-def main(cache: Path) -> None:
-    """What the sanitizer looks at. Deterministic, so that no plans are timed, which takes minutes under a sanitizer."""
+def train(case: Network, cache: Path) -> None:
+    """Every kernel of training steps and of inference."""
+    Choices._choose = preferring(case.prefer)  # type: ignore[method-assign]
+    graph, shapes = graph_of(case)
+    step = TrainingStep(graph, shapes, StepOptions(case.dtype, deterministic=True, **case.options), cache_folder=cache)
+    step.set_params(*random_state(graph, shapes, seed=1))
+    step.load(*random_batch(shapes, seed=2))
+    step.set_seed(3)
+    for accumulate in (False, True):
+        step.forward_backward(accumulate)
+        if step.options.wire_dtype:
+            step.hand_over(lambda bucket: None)
+        step.update(0.1)
+    step.infer()
+    step.set_num_valid(2)
+    step.infer(num_images=2)
+    for draws in (Draws(0.7), Draws(cutmix=Box(1, 2, 9, 11))):
+        step.mix(draws)
+        step.forward_backward()
+    if case.name == "all operators":
+        for rule in RULES.values():
+            step.set_optimizer(OptimizerConfig(rule, ema=True, clip_norm=0.5))
+            step.update(0.01, ema_decay=0.9)
+        step.swap_ema()
+    assert step.read_metrics()[3] > 0
+    step.gpu.synchronize()
+
+
+def train_language_model(cache: Path) -> None:
+    model = LanguageModel(words=24, hidden=16, layers=1, steps=3, sequences=4)
+    step = TrainingStep(model.graph, model.shapes, StepOptions("float16", deterministic=True), cache_folder=cache)
+    step.set_params(model.initial_values(seed=1), {})
+    step.load(np.arange(12, dtype=np.float32).reshape(12, 1, 1, 1), np.arange(12, 24, dtype=np.float32))
+    step.forward_backward()
+    step.update(0.1)
+    step.gpu.synchronize()
+
+
+def infer_in_int8(name: str, kept: Kept, cache: Path) -> None:
+    # In networks other than ResNet-50 max pooling is by itself.
+    hopper = (*STREAMS, WAY, PAIR) if name == "resnet50" else (*STREAMS,)
+
+    def hopper_first(graph: Graph, node: Node, ways: Ways) -> str:
+        return min(ways, key=lambda way: way not in hopper)
+
+    Choices._choose = preferring(hopper_first)  # type: ignore[method-assign]
+    int8 = quantised(name, 2, 33, np.random.default_rng(0), kept)
+    network = QuantisedNetwork(int8.network, int8.shapes, int8.scales, kept, int8.params, deterministic=True,
+                               cache_folder=cache)
+    network.load(int8.images, np.zeros(2))
+    network.infer()
+    network.gpu.synchronize()
+
+
+def steps(cache: Path, **group: Any) -> dict[str, Callable[[], None]]:
+    """What the sanitizers look at, by name. Deterministic, so that no plans are timed, which takes minutes there."""
+    return {
+        **{case.name: partial(train, case, cache) for case in networks(**group)},
+        "language model": partial(train_language_model, cache),
+        **{f"{name} in INT8": partial(infer_in_int8, name, kept, cache) for name, kept in INT8},
+    }
+
+
+def main(cache: Path, name: str) -> None:
+    """Run one of the steps, and print the names of the kernels that it launched."""
     launched: set[str] = set()
     get, launch = KernelLibrary.get, Kernel.launch
 
@@ -185,58 +264,9 @@ def main(cache: Path) -> None:
     KernelLibrary.get, Kernel.launch = named, recorded  # type: ignore[method-assign]
     group = StatisticsGroup(0)
     group.connect([group.mailbox], 0)  # of one
-    for case in networks(group=group):
-        Choices._choose = preferring(case.prefer)  # type: ignore[method-assign]
-        graph, shapes = graph_of(case)
-        step = TrainingStep(graph, shapes, StepOptions(case.dtype, deterministic=True, **case.options),
-                            cache_folder=cache)
-        step.set_params(*random_state(graph, shapes, seed=1))
-        step.load(*random_batch(shapes, seed=2))
-        step.set_seed(3)
-        for accumulate in (False, True):
-            step.forward_backward(accumulate)
-            if step.options.wire_dtype:
-                step.hand_over(lambda bucket: None)
-            step.update(0.1)
-        step.infer()
-        step.set_num_valid(2)
-        step.infer(num_images=2)
-        for draws in (Draws(0.7), Draws(cutmix=Box(1, 2, 9, 11))):
-            step.mix(draws)
-            step.forward_backward()
-        if case.name == "all operators":
-            for rule in RULES.values():
-                step.set_optimizer(OptimizerConfig(rule, ema=True, clip_norm=0.5))
-                step.update(0.01, ema_decay=0.9)
-            step.swap_ema()
-        assert step.read_metrics()[3] > 0
-        step.gpu.synchronize()
-        print(f"{case.name}: steps are done", flush=True)
-    Choices._choose = CHOOSE  # type: ignore[method-assign]
-    model = LanguageModel(words=24, hidden=16, layers=1, steps=3, sequences=4)
-    step = TrainingStep(model.graph, model.shapes, StepOptions("float16", deterministic=True), cache_folder=cache)
-    step.set_params(model.initial_values(seed=1), {})
-    step.load(np.arange(12, dtype=np.float32).reshape(12, 1, 1, 1), np.arange(12, 24, dtype=np.float32))
-    step.forward_backward()
-    step.update(0.1)
-    step.gpu.synchronize()
-    print("language model: steps are done", flush=True)
-
-    def hopper_first(graph: Graph, node: Node, ways: Ways) -> str:
-        return min(ways, key=lambda way: way not in hopper)
-
-    Choices._choose = preferring(hopper_first)  # type: ignore[method-assign]
-    for name, kept in INT8:
-        hopper = (*STREAMS, WAY, PAIR) if name == "resnet50" else (*STREAMS,)  # in the others max pooling is by itself
-        int8 = quantised(name, 2, 33, np.random.default_rng(0), kept)
-        network = QuantisedNetwork(int8.network, int8.shapes, int8.scales, kept, int8.params, deterministic=True,
-                                   cache_folder=cache)
-        network.load(int8.images, np.zeros(2))
-        network.infer()
-        network.gpu.synchronize()
-        print(f"{name} in INT8: steps are done", flush=True)
-    assert launched >= OWN - NOT_IN_A_STEP, f"not looked at: {OWN - NOT_IN_A_STEP - launched}"
+    steps(cache, group=group)[name]()
+    print(*launched)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])
