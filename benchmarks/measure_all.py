@@ -34,15 +34,17 @@ from pipelines.progress import num_cores
 SectionName = Literal["step", "small", "inference", "jpeg", "trivialaugment", "randaugment", "loader", "ingredients",
                       "frozen", "presets", "shallow", "resnet101", "resnet152", "resnext50", "resnext101", "variants",
                       "precision", "recurrent", "recurrent_others", "cpu"]
-PROFILE = "benchmarks/results/resnet50_fp16_b256_profile.txt"
+PROFILES = "benchmarks/results/resnet50"
 # Steps: about a second's work in a turn, and enough for a median.
 SECTIONS: dict[SectionName, tuple[str, ...]] = {
-    "step": (f"step_gpu.py --batch 256 --steps 100 --profile {PROFILE}",
+    "step": (f"step_gpu.py --batch 256 --steps 100 --profile {PROFILES}_fp16_b256_profile.txt",
              "step_gpu.py --batch 256 --steps 60 --dtype bfloat16"),
     "small": ("step_gpu.py --batch 64 --steps 150", "step_gpu.py --batch 128 --steps 100"),
     "inference": ("step_gpu.py --inference --batch 1 --steps 2000", "step_gpu.py --inference --batch 32 --steps 600",
-                  "step_gpu.py --inference --batch 256 --steps 120",
-                  "step_gpu.py --inference --batch 256 --steps 200 --dtype int8"),
+                  "step_gpu.py --inference --batch 256 --steps 120 "
+                  f"--profile {PROFILES}_fp16_b256_inference_profile.txt",
+                  "step_gpu.py --inference --batch 256 --steps 200 --dtype int8 "
+                  f"--profile {PROFILES}_int8_b256_inference_profile.txt"),
     "jpeg": ("step_jpeg.py",),
     "trivialaugment": ("step_jpeg.py --auto-augment trivialaugment --random-erasing 0.1",),
     "randaugment": ("step_jpeg.py --auto-augment randaugment --random-erasing 0.1",),

@@ -13,8 +13,9 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +42,21 @@ OPERATIONS = {
     "stem": ("stem_forward", "stem_weights", "stem_fprop", "stem_wgrad", "stem_wgrad_sum", "batch_norm_relu_max_pool",
              "batch_norm_relu_max_pool_backward_reduce"),
     "statistics not taken by a convolution": ("batch_norm_statistics",),
+}
+# The same of inference, in fp16 and in INT8.
+INFERENCE = {
+    "1x1 convolutions of our own": ("conv1x1_forward",),
+    "those that end a block, with the next": ("conv1x1_pair",),
+    "3x3 convolutions over 64 channels": ("conv3x3_forward",),
+    "convolutions by cuDNN": ("fprop_bias_relu", "fprop_bias", "fprop_bias_add_relu"),
+    "stem": ("stem_pool",),
+}
+INT8 = {
+    "1x1 convolutions": ("quantised_conv_stream",),
+    "those that end a block, with the next": ("quantised_pair",),
+    "other convolutions": ("quantised_conv",),
+    "3x3 convolutions over 64 channels": ("quantised_conv_squares",),
+    "stem": ("quantise_squares", "quantised_stem_pool"),
 }
 OTHER = "loss, pooling and the like"
 
@@ -173,12 +189,13 @@ def speed_table(page: Path) -> list[str]:
     return lines
 
 
-def profile_table(_: Path) -> list[str]:
+def profile_table(_: Path, name: str = "resnet50_fp16_b256_profile",
+                  operations: Mapping[str, Sequence[str]] = OPERATIONS) -> list[str]:
     """Where a step's time goes, from the profile's sums by operation."""
-    text = (RESULTS / "resnet50_fp16_b256_profile.txt").read_text()
+    text = (RESULTS / f"{name}.txt").read_text()
     sums = re.findall(r"^(\w+) +(\d+) +([\d.]+) +([\d.]+) +[\d.]+ +\d+ +\d+%$", text.partition("\noperation")[2], re.M)
-    groups: dict[str, list[float]] = {label: [0, 0, 0] for label in (*OPERATIONS, OTHER, "sum")}
-    labels = {operation: label for label, operations in OPERATIONS.items() for operation in operations}
+    groups: dict[str, list[float]] = {label: [0, 0, 0] for label in (*operations, OTHER, "sum")}
+    labels = {operation: label for label, together in operations.items() for operation in together}
     for operation, *counted in sums:
         label = operation if operation == "sum" else labels.get(operation, OTHER)
         groups[label] = [total + float(more) for total, more in zip(groups[label], counted, strict=True)]
@@ -195,7 +212,14 @@ def ingredients_table(_: Path) -> list[str]:
                     f"{statistics.median(row['without_ms']):.2f} | {row['longer_percent']:.1f} % |" for row in rows]
 
 
-TABLES = {"results": results_table, "speed": speed_table, "profile": profile_table, "ingredients": ingredients_table}
+TABLES: dict[str, Callable[[Path], list[str]]] = {
+    "results": results_table,
+    "speed": speed_table,
+    "profile": profile_table,
+    "inference": partial(profile_table, name="resnet50_fp16_b256_inference_profile", operations=INFERENCE),
+    "int8": partial(profile_table, name="resnet50_int8_b256_inference_profile", operations=INT8),
+    "ingredients": ingredients_table,
+}
 
 
 def updated(text: str, page: Path) -> str:
