@@ -10,7 +10,7 @@ _REDUCTIONS = ("BatchNormBackwardReduce", "BatchNormReluBackwardReduce", "BatchN
 
 
 def compact_grad(graph: Graph) -> Graph:
-    """Leave the zeros out of the gradient of a strided 1x1 convolution's data where a BatchNorm's sums add it to another.
+    """Leave the zeros out of a strided 1x1 convolution's data gradient where a BatchNorm's sums add it to another one.
 
         before    dy, weight -> ConvolutionDgrad(stride=(2, 2)) -> dx (N, H, W, C), 3/4 of its pixels are 0
                   other, ..., dx -> BatchNormAddReluBackwardReduce

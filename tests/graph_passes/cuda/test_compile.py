@@ -28,6 +28,7 @@ from graph_passes.executors.cuda.lowering.quantised import (
     stages_of,
 )
 from graph_passes.executors.cuda.lowering.quantised_pair import Z_COLUMNS, QuantisedPair
+from graph_passes.executors.cuda.lowering.second_grad import Grid
 from graph_passes.executors.cuda.lowering.stem import StemPool, StemRows, StemWeights
 from graph_passes.executors.cuda.optimizer import State, _Tensor
 from graph_passes.passes.dgrad_reduce import OUT_CHANNELS
@@ -228,7 +229,8 @@ def test_shared_memory() -> None:
         "dgrad_reduce.cu": [(f"{k}, {str(add).lower()}, {str(pair).lower()}", DgradReduce(k).shared_bytes(add, pair))
                             for k in OUT_CHANNELS for add in (False, True) for pair in (False, True)]}
     options = ProgramOptions(arch="sm_90a", std="c++17", include_path=[str(SOURCES)])
-    for source, size in (("stem_pool.cu", f"sizeof(Shared) == {StemPool.SHARED_BYTES}"),
+    for source, size in (("batch_norm.cuh", f"sizeof(Grid) == {ctypes.sizeof(Grid)}"),
+                         ("stem_pool.cu", f"sizeof(Shared) == {StemPool.SHARED_BYTES}"),
                          ("stem_forward.cu", f"sizeof(Shared) == {StemRows.SHARED_BYTES}"),
                          ("dgrad_stream.cu", f"sizeof(Control) == {CONTROL_BYTES} && COLUMNS == {DgradStream.COLUMNS}"),
                          ("stem_weights.cu", f"sizeof(Control) == {StemWeights.CONTROL_BYTES}"),

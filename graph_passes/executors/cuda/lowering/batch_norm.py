@@ -93,9 +93,10 @@ def backward_reduce(builder: Builder, node: Node) -> None:
     grid = builder.reduce_grid(rows, channels)
     flags = second.kind, dz is not None, drops(node)
     builder.launch(node, "batch_norm.cu", builder.kernel("batch_norm_backward_reduce", relu, *flags), grid,
-                   REDUCE_BLOCK, In(x), In(dy), In(second.grad), In(mask), Out(dz, over=dy), In(builder.input(node, "saved")),
-                   In(builder.input(node, "gamma")), In(beta), Out(builder.output(node, "gamma_grad")),
-                   Out(builder.output(node, "beta_grad")), builder.partials(2 * channels * grid[1]), builder.tickets,
+                   REDUCE_BLOCK, In(x), In(dy), In(second.grad), In(mask), Out(dz, over=dy),
+                   In(builder.input(node, "saved")), In(builder.input(node, "gamma")), In(beta),
+                   Out(builder.output(node, "gamma_grad")), Out(builder.output(node, "beta_grad")),
+                   builder.partials(2 * channels * grid[1]), builder.tickets,
                    count(rows), ctypes.c_int(channels), *factors_of(builder, node, rows), second.grid)
 
 

@@ -134,16 +134,16 @@ def dgrad_reduce(builder: Builder, node: Node) -> None:
     dy, w, x, mask, saved = (builder.input(node, role) for role in _READ)
     x_2, addend = second("data_2"), Second.of(builder, node)
     dz, dgamma, dbeta = (builder.output(node, role) for role in _WRITTEN)
-    (rows, columns), k, flags = rows_and_channels(node, x), w.shape[0], (addend.grad is not None, not node["single_norm"])
-    sums = 2 + flags[1] + (flags[1] and drops(node))
+    (rows, columns), k, pair = rows_and_channels(node, x), w.shape[0], not node["single_norm"]
+    sums = 2 + pair + (pair and drops(node))
     way = DgradReduce(k)
     grid = way.grid(rows, columns, builder.gpu.num_multiprocessors)
-    builder.launch(node, "dgrad_reduce.cu", builder.kernel("dgrad_reduce", k, addend.kind, flags[1], drops(node)),
+    builder.launch(node, "dgrad_reduce.cu", builder.kernel("dgrad_reduce", k, addend.kind, pair, drops(node)),
                    grid, BLOCK, In(dy), In(w), In(x), In(x_2), In(addend.grad), In(mask), Out(dz, over=addend.whole),
                    In(saved), In(second("saved_2")), Out(dgamma), Out(second_output("gamma_grad_2")), Out(dbeta),
                    Out(second_output("beta_grad_2")), builder.partials(sums * columns * grid[1]), builder.tickets,
                    count(rows), ctypes.c_int(columns), *factors_of(builder, node, rows), addend.grid,
-                   shared_bytes=way.shared_bytes(*flags), flops=2 * rows * columns * k)
+                   shared_bytes=way.shared_bytes(addend.grad is not None, pair), flops=2 * rows * columns * k)
 
 
 def _stream(builder: Builder, node: Node) -> None:
