@@ -54,15 +54,16 @@ dgrad_reduce(const Packed<T> *dy, const T *w, const Packed<T> *x, const Packed<T
 #pragma unroll
             for (int c = 0; c < S::CHUNKS; ++c)
                 copy_ahead(&stage.dy[c][copied], dy + (row < rows ? row * (K / VEC) + c * 8 + copied_vector : 0), row < rows);
-            const uint32 added_row = SECOND == COMPACT ? grid.row_of(row) : row;
+            const uint32 added_row = SECOND == COMPACT ? grid.row_of(row) : NOWHERE;
 #pragma unroll
             for (int c = 0; c < S::COLUMN_CHUNKS; ++c) {
                 const int at_column = first_column + c * 64 + copied_vector * VEC;
                 const bool there = row < rows && at_column < columns;
                 const uint32 at = there ? row * pitch + at_column / VEC : 0;
                 copy_ahead(&stage.behind[0][c][copied], x + at, there);
-                if (ADD) {
-                    const bool added = there && (SECOND == WHOLE || added_row != NOWHERE);
+                if (SECOND == WHOLE) copy_ahead(&stage.behind[S::ADD][c][copied], addend + at, there);
+                if (SECOND == COMPACT) {
+                    const bool added = there && added_row != NOWHERE;
                     copy_ahead(&stage.behind[S::ADD][c][copied],
                                addend + (added ? added_row * pitch + at_column / VEC : 0), added);
                 }

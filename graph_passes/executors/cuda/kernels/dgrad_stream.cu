@@ -48,11 +48,14 @@ template <class T> struct CompactAddends {
     int first_column, own_row, parts;
     uint32 rows;
     int columns, lane, part = 0;
+    uint32 its_row = NOWHERE;  // of that gradient: of the tile's row `lane % WARP_ROWS`
 
     __device__ void load(int place) {
         if (share.first >= share.end) return;
-        const uint32 first_row = share.first * ROWS + own_row, row = first_row + lane % WARP_ROWS;
-        const uint32 its_row = row < rows ? grid.row_of(row) : NOWHERE;
+        if (part == 0) {
+            const uint32 row = share.first * ROWS + own_row + lane % WARP_ROWS;
+            its_row = row < rows ? grid.row_of(row) : NOWHERE;
+        }
         const int vector = lane % CHUNK_VECTORS, column = first_column + part * CHUNK + vector * VEC;
 #pragma unroll
         for (int i = 0; i < WARP_ROWS; i += WARP / CHUNK_VECTORS) {
@@ -135,13 +138,13 @@ dgrad_stream(const __grid_constant__ TensorMap dy, const __grid_constant__ Tenso
         CompactAddends<T> parts_of_compact{compact, grid, arrived, own_addend, share, first_column, own_row, PARTS,
                                            rows, columns, lane};
         const auto load_part = [&](int place) {
-            if (lane == 0) {
-                parts_of_x.load(place);
-                if (SECOND == WHOLE) parts_of_addend.load(place);
-            }
-            if (SECOND == COMPACT) parts_of_compact.load(place);
+            parts_of_x.load(place);
+            if (SECOND == WHOLE) parts_of_addend.load(place);
         };
-        for (int place = 0; place < ahead; ++place) load_part(place);
+        if (lane == 0)
+            for (int place = 0; place < ahead; ++place) load_part(place);
+        if (SECOND == COMPACT)
+            for (int place = 0; place < ahead; ++place) parts_of_compact.load(place);
         Bits bits;
         const auto load_bits = [&](uint32 tile, int part) {
             bits.load(mask, tile * ROWS + own_row + lane / 4, rows, first_column + part * CHUNK + quad_column * VEC, columns);
@@ -203,9 +206,11 @@ dgrad_stream(const __grid_constant__ TensorMap dy, const __grid_constant__ Tenso
                 }
                 show_to_copies();
                 __syncwarp();
-                if (lane == 0)
+                if (lane == 0) {
                     store_tile(dz, first_column + p * CHUNK, tile * walk.y_row + own_row, tile * walk.y_line, dz_part);
-                load_part(part.place);
+                    load_part(part.place);
+                }
+                if (SECOND == COMPACT) parts_of_compact.load(part.place);
 #pragma unroll
                 for (int j = 0; j < SUMS; ++j) {
                     sum_over_rows(of_rows[j], lane);
