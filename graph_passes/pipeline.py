@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from graph_passes import passes
 from graph_passes.graph import Graph, Node
 from graph_passes.passes.choice import Choose, Ways, fused_way
+from graph_passes.passes.compact_grad import compact_grad
 from graph_passes.passes.conv1x1_pair import conv1x1_pair
 from graph_passes.passes.conv1x1_sum import conv1x1_sum
 from graph_passes.passes.conv3x3 import conv3x3_dgrad
@@ -67,6 +68,7 @@ def training_passes(shapes: Shapes, dtype: str, choose: Choose, grouped: bool = 
         "conv_epilogue": lambda graph: conv_epilogue(graph, choose),
         "conv1x1_sum": lambda graph: conv1x1_sum(graph, choose),
         "conv1x1_pair": lambda graph: conv1x1_pair(graph, choose),
+        "compact_grad": compact_grad,
         "dgrad_reduce": lambda graph: dgrad_reduce(graph, choose),
         "conv3x3_dgrad": lambda graph: conv3x3_dgrad(graph, choose),  # its BatchNorm's second half is for the next
         "norm_backward": lambda graph: norm_backward(graph, choose),

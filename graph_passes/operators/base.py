@@ -172,6 +172,9 @@ DATA_SHAPE = {"data_shape": Attribute(integers)}  # of the forward operator's da
 # Two gradients of one tensor: `out_grad_2` is added to `out_grad` while it is read, unless there is a `single_grad`.
 SINGLE_GRAD = {"single_grad": TRUE}
 SECOND_GRAD = {"out_grad_2": "single_grad"}
+# With a `grad_stride` the second is compact (passes/compact_grad.py): of images in NHWC it has the pixels whose row and
+# column are multiples of that stride, and is 0 elsewhere.
+GRAD_STRIDE = {"grad_stride": OPTIONAL_SIZES}
 
 
 # --- shapes ---
@@ -198,7 +201,33 @@ def channel_axis(layout: str) -> int:
     return layout.index("C")
 
 
+def second_grad_shape(node: NodeView, data: Shape) -> Shapes:
+    """Of `out_grad_2`, if there is one."""
+    if node["single_grad"]:
+        return []
+    if not node["grad_stride"]:
+        return [data]
+    images, *size, channels = data
+    kept = (-(-pixels // step) for pixels, step in zip(size, node["grad_stride"], strict=True))
+    return [(images, *kept, channels)]
+
+
 # --- NumPy ---
+
+
+def second_grad(node: NodeView, inputs: Sequence[Array], shape: Shape) -> Array | None:
+    """`out_grad_2`, the last of the inputs, if there is one, with all of its pixels."""
+    return None if node["single_grad"] else with_all_pixels(node, inputs[-1], shape)
+
+
+def with_all_pixels(node: NodeView, compact: Array, shape: Shape) -> Array:
+    """A gradient that is compact if there is a `grad_stride`."""
+    if not node["grad_stride"]:
+        return compact
+    rows, columns = node["grad_stride"]
+    full = np.zeros(shape, compact.dtype)
+    full[:, ::rows, ::columns] = compact
+    return full
 
 
 def total(dy: Array, dy2: Array | None) -> Array:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from graph_passes.operators.base import (
+    GRAD_STRIDE,
     SECOND_GRAD,
     SINGLE_GRAD,
     TRUE,
@@ -26,6 +27,8 @@ from graph_passes.operators.base import (
     Shape,
     Shapes,
     known,
+    second_grad,
+    second_grad_shape,
     sums_about_mean,
     total,
 )
@@ -79,7 +82,7 @@ def _backward_reduce(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes
     channels = channels_of(node, data)
     adds = node.op == "BatchNormAddReluBackwardReduce"
     last = [mask_shape(data), *factors_shape(node, shapes, 5)] if adds else [channels] * ("Relu" in node.op)
-    second = [] if node["single_grad"] else [data]
+    second = second_grad_shape(node, data)
     keeps = bool(second) or adds
     return [data, data, channels, (2, *channels), *last, *second], [channels, channels, *[data] * keeps]
 
@@ -134,7 +137,7 @@ def _compute_apply(node: NodeView, *inputs: Array) -> list[Array]:
 
 
 def _compute_reduce(node: NodeView, dy: Array, x: Array, gamma: Array, saved: Array, *others: Array) -> Sequence[Array]:
-    dz = total(dy, None if node["single_grad"] else others[-1])
+    dz = total(dy, second_grad(node, others, dy.shape))
     if node.op == "BatchNormReluBackwardReduce":
         dz = relu_backward(dz, scaled(node, x, gamma, others[0], saved))
     elif node.op == "BatchNormAddReluBackwardReduce":
@@ -172,7 +175,7 @@ def _forward(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Op
 def _reduce(name: str, last: tuple[str, ...]) -> Operator:
     optional = FACTORS if "mask" in last else {"masked_grad": "single_grad"}
     return Operator(name, ("out_grad", "data", "gamma", "saved", *last, "out_grad_2"), _backward_reduce,
-                    _compute_reduce, ATTRIBUTES | SINGLE_GRAD | dropping(last), (*_SUMS, "masked_grad"),
+                    _compute_reduce, ATTRIBUTES | SINGLE_GRAD | GRAD_STRIDE | dropping(last), (*_SUMS, "masked_grad"),
                     {**SECOND_GRAD, **optional},
                     in_place={"masked_grad": ("out_grad",)}, fused="Relu" in name,
                     forward=name.removesuffix("BackwardReduce"))

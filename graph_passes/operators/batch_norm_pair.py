@@ -6,7 +6,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from graph_passes.operators.base import SECOND_GRAD, SINGLE_GRAD, Array, NodeView, Operator, Shape, Shapes, known, total
+from graph_passes.operators.base import (
+    GRAD_STRIDE,
+    SECOND_GRAD,
+    SINGLE_GRAD,
+    Array,
+    NodeView,
+    Operator,
+    Shape,
+    Shapes,
+    known,
+    second_grad,
+    second_grad_shape,
+    total,
+)
 from graph_passes.operators.batch_norm import (
     ATTRIBUTES,
     RUNNING,
@@ -35,8 +48,8 @@ def _apply(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
 def _backward_reduce(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
     data = known(node, shapes)
     channels = channels_of(node, data)
-    second = [] if node["single_grad"] else [data]
-    inputs = [data, mask_shape(data), *[data, (2, *channels)] * 2, *factors_shape(node, shapes, 6), *second]
+    inputs = [data, mask_shape(data), *[data, (2, *channels)] * 2, *factors_shape(node, shapes, 6),
+              *second_grad_shape(node, data)]
     return inputs, [channels, channels, data, channels, channels]
 
 
@@ -60,7 +73,7 @@ def _compute_apply(node: NodeView, *inputs: Array) -> list[Array]:
 def _compute_reduce(node: NodeView, dy: Array, mask: Array, x: Array, saved: Array, x_2: Array, saved_2: Array,
                     *others: Array) -> Sequence[Array]:
     factors = None if node["no_factors"] else others[0]
-    dz = masked(total(dy, None if node["single_grad"] else others[-1]), mask)
+    dz = masked(total(dy, second_grad(node, others, dy.shape)), mask)
     return [*gradient_sums(node, dropped(node, dz, factors), x, saved), dz, *gradient_sums(node, dz, x_2, saved_2)]
 
 
@@ -88,7 +101,7 @@ OPERATORS = (
              ("output", "saved", *RUNNING, "mask", "saved_2", *(f"{name}_2" for name in RUNNING)), FACTORS,
              aux=both(*RUNNING), forward="BatchNormAddRelu", fused=True),
     Operator("BatchNormPairBackwardReduce", ("out_grad", "mask", *both("data", "saved"), "factors", "out_grad_2"),
-             _backward_reduce, _compute_reduce, _ATTRIBUTES | SINGLE_GRAD,
+             _backward_reduce, _compute_reduce, _ATTRIBUTES | SINGLE_GRAD | GRAD_STRIDE,
              (*_SUMS, "masked_grad", *(f"{name}_2" for name in _SUMS)), {**SECOND_GRAD, **FACTORS},
              in_place={"masked_grad": ("out_grad",)}, forward="BatchNormAddRelu", fused=True),
     Operator("BatchNormPairBackwardApply", ("masked_grad", *both("data", "gamma", "saved", *_SUMS), "factors"),

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from graph_passes.operators.base import (
     DATA_SHAPE,
     FALSE,
+    GRAD_STRIDE,
     SECOND_GRAD,
     SINGLE_GRAD,
     TRUE,
@@ -29,6 +30,8 @@ from graph_passes.operators.base import (
     Operator,
     Shape,
     Shapes,
+    second_grad,
+    second_grad_shape,
     total,
 )
 from graph_passes.operators.batch_norm import ATTRIBUTES, data_gradient, gradient_sums, mask_shape, masked, scaled
@@ -48,9 +51,9 @@ def _dgrad_reduce(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, S
     data = node["data_shape"]
     weight, output = convolution_shapes(node, data)
     norms = 1 if node["single_norm"] else 2
-    addend = [] if node["single_grad"] else [data]
     factors = factors_shape(node, shapes, 3 + 2 * norms)
-    inputs = [output, weight, mask_shape(data), *[data, (2, data[-1])] * norms, *factors, *addend]
+    inputs = [output, weight, mask_shape(data), *[data, (2, data[-1])] * norms, *factors,
+              *second_grad_shape(node, data)]
     return inputs, [data[-1:], data[-1:], data, *[data[-1:]] * 2 * (norms - 1)]
 
 
@@ -78,7 +81,7 @@ def _norm_conv(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shap
 
 
 def _compute_dgrad_reduce(node: NodeView, dy: Array, weight: Array, mask: Array, *others: Array) -> Sequence[Array]:
-    addend = None if node["single_grad"] else others[-1]
+    addend = second_grad(node, others, node["data_shape"])
     dz = masked(total(convolution_dgrad(node, dy, weight, node["data_shape"]), addend), mask)
     norms = 1 if node["single_norm"] else 2
     factors = None if node["no_factors"] else others[2 * norms]
@@ -119,7 +122,7 @@ OPERATORS = (
     Operator("DgradReduce",
              ("conv_grad", "weight", "mask", "data", "saved", "data_2", "saved_2", "factors", "out_grad_2"),
              _dgrad_reduce, _compute_dgrad_reduce,
-             _ATTRIBUTES | SINGLE_GRAD | {"single_norm": TRUE, "way": Attribute(str, "")},
+             _ATTRIBUTES | SINGLE_GRAD | GRAD_STRIDE | {"single_norm": TRUE, "way": Attribute(str, "")},
              (*_SUMS, "masked_grad", *(f"{name}_2" for name in _SUMS)),
              {**SECOND_GRAD, **FACTORS,
               **dict.fromkeys(("data_2", "saved_2", "gamma_grad_2", "beta_grad_2"), "single_norm")},

@@ -51,10 +51,12 @@ def _is_streamed(dgrad: Node, reduction: Node) -> bool:
 
 
 def _gradient(graph: Graph, reduction: Node) -> Node | None:
-    """The gradient that only this reduction reads, if a kernel makes both. Of two, rather one of dgrad_reduce.cu."""
+    """The gradient that only this reduction reads, if a kernel makes both. Of two, rather one of dgrad_reduce.cu; a
+    compact one can only be added."""
     if reduction.op not in ("BatchNormAddReluBackwardReduce", "BatchNormPairBackwardReduce"):
         return None
-    refs = (reduction.input("out_grad"), *(() if reduction["single_grad"] else (reduction.input("out_grad_2"),)))
+    alone = reduction["single_grad"] or reduction["grad_stride"]
+    refs = (reduction.input("out_grad"), *(() if alone else (reduction.input("out_grad_2"),)))
     found = [dgrad for ref in refs if (dgrad := graph[ref.node]).op == "ConvolutionDgrad"
              and dgrad["data_shape"][3] >= MIN_CHANNELS and (is_plain_1x1(dgrad) or _is_streamed(dgrad, reduction))
              and graph.sole_reader(ref, reduction.op)]

@@ -99,7 +99,8 @@ def _convolution(graph: Graph, number: int, gradient: Ref) -> _Convolution | Non
             or gradient in graph.outputs):
         return None
     wgrad, dgrad = readers["ConvolutionWgrad"], readers["ConvolutionDgrad"]
-    if not is_plain_1x1(dgrad) or dgrad["data_shape"][3] != CHANNELS:
+    # Where one is compact (compact_grad.py) only the other still has the stride.
+    if not is_plain_1x1(dgrad) or not is_plain_1x1(wgrad) or dgrad["data_shape"][3] != CHANNELS:
         return None
     return _Convolution(number, wgrad, dgrad, *(relu_halves(graph, Ref(dgrad.name)) or (None, None)))
 

@@ -29,6 +29,7 @@ import numpy as np
 from graph_passes.executors.reference import evaluate
 from graph_passes.graph import Node
 from graph_passes.operators import OPERATORS, window
+from graph_passes.operators.base import with_all_pixels
 from graph_passes.operators.batch_norm import ATTRIBUTES, data_gradient, masked, normalised, positive_bits, scaled
 from graph_passes.operators.batch_norm_pool import NOBODY, WINDOW
 from graph_passes.operators.elementwise import relu, relu_backward
@@ -80,6 +81,8 @@ def samples(node: Node, inputs: Sequence[Array], outputs: Sequence[Array | None]
                if array is not None}
     if not written:
         return []
+    if node.get("grad_stride"):
+        given["out_grad_2"] = with_all_pixels(node, given["out_grad_2"], given["data"].shape)
     found = [sample for rule in RULES.get(node.op, (_whole,)) for sample in rule(node, given, written, rng)]
     assert {sample.output for sample in found} == written.keys(), f"{node.op}: an output has no rule"
     return found

@@ -87,6 +87,25 @@ def bottlenecks(stem=3, classes=10, width=64):
     return mx.sym.SoftmaxOutput(x, normalization="batch", smooth_alpha=0.1, name="softmax")
 
 
+def strided(classes=7, width=64):
+    """A plain block of 1x1, 3x3 and 1x1 convolutions, and three projected ones with other strides. `width`: channels
+    between the convolutions."""
+    def conv_bn(x, name, filters, kernel, stride=(1, 1)):
+        x = mx.sym.Convolution(x, num_filter=filters, kernel=(kernel, kernel), pad=(kernel // 2,) * 2, no_bias=True,
+                               stride=stride, layout="NHWC", name=f"{name}_conv")
+        return mx.sym.BatchNorm(x, axis=3, eps=1e-5, momentum=0.8, fix_gamma=False, name=f"{name}_bn")
+
+    x = mx.sym.relu(conv_bn(mx.sym.Variable("data"), "stem", 128, 3))
+    for block, stride in {"a": (2, 2), "b": (1, 1), "c": (2, 1), "d": (1, 3)}.items():
+        y = mx.sym.relu(conv_bn(x, f"{block}1", width, 1))
+        y = conv_bn(mx.sym.relu(conv_bn(y, f"{block}2", width, 3, stride)), f"{block}3", 128, 1)
+        shortcut = x if block == "b" else conv_bn(x, f"{block}4", 128, 1, stride)
+        x = mx.sym.relu(mx.sym.elemwise_add(y, shortcut, name=block))
+    x = mx.sym.Pooling(x, global_pool=True, kernel=(1, 1), pool_type="avg", layout="NHWC", name="mean")
+    x = mx.sym.FullyConnected(mx.sym.Flatten(x), num_hidden=classes, name="fc")
+    return mx.sym.SoftmaxOutput(x, normalization="batch", name="softmax")
+
+
 def pre_activation(classes=7):
     """Three blocks that begin with BatchNorm, as those of ResNet v2: a projected one, a plain one, and one without the
     first ReLU, whose branch alone is a BatchNorm's data's other reader."""

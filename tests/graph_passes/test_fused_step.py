@@ -16,6 +16,7 @@ from step_networks import (
     random_network,
     random_variables,
     small_resnet,
+    strided,
     words,
 )
 
@@ -52,6 +53,8 @@ NETWORKS = {
     "bottlenecks": (lambda: bottlenecks(7, 7), (3, 22, 18, 4)),
     "bottlenecks after another stem": (lambda: bottlenecks(3, 7), (2, 9, 11, 3)),
     "wide bottlenecks": (lambda: bottlenecks(3, 7, 128), (3, 7, 6, 3)),
+    "strided bottlenecks": (strided, (3, 13, 11, 3)),
+    "strided bottlenecks that drop": (lambda: dropping(strided()), (5, 10, 9, 3)),
     "biases": (biased, (3, 7, 6, 3)),
     "BatchNorm first": (pre_activation, (3, 9, 7, 3)),
     "flattened convolution": (lambda: flattened("Convolution"), (5, 12, 9, 3)),

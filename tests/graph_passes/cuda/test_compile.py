@@ -28,6 +28,7 @@ from graph_passes.executors.cuda.lowering.quantised import (
     stages_of,
 )
 from graph_passes.executors.cuda.lowering.quantised_pair import Z_COLUMNS, QuantisedPair
+from graph_passes.executors.cuda.lowering.second_grad import Grid
 from graph_passes.executors.cuda.lowering.stem import StemPool, StemRows, StemWeights
 from graph_passes.executors.cuda.optimizer import State, _Tensor
 from graph_passes.passes.dgrad_reduce import OUT_CHANNELS
@@ -42,9 +43,10 @@ WARPGROUPS = ("conv1x1_forward.cu", "conv1x1_pair.cu", "conv3x3.cu", "conv3x3_we
 
 # Template arguments behind the dtype that the executor asks for.
 FLAGS = {
-    "dgrad_reduce": ["64, false, true, false", "128, true, false, false", "256, true, true, false",
-                     "64, true, true, true", "256, false, false, true"],
-    "dgrad_stream": ["true, false", "false, false", "true, true", "false, true"],
+    "dgrad_reduce": ["64, NONE, true, false", "128, WHOLE, false, false", "256, WHOLE, true, false",
+                     "64, WHOLE, true, true", "256, NONE, false, true", "128, COMPACT, false, false",
+                     "256, COMPACT, true, true"],
+    "dgrad_stream": ["WHOLE, false", "NONE, false", "WHOLE, true", "NONE, true", "COMPACT, false", "COMPACT, true"],
     "conv1x1_forward": ["64, true, true, false, false", "128, false, true, false, false",
                         "256, false, false, false, false", "64, false, false, true, false",
                         "256, false, false, true, false", "256, true, true, false, false",
@@ -56,14 +58,15 @@ FLAGS = {
                       "256, false, false, true"],
     "batch_norm_apply": ["false, false, false", "false, true, false", "true, true, false", "true, true, true"],
     "batch_norm_backward_reduce": [
-        "NO_RELU, false, false, false", "NO_RELU, true, true, false", "RECOMPUTED, false, false, false",
-        "RECOMPUTED, true, true, false", "BITS, false, true, false", "BITS, true, true, false",
-        "BITS, false, true, true", "BITS, true, true, true"],
+        "NO_RELU, NONE, false, false", "NO_RELU, WHOLE, true, false", "RECOMPUTED, NONE, false, false",
+        "RECOMPUTED, WHOLE, true, false", "BITS, NONE, true, false", "BITS, WHOLE, true, false",
+        "BITS, NONE, true, true", "BITS, WHOLE, true, true", "RECOMPUTED, COMPACT, true, false",
+        "BITS, COMPACT, true, false", "BITS, COMPACT, true, true"],
     "batch_norm_backward_apply": ["NO_RELU, false, false", "NO_RELU, true, false", "RECOMPUTED, false, false",
                                   "RECOMPUTED, true, false", "NO_RELU, false, true"],
     "batch_norm_relu_max_pool_backward_reduce": ["false", "true"],
     "batch_norm_pair_apply": ["false", "true"],
-    "batch_norm_pair_backward_reduce": ["false, false", "true, false", "false, true", "true, true"],
+    "batch_norm_pair_backward_reduce": ["NONE, false", "WHOLE, false", "COMPACT, false", "NONE, true", "WHOLE, true"],
     "batch_norm_pair_backward_apply": ["false", "true"],
     "bias_add_relu": ["false, false", "false, true", "true, true"],
     "exchange_boxes": ["4", "3"],
@@ -226,7 +229,8 @@ def test_shared_memory() -> None:
         "dgrad_reduce.cu": [(f"{k}, {str(add).lower()}, {str(pair).lower()}", DgradReduce(k).shared_bytes(add, pair))
                             for k in OUT_CHANNELS for add in (False, True) for pair in (False, True)]}
     options = ProgramOptions(arch="sm_90a", std="c++17", include_path=[str(SOURCES)])
-    for source, size in (("stem_pool.cu", f"sizeof(Shared) == {StemPool.SHARED_BYTES}"),
+    for source, size in (("batch_norm.cuh", f"sizeof(Grid) == {ctypes.sizeof(Grid)}"),
+                         ("stem_pool.cu", f"sizeof(Shared) == {StemPool.SHARED_BYTES}"),
                          ("stem_forward.cu", f"sizeof(Shared) == {StemRows.SHARED_BYTES}"),
                          ("dgrad_stream.cu", f"sizeof(Control) == {CONTROL_BYTES} && COLUMNS == {DgradStream.COLUMNS}"),
                          ("stem_weights.cu", f"sizeof(Control) == {StemWeights.CONTROL_BYTES}"),

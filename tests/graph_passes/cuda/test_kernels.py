@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from graph_passes.executors.cuda.kernels import C_TYPES
 from graph_passes.executors.cuda.lowering.batch_norm_pool import STRIP, Image
 from graph_passes.executors.cuda.lowering.builder import APPLY_BLOCK, REDUCE_BLOCK
 from graph_passes.executors.cuda.lowering.pooling import Window
+from graph_passes.executors.cuda.lowering.second_grad import Grid
 from graph_passes.executors.cuda.lowering.stem import STEM_BLOCK, stem_work
 from graph_passes.executors.cuda.network import MetricsLayout
 from graph_passes.operators import pooling
@@ -68,6 +70,36 @@ class BatchNormCase:
         return self.device.put(sums), ctypes.c_bool(about_mean)
 
 
+@dataclass(frozen=True)
+class SecondGrad:
+    """A second gradient of a tensor (rows, channels) as kernels take it: `given` to them, and `values` of all rows."""
+
+    kind: str
+    values: np.ndarray
+    given: np.ndarray
+    grid: Grid
+
+    @classmethod
+    def random(cls, rows: int, channels: int, dtype: str, kind: str, size: tuple[int, int] = (1, 1),
+               stride: tuple[int, int] = (1, 1)) -> SecondGrad:
+        """`size` of its images, and the `stride`, where it is compact."""
+        values = np.zeros((rows, channels))
+        there = values.reshape(-1, *size, channels)[:, ::stride[0], ::stride[1]]
+        if kind != "NONE":
+            there[...] = rounded(np.random.default_rng(rows + 1).normal(0.1, 1, there.shape), dtype)
+        return cls(kind, values, there.reshape(-1, channels), Grid.of((1, *size, channels), stride))
+
+    @property
+    def whole(self) -> SecondGrad:
+        """The same with its zeros."""
+        return SecondGrad("WHOLE", self.values, self.values, self.grid)
+
+
+# Sizes of images and strides of compact gradients: odd and even, one pixel, more than one step of a stride at the end.
+COMPACT = [((7, 7), (2, 2)), ((8, 6), (2, 2)), ((5, 9), (2, 1)), ((6, 5), (1, 2)), ((10, 11), (3, 3)),
+           ((1, 1), (2, 2)), ((2, 13), (3, 2))]
+
+
 @pytest.fixture(params=DTYPES)
 def dtype(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -99,10 +131,10 @@ def test_sums_by_many_blocks(device: Device, blocks: int) -> None:
         sums, dgamma, dbeta = (device.poisoned((each, channels)) for each in (3, 1, 1))
         device.run("batch_norm.cu", case.kernel("batch_norm_statistics"), (case.tiles, blocks, 1), REDUCE_BLOCK,
                    x, sums, device.poisoned(partials), case.tickets, *case.size)
-        device.run("batch_norm.cu", case.kernel("batch_norm_backward_reduce", "NO_RELU", False, False, False),
+        device.run("batch_norm.cu", case.kernel("batch_norm_backward_reduce", "NO_RELU", "NONE", False, False),
                    (case.tiles, blocks, 1), REDUCE_BLOCK, x, dy_address, 0, 0, 0, case.saved(),
                    device.put(case.gamma), 0, dgamma, dbeta, device.poisoned(partials), case.tickets, *case.size,
-                   *NOTHING_DROPPED)
+                   *NOTHING_DROPPED, Grid())
         written = (sums, 3), (dgamma, 1), (dbeta, 1)
         results.append([device.get(address, (each, channels)) for address, each in written])
     (sums_of_x, got_dgamma, got_dbeta), again = results
@@ -153,19 +185,20 @@ def test_batch_norm_backward(device: Device, dtype: str, rows: int, channels: in
                              write: bool, drop: bool) -> None:
     case = BatchNormCase(device, rows, channels, dtype, seed=rows + channels)
     random = np.random.default_rng(rows)
-    dy, dy2 = (rounded(random.normal(0.1, 1, (rows, channels)), dtype) for _ in range(2))
+    dy, second = rounded(random.normal(0.1, 1, (rows, channels)), dtype), "WHOLE" if two else "NONE"
+    dy2 = SecondGrad.random(rows, channels, dtype, second)
     sign = case.normal * case.gamma + case.beta if relu == "RECOMPUTED" else random.normal(0, 1, (rows, channels))
     mask = np.packbits(sign > 0, axis=1, bitorder="little")
-    dz = (dy + (dy2 if two else 0)) * (1 if relu == "NO_RELU" else sign > 0)
+    dz = (dy + dy2.values) * (1 if relu == "NO_RELU" else sign > 0)
 
     x, gamma, beta, saved = device.put(case.x, dtype), device.put(case.gamma), device.put(case.beta), case.saved()
     dy_address = device.put(dy, dtype)
     dz_address = device.poisoned((rows, channels), dtype) if write else 0
     dgamma, dbeta = device.poisoned((channels,)), device.poisoned((channels,))
-    device.run("batch_norm.cu", case.kernel("batch_norm_backward_reduce", relu, two, write, drop),
-               (case.tiles, 5, 1), REDUCE_BLOCK, x, dy_address, device.put(dy2, dtype), device.put(mask, "uint8"),
-               dz_address, saved, gamma, beta, dgamma, dbeta, case.partials, case.tickets, *case.size,
-               *case.dropping(drop))
+    device.run("batch_norm.cu", case.kernel("batch_norm_backward_reduce", relu, second, write, drop),
+               (case.tiles, 5, 1), REDUCE_BLOCK, x, dy_address, device.put(dy2.given, dtype),
+               device.put(mask, "uint8"), dz_address, saved, gamma, beta, dgamma, dbeta, case.partials, case.tickets,
+               *case.size, *case.dropping(drop), dy2.grid)
     got_dgamma, got_dbeta = device.get(dgamma, (channels,)), device.get(dbeta, (channels,))
     factor = case.factor if drop else 1
     assert relative_error(got_dbeta, (dz * factor).sum(0)) < 1e-4
@@ -222,19 +255,20 @@ def test_batch_norm_pair_forward(device: Device, dtype: str, rows: int, channels
 def test_batch_norm_pair_backward(device: Device, dtype: str, rows: int, channels: int, two: bool, drop: bool) -> None:
     cases = [BatchNormCase(device, rows, channels, dtype, seed) for seed in (rows, channels)]
     random = np.random.default_rng(rows + channels)
-    dy, dy2 = (rounded(random.normal(0.1, 1, (rows, channels)), dtype) for _ in range(2))
+    dy, dy2 = rounded(random.normal(0.1, 1, (rows, channels)), dtype), SecondGrad.random(
+        rows, channels, dtype, "WHOLE" if two else "NONE")
     let_through = random.normal(0, 1, (rows, channels)) > 0
-    dz = (dy + (dy2 if two else 0)) * let_through
+    dz = (dy + dy2.values) * let_through
     x, saved = [device.put(case.x, dtype) for case in cases], [case.saved() for case in cases]
     dgamma, dbeta = ([device.poisoned((channels,)) for _ in cases] for _ in range(2))
     dz_address = device.poisoned((rows, channels), dtype)
     partials = device.poisoned(((3 + drop) * 5 * channels,))
     mask = device.put(np.packbits(let_through, axis=1, bitorder="little"), "uint8")
     for _ in range(2):  # twice: the tickets must be back at zero
-        device.run("batch_norm_pair.cu", cases[0].kernel("batch_norm_pair_backward_reduce", two, drop),
-                   (cases[0].tiles, 5, 1), REDUCE_BLOCK, *x, device.put(dy, dtype), device.put(dy2, dtype), mask,
+        device.run("batch_norm_pair.cu", cases[0].kernel("batch_norm_pair_backward_reduce", dy2.kind, drop),
+                   (cases[0].tiles, 5, 1), REDUCE_BLOCK, *x, device.put(dy, dtype), device.put(dy2.given, dtype), mask,
                    dz_address, *saved, *dgamma, *dbeta, partials, cases[0].tickets, *cases[0].size,
-                   *cases[0].dropping(drop))
+                   *cases[0].dropping(drop), dy2.grid)
     sums = [[device.get(address, (channels,)) for address in pair] for pair in (dgamma, dbeta)]
     dx = [device.poisoned((rows, channels), dtype) for _ in cases]
     device.run("batch_norm_pair.cu", cases[0].kernel("batch_norm_pair_backward_apply", drop), (cases[0].tiles, 3, 1),
@@ -248,6 +282,45 @@ def test_batch_norm_pair_backward(device: Device, dtype: str, rows: int, channel
         of_norm = rounded(dz, dtype) * factor
         wanted = case.gamma * case.invstd * (of_norm - got_dbeta / rows - case.normal * got_dgamma / rows)
         assert relative_error(device.get(address, (rows, channels), dtype), wanted) < PRECISION[dtype] + 1e-4
+
+
+@pytest.mark.parametrize("size, stride", COMPACT)
+@pytest.mark.parametrize("kind, drop", [("NO_RELU", False), ("BITS", True), ("pair", False), ("pair", True)])
+def test_a_compact_gradient(device: Device, dtype: str, size: tuple[int, int], stride: tuple[int, int], kind: str,
+                            drop: bool) -> None:
+    """Added by a BatchNorm's sums: against float64, and to the bit as it is with its zeros."""
+    rows, channels = 13 * size[0] * size[1], 72
+    cases = [BatchNormCase(device, rows, channels, dtype, seed) for seed in (rows, channels)]
+    case, random = cases[0], np.random.default_rng(rows)
+    dy = rounded(random.normal(0.1, 1, (rows, channels)), dtype)
+    compact = SecondGrad.random(rows, channels, dtype, "COMPACT", size, stride)
+    let_through = (random.normal(0, 1, (rows, channels)) > 0) | (kind == "NO_RELU")
+    mask = device.put(np.packbits(let_through, axis=1, bitorder="little"), "uint8")
+    x, saved = [device.put(each.x, dtype) for each in cases], [each.saved() for each in cases]
+    results = []
+    for dy2 in (compact, compact.whole):
+        dz = device.poisoned((rows, channels), dtype)
+        sums = [device.poisoned((channels,)) for _ in range(4)]
+        ends = (device.poisoned((4 * 5 * channels,)), case.tickets, *case.size, *case.dropping(drop), dy2.grid)
+        given = device.put(dy, dtype), device.put(dy2.given, dtype), mask, dz
+        if kind == "pair":
+            device.run("batch_norm_pair.cu", case.kernel("batch_norm_pair_backward_reduce", dy2.kind, drop),
+                       (case.tiles, 5, 1), REDUCE_BLOCK, *x, *given, *saved, *sums, *ends)
+        else:
+            device.run("batch_norm.cu", case.kernel("batch_norm_backward_reduce", kind, dy2.kind, True, drop),
+                       (case.tiles, 5, 1), REDUCE_BLOCK, x[0], *given, saved[0], device.put(case.gamma),
+                       device.put(case.beta), sums[0], sums[2], *ends)
+        results.append([device.get(dz, (rows, channels), dtype),
+                        *(device.get(each, (channels,)) for each in (sums if kind == "pair" else sums[::2]))])
+    assert all(np.array_equal(*each) for each in zip(*results, strict=True))
+    wanted = (dy + compact.values) * let_through
+    own = wanted * (case.factor if drop else 1)
+    assert relative_error(results[0][0], rounded(wanted, dtype)) < PRECISION[dtype]
+    dgamma, dbeta = results[0][1], results[0][3 if kind == "pair" else 2]
+    assert relative_error(dbeta, own.sum(0)) < 1e-4 and relative_error(dgamma, (own * case.normal).sum(0)) < 1e-4
+    if kind == "pair":
+        assert relative_error(results[0][4], wanted.sum(0)) < 1e-4
+        assert relative_error(results[0][2], (wanted * cases[1].normal).sum(0)) < 1e-4
 
 
 @pytest.mark.parametrize("height, width, channels", [(1, 1, 8), (2, 5, 24), (15, 33, 64), (17, 8, 72), (36, 6, 128)])

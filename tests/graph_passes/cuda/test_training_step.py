@@ -21,6 +21,7 @@ from step_networks import (
     pre_activation,
     repeatable_fusions,
     streamed_gradients,
+    strided,
 )
 
 from common.mxnet_compat import mx
@@ -337,7 +338,9 @@ def check_every_tensor(cache: Path, name: str, network: models.network.Network, 
     pytest.param(bottlenecks(), 2, 0, 5, id="bottlenecks"),
     pytest.param(dropping(bottlenecks()), 2, 0, 5, id="dropping"),
     pytest.param(bottlenecks(width=256), 2, 1, 1, id="wide"),
-    pytest.param(dropping(bottlenecks(width=256)), 2, 1, 1, id="wide and dropping")])
+    pytest.param(dropping(bottlenecks(width=256)), 2, 1, 1, id="wide and dropping"),
+    pytest.param(strided(), 3, 0, 1, id="strided"),
+    pytest.param(dropping(strided(width=256)), 3, 1, 0, id="strided, wide and dropping")])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_fused_backward_pass(cache: Path, monkeypatch: pytest.MonkeyPatch, network: Any, reduces: int, streams: int,
                              from_norm: int, dtype: str) -> None:

@@ -126,14 +126,15 @@ enum Relu { NO_RELU, RECOMPUTED, BITS };  // how the backward pass knows where R
 // dbeta = sum of dz, dgamma = sum of dz * (x - mean) * invstd, where dz is dy, or dy + dy2, where ReLU let it through.
 // With WRITE, dz is stored: it is the residual's gradient, and batch_norm_backward_apply then reads it instead of dy.
 // With DROP, the sums are of dz times the image's factor.
-// Shapes: x, dy, dy2, dz (rows, C); mask (rows, C / 8) bytes; saved (2, C), gamma, beta, dgamma, dbeta (C), partials
-// (gridDim.y, 2, C), factors fp32; tickets (gridDim.x).
-template <class T, Relu RELU, bool TWO, bool WRITE, bool DROP>
+// Shapes: x, dy, dz (rows, C); dy2 likewise, or (rows of the grid, C); mask (rows, C / 8) bytes; saved (2, C), gamma, beta,
+// dgamma, dbeta (C), partials (gridDim.y, 2, C), factors fp32; tickets (gridDim.x).
+template <class T, Relu RELU, Second SECOND, bool WRITE, bool DROP>
 __global__ void __launch_bounds__(REDUCE_THREADS, 1)
 batch_norm_backward_reduce(const Packed<T> *x, const Packed<T> *dy, const Packed<T> *dy2, const uint8 *mask,
                            Packed<T> *dz, const float *saved, const float *gamma, const float *beta, float *dgamma,
                            float *dbeta, float *partials, uint32 *tickets, uint32 rows, int channels,
-                           const float *factors, uint32 first_factor, uint32 pixels) {
+                           const float *factors, uint32 first_factor, uint32 pixels, Grid grid) {
+    constexpr bool TWO = SECOND != NONE;
     constexpr int DEPTH = TWO || WRITE ? 1 : LOADS / 2;
     const int channel = (blockIdx.x * TILE + threadIdx.x) * VEC;
     const uint32 stride = gridDim.y * REDUCE_ROWS, pitch = channels / VEC;
@@ -150,7 +151,7 @@ batch_norm_backward_reduce(const Packed<T> *x, const Packed<T> *dy, const Packed
                 const uint32 at = (row + u * stride) * pitch + channel / VEC;
                 px[u] = x[at];
                 pdy[u] = dy[at];
-                if (TWO) pdy2[u] = dy2[at];
+                if (TWO) pdy2[u] = second_of<SECOND>(dy2, at, row + u * stride, pitch, channel, grid);
                 if (RELU == BITS) bits[u] = mask[at];
             }
             // While the first rows are on their way.

@@ -113,6 +113,45 @@ __device__ inline float factor_of(uint32 row, const float *factors, uint32 first
     return factors[first_factor + row / pixels];
 }
 
+// --- a second gradient of the same tensor ---
+
+enum Second { NONE, WHOLE, COMPACT };  // what is added to the first: nothing, a gradient of all pixels, or of those of a `Grid`
+
+// Divides numbers below 2^31 without a division: Granlund and Montgomery, "Division by invariant integers using
+// multiplication", PLDI 1994.
+struct FastDivisor {
+    uint32 value, factor, shift;
+
+    __device__ uint32 quotient(uint32 n) const { return __umulhi(2 * n, factor) >> shift; }
+};
+
+constexpr uint32 NOWHERE = 0xffffffff;
+
+// The pixels of images (`height`, `width`) whose row and column are multiples of `down` and `right`. A gradient that is 0 in
+// all others has only these, `out_height` x `out_width` of an image.
+struct Grid {
+    FastDivisor height, width, down, right;
+    uint32 out_height, out_width;
+
+    // The row of that gradient that belongs to this one of the whole tensor.
+    __device__ uint32 row_of(uint32 row) const {
+        const uint32 line = width.quotient(row), x = row - line * width.value;
+        const uint32 image = height.quotient(line), y = line - image * height.value;
+        const uint32 out_y = down.quotient(y), out_x = right.quotient(x);
+        const bool there = out_y * down.value == y && out_x * right.value == x;
+        return there ? (image * out_height + out_y) * out_width + out_x : NOWHERE;
+    }
+};
+
+// A thread's 8 channels of one row of the second gradient, which lie at `at` where it has all rows.
+template <Second SECOND, class T>
+__device__ inline Packed<T> second_of(const Packed<T> *second, uint32 at, uint32 row, uint32 pitch, int channel,
+                                      const Grid &grid) {
+    if (SECOND == WHOLE) return second[at];
+    const uint32 its_row = grid.row_of(row);
+    return its_row == NOWHERE ? Packed<T>{} : second[its_row * pitch + channel / VEC];
+}
+
 // --- arithmetic per channel ---
 
 // The sums of a batch over its rows, of which mean and variance are made. Two rows: the sums of x and of x * x, as cuDNN's

@@ -53,15 +53,16 @@ batch_norm_pair_apply(const Packed<T> *x, const Packed<T> *x_2, const float *sum
 
 // The sums of both norms, as in batch_norm_backward_reduce; without DROP dbeta is the same for both. dz, which is dy, or
 // dy + dy2, where ReLU let it through, is stored for batch_norm_pair_backward_apply.
-// Shapes: x, x_2, dy, dy2, dz (rows, C); mask (rows, C / 8) bytes; saved (2, C), dgamma, dbeta (C) fp32, and those with _2;
-// partials (gridDim.y, 3 + DROP, C), factors fp32; tickets (gridDim.x).
-template <class T, bool TWO, bool DROP>
+// Shapes: x, x_2, dy, dz (rows, C); dy2 likewise, or (rows of the grid, C); mask (rows, C / 8) bytes; saved (2, C), dgamma,
+// dbeta (C) fp32, and those with _2; partials (gridDim.y, 3 + DROP, C), factors fp32; tickets (gridDim.x).
+template <class T, Second SECOND, bool DROP>
 __global__ void __launch_bounds__(REDUCE_THREADS, 1)
 batch_norm_pair_backward_reduce(const Packed<T> *x, const Packed<T> *x_2, const Packed<T> *dy, const Packed<T> *dy2,
                                 const uint8 *mask, Packed<T> *dz, const float *saved, const float *saved_2,
                                 float *dgamma, float *dgamma_2, float *dbeta, float *dbeta_2, float *partials,
                                 uint32 *tickets, uint32 rows, int channels, const float *factors, uint32 first_factor,
-                                uint32 pixels) {
+                                uint32 pixels, Grid grid) {
+    constexpr bool TWO = SECOND != NONE;
     constexpr int SUMS = 3 + DROP;
     const int channel = (blockIdx.x * TILE + threadIdx.x) * VEC, pitch = channels / VEC;
     float acc[SUMS][VEC] = {};
@@ -75,7 +76,7 @@ batch_norm_pair_backward_reduce(const Packed<T> *x, const Packed<T> *x_2, const 
             unpack(x[at], v);
             unpack(x_2[at], v_2);
             unpack(dy[at], g);
-            if (TWO) unpack(dy2[at], g2);
+            if (TWO) unpack(second_of<SECOND>(dy2, at, row, pitch, channel, grid), g2);
             const float factor = DROP ? factor_of(row, factors, first_factor, pixels) : 1;
 #pragma unroll
             for (int k = 0; k < VEC; ++k) {

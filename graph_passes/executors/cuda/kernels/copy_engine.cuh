@@ -25,6 +25,10 @@ __device__ inline void arrive(uint64 &barrier) {
 __device__ inline void arrive_expecting(uint64 &barrier, uint32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(address_of(&barrier)), "r"(bytes) : "memory");
 }
+// Once all copies of 16 bytes that this thread has started are there.
+__device__ inline void arrive_when_copied(uint64 &barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" :: "r"(address_of(&barrier)) : "memory");
+}
 // Until the phase of this parity has ended. Who waits must have seen the phase before it end.
 __device__ inline void wait_for_phase(uint64 &barrier, uint32 parity) {
     uint32 ended;

@@ -21,18 +21,19 @@ template <class S> struct Shared {
     Stage<S> stages[S::STAGES];
 };
 
-// dz = dy * w, plus `addend` with ADD, where the ReLU bits in `mask` let it through; and of dz the sums that
+// dz = dy * w, plus `addend` unless SECOND is NONE, where the ReLU bits in `mask` let it through; and of dz the sums that
 // batch_norm_backward_reduce makes, or with PAIR those of batch_norm_pair_backward_reduce. DROP is as it is there. Weights
 // are (K, C), which is OHWI.
-// Shapes: dy (rows, K); w (K, C); x, x_2, addend, dz (rows, C); mask (rows, C / 8) bytes; saved (2, C), dgamma, dbeta (C)
-// fp32, and those with _2; partials (gridDim.y, 2 + PAIR, or 4 with PAIR and DROP, C), factors fp32; tickets (gridDim.x).
-// columns = C.
-template <class T, int K, bool ADD, bool PAIR, bool DROP>
-__global__ void __launch_bounds__(Shape<K, ADD, PAIR>::THREADS, 1)
+// Shapes: dy (rows, K); w (K, C); x, x_2, dz (rows, C); addend likewise, or (rows of the grid, C); mask (rows, C / 8) bytes;
+// saved (2, C), dgamma, dbeta (C) fp32, and those with _2; partials (gridDim.y, 2 + PAIR, or 4 with PAIR and DROP, C), factors
+// fp32; tickets (gridDim.x). columns = C.
+template <class T, int K, Second SECOND, bool PAIR, bool DROP>
+__global__ void __launch_bounds__(Shape<K, SECOND != NONE, PAIR>::THREADS, 1)
 dgrad_reduce(const Packed<T> *dy, const T *w, const Packed<T> *x, const Packed<T> *x_2, const Packed<T> *addend,
              const uint8 *mask, Packed<T> *dz, const float *saved, const float *saved_2, float *dgamma, float *dgamma_2,
              float *dbeta, float *dbeta_2, float *partials, uint32 *tickets, uint32 rows, int columns,
-             const float *factors, uint32 first_factor, uint32 pixels) {
+             const float *factors, uint32 first_factor, uint32 pixels, Grid grid) {
+    constexpr bool ADD = SECOND != NONE;
     using S = Shape<K, ADD, PAIR>;
     constexpr int SUMS = 2 + PAIR + (PAIR && DROP), GAMMA_2 = PAIR ? 2 : 0, BETA_2 = DROP ? SUMS - 1 : 0;
     constexpr int STAGES = S::STAGES;
@@ -53,13 +54,19 @@ dgrad_reduce(const Packed<T> *dy, const T *w, const Packed<T> *x, const Packed<T
 #pragma unroll
             for (int c = 0; c < S::CHUNKS; ++c)
                 copy_ahead(&stage.dy[c][copied], dy + (row < rows ? row * (K / VEC) + c * 8 + copied_vector : 0), row < rows);
+            const uint32 added_row = SECOND == COMPACT ? grid.row_of(row) : NOWHERE;
 #pragma unroll
             for (int c = 0; c < S::COLUMN_CHUNKS; ++c) {
                 const int at_column = first_column + c * 64 + copied_vector * VEC;
                 const bool there = row < rows && at_column < columns;
                 const uint32 at = there ? row * pitch + at_column / VEC : 0;
                 copy_ahead(&stage.behind[0][c][copied], x + at, there);
-                if (ADD) copy_ahead(&stage.behind[S::ADD][c][copied], addend + at, there);
+                if (SECOND == WHOLE) copy_ahead(&stage.behind[S::ADD][c][copied], addend + at, there);
+                if (SECOND == COMPACT) {
+                    const bool added = there && added_row != NOWHERE;
+                    copy_ahead(&stage.behind[S::ADD][c][copied],
+                               addend + (added ? added_row * pitch + at_column / VEC : 0), added);
+                }
                 if (PAIR) copy_ahead(&stage.behind[S::ADD + S::PAIR][c][copied], x_2 + at, there);
             }
         }

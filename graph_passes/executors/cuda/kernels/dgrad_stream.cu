@@ -37,20 +37,59 @@ __device__ inline void sum_over_rows(float (&v)[16], int lane) {
     halve<2>(v, lane);
 }
 
-// dz = dy * w, plus `addend` with ADD, where the ReLU bits in `mask` let it through; and of dz the sums that
+// What a warp adds to its part of each tile, as `Addends`, from a gradient that has the rows of a grid. All of the warp's
+// threads copy; what is not there is zeros.
+template <class T> struct CompactAddends {
+    const Packed<T> *from;
+    const Grid &grid;
+    uint64 *arrived;
+    uint4 *results;
+    Share share;
+    int first_column, own_row, parts;
+    uint32 rows;
+    int columns, lane, part = 0;
+    uint32 its_row = NOWHERE;  // of that gradient: of the tile's row `lane % WARP_ROWS`
+
+    __device__ void load(int place) {
+        if (share.first >= share.end) return;
+        if (part == 0) {
+            const uint32 row = share.first * ROWS + own_row + lane % WARP_ROWS;
+            its_row = row < rows ? grid.row_of(row) : NOWHERE;
+        }
+        const int vector = lane % CHUNK_VECTORS, column = first_column + part * CHUNK + vector * VEC;
+#pragma unroll
+        for (int i = 0; i < WARP_ROWS; i += WARP / CHUNK_VECTORS) {
+            const int in_part = i + lane / CHUNK_VECTORS;
+            const uint32 from_row = __shfl_sync(0xffffffff, its_row, in_part);
+            const bool there = from_row != NOWHERE && column < columns;
+            copy_ahead(results + place * RESULT_VECTORS + swizzled(in_part, vector),
+                       from + (there ? from_row * (columns / VEC) + column / VEC : 0), there);
+        }
+        arrive_when_copied(arrived[place]);
+        if (++part == parts) {
+            part = 0;
+            share.first += share.step;
+        }
+    }
+};
+
+// dz = dy * w, plus `addend` unless SECOND is NONE, where the ReLU bits in `mask` let it through; and of dz the sums that
 // batch_norm_backward_reduce makes. DROP is as it is there. The maps are of these matrices: of dy and of w, which is OHWI, by
-// tiles of 64 rows and 64 columns, of the others by those of 16 rows and 64 columns. gridDim.x blocks share the columns,
-// gridDim.y the rows. Behind `Control`, shared memory has in vectors: the weights, (chunks, PARTS) tiles; `stages` tiles of
-// each team's dy; of each multiplying warp two parts of dz, then `ahead` parts of x and of addend.
-// Shapes: dy (rows, K); w (K, C); x, addend, dz (rows, C); mask (rows, C / 8) bytes; saved (2, C), dgamma, dbeta (C), partials
-// (gridDim.y, 2, C), factors fp32; tickets (gridDim.x). columns = C; K fits into `chunks` of 64 channels.
-template <class T, bool ADD, bool DROP>
+// tiles of 64 rows and 64 columns, of the others by those of 16 rows and 64 columns. With COMPACT the addend is `compact`.
+// gridDim.x blocks share the columns, gridDim.y the rows. Behind `Control`, shared memory has in vectors: the weights, (chunks,
+// PARTS) tiles; `stages` tiles of each team's dy; of each multiplying warp two parts of dz, then `ahead` parts of x and of addend.
+// Shapes: dy (rows, K); w (K, C); x, addend, dz (rows, C); compact (rows of the grid, C); mask (rows, C / 8) bytes; saved (2, C),
+// dgamma, dbeta (C), partials (gridDim.y, 2, C), factors fp32; tickets (gridDim.x). columns = C; K fits into `chunks` of 64
+// channels.
+template <class T, Second SECOND, bool DROP>
 __global__ void __launch_bounds__(THREADS, 1)
 dgrad_stream(const __grid_constant__ TensorMap dy, const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap x,
-             const __grid_constant__ TensorMap addend, const __grid_constant__ TensorMap dz, const uint8 *mask,
-             const float *saved, float *dgamma, float *dbeta, float *partials, uint32 *tickets, uint32 rows, TileWalk walk,
-             int columns, int chunks, int stages, int ahead, const float *factors, uint32 first_factor, uint32 pixels) {
-    constexpr int READ = 1 + ADD, SUMS = 2;
+             const __grid_constant__ TensorMap addend, const __grid_constant__ TensorMap dz, const Packed<T> *compact,
+             const uint8 *mask, const float *saved, float *dgamma, float *dbeta, float *partials, uint32 *tickets, uint32 rows,
+             TileWalk walk, int columns, int chunks, int stages, int ahead, const float *factors, uint32 first_factor,
+             uint32 pixels, const __grid_constant__ Grid grid) {
+    constexpr bool ADD = SECOND != NONE;
+    constexpr int READ = 1 + ADD, SUMS = 2, ARRIVALS = 1 + (SECOND == WHOLE ? 1 : SECOND == COMPACT ? WARP : 0);
     static_assert(sizeof(Control) == 2048, "as lowering/conv1x1_forward.py counts");
     extern __shared__ __align__(1024) uint4 memory[];
     Control &control = *reinterpret_cast<Control *>(memory);
@@ -69,7 +108,7 @@ dgrad_stream(const __grid_constant__ TensorMap dy, const __grid_constant__ Tenso
     if (threadIdx.x == 0) {
         init_barriers(control, stages, 0);
         for (int i = 0; i < MULTIPLYING; ++i)
-            for (int place = 0; place < ahead; ++place) init_barrier(control.addend[i][place], READ);
+            for (int place = 0; place < ahead; ++place) init_barrier(control.addend[i][place], ARRIVALS);
         show_barriers();
     }
     __syncthreads();
@@ -96,12 +135,16 @@ dgrad_stream(const __grid_constant__ TensorMap dy, const __grid_constant__ Tenso
         uint64 *const arrived = control.addend[warp];
         Addends parts_of_x{x, walk, arrived, own_x, share, first_column, own_row, PARTS};
         Addends parts_of_addend{addend, walk, arrived, own_addend, share, first_column, own_row, PARTS};
+        CompactAddends<T> parts_of_compact{compact, grid, arrived, own_addend, share, first_column, own_row, PARTS,
+                                           rows, columns, lane};
         const auto load_part = [&](int place) {
             parts_of_x.load(place);
-            if (ADD) parts_of_addend.load(place);
+            if (SECOND == WHOLE) parts_of_addend.load(place);
         };
         if (lane == 0)
             for (int place = 0; place < ahead; ++place) load_part(place);
+        if (SECOND == COMPACT)
+            for (int place = 0; place < ahead; ++place) parts_of_compact.load(place);
         Bits bits;
         const auto load_bits = [&](uint32 tile, int part) {
             bits.load(mask, tile * ROWS + own_row + lane / 4, rows, first_column + part * CHUNK + quad_column * VEC, columns);
@@ -167,6 +210,7 @@ dgrad_stream(const __grid_constant__ TensorMap dy, const __grid_constant__ Tenso
                     store_tile(dz, first_column + p * CHUNK, tile * walk.y_row + own_row, tile * walk.y_line, dz_part);
                     load_part(part.place);
                 }
+                if (SECOND == COMPACT) parts_of_compact.load(part.place);
 #pragma unroll
                 for (int j = 0; j < SUMS; ++j) {
                     sum_over_rows(of_rows[j], lane);

@@ -16,6 +16,7 @@ from graph_passes.executors.cuda.lowering.builder import (
 )
 from graph_passes.executors.cuda.lowering.dropout import drops, factors_of
 from graph_passes.executors.cuda.lowering.operands import In, InOut, Out
+from graph_passes.executors.cuda.lowering.second_grad import Second
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.executors.cuda.statistics_group import MAX_ARRAYS, MAX_VALUES, THREADS
 from graph_passes.graph import Node
@@ -84,18 +85,19 @@ def backward_reduce(builder: Builder, node: Node) -> None:
     """The sums, which are the gradients of gamma and beta, and the masked gradient where it is kept."""
     relu = _RELU[shown_name(node.op)]
     dy, x = builder.input(node, "out_grad"), builder.input(node, "data")
-    dy2 = builder.optional_input(node, "out_grad_2", "single_grad")
+    second = Second.of(builder, node)
     beta = builder.input(node, "beta") if relu == "RECOMPUTED" else None
     mask = builder.input(node, "mask") if relu == "BITS" else None
     dz = builder.output(node, "masked_grad") if node.num_outputs == 3 else None
     rows, channels = rows_and_channels(node, x)
     grid = builder.reduce_grid(rows, channels)
-    flags = dy2 is not None, dz is not None, drops(node)
+    flags = second.kind, dz is not None, drops(node)
     builder.launch(node, "batch_norm.cu", builder.kernel("batch_norm_backward_reduce", relu, *flags), grid,
-                   REDUCE_BLOCK, In(x), In(dy), In(dy2), In(mask), Out(dz, over=dy), In(builder.input(node, "saved")),
-                   In(builder.input(node, "gamma")), In(beta), Out(builder.output(node, "gamma_grad")),
-                   Out(builder.output(node, "beta_grad")), builder.partials(2 * channels * grid[1]), builder.tickets,
-                   count(rows), ctypes.c_int(channels), *factors_of(builder, node, rows))
+                   REDUCE_BLOCK, In(x), In(dy), In(second.grad), In(mask), Out(dz, over=dy),
+                   In(builder.input(node, "saved")), In(builder.input(node, "gamma")), In(beta),
+                   Out(builder.output(node, "gamma_grad")), Out(builder.output(node, "beta_grad")),
+                   builder.partials(2 * channels * grid[1]), builder.tickets,
+                   count(rows), ctypes.c_int(channels), *factors_of(builder, node, rows), second.grid)
 
 
 def backward_apply(builder: Builder, node: Node) -> None:

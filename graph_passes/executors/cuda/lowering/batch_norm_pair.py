@@ -10,6 +10,7 @@ from graph_passes.executors.cuda.lowering.batch_norm import about_mean, require_
 from graph_passes.executors.cuda.lowering.builder import APPLY_BLOCK, REDUCE_BLOCK, Builder, Rules, rows_and_channels
 from graph_passes.executors.cuda.lowering.dropout import drops, factors_of
 from graph_passes.executors.cuda.lowering.operands import In, InOut, Out
+from graph_passes.executors.cuda.lowering.second_grad import Second
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Node
 
@@ -42,16 +43,16 @@ def apply(builder: Builder, node: Node) -> None:
 def backward_reduce(builder: Builder, node: Node) -> None:
     """The sums of both, and the masked gradient."""
     dy, x = builder.input(node, "out_grad"), _inputs(builder, node, "data")
-    dy2 = builder.optional_input(node, "out_grad_2", "single_grad")
+    second = Second.of(builder, node)
     rows, channels = rows_and_channels(node, x[0])
     grid = builder.reduce_grid(rows, channels)
-    flags = dy2 is not None, drops(node)
+    flags = second.kind, drops(node)
     builder.launch(node, "batch_norm_pair.cu", builder.kernel("batch_norm_pair_backward_reduce", *flags), grid,
-                   REDUCE_BLOCK, *map(In, x), In(dy), In(dy2), In(builder.input(node, "mask")),
+                   REDUCE_BLOCK, *map(In, x), In(dy), In(second.grad), In(builder.input(node, "mask")),
                    Out(builder.output(node, "masked_grad"), over=dy), *map(In, _inputs(builder, node, "saved")),
                    *map(Out, _outputs(builder, node, "gamma_grad", "beta_grad")),
                    builder.partials((3 + drops(node)) * channels * grid[1]), builder.tickets, count(rows),
-                   ctypes.c_int(channels), *factors_of(builder, node, rows))
+                   ctypes.c_int(channels), *factors_of(builder, node, rows), second.grid)
 
 
 def backward_apply(builder: Builder, node: Node) -> None:

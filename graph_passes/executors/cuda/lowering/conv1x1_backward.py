@@ -22,6 +22,7 @@ from graph_passes.executors.cuda.lowering.conv1x1_forward import (
 )
 from graph_passes.executors.cuda.lowering.dropout import drops, factors_of
 from graph_passes.executors.cuda.lowering.operands import In, Out, Tiled
+from graph_passes.executors.cuda.lowering.second_grad import Second
 from graph_passes.executors.cuda.parameters import VECTOR
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Node
@@ -131,35 +132,37 @@ def dgrad_reduce(builder: Builder, node: Node) -> None:
         return None if node["single_norm"] else builder.output(node, role)
 
     dy, w, x, mask, saved = (builder.input(node, role) for role in _READ)
-    x_2, addend = second("data_2"), builder.optional_input(node, "out_grad_2", "single_grad")
+    x_2, addend = second("data_2"), Second.of(builder, node)
     dz, dgamma, dbeta = (builder.output(node, role) for role in _WRITTEN)
-    (rows, columns), k, flags = rows_and_channels(node, x), w.shape[0], (addend is not None, not node["single_norm"])
-    sums = 2 + flags[1] + (flags[1] and drops(node))
+    (rows, columns), k, pair = rows_and_channels(node, x), w.shape[0], not node["single_norm"]
+    sums = 2 + pair + (pair and drops(node))
     way = DgradReduce(k)
     grid = way.grid(rows, columns, builder.gpu.num_multiprocessors)
-    builder.launch(node, "dgrad_reduce.cu", builder.kernel("dgrad_reduce", k, *flags, drops(node)), grid, BLOCK,
-                   In(dy), In(w), In(x), In(x_2), In(addend), In(mask), Out(dz, over=addend), In(saved),
-                   In(second("saved_2")), Out(dgamma), Out(second_output("gamma_grad_2")), Out(dbeta),
+    builder.launch(node, "dgrad_reduce.cu", builder.kernel("dgrad_reduce", k, addend.kind, pair, drops(node)),
+                   grid, BLOCK, In(dy), In(w), In(x), In(x_2), In(addend.grad), In(mask), Out(dz, over=addend.whole),
+                   In(saved), In(second("saved_2")), Out(dgamma), Out(second_output("gamma_grad_2")), Out(dbeta),
                    Out(second_output("beta_grad_2")), builder.partials(sums * columns * grid[1]), builder.tickets,
-                   count(rows), ctypes.c_int(columns), *factors_of(builder, node, rows),
-                   shared_bytes=way.shared_bytes(*flags), flops=2 * rows * columns * k)
+                   count(rows), ctypes.c_int(columns), *factors_of(builder, node, rows), addend.grid,
+                   shared_bytes=way.shared_bytes(addend.grad is not None, pair), flops=2 * rows * columns * k)
 
 
 def _stream(builder: Builder, node: Node) -> None:
     """By `dgrad_stream`, with the sums of one BatchNorm."""
     dy, w, x, mask, saved = (builder.input(node, role) for role in _READ)
-    addend = builder.optional_input(node, "out_grad_2", "single_grad")
+    addend = Second.of(builder, node)
     dz, dgamma, dbeta = (builder.output(node, role) for role in _WRITTEN)
-    (rows, columns), k, adds = rows_and_channels(node, x), w.shape[0], addend is not None
+    (rows, columns), k = rows_and_channels(node, x), w.shape[0]
     require(k % VECTOR == 0, node, f"makes {k} channels: its kernel takes multiples of {VECTOR}")
-    way, tiles = DgradStream(k, 1 + adds), Tiles.of(dy.shape, x.shape, (1, 1))
+    way, tiles = DgradStream(k, 1 + (addend.grad is not None)), Tiles.of(dy.shape, x.shape, (1, 1))
     assert tiles
     grid, by_part = way.grid(rows, columns, builder.gpu.num_multiprocessors), tiles.output
-    builder.launch(node, "dgrad_stream.cu", builder.kernel("dgrad_stream", adds, drops(node)), grid, STREAM_BLOCK,
-                   Tiled(In(dy), tiles.data), Tiled(In(w), way.weights(columns)), Tiled(In(x), by_part),
-                   Tiled(In(addend), by_part), Tiled(Out(dz, over=addend), by_part), In(mask), In(saved), Out(dgamma),
-                   Out(dbeta), builder.partials(2 * columns * grid[1]), builder.tickets, count(rows), tiles.walk,
+    builder.launch(node, "dgrad_stream.cu", builder.kernel("dgrad_stream", addend.kind, drops(node)), grid,
+                   STREAM_BLOCK, Tiled(In(dy), tiles.data), Tiled(In(w), way.weights(columns)), Tiled(In(x), by_part),
+                   Tiled(In(addend.whole), by_part), Tiled(Out(dz, over=addend.whole), by_part), In(addend.compact),
+                   In(mask), In(saved), Out(dgamma), Out(dbeta), builder.partials(2 * columns * grid[1]),
+                   builder.tickets, count(rows), tiles.walk,
                    *map(ctypes.c_int, (columns, way.chunks, way.stages, way.ahead)), *factors_of(builder, node, rows),
+                   addend.grid,
                    shared_bytes=way.shared_bytes, flops=2 * rows * columns * k)
 
 
