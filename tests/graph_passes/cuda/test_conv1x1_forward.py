@@ -47,7 +47,7 @@ class Case:
         self.x_2 = rounded(random.normal(0, 1, (rows, channels_2)), dtype) if self.two else None
         self.w_2 = rounded(random.normal(0, channels_2**-0.5, (filters, channels_2)), dtype) if self.two else None
         self.bias_2 = random.normal(0, 1, filters).astype(np.float32) if self.two else None
-        self.way, self.blocks = Conv1x1Forward(channels, filters, add, channels_2), blocks
+        self.way, self.blocks = Conv1x1Forward(channels, filters, add, channels_2, sums), blocks
 
     def run(self, times: int = 2) -> tuple[np.ndarray, np.ndarray]:
         """y and its sums; more than once, for what a launch must leave as it was."""
