@@ -49,7 +49,7 @@ FLAGS = {
     "dgrad_stream": ["WHOLE, false", "NONE, false", "WHOLE, true", "NONE, true", "COMPACT, false", "COMPACT, true"],
     "conv1x1_forward": ["64, true, true, false, false", "128, false, true, false, false",
                         "256, false, false, false, false", "64, false, false, true, false",
-                        "256, false, false, true, false", "256, true, true, false, false",
+                        "128, false, false, true, false", "256, true, true, false, false",
                         "64, false, true, false, true", "256, false, true, false, true"],
     "conv1x1_pair": ["64", "128"],
     "conv3x3_forward": ["true, false", "false, true"],

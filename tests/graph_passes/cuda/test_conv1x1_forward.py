@@ -47,7 +47,7 @@ class Case:
         self.x_2 = rounded(random.normal(0, 1, (rows, channels_2)), dtype) if self.two else None
         self.w_2 = rounded(random.normal(0, channels_2**-0.5, (filters, channels_2)), dtype) if self.two else None
         self.bias_2 = random.normal(0, 1, filters).astype(np.float32) if self.two else None
-        self.way, self.blocks = Conv1x1Forward(channels, filters, add, channels_2), blocks
+        self.way, self.blocks = Conv1x1Forward(channels, filters, add, channels_2, sums), blocks
 
     def run(self, times: int = 2) -> tuple[np.ndarray, np.ndarray]:
         """y and its sums; more than once, for what a launch must leave as it was."""
@@ -171,14 +171,16 @@ def test_nan_and_infinity_stay(device: Device) -> None:
     assert np.isfinite(np.delete(y, 70, axis=0)).sum() == 199 * 64 - 1
 
 
-@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("adds, sums", [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("channels, filters, _", SHAPES)
-def test_division_of_shared_memory(channels: int, filters: int, _: int, adds: bool) -> None:
-    """All that a block needs fits, with two tiles on their way for each team, and more where a tensor is read too."""
-    way = Conv1x1Forward(channels, filters, adds)
+def test_division_of_shared_memory(channels: int, filters: int, _: int, adds: bool, sums: bool) -> None:
+    """All that a block needs fits, with two tiles on their way for each team, and more where a tensor is read too; and a
+    thread has registers for the sums of 128 columns."""
+    way = Conv1x1Forward(channels, filters, adds, sums=sums)
     assert way.stages >= 2 and way.results >= 2 + adds
     assert way.shared_bytes <= 227 << 10
     assert way.columns >= min(filters, 128)
+    assert way.columns <= 128 or not sums
 
 
 def test_what_does_not_fit() -> None:

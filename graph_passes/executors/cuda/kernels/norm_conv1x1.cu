@@ -53,9 +53,6 @@ __device__ inline void stream_weights(uint4 *to, const TensorMap &w, NormControl
         }
 }
 
-// Of the warps that multiply.
-__device__ inline void meet_multiplying() { asm volatile("bar.sync 1, %0;" :: "n"(MULTIPLYING * WARP) : "memory"); }
-
 // `m` is what is made of 16 columns of a warp's rows, the `pair`-th such, of x and of what is added. `bits` gets the signs: its
 // words are of the warp's first 8 rows, channels 0 to 31 and 32 to 63, and of its last 8 rows; a byte is of 8 channels, of
 // which a thread has two. As in batch_norm.cu and batch_norm_pair.cu, to the bit.

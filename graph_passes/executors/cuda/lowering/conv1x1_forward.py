@@ -17,6 +17,7 @@ from graph_passes.operators import Shape, window
 BLOCK: Size = (320, 1, 1)
 TEAMS, TILE_ROWS, CHUNK, WARP_ROWS = 2, 64, 64, 16
 COLUMNS = (64, 128, 256)  # that a block makes
+COLUMNS_SUMMED = 128  # at most, whose sums a block's registers hold beside their products
 MAX_STAGES = 12
 SHARED_BYTES, CONTROL_BYTES = 227 << 10, 2 << 10
 CHUNK_BYTES = 2 * CHUNK  # of a row
@@ -65,7 +66,7 @@ class Tiles(NamedTuple):
 @dataclass(frozen=True)
 class Conv1x1Forward:
     """How `conv1x1_forward` divides a convolution of `channels` (C) to `filters` (K), which adds a tensor with `adds`,
-    and with `channels_2` (C_2) a convolution of so many.
+    with `channels_2` (C_2) a convolution of so many, and with `sums` makes those of its output.
 
     A block keeps the weights of `columns` filters; the rest of its shared memory is for tiles of the data that are on
     their way, `stages` for each team, and for parts of the output, `results` for each warp.
@@ -75,6 +76,7 @@ class Conv1x1Forward:
     filters: int
     adds: bool
     channels_2: int = 0
+    sums: bool = False
 
     @property
     def weights(self) -> Tiling:
@@ -96,7 +98,8 @@ class Conv1x1Forward:
     @property
     def columns(self) -> int:
         """As few blocks as there can be read the same data; 0 where the weights do not fit."""
-        fitting = [columns for columns in COLUMNS if self._weight_bytes(columns) <= MAX_WEIGHT_BYTES]
+        fitting = [columns for columns in COLUMNS if self._weight_bytes(columns) <= MAX_WEIGHT_BYTES
+                   and not (self.sums and columns > COLUMNS_SUMMED)]
         return next((columns for columns in fitting if columns >= self.filters), max(fitting, default=0))
 
     @property
@@ -140,7 +143,7 @@ def forward(builder: Builder, node: Node) -> None:
     x_2, w_2, bias_2 = (builder.input(node, role) if is_sum else None for role in ("data_2", "weight_2", "bias_2"))
     (rows, filters), (_, channels) = rows_and_channels(node, y), rows_and_channels(node, x)
     channels_2 = rows_and_channels(node, x_2)[1] if x_2 else 0
-    way = Conv1x1Forward(channels, filters, addend is not None, channels_2)
+    way = Conv1x1Forward(channels, filters, addend is not None, channels_2, sums is not None)
     require(way.columns > 0, node, f"has {channels + channels_2} channels: their weights do not fit into shared memory")
     tiles = Tiles.of(x.shape, y.shape, window(node).stride)
     require(tiles is not None, node, f"has images of {x.shape[1]}x{x.shape[2]} pixels, which its kernel cannot divide")
