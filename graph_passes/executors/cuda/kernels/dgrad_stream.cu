@@ -20,23 +20,6 @@ struct Bits {
     __device__ uint32 together() const { return bytes[0] | bytes[1] << 8 | bytes[2] << 16 | bytes[3] << 24; }
 };
 
-// Of two halves of sums a thread keeps one, and adds to it what a thread of other rows has of it.
-template <int HALF> __device__ inline void halve(float (&v)[16], int lane) {
-    const bool upper = lane & HALF * 2;
-#pragma unroll
-    for (int i = 0; i < HALF; ++i) {
-        const float kept = upper ? v[HALF + i] : v[i], given = upper ? v[i] : v[HALF + i];
-        v[i] = kept + __shfl_xor_sync(0xffffffff, given, HALF * 2);
-    }
-}
-// Sums of 64 columns over a warp's 16 rows. `v[2 * j + k]` is of column 8 * j + lane % 4 * 2 + k over two rows; what is left in
-// v[0] and v[1] is of columns lane * 2 and lane * 2 + 1 over all.
-__device__ inline void sum_over_rows(float (&v)[16], int lane) {
-    halve<8>(v, lane);
-    halve<4>(v, lane);
-    halve<2>(v, lane);
-}
-
 // dz = dy * w, plus `addend` with ADD, where the ReLU bits in `mask` let it through; and of dz the sums that
 // batch_norm_backward_reduce makes. DROP is as it is there. The maps are of these matrices: of dy and of w, which is OHWI, by
 // tiles of 64 rows and 64 columns, of the others by those of 16 rows and 64 columns. gridDim.x blocks share the columns,

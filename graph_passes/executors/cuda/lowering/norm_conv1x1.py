@@ -30,9 +30,13 @@ COLUMNS = (64, 128, 256)  # that a block makes
 STREAMED, WEIGHT_PLACES = 256, 2  # so many of which weights are streamed, by chunks
 STREAMED_BLOCK: Size = (384, 1, 1)
 CONTROL_BYTES = 3 << 10
-AFFINE_BYTES = 1 << 10  # a chunk's scales and shifts
 RESULT_BYTES = TEAMS * TILE_ROWS * CHUNK_BYTES  # for a part of each warp's results
-STAGE_BYTES = 2 * RESULT_BYTES  # for a tile of each team, and what is added to it
+STAGE_BYTES = 2 * RESULT_BYTES  # for two tiles of each team: here one, and what is added to it
+
+
+def affine_bytes(chunks: int) -> int:
+    """Three floats for each channel of so many chunks, up to the next multiple of 1024 bytes."""
+    return -(-chunks * 12 * CHUNK // 1024) * 1024
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ class NormConv1x1:
     @property
     def _kept_bytes(self) -> int:
         chunks = WEIGHT_PLACES if self.columns == STREAMED else self.chunks
-        return CONTROL_BYTES + self.chunks * AFFINE_BYTES + chunks * self.columns * CHUNK_BYTES + RESULT_BYTES
+        return CONTROL_BYTES + affine_bytes(self.chunks) + chunks * self.columns * CHUNK_BYTES + RESULT_BYTES
 
 
 def norm_conv1x1(builder: Builder, node: Node) -> None:
