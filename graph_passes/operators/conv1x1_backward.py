@@ -131,14 +131,14 @@ def _compute_norm_conv_dgrad(node: NodeView, dz: Array, x: Array, gamma: Array, 
 _SUMS = ("gamma_grad", "beta_grad")
 _NORM_CONV = ("masked_grad", "data", "gamma", "saved", *_SUMS, "weight", "data_2", "beta")
 _BEFORE = ("gamma_2", "saved_2", "beta_2")
+WAY = {"way": Attribute(str, "")}  # by which kernel a device computes it, as the pass has chosen
 _ATTRIBUTES = CONVOLUTION | ATTRIBUTES | DATA_SHAPE | dropping(["factors"])
 
 OPERATORS = (
-    # `way`: by which kernel a device computes it (passes/dgrad_reduce.py).
     Operator("DgradReduce",
              ("conv_grad", "weight", "mask", "data", "saved", "data_2", "saved_2", "factors", "out_grad_2"),
              _dgrad_reduce, _compute_dgrad_reduce,
-             _ATTRIBUTES | SINGLE_GRAD | {"single_norm": TRUE, "way": Attribute(str, "")},
+             _ATTRIBUTES | SINGLE_GRAD | WAY | {"single_norm": TRUE},
              (*_SUMS, "masked_grad", *(f"{name}_2" for name in _SUMS)),
              {**SECOND_GRAD, **FACTORS,
               **dict.fromkeys(("data_2", "saved_2", "gamma_grad_2", "beta_grad_2"), "single_norm")},
@@ -155,6 +155,6 @@ OPERATORS = (
              _ATTRIBUTES | {"no_relu": FALSE}, ("weight_grad", "masked_grad", *_SUMS), {"beta": "no_relu", **FACTORS},
              forward="BatchNorm", fused=True),
     Operator("NormConvDgrad", (*_NORM_CONV[:-1], *_BEFORE), _norm_conv_dgrad, _compute_norm_conv_dgrad,
-             CONVOLUTION | ATTRIBUTES | DATA_SHAPE, ("conv_grad", "masked_grad", *_SUMS),
+             CONVOLUTION | ATTRIBUTES | DATA_SHAPE | WAY, ("conv_grad", "masked_grad", *_SUMS),
              in_place={"conv_grad": ("data",)}, forward="BatchNorm", fused=True),
 )

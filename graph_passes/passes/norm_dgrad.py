@@ -1,5 +1,5 @@
-"""From a BatchNorm's sums through the data of the 1x1 convolution before it, to the sums of the BatchNorm before that one,
-where the gradient of the convolution's weights is a launch of its own."""
+"""From a BatchNorm's sums through the data of the 1x1 convolution before it, to the sums of the BatchNorm before that
+one, where the gradient of the convolution's weights is a launch of its own."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def norm_dgrad(graph: Graph, choose: Choose) -> Graph:
         after     dz, x, weight, x_2 -> NormConvDgrad `a` -> dx, dz_2, dgamma, dbeta;  dx, data -> ConvolutionWgrad
                   dz_2, ... -> BatchNormBackwardApply `b`
 
-    dx is written, but not read for ddata, nor is ddata for the sums. For 16-bit types; the kernel is for GPUs of the
-    Hopper generation.
+    dx is written, but not read for ddata, nor is ddata for the sums. The kernel reads the weights block by block, or
+    for clusters of blocks. For 16-bit types and GPUs of the Hopper generation.
     """
     nodes: list[Node] = []
     moved: dict[Ref, Ref] = {}
@@ -34,10 +34,12 @@ def norm_dgrad(graph: Graph, choose: Choose) -> Graph:
         reduction, before = halves
         fused = _fused(apply, dgrad, reduction)
         _, *masked_and_sums = fused.refs()
-        ways = {"separate": [apply, dgrad, reduction, before],
-                "norm_dgrad": [fused, from_masked(before, *masked_and_sums)]}
-        if choose(graph, apply, ways) == "norm_dgrad":
-            nodes += ways["norm_dgrad"]
+        rest = from_masked(before, *masked_and_sums)
+        ways = {"separate": [apply, dgrad, reduction, before], "norm_dgrad": [fused, rest],
+                "norm_dgrad_clusters": [fused.with_attrs(way="norm_dgrad_clusters"), rest]}
+        way = choose(graph, apply, ways)
+        if way != "separate":
+            nodes += ways[way]
             moved |= dict(zip(reduction.refs(), masked_and_sums[1:], strict=True))
     return graph.replace(nodes, moved)
 
@@ -55,6 +57,7 @@ def _gradient(graph: Graph, apply: Node) -> Node | None:
 
 def _fused(apply: Node, dgrad: Node, reduction: Node) -> Node:
     """In place of all three. Its first output is that of `apply`."""
-    dz, *norm = (apply.inputs[0], *(apply.input(role) for role in ("data", "gamma", "saved", "gamma_grad", "beta_grad")))
+    norm = (apply.input(role) for role in ("data", "gamma", "saved", "gamma_grad", "beta_grad"))
     before = (reduction.input(role) for role in ("data", "gamma", "saved", "beta"))
-    return apply.derive("NormConvDgrad", apply.name, (dz, *norm, dgrad.input("weight"), *before), **dgrad.attrs)
+    inputs = apply.inputs[0], *norm, dgrad.input("weight"), *before
+    return apply.derive("NormConvDgrad", apply.name, inputs, **dgrad.attrs)

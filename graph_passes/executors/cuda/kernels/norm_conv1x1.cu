@@ -6,6 +6,7 @@
 #include "moments.cuh"
 #include "norm_stream.cuh"
 
+constexpr int WEIGHT_PLACES = 2;
 template <int COLUMNS> constexpr bool STREAMED = COLUMNS > 128;
 // Registers go from four warps to others then, so four start copies.
 template <int COLUMNS> constexpr int BLOCK = STREAMED<COLUMNS> ? STREAMING : THREADS;
@@ -118,14 +119,14 @@ norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
     const Share share{blockIdx.y * TEAMS + team, (rows + ROWS - 1) / ROWS, gridDim.y * TEAMS};
     const uint32 rounds = (share.end - blockIdx.y * TEAMS + share.step - 1) / share.step;  // of the first team's tiles
 
-    if (threadIdx.x == 0) init_barriers(all, stages);
+    if (threadIdx.x == 0) init_barriers(all, stages, WEIGHT_PLACES);
     __syncthreads();
 
     const Stages own{all_tiles + team * stages * 2 * TILE_VECTORS, control.full[team], control.empty[team], chunks, stages};
     if (!multiplies) {
         if (STREAMED<COLUMNS>) leave_registers<24>();
         if (STREAMED<COLUMNS> && lane == 0 && team == TEAMS)
-            stream_weights<COLUMNS>(weights, all, chunks, rounds, [&](uint4 *to, int c, uint64 &full) {
+            stream_weights<COLUMNS>(weights, all, WEIGHT_PLACES, chunks, rounds, [&](uint4 *to, int c, uint64 &full) {
                 load_tile(to, w, c * CHUNK, 0, 0, full);
             });
         if (lane == 0 && team < TEAMS) {
@@ -198,7 +199,7 @@ norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
             if (row_of_word < rows_here) mask[((row + row_of_word) * chunks + c) * 2 + lane % 2] = word;
             wait_for_products();  // `m` is free, too
             hold_products(products);
-            if (STREAMED<COLUMNS>) free_weights(all, of_weights, lane);
+            if (STREAMED<COLUMNS>) free_weights(all, of_weights, WEIGHT_PLACES, lane);
         }
 
 #pragma unroll
@@ -220,7 +221,7 @@ norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
         }
         counted += rows_here;
     }
-    if (STREAMED<COLUMNS> && round < rounds) skip_weights(all, of_weights, chunks, lane);
+    if (STREAMED<COLUMNS> && round < rounds) skip_weights(all, of_weights, WEIGHT_PLACES, chunks, lane);
     if (lane == 0) wait_for_stores<0>();
 
     // Over the warps, then over the blocks.
