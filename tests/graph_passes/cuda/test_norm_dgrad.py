@@ -74,8 +74,8 @@ class Case:
 
 SHAPES = [  # channels, channels of data, rows: ResNet-50's, and others that fill nothing
     (1024, 256, 1003), (512, 128, 1003), (256, 64, 1003), (1024, 256, 1), (512, 128, 63), (256, 64, 65),
-    (2048, 256, 517), (1024, 256, 5000), (64, 128, 131), (64, 256, 129), (128, 72, 130), (320, 200, 193), (448, 136, 259), (192, 8, 64),
-    (256, 192, 1024), (1024, 128, 777)]
+    (2048, 256, 517), (1024, 256, 5000), (64, 128, 131), (64, 256, 129), (128, 72, 130), (320, 200, 193),
+    (448, 136, 259), (192, 8, 64), (256, 192, 1024), (1024, 128, 777)]
 
 
 @pytest.mark.gpu
@@ -106,8 +106,8 @@ def test_far_from_zero(device: Device, dtype: str, mean: float, channels: int, d
 @pytest.mark.parametrize("blocks", [1, 2, 44, 45, 132, 201])
 @pytest.mark.parametrize("channels, data_channels, of_cluster", [(64, 256, 1), (128, 72, 1), (64, 256, 2)])
 def test_sums_of_many_blocks(device: Device, channels: int, data_channels: int, of_cluster: int, blocks: int) -> None:
-    """The last block adds up those of as many as an H200 has multiprocessors, or of more; the last tile has one row, and
-    a cluster may have a block too much."""
+    """The last block adds up those of as many as an H200 has multiprocessors, or of more; the last tile has one row,
+    and a cluster may have a block too much."""
     rows = 128 * blocks - 63
     case = Case(device, "float16", channels, data_channels, rows, of_cluster, blocks=-(-blocks // 2) * 2)
     assert case.way.grid(rows, case.blocks)[1] == (blocks if of_cluster == 1 else case.blocks)
