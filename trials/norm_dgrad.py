@@ -50,7 +50,7 @@ for channels, others, rows in ((1024, 256, 50176), (512, 128, 200704)):
                                   shared_bytes=way.shared_bytes)
 
                 ms = gpu.time_ms(run, launches=16, repeats=5)
-                print(f"{channels} to {others}: clusters of {blocks}, places {places}, stages {way.stages}: {ms:.4f} ms, "
+                print(f"{channels} to {others}: clusters of {blocks}, {places} places, {way.stages} stages: {ms:.4f} ms, "
                       f"{megabytes / ms:.0f} GB/s", flush=True)
     for address in (dz, x, dx, w, behind, out):
         gpu.free(address)

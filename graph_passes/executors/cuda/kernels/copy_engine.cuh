@@ -59,15 +59,16 @@ __device__ inline int block_of_cluster() {
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
 }
-// All threads of a cluster that have not ended. What they wrote is seen by the others; a block's shared memory stays until then.
+// All threads of a cluster. Until then a block's shared memory stays.
 __device__ inline void meet_cluster() {
     asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// At the barrier that has this place in another block.
+// At the barrier that has this place in another block. It tells that this thread has read, not what it has written: that would
+// wait for all its writes.
 __device__ inline void arrive_in(int block, uint64 &barrier) {
     asm volatile("{\n\t.reg .b32 there;\n\t"
                  "mapa.shared::cluster.u32 there, %0, %1;\n\t"
-                 "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n\t}"
+                 "mbarrier.arrive.shared::cluster.b64 _, [there];\n\t}"
                  :: "r"(address_of(&barrier)), "r"(block) : "memory");
 }
 

@@ -94,6 +94,8 @@ norm_dgrad(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorM
             });
         }
         if (lane == 0 && team < TEAMS) load_rows<PARTS>(own, dz, x, behind, share);
+        __syncwarp();
+        if (BLOCKS > 1) meet_cluster();
         return;
     }
     take_registers<240>();
@@ -195,7 +197,7 @@ norm_dgrad(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorM
     skip_weights<BLOCKS>(all, of_weights, places, (rounds - round) * chunks, lane);
     if (lane == 0) wait_for_stores<0>();
     __syncwarp();
-    if (BLOCKS > 1) meet_cluster();  // nobody arrives here any more
+    if (BLOCKS > 1) meet_cluster();  // nobody arrives at this block's barriers any more
 
     meet_multiplying();  // the tiles were here
     float *const of_warps = reinterpret_cast<float *>(all_tiles);
