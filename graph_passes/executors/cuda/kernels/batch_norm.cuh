@@ -39,13 +39,15 @@ __device__ inline void reduce_parts(float *of_part, float *partials, uint32 *tic
     const int thread = threadIdx.y * blockDim.x + threadIdx.x, first = blockIdx.x * COLUMNS, blocks = gridDim.y;
     meet();
 #pragma unroll
-    for (int value = thread; value < VALUES; value += THREADS) {
-        if (first + value % COLUMNS >= columns) continue;
-        float total = 0;
+    for (int i = 0; i < (VALUES + THREADS - 1) / THREADS; ++i) {
+        const int value = i * THREADS + thread;
+        if (value < VALUES && first + value % COLUMNS < columns) {
+            float total = 0;
 #pragma unroll
-        for (int part = 0; part < PARTS; ++part) total += of_part[part * VALUES + value];
-        partials[(size_t(blockIdx.y) * N + value / COLUMNS) * columns + first + value % COLUMNS] = total;
-        __threadfence();
+            for (int part = 0; part < PARTS; ++part) total += of_part[part * VALUES + value];
+            partials[(size_t(blockIdx.y) * N + value / COLUMNS) * columns + first + value % COLUMNS] = total;
+            __threadfence();
+        }
     }
     meet();
     if (thread == 0) {
