@@ -24,6 +24,7 @@ from graph_passes.passes.dgrad_reduce import dgrad_reduce
 from graph_passes.passes.group_mean import group_mean
 from graph_passes.passes.norm_backward import norm_backward
 from graph_passes.passes.norm_conv1x1 import norm_conv1x1
+from graph_passes.passes.norm_dgrad import norm_dgrad
 from graph_passes.passes.norm_grad_add import norm_grad_add
 from graph_passes.passes.norm_pair import norm_pair
 from graph_passes.passes.norm_pool import norm_pool
@@ -72,6 +73,7 @@ def training_passes(shapes: Shapes, dtype: str, choose: Choose, grouped: bool = 
         "dgrad_reduce": lambda graph: dgrad_reduce(graph, choose),
         "conv3x3_dgrad": lambda graph: conv3x3_dgrad(graph, choose),  # its BatchNorm's second half is for the next
         "norm_backward": lambda graph: norm_backward(graph, choose),
+        "norm_dgrad": lambda graph: norm_dgrad(graph, choose),
         "conv3x3_wgrad": lambda graph: conv3x3_wgrad(graph, shapes, choose),
         "norm_grad_add": norm_grad_add,
         "rnn_algorithm": lambda graph: rnn_algorithm(graph, choose),

@@ -9,6 +9,7 @@ In the direction of the backward pass:
     NormConvBackward  from those sums through a BatchNorm and the 1x1 convolution that it read: the gradients of the
                       weights and of the data; the wide gradient between them is not stored
     NormConvReduce    the same, and on through the ReLU of the BatchNorm before the convolution to that one's sums
+    NormConvDgrad     likewise, but without the gradient of the weights: the wide gradient is stored for it
 
 Where images are dropped after a BatchNorm, its gradient is multiplied by `factors`.
 """
@@ -77,6 +78,14 @@ def _norm_conv(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shap
     return [*inputs, before, (2, *before), before, *factors], [weight, data, before, before]
 
 
+def _norm_conv_dgrad(node: NodeView, shapes: list[Shape | None]) -> tuple[Shapes, Shapes]:
+    data = node["data_shape"]
+    weight, output = convolution_shapes(node, data)
+    channels, before = (node["num_filter"],), data[-1:]
+    inputs = [output, output, channels, (2, *channels), channels, channels, weight, data, before, (2, *before), before]
+    return inputs, [output, data, before, before]
+
+
 # --- NumPy ---
 
 
@@ -111,18 +120,28 @@ def _compute_norm_conv(node: NodeView, dz: Array, x: Array, gamma: Array, saved:
     return [convolution_wgrad(node, dy, relu(y)), dz_2, *gradient_sums(node, dz_2, data, saved_2)]
 
 
+def _compute_norm_conv_dgrad(node: NodeView, dz: Array, x: Array, gamma: Array, saved: Array, dgamma: Array,
+                             dbeta: Array, weight: Array, data: Array, *before: Array) -> list[Array]:
+    gamma_2, saved_2, beta_2 = before
+    dy = data_gradient(node, dz, x, gamma, saved, (dgamma, dbeta))
+    dz_2 = relu_backward(convolution_dgrad(node, dy, weight, node["data_shape"]),
+                         scaled(node, data, gamma_2, beta_2, saved_2))
+    return [dy, dz_2, *gradient_sums(node, dz_2, data, saved_2)]
+
+
 # --- the descriptions ---
 
 _SUMS = ("gamma_grad", "beta_grad")
 _NORM_CONV = ("masked_grad", "data", "gamma", "saved", *_SUMS, "weight", "data_2", "beta")
+_BEFORE = ("gamma_2", "saved_2", "beta_2")
+WAY = {"way": Attribute(str, "")}  # by which kernel a device computes it, as the pass has chosen
 _ATTRIBUTES = CONVOLUTION | ATTRIBUTES | DATA_SHAPE | dropping(["factors"])
 
 OPERATORS = (
-    # `way`: by which kernel a device computes it (passes/dgrad_reduce.py).
     Operator("DgradReduce",
              ("conv_grad", "weight", "mask", "data", "saved", "data_2", "saved_2", "factors", "out_grad_2"),
              _dgrad_reduce, _compute_dgrad_reduce,
-             _ATTRIBUTES | SINGLE_GRAD | GRAD_STRIDE | {"single_norm": TRUE, "way": Attribute(str, "")},
+             _ATTRIBUTES | SINGLE_GRAD | GRAD_STRIDE | WAY | {"single_norm": TRUE},
              (*_SUMS, "masked_grad", *(f"{name}_2" for name in _SUMS)),
              {**SECOND_GRAD, **FACTORS,
               **dict.fromkeys(("data_2", "saved_2", "gamma_grad_2", "beta_grad_2"), "single_norm")},
@@ -135,7 +154,10 @@ OPERATORS = (
              _ATTRIBUTES | {"no_relu": FALSE}, ("weight_grad", "data_grad"), {"beta": "no_relu", **FACTORS},
              forward="BatchNorm", fused=True),
     # ... and here that of the BatchNorm + ReLU before it, from which it is made again.
-    Operator("NormConvReduce", (*_NORM_CONV, "gamma_2", "saved_2", "beta_2", "factors"), _norm_conv, _compute_norm_conv,
+    Operator("NormConvReduce", (*_NORM_CONV, *_BEFORE, "factors"), _norm_conv, _compute_norm_conv,
              _ATTRIBUTES | {"no_relu": FALSE}, ("weight_grad", "masked_grad", *_SUMS), {"beta": "no_relu", **FACTORS},
              forward="BatchNorm", fused=True),
+    Operator("NormConvDgrad", (*_NORM_CONV[:-1], *_BEFORE), _norm_conv_dgrad, _compute_norm_conv_dgrad,
+             CONVOLUTION | ATTRIBUTES | DATA_SHAPE | WAY, ("conv_grad", "masked_grad", *_SUMS),
+             in_place={"conv_grad": ("data",)}, forward="BatchNorm", fused=True),
 )

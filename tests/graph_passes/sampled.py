@@ -42,6 +42,7 @@ Named = Mapping[str, Array]  # inputs or outputs by their names in the operator'
 
 PIXELS = 256  # looked at of a tensor, each with all channels
 IMAGES = 4  # where whole images are
+THROUGH_NORMS = "NormConvReduce", "NormConvDgrad"  # from one BatchNorm to the sums of the one before
 FILTERS = 32  # of a weight's gradient, and as many of its other elements
 CHUNK = 2**19  # elements that are worked on at once where all of a tensor is
 WHOLE = 2**27  # elements of the largest tensor that is computed as a whole
@@ -304,7 +305,7 @@ def _gradient_sums(node: Node, given: Named, written: Named, rng: np.random.Gene
     dz = written.get("masked_grad", given.get("out_grad"))
     assert dz is not None
     roles = [("data_at_winner", "saved", "")] if "winner" in given else [("data", "saved", "")]
-    if node.op == "NormConvReduce":
+    if node.op in THROUGH_NORMS:
         roles = [("data_2", "saved_2", "")]
     elif "data_2" in given:
         roles.append(("data_2", "saved_2", "_2"))
@@ -388,7 +389,7 @@ def _gradient_patches(node: Node, places: tuple[Array, ...], out_shape: Sequence
 
 
 def _dgrad(node: Node, given: Named, written: Named, rng: np.random.Generator) -> Iterator[Sample]:
-    """The gradient of a convolution's data, and what DgradReduce, Conv3x3DgradReduce and NormConvReduce do with it."""
+    """The gradient of a convolution's data, and what operators do with it that go on to the BatchNorm before."""
     weight, groups = given["weight"].astype(np.float64), node["num_group"]
     name = "masked_grad" if "masked_grad" in written else "data_grad"
     places = _pixels(written[name].shape, rng)
@@ -420,8 +421,8 @@ def _dgrad(node: Node, given: Named, written: Named, rng: np.random.Generator) -
         wanted, error = wanted + addend, error + FEW * UNIT * np.abs(addend)
     if "mask" in given:
         wanted = masked(wanted, given["mask"][places])
-    if node.op in ("Conv3x3DgradReduce", "NormConvReduce"):
-        before = "_2" if node.op == "NormConvReduce" else ""
+    if node.op in ("Conv3x3DgradReduce", *THROUGH_NORMS):
+        before = "_2" if node.op in THROUGH_NORMS else ""
         y, its_error = _activation(node, _at(given[f"data{before}"], places), *_of_batch_norm(given, before))
         wanted = relu_backward(wanted, y[:, 0, 0])
         error = error + np.where(np.abs(y[:, 0, 0]) <= its_error[:, 0, 0], np.inf, 0)
@@ -429,15 +430,25 @@ def _dgrad(node: Node, given: Named, written: Named, rng: np.random.Generator) -
 
 
 def _norm_gradient(node: Node, given: Named, shape: Sequence[int]) -> tuple[Array, Array]:
-    """The gradient of what a BatchNorm reads, at some of the pixels of a tensor of this shape: what NormConvBackward
-    and NormConvReduce do not write. And where its ReLU is not decided."""
+    """The gradient of what a BatchNorm reads, at some of the pixels of a tensor of this shape: what most NormConv
+    operators do not write. And where its ReLU is not decided."""
     here = _fraction(given, math.prod(given["data"].shape[:3]) / math.prod(shape[:3]))
     dz, is_open = here["masked_grad"], np.zeros(here["masked_grad"].shape, bool)
-    if not node["no_relu"]:
+    if not node.get("no_relu", True):
         y, error = _activation(node, here["data"], *_of_batch_norm(here))
         dz, is_open = relu_backward(dz, y), np.abs(y) <= error
     sums = here["gamma_grad"], here["beta_grad"]
     return data_gradient(node, dz, here["data"], here["gamma"], here["saved"], sums), is_open
+
+
+def _conv_grad(node: Node, given: Named, written: Named, rng: np.random.Generator) -> Iterator[Sample]:
+    """The same where it is written."""
+    shape = given["data"].shape
+    places = _pixels(shape, rng)
+    here = _of_images(given, lambda array: _at(array, places) if array.shape == shape else array)
+    wanted, _ = _norm_gradient(node, here, shape)
+    terms, _ = _norm_gradient(node, _absolute(here), shape)
+    yield _sample("conv_grad", written, _at(written["conv_grad"], places), wanted, FEW * UNIT * np.abs(terms))
 
 
 WGRADS = "ConvolutionWgrad", "Conv3x3Wgrad"  # of a gradient that is read, not made on the way
@@ -588,6 +599,7 @@ RULES: Mapping[str, Sequence[Rule]] = {
     **dict.fromkeys(("DgradReduce", "Conv3x3DgradReduce"), (_dgrad, _gradient_sums)),
     "NormConvBackward": (_wgrad, _dgrad),
     "NormConvReduce": (_wgrad, _dgrad, _gradient_sums),
+    "NormConvDgrad": (_conv_grad, _dgrad, _gradient_sums),
     "BatchNormPoolApply": (_pool_apply,),
     "BatchNormPoolBackwardApply": (_pool_backward,),
     "StemWgrad": (_wgrad,),

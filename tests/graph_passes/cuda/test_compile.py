@@ -38,8 +38,8 @@ RULES = ["Sgd<false>", "Sgd<true>", "Lars<false>", "Lars<true>", "AdamW", "Lamb"
 
 # Of wgmma: for Hopper alone, in 16-bit types.
 WARPGROUPS = ("conv1x1_forward.cu", "conv1x1_pair.cu", "conv3x3.cu", "conv3x3_weights.cu", "dgrad_reduce.cu",
-              "dgrad_stream.cu", "norm_backward.cu", "norm_conv1x1.cu", "stem_forward.cu", "stem_pool.cu",
-              "stem_weights.cu")
+              "dgrad_stream.cu", "norm_backward.cu", "norm_conv1x1.cu", "norm_dgrad.cu", "stem_forward.cu",
+              "stem_pool.cu", "stem_weights.cu")
 
 # Template arguments behind the dtype that the executor asks for.
 FLAGS = {
@@ -54,6 +54,7 @@ FLAGS = {
     "conv1x1_pair": ["64", "128"],
     "conv3x3_forward": ["true, false", "false, true"],
     "norm_conv1x1": ["64, false", "64, true", "128, false", "128, true", "256, false", "256, true"],
+    "norm_dgrad": ["128, 1", "256, 1", "128, 2", "256, 2"],
     "norm_backward": ["64, true, false, false", "128, true, true, false", "256, false, true, false",
                       "256, false, false, true"],
     "batch_norm_apply": ["false, false, false", "false, true, false", "true, true, false", "true, true, true"],
@@ -92,7 +93,7 @@ def kernels() -> list[tuple[str, str]]:
     """(file, kernel) of all __global__ functions of kernels/."""
     found = []
     for path in sorted(SOURCES.glob("*.cu")):
-        text = re.sub(r"__launch_bounds__\([^)]*\)", "", path.read_text())
+        text = re.sub(r"__(launch_bounds|cluster_dims)__\([^)]*\)", "", path.read_text())
         for template, name in re.findall(r"(template <[^>]*>\s*)?__global__ void\s+(\w+)\(", text):
             found.append((path.name, name if template else f"{name}!"))
     return found

@@ -174,7 +174,7 @@ def test_nan_and_infinity_stay(device: Device) -> None:
 @pytest.mark.parametrize("adds, sums", [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("channels, filters, _", SHAPES)
 def test_division_of_shared_memory(channels: int, filters: int, _: int, adds: bool, sums: bool) -> None:
-    """All that a block needs fits, with two tiles on their way for each team, and more where a tensor is read too; and a
+    """All that a block needs fits, with two tiles on their way for each team, and more where a tensor is read too; a
     thread has registers for the sums of 128 columns."""
     way = Conv1x1Forward(channels, filters, adds, sums=sums)
     assert way.stages >= 2 and way.results >= 2 + adds

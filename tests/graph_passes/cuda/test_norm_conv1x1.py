@@ -66,8 +66,8 @@ class Case:
     def run(self, separate: bool = False, in_place: bool = False) -> Arrays:
         """By a launch with the convolution, or `separate`, of the BatchNorm alone; `in_place`: y over x."""
         device, dtype, rows, way = self.device, self.dtype, self.rows, self.way
-        shapes = {"y": (rows, way.channels), "mask": (rows, way.channels // 8), "z": (rows, way.filters),
-                  "sums": (3, way.filters)}
+        shapes = {"y": (rows, way.channels), "mask": (rows, way.channels // 8), "z": (rows, way.others),
+                  "sums": (3, way.others)}
         dtypes = {"y": dtype, "mask": "uint8", "z": dtype}
         at = {name: device.poisoned(shape, dtypes.get(name, "float32")) for name, shape in shapes.items()}
         x, addend = device.put(self.norms[0].x, dtype), device.put(self.addend, dtype)
@@ -106,12 +106,13 @@ class Case:
                        ctypes.c_uint32(1))
             return
         grid = way.grid(rows, self.blocks)
+        read = way.read(rows, way.channels)
         maps = [device.gpu.tensor_map(address, dtype, tiling) for address, tiling in (
-            (x, way.read(rows)), (addend, way.read(rows)), (device.put(self.w, dtype), way.weights),
-            (at["y"], way.written(rows, way.channels)), (at["z"], way.written(rows, way.filters)))]
+            (x, read), (addend, read), (device.put(self.w, dtype), way.weights),
+            (at["y"], way.written(rows, way.channels)), (at["z"], way.written(rows, way.others)))]
         device.run("norm_conv1x1.cu", instance("norm_conv1x1", dtype, way.columns, pair), grid, way.block, *maps,
-                   *norms, at["mask"], *kept, at["sums"], device.poisoned((3 * way.filters * grid[1],)), self.tickets,
-                   ctypes.c_uint32(rows), *map(ctypes.c_int, (way.filters, way.chunks, way.stages)),
+                   *norms, at["mask"], *kept, at["sums"], device.poisoned((3 * way.others * grid[1],)), self.tickets,
+                   ctypes.c_uint32(rows), *map(ctypes.c_int, (way.others, way.chunks, way.stages)),
                    shared_bytes=way.shared_bytes)
 
     @property

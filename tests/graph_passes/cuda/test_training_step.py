@@ -257,6 +257,7 @@ def test_every_tensor_with_the_newest_kernels_follows_from_its_inputs(cache: Pat
     network, shapes = models.create(name, CLASSES, 0.1), {"data": (6, 49, 41, 3), "softmax_label": (6,)}
     launches = check_every_tensor(cache, name, network, fused(network.symbol), shapes, dtype)
     assert launches.count("norm_conv1x1") == (12 if name == "resnet50" else 0)
+    assert launches.count("norm_dgrad") >= (8 if name == "resnet50" else 0), "in stages 2 and 3"
     in_stage_1 = 3 if name == "resnet50" else 4
     with_sums = 3 if name == "resnet50" else 2  # of the others the gradient goes to a sum
     assert launches.count("conv3x3_forward") == in_stage_1
@@ -362,6 +363,16 @@ def test_norm_conv1x1_in_a_step(cache: Path, monkeypatch: pytest.MonkeyPatch, ne
         return "separate" if "norm_conv1x1" in ways else own_kernels(graph, node, ways)
 
     check_ways(cache, monkeypatch, network, dtype, ("norm_conv1x1",), {two_launches: [0], own_kernels: [places]})
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_norm_dgrad_in_a_step(cache: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+    """And with the launches that it stands for. In the first block the BatchNorm is one of a pair."""
+
+    def separate(graph: Graph, node: Node, ways: Ways) -> str:
+        return "separate" if "norm_dgrad" in ways else own_kernels(graph, node, ways)
+
+    check_ways(cache, monkeypatch, bottlenecks(width=256), dtype, ("norm_dgrad",), {separate: [0], own_kernels: [2]})
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -421,8 +421,8 @@ def test_launches_of_the_fused_backward_pass() -> None:
     assert fused == 11 + 1 and operations.count("dgrad") == 54 - 1 - 5 - fused
     assert Counter(decision.chosen for decision in lowering.decisions) == {
         "stem_fprop": 1, "stem_wgrad": 1, "fprop_stats": 52, "dgrad_reduce": fused, "norm_backward": 4,
-        "dgrad": 3, "separate": 12 + 2 + 13}, (
-            "instead of norm_conv1x1, from 512 channels dgrad_stream, conv3x3_dgrad, and conv3x3_weights")
+        "dgrad": 3, "separate": 12 + 2 + 8 + 13}, (
+            "instead of norm_conv1x1, from 512 channels dgrad_stream, norm_dgrad, conv3x3_dgrad, and conv3x3_weights")
     assert lowering.ready.keys() == store.parameters.keys()
     written = [buffer for launch in launches for buffer in launch.writes if buffer in store.gradients.values()]
     assert len(written) == len(set(written)) == len(store.parameters)
@@ -464,6 +464,7 @@ def test_launches_of_our_own_kernels() -> None:
         assert operations["conv3x3_forward"] == (3 if capability == HOPPER else 0), "in stage 1"
         assert operations["conv3x3_dgrad_reduce"] == (3 if on_hopper else 0)
         assert operations["norm_conv1x1"] == (norms if on_hopper else 0)
+        assert operations["norm_dgrad"] == (3 + 5 if on_hopper else 0), "in stages 2 and 3, of no pairs"
         assert lowering.graph.operators()["Conv1x1SumRelu"] == (0 if training else sums)
         for launch in lowering.program.launches:
             launch.enqueue()

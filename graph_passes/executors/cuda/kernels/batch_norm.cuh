@@ -19,34 +19,42 @@ constexpr int LOADS = 4;
 
 // --- sums per channel over all rows ---
 
+// How all threads of a block wait for each other.
+struct MeetAll { __device__ void operator()() const { __syncthreads(); } };
+
 // The end of a kernel of which gridDim.y blocks share the rows, and gridDim.x the columns, COLUMNS each. `of_part`, in
 // shared memory, has N sums of each column over each of PARTS parts of the block's rows. Adds up those of the parts and
 // of all blocks of the same columns, always in the same order, so equal inputs give equal bits. The last block to come
 // adds up the blocks' sums as each did its parts', and calls `finish(column, the N sums)`. Nothing is read after it, so
-// this takes as long as its reads: all THREADS of the block share them, in vectors, and AT_ONCE of each are under way.
+// this takes as long as its reads: THREADS of the block, the first, which wait for each other by `meet`, share them, in vectors,
+// and AT_ONCE of each are under way.
 // Shapes: of_part (max(PARTS, SPLITS), N, COLUMNS), partials (gridDim.y, N, columns) fp32; tickets (gridDim.x), 0
 // before the launch and after it. `last` is a place in shared memory.
-template <int THREADS, int PARTS, int N, int COLUMNS, class Finish>
+template <int THREADS, int PARTS, int N, int COLUMNS, int AT_ONCE = 9, class Finish, class Meet = MeetAll>
 __device__ inline void reduce_parts(float *of_part, float *partials, uint32 *tickets, int columns, bool &last,
-                                    Finish finish) {
+                                    Finish finish, Meet meet = {}) {
     constexpr int VALUES = N * COLUMNS, QUADS = VALUES / 4;
-    constexpr int SPLITS = THREADS / QUADS, AT_ONCE = 9;  // SPLITS threads share four values; H200: up to 132 blocks
-    static_assert(THREADS >= VALUES && COLUMNS % 4 == 0);
+    constexpr int SPLITS = THREADS / QUADS;  // threads that share four values; H200: up to 132 blocks
+    static_assert(THREADS >= QUADS && THREADS >= COLUMNS && COLUMNS % 4 == 0);
     const int thread = threadIdx.y * blockDim.x + threadIdx.x, first = blockIdx.x * COLUMNS, blocks = gridDim.y;
-    __syncthreads();
-    if (thread < VALUES && first + thread % COLUMNS < columns) {
-        float total = 0;
+    meet();
 #pragma unroll
-        for (int part = 0; part < PARTS; ++part) total += of_part[part * VALUES + thread];
-        partials[(size_t(blockIdx.y) * N + thread / COLUMNS) * columns + first + thread % COLUMNS] = total;
-        __threadfence();
+    for (int i = 0; i < (VALUES + THREADS - 1) / THREADS; ++i) {
+        const int value = i * THREADS + thread;
+        if (value < VALUES && first + value % COLUMNS < columns) {
+            float total = 0;
+#pragma unroll
+            for (int part = 0; part < PARTS; ++part) total += of_part[part * VALUES + value];
+            partials[(size_t(blockIdx.y) * N + value / COLUMNS) * columns + first + value % COLUMNS] = total;
+            __threadfence();
+        }
     }
-    __syncthreads();
+    meet();
     if (thread == 0) {
         last = atomicAdd(&tickets[blockIdx.x], 1) == blocks - 1;
         if (last) tickets[blockIdx.x] = 0;
     }
-    __syncthreads();
+    meet();
     if (!last) return;
     __threadfence();
 
@@ -73,7 +81,7 @@ __device__ inline void reduce_parts(float *of_part, float *partials, uint32 *tic
         }
         reinterpret_cast<float4 *>(of_part)[thread] = total;
     }
-    __syncthreads();
+    meet();
     if (thread < COLUMNS && first + thread < columns) {
         float totals[N] = {};
 #pragma unroll

@@ -37,6 +37,23 @@ __device__ inline void store_pair(uint4 *at, const uint32 (&m)[4]) {
                  :: "r"(address_of(at)), "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3]) : "memory");
 }
 
+// Of two halves of sums a thread keeps one, and adds to it what a thread of other rows has of it.
+template <int HALF> __device__ inline void halve(float (&v)[16], int lane) {
+    const bool upper = lane & HALF * 2;
+#pragma unroll
+    for (int i = 0; i < HALF; ++i) {
+        const float kept = upper ? v[HALF + i] : v[i], given = upper ? v[i] : v[HALF + i];
+        v[i] = kept + __shfl_xor_sync(0xffffffff, given, HALF * 2);
+    }
+}
+// Sums of 64 columns over a warp's 16 rows. `v[2 * j + k]` is of column 8 * j + lane % 4 * 2 + k over two rows; what is left in
+// v[0] and v[1] is of columns lane * 2 and lane * 2 + 1 over all.
+__device__ inline void sum_over_rows(float (&v)[16], int lane) {
+    halve<8>(v, lane);
+    halve<4>(v, lane);
+    halve<2>(v, lane);
+}
+
 // --- the tiles of a team ---
 
 // Every `step`-th of the tiles, from `first` on.

@@ -56,6 +56,26 @@ struct Turn {
 // Of a tile of a 1x1 convolution: how many rows it has, and from one to the next the steps in rows and lines, of x and of y.
 struct TileWalk { int rows, x_row, x_line, y_row, y_line; };
 
+// --- clusters of blocks, which reach into each other's shared memory ---
+
+__device__ inline int block_of_cluster() {
+    int rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+// All threads of a cluster. Until then a block's shared memory stays.
+__device__ inline void meet_cluster() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// At the barrier that has this place in another block. It tells that this thread has read, not what it has written: that would
+// wait for all its writes.
+__device__ inline void arrive_in(int block, uint64 &barrier) {
+    asm volatile("{\n\t.reg .b32 there;\n\t"
+                 "mapa.shared::cluster.u32 there, %0, %1;\n\t"
+                 "mbarrier.arrive.shared::cluster.b64 _, [there];\n\t}"
+                 :: "r"(address_of(&barrier)), "r"(block) : "memory");
+}
+
 // --- copies ---
 
 __device__ inline void fetch_map(const TensorMap &map) {
@@ -65,6 +85,14 @@ __device__ inline void fetch_map(const TensorMap &map) {
 __device__ inline void load_tile(uint4 *to, const TensorMap &map, int column, int row, int line, uint64 &barrier) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
                  :: "r"(address_of(to)), "l"(&map), "r"(column), "r"(row), "r"(line), "r"(address_of(&barrier)) : "memory");
+}
+// To the same place of all blocks of a cluster whose bits are set in `blocks`; in each its bytes end a phase of `barrier` there.
+__device__ inline void load_tile_to_all(uint4 *to, const TensorMap &map, int column, int row, int line, uint64 &barrier,
+                                        unsigned short blocks) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+                 "[%1, {%2, %3, %4}], [%5], %6;"
+                 :: "r"(address_of(to)), "l"(&map), "r"(column), "r"(row), "r"(line), "r"(address_of(&barrier)), "h"(blocks)
+                 : "memory");
 }
 // Bytes that follow each other; `bytes` and both places are multiples of 16.
 __device__ inline void load_bytes(void *to, const void *from, uint32 bytes, uint64 &barrier) {

@@ -20,23 +20,6 @@ struct Bits {
     __device__ uint32 together() const { return bytes[0] | bytes[1] << 8 | bytes[2] << 16 | bytes[3] << 24; }
 };
 
-// Of two halves of sums a thread keeps one, and adds to it what a thread of other rows has of it.
-template <int HALF> __device__ inline void halve(float (&v)[16], int lane) {
-    const bool upper = lane & HALF * 2;
-#pragma unroll
-    for (int i = 0; i < HALF; ++i) {
-        const float kept = upper ? v[HALF + i] : v[i], given = upper ? v[i] : v[HALF + i];
-        v[i] = kept + __shfl_xor_sync(0xffffffff, given, HALF * 2);
-    }
-}
-// Sums of 64 columns over a warp's 16 rows. `v[2 * j + k]` is of column 8 * j + lane % 4 * 2 + k over two rows; what is left in
-// v[0] and v[1] is of columns lane * 2 and lane * 2 + 1 over all.
-__device__ inline void sum_over_rows(float (&v)[16], int lane) {
-    halve<8>(v, lane);
-    halve<4>(v, lane);
-    halve<2>(v, lane);
-}
-
 // What a warp adds to its part of each tile, as `Addends`, from a gradient that has the rows of a grid. All of the warp's
 // threads copy; what is not there is zeros.
 template <class T> struct CompactAddends {

@@ -1,55 +1,23 @@
 // In training, what ends a residual block, BatchNorm + addition + ReLU, and the 1x1 convolution that begins the next, in one
 // launch. What is between them is written, for others read it too, but the convolution does not read it again.
 //
-// It is laid out as conv1x1_forward.cuh says, but that what is multiplied is made first. A tile of 64 rows and 64 channels
-// comes with the tile that is added. A warp takes its 16 rows of both to registers as the tensor cores have them, as the first
-// operand of a product, and the places of both are free for the next tiles. What is made of them goes to a place of the warp's
-// own, whence the copy engine takes it, and is multiplied from the registers. What the convolution gives goes the same way.
-//
-// A block keeps the weights of 128 outputs at most. Those of 256 are STREAMED: for each chunk of channels they come from the L2
-// cache once for both teams, which so go through their tiles side by side.
-#include "batch_norm.cuh"
-#include "conv1x1_forward.cuh"
+// It is laid out as norm_stream.cuh says, with the tile that is added beside each of x. A block keeps the weights of 128
+// outputs at most. Those of 256 are STREAMED.
 #include "moments.cuh"
+#include "norm_stream.cuh"
 
-constexpr int WEIGHT_PLACES = 2;  // for a chunk's weights, where they are streamed
+constexpr int WEIGHT_PLACES = 2;
 template <int COLUMNS> constexpr bool STREAMED = COLUMNS > 128;
 // Registers go from four warps to others then, so four start copies.
-template <int COLUMNS> constexpr int BLOCK = STREAMED<COLUMNS> ? (MULTIPLYING + 4) * WARP : THREADS;
-
-// At the start of shared memory. Behind it: Affine (chunks); in vectors the weights, (chunks or WEIGHT_PLACES, COLUMNS * 8);
-// `stages` tiles of each team's x, each with what is added; a result of each multiplying warp.
-struct alignas(1024) NormControl { Control control; uint64 full[WEIGHT_PLACES], empty[WEIGHT_PLACES]; int is_last; };
-
-// Of a chunk of channels: y = x * scale + shift + addend, or with a pair x * scale + (x_2 * scale_2 + shift).
-struct alignas(1024) Affine { float scale[CHUNK], shift[CHUNK], scale_2[CHUNK]; };
-
-__device__ inline float2 two_of(const float (&of)[CHUNK], int first) { return *reinterpret_cast<const float2 *>(&of[first]); }
+template <int COLUMNS> constexpr int BLOCK = STREAMED<COLUMNS> ? STREAMING : THREADS;
 
 // For one thread: starts the copies of a team's tiles of x and of what is added, from the last rows on.
 __device__ inline void load_both(const Stages &stages, const TensorMap &x, const TensorMap &addend, const Share &share) {
     Turn turn;
     for (uint32 n = share.first; n < share.end; n += share.step)
-        for (int c = 0; c < stages.chunks; ++c, turn.next(stages.number)) {
-            wait_for_phase(stages.empty[turn.place], turn.parity ^ 1);  // at once in the first turn
-            uint64 &full = stages.full[turn.place];
-            arrive_expecting(full, 2 * TILE_VECTORS * VECTOR_BYTES);
-            uint4 *const to = stages.tiles + turn.place * 2 * TILE_VECTORS;
-            const int row = (share.end - 1 - n) * ROWS;
-            load_tile(to, x, c * CHUNK, row, 0, full);
-            load_tile(to + TILE_VECTORS, addend, c * CHUNK, row, 0, full);
-        }
-}
-
-// For one thread: starts the copies of each chunk's weights, as many times as there are rounds of tiles.
-template <int COLUMNS>
-__device__ inline void stream_weights(uint4 *to, const TensorMap &w, NormControl &all, int chunks, uint32 rounds) {
-    Turn turn;
-    for (uint32 round = 0; round < rounds; ++round)
-        for (int c = 0; c < chunks; ++c, turn.next(WEIGHT_PLACES)) {
-            wait_for_phase(all.empty[turn.place], turn.parity ^ 1);  // at once in the first turn
-            arrive_expecting(all.full[turn.place], COLUMNS * CHUNK_VECTORS * VECTOR_BYTES);
-            load_tile(to + turn.place * COLUMNS * CHUNK_VECTORS, w, c * CHUNK, 0, 0, all.full[turn.place]);
+        for (int c = 0; c < stages.chunks; ++c) {
+            const Corner at{c * CHUNK, int(share.end - 1 - n) * ROWS};
+            load_two(stages, turn, x, at, addend, at);
         }
 }
 
@@ -137,12 +105,12 @@ norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
              float *running_mean_2, float *running_var, float *running_var_2, float eps, float momentum, float *sums_of_z,
              float *partials, uint32 *tickets, uint32 rows, int columns, int chunks, int stages) {
     constexpr int PARTS = COLUMNS / CHUNK;
-    static_assert(sizeof(NormControl) == 3072 && sizeof(Affine) == 1024, "as lowering/norm_conv1x1.py counts");
+    static_assert(sizeof(NormControl) == 3072 && sizeof(Affine) == 768, "as lowering/norm_conv1x1.py counts");
     extern __shared__ __align__(1024) uint4 memory[];
     NormControl &all = *reinterpret_cast<NormControl *>(memory);
     Control &control = all.control;
     Affine *const affine = reinterpret_cast<Affine *>(memory + sizeof(NormControl) / VECTOR_BYTES);
-    uint4 *const weights = reinterpret_cast<uint4 *>(affine + chunks);
+    uint4 *const weights = memory + sizeof(NormControl) / VECTOR_BYTES + affine_vectors(chunks);
     uint4 *const all_tiles = weights + (STREAMED<COLUMNS> ? WEIGHT_PLACES : chunks) * COLUMNS * CHUNK_VECTORS;
     uint4 *const all_results = all_tiles + TEAMS * stages * 2 * TILE_VECTORS;
     const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // one for all, to the compiler
@@ -151,19 +119,16 @@ norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
     const Share share{blockIdx.y * TEAMS + team, (rows + ROWS - 1) / ROWS, gridDim.y * TEAMS};
     const uint32 rounds = (share.end - blockIdx.y * TEAMS + share.step - 1) / share.step;  // of the first team's tiles
 
-    if (threadIdx.x == 0) {
-        for (int place = 0; place < WEIGHT_PLACES; ++place) {
-            init_barrier(all.full[place], 1);
-            init_barrier(all.empty[place], MULTIPLYING);
-        }
-        init_barriers(control, stages, 0);
-    }
+    if (threadIdx.x == 0) init_barriers(all, stages, WEIGHT_PLACES);
     __syncthreads();
 
     const Stages own{all_tiles + team * stages * 2 * TILE_VECTORS, control.full[team], control.empty[team], chunks, stages};
     if (!multiplies) {
         if (STREAMED<COLUMNS>) leave_registers<24>();
-        if (STREAMED<COLUMNS> && lane == 0 && team == TEAMS) stream_weights<COLUMNS>(weights, w, all, chunks, rounds);
+        if (STREAMED<COLUMNS> && lane == 0 && team == TEAMS)
+            stream_weights<COLUMNS>(weights, all, WEIGHT_PLACES, chunks, rounds, [&](uint4 *to, int c, uint64 &full) {
+                load_tile(to, w, c * CHUNK, 0, 0, full);
+            });
         if (lane == 0 && team < TEAMS) {
             if (team == 0) {
                 fetch_map(y);
@@ -202,10 +167,6 @@ norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
     uint32 counted = 0;                                      // rows
     uint4 *const result = all_results + warp * RESULT_VECTORS;
     const int own_row = warp % TEAM_WARPS * WARP_ROWS;
-    const auto free_result = [&] {
-        if (lane == 0) wait_for_stores<0>();
-        __syncwarp();
-    };
     Turn turn, of_weights;
     uint32 round = 0;
     if (!STREAMED<COLUMNS>) wait_for_phase(control.weights, 0);
@@ -223,13 +184,10 @@ norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
                 normalise<T, PAIR>(affine[c], part_of_x, part_of_x + TILE_VECTORS, pair, lane, m[pair], bits);
             __syncwarp();
             if (lane == 0) arrive(own.empty[turn.place]);
-            free_result();
+            free_result(lane);
 #pragma unroll
             for (int pair = 0; pair < CHUNK / 16; ++pair) store_pair(result + matrix_row(lane, pair), m[pair]);
-            show_to_copies();
-            __syncwarp();
-            if (lane == 0) store_tile(y, c * CHUNK, row, 0, result);
-            __syncwarp();
+            store_result(y, c * CHUNK, row, result, lane);
             if (STREAMED<COLUMNS>) wait_for_phase(all.full[of_weights.place], of_weights.parity);
             const uint4 *const b = weights + (STREAMED<COLUMNS> ? of_weights.place : c) * COLUMNS * CHUNK_VECTORS;
             open_products();
@@ -241,24 +199,19 @@ norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
             if (row_of_word < rows_here) mask[((row + row_of_word) * chunks + c) * 2 + lane % 2] = word;
             wait_for_products();  // `m` is free, too
             hold_products(products);
-            if (STREAMED<COLUMNS>) {
-                if (lane == 0) arrive(all.empty[of_weights.place]);
-                of_weights.next(WEIGHT_PLACES);
-            }
+            if (STREAMED<COLUMNS>) free_weights(all, of_weights, WEIGHT_PLACES, lane);
         }
 
 #pragma unroll
         for (int p = 0; p < PARTS; ++p) {
-            free_result();
+            free_result(lane);
 #pragma unroll
             for (int pair = 0; pair < CHUNK / 16; ++pair) {
                 uint32 m[4];
                 finish<T, false, false>(products[p * 8 + pair * 2], products[p * 8 + pair * 2 + 1],
                                         result + matrix_row(lane, pair), m);
             }
-            show_to_copies();
-            __syncwarp();
-            if (lane == 0) store_tile(z, p * CHUNK, row, 0, result);
+            store_result(z, p * CHUNK, row, result, lane);
             if (counted == 0 && rows_here > 0) {
                 const float2 first = unpack_two<T>(reinterpret_cast<const uint32 *>(result)[lane]);
                 near[p][0] = first.x;
@@ -268,13 +221,7 @@ norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
         }
         counted += rows_here;
     }
-    // Of two teams the second may have a tile less, whose weights come nonetheless.
-    if (STREAMED<COLUMNS> && round < rounds)
-        for (int c = 0; c < chunks; ++c, of_weights.next(WEIGHT_PLACES)) {
-            wait_for_phase(all.full[of_weights.place], of_weights.parity);
-            __syncwarp();
-            if (lane == 0) arrive(all.empty[of_weights.place]);
-        }
+    if (STREAMED<COLUMNS> && round < rounds) skip_weights(all, of_weights, WEIGHT_PLACES, chunks, lane);
     if (lane == 0) wait_for_stores<0>();
 
     // Over the warps, then over the blocks.

@@ -171,11 +171,23 @@ template <int N> __device__ inline void hold_products(float (&c)[N][4]) {
                      : FOUR(c, 0), FOUR(c, 1), FOUR(c, 2), FOUR(c, 3), FOUR(c, 4), FOUR(c, 5), FOUR(c, 6)                    \
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                  \
     }
-// c += a * b with a as for `multiply_rows` and b as for `multiply_columns`, but (16, 128): `matrix_of_columns`.
+// c += a * b with a as for `multiply_rows` and b as for `multiply_columns`, but (16, 128), or with a in registers also 256:
+// `matrix_of_columns`.
 #define MULTIPLY_ROWS_BY_COLUMNS(TYPE)                                                                                       \
     __device__ inline void multiply_rows_by_columns(float (&c)[16][4], uint64 a, uint64 b, TYPE) {                           \
         asm volatile(PRODUCT("128", TYPE) " {" REGISTERS_64 "}, %64, %65, 1, 1, 1, 0, 1;"                                    \
                      : SIXTEEN(c, 0), SIXTEEN(c, 4), SIXTEEN(c, 8), SIXTEEN(c, 12) : "l"(a), "l"(b));                        \
+    }                                                                                                                        \
+    __device__ inline void multiply_rows_by_columns(float (&c)[16][4], const uint32 (&a)[4], uint64 b, TYPE) {               \
+        asm volatile(PRODUCT("128", TYPE) " {" REGISTERS_64 "}, {%64,%65,%66,%67}, %68, 1, 1, 1, 1;"                         \
+                     : SIXTEEN(c, 0), SIXTEEN(c, 4), SIXTEEN(c, 8), SIXTEEN(c, 12)                                           \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                  \
+    }                                                                                                                        \
+    __device__ inline void multiply_rows_by_columns(float (&c)[32][4], const uint32 (&a)[4], uint64 b, TYPE) {               \
+        asm volatile(PRODUCT("256", TYPE) " {" REGISTERS_128 "}, {%128,%129,%130,%131}, %132, 1, 1, 1, 1;"                   \
+                     : SIXTEEN(c, 0), SIXTEEN(c, 4), SIXTEEN(c, 8), SIXTEEN(c, 12), SIXTEEN(c, 16), SIXTEEN(c, 20),          \
+                       SIXTEEN(c, 24), SIXTEEN(c, 28)                                                                        \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                  \
     }
 // c += a * b with a and b as for `multiply_columns`, but b (16, 192): `matrix_of_neighbours`.
 #define MULTIPLY_COLUMNS_BY_NEIGHBOURS(TYPE)                                                                                 \

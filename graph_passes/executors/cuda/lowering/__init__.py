@@ -27,6 +27,7 @@ from graph_passes.executors.cuda.lowering import (
     elementwise,
     embedding,
     norm_conv1x1,
+    norm_dgrad,
     pooling,
     quantised,
     quantised_pair,
@@ -46,8 +47,8 @@ from graph_passes.passes import output_names, tensor_dtypes
 __all__ = ["LoweredGraph", "Persistent", "bound_buffers", "check_operators", "lower", "lower_nodes"]
 
 _FAMILIES = (convolution, batch_norm, elementwise, dropout, pooling, softmax, batch_norm_pair, batch_norm_pool, stem,
-             conv1x1_forward, conv1x1_pair, norm_conv1x1, conv1x1_backward, conv3x3, conv3x3_wgrad, quantised,
-             quantised_pair, rnn, embedding)
+             conv1x1_forward, conv1x1_pair, norm_conv1x1, norm_dgrad, conv1x1_backward, conv3x3,
+             conv3x3_wgrad, quantised, quantised_pair, rnn, embedding)
 RULES: Mapping[str, Rule] = {op: rule for family in _FAMILIES for op, rule in family.RULES.items()}
 
 

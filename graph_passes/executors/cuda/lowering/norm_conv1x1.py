@@ -4,84 +4,39 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 from graph_passes.executors.cuda.device import Tiling
 from graph_passes.executors.cuda.kernels import HOPPER, Size, count
 from graph_passes.executors.cuda.lowering.batch_norm import about_mean, require_gamma
 from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require, rows_and_channels
-from graph_passes.executors.cuda.lowering.conv1x1_forward import (
-    BLOCK,
-    CHUNK,
-    CHUNK_BYTES,
-    MAX_STAGES,
-    SHARED_BYTES,
-    TEAMS,
-    TILE_ROWS,
-    WARP_ROWS,
-)
+from graph_passes.executors.cuda.lowering.conv1x1_forward import BLOCK, CHUNK
+from graph_passes.executors.cuda.lowering.norm_stream import STREAMED_BLOCK, NormStream
 from graph_passes.executors.cuda.lowering.operands import In, InOut, Out, Tiled
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Node
 from graph_passes.operators.batch_norm import RUNNING
 
-COLUMNS = (64, 128, 256)  # that a block makes
-STREAMED, WEIGHT_PLACES = 256, 2  # so many of which weights are streamed, by chunks
-STREAMED_BLOCK: Size = (384, 1, 1)
-CONTROL_BYTES = 3 << 10
-AFFINE_BYTES = 1 << 10  # a chunk's scales and shifts
-RESULT_BYTES = TEAMS * TILE_ROWS * CHUNK_BYTES  # for a part of each warp's results
-STAGE_BYTES = 2 * RESULT_BYTES  # for a tile of each team, and what is added to it
+STREAMED, WEIGHT_PLACES = 256, 2  # so many columns of which weights are streamed
 
 
-@dataclass(frozen=True)
-class NormConv1x1:
-    """How `norm_conv1x1` divides the rows of tensors of `channels` (C), of which a convolution makes `filters` (K). A
-    block keeps all weights, or streams them, and has a place for results of each warp; the rest of its shared memory is
-    for tiles on their way, `stages` for each team."""
+class NormConv1x1(NormStream):
+    """`norm_conv1x1`, from `channels` (C) to `others` (K). A block keeps all weights, or streams them."""
 
-    channels: int
-    filters: int
-
-    @property
-    def columns(self) -> int:
-        return next(columns for columns in COLUMNS if columns >= self.filters)
-
-    @property
-    def chunks(self) -> int:
-        return self.channels // CHUNK
+    COLUMNS = (64, 128, 256)
+    CONTROL_BYTES = 3 << 10
 
     @property
     def block(self) -> Size:
         return STREAMED_BLOCK if self.columns == STREAMED else BLOCK
 
     @property
+    def places(self) -> int:
+        return WEIGHT_PLACES if self.columns == STREAMED else self.chunks
+
+    @property
     def weights(self) -> Tiling:
-        return Tiling.of_matrix(self.filters, self.channels, (self.columns, CHUNK))
-
-    def read(self, rows: int) -> Tiling:
-        """Of what is normalised, and of what is added."""
-        return Tiling.of_matrix(rows, self.channels, (TILE_ROWS, CHUNK))
-
-    def written(self, rows: int, columns: int) -> Tiling:
-        return Tiling.of_matrix(rows, columns, (WARP_ROWS, CHUNK))
-
-    @property
-    def stages(self) -> int:
-        return min(MAX_STAGES, (SHARED_BYTES - self._kept_bytes) // STAGE_BYTES)
-
-    @property
-    def shared_bytes(self) -> int:
-        return self._kept_bytes + self.stages * STAGE_BYTES
-
-    def grid(self, rows: int, num_multiprocessors: int) -> Size:
-        return 1, min(num_multiprocessors, -(-rows // (TEAMS * TILE_ROWS))), 1
-
-    @property
-    def _kept_bytes(self) -> int:
-        chunks = WEIGHT_PLACES if self.columns == STREAMED else self.chunks
-        return CONTROL_BYTES + self.chunks * AFFINE_BYTES + chunks * self.columns * CHUNK_BYTES + RESULT_BYTES
+        return Tiling.of_matrix(self.others, self.channels, (self.columns, CHUNK))
 
 
 def norm_conv1x1(builder: Builder, node: Node) -> None:
@@ -92,7 +47,8 @@ def norm_conv1x1(builder: Builder, node: Node) -> None:
     y, z, sums = (builder.output(node, role) for role in ("output", "convolved", "sums"))
     (rows, channels), (_, filters) = (rows_and_channels(node, each) for each in (x, z))
     require(channels % CHUNK == 0, node, f"has {channels} channels: its kernel takes multiples of {CHUNK}")
-    require(filters <= max(COLUMNS), node, f"is read by {filters} filters: its kernel takes {max(COLUMNS)} at most")
+    most = max(NormConv1x1.COLUMNS)
+    require(filters <= most, node, f"is read by {filters} filters: its kernel takes {most} at most")
     way = NormConv1x1(channels, filters)
     require(way.stages >= 2, node, f"has {channels} channels: the weights do not fit into shared memory")
 
@@ -103,7 +59,7 @@ def norm_conv1x1(builder: Builder, node: Node) -> None:
     sums_of_both = given("sums")
     grid = way.grid(rows, builder.gpu.num_multiprocessors)
     builder.launch(node, "norm_conv1x1.cu", builder.kernel("norm_conv1x1", way.columns, is_pair), grid, way.block,
-                   Tiled(In(x), way.read(rows)), Tiled(In(addend), way.read(rows)),
+                   Tiled(In(x), way.read(rows, channels)), Tiled(In(addend), way.read(rows, channels)),
                    Tiled(In(builder.input(node, "weight")), way.weights),
                    Tiled(Out(y, over=None if is_pair else x), way.written(rows, channels)),
                    Tiled(Out(z), way.written(rows, filters)), *sums_of_both,

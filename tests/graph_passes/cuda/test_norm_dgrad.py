@@ -1,0 +1,140 @@
+"""From one BatchNorm through a 1x1 convolution's data to the sums of the BatchNorm before, in one launch, against
+float64 NumPy. Random values, odd numbers of rows, large means, poisoned outputs."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+from gpu_arrays import Device, relative_error, rounded
+from test_conv1x1_backward import STORED, check_sums
+from test_kernels import BatchNormCase
+
+from graph_passes.executors.cuda.lowering.norm_dgrad import NormDgrad
+from graph_passes.executors.cuda.lowering.norm_stream import STREAMED_BLOCK
+
+BLOCKS = 4  # fewer than tiles, so that each block walks
+KINK = 1e-3  # so near to zero either answer of ReLU is right
+Arrays = dict[str, np.ndarray]
+
+
+class Case:
+    """Random operands, and what one launch leaves on a GPU. `mean` is added to what both BatchNorms have read;
+    `blocks`: along the rows, at most, in clusters of so many."""
+
+    def __init__(self, device: Device, dtype: str, channels: int, data_channels: int, rows: int, of_cluster: int = 1,
+                 mean: float = 0.0, blocks: int = BLOCKS) -> None:
+        self.device, self.dtype, self.rows, self.blocks = device, dtype, rows, blocks
+        self.way = NormDgrad(channels, data_channels, of_cluster)
+        self.after, self.before = (BatchNormCase(device, rows, number, dtype, seed=number + rows + place, mean=mean)
+                                   for place, number in enumerate((channels, data_channels)))
+        random = np.random.default_rng([rows, channels, data_channels])
+        self.dz = rounded(random.normal(0.1, 1, (rows, channels)), dtype)
+        self.w = rounded(random.normal(0, channels**-0.5, (channels, data_channels)), dtype)
+        # Half of the sums: with all of them, dx of one row is what rounding leaves.
+        self.dbeta, self.dgamma = self.dz.sum(0) / 2, (self.dz * self.after.normal).sum(0) / 2
+
+    def run(self, in_place: bool = False) -> Arrays:
+        """`in_place`: dx over x. Tickets must be back at zero."""
+        device, dtype, rows, way = self.device, self.dtype, self.rows, self.way
+        wide, narrow = (rows, way.channels), (rows, way.others)
+        dz, x, w, behind = (device.put(array, dtype) for array in (self.dz, self.after.x, self.w, self.before.x))
+        dx, dz_behind = x if in_place else device.poisoned(wide, dtype), device.poisoned(narrow, dtype)
+        sums = [device.poisoned(narrow[1:]) for _ in range(2)]
+        grid, tickets = way.grid(rows, self.blocks), device.zeros(4)
+        maps = [device.gpu.tensor_map(address, dtype, tiling) for address, tiling in (
+            (dz, way.read(rows, way.channels)), (x, way.read(rows, way.channels)), (w, way.weights),
+            (behind, way.read(rows, way.others)), (dx, way.written(rows, way.channels)),
+            (dz_behind, way.written(rows, way.others)))]
+        parameters = [device.put(array) for array in (
+            np.stack([self.after.mean, self.after.invstd]), self.after.gamma, self.dgamma, self.dbeta,
+            np.stack([self.before.mean, self.before.invstd]), self.before.gamma, self.before.beta)]
+        kernel = self.after.kernel("norm_dgrad", str(way.columns), str(way.blocks))
+        device.run("norm_dgrad.cu", kernel, grid, STREAMED_BLOCK, *maps, *parameters, *sums,
+                   device.poisoned((2 * way.others * grid[1],)), tickets,
+                   ctypes.c_uint32(rows), *map(ctypes.c_int, (way.others, way.chunks, way.stages, way.places)),
+                   shared_bytes=way.shared_bytes)
+        assert device.get(tickets, (1,), "int32")[0] == 0
+        return {"dx": device.get(dx, wide, dtype), "dz_behind": device.get(dz_behind, narrow, dtype),
+                "dgamma": device.get(sums[0], narrow[1:]), "dbeta": device.get(sums[1], narrow[1:])}
+
+    def check(self, got: Arrays) -> None:
+        after, before, rows = self.after, self.before, self.rows
+        dx = after.gamma * after.invstd * (self.dz - self.dbeta / rows - after.normal * self.dgamma / rows)
+        assert relative_error(got["dx"], dx) < STORED[self.dtype]
+        before_relu = before.normal * before.gamma + before.beta
+        wanted, clear = np.where(before_relu > 0, got["dx"] @ self.w, 0), np.abs(before_relu) > KINK
+        assert relative_error(got["dz_behind"][clear], wanted[clear]) < STORED[self.dtype]
+        wanted = np.where(clear, wanted, got["dz_behind"])
+        check_sums(got["dbeta"], wanted, self.dtype)
+        if rows > 1:  # of one row x - mean is 0 but for rounding
+            check_sums(got["dgamma"], wanted * before.normal, self.dtype)
+
+
+SHAPES = [  # channels, channels of data, rows: ResNet-50's, and others that fill nothing
+    (1024, 256, 1003), (512, 128, 1003), (256, 64, 1003), (1024, 256, 1), (512, 128, 63), (256, 64, 65),
+    (2048, 256, 517), (1024, 256, 5000), (64, 128, 131), (64, 256, 129), (128, 72, 130), (320, 200, 193),
+    (448, 136, 259), (192, 8, 64), (256, 192, 1024), (1024, 128, 777)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("channels, data_channels, rows", SHAPES)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("of_cluster", [1, 2])
+def test_norm_dgrad(device: Device, of_cluster: int, dtype: str, channels: int, data_channels: int, rows: int
+                    ) -> None:
+    """With equal bits every time, and where dx lies over x."""
+    case = Case(device, dtype, channels, data_channels, rows, of_cluster)
+    got = case.run()
+    case.check(got)
+    for again in (case.run(), case.run(in_place=True)):
+        for name, array in got.items():
+            assert np.array_equal(again[name], array), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("channels, data_channels", [(1024, 256), (512, 128)])
+@pytest.mark.parametrize("dtype, mean", [("float16", 100.0), ("float16", 1000.0), ("bfloat16", 10.0)])
+def test_far_from_zero(device: Device, dtype: str, mean: float, channels: int, data_channels: int) -> None:
+    """Where a mean is far above the deviation, the sums are as exact."""
+    case = Case(device, dtype, channels, data_channels, 1003, mean=mean)
+    case.check(case.run())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("blocks", [1, 2, 44, 45, 132, 201])
+@pytest.mark.parametrize("channels, data_channels, of_cluster", [(64, 256, 1), (128, 72, 1), (64, 256, 2)])
+def test_sums_of_many_blocks(device: Device, channels: int, data_channels: int, of_cluster: int, blocks: int) -> None:
+    """The last block adds up those of as many as an H200 has multiprocessors, or of more; the last tile has one row,
+    and a cluster may have a block too much."""
+    rows = 128 * blocks - 63
+    case = Case(device, "float16", channels, data_channels, rows, of_cluster, blocks=-(-blocks // 2) * 2)
+    assert case.way.grid(rows, case.blocks)[1] == (blocks if of_cluster == 1 else case.blocks)
+    case.check(case.run())
+
+
+@pytest.mark.gpu
+def test_nan_and_infinity_stay(device: Device) -> None:
+    """In their rows, so that a broken network is noticed, and in no others."""
+    case = Case(device, "float16", 256, 128, 200)
+    case.dz[70, 3], case.dz[131, 5] = np.nan, np.inf  # not in the sums, as they are given
+    got = case.run()
+    assert np.isnan(got["dx"][70, 3]) and np.isinf(got["dx"][131, 5])
+    assert np.isfinite(got["dx"]).sum() == got["dx"].size - 2
+    assert not np.isfinite(got["dz_behind"][[70, 131]]).all(axis=1).any()
+    assert np.isfinite(np.delete(got["dz_behind"], [70, 131], axis=0)).all()
+
+
+@pytest.mark.parametrize("channels, data_channels, _", SHAPES)
+def test_division_of_shared_memory(channels: int, data_channels: int, _: int) -> None:
+    """All that a block needs fits, with two places on their way for each team, and the sums of its warps where these
+    were."""
+    way = NormDgrad(channels, data_channels)
+    assert way.stages >= 2 and way.shared_bytes <= 227 << 10
+    assert way.columns >= data_channels and way.chunks * 64 == channels
+    assert 8 * 2 * way.columns * 4 <= way.stages * (32 << 10)
+
+
+def test_places_for_resnet() -> None:
+    assert [NormDgrad(*sizes).stages for sizes in ((512, 128), (1024, 256))] == [5, 4]
