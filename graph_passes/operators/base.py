@@ -171,6 +171,7 @@ OPTIONAL_SIZES = Attribute(integers, ())
 DATA_SHAPE = {"data_shape": Attribute(integers)}  # of the forward operator's data: the gradient's shape does not tell
 # Two gradients of one tensor: `out_grad_2` is added to `out_grad` while it is read, unless there is a `single_grad`.
 SINGLE_GRAD = {"single_grad": TRUE}
+WAY = {"way": Attribute(str, "")}  # by which kernel a device computes it, as the pass has chosen
 SECOND_GRAD = {"out_grad_2": "single_grad"}
 # With a `grad_stride` the second is compact (passes/compact_grad.py): of images in NHWC it has the pixels whose row and
 # column are multiples of that stride, and is 0 elsewhere.

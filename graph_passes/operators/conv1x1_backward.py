@@ -25,8 +25,8 @@ from graph_passes.operators.base import (
     SECOND_GRAD,
     SINGLE_GRAD,
     TRUE,
+    WAY,
     Array,
-    Attribute,
     NodeView,
     Operator,
     Shape,
@@ -134,7 +134,6 @@ def _compute_norm_conv_dgrad(node: NodeView, dz: Array, x: Array, gamma: Array, 
 _SUMS = ("gamma_grad", "beta_grad")
 _NORM_CONV = ("masked_grad", "data", "gamma", "saved", *_SUMS, "weight", "data_2", "beta")
 _BEFORE = ("gamma_2", "saved_2", "beta_2")
-WAY = {"way": Attribute(str, "")}  # by which kernel a device computes it, as the pass has chosen
 _ATTRIBUTES = CONVOLUTION | ATTRIBUTES | DATA_SHAPE | dropping(["factors"])
 
 OPERATORS = (

@@ -2,7 +2,7 @@
 // the convolution's data and of its weights are no launch of one kernel, as in norm_backward.cu: the gradient between BatchNorm
 // and convolution is written, for that of the weights, but that of the data is made of what is still on the chip.
 //
-// It is laid out as norm_stream.cuh says, with the weights streamed: BLOCKS of a cluster each bring a part of them to all. A tile of what the earlier BatchNorm has read comes behind
+// It is laid out as norm_stream.cuh says, with the weights streamed. A tile of what the earlier BatchNorm has read comes behind
 // those of dz and x, to their places, when there is only the end of a tile's work left.
 #include "norm_stream.cuh"
 
@@ -87,10 +87,7 @@ norm_dgrad(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorM
             fetch_map(dz_behind);
             stream_weights<COLUMNS>(weights, all, places, chunks, rounds, [&](uint4 *to, int c, uint64 &full) {
                 for (int p = block; p < PARTS; p += BLOCKS)
-                    if (BLOCKS > 1)
-                        load_tile_to_all(to + p * TILE_VECTORS, w, p * CHUNK, c * CHUNK, 0, full, (1 << BLOCKS) - 1);
-                    else
-                        load_tile(to + p * TILE_VECTORS, w, p * CHUNK, c * CHUNK, 0, full);
+                    load_weights_of_cluster<BLOCKS>(to + p * TILE_VECTORS, w, p * CHUNK, c * CHUNK, full);
             });
         }
         if (lane == 0 && team < TEAMS) load_rows<PARTS>(own, dz, x, behind, share);

@@ -8,7 +8,8 @@
 // goes the same way.
 //
 // Where a block cannot keep the weights, they are streamed: for each chunk of channels they come from the L2 cache once for
-// both teams, which so go through their tiles side by side.
+// both teams, which so go through their tiles side by side; or, with clusters of BLOCKS, of which each brings a part of them to
+// all, once for the teams of all.
 #pragma once
 #include "batch_norm.cuh"
 #include "conv1x1_forward.cuh"
@@ -62,6 +63,15 @@ __device__ inline void stream_weights(uint4 *to, NormControl &all, int places, i
             arrive_expecting(all.full[turn.place], COLUMNS * CHUNK_VECTORS * VECTOR_BYTES);
             load(to + turn.place * COLUMNS * CHUNK_VECTORS, c, all.full[turn.place]);
         }
+}
+
+// For all BLOCKS of a cluster.
+template <int BLOCKS>
+__device__ inline void load_weights_of_cluster(uint4 *to, const TensorMap &w, int column, int row, uint64 &full) {
+    if (BLOCKS > 1)
+        load_tile_to_all(to, w, column, row, 0, full, (1 << BLOCKS) - 1);
+    else
+        load_tile(to, w, column, row, 0, full);
 }
 
 // The place for a warp's results is free.

@@ -11,7 +11,7 @@ from graph_passes.executors.cuda.kernels import HOPPER, Size, count
 from graph_passes.executors.cuda.lowering.batch_norm import about_mean, require_gamma
 from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require, rows_and_channels
 from graph_passes.executors.cuda.lowering.conv1x1_forward import BLOCK, CHUNK
-from graph_passes.executors.cuda.lowering.norm_stream import STREAMED_BLOCK, NormStream
+from graph_passes.executors.cuda.lowering.norm_stream import STREAMED_BLOCK, NormStream, blocks_of_cluster
 from graph_passes.executors.cuda.lowering.operands import In, InOut, Out, Tiled
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Node
@@ -36,7 +36,8 @@ class NormConv1x1(NormStream):
 
     @property
     def weights(self) -> Tiling:
-        return Tiling.of_matrix(self.others, self.channels, (self.columns, CHUNK))
+        """In parts, of which each block of a cluster brings one."""
+        return Tiling.of_matrix(self.others, self.channels, (self.columns // self.blocks, CHUNK))
 
 
 def norm_conv1x1(builder: Builder, node: Node) -> None:
@@ -49,7 +50,7 @@ def norm_conv1x1(builder: Builder, node: Node) -> None:
     require(channels % CHUNK == 0, node, f"has {channels} channels: its kernel takes multiples of {CHUNK}")
     most = max(NormConv1x1.COLUMNS)
     require(filters <= most, node, f"is read by {filters} filters: its kernel takes {most} at most")
-    way = NormConv1x1(channels, filters)
+    way = NormConv1x1(channels, filters, blocks_of_cluster(node))
     require(way.stages >= 2, node, f"has {channels} channels: the weights do not fit into shared memory")
 
     def of_both(kind: type[In | Out | InOut], find: Callable[[Node, str], Buffer], role: str) -> list[In | Out | InOut]:
@@ -58,7 +59,8 @@ def norm_conv1x1(builder: Builder, node: Node) -> None:
     given = partial(of_both, In, builder.input)
     sums_of_both = given("sums")
     grid = way.grid(rows, builder.gpu.num_multiprocessors)
-    builder.launch(node, "norm_conv1x1.cu", builder.kernel("norm_conv1x1", way.columns, is_pair), grid, way.block,
+    builder.launch(node, "norm_conv1x1.cu", builder.kernel("norm_conv1x1", way.columns, is_pair, way.blocks), grid,
+                   way.block,
                    Tiled(In(x), way.read(rows, channels)), Tiled(In(addend), way.read(rows, channels)),
                    Tiled(In(builder.input(node, "weight")), way.weights),
                    Tiled(Out(y, over=None if is_pair else x), way.written(rows, channels)),

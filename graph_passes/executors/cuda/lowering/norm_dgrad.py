@@ -6,10 +6,10 @@ import ctypes
 from dataclasses import dataclass
 
 from graph_passes.executors.cuda.device import Tiling
-from graph_passes.executors.cuda.kernels import HOPPER, Size, count
+from graph_passes.executors.cuda.kernels import HOPPER, count
 from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require, rows_and_channels
 from graph_passes.executors.cuda.lowering.conv1x1_forward import CHUNK
-from graph_passes.executors.cuda.lowering.norm_stream import STREAMED_BLOCK, NormStream
+from graph_passes.executors.cuda.lowering.norm_stream import STREAMED_BLOCK, NormStream, blocks_of_cluster
 from graph_passes.executors.cuda.lowering.operands import In, Out, Tiled
 from graph_passes.executors.cuda.parameters import VECTOR
 from graph_passes.graph import Node
@@ -17,24 +17,17 @@ from graph_passes.graph import Node
 
 @dataclass(frozen=True)
 class NormDgrad(NormStream):
-    """`norm_dgrad`, of a convolution from `others` (C) to `channels` (K), by clusters of so many `blocks`, which stream
-    the weights together."""
+    """`norm_dgrad`, of a convolution from `others` (C) to `channels` (K)."""
 
     COLUMNS = (128, 256)
     CONTROL_BYTES = 5 << 10
 
-    blocks: int = 1
     places: int = 2
 
     @property
     def weights(self) -> Tiling:
         """As they lie, which is by rows of k."""
         return Tiling.of_matrix(self.channels, self.others, (CHUNK, CHUNK))
-
-    def grid(self, rows: int, num_multiprocessors: int) -> Size:
-        """Whole clusters."""
-        _, number, _ = super().grid(rows, num_multiprocessors // self.blocks * self.blocks)
-        return 1, -(-number // self.blocks) * self.blocks, 1
 
 
 def norm_dgrad(builder: Builder, node: Node) -> None:
@@ -46,7 +39,7 @@ def norm_dgrad(builder: Builder, node: Node) -> None:
     most = max(NormDgrad.COLUMNS)
     require(data_channels % VECTOR == 0 and data_channels <= most, node,
             f"is made of {data_channels} channels: its kernel takes multiples of {VECTOR}, {most} at most")
-    way = NormDgrad(channels, data_channels, blocks=2 if node["way"] == "norm_dgrad_clusters" else 1)
+    way = NormDgrad(channels, data_channels, blocks=blocks_of_cluster(node))
     require(way.stages >= 2, node, f"has {channels} channels: there is no room in shared memory for tiles of them")
     grid = way.grid(rows, builder.gpu.num_multiprocessors)
     given = [builder.input(node, role) for role in ("saved", "gamma", "gamma_grad", "beta_grad", "saved_2", "gamma_2",
