@@ -65,8 +65,8 @@ class Case:
         maps_2 = tiled(self.x_2, self.tiles.beside(way.channels_2)), tiled(self.w_2, way.weights_2)
         bias, bias_2 = (0 if each is None else device.put(each) for each in (self.bias, self.bias_2))
         for _ in range(times):
-            device.run("conv1x1_forward.cu",
-                       instance("conv1x1_forward", self.dtype, way.columns, self.add, self.relu, self.sums, self.two),
+            flags = self.add, self.relu, self.sums, self.two
+            device.run("conv1x1_forward.cu", instance("conv1x1_forward", self.dtype, way.columns, way.peers, *flags),
                        blocks, BLOCK, *maps, bias, sums, partials, tickets, ctypes.c_uint32(rows), self.tiles.walk,
                        *map(ctypes.c_int, (filters, way.chunks, way.stages, way.results)), *maps_2, bias_2,
                        ctypes.c_int(way.chunks_2), shared_bytes=way.shared_bytes)

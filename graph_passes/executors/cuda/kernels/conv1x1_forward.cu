@@ -43,12 +43,12 @@ template <class T> struct ColumnSums {
 // `sums` are those of y per column about its mean, in a fixed order. The maps are of these matrices: of x and x_2 by tiles of
 // `walk.rows` rows and 64 columns, of w and w_2 by tiles of COLUMNS rows and 64 columns, of y and addend by those of 16 rows
 // and 64 columns. With stride 2 the map of x leaves pixels out, a tile of it is whole lines of an image, and a line of the map
-// of y is a tile; that of x_2 has the lines of y. gridDim.x blocks share the columns, gridDim.y the rows.
+// of y is a tile; that of x_2 has the lines of y. gridDim.x blocks, in clusters of PEERS, share the columns, gridDim.y the rows.
 // Shapes: x (rows, C), w (K, C), x_2 (rows, C_2), w_2 (K, C_2), y and addend (rows, K); bias and bias_2 (K), sums (3, K),
 // partials (3 * gridDim.y * K) fp32; tickets (gridDim.x). columns = K; C fits into all but the last `chunks_2` of `chunks` of 64
 // channels, and C_2 into these.
-template <class T, int COLUMNS, bool ADD, bool RELU, bool SUMS, bool TWO>
-__global__ void __launch_bounds__(THREADS, 1)
+template <class T, int COLUMNS, int PEERS, bool ADD, bool RELU, bool SUMS, bool TWO>
+__global__ void __cluster_dims__(PEERS, 1, 1) __launch_bounds__(THREADS, 1)
 conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,
                 const __grid_constant__ TensorMap addend, const __grid_constant__ TensorMap y, const float *bias,
                 float *sums, float *partials, uint32 *tickets, uint32 rows, TileWalk walk, int columns, int chunks,
@@ -71,8 +71,11 @@ conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
         control.bias[n] = has_bias ? bias[first_column + n] : 0;
         if (TWO && has_bias) control.bias[n] += bias_2[first_column + n];
     }
-    if (threadIdx.x == 0) init_barriers(control, stages, ADD ? results : 0);
-    __syncthreads();
+    if (threadIdx.x == 0) init_barriers<PEERS>(control, stages, ADD ? results : 0);
+    if (PEERS > 1)
+        meet_cluster();
+    else
+        __syncthreads();
 
     const Stages own{tiles_of_x + team * stages * TILE_VECTORS, control.full[team], control.empty[team], chunks, stages};
     if (!multiplies) {
@@ -85,8 +88,10 @@ conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
                     load_weights<COLUMNS>(weights + chunks_1 * COLUMNS * CHUNK_VECTORS, w_2, chunks_2, first_column,
                                           control.weights);
             }
-            load_tiles<TWO>(own, x, share, walk, &x_2, chunks_2);
+            load_tiles<TWO, PEERS>(own, x, share, walk, &x_2, chunks_2);
         }
+        __syncwarp();
+        if (PEERS > 1) meet_cluster();
         return;
     }
     uint4 *const own_results = all_results + warp * results * RESULT_VECTORS;
@@ -103,7 +108,7 @@ conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
     for (uint32 tile = share.first; tile < share.end; tile += share.step) {
         float products[COLUMNS / 8][4];
         begin_with(products, control.bias, lane);
-        multiply_tile<T>(products, weights, own, turn, lane);
+        multiply_tile<T, false, PEERS>(products, weights, own, turn, lane);
 
         const int rows_here = max(0, min(WARP_ROWS, min(walk.rows, int(rows - tile * walk.rows)) - own_row));
 #pragma unroll
@@ -139,6 +144,8 @@ conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
         counted += rows_here;
     }
     if (lane == 0) wait_for_stores<0>();
+    __syncwarp();
+    if (PEERS > 1) meet_cluster();  // before that, a peer may still be told of a free place
     if (!SUMS) return;
 
     // Over the warps, then over the blocks of the same columns.

@@ -62,12 +62,13 @@ struct Share { uint32 first, end, step; };
 // Where a team's tiles of x lie, 64 channels each, in places that are used in turn.
 struct Stages { uint4 *tiles; uint64 *full, *empty; int chunks, number; };
 
-__device__ inline void init_barriers(Control &control, int stages, int results_added) {
+// PEERS: blocks of a cluster, for all of which each starts a part of the copies.
+template <int PEERS = 1> __device__ inline void init_barriers(Control &control, int stages, int results_added) {
     init_barrier(control.weights, 1);
     for (int t = 0; t < TEAMS; ++t)
         for (int s = 0; s < stages; ++s) {
             init_barrier(control.full[t][s], 1);
-            init_barrier(control.empty[t][s], TEAM_WARPS);
+            init_barrier(control.empty[t][s], TEAM_WARPS * PEERS);
         }
     for (int i = 0; i < MULTIPLYING; ++i)
         for (int r = 0; r < results_added; ++r) init_barrier(control.addend[i][r], 1);
@@ -81,22 +82,23 @@ __device__ inline void load_weights(uint4 *to, const TensorMap &w, int chunks, i
 }
 
 // For one thread: starts the copies of the team's tiles of x, as places for them become free. With TWO the last `chunks_2`
-// are of x_2, whose rows are those of y.
-template <bool TWO = false>
+// are of x_2, whose rows are those of y. PEERS make other columns of the same rows, and start copies in turn, for all of them.
+template <bool TWO = false, int PEERS = 1>
 __device__ inline void load_tiles(const Stages &stages, const TensorMap &x, const Share &share, const TileWalk &walk,
                                   const TensorMap *x_2 = nullptr, int chunks_2 = 0) {
-    const int chunks_1 = stages.chunks - chunks_2;
-    Turn turn;
+    const int chunks_1 = stages.chunks - chunks_2, own = PEERS > 1 ? block_of_cluster() : 0;
+    Turn turn, of_peers;
     for (uint32 tile = share.first; tile < share.end; tile += share.step)
-        for (int c = 0; c < stages.chunks; ++c, turn.next(stages.number)) {
+        for (int c = 0; c < stages.chunks; ++c, turn.next(stages.number), of_peers.next(PEERS)) {
             wait_for_phase(stages.empty[turn.place], turn.parity ^ 1);  // at once in the first turn
             uint64 &full = stages.full[turn.place];
             arrive_expecting(full, walk.rows * CHUNK_VECTORS * VECTOR_BYTES);
+            if (of_peers.place != own) continue;
             uint4 *const to = stages.tiles + turn.place * TILE_VECTORS;
             if (TWO && c >= chunks_1)
-                load_tile(to, *x_2, (c - chunks_1) * CHUNK, tile * walk.y_row, tile * walk.y_line, full);
+                load_for<PEERS>(to, *x_2, (c - chunks_1) * CHUNK, tile * walk.y_row, tile * walk.y_line, full);
             else
-                load_tile(to, x, c * CHUNK, tile * walk.x_row, tile * walk.x_line, full);
+                load_for<PEERS>(to, x, c * CHUNK, tile * walk.x_row, tile * walk.x_line, full);
         }
 }
 
@@ -138,8 +140,14 @@ template <int N> __device__ inline void begin_with(float (&products)[N][4], cons
     }
 }
 
+// A place for a tile of x is free, as far as this warp can tell.
+template <int PEERS> __device__ inline void leave(uint64 &empty, int lane) {
+    if (PEERS == 1 && lane == 0) arrive(empty);
+    if (PEERS > 1 && lane < PEERS) arrive_in(lane, empty);
+}
+
 // products += x * w for the next tile of x. The rows of the weights' tiles are their columns, or k with ROWS_ARE_K.
-template <class T, bool ROWS_ARE_K = false, int N>
+template <class T, bool ROWS_ARE_K = false, int PEERS = 1, int N>
 __device__ inline void multiply_tile(float (&products)[N][4], const uint4 *weights, const Stages &stages, Turn &turn,
                                      int lane) {
     int before = 0;  // the place of the chunk before
@@ -155,12 +163,12 @@ __device__ inline void multiply_tile(float (&products)[N][4], const uint4 *weigh
                 multiply_rows(products, matrix(a + s * 2), matrix(b + s * 2), T{});
         close_products();
         wait_for_products_before_last();
-        if (c > 0 && lane == 0) arrive(stages.empty[before]);
+        if (c > 0) leave<PEERS>(stages.empty[before], lane);
         before = turn.place;
     }
     wait_for_products();
     hold_products(products);
-    if (lane == 0) arrive(stages.empty[before]);
+    leave<PEERS>(stages.empty[before], lane);
 }
 
 // 16 columns, which are two 8-column products: adds what lies there, applies ReLU, and leaves them there, rounded. `m` has

@@ -86,13 +86,16 @@ __device__ inline void load_tile(uint4 *to, const TensorMap &map, int column, in
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
                  :: "r"(address_of(to)), "l"(&map), "r"(column), "r"(row), "r"(line), "r"(address_of(&barrier)) : "memory");
 }
-// To the same place of all blocks of a cluster whose bits are set in `blocks`; in each its bytes end a phase of `barrier` there.
-__device__ inline void load_tile_to_all(uint4 *to, const TensorMap &map, int column, int row, int line, uint64 &barrier,
-                                        unsigned short blocks) {
-    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-                 "[%1, {%2, %3, %4}], [%5], %6;"
-                 :: "r"(address_of(to)), "l"(&map), "r"(column), "r"(row), "r"(line), "r"(address_of(&barrier)), "h"(blocks)
-                 : "memory");
+// The same to this place in all BLOCKS of a cluster, in each of which its bytes end a phase of the barrier there.
+template <int BLOCKS>
+__device__ inline void load_for(uint4 *to, const TensorMap &map, int column, int row, int line, uint64 &barrier) {
+    if constexpr (BLOCKS == 1)
+        load_tile(to, map, column, row, line, barrier);
+    else
+        asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+                     "[%1, {%2, %3, %4}], [%5], %6;"
+                     :: "r"(address_of(to)), "l"(&map), "r"(column), "r"(row), "r"(line), "r"(address_of(&barrier)),
+                        "h"((unsigned short)((1 << BLOCKS) - 1)) : "memory");
 }
 // Bytes that follow each other; `bytes` and both places are multiples of 16.
 __device__ inline void load_bytes(void *to, const void *from, uint32 bytes, uint64 &barrier) {

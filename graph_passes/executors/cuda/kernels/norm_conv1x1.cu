@@ -135,7 +135,7 @@ norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
         if (STREAMED<COLUMNS> && lane == 0 && team == TEAMS)
             stream_weights<COLUMNS>(weights, all, WEIGHT_PLACES, chunks, rounds, [&](uint4 *to, int c, uint64 &full) {
                 const int first = block * (COLUMNS / BLOCKS);
-                load_weights_of_cluster<BLOCKS>(to + first * CHUNK_VECTORS, w, c * CHUNK, first, full);
+                load_for<BLOCKS>(to + first * CHUNK_VECTORS, w, c * CHUNK, first, 0, full);
             });
         if (lane == 0 && team < TEAMS) {
             if (team == 0) {

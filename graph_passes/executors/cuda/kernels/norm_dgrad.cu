@@ -87,7 +87,7 @@ norm_dgrad(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorM
             fetch_map(dz_behind);
             stream_weights<COLUMNS>(weights, all, places, chunks, rounds, [&](uint4 *to, int c, uint64 &full) {
                 for (int p = block; p < PARTS; p += BLOCKS)
-                    load_weights_of_cluster<BLOCKS>(to + p * TILE_VECTORS, w, p * CHUNK, c * CHUNK, full);
+                    load_for<BLOCKS>(to + p * TILE_VECTORS, w, p * CHUNK, c * CHUNK, 0, full);
             });
         }
         if (lane == 0 && team < TEAMS) load_rows<PARTS>(own, dz, x, behind, share);

@@ -65,15 +65,6 @@ __device__ inline void stream_weights(uint4 *to, NormControl &all, int places, i
         }
 }
 
-// For all BLOCKS of a cluster.
-template <int BLOCKS>
-__device__ inline void load_weights_of_cluster(uint4 *to, const TensorMap &w, int column, int row, uint64 &full) {
-    if (BLOCKS > 1)
-        load_tile_to_all(to, w, column, row, 0, full, (1 << BLOCKS) - 1);
-    else
-        load_tile(to, w, column, row, 0, full);
-}
-
 // The place for a warp's results is free.
 __device__ inline void free_result(int lane) {
     if (lane == 0) wait_for_stores<0>();
