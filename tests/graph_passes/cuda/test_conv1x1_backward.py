@@ -19,7 +19,7 @@ from graph_passes.executors.cuda.lowering.conv1x1_backward import (
     DgradStream,
     NormBackward,
 )
-from graph_passes.executors.cuda.lowering.conv1x1_forward import Tiles, peers
+from graph_passes.executors.cuda.lowering.conv1x1_forward import Tiles
 from graph_passes.executors.cuda.lowering.second_grad import FastDivisor, Grid
 from graph_passes.passes.dgrad_reduce import OUT_CHANNELS, STREAM_CHANNELS
 
@@ -58,10 +58,10 @@ class DgradCase:
         dz = device.poisoned(self.shape, dtype)
         dgamma, dgamma_2, dbeta, dbeta_2 = sums = [device.poisoned((columns,)) for _ in range(4)]
         (pair, drop), kind = self.flags, self.second.kind
+        kernel = (self.norms[0].kernel("dgrad_stream", kind, drop) if stream
+                  else self.norms[0].kernel("dgrad_reduce", str(self.k), kind, *self.flags))
         scratch = device.poisoned((4 * self.blocks * columns,)), device.zeros(4 * columns), ctypes.c_uint32(rows)
         grid = (-(-columns // DgradReduce.COLUMNS), self.blocks, 1)
-        kernel = (self.norms[0].kernel("dgrad_stream", str(peers(grid)), kind, drop) if stream
-                  else self.norms[0].kernel("dgrad_reduce", str(self.k), kind, *self.flags))
         saved, saved_2 = (norm.saved() for norm in self.norms)
         dy, w, x, x_2, addend = (device.put(array, dtype) for array in (
             self.dy, self.w, *(norm.x for norm in self.norms), self.second.given))

@@ -72,7 +72,10 @@ conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
         if (TWO && has_bias) control.bias[n] += bias_2[first_column + n];
     }
     if (threadIdx.x == 0) init_barriers<PEERS>(control, stages, ADD ? results : 0);
-    meet_all<PEERS>();
+    if (PEERS > 1)
+        meet_cluster();
+    else
+        __syncthreads();
 
     const Stages own{tiles_of_x + team * stages * TILE_VECTORS, control.full[team], control.empty[team], chunks, stages};
     if (!multiplies) {

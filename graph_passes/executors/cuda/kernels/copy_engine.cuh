@@ -67,13 +67,6 @@ __device__ inline int block_of_cluster() {
 __device__ inline void meet_cluster() {
     asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// The same where the block may be alone.
-template <int BLOCKS> __device__ inline void meet_all() {
-    if constexpr (BLOCKS > 1)
-        meet_cluster();
-    else
-        __syncthreads();
-}
 // At the barrier that has this place in another block. It tells that this thread has read, not what it has written: that would
 // wait for all its writes.
 __device__ inline void arrive_in(int block, uint64 &barrier) {

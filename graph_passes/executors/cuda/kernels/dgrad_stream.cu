@@ -59,14 +59,13 @@ template <class T> struct CompactAddends {
 // dz = dy * w, plus `addend` unless SECOND is NONE, where the ReLU bits in `mask` let it through; and of dz the sums that
 // batch_norm_backward_reduce makes. DROP is as it is there. The maps are of these matrices: of dy and of w, which is OHWI, by
 // tiles of 64 rows and 64 columns, of the others by those of 16 rows and 64 columns. With COMPACT the addend is `compact`.
-// gridDim.x blocks, in clusters of PEERS, share the columns, gridDim.y the rows. Behind `Control`, shared memory has in vectors:
-// the weights, (chunks, PARTS) tiles; `stages` tiles of each team's dy; of each multiplying warp two parts of dz, then `ahead`
-// parts of x and of addend.
+// gridDim.x blocks share the columns, gridDim.y the rows. Behind `Control`, shared memory has in vectors: the weights, (chunks,
+// PARTS) tiles; `stages` tiles of each team's dy; of each multiplying warp two parts of dz, then `ahead` parts of x and of addend.
 // Shapes: dy (rows, K); w (K, C); x, addend, dz (rows, C); compact (rows of the grid, C); mask (rows, C / 8) bytes; saved (2, C),
 // dgamma, dbeta (C), partials (gridDim.y, 2, C), factors fp32; tickets (gridDim.x). columns = C; K fits into `chunks` of 64
 // channels.
-template <class T, int PEERS, Second SECOND, bool DROP>
-__global__ void __cluster_dims__(PEERS, 1, 1) __launch_bounds__(THREADS, 1)
+template <class T, Second SECOND, bool DROP>
+__global__ void __launch_bounds__(THREADS, 1)
 dgrad_stream(const __grid_constant__ TensorMap dy, const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap x,
              const __grid_constant__ TensorMap addend, const __grid_constant__ TensorMap dz, const Packed<T> *compact,
              const uint8 *mask, const float *saved, float *dgamma, float *dbeta, float *partials, uint32 *tickets, uint32 rows,
@@ -90,12 +89,12 @@ dgrad_stream(const __grid_constant__ TensorMap dy, const __grid_constant__ Tenso
     for (int n = threadIdx.x; n < COLUMNS; n += THREADS)
         mean[n] = first_column + n < columns ? saved[first_column + n] : 0;
     if (threadIdx.x == 0) {
-        init_barriers<PEERS>(control, stages, 0);
+        init_barriers(control, stages, 0);
         for (int i = 0; i < MULTIPLYING; ++i)
             for (int place = 0; place < ahead; ++place) init_barrier(control.addend[i][place], ARRIVALS);
         show_barriers();
     }
-    meet_all<PEERS>();
+    __syncthreads();
 
     const Stages own{tiles_of_dy + team * stages * TILE_VECTORS, control.full[team], control.empty[team], chunks, stages};
     float sums[SUMS][PARTS][2] = {};  // of the two columns of each part that a thread sums up
@@ -108,7 +107,7 @@ dgrad_stream(const __grid_constant__ TensorMap dy, const __grid_constant__ Tenso
                     load_tile(weights + i * TILE_VECTORS, w, first_column + i % PARTS * CHUNK, i / PARTS * CHUNK, 0,
                               control.weights);
             }
-            load_tiles<false, PEERS>(own, dy, share, walk);
+            load_tiles(own, dy, share, walk);
         }
     } else {
         uint4 *const own_results = all_results + warp * (2 + READ * ahead) * RESULT_VECTORS;
@@ -139,7 +138,7 @@ dgrad_stream(const __grid_constant__ TensorMap dy, const __grid_constant__ Tenso
         wait_for_phase(control.weights, 0);
         for (uint32 tile = share.first; tile < share.end; tile += share.step) {
             float products[COLUMNS / 8][4] = {}, factor[2];
-            multiply_tile<T, true, PEERS>(products, weights, own, turn, lane);
+            multiply_tile<T, true>(products, weights, own, turn, lane);
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const uint32 row = tile * ROWS + own_row + r * 8 + lane / 4;
@@ -208,8 +207,7 @@ dgrad_stream(const __grid_constant__ TensorMap dy, const __grid_constant__ Tenso
         if (lane == 0) wait_for_stores<0>();
     }
 
-    __syncwarp();
-    meet_all<PEERS>();  // the results were here, and before that a peer may still be told of a free place
+    __syncthreads();  // the results were here
     float *const of_warps = reinterpret_cast<float *>(all_results);
     if (multiplies)
 #pragma unroll

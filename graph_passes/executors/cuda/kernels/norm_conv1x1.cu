@@ -124,7 +124,10 @@ norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
     const uint32 rounds = (share.end - (blockIdx.y - block) * TEAMS + share.step - 1) / share.step;
 
     if (threadIdx.x == 0) init_barriers(all, stages, WEIGHT_PLACES, BLOCKS);
-    meet_all<BLOCKS>();
+    if (BLOCKS > 1)
+        meet_cluster();
+    else
+        __syncthreads();
 
     const Stages own{all_tiles + team * stages * 2 * TILE_VECTORS, control.full[team], control.empty[team], chunks, stages};
     if (!multiplies) {

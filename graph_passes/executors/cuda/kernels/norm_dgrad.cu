@@ -74,7 +74,10 @@ norm_dgrad(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorM
     const uint32 rounds = (share.end - (blockIdx.y - block) * TEAMS + share.step - 1) / share.step;
 
     if (threadIdx.x == 0) init_barriers(all, stages, places, BLOCKS);
-    meet_all<BLOCKS>();
+    if (BLOCKS > 1)
+        meet_cluster();
+    else
+        __syncthreads();
 
     const Stages own{all_tiles + team * stages * 2 * TILE_VECTORS, control.full[team], control.empty[team], chunks, stages};
     if (!multiplies) {

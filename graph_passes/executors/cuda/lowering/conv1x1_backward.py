@@ -19,7 +19,6 @@ from graph_passes.executors.cuda.lowering.conv1x1_forward import (
     SHARED_BYTES,
     TEAMS,
     Tiles,
-    peers,
 )
 from graph_passes.executors.cuda.lowering.dropout import drops, factors_of
 from graph_passes.executors.cuda.lowering.operands import In, Out, Tiled
@@ -157,7 +156,7 @@ def _stream(builder: Builder, node: Node) -> None:
     way, tiles = DgradStream(k, 1 + (addend.grad is not None)), Tiles.of(dy.shape, x.shape, (1, 1))
     assert tiles
     grid, by_part = way.grid(rows, columns, builder.gpu.num_multiprocessors), tiles.output
-    builder.launch(node, "dgrad_stream.cu", builder.kernel("dgrad_stream", peers(grid), addend.kind, drops(node)), grid,
+    builder.launch(node, "dgrad_stream.cu", builder.kernel("dgrad_stream", addend.kind, drops(node)), grid,
                    STREAM_BLOCK, Tiled(In(dy), tiles.data), Tiled(In(w), way.weights(columns)), Tiled(In(x), by_part),
                    Tiled(In(addend.whole), by_part), Tiled(Out(dz, over=addend.whole), by_part), In(addend.compact),
                    In(mask), In(saved), Out(dgamma), Out(dbeta), builder.partials(2 * columns * grid[1]),

@@ -63,11 +63,6 @@ class Tiles(NamedTuple):
         return Tiling((lines, rows, channels), (rows * channels, channels), (1, self.walk.rows, chunk))
 
 
-def peers(grid: Size) -> int:
-    """How many of the blocks that make the columns of the same rows are a cluster, which has those brought once."""
-    return 1 if grid[0] % 2 else 2
-
-
 @dataclass(frozen=True)
 class Conv1x1Forward:
     """How `conv1x1_forward` divides a convolution of `channels` (C) to `filters` (K), which adds a tensor with `adds`,
@@ -122,10 +117,20 @@ class Conv1x1Forward:
         places = TEAMS * TILE_ROWS * CHUNK_BYTES * (self.stages + self.results)
         return CONTROL_BYTES + self._weight_bytes(self.columns) + places
 
+    @property
+    def blocks(self) -> int:
+        """That make the columns of the same rows."""
+        return -(-self.filters // self.columns)
+
+    @property
+    def peers(self) -> int:
+        """How many of these are a cluster, which brings data from the L2 cache once."""
+        return 1 if self.blocks % 2 else 2
+
     def grid(self, tiles: int, num_multiprocessors: int) -> Size:
         """Blocks for columns and rows, one for each multiprocessor."""
-        blocks, pairs = -(-self.filters // self.columns), -(-tiles // TEAMS)
-        return blocks, max(1, min(num_multiprocessors // blocks, pairs)), 1
+        pairs = -(-tiles // TEAMS)
+        return self.blocks, max(1, min(num_multiprocessors // self.blocks, pairs)), 1
 
     @property
     def _places(self) -> int:
@@ -155,7 +160,7 @@ def forward(builder: Builder, node: Node) -> None:
     assert tiles
     grid = way.grid(-(-rows // tiles.walk.rows), builder.gpu.num_multiprocessors)
     flags = addend is not None, node.op.endswith("Relu"), sums is not None, is_sum
-    kernel = builder.kernel("conv1x1_forward", way.columns, peers(grid), *flags)
+    kernel = builder.kernel("conv1x1_forward", way.columns, way.peers, *flags)
     builder.launch(node, "conv1x1_forward.cu", kernel, grid, BLOCK,
                    Tiled(In(x), tiles.data), Tiled(In(w), way.weights), Tiled(In(addend), tiles.output),
                    Tiled(Out(y, over=addend), tiles.output), In(bias), Out(sums),
