@@ -3,41 +3,12 @@
 #include "conv1x1_forward.cuh"
 #include "moments.cuh"
 
-// Of 8 columns of a warp's rows, of which a thread has two: the sums of what differs from `near`, and of its square.
-template <class T> struct ColumnSums {
-    uint32 near = 0;  // two values as they are stored, which takes fewer registers
-    float sum[2] = {}, squares[2] = {};
+// With SUMS, what each of two multiplying warps leaves for the copy engine is added up by a warp of its own, while they go on.
+constexpr int SUMMING = MULTIPLYING / 2;
+template <bool SUMS> constexpr int BLOCK = THREADS + (SUMS ? SUMMING * WARP : 0);
 
-    // `low` is stored in this thread's row below 8, and `high` in its other row. With `first`, row 0 is what is near.
-    __device__ void add(uint32 low, uint32 high, bool first, int lane, int rows) {
-        if (first) near = __shfl_sync(0xffffffff, low, lane % 4);
-        const float2 n = unpack_two<T>(near), v[2] = {unpack_two<T>(low), unpack_two<T>(high)};
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const bool there = r * 8 + lane / 4 < rows;
-            const float from_near[2] = {there ? v[r].x - n.x : 0, there ? v[r].y - n.y : 0};
-#pragma unroll
-            for (int k = 0; k < 2; ++k) {
-                sum[k] += from_near[k];
-                squares[k] += from_near[k] * from_near[k];
-            }
-        }
-    }
-
-    // What all threads have of the 8 columns, `count` rows.
-    __device__ void write(Moments *to, uint32 count, int lane) {
-        const float2 n = unpack_two<T>(near);
-#pragma unroll
-        for (int k = 0; k < 2; ++k) {
-#pragma unroll
-            for (int distance = 4; distance < WARP; distance *= 2) {
-                sum[k] += __shfl_xor_sync(0xffffffff, sum[k], distance);
-                squares[k] += __shfl_xor_sync(0xffffffff, squares[k], distance);
-            }
-            if (lane < 4) to[lane * 2 + k] = Moments::about(k == 0 ? n.x : n.y, count, sum[k], squares[k]);
-        }
-    }
-};
+// Of the warps that multiply and of those that add up.
+__device__ inline void meet_summing() { asm volatile("bar.sync 2, %0;" :: "n"((MULTIPLYING + SUMMING) * WARP) : "memory"); }
 
 // y = x * w + bias (+ addend), then ReLU with RELU; a null `bias` is none. With TWO, also + x_2 * w_2 + bias_2. With SUMS,
 // `sums` are those of y per column about its mean, in a fixed order. The maps are of these matrices: of x and x_2 by tiles of
@@ -48,7 +19,7 @@ template <class T> struct ColumnSums {
 // partials (3 * gridDim.y * K) fp32; tickets (gridDim.x). columns = K; C fits into all but the last `chunks_2` of `chunks` of 64
 // channels, and C_2 into these.
 template <class T, int COLUMNS, int PEERS, bool ADD, bool RELU, bool SUMS, bool TWO>
-__global__ void __cluster_dims__(PEERS, 1, 1) __launch_bounds__(THREADS, 1)
+__global__ void __cluster_dims__(PEERS, 1, 1) __launch_bounds__(BLOCK<SUMS>, 1)
 conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,
                 const __grid_constant__ TensorMap addend, const __grid_constant__ TensorMap y, const float *bias,
                 float *sums, float *partials, uint32 *tickets, uint32 rows, TileWalk walk, int columns, int chunks,
@@ -61,23 +32,69 @@ conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
     uint4 *const weights = memory + sizeof(Control) / VECTOR_BYTES, *const tiles_of_x = weights + chunks * COLUMNS * CHUNK_VECTORS;
     uint4 *const all_results = tiles_of_x + TEAMS * stages * TILE_VECTORS;
     const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // one for all, to the compiler
-    const bool multiplies = warp < MULTIPLYING;
-    const int team = multiplies ? warp / TEAM_WARPS : warp - MULTIPLYING;
+    const bool multiplies = warp < MULTIPLYING, adds_up = warp >= MULTIPLYING + TEAMS;
+    const int pair = warp - MULTIPLYING - TEAMS;  // of multiplying warps, whose results are added up
+    const int team = multiplies ? warp / TEAM_WARPS : adds_up ? pair * 2 / TEAM_WARPS : warp - MULTIPLYING;
     const int first_column = blockIdx.x * COLUMNS, chunks_1 = TWO ? chunks - chunks_2 : chunks;
     const Share share{blockIdx.y * TEAMS + team, (rows + walk.rows - 1) / walk.rows, gridDim.y * TEAMS};
 
-    for (int n = threadIdx.x; n < COLUMNS; n += THREADS) {
+    // A result is written, and then added up, where it is both.
+    const auto written = [&](int warp, int place) -> uint64 & { return control.addend[warp][place]; };
+    const auto added_up = [&](int warp, int place) -> uint64 & { return control.addend[warp][MAX_RESULTS / 2 + place]; };
+    const auto rows_of = [&](uint32 tile, int own_row) {
+        return max(0, min(WARP_ROWS, min(walk.rows, int(rows - tile * walk.rows)) - own_row));
+    };
+
+    for (int n = threadIdx.x; n < COLUMNS; n += BLOCK<SUMS>) {
         const bool has_bias = bias && first_column + n < columns;
         control.bias[n] = has_bias ? bias[first_column + n] : 0;
         if (TWO && has_bias) control.bias[n] += bias_2[first_column + n];
     }
-    if (threadIdx.x == 0) init_barriers<PEERS>(control, stages, ADD ? results : 0);
+    if (threadIdx.x == 0) init_barriers<PEERS>(control, stages, SUMS ? MAX_RESULTS : ADD ? results : 0);
     if (PEERS > 1)
         meet_cluster();
     else
         __syncthreads();
 
     const Stages own{tiles_of_x + team * stages * TILE_VECTORS, control.full[team], control.empty[team], chunks, stages};
+    if (adds_up) {
+        float near[PARTS][2] = {}, of_column[PARTS][2][2] = {};  // of the two columns of each part that a thread sums up
+        uint32 counted = 0;                                      // rows
+        Turn result;
+        for (uint32 tile = share.first; tile < share.end; tile += share.step) {
+#pragma unroll
+            for (int p = 0; p < PARTS; ++p) {
+                for (int of_warp = pair * 2; of_warp < pair * 2 + 2; ++of_warp) {
+                    const uint4 *const part = all_results + (of_warp * results + result.place) * RESULT_VECTORS;
+                    const int rows_here = rows_of(tile, of_warp % TEAM_WARPS * WARP_ROWS);
+                    wait_for_phase(written(of_warp, result.place), result.parity);
+                    if (counted == 0 && of_warp == pair * 2 && rows_here > 0) {
+                        const float2 first = unpack_two<T>(reinterpret_cast<const uint32 *>(part)[lane]);
+                        near[p][0] = first.x;
+                        near[p][1] = first.y;
+                    }
+                    add_rows<T>(part, rows_here, lane, near[p], of_column[p]);
+                    __syncwarp();
+                    if (lane == 0) arrive(added_up(of_warp, result.place));
+                }
+                result.next(results);
+            }
+            for (int of_warp = pair * 2; of_warp < pair * 2 + 2; ++of_warp)
+                counted += rows_of(tile, of_warp % TEAM_WARPS * WARP_ROWS);
+        }
+        __syncwarp();
+        if (PEERS > 1) meet_cluster();
+        meet_summing();  // the tiles were here
+        Moments *const of_pair = reinterpret_cast<Moments *>(tiles_of_x) + pair * COLUMNS;
+#pragma unroll
+        for (int p = 0; p < PARTS; ++p)
+#pragma unroll
+            for (int k = 0; k < 2; ++k)
+                of_pair[p * CHUNK + lane * 2 + k] =
+                    Moments::about(near[p][k], counted, of_column[p][k][0], of_column[p][k][1]);
+        meet_summing();
+        return;
+    }
     if (!multiplies) {
         if (lane == 0) {
             if (team == 0) {
@@ -101,8 +118,7 @@ conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
     if (ADD && lane == 0)
         for (int place = 0; place < results; ++place) addends.load(place);
 
-    ColumnSums<T> columns_seen[SUMS ? COLUMNS / 8 : 1];
-    uint32 counted = 0;  // rows
+    constexpr int UNDER_WAY = SUMS ? 2 : 1;  // of the results that are copied away
     Turn turn, result;
     wait_for_phase(control.weights, 0);
     for (uint32 tile = share.first; tile < share.end; tile += share.step) {
@@ -110,49 +126,44 @@ conv1x1_forward(const __grid_constant__ TensorMap x, const __grid_constant__ Ten
         begin_with(products, control.bias, lane);
         multiply_tile<T, false, PEERS>(products, weights, own, turn, lane);
 
-        const int rows_here = max(0, min(WARP_ROWS, min(walk.rows, int(rows - tile * walk.rows)) - own_row));
 #pragma unroll
         for (int p = 0; p < PARTS; ++p) {
             uint4 *const part = own_results + result.place * RESULT_VECTORS;
             if (ADD) {
                 wait_for_phase(control.addend[warp][result.place], result.parity);
             } else {
-                if (lane == 0) wait_for_stores<1>();  // of two results, the one before the last
+                if (SUMS) wait_for_phase(added_up(warp, result.place), result.parity ^ 1);  // at once in the first turn
+                if (lane == 0) wait_for_stores<UNDER_WAY>();
                 __syncwarp();
             }
-            uint32 m[CHUNK / 16][4];
 #pragma unroll
-            for (int pair = 0; pair < CHUNK / 16; ++pair)
+            for (int pair = 0; pair < CHUNK / 16; ++pair) {
+                uint32 m[4];
                 finish<T, ADD, RELU>(products[p * 8 + pair * 2], products[p * 8 + pair * 2 + 1],
-                                     part + matrix_row(lane, pair), m[pair]);
+                                     part + matrix_row(lane, pair), m);
+            }
             show_to_copies();
             __syncwarp();
             if (lane == 0) {
                 store_tile(y, first_column + p * CHUNK, tile * walk.y_row + own_row, tile * walk.y_line, part);
+                if (SUMS) arrive(written(warp, result.place));
                 if (ADD && (p > 0 || tile != share.first)) {
                     wait_for_stores<1>();
                     addends.load(result.place == 0 ? results - 1 : result.place - 1);
                 }
             }
-            if (SUMS)
-#pragma unroll
-                for (int j = 0; j < CHUNK / 8; ++j)
-                    columns_seen[p * 8 + j].add(m[j / 2][j % 2 * 2], m[j / 2][j % 2 * 2 + 1], counted == 0 && rows_here > 0,
-                                                lane, rows_here);
             result.next(results);
         }
-        counted += rows_here;
     }
     if (lane == 0) wait_for_stores<0>();
     __syncwarp();
     if (PEERS > 1) meet_cluster();  // before that, a peer may still be told of a free place
     if (!SUMS) return;
 
-    // Over the warps, then over the blocks of the same columns.
-    meet_multiplying();  // the tiles were here
-    Moments *const of_warps = reinterpret_cast<Moments *>(tiles_of_x);
-#pragma unroll
-    for (int j = 0; j < COLUMNS / 8; ++j) columns_seen[SUMS ? j : 0].write(of_warps + warp * COLUMNS + j * 8, counted, lane);
-    write_sums_of_columns<COLUMNS, MULTIPLYING * WARP>(of_warps, MULTIPLYING, first_column, columns, partials, tickets,
-                                                       reinterpret_cast<int &>(control.bias), sums, [] { meet_multiplying(); });
+    // Over the warps that add up, then over the blocks of the same columns.
+    meet_summing();
+    meet_summing();
+    write_sums_of_columns<COLUMNS, MULTIPLYING * WARP>(reinterpret_cast<Moments *>(tiles_of_x), SUMMING, first_column, columns,
+                                                       partials, tickets, reinterpret_cast<int &>(control.bias), sums,
+                                                       [] { meet_multiplying(); });
 }

@@ -188,3 +188,31 @@ __device__ inline void finish(const float (&left)[4], const float (&right)[4], u
     }
     store_pair(at, m);
 }
+
+// Adds up to 16 rows of a result to the sums of a thread's two columns, 2 * lane and the next: of what differs from `near`,
+// and of its square.
+template <class T>
+__device__ inline void add_rows(const uint4 *result, int rows, int lane, const float (&near)[2], float (&of_column)[2][2]) {
+    const auto add = [&](uint32 bits) {
+        const float2 v = unpack_two<T>(bits);
+        const float from_near[2] = {v.x - near[0], v.y - near[1]};
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+            of_column[k][0] += from_near[k];
+            of_column[k][1] += from_near[k] * from_near[k];
+        }
+    };
+    const uint32 *const words = reinterpret_cast<const uint32 *>(result);
+    const auto stored = [&](int r) { return words[r * WARP + (lane ^ r % 8 * 4)]; };  // where `swizzled` has it
+    // Of 0 to 16 the only one with this bit. Compared with 16 instead, where the caller has cut `rows` at 0 and 16, ptxas (12.9
+    // and 13.0) takes the flag of an instruction that cuts at both, which says something else: short tiles came here too.
+    if (rows & WARP_ROWS) {
+        uint32 bits[WARP_ROWS];  // all on their way before the first is needed
+#pragma unroll
+        for (int r = 0; r < WARP_ROWS; ++r) bits[r] = stored(r);
+#pragma unroll
+        for (int r = 0; r < WARP_ROWS; ++r) add(bits[r]);
+    } else
+#pragma unroll 1
+        for (int r = 0; r < rows; ++r) add(stored(r));
+}

@@ -62,34 +62,6 @@ __device__ inline uint32 gathered(uint32 (&bits)[4], int lane) {
     return (last_channels ? own[1] : own[0]) | __shfl_xor_sync(0xffffffff, last_channels ? own[0] : own[1], 1);
 }
 
-// Adds up to 16 rows of a result to the sums of a thread's two columns, 2 * lane and the next: of what differs from `near`,
-// and of its square.
-template <class T>
-__device__ inline void add_rows(const uint4 *result, int rows, int lane, const float (&near)[2], float (&of_column)[2][2]) {
-    const auto add = [&](uint32 bits) {
-        const float2 v = unpack_two<T>(bits);
-        const float from_near[2] = {v.x - near[0], v.y - near[1]};
-#pragma unroll
-        for (int k = 0; k < 2; ++k) {
-            of_column[k][0] += from_near[k];
-            of_column[k][1] += from_near[k] * from_near[k];
-        }
-    };
-    const uint32 *const words = reinterpret_cast<const uint32 *>(result);
-    const auto stored = [&](int r) { return words[r * WARP + (lane ^ r % 8 * 4)]; };  // where `swizzled` has it
-    // Of 0 to 16 the only one with this bit. Compared with 16 instead, where the caller has cut `rows` at 0 and 16, ptxas (12.9
-    // and 13.0) takes the flag of an instruction that cuts at both, which says something else: short tiles came here too.
-    if (rows & WARP_ROWS) {
-        uint32 bits[WARP_ROWS];  // all on their way before the first is needed
-#pragma unroll
-        for (int r = 0; r < WARP_ROWS; ++r) bits[r] = stored(r);
-#pragma unroll
-        for (int r = 0; r < WARP_ROWS; ++r) add(bits[r]);
-    } else
-#pragma unroll 1
-        for (int r = 0; r < rows; ++r) add(stored(r));
-}
-
 // y = relu(norm(x) + addend), or with PAIR relu(norm(x) + norm_2(addend)), with ReLU's bits in `mask` and what `Forward` keeps;
 // and z = y * w with its sums about the mean, in a fixed order. The maps are of x and addend by tiles of 64 rows and columns,
 // of w by those of COLUMNS / BLOCKS rows and 64 columns, of y and z by those of 16 rows and 64 columns. gridDim.y blocks share

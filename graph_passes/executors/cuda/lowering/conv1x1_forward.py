@@ -15,9 +15,10 @@ from graph_passes.graph import Node
 from graph_passes.operators import Shape, window
 
 BLOCK: Size = (320, 1, 1)
+SUMMING_BLOCK: Size = (448, 1, 1)  # four more warps, which add up
 TEAMS, TILE_ROWS, CHUNK, WARP_ROWS = 2, 64, 64, 16
 COLUMNS = (64, 128, 256)  # that a block makes
-COLUMNS_SUMMED = 128  # at most, whose sums a block's registers hold beside their products
+COLUMNS_SUMMED = 128  # at most: so many warps have few registers
 MAX_STAGES = 12
 SHARED_BYTES, CONTROL_BYTES = 227 << 10, 2 << 10
 CHUNK_BYTES = 2 * CHUNK  # of a row
@@ -106,7 +107,7 @@ class Conv1x1Forward:
     def results(self) -> int:
         """Two, of which one is being copied away; three where they are also read: from 64 to 256 and from 128 to 512
         channels an H200 took 9 to 11 % longer with two, four and more."""
-        return 3 if self.adds else 2
+        return 3 if self.adds or self.sums else 2
 
     @property
     def stages(self) -> int:
@@ -124,8 +125,9 @@ class Conv1x1Forward:
 
     @property
     def peers(self) -> int:
-        """How many of these are a cluster, which brings data from the L2 cache once."""
-        return 1 if self.blocks % 2 else 2
+        """How many of these are a cluster, which brings data from the L2 cache once. On an H200 that pays for two
+        blocks, and not for more, of which two would be together."""
+        return 2 if self.sums and self.blocks == 2 else 1
 
     def grid(self, tiles: int, num_multiprocessors: int) -> Size:
         """Blocks for columns and rows, one for each multiprocessor."""
@@ -161,7 +163,7 @@ def forward(builder: Builder, node: Node) -> None:
     grid = way.grid(-(-rows // tiles.walk.rows), builder.gpu.num_multiprocessors)
     flags = addend is not None, node.op.endswith("Relu"), sums is not None, is_sum
     kernel = builder.kernel("conv1x1_forward", way.columns, way.peers, *flags)
-    builder.launch(node, "conv1x1_forward.cu", kernel, grid, BLOCK,
+    builder.launch(node, "conv1x1_forward.cu", kernel, grid, SUMMING_BLOCK if sums else BLOCK,
                    Tiled(In(x), tiles.data), Tiled(In(w), way.weights), Tiled(In(addend), tiles.output),
                    Tiled(Out(y, over=addend), tiles.output), In(bias), Out(sums),
                    builder.partials(3 * filters * grid[1] if sums else 0), builder.tickets, count(rows), tiles.walk,
