@@ -112,6 +112,21 @@ def test_the_fastest_plan_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert not caplog.records
 
 
+@pytest.mark.parametrize("tf32, wanted", [(False, "engine 3"), (True, "engine 2")])
+def test_an_engine_that_is_not_exact_is_left_out_where_float32_is_meant(
+        monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tf32: bool, wanted: str) -> None:
+    """Also where an older version has chosen it."""
+    cudnn = FakeCudnn(monkeypatch)
+    cudnn.item_bytes = 4
+    exact = dataclasses.replace(PROBLEM, dtype="float32")
+    for untold in ("", "engine 2", "engine 2"):
+        monkeypatch.setattr(convolution, "UNTOLD", {"wgrad": untold})
+        cudnn.memory = range(0)
+        library = ConvolutionLibrary(cudnn.gpu, Cache("machine", tmp_path), Arena(cudnn.gpu), tf32=tf32)
+        assert library.plan(exact).name == (wanted if untold else "engine 2")
+        library.save()
+
+
 def test_choices_are_kept_while_others_are_being_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
                                                       caplog: pytest.LogCaptureFixture) -> None:
     cudnn = FakeCudnn(monkeypatch)
