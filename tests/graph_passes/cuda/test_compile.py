@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 
 from graph_passes.executors.cuda.kernels import C_TYPES, HOPPER, SOURCES, architecture, compile_kernel
-from graph_passes.executors.cuda.lowering.conv1x1_backward import DgradReduce, DgradStream, NormBackward
+from graph_passes.executors.cuda.lowering.conv1x1_backward import (
+    DgradReduce,
+    DgradStream,
+    NormBackward,
+    NormBackwardCluster,
+)
 from graph_passes.executors.cuda.lowering.conv1x1_forward import CONTROL_BYTES
 from graph_passes.executors.cuda.lowering.conv3x3 import CONTROL_BYTES as CONV3X3_CONTROL_BYTES
 from graph_passes.executors.cuda.lowering.conv3x3 import Conv3x3, TiledImages
@@ -31,14 +36,15 @@ from graph_passes.executors.cuda.lowering.quantised_pair import Z_COLUMNS, Quant
 from graph_passes.executors.cuda.lowering.stem import StemPool, StemRows, StemWeights
 from graph_passes.executors.cuda.optimizer import State, _Tensor
 from graph_passes.passes.dgrad_reduce import OUT_CHANNELS
+from graph_passes.passes.norm_backward import CHANNELS, CLUSTER_CHANNELS
 from graph_passes.passes.quantised_way import STREAMS, TILES
 
 RULES = ["Sgd<false>", "Sgd<true>", "Lars<false>", "Lars<true>", "AdamW", "Lamb", "Lion"]  # of optimizer.cu
 
 # Of wgmma: for Hopper alone, in 16-bit types.
 WARPGROUPS = ("conv1x1_forward.cu", "conv1x1_pair.cu", "conv3x3.cu", "conv3x3_weights.cu", "dgrad_reduce.cu",
-              "dgrad_stream.cu", "norm_backward.cu", "norm_conv1x1.cu", "stem_forward.cu", "stem_pool.cu",
-              "stem_weights.cu")
+              "dgrad_stream.cu", "norm_backward.cu", "norm_backward_cluster.cu", "norm_conv1x1.cu", "stem_forward.cu",
+              "stem_pool.cu", "stem_weights.cu")
 
 # Template arguments behind the dtype that the executor asks for.
 FLAGS = {
@@ -54,6 +60,7 @@ FLAGS = {
     "norm_conv1x1": ["64, false", "64, true", "128, false", "128, true", "256, false", "256, true"],
     "norm_backward": ["64, true, false, false", "128, true, true, false", "256, false, true, false",
                       "256, false, false, true"],
+    "norm_backward_cluster": ["512, false, true, false", "128, true, true, false", "256, false, false, true"],
     "batch_norm_apply": ["false, false, false", "false, true, false", "true, true, false", "true, true, true"],
     "batch_norm_backward_reduce": [
         "NO_RELU, false, false, false", "NO_RELU, true, true, false", "RECOMPUTED, false, false, false",
@@ -89,7 +96,7 @@ def kernels() -> list[tuple[str, str]]:
     """(file, kernel) of all __global__ functions of kernels/."""
     found = []
     for path in sorted(SOURCES.glob("*.cu")):
-        text = re.sub(r"__launch_bounds__\([^)]*\)", "", path.read_text())
+        text = re.sub(r"__(launch_bounds|cluster_dims)__\([^)]*\)", "", path.read_text())
         for template, name in re.findall(r"(template <[^>]*>\s*)?__global__ void\s+(\w+)\(", text):
             found.append((path.name, name if template else f"{name}!"))
     return found
@@ -222,7 +229,8 @@ def test_shared_memory() -> None:
     from cuda.core import Program, ProgramOptions
 
     sizes = {
-        "norm_backward.cu": [(f"{k}", NormBackward(k).shared_bytes) for k in OUT_CHANNELS],
+        "norm_backward.cu": [(f"{k}", NormBackward(k).shared_bytes) for k in CHANNELS[64]],
+        "norm_backward_cluster.cu": [(f"{k}", NormBackwardCluster(k).shared_bytes) for k in CLUSTER_CHANNELS[128]],
         "dgrad_reduce.cu": [(f"{k}, {str(add).lower()}, {str(pair).lower()}", DgradReduce(k).shared_bytes(add, pair))
                             for k in OUT_CHANNELS for add in (False, True) for pair in (False, True)]}
     options = ProgramOptions(arch="sm_90a", std="c++17", include_path=[str(SOURCES)])
