@@ -422,7 +422,7 @@ def test_launches_of_the_fused_backward_pass() -> None:
     fused = operations.count("dgrad_reduce")
     assert fused == 11 + 1 and operations.count("dgrad") == 54 - 1 - 9 - fused
     assert Counter(decision.chosen for decision in lowering.decisions) == {
-        "stem_fprop": 1, "stem_wgrad": 1, "fprop_stats": 52, "dgrad_reduce": fused, "norm_backward": 4,
+        "stem_fprop": 1, "stem_wgrad": 1, "fprop_stats": 52, "dgrad_reduce": fused, "norm_backward": 8,
         "dgrad": 3, "separate": 12 + 2 + 13}, (
             "instead of norm_conv1x1, from 512 channels dgrad_stream, conv3x3_dgrad, and conv3x3_weights")
     assert lowering.ready.keys() == store.parameters.keys()
