@@ -351,7 +351,8 @@ def test_fused_backward_pass(cache: Path, monkeypatch: pytest.MonkeyPatch, netwo
 @pytest.mark.parametrize("network", [pytest.param(bottlenecks(width=128), id="bottlenecks"),
                                      pytest.param(dropping(bottlenecks(width=128)), id="dropping")])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_fused_backward_pass_in_clusters(cache: Path, monkeypatch: pytest.MonkeyPatch, network: Any, dtype: str) -> None:
+def test_fused_backward_pass_in_clusters(cache: Path, monkeypatch: pytest.MonkeyPatch, network: Any, dtype: str
+                                         ) -> None:
     check_ways(cache, monkeypatch, network, dtype, ("norm_backward", "norm_backward_cluster"),
                {passes.first_way: [0, 0], repeatable_fusions: [2, 3]})
 
