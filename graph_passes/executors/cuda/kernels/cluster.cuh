@@ -18,7 +18,7 @@ __device__ inline void store_there(uint32 to, const float (&v)[4], uint32 barrie
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
                  :: "r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(barrier) : "memory");
 }
-// This thread has read what the other block may write over when it has waited for `barrier`, which is there.
+// What this thread has read the other block may write over when it has waited for `barrier`, which is there.
 __device__ inline void arrive_there(uint32 barrier) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" :: "r"(barrier) : "memory");
 }

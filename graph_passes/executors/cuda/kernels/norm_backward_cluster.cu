@@ -23,8 +23,8 @@ template <int K_> struct Shape {
 
 // Of one tile: tiles as in warpgroup.cuh, by chunks of 64 channels.
 template <class S> struct Stage {
-    uint4 dz[S::CHUNKS][TILE_VECTORS];            // becomes the gradient of the BatchNorm's input, in place
-    uint4 input[COLUMNS / CHUNK][TILE_VECTORS];   // of the convolution; what the earlier BatchNorm has read becomes it, in place
+    uint4 dz[S::CHUNKS][TILE_VECTORS];           // becomes the gradient of the BatchNorm's input, in place
+    uint4 input[COLUMNS / CHUNK][TILE_VECTORS];  // of the convolution; what the earlier BatchNorm has read becomes it, in place
 };
 
 template <class S> struct Shared {
@@ -56,7 +56,7 @@ __device__ inline void load_weights(Shared<S> &shared, const Packed<T> *w) {
     }
 }
 
-// Of half of a thread's sums of N columns keeps one, and adds to it what a thread of other rows has of it.
+// Of 2 * HALF columns a thread keeps half, and adds to them what a thread of other rows has of them.
 template <int HALF> __device__ inline void halve(float (&v)[VEC], int lane) {
     const bool upper = lane & VEC / 2 / HALF * 4;
 #pragma unroll
@@ -65,7 +65,7 @@ template <int HALF> __device__ inline void halve(float (&v)[VEC], int lane) {
         v[i] = kept + __shfl_xor_sync(0xffffffff, given, VEC / 2 / HALF * 4);
     }
 }
-// The sum of 8 columns over a warp's 8 rows, which are 4 lanes apart: that of one of them, `own_column`.
+// Of 8 columns over the 8 rows of a warp, which are 4 lanes apart, the sum of one: `own_column`.
 __device__ inline float sum_over_rows(float (&v)[VEC], int lane) {
     halve<4>(v, lane);
     halve<2>(v, lane);
@@ -84,10 +84,9 @@ __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THREADS, 1)
 norm_backward_cluster(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorMap x,
                       const __grid_constant__ TensorMap behind_tiles, const float *saved, const float *gamma,
                       const float *beta, const float *dgamma, const float *dbeta, const Packed<T> *w,
-                      const Packed<T> *behind, Packed<T> *out,
-                      const float *behind_saved, const float *behind_gamma, const float *behind_beta, float *behind_dgamma,
-                      float *behind_dbeta, float *dw_parts, float *partials, uint32 *tickets, uint32 rows,
-                      const float *factors, uint32 first_factor, uint32 pixels) {
+                      const Packed<T> *behind, Packed<T> *out, const float *behind_saved, const float *behind_gamma,
+                      const float *behind_beta, float *behind_dgamma, float *behind_dbeta, float *dw_parts, float *partials,
+                      uint32 *tickets, uint32 rows, const float *factors, uint32 first_factor, uint32 pixels) {
     using S = Shape<K>;
     extern __shared__ __align__(1024) uint4 memory[];
     Shared<S> &shared = *reinterpret_cast<Shared<S> *>(memory);
@@ -113,13 +112,13 @@ norm_backward_cluster(const __grid_constant__ TensorMap dz, const __grid_constan
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
             for (int piece = 0; piece < PIECES; ++piece) init_barrier(shared.full[s][piece], 1);
-            init_barrier(shared.prepared[s], GROUP);
+            init_barrier(shared.prepared[s], GROUP_WARPS);
             init_barrier(shared.empty[s], (GROUPS - 1) * GROUP_WARPS);
         }
         for (int i = 0; i < GROUP_WARPS; ++i)
             for (int place = 0; place < X_PLACES; ++place) init_barrier(shared.x_full[i][place], 1);
         init_barrier(shared.arrived, 1);
-        init_barrier(shared.read, GROUP);
+        init_barrier(shared.read, GROUP_WARPS);
         show_barriers();
         for (int s = 0; s < STAGES; ++s) load_stage(blockIdx.y + s * gridDim.y, s);
     }
@@ -195,7 +194,8 @@ norm_backward_cluster(const __grid_constant__ TensorMap dz, const __grid_constan
                 x_turn.next(X_PLACES);
             }
             show_to_products();
-            arrive(shared.prepared[turn.place]);
+            __syncwarp();
+            if (lane == 0) arrive(shared.prepared[turn.place]);
         }
         meet_cluster();
         return;
@@ -251,7 +251,6 @@ norm_backward_cluster(const __grid_constant__ TensorMap dz, const __grid_constan
         meet_cluster();
         return;
     }
-
 
     leave_registers<OF_DATA>();
     constexpr int QUARTERS = OWN_COLUMNS / 32;  // a thread has 8 columns of each, of two rows
@@ -333,7 +332,8 @@ norm_backward_cluster(const __grid_constant__ TensorMap dz, const __grid_constan
 #pragma unroll
                 for (int j = 0; j < 2; ++j) sums[j][q] += sum_over_rows(of_rows[j], lane);
         }
-        arrive_there(read_there);
+        __syncwarp();
+        if (lane == 0) arrive_there(read_there);
     }
     if (REDUCE) {
         asm volatile("barrier.sync 2, %0;" :: "n"(GROUP) : "memory");  // `received` is of no more use
