@@ -6,9 +6,11 @@ from typing import NamedTuple
 
 from graph_passes.graph import Graph, Node, Ref
 from graph_passes.passes.choice import Choose
-from graph_passes.passes.dgrad_reduce import is_plain_1x1
+from graph_passes.passes.conv1x1 import is_product
 
-CHANNELS = 64  # of the convolution's data: the gradient of its weights fits into a block's registers then
+# Of the convolution's data -> those that it makes: the gradient of its weights fits into a block's registers then ...
+CHANNELS = {64: (64, 128, 256)}
+CLUSTER_CHANNELS = {128: (128, 256, 512)}  # ... and here into those of two
 
 
 def norm_backward(graph: Graph, choose: Choose) -> Graph:
@@ -24,8 +26,12 @@ def norm_backward(graph: Graph, choose: Choose) -> Graph:
         after     dz, x, x_2, weight -> NormConvReduce `dw` -> dw, dz_2, dgamma, dbeta
                   dz_2, ... -> BatchNormBackwardApply `b`
 
-    dx, the wide one, is not written. Of a pair of BatchNorms, both convolutions are done so, or none. For 16-bit
-    types; the kernel is for GPUs of the Hopper generation.
+    dx, the wide one, is not written. Of a pair of BatchNorms, where only one convolution can be done so:
+
+        before    dz, x, x_2 -> BatchNormPairBackwardApply `b` -> dx, dx_2
+        after     dz, x_2 -> BatchNormBackwardApply `b` -> dx_2, and dz, x, ... as above
+
+    There are two kernels, for 16-bit types and GPUs of the Hopper generation: one for each number of channels of data.
     """
     nodes: list[Node] = []
     moved: dict[Ref, Ref] = {}
@@ -35,12 +41,15 @@ def norm_backward(graph: Graph, choose: Choose) -> Graph:
         if not found:
             continue
         taken |= {node.name for each in found for node in each.nodes}
-        fused = [node for each in found for node in each.fused(apply)]
+        others = _others(apply, {each.number for each in found})
+        fused = [*others, *(node for each in found for node in each.fused(apply))]
         ways = {"separate": [apply, *(node for each in found for node in each.nodes)], "norm_backward": fused}
         if choose(graph, apply, ways) == "norm_backward":
             nodes += fused
             for each in found:
                 moved |= each.moved()
+            if others:
+                moved[apply.refs()[-1]] = Ref(apply.name)
     return graph.replace(nodes, moved)
 
 
@@ -60,12 +69,9 @@ class _Convolution(NamedTuple):
 
     def fused(self, norm: Node) -> list[Node]:
         """In place of `nodes`, and of the BatchNorm's `norm`."""
-        suffix = "_2" if self.number else ""
-        inputs = [norm.inputs[0], *(norm.input(f"{role}{suffix}") for role in (
-            "data", "gamma", "saved", "gamma_grad", "beta_grad")), self.dgrad.input("weight")]
+        inputs = [*_of_norm(norm, self.number), self.dgrad.input("weight")]
         relu = [norm.input("beta")] if norm.op == "BatchNormReluBackwardApply" else []
-        # Of a pair, images of the first are dropped.
-        factors = [] if self.number or norm.get("no_factors", True) else [norm.input("factors")]
+        factors = _factors(norm, self.number)
         attrs = {**norm.attrs, **self.dgrad.attrs, "no_relu": not relu, "no_factors": not factors}
         if self.reduction is None or self.apply is None:
             return [Node("NormConvBackward", self.wgrad.name, (*inputs, self.wgrad.input("data"), *relu, *factors),
@@ -86,11 +92,29 @@ _APPLIES = ("BatchNormBackwardApply", "BatchNormReluBackwardApply", "BatchNormPa
 
 
 def _convolutions(graph: Graph, apply: Node) -> list[_Convolution]:
-    """Those whose output's gradients the half of a BatchNorm gives; none where one of them is of another kind."""
+    """Those whose output's gradients the half of a BatchNorm gives, if there is a kernel for them."""
     if apply.op not in _APPLIES:
         return []
-    found = [each for number, ref in enumerate(apply.refs()) if (each := _convolution(graph, number, ref))]
-    return found if len(found) == apply.num_outputs else []
+    return [each for number, ref in enumerate(apply.refs()) if (each := _convolution(graph, number, ref))]
+
+
+def _others(apply: Node, numbers: set[int]) -> list[Node]:
+    """Of a pair, the half of a BatchNorm alone whose gradient is none of these."""
+    others = [number for number in range(apply.num_outputs) if number not in numbers]
+    return [apply.derive("BatchNormBackwardApply", apply.name, (*_of_norm(apply, number), *(factors := _factors(
+        apply, number))), no_factors=not factors) for number in others]
+
+
+def _of_norm(apply: Node, number: int) -> list[Ref]:
+    """What the half of a BatchNorm reads, of a pair that of one."""
+    suffix = "_2" if number else ""
+    roles = "data", "gamma", "saved", "gamma_grad", "beta_grad"
+    return [apply.inputs[0], *(apply.input(f"{role}{suffix}") for role in roles)]
+
+
+def _factors(apply: Node, number: int) -> list[Ref]:
+    """Of a pair, images of the first are dropped."""
+    return [] if number or apply.get("no_factors", True) else [apply.input("factors")]
 
 
 def _convolution(graph: Graph, number: int, gradient: Ref) -> _Convolution | None:
@@ -99,8 +123,9 @@ def _convolution(graph: Graph, number: int, gradient: Ref) -> _Convolution | Non
             or gradient in graph.outputs):
         return None
     wgrad, dgrad = readers["ConvolutionWgrad"], readers["ConvolutionDgrad"]
+    channels = {**CHANNELS, **CLUSTER_CHANNELS}.get(dgrad["data_shape"][3], ())
     # Where one is compact (compact_grad.py) only the other still has the stride.
-    if not is_plain_1x1(dgrad) or not is_plain_1x1(wgrad) or dgrad["data_shape"][3] != CHANNELS:
+    if not is_product(dgrad) or not is_product(wgrad) or dgrad["num_filter"] not in channels:
         return None
     return _Convolution(number, wgrad, dgrad, *(relu_halves(graph, Ref(dgrad.name)) or (None, None)))
 

@@ -48,6 +48,23 @@ def biased(classes=7):
     return mx.sym.SoftmaxOutput(x, normalization="batch", name="softmax")
 
 
+def projections(classes=7):
+    """Two blocks whose strides are where ResNet has them: of a pair of BatchNorms one reads a 1x1 convolution of stride
+    1, and the other one of stride 2."""
+    def conv_bn(x, name, filters, kernel, stride=1):
+        x = mx.sym.Convolution(x, num_filter=filters, kernel=(kernel, kernel), pad=(kernel // 2,) * 2, no_bias=True,
+                               stride=(stride, stride), layout="NHWC", name=f"{name}_conv")
+        return mx.sym.BatchNorm(x, axis=3, eps=1e-5, fix_gamma=False, name=f"{name}_bn")
+
+    x = mx.sym.relu(conv_bn(mx.sym.Variable("data"), "stem", 32, 3))
+    for block, width in (("a", 64), ("b", 128)):
+        y = mx.sym.relu(conv_bn(x, f"{block}1", width, 3, stride=2))
+        y = conv_bn(y, f"{block}2", 128, 1)
+        x = mx.sym.relu(mx.sym.elemwise_add(y, conv_bn(x, f"{block}3", 128, 1, stride=2), name=block))
+    x = mx.sym.FullyConnected(mx.sym.Flatten(x), num_hidden=classes, name="fc")
+    return mx.sym.SoftmaxOutput(x, normalization="batch", name="softmax")
+
+
 NETWORKS = {
     "basic blocks": (lambda: small_resnet(False), (3, 17, 14, 3)),
     "bottlenecks": (lambda: bottlenecks(7, 7), (3, 22, 18, 4)),
@@ -55,6 +72,7 @@ NETWORKS = {
     "wide bottlenecks": (lambda: bottlenecks(3, 7, 128), (3, 7, 6, 3)),
     "strided bottlenecks": (strided, (3, 13, 11, 3)),
     "strided bottlenecks that drop": (lambda: dropping(strided()), (5, 10, 9, 3)),
+    "projections that drop": (lambda: dropping(projections()), (4, 9, 11, 3)),
     "biases": (biased, (3, 7, 6, 3)),
     "BatchNorm first": (pre_activation, (3, 9, 7, 3)),
     "flattened convolution": (lambda: flattened("Convolution"), (5, 12, 9, 3)),
@@ -269,6 +287,19 @@ def test_where_a_block_and_the_next_convolution_are_left_alone():
     asked.clear()
     pipeline.training_step(graph, shapes, "float16", choose)
     assert len(asked) == 15
+
+
+@pytest.mark.parametrize("build, alone", [(projections, ["a2", "b2"]), (lambda: bottlenecks(3, 7, 256), ["a4"])])
+def test_one_of_a_pair_of_batch_norms_goes_its_own_way(build, alone, rng):
+    """Where only its convolution can, from the same gradient; that of the other is made alone."""
+    graph = passes.bn_relu(passes.bn_add_relu(Graph.from_json(build().tojson())))
+    shapes = {"data": (3, 5, 7, 3), "softmax_label": (3,)}
+    check_step(graph, shapes, random_variables(graph, shapes, rng), passes.fused_way)
+    step = pipeline.training_step(graph, shapes, "float16", passes.fused_way)
+    assert "BatchNormPairBackwardApply" not in step.operators()
+    for name in alone:
+        others = [node.op for node in step if node.inputs and node.inputs[0] == step[f"{name}_conv_wgrad"].inputs[0]]
+        assert others.count("BatchNormBackwardApply") == 1 and len(others) == 2
 
 
 def test_random_networks(rng):

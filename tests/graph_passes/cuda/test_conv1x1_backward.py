@@ -18,6 +18,7 @@ from graph_passes.executors.cuda.lowering.conv1x1_backward import (
     DgradReduce,
     DgradStream,
     NormBackward,
+    NormBackwardCluster,
 )
 from graph_passes.executors.cuda.lowering.conv1x1_forward import Tiles
 from graph_passes.executors.cuda.lowering.second_grad import FastDivisor, Grid
@@ -227,9 +228,42 @@ def test_division_of_shared_memory(read: int) -> None:
     ("float16", 128, 10_003, True, False, False, 145)])
 def test_norm_backward(device: Device, dtype: str, k: int, rows: int, reduces: bool, relu: bool, drop: bool,
                        blocks: int) -> None:
-    """Gradients of a BatchNorm's input (never stored), of the 1x1 convolution before it, and of its input."""
-    columns = NormBackward.COLUMNS
-    out, norm = (BatchNormCase(device, rows, channels, dtype, seed=channels + rows) for channels in (k, columns))
+    check_norm_backward(device, NormBackward.COLUMNS, dtype, k, rows, reduces, relu, drop, blocks)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype, k, rows, reduces, relu, drop, blocks", [
+    ("float16", 512, 65, True, False, False, 1), ("float16", 512, 1, False, False, False, 3),
+    ("float16", 512, 1, True, False, False, 1), ("float16", 512, 63, True, False, False, 1),
+    ("bfloat16", 512, 1003, True, False, False, 3),
+    ("float16", 512, 1003, False, True, False, 2), ("bfloat16", 512, 413, True, True, True, 3),
+    ("float16", 256, 413, True, False, True, 3), ("bfloat16", 256, 517, False, False, False, 3),
+    ("float16", 256, 1003, True, True, False, 2), ("float16", 128, 1003, True, False, False, 3),
+    ("bfloat16", 128, 130, False, True, False, 3), ("float16", 512, 10_003, True, False, False, 66),
+    ("float16", 512, 20_003, True, False, False, 35), ("float16", 512, 130, True, False, False, 5),
+    ("float16", 256, 20_003, True, False, False, 37)])
+def test_norm_backward_by_clusters(device: Device, dtype: str, k: int, rows: int, reduces: bool, relu: bool, drop: bool,
+                                   blocks: int) -> None:
+    """Of one tile, of fewer tiles than clusters, and of so many that all places are used again and again."""
+    check_norm_backward(device, NormBackwardCluster.COLUMNS, dtype, k, rows, reduces, relu, drop, blocks)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("columns, k", [(64, 256), (128, 512)])
+@pytest.mark.parametrize("mean", [100.0, 1000.0])
+def test_norm_backward_far_from_zero(device: Device, columns: int, k: int, mean: float) -> None:
+    """Where what the earlier BatchNorm has read has a mean far above its deviation, its sums are as exact."""
+    check_norm_backward(device, columns, "float16", k, 4001, True, False, False, BLOCKS, mean)
+
+
+def check_norm_backward(device: Device, columns: int, dtype: str, k: int, rows: int, reduces: bool, relu: bool,
+                        drop: bool, blocks: int, mean: float = 0.0) -> None:
+    """Gradients of a BatchNorm's input (never stored), of the 1x1 convolution before it, and of its input. `mean` is
+    added to what the earlier BatchNorm reads."""
+    in_cluster = columns == NormBackwardCluster.COLUMNS
+    way: NormBackward | NormBackwardCluster = NormBackwardCluster(k) if in_cluster else NormBackward(k)
+    out = BatchNormCase(device, rows, k, dtype, seed=k + rows)
+    norm = BatchNormCase(device, rows, columns, dtype, seed=columns + rows, mean=mean)
     random = np.random.default_rng(rows)
     given = rounded(random.normal(0, 1, (rows, k)), dtype)
     out_before_relu = out.normal * out.gamma + out.beta
@@ -237,19 +271,24 @@ def test_norm_backward(device: Device, dtype: str, k: int, rows: int, reduces: b
         given[np.abs(out_before_relu) < 1e-3] = 0  # near zero either answer is right
     out_dz = np.where(out_before_relu > 0, given, 0) if relu else given * (out.factor if drop else 1)
     w = rounded(random.normal(0, k**-0.5, (k, columns)), dtype)
-    out_dbeta, out_dgamma = out_dz.sum(0), (out_dz * out.normal).sum(0)
+    out_dbeta, out_dgamma = random.normal(0, rows**0.5, (2, k))  # any: with their own, one row would leave nothing
     dy = rounded(out.gamma * out.invstd * (out_dz - out_dbeta / rows - out.normal * out_dgamma / rows), dtype)
     before_relu = norm.normal * norm.gamma + norm.beta
     dx, dw_parts = device.poisoned((rows, columns), dtype), device.poisoned((blocks, k, columns))
     dgamma, dbeta = device.poisoned((columns,)), device.poisoned((columns,))
-    partials, tickets = device.poisoned((2 * blocks * columns,)), device.zeros(4)
-    kernel = out.kernel("norm_backward", str(k), relu, reduces, drop)
+    partials, tickets = device.poisoned((2 * blocks * columns,)), device.zeros(8)
+    kernel = out.kernel("norm_backward_cluster" if in_cluster else "norm_backward", str(k), relu, reduces, drop)
+    dz_x_and_behind = [device.put(array, dtype) for array in (given, out.x, norm.x)]
+    tensors: list[object] = dz_x_and_behind[:2]
+    if isinstance(way, NormBackwardCluster):
+        tensors = [device.gpu.tensor_map(address, dtype, way.tiling(rows, channels))
+                   for address, channels in zip(dz_x_and_behind, (k, k, columns), strict=True)]
     for _ in range(2):  # twice: the tickets must be back at zero
-        device.run("norm_backward.cu", kernel, (1, blocks, 1), BLOCK, device.put(given, dtype),
-                   device.put(out.x, dtype), out.saved(), device.put(out.gamma), device.put(out.beta),
-                   device.put(out_dgamma), device.put(out_dbeta), device.put(w, dtype), device.put(norm.x, dtype), dx,
-                   norm.saved(), device.put(norm.gamma), device.put(norm.beta), dgamma, dbeta, dw_parts, partials,
-                   tickets, ctypes.c_uint32(rows), *out.dropping(drop), shared_bytes=NormBackward(k).shared_bytes)
+        device.run(f"{kernel.partition('<')[0]}.cu", kernel, (2 if in_cluster else 1, blocks, 1), BLOCK, *tensors,
+                   out.saved(), device.put(out.gamma), device.put(out.beta), device.put(out_dgamma),
+                   device.put(out_dbeta), device.put(w, dtype), dz_x_and_behind[2], dx, norm.saved(),
+                   device.put(norm.gamma), device.put(norm.beta), dgamma, dbeta, dw_parts, partials, tickets,
+                   ctypes.c_uint32(rows), *out.dropping(drop), shared_bytes=way.shared_bytes)
     if reduces:
         x = rounded(np.maximum(before_relu, 0), dtype)
         wanted, clear = np.where(before_relu > 0, dy @ w, 0), np.abs(before_relu) > 1e-3

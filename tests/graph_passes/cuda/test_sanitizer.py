@@ -165,6 +165,7 @@ def networks(**group: Any) -> tuple[Network, ...]:
         Network("the fusions that others replace", bottlenecks(), (3, 19, 23, 4), "float16", {}, repeatable_fusions),
         Network("wide bottlenecks", bottlenecks(width=256), (3, 9, 11, 4), "bfloat16"),
         Network("strided shortcuts", strided(10, 256), (2, 9, 11, 4), "float16", {}, streamed_gradients),
+        Network("bottlenecks in clusters", bottlenecks(width=128), (3, 9, 11, 4), "float16"),
         Network("all operators", small_network(), (3, 29, 23, 3), "float32"),
         Network("BatchNorm first", dropping(pre_activation(10)), (3, 19, 17, 3), "bfloat16"),
         Network("poolings", pooled(), (3, 17, 14, 4), "float16"),

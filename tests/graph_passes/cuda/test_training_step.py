@@ -338,8 +338,8 @@ def check_every_tensor(cache: Path, name: str, network: models.network.Network, 
 @pytest.mark.parametrize("network, reduces, streams, from_norm", [
     pytest.param(bottlenecks(), 2, 0, 5, id="bottlenecks"),
     pytest.param(dropping(bottlenecks()), 2, 0, 5, id="dropping"),
-    pytest.param(bottlenecks(width=256), 2, 1, 1, id="wide"),
-    pytest.param(dropping(bottlenecks(width=256)), 2, 1, 1, id="wide and dropping"),
+    pytest.param(bottlenecks(width=256), 2, 1, 2, id="wide"),
+    pytest.param(dropping(bottlenecks(width=256)), 2, 1, 2, id="wide and dropping"),
     pytest.param(strided(), 3, 0, 1, id="strided"),
     pytest.param(dropping(strided(width=256)), 3, 1, 0, id="strided, wide and dropping")])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -350,6 +350,15 @@ def test_fused_backward_pass(cache: Path, monkeypatch: pytest.MonkeyPatch, netwo
     check_ways(cache, monkeypatch, network, dtype, ("dgrad_reduce", "dgrad_stream", "norm_backward"),
                {passes.first_way: [0, 0, 0], repeatable_fusions: [reduces, 0, from_norm],
                 streamed_gradients: [reduces - streams, streams, from_norm]})
+
+
+@pytest.mark.parametrize("network", [pytest.param(bottlenecks(width=128), id="bottlenecks"),
+                                     pytest.param(dropping(bottlenecks(width=128)), id="dropping")])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_fused_backward_pass_in_clusters(cache: Path, monkeypatch: pytest.MonkeyPatch, network: Any, dtype: str
+                                         ) -> None:
+    check_ways(cache, monkeypatch, network, dtype, ("norm_backward", "norm_backward_cluster"),
+               {passes.first_way: [0, 0], repeatable_fusions: [2, 3]})
 
 
 @pytest.mark.parametrize("network, places", [pytest.param(bottlenecks(), 2, id="bottlenecks"),

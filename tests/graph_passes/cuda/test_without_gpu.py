@@ -410,18 +410,20 @@ def test_the_stem_is_ours_where_its_rows_are_aligned_and_fit(size: int, is_ours:
 
 
 def test_launches_of_the_fused_backward_pass() -> None:
-    """Gradients of the data of 1x1 convolutions come with the sums of the BatchNorm that reads them; in stage 1 one
-    launch goes from a BatchNorm to the one before the convolution before it. Nothing is done twice or left out."""
+    """Gradients of the data of 1x1 convolutions come with the sums of the BatchNorm that reads them; in stages
+    1 and 2 one launch goes from a BatchNorm to the one before the convolution before it. Nothing is done twice or left
+    out."""
     lowering, store = lower(50, 256, 224, training=True, fused=True)
     launches = lowering.program.launches
     operations = [launch.operation for launch in launches]
-    assert operations.count("norm_backward") == 5
-    assert operations.count("sum_parts") == 5 and operations.count("wgrad") == 53 - 5, "without the stem's"
+    assert (operations.count("norm_backward"), operations.count("norm_backward_cluster")) == (5, 4)
+    assert operations.count("sum_parts") == 9 and operations.count("wgrad") == 53 - 9, "without the stem's"
+    assert operations.count("batch_norm_pair_backward_apply") == 2, "in stage 2 one of the pair goes its own way"
     fused = operations.count("dgrad_reduce")
-    assert fused == 11 + 1 and operations.count("dgrad") == 54 - 1 - 5 - fused
+    assert fused == 11 + 1 and operations.count("dgrad") == 54 - 1 - 9 - fused
     assert Counter(decision.chosen for decision in lowering.decisions) == {
-        "stem_fprop": 1, "stem_wgrad": 1, "fprop_stats": 52, "dgrad_reduce": fused, "norm_backward": 4,
-        "dgrad": 3, "separate": 12 + 2 + 8 + 13}, (
+        "stem_fprop": 1, "stem_wgrad": 1, "fprop_stats": 52, "dgrad_reduce": fused, "norm_backward": 8,
+        "dgrad": 3, "separate": 12 + 2 + 5 + 13}, (
             "instead of norm_conv1x1, from 512 channels dgrad_stream, norm_dgrad, conv3x3_dgrad, and conv3x3_weights")
     assert lowering.ready.keys() == store.parameters.keys()
     written = [buffer for launch in launches for buffer in launch.writes if buffer in store.gradients.values()]

@@ -189,6 +189,17 @@ template <int N> __device__ inline void hold_products(float (&c)[N][4]) {
                        SIXTEEN(c, 24), SIXTEEN(c, 28)                                                                        \
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                  \
     }
+// c += a * b with a and b as for `multiply_columns`, but b (16, 128 or 256): `matrix_of_columns`.
+#define MULTIPLY_COLUMNS_BY_COLUMNS(TYPE)                                                                                    \
+    __device__ inline void multiply_columns(float (&c)[16][4], uint64 a, uint64 b, TYPE) {                                   \
+        asm volatile(PRODUCT("128", TYPE) " {" REGISTERS_64 "}, %64, %65, 1, 1, 1, 1, 1;"                                    \
+                     : SIXTEEN(c, 0), SIXTEEN(c, 4), SIXTEEN(c, 8), SIXTEEN(c, 12) : "l"(a), "l"(b));                        \
+    }                                                                                                                        \
+    __device__ inline void multiply_columns(float (&c)[32][4], uint64 a, uint64 b, TYPE) {                                   \
+        asm volatile(PRODUCT("256", TYPE) " {" REGISTERS_128 "}, %128, %129, 1, 1, 1, 1, 1;"                                 \
+                     : SIXTEEN(c, 0), SIXTEEN(c, 4), SIXTEEN(c, 8), SIXTEEN(c, 12), SIXTEEN(c, 16), SIXTEEN(c, 20),          \
+                       SIXTEEN(c, 24), SIXTEEN(c, 28) : "l"(a), "l"(b));                                                     \
+    }
 // c += a * b with a and b as for `multiply_columns`, but b (16, 192): `matrix_of_neighbours`.
 #define MULTIPLY_COLUMNS_BY_NEIGHBOURS(TYPE)                                                                                 \
     __device__ inline void multiply_columns(float (&c)[24][4], uint64 a, uint64 b, TYPE) {                                   \
@@ -225,5 +236,7 @@ MULTIPLY_COLUMNS_BY_REGISTERS(half)
 MULTIPLY_COLUMNS_BY_REGISTERS(bfloat16)
 MULTIPLY_ROWS_BY_COLUMNS(half)
 MULTIPLY_ROWS_BY_COLUMNS(bfloat16)
+MULTIPLY_COLUMNS_BY_COLUMNS(half)
+MULTIPLY_COLUMNS_BY_COLUMNS(bfloat16)
 MULTIPLY_COLUMNS_BY_NEIGHBOURS(half)
 MULTIPLY_COLUMNS_BY_NEIGHBOURS(bfloat16)

@@ -1,5 +1,5 @@
-"""The fused backward passes of 1x1 convolutions by dgrad_reduce.cu, dgrad_stream.cu and norm_backward.cu, which are for
-the matrix instructions of Hopper."""
+"""The fused backward passes of 1x1 convolutions by dgrad_reduce.cu, dgrad_stream.cu, norm_backward.cu and
+norm_backward_cluster.cu, which are for the matrix instructions of Hopper."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from graph_passes.executors.cuda.parameters import VECTOR
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Node
 from graph_passes.passes.dgrad_reduce import MIN_CHANNELS
-from graph_passes.passes.norm_backward import CHANNELS
+from graph_passes.passes.norm_backward import CHANNELS, CLUSTER_CHANNELS
 
 VECTOR_BYTES, FLOAT_BYTES = 16, 4
 BLOCK: Size = (512, 1, 1)
@@ -169,7 +169,7 @@ def _stream(builder: Builder, node: Node) -> None:
 class NormBackward:
     """`norm_backward`, for convolutions of 64 channels to `k`: the weights' gradient fits into a block's registers."""
 
-    COLUMNS = CHANNELS
+    COLUMNS = max(CHANNELS)
 
     def __init__(self, k: int) -> None:
         self.k = k
@@ -185,22 +185,56 @@ class NormBackward:
         return weights + _stages(self.k) * stage + (4 * self.k + 3 * self.COLUMNS) * FLOAT_BYTES
 
 
+class NormBackwardCluster:
+    """`norm_backward_cluster`, for convolutions of 128 channels to `k`, half of which each block of a cluster has."""
+
+    COLUMNS, BLOCKS, STAGES, X_PLACES = max(CLUSTER_CHANNELS), 2, 2, 5
+    WARPS, PIECE_ROWS = 4, 16  # that prepare tiles, and the rows of each piece of x
+
+    def __init__(self, k: int) -> None:
+        self.k = k // self.BLOCKS
+
+    def grid(self, rows: int, num_multiprocessors: int) -> Size:
+        """The blocks of a cluster, and clusters."""
+        return self.BLOCKS, max(1, min(num_multiprocessors // self.BLOCKS, -(-rows // TILE_ROWS))), 1
+
+    def tiling(self, rows: int, channels: int) -> Tiling:
+        return Tiling.of_matrix(rows, channels, (self.PIECE_ROWS, CHUNK))
+
+    @property
+    def shared_bytes(self) -> int:
+        """sizeof(Shared<Shape<k>>) of norm_backward_cluster.cu."""
+        weights = self.k * self.COLUMNS // VECTOR * VECTOR_BYTES
+        stages = self.STAGES * (self.k + self.COLUMNS) * TILE_ROWS // VECTOR * VECTOR_BYTES
+        x = self.WARPS * self.X_PLACES * self.PIECE_ROWS * CHUNK_BYTES
+        received = TILE_ROWS * self.COLUMNS // self.BLOCKS * FLOAT_BYTES
+        barriers = self.STAGES * (TILE_ROWS // self.PIECE_ROWS + 2) + self.WARPS * self.X_PLACES + 2
+        return weights + stages + x + received + 3 * self.COLUMNS * FLOAT_BYTES + -(-barriers // 2) * VECTOR_BYTES
+
+
 def norm_backward(builder: Builder, node: Node) -> None:
     """The gradients of the weights and of the data, or the masked one and the sums of the BatchNorm that reads it."""
     _require_hopper(builder, node)
     reduces = node.op == "NormConvReduce"
-    x, w, dw = builder.input(node, "data"), builder.input(node, "weight"), builder.output(node, "weight_grad")
+    dz, x, behind = (In(builder.input(node, role)) for role in ("masked_grad", "data", "data_2"))
+    w, dw = builder.input(node, "weight"), builder.output(node, "weight_grad")
     beta = builder.optional_input(node, "beta", "no_relu")
-    (rows, k), columns, way = rows_and_channels(node, x), w.shape[3], NormBackward(w.shape[0])
+    (rows, k), columns = rows_and_channels(node, builder.input(node, "data")), w.shape[3]
+    way: NormBackward | NormBackwardCluster
+    if columns in CLUSTER_CHANNELS:
+        way, name = NormBackwardCluster(k), "norm_backward_cluster"
+        of_k, of_columns = way.tiling(rows, k), way.tiling(rows, columns)
+        tensors: list[In | Tiled] = [Tiled(dz, of_k), Tiled(x, of_k), Tiled(behind, of_columns)]
+    else:
+        way, name, tensors = NormBackward(k), "norm_backward", [dz, x]
     grid = way.grid(rows, builder.gpu.num_multiprocessors)
     parts = Buffer(f"{node.name}:parts", (grid[1], k, columns), "float32")
     before = [builder.input(node, role) if reduces else None for role in ("saved_2", "gamma_2", "beta_2")]
     sums = [builder.output(node, role) if reduces else None for role in ("gamma_grad", "beta_grad")]
     flags = beta is not None, reduces, drops(node)
-    builder.launch(node, "norm_backward.cu", builder.kernel("norm_backward", k, *flags), grid, BLOCK,
-                   In(builder.input(node, "masked_grad")), In(x), In(builder.input(node, "saved")),
-                   In(builder.input(node, "gamma")), In(beta), In(builder.input(node, "gamma_grad")),
-                   In(builder.input(node, "beta_grad")), In(w), In(builder.input(node, "data_2")),
+    builder.launch(node, f"{name}.cu", builder.kernel(name, k, *flags), grid, BLOCK, *tensors,
+                   In(builder.input(node, "saved")), In(builder.input(node, "gamma")), In(beta),
+                   In(builder.input(node, "gamma_grad")), In(builder.input(node, "beta_grad")), In(w), behind,
                    Out(builder.output(node, "masked_grad" if reduces else "data_grad")), *map(In, before),
                    *map(Out, sums), Out(parts), builder.partials(2 * columns * grid[1]), builder.tickets, count(rows),
                    *factors_of(builder, node, rows), shared_bytes=way.shared_bytes, flops=4 * rows * columns * k)

@@ -51,7 +51,9 @@ Operand = In | Out | InOut | Scratch
 
 
 def reads(operands: Iterable[object]) -> tuple[Buffer, ...]:
-    return tuple(each.buffer for each in _plain(operands) if isinstance(each, In | InOut) and each.buffer)
+    """Each once."""
+    return tuple(dict.fromkeys(each.buffer for each in _plain(operands)
+                               if isinstance(each, In | InOut) and each.buffer))
 
 
 def writes(operands: Iterable[object]) -> tuple[Buffer, ...]:

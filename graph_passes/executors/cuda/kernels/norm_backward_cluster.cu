@@ -1,0 +1,354 @@
+// `norm_backward` for convolutions of 128 channels, of whose weights one block has no registers for the gradient: the two blocks
+// of a cluster have half of the channels each that the convolution makes.
+#include "conv1x1.cuh"
+#include "copy_engine.cuh"
+
+constexpr int BLOCKS = 2, COLUMNS = 128, OWN_COLUMNS = COLUMNS / BLOCKS, CHUNK = 64, VECTOR_BYTES = 16;
+constexpr int ROWS = 64, PIECES = 4, PIECE_ROWS = ROWS / PIECES;  // of a tile
+constexpr int GROUP_WARPS = 4, GROUP = GROUP_WARPS * WARP, GROUPS = 4, THREADS = GROUPS * GROUP;
+constexpr int CHUNK_VECTORS = CHUNK / VEC, TILE_VECTORS = ROWS * CHUNK_VECTORS, PIECE_VECTORS = PIECE_ROWS * CHUNK_VECTORS;
+constexpr int PIECE_BYTES = PIECE_VECTORS * VECTOR_BYTES;  // of 64 channels
+constexpr int STAGES = 2, X_PLACES = 5;
+constexpr int OF_PREPARING = 88, OF_DATA = 104, OF_WEIGHTS = 160;  // registers, of 128 that each thread begins with
+
+// How the work is shared. Both blocks walk over the same tiles of rows, each with its channels. Of a block's groups of four
+// warps, the first makes the gradient of the convolution's input: each block finishes half of the columns, to which the other
+// sends what its channels add. The second prepares tiles, each warp for itself: it has one chunk of 64 channels, and of a
+// tile's pieces of 16 rows every PARTS-th. The last two add up the gradient of the weights, every second chunk each; one of
+// their threads starts the copies to a stage as soon as nobody multiplies what is there.
+template <int K_> struct Shape {
+    static constexpr int K = K_ / BLOCKS, CHUNKS = K / CHUNK, PARTS = GROUP_WARPS / CHUNKS, CHUNKS_PER_GROUP = (CHUNKS + 1) / 2;
+    static_assert(CHUNKS * PARTS == GROUP_WARPS && PIECES % PARTS == 0, "shares");
+};
+
+// Of one tile: tiles as in warpgroup.cuh, by chunks of 64 channels.
+template <class S> struct Stage {
+    uint4 dz[S::CHUNKS][TILE_VECTORS];           // becomes the gradient of the BatchNorm's input, in place
+    uint4 input[COLUMNS / CHUNK][TILE_VECTORS];  // of the convolution; what the earlier BatchNorm has read becomes it, in place
+};
+
+template <class S> struct Shared {
+    uint4 weights[S::CHUNKS][COLUMNS / CHUNK][TILE_VECTORS];
+    Stage<S> stages[STAGES];
+    uint4 x[GROUP_WARPS][X_PLACES][PIECE_VECTORS];
+    float4 received[8][GROUP];  // what the other block adds to each thread's
+    float behind_mean[COLUMNS], behind_scale[COLUMNS], behind_shift[COLUMNS];  // of the earlier BatchNorm
+    // A piece of dz and of the earlier BatchNorm's data is there; a tile is prepared; nobody multiplies it any more.
+    uint64 full[STAGES][PIECES], prepared[STAGES], empty[STAGES];
+    uint64 x_full[GROUP_WARPS][X_PLACES];
+    uint64 arrived, read;  // `received` has come; the other block has read what has been sent there
+};
+
+// The block's weights, (K, COLUMNS), as they lie, but its own columns first, and of 32 columns in the order of `load_weights`
+// of conv1x1.cuh. By all threads but those that prepare tiles.
+template <class T, class S>
+__device__ inline void load_weights(Shared<S> &shared, const Packed<T> *w) {
+    constexpr int VECTORS = COLUMNS / VEC;
+#pragma unroll 4
+    for (int i = threadIdx.x < GROUP ? threadIdx.x : threadIdx.x - GROUP; i < S::K * VECTORS; i += THREADS - GROUP) {
+        const int k = i / VECTORS, vector = i % VECTORS;
+        const uint4 v = words(w[i]);
+        uint4 *const tile = shared.weights[k / CHUNK][vector / CHUNK_VECTORS ^ blockIdx.x];
+        const uint32 pairs[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+            reinterpret_cast<uint32 *>(tile + swizzled(k % CHUNK, vector % CHUNK_VECTORS / 4 * 4 + j))[vector % 4] = pairs[j];
+    }
+}
+
+// Of 2 * HALF columns a thread keeps half, and adds to them what a thread of other rows has of them.
+template <int HALF> __device__ inline void halve(float (&v)[VEC], int lane) {
+    const bool upper = lane & VEC / 2 / HALF * 4;
+#pragma unroll
+    for (int i = 0; i < HALF; ++i) {
+        const float kept = upper ? v[HALF + i] : v[i], given = upper ? v[i] : v[HALF + i];
+        v[i] = kept + __shfl_xor_sync(0xffffffff, given, VEC / 2 / HALF * 4);
+    }
+}
+// Of 8 columns over the 8 rows of a warp, which are 4 lanes apart, the sum of one: `own_column`.
+__device__ inline float sum_over_rows(float (&v)[VEC], int lane) {
+    halve<4>(v, lane);
+    halve<2>(v, lane);
+    halve<1>(v, lane);
+    return v[0];
+}
+__device__ inline int own_column(int lane) { return lane / 4 % 2 * 4 + lane / 8 % 2 * 2 + lane / 16; }
+
+// As `norm_backward`; the maps are of matrices by tiles of 16 rows and 64 columns. gridDim.x is 2, and gridDim.y clusters share
+// the rows.
+// Shapes: dz, x (rows, K); saved (2, K), gamma, beta, dgamma, dbeta (K) fp32; w (K, C) with C = COLUMNS; behind, out (rows,
+// C); behind_saved (2, C), behind_gamma, behind_beta, behind_dgamma, behind_dbeta (C), dw_parts (gridDim.y, K, C), partials
+// (gridDim.y, 2, C), factors fp32; tickets (2).
+template <class T, int K, bool RELU, bool REDUCE, bool DROP>
+__global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THREADS, 1)
+norm_backward_cluster(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorMap x,
+                      const __grid_constant__ TensorMap behind_tiles, const float *saved, const float *gamma,
+                      const float *beta, const float *dgamma, const float *dbeta, const Packed<T> *w,
+                      const Packed<T> *behind, Packed<T> *out, const float *behind_saved, const float *behind_gamma,
+                      const float *behind_beta, float *behind_dgamma, float *behind_dbeta, float *dw_parts, float *partials,
+                      uint32 *tickets, uint32 rows, const float *factors, uint32 first_factor, uint32 pixels) {
+    using S = Shape<K>;
+    extern __shared__ __align__(1024) uint4 memory[];
+    Shared<S> &shared = *reinterpret_cast<Shared<S> *>(memory);
+    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // one for all, to the compiler
+    const int group = warp / GROUP_WARPS, warp_m = warp % GROUP_WARPS;
+    const uint32 tiles = (rows + ROWS - 1) / ROWS, rank = blockIdx.x, first_channel = rank * S::K;
+    Turn turn;
+
+    // For one thread. The rows of a piece that are not there are zeros.
+    const auto load_stage = [&](uint32 tile, int place) {
+        if (tile >= tiles) return;
+        for (int piece = 0; piece < PIECES; ++piece) {
+            uint64 &full = shared.full[place][piece];
+            const int row = tile * ROWS + piece * PIECE_ROWS, at = piece * PIECE_VECTORS;
+            arrive_expecting(full, (S::CHUNKS + COLUMNS / CHUNK) * PIECE_BYTES);
+            for (int c = 0; c < S::CHUNKS; ++c)
+                load_tile(shared.stages[place].dz[c] + at, dz, first_channel + c * CHUNK, row, 0, full);
+            for (int c = 0; c < COLUMNS / CHUNK; ++c)
+                load_tile(shared.stages[place].input[c] + at, behind_tiles, c * CHUNK, row, 0, full);
+        }
+    };
+
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STAGES; ++s) {
+            for (int piece = 0; piece < PIECES; ++piece) init_barrier(shared.full[s][piece], 1);
+            init_barrier(shared.prepared[s], GROUP_WARPS);
+            init_barrier(shared.empty[s], (GROUPS - 1) * GROUP_WARPS);
+        }
+        for (int i = 0; i < GROUP_WARPS; ++i)
+            for (int place = 0; place < X_PLACES; ++place) init_barrier(shared.x_full[i][place], 1);
+        init_barrier(shared.arrived, 1);
+        init_barrier(shared.read, GROUP_WARPS);
+        show_barriers();
+        for (int s = 0; s < STAGES; ++s) load_stage(blockIdx.y + s * gridDim.y, s);
+    }
+    meet_cluster();
+
+    if (group == 1) {
+        leave_registers<OF_PREPARING>();
+        const int chunk = warp_m % S::CHUNKS, part = warp_m / S::CHUNKS, own_row = lane / 8, vector = lane % 8;
+        const int channel = first_channel + chunk * CHUNK + vector * VEC;
+        // The warp's n-th piece.
+        const auto load_x = [&](int n) {
+            const uint32 tile = blockIdx.y + n / S::CHUNKS * gridDim.y;
+            if (tile >= tiles) return;
+            uint64 &full = shared.x_full[warp_m][n % X_PLACES];
+            arrive_expecting(full, PIECE_BYTES);
+            load_tile(shared.x[warp_m][n % X_PLACES], x, first_channel + chunk * CHUNK,
+                      tile * ROWS + (n % S::CHUNKS * S::PARTS + part) * PIECE_ROWS, 0, full);
+        };
+        if (lane == 0)
+            for (int n = 0; n < X_PLACES; ++n) load_x(n);
+        const Backward of(saved, gamma, RELU ? beta : nullptr, channel, K);
+        const InputGradient to(of, dgamma, dbeta, rows, channel);
+        // Of the convolution's input each warp prepares one half of the columns of 8 rows of a piece.
+        const int half = warp_m % 2, input_at = warp_m / 2 * 8 * CHUNK_VECTORS;
+        Backward of_behind;
+        if (REDUCE) of_behind = Backward(behind_saved, behind_gamma, behind_beta, half * CHUNK + vector * VEC, COLUMNS);
+        // Of 8 rows a thread has two.
+        const int own_at[2] = {swizzled(own_row, vector), swizzled(own_row + 4, vector)};
+
+        Turn x_turn;
+        int next = X_PLACES;
+        for (uint32 tile = blockIdx.y; tile < tiles; tile += gridDim.y, turn.next(STAGES)) {
+            Stage<S> &stage = shared.stages[turn.place];
+            for (int piece = 0; piece < PIECES; ++piece) {
+                wait_for_phase(shared.full[turn.place][piece], turn.parity);
+                if (REDUCE) {
+                    uint4 *const at = stage.input[half] + piece * PIECE_VECTORS + input_at, two[2] = {at[own_at[0]], at[own_at[1]]};
+#pragma unroll
+                    for (int r = 0; r < 2; ++r) {
+                        float v[VEC];
+                        unpack(packed<T>(two[r]), v);
+#pragma unroll
+                        for (int k = 0; k < VEC; ++k) v[k] = relu(v[k] * of_behind.scale[k] + of_behind.shift[k]);
+                        at[own_at[r]] = words(pack<T>(v));
+                    }
+                }
+                if (piece % S::PARTS != part) continue;
+                wait_for_phase(shared.x_full[warp_m][x_turn.place], x_turn.parity);
+#pragma unroll
+                for (int rows_8 = 0; rows_8 < PIECE_ROWS; rows_8 += 8) {
+                    uint4 *const dz_at = stage.dz[chunk] + piece * PIECE_VECTORS + rows_8 * CHUNK_VECTORS;
+                    const uint4 *const x_at = shared.x[warp_m][x_turn.place] + rows_8 * CHUNK_VECTORS;
+                    const uint4 two_dz[2] = {dz_at[own_at[0]], dz_at[own_at[1]]}, two_x[2] = {x_at[own_at[0]], x_at[own_at[1]]};
+#pragma unroll
+                    for (int r = 0; r < 2; ++r) {
+                        float g[VEC], v[VEC];
+                        unpack(packed<T>(two_dz[r]), g);
+                        unpack(packed<T>(two_x[r]), v);
+                        const uint32 row = tile * ROWS + piece * PIECE_ROWS + rows_8 + r * 4 + own_row;
+                        const float factor = DROP ? factor_of(row < rows ? row : 0, factors, first_factor, pixels) : 1;
+#pragma unroll
+                        for (int k = 0; k < VEC; ++k) {
+                            if (RELU && !(v[k] * of.scale[k] + of.shift[k] > 0)) g[k] = 0;
+                            if (DROP) g[k] *= factor;
+                            v[k] = of.scale[k] * g[k] + to.b[k] * v[k] + to.c[k];
+                        }
+                        dz_at[own_at[r]] = row < rows ? words(pack<T>(v)) : uint4{};
+                    }
+                }
+                __syncwarp();
+                if (lane == 0) load_x(next);
+                ++next;
+                x_turn.next(X_PLACES);
+            }
+            show_to_products();
+            __syncwarp();
+            if (lane == 0) arrive(shared.prepared[turn.place]);
+        }
+        meet_cluster();
+        return;
+    }
+
+    load_weights<T>(shared, w + size_t(first_channel) * (COLUMNS / VEC));
+    if (REDUCE && threadIdx.x < COLUMNS / VEC) {
+        const int c = threadIdx.x * VEC;
+        const Backward of_behind(behind_saved, behind_gamma, behind_beta, c, COLUMNS);
+        store_floats(shared.behind_mean + c, of_behind.mean);
+        store_floats(shared.behind_scale + c, of_behind.scale);
+        store_floats(shared.behind_shift + c, of_behind.shift);
+    }
+    show_to_products();
+    asm volatile("barrier.sync 1, %0;" :: "n"(THREADS - GROUP) : "memory");
+
+    if (group > 1) {
+        take_registers<OF_WEIGHTS>();
+        const int part = group - 2;
+        float dw[S::CHUNKS_PER_GROUP][COLUMNS / 8][4] = {};
+        for (uint32 tile = blockIdx.y; tile < tiles; tile += gridDim.y, turn.next(STAGES)) {
+            const Stage<S> &stage = shared.stages[turn.place];
+            wait_for_phase(shared.prepared[turn.place], turn.parity);
+            open_products();
+#pragma unroll
+            for (int s = 0; s < ROWS / 16; ++s)
+#pragma unroll
+                for (int m = 0; m < S::CHUNKS_PER_GROUP; ++m)
+                    multiply_columns(dw[m], matrix(stage.dz[(part + m * 2) % S::CHUNKS] + s * 16 * CHUNK_VECTORS),
+                                     matrix_of_columns(stage.input[0] + s * 16 * CHUNK_VECTORS), T{});
+            close_products();
+            wait_for_products();
+            if (lane == 0) {
+                arrive(shared.empty[turn.place]);
+                if (warp == 2 * GROUP_WARPS && tile + STAGES * gridDim.y < tiles) {
+                    wait_for_phase(shared.empty[turn.place], turn.parity);
+                    load_stage(tile + STAGES * gridDim.y, turn.place);
+                }
+            }
+            __syncwarp();
+        }
+#pragma unroll
+        for (int m = 0; m < S::CHUNKS_PER_GROUP; ++m) {
+            const int k = (part + m * 2) * CHUNK + warp_m * 16 + lane / 4;
+            float *const to = dw_parts + (size_t(blockIdx.y) * K + first_channel + k) * COLUMNS + lane % 4 * 2;
+            if (k >= S::K) continue;
+#pragma unroll
+            for (int n = 0; n < COLUMNS / 8; ++n)
+#pragma unroll
+                for (int r = 0; r < 2; ++r)
+                    *reinterpret_cast<float2 *>(to + r * 8 * COLUMNS + n * 8) = float2{dw[m][n][r * 2], dw[m][n][r * 2 + 1]};
+        }
+        meet_cluster();
+        return;
+    }
+
+    leave_registers<OF_DATA>();
+    constexpr int QUARTERS = OWN_COLUMNS / 32;  // a thread has 8 columns of each, of two rows
+    const int thread = threadIdx.x, column = rank * OWN_COLUMNS + lane % 4 * VEC;
+    const uint32 there = address_in(&shared.received[0][thread], rank ^ 1);
+    const uint32 arrived_there = address_in(&shared.arrived, rank ^ 1), read_there = address_in(&shared.read, rank ^ 1);
+    float sums[2][QUARTERS] = {};  // of the thread's one column of each
+    uint32 parity = 0;
+    for (uint32 tile = blockIdx.y; tile < tiles; tile += gridDim.y, turn.next(STAGES), parity ^= 1) {
+        const Stage<S> &stage = shared.stages[turn.place];
+        if (thread == 0) arrive_expecting(shared.arrived, sizeof(shared.received));
+        float products[COLUMNS / 8][4] = {};
+        wait_for_phase(shared.prepared[turn.place], turn.parity);
+        open_products();
+#pragma unroll
+        for (int s = 0; s < S::K / 16; ++s)
+            multiply_rows_by_columns(products, matrix(stage.dz[s / 4] + s % 4 * 2),
+                                     matrix_of_columns(shared.weights[s / 4][0] + s % 4 * 16 * CHUNK_VECTORS), T{});
+        close_products();
+        wait_for_products();
+        hold_products(products);
+        if (lane == 0) arrive(shared.empty[turn.place]);
+
+        wait_for_phase(shared.read, parity ^ 1);  // at once for the first tile
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {  // half a vector of a row
+            const int q = QUARTERS + i / 4, r = i / 2 % 2, j = q * 4 + i % 2 * 2;
+            const float v[4] = {products[j][r * 2], products[j][r * 2 + 1], products[j + 1][r * 2], products[j + 1][r * 2 + 1]};
+            store_there(there + i * GROUP * VECTOR_BYTES, v, arrived_there);
+        }
+
+        const uint32 first_row = tile * ROWS + warp_m * 16 + lane / 4;
+        Packed<T> read[QUARTERS][2];
+        if (REDUCE)
+#pragma unroll
+            for (int q = 0; q < QUARTERS; ++q)
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    const uint32 row = first_row + r * 8;
+                    read[q][r] = behind[(row < rows ? row * (COLUMNS / VEC) : 0) + (column + q * 32) / VEC];
+                }
+        wait_for_phase(shared.arrived, parity);
+#pragma unroll
+        for (int q = 0; q < QUARTERS; ++q) {
+            const int c = column + q * 32;
+            float mean[VEC], scale[VEC], shift[VEC];
+            if (REDUCE) {
+                load_floats(shared.behind_mean + c, mean);
+                load_floats(shared.behind_scale + c, scale);
+                load_floats(shared.behind_shift + c, shift);
+            }
+            float of_rows[2][VEC];  // over this thread's two
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const uint32 row = first_row + r * 8;
+                float g[VEC], v[VEC];
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    const float4 more = shared.received[q * 4 + r * 2 + h][thread];
+                    const int j = q * 4 + h * 2;
+                    g[h * 4] = products[j][r * 2] + more.x;
+                    g[h * 4 + 1] = products[j][r * 2 + 1] + more.y;
+                    g[h * 4 + 2] = products[j + 1][r * 2] + more.z;
+                    g[h * 4 + 3] = products[j + 1][r * 2 + 1] + more.w;
+                }
+                if (REDUCE) {
+                    unpack(read[q][r], v);
+#pragma unroll
+                    for (int k = 0; k < VEC; ++k) {
+                        if (!(v[k] * scale[k] + shift[k] > 0)) g[k] = 0;
+                        const float term = g[k] * (v[k] - mean[k]);  // rows that are not there have a g of 0
+                        of_rows[0][k] = r == 0 ? g[k] : of_rows[0][k] + g[k];
+                        of_rows[1][k] = r == 0 ? term : of_rows[1][k] + term;
+                    }
+                }
+                if (row < rows) out[row * (COLUMNS / VEC) + c / VEC] = pack<T>(g);
+            }
+            if (REDUCE)
+#pragma unroll
+                for (int j = 0; j < 2; ++j) sums[j][q] += sum_over_rows(of_rows[j], lane);
+        }
+        __syncwarp();
+        if (lane == 0) arrive_there(read_there);
+    }
+    if (REDUCE) {
+        asm volatile("barrier.sync 2, %0;" :: "n"(GROUP) : "memory");  // `received` is of no more use
+        float *const of_warp = reinterpret_cast<float *>(shared.received) + warp_m * 2 * OWN_COLUMNS;
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+#pragma unroll
+            for (int q = 0; q < QUARTERS; ++q) of_warp[j * OWN_COLUMNS + q * 32 + lane % 4 * VEC + own_column(lane)] = sums[j][q];
+    }
+    meet_cluster();  // neither block reaches for the other's memory any more
+    if (REDUCE)
+        reduce_parts<GROUP, GROUP_WARPS, 2, OWN_COLUMNS>(reinterpret_cast<float *>(shared.received), partials, tickets, COLUMNS,
+                                                         *reinterpret_cast<bool *>(shared.behind_mean),
+                                                         [=](int n, const float (&of)[2]) {
+            behind_dgamma[n] = of[1] * behind_saved[COLUMNS + n];
+            behind_dbeta[n] = of[0];
+        });
+}
