@@ -157,6 +157,6 @@ OPERATORS = (
              _ATTRIBUTES | {"no_relu": FALSE}, ("weight_grad", "masked_grad", *_SUMS), {"beta": "no_relu", **FACTORS},
              forward="BatchNorm", fused=True),
     Operator("NormConvDgrad", (*_NORM_CONV[:-1], *_BEFORE), _norm_conv_dgrad, _compute_norm_conv_dgrad,
-             CONVOLUTION | ATTRIBUTES | DATA_SHAPE | WAY, ("conv_grad", "masked_grad", *_SUMS),
+             CONVOLUTION | ATTRIBUTES | DATA_SHAPE, ("conv_grad", "masked_grad", *_SUMS),
              in_place={"conv_grad": ("data",)}, forward="BatchNorm", fused=True),
 )

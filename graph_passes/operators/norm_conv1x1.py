@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from graph_passes.operators.base import WAY, Array, NodeView, Operator, Shape, Shapes, sums_about_mean
+from graph_passes.operators.base import Array, NodeView, Operator, Shape, Shapes, sums_about_mean
 from graph_passes.operators.batch_norm import ATTRIBUTES
 from graph_passes.operators.batch_norm_halves import OPERATORS as HALVES
 from graph_passes.operators.batch_norm_pair import OPERATORS as OF_PAIRS
@@ -41,6 +41,6 @@ def _compute(node: NodeView, *inputs: Array) -> Sequence[Array]:
 # Of the pass `norm_conv1x1`.
 OPERATORS = tuple(
     Operator(name, (*(role for role in norm.inputs if role != "factors"), "weight"), _infer, _compute,
-             CONVOLUTION | ATTRIBUTES | WAY, (*norm.outputs, "convolved", "sums"), aux=norm.aux,
+             CONVOLUTION | ATTRIBUTES, (*norm.outputs, "convolved", "sums"), aux=norm.aux,
              in_place=norm.in_place, forward=norm.forward, fused=True)
     for name, norm in _NORMS.items())

@@ -9,7 +9,6 @@ from graph_passes.passes.choice import Choose
 from graph_passes.passes.conv1x1 import is_product
 
 _NORMS = {"BatchNormAddReluApply": "BatchNormAddReluConv1x1", "BatchNormPairApply": "BatchNormPairConv1x1"}
-STREAMED = 129  # filters, and more: their weights a block does not keep
 _WITH_STATISTICS = ("ConvolutionStatistics", "Conv1x1Statistics")
 
 
@@ -24,7 +23,7 @@ def norm_conv1x1(graph: Graph, choose: Choose) -> Graph:
     Likewise with BatchNormPairApply, with Conv1x1Statistics, and with Convolution and BatchNormStatistics. y is
     written, for the next sum and the backward pass read it too, but z is made of what is still on the chip. Where
     images are dropped all stays as it is. The kernel is for GPUs of the Hopper generation; weights that a block cannot
-    keep it reads block by block, or for clusters of blocks.
+    keep it reads block by block.
     """
     nodes: list[Node] = []
     moved: dict[Ref, Ref] = {}
@@ -35,11 +34,8 @@ def norm_conv1x1(graph: Graph, choose: Choose) -> Graph:
         fused = Node(_NORMS[norm.op], norm.name, (*norm.inputs, convolution.nodes[0].inputs[1]),
                      {**convolution.nodes[0].attrs, **norm.attrs})
         ways = {"separate": [norm, *convolution.nodes], "norm_conv1x1": [fused]}
-        if fused["num_filter"] >= STREAMED:
-            ways["norm_conv1x1_clusters"] = [fused.with_attrs(way="norm_conv1x1_clusters")]
-        way = choose(graph, norm, ways)
-        if way != "separate":
-            nodes += ways[way]
+        if choose(graph, norm, ways) == "norm_conv1x1":
+            nodes.append(fused)
             moved |= {convolution.output: fused.output("convolved"), convolution.sums: fused.output("sums")}
     return graph.replace(nodes, moved)
 

@@ -21,8 +21,8 @@ def norm_dgrad(graph: Graph, choose: Choose) -> Graph:
         after     dz, x, weight, x_2 -> NormConvDgrad `a` -> dx, dz_2, dgamma, dbeta;  dx, data -> ConvolutionWgrad
                   dz_2, ... -> BatchNormBackwardApply `b`
 
-    dx is written, but not read for ddata, nor is ddata for the sums. The kernel reads the weights block by block, or
-    for clusters of blocks. For 16-bit types and GPUs of the Hopper generation.
+    dx is written, but not read for ddata, nor is ddata for the sums. For 16-bit types and GPUs of the Hopper
+    generation.
     """
     nodes: list[Node] = []
     moved: dict[Ref, Ref] = {}
@@ -35,11 +35,9 @@ def norm_dgrad(graph: Graph, choose: Choose) -> Graph:
         fused = _fused(apply, dgrad, reduction)
         _, *masked_and_sums = fused.refs()
         rest = from_masked(before, *masked_and_sums)
-        ways = {"separate": [apply, dgrad, reduction, before], "norm_dgrad": [fused, rest],
-                "norm_dgrad_clusters": [fused.with_attrs(way="norm_dgrad_clusters"), rest]}
-        way = choose(graph, apply, ways)
-        if way != "separate":
-            nodes += ways[way]
+        ways = {"separate": [apply, dgrad, reduction, before], "norm_dgrad": [fused, rest]}
+        if choose(graph, apply, ways) == "norm_dgrad":
+            nodes += fused, rest
             moved |= dict(zip(reduction.refs(), masked_and_sums[1:], strict=True))
     return graph.replace(nodes, moved)
 

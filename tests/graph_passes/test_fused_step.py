@@ -407,6 +407,6 @@ def test_no_pass_asks_where_there_is_nothing_to_choose(rng):
     assert set(asked) == {"separate", "fprop_stats"}
     pipeline.training_step(graph, shapes, "float16", choose)
     assert set(asked) == {"separate", "fprop_stats", "conv1x1_forward", "stem_fprop", "stem_forward", "stem_wgrad",
-                          "stem_weights", "norm_conv1x1", "norm_conv1x1_clusters", "dgrad_reduce", "dgrad_stream",
-                          "norm_backward", "norm_dgrad", "norm_dgrad_clusters", "conv3x3_forward", "dgrad",
+                          "stem_weights", "norm_conv1x1", "dgrad_reduce", "dgrad_stream",
+                          "norm_backward", "norm_dgrad", "conv3x3_forward", "dgrad",
                           "conv3x3_dgrad", "conv3x3_dgrad_reduce", "conv3x3_weights"}

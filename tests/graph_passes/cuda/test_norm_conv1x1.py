@@ -13,7 +13,6 @@ from gpu_arrays import PRECISION, Device, relative_error, rounded
 from graph_passes.executors.cuda.kernels import instance
 from graph_passes.executors.cuda.lowering.builder import APPLY_BLOCK
 from graph_passes.executors.cuda.lowering.norm_conv1x1 import NormConv1x1
-from graph_passes.passes.norm_conv1x1 import STREAMED
 
 BLOCKS = 3  # fewer than tiles, so that each block walks
 EPS, MOMENTUM = 1e-5, 0.9
@@ -49,12 +48,12 @@ class Norm:
 
 class Case:
     """Random operands, and what one launch leaves on a GPU, or that of the BatchNorm alone. `filter_mean`: about what
-    the convolution gives on average; `blocks`: along the rows, at most, in clusters of so many."""
+    the convolution gives on average; `blocks`: along the rows, at most."""
 
     def __init__(self, device: Device, dtype: str, channels: int, filters: int, rows: int, pair: bool,
-                 mean: float = 0.0, filter_mean: float = 0.0, blocks: int = BLOCKS, of_cluster: int = 1) -> None:
+                 mean: float = 0.0, filter_mean: float = 0.0, blocks: int = BLOCKS) -> None:
         self.device, self.dtype, self.rows, self.pair, self.blocks = device, dtype, rows, pair, blocks
-        self.way = NormConv1x1(channels, filters, of_cluster)
+        self.way = NormConv1x1(channels, filters)
         random = np.random.default_rng([rows, channels, filters, pair])
         self.norms = [Norm(rows, channels, dtype, about_mean=True, mean=mean, random=random)]
         if pair:
@@ -111,7 +110,7 @@ class Case:
         maps = [device.gpu.tensor_map(address, dtype, tiling) for address, tiling in (
             (x, read), (addend, read), (device.put(self.w, dtype), way.weights),
             (at["y"], way.written(rows, way.channels)), (at["z"], way.written(rows, way.others)))]
-        device.run("norm_conv1x1.cu", instance("norm_conv1x1", dtype, way.columns, pair, way.blocks), grid,
+        device.run("norm_conv1x1.cu", instance("norm_conv1x1", dtype, way.columns, pair), grid,
                    way.block, *maps, *norms, at["mask"], *kept, at["sums"],
                    device.poisoned((3 * way.others * grid[1],)), self.tickets,
                    ctypes.c_uint32(rows), *map(ctypes.c_int, (way.others, way.chunks, way.stages)),
@@ -151,13 +150,9 @@ SHAPES = [  # channels, filters, rows: ResNet-50's, and others that fill nothing
 @pytest.mark.parametrize("channels, filters, rows", SHAPES)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("pair", [False, True])
-@pytest.mark.parametrize("of_cluster", [1, 2])
-def test_norm_conv1x1(device: Device, of_cluster: int, pair: bool, dtype: str, channels: int, filters: int, rows: int
-                      ) -> None:
+def test_norm_conv1x1(device: Device, pair: bool, dtype: str, channels: int, filters: int, rows: int) -> None:
     """Equal bits as in the BatchNorm's own launch, and every time."""
-    if of_cluster > 1 and filters < STREAMED:
-        pytest.skip("a block keeps its weights")
-    case = Case(device, dtype, channels, filters, rows, pair, of_cluster=of_cluster)
+    case = Case(device, dtype, channels, filters, rows, pair)
     got, again, alone = case.run(), case.run(), case.run(separate=True)
     case.check(got)
     for name, array in got.items():
@@ -191,15 +186,6 @@ def test_sums_of_many_blocks(device: Device, dtype: str, filter_mean: float, cha
     got = case.run()
     case.check(got)
     assert np.array_equal(case.run()["sums"], got["sums"])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("rows", [128 * 132 - 63, 128 * 131 - 63])
-def test_many_clusters(device: Device, rows: int) -> None:
-    """Of which the last may have a block without rows."""
-    case = Case(device, "float16", 64, 256, rows, False, blocks=132, of_cluster=2)
-    assert case.way.grid(rows, 132)[1] == 132
-    case.check(case.run())
 
 
 @pytest.mark.gpu

@@ -6,7 +6,6 @@
 #include "moments.cuh"
 #include "norm_stream.cuh"
 
-constexpr int WEIGHT_PLACES = 2;
 template <int COLUMNS> constexpr bool STREAMED = COLUMNS > 128;
 // Registers go from four warps to others then, so four start copies.
 template <int COLUMNS> constexpr int BLOCK = STREAMED<COLUMNS> ? STREAMING : THREADS;
@@ -64,13 +63,13 @@ __device__ inline uint32 gathered(uint32 (&bits)[4], int lane) {
 
 // y = relu(norm(x) + addend), or with PAIR relu(norm(x) + norm_2(addend)), with ReLU's bits in `mask` and what `Forward` keeps;
 // and z = y * w with its sums about the mean, in a fixed order. The maps are of x and addend by tiles of 64 rows and columns,
-// of w by those of COLUMNS / BLOCKS rows and 64 columns, of y and z by those of 16 rows and 64 columns. gridDim.y blocks share
-// the rows, a multiple of BLOCKS.
+// of w by those of COLUMNS rows and 64 columns, of y and z by those of 16 rows and 64 columns. gridDim.y blocks share
+// the rows.
 // Shapes: x, addend, y (rows, C), w (K, C), z (rows, K), mask (rows, C / 8) bytes; sums (2 or 3, C), saved (2, C), gamma, beta,
 // running_mean, running_var (C) fp32, and those with _2; sums_of_z (3, K), partials (3 * gridDim.y * K) fp32; tickets (1).
 // C = chunks * 64; columns = K is COLUMNS at most.
-template <class T, int COLUMNS, bool PAIR, int BLOCKS>
-__global__ void __cluster_dims__(1, BLOCKS, 1) __launch_bounds__(BLOCK<COLUMNS>, 1)
+template <class T, int COLUMNS, bool PAIR>
+__global__ void __launch_bounds__(BLOCK<COLUMNS>, 1)
 norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap addend, const __grid_constant__ TensorMap w,
              const __grid_constant__ TensorMap y, const __grid_constant__ TensorMap z, const float *sums,
              const float *sums_2, bool about_mean, bool about_mean_2, const float *gamma, const float *gamma_2,
@@ -79,7 +78,6 @@ norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
              float *partials, uint32 *tickets, uint32 rows, int columns, int chunks, int stages) {
     constexpr int PARTS = COLUMNS / CHUNK;
     static_assert(sizeof(NormControl) == 3072 && sizeof(Affine) == 768, "as lowering/norm_conv1x1.py counts");
-    static_assert(BLOCKS == 1 || STREAMED<COLUMNS>, "weights that are kept are those of a block");
     extern __shared__ __align__(1024) uint4 memory[];
     NormControl &all = *reinterpret_cast<NormControl *>(memory);
     Control &control = all.control;
@@ -91,23 +89,17 @@ norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
     const bool multiplies = warp < MULTIPLYING;
     const int team = multiplies ? warp / TEAM_WARPS : warp - MULTIPLYING;
     const Share share{blockIdx.y * TEAMS + team, (rows + ROWS - 1) / ROWS, gridDim.y * TEAMS};
-    const int block = BLOCKS > 1 ? block_of_cluster() : 0;
-    // Of the tiles of the cluster's first team.
-    const uint32 rounds = (share.end - (blockIdx.y - block) * TEAMS + share.step - 1) / share.step;
+    const uint32 rounds = (share.end - blockIdx.y * TEAMS + share.step - 1) / share.step;  // of the first team's tiles
 
-    if (threadIdx.x == 0) init_barriers(all, stages, WEIGHT_PLACES, BLOCKS);
-    if (BLOCKS > 1)
-        meet_cluster();
-    else
-        __syncthreads();
+    if (threadIdx.x == 0) init_barriers(all, stages);
+    __syncthreads();
 
     const Stages own{all_tiles + team * stages * 2 * TILE_VECTORS, control.full[team], control.empty[team], chunks, stages};
     if (!multiplies) {
         if (STREAMED<COLUMNS>) leave_registers<24>();
         if (STREAMED<COLUMNS> && lane == 0 && team == TEAMS)
-            stream_weights<COLUMNS>(weights, all, WEIGHT_PLACES, chunks, rounds, [&](uint4 *to, int c, uint64 &full) {
-                const int first = block * (COLUMNS / BLOCKS);
-                load_for<BLOCKS>(to + first * CHUNK_VECTORS, w, c * CHUNK, first, 0, full);
+            stream_weights<COLUMNS>(weights, all, chunks, rounds, [&](uint4 *to, int c, uint64 &full) {
+                load_tile(to, w, c * CHUNK, 0, 0, full);
             });
         if (lane == 0 && team < TEAMS) {
             if (team == 0) {
@@ -120,8 +112,6 @@ norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
             }
             load_both(own, x, addend, share);
         }
-        __syncwarp();
-        if (BLOCKS > 1) meet_cluster();
         return;
     }
     if (STREAMED<COLUMNS>) take_registers<240>();
@@ -181,7 +171,7 @@ norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
             if (row_of_word < rows_here) mask[((row + row_of_word) * chunks + c) * 2 + lane % 2] = word;
             wait_for_products();  // `m` is free, too
             hold_products(products);
-            if (STREAMED<COLUMNS>) free_weights<BLOCKS>(all, of_weights, WEIGHT_PLACES, lane);
+            if (STREAMED<COLUMNS>) free_weights(all, of_weights, lane);
         }
 
 #pragma unroll
@@ -203,10 +193,8 @@ norm_conv1x1(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
         }
         counted += rows_here;
     }
-    if (STREAMED<COLUMNS>) skip_weights<BLOCKS>(all, of_weights, WEIGHT_PLACES, (rounds - round) * chunks, lane);
+    if (STREAMED<COLUMNS>) skip_weights(all, of_weights, (rounds - round) * chunks, lane);
     if (lane == 0) wait_for_stores<0>();
-    __syncwarp();
-    if (BLOCKS > 1) meet_cluster();  // nobody arrives at this block's barriers any more
 
     // Over the warps, then over the blocks.
     meet_multiplying();  // the tiles were here

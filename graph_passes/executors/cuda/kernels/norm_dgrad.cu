@@ -39,23 +39,21 @@ __device__ inline void make_gradient(const Affine &of, const uint4 *dz, const ui
 
 // dx = scale * dz + b * x + c, as `InputGradient` has it; and dz_behind = dx * w where relu(BatchNorm(behind)) let it through,
 // with the sums that batch_norm_backward_reduce makes of it. The maps are of dz, x, behind and of w, which is OHWI, by tiles of
-// 64 rows and columns, of dx and dz_behind by those of 16 rows and 64 columns. gridDim.y blocks share the rows, a multiple of
-// BLOCKS.
+// 64 rows and columns, of dx and dz_behind by those of 16 rows and 64 columns. gridDim.y blocks share the rows.
 // Shapes: dz, x, dx (rows, K); w (K, C); behind, dz_behind (rows, C); saved (2, K), gamma, dgamma, dbeta (K), behind_saved
 // (2, C), behind_gamma, behind_beta, behind_dgamma, behind_dbeta (C), partials (gridDim.y, 2, C) fp32; tickets (1).
 // K = chunks * 64; columns = C is COLUMNS at most.
-template <class T, int COLUMNS, int BLOCKS>
-__global__ void __cluster_dims__(1, BLOCKS, 1) __launch_bounds__(STREAMING, 1)
+template <class T, int COLUMNS>
+__global__ void __launch_bounds__(STREAMING, 1)
 norm_dgrad(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,
            const __grid_constant__ TensorMap behind, const __grid_constant__ TensorMap dx,
            const __grid_constant__ TensorMap dz_behind, const float *saved, const float *gamma, const float *dgamma,
            const float *dbeta, const float *behind_saved, const float *behind_gamma, const float *behind_beta,
            float *behind_dgamma, float *behind_dbeta, float *partials, uint32 *tickets, uint32 rows, int columns, int chunks,
-           int stages, int places) {
+           int stages) {
     constexpr int PARTS = COLUMNS / CHUNK, SUMS = 2;
     static_assert(sizeof(DgradControl) == 5120 && sizeof(Affine) == 768, "as lowering/norm_dgrad.py counts");
     static_assert(PARTS % 2 == 0, "two parts of `behind` come at once");
-    static_assert(PARTS % BLOCKS == 0, "each block brings as much");
     extern __shared__ __align__(1024) uint4 memory[];
     DgradControl &of_behind = *reinterpret_cast<DgradControl *>(memory);
     NormControl &all = of_behind.norm;
@@ -63,21 +61,16 @@ norm_dgrad(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorM
     float *const mean = control.bias;
     Affine *const affine = reinterpret_cast<Affine *>(&of_behind + 1);
     uint4 *const weights = memory + sizeof(DgradControl) / VECTOR_BYTES + affine_vectors(chunks);
-    uint4 *const all_tiles = weights + places * COLUMNS * CHUNK_VECTORS;
+    uint4 *const all_tiles = weights + WEIGHT_PLACES * COLUMNS * CHUNK_VECTORS;
     uint4 *const all_results = all_tiles + TEAMS * stages * 2 * TILE_VECTORS;
     const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // one for all, to the compiler
     const bool multiplies = warp < MULTIPLYING;
     const int team = multiplies ? warp / TEAM_WARPS : warp - MULTIPLYING;
     const Share share{blockIdx.y * TEAMS + team, (rows + ROWS - 1) / ROWS, gridDim.y * TEAMS};
-    const int block = BLOCKS > 1 ? block_of_cluster() : 0;
-    // Of the tiles of the cluster's first team.
-    const uint32 rounds = (share.end - (blockIdx.y - block) * TEAMS + share.step - 1) / share.step;
+    const uint32 rounds = (share.end - blockIdx.y * TEAMS + share.step - 1) / share.step;  // of the first team's tiles
 
-    if (threadIdx.x == 0) init_barriers(all, stages, places, BLOCKS);
-    if (BLOCKS > 1)
-        meet_cluster();
-    else
-        __syncthreads();
+    if (threadIdx.x == 0) init_barriers(all, stages);
+    __syncthreads();
 
     const Stages own{all_tiles + team * stages * 2 * TILE_VECTORS, control.full[team], control.empty[team], chunks, stages};
     if (!multiplies) {
@@ -85,14 +78,11 @@ norm_dgrad(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorM
         if (lane == 0 && team == TEAMS) {
             fetch_map(dx);
             fetch_map(dz_behind);
-            stream_weights<COLUMNS>(weights, all, places, chunks, rounds, [&](uint4 *to, int c, uint64 &full) {
-                for (int p = block; p < PARTS; p += BLOCKS)
-                    load_for<BLOCKS>(to + p * TILE_VECTORS, w, p * CHUNK, c * CHUNK, 0, full);
+            stream_weights<COLUMNS>(weights, all, chunks, rounds, [&](uint4 *to, int c, uint64 &full) {
+                for (int p = 0; p < PARTS; ++p) load_tile(to + p * TILE_VECTORS, w, p * CHUNK, c * CHUNK, 0, full);
             });
         }
         if (lane == 0 && team < TEAMS) load_rows<PARTS>(own, dz, x, behind, share);
-        __syncwarp();
-        if (BLOCKS > 1) meet_cluster();
         return;
     }
     take_registers<240>();
@@ -144,7 +134,7 @@ norm_dgrad(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorM
             close_products();
             wait_for_products();  // `m` is free, too
             hold_products(products);
-            free_weights<BLOCKS>(all, of_weights, places, lane);
+            free_weights(all, of_weights, lane);
         }
 
         const bool there[2] = {row + lane / 4 < rows, row + lane / 4 + 8 < rows};  // else dx is c, and not 0
@@ -191,10 +181,8 @@ norm_dgrad(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorM
             }
         }
     }
-    skip_weights<BLOCKS>(all, of_weights, places, (rounds - round) * chunks, lane);
+    skip_weights(all, of_weights, (rounds - round) * chunks, lane);
     if (lane == 0) wait_for_stores<0>();
-    __syncwarp();
-    if (BLOCKS > 1) meet_cluster();  // nobody arrives at this block's barriers any more
 
     meet_multiplying();  // the tiles were here
     float *const of_warps = reinterpret_cast<float *>(all_tiles);

@@ -8,18 +8,17 @@
 // goes the same way.
 //
 // Where a block cannot keep the weights, they are streamed: for each chunk of channels they come from the L2 cache once for
-// both teams, which so go through their tiles side by side; or, with clusters of BLOCKS, of which each brings a part of them to
-// all, once for the teams of all.
+// both teams, which so go through their tiles side by side.
 #pragma once
 #include "batch_norm.cuh"
 #include "conv1x1_forward.cuh"
 
-constexpr int MAX_PLACES = 4;                        // for a chunk's weights, where they are streamed
+constexpr int WEIGHT_PLACES = 2;                     // for a chunk's weights, where they are streamed
 constexpr int STREAMING = (MULTIPLYING + 4) * WARP;  // threads of a block then: four warps give registers to the others
 
 // At the start of shared memory. Behind it: Affine (chunks); in vectors the weights of all chunks, or places for those of some,
 // (COLUMNS * 8) each; `stages` times two tiles of each team; a result of each multiplying warp.
-struct alignas(1024) NormControl { Control control; uint64 full[MAX_PLACES], empty[MAX_PLACES]; int is_last; };
+struct alignas(1024) NormControl { Control control; uint64 full[WEIGHT_PLACES], empty[WEIGHT_PLACES]; int is_last; };
 
 // Of a chunk of channels, what is made is first * scale + (second * scale_2 + shift), or the like.
 struct Affine { float scale[CHUNK], shift[CHUNK], scale_2[CHUNK]; };
@@ -29,11 +28,11 @@ __device__ inline int affine_vectors(int chunks) { return (chunks * int(sizeof(A
 
 __device__ inline float2 two_of(const float *of, int first) { return *reinterpret_cast<const float2 *>(of + first); }
 
-// For one thread. The weights in places are those of `blocks` blocks of a cluster.
-__device__ inline void init_barriers(NormControl &all, int stages, int places, int blocks = 1) {
-    for (int place = 0; place < places; ++place) {
+// For one thread.
+__device__ inline void init_barriers(NormControl &all, int stages) {
+    for (int place = 0; place < WEIGHT_PLACES; ++place) {
         init_barrier(all.full[place], 1);
-        init_barrier(all.empty[place], MULTIPLYING * blocks);
+        init_barrier(all.empty[place], MULTIPLYING);
     }
     init_barriers(all.control, stages, 0);
 }
@@ -55,10 +54,10 @@ __device__ inline void load_two(const Stages &stages, Turn &turn, const TensorMa
 // For one thread: starts the copies of each chunk's weights, as many times as there are rounds of tiles. `load` starts those
 // of a chunk to a place, which end a phase of a barrier.
 template <int COLUMNS, class Load>
-__device__ inline void stream_weights(uint4 *to, NormControl &all, int places, int chunks, uint32 rounds, Load load) {
+__device__ inline void stream_weights(uint4 *to, NormControl &all, int chunks, uint32 rounds, Load load) {
     Turn turn;
     for (uint32 round = 0; round < rounds; ++round)
-        for (int c = 0; c < chunks; ++c, turn.next(places)) {
+        for (int c = 0; c < chunks; ++c, turn.next(WEIGHT_PLACES)) {
             wait_for_phase(all.empty[turn.place], turn.parity ^ 1);  // at once in the first turn
             arrive_expecting(all.full[turn.place], COLUMNS * CHUNK_VECTORS * VECTOR_BYTES);
             load(to + turn.place * COLUMNS * CHUNK_VECTORS, c, all.full[turn.place]);
@@ -78,19 +77,16 @@ __device__ inline void store_result(const TensorMap &to, int column, int row, co
     __syncwarp();
 }
 
-// A team's warp is done with a chunk's weights, of all BLOCKS of a cluster.
-template <int BLOCKS = 1> __device__ inline void free_weights(NormControl &all, Turn &turn, int places, int lane) {
-    uint64 &empty = all.empty[turn.place];
-    if (BLOCKS == 1 && lane == 0) arrive(empty);
-    if (BLOCKS > 1 && lane < BLOCKS) arrive_in(lane, empty);
-    turn.next(places);
+// A team's warp is done with a chunk's weights.
+__device__ inline void free_weights(NormControl &all, Turn &turn, int lane) {
+    if (lane == 0) arrive(all.empty[turn.place]);
+    turn.next(WEIGHT_PLACES);
 }
 // Of the teams some may have a tile less, whose `chunks` of weights come nonetheless.
-template <int BLOCKS = 1>
-__device__ inline void skip_weights(NormControl &all, Turn &turn, int places, int chunks, int lane) {
+__device__ inline void skip_weights(NormControl &all, Turn &turn, int chunks, int lane) {
     for (int c = 0; c < chunks; ++c) {
         wait_for_phase(all.full[turn.place], turn.parity);
         __syncwarp();
-        free_weights<BLOCKS>(all, turn, places, lane);
+        free_weights(all, turn, lane);
     }
 }

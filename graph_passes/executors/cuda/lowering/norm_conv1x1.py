@@ -11,13 +11,13 @@ from graph_passes.executors.cuda.kernels import HOPPER, Size, count
 from graph_passes.executors.cuda.lowering.batch_norm import about_mean, require_gamma
 from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require, rows_and_channels
 from graph_passes.executors.cuda.lowering.conv1x1_forward import BLOCK, CHUNK
-from graph_passes.executors.cuda.lowering.norm_stream import STREAMED_BLOCK, NormStream, blocks_of_cluster
+from graph_passes.executors.cuda.lowering.norm_stream import STREAMED_BLOCK, WEIGHT_PLACES, NormStream
 from graph_passes.executors.cuda.lowering.operands import In, InOut, Out, Tiled
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Node
 from graph_passes.operators.batch_norm import RUNNING
 
-STREAMED, WEIGHT_PLACES = 256, 2  # so many columns of which weights are streamed
+STREAMED = 256  # so many columns of which weights are streamed
 
 
 class NormConv1x1(NormStream):
@@ -36,8 +36,7 @@ class NormConv1x1(NormStream):
 
     @property
     def weights(self) -> Tiling:
-        """In parts, of which each block of a cluster brings one."""
-        return Tiling.of_matrix(self.others, self.channels, (self.columns // self.blocks, CHUNK))
+        return Tiling.of_matrix(self.others, self.channels, (self.columns, CHUNK))
 
 
 def norm_conv1x1(builder: Builder, node: Node) -> None:
@@ -50,7 +49,7 @@ def norm_conv1x1(builder: Builder, node: Node) -> None:
     require(channels % CHUNK == 0, node, f"has {channels} channels: its kernel takes multiples of {CHUNK}")
     most = max(NormConv1x1.COLUMNS)
     require(filters <= most, node, f"is read by {filters} filters: its kernel takes {most} at most")
-    way = NormConv1x1(channels, filters, blocks_of_cluster(node))
+    way = NormConv1x1(channels, filters)
     require(way.stages >= 2, node, f"has {channels} channels: the weights do not fit into shared memory")
 
     def of_both(kind: type[In | Out | InOut], find: Callable[[Node, str], Buffer], role: str) -> list[In | Out | InOut]:
@@ -59,8 +58,7 @@ def norm_conv1x1(builder: Builder, node: Node) -> None:
     given = partial(of_both, In, builder.input)
     sums_of_both = given("sums")
     grid = way.grid(rows, builder.gpu.num_multiprocessors)
-    builder.launch(node, "norm_conv1x1.cu", builder.kernel("norm_conv1x1", way.columns, is_pair, way.blocks), grid,
-                   way.block,
+    builder.launch(node, "norm_conv1x1.cu", builder.kernel("norm_conv1x1", way.columns, is_pair), grid, way.block,
                    Tiled(In(x), way.read(rows, channels)), Tiled(In(addend), way.read(rows, channels)),
                    Tiled(In(builder.input(node, "weight")), way.weights),
                    Tiled(Out(y, over=None if is_pair else x), way.written(rows, channels)),

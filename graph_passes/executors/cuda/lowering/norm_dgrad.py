@@ -9,7 +9,7 @@ from graph_passes.executors.cuda.device import Tiling
 from graph_passes.executors.cuda.kernels import HOPPER, count
 from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require, rows_and_channels
 from graph_passes.executors.cuda.lowering.conv1x1_forward import CHUNK
-from graph_passes.executors.cuda.lowering.norm_stream import STREAMED_BLOCK, NormStream, blocks_of_cluster
+from graph_passes.executors.cuda.lowering.norm_stream import STREAMED_BLOCK, WEIGHT_PLACES, NormStream
 from graph_passes.executors.cuda.lowering.operands import In, Out, Tiled
 from graph_passes.executors.cuda.parameters import VECTOR
 from graph_passes.graph import Node
@@ -22,7 +22,7 @@ class NormDgrad(NormStream):
     COLUMNS = (128, 256)
     CONTROL_BYTES = 5 << 10
 
-    places: int = 2
+    places = WEIGHT_PLACES
 
     @property
     def weights(self) -> Tiling:
@@ -39,19 +39,19 @@ def norm_dgrad(builder: Builder, node: Node) -> None:
     most = max(NormDgrad.COLUMNS)
     require(data_channels % VECTOR == 0 and data_channels <= most, node,
             f"is made of {data_channels} channels: its kernel takes multiples of {VECTOR}, {most} at most")
-    way = NormDgrad(channels, data_channels, blocks=blocks_of_cluster(node))
+    way = NormDgrad(channels, data_channels)
     require(way.stages >= 2, node, f"has {channels} channels: there is no room in shared memory for tiles of them")
     grid = way.grid(rows, builder.gpu.num_multiprocessors)
     given = [builder.input(node, role) for role in ("saved", "gamma", "gamma_grad", "beta_grad", "saved_2", "gamma_2",
                                                     "beta_2")]
     wide, narrow = way.read(rows, channels), way.read(rows, data_channels)
-    builder.launch(node, "norm_dgrad.cu", builder.kernel("norm_dgrad", way.columns, way.blocks), grid, STREAMED_BLOCK,
+    builder.launch(node, "norm_dgrad.cu", builder.kernel("norm_dgrad", way.columns), grid, STREAMED_BLOCK,
                    Tiled(In(dz), wide), Tiled(In(x), wide), Tiled(In(builder.input(node, "weight")), way.weights),
                    Tiled(In(behind), narrow), Tiled(Out(dx, over=x), way.written(rows, channels)),
                    Tiled(Out(dz_behind), way.written(rows, data_channels)), *map(In, given),
                    Out(builder.output(node, "gamma_grad")), Out(builder.output(node, "beta_grad")),
                    builder.partials(2 * data_channels * grid[1]), builder.tickets, count(rows),
-                   *map(ctypes.c_int, (data_channels, way.chunks, way.stages, way.places)),
+                   *map(ctypes.c_int, (data_channels, way.chunks, way.stages)),
                    shared_bytes=way.shared_bytes, flops=2 * rows * data_channels * channels)
 
 

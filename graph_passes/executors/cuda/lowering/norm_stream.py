@@ -17,17 +17,12 @@ from graph_passes.executors.cuda.lowering.conv1x1_forward import (
     TILE_ROWS,
     WARP_ROWS,
 )
-from graph_passes.graph import Node
 
 STREAMED_BLOCK: Size = (384, 1, 1)  # where weights are streamed, by chunks
 AFFINE_BYTES = 12 * CHUNK  # a chunk's scales and shifts
 RESULT_BYTES = TEAMS * TILE_ROWS * CHUNK_BYTES  # for a part of each warp's results
 STAGE_BYTES = 2 * RESULT_BYTES  # for two tiles of each team
-
-
-def blocks_of_cluster(node: Node) -> int:
-    """As the pass has chosen."""
-    return 2 if node["way"].endswith("_clusters") else 1
+WEIGHT_PLACES = 2  # for a chunk's weights, where they are streamed
 
 
 @dataclass(frozen=True)
@@ -41,7 +36,6 @@ class NormStream(ABC):
 
     channels: int
     others: int
-    blocks: int = 1  # of a cluster, which streams the weights together
 
     @property
     def columns(self) -> int:
@@ -75,9 +69,7 @@ class NormStream(ABC):
         return self._kept_bytes + self.stages * STAGE_BYTES
 
     def grid(self, rows: int, num_multiprocessors: int) -> Size:
-        """Whole clusters."""
-        clusters = min(num_multiprocessors // self.blocks, -(-rows // (TEAMS * TILE_ROWS * self.blocks)))
-        return 1, self.blocks * clusters, 1
+        return 1, min(num_multiprocessors, -(-rows // (TEAMS * TILE_ROWS))), 1
 
     @property
     def _kept_bytes(self) -> int:
