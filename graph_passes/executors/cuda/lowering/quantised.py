@@ -14,13 +14,14 @@ from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require
 from graph_passes.executors.cuda.lowering.conv1x1_forward import TILE_ROWS, Tiles
 from graph_passes.executors.cuda.lowering.operands import In, Out, Tiled
 from graph_passes.executors.cuda.lowering.pooling import Window
+from graph_passes.executors.cuda.lowering.quantised_taps import CHANNELS, QuantisedTaps
 from graph_passes.executors.cuda.parameters import VECTOR, padded
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Node
 from graph_passes.operators import window
 from graph_passes.operators.quantised import SQUARE_CHANNELS, squares
 from graph_passes.passes.quantised_stem_pool import WINDOW
-from graph_passes.passes.quantised_way import SQUARES, STREAMS, TILES
+from graph_passes.passes.quantised_way import SQUARES, STREAMS, TAPS, TILES
 from graph_passes.passes.stem import FILTERS
 
 TILE_VECTOR = 16  # VECTOR of quantised_conv.cu: channels
@@ -114,6 +115,8 @@ def convolution(builder: Builder, node: Node) -> None:
         _tiles(builder, node, *TILES[way])
     elif way in STREAMS:
         _stream(builder, node, *STREAMS[way])
+    elif way == TAPS:
+        _taps(builder, node)
     elif way == SQUARES:
         _squares(builder, node)
     else:
@@ -145,6 +148,23 @@ def _tiles(builder: Builder, node: Node, groups: int, columns: int) -> None:
         In(builder.input(node, "bias")), In(builder.optional_input(node, "addend", "no_addend")), Out(y), geometry,
         share, ctypes.c_int(chunks), shared_bytes=shared_bytes,
         flops=builder.problem("fprop", node, x, weight, y).flops)
+
+
+def _taps(builder: Builder, node: Node) -> None:
+    """3x3 at stride 1, on Hopper; pixels of a tile stay in shared memory for all taps."""
+    x, weight, y = builder.input(node, "data"), builder.input(node, "weight"), builder.output(node)
+    (adds, relu, _), filters, sms = _Epilogue.of(node), y.shape[3], builder.gpu.num_multiprocessors
+    is_plain = window(node) == ((3, 3), (1, 1), (1, 1), (1, 1)) and not adds and y.dtype == "int8"
+    has_parts = x.shape[3] == min(CHANNELS) or x.shape[3] % max(CHANNELS) == 0
+    _require_tensor_cores(builder, node, columns=64)
+    way = QuantisedTaps.of(x.shape, filters, sms) if is_plain and has_parts else None
+    require(builder.gpu.capability == HOPPER and way is not None, node, "is not for the kernel of taps")
+    assert way
+    builder.launch(
+        node, "quantised_conv_taps.cu", instance("quantised_conv_taps", way.channels, way.eights, relu), way.grid(sms),
+        way.BLOCK, Tiled(In(x), way.data), Tiled(In(weight), way.weights), Tiled(Out(y), way.output),
+        In(builder.input(node, "multiplier")), In(builder.input(node, "bias")), way.images, ctypes.c_int(filters),
+        shared_bytes=way.shared_bytes, flops=builder.problem("fprop", node, x, weight, y).flops)
 
 
 def _squares(builder: Builder, node: Node) -> None:

@@ -1,0 +1,275 @@
+// INT8 3x3 convolutions at stride 1 and padding 1, on Hopper, bound by its tensor cores.
+//
+// As conv3x3.cu, y[filter, pixel] = sum over taps and channels of w[filter, tap, channel] * x[pixel + tap, channel]. A tile is some
+// rows of one or several images, with those above and below and a column of zeros on the left, in shared memory, up to 128
+// channels in a part: of these a tap of all pixels is so many rows from one place on, which wgmma takes from there as its second
+// operand. What is right of a row is the zero left of the next one. Rows of several images lie between each other, those of one
+// number together: so they share the rows of zeros above and below, and the next row of each is equally far.
+//
+// Two teams of four warps take turns: while the products of one, with 64 filters, are under way, the other requantises. Weights
+// come by 64 filters of a part of a tap; they stay where there is room for all of a block, else they pass by. Two blocks, a
+// cluster, need the same ones at the same time: either reads a half from the L2 cache, for both.
+#include "copy_engine.cuh"
+#include "integer_products.cuh"
+
+constexpr int TAPS = 9, FILTERS = 64, VECTOR_BYTES = 16;
+constexpr int TEAMS = 2, TEAM_WARPS = 4, TEAM_THREADS = TEAM_WARPS * WARP, MULTIPLYING = TEAMS * TEAM_THREADS;
+constexpr int THREADS = MULTIPLYING + 2 * WARP;     // one warp starts the copies of weights, one those of pixels
+constexpr int PEERS = 2;                            // blocks of a cluster
+constexpr int MAX_PLACES = 16, MAX_STAGES = 40;     // of parts of tiles, and of weights
+constexpr int RESULT_VECTORS = FILTERS / VECTOR;    // of a pixel
+
+// At the start of shared memory. Behind it, in vectors: `stages` of weights, `places` for parts of tiles, the result of a tile.
+struct alignas(1024) Control {
+    uint64 full[MAX_PLACES], empty[MAX_PLACES], weights_full[MAX_STAGES], weights_empty[MAX_STAGES];
+    uint64 turn[TEAMS], result_turn[TEAMS];
+};
+
+// Images of height x width pixels, `rows` rows of `together` of them in a tile, each with `parts` of its channels. A part has
+// `part_vectors` of shared memory, of which the copy engine writes the first. Of the filters a block makes `groups` of 64.
+struct TappedImages {
+    int images, height, width, rows, together, parts, places, part_vectors, stages, groups, all_groups;
+
+    __device__ int pitch() const { return width + 1; }
+    __device__ int strips() const { return (height + rows - 1) / rows; }
+    __device__ int copied_pixels() const { return (rows + 2) * together * pitch(); }
+    // Of which each block of a cluster makes one. The last may be of no images.
+    __device__ uint32 pairs() const { return (uint32((images + together - 1) / together) * strips() + PEERS - 1) / PEERS; }
+};
+
+// What a block does: `rounds` tiles, of each `groups` of filters from `first_group` on.
+struct Share {
+    uint32 rank, rounds;
+    int first_group, groups;
+
+    __device__ Share(const TappedImages &of)
+        : rank(blockIdx.x), rounds((of.pairs() - blockIdx.y + gridDim.y - 1) / gridDim.y), first_group(blockIdx.z * of.groups),
+          groups(min(of.groups, of.all_groups - first_group)) {}
+    __device__ uint32 items() const { return rounds * groups; }
+};
+
+// Where a tile lies: its first image and row.
+struct Strip {
+    int image, row;
+
+    __device__ Strip(const TappedImages &of, const Share &share, uint32 round) {
+        const uint32 tile = (blockIdx.y + round * gridDim.y) * PEERS + share.rank, strips = of.strips();
+        image = tile / strips * of.together;
+        row = tile % strips * of.rows;
+    }
+};
+
+// The turn of the piece `number` of places that are used one after the other.
+__device__ inline Turn turn_of(uint32 number, int places) {
+    Turn turn;
+    turn.place = number % places;
+    turn.parity = number / places & 1;
+    return turn;
+}
+
+// Rows of k of so many channels, as the copy engine leaves them: swizzled over 128 bytes or 64.
+template <int CHANNELS> __device__ inline uint64 matrix_of(const uint4 *at) {
+    return CHANNELS == 128 ? matrix(at)
+                           : (__cvta_generic_to_shared(at) & 0x3ffff) >> 4 | 32ull << 16 | 32ull << 32 | 2ull << 62;
+}
+
+// --- a cluster ---
+
+__device__ inline void meet_cluster() {
+    asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
+}
+// At the same barrier of a block of the cluster.
+__device__ inline void arrive_at(uint64 &barrier, uint32 rank) {
+    asm volatile("{\n\t.reg .b32 there;\n\t"
+                 "mapa.shared::cluster.u32 there, %0, %1;\n\t"
+                 "mbarrier.arrive.shared::cluster.b64 _, [there];\n\t}"
+                 :: "r"(address_of(&barrier)), "r"(rank) : "memory");
+}
+// A tile to the same place of all blocks; its bytes count at the same barrier of each.
+__device__ inline void load_for_all(uint4 *to, const TensorMap &map, int column, int row, int line, int layer,
+                                    uint64 &barrier) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+                 "[%0], [%1, {%2, %3, %4, %5}], [%6], %7;"
+                 :: "r"(address_of(to)), "l"(&map), "r"(column), "r"(row), "r"(line), "r"(layer), "r"(address_of(&barrier)),
+                    "h"((unsigned short)((1 << PEERS) - 1)) : "memory");
+}
+
+// --- for one thread ---
+
+// Starts the copies of the weights, in the order in which they are multiplied; once, if all have a stage.
+template <int CHANNELS>
+__device__ inline void load_weights(const TensorMap &w, Control &control, uint4 *weights, const TappedImages &images,
+                                    const Share &share, bool stay) {
+    constexpr int VECTORS = FILTERS * CHANNELS / VECTOR, OWN = FILTERS / PEERS / VECTOR;  // OWN: 16 filters each
+    Turn turn;
+    for (uint32 item = 0; item < (stay ? share.groups : share.items()); ++item)
+        for (int part = 0; part < images.parts; ++part)
+            for (int tap = 0; tap < TAPS; ++tap, turn.next(images.stages)) {
+                wait_for_phase(control.weights_empty[turn.place], turn.parity ^ 1);  // at once in the first turn
+                uint64 &full = control.weights_full[turn.place];
+                arrive_expecting(full, VECTORS * VECTOR_BYTES);
+                load_for_all(weights + turn.place * VECTORS + share.rank * (VECTORS / PEERS), w,
+                             (tap * images.parts + part) * CHANNELS, 0, 0,
+                             ((share.first_group + item % share.groups) * PEERS + share.rank) * OWN, full);
+            }
+}
+
+template <int CHANNELS>
+__device__ inline void load_pixels(const TensorMap &x, Control &control, uint4 *pixels, const TappedImages &images,
+                                   const Share &share) {
+    Turn turn;
+    for (uint32 round = 0; round < share.rounds; ++round) {
+        const Strip strip(images, share, round);
+        for (int part = 0; part < images.parts; ++part, turn.next(images.places)) {
+            wait_for_phase(control.empty[turn.place], turn.parity ^ 1);
+            uint64 &full = control.full[turn.place];
+            arrive_expecting(full, images.copied_pixels() * CHANNELS);
+            load_tile(pixels + turn.place * images.part_vectors, x, part * CHANNELS, -1, strip.image, strip.row - 1, full);
+        }
+    }
+}
+
+// --- for a team ---
+
+__device__ inline void meet_team(int team) {
+    asm volatile("bar.sync %0, %1;" :: "r"(team + 1), "n"(TEAM_THREADS) : "memory");
+}
+
+// products += the convolution of one item.
+template <int CHANNELS, int EIGHTS>
+__device__ inline void multiply_item(int (&products)[EIGHTS][4], Control &control, const uint4 *weights, const uint4 *pixels,
+                                     const TappedImages &images, uint32 round, Turn stage, bool stay, int lane) {
+    constexpr int VECTORS = CHANNELS / VECTOR;
+    const int pitch = images.pitch(), down = images.together * pitch;
+    Turn place = turn_of(round * images.parts, images.places);
+    int before = -1;  // the stage of the weights before
+    for (int part = 0; part < images.parts; ++part, place.next(images.places)) {
+        wait_for_phase(control.full[place.place], place.parity);
+        const uint4 *line = pixels + place.place * images.part_vectors;
+        for (int tap_h = 0; tap_h < 3; ++tap_h, line += down * VECTORS)
+            for (int tap_w = 0; tap_w < 3; ++tap_w, stage.next(images.stages)) {
+                wait_for_phase(control.weights_full[stage.place], stage.parity);
+                const uint64 a = matrix_of<CHANNELS>(weights + stage.place * FILTERS * VECTORS);
+                const uint64 b = matrix_of<CHANNELS>(line + tap_w * VECTORS);
+                open_integers();
+#pragma unroll
+                for (int k = 0; k < CHANNELS / 32; ++k) multiply_integers(products, a + k * 2, b + k * 2);
+                close_integers();
+                wait_for_integers<1>();
+                if (!stay && before >= 0 && lane < PEERS) arrive_at(control.weights_empty[before], lane);
+                before = stage.place;
+            }
+    }
+}
+
+// The maps: of x as (H, N, W, C) by tiles of rows + 2, together, W + 1, CHANNELS; of w as filters in sixteens, (K / 16, 2, 8,
+// 9 * C), the even ones before the odd ones, by tiles of 2, 2, 8, CHANNELS; of y as (H, N, W, K) by tiles of rows, together,
+// W + 1, 64. EIGHTS * 8 pixels are multiplied at once, of which rows * together * (W + 1) are a tile. gridDim.y clusters share
+// the tiles, gridDim.z the filters.
+// Shapes: x (N, H, W, C), w (K, 3, 3, C), y (N, H, W, K) int8; multiplier (K) fp32; bias (K) int32. C is CHANNELS, or with 128 a
+// multiple of it, K a multiple of 16, filters = K.
+template <int CHANNELS, int EIGHTS, bool RELU>
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
+quantised_conv_taps(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,
+                    const __grid_constant__ TensorMap y, const float *multiplier, const int *bias,
+                    const __grid_constant__ TappedImages images, int filters) {
+    static_assert(sizeof(Control) == 1024, "as lowering/quantised_taps.py counts");
+    extern __shared__ __align__(1024) uint4 memory[];
+    Control &control = *reinterpret_cast<Control *>(memory);
+    uint4 *const weights = memory + sizeof(Control) / VECTOR_BYTES;
+    uint4 *const pixels = weights + images.stages * FILTERS * CHANNELS / VECTOR;
+    uint4 *const result = pixels + images.places * images.part_vectors;
+    const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // one for all, to the compiler
+    const Share share(images);
+    const int chunks = images.parts * TAPS;  // of an item
+    const bool stay = images.stages == images.groups * chunks;
+
+    if (threadIdx.x == 0) {
+        for (int place = 0; place < images.places; ++place) {
+            init_barrier(control.full[place], 1);
+            init_barrier(control.empty[place], TEAM_WARPS * share.groups);
+        }
+        for (int stage = 0; stage < images.stages; ++stage) {
+            init_barrier(control.weights_full[stage], 1);
+            init_barrier(control.weights_empty[stage], TEAM_WARPS * PEERS);
+        }
+        for (int team = 0; team < TEAMS; ++team) {
+            init_barrier(control.turn[team], TEAM_WARPS);
+            init_barrier(control.result_turn[team], 1);
+        }
+        show_barriers();
+    }
+    // The zero right of the last row; behind it anything may be.
+    const int copied = images.copied_pixels() * CHANNELS / VECTOR;
+    for (int i = threadIdx.x; i < images.places * CHANNELS / VECTOR; i += THREADS)
+        pixels[i * VECTOR / CHANNELS * images.part_vectors + copied + i % (CHANNELS / VECTOR)] = uint4{};
+    show_to_products();
+    meet_cluster();
+
+    if (warp == MULTIPLYING / WARP) {
+        if (lane == 0) load_weights<CHANNELS>(w, control, weights, images, share, stay);
+    } else if (warp > MULTIPLYING / WARP) {
+        if (lane == 0) load_pixels<CHANNELS>(x, control, pixels, images, share);
+    } else {
+        const int team = warp / TEAM_WARPS, own = warp % TEAM_WARPS;
+        // A lane's row, of the pixels of four groups of eight, swizzled over 64 bytes.
+        uint4 *const result_row = result + lane * RESULT_VECTORS + (own ^ lane / 2 % 4);
+        uint32 before = 0;  // items of this team
+        for (uint32 item = team; item < share.items(); item += TEAMS, ++before) {
+            const uint32 round = item / share.groups;
+            const int group = share.first_group + item % share.groups, filter = group * FILTERS + own * 16 + lane / 4 * 2;
+            int2 start{};
+            float2 scale{};
+            if (filter < filters) {
+                start = *reinterpret_cast<const int2 *>(bias + filter);
+                scale = *reinterpret_cast<const float2 *>(multiplier + filter);
+            }
+            int products[EIGHTS][4];
+#pragma unroll
+            for (int j = 0; j < EIGHTS; ++j) {
+                products[j][0] = products[j][1] = start.x;
+                products[j][2] = products[j][3] = start.y;
+            }
+
+            // One team after the other. Only then for weights and pixels: the other team has seen what was there before.
+            const uint32 parity = (before + 1 - team) & 1;
+            wait_for_phase(control.turn[team], parity);
+            Turn stage = turn_of(stay ? item % share.groups * chunks : item * chunks, images.stages);
+            multiply_item<CHANNELS>(products, control, weights, pixels, images, round, stage, stay, lane);
+            if (lane == 0) arrive(control.turn[1 - team]);
+            wait_for_integers();
+            hold_integers(products);
+            if (!stay && lane < PEERS)
+                arrive_at(control.weights_empty[turn_of(item * chunks + chunks - 1, images.stages).place], lane);
+            if (lane < images.parts) arrive(control.empty[turn_of(round * images.parts + lane, images.places).place]);
+
+            const float unit[2] = {Bytes<RELU>::scale(scale.x), Bytes<RELU>::scale(scale.y)};
+            const float scales[4] = {unit[0], unit[1], unit[0], unit[1]};
+            wait_for_phase(control.result_turn[team], parity);
+#pragma unroll
+            for (int j = 0; j < EIGHTS; j += 4) {
+                uint32 pairs[4];  // of filters, of two pixels
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int(&of)[4] = products[min(j + i, EIGHTS - 1)];
+                    pairs[i] = Bytes<RELU>::template of<false>({of[0], of[2], of[1], of[3]}, scales, 0, 0);
+                }
+                if (j + 4 <= EIGHTS)
+                    store_transposed(result_row + j * 8 * RESULT_VECTORS, pairs);
+                else
+                    store_transposed(result_row + j * 8 * RESULT_VECTORS, {pairs[0], pairs[1]});
+            }
+            show_to_copies();
+            meet_team(team);
+            if (threadIdx.x % TEAM_THREADS == 0) {
+                const Strip strip(images, share, round);
+                store_tile(y, group * FILTERS, 0, strip.image, strip.row, result);
+                wait_for_stores<0>();
+                arrive(control.result_turn[1 - team]);
+            }
+            __syncwarp();  // products are started by whole warps
+        }
+    }
+    __syncwarp();
+    meet_cluster();  // either may still be told of weights, or given some
+}

@@ -1,0 +1,173 @@
+"""How quantised_conv_taps.cu divides a 3x3 convolution in INT8 among the multiprocessors, and its shared memory."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from graph_passes.executors.cuda.device import Tiling
+from graph_passes.executors.cuda.kernels import Size
+from graph_passes.executors.cuda.lowering.conv1x1_forward import SHARED_BYTES
+from graph_passes.operators import Shape
+
+TAPS, FILTERS, PEERS = 9, 64, 2  # FILTERS: that are multiplied at once; PEERS: blocks of a cluster
+EIGHTS = (26, 28, 30)  # eighths of the pixels that are multiplied at once
+CHANNELS = (64, 128)  # of a part
+CONTROL_BYTES, MAX_PLACES, MAX_STAGES = 1 << 10, 16, 40
+FEW_STAGES = 6  # for which a block has room in any case, where weights pass by; more are for what is left
+L2_BYTES = 16  # that a multiprocessor gets from the L2 cache in a clock, if all ask for some
+MAX_TILE = 256  # pixels of a tile that the copy engine can be told of, in each direction
+
+
+class TappedImages(ctypes.Structure):
+    """`TappedImages` of kernels/quantised_conv_taps.cu."""
+
+    _fields_ = tuple((name, ctypes.c_int) for name in (
+        "images", "height", "width", "rows", "together", "parts", "places", "part_vectors", "stages", "groups",
+        "all_groups"))
+
+
+@dataclass(frozen=True)
+class QuantisedTaps:
+    """Images (N, H, W, C) in tiles of `rows` rows of several images, multiplied by 8 * `eights` pixels; a block makes
+    `groups` of 64 of the `filters`."""
+
+    BLOCK: ClassVar[Size] = (320, 1, 1)
+
+    shape: Shape
+    filters: int
+    eights: int
+    rows: int
+    groups: int
+
+    @classmethod
+    def of(cls, shape: Shape, filters: int, num_multiprocessors: int) -> QuantisedTaps | None:
+        """The one that should be the fastest; None where none fits into a block, and a cluster for all filters on the
+        GPU."""
+        return min((way for way in cls._all(shape, filters)
+                    if way.fits and way.grid(num_multiprocessors)[2] <= max(1, num_multiprocessors // PEERS)),
+                   default=None, key=lambda way: (way.clocks(num_multiprocessors), -way.groups, -way.rows))
+
+    @classmethod
+    def _all(cls, shape: Shape, filters: int) -> Iterator[QuantisedTaps]:
+        groups = -(-filters // FILTERS)
+        for eights in EIGHTS:
+            for rows in range(1, min(shape[1], 8 * eights // (shape[2] + 1)) + 1):
+                for parts in range(1, groups + 1):
+                    yield cls(shape, filters, eights, rows, -(-groups // parts))
+
+    @property
+    def channels(self) -> int:
+        """Of a part."""
+        return min(self.shape[3], max(CHANNELS))
+
+    @property
+    def parts(self) -> int:
+        return self.shape[3] // self.channels
+
+    @property
+    def pitch(self) -> int:
+        """Pixels of a row in shared memory: one of zeros on the left."""
+        return self.shape[2] + 1
+
+    @property
+    def together(self) -> int:
+        """Images of a tile."""
+        return min(self.shape[0], MAX_TILE, 8 * self.eights // (self.rows * self.pitch))
+
+    @property
+    def part_bytes(self) -> int:
+        """Of a part of a tile in shared memory: up to the last pixel that is read with the last tap, and at least one
+        more than is copied."""
+        line = self.together * self.pitch
+        pixels = max((self.rows + 2) * line + 1, 2 * line + 2 + 8 * self.eights)
+        return -(-pixels * self.channels // 1024) * 1024
+
+    @property
+    def chunks(self) -> int:
+        """Of the weights of 64 filters."""
+        return TAPS * self.parts
+
+    @property
+    def stages(self) -> int:
+        """Of weights: all that a block needs, if there is then room for two tiles."""
+        if self._weights_stay:
+            return self.groups * self.chunks
+        return min(MAX_STAGES, (self._free_bytes - self.places * self.part_bytes) // self._stage_bytes)
+
+    @property
+    def places(self) -> int:
+        """For parts of tiles."""
+        if self._weights_stay:
+            return min(MAX_PLACES, (self._free_bytes - self.stages * self._stage_bytes) // self.part_bytes)
+        return min(MAX_PLACES, 2 * self.parts, (self._free_bytes - FEW_STAGES * self._stage_bytes) // self.part_bytes)
+
+    @property
+    def fits(self) -> bool:
+        return self.places >= self.parts and self.stages >= 2 and max(self.pitch, self.rows + 2) <= MAX_TILE
+
+    @property
+    def shared_bytes(self) -> int:
+        return SHARED_BYTES - self._free_bytes + self.stages * self._stage_bytes + self.places * self.part_bytes
+
+    @property
+    def _stage_bytes(self) -> int:
+        return FILTERS * self.channels
+
+    @property
+    def _free_bytes(self) -> int:
+        return SHARED_BYTES - CONTROL_BYTES - 8 * self.eights * FILTERS
+
+    @property
+    def _weights_stay(self) -> bool:
+        all_chunks = self.groups * self.chunks
+        return (all_chunks <= MAX_STAGES and
+                all_chunks * self._stage_bytes + 2 * self.parts * self.part_bytes <= self._free_bytes)
+
+    def grid(self, num_multiprocessors: int) -> Size:
+        across = -(-self.filters // (FILTERS * self.groups))
+        return PEERS, max(1, min(num_multiprocessors // PEERS // across, self._pairs)), across
+
+    def clocks(self, num_multiprocessors: int) -> float:
+        """Where tensor cores wait for nothing but what the L2 cache cannot bring in time."""
+        tile_bytes = (self.rows + 2) * self.together * self.pitch * self.shape[3]
+        weight_bytes = 0 if self._weights_stay else self.groups * self.chunks * self._stage_bytes // PEERS
+        multiplying = self.groups * self.chunks * self.channels // 32 * self.eights * 4
+        waits = tile_bytes if self.places < 2 * self.parts else 0
+        rounds = -(-self._pairs // self.grid(num_multiprocessors)[1])
+        return (rounds * max(multiplying, (tile_bytes + weight_bytes) / L2_BYTES)
+                + ((rounds - 1) * waits + tile_bytes / self.parts) / L2_BYTES)
+
+    @property
+    def _pairs(self) -> int:
+        """Of tiles, of which each block of a cluster makes one."""
+        tiles = -(-self.shape[1] // self.rows) * -(-self.shape[0] // self.together)
+        return -(-tiles // PEERS)
+
+    @property
+    def images(self) -> TappedImages:
+        return TappedImages(*self.shape[:3], self.rows, self.together, self.parts, self.places, self.part_bytes // 16,
+                            self.stages, self.groups, -(-self.filters // FILTERS))
+
+    @property
+    def data(self) -> Tiling:
+        return self._tiling(self.shape[3], (self.rows + 2, self.together, self.pitch, self.channels))
+
+    @property
+    def output(self) -> Tiling:
+        return self._tiling(self.filters, (self.rows, self.together, self.pitch, FILTERS))
+
+    @property
+    def weights(self) -> Tiling:
+        """Of sixteen filters the even ones before the odd ones."""
+        length = TAPS * self.shape[3]
+        return Tiling((self.filters // 16, 2, 8, length), (16 * length, length, 2 * length),
+                      (FILTERS // PEERS // 16, 2, 8, self.channels))
+
+    def _tiling(self, channels: int, tile: Shape) -> Tiling:
+        """Of images with so many channels, row by row."""
+        images, height, width, _ = self.shape
+        row = width * channels
+        return Tiling((height, images, width, channels), (row, height * row, channels), tile)
