@@ -28,6 +28,17 @@ from graph_passes.executors.cuda.lowering.quantised import (
     stages_of,
 )
 from graph_passes.executors.cuda.lowering.quantised_pair import Z_COLUMNS, QuantisedPair
+from graph_passes.executors.cuda.lowering.quantised_taps import (
+    CHANNELS,
+    EIGHTS,
+    FILTERS,
+    MAX_PLACES,
+    MAX_STAGES,
+    PEERS,
+    QuantisedTaps,
+    TappedImages,
+)
+from graph_passes.executors.cuda.lowering.quantised_taps import CONTROL_BYTES as TAPS_CONTROL_BYTES
 from graph_passes.executors.cuda.lowering.stem import StemPool, StemRows, StemWeights
 from graph_passes.executors.cuda.optimizer import State, _Tensor
 from graph_passes.passes.dgrad_reduce import OUT_CHANNELS
@@ -89,7 +100,7 @@ def kernels() -> list[tuple[str, str]]:
     """(file, kernel) of all __global__ functions of kernels/."""
     found = []
     for path in sorted(SOURCES.glob("*.cu")):
-        text = re.sub(r"__launch_bounds__\([^)]*\)", "", path.read_text())
+        text = re.sub(r"__(launch_bounds|cluster_dims)__\([^)]*\)", "", path.read_text())
         for template, name in re.findall(r"(template <[^>]*>\s*)?__global__ void\s+(\w+)\(", text):
             found.append((path.name, name if template else f"{name}!"))
     return found
@@ -107,6 +118,9 @@ def expressions(kernel: str, c_type: str) -> list[str]:
     if kernel == "quantised_conv_stream":  # writes int8 alone
         return [f"quantised_conv_stream<{teams}, {columns}, {flags}>" for teams, columns in STREAMS.values()
                 for flags in ("true, true, false", "false, true, false", "false, false, false", "false, true, true")]
+    if kernel == "quantised_conv_taps":  # likewise
+        return [f"quantised_conv_taps<{channels}, {eights}, {relu}>" for channels in CHANNELS for eights in EIGHTS
+                for relu in ("false", "true")]
     if kernel == "quantised_pair":  # likewise
         return [f"quantised_pair<{columns}, {two}>" for columns in Z_COLUMNS for two in ("false", "true")]
     if kernel == "quantised_stem_pool":  # likewise
@@ -180,8 +194,8 @@ CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), HOPPER, (10, 0), (12, 0)]
 
 def serves(source: str, capability: tuple[int, int]) -> bool:
     """Whether the kernels of a file are for this GPU: elsewhere another way is lowered (test_without_gpu.py)."""
-    if source in (*WARPGROUPS, "quantised_conv_squares.cu", "quantised_conv_stream.cu", "quantised_pair.cu",
-                  "quantised_stem_pool.cu"):
+    if source in (*WARPGROUPS, "quantised_conv_squares.cu", "quantised_conv_stream.cu", "quantised_conv_taps.cu",
+                  "quantised_pair.cu", "quantised_stem_pool.cu"):
         return capability == HOPPER
     return source not in ("stem.cu", "quantised_conv.cu") or capability >= (8, 0)  # cp.async
 
@@ -250,8 +264,9 @@ def test_structs_of_int8_are_laid_out_alike() -> None:
     from cuda.core import Program, ProgramOptions
 
     for file, name, struct in (("quantised.cuh", "Convolution", Geometry),
+                               ("quantised_conv_taps.cu", "TappedImages", TappedImages),
                                ("quantised_stem_pool.cu", "PooledSizes", PooledSizes)):
-        body = (SOURCES / file).read_text().partition(f"struct {name} {{")[2].partition("};")[0]
+        body = re.split("};|__device__", (SOURCES / file).read_text().partition(f"struct {name} {{")[2])[0]
         names = re.findall(r"(\w+)[,;]", re.sub("//.*", "", body))
         assert names == [field[0] for field in struct._fields_]
     asserts = f"static_assert(sizeof(Convolution) == {ctypes.sizeof(Geometry)});\n" + "".join(
@@ -269,6 +284,10 @@ def test_structs_of_int8_are_laid_out_alike() -> None:
                    f"{QuantisedPair(64, columns, channels_2).control_bytes});\n"
                    for columns in Z_COLUMNS for channels_2 in (0, 64))
     Program('#include "quantised_pair.cu"\n' + pair, "c++", options).compile("cubin")
+    taps = (f"static_assert(sizeof(Control) == {TAPS_CONTROL_BYTES} && THREADS == {QuantisedTaps.BLOCK[0]} && "
+            f"PEERS == {PEERS} && FILTERS == {FILTERS} && MAX_PLACES == {MAX_PLACES} && MAX_STAGES == {MAX_STAGES} && "
+            f"sizeof(TappedImages) == {ctypes.sizeof(TappedImages)});\n")
+    Program('#include "quantised_conv_taps.cu"\n' + taps, "c++", options).compile("cubin")
     stem = (f"static_assert(sizeof(Shared) == {STEM_SHARED_BYTES} && TEAMS == {STEM_TEAMS} && WIDTH == {STEM_WIDTH} && "
             f"THREADS == {STEM_BLOCK[0]} && sizeof(PooledSizes) == {ctypes.sizeof(PooledSizes)});\n")
     Program('#include "quantised_stem_pool.cu"\n' + stem, "c++", options).compile("cubin")

@@ -64,7 +64,8 @@ __device__ inline void load_tile(uint4 *to, const TensorMap &map, int column, in
 }
 // Of a tensor of layers of lines.
 __device__ inline void load_tile(uint4 *to, const TensorMap &map, int column, int row, int line, int layer, uint64 &barrier) {
-    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];"
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
+                 "[%6];"
                  :: "r"(address_of(to)), "l"(&map), "r"(column), "r"(row), "r"(line), "r"(layer), "r"(address_of(&barrier))
                  : "memory");
 }

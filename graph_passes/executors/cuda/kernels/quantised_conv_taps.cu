@@ -1,10 +1,10 @@
 // INT8 3x3 convolutions at stride 1 and padding 1, on Hopper, bound by its tensor cores.
 //
-// As conv3x3.cu, y[filter, pixel] = sum over taps and channels of w[filter, tap, channel] * x[pixel + tap, channel]. A tile is some
-// rows of one or several images, with those above and below and a column of zeros on the left, in shared memory, up to 128
-// channels in a part: of these a tap of all pixels is so many rows from one place on, which wgmma takes from there as its second
-// operand. What is right of a row is the zero left of the next one. Rows of several images lie between each other, those of one
-// number together: so they share the rows of zeros above and below, and the next row of each is equally far.
+// As in conv3x3.cu, y[filter, pixel] = sum over taps and channels of w[filter, tap, channel] * x[pixel + tap, channel]. A tile is
+// some rows of one or several images, with those above and below and a column of zeros on the left, in shared memory, up to
+// 128 channels in a part: of these a tap of all pixels is so many rows from one place on, which wgmma takes from there as its
+// second operand. What is right of a row is the zero left of the next one. Of several images the first rows lie together, then
+// the second ones: so they share the rows of zeros above and below, and from each row to the next one it is equally far.
 //
 // Two teams of four warps take turns: while the products of one, with 64 filters, are under way, the other requantises. Weights
 // come by 64 filters of a part of a tap; they stay where there is room for all of a block, else they pass by. Two blocks, a
@@ -75,8 +75,9 @@ template <int CHANNELS> __device__ inline uint64 matrix_of(const uint4 *at) {
 
 // --- a cluster ---
 
+// Threads of the block must have met before, for what one of them wrote.
 __device__ inline void meet_cluster() {
-    asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.relaxed;\n\tbarrier.cluster.wait;" ::: "memory");
 }
 // At the same barrier of a block of the cluster.
 __device__ inline void arrive_at(uint64 &barrier, uint32 rank) {
@@ -141,11 +142,11 @@ __device__ inline void multiply_item(int (&products)[EIGHTS][4], Control &contro
                                      const TappedImages &images, uint32 round, Turn stage, bool stay, int lane) {
     constexpr int VECTORS = CHANNELS / VECTOR;
     const int pitch = images.pitch(), down = images.together * pitch;
-    Turn place = turn_of(round * images.parts, images.places);
+    Turn tile = turn_of(round * images.parts, images.places);
     int before = -1;  // the stage of the weights before
-    for (int part = 0; part < images.parts; ++part, place.next(images.places)) {
-        wait_for_phase(control.full[place.place], place.parity);
-        const uint4 *line = pixels + place.place * images.part_vectors;
+    for (int part = 0; part < images.parts; ++part, tile.next(images.places)) {
+        wait_for_phase(control.full[tile.place], tile.parity);
+        const uint4 *line = pixels + tile.place * images.part_vectors;
         for (int tap_h = 0; tap_h < 3; ++tap_h, line += down * VECTORS)
             for (int tap_w = 0; tap_w < 3; ++tap_w, stage.next(images.stages)) {
                 wait_for_phase(control.weights_full[stage.place], stage.parity);
@@ -166,8 +167,8 @@ __device__ inline void multiply_item(int (&products)[EIGHTS][4], Control &contro
 // 9 * C), the even ones before the odd ones, by tiles of 2, 2, 8, CHANNELS; of y as (H, N, W, K) by tiles of rows, together,
 // W + 1, 64. EIGHTS * 8 pixels are multiplied at once, of which rows * together * (W + 1) are a tile. gridDim.y clusters share
 // the tiles, gridDim.z the filters.
-// Shapes: x (N, H, W, C), w (K, 3, 3, C), y (N, H, W, K) int8; multiplier (K) fp32; bias (K) int32. C is CHANNELS, or with 128 a
-// multiple of it, K a multiple of 16, filters = K.
+// Shapes: x (N, H, W, C), w (K, 3, 3, C), y (N, H, W, K) int8; multiplier (K) fp32; bias (K) int32. C is CHANNELS, or with 128
+// a multiple of it, K a multiple of 16, filters = K.
 template <int CHANNELS, int EIGHTS, bool RELU>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
 quantised_conv_taps(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,
@@ -204,7 +205,8 @@ quantised_conv_taps(const __grid_constant__ TensorMap x, const __grid_constant__
     for (int i = threadIdx.x; i < images.places * CHANNELS / VECTOR; i += THREADS)
         pixels[i * VECTOR / CHANNELS * images.part_vectors + copied + i % (CHANNELS / VECTOR)] = uint4{};
     show_to_products();
-    meet_cluster();
+    __syncthreads();
+    meet_cluster();  // barriers are there for both blocks
 
     if (warp == MULTIPLYING / WARP) {
         if (lane == 0) load_weights<CHANNELS>(w, control, weights, images, share, stay);
