@@ -33,6 +33,7 @@ from graph_passes.executors.cuda.lowering.quantised_taps import (
     EIGHTS,
     FILTERS,
     MAX_PLACES,
+    MAX_RESULTS,
     MAX_STAGES,
     PEERS,
     QuantisedTaps,
@@ -119,8 +120,8 @@ def expressions(kernel: str, c_type: str) -> list[str]:
         return [f"quantised_conv_stream<{teams}, {columns}, {flags}>" for teams, columns in STREAMS.values()
                 for flags in ("true, true, false", "false, true, false", "false, false, false", "false, true, true")]
     if kernel == "quantised_conv_taps":  # likewise
-        return [f"quantised_conv_taps<{channels}, {eights}, {relu}>" for channels in CHANNELS for eights in EIGHTS
-                for relu in ("false", "true")]
+        return [f"quantised_conv_taps<{size}, {channels}, {eights}, {flags}>" for size in EIGHTS
+                for channels in CHANNELS for eights in EIGHTS[size] for flags in ("false, false", "true, true")]
     if kernel == "quantised_pair":  # likewise
         return [f"quantised_pair<{columns}, {two}>" for columns in Z_COLUMNS for two in ("false", "true")]
     if kernel == "quantised_stem_pool":  # likewise
@@ -286,7 +287,7 @@ def test_structs_of_int8_are_laid_out_alike() -> None:
     Program('#include "quantised_pair.cu"\n' + pair, "c++", options).compile("cubin")
     taps = (f"static_assert(sizeof(Control) == {TAPS_CONTROL_BYTES} && THREADS == {QuantisedTaps.BLOCK[0]} && "
             f"PEERS == {PEERS} && FILTERS == {FILTERS} && MAX_PLACES == {MAX_PLACES} && MAX_STAGES == {MAX_STAGES} && "
-            f"sizeof(TappedImages) == {ctypes.sizeof(TappedImages)});\n")
+            f"MAX_RESULTS == {MAX_RESULTS} && sizeof(TappedImages) == {ctypes.sizeof(TappedImages)});\n")
     Program('#include "quantised_conv_taps.cu"\n' + taps, "c++", options).compile("cubin")
     stem = (f"static_assert(sizeof(Shared) == {STEM_SHARED_BYTES} && TEAMS == {STEM_TEAMS} && WIDTH == {STEM_WIDTH} && "
             f"THREADS == {STEM_BLOCK[0]} && sizeof(PooledSizes) == {ctypes.sizeof(PooledSizes)});\n")

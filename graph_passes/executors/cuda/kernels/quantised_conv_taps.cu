@@ -1,38 +1,43 @@
-// INT8 3x3 convolutions at stride 1 and padding 1, on Hopper, bound by its tensor cores.
+// INT8 convolutions at stride 1 on Hopper, bound by its tensor cores: 3x3 at padding 1, and 1x1 with many filters.
 //
 // As in conv3x3.cu, y[filter, pixel] = sum over taps and channels of w[filter, tap, channel] * x[pixel + tap, channel]. A tile is
 // some rows of one or several images, with those above and below and a column of zeros on the left, in shared memory, up to
 // 128 channels in a part: of these a tap of all pixels is so many rows from one place on, which wgmma takes from there as its
 // second operand. What is right of a row is the zero left of the next one. Of several images the first rows lie together, then
-// the second ones: so they share the rows of zeros above and below, and from each row to the next one it is equally far.
+// the second ones: so they share the rows of zeros above and below, and from each row to the next one it is equally far. With
+// one tap a tile is pixels that follow each other.
 //
 // Two teams of four warps take turns: while the products of one, with 64 filters, are under way, the other requantises. Weights
 // come by 64 filters of a part of a tap; they stay where there is room for all of a block, else they pass by. Two blocks, a
-// cluster, need the same ones at the same time: either reads a half from the L2 cache, for both.
+// cluster, need the same ones at the same time: either reads a half from the L2 cache, for both. What is added comes, ahead of
+// time, to where the result will lie.
 #include "copy_engine.cuh"
 #include "integer_products.cuh"
 
-constexpr int TAPS = 9, FILTERS = 64, VECTOR_BYTES = 16;
+constexpr int FILTERS = 64, VECTOR_BYTES = 16;
 constexpr int TEAMS = 2, TEAM_WARPS = 4, TEAM_THREADS = TEAM_WARPS * WARP, MULTIPLYING = TEAMS * TEAM_THREADS;
-constexpr int THREADS = MULTIPLYING + 2 * WARP;     // one warp starts the copies of weights, one those of pixels
-constexpr int PEERS = 2;                            // blocks of a cluster
-constexpr int MAX_PLACES = 16, MAX_STAGES = 40;     // of parts of tiles, and of weights
-constexpr int RESULT_VECTORS = FILTERS / VECTOR;    // of a pixel
+constexpr int THREADS = MULTIPLYING + 3 * WARP;   // a warp each starts the copies of weights, of pixels, of what is added
+constexpr int PEERS = 2;                          // blocks of a cluster
+constexpr int MAX_PLACES = 16, MAX_STAGES = 40;   // of parts of tiles, and of weights
+constexpr int MAX_RESULTS = 4;                    // in which something is added; else there is one
+constexpr int RESULT_VECTORS = FILTERS / VECTOR;  // of a pixel
 
-// At the start of shared memory. Behind it, in vectors: `stages` of weights, `places` for parts of tiles, the result of a tile.
+// At the start of shared memory. Behind it, in vectors: `stages` of weights, `places` for parts of tiles, results of 64 filters.
 struct alignas(1024) Control {
     uint64 full[MAX_PLACES], empty[MAX_PLACES], weights_full[MAX_STAGES], weights_empty[MAX_STAGES];
-    uint64 turn[TEAMS], result_turn[TEAMS];
+    uint64 turn[TEAMS], result_turn[TEAMS], addend_full[MAX_RESULTS], addend_empty[MAX_RESULTS];
 };
 
-// Images of height x width pixels, `rows` rows of `together` of them in a tile, each with `parts` of its channels. A part has
-// `part_vectors` of shared memory, of which the copy engine writes the first. Of the filters a block makes `groups` of 64.
+// Images of height x width pixels, `rows` rows of `together` of them in a tile, each with `parts` of its channels. Windows reach
+// `pad` pixels, 1 or 0, in each direction. A part has `part_vectors` of shared memory, of which the copy engine writes the first.
+// Of the filters a block makes `groups` of 64.
 struct TappedImages {
-    int images, height, width, rows, together, parts, places, part_vectors, stages, groups, all_groups;
+    int images, height, width, pad, rows, together, parts, places, part_vectors, stages, results, groups, all_groups;
 
-    __device__ int pitch() const { return width + 1; }
+    __device__ int pitch() const { return width + pad; }
     __device__ int strips() const { return (height + rows - 1) / rows; }
-    __device__ int copied_pixels() const { return (rows + 2) * together * pitch(); }
+    __device__ int result_pixels() const { return rows * together * pitch(); }
+    __device__ int copied_pixels() const { return (rows + 2 * pad) * together * pitch(); }
     // Of which each block of a cluster makes one. The last may be of no images.
     __device__ uint32 pairs() const { return (uint32((images + together - 1) / together) * strips() + PEERS - 1) / PEERS; }
 };
@@ -98,14 +103,14 @@ __device__ inline void load_for_all(uint4 *to, const TensorMap &map, int column,
 // --- for one thread ---
 
 // Starts the copies of the weights, in the order in which they are multiplied; once, if all have a stage.
-template <int CHANNELS>
+template <int SIZE, int CHANNELS>
 __device__ inline void load_weights(const TensorMap &w, Control &control, uint4 *weights, const TappedImages &images,
                                     const Share &share, bool stay) {
     constexpr int VECTORS = FILTERS * CHANNELS / VECTOR, OWN = FILTERS / PEERS / VECTOR;  // OWN: 16 filters each
     Turn turn;
     for (uint32 item = 0; item < (stay ? share.groups : share.items()); ++item)
         for (int part = 0; part < images.parts; ++part)
-            for (int tap = 0; tap < TAPS; ++tap, turn.next(images.stages)) {
+            for (int tap = 0; tap < SIZE * SIZE; ++tap, turn.next(images.stages)) {
                 wait_for_phase(control.weights_empty[turn.place], turn.parity ^ 1);  // at once in the first turn
                 uint64 &full = control.weights_full[turn.place];
                 arrive_expecting(full, VECTORS * VECTOR_BYTES);
@@ -125,8 +130,22 @@ __device__ inline void load_pixels(const TensorMap &x, Control &control, uint4 *
             wait_for_phase(control.empty[turn.place], turn.parity ^ 1);
             uint64 &full = control.full[turn.place];
             arrive_expecting(full, images.copied_pixels() * CHANNELS);
-            load_tile(pixels + turn.place * images.part_vectors, x, part * CHANNELS, -1, strip.image, strip.row - 1, full);
+            load_tile(pixels + turn.place * images.part_vectors, x, part * CHANNELS, -images.pad, strip.image,
+                      strip.row - images.pad, full);
         }
+    }
+}
+
+__device__ inline void load_addends(const TensorMap &addend, Control &control, uint4 *results, int result_vectors,
+                                    const TappedImages &images, const Share &share) {
+    Turn turn;
+    for (uint32 item = 0; item < share.items(); ++item, turn.next(images.results)) {
+        const Strip strip(images, share, item / share.groups);
+        wait_for_phase(control.addend_empty[turn.place], turn.parity ^ 1);
+        uint64 &full = control.addend_full[turn.place];
+        arrive_expecting(full, images.result_pixels() * FILTERS);
+        load_tile(results + turn.place * result_vectors, addend, (share.first_group + item % share.groups) * FILTERS, 0,
+                  strip.image, strip.row, full);
     }
 }
 
@@ -137,7 +156,7 @@ __device__ inline void meet_team(int team) {
 }
 
 // products += the convolution of one item.
-template <int CHANNELS, int EIGHTS>
+template <int SIZE, int CHANNELS, int EIGHTS>
 __device__ inline void multiply_item(int (&products)[EIGHTS][4], Control &control, const uint4 *weights, const uint4 *pixels,
                                      const TappedImages &images, uint32 round, Turn stage, bool stay, int lane) {
     constexpr int VECTORS = CHANNELS / VECTOR;
@@ -147,8 +166,8 @@ __device__ inline void multiply_item(int (&products)[EIGHTS][4], Control &contro
     for (int part = 0; part < images.parts; ++part, tile.next(images.places)) {
         wait_for_phase(control.full[tile.place], tile.parity);
         const uint4 *line = pixels + tile.place * images.part_vectors;
-        for (int tap_h = 0; tap_h < 3; ++tap_h, line += down * VECTORS)
-            for (int tap_w = 0; tap_w < 3; ++tap_w, stage.next(images.stages)) {
+        for (int tap_h = 0; tap_h < SIZE; ++tap_h, line += down * VECTORS)
+            for (int tap_w = 0; tap_w < SIZE; ++tap_w, stage.next(images.stages)) {
                 wait_for_phase(control.weights_full[stage.place], stage.parity);
                 const uint64 a = matrix_of<CHANNELS>(weights + stage.place * FILTERS * VECTORS);
                 const uint64 b = matrix_of<CHANNELS>(line + tap_w * VECTORS);
@@ -163,26 +182,27 @@ __device__ inline void multiply_item(int (&products)[EIGHTS][4], Control &contro
     }
 }
 
-// The maps: of x as (H, N, W, C) by tiles of rows + 2, together, W + 1, CHANNELS; of w as filters in sixteens, (K / 16, 2, 8,
-// 9 * C), the even ones before the odd ones, by tiles of 2, 2, 8, CHANNELS; of y as (H, N, W, K) by tiles of rows, together,
-// W + 1, 64. EIGHTS * 8 pixels are multiplied at once, of which rows * together * (W + 1) are a tile. gridDim.y clusters share
-// the tiles, gridDim.z the filters.
-// Shapes: x (N, H, W, C), w (K, 3, 3, C), y (N, H, W, K) int8; multiplier (K) fp32; bias (K) int32. C is CHANNELS, or with 128
-// a multiple of it, K a multiple of 16, filters = K.
-template <int CHANNELS, int EIGHTS, bool RELU>
+// The maps: of x as (H, N, W, C) by tiles of rows + 2 * pad, together, W + pad, CHANNELS; of w as filters in sixteens,
+// (K / 16, 2, 8, SIZE * SIZE * C), the even ones before the odd ones, by tiles of 2, 2, 8, CHANNELS; of addend and y as
+// (H, N, W, K) by tiles of rows, together, W + pad, 64. EIGHTS * 8 pixels are multiplied at once, of which the first are a tile.
+// gridDim.y clusters share the tiles, gridDim.z the filters. With SIZE 1 the images are columns of all pixels.
+// Shapes: x (N, H, W, C), w (K, SIZE, SIZE, C), addend and y (N, H, W, K) int8; multiplier (K) fp32; bias (K) int32. C is
+// CHANNELS, or with 128 a multiple of it, K a multiple of 16, filters = K.
+template <int SIZE, int CHANNELS, int EIGHTS, bool ADD, bool RELU>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
 quantised_conv_taps(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,
-                    const __grid_constant__ TensorMap y, const float *multiplier, const int *bias,
-                    const __grid_constant__ TappedImages images, int filters) {
+                    const __grid_constant__ TensorMap addend, const __grid_constant__ TensorMap y, const float *multiplier,
+                    const int *bias, const __grid_constant__ TappedImages images, int filters, float addend_share) {
+    constexpr int FOURS = (EIGHTS + 3) / 4, RESULT = FOURS * 4 * 8 * RESULT_VECTORS;
     static_assert(sizeof(Control) == 1024, "as lowering/quantised_taps.py counts");
     extern __shared__ __align__(1024) uint4 memory[];
     Control &control = *reinterpret_cast<Control *>(memory);
     uint4 *const weights = memory + sizeof(Control) / VECTOR_BYTES;
     uint4 *const pixels = weights + images.stages * FILTERS * CHANNELS / VECTOR;
-    uint4 *const result = pixels + images.places * images.part_vectors;
+    uint4 *const results = pixels + images.places * images.part_vectors;
     const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // one for all, to the compiler
     const Share share(images);
-    const int chunks = images.parts * TAPS;  // of an item
+    const int chunks = images.parts * SIZE * SIZE;  // of an item
     const bool stay = images.stages == images.groups * chunks;
 
     if (threadIdx.x == 0) {
@@ -198,25 +218,30 @@ quantised_conv_taps(const __grid_constant__ TensorMap x, const __grid_constant__
             init_barrier(control.turn[team], TEAM_WARPS);
             init_barrier(control.result_turn[team], 1);
         }
+        for (int place = 0; place < (ADD ? images.results : 0); ++place) {
+            init_barrier(control.addend_full[place], 1);
+            init_barrier(control.addend_empty[place], 1);
+        }
         show_barriers();
     }
     // The zero right of the last row; behind it anything may be.
     const int copied = images.copied_pixels() * CHANNELS / VECTOR;
-    for (int i = threadIdx.x; i < images.places * CHANNELS / VECTOR; i += THREADS)
+    for (int i = threadIdx.x; SIZE > 1 && i < images.places * CHANNELS / VECTOR; i += THREADS)
         pixels[i * VECTOR / CHANNELS * images.part_vectors + copied + i % (CHANNELS / VECTOR)] = uint4{};
     show_to_products();
     __syncthreads();
     meet_cluster();  // barriers are there for both blocks
 
     if (warp == MULTIPLYING / WARP) {
-        if (lane == 0) load_weights<CHANNELS>(w, control, weights, images, share, stay);
-    } else if (warp > MULTIPLYING / WARP) {
+        if (lane == 0) load_weights<SIZE, CHANNELS>(w, control, weights, images, share, stay);
+    } else if (warp == MULTIPLYING / WARP + 1) {
         if (lane == 0) load_pixels<CHANNELS>(x, control, pixels, images, share);
+    } else if (warp > MULTIPLYING / WARP) {
+        if (ADD && lane == 0) load_addends(addend, control, results, RESULT, images, share);
     } else {
         const int team = warp / TEAM_WARPS, own = warp % TEAM_WARPS;
-        // A lane's row, of the pixels of four groups of eight, swizzled over 64 bytes.
-        uint4 *const result_row = result + lane * RESULT_VECTORS + (own ^ lane / 2 % 4);
-        uint32 before = 0;  // items of this team
+        const int result_row = lane * RESULT_VECTORS + (own ^ lane / 2 % 4);  // of 32 pixels, swizzled over 64 bytes
+        uint32 before = 0;                                                    // items of this team
         for (uint32 item = team; item < share.items(); item += TEAMS, ++before) {
             const uint32 round = item / share.groups;
             const int group = share.first_group + item % share.groups, filter = group * FILTERS + own * 16 + lane / 4 * 2;
@@ -237,7 +262,7 @@ quantised_conv_taps(const __grid_constant__ TensorMap x, const __grid_constant__
             const uint32 parity = (before + 1 - team) & 1;
             wait_for_phase(control.turn[team], parity);
             Turn stage = turn_of(stay ? item % share.groups * chunks : item * chunks, images.stages);
-            multiply_item<CHANNELS>(products, control, weights, pixels, images, round, stage, stay, lane);
+            multiply_item<SIZE, CHANNELS>(products, control, weights, pixels, images, round, stage, stay, lane);
             if (lane == 0) arrive(control.turn[1 - team]);
             wait_for_integers();
             hold_integers(products);
@@ -247,19 +272,24 @@ quantised_conv_taps(const __grid_constant__ TensorMap x, const __grid_constant__
 
             const float unit[2] = {Bytes<RELU>::scale(scale.x), Bytes<RELU>::scale(scale.y)};
             const float scales[4] = {unit[0], unit[1], unit[0], unit[1]};
-            wait_for_phase(control.result_turn[team], parity);
+            const Turn added = turn_of(item, ADD ? images.results : 1);
+            uint4 *const result = results + added.place * RESULT, *const at = result + result_row;
+            if (ADD)
+                wait_for_phase(control.addend_full[added.place], added.parity);
+            else
+                wait_for_phase(control.result_turn[team], parity);
+            uint32 pairs[2][4] = {};  // of filters, each of two pixels; of 32 pixels, and of the next 32
+            if (ADD) load_transposed(pairs[0], at);
 #pragma unroll
-            for (int j = 0; j < EIGHTS; j += 4) {
-                uint32 pairs[4];  // of filters, of two pixels
+            for (int four = 0; four < FOURS; ++four) {
+                uint32(&now)[4] = pairs[four % 2];
+                if (ADD && four + 1 < FOURS) load_transposed(pairs[(four + 1) % 2], at + (four + 1) * 32 * RESULT_VECTORS);
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const int(&of)[4] = products[min(j + i, EIGHTS - 1)];
-                    pairs[i] = Bytes<RELU>::template of<false>({of[0], of[2], of[1], of[3]}, scales, 0, 0);
+                for (int i = 0; i < min(4, EIGHTS - four * 4); ++i) {
+                    const int(&of)[4] = products[four * 4 + i];
+                    now[i] = Bytes<RELU>::template of<ADD>({of[0], of[2], of[1], of[3]}, scales, now[i], addend_share);
                 }
-                if (j + 4 <= EIGHTS)
-                    store_transposed(result_row + j * 8 * RESULT_VECTORS, pairs);
-                else
-                    store_transposed(result_row + j * 8 * RESULT_VECTORS, {pairs[0], pairs[1]});
+                store_transposed(at + four * 32 * RESULT_VECTORS, now);
             }
             show_to_copies();
             meet_team(team);
@@ -267,7 +297,7 @@ quantised_conv_taps(const __grid_constant__ TensorMap x, const __grid_constant__
                 const Strip strip(images, share, round);
                 store_tile(y, group * FILTERS, 0, strip.image, strip.row, result);
                 wait_for_stores<0>();
-                arrive(control.result_turn[1 - team]);
+                arrive(ADD ? control.addend_empty[added.place] : control.result_turn[1 - team]);
             }
             __syncwarp();  // products are started by whole warps
         }

@@ -1,10 +1,11 @@
-"""How quantised_conv_taps.cu divides a 3x3 convolution in INT8 among the multiprocessors, and its shared memory."""
+"""How quantised_conv_taps.cu divides a convolution in INT8 among the multiprocessors, and its shared memory."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar
 
 from graph_passes.executors.cuda.device import Tiling
@@ -12,10 +13,10 @@ from graph_passes.executors.cuda.kernels import Size
 from graph_passes.executors.cuda.lowering.conv1x1_forward import SHARED_BYTES
 from graph_passes.operators import Shape
 
-TAPS, FILTERS, PEERS = 9, 64, 2  # FILTERS: that are multiplied at once; PEERS: blocks of a cluster
-EIGHTS = (26, 28, 30)  # eighths of the pixels that are multiplied at once
+FILTERS, PEERS = 64, 2  # FILTERS: that are multiplied at once; PEERS: blocks of a cluster
+EIGHTS = {3: (26, 28, 30), 1: (24, 26, 28, 30, 32)}  # eighths of the pixels that are multiplied at once, by the window
 CHANNELS = (64, 128)  # of a part
-CONTROL_BYTES, MAX_PLACES, MAX_STAGES = 1 << 10, 16, 40
+CONTROL_BYTES, MAX_PLACES, MAX_STAGES, MAX_RESULTS = 1 << 10, 16, 40, 4
 FEW_STAGES = 6  # for which a block has room in any case, where weights pass by; more are for what is left
 L2_BYTES = 16  # that a multiprocessor gets from the L2 cache in a clock, if all ask for some
 MAX_TILE = 256  # pixels of a tile that the copy engine can be told of, in each direction
@@ -25,38 +26,44 @@ class TappedImages(ctypes.Structure):
     """`TappedImages` of kernels/quantised_conv_taps.cu."""
 
     _fields_ = tuple((name, ctypes.c_int) for name in (
-        "images", "height", "width", "rows", "together", "parts", "places", "part_vectors", "stages", "groups",
-        "all_groups"))
+        "images", "height", "width", "pad", "rows", "together", "parts", "places", "part_vectors", "stages", "results",
+        "groups", "all_groups"))
 
 
 @dataclass(frozen=True)
 class QuantisedTaps:
     """Images (N, H, W, C) in tiles of `rows` rows of several images, multiplied by 8 * `eights` pixels; a block makes
-    `groups` of 64 of the `filters`."""
+    `groups` of 64 of the `filters`. `size`: of the windows."""
 
-    BLOCK: ClassVar[Size] = (320, 1, 1)
+    BLOCK: ClassVar[Size] = (352, 1, 1)
 
     shape: Shape
     filters: int
+    size: int
+    adds: bool
     eights: int
     rows: int
     groups: int
 
     @classmethod
-    def of(cls, shape: Shape, filters: int, num_multiprocessors: int) -> QuantisedTaps | None:
+    @cache
+    def of(cls, shape: Shape, filters: int, size: int, adds: bool, num_multiprocessors: int) -> QuantisedTaps | None:
         """The one that should be the fastest; None where none fits into a block, and a cluster for all filters on the
         GPU."""
-        return min((way for way in cls._all(shape, filters)
+        if size == 1:  # no matter which pixels are neighbours
+            shape = (1, shape[0] * shape[1] * shape[2], 1, shape[3])
+        return min((way for way in cls._all(shape, filters, size, adds)
                     if way.fits and way.grid(num_multiprocessors)[2] <= max(1, num_multiprocessors // PEERS)),
                    default=None, key=lambda way: (way.clocks(num_multiprocessors), -way.groups, -way.rows))
 
     @classmethod
-    def _all(cls, shape: Shape, filters: int) -> Iterator[QuantisedTaps]:
+    def _all(cls, shape: Shape, filters: int, size: int, adds: bool) -> Iterator[QuantisedTaps]:
         groups = -(-filters // FILTERS)
-        for eights in EIGHTS:
-            for rows in range(1, min(shape[1], 8 * eights // (shape[2] + 1)) + 1):
-                for parts in range(1, groups + 1):
-                    yield cls(shape, filters, eights, rows, -(-groups // parts))
+        for eights in EIGHTS[size]:
+            most = min(shape[1], 8 * eights // (shape[2] + size // 2))
+            for rows in range(1 if size > 1 else most, most + 1):
+                for of_block in {-(-groups // blocks) for blocks in range(1, groups + 1)}:
+                    yield cls(shape, filters, size, adds, eights, rows, of_block)
 
     @property
     def channels(self) -> int:
@@ -68,9 +75,13 @@ class QuantisedTaps:
         return self.shape[3] // self.channels
 
     @property
+    def pad(self) -> int:
+        return self.size // 2
+
+    @property
     def pitch(self) -> int:
-        """Pixels of a row in shared memory: one of zeros on the left."""
-        return self.shape[2] + 1
+        """Pixels of a row in shared memory: with one of zeros on the left."""
+        return self.shape[2] + self.pad
 
     @property
     def together(self) -> int:
@@ -82,13 +93,18 @@ class QuantisedTaps:
         """Of a part of a tile in shared memory: up to the last pixel that is read with the last tap, and at least one
         more than is copied."""
         line = self.together * self.pitch
-        pixels = max((self.rows + 2) * line + 1, 2 * line + 2 + 8 * self.eights)
+        pixels = max((self.rows + 2 * self.pad) * line + self.pad, 2 * self.pad * (line + 1) + 8 * self.eights)
         return -(-pixels * self.channels // 1024) * 1024
 
     @property
     def chunks(self) -> int:
         """Of the weights of 64 filters."""
-        return TAPS * self.parts
+        return self.size**2 * self.parts
+
+    @property
+    def results(self) -> int:
+        """Places for a tile's results of 64 filters."""
+        return 1 if not self.adds else 2 if self.size > 1 else MAX_RESULTS
 
     @property
     def stages(self) -> int:
@@ -106,7 +122,8 @@ class QuantisedTaps:
 
     @property
     def fits(self) -> bool:
-        return self.places >= self.parts and self.stages >= 2 and max(self.pitch, self.rows + 2) <= MAX_TILE
+        return (self.places >= self.parts and (self._weights_stay or self.stages >= 2)
+                and max(self.pitch, self.rows + 2 * self.pad) <= MAX_TILE)
 
     @property
     def shared_bytes(self) -> int:
@@ -118,7 +135,8 @@ class QuantisedTaps:
 
     @property
     def _free_bytes(self) -> int:
-        return SHARED_BYTES - CONTROL_BYTES - 8 * self.eights * FILTERS
+        """Of shared memory, for weights and tiles."""
+        return SHARED_BYTES - CONTROL_BYTES - self.results * -(-self.eights // 4) * 32 * FILTERS
 
     @property
     def _weights_stay(self) -> bool:
@@ -132,12 +150,14 @@ class QuantisedTaps:
 
     def clocks(self, num_multiprocessors: int) -> float:
         """Where tensor cores wait for nothing but what the L2 cache cannot bring in time."""
-        tile_bytes = (self.rows + 2) * self.together * self.pitch * self.shape[3]
-        weight_bytes = 0 if self._weights_stay else self.groups * self.chunks * self._stage_bytes // PEERS
+        tile_bytes = (self.rows + 2 * self.pad) * self.together * self.pitch * self.shape[3]
+        other_bytes = 0 if self._weights_stay else self.groups * self.chunks * self._stage_bytes // PEERS
+        if self.adds:
+            other_bytes += self.groups * FILTERS * 8 * self.eights
         multiplying = self.groups * self.chunks * self.channels // 32 * self.eights * 4
         waits = tile_bytes if self.places < 2 * self.parts else 0
         rounds = -(-self._pairs // self.grid(num_multiprocessors)[1])
-        return (rounds * max(multiplying, (tile_bytes + weight_bytes) / L2_BYTES)
+        return (rounds * max(multiplying, (tile_bytes + other_bytes) / L2_BYTES)
                 + ((rounds - 1) * waits + tile_bytes / self.parts) / L2_BYTES)
 
     @property
@@ -148,12 +168,12 @@ class QuantisedTaps:
 
     @property
     def images(self) -> TappedImages:
-        return TappedImages(*self.shape[:3], self.rows, self.together, self.parts, self.places, self.part_bytes // 16,
-                            self.stages, self.groups, -(-self.filters // FILTERS))
+        return TappedImages(*self.shape[:3], self.pad, self.rows, self.together, self.parts, self.places,
+                            self.part_bytes // 16, self.stages, self.results, self.groups, -(-self.filters // FILTERS))
 
     @property
     def data(self) -> Tiling:
-        return self._tiling(self.shape[3], (self.rows + 2, self.together, self.pitch, self.channels))
+        return self._tiling(self.shape[3], (self.rows + 2 * self.pad, self.together, self.pitch, self.channels))
 
     @property
     def output(self) -> Tiling:
@@ -162,7 +182,7 @@ class QuantisedTaps:
     @property
     def weights(self) -> Tiling:
         """Of sixteen filters the even ones before the odd ones."""
-        length = TAPS * self.shape[3]
+        length = self.size**2 * self.shape[3]
         return Tiling((self.filters // 16, 2, 8, length), (16 * length, length, 2 * length),
                       (FILTERS // PEERS // 16, 2, 8, self.channels))
 
