@@ -120,8 +120,8 @@ def expressions(kernel: str, c_type: str) -> list[str]:
         return [f"quantised_conv_stream<{teams}, {columns}, {flags}>" for teams, columns in STREAMS.values()
                 for flags in ("true, true, false", "false, true, false", "false, false, false", "false, true, true")]
     if kernel == "quantised_conv_taps":  # likewise
-        return [f"quantised_conv_taps<{size}, {channels}, {eights}, {flags}>" for size in EIGHTS
-                for channels in CHANNELS for eights in EIGHTS[size] for flags in ("false, false", "true, true")]
+        return [f"quantised_conv_taps<{size}, {stride}, {channels}, {eights}, {flags}>" for size, stride in EIGHTS
+                for channels in CHANNELS for eights in EIGHTS[size, stride] for flags in ("false, false", "true, true")]
     if kernel == "quantised_pair":  # likewise
         return [f"quantised_pair<{columns}, {two}>" for columns in Z_COLUMNS for two in ("false", "true")]
     if kernel == "quantised_stem_pool":  # likewise

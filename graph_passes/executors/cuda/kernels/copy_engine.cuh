@@ -62,12 +62,19 @@ __device__ inline void load_tile(uint4 *to, const TensorMap &map, int column, in
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
                  :: "r"(address_of(to)), "l"(&map), "r"(column), "r"(row), "r"(line), "r"(address_of(&barrier)) : "memory");
 }
-// Of a tensor of layers of lines.
+// Of a tensor of layers of lines, and of several of these.
 __device__ inline void load_tile(uint4 *to, const TensorMap &map, int column, int row, int line, int layer, uint64 &barrier) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
                  "[%6];"
                  :: "r"(address_of(to)), "l"(&map), "r"(column), "r"(row), "r"(line), "r"(layer), "r"(address_of(&barrier))
                  : "memory");
+}
+__device__ inline void load_tile(uint4 *to, const TensorMap &map, int column, int row, int line, int layer, int tensor,
+                                 uint64 &barrier) {
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%2, %3, %4, %5, %6}], [%7];"
+                 :: "r"(address_of(to)), "l"(&map), "r"(column), "r"(row), "r"(line), "r"(layer), "r"(tensor),
+                    "r"(address_of(&barrier)) : "memory");
 }
 // Bytes that follow each other; `bytes` and both places are multiples of 16.
 __device__ inline void load_bytes(void *to, const void *from, uint32 bytes, uint64 &barrier) {

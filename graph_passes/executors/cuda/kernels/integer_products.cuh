@@ -53,6 +53,10 @@ __device__ inline void multiply_integers(int (&c)[32][4], uint64 a, uint64 b) {
                  "%124,%125,%126,%127}, %128, %129, 1;"
                  : INTEGERS_16(c, 0), INTEGERS_16(c, 16) : "l"(a), "l"(b));
 }
+__device__ inline void multiply_integers(int (&c)[14][4], uint64 a, uint64 b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n112k32.s32.s8.s8 {" REGISTERS_56 "}, %56, %57, 1;"
+                 : INTEGERS_4(c, 0), INTEGERS_4(c, 4), INTEGERS_4(c, 8), INTEGERS(c, 12), INTEGERS(c, 13) : "l"(a), "l"(b));
+}
 __device__ inline void multiply_integers(int (&c)[24][4], uint64 a, uint64 b) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n192k32.s32.s8.s8 {" REGISTERS_96 "}, %96, %97, 1;"
                  : INTEGERS_16(c, 0), INTEGERS_4(c, 16), INTEGERS_4(c, 20) : "l"(a), "l"(b));

@@ -1,11 +1,12 @@
-// INT8 convolutions at stride 1 on Hopper, bound by its tensor cores: 3x3 at padding 1, and 1x1 with many filters.
+// INT8 convolutions on Hopper, bound by its tensor cores: 3x3 at padding 1 and stride 1 or 2, and 1x1 with many filters.
 //
 // As in conv3x3.cu, y[filter, pixel] = sum over taps and channels of w[filter, tap, channel] * x[pixel + tap, channel]. A tile is
 // some rows of one or several images, with those above and below and a column of zeros on the left, in shared memory, up to
 // 128 channels in a part: of these a tap of all pixels is so many rows from one place on, which wgmma takes from there as its
 // second operand. What is right of a row is the zero left of the next one. Of several images the first rows lie together, then
 // the second ones: so they share the rows of zeros above and below, and from each row to the next one it is equally far. With
-// one tap a tile is pixels that follow each other.
+// one tap a tile is pixels that follow each other. With stride 2, of each channels there are four parts, of pixels in even or odd
+// rows and columns: of 1, 2, 2 and 4 taps, which lie in one of them as with stride 1.
 //
 // Two teams of four warps take turns: while the products of one, with 64 filters, are under way, the other requantises. Weights
 // come by 64 filters of a part of a tap; they stay where there is room for all of a block, else they pass by. Two blocks, a
@@ -28,16 +29,16 @@ struct alignas(1024) Control {
     uint64 turn[TEAMS], result_turn[TEAMS], addend_full[MAX_RESULTS], addend_empty[MAX_RESULTS];
 };
 
-// Images of height x width pixels, `rows` rows of `together` of them in a tile, each with `parts` of its channels. Windows reach
-// `pad` pixels, 1 or 0, in each direction. A part has `part_vectors` of shared memory, of which the copy engine writes the first.
-// Of the filters a block makes `groups` of 64.
+// Results of height x width pixels, `rows` rows of `together` of them in a tile, of whose data there are `parts`: of these rows
+// and `more`. Windows reach `pad` pixels, 1 or 0, in each direction. A part has `part_vectors` of shared memory, of which the copy
+// engine writes the first. Of the filters a block makes `groups` of 64.
 struct TappedImages {
-    int images, height, width, pad, rows, together, parts, places, part_vectors, stages, results, groups, all_groups;
+    int images, height, width, pad, rows, more, together, parts, places, part_vectors, stages, results, groups, all_groups;
 
     __device__ int pitch() const { return width + pad; }
     __device__ int strips() const { return (height + rows - 1) / rows; }
     __device__ int result_pixels() const { return rows * together * pitch(); }
-    __device__ int copied_pixels() const { return (rows + 2 * pad) * together * pitch(); }
+    __device__ int copied_pixels() const { return (rows + more) * together * pitch(); }
     // Of which each block of a cluster makes one. The last may be of no images.
     __device__ uint32 pairs() const { return (uint32((images + together - 1) / together) * strips() + PEERS - 1) / PEERS; }
 };
@@ -61,6 +62,19 @@ struct Strip {
         const uint32 tile = (blockIdx.y + round * gridDim.y) * PEERS + share.rank, strips = of.strips();
         image = tile / strips * of.together;
         row = tile % strips * of.rows;
+    }
+};
+
+// Of the channels of a part, and with STRIDE 2 of its rows and columns, odd or even ones: which they are, and its taps.
+template <int STRIDE> struct Part {
+    int channels, odd_row, odd_column;
+
+    __device__ explicit Part(int part)
+        : channels(part / (STRIDE * STRIDE)), odd_row(part / STRIDE % STRIDE), odd_column(part % STRIDE) {}
+    // Calls `f` with each tap's row and column in the window.
+    template <int SIZE, class F> __device__ void for_taps(F f) const {
+        for (int h = (STRIDE - 1) ^ odd_row; h < SIZE; h += STRIDE)
+            for (int w = (STRIDE - 1) ^ odd_column; w < SIZE; w += STRIDE) f(h, w);
     }
 };
 
@@ -103,35 +117,41 @@ __device__ inline void load_for_all(uint4 *to, const TensorMap &map, int column,
 // --- for one thread ---
 
 // Starts the copies of the weights, in the order in which they are multiplied; once, if all have a stage.
-template <int SIZE, int CHANNELS>
+template <int SIZE, int STRIDE, int CHANNELS>
 __device__ inline void load_weights(const TensorMap &w, Control &control, uint4 *weights, const TappedImages &images,
                                     const Share &share, bool stay) {
     constexpr int VECTORS = FILTERS * CHANNELS / VECTOR, OWN = FILTERS / PEERS / VECTOR;  // OWN: 16 filters each
+    const int of_tap = images.parts / (STRIDE * STRIDE);
     Turn turn;
     for (uint32 item = 0; item < (stay ? share.groups : share.items()); ++item)
-        for (int part = 0; part < images.parts; ++part)
-            for (int tap = 0; tap < SIZE * SIZE; ++tap, turn.next(images.stages)) {
+        for (int i = 0; i < images.parts; ++i) {
+            const Part<STRIDE> part(i);
+            part.template for_taps<SIZE>([&](int h, int v) {
                 wait_for_phase(control.weights_empty[turn.place], turn.parity ^ 1);  // at once in the first turn
                 uint64 &full = control.weights_full[turn.place];
                 arrive_expecting(full, VECTORS * VECTOR_BYTES);
                 load_for_all(weights + turn.place * VECTORS + share.rank * (VECTORS / PEERS), w,
-                             (tap * images.parts + part) * CHANNELS, 0, 0,
+                             ((h * SIZE + v) * of_tap + part.channels) * CHANNELS, 0, 0,
                              ((share.first_group + item % share.groups) * PEERS + share.rank) * OWN, full);
-            }
+                turn.next(images.stages);
+            });
+        }
 }
 
-template <int CHANNELS>
+template <int STRIDE, int CHANNELS>
 __device__ inline void load_pixels(const TensorMap &x, Control &control, uint4 *pixels, const TappedImages &images,
                                    const Share &share) {
     Turn turn;
     for (uint32 round = 0; round < share.rounds; ++round) {
         const Strip strip(images, share, round);
-        for (int part = 0; part < images.parts; ++part, turn.next(images.places)) {
+        for (int i = 0; i < images.parts; ++i, turn.next(images.places)) {
+            const Part<STRIDE> part(i);
             wait_for_phase(control.empty[turn.place], turn.parity ^ 1);
             uint64 &full = control.full[turn.place];
             arrive_expecting(full, images.copied_pixels() * CHANNELS);
-            load_tile(pixels + turn.place * images.part_vectors, x, part * CHANNELS, -images.pad, strip.image,
-                      strip.row - images.pad, full);
+            load_tile(pixels + turn.place * images.part_vectors, x,
+                      (part.odd_column * (images.parts / (STRIDE * STRIDE)) + part.channels) * CHANNELS, -images.pad,
+                      strip.image, strip.row - images.pad, part.odd_row, full);
         }
     }
 }
@@ -156,39 +176,43 @@ __device__ inline void meet_team(int team) {
 }
 
 // products += the convolution of one item.
-template <int SIZE, int CHANNELS, int EIGHTS>
+template <int SIZE, int STRIDE, int CHANNELS, int EIGHTS>
 __device__ inline void multiply_item(int (&products)[EIGHTS][4], Control &control, const uint4 *weights, const uint4 *pixels,
                                      const TappedImages &images, uint32 round, Turn stage, bool stay, int lane) {
     constexpr int VECTORS = CHANNELS / VECTOR;
     const int pitch = images.pitch(), down = images.together * pitch;
     Turn tile = turn_of(round * images.parts, images.places);
-    int before = -1;  // the stage of the weights before
-    for (int part = 0; part < images.parts; ++part, tile.next(images.places)) {
+    int before = -1, left = -1;  // the stage of the weights before, the place of the part before
+    for (int i = 0; i < images.parts; ++i, tile.next(images.places)) {
         wait_for_phase(control.full[tile.place], tile.parity);
-        const uint4 *line = pixels + tile.place * images.part_vectors;
-        for (int tap_h = 0; tap_h < SIZE; ++tap_h, line += down * VECTORS)
-            for (int tap_w = 0; tap_w < SIZE; ++tap_w, stage.next(images.stages)) {
-                wait_for_phase(control.weights_full[stage.place], stage.parity);
-                const uint64 a = matrix_of<CHANNELS>(weights + stage.place * FILTERS * VECTORS);
-                const uint64 b = matrix_of<CHANNELS>(line + tap_w * VECTORS);
-                open_integers();
+        const uint4 *const part = pixels + tile.place * images.part_vectors;
+        Part<STRIDE>(i).template for_taps<SIZE>([&](int h, int v) {
+            wait_for_phase(control.weights_full[stage.place], stage.parity);
+            const uint64 a = matrix_of<CHANNELS>(weights + stage.place * FILTERS * VECTORS);
+            const uint64 b = matrix_of<CHANNELS>(part + ((h + STRIDE - 1) / STRIDE * down + (v + STRIDE - 1) / STRIDE) * VECTORS);
+            open_integers();
 #pragma unroll
-                for (int k = 0; k < CHANNELS / 32; ++k) multiply_integers(products, a + k * 2, b + k * 2);
-                close_integers();
-                wait_for_integers<1>();
-                if (!stay && before >= 0 && lane < PEERS) arrive_at(control.weights_empty[before], lane);
-                before = stage.place;
-            }
+            for (int k = 0; k < CHANNELS / 32; ++k) multiply_integers(products, a + k * 2, b + k * 2);
+            close_integers();
+            wait_for_integers<1>();
+            if (!stay && before >= 0 && lane < PEERS) arrive_at(control.weights_empty[before], lane);
+            if (left >= 0 && lane == 0) arrive(control.empty[left]);
+            before = stage.place;
+            left = -1;
+            stage.next(images.stages);
+        });
+        left = tile.place;
     }
 }
 
-// The maps: of x as (H, N, W, C) by tiles of rows + 2 * pad, together, W + pad, CHANNELS; of w as filters in sixteens,
-// (K / 16, 2, 8, SIZE * SIZE * C), the even ones before the odd ones, by tiles of 2, 2, 8, CHANNELS; of addend and y as
-// (H, N, W, K) by tiles of rows, together, W + pad, 64. EIGHTS * 8 pixels are multiplied at once, of which the first are a tile.
-// gridDim.y clusters share the tiles, gridDim.z the filters. With SIZE 1 the images are columns of all pixels.
-// Shapes: x (N, H, W, C), w (K, SIZE, SIZE, C), addend and y (N, H, W, K) int8; multiplier (K) fp32; bias (K) int32. C is
-// CHANNELS, or with 128 a multiple of it, K a multiple of 16, filters = K.
-template <int SIZE, int CHANNELS, int EIGHTS, bool ADD, bool RELU>
+// The maps: of x as (STRIDE, OH, N, OW, STRIDE * C), rows and columns by their remainders, by tiles of 1, rows + more, together,
+// OW + pad, CHANNELS; of w as filters in sixteens, (K / 16, 2, 8, SIZE * SIZE * C), the even ones before the odd ones, by tiles of
+// 2, 2, 8, CHANNELS; of addend and y as (OH, N, OW, K) by tiles of rows, together, OW + pad, 64. EIGHTS * 8 pixels are multiplied
+// at once, of which the first are a tile. gridDim.y clusters share the tiles, gridDim.z the filters. With SIZE 1 the images are a
+// column of all pixels.
+// Shapes: x (N, H, W, C), w (K, SIZE, SIZE, C), addend and y (N, OH, OW, K) int8 with H = STRIDE * OH, W = STRIDE * OW;
+// multiplier (K) fp32; bias (K) int32. C is CHANNELS, or with 128 a multiple of it, K a multiple of 16, filters = K.
+template <int SIZE, int STRIDE, int CHANNELS, int EIGHTS, bool ADD, bool RELU>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
 quantised_conv_taps(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,
                     const __grid_constant__ TensorMap addend, const __grid_constant__ TensorMap y, const float *multiplier,
@@ -202,7 +226,7 @@ quantised_conv_taps(const __grid_constant__ TensorMap x, const __grid_constant__
     uint4 *const results = pixels + images.places * images.part_vectors;
     const int lane = threadIdx.x % WARP, warp = __shfl_sync(0xffffffff, threadIdx.x / WARP, 0);  // one for all, to the compiler
     const Share share(images);
-    const int chunks = images.parts * SIZE * SIZE;  // of an item
+    const int chunks = images.parts * SIZE * SIZE / (STRIDE * STRIDE);  // of an item
     const bool stay = images.stages == images.groups * chunks;
 
     if (threadIdx.x == 0) {
@@ -226,16 +250,16 @@ quantised_conv_taps(const __grid_constant__ TensorMap x, const __grid_constant__
     }
     // The zero right of the last row; behind it anything may be.
     const int copied = images.copied_pixels() * CHANNELS / VECTOR;
-    for (int i = threadIdx.x; SIZE > 1 && i < images.places * CHANNELS / VECTOR; i += THREADS)
+    for (int i = threadIdx.x; SIZE > 1 && STRIDE == 1 && i < images.places * CHANNELS / VECTOR; i += THREADS)
         pixels[i * VECTOR / CHANNELS * images.part_vectors + copied + i % (CHANNELS / VECTOR)] = uint4{};
     show_to_products();
     __syncthreads();
     meet_cluster();  // barriers are there for both blocks
 
     if (warp == MULTIPLYING / WARP) {
-        if (lane == 0) load_weights<SIZE, CHANNELS>(w, control, weights, images, share, stay);
+        if (lane == 0) load_weights<SIZE, STRIDE, CHANNELS>(w, control, weights, images, share, stay);
     } else if (warp == MULTIPLYING / WARP + 1) {
-        if (lane == 0) load_pixels<CHANNELS>(x, control, pixels, images, share);
+        if (lane == 0) load_pixels<STRIDE, CHANNELS>(x, control, pixels, images, share);
     } else if (warp > MULTIPLYING / WARP) {
         if (ADD && lane == 0) load_addends(addend, control, results, RESULT, images, share);
     } else {
@@ -262,13 +286,13 @@ quantised_conv_taps(const __grid_constant__ TensorMap x, const __grid_constant__
             const uint32 parity = (before + 1 - team) & 1;
             wait_for_phase(control.turn[team], parity);
             Turn stage = turn_of(stay ? item % share.groups * chunks : item * chunks, images.stages);
-            multiply_item<SIZE, CHANNELS>(products, control, weights, pixels, images, round, stage, stay, lane);
+            multiply_item<SIZE, STRIDE, CHANNELS>(products, control, weights, pixels, images, round, stage, stay, lane);
             if (lane == 0) arrive(control.turn[1 - team]);
             wait_for_integers();
             hold_integers(products);
             if (!stay && lane < PEERS)
                 arrive_at(control.weights_empty[turn_of(item * chunks + chunks - 1, images.stages).place], lane);
-            if (lane < images.parts) arrive(control.empty[turn_of(round * images.parts + lane, images.places).place]);
+            if (lane == 0) arrive(control.empty[turn_of(round * images.parts + images.parts - 1, images.places).place]);
 
             const float unit[2] = {Bytes<RELU>::scale(scale.x), Bytes<RELU>::scale(scale.y)};
             const float scales[4] = {unit[0], unit[1], unit[0], unit[1]};

@@ -14,11 +14,12 @@ from graph_passes.executors.cuda.lowering.conv1x1_forward import SHARED_BYTES
 from graph_passes.operators import Shape
 
 FILTERS, PEERS = 64, 2  # FILTERS: that are multiplied at once; PEERS: blocks of a cluster
-EIGHTS = {3: (26, 28, 30), 1: (24, 26, 28, 30, 32)}  # eighths of the pixels that are multiplied at once, by the window
+# Eighths of the pixels that are multiplied at once, by the window and its stride.
+EIGHTS = {(3, 1): (26, 28, 30), (3, 2): (14, 26, 28, 30), (1, 1): (24, 26, 28, 30, 32)}
 CHANNELS = (64, 128)  # of a part
 CONTROL_BYTES, MAX_PLACES, MAX_STAGES, MAX_RESULTS = 1 << 10, 16, 40, 4
 FEW_STAGES = 6  # for which a block has room in any case, where weights pass by; more are for what is left
-L2_BYTES = 16  # that a multiprocessor gets from the L2 cache in a clock, if all ask for some
+L2_BYTES = 20  # that a multiprocessor gets from the L2 cache in a clock, if all ask for some
 MAX_TILE = 256  # pixels of a tile that the copy engine can be told of, in each direction
 
 
@@ -26,20 +27,21 @@ class TappedImages(ctypes.Structure):
     """`TappedImages` of kernels/quantised_conv_taps.cu."""
 
     _fields_ = tuple((name, ctypes.c_int) for name in (
-        "images", "height", "width", "pad", "rows", "together", "parts", "places", "part_vectors", "stages", "results",
-        "groups", "all_groups"))
+        "images", "height", "width", "pad", "rows", "more", "together", "parts", "places", "part_vectors", "stages",
+        "results", "groups", "all_groups"))
 
 
 @dataclass(frozen=True)
 class QuantisedTaps:
-    """Images (N, H, W, C) in tiles of `rows` rows of several images, multiplied by 8 * `eights` pixels; a block makes
-    `groups` of 64 of the `filters`. `size`: of the windows."""
+    """Images (N, H, W, C) in tiles of `rows` rows of the results of several images, multiplied by 8 * `eights` pixels;
+    a block makes `groups` of 64 of the `filters`. `size`, `stride`: of the windows."""
 
     BLOCK: ClassVar[Size] = (352, 1, 1)
 
     shape: Shape
     filters: int
     size: int
+    stride: int
     adds: bool
     eights: int
     rows: int
@@ -47,23 +49,28 @@ class QuantisedTaps:
 
     @classmethod
     @cache
-    def of(cls, shape: Shape, filters: int, size: int, adds: bool, num_multiprocessors: int) -> QuantisedTaps | None:
+    def of(cls, shape: Shape, filters: int, size: int, stride: int, adds: bool,
+           num_multiprocessors: int) -> QuantisedTaps | None:
         """The one that should be the fastest; None where none fits into a block, and a cluster for all filters on the
-        GPU."""
+        GPU, and where it is not for these windows."""
+        few, many = CHANNELS
+        if ((size, stride) not in EIGHTS or (shape[3] != few and shape[3] % many) or shape[1] % stride
+                or shape[2] % stride):
+            return None
         if size == 1:  # no matter which pixels are neighbours
             shape = (1, shape[0] * shape[1] * shape[2], 1, shape[3])
-        return min((way for way in cls._all(shape, filters, size, adds)
+        return min((way for way in cls._all(shape, filters, size, stride, adds)
                     if way.fits and way.grid(num_multiprocessors)[2] <= max(1, num_multiprocessors // PEERS)),
                    default=None, key=lambda way: (way.clocks(num_multiprocessors), -way.groups, -way.rows))
 
     @classmethod
-    def _all(cls, shape: Shape, filters: int, size: int, adds: bool) -> Iterator[QuantisedTaps]:
+    def _all(cls, shape: Shape, filters: int, size: int, stride: int, adds: bool) -> Iterator[QuantisedTaps]:
         groups = -(-filters // FILTERS)
-        for eights in EIGHTS[size]:
-            most = min(shape[1], 8 * eights // (shape[2] + size // 2))
+        for eights in EIGHTS[size, stride]:
+            most = min(shape[1] // stride, 8 * eights // (shape[2] // stride + size // 2))
             for rows in range(1 if size > 1 else most, most + 1):
                 for of_block in {-(-groups // blocks) for blocks in range(1, groups + 1)}:
-                    yield cls(shape, filters, size, adds, eights, rows, of_block)
+                    yield cls(shape, filters, size, stride, adds, eights, rows, of_block)
 
     @property
     def channels(self) -> int:
@@ -72,16 +79,22 @@ class QuantisedTaps:
 
     @property
     def parts(self) -> int:
-        return self.shape[3] // self.channels
+        """Of the data of a tile."""
+        return self.shape[3] // self.channels * self.stride**2
 
     @property
     def pad(self) -> int:
         return self.size // 2
 
     @property
+    def more(self) -> int:
+        """Rows of a part, beside as many as of results."""
+        return 2 * self.pad if self.stride == 1 else 1
+
+    @property
     def pitch(self) -> int:
         """Pixels of a row in shared memory: with one of zeros on the left."""
-        return self.shape[2] + self.pad
+        return self.shape[2] // self.stride + self.pad
 
     @property
     def together(self) -> int:
@@ -93,13 +106,13 @@ class QuantisedTaps:
         """Of a part of a tile in shared memory: up to the last pixel that is read with the last tap, and at least one
         more than is copied."""
         line = self.together * self.pitch
-        pixels = max((self.rows + 2 * self.pad) * line + self.pad, 2 * self.pad * (line + 1) + 8 * self.eights)
+        pixels = max((self.rows + self.more) * line + self.pad, self.more * (line + 1) + 8 * self.eights)
         return -(-pixels * self.channels // 1024) * 1024
 
     @property
     def chunks(self) -> int:
         """Of the weights of 64 filters."""
-        return self.size**2 * self.parts
+        return self.size**2 * self.shape[3] // self.channels
 
     @property
     def results(self) -> int:
@@ -123,7 +136,7 @@ class QuantisedTaps:
     @property
     def fits(self) -> bool:
         return (self.places >= self.parts and (self._weights_stay or self.stages >= 2)
-                and max(self.pitch, self.rows + 2 * self.pad) <= MAX_TILE)
+                and max(self.pitch, self.rows + self.more) <= MAX_TILE)
 
     @property
     def shared_bytes(self) -> int:
@@ -150,34 +163,47 @@ class QuantisedTaps:
 
     def clocks(self, num_multiprocessors: int) -> float:
         """Where tensor cores wait for nothing but what the L2 cache cannot bring in time."""
-        tile_bytes = (self.rows + 2 * self.pad) * self.together * self.pitch * self.shape[3]
+        tile_bytes = (self.rows + self.more) * self.together * self.pitch * self.channels * self.parts
         other_bytes = 0 if self._weights_stay else self.groups * self.chunks * self._stage_bytes // PEERS
         if self.adds:
             other_bytes += self.groups * FILTERS * 8 * self.eights
-        multiplying = self.groups * self.chunks * self.channels // 32 * self.eights * 4
-        waits = tile_bytes if self.places < 2 * self.parts else 0
+        of_group = self.chunks * self.channels // 32 * self.eights * 4
+        # Parts of the next tile that have no place before the last group frees some.
+        late = max(0, 2 * self.parts - self.places) / self.parts
+        waits = max(0, late * (tile_bytes / L2_BYTES - of_group))
         rounds = -(-self._pairs // self.grid(num_multiprocessors)[1])
-        return (rounds * max(multiplying, (tile_bytes + other_bytes) / L2_BYTES)
-                + ((rounds - 1) * waits + tile_bytes / self.parts) / L2_BYTES)
+        return (rounds * max(self.groups * of_group + waits, (tile_bytes + other_bytes) / L2_BYTES)
+                + tile_bytes / self.parts / L2_BYTES)
 
     @property
     def _pairs(self) -> int:
         """Of tiles, of which each block of a cluster makes one."""
-        tiles = -(-self.shape[1] // self.rows) * -(-self.shape[0] // self.together)
+        tiles = -(-(self.shape[1] // self.stride) // self.rows) * -(-self.shape[0] // self.together)
         return -(-tiles // PEERS)
 
     @property
     def images(self) -> TappedImages:
-        return TappedImages(*self.shape[:3], self.pad, self.rows, self.together, self.parts, self.places,
-                            self.part_bytes // 16, self.stages, self.results, self.groups, -(-self.filters // FILTERS))
+        images, height, width = (self.shape[0], *(size // self.stride for size in self.shape[1:3]))
+        return TappedImages(images, height, width, self.pad, self.rows, self.more, self.together, self.parts,
+                            self.places, self.part_bytes // 16, self.stages, self.results, self.groups,
+                            -(-self.filters // FILTERS))
 
     @property
     def data(self) -> Tiling:
-        return self._tiling(self.shape[3], (self.rows + 2 * self.pad, self.together, self.pitch, self.channels))
+        """Rows and columns by their remainders: with stride 2 odd rows behind the even ones, odd columns as more
+        channels."""
+        (images, height, width, channels), stride = self.shape, self.stride
+        row = width * channels
+        return Tiling((stride, height // stride, images, width // stride, stride * channels),
+                      (row, stride * row, height * row, stride * channels),
+                      (1, self.rows + self.more, self.together, self.pitch, self.channels))
 
     @property
     def output(self) -> Tiling:
-        return self._tiling(self.filters, (self.rows, self.together, self.pitch, FILTERS))
+        images, height, width = (self.shape[0], *(size // self.stride for size in self.shape[1:3]))
+        row = width * self.filters
+        return Tiling((height, images, width, self.filters), (row, height * row, self.filters),
+                      (self.rows, self.together, self.pitch, FILTERS))
 
     @property
     def weights(self) -> Tiling:
@@ -185,9 +211,3 @@ class QuantisedTaps:
         length = self.size**2 * self.shape[3]
         return Tiling((self.filters // 16, 2, 8, length), (16 * length, length, 2 * length),
                       (FILTERS // PEERS // 16, 2, 8, self.channels))
-
-    def _tiling(self, channels: int, tile: Shape) -> Tiling:
-        """Of images with so many channels, row by row."""
-        images, height, width, _ = self.shape
-        row = width * channels
-        return Tiling((height, images, width, channels), (row, height * row, channels), tile)
