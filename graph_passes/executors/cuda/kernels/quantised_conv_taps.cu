@@ -1,12 +1,12 @@
 // INT8 convolutions on Hopper, bound by its tensor cores: 3x3 at padding 1 and stride 1 or 2, and 1x1 with many filters.
 //
-// As in conv3x3.cu, y[filter, pixel] = sum over taps and channels of w[filter, tap, channel] * x[pixel + tap, channel]. A tile is
-// some rows of one or several images, with those above and below and a column of zeros on the left, in shared memory, up to
+// As in conv3x3.cu, y[filter, pixel] = sum over taps and channels of w[filter, tap, channel] * x[pixel + tap, channel]. A tile
+// is some rows of one or several images, with those above and below and a column of zeros on the left, in shared memory, up to
 // 128 channels in a part: of these a tap of all pixels is so many rows from one place on, which wgmma takes from there as its
 // second operand. What is right of a row is the zero left of the next one. Of several images the first rows lie together, then
 // the second ones: so they share the rows of zeros above and below, and from each row to the next one it is equally far. With
-// one tap a tile is pixels that follow each other. With stride 2, of each channels there are four parts, of pixels in even or odd
-// rows and columns: of 1, 2, 2 and 4 taps, which lie in one of them as with stride 1.
+// one tap a tile is pixels that follow each other. With stride 2 there are four parts of the same channels, of the pixels in
+// even or odd rows and columns; in each, 1, 2 or 4 of the taps lie as with stride 1.
 //
 // Two teams of four warps take turns: while the products of one, with 64 filters, are under way, the other requantises. Weights
 // come by 64 filters of a part of a tap; they stay where there is room for all of a block, else they pass by. Two blocks, a
@@ -23,15 +23,16 @@ constexpr int MAX_PLACES = 16, MAX_STAGES = 40;   // of parts of tiles, and of w
 constexpr int MAX_RESULTS = 4;                    // in which something is added; else there is one
 constexpr int RESULT_VECTORS = FILTERS / VECTOR;  // of a pixel
 
-// At the start of shared memory. Behind it, in vectors: `stages` of weights, `places` for parts of tiles, results of 64 filters.
+// At the start of shared memory. Behind it, in vectors: `stages` of weights, `places` for parts of tiles, `results` of 64
+// filters.
 struct alignas(1024) Control {
     uint64 full[MAX_PLACES], empty[MAX_PLACES], weights_full[MAX_STAGES], weights_empty[MAX_STAGES];
     uint64 turn[TEAMS], result_turn[TEAMS], addend_full[MAX_RESULTS], addend_empty[MAX_RESULTS];
 };
 
-// Results of height x width pixels, `rows` rows of `together` of them in a tile, of whose data there are `parts`: of these rows
-// and `more`. Windows reach `pad` pixels, 1 or 0, in each direction. A part has `part_vectors` of shared memory, of which the copy
-// engine writes the first. Of the filters a block makes `groups` of 64.
+// Results of height x width pixels, `rows` rows of `together` of them in a tile, of whose data there are `parts`: of so many rows
+// and `more`. Windows reach `pad` pixels, 1 or 0, in each direction. A part has `part_vectors` of shared memory, of which the
+// copy engine writes the first. Of the filters a block makes `groups` of 64.
 struct TappedImages {
     int images, height, width, pad, rows, more, together, parts, places, part_vectors, stages, results, groups, all_groups;
 
@@ -189,7 +190,8 @@ __device__ inline void multiply_item(int (&products)[EIGHTS][4], Control &contro
         Part<STRIDE>(i).template for_taps<SIZE>([&](int h, int v) {
             wait_for_phase(control.weights_full[stage.place], stage.parity);
             const uint64 a = matrix_of<CHANNELS>(weights + stage.place * FILTERS * VECTORS);
-            const uint64 b = matrix_of<CHANNELS>(part + ((h + STRIDE - 1) / STRIDE * down + (v + STRIDE - 1) / STRIDE) * VECTORS);
+            const int row = (h + STRIDE - 1) / STRIDE, column = (v + STRIDE - 1) / STRIDE;
+            const uint64 b = matrix_of<CHANNELS>(part + (row * down + column) * VECTORS);
             open_integers();
 #pragma unroll
             for (int k = 0; k < CHANNELS / 32; ++k) multiply_integers(products, a + k * 2, b + k * 2);
@@ -205,11 +207,11 @@ __device__ inline void multiply_item(int (&products)[EIGHTS][4], Control &contro
     }
 }
 
-// The maps: of x as (STRIDE, OH, N, OW, STRIDE * C), rows and columns by their remainders, by tiles of 1, rows + more, together,
-// OW + pad, CHANNELS; of w as filters in sixteens, (K / 16, 2, 8, SIZE * SIZE * C), the even ones before the odd ones, by tiles of
-// 2, 2, 8, CHANNELS; of addend and y as (OH, N, OW, K) by tiles of rows, together, OW + pad, 64. EIGHTS * 8 pixels are multiplied
-// at once, of which the first are a tile. gridDim.y clusters share the tiles, gridDim.z the filters. With SIZE 1 the images are a
-// column of all pixels.
+// The maps: of x as (STRIDE, OH, N, OW, STRIDE * C), rows and columns by their remainders, by tiles of 1, rows + more,
+// together, OW + pad, CHANNELS; of w as filters in sixteens, (K / 16, 2, 8, SIZE * SIZE * C), the even ones before the odd ones,
+// by tiles of 2, 2, 8, CHANNELS; of addend and y as (OH, N, OW, K) by tiles of rows, together, OW + pad, 64. EIGHTS * 8 pixels
+// are multiplied at once, of which the first are a tile. gridDim.y clusters share the tiles, gridDim.z the filters. With SIZE 1
+// the images are a column of all pixels.
 // Shapes: x (N, H, W, C), w (K, SIZE, SIZE, C), addend and y (N, OH, OW, K) int8 with H = STRIDE * OH, W = STRIDE * OW;
 // multiplier (K) fp32; bias (K) int32. C is CHANNELS, or with 128 a multiple of it, K a multiple of 16, filters = K.
 template <int SIZE, int STRIDE, int CHANNELS, int EIGHTS, bool ADD, bool RELU>
