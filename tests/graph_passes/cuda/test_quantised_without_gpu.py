@@ -113,7 +113,7 @@ def test_what_a_stream_keeps_in_shared_memory(channels: int, channels_2: int, ad
 
 
 @pytest.mark.parametrize("size, stride, shape, filters, of_tile, groups, stay, stages, places", [
-    (3, 1, (256, 56, 56, 64), 64, (30, 4, 1), 1, True, 9, 7),
+    (3, 1, (256, 56, 56, 64), 64, (30, 4, 1), 1, True, 9, 6),
     (3, 1, (256, 28, 28, 128), 128, (26, 7, 1), 2, True, 18, 2),
     (3, 1, (256, 14, 14, 256), 256, (28, 14, 1), 4, False, 10, 4),
     (3, 1, (256, 7, 7, 512), 512, (28, 7, 4), 4, False, 8, 4),

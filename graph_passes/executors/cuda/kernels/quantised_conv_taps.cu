@@ -20,7 +20,7 @@ constexpr int TEAMS = 2, TEAM_WARPS = 4, TEAM_THREADS = TEAM_WARPS * WARP, MULTI
 constexpr int THREADS = MULTIPLYING + 3 * WARP;   // a warp each starts the copies of weights, of pixels, of what is added
 constexpr int PEERS = 2;                          // blocks of a cluster
 constexpr int MAX_PLACES = 16, MAX_STAGES = 40;   // of parts of tiles, and of weights
-constexpr int MAX_RESULTS = 4;                    // in which something is added; else there is one
+constexpr int MAX_RESULTS = 4;                    // in which something is added; else each team has one, or both together
 constexpr int RESULT_VECTORS = FILTERS / VECTOR;  // of a pixel
 
 // At the start of shared memory. Behind it, in vectors: `stages` of weights, `places` for parts of tiles, `results` of 64
@@ -298,12 +298,13 @@ quantised_conv_taps(const __grid_constant__ TensorMap x, const __grid_constant__
 
             const float unit[2] = {Bytes<RELU>::scale(scale.x), Bytes<RELU>::scale(scale.y)};
             const float scales[4] = {unit[0], unit[1], unit[0], unit[1]};
-            const Turn added = turn_of(item, ADD ? images.results : 1);
-            uint4 *const result = results + added.place * RESULT, *const at = result + result_row;
+            const Turn own_result = turn_of(item, images.results);
+            const int next_user = images.results > 1 ? team : 1 - team;  // of the same place, if nothing is added
+            uint4 *const result = results + own_result.place * RESULT, *const at = result + result_row;
             if (ADD)
-                wait_for_phase(control.addend_full[added.place], added.parity);
+                wait_for_phase(control.addend_full[own_result.place], own_result.parity);
             else
-                wait_for_phase(control.result_turn[team], parity);
+                wait_for_phase(control.result_turn[team], images.results > 1 ? (before + 1) & 1 : parity);
             uint32 pairs[2][4] = {};  // of filters, each of two pixels; of 32 pixels, and of the next 32
             if (ADD) load_transposed(pairs[0], at);
 #pragma unroll
@@ -323,7 +324,7 @@ quantised_conv_taps(const __grid_constant__ TensorMap x, const __grid_constant__
                 const Strip strip(images, share, round);
                 store_tile(y, group * FILTERS, 0, strip.image, strip.row, result);
                 wait_for_stores<0>();
-                arrive(ADD ? control.addend_empty[added.place] : control.result_turn[1 - team]);
+                arrive(ADD ? control.addend_empty[own_result.place] : control.result_turn[next_user]);
             }
             __syncwarp();  // products are started by whole warps
         }

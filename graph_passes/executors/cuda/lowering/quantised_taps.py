@@ -20,6 +20,7 @@ CHANNELS = (64, 128)  # of a part
 CONTROL_BYTES, MAX_PLACES, MAX_STAGES, MAX_RESULTS = 1 << 10, 16, 40, 4
 FEW_STAGES = 6  # for which a block has room in any case, where weights pass by; more are for what is left
 L2_BYTES = 20  # that a multiprocessor gets from the L2 cache in a clock, if all ask for some
+END_CLOCKS = 80  # in which a team requantises 8 pixels of 64 filters, and has them copied away
 MAX_TILE = 256  # pixels of a tile that the copy engine can be told of, in each direction
 
 
@@ -46,6 +47,7 @@ class QuantisedTaps:
     eights: int
     rows: int
     groups: int
+    results: int  # places for those of a tile and 64 filters
 
     @classmethod
     @cache
@@ -61,7 +63,7 @@ class QuantisedTaps:
             shape = (1, shape[0] * shape[1] * shape[2], 1, shape[3])
         return min((way for way in cls._all(shape, filters, size, stride, adds)
                     if way.fits and way.grid(num_multiprocessors)[2] <= max(1, num_multiprocessors // PEERS)),
-                   default=None, key=lambda way: (way.clocks(num_multiprocessors), -way.groups, -way.rows))
+                   default=None, key=lambda way: (way.clocks(num_multiprocessors), -way.groups, -way.rows, way.results))
 
     @classmethod
     def _all(cls, shape: Shape, filters: int, size: int, stride: int, adds: bool) -> Iterator[QuantisedTaps]:
@@ -70,7 +72,8 @@ class QuantisedTaps:
             most = min(shape[1] // stride, 8 * eights // (shape[2] // stride + size // 2))
             for rows in range(1 if size > 1 else most, most + 1):
                 for of_block in {-(-groups // blocks) for blocks in range(1, groups + 1)}:
-                    yield cls(shape, filters, size, stride, adds, eights, rows, of_block)
+                    for results in (MAX_RESULTS, 2) if adds else (1, 2):
+                        yield cls(shape, filters, size, stride, adds, eights, rows, of_block, results)
 
     @property
     def channels(self) -> int:
@@ -115,11 +118,6 @@ class QuantisedTaps:
         return self.size**2 * self.shape[3] // self.channels
 
     @property
-    def results(self) -> int:
-        """Places for a tile's results of 64 filters."""
-        return 1 if not self.adds else 2 if self.size > 1 else MAX_RESULTS
-
-    @property
     def stages(self) -> int:
         """Of weights: all that a block needs, if there is then room for two tiles."""
         if self._weights_stay:
@@ -162,12 +160,14 @@ class QuantisedTaps:
         return PEERS, max(1, min(num_multiprocessors // PEERS // across, self._pairs)), across
 
     def clocks(self, num_multiprocessors: int) -> float:
-        """Where tensor cores wait for nothing but what the L2 cache cannot bring in time."""
+        """An estimate: tensor cores wait for what the L2 cache cannot bring in time, and for results' places. Where
+        something is added, these are in use for four times as long, from the start of its copy on."""
         tile_bytes = (self.rows + self.more) * self.together * self.pitch * self.channels * self.parts
         other_bytes = 0 if self._weights_stay else self.groups * self.chunks * self._stage_bytes // PEERS
         if self.adds:
             other_bytes += self.groups * FILTERS * 8 * self.eights
-        of_group = self.chunks * self.channels // 32 * self.eights * 4
+        multiplying, ending = self.chunks * self.channels // 32 * self.eights * 4, END_CLOCKS * self.eights
+        of_group = max(multiplying, (multiplying + ending) / 2, ending * (4 if self.adds else 1) / self.results)
         # Parts of the next tile that have no place before the last group frees some.
         late = max(0, 2 * self.parts - self.places) / self.parts
         waits = max(0, late * (tile_bytes / L2_BYTES - of_group))
