@@ -97,3 +97,33 @@ __device__ inline void show_to_copies() { asm volatile("fence.proxy.async.shared
 template <int OPEN> __device__ inline void wait_for_stores() {
     asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(OPEN) : "memory");
 }
+
+// --- clusters: blocks that run at the same time and reach each other's shared memory ---
+
+// Threads of the block must have met before, for what one of them wrote. Those that have ended are not waited for.
+__device__ inline void meet_cluster() {
+    asm volatile("barrier.cluster.arrive.relaxed;\n\tbarrier.cluster.wait;" ::: "memory");
+}
+// At the same barrier of a block of the cluster.
+__device__ inline void arrive_at(uint64 &barrier, uint32 rank) {
+    asm volatile("{\n\t.reg .b32 there;\n\t"
+                 "mapa.shared::cluster.u32 there, %0, %1;\n\t"
+                 "mbarrier.arrive.shared::cluster.b64 _, [there];\n\t}"
+                 :: "r"(address_of(&barrier)), "r"(rank) : "memory");
+}
+// A tile to the same place of all PEERS; its bytes count at the same barrier of each.
+template <int PEERS>
+__device__ inline void load_for_all(uint4 *to, const TensorMap &map, int column, int row, int line, uint64 &barrier) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+                 "[%0], [%1, {%2, %3, %4}], [%5], %6;"
+                 :: "r"(address_of(to)), "l"(&map), "r"(column), "r"(row), "r"(line), "r"(address_of(&barrier)),
+                    "h"((unsigned short)((1 << PEERS) - 1)) : "memory");
+}
+template <int PEERS>
+__device__ inline void load_for_all(uint4 *to, const TensorMap &map, int column, int row, int line, int layer,
+                                    uint64 &barrier) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+                 "[%0], [%1, {%2, %3, %4, %5}], [%6], %7;"
+                 :: "r"(address_of(to)), "l"(&map), "r"(column), "r"(row), "r"(line), "r"(layer), "r"(address_of(&barrier)),
+                    "h"((unsigned short)((1 << PEERS) - 1)) : "memory");
+}

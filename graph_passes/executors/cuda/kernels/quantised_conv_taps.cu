@@ -93,28 +93,6 @@ template <int CHANNELS> __device__ inline uint64 matrix_of(const uint4 *at) {
                            : (__cvta_generic_to_shared(at) & 0x3ffff) >> 4 | 32ull << 16 | 32ull << 32 | 2ull << 62;
 }
 
-// --- a cluster ---
-
-// Threads of the block must have met before, for what one of them wrote.
-__device__ inline void meet_cluster() {
-    asm volatile("barrier.cluster.arrive.relaxed;\n\tbarrier.cluster.wait;" ::: "memory");
-}
-// At the same barrier of a block of the cluster.
-__device__ inline void arrive_at(uint64 &barrier, uint32 rank) {
-    asm volatile("{\n\t.reg .b32 there;\n\t"
-                 "mapa.shared::cluster.u32 there, %0, %1;\n\t"
-                 "mbarrier.arrive.shared::cluster.b64 _, [there];\n\t}"
-                 :: "r"(address_of(&barrier)), "r"(rank) : "memory");
-}
-// A tile to the same place of all blocks; its bytes count at the same barrier of each.
-__device__ inline void load_for_all(uint4 *to, const TensorMap &map, int column, int row, int line, int layer,
-                                    uint64 &barrier) {
-    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-                 "[%0], [%1, {%2, %3, %4, %5}], [%6], %7;"
-                 :: "r"(address_of(to)), "l"(&map), "r"(column), "r"(row), "r"(line), "r"(layer), "r"(address_of(&barrier)),
-                    "h"((unsigned short)((1 << PEERS) - 1)) : "memory");
-}
-
 // --- for one thread ---
 
 // Starts the copies of the weights, in the order in which they are multiplied; once, if all have a stage.
@@ -131,7 +109,7 @@ __device__ inline void load_weights(const TensorMap &w, Control &control, uint4 
                 wait_for_phase(control.weights_empty[turn.place], turn.parity ^ 1);  // at once in the first turn
                 uint64 &full = control.weights_full[turn.place];
                 arrive_expecting(full, VECTORS * VECTOR_BYTES);
-                load_for_all(weights + turn.place * VECTORS + share.rank * (VECTORS / PEERS), w,
+                load_for_all<PEERS>(weights + turn.place * VECTORS + share.rank * (VECTORS / PEERS), w,
                              ((h * SIZE + v) * of_tap + part.channels) * CHANNELS, 0, 0,
                              ((share.first_group + item % share.groups) * PEERS + share.rank) * OWN, full);
                 turn.next(images.stages);
