@@ -21,7 +21,6 @@ from graph_passes.executors.cuda.lowering.quantised import (
     STEM_TEAMS,
     STEM_WIDTH,
     STREAM_COLUMNS,
-    STREAM_PEERS,
     STREAM_STAGES,
     Geometry,
     PooledSizes,
@@ -118,8 +117,7 @@ def expressions(kernel: str, c_type: str) -> list[str]:
     if kernel == "quantised_max_pool":  # the same for all types
         return ["quantised_max_pool<4, 3>", "quantised_max_pool<1, 0>"]
     if kernel == "quantised_conv_stream":  # writes int8 alone
-        return [f"quantised_conv_stream<{teams}, {columns}, {peers}, {flags}>" for teams, columns in STREAMS.values()
-                for peers in (1, STREAM_PEERS)
+        return [f"quantised_conv_stream<{teams}, {columns}, {flags}>" for teams, columns in STREAMS.values()
                 for flags in ("true, true, false", "false, true, false", "false, false, false", "false, true, true")]
     if kernel == "quantised_conv_taps":  # likewise
         return [f"quantised_conv_taps<{size}, {stride}, {channels}, {eights}, {flags}>" for size, stride in EIGHTS

@@ -100,7 +100,7 @@ template <int OPEN> __device__ inline void wait_for_stores() {
 
 // --- clusters: blocks that run at the same time and reach each other's shared memory ---
 
-// All threads of all blocks. Those of a block must have met before, for what one of them wrote.
+// Threads of the block must have met before, for what one of them wrote. Those that have ended are not waited for.
 __device__ inline void meet_cluster() {
     asm volatile("barrier.cluster.arrive.relaxed;\n\tbarrier.cluster.wait;" ::: "memory");
 }

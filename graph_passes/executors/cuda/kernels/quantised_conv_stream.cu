@@ -7,14 +7,14 @@ template <int TEAMS, int COLUMNS> constexpr int BLOCKS = 2 * MAX_COLUMNS / (TEAM
 
 // The maps are of these matrices: of x by tiles of `walk.rows` rows and 128 columns, of y and addend by those of 16 rows and
 // 128 columns. With stride 2 the map of x leaves pixels out, a tile of it is whole lines of an image, and a line of the map of
-// y is a tile. gridDim.x blocks, in clusters of PEERS, share the columns, gridDim.y the rows.
+// y is a tile. gridDim.x blocks share the columns, gridDim.y the rows.
 //
 // With TWO, x is that of a projection shortcut, whose integers are added to the convolution of x_2; the map of x_2 has the
 // lines of y. C and C_2 fit into `chunks` and `chunks_2` of 128 channels.
 // Shapes: x (rows, C), weight (K, C), x_2 (rows, C_2), weight_2 (K, C_2), addend and y (rows, K) int8; multiplier and
 // multiplier_2 (K) fp32; bias and bias_2 (K) int32. C, C_2 and K are multiples of 16, filters = K.
-template <int TEAMS, int COLUMNS, int PEERS, bool ADD, bool RELU, bool TWO>
-__global__ void __cluster_dims__(PEERS, 1, 1) __launch_bounds__(THREADS<TEAMS>, BLOCKS<TEAMS, COLUMNS>)
+template <int TEAMS, int COLUMNS, bool ADD, bool RELU, bool TWO>
+__global__ void __launch_bounds__(THREADS<TEAMS>, BLOCKS<TEAMS, COLUMNS>)
 quantised_conv_stream(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap addend,
                       const __grid_constant__ TensorMap y, const uint4 *weight, const float *multiplier, const int *bias,
                       uint32 rows, TileWalk walk, int channels, int filters, float addend_share, int chunks, int stages,
@@ -35,18 +35,14 @@ quantised_conv_stream(const __grid_constant__ TensorMap x, const __grid_constant
     const int first_column = blockIdx.x * COLUMNS;
     const Share share{blockIdx.y * TEAMS + team, (rows + walk.rows - 1) / walk.rows, gridDim.y * TEAMS};
 
-    if (threadIdx.x == 0) init_barriers<PEERS>(control, stages, ADD ? results : 0);
+    if (threadIdx.x == 0) init_barriers(control, stages, ADD ? results : 0);
     __syncthreads();
-    if (PEERS > 1) meet_cluster();
 
     const Stages own{tiles_of_x + team * stages * TILE_VECTORS, control.full[team], control.empty[team], stages};
     if (!multiplies) {
-        if (lane == 0) {
-            fetch_map(y);
-            load_tiles<TWO, PEERS>(own, x, chunks, share, walk, x_2, chunks_2);
-        }
-        __syncwarp();
-        if (PEERS > 1) meet_cluster();
+        if (lane != 0) return;
+        fetch_map(y);
+        load_tiles<TWO>(own, x, chunks, share, walk, x_2, chunks_2);
         return;
     }
 
@@ -70,11 +66,11 @@ quantised_conv_stream(const __grid_constant__ TensorMap x, const __grid_constant
     for (uint32 tile = share.first; tile < share.end; tile += share.step) {
         int products[COLUMNS / 8][4];
         alignas(16) Words words[PARTS];
-        multiply_tile<PEERS>(products, factors, weights, chunks, channels, own, turn, lane);
+        multiply_tile(products, factors, weights, chunks, channels, own, turn, lane);
         if constexpr (TWO) {
 #pragma unroll
             for (int p = 0; p < PARTS; ++p) requantise(products, p, factors, words[p], lane, ToShifted{});
-            multiply_tile<PEERS>(products, factors_2, weights_2, chunks_2, channels_2, own, turn, lane);
+            multiply_tile(products, factors_2, weights_2, chunks_2, channels_2, own, turn, lane);
         }
 
 #pragma unroll
@@ -107,6 +103,4 @@ quantised_conv_stream(const __grid_constant__ TensorMap x, const __grid_constant
         }
     }
     if (lane == 0) wait_for_stores<0>();
-    __syncwarp();
-    if (PEERS > 1) meet_cluster();  // before that, the other may still be told of a free place
 }

@@ -65,7 +65,7 @@ quantised_pair(const __grid_constant__ TensorMap x, const __grid_constant__ Tens
     const int team = multiplies ? warp / TEAM_WARPS : warp - MULTIPLYING;
     const Share share{blockIdx.y * TEAMS + team, (rows + walk.rows - 1) / walk.rows, gridDim.y * TEAMS};
 
-    if (threadIdx.x == 0) init_barriers<1>(control, stages, TWO ? 0 : results);
+    if (threadIdx.x == 0) init_barriers(control, stages, TWO ? 0 : results);
     __syncthreads();
 
     const Stages own{tiles_of_x + team * stages * TILE_VECTORS, control.full[team], control.empty[team], stages};
@@ -74,7 +74,7 @@ quantised_pair(const __grid_constant__ TensorMap x, const __grid_constant__ Tens
         if (lane == 0 && team < TEAMS) {
             fetch_map(y);
             fetch_map(z);
-            load_tiles<TWO, 1>(own, x, chunks, share, walk, x_2, chunks_2);
+            load_tiles<TWO>(own, x, chunks, share, walk, x_2, chunks_2);
         }
     } else {
         take_registers<240>();  // products of both, and what is between them
@@ -107,11 +107,11 @@ quantised_pair(const __grid_constant__ TensorMap x, const __grid_constant__ Tens
             const int row = tile * walk.y_row + own_row, line = tile * walk.y_line;
             int products[COLUMNS / 8][4], products_z[Z_COLUMNS / 8][4];
             alignas(16) Words words[PARTS];
-            multiply_tile<1>(products, factors, weights, chunks, channels, own, turn, lane);
+            multiply_tile(products, factors, weights, chunks, channels, own, turn, lane);
             if constexpr (TWO) {
 #pragma unroll
                 for (int p = 0; p < PARTS; ++p) requantise(products, p, factors, words[p], lane, ToShifted{});
-                multiply_tile<1>(products, factors_2, weights_2, chunks_2, channels_2, own, turn, lane);
+                multiply_tile(products, factors_2, weights_2, chunks_2, channels_2, own, turn, lane);
             }
             begin_with_bias(products_z, both.of_z, lane);
 #pragma unroll

@@ -85,47 +85,30 @@ struct Stages { uint4 *tiles; uint64 *full, *empty; int number; };
 struct Share { uint32 first, end, step; };
 
 // For one thread: starts the copies of the team's tiles, as places for them become free: of each `chunks` of x, and with TWO
-// then `chunks_2` of x_2, whose rows are those of y. PEERS blocks that make other columns of the same rows, a cluster, take
-// turns: what one starts is for all.
-template <bool TWO, int PEERS>
+// then `chunks_2` of x_2, whose rows are those of y.
+template <bool TWO>
 __device__ inline void load_tiles(const Stages &stages, const TensorMap &x, int chunks, const Share &share,
                                   const TileWalk &walk, const TensorMap &x_2, int chunks_2) {
-    const uint32 rank = blockIdx.x % PEERS;
     Turn turn;
-    uint32 number = 0;
     for (uint32 tile = share.first; tile < share.end; tile += share.step)
-        for (int c = 0; c < chunks + (TWO ? chunks_2 : 0); ++c, turn.next(stages.number), ++number) {
+        for (int c = 0; c < chunks + (TWO ? chunks_2 : 0); ++c, turn.next(stages.number)) {
             wait_for_phase(stages.empty[turn.place], turn.parity ^ 1);  // at once in the first turn
             uint64 &full = stages.full[turn.place];
             uint4 *const to = stages.tiles + turn.place * TILE_VECTORS;
             arrive_expecting(full, walk.rows * CHUNK);
-            if (number % PEERS != rank) continue;
-            const bool second = TWO && c >= chunks;
-            const TensorMap &map = second ? x_2 : x;
-            const int column = (second ? c - chunks : c) * CHUNK, row = tile * (second ? walk.y_row : walk.x_row);
-            const int line = tile * (second ? walk.y_line : walk.x_line);
-            if constexpr (PEERS > 1)
-                load_for_all<PEERS>(to, map, column, row, line, full);
+            if (TWO && c >= chunks)
+                load_tile(to, x_2, (c - chunks) * CHUNK, tile * walk.y_row, tile * walk.y_line, full);
             else
-                load_tile(to, map, column, row, line, full);
+                load_tile(to, x, c * CHUNK, tile * walk.x_row, tile * walk.x_line, full);
         }
 }
 
-// A place for a tile is free, as far as this warp can tell.
-template <int PEERS> __device__ inline void leave(uint64 &empty, int lane) {
-    if constexpr (PEERS > 1) {
-        if (lane < PEERS) arrive_at(empty, lane);
-    } else if (lane == 0) {
-        arrive(empty);
-    }
-}
-
-template <int PEERS, int TEAMS, int COLUMNS, int CONVOLUTIONS>
+template <int TEAMS, int COLUMNS, int CONVOLUTIONS>
 __device__ inline void init_barriers(Control<TEAMS, COLUMNS, CONVOLUTIONS> &control, int stages, int results_added) {
     for (int t = 0; t < TEAMS; ++t)
         for (int s = 0; s < stages; ++s) {
             init_barrier(control.full[t][s], 1);
-            init_barrier(control.empty[t][s], TEAM_WARPS * PEERS);
+            init_barrier(control.empty[t][s], TEAM_WARPS);
         }
     for (int i = 0; i < TEAMS * TEAM_WARPS; ++i)
         for (int r = 0; r < results_added; ++r) init_barrier(control.addend[i][r], 1);
@@ -166,7 +149,7 @@ __device__ inline void begin_with_bias(int (&products)[EIGHTS][4], const Factors
 }
 
 // products = bias + x * weight over the next `chunks` of the team's tiles.
-template <int PEERS, int EIGHTS>
+template <int EIGHTS>
 __device__ inline void multiply_tile(int (&products)[EIGHTS][4], const Factors<EIGHTS * 8> &factors, const uint4 *weights,
                                      int chunks, int channels, const Stages &stages, Turn &turn, int lane) {
     begin_with_bias(products, factors, lane);
@@ -179,12 +162,12 @@ __device__ inline void multiply_tile(int (&products)[EIGHTS][4], const Factors<E
         else
             multiply_chunk<CHUNK / STEP / 2>(products, a, b);  // the rest is zeros
         wait_for_integers<1>();
-        if (c > 0) leave<PEERS>(stages.empty[before], lane);
+        if (c > 0 && lane == 0) arrive(stages.empty[before]);
         before = turn.place;
     }
     wait_for_integers();
     hold_integers(products);
-    leave<PEERS>(stages.empty[before], lane);
+    if (lane == 0) arrive(stages.empty[before]);
 }
 
 // --- a thread's words of a part, 128 filters of the warp's 16 rows: of two vectors, of two rows, four each ---

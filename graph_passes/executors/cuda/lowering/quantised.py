@@ -30,7 +30,6 @@ CHUNK = 128  # bytes of a reduction that it multiplies at once
 SQUARES_ROWS, SQUARES_STAGES, SQUARES_BLOCKS = 128, 3, 3  # of quantised_conv_squares.cu; blocks on a multiprocessor
 SQUARES_COLUMNS = {64: 64, 128: 128}  # of a block for 3x3 over so many channels, which that kernel takes too; else 64
 STREAM_STAGES, STREAM_COLUMNS = 12, 256  # of quantised_conv_stream.cu, at most
-STREAM_PEERS = 2  # blocks that read the same rows for each other
 TEAM_THREADS = 160  # four warps that multiply, one that starts copies
 STREAM_FACTOR_BYTES, STREAM_BARRIER_BYTES = 12, 288  # of its Control: of each filter, and of each team
 STEM_TEAMS, STEM_BLOCK, STEM_WIDTH, STEM_SHARED_BYTES = 3, (384, 1, 1), 112, 88_608  # of quantised_stem_pool.cu
@@ -293,10 +292,9 @@ def _stream(builder: Builder, node: Node, teams: int, columns: int) -> None:
             node, "is not for the kernel that streams")
     assert tiles
     across, of_teams = -(-filters // columns), -(-geometry.rows // (tiles.walk.rows * teams))
-    peers = STREAM_PEERS if across % STREAM_PEERS == 0 else 1
     down = max(1, min(stream.blocks * builder.gpu.num_multiprocessors // across, of_teams))
     builder.launch(
-        node, "quantised_conv_stream.cu", instance("quantised_conv_stream", teams, columns, peers, adds, relu, is_sum),
+        node, "quantised_conv_stream.cu", instance("quantised_conv_stream", teams, columns, adds, relu, is_sum),
         (across, down, 1), (teams * TEAM_THREADS, 1, 1), Tiled(In(x), tiles.data), Tiled(In(addend), tiles.output),
         Tiled(Out(y, over=addend), tiles.output), In(weight), In(builder.input(node, "multiplier")),
         In(builder.input(node, "bias")), count(geometry.rows), tiles.walk, *map(ctypes.c_int, (channels, filters)),
