@@ -11,6 +11,7 @@ TILES = {f"tile {groups}x{columns}": (groups, columns)
          for groups, columns in ((2, 128), (2, 64), (4, 128), (2, 256), (1, 128))}
 # Of 1x1 convolutions that are bound by memory: by the teams of a block and the columns that it makes.
 STREAMS = {f"stream {teams}x{columns}": (teams, columns) for teams, columns in ((2, 128), (2, 256), (4, 128))}
+TAPS = "taps"  # of 3x3 and 1x1 convolutions at stride 1 over 64 channels or more
 SQUARES = "squares"  # of the first convolution (passes/quantise_squares.py), and of windows over few channels
 DIRECT = "direct"  # for all shapes and GPUs
 
@@ -29,7 +30,7 @@ def quantised_way(graph: Graph, choose: Choose) -> Graph:
 
 def _way(graph: Graph, node: Node, choose: Choose) -> str:
     try:
-        return choose(graph, node, {way: [node.with_attrs(way=way)] for way in (SQUARES, *TILES, *STREAMS)})
+        return choose(graph, node, {way: [node.with_attrs(way=way)] for way in (TAPS, SQUARES, *TILES, *STREAMS)})
     except PassingError:
         raise
     except GraphError:  # no tile is for this shape, or this GPU: never one of several ways, as it is far slower

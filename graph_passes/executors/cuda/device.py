@@ -30,12 +30,12 @@ INSTALL = "install the GPU packages: `make setup`, or pip install '.[gpu]' in th
 
 
 class Tiling(NamedTuple):
-    """A tensor of lines, rows and columns by tiles, each of which one copy moves. `pitches`: elements from a line to
-    the next, and from a row to the next."""
+    """A tensor of lines, rows and columns, or of layers of these, by tiles, each of which one copy moves. `pitches`:
+    elements from a line to the next, and from a row to the next."""
 
-    shape: tuple[int, int, int]
-    pitches: tuple[int, int]
-    tile: tuple[int, int, int]
+    shape: tuple[int, ...]
+    pitches: tuple[int, ...]
+    tile: tuple[int, ...]
 
     @classmethod
     def of_matrix(cls, rows: int, columns: int, tile: tuple[int, int]) -> Tiling:
@@ -217,20 +217,21 @@ class Gpu:
 
     def tensor_map(self, address: int, dtype: str, tiling: Tiling) -> Any:
         """A tensor at `address` as the copy engine of a Hopper GPU is told of it: an argument for a kernel (`TensorMap`
-        of kernels/copy_engine.cuh). A row of a tile has 128 bytes at most, which are swizzled. Without an address a map
+        of kernels/copy_engine.cuh). A row of a tile has 128 bytes, or 64, which are swizzled. Without an address a map
         that is not for use."""
         if not address:
             return (ctypes.c_uint64 * TENSOR_MAP_WORDS)()
-        driver, types = self._driver, self._driver.CUtensorMapDataType
+        driver, types, swizzles = self._driver, self._driver.CUtensorMapDataType, self._driver.CUtensorMapSwizzle
         opaque = self.check(driver.cuTensorMapEncodeTiled(
             {"float16": types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
              "bfloat16": types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
              "int8": types.CU_TENSOR_MAP_DATA_TYPE_UINT8}[dtype],
-            3, address, [driver.cuuint64_t(size) for size in reversed(tiling.shape)],
+            len(tiling.shape), address, [driver.cuuint64_t(size) for size in reversed(tiling.shape)],
             [driver.cuuint64_t(pitch * ITEM_BYTES[dtype]) for pitch in reversed(tiling.pitches)],
-            [driver.cuuint32_t(size) for size in reversed(tiling.tile)], [driver.cuuint32_t(1)] * 3,
+            [driver.cuuint32_t(size) for size in reversed(tiling.tile)], [driver.cuuint32_t(1)] * len(tiling.shape),
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            (swizzles.CU_TENSOR_MAP_SWIZZLE_64B if tiling.tile[-1] * ITEM_BYTES[dtype] == 64 else
+             swizzles.CU_TENSOR_MAP_SWIZZLE_128B),
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE))
         words = (ctypes.c_uint64 * TENSOR_MAP_WORDS)()

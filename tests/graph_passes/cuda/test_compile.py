@@ -33,6 +33,18 @@ from graph_passes.executors.cuda.lowering.quantised import (
     stages_of,
 )
 from graph_passes.executors.cuda.lowering.quantised_pair import Z_COLUMNS, QuantisedPair
+from graph_passes.executors.cuda.lowering.quantised_taps import CHANNELS as TAPS_CHANNELS
+from graph_passes.executors.cuda.lowering.quantised_taps import CONTROL_BYTES as TAPS_CONTROL_BYTES
+from graph_passes.executors.cuda.lowering.quantised_taps import (
+    EIGHTS,
+    FILTERS,
+    MAX_PLACES,
+    MAX_RESULTS,
+    MAX_STAGES,
+    PEERS,
+    QuantisedTaps,
+    TappedImages,
+)
 from graph_passes.executors.cuda.lowering.second_grad import Grid
 from graph_passes.executors.cuda.lowering.stem import StemPool, StemRows, StemWeights
 from graph_passes.executors.cuda.optimizer import State, _Tensor
@@ -119,6 +131,10 @@ def expressions(kernel: str, c_type: str) -> list[str]:
     if kernel == "quantised_conv_stream":  # writes int8 alone
         return [f"quantised_conv_stream<{teams}, {columns}, {flags}>" for teams, columns in STREAMS.values()
                 for flags in ("true, true, false", "false, true, false", "false, false, false", "false, true, true")]
+    if kernel == "quantised_conv_taps":  # likewise
+        return [f"quantised_conv_taps<{size}, {stride}, {channels}, {eights}, {flags}>" for size, stride in EIGHTS
+                for channels in TAPS_CHANNELS for eights in EIGHTS[size, stride]
+                for flags in ("false, false", "true, true")]
     if kernel == "quantised_pair":  # likewise
         return [f"quantised_pair<{columns}, {two}>" for columns in Z_COLUMNS for two in ("false", "true")]
     if kernel == "quantised_stem_pool":  # likewise
@@ -192,8 +208,8 @@ CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), HOPPER, (10, 0), (12, 0)]
 
 def serves(source: str, capability: tuple[int, int]) -> bool:
     """Whether the kernels of a file are for this GPU: elsewhere another way is lowered (test_without_gpu.py)."""
-    if source in (*WARPGROUPS, "quantised_conv_squares.cu", "quantised_conv_stream.cu", "quantised_pair.cu",
-                  "quantised_stem_pool.cu"):
+    if source in (*WARPGROUPS, "quantised_conv_squares.cu", "quantised_conv_stream.cu", "quantised_conv_taps.cu",
+                  "quantised_pair.cu", "quantised_stem_pool.cu"):
         return capability == HOPPER
     return source not in ("stem.cu", "quantised_conv.cu") or capability >= (8, 0)  # cp.async
 
@@ -264,8 +280,9 @@ def test_structs_of_int8_are_laid_out_alike() -> None:
     from cuda.core import Program, ProgramOptions
 
     for file, name, struct in (("quantised.cuh", "Convolution", Geometry),
+                               ("quantised_conv_taps.cu", "TappedImages", TappedImages),
                                ("quantised_stem_pool.cu", "PooledSizes", PooledSizes)):
-        body = (SOURCES / file).read_text().partition(f"struct {name} {{")[2].partition("};")[0]
+        body = re.split("};|__device__", (SOURCES / file).read_text().partition(f"struct {name} {{")[2])[0]
         names = re.findall(r"(\w+)[,;]", re.sub("//.*", "", body))
         assert names == [field[0] for field in struct._fields_]
     asserts = f"static_assert(sizeof(Convolution) == {ctypes.sizeof(Geometry)});\n" + "".join(
@@ -283,6 +300,10 @@ def test_structs_of_int8_are_laid_out_alike() -> None:
                    f"{QuantisedPair(64, columns, channels_2).control_bytes});\n"
                    for columns in Z_COLUMNS for channels_2 in (0, 64))
     Program('#include "quantised_pair.cu"\n' + pair, "c++", options).compile("cubin")
+    taps = (f"static_assert(sizeof(Control) == {TAPS_CONTROL_BYTES} && THREADS == {QuantisedTaps.BLOCK[0]} && "
+            f"PEERS == {PEERS} && FILTERS == {FILTERS} && MAX_PLACES == {MAX_PLACES} && MAX_STAGES == {MAX_STAGES} && "
+            f"MAX_RESULTS == {MAX_RESULTS} && sizeof(TappedImages) == {ctypes.sizeof(TappedImages)});\n")
+    Program('#include "quantised_conv_taps.cu"\n' + taps, "c++", options).compile("cubin")
     stem = (f"static_assert(sizeof(Shared) == {STEM_SHARED_BYTES} && TEAMS == {STEM_TEAMS} && WIDTH == {STEM_WIDTH} && "
             f"THREADS == {STEM_BLOCK[0]} && sizeof(PooledSizes) == {ctypes.sizeof(PooledSizes)});\n")
     Program('#include "quantised_stem_pool.cu"\n' + stem, "c++", options).compile("cubin")

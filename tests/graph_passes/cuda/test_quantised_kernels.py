@@ -21,12 +21,13 @@ from graph_passes.executors.cuda.kernels import HOPPER
 from graph_passes.executors.cuda.lowering import lower_nodes
 from graph_passes.executors.cuda.lowering.builder import Builder
 from graph_passes.executors.cuda.lowering.quantised import CHUNK, SQUARES_COLUMNS, TILE_CHANNELS, Stream
+from graph_passes.executors.cuda.lowering.quantised_taps import QuantisedTaps
 from graph_passes.executors.cuda.program import Buffer, run
 from graph_passes.executors.cuda.quantised import QuantisedNetwork
 from graph_passes.executors.cuda.quantised_executor import QuantisedCudaExecutor
 from graph_passes.passes import Ways, tensor_dtypes
 from graph_passes.passes.quantise import Kept
-from graph_passes.passes.quantised_way import DIRECT, SQUARES, STREAMS, TILES
+from graph_passes.passes.quantised_way import DIRECT, SQUARES, STREAMS, TAPS, TILES
 
 pytestmark = pytest.mark.gpu
 
@@ -84,6 +85,7 @@ CONVOLUTIONS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {  # images, w
     "1x1 at stride 2 of rows in pairs": ((2, 10, 13, 192), {"kernel": (1, 1), "stride": (2, 2)}),
     "3x3": ((2, 9, 13, 128), {"kernel": (3, 3), "pad": (1, 1)}),
     "3x3 at stride 2": ((3, 15, 14, 64), {"kernel": (3, 3), "stride": (2, 2), "pad": (1, 1)}),
+    "3x3 at stride 2 of rows in pairs": ((3, 10, 14, 128), {"kernel": (3, 3), "stride": (2, 2), "pad": (1, 1)}),
     "3x3 over 256": ((1, 8, 9, 256), {"kernel": (3, 3), "pad": (1, 1)}),
     "3x3 over 64": ((3, 21, 37, 64), {"kernel": (3, 3), "pad": (1, 1)}),
     "3x3 over 384": ((5, 7, 7, 384), {"kernel": (3, 3), "pad": (1, 1)}),
@@ -101,20 +103,20 @@ def check_epilogues(device: Device, shape: tuple[int, ...], window: dict[str, An
     addend = int8(rng, *reference.evaluate(Node("QuantisedConvolution", "y", (), attrs),
                                            [x, weight, multiplier, bias])[0].shape)
     for relu in (False, True):
-        for dtype in ("int8", "float16")[:1 if way in STREAMS else 2]:
+        for dtype in ("int8", "float16")[:1 if way in (TAPS, *STREAMS) else 2]:
             check(device, "QuantisedConvolution", [x, weight, multiplier, bias], relu=relu, dtype=dtype, **attrs)
         check(device, "QuantisedConvolution", [x, weight, multiplier, bias, addend], relu=relu, dtype="int8",
               no_addend=False, addend_scale=0.031, **{**attrs, "way": DIRECT if way == SQUARES else way})
 
 
 @pytest.mark.parametrize("filters", [48, 64, 128, 272])
-@pytest.mark.parametrize("way", [*TILES, *STREAMS, SQUARES, DIRECT])
+@pytest.mark.parametrize("way", [*TILES, *STREAMS, TAPS, SQUARES, DIRECT])
 @pytest.mark.parametrize("shape, window", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
 def test_convolution(device: Device, shape: tuple[int, ...], window: dict[str, Any], way: str, filters: int,
                      rng: np.random.Generator) -> None:
     """With and without addend and ReLU, as int8 and as float16."""
     if (device.gpu.capability < (8, 0) and way != DIRECT) or (
-            device.gpu.capability != HOPPER and way in (SQUARES, *STREAMS)):
+            device.gpu.capability != HOPPER and way in (TAPS, SQUARES, *STREAMS)):
         pytest.skip("for tensor cores that this GPU has not")
     columns = (STREAMS | TILES).get(way, (0, 0))[1]
     if columns and filters <= columns // 2:
@@ -124,6 +126,10 @@ def test_convolution(device: Device, shape: tuple[int, ...], window: dict[str, A
     if way in STREAMS and (window["kernel"] != (1, 1) or ("stride" in window and shape[1] % 2) or
                            Stream(shape[3], *STREAMS[way], True).stages < 2):
         pytest.skip("not for this window, or so many weights")
+    (size, width), (stride, _) = window["kernel"], window.get("stride", (1, 1))
+    if way == TAPS and (size != width or (size == 1) == ("pad" in window) or QuantisedTaps.of(
+            shape, filters, size, stride, True, device.gpu.num_multiprocessors) is None):
+        pytest.skip("for some 3x3 and 1x1, and channels that fill tiles, but not too many")
     if way == SQUARES and shape[3] != 16 and (
             window != {"kernel": (3, 3), "pad": (1, 1)} or filters <= SQUARES_COLUMNS.get(shape[3], 2 * filters) // 2):
         pytest.skip("for squares with 16 channels, and 3x3 over few")
@@ -140,6 +146,27 @@ def test_blocks_that_walk(device: Device, way: str, channels: int, filters: int,
         pytest.skip("for Hopper")
     monkeypatch.setattr(device.gpu, "num_multiprocessors", 2)
     check_epilogues(device, (1, 46, 83, channels), {"kernel": (1, 1), "stride": (stride, stride)}, way, filters, rng)
+
+
+@pytest.mark.parametrize("num_multiprocessors", [1, 5, 132])
+@pytest.mark.parametrize("size, stride, shape, filters", [
+    (3, 1, (1, 56, 56, 64), 64), (3, 1, (3, 57, 55, 64), 112), (3, 1, (9, 1, 1, 64), 64), (3, 1, (2, 5, 239, 64), 48),
+    (3, 1, (3, 28, 28, 128), 128), (3, 1, (7, 3, 1, 128), 272), (3, 1, (5, 14, 14, 256), 256),
+    (3, 1, (3, 15, 13, 256), 96), (3, 1, (9, 7, 7, 512), 512), (3, 1, (17, 5, 6, 512), 144),
+    (3, 1, (2, 33, 31, 384), 64), (3, 2, (2, 56, 56, 128), 128), (3, 2, (5, 28, 28, 256), 256),
+    (3, 2, (7, 2, 6, 64), 272), (3, 2, (3, 34, 22, 128), 96), (1, 1, (3, 19, 23, 64), 256), (1, 1, (5, 3, 1, 64), 48),
+    (1, 1, (3, 28, 28, 128), 512), (1, 1, (5, 14, 14, 256), 1024), (1, 1, (9, 7, 7, 512), 2048),
+    (1, 1, (7, 13, 11, 384), 272)])
+def test_taps_of_many_tiles(device: Device, size: int, stride: int, shape: tuple[int, ...], filters: int,
+                            num_multiprocessors: int, rng: np.random.Generator,
+                            monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each block, and few; of one image or several, whose rows fill no tile; with weights that stay and pass by."""
+    if device.gpu.capability != HOPPER:
+        pytest.skip("for Hopper")
+    monkeypatch.setattr(device.gpu, "num_multiprocessors", num_multiprocessors)
+    assert QuantisedTaps.of(shape, filters, size, stride, True, num_multiprocessors)
+    window = {"kernel": (size, size), "stride": (stride, stride), "pad": (size // 2, size // 2)}
+    check_epilogues(device, shape, window, TAPS, filters, rng)
 
 
 def operands_of_sum(x_shape: tuple[int, ...], channels_2: int, filters: int, stride: int, rng: np.random.Generator,
@@ -249,6 +276,13 @@ def test_ties_and_saturation(device: Device, way: str, rng: np.random.Generator)
     if device.gpu.capability < (8, 0) or (way in STREAMS and device.gpu.capability != HOPPER):
         pytest.skip("for tensor cores that this GPU has not")
     check_epilogues(device, (2, 20, 21, 16), {"kernel": (1, 1)}, way, 256, rng,
+                    (0.5, 2.0**-9, 2.0**-10, 2.0**-11, 2.0**-12, 2.0**-14, 1e3, 1e30, 1e-30, 1e-40))
+
+
+def test_ties_and_saturation_of_taps(device: Device, rng: np.random.Generator) -> None:
+    if device.gpu.capability != HOPPER:
+        pytest.skip("for Hopper")
+    check_epilogues(device, (2, 20, 21, 64), {"kernel": (3, 3), "pad": (1, 1)}, TAPS, 256, rng,
                     (0.5, 2.0**-9, 2.0**-10, 2.0**-11, 2.0**-12, 2.0**-14, 1e3, 1e30, 1e-30, 1e-40))
 
 

@@ -22,6 +22,7 @@ from graph_passes.executors.cuda.choices import Choices
 from graph_passes.executors.cuda.executor import CudaExecutor
 from graph_passes.executors.cuda.lowering.quantised import MULTIPROCESSOR_SHARED_BYTES, RESERVED_BYTES, Stream
 from graph_passes.executors.cuda.lowering.quantised_pair import QuantisedPair
+from graph_passes.executors.cuda.lowering.quantised_taps import QuantisedTaps
 from graph_passes.executors.cuda.quantised import QuantisedNetwork
 from graph_passes.executors.cuda.quantised_executor import QuantisedCudaExecutor
 from graph_passes.operators import window
@@ -30,7 +31,7 @@ from graph_passes.passes.quantise_squares import quantise_squares, quantise_squa
 from graph_passes.passes.quantised_pair import PAIR, quantised_pair
 from graph_passes.passes.quantised_stem_pool import WAY, quantised_stem_pool
 from graph_passes.passes.quantised_sum import quantised_sum
-from graph_passes.passes.quantised_way import DIRECT, SQUARES, STREAMS, TILES, quantised_way
+from graph_passes.passes.quantised_way import DIRECT, SQUARES, STREAMS, TAPS, TILES, quantised_way
 
 
 @pytest.fixture(autouse=True)
@@ -60,8 +61,9 @@ def launches(name: str, kept: Kept, tmp_path: Path, rng: np.random.Generator, si
 
 def test_launches(tmp_path: Path, rng: np.random.Generator) -> None:
     found = launches("resnet18", Kept(), tmp_path, rng)
-    assert found == {"quantise_squares": 1, "quantised_conv_squares": 4, "quantised_conv": 16, "quantised_max_pool": 1,
-                     "quantised_average_pool": 1, "fprop": 1, "softmax_cross_entropy": 1, "add_metrics": 1}
+    assert found == {"quantise_squares": 1, "quantised_conv_squares": 1, "quantised_conv_taps": 16,
+                     "quantised_conv": 3, "quantised_max_pool": 1, "quantised_average_pool": 1, "fprop": 1,
+                     "softmax_cross_entropy": 1, "add_metrics": 1}
 
 
 def test_the_stem_with_its_pooling(tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,6 +112,31 @@ def test_what_a_stream_keeps_in_shared_memory(channels: int, channels_2: int, ad
     assert stream.shared_bytes <= FakeGpu.max_shared_bytes
 
 
+@pytest.mark.parametrize("size, stride, shape, filters, of_tile, groups, stay, stages, places", [
+    (3, 1, (256, 56, 56, 64), 64, (30, 4, 1), 1, True, 9, 6),
+    (3, 1, (256, 28, 28, 128), 128, (26, 7, 1), 2, True, 18, 2),
+    (3, 1, (256, 14, 14, 256), 256, (28, 14, 1), 4, False, 10, 4),
+    (3, 1, (256, 7, 7, 512), 512, (28, 7, 4), 4, False, 8, 4),
+    (3, 2, (256, 56, 56, 128), 128, (26, 7, 1), 2, False, 7, 5),
+    (3, 2, (256, 28, 28, 256), 256, (14, 7, 1), 4, False, 7, 10),
+    (1, 1, (256, 14, 14, 256), 1024, (24, 192, 1), 16, False, 10, 4),
+    (1, 1, (256, 7, 7, 512), 2048, (24, 192, 1), 16, False, 7, 5)])
+def test_how_taps_are_divided(size: int, stride: int, shape: tuple[int, ...], filters: int, of_tile: tuple[int, ...],
+                              groups: int, stay: bool, stages: int, places: int) -> None:
+    way = QuantisedTaps.of(shape, filters, size, stride, size == 1, FakeGpu.num_multiprocessors)
+    assert way and (way.eights, way.rows, way.together) == of_tile and way.groups == groups
+    assert (way.stages, way.places, way.stages == groups * way.chunks) == (stages, places, stay)
+    assert way.shared_bytes <= FakeGpu.max_shared_bytes
+
+
+@pytest.mark.parametrize("shape, stride", [
+    ((256, 8, 8, 2048), 1), ((2, 9, 240, 64), 1), ((2, 9, 8, 64), 2), ((2, 8, 8, 192), 1)])
+def test_what_is_not_for_taps(shape: tuple[int, ...], stride: int) -> None:
+    """Channels of which no tile fits into shared memory; a row that no product is wide enough for; with stride 2 an odd
+    number of rows; channels that fill no part."""
+    assert QuantisedTaps.of(shape, 64, 3, stride, False, FakeGpu.num_multiprocessors) is None
+
+
 @pytest.mark.parametrize("channels, filters_z, channels_2, stages", [
     (64, 64, 0, 6), (64, 128, 0, 5), (320, 64, 0, 2), (64, 64, 64, 5), (256, 64, 64, 3)])
 def test_what_a_pair_keeps_in_shared_memory(channels: int, filters_z: int, channels_2: int, stages: int) -> None:
@@ -138,13 +165,14 @@ def test_pairs_of_convolutions(tmp_path: Path, rng: np.random.Generator, monkeyp
 
 def test_launches_of_what_stays_in_floats(tmp_path: Path, rng: np.random.Generator) -> None:
     found = launches("resnet18", Kept(first=True, classifier=False), tmp_path, rng)
-    assert found["fprop_bias_relu"] + found["bias_add_relu"] == 1 and found["quantised_conv"] == 16
+    assert found["fprop_bias_relu"] + found["bias_add_relu"] == 1 and found["quantised_conv"] == 3
     assert found["quantise"] == 2 and found["quantised_conv_direct"] == 1 and not found["quantise_squares"]
 
 
 def test_a_network_with_groups_and_a_pre_activation_one(tmp_path: Path, rng: np.random.Generator) -> None:
     found = launches("resnext50_32x4d", Kept(), tmp_path, rng, size=32)
-    assert found["quantised_conv_direct"] == 16 and found["quantised_conv"] == 36
+    assert found["quantised_conv_direct"] == 16
+    assert (found["quantised_conv"], found["quantised_conv_taps"]) == (14, 22)
     found = launches("resnet18_v2", Kept(), tmp_path, rng, size=32)
     assert found["batch_norm_apply"] == 9 and found["dequantise"] and found["quantise"]
 
@@ -255,7 +283,7 @@ def test_each_convolution_is_asked_for(rng: np.random.Generator) -> None:
         raise GraphError("none of them")
 
     chosen = quantised_way(graph, second)
-    assert len(asked) == 20 and asked[0][1:] == (SQUARES, *TILES, *STREAMS)
+    assert len(asked) == 20 and asked[0][1:] == (TAPS, SQUARES, *TILES, *STREAMS)
     assert [node["way"] for node in chosen if node.op == "QuantisedConvolution"] == [DIRECT] + 19 * [[*TILES][1]]
 
     def short(graph: Graph, node: Any, ways: passes.Ways) -> str:

@@ -112,6 +112,29 @@ __device__ inline void load_for(uint4 *to, const TensorMap &map, int column, int
                      :: "r"(address_of(to)), "l"(&map), "r"(column), "r"(row), "r"(line), "r"(address_of(&barrier)),
                         "h"((unsigned short)((1 << BLOCKS) - 1)) : "memory");
 }
+// Of a tensor of layers of lines, and of several of these.
+__device__ inline void load_tile(uint4 *to, const TensorMap &map, int column, int row, int line, int layer, uint64 &barrier) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
+                 "[%6];"
+                 :: "r"(address_of(to)), "l"(&map), "r"(column), "r"(row), "r"(line), "r"(layer), "r"(address_of(&barrier))
+                 : "memory");
+}
+__device__ inline void load_tile(uint4 *to, const TensorMap &map, int column, int row, int line, int layer, int tensor,
+                                 uint64 &barrier) {
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%2, %3, %4, %5, %6}], [%7];"
+                 :: "r"(address_of(to)), "l"(&map), "r"(column), "r"(row), "r"(line), "r"(layer), "r"(tensor),
+                    "r"(address_of(&barrier)) : "memory");
+}
+// The same in all BLOCKS of a cluster.
+template <int BLOCKS>
+__device__ inline void load_for(uint4 *to, const TensorMap &map, int column, int row, int line, int layer,
+                                uint64 &barrier) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+                 "[%0], [%1, {%2, %3, %4, %5}], [%6], %7;"
+                 :: "r"(address_of(to)), "l"(&map), "r"(column), "r"(row), "r"(line), "r"(layer), "r"(address_of(&barrier)),
+                    "h"((unsigned short)((1 << BLOCKS) - 1)) : "memory");
+}
 // Bytes that follow each other; `bytes` and both places are multiples of 16.
 __device__ inline void load_bytes(void *to, const void *from, uint32 bytes, uint64 &barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
@@ -122,6 +145,11 @@ __device__ inline void store_tile(const TensorMap &map, int column, int row, int
     asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];\n\t"
                  "cp.async.bulk.commit_group;"
                  :: "l"(&map), "r"(column), "r"(row), "r"(line), "r"(address_of(from)) : "memory");
+}
+__device__ inline void store_tile(const TensorMap &map, int column, int row, int line, int layer, const uint4 *from) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];\n\t"
+                 "cp.async.bulk.commit_group;"
+                 :: "l"(&map), "r"(column), "r"(row), "r"(line), "r"(layer), "r"(address_of(from)) : "memory");
 }
 __device__ inline void show_to_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Until all but the last `OPEN` stores of this thread have read shared memory.

@@ -53,6 +53,27 @@ __device__ inline void multiply_integers(int (&c)[32][4], uint64 a, uint64 b) {
                  "%124,%125,%126,%127}, %128, %129, 1;"
                  : INTEGERS_16(c, 0), INTEGERS_16(c, 16) : "l"(a), "l"(b));
 }
+__device__ inline void multiply_integers(int (&c)[14][4], uint64 a, uint64 b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n112k32.s32.s8.s8 {" REGISTERS_56 "}, %56, %57, 1;"
+                 : INTEGERS_4(c, 0), INTEGERS_4(c, 4), INTEGERS_4(c, 8), INTEGERS(c, 12), INTEGERS(c, 13) : "l"(a), "l"(b));
+}
+__device__ inline void multiply_integers(int (&c)[24][4], uint64 a, uint64 b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n192k32.s32.s8.s8 {" REGISTERS_96 "}, %96, %97, 1;"
+                 : INTEGERS_16(c, 0), INTEGERS_4(c, 16), INTEGERS_4(c, 20) : "l"(a), "l"(b));
+}
+__device__ inline void multiply_integers(int (&c)[26][4], uint64 a, uint64 b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n208k32.s32.s8.s8 {" REGISTERS_104 "}, %104, %105, 1;"
+                 : INTEGERS_16(c, 0), INTEGERS_4(c, 16), INTEGERS_4(c, 20), INTEGERS(c, 24), INTEGERS(c, 25) : "l"(a), "l"(b));
+}
+__device__ inline void multiply_integers(int (&c)[28][4], uint64 a, uint64 b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n224k32.s32.s8.s8 {" REGISTERS_112 "}, %112, %113, 1;"
+                 : INTEGERS_16(c, 0), INTEGERS_4(c, 16), INTEGERS_4(c, 20), INTEGERS_4(c, 24) : "l"(a), "l"(b));
+}
+__device__ inline void multiply_integers(int (&c)[30][4], uint64 a, uint64 b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n240k32.s32.s8.s8 {" REGISTERS_120 "}, %120, %121, 1;"
+                 : INTEGERS_16(c, 0), INTEGERS_4(c, 16), INTEGERS_4(c, 20), INTEGERS_4(c, 24), INTEGERS(c, 28), INTEGERS(c, 29)
+                 : "l"(a), "l"(b));
+}
 // With a, (64, 32), in registers, as `mma.m16n8k32` has 16 rows of it in those of a warp. Until the products have been waited
 // for, a is read too.
 __device__ inline void multiply_integers(int (&c)[8][4], const uint32 (&a)[4], uint64 b) {

@@ -35,14 +35,7 @@ quantised_conv_stream(const __grid_constant__ TensorMap x, const __grid_constant
     const int first_column = blockIdx.x * COLUMNS;
     const Share share{blockIdx.y * TEAMS + team, (rows + walk.rows - 1) / walk.rows, gridDim.y * TEAMS};
 
-    keep_weights<COLUMNS>(weights, weight, chunks, channels, first_column, filters);
-    if (TWO) keep_weights<COLUMNS>(weights_2, weight_2, chunks_2, channels_2, first_column, filters);
-    close_copies();
-    keep_factors(factors, multiplier, bias, TWO ? ToShifted::UNIT : Bytes<RELU>::UNIT, first_column, filters);
-    if (TWO) keep_factors(factors_2, multiplier_2, bias_2, Bytes<RELU>::UNIT, first_column, filters);
     if (threadIdx.x == 0) init_barriers(control, stages, ADD ? results : 0);
-    wait_for_copies<0>();
-    show_to_products();  // the weights
     __syncthreads();
 
     const Stages own{tiles_of_x + team * stages * TILE_VECTORS, control.full[team], control.empty[team], stages};
@@ -59,6 +52,15 @@ quantised_conv_stream(const __grid_constant__ TensorMap x, const __grid_constant
     Addends addends{addend, walk, control.addend[warp], own_results, share, first_column, own_row, PARTS};
     if (ADD && lane == 0)
         for (int place = 0; place < results; ++place) addends.load(place);
+
+    keep_weights<TEAMS, COLUMNS>(weights, weight, chunks, channels, first_column, filters);
+    if (TWO) keep_weights<TEAMS, COLUMNS>(weights_2, weight_2, chunks_2, channels_2, first_column, filters);
+    close_copies();
+    keep_factors<TEAMS>(factors, multiplier, bias, TWO ? ToShifted::UNIT : Bytes<RELU>::UNIT, first_column, filters);
+    if (TWO) keep_factors<TEAMS>(factors_2, multiplier_2, bias_2, Bytes<RELU>::UNIT, first_column, filters);
+    wait_for_copies<0>();
+    show_to_products();  // the weights
+    meet_multiplying<TEAMS>();
 
     Turn turn, result;
     for (uint32 tile = share.first; tile < share.end; tile += share.step) {

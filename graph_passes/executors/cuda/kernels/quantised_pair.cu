@@ -24,7 +24,7 @@ template <int Z_COLUMNS, bool TWO> struct alignas(1024) PairControl {
 // has them in `Words`, its words are those at t and t + 4.
 template <int Z_COLUMNS>
 __device__ inline void keep_second_weights(uint4 *to, const uint32 *weight, int channels, int filters) {
-    for (int i = threadIdx.x; i < PARTS * Z_COLUMNS * CHUNK_VECTORS; i += blockDim.x) {
+    for (int i = threadIdx.x; i < PARTS * Z_COLUMNS * CHUNK_VECTORS; i += MULTIPLYING_THREADS<TEAMS>) {
         const int vector = i % CHUNK_VECTORS, column = i / CHUNK_VECTORS % Z_COLUMNS, part = i / CHUNK_VECTORS / Z_COLUMNS;
         const int filter = streamed_filter<Z_COLUMNS>(column);
         alignas(16) uint32 words[4];
@@ -65,16 +65,7 @@ quantised_pair(const __grid_constant__ TensorMap x, const __grid_constant__ Tens
     const int team = multiplies ? warp / TEAM_WARPS : warp - MULTIPLYING;
     const Share share{blockIdx.y * TEAMS + team, (rows + walk.rows - 1) / walk.rows, gridDim.y * TEAMS};
 
-    keep_weights<COLUMNS>(weights, weight, chunks, channels, 0, filters);
-    if (TWO) keep_weights<COLUMNS>(weights_2, weight_2, chunks_2, channels_2, 0, filters);
-    close_copies();
-    keep_second_weights<Z_COLUMNS>(weights_z, weight_z, filters, filters_z);
-    keep_factors(factors, multiplier, bias, TWO ? ToShifted::UNIT : Bytes<true>::UNIT, 0, filters);
-    if (TWO) keep_factors(factors_2, multiplier_2, bias_2, Bytes<true>::UNIT, 0, filters);
-    keep_factors(both.of_z, multiplier_z, bias_z, Bytes<true>::UNIT, 0, filters_z);
     if (threadIdx.x == 0) init_barriers(control, stages, TWO ? 0 : results);
-    wait_for_copies<0>();
-    show_to_products();  // the weights
     __syncthreads();
 
     const Stages own{tiles_of_x + team * stages * TILE_VECTORS, control.full[team], control.empty[team], stages};
@@ -93,6 +84,18 @@ quantised_pair(const __grid_constant__ TensorMap x, const __grid_constant__ Tens
         Addends addends{addend, walk, control.addend[warp], own_results, share, 0, own_row, PARTS};
         if (!TWO && lane == 0)
             for (int place = 0; place < results; ++place) addends.load(place);
+
+        keep_weights<TEAMS, COLUMNS>(weights, weight, chunks, channels, 0, filters);
+        if (TWO) keep_weights<TEAMS, COLUMNS>(weights_2, weight_2, chunks_2, channels_2, 0, filters);
+        close_copies();
+        keep_second_weights<Z_COLUMNS>(weights_z, weight_z, filters, filters_z);
+        keep_factors<TEAMS>(factors, multiplier, bias, TWO ? ToShifted::UNIT : Bytes<true>::UNIT, 0, filters);
+        if (TWO) keep_factors<TEAMS>(factors_2, multiplier_2, bias_2, Bytes<true>::UNIT, 0, filters);
+        keep_factors<TEAMS>(both.of_z, multiplier_z, bias_z, Bytes<true>::UNIT, 0, filters_z);
+        wait_for_copies<0>();
+        show_to_products();  // the weights
+        meet_multiplying<TEAMS>();
+
         // Of the stores of a tile, PARTS of y and one of z, those before the last PARTS. Then the next place is free.
         const auto wait_for_place = [&] {
             if (lane == 0) wait_for_stores<PARTS>();

@@ -46,10 +46,16 @@ template <int STEPS, int EIGHTS> __device__ inline void multiply_chunk(int (&c)[
     close_integers();
 }
 
+// The multiplying warps keep weights while the others have the first tiles brought.
+template <int TEAMS> constexpr int MULTIPLYING_THREADS = TEAMS * TEAM_WARPS * WARP;
+template <int TEAMS> __device__ inline void meet_multiplying() {
+    asm volatile("bar.sync 1, %0;" :: "n"(MULTIPLYING_THREADS<TEAMS>) : "memory");
+}
+
 // Keeps the weights of COLUMNS filters from `first_column` on, in tiles of 128 channels; nobody waits for the copies.
-template <int COLUMNS>
+template <int TEAMS, int COLUMNS>
 __device__ inline void keep_weights(uint4 *to, const uint4 *weight, int chunks, int channels, int first_column, int filters) {
-    for (int i = threadIdx.x; i < chunks * COLUMNS * CHUNK_VECTORS; i += blockDim.x) {
+    for (int i = threadIdx.x; i < chunks * COLUMNS * CHUNK_VECTORS; i += MULTIPLYING_THREADS<TEAMS>) {
         const int vector = i % CHUNK_VECTORS, column = i / CHUNK_VECTORS % COLUMNS, chunk = i / CHUNK_VECTORS / COLUMNS;
         const int filter = first_column + streamed_filter<COLUMNS>(column), at = chunk * CHUNK_VECTORS + vector;
         const bool there = filter < filters && at * VECTOR < channels;
@@ -59,10 +65,10 @@ __device__ inline void keep_weights(uint4 *to, const uint4 *weight, int chunks, 
 }
 
 // Keeps multipliers, in `unit`, a power of 2, and biases.
-template <int COLUMNS>
+template <int TEAMS, int COLUMNS>
 __device__ inline void keep_factors(Factors<COLUMNS> &to, const float *multiplier, const int *bias, float unit,
                                     int first_column, int filters) {
-    for (int n = threadIdx.x; n < COLUMNS; n += blockDim.x) {
+    for (int n = threadIdx.x; n < COLUMNS; n += MULTIPLYING_THREADS<TEAMS>) {
         const int filter = first_column + streamed_filter<COLUMNS>(n);
         const int thread = n % 8 / 2, k = n % 2;
         int *const sums = reinterpret_cast<int *>(&to.bias[n / 8][thread]);

@@ -220,9 +220,11 @@ template <int N> __device__ inline void hold_products(float (&c)[N][4]) {
 #define REGISTERS_96 REGISTERS_64 \
     ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79" \
     ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
-#define REGISTERS_116 REGISTERS_96 \
-    ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115"
-#define REGISTERS_128 REGISTERS_116 ",%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define REGISTERS_104 REGISTERS_96 ",%96,%97,%98,%99,%100,%101,%102,%103"
+#define REGISTERS_112 REGISTERS_104 ",%104,%105,%106,%107,%108,%109,%110,%111"
+#define REGISTERS_116 REGISTERS_112 ",%112,%113,%114,%115"
+#define REGISTERS_120 REGISTERS_116 ",%116,%117,%118,%119"
+#define REGISTERS_128 REGISTERS_120 ",%120,%121,%122,%123,%124,%125,%126,%127"
 #define SIXTEEN(c, j) FOUR(c, j), FOUR(c, j + 1), FOUR(c, j + 2), FOUR(c, j + 3)
 #define TWENTY_NINE_FOURS(c) SIXTEEN(c, 0), SIXTEEN(c, 4), SIXTEEN(c, 8), SIXTEEN(c, 12), SIXTEEN(c, 16), SIXTEEN(c, 20), \
     SIXTEEN(c, 24), FOUR(c, 28)

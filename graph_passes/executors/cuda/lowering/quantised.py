@@ -14,13 +14,15 @@ from graph_passes.executors.cuda.lowering.builder import Builder, Rules, require
 from graph_passes.executors.cuda.lowering.conv1x1_forward import TILE_ROWS, Tiles
 from graph_passes.executors.cuda.lowering.operands import In, Out, Tiled
 from graph_passes.executors.cuda.lowering.pooling import Window
+from graph_passes.executors.cuda.lowering.quantised_taps import FILTERS as TAPS_FILTERS
+from graph_passes.executors.cuda.lowering.quantised_taps import QuantisedTaps
 from graph_passes.executors.cuda.parameters import VECTOR, padded
 from graph_passes.executors.cuda.program import Buffer
 from graph_passes.graph import Node
 from graph_passes.operators import window
 from graph_passes.operators.quantised import SQUARE_CHANNELS, squares
 from graph_passes.passes.quantised_stem_pool import WINDOW
-from graph_passes.passes.quantised_way import SQUARES, STREAMS, TILES
+from graph_passes.passes.quantised_way import SQUARES, STREAMS, TAPS, TILES
 from graph_passes.passes.stem import FILTERS
 
 TILE_VECTOR = 16  # VECTOR of quantised_conv.cu: channels
@@ -114,6 +116,8 @@ def convolution(builder: Builder, node: Node) -> None:
         _tiles(builder, node, *TILES[way])
     elif way in STREAMS:
         _stream(builder, node, *STREAMS[way])
+    elif way == TAPS:
+        _taps(builder, node)
     elif way == SQUARES:
         _squares(builder, node)
     else:
@@ -144,6 +148,26 @@ def _tiles(builder: Builder, node: Node, groups: int, columns: int) -> None:
         (blocks, 1, 1), (128 * groups, 1, 1), In(x), In(weight), In(builder.input(node, "multiplier")),
         In(builder.input(node, "bias")), In(builder.optional_input(node, "addend", "no_addend")), Out(y), geometry,
         share, ctypes.c_int(chunks), shared_bytes=shared_bytes,
+        flops=builder.problem("fprop", node, x, weight, y).flops)
+
+
+def _taps(builder: Builder, node: Node) -> None:
+    """3x3 or 1x1 on Hopper; pixels of a tile stay in shared memory for all taps and filters."""
+    x, weight, y = builder.input(node, "data"), builder.input(node, "weight"), builder.output(node)
+    addend, (adds, relu, share) = builder.optional_input(node, "addend", "no_addend"), _Epilogue.of(node)
+    filters, sms = y.shape[3], builder.gpu.num_multiprocessors
+    size, stride = window(node).kernel[0], window(node).stride[0]
+    is_plain = window(node) == ((size, size), (stride, stride), (size // 2, size // 2), (1, 1)) and y.dtype == "int8"
+    _require_tensor_cores(builder, node, columns=TAPS_FILTERS)
+    way = QuantisedTaps.of(x.shape, filters, size, stride, adds, sms) if is_plain else None
+    require(builder.gpu.capability == HOPPER and way is not None, node, "is not for the kernel of taps")
+    assert way
+    builder.launch(
+        node, "quantised_conv_taps.cu",
+        instance("quantised_conv_taps", size, stride, way.channels, way.eights, adds, relu), way.grid(sms), way.BLOCK,
+        Tiled(In(x), way.data), Tiled(In(weight), way.weights), Tiled(In(addend), way.output),
+        Tiled(Out(y, over=addend), way.output), In(builder.input(node, "multiplier")), In(builder.input(node, "bias")),
+        way.images, ctypes.c_int(filters), share, shared_bytes=way.shared_bytes,
         flops=builder.problem("fprop", node, x, weight, y).flops)
 
 
