@@ -43,6 +43,7 @@ NETWORKS = {
     "basic blocks": (lambda: small_resnet(False), (5, 17, 14, 3)),
     "bottlenecks": (lambda: bottlenecks(7, 7), (5, 42, 38, 4)),
     "wide bottlenecks": (lambda: bottlenecks(3, 7, 128), (5, 15, 13, 4)),
+    "wider bottlenecks": (lambda: bottlenecks(3, 7, 256), (5, 9, 8, 4)),
     "strided bottlenecks": (strided, (5, 15, 13, 3)),
     "BatchNorm first": (pre_activation, (7, 19, 17, 3)),
     "groups": (grouped, (5, 9, 8, 4)),
