@@ -340,7 +340,7 @@ def check_every_tensor(cache: Path, name: str, network: models.network.Network, 
     pytest.param(dropping(bottlenecks()), 2, 0, 5, id="dropping"),
     pytest.param(bottlenecks(width=256), 2, 1, 2, id="wide"),
     pytest.param(dropping(bottlenecks(width=256)), 2, 1, 2, id="wide and dropping"),
-    pytest.param(strided(), 3, 0, 1, id="strided"),
+    pytest.param(strided(), 3, 0, 4, id="strided"),
     pytest.param(dropping(strided(width=256)), 3, 1, 0, id="strided, wide and dropping")])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_fused_backward_pass(cache: Path, monkeypatch: pytest.MonkeyPatch, network: Any, reduces: int, streams: int,
@@ -361,8 +361,8 @@ def test_fused_backward_pass_in_clusters(cache: Path, monkeypatch: pytest.Monkey
                {passes.first_way: [0, 0], repeatable_fusions: [2, 3]})
 
 
-@pytest.mark.parametrize("network, places", [pytest.param(bottlenecks(), 2, id="bottlenecks"),
-                                             pytest.param(dropping(bottlenecks()), 1, id="dropping")])
+@pytest.mark.parametrize("network, places", [pytest.param(bottlenecks(7), 2, id="bottlenecks"),
+                                             pytest.param(dropping(bottlenecks(7)), 1, id="dropping")])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_norm_conv1x1_in_a_step(cache: Path, monkeypatch: pytest.MonkeyPatch, network: Any, places: int,
                                 dtype: str) -> None:
@@ -381,7 +381,7 @@ def test_norm_dgrad_in_a_step(cache: Path, monkeypatch: pytest.MonkeyPatch, dtyp
     def separate(graph: Graph, node: Node, ways: Ways) -> str:
         return "separate" if "norm_dgrad" in ways else own_kernels(graph, node, ways)
 
-    check_ways(cache, monkeypatch, bottlenecks(width=256), dtype, ("norm_dgrad",), {separate: [0], own_kernels: [2]})
+    check_ways(cache, monkeypatch, bottlenecks(7, width=256), dtype, ("norm_dgrad",), {separate: [0], own_kernels: [2]})
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
