@@ -2,13 +2,11 @@
 
 Everything is NHWC with OHWI weights. A fully connected layer is a 1x1 convolution of a 1x1 image. For each problem
 cuDNN proposes several plans (engine and tile sizes); they are timed once, the best one's name is kept on disk, and the
-next start builds only that one. A 1x1 convolution with a stride is offered to cuDNN in a second form, without one, on
-those pixels of x that it reads. Where runs are to be repeatable nothing is timed: cuDNN's first proposal is taken.
+next start builds only that one. Where runs are to be repeatable nothing is timed: cuDNN's first proposal is taken.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import json
@@ -28,11 +26,10 @@ from graph_passes.passes.memory import aligned
 from graph_passes.passes.precision import ITEM_BYTES
 
 MIN_CUDNN = 90100  # 9.1.0
-MAX_CANDIDATES = 24  # plans timed per form of a problem; cuDNN lists the most promising ones first
-VIEW = "view: "  # begins the name of a plan that has a view of x for its input
-# s for one form of a problem, where it has a plan by then. In 16 bits 24 plans take 0.1 s; but fp32 kernels run for
-# milliseconds, and cuDNN compiles fused plans of some kinds when they are built: those of ResNet-18's inference took
-# 90 s and more. The first proposal for the first problem of a kind is not in it, as that may load a library.
+MAX_CANDIDATES = 24  # plans timed per problem; cuDNN lists the most promising ones first
+# s for one problem, where it has a plan by then. In 16 bits 24 plans take 0.1 s; but fp32 kernels run for milliseconds,
+# and cuDNN compiles fused plans of some kinds when they are built: those of ResNet-18's inference took 90 s and more.
+# The first proposal for the first problem of a kind is not in it, as that may load a library.
 TUNING_SECONDS = 0.5
 # In place of a plan's name, for a fused problem: cuDNN has refused each of its proposals; or the first ones, so many as
 # stand in place of the milliseconds, before the time was up, and the next process tries the others.
@@ -77,12 +74,6 @@ class Problem:
         return 2 * n * h * w * filters * self.w[1] * self.w[2] * self.w[3]
 
     @property
-    def has_view(self) -> bool:
-        """It reads only each so many-th pixel, and no padding: the same without a stride on a view of x, whose last
-        row and column are pixels of x as well."""
-        return self.kind != "dgrad" and self.w[1:3] == (1, 1) and self.pad == (0, 0) and self.stride != (1, 1)
-
-    @property
     def is_fused(self) -> bool:
         """More than a convolution, which one that is not fused and another launch can do as well."""
         return "_" in self.kind
@@ -99,31 +90,22 @@ class Problem:
 class Plan:
     """A built cuDNN plan for one problem, ready to be enqueued on any buffers of its shapes."""
 
-    def __init__(self, library: ConvolutionLibrary, problem: Problem, unwanted: Sequence[str] | None = None) -> None:
+    def __init__(self, library: ConvolutionLibrary, problem: Problem) -> None:
         self._library, self.problem = library, problem
-        self.forms = [library.describe(problem, unwanted)]
-        if problem.has_view and not library.deterministic:
-            with contextlib.suppress(GraphError):  # cuDNN refuses the view: there is one form
-                self.forms.append(library.describe(problem, unwanted, as_view=True))
-        # Index and form of each proposal: the first of either form, the second ones, and so on.
-        self._proposals = sorted((index, form) for form, (graph, _) in enumerate(self.forms)
-                                 for index in range(graph.get_execution_plan_count()))
-        self._graph, self._tensors = self.forms[0]
+        self._graph, self._tensors = library.describe(problem)
         self._index = 0
         self.name = ""
         self.time_ms = float("nan")
         self.workspace_bytes = 0
 
     def names(self) -> list[str]:
-        return [form * VIEW + self.forms[form][0].get_plan_name_at_index(index) for index, form in self._proposals]
+        return [self._graph.get_plan_name_at_index(i) for i in range(self._graph.get_execution_plan_count())]
 
-    def select(self, place: int) -> None:
-        """Build the plan at that place of `names`. Raises cuDNN's exception where the GPU does not support it."""
-        self._index, form = self._proposals[place]
-        self._graph, self._tensors = self.forms[form]
-        self._graph.build_plan_at_index(self._index)
-        self.name = self.names()[place]
-        self.workspace_bytes = self._graph.get_workspace_size_plan_at_index(self._index)
+    def select(self, index: int) -> None:
+        """Build the plan of that index. Raises cuDNN's exception where the GPU does not support it."""
+        self._graph.build_plan_at_index(index)
+        self._index, self.name = index, self._graph.get_plan_name_at_index(index)
+        self.workspace_bytes = self._graph.get_workspace_size_plan_at_index(index)
 
     def enqueue(self, *addresses: int, workspace: int) -> None:
         """`addresses`: fprop x, w[, bias][, addend], y[, sum, sum of squares]; dgrad dy, w, dx; wgrad x, dy, dw."""
@@ -143,7 +125,7 @@ class ConvolutionLibrary:
         self.handle = self._cudnn.create_handle()
         self._cudnn.set_stream(handle=self.handle, stream=gpu.stream_handle)
         self._plans: dict[Problem, Plan] = {}
-        self.variant = f"tf32_{int(tf32)}-exact-views"  # of which choices are kept
+        self.variant = f"tf32_{int(tf32)}-exact"  # of which choices are kept
         self._choices_name = f"plans-{self.variant}"
         self._choices = self._read_choices()  # problem key -> [plan name, milliseconds]
         self._unsaved = False
@@ -172,9 +154,10 @@ class ConvolutionLibrary:
         return [note for note in NOTES if self._is_barred(plan, note)]
 
     def _is_barred(self, plan: Plan, note: str) -> bool:
-        barred = Plan(self, plan.problem, [note])
+        graph, _ = self.describe(plan.problem, [note])
+        names = [graph.get_plan_name_at_index(index) for index in range(graph.get_execution_plan_count())]
         try:
-            barred.select(barred.names().index(plan.name))
+            graph.build_plan_at_index(names.index(plan.name))
         except Exception as error:
             if "deselect" not in str(error).lower():
                 raise
@@ -251,9 +234,8 @@ class ConvolutionLibrary:
     def _try(self, plan: Plan) -> _Trial:
         """Build and time the proposals, one after the other, as long as there is time for it."""
         problem, trial, bench = plan.problem, _Trial(), _Bench(self._gpu, self._arena, plan.problem)
-        most = 1 if self.deterministic else MAX_CANDIDATES * len(plan.forms)
-        seconds = TUNING_SECONDS * len(plan.forms)
-        ends_at = time.monotonic() + seconds if problem.kind in self._loaded else math.inf
+        most = 1 if self.deterministic else MAX_CANDIDATES
+        ends_at = time.monotonic() + TUNING_SECONDS if problem.kind in self._loaded else math.inf
         for index in range(self._tried_before(problem), len(plan.names())):
             is_late = time.monotonic() > ends_at and not self.deterministic
             if len(trial.timed) == most or (trial.timed and is_late):
@@ -273,7 +255,7 @@ class ConvolutionLibrary:
                 if trial.passing and self.deterministic:  # another proposal has other bits
                     break
             if ends_at == math.inf:
-                ends_at = time.monotonic() + seconds
+                ends_at = time.monotonic() + TUNING_SECONDS
                 self._loaded.add(problem.kind)
         return trial
 
@@ -310,31 +292,26 @@ class ConvolutionLibrary:
 
     # --- describing a problem to cuDNN ---
 
-    def describe(self, problem: Problem, unwanted: Sequence[str] | None = None, as_view: bool = False
-                 ) -> tuple[Any, list[Any]]:
+    def describe(self, problem: Problem, unwanted: Sequence[str] | None = None) -> tuple[Any, list[Any]]:
         """cuDNN's graph with its proposals listed, and its tensors in the order of `Plan.enqueue`. Proposals with the
-        numerical notes `unwanted`, by default those that are never taken, stay in the list and cannot be built.
-        `as_view`: without a stride, on the pixels of x that it reads; for a problem that `has_view`."""
+        numerical notes `unwanted`, by default those that are never taken, stay in the list and cannot be built."""
         cudnn = self._cudnn
         fp32 = cudnn.data_type.FLOAT
         dtype = {"float16": cudnn.data_type.HALF, "bfloat16": cudnn.data_type.BFLOAT16, "float32": fp32,
                  "int8": cudnn.data_type.INT8, "float8": cudnn.data_type.FP8_E4M3}[problem.dtype]
         graph = cudnn.pygraph(io_data_type=dtype, intermediate_data_type=fp32, compute_data_type=fp32,
                               handle=self.handle)
-        stride, step = ((1, 1), problem.stride) if as_view else (problem.stride, (1, 1))
-        window = {"padding": list(problem.pad), "stride": list(stride), "dilation": list(problem.dilate)}
+        window = {"padding": list(problem.pad), "stride": list(problem.stride), "dilation": list(problem.dilate)}
 
-        def tensor(name: str, shape: tuple[int, int, int, int], step: tuple[int, int] = (1, 1)) -> Any:
-            (n, c, h, w), (by_n, by_c, by_h, by_w) = _nchw(shape), _nchw_strides(shape)
-            return graph.tensor(name=name, dim=[n, c, -(-h // step[0]), -(-w // step[1])],
-                                stride=[by_n, by_c, by_h * step[0], by_w * step[1]], data_type=dtype)
+        def tensor(name: str, shape: tuple[int, int, int, int]) -> Any:
+            return graph.tensor(name=name, dim=_nchw(shape), stride=_nchw_strides(shape), data_type=dtype)
 
         def result(output: Any, shape: tuple[int, int, int, int]) -> Any:
             return output.set_dim(_nchw(shape)).set_stride(_nchw_strides(shape)).set_output(True).set_data_type(dtype)
 
         if problem.kind.startswith("fprop"):
             _, *epilogue = problem.kind.split("_")
-            x, w = tensor("x", problem.x, step), tensor("w", problem.w)
+            x, w = tensor("x", problem.x), tensor("w", problem.w)
             sums = {"compute_data_type": cudnn.data_type.INT32} if problem.dtype == "int8" else {}
             y = graph.conv_fprop(image=x, weight=w, **window, **sums)
             if sums:
@@ -361,7 +338,7 @@ class ConvolutionLibrary:
             result(dx, problem.x)
             tensors = [dy, w, dx]
         else:
-            x, dy = tensor("x", problem.x, step), tensor("dy", problem.y)
+            x, dy = tensor("x", problem.x), tensor("dy", problem.y)
             dw = graph.conv_wgrad(image=x, loss=dy, **window)
             result(dw, problem.w)
             tensors = [x, dy, dw]

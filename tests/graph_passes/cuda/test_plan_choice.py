@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,56 +24,38 @@ from train.models.resnet import resnet
 
 PROBLEM = Problem("wgrad", (4, 9, 9, 16), (8, 3, 3, 16), (4, 9, 9, 8), (1, 1), (1, 1), (1, 1), "float16")
 FUSED = dataclasses.replace(PROBLEM, kind="fprop_stats")
-STRIDED = dataclasses.replace(PROBLEM, w=(8, 1, 1, 16), y=(4, 3, 5, 8), pad=(0, 0), stride=(3, 2))  # has a view
 MILLISECONDS = (float("nan"), 3.0, 1.0, 2.0)  # of each plan; cuDNN refuses to build the first
 WORKSPACES = (0, 0, 4096, 512)  # bytes, of each plan
 
 
 class FakeCudnn:
-    """Four plans of fixed speed, 0 to 3, and for a view four others, 10 to 13. `refusals`: why some cannot be built;
-    `notes`: numerical ones of some; `seconds`: what building one takes, for the first one of a process `first_seconds`.
-    """
+    """Four plans of fixed speed. `refusals`: why some cannot be built; `notes`: numerical ones of some; `seconds`: what
+    building one takes, for the first one of a process `first_seconds`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.running_ms, self.built = math.nan, []
-        self.view_time = 0.5  # of what the same plan takes without a view
-        self.refuses_views = False
-        self.inputs: list[tuple[list[int], list[int], list[int]]] = []  # described: x's shape, its pitches, the stride
-        self.problem = PROBLEM
+        self.running, self.built = -1, []
         self.refusals = {0: "not supported"}
         self.notes: dict[int, str] = {}
         self.deselected: list[str] = []
         self.clock, self.seconds, self.first_seconds = 0.0, 0.0, 0.0
         monkeypatch.setattr(convolution, "time", SimpleNamespace(monotonic=lambda: self.clock))
+        graph = MagicMock()
+        graph.tensor.side_effect = lambda **description: MagicMock()
+        graph.genstats.side_effect = lambda **_: (MagicMock(), MagicMock())
+        graph.get_execution_plan_count.return_value = len(MILLISECONDS)
+        graph.get_plan_name_at_index.side_effect = "engine {}".format
+        graph.get_workspace_size_plan_at_index.side_effect = WORKSPACES.__getitem__
+        graph.build_plan_at_index.side_effect = self.build
+        graph.execute_plan_at_index.side_effect = self.execute
+        graph.deselect_numeric_notes.side_effect = lambda notes: setattr(self, "deselected", notes)
         cudnn = MagicMock(numerical_note=SimpleNamespace(**{note: note for note in convolution.NOTES}))
-        cudnn.pygraph.side_effect = self.graph
+        cudnn.pygraph.return_value = graph
         monkeypatch.setattr(convolution, "import_cudnn", lambda: cudnn)
         self.gpu: Any = MagicMock(time_ms=self.time_ms, allocate=self.allocate, check_free=self.check_free,
                                   fill_random=self.fill_random)
         self.memory = self.filled = range(0)
         self.free_bytes = 1 << 40
         self.item_bytes = 2  # of the tensors
-
-    def graph(self, **_: Any) -> Any:
-        graph = MagicMock(is_view=False)
-        graph.tensor.side_effect = lambda **description: MagicMock(description=description)
-        graph.conv_wgrad.side_effect = partial(self.convolution, graph)
-        graph.genstats.side_effect = lambda **_: (MagicMock(), MagicMock())
-        graph.get_execution_plan_count.return_value = len(MILLISECONDS)
-        graph.get_plan_name_at_index.side_effect = "engine {}".format
-        graph.get_workspace_size_plan_at_index.side_effect = WORKSPACES.__getitem__
-        graph.build_plan_at_index.side_effect = lambda index: self.build(index + 10 * graph.is_view)
-        graph.execute_plan_at_index.side_effect = partial(self.execute, graph)
-        graph.deselect_numeric_notes.side_effect = lambda notes: setattr(self, "deselected", notes)
-        return graph
-
-    def convolution(self, graph: Any, image: Any, stride: list[int], **_: Any) -> Any:
-        x = image.description
-        self.inputs.append((x["dim"], x["stride"], stride))
-        graph.is_view = x["stride"][0] != math.prod(x["dim"][1:])
-        if graph.is_view and self.refuses_views:
-            graph.validate.side_effect = RuntimeError("not packed")
-        return MagicMock()
 
     def build(self, index: int) -> None:
         self.clock += self.first_seconds or self.seconds
@@ -96,22 +77,22 @@ class FakeCudnn:
     def fill_random(self, address: int, num_bytes: int, dtype: str) -> None:
         self.filled = range(address, address + num_bytes)
 
-    def execute(self, graph: Any, pack: dict[Any, int], workspace: int, index: int, handle: Any) -> None:
+    def execute(self, pack: dict[Any, int], workspace: int, index: int, handle: Any) -> None:
         """x, dy and dw lie side by side in memory that has been filled, and the workspace behind them."""
         if len(pack) == 3:
-            sizes = [self.item_bytes * math.prod(shape) for shape in (self.problem.x, self.problem.y, self.problem.w)]
+            sizes = [self.item_bytes * math.prod(shape) for shape in (PROBLEM.x, PROBLEM.y, PROBLEM.w)]
             for address, size, end in zip(pack.values(), sizes, [*list(pack.values())[1:], workspace], strict=True):
                 assert self.filled.start <= address and address + size <= min(end, self.filled.stop)
         assert self.filled.stop <= workspace and workspace + WORKSPACES[index] <= self.memory.stop
-        self.running_ms = MILLISECONDS[index] * (self.view_time if graph.is_view else 1)
+        self.running = index
 
     def time_ms(self, enqueue: Callable[[], None], **options: int) -> float:
         enqueue()
-        return self.running_ms
+        return MILLISECONDS[self.running]
 
     def choose(self, folder: Path, deterministic: bool, problem: Problem = PROBLEM) -> str:
         """In a new process."""
-        self.memory, self.problem = range(0), problem
+        self.memory = range(0)
         library = ConvolutionLibrary(self.gpu, Cache("machine", folder), Arena(self.gpu), deterministic=deterministic)
         try:
             return library.plan(problem).name
@@ -166,61 +147,6 @@ def test_the_first_plan_is_taken_where_runs_are_to_be_repeatable(monkeypatch: py
     assert cudnn.choose(tmp_path, deterministic=True) == "engine 1", "the first that cuDNN builds"
     assert cudnn.choose(tmp_path, deterministic=False) == "engine 2", "and it is not remembered as the fastest"
     assert cudnn.choose(tmp_path, deterministic=True) == "engine 1", "whatever is remembered"
-
-
-@pytest.mark.parametrize("view_time, name, built", [(0.5, "view: engine 2", 12), (2.0, "engine 2", 2)])
-def test_the_faster_form_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, view_time: float, name: str,
-                                       built: int) -> None:
-    cudnn = FakeCudnn(monkeypatch)
-    cudnn.view_time = view_time
-    assert cudnn.choose(tmp_path, False, STRIDED) == name and {*cudnn.built} == {1, 2, 3, 10, 11, 12, 13}
-    assert cudnn.built[:3] == [10, 1, 11], "the first proposals of either form come first"
-    cudnn.built.clear()
-    assert cudnn.choose(tmp_path, False, STRIDED) == name and cudnn.built == [built]
-
-
-def test_a_view_has_the_pixels_that_a_stride_reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    cudnn = FakeCudnn(monkeypatch)
-    cudnn.choose(tmp_path, False, STRIDED)
-    (shape, pitches, stride), (view_shape, view_pitches, view_stride) = cudnn.inputs
-    assert (shape, pitches, stride) == ([4, 16, 9, 9], [1296, 1, 144, 16], [3, 2])
-    assert (view_shape, view_pitches, view_stride) == ([4, 16, 3, 5], [1296, 1, 3 * 144, 2 * 16], [1, 1])
-    rows, columns = view_shape[2:]
-    assert (rows - 1) * view_pitches[2] + (columns - 1) * view_pitches[3] + 16 <= pitches[0], "all within one image"
-
-
-def test_a_view_that_cudnn_refuses_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    cudnn = FakeCudnn(monkeypatch)
-    cudnn.refuses_views = True
-    assert cudnn.choose(tmp_path, False, STRIDED) == "engine 2" and {*cudnn.built} == {1, 2, 3}
-    other = tmp_path / "refuses to build them"
-    cudnn.refuses_views, cudnn.refusals = False, dict.fromkeys((0, 10, 11, 12, 13), "not supported")
-    assert cudnn.choose(other, False, STRIDED) == "engine 2"
-
-
-def test_there_are_no_views_where_runs_are_to_be_repeatable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    cudnn = FakeCudnn(monkeypatch)
-    assert cudnn.choose(tmp_path, False, STRIDED) == "view: engine 2"
-    cudnn.inputs.clear()
-    assert cudnn.choose(tmp_path, True, STRIDED) == "engine 1" and len(cudnn.inputs) == 1
-
-
-def test_notes_of_a_view(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    cudnn = FakeCudnn(monkeypatch)
-    cudnn.notes = {2: "FFT", 12: "TENSOR_CORE"}
-    cudnn.problem = STRIDED
-    library = ConvolutionLibrary(cudnn.gpu, Cache("machine", tmp_path), Arena(cudnn.gpu))
-    assert library.notes(library.plan(STRIDED)) == ["TENSOR_CORE"]
-
-
-@pytest.mark.parametrize("changes, has_view", [
-    ({}, True), ({"kind": "fprop_stats"}, True), ({"kind": "fprop_bias_relu", "dtype": "int8"}, True),
-    ({"stride": (2, 1), "y": (4, 5, 9, 8)}, True),
-    ({"kind": "dgrad"}, False), ({"stride": (1, 1), "y": (4, 9, 9, 8)}, False),
-    ({"w": (8, 3, 3, 16), "pad": (1, 1)}, False), ({"pad": (1, 1), "y": (4, 4, 6, 8)}, False),
-])
-def test_which_problems_have_a_view(changes: dict[str, Any], has_view: bool) -> None:
-    assert dataclasses.replace(STRIDED, **changes).has_view == has_view
 
 
 @pytest.mark.parametrize("note, dtype, tf32, deterministic, taken", [
