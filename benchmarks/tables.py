@@ -55,8 +55,8 @@ INFERENCE = {
 INT8 = {
     "1x1 convolutions": ("quantised_conv_stream",),
     "those that end a block, with the next": ("quantised_pair",),
+    "3x3 convolutions": ("quantised_conv_taps",),
     "other convolutions": ("quantised_conv",),
-    "3x3 convolutions over 64 channels": ("quantised_conv_squares",),
     "stem": ("quantise_squares", "quantised_stem_pool"),
 }
 OTHER = "loss, pooling and the like"

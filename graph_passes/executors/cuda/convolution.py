@@ -177,7 +177,7 @@ class ConvolutionLibrary:
 
     def _is_untold(self, problem: Problem, plan_name: str) -> bool:
         exact = problem.dtype == "float32" and not self._tf32
-        return exact and plan_name.removeprefix(VIEW).partition("_")[0] == UNTOLD.get(problem.kind)
+        return exact and plan_name.partition("_")[0] == UNTOLD.get(problem.kind)
 
     def save(self) -> None:
         """Keep the choices made since the last call on disk."""
