@@ -132,11 +132,13 @@ OF_POLICIES: dict[str, tuple[str, ...]] = {
     "randaugment_magnitude_std": ("randaugment-timm",),
 }
 
+MOST_PADDING = 256  # pixels: with more, most of a crop would be padding
+
 # What a value must be: a test and its words.
 LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "random_area": (lambda value: 0 < value[0] <= value[1] <= 1, "two fractions above 0, the smaller first"),
     "random_ratio": (lambda value: 0 < value[0] <= value[1] < math.inf, "two numbers above 0, the smaller first"),
-    "crop_padding": (lambda value: value >= 0, "0 or more"),
+    "crop_padding": (lambda value: 0 <= value <= MOST_PADDING, f"from 0 to {MOST_PADDING}"),
     "cutout": (lambda value: 0 <= value <= 1, "a fraction from 0 to 1"),
     **dict.fromkeys(
         ("brightness", "contrast", "saturation"), (lambda value: 0 <= value <= 1, "a fraction from 0 to 1")

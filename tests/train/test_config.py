@@ -105,6 +105,7 @@ MISTAKES = {
     "--accumulate 0": "--accumulate 0 must be at least 1",
     "--learning-rate 0": "--learning-rate 0.0 must be above 0",
     "--clip-norm -1": "--clip-norm -1.0 must be 0 or more",
+    "--weight-decay 1e20": "--weight-decay 1e+20 must be from 0 to 100",
     "--learning-rate nan": "--learning-rate nan must be above 0",
     "--learning-rate inf": "--learning-rate inf must be a finite number",
     "--num-threads 100000": "--num-threads 100000 must be from 0 to 1024",

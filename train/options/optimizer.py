@@ -74,7 +74,8 @@ class ScheduleOptions:
 
 LIMITS: dict[str, Limit] = {
     **dict.fromkeys(("learning_rate", "epsilon", "trust_coefficient", "decay_factor", "decay_power"), ABOVE_0),
-    **dict.fromkeys(("weight_decay", "clip_norm", "warmup_epochs", "final_learning_rate"), NOT_NEGATIVE),
+    "weight_decay": (lambda value: 0 <= value <= 100, "from 0 to 100"),
+    **dict.fromkeys(("clip_norm", "warmup_epochs", "final_learning_rate"), NOT_NEGATIVE),
     **dict.fromkeys(("momentum", "label_smoothing", "bce_threshold", "ema_decay"), BELOW_1),
     "betas": (lambda value: min(value) >= 0 and max(value) < 1, "two fractions below 1"),
     "class_weights": FRACTION,
