@@ -236,14 +236,15 @@ class ConvolutionLibrary:
         problem, trial, bench = plan.problem, _Trial(), _Bench(self._gpu, self._arena, plan.problem)
         most = 1 if self.deterministic else MAX_CANDIDATES
         ends_at = time.monotonic() + TUNING_SECONDS if problem.kind in self._loaded else math.inf
-        for index in range(self._tried_before(problem), len(plan.names())):
+        names = plan.names()
+        for index in range(self._tried_before(problem), len(names)):
             is_late = time.monotonic() > ends_at and not self.deterministic
             if len(trial.timed) == most or (trial.timed and is_late):
                 break
             if problem.is_fused and is_late:
                 trial.stopped_at = index
                 break
-            if self._is_untold(problem, plan.names()[index]):
+            if self._is_untold(problem, names[index]):
                 continue
             try:
                 plan.select(index)
