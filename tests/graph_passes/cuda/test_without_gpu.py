@@ -283,6 +283,37 @@ def test_launches_of_folded_inference() -> None:
     check_memory(lowering.program)
 
 
+@pytest.mark.parametrize("training, operation", [(False, "conv1x1_forward"), (True, "dgrad_stream")])
+def test_the_data_of_a_convolution_are_not_written_over(training: bool, operation: str) -> None:
+    """What is added in y = relu(conv(x) + b) gives its place to y, but not if it is x, of which y needs other elements
+    too. Likewise in y = conv(x) + x, where the gradient of x takes that of y twice."""
+    def conv_bn(x: Any, name: str, kernel: int) -> Any:
+        x = mx.sym.Convolution(x, kernel=(kernel, kernel), pad=(kernel // 2, kernel // 2), num_filter=256,
+                               no_bias=True, layout="NHWC", name=name)
+        return mx.sym.BatchNorm(x, axis=3, fix_gamma=False, name=f"{name}_bn")
+
+    def in_place(add_data: bool) -> list[bool]:
+        first = mx.sym.relu(conv_bn(mx.sym.Variable("data"), "a", 3))
+        x = mx.sym.relu(conv_bn(first, "b", 3) + first)
+        addend = x if add_data else first
+        if training:
+            x = mx.sym.Convolution(x, kernel=(1, 1), num_filter=256, layout="NHWC", name="c") + addend
+        else:
+            x = mx.sym.relu(conv_bn(x, "c", 1) + addend)
+        x = mx.sym.Pooling(x, global_pool=True, pool_type="avg", kernel=(1, 1), layout="NHWC")
+        x = mx.sym.FullyConnected(mx.sym.Flatten(x), num_hidden=1000, name="classifier")
+        graph = passes.bn_relu(passes.bn_add_relu(Graph.from_json(mx.sym.SoftmaxOutput(x, name="softmax").tojson())))
+        graph = graph if training else passes.fold_bn(graph)
+        lowering, _ = lower_graph(graph, {"data": (2, 9, 11, 8), "softmax_label": (2,)}, training, fused=True,
+                                  own_kernels=True)
+        check_memory(lowering.program)
+        return [bool(launch.in_place) for launch in lowering.program.launches if launch.operation == operation]
+
+    assert in_place(add_data=True) == [False]
+    if not training:
+        assert in_place(add_data=False) == [True]
+
+
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name, grouped, averages", [("resnext50_32x4d", 16, 0), ("resnet50d", 0, 3)])
 def test_grouped_convolutions_and_average_pooling(name: str, grouped: int, averages: int, training: bool) -> None:

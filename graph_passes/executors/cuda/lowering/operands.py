@@ -18,8 +18,8 @@ class In:
 
 @dataclass(frozen=True)
 class Out:
-    """A buffer that is written. `over`: one that is read, whose place it may take: element i of what is written depends
-    on element i of that only. None is a null pointer."""
+    """A buffer that is written. `over`: an operand that is read, whose place it may take: element i of what is written
+    depends on element i of that operand only. None is a null pointer."""
 
     buffer: Buffer | None
     over: Buffer | None = None
@@ -61,9 +61,12 @@ def writes(operands: Iterable[object]) -> tuple[Buffer, ...]:
 
 
 def in_place(operands: Iterable[object]) -> tuple[Buffer, Buffer] | None:
-    """(read, written) of the one output that may take the place of an input."""
-    return next(((each.over, each.buffer) for each in _plain(operands)
-                 if isinstance(each, Out) and each.over and each.buffer), None)
+    """(read, written) of the one output that may take the place of an input. Not where that is another operand too, as
+    in relu(conv(x) + x): of that, elements may be needed that are written over by then."""
+    plain = list(_plain(operands))
+    given = [each.buffer for each in plain if isinstance(each, In | InOut)]
+    return next(((each.over, each.buffer) for each in plain
+                 if isinstance(each, Out) and each.over and each.buffer and given.count(each.over) == 1), None)
 
 
 def _plain(operands: Iterable[object]) -> Iterator[object]:
