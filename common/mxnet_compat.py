@@ -3,7 +3,8 @@
 MXNet 1.9.1 reads names that NumPy 1.24 removed (`np.bool`), and on Python 3.12 the `distutils` that only setuptools
 still brings. Importing this module puts a finder in front of Python's own that mends both just before `import mxnet`,
 whoever imports it. `mxnet_compat.pth` in site-packages does so at every interpreter start, because horovodrun imports
-MXNet itself; where the project is used without being installed, this import alone is enough.
+MXNet itself, and then forgets the package: a program of another checkout has its own. Where the project is used without
+being installed, this import alone is enough.
 """
 
 from __future__ import annotations

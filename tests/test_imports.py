@@ -66,12 +66,24 @@ def test_mxnet_is_mended_for_programs_that_import_it_themselves(tmp_path: Path) 
     (tmp_path / "site" / "common").mkdir(parents=True)
     (tmp_path / "site" / "project.pth").write_text(f"{REPOSITORY}\n{hook}")
     folder = str(tmp_path / "site")
-    start = f"import site, sys; site.addsitedir({folder!r}); print('common.mxnet_compat' in sys.modules)"
-    for other, mended in (("", "True"), ("common.py", "False"), ("common/__init__.py", "False")):
+    start = (f"import site, sys; site.addsitedir({folder!r});"
+             "print([type(finder).__name__ for finder in sys.meta_path].count('_MendBeforeMXNet'));"
+             "print([name for name in sys.modules if name.split('.')[0] == 'common'])")
+    for other, mended in (("", 1), ("common.py", 0), ("common/__init__.py", 0)):
         if other:
             (tmp_path / "site" / other).write_text("")
         found = subprocess.run([sys.executable, "-I", "-S", "-c", start], capture_output=True, text=True, check=False)
-        assert (found.stdout, found.stderr) == (f"{mended}\n", "")
+        assert (found.stdout, found.stderr) == (f"{mended}\n[]\n", "")
+
+
+def test_a_checkout_is_of_one_piece(tmp_path: Path) -> None:
+    """In an environment that another one has made, too."""
+    for package in PACKAGES:
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").touch()
+    imports = f"import {', '.join(PACKAGES)}; print(*(each.__file__ for each in ({', '.join(PACKAGES)})))"
+    found = subprocess.run([sys.executable, "-c", imports], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert found.stdout.split() == [str(tmp_path / package / "__init__.py") for package in PACKAGES]
 
 
 def test_benchmarks_find_what_they_import() -> None:
