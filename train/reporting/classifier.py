@@ -96,15 +96,17 @@ class Classifier:
         drawn[CALIBRATION] = lambda theme: classifier_plots.calibration(self.outcomes, theme)
         return drawn
 
-    @property
-    def blocks(self) -> list[Block]:
-        """Its part of a report."""
+    def blocks(self, best_epoch: int = 0) -> list[Block]:
+        """Its part of a report; `best_epoch`: that with the weights which are used from now on, 0 if these are."""
         outcomes, figures = self.outcomes, self.figures
         known = self.to_dict()
         what = f"{outcomes.num_images:,} {self.images}"
         after = f" after {self.epoch} epoch{'s' * (self.epoch != 1)}" if self.epoch else ""
         caveat = (" These are the images that it was trained on: none of this says how it does on others."
                   if self.is_of_training else "")
+        if best_epoch not in (0, self.epoch):
+            caveat += (f" The best weights, which validate, predict and export take, are those of epoch {best_epoch}: "
+                       "python -m train validate --checkpoint RUN --report FOLDER shows what they do.")
         text = (f"What the network makes of {what}{after}: top-1 {known['top1']:.2%}, balanced accuracy (the mean over "
                 f"the classes) {known['balanced_top1']:.2%}.{caveat}")
         blocks: list[Block] = [Heading("The classifier" + f" on the {TRAINING_IMAGES}" * self.is_of_training),

@@ -66,7 +66,7 @@ def write_validation(folder: Path, title: str, results: Tiles, command: str, fou
     """Write a report of a validation into `folder`; returns the path of report.md. Raises UserError for a folder that
     cannot be written."""
     found.save(folder)
-    write_pages(folder, title, [results, Text("By:"), Code(command), *found.blocks], found.figures,
+    write_pages(folder, title, [results, Text("By:"), Code(command), *found.blocks()], found.figures,
                 {"command": command, "classifier": found.to_dict()})
     return folder / "report.md"
 
@@ -184,7 +184,7 @@ def _contents(
     elif record.epochs:
         blocks += [_epoch_table(record)]
     if found:
-        blocks += found.blocks
+        blocks += found.blocks(summary.best.epoch if summary.best else 0)
     if record.events:
         blocks += [Heading("Events"), _event_table(record)]
     blocks += [

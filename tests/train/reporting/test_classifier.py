@@ -57,7 +57,7 @@ def test_figures_and_tables_against_numpy(rng: np.random.Generator, tmp_path: Pa
     assert values["balanced_top1"] == pytest.approx(shares.mean())
     assert values["class_guessed"] == matrix.sum(axis=0).tolist()
     assert sum(part["count"] for part in values["calibration"]) == 500
-    confused, by_class, _ = tables(markdown("", found.blocks))
+    confused, by_class, _ = tables(markdown("", found.blocks()))
     off = matrix - np.diag(matrix.diagonal())
     true, guess = (int(cell.split()[1]) for cell in confused[2][:2])
     assert off[true, guess] == off.max() == int(confused[2][2])
@@ -73,7 +73,7 @@ def test_it_is_kept_in_a_file(rng: np.random.Generator, tmp_path: Path) -> None:
     found = made_up(rng, 100, ODD_NAMES)
     found.save(tmp_path)
     kept = classifier.read(tmp_path)
-    assert kept and kept.to_dict() == found.to_dict() and markdown("", kept.blocks) == markdown("", found.blocks)
+    assert kept and kept.to_dict() == found.to_dict() and markdown("", kept.blocks()) == markdown("", found.blocks())
     np.testing.assert_array_equal(kept.pictures, found.pictures)
     (tmp_path / classifier.FILE).write_bytes(b"PK")
     with pytest.raises(TrainError, match=r"classifier.npz cannot be read .*: delete it"):
@@ -93,7 +93,7 @@ def test_odd_names_mean_nothing_to_markdown_and_html(rng: np.random.Generator, t
 def test_a_thousand_classes_have_short_tables_and_no_matrix(rng: np.random.Generator) -> None:
     names = [f"class {i}" for i in range(1000)]
     found = made_up(rng, 20_000, names)
-    text = markdown("", found.blocks)
+    text = markdown("", found.blocks())
     confused, by_class, files = tables(text)
     assert (len(confused), len(by_class), len(files)) == (2 + 20, 2 + 10 + 1 + 10, 2 + 24)
     cells = [row[1].strip() for row in by_class[2:] if row[1].strip()]
@@ -109,11 +109,14 @@ def test_what_it_says_of_its_images(rng: np.random.Generator) -> None:
     found = made_up(rng, 300, [*names, "nobody"])
     seen = replace(found, outcomes=Outcomes.of(np.eye(5)[[0, 1, 2, 3]], np.arange(4), range(4)), files=[],
                    pictures=found.pictures[:0], shown=found.shown[:0])
-    text = markdown("", seen.blocks)
+    text = markdown("", seen.blocks())
     assert "## The classifier\n" in text and "What the network makes of 4 validation images after 3 epochs" in text
     assert "No image is taken for one of another class." in text and MISTAKES not in text
     assert "1 class of the network has no image here" in text
-    text = markdown("", replace(seen, images=TRAINING_IMAGES, epoch=0).blocks)
+    assert markdown("", seen.blocks(best_epoch=3)) == text
+    assert "The best weights, which validate, predict and export take, are those of epoch 2" in markdown(
+        "", seen.blocks(best_epoch=2))
+    text = markdown("", replace(seen, images=TRAINING_IMAGES, epoch=0).blocks())
     assert "## The classifier on the training images\n" in text and "4 training images: top-1 100.00%" in text
     assert "none of this says how it does on others" in text and "Calibration on the 4 training images" in text
 
@@ -160,7 +163,7 @@ def test_pictures_are_those_of_the_mistakes(tmp_path: Path, rng: np.random.Gener
     assert found.pictures.shape == (2, SHOWN_SIZE, SHOWN_SIZE, 3)
     np.testing.assert_allclose(found.pictures.mean((1, 2)), colours[[7, 9]], atol=1)
     assert [Path(file).name for file in found.files] == ["7.png", "2.png", "9.png"]
-    assert len(tables(markdown("", found.blocks))[-1]) == 2 + 3
+    assert len(tables(markdown("", found.blocks()))[-1]) == 2 + 3
     for i in (7, 9):
         (tmp_path / "class1" / f"{i}.png").write_bytes(b"")
     assert MISTAKES not in describe(outcomes, loader, 1, "validation images").figures
