@@ -20,6 +20,7 @@ from train.presets import load_preset
 # MXNet 1.9.1's GPU wheels hold machine code for these compute capabilities only (and no PTX for newer ones).
 STOCK_MXNET_GPUS = ((5, 0), (8, 9))
 IMAGENET_PRESET = "resnet50_90ep"
+FINE_TUNING_PRESET = "finetune"
 
 
 class Placement(NamedTuple):
@@ -29,10 +30,12 @@ class Placement(NamedTuple):
 
 
 def default_config(values: Mapping[str, Any], local_rank: int) -> Config:
-    """The preset of what a command line gives; where that names none: ImageNet's recipe for data of one's own on a GPU,
-    else the sample set's."""
+    """The preset of what a command line gives; where that names none: fine-tuning for trained weights, ImageNet's
+    recipe for data of one's own on a GPU, else the sample set's."""
     if "config" in values:
         return load_preset(values["config"])
+    if values.get("weights"):
+        return load_preset(FINE_TUNING_PRESET)
     if values.get("data", SAMPLES) == SAMPLES:
         return load_preset(DEFAULT_PRESET)
     try:

@@ -322,6 +322,7 @@ def test_preset_of_a_command_line_that_names_none(monkeypatch, run_train, tiny_d
     assert preset("") == preset("--data samples") == "cpu_sample"
     assert preset("--data /images --epochs 3") == preset("--data=synthetic") == "resnet50_90ep"
     assert preset("--data /images --device cpu") == preset("--data /images --executor reference") == "cpu_sample"
+    assert preset("--data /images --weights resnet50.pth") == preset("--weights w.pth --device cpu") == "finetune"
     monkeypatch.setattr(devices, "find_gpus", lambda: [])
     assert preset("--data /images") == preset("--data /images --device gpu") == "cpu_sample"
     code, out, _ = run_train("--data", tiny_data, "--batch-size", "99", "--output", tmp_path / "run")

@@ -88,7 +88,7 @@ def begin(values: Mapping[str, Any], workers: Workers) -> Beginning:
             default = devices.default_config(values, workers.local_rank)
             weights = read_weights(values["weights"], values.get("model", "")) if values.get("weights") else None
             if weights:
-                default = replace(default, **settings(weights.trained.config))
+                default = replace(default, **settings(weights.trained.config, with_sizes="config" not in values))
             config = configure(values, default)
             name_preset(config, values, workers)
             return Beginning(config, run_folder_of(config), None, weights, demonstration.is_one(config, values))

@@ -38,10 +38,11 @@ class Weights(NamedTuple):
     notes: list[str]  # what was taken, what not and why
 
 
-def settings(config: Config) -> dict[str, Any]:
-    """What a run that starts from trained weights has of their configuration: the network, and its images'
-    normalisation."""
-    names = ("model", *(field.name for field in fields(Normalisation)))
+def settings(config: Config, with_sizes: bool = False) -> dict[str, Any]:
+    """What a run that starts from trained weights has of their configuration: the network, its images' normalisation,
+    and with `with_sizes` how large they are."""
+    sizes = ("image_size", "val_image_size", "val_crop_fraction") if with_sizes else ()
+    names = ("model", *(field.name for field in fields(Normalisation)), *sizes)
     return {name: getattr(config, name) for name in names}
 
 

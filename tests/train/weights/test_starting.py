@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from train import checkpoint
+from train.presets import load_preset
 from train.weights import torch_file
 
 pytestmark = pytest.mark.usefixtures("narrow_network")
@@ -95,6 +96,20 @@ def test_the_run_has_the_images_of_its_weights(start, published, tmp_path):
     events = [json.loads(line) for line in (tmp_path / "new" / "metrics.jsonl").read_text().splitlines()]
     (event,) = [line for line in events if line["event"] == "weights"]
     assert event["notes"][-1] == "fc.weight: 3 classes there, 3 here: a new classifier"
+
+
+def test_without_a_preset_weights_are_fine_tuned_at_their_size(run_train, tiny_options, published, tmp_path):
+    file, folder = tmp_path / "w.pth", tmp_path / "new"
+    shutil.copy(published, file)
+    cfg = {"input_size": [3, 40, 40], "crop_pct": 0.8}
+    file.with_suffix(".json").write_text(json.dumps({"architecture": "resnet18", "pretrained_cfg": cfg}))
+    size = tiny_options.index("--image-size")
+    code, out, err = run_train(*tiny_options[:size], *tiny_options[size + 2:], "--weights", file, "--output", folder,
+                               "--max-steps", "1")
+    assert code == 0 and "preset finetune: 2 epochs at 40 pixels (--config takes another one, " in out, (out, err)
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["image_size"], config["val_crop_fraction"]) == (40, 0.8)
+    assert config["random_area"] == list(load_preset("finetune").random_area)
 
 
 def test_a_run_from_weights_goes_on_without_them(start, run_train, published, tmp_path):
