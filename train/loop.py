@@ -103,7 +103,7 @@ class Trainer:
         self.num_batches = 0  # of the last step, on each process
         self.origin: list[str] = []  # what its initial weights are, where they are trained ones
         self.go_on = f"{launcher()} --resume {shlex.quote(str(run_folder))}"  # the command that does so
-        self.note = ""  # what the user should know about how the run goes on
+        self.notes: list[str] = []  # what the user should know about how the run goes on
         self.changes: list[str] = []  # options that it goes on with others of
         self.receive_metrics: Callable[[], Metrics] | None = None  # those asked for at the last log line
         self.metrics_steps = (1, 0)  # first and last step that they are of
@@ -144,12 +144,12 @@ class Trainer:
         self._look_for_best()
         stop = self._steps_used_up() or self._settled(recorder)  # a resumed run may have done it before
         if progress.epoch >= epochs:
-            self.note = f"nothing left to train: epoch {epochs} of {epochs} is done; a higher --epochs adds some"
+            self.notes = [f"nothing left to train: epoch {epochs} of {epochs} is done; a higher --epochs adds some"]
         if self.changes:
             recorder.say(f"going on with other options: {', '.join(self.changes)}")
             recorder.event("changed", options=self.changes)
-        if self.note:
-            recorder.say(self.note)
+        for note in self.notes:
+            recorder.say(note)
         if self.commit:
             self.commit()
         with Signals(self.workers.alone) as signals:
@@ -459,8 +459,8 @@ class Trainer:
         images, images_before = self.config.global_batch(self.workers.size), before.global_batch(len(states))
         if images != images_before:
             processes = "1 process" if self.workers.size == 1 else f"{self.workers.size} processes"
-            self.note = (f"going on with {images} images a step ({processes}) after {images_before} ({len(states)}): "
-                         "the learning rate is scaled with them")
+            self.notes.append(f"going on with {images} images a step ({processes}) after {images_before} "
+                              f"({len(states)}): the learning rate is scaled with them")
         if before.freeze != self.config.freeze:
             then, now = (f"--freeze {each.freeze}" if each.freeze else "no --freeze" for each in (before, self.config))
             raise TrainError(f"the checkpoint is of a run with {then}, and this one has {now}: to train other layers, "
@@ -484,6 +484,9 @@ class Trainer:
         except (ValueError, LookupError, TypeError, OverflowError) as error:
             raise _incomplete(f"no state of NumPy's random numbers ({error})") from None
         self.progress = replace(checkpoint.progress)
+        if 0 < before.max_steps <= self.progress.step and not self.config.max_steps:
+            self.notes.append(f"--max-steps {before.max_steps} has been reached and is dropped: the run goes on to the "
+                              "end of its epochs")
         if self.train_loader.epoch == self.progress.epoch:
             self.progress.epoch_step = math.ceil(self.train_loader.batch / self.config.accumulate)
         elif self.train_loader.epoch > self.progress.epoch:  # in validation

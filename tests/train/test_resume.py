@@ -85,6 +85,29 @@ def test_sigterm(unbroken, tiny_options, tmp_path, run_train, monkeypatch, signa
     assert_same_end(folder, unbroken)
 
 
+def test_limits_that_are_not_reached_stay(unbroken, tiny_options, tmp_path, run_train, monkeypatch):
+    """So an interrupted run ends where an uninterrupted one does; one that has reached its --max-steps goes on."""
+    step, folder = Trainer.step, tmp_path / "run"
+
+    def signalled_step(self, batches):
+        if self.progress.step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, batches)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "step", signalled_step)
+        limits = ("--max-steps", "9", "--time-limit", "60")
+        assert run_train("--output", folder, *tiny_options, *limits)[0] == 128 + signal.SIGTERM
+    for last, limit in ((9, 9), (2 * STEPS_PER_EPOCH, 0)):
+        code, out, err = run_train("--resume", folder)
+        assert code == 0, err
+        assert ("--max-steps 9 has been reached and is dropped: the run goes on to" in out) == (limit == 0)
+        assert checkpoint.load(checkpoint.find(str(folder))).progress.step == last
+        config = json.loads((folder / "config.json").read_text())
+        assert (config["max_steps"], config["time_limit"]) == (limit, 60)
+    assert_same_end(folder, unbroken)
+
+
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGPIPE, signal.SIGINT])
 def test_other_signals_save_too(number, tiny_options, tmp_path, run_train, monkeypatch):
     step = Trainer.step

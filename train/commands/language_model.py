@@ -18,7 +18,7 @@ from pipelines.text import UNKNOWN, TextLoader, generated_words, num_known, numb
 from train import checkpoint
 from train.build import network_dtype
 from train.checkpoint import Checkpoint
-from train.commands.session import checkpoint_to_resume, lost_process, prepare, run_folder_of, train
+from train.commands.session import checkpoint_to_resume, lost_process, prepare, run_folder_of, steps_allowed, train
 from train.config import Config
 from train.devices import Placement
 from train.errors import TrainError
@@ -112,8 +112,7 @@ def begin(values: Mapping[str, Any]) -> tuple[LanguageModelConfig, Path, Checkpo
     if not isinstance(start.config, LanguageModelConfig):
         raise TrainError(f"{file} is of a network for images, and not of a language model: give another one, or go on "
                          "with that one by python -m train --resume")
-    # The limit was that of the session before.
-    of_run = replace(start.config.options, output=checkpoint.run_folder(file), max_steps=0)
+    of_run = replace(start.config.options, output=checkpoint.run_folder(file), max_steps=steps_allowed(start))
     config = LanguageModelConfig.of(replace(of_run, **values))
     config.check_goes_on(start.config)
     return config, run_folder_of(config, file), start

@@ -63,6 +63,12 @@ def checkpoint_to_resume(values: Mapping[str, Any]) -> Path | None:
     return checkpoint.find(place) if place else None
 
 
+def steps_allowed(start: Checkpoint) -> int:
+    """The --max-steps that a run goes on with where no other is given: its own, unless it has been reached."""
+    limit = start.config.max_steps
+    return limit if limit > start.progress.step else 0
+
+
 def run_folder_of(config: Config, resumed_file: Path | None = None) -> Path:
     """The run's folder, which is not made yet. Raises TrainError where it holds another run."""
     folder = Path(config.output or f"runs/{config.config}-{datetime.now():%Y%m%d-%H%M%S}")

@@ -22,6 +22,7 @@ from train.commands.session import (
     of_network,
     prepare,
     run_folder_of,
+    steps_allowed,
     train,
 )
 from train.config import Config, configure
@@ -101,8 +102,8 @@ def begin(values: Mapping[str, Any], workers: Workers) -> Beginning:
 
 
 def _resumed_config(file: Path, start: Checkpoint) -> Config:
-    """The configuration of the run that is gone on with, less its limits, which were those of that session."""
-    return replace(start.config, output=checkpoint.run_folder(file), max_steps=0, time_limit=0.0)
+    """The configuration of the run that is gone on with, less the limit that has ended it."""
+    return replace(start.config, output=checkpoint.run_folder(file), max_steps=steps_allowed(start))
 
 
 @contextlib.contextmanager

@@ -109,14 +109,14 @@ def test_resume_of_a_run_of_images(run_train: Train, tmp_path: Path) -> None:
 
 
 def test_a_run_begins_and_goes_on_by_the_same_command(run_train: Train, tmp_path: Path) -> None:
-    """--max-steps is the limit of a session: it is not kept."""
+    """--max-steps that has been reached is not kept."""
     text = tmp_path / "text.txt"
     text.write_text("a b c b c a " * 400)
     options = [*SMALL, "--text", text, "--epochs", "1", "--output", tmp_path / "run", "--resume", "auto"]
     code, out, err = run_train(*options, "--max-steps", "5")
     assert code == 0 and "stopped after step 5: --max-steps is 5" in out, err
     code, out, err = run_train(*options)
-    assert code == 0 and "step 6/15" in out, err
+    assert code == 0 and "step 6/15" in out and "--max-steps 5 has been reached and is dropped" in out, err
 
 
 @pytest.mark.parametrize("options, message", [
