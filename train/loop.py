@@ -35,7 +35,7 @@ from train.processes.invocation import launcher
 from train.processes.pulse import Activity, pulse
 from train.processes.signals import Signals, StoppedBySignal
 from train.reporting.gpu_monitor import GpuMonitor, GpuReadings
-from train.reporting.metrics import accuracy_of
+from train.reporting.metrics import VALIDATION, accuracy_of
 from train.reporting.outcomes import Outcomes
 from train.reporting.recorder import Recorder
 from train.schedule import make_schedule
@@ -87,6 +87,8 @@ class Trainer:
         Raises TrainError or DataError where it does not fit this run.
         """
         self.config = config
+        self.stated = config  # what the run's files say
+        self.before = checkpoint.config if checkpoint else config  # what its last step had
         self.workers = workers
         self.executor = executor
         self.train_loader = train_loader
@@ -130,6 +132,17 @@ class Trainer:
             canonical = {key: executor.to_canonical(key, array) for key, array in live.items()}
             self._assign(live, broadcast(canonical, name))
 
+    def settle(self) -> None:
+        """Where a run that is gone on with has no step left, its files go on to say what its last step had. A
+        collective operation."""
+        progress, epochs = self.progress, self.config.epochs
+        self._look_for_best()
+        if progress.epoch >= epochs:
+            self.notes = [f"nothing left to train: epoch {epochs} of {epochs} is done; a higher --epochs adds some"]
+        elif not (self._steps_used_up() or self._settled(VALIDATION)):
+            return
+        self.stated, self.changes = self.before, []
+
     def _assign(self, live: Mapping[str, Any], values: Mapping[str, np.ndarray]) -> None:
         """Set the executor's or optimizer's arrays from canonical ones."""
         for name, value in values.items():
@@ -141,10 +154,7 @@ class Trainer:
     def run(self, recorder: Recorder) -> None:
         """Train until the last epoch, or until a limit or the target is reached. Raises StoppedBySignal, TrainError."""
         progress, epochs = self.progress, self.config.epochs
-        self._look_for_best()
-        stop = self._steps_used_up() or self._settled(recorder)  # a resumed run may have done it before
-        if progress.epoch >= epochs:
-            self.notes = [f"nothing left to train: epoch {epochs} of {epochs} is done; a higher --epochs adds some"]
+        stop = self._steps_used_up() or self._settled(recorder.evaluated)  # a resumed run may have done it before
         if self.changes:
             recorder.say(f"going on with other options: {', '.join(self.changes)}")
             recorder.event("changed", options=self.changes)
@@ -334,11 +344,11 @@ class Trainer:
             self.save(recorder, is_best=True)
         else:
             progress.validations_since_best += 1
-        return self._settled(recorder)
+        return self._settled(recorder.evaluated)
 
-    def _settled(self, recorder: Recorder) -> str:
-        """Why the accuracies so far end the run, or ""; also of a run that goes on after it."""
-        config, progress, evaluated = self.config, self.progress, accuracy_of(recorder.evaluated)
+    def _settled(self, images: str) -> str:
+        """Why the accuracies on `images` so far end the run, or ""; also of a run that goes on after it."""
+        config, progress, evaluated = self.config, self.progress, accuracy_of(images)
         if 0 < config.target_accuracy <= progress.best_top1:
             return (f"stopped: the {evaluated} is {progress.best_top1:.4f} and has reached the target of "
                     f"{config.target_accuracy:g}")
@@ -441,7 +451,7 @@ class Trainer:
             ema={name: executor.to_canonical(name, ema[name]) if name in ema else array
                  for name, array in {**params, **aux}.items()} if ema else {},
             scalars=dict(self.optimizer.scalars),
-            config=self.config,
+            config=self.stated,
             class_names=self.train_loader.class_names,
             class_keys=[key for key, _ in self.train_loader.classes],
             progress=replace(self.progress),

@@ -108,6 +108,26 @@ def test_limits_that_are_not_reached_stay(unbroken, tiny_options, tmp_path, run_
     assert_same_end(folder, unbroken)
 
 
+@pytest.mark.parametrize("end, reason", [
+    ((), "nothing left to train: epoch 2 of 2 is done"),
+    (("--max-steps", "3"), "stopped after step 3: --max-steps is 3"),
+    (("--target-accuracy", "0.01"), "and has reached the target of 0.01"),
+])
+def test_without_a_step_the_run_s_files_say_what_they_said(end, reason, tiny_options, tmp_path, run_train):
+    folder = tmp_path / "run"
+    assert run_train("--output", folder, *tiny_options, *end)[0] == 0
+    config = (folder / "config.json").read_bytes()
+    code, out, err = run_train("--resume", folder, "--learning-rate", "0.25", *end)
+    assert code == 0 and reason in out and "other options" not in out, (out, err)
+    assert (folder / "config.json").read_bytes() == config
+    assert RunRecord.read_jsonl(folder / "metrics.jsonl").config == json.loads(config)
+    if not end:  # in another folder, too
+        folder = tmp_path / "other"
+        assert run_train("--resume", tmp_path / "run", "--output", folder, "--learning-rate", "0.25")[0] == 0
+        assert (folder / "config.json").read_bytes() == config
+        assert checkpoint.load(checkpoint.find(str(folder))).config.learning_rate == 0.5
+
+
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGPIPE, signal.SIGINT])
 def test_other_signals_save_too(number, tiny_options, tmp_path, run_train, monkeypatch):
     step = Trainer.step

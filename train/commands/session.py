@@ -105,7 +105,7 @@ def prepare(config: Config, workers: Workers) -> devices.Placement:
 def open_recorder(trainer: Trainer, num_epochs: int | None, warmup_steps: int = 10) -> Recorder:
     """Make the run's folder with the recorder in it, and its config.json. Raises TrainError where that fails."""
     make_lasting()  # what cannot be printed costs no run
-    config, workers, progress = trainer.config, trainer.workers, trainer.progress
+    config, workers, progress = trainer.stated, trainer.workers, trainer.progress
     is_apart = is_elastic() and progress.step > 0 and not (trainer.run_folder / METRICS_FILE).exists()
     recorder = Recorder(
         trainer.run_folder,
@@ -133,7 +133,7 @@ def open_recorder(trainer: Trainer, num_epochs: int | None, warmup_steps: int = 
 
 
 def _write_config(trainer: Trainer) -> None:
-    content = json.dumps(trainer.config.to_dict(), indent=2).encode() + b"\n"
+    content = json.dumps(trainer.stated.to_dict(), indent=2).encode() + b"\n"
     files.write(trainer.run_folder / CONFIG_FILE, content)
 
 
@@ -141,6 +141,7 @@ def train(trainer: Trainer, note: Callable[[Trainer, Recorder], None]) -> None:
     """Train to the end, record it in the run's folder, and write the report; `note` tells the recorder what there is to
     know before the first step. Raises UserError and StoppedBySignal."""
     trainer.join()
+    trainer.settle()
     with trainer.workers.agreement():
         recorder = open_recorder(trainer, trainer.config.epochs)
     try:
