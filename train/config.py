@@ -19,7 +19,7 @@ from train import models
 from train.errors import TrainError
 from train.options.limits import check_limits, shown
 from train.options.optimizer import REFERENCE_BATCH
-from train.options.run import BeginningOptions
+from train.options.run import FINE_TUNING_PRESET, BeginningOptions
 from train.options.training import LIMITS, TrainingOptions
 
 CONFIG_FILE = "config.json"  # in a run's folder: its configuration
@@ -122,6 +122,15 @@ def configure(values: Mapping[str, Any], default: Config) -> Config:
             raise TrainError(f"{option_name(name)} {values[name]:g} needs the accuracy in validation, and "
                              "--validate-every 0 has none: leave out one of them")
     return config
+
+
+def check_untrained(values: Mapping[str, Any]) -> None:
+    """Raise TrainError where a run is to begin with random weights, and the command line gives what is for trained
+    ones."""
+    for name in ("freeze", "backbone_lr_factor", "config"):
+        if name in values and not values.get("weights") and (name != "config" or values[name] == FINE_TUNING_PRESET):
+            raise TrainError(f"{option_name(name)} {shown(values[name])} is for trained weights (--weights), and this "
+                             "run would begin with random ones: leave it out, or add them")
 
 
 def default_warmup(default: Config, epochs: int) -> float:

@@ -9,7 +9,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from train import checkpoint, models
+from train.checkpoint import Checkpoint
+from train.config import Config
 from train.models import resnet
+from train.models.network import init_params
 
 NUM_CLASSES = 3
 IMAGES_PER_CLASS = 9
@@ -46,6 +50,17 @@ def tiny_options(tiny_data: Path) -> list[str]:
         "--device", "cpu", "--num-threads", "1", "--no-tensorboard", "--warmup-epochs", "0", "--learning-rate", "0.5",
         "--checkpoint-minutes", "0", "--optimizer", "sgd", "--weight-decay", "1e-4", "--validate-every", "1",
     ]
+
+
+@pytest.fixture
+def initial_weights(tmp_path: Path) -> Path:
+    """A file of a ResNet-18's initial weights, of seed 0 and without --zero-init-residual, for what is for trained
+    ones; as wide as networks are when it is made."""
+    params, aux = init_params(models.create("resnet18", NUM_CLASSES).symbol, 0, zero_init_residual=False)
+    classes = [f"class{label}" for label in range(NUM_CLASSES)]
+    file = tmp_path / "weights" / "initial.npz"
+    checkpoint.save(Checkpoint(params, aux, {}, Config(model="resnet18"), classes), file)
+    return file
 
 
 @pytest.fixture

@@ -71,8 +71,6 @@ def test_unknown_command(fails):
     (["--max-pixels", "1000"], "none of the 27 images can be decoded"),
     (["--image-size", "0"], "--image-size 0 must be at least 32"),
     (["--executor", "cuda"], "--executor cuda needs an NVIDIA GPU"),
-    (["--freeze", "backbone", "--stochastic-depth", "0.1"],
-     "--stochastic-depth 0.1, of resnet18: all residual branches are frozen, so there is none to drop: freeze less"),
     (["--bn-group", "2"], "--bn-group 2 needs the cuda executor, and this run has the mxnet executor: leave it out"),
     (["--resume", "/nowhere"], "there is no checkpoint or run folder /nowhere"),
     (["--resume", "auto"], "--resume auto needs --output"),

@@ -14,7 +14,7 @@ from train.models.network import init_params
 
 pytestmark = pytest.mark.usefixtures("narrow_network")
 
-FINE_TUNING = ("--freeze", "stage2", "--backbone-lr-factor", "0.1", "--ema-decay", "0.9", "--no-zero-init-residual")
+FINE_TUNING = ("--freeze", "stage2", "--backbone-lr-factor", "0.1", "--ema-decay", "0.9", "--weights")
 
 
 def last_of(folder):
@@ -22,10 +22,10 @@ def last_of(folder):
 
 
 @pytest.mark.parametrize("executor", ["mxnet", "reference"])
-def test_frozen_layers_keep_their_initial_values(run_train, tiny_options, tmp_path, executor):
+def test_frozen_layers_keep_their_initial_values(run_train, tiny_options, initial_weights, tmp_path, executor):
     steps = () if executor == "mxnet" else ("--max-steps", "1", "--batch-size", "2")
-    code, out, err = run_train("--output", tmp_path / "run", *tiny_options, *FINE_TUNING, "--executor", executor,
-                             *steps)
+    code, out, err = run_train("--output", tmp_path / "run", *tiny_options, *FINE_TUNING, initial_weights,
+                               "--executor", executor, *steps)
     assert code == 0, err
     assert re.search(r"\n\d+,\d+ of \d+,\d+ parameters are trained \(--freeze stage2\)\n", out)
     end, network = last_of(tmp_path / "run"), models.create("resnet18", 3)
@@ -41,18 +41,24 @@ def test_frozen_layers_keep_their_initial_values(run_train, tiny_options, tmp_pa
     assert checkpoint.load_trained(str(tmp_path / "run")).params.keys() == before["params"].keys()
 
 
-def test_a_stopped_run_goes_on_to_the_same_bits(run_train, tiny_options, tmp_path):
-    for name, stops in (("whole", [[]]), ("parts", [["--max-steps", "5"], ["--resume"]])):
-        folder = tmp_path / name
-        for stop in stops:
-            stop = [*stop, folder, "--max-steps", "0"] if stop == ["--resume"] else stop
-            code, _, err = run_train("--output", folder, *tiny_options, *FINE_TUNING, *stop)
+def test_a_stopped_run_goes_on_to_the_same_bits(run_train, tiny_options, initial_weights, tmp_path):
+    for name, limits in (("whole", ["0"]), ("parts", ["5", "0"])):
+        for limit in limits:
+            code, _, err = run_train("--output", tmp_path / name, "--resume", "auto", *tiny_options, *FINE_TUNING,
+                                     initial_weights, "--max-steps", limit)
             assert code == 0, err
     whole, parts = last_of(tmp_path / "whole"), last_of(tmp_path / "parts")
     assert whole.progress.step == parts.progress.step == 12
     for one, other in ((whole.params, parts.params), (whole.aux, parts.aux), (whole.ema, parts.ema),
                        (whole.state["momentum"], parts.state["momentum"])):
         assert one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def test_branches_that_are_all_frozen_cannot_be_dropped(run_train, tiny_options, initial_weights, tmp_path):
+    code, _, err = run_train("--output", tmp_path / "run", *tiny_options, "--freeze", "backbone", "--weights",
+                             initial_weights, "--stochastic-depth", "0.1")
+    assert code == 2 and "--stochastic-depth 0.1, of resnet18: all residual branches are frozen, so" in err
+    assert not (tmp_path / "run").exists()
 
 
 def test_other_layers_cannot_be_frozen_by_going_on(run_train, tiny_options, tmp_path):
@@ -63,9 +69,9 @@ def test_other_layers_cannot_be_frozen_by_going_on(run_train, tiny_options, tmp_
     assert last_of(folder).progress.step == 1
 
 
-def test_factor_of_a_backbone_that_is_frozen(run_train, tiny_options, tmp_path):
+def test_factor_of_a_backbone_that_is_frozen(run_train, tiny_options, initial_weights, tmp_path):
     code, _, err = run_train("--output", tmp_path / "run", *tiny_options, "--freeze", "backbone",
-                             "--backbone-lr-factor", "0.1")
+                             "--backbone-lr-factor", "0.1", "--weights", initial_weights)
     assert code == 2 and "--backbone-lr-factor 0.1 has no effect with --freeze backbone" in err
     assert not (tmp_path / "run").exists()
 
@@ -73,9 +79,20 @@ def test_factor_of_a_backbone_that_is_frozen(run_train, tiny_options, tmp_path):
 @pytest.mark.parametrize("name, words", [
     ("stage7", "no layer with parameters has a name that begins with 'stage7': there are stem, stage1"),
     ("classifier", "nothing would be left to train: freeze backbone, or a part of it")])
-def test_layers_that_cannot_be_frozen(run_train, tiny_options, tmp_path, name, words):
-    code, _, err = run_train("--output", tmp_path / "run", *tiny_options, "--freeze", name)
+def test_layers_that_cannot_be_frozen(run_train, tiny_options, initial_weights, tmp_path, name, words):
+    code, _, err = run_train("--output", tmp_path / "run", *tiny_options, "--freeze", name, "--weights",
+                             initial_weights)
     assert code == 2 and f"--freeze {name}, of resnet18: " in err and words in err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("option", [("--freeze", "backbone"), ("--backbone-lr-factor", "0.1"),
+                                    ("--config", "finetune")], ids=" ".join)
+@pytest.mark.parametrize("command", ["train", "compare-precision"])
+def test_what_is_for_trained_weights(command, option, run_train, tiny_options, tmp_path):
+    code, _, err = run_train(command, "--output", tmp_path / "run", *tiny_options, *option)
+    assert code == 2 and err == (f"error: {' '.join(option)} is for trained weights (--weights), and this run would "
+                                 "begin with random ones: leave it out, or add them\n")
     assert not (tmp_path / "run").exists()
 
 

@@ -24,7 +24,7 @@ from common.command_line import option_name, part_of, to_arguments
 from common.errors import error_of
 from train import devices
 from train.commands.options import Comparison
-from train.config import CONFIG_FILE, OF_A_SESSION, Config, configure, default_warmup
+from train.config import CONFIG_FILE, OF_A_SESSION, Config, check_untrained, configure, default_warmup
 from train.errors import TrainError
 from train.presets import load_preset
 from train.processes.signals import STOPPING, StoppedBySignal, handled
@@ -57,6 +57,7 @@ class Row:
 
 def main(values: Mapping[str, Any]) -> None:
     """Train and compare, by the options given. Raises TrainError for a user's mistake, and StoppedBySignal."""
+    check_untrained(values)
     config = configure(values, devices.default_config(values, local_rank=0))
     wanted = part_of(Comparison, values)
     placement = devices.choose(config, local_rank=0)

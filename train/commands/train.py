@@ -25,7 +25,7 @@ from train.commands.session import (
     steps_allowed,
     train,
 )
-from train.config import Config, configure
+from train.config import Config, check_untrained, configure
 from train.errors import TrainError
 from train.loop import Trainer
 from train.presets import load_preset
@@ -86,6 +86,7 @@ def begin(values: Mapping[str, Any], workers: Workers) -> Beginning:
     with workers.agreement():
         file = checkpoint_to_resume(values)
         if not file:
+            check_untrained(values)
             default = devices.default_config(values, workers.local_rank)
             weights = read_weights(values["weights"], values.get("model", "")) if values.get("weights") else None
             if weights:

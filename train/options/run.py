@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from train.options.limits import AT_LEAST_1, FRACTION, NOT_NEGATIVE, Limit
 
 DEFAULT_PRESET = "cpu_sample"
+FINE_TUNING_PRESET = "finetune"  # for runs with --weights
 LIST_PRESETS = "?"  # value of `config` that asks which presets there are
 MAX_BN_GROUP = 16  # GPUs; of the kernels in which they write to each other
 

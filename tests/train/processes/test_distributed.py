@@ -172,7 +172,7 @@ def test_step_with_frozen_and_slower_layers(session):
 
 
 @needs_horovod
-def test_frozen_backbone_trains_as_in_one_process(narrow_network, tiny_options, tmp_path, run_train):
+def test_frozen_backbone_trains_as_in_one_process(narrow_network, tiny_options, initial_weights, tmp_path, run_train):
     """Batches of 4 on each of two processes, of 8 on one: where no BatchNorm has statistics of its batch, both train
     the classifier alike, image by image."""
     script = """
@@ -184,7 +184,7 @@ def test_frozen_backbone_trains_as_in_one_process(narrow_network, tiny_options, 
         session.has_predictions = lambda trainer, recorder: False
         sys.exit(program.main(sys.argv[1:]))
     """
-    options = [*tiny_options, "--freeze", "backbone", "--no-zero-init-residual", "--validate-every", "0", "--output"]
+    options = [*tiny_options, "--freeze", "backbone", "--weights", initial_weights, "--validate-every", "0", "--output"]
     done = run_processes(script, *options, tmp_path / "two", narrow=True)
     assert done.returncode == 0, done.stderr
     code, _, err = run_train(*options, tmp_path / "one", "--batch-size", "8")

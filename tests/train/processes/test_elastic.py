@@ -19,6 +19,7 @@ from train import checkpoint
 from train.commands.train import Beginning
 from train.config import Config
 from train.errors import TrainError
+from train.models import resnet
 
 pytestmark = needs_horovod
 
@@ -29,11 +30,14 @@ def patient_gloo(monkeypatch):
     monkeypatch.setenv("HOROVOD_GLOO_TIMEOUT_SECONDS", str(2 * LIMIT))
 
 
-def test_elastic_run_loses_a_process_and_gets_one(start, on_gpu, rng):
+def test_elastic_run_loses_a_process_and_gets_one(start, on_gpu, rng, request, monkeypatch):
     """Three processes become two and three again (on two GPUs: two, one, two). No commit is lost, and the position
     counts images, not steps."""
     count = min(3, len(find_gpus())) if on_gpu else 3
-    run = start(count, "--min-np", str(count - 1), "--cooldown", "1", "--freeze", "stage2")
+    if not on_gpu:
+        monkeypatch.setattr(resnet, "FIRST_WIDTH", 8)  # as the run's network
+    weights = request.getfixturevalue("initial_weights")
+    run = start(count, "--min-np", str(count - 1), "--cooldown", "1", "--freeze", "stage2", "--weights", str(weights))
     run.wait_for(lambda: run.last_step() >= COMMIT_EVERY + 1)
     victim = int(rng.integers(count))  # rank 0, whose part is more, like any other
     os.kill(run.workers()[victim], signal.SIGKILL)
