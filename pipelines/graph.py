@@ -465,6 +465,7 @@ def _random_window(height: Any, width: Any, inputs: ImageInputs) -> tuple[Any, A
 
     A window of a random part of the area and a random aspect ratio, the first of the candidates that fits into the
     image (Szegedy et al., Going Deeper with Convolutions, 2014, section 6); if none does, the last, cut at the border.
+    It has a pixel at least, however small the image.
     """
     aspect = dali_math.exp(inputs.log_ratio) * (height / width)  # of the fractions, not of the pixels
     w = dali_math.sqrt(inputs.area * aspect)
@@ -474,5 +475,7 @@ def _random_window(height: Any, width: Any, inputs: ImageInputs) -> tuple[Any, A
     too_big = fn.cast((w > 1) | (h > 1), dtype=types.FLOAT)
     first = fn.reductions.min(index + NUM_CANDIDATES * too_big)
     chosen = fn.cast(index == dali_math.min(first, NUM_CANDIDATES - 1.0), dtype=types.FLOAT)
-    size = dali_math.min(fn.stack(fn.reductions.sum(w * chosen), fn.reductions.sum(h * chosen)), 1.0)
+    size = fn.stack(fn.reductions.sum(w * chosen), fn.reductions.sum(h * chosen))
+    pixel = 1.01 / fn.stack(width, height)  # and a bit: DALI rounds both ends, which must not become the same
+    size = dali_math.min(dali_math.max(size, pixel), 1.0)
     return inputs.position * (1.0 - size), size

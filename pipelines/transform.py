@@ -136,8 +136,10 @@ MOST_PADDING = 256  # pixels: with more, most of a crop would be padding
 
 # What a value must be: a test and its words.
 LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "random_area": (lambda value: 0 < value[0] <= value[1] <= 1, "two fractions above 0, the smaller first"),
-    "random_ratio": (lambda value: 0 < value[0] <= value[1] < math.inf, "two numbers above 0, the smaller first"),
+    "random_area": (lambda value: 0.001 <= value[0] <= value[1] <= 1, "two fractions from 0.001 on, the smaller first"),
+    "random_ratio": (
+        lambda value: 0.01 <= value[0] <= value[1] <= 100, "two numbers from 0.01 to 100, the smaller first"
+    ),
     "crop_padding": (lambda value: 0 <= value <= MOST_PADDING, f"from 0 to {MOST_PADDING}"),
     "cutout": (lambda value: 0 <= value <= 1, "a fraction from 0 to 1"),
     **dict.fromkeys(

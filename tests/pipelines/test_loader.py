@@ -258,6 +258,18 @@ def test_training_transform_against_pillow(numbered):
 
 
 @pytest.mark.parametrize("cache_gib", [0.0, 1.0])  # fed with bytes, or with pixels
+@pytest.mark.parametrize("area", [0.001, 0.08])
+def test_a_window_has_a_pixel_at_least(area, cache_gib, tmp_path, rng):
+    for k, (width, height) in enumerate([(2, 2), (8, 8), (300, 2), (2, 300)]):
+        (tmp_path / f"class{k}").mkdir()
+        Image.fromarray(rng.integers(0, 256, (height, width, 3), np.uint8)).save(tmp_path / f"class{k}" / "0.png")
+    loader = open_loader(config(tmp_path, cache_gib=cache_gib, transform=ImageTransform(random_area=(area, area))))
+    for _ in range(20):
+        for pixels, _ in epoch_of(loader):
+            assert np.isfinite(pixels).all() and len(pixels) == 4
+
+
+@pytest.mark.parametrize("cache_gib", [0.0, 1.0])  # fed with bytes, or with pixels
 def test_padded_windows_and_cutout_against_numpy(numbered, cache_gib, rng):
     """Padded, cut, erased and flipped in NumPy, and resized by Pillow. `numbered` has images of 40 to 130 pixels."""
     padding, side, seed = 9, 0.3, int(rng.integers(1 << 16))
@@ -565,9 +577,9 @@ def test_load_images_keeps_order_and_names_mistakes(folder, tmp_path):
         ({"device": "tpu"}, "device is 'tpu'"),
         ({"on_bad_image": "ask"}, "on_bad_image is 'ask'"),
         *(({"transform": ImageTransform(**{name: value})}, message) for name, value, message in (
-            ("random_area", (0.5, 0.2), "random_area is 0.5 0.2; it must be two fractions above 0, the smaller first"),
+            ("random_area", (0.5, 0.2), "random_area is 0.5 0.2; it must be two fractions from 0.001 on, the"),
             ("random_area", (0.0, 1.0), "random_area is 0 1;"),
-            ("random_ratio", (0.5, float("inf")), "random_ratio is 0.5 inf; it must be two numbers above 0"),
+            ("random_ratio", (0.5, float("inf")), "random_ratio is 0.5 inf; it must be two numbers from 0.01 to 100"),
             ("val_crop_fraction", 1.5, "val_crop_fraction is 1.5; it must be above 0 and at most 1"),
             ("crop_padding", -4, "crop_padding is -4; it must be from 0 to 256"),
             ("crop_padding", 100_000, "crop_padding is 100000; it must be from 0 to 256"),

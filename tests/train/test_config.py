@@ -115,7 +115,9 @@ MISTAKES = {
     "--stochastic-depth-mode block":
         "--stochastic-depth-mode block is for runs that leave out residual branches: leave it out, or give",
     "--dropout 1": "--dropout 1.0 must be at least 0 and below 1",
-    "--random-area 0.5 0.1": "--random-area 0.5 0.1 must be two fractions above 0, the smaller first",
+    "--random-area 0.5 0.1": "--random-area 0.5 0.1 must be two fractions from 0.001 on, the smaller first",
+    "--random-area 0.00001 0.00001": "--random-area 1e-05 1e-05 must be two fractions from 0.001 on",
+    "--random-ratio 0.75 1e6": "--random-ratio 0.75 1000000.0 must be two numbers from 0.01 to 100",
     "--randaugment-magnitude 5":
         "--randaugment-magnitude is for --auto-augment randaugment or randaugment-timm, and this run has none: leave",
     "--auto-augment randaugment --randaugment-magnitude-std 0.5":
