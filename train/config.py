@@ -117,6 +117,10 @@ def configure(values: Mapping[str, Any], default: Config) -> Config:
     if "stochastic_depth_mode" in values and not config.stochastic_depth:
         raise TrainError(f"--stochastic-depth-mode {config.stochastic_depth_mode} is for runs that leave out residual "
                          "branches: leave it out, or give --stochastic-depth")
+    has_given = not values.keys().isdisjoint(("schedule", "decay_epochs", "epochs"))  # else a run is what it is
+    if has_given and config.schedule == "step" and min(config.decay_epochs) >= config.epochs:
+        raise TrainError(f"--decay-epochs {shown(config.decay_epochs)} is beyond the run of {config.epochs} epochs, "
+                         "whose learning rate would never fall; lower it")
     for name in ("patience", "target_accuracy"):
         if values.get(name) and not config.validate_every:
             raise TrainError(f"{option_name(name)} {values[name]:g} needs the accuracy in validation, and "

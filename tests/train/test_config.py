@@ -127,6 +127,9 @@ MISTAKES = {
     "--cache -2": "--cache -2.0 must be 0 or more, or -1",
     "--target-accuracy 76": "--target-accuracy 76.0 must be a fraction from 0 to 1",
     "--schedule step --decay-epochs 3 2": "--decay-epochs 3.0 2.0 must rise",
+    "--epochs 3 --schedule step":
+        "--decay-epochs 30.0 60.0 80.0 is beyond the run of 3 epochs, whose learning rate would never fall; lower it",
+    "--epochs 3 --schedule step --decay-epochs 3": "--decay-epochs 3.0 is beyond the run of 3 epochs",
     "--epochs 2 --warmup-epochs 3": "--warmup-epochs 3 is longer than the run of 2 epochs",
     "--learning-rate 0.01 --final-learning-rate 0.1":
         "--final-learning-rate 0.1 is above --learning-rate 0.01, from which it is to fall; lower it",
@@ -135,7 +138,7 @@ MISTAKES = {
     "--resize-epochs 3 5": "--resize-epochs is given without --first-image-size",
     "--first-image-size 64 --resize-epochs 5 3": "--resize-epochs 5.0 3.0 must be two numbers of epochs from 0 on",
     "--decay-epochs 3 5": "--decay-epochs is for --schedule step, and this run has cosine",
-    "--schedule step --decay-power 2": "--decay-power is for --schedule polynomial, and this run has step",
+    "--schedule step --decay-epochs 3 --decay-power 2": "--decay-power is for --schedule polynomial, and this",
     "--trust-coefficient 0.1 --optimizer sgd": "--trust-coefficient is for --optimizer lars, and this run has sgd",
     "--optimizer adam": "there is no optimizer 'adam'; did you mean adamw?",
     "--optimizer ?": f"there is no optimizer '?'; there are: {', '.join(optimizers.names())}",
@@ -226,6 +229,12 @@ def test_a_preset_s_policy_can_be_left_out():
     assert config.randaugment_magnitude == 7 and config.bce_threshold == 0.2
     by_block = dataclasses.replace(config, stochastic_depth_mode="block")
     assert configure({"stochastic_depth": 0.0}, by_block).stochastic_depth_mode == "block"
+
+
+def test_one_decay_within_the_run_is_enough():
+    assert config_of("--schedule", "step", "--epochs", "31").schedule == "step"
+    constant = Config(schedule="step", epochs=3, warmup_epochs=0.0)  # of an earlier version
+    assert configure({"val_crop_fraction": 1.0}, constant).decay_epochs == constant.decay_epochs
 
 
 def test_an_empty_shell_variable_is_no_value():
