@@ -19,7 +19,7 @@ def trainings(benchmark_module):
 
 @pytest.mark.parametrize("changes", [
     {}, {"epochs": 3, "warmup_epochs": 1.0}, {"epochs": 3, "warmup_epochs": 0.0, "learning_rate": 0.125},
-    {"mirror": False, "nesterov": False, "zero_init_residual": True, "random_area": (0.25, 0.5)},
+    {"mirror": False, "nesterov": False, "zero_init_residual": True, "mean": (1.0, 2.0, 3.0)},
 ])
 def test_options_make_the_configuration(trainings, changes):
     preset = load_preset("cifar10_resnet18")

@@ -117,6 +117,11 @@ def configure(values: Mapping[str, Any], default: Config) -> Config:
     if "stochastic_depth_mode" in values and not config.stochastic_depth:
         raise TrainError(f"--stochastic-depth-mode {config.stochastic_depth_mode} is for runs that leave out residual "
                          "branches: leave it out, or give --stochastic-depth")
+    for name in ("random_area", "random_ratio"):
+        if name in values and config.crop_padding:
+            raise TrainError(f"{option_name(name)} {shown(values[name])} is for crops of a random area, and "
+                             f"--crop-padding {config.crop_padding} takes others: leave it out, or give "
+                             "--crop-padding 0")
     has_given = not values.keys().isdisjoint(("schedule", "decay_epochs", "epochs"))  # else a run is what it is
     if has_given and config.schedule == "step" and min(config.decay_epochs) >= config.epochs:
         raise TrainError(f"--decay-epochs {shown(config.decay_epochs)} is beyond the run of {config.epochs} epochs, "
